@@ -1,0 +1,92 @@
+"""The `edgellm` command: lazy sub-commands, and one place where errors become an exit code."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import os
+import sys
+
+import click
+
+from edgellm import __version__
+from edgellm.errors import CancelledError, EdgeLLMError, OptionError
+
+# Command -> module and one line of help; a module is imported when its command runs.
+COMMANDS = {
+    "run": ("edgellm.cli.run", "Ask a model, or chat with it."),
+    "export": ("edgellm.cli.export", "Export a model to a bundle."),
+    "pull": ("edgellm.cli.models", "Download a model and export it."),
+    "ls": ("edgellm.cli.models", "List exported models."),
+    "show": ("edgellm.cli.models", "Show what a model is and what it needs."),
+    "rm": ("edgellm.cli.models", "Delete an exported model and its download."),
+    "bench": ("edgellm.cli.bench", "Measure prefill and decode speed."),
+    "perplexity": ("edgellm.cli.perplexity", "Measure the perplexity of a text."),
+    "devices": ("edgellm.cli.devices", "List execution providers: usable, or why not."),
+}
+
+
+class _Commands(click.Group):
+    """A group whose help needs none of its commands imported."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return list(COMMANDS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        if cmd_name not in COMMANDS:
+            return None
+        command = getattr(importlib.import_module(COMMANDS[cmd_name][0]), cmd_name)
+        assert isinstance(command, click.Command)
+        return command
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        with formatter.section("Commands"):
+            formatter.write_dl([(name, text) for name, (_, text) in COMMANDS.items()])
+
+
+@click.group(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(__version__)
+def edgellm() -> None:
+    """Run language models on this machine.
+
+    A chat with the default model: edgellm run
+    """
+
+
+def main() -> None:
+    """Entry point. Exit codes: 0 done, 1 failed, 2 wrong usage, 130 interrupted."""
+    sys.exit(_run())
+
+
+def _run() -> int:
+    try:
+        result = edgellm.main(standalone_mode=False, prog_name="edgellm")
+        return result if isinstance(result, int) else 0
+    except click.exceptions.Exit as error:
+        return error.exit_code
+    except click.ClickException as error:
+        error.show()
+        return error.exit_code
+    except CancelledError:
+        return 130
+    except EdgeLLMError as error:
+        click.echo(f"edgellm: {_one_line(error)}", err=True)
+        return 2 if isinstance(error, OptionError) else 1
+    except (KeyboardInterrupt, click.Abort):
+        return 130
+    except BrokenPipeError:
+        # the reader of stdout has gone (`| head`); keep the interpreter from complaining at exit
+        with contextlib.suppress(OSError):
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    except OSError as error:
+        click.echo(f"edgellm: {_one_line(error)}", err=True)
+        return 1
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split())
+
+
+if __name__ == "__main__":
+    main()

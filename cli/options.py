@@ -1,0 +1,149 @@
+"""Options that several commands share, under the names that llama.cpp's users know."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, TypedDict
+
+import click
+
+from edgellm.errors import OptionError
+from edgellm.kernels.kv_blocks import KV_FORMATS, KVFormat
+from edgellm.llm import SamplingArguments
+from edgellm.sources import DEFAULT_MODEL
+
+Command = Callable[..., Any]
+
+
+class LoadArguments(TypedDict):
+    """The arguments of `edgellm.load` that come from the command line."""
+
+    flavour: str | None
+    decode: str
+    prefill: str
+    kv_format: KVFormat
+    ctx_size: int | None
+    threads: int | None
+
+
+def model_argument(command: Command) -> Command:
+    """MODEL as the first positional or as -m; passed on as `name`."""
+
+    @click.argument("model", required=False)
+    @click.option("-m", "--model", "model_option", metavar="MODEL", help="The same as MODEL.")
+    @functools.wraps(command)
+    def wrapped(*, model: str | None, model_option: str | None, **rest: Any) -> Any:
+        if model is not None and model_option is not None:
+            raise OptionError("the model is named twice, as MODEL and with -m")
+        return command(name=model or model_option or DEFAULT_MODEL, **rest)
+
+    return wrapped
+
+
+def load_options(command: Command) -> Command:
+    """How a model is loaded; passed on as `load_arguments`."""
+
+    @click.option(
+        "-c",
+        "--ctx-size",
+        type=int,
+        help="Tokens of context; 0 takes the model's own.  [default: at most 4096]",
+    )
+    @click.option("-t", "--threads", type=int, help="CPU threads.  [default: all cores]")
+    @click.option(
+        "--kv-format",
+        type=click.Choice(KV_FORMATS),
+        default="int8",
+        show_default=True,
+        help="How the KV cache is stored.",
+    )
+    @click.option(
+        "--prefill",
+        default="auto",
+        show_default=True,
+        help="Execution provider of prefill, see `edgellm devices`.",
+    )
+    @click.option(
+        "--decode",
+        type=click.Choice(["auto", "portable", "reference"]),
+        default="auto",
+        show_default=True,
+        help="Decode back end; reference is float32.",
+    )
+    @click.option(
+        "--flavour",
+        type=click.Choice(["w8a8", "f32"]),
+        help="Precision of prefill.  [default: the bundle's int8 one]",
+    )
+    @functools.wraps(command)
+    def wrapped(
+        *,
+        ctx_size: int | None,
+        threads: int | None,
+        kv_format: KVFormat,
+        prefill: str,
+        decode: str,
+        flavour: str | None,
+        **rest: Any,
+    ) -> Any:
+        arguments = LoadArguments(
+            flavour=flavour,
+            decode=decode,
+            prefill=prefill,
+            kv_format=kv_format,
+            ctx_size=ctx_size,
+            threads=threads,
+        )
+        return command(load_arguments=arguments, **rest)
+
+    return wrapped
+
+
+def sampling_options(command: Command) -> Command:
+    """How tokens are chosen; those given are passed on as `sampling`."""
+    names = list(SamplingArguments.__annotations__)
+
+    @click.option(
+        "-n", "--predict", "--max-tokens", "max_tokens", type=int,
+        help="Tokens to generate at most; -1 goes on to the end of the context.  [default: -1]",
+    )  # fmt: skip
+    @click.option("--temp", "--temperature", "temperature", type=float, help="0 is greedy.")
+    @click.option("--top-k", type=int, help="Keep the k most likely tokens; 0 keeps all.")
+    @click.option("--top-p", type=float, help="Keep the tokens that make up this probability.")
+    @click.option("--min-p", type=float, help="Keep tokens this probable relative to the first.")
+    @click.option("--repeat-penalty", type=float, help="Penalty of recent tokens; 1 is none.")
+    @click.option("--repeat-last-n", type=int, help="How many tokens are recent; -1 all.")
+    @click.option("--presence-penalty", type=float, help="Subtracted for each recent token.")
+    @click.option("--frequency-penalty", type=float, help="Subtracted for each occurrence.")
+    @click.option(
+        "-l", "--logit-bias", multiple=True, metavar="TOKEN(+/-)BIAS",
+        help="Change a token's logit, e.g. 29905-100; may be repeated.",
+    )  # fmt: skip
+    @click.option("-s", "--seed", type=int, help="The same seed gives the same text; -1 draws one.")
+    @click.option(
+        "-r", "--reverse-prompt", "--stop", "stop", multiple=True,
+        help="A text that ends the answer; may be repeated.",
+    )  # fmt: skip
+    @click.option("--ignore-eos", is_flag=True, default=None, help="Never take an end token.")
+    @functools.wraps(command)
+    def wrapped(**given: Any) -> Any:
+        given["logprobs"] = None
+        values = {name: given.pop(name) for name in names}
+        values["logit_bias"] = dict(map(_parse_bias, values["logit_bias"]))
+        values["stop"] = list(values["stop"])
+        for name in ("max_tokens", "seed"):
+            if values[name] == -1:
+                values[name] = None
+        chosen = {name: value for name, value in values.items() if value not in (None, {}, [])}
+        return command(sampling=chosen, **given)
+
+    return wrapped
+
+
+def _parse_bias(text: str) -> tuple[int, float]:
+    cut = max(text.rfind("+"), text.rfind("-"))
+    try:
+        return int(text[:cut]), float(text[cut:])
+    except ValueError:
+        raise OptionError(f"logit bias {text!r}: write TOKEN+BIAS or TOKEN-BIAS") from None

@@ -1,0 +1,60 @@
+"""`edgellm perplexity`"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import click
+
+from edgellm.cli.options import LoadArguments, load_options, model_argument
+from edgellm.cli.progress import count_progress, export_progress
+from edgellm.cli.text import read_text
+from edgellm.llm import load
+from edgellm.perplexity import PATHS
+from edgellm.perplexity import perplexity as measure
+
+
+@click.command()
+@click.argument("file", type=click.Path(path_type=Path, allow_dash=True))
+@model_argument
+@load_options
+@click.option("--window", type=int, default=512, show_default=True, help="Tokens of a window.")
+@click.option("--max-windows", type=int, help="Stop after this many windows.")
+@click.option("--through", type=click.Choice(PATHS), default="prefill", show_default=True)
+@click.option("--json", "as_json", is_flag=True, help="Print a JSON object.")
+def perplexity(
+    *,
+    name: str,
+    file: Path,
+    load_arguments: LoadArguments,
+    window: int,
+    max_windows: int | None,
+    through: str,
+    as_json: bool,
+) -> None:
+    """Perplexity of the text in FILE (`-` is stdin).
+
+    The text is cut into windows that do not overlap, each on an empty cache; the first token of a
+    window is not scored.
+    """
+    text = read_text(file)
+    with export_progress() as exporting:
+        llm = load(name, **load_arguments, export_progress=exporting)
+    with count_progress("windows") as counting:
+        result = measure(
+            llm.engine,
+            text,
+            window=window,
+            max_windows=max_windows,
+            through=through,
+            progress=counting,
+        )
+    if as_json:
+        click.echo(json.dumps(result.to_json()))
+    else:
+        click.echo(
+            f"perplexity {result.perplexity:.4f} over {result.tokens} tokens "
+            f"({result.windows} windows of {result.window}, {result.through} {result.flavour}, "
+            f"KV cache {result.kv_format})"
+        )

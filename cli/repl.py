@@ -1,0 +1,182 @@
+"""The interactive chat of `edgellm run`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import click
+from prompt_toolkit import PromptSession
+from prompt_toolkit.completion import WordCompleter
+from prompt_toolkit.history import FileHistory
+
+from edgellm.cli.interrupt import cancel_on_interrupt
+from edgellm.cli.progress import count_progress
+from edgellm.cli.run import stats_line, write
+from edgellm.errors import EdgeLLMError, OptionError
+from edgellm.home import home, replacing_file
+from edgellm.llm import LLM, SamplingArguments
+from edgellm.prompt import Message
+
+_QUOTES = '"""'
+_HELP = f"""\
+/help              this list
+/clear             forget the conversation
+/system [TEXT]     show or change the system prompt; changing it clears the conversation
+/set NAME VALUE    change a sampling option, e.g. /set temperature 0
+/show              show model, context and sampling options
+/save FILE         save the conversation as JSON
+/load FILE         load a saved conversation
+/regen             answer the last message again
+/exit              leave (also Ctrl-D)
+{_QUOTES}                begin and end a message of several lines
+Ctrl-C             stop the answer; at the prompt, leave"""
+
+
+def chat(
+    llm: LLM, *, sampling: SamplingArguments, system: str | None, show_stats: bool
+) -> int:
+    """Talk until the user leaves; gives the exit code."""
+    return _Repl(llm, sampling, system, show_stats).run()
+
+
+class _Repl:
+    def __init__(
+        self, llm: LLM, sampling: SamplingArguments, system: str | None, show_stats: bool
+    ) -> None:
+        self._llm = llm
+        self._chat = llm.chat(system=system, **sampling)
+        self._show_stats = show_stats
+        self._commands: dict[str, Callable[[str], None]] = {
+            "/help": lambda _: click.echo(_HELP, err=True),
+            "/clear": lambda _: self._clear(self._system()),
+            "/system": self._set_system,
+            "/set": self._set,
+            "/show": lambda _: self._show(),
+            "/save": self._save,
+            "/load": self._load,
+            "/regen": lambda _: self._answer(None),
+        }
+        history = home() / "history"
+        history.parent.mkdir(parents=True, exist_ok=True)
+        self._input: PromptSession[str] = PromptSession(
+            history=FileHistory(str(history)),
+            completer=WordCompleter([*self._commands, "/exit"], sentence=True),
+            complete_while_typing=False,
+        )
+
+    def run(self) -> int:
+        manifest = self._llm.engine.bundle.manifest
+        click.echo(f"{manifest.name} - /help lists the commands, /exit leaves", err=True)
+        while True:
+            try:
+                line = self._read().strip()
+            except EOFError:
+                return 0
+            if line in ("/exit", "/bye", "/quit"):
+                return 0
+            if not line:
+                continue
+            try:
+                if line.startswith("/"):
+                    self._command(line)
+                else:
+                    self._answer(line.removeprefix(_QUOTES).removesuffix(_QUOTES).strip("\n"))
+            except EdgeLLMError as error:
+                click.echo(f"edgellm: {error}", err=True)
+
+    def _read(self) -> str:
+        """A line, or all lines between triple quotes."""
+        text = self._input.prompt(">>> ")
+        if not text.lstrip().startswith(_QUOTES):
+            return text
+        while text.count(_QUOTES) < 2:
+            text += "\n" + self._input.prompt("... ")
+        return text
+
+    def _command(self, line: str) -> None:
+        name, _, rest = line.partition(" ")
+        if name not in self._commands:
+            raise OptionError(f"there is no command {name}; /help lists them")
+        self._commands[name](rest.strip())
+
+    def _answer(self, text: str | None) -> None:
+        """Answer a message, or the last one again if it is None."""
+        with cancel_on_interrupt() as cancel, count_progress("prefill") as progress:
+            if text is None:
+                pieces = self._chat.regenerate(cancel=cancel, progress=progress)
+            else:
+                pieces = self._chat.stream(text, cancel=cancel, progress=progress)
+            write(pieces)
+        if self._show_stats and self._chat.stats is not None:
+            click.echo(stats_line(self._chat.stats), err=True)
+
+    def _system(self) -> str | None:
+        first = self._chat.messages[:1]
+        return first[0].content if first and first[0].role == "system" else None
+
+    def _clear(self, system: str | None) -> None:
+        self._chat.messages[:] = [] if system is None else [Message("system", system)]
+
+    def _set_system(self, text: str) -> None:
+        if text:
+            self._clear(text)
+        else:
+            click.echo(self._system() or "(the chat template's own)", err=True)
+
+    def _set(self, text: str) -> None:
+        name, _, value = text.partition(" ")
+        current = asdict(self._chat.options)
+        settable = [n for n, v in current.items() if n in ("seed", "max_tokens") or _number(v)]
+        if name not in settable or not value.strip():
+            raise OptionError(f"write /set NAME VALUE with NAME one of {', '.join(settable)}")
+        kind = float if isinstance(current[name], float) else int
+        try:
+            number: float | None = None if value.strip() == "none" else kind(value)
+        except ValueError:
+            raise OptionError(f"{name}: {value.strip()!r} is not a number") from None
+        self._chat.options = replace(self._chat.options, **{name: number})  # type: ignore[arg-type]
+
+    def _show(self) -> None:
+        engine = self._llm.engine
+        click.echo(
+            f"model    {engine.bundle.manifest.name}\n"
+            f"prefill  {engine.prefill.placement}, {engine.prefill.flavour}\n"
+            f"decode   {engine.decoder.name} {engine.decoder.flavour}\n"
+            f"context  {len(self._chat.tokens)} of {engine.ctx_size} tokens, KV cache "
+            f"{engine.options.kv_format}\n"
+            + "\n".join(f"{name:18} {v}" for name, v in asdict(self._chat.options).items()),
+            err=True,
+        )
+
+    def _save(self, text: str) -> None:
+        path = _path(text)
+        messages = [{"role": m.role, "content": m.content} for m in self._chat.messages]
+        try:
+            with replacing_file(path) as partial:
+                partial.write_text(json.dumps(messages, ensure_ascii=False, indent=1) + "\n")
+        except OSError as error:
+            raise OptionError(f"{path}: {error.strerror}") from None
+
+    def _load(self, text: str) -> None:
+        path = _path(text)
+        try:
+            values = json.loads(path.read_text(encoding="utf-8"))
+            messages = [Message(str(m["role"]), str(m["content"])) for m in values]
+        except OSError as error:
+            raise OptionError(f"{path}: {error.strerror}") from None
+        except (ValueError, KeyError, TypeError):
+            raise OptionError(f"{path}: not a conversation saved with /save") from None
+        self._chat.messages[:] = messages
+
+
+def _number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _path(text: str) -> Path:
+    if not text:
+        raise OptionError("name a file")
+    return Path(text).expanduser()

@@ -1,0 +1,166 @@
+"""`edgellm run`: one answer, or a chat."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+import click
+
+from edgellm.cli.interrupt import cancel_on_interrupt
+from edgellm.cli.options import LoadArguments, load_options, model_argument, sampling_options
+from edgellm.cli.progress import count_progress, export_progress
+from edgellm.cli.text import read_text
+from edgellm.errors import OptionError
+from edgellm.llm import LLM, SamplingArguments, load
+from edgellm.results import Piece, Stats
+from edgellm.session import LogitFilter
+
+_STDIN = "-"
+_INTERRUPTED = 130
+
+
+@click.command()
+@model_argument
+@click.argument("prompt", required=False)
+@load_options
+@sampling_options
+@click.option("-p", "--prompt", "prompt_option", metavar="TEXT", help="The same as PROMPT.")
+@click.option(
+    "-f", "--file", type=click.Path(path_type=Path, allow_dash=True), help="Read the prompt there."
+)
+@click.option("-sys", "--system-prompt", "system", help="What the model is told first.")
+@click.option("-e", "--escape", is_flag=True, help=r"Process \n, \t, \\ in the prompt.")
+@click.option("--raw", is_flag=True, help="Continue the prompt as text, without chat template.")
+@click.option("-j", "--json-schema", help="Answer in JSON that fits this schema ({} for any).")
+@click.option(
+    "--stats/--no-stats", default=None, help="Timings on stderr.  [default: on a terminal]"
+)
+@click.option("--json", "as_json", is_flag=True, help="Print answer and timings as a JSON object.")
+def run(
+    *,
+    name: str,
+    prompt: str | None,
+    prompt_option: str | None,
+    file: Path | None,
+    load_arguments: LoadArguments,
+    sampling: SamplingArguments,
+    system: str | None,
+    escape: bool,
+    raw: bool,
+    json_schema: str | None,
+    stats: bool | None,
+    as_json: bool,
+) -> int:
+    """Ask MODEL, or chat with it if there is no PROMPT.
+
+    The prompt comes from PROMPT, -p, -f or a pipe; `-` reads standard input and puts it before
+    what -p says. Only the model's text goes to stdout.
+    """
+    text = _prompt_text(prompt, prompt_option, file)
+    if text is not None and escape:
+        text = text.encode("latin-1", "backslashreplace").decode("unicode_escape")
+    if text is not None and not text.strip():
+        raise OptionError("the prompt is empty; give a text with -p, -f or a pipe")
+    with export_progress() as exporting:
+        llm = load(name, **load_arguments, export_progress=exporting)
+    show_stats = sys.stderr.isatty() if stats is None else stats
+    if text is None:
+        from edgellm.cli.repl import chat
+
+        return chat(llm, sampling=sampling, system=system, show_stats=show_stats)
+    logit_filter = _json_filter(llm, json_schema)
+    return _answer(llm, text, sampling, system, raw, logit_filter, show_stats, as_json)
+
+
+def _prompt_text(prompt: str | None, option: str | None, file: Path | None) -> str | None:
+    """The prompt from all places it can come from; None asks for a chat."""
+    parts = []
+    if prompt == _STDIN or option == _STDIN:
+        parts.append(read_text(Path(_STDIN)))
+    if file is not None:
+        parts.append(read_text(file))
+    parts += [text for text in (prompt, option) if text is not None and text != _STDIN]
+    if len([text for text in (prompt, option) if text not in (None, _STDIN)]) > 1:
+        raise OptionError("the prompt is given twice, as PROMPT and with -p")
+    if not parts and not sys.stdin.isatty():
+        parts.append(read_text(Path(_STDIN)))
+    return "\n\n".join(parts) if parts else None
+
+
+def _answer(
+    llm: LLM,
+    text: str,
+    sampling: SamplingArguments,
+    system: str | None,
+    raw: bool,
+    logit_filter: LogitFilter | None,
+    show_stats: bool,
+    as_json: bool,
+) -> int:
+    with cancel_on_interrupt() as cancel, count_progress("prefill") as progress:
+        if raw:
+            session = llm.session()
+            session.append((system or "") + text, parse_special=True)
+            pieces = session.stream(
+                llm.sampling(**sampling),
+                cancel=cancel,
+                progress=progress,
+                logit_filter=logit_filter,
+            )
+            shown = write(pieces, quiet=as_json)
+            found = session.stats
+        else:
+            conversation = llm.chat(system=system, **sampling)
+            shown = write(
+                conversation.stream(
+                    text, cancel=cancel, progress=progress, logit_filter=logit_filter
+                ),
+                quiet=as_json,
+            )
+            found = conversation.stats
+        interrupted = cancel.is_set()
+    assert found is not None
+    if as_json:
+        click.echo(json.dumps({"text": shown, **found.to_json()}, ensure_ascii=False))
+    elif show_stats:
+        click.echo(stats_line(found), err=True)
+    return _INTERRUPTED if interrupted else 0
+
+
+def write(pieces: Iterable[Piece] | Iterator[Piece], *, quiet: bool = False) -> str:
+    """Stream pieces to stdout, end the line, and give the whole text."""
+    shown = []
+    for piece in pieces:
+        shown.append(piece.text)
+        if piece.text and not quiet:
+            sys.stdout.write(piece.text)
+            sys.stdout.flush()
+    text = "".join(shown)
+    if not quiet and not text.endswith("\n"):
+        sys.stdout.write("\n")
+        sys.stdout.flush()
+    return text
+
+
+def stats_line(stats: Stats) -> str:
+    """One line of timings."""
+    where = ", ".join(f"{n} on {name}" for name, n in stats.prefill.items())
+    return (
+        f"[ prompt: {stats.prompt_tokens} tokens ({stats.cached_tokens} cached, {where} "
+        f"{stats.prefill_flavour}), {stats.prompt_tokens_per_second:.1f} t/s | "
+        f"first token: {stats.ttft_s * 1000:.0f} ms | "
+        f"generation: {stats.generation_tokens} tokens, "
+        f"{stats.generation_tokens_per_second:.1f} t/s | "
+        f"peak memory: {stats.peak_memory_bytes / 1e6:.0f} MB | seed: {stats.seed} ]"
+    )
+
+
+def _json_filter(llm: LLM, schema: str | None) -> LogitFilter | None:
+    if schema is None:
+        return None
+    from edgellm.json_schema import JsonFilter
+
+    return JsonFilter(llm.engine.tokenizer, schema)

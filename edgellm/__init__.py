@@ -1,0 +1,83 @@
+"""On-device LLM inference: static-chunk prefill, a quantized decode loop, one shared KV cache.
+
+    import edgellm
+
+    llm = edgellm.load("smollm2-135m-instruct")
+    print(llm.chat(temperature=0).send("What is the capital of France?").text)
+"""
+
+from typing import TYPE_CHECKING, Any
+
+from edgellm.errors import (
+    BundleError,
+    CacheFullError,
+    CancelledError,
+    ContextOverflowError,
+    EdgeLLMError,
+    ExportError,
+    MemoryEstimateError,
+    ModelFormatError,
+    NumericError,
+    OptionError,
+    ProviderError,
+    SourceError,
+    TemplateError,
+    TokenizerError,
+    UnsupportedModelError,
+)
+
+if TYPE_CHECKING:
+    from edgellm.chat import Chat
+    from edgellm.llm import LLM, load
+    from edgellm.results import Completion, Piece, Stats
+    from edgellm.sampling import SamplingOptions
+    from edgellm.session import Session
+
+__version__ = "0.1.0"
+
+# Imported when first used: errors and version must not cost the import of numpy and tokenizers.
+_LAZY = {
+    "Chat": "edgellm.chat",
+    "Completion": "edgellm.results",
+    "LLM": "edgellm.llm",
+    "Piece": "edgellm.results",
+    "SamplingOptions": "edgellm.sampling",
+    "Session": "edgellm.session",
+    "Stats": "edgellm.results",
+    "load": "edgellm.llm",
+}
+
+__all__ = [
+    "BundleError",
+    "CacheFullError",
+    "CancelledError",
+    "Chat",
+    "Completion",
+    "ContextOverflowError",
+    "EdgeLLMError",
+    "ExportError",
+    "LLM",
+    "MemoryEstimateError",
+    "ModelFormatError",
+    "NumericError",
+    "OptionError",
+    "Piece",
+    "ProviderError",
+    "SamplingOptions",
+    "Session",
+    "SourceError",
+    "Stats",
+    "TemplateError",
+    "TokenizerError",
+    "UnsupportedModelError",
+    "__version__",
+    "load",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _LAZY:
+        raise AttributeError(f"module 'edgellm' has no attribute {name!r}")
+    import importlib
+
+    return getattr(importlib.import_module(_LAZY[name]), name)

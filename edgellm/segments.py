@@ -1,0 +1,172 @@
+"""The graphs of one flavour, opened, and the buffers that they are bound to."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from edgellm.bundle import Bundle
+from edgellm.errors import BundleError
+from edgellm.graphs import contract
+from edgellm.graphs.builder import StoredArray
+from edgellm.providers import CPU, Placement, open_session
+from edgellm.quantize.int8 import dequantize_groups
+
+Floats = NDArray[np.float32]
+Run = Callable[[], None]
+
+
+@dataclass(frozen=True)
+class ChunkBuffers:
+    """Where segments of one chunk size read and write; all float32.
+
+    Attributes:
+        x: `[C, E]`, embeddings.
+        attention: `[C, H * D]`, written between segments.
+        qkv: `[C, (H + 2 Hkv) * D]`.
+        hidden: `[C, E]`, after the final norm.
+        segments: runs each segment on these buffers.
+    """
+
+    x: Floats
+    attention: Floats
+    qkv: Floats
+    hidden: Floats
+    segments: Sequence[Run]
+
+
+class Segments:
+    """The `layers + 1` segment graphs of a flavour on one provider.
+
+    The CPU provider takes one session of symbolic size for all chunk sizes, because each session
+    keeps its own repacked copy of the weights; other providers get a static graph a size.
+    """
+
+    def __init__(self, bundle: Bundle, flavour: str, *, provider: str, threads: int) -> None:
+        entry = bundle.flavour(flavour)
+        self.config = bundle.config
+        self.chunk_sizes = entry.chunk_sizes
+        self._folder = bundle.path / flavour
+        self._provider = provider
+        self._threads = threads
+        self._symbolic = provider == CPU and entry.any_size
+        self._sessions: dict[int | None, list[Any]] = {}
+        self._buffers: dict[int, ChunkBuffers] = {}
+        self._nodes: Counter[str] = Counter()
+        for size in [None] if self._symbolic else self.chunk_sizes:
+            self._open(size)
+
+    @property
+    def placement(self) -> Placement:
+        return Placement(self._provider, dict(self._nodes))
+
+    def buffers(self, chunk: int) -> ChunkBuffers:
+        """The buffers of a chunk size, made on first use."""
+        if chunk not in self._buffers:
+            self._buffers[chunk] = self._bind(chunk)
+        return self._buffers[chunk]
+
+    def _open(self, size: int | None) -> None:
+        """Two sessions at a time: loading is mostly repacking weights, without the GIL."""
+
+        def load(index: int) -> tuple[Any, Placement]:
+            path = self._folder / contract.segment_file(index, size)
+            session, placement = open_session(
+                path, provider=self._provider, threads=self._threads
+            )
+            self._check(session, index, path)
+            return session, placement
+
+        with ThreadPoolExecutor(max(1, self._threads)) as pool:
+            opened = list(pool.map(load, range(self.config.layers + 1)))
+        self._sessions[size] = [session for session, _ in opened]
+        for _, placement in opened:
+            self._nodes.update(placement.nodes)
+
+    def _check(self, session: Any, index: int, path: Path) -> None:
+        for role, values, expected in (
+            ("inputs", session.get_inputs(), contract.segment_inputs(self.config, index)),
+            ("outputs", session.get_outputs(), contract.segment_outputs(self.config, index)),
+        ):
+            found = {value.name: value.shape[-1] for value in values}
+            if found != expected:
+                raise BundleError(f"{path}: {role} are {found}, expected {expected}")
+
+    def _bind(self, chunk: int) -> ChunkBuffers:
+        """Bind every segment once; a call then costs microseconds."""
+        import onnxruntime as ort
+
+        sessions = self._sessions[None if self._symbolic else chunk]
+        config = self.config
+        widths = {
+            contract.X: config.hidden_size,
+            contract.ATTENTION: config.attention_size,
+            contract.QKV: config.qkv_size,
+            contract.HIDDEN: config.hidden_size,
+            "even": config.hidden_size,
+            "odd": config.hidden_size,
+        }
+        arrays = {name: np.zeros((chunk, width), np.float32) for name, width in widths.items()}
+        values = {name: ort.OrtValue.ortvalue_from_numpy(a) for name, a in arrays.items()}
+        runs: list[Run] = []
+        for index, session in enumerate(sessions):
+            binding = session.io_binding()
+            # A segment must not write the residual that it reads, so two take turns.
+            residual = {
+                contract.RESIDUAL: values[("even", "odd")[index % 2]],
+                contract.RESIDUAL_OUT: values[("odd", "even")[index % 2]],
+            }
+            for name in contract.segment_inputs(config, index):
+                binding.bind_ortvalue_input(name, residual.get(name) or values[name])
+            for name in contract.segment_outputs(config, index):
+                binding.bind_ortvalue_output(name, residual.get(name) or values[name])
+            runs.append(_runner(session, binding))
+        return ChunkBuffers(
+            arrays[contract.X],
+            arrays[contract.ATTENTION],
+            arrays[contract.QKV],
+            arrays[contract.HIDDEN],
+            runs,
+        )
+
+
+def _runner(session: Any, binding: Any) -> Run:
+    return lambda: session.run_with_iobinding(binding)
+
+
+class Head:
+    """The LM head and the embedding table that goes with it."""
+
+    def __init__(self, bundle: Bundle, kind: str, *, threads: int) -> None:
+        entry = bundle.manifest.heads[kind]
+        path = bundle.path / f"head-{kind}" / contract.HEAD_FILE
+        self._session, _ = open_session(path, provider=CPU, threads=threads)
+        self._table = {
+            name: _map_array(bundle.path, array) for name, array in entry.embedding.items()
+        }
+
+    def embed(self, tokens: Sequence[int]) -> Floats:
+        """Embedding rows `[n, E]`."""
+        ids = np.asarray(tokens, np.intp)
+        if "values" in self._table:
+            rows: Floats = self._table["values"][ids]
+            return rows
+        return dequantize_groups(self._table["codes"][ids], self._table["scale"][ids])
+
+    def logits(self, hidden: Floats) -> Floats:
+        """`[rows, E]` to `[rows, V]`."""
+        rows: Floats = self._session.run(None, {contract.HIDDEN: hidden})[0]
+        return rows
+
+
+def _map_array(root: Path, array: StoredArray) -> NDArray[Any]:
+    return np.memmap(
+        root / array.file, dtype=array.dtype, mode="r", offset=array.offset, shape=array.shape
+    )

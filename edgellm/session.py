@@ -1,0 +1,283 @@
+"""A session: tokens, their place in the KV cache, and the loop that generates more."""
+
+from __future__ import annotations
+
+import secrets
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence as SequenceOf
+from dataclasses import replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from edgellm.engine import Engine
+from edgellm.errors import CancelledError, ContextOverflowError, OptionError
+from edgellm.memory import peak_memory_bytes
+from edgellm.prefill import Progress
+from edgellm.results import Completion, FinishReason, Piece, Stats
+from edgellm.sampling import Sampler, SamplingOptions, log_softmax
+from edgellm.stop_text import StopText
+from edgellm.tokenizer import TextStream
+
+# Sets the scores of tokens that must not come next to -inf; called with the tokens sampled so far.
+LogitFilter = Callable[[NDArray[np.float32], SequenceOf[int]], None]
+
+
+class Session:
+    """A growing sequence of tokens.
+
+    Sessions of one model share its KV cache: a prefix that any of them computed is not computed
+    again. A session is not to be used from two threads at once; different sessions may be.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._tokens: list[int] = []
+        self._sequence = engine.cache.sequence()
+        self.stats: Stats | None = None
+
+    @property
+    def tokens(self) -> tuple[int, ...]:
+        """Everything appended and generated."""
+        return tuple(self._tokens)
+
+    @property
+    def cached(self) -> int:
+        """How many of them are in the KV cache."""
+        return len(self._sequence)
+
+    def append(self, text: str | SequenceOf[int], *, parse_special: bool = False) -> None:
+        """Add text or token ids; they are computed when the next answer needs them."""
+        tokenizer = self._engine.tokenizer
+        if isinstance(text, str):
+            add_bos = None if not self._tokens else False
+            text = tokenizer.encode(text, add_bos=add_bos, parse_special=parse_special)
+        self._set([*self._tokens, *text])
+
+    def replace(self, tokens: SequenceOf[int]) -> None:
+        """Become another sequence of tokens, keeping what it shares with this one."""
+        self._set(list(tokens))
+
+    def fork(self) -> Session:
+        """Another session with the same tokens; nothing is copied before one of them grows."""
+        other = Session(self._engine)
+        other._tokens = list(self._tokens)
+        with self._engine.lock:
+            other._sequence = self._sequence.fork()
+        return other
+
+    def rewind(self, length: int) -> None:
+        """Forget all tokens from position `length` on."""
+        if not 0 <= length <= len(self._tokens):
+            raise OptionError(
+                f"rewind to {length}: the session has {len(self._tokens)} tokens; "
+                f"0 to {len(self._tokens)} is allowed"
+            )
+        self._set(self._tokens[:length])
+
+    def close(self) -> None:
+        """Give the memory back. Other sessions can still find the prefix until it is needed."""
+        with self._engine.lock:
+            self._sequence.close()
+        self._tokens = []
+
+    def __enter__(self) -> Session:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def generate(
+        self,
+        options: SamplingOptions,
+        *,
+        cancel: threading.Event | None = None,
+        progress: Progress | None = None,
+        logit_filter: LogitFilter | None = None,
+    ) -> Completion:
+        """The whole answer at once; see `stream`."""
+        pieces = list(
+            self.stream(options, cancel=cancel, progress=progress, logit_filter=logit_filter)
+        )
+        assert self.stats is not None
+        reason = pieces[-1].finish_reason
+        assert reason is not None
+        return Completion(
+            text="".join(piece.text for piece in pieces),
+            tokens=tuple(piece.token for piece in pieces if piece.token is not None),
+            logprobs=tuple(piece.logprob for piece in pieces if piece.logprob is not None),
+            finish_reason=reason,
+            stats=self.stats,
+        )
+
+    def stream(
+        self,
+        options: SamplingOptions,
+        *,
+        cancel: threading.Event | None = None,
+        progress: Progress | None = None,
+        logit_filter: LogitFilter | None = None,
+    ) -> Iterator[Piece]:
+        """Answer piece by piece; the last piece has a finish_reason, then `stats` is set.
+
+        Args:
+            cancel: set it from anywhere to stop, also in the middle of prefill; the session stays
+                valid and keeps what was computed.
+            progress: called during prefill with tokens done and in all.
+            logit_filter: rules tokens out at each step.
+
+        Raises:
+            OptionError: the session is empty.
+            ContextOverflowError: the tokens do not fit into the context.
+            CacheFullError: open sessions hold the whole cache.
+        """
+        seed = secrets.randbits(32) if options.seed is None else options.seed
+        answer = _Answer(self._engine, self, replace(options, seed=seed))
+        try:
+            yield from answer.run(cancel, progress, logit_filter)
+        finally:
+            self.stats = answer.stats()
+
+    def _set(self, tokens: list[int]) -> None:
+        with self._engine.lock:
+            shared = 0
+            for a, b in zip(tokens, self._sequence.tokens, strict=False):
+                if a != b:
+                    break
+                shared += 1
+            self._sequence.truncate(shared)
+        self._tokens = tokens
+
+    def _prefill(
+        self, cancel: threading.Event | None, progress: Progress | None
+    ) -> tuple[NDArray[np.float32], int]:
+        """Compute what is not cached, the last token in any case: its logits, and the count."""
+        engine = self._engine
+        if not self._tokens:
+            raise OptionError("the prompt is empty; give at least one token")
+        if len(self._tokens) > engine.ctx_size:
+            raise ContextOverflowError(
+                f"the prompt has {len(self._tokens)} tokens, but the context holds "
+                f"{engine.ctx_size}; shorten it or raise --ctx-size (the model was trained for "
+                f"{engine.config.context_length})"
+            )
+        with engine.lock:
+            prefix = self._tokens[:-1]
+            if engine.cache.cached_prefix(prefix) > len(self._sequence):
+                self._sequence.close()
+                self._sequence = engine.cache.sequence(prefix)
+            self._sequence.truncate(min(len(self._sequence), len(prefix)))
+            new = self._tokens[len(self._sequence) :]
+            logits = engine.prefill.run(new, self._sequence, progress=progress, cancel=cancel)
+        return logits, len(new)
+
+    def _step(self, token: int) -> NDArray[np.float32]:
+        with self._engine.lock:
+            return self._engine.decoder.step(token, self._sequence)
+
+    def _extend(self, token: int) -> None:
+        self._tokens.append(token)
+
+
+class _Answer:
+    """The state of one `stream` call."""
+
+    def __init__(self, engine: Engine, session: Session, options: SamplingOptions) -> None:
+        self._engine = engine
+        self._session = session
+        self._options = options
+        ends = engine.tokenizer.eos_ids
+        self._sampler = Sampler(options, banned=sorted(ends) if options.ignore_eos else ())
+        self._stop = StopText(options.stop)
+        self._text = TextStream(engine.tokenizer, session.tokens)
+        self._start = time.perf_counter()
+        self._prompt_tokens = len(session.tokens)
+        self._computed = 0
+        self._prefill_s = self._decode_s = self._ttft_s = 0.0
+        self._steps = 0
+        self._sampled: list[int] = []
+
+    def run(
+        self,
+        cancel: threading.Event | None,
+        progress: Progress | None,
+        logit_filter: LogitFilter | None,
+    ) -> Iterator[Piece]:
+        try:
+            began = time.perf_counter()
+            logits, self._computed = self._session._prefill(cancel, progress)
+            self._prefill_s = time.perf_counter() - began
+        except CancelledError:
+            yield Piece("", finish_reason="cancelled")
+            return
+        while True:
+            reason = self._limit(cancel)
+            if reason is not None:
+                yield Piece(self._held_back(), finish_reason=reason)
+                return
+            piece = self._sample(logits, logit_filter)
+            yield piece
+            if piece.finish_reason is not None:
+                return
+            if self._limit(None) is None:
+                began = time.perf_counter()
+                logits = self._session._step(self._sampled[-1])
+                self._decode_s += time.perf_counter() - began
+                self._steps += 1
+
+    def _limit(self, cancel: threading.Event | None) -> FinishReason | None:
+        if cancel is not None and cancel.is_set():
+            return "cancelled"
+        limit = self._options.max_tokens
+        full = len(self._session.tokens) > self._engine.ctx_size
+        return "length" if full or len(self._sampled) == limit else None
+
+    def _sample(
+        self, logits: NDArray[np.float32], logit_filter: LogitFilter | None
+    ) -> Piece:
+        if logit_filter is not None:
+            logits = logits.copy()
+            logit_filter(logits, self._sampled)
+        token = self._sampler.sample(logits, self._session.tokens)
+        if not self._sampled:
+            self._ttft_s = time.perf_counter() - self._start
+        self._sampled.append(token)
+        self._session._extend(token)
+        logprobs = log_softmax(logits)
+        top = _top(logprobs, self._options.logprobs)
+        if token in self._engine.tokenizer.eos_ids:
+            return Piece(self._held_back(), token, float(logprobs[token]), top, "stop")
+        text = self._stop.add(self._text.add(token))
+        reason: FinishReason | None = "stop" if self._stop.found else None
+        return Piece(text, token, float(logprobs[token]), top, reason)
+
+    def _held_back(self) -> str:
+        return self._stop.add(self._text.finish()) + self._stop.finish()
+
+    def stats(self) -> Stats:
+        placement = self._engine.prefill.placement
+        return Stats(
+            ttft_s=self._ttft_s,
+            prompt_tokens=self._prompt_tokens,
+            cached_tokens=self._prompt_tokens - self._computed,
+            prompt_tokens_per_second=_rate(self._computed, self._prefill_s),
+            generation_tokens=len(self._sampled),
+            generation_tokens_per_second=_rate(self._steps, self._decode_s),
+            peak_memory_bytes=peak_memory_bytes(),
+            prefill={placement.provider: self._computed},
+            prefill_flavour=self._engine.prefill.flavour,
+            decode=f"{self._engine.decoder.name} {self._engine.decoder.flavour}",
+            seed=self._options.seed or 0,
+        )
+
+
+def _rate(count: int, seconds: float) -> float:
+    return count / seconds if seconds > 0 else 0.0
+
+
+def _top(logprobs: NDArray[np.float64], count: int) -> dict[int, float] | None:
+    if not count:
+        return None
+    ids = np.argsort(-logprobs, kind="stable")[:count]
+    return {int(i): float(logprobs[i]) for i in ids}

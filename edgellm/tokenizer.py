@@ -1,0 +1,120 @@
+"""Text to tokens and back, at run time."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+
+from tokenizers import Tokenizer as HFTokenizer
+
+from edgellm.bundle import TOKENIZER, TokenizerEntry
+from edgellm.errors import TokenizerError
+
+_REPLACEMENT = "\ufffd"
+
+
+class Tokenizer:
+    """A bundle's tokenizer."""
+
+    def __init__(self, folder: Path, entry: TokenizerEntry) -> None:
+        try:
+            self._tokenizer = HFTokenizer.from_file(str(folder / TOKENIZER))
+        except BaseException as error:  # a Rust panic is a BaseException
+            if isinstance(error, KeyboardInterrupt):
+                raise
+            raise TokenizerError(f"{folder / TOKENIZER}: {error}") from None
+        self._lock = threading.Lock()
+        self.bos = entry.bos
+        self.eos = entry.eos
+        self.bos_id = self._id(entry.bos) if entry.bos is not None else None
+        self.eos_ids = frozenset(self._id(text) for text in entry.eos)
+        self._adds_bos = entry.add_bos and self.bos_id is not None
+        self._special = {
+            i for i, token in self._tokenizer.get_added_tokens_decoder().items() if token.special
+        }
+        self.special_texts = tuple(
+            sorted((self.text_of(i) for i in self._special), key=len, reverse=True)
+        )
+
+    @property
+    def vocab_size(self) -> int:
+        return self._tokenizer.get_vocab_size()
+
+    def encode(
+        self, text: str, *, add_bos: bool | None = None, parse_special: bool = False
+    ) -> list[int]:
+        """Token ids of a text.
+
+        Args:
+            add_bos: start with the begin token; None does what the model asks for. Never doubled.
+            parse_special: whether a special token's text stands for the token or for itself.
+
+        Raises:
+            TokenizerError: the text is not valid Unicode.
+        """
+        try:
+            with self._lock:
+                self._tokenizer.encode_special_tokens = not parse_special
+                ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids
+        except (UnicodeEncodeError, TypeError) as error:
+            raise TokenizerError(f"the text is not valid Unicode: {error}") from None
+        wanted = self._adds_bos if add_bos is None else add_bos and self.bos_id is not None
+        if wanted and self.bos_id is not None and ids[:1] != [self.bos_id]:
+            ids = [self.bos_id, *ids]
+        return ids
+
+    def decode(self, tokens: Sequence[int], *, skip_special: bool = True) -> str:
+        """The text of tokens; bytes that are not UTF-8 become U+FFFD."""
+        return self._tokenizer.decode(list(tokens), skip_special_tokens=skip_special)
+
+    def text_of(self, token: int) -> str:
+        """A token as its vocabulary entry, for display."""
+        return self._tokenizer.id_to_token(token) or ""
+
+    def to_json(self) -> str:
+        """The content of tokenizer.json."""
+        return self._tokenizer.to_str()
+
+    def is_special(self, token: int) -> bool:
+        return token in self._special
+
+    def _id(self, text: str) -> int:
+        token = self._tokenizer.token_to_id(text)
+        if token is None:
+            raise TokenizerError(f"token {text!r} is not in the vocabulary")
+        return token
+
+
+class TextStream:
+    """Turns tokens into text as they come, holding back unfinished characters.
+
+    Only a window of tokens is decoded again at each step: from the last place where text was
+    complete. A decoder may drop a leading space, so the window starts one place earlier and its
+    known text is cut off.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, context: Sequence[int] = ()) -> None:
+        self._tokenizer = tokenizer
+        self._tokens = list(context[-4:])
+        self._known = tokenizer.decode(self._tokens)
+
+    def add(self, token: int) -> str:
+        """The text that this token completes, possibly none."""
+        self._tokens.append(token)
+        text = self._tokenizer.decode(self._tokens)
+        if text.endswith(_REPLACEMENT):
+            return ""
+        return self._emit(text)
+
+    def finish(self) -> str:
+        """What was held back; bytes that never became a character are U+FFFD."""
+        return self._emit(self._tokenizer.decode(self._tokens))
+
+    def _emit(self, text: str) -> str:
+        new = text[len(self._known) :]
+        if new:
+            # keep the tokens of this step as the context of the next
+            self._tokens = self._tokens[-4:]
+            self._known = self._tokenizer.decode(self._tokens)
+        return new

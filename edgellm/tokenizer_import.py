@@ -1,0 +1,156 @@
+"""Take the tokenizer, chat template and generation defaults of a checkpoint into a bundle."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tokenizers import Tokenizer
+
+from edgellm.bundle import CHAT_TEMPLATE, TOKENIZER, TokenizerEntry
+from edgellm.errors import ModelFormatError, TokenizerError
+from edgellm.graphs.checkpoint import Checkpoint
+from edgellm.graphs.safetensors_checkpoint import read_json
+from edgellm.tokenizer_gguf import build_tokenizer
+
+# Tokens that end an answer wherever a vocabulary has them as special tokens: many files name only
+# one end token, and a chat model then talks on as the user (llama.cpp keeps such a list too).
+_END_TEXTS = (
+    "<|im_end|>",
+    "<|eot_id|>",
+    "<|eom_id|>",
+    "<|end_of_text|>",
+    "<|endoftext|>",
+    "<|end|>",
+    "<end_of_turn>",
+    "</s>",
+    "<eos>",
+)
+# generation_config.json's name -> ours, and its type.
+_GENERATION_KEYS = {
+    "temperature": ("temperature", float),
+    "top_p": ("top_p", float),
+    "min_p": ("min_p", float),
+    "top_k": ("top_k", int),
+    "repetition_penalty": ("repeat_penalty", float),
+}
+
+
+@dataclass(frozen=True)
+class ImportedTokenizer:
+    """What a bundle keeps of a checkpoint's text side."""
+
+    tokenizer: Tokenizer
+    entry: TokenizerEntry
+    chat_template: str | None
+    generation: Mapping[str, Any]
+
+    def save(self, folder: Path) -> None:
+        self.tokenizer.save(str(folder / TOKENIZER))
+        if self.chat_template is not None:
+            (folder / CHAT_TEMPLATE).write_text(self.chat_template, encoding="utf-8")
+
+
+def import_tokenizer(checkpoint: Checkpoint) -> ImportedTokenizer:
+    """Read it from GGUF metadata or from the files beside the weights.
+
+    Raises:
+        TokenizerError: no tokenizer, a damaged one, or one with more tokens than embedding rows.
+    """
+    if checkpoint.metadata:
+        imported = _from_gguf(checkpoint.metadata, origin=str(checkpoint.path))
+    else:
+        imported = _from_folder(checkpoint.path)
+    rows, tokens = checkpoint.config.vocab_size, imported.tokenizer.get_vocab_size()
+    if tokens > rows:
+        raise TokenizerError(
+            f"{checkpoint.path}: the tokenizer has {tokens} tokens, but the embedding {rows} rows"
+        )
+    return imported
+
+
+def _from_gguf(metadata: Mapping[str, Any], *, origin: str) -> ImportedTokenizer:
+    tokenizer = build_tokenizer(metadata, origin=origin)
+
+    def text(role: str) -> str | None:
+        token = metadata.get(f"tokenizer.ggml.{role}_token_id")
+        return None if token is None else tokenizer.id_to_token(token)
+
+    spm = metadata["tokenizer.ggml.model"] == "llama"
+    entry = TokenizerEntry(
+        bos=text("bos"),
+        add_bos=bool(metadata.get("tokenizer.ggml.add_bos_token", spm)),
+        eos=_ends(tokenizer, [text("eos"), text("eot"), text("eom")]),
+    )
+    template = metadata.get("tokenizer.chat_template")
+    return ImportedTokenizer(tokenizer, entry, template, generation={})
+
+
+def _from_folder(folder: Path) -> ImportedTokenizer:
+    if not (folder / TOKENIZER).exists():
+        raise TokenizerError(
+            f"{folder}: {TOKENIZER} is missing; a tokenizer in another format must be converted "
+            "with transformers' save_pretrained first"
+        )
+    try:
+        tokenizer = Tokenizer.from_file(str(folder / TOKENIZER))
+    except BaseException as error:  # a Rust panic is a BaseException
+        if isinstance(error, KeyboardInterrupt):
+            raise
+        raise TokenizerError(f"{folder / TOKENIZER}: {error}") from None
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    settings = _optional_json(folder / "tokenizer_config.json")
+    generation = _optional_json(folder / "generation_config.json")
+    bos = _token_text(settings.get("bos_token"))
+    prefix = tokenizer.encode("", add_special_tokens=True).tokens
+    end_ids = generation.get("eos_token_id", read_json(folder / "config.json").get("eos_token_id"))
+    ends = [_token_text(settings.get("eos_token"))]
+    for token in end_ids if isinstance(end_ids, list) else [end_ids]:
+        ends.append(tokenizer.id_to_token(token) if isinstance(token, int) else None)
+    entry = TokenizerEntry(
+        bos=bos,
+        add_bos=bos is not None and prefix[:1] == [bos],
+        eos=_ends(tokenizer, ends),
+    )
+    defaults = {
+        name: kind(generation[key])
+        for key, (name, kind) in _GENERATION_KEYS.items()
+        if isinstance(generation.get(key), int | float)
+    }
+    if generation.get("do_sample") is False:
+        defaults = {"temperature": 0.0}
+    return ImportedTokenizer(tokenizer, entry, _folder_template(folder, settings), defaults)
+
+
+def _folder_template(folder: Path, settings: Mapping[str, Any]) -> str | None:
+    """`chat_template.jinja`, else tokenizer_config's string, else its entry named default."""
+    file = folder / CHAT_TEMPLATE
+    if file.exists():
+        return file.read_text(encoding="utf-8")
+    template = settings.get("chat_template")
+    if isinstance(template, list):
+        named = {t.get("name"): t.get("template") for t in template if isinstance(t, dict)}
+        template = named.get("default")
+    if template is not None and not isinstance(template, str):
+        raise ModelFormatError(f"{folder}: chat_template in tokenizer_config.json is not text")
+    return template
+
+
+def _optional_json(path: Path) -> Mapping[str, Any]:
+    return read_json(path) if path.exists() else {}
+
+
+def _token_text(value: Any) -> str | None:
+    """A token in tokenizer_config.json is a string or an object with its content."""
+    if isinstance(value, dict):
+        value = value.get("content")
+    return value if isinstance(value, str) else None
+
+
+def _ends(tokenizer: Tokenizer, named: list[str | None]) -> tuple[str, ...]:
+    special = {t.content for t in tokenizer.get_added_tokens_decoder().values() if t.special}
+    texts = [t for t in named if t is not None and tokenizer.token_to_id(t) is not None]
+    return tuple(dict.fromkeys([*texts, *(t for t in _END_TEXTS if t in special)]))

@@ -1,0 +1,124 @@
+"""A model on disk, whatever its file format: a config and tensors under canonical names.
+
+    embedding [V, E]    final_norm [E]    head [V, E] (absent where tied to the embedding)
+    layers.I.attention_norm [E]   layers.I.q [H*D, E]   layers.I.k, .v [Hkv*D, E]   layers.I.o [E, H*D]
+    layers.I.mlp_norm [E]         layers.I.gate, .up [F, E]                         layers.I.down [E, F]
+
+Rows of q and k are in the half-split RoPE order (first halves, then second halves of a head).
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from edgellm.errors import ModelFormatError, UnsupportedModelError
+from edgellm.graphs.config import ModelConfig
+from edgellm.kernels.int4 import Int4Weight
+
+Int8Groups = tuple[NDArray[np.uint8], NDArray[np.float32]]
+
+
+@dataclass(frozen=True)
+class Tensor:
+    """One tensor of a checkpoint; nothing is read before one of its functions is called.
+
+    Attributes:
+        storage: how the file holds it, e.g. `Q4_1` or `BF16`.
+        float32: the whole tensor as float32.
+        int4: the same values as int4 groups, or None where they would not be exact.
+        int8_groups: the same values as int8 groups, or None where they would not be exact.
+    """
+
+    shape: tuple[int, ...]
+    storage: str
+    float32: Callable[[], NDArray[np.float32]]
+    int4: Callable[[], Int4Weight] | None = None
+    int8_groups: Callable[[], Int8Groups] | None = None
+
+
+class Checkpoint(Protocol):
+    """What the exporter reads.
+
+    Attributes:
+        path: the file or folder.
+        metadata: GGUF's key-value pairs; empty for other formats.
+    """
+
+    path: Path
+    config: ModelConfig
+    metadata: Mapping[str, Any]
+
+    def tensor(self, name: str) -> Tensor:
+        """The tensor of a canonical name."""
+
+
+def open_checkpoint(path: Path) -> Checkpoint:
+    """Open a `.gguf` file or a Hugging Face folder.
+
+    Raises:
+        ModelFormatError: nothing there, damaged, or tensors that do not fit the config.
+        UnsupportedModelError: an architecture or a feature that is not known.
+    """
+    from edgellm.graphs.gguf_checkpoint import GGUFCheckpoint
+    from edgellm.graphs.safetensors_checkpoint import SafetensorsCheckpoint
+
+    if not path.exists():
+        raise ModelFormatError(f"{path}: no such file or folder")
+    checkpoint = SafetensorsCheckpoint(path) if path.is_dir() else GGUFCheckpoint(path)
+    check_shapes(checkpoint)
+    return checkpoint
+
+
+def architecture(model_type: str, *, origin: str) -> ModuleType:
+    """The module of `graphs/models/` that is named like the model type."""
+    known = sorted(p.stem for p in (Path(__file__).parent / "models").glob("[a-z]*.py"))
+    if model_type not in known:
+        raise UnsupportedModelError(
+            f"{origin}: architecture {model_type!r} is not supported; supported are "
+            + ", ".join(known)
+        )
+    return importlib.import_module(f"edgellm.graphs.models.{model_type}")
+
+
+def shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """Every canonical name that a model of this config has, with its shape."""
+    e, f = config.hidden_size, config.intermediate_size
+    found: dict[str, tuple[int, ...]] = {"embedding": (config.vocab_size, e), "final_norm": (e,)}
+    if not config.tied_embedding:
+        found["head"] = (config.vocab_size, e)
+    for layer in range(config.layers):
+        prefix = f"layers.{layer}."
+        found[prefix + "attention_norm"] = found[prefix + "mlp_norm"] = (e,)
+        found[prefix + "q"] = (config.attention_size, e)
+        found[prefix + "k"] = found[prefix + "v"] = (config.kv_size, e)
+        found[prefix + "o"] = (e, config.attention_size)
+        found[prefix + "gate"] = found[prefix + "up"] = (f, e)
+        found[prefix + "down"] = (e, f)
+    return found
+
+
+def check_shapes(checkpoint: Checkpoint) -> None:
+    """Refuse a checkpoint whose tensors do not match its config, before any is read."""
+    for name, shape in shapes(checkpoint.config).items():
+        found = checkpoint.tensor(name).shape
+        if found != shape:
+            raise ModelFormatError(
+                f"{checkpoint.path}: tensor {name} has shape {list(found)}, but the config "
+                f"asks for {list(shape)}"
+            )
+
+
+def file_name(canonical: str, templates: Mapping[str, str]) -> str:
+    """A format's own tensor name, from its templates: `layers.3.q` -> `blk.3.attn_q.weight`."""
+    if canonical.startswith("layers."):
+        _, layer, part = canonical.split(".")
+        return templates[f"layers.{part}"].format(layer)
+    return templates[canonical]

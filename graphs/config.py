@@ -1,0 +1,132 @@
+"""What a model is: the frozen numbers that every part of edgellm reads."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any, TypeVar
+
+from edgellm.errors import ModelFormatError, UnsupportedModelError
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig:
+    """The shape of a decoder-only transformer.
+
+    Attributes:
+        model_type: names the file in `graphs/models/` that describes the architecture.
+        inv_freq: RoPE angle per position of each rotated pair, scaling already applied.
+        sliding_window: a token attends to this many positions, or to all if None.
+    """
+
+    model_type: str
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    layers: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    rms_norm_eps: float
+    context_length: int
+    inv_freq: tuple[float, ...]
+    sliding_window: int | None
+    tied_embedding: bool
+
+    def __post_init__(self) -> None:
+        for name, value in asdict(self).items():
+            if isinstance(value, int) and not isinstance(value, bool) and value <= 0:
+                raise ModelFormatError(f"model config: {name} is {value}; it must be positive")
+        if self.heads % self.kv_heads:
+            raise ModelFormatError(
+                f"model config: heads ({self.heads}) must be a multiple of "
+                f"kv_heads ({self.kv_heads})"
+            )
+        if 2 * len(self.inv_freq) > self.head_dim:
+            raise ModelFormatError(
+                f"model config: RoPE rotates {2 * len(self.inv_freq)} dimensions, "
+                f"but a head has {self.head_dim}"
+            )
+        for name in ("hidden_size", "intermediate_size", "attention_size"):
+            if getattr(self, name) % 32:
+                raise UnsupportedModelError(
+                    f"model config: {name} is {getattr(self, name)}; weights are quantized in "
+                    "groups of 32, so it must be a multiple of 32"
+                )
+
+    @property
+    def attention_size(self) -> int:
+        """Width of the attention output, `heads * head_dim`."""
+        return self.heads * self.head_dim
+
+    @property
+    def kv_size(self) -> int:
+        return self.kv_heads * self.head_dim
+
+    @property
+    def qkv_size(self) -> int:
+        """Width of the fused projection: all query heads, then K, then V."""
+        return self.attention_size + 2 * self.kv_size
+
+    @property
+    def linear_parameters(self) -> int:
+        """Weights of all linear layers, without embedding and head."""
+        attention = self.hidden_size * (self.qkv_size + self.attention_size)
+        return self.layers * (attention + 3 * self.hidden_size * self.intermediate_size)
+
+    @property
+    def parameters(self) -> int:
+        embedding = self.vocab_size * self.hidden_size * (1 if self.tied_embedding else 2)
+        return self.linear_parameters + embedding + (2 * self.layers + 1) * self.hidden_size
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, values: Mapping[str, Any]) -> ModelConfig:
+        try:
+            return cls(**{**values, "inv_freq": tuple(values["inv_freq"])})
+        except (TypeError, KeyError) as error:
+            raise ModelFormatError(f"model config: {error}") from None
+
+
+class Fields:
+    """Typed reads from a config file: `fields.read(int, "num_attention_heads")`."""
+
+    def __init__(self, values: Mapping[str, Any], *, origin: str) -> None:
+        self._values = values
+        self._origin = origin
+
+    def read(self, kind: type[T], key: str) -> T:
+        """The value of a required key."""
+        value = self.optional(kind, key)
+        if value is None:
+            raise ModelFormatError(f"{self._origin}: key {key!r} is missing")
+        return value
+
+    def optional(self, kind: type[T], key: str) -> T | None:
+        """The value of a key, or None where it is absent or null."""
+        value = self._values.get(key)
+        if value is None:
+            return None
+        if kind is float and isinstance(value, int) and not isinstance(value, bool):
+            value = float(value)
+        if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
+            raise ModelFormatError(
+                f"{self._origin}: key {key!r} is {value!r}; expected {kind.__name__}"
+            )
+        if isinstance(value, float) and not math.isfinite(value):
+            raise ModelFormatError(f"{self._origin}: key {key!r} is {value!r}; expected a number")
+        return value
+
+    def require(self, key: str, *allowed: object) -> None:
+        """Refuse a checkpoint that asks for something this version does not compute."""
+        value = self._values.get(key)
+        if value is not None and value not in allowed:
+            names = " or ".join(repr(a) for a in allowed)
+            raise UnsupportedModelError(
+                f"{self._origin}: {key} = {value!r} is not supported; supported is {names}"
+            )

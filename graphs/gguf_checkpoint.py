@@ -1,0 +1,141 @@
+"""A GGUF file, parsed and dequantized by the `gguf` package.
+
+Q4_0 and Q4_1 blocks of 32 are our int4 groups in another byte order, and Q8_0 blocks our int8
+groups, so those are taken over bit by bit (ggml-common.h has the block structs):
+
+    Q4_0  d: f16                16 bytes    w = (code - 8) * d
+    Q4_1  d: f16, m: f16        16 bytes    w = code * d + m
+    Q8_0  d: f16                32 int8     w = code * d
+
+In both 4-bit formats byte `i` holds element `i` in its low and element `i + 16` in its high nibble.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from edgellm.errors import ModelFormatError, UnsupportedModelError
+from edgellm.graphs.checkpoint import Int8Groups, Tensor, architecture, file_name
+from edgellm.graphs.config import Fields
+from edgellm.kernels.int4 import Int4Weight, pack
+
+_MAGIC = b"GGUF"
+_INT4_HEADER_BYTES = {"Q4_0": 2, "Q4_1": 4}
+
+
+class GGUFCheckpoint:
+    """A memory-mapped GGUF file."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        reader = _read(path)
+        self._tensors = {tensor.name: tensor for tensor in reader.tensors}
+        self.metadata: Mapping[str, Any] = {
+            key: field.contents() for key, field in reader.fields.items()
+        }
+        fields = Fields(self.metadata, origin=str(path))
+        kind = fields.optional(str, "general.type")
+        if kind not in (None, "model"):
+            raise UnsupportedModelError(f"{path}: a GGUF file of type {kind!r} is not a model")
+        model_type = fields.read(str, "general.architecture")
+        model = architecture(model_type, origin=str(path))
+        if not hasattr(model, "config_from_gguf"):
+            raise UnsupportedModelError(f"{path}: {model_type} is not supported in GGUF files")
+        self._templates: Mapping[str, str] = model.GGUF_TENSORS
+        self._interleaved: bool = model.GGUF_INTERLEAVED_ROPE
+        factors = self._tensors.get("rope_freqs.weight")
+        self.config = model.config_from_gguf(
+            self.metadata,
+            vocab_size=self.tensor("embedding").shape[0],
+            tied_embedding=self._templates["head"] not in self._tensors,
+            rope_factors=None if factors is None else factors.data.tolist(),
+            origin=str(path),
+        )
+
+    def tensor(self, name: str) -> Tensor:
+        key = file_name(name, self._templates)
+        if key not in self._tensors:
+            raise ModelFormatError(f"{self.path}: tensor {key} is missing")
+        entry = self._tensors[key]
+        shape = tuple(int(n) for n in reversed(entry.shape))
+        storage = entry.tensor_type.name
+        rows: NDArray[np.intp] | slice = slice(None)
+        if self._interleaved and name.endswith((".q", ".k")):
+            heads = self.config.heads if name.endswith(".q") else self.config.kv_heads
+            rows = _half_split_order(shape[0], heads)
+        return Tensor(
+            shape,
+            storage,
+            float32=lambda: _dequantize(entry, str(self.path))[rows],
+            int4=(lambda: _int4(entry.data[rows], storage))
+            if storage in _INT4_HEADER_BYTES
+            else None,
+            int8_groups=(lambda: _int8_groups(entry.data[rows])) if storage == "Q8_0" else None,
+        )
+
+
+def _read(path: Path) -> Any:
+    """Parse the header; every way in which a file can be wrong becomes a ModelFormatError."""
+    import gguf
+
+    try:
+        with path.open("rb") as file:
+            magic = file.read(4)
+        if magic != _MAGIC:
+            raise ModelFormatError(
+                f"{path}: not a GGUF file: it starts with {magic!r} instead of {_MAGIC!r}"
+            )
+        reader = gguf.GGUFReader(path)
+    except ModelFormatError:
+        raise
+    except OSError as error:
+        raise ModelFormatError(f"{path}: {error.strerror or error}") from None
+    except Exception as error:  # the reader raises whatever numpy raises on a broken file
+        raise ModelFormatError(
+            f"{path}: damaged or truncated GGUF file ({type(error).__name__}: {error}); "
+            "download it again"
+        ) from None
+    return reader
+
+
+def _half_split_order(rows: int, heads: int) -> NDArray[np.intp]:
+    """Row order that undoes the converter's permutation of q and k, head by head."""
+    if rows % (2 * heads):
+        raise ModelFormatError(f"{rows} rows of a q or k projection do not split into {heads} heads")
+    order: NDArray[np.intp] = np.arange(rows).reshape(heads, rows // heads // 2, 2)
+    return order.transpose(0, 2, 1).reshape(-1)
+
+
+def _dequantize(entry: Any, origin: str) -> NDArray[np.float32]:
+    import gguf
+
+    try:
+        values = gguf.dequantize(entry.data, entry.tensor_type)
+    except NotImplementedError:
+        raise UnsupportedModelError(
+            f"{origin}: tensor {entry.name} is stored as {entry.tensor_type.name}, which the gguf "
+            "package cannot dequantize"
+        ) from None
+    return np.asarray(values, np.float32)
+
+
+def _int4(rows: NDArray[np.uint8], storage: str) -> Int4Weight:
+    header = _INT4_HEADER_BYTES[storage]
+    blocks = np.ascontiguousarray(rows).reshape(rows.shape[0], -1, header + 16)
+    halves = np.ascontiguousarray(blocks[..., :header]).view(np.float16).astype(np.float32)
+    scale = halves[..., 0]
+    offset = halves[..., 1] if storage == "Q4_1" else scale * np.float32(-8)
+    nibbles = blocks[..., header:]
+    codes = np.concatenate([nibbles & 15, nibbles >> 4], axis=-1)
+    return Int4Weight(pack(codes.reshape(rows.shape[0], -1)), np.ascontiguousarray(scale), offset)
+
+
+def _int8_groups(rows: NDArray[np.uint8]) -> Int8Groups:
+    blocks = rows.reshape(rows.shape[0], -1, 34)
+    scale = np.ascontiguousarray(blocks[..., :2]).view(np.float16)[..., 0].astype(np.float32)
+    return blocks[..., 2:] ^ np.uint8(128), scale

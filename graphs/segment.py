@@ -1,0 +1,124 @@
+"""Author one segment (see `contract.py`) from its layers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import onnx_ir as ir
+
+from edgellm.graphs import contract
+from edgellm.graphs.builder import GraphBuilder
+from edgellm.graphs.config import ModelConfig
+from edgellm.graphs.linear import Linear
+
+Array = ir.TensorProtocol
+
+
+@dataclass(frozen=True)
+class Mlp:
+    """The second half of a layer: `down(silu(gate(x)) * up(x))`.
+
+    Attributes:
+        block_rotation: `[b, b]`, applied to each run of b inputs of `down`, or None.
+    """
+
+    norm: Array
+    gate: Linear
+    up: Linear
+    down: Linear
+    block_rotation: Array | None = None
+
+
+@dataclass(frozen=True)
+class Segment:
+    """The parts between two attentions; `index` 0 has no first half, the last no second one.
+
+    Attributes:
+        enter: `[E, E]` that takes the embedding to the residual's basis (segment 0), or None.
+        leave: `[E, E]` that takes the normed residual back (last segment), or None.
+        norm: the next layer's attention norm, or the final norm.
+    """
+
+    index: int
+    norm: Array
+    output: Linear | None = None
+    mlp: Mlp | None = None
+    qkv: Linear | None = None
+    enter: Array | None = None
+    leave: Array | None = None
+
+
+def author_segment(segment: Segment, config: ModelConfig, *, chunk: int | None) -> ir.Model:
+    """The ONNX graph of a segment for a static chunk size, or for any size if None."""
+    graph = GraphBuilder(f"segment_{segment.index}")
+    rows: int | str = contract.CHUNK_DIM if chunk is None else chunk
+    inputs = {
+        name: graph.input(name, (rows, width))
+        for name, width in contract.segment_inputs(config, segment.index).items()
+    }
+    if segment.index == 0:
+        residual = _enter(graph, inputs[contract.X], segment.enter)
+    else:
+        residual = inputs[contract.RESIDUAL]
+        residual = graph.op(
+            "Add", residual, _apply(graph, segment.output, inputs[contract.ATTENTION])
+        )
+        residual = graph.op("Add", residual, _mlp(graph, segment.mlp, residual, config))
+    normed = _norm(graph, residual, segment.norm, config)
+    if segment.index == config.layers:
+        if segment.leave is not None:
+            normed = graph.op("MatMul", normed, graph.weight(segment.leave))
+        values: Sequence[ir.Value] = (normed,)
+    else:
+        values = (residual, _apply(graph, segment.qkv, normed))
+    widths = contract.segment_outputs(config, segment.index)
+    return graph.build(
+        {
+            name: (value, (rows, width))
+            for value, (name, width) in zip(values, widths.items(), strict=True)
+        }
+    )
+
+
+def author_head(head: Linear, config: ModelConfig) -> ir.Model:
+    """The LM head for any number of rows."""
+    graph = GraphBuilder("head")
+    hidden = graph.input(contract.HIDDEN, (contract.ROWS_DIM, config.hidden_size))
+    logits = _apply(graph, head, hidden)
+    return graph.build({contract.LOGITS: (logits, (contract.ROWS_DIM, config.vocab_size))})
+
+
+def _enter(graph: GraphBuilder, x: ir.Value, rotation: Array | None) -> ir.Value:
+    if rotation is None:
+        return graph.op("Identity", x)
+    return graph.op("MatMul", x, graph.weight(rotation))
+
+
+def _norm(graph: GraphBuilder, x: ir.Value, weight: Array, config: ModelConfig) -> ir.Value:
+    return graph.op(
+        "RMSNormalization", x, graph.weight(weight), axis=-1, epsilon=config.rms_norm_eps
+    )
+
+
+def _apply(graph: GraphBuilder, linear: Linear | None, x: ir.Value) -> ir.Value:
+    assert linear is not None
+    return linear.apply(graph, linear.activation(graph, x))
+
+
+def _mlp(
+    graph: GraphBuilder, mlp: Mlp | None, residual: ir.Value, config: ModelConfig
+) -> ir.Value:
+    assert mlp is not None
+    x = mlp.gate.activation(graph, _norm(graph, residual, mlp.norm, config))
+    gate, up = mlp.gate.apply(graph, x), mlp.up.apply(graph, x)
+    hidden = graph.op("Mul", graph.op("Mul", gate, graph.op("Sigmoid", gate)), up)
+    if mlp.block_rotation is not None:
+        size = int(mlp.block_rotation.shape.numpy()[0])
+        blocks = graph.op("Reshape", hidden, graph.constant([-1, size], np.int64))
+        blocks = graph.op("MatMul", blocks, graph.weight(mlp.block_rotation))
+        hidden = graph.op(
+            "Reshape", blocks, graph.constant([-1, config.intermediate_size], np.int64)
+        )
+    return _apply(graph, mlp.down, hidden)

@@ -1,0 +1,88 @@
+"""Chunk attention in numpy: gather the blocks, two batched matrix products, one softmax."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from edgellm.kernels.kv_blocks import BlockTable, KVBlocks
+
+# Scores are made for as many KV heads at a time as fit: past a few tens of MB the softmax passes
+# leave the last-level cache, and the buffer would count against a small machine's memory.
+_SCORE_BYTES = 32 << 20
+
+
+def attend(
+    blocks: KVBlocks,
+    table: BlockTable,
+    layer: int,
+    q: NDArray[np.float32],
+    start: int,
+    *,
+    window: int | None = None,
+) -> NDArray[np.float32]:
+    """Softmax(q k^T / sqrt(D)) v over the cached tokens `0 .. start + C`, C of them just appended.
+
+    Args:
+        blocks, table: the pool and the sequence's block ids.
+        q: queries after RoPE, `[C, H, D]` float32, at positions `start ..`.
+        window: a query sees its own and the `window - 1` positions before it, or all if None.
+
+    Returns:
+        `[C, H, D]` float32.
+    """
+    tokens, heads, head_dim = q.shape
+    kv_heads = blocks.k.shape[2]
+    group = heads // kv_heads
+    length = start + tokens
+    out = np.empty((kv_heads, group, tokens, head_dim), np.float32)
+    queries = q.transpose(1, 0, 2).reshape(kv_heads, group * tokens, head_dim)
+    queries = queries * np.float32(head_dim**-0.5)
+    ids = np.asarray(table[: -(-length // blocks.k.shape[3])], np.intp)
+    step = max(1, _SCORE_BYTES // (4 * group * tokens * length))
+    for first in range(0, kv_heads, step):
+        part = slice(first, min(first + step, kv_heads))
+        k, k_scale = _gather(blocks.k, blocks.k_scale, ids, layer, part, length)
+        scores = queries[part] @ k.transpose(0, 2, 1)  # [h, G*C, length]
+        if k_scale is not None:
+            scores *= k_scale[:, None, :]
+        _mask(scores.reshape(-1, group, tokens, length), start, window)
+        scores -= scores.max(axis=-1, keepdims=True)
+        np.exp(scores, out=scores)
+        total = scores.sum(axis=-1, keepdims=True)
+        v, v_scale = _gather(blocks.v, blocks.v_scale, ids, layer, part, length)
+        if v_scale is not None:
+            scores *= v_scale[:, None, :]
+        out[part] = ((scores @ v) / total).reshape(-1, group, tokens, head_dim)
+    return out.transpose(2, 0, 1, 3).reshape(tokens, heads, head_dim)
+
+
+def _gather(
+    values: NDArray[Any],
+    scales: NDArray[np.float32] | None,
+    ids: NDArray[np.intp],
+    layer: int,
+    heads: slice,
+    length: int,
+) -> tuple[NDArray[np.float32], NDArray[np.float32] | None]:
+    """A sequence's rows as float32 `[h, length, D]` and their scales `[h, length]`, if any."""
+    rows = values[ids, layer, heads].transpose(1, 0, 2, 3)  # [h, blocks, BLOCK, D]
+    dense = rows.reshape(rows.shape[0], -1, rows.shape[-1])[:, :length].astype(np.float32)
+    if scales is None:
+        return dense, None
+    flat = scales[ids, layer, heads].transpose(1, 0, 2)
+    return dense, flat.reshape(flat.shape[0], -1)[:, :length]
+
+
+def _mask(scores: NDArray[np.float32], start: int, window: int | None) -> None:
+    """Set the scores `[h, G, C, length]` that a query must not see to -inf, in place."""
+    tokens = scores.shape[2]
+    if tokens > 1:
+        future = np.triu(np.ones((tokens, tokens), np.bool_), k=1)
+        scores[..., start:][..., future] = -np.inf
+    if window is not None and start + tokens > window:
+        positions = np.arange(scores.shape[3])
+        oldest = start + 1 - window + np.arange(tokens)
+        scores[..., positions < oldest[:, None]] = -np.inf

@@ -1,0 +1,39 @@
+"""Attention written out: one query and head at a time over dense K and V, in float64."""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+
+def attend(
+    q: NDArray[np.floating],
+    k: NDArray[np.floating],
+    v: NDArray[np.floating],
+    start: int,
+    *,
+    window: int | None = None,
+) -> NDArray[np.float64]:
+    """Softmax(q k^T / sqrt(D)) v, where query `c` sees the keys up to position `start + c`.
+
+    Args:
+        q: queries `[C, H, D]` at positions `start ..`.
+        k, v: keys and values `[start + C, Hkv, D]`; head `h` reads KV head `h // (H / Hkv)`.
+        window: a query sees its own and the `window - 1` positions before it, or all if None.
+
+    Returns:
+        `[C, H, D]` float64.
+    """
+    tokens, heads, head_dim = q.shape
+    group = heads // k.shape[1]
+    out = np.empty(q.shape, np.float64)
+    for token in range(tokens):
+        end = start + token + 1
+        begin = 0 if window is None else max(0, end - window)
+        for head in range(heads):
+            keys = k[begin:end, head // group].astype(np.float64)
+            values = v[begin:end, head // group].astype(np.float64)
+            scores = keys @ q[token, head].astype(np.float64) / np.sqrt(head_dim)
+            weights = np.exp(scores - scores.max())
+            out[token, head] = weights @ values / weights.sum()
+    return out

@@ -1,0 +1,28 @@
+"""What a row looks like after the cache: one token and KV head at a time, in float64."""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from edgellm.kernels.kv_blocks import KVFormat
+
+
+def quantize_row(row: NDArray[np.floating]) -> tuple[NDArray[np.int8], np.float32]:
+    """`[D]` to int8 codes and their scale; an all-zero row has scale 0."""
+    scale = np.float32(np.max(np.abs(row)) / 127)
+    if scale == 0:
+        return np.zeros(row.shape, np.int8), scale
+    return np.rint(row.astype(np.float64) / np.float64(scale)).astype(np.int8), scale
+
+
+def round_trip(rows: NDArray[np.floating], format: KVFormat) -> NDArray[np.float64]:
+    """`[C, Hkv, D]` as attention will read it back."""
+    if format != "int8":
+        return rows.astype(np.float16 if format == "f16" else np.float32).astype(np.float64)
+    out = np.empty(rows.shape, np.float64)
+    for token in range(rows.shape[0]):
+        for head in range(rows.shape[1]):
+            codes, scale = quantize_row(rows[token, head])
+            out[token, head] = codes * np.float64(scale)
+    return out

@@ -1,0 +1,37 @@
+"""RoPE in numpy float32, from tables made once in float64."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+
+class RopeTable(NamedTuple):
+    """Cosines and sines of every position, each `[positions, len(inv_freq)]` float32."""
+
+    cos: NDArray[np.float32]
+    sin: NDArray[np.float32]
+
+
+def table(inv_freq: Sequence[float], positions: int) -> RopeTable:
+    """Angles in float64: a float32 product is off by 6e-5 rad at position 1000."""
+    angles = np.arange(positions, dtype=np.float64)[:, None] * np.asarray(inv_freq)
+    return RopeTable(np.cos(angles).astype(np.float32), np.sin(angles).astype(np.float32))
+
+
+def apply(
+    x: NDArray[np.float32], table: RopeTable, start: int
+) -> NDArray[np.float32]:  # [C, H, D] -> [C, H, D]
+    """Rotate the heads of tokens at positions `start ..`; returns a new array."""
+    tokens, half = x.shape[0], table.cos.shape[1]
+    cos = table.cos[start : start + tokens, None, :]
+    sin = table.sin[start : start + tokens, None, :]
+    a, b = x[..., :half], x[..., half : 2 * half]
+    out = np.empty_like(x)
+    out[..., :half] = a * cos - b * sin
+    out[..., half : 2 * half] = b * cos + a * sin
+    out[..., 2 * half :] = x[..., 2 * half :]
+    return out

@@ -1,0 +1,37 @@
+"""Float weights to symmetric int8, per output channel or per group of 32."""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+GROUP = 32
+ZERO_POINT = 128
+
+
+def quantize_channels(
+    weight: NDArray[np.float32],
+) -> tuple[NDArray[np.int8], NDArray[np.float32]]:
+    """Codes `[N, K]` int8 and one scale a row `[N]` float32: `w = code * scale`."""
+    scale = np.abs(weight).max(axis=1) * np.float32(1 / 127)
+    divisor = np.where(scale > 0, scale, 1)
+    return np.rint(weight / divisor[:, None]).astype(np.int8), scale
+
+
+def quantize_groups(
+    weight: NDArray[np.float32],
+) -> tuple[NDArray[np.uint8], NDArray[np.float32]]:
+    """Codes `[N, K/32, 32]` uint8 around 128 and scales `[N, K/32]`: `w = (code - 128) * scale`."""
+    groups = weight.reshape(weight.shape[0], -1, GROUP)
+    scale = np.abs(groups).max(axis=-1) * np.float32(1 / 127)
+    divisor = np.where(scale > 0, scale, 1)
+    codes = np.rint(groups / divisor[..., None]) + ZERO_POINT
+    return codes.astype(np.uint8), scale
+
+
+def dequantize_groups(
+    codes: NDArray[np.uint8], scale: NDArray[np.float32]
+) -> NDArray[np.float32]:  # [..., K/32, 32], [..., K/32] -> [..., K]
+    """The float32 rows that group-32 codes stand for."""
+    values = (codes.astype(np.float32) - np.float32(ZERO_POINT)) * scale[..., None]
+    return values.reshape(*codes.shape[:-2], -1)

@@ -1,0 +1,62 @@
+"""Orthogonal matrices that spread outliers over all channels before activations become int8.
+
+A product is unchanged when its input is rotated and its weight counter-rotated,
+`(x R) (W R)^T = x W^T`, but the rotated input has no outlier channels and loses little when it is
+rounded (QuaRot, Ashkboos et al., arXiv:2404.00456; SpinQuant, Liu et al., arXiv:2405.16406).
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+
+def hadamard(size: int) -> NDArray[np.float64]:
+    """The normalized Hadamard matrix of a power-of-two `size`; symmetric and its own inverse."""
+    matrix = np.ones((1, 1))
+    while matrix.shape[0] < size:
+        matrix = np.block([[matrix, matrix], [matrix, -matrix]])
+    if matrix.shape[0] != size:
+        raise ValueError(f"a Hadamard matrix of size {size} was asked for; sizes are powers of two")
+    return matrix / np.sqrt(size)
+
+
+def power_of_two_factor(size: int, *, limit: int) -> int:
+    """The largest power of two, at most `limit`, that divides `size`."""
+    return min(size & -size, limit)
+
+
+def random_rotation(size: int, *, seed: int) -> NDArray[np.float64]:
+    """A random orthogonal matrix `[size, size]`: signs, a Hadamard factor and a QR factor.
+
+    The Kronecker product mixes every channel with every other one and needs the QR decomposition
+    of the odd part only (9 x 9 for 576), which keeps the export of large models cheap.
+    """
+    rng = np.random.default_rng(seed)
+    power = power_of_two_factor(size, limit=size)
+    orthogonal, _ = np.linalg.qr(rng.standard_normal((size // power, size // power)))
+    signs = rng.choice([-1.0, 1.0], size)
+    return signs[:, None] * np.kron(orthogonal, hadamard(power))
+
+
+def rotate_input(
+    weight: NDArray[np.float32], rotation: NDArray[np.float64]
+) -> NDArray[np.float32]:  # [N, K], [K, K] -> [N, K]
+    """The weight that takes `x @ rotation` and gives what `weight` gives for `x`."""
+    return np.asarray(weight @ rotation, np.float32)
+
+
+def rotate_output(
+    weight: NDArray[np.float32], rotation: NDArray[np.float64]
+) -> NDArray[np.float32]:  # [N, K], [N, N] -> [N, K]
+    """The weight whose output is that of `weight`, rotated."""
+    return np.asarray(rotation.T @ weight, np.float32)
+
+
+def rotate_input_blocks(
+    weight: NDArray[np.float32], block: NDArray[np.float64]
+) -> NDArray[np.float32]:  # [N, K], [b, b] -> [N, K]
+    """`rotate_input` for a rotation that repeats `block` along the diagonal."""
+    rows, columns = weight.shape
+    blocks = weight.reshape(rows, columns // block.shape[0], block.shape[0])
+    return np.asarray(blocks @ block, np.float32).reshape(rows, columns)
