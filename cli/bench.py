@@ -59,4 +59,6 @@ def _sizes(text: str) -> list[int]:
     try:
         return [int(part) for part in text.split(",")]
     except ValueError:
-        raise OptionError(f"{text!r}: write one size or several with commas, e.g. 512,2048") from None
+        raise OptionError(
+            f"{text!r}: write one size or several with commas, e.g. 512,2048"
+        ) from None

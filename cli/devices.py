@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import click
 
+from edgellm.int8_support import int8_products_are_exact
 from edgellm.providers import statuses
 
 
@@ -15,3 +16,8 @@ def devices() -> None:
             click.echo(f"{status.name:10} usable      {status.device}".rstrip())
         else:
             click.echo(f"{status.name:10} not usable  {status.reason}")
+    click.echo(
+        "int8 prefill on the CPU: exact, used by default"
+        if int8_products_are_exact()
+        else "int8 prefill on the CPU: its products saturate here, so float32 is the default"
+    )

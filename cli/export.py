@@ -36,9 +36,7 @@ from edgellm.sources import resolve
     help="Static chunk sizes.",
 )
 @click.option("--force", is_flag=True, help="Replace a bundle that is there.")
-def export(
-    *, name: str, output: Path | None, flavours: str, chunk_sizes: str, force: bool
-) -> None:
+def export(*, name: str, output: Path | None, flavours: str, chunk_sizes: str, force: bool) -> None:
     """Export MODEL to a bundle: static-shape ONNX graphs, decode weights, tokenizer."""
     wanted = flavours.split(",")
     with export_progress() as progress:

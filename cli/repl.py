@@ -35,9 +35,7 @@ _HELP = f"""\
 Ctrl-C             stop the answer; at the prompt, leave"""
 
 
-def chat(
-    llm: LLM, *, sampling: SamplingArguments, system: str | None, show_stats: bool
-) -> int:
+def chat(llm: LLM, *, sampling: SamplingArguments, system: str | None, show_stats: bool) -> int:
     """Talk until the user leaves; gives the exit code."""
     return _Repl(llm, sampling, system, show_stats).run()
 

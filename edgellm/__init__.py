@@ -1,9 +1,9 @@
 """On-device LLM inference: static-chunk prefill, a quantized decode loop, one shared KV cache.
 
-    import edgellm
+import edgellm
 
-    llm = edgellm.load("smollm2-135m-instruct")
-    print(llm.chat(temperature=0).send("What is the capital of France?").text)
+llm = edgellm.load("smollm2-135m-instruct")
+print(llm.chat(temperature=0).send("What is the capital of France?").text)
 """
 
 from typing import TYPE_CHECKING, Any
@@ -48,6 +48,7 @@ _LAZY = {
 }
 
 __all__ = [
+    "LLM",
     "BundleError",
     "CacheFullError",
     "CancelledError",
@@ -56,7 +57,6 @@ __all__ = [
     "ContextOverflowError",
     "EdgeLLMError",
     "ExportError",
-    "LLM",
     "MemoryEstimateError",
     "ModelFormatError",
     "NumericError",

@@ -120,8 +120,10 @@ def to_markdown(results: Sequence[BenchResult], engine: Engine) -> str:
     found = environment(engine)
     head = "| model | params | backend | kv | threads | test | t/s |"
     lines = [head, "|---|---|---|---|---|---|---|"]
-    backend = f"{found['prefill']} {found['prefill_flavour']} + {found['decode']} " \
+    backend = (
+        f"{found['prefill']} {found['prefill_flavour']} + {found['decode']} "
         f"{found['decode_flavour']}"
+    )
     for result in results:
         lines.append(
             f"| {found['model']} | {found['model_n_params'] / 1e6:.1f} M | {backend} | "
@@ -138,7 +140,7 @@ def _name(prompt: int, generation: int, depth: int) -> str:
 
 
 def _run(engine: Engine, prompt: int, generation: int, depth: int) -> float:
-    """Seconds of one repetition on a fresh sequence; the depth is filled before the clock starts."""
+    """Seconds of one repetition on a fresh sequence; filling the depth is not timed."""
     vocabulary = engine.config.vocab_size
     tokens = [(31 * i + 7) % vocabulary for i in range(depth + max(prompt, 1))]
     sequence = engine.cache.sequence()

@@ -125,8 +125,11 @@ class Chat:
         text = "".join(piece.text for piece in pieces)
         reason = pieces[-1].finish_reason or "cancelled"
         self._completion = Completion(
-            text, sampled, tuple(p.logprob or 0.0 for p in pieces if p.token is not None),
-            reason, stats,
+            text,
+            sampled,
+            tuple(p.logprob or 0.0 for p in pieces if p.token is not None),
+            reason,
+            stats,
         )
         kept = sampled[:-1] if sampled[-1] in self._engine.tokenizer.eos_ids else sampled
         # a stop text is cut off the shown text, so its tokens are not the answer

@@ -37,4 +37,5 @@ class PortableDecoder:
 
     def step(self, token: int, sequence: Sequence) -> NDArray[np.float32]:
         hidden = self._model.forward([token], sequence, chunk=1)
-        return self._model.head.logits(hidden)[0]
+        logits: NDArray[np.float32] = self._model.head.logits(hidden)[0]
+        return logits

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import os
 import threading
 from dataclasses import dataclass
 
-from edgellm import memory
+from edgellm import memory, thread_pool
 from edgellm.bundle import CHAT_TEMPLATE, Bundle
 from edgellm.decode import DecodeBackend, PortableDecoder
 from edgellm.errors import OptionError
 from edgellm.forward import Model
+from edgellm.int8_support import int8_products_are_exact
 from edgellm.kernels import rope
 from edgellm.kernels.kv_blocks import KVFormat
 from edgellm.kv_cache import KVCache, blocks_for, cache_bytes, check_format
@@ -28,13 +28,14 @@ class EngineOptions:
     """How a model is loaded.
 
     Attributes:
-        flavour: precision of prefill; None takes the bundle's best int8 one.
+        flavour: precision of prefill; None takes int8 where this CPU multiplies it exactly (see
+            `int8_support.py`), else float32.
         decode: `auto`, `portable` (int4) or `reference` (float32).
         prefill: execution provider, or `auto`.
         kv_format: how the KV cache is stored.
         ctx_size: tokens of one session; None is the model's own, at most 4096; 0 the model's own.
         cache_size: tokens that the shared pool holds for all sessions; None is twice `ctx_size`.
-        threads: CPU threads; None takes all cores that the process may use.
+        threads: CPU threads of the process, see `thread_pool.py`; None takes all usable cores.
     """
 
     flavour: str | None = None
@@ -46,21 +47,28 @@ class EngineOptions:
     threads: int | None = None
 
     def __post_init__(self) -> None:
+        """Check the values.
+
+        Raises:
+            OptionError: a value that is not allowed.
+        """
         check_format(self.kv_format)
         if self.flavour not in (None, "w8a8", "f32"):
             raise OptionError(f"flavour {self.flavour!r}: allowed are w8a8 and f32")
         if self.decode not in ("auto", "portable", "reference"):
-            raise OptionError(
-                f"decode {self.decode!r}: allowed are auto, portable and reference"
-            )
+            raise OptionError(f"decode {self.decode!r}: allowed are auto, portable and reference")
         if self.ctx_size is not None and self.ctx_size < 0:
-            raise OptionError(f"ctx_size is {self.ctx_size}; allowed is 0 (the model's own) or more")
+            raise OptionError(
+                f"ctx_size is {self.ctx_size}; allowed is 0 (the model's own) or more"
+            )
         if self.threads is not None and not 1 <= self.threads <= 1024:
             raise OptionError(f"threads is {self.threads}; allowed is 1 to 1024")
 
     @property
     def prefill_flavour(self) -> str:
-        return self.flavour or "w8a8"
+        if self.flavour is not None:
+            return self.flavour
+        return "w8a8" if int8_products_are_exact() else "f32"
 
     @property
     def decode_flavour(self) -> str:
@@ -93,7 +101,7 @@ class Engine:
             blocks=_cache_blocks(options, self.ctx_size),
             fingerprint=f"{bundle.manifest.files}{options.kv_format}".encode(),
         )
-        self.threads = options.threads or usable_cores()
+        self.threads = thread_pool.start(options.threads)
         models = self._models(choose(options.prefill))
         self.prefill = PrefillExecutor(
             models[options.prefill_flavour], flavour=options.prefill_flavour
@@ -106,7 +114,7 @@ class Engine:
         """The flavours in use; one that serves prefill and decode is opened once."""
         table = rope.table(self.config.inv_freq, self.ctx_size)
         kinds = {self.bundle.flavour(f).head for f in self.options.flavours}
-        heads = {kind: Head(self.bundle, kind, threads=self.threads) for kind in kinds}
+        heads = {kind: Head(self.bundle, kind) for kind in kinds}
         models = {}
         for flavour in sorted(self.options.flavours):
             runs_prefill = flavour == self.options.prefill_flavour
@@ -128,13 +136,6 @@ def planned_memory(bundle: Bundle, options: EngineOptions) -> memory.MemoryEstim
         flavours=options.flavours,
         kv_cache_bytes=cache_bytes(bundle.config, format=options.kv_format, blocks=blocks),
     )
-
-
-def usable_cores() -> int:
-    """Cores that this process may run on."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
 
 
 def _ctx_size(options: EngineOptions, trained: int) -> int:

@@ -169,9 +169,7 @@ def _export_flavour(
                 model = author_segment(segment, checkpoint.config, chunk=chunk)
                 ir.save(model, folder / segment_file(segment.index, chunk))
             steps.step(f"{name}: segment {segment.index}")
-    entry = FlavourEntry(
-        flavour.description, flavour.head, static, None in sizes, report.to_json()
-    )
+    entry = FlavourEntry(flavour.description, flavour.head, static, None in sizes, report.to_json())
     return replace(manifest, flavours={**manifest.flavours, name: entry}, heads=heads)
 
 

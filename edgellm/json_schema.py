@@ -43,12 +43,11 @@ class JsonFilter:
         )
         try:
             grammar = llguidance.LLMatcher.grammar_from_json_schema(parsed)
-            self._matcher = llguidance.LLMatcher(vocabulary, grammar)
-            error = self._matcher.get_error()
-        except ValueError as raised:
-            error = str(raised)
-        if error:
-            raise OptionError(f"the JSON schema cannot be used: {error}")
+        except ValueError as error:
+            raise OptionError(f"the JSON schema cannot be used: {error}") from None
+        self._matcher = llguidance.LLMatcher(vocabulary, grammar)
+        if problem := self._matcher.get_error():
+            raise OptionError(f"the JSON schema cannot be used: {problem}")
         self._seen = 0
 
     def __call__(self, logits: NDArray[np.float32], tokens: Sequence[int]) -> None:

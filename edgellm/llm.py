@@ -122,9 +122,7 @@ class LLM:
                 logit_filter=logit_filter,
             )
 
-    def chat(
-        self, *, system: str | None = None, **options: Unpack[SamplingArguments]
-    ) -> Chat:
+    def chat(self, *, system: str | None = None, **options: Unpack[SamplingArguments]) -> Chat:
         """A conversation through the model's chat template."""
         return Chat(self.engine, self.sampling(**options), system=system)
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence as SequenceOf
+from collections.abc import Callable
+from collections.abc import Sequence as SequenceOf
 
 import numpy as np
 from numpy.typing import NDArray
@@ -59,7 +60,8 @@ class PrefillExecutor:
                 on_hidden(hidden)
             if progress is not None:
                 progress(done, len(tokens))
-        return self.logits(hidden[-1:])[0]
+        last: NDArray[np.float32] = self.logits(hidden[-1:])[0]
+        return last
 
     def logits(self, hidden: NDArray[np.float32]) -> NDArray[np.float32]:
         """The LM head on hidden states `[rows, E]`: `[rows, V]`."""

@@ -77,7 +77,10 @@ class PrefixIndex:
 
 
 class BlockPool:
-    """Reference counts. A block that nobody holds but the index knows is reused last, oldest first."""
+    """Reference counts.
+
+    A block that nobody holds but the index knows is reused last, the oldest first.
+    """
 
     def __init__(self, blocks: int, index: PrefixIndex) -> None:
         self._index = index

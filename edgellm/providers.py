@@ -11,11 +11,11 @@ import platform
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
 from typing import Any
 
 from edgellm.errors import OptionError, ProviderError
+from edgellm.thread_pool import session_options
 
 CPU = "cpu"
 AUTO = "auto"
@@ -97,7 +97,7 @@ def choose(name: str) -> str:
     return name
 
 
-def open_session(path: Path, *, provider: str, threads: int) -> tuple[Any, Placement]:
+def open_session(path: Path, *, provider: str) -> tuple[Any, Placement]:
     """Open a graph that must run whole on `provider`.
 
     Raises:
@@ -106,13 +106,8 @@ def open_session(path: Path, *, provider: str, threads: int) -> tuple[Any, Place
     import onnxruntime as ort
 
     ort_name = PROVIDERS[provider][0]
-    options = ort.SessionOptions()
+    options = session_options()
     options.add_session_config_entry("session.record_ep_graph_assignment_info", "1")
-    if use_global_threads(threads):
-        options.use_per_session_threads = False
-    else:
-        options.intra_op_num_threads = threads
-        options.add_session_config_entry("session.intra_op.allow_spinning", "0")
     try:
         session = ort.InferenceSession(path, options, providers=[ort_name], enable_fallback=0)
     except Exception as error:  # onnxruntime's exceptions share no base class
@@ -133,26 +128,10 @@ def open_session(path: Path, *, provider: str, threads: int) -> tuple[Any, Place
     return session, Placement(provider, dict(nodes))
 
 
-@cache
-def use_global_threads(threads: int) -> bool:
-    """Whether all sessions can share one pool of this many threads.
-
-    ONNX Runtime takes the size once a process, before the first session; a second model with
-    another size gets a pool a session. One shared pool runs a decode chain of 31 small sessions
-    in 2.4 ms where a pool each takes 3.7 ms (without spinning) or 64 ms (with).
-    """
-    import onnxruntime as ort
-
-    with contextlib.suppress(Exception):
-        ort.set_global_thread_pool_sizes(threads, 1)
-        return True
-    return False
-
-
 def _probe(ort_name: str) -> str:
     """Why a provider of this build does not start, or an empty string."""
-    import onnxruntime as ort
     import onnx_ir as ir
+    import onnxruntime as ort
 
     from edgellm.graphs.builder import GraphBuilder
 
@@ -160,7 +139,10 @@ def _probe(ort_name: str) -> str:
     model = graph.build({"y": (graph.op("Abs", graph.input("x", (1,))), (1,))})
     try:
         ort.InferenceSession(
-            ir.to_proto(model).SerializeToString(), providers=[ort_name], enable_fallback=0
+            ir.to_proto(model).SerializeToString(),
+            session_options(),
+            providers=[ort_name],
+            enable_fallback=0,
         )
     except Exception as error:  # onnxruntime's exceptions share no base class
         return str(error).strip().splitlines()[0]

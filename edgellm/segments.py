@@ -78,9 +78,7 @@ class Segments:
 
         def load(index: int) -> tuple[Any, Placement]:
             path = self._folder / contract.segment_file(index, size)
-            session, placement = open_session(
-                path, provider=self._provider, threads=self._threads
-            )
+            session, placement = open_session(path, provider=self._provider)
             self._check(session, index, path)
             return session, placement
 
@@ -144,10 +142,10 @@ def _runner(session: Any, binding: Any) -> Run:
 class Head:
     """The LM head and the embedding table that goes with it."""
 
-    def __init__(self, bundle: Bundle, kind: str, *, threads: int) -> None:
+    def __init__(self, bundle: Bundle, kind: str) -> None:
         entry = bundle.manifest.heads[kind]
         path = bundle.path / f"head-{kind}" / contract.HEAD_FILE
-        self._session, _ = open_session(path, provider=CPU, threads=threads)
+        self._session, _ = open_session(path, provider=CPU)
         self._table = {
             name: _map_array(bundle.path, array) for name, array in entry.embedding.items()
         }

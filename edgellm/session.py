@@ -5,7 +5,8 @@ from __future__ import annotations
 import secrets
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence as SequenceOf
+from collections.abc import Callable, Iterator
+from collections.abc import Sequence as SequenceOf
 from dataclasses import replace
 
 import numpy as np
@@ -233,9 +234,7 @@ class _Answer:
         full = len(self._session.tokens) > self._engine.ctx_size
         return "length" if full or len(self._sampled) == limit else None
 
-    def _sample(
-        self, logits: NDArray[np.float32], logit_filter: LogitFilter | None
-    ) -> Piece:
+    def _sample(self, logits: NDArray[np.float32], logit_filter: LogitFilter | None) -> Piece:
         if logit_filter is not None:
             logits = logits.copy()
             logit_filter(logits, self._sampled)

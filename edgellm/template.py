@@ -77,9 +77,7 @@ class ChatTemplate:
         except RecursionError:
             raise TemplateError("the chat template is nested too deeply") from None
 
-    def render(
-        self, messages: Sequence[Message], *, add_generation_prompt: bool = True
-    ) -> str:
+    def render(self, messages: Sequence[Message], *, add_generation_prompt: bool = True) -> str:
         """The prompt text for a conversation of `{"role": ..., "content": ...}` messages.
 
         Raises:
@@ -154,13 +152,13 @@ class _Environment(ImmutableSandboxedEnvironment):
             _check_format(left)
         return super().call_binop(context, operator, left, right)
 
-    def call(__self, __context: Any, __obj: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: N805
+    def call(__self, __context: Any, __obj: Any, *args: Any, **kwargs: Any) -> Any:
         __self.check_time()
         _check_arguments(args, kwargs)
         owner = getattr(__obj, "__self__", None)
         if isinstance(owner, str) and getattr(__obj, "__name__", "") in ("format", "format_map"):
             _check_format(owner)
-        result = super(_Environment, __self).call(__context, __obj, *args, **kwargs)
+        result = super().call(__context, __obj, *args, **kwargs)
         if isinstance(result, str):
             __self.check_size(len(result))
         return result
@@ -215,16 +213,16 @@ class _Guard(NodeTransformer):
 
 
 class _GenerationBlock(Extension):
-    """`{% generation %} ... {% endgeneration %}` marks the answer for training; it changes nothing."""
+    """`{% generation %} ... {% endgeneration %}` marks answers for training; it changes nothing."""
 
-    tags = {"generation"}
+    tags = {"generation"}  # noqa: RUF012
 
     def parse(self, parser: Any) -> Any:
         next(parser.stream)
         return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
 
-def _filter(node: nodes.Expr, name: str) -> nodes.Filter:
+def _filter(node: Any, name: str) -> nodes.Filter:
     return nodes.Filter(node, name, [], [], None, None, lineno=node.lineno)
 
 

@@ -89,32 +89,39 @@ class Tokenizer:
 class TextStream:
     """Turns tokens into text as they come, holding back unfinished characters.
 
-    Only a window of tokens is decoded again at each step: from the last place where text was
-    complete. A decoder may drop a leading space, so the window starts one place earlier and its
-    known text is cut off.
+    Only the tokens since the last complete text are decoded, behind those of the step before:
+    decoders drop the space at the very beginning, and the earlier tokens take that place.
     """
 
     def __init__(self, tokenizer: Tokenizer, context: Sequence[int] = ()) -> None:
         self._tokenizer = tokenizer
-        self._tokens = list(context[-4:])
-        self._known = tokenizer.decode(self._tokens)
+        self._shown = self._complete_end(context)
+        self._pending: list[int] = []
 
     def add(self, token: int) -> str:
         """The text that this token completes, possibly none."""
-        self._tokens.append(token)
-        text = self._tokenizer.decode(self._tokens)
-        if text.endswith(_REPLACEMENT):
+        self._pending.append(token)
+        text = self._new_text()
+        if not text or text.endswith(_REPLACEMENT):
             return ""
-        return self._emit(text)
+        self._shown, self._pending = self._pending, []
+        return text
 
     def finish(self) -> str:
         """What was held back; bytes that never became a character are U+FFFD."""
-        return self._emit(self._tokenizer.decode(self._tokens))
+        text = self._new_text()
+        self._shown, self._pending = [*self._shown, *self._pending], []
+        return text
 
-    def _emit(self, text: str) -> str:
-        new = text[len(self._known) :]
-        if new:
-            # keep the tokens of this step as the context of the next
-            self._tokens = self._tokens[-4:]
-            self._known = self._tokenizer.decode(self._tokens)
-        return new
+    def _new_text(self) -> str:
+        known = self._tokenizer.decode(self._shown)
+        return self._tokenizer.decode([*self._shown, *self._pending])[len(known) :]
+
+    def _complete_end(self, context: Sequence[int]) -> list[int]:
+        """The last few tokens of a context, from where a character begins."""
+        for length in range(1, min(len(context), 8) + 1):
+            end = list(context[-length:])
+            text = self._tokenizer.decode(end)
+            if text and _REPLACEMENT not in text:
+                return end
+        return []

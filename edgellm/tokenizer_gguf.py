@@ -45,8 +45,10 @@ def build_tokenizer(metadata: Mapping[str, Any], *, origin: str) -> Tokenizer:
             f"{origin}: {len(tokens)} tokens but {len(types)} token types in the vocabulary"
         )
     for key, token in metadata.items():
-        if key.startswith("tokenizer.ggml.") and key.endswith("_token_id") and not (
-            isinstance(token, int) and 0 <= token < len(tokens)
+        if (
+            key.startswith("tokenizer.ggml.")
+            and key.endswith("_token_id")
+            and not (isinstance(token, int) and 0 <= token < len(tokens))
         ):
             raise ModelFormatError(f"{origin}: {key} is {token!r}, not a token")
     kind = metadata.get("tokenizer.ggml.model")
@@ -86,17 +88,9 @@ def _byte_level(metadata: Mapping[str, Any], tokens: Sequence[str], origin: str)
     )
     if pre in ("qwen2", "deepseek-r1-qwen"):
         tokenizer.normalizer = normalizers.NFC()
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-        [*_PRE_TOKENIZERS[pre](), *_space_prefix(metadata)]
-    )
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(_PRE_TOKENIZERS[pre]())
     tokenizer.decoder = decoders.ByteLevel()
     return tokenizer
-
-
-def _space_prefix(metadata: Mapping[str, Any]) -> list[Any]:
-    if metadata.get("tokenizer.ggml.add_space_prefix", False):
-        return [pre_tokenizers.Metaspace(replacement="Ġ", prepend_scheme="first")]
-    return []
 
 
 def _split(*patterns: str) -> list[Any]:

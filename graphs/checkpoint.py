@@ -1,8 +1,9 @@
 """A model on disk, whatever its file format: a config and tensors under canonical names.
 
     embedding [V, E]    final_norm [E]    head [V, E] (absent where tied to the embedding)
-    layers.I.attention_norm [E]   layers.I.q [H*D, E]   layers.I.k, .v [Hkv*D, E]   layers.I.o [E, H*D]
-    layers.I.mlp_norm [E]         layers.I.gate, .up [F, E]                         layers.I.down [E, F]
+    layers.I.attention_norm [E]    layers.I.mlp_norm [E]
+    layers.I.q [H*D, E]    layers.I.k, layers.I.v [Hkv*D, E]    layers.I.o [E, H*D]
+    layers.I.gate, layers.I.up [F, E]    layers.I.down [E, F]
 
 Rows of q and k are in the half-split RoPE order (first halves, then second halves of a head).
 """
@@ -19,7 +20,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from edgellm.errors import ModelFormatError, UnsupportedModelError
+from edgellm.errors import EdgeLLMError, ModelFormatError, UnsupportedModelError
 from edgellm.graphs.config import ModelConfig
 from edgellm.kernels.int4 import Int4Weight
 
@@ -72,8 +73,13 @@ def open_checkpoint(path: Path) -> Checkpoint:
 
     if not path.exists():
         raise ModelFormatError(f"{path}: no such file or folder")
-    checkpoint = SafetensorsCheckpoint(path) if path.is_dir() else GGUFCheckpoint(path)
-    check_shapes(checkpoint)
+    try:
+        checkpoint = SafetensorsCheckpoint(path) if path.is_dir() else GGUFCheckpoint(path)
+        check_shapes(checkpoint)
+    except EdgeLLMError as error:
+        if str(path) in str(error):
+            raise
+        raise type(error)(f"{path}: {error}") from None
     return checkpoint
 
 

@@ -33,11 +33,7 @@ class GGUFCheckpoint:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        reader = _read(path)
-        self._tensors = {tensor.name: tensor for tensor in reader.tensors}
-        self.metadata: Mapping[str, Any] = {
-            key: field.contents() for key, field in reader.fields.items()
-        }
+        self.metadata, self._tensors = _read(path)
         fields = Fields(self.metadata, origin=str(path))
         kind = fields.optional(str, "general.type")
         if kind not in (None, "model"):
@@ -79,8 +75,8 @@ class GGUFCheckpoint:
         )
 
 
-def _read(path: Path) -> Any:
-    """Parse the header; every way in which a file can be wrong becomes a ModelFormatError."""
+def _read(path: Path) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
+    """Metadata and tensors by name; whatever is wrong with the file is a ModelFormatError."""
     import gguf
 
     try:
@@ -90,7 +86,10 @@ def _read(path: Path) -> Any:
             raise ModelFormatError(
                 f"{path}: not a GGUF file: it starts with {magic!r} instead of {_MAGIC!r}"
             )
-        reader = gguf.GGUFReader(path)
+        # a flipped size makes the reader's numpy arithmetic wrap around before it fails
+        with np.errstate(over="ignore"):
+            reader = gguf.GGUFReader(path)
+            metadata = {key: field.contents() for key, field in reader.fields.items()}
     except ModelFormatError:
         raise
     except OSError as error:
@@ -100,13 +99,15 @@ def _read(path: Path) -> Any:
             f"{path}: damaged or truncated GGUF file ({type(error).__name__}: {error}); "
             "download it again"
         ) from None
-    return reader
+    return metadata, {tensor.name: tensor for tensor in reader.tensors}
 
 
 def _half_split_order(rows: int, heads: int) -> NDArray[np.intp]:
     """Row order that undoes the converter's permutation of q and k, head by head."""
     if rows % (2 * heads):
-        raise ModelFormatError(f"{rows} rows of a q or k projection do not split into {heads} heads")
+        raise ModelFormatError(
+            f"{rows} rows of a q or k projection do not split into {heads} heads"
+        )
     order: NDArray[np.intp] = np.arange(rows).reshape(heads, rows // heads // 2, 2)
     return order.transpose(0, 2, 1).reshape(-1)
 

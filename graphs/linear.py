@@ -100,6 +100,52 @@ class Int8Linear:
 
 
 @dataclass(frozen=True)
+class Int8PairLinear:
+    """An int8 weight and an int8 weight for what the first one rounded off: 16 bits in all."""
+
+    high: Int8Linear
+    low: Int8Linear
+
+    def activation(self, graph: GraphBuilder, x: ir.Value) -> Activation:
+        return self.high.activation(graph, x)
+
+    def apply(self, graph: GraphBuilder, x: Activation) -> ir.Value:
+        return graph.op("Add", self.high.apply(graph, x), self.low.apply(graph, x))
+
+
+@dataclass(frozen=True)
+class ConcatLinear:
+    """Layers of one kind of input side by side: their outputs are joined."""
+
+    parts: tuple[Linear, ...]
+
+    def activation(self, graph: GraphBuilder, x: ir.Value) -> Activation:
+        return self.parts[0].activation(graph, x)
+
+    def apply(self, graph: GraphBuilder, x: Activation) -> ir.Value:
+        return graph.op("Concat", *(part.apply(graph, x) for part in self.parts), axis=-1)
+
+
+@dataclass(frozen=True)
+class BlockRotatedLinear:
+    """A layer whose input is first multiplied by `rotation` `[b, b]`, run of b by run of b."""
+
+    linear: Linear
+    rotation: ir.TensorProtocol
+    width: int
+
+    def activation(self, graph: GraphBuilder, x: ir.Value) -> Activation:
+        size = int(self.rotation.shape.numpy()[0])
+        blocks = graph.op("Reshape", x, graph.constant([-1, size], np.int64))
+        blocks = graph.op("MatMul", blocks, graph.weight(self.rotation))
+        rotated = graph.op("Reshape", blocks, graph.constant([-1, self.width], np.int64))
+        return self.linear.activation(graph, rotated)
+
+    def apply(self, graph: GraphBuilder, x: Activation) -> ir.Value:
+        return self.linear.apply(graph, x)
+
+
+@dataclass(frozen=True)
 class Int4Linear:
     """int4 group-32 affine weight, exact for any offset.
 
@@ -133,9 +179,7 @@ class Int4Linear:
         product = _matmul_nbits(graph, x.values, self.packed, self.scale, self.shape, bits=4)
         if self.excess is None:
             return product
-        return graph.op(
-            "Add", product, graph.op("MatMul", x.extra, graph.weight(self.excess))
-        )
+        return graph.op("Add", product, graph.op("MatMul", x.extra, graph.weight(self.excess)))
 
 
 @dataclass(frozen=True)

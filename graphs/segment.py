@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import numpy as np
 import onnx_ir as ir
 
 from edgellm.graphs import contract
@@ -18,17 +17,12 @@ Array = ir.TensorProtocol
 
 @dataclass(frozen=True)
 class Mlp:
-    """The second half of a layer: `down(silu(gate(x)) * up(x))`.
-
-    Attributes:
-        block_rotation: `[b, b]`, applied to each run of b inputs of `down`, or None.
-    """
+    """The second half of a layer: `down(silu(gate(x)) * up(x))`."""
 
     norm: Array
     gate: Linear
     up: Linear
     down: Linear
-    block_rotation: Array | None = None
 
 
 @dataclass(frozen=True)
@@ -107,18 +101,9 @@ def _apply(graph: GraphBuilder, linear: Linear | None, x: ir.Value) -> ir.Value:
     return linear.apply(graph, linear.activation(graph, x))
 
 
-def _mlp(
-    graph: GraphBuilder, mlp: Mlp | None, residual: ir.Value, config: ModelConfig
-) -> ir.Value:
+def _mlp(graph: GraphBuilder, mlp: Mlp | None, residual: ir.Value, config: ModelConfig) -> ir.Value:
     assert mlp is not None
     x = mlp.gate.activation(graph, _norm(graph, residual, mlp.norm, config))
     gate, up = mlp.gate.apply(graph, x), mlp.up.apply(graph, x)
     hidden = graph.op("Mul", graph.op("Mul", gate, graph.op("Sigmoid", gate)), up)
-    if mlp.block_rotation is not None:
-        size = int(mlp.block_rotation.shape.numpy()[0])
-        blocks = graph.op("Reshape", hidden, graph.constant([-1, size], np.int64))
-        blocks = graph.op("MatMul", blocks, graph.weight(mlp.block_rotation))
-        hidden = graph.op(
-            "Reshape", blocks, graph.constant([-1, config.intermediate_size], np.int64)
-        )
     return _apply(graph, mlp.down, hidden)

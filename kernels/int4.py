@@ -51,8 +51,7 @@ class Int4Weight:
 def pack(codes: NDArray[np.uint8]) -> NDArray[np.uint8]:
     """Codes `[N, K]` (0..15) to bytes `[N, K/32, 16]`."""
     pairs = codes.reshape(codes.shape[0], -1, GROUP // 2, 2)
-    packed: NDArray[np.uint8] = pairs[..., 0] | (pairs[..., 1] << 4)
-    return packed
+    return pairs[..., 0] | np.left_shift(pairs[..., 1], 4, dtype=np.uint8)
 
 
 def unpack(packed: NDArray[np.uint8]) -> NDArray[np.uint8]:

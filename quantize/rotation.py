@@ -18,7 +18,7 @@ def hadamard(size: int) -> NDArray[np.float64]:
         matrix = np.block([[matrix, matrix], [matrix, -matrix]])
     if matrix.shape[0] != size:
         raise ValueError(f"a Hadamard matrix of size {size} was asked for; sizes are powers of two")
-    return matrix / np.sqrt(size)
+    return np.asarray(matrix / np.sqrt(size), np.float64)
 
 
 def power_of_two_factor(size: int, *, limit: int) -> int:

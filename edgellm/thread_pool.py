@@ -1,0 +1,58 @@
+"""ONNX Runtime's thread pool, one for all sessions of the process.
+
+The pool belongs to the process, not to a model: ONNX Runtime takes its size once, and afterwards
+every session, also one that the embedding program opens itself, must be made with
+`use_per_session_threads = False`. A pool a session instead would run a decode chain of 31 small
+sessions in 3.7 ms (without spinning; 64 ms with) where the shared one takes 2.4 ms.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+from edgellm.errors import OptionError
+
+_pool_threads: int | None = None
+
+
+def start(threads: int | None) -> int:
+    """Make the pool, or check that the one that is there has the wanted size; gives its size.
+
+    Args:
+        threads: None takes the size of the pool that is there, else all usable cores.
+
+    Raises:
+        OptionError: the pool has another size already.
+    """
+    global _pool_threads
+    if _pool_threads is None:
+        import onnxruntime as ort
+
+        _pool_threads = threads or usable_cores()
+        ort.set_global_thread_pool_sizes(_pool_threads, 1)
+    elif threads not in (None, _pool_threads):
+        raise OptionError(
+            f"threads is {threads}, but a model was loaded with {_pool_threads} before; all models "
+            "of a process share one pool"
+        )
+    return _pool_threads
+
+
+def session_options() -> Any:
+    """Options for a session in this process, with or without the pool."""
+    import onnxruntime as ort
+
+    options = ort.SessionOptions()
+    if _pool_threads is None:
+        options.intra_op_num_threads = 1
+    else:
+        options.use_per_session_threads = False
+    return options
+
+
+def usable_cores() -> int:
+    """Cores that this process may run on."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1

@@ -1,0 +1,174 @@
+"""Fixtures: the real default model, a tiny random one, and poisoned memory."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tarfile
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from edgellm.bundle import Bundle
+from edgellm.home import models_dir, replacing_folder
+from edgellm.llm import LLM, load
+from edgellm.prepare import prepare
+from edgellm.sources import DEFAULT_MODEL, resolve
+
+# Its source distribution carries vocabularies with expected tokens, llama.cpp's own tests.
+_VOCABULARIES = "llama-cpp-python==0.3.16"
+
+
+@pytest.fixture(scope="session")
+def smollm2_gguf() -> Path:
+    """The real weights of the default model; downloaded once into EDGELLM_HOME."""
+    return resolve(DEFAULT_MODEL).path
+
+
+@pytest.fixture(scope="session")
+def smollm2() -> Bundle:
+    """The default model's bundle with all flavours."""
+    return prepare(DEFAULT_MODEL, flavours=("f32", "int4", "w8a8"))
+
+
+@pytest.fixture(scope="session")
+def llm(smollm2: Bundle) -> LLM:
+    """The default model as a user gets it."""
+    return load(str(smollm2.path))
+
+
+@pytest.fixture(scope="session")
+def reference_llm(smollm2: Bundle) -> LLM:
+    """The default model in float32 throughout."""
+    return load(str(smollm2.path), flavour="f32", decode="reference", kv_format="f32")
+
+
+@pytest.fixture(scope="session")
+def llama_cpp_vocabularies() -> Path:
+    """Folder with llama.cpp's ggml-vocab-*.gguf and the texts and tokens that go with them."""
+    target = models_dir() / "llama-cpp-vocabularies"
+    if not target.exists():
+        with tempfile.TemporaryDirectory() as folder, replacing_folder(target) as partial:
+            command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps"]
+            command += ["--no-binary", "llama-cpp-python", "--dest", folder, _VOCABULARIES]
+            subprocess.run(command, check=True, capture_output=True)
+            (archive,) = Path(folder).iterdir()
+            with tarfile.open(archive) as packed:
+                for member in packed:
+                    file = packed.extractfile(member) if "/ggml-vocab-" in member.name else None
+                    if file is not None:
+                        (partial / Path(member.name).name).write_bytes(file.read())
+    return target
+
+
+@pytest.fixture(scope="session")
+def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A Hugging Face folder with a random two-layer Llama and a tokenizer of 320 tokens."""
+    return make_tiny_model(tmp_path_factory.mktemp("tiny"))
+
+
+@pytest.fixture
+def make_model(tmp_path: Path) -> Callable[..., Path]:
+    """Makes tiny models with changes to their config."""
+
+    def make(**changes: Any) -> Path:
+        return make_tiny_model(tmp_path / "model", **changes)
+
+    return make
+
+
+@pytest.fixture
+def poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fresh float arrays hold NaN and integer ones their largest value, so unwritten data shows."""
+    empty, empty_like = np.empty, np.empty_like
+
+    def poison(array: np.ndarray) -> np.ndarray:
+        array.fill(np.nan if array.dtype.kind == "f" else np.iinfo(array.dtype).max)
+        return array
+
+    monkeypatch.setattr(np, "empty", lambda *a, **k: poison(empty(*a, **k)))
+    monkeypatch.setattr(np, "empty_like", lambda *a, **k: poison(empty_like(*a, **k)))
+
+
+@pytest.fixture
+def edgellm_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty EDGELLM_HOME."""
+    home = tmp_path / "home"
+    monkeypatch.setenv("EDGELLM_HOME", str(home))
+    return home
+
+
+@pytest.fixture
+def cli() -> Callable[..., subprocess.CompletedProcess[str]]:
+    """Runs the command in a process of its own: `cli("run", "-p", "Hello", stdin="")`."""
+
+    def run(
+        *arguments: str, stdin: str | bytes = "", env: dict[str, str] | None = None
+    ) -> subprocess.CompletedProcess[str]:
+        data = stdin.encode() if isinstance(stdin, str) else stdin
+        result = subprocess.run(
+            [sys.executable, "-m", "edgellm.cli.main", *arguments],
+            input=data,
+            capture_output=True,
+            env={**os.environ, **(env or {})},
+            timeout=300,
+        )
+        return subprocess.CompletedProcess(
+            result.args, result.returncode, result.stdout.decode(), result.stderr.decode()
+        )
+
+    return run
+
+
+def make_tiny_model(folder: Path, **changes: Any) -> Path:
+    """Write a random Llama; weights are scaled so that activations stay near 1."""
+    import torch
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM
+
+    torch.manual_seed(0)
+    settings = {
+        "vocab_size": 320,
+        "hidden_size": 96,
+        "intermediate_size": 160,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 6,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "max_position_embeddings": 1024,
+        "tie_word_embeddings": False,
+        "initializer_range": 0.1,
+        "bos_token_id": 256,
+        "eos_token_id": 257,
+        **changes,
+    }
+    mistral = settings.pop("model_type", "llama") == "mistral"
+    config_class, model_class = (
+        (MistralConfig, MistralForCausalLM) if mistral else (LlamaConfig, LlamaForCausalLM)
+    )
+    shard = settings.pop("max_shard_size", "1GB")
+    dtype = settings.pop("dtype", torch.float32)
+    model = model_class(config_class(**settings)).to(dtype)
+    model.save_pretrained(folder, max_shard_size=shard)
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE({c: i for i, c in enumerate(alphabet)}, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(["<s>", "</s>", "<|user|>"])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text(
+        json.dumps(
+            {
+                "bos_token": "<s>",
+                "eos_token": {"content": "</s>"},
+                "chat_template": "{% for m in messages %}<|user|>{{ m.content }}{% endfor %}",
+            }
+        )
+    )
+    return folder

@@ -1,0 +1,151 @@
+"""Sharing, copying and forgetting: K holds each token's position and owner, so a mix-up shows."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from edgellm import ContextOverflowError, OptionError
+from edgellm.graphs.config import ModelConfig
+from edgellm.kernels.kv_append import append
+from edgellm.kernels.kv_blocks import BLOCK
+from edgellm.kv_cache import KVCache, Sequence
+
+CONFIG = ModelConfig(
+    model_type="llama",
+    vocab_size=320,
+    hidden_size=32,
+    intermediate_size=32,
+    layers=2,
+    heads=2,
+    kv_heads=1,
+    head_dim=16,
+    rms_norm_eps=1e-5,
+    context_length=1024,
+    inv_freq=(1.0, 0.1),
+    sliding_window=None,
+    tied_embedding=True,
+)
+
+
+def make(ctx_size: int = 600, blocks: int = 12) -> KVCache:
+    return KVCache(CONFIG, format="f32", ctx_size=ctx_size, blocks=blocks, fingerprint=b"x")
+
+
+def extend(sequence: Sequence, tokens: list[int]) -> None:
+    """Append tokens whose K is a function of the tokens so far."""
+    for token in tokens:
+        sequence.reserve(1)
+        value = key([*sequence.tokens, token])
+        rows = np.full((1, CONFIG.kv_heads, CONFIG.head_dim), value, np.float32)
+        for layer in range(CONFIG.layers):
+            append(sequence.blocks, sequence.table, layer, len(sequence), rows, rows)
+        sequence.commit([token])
+
+
+def key(tokens: list[int]) -> float:
+    return float(hash(tuple(tokens)) % 100_003)
+
+
+def check(sequence: Sequence) -> None:
+    """Every row is what this sequence's own tokens make it."""
+    for position in range(len(sequence)):
+        block, row = sequence.table[position // BLOCK], position % BLOCK
+        found = sequence.blocks.k[block, :, :, row]
+        assert (found == key(sequence.tokens[: position + 1])).all(), position
+
+
+def test_prefix_is_shared_and_the_tail_is_copied() -> None:
+    cache = make()
+    first = cache.sequence()
+    extend(first, list(range(200)))
+    second = cache.sequence([*range(150), 7, 8])
+    assert len(second) == 128  # the tail block of an open sequence is not indexed yet
+    first.close()
+    third = cache.sequence([*range(150), 7, 8])
+    assert len(third) == 150
+    extend(third, [7, 8])
+    fourth = cache.sequence(list(range(200)))
+    assert len(fourth) == 200
+    for sequence in (second, third, fourth):
+        check(sequence)
+
+
+@pytest.mark.parametrize("at", [0, 1, 127, 128, 129, 255, 256])
+def test_fork_and_rewind_at_any_token(at: int) -> None:
+    cache = make()
+    trunk = cache.sequence()
+    extend(trunk, list(range(300)))
+    branch = trunk.fork()
+    branch.truncate(at)
+    extend(branch, [9000 + i for i in range(40)])
+    check(trunk)
+    check(branch)
+    branch.close()
+    trunk.close()
+    assert cache.used_blocks == 0
+
+
+def test_eight_branches_hold_one_prefix_and_eight_tails() -> None:
+    cache = make(ctx_size=1000, blocks=30)
+    trunk = cache.sequence()
+    extend(trunk, list(range(700)))
+    branches = [trunk.fork() for _ in range(8)]
+    for i, branch in enumerate(branches):
+        extend(branch, [5000 + i])
+        check(branch)
+    assert cache.used_blocks == 6 + 8
+
+
+def test_context_is_bounded() -> None:
+    sequence = make(ctx_size=10).sequence()
+    extend(sequence, list(range(10)))
+    with pytest.raises(ContextOverflowError, match=r"11 tokens.*context of 10"):
+        sequence.reserve(1)
+    check(sequence)
+
+
+def test_rewind_forward_is_refused() -> None:
+    sequence = make().sequence()
+    with pytest.raises(OptionError, match="0 to 0"):
+        sequence.truncate(1)
+
+
+def test_unknown_format() -> None:
+    with pytest.raises(OptionError, match="int8, f16, f32"):
+        KVCache(CONFIG, format="int2", ctx_size=1, blocks=1, fingerprint=b"")  # type: ignore[arg-type]
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    steps=st.lists(
+        st.tuples(
+            st.sampled_from(["extend", "fork", "rewind", "close", "open"]),
+            st.integers(0, 10),
+            st.integers(0, 300),
+        ),
+        max_size=25,
+    )
+)
+def test_any_history_keeps_every_sequence_whole(steps: list[tuple[str, int, int]]) -> None:
+    cache = make(ctx_size=300, blocks=40)
+    open_sequences = [cache.sequence()]
+    for action, which, number in steps:
+        sequence = open_sequences[which % len(open_sequences)]
+        if action == "extend":
+            # few different tokens, so that histories share prefixes
+            extend(sequence, [i % 3 for i in range(min(number, 300 - len(sequence)))])
+        elif action == "fork" and len(open_sequences) < 6:
+            open_sequences.append(sequence.fork())
+        elif action == "rewind":
+            sequence.truncate(min(number, len(sequence)))
+        elif action == "close":
+            sequence.close()
+        elif action == "open" and len(open_sequences) < 6:
+            open_sequences.append(cache.sequence([i % 3 for i in range(number)]))
+    for sequence in open_sequences:
+        check(sequence)
+        sequence.close()
+    assert cache.used_blocks == 0

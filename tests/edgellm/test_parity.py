@@ -1,0 +1,172 @@
+"""Judged by HF transformers in float32, with weights read by its own GGUF loader."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from edgellm.llm import LLM, load
+from edgellm.sampling import SamplingOptions
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+LENGTHS = [1, 31, 32, 33, 127, 128, 129, 256, 385, 1000]
+PROMPTS = [
+    "The capital of France is",
+    "def fibonacci(n):\n    ",
+    "Once upon a time, in a small village by the sea,",
+    "Water boils at 100 degrees because",
+    "The three laws of motion were described by",
+]
+GREEDY = SamplingOptions(temperature=0.0, max_tokens=64)
+
+
+@pytest.fixture(scope="module")
+def judge(smollm2_gguf: Path) -> Any:
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(
+        smollm2_gguf.parent, gguf_file=smollm2_gguf.name, dtype=torch.float32
+    )
+    return model.eval()
+
+
+def judge_logits(judge: Any, tokens: list[int]) -> np.ndarray:
+    import torch
+
+    with torch.no_grad():
+        return judge(torch.tensor([tokens])).logits[0].numpy()
+
+
+def prefill_logits(llm: LLM, tokens: list[int]) -> np.ndarray:
+    """Logits of every position through the chunked prefill executor."""
+    rows: list[np.ndarray] = []
+    sequence = llm.engine.cache.sequence()
+    llm.engine.prefill.run(tokens, sequence, on_hidden=lambda hidden: rows.append(hidden.copy()))
+    sequence.truncate(0)
+    return llm.engine.prefill.logits(np.concatenate(rows))
+
+
+def text_tokens(llm: LLM, count: int) -> list[int]:
+    from pydoc_data import topics
+
+    return llm.engine.tokenizer.encode(topics.topics["typesseq"])[:count]
+
+
+@pytest.mark.parametrize("length", LENGTHS)
+def test_prefill_logits(reference_llm: LLM, judge: Any, length: int) -> None:
+    tokens = text_tokens(reference_llm, length)
+    difference = np.abs(prefill_logits(reference_llm, tokens) - judge_logits(judge, tokens))
+    assert difference.max() < 2e-3
+
+
+def test_decode_logits(reference_llm: LLM, judge: Any) -> None:
+    tokens = text_tokens(reference_llm, 140)
+    sequence = reference_llm.engine.cache.sequence()
+    found = [reference_llm.engine.decoder.step(token, sequence) for token in tokens]
+    sequence.truncate(0)
+    assert np.abs(np.stack(found) - judge_logits(judge, tokens)).max() < 2e-3
+
+
+@pytest.mark.parametrize("prompt", PROMPTS)
+def test_greedy_tokens(reference_llm: LLM, judge: Any, prompt: str) -> None:
+    import torch
+
+    tokens = reference_llm.engine.tokenizer.encode(prompt)
+    expected = judge.generate(
+        torch.tensor([tokens]),
+        attention_mask=torch.ones(1, len(tokens), dtype=torch.long),
+        max_new_tokens=64,
+        do_sample=False,
+        pad_token_id=0,
+    )[0, len(tokens) :].tolist()
+    with reference_llm.session() as session:
+        session.append(tokens)
+        found = list(session.generate(GREEDY).tokens)
+    assert found == expected
+
+
+def test_chunk_size_makes_no_difference(reference_llm: LLM) -> None:
+    tokens = text_tokens(reference_llm, 300)
+    model = reference_llm.engine.prefill._model
+    results = []
+    for chunk in (300, 128, 32, 7):
+        sequence = reference_llm.engine.cache.sequence()
+        for start in range(0, 300, chunk):
+            hidden = model.forward(tokens[start : start + chunk], sequence, chunk=chunk)
+        results.append(model.head.logits(hidden[-1:]))
+        sequence.truncate(0)
+    for other in results[1:]:
+        np.testing.assert_allclose(other, results[0], atol=1e-3, rtol=0)
+
+
+@pytest.mark.parametrize("flavour", ["f32", "w8a8"])
+def test_poisoned_padding_never_shows(
+    smollm2: Any, flavour: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    llm = load(str(smollm2.path), flavour=flavour)
+    tokens = text_tokens(llm, 45)
+    expected = prefill_logits(llm, tokens)
+    buffers = llm.engine.prefill._model.segments.buffers(32)
+
+    def poisoning(run: Callable[[], None]) -> Callable[[], None]:
+        def poisoned() -> None:
+            buffers.x[13:], buffers.attention[13:] = np.nan, np.nan
+            run()
+
+        return poisoned
+
+    sequence = llm.engine.cache.sequence()
+    llm.engine.prefill._model.forward(tokens[:32], sequence, chunk=32)
+    model = llm.engine.prefill._model
+    monkeypatch.setattr(
+        model.segments, "buffers", lambda _: replace_runs(buffers, map(poisoning, buffers.segments))
+    )
+    hidden = model.forward(tokens[32:], sequence, chunk=32)
+    np.testing.assert_array_equal(model.head.logits(hidden), expected[32:])
+
+
+def replace_runs(buffers: Any, runs: Any) -> Any:
+    from dataclasses import replace
+
+    return replace(buffers, segments=list(runs))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"model_type": "mistral", "sliding_window": 40},
+        {"tie_word_embeddings": True, "num_key_value_heads": 6},
+        {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}},
+    ],
+    ids=["llama", "mistral window", "tied, one group", "linear rope"],
+)
+def test_random_models(
+    make_model: Callable[..., Path], edgellm_home: Path, changes: dict[str, Any]
+) -> None:
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    folder = make_model(**changes)
+    judge = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    llm = load(str(folder), flavour="f32", decode="reference", kv_format="f32")
+    tokens = np.random.default_rng(0).integers(0, 320, 170).tolist()
+    expected = judge_logits(judge, tokens)
+    np.testing.assert_allclose(prefill_logits(llm, tokens), expected, atol=2e-4, rtol=0)
+
+
+def test_int8_flavour_agrees_with_float_on_random_weights(
+    make_model: Callable[..., Path], edgellm_home: Path
+) -> None:
+    folder = make_model(initializer_range=0.05)
+    tokens = np.random.default_rng(0).integers(0, 320, 170).tolist()
+    exact, found = (
+        prefill_logits(load(str(folder), flavour=flavour), tokens) for flavour in ("f32", "w8a8")
+    )
+    assert np.abs(exact - found).max() < 0.1 * np.abs(exact).max()

@@ -1,0 +1,145 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from edgellm import NumericError, OptionError
+from edgellm.sampling import (
+    Sampler,
+    SamplingOptions,
+    apply_penalties,
+    keep_min_p,
+    keep_top_k,
+    keep_top_p,
+    log_softmax,
+    softmax,
+)
+
+LOGITS = np.log(np.array([0.5, 0.3, 0.15, 0.05], np.float32))
+
+
+def draw(options: SamplingOptions, count: int = 2000, logits: np.ndarray = LOGITS) -> np.ndarray:
+    sampler = Sampler(options)
+    tokens = [sampler.sample(logits, []) for _ in range(count)]
+    return np.bincount(tokens, minlength=logits.shape[0]) / count
+
+
+def plain(**changes: object) -> SamplingOptions:
+    neutral = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "seed": 1}
+    return SamplingOptions(**{**neutral, **changes})
+
+
+def test_frequencies_follow_the_probabilities() -> None:
+    np.testing.assert_allclose(draw(plain()), [0.5, 0.3, 0.15, 0.05], atol=0.04)
+
+
+def test_temperature_sharpens() -> None:
+    expected = np.array([0.5, 0.3, 0.15, 0.05]) ** 2
+    np.testing.assert_allclose(draw(plain(temperature=0.5)), expected / expected.sum(), atol=0.04)
+
+
+@pytest.mark.parametrize(
+    ("changes", "allowed"),
+    [
+        ({"top_k": 2}, {0, 1}),
+        ({"top_p": 0.5}, {0}),
+        ({"top_p": 0.51}, {0, 1}),
+        ({"top_p": 0.0}, {0}),
+        ({"min_p": 0.31}, {0, 1}),
+        ({"min_p": 1.0}, {0}),
+        ({"temperature": 0.0}, {0}),
+        ({"logit_bias": {0: -100.0, 3: 100.0}}, {3}),
+        ({"logit_bias": {0: float("-inf")}, "temperature": 0.0}, {1}),
+    ],
+)
+def test_filters(changes: dict, allowed: set[int]) -> None:
+    assert set(np.flatnonzero(draw(plain(**changes), 300))) == allowed
+
+
+def test_same_seed_same_tokens() -> None:
+    a, b = Sampler(plain(seed=5)), Sampler(plain(seed=5))
+    assert [a.sample(LOGITS, []) for _ in range(50)] == [b.sample(LOGITS, []) for _ in range(50)]
+    c = Sampler(plain(seed=6))
+    assert [a.sample(LOGITS, []) for _ in range(50)] != [c.sample(LOGITS, []) for _ in range(50)]
+
+
+def test_penalties() -> None:
+    scores = np.array([2.0, -2.0, 1.0, 0.0], np.float32)
+    options = plain(repeat_penalty=2.0, presence_penalty=0.5, frequency_penalty=0.25)
+    apply_penalties(scores, [0, 1, 0], options)
+    np.testing.assert_allclose(scores, [1.0 - 0.5 - 0.5, -4.0 - 0.5 - 0.25, 1.0, 0.0])
+
+
+@pytest.mark.parametrize(("last_n", "expected"), [(0, 0), (1, 0), (2, 1), (-1, 1)])
+def test_only_recent_tokens_are_penalized(last_n: int, expected: int) -> None:
+    options = plain(temperature=0.0, repeat_penalty=10.0, repeat_last_n=last_n)
+    logits = np.array([2.0, 1.0, 0.0, 0.0, 0.0, 0.0], np.float32)
+    assert Sampler(options).sample(logits, [0, 5]) == expected
+
+
+def test_banned_tokens_never_come() -> None:
+    sampler = Sampler(plain(), banned=[0, 1])
+    assert {sampler.sample(LOGITS, []) for _ in range(200)} == {2, 3}
+
+
+def test_logits_are_left_alone() -> None:
+    before = LOGITS.copy()
+    Sampler(plain(repeat_penalty=3.0, logit_bias={1: 5.0})).sample(LOGITS, [0, 1])
+    np.testing.assert_array_equal(before, LOGITS)
+
+
+@given(scores=st.lists(st.integers(-5, 5), min_size=1, max_size=40), k=st.integers(0, 45))
+def test_top_k_is_a_stable_sort(scores: list[int], k: int) -> None:
+    values = np.array(scores, np.float32)
+    expected = sorted(range(len(scores)), key=lambda i: (-scores[i], i))
+    assert keep_top_k(values, k).tolist() == expected[: k or None]
+
+
+def test_masks() -> None:
+    p = np.array([0.5, 0.3, 0.15, 0.05])
+    assert keep_top_p(p, 0.8).tolist() == [True, True, False, False]
+    assert keep_min_p(p, 0.3).tolist() == [True, True, True, False]
+
+
+def test_log_softmax_of_huge_logits() -> None:
+    found = log_softmax(np.array([1e30, 0, -1e30], np.float32))
+    assert found[0] == 0
+    assert softmax(np.array([1000.0, 1000.0], np.float32)).tolist() == [0.5, 0.5]
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+def test_broken_logits_are_an_error(value: float) -> None:
+    with pytest.raises(NumericError, match="not finite"):
+        Sampler(plain()).sample(np.array([1.0, value], np.float32), [])
+
+
+def test_bias_outside_the_vocabulary() -> None:
+    with pytest.raises(OptionError, match="token 9"):
+        Sampler(plain(logit_bias={9: 1.0})).sample(LOGITS, [])
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"temperature": -1.0},
+        {"temperature": float("nan")},
+        {"top_k": -1},
+        {"top_p": 1.5},
+        {"min_p": -0.1},
+        {"repeat_penalty": 0.0},
+        {"repeat_last_n": -2},
+        {"seed": -5},
+        {"seed": 2**64},
+        {"max_tokens": -1},
+        {"stop": "text"},
+        {"stop": [""]},
+        {"logprobs": -1},
+        {"logit_bias": {1: float("nan")}},
+    ],
+    ids=str,
+)
+def test_bad_values_are_refused_by_name(changes: dict) -> None:
+    with pytest.raises(OptionError, match=next(iter(changes))):
+        SamplingOptions(**changes)

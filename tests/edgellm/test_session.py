@@ -1,0 +1,278 @@
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import numpy as np
+import pytest
+
+from edgellm import CacheFullError, ContextOverflowError, OptionError, SamplingOptions
+from edgellm.llm import LLM, load
+
+GREEDY = SamplingOptions(temperature=0.0, max_tokens=24)
+TEXT = "In the year 1969 three men flew to the moon. " * 8
+
+
+def test_question_is_answered(llm: LLM) -> None:
+    answer = llm.chat(temperature=0).send("What is the capital of France?")
+    assert "Paris" in answer.text
+    assert answer.finish_reason == "stop"
+    assert answer.stats.prompt_tokens == 37
+    assert answer.stats.generation_tokens == len(answer.tokens) == len(answer.logprobs)
+    assert answer.stats.prefill == {"cpu": 37 - answer.stats.cached_tokens}
+
+
+def test_pieces_make_up_the_text(llm: LLM) -> None:
+    pieces = list(llm.stream(TEXT, temperature=0, max_tokens=12, logprobs=3))
+    whole = llm.generate(TEXT, temperature=0, max_tokens=12)
+    assert "".join(p.text for p in pieces) == whole.text
+    assert [p.finish_reason for p in pieces[:-1]] == [None] * (len(pieces) - 1)
+    assert pieces[-1].finish_reason == "length"
+    for piece in pieces[:-1]:
+        assert piece.top_logprobs is not None
+        assert len(piece.top_logprobs) == 3
+        # greedy takes the first of them
+        assert piece.logprob == max(piece.top_logprobs.values())
+        assert piece.token == next(iter(piece.top_logprobs))
+
+
+def test_same_seed_same_text(llm: LLM) -> None:
+    texts = {llm.generate("Once", max_tokens=20, temperature=1.2, seed=s).text for s in (3, 3, 3)}
+    assert len(texts) == 1
+    assert llm.generate("Once", max_tokens=20, temperature=1.2, seed=4).text not in texts
+
+
+def test_stop_text_is_cut_off(llm: LLM) -> None:
+    whole = llm.generate(TEXT, temperature=0, max_tokens=24).text
+    stop = whole[10:14]
+    found = llm.generate(TEXT, temperature=0, max_tokens=24, stop=[stop])
+    assert found.text == whole[: whole.index(stop)]
+    assert found.finish_reason == "stop"
+
+
+def test_max_tokens_zero_only_fills_the_cache(llm: LLM) -> None:
+    with llm.session() as session:
+        session.append("Some words to remember")
+        found = session.generate(SamplingOptions(max_tokens=0))
+        assert found.tokens == ()
+        assert found.finish_reason == "length"
+        assert session.cached == len(session.tokens)
+
+
+@pytest.mark.parametrize("at", [1, 50, 127, 128, 129])
+def test_cached_prefix_changes_nothing(reference_llm: LLM, at: int) -> None:
+    llm = reference_llm
+    tokens = llm.engine.tokenizer.encode(TEXT * 2)[:180]
+    with llm.session() as cold:
+        cold.append([7, *tokens])
+        cold.rewind(0)
+        cold.append(tokens)
+        expected = cold.generate(GREEDY)
+    with llm.session() as warm:
+        warm.append([*tokens[:at], 5, 6, 7])
+        warm.generate(SamplingOptions(max_tokens=0))
+        warm.replace(tokens)
+        found = warm.generate(GREEDY)
+    assert found.stats.cached_tokens >= at
+    assert found.tokens == expected.tokens
+
+
+def test_second_turn_computes_only_what_is_new(llm: LLM) -> None:
+    chat = llm.chat(temperature=0, max_tokens=16)
+    first = chat.send("Name a planet.")
+    second = chat.send("Name another one.")
+    assert second.stats.cached_tokens >= first.stats.prompt_tokens + len(first.tokens) - 2
+    assert sum(second.stats.prefill.values()) < 25
+
+
+def test_fork_and_rewind(llm: LLM) -> None:
+    with llm.session() as trunk:
+        trunk.append(TEXT)
+        length = len(trunk.tokens)
+        first = trunk.generate(GREEDY)
+        with trunk.fork() as branch:
+            assert branch.tokens == trunk.tokens
+            branch.rewind(length)
+            assert branch.generate(GREEDY).tokens == first.tokens
+            branch.rewind(length - 3)
+            branch.append(" Suddenly")
+            branch.generate(GREEDY)
+        assert trunk.tokens[length:] == first.tokens
+        with pytest.raises(OptionError, match="rewind"):
+            trunk.rewind(10**6)
+
+
+def test_cancel_in_prefill_keeps_the_session(llm: LLM) -> None:
+    cancel = threading.Event()
+    seen: list[tuple[int, int]] = []
+
+    def progress(done: int, total: int) -> None:
+        seen.append((done, total))
+        cancel.set()
+
+    with llm.session() as session:
+        session.append([11, *llm.engine.tokenizer.encode(TEXT * 4)])
+        found = session.generate(GREEDY, cancel=cancel, progress=progress)
+        assert found.finish_reason == "cancelled"
+        assert found.tokens == ()
+        assert seen == [(128, len(session.tokens))]
+        assert session.cached == 128
+        resumed = session.generate(GREEDY)
+        assert resumed.stats.cached_tokens == 128
+        expected = session.tokens[: resumed.stats.prompt_tokens]
+    with llm.session() as other:
+        other.append(expected)
+        assert other.generate(GREEDY).tokens == resumed.tokens
+
+
+def test_cancel_between_layers_leaves_the_sequence_as_it_was(llm: LLM) -> None:
+    cancel = threading.Event()
+    model = llm.engine.prefill._model
+    sequence = llm.engine.cache.sequence()
+    model.forward([1, 2, 3], sequence, chunk=32)
+    cancel.set()
+    with pytest.raises(Exception, match="between two layers"):
+        model.forward([4, 5, 6], sequence, chunk=32, cancel=cancel)
+    assert sequence.tokens == [1, 2, 3]
+    sequence.truncate(0)
+
+
+def test_cancel_while_answering(llm: LLM) -> None:
+    cancel = threading.Event()
+    chat = llm.chat(temperature=0)
+    pieces = []
+    for piece in chat.stream("Count to one hundred.", cancel=cancel):
+        pieces.append(piece)
+        if len(pieces) == 5:
+            cancel.set()
+    assert pieces[-1].finish_reason == "cancelled"
+    assert chat.messages[-1].role == "assistant"
+    assert chat.send("Go on.").text
+
+
+def test_abandoned_stream_keeps_the_session_valid(llm: LLM) -> None:
+    with llm.session() as session:
+        session.append(TEXT)
+        stream = session.stream(GREEDY)
+        first = next(stream)
+        stream.close()
+        assert session.tokens[-1] == first.token
+        assert session.stats is not None
+        assert session.generate(GREEDY).tokens
+
+
+def test_context_that_is_too_small(smollm2: Any) -> None:
+    llm = load(str(smollm2.path), ctx_size=64)
+    with pytest.raises(ContextOverflowError, match=r"has \d+ tokens.*holds 64"):
+        llm.generate(TEXT)
+    full = llm.generate("Count: 1 2 3", temperature=0, ignore_eos=True)
+    assert full.finish_reason == "length"
+    assert full.stats.prompt_tokens + len(full.tokens) == 65
+    exact = llm.engine.tokenizer.encode(TEXT)[:64]
+    with llm.session() as session:
+        session.append(exact)
+        assert len(session.generate(GREEDY).tokens) == 1
+
+
+def test_all_blocks_held(smollm2: Any) -> None:
+    llm = load(str(smollm2.path), ctx_size=128, cache_size=128)
+    sessions = [llm.session() for _ in range(3)]
+    for i, session in enumerate(sessions):
+        session.append([i, 100, 200])
+    sessions[0].generate(GREEDY)
+    sessions[1].generate(GREEDY)
+    with pytest.raises(CacheFullError, match="close a session"):
+        sessions[2].generate(GREEDY)
+    sessions[0].close()
+    assert sessions[2].generate(GREEDY).tokens
+
+
+def test_empty_prompt(llm: LLM) -> None:
+    with pytest.raises(OptionError, match="empty"):
+        llm.generate("")
+    with pytest.raises(OptionError, match="empty"):
+        llm.chat().send("  ")
+
+
+def test_failed_turn_leaves_the_conversation(smollm2: Any) -> None:
+    llm = load(str(smollm2.path), ctx_size=128)
+    chat = llm.chat(temperature=0, max_tokens=4)
+    chat.send("Hi")
+    before = list(chat.messages)
+    with pytest.raises(ContextOverflowError):
+        chat.send(TEXT * 3)
+    assert chat.messages == before
+    assert chat.send("Hello").text
+
+
+def test_regenerate_replaces_the_answer(llm: LLM) -> None:
+    chat = llm.chat(temperature=0, max_tokens=8)
+    first = chat.send("Hi")
+    list(chat.regenerate())
+    assert [m.role for m in chat.messages] == ["user", "assistant"]
+    assert chat.messages[-1].content == first.text
+
+
+def test_two_sessions_in_two_threads(llm: LLM) -> None:
+    prompts = ["The sun is", "My favourite food is"]
+    expected = [llm.generate(p, temperature=0, max_tokens=24).tokens for p in prompts]
+    found: list[Any] = [None, None]
+
+    def work(i: int) -> None:
+        found[i] = llm.generate(prompts[i], temperature=0, max_tokens=24).tokens
+
+    threads = [threading.Thread(target=work, args=(i,)) for i in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert found == expected
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"flavour": "w2"}, "w8a8 and f32"),
+        ({"decode": "fast"}, "portable and reference"),
+        ({"prefill": "tpu"}, "auto, cpu, cuda"),
+        ({"kv_format": "int3"}, "int8, f16, f32"),
+        ({"ctx_size": -1}, "ctx_size is -1"),
+        ({"ctx_size": 10**9}, "trained for at most 8192"),
+        ({"cache_size": 5}, "cache_size is 5"),
+        ({"threads": 0}, "1 to 1024"),
+    ],
+    ids=str,
+)
+def test_load_options_are_checked(smollm2: Any, options: dict[str, Any], words: str) -> None:
+    with pytest.raises(OptionError, match=words):
+        load(str(smollm2.path), **options)
+
+
+def test_unusable_provider_says_why(smollm2: Any) -> None:
+    import edgellm
+
+    with pytest.raises(edgellm.ProviderError, match="onnxruntime-gpu"):
+        load(str(smollm2.path), prefill="cuda")
+
+
+def test_too_little_memory(smollm2: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    import psutil
+
+    import edgellm
+
+    class Little:
+        available = 100 << 20
+
+    monkeypatch.setattr(psutil, "virtual_memory", Little)
+    with pytest.raises(edgellm.MemoryEstimateError, match="100 MiB are available"):
+        load(str(smollm2.path))
+
+
+def test_broken_weights_are_noticed(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    import edgellm
+
+    head = llm.engine.prefill._model.head
+    broken = np.full((1, llm.engine.config.vocab_size), np.nan, np.float32)
+    monkeypatch.setattr(head, "logits", lambda _: broken)
+    with pytest.raises(edgellm.NumericError, match="not finite"):
+        llm.generate("Hello")

@@ -1,0 +1,46 @@
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from edgellm.stop_text import StopText
+
+
+def test_nothing_of_a_split_stop_text_shows() -> None:
+    stop = StopText(["\n\nUser:"])
+    shown = [stop.add(piece) for piece in ("Hi", "\n", "\nUs", "er", ": more", "!")]
+    assert shown == ["Hi", "", "", "", "", ""]
+    assert stop.found
+
+
+def test_held_back_text_comes_after_all() -> None:
+    stop = StopText(["STOP"])
+    assert stop.add("a ST") == "a "
+    assert stop.add("ART") == "START"
+    assert stop.add("S") == ""
+    assert stop.finish() == "S"
+    assert not stop.found
+
+
+def test_the_earliest_stop_wins() -> None:
+    stop = StopText(["bbb", "b"])
+    assert stop.add("aabbb") == "aa"
+
+
+@given(
+    pieces=st.lists(st.text("ab", max_size=4), max_size=12),
+    stops=st.lists(st.text("ab", min_size=1, max_size=4), max_size=3),
+)
+def test_pieces_make_no_difference(pieces: list[str], stops: list[str]) -> None:
+    whole = "".join(pieces)
+    stop = StopText(stops)
+    shown = "".join(stop.add(piece) for piece in pieces) + stop.finish()
+    # a stop text is found when it is complete, and the first complete one may begin later
+    ends = [(whole.find(s) + len(s), whole.find(s)) for s in stops if s in whole]
+    if not ends:
+        assert shown == whole
+        assert not stop.found
+    else:
+        assert stop.found
+        assert whole.startswith(shown)
+        assert not any(s in shown for s in stops)

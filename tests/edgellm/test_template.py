@@ -1,0 +1,119 @@
+"""Chat templates: the same text as transformers renders, and no way out or on for ever."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+
+from edgellm.bundle import CHAT_TEMPLATE, Bundle
+from edgellm.errors import TemplateError
+from edgellm.template import ChatTemplate
+
+CHAT = [
+    {"role": "system", "content": "Be brief."},
+    {"role": "user", "content": " Hi <b> 'é' "},
+    {"role": "assistant", "content": "Hello\n"},
+    {"role": "user", "content": "Bye"},
+]
+TEMPLATES = {
+    "chatml": "{% for m in messages %}{{'<|im_start|>' + m['role'] + '\n' + m['content'] + "
+    "'<|im_end|>' + '\n'}}{% endfor %}{% if add_generation_prompt %}"
+    "{{ '<|im_start|>assistant\n' }}{% endif %}",
+    "loop variables": "{% for m in messages %}{{ loop.index }}{{ loop.length }}{{ loop.first }}"
+    "{{ loop.last }}{% if not loop.first %}{{ loop.previtem.role }}{% endif %}"
+    "{% if not loop.last %}{{ loop.nextitem.role }}{% endif %}{% endfor %}",
+    "loop control": "{% for m in messages %}{% if loop.index == 3 %}{% break %}{% endif %}"
+    "{{ m.content | trim }}{% endfor %}",
+    "concatenation": "{% set ns = namespace(t='') %}{% for m in messages %}"
+    "{% set ns.t = ns.t ~ m.role ~ 1 ~ None %}{% endfor %}{{ ns.t }}",
+    "json": "{{ messages | tojson }}{{ messages[0] | tojson(indent=2) }}",
+    "generation": "{% for m in messages %}{% generation %}{{ m.content }}{% endgeneration %}"
+    "{% endfor %}",
+    "filters": "{{ messages | map(attribute='role') | join(', ') }}{{ bos_token }}{{ eos_token }}"
+    "{{ messages | selectattr('role', 'equalto', 'user') | list | length }}",
+    "whitespace": "  {% if true %}\n  a\n  {% endif %}\n{%- if true -%} b {%- endif %}",
+    "methods": "{{ messages[1].content.strip().split()[0].upper().replace('H', 'J') }}",
+}
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_same_text_as_transformers(name: str) -> None:
+    from transformers.utils.chat_template_utils import render_jinja_template
+
+    source = TEMPLATES[name]
+    expected, _ = render_jinja_template(
+        [CHAT], chat_template=source, add_generation_prompt=True, bos_token="<s>", eos_token="</s>"
+    )
+    found = ChatTemplate(source, bos="<s>", eos="</s>").render(CHAT)
+    assert found == expected[0]
+
+
+def test_default_model(smollm2: Bundle) -> None:
+    source = (smollm2.path / CHAT_TEMPLATE).read_text()
+    assert ChatTemplate(source).render([{"role": "user", "content": "Hi"}]) == (
+        "<|im_start|>system\nYou are a helpful AI assistant named SmolLM, trained by Hugging Face"
+        "<|im_end|>\n<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
+    )
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{{ ''.__class__.__mro__ }}",
+        "{{ ''['__class__'] | attr('x') }}",
+        "{{ cycler.__init__.__globals__.os.popen('true').read() }}",
+        "{{ '{0.__class__.__mro__}'.format(1) }}",
+        "{{ messages.append(1) }}",
+        "{{ messages[0].clear() }}",
+        "{% include 'other' %}",
+        "{% import 'os' as os %}",
+    ],
+)
+def test_no_way_out(source: str) -> None:
+    with pytest.raises(TemplateError, match="failed"):
+        ChatTemplate(source).render(CHAT)
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{{ 'A' * 10**9 }}",
+        "{{ 10**10**10 }}",
+        "{{ ([1] * 1000000) * 1000000 }}",
+        "{{ 'x' | center(10**9) }}",
+        "{{ 'x' | indent(10**9) }}",
+        "{{ 'x'.ljust(10**9) }}",
+        "{{ '%1000000000d' % 5 }}",
+        "{{ '{:1000000000d}'.format(5) }}",
+        "{{ ('a' * 1000) | replace('a', 'b' * 100000) }}",
+        "{% for i in range(10**9) %}{% endfor %}",
+        "{% for i in range(10**5) %}{% for j in range(10**5) %}{% endfor %}{% endfor %}",
+        "{% for a in 'x' * 9999 %}{% for b in 'x' * 9999 %}{% set c = 1 %}{% endfor %}{% endfor %}",
+        "{% set n = namespace(x='a') %}{% for i in range(99) %}{% set n.x=n.x~n.x %}{% endfor %}",
+        "{% set n = namespace(x='a') %}{% for i in range(99) %}{% set n.x=n.x+n.x %}{% endfor %}",
+        "{% for i in range(10**5) %}{{ 'x' * 1000 }}{% endfor %}",
+        "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}",
+    ],
+)
+def test_no_way_on_for_ever(source: str) -> None:
+    began = time.monotonic()
+    with pytest.raises(TemplateError, match=r"stopped|failed"):
+        ChatTemplate(source, time_limit_s=0.5).render(CHAT)
+    assert time.monotonic() - began < 10
+
+
+@pytest.mark.parametrize(
+    ("source", "words"),
+    [
+        ("{% if %}", "line 1"),
+        ("ok\n{{ x | nothing }}", "nothing"),
+        ("{{ undefined.attribute }}", "undefined"),
+        ("{{ raise_exception('only user and assistant') }}", "only user and assistant"),
+        ("{{ messages[9].content.x }}", "no element 9"),
+        ("x" * ((1 << 20) + 1), "characters"),
+    ],
+)
+def test_errors_say_what_is_wrong(source: str, words: str) -> None:
+    with pytest.raises(TemplateError, match=words):
+        ChatTemplate(source).render(CHAT)

@@ -1,0 +1,80 @@
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+
+from edgellm.errors import ModelFormatError, UnsupportedModelError
+from edgellm.graphs.config import Fields, ModelConfig
+
+CONFIG = ModelConfig(
+    model_type="llama",
+    vocab_size=320,
+    hidden_size=96,
+    intermediate_size=160,
+    layers=2,
+    heads=6,
+    kv_heads=2,
+    head_dim=16,
+    rms_norm_eps=1e-5,
+    context_length=1024,
+    inv_freq=(1.0, 0.1),
+    sliding_window=None,
+    tied_embedding=True,
+)
+
+
+def test_survives_json() -> None:
+    assert ModelConfig.from_json(json.loads(json.dumps(CONFIG.to_json()))) == CONFIG
+
+
+def test_sizes() -> None:
+    assert CONFIG.attention_size == 96
+    assert CONFIG.qkv_size == 96 + 2 * 32
+    per_layer = 96 * 160 + 96 * 96 + 3 * 96 * 160
+    assert CONFIG.parameters == 2 * per_layer + 320 * 96 + 5 * 96
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "words"),
+    [
+        ({"layers": 0}, ModelFormatError, "layers is 0"),
+        ({"heads": 5}, ModelFormatError, "multiple of"),
+        ({"inv_freq": (1.0,) * 9}, ModelFormatError, "18 dimensions"),
+        ({"hidden_size": 100}, UnsupportedModelError, "multiple of 32"),
+    ],
+)
+def test_impossible_shapes_are_refused(changes: dict, error: type, words: str) -> None:
+    with pytest.raises(error, match=words):
+        replace(CONFIG, **changes)
+
+
+def test_unknown_field_in_json_is_refused() -> None:
+    with pytest.raises(ModelFormatError, match="speed"):
+        ModelConfig.from_json({**CONFIG.to_json(), "speed": 3})
+
+
+@pytest.mark.parametrize(
+    ("value", "kind", "words"),
+    [
+        (None, int, "missing"),
+        ("3", int, "expected int"),
+        (True, int, "expected int"),
+        (1.5, int, "expected int"),
+        (float("nan"), float, "expected a number"),
+        ([1], str, "expected str"),
+    ],
+)
+def test_typed_reads(value: object, kind: type, words: str) -> None:
+    with pytest.raises(ModelFormatError, match=words):
+        Fields({"key": value}, origin="config.json").read(kind, "key")
+
+
+def test_integers_are_numbers() -> None:
+    assert Fields({"theta": 10000}, origin="").read(float, "theta") == 10000.0
+
+
+def test_require_names_the_feature() -> None:
+    with pytest.raises(UnsupportedModelError, match=r"hidden_act = 'gelu'.*'silu'"):
+        Fields({"hidden_act": "gelu"}, origin="config.json").require("hidden_act", "silu")

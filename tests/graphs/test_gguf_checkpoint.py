@@ -1,0 +1,172 @@
+"""The real GGUF file, and damaged copies of it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import gguf
+import numpy as np
+import pytest
+
+from edgellm.errors import EdgeLLMError, ModelFormatError, UnsupportedModelError
+from edgellm.graphs.checkpoint import open_checkpoint
+from edgellm.kernels.int4 import dequantize
+from edgellm.quantize.int8 import dequantize_groups
+
+
+def write_gguf(path: Path, changes: dict[str, object] | None = None, drop: str = "") -> Path:
+    """A tiny but complete llama GGUF file."""
+    rng = np.random.default_rng(0)
+    writer = gguf.GGUFWriter(path, "llama")
+    values: dict[str, object] = {
+        "llama.block_count": 1,
+        "llama.context_length": 128,
+        "llama.embedding_length": 64,
+        "llama.feed_forward_length": 96,
+        "llama.attention.head_count": 4,
+        "llama.attention.head_count_kv": 2,
+        "llama.attention.layer_norm_rms_epsilon": 1e-5,
+        **(changes or {}),
+    }
+    for key, value in values.items():
+        if isinstance(value, str):
+            writer.add_string(key, value)
+        elif isinstance(value, float):
+            writer.add_float32(key, value)
+        elif value is not None:
+            writer.add_uint32(key, int(str(value)))
+    shapes = {
+        "token_embd.weight": (40, 64),
+        "output_norm.weight": (64,),
+        "blk.0.attn_norm.weight": (64,),
+        "blk.0.ffn_norm.weight": (64,),
+        "blk.0.attn_q.weight": (64, 64),
+        "blk.0.attn_k.weight": (32, 64),
+        "blk.0.attn_v.weight": (32, 64),
+        "blk.0.attn_output.weight": (64, 64),
+        "blk.0.ffn_gate.weight": (96, 64),
+        "blk.0.ffn_up.weight": (96, 64),
+        "blk.0.ffn_down.weight": (64, 96),
+    }
+    for name, shape in shapes.items():
+        if name == drop:
+            continue
+        tensor = rng.standard_normal(shape).astype(np.float32)
+        if "attn_v" in name or "attn_q" in name:
+            kind = gguf.GGMLQuantizationType.Q4_0
+            writer.add_tensor(name, gguf.quantize(tensor, kind), raw_dtype=kind)
+        else:
+            writer.add_tensor(name, tensor)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def test_default_model(smollm2_gguf: Path) -> None:
+    config = open_checkpoint(smollm2_gguf).config
+    assert (config.layers, config.heads, config.kv_heads, config.head_dim) == (30, 9, 3, 64)
+    assert config.tied_embedding
+    assert config.parameters == 134_515_008
+
+
+@pytest.mark.parametrize("name", ["layers.0.q", "layers.7.k", "layers.29.v", "layers.3.down"])
+def test_q4_1_is_imported_bit_by_bit(smollm2_gguf: Path, name: str) -> None:
+    tensor = open_checkpoint(smollm2_gguf).tensor(name)
+    assert tensor.storage == "Q4_1"
+    assert tensor.int4 is not None
+    np.testing.assert_array_equal(dequantize(tensor.int4()), tensor.float32())
+
+
+def test_q8_0_is_imported_bit_by_bit(smollm2_gguf: Path) -> None:
+    tensor = open_checkpoint(smollm2_gguf).tensor("embedding")
+    assert tensor.int8_groups is not None
+    np.testing.assert_array_equal(dequantize_groups(*tensor.int8_groups()), tensor.float32())
+
+
+def test_q4_0_is_imported_bit_by_bit_and_symmetric(tmp_path: Path) -> None:
+    checkpoint = open_checkpoint(write_gguf(tmp_path / "model.gguf"))
+    for name in ("layers.0.q", "layers.0.v"):
+        tensor = checkpoint.tensor(name)
+        assert tensor.int4 is not None
+        np.testing.assert_array_equal(dequantize(tensor.int4()), tensor.float32())
+        assert not tensor.int4().excess.any()
+
+
+def test_q_and_k_are_unpermuted(smollm2_gguf: Path) -> None:
+    """Row 1 of a head in the file is row D/2 of the head: pairs lie apart, not side by side."""
+    reader = gguf.GGUFReader(smollm2_gguf)
+    (entry,) = (t for t in reader.tensors if t.name == "blk.0.attn_k.weight")
+    stored = gguf.dequantize(entry.data, entry.tensor_type)
+    found = open_checkpoint(smollm2_gguf).tensor("layers.0.k").float32()
+    np.testing.assert_array_equal(found[64 + 32], stored[64 + 1])
+    np.testing.assert_array_equal(found[64 + 1], stored[64 + 2])
+
+
+@pytest.mark.parametrize("size", [0, 3, 8, 30, 1000, 1_500_000, 2_400_000, 98_362_431])
+def test_truncated_at_any_place(smollm2_gguf: Path, tmp_path: Path, size: int) -> None:
+    path = tmp_path / "cut.gguf"
+    with smollm2_gguf.open("rb") as source:
+        path.write_bytes(source.read(size))
+    with pytest.raises(ModelFormatError, match=r"cut\.gguf"):
+        open_checkpoint(path)
+
+
+def test_wrong_magic(tmp_path: Path) -> None:
+    path = tmp_path / "model.gguf"
+    path.write_bytes(b"PK\3\4" + bytes(100))
+    with pytest.raises(ModelFormatError, match="not a GGUF file"):
+        open_checkpoint(path)
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "words"),
+    [
+        ({"llama.block_count": None}, ModelFormatError, "block_count"),
+        ({"llama.block_count": 2}, ModelFormatError, "blk.1"),
+        ({"llama.embedding_length": 32}, ModelFormatError, "asks for"),
+        ({"llama.feed_forward_length": 128}, ModelFormatError, "asks for"),
+        ({"llama.attention.head_count": 0}, ModelFormatError, "heads"),
+        ({"llama.attention.head_count_kv": 3}, ModelFormatError, "multiple"),
+        ({"llama.attention.layer_norm_rms_epsilon": "x"}, ModelFormatError, "expected float"),
+        ({"llama.expert_count": 8}, UnsupportedModelError, "expert_count"),
+        ({"llama.rope.scaling.type": "yarn"}, UnsupportedModelError, "yarn"),
+        ({"general.type": "adapter"}, UnsupportedModelError, "adapter"),
+    ],
+)
+def test_config_that_does_not_fit(
+    tmp_path: Path, changes: dict[str, object], error: type, words: str
+) -> None:
+    with pytest.raises(error, match=words):
+        open_checkpoint(write_gguf(tmp_path / "model.gguf", changes))
+
+
+def test_missing_tensor_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ModelFormatError, match=r"blk\.0\.ffn_up\.weight is missing"):
+        open_checkpoint(write_gguf(tmp_path / "model.gguf", drop="blk.0.ffn_up.weight"))
+
+
+def test_unknown_architecture_lists_the_known(tmp_path: Path) -> None:
+    path = tmp_path / "model.gguf"
+    writer = gguf.GGUFWriter(path, "mamba")
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.close()
+    with pytest.raises(UnsupportedModelError, match=r"mamba.*llama, mistral"):
+        open_checkpoint(path)
+
+
+def test_flipped_header_bytes_never_escape_as_other_errors(tmp_path: Path) -> None:
+    path = write_gguf(tmp_path / "model.gguf")
+    data = path.read_bytes()
+    rng = np.random.default_rng(0)
+    for _ in range(150):
+        damaged = bytearray(data)
+        for position in rng.integers(4, 1500, 3):
+            damaged[position] = int(rng.choice([0, 1, 127, 128, 255]))
+        path.write_bytes(damaged)
+        try:
+            open_checkpoint(path)
+        except EdgeLLMError as error:
+            assert "model.gguf" in str(error)  # noqa: PT017

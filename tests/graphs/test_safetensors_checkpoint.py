@@ -1,0 +1,99 @@
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from edgellm.errors import ModelFormatError, UnsupportedModelError
+from edgellm.graphs.checkpoint import open_checkpoint, shapes
+
+MakeModel = Callable[..., Path]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_single_file_and_shards_read_the_same(make_model: MakeModel, dtype: str) -> None:
+    import torch
+
+    single = open_checkpoint(make_model(dtype=getattr(torch, dtype)))
+    expected = {name: single.tensor(name).float32() for name in shapes(single.config)}
+    folder = single.path
+    (folder / "model.safetensors").unlink()
+    make_model(dtype=getattr(torch, dtype), max_shard_size="100KB")
+    assert len(list(folder.glob("*.safetensors"))) > 2
+    sharded = open_checkpoint(folder)
+    for name, values in expected.items():
+        assert values.dtype == np.float32
+        np.testing.assert_array_equal(sharded.tensor(name).float32(), values)
+
+
+def test_mistral_has_a_sliding_window(make_model: MakeModel) -> None:
+    config = open_checkpoint(make_model(model_type="mistral", sliding_window=64)).config
+    assert config.model_type == "mistral"
+    assert config.sliding_window == 64
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "words"),
+    [
+        ({"model_type": "mamba"}, UnsupportedModelError, "mamba"),
+        ({"model_type": "../llama"}, UnsupportedModelError, "llama"),
+        ({"hidden_act": "gelu"}, UnsupportedModelError, "hidden_act"),
+        ({"attention_bias": True}, UnsupportedModelError, "attention_bias"),
+        ({"num_hidden_layers": 3}, ModelFormatError, r"layers\.2"),
+        ({"intermediate_size": 192}, ModelFormatError, "asks for"),
+        ({"vocab_size": "many"}, ModelFormatError, "expected int"),
+        ({"rms_norm_eps": None}, ModelFormatError, "rms_norm_eps"),
+    ],
+)
+def test_config_that_does_not_fit(
+    make_model: MakeModel, changes: dict[str, object], error: type, words: str
+) -> None:
+    folder = make_model()
+    path = folder / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+    with pytest.raises(error, match=words):
+        open_checkpoint(folder)
+
+
+@pytest.mark.parametrize("content", ["", "[]", "{", '{"a":' * 100_000, "\0"])
+def test_broken_config(make_model: MakeModel, content: str) -> None:
+    folder = make_model()
+    (folder / "config.json").write_text(content)
+    with pytest.raises(ModelFormatError, match=r"config\.json"):
+        open_checkpoint(folder)
+
+
+def test_missing_config_lists_what_is_there(tmp_path: Path) -> None:
+    (tmp_path / "weights.bin").touch()
+    with pytest.raises(ModelFormatError, match=r"config\.json is missing.*weights\.bin"):
+        open_checkpoint(tmp_path)
+
+
+def test_pickles_are_never_opened(make_model: MakeModel) -> None:
+    folder = make_model()
+    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
+    with pytest.raises(ModelFormatError, match="pickle"):
+        open_checkpoint(folder)
+
+
+@pytest.mark.parametrize("size", [0, 7, 100, 20_000])
+def test_truncated_weights(make_model: MakeModel, size: int) -> None:
+    folder = make_model()
+    path = folder / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:size])
+    with pytest.raises(ModelFormatError, match=r"model\.safetensors"):
+        open_checkpoint(folder)
+
+
+@pytest.mark.parametrize("name", ["../x.safetensors", "/etc/passwd", "missing.safetensors", 3])
+def test_index_cannot_point_elsewhere(make_model: MakeModel, name: object) -> None:
+    folder = make_model()
+    (folder / "model.safetensors").unlink()
+    (folder / "model.safetensors.index.json").write_text(
+        json.dumps({"weight_map": {"model.norm.weight": name}})
+    )
+    with pytest.raises(ModelFormatError, match=r"not a file of this folder|shard"):
+        open_checkpoint(folder)

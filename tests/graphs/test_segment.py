@@ -1,0 +1,127 @@
+"""Segments of every precision against the same arithmetic in numpy float64."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+import onnxruntime as ort
+import pytest
+
+from edgellm.flavours import FLAVOURS, ImportReport
+from edgellm.graphs import contract
+from edgellm.graphs.builder import WeightFile
+from edgellm.graphs.checkpoint import Checkpoint, open_checkpoint
+from edgellm.graphs.segment import author_segment
+
+# Largest error over largest value that the precision allows on random layers.
+TOLERANCE = {"f32": 2e-6, "w8a8": 3e-2, "int4": 2e-1}
+
+
+def rms_norm(x: np.ndarray, weight: np.ndarray, epsilon: float) -> np.ndarray:
+    return x / np.sqrt((x**2).mean(axis=-1, keepdims=True) + epsilon) * weight
+
+
+class NumpySegments:
+    """The definition of a segment, in float64."""
+
+    def __init__(self, checkpoint: Checkpoint) -> None:
+        self.config = checkpoint.config
+        self.weights = lambda name: checkpoint.tensor(name).float32().astype(np.float64)
+
+    def qkv(self, layer: int, residual: np.ndarray) -> np.ndarray:
+        w, name = self.weights, f"layers.{layer}."
+        x = rms_norm(residual, w(name + "attention_norm"), self.config.rms_norm_eps)
+        return np.concatenate([x @ w(name + part).T for part in "qkv"], axis=-1)
+
+    def run(self, index: int, inputs: dict[str, np.ndarray]) -> list[np.ndarray]:
+        if index == 0:
+            return [inputs[contract.X], self.qkv(0, inputs[contract.X])]
+        w, name = self.weights, f"layers.{index - 1}."
+        residual = inputs[contract.RESIDUAL] + inputs[contract.ATTENTION] @ w(name + "o").T
+        x = rms_norm(residual, w(name + "mlp_norm"), self.config.rms_norm_eps)
+        gate, up = x @ w(name + "gate").T, x @ w(name + "up").T
+        residual = residual + (gate / (1 + np.exp(-gate)) * up) @ w(name + "down").T
+        if index == self.config.layers:
+            return [rms_norm(residual, w("final_norm"), self.config.rms_norm_eps)]
+        return [residual, self.qkv(index, residual)]
+
+
+def sessions(folder: Path, flavour: str, checkpoint: Checkpoint, chunk: int | None) -> list[Any]:
+    folder.mkdir(exist_ok=True)
+    with WeightFile(folder) as file:
+        for segment in FLAVOURS[flavour].segments(checkpoint, file, ImportReport()):
+            model = author_segment(segment, checkpoint.config, chunk=chunk)
+            ir.save(model, folder / contract.segment_file(segment.index, chunk))
+    return [
+        ort.InferenceSession(
+            folder / contract.segment_file(index, chunk), providers=["CPUExecutionProvider"]
+        )
+        for index in range(checkpoint.config.layers + 1)
+    ]
+
+
+def walk(found: list[Any], x: np.ndarray, attention: np.ndarray) -> list[np.ndarray]:
+    """Run all segments with the same attention output each time; what each shows outside."""
+    outputs = found[0].run(None, {contract.X: x})
+    shown = [outputs[1]]
+    for session in found[1:]:
+        outputs = session.run(None, {contract.ATTENTION: attention, contract.RESIDUAL: outputs[0]})
+        shown.append(outputs[-1])
+    return shown
+
+
+@pytest.mark.parametrize("flavour", FLAVOURS)
+@pytest.mark.parametrize("chunk", [1, 5, 32])
+def test_matches_numpy(flavour: str, chunk: int, tiny_model: Path, tmp_path: Path) -> None:
+    checkpoint = open_checkpoint(tiny_model)
+    rng = np.random.default_rng(chunk)
+    x, attention = rng.standard_normal((2, chunk, 96)).astype(np.float32)
+    expected, judge = [], NumpySegments(checkpoint)
+    outputs = judge.run(0, {contract.X: x.astype(np.float64)})
+    expected.append(outputs[1])
+    for index in (1, 2):
+        inputs = {contract.ATTENTION: attention, contract.RESIDUAL: outputs[0]}
+        outputs = judge.run(index, inputs)
+        expected.append(outputs[-1])
+    for size in (chunk, None):
+        for found, wanted in zip(
+            walk(sessions(tmp_path / str(size), flavour, checkpoint, size), x, attention),
+            expected,
+            strict=True,
+        ):
+            error = np.abs(found - wanted).max() / np.abs(wanted).max()
+            assert error < TOLERANCE[flavour]
+
+
+@pytest.mark.parametrize("flavour", FLAVOURS)
+def test_poisoned_padding_never_shows(flavour: str, tiny_model: Path, tmp_path: Path) -> None:
+    checkpoint = open_checkpoint(tiny_model)
+    found = sessions(tmp_path / flavour, flavour, checkpoint, 32)
+    x, attention = np.random.default_rng(0).standard_normal((2, 32, 96)).astype(np.float32)
+    clean = walk(found, x, attention)
+    for poison in (np.nan, np.inf, 1e30):
+        x[7:], attention[7:] = poison, poison
+        for a, b in zip(clean, walk(found, x, attention), strict=True):
+            np.testing.assert_array_equal(a[:7], b[:7])
+
+
+def test_static_graphs_have_static_shapes(tiny_model: Path, tmp_path: Path) -> None:
+    for session in sessions(tmp_path / "f32", "f32", open_checkpoint(tiny_model), 32):
+        for value in (*session.get_inputs(), *session.get_outputs()):
+            assert value.shape[0] == 32
+            assert all(isinstance(n, int) for n in value.shape)
+
+
+def test_graphs_hold_no_weights(tiny_model: Path, tmp_path: Path) -> None:
+    sessions(tmp_path / "f32", "f32", open_checkpoint(tiny_model), 32)
+    assert max(f.stat().st_size for f in (tmp_path / "f32").glob("*.onnx")) < 8192
+
+
+def test_zero_rows_do_not_divide_by_zero(tiny_model: Path, tmp_path: Path) -> None:
+    found = sessions(tmp_path / "w8a8", "w8a8", open_checkpoint(tiny_model), None)
+    zeros = np.zeros((4, 96), np.float32)
+    for output in walk(found, zeros, zeros):
+        assert np.isfinite(output).all()

@@ -1,0 +1,53 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from edgellm.quantize import rotation
+
+
+@pytest.mark.parametrize("size", [1, 2, 64, 256])
+def test_hadamard_is_its_own_inverse(size: int) -> None:
+    matrix = rotation.hadamard(size)
+    np.testing.assert_allclose(matrix @ matrix, np.eye(size), atol=1e-12)
+
+
+def test_hadamard_refuses_other_sizes() -> None:
+    with pytest.raises(ValueError, match="powers of two"):
+        rotation.hadamard(12)
+
+
+@pytest.mark.parametrize("size", [96, 576, 2048, 33])
+def test_random_rotation_is_orthogonal(size: int) -> None:
+    matrix = rotation.random_rotation(size, seed=7)
+    np.testing.assert_allclose(matrix @ matrix.T, np.eye(size), atol=1e-10)
+
+
+def test_random_rotation_spreads_an_outlier() -> None:
+    x = np.zeros(576)
+    x[17] = 100
+    assert np.abs(x @ rotation.random_rotation(576, seed=7)).max() < 10
+
+
+def test_rotated_layers_compute_the_same() -> None:
+    rng = np.random.default_rng(0)
+    weight = rng.standard_normal((48, 96)).astype(np.float32)
+    x = rng.standard_normal((5, 96))
+    matrix_in = rotation.random_rotation(96, seed=1)
+    matrix_out = rotation.random_rotation(48, seed=2)
+    expected = x @ weight.T
+    found = (x @ matrix_in) @ rotation.rotate_input(weight, matrix_in).T
+    np.testing.assert_allclose(found, expected, atol=1e-4)
+    found = x @ rotation.rotate_output(weight, matrix_out).T @ matrix_out.T
+    np.testing.assert_allclose(found, expected, atol=1e-4)
+    block = rotation.hadamard(32)
+    rotated = (x.reshape(5, 3, 32) @ block).reshape(5, 96)
+    found = rotated @ rotation.rotate_input_blocks(weight, block).T
+    np.testing.assert_allclose(found, expected, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("size", "limit", "expected"), [(1536, 64, 64), (160, 64, 32), (33, 64, 1)]
+)
+def test_power_of_two_factor(size: int, limit: int, expected: int) -> None:
+    assert rotation.power_of_two_factor(size, limit=limit) == expected

@@ -1,0 +1,136 @@
+"""The rules that keep the house simple: who imports whom, what is packaged, what is exported."""
+
+from __future__ import annotations
+
+import ast
+import os
+import subprocess
+import sys
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import edgellm
+
+ROOT = Path(__file__).parent.parent
+FOLDERS = ("edgellm", "graphs", "kernels", "quantize", "cli")
+# Folder -> what of ours its files may import besides the folder itself.
+MAY_IMPORT = {
+    "kernels": {"edgellm.errors"},
+    "quantize": {"edgellm.errors", "edgellm.kernels"},
+    "graphs": {"edgellm.errors", "edgellm.kernels"},
+    "edgellm": {"edgellm.graphs", "edgellm.kernels", "edgellm.quantize"},
+    "cli": {"edgellm", "edgellm.graphs", "edgellm.kernels", "edgellm.quantize"},
+}
+
+
+def python_files(folder: str) -> Iterator[Path]:
+    # os.walk does not follow the links edgellm/graphs -> ../graphs
+    for parent, _, names in os.walk(ROOT / folder):
+        yield from (Path(parent) / name for name in names if name.endswith(".py"))
+
+
+def imported_modules(path: Path) -> Iterator[tuple[int, str]]:
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            yield from ((node.lineno, alias.name) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}:{node.lineno}: imports are absolute"
+            yield node.lineno, node.module or ""
+            yield from ((node.lineno, f"{node.module}.{alias.name}") for alias in node.names)
+
+
+def place(module: str) -> str:
+    """The folder that a module of ours lies in."""
+    parts = module.split(".")
+    return parts[1] if len(parts) > 1 and parts[1] in FOLDERS else "edgellm"
+
+
+@pytest.mark.parametrize("folder", FOLDERS)
+def test_imports_run_one_way(folder: str) -> None:
+    wrong = []
+    for path in python_files(folder):
+        for line, module in imported_modules(path):
+            if module.split(".")[0] in ("graphs", "kernels", "quantize", "cli"):
+                wrong.append(f"{path}:{line}: import edgellm.{module} instead")
+            if module.split(".")[0] != "edgellm" or place(module) == folder:
+                continue
+            allowed = MAY_IMPORT[folder]
+            if not any(module == a or module.startswith(f"{a}.") for a in allowed):
+                wrong.append(f"{path.relative_to(ROOT)}:{line}: {folder} must not import {module}")
+    assert not wrong, "\n".join(wrong)
+
+
+def test_import_is_light() -> None:
+    code = (
+        "import sys, edgellm, edgellm.llm;"
+        "print(*{'torch', 'triton', 'onnxruntime', 'transformers', 'gguf', 'onnx'} & "
+        "set(sys.modules))"
+    )
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert set(found.stdout.split()) <= {"onnx"}  # onnx_ir imports it
+
+
+def test_first_import_loads_no_library() -> None:
+    code = "import sys, edgellm; print(*{'numpy', 'tokenizers', 'click'} & set(sys.modules))"
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert found.stdout.split() == []
+
+
+def test_every_folder_with_python_files_is_packaged() -> None:
+    config = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
+    on_disk = {
+        ".".join([name, *path.parent.relative_to(ROOT / folder).parts])
+        for name, folder in config["package-dir"].items()
+        for path in python_files(folder)
+    }
+    assert set(config["packages"]) == on_disk | set(config["package-dir"])
+
+
+def test_side_folders_are_not_packages_of_their_own() -> None:
+    for folder in FOLDERS[1:]:
+        assert not (ROOT / folder / "__init__.py").exists()
+        assert (ROOT / "edgellm" / folder).resolve() == ROOT / folder
+
+
+def test_exported_names_exist_and_are_sorted() -> None:
+    assert edgellm.__all__ == sorted(edgellm.__all__)
+    for name in edgellm.__all__:
+        assert getattr(edgellm, name) is not None
+    with pytest.raises(AttributeError, match="no attribute 'nothing'"):
+        edgellm.nothing  # noqa: B018
+
+
+def test_every_error_is_exported() -> None:
+    from edgellm import errors
+
+    classes = {n for n, v in vars(errors).items() if isinstance(v, type)}
+    assert classes <= set(edgellm.__all__)
+
+
+def test_files_and_functions_stay_small() -> None:
+    large = []
+    for folder in FOLDERS:
+        for path in python_files(folder):
+            text = path.read_text(encoding="utf-8")
+            if text.count("\n") > 400:
+                large.append(f"{path} has {text.count(chr(10))} lines")
+            if folder == "kernels":
+                continue
+            for node in ast.walk(ast.parse(text)):
+                if isinstance(node, ast.FunctionDef):
+                    length = (node.end_lineno or 0) - node.lineno + 1
+                    if length > 80:
+                        large.append(f"{path}:{node.lineno} {node.name} has {length} lines")
+    assert not large, "\n".join(large)
+
+
+def test_walk_names_files_that_exist() -> None:
+    import re
+
+    text = (ROOT / "docs" / "walk.md").read_text()
+    named = re.findall(r"`((?:cli|edgellm|graphs|kernels|quantize)/[\w/]+\.py)`", text)
+    assert len(named) >= 8
+    assert [name for name in named if not (ROOT / name).exists()] == []
