@@ -56,8 +56,8 @@ def bench(
     Raises:
         OptionError: a size that does not fit into the context.
     """
-    tests = [(p, 0, d) for d in depths for p in prompts if p]
-    tests += [(0, g, d) for d in depths for g in generations if g]
+    kinds = [*((p, 0) for p in prompts if p), *((0, g) for g in generations if g)]
+    tests = [(prompt, generation, d) for d in depths for prompt, generation in kinds]
     if not tests or repetitions < 1:
         raise OptionError("nothing to measure: give a prompt or generation size and 1 repetition")
     for prompt, generation, depth in tests:

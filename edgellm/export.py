@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import importlib.metadata
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -61,7 +61,9 @@ def export(
         BundleError: something else is at `out`, or a damaged bundle and `force` is not set.
         ExportError: the disk is full or not writable.
     """
-    _check_options(flavours, chunk_sizes)
+    check_flavours(flavours)
+    if not chunk_sizes or any(not 1 <= size <= 4096 for size in chunk_sizes):
+        raise OptionError(f"chunk sizes {list(chunk_sizes)}: numbers from 1 to 4096 are allowed")
     out = out.absolute()
     with _disk_errors(out):
         out.parent.mkdir(parents=True, exist_ok=True)
@@ -198,14 +200,13 @@ def store_table(checkpoint: Checkpoint, file: WeightFile, name: str, kind: str) 
     return Int8GroupLinear.store(file, name, codes, scale)
 
 
-def _check_options(flavours: Sequence[str], chunk_sizes: Sequence[int]) -> None:
+def check_flavours(flavours: Collection[str]) -> None:
+    """Refuse names that no flavour has, and none at all."""
     unknown = sorted(set(flavours) - set(FLAVOURS))
     if unknown or not flavours:
         raise OptionError(
             f"flavours {', '.join(unknown) or 'none'}: allowed are {', '.join(FLAVOURS)}"
         )
-    if not chunk_sizes or any(not 1 <= size <= 4096 for size in chunk_sizes):
-        raise OptionError(f"chunk sizes {list(chunk_sizes)}: numbers from 1 to 4096 are allowed")
 
 
 def _present(out: Path, *, force: bool) -> Manifest | None:

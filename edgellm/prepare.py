@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 from edgellm.bundle import Bundle, is_bundle, open_bundle
 from edgellm.errors import BundleError
-from edgellm.export import DEFAULT_FLAVOURS, Progress, export
+from edgellm.export import DEFAULT_FLAVOURS, Progress, check_flavours, export
 from edgellm.home import bundles_dir
 from edgellm.sources import Source, resolve
 
@@ -29,11 +29,12 @@ def prepare(
     Raises:
         SourceError, ModelFormatError, UnsupportedModelError, BundleError, ExportError
     """
+    wanted = sorted(set(flavours))
+    check_flavours(wanted)
     source = resolve(name)
     if is_bundle(source.path):
-        return _open_given(source, flavours)
+        return _open_given(source, wanted)
     out = bundles_dir() / source.key
-    wanted = sorted(set(flavours))
     if not force and is_bundle(out):
         bundle = open_bundle(out)
         if set(wanted) <= set(bundle.manifest.flavours):

@@ -1,0 +1,234 @@
+"""The command line as a user has it: a process, its streams and its exit code."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from edgellm.bundle import Bundle
+
+Cli = Callable[..., subprocess.CompletedProcess[str]]
+QUESTION = "What is the capital of France?"
+GREEDY = ("--temp", "0")
+
+
+@pytest.fixture(scope="module")
+def tiny_bundle(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> str:
+    from edgellm.export import export
+
+    out = tmp_path_factory.mktemp("bundles") / "tiny"
+    export(tiny_model, out, name="tiny", source=str(tiny_model))
+    return str(out)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "stdin"),
+    [
+        (["-p", QUESTION], ""),
+        (["smollm2-135m-instruct", QUESTION], ""),
+        (["-m", "smollm2-135m-instruct", "-p", QUESTION], ""),
+        ([], QUESTION),
+        (["-f", "-"], QUESTION),
+        (["smollm2-135m-instruct", "-"], QUESTION),
+    ],
+    ids=["-p", "positional", "-m", "pipe", "-f -", "-"],
+)
+@pytest.mark.usefixtures("smollm2")
+def test_answers_with_paris(cli: Cli, arguments: list[str], stdin: str) -> None:
+    found = cli("run", *arguments, *GREEDY, stdin=stdin)
+    assert found.returncode == 0, found.stderr
+    assert "Paris" in found.stdout
+    assert found.stderr == ""
+
+
+@pytest.mark.usefixtures("smollm2")
+def test_json_and_stats(cli: Cli) -> None:
+    found = cli("run", "-p", QUESTION, *GREEDY, "--json", "-n", "4", "-s", "7")
+    result = json.loads(found.stdout)
+    assert result["generation_tokens"] == 4
+    assert result["seed"] == 7
+    assert result["prefill"] == {"cpu": 37}
+    found = cli("run", "-p", QUESTION, *GREEDY, "-n", "1", "--stats")
+    assert "37 on cpu w8a8" in found.stderr
+
+
+@pytest.mark.usefixtures("smollm2")
+def test_json_schema(cli: Cli) -> None:
+    found = cli("run", "-p", "A number?", *GREEDY, "-j", '{"type": "integer"}', "-n", "20")
+    assert isinstance(json.loads(found.stdout), int)
+
+
+def test_raw_and_escape(cli: Cli, tiny_bundle: str) -> None:
+    plain, escaped = (
+        cli("run", tiny_bundle, r"a\nb", "--raw", "--json", "-n", "1", *GREEDY, *more)
+        for more in ([], ["-e"])
+    )
+    assert json.loads(plain.stdout)["prompt_tokens"] == 4
+    assert json.loads(escaped.stdout)["prompt_tokens"] == 3
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "words"),
+    [
+        (["run", "-p", ""], 2, "prompt is empty"),
+        (["run"], 2, "prompt is empty"),
+        (["run", "-p", "x", "--temp", "-1"], 2, "temperature is -1.0"),
+        (["run", "-p", "x", "--temp", "hot"], 2, "--temp"),
+        (["run", "-p", "x", "--top-p", "2"], 2, "top_p is 2.0"),
+        (["run", "-p", "x", "-n", "-5"], 2, "max_tokens is -5"),
+        (["run", "-p", "x", "-c", "1000000000"], 2, "trained for at most"),
+        (["run", "-p", "x", "--kv-format", "int2"], 2, "--kv-format"),
+        (["run", "-p", "x", "--prefill", "tpu"], 2, "edgellm devices"),
+        (["run", "-p", "x", "--prefill", "cuda"], 1, "onnxruntime-gpu"),
+        (["run", "-p", "x", "-l", "abc"], 2, "TOKEN"),
+        (["run", "-p", "x", "--nonsense"], 2, "--nonsense"),
+        (["run", "a", "-m", "b", "-p", "x"], 2, "named twice"),
+        (["run", "no-such-model", "x"], 1, "smollm2-135m-instruct"),
+        (["run", "-p", "x", "-f", "/no/such/file"], 2, "No such file"),
+        (["run", "-p", "long " * 5000], 1, "context holds 1024"),
+        (["perplexity", "/no/such/file"], 2, "No such file"),
+        (["bench", "-p", "x"], 2, "512,2048"),
+        (["bench", "-p", "100000"], 2, "trained for at most"),
+        (["export", "--flavours", "w1"], 2, "w1"),
+        (["export", "--chunk-sizes", "big", "-o", "out"], 2, "32,128"),
+        (["rm", "no-such-model"], 1, "edgellm ls"),
+        (["nonsense"], 2, "No such command"),
+    ],
+    ids=lambda value: " ".join(value)[:40] if isinstance(value, list) else None,
+)
+def test_bad_input_is_one_clear_line(
+    cli: Cli, tiny_bundle: str, arguments: list[str], code: int, words: str
+) -> None:
+    needs_model = arguments[0] in ("run", "bench", "perplexity", "export") and not {
+        "-m",
+        "no-such-model",
+    } & set(arguments)
+    found = cli(*arguments, *(["-m", tiny_bundle] if needs_model else []))
+    assert found.returncode == code, found.stderr
+    assert words in found.stderr
+    assert found.stdout == ""
+    assert "Traceback" not in found.stderr
+    lines = [li for li in found.stderr.strip().splitlines() if not li.startswith(("Usage", "Try"))]
+    assert len([line for line in lines if line]) == 1
+
+
+def test_invalid_utf8_on_stdin(cli: Cli, tiny_bundle: str) -> None:
+    found = cli("run", tiny_bundle, stdin=b"abc\xff\xfe")
+    assert found.returncode == 2
+    assert "not valid UTF-8 at byte 3 (0xff)" in found.stderr
+
+
+def test_model_files_that_are_wrong(cli: Cli, tmp_path: Path) -> None:
+    cases = {
+        "empty.gguf": (b"", "not a GGUF file"),
+        "zip.gguf": (b"PK\3\4", "not a GGUF file"),
+        "cut.gguf": (b"GGUF\3\0\0\0", "damaged or truncated"),
+    }
+    for name, (data, words) in cases.items():
+        (tmp_path / name).write_bytes(data)
+        found = cli("run", str(tmp_path / name), "x", env={"EDGELLM_HOME": str(tmp_path / "home")})
+        assert found.returncode == 1
+        assert words in found.stderr
+        assert len(found.stderr.strip().splitlines()) == 1
+    assert [p for p in (tmp_path / "home").rglob("*") if p.is_file() and p.suffix != ".lock"] == []
+
+
+def test_export_ls_show_rm(cli: Cli, tiny_model: Path, tmp_path: Path) -> None:
+    env = {"EDGELLM_HOME": str(tmp_path / "home")}
+    assert cli("ls", env=env).stdout == ""
+    exported = cli("export", str(tiny_model), env=env)
+    assert exported.returncode == 0, exported.stderr
+    assert "14 quantized" in exported.stderr
+    assert str(tiny_model) in cli("ls", env=env).stdout
+    shown = cli("show", str(tiny_model), "--verify", env=env).stdout
+    for words in ("llama", "w8a8 (default prefill)", "int4 (default decode)", "memory"):
+        assert words in shown
+    folder = cli("ls", env=env).stdout.split()[-1]
+    assert cli("rm", folder, env=env).returncode == 0
+    assert cli("ls", env=env).stdout == ""
+    out = tmp_path / "here"
+    assert cli("export", str(tiny_model), "-o", str(out), "--chunk-sizes", "16", env=env).stdout
+    assert (out / "w8a8" / "000.c16.onnx").exists()
+    assert cli("run", str(out), "Hi", "-n", "2", env=env).returncode == 0
+
+
+def test_perplexity_json(cli: Cli, tiny_bundle: str, tmp_path: Path) -> None:
+    (tmp_path / "text").write_text("one two three four five six seven eight nine ten " * 20)
+    found = cli("perplexity", str(tmp_path / "text"), "-m", tiny_bundle, "--window", "64", "--json")
+    result = json.loads(found.stdout)
+    assert result["tokens"] == 15 * 63
+    assert (result["flavour"], result["kv_format"]) == ("w8a8", "int8")
+    # random weights know nothing: about as many choices as there are tokens
+    assert 200 < result["perplexity"] < 2000
+    decode = cli(
+        "perplexity", str(tmp_path / "text"), "-m", tiny_bundle, "--window", "64", "--json",
+        "--through", "decode", "--max-windows", "1",
+    )  # fmt: skip
+    assert json.loads(decode.stdout)["flavour"] == "int4"
+
+
+def test_bench_outputs(cli: Cli, tiny_bundle: str) -> None:
+    arguments = ("bench", tiny_bundle, "-p", "40", "-n", "3", "-d", "0,16", "-r", "2")
+    results = json.loads(cli(*arguments, "-o", "json").stdout)
+    assert [r["test"] for r in results] == ["pp40", "tg3", "pp40 @ d16", "tg3 @ d16"]
+    for result in results:
+        assert {"commit", "cpu", "threads", "prefill_flavour", "decode_flavour"} <= set(result)
+        assert len(result["samples_s"]) == 2
+        assert result["tokens_per_second"] > 0
+    assert "| pp40 @ d16 |" in cli(*arguments).stdout
+
+
+def test_devices(cli: Cli) -> None:
+    lines = cli("devices").stdout.splitlines()
+    assert any(line.startswith("cpu") and " usable" in line for line in lines)
+    assert any("not usable  not in this build" in line for line in lines)
+
+
+def test_help_imports_no_command(cli: Cli) -> None:
+    found = cli("--help")
+    assert found.returncode == 0
+    for name in ("run", "export", "pull", "ls", "show", "rm", "bench", "perplexity", "devices"):
+        assert f"  {name}" in found.stdout
+
+
+def test_interrupt_stops_the_answer(smollm2: Bundle) -> None:
+    process = subprocess.Popen(
+        [sys.executable, "-m", "edgellm.cli.main", "run", str(smollm2.path), "Count to 1000.",
+         "--ignore-eos", *GREEDY],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )  # fmt: skip
+    assert process.stdout is not None
+    assert process.stdout.read(1)
+    time.sleep(0.5)
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=30)
+    assert process.returncode == 130
+    assert out.endswith(b"\n")
+    assert b"Traceback" not in err
+
+
+def test_reader_that_goes_away(smollm2: Bundle) -> None:
+    process = subprocess.Popen(
+        [sys.executable, "-m", "edgellm.cli.main", "run", str(smollm2.path), "Count to 1000.",
+         "--ignore-eos", "-n", "200", *GREEDY],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        env={**os.environ, "PYTHONUNBUFFERED": "1"},
+    )  # fmt: skip
+    assert process.stdout is not None
+    process.stdout.read(1)
+    process.stdout.close()
+    assert process.stderr is not None
+    with process.stderr:
+        err = process.stderr.read()
+    process.wait(timeout=60)
+    assert err == b""

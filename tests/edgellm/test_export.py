@@ -1,0 +1,233 @@
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from edgellm import BundleError, ExportError, ModelFormatError, OptionError
+from edgellm.bundle import MANIFEST, open_bundle
+from edgellm.export import export
+
+MakeModel = Callable[..., Path]
+
+
+def export_tiny(model: Path, out: Path, **options: object) -> None:
+    export(model, out, name="tiny", source=str(model), **options)  # type: ignore[arg-type]
+
+
+@pytest.fixture
+def bundle_path(tiny_model: Path, tmp_path: Path) -> Path:
+    export_tiny(tiny_model, tmp_path / "bundle")
+    return tmp_path / "bundle"
+
+
+def test_manifest_says_what_is_there(bundle_path: Path) -> None:
+    manifest = json.loads((bundle_path / MANIFEST).read_text())
+    assert manifest["format"] == "edgellm-bundle"
+    assert manifest["flavours"]["w8a8"]["chunk_sizes"] == [32, 128]
+    assert manifest["flavours"]["int4"]["import_report"]["requantized_tensors"] == 14
+    assert 0 < manifest["flavours"]["int4"]["import_report"]["mean_relative_error"] < 0.15
+    assert manifest["tokenizer"] == {"bos": "<s>", "add_bos": False, "eos": ["</s>"]}
+    assert manifest["versions"]["onnxruntime"]
+    on_disk = {str(p.relative_to(bundle_path)) for p in bundle_path.rglob("*") if p.is_file()}
+    assert set(manifest["files"]) == on_disk - {MANIFEST, ".checked.json"}
+    for chunk in (".c32", ".c128", ""):
+        assert f"w8a8/002{chunk}.onnx" in manifest["files"]
+
+
+def test_two_exports_are_the_same(tiny_model: Path, tmp_path: Path) -> None:
+    manifests = []
+    for name in ("a", "b"):
+        export_tiny(tiny_model, tmp_path / name)
+        manifests.append((tmp_path / name / MANIFEST).read_text())
+    assert manifests[0] == manifests[1]
+
+
+def test_flavours_are_added_without_touching_the_others(
+    tiny_model: Path, bundle_path: Path
+) -> None:
+    before = (bundle_path / "w8a8" / "weights.bin").stat()
+    export_tiny(tiny_model, bundle_path, flavours=["w8a8", "f32"], chunk_sizes=[64])
+    manifest = open_bundle(bundle_path, verify=True).manifest
+    assert set(manifest.flavours) == {"w8a8", "int4", "f32"}
+    assert manifest.flavours["f32"].chunk_sizes == (32, 128)
+    assert (bundle_path / "w8a8" / "weights.bin").stat() == before
+    assert [p.name for p in bundle_path.parent.iterdir() if p.name.startswith(".")] == [
+        ".bundle.lock"
+    ]
+
+
+@pytest.mark.parametrize("name", ["int4/weights.bin", "w8a8/001.onnx", "tokenizer.json"])
+@pytest.mark.parametrize("damage", ["delete", "truncate", "extend", "flip"])
+def test_damaged_files_are_refused_and_rebuilt(
+    tiny_model: Path, bundle_path: Path, name: str, damage: str
+) -> None:
+    path = bundle_path / name
+    data = path.read_bytes()
+    if damage == "delete":
+        path.unlink()
+    elif damage == "truncate":
+        path.write_bytes(data[:-1])
+    elif damage == "extend":
+        path.write_bytes(data + b"\0")
+    else:
+        middle = len(data) // 2
+        path.write_bytes(data[:middle] + bytes([data[middle] ^ 1]) + data[middle + 1 :])
+    with pytest.raises(BundleError, match=rf"{name}.*--force"):
+        open_bundle(bundle_path)
+    export_tiny(tiny_model, bundle_path, force=True)
+    open_bundle(bundle_path, verify=True)
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        ("", "damaged manifest"),
+        ("[]", "not the manifest"),
+        ('{"format": "other"}', "not the manifest"),
+        ('{"format": "edgellm-bundle", "format_version": 99}', "format 99"),
+        ('{"format": "edgellm-bundle", "format_version": 1}', "damaged manifest"),
+        ("{" * 100_000, "damaged manifest"),
+    ],
+)
+def test_foreign_manifests(bundle_path: Path, content: str, words: str) -> None:
+    (bundle_path / MANIFEST).write_text(content)
+    with pytest.raises(BundleError, match=words):
+        open_bundle(bundle_path)
+
+
+def test_manifest_cannot_name_files_elsewhere(bundle_path: Path) -> None:
+    manifest = json.loads((bundle_path / MANIFEST).read_text())
+    manifest["files"]["../../secret"] = {"bytes": 1, "sha256": "0"}
+    (bundle_path / MANIFEST).write_text(json.dumps(manifest))
+    with pytest.raises(BundleError, match="outside the bundle"):
+        open_bundle(bundle_path)
+
+
+def test_a_second_look_reads_no_weights(bundle_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import edgellm.bundle
+
+    open_bundle(bundle_path)
+    monkeypatch.setattr(edgellm.bundle, "sha256_of", lambda path: pytest.fail(f"hashed {path}"))
+    open_bundle(bundle_path)
+    with pytest.raises(pytest.fail.Exception, match="hashed"):
+        open_bundle(bundle_path, verify=True)
+
+
+def test_other_folders_are_never_replaced(tiny_model: Path, tmp_path: Path) -> None:
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "diary.txt").write_text("dear diary")
+    for force in (False, True):
+        with pytest.raises(BundleError, match="not a bundle"):
+            export_tiny(tiny_model, tmp_path / "mine", force=force)
+    assert (tmp_path / "mine" / "diary.txt").exists()
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"flavours": ["w3"]}, "w3: allowed are f32, w8a8, int4"),
+        ({"flavours": []}, "allowed are"),
+        ({"chunk_sizes": [0]}, "1 to 4096"),
+        ({"chunk_sizes": []}, "1 to 4096"),
+    ],
+)
+def test_bad_options(tiny_model: Path, tmp_path: Path, options: dict, words: str) -> None:
+    with pytest.raises(OptionError, match=words):
+        export_tiny(tiny_model, tmp_path / "out", **options)
+
+
+def test_failed_export_leaves_nothing(make_model: MakeModel, tmp_path: Path) -> None:
+    model = make_model()
+    (model / "model.safetensors").write_bytes(b"damaged")
+    with pytest.raises(ModelFormatError):
+        export_tiny(model, tmp_path / "out" / "bundle")
+    left = [p.name for p in (tmp_path / "out").iterdir()]
+    assert left == [".bundle.lock"]
+
+
+def test_full_disk(tiny_model: Path, tmp_path: Path) -> None:
+    """A limit on file size stands for a full disk: writes fail half-way in the same way."""
+    code = (
+        "import resource, signal, sys; from pathlib import Path;"
+        "signal.signal(signal.SIGXFSZ, signal.SIG_IGN);"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (60_000, 60_000));"
+        "from edgellm.export import export; from edgellm import ExportError\n"
+        "try: export(Path(sys.argv[1]), Path(sys.argv[2]), name='x', source='x')\n"
+        "except ExportError as error: print(error)"
+    )
+    out = tmp_path / "out" / "bundle"
+    found = subprocess.run(
+        [sys.executable, "-c", code, str(tiny_model), str(out)], capture_output=True, text=True
+    )
+    assert "disk is full" in found.stdout, found.stderr
+    assert [p.name for p in out.parent.iterdir()] == [".bundle.lock"]
+
+
+def test_unwritable_folder(tiny_model: Path, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(ExportError, match="file"):
+        export_tiny(tiny_model, tmp_path / "file" / "bundle")
+
+
+def test_two_processes_export_once(tiny_model: Path, tmp_path: Path) -> None:
+    code = (
+        "import sys; from pathlib import Path; from edgellm.export import export;"
+        "seen = [];"
+        "export(Path(sys.argv[1]), Path(sys.argv[2]), name='x', source='x',"
+        " progress=lambda *a: seen.append(a)); print(len(seen))"
+    )
+    command = [sys.executable, "-c", code, str(tiny_model), str(tmp_path / "bundle")]
+    processes = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(3)]
+    steps = sorted(int(p.communicate()[0]) for p in processes)
+    assert [p.returncode for p in processes] == [0, 0, 0]
+    assert steps[:2] == [0, 0]
+    assert steps[2] > 0
+    open_bundle(tmp_path / "bundle", verify=True)
+
+
+def test_killed_export_leaves_no_bundle(smollm2_gguf: Path, tmp_path: Path) -> None:
+    code = (
+        "import sys; from pathlib import Path; from edgellm.export import export;"
+        "export(Path(sys.argv[1]), Path(sys.argv[2]), name='x', source='x',"
+        " progress=lambda *a: print('step', flush=True))"
+    )
+    out = tmp_path / "bundle"
+    process = subprocess.Popen(
+        [sys.executable, "-c", code, str(smollm2_gguf), str(out)], stdout=subprocess.PIPE
+    )
+    assert process.stdout is not None
+    process.stdout.readline()
+    time.sleep(0.2)
+    process.kill()
+    process.communicate()
+    assert not out.exists()
+    export(smollm2_gguf, out, name="x", source="x", flavours=["int4"])
+    open_bundle(out, verify=True)
+
+
+@pytest.mark.slow
+def test_default_model_exports_within_its_budget(smollm2_gguf: Path, tmp_path: Path) -> None:
+    """Under 1.5 GB of memory; what can be taken over exactly is."""
+    code = (
+        "import resource, sys; from pathlib import Path; from edgellm.export import export;"
+        "b = export(Path(sys.argv[1]), Path(sys.argv[2]), name='x', source='x');"
+        "print(b.manifest.flavours['int4'].import_report['exact_tensors'],"
+        " resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)"
+    )
+    found = subprocess.run(
+        [sys.executable, "-c", code, str(smollm2_gguf), str(tmp_path / "bundle")],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    exact, peak = map(int, found.stdout.split())
+    assert exact == 210
+    assert peak < 1_500_000
+    shutil.rmtree(tmp_path / "bundle")

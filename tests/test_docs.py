@@ -1,0 +1,39 @@
+"""What README shows is run."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from edgellm.cli.main import COMMANDS
+
+README = (Path(__file__).parent.parent / "README.md").read_text(encoding="utf-8")
+
+
+def fenced(mark: str) -> str:
+    found = re.search(rf"<!-- {mark} -->\n```\w+\n(.*?)```", README, re.DOTALL)
+    assert found, f"README has no block marked {mark}"
+    return found[1]
+
+
+@pytest.mark.usefixtures("smollm2")
+def test_python_example() -> None:
+    found = subprocess.run(
+        [sys.executable, "-c", fenced("python example")], capture_output=True, text=True, timeout=120
+    )
+    assert found.returncode == 0, found.stderr
+    assert "Paris" in found.stdout
+    assert "{'cpu':" in found.stdout
+
+
+def test_test_command() -> None:
+    assert fenced("test command") == 'pip install ".[test]" && pytest\n'
+
+
+def test_every_command_is_named() -> None:
+    for name in COMMANDS:
+        assert re.search(rf"edgellm (?:[a-z]+ \| )*{name}\b", README), name
