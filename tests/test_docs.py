@@ -23,7 +23,10 @@ def fenced(mark: str) -> str:
 @pytest.mark.usefixtures("smollm2")
 def test_python_example() -> None:
     found = subprocess.run(
-        [sys.executable, "-c", fenced("python example")], capture_output=True, text=True, timeout=120
+        [sys.executable, "-c", fenced("python example")],
+        capture_output=True,
+        text=True,
+        timeout=120,
     )
     assert found.returncode == 0, found.stderr
     assert "Paris" in found.stdout
