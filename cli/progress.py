@@ -8,41 +8,49 @@ from contextlib import contextmanager
 
 from tqdm import tqdm
 
+# A bar appears only where there is something to wait for.
+_DELAY_S = 0.5
+
 
 @contextmanager
 def export_progress() -> Iterator[Callable[[str, int, int], None]]:
-    """A callback for `edgellm.load(export_progress=...)`; the bar appears with the first call."""
-    bars: list[tqdm] = []
-
-    def show(label: str, done: int, total: int) -> None:
-        if not bars:
-            bars.append(_bar("exporting", total))
-        bars[0].set_postfix_str(label, refresh=False)
-        bars[0].update(done - bars[0].n)
-
-    try:
-        yield show
-    finally:
-        for bar in bars:
-            bar.close()
+    """A callback for `edgellm.load(export_progress=...)`."""
+    with _Bar("exporting") as bar:
+        yield lambda label, done, total: bar.show(done, total, label)
 
 
 @contextmanager
 def count_progress(label: str) -> Iterator[Callable[[int, int], None]]:
     """A callback that takes steps done and in all."""
-    bars: list[tqdm] = []
-
-    def show(done: int, total: int) -> None:
-        if not bars:
-            bars.append(_bar(label, total))
-        bars[0].update(done - bars[0].n)
-
-    try:
-        yield show
-    finally:
-        for bar in bars:
-            bar.close()
+    with _Bar(label) as bar:
+        yield bar.show
 
 
-def _bar(label: str, total: int) -> tqdm:
-    return tqdm(total=total, desc=label, leave=False, disable=not sys.stderr.isatty())
+class _Bar:
+    """A bar that is made with the first step and gone with the last one."""
+
+    def __init__(self, label: str) -> None:
+        self._label = label
+        self._bar: tqdm | None = None
+
+    def show(self, done: int, total: int, step: str = "") -> None:
+        if self._bar is None:
+            hidden = not sys.stderr.isatty()
+            self._bar = tqdm(
+                total=total, desc=self._label, leave=False, disable=hidden, delay=_DELAY_S
+            )
+        self._bar.set_postfix_str(step, refresh=False)
+        self._bar.update(done - self._bar.n)
+        if done >= total:
+            self.close()
+
+    def close(self) -> None:
+        if self._bar is not None:
+            self._bar.close()
+            self._bar = None
+
+    def __enter__(self) -> _Bar:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()

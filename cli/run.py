@@ -61,11 +61,13 @@ def run(
     """
     text = _prompt_text(prompt, prompt_option, file)
     if text is not None and escape:
-        text = text.encode("latin-1", "backslashreplace").decode("unicode_escape")
+        text = _process_escapes(text)
     if text is not None and not text.strip():
         raise OptionError("the prompt is empty; give a text with -p, -f or a pipe")
     with export_progress() as exporting:
         llm = load(name, **load_arguments, export_progress=exporting)
+    if raw and system is not None:
+        raise OptionError("--raw has no place for a system prompt; put it into the prompt")
     show_stats = sys.stderr.isatty() if stats is None else stats
     if text is None:
         from edgellm.cli.repl import chat
@@ -90,6 +92,14 @@ def _prompt_text(prompt: str | None, option: str | None, file: Path | None) -> s
     return "\n\n".join(parts) if parts else None
 
 
+def _process_escapes(text: str) -> str:
+    r"""Turn \n, \t, \x41, \u00e9 and their like into what they stand for."""
+    try:
+        return text.encode("latin-1", "backslashreplace").decode("unicode_escape")
+    except UnicodeDecodeError as error:
+        raise OptionError(f"escape in the prompt: {error.reason} at {error.start}") from None
+
+
 def _answer(
     llm: LLM,
     text: str,
@@ -103,7 +113,7 @@ def _answer(
     with cancel_on_interrupt() as cancel, count_progress("prefill") as progress:
         if raw:
             session = llm.session()
-            session.append((system or "") + text, parse_special=True)
+            session.append(text, parse_special=True)
             pieces = session.stream(
                 llm.sampling(**sampling),
                 cancel=cancel,

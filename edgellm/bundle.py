@@ -24,6 +24,7 @@ from edgellm.graphs.config import ModelConfig
 from edgellm.home import replacing_file
 
 FORMAT = "edgellm-bundle"
+# Goes up when the layout or the recipe of a flavour changes, so that old bundles are made again.
 FORMAT_VERSION = 1
 MANIFEST = "manifest.json"
 TOKENIZER = "tokenizer.json"

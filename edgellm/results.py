@@ -10,26 +10,6 @@ FinishReason = Literal["stop", "length", "cancelled"]
 
 
 @dataclass(frozen=True)
-class Piece:
-    """A step of an answer.
-
-    Attributes:
-        text: what can be shown now; empty while a character or a stop text is unfinished.
-        token: the sampled token; None for text that was only held back.
-        logprob: natural logarithm of the token's probability before any filter.
-        top_logprobs: the most likely tokens and theirs, as many as were asked for.
-        finish_reason: None but in the last piece; stop: an end token or stop text; length:
-            `max_tokens` or the end of the context; cancelled: the caller stopped it.
-    """
-
-    text: str
-    token: int | None = None
-    logprob: float | None = None
-    top_logprobs: Mapping[int, float] | None = None
-    finish_reason: FinishReason | None = None
-
-
-@dataclass(frozen=True)
 class Stats:
     """Timings and counts of one answer.
 
@@ -60,6 +40,28 @@ class Stats:
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A step of an answer.
+
+    Attributes:
+        text: what can be shown now; empty while a character or a stop text is unfinished.
+        token: the sampled token; None for text that was only held back.
+        logprob: natural logarithm of the token's probability before any filter.
+        top_logprobs: the most likely tokens and theirs, as many as were asked for.
+        finish_reason: None but in the last piece; stop: an end token or stop text; length:
+            `max_tokens` or the end of the context; cancelled: the caller stopped it.
+        stats: of the whole answer, in the last piece.
+    """
+
+    text: str
+    token: int | None = None
+    logprob: float | None = None
+    top_logprobs: Mapping[int, float] | None = None
+    finish_reason: FinishReason | None = None
+    stats: Stats | None = None
 
 
 @dataclass(frozen=True)

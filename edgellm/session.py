@@ -120,7 +120,7 @@ class Session:
         progress: Progress | None = None,
         logit_filter: LogitFilter | None = None,
     ) -> Iterator[Piece]:
-        """Answer piece by piece; the last piece has a finish_reason, then `stats` is set.
+        """Answer piece by piece; the last piece has a finish_reason and the stats.
 
         Args:
             cancel: set it from anywhere to stop, also in the middle of prefill; the session stays
@@ -136,7 +136,9 @@ class Session:
         seed = secrets.randbits(32) if options.seed is None else options.seed
         answer = _Answer(self._engine, self, replace(options, seed=seed))
         try:
-            yield from answer.run(cancel, progress, logit_filter)
+            for piece in answer.run(cancel, progress, logit_filter):
+                last = piece.finish_reason is not None
+                yield replace(piece, stats=answer.stats()) if last else piece
         finally:
             self.stats = answer.stats()
 
@@ -150,10 +152,8 @@ class Session:
             self._sequence.truncate(shared)
         self._tokens = tokens
 
-    def _prefill(
-        self, cancel: threading.Event | None, progress: Progress | None
-    ) -> tuple[NDArray[np.float32], int]:
-        """Compute what is not cached, the last token in any case: its logits, and the count."""
+    def _find_prefix(self) -> int:
+        """Take over the longest cached prefix, the last token left out; gives its length."""
         engine = self._engine
         if not self._tokens:
             raise OptionError("the prompt is empty; give at least one token")
@@ -169,9 +169,15 @@ class Session:
                 self._sequence.close()
                 self._sequence = engine.cache.sequence(prefix)
             self._sequence.truncate(min(len(self._sequence), len(prefix)))
-            new = self._tokens[len(self._sequence) :]
-            logits = engine.prefill.run(new, self._sequence, progress=progress, cancel=cancel)
-        return logits, len(new)
+        return len(self._sequence)
+
+    def _prefill(
+        self, cancel: threading.Event | None, progress: Progress | None
+    ) -> NDArray[np.float32]:
+        """Compute the tokens that are not cached; gives the logits after the last one."""
+        new = self._tokens[len(self._sequence) :]
+        with self._engine.lock:
+            return self._engine.prefill.run(new, self._sequence, progress=progress, cancel=cancel)
 
     def _step(self, token: int) -> NDArray[np.float32]:
         with self._engine.lock:
@@ -194,7 +200,7 @@ class _Answer:
         self._text = TextStream(engine.tokenizer, session.tokens)
         self._start = time.perf_counter()
         self._prompt_tokens = len(session.tokens)
-        self._computed = 0
+        self._cached = self._computed = 0
         self._prefill_s = self._decode_s = self._ttft_s = 0.0
         self._steps = 0
         self._sampled: list[int] = []
@@ -205,13 +211,16 @@ class _Answer:
         progress: Progress | None,
         logit_filter: LogitFilter | None,
     ) -> Iterator[Piece]:
+        self._cached = self._session._find_prefix()
+        began = time.perf_counter()
         try:
-            began = time.perf_counter()
-            logits, self._computed = self._session._prefill(cancel, progress)
-            self._prefill_s = time.perf_counter() - began
+            logits = self._session._prefill(cancel, progress)
         except CancelledError:
             yield Piece("", finish_reason="cancelled")
             return
+        finally:
+            self._prefill_s = time.perf_counter() - began
+            self._computed = self._session.cached - self._cached
         while True:
             reason = self._limit(cancel)
             if reason is not None:
@@ -259,7 +268,7 @@ class _Answer:
         return Stats(
             ttft_s=self._ttft_s,
             prompt_tokens=self._prompt_tokens,
-            cached_tokens=self._prompt_tokens - self._computed,
+            cached_tokens=self._cached,
             prompt_tokens_per_second=_rate(self._computed, self._prefill_s),
             generation_tokens=len(self._sampled),
             generation_tokens_per_second=_rate(self._steps, self._decode_s),

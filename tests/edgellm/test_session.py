@@ -28,6 +28,7 @@ def test_pieces_make_up_the_text(llm: LLM) -> None:
     assert "".join(p.text for p in pieces) == whole.text
     assert [p.finish_reason for p in pieces[:-1]] == [None] * (len(pieces) - 1)
     assert pieces[-1].finish_reason == "length"
+    assert [p.stats is None for p in pieces] == [True] * (len(pieces) - 1) + [False]
     for piece in pieces[:-1]:
         assert piece.top_logprobs is not None
         assert len(piece.top_logprobs) == 3
@@ -116,7 +117,8 @@ def test_cancel_in_prefill_keeps_the_session(llm: LLM) -> None:
         assert found.finish_reason == "cancelled"
         assert found.tokens == ()
         assert seen == [(128, len(session.tokens))]
-        assert session.cached == 128
+        assert session.cached == found.stats.cached_tokens + 128 == 128
+        assert found.stats.prefill == {"cpu": 128}
         resumed = session.generate(GREEDY)
         assert resumed.stats.cached_tokens == 128
         expected = session.tokens[: resumed.stats.prompt_tokens]
