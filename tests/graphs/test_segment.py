@@ -15,6 +15,7 @@ from edgellm.graphs import contract
 from edgellm.graphs.builder import WeightFile
 from edgellm.graphs.checkpoint import Checkpoint, open_checkpoint
 from edgellm.graphs.segment import author_segment
+from edgellm.thread_pool import session_options
 
 # Largest error over largest value that the precision allows on random layers.
 TOLERANCE = {"f32": 2e-6, "w8a8": 3e-2, "int4": 2e-1}
@@ -57,7 +58,9 @@ def sessions(folder: Path, flavour: str, checkpoint: Checkpoint, chunk: int | No
             ir.save(model, folder / contract.segment_file(segment.index, chunk))
     return [
         ort.InferenceSession(
-            folder / contract.segment_file(index, chunk), providers=["CPUExecutionProvider"]
+            folder / contract.segment_file(index, chunk),
+            session_options(),
+            providers=["CPUExecutionProvider"],
         )
         for index in range(checkpoint.config.layers + 1)
     ]
