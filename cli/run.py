@@ -81,15 +81,20 @@ def _prompt_text(prompt: str | None, option: str | None, file: Path | None) -> s
     """The prompt from all places it can come from; None asks for a chat."""
     parts = []
     if prompt == _STDIN or option == _STDIN:
-        parts.append(read_text(Path(_STDIN)))
+        parts.append(_without_line_end(read_text(Path(_STDIN))))
     if file is not None:
-        parts.append(read_text(file))
+        parts.append(_without_line_end(read_text(file)))
     parts += [text for text in (prompt, option) if text is not None and text != _STDIN]
     if len([text for text in (prompt, option) if text not in (None, _STDIN)]) > 1:
         raise OptionError("the prompt is given twice, as PROMPT and with -p")
     if not parts and not sys.stdin.isatty():
-        parts.append(read_text(Path(_STDIN)))
+        parts.append(_without_line_end(read_text(Path(_STDIN))))
     return "\n\n".join(parts) if parts else None
+
+
+def _without_line_end(text: str) -> str:
+    """The text without the line end that echo and editors put after it, as llama.cpp does."""
+    return text.removesuffix("\n").removesuffix("\r")
 
 
 def _process_escapes(text: str) -> str:
