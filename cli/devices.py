@@ -5,6 +5,7 @@ from __future__ import annotations
 import click
 
 from edgellm.int8_support import int8_products_are_exact
+from edgellm.kernels.native import isa
 from edgellm.providers import statuses
 
 
@@ -16,6 +17,9 @@ def devices() -> None:
             click.echo(f"{status.name:10} usable      {status.device}".rstrip())
         else:
             click.echo(f"{status.name:10} not usable  {status.reason}")
+    click.echo(
+        f"native kernels: {isa() or 'not built (no compiler at installation); numpy serves'}"
+    )
     click.echo(
         "int8 prefill on the CPU: exact, used by default"
         if int8_products_are_exact()

@@ -124,7 +124,9 @@ class Engine:
                 provider=provider if runs_prefill else "cpu",
                 threads=self.threads,
             )
-            models[flavour] = Model(segments, heads[self.bundle.flavour(flavour).head], table)
+            models[flavour] = Model(
+                segments, heads[self.bundle.flavour(flavour).head], table, threads=self.threads
+            )
         return models
 
 

@@ -22,11 +22,14 @@ Floats = NDArray[np.float32]
 class Model:
     """A flavour ready to run: segments, embedding and head, and a RoPE table for the context."""
 
-    def __init__(self, segments: Segments, head: Head, table: rope.RopeTable) -> None:
+    def __init__(
+        self, segments: Segments, head: Head, table: rope.RopeTable, *, threads: int
+    ) -> None:
         self.segments = segments
         self.config = segments.config
         self.head = head
         self._table = table
+        self._threads = threads
         self._blas = ThreadpoolController()
 
     def forward(
@@ -83,6 +86,12 @@ class Model:
         q, k, v = qk[:, : config.heads], qk[:, config.heads :], qkv[:, rotated:]
         append(sequence.blocks, sequence.table, layer, start, k, v)
         attended = attend(
-            sequence.blocks, sequence.table, layer, q, start, window=config.sliding_window
+            sequence.blocks,
+            sequence.table,
+            layer,
+            q,
+            start,
+            window=config.sliding_window,
+            threads=self._threads,
         )
         buffers.attention[:count] = attended.reshape(count, -1)

@@ -23,16 +23,7 @@ def attend(
     *,
     window: int | None = None,
 ) -> NDArray[np.float32]:
-    """Softmax(q k^T / sqrt(D)) v over the cached tokens `0 .. start + C`, C of them just appended.
-
-    Args:
-        blocks, table: the pool and the sequence's block ids.
-        q: queries after RoPE, `[C, H, D]` float32, at positions `start ..`.
-        window: a query sees its own and the `window - 1` positions before it, or all if None.
-
-    Returns:
-        `[C, H, D]` float32.
-    """
+    """See `attend` in `__init__.py`."""
     tokens, heads, head_dim = q.shape
     kv_heads = blocks.k.shape[2]
     group = heads // kv_heads

@@ -1,11 +1,20 @@
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+
 import numpy as np
 import pytest
 
-from edgellm.kernels.attention import attend, portable, reference
+from edgellm.kernels.attention import attend, native, portable, reference
 from edgellm.kernels.kv_append import append
 from edgellm.kernels.kv_blocks import BLOCK, KVBlocks, allocate
+from edgellm.kernels.native import ISAS, library
+
+Attend = Callable[..., np.ndarray]
 
 SHAPES = [
     # start, tokens, heads, kv_heads, head_dim
@@ -31,7 +40,25 @@ def read_back(blocks: KVBlocks, table: list[int], name: str, length: int) -> np.
     return np.stack(rows)
 
 
-def compare(shape: tuple[int, ...], format: str, window: int | None, tolerance: float) -> None:
+@pytest.fixture(params=["portable", *ISAS])
+def implementation(request: pytest.FixtureRequest) -> Iterator[Attend]:
+    """Each implementation in turn; those that this machine does not have are skipped."""
+    if request.param == "portable":
+        yield portable.attend
+        return
+    compiled = library()
+    if compiled is None:
+        pytest.skip("installed without a compiler")
+    before = compiled.edgellm_isa()
+    if not compiled.edgellm_set_isa(request.param.encode()):
+        pytest.skip(f"this processor has no {request.param}")
+    yield lambda *a, **k: native.attend(compiled, *a, **k)
+    compiled.edgellm_set_isa(before)
+
+
+def compare(
+    attend: Attend, shape: tuple[int, ...], format: str, window: int | None, tolerance: float
+) -> None:
     start, tokens, heads, kv_heads, head_dim = shape
     rng = np.random.default_rng(sum(shape))
     length = start + tokens
@@ -47,28 +74,105 @@ def compare(shape: tuple[int, ...], format: str, window: int | None, tolerance: 
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize("format", ["f32", "f16", "int8"])
+@pytest.mark.parametrize("format", ["f32", "int8"])
 @pytest.mark.usefixtures("poisoned")
-def test_matches_reference(shape: tuple[int, ...], format: str) -> None:
-    compare(shape, format, None, 3e-6)
+def test_matches_reference(implementation: Attend, shape: tuple[int, ...], format: str) -> None:
+    compare(implementation, shape, format, None, 3e-6)
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.usefixtures("poisoned")
+def test_f16_goes_to_numpy(shape: tuple[int, ...]) -> None:
+    compare(attend, shape, "f16", None, 3e-6)
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("window", [1, 5, 64])
 @pytest.mark.usefixtures("poisoned")
-def test_sliding_window(shape: tuple[int, ...], window: int) -> None:
-    compare(shape, "f32", window, 3e-6)
+def test_sliding_window(implementation: Attend, shape: tuple[int, ...], window: int) -> None:
+    compare(implementation, shape, "int8", window, 3e-6)
 
 
 @pytest.mark.usefixtures("poisoned")
 def test_one_kv_head_at_a_time_gives_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(portable, "_SCORE_BYTES", 1)
-    compare((255, 130, 6, 2, 64), "int8", None, 3e-6)
+    compare(portable.attend, (255, 130, 6, 2, 64), "int8", None, 3e-6)
 
 
-def test_huge_scores_stay_finite() -> None:
+def test_huge_scores_stay_finite(implementation: Attend) -> None:
     blocks = allocate(format="f32", blocks=1, layers=1, kv_heads=1, head_dim=8)
     k = np.full((4, 1, 8), 1e4, np.float32)
     append(blocks, [0], 0, 0, k, k)
-    found = attend(blocks, [0], 0, np.full((4, 1, 8), 1e4, np.float32), 0)
+    found = implementation(blocks, [0], 0, np.full((4, 1, 8), 1e4, np.float32), 0)
     np.testing.assert_allclose(found, 1e4, rtol=1e-6)
+
+
+def test_far_apart_scores_underflow_to_zero(implementation: Attend) -> None:
+    blocks = allocate(format="f32", blocks=1, layers=1, kv_heads=1, head_dim=8)
+    k = np.zeros((3, 1, 8), np.float32)
+    k[1] = 1000
+    append(blocks, [0], 0, 0, k, k)
+    found = implementation(blocks, [0], 0, np.ones((3, 1, 8), np.float32), 0)
+    np.testing.assert_array_equal(found[:, 0, 0], [0, 1000, 1000])
+
+
+def random_call(seed: int) -> tuple[tuple, np.ndarray]:
+    """Arguments of a call that is cut into many tasks, and its result on one thread."""
+    rng = np.random.default_rng(seed)
+    blocks = allocate(format="int8", blocks=4, layers=1, kv_heads=3, head_dim=64)
+    k, v = rng.standard_normal((2, 400, 3, 64)).astype(np.float32)
+    append(blocks, [2, 0, 3, 1], 0, 0, k, v)
+    q = rng.standard_normal((200, 9, 64)).astype(np.float32)
+    arguments = (blocks, [2, 0, 3, 1], 0, q, 200)
+    return arguments, attend(*arguments, threads=1)
+
+
+@pytest.mark.parametrize("threads", [2, 3, 8])
+def test_threads_make_no_difference(threads: int) -> None:
+    arguments, expected = random_call(threads)
+    for _ in range(20):
+        np.testing.assert_array_equal(attend(*arguments, threads=threads), expected)
+
+
+def test_calls_from_two_threads_at_once() -> None:
+    calls = [random_call(seed) for seed in (1, 2)]
+    wrong = []
+
+    def work(arguments: tuple, expected: np.ndarray) -> None:
+        for _ in range(30):
+            if not np.array_equal(attend(*arguments, threads=2), expected):
+                wrong.append(arguments)
+
+    workers = [threading.Thread(target=work, args=call) for call in calls]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join(60)
+    assert not wrong
+    assert not any(worker.is_alive() for worker in workers)
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork on this system")
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_a_forked_child_computes_as_well() -> None:
+    arguments, expected = random_call(5)
+    attend(*arguments, threads=2)
+    child = os.fork()
+    if child == 0:
+        same = np.array_equal(attend(*arguments, threads=2), expected)
+        os._exit(0 if same else 1)
+    _, status = os.waitpid(child, 0)
+    assert os.waitstatus_to_exitcode(status) == 0
+
+
+@pytest.mark.skipif(library() is None, reason="installed without a compiler")
+def test_instruction_set_can_be_forced() -> None:
+    code = "from edgellm.kernels.native import isa; print(isa())"
+    for name, words in (("base", "base"), ("mmx", "known are avx512, avx2, base")):
+        found = subprocess.run(
+            [sys.executable, "-c", code],
+            capture_output=True,
+            text=True,
+            env={**os.environ, "EDGELLM_CPU_ISA": name},
+        )
+        assert words in found.stdout + found.stderr

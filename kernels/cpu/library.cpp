@@ -1,0 +1,163 @@
+// Instruction-set choice and worker threads of the native kernels.
+#include <pthread.h>
+#include <sched.h>
+#include <unistd.h>
+
+#include <atomic>
+#include <condition_variable>
+#include <cstring>
+#include <memory>
+#include <mutex>
+#include <thread>
+#include <vector>
+
+#include "isa.h"
+#include "threads.h"
+
+namespace edgellm {
+namespace {
+
+bool has(Isa isa) {
+#ifdef EDGELLM_X86
+    __builtin_cpu_init();
+    if (isa == Isa::AVX512)
+        return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+               __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
+    if (isa == Isa::AVX2) return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
+#endif
+    return isa == Isa::BASE;
+}
+
+constexpr Isa ALL[] = {Isa::AVX512, Isa::AVX2, Isa::BASE};
+constexpr const char* NAMES[] = {"avx512", "avx2", "base"};
+
+std::atomic<int> chosen{-1};
+
+// One batch of tasks at a time; workers sleep between batches.
+class Pool {
+public:
+    void run(int count, int threads, const std::function<void(int)>& task) {
+        std::lock_guard<std::mutex> one_at_a_time(batch_);
+        {
+            std::lock_guard<std::mutex> lock(state_);
+            while (static_cast<int>(workers_.size()) < threads - 1) {
+                std::thread worker(&Pool::work, this, static_cast<int>(workers_.size()));
+                workers_.push_back(worker.native_handle());
+                worker.detach();
+                kept_off_ = -1;
+            }
+            keep_off_this_core();
+            task_ = &task;
+            count_ = count;
+            next_ = 0;
+            helpers_ = threads - 1;
+            busy_ = 0;
+            ++generation_;
+        }
+        wake_.notify_all();
+        take(task, count);
+        std::unique_lock<std::mutex> lock(state_);
+        helpers_ = 0;  // who has not woken up by now is not needed any more
+        done_.wait(lock, [&] { return busy_ == 0; });
+        task_ = nullptr;
+    }
+
+private:
+    // Linux likes to wake a worker on the core of the thread that woke it, where it waits until that
+    // one is done, if every other core is busy; ONNX Runtime's pool spins there between two segments.
+    void keep_off_this_core() {
+#ifdef __linux__
+        const int core = sched_getcpu();
+        if (core == kept_off_ || core < 0) return;
+        cpu_set_t others;
+        if (sched_getaffinity(0, sizeof others, &others) != 0 || CPU_COUNT(&others) < 2) return;
+        CPU_CLR(core, &others);
+        for (pthread_t worker : workers_) pthread_setaffinity_np(worker, sizeof others, &others);
+        kept_off_ = core;
+#endif
+    }
+
+    void take(const std::function<void(int)>& task, int count) {
+        for (int i = next_++; i < count; i = next_++) task(i);
+    }
+
+    void work(int index) {
+        long seen = 0;
+        std::unique_lock<std::mutex> lock(state_);
+        for (;;) {
+            wake_.wait(lock, [&] { return generation_ != seen; });
+            seen = generation_;
+            if (index >= helpers_ || task_ == nullptr) continue;
+            ++busy_;
+            const auto* task = task_;
+            const int count = count_;
+            lock.unlock();
+            take(*task, count);
+            lock.lock();
+            if (--busy_ == 0) done_.notify_all();
+        }
+    }
+
+    std::mutex batch_, state_;
+    std::condition_variable wake_, done_;
+    std::atomic<int> next_{0};
+    const std::function<void(int)>* task_ = nullptr;
+    std::vector<pthread_t> workers_;
+    int count_ = 0, helpers_ = 0, busy_ = 0, kept_off_ = -1;
+    long generation_ = 0;
+};
+
+// A child of fork() has none of its parent's threads, so it gets a pool of its own. Pools are never
+// destroyed: a detached worker may outlive every static object.
+Pool& pool() {
+    static std::mutex guard;
+    static Pool* current = nullptr;
+    static pid_t owner = 0;
+    std::lock_guard<std::mutex> lock(guard);
+    if (owner != getpid()) {
+        current = new Pool;
+        owner = getpid();
+    }
+    return *current;
+}
+
+}  // namespace
+
+Isa current_isa() {
+    int index = chosen.load(std::memory_order_relaxed);
+    if (index < 0) {
+        index = 0;
+        while (!has(ALL[index])) ++index;
+        chosen = index;
+    }
+    return ALL[index];
+}
+
+void parallel(int count, int threads, const std::function<void(int)>& task) {
+    if (threads <= 1 || count <= 1) {
+        for (int i = 0; i < count; ++i) task(i);
+        return;
+    }
+    pool().run(count, threads < count ? threads : count, task);
+}
+
+}  // namespace edgellm
+
+extern "C" {
+
+// Name of the instruction set in use.
+const char* edgellm_isa() {
+    return edgellm::NAMES[static_cast<int>(edgellm::current_isa())];
+}
+
+// Use an instruction set by name; 0 if this processor does not have it.
+int edgellm_set_isa(const char* name) {
+    for (int i = 0; i < 3; ++i) {
+        if (std::strcmp(name, edgellm::NAMES[i]) == 0 && edgellm::has(edgellm::ALL[i])) {
+            edgellm::chosen = i;
+            return 1;
+        }
+    }
+    return 0;
+}
+}
