@@ -12,7 +12,7 @@ from threadpoolctl import ThreadpoolController
 from edgellm.errors import CancelledError
 from edgellm.kernels import rope
 from edgellm.kernels.attention import attend
-from edgellm.kernels.kv_append import append
+from edgellm.kernels.kv_append import append_rotated
 from edgellm.kv_cache import Sequence
 from edgellm.segments import ChunkBuffers, Head, Segments
 
@@ -80,11 +80,15 @@ class Model:
     def _attention(self, buffers: ChunkBuffers, count: int, layer: int, sequence: Sequence) -> None:
         """RoPE, append to the cache, attend; the padding of the chunk takes no part."""
         config, start = self.config, len(sequence)
-        qkv = buffers.qkv[:count].reshape(count, -1, config.head_dim)
-        rotated = config.heads + config.kv_heads
-        qk = rope.apply(qkv[:, :rotated], self._table, start)
-        q, k, v = qk[:, : config.heads], qk[:, config.heads :], qkv[:, rotated:]
-        append(sequence.blocks, sequence.table, layer, start, k, v)
+        q = append_rotated(
+            sequence.blocks,
+            sequence.table,
+            layer,
+            start,
+            buffers.qkv[:count].reshape(count, -1, config.head_dim),
+            self._table,
+            threads=self._threads,
+        )
         attended = attend(
             sequence.blocks,
             sequence.table,

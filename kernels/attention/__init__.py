@@ -7,7 +7,7 @@ from numpy.typing import NDArray
 
 from edgellm.kernels.attention import native, portable
 from edgellm.kernels.kv_blocks import BlockTable, KVBlocks
-from edgellm.kernels.native import library
+from edgellm.kernels.native import library_for
 
 __all__ = ["attend"]
 
@@ -35,7 +35,7 @@ def attend(
     Returns:
         `[C, H, D]` float32.
     """
-    compiled = library()
-    if compiled is None or not native.takes(blocks):
+    compiled = library_for(blocks.format)
+    if compiled is None:
         return portable.attend(blocks, table, layer, q, start, window=window)
     return native.attend(compiled, blocks, table, layer, q, start, window=window, threads=threads)

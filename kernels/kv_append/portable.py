@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from edgellm.kernels import rope
 from edgellm.kernels.kv_blocks import BlockTable, KVBlocks, slots
 
 _TINY = np.float32(np.finfo(np.float32).tiny)
@@ -24,6 +25,22 @@ def append(
     ids, rows = slots(table, start, k.shape[0])
     _write(blocks.k, blocks.k_scale, ids, layer, rows, k)
     _write(blocks.v, blocks.v_scale, ids, layer, rows, v)
+
+
+def append_rotated(
+    blocks: KVBlocks,
+    table: BlockTable,
+    layer: int,
+    start: int,
+    qkv: NDArray[np.float32],
+    rope_table: rope.RopeTable,
+) -> NDArray[np.float32]:
+    """See `append_rotated` in `__init__.py`."""
+    kv_heads = blocks.k.shape[2]
+    heads = qkv.shape[1] - 2 * kv_heads
+    rotated = rope.apply(qkv[:, : heads + kv_heads], rope_table, start)
+    append(blocks, table, layer, start, rotated[:, heads:], qkv[:, heads + kv_heads :])
+    return rotated[:, :heads]
 
 
 def _write(

@@ -1,10 +1,31 @@
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 import pytest
 
-from edgellm.kernels.kv_append import append, reference
+from edgellm.kernels import rope
+from edgellm.kernels.kv_append import append, append_rotated, native, portable, reference
 from edgellm.kernels.kv_blocks import BLOCK, KV_FORMATS, allocate, block_bytes
+from edgellm.kernels.native import library
+from edgellm.kernels.rope import reference as rope_reference
+
+AppendRotated = Callable[..., np.ndarray]
+
+
+@pytest.fixture(params=["portable", "native, 1 thread", "native, 2 threads", "chosen"])
+def implementation(request: pytest.FixtureRequest) -> AppendRotated:
+    """Each implementation in turn."""
+    if request.param == "portable":
+        return portable.append_rotated
+    if request.param == "chosen":
+        return append_rotated
+    compiled = library()
+    if compiled is None:
+        pytest.skip("installed without a compiler")
+    threads = 2 if "2" in request.param else 1
+    return lambda *a: native.append_rotated(compiled, *a, threads=threads)
 
 
 @pytest.mark.parametrize("format", KV_FORMATS)
@@ -57,3 +78,58 @@ def test_block_bytes_is_what_is_allocated(format: str) -> None:
     arrays = (blocks.k, blocks.v, blocks.k_scale, blocks.v_scale)
     size = sum(a.nbytes for a in arrays if a is not None)
     assert size == 3 * block_bytes(format=format, layers=2, kv_heads=3, head_dim=16)
+
+
+@pytest.mark.parametrize("format", ["int8", "f32"])
+@pytest.mark.parametrize(
+    ("start", "tokens", "heads", "kv_heads", "head_dim", "rotated"),
+    [
+        (0, 1, 9, 3, 64, 64),
+        (127, 2, 1, 1, 80, 80),
+        (100, 131, 8, 2, 96, 32),
+        (5, 63, 5, 5, 16, 16),
+        (255, 1, 6, 2, 256, 256),
+    ],
+)
+@pytest.mark.usefixtures("poisoned")
+def test_rotated_rows(
+    implementation: AppendRotated,
+    format: str,
+    start: int,
+    tokens: int,
+    heads: int,
+    kv_heads: int,
+    head_dim: int,
+    rotated: int,
+) -> None:
+    rng = np.random.default_rng(tokens)
+    qkv = rng.standard_normal((tokens, heads + 2 * kv_heads, head_dim)).astype(np.float32)
+    inv_freq = (10000.0 ** (-np.arange(0, rotated, 2) / rotated)).tolist()
+    blocks = allocate(format=format, blocks=4, layers=2, kv_heads=kv_heads, head_dim=head_dim)
+    table = [3, 1, 0]
+    q = implementation(blocks, table, 1, start, qkv, rope.table(inv_freq, start + tokens))
+    exact = rope_reference.apply(qkv[:, : heads + kv_heads], inv_freq, start)
+    np.testing.assert_allclose(q, exact[:, :heads], atol=3e-6)
+    for name, values in (("k", exact[:, heads:]), ("v", qkv[:, heads + kv_heads :])):
+        stored, scales = getattr(blocks, name), getattr(blocks, f"{name}_scale")
+        for t in range(tokens):
+            block, row = table[(start + t) // BLOCK], (start + t) % BLOCK
+            found = stored[block, 1, :, row].astype(np.float64)
+            allowed: np.ndarray | float = 3e-6
+            if scales is not None:
+                scale = scales[block, 1, :, row, None]
+                np.testing.assert_allclose(scale[:, 0], np.abs(values[t]).max(-1) / 127, rtol=1e-5)
+                found, allowed = found * scale, 0.501 * scale
+            assert (np.abs(found - values[t]) <= allowed).all()
+
+
+@pytest.mark.parametrize("format", ["int8", "f32"])
+def test_broken_rows_show(implementation: AppendRotated, format: str) -> None:
+    """NaN must not be quantized into something that looks like a value."""
+    qkv = np.ones((1, 3, 8), np.float32)
+    qkv[0, 1:, 3] = np.nan
+    blocks = allocate(format=format, blocks=1, layers=1, kv_heads=1, head_dim=8)
+    with np.errstate(invalid="ignore"):
+        implementation(blocks, [0], 0, 0, qkv, rope.table([1.0, 0.1, 0.01, 0.001], 1))
+    for stored, scales in ((blocks.k, blocks.k_scale), (blocks.v, blocks.v_scale)):
+        assert np.isnan(stored[0, 0, 0, 0] if scales is None else scales[0, 0, 0, 0]).any()
