@@ -97,5 +97,6 @@ class Model:
             start,
             window=config.sliding_window,
             threads=self._threads,
+            decode=buffers.x.shape[0] == 1,
         )
         buffers.attention[:count] = attended.reshape(count, -1)

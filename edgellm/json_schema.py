@@ -15,6 +15,9 @@ from numpy.typing import NDArray
 from edgellm.errors import OptionError
 from edgellm.tokenizer import Tokenizer
 
+# Without a bound, a model may go on with spaces for ever.
+_WHITESPACE = r"[ \n]{0,12}"
+
 
 class JsonFilter:
     """A logit filter for one answer.
@@ -42,7 +45,9 @@ class JsonFilter:
             tokenizer.to_json(), eos_token=sorted(tokenizer.eos_ids)
         )
         try:
-            grammar = llguidance.LLMatcher.grammar_from_json_schema(parsed)
+            grammar = llguidance.LLMatcher.grammar_from_json_schema(
+                parsed, overrides={"whitespace_pattern": _WHITESPACE}
+            )
         except ValueError as error:
             raise OptionError(f"the JSON schema cannot be used: {error}") from None
         self._matcher = llguidance.LLMatcher(vocabulary, grammar)

@@ -21,6 +21,9 @@ from edgellm.llm import LLM, load
 from edgellm.prepare import prepare
 from edgellm.sources import DEFAULT_MODEL, resolve
 
+# Processes that tests start import the installed package, not the folder they are started in.
+os.environ["PYTHONSAFEPATH"] = "1"
+
 # Its source distribution carries vocabularies with expected tokens, llama.cpp's own tests.
 _VOCABULARIES = "llama-cpp-python==0.3.16"
 

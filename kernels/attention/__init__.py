@@ -21,6 +21,7 @@ def attend(
     *,
     window: int | None = None,
     threads: int = 1,
+    decode: bool = False,
 ) -> NDArray[np.float32]:
     """Softmax(q k^T / sqrt(D)) v over the cached tokens `0 .. start + C`, C of them just appended.
 
@@ -31,6 +32,8 @@ def attend(
         q: queries after RoPE, `[C, H, D]` float32, at positions `start ..`.
         window: a query sees its own and the `window - 1` positions before it, or all if None.
         threads: cores that the C++ version may use.
+        decode: sum in the order that is fastest for one token; otherwise the C++ version gives a
+            query the same bits however many others come with it.
 
     Returns:
         `[C, H, D]` float32.
@@ -38,4 +41,6 @@ def attend(
     compiled = library_for(blocks.format)
     if compiled is None:
         return portable.attend(blocks, table, layer, q, start, window=window)
-    return native.attend(compiled, blocks, table, layer, q, start, window=window, threads=threads)
+    return native.attend(
+        compiled, blocks, table, layer, q, start, window=window, threads=threads, decode=decode
+    )

@@ -23,6 +23,7 @@ struct Call {
     const float* q;                  // [tokens, heads, head_dim]
     float* out;                      // [tokens, heads, head_dim]
     int32_t layers, layer, kv_heads, heads, head_dim, tokens, start, window, threads;
+    int32_t decode;  // see cpu.h
 };
 
 #ifdef EDGELLM_X86

@@ -7,6 +7,10 @@
 // softmax of FlashAttention (Dao et al., arXiv:2205.14135): scores, new maximum, rescaled sums.
 // int8 keys and values become floats block by block, in buffers that stay in the L1 and L2 caches;
 // their scales are folded into the scores and the weights.
+//
+// A query's result does not depend on how many others are in the call, so a prompt gives the same
+// bits however much of it was cached. Decoding has another order of sums: with `decode` set, a score
+// is a dot product along the key, because turning a block around for a few rows costs more.
 
 typedef float Vec __attribute__((vector_size(4 * LANES), aligned(4)));
 typedef int32_t IVec __attribute__((vector_size(4 * LANES), aligned(4)));
@@ -163,8 +167,7 @@ void attend_rows(const Call& call, int kv_head, int first, int rows, Scratch& s)
         const float* v_scale = call.v_scale == nullptr ? nullptr : call.v_scale + row0;
         for (int j = 0; j < count; ++j)
             to_floats(v + size_t(j) * head_dim, &s.values[size_t(j) * padded], head_dim, padded);
-        if (rows < 8) {
-            // few rows: a dot product a key costs less than turning the block around
+        if (call.decode) {
             for (int j = 0; j < count; ++j) {
                 float* key = &s.keys[0];
                 to_floats(k + size_t(j) * head_dim, key, head_dim, padded);

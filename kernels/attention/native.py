@@ -16,7 +16,7 @@ class _Call(ctypes.Structure):
 
     _fields_ = fields(
         "k v k_scale v_scale table q out",
-        "layers layer kv_heads heads head_dim tokens start window threads",
+        "layers layer kv_heads heads head_dim tokens start window threads decode",
     )
 
 
@@ -30,6 +30,7 @@ def attend(
     *,
     window: int | None = None,
     threads: int = 1,
+    decode: bool = False,
 ) -> NDArray[np.float32]:
     """See `attend` in `__init__.py`; `library` is `kernels.native.library()`."""
     tokens, heads, head_dim = q.shape
@@ -54,6 +55,7 @@ def attend(
         start,
         window or 0,
         threads,
+        decode,
     )
     library.edgellm_attend(ctypes.byref(call))
     return out

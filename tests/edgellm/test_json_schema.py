@@ -10,7 +10,10 @@ from edgellm.llm import LLM
 
 SCHEMA = {
     "type": "object",
-    "properties": {"name": {"type": "string", "maxLength": 20}, "age": {"type": "integer"}},
+    "properties": {
+        "name": {"type": "string", "maxLength": 20},
+        "age": {"type": "integer", "maximum": 150},
+    },
     "required": ["name", "age"],
     "additionalProperties": False,
 }

@@ -40,7 +40,7 @@ def read_back(blocks: KVBlocks, table: list[int], name: str, length: int) -> np.
     return np.stack(rows)
 
 
-@pytest.fixture(params=["portable", *ISAS])
+@pytest.fixture(params=["portable", *ISAS, *(f"{isa}, decode" for isa in ISAS)])
 def implementation(request: pytest.FixtureRequest) -> Iterator[Attend]:
     """Each implementation in turn; those that this machine does not have are skipped."""
     if request.param == "portable":
@@ -50,9 +50,10 @@ def implementation(request: pytest.FixtureRequest) -> Iterator[Attend]:
     if compiled is None:
         pytest.skip("installed without a compiler")
     before = compiled.edgellm_isa()
-    if not compiled.edgellm_set_isa(request.param.encode()):
-        pytest.skip(f"this processor has no {request.param}")
-    yield lambda *a, **k: native.attend(compiled, *a, **k)
+    isa, _, decode = request.param.partition(", ")
+    if not compiled.edgellm_set_isa(isa.encode()):
+        pytest.skip(f"this processor has no {isa}")
+    yield lambda *a, **k: native.attend(compiled, *a, decode=bool(decode), **k)
     compiled.edgellm_set_isa(before)
 
 
@@ -125,6 +126,14 @@ def random_call(seed: int) -> tuple[tuple, np.ndarray]:
     q = rng.standard_normal((200, 9, 64)).astype(np.float32)
     arguments = (blocks, [2, 0, 3, 1], 0, q, 200)
     return arguments, attend(*arguments, threads=1)
+
+
+@pytest.mark.skipif(library() is None, reason="installed without a compiler")
+def test_company_makes_no_difference() -> None:
+    (blocks, table, layer, q, start), expected = random_call(3)
+    for first, count in ((0, 1), (1, 2), (3, 31), (34, 97), (131, 69)):
+        part = attend(blocks, table, layer, q[first : first + count], start + first, threads=2)
+        np.testing.assert_array_equal(part, expected[first : first + count])
 
 
 @pytest.mark.parametrize("threads", [2, 3, 8])
