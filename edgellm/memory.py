@@ -11,8 +11,8 @@ from edgellm.bundle import Bundle
 from edgellm.errors import MemoryEstimateError
 from edgellm.graphs.contract import WEIGHTS_FILE
 
-# Interpreter, libraries and buffers of a process with a small model, measured: 130 MB.
-_BASE_BYTES = 130 << 20
+# A process with all libraries imported and no model: 110 MB on Linux with Python 3.11.
+_BASE_BYTES = 110 << 20
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ def estimate(bundle: Bundle, *, flavours: set[str], kv_cache_bytes: int) -> Memo
     """What loading these flavours takes.
 
     ONNX Runtime keeps a repacked copy of each weight beside the mapped file, so weights count
-    twice. The embedding part of a head is looked up row by row, but it is also the LM head.
+    twice. That is an upper bound: the default model, with 222 MB of weights, took 323 MB.
     """
     heads = {bundle.flavour(flavour).head for flavour in flavours}
     folders = [*flavours, *(f"head-{head}" for head in heads)]

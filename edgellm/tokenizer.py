@@ -30,11 +30,9 @@ class Tokenizer:
         self.bos_id = self._id(entry.bos) if entry.bos is not None else None
         self.eos_ids = frozenset(self._id(text) for text in entry.eos)
         self._adds_bos = entry.add_bos and self.bos_id is not None
-        self._special = {
-            i for i, token in self._tokenizer.get_added_tokens_decoder().items() if token.special
-        }
+        added = self._tokenizer.get_added_tokens_decoder().values()
         self.special_texts = tuple(
-            sorted((self.text_of(i) for i in self._special), key=len, reverse=True)
+            sorted((token.content for token in added if token.special), key=len, reverse=True)
         )
 
     @property
@@ -75,9 +73,6 @@ class Tokenizer:
     def to_json(self) -> str:
         """The content of tokenizer.json."""
         return self._tokenizer.to_str()
-
-    def is_special(self, token: int) -> bool:
-        return token in self._special
 
     def _id(self, text: str) -> int:
         token = self._tokenizer.token_to_id(text)

@@ -1,8 +1,8 @@
 """Build a `tokenizers` tokenizer from the vocabulary in a GGUF file.
 
 `tokenizer.ggml.model` names the algorithm (gpt2: byte-level BPE with merges; llama: SentencePiece
-BPE with scores) and `tokenizer.ggml.pre` the way text is cut before it. The expressions are those
-of the models' own tokenizer.json files.
+BPE with scores) and `tokenizer.ggml.pre` the way text is cut before it. The tests compare with the
+tokens that llama.cpp expects from its own vocabularies.
 """
 
 from __future__ import annotations

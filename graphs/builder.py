@@ -18,7 +18,7 @@ from edgellm.graphs.contract import WEIGHTS_FILE
 # Opset 23 brings RMSNormalization; ORT takes it on the CPU since 1.23.
 OPSETS = {"": 23, "com.microsoft": 1}
 IR_VERSION = 11
-# A cache line, and what the decode kernels want for their loads.
+# A cache line.
 _ALIGNMENT = 64
 
 

@@ -216,7 +216,8 @@ def _matmul_nbits(
 ) -> ir.Value:
     """ORT's group-quantized product with int8 activations, which accuracy_level 4 asks for.
 
-    Any other level dequantizes the weight at each call (16 ms against 0.07 ms for 2048 x 2048).
+    Other levels compute in float32: one row by 2048 x 2048 on one core took 0.16 ms against 0.04 ms
+    with 4 bits, and 4.1 ms against 0.06 ms with 8.
     """
     return graph.op(
         "MatMulNBits",

@@ -20,7 +20,7 @@ inline Vec load(const float* p) { return *reinterpret_cast<const Vec*>(p); }
 inline void store(float* p, Vec v) { *reinterpret_cast<Vec*>(p) = v; }
 inline Vec splat(float x) { return x - Vec{}; }
 
-// e^x for x <= 0, relative error below 2e-7 (Cephes' expf); 0 below -87.
+// e^x for x <= 0, relative error below 1e-7 (Cephes' expf); 0 below -87.
 inline Vec exp_negative(Vec x) {
     const IVec underflow = x < splat(-87.0f);
     x = underflow ? splat(-87.0f) : x;

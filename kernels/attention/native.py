@@ -32,7 +32,7 @@ def attend(
     threads: int = 1,
     decode: bool = False,
 ) -> NDArray[np.float32]:
-    """See `attend` in `__init__.py`; `library` is `kernels.native.library()`."""
+    """See `attend` in `__init__.py`; `library` holds the compiled kernels."""
     tokens, heads, head_dim = q.shape
     queries = np.ascontiguousarray(q)
     ids = np.asarray(table, np.int64)

@@ -2,6 +2,7 @@
 #include <cmath>
 #include <cstddef>
 #include <cstdint>
+#include <vector>
 
 #include "../cpu/threads.h"
 
@@ -78,12 +79,12 @@ void token(const Call& call, int t, float* rotated) {
 
 }  // namespace
 
-// `scratch` holds head_dim floats for each task of TOKENS_PER_TASK tokens.
-extern "C" void edgellm_append(const Call* call, float* scratch) {
+extern "C" void edgellm_append(const Call* call) {
     const int tasks = (call->tokens + TOKENS_PER_TASK - 1) / TOKENS_PER_TASK;
     edgellm::parallel(tasks, call->threads, [&](int task) {
+        std::vector<float> rotated(call->head_dim);
         const int end = (task + 1) * TOKENS_PER_TASK;
         for (int t = task * TOKENS_PER_TASK; t < end && t < call->tokens; ++t)
-            token(*call, t, scratch + size_t(task) * call->head_dim);
+            token(*call, t, rotated.data());
     });
 }

@@ -32,14 +32,13 @@ def append_rotated(
     *,
     threads: int = 1,
 ) -> NDArray[np.float32]:
-    """See `append_rotated` in `__init__.py`; `library` is `kernels.native.library()`."""
+    """See `append_rotated` in `__init__.py`; `library` holds the compiled kernels."""
     tokens, rows, head_dim = qkv.shape
     _, layers, kv_heads, _, _ = blocks.k.shape
     heads = rows - 2 * kv_heads
     source = np.ascontiguousarray(qkv)
     ids = np.asarray(table, np.int64)
     q = np.empty((tokens, heads, head_dim), np.float32)
-    scratch = np.empty((tokens, head_dim), np.float32)
     call = _Call(
         address(blocks.k),
         address(blocks.v),
@@ -60,5 +59,5 @@ def append_rotated(
         start,
         threads,
     )
-    library.edgellm_append(ctypes.byref(call), ctypes.c_void_p(address(scratch)))
+    library.edgellm_append(ctypes.byref(call))
     return q
