@@ -10,7 +10,7 @@ from edgellm.bundle import Bundle
 from edgellm.cli.options import model_argument
 from edgellm.cli.progress import export_progress
 from edgellm.errors import OptionError
-from edgellm.export import DEFAULT_CHUNK_SIZES, DEFAULT_FLAVOURS
+from edgellm.export import DEFAULT_CHUNK_SIZES, DEFAULT_FLAVOURS, check_flavours
 from edgellm.export import export as export_bundle
 from edgellm.flavours import FLAVOURS
 from edgellm.prepare import prepare
@@ -39,6 +39,7 @@ from edgellm.sources import resolve
 def export(*, name: str, output: Path | None, flavours: str, chunk_sizes: str, force: bool) -> None:
     """Export MODEL to a bundle: static-shape ONNX graphs, decode weights, tokenizer."""
     wanted = flavours.split(",")
+    check_flavours(wanted)
     with export_progress() as progress:
         if output is None:
             bundle = prepare(name, flavours=wanted, force=force, progress=progress)

@@ -23,7 +23,7 @@ from edgellm.sources import ALIASES, pypi_path
 def pull(*, name: str) -> None:
     """Download MODEL and export it, so that the next run starts at once."""
     with export_progress() as progress:
-        report(prepare(name, progress=progress))
+        report(prepare(name, flavours=EngineOptions().flavours, progress=progress))
 
 
 @click.command()
@@ -48,7 +48,7 @@ def ls() -> None:
 def show(*, name: str, verify: bool) -> None:
     """Show what MODEL is, its flavours and the memory that it needs."""
     with export_progress() as progress:
-        bundle = prepare(name, progress=progress)
+        bundle = prepare(name, flavours=EngineOptions().flavours, progress=progress)
     if verify:
         bundle = open_bundle(bundle.path, verify=True)
     for label, value in _description(bundle):

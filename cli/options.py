@@ -8,6 +8,7 @@ from typing import Any, TypedDict
 
 import click
 
+from edgellm.engine import DECODE_BACKENDS
 from edgellm.errors import OptionError
 from edgellm.kernels.kv_blocks import KV_FORMATS, KVFormat
 from edgellm.llm import SamplingArguments
@@ -62,19 +63,19 @@ def load_options(command: Command) -> Command:
         "--prefill",
         default="auto",
         show_default=True,
-        help="Execution provider of prefill, see `edgellm devices`.",
+        help="native, or an execution provider, see `edgellm devices`.",
     )
     @click.option(
         "--decode",
-        type=click.Choice(["auto", "portable", "reference"]),
+        type=click.Choice(DECODE_BACKENDS),
         default="auto",
         show_default=True,
-        help="Decode back end; reference is float32.",
+        help="Decode back end: C++ kernels, ONNX Runtime, or float32.",
     )
     @click.option(
         "--flavour",
         type=click.Choice(["w8a8", "f32"]),
-        help="Precision of prefill.  [default: the bundle's int8 one]",
+        help="Precision of prefill in ONNX Runtime.  [default: int8]",
     )
     @functools.wraps(command)
     def wrapped(

@@ -5,6 +5,7 @@
     chat_template.jinja      if the model has one
     <flavour>/               NNN.onnx (any chunk size), NNN.cC.onnx (static), weights.bin
     head-<kind>/             head.onnx, weights.bin with the embedding
+    panels/                  weights.bin for the native kernels, embedding and head among them
 
 Graphs of a folder share its weights.bin, which ONNX Runtime and numpy map into memory.
 """
@@ -13,22 +14,30 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from edgellm.errors import BundleError, EdgeLLMError
-from edgellm.graphs.builder import StoredArray
 from edgellm.graphs.config import ModelConfig
+from edgellm.graphs.contract import StoredArray
 from edgellm.home import replacing_file
 
 FORMAT = "edgellm-bundle"
 # Goes up when the layout or the recipe of a flavour changes, so that old bundles are made again.
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 MANIFEST = "manifest.json"
 TOKENIZER = "tokenizer.json"
 CHAT_TEMPLATE = "chat_template.jinja"
+# The flavour that the native kernels read; all others are graphs.
+PANELS = "panels"
+# Called with a label, steps done and steps in all.
+ExportProgress = Callable[[str, int, int], None]
 # Remembers which size and time of change each file had when its sha256 was last found right, so
 # that a start reads no weights it does not use; not part of the bundle.
 _CHECKED = ".checked.json"
@@ -50,13 +59,15 @@ class FlavourEntry:
         chunk_sizes: the static sizes.
         any_size: whether graphs for any chunk size are there as well.
         import_report: how many tensors are exact, and the error of the others.
+        arrays: weights that are read by name; those of graphs are not.
     """
 
     description: str
-    head: str
+    head: str | None
     chunk_sizes: tuple[int, ...]
     any_size: bool
     import_report: Mapping[str, Any]
+    arrays: Mapping[str, StoredArray]
 
 
 @dataclass(frozen=True)
@@ -124,16 +135,17 @@ class Manifest:
                 generation=values["generation"],
                 versions=values["versions"],
                 flavours={
-                    name: FlavourEntry(**{**entry, "chunk_sizes": tuple(entry["chunk_sizes"])})
+                    name: FlavourEntry(
+                        **{
+                            **entry,
+                            "chunk_sizes": tuple(entry["chunk_sizes"]),
+                            "arrays": _arrays(entry["arrays"]),
+                        }
+                    )
                     for name, entry in values["flavours"].items()
                 },
                 heads={
-                    name: HeadEntry(
-                        {
-                            part: StoredArray(**{**array, "shape": tuple(array["shape"])})
-                            for part, array in entry["embedding"].items()
-                        }
-                    )
+                    name: HeadEntry(_arrays(entry["embedding"]))
                     for name, entry in values["heads"].items()
                 },
                 files={name: FileEntry(**entry) for name, entry in values["files"].items()},
@@ -165,6 +177,27 @@ class Bundle:
                 + ", ".join(self.manifest.flavours)
             )
         return self.manifest.flavours[name]
+
+
+def _arrays(values: Mapping[str, Any]) -> dict[str, StoredArray]:
+    return {
+        name: StoredArray(**{**array, "shape": tuple(array["shape"])})
+        for name, array in values.items()
+    }
+
+
+def map_arrays(root: Path, arrays: Mapping[str, StoredArray]) -> dict[str, NDArray[Any]]:
+    """Map arrays of the bundle at `root`; their pages are read when they are used."""
+    files = {
+        name: np.memmap(root / name, dtype=np.uint8, mode="r")
+        for name in {array.file for array in arrays.values()}
+    }
+    found = {}
+    for name, array in arrays.items():
+        count = math.prod(array.shape) * np.dtype(array.dtype).itemsize
+        data = np.asarray(files[array.file])[array.offset : array.offset + count]
+        found[name] = data.view(array.dtype).reshape(array.shape)
+    return found
 
 
 def is_bundle(path: Path) -> bool:

@@ -7,8 +7,11 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from edgellm.bundle import PANELS
 from edgellm.forward import Model
 from edgellm.kv_cache import Sequence
+from edgellm.native_model import NativeModel
+from edgellm.providers import NATIVE
 
 
 class DecodeBackend(Protocol):
@@ -26,16 +29,30 @@ class DecodeBackend(Protocol):
         """Append `token` to the sequence and give the logits after it, `[V]`."""
 
 
-class PortableDecoder:
-    """Segments at chunk size 1 and numpy attention: needs no compiler and no device."""
+class SegmentDecoder:
+    """Segments at chunk size 1 in ONNX Runtime: needs no compiler and no device."""
 
-    name = "portable"
-
-    def __init__(self, model: Model, *, flavour: str) -> None:
+    def __init__(self, model: Model, *, name: str, flavour: str) -> None:
         self._model = model
+        self.name = name
         self.flavour = flavour
 
     def step(self, token: int, sequence: Sequence) -> NDArray[np.float32]:
         hidden = self._model.forward([token], sequence, chunk=1)
         logits: NDArray[np.float32] = self._model.head.logits(hidden)[0]
         return logits
+
+
+class NativeDecoder:
+    """The fused step: all layers of a token in one call of the C++ kernels."""
+
+    name = NATIVE
+    flavour = PANELS
+
+    def __init__(self, model: NativeModel) -> None:
+        self._model = model
+
+    def step(self, token: int, sequence: Sequence) -> NDArray[np.float32]:
+        _, logits = self._model.forward([token], sequence, logit_rows=1)
+        row: NDArray[np.float32] = logits[0]
+        return row

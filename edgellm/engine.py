@@ -3,24 +3,28 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from edgellm import memory, thread_pool
-from edgellm.bundle import CHAT_TEMPLATE, Bundle
-from edgellm.decode import DecodeBackend, PortableDecoder
-from edgellm.errors import OptionError
+from edgellm.bundle import CHAT_TEMPLATE, PANELS, Bundle
+from edgellm.decode import DecodeBackend, NativeDecoder, SegmentDecoder
+from edgellm.errors import OptionError, UnsupportedModelError
 from edgellm.forward import Model
-from edgellm.int8_support import int8_products_are_exact
 from edgellm.kernels import rope
 from edgellm.kernels.kv_blocks import KVFormat
+from edgellm.kernels.native import MAX_HEAD_DIM, library
 from edgellm.kv_cache import KVCache, blocks_for, cache_bytes, check_format
-from edgellm.prefill import PrefillExecutor
-from edgellm.providers import choose
-from edgellm.segments import Head, Segments
+from edgellm.native_model import NativeModel
+from edgellm.panels import open_panels
+from edgellm.prefill import ChunkedPrefill, NativePrefill, Prefill
+from edgellm.providers import AUTO, CPU, NATIVE, choose
+from edgellm.segments import Head, ModelHead, Segments
 from edgellm.template import ChatTemplate
 from edgellm.tokenizer import Tokenizer
 
 DEFAULT_CTX_SIZE = 4096
+DECODE_BACKENDS = ("auto", "native", "portable", "reference")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,8 +34,9 @@ class EngineOptions:
     Attributes:
         flavour: precision of prefill; None takes int8 where this CPU multiplies it exactly (see
             `int8_support.py`), else float32.
-        decode: `auto`, `portable` (int4) or `reference` (float32).
-        prefill: execution provider, or `auto`.
+        decode: `native` (int4 in C++), `portable` (int4 in ONNX Runtime), `reference` (float32), or
+            `auto`: native where the kernels were built, else portable.
+        prefill: `native`, an execution provider, or `auto`.
         kv_format: how the KV cache is stored.
         ctx_size: tokens of one session; None is the model's own, at most 4096; 0 the model's own.
         cache_size: tokens that the shared pool holds for all sessions; None is twice `ctx_size`.
@@ -55,8 +60,13 @@ class EngineOptions:
         check_format(self.kv_format)
         if self.flavour not in (None, "w8a8", "f32"):
             raise OptionError(f"flavour {self.flavour!r}: allowed are w8a8 and f32")
-        if self.decode not in ("auto", "portable", "reference"):
-            raise OptionError(f"decode {self.decode!r}: allowed are auto, portable and reference")
+        if self.decode not in DECODE_BACKENDS:
+            raise OptionError(f"decode {self.decode!r}: allowed are {', '.join(DECODE_BACKENDS)}")
+        if self.decode_backend == "native" and library() is None:
+            raise OptionError(
+                "decode 'native': the kernels were not built when edgellm was installed; install a "
+                "C++ compiler and reinstall, or take --decode portable"
+            )
         if self.ctx_size is not None and self.ctx_size < 0:
             raise OptionError(
                 f"ctx_size is {self.ctx_size}; allowed is 0 (the model's own) or more"
@@ -68,11 +78,30 @@ class EngineOptions:
     def prefill_flavour(self) -> str:
         if self.flavour is not None:
             return self.flavour
+        if self.prefill_backend == NATIVE:
+            return PANELS
+        from edgellm.int8_support import int8_products_are_exact  # 0.4 s, and rarely needed
+
         return "w8a8" if int8_products_are_exact() else "f32"
 
     @property
+    def decode_backend(self) -> str:
+        """The one that `auto` stands for."""
+        if self.decode != "auto":
+            return self.decode
+        return "portable" if library() is None else "native"
+
+    @property
+    def prefill_backend(self) -> str:
+        """The one that `auto` stands for: the native kernels, unless a precision was asked for."""
+        if self.prefill != AUTO:
+            return self.prefill
+        native = self.decode_backend == NATIVE and self.flavour is None
+        return NATIVE if native else choose(AUTO)
+
+    @property
     def decode_flavour(self) -> str:
-        return "f32" if self.decode == "reference" else "int4"
+        return {"native": PANELS, "portable": "int4", "reference": "f32"}[self.decode_backend]
 
     @property
     def flavours(self) -> set[str]:
@@ -101,32 +130,57 @@ class Engine:
             blocks=_cache_blocks(options, self.ctx_size),
             fingerprint=f"{bundle.manifest.files}{options.kv_format}".encode(),
         )
-        self.threads = thread_pool.start(options.threads)
-        models = self._models(choose(options.prefill))
-        self.prefill = PrefillExecutor(
-            models[options.prefill_flavour], flavour=options.prefill_flavour
-        )
-        self.decoder: DecodeBackend = PortableDecoder(
-            models[options.decode_flavour], flavour=options.decode_flavour
-        )
-
-    def _models(self, provider: str) -> dict[str, Model]:
-        """The flavours in use; one that serves prefill and decode is opened once."""
+        graphs = options.flavours - {PANELS}
+        choose_threads = thread_pool.start if graphs else thread_pool.size
+        self.threads = choose_threads(options.threads)
         table = rope.table(self.config.inv_freq, self.ctx_size)
-        kinds = {self.bundle.flavour(f).head for f in self.options.flavours}
-        heads = {kind: Head(self.bundle, kind) for kind in kinds}
+        native = self._native_model(table) if PANELS in options.flavours else None
+        models = self._segment_models(sorted(graphs), table, native)
+        self.prefill: Prefill
+        if options.prefill_backend == NATIVE:
+            assert native is not None
+            self.prefill = NativePrefill(native)
+        else:
+            self.prefill = ChunkedPrefill(
+                models[options.prefill_flavour], flavour=options.prefill_flavour
+            )
+        self.decoder: DecodeBackend
+        if options.decode_backend == NATIVE:
+            assert native is not None
+            self.decoder = NativeDecoder(native)
+        else:
+            self.decoder = SegmentDecoder(
+                models[options.decode_flavour],
+                name=options.decode_backend,
+                flavour=options.decode_flavour,
+            )
+
+    def _native_model(self, table: rope.RopeTable) -> NativeModel:
+        compiled = library()
+        assert compiled is not None
+        if self.config.head_dim > MAX_HEAD_DIM:
+            raise UnsupportedModelError(
+                f"head_dim is {self.config.head_dim}; the native kernels take at most "
+                f"{MAX_HEAD_DIM}. Take --decode portable --prefill cpu"
+            )
+        return NativeModel(compiled, open_panels(self.bundle), table, threads=self.threads)
+
+    def _segment_models(
+        self, flavours: Sequence[str], table: rope.RopeTable, native: NativeModel | None
+    ) -> dict[str, Model]:
+        """The flavours in use that are graphs; one that serves both ends is opened once."""
+        heads: dict[str, ModelHead] = {}
+        for kind in {self.bundle.flavour(f).head for f in flavours}:
+            assert kind is not None
+            shared = native is not None and kind == "int8"
+            heads[kind] = native.head if shared and native else Head(self.bundle, kind)
         models = {}
-        for flavour in sorted(self.options.flavours):
+        for flavour in flavours:
             runs_prefill = flavour == self.options.prefill_flavour
-            segments = Segments(
-                self.bundle,
-                flavour,
-                provider=provider if runs_prefill else "cpu",
-                threads=self.threads,
-            )
-            models[flavour] = Model(
-                segments, heads[self.bundle.flavour(flavour).head], table, threads=self.threads
-            )
+            provider = choose(self.options.prefill_backend) if runs_prefill else CPU
+            segments = Segments(self.bundle, flavour, provider=provider, threads=self.threads)
+            head = heads[self.bundle.flavour(flavour).head or ""]
+            models[flavour] = Model(segments, head, table, threads=self.threads)
         return models
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import importlib.metadata
 import shutil
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -14,7 +14,7 @@ import onnx_ir as ir
 from filelock import FileLock
 
 from edgellm import bundle as bundles
-from edgellm.bundle import Bundle, FlavourEntry, HeadEntry, Manifest
+from edgellm.bundle import PANELS, Bundle, ExportProgress, FlavourEntry, HeadEntry, Manifest
 from edgellm.errors import BundleError, EdgeLLMError, ExportError, OptionError
 from edgellm.flavours import FLAVOURS, ImportReport
 from edgellm.graphs.builder import WeightFile
@@ -23,14 +23,13 @@ from edgellm.graphs.contract import HEAD_FILE, segment_file
 from edgellm.graphs.linear import FloatLinear, Int8GroupLinear, Linear
 from edgellm.graphs.segment import author_head, author_segment
 from edgellm.home import replacing_folder
+from edgellm.panel_writer import store_panels
 from edgellm.quantize.int8 import quantize_groups
 from edgellm.tokenizer_import import import_tokenizer
 
 DEFAULT_CHUNK_SIZES = (32, 128)
-DEFAULT_FLAVOURS = ("w8a8", "int4")
+DEFAULT_FLAVOURS = (PANELS, "w8a8", "int4")
 _TOOLS = ("edgellm", "onnxruntime", "onnx-ir", "gguf", "safetensors", "tokenizers", "numpy")
-
-Progress = Callable[[str, int, int], None]
 
 
 def export(
@@ -42,7 +41,7 @@ def export(
     flavours: Sequence[str] = DEFAULT_FLAVOURS,
     chunk_sizes: Sequence[int] = DEFAULT_CHUNK_SIZES,
     force: bool = False,
-    progress: Progress | None = None,
+    progress: ExportProgress | None = None,
 ) -> Bundle:
     """Export a checkpoint to the bundle folder `out`, or add missing flavours to the bundle there.
 
@@ -84,7 +83,7 @@ class _Steps:
     """Counts segments for the progress callback."""
 
     def __init__(
-        self, checkpoint: Checkpoint, flavours: Sequence[str], progress: Progress | None
+        self, checkpoint: Checkpoint, flavours: Sequence[str], progress: ExportProgress | None
     ) -> None:
         self._progress = progress
         self._done = 0
@@ -131,7 +130,8 @@ def _add_flavours(
     """Export into a scratch folder, move the new folders over, and last of all the manifest."""
     if present.config != checkpoint.config:
         raise BundleError(f"{out}: the bundle is of another model; export it again with --force")
-    chunk_sizes = max((f.chunk_sizes for f in present.flavours.values()), key=len)
+    sizes = [f.chunk_sizes for f in present.flavours.values() if f.any_size]
+    chunk_sizes = sizes[0] if sizes else DEFAULT_CHUNK_SIZES
     scratch = out.with_name(f".{out.name}.scratch")
     shutil.rmtree(scratch, ignore_errors=True)
     scratch.mkdir()
@@ -156,8 +156,10 @@ def _export_flavour(
     steps: _Steps,
 ) -> Manifest:
     flavour = FLAVOURS[name]
+    if flavour.segments is None:
+        return _export_panels(checkpoint, root, manifest, steps)
     heads = dict(manifest.heads)
-    if flavour.head not in heads:
+    if flavour.head is not None and flavour.head not in heads:
         heads[flavour.head] = _export_head(checkpoint, root, flavour.head)
     steps.step(f"{name}: head")
     static = (1,) if flavour.token_by_token else tuple(sorted(set(chunk_sizes)))
@@ -171,8 +173,26 @@ def _export_flavour(
                 model = author_segment(segment, checkpoint.config, chunk=chunk)
                 ir.save(model, folder / segment_file(segment.index, chunk))
             steps.step(f"{name}: segment {segment.index}")
-    entry = FlavourEntry(flavour.description, flavour.head, static, None in sizes, report.to_json())
+    entry = FlavourEntry(
+        flavour.description, flavour.head, static, None in sizes, report.to_json(), arrays={}
+    )
     return replace(manifest, flavours={**manifest.flavours, name: entry}, heads=heads)
+
+
+def _export_panels(
+    checkpoint: Checkpoint, root: Path, manifest: Manifest, steps: _Steps
+) -> Manifest:
+    folder = root / PANELS
+    folder.mkdir()
+    report = ImportReport()
+    with WeightFile(folder) as file:
+        arrays = store_panels(
+            checkpoint, file, report, on_layer=lambda i: steps.step(f"{PANELS}: layer {i}")
+        )
+    entry = FlavourEntry(
+        FLAVOURS[PANELS].description, None, (), False, report.to_json(), arrays=arrays
+    )
+    return replace(manifest, flavours={**manifest.flavours, PANELS: entry})
 
 
 def _export_head(checkpoint: Checkpoint, root: Path, kind: str) -> HeadEntry:

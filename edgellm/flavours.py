@@ -5,6 +5,7 @@ w8a8   int8 weights (a scale a channel) and int8 activations (a scale a row, fou
        The residual stream is rotated and each run of inputs of down_proj is multiplied by a
        Hadamard matrix, so that no channel is an outlier (QuaRot, arXiv:2404.00456).
 int4   int4 group-32 affine weights for decoding one token at a time; Q4_0 and Q4_1 exactly.
+panels the same weights for the native kernels instead of ONNX Runtime (see `panels.py`).
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from edgellm.bundle import PANELS
 from edgellm.graphs.builder import WeightFile
 from edgellm.graphs.checkpoint import Checkpoint
 from edgellm.graphs.linear import (
@@ -28,7 +30,7 @@ from edgellm.graphs.linear import (
     Linear,
 )
 from edgellm.graphs.segment import Array, Mlp, Segment
-from edgellm.kernels.int4 import Int4Weight, dequantize
+from edgellm.kernels.int4 import Int4Weight, concatenate, dequantize
 from edgellm.quantize.error import relative_error
 from edgellm.quantize.int4 import quantize_int4
 from edgellm.quantize.int8 import quantize_channels
@@ -79,15 +81,15 @@ class Flavour:
 
     Attributes:
         description: one line for people.
-        head: which LM head and embedding goes with it.
+        head: which LM head and embedding goes with it; None where they are part of it.
         token_by_token: exported at chunk size 1 alone, instead of at the bundle's sizes.
-        segments: makes the segments of a checkpoint, first to last.
+        segments: makes the segments of a checkpoint, first to last; None where there are no graphs.
     """
 
     description: str
-    head: str
+    head: str | None
     token_by_token: bool
-    segments: Callable[[Checkpoint, WeightFile, ImportReport], Iterator[Segment]]
+    segments: Callable[[Checkpoint, WeightFile, ImportReport], Iterator[Segment]] | None
 
 
 def _f32(checkpoint: Checkpoint, file: WeightFile, report: ImportReport) -> Iterator[Segment]:
@@ -101,18 +103,14 @@ def _f32(checkpoint: Checkpoint, file: WeightFile, report: ImportReport) -> Iter
 
 def _int4(checkpoint: Checkpoint, file: WeightFile, report: ImportReport) -> Iterator[Segment]:
     def linear(name: str, *parts: str) -> Int4Linear:
-        weights = [_int4_weight(checkpoint, part, report) for part in parts]
-        joined = Int4Weight(
-            np.concatenate([w.packed for w in weights]),
-            np.concatenate([w.scale for w in weights]),
-            np.concatenate([w.offset for w in weights]),
-        )
-        return Int4Linear.store(file, name, joined)
+        weights = [int4_weight(checkpoint, part, report) for part in parts]
+        return Int4Linear.store(file, name, concatenate(weights))
 
     return _plain(checkpoint, file, linear)
 
 
-def _int4_weight(checkpoint: Checkpoint, name: str, report: ImportReport) -> Int4Weight:
+def int4_weight(checkpoint: Checkpoint, name: str, report: ImportReport) -> Int4Weight:
+    """A tensor as int4 groups: as it is if it has them, else rounded."""
     tensor = checkpoint.tensor(name)
     if tensor.int4 is not None:
         report.exact += 1
@@ -254,6 +252,10 @@ FLAVOURS = {
     "int4": Flavour(
         "int4 group-32 affine weights, int8 activations per group", "int8", True, _int4
     ),
+    PANELS: Flavour(
+        "int4 group-32 affine weights, int8 activations per group, for the native kernels",
+        None,
+        True,
+        None,
+    ),
 }
-PREFILL_FLAVOURS = ("w8a8", "f32")
-DECODE_FLAVOURS = ("int4", "f32")

@@ -14,7 +14,7 @@ from edgellm.kernels import rope
 from edgellm.kernels.attention import attend
 from edgellm.kernels.kv_append import append_rotated
 from edgellm.kv_cache import Sequence
-from edgellm.segments import ChunkBuffers, Head, Segments
+from edgellm.segments import ChunkBuffers, ModelHead, Segments
 
 Floats = NDArray[np.float32]
 
@@ -23,7 +23,7 @@ class Model:
     """A flavour ready to run: segments, embedding and head, and a RoPE table for the context."""
 
     def __init__(
-        self, segments: Segments, head: Head, table: rope.RopeTable, *, threads: int
+        self, segments: Segments, head: ModelHead, table: rope.RopeTable, *, threads: int
     ) -> None:
         self.segments = segments
         self.config = segments.config
@@ -97,6 +97,5 @@ class Model:
             start,
             window=config.sliding_window,
             threads=self._threads,
-            decode=buffers.x.shape[0] == 1,
         )
         buffers.attention[:count] = attended.reshape(count, -1)

@@ -6,9 +6,9 @@ import threading
 from collections.abc import Iterator
 from typing import TypedDict, Unpack
 
+from edgellm.bundle import ExportProgress
 from edgellm.chat import Chat
 from edgellm.engine import Engine, EngineOptions
-from edgellm.export import Progress as ExportProgress
 from edgellm.kernels.kv_blocks import KVFormat
 from edgellm.prefill import Progress
 from edgellm.prepare import prepare

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import psutil
 
-from edgellm.bundle import Bundle
+from edgellm.bundle import PANELS, Bundle
 from edgellm.errors import MemoryEstimateError
 from edgellm.graphs.contract import WEIGHTS_FILE
 
@@ -31,13 +31,18 @@ class MemoryEstimate:
 def estimate(bundle: Bundle, *, flavours: set[str], kv_cache_bytes: int) -> MemoryEstimate:
     """What loading these flavours takes.
 
-    ONNX Runtime keeps a repacked copy of each weight beside the mapped file, so weights count
+    ONNX Runtime keeps a repacked copy of each weight beside the mapped file, so its weights count
     twice. That is an upper bound: the default model, with 222 MB of weights, took 323 MB.
     """
     heads = {bundle.flavour(flavour).head for flavour in flavours}
-    folders = [*flavours, *(f"head-{head}" for head in heads)]
+    if PANELS in flavours:
+        heads -= {"int8"}  # the panels have one
+    folders = [*flavours, *(f"head-{head}" for head in heads if head is not None)]
     files = bundle.manifest.files
-    weights = sum(2 * files[f"{folder}/{WEIGHTS_FILE}"].bytes for folder in folders)
+    weights = sum(
+        files[f"{folder}/{WEIGHTS_FILE}"].bytes * (1 if folder == PANELS else 2)
+        for folder in folders
+    )
     return MemoryEstimate(weights, kv_cache_bytes)
 
 

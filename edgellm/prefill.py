@@ -1,25 +1,70 @@
-"""The chunked prefill executor."""
+"""Prefill: a prompt into the KV cache, in chunks."""
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
+from edgellm.bundle import PANELS
 from edgellm.forward import Model
 from edgellm.kv_cache import Sequence
+from edgellm.native_model import NativeModel
 from edgellm.planner import plan_chunks
-from edgellm.providers import Placement
+from edgellm.providers import NATIVE, Placement
 
+Floats = NDArray[np.float32]
 # Called with tokens done and tokens in all.
 Progress = Callable[[int, int], None]
+# Tokens between two looks at `cancel`. The native kernels take any number at once.
+_NATIVE_CHUNK = 128
 
 
-class PrefillExecutor:
-    """Runs prompts in chunks of static size into the KV cache."""
+class Prefill(Protocol):
+    """What sessions need.
+
+    Attributes:
+        placement: where it runs.
+        flavour: the precision of its weights.
+    """
+
+    flavour: str
+
+    @property
+    def placement(self) -> Placement: ...
+
+    def run(
+        self,
+        tokens: SequenceOf[int],
+        sequence: Sequence,
+        *,
+        progress: Progress | None = None,
+        cancel: threading.Event | None = None,
+        on_hidden: Callable[[Floats], None] | None = None,
+    ) -> Floats:
+        """Evaluate `tokens` at the end of `sequence`.
+
+        Args:
+            on_hidden: called with each chunk's hidden states `[n, E]`, padding left out.
+
+        Returns:
+            The logits of the last token, `[V]`; no other row goes through the LM head.
+
+        Raises:
+            ContextOverflowError, CacheFullError: they do not fit.
+            CancelledError: `cancel` was set; finished chunks stay in the sequence.
+        """
+
+    def logits(self, hidden: Floats) -> Floats:
+        """The LM head on hidden states `[rows, E]`: `[rows, V]`."""
+
+
+class ChunkedPrefill:
+    """Chunks of static size through the segments of an execution provider."""
 
     def __init__(self, model: Model, *, flavour: str) -> None:
         self._model = model
@@ -36,20 +81,8 @@ class PrefillExecutor:
         *,
         progress: Progress | None = None,
         cancel: threading.Event | None = None,
-        on_hidden: Callable[[NDArray[np.float32]], None] | None = None,
-    ) -> NDArray[np.float32]:
-        """Evaluate `tokens` at the end of `sequence`.
-
-        Args:
-            on_hidden: called with each chunk's hidden states `[n, E]`, padding left out.
-
-        Returns:
-            The logits of the last token, `[V]`; no other row goes through the LM head.
-
-        Raises:
-            ContextOverflowError, CacheFullError: they do not fit.
-            CancelledError: `cancel` was set; finished chunks stay in the sequence.
-        """
+        on_hidden: Callable[[Floats], None] | None = None,
+    ) -> Floats:
         done = 0
         for chunk, count in plan_chunks(len(tokens), self._model.segments.chunk_sizes):
             hidden = self._model.forward(
@@ -60,9 +93,45 @@ class PrefillExecutor:
                 on_hidden(hidden)
             if progress is not None:
                 progress(done, len(tokens))
-        last: NDArray[np.float32] = self.logits(hidden[-1:])[0]
+        last: Floats = self.logits(hidden[-1:])[0]
         return last
 
-    def logits(self, hidden: NDArray[np.float32]) -> NDArray[np.float32]:
-        """The LM head on hidden states `[rows, E]`: `[rows, V]`."""
+    def logits(self, hidden: Floats) -> Floats:
+        return self._model.head.logits(hidden)
+
+
+class NativePrefill:
+    """The fused step on many tokens at once; nothing is padded."""
+
+    flavour = PANELS
+
+    def __init__(self, model: NativeModel) -> None:
+        self._model = model
+
+    @property
+    def placement(self) -> Placement:
+        return Placement(NATIVE, {})
+
+    def run(
+        self,
+        tokens: SequenceOf[int],
+        sequence: Sequence,
+        *,
+        progress: Progress | None = None,
+        cancel: threading.Event | None = None,
+        on_hidden: Callable[[Floats], None] | None = None,
+    ) -> Floats:
+        for start in range(0, len(tokens), _NATIVE_CHUNK):
+            end = min(start + _NATIVE_CHUNK, len(tokens))
+            hidden, logits = self._model.forward(
+                tokens[start:end], sequence, logit_rows=int(end == len(tokens)), cancel=cancel
+            )
+            if on_hidden is not None:
+                on_hidden(hidden)
+            if progress is not None:
+                progress(end, len(tokens))
+        last: Floats = logits[0]
+        return last
+
+    def logits(self, hidden: Floats) -> Floats:
         return self._model.head.logits(hidden)

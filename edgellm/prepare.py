@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from edgellm.bundle import Bundle, is_bundle, open_bundle
+from edgellm.bundle import Bundle, ExportProgress, is_bundle, open_bundle
 from edgellm.errors import BundleError
-from edgellm.export import DEFAULT_FLAVOURS, Progress, check_flavours, export
 from edgellm.home import bundles_dir
 from edgellm.sources import Source, resolve
 
@@ -14,8 +13,8 @@ from edgellm.sources import Source, resolve
 def prepare(
     name: str,
     *,
-    flavours: Iterable[str] = DEFAULT_FLAVOURS,
-    progress: Progress | None = None,
+    flavours: Iterable[str],
+    progress: ExportProgress | None = None,
     force: bool = False,
 ) -> Bundle:
     """The bundle of a model, exported into EDGELLM_HOME on first use.
@@ -30,7 +29,6 @@ def prepare(
         SourceError, ModelFormatError, UnsupportedModelError, BundleError, ExportError
     """
     wanted = sorted(set(flavours))
-    check_flavours(wanted)
     source = resolve(name)
     if is_bundle(source.path):
         return _open_given(source, wanted)
@@ -39,6 +37,8 @@ def prepare(
         bundle = open_bundle(out)
         if set(wanted) <= set(bundle.manifest.flavours):
             return bundle
+    from edgellm.export import export  # 0.4 s, and rarely needed
+
     return export(
         source.path,
         out,

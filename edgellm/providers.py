@@ -19,6 +19,8 @@ from edgellm.thread_pool import session_options
 
 CPU = "cpu"
 AUTO = "auto"
+# Not a provider: prefill in the native kernels, without ONNX Runtime.
+NATIVE = "native"
 # Name on the command line -> ONNX Runtime's name, and the package that brings it.
 PROVIDERS: Mapping[str, tuple[str, str]] = {
     CPU: ("CPUExecutionProvider", "onnxruntime"),
@@ -45,7 +47,7 @@ class ProviderStatus:
 
 @dataclass(frozen=True)
 class Placement:
-    """Where the nodes of a set of graphs run: node counts by ONNX Runtime provider name."""
+    """Where prefill runs, and node counts of its graphs, if any, by ONNX Runtime provider name."""
 
     provider: str
     nodes: Mapping[str, int]
@@ -56,7 +58,7 @@ class Placement:
 
     def __str__(self) -> str:
         counts = ", ".join(f"{n} nodes on {name}" for name, n in sorted(self.nodes.items()))
-        return f"{self.provider}: {counts or 'no nodes'}"
+        return f"{self.provider}: {counts}" if counts else self.provider
 
 
 def statuses() -> list[ProviderStatus]:

@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgellm.errors import NumericError, OptionError
+from edgellm.kernels.sampling import top_k
 
 Floats = NDArray[np.float32]
 
@@ -110,7 +111,7 @@ class Sampler:
         apply_penalties(scores, _recent(tokens, options.repeat_last_n), options)
         if options.temperature == 0:
             return int(scores.argmax())
-        ids = keep_top_k(scores, options.top_k)
+        ids = top_k(scores, options.top_k)
         probabilities = softmax(scores[ids])
         kept = keep_top_p(probabilities, options.top_p)
         kept = kept & keep_min_p(probabilities, options.min_p)
@@ -131,19 +132,6 @@ def apply_penalties(scores: Floats, recent: Sequence[int], options: SamplingOpti
     values -= np.float32(options.presence_penalty)
     values -= np.float32(options.frequency_penalty) * counts.astype(np.float32)
     scores[ids] = values
-
-
-def keep_top_k(scores: Floats, k: int) -> NDArray[np.intp]:
-    """Ids of the `k` highest scores, highest first; equal scores by id. All of them if k is 0."""
-    count = scores.shape[0]
-    if 0 < k < count:
-        # every score above the k-th stays; of those equal to it, the first ids fill up
-        threshold = np.partition(scores, count - k)[count - k]
-        ids = np.flatnonzero(scores >= threshold)
-    else:
-        ids = np.arange(count)
-    order = np.argsort(-scores[ids], kind="stable")
-    return ids[order][: k or None]
 
 
 def keep_top_p(probabilities: NDArray[np.float64], p: float) -> NDArray[np.bool_]:

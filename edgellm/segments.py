@@ -7,15 +7,14 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from edgellm.bundle import Bundle
+from edgellm.bundle import Bundle, map_arrays
 from edgellm.errors import BundleError
 from edgellm.graphs import contract
-from edgellm.graphs.builder import StoredArray
 from edgellm.providers import CPU, Placement, open_session
 from edgellm.quantize.int8 import dequantize_groups
 
@@ -139,16 +138,24 @@ def _runner(session: Any, binding: Any) -> Run:
     return lambda: session.run_with_iobinding(binding)
 
 
-class Head:
+class ModelHead(Protocol):
     """The LM head and the embedding table that goes with it."""
+
+    def embed(self, tokens: Sequence[int]) -> Floats:
+        """Embedding rows `[n, E]`."""
+
+    def logits(self, hidden: Floats) -> Floats:
+        """`[rows, E]` to `[rows, V]`."""
+
+
+class Head:
+    """The head as a graph, and the embedding table mapped beside it."""
 
     def __init__(self, bundle: Bundle, kind: str) -> None:
         entry = bundle.manifest.heads[kind]
         path = bundle.path / f"head-{kind}" / contract.HEAD_FILE
         self._session, _ = open_session(path, provider=CPU)
-        self._table = {
-            name: _map_array(bundle.path, array) for name, array in entry.embedding.items()
-        }
+        self._table = map_arrays(bundle.path, entry.embedding)
 
     def embed(self, tokens: Sequence[int]) -> Floats:
         """Embedding rows `[n, E]`."""
@@ -162,9 +169,3 @@ class Head:
         """`[rows, E]` to `[rows, V]`."""
         rows: Floats = self._session.run(None, {contract.HIDDEN: hidden})[0]
         return rows
-
-
-def _map_array(root: Path, array: StoredArray) -> NDArray[Any]:
-    return np.memmap(
-        root / array.file, dtype=array.dtype, mode="r", offset=array.offset, shape=array.shape
-    )

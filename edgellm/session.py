@@ -14,10 +14,11 @@ from numpy.typing import NDArray
 
 from edgellm.engine import Engine
 from edgellm.errors import CancelledError, ContextOverflowError, OptionError
+from edgellm.kernels.sampling import log_sum_exp, top_k
 from edgellm.memory import peak_memory_bytes
 from edgellm.prefill import Progress
 from edgellm.results import Completion, FinishReason, Piece, Stats
-from edgellm.sampling import Sampler, SamplingOptions, log_softmax
+from edgellm.sampling import Sampler, SamplingOptions
 from edgellm.stop_text import StopText
 from edgellm.tokenizer import TextStream
 
@@ -252,13 +253,14 @@ class _Answer:
             self._ttft_s = time.perf_counter() - self._start
         self._sampled.append(token)
         self._session._extend(token)
-        logprobs = log_softmax(logits)
-        top = _top(logprobs, self._options.logprobs)
+        total = log_sum_exp(logits)
+        logprob = float(logits[token]) - total
+        top = _top(logits, total, self._options.logprobs)
         if token in self._engine.tokenizer.eos_ids:
-            return Piece(self._held_back(), token, float(logprobs[token]), top, "stop")
+            return Piece(self._held_back(), token, logprob, top, "stop")
         text = self._stop.add(self._text.add(token))
         reason: FinishReason | None = "stop" if self._stop.found else None
-        return Piece(text, token, float(logprobs[token]), top, reason)
+        return Piece(text, token, logprob, top, reason)
 
     def _held_back(self) -> str:
         return self._stop.add(self._text.finish()) + self._stop.finish()
@@ -284,8 +286,7 @@ def _rate(count: int, seconds: float) -> float:
     return count / seconds if seconds > 0 else 0.0
 
 
-def _top(logprobs: NDArray[np.float64], count: int) -> dict[int, float] | None:
+def _top(logits: NDArray[np.float32], total: float, count: int) -> dict[int, float] | None:
     if not count:
         return None
-    ids = np.argsort(-logprobs, kind="stable")[:count]
-    return {int(i): float(logprobs[i]) for i in ids}
+    return {int(i): float(logits[i]) - total for i in top_k(logits, count)}

@@ -39,6 +39,11 @@ def start(threads: int | None) -> int:
     return _pool_threads
 
 
+def size(threads: int | None) -> int:
+    """Threads for work that does not go through the pool; None takes all usable cores."""
+    return threads or usable_cores()
+
+
 def session_options() -> Any:
     """Options for a session in this process, with or without the pool."""
     import onnxruntime as ort

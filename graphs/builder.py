@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any, BinaryIO
@@ -13,23 +12,13 @@ import onnx_ir as ir
 from numpy.typing import NDArray
 from onnx_ir.tape import Tape
 
-from edgellm.graphs.contract import WEIGHTS_FILE
+from edgellm.graphs.contract import WEIGHTS_FILE, StoredArray
 
 # Opset 23 brings RMSNormalization; ORT takes it on the CPU since 1.23.
 OPSETS = {"": 23, "com.microsoft": 1}
 IR_VERSION = 11
 # A cache line.
 _ALIGNMENT = 64
-
-
-@dataclass(frozen=True)
-class StoredArray:
-    """Where an array lies in a weights file: what the runtime needs to map it."""
-
-    file: str
-    offset: int
-    dtype: str
-    shape: tuple[int, ...]
 
 
 class WeightFile:

@@ -50,6 +50,10 @@ class ModelConfig:
                 f"model config: RoPE rotates {2 * len(self.inv_freq)} dimensions, "
                 f"but a head has {self.head_dim}"
             )
+        if self.head_dim % 4:
+            raise UnsupportedModelError(
+                f"model config: head_dim is {self.head_dim}; it must be a multiple of 4"
+            )
         for name in ("hidden_size", "intermediate_size", "attention_size"):
             if getattr(self, name) % 32:
                 raise UnsupportedModelError(

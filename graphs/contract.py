@@ -14,6 +14,8 @@ graph of llm.npu, Xu et al., arXiv:2407.05858, taken to its end). All tensors ar
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from edgellm.graphs.config import ModelConfig
 
 X = "x"
@@ -49,3 +51,13 @@ def segment_file(index: int, chunk: int | None) -> str:
 
 HEAD_FILE = "head.onnx"
 WEIGHTS_FILE = "weights.bin"
+
+
+@dataclass(frozen=True)
+class StoredArray:
+    """Where an array lies in a weights file: what the runtime needs to map it."""
+
+    file: str
+    offset: int
+    dtype: str
+    shape: tuple[int, ...]

@@ -14,6 +14,7 @@ is 8, so a kernel computes `(code - 8) * scale` and adds the rest of the affine 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -46,6 +47,15 @@ class Int4Weight:
     def excess(self) -> NDArray[np.float32]:
         """What the implied zero point leaves out, `offset + 8 * scale`: `[N, K/32]` float32."""
         return self.offset + np.float32(ZERO_POINT) * self.scale
+
+
+def concatenate(weights: Sequence[Int4Weight]) -> Int4Weight:
+    """Weights of the same input on top of each other."""
+    return Int4Weight(
+        np.concatenate([weight.packed for weight in weights]),
+        np.concatenate([weight.scale for weight in weights]),
+        np.concatenate([weight.offset for weight in weights]),
+    )
 
 
 def pack(codes: NDArray[np.uint8]) -> NDArray[np.uint8]:

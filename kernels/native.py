@@ -10,13 +10,17 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from numpy.typing import NDArray
 
 from edgellm.errors import OptionError
-from edgellm.kernels.kv_blocks import KVFormat
+from edgellm.kernels.kv_blocks import KVBlocks, KVFormat
+from edgellm.kernels.rope import RopeTable
 
-ISAS = ("avx512", "avx2", "base")
+ISAS = ("avx512", "avxvnni", "avx2", "neon", "scalar")
+MAX_HEAD_DIM = 256
 _NAME = "edgellm_cpu"
+_FORMATS: dict[KVFormat, int] = {"int8": 0, "f32": 1, "f16": 2}
 
 
 @cache
@@ -33,8 +37,18 @@ def library() -> ctypes.CDLL | None:
     found = ctypes.CDLL(str(path))
     found.edgellm_isa.restype = ctypes.c_char_p
     found.edgellm_set_isa.argtypes = [ctypes.c_char_p]
-    found.edgellm_attend.restype = None
-    found.edgellm_append.restype = None
+    for name in ("attend", "append", "linear", "step"):
+        found[f"edgellm_{name}"].restype = None
+    found.edgellm_step_workspace.restype = ctypes.c_size_t
+    found.edgellm_log_sum_exp.restype = ctypes.c_double
+    found.edgellm_log_sum_exp.argtypes = [ctypes.c_void_p, ctypes.c_int64]
+    found.edgellm_top_k.restype = ctypes.c_int64
+    found.edgellm_top_k.argtypes = [
+        ctypes.c_void_p,
+        ctypes.c_int64,
+        ctypes.c_int64,
+        ctypes.c_void_p,
+    ]
     wanted = os.environ.get("EDGELLM_CPU_ISA")
     if wanted and not found.edgellm_set_isa(wanted.encode()):
         raise OptionError(
@@ -50,17 +64,44 @@ def isa() -> str | None:
     return None if found is None else str(found.edgellm_isa().decode())
 
 
-def library_for(format: KVFormat) -> ctypes.CDLL | None:
-    """The library, if it is there and its kernels know this format of the KV cache."""
-    return library() if format in ("int8", "f32") else None
+def library_for(blocks: KVBlocks) -> ctypes.CDLL | None:
+    """The library, if it is there and its kernels take heads as wide as those of the cache."""
+    return library() if blocks.head_dim <= MAX_HEAD_DIM else None
 
 
-def fields(pointers: str, integers: str) -> list[tuple[str, type[Any]]]:
-    """Fields of a call's structure: addresses first, then 32-bit integers."""
-    return [
-        *((name, ctypes.c_void_p) for name in pointers.split()),
-        *((name, ctypes.c_int32) for name in integers.split()),
+class KV(ctypes.Structure):
+    """A sequence's part of a pool; the same fields, in the same order, as in cpu/kv_blocks.h."""
+
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in ("k", "v", "k_scale", "v_scale", "table")),
+        *((name, ctypes.c_int32) for name in ("layers", "kv_heads", "head_dim", "format")),
     ]
+
+    @classmethod
+    def of(cls, blocks: KVBlocks, table: NDArray[np.int64]) -> KV:
+        """Points at the pool's arrays and at `table`, which must outlive it."""
+        return cls(
+            address(blocks.k),
+            address(blocks.v),
+            address(blocks.k_scale),
+            address(blocks.v_scale),
+            address(table),
+            blocks.layers,
+            blocks.kv_heads,
+            blocks.head_dim,
+            _FORMATS[blocks.format],
+        )
+
+
+class Rope(ctypes.Structure):
+    """A RoPE table; the same fields, in the same order, as in cpu/kv_blocks.h."""
+
+    _fields_ = [("cos", ctypes.c_void_p), ("sin", ctypes.c_void_p), ("half", ctypes.c_int64)]
+
+    @classmethod
+    def of(cls, table: RopeTable) -> Rope:
+        """Points at the table's arrays, which must outlive it."""
+        return cls(address(table.cos), address(table.sin), table.cos.shape[1])
 
 
 def address(array: NDArray[Any] | None) -> int | None:

@@ -21,11 +21,15 @@ def quantize_channels(
 def quantize_groups(
     weight: NDArray[np.float32],
 ) -> tuple[NDArray[np.uint8], NDArray[np.float32]]:
-    """Codes `[N, K/32, 32]` uint8 around 128 and scales `[N, K/32]`: `w = (code - 128) * scale`."""
+    """Codes `[N, K/32, 32]` uint8 around 128 and scales `[N, K/32]`: `w = (code - 128) * scale`.
+
+    Scales are rounded to half precision, in which Q8_0 and the native kernels store them.
+    """
     groups = weight.reshape(weight.shape[0], -1, GROUP)
     scale = np.abs(groups).max(axis=-1) * np.float32(1 / 127)
+    scale = scale.astype(np.float16).astype(np.float32)
     divisor = np.where(scale > 0, scale, 1)
-    codes = np.rint(groups / divisor[..., None]) + ZERO_POINT
+    codes = np.rint(groups / divisor[..., None]).clip(-127, 127) + ZERO_POINT
     return codes.astype(np.uint8), scale
 
 

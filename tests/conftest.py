@@ -12,7 +12,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 from edgellm.bundle import Bundle
@@ -37,13 +36,24 @@ def smollm2_gguf() -> Path:
 @pytest.fixture(scope="session")
 def smollm2() -> Bundle:
     """The default model's bundle with all flavours."""
-    return prepare(DEFAULT_MODEL, flavours=("f32", "int4", "w8a8"))
+    return prepare(DEFAULT_MODEL, flavours=("f32", "int4", "panels", "w8a8"))
 
 
 @pytest.fixture(scope="session")
-def llm(smollm2: Bundle) -> LLM:
+def chosen_llm(smollm2: Bundle) -> LLM:
     """The default model as a user gets it."""
     return load(str(smollm2.path))
+
+
+@pytest.fixture
+def llm(chosen_llm: LLM) -> LLM:
+    return chosen_llm
+
+
+@pytest.fixture(scope="session")
+def portable_llm(smollm2: Bundle) -> LLM:
+    """The default model without the native kernels' fused step: graphs in ONNX Runtime."""
+    return load(str(smollm2.path), prefill="cpu", decode="portable")
 
 
 @pytest.fixture(scope="session")
@@ -84,19 +94,6 @@ def make_model(tmp_path: Path) -> Callable[..., Path]:
         return make_tiny_model(tmp_path / "model", **changes)
 
     return make
-
-
-@pytest.fixture
-def poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fresh float arrays hold NaN and integer ones their largest value, so unwritten data shows."""
-    empty, empty_like = np.empty, np.empty_like
-
-    def poison(array: np.ndarray) -> np.ndarray:
-        array.fill(np.nan if array.dtype.kind == "f" else np.iinfo(array.dtype).max)
-        return array
-
-    monkeypatch.setattr(np, "empty", lambda *a, **k: poison(empty(*a, **k)))
-    monkeypatch.setattr(np, "empty_like", lambda *a, **k: poison(empty_like(*a, **k)))
 
 
 @pytest.fixture

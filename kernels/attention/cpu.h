@@ -1,244 +1,406 @@
-// Chunk attention over KV blocks; included by cpu.cpp once for each instruction set, with
+// Chunk attention over KV blocks; included once for each instruction set.
 //
-//     LANES    floats in a register
-//     COLUMNS  registers side by side in a tile of scores, 4 rows high: as many as there is room for
+// A task is one KV head, a run of query rows and a run of key stretches. Row `r` of a KV head is token
+// r / group, head r % group. A task walks over the key blocks once, four rows at a time, with the
+// online softmax of FlashAttention (Dao et al., arXiv:2205.14135). On int8 blocks both products are
+// made of integers:
 //
-// A task is one KV head and a run of query rows. It walks over the key blocks once, with the online
-// softmax of FlashAttention (Dao et al., arXiv:2205.14135): scores, new maximum, rescaled sums.
-// int8 keys and values become floats block by block, in buffers that stay in the L1 and L2 caches;
-// their scales are folded into the scores and the weights.
+//     q = (254 code + fine code) * q_scale, 16 bits a row     score = q_scale * k_scale[j] * (q . k)
+//     w = softmax weight * v_scale[j]        w = (128 high + low) * w_scale, 14 bits a row and block
 //
-// A query's result does not depend on how many others are in the call, so a prompt gives the same
-// bits however much of it was cached. Decoding has another order of sums: with `decode` set, a score
-// is a dot product along the key, because turning a block around for a few rows costs more.
+// Seven bits are what the AVX2 and NEON instructions take as an unsigned factor; one term of them
+// would lose the many small weights that share a block with a large one.
 
-typedef float Vec __attribute__((vector_size(4 * LANES), aligned(4)));
-typedef int32_t IVec __attribute__((vector_size(4 * LANES), aligned(4)));
-typedef int8_t CVec __attribute__((vector_size(LANES), aligned(1)));
+constexpr int TILE = 4;  // rows
+#if LANES == 16
+constexpr int COLUMNS = 2;  // vectors of keys beside each other in a tile of scores
+#else
+constexpr int COLUMNS = 1;
+#endif
 
-inline Vec load(const float* p) { return *reinterpret_cast<const Vec*>(p); }
-inline void store(float* p, Vec v) { *reinterpret_cast<Vec*>(p) = v; }
-inline Vec splat(float x) { return x - Vec{}; }
-
-// e^x for x <= 0, relative error below 1e-7 (Cephes' expf); 0 below -87.
-inline Vec exp_negative(Vec x) {
-    const IVec underflow = x < splat(-87.0f);
-    x = underflow ? splat(-87.0f) : x;
-    const Vec scaled = x * splat(1.44269504f) - splat(0.5f);
-    const IVec n = __builtin_convertvector(scaled, IVec);  // towards zero: rounds x / ln 2
-    const Vec whole = __builtin_convertvector(n, Vec);
-    const Vec r = x - whole * splat(0.693359375f) + whole * splat(2.12194440e-4f);
-    Vec p = splat(1.9875691500e-4f);
-    p = p * r + splat(1.3981999507e-3f);
-    p = p * r + splat(8.3334519073e-3f);
-    p = p * r + splat(4.1665795894e-2f);
-    p = p * r + splat(1.6666665459e-1f);
-    p = p * r + splat(5.0000001201e-1f);
-    p = p * r * r + r + splat(1.0f);
-    const IVec power = (n + 127) << 23;
-    const Vec result = p * (Vec)power;  // the same bits
-    return underflow ? Vec{} : result;
-}
-
-inline float sum_of(Vec v) {
-    float lanes[LANES];
-    store(lanes, v);
-    for (int half = LANES / 2; half > 0; half /= 2)
-        for (int i = 0; i < half; ++i) lanes[i] += lanes[i + half];
-    return lanes[0];
-}
-
-// One row of K or V as floats, `padded` of them, zero past head_dim.
-template <typename T>
-inline void to_floats(const T* source, float* target, int head_dim, int padded) {
-    int d = 0;
-    if constexpr (sizeof(T) == 1) {
-        for (; d + LANES <= head_dim; d += LANES) {
-            const CVec codes = *reinterpret_cast<const CVec*>(source + d);
-            store(target + d, __builtin_convertvector(codes, Vec));
-        }
+// What one row of a stretch, or of several, comes to: largest score, sum of weights, weighted values.
+// In memory: maximum, total, values[head_dim].
+inline void join(float* into, const float* part, int head_dim) {
+    if (part[1] == 0) return;
+    if (into[1] == 0) {
+        std::memcpy(into, part, sizeof(float) * (head_dim + 2));
+        return;
     }
-    for (; d < head_dim; ++d) target[d] = static_cast<float>(source[d]);
-    for (; d < padded; ++d) target[d] = 0;
+    const float top = into[0] > part[0] ? into[0] : part[0];
+    const float a = exp_negative(splat(into[0] - top))[0];
+    const float b = exp_negative(splat(part[0] - top))[0];
+    into[0] = top;
+    into[1] = into[1] * a + part[1] * b;
+    for (int d = 2; d < head_dim + 2; ++d) into[d] = into[d] * a + part[d] * b;
 }
 
-struct Scratch {
-    std::vector<float> keys, values, scores, queries, out, maximum, total;
-};
-
-// scores[row, 0..BLOCK) = queries[row] . keys, with keys transposed to [padded, BLOCK].
-template <int ROWS>
-inline void score_rows(const float* q, const float* keys, float* scores, int padded) {
-    for (int j = 0; j < BLOCK; j += COLUMNS * LANES) {
-        Vec sum[ROWS][COLUMNS] = {};
-        for (int d = 0; d < padded; ++d) {
-            Vec key[COLUMNS];
-            for (int c = 0; c < COLUMNS; ++c) key[c] = load(keys + d * BLOCK + j + c * LANES);
-            for (int r = 0; r < ROWS; ++r) {
-                const Vec x = splat(q[r * padded + d]);
-                for (int c = 0; c < COLUMNS; ++c) sum[r][c] += x * key[c];
-            }
-        }
-        for (int r = 0; r < ROWS; ++r)
-            for (int c = 0; c < COLUMNS; ++c)
-                store(scores + r * BLOCK + j + c * LANES, sum[r][c]);
-    }
-}
-
-// out[row, 0..padded) += weights[row, 0..count) . values [count, padded].
-template <int ROWS>
-inline void add_values(const float* weights, const float* values, float* out, int count,
-                       int padded) {
-    for (int d = 0; d < padded; d += 2 * LANES) {
-        const bool two = d + LANES < padded;
-        Vec sum[ROWS][2];
-        for (int r = 0; r < ROWS; ++r) {
-            sum[r][0] = load(out + r * padded + d);
-            sum[r][1] = two ? load(out + r * padded + d + LANES) : Vec{};
-        }
-        for (int j = 0; j < count; ++j) {
-            const Vec v0 = load(values + j * padded + d);
-            const Vec v1 = two ? load(values + j * padded + d + LANES) : Vec{};
-            for (int r = 0; r < ROWS; ++r) {
-                const Vec w = splat(weights[r * BLOCK + j]);
-                sum[r][0] += w * v0;
-                sum[r][1] += w * v1;
-            }
-        }
-        for (int r = 0; r < ROWS; ++r) {
-            store(out + r * padded + d, sum[r][0]);
-            if (two) store(out + r * padded + d + LANES, sum[r][1]);
-        }
-    }
-}
-
-// The softmax step of one row over keys low .. high of the block: scores become weights.
-inline float soften(float* scores, const float* k_scale, const float* v_scale, int low, int high,
-                    float& maximum, float& total) {
-    float top = maximum;
-    for (int j = low; j < high; ++j) {
-        if (k_scale != nullptr) scores[j] *= k_scale[j];
-        top = scores[j] > top ? scores[j] : top;
-    }
-    const float shrink = maximum == -INFINITY ? 0.0f : exp_negative(splat(maximum - top))[0];
+// One row's softmax over keys low .. high of a block: scores become weights. Gives the factor by which
+// what came before shrinks.
+inline float soften(float* scores, int low, int high, int width, float& maximum, float& total) {
     for (int j = 0; j < low; ++j) scores[j] = -INFINITY;
-    for (int j = high; j < BLOCK; ++j) scores[j] = -INFINITY;
+    for (int j = high; j < width; ++j) scores[j] = -INFINITY;
+    Vec most = splat(maximum);
+    for (int j = 0; j < width; j += LANES) most = larger(load(scores + j), most);
+    const float top = max_of(most);
+    const float shrink = maximum == -INFINITY ? 0.0f : exp_negative(splat(maximum - top))[0];
     Vec sum = {};
-    for (int j = 0; j < BLOCK; j += LANES) {
+    for (int j = 0; j < width; j += LANES) {
         const Vec weight = exp_negative(load(scores + j) - splat(top));
         sum += weight;
         store(scores + j, weight);
     }
     total = total * shrink + sum_of(sum);
     maximum = top;
-    if (v_scale != nullptr)
-        for (int j = low; j < high; ++j) scores[j] *= v_scale[j];
     return shrink;
 }
 
-template <typename T>
-void attend_rows(const Call& call, int kv_head, int first, int rows, Scratch& s) {
-    const int group = call.heads / call.kv_heads, head_dim = call.head_dim;
-    const int padded = (head_dim + LANES - 1) / LANES * LANES;
-    s.keys.resize(size_t(padded) * BLOCK);
-    s.values.resize(size_t(BLOCK) * padded);
-    s.scores.resize(size_t(rows) * BLOCK);
-    s.queries.assign(size_t(rows) * padded, 0.0f);
-    s.out.assign(size_t(rows) * padded, 0.0f);
-    s.maximum.assign(rows, -INFINITY);
-    s.total.assign(rows, 0.0f);
-    // rows count through the tokens, then the heads of the group: token = row / group
-    const float norm = 1.0f / std::sqrt(static_cast<float>(head_dim));
-    for (int r = 0; r < rows; ++r) {
-        const int token = (first + r) / group, head = kv_head * group + (first + r) % group;
-        const float* q = call.q + (size_t(token) * call.heads + head) * head_dim;
-        for (int d = 0; d < head_dim; ++d) s.queries[size_t(r) * padded + d] = q[d] * norm;
+inline int padded(int head_dim) { return (head_dim + LANES - 1) / LANES * LANES; }
+
+// The rows of a tile, at one block of keys.
+struct TileState {
+    float* scores;              // [TILE, BLOCK]
+    float* values;              // [TILE, padded(head_dim)], weighted sums so far
+    float shrink[TILE];
+};
+
+class Int8Rows {
+public:
+    static size_t bytes(int head_dim) {
+        return edgellm::ROWS_PER_TASK * (2 * size_t(head_dim) + 12) + 2 * TILE * edgellm::BLOCK;
     }
-    const int last_token = (first + rows - 1) / group, first_token = first / group;
-    const int end = call.start + last_token + 1;
-    const int begin = call.window > 0 ? std::max(0, call.start + first_token + 1 - call.window) : 0;
-    for (int base = begin / BLOCK * BLOCK; base < end; base += BLOCK) {
-        const int count = std::min(BLOCK, end - base);
-        const size_t record = (size_t(call.table[base / BLOCK]) * call.layers + call.layer);
-        const size_t row0 = (record * call.kv_heads + kv_head) * BLOCK;
-        const T* k = static_cast<const T*>(call.k) + row0 * head_dim;
-        const T* v = static_cast<const T*>(call.v) + row0 * head_dim;
-        const float* k_scale = call.k_scale == nullptr ? nullptr : call.k_scale + row0;
-        const float* v_scale = call.v_scale == nullptr ? nullptr : call.v_scale + row0;
-        for (int j = 0; j < count; ++j)
-            to_floats(v + size_t(j) * head_dim, &s.values[size_t(j) * padded], head_dim, padded);
-        if (call.decode) {
-            for (int j = 0; j < count; ++j) {
-                float* key = &s.keys[0];
-                to_floats(k + size_t(j) * head_dim, key, head_dim, padded);
-                for (int r = 0; r < rows; ++r) {
-                    Vec sum = {};
-                    for (int d = 0; d < padded; d += LANES)
-                        sum += load(&s.queries[size_t(r) * padded + d]) * load(key + d);
-                    s.scores[size_t(r) * BLOCK + j] = sum_of(sum);
+
+    Int8Rows(const edgellm::KV& kv, char* memory) : kv_(kv), head_dim_(kv.head_dim) {
+        scale_ = reinterpret_cast<float*>(memory);
+        start_ = reinterpret_cast<int32_t*>(scale_ + edgellm::ROWS_PER_TASK);
+        fine_start_ = start_ + edgellm::ROWS_PER_TASK;
+        high_ = reinterpret_cast<int8_t*>(fine_start_ + edgellm::ROWS_PER_TASK);
+        low_ = high_ + TILE * edgellm::BLOCK;
+        codes_ = low_ + TILE * edgellm::BLOCK;
+        fine_ = codes_ + edgellm::ROWS_PER_TASK * size_t(head_dim_);
+    }
+
+    void set_query(int r, const float* q, float norm) {
+        const size_t at = size_t(r) * head_dim_;
+        const RowScale found = quantize_row(q, head_dim_, codes_ + at);
+        scale_[r] = found.scale * norm / FINE_STEPS;
+        start_[r] = START * found.total;
+        fine_start_[r] = START * quantize_rest(q, head_dim_, found.scale, codes_ + at, fine_ + at);
+    }
+
+    void open(size_t first_row, int) {
+        k_ = static_cast<const int8_t*>(kv_.k) + first_row * head_dim_;
+        v_ = static_cast<const int8_t*>(kv_.v) + first_row * head_dim_;
+        k_scale_ = kv_.k_scale + first_row;
+        v_scale_ = kv_.v_scale + first_row;
+        // 8 KB of K and of V at 64 dimensions: the values arrive while the scores are computed
+        for (int i = 0; i < edgellm::BLOCK * head_dim_; i += 64) __builtin_prefetch(v_ + i, 0, 2);
+    }
+
+    template <int R>
+    void score(int first, int width, float* scores) const {
+        for (int j = 0; j < width; j += COLUMNS * LANES) {
+            IVec sum[R][COLUMNS], rest[R][COLUMNS];
+            for (int r = 0; r < R; ++r)
+                for (int c = 0; c < COLUMNS; ++c) {
+                    sum[r][c] = splat_int(start_[first + r]);
+                    rest[r][c] = splat_int(fine_start_[first + r]);
+                }
+            for (int d = 0; d < head_dim_; d += 4) {
+                Bytes key[COLUMNS];
+                for (int c = 0; c < COLUMNS; ++c)
+                    key[c] = operand(load_bytes(k_ + kv_.key_place(j + c * LANES, d)));
+                for (int r = 0; r < R; ++r) {
+                    const size_t at = size_t(first + r) * head_dim_ + d;
+                    const Bytes x = splat_quad(codes_ + at), y = splat_quad(fine_ + at);
+                    for (int c = 0; c < COLUMNS; ++c) {
+                        sum[r][c] = dot_signed(sum[r][c], key[c], x);
+                        rest[r][c] = dot_signed(rest[r][c], key[c], y);
+                    }
                 }
             }
-        } else {
-            for (int d = 0; d < head_dim; ++d) {
-                float* column = &s.keys[size_t(d) * BLOCK];
-                for (int j = 0; j < count; ++j)
-                    column[j] = static_cast<float>(k[size_t(j) * head_dim + d]);
-                for (int j = count; j < BLOCK; ++j) column[j] = 0;
-            }
-            for (int d = head_dim; d < padded; ++d)
-                std::fill_n(&s.keys[size_t(d) * BLOCK], BLOCK, 0.0f);
-            int r = 0;
-            for (; r + 4 <= rows; r += 4) {
-                score_rows<4>(&s.queries[size_t(r) * padded], s.keys.data(),
-                              &s.scores[size_t(r) * BLOCK], padded);
-            }
-            for (; r < rows; ++r) {
-                score_rows<1>(&s.queries[size_t(r) * padded], s.keys.data(),
-                              &s.scores[size_t(r) * BLOCK], padded);
-            }
-        }
-        for (int r = 0; r < rows; ++r) {
-            const int position = call.start + (first + r) / group;
-            const int high = std::min(count, position + 1 - base);
-            const int low = call.window > 0 ? std::max(0, position + 1 - call.window - base) : 0;
-            if (high <= low) {
-                std::fill_n(&s.scores[size_t(r) * BLOCK], BLOCK, 0.0f);
-                continue;
-            }
-            const float shrink = soften(&s.scores[size_t(r) * BLOCK], k_scale, v_scale, low, high,
-                                        s.maximum[r], s.total[r]);
-            if (shrink != 1.0f)
-                for (int d = 0; d < padded; ++d) s.out[size_t(r) * padded + d] *= shrink;
-        }
-        for (int r = 0; r < rows; r += 4) {
-            const float* weights = &s.scores[size_t(r) * BLOCK];
-            float* out = &s.out[size_t(r) * padded];
-            switch (rows - r) {
-                case 1: add_values<1>(weights, s.values.data(), out, count, padded); break;
-                case 2: add_values<2>(weights, s.values.data(), out, count, padded); break;
-                case 3: add_values<3>(weights, s.values.data(), out, count, padded); break;
-                default: add_values<4>(weights, s.values.data(), out, count, padded);
-            }
+            for (int r = 0; r < R; ++r)
+                for (int c = 0; c < COLUMNS; ++c) {
+                    const int at = j + c * LANES;
+                    const Vec whole = to_float(sum[r][c] * FINE_STEPS + rest[r][c]);
+                    store(scores + r * edgellm::BLOCK + at,
+                          whole * (load(k_scale_ + at) * splat(scale_[first + r])));
+                }
         }
     }
-    for (int r = 0; r < rows; ++r) {
-        const int token = (first + r) / group, head = kv_head * group + (first + r) % group;
-        float* out = call.out + (size_t(token) * call.heads + head) * head_dim;
-        for (int d = 0; d < head_dim; ++d) out[d] = s.out[size_t(r) * padded + d] / s.total[r];
+
+    template <int R>
+    void add(TileState& tile, int count, int width) {
+        float w_scale[R];
+        for (int r = 0; r < R; ++r)
+            w_scale[r] = split_weights(tile.scores + r * edgellm::BLOCK, r * edgellm::BLOCK, width);
+        const int quads = (count + 3) / 4, step = padded(head_dim_);
+        constexpr int WIDE = LANES == 16 && R < 4 ? 4 : 2;  // as many as there are registers for
+        int d = 0;
+        for (; d + WIDE * LANES <= head_dim_; d += WIDE * LANES)
+            add_columns<R, WIDE, false>(tile, d, quads, step, w_scale);
+        for (; d + LANES <= head_dim_; d += LANES)
+            add_columns<R, 1, false>(tile, d, quads, step, w_scale);
+        if (d < head_dim_) add_columns<R, 1, true>(tile, d, quads, step, w_scale);
+    }
+
+private:
+    // Weights times v_scale, as two terms of 7 bits; gives what the lower one counts.
+    float split_weights(float* weights, int at, int width) {
+        Vec most = {}, broken = {};
+        for (int j = 0; j < width; j += LANES) {
+            const Vec p = load(weights + j);
+            const Vec w = p > Vec{} ? p * load(v_scale_ + j) : Vec{};  // no row: no scale either
+            most = larger(w, most);
+            broken += w * splat(0.0f);
+            store(weights + j, w);
+        }
+        const float top = max_of(most);
+        const float inverse = top > 0 ? 16383.0f / top : 0.0f;
+        for (int j = 0; j < width; j += LANES) {
+            const Vec scaled = load(weights + j) * splat(inverse) + splat(0.5f);
+            const IVec code = __builtin_convertvector(scaled, IVec) & 16383;
+            store_narrow(high_ + at + j, code >> 7);
+            store_narrow(low_ + at + j, code & 127);
+        }
+        return top * (1.0f / 16383) + sum_of(broken);
+    }
+
+    template <int R, int C, bool PART>
+    void add_columns(TileState& tile, int d, int quads, int step, const float* w_scale) const {
+        IVec high[R][C] = {}, low[R][C] = {};
+        for (int quad = 0; quad < quads; ++quad) {
+            Bytes value[C];
+            for (int c = 0; c < C; ++c) {
+                const int8_t* from = v_ + (size_t(quad) * head_dim_ + d + c * LANES) * 4;
+                if (PART) {
+                    value[c] = Bytes{};
+                    std::memcpy(&value[c], from, 4 * (head_dim_ - d));
+                } else {
+                    value[c] = load_bytes(from);
+                }
+            }
+            for (int r = 0; r < R; ++r) {
+                const Bytes x = splat_quad(high_ + r * edgellm::BLOCK + 4 * quad);
+                const Bytes y = splat_quad(low_ + r * edgellm::BLOCK + 4 * quad);
+                for (int c = 0; c < C; ++c) {
+                    high[r][c] = dot(high[r][c], x, value[c]);
+                    low[r][c] = dot(low[r][c], y, value[c]);
+                }
+            }
+        }
+        for (int r = 0; r < R; ++r)
+            for (int c = 0; c < C; ++c) {
+                float* out = tile.values + size_t(r) * step + d + c * LANES;
+                const Vec sum = to_float((high[r][c] << 7) + low[r][c]);
+                store(out, load(out) * splat(tile.shrink[r]) + sum * splat(w_scale[r]));
+            }
+    }
+
+    const edgellm::KV& kv_;
+    const int head_dim_;
+    const int8_t *k_ = nullptr, *v_ = nullptr;
+    const float *k_scale_ = nullptr, *v_scale_ = nullptr;
+    float* scale_;
+    int32_t *start_, *fine_start_;
+    int8_t *codes_, *fine_, *high_, *low_;
+};
+
+inline float number(float x) { return x; }
+inline float number(uint16_t x) { return float_of_half(x); }
+
+// Blocks of float32 or, as uint16_t, of float16: made float32 and turned around block by block.
+template <typename T>
+class FloatRows {
+public:
+    static size_t bytes(int head_dim) {
+        const size_t wide = padded(head_dim);
+        return 4 * (edgellm::ROWS_PER_TASK * size_t(head_dim) + 2 * edgellm::BLOCK * wide);
+    }
+
+    FloatRows(const edgellm::KV& kv, char* memory) : kv_(kv), head_dim_(kv.head_dim) {
+        keys_ = reinterpret_cast<float*>(memory);
+        values_ = keys_ + size_t(edgellm::BLOCK) * padded(head_dim_);
+        queries_ = values_ + size_t(edgellm::BLOCK) * padded(head_dim_);
+    }
+
+    void set_query(int r, const float* q, float norm) {
+        for (int d = 0; d < head_dim_; ++d) queries_[size_t(r) * head_dim_ + d] = q[d] * norm;
+    }
+
+    void open(size_t first_row, int count) {
+        const T* k = static_cast<const T*>(kv_.k) + first_row * head_dim_;
+        const T* v = static_cast<const T*>(kv_.v) + first_row * head_dim_;
+        const int step = padded(head_dim_);
+        for (int d = 0; d < head_dim_; ++d)
+            for (int j = 0; j < count; ++j) {
+                keys_[d * edgellm::BLOCK + j] = number(k[kv_.key_place(j, d)]);
+                values_[j * step + d] = number(v[kv_.value_place(j, d)]);
+            }
+        for (int d = 0; d < head_dim_; ++d)
+            std::memset(keys_ + d * edgellm::BLOCK + count, 0, 4 * (edgellm::BLOCK - count));
+    }
+
+    template <int R>
+    void score(int first, int width, float* scores) const {
+        for (int j = 0; j < width; j += LANES) {
+            Vec sum[R] = {};
+            for (int d = 0; d < head_dim_; ++d) {
+                const Vec key = load(keys_ + d * edgellm::BLOCK + j);
+                for (int r = 0; r < R; ++r)
+                    sum[r] += splat(queries_[size_t(first + r) * head_dim_ + d]) * key;
+            }
+            for (int r = 0; r < R; ++r) store(scores + r * edgellm::BLOCK + j, sum[r]);
+        }
+    }
+
+    template <int R>
+    void add(TileState& tile, int count, int) {
+        const int step = padded(head_dim_);
+        for (int d = 0; d < head_dim_; d += LANES) {
+            Vec sum[R];
+            for (int r = 0; r < R; ++r)
+                sum[r] = load(tile.values + r * step + d) * splat(tile.shrink[r]);
+            for (int j = 0; j < count; ++j) {
+                const Vec value = load(values_ + j * step + d);
+                for (int r = 0; r < R; ++r)
+                    sum[r] += splat(tile.scores[r * edgellm::BLOCK + j]) * value;
+            }
+            for (int r = 0; r < R; ++r) store(tile.values + r * step + d, sum[r]);
+        }
+    }
+
+private:
+    const edgellm::KV& kv_;
+    const int head_dim_;
+    float *keys_, *values_, *queries_;
+};
+
+// Rows first .. first + rows of a KV head over key stretches from .. to; `parts` [rows, head_dim + 2].
+struct AttendTask {
+    int layer, kv_head, first, rows, from, to;
+    float* parts;
+};
+
+template <typename Rows>
+class Walk {
+public:
+    Walk(const edgellm::KV& kv, const edgellm::Queries& queries, const AttendTask& task)
+        : kv_(kv), queries_(queries), task_(task), group_(queries.heads / kv.kv_heads),
+          step_(padded(kv.head_dim)), memory_(static_cast<char*>(edgellm::scratch(total_bytes()))),
+          rows_(kv, memory_) {
+        float* floats = reinterpret_cast<float*>(memory_ + (Rows::bytes(kv.head_dim) + 63) / 64 * 64);
+        maximum_ = floats;
+        total_ = maximum_ + edgellm::ROWS_PER_TASK;
+        scores_ = total_ + edgellm::ROWS_PER_TASK;
+        part_ = scores_ + TILE * edgellm::BLOCK;
+        values_ = part_ + edgellm::MAX_HEAD_DIM + 2 + 14;
+    }
+
+    void run() {
+        const float norm = 1.0f / std::sqrt(static_cast<float>(kv_.head_dim));
+        for (int r = 0; r < task_.rows; ++r) {
+            const int row = task_.first + r, head = task_.kv_head * group_ + row % group_;
+            const size_t at = size_t(row / group_) * queries_.heads + head;
+            rows_.set_query(r, queries_.q + at * kv_.head_dim, norm);
+            task_.parts[size_t(r) * (kv_.head_dim + 2) + 1] = 0;
+        }
+        for (int s = task_.from; s < task_.to; ++s) stretch(s * edgellm::STRETCH);
+    }
+
+private:
+    size_t total_bytes() const {
+        const size_t floats = 2 * edgellm::ROWS_PER_TASK + TILE * edgellm::BLOCK +
+                              edgellm::MAX_HEAD_DIM + 16 + edgellm::ROWS_PER_TASK * size_t(step_);
+        return Rows::bytes(kv_.head_dim) + 64 + 4 * floats;
+    }
+
+    int position(int r) const { return queries_.start + (task_.first + r) / group_; }
+
+    void stretch(int begin) {
+        const int end = std::min(begin + edgellm::STRETCH, position(task_.rows - 1) + 1);
+        for (int r = 0; r < task_.rows; ++r) {
+            maximum_[r] = -INFINITY;
+            total_[r] = 0;
+        }
+        std::memset(values_, 0, sizeof(float) * size_t(task_.rows) * step_);
+        int low = begin;
+        if (queries_.window > 0)
+            low = std::max(begin, (position(0) + 1 - queries_.window) / edgellm::BLOCK * edgellm::BLOCK);
+        for (int base = low; base < end; base += edgellm::BLOCK) {
+            const int count = std::min(edgellm::BLOCK, end - base);
+            rows_.open(kv_.first_row(base, task_.layer, task_.kv_head), count);
+            for (int r = 0; r < task_.rows; r += TILE) {
+                switch (task_.rows - r) {
+                    case 1: tile<1>(r, base, count); break;
+                    case 2: tile<2>(r, base, count); break;
+                    case 3: tile<3>(r, base, count); break;
+                    default: tile<4>(r, base, count);
+                }
+            }
+        }
+        for (int r = 0; r < task_.rows; ++r) {
+            part_[0] = maximum_[r];
+            part_[1] = total_[r];
+            std::memcpy(part_ + 2, values_ + size_t(r) * step_, sizeof(float) * kv_.head_dim);
+            join(task_.parts + size_t(r) * (kv_.head_dim + 2), part_, kv_.head_dim);
+        }
+    }
+
+    template <int R>
+    void tile(int r, int base, int count) {
+        count = std::min(count, position(r + R - 1) + 1 - base);
+        if (count <= 0) return;
+        const int width = (count + LANES - 1) / LANES * LANES;
+        rows_.template score<R>(r, width, scores_);
+        TileState state{scores_, values_ + size_t(r) * step_, {}};
+        for (int i = 0; i < R; ++i) {
+            const int end = position(r + i) + 1;
+            const int high = std::min(count, end - base);
+            const int low = queries_.window > 0 ? std::max(0, end - queries_.window - base) : 0;
+            float* scores = scores_ + i * edgellm::BLOCK;
+            if (high <= low) {
+                std::memset(scores, 0, sizeof(float) * width);
+                state.shrink[i] = 1;
+            } else {
+                state.shrink[i] = soften(scores, low, high, width, maximum_[r + i], total_[r + i]);
+            }
+        }
+        rows_.template add<R>(state, count, width);
+    }
+
+    const edgellm::KV& kv_;
+    const edgellm::Queries& queries_;
+    const AttendTask& task_;
+    const int group_, step_;
+    char* memory_;
+    Rows rows_;
+    float *maximum_, *total_, *scores_, *part_, *values_;
+};
+
+inline void attend_rows(const edgellm::KV& kv, const edgellm::Queries& queries, const AttendTask& task) {
+    switch (kv.format) {
+        case edgellm::F32: return Walk<FloatRows<float>>(kv, queries, task).run();
+        case edgellm::F16: return Walk<FloatRows<uint16_t>>(kv, queries, task).run();
+        default: return Walk<Int8Rows>(kv, queries, task).run();
     }
 }
 
-void attend(const Call& call) {
-    const int all = call.tokens * (call.heads / call.kv_heads);
-    const int parts = (all + ROWS_PER_TASK - 1) / ROWS_PER_TASK;
-    edgellm::parallel(call.kv_heads * parts, call.threads, [&](int task) {
-        static thread_local Scratch scratch;
-        const int kv_head = task / parts, first = task % parts * ROWS_PER_TASK;
-        const int rows = std::min(ROWS_PER_TASK, all - first);
-        if (call.k_scale != nullptr) {
-            attend_rows<int8_t>(call, kv_head, first, rows, scratch);
-        } else {
-            attend_rows<float>(call, kv_head, first, rows, scratch);
+inline void attend(const edgellm::AttendCall& call) {
+    const edgellm::Queries& queries = call.queries;
+    const int head_dim = call.kv.head_dim, group = queries.heads / call.kv.kv_heads;
+    const int all = queries.tokens * group;
+    const int tasks = (all + edgellm::ROWS_PER_TASK - 1) / edgellm::ROWS_PER_TASK;
+    edgellm::parallel(call.kv.kv_heads * tasks, call.threads, [&](int index) {
+        static thread_local float parts[edgellm::ROWS_PER_TASK * (edgellm::MAX_HEAD_DIM + 2)];
+        AttendTask task{call.layer, index / tasks, index % tasks * edgellm::ROWS_PER_TASK, 0, 0, 0, parts};
+        task.rows = std::min(edgellm::ROWS_PER_TASK, all - task.first);
+        task.to = edgellm::stretches(queries.start + (task.first + task.rows - 1) / group + 1);
+        attend_rows(call.kv, queries, task);
+        for (int r = 0; r < task.rows; ++r) {
+            const int row = task.first + r, head = task.kv_head * group + row % group;
+            const float* part = parts + size_t(r) * (head_dim + 2);
+            float* out = call.out + (size_t(row / group) * queries.heads + head) * head_dim;
+            for (int d = 0; d < head_dim; ++d) out[d] = part[2 + d] / part[1];
         }
     });
 }

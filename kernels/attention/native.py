@@ -1,4 +1,4 @@
-"""Chunk attention in C++ (`cpu.cpp`), on int8 and float32 blocks."""
+"""Chunk attention in C++ (`cpu.cpp`), on blocks of every format."""
 
 from __future__ import annotations
 
@@ -8,16 +8,19 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgellm.kernels.kv_blocks import BlockTable, KVBlocks
-from edgellm.kernels.native import address, fields
+from edgellm.kernels.native import KV, address
 
 
 class _Call(ctypes.Structure):
-    """Arguments of one call; the same fields, in the same order, as in cpu.cpp."""
+    """Arguments of one call; the same fields, in the same order, as in call.h."""
 
-    _fields_ = fields(
-        "k v k_scale v_scale table q out",
-        "layers layer kv_heads heads head_dim tokens start window threads decode",
-    )
+    _fields_ = [
+        ("kv", KV),
+        ("q", ctypes.c_void_p),
+        *((name, ctypes.c_int32) for name in ("heads", "tokens", "start", "window")),
+        ("out", ctypes.c_void_p),
+        *((name, ctypes.c_int32) for name in ("layer", "threads")),
+    ]
 
 
 def attend(
@@ -30,32 +33,22 @@ def attend(
     *,
     window: int | None = None,
     threads: int = 1,
-    decode: bool = False,
 ) -> NDArray[np.float32]:
     """See `attend` in `__init__.py`; `library` holds the compiled kernels."""
-    tokens, heads, head_dim = q.shape
+    tokens, heads, _ = q.shape
     queries = np.ascontiguousarray(q)
     ids = np.asarray(table, np.int64)
     out = np.empty(q.shape, np.float32)
-    _, layers, kv_heads, _, _ = blocks.k.shape
     call = _Call(
-        address(blocks.k),
-        address(blocks.v),
-        address(blocks.k_scale),
-        address(blocks.v_scale),
-        address(ids),
+        KV.of(blocks, ids),
         address(queries),
-        address(out),
-        layers,
-        layer,
-        kv_heads,
         heads,
-        head_dim,
         tokens,
         start,
         window or 0,
+        address(out),
+        layer,
         threads,
-        decode,
     )
     library.edgellm_attend(ctypes.byref(call))
     return out

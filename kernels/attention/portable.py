@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 from numpy.typing import NDArray
 
-from edgellm.kernels.kv_blocks import BlockTable, KVBlocks
+from edgellm.kernels.kv_blocks import BLOCK, BlockTable, KVBlocks
 
 # Scores are made for as many KV heads at a time as fit: past a few tens of MB the softmax passes
 # leave the last-level cache, and the buffer would count against a small machine's memory.
@@ -25,17 +23,17 @@ def attend(
 ) -> NDArray[np.float32]:
     """See `attend` in `__init__.py`."""
     tokens, heads, head_dim = q.shape
-    kv_heads = blocks.k.shape[2]
+    kv_heads = blocks.kv_heads
     group = heads // kv_heads
     length = start + tokens
     out = np.empty((kv_heads, group, tokens, head_dim), np.float32)
     queries = q.transpose(1, 0, 2).reshape(kv_heads, group * tokens, head_dim)
     queries = queries * np.float32(head_dim**-0.5)
-    ids = np.asarray(table[: -(-length // blocks.k.shape[3])], np.intp)
     step = max(1, _SCORE_BYTES // (4 * group * tokens * length))
     for first in range(0, kv_heads, step):
         part = slice(first, min(first + step, kv_heads))
-        k, k_scale = _gather(blocks.k, blocks.k_scale, ids, layer, part, length)
+        k, v = (rows.astype(np.float32) for rows in blocks.read(table, layer, part, length))
+        k_scale = _scales(blocks.k_scale, table, layer, part, length)
         scores = queries[part] @ k.transpose(0, 2, 1)  # [h, G*C, length]
         if k_scale is not None:
             scores *= k_scale[:, None, :]
@@ -43,28 +41,26 @@ def attend(
         scores -= scores.max(axis=-1, keepdims=True)
         np.exp(scores, out=scores)
         total = scores.sum(axis=-1, keepdims=True)
-        v, v_scale = _gather(blocks.v, blocks.v_scale, ids, layer, part, length)
+        v_scale = _scales(blocks.v_scale, table, layer, part, length)
         if v_scale is not None:
             scores *= v_scale[:, None, :]
         out[part] = ((scores @ v) / total).reshape(-1, group, tokens, head_dim)
     return out.transpose(2, 0, 1, 3).reshape(tokens, heads, head_dim)
 
 
-def _gather(
-    values: NDArray[Any],
+def _scales(
     scales: NDArray[np.float32] | None,
-    ids: NDArray[np.intp],
+    table: BlockTable,
     layer: int,
     heads: slice,
     length: int,
-) -> tuple[NDArray[np.float32], NDArray[np.float32] | None]:
-    """A sequence's rows as float32 `[h, length, D]` and their scales `[h, length]`, if any."""
-    rows = values[ids, layer, heads].transpose(1, 0, 2, 3)  # [h, blocks, BLOCK, D]
-    dense = rows.reshape(rows.shape[0], -1, rows.shape[-1])[:, :length].astype(np.float32)
+) -> NDArray[np.float32] | None:
+    """A sequence's scales `[h, length]`, if the format has any."""
     if scales is None:
-        return dense, None
+        return None
+    ids = np.asarray(table[: -(-length // BLOCK)], np.intp)
     flat = scales[ids, layer, heads].transpose(1, 0, 2)
-    return dense, flat.reshape(flat.shape[0], -1)[:, :length]
+    return flat.reshape(flat.shape[0], -1)[:, :length]
 
 
 def _mask(scores: NDArray[np.float32], start: int, window: int | None) -> None:

@@ -1,33 +1,57 @@
-// Which instruction sets the kernels are compiled for, and how one source serves all of them.
+// The instruction sets that the kernels are compiled for.
 //
-// A kernel is written once, in vector types of 16 floats that the compiler splits as the target
-// needs (GCC and clang vector extensions). Its file includes the source once for each instruction
-// set, inside a namespace and between EDGELLM_BEGIN_x / EDGELLM_END.
+// A kernel is written once, in vector types that the compiler splits as the target needs (GCC and
+// clang vector extensions) and the few operations of vector.h. `every_isa.h` includes its source
+// once for each instruction set, inside a namespace and between EDGELLM_BEGIN_x and EDGELLM_END.
 #pragma once
 
-#define EDGELLM_PRAGMA(text) _Pragma(#text)
+#include <cstdint>
 
-#if defined(__x86_64__) && defined(__clang__)
+#if defined(__x86_64__)
 #define EDGELLM_X86 1
-#define EDGELLM_BEGIN_AVX512 \
-    EDGELLM_PRAGMA(clang attribute push(__attribute__((target("avx512f,avx512bw,avx512vl,avx512dq,avx2,fma"))), apply_to = function))
-#define EDGELLM_BEGIN_AVX2 \
-    EDGELLM_PRAGMA(clang attribute push(__attribute__((target("avx2,fma"))), apply_to = function))
+#include <immintrin.h>
+#elif defined(__aarch64__)
+#define EDGELLM_ARM 1
+#include <arm_neon.h>
+#endif
+
+#define EDGELLM_PRAGMA(text) _Pragma(#text)
+#if defined(__clang__)
+#define EDGELLM_TARGET(features) \
+    EDGELLM_PRAGMA(clang attribute push(__attribute__((target(features))), apply_to = function))
 #define EDGELLM_END EDGELLM_PRAGMA(clang attribute pop)
-#elif defined(__x86_64__)
-#define EDGELLM_X86 1
-#define EDGELLM_BEGIN_AVX512 \
-    EDGELLM_PRAGMA(GCC push_options) \
-    EDGELLM_PRAGMA(GCC target("avx512f,avx512bw,avx512vl,avx512dq,avx2,fma,prefer-vector-width=512"))
-#define EDGELLM_BEGIN_AVX2 \
-    EDGELLM_PRAGMA(GCC push_options) EDGELLM_PRAGMA(GCC target("avx2,fma"))
+#else
+#define EDGELLM_TARGET(features) \
+    EDGELLM_PRAGMA(GCC push_options) EDGELLM_PRAGMA(GCC target(features))
 #define EDGELLM_END EDGELLM_PRAGMA(GCC pop_options)
+#endif
+
+#if defined(__clang__)
+#define EDGELLM_BEGIN_AVX512 \
+    EDGELLM_TARGET("avx512f,avx512bw,avx512vl,avx512dq,avx512vnni,avx2,fma,f16c")
+#else
+#define EDGELLM_BEGIN_AVX512                                                    \
+    EDGELLM_TARGET("avx512f,avx512bw,avx512vl,avx512dq,avx512vnni,avx2,fma,f16c," \
+                   "prefer-vector-width=512")
+#endif
+#define EDGELLM_BEGIN_AVXVNNI EDGELLM_TARGET("avxvnni,avx2,fma,f16c")
+#define EDGELLM_BEGIN_AVX2 EDGELLM_TARGET("avx2,fma,f16c")
+#if defined(__clang__)
+#define EDGELLM_BEGIN_NEON EDGELLM_TARGET("dotprod")
+#else
+#define EDGELLM_BEGIN_NEON EDGELLM_TARGET("arch=armv8.2-a+dotprod")
+#endif
+
+// AVX-VNNI came to GCC with version 11 and to clang with 12.
+#if defined(EDGELLM_X86) && (defined(__clang__) ? __clang_major__ >= 12 : __GNUC__ >= 11)
+#define EDGELLM_HAS_AVXVNNI 1
 #endif
 
 namespace edgellm {
 
-// In the order of preference; BASE is what the compiler targets by default: SSE2, NEON ...
-enum class Isa { AVX512, AVX2, BASE };
+// In the order of preference. AVX512 means with VNNI, AVX2 with FMA and F16C, NEON with dot products;
+// SCALAR is whatever the compiler targets by default.
+enum class Isa { AVX512, AVXVNNI, AVX2, NEON, SCALAR };
 
 // The one in use: the best that the processor has, or what edgellm_set_isa asked for.
 Isa current_isa();

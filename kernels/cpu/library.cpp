@@ -1,18 +1,28 @@
 // Instruction-set choice and worker threads of the native kernels.
+#include "threads.h"
+
 #include <pthread.h>
 #include <sched.h>
 #include <unistd.h>
 
-#include <atomic>
+#include <algorithm>
+#include <chrono>
 #include <condition_variable>
+#include <cstdlib>
 #include <cstring>
 #include <memory>
 #include <mutex>
+#include <new>
 #include <thread>
 #include <vector>
 
 #include "isa.h"
-#include "threads.h"
+#ifdef EDGELLM_ARM
+#include <sys/auxv.h>
+#endif
+#ifdef EDGELLM_X86
+#include <cpuid.h>
+#endif
 
 namespace edgellm {
 namespace {
@@ -20,23 +30,39 @@ namespace {
 bool has(Isa isa) {
 #ifdef EDGELLM_X86
     __builtin_cpu_init();
-    if (isa == Isa::AVX512)
-        return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-               __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
-    if (isa == Isa::AVX2) return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
+    const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") &&
+                      __builtin_cpu_supports("f16c");
+    if (isa == Isa::AVX2) return avx2;
+#ifdef EDGELLM_HAS_AVXVNNI
+    unsigned eax = 0, ebx, ecx, edx;
+    if (isa == Isa::AVXVNNI)
+        return avx2 && __get_cpuid_count(7, 1, &eax, &ebx, &ecx, &edx) && (eax >> 4 & 1);
 #endif
-    return isa == Isa::BASE;
+    if (isa == Isa::AVX512)
+        return avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+               __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq") &&
+               __builtin_cpu_supports("avx512vnni");
+#endif
+#ifdef EDGELLM_ARM
+    if (isa == Isa::NEON) return (getauxval(AT_HWCAP) & HWCAP_ASIMDDP) != 0;
+#endif
+    return isa == Isa::SCALAR;
 }
 
-constexpr Isa ALL[] = {Isa::AVX512, Isa::AVX2, Isa::BASE};
-constexpr const char* NAMES[] = {"avx512", "avx2", "base"};
+constexpr Isa ALL[] = {Isa::AVX512, Isa::AVXVNNI, Isa::AVX2, Isa::NEON, Isa::SCALAR};
+constexpr const char* NAMES[] = {"avx512", "avxvnni", "avx2", "neon", "scalar"};
 
 std::atomic<int> chosen{-1};
+
+// For how long a worker stays awake after a decode step: sampling and what the caller does with a
+// token take a few tenths of a millisecond, and waking up costs about 50 us.
+constexpr auto LINGER = std::chrono::microseconds(500);
 
 // One batch of tasks at a time; workers sleep between batches.
 class Pool {
 public:
-    void run(int count, int threads, const std::function<void(int)>& task) {
+    // `linger`: the workers stay awake afterwards, for a while.
+    void run(int count, int threads, bool linger, const std::function<void(int)>& task) {
         std::lock_guard<std::mutex> one_at_a_time(batch_);
         {
             std::lock_guard<std::mutex> lock(state_);
@@ -52,6 +78,7 @@ public:
             next_ = 0;
             helpers_ = threads - 1;
             busy_ = 0;
+            linger_ = linger;
             ++generation_;
         }
         wake_.notify_all();
@@ -86,6 +113,15 @@ private:
         long seen = 0;
         std::unique_lock<std::mutex> lock(state_);
         for (;;) {
+            if (linger_) {
+                lock.unlock();
+                const auto until = std::chrono::steady_clock::now() + LINGER;
+                for (int turn = 0; generation_ == seen; ++turn) {
+                    relax(turn);
+                    if (turn % 64 == 63 && std::chrono::steady_clock::now() > until) break;
+                }
+                lock.lock();
+            }
             wake_.wait(lock, [&] { return generation_ != seen; });
             seen = generation_;
             if (index >= helpers_ || task_ == nullptr) continue;
@@ -102,10 +138,11 @@ private:
     std::mutex batch_, state_;
     std::condition_variable wake_, done_;
     std::atomic<int> next_{0};
+    std::atomic<long> generation_{0};
     const std::function<void(int)>* task_ = nullptr;
     std::vector<pthread_t> workers_;
     int count_ = 0, helpers_ = 0, busy_ = 0, kept_off_ = -1;
-    long generation_ = 0;
+    bool linger_ = false;
 };
 
 // A child of fork() has none of its parent's threads, so it gets a pool of its own. Pools are never
@@ -122,6 +159,15 @@ Pool& pool() {
     return *current;
 }
 
+// Threads past the number of cores would only wait for each other.
+int cores() {
+#ifdef __linux__
+    cpu_set_t usable;
+    if (sched_getaffinity(0, sizeof usable, &usable) == 0) return CPU_COUNT(&usable);
+#endif
+    return std::max(1, static_cast<int>(std::thread::hardware_concurrency()));
+}
+
 }  // namespace
 
 Isa current_isa() {
@@ -135,11 +181,53 @@ Isa current_isa() {
 }
 
 void parallel(int count, int threads, const std::function<void(int)>& task) {
-    if (threads <= 1 || count <= 1) {
+    threads = std::min({threads, count, cores()});
+    if (threads <= 1) {
         for (int i = 0; i < count; ++i) task(i);
         return;
     }
-    pool().run(count, threads < count ? threads : count, task);
+    pool().run(count, threads, false, task);
+}
+
+void* scratch(size_t bytes) {
+    struct Buffer {
+        void* data = nullptr;
+        size_t size = 0;
+        ~Buffer() { std::free(data); }
+    };
+    static thread_local Buffer buffer;
+    if (buffer.size < bytes) {
+        std::free(buffer.data);
+        buffer.size = (bytes + 4095) / 4096 * 4096;
+        buffer.data = std::aligned_alloc(64, buffer.size);
+        if (buffer.data == nullptr) std::abort();
+    }
+    return buffer.data;
+}
+
+void relax(int turn) {
+    if (turn % 4096 == 4095) {
+        sched_yield();
+        return;
+    }
+#if defined(EDGELLM_X86)
+    _mm_pause();
+#elif defined(EDGELLM_ARM)
+    asm volatile("yield");
+#endif
+}
+
+void crew(int threads, int phases, const std::function<void(Member&)>& job) {
+    const std::unique_ptr<Phase[]> shared(new Phase[phases]);
+    threads = std::min(threads, cores());
+    if (threads <= 1) {
+        Member alone(shared.get());
+        return job(alone);
+    }
+    pool().run(threads, threads, true, [&](int) {
+        Member member(shared.get());
+        job(member);
+    });
 }
 
 }  // namespace edgellm
@@ -153,7 +241,7 @@ const char* edgellm_isa() {
 
 // Use an instruction set by name; 0 if this processor does not have it.
 int edgellm_set_isa(const char* name) {
-    for (int i = 0; i < 3; ++i) {
+    for (int i = 0; i < 5; ++i) {
         if (std::strcmp(name, edgellm::NAMES[i]) == 0 && edgellm::has(edgellm::ALL[i])) {
             edgellm::chosen = i;
             return 1;

@@ -1,6 +1,8 @@
 // Worker threads that live as long as the process.
 #pragma once
 
+#include <atomic>
+#include <cstddef>
 #include <functional>
 
 namespace edgellm {
@@ -8,5 +10,42 @@ namespace edgellm {
 // Run task(0) .. task(count - 1) on up to `threads` threads, the calling one among them. Whoever is
 // free takes the next one, so that a core which is busy with something else delays one task at most.
 void parallel(int count, int threads, const std::function<void(int)>& task);
+
+// A buffer of the calling thread, at least `bytes` large and aligned to a cache line; the same memory
+// at every call.
+void* scratch(size_t bytes);
+
+// One stretch of work that several threads share; a cache line each.
+struct alignas(64) Phase {
+    std::atomic<int> next{0}, done{0};
+};
+
+// Lets the calling thread rest a moment while it waits for others; `turn` counts its waits.
+void relax(int turn);
+
+// A thread's way through the phases of one job. All members go through the same phases in the same
+// order, so the job reads like a program for one thread. Nobody waits for a member that has nothing in
+// hand: one that comes late finds the phases done and catches up.
+class Member {
+public:
+    explicit Member(Phase* phases) : phase_(phases) {}
+
+    // Run item(0) .. item(count - 1), shared out among the members; returns when all are done.
+    template <typename Item>
+    void each(int count, const Item& item) {
+        Phase& phase = *phase_++;
+        int mine = 0;
+        for (int i; (i = phase.next.fetch_add(1, std::memory_order_relaxed)) < count; ++mine) item(i);
+        if (mine > 0) phase.done.fetch_add(mine, std::memory_order_release);
+        for (int turn = 0; phase.done.load(std::memory_order_acquire) < count; ++turn) relax(turn);
+    }
+
+private:
+    Phase* phase_;
+};
+
+// Run `job` on `threads` threads; it goes through at most `phases` phases. Afterwards the workers
+// stay awake for a moment, because the next token follows soon.
+void crew(int threads, int phases, const std::function<void(Member&)>& job);
 
 }  // namespace edgellm

@@ -26,7 +26,7 @@ def append_rotated(
 ) -> NDArray[np.float32]:
     """Apply RoPE to Q and K, write K and V at positions `start ..`, and give Q back.
 
-    Runs in C++ where that was built and knows the format, else in numpy.
+    Runs in C++ where that was built, else in numpy.
 
     Args:
         blocks, table: the pool and the sequence's block ids.
@@ -36,7 +36,7 @@ def append_rotated(
     Returns:
         The rotated queries, `[C, H, D]` float32.
     """
-    compiled = library_for(blocks.format)
+    compiled = library_for(blocks)
     if compiled is None:
         return portable.append_rotated(blocks, table, layer, start, qkv, rope_table)
     return native.append_rotated(

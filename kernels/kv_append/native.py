@@ -1,4 +1,4 @@
-"""RoPE, quantization and append in C++ (`cpu.cpp`), on int8 and float32 blocks."""
+"""RoPE, quantization and append in C++ (`cpu.cpp`), on blocks of every format."""
 
 from __future__ import annotations
 
@@ -8,17 +8,20 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgellm.kernels.kv_blocks import BlockTable, KVBlocks
-from edgellm.kernels.native import address, fields
+from edgellm.kernels.native import KV, Rope, address
 from edgellm.kernels.rope import RopeTable
 
 
 class _Call(ctypes.Structure):
-    """Arguments of one call; the same fields, in the same order, as in cpu.cpp."""
+    """Arguments of one call; the same fields, in the same order, as in call.h."""
 
-    _fields_ = fields(
-        "k v k_scale v_scale table qkv cos sin q",
-        "layers layer kv_heads heads head_dim half tokens start threads",
-    )
+    _fields_ = [
+        ("kv", KV),
+        ("rope", Rope),
+        ("qkv", ctypes.c_void_p),
+        ("q", ctypes.c_void_p),
+        *((name, ctypes.c_int32) for name in ("layer", "heads", "tokens", "start", "threads")),
+    ]
 
 
 def append_rotated(
@@ -34,27 +37,17 @@ def append_rotated(
 ) -> NDArray[np.float32]:
     """See `append_rotated` in `__init__.py`; `library` holds the compiled kernels."""
     tokens, rows, head_dim = qkv.shape
-    _, layers, kv_heads, _, _ = blocks.k.shape
-    heads = rows - 2 * kv_heads
+    heads = rows - 2 * blocks.kv_heads
     source = np.ascontiguousarray(qkv)
     ids = np.asarray(table, np.int64)
     q = np.empty((tokens, heads, head_dim), np.float32)
     call = _Call(
-        address(blocks.k),
-        address(blocks.v),
-        address(blocks.k_scale),
-        address(blocks.v_scale),
-        address(ids),
+        KV.of(blocks, ids),
+        Rope.of(rope_table),
         address(source),
-        address(rope_table.cos),
-        address(rope_table.sin),
         address(q),
-        layers,
         layer,
-        kv_heads,
         heads,
-        head_dim,
-        rope_table.cos.shape[1],
         tokens,
         start,
         threads,

@@ -22,9 +22,13 @@ def append(
     v: NDArray[np.float32],
 ) -> None:
     """Write K and V rows `[C, Hkv, D]` (K after RoPE) at positions `start .. start + C`."""
+    k_codes, k_scale = _stored(blocks, k)
+    v_codes, v_scale = _stored(blocks, v)
+    blocks.write(table, layer, start, k_codes, v_codes)
     ids, rows = slots(table, start, k.shape[0])
-    _write(blocks.k, blocks.k_scale, ids, layer, rows, k)
-    _write(blocks.v, blocks.v_scale, ids, layer, rows, v)
+    for target, scale in ((blocks.k_scale, k_scale), (blocks.v_scale, v_scale)):
+        if target is not None:
+            target[ids, layer, :, rows] = scale
 
 
 def append_rotated(
@@ -36,24 +40,19 @@ def append_rotated(
     rope_table: rope.RopeTable,
 ) -> NDArray[np.float32]:
     """See `append_rotated` in `__init__.py`."""
-    kv_heads = blocks.k.shape[2]
+    kv_heads = blocks.kv_heads
     heads = qkv.shape[1] - 2 * kv_heads
     rotated = rope.apply(qkv[:, : heads + kv_heads], rope_table, start)
     append(blocks, table, layer, start, rotated[:, heads:], qkv[:, heads + kv_heads :])
     return rotated[:, :heads]
 
 
-def _write(
-    target: NDArray[Any],
-    scales: NDArray[np.float32] | None,
-    ids: NDArray[np.intp],
-    layer: int,
-    rows: NDArray[np.intp],
-    values: NDArray[np.float32],
-) -> None:
-    if scales is None:
-        target[ids, layer, :, rows] = values
-        return
-    scale = np.abs(values).max(axis=-1) * np.float32(1 / 127)  # [C, Hkv]
-    target[ids, layer, :, rows] = np.rint(values / np.maximum(scale, _TINY)[..., None])
-    scales[ids, layer, :, rows] = scale
+def _stored(
+    blocks: KVBlocks, values: NDArray[np.float32]
+) -> tuple[NDArray[Any], NDArray[np.float32] | None]:
+    """Rows `[C, Hkv, D]` as the format stores them, and their scales `[C, Hkv]`, if any."""
+    if blocks.k_scale is None:
+        return values.astype(blocks.k.dtype), None
+    scale = np.abs(values).max(axis=-1) * np.float32(1 / 127)
+    codes = np.rint(values / np.maximum(scale, _TINY)[..., None])
+    return codes.astype(np.int8), scale

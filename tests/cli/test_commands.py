@@ -14,10 +14,12 @@ from pathlib import Path
 import pytest
 
 from edgellm.bundle import Bundle
+from edgellm.engine import EngineOptions
 
 Cli = Callable[..., subprocess.CompletedProcess[str]]
 QUESTION = "What is the capital of France?"
 GREEDY = ("--temp", "0")
+DEFAULTS = EngineOptions()
 
 
 @pytest.fixture(scope="module")
@@ -55,9 +57,9 @@ def test_json_and_stats(cli: Cli) -> None:
     result = json.loads(found.stdout)
     assert result["generation_tokens"] == 4
     assert result["seed"] == 7
-    assert result["prefill"] == {"cpu": 37}
+    assert result["prefill"] == {DEFAULTS.prefill_backend: 37}
     found = cli("run", "-p", QUESTION, *GREEDY, "-n", "1", "--stats")
-    assert "37 on cpu w8a8" in found.stderr
+    assert f"37 on {DEFAULTS.prefill_backend} {DEFAULTS.prefill_flavour}" in found.stderr
 
 
 @pytest.mark.usefixtures("smollm2")
@@ -151,7 +153,7 @@ def test_export_ls_show_rm(cli: Cli, tiny_model: Path, tmp_path: Path) -> None:
     assert "14 quantized" in exported.stderr
     assert str(tiny_model) in cli("ls", env=env).stdout
     shown = cli("show", str(tiny_model), "--verify", env=env).stdout
-    for words in ("llama", "w8a8 (default prefill)", "int4 (default decode)", "memory"):
+    for words in ("llama", "default prefill", "default decode", "memory"):
         assert words in shown
     folder = cli("ls", env=env).stdout.split()[-1]
     assert cli("rm", folder, env=env).returncode == 0
@@ -167,14 +169,14 @@ def test_perplexity_json(cli: Cli, tiny_bundle: str, tmp_path: Path) -> None:
     found = cli("perplexity", str(tmp_path / "text"), "-m", tiny_bundle, "--window", "64", "--json")
     result = json.loads(found.stdout)
     assert result["tokens"] == 15 * 63
-    assert (result["flavour"], result["kv_format"]) == ("w8a8", "int8")
+    assert (result["flavour"], result["kv_format"]) == (DEFAULTS.prefill_flavour, "int8")
     # random weights know nothing: about as many choices as there are tokens
     assert 200 < result["perplexity"] < 2000
     decode = cli(
         "perplexity", str(tmp_path / "text"), "-m", tiny_bundle, "--window", "64", "--json",
         "--through", "decode", "--max-windows", "1",
     )  # fmt: skip
-    assert json.loads(decode.stdout)["flavour"] == "int4"
+    assert json.loads(decode.stdout)["flavour"] == DEFAULTS.decode_flavour
 
 
 def test_bench_outputs(cli: Cli, tiny_bundle: str) -> None:

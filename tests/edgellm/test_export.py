@@ -55,7 +55,7 @@ def test_flavours_are_added_without_touching_the_others(
     before = (bundle_path / "w8a8" / "weights.bin").stat()
     export_tiny(tiny_model, bundle_path, flavours=["w8a8", "f32"], chunk_sizes=[64])
     manifest = open_bundle(bundle_path, verify=True).manifest
-    assert set(manifest.flavours) == {"w8a8", "int4", "f32"}
+    assert set(manifest.flavours) == {"panels", "w8a8", "int4", "f32"}
     assert manifest.flavours["f32"].chunk_sizes == (32, 128)
     assert (bundle_path / "w8a8" / "weights.bin").stat() == before
     assert [p.name for p in bundle_path.parent.iterdir() if p.name.startswith(".")] == [
@@ -92,7 +92,7 @@ def test_damaged_files_are_refused_and_rebuilt(
         ("[]", "not the manifest"),
         ('{"format": "other"}', "not the manifest"),
         ('{"format": "edgellm-bundle", "format_version": 99}', "format 99"),
-        ('{"format": "edgellm-bundle", "format_version": 1}', "damaged manifest"),
+        ('{"format": "edgellm-bundle", "format_version": 2}', "damaged manifest"),
         ("{" * 100_000, "damaged manifest"),
     ],
 )
@@ -132,7 +132,7 @@ def test_other_folders_are_never_replaced(tiny_model: Path, tmp_path: Path) -> N
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"flavours": ["w3"]}, "w3: allowed are f32, w8a8, int4"),
+        ({"flavours": ["w3"]}, "w3: allowed are f32, w8a8, int4, panels"),
         ({"flavours": []}, "allowed are"),
         ({"chunk_sizes": [0]}, "1 to 4096"),
         ({"chunk_sizes": []}, "1 to 4096"),

@@ -1,4 +1,4 @@
-"""Sharing, copying and forgetting: K holds each token's position and owner, so a mix-up shows."""
+"""Sharing, copying, forgetting: K and V hold each token's position and owner, so a mix-up shows."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def make(ctx_size: int = 600, blocks: int = 12) -> KVCache:
 
 
 def extend(sequence: Sequence, tokens: list[int]) -> None:
-    """Append tokens whose K is a function of the tokens so far."""
+    """Append tokens whose K and V are functions of the tokens so far."""
     for token in tokens:
         sequence.reserve(1)
         value = key([*sequence.tokens, token])
@@ -53,8 +53,10 @@ def check(sequence: Sequence) -> None:
     """Every row is what this sequence's own tokens make it."""
     for position in range(len(sequence)):
         block, row = sequence.table[position // BLOCK], position % BLOCK
-        found = sequence.blocks.k[block, :, :, row]
-        assert (found == key(sequence.tokens[: position + 1])).all(), position
+        expected = key(sequence.tokens[: position + 1])
+        for layer in range(CONFIG.layers):
+            assert (sequence.blocks.key_rows(block, layer, row) == expected).all(), position
+            assert (sequence.blocks.value_rows(block, layer, row) == expected).all(), position
 
 
 def test_prefix_is_shared_and_the_tail_is_copied() -> None:

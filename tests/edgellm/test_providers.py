@@ -28,8 +28,8 @@ def test_choice() -> None:
         choose("gpu")
 
 
-def test_placement_counts_every_node(llm: LLM) -> None:
-    placement = llm.engine.prefill.placement
+def test_placement_counts_every_node(portable_llm: LLM) -> None:
+    placement = portable_llm.engine.prefill.placement
     assert placement.complete
     assert placement.nodes.keys() == {"CPUExecutionProvider"}
     assert placement.nodes["CPUExecutionProvider"] > 31 * 10
@@ -50,16 +50,17 @@ def test_unknown_operator_is_not_run_elsewhere(tmp_path: Path) -> None:
         open_session(tmp_path / "strange.onnx", provider="cpu")
 
 
-def test_one_pool_for_the_process(llm: LLM) -> None:
-    assert thread_pool.start(None) == llm.engine.threads
+def test_one_pool_for_the_process(portable_llm: LLM) -> None:
+    threads = portable_llm.engine.threads
+    assert thread_pool.start(None) == threads
     with pytest.raises(OptionError, match="share one pool"):
-        thread_pool.start(llm.engine.threads + 1)
+        thread_pool.start(threads + 1)
 
 
 def test_saturating_products_turn_int8_off(monkeypatch: pytest.MonkeyPatch) -> None:
     import onnxruntime as ort
 
-    from edgellm import engine
+    from edgellm import engine, int8_support
 
     run = ort.InferenceSession.run
 
@@ -68,6 +69,6 @@ def test_saturating_products_turn_int8_off(monkeypatch: pytest.MonkeyPatch) -> N
 
     monkeypatch.setattr(ort.InferenceSession, "run", saturated)
     assert not int8_products_are_exact.__wrapped__()
-    monkeypatch.setattr(engine, "int8_products_are_exact", lambda: False)
-    assert engine.EngineOptions().prefill_flavour == "f32"
+    monkeypatch.setattr(int8_support, "int8_products_are_exact", lambda: False)
+    assert engine.EngineOptions(prefill="cpu").prefill_flavour == "f32"
     assert engine.EngineOptions(flavour="w8a8").prefill_flavour == "w8a8"

@@ -2,8 +2,6 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from edgellm import NumericError, OptionError
 from edgellm.sampling import (
@@ -11,7 +9,6 @@ from edgellm.sampling import (
     SamplingOptions,
     apply_penalties,
     keep_min_p,
-    keep_top_k,
     keep_top_p,
     log_softmax,
     softmax,
@@ -88,13 +85,6 @@ def test_logits_are_left_alone() -> None:
     before = LOGITS.copy()
     Sampler(plain(repeat_penalty=3.0, logit_bias={1: 5.0})).sample(LOGITS, [0, 1])
     np.testing.assert_array_equal(before, LOGITS)
-
-
-@given(scores=st.lists(st.integers(-5, 5), min_size=1, max_size=40), k=st.integers(0, 45))
-def test_top_k_is_a_stable_sort(scores: list[int], k: int) -> None:
-    values = np.array(scores, np.float32)
-    expected = sorted(range(len(scores)), key=lambda i: (-scores[i], i))
-    assert keep_top_k(values, k).tolist() == expected[: k or None]
 
 
 def test_masks() -> None:

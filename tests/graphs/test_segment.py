@@ -76,7 +76,7 @@ def walk(found: list[Any], x: np.ndarray, attention: np.ndarray) -> list[np.ndar
     return shown
 
 
-@pytest.mark.parametrize("flavour", FLAVOURS)
+@pytest.mark.parametrize("flavour", TOLERANCE)
 @pytest.mark.parametrize("chunk", [1, 5, 32])
 def test_matches_numpy(flavour: str, chunk: int, tiny_model: Path, tmp_path: Path) -> None:
     checkpoint = open_checkpoint(tiny_model)
@@ -99,7 +99,7 @@ def test_matches_numpy(flavour: str, chunk: int, tiny_model: Path, tmp_path: Pat
             assert error < TOLERANCE[flavour]
 
 
-@pytest.mark.parametrize("flavour", FLAVOURS)
+@pytest.mark.parametrize("flavour", TOLERANCE)
 def test_poisoned_padding_never_shows(flavour: str, tiny_model: Path, tmp_path: Path) -> None:
     checkpoint = open_checkpoint(tiny_model)
     found = sessions(tmp_path / flavour, flavour, checkpoint, 32)

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import functools
 import os
 import subprocess
 import sys
@@ -11,7 +12,7 @@ import pytest
 
 from edgellm.kernels.attention import attend, native, portable, reference
 from edgellm.kernels.kv_append import append
-from edgellm.kernels.kv_blocks import BLOCK, KVBlocks, allocate
+from edgellm.kernels.kv_blocks import BLOCK, KV_FORMATS, KVBlocks, allocate
 from edgellm.kernels.native import ISAS, library
 
 Attend = Callable[..., np.ndarray]
@@ -22,6 +23,8 @@ SHAPES = [
     (0, 63, 9, 3, 64),
     (62, 1, 8, 1, 80),
     (64, 1, 6, 6, 96),
+    (126, 2, 10, 2, 64),
+    (300, 40, 8, 1, 20),
     (1, 126, 4, 2, 32),
     (127, 1, 5, 1, 128),
     (120, 17, 7, 7, 16),
@@ -31,16 +34,17 @@ SHAPES = [
 
 def read_back(blocks: KVBlocks, table: list[int], name: str, length: int) -> np.ndarray:
     """What layer 1 of the cache holds, `[length, Hkv, D]` float64."""
+    scale = getattr(blocks, f"{name}_scale")
     rows = []
     for position in range(length):
         block, row = table[position // BLOCK], position % BLOCK
-        values = getattr(blocks, name)[block, 1, :, row].astype(np.float64)
-        scale = getattr(blocks, f"{name}_scale")
-        rows.append(values if scale is None else values * scale[block, 1, :, row, None])
+        values = (blocks.key_rows if name == "k" else blocks.value_rows)(block, 1, row)
+        exact = values.astype(np.float64)
+        rows.append(exact if scale is None else exact * scale[block, 1, :, row, None])
     return np.stack(rows)
 
 
-@pytest.fixture(params=["portable", *ISAS, *(f"{isa}, decode" for isa in ISAS)])
+@pytest.fixture(params=["portable", *ISAS])
 def implementation(request: pytest.FixtureRequest) -> Iterator[Attend]:
     """Each implementation in turn; those that this machine does not have are skipped."""
     if request.param == "portable":
@@ -50,10 +54,9 @@ def implementation(request: pytest.FixtureRequest) -> Iterator[Attend]:
     if compiled is None:
         pytest.skip("installed without a compiler")
     before = compiled.edgellm_isa()
-    isa, _, decode = request.param.partition(", ")
-    if not compiled.edgellm_set_isa(isa.encode()):
-        pytest.skip(f"this processor has no {isa}")
-    yield lambda *a, **k: native.attend(compiled, *a, decode=bool(decode), **k)
+    if not compiled.edgellm_set_isa(request.param.encode()):
+        pytest.skip(f"this processor has no {request.param}")
+    yield functools.partial(native.attend, compiled)
     compiled.edgellm_set_isa(before)
 
 
@@ -74,24 +77,23 @@ def compare(
     np.testing.assert_allclose(found, expected, atol=tolerance, rtol=0)
 
 
+def tolerance(attend: Attend, format: str) -> float:
+    """C++ rounds queries to 16 bits and weights to 14 on int8 blocks; all else is float32."""
+    return 3e-6 if format != "int8" or attend is portable.attend else 3e-4
+
+
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize("format", ["f32", "int8"])
+@pytest.mark.parametrize("format", KV_FORMATS)
 @pytest.mark.usefixtures("poisoned")
 def test_matches_reference(implementation: Attend, shape: tuple[int, ...], format: str) -> None:
-    compare(implementation, shape, format, None, 3e-6)
-
-
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.usefixtures("poisoned")
-def test_f16_goes_to_numpy(shape: tuple[int, ...]) -> None:
-    compare(attend, shape, "f16", None, 3e-6)
+    compare(implementation, shape, format, None, tolerance(implementation, format))
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("window", [1, 5, 64])
 @pytest.mark.usefixtures("poisoned")
 def test_sliding_window(implementation: Attend, shape: tuple[int, ...], window: int) -> None:
-    compare(implementation, shape, "int8", window, 3e-6)
+    compare(implementation, shape, "int8", window, tolerance(implementation, "int8"))
 
 
 @pytest.mark.usefixtures("poisoned")
@@ -177,7 +179,7 @@ def test_a_forked_child_computes_as_well() -> None:
 @pytest.mark.skipif(library() is None, reason="installed without a compiler")
 def test_instruction_set_can_be_forced() -> None:
     code = "from edgellm.kernels.native import isa; print(isa())"
-    for name, words in (("base", "base"), ("mmx", "known are avx512, avx2, base")):
+    for name, words in (("scalar", "scalar"), ("mmx", f"known are {', '.join(ISAS)}")):
         found = subprocess.run(
             [sys.executable, "-c", code],
             capture_output=True,

@@ -1,0 +1,82 @@
+"""A model in the native kernels: any few tokens through all layers in one call."""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+from collections.abc import Sequence as SequenceOf
+
+import numpy as np
+from numpy.typing import NDArray
+
+from edgellm.errors import CancelledError
+from edgellm.kernels.linear import int8_rows
+from edgellm.kernels.linear.native import linear
+from edgellm.kernels.rope import RopeTable
+from edgellm.kernels.step import FusedStep, Weights
+from edgellm.kv_cache import Sequence
+
+Floats = NDArray[np.float32]
+
+
+class PanelHead:
+    """The LM head and the embedding in panels; see `Head` in `segments.py`."""
+
+    def __init__(self, library: ctypes.CDLL, weights: Weights, *, threads: int) -> None:
+        self._library = library
+        self._weights = weights
+        self._threads = threads
+
+    def embed(self, tokens: SequenceOf[int]) -> Floats:
+        """Embedding rows `[n, E]`."""
+        return int8_rows(self._weights.embedding, tokens)
+
+    def logits(self, hidden: Floats) -> Floats:
+        """`[rows, E]` to `[rows, V]`."""
+        head = self._weights.head
+        return linear(self._library, hidden, head, fine_from=0, threads=self._threads)
+
+
+class NativeModel:
+    """Runs tokens through the fused step on the shared KV cache."""
+
+    def __init__(
+        self, library: ctypes.CDLL, weights: Weights, table: RopeTable, *, threads: int
+    ) -> None:
+        self.head = PanelHead(library, weights, threads=threads)
+        self._step = FusedStep(library, weights)
+        self._table = table
+        self._threads = threads
+
+    def forward(
+        self,
+        tokens: SequenceOf[int],
+        sequence: Sequence,
+        *,
+        logit_rows: int = 0,
+        cancel: threading.Event | None = None,
+    ) -> tuple[Floats, Floats]:
+        """Run tokens at the end of `sequence` and count them into it.
+
+        Returns:
+            Hidden states after the final norm `[len(tokens), E]`, and the logits of the last
+            `logit_rows` tokens `[logit_rows, V]`.
+
+        Raises:
+            ContextOverflowError, CacheFullError: see `Sequence.reserve`.
+            CancelledError: `cancel` was set; the sequence is as it was.
+        """
+        if cancel is not None and cancel.is_set():
+            raise CancelledError("cancelled between two chunks")
+        sequence.reserve(len(tokens))
+        found = self._step.run(
+            sequence.blocks,
+            sequence.table,
+            self._table,
+            tokens,
+            len(sequence),
+            logit_rows=logit_rows,
+            threads=self._threads,
+        )
+        sequence.commit(tokens)
+        return found

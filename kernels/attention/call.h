@@ -1,0 +1,31 @@
+// What a call of chunk attention is made of.
+#pragma once
+
+#include "../cpu/kv_blocks.h"
+
+namespace edgellm {
+
+// Queries of consecutive tokens, and where they stand.
+struct Queries {
+    const float* q;  // [tokens, heads, head_dim], after RoPE
+    int32_t heads, tokens, start, window;
+};
+
+// Arguments of one call; the same fields, in the same order, as in native.py.
+struct AttendCall {
+    KV kv;
+    Queries queries;
+    float* out;  // [tokens, heads, head_dim]
+    int32_t layer, threads;
+};
+
+// Keys are taken in stretches of this many, each with a softmax of its own, which are then joined in
+// order: a row has the same bits whoever computes its stretches and however many rows there are.
+constexpr int STRETCH = 256;
+// Rows that share one walk over the keys.
+constexpr int ROWS_PER_TASK = 96;
+constexpr int MAX_HEAD_DIM = 256;
+
+inline int stretches(int keys) { return (keys + STRETCH - 1) / STRETCH; }
+
+}  // namespace edgellm

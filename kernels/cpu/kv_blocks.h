@@ -1,0 +1,43 @@
+// The KV cache as the kernels see it; the layout is described in kernels/kv_blocks.py.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+namespace edgellm {
+
+constexpr int BLOCK = 128;
+constexpr int KEYS = 16;  // keys that share a panel
+
+enum Format : int32_t { INT8 = 0, F32 = 1, F16 = 2 };
+
+// One sequence's part of the pool; the same fields, in the same order, as in native.py.
+struct KV {
+    void *k;                   // [blocks, layers, kv_heads, BLOCK / 16, head_dim / 4, 16, 4]
+    void *v;                   // [blocks, layers, kv_heads, BLOCK / 4, head_dim, 4]
+    float *k_scale, *v_scale;  // [blocks, layers, kv_heads, BLOCK]; int8 only, else null
+    const int64_t* table;      // block ids of the sequence
+    int32_t layers, kv_heads, head_dim, format;
+
+    // Where a number lies within its block and KV head.
+    size_t key_place(int row, int d) const {
+        return ((size_t(row / KEYS) * (head_dim / 4) + d / 4) * KEYS + row % KEYS) * 4 + d % 4;
+    }
+    size_t value_place(int row, int d) const {
+        return (size_t(row / 4) * head_dim + d) * 4 + row % 4;
+    }
+
+    // Where the rows of a position's block and KV head begin, counted in rows of the whole pool.
+    size_t first_row(int position, int layer, int kv_head) const {
+        const size_t record = size_t(table[position / BLOCK]) * layers + layer;
+        return (record * kv_heads + kv_head) * BLOCK;
+    }
+};
+
+// Cosines and sines of every position, each [positions, half].
+struct Rope {
+    const float *cos, *sin;
+    int64_t half;
+};
+
+}  // namespace edgellm

@@ -1,0 +1,86 @@
+// Floats to fewer bits; included by every_isa.h once for each instruction set.
+
+// int8 codes of `n` floats with one scale, max|x| / 127; `total` is the sum of the codes. A NaN or an
+// infinity makes the scale NaN, so that it shows.
+struct RowScale {
+    float scale;
+    int32_t total;
+};
+
+inline RowScale quantize_row(const float* x, int n, int8_t* codes) {
+    constexpr int32_t INFINITE = 0x7f800000;
+    IVec largest = {};
+    int i = 0;
+    for (; i + LANES <= n; i += LANES) largest = larger(size_bits(load(x + i)), largest);
+    int32_t bits = max_of(largest);
+    for (; i < n; ++i) bits = std::max(bits, size_bits(splat(x[i]))[0]);
+    float top;
+    std::memcpy(&top, &bits, 4);
+    const float scale = bits < INFINITE ? top * (1.0f / 127) : NAN;
+    const float inverse = scale > 0 ? 1 / scale : 0;
+    IVec sum = {};
+    for (i = 0; i + LANES <= n; i += LANES) {
+        // a subnormal scale has an infinite inverse
+        Vec code = nearest(load(x + i) * splat(inverse));
+        code = code > splat(127.0f) ? splat(127.0f) : code;
+        code = code > splat(-127.0f) ? code : splat(-127.0f);
+        const IVec whole = __builtin_convertvector(code, IVec);
+        sum += whole;
+        store_narrow(codes + i, whole);
+    }
+    int32_t total = sum_of(sum);
+    for (; i < n; ++i) {
+        const float code = nearest(splat(x[i] * inverse))[0];
+        codes[i] = static_cast<int8_t>(code > 127 ? 127 : code > -127 ? code : -127);
+        total += codes[i];
+    }
+    return {scale, total};
+}
+
+// What `quantize_row` rounded off, in steps of scale / FINE_STEPS: -127 .. 127.
+constexpr int32_t FINE_STEPS = 254;
+
+// Gives the sum of the fine codes.
+inline int32_t quantize_rest(const float* x, int n, float scale, const int8_t* codes, int8_t* rest) {
+    IVec sum = {};
+    const float steps = scale > 0 ? FINE_STEPS / scale : 0;
+    int i = 0;
+    for (; i + LANES <= n; i += LANES) {
+        const Vec whole = to_float(__builtin_convertvector(*reinterpret_cast<const Narrow*>(codes + i), IVec));
+        Vec code = nearest((load(x + i) - whole * splat(scale)) * splat(steps));
+        code = code > splat(127.0f) ? splat(127.0f) : code;
+        code = code > splat(-127.0f) ? code : splat(-127.0f);
+        const IVec whole_code = __builtin_convertvector(code, IVec);
+        sum += whole_code;
+        store_narrow(rest + i, whole_code);
+    }
+    int32_t total = sum_of(sum);
+    for (; i < n; ++i) {
+        const float code = nearest(splat((x[i] - scale * codes[i]) * steps))[0];
+        rest[i] = static_cast<int8_t>(code > 127 ? 127 : code > -127 ? code : -127);
+        total += rest[i];
+    }
+    return total;
+}
+
+inline uint16_t half_of_float(float value) {
+#if defined(EDGELLM_AVX2) || defined(EDGELLM_VNNI512)
+    return static_cast<uint16_t>(_cvtss_sh(value, _MM_FROUND_TO_NEAREST_INT));
+#else
+    uint32_t bits;
+    std::memcpy(&bits, &value, 4);
+    const uint16_t sign = static_cast<uint16_t>(bits >> 16 & 0x8000);
+    bits &= 0x7fffffff;
+    if (bits > 0x7f800000) return sign | 0x7e00;
+    if (bits >= 0x477ff000) return sign | 0x7c00;  // 65520 and more round to infinity
+    if (bits < 0x38800000) {                       // subnormal: the sum rounds at the right bit
+        float size;
+        std::memcpy(&size, &bits, 4);
+        size += 0.5f;
+        std::memcpy(&bits, &size, 4);
+        return sign | static_cast<uint16_t>(bits - 0x3f000000);
+    }
+    const uint32_t odd = bits >> 13 & 1;
+    return sign | static_cast<uint16_t>((bits - 0x38000000 + 0xfff + odd) >> 13);
+#endif
+}

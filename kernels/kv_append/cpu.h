@@ -1,0 +1,67 @@
+// RoPE, quantization and append; included once for each instruction set.
+
+inline void rotate(const edgellm::Rope& rope, const float* x, int head_dim, int position, float* out) {
+    const float* cos = rope.cos + size_t(position) * rope.half;
+    const float* sin = rope.sin + size_t(position) * rope.half;
+    for (int i = 0; i < rope.half; ++i) {
+        const float a = x[i], b = x[rope.half + i];
+        out[i] = a * cos[i] - b * sin[i];
+        out[rope.half + i] = b * cos[i] + a * sin[i];
+    }
+    for (int i = 2 * rope.half; i < head_dim; ++i) out[i] = x[i];
+}
+
+// Write one row of K or V; `codes` has room for head_dim bytes.
+inline void write_row(const edgellm::KV& kv, bool key, const float* x, size_t first_row, int row,
+                      int8_t* codes) {
+    const int head_dim = kv.head_dim;
+    const size_t base = first_row * head_dim;
+    const auto place = [&](int d) {
+        return base + (key ? kv.key_place(row, d) : kv.value_place(row, d));
+    };
+    void* all = key ? kv.k : kv.v;
+    if (kv.format == edgellm::F32) {
+        for (int d = 0; d < head_dim; ++d) static_cast<float*>(all)[place(d)] = x[d];
+    } else if (kv.format == edgellm::F16) {
+        for (int d = 0; d < head_dim; ++d)
+            static_cast<uint16_t*>(all)[place(d)] = half_of_float(x[d]);
+    } else {
+        (key ? kv.k_scale : kv.v_scale)[first_row + row] = quantize_row(x, head_dim, codes).scale;
+        int8_t* out = static_cast<int8_t*>(all);
+        if (key) {
+            for (int d = 0; d < head_dim; d += 4) std::memcpy(out + place(d), codes + d, 4);
+        } else {
+            for (int d = 0; d < head_dim; ++d) out[place(d)] = codes[d];
+        }
+    }
+}
+
+// One token: `qkv` is [heads + 2 kv_heads, head_dim]; the rotated queries go to `q`.
+inline void append_token(const edgellm::KV& kv, const edgellm::Rope& rope, int layer, int heads,
+                         int position, const float* qkv, float* q) {
+    const int head_dim = kv.head_dim;
+    float* rotated = static_cast<float*>(edgellm::scratch(size_t(head_dim) * 5));
+    int8_t* codes = reinterpret_cast<int8_t*>(rotated + head_dim);
+    for (int h = 0; h < heads; ++h, qkv += head_dim)
+        rotate(rope, qkv, head_dim, position, q + size_t(h) * head_dim);
+    for (int h = 0; h < 2 * kv.kv_heads; ++h, qkv += head_dim) {
+        const bool key = h < kv.kv_heads;
+        const size_t first = kv.first_row(position, layer, key ? h : h - kv.kv_heads);
+        if (key) rotate(rope, qkv, head_dim, position, rotated);
+        write_row(kv, key, key ? rotated : qkv, first, position % edgellm::BLOCK, codes);
+    }
+}
+
+inline void append(const edgellm::AppendCall& call) {
+    const edgellm::KV& kv = call.kv;
+    const int tasks = (call.tokens + edgellm::TOKENS_PER_TASK - 1) / edgellm::TOKENS_PER_TASK;
+    edgellm::parallel(tasks, call.threads, [&](int task) {
+        const int end = (task + 1) * edgellm::TOKENS_PER_TASK;
+        for (int t = task * edgellm::TOKENS_PER_TASK; t < end && t < call.tokens; ++t) {
+            const size_t width = size_t(call.heads) + 2 * kv.kv_heads;
+            append_token(kv, call.rope, call.layer, call.heads, call.start + t,
+                         call.qkv + t * width * kv.head_dim,
+                         call.q + size_t(t) * call.heads * kv.head_dim);
+        }
+    });
+}

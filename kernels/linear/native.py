@@ -1,0 +1,66 @@
+"""A quantized linear layer in C++ (`cpu.cpp`)."""
+
+from __future__ import annotations
+
+import ctypes
+
+import numpy as np
+from numpy.typing import NDArray
+
+from edgellm.kernels.linear.panels import KINDS, PANEL, Panels
+from edgellm.kernels.native import address
+
+
+class LinearLayer(ctypes.Structure):
+    """A weight as the kernels see it; the same fields, in the same order, as in call.h."""
+
+    _fields_ = [
+        ("panels", ctypes.c_void_p),
+        ("outputs", ctypes.c_int32),
+        ("inputs", ctypes.c_int32),
+        ("kind", ctypes.c_int32),
+        ("fine_from", ctypes.c_int32),
+    ]
+
+
+class _Call(ctypes.Structure):
+    """Arguments of one call; the same fields, in the same order, as in call.h."""
+
+    _fields_ = [
+        ("linear", LinearLayer),
+        ("x", ctypes.c_void_p),
+        ("y", ctypes.c_void_p),
+        ("rows", ctypes.c_int32),
+        ("threads", ctypes.c_int32),
+    ]
+
+
+def layer_of(panels: Panels, *, fine_from: int | None = None) -> LinearLayer:
+    """The structure that points at a weight, which must outlive it.
+
+    Args:
+        fine_from: outputs from here on take activations of 16 bits; none if None.
+    """
+    kind = KINDS.index(panels.kind)
+    fine = panels.outputs if fine_from is None else fine_from
+    return LinearLayer(address(panels.data), panels.outputs, panels.inputs, kind, fine)
+
+
+def linear(
+    library: ctypes.CDLL,
+    x: NDArray[np.float32],
+    panels: Panels,
+    *,
+    fine_from: int | None = None,
+    threads: int = 1,
+) -> NDArray[np.float32]:
+    """y = x W^T for rows `[M, K]`: `[M, N]`.
+
+    x is rounded to int8 with a scale for each 32, or to 16 bits for outputs from `fine_from` on.
+    """
+    rows = np.ascontiguousarray(x)
+    out = np.empty((x.shape[0], -(-panels.outputs // PANEL) * PANEL), np.float32)
+    layer = layer_of(panels, fine_from=fine_from)
+    call = _Call(layer, address(rows), address(out), x.shape[0], threads)
+    library.edgellm_linear(ctypes.byref(call))
+    return out[:, : panels.outputs]

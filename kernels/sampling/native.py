@@ -1,0 +1,24 @@
+"""Sampling's passes over the vocabulary, in C++ (`cpu.cpp`)."""
+
+from __future__ import annotations
+
+import ctypes
+
+import numpy as np
+from numpy.typing import NDArray
+
+from edgellm.kernels.native import address
+
+
+def log_sum_exp(library: ctypes.CDLL, scores: NDArray[np.float32]) -> float:
+    """See `log_sum_exp` in `__init__.py`."""
+    values = np.ascontiguousarray(scores)
+    return float(library.edgellm_log_sum_exp(address(values), values.shape[0]))
+
+
+def top_k(library: ctypes.CDLL, scores: NDArray[np.float32], k: int) -> NDArray[np.intp]:
+    """See `top_k` in `__init__.py`."""
+    values = np.ascontiguousarray(scores)
+    ids = np.empty(k, np.int64)
+    found = library.edgellm_top_k(address(values), values.shape[0], k, address(ids))
+    return ids[:found].astype(np.intp)

@@ -1,0 +1,24 @@
+// The fused step: embedding to logits for 1 token or some, in one call.
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+
+#include "../cpu/threads.h"
+#include "call.h"
+
+namespace {
+
+// Bytes of weights that are handed out at a time.
+constexpr size_t RUN_BYTES = 32 << 10;
+
+}  // namespace
+
+// The parts that a step is made of, then the step.
+#define EDGELLM_KERNEL "../step/parts.h"
+#include "../cpu/every_isa.h"
+
+extern "C" void edgellm_step(const edgellm::StepCall* call) { EDGELLM_CALL(step(*call)) }
+
+extern "C" size_t edgellm_step_workspace(const edgellm::StepCall* call) {
+    return scalar::workspace(*call);
+}

@@ -1,0 +1,212 @@
+// All layers of a few tokens in one call; included once for each instruction set.
+
+// Buffers of a step, cut out of the caller's workspace.
+struct Buffers {
+    float *residual, *qkv, *q, *parts;
+    edgellm::Rows x, attended, activated;
+    int splits;  // key stretches that are computed apart from each other
+
+    static size_t aligned(size_t bytes) { return (bytes + 63) / 64 * 64; }
+
+    Buffers(const edgellm::StepCall& call, char* memory, size_t& bytes) {
+        const edgellm::Transformer& m = *call.model;
+        const int width = m.heads * call.kv.head_dim, rows = call.count;
+        const auto take = [&](size_t size) {
+            char* taken = memory + bytes;
+            bytes += aligned(size);
+            return taken;
+        };
+        const auto floats = [&](size_t count) { return reinterpret_cast<float*>(take(4 * count)); };
+        splits = splits_of(call);
+        residual = floats(size_t(rows) * m.hidden);
+        qkv = floats(size_t(rows) * (width + 2 * call.kv.kv_heads * call.kv.head_dim));
+        q = floats(size_t(rows) * width);
+        parts = floats(size_t(splits) * rows * m.heads * (call.kv.head_dim + 2));
+        const auto quantized = [&](int columns) {
+            return edgellm::Rows::in(take(edgellm::Rows::bytes(rows, columns)), rows, columns);
+        };
+        x = quantized(m.hidden);
+        attended = quantized(width);
+        activated = quantized(m.intermediate);
+    }
+
+    // Few rows over many keys: every stretch is a task of its own. Many rows are tasks enough.
+    static int splits_of(const edgellm::StepCall& call) {
+        const int rows = call.count * (call.model->heads / call.kv.kv_heads);
+        return rows > edgellm::ROWS_PER_TASK ? 1 : edgellm::stretches(call.start + call.count);
+    }
+};
+
+inline void scaled_norm(const float* x, const float* weight, int n, float epsilon, float* out) {
+    Vec squares = {};
+    for (int i = 0; i < n; i += LANES) squares += load(x + i) * load(x + i);
+    const Vec scale = splat(1.0f / std::sqrt(sum_of(squares) / static_cast<float>(n) + epsilon));
+    for (int i = 0; i < n; i += LANES) store(out + i, load(x + i) * scale * load(weight + i));
+}
+
+// silu(gate) * up
+inline Vec gated(Vec gate, Vec up) {
+    const Vec e = exp_negative(-magnitude(gate));
+    const Vec share = (gate < Vec{} ? e : splat(1.0f)) / (splat(1.0f) + e);
+    return gate * share * up;
+}
+
+class Step {
+public:
+    Step(const edgellm::StepCall& call, const Buffers& buffers)
+        : call_(call), model_(*call.model), b_(buffers), rows_(call.count),
+          width_(model_.heads * call.kv.head_dim), group_(model_.heads / call.kv.kv_heads),
+          queries_{buffers.q, model_.heads, call.count, call.start, model_.window} {}
+
+    static int phases(const edgellm::Transformer& model) { return 9 * model.layer_count + 4; }
+
+    void run(edgellm::Member& crew) const {
+        crew.each(rows_, [&](int r) { embed(r); });
+        for (int l = 0; l < model_.layer_count; ++l) {
+            const edgellm::Layer& layer = model_.layers[l];
+            crew.each(rows_, [&](int r) { normalize(layer.attention_norm, r, layer.qkv.any_fine()); });
+            multiply(crew, layer.qkv, b_.x, b_.qkv, layer.qkv.outputs, false);
+            crew.each(rows_, [&](int r) {
+                append_token(call_.kv, call_.rope, l, model_.heads, call_.start + r,
+                             b_.qkv + size_t(r) * layer.qkv.outputs, b_.q + size_t(r) * width_);
+            });
+            attention(crew, l);
+            crew.each(rows_, [&](int r) { join_splits(r); });
+            multiply(crew, layer.o, b_.attended, b_.residual, model_.hidden, true);
+            crew.each(rows_, [&](int r) { normalize(layer.mlp_norm, r, false); });
+            activate(crew, layer);
+            multiply(crew, layer.down, b_.activated, b_.residual, model_.hidden, true);
+        }
+        crew.each(rows_, [&](int r) { finish(r); });
+        const int skipped = rows_ - call_.logit_rows;
+        if (call_.logit_rows > 0)
+            multiply(crew, model_.head, b_.x.from(skipped), call_.logits,
+                     size_t(model_.head.count()) * edgellm::PANEL, false, call_.logit_rows);
+    }
+
+private:
+    // Panels that are handed out at a time: some for every thread, none too small to be worth it.
+    int run_of(const edgellm::Linear& linear, int rows) const {
+        const int enough = static_cast<int>(RUN_BYTES / (linear.panel_bytes() * rows) + 1);
+        const int fair = linear.count() / (4 * call_.threads) + 1;
+        return std::min(enough, fair);
+    }
+
+    void multiply(edgellm::Member& crew, const edgellm::Linear& linear, const edgellm::Rows& x, float* y,
+                  size_t step, bool add, int rows = 0) const {
+        if (rows == 0) rows = rows_;
+        const int panels = linear.count(), run = run_of(linear, rows);
+        crew.each((panels + run - 1) / run, [&](int item) {
+            const int end = std::min(panels, (item + 1) * run);
+            for (int p = item * run; p < end; ++p)
+                multiply_panel(linear, p, x, rows, y + size_t(p) * edgellm::PANEL, step, add);
+        });
+    }
+
+    // A token's row of the table: one lane of its panel.
+    void embed(int r) const {
+        const edgellm::Linear& table = model_.embedding;
+        const int64_t token = call_.tokens[r];
+        const int lane = static_cast<int>(token % edgellm::PANEL);
+        const uint8_t* group = table.panel(static_cast<int>(token / edgellm::PANEL));
+        float* out = b_.residual + size_t(r) * model_.hidden;
+        for (int g = 0; g < model_.hidden; g += edgellm::GROUP) {
+            uint16_t half;
+            std::memcpy(&half, group + 512 + 2 * lane, 2);
+            const float scale = float_of_half(half);
+            for (int i = 0; i < edgellm::GROUP; ++i)
+                out[g + i] = static_cast<int8_t>(group[64 * (i / 4) + 4 * lane + i % 4]) * scale;
+            group += edgellm::group_bytes(edgellm::INT8_SYMMETRIC);
+        }
+    }
+
+    void normalize(const float* weight, int r, bool fine) const {
+        float* normed = static_cast<float*>(edgellm::scratch(4 * size_t(model_.hidden)));
+        scaled_norm(b_.residual + size_t(r) * model_.hidden, weight, model_.hidden, model_.epsilon, normed);
+        quantize_groups(normed, 0, model_.hidden / edgellm::GROUP, b_.x, r, fine);
+    }
+
+    void finish(int r) const {
+        float* out = call_.states + size_t(r) * model_.hidden;
+        scaled_norm(b_.residual + size_t(r) * model_.hidden, model_.final_norm, model_.hidden,
+                    model_.epsilon, out);
+        if (r >= rows_ - call_.logit_rows)
+            quantize_groups(out, 0, model_.hidden / edgellm::GROUP, b_.x, r, true);
+    }
+
+    float* part(int split, int kv_head, int row) const {
+        const size_t at = (size_t(split) * call_.kv.kv_heads + kv_head) * rows_ * group_ + row;
+        return b_.parts + at * (call_.kv.head_dim + 2);
+    }
+
+    void attention(edgellm::Member& crew, int layer) const {
+        const int all = rows_ * group_;
+        const int runs = (all + edgellm::ROWS_PER_TASK - 1) / edgellm::ROWS_PER_TASK;
+        crew.each(call_.kv.kv_heads * runs * b_.splits, [&](int item) {
+            const int split = item % b_.splits, run = item / b_.splits % runs;
+            AttendTask task{layer, item / b_.splits / runs, run * edgellm::ROWS_PER_TASK,
+                                     0,     split,                   split + 1, nullptr};
+            task.rows = std::min(edgellm::ROWS_PER_TASK, all - task.first);
+            if (b_.splits == 1)
+                task.to = edgellm::stretches(call_.start + (task.first + task.rows - 1) / group_ + 1);
+            task.parts = part(split, task.kv_head, task.first);
+            attend_rows(call_.kv, queries_, task);
+        });
+    }
+
+    void join_splits(int r) const {
+        const int head_dim = call_.kv.head_dim;
+        float* out = static_cast<float*>(edgellm::scratch(4 * size_t(width_)));
+        for (int head = 0; head < model_.heads; ++head) {
+            const int row = r * group_ + head % group_;
+            float* sum = part(0, head / group_, row);
+            for (int s = 1; s < b_.splits; ++s) join(sum, part(s, head / group_, row), head_dim);
+            for (int d = 0; d < head_dim; ++d) out[head * head_dim + d] = sum[2 + d] / sum[1];
+        }
+        quantize_groups(out, 0, width_ / edgellm::GROUP, b_.attended, r, false);
+    }
+
+    // Two panels of gate and up at a time make one group of the next layer's input.
+    void activate(edgellm::Member& crew, const edgellm::Layer& layer) const {
+        const int groups = model_.intermediate / edgellm::GROUP;
+        const int run = std::max(1, run_of(layer.gate, 4 * rows_));
+        crew.each((groups + run - 1) / run, [&](int item) {
+            float* gate = static_cast<float*>(edgellm::scratch(size_t(rows_) * edgellm::GROUP * 8));
+            float* up = gate + size_t(rows_) * edgellm::GROUP;
+            const int end = std::min(groups, (item + 1) * run);
+            for (int g = item * run; g < end; ++g) {
+                for (int half = 0; half < 2; ++half) {
+                    const int p = 2 * g + half;
+                    float *a = gate + half * edgellm::PANEL, *b = up + half * edgellm::PANEL;
+                    multiply_panel(layer.gate, p, b_.x, rows_, a, edgellm::GROUP, false);
+                    multiply_panel(layer.up, p, b_.x, rows_, b, edgellm::GROUP, false);
+                }
+                for (int r = 0; r < rows_; ++r) {
+                    float* y = gate + size_t(r) * edgellm::GROUP;
+                    for (int i = 0; i < edgellm::GROUP; i += LANES)
+                        store(y + i, gated(load(y + i), load(up + size_t(r) * edgellm::GROUP + i)));
+                    quantize_groups(y, g, g + 1, b_.activated, r, false);
+                }
+            }
+        });
+    }
+
+    const edgellm::StepCall& call_;
+    const edgellm::Transformer& model_;
+    const Buffers& b_;
+    const int rows_, width_, group_;
+    const edgellm::Queries queries_;
+};
+
+inline void step(const edgellm::StepCall& call) {
+    size_t bytes = 0;
+    const Buffers buffers(call, call.workspace, bytes);
+    const Step job(call, buffers);
+    edgellm::crew(call.threads, Step::phases(*call.model), [&](edgellm::Member& crew) { job.run(crew); });
+}
+
+inline size_t workspace(const edgellm::StepCall& call) {
+    size_t bytes = 0;
+    Buffers(call, nullptr, bytes);
+    return bytes;
+}
