@@ -41,6 +41,8 @@ ExportProgress = Callable[[str, int, int], None]
 # Remembers which size and time of change each file had when its sha256 was last found right, so
 # that a start reads no weights it does not use; not part of the bundle.
 _CHECKED = ".checked.json"
+# What chunks cost on this machine (see costs.py); not part of the bundle either.
+COSTS = ".costs.json"
 
 
 @dataclass(frozen=True)
@@ -256,7 +258,7 @@ def with_files(
     files = {}
     for file in sorted(path.rglob("*")):
         name = file.relative_to(path).as_posix()
-        if file.is_dir() or name in (MANIFEST, _CHECKED):
+        if file.is_dir() or name in (MANIFEST, _CHECKED, COSTS):
             continue
         known = manifest.files.get(name)
         if known is None:

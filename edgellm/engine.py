@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from edgellm import memory, thread_pool
 from edgellm.bundle import CHAT_TEMPLATE, PANELS, Bundle
+from edgellm.costs import load_or_measure
 from edgellm.decode import DecodeBackend, NativeDecoder, SegmentDecoder
 from edgellm.errors import OptionError, UnsupportedModelError
 from edgellm.forward import Model
@@ -141,9 +142,9 @@ class Engine:
             assert native is not None
             self.prefill = NativePrefill(native)
         else:
-            self.prefill = ChunkedPrefill(
-                models[options.prefill_flavour], flavour=options.prefill_flavour
-            )
+            model = models[options.prefill_flavour]
+            costs = load_or_measure(bundle.path, model, native, self.cache, threads=self.threads)
+            self.prefill = ChunkedPrefill(model, native, costs)
         self.decoder: DecodeBackend
         if options.decode_backend == NATIVE:
             assert native is not None

@@ -66,8 +66,6 @@ class NativeModel:
             ContextOverflowError, CacheFullError: see `Sequence.reserve`.
             CancelledError: `cancel` was set; the sequence is as it was.
         """
-        if cancel is not None and cancel.is_set():
-            raise CancelledError("cancelled between two chunks")
         sequence.reserve(len(tokens))
         found = self._step.run(
             sequence.blocks,
@@ -77,6 +75,9 @@ class NativeModel:
             len(sequence),
             logit_rows=logit_rows,
             threads=self._threads,
+            should_stop=None if cancel is None else cancel.is_set,
         )
+        if found is None:
+            raise CancelledError("cancelled between two layers")
         sequence.commit(tokens)
         return found

@@ -1,26 +1,60 @@
-"""How a prompt is cut into fixed-size chunks. Pure Python."""
+"""How a prompt is cut into chunks, from what they cost on this machine. Pure Python."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
-# What a chunk costs besides its rows, in rows: the w8a8 segments of SmolLM2-135M take 11.7 ms for
-# 32 rows and 29.6 ms for 128 (two cores, AVX-512 VNNI), which is 0.19 ms a row and 5.7 ms a chunk.
-CHUNK_OVERHEAD_ROWS = 31
+from collections.abc import Mapping
+from dataclasses import dataclass
 
 
-def plan_chunks(tokens: int, sizes: Sequence[int]) -> list[tuple[int, int]]:
-    """Chunks that cover `tokens`, each as (static size, tokens in it); only the last is padded.
+@dataclass(frozen=True)
+class Costs:
+    """Seconds, measured once (see `costs.py`).
 
-    The largest size is used while it can be filled. What remains goes into the cheapest run of
-    one size, counting padded rows and a fixed cost a chunk.
+    Attributes:
+        chunks: a whole chunk of each static size, however many of its rows are padding.
+        call: the native step, apart from its tokens; None where there is no such step.
+        token: the native step, each token.
     """
-    largest = max(sizes)
-    plan = [(largest, largest)] * (tokens // largest)
-    rest = tokens % largest
-    if rest:
-        size = min(sizes, key=lambda s: (-(-rest // s) * (s + CHUNK_OVERHEAD_ROWS), s))
-        plan += [(size, size)] * (rest // size)
-        if rest % size:
-            plan.append((size, rest % size))
-    return plan
+
+    chunks: Mapping[int, float]
+    call: float | None = None
+    token: float = 0.0
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Tokens computed together; `size` is the static chunk, or None for the native step."""
+
+    size: int | None
+    count: int
+
+
+def plan_chunks(tokens: int, costs: Costs) -> list[Piece]:
+    """The cheapest way through `tokens`; only the last piece is padded or native.
+
+    Whole chunks of the size that is cheapest a token while more than two of the largest are left;
+    the rest is tried in every combination.
+    """
+    best_size = min(costs.chunks, key=lambda size: (costs.chunks[size] / size, -size))
+    whole = max(0, (tokens - 2 * max(costs.chunks)) // best_size)
+    return [Piece(best_size, best_size)] * whole + _cheapest(tokens - whole * best_size, costs)
+
+
+def _cheapest(tokens: int, costs: Costs) -> list[Piece]:
+    """Dynamic programming over what has been computed so far."""
+    seconds = [0.0] + [float("inf")] * tokens
+    before: list[Piece] = [Piece(None, 0)] * (tokens + 1)
+    for done in range(tokens):
+        left = tokens - done
+        choices = [(Piece(size, min(size, left)), cost) for size, cost in costs.chunks.items()]
+        if costs.call is not None:
+            choices.append((Piece(None, left), costs.call + costs.token * left))
+        for piece, cost in choices:
+            if seconds[done] + cost <= seconds[done + piece.count]:
+                seconds[done + piece.count] = seconds[done] + cost
+                before[done + piece.count] = piece
+    plan: list[Piece] = []
+    while tokens:
+        plan.append(before[tokens])
+        tokens -= before[tokens].count
+    return plan[::-1]

@@ -51,6 +51,7 @@ class Segments:
     def __init__(self, bundle: Bundle, flavour: str, *, provider: str, threads: int) -> None:
         entry = bundle.flavour(flavour)
         self.config = bundle.config
+        self.flavour = flavour
         self.chunk_sizes = entry.chunk_sizes
         self._folder = bundle.path / flavour
         self._provider = provider

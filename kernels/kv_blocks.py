@@ -7,9 +7,10 @@
 A block is one contiguous record over all layers, so that it can be written to disk or sent to a
 device as it is. Four dimensions of a key lie side by side, and four tokens of a value: a score sums
 over dimensions and an output over tokens, and the processors' dot products of bytes take four at a
-time. Sixteen keys share a panel, so that attention reads memory from front to back. The int8 format
-is symmetric with one scale per token and KV head: `value = code * scale`, `scale = max|value| / 127`.
-K is stored after RoPE.
+time. Sixteen keys share a panel, so that attention reads memory from front to back.
+
+The int8 format is symmetric with one scale per token and KV head: `value = code * scale`,
+`scale = max|value| / 127`. K is stored after RoPE.
 """
 
 from __future__ import annotations

@@ -37,8 +37,9 @@ def library() -> ctypes.CDLL | None:
     found = ctypes.CDLL(str(path))
     found.edgellm_isa.restype = ctypes.c_char_p
     found.edgellm_set_isa.argtypes = [ctypes.c_char_p]
-    for name in ("attend", "append", "linear", "step"):
+    for name in ("attend", "append", "linear"):
         found[f"edgellm_{name}"].restype = None
+    found.edgellm_step.restype = ctypes.c_int32
     found.edgellm_step_workspace.restype = ctypes.c_size_t
     found.edgellm_log_sum_exp.restype = ctypes.c_double
     found.edgellm_log_sum_exp.argtypes = [ctypes.c_void_p, ctypes.c_int64]

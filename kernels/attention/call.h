@@ -21,7 +21,7 @@ struct AttendCall {
 
 // Keys are taken in stretches of this many, each with a softmax of its own, which are then joined in
 // order: a row has the same bits whoever computes its stretches and however many rows there are.
-constexpr int STRETCH = 256;
+constexpr int STRETCH = 512;
 // Rows that share one walk over the keys.
 constexpr int ROWS_PER_TASK = 96;
 constexpr int MAX_HEAD_DIM = 256;

@@ -36,7 +36,9 @@ inline void join(float* into, const float* part, int head_dim) {
 
 // One row's softmax over keys low .. high of a block: scores become weights. Gives the factor by which
 // what came before shrinks.
-inline float soften(float* scores, int low, int high, int width, float& maximum, float& total) {
+template <typename Rows, bool AHEAD>
+inline float soften(float* scores, int low, int high, int width, float& maximum, float& total,
+                    Rows& rows) {
     for (int j = 0; j < low; ++j) scores[j] = -INFINITY;
     for (int j = high; j < width; ++j) scores[j] = -INFINITY;
     Vec most = splat(maximum);
@@ -45,6 +47,7 @@ inline float soften(float* scores, int low, int high, int width, float& maximum,
     const float shrink = maximum == -INFINITY ? 0.0f : exp_negative(splat(maximum - top))[0];
     Vec sum = {};
     for (int j = 0; j < width; j += LANES) {
+        if (AHEAD) rows.fetch_ahead(4);
         const Vec weight = exp_negative(load(scores + j) - splat(top));
         sum += weight;
         store(scores + j, weight);
@@ -63,6 +66,23 @@ struct TileState {
     float shrink[TILE];
 };
 
+// Fetches the next block while this one is computed, a few cache lines at a time: more at once than
+// the processor keeps track of would make it wait.
+class Ahead {
+public:
+    Ahead() = default;
+    Ahead(const int8_t* k, const int8_t* v, int lines) : k_(k), v_(v), lines_(lines) {}
+
+    void fetch(int lines) {
+        for (; lines > 0 && done_ < 2 * lines_; --lines, ++done_)
+            __builtin_prefetch(done_ < lines_ ? k_ + 64 * done_ : v_ + 64 * (done_ - lines_));
+    }
+
+private:
+    const int8_t *k_ = nullptr, *v_ = nullptr;
+    int lines_ = 0, done_ = 0;
+};
+
 class Int8Rows {
 public:
     static size_t bytes(int head_dim) {
@@ -79,6 +99,8 @@ public:
         fine_ = codes_ + edgellm::ROWS_PER_TASK * size_t(head_dim_);
     }
 
+    void fetch_ahead(int lines) { ahead_.fetch(lines); }
+
     void set_query(int r, const float* q, float norm) {
         const size_t at = size_t(r) * head_dim_;
         const RowScale found = quantize_row(q, head_dim_, codes_ + at);
@@ -87,17 +109,18 @@ public:
         fine_start_[r] = START * quantize_rest(q, head_dim_, found.scale, codes_ + at, fine_ + at);
     }
 
-    void open(size_t first_row, int) {
+    // The block at `first_row` of the pool; the one at `next_row` will follow.
+    void open(size_t first_row, size_t next_row, int) {
         k_ = static_cast<const int8_t*>(kv_.k) + first_row * head_dim_;
         v_ = static_cast<const int8_t*>(kv_.v) + first_row * head_dim_;
         k_scale_ = kv_.k_scale + first_row;
         v_scale_ = kv_.v_scale + first_row;
-        // 8 KB of K and of V at 64 dimensions: the values arrive while the scores are computed
-        for (int i = 0; i < edgellm::BLOCK * head_dim_; i += 64) __builtin_prefetch(v_ + i, 0, 2);
+        ahead_ = Ahead(static_cast<const int8_t*>(kv_.k) + next_row * head_dim_,
+                       static_cast<const int8_t*>(kv_.v) + next_row * head_dim_, 2 * head_dim_);
     }
 
-    template <int R>
-    void score(int first, int width, float* scores) const {
+    template <int R, bool AHEAD>
+    void score(int first, int width, float* scores) {
         for (int j = 0; j < width; j += COLUMNS * LANES) {
             IVec sum[R][COLUMNS], rest[R][COLUMNS];
             for (int r = 0; r < R; ++r)
@@ -107,6 +130,7 @@ public:
                 }
             for (int d = 0; d < head_dim_; d += 4) {
                 Bytes key[COLUMNS];
+                if (AHEAD) ahead_.fetch(1);
                 for (int c = 0; c < COLUMNS; ++c)
                     key[c] = operand(load_bytes(k_ + kv_.key_place(j + c * LANES, d)));
                 for (int r = 0; r < R; ++r) {
@@ -128,26 +152,28 @@ public:
         }
     }
 
-    template <int R>
+    template <int R, bool AHEAD>
     void add(TileState& tile, int count, int width) {
         float w_scale[R];
         for (int r = 0; r < R; ++r)
-            w_scale[r] = split_weights(tile.scores + r * edgellm::BLOCK, r * edgellm::BLOCK, width);
+            w_scale[r] = split_weights<AHEAD>(tile.scores + r * edgellm::BLOCK, r * edgellm::BLOCK, width);
         const int quads = (count + 3) / 4, step = padded(head_dim_);
         constexpr int WIDE = LANES == 16 && R < 4 ? 4 : 2;  // as many as there are registers for
         int d = 0;
         for (; d + WIDE * LANES <= head_dim_; d += WIDE * LANES)
-            add_columns<R, WIDE, false>(tile, d, quads, step, w_scale);
+            add_columns<R, WIDE, false, AHEAD>(tile, d, quads, step, w_scale);
         for (; d + LANES <= head_dim_; d += LANES)
-            add_columns<R, 1, false>(tile, d, quads, step, w_scale);
-        if (d < head_dim_) add_columns<R, 1, true>(tile, d, quads, step, w_scale);
+            add_columns<R, 1, false, AHEAD>(tile, d, quads, step, w_scale);
+        if (d < head_dim_) add_columns<R, 1, true, AHEAD>(tile, d, quads, step, w_scale);
     }
 
 private:
     // Weights times v_scale, as two terms of 7 bits; gives what the lower one counts.
+    template <bool AHEAD>
     float split_weights(float* weights, int at, int width) {
         Vec most = {}, broken = {};
         for (int j = 0; j < width; j += LANES) {
+            if (AHEAD) ahead_.fetch(2);
             const Vec p = load(weights + j);
             const Vec w = p > Vec{} ? p * load(v_scale_ + j) : Vec{};  // no row: no scale either
             most = larger(w, most);
@@ -165,13 +191,15 @@ private:
         return top * (1.0f / 16383) + sum_of(broken);
     }
 
-    template <int R, int C, bool PART>
-    void add_columns(TileState& tile, int d, int quads, int step, const float* w_scale) const {
+    template <int R, int C, bool PART, bool AHEAD>
+    void add_columns(TileState& tile, int d, int quads, int step, const float* w_scale) {
         IVec high[R][C] = {}, low[R][C] = {};
         for (int quad = 0; quad < quads; ++quad) {
             Bytes value[C];
+            if (AHEAD) ahead_.fetch(2);
             for (int c = 0; c < C; ++c) {
-                const int8_t* from = v_ + (size_t(quad) * head_dim_ + d + c * LANES) * 4;
+                const size_t at = (size_t(quad) * head_dim_ + d + c * LANES) * 4;
+                const int8_t* from = v_ + at;
                 if (PART) {
                     value[c] = Bytes{};
                     std::memcpy(&value[c], from, 4 * (head_dim_ - d));
@@ -199,6 +227,7 @@ private:
     const edgellm::KV& kv_;
     const int head_dim_;
     const int8_t *k_ = nullptr, *v_ = nullptr;
+    Ahead ahead_;
     const float *k_scale_ = nullptr, *v_scale_ = nullptr;
     float* scale_;
     int32_t *start_, *fine_start_;
@@ -223,11 +252,13 @@ public:
         queries_ = values_ + size_t(edgellm::BLOCK) * padded(head_dim_);
     }
 
+    void fetch_ahead(int) {}
+
     void set_query(int r, const float* q, float norm) {
         for (int d = 0; d < head_dim_; ++d) queries_[size_t(r) * head_dim_ + d] = q[d] * norm;
     }
 
-    void open(size_t first_row, int count) {
+    void open(size_t first_row, size_t, int count) {
         const T* k = static_cast<const T*>(kv_.k) + first_row * head_dim_;
         const T* v = static_cast<const T*>(kv_.v) + first_row * head_dim_;
         const int step = padded(head_dim_);
@@ -240,7 +271,7 @@ public:
             std::memset(keys_ + d * edgellm::BLOCK + count, 0, 4 * (edgellm::BLOCK - count));
     }
 
-    template <int R>
+    template <int R, bool>
     void score(int first, int width, float* scores) const {
         for (int j = 0; j < width; j += LANES) {
             Vec sum[R] = {};
@@ -253,7 +284,7 @@ public:
         }
     }
 
-    template <int R>
+    template <int R, bool>
     void add(TileState& tile, int count, int) {
         const int step = padded(head_dim_);
         for (int d = 0; d < head_dim_; d += LANES) {
@@ -328,15 +359,11 @@ private:
             low = std::max(begin, (position(0) + 1 - queries_.window) / edgellm::BLOCK * edgellm::BLOCK);
         for (int base = low; base < end; base += edgellm::BLOCK) {
             const int count = std::min(edgellm::BLOCK, end - base);
-            rows_.open(kv_.first_row(base, task_.layer, task_.kv_head), count);
-            for (int r = 0; r < task_.rows; r += TILE) {
-                switch (task_.rows - r) {
-                    case 1: tile<1>(r, base, count); break;
-                    case 2: tile<2>(r, base, count); break;
-                    case 3: tile<3>(r, base, count); break;
-                    default: tile<4>(r, base, count);
-                }
-            }
+            const int next = base + edgellm::BLOCK < end ? base + edgellm::BLOCK : base;
+            rows_.open(kv_.first_row(base, task_.layer, task_.kv_head),
+                       kv_.first_row(next, task_.layer, task_.kv_head), count);
+            tiles<true>(0, std::min(TILE, task_.rows), base, count);
+            tiles<false>(TILE, task_.rows, base, count);
         }
         for (int r = 0; r < task_.rows; ++r) {
             part_[0] = maximum_[r];
@@ -346,12 +373,24 @@ private:
         }
     }
 
-    template <int R>
+    template <bool AHEAD>
+    void tiles(int r, int end, int base, int count) {
+        for (; r < end; r += TILE) {
+            switch (end - r) {
+                case 1: tile<1, AHEAD>(r, base, count); break;
+                case 2: tile<2, AHEAD>(r, base, count); break;
+                case 3: tile<3, AHEAD>(r, base, count); break;
+                default: tile<4, AHEAD>(r, base, count);
+            }
+        }
+    }
+
+    template <int R, bool AHEAD>
     void tile(int r, int base, int count) {
         count = std::min(count, position(r + R - 1) + 1 - base);
         if (count <= 0) return;
         const int width = (count + LANES - 1) / LANES * LANES;
-        rows_.template score<R>(r, width, scores_);
+        rows_.template score<R, AHEAD>(r, width, scores_);
         TileState state{scores_, values_ + size_t(r) * step_, {}};
         for (int i = 0; i < R; ++i) {
             const int end = position(r + i) + 1;
@@ -362,10 +401,10 @@ private:
                 std::memset(scores, 0, sizeof(float) * width);
                 state.shrink[i] = 1;
             } else {
-                state.shrink[i] = soften(scores, low, high, width, maximum_[r + i], total_[r + i]);
+                state.shrink[i] = soften<Rows, AHEAD>(scores, low, high, width, maximum_[r + i], total_[r + i], rows_);
             }
         }
-        rows_.template add<R>(state, count, width);
+        rows_.template add<R, AHEAD>(state, count, width);
     }
 
     const edgellm::KV& kv_;

@@ -32,8 +32,10 @@ struct Linear {
 // One group of a row of activations: value = scale * code, or with the fine code as well, see
 // quantize_rest in ../cpu/quantize.h.
 struct Group {
-    float scale, shift, fine_shift;  // shift = scale * total, with the fine codes in fine_shift
-    int32_t total, fine_total;       // sums of the codes
+    float scale;
+    float shift[2];    // scale * (sum of the codes), without and with the fine codes
+    int32_t start[2];  // what sums of int8 and of symmetric int4 products start from
+    int32_t fine_start[2];
 };
 
 // Quantized activations.

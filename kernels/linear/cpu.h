@@ -5,7 +5,7 @@
 // one rounded off.
 
 #if LANES == 16
-constexpr int MAX_ROWS = 8;  // rows that share the unpacked codes of a group
+constexpr int MAX_ROWS = 12;  // rows that share the unpacked codes of a group
 #else
 constexpr int MAX_ROWS = 4;
 #endif
@@ -19,19 +19,22 @@ inline void quantize_groups(const float* x, int first, int end, const edgellm::R
         int8_t* codes = rows.codes + at;
         const RowScale found = quantize_row(x, edgellm::GROUP, codes);
         group.scale = found.scale;
-        group.total = found.total;
-        group.shift = group.scale * static_cast<float>(group.total);
+        group.start[0] = START * found.total;
+        group.start[1] = -8 * found.total;
+        group.shift[0] = group.scale * static_cast<float>(found.total);
         if (!fine) continue;
-        group.fine_total = quantize_rest(x, edgellm::GROUP, group.scale, codes, rows.fine + at);
-        const int32_t all = group.total * FINE_STEPS + group.fine_total;
-        group.fine_shift = group.scale * (static_cast<float>(all) / FINE_STEPS);
+        const int32_t rest = quantize_rest(x, edgellm::GROUP, group.scale, codes, rows.fine + at);
+        group.fine_start[0] = START * rest;
+        group.fine_start[1] = -8 * rest;
+        const int32_t all = found.total * FINE_STEPS + rest;
+        group.shift[1] = group.scale * (static_cast<float>(all) / FINE_STEPS);
     }
 }
 
 template <int KIND>
-inline IVec group_start(int32_t total) {
+inline IVec group_start(const int32_t* start) {
     if (KIND == edgellm::INT4_AFFINE) return IVec{};
-    return splat_int((KIND == edgellm::INT8_SYMMETRIC ? START : -8) * total);
+    return splat_int(start[KIND == edgellm::INT8_SYMMETRIC ? 0 : 1]);
 }
 
 // Add the products of one group with ROWS rows of codes to `dots`.
@@ -70,11 +73,11 @@ inline void panel_rows(const uint8_t* panel, const edgellm::Rows& x, float* y, s
             const edgellm::Group* group = x.groups + g;
             const size_t at = size_t(g) * edgellm::GROUP;
             IVec dots[ROWS];
-            for (int r = 0; r < ROWS; ++r) dots[r] = group_start<KIND>(group[r * groups].total);
+            for (int r = 0; r < ROWS; ++r) dots[r] = group_start<KIND>(group[r * groups].start);
             dot_group<ROWS, KIND>(weights + 4 * lane, x.codes + at, x.width, dots);
             if (FINE) {
                 IVec rest[ROWS];
-                for (int r = 0; r < ROWS; ++r) rest[r] = group_start<KIND>(group[r * groups].fine_total);
+                for (int r = 0; r < ROWS; ++r) rest[r] = group_start<KIND>(group[r * groups].fine_start);
                 dot_group<ROWS, KIND>(weights + 4 * lane, x.fine + at, x.width, rest);
                 for (int r = 0; r < ROWS; ++r) dots[r] = dots[r] * FINE_STEPS + rest[r];
             }
@@ -84,10 +87,7 @@ inline void panel_rows(const uint8_t* panel, const edgellm::Rows& x, float* y, s
                 sum[r] += to_float(dots[r]) * scale * splat(group[r * groups].scale);
             if (KIND == edgellm::INT4_AFFINE) {
                 const Vec offset = load_halves(halves + edgellm::PANEL);
-                for (int r = 0; r < ROWS; ++r) {
-                    const edgellm::Group& row = group[r * groups];
-                    sum[r] += offset * splat(FINE ? row.fine_shift : row.shift);
-                }
+                for (int r = 0; r < ROWS; ++r) sum[r] += offset * splat(group[r * groups].shift[FINE]);
             }
         }
         for (int r = 0; r < ROWS; ++r) store(y + r * step + lane, sum[r]);
@@ -100,6 +100,10 @@ inline void panel_kind(const uint8_t* panel, const edgellm::Rows& x, int rows, f
     int r = 0;
     for (; r + MAX_ROWS <= rows; r += MAX_ROWS)
         panel_rows<MAX_ROWS, KIND, FINE>(panel, x.from(r), y + r * step, step, add);
+    if (MAX_ROWS > 8 && r + 8 <= rows) {
+        panel_rows<8, KIND, FINE>(panel, x.from(r), y + r * step, step, add);
+        r += 8;
+    }
     if (MAX_ROWS > 4 && r + 4 <= rows) {
         panel_rows<4, KIND, FINE>(panel, x.from(r), y + r * step, step, add);
         r += 4;

@@ -30,6 +30,7 @@ struct StepCall {
     float* states;          // [count, hidden], after the final norm
     float* logits;          // [logit_rows, outputs of the head padded to panels]
     char* workspace;        // edgellm_step_workspace bytes
+    int32_t (*should_stop)();  // asked before each layer, in the calling thread; may be null
     int32_t count, start, logit_rows, threads;
 };
 

@@ -2,6 +2,7 @@
 #include <algorithm>
 #include <cmath>
 #include <cstring>
+#include <thread>
 
 #include "../cpu/threads.h"
 #include "call.h"
@@ -17,7 +18,7 @@ constexpr size_t RUN_BYTES = 32 << 10;
 #define EDGELLM_KERNEL "../step/parts.h"
 #include "../cpu/every_isa.h"
 
-extern "C" void edgellm_step(const edgellm::StepCall* call) { EDGELLM_CALL(step(*call)) }
+extern "C" int32_t edgellm_step(const edgellm::StepCall* call) { EDGELLM_CALL(step(*call)) }
 
 extern "C" size_t edgellm_step_workspace(const edgellm::StepCall* call) {
     return scalar::workspace(*call);

@@ -56,13 +56,17 @@ public:
     Step(const edgellm::StepCall& call, const Buffers& buffers)
         : call_(call), model_(*call.model), b_(buffers), rows_(call.count),
           width_(model_.heads * call.kv.head_dim), group_(model_.heads / call.kv.kv_heads),
-          queries_{buffers.q, model_.heads, call.count, call.start, model_.window} {}
+          queries_{buffers.q, model_.heads, call.count, call.start, model_.window},
+          caller_(std::this_thread::get_id()) {}
 
     static int phases(const edgellm::Transformer& model) { return 9 * model.layer_count + 4; }
 
-    void run(edgellm::Member& crew) const {
+    bool stopped() const { return stop_; }
+
+    void run(edgellm::Member& crew) {
         crew.each(rows_, [&](int r) { embed(r); });
         for (int l = 0; l < model_.layer_count; ++l) {
+            if (must_stop()) return;
             const edgellm::Layer& layer = model_.layers[l];
             crew.each(rows_, [&](int r) { normalize(layer.attention_norm, r, layer.qkv.any_fine()); });
             multiply(crew, layer.qkv, b_.x, b_.qkv, layer.qkv.outputs, false);
@@ -85,6 +89,13 @@ public:
     }
 
 private:
+    // A member that has not noticed yet does the others' share of the layer and leaves at the next.
+    bool must_stop() {
+        const bool asks = call_.should_stop != nullptr && std::this_thread::get_id() == caller_;
+        if (asks && !stop_ && call_.should_stop()) stop_ = true;
+        return stop_;
+    }
+
     // Panels that are handed out at a time: some for every thread, none too small to be worth it.
     int run_of(const edgellm::Linear& linear, int rows) const {
         const int enough = static_cast<int>(RUN_BYTES / (linear.panel_bytes() * rows) + 1);
@@ -196,13 +207,17 @@ private:
     const Buffers& b_;
     const int rows_, width_, group_;
     const edgellm::Queries queries_;
+    const std::thread::id caller_;
+    std::atomic<bool> stop_{false};
 };
 
-inline void step(const edgellm::StepCall& call) {
+// Gives 0 if it was stopped.
+inline int32_t step(const edgellm::StepCall& call) {
     size_t bytes = 0;
     const Buffers buffers(call, call.workspace, bytes);
-    const Step job(call, buffers);
+    Step job(call, buffers);
     edgellm::crew(call.threads, Step::phases(*call.model), [&](edgellm::Member& crew) { job.run(crew); });
+    return !job.stopped();
 }
 
 inline size_t workspace(const edgellm::StepCall& call) {

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -57,6 +57,10 @@ class Weights:
     epsilon: float
 
 
+# Called from C++ in the thread that called it.
+_ShouldStop = ctypes.CFUNCTYPE(ctypes.c_int32)
+
+
 class _Layer(ctypes.Structure):
     """The same fields, in the same order, as in call.h."""
 
@@ -91,6 +95,7 @@ class _Call(ctypes.Structure):
         ("kv", KV),
         ("rope", Rope),
         *((name, ctypes.c_void_p) for name in ("tokens", "states", "logits", "workspace")),
+        ("should_stop", _ShouldStop),
         *((name, ctypes.c_int32) for name in ("count", "start", "logit_rows", "threads")),
     ]
 
@@ -142,7 +147,8 @@ class FusedStep:
         *,
         logit_rows: int,
         threads: int = 1,
-    ) -> tuple[Floats, Floats]:
+        should_stop: Callable[[], bool] | None = None,
+    ) -> tuple[Floats, Floats] | None:
         """Write K and V of `tokens` at positions `start ..` and compute what follows them.
 
         A token's results have the same bits however many others come with it.
@@ -150,9 +156,11 @@ class FusedStep:
         Args:
             blocks, table: the pool and the sequence's block ids, the new positions among them.
             logit_rows: the last so many tokens go through the LM head.
+            should_stop: asked before each layer.
 
         Returns:
-            Hidden states after the final norm `[len(tokens), E]` and logits `[logit_rows, V]`.
+            Hidden states after the final norm `[len(tokens), E]` and logits `[logit_rows, V]`; None
+            if it was stopped.
         """
         weights, count = self._weights, len(tokens)
         ids, block_ids = np.asarray(tokens, np.int64), np.asarray(table, np.int64)
@@ -167,6 +175,7 @@ class FusedStep:
             address(states),
             address(logits),
             None,
+            _ShouldStop() if should_stop is None else _ShouldStop(should_stop),
             count,
             start,
             logit_rows,
@@ -176,5 +185,6 @@ class FusedStep:
         if self._workspace.nbytes < needed:
             self._workspace = np.empty(needed, np.uint8)
         call.workspace = address(self._workspace)
-        self._library.edgellm_step(ctypes.byref(call))
+        if not self._library.edgellm_step(ctypes.byref(call)):
+            return None
         return states, logits[:, : weights.head.outputs]

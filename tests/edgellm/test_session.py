@@ -15,6 +15,7 @@ from edgellm import (
     SamplingOptions,
 )
 from edgellm.llm import LLM, load
+from edgellm.prefill import NATIVE_CHUNK
 
 GREEDY = SamplingOptions(temperature=0.0, max_tokens=24)
 TEXT = "In the year 1969 three men flew to the moon. " * 8
@@ -133,30 +134,41 @@ def test_cancel_in_prefill_keeps_the_session(llm: LLM) -> None:
         cancel.set()
 
     with llm.session() as session:
-        session.append([11, *llm.engine.tokenizer.encode(TEXT * 4)])
+        session.append([11, *llm.engine.tokenizer.encode(TEXT * 8)])
         found = session.generate(GREEDY, cancel=cancel, progress=progress)
         assert found.finish_reason == "cancelled"
         assert found.tokens == ()
-        assert seen == [(128, len(session.tokens))]
-        assert session.cached == found.stats.cached_tokens + 128 == 128
-        assert found.stats.prefill == {backend(llm): 128}
+        chunk = NATIVE_CHUNK if backend(llm) == "native" else 128
+        assert seen == [(chunk, len(session.tokens))]
+        assert session.cached == found.stats.cached_tokens + chunk == chunk
+        assert found.stats.prefill == {backend(llm): chunk}
         resumed = session.generate(GREEDY)
-        assert resumed.stats.cached_tokens == 128
+        assert resumed.stats.cached_tokens == chunk
         expected = session.tokens[: resumed.stats.prompt_tokens]
     with llm.session() as other:
         other.append(expected)
         assert other.generate(GREEDY).tokens == resumed.tokens
 
 
-def test_cancel_between_layers_leaves_the_sequence_as_it_was(portable_llm: LLM) -> None:
-    cancel = threading.Event()
-    model = portable_llm.engine.prefill._model
-    sequence = portable_llm.engine.cache.sequence()
-    model.forward([1, 2, 3], sequence, chunk=32)
-    cancel.set()
+def test_cancel_between_layers_leaves_the_sequence_as_it_was(llm: LLM) -> None:
+    class Later(threading.Event):
+        """Set when it is asked for the fourth time."""
+
+        asked = 0
+
+        def is_set(self) -> bool:
+            self.asked += 1
+            return self.asked > 3
+
+    sequence = llm.engine.cache.sequence()
+    before = llm.engine.prefill.run([1, 2, 3], sequence)
+    sequence.truncate(2)
+    cancel = Later()
     with pytest.raises(CancelledError, match="between two layers"):
-        model.forward([4, 5, 6], sequence, chunk=32, cancel=cancel)
-    assert sequence.tokens == [1, 2, 3]
+        llm.engine.prefill.run([4, 5, 6], sequence, cancel=cancel)
+    assert cancel.asked == 4
+    assert sequence.tokens == [1, 2]
+    np.testing.assert_array_equal(llm.engine.prefill.run([3], sequence), before)
     sequence.truncate(0)
 
 

@@ -1,0 +1,99 @@
+"""Measure once what chunks cost on this machine, and keep it beside the bundle."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from edgellm.bundle import COSTS
+from edgellm.forward import Model
+from edgellm.home import replacing_file
+from edgellm.kv_cache import KVCache
+from edgellm.native_model import NativeModel
+from edgellm.planner import Costs
+from edgellm.providers import cpu_name
+
+# Lengths of the native step that give its line; each is timed as often, and the best counts.
+_STEP_TOKENS = (4, 32)
+_REPEATS = 3
+
+
+def load_or_measure(
+    folder: Path, model: Model, native: NativeModel | None, cache: KVCache, *, threads: int
+) -> Costs:
+    """The costs of a model's chunks, from an earlier start if nothing has changed since.
+
+    Takes a few chunks' time the first time. A folder that cannot be written is measured each time.
+    """
+    key = _key(model, native, threads)
+    known = _read(folder / COSTS)
+    if key not in known:
+        known[key] = _to_json(measure(model, native, cache))
+        _write(folder / COSTS, known)
+    values = known[key]
+    chunks = {int(size): seconds for size, seconds in values["chunks"].items()}
+    return Costs(chunks, values["call"], values["token"])
+
+
+def measure(model: Model, native: NativeModel | None, cache: KVCache) -> Costs:
+    """Time each chunk size and, if there is one, the native step on an empty sequence."""
+
+    def best(run: Callable[[list[int]], object], count: int) -> float:
+        seconds = []
+        for _ in range(_REPEATS):
+            sequence_tokens = [0] * count
+            start = time.perf_counter()
+            run(sequence_tokens)
+            seconds.append(time.perf_counter() - start)
+        return min(seconds)
+
+    sequence = cache.sequence()
+
+    def chunk(tokens: list[int]) -> None:
+        model.forward(tokens, sequence, chunk=len(tokens))
+        sequence.truncate(0)
+
+    def step(tokens: list[int]) -> None:
+        assert native is not None
+        native.forward(tokens, sequence)
+        sequence.truncate(0)
+
+    limit = cache.ctx_size
+    chunks = {size: best(chunk, size) for size in model.segments.chunk_sizes if size <= limit}
+    if native is None or not chunks:
+        return Costs(chunks or dict.fromkeys(model.segments.chunk_sizes, 1.0))
+    few, many = (best(step, count) for count in _STEP_TOKENS)
+    token = max(0.0, (many - few) / (_STEP_TOKENS[1] - _STEP_TOKENS[0]))
+    return Costs(chunks, max(0.0, few - token * _STEP_TOKENS[0]), token)
+
+
+def _key(model: Model, native: NativeModel | None, threads: int) -> str:
+    segments = model.segments
+    parts = [cpu_name(), threads, segments.placement.provider, segments.flavour, native is not None]
+    parts += [importlib.metadata.version(name) for name in ("edgellm", "onnxruntime")]
+    return " | ".join(map(str, parts))
+
+
+def _to_json(costs: Costs) -> dict[str, Any]:
+    chunks = {str(size): seconds for size, seconds in costs.chunks.items()}
+    return {"chunks": chunks, "call": costs.call, "token": costs.token}
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return values if isinstance(values, dict) else {}
+
+
+def _write(path: Path, values: dict[str, Any]) -> None:
+    try:
+        with replacing_file(path) as partial:
+            partial.write_text(json.dumps(values, indent=1), encoding="utf-8")
+    except OSError:
+        pass  # a read-only bundle is measured at each start

@@ -1,0 +1,104 @@
+"""A GGUF file of TinyLlama's shape (1.1 B parameters) with random Q4_0 weights, for timings.
+
+    python tests/bench/random_llama.py OUT.gguf && python tests/bench/peers.py --model OUT.gguf
+
+Its 32,000 tokens are bytes and numbered words: it is made to be fast or slow, not to be read.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import gguf
+import numpy as np
+
+VOCABULARY, HIDDEN, INTERMEDIATE, LAYERS, HEADS, KV_HEADS, CONTEXT = (
+    32_000, 2048, 5632, 22, 32, 4, 8192,
+)  # fmt: skip
+
+
+def q4_0(rng: np.random.Generator, rows: int, columns: int) -> np.ndarray:
+    """Random Q4_0 blocks `[rows, columns / 32 * 18]`: a half-precision scale and 16 bytes each."""
+    blocks = np.empty((rows, columns // 32, 18), np.uint8)
+    blocks[..., 2:] = rng.integers(0, 256, (rows, columns // 32, 16), dtype=np.uint8)
+    scale = np.full((rows, columns // 32), 0.2 / np.sqrt(columns), np.float16)
+    blocks[..., :2] = scale.view(np.uint8).reshape(*scale.shape, 2)
+    return blocks.reshape(rows, -1)
+
+
+def q8_0(rng: np.random.Generator, rows: int, columns: int) -> np.ndarray:
+    """Random Q8_0 blocks `[rows, columns / 32 * 34]`."""
+    blocks = np.empty((rows, columns // 32, 34), np.uint8)
+    codes = rng.integers(-127, 128, (rows, columns // 32, 32), dtype=np.int8)
+    blocks[..., 2:] = codes.view(np.uint8)
+    scale = np.full((rows, columns // 32), 0.02 / 127, np.float16)
+    blocks[..., :2] = scale.view(np.uint8).reshape(*scale.shape, 2)
+    return blocks.reshape(rows, -1)
+
+
+def vocabulary() -> tuple[list[str], list[int]]:
+    """GPT-2 tokens: its 256 byte characters, then words; all normal but the end of text."""
+    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = [b for b in range(256) if b not in printable]
+    characters = [chr(b) for b in printable] + [chr(256 + i) for i in range(len(others))]
+    words = [f"w{i}" for i in range(VOCABULARY - 257)]
+    tokens = [*characters, *words, "<|end|>"]
+    return tokens, [gguf.TokenType.NORMAL] * (VOCABULARY - 1) + [gguf.TokenType.CONTROL]
+
+
+def main() -> None:
+    target = Path(sys.argv[1])
+    partial = target.with_suffix(".partial")
+    writer = gguf.GGUFWriter(partial, "llama")
+    writer.add_name("random-llama-1.1b")
+    writer.add_context_length(CONTEXT)
+    writer.add_embedding_length(HIDDEN)
+    writer.add_block_count(LAYERS)
+    writer.add_feed_forward_length(INTERMEDIATE)
+    writer.add_head_count(HEADS)
+    writer.add_head_count_kv(KV_HEADS)
+    writer.add_layer_norm_rms_eps(1e-5)
+    writer.add_rope_dimension_count(HIDDEN // HEADS)
+    writer.add_rope_freq_base(10000.0)
+    writer.add_vocab_size(VOCABULARY)
+    tokens, types = vocabulary()
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("gpt-2")
+    writer.add_token_list(tokens)
+    writer.add_token_types(types)
+    writer.add_token_merges([f"{a} {b}" for a, b in zip("abcdefgh", "bcdefghi", strict=True)])
+    writer.add_eos_token_id(VOCABULARY - 1)
+    writer.add_bos_token_id(VOCABULARY - 1)
+    writer.add_add_bos_token(False)
+    rng = np.random.default_rng(0)
+
+    def add(name: str, rows: int, columns: int) -> None:
+        kind = gguf.GGMLQuantizationType.Q4_0
+        writer.add_tensor(f"{name}.weight", q4_0(rng, rows, columns), raw_dtype=kind)
+
+    for name in ("token_embd", "output"):
+        kind = gguf.GGMLQuantizationType.Q8_0
+        writer.add_tensor(f"{name}.weight", q8_0(rng, VOCABULARY, HIDDEN), raw_dtype=kind)
+    for layer in range(LAYERS):
+        block = f"blk.{layer}"
+        kv_size = HIDDEN // HEADS * KV_HEADS
+        for norm in ("attn_norm", "ffn_norm"):
+            writer.add_tensor(f"{block}.{norm}.weight", np.ones(HIDDEN, np.float32))
+        add(f"{block}.attn_q", HIDDEN, HIDDEN)
+        add(f"{block}.attn_k", kv_size, HIDDEN)
+        add(f"{block}.attn_v", kv_size, HIDDEN)
+        add(f"{block}.attn_output", HIDDEN, HIDDEN)
+        add(f"{block}.ffn_gate", INTERMEDIATE, HIDDEN)
+        add(f"{block}.ffn_up", INTERMEDIATE, HIDDEN)
+        add(f"{block}.ffn_down", HIDDEN, INTERMEDIATE)
+    writer.add_tensor("output_norm.weight", np.ones(HIDDEN, np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    partial.replace(target)
+
+
+if __name__ == "__main__":
+    main()
