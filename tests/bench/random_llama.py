@@ -16,6 +16,8 @@ import numpy as np
 VOCABULARY, HIDDEN, INTERMEDIATE, LAYERS, HEADS, KV_HEADS, CONTEXT = (
     32_000, 2048, 5632, 22, 32, 4, 8192,
 )  # fmt: skip
+# The merges that a byte-pair vocabulary must have some of.
+PAIRS = ["th", "he", "in", "er", "an", "re"]
 
 
 def q4_0(rng: np.random.Generator, rows: int, columns: int) -> np.ndarray:
@@ -42,8 +44,8 @@ def vocabulary() -> tuple[list[str], list[int]]:
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = [b for b in range(256) if b not in printable]
     characters = [chr(b) for b in printable] + [chr(256 + i) for i in range(len(others))]
-    words = [f"w{i}" for i in range(VOCABULARY - 257)]
-    tokens = [*characters, *words, "<|end|>"]
+    words = [f"w{i}" for i in range(VOCABULARY - 257 - len(PAIRS))]
+    tokens = [*characters, *(a + b for a, b in PAIRS), *words, "<|end|>"]
     return tokens, [gguf.TokenType.NORMAL] * (VOCABULARY - 1) + [gguf.TokenType.CONTROL]
 
 
@@ -67,7 +69,7 @@ def main() -> None:
     writer.add_tokenizer_pre("gpt-2")
     writer.add_token_list(tokens)
     writer.add_token_types(types)
-    writer.add_token_merges([f"{a} {b}" for a, b in zip("abcdefgh", "bcdefghi", strict=True)])
+    writer.add_token_merges([f"{a} {b}" for a, b in PAIRS])
     writer.add_eos_token_id(VOCABULARY - 1)
     writer.add_bos_token_id(VOCABULARY - 1)
     writer.add_add_bos_token(False)
