@@ -1,0 +1,73 @@
+// Query rows against float blocks (see cpu.h); included once for each instruction set.
+
+inline float number(float x) { return x; }
+inline float number(uint16_t x) { return float_of_half(x); }
+
+// Blocks of float32 or, as uint16_t, of float16: made float32 and turned around block by block.
+template <typename T>
+class FloatRows {
+public:
+    static size_t bytes(int head_dim) {
+        const size_t wide = padded(head_dim);
+        return 4 * (edgellm::ROWS_PER_TASK * size_t(head_dim) + 2 * edgellm::BLOCK * wide);
+    }
+
+    FloatRows(const edgellm::KV& kv, char* memory) : kv_(kv), head_dim_(kv.head_dim) {
+        keys_ = reinterpret_cast<float*>(memory);
+        values_ = keys_ + size_t(edgellm::BLOCK) * padded(head_dim_);
+        queries_ = values_ + size_t(edgellm::BLOCK) * padded(head_dim_);
+    }
+
+    void fetch_ahead(int) {}
+
+    void set_query(int r, const float* q, float norm) {
+        for (int d = 0; d < head_dim_; ++d) queries_[size_t(r) * head_dim_ + d] = q[d] * norm;
+    }
+
+    void open(size_t first_row, size_t, int count) {
+        const T* k = static_cast<const T*>(kv_.k) + first_row * head_dim_;
+        const T* v = static_cast<const T*>(kv_.v) + first_row * head_dim_;
+        const int step = padded(head_dim_);
+        for (int d = 0; d < head_dim_; ++d)
+            for (int j = 0; j < count; ++j) {
+                keys_[d * edgellm::BLOCK + j] = number(k[kv_.key_place(j, d)]);
+                values_[j * step + d] = number(v[kv_.value_place(j, d)]);
+            }
+        for (int d = 0; d < head_dim_; ++d)
+            std::memset(keys_ + d * edgellm::BLOCK + count, 0, 4 * (edgellm::BLOCK - count));
+    }
+
+    template <int R, bool>
+    void score(int first, int width, float* scores) const {
+        for (int j = 0; j < width; j += LANES) {
+            Vec sum[R] = {};
+            for (int d = 0; d < head_dim_; ++d) {
+                const Vec key = load(keys_ + d * edgellm::BLOCK + j);
+                for (int r = 0; r < R; ++r)
+                    sum[r] += splat(queries_[size_t(first + r) * head_dim_ + d]) * key;
+            }
+            for (int r = 0; r < R; ++r) store(scores + r * edgellm::BLOCK + j, sum[r]);
+        }
+    }
+
+    template <int R, bool>
+    void add(TileState& tile, int count, int) {
+        const int step = padded(head_dim_);
+        for (int d = 0; d < head_dim_; d += LANES) {
+            Vec sum[R];
+            for (int r = 0; r < R; ++r)
+                sum[r] = load(tile.values + r * step + d) * splat(tile.shrink[r]);
+            for (int j = 0; j < count; ++j) {
+                const Vec value = load(values_ + j * step + d);
+                for (int r = 0; r < R; ++r)
+                    sum[r] += splat(tile.scores[r * edgellm::BLOCK + j]) * value;
+            }
+            for (int r = 0; r < R; ++r) store(tile.values + r * step + d, sum[r]);
+        }
+    }
+
+private:
+    const edgellm::KV& kv_;
+    const int head_dim_;
+    float *keys_, *values_, *queries_;
+};
