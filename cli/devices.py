@@ -21,7 +21,7 @@ def devices() -> None:
         f"native kernels: {isa() or 'not built (no compiler at installation); numpy serves'}"
     )
     click.echo(
-        "int8 prefill on the CPU: exact, used by default"
+        "int8 graphs on the CPU: exact"
         if int8_products_are_exact()
-        else "int8 prefill on the CPU: its products saturate here, so float32 is the default"
+        else "int8 graphs on the CPU: their products saturate here, so --prefill cpu is float32"
     )

@@ -143,8 +143,10 @@ class Engine:
             self.prefill = NativePrefill(native)
         else:
             model = models[options.prefill_flavour]
-            costs = load_or_measure(bundle.path, model, native, self.cache, threads=self.threads)
-            self.prefill = ChunkedPrefill(model, native, costs)
+            # a precision that was asked for is not mixed with another one
+            step = native if options.flavour is None else None
+            costs = load_or_measure(bundle.path, model, step, self.cache, threads=self.threads)
+            self.prefill = ChunkedPrefill(model, step, costs)
         self.decoder: DecodeBackend
         if options.decode_backend == NATIVE:
             assert native is not None

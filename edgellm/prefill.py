@@ -60,6 +60,9 @@ class Prefill(Protocol):
             CancelledError: `cancel` was set; finished chunks stay in the sequence.
         """
 
+    def where(self, tokens: int, computed: int) -> dict[str, int]:
+        """Where the first `computed` of a prompt's `tokens` run: counts by back end."""
+
     def logits(self, hidden: Floats) -> Floats:
         """The LM head on hidden states `[rows, E]`: `[rows, V]`."""
 
@@ -107,6 +110,15 @@ class ChunkedPrefill:
         last: Floats = self.logits(hidden[-1:])[0]
         return last
 
+    def where(self, tokens: int, computed: int) -> dict[str, int]:
+        found = {self.placement.provider: 0}
+        for piece in plan_chunks(tokens, self._costs):
+            count = min(piece.count, computed)
+            place = NATIVE if piece.size is None else self.placement.provider
+            found[place] = found.get(place, 0) + count
+            computed -= count
+        return {place: count for place, count in found.items() if count} or found
+
     def logits(self, hidden: Floats) -> Floats:
         return self._model.head.logits(hidden)
 
@@ -143,6 +155,9 @@ class NativePrefill:
                 progress(end, len(tokens))
         last: Floats = logits[0]
         return last
+
+    def where(self, tokens: int, computed: int) -> dict[str, int]:
+        return {NATIVE: computed}
 
     def logits(self, hidden: Floats) -> Floats:
         return self._model.head.logits(hidden)

@@ -266,7 +266,6 @@ class _Answer:
         return self._stop.add(self._text.finish()) + self._stop.finish()
 
     def stats(self) -> Stats:
-        placement = self._engine.prefill.placement
         return Stats(
             ttft_s=self._ttft_s,
             prompt_tokens=self._prompt_tokens,
@@ -275,7 +274,7 @@ class _Answer:
             generation_tokens=len(self._sampled),
             generation_tokens_per_second=_rate(self._steps, self._decode_s),
             peak_memory_bytes=peak_memory_bytes(),
-            prefill={placement.provider: self._computed},
+            prefill=self._engine.prefill.where(self._prompt_tokens - self._cached, self._computed),
             prefill_flavour=self._engine.prefill.flavour,
             decode=f"{self._engine.decoder.name} {self._engine.decoder.flavour}",
             seed=self._options.seed or 0,

@@ -59,6 +59,9 @@ def test_the_plan_is_followed(smollm2: Bundle, monkeypatch: pytest.MonkeyPatch) 
             tokens, sequence, on_hidden=lambda rows, seen=seen: seen.append(len(rows))
         )
         assert seen == [128, 12]
+        tail = {"native": 12} if planned.call else {}
+        assert engine.prefill.where(140, 140) == {"cpu": 140 - sum(tail.values()), **tail}
+        assert engine.prefill.where(140, 128) == {"cpu": 128}
         assert len(sequence) == 140
         found.append(int(logits.argmax()))
         sequence.truncate(0)
