@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import importlib.metadata
 import json
+import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,42 +33,35 @@ def load_or_measure(
     """
     key = _key(model, native, threads)
     known = _read(folder / COSTS)
-    if key not in known:
-        known[key] = _to_json(measure(model, native, cache))
-        _write(folder / COSTS, known)
-    values = known[key]
-    chunks = {int(size): seconds for size, seconds in values["chunks"].items()}
-    return Costs(chunks, values["call"], values["token"])
+    costs = _from_json(known.get(key), model.segments.chunk_sizes)
+    if costs is None:
+        costs = measure(model, native, cache)
+        _write(folder / COSTS, {**known, key: _to_json(costs)})
+    return costs
 
 
 def measure(model: Model, native: NativeModel | None, cache: KVCache) -> Costs:
     """Time each chunk size and, if there is one, the native step on an empty sequence."""
 
-    def best(run: Callable[[list[int]], object], count: int) -> float:
-        seconds = []
-        for _ in range(_REPEATS):
-            sequence_tokens = [0] * count
-            start = time.perf_counter()
-            run(sequence_tokens)
-            seconds.append(time.perf_counter() - start)
-        return min(seconds)
-
     sequence = cache.sequence()
 
-    def chunk(tokens: list[int]) -> None:
-        model.forward(tokens, sequence, chunk=len(tokens))
-        sequence.truncate(0)
+    def best(run: Callable[[list[int]], object], count: int) -> float:
+        tokens = [0] * min(count, cache.ctx_size)  # padding costs as much
+        seconds = []
+        for _ in range(_REPEATS):
+            start = time.perf_counter()
+            run(tokens)
+            seconds.append(time.perf_counter() - start)
+            sequence.truncate(0)
+        return min(seconds)
 
-    def step(tokens: list[int]) -> None:
-        assert native is not None
-        native.forward(tokens, sequence)
-        sequence.truncate(0)
-
-    limit = cache.ctx_size
-    chunks = {size: best(chunk, size) for size in model.segments.chunk_sizes if size <= limit}
-    if native is None or not chunks:
-        return Costs(chunks or dict.fromkeys(model.segments.chunk_sizes, 1.0))
-    few, many = (best(step, count) for count in _STEP_TOKENS)
+    chunks = {
+        size: best(partial(model.forward, sequence=sequence, chunk=size), size)
+        for size in model.segments.chunk_sizes
+    }
+    if native is None:
+        return Costs(chunks)
+    few, many = (best(partial(native.forward, sequence=sequence), count) for count in _STEP_TOKENS)
     token = max(0.0, (many - few) / (_STEP_TOKENS[1] - _STEP_TOKENS[0]))
     return Costs(chunks, max(0.0, few - token * _STEP_TOKENS[0]), token)
 
@@ -81,6 +76,18 @@ def _key(model: Model, native: NativeModel | None, threads: int) -> str:
 def _to_json(costs: Costs) -> dict[str, Any]:
     chunks = {str(size): seconds for size, seconds in costs.chunks.items()}
     return {"chunks": chunks, "call": costs.call, "token": costs.token}
+
+
+def _from_json(values: Any, chunk_sizes: Sequence[int]) -> Costs | None:
+    """What `_to_json` wrote; None for anything else."""
+    try:
+        chunks = {size: float(values["chunks"][str(size)]) for size in chunk_sizes}
+        call = None if values["call"] is None else float(values["call"])
+        costs = Costs(chunks, call, float(values["token"]))
+    except (KeyError, TypeError, ValueError):
+        return None
+    seconds = (*costs.chunks.values(), costs.call or 0.0, costs.token)
+    return costs if all(0 <= s < math.inf for s in seconds) else None
 
 
 def _read(path: Path) -> dict[str, Any]:

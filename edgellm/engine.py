@@ -25,7 +25,7 @@ from edgellm.template import ChatTemplate
 from edgellm.tokenizer import Tokenizer
 
 DEFAULT_CTX_SIZE = 4096
-DECODE_BACKENDS = ("auto", "native", "portable", "reference")
+DECODE_BACKENDS = (AUTO, NATIVE, "portable", "reference")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,11 +33,13 @@ class EngineOptions:
     """How a model is loaded.
 
     Attributes:
-        flavour: precision of prefill; None takes int8 where this CPU multiplies it exactly (see
+        flavour: precision of the graphs that prefill runs, `w8a8` or `f32`; None is that of the
+            native kernels where they run it, else int8 where this CPU multiplies it exactly (see
             `int8_support.py`), else float32.
         decode: `native` (int4 in C++), `portable` (int4 in ONNX Runtime), `reference` (float32), or
             `auto`: native where the kernels were built, else portable.
-        prefill: `native`, an execution provider, or `auto`.
+        prefill: `native`, an execution provider, or `auto`: native where decode is and no flavour
+            was asked for, else the CPU provider.
         kv_format: how the KV cache is stored.
         ctx_size: tokens of one session; None is the model's own, at most 4096; 0 the model's own.
         cache_size: tokens that the shared pool holds for all sessions; None is twice `ctx_size`.
@@ -45,8 +47,8 @@ class EngineOptions:
     """
 
     flavour: str | None = None
-    decode: str = "auto"
-    prefill: str = "auto"
+    decode: str = AUTO
+    prefill: str = AUTO
     kv_format: KVFormat = "int8"
     ctx_size: int | None = None
     cache_size: int | None = None
@@ -63,7 +65,7 @@ class EngineOptions:
             raise OptionError(f"flavour {self.flavour!r}: allowed are w8a8 and f32")
         if self.decode not in DECODE_BACKENDS:
             raise OptionError(f"decode {self.decode!r}: allowed are {', '.join(DECODE_BACKENDS)}")
-        if self.decode_backend == "native" and library() is None:
+        if self.decode_backend == NATIVE and library() is None:
             raise OptionError(
                 "decode 'native': the kernels were not built when edgellm was installed; install a "
                 "C++ compiler and reinstall, or take --decode portable"
@@ -88,9 +90,9 @@ class EngineOptions:
     @property
     def decode_backend(self) -> str:
         """The one that `auto` stands for."""
-        if self.decode != "auto":
+        if self.decode != AUTO:
             return self.decode
-        return "portable" if library() is None else "native"
+        return "portable" if library() is None else NATIVE
 
     @property
     def prefill_backend(self) -> str:
@@ -102,7 +104,7 @@ class EngineOptions:
 
     @property
     def decode_flavour(self) -> str:
-        return {"native": PANELS, "portable": "int4", "reference": "f32"}[self.decode_backend]
+        return {NATIVE: PANELS, "portable": "int4", "reference": "f32"}[self.decode_backend]
 
     @property
     def flavours(self) -> set[str]:

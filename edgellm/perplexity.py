@@ -11,6 +11,7 @@ import numpy as np
 
 from edgellm.engine import Engine
 from edgellm.errors import OptionError
+from edgellm.prefill import Hooks
 from edgellm.sampling import log_softmax
 
 PATHS = ("prefill", "decode")
@@ -101,7 +102,8 @@ def _score_prefill(engine: Engine, tokens: Sequence[int]) -> np.ndarray[Any, Any
     hidden: list[Any] = []
     sequence = engine.cache.sequence()
     with engine.lock:
-        engine.prefill.run(tokens, sequence, on_hidden=lambda rows: hidden.append(rows.copy()))
+        keep = Hooks(on_hidden=lambda rows: hidden.append(rows.copy()))
+        engine.prefill.run(tokens, sequence, keep)
         sequence.truncate(0)
         found = []
         position = 1

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
+from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
@@ -18,11 +19,34 @@ from edgellm.planner import Costs, plan_chunks
 from edgellm.providers import NATIVE, Placement
 
 Floats = NDArray[np.float32]
-# Called with tokens done and tokens in all.
 Progress = Callable[[int, int], None]
 # Tokens in one call of the native kernels, which take any number; buffers grow with it. A prompt of
 # 512 at once was 9 % faster than 128 at a time (SmolLM2-135M, two cores).
 NATIVE_CHUNK = 512
+
+
+@dataclass(frozen=True, kw_only=True)
+class Hooks:
+    """What a caller has done between chunks.
+
+    Attributes:
+        progress: called with tokens done and in all.
+        cancel: set it to stop; finished chunks stay in the sequence.
+        on_hidden: called with each chunk's hidden states `[n, E]`, padding left out.
+    """
+
+    progress: Progress | None = None
+    cancel: threading.Event | None = None
+    on_hidden: Callable[[Floats], None] | None = None
+
+    def chunk_done(self, hidden: Floats, done: int, total: int) -> None:
+        if self.on_hidden is not None:
+            self.on_hidden(hidden)
+        if self.progress is not None:
+            self.progress(done, total)
+
+
+NO_HOOKS = Hooks()
 
 
 class Prefill(Protocol):
@@ -38,26 +62,15 @@ class Prefill(Protocol):
     @property
     def placement(self) -> Placement: ...
 
-    def run(
-        self,
-        tokens: SequenceOf[int],
-        sequence: Sequence,
-        *,
-        progress: Progress | None = None,
-        cancel: threading.Event | None = None,
-        on_hidden: Callable[[Floats], None] | None = None,
-    ) -> Floats:
+    def run(self, tokens: SequenceOf[int], sequence: Sequence, hooks: Hooks = NO_HOOKS) -> Floats:
         """Evaluate `tokens` at the end of `sequence`.
-
-        Args:
-            on_hidden: called with each chunk's hidden states `[n, E]`, padding left out.
 
         Returns:
             The logits of the last token, `[V]`; no other row goes through the LM head.
 
         Raises:
             ContextOverflowError, CacheFullError: they do not fit.
-            CancelledError: `cancel` was set; finished chunks stay in the sequence.
+            CancelledError: `hooks.cancel` was set.
         """
 
     def where(self, tokens: int, computed: int) -> dict[str, int]:
@@ -85,28 +98,17 @@ class ChunkedPrefill:
     def placement(self) -> Placement:
         return self._model.segments.placement
 
-    def run(
-        self,
-        tokens: SequenceOf[int],
-        sequence: Sequence,
-        *,
-        progress: Progress | None = None,
-        cancel: threading.Event | None = None,
-        on_hidden: Callable[[Floats], None] | None = None,
-    ) -> Floats:
+    def run(self, tokens: SequenceOf[int], sequence: Sequence, hooks: Hooks = NO_HOOKS) -> Floats:
         done = 0
         for piece in plan_chunks(len(tokens), self._costs):
             part = tokens[done : done + piece.count]
             if piece.size is None and self._native is not None:
-                hidden, _ = self._native.forward(part, sequence, cancel=cancel)
+                hidden, _ = self._native.forward(part, sequence, cancel=hooks.cancel)
             else:
                 chunk = piece.size or max(self._model.segments.chunk_sizes)
-                hidden = self._model.forward(part, sequence, chunk=chunk, cancel=cancel)
+                hidden = self._model.forward(part, sequence, chunk=chunk, cancel=hooks.cancel)
             done += piece.count
-            if on_hidden is not None:
-                on_hidden(hidden)
-            if progress is not None:
-                progress(done, len(tokens))
+            hooks.chunk_done(hidden, done, len(tokens))
         last: Floats = self.logits(hidden[-1:])[0]
         return last
 
@@ -135,24 +137,13 @@ class NativePrefill:
     def placement(self) -> Placement:
         return Placement(NATIVE, {})
 
-    def run(
-        self,
-        tokens: SequenceOf[int],
-        sequence: Sequence,
-        *,
-        progress: Progress | None = None,
-        cancel: threading.Event | None = None,
-        on_hidden: Callable[[Floats], None] | None = None,
-    ) -> Floats:
+    def run(self, tokens: SequenceOf[int], sequence: Sequence, hooks: Hooks = NO_HOOKS) -> Floats:
         for start in range(0, len(tokens), NATIVE_CHUNK):
             end = min(start + NATIVE_CHUNK, len(tokens))
             hidden, logits = self._model.forward(
-                tokens[start:end], sequence, logit_rows=int(end == len(tokens)), cancel=cancel
+                tokens[start:end], sequence, logit_rows=int(end == len(tokens)), cancel=hooks.cancel
             )
-            if on_hidden is not None:
-                on_hidden(hidden)
-            if progress is not None:
-                progress(end, len(tokens))
+            hooks.chunk_done(hidden, end, len(tokens))
         last: Floats = logits[0]
         return last
 

@@ -16,7 +16,7 @@ from edgellm.engine import Engine
 from edgellm.errors import CancelledError, ContextOverflowError, OptionError
 from edgellm.kernels.sampling import log_sum_exp, top_k
 from edgellm.memory import peak_memory_bytes
-from edgellm.prefill import Progress
+from edgellm.prefill import Hooks, Progress
 from edgellm.results import Completion, FinishReason, Piece, Stats
 from edgellm.sampling import Sampler, SamplingOptions
 from edgellm.stop_text import StopText
@@ -178,7 +178,9 @@ class Session:
         """Compute the tokens that are not cached; gives the logits after the last one."""
         new = self._tokens[len(self._sequence) :]
         with self._engine.lock:
-            return self._engine.prefill.run(new, self._sequence, progress=progress, cancel=cancel)
+            return self._engine.prefill.run(
+                new, self._sequence, Hooks(progress=progress, cancel=cancel)
+            )
 
     def _step(self, token: int) -> NDArray[np.float32]:
         with self._engine.lock:

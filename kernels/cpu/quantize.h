@@ -1,5 +1,20 @@
 // Floats to fewer bits; included by every_isa.h once for each instruction set.
 
+// The nearest codes, -127 .. 127: a subnormal scale has an infinite inverse.
+inline IVec store_codes(Vec x, int8_t* codes) {
+    Vec code = nearest(x);
+    code = code > splat(127.0f) ? splat(127.0f) : code;
+    code = code > splat(-127.0f) ? code : splat(-127.0f);
+    const IVec whole = __builtin_convertvector(code, IVec);
+    store_narrow(codes, whole);
+    return whole;
+}
+
+inline int8_t code_of(float x) {
+    const float code = nearest(splat(x))[0];
+    return static_cast<int8_t>(code > 127 ? 127 : code > -127 ? code : -127);
+}
+
 // int8 codes of `n` floats with one scale, max|x| / 127; `total` is the sum of the codes. A NaN or an
 // infinity makes the scale NaN, so that it shows.
 struct RowScale {
@@ -19,21 +34,9 @@ inline RowScale quantize_row(const float* x, int n, int8_t* codes) {
     const float scale = bits < INFINITE ? top * (1.0f / 127) : NAN;
     const float inverse = scale > 0 ? 1 / scale : 0;
     IVec sum = {};
-    for (i = 0; i + LANES <= n; i += LANES) {
-        // a subnormal scale has an infinite inverse
-        Vec code = nearest(load(x + i) * splat(inverse));
-        code = code > splat(127.0f) ? splat(127.0f) : code;
-        code = code > splat(-127.0f) ? code : splat(-127.0f);
-        const IVec whole = __builtin_convertvector(code, IVec);
-        sum += whole;
-        store_narrow(codes + i, whole);
-    }
+    for (i = 0; i + LANES <= n; i += LANES) sum += store_codes(load(x + i) * splat(inverse), codes + i);
     int32_t total = sum_of(sum);
-    for (; i < n; ++i) {
-        const float code = nearest(splat(x[i] * inverse))[0];
-        codes[i] = static_cast<int8_t>(code > 127 ? 127 : code > -127 ? code : -127);
-        total += codes[i];
-    }
+    for (; i < n; ++i) total += codes[i] = code_of(x[i] * inverse);
     return {scale, total};
 }
 
@@ -47,19 +50,10 @@ inline int32_t quantize_rest(const float* x, int n, float scale, const int8_t* c
     int i = 0;
     for (; i + LANES <= n; i += LANES) {
         const Vec whole = to_float(__builtin_convertvector(*reinterpret_cast<const Narrow*>(codes + i), IVec));
-        Vec code = nearest((load(x + i) - whole * splat(scale)) * splat(steps));
-        code = code > splat(127.0f) ? splat(127.0f) : code;
-        code = code > splat(-127.0f) ? code : splat(-127.0f);
-        const IVec whole_code = __builtin_convertvector(code, IVec);
-        sum += whole_code;
-        store_narrow(rest + i, whole_code);
+        sum += store_codes((load(x + i) - whole * splat(scale)) * splat(steps), rest + i);
     }
     int32_t total = sum_of(sum);
-    for (; i < n; ++i) {
-        const float code = nearest(splat((x[i] - scale * codes[i]) * steps))[0];
-        rest[i] = static_cast<int8_t>(code > 127 ? 127 : code > -127 ? code : -127);
-        total += rest[i];
-    }
+    for (; i < n; ++i) total += rest[i] = code_of((x[i] - scale * codes[i]) * steps);
     return total;
 }
 

@@ -18,10 +18,8 @@ clean.
 from __future__ import annotations
 
 import argparse
-import ctypes
 import json
 import os
-import platform
 import resource
 import statistics
 import subprocess
@@ -29,9 +27,10 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
+
+from runtimes import CLASSES, Run, Runtime
 
 TESTS = ("pp20", "pp512", "pp2048", "pp4096", "tg128", "tg64@2048", "tg64@4096")
 RUNTIMES = ("edgellm", "llama.cpp", "llama.cpp q8_0", "openvino", "genai")
@@ -39,155 +38,6 @@ GATE_TOKENS = 16
 # Time for the spinning threads of one runtime to fall asleep before the next one starts.
 PAUSE_S = 0.3
 TEXT = "The history of the steam engine begins in the first century, when"
-
-
-@dataclass(frozen=True)
-class Run:
-    """One answer of a worker: seconds to the first token, seconds for the others, their ids."""
-
-    prefill_s: float
-    decode_s: float
-    tokens: list[int]
-
-
-class Runtime(Protocol):
-    """One runtime, loaded: `run` evaluates `prompt` from scratch and adds `count` + 1 tokens."""
-
-    def run(self, prompt: list[int], count: int) -> Run: ...
-
-
-class EdgeLLM:
-    def __init__(self, model: str, *, ctx_size: int, threads: int, kv: str, genai: str) -> None:
-        from edgellm.llm import load
-
-        self.engine = load(model, ctx_size=ctx_size, threads=threads).engine
-
-    def run(self, prompt: list[int], count: int) -> Run:
-        engine, sequence = self.engine, self.engine.cache.sequence()
-        with engine.lock:
-            start = time.perf_counter()
-            tokens = [int(engine.prefill.run(prompt, sequence).argmax())]
-            middle = time.perf_counter()
-            for _ in range(count):
-                tokens.append(int(engine.decoder.step(tokens[-1], sequence).argmax()))
-            end = time.perf_counter()
-            sequence.truncate(0)
-        return Run(middle - start, end - middle, tokens)
-
-
-class LlamaCpp:
-    """The C interface, without the Python wrapper's own loop."""
-
-    def __init__(self, model: str, *, ctx_size: int, threads: int, kv: str, genai: str) -> None:
-        import llama_cpp
-        import numpy as np
-
-        self.api, self.numpy = llama_cpp, np
-        self._quiet = llama_cpp.llama_log_callback(lambda *_: None)
-        llama_cpp.llama_log_set(self._quiet, None)
-        llama_cpp.llama_backend_init()
-        parameters = llama_cpp.llama_model_default_params()
-        self.model = llama_cpp.llama_model_load_from_file(model.encode(), parameters)
-        context = llama_cpp.llama_context_default_params()
-        context.n_ctx, context.n_batch, context.n_ubatch = ctx_size, 512, 512
-        context.n_threads = context.n_threads_batch = threads
-        context.flash_attn = True
-        if kv == "q8_0":
-            context.type_k = context.type_v = llama_cpp.GGML_TYPE_Q8_0
-        self.context = llama_cpp.llama_init_from_model(self.model, context)
-        vocabulary = llama_cpp.llama_model_get_vocab(self.model)
-        self.vocab_size = llama_cpp.llama_vocab_n_tokens(vocabulary)
-
-    def _eval(self, tokens: Sequence[int]) -> int:
-        array = (self.api.llama_token * len(tokens))(*tokens)
-        if self.api.llama_decode(self.context, self.api.llama_batch_get_one(array, len(tokens))):
-            raise RuntimeError("llama_decode failed")
-        pointer = self.api.llama_get_logits_ith(self.context, -1)
-        logits = self.numpy.ctypeslib.as_array(
-            ctypes.cast(pointer, ctypes.POINTER(ctypes.c_float)), (self.vocab_size,)
-        )
-        return int(logits.argmax())
-
-    def run(self, prompt: list[int], count: int) -> Run:
-        self.api.llama_memory_clear(self.api.llama_get_memory(self.context), True)
-        start = time.perf_counter()
-        for i in range(0, len(prompt), 512):
-            token = self._eval(prompt[i : i + 512])
-        middle = time.perf_counter()
-        tokens = [token]
-        for _ in range(count):
-            tokens.append(self._eval(tokens[-1:]))
-        return Run(middle - start, time.perf_counter() - middle, tokens)
-
-
-class OpenVino:
-    def __init__(self, model: str, *, ctx_size: int, threads: int, kv: str, genai: str) -> None:
-        import numpy as np
-        import openvino as ov
-        import openvino_genai as ov_genai
-
-        self.api, self.ov, self.numpy = ov_genai, ov, np
-        self.pipeline = ov_genai.LLMPipeline(
-            model,
-            "CPU",
-            ATTENTION_BACKEND="SDPA",
-            INFERENCE_NUM_THREADS=threads,
-            PERFORMANCE_HINT="LATENCY",
-        )
-
-    def run(self, prompt: list[int], count: int) -> Run:
-        ids = self.numpy.asarray([prompt], self.numpy.int64)
-        inputs = self.api.TokenizedInputs(
-            self.ov.Tensor(ids), self.ov.Tensor(self.numpy.ones_like(ids))
-        )
-        config = self.api.GenerationConfig()
-        config.max_new_tokens = config.min_new_tokens = count + 1
-        config.ignore_eos, config.do_sample = True, False
-        config.apply_chat_template = False
-        found = self.pipeline.generate(inputs, config)
-        times = found.perf_metrics
-        first = times.get_ttft().mean / 1e3
-        rest = times.get_tpot().mean / 1e3 * count if count else 0.0
-        return Run(first, rest, [int(t) for t in found.tokens[0]])
-
-
-class GenAi:
-    def __init__(self, model: str, *, ctx_size: int, threads: int, kv: str, genai: str) -> None:
-        import onnxruntime_genai
-
-        self.api = onnxruntime_genai
-        config = onnxruntime_genai.Config(genai)
-        config.overlay(
-            json.dumps(
-                {"model": {"decoder": {"session_options": {"intra_op_num_threads": threads}}}}
-            )
-        )
-        self.model = onnxruntime_genai.Model(config)
-        self.ctx_size = ctx_size
-
-    def run(self, prompt: list[int], count: int) -> Run:
-        parameters = self.api.GeneratorParams(self.model)
-        parameters.set_search_options(
-            max_length=self.ctx_size, min_length=self.ctx_size, do_sample=False
-        )
-        generator = self.api.Generator(self.model, parameters)
-        start = time.perf_counter()
-        generator.append_tokens(prompt)
-        generator.generate_next_token()
-        middle = time.perf_counter()
-        for _ in range(count):
-            generator.generate_next_token()
-        end = time.perf_counter()
-        tokens = [int(t) for t in generator.get_sequence(0)[len(prompt) :]]
-        return Run(middle - start, end - middle, tokens)
-
-
-CLASSES: dict[str, type[Any]] = {
-    "edgellm": EdgeLLM,
-    "llama.cpp": LlamaCpp,
-    "openvino": OpenVino,
-    "genai": GenAi,
-}
 
 
 def work(arguments: argparse.Namespace) -> None:
@@ -387,14 +237,6 @@ def default_model(python: str) -> str:
     return str(target)
 
 
-def cpu_name() -> str:
-    lines = (
-        Path("/proc/cpuinfo").read_text().splitlines() if os.path.exists("/proc/cpuinfo") else []
-    )
-    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.processor()
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--model", default="", help="a GGUF file  [default: SmolLM2 as Q4_0]")
@@ -411,6 +253,7 @@ def main() -> None:
         return work(arguments)
     arguments.model = arguments.model or default_model(arguments.python)
     from edgellm.llm import load
+    from edgellm.providers import cpu_name
 
     tokenizer = load(arguments.model, ctx_size=256).engine.tokenizer
     gate_ids = tokenizer.encode(TEXT)

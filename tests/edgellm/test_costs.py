@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -9,6 +10,7 @@ from edgellm import costs
 from edgellm.bundle import COSTS, Bundle, open_bundle
 from edgellm.llm import load
 from edgellm.planner import Costs
+from edgellm.prefill import Hooks
 
 
 @pytest.fixture
@@ -44,6 +46,16 @@ def test_damaged_costs_are_measured_again(folder: str, content: str) -> None:
     assert json.loads((Path(folder) / COSTS).read_text())
 
 
+@pytest.mark.parametrize("damage", [None, {}, {"token": "x"}, {"token": float("nan")}])
+def test_damaged_values_are_measured_again(folder: str, damage: dict[str, Any] | None) -> None:
+    load(folder, prefill="cpu")
+    path = Path(folder) / COSTS
+    ((key, values),) = json.loads(path.read_text()).items()
+    path.write_text(json.dumps({key: damage and {**values, **damage}}))
+    load(folder, prefill="cpu")
+    assert json.loads(path.read_text())[key]["token"] >= 0
+
+
 def test_the_plan_is_followed(smollm2: Bundle, monkeypatch: pytest.MonkeyPatch) -> None:
     """A tail in the native step and one in a padded chunk continue a text alike."""
     engine = load(str(smollm2.path), prefill="cpu").engine
@@ -56,7 +68,7 @@ def test_the_plan_is_followed(smollm2: Bundle, monkeypatch: pytest.MonkeyPatch) 
         sequence = engine.cache.sequence()
         seen: list[int] = []
         logits = engine.prefill.run(
-            tokens, sequence, on_hidden=lambda rows, seen=seen: seen.append(len(rows))
+            tokens, sequence, Hooks(on_hidden=lambda rows, seen=seen: seen.append(len(rows)))
         )
         assert seen == [128, 12]
         tail = {"native": 12} if planned.call else {}

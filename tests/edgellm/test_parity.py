@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from edgellm.llm import LLM, load
+from edgellm.prefill import Hooks
 from edgellm.sampling import SamplingOptions
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -47,7 +48,9 @@ def prefill_logits(llm: LLM, tokens: list[int]) -> np.ndarray:
     """Logits of every position through the chunked prefill executor."""
     rows: list[np.ndarray] = []
     sequence = llm.engine.cache.sequence()
-    llm.engine.prefill.run(tokens, sequence, on_hidden=lambda hidden: rows.append(hidden.copy()))
+    llm.engine.prefill.run(
+        tokens, sequence, Hooks(on_hidden=lambda hidden: rows.append(hidden.copy()))
+    )
     sequence.truncate(0)
     return llm.engine.prefill.logits(np.concatenate(rows))
 

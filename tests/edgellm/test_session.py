@@ -15,7 +15,7 @@ from edgellm import (
     SamplingOptions,
 )
 from edgellm.llm import LLM, load
-from edgellm.prefill import NATIVE_CHUNK
+from edgellm.prefill import NATIVE_CHUNK, Hooks
 
 GREEDY = SamplingOptions(temperature=0.0, max_tokens=24)
 TEXT = "In the year 1969 three men flew to the moon. " * 8
@@ -165,7 +165,7 @@ def test_cancel_between_layers_leaves_the_sequence_as_it_was(llm: LLM) -> None:
     sequence.truncate(2)
     cancel = Later()
     with pytest.raises(CancelledError, match="between two layers"):
-        llm.engine.prefill.run([4, 5, 6], sequence, cancel=cancel)
+        llm.engine.prefill.run([4, 5, 6], sequence, Hooks(cancel=cancel))
     assert cancel.asked == 4
     assert sequence.tokens == [1, 2]
     np.testing.assert_array_equal(llm.engine.prefill.run([3], sequence), before)

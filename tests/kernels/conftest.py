@@ -3,25 +3,37 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import numpy as np
 import pytest
 
 from edgellm.kernels.native import ISAS, library
 
+UseISA = Callable[[str], ctypes.CDLL]
 
-@pytest.fixture(params=ISAS)
-def compiled(request: pytest.FixtureRequest) -> Iterator[ctypes.CDLL]:
-    """The library with each instruction set in turn; those that are not here are skipped."""
+
+@pytest.fixture
+def use_isa() -> Iterator[UseISA]:
+    """Gives the library with an instruction set until the test ends; skips where it is not here."""
     found = library()
     if found is None:
         pytest.skip("installed without a compiler")
     before = found.edgellm_isa()
-    if not found.edgellm_set_isa(request.param.encode()):
-        pytest.skip(f"this processor has no {request.param}")
-    yield found
+
+    def use(isa: str) -> ctypes.CDLL:
+        if not found.edgellm_set_isa(isa.encode()):
+            pytest.skip(f"this processor has no {isa}")
+        return found
+
+    yield use
     found.edgellm_set_isa(before)
+
+
+@pytest.fixture(params=ISAS)
+def compiled(request: pytest.FixtureRequest, use_isa: UseISA) -> ctypes.CDLL:
+    """The library with each instruction set in turn."""
+    return use_isa(request.param)
 
 
 @pytest.fixture

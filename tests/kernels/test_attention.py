@@ -5,7 +5,7 @@ import os
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -45,19 +45,11 @@ def read_back(blocks: KVBlocks, table: list[int], name: str, length: int) -> np.
 
 
 @pytest.fixture(params=["portable", *ISAS])
-def implementation(request: pytest.FixtureRequest) -> Iterator[Attend]:
+def implementation(request: pytest.FixtureRequest) -> Attend:
     """Each implementation in turn; those that this machine does not have are skipped."""
     if request.param == "portable":
-        yield portable.attend
-        return
-    compiled = library()
-    if compiled is None:
-        pytest.skip("installed without a compiler")
-    before = compiled.edgellm_isa()
-    if not compiled.edgellm_set_isa(request.param.encode()):
-        pytest.skip(f"this processor has no {request.param}")
-    yield functools.partial(native.attend, compiled)
-    compiled.edgellm_set_isa(before)
+        return portable.attend
+    return functools.partial(native.attend, request.getfixturevalue("use_isa")(request.param))
 
 
 def compare(

@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -9,29 +9,22 @@ import pytest
 from edgellm.kernels import rope
 from edgellm.kernels.kv_append import append, append_rotated, native, portable, reference
 from edgellm.kernels.kv_blocks import BLOCK, KV_FORMATS, KVBlocks, allocate, block_bytes
-from edgellm.kernels.native import ISAS, library
+from edgellm.kernels.native import ISAS
 from edgellm.kernels.rope import reference as rope_reference
 
 AppendRotated = Callable[..., np.ndarray]
 
 
-@pytest.fixture(params=["portable", *ISAS, "2 threads", "chosen"])
-def implementation(request: pytest.FixtureRequest) -> Iterator[AppendRotated]:
-    """Each implementation in turn."""
-    if request.param in ("portable", "chosen"):
-        yield portable.append_rotated if request.param == "portable" else append_rotated
-        return
-    compiled = library()
-    if compiled is None:
-        pytest.skip("installed without a compiler")
+@pytest.fixture(params=["portable", *ISAS, "2 threads"])
+def implementation(request: pytest.FixtureRequest) -> AppendRotated:
+    """Each implementation in turn; those that this machine does not have are skipped."""
+    if request.param == "portable":
+        return portable.append_rotated
     if request.param == "2 threads":
-        yield functools.partial(native.append_rotated, compiled, threads=2)
-        return
-    before = compiled.edgellm_isa()
-    if not compiled.edgellm_set_isa(request.param.encode()):
-        pytest.skip(f"this processor has no {request.param}")
-    yield functools.partial(native.append_rotated, compiled)
-    compiled.edgellm_set_isa(before)
+        return functools.partial(append_rotated, threads=2)
+    return functools.partial(
+        native.append_rotated, request.getfixturevalue("use_isa")(request.param)
+    )
 
 
 def stored_row(blocks: KVBlocks, name: str, block: int, row: int, layer: int = 1) -> np.ndarray:
