@@ -30,13 +30,12 @@ from edgellm.graphs.linear import (
     Linear,
 )
 from edgellm.graphs.segment import Array, Mlp, Segment
+from edgellm.kernels import hadamard
 from edgellm.kernels.int4 import Int4Weight, concatenate, dequantize
 from edgellm.quantize.error import relative_error
 from edgellm.quantize.int4 import quantize_int4
 from edgellm.quantize.int8 import quantize_channels
 from edgellm.quantize.rotation import (
-    hadamard,
-    power_of_two_factor,
     random_rotation,
     rotate_input,
     rotate_input_blocks,
@@ -222,8 +221,8 @@ class _RotatedLayers:
 
     def _block_rotated(self, name: str, width: int) -> Linear:
         """A weight that writes the residual and whose own input goes through Hadamard blocks."""
-        size = power_of_two_factor(width, limit=_HADAMARD_LIMIT)
-        block = hadamard(size)
+        size = hadamard.power_of_two_factor(width, limit=_HADAMARD_LIMIT)
+        block = hadamard.matrix(size)
         weight = rotate_input_blocks(self._floats(name), block)
         tensor_name = f"hadamard.{size}"
         if tensor_name not in self._blocks:

@@ -42,6 +42,11 @@ class KVCache:
         fingerprint: bytes,
     ) -> None:
         check_format(format)
+        if format == "int4" and config.head_dim % 8:
+            raise OptionError(
+                f"kv_format 'int4': this model's head_dim is {config.head_dim}, and int4 takes "
+                "multiples of 8; int8 takes any"
+            )
         self.ctx_size = ctx_size
         self.blocks: KVBlocks = allocate(
             format=format,

@@ -1,16 +1,21 @@
 """Storage of the KV cache: fixed-size blocks in one pool, one table of block ids a sequence.
 
-    k                 [blocks, layers, kv_heads, BLOCK/16, head_dim/4, 16, 4]  int8, f16 or f32
-    v                 [blocks, layers, kv_heads, BLOCK/4, head_dim, 4]
-    k_scale, v_scale  [blocks, layers, kv_heads, BLOCK]                        f32, int8 format only
+    k                 [blocks, layers, kv_heads, BLOCK/16, row/4, 16, 4]  int8, f16, f32 or uint8
+    v                 [blocks, layers, kv_heads, BLOCK/4, row, 4]
+    k_scale, v_scale  [blocks, layers, kv_heads, BLOCK]                   f32; int8 and int4 only
 
 A block is one contiguous record over all layers, so that it can be written to disk or sent to a
 device as it is. Four dimensions of a key lie side by side, and four tokens of a value: a score sums
 over dimensions and an output over tokens, and the processors' dot products of bytes take four at a
 time. Sixteen keys share a panel, so that attention reads memory from front to back.
 
-The int8 format is symmetric with one scale per token and KV head: `value = code * scale`,
-`scale = max|value| / 127`. K is stored after RoPE.
+K is stored after RoPE. A row is a token's `head_dim` numbers of one KV head; int8 and int4 have one
+scale a row:
+
+    int8  value = code * scale, scale = max|value| / 127
+    int4  value = (2 code - 15) * scale, code 0 .. 15, scale = max|value| / 16, where the values are
+          the row after the Hadamard transform (`hadamard/`); `head_dim / 2` bytes, byte `i` with
+          code `i` in its low half and code `i + head_dim / 2` in its high half
 """
 
 from __future__ import annotations
@@ -26,20 +31,27 @@ BLOCK = 128
 QUAD = 4
 PANEL = 16
 
-KVFormat = Literal["int8", "f16", "f32"]
+KVFormat = Literal["int8", "int4", "f16", "f32"]
 KV_FORMATS: tuple[str, ...] = get_args(KVFormat)
 _DTYPES: dict[KVFormat, type[np.generic]] = {
     "int8": np.int8,
+    "int4": np.uint8,
     "f16": np.float16,
     "f32": np.float32,
 }
+
+# Those with a scale for each row.
+SCALED = ("int8", "int4")
 
 BlockTable = Sequence[int]
 
 
 @dataclass(frozen=True)
 class KVBlocks:
-    """The arrays of one pool. `k_scale` and `v_scale` are None unless `format` is int8."""
+    """The arrays of one pool. `k_scale` and `v_scale` are None for float formats.
+
+    Rows are given and taken as what a scale multiplies: int8 codes, or floats.
+    """
 
     format: KVFormat
     k: NDArray[Any]
@@ -61,16 +73,16 @@ class KVBlocks:
 
     @property
     def head_dim(self) -> int:
-        return int(self.v.shape[4])
+        return int(self.v.shape[4]) * (2 if self.format == "int4" else 1)
 
     def key_rows(self, block: int, layer: int, row: int) -> NDArray[Any]:
-        """K of one token as it is stored, `[Hkv, D]`."""
+        """K of one token, `[Hkv, D]`."""
         quads = self.k[block, layer, :, row // PANEL, :, row % PANEL]
-        return quads.reshape(self.kv_heads, self.head_dim)
+        return self._unpacked(quads.reshape(self.kv_heads, -1))
 
     def value_rows(self, block: int, layer: int, row: int) -> NDArray[Any]:
-        """V of one token as it is stored, `[Hkv, D]`."""
-        return self.v[block, layer, :, row // QUAD, :, row % QUAD]
+        """V of one token, `[Hkv, D]`."""
+        return self._unpacked(self.v[block, layer, :, row // QUAD, :, row % QUAD])
 
     def copy_rows(self, source: int, target: int, rows: int) -> None:
         """Copy the first `rows` tokens of block `source` into block `target`, in all layers."""
@@ -89,25 +101,33 @@ class KVBlocks:
         k: NDArray[Any],
         v: NDArray[Any],
     ) -> None:
-        """Put rows `[C, Hkv, D]`, as the format stores them, at positions `start .. start + C`."""
+        """Put rows `[C, Hkv, D]` at positions `start .. start + C`."""
+        if self.format == "int4":
+            k, v = _packed(k), _packed(v)
         ids, rows = slots(table, start, k.shape[0])
-        quads = k.reshape(*k.shape[:2], self.head_dim // QUAD, QUAD)
+        quads = k.reshape(*k.shape[:2], k.shape[2] // QUAD, QUAD)
         self.k[ids, layer, :, rows // PANEL, :, rows % PANEL] = quads
         self.v[ids, layer, :, rows // QUAD, :, rows % QUAD] = v
 
     def read(
         self, table: BlockTable, layer: int, heads: slice, length: int
     ) -> tuple[NDArray[Any], NDArray[Any]]:
-        """K and V of positions `0 .. length` as they are stored, each `[h, length, D]`."""
+        """K and V of positions `0 .. length`, each `[h, length, D]`."""
         ids = np.asarray(table[: -(-length // BLOCK)], np.intp)
         # [h, blocks, BLOCK/16, 16, D/4, 4] and [h, blocks, BLOCK/4, 4, D]
         k = self.k[ids, layer, heads].transpose(1, 0, 2, 4, 3, 5)
         v = self.v[ids, layer, heads].transpose(1, 0, 2, 4, 3)
-        count, head_dim = k.shape[0], self.head_dim
+        count, row = k.shape[0], self.v.shape[4]
         return (
-            k.reshape(count, -1, head_dim)[:, :length],
-            v.reshape(count, -1, head_dim)[:, :length],
+            self._unpacked(k.reshape(count, -1, row)[:, :length]),
+            self._unpacked(v.reshape(count, -1, row)[:, :length]),
         )
+
+    def _unpacked(self, rows: NDArray[Any]) -> NDArray[Any]:
+        if self.format != "int4":
+            return rows
+        codes = np.concatenate((rows & 15, rows >> 4), axis=-1).astype(np.int8)
+        return np.asarray(2 * codes - 15, np.int8)
 
 
 def allocate(
@@ -115,21 +135,29 @@ def allocate(
 ) -> KVBlocks:
     """A pool of `blocks` blocks. The pages are not touched: memory grows as blocks are written.
 
-    `head_dim` is a multiple of 4.
+    `head_dim` is a multiple of 4, of 8 for int4.
     """
     dtype = _DTYPES[format]
-    k = np.empty((blocks, layers, kv_heads, BLOCK // PANEL, head_dim // QUAD, PANEL, QUAD), dtype)
-    v = np.empty((blocks, layers, kv_heads, BLOCK // QUAD, head_dim, QUAD), dtype)
+    row = head_dim // 2 if format == "int4" else head_dim
+    k = np.empty((blocks, layers, kv_heads, BLOCK // PANEL, row // QUAD, PANEL, QUAD), dtype)
+    v = np.empty((blocks, layers, kv_heads, BLOCK // QUAD, row, QUAD), dtype)
     scales: list[NDArray[np.float32] | None] = [None, None]
-    if format == "int8":
+    if format in SCALED:
         scales = [np.empty((blocks, layers, kv_heads, BLOCK), np.float32) for _ in scales]
     return KVBlocks(format, k, v, *scales)
 
 
 def block_bytes(*, format: KVFormat, layers: int, kv_heads: int, head_dim: int) -> int:
     """Bytes of one block (BLOCK tokens, K and V, all layers)."""
-    row = head_dim * np.dtype(_DTYPES[format]).itemsize + (4 if format == "int8" else 0)
+    bits = 4 if format == "int4" else 8 * np.dtype(_DTYPES[format]).itemsize
+    row = head_dim * bits // 8 + (4 if format in SCALED else 0)
     return 2 * layers * kv_heads * BLOCK * row
+
+
+def _packed(codes: NDArray[np.int8]) -> NDArray[np.uint8]:
+    """int4 rows `[..., D]` of odd numbers -15 .. 15 as bytes `[..., D / 2]`."""
+    low, high = np.split((codes + 15) // 2, 2, axis=-1)
+    return (low | high << 4).astype(np.uint8)
 
 
 def slots(table: BlockTable, start: int, count: int) -> tuple[NDArray[np.intp], NDArray[np.intp]]:

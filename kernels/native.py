@@ -20,7 +20,7 @@ from edgellm.kernels.rope import RopeTable
 ISAS = ("avx512", "avxvnni", "avx2", "neon", "scalar")
 MAX_HEAD_DIM = 256
 _NAME = "edgellm_cpu"
-_FORMATS: dict[KVFormat, int] = {"int8": 0, "f32": 1, "f16": 2}
+_FORMATS: dict[KVFormat, int] = {"int8": 0, "f32": 1, "f16": 2, "int4": 3}
 
 
 @cache

@@ -10,20 +10,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-
-def hadamard(size: int) -> NDArray[np.float64]:
-    """The normalized Hadamard matrix of a power-of-two `size`; symmetric and its own inverse."""
-    matrix = np.ones((1, 1))
-    while matrix.shape[0] < size:
-        matrix = np.block([[matrix, matrix], [matrix, -matrix]])
-    if matrix.shape[0] != size:
-        raise ValueError(f"a Hadamard matrix of size {size} was asked for; sizes are powers of two")
-    return np.asarray(matrix / np.sqrt(size), np.float64)
-
-
-def power_of_two_factor(size: int, *, limit: int) -> int:
-    """The largest power of two, at most `limit`, that divides `size`."""
-    return min(size & -size, limit)
+from edgellm.kernels import hadamard
 
 
 def random_rotation(size: int, *, seed: int) -> NDArray[np.float64]:
@@ -33,10 +20,10 @@ def random_rotation(size: int, *, seed: int) -> NDArray[np.float64]:
     of the odd part only (9 x 9 for 576), which keeps the export of large models cheap.
     """
     rng = np.random.default_rng(seed)
-    power = power_of_two_factor(size, limit=size)
+    power = hadamard.power_of_two_factor(size, limit=size)
     orthogonal, _ = np.linalg.qr(rng.standard_normal((size // power, size // power)))
     signs = rng.choice([-1.0, 1.0], size)
-    return signs[:, None] * np.kron(orthogonal, hadamard(power))
+    return signs[:, None] * np.kron(orthogonal, hadamard.matrix(power))
 
 
 def rotate_input(

@@ -183,8 +183,15 @@ inline void attend_rows(const edgellm::KV& kv, const edgellm::Queries& queries, 
     switch (kv.format) {
         case edgellm::F32: return Walk<FloatRows<float>>(kv, queries, task).run();
         case edgellm::F16: return Walk<FloatRows<uint16_t>>(kv, queries, task).run();
+        case edgellm::INT4: return Walk<Int4Rows>(kv, queries, task).run();
         default: return Walk<Int8Rows>(kv, queries, task).run();
     }
+}
+
+// A row's sums become its result, `out` [head_dim].
+inline void finish_row(const edgellm::KV& kv, const float* part, float* out) {
+    for (int d = 0; d < kv.head_dim; ++d) out[d] = part[2 + d] / part[1];
+    if (kv.format == edgellm::INT4) hadamard(out, kv.head_dim);
 }
 
 inline void attend(const edgellm::AttendCall& call) {
@@ -202,7 +209,7 @@ inline void attend(const edgellm::AttendCall& call) {
             const int row = task.first + r, head = task.kv_head * group + row % group;
             const float* part = parts + size_t(r) * (head_dim + 2);
             float* out = call.out + (size_t(row / group) * queries.heads + head) * head_dim;
-            for (int d = 0; d < head_dim; ++d) out[d] = part[2 + d] / part[1];
+            finish_row(call.kv, part, out);
         }
     });
 }

@@ -1,4 +1,4 @@
-// Query rows against int8 blocks (see cpu.h); included once for each instruction set.
+// Query rows against int8 and int4 blocks (see cpu.h); included once for each instruction set.
 
 // Fetches the next block while this one is computed, a few cache lines at a time: more at once than
 // the processor keeps track of would make it wait.
@@ -158,12 +158,55 @@ private:
             }
     }
 
+protected:
     const edgellm::KV& kv_;
     const int head_dim_;
     const int8_t *k_ = nullptr, *v_ = nullptr;
     Ahead ahead_;
     const float *k_scale_ = nullptr, *v_scale_ = nullptr;
+
+private:
     float* scale_;
     int32_t *start_, *fine_start_;
     int8_t *codes_, *fine_, *high_, *low_;
+};
+
+// Blocks of 4 bits are made 8 one by one. Their K and V went through a Hadamard transform, and so do
+// the queries; whoever ends a row transforms it back.
+class Int4Rows : public Int8Rows {
+public:
+    static size_t bytes(int head_dim) {
+        return 64 + Int8Rows::bytes(head_dim) + 2 * edgellm::BLOCK * size_t(head_dim);
+    }
+
+    Int4Rows(const edgellm::KV& kv, char* memory) : Int8Rows(kv, memory) {
+        keys_ = reinterpret_cast<int8_t*>(memory + (Int8Rows::bytes(head_dim_) + 63) / 64 * 64);
+        values_ = keys_ + edgellm::BLOCK * size_t(head_dim_);
+    }
+
+    void set_query(int r, const float* q, float norm) {
+        float spread[edgellm::MAX_HEAD_DIM];
+        std::memcpy(spread, q, sizeof(float) * head_dim_);
+        hadamard(spread, head_dim_);
+        Int8Rows::set_query(r, spread, norm);
+    }
+
+    void open(size_t first_row, size_t next_row, int count) {
+        const uint8_t* k = static_cast<const uint8_t*>(kv_.k) + first_row * head_dim_ / 2;
+        const uint8_t* v = static_cast<const uint8_t*>(kv_.v) + first_row * head_dim_ / 2;
+        const int panel = edgellm::KEYS * head_dim_, quad = 4 * head_dim_;
+        for (int j = 0; j < count; j += edgellm::KEYS, k += panel / 2)
+            unpack_codes4(k, panel / 2, keys_ + size_t(j) * head_dim_);
+        for (int j = 0; j < count; j += 4, v += quad / 2)
+            unpack_codes4(v, quad / 2, values_ + size_t(j) * head_dim_);
+        k_ = keys_;
+        v_ = values_;
+        k_scale_ = kv_.k_scale + first_row;
+        v_scale_ = kv_.v_scale + first_row;
+        ahead_ = Ahead(static_cast<const int8_t*>(kv_.k) + next_row * head_dim_ / 2,
+                       static_cast<const int8_t*>(kv_.v) + next_row * head_dim_ / 2, head_dim_);
+    }
+
+private:
+    int8_t *keys_, *values_;
 };

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
+from edgellm.kernels import hadamard
 from edgellm.kernels.kv_blocks import BLOCK, BlockTable, KVBlocks
 
 # Scores are made for as many KV heads at a time as fit: past a few tens of MB the softmax passes
@@ -27,7 +28,12 @@ def attend(
     group = heads // kv_heads
     length = start + tokens
     out = np.empty((kv_heads, group, tokens, head_dim), np.float32)
-    queries = q.transpose(1, 0, 2).reshape(kv_heads, group * tokens, head_dim)
+    spread = blocks.format == "int4"
+    queries = (
+        (hadamard.transform(q) if spread else q)
+        .transpose(1, 0, 2)
+        .reshape(kv_heads, group * tokens, head_dim)
+    )
     queries = queries * np.float32(head_dim**-0.5)
     step = max(1, _SCORE_BYTES // (4 * group * tokens * length))
     for first in range(0, kv_heads, step):
@@ -45,7 +51,8 @@ def attend(
         if v_scale is not None:
             scores *= v_scale[:, None, :]
         out[part] = ((scores @ v) / total).reshape(-1, group, tokens, head_dim)
-    return out.transpose(2, 0, 1, 3).reshape(tokens, heads, head_dim)
+    found = out.transpose(2, 0, 1, 3).reshape(tokens, heads, head_dim)
+    return hadamard.transform(found) if spread else found
 
 
 def _scales(

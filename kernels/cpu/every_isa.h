@@ -11,6 +11,7 @@ EDGELLM_BEGIN_AVX512
 namespace avx512 {
 #include "vector.h"
 #include "quantize.h"
+#include "../hadamard/cpu.h"
 #include EDGELLM_KERNEL
 }
 EDGELLM_END
@@ -25,6 +26,7 @@ EDGELLM_BEGIN_AVXVNNI
 namespace avxvnni {
 #include "vector.h"
 #include "quantize.h"
+#include "../hadamard/cpu.h"
 #include EDGELLM_KERNEL
 }
 EDGELLM_END
@@ -35,6 +37,7 @@ EDGELLM_BEGIN_AVX2
 namespace avx2 {
 #include "vector.h"
 #include "quantize.h"
+#include "../hadamard/cpu.h"
 #include EDGELLM_KERNEL
 }
 EDGELLM_END
@@ -49,6 +52,7 @@ EDGELLM_BEGIN_NEON
 namespace neon {
 #include "vector.h"
 #include "quantize.h"
+#include "../hadamard/cpu.h"
 #include EDGELLM_KERNEL
 }
 EDGELLM_END
@@ -58,6 +62,7 @@ EDGELLM_END
 namespace scalar {
 #include "vector.h"
 #include "quantize.h"
+#include "../hadamard/cpu.h"
 #include EDGELLM_KERNEL
 }
 #undef LANES

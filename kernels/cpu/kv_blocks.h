@@ -9,15 +9,22 @@ namespace edgellm {
 constexpr int BLOCK = 128;
 constexpr int KEYS = 16;  // keys that share a panel
 
-enum Format : int32_t { INT8 = 0, F32 = 1, F16 = 2 };
+enum Format : int32_t { INT8 = 0, F32 = 1, F16 = 2, INT4 = 3 };
 
 // One sequence's part of the pool; the same fields, in the same order, as in native.py.
 struct KV {
     void *k;                   // [blocks, layers, kv_heads, BLOCK / 16, head_dim / 4, 16, 4]
     void *v;                   // [blocks, layers, kv_heads, BLOCK / 4, head_dim, 4]
-    float *k_scale, *v_scale;  // [blocks, layers, kv_heads, BLOCK]; int8 only, else null
+    float *k_scale, *v_scale;  // [blocks, layers, kv_heads, BLOCK]; int8 and int4 only, else null
     const int64_t* table;      // block ids of the sequence
     int32_t layers, kv_heads, head_dim, format;
+
+    // An int4 pool is stored as an int8 pool of heads half as wide: two codes a byte.
+    KV as_bytes() const {
+        KV bytes = *this;
+        bytes.head_dim /= 2;
+        return bytes;
+    }
 
     // Where a number lies within its block and KV head.
     size_t key_place(int row, int d) const {

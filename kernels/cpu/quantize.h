@@ -15,14 +15,8 @@ inline int8_t code_of(float x) {
     return static_cast<int8_t>(code > 127 ? 127 : code > -127 ? code : -127);
 }
 
-// int8 codes of `n` floats with one scale, max|x| / 127; `total` is the sum of the codes. A NaN or an
-// infinity makes the scale NaN, so that it shows.
-struct RowScale {
-    float scale;
-    int32_t total;
-};
-
-inline RowScale quantize_row(const float* x, int n, int8_t* codes) {
+// max|x|. A NaN or an infinity gives NaN, so that it shows.
+inline float largest_size(const float* x, int n) {
     constexpr int32_t INFINITE = 0x7f800000;
     IVec largest = {};
     int i = 0;
@@ -31,13 +25,45 @@ inline RowScale quantize_row(const float* x, int n, int8_t* codes) {
     for (; i < n; ++i) bits = std::max(bits, size_bits(splat(x[i]))[0]);
     float top;
     std::memcpy(&top, &bits, 4);
-    const float scale = bits < INFINITE ? top * (1.0f / 127) : NAN;
+    return bits < INFINITE ? top : NAN;
+}
+
+// int8 codes of `n` floats with one scale, max|x| / 127; `total` is the sum of the codes.
+struct RowScale {
+    float scale;
+    int32_t total;
+};
+
+inline RowScale quantize_row(const float* x, int n, int8_t* codes) {
+    const float scale = largest_size(x, n) * (1.0f / 127);
     const float inverse = scale > 0 ? 1 / scale : 0;
     IVec sum = {};
-    for (i = 0; i + LANES <= n; i += LANES) sum += store_codes(load(x + i) * splat(inverse), codes + i);
+    int i = 0;
+    for (; i + LANES <= n; i += LANES) sum += store_codes(load(x + i) * splat(inverse), codes + i);
     int32_t total = sum_of(sum);
     for (; i < n; ++i) total += codes[i] = code_of(x[i] * inverse);
     return {scale, total};
+}
+
+// 4-bit codes of `n` floats, packed: byte i has that of x[i] in its low half and that of x[i + n / 2]
+// in its high half. A code c stands for (2 c - 15) scale, scale = max|x| / 16. Gives the scale.
+inline float quantize_row4(const float* x, int n, uint8_t* packed) {
+    const float scale = largest_size(x, n) * (1.0f / 16);
+    const float steps = scale > 0 ? 0.5f / scale : 0;
+    const auto code = [&](int i) {
+        const float up = x[i] * steps + 8;  // NaN becomes 0
+        return static_cast<uint8_t>(up > 15 ? 15 : up > 0 ? up : 0);
+    };
+    for (int i = 0; i < n / 2; ++i) packed[i] = static_cast<uint8_t>(code(i) | code(i + n / 2) << 4);
+    return scale;
+}
+
+// `n` packed bytes to their low halves, then their high ones, as 2 c - 15.
+inline void unpack_codes4(const uint8_t* packed, int n, int8_t* codes) {
+    for (int i = 0; i < n; ++i) {
+        codes[i] = static_cast<int8_t>(2 * (packed[i] & 15) - 15);
+        codes[n + i] = static_cast<int8_t>(2 * (packed[i] >> 4) - 15);
+    }
 }
 
 // What `quantize_row` rounded off, in steps of scale / FINE_STEPS: -127 .. 127.

@@ -11,8 +11,18 @@ inline void rotate(const edgellm::Rope& rope, const float* x, int head_dim, int 
     for (int i = 2 * rope.half; i < head_dim; ++i) out[i] = x[i];
 }
 
-// Write one row of K or V; `codes` has room for head_dim bytes.
-inline void write_row(const edgellm::KV& kv, bool key, const float* x, size_t first_row, int row,
+// Write one row of bytes at its places in a block.
+inline void write_bytes(const edgellm::KV& kv, bool key, const int8_t* codes, size_t first_row, int row) {
+    int8_t* out = static_cast<int8_t*>(key ? kv.k : kv.v) + first_row * kv.head_dim;
+    if (key) {
+        for (int d = 0; d < kv.head_dim; d += 4) std::memcpy(out + kv.key_place(row, d), codes + d, 4);
+    } else {
+        for (int d = 0; d < kv.head_dim; ++d) out[kv.value_place(row, d)] = codes[d];
+    }
+}
+
+// Write one row of K or V; `codes` has room for head_dim bytes. An int4 row is transformed in place.
+inline void write_row(const edgellm::KV& kv, bool key, float* x, size_t first_row, int row,
                       int8_t* codes) {
     const int head_dim = kv.head_dim;
     const size_t base = first_row * head_dim;
@@ -20,19 +30,20 @@ inline void write_row(const edgellm::KV& kv, bool key, const float* x, size_t fi
         return base + (key ? kv.key_place(row, d) : kv.value_place(row, d));
     };
     void* all = key ? kv.k : kv.v;
+    const bool scaled = kv.format == edgellm::INT8 || kv.format == edgellm::INT4;
+    float unused, &scale = scaled ? (key ? kv.k_scale : kv.v_scale)[first_row + row] : unused;
     if (kv.format == edgellm::F32) {
         for (int d = 0; d < head_dim; ++d) static_cast<float*>(all)[place(d)] = x[d];
     } else if (kv.format == edgellm::F16) {
         for (int d = 0; d < head_dim; ++d)
             static_cast<uint16_t*>(all)[place(d)] = half_of_float(x[d]);
+    } else if (kv.format == edgellm::INT4) {
+        hadamard(x, head_dim);
+        scale = quantize_row4(x, head_dim, reinterpret_cast<uint8_t*>(codes));
+        write_bytes(kv.as_bytes(), key, codes, first_row, row);
     } else {
-        (key ? kv.k_scale : kv.v_scale)[first_row + row] = quantize_row(x, head_dim, codes).scale;
-        int8_t* out = static_cast<int8_t*>(all);
-        if (key) {
-            for (int d = 0; d < head_dim; d += 4) std::memcpy(out + place(d), codes + d, 4);
-        } else {
-            for (int d = 0; d < head_dim; ++d) out[place(d)] = codes[d];
-        }
+        scale = quantize_row(x, head_dim, codes).scale;
+        write_bytes(kv, key, codes, first_row, row);
     }
 }
 
@@ -40,15 +51,16 @@ inline void write_row(const edgellm::KV& kv, bool key, const float* x, size_t fi
 inline void append_token(const edgellm::KV& kv, const edgellm::Rope& rope, int layer, int heads,
                          int position, const float* qkv, float* q) {
     const int head_dim = kv.head_dim;
-    float* rotated = static_cast<float*>(edgellm::scratch(size_t(head_dim) * 5));
-    int8_t* codes = reinterpret_cast<int8_t*>(rotated + head_dim);
+    float* row = static_cast<float*>(edgellm::scratch(size_t(head_dim) * 5));
+    int8_t* codes = reinterpret_cast<int8_t*>(row + head_dim);
     for (int h = 0; h < heads; ++h, qkv += head_dim)
         rotate(rope, qkv, head_dim, position, q + size_t(h) * head_dim);
     for (int h = 0; h < 2 * kv.kv_heads; ++h, qkv += head_dim) {
         const bool key = h < kv.kv_heads;
         const size_t first = kv.first_row(position, layer, key ? h : h - kv.kv_heads);
-        if (key) rotate(rope, qkv, head_dim, position, rotated);
-        write_row(kv, key, key ? rotated : qkv, first, position % edgellm::BLOCK, codes);
+        if (key) rotate(rope, qkv, head_dim, position, row);
+        else std::memcpy(row, qkv, sizeof(float) * head_dim);
+        write_row(kv, key, row, first, position % edgellm::BLOCK, codes);
     }
 }
 

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from edgellm.kernels import rope
+from edgellm.kernels import hadamard, rope
 from edgellm.kernels.kv_blocks import BlockTable, KVBlocks, slots
 
 _TINY = np.float32(np.finfo(np.float32).tiny)
@@ -50,9 +50,14 @@ def append_rotated(
 def _stored(
     blocks: KVBlocks, values: NDArray[np.float32]
 ) -> tuple[NDArray[Any], NDArray[np.float32] | None]:
-    """Rows `[C, Hkv, D]` as the format stores them, and their scales `[C, Hkv]`, if any."""
+    """Rows `[C, Hkv, D]` as codes or floats, and their scales `[C, Hkv]`, if any."""
     if blocks.k_scale is None:
         return values.astype(blocks.k.dtype), None
+    if blocks.format == "int4":
+        values = hadamard.transform(values)
+        scale = np.abs(values).max(axis=-1) * np.float32(1 / 16)
+        steps = np.floor(values / np.maximum(2 * scale, _TINY)[..., None]) + 8
+        return (2 * np.clip(steps, 0, 15) - 15).astype(np.int8), scale
     scale = np.abs(values).max(axis=-1) * np.float32(1 / 127)
     codes = np.rint(values / np.maximum(scale, _TINY)[..., None])
     return codes.astype(np.int8), scale

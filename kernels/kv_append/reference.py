@@ -5,7 +5,8 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from edgellm.kernels.kv_blocks import KVFormat
+from edgellm.kernels.hadamard import reference as hadamard
+from edgellm.kernels.kv_blocks import SCALED, KVFormat
 
 
 def quantize_row(row: NDArray[np.floating]) -> tuple[NDArray[np.int8], np.float32]:
@@ -16,13 +17,27 @@ def quantize_row(row: NDArray[np.floating]) -> tuple[NDArray[np.int8], np.float3
     return np.rint(row.astype(np.float64) / np.float64(scale)).astype(np.int8), scale
 
 
+def quantize_row4(row: NDArray[np.floating]) -> tuple[NDArray[np.int8], np.float32]:
+    """`[D]`, already transformed, to odd numbers -15 .. 15 and their scale."""
+    scale = np.float32(np.max(np.abs(row)) / 16)
+    if scale == 0:
+        return np.ones(row.shape, np.int8), scale
+    code = np.floor(row.astype(np.float64) / (2 * np.float64(scale))) + 8
+    return (2 * np.clip(code, 0, 15) - 15).astype(np.int8), scale
+
+
 def round_trip(rows: NDArray[np.floating], format: KVFormat) -> NDArray[np.float64]:
     """`[C, Hkv, D]` as attention will read it back."""
-    if format != "int8":
+    if format not in SCALED:
         return rows.astype(np.float16 if format == "f16" else np.float32).astype(np.float64)
     out = np.empty(rows.shape, np.float64)
     for token in range(rows.shape[0]):
         for head in range(rows.shape[1]):
-            codes, scale = quantize_row(rows[token, head])
-            out[token, head] = codes * np.float64(scale)
+            row = rows[token, head]
+            if format == "int4":
+                codes, scale = quantize_row4(hadamard.transform(row))
+                out[token, head] = hadamard.transform(codes * np.float64(scale))
+            else:
+                codes, scale = quantize_row(row)
+                out[token, head] = codes * np.float64(scale)
     return out

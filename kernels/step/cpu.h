@@ -172,7 +172,7 @@ private:
             const int row = r * group_ + head % group_;
             float* sum = part(0, head / group_, row);
             for (int s = 1; s < b_.splits; ++s) join(sum, part(s, head / group_, row), head_dim);
-            for (int d = 0; d < head_dim; ++d) out[head * head_dim + d] = sum[2 + d] / sum[1];
+            finish_row(call_.kv, sum, out + head * head_dim);
         }
         quantize_groups(out, 0, width_ / edgellm::GROUP, b_.attended, r, false);
     }

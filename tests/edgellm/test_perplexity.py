@@ -42,6 +42,7 @@ def test_three_thousand_tokens_against_transformers(smollm2: Any, smollm2_gguf: 
         ({"flavour": "f32", "decode": "reference", "kv_format": "f32"}, "prefill", 5e-4),
         ({"flavour": "f32", "kv_format": "int8"}, "prefill", 3e-3),
         ({"flavour": "f32", "kv_format": "f16"}, "prefill", 1e-3),
+        ({"kv_format": "int4"}, "prefill", 1e-1),
         ({"flavour": "w8a8"}, "prefill", 1e-2),
         ({}, "decode", 2e-2),
     ]

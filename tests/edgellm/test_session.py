@@ -270,7 +270,7 @@ def test_two_sessions_in_two_threads(llm: LLM) -> None:
         ({"flavour": "w2"}, "w8a8 and f32"),
         ({"decode": "fast"}, "native, portable, reference"),
         ({"prefill": "tpu"}, "auto, cpu, cuda"),
-        ({"kv_format": "int3"}, "int8, f16, f32"),
+        ({"kv_format": "int3"}, "int8, int4, f16, f32"),
         ({"ctx_size": -1}, "ctx_size is -1"),
         ({"ctx_size": 10**9}, "trained for at most 8192"),
         ({"cache_size": 5}, "cache_size is 5"),

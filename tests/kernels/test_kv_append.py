@@ -7,8 +7,9 @@ import numpy as np
 import pytest
 
 from edgellm.kernels import rope
+from edgellm.kernels.hadamard import reference as hadamard
 from edgellm.kernels.kv_append import append, append_rotated, native, portable, reference
-from edgellm.kernels.kv_blocks import BLOCK, KV_FORMATS, KVBlocks, allocate, block_bytes
+from edgellm.kernels.kv_blocks import BLOCK, KV_FORMATS, SCALED, KVBlocks, allocate, block_bytes
 from edgellm.kernels.native import ISAS
 from edgellm.kernels.rope import reference as rope_reference
 
@@ -48,6 +49,8 @@ def test_rows_land_where_the_table_says(format: str, start: int, count: int) -> 
             read = stored_row(blocks, name, block, row).astype(np.float64)
             if scales is not None:
                 read *= scales[block, 1, :, row, None]
+            if format == "int4":
+                read = hadamard.transform(read)
             np.testing.assert_allclose(read, expected[i], rtol=0, atol=1e-6)
 
 
@@ -63,13 +66,15 @@ def test_nothing_else_is_written() -> None:
         assert (blocks.value_rows(1, 0, row) == 1).all()
 
 
-def test_zero_rows_stay_zero() -> None:
-    blocks = allocate(format="int8", blocks=1, layers=1, kv_heads=1, head_dim=8)
-    zeros = np.zeros((1, 1, 8), np.float32)
-    append(blocks, [0], 0, 0, zeros, zeros)
-    assert not stored_row(blocks, "k", 0, 0, layer=0).any()
-    assert blocks.k_scale is not None
-    assert blocks.k_scale[0, 0, 0, 0] == 0
+@pytest.mark.parametrize("format", SCALED)
+def test_zero_rows_stay_zero(implementation: AppendRotated, format: str) -> None:
+    blocks = allocate(format=format, blocks=1, layers=1, kv_heads=1, head_dim=8)
+    table = rope.table([1.0, 0.1, 0.01, 0.001], 1)
+    q = implementation(blocks, [0], 0, 0, np.zeros((1, 4, 8), np.float32), table)
+    assert not q.any()
+    for scale in (blocks.k_scale, blocks.v_scale):
+        assert scale is not None
+        assert scale[0, 0, 0, 0] == 0
 
 
 def test_int8_error_is_half_a_step() -> None:
@@ -122,14 +127,15 @@ def test_rotated_rows(
             block, row = table[(start + t) // BLOCK], (start + t) % BLOCK
             found = stored_row(blocks, name, block, row).astype(np.float64)
             allowed: np.ndarray | float = 3e-6 if format == "f32" else 2.0**-9
+            exact = hadamard.transform(values[t]) if format == "int4" else values[t]
             if scales is not None:
-                scale = scales[block, 1, :, row, None]
-                np.testing.assert_allclose(scale[:, 0], np.abs(values[t]).max(-1) / 127, rtol=1e-5)
-                found, allowed = found * scale, 0.501 * scale
-            assert (np.abs(found - values[t]) <= allowed).all()
+                scale, steps = scales[block, 1, :, row, None], {"int8": 127, "int4": 16}[format]
+                np.testing.assert_allclose(scale[:, 0], np.abs(exact).max(-1) / steps, rtol=1e-5)
+                found, allowed = found * scale, {"int8": 0.501, "int4": 1.001}[format] * scale
+            assert (np.abs(found - exact) <= allowed).all()
 
 
-@pytest.mark.parametrize("format", ["int8", "f32"])
+@pytest.mark.parametrize("format", ["int8", "int4", "f32"])
 def test_broken_rows_show(implementation: AppendRotated, format: str) -> None:
     """NaN must not be quantized into something that looks like a value."""
     qkv = np.ones((1, 3, 8), np.float32)

@@ -147,8 +147,8 @@ class Model:
 def test_matches_reference(compiled: ctypes.CDLL, shape: Shape, affine: bool) -> None:
     """As far as rounding allows: a float32 sum may round to another int8 code than a float64 one.
 
-    A layer of these models then differs by up to 0.3 % (0.9 % with int8 keys and values), and by
-    more where the next one rounds again.
+    A layer of these models then differs by up to 0.3 % (0.9 % with int8 keys and values, 1.1 % with
+    int4), and by more where the next one rounds again.
     """
     model = Model(shape, affine=affine)
     for format in KV_FORMATS:
@@ -156,7 +156,8 @@ def test_matches_reference(compiled: ctypes.CDLL, shape: Shape, affine: bool) ->
         expected = model.reference(131, format)
         for ours, theirs in zip(found, expected, strict=True):
             error = np.abs(ours - theirs).mean() / np.abs(theirs).mean()
-            assert error < (0.01 if shape.layers == 1 else 0.03)
+            allowed = 0.01 if shape.layers == 1 else 0.03
+            assert error < (2 * allowed if format == "int4" else allowed)
 
 
 @pytest.mark.parametrize("shape", [SHAPES[0], SHAPES[3]], ids=str)

@@ -3,18 +3,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from edgellm.kernels import hadamard
 from edgellm.quantize import rotation
-
-
-@pytest.mark.parametrize("size", [1, 2, 64, 256])
-def test_hadamard_is_its_own_inverse(size: int) -> None:
-    matrix = rotation.hadamard(size)
-    np.testing.assert_allclose(matrix @ matrix, np.eye(size), atol=1e-12)
-
-
-def test_hadamard_refuses_other_sizes() -> None:
-    with pytest.raises(ValueError, match="powers of two"):
-        rotation.hadamard(12)
 
 
 @pytest.mark.parametrize("size", [96, 576, 2048, 33])
@@ -40,14 +30,7 @@ def test_rotated_layers_compute_the_same() -> None:
     np.testing.assert_allclose(found, expected, atol=1e-4)
     found = x @ rotation.rotate_output(weight, matrix_out).T @ matrix_out.T
     np.testing.assert_allclose(found, expected, atol=1e-4)
-    block = rotation.hadamard(32)
+    block = hadamard.matrix(32)
     rotated = (x.reshape(5, 3, 32) @ block).reshape(5, 96)
     found = rotated @ rotation.rotate_input_blocks(weight, block).T
     np.testing.assert_allclose(found, expected, atol=1e-4)
-
-
-@pytest.mark.parametrize(
-    ("size", "limit", "expected"), [(1536, 64, 64), (160, 64, 32), (33, 64, 1)]
-)
-def test_power_of_two_factor(size: int, limit: int, expected: int) -> None:
-    assert rotation.power_of_two_factor(size, limit=limit) == expected
