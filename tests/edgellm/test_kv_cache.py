@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -116,8 +118,14 @@ def test_rewind_forward_is_refused() -> None:
 
 
 def test_unknown_format() -> None:
-    with pytest.raises(OptionError, match="int8, f16, f32"):
+    with pytest.raises(OptionError, match="int8, int4, f16, f32"):
         KVCache(CONFIG, format="int2", ctx_size=1, blocks=1, fingerprint=b"")  # type: ignore[arg-type]
+
+
+def test_int4_takes_heads_of_a_multiple_of_8() -> None:
+    odd = replace(CONFIG, head_dim=20)
+    with pytest.raises(OptionError, match="head_dim is 20"):
+        KVCache(odd, format="int4", ctx_size=1, blocks=1, fingerprint=b"")
 
 
 @settings(max_examples=60, deadline=None)
