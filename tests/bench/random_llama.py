@@ -54,6 +54,7 @@ def main() -> None:
     partial = target.with_suffix(".partial")
     writer = gguf.GGUFWriter(partial, "llama")
     writer.add_name("random-llama-1.1b")
+    writer.add_file_type(gguf.LlamaFileType.MOSTLY_Q4_0)  # OpenVINO GenAI asks for it
     writer.add_context_length(CONTEXT)
     writer.add_embedding_length(HIDDEN)
     writer.add_block_count(LAYERS)

@@ -177,8 +177,8 @@ def test_int8_flavour_agrees_with_float_on_random_weights(
 
 
 # How far below the other back end's best logit a greedy token may be, to count as a near-tie. The
-# largest gap on these prompts is 0.28.
-NEAR_TIE = 0.5
+# largest gap on these prompts is 0.28 with AVX-512 and 0.53 with AVX2, whose sums have another order.
+NEAR_TIE = 0.8
 
 
 @pytest.mark.parametrize("prompt", PROMPTS)
