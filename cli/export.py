@@ -2,19 +2,66 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import click
 
 from edgellm.bundle import Bundle
+from edgellm.calibrate import CalibrationOptions
 from edgellm.cli.options import model_argument
 from edgellm.cli.progress import export_progress
+from edgellm.cli.text import read_text
 from edgellm.errors import OptionError
 from edgellm.export import DEFAULT_CHUNK_SIZES, DEFAULT_FLAVOURS, check_flavours
 from edgellm.export import export as export_bundle
 from edgellm.flavours import FLAVOURS
 from edgellm.prepare import prepare
+from edgellm.quantize.calibration import METHODS, Method
 from edgellm.sources import resolve
+
+
+def calibration_options(command: Callable[..., None]) -> Callable[..., None]:
+    """How static scales are found; passed on as `calibration`."""
+
+    @click.option(
+        "--calibration-text", type=click.Path(path_type=Path),
+        help="File to calibrate static flavours on.  [default: Python's manual and library]",
+    )  # fmt: skip
+    @click.option("--calibration-windows", type=int, default=128, show_default=True)
+    @click.option(
+        "--calibration-window", type=int, default=64, show_default=True, help="Tokens of each."
+    )
+    @click.option("--calibration-seed", type=int, default=0, show_default=True)
+    @click.option(
+        "--calibration-method", type=click.Choice(METHODS), default="mse", show_default=True,
+        help="How far 8-bit activations reach.",
+    )  # fmt: skip
+    @click.option("--calibration-percentile", type=float, default=99.9, show_default=True)
+    @functools.wraps(command)
+    def wrapped(
+        *,
+        calibration_text: Path | None,
+        calibration_windows: int,
+        calibration_window: int,
+        calibration_seed: int,
+        calibration_method: Method,
+        calibration_percentile: float,
+        **rest: Any,
+    ) -> None:
+        calibration = CalibrationOptions(
+            text=None if calibration_text is None else read_text(calibration_text),
+            windows=calibration_windows,
+            window=calibration_window,
+            seed=calibration_seed,
+            method=calibration_method,
+            percentile=calibration_percentile,
+        )
+        command(calibration=calibration, **rest)
+
+    return wrapped
 
 
 @click.command()
@@ -35,14 +82,25 @@ from edgellm.sources import resolve
     show_default=True,
     help="Static chunk sizes.",
 )
+@calibration_options
 @click.option("--force", is_flag=True, help="Replace a bundle that is there.")
-def export(*, name: str, output: Path | None, flavours: str, chunk_sizes: str, force: bool) -> None:
+def export(
+    *,
+    name: str,
+    output: Path | None,
+    flavours: str,
+    chunk_sizes: str,
+    calibration: CalibrationOptions,
+    force: bool,
+) -> None:
     """Export MODEL to a bundle: static-shape ONNX graphs, decode weights, tokenizer."""
     wanted = flavours.split(",")
     check_flavours(wanted)
     with export_progress() as progress:
         if output is None:
-            bundle = prepare(name, flavours=wanted, force=force, progress=progress)
+            bundle = prepare(
+                name, flavours=wanted, calibration=calibration, force=force, progress=progress
+            )
         else:
             source = resolve(name)
             bundle = export_bundle(
@@ -52,6 +110,7 @@ def export(*, name: str, output: Path | None, flavours: str, chunk_sizes: str, f
                 source=source.spec,
                 flavours=wanted,
                 chunk_sizes=_sizes(chunk_sizes),
+                calibration=calibration,
                 force=force,
                 progress=progress,
             )

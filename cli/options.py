@@ -8,7 +8,7 @@ from typing import Any, TypedDict
 
 import click
 
-from edgellm.engine import DECODE_BACKENDS
+from edgellm.engine import DECODE_BACKENDS, PREFILL_FLAVOURS
 from edgellm.errors import OptionError
 from edgellm.kernels.kv_blocks import KV_FORMATS, KVFormat
 from edgellm.llm import SamplingArguments
@@ -26,6 +26,7 @@ class LoadArguments(TypedDict):
     kv_format: KVFormat
     ctx_size: int | None
     threads: int | None
+    provider_options: dict[str, str]
 
 
 def model_argument(command: Command) -> Command:
@@ -74,9 +75,13 @@ def load_options(command: Command) -> Command:
     )
     @click.option(
         "--flavour",
-        type=click.Choice(["w8a8", "f32"]),
-        help="Precision of prefill in ONNX Runtime.  [default: int8]",
+        type=click.Choice(PREFILL_FLAVOURS),
+        help="Precision of prefill in ONNX Runtime.  [default: int8, or what the provider takes]",
     )
+    @click.option(
+        "--provider-option", "provider_option", multiple=True, metavar="KEY=VALUE",
+        help="An option of the execution provider itself; may be repeated.",
+    )  # fmt: skip
     @functools.wraps(command)
     def wrapped(
         *,
@@ -86,6 +91,7 @@ def load_options(command: Command) -> Command:
         prefill: str,
         decode: str,
         flavour: str | None,
+        provider_option: tuple[str, ...],
         **rest: Any,
     ) -> Any:
         arguments = LoadArguments(
@@ -95,6 +101,7 @@ def load_options(command: Command) -> Command:
             kv_format=kv_format,
             ctx_size=ctx_size,
             threads=threads,
+            provider_options=dict(map(_parse_option, provider_option)),
         )
         return command(load_arguments=arguments, **rest)
 
@@ -140,6 +147,13 @@ def sampling_options(command: Command) -> Command:
         return command(sampling=chosen, **given)
 
     return wrapped
+
+
+def _parse_option(text: str) -> tuple[str, str]:
+    key, separator, value = text.partition("=")
+    if not (key and separator):
+        raise OptionError(f"provider option {text!r}: write KEY=VALUE, e.g. soc_model=60")
+    return key, value
 
 
 def _parse_bias(text: str) -> tuple[int, float]:

@@ -16,7 +16,7 @@ import hashlib
 import json
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -62,6 +62,9 @@ class FlavourEntry:
         any_size: whether graphs for any chunk size are there as well.
         import_report: how many tensors are exact, and the error of the others.
         arrays: weights that are read by name; those of graphs are not.
+        host_tokens: the first so many tokens of a sequence are not for these graphs (see
+            `calibrate.py`).
+        calibration: how static scales were found (see `CalibrationOptions`); empty without them.
     """
 
     description: str
@@ -70,6 +73,8 @@ class FlavourEntry:
     any_size: bool
     import_report: Mapping[str, Any]
     arrays: Mapping[str, StoredArray]
+    host_tokens: int = 0
+    calibration: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

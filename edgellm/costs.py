@@ -12,36 +12,40 @@ from pathlib import Path
 from typing import Any
 
 from edgellm.bundle import COSTS
+from edgellm.decode import DecodeBackend
 from edgellm.forward import Model
 from edgellm.home import replacing_file
 from edgellm.kv_cache import KVCache
-from edgellm.native_model import NativeModel
 from edgellm.planner import Costs
 from edgellm.providers import cpu_name
 
 # Lengths of the native step that give its line; each is timed as often, and the best counts.
 _STEP_TOKENS = (4, 32)
 _REPEATS = 3
+_LONG_S = 1.0
 
 
 def load_or_measure(
-    folder: Path, model: Model, native: NativeModel | None, cache: KVCache, *, threads: int
+    folder: Path, model: Model, step: DecodeBackend | None, cache: KVCache, *, threads: int
 ) -> Costs:
     """The costs of a model's chunks, from an earlier start if nothing has changed since.
 
     Takes a few chunks' time the first time. A folder that cannot be written is measured each time.
     """
-    key = _key(model, native, threads)
+    key = _key(model, step, threads)
     known = _read(folder / COSTS)
     costs = _from_json(known.get(key), model.segments.chunk_sizes)
     if costs is None:
-        costs = measure(model, native, cache)
+        costs = measure(model, step, cache)
         _write(folder / COSTS, {**known, key: _to_json(costs)})
     return costs
 
 
-def measure(model: Model, native: NativeModel | None, cache: KVCache) -> Costs:
-    """Time each chunk size and, if there is one, the native step on an empty sequence."""
+def measure(model: Model, step: DecodeBackend | None, cache: KVCache) -> Costs:
+    """Time each chunk size and, if there is one, the decode step on an empty sequence.
+
+    What takes long is timed once: an emulated accelerator needs minutes for a chunk.
+    """
 
     sequence = cache.sequence()
 
@@ -53,22 +57,24 @@ def measure(model: Model, native: NativeModel | None, cache: KVCache) -> Costs:
             run(tokens)
             seconds.append(time.perf_counter() - start)
             sequence.truncate(0)
+            if seconds[-1] > _LONG_S:
+                break
         return min(seconds)
 
     chunks = {
         size: best(partial(model.forward, sequence=sequence, chunk=size), size)
         for size in model.segments.chunk_sizes
     }
-    if native is None:
+    if step is None:
         return Costs(chunks)
-    few, many = (best(partial(native.forward, sequence=sequence), count) for count in _STEP_TOKENS)
+    few, many = (best(partial(step.forward, sequence=sequence), count) for count in _STEP_TOKENS)
     token = max(0.0, (many - few) / (_STEP_TOKENS[1] - _STEP_TOKENS[0]))
     return Costs(chunks, max(0.0, few - token * _STEP_TOKENS[0]), token)
 
 
-def _key(model: Model, native: NativeModel | None, threads: int) -> str:
+def _key(model: Model, step: DecodeBackend | None, threads: int) -> str:
     segments = model.segments
-    parts = [cpu_name(), threads, segments.placement.provider, segments.flavour, native is not None]
+    parts = [cpu_name(), threads, segments.placement.provider, segments.flavour, step is not None]
     parts += [importlib.metadata.version(name) for name in ("edgellm", "onnxruntime")]
     return " | ".join(map(str, parts))
 

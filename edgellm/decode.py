@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Sequence as SequenceOf
 from typing import Protocol
 
 import numpy as np
@@ -12,6 +14,8 @@ from edgellm.forward import Model
 from edgellm.kv_cache import Sequence
 from edgellm.native_model import NativeModel
 from edgellm.providers import NATIVE
+
+Floats = NDArray[np.float32]
 
 
 class DecodeBackend(Protocol):
@@ -25,7 +29,20 @@ class DecodeBackend(Protocol):
     name: str
     flavour: str
 
-    def step(self, token: int, sequence: Sequence) -> NDArray[np.float32]:
+    def forward(
+        self,
+        tokens: SequenceOf[int],
+        sequence: Sequence,
+        *,
+        cancel: threading.Event | None = None,
+    ) -> Floats:
+        """Append tokens; gives the hidden states after the final norm, `[len(tokens), E]`.
+
+        Raises:
+            CancelledError: `cancel` was set.
+        """
+
+    def step(self, token: int, sequence: Sequence) -> Floats:
         """Append `token` to the sequence and give the logits after it, `[V]`."""
 
 
@@ -37,9 +54,22 @@ class SegmentDecoder:
         self.name = name
         self.flavour = flavour
 
-    def step(self, token: int, sequence: Sequence) -> NDArray[np.float32]:
+    def forward(
+        self,
+        tokens: SequenceOf[int],
+        sequence: Sequence,
+        *,
+        cancel: threading.Event | None = None,
+    ) -> Floats:
+        rows = [
+            self._model.forward([token], sequence, chunk=1, cancel=cancel).copy()
+            for token in tokens
+        ]
+        return np.concatenate(rows)
+
+    def step(self, token: int, sequence: Sequence) -> Floats:
         hidden = self._model.forward([token], sequence, chunk=1)
-        logits: NDArray[np.float32] = self._model.head.logits(hidden)[0]
+        logits: Floats = self._model.head.logits(hidden)[0]
         return logits
 
 
@@ -52,7 +82,17 @@ class NativeDecoder:
     def __init__(self, model: NativeModel) -> None:
         self._model = model
 
-    def step(self, token: int, sequence: Sequence) -> NDArray[np.float32]:
+    def forward(
+        self,
+        tokens: SequenceOf[int],
+        sequence: Sequence,
+        *,
+        cancel: threading.Event | None = None,
+    ) -> Floats:
+        hidden, _ = self._model.forward(tokens, sequence, cancel=cancel)
+        return hidden
+
+    def step(self, token: int, sequence: Sequence) -> Floats:
         _, logits = self._model.forward([token], sequence, logit_rows=1)
-        row: NDArray[np.float32] = logits[0]
+        row: Floats = logits[0]
         return row

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 from edgellm import memory, thread_pool
-from edgellm.bundle import CHAT_TEMPLATE, PANELS, Bundle
+from edgellm.bundle import CHAT_TEMPLATE, PANELS, Bundle, ExportProgress
 from edgellm.costs import load_or_measure
 from edgellm.decode import DecodeBackend, NativeDecoder, SegmentDecoder
 from edgellm.errors import OptionError, UnsupportedModelError
@@ -19,12 +19,14 @@ from edgellm.kv_cache import KVCache, blocks_for, cache_bytes, check_format
 from edgellm.native_model import NativeModel
 from edgellm.panels import open_panels
 from edgellm.prefill import ChunkedPrefill, NativePrefill, Prefill
-from edgellm.providers import AUTO, CPU, NATIVE, choose
+from edgellm.providers import AUTO, CPU, NATIVE, PROVIDERS, choose
 from edgellm.segments import Head, ModelHead, Segments
+from edgellm.self_test import check_once
 from edgellm.template import ChatTemplate
 from edgellm.tokenizer import Tokenizer
 
 DEFAULT_CTX_SIZE = 4096
+PREFILL_FLAVOURS = tuple(dict.fromkeys(f for p in PROVIDERS.values() for f in p.flavours))
 DECODE_BACKENDS = (AUTO, NATIVE, "portable", "reference")
 
 
@@ -33,9 +35,9 @@ class EngineOptions:
     """How a model is loaded.
 
     Attributes:
-        flavour: precision of the graphs that prefill runs, `w8a8` or `f32`; None is that of the
-            native kernels where they run it, else int8 where this CPU multiplies it exactly (see
-            `int8_support.py`), else float32.
+        flavour: precision of the graphs that prefill runs; None is that of the native kernels where
+            they run it, else the provider's usual one (see `providers.py`); on a CPU that does not
+            multiply int8 exactly (see `int8_support.py`), float32.
         decode: `native` (int4 in C++), `portable` (int4 in ONNX Runtime), `reference` (float32), or
             `auto`: native where the kernels were built, else portable.
         prefill: `native`, an execution provider, or `auto`: native where decode is and no flavour
@@ -44,6 +46,7 @@ class EngineOptions:
         ctx_size: tokens of one session; None is the model's own, at most 4096; 0 the model's own.
         cache_size: tokens that the shared pool holds for all sessions; None is twice `ctx_size`.
         threads: CPU threads of the process, see `thread_pool.py`; None takes all usable cores.
+        provider_options: the execution provider's own options, by their names.
     """
 
     flavour: str | None = None
@@ -53,6 +56,7 @@ class EngineOptions:
     ctx_size: int | None = None
     cache_size: int | None = None
     threads: int | None = None
+    provider_options: Mapping[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         """Check the values.
@@ -61,8 +65,14 @@ class EngineOptions:
             OptionError: a value that is not allowed.
         """
         check_format(self.kv_format)
-        if self.flavour not in (None, "w8a8", "f32"):
-            raise OptionError(f"flavour {self.flavour!r}: allowed are w8a8 and f32")
+        allowed = (
+            PROVIDERS[self.prefill].flavours if self.prefill in PROVIDERS else PREFILL_FLAVOURS
+        )
+        if self.flavour is not None and self.flavour not in allowed:
+            raise OptionError(
+                f"flavour {self.flavour!r}: allowed with prefill {self.prefill} are "
+                + ", ".join(allowed)
+            )
         if self.decode not in DECODE_BACKENDS:
             raise OptionError(f"decode {self.decode!r}: allowed are {', '.join(DECODE_BACKENDS)}")
         if self.decode_backend == NATIVE and library() is None:
@@ -83,6 +93,8 @@ class EngineOptions:
             return self.flavour
         if self.prefill_backend == NATIVE:
             return PANELS
+        if self.prefill_backend != CPU:
+            return PROVIDERS[choose(self.prefill_backend)].flavours[0]
         from edgellm.int8_support import int8_products_are_exact  # 0.4 s, and rarely needed
 
         return "w8a8" if int8_products_are_exact() else "f32"
@@ -117,7 +129,10 @@ class Engine:
     Steps of different sessions take turns under `lock`: they share buffers.
     """
 
-    def __init__(self, bundle: Bundle, options: EngineOptions) -> None:
+    def __init__(
+        self, bundle: Bundle, options: EngineOptions, *, progress: ExportProgress | None = None
+    ) -> None:
+        """`progress` is called while graphs are compiled for an accelerator."""
         self.bundle = bundle
         self.options = options
         self.config = bundle.config
@@ -138,17 +153,7 @@ class Engine:
         self.threads = choose_threads(options.threads)
         table = rope.table(self.config.inv_freq, self.ctx_size)
         native = self._native_model(table) if PANELS in options.flavours else None
-        models = self._segment_models(sorted(graphs), table, native)
-        self.prefill: Prefill
-        if options.prefill_backend == NATIVE:
-            assert native is not None
-            self.prefill = NativePrefill(native)
-        else:
-            model = models[options.prefill_flavour]
-            # a precision that was asked for is not mixed with another one
-            step = native if options.flavour is None else None
-            costs = load_or_measure(bundle.path, model, step, self.cache, threads=self.threads)
-            self.prefill = ChunkedPrefill(model, step, costs)
+        models = self._segment_models(sorted(graphs), table, native, progress)
         self.decoder: DecodeBackend
         if options.decode_backend == NATIVE:
             assert native is not None
@@ -159,6 +164,24 @@ class Engine:
                 name=options.decode_backend,
                 flavour=options.decode_flavour,
             )
+        self.prefill: Prefill
+        if options.prefill_backend == NATIVE:
+            assert native is not None
+            self.prefill = NativePrefill(native)
+        else:
+            model = models[options.prefill_flavour]
+            # a precision that was asked for is not mixed with another one
+            mixed = native is not None and options.flavour is None
+            step = self.decoder if mixed else None
+            costs = load_or_measure(bundle.path, model, step, self.cache, threads=self.threads)
+            self.prefill = ChunkedPrefill(model, self.decoder, costs)
+
+    def cpu_model(self, flavour: str) -> Model:
+        """A flavour of graphs on the CPU provider, to compare with."""
+        segments = Segments(self.bundle, flavour, provider=CPU, threads=self.threads)
+        head = Head(self.bundle, self.bundle.flavour(flavour).head or "")
+        table = rope.table(self.config.inv_freq, self.ctx_size)
+        return Model(segments, head, table, threads=self.threads)
 
     def _native_model(self, table: rope.RopeTable) -> NativeModel:
         compiled = library()
@@ -171,7 +194,11 @@ class Engine:
         return NativeModel(compiled, open_panels(self.bundle), table, threads=self.threads)
 
     def _segment_models(
-        self, flavours: Sequence[str], table: rope.RopeTable, native: NativeModel | None
+        self,
+        flavours: Sequence[str],
+        table: rope.RopeTable,
+        native: NativeModel | None,
+        progress: ExportProgress | None,
     ) -> dict[str, Model]:
         """The flavours in use that are graphs; one that serves both ends is opened once."""
         heads: dict[str, ModelHead] = {}
@@ -182,8 +209,15 @@ class Engine:
         models = {}
         for flavour in flavours:
             runs_prefill = flavour == self.options.prefill_flavour
-            provider = choose(self.options.prefill_backend) if runs_prefill else CPU
-            segments = Segments(self.bundle, flavour, provider=provider, threads=self.threads)
+            segments = Segments(
+                self.bundle,
+                flavour,
+                provider=choose(self.options.prefill_backend) if runs_prefill else CPU,
+                threads=self.threads,
+                provider_options=self.options.provider_options if runs_prefill else {},
+                progress=progress,
+            )
+            check_once(self.bundle, segments, progress)
             head = heads[self.bundle.flavour(flavour).head or ""]
             models[flavour] = Model(segments, head, table, threads=self.threads)
         return models

@@ -15,8 +15,9 @@ from filelock import FileLock
 
 from edgellm import bundle as bundles
 from edgellm.bundle import PANELS, Bundle, ExportProgress, FlavourEntry, HeadEntry, Manifest
+from edgellm.calibrate import HOST_TOKENS, CalibrationOptions, Calibrator, choose_windows
 from edgellm.errors import BundleError, EdgeLLMError, ExportError, OptionError
-from edgellm.flavours import FLAVOURS, ImportReport
+from edgellm.flavours import FLAVOURS, Flavour, ImportReport
 from edgellm.graphs.builder import WeightFile
 from edgellm.graphs.checkpoint import Checkpoint, open_checkpoint
 from edgellm.graphs.contract import HEAD_FILE, segment_file
@@ -25,6 +26,7 @@ from edgellm.graphs.segment import author_head, author_segment
 from edgellm.home import replacing_folder
 from edgellm.panel_writer import store_panels
 from edgellm.quantize.int8 import quantize_groups
+from edgellm.tokenizer import Tokenizer
 from edgellm.tokenizer_import import import_tokenizer
 
 DEFAULT_CHUNK_SIZES = (32, 128)
@@ -40,6 +42,7 @@ def export(
     source: str,
     flavours: Sequence[str] = DEFAULT_FLAVOURS,
     chunk_sizes: Sequence[int] = DEFAULT_CHUNK_SIZES,
+    calibration: CalibrationOptions | None = None,
     force: bool = False,
     progress: ExportProgress | None = None,
 ) -> Bundle:
@@ -51,7 +54,8 @@ def export(
     Args:
         name, source: recorded in the manifest.
         flavours: names from `FLAVOURS`.
-        chunk_sizes: static sizes to export.
+        chunk_sizes: static sizes to export; a bundle that is there keeps its own.
+        calibration: for the flavours with static scales.
         force: replace the bundle at `out`.
         progress: called with a label, steps done and steps in all.
 
@@ -71,11 +75,16 @@ def export(
             missing = [f for f in flavours if present is None or f not in present.flavours]
             if missing:
                 checkpoint = open_checkpoint(checkpoint_path)
-                steps = _Steps(checkpoint, missing, progress)
+                exporter = _Exporter(
+                    checkpoint,
+                    chunk_sizes=_sizes_of(present) or chunk_sizes,
+                    calibration=calibration or CalibrationOptions(),
+                    steps=_Steps(checkpoint, missing, progress),
+                )
                 if present is None:
-                    _export_new(checkpoint, out, name, source, missing, chunk_sizes, steps)
+                    exporter.new(out, name, source, missing)
                 else:
-                    _add_flavours(checkpoint, out, present, missing, steps)
+                    exporter.add(out, present, missing)
     return bundles.open_bundle(out)
 
 
@@ -95,104 +104,124 @@ class _Steps:
             self._progress(label, min(self._done, self._total), self._total)
 
 
-def _export_new(
-    checkpoint: Checkpoint,
-    out: Path,
-    name: str,
-    source: str,
-    flavours: Sequence[str],
-    chunk_sizes: Sequence[int],
-    steps: _Steps,
-) -> None:
-    with replacing_folder(out) as folder:
-        imported = import_tokenizer(checkpoint)
-        imported.save(folder)
-        manifest = Manifest(
-            name=name,
-            source=source,
-            source_bytes=_size(checkpoint.path),
-            config=checkpoint.config,
-            tokenizer=imported.entry,
-            generation=imported.generation,
-            versions={tool: _version(tool) for tool in _TOOLS},
-            flavours={},
-            heads={},
-            files={},
-        )
-        for flavour in flavours:
-            manifest = _export_flavour(checkpoint, folder, manifest, flavour, chunk_sizes, steps)
-        bundles.write_manifest(folder, bundles.with_files(manifest, folder))
+class _Exporter:
+    """Writes the parts of a bundle, one flavour after the other."""
 
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        *,
+        chunk_sizes: Sequence[int],
+        calibration: CalibrationOptions,
+        steps: _Steps,
+    ) -> None:
+        self._checkpoint = checkpoint
+        self._chunk_sizes = chunk_sizes
+        self._calibration = calibration
+        self._steps = steps
 
-def _add_flavours(
-    checkpoint: Checkpoint, out: Path, present: Manifest, flavours: Sequence[str], steps: _Steps
-) -> None:
-    """Export into a scratch folder, move the new folders over, and last of all the manifest."""
-    if present.config != checkpoint.config:
-        raise BundleError(f"{out}: the bundle is of another model; export it again with --force")
-    sizes = [f.chunk_sizes for f in present.flavours.values() if f.any_size]
-    chunk_sizes = sizes[0] if sizes else DEFAULT_CHUNK_SIZES
-    scratch = out.with_name(f".{out.name}.scratch")
-    shutil.rmtree(scratch, ignore_errors=True)
-    scratch.mkdir()
-    try:
-        manifest = present
-        for flavour in flavours:
-            manifest = _export_flavour(checkpoint, scratch, manifest, flavour, chunk_sizes, steps)
-        for folder in scratch.iterdir():
-            shutil.rmtree(out / folder.name, ignore_errors=True)
-            folder.replace(out / folder.name)
-        bundles.write_manifest(out, bundles.with_files(manifest, out))
-    finally:
+    def new(self, out: Path, name: str, source: str, flavours: Sequence[str]) -> None:
+        """A whole bundle at `out`."""
+        with replacing_folder(out) as folder:
+            imported = import_tokenizer(self._checkpoint)
+            imported.save(folder)
+            manifest = Manifest(
+                name=name,
+                source=source,
+                source_bytes=_size(self._checkpoint.path),
+                config=self._checkpoint.config,
+                tokenizer=imported.entry,
+                generation=imported.generation,
+                versions={tool: _version(tool) for tool in _TOOLS},
+                flavours={},
+                heads={},
+                files={},
+            )
+            for flavour in flavours:
+                manifest = self._flavour(folder, manifest, flavour, tokenizer=folder)
+            bundles.write_manifest(folder, bundles.with_files(manifest, folder))
+
+    def add(self, out: Path, present: Manifest, flavours: Sequence[str]) -> None:
+        """Export into a scratch folder, move the new folders over, and last of all the manifest."""
+        if present.config != self._checkpoint.config:
+            raise BundleError(
+                f"{out}: the bundle is of another model; export it again with --force"
+            )
+        scratch = out.with_name(f".{out.name}.scratch")
         shutil.rmtree(scratch, ignore_errors=True)
+        scratch.mkdir()
+        try:
+            manifest = present
+            for flavour in flavours:
+                manifest = self._flavour(scratch, manifest, flavour, tokenizer=out)
+            for folder in scratch.iterdir():
+                shutil.rmtree(out / folder.name, ignore_errors=True)
+                folder.replace(out / folder.name)
+            bundles.write_manifest(out, bundles.with_files(manifest, out))
+        finally:
+            shutil.rmtree(scratch, ignore_errors=True)
 
-
-def _export_flavour(
-    checkpoint: Checkpoint,
-    root: Path,
-    manifest: Manifest,
-    name: str,
-    chunk_sizes: Sequence[int],
-    steps: _Steps,
-) -> Manifest:
-    flavour = FLAVOURS[name]
-    if flavour.segments is None:
-        return _export_panels(checkpoint, root, manifest, steps)
-    heads = dict(manifest.heads)
-    if flavour.head is not None and flavour.head not in heads:
-        heads[flavour.head] = _export_head(checkpoint, root, flavour.head)
-    steps.step(f"{name}: head")
-    static = (1,) if flavour.token_by_token else tuple(sorted(set(chunk_sizes)))
-    sizes: tuple[int | None, ...] = static if flavour.token_by_token else (None, *static)
-    report = ImportReport()
-    folder = root / name
-    folder.mkdir()
-    with WeightFile(folder) as file:
-        for segment in flavour.segments(checkpoint, file, report):
-            for chunk in sizes:
-                model = author_segment(segment, checkpoint.config, chunk=chunk)
-                ir.save(model, folder / segment_file(segment.index, chunk))
-            steps.step(f"{name}: segment {segment.index}")
-    entry = FlavourEntry(
-        flavour.description, flavour.head, static, None in sizes, report.to_json(), arrays={}
-    )
-    return replace(manifest, flavours={**manifest.flavours, name: entry}, heads=heads)
-
-
-def _export_panels(
-    checkpoint: Checkpoint, root: Path, manifest: Manifest, steps: _Steps
-) -> Manifest:
-    folder = root / PANELS
-    folder.mkdir()
-    report = ImportReport()
-    with WeightFile(folder) as file:
-        arrays = store_panels(
-            checkpoint, file, report, on_layer=lambda i: steps.step(f"{PANELS}: layer {i}")
+    def _flavour(self, root: Path, manifest: Manifest, name: str, *, tokenizer: Path) -> Manifest:
+        """A flavour's folder in `root`; the bundle's tokenizer is in the folder `tokenizer`."""
+        flavour = FLAVOURS[name]
+        if flavour.segments is None:
+            return self._panels(root, manifest)
+        heads = dict(manifest.heads)
+        if flavour.head is not None and flavour.head not in heads:
+            heads[flavour.head] = _export_head(self._checkpoint, root, flavour.head)
+        self._steps.step(f"{name}: head")
+        static = (1,) if flavour.token_by_token else tuple(sorted(set(self._chunk_sizes)))
+        sizes: tuple[int | None, ...] = static if flavour.token_by_token else (None, *static)
+        calibrator = self._calibrator(flavour, Tokenizer(tokenizer, manifest.tokenizer))
+        report = ImportReport()
+        folder = root / name
+        folder.mkdir()
+        with WeightFile(folder) as file:
+            for segment in flavour.segments(self._checkpoint, file, report):
+                file.flush()
+                grids = calibrator.observe(segment, folder) if calibrator else None
+                for chunk in sizes:
+                    model = author_segment(
+                        segment, self._checkpoint.config, chunk=chunk, grids=grids
+                    )
+                    ir.save(model, folder / segment_file(segment.index, chunk))
+                self._steps.step(f"{name}: segment {segment.index}")
+        entry = FlavourEntry(
+            flavour.description,
+            flavour.head,
+            static,
+            None in sizes,
+            report.to_json(),
+            arrays={},
+            host_tokens=HOST_TOKENS if calibrator else 0,
+            calibration=self._calibration.to_json() if calibrator else {},
         )
-    entry = FlavourEntry(
-        FLAVOURS[PANELS].description, None, (), False, report.to_json(), arrays=arrays
-    )
-    return replace(manifest, flavours={**manifest.flavours, PANELS: entry})
+        return replace(manifest, flavours={**manifest.flavours, name: entry}, heads=heads)
+
+    def _calibrator(self, flavour: Flavour, tokenizer: Tokenizer) -> Calibrator | None:
+        if flavour.calibrated_bits is None:
+            return None
+        windows = choose_windows(tokenizer, self._calibration)
+        embedded = self._checkpoint.tensor("embedding").float32()[windows]
+        return Calibrator(
+            self._checkpoint.config, embedded, self._calibration, bits=flavour.calibrated_bits
+        )
+
+    def _panels(self, root: Path, manifest: Manifest) -> Manifest:
+        folder = root / PANELS
+        folder.mkdir()
+        report = ImportReport()
+        with WeightFile(folder) as file:
+            arrays = store_panels(
+                self._checkpoint,
+                file,
+                report,
+                on_layer=lambda i: self._steps.step(f"{PANELS}: layer {i}"),
+            )
+        entry = FlavourEntry(
+            FLAVOURS[PANELS].description, None, (), False, report.to_json(), arrays=arrays
+        )
+        return replace(manifest, flavours={**manifest.flavours, PANELS: entry})
 
 
 def _export_head(checkpoint: Checkpoint, root: Path, kind: str) -> HeadEntry:
@@ -250,6 +279,11 @@ def _disk_errors(out: Path) -> Iterator[None]:
                 f"{out}: the disk is full ({error.strerror}); free some space and try again"
             ) from None
         raise ExportError(f"{out}: {error.strerror or error}") from None
+
+
+def _sizes_of(present: Manifest | None) -> Sequence[int]:
+    entries = present.flavours.values() if present is not None else ()
+    return next((entry.chunk_sizes for entry in entries if entry.any_size), ())
 
 
 def _size(path: Path) -> int:

@@ -6,6 +6,10 @@ w8a8   int8 weights (a scale a channel) and int8 activations (a scale a row, fou
        Hadamard matrix, so that no channel is an outlier (QuaRot, arXiv:2404.00456).
 int4   int4 group-32 affine weights for decoding one token at a time; Q4_0 and Q4_1 exactly.
 panels the same weights for the native kernels instead of ONNX Runtime (see `panels.py`).
+
+w8a16-qdq
+       int8 weights (a scale a channel) and 16-bit activations with scales from a calibration run
+       (see `calibrate.py`), for accelerators that want them known beforehand.
 """
 
 from __future__ import annotations
@@ -30,6 +34,7 @@ from edgellm.graphs.linear import (
     Linear,
 )
 from edgellm.graphs.segment import Array, Mlp, Segment
+from edgellm.graphs.static_linear import StaticLinear
 from edgellm.kernels import hadamard
 from edgellm.kernels.int4 import Int4Weight, concatenate, dequantize
 from edgellm.quantize.error import relative_error
@@ -83,12 +88,15 @@ class Flavour:
         head: which LM head and embedding goes with it; None where they are part of it.
         token_by_token: exported at chunk size 1 alone, instead of at the bundle's sizes.
         segments: makes the segments of a checkpoint, first to last; None where there are no graphs.
+        calibrated_bits: of the inputs of linear layers, whose scales come from a calibration run;
+            None where scales are found at run time or there are none.
     """
 
     description: str
     head: str | None
     token_by_token: bool
     segments: Callable[[Checkpoint, WeightFile, ImportReport], Iterator[Segment]] | None
+    calibrated_bits: int | None = None
 
 
 def _f32(checkpoint: Checkpoint, file: WeightFile, report: ImportReport) -> Iterator[Segment]:
@@ -148,9 +156,16 @@ def _plain(
 
 
 def _w8a8(checkpoint: Checkpoint, file: WeightFile, report: ImportReport) -> Iterator[Segment]:
-    """Rotated segments: norm weights move into the next layer, so a norm commutes with R."""
+    return _rotated(checkpoint, _RotatedLayers(checkpoint, file, report, Int8Linear))
+
+
+def _static(checkpoint: Checkpoint, file: WeightFile, report: ImportReport) -> Iterator[Segment]:
+    return _rotated(checkpoint, _RotatedLayers(checkpoint, file, report, StaticLinear))
+
+
+def _rotated(checkpoint: Checkpoint, layers: _RotatedLayers) -> Iterator[Segment]:
+    """Norm weights move into the next layer, so that a norm commutes with R."""
     config = checkpoint.config
-    layers = _RotatedLayers(checkpoint, file, report)
     for index in range(config.layers + 1):
         last = index == config.layers
         yield Segment(
@@ -167,10 +182,17 @@ def _w8a8(checkpoint: Checkpoint, file: WeightFile, report: ImportReport) -> Ite
 class _RotatedLayers:
     """Stores layers around a rotated residual stream: R after what writes it, before what reads."""
 
-    def __init__(self, checkpoint: Checkpoint, file: WeightFile, report: ImportReport) -> None:
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        file: WeightFile,
+        report: ImportReport,
+        kind: type[Int8Linear] | type[StaticLinear],
+    ) -> None:
         self._checkpoint = checkpoint
         self._file = file
         self._report = report
+        self._kind = kind
         self._config = checkpoint.config
         self._rotation = random_rotation(self._config.hidden_size, seed=_ROTATION_SEED)
         self._blocks: dict[str, Array] = {}
@@ -192,10 +214,10 @@ class _RotatedLayers:
         norm = f"{name}.attention_norm"
         value = self._reads(f"{name}.v", norm)
         codes, scale = quantize_channels(value)
-        high = Int8Linear.store(self._file, f"{name}.v", codes, scale)
+        high = self._kind.store(self._file, f"{name}.v", codes, scale)
         rest = value - codes * scale[:, None]
         codes, scale = quantize_channels(rest)
-        low = Int8Linear.store(self._file, f"{name}.v.low", codes, scale)
+        low = self._kind.store(self._file, f"{name}.v.low", codes, scale)
         error = np.linalg.norm(rest - codes * scale[:, None]) / np.linalg.norm(value)
         self._report.requantized[f"{name}.v"] = float(error)
         query_key = self._store(f"{name}.qk", self._reads(f"{name}.q", norm, f"{name}.k"))
@@ -223,17 +245,20 @@ class _RotatedLayers:
         """A weight that writes the residual and whose own input goes through Hadamard blocks."""
         size = hadamard.power_of_two_factor(width, limit=_HADAMARD_LIMIT)
         block = hadamard.matrix(size)
+        # an input of its own for Qualcomm's compiler, see BlockRotatedLinear; 64: exactly 1/8
+        factor = size**-0.5 if self._kind is StaticLinear else None
         weight = rotate_input_blocks(self._floats(name), block)
         tensor_name = f"hadamard.{size}"
         if tensor_name not in self._blocks:
-            self._blocks[tensor_name] = self._file.add(tensor_name, block.astype(np.float32))
+            stored = block if factor is None else block / factor
+            self._blocks[tensor_name] = self._file.add(tensor_name, stored.astype(np.float32))
         layer = self._store(name, rotate_output(weight, self._rotation))
-        return BlockRotatedLinear(layer, self._blocks[tensor_name], width)
+        return BlockRotatedLinear(layer, self._blocks[tensor_name], width, factor)
 
-    def _store(self, name: str, weight: Floats) -> Int8Linear:
+    def _store(self, name: str, weight: Floats) -> Linear:
         codes, scale = quantize_channels(weight)
         self._report.requantized[name] = relative_error(weight, codes * scale[:, None])
-        return Int8Linear.store(self._file, name, codes, scale)
+        return self._kind.store(self._file, name, codes, scale)
 
     def _floats(self, name: str) -> Floats:
         return self._checkpoint.tensor(name).float32()
@@ -250,6 +275,16 @@ FLAVOURS = {
     ),
     "int4": Flavour(
         "int4 group-32 affine weights, int8 activations per group", "int8", True, _int4
+    ),
+    "w8a16-qdq": Flavour(
+        "int8 weights per channel, 16-bit activations with calibrated scales",
+        "int8",
+        False,
+        _static,
+        calibrated_bits=16,
+    ),
+    "w8a8-qdq": Flavour(
+        "as w8a16-qdq with 8-bit activations", "int8", False, _static, calibrated_bits=8
     ),
     PANELS: Flavour(
         "int4 group-32 affine weights, int8 activations per group, for the native kernels",

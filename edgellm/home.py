@@ -3,6 +3,7 @@
     EDGELLM_HOME            root of everything below (default ~/.cache/edgellm)
     EDGELLM_HOME/models     downloaded checkpoints
     EDGELLM_HOME/bundles    exported bundles, one folder each
+    EDGELLM_HOME/compiled   graphs compiled for accelerators
     EDGELLM_HOME/history    lines typed into the interactive chat
 
 Hugging Face downloads stay in Hugging Face's own cache (HF_HOME).
@@ -30,6 +31,10 @@ def models_dir() -> Path:
 
 def bundles_dir() -> Path:
     return home() / "bundles"
+
+
+def compiled_dir() -> Path:
+    return home() / "compiled"
 
 
 def file_safe(name: str) -> str:

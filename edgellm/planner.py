@@ -12,8 +12,8 @@ class Costs:
 
     Attributes:
         chunks: a whole chunk of each static size, however many of its rows are padding.
-        call: the native step, apart from its tokens; None where there is no such step.
-        token: the native step, each token.
+        call: the decode step on the host, apart from its tokens; None where it takes none.
+        token: the decode step, each token.
     """
 
     chunks: Mapping[int, float]
@@ -23,14 +23,16 @@ class Costs:
 
 @dataclass(frozen=True)
 class Piece:
-    """Tokens computed together; `size` is the static chunk, or None for the native step."""
+    """Tokens computed together; `size` is the static chunk, or None for the host."""
 
     size: int | None
     count: int
 
 
 def plan_chunks(tokens: int, costs: Costs) -> list[Piece]:
-    """The cheapest way through `tokens`; only the last piece is padded or native.
+    """The cheapest way through `tokens`; only the last piece is padded, or on the host.
+
+    The host takes what is shorter than the smallest chunk, where that is cheaper than padding.
 
     Whole chunks of the size that is cheapest a token while more than two of the largest are left;
     the rest is tried in every combination.
@@ -47,7 +49,7 @@ def _cheapest(tokens: int, costs: Costs) -> list[Piece]:
     for done in range(tokens):
         left = tokens - done
         choices = [(Piece(size, min(size, left)), cost) for size, cost in costs.chunks.items()]
-        if costs.call is not None:
+        if costs.call is not None and left < min(costs.chunks):
             choices.append((Piece(None, left), costs.call + costs.token * left))
         for piece, cost in choices:
             if seconds[done] + cost <= seconds[done + piece.count]:

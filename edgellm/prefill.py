@@ -12,11 +12,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgellm.bundle import PANELS
+from edgellm.decode import DecodeBackend
 from edgellm.forward import Model
 from edgellm.kv_cache import Sequence
 from edgellm.native_model import NativeModel
-from edgellm.planner import Costs, plan_chunks
-from edgellm.providers import NATIVE, Placement
+from edgellm.placement import Placement
+from edgellm.planner import Costs, Piece, plan_chunks
+from edgellm.providers import NATIVE
 
 Floats = NDArray[np.float32]
 Progress = Callable[[int, int], None]
@@ -33,13 +35,17 @@ class Hooks:
         progress: called with tokens done and in all.
         cancel: set it to stop; finished chunks stay in the sequence.
         on_hidden: called with each chunk's hidden states `[n, E]`, padding left out.
+        on_place: called with where a chunk ran, as in `--prefill` and `--decode`, and its tokens.
     """
 
     progress: Progress | None = None
     cancel: threading.Event | None = None
     on_hidden: Callable[[Floats], None] | None = None
+    on_place: Callable[[str, int], None] | None = None
 
-    def chunk_done(self, hidden: Floats, done: int, total: int) -> None:
+    def chunk_done(self, place: str, hidden: Floats, done: int, total: int) -> None:
+        if self.on_place is not None:
+            self.on_place(place, len(hidden))
         if self.on_hidden is not None:
             self.on_hidden(hidden)
         if self.progress is not None:
@@ -73,9 +79,6 @@ class Prefill(Protocol):
             CancelledError: `hooks.cancel` was set.
         """
 
-    def where(self, tokens: int, computed: int) -> dict[str, int]:
-        """Where the first `computed` of a prompt's `tokens` run: counts by back end."""
-
     def logits(self, hidden: Floats) -> Floats:
         """The LM head on hidden states `[rows, E]`: `[rows, V]`."""
 
@@ -84,45 +87,44 @@ class ChunkedPrefill:
     """Chunks of static size through the segments of an execution provider.
 
     Args:
-        native: takes what is too short for a chunk, where that is cheaper; or None.
-        costs: of the chunks and of `native`.
+        host: takes the first tokens of a sequence where the flavour leaves them to the host, and
+            what is too short for a chunk where `costs` say so.
+        costs: of the chunks and of `host`.
     """
 
-    def __init__(self, model: Model, native: NativeModel | None, costs: Costs) -> None:
-        self._model = model
-        self._native = native
+    def __init__(self, model: Model, host: DecodeBackend, costs: Costs) -> None:
+        self.model = model
+        self._host = host
         self._costs = costs
         self.flavour = model.segments.flavour
 
     @property
     def placement(self) -> Placement:
-        return self._model.segments.placement
+        return self.model.segments.placement
 
     def run(self, tokens: SequenceOf[int], sequence: Sequence, hooks: Hooks = NO_HOOKS) -> Floats:
         done = 0
-        for piece in plan_chunks(len(tokens), self._costs):
+        for piece in self._plan(len(tokens), len(sequence)):
             part = tokens[done : done + piece.count]
-            if piece.size is None and self._native is not None:
-                hidden, _ = self._native.forward(part, sequence, cancel=hooks.cancel)
+            if piece.size is None:
+                place = self._host.name
+                hidden = self._host.forward(part, sequence, cancel=hooks.cancel)
             else:
-                chunk = piece.size or max(self._model.segments.chunk_sizes)
-                hidden = self._model.forward(part, sequence, chunk=chunk, cancel=hooks.cancel)
+                place = self.placement.provider
+                hidden = self.model.forward(part, sequence, chunk=piece.size, cancel=hooks.cancel)
             done += piece.count
-            hooks.chunk_done(hidden, done, len(tokens))
+            hooks.chunk_done(place, hidden, done, len(tokens))
         last: Floats = self.logits(hidden[-1:])[0]
         return last
 
-    def where(self, tokens: int, computed: int) -> dict[str, int]:
-        found = {self.placement.provider: 0}
-        for piece in plan_chunks(tokens, self._costs):
-            count = min(piece.count, computed)
-            place = NATIVE if piece.size is None else self.placement.provider
-            found[place] = found.get(place, 0) + count
-            computed -= count
-        return {place: count for place, count in found.items() if count} or found
+    def _plan(self, count: int, start: int) -> list[Piece]:
+        """How `count` tokens are cut that come after `start` others."""
+        first = min(count, max(0, self.model.segments.host_tokens - start))
+        rest = plan_chunks(count - first, self._costs)
+        return [Piece(None, first), *rest] if first else rest
 
     def logits(self, hidden: Floats) -> Floats:
-        return self._model.head.logits(hidden)
+        return self.model.head.logits(hidden)
 
 
 class NativePrefill:
@@ -143,12 +145,9 @@ class NativePrefill:
             hidden, logits = self._model.forward(
                 tokens[start:end], sequence, logit_rows=int(end == len(tokens)), cancel=hooks.cancel
             )
-            hooks.chunk_done(hidden, end, len(tokens))
+            hooks.chunk_done(NATIVE, hidden, end, len(tokens))
         last: Floats = logits[0]
         return last
-
-    def where(self, tokens: int, computed: int) -> dict[str, int]:
-        return {NATIVE: computed}
 
     def logits(self, hidden: Floats) -> Floats:
         return self._model.head.logits(hidden)

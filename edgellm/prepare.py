@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import TYPE_CHECKING
 
 from edgellm.bundle import Bundle, ExportProgress, is_bundle, open_bundle
 from edgellm.errors import BundleError
 from edgellm.home import bundles_dir
 from edgellm.sources import Source, resolve
 
+if TYPE_CHECKING:
+    from edgellm.calibrate import CalibrationOptions
+
 
 def prepare(
     name: str,
     *,
     flavours: Iterable[str],
+    calibration: CalibrationOptions | None = None,
     progress: ExportProgress | None = None,
     force: bool = False,
 ) -> Bundle:
@@ -22,7 +27,7 @@ def prepare(
     Args:
         name: see `sources.py`; the folder of a bundle is opened as it is.
         flavours: exported if they are not there yet.
-        progress: see `export`.
+        calibration, progress: see `export`.
         force: export again.
 
     Raises:
@@ -45,6 +50,7 @@ def prepare(
         name=name,
         source=source.spec,
         flavours=wanted,
+        calibration=calibration,
         force=force,
         progress=progress,
     )

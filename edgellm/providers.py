@@ -1,37 +1,72 @@
-"""Execution providers: what ONNX Runtime offers here, and sessions that run whole on one of them.
-
-Nothing falls back silently: a segment that an accelerator does not take as a whole is an error
-that names the nodes.
-"""
+"""Execution providers: what ONNX Runtime offers here, built in or as a package of its own."""
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import importlib
+import os
 import platform
-from collections import Counter
-from collections.abc import Mapping
+import sys
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from edgellm.errors import OptionError, ProviderError
 from edgellm.thread_pool import session_options
 
 CPU = "cpu"
+QNN = "qnn"
 AUTO = "auto"
 # Not a provider: prefill in the native kernels, without ONNX Runtime.
 NATIVE = "native"
-# Name on the command line -> ONNX Runtime's name, and the package that brings it.
-PROVIDERS: Mapping[str, tuple[str, str]] = {
-    CPU: ("CPUExecutionProvider", "onnxruntime"),
-    "cuda": ("CUDAExecutionProvider", "onnxruntime-gpu"),
-    "tensorrt": ("TensorrtExecutionProvider", "onnxruntime-gpu"),
-    "qnn": ("QNNExecutionProvider", "onnxruntime-qnn"),
-    "openvino": ("OpenVINOExecutionProvider", "onnxruntime-openvino"),
-    "coreml": ("CoreMLExecutionProvider", "onnxruntime on macOS"),
-    "dml": ("DmlExecutionProvider", "onnxruntime-directml"),
-    "vitisai": ("VitisAIExecutionProvider", "AMD's Ryzen AI software"),
-    "webgpu": ("WebGpuExecutionProvider", "onnxruntime-ep-webgpu"),
+# Plug-ins warn about features of machines that this one is not.
+_ERRORS = 3
+
+
+@dataclass(frozen=True)
+class Provider:
+    """An execution provider.
+
+    Attributes:
+        ort_name: as ONNX Runtime calls it.
+        package: what to install for it.
+        plugin: the module that brings it as a library of its own; None where it is part of
+            onnxruntime.
+        flavours: those that it takes, the usual one first.
+        compiled: whether its graphs are compiled once and kept (see `compile_cache.py`).
+    """
+
+    ort_name: str
+    package: str
+    plugin: str | None = None
+    flavours: tuple[str, ...] = ("f32",)
+    compiled: bool = False
+
+
+PROVIDERS: Mapping[str, Provider] = {
+    CPU: Provider(
+        "CPUExecutionProvider", "onnxruntime", None, ("w8a8", "f32", "w8a16-qdq", "w8a8-qdq")
+    ),
+    "cuda": Provider("CUDAExecutionProvider", "onnxruntime-gpu"),
+    "tensorrt": Provider("TensorrtExecutionProvider", "onnxruntime-gpu"),
+    "tensorrt-rtx": Provider(
+        "NvTensorRTRTXExecutionProvider",
+        "onnxruntime-ep-nv-tensorrt-rtx",
+        "onnxruntime_ep_nv_tensorrt_rtx",
+    ),
+    QNN: Provider(
+        "QNNExecutionProvider", "edgellm[qnn]", "onnxruntime_qnn", ("w8a16-qdq",), compiled=True
+    ),
+    "openvino": Provider(
+        "OpenVINOExecutionProvider", "onnxruntime-ep-openvino", "onnxruntime_ep_openvino"
+    ),
+    "coreml": Provider("CoreMLExecutionProvider", "onnxruntime on macOS"),
+    "dml": Provider("DmlExecutionProvider", "onnxruntime-directml"),
+    "vitisai": Provider("VitisAIExecutionProvider", "AMD's Ryzen AI software"),
+    "webgpu": Provider("WebGpuExecutionProvider", "onnxruntime-ep-webgpu", "onnxruntime_ep_webgpu"),
 }
 
 
@@ -45,38 +80,21 @@ class ProviderStatus:
     reason: str
 
 
-@dataclass(frozen=True)
-class Placement:
-    """Where prefill runs, and node counts of its graphs, if any, by ONNX Runtime provider name."""
-
-    provider: str
-    nodes: Mapping[str, int]
-
-    @property
-    def complete(self) -> bool:
-        return set(self.nodes) <= {PROVIDERS[self.provider][0]}
-
-    def __str__(self) -> str:
-        counts = ", ".join(f"{n} nodes on {name}" for name, n in sorted(self.nodes.items()))
-        return f"{self.provider}: {counts}" if counts else self.provider
-
-
 def statuses() -> list[ProviderStatus]:
     """Every known provider, usable or not."""
-    import onnxruntime
+    return [status(name) for name in PROVIDERS]
 
-    available = onnxruntime.get_available_providers()
-    found = []
-    for name, (ort_name, package) in PROVIDERS.items():
-        if name == CPU:
-            found.append(ProviderStatus(name, True, cpu_name(), ""))
-        elif ort_name in available:
-            reason = _probe(ort_name)
-            found.append(ProviderStatus(name, not reason, "", reason))
-        else:
-            reason = f"not in this build of onnxruntime; it comes with {package}"
-            found.append(ProviderStatus(name, False, "", reason))
-    return found
+
+def status(name: str) -> ProviderStatus:
+    """Whether one provider is usable: it is there, and runs a small graph."""
+    if name == CPU:
+        return ProviderStatus(name, True, cpu_name(), "")
+    try:
+        device = _device(name)
+        _probe(name)
+    except ProviderError as error:
+        return ProviderStatus(name, False, "", str(error))
+    return ProviderStatus(name, True, device, "")
 
 
 def choose(name: str) -> str:
@@ -90,48 +108,112 @@ def choose(name: str) -> str:
         return CPU
     if name not in PROVIDERS:
         raise OptionError(
-            f"prefill {name!r}: allowed are {AUTO}, {', '.join(PROVIDERS)}; "
+            f"prefill {name!r}: allowed are {AUTO}, {NATIVE}, {', '.join(PROVIDERS)}; "
             "`edgellm devices` shows which are usable"
         )
-    status = next(s for s in statuses() if s.name == name)
-    if not status.usable:
-        raise ProviderError(f"prefill {name}: {status.reason}")
+    found = status(name)
+    if not found.usable:
+        raise ProviderError(f"prefill {name}: {found.reason}")
     return name
 
 
-def open_session(path: Path, *, provider: str) -> tuple[Any, Placement]:
-    """Open a graph that must run whole on `provider`.
+def add_provider(options: Any, name: str, settings: Mapping[str, str]) -> list[str] | None:
+    """Put a provider on session options; gives what `InferenceSession(providers=...)` takes.
+
+    Args:
+        settings: the provider's own options, over those that it has here by itself.
 
     Raises:
-        ProviderError: the graph does not load, or some nodes would run elsewhere.
+        ProviderError: it is not there.
     """
+    provider = PROVIDERS[name]
+    if provider.plugin is None:
+        if settings:
+            raise OptionError(f"provider options: {name} has none here")
+        return [provider.ort_name]
+    options.log_severity_level = _ERRORS
+    options.add_provider_for_devices(_plugin_devices(name), {**_settings(name), **settings})
+    return None
+
+
+def version(name: str) -> str:
+    """Of the package that brings a provider, and of what it compiles for."""
+    import onnxruntime
+
+    provider = PROVIDERS[name]
+    if provider.plugin is None:
+        return f"onnxruntime {onnxruntime.__version__}"
+    found = getattr(_plugin(name), "__version__", "unknown")
+    return f"{provider.plugin} {found} {_settings(name)}"
+
+
+def _device(name: str) -> str:
+    """What a provider runs on, in words."""
+    import onnxruntime
+
+    provider = PROVIDERS[name]
+    if provider.plugin is not None:
+        first = _plugin_devices(name)[0].device
+        if name == QNN and _emulated():
+            return "HTP v73, emulated on this CPU: for tests, not for speed"
+        return f"{first.type.name} {first.vendor}".strip()
+    if provider.ort_name not in onnxruntime.get_available_providers():
+        raise ProviderError(f"not in this build of onnxruntime; it comes with {provider.package}")
+    return ""
+
+
+def _plugin(name: str) -> ModuleType:
+    provider = PROVIDERS[name]
+    try:
+        return importlib.import_module(provider.plugin or "")
+    except ImportError:
+        raise ProviderError(f"not installed; pip install {provider.package!r}") from None
+
+
+def _plugin_devices(name: str) -> list[Any]:
+    """The devices of a plug-in, whose library ONNX Runtime loads once a process."""
     import onnxruntime as ort
 
-    ort_name = PROVIDERS[provider][0]
-    options = session_options()
-    options.add_session_config_entry("session.record_ep_graph_assignment_info", "1")
-    try:
-        session = ort.InferenceSession(path, options, providers=[ort_name], enable_fallback=0)
-    except Exception as error:  # onnxruntime's exceptions share no base class
-        reason = str(error).strip().splitlines()[0]
-        raise ProviderError(f"{provider} does not load {path}: {reason}") from None
-    nodes: Counter[str] = Counter()
-    strangers = []
-    for subgraph in session.get_provider_graph_assignment_info():
-        for node in subgraph.get_nodes():
-            nodes[subgraph.ep_name] += 1
-            if subgraph.ep_name != ort_name:
-                strangers.append(f"{node.name} ({node.op_type}) on {subgraph.ep_name}")
-    if strangers:
-        raise ProviderError(
-            f"{provider} does not take {len(strangers)} nodes of {path.name}: "
-            + ", ".join(strangers[:8])
-        )
-    return session, Placement(provider, dict(nodes))
+    ort_name = PROVIDERS[name].ort_name
+
+    def devices() -> list[Any]:
+        return [device for device in ort.get_ep_devices() if device.ep_name == ort_name]
+
+    plugin = _plugin(name)
+    if not devices():
+        try:
+            ort.register_execution_provider_library(ort_name, plugin.get_library_path())
+        except Exception as error:  # onnxruntime's exceptions share no base class
+            reason = str(error).strip().splitlines()[0]
+            if "already registered" not in reason:
+                raise ProviderError(f"its library does not load: {reason}") from None
+    found = devices()
+    if not found:
+        raise ProviderError("no device of its kind in this machine")
+    return found
 
 
-def _probe(ort_name: str) -> str:
-    """Why a provider of this build does not start, or an empty string."""
+def _emulated() -> bool:
+    """Qualcomm's wheel for x86 runs the HTP's instructions in an emulator."""
+    return platform.machine() in ("x86_64", "AMD64")
+
+
+def _settings(name: str) -> dict[str, str]:
+    """A plug-in's options where the user gives none."""
+    if name != QNN:
+        return {}
+    found = {
+        "backend_path": _plugin(name).get_qnn_htp_path(),
+        # what lies between integer products; quantization at a segment's ends on the device as well
+        "enable_htp_fp16_precision": "1",
+        "offload_graph_io_quantization": "0",
+    }
+    # a device knows what it is, the emulator has to be told (Snapdragon 8 Gen 2)
+    return {**found, "htp_arch": "73", "soc_model": "60"} if _emulated() else found
+
+
+def _probe(name: str) -> None:
+    """Start a session with a one-node graph."""
     import onnx_ir as ir
     import onnxruntime as ort
 
@@ -139,16 +221,33 @@ def _probe(ort_name: str) -> str:
 
     graph = GraphBuilder("probe")
     model = graph.build({"y": (graph.op("Abs", graph.input("x", (1,))), (1,))})
+    options = session_options()
+    providers = add_provider(options, name, {})
     try:
-        ort.InferenceSession(
-            ir.to_proto(model).SerializeToString(),
-            session_options(),
-            providers=[ort_name],
-            enable_fallback=0,
-        )
+        with _stdout_as_stderr():
+            ort.InferenceSession(
+                ir.to_proto(model).SerializeToString(),
+                options,
+                providers=providers,
+                enable_fallback=0,
+            )
     except Exception as error:  # onnxruntime's exceptions share no base class
-        return str(error).strip().splitlines()[0]
-    return ""
+        raise ProviderError(str(error).strip().splitlines()[0]) from None
+
+
+@contextlib.contextmanager
+def _stdout_as_stderr() -> Iterator[None]:
+    """For libraries that print when they are first used: stdout is for the model's text."""
+    sys.stdout.flush()
+    saved = os.dup(1)
+    os.dup2(2, 1)
+    try:
+        yield
+    finally:
+        if os.name == "posix":
+            ctypes.CDLL(None).fflush(None)  # what C still holds back
+        os.dup2(saved, 1)
+        os.close(saved)
 
 
 def cpu_name() -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,10 +12,12 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from edgellm.bundle import Bundle, map_arrays
+from edgellm.bundle import Bundle, ExportProgress, map_arrays
+from edgellm.compile_cache import compiled
 from edgellm.errors import BundleError
 from edgellm.graphs import contract
-from edgellm.providers import CPU, Placement, open_session
+from edgellm.placement import Placement, open_session
+from edgellm.providers import CPU, PROVIDERS
 from edgellm.quantize.int8 import dequantize_groups
 
 Floats = NDArray[np.float32]
@@ -45,21 +47,46 @@ class Segments:
     """The `layers + 1` segment graphs of a flavour on one provider.
 
     The CPU provider takes one session of symbolic size for all chunk sizes, because each session
-    keeps its own repacked copy of the weights; other providers get a static graph a size.
+    keeps its own repacked copy of the weights; other providers get a static graph a size, compiled
+    beforehand where the provider asks for that.
+
+    Args:
+        provider_options: the provider's own, over those that edgellm sets.
+        progress: of the compilation.
     """
 
-    def __init__(self, bundle: Bundle, flavour: str, *, provider: str, threads: int) -> None:
+    def __init__(
+        self,
+        bundle: Bundle,
+        flavour: str,
+        *,
+        provider: str,
+        threads: int,
+        provider_options: Mapping[str, str] | None = None,
+        progress: ExportProgress | None = None,
+    ) -> None:
         entry = bundle.flavour(flavour)
         self.config = bundle.config
         self.flavour = flavour
         self.chunk_sizes = entry.chunk_sizes
+        self.host_tokens = entry.host_tokens
+        self._provider_options = provider_options or {}
         self._folder = bundle.path / flavour
+        self.compiled: Path | None = None
         self._provider = provider
         self._threads = threads
         self._symbolic = provider == CPU and entry.any_size
         self._sessions: dict[int | None, list[Any]] = {}
         self._buffers: dict[int, ChunkBuffers] = {}
         self._nodes: Counter[str] = Counter()
+        if PROVIDERS[provider].compiled:
+            self._folder = self.compiled = compiled(
+                bundle,
+                flavour,
+                provider=provider,
+                provider_options=self._provider_options,
+                progress=progress,
+            )
         for size in [None] if self._symbolic else self.chunk_sizes:
             self._open(size)
 
@@ -73,12 +100,20 @@ class Segments:
             self._buffers[chunk] = self._bind(chunk)
         return self._buffers[chunk]
 
+    def run(self, index: int, chunk: int, inputs: Mapping[str, Floats]) -> list[Floats]:
+        """One segment by itself, on arrays of its own: for tests of the provider."""
+        session = self._sessions[None if self._symbolic else chunk][index]
+        outputs: list[Floats] = session.run(None, inputs)
+        return outputs
+
     def _open(self, size: int | None) -> None:
         """Two sessions at a time: loading is mostly repacking weights, without the GIL."""
 
         def load(index: int) -> tuple[Any, Placement]:
             path = self._folder / contract.segment_file(index, size)
-            session, placement = open_session(path, provider=self._provider)
+            session, placement = open_session(
+                path, provider=self._provider, provider_options=self._provider_options
+            )
             self._check(session, index, path)
             return session, placement
 

@@ -172,15 +172,11 @@ class Session:
             self._sequence.truncate(min(len(self._sequence), len(prefix)))
         return len(self._sequence)
 
-    def _prefill(
-        self, cancel: threading.Event | None, progress: Progress | None
-    ) -> NDArray[np.float32]:
+    def _prefill(self, hooks: Hooks) -> NDArray[np.float32]:
         """Compute the tokens that are not cached; gives the logits after the last one."""
         new = self._tokens[len(self._sequence) :]
         with self._engine.lock:
-            return self._engine.prefill.run(
-                new, self._sequence, Hooks(progress=progress, cancel=cancel)
-            )
+            return self._engine.prefill.run(new, self._sequence, hooks)
 
     def _step(self, token: int) -> NDArray[np.float32]:
         with self._engine.lock:
@@ -207,6 +203,7 @@ class _Answer:
         self._prefill_s = self._decode_s = self._ttft_s = 0.0
         self._steps = 0
         self._sampled: list[int] = []
+        self._places: dict[str, int] = {}
 
     def run(
         self,
@@ -217,7 +214,8 @@ class _Answer:
         self._cached = self._session._find_prefix()
         began = time.perf_counter()
         try:
-            logits = self._session._prefill(cancel, progress)
+            hooks = Hooks(progress=progress, cancel=cancel, on_place=self._count)
+            logits = self._session._prefill(hooks)
         except CancelledError:
             yield Piece("", finish_reason="cancelled")
             return
@@ -238,6 +236,9 @@ class _Answer:
                 logits = self._session._step(self._sampled[-1])
                 self._decode_s += time.perf_counter() - began
                 self._steps += 1
+
+    def _count(self, place: str, tokens: int) -> None:
+        self._places[place] = self._places.get(place, 0) + tokens
 
     def _limit(self, cancel: threading.Event | None) -> FinishReason | None:
         if cancel is not None and cancel.is_set():
@@ -276,7 +277,7 @@ class _Answer:
             generation_tokens=len(self._sampled),
             generation_tokens_per_second=_rate(self._steps, self._decode_s),
             peak_memory_bytes=peak_memory_bytes(),
-            prefill=self._engine.prefill.where(self._prompt_tokens - self._cached, self._computed),
+            prefill=self._places or {self._engine.prefill.placement.provider: 0},
             prefill_flavour=self._engine.prefill.flavour,
             decode=f"{self._engine.decoder.name} {self._engine.decoder.flavour}",
             seed=self._options.seed or 0,

@@ -12,7 +12,7 @@ import onnx_ir as ir
 from numpy.typing import NDArray
 from onnx_ir.tape import Tape
 
-from edgellm.graphs.contract import WEIGHTS_FILE, StoredArray
+from edgellm.graphs.contract import WEIGHTS_FILE, Grid, StoredArray
 
 # Opset 23 brings RMSNormalization; ORT takes it on the CPU since 1.23.
 OPSETS = {"": 23, "com.microsoft": 1}
@@ -52,6 +52,10 @@ class WeightFile:
             base_dir=self._folder,
         )
 
+    def flush(self) -> None:
+        """Write what has been added so far, so that graphs which use it can be opened."""
+        self._file.flush()
+
     def __enter__(self) -> WeightFile:
         return self
 
@@ -65,10 +69,17 @@ class WeightFile:
 
 
 class GraphBuilder:
-    """Records one graph."""
+    """Records one graph.
 
-    def __init__(self, name: str) -> None:
+    Args:
+        grids: what `quantized` rounds tensors to, by their names; None makes them outputs instead,
+            for a calibration run to look at.
+    """
+
+    def __init__(self, name: str, *, grids: Mapping[str, Grid] | None = None) -> None:
         self._name = name
+        self._grids = grids
+        self._observed: dict[str, ir.Value] = {}
         self._tape = Tape()
         self._initializers: dict[str, ir.Value] = {}
         self._inputs: list[ir.Value] = []
@@ -105,18 +116,39 @@ class GraphBuilder:
         """One operator with one output."""
         return self._tape.op(kind, inputs, attributes, domain=domain)
 
+    def quantized(self, name: str, x: ir.Value) -> ir.Value:
+        """`x` on the fixed points of its grid, as a QuantizeLinear and a DequantizeLinear."""
+        if self._grids is None:
+            self._observed[name] = x
+            return x
+        grid = self._grids[name]
+        dtype = np.uint8 if grid.bits == 8 else np.uint16
+        scale = self.constant(grid.scale, np.float32)
+        zero_point = self.constant(1 << grid.bits - 1, dtype)
+        codes = self.op("QuantizeLinear", x, scale, zero_point)
+        return self.op("DequantizeLinear", codes, scale, zero_point)
+
     def build(self, outputs: Mapping[str, tuple[ir.Value, Sequence[int | str]]]) -> ir.Model:
-        """The finished model; `outputs` names values and states their shapes."""
+        """The finished model; `outputs` names values and states their shapes.
+
+        What is observed comes after them, through an Identity, since it may be an input.
+        """
+        observed = [self._observe(name, value) for name, value in self._observed.items()]
         for name, (value, shape) in outputs.items():
             value.name = name
             value.type = ir.TensorType(ir.DataType.FLOAT)
             value.shape = ir.Shape(tuple(shape))
         graph = ir.Graph(
             self._inputs,
-            [value for value, _ in outputs.values()],
+            [*(value for value, _ in outputs.values()), *observed],
             nodes=self._tape.nodes,
             initializers=list(self._initializers.values()),
             opset_imports=OPSETS,
             name=self._name,
         )
         return ir.Model(graph, ir_version=IR_VERSION, producer_name="edgellm")
+
+    def _observe(self, name: str, value: ir.Value) -> ir.Value:
+        found = self.op("Identity", value)
+        found.name, found.type = name, ir.TensorType(ir.DataType.FLOAT)
+        return found

@@ -15,6 +15,7 @@ graph of llm.npu, Xu et al., arXiv:2407.05858, taken to its end). All tensors ar
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from edgellm.graphs.config import ModelConfig
 
@@ -51,6 +52,18 @@ def segment_file(index: int, chunk: int | None) -> str:
 
 HEAD_FILE = "head.onnx"
 WEIGHTS_FILE = "weights.bin"
+
+
+class Grid(NamedTuple):
+    """The fixed points that a tensor of a static flavour is rounded to, symmetric around 0.
+
+    Attributes:
+        scale: the step; `value = (code - 2^(bits - 1)) * scale`.
+        bits: 8 or 16.
+    """
+
+    scale: float
+    bits: int
 
 
 @dataclass(frozen=True)

@@ -103,8 +103,8 @@ class Int8Linear:
 class Int8PairLinear:
     """An int8 weight and an int8 weight for what the first one rounded off: 16 bits in all."""
 
-    high: Int8Linear
-    low: Int8Linear
+    high: Linear
+    low: Linear
 
     def activation(self, graph: GraphBuilder, x: ir.Value) -> Activation:
         return self.high.activation(graph, x)
@@ -128,14 +128,22 @@ class ConcatLinear:
 
 @dataclass(frozen=True)
 class BlockRotatedLinear:
-    """A layer whose input is first multiplied by `rotation` `[b, b]`, run of b by run of b."""
+    """A layer whose input is first multiplied by `rotation` `[b, b]`, run of b by run of b.
+
+    Attributes:
+        factor: multiplies the input before that, or None. Qualcomm's compiler runs out of memory
+            on a Reshape of what is a segment's own input (QNN 2.47), and not behind a product.
+    """
 
     linear: Linear
     rotation: ir.TensorProtocol
     width: int
+    factor: float | None = None
 
     def activation(self, graph: GraphBuilder, x: ir.Value) -> Activation:
         size = int(self.rotation.shape.numpy()[0])
+        if self.factor is not None:
+            x = graph.op("Mul", x, graph.constant(self.factor, np.float32))
         blocks = graph.op("Reshape", x, graph.constant([-1, size], np.int64))
         blocks = graph.op("MatMul", blocks, graph.weight(self.rotation))
         rotated = graph.op("Reshape", blocks, graph.constant([-1, self.width], np.int64))

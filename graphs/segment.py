@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import onnx_ir as ir
@@ -10,6 +10,7 @@ import onnx_ir as ir
 from edgellm.graphs import contract
 from edgellm.graphs.builder import GraphBuilder
 from edgellm.graphs.config import ModelConfig
+from edgellm.graphs.contract import Grid
 from edgellm.graphs.linear import Linear
 
 Array = ir.TensorProtocol
@@ -44,9 +45,19 @@ class Segment:
     leave: Array | None = None
 
 
-def author_segment(segment: Segment, config: ModelConfig, *, chunk: int | None) -> ir.Model:
-    """The ONNX graph of a segment for a static chunk size, or for any size if None."""
-    graph = GraphBuilder(f"segment_{segment.index}")
+def author_segment(
+    segment: Segment,
+    config: ModelConfig,
+    *,
+    chunk: int | None,
+    grids: Mapping[str, Grid] | None = None,
+) -> ir.Model:
+    """The ONNX graph of a segment for a static chunk size, or for any size if None.
+
+    Args:
+        grids: those of its `StaticLinear` layers; None makes a graph for a calibration run.
+    """
+    graph = GraphBuilder(f"segment_{segment.index}", grids=grids)
     rows: int | str = contract.CHUNK_DIM if chunk is None else chunk
     inputs = {
         name: graph.input(name, (rows, width))

@@ -36,7 +36,7 @@ def smollm2_gguf() -> Path:
 @pytest.fixture(scope="session")
 def smollm2() -> Bundle:
     """The default model's bundle with all flavours."""
-    return prepare(DEFAULT_MODEL, flavours=("f32", "int4", "panels", "w8a8"))
+    return prepare(DEFAULT_MODEL, flavours=("f32", "int4", "panels", "w8a16-qdq", "w8a8"))
 
 
 @pytest.fixture(scope="session")

@@ -66,14 +66,11 @@ def test_the_plan_is_followed(smollm2: Bundle, monkeypatch: pytest.MonkeyPatch) 
     for planned in (Costs({128: 1.0}, 0.1, 0.01), Costs({128: 1.0})):
         monkeypatch.setattr(engine.prefill, "_costs", planned)
         sequence = engine.cache.sequence()
-        seen: list[int] = []
+        seen: list[tuple[str, int]] = []
         logits = engine.prefill.run(
-            tokens, sequence, Hooks(on_hidden=lambda rows, seen=seen: seen.append(len(rows)))
+            tokens, sequence, Hooks(on_place=lambda *place, seen=seen: seen.append(place))
         )
-        assert seen == [128, 12]
-        tail = {"native": 12} if planned.call else {}
-        assert engine.prefill.where(140, 140) == {"cpu": 140 - sum(tail.values()), **tail}
-        assert engine.prefill.where(140, 128) == {"cpu": 128}
+        assert seen == [("cpu", 128), ("native" if planned.call else "cpu", 12)]
         assert len(sequence) == 140
         found.append(int(logits.argmax()))
         sequence.truncate(0)

@@ -96,7 +96,7 @@ def test_greedy_tokens(reference_llm: LLM, judge: Any, prompt: str) -> None:
 
 def test_chunk_size_makes_no_difference(reference_llm: LLM) -> None:
     tokens = text_tokens(reference_llm, 300)
-    model = reference_llm.engine.prefill._model
+    model = reference_llm.engine.prefill.model
     results = []
     for chunk in (300, 128, 32, 7):
         sequence = reference_llm.engine.cache.sequence()
@@ -114,7 +114,7 @@ def test_poisoned_padding_never_shows(
 ) -> None:
     llm = load(str(smollm2.path), prefill="cpu", flavour=flavour)
     tokens = text_tokens(llm, 45)
-    model = llm.engine.prefill._model
+    model = llm.engine.prefill.model
     buffers = model.segments.buffers(32)
     sequence = llm.engine.cache.sequence()
     model.forward(tokens[:32], sequence, chunk=32)
@@ -177,7 +177,8 @@ def test_int8_flavour_agrees_with_float_on_random_weights(
 
 
 # How far below the other back end's best logit a greedy token may be, to count as a near-tie. The
-# largest gap on these prompts is 0.28 with AVX-512 and 0.53 with AVX2, whose sums have another order.
+# largest gap on these prompts is 0.28 with AVX-512 and 0.53 with AVX2, whose sums are in another
+# order.
 NEAR_TIE = 0.8
 
 

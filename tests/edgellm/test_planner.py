@@ -34,7 +34,11 @@ def test_every_token_is_in_one_piece(
     if plan:
         last = plan[-1]
         assert last.count >= 1
-        assert call is not None if last.size is None else last.count <= last.size
+        if last.size is None:
+            assert call is not None
+            assert last.count < min(chunks)
+        else:
+            assert last.count <= last.size
 
 
 @given(tokens=st.integers(1, 40), call=st.floats(0, 5), token=st.floats(0, 1))
@@ -45,8 +49,8 @@ def test_short_prompts_are_planned_best(tokens: int, call: float, token: float) 
     for small, large in itertools.product(range(11), range(4)):
         left = tokens - 4 * small - 16 * large
         whole = small + 2.5 * large
-        if left > -16:
-            ways.append(whole + (call + token * left if left > 0 else 0))
+        if 0 < left < 4:
+            ways.append(whole + call + token * left)
         if left <= 0:
             ways.append(whole)
     assert cost(plan_chunks(tokens, costs), costs) <= min(ways) + 1e-9
@@ -63,16 +67,22 @@ def test_short_prompts_are_planned_best(tokens: int, call: float, token: float) 
         (512, [(128, 128)] * 4),
     ],
 )
-def test_without_a_native_step(tokens: int, expected: list[tuple[int, int]]) -> None:
+def test_without_a_host(tokens: int, expected: list[tuple[int, int]]) -> None:
     assert [(p.size, p.count) for p in plan_chunks(tokens, Costs(CHUNKS))] == expected
 
 
 @pytest.mark.parametrize(
     ("tokens", "expected"),
-    [(1, [(None, 1)]), (20, [(None, 20)]), (40, [(128, 40)]), (133, [(128, 128), (None, 5)])],
+    [
+        (1, [(None, 1)]),
+        (10, [(None, 10)]),
+        (20, [(32, 20)]),
+        (40, [(32, 32), (None, 8)]),
+        (133, [(128, 128), (None, 5)]),
+        (148, [(128, 128), (32, 20)]),
+        (165, [(128, 128), (32, 32), (None, 5)]),
+    ],
 )
-def test_short_tails_go_to_the_native_step(
-    tokens: int, expected: list[tuple[int | None, int]]
-) -> None:
-    costs = Costs({128: 29.6}, call=4.0, token=0.75)
+def test_short_tails_go_to_the_host(tokens: int, expected: list[tuple[int | None, int]]) -> None:
+    costs = Costs(CHUNKS, call=4.0, token=0.75)
     assert [(p.size, p.count) for p in plan_chunks(tokens, costs)] == expected

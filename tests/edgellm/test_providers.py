@@ -1,16 +1,17 @@
 from __future__ import annotations
 
+import sys
+import types
 from pathlib import Path
 from typing import Any
 
-import onnx_ir as ir
 import pytest
 
 from edgellm import OptionError, ProviderError, thread_pool
-from edgellm.graphs.builder import GraphBuilder
+from edgellm.engine import EngineOptions
 from edgellm.int8_support import int8_products_are_exact
-from edgellm.llm import LLM
-from edgellm.providers import PROVIDERS, choose, open_session, statuses
+from edgellm.llm import LLM, load
+from edgellm.providers import PROVIDERS, choose, statuses
 
 
 def test_every_provider_is_usable_or_says_why() -> None:
@@ -28,26 +29,29 @@ def test_choice() -> None:
         choose("gpu")
 
 
-def test_placement_counts_every_node(portable_llm: LLM) -> None:
-    placement = portable_llm.engine.prefill.placement
-    assert placement.complete
-    assert placement.nodes.keys() == {"CPUExecutionProvider"}
-    assert placement.nodes["CPUExecutionProvider"] > 31 * 10
+def test_plugin_that_is_not_installed_or_does_not_load(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "onnxruntime_ep_webgpu", None)
+    with pytest.raises(ProviderError, match="pip install 'onnxruntime-ep-webgpu'"):
+        choose("webgpu")
+    broken = types.ModuleType("onnxruntime_ep_webgpu")
+    broken.get_library_path = lambda: "/nowhere/libnothing.so"  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "onnxruntime_ep_webgpu", broken)
+    with pytest.raises(ProviderError, match="does not load"):
+        choose("webgpu")
 
 
-def test_graph_that_does_not_load(tmp_path: Path) -> None:
-    path = tmp_path / "broken.onnx"
-    path.write_bytes(b"not a graph")
-    with pytest.raises(ProviderError, match=r"broken\.onnx"):
-        open_session(path, provider="cpu")
+@pytest.mark.parametrize(
+    ("prefill", "flavour", "words"),
+    [("qnn", "w8a8", "w8a16-qdq"), ("cpu", "panels", "w8a8, f32"), ("auto", "f16", "w8a8, f32")],
+)
+def test_flavour_that_a_provider_does_not_take(prefill: str, flavour: str, words: str) -> None:
+    with pytest.raises(OptionError, match=words):
+        EngineOptions(prefill=prefill, flavour=flavour)
 
 
-def test_unknown_operator_is_not_run_elsewhere(tmp_path: Path) -> None:
-    graph = GraphBuilder("strange")
-    value = graph.op("NoSuchOperator", graph.input("x", (1,)), domain="com.microsoft")
-    ir.save(graph.build({"y": (value, (1,))}), tmp_path / "strange.onnx")
-    with pytest.raises(ProviderError, match="cpu does not load"):
-        open_session(tmp_path / "strange.onnx", provider="cpu")
+def test_options_for_a_provider_without_any(tiny_model: Path) -> None:
+    with pytest.raises(OptionError, match="provider options: cpu"):
+        load(str(tiny_model), prefill="cpu", provider_options={"soc_model": "60"})
 
 
 def test_one_pool_for_the_process(portable_llm: LLM) -> None:

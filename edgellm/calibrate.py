@@ -1,0 +1,200 @@
+"""A calibration run: text through the segments in float32, to see how large activations get.
+
+One segment at a time sees all windows before the next one is opened, so that the weights of one are
+in memory, however large the model.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+from numpy.typing import NDArray
+
+from edgellm import thread_pool
+from edgellm.calibration_text import default_text
+from edgellm.errors import ExportError, OptionError
+from edgellm.graphs import contract
+from edgellm.graphs.config import ModelConfig
+from edgellm.graphs.contract import Grid
+from edgellm.graphs.segment import Segment, author_segment
+from edgellm.graphs.static_linear import is_input
+from edgellm.kernels import rope
+from edgellm.kernels.attention import attend
+from edgellm.kernels.kv_append import append_rotated
+from edgellm.kernels.kv_blocks import BLOCK, KVBlocks, allocate
+from edgellm.quantize.calibration import METHODS, Method, Observation, grid_scale, reach
+from edgellm.tokenizer import Tokenizer
+
+Floats = NDArray[np.float32]
+# The first token of a sequence collects attention that has nowhere else to go, and is computed on
+# the host: its activations are the outliers of outliers (SmolLM2-135M: 3,006 before down_proj of
+# layer 11, where no other token exceeds 10), and a grid that reaches them is useless for the rest
+# (PrefixQuant, Chen et al., arXiv:2410.05265).
+HOST_TOKENS = 1
+# 16 bits have room for values a little larger than any that were seen.
+_HEADROOM = 1.25
+
+
+@dataclass(frozen=True, kw_only=True)
+class CalibrationOptions:
+    """How static scales are found.
+
+    Attributes:
+        text: None takes Python's manual and library (see `calibration_text.py`).
+        windows: runs of consecutive tokens.
+        window: tokens of each.
+        seed: of the choice of windows, where the text has more.
+        method, percentile: see `quantize/calibration.py`; for 8-bit tensors, 16-bit ones take
+            `minmax`.
+    """
+
+    text: str | None = None
+    windows: int = 128
+    window: int = 64
+    seed: int = 0
+    method: Method = "mse"
+    percentile: float = 99.9
+
+    def __post_init__(self) -> None:
+        """Check the values.
+
+        Raises:
+            OptionError: a value that is not allowed.
+        """
+        if self.method not in METHODS:
+            raise OptionError(
+                f"calibration method {self.method!r}: allowed are {', '.join(METHODS)}"
+            )
+        if self.windows < 1:
+            raise OptionError(f"calibration windows is {self.windows}; allowed is 1 or more")
+        if self.window <= HOST_TOKENS:
+            raise OptionError(
+                f"calibration window is {self.window}; allowed is {HOST_TOKENS + 1} or more"
+            )
+        if not 0 < self.percentile <= 100:
+            raise OptionError(
+                f"calibration percentile is {self.percentile}; allowed is above 0, at most 100"
+            )
+
+    def to_json(self) -> dict[str, Any]:
+        """For the manifest; of the text, its hash."""
+        text = default_text() if self.text is None else self.text
+        return {
+            "text": "default" if self.text is None else "given",
+            "text_sha256": hashlib.sha256(text.encode()).hexdigest(),
+            "windows": self.windows,
+            "window": self.window,
+            "seed": self.seed,
+            "method": self.method,
+            "percentile": self.percentile,
+        }
+
+
+def choose_windows(tokenizer: Tokenizer, options: CalibrationOptions) -> NDArray[np.int64]:
+    """Token ids `[windows, window]`, runs of the text that do not overlap.
+
+    Raises:
+        OptionError: the text is too short.
+    """
+    text = default_text() if options.text is None else options.text
+    tokens = np.asarray(tokenizer.encode(text), np.int64)
+    count = len(tokens) // options.window
+    if count < options.windows:
+        raise OptionError(
+            f"the calibration text has {len(tokens)} tokens, which is {count} windows of "
+            f"{options.window}; {options.windows} were asked for. Take a longer text or fewer "
+            "windows (--calibration-windows)"
+        )
+    runs = tokens[: count * options.window].reshape(count, options.window)
+    chosen = np.random.default_rng(options.seed).choice(count, options.windows, replace=False)
+    return runs[np.sort(chosen)]
+
+
+class Calibrator:
+    """Takes the segments of a model one after the other, from the first to the last."""
+
+    def __init__(
+        self, config: ModelConfig, embedded: Floats, options: CalibrationOptions, *, bits: int
+    ) -> None:
+        """`embedded` holds the windows' embeddings, `[windows, window, E]`; `bits` of inputs."""
+        self._config = config
+        self._options = options
+        self._bits = bits
+        self._inputs = [{contract.X: window} for window in embedded]
+        self._rope = rope.table(config.inv_freq, options.window)
+        self._blocks: KVBlocks = allocate(
+            format="f32",
+            blocks=-(-options.window // BLOCK),
+            layers=1,
+            kv_heads=config.kv_heads,
+            head_dim=config.head_dim,
+        )
+        self.observations: dict[str, Observation] = {}
+
+    def observe(self, segment: Segment, folder: Path) -> dict[str, Grid]:
+        """Run all windows through a segment, whose weights are in `folder`; gives its grids.
+
+        Raises:
+            ExportError: an activation is infinite or not a number.
+        """
+        path = folder / f"{segment.index:03d}.observed.onnx"
+        ir.save(author_segment(segment, self._config, chunk=None, grids=None), path)
+        try:
+            seen = self._run(path, segment.index)
+        except FloatingPointError as error:
+            raise ExportError(f"calibration: segment {segment.index} gives {error}") from None
+        finally:
+            path.unlink()
+        self.observations.update(seen)
+        return {name: self._grid(name, found) for name, found in seen.items()}
+
+    def _grid(self, name: str, seen: Observation) -> Grid:
+        bits = self._bits if is_input(name) else 16
+        far = reach(
+            seen,
+            bits=bits,
+            method=self._options.method if bits == 8 else "minmax",
+            percentile=self._options.percentile,
+            headroom=_HEADROOM if bits == 16 else 1.0,
+        )
+        return Grid(grid_scale(far, bits=bits), bits)
+
+    def _run(self, path: Path, index: int) -> dict[str, Observation]:
+        session = _session(path)
+        names = [output.name for output in session.get_outputs()]
+        seen: dict[str, Observation] = {}
+        for i, inputs in enumerate(self._inputs):
+            outputs: dict[str, Floats] = dict(zip(names, session.run(None, inputs), strict=True))
+            for name in names[len(contract.segment_outputs(self._config, index)) :]:
+                rows = outputs[name]
+                seen.setdefault(name, Observation.of(rows.shape[-1])).add(rows[HOST_TOKENS:])
+            if index < self._config.layers:
+                self._inputs[i] = {
+                    contract.ATTENTION: self._attention(outputs[contract.QKV]),
+                    contract.RESIDUAL: outputs[contract.RESIDUAL_OUT],
+                }
+        return seen
+
+    def _attention(self, qkv: Floats) -> Floats:
+        """What attention makes of a window by itself, `[window, H * D]`."""
+        config, table = self._config, range(self._blocks.count)
+        heads = qkv.reshape(len(qkv), -1, config.head_dim)
+        q = append_rotated(self._blocks, table, 0, 0, heads, self._rope)
+        found = attend(self._blocks, table, 0, q, 0, window=config.sliding_window)
+        return found.reshape(len(qkv), -1)
+
+
+def _session(path: Path) -> Any:
+    """On all cores, unless the process has a pool already."""
+    import onnxruntime as ort
+
+    options = thread_pool.session_options()
+    options.intra_op_num_threads = thread_pool.usable_cores()
+    # more would fuse DequantizeLinear and MatMul to MatMulNBits, which rounds its input to 8 bits
+    options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_ENABLE_BASIC
+    return ort.InferenceSession(path, options, providers=["CPUExecutionProvider"])

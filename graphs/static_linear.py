@@ -1,0 +1,68 @@
+"""Linear layers for accelerators that want integer products with scales known beforehand."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import onnx_ir as ir
+from numpy.typing import NDArray
+
+from edgellm.graphs.builder import GraphBuilder, WeightFile
+from edgellm.graphs.linear import Activation
+
+_INPUT = ".input"
+
+
+def input_name(layer: str) -> str:
+    """The name of the grid of a layer's input; gate and up have the same one."""
+    return layer.replace(".up", ".gate") + _INPUT
+
+
+def is_input(name: str) -> bool:
+    """Whether a grid is that of an input."""
+    return name.endswith(_INPUT)
+
+
+@dataclass(frozen=True)
+class StaticLinear:
+    """int8 weight `[K, N]` with a scale a column, between rounded inputs and outputs.
+
+    The QDQ form that Qualcomm's HTP takes as one integer product: DequantizeLinear on both sides of
+    a MatMul, QuantizeLinear behind it. What lies between two linear layers (norm, SiLU, the
+    residual) stays float, half precision on the HTP.
+
+    Attributes:
+        name: of the layer; its grids are called after it.
+        zero_point: `[N]`, all zero.
+    """
+
+    name: str
+    weight: ir.TensorProtocol
+    scale: ir.TensorProtocol
+    zero_point: ir.TensorProtocol
+
+    @classmethod
+    def store(
+        cls, file: WeightFile, name: str, weight: NDArray[np.int8], scale: NDArray[np.float32]
+    ) -> StaticLinear:
+        """From codes `[N, K]` and scales `[N]`."""
+        return cls(
+            name,
+            file.add(name, weight.T),
+            file.add(f"{name}.scale", scale),
+            file.add(f"{name}.zero_point", np.zeros(weight.shape[0], np.int8)),
+        )
+
+    def activation(self, graph: GraphBuilder, x: ir.Value) -> Activation:
+        return Activation(graph.quantized(input_name(self.name), x))
+
+    def apply(self, graph: GraphBuilder, x: Activation) -> ir.Value:
+        weight = graph.op(
+            "DequantizeLinear",
+            graph.weight(self.weight),
+            graph.weight(self.scale),
+            graph.weight(self.zero_point),
+            axis=1,
+        )
+        return graph.quantized(f"{self.name}.output", graph.op("MatMul", x.values, weight))

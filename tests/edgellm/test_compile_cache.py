@@ -1,0 +1,131 @@
+"""Qualcomm's provider for x86: the real compiler, and the HTP in an emulator."""
+
+from __future__ import annotations
+
+import faulthandler
+import importlib.util
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from edgellm import ProviderError, compile_cache
+from edgellm.bundle import open_bundle
+from edgellm.calibrate import CalibrationOptions
+from edgellm.export import export
+from edgellm.home import compiled_dir
+from edgellm.llm import LLM, load
+from edgellm.prefill import Hooks
+from edgellm.providers import status
+
+STATIC = "w8a16-qdq"
+
+pytestmark = [
+    pytest.mark.npu,
+    pytest.mark.skipif(
+        importlib.util.find_spec("onnxruntime_qnn") is None,
+        reason="onnxruntime-qnn has no wheel here",
+    ),
+]
+
+
+@pytest.fixture(scope="module")
+def bundle_path(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("qnn") / "bundle"
+    export(
+        tiny_model,
+        out,
+        name="tiny",
+        source=str(tiny_model),
+        flavours=("f32", "int4", "panels", STATIC),
+        calibration=CalibrationOptions(windows=8, window=32),
+    )
+    return out
+
+
+def on_htp(path: Path, **options: dict[str, str]) -> LLM:
+    return load(str(path), prefill="qnn", decode="reference", **options)
+
+
+def logits_and_places(llm: LLM, tokens: list[int]) -> tuple[np.ndarray, dict[str, int]]:
+    sequence, places = llm.engine.cache.sequence(), dict[str, int]()
+    hooks = Hooks(on_place=lambda name, n: places.update({name: places.get(name, 0) + n}))
+    logits = llm.engine.prefill.run(tokens, sequence, hooks).copy()
+    sequence.truncate(0)
+    return logits, places
+
+
+def test_devices_say_that_it_is_emulated() -> None:
+    found = status("qnn")
+    assert found.usable
+    assert "emulated" in found.device
+
+
+def test_every_segment_runs_whole_on_the_htp(bundle_path: Path, edgellm_home: Path) -> None:
+    """The same graphs on the CPU provider differ by what half precision between products costs."""
+    htp = on_htp(bundle_path)
+    placement = htp.engine.prefill.placement
+    assert placement.complete
+    assert placement.nodes == {"QNNExecutionProvider": 2 * 3}
+    cpu = load(str(bundle_path), prefill="cpu", flavour=STATIC, decode="reference")
+    for count in (1, 2, 33, 34, 140):
+        tokens = np.random.default_rng(count).integers(0, 256, count).tolist()
+        (found, places), (expected, _) = (logits_and_places(llm, tokens) for llm in (htp, cpu))
+        assert places == {"reference": 1, **({"qnn": count - 1} if count > 1 else {})}
+        assert np.abs(found - expected).max() < 0.03 * np.abs(expected).max()
+
+
+def test_compiled_once(bundle_path: Path, edgellm_home: Path) -> None:
+    steps: list[tuple[str, int, int]] = []
+    bundle = open_bundle(bundle_path)
+
+    def compiled() -> Path:
+        return compile_cache.compiled(
+            bundle,
+            STATIC,
+            provider="qnn",
+            provider_options={},
+            progress=lambda *step: steps.append(step),
+        )
+
+    folder = compiled()
+    assert steps[0] == ("compiling 000.c32.onnx", 0, 6)
+    assert steps[-1] == ("compiled", 6, 6)
+    before = {path.name: path.stat().st_mtime_ns for path in folder.iterdir()}
+    steps.clear()
+    assert compiled() == folder
+    assert not steps
+    damaged = folder / "001.c32_qnn.bin"
+    content = damaged.read_bytes()
+    damaged.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+    assert compiled() == folder
+    assert steps[-1] == ("compiled", 6, 6)
+    assert {path.name for path in folder.iterdir()} == set(before)
+    assert damaged.read_bytes() != content[:-1] + bytes([content[-1] ^ 1])
+
+
+def test_interrupted_compilation_leaves_nothing(bundle_path: Path, edgellm_home: Path) -> None:
+    def interrupt(label: str, done: int, total: int) -> None:
+        if done == 2:
+            raise KeyboardInterrupt
+
+    bundle = open_bundle(bundle_path)
+    with pytest.raises(KeyboardInterrupt):
+        compile_cache.compiled(
+            bundle, STATIC, provider="qnn", provider_options={}, progress=interrupt
+        )
+    assert not [path for path in compiled_dir().iterdir() if path.suffix != ".lock"]
+
+
+def test_compiler_that_crashes(
+    bundle_path: Path, edgellm_home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(compile_cache, "_print_to_stderr", faulthandler._sigsegv)
+    with pytest.raises(ProviderError, match="its compiler crashed"):
+        on_htp(bundle_path)
+
+
+def test_device_that_the_compiler_does_not_know(bundle_path: Path, edgellm_home: Path) -> None:
+    with pytest.raises(ProviderError, match="qnn"):
+        on_htp(bundle_path, provider_options={"soc_model": "999999"})
+    assert not [path for path in compiled_dir().iterdir() if path.suffix != ".lock"]

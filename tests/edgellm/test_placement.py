@@ -1,0 +1,33 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import onnx_ir as ir
+import pytest
+
+from edgellm import ProviderError
+from edgellm.graphs.builder import GraphBuilder
+from edgellm.llm import LLM
+from edgellm.placement import open_session
+
+
+def test_placement_counts_every_node(portable_llm: LLM) -> None:
+    placement = portable_llm.engine.prefill.placement
+    assert placement.complete
+    assert placement.nodes.keys() == {"CPUExecutionProvider"}
+    assert placement.nodes["CPUExecutionProvider"] > 31 * 10
+
+
+def test_graph_that_does_not_load(tmp_path: Path) -> None:
+    path = tmp_path / "broken.onnx"
+    path.write_bytes(b"not a graph")
+    with pytest.raises(ProviderError, match=r"broken\.onnx"):
+        open_session(path, provider="cpu")
+
+
+def test_unknown_operator_is_not_run_elsewhere(tmp_path: Path) -> None:
+    graph = GraphBuilder("strange")
+    value = graph.op("NoSuchOperator", graph.input("x", (1,)), domain="com.microsoft")
+    ir.save(graph.build({"y": (value, (1,))}), tmp_path / "strange.onnx")
+    with pytest.raises(ProviderError, match="cpu does not load"):
+        open_session(tmp_path / "strange.onnx", provider="cpu")
