@@ -30,7 +30,7 @@ from edgellm.home import replacing_file
 
 FORMAT = "edgellm-bundle"
 # Goes up when the layout or the recipe of a flavour changes, so that old bundles are made again.
-FORMAT_VERSION = 2
+FORMAT_VERSION = 3
 MANIFEST = "manifest.json"
 TOKENIZER = "tokenizer.json"
 CHAT_TEMPLATE = "chat_template.jinja"

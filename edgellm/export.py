@@ -182,7 +182,11 @@ class _Exporter:
                 grids = calibrator.observe(segment, folder) if calibrator else None
                 for chunk in sizes:
                     model = author_segment(
-                        segment, self._checkpoint.config, chunk=chunk, grids=grids
+                        segment,
+                        self._checkpoint.config,
+                        chunk=chunk,
+                        grids=grids,
+                        basic_norms=flavour.basic_norms and chunk is not None,
                     )
                     ir.save(model, folder / segment_file(segment.index, chunk))
                 self._steps.step(f"{name}: segment {segment.index}")

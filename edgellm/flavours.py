@@ -90,6 +90,7 @@ class Flavour:
         segments: makes the segments of a checkpoint, first to last; None where there are no graphs.
         calibrated_bits: of the inputs of linear layers, whose scales come from a calibration run;
             None where scales are found at run time or there are none.
+        basic_norms: of its graphs of static size, see `author_segment`.
     """
 
     description: str
@@ -97,6 +98,7 @@ class Flavour:
     token_by_token: bool
     segments: Callable[[Checkpoint, WeightFile, ImportReport], Iterator[Segment]] | None
     calibrated_bits: int | None = None
+    basic_norms: bool = False
 
 
 def _f32(checkpoint: Checkpoint, file: WeightFile, report: ImportReport) -> Iterator[Segment]:
@@ -265,7 +267,7 @@ class _RotatedLayers:
 
 
 FLAVOURS = {
-    "f32": Flavour("float32 weights and activations", "f32", False, _f32),
+    "f32": Flavour("float32 weights and activations", "f32", False, _f32, basic_norms=True),
     "w8a8": Flavour(
         "int8 weights per channel (V: 16 bits), int8 activations per row, rotated residual, "
         "Hadamard blocks before o_proj and down_proj",

@@ -22,6 +22,8 @@ QNN = "qnn"
 AUTO = "auto"
 # Not a provider: prefill in the native kernels, without ONNX Runtime.
 NATIVE = "native"
+# Of devices, the best first.
+_KINDS = ("NPU", "GPU", "CPU")
 # Plug-ins warn about features of machines that this one is not.
 _ERRORS = 3
 
@@ -61,7 +63,7 @@ PROVIDERS: Mapping[str, Provider] = {
         "QNNExecutionProvider", "edgellm[qnn]", "onnxruntime_qnn", ("w8a16-qdq",), compiled=True
     ),
     "openvino": Provider(
-        "OpenVINOExecutionProvider", "onnxruntime-ep-openvino", "onnxruntime_ep_openvino"
+        "OpenVINOExecutionProvider", "edgellm[openvino]", "onnxruntime_ep_openvino"
     ),
     "coreml": Provider("CoreMLExecutionProvider", "onnxruntime on macOS"),
     "dml": Provider("DmlExecutionProvider", "onnxruntime-directml"),
@@ -132,7 +134,7 @@ def add_provider(options: Any, name: str, settings: Mapping[str, str]) -> list[s
             raise OptionError(f"provider options: {name} has none here")
         return [provider.ort_name]
     options.log_severity_level = _ERRORS
-    options.add_provider_for_devices(_plugin_devices(name), {**_settings(name), **settings})
+    options.add_provider_for_devices([_plugin_device(name)], {**_settings(name), **settings})
     return None
 
 
@@ -153,10 +155,10 @@ def _device(name: str) -> str:
 
     provider = PROVIDERS[name]
     if provider.plugin is not None:
-        first = _plugin_devices(name)[0].device
+        device = _plugin_device(name).device
         if name == QNN and _emulated():
             return "HTP v73, emulated on this CPU: for tests, not for speed"
-        return f"{first.type.name} {first.vendor}".strip()
+        return f"{device.type.name} {device.vendor}".strip()
     if provider.ort_name not in onnxruntime.get_available_providers():
         raise ProviderError(f"not in this build of onnxruntime; it comes with {provider.package}")
     return ""
@@ -170,8 +172,11 @@ def _plugin(name: str) -> ModuleType:
         raise ProviderError(f"not installed; pip install {provider.package!r}") from None
 
 
-def _plugin_devices(name: str) -> list[Any]:
-    """The devices of a plug-in, whose library ONNX Runtime loads once a process."""
+def _plugin_device(name: str) -> Any:
+    """A plug-in's device, an NPU before a GPU before a CPU.
+
+    ONNX Runtime loads its library once a process.
+    """
     import onnxruntime as ort
 
     ort_name = PROVIDERS[name].ort_name
@@ -190,7 +195,7 @@ def _plugin_devices(name: str) -> list[Any]:
     found = devices()
     if not found:
         raise ProviderError("no device of its kind in this machine")
-    return found
+    return min(found, key=lambda device: _KINDS.index(device.device.type.name))
 
 
 def _emulated() -> bool:

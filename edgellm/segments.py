@@ -156,11 +156,15 @@ class Segments:
                 contract.RESIDUAL: values[("even", "odd")[index % 2]],
                 contract.RESIDUAL_OUT: values[("odd", "even")[index % 2]],
             }
-            for name in contract.segment_inputs(config, index):
-                binding.bind_ortvalue_input(name, residual.get(name) or values[name])
+            inputs = {
+                name: residual.get(name) or values[name]
+                for name in contract.segment_inputs(config, index)
+            }
+            for name, value in inputs.items():
+                binding.bind_ortvalue_input(name, value)
             for name in contract.segment_outputs(config, index):
                 binding.bind_ortvalue_output(name, residual.get(name) or values[name])
-            runs.append(_runner(session, binding))
+            runs.append(_runner(session, binding, {} if self._provider == CPU else inputs))
         return ChunkBuffers(
             arrays[contract.X],
             arrays[contract.ATTENTION],
@@ -170,8 +174,16 @@ class Segments:
         )
 
 
-def _runner(session: Any, binding: Any) -> Run:
-    return lambda: session.run_with_iobinding(binding)
+def _runner(session: Any, binding: Any, inputs: Mapping[str, Any]) -> Run:
+    """`inputs` are bound anew for each run: a provider with memory of its own (OpenVINO on a CPU
+    even) copies them when they are bound, and would go on computing with what they were then."""
+
+    def run() -> None:
+        for name, value in inputs.items():
+            binding.bind_ortvalue_input(name, value)
+        session.run_with_iobinding(binding)
+
+    return run
 
 
 class ModelHead(Protocol):

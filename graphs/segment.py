@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import onnx_ir as ir
 
 from edgellm.graphs import contract
@@ -51,13 +52,17 @@ def author_segment(
     *,
     chunk: int | None,
     grids: Mapping[str, Grid] | None = None,
+    basic_norms: bool = False,
 ) -> ir.Model:
     """The ONNX graph of a segment for a static chunk size, or for any size if None.
 
     Args:
         grids: those of its `StaticLinear` layers; None makes a graph for a calibration run.
+        basic_norms: write norms out in basic operators. OpenVINO leaves RMSNormalization to the
+            CPU; Qualcomm's HTP takes it, and would overflow half precision in the squares.
     """
     graph = GraphBuilder(f"segment_{segment.index}", grids=grids)
+    norm = _basic_norm if basic_norms else _norm
     rows: int | str = contract.CHUNK_DIM if chunk is None else chunk
     inputs = {
         name: graph.input(name, (rows, width))
@@ -70,8 +75,10 @@ def author_segment(
         residual = graph.op(
             "Add", residual, _apply(graph, segment.output, inputs[contract.ATTENTION])
         )
-        residual = graph.op("Add", residual, _mlp(graph, segment.mlp, residual, config))
-    normed = _norm(graph, residual, segment.norm, config)
+        assert segment.mlp is not None
+        normed = norm(graph, residual, segment.mlp.norm, config)
+        residual = graph.op("Add", residual, _mlp(graph, segment.mlp, normed))
+    normed = norm(graph, residual, segment.norm, config)
     if segment.index == config.layers:
         if segment.leave is not None:
             normed = graph.op("MatMul", normed, graph.weight(segment.leave))
@@ -107,14 +114,20 @@ def _norm(graph: GraphBuilder, x: ir.Value, weight: Array, config: ModelConfig) 
     )
 
 
+def _basic_norm(graph: GraphBuilder, x: ir.Value, weight: Array, config: ModelConfig) -> ir.Value:
+    squares = graph.op("Mul", x, x)
+    mean = graph.op("ReduceMean", squares, graph.constant([-1], np.int64), keepdims=1)
+    mean = graph.op("Add", mean, graph.constant(config.rms_norm_eps, np.float32))
+    return graph.op("Mul", graph.op("Div", x, graph.op("Sqrt", mean)), graph.weight(weight))
+
+
 def _apply(graph: GraphBuilder, linear: Linear | None, x: ir.Value) -> ir.Value:
     assert linear is not None
     return linear.apply(graph, linear.activation(graph, x))
 
 
-def _mlp(graph: GraphBuilder, mlp: Mlp | None, residual: ir.Value, config: ModelConfig) -> ir.Value:
-    assert mlp is not None
-    x = mlp.gate.activation(graph, _norm(graph, residual, mlp.norm, config))
+def _mlp(graph: GraphBuilder, mlp: Mlp, normed: ir.Value) -> ir.Value:
+    x = mlp.gate.activation(graph, normed)
     gate, up = mlp.gate.apply(graph, x), mlp.up.apply(graph, x)
     hidden = graph.op("Mul", graph.op("Mul", gate, graph.op("Sigmoid", gate)), up)
     return _apply(graph, mlp.down, hidden)

@@ -52,9 +52,10 @@ class NumpySegments:
 
 def sessions(folder: Path, flavour: str, checkpoint: Checkpoint, chunk: int | None) -> list[Any]:
     folder.mkdir(exist_ok=True)
+    basic_norms = FLAVOURS[flavour].basic_norms and chunk is not None
     with WeightFile(folder) as file:
         for segment in FLAVOURS[flavour].segments(checkpoint, file, ImportReport()):
-            model = author_segment(segment, checkpoint.config, chunk=chunk)
+            model = author_segment(segment, checkpoint.config, chunk=chunk, basic_norms=basic_norms)
             ir.save(model, folder / contract.segment_file(segment.index, chunk))
     return [
         ort.InferenceSession(
