@@ -211,6 +211,15 @@ def is_bundle(path: Path) -> bool:
     return (path / MANIFEST).is_file()
 
 
+def is_outdated(path: Path) -> bool:
+    """Whether there is a bundle that an earlier edgellm made in a format of its own."""
+    try:
+        values = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
+        return values["format"] == FORMAT and int(values["format_version"]) < FORMAT_VERSION
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        return False
+
+
 def open_bundle(path: Path, *, verify: bool = False) -> Bundle:
     """Open a bundle after checking every file against the manifest.
 

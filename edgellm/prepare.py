@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
-from edgellm.bundle import Bundle, ExportProgress, is_bundle, open_bundle
+from edgellm.bundle import Bundle, ExportProgress, is_bundle, is_outdated, open_bundle
 from edgellm.errors import BundleError
 from edgellm.home import bundles_dir
 from edgellm.sources import Source, resolve
@@ -22,7 +22,7 @@ def prepare(
     progress: ExportProgress | None = None,
     force: bool = False,
 ) -> Bundle:
-    """The bundle of a model, exported into EDGELLM_HOME on first use.
+    """The bundle of a model, exported into EDGELLM_HOME on first use and after a change of format.
 
     Args:
         name: see `sources.py`; the folder of a bundle is opened as it is.
@@ -38,6 +38,7 @@ def prepare(
     if is_bundle(source.path):
         return _open_given(source, wanted)
     out = bundles_dir() / source.key
+    force = force or is_outdated(out)
     if not force and is_bundle(out):
         bundle = open_bundle(out)
         if set(wanted) <= set(bundle.manifest.flavours):

@@ -13,6 +13,7 @@ import pytest
 from edgellm import BundleError, ExportError, ModelFormatError, OptionError
 from edgellm.bundle import MANIFEST, open_bundle
 from edgellm.export import export
+from edgellm.prepare import prepare
 
 MakeModel = Callable[..., Path]
 
@@ -92,7 +93,7 @@ def test_damaged_files_are_refused_and_rebuilt(
         ("[]", "not the manifest"),
         ('{"format": "other"}', "not the manifest"),
         ('{"format": "edgellm-bundle", "format_version": 99}', "format 99"),
-        ('{"format": "edgellm-bundle", "format_version": 2}', "damaged manifest"),
+        ('{"format": "edgellm-bundle", "format_version": 3}', "damaged manifest"),
         ("{" * 100_000, "damaged manifest"),
     ],
 )
@@ -132,7 +133,7 @@ def test_other_folders_are_never_replaced(tiny_model: Path, tmp_path: Path) -> N
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"flavours": ["w3"]}, "w3: allowed are f32, w8a8, int4, panels"),
+        ({"flavours": ["w3"]}, "w3: allowed are f32, w8a8, int4, w8a16-qdq"),
         ({"flavours": []}, "allowed are"),
         ({"chunk_sizes": [0]}, "1 to 4096"),
         ({"chunk_sizes": []}, "1 to 4096"),
@@ -216,10 +217,11 @@ def test_killed_export_leaves_no_bundle(smollm2_gguf: Path, tmp_path: Path) -> N
 def test_default_model_exports_within_its_budget(smollm2_gguf: Path, tmp_path: Path) -> None:
     """Under 1.5 GB of memory; what can be taken over exactly is."""
     code = (
-        "import resource, sys; from pathlib import Path; from edgellm.export import export;"
+        "import sys; from pathlib import Path; from edgellm.export import export;"
+        "from edgellm.memory import peak_memory_bytes;"
         "b = export(Path(sys.argv[1]), Path(sys.argv[2]), name='x', source='x');"
         "print(b.manifest.flavours['int4'].import_report['exact_tensors'],"
-        " resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)"
+        " peak_memory_bytes())"
     )
     found = subprocess.run(
         [sys.executable, "-c", code, str(smollm2_gguf), str(tmp_path / "bundle")],
@@ -229,5 +231,22 @@ def test_default_model_exports_within_its_budget(smollm2_gguf: Path, tmp_path: P
     )
     exact, peak = map(int, found.stdout.split())
     assert exact == 210
-    assert peak < 1_500_000
+    assert peak < 1.5e9
     shutil.rmtree(tmp_path / "bundle")
+
+
+@pytest.mark.parametrize(("change", "again"), [(-1, True), (0, False), (1, False)])
+def test_bundle_of_an_earlier_format_is_made_again(
+    tiny_model: Path, edgellm_home: Path, change: int, again: bool
+) -> None:
+    path = prepare(str(tiny_model), flavours=("f32",)).path / MANIFEST
+    manifest = json.loads(path.read_text())
+    manifest["format_version"] += change
+    manifest["name"] = "before"
+    path.write_text(json.dumps(manifest))
+    if change > 0:
+        with pytest.raises(BundleError, match="this edgellm reads format"):
+            prepare(str(tiny_model), flavours=("f32",))
+    else:
+        name = prepare(str(tiny_model), flavours=("f32",)).manifest.name
+        assert (name != "before") == again

@@ -10,6 +10,7 @@ import pytest
 from edgellm.graphs.builder import GraphBuilder, WeightFile
 from edgellm.graphs.contract import Grid
 from edgellm.graphs.static_linear import StaticLinear, input_name, is_input
+from edgellm.thread_pool import session_options
 
 
 def run(
@@ -20,7 +21,7 @@ def run(
     graph = GraphBuilder("layer", grids=grids)
     value = layer.apply(graph, layer.activation(graph, graph.input("x", x.shape)))
     ir.save(graph.build({"y": (value, (x.shape[0], codes.shape[0]))}), folder / "layer.onnx")
-    options = ort.SessionOptions()
+    options = session_options()
     options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_ENABLE_BASIC
     session = ort.InferenceSession(
         folder / "layer.onnx", options, providers=["CPUExecutionProvider"]
