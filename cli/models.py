@@ -11,9 +11,10 @@ from edgellm.bundle import Bundle, is_bundle, open_bundle, read_manifest
 from edgellm.cli.export import report
 from edgellm.cli.options import model_argument
 from edgellm.cli.progress import export_progress
-from edgellm.engine import EngineOptions, planned_memory
+from edgellm.engine import planned_memory
 from edgellm.errors import BundleError, EdgeLLMError, SourceError
 from edgellm.home import bundles_dir, models_dir
+from edgellm.options import EngineOptions
 from edgellm.prepare import prepare
 from edgellm.sources import ALIASES, pypi_path
 

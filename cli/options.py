@@ -8,10 +8,10 @@ from typing import Any, TypedDict
 
 import click
 
-from edgellm.engine import DECODE_BACKENDS, PREFILL_FLAVOURS
 from edgellm.errors import OptionError
 from edgellm.kernels.kv_blocks import KV_FORMATS, KVFormat
 from edgellm.llm import SamplingArguments
+from edgellm.options import DECODE_BACKENDS, PREFILL_FLAVOURS
 from edgellm.sources import DEFAULT_MODEL
 
 Command = Callable[..., Any]

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
 
 from edgellm import memory, thread_pool
 from edgellm.bundle import CHAT_TEMPLATE, PANELS, Bundle, ExportProgress
@@ -13,114 +12,19 @@ from edgellm.decode import DecodeBackend, NativeDecoder, SegmentDecoder
 from edgellm.errors import OptionError, UnsupportedModelError
 from edgellm.forward import Model
 from edgellm.kernels import rope
-from edgellm.kernels.kv_blocks import KVFormat
 from edgellm.kernels.native import MAX_HEAD_DIM, library
-from edgellm.kv_cache import KVCache, blocks_for, cache_bytes, check_format
+from edgellm.kv_cache import KVCache, blocks_for, cache_bytes
 from edgellm.native_model import NativeModel
+from edgellm.options import EngineOptions
 from edgellm.panels import open_panels
 from edgellm.prefill import ChunkedPrefill, NativePrefill, Prefill
-from edgellm.providers import AUTO, CPU, NATIVE, PROVIDERS, choose
+from edgellm.providers import CPU, NATIVE
 from edgellm.segments import Head, ModelHead, Segments
 from edgellm.self_test import check_once
 from edgellm.template import ChatTemplate
 from edgellm.tokenizer import Tokenizer
 
 DEFAULT_CTX_SIZE = 4096
-PREFILL_FLAVOURS = tuple(dict.fromkeys(f for p in PROVIDERS.values() for f in p.flavours))
-DECODE_BACKENDS = (AUTO, NATIVE, "portable", "reference")
-
-
-@dataclass(frozen=True, kw_only=True)
-class EngineOptions:
-    """How a model is loaded.
-
-    Attributes:
-        flavour: precision of the graphs that prefill runs; None is that of the native kernels where
-            they run it, else the provider's usual one (see `providers.py`); on a CPU that does not
-            multiply int8 exactly (see `int8_support.py`), float32.
-        decode: `native` (int4 in C++), `portable` (int4 in ONNX Runtime), `reference` (float32), or
-            `auto`: native where the kernels were built, else portable.
-        prefill: `native`, an execution provider, or `auto`: native where decode is and no flavour
-            was asked for, else the CPU provider.
-        kv_format: how the KV cache is stored.
-        ctx_size: tokens of one session; None is the model's own, at most 4096; 0 the model's own.
-        cache_size: tokens that the shared pool holds for all sessions; None is twice `ctx_size`.
-        threads: CPU threads of the process, see `thread_pool.py`; None takes all usable cores.
-        provider_options: the execution provider's own options, by their names.
-    """
-
-    flavour: str | None = None
-    decode: str = AUTO
-    prefill: str = AUTO
-    kv_format: KVFormat = "int8"
-    ctx_size: int | None = None
-    cache_size: int | None = None
-    threads: int | None = None
-    provider_options: Mapping[str, str] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        """Check the values.
-
-        Raises:
-            OptionError: a value that is not allowed.
-        """
-        check_format(self.kv_format)
-        allowed = (
-            PROVIDERS[self.prefill].flavours if self.prefill in PROVIDERS else PREFILL_FLAVOURS
-        )
-        if self.flavour is not None and self.flavour not in allowed:
-            raise OptionError(
-                f"flavour {self.flavour!r}: allowed with prefill {self.prefill} are "
-                + ", ".join(allowed)
-            )
-        if self.decode not in DECODE_BACKENDS:
-            raise OptionError(f"decode {self.decode!r}: allowed are {', '.join(DECODE_BACKENDS)}")
-        if self.decode_backend == NATIVE and library() is None:
-            raise OptionError(
-                "decode 'native': the kernels were not built when edgellm was installed; install a "
-                "C++ compiler and reinstall, or take --decode portable"
-            )
-        if self.ctx_size is not None and self.ctx_size < 0:
-            raise OptionError(
-                f"ctx_size is {self.ctx_size}; allowed is 0 (the model's own) or more"
-            )
-        if self.threads is not None and not 1 <= self.threads <= 1024:
-            raise OptionError(f"threads is {self.threads}; allowed is 1 to 1024")
-
-    @property
-    def prefill_flavour(self) -> str:
-        if self.flavour is not None:
-            return self.flavour
-        if self.prefill_backend == NATIVE:
-            return PANELS
-        if self.prefill_backend != CPU:
-            return PROVIDERS[choose(self.prefill_backend)].flavours[0]
-        from edgellm.int8_support import int8_products_are_exact  # 0.4 s, and rarely needed
-
-        return "w8a8" if int8_products_are_exact() else "f32"
-
-    @property
-    def decode_backend(self) -> str:
-        """The one that `auto` stands for."""
-        if self.decode != AUTO:
-            return self.decode
-        return "portable" if library() is None else NATIVE
-
-    @property
-    def prefill_backend(self) -> str:
-        """The one that `auto` stands for: the native kernels, unless a precision was asked for."""
-        if self.prefill != AUTO:
-            return self.prefill
-        native = self.decode_backend == NATIVE and self.flavour is None
-        return NATIVE if native else choose(AUTO)
-
-    @property
-    def decode_flavour(self) -> str:
-        return {NATIVE: PANELS, "portable": "int4", "reference": "f32"}[self.decode_backend]
-
-    @property
-    def flavours(self) -> set[str]:
-        return {self.prefill_flavour, self.decode_flavour}
 
 
 class Engine:
@@ -212,7 +116,7 @@ class Engine:
             segments = Segments(
                 self.bundle,
                 flavour,
-                provider=choose(self.options.prefill_backend) if runs_prefill else CPU,
+                provider=self.options.prefill_backend if runs_prefill else CPU,
                 threads=self.threads,
                 provider_options=self.options.provider_options if runs_prefill else {},
                 progress=progress,

@@ -8,8 +8,9 @@ from typing import TypedDict, Unpack
 
 from edgellm.bundle import ExportProgress
 from edgellm.chat import Chat
-from edgellm.engine import Engine, EngineOptions
+from edgellm.engine import Engine
 from edgellm.kernels.kv_blocks import KVFormat
+from edgellm.options import EngineOptions
 from edgellm.prefill import Progress
 from edgellm.prepare import prepare
 from edgellm.results import Completion, Piece

@@ -99,15 +99,13 @@ def status(name: str) -> ProviderStatus:
     return ProviderStatus(name, True, device, "")
 
 
-def choose(name: str) -> str:
-    """The provider to use for a `--prefill` value; `auto` is the CPU until others are measured.
+def require(name: str) -> None:
+    """Refuse a provider that cannot be used.
 
     Raises:
         OptionError: an unknown name.
         ProviderError: a known one that cannot be used here, with the reason.
     """
-    if name == AUTO:
-        return CPU
     if name not in PROVIDERS:
         raise OptionError(
             f"prefill {name!r}: allowed are {AUTO}, {NATIVE}, {', '.join(PROVIDERS)}; "
@@ -116,7 +114,6 @@ def choose(name: str) -> str:
     found = status(name)
     if not found.usable:
         raise ProviderError(f"prefill {name}: {found.reason}")
-    return name
 
 
 def add_provider(options: Any, name: str, settings: Mapping[str, str]) -> list[str] | None:

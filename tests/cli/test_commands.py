@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from edgellm.bundle import Bundle
-from edgellm.engine import EngineOptions
+from edgellm.options import EngineOptions
 
 Cli = Callable[..., subprocess.CompletedProcess[str]]
 QUESTION = "What is the capital of France?"

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 
 from edgellm import OptionError, ProviderError, thread_pool
-from edgellm.engine import EngineOptions
 from edgellm.int8_support import int8_products_are_exact
 from edgellm.llm import LLM, load
-from edgellm.providers import PROVIDERS, choose, statuses
+from edgellm.options import EngineOptions
+from edgellm.providers import PROVIDERS, require, statuses
 
 
 def test_every_provider_is_usable_or_says_why() -> None:
@@ -23,26 +23,30 @@ def test_every_provider_is_usable_or_says_why() -> None:
 
 
 def test_choice() -> None:
-    assert choose("auto") == "cpu"
-    assert choose("cpu") == "cpu"
+    require("cpu")
     with pytest.raises(OptionError, match="edgellm devices"):
-        choose("gpu")
+        require("gpu")
 
 
 def test_plugin_that_is_not_installed_or_does_not_load(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "onnxruntime_ep_webgpu", None)
     with pytest.raises(ProviderError, match="pip install 'onnxruntime-ep-webgpu'"):
-        choose("webgpu")
+        require("webgpu")
     broken = types.ModuleType("onnxruntime_ep_webgpu")
     broken.get_library_path = lambda: "/nowhere/libnothing.so"  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "onnxruntime_ep_webgpu", broken)
     with pytest.raises(ProviderError, match="does not load"):
-        choose("webgpu")
+        require("webgpu")
 
 
 @pytest.mark.parametrize(
     ("prefill", "flavour", "words"),
-    [("qnn", "w8a8", "w8a16-qdq"), ("cpu", "panels", "w8a8, f32"), ("auto", "f16", "w8a8, f32")],
+    [
+        ("qnn", "w8a8", "w8a16-qdq"),
+        ("cpu", "panels", "w8a8, f32"),
+        ("auto", "f16", "w8a8, f32"),
+        ("native", "f32", "none"),
+    ],
 )
 def test_flavour_that_a_provider_does_not_take(prefill: str, flavour: str, words: str) -> None:
     with pytest.raises(OptionError, match=words):
@@ -64,7 +68,7 @@ def test_one_pool_for_the_process(portable_llm: LLM) -> None:
 def test_saturating_products_turn_int8_off(monkeypatch: pytest.MonkeyPatch) -> None:
     import onnxruntime as ort
 
-    from edgellm import engine, int8_support
+    from edgellm import int8_support
 
     run = ort.InferenceSession.run
 
@@ -74,5 +78,5 @@ def test_saturating_products_turn_int8_off(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(ort.InferenceSession, "run", saturated)
     assert not int8_products_are_exact.__wrapped__()
     monkeypatch.setattr(int8_support, "int8_products_are_exact", lambda: False)
-    assert engine.EngineOptions(prefill="cpu").prefill_flavour == "f32"
-    assert engine.EngineOptions(flavour="w8a8").prefill_flavour == "w8a8"
+    assert EngineOptions(prefill="cpu").prefill_flavour == "f32"
+    assert EngineOptions(flavour="w8a8").prefill_flavour == "w8a8"
