@@ -17,7 +17,7 @@ from edgellm.forward import Model
 from edgellm.home import replacing_file
 from edgellm.kv_cache import KVCache
 from edgellm.planner import Costs
-from edgellm.providers import cpu_name
+from edgellm.providers import cpu_name, version
 
 # Lengths of the native step that give its line; each is timed as often, and the best counts.
 _STEP_TOKENS = (4, 32)
@@ -74,9 +74,9 @@ def measure(model: Model, step: DecodeBackend | None, cache: KVCache) -> Costs:
 
 def _key(model: Model, step: DecodeBackend | None, threads: int) -> str:
     segments = model.segments
-    parts = [cpu_name(), threads, segments.placement.provider, segments.flavour, step is not None]
-    parts += [importlib.metadata.version(name) for name in ("edgellm", "onnxruntime")]
-    return " | ".join(map(str, parts))
+    provider = segments.placement.provider
+    parts = [cpu_name(), threads, provider, version(provider), segments.flavour, step is not None]
+    return " | ".join(map(str, [*parts, importlib.metadata.version("edgellm")]))
 
 
 def _to_json(costs: Costs) -> dict[str, Any]:

@@ -136,7 +136,7 @@ def add_provider(options: Any, name: str, settings: Mapping[str, str]) -> list[s
 
 
 def version(name: str) -> str:
-    """Of the package that brings a provider, and of what it compiles for."""
+    """Of the package that brings a provider, and what it compiles for."""
     import onnxruntime
 
     provider = PROVIDERS[name]

@@ -107,7 +107,10 @@ class Segments:
         return outputs
 
     def _open(self, size: int | None) -> None:
-        """Two sessions at a time: loading is mostly repacking weights, without the GIL."""
+        """On the CPU several at a time: loading is mostly repacking weights, without the GIL.
+
+        Other providers' libraries need not bear that: Qualcomm's crashed on two threads at once.
+        """
 
         def load(index: int) -> tuple[Any, Placement]:
             path = self._folder / contract.segment_file(index, size)
@@ -117,7 +120,7 @@ class Segments:
             self._check(session, index, path)
             return session, placement
 
-        with ThreadPoolExecutor(max(1, self._threads)) as pool:
+        with ThreadPoolExecutor(self._threads if self._provider == CPU else 1) as pool:
             opened = list(pool.map(load, range(self.config.layers + 1)))
         self._sessions[size] = [session for session, _ in opened]
         for _, placement in opened:
