@@ -132,7 +132,8 @@ class BlockRotatedLinear:
 
     Attributes:
         factor: multiplies the input before that, or None. Qualcomm's compiler runs out of memory
-            on a Reshape of what is a segment's own input (QNN 2.47), and not behind a product.
+            on a Reshape of what is a segment's own input (onnxruntime-qnn 2.7), and not behind a
+            product.
     """
 
     linear: Linear
