@@ -25,8 +25,8 @@ struct Linear {
     int count() const { return (outputs + PANEL - 1) / PANEL; }
     size_t panel_bytes() const { return inputs / GROUP * group_bytes(kind); }
     const uint8_t* panel(int index) const { return panels + index * panel_bytes(); }
-    bool fine(int panel) const { return any_fine() && (panel + 1) * PANEL > fine_from; }
     bool any_fine() const { return fine_from < outputs; }
+    int first_fine() const { return any_fine() ? fine_from / PANEL : count(); }  // a panel
 };
 
 // One group of a row of activations: value = scale * code, or with the fine code as well, see
@@ -62,6 +62,13 @@ struct Rows {
         result.codes += row * width;
         result.fine += row * width;
         result.groups += row * (width / GROUP);
+        return result;
+    }
+    Rows from_group(int group) const {
+        Rows result = *this;
+        result.codes += size_t(group) * GROUP;
+        result.fine += size_t(group) * GROUP;
+        result.groups += group;
         return result;
     }
 };

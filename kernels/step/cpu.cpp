@@ -3,16 +3,10 @@
 #include <cmath>
 #include <cstring>
 #include <thread>
+#include <type_traits>
 
 #include "../cpu/threads.h"
 #include "call.h"
-
-namespace {
-
-// Bytes of weights that are handed out at a time.
-constexpr size_t RUN_BYTES = 32 << 10;
-
-}  // namespace
 
 // The parts that a step is made of, then the step.
 #define EDGELLM_KERNEL "../step/parts.h"

@@ -96,21 +96,14 @@ private:
         return stop_;
     }
 
-    // Panels that are handed out at a time: some for every thread, none too small to be worth it.
-    int run_of(const edgellm::Linear& linear, int rows) const {
-        const int enough = static_cast<int>(RUN_BYTES / (linear.panel_bytes() * rows) + 1);
-        const int fair = linear.count() / (4 * call_.threads) + 1;
-        return std::min(enough, fair);
-    }
-
     void multiply(edgellm::Member& crew, const edgellm::Linear& linear, const edgellm::Rows& x, float* y,
                   size_t step, bool add, int rows = 0) const {
         if (rows == 0) rows = rows_;
-        const int panels = linear.count(), run = run_of(linear, rows);
+        const int panels = linear.count(), run = panels_at_once(linear, rows, call_.threads);
         crew.each((panels + run - 1) / run, [&](int item) {
-            const int end = std::min(panels, (item + 1) * run);
-            for (int p = item * run; p < end; ++p)
-                multiply_panel(linear, p, x, rows, y + size_t(p) * edgellm::PANEL, step, add);
+            const int first = item * run;
+            multiply_panels(linear, first, std::min(panels, first + run), x, rows,
+                            y + size_t(first) * edgellm::PANEL, step, add);
         });
     }
 
@@ -177,27 +170,22 @@ private:
         quantize_groups(out, 0, width_ / edgellm::GROUP, b_.attended, r, false);
     }
 
-    // Two panels of gate and up at a time make one group of the next layer's input.
+    // Two panels of gate and up make one group of the next layer's input.
     void activate(edgellm::Member& crew, const edgellm::Layer& layer) const {
         const int groups = model_.intermediate / edgellm::GROUP;
-        const int run = std::max(1, run_of(layer.gate, 4 * rows_));
+        const int run = std::max(1, panels_at_once(layer.gate, rows_, call_.threads) / 2);
         crew.each((groups + run - 1) / run, [&](int item) {
-            float* gate = static_cast<float*>(edgellm::scratch(size_t(rows_) * edgellm::GROUP * 8));
-            float* up = gate + size_t(rows_) * edgellm::GROUP;
-            const int end = std::min(groups, (item + 1) * run);
-            for (int g = item * run; g < end; ++g) {
-                for (int half = 0; half < 2; ++half) {
-                    const int p = 2 * g + half;
-                    float *a = gate + half * edgellm::PANEL, *b = up + half * edgellm::PANEL;
-                    multiply_panel(layer.gate, p, b_.x, rows_, a, edgellm::GROUP, false);
-                    multiply_panel(layer.up, p, b_.x, rows_, b, edgellm::GROUP, false);
-                }
-                for (int r = 0; r < rows_; ++r) {
-                    float* y = gate + size_t(r) * edgellm::GROUP;
-                    for (int i = 0; i < edgellm::GROUP; i += LANES)
-                        store(y + i, gated(load(y + i), load(up + size_t(r) * edgellm::GROUP + i)));
-                    quantize_groups(y, g, g + 1, b_.activated, r, false);
-                }
+            const int first = item * run, end = std::min(groups, first + run);
+            const size_t width = size_t(end - first) * edgellm::GROUP;
+            float* gate = static_cast<float*>(edgellm::scratch(rows_ * width * 8));
+            float* up = gate + rows_ * width;
+            multiply_panels(layer.gate, 2 * first, 2 * end, b_.x, rows_, gate, width, false);
+            multiply_panels(layer.up, 2 * first, 2 * end, b_.x, rows_, up, width, false);
+            for (int r = 0; r < rows_; ++r) {
+                float *y = gate + r * width, *factor = up + r * width;
+                for (size_t i = 0; i < width; i += LANES)
+                    store(y + i, gated(load(y + i), load(factor + i)));
+                quantize_groups(y, first, end, b_.activated, r, false);
             }
         });
     }

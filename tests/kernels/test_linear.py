@@ -31,8 +31,8 @@ KINDS = ["int4_symmetric", "int4_affine", "int8_symmetric"]
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize(("outputs", "inputs"), [(16, 32), (1, 64), (33, 96), (100, 576)])
-@pytest.mark.parametrize("rows", [1, 2, 3, 4, 7, 16, 21])
+@pytest.mark.parametrize(("outputs", "inputs"), [(16, 32), (1, 64), (33, 96), (100, 576), (289, 1056)])
+@pytest.mark.parametrize("rows", [1, 2, 3, 4, 7, 16, 21, 24, 51])
 @pytest.mark.usefixtures("poisoned")
 def test_matches_reference(
     compiled: ctypes.CDLL, kind: str, outputs: int, inputs: int, rows: int
@@ -60,10 +60,10 @@ def test_16_bit_activations_round_less(compiled: ctypes.CDLL, kind: str) -> None
 def test_company_makes_no_difference(
     compiled: ctypes.CDLL, kind: str, fine_from: int | None
 ) -> None:
-    panels, _ = random_weight(kind, 48, 160)
-    x = np.random.default_rng(6).standard_normal((23, 160)).astype(np.float32)
+    panels, _ = random_weight(kind, 48, 608)
+    x = np.random.default_rng(6).standard_normal((50, 608)).astype(np.float32)
     together = linear(compiled, x, panels, fine_from=fine_from, threads=2)
-    for row in range(23):
+    for row in range(50):
         alone = linear(compiled, x[row : row + 1], panels, fine_from=fine_from)
         np.testing.assert_array_equal(alone[0], together[row])
 
