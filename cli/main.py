@@ -22,6 +22,7 @@ COMMANDS = {
     "rm": ("edgellm.cli.models", "Delete an exported model and its download."),
     "bench": ("edgellm.cli.bench", "Measure prefill and decode speed."),
     "perplexity": ("edgellm.cli.perplexity", "Measure the perplexity of a text."),
+    "plan": ("edgellm.cli.plan", "Explain how a prompt is prefilled, and what limits it."),
     "doctor": ("edgellm.cli.doctor", "Check that an accelerator computes what it should."),
     "devices": ("edgellm.cli.devices", "List execution providers: usable, or why not."),
 }

@@ -12,6 +12,7 @@ from edgellm.errors import OptionError
 from edgellm.kernels.kv_blocks import KV_FORMATS, KVFormat
 from edgellm.llm import SamplingArguments
 from edgellm.options import DECODE_BACKENDS, PREFILL_FLAVOURS
+from edgellm.schedule import POLICIES, Policy
 from edgellm.sources import DEFAULT_MODEL
 
 Command = Callable[..., Any]
@@ -26,6 +27,7 @@ class LoadArguments(TypedDict):
     kv_format: KVFormat
     ctx_size: int | None
     threads: int | None
+    schedule: Policy | None
     provider_options: dict[str, str]
 
 
@@ -79,6 +81,11 @@ def load_options(command: Command) -> Command:
         help="Precision of prefill in ONNX Runtime.  [default: int8, or what the provider takes]",
     )
     @click.option(
+        "--schedule",
+        type=click.Choice(POLICIES),
+        help="How chunks share accelerator and host.  [default: out-of-order; on a CPU serial]",
+    )
+    @click.option(
         "--provider-option", "provider_option", multiple=True, metavar="KEY=VALUE",
         help="An option of the execution provider itself; may be repeated.",
     )  # fmt: skip
@@ -91,6 +98,7 @@ def load_options(command: Command) -> Command:
         prefill: str,
         decode: str,
         flavour: str | None,
+        schedule: Policy | None,
         provider_option: tuple[str, ...],
         **rest: Any,
     ) -> Any:
@@ -101,6 +109,7 @@ def load_options(command: Command) -> Command:
             kv_format=kv_format,
             ctx_size=ctx_size,
             threads=threads,
+            schedule=schedule,
             provider_options=dict(map(_parse_option, provider_option)),
         )
         return command(load_arguments=arguments, **rest)

@@ -17,6 +17,7 @@ from edgellm.errors import OptionError
 from edgellm.llm import LLM, SamplingArguments, load
 from edgellm.results import Piece, Stats
 from edgellm.session import LogitFilter
+from edgellm.trace import write_trace
 
 _STDIN = "-"
 _INTERRUPTED = 130
@@ -38,6 +39,11 @@ _INTERRUPTED = 130
 @click.option(
     "--stats/--no-stats", default=None, help="Timings on stderr.  [default: on a terminal]"
 )
+@click.option(
+    "--trace",
+    type=click.Path(path_type=Path, dir_okay=False),
+    help="Write what ran when during prefill, for chrome://tracing or ui.perfetto.dev.",
+)
 @click.option("--json", "as_json", is_flag=True, help="Print answer and timings as a JSON object.")
 def run(
     *,
@@ -52,6 +58,7 @@ def run(
     raw: bool,
     json_schema: str | None,
     stats: bool | None,
+    trace: Path | None,
     as_json: bool,
 ) -> int:
     """Ask MODEL, or chat with it if there is no PROMPT.
@@ -70,11 +77,13 @@ def run(
         raise OptionError("--raw has no place for a system prompt; put it into the prompt")
     show_stats = sys.stderr.isatty() if stats is None else stats
     if text is None:
+        if trace is not None:
+            raise OptionError("--trace is of one answer; give a prompt")
         from edgellm.cli.repl import chat
 
         return chat(llm, sampling=sampling, system=system, show_stats=show_stats)
     logit_filter = _json_filter(llm, json_schema)
-    return _answer(llm, text, sampling, system, raw, logit_filter, show_stats, as_json)
+    return _answer(llm, text, sampling, system, raw, logit_filter, show_stats, trace, as_json)
 
 
 def _prompt_text(prompt: str | None, option: str | None, file: Path | None) -> str | None:
@@ -113,6 +122,7 @@ def _answer(
     raw: bool,
     logit_filter: LogitFilter | None,
     show_stats: bool,
+    trace: Path | None,
     as_json: bool,
 ) -> int:
     with cancel_on_interrupt() as cancel, count_progress("prefill") as progress:
@@ -138,6 +148,8 @@ def _answer(
             found = conversation.stats
         interrupted = cancel.is_set()
     assert found is not None
+    if trace is not None:
+        write_trace(trace, found.tasks)
     if as_json:
         click.echo(json.dumps({"text": shown, **found.to_json()}, ensure_ascii=False))
     elif show_stats:

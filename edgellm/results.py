@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal
+
+from edgellm.trace import TaskRecord, bubble_rate
 
 FinishReason = Literal["stop", "length", "cancelled"]
 
@@ -24,6 +26,7 @@ class Stats:
         prefill: tokens prefilled on each provider, e.g. `{"cpu": 41}`.
         prefill_flavour, decode: what computed them.
         seed: of the sampler.
+        tasks: what ran when during prefill (see `trace.py`).
     """
 
     ttft_s: float
@@ -37,9 +40,13 @@ class Stats:
     prefill_flavour: str
     decode: str
     seed: int
+    tasks: tuple[TaskRecord, ...] = field(default=(), repr=False)
 
     def to_json(self) -> dict[str, Any]:
-        return asdict(self)
+        """All but the tasks, and the share of time in which the accelerator waited among them."""
+        values = asdict(replace(self, tasks=()))
+        del values["tasks"]
+        return {**values, "bubble_rate": bubble_rate(self.tasks)}
 
 
 @dataclass(frozen=True)

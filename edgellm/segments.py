@@ -77,7 +77,7 @@ class Segments:
         self._threads = threads
         self._symbolic = provider == CPU and entry.any_size
         self._sessions: dict[int | None, list[Any]] = {}
-        self._buffers: dict[int, ChunkBuffers] = {}
+        self._buffers: dict[tuple[int, int], ChunkBuffers] = {}
         self._nodes: Counter[str] = Counter()
         if PROVIDERS[provider].compiled:
             self._folder = self.compiled = compiled(
@@ -94,11 +94,12 @@ class Segments:
     def placement(self) -> Placement:
         return Placement(self._provider, dict(self._nodes))
 
-    def buffers(self, chunk: int) -> ChunkBuffers:
-        """The buffers of a chunk size, made on first use."""
-        if chunk not in self._buffers:
-            self._buffers[chunk] = self._bind(chunk)
-        return self._buffers[chunk]
+    def buffers(self, chunk: int, *, slot: int = 0) -> ChunkBuffers:
+        """Buffers of a chunk size, made on first use; chunks on their way together need a slot
+        each."""
+        if (chunk, slot) not in self._buffers:
+            self._buffers[chunk, slot] = self._bind(chunk)
+        return self._buffers[chunk, slot]
 
     def run(self, index: int, chunk: int, inputs: Mapping[str, Floats]) -> list[Floats]:
         """One segment by itself, on arrays of its own: for tests of the provider."""

@@ -21,6 +21,7 @@ from edgellm.results import Completion, FinishReason, Piece, Stats
 from edgellm.sampling import Sampler, SamplingOptions
 from edgellm.stop_text import StopText
 from edgellm.tokenizer import TextStream
+from edgellm.trace import TaskRecord
 
 # Sets the scores of tokens that must not come next to -inf; called with the tokens sampled so far.
 LogitFilter = Callable[[NDArray[np.float32], SequenceOf[int]], None]
@@ -204,6 +205,7 @@ class _Answer:
         self._steps = 0
         self._sampled: list[int] = []
         self._places: dict[str, int] = {}
+        self._tasks: list[TaskRecord] = []
 
     def run(
         self,
@@ -214,7 +216,12 @@ class _Answer:
         self._cached = self._session._find_prefix()
         began = time.perf_counter()
         try:
-            hooks = Hooks(progress=progress, cancel=cancel, on_place=self._count)
+            hooks = Hooks(
+                progress=progress,
+                cancel=cancel,
+                on_place=self._count,
+                on_tasks=self._tasks.extend,
+            )
             logits = self._session._prefill(hooks)
         except CancelledError:
             yield Piece("", finish_reason="cancelled")
@@ -281,6 +288,7 @@ class _Answer:
             prefill_flavour=self._engine.prefill.flavour,
             decode=f"{self._engine.decoder.name} {self._engine.decoder.flavour}",
             seed=self._options.seed or 0,
+            tasks=tuple(self._tasks),
         )
 
 

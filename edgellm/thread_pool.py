@@ -16,25 +16,27 @@ from edgellm.errors import OptionError
 _pool_threads: int | None = None
 
 
-def start(threads: int | None) -> int:
+def start(threads: int | None, *, spare: int = 0) -> int:
     """Make the pool, or check that the one that is there has the wanted size; gives its size.
 
     Args:
         threads: None takes the size of the pool that is there, else all usable cores.
+        spare: threads of these that are for others, if that leaves one.
 
     Raises:
         OptionError: the pool has another size already.
     """
     global _pool_threads
+    wanted = max(1, (threads or usable_cores()) - spare)
     if _pool_threads is None:
         import onnxruntime as ort
 
-        _pool_threads = threads or usable_cores()
+        _pool_threads = wanted
         ort.set_global_thread_pool_sizes(_pool_threads, 1)
-    elif threads not in (None, _pool_threads):
+    elif threads is not None and wanted != _pool_threads:
         raise OptionError(
-            f"threads is {threads}, but a model was loaded with {_pool_threads} before; all models "
-            "of a process share one pool"
+            f"threads is {threads}, of which ONNX Runtime would take {wanted}, but a model was "
+            f"loaded before with {_pool_threads} in its pool; all models of a process share it"
         )
     return _pool_threads
 

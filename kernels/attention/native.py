@@ -1,4 +1,4 @@
-"""Chunk attention in C++ (`cpu.cpp`), on blocks of every format."""
+"""Chunk attention in C++ (`cpu.h`), on blocks of every format."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""RoPE, quantization and append in C++ (`cpu.cpp`), on blocks of every format."""
+"""RoPE, quantization and append in C++ (`cpu.h`), on blocks of every format."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A quantized linear layer in C++ (`cpu.cpp`)."""
+"""A quantized linear layer in C++ (`cpu.h`)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The fused step in C++ (`cpu.cpp`): embedding to logits for one token or some, in one call."""
+"""The fused step in C++ (`cpu.h`): embedding to logits for one token or some, in one call."""
 
 from __future__ import annotations
 

@@ -129,7 +129,9 @@ def test_poisoned_padding_never_shows(
         return poisoned
 
     monkeypatch.setattr(
-        model.segments, "buffers", lambda _: replace_runs(buffers, map(poisoning, buffers.segments))
+        model.segments,
+        "buffers",
+        lambda *_, slot: replace_runs(buffers, map(poisoning, buffers.segments)),  # noqa: ARG005
     )
     hidden = model.forward(tokens[32:], sequence, chunk=32)
     np.testing.assert_array_equal(model.head.logits(hidden), expected)

@@ -31,7 +31,9 @@ KINDS = ["int4_symmetric", "int4_affine", "int8_symmetric"]
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize(("outputs", "inputs"), [(16, 32), (1, 64), (33, 96), (100, 576), (289, 1056)])
+@pytest.mark.parametrize(
+    ("outputs", "inputs"), [(16, 32), (1, 64), (33, 96), (100, 576), (289, 1056)]
+)
 @pytest.mark.parametrize("rows", [1, 2, 3, 4, 7, 16, 21, 24, 51])
 @pytest.mark.usefixtures("poisoned")
 def test_matches_reference(

@@ -1,0 +1,97 @@
+"""`edgellm plan`"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import groupby
+
+import click
+
+from edgellm.bundle import PANELS
+from edgellm.cli.options import LoadArguments, load_options
+from edgellm.cli.progress import export_progress
+from edgellm.engine import Engine
+from edgellm.errors import OptionError
+from edgellm.llm import load
+from edgellm.plan import Prediction, measure, predict, profile
+from edgellm.planner import Piece
+from edgellm.prefill import ChunkedPrefill
+from edgellm.roofline import measure_machine, work_of
+from edgellm.schedule import POLICIES
+from edgellm.sources import DEFAULT_MODEL
+from edgellm.trace import bubble_rate
+
+_SPEEDS = (1, 5, 10)
+
+
+@click.command()
+@click.argument("prompt_length", type=click.IntRange(min=1))
+@click.option("-m", "--model", "name", default=DEFAULT_MODEL, help="As with `edgellm run`.")
+@load_options
+def plan(*, prompt_length: int, name: str, load_arguments: LoadArguments) -> None:
+    """Explain how a prompt of PROMPT_LENGTH tokens is prefilled, and what limits it."""
+    if load_arguments["ctx_size"] is None and prompt_length > 4096:
+        load_arguments["ctx_size"] = prompt_length
+    with export_progress() as exporting:
+        engine = load(name, **load_arguments, export_progress=exporting).engine
+    if prompt_length > engine.ctx_size:
+        raise OptionError(
+            f"a prompt of {prompt_length} tokens does not fit into a context of "
+            f"{engine.ctx_size}; raise --ctx-size"
+        )
+    prefill = engine.prefill
+    click.echo(
+        f"{engine.bundle.manifest.name}, {prompt_length} tokens: prefill {prefill.placement} "
+        f"({prefill.flavour}), decode {engine.decoder.name}, {engine.threads} threads"
+    )
+    with engine.lock:
+        if isinstance(prefill, ChunkedPrefill):
+            _show_chunks(engine, prefill, prompt_length)
+        seconds, records = measure(engine, prompt_length)
+        shown = Prediction(seconds, bubble_rate(records))
+        click.echo(_line(f"measured, {engine.options.policy}", shown, prompt_length))
+        _show_limits(engine, prompt_length)
+
+
+def _show_chunks(engine: Engine, prefill: ChunkedPrefill, count: int) -> None:
+    pieces = prefill.plan(count)
+    click.echo(f"pieces: {_pieces(pieces)}")
+    found = profile(engine, prefill, pieces)
+    for speed in _SPEEDS:
+        if speed > 1:
+            click.echo(f"with an accelerator {speed} times as fast:")
+        for policy in POLICIES:
+            prediction = predict(found, pieces, policy, accelerator_speed=speed)
+            click.echo(_line(f"predicted, {policy}", prediction, count))
+
+
+def _show_limits(engine: Engine, count: int) -> None:
+    machine = measure_machine(engine.threads)
+    flavour = engine.decoder.flavour
+    work = work_of(engine.bundle, count, flavour=flavour, kv_format=engine.options.kv_format)
+    native = engine.prefill.flavour == PANELS and machine.int4_flops is not None
+    flops = machine.int4_flops if native else machine.float_flops
+    assert flops is not None
+    kind = "int4 kernel" if native else "float32"
+    click.echo(
+        f"limits: {flops / 1e9:.0f} GFLOP/s ({kind}), {machine.read_bytes / 1e9:.1f} GB/s; "
+        f"{work.prefill_flops / 1e9:.3f} GFLOP a prompt token: "
+        f"{flops / work.prefill_flops:.0f} t/s; "
+        f"{work.decode_bytes / 1e6:.1f} MB a decode step: "
+        f"{machine.read_bytes / work.decode_bytes:.0f} t/s"
+    )
+
+
+def _pieces(pieces: Sequence[Piece]) -> str:
+    parts = []
+    for (size, count), run in groupby(pieces, lambda piece: (piece.size, piece.count)):
+        times = len(list(run))
+        padding = "" if size in (None, count) else f" of {size}"
+        where = "host" if size is None else "accelerator"
+        parts.append(f"{f'{times} x ' if times > 1 else ''}{count}{padding} on the {where}")
+    return ", ".join(parts)
+
+
+def _line(label: str, found: Prediction, count: int) -> str:
+    bubbles = f", accelerator idle {found.bubbles:.0%}" if found.bubbles else ""
+    return f"  {label + ':':26} {found.seconds:.3f} s, {count / found.seconds:.0f} t/s{bubbles}"

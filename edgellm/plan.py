@@ -1,0 +1,147 @@
+"""What a prompt will cost before it is run, under each schedule, and what limits it."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from edgellm.engine import Engine
+from edgellm.planner import Piece
+from edgellm.prefill import ChunkedPrefill, Hooks
+from edgellm.schedule import Policy, Step, Task, simulate
+from edgellm.trace import TaskRecord, bubble_rate
+
+_REPEATS = 3
+_LONG_S = 1.0  # what takes longer is timed once
+
+
+@dataclass(frozen=True)
+class Profile:
+    """Seconds measured on this machine, before the prompt is run.
+
+    Attributes:
+        steps: those of every chunk.
+        shallow, deep: of each step, by chunk size, at the start of a sequence and after `depth`
+            tokens; in between they grow evenly, as attention does.
+        host: of pieces that the host computes, by their tokens.
+        head: of the LM head for one row.
+    """
+
+    steps: Sequence[Step]
+    shallow: Mapping[int, Sequence[float]]
+    deep: Mapping[int, Sequence[float]]
+    depth: int
+    host: Mapping[int, float]
+    head: float
+
+    def seconds(self, size: int, step: int, start: int) -> float:
+        share = min(1.0, start / self.depth) if self.depth else 0.0
+        low, high = self.shallow[size][step], self.deep[size][step]
+        return low + max(0.0, high - low) * share
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """Of the time to the first token, and of the accelerator's idle share."""
+
+    seconds: float
+    bubbles: float
+
+
+def profile(engine: Engine, prefill: ChunkedPrefill, pieces: Sequence[Piece]) -> Profile:
+    """Time the parts of a plan, each once or a few times."""
+    model, sequence = prefill.model, engine.cache.sequence()
+    sizes = sorted({piece.size for piece in pieces if piece.size is not None})
+    depth = max(0, sum(piece.count for piece in pieces) - max(sizes, default=0))
+
+    def step_seconds(size: int, start: int) -> list[float]:
+        tokens = [0] * min(size, engine.ctx_size - start)
+        runs = _repeat(lambda: model.profile(tokens, sequence, size=size, start=start))
+        return [min(times) for times in zip(*runs, strict=True)]
+
+    def host_seconds(count: int) -> float:
+        def run() -> list[float]:
+            begin = time.perf_counter()
+            engine.decoder.forward([0] * count, sequence)
+            seconds = time.perf_counter() - begin
+            sequence.truncate(0)
+            return [seconds]
+
+        return min(_repeat(run))[0]
+
+    def head_seconds() -> list[float]:
+        row, begin = model.head.embed([0]), time.perf_counter()
+        model.head.logits(row)
+        return [time.perf_counter() - begin]
+
+    return Profile(
+        model.steps,
+        {size: step_seconds(size, 0) for size in sizes},
+        {size: step_seconds(size, depth) for size in sizes},
+        depth,
+        {n: host_seconds(n) for n in sorted({p.count for p in pieces if p.size is None})},
+        min(_repeat(head_seconds))[0],
+    )
+
+
+def predict(
+    found: Profile, pieces: Sequence[Piece], policy: Policy, *, accelerator_speed: float = 1.0
+) -> Prediction:
+    """Simulate a plan; `accelerator_speed` times as fast an accelerator as the one measured."""
+    start, now = 0, 0.0
+    records: list[TaskRecord] = []
+    for on_host, group in itertools.groupby(pieces, lambda piece: piece.size is None):
+        chunks = list(group)
+        if on_host:
+            now += sum(found.host[piece.count] for piece in chunks)
+            start += sum(piece.count for piece in chunks)
+            continue
+        starts = list(itertools.accumulate((piece.count for piece in chunks), initial=start))
+        seconds = _task_seconds(found, chunks, starts, accelerator_speed)
+        done = simulate(found.steps, len(chunks), policy=policy, seconds=seconds)
+        for task, begin, end in done:
+            step = found.steps[task.step]
+            times = (now + begin, now + end)
+            records.append(TaskRecord(step.name, task.chunk, step.processor, *times))
+        start, now = starts[-1], now + done[-1][2]
+    return Prediction(now + found.head, bubble_rate(records))
+
+
+def _task_seconds(
+    found: Profile, chunks: Sequence[Piece], starts: Sequence[int], speed: float
+) -> Callable[[Task], float]:
+    def seconds(task: Task) -> float:
+        size = chunks[task.chunk].size
+        assert size is not None
+        taken = found.seconds(size, task.step, starts[task.chunk])
+        return taken / speed if found.steps[task.step].processor == "accelerator" else taken
+
+    return seconds
+
+
+def measure(engine: Engine, count: int) -> tuple[float, list[TaskRecord]]:
+    """Seconds to the logits after a prompt of `count` tokens, after a run to warm up."""
+    tokens = [(31 * i + 7) % engine.config.vocab_size for i in range(count)]
+    seconds = 0.0
+    records: list[TaskRecord] = []
+    for _ in range(2):
+        if seconds > _LONG_S:
+            break
+        sequence, records = engine.cache.sequence(), []
+        begin = time.perf_counter()
+        engine.prefill.run(tokens, sequence, Hooks(on_tasks=records.extend))
+        seconds = time.perf_counter() - begin
+        sequence.truncate(0)
+    return seconds, records
+
+
+def _repeat(run: Callable[[], list[float]]) -> list[list[float]]:
+    found = []
+    for _ in range(_REPEATS):
+        begin = time.perf_counter()
+        found.append(run())
+        if time.perf_counter() - begin > _LONG_S:
+            break
+    return found

@@ -1,0 +1,27 @@
+// The entry points of the kernels that a step is made of, and of the step. They are one file because
+// apart from each other they would all be compiled twice, for every instruction set.
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+#include <thread>
+#include <type_traits>
+
+#include "../step/call.h"
+#include "threads.h"
+
+#define EDGELLM_KERNEL "../step/parts.h"
+#include "every_isa.h"
+
+extern "C" {
+
+void edgellm_append(const edgellm::AppendCall* call) { EDGELLM_CALL(append(*call)) }
+
+void edgellm_attend(const edgellm::AttendCall* call) { EDGELLM_CALL(attend(*call)) }
+
+void edgellm_linear(const edgellm::LinearCall* call) { EDGELLM_CALL(linear(*call)) }
+
+int32_t edgellm_step(const edgellm::StepCall* call) { EDGELLM_CALL(step(*call)) }
+
+size_t edgellm_step_workspace(const edgellm::StepCall* call) { return scalar::workspace(*call); }
+
+}  // extern "C"

@@ -1,0 +1,150 @@
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from edgellm.bundle import Bundle
+from edgellm.errors import CancelledError, OptionError
+from edgellm.executor import execute
+from edgellm.kv_cache import Sequence
+from edgellm.llm import LLM, load
+from edgellm.prefill import ChunkedPrefill, Hooks
+from edgellm.schedule import POLICIES, Policy, Step, Task
+from edgellm.trace import TaskRecord, bubble_rate, chrome_trace, write_trace
+
+STEPS = [Step("a", "accelerator"), Step("b", "host", ordered=True), Step("c", "accelerator")]
+COUNT = 500
+
+
+@pytest.fixture(scope="module")
+def model_llm(smollm2: Bundle) -> LLM:
+    return load(str(smollm2.path), prefill="cpu", flavour="f32", kv_format="int8")
+
+
+@pytest.fixture
+def sequence(model_llm: LLM) -> Iterator[Sequence]:
+    found = model_llm.engine.cache.sequence()
+    yield found
+    found.truncate(0)
+
+
+def prefill(llm: LLM, policy: Policy) -> ChunkedPrefill:
+    found = llm.engine.prefill
+    assert isinstance(found, ChunkedPrefill)
+    return ChunkedPrefill(found.model, llm.engine.decoder, found.costs, policy=policy)
+
+
+def tokens(llm: LLM) -> list[int]:
+    return np.random.default_rng(1).integers(0, 40000, COUNT).tolist()
+
+
+def test_every_policy_gives_the_same_bits(model_llm: LLM, sequence: Sequence) -> None:
+    """Four chunks at once: the logits, and keys and values of the first and the last layer."""
+    results = []
+    for policy in POLICIES:
+        logits = prefill(model_llm, policy).run(tokens(model_llm), sequence)
+        read = sequence.blocks.read
+        cache = [read(sequence.table, layer, slice(None), COUNT) for layer in (0, 29)]
+        results.append((logits, cache))
+        sequence.truncate(0)
+    for logits, cache in results[1:]:
+        np.testing.assert_array_equal(logits, results[0][0])
+        np.testing.assert_array_equal(np.array(cache), np.array(results[0][1]))
+
+
+def test_chunks_are_reported_in_their_order(model_llm: LLM, sequence: Sequence) -> None:
+    seen: list[int] = []
+    records: list[TaskRecord] = []
+    threads = set()
+
+    def progress(done: int, total: int) -> None:
+        seen.append(done)
+        threads.add(threading.current_thread())
+
+    hooks = Hooks(progress=progress, on_tasks=records.extend)
+    prefill(model_llm, "out-of-order").run(tokens(model_llm), sequence, hooks)
+    assert seen == sorted(seen)
+    assert seen[-1] == len(sequence) == COUNT
+    assert threads == {threading.main_thread()}
+    chunks = [r for r in records if r.name == "commit"]
+    assert [r.chunk for r in chunks] == list(range(len(seen)))
+    # something of a later chunk ran before an earlier one was done
+    assert any(r.chunk > chunks[0].chunk and r.end_s < chunks[0].start_s for r in records)
+    assert 0 < bubble_rate(records) < 1
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_cancel_keeps_whole_chunks_and_no_other_block(
+    model_llm: LLM, sequence: Sequence, policy: Policy
+) -> None:
+    cancel = threading.Event()
+    hooks = Hooks(cancel=cancel, progress=lambda *_: cancel.set())
+    before = model_llm.engine.cache.used_blocks
+    with pytest.raises(CancelledError):
+        prefill(model_llm, policy).run(tokens(model_llm), sequence, hooks)
+    assert len(sequence) == 128
+    assert model_llm.engine.cache.used_blocks == before + 1
+    found = prefill(model_llm, policy).run(tokens(model_llm)[128:], sequence)
+    sequence.truncate(0)
+    np.testing.assert_array_equal(
+        prefill(model_llm, policy).run(tokens(model_llm), sequence), found
+    )
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("failing", [Task(1, 0), Task(1, 1), Task(2, 2)])
+def test_an_error_ends_everything(policy: Policy, failing: Task) -> None:
+    running: set[Task] = set()
+
+    def run(task: Task) -> None:
+        running.add(task)
+        time.sleep(0.001)
+        running.remove(task)
+        if task == failing:
+            raise ZeroDivisionError("broken")
+
+    with pytest.raises(ZeroDivisionError, match="broken"):
+        execute(STEPS, 4, run, policy=policy, seconds=lambda _: 0.0)
+    assert not running
+
+
+def test_a_chunk_is_on_the_accelerator_while_another_is_on_the_host() -> None:
+    begun = threading.Event()
+
+    def run(task: Task) -> None:
+        if task == Task(0, 1):
+            assert begun.wait(timeout=60)
+        if task == Task(1, 0):
+            begun.set()
+
+    records = execute(STEPS, 2, run, policy="out-of-order", seconds=lambda _: 0.0)
+    assert [r.name for r in records if r.chunk == 0] == ["a", "b", "c"]
+
+
+def test_bubbles_are_what_the_accelerator_waits() -> None:
+    records = [
+        TaskRecord("embedding", 0, "host", 0.0, 1.0),
+        TaskRecord("segment 0", 0, "accelerator", 1.0, 3.0),
+        TaskRecord("attention 0", 0, "host", 3.0, 4.0),
+        TaskRecord("segment 1", 0, "accelerator", 4.0, 5.0),
+        TaskRecord("commit", 0, "host", 5.0, 9.0),
+    ]
+    assert bubble_rate(records) == pytest.approx(0.25)
+    assert bubble_rate(records[:1]) == bubble_rate([]) == 0.0
+
+
+def test_trace_file(tmp_path: Path) -> None:
+    path = tmp_path / "trace.json"
+    write_trace(path, [TaskRecord("segment 0", 2, "accelerator", 100.5, 100.75)])
+    found = json.loads(path.read_text())
+    (task,) = [event for event in found["traceEvents"] if event["ph"] == "X"]
+    assert (task["ts"], task["dur"], task["args"]) == (0.0, 0.25e6, {"chunk": 2})
+    assert chrome_trace([])["otherData"]["accelerator_bubble_rate"] == 0.0
+    with pytest.raises(OptionError, match=r"trace .*: Is a directory"):
+        write_trace(tmp_path, [])

@@ -1,0 +1,93 @@
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Callable
+
+import pytest
+
+from edgellm.bundle import Bundle
+from edgellm.llm import LLM, load
+from edgellm.plan import Profile, predict, profile
+from edgellm.planner import Piece
+from edgellm.prefill import ChunkedPrefill
+from edgellm.roofline import measure_machine, work_of
+from edgellm.schedule import POLICIES, Step
+
+STEPS = [
+    Step("segment 0", "accelerator"),
+    Step("attention 0", "host", ordered=True),
+    Step("segment 1", "accelerator"),
+]
+# Attention takes 1 s at the start of a sequence and 3 s after 100 tokens.
+FOUND = Profile(STEPS, {50: [2.0, 1.0, 2.0]}, {50: [2.0, 3.0, 2.0]}, 100, {1: 0.5}, 0.25)
+
+
+@pytest.fixture(scope="module")
+def chunked_llm(smollm2: Bundle) -> LLM:
+    return load(str(smollm2.path), prefill="cpu", flavour="f32")
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_pieces_of_the_host_and_the_head_count_as_they_are(policy: str) -> None:
+    assert predict(FOUND, [Piece(None, 1)], policy).seconds == 0.75  # type: ignore[arg-type]
+
+
+def test_attention_grows_with_what_came_before() -> None:
+    pieces = [Piece(None, 1), Piece(50, 50), Piece(50, 30)]
+    found = predict(FOUND, pieces, "serial")
+    attention = (1 + 2 * 1 / 100) + (1 + 2 * 51 / 100)
+    assert found.seconds == pytest.approx(0.5 + 4 * 2.0 + attention + 0.25)
+    assert found.bubbles == pytest.approx(attention / (attention + 8.0))
+
+
+def test_a_faster_accelerator_leaves_the_host_as_it_is() -> None:
+    pieces = [Piece(50, 50)] * 4
+    slow, fast = (predict(FOUND, pieces, "serial", accelerator_speed=s) for s in (1.0, 4.0))
+    assert slow.seconds - fast.seconds == pytest.approx(4 * 4.0 * 0.75)
+    overlapped = predict(FOUND, pieces, "out-of-order")
+    assert overlapped.seconds < slow.seconds
+    assert overlapped.bubbles < slow.bubbles
+
+
+def test_profile_leaves_no_trace(chunked_llm: LLM) -> None:
+    engine = chunked_llm.engine
+    assert isinstance(engine.prefill, ChunkedPrefill)
+    pieces = [*engine.prefill.plan(300), Piece(None, 2)]
+    before = engine.cache.used_blocks
+    found = profile(engine, engine.prefill, pieces)
+    assert engine.cache.used_blocks == before
+    assert engine.cache.cached_prefix([0] * 200) == 0
+    sizes = {piece.size for piece in pieces} - {None}
+    assert set(found.shallow) == set(found.deep) == sizes
+    assert set(found.host) == {2}
+    assert all(len(steps) == len(engine.prefill.model.steps) for steps in found.deep.values())
+
+
+def test_work_of_the_default_model(smollm2: Bundle) -> None:
+    """106.2 million weights in layers, read as 4.5 to 5 bits each, and the head in 8.5."""
+    work = work_of(smollm2, 0, flavour="panels", kv_format="int8")
+    assert work.prefill_flops == 2 * 30 * 576 * (576 + 960 + 3 * 1536)
+    assert 0.5 < work.decode_bytes / (106.2e6 * 5 / 8 + 28.3e6 * 8.5 / 8) < 1.1
+    deep = work_of(smollm2, 1280, flavour="panels", kv_format="int8")
+    assert deep.decode_bytes - work.decode_bytes == 1280 * 12240  # codes, and a float32 each 64
+    assert deep.prefill_flops - work.prefill_flops == 2 * 30 * 576 * 1280
+
+
+def test_a_machine_has_limits() -> None:
+    found = measure_machine(1)
+    assert found.float_flops > 1e8
+    assert found.read_bytes > 1e8
+
+
+def test_command(smollm2: Bundle, cli: Callable[..., subprocess.CompletedProcess[str]]) -> None:
+    model = ("-m", str(smollm2.path))
+    found = cli("plan", "70", *model, "--prefill", "cpu", "--flavour", "f32")
+    assert found.returncode == 0, found.stderr
+    assert "pieces: " in found.stdout
+    assert "with an accelerator 10 times" in found.stdout
+    assert found.stdout.count("predicted, out-of-order") == 3
+    assert "measured, serial" in found.stdout
+    assert "GB/s" in found.stdout
+    refused = cli("plan", "9000", *model)
+    assert refused.returncode == 2
+    assert "trained for" in refused.stderr
