@@ -36,10 +36,15 @@ def calibration_options(command: Callable[..., None]) -> Callable[..., None]:
     )
     @click.option("--calibration-seed", type=int, default=0, show_default=True)
     @click.option(
-        "--calibration-method", type=click.Choice(METHODS), default="mse", show_default=True,
+        "--calibration-method", type=click.Choice(METHODS), default="percentile",
+        show_default=True,
         help="How far 8-bit activations reach.",
     )  # fmt: skip
-    @click.option("--calibration-percentile", type=float, default=99.9, show_default=True)
+    @click.option("--calibration-percentile", type=float, default=99.99, show_default=True)
+    @click.option(
+        "--calibration-shadow-share", type=float, default=0.15, show_default=True,
+        help="Of the down_proj layers, those for which the host computes what 8 bits clip.",
+    )  # fmt: skip
     @functools.wraps(command)
     def wrapped(
         *,
@@ -49,6 +54,7 @@ def calibration_options(command: Callable[..., None]) -> Callable[..., None]:
         calibration_seed: int,
         calibration_method: Method,
         calibration_percentile: float,
+        calibration_shadow_share: float,
         **rest: Any,
     ) -> None:
         calibration = CalibrationOptions(
@@ -58,6 +64,7 @@ def calibration_options(command: Callable[..., None]) -> Callable[..., None]:
             seed=calibration_seed,
             method=calibration_method,
             percentile=calibration_percentile,
+            shadow_share=calibration_shadow_share,
         )
         command(calibration=calibration, **rest)
 

@@ -54,6 +54,22 @@ class FileEntry:
 
 
 @dataclass(frozen=True)
+class ShadowEntry:
+    """A layer of which the host computes what its grid clips (see `quantize/shadow.py`).
+
+    Attributes:
+        scale, bits: of the grid of its input.
+        importance: how many times further than the grid values reached in the calibration run.
+        hot: inputs that were beyond the grid then.
+    """
+
+    scale: float
+    bits: int
+    importance: float
+    hot: tuple[int, ...]
+
+
+@dataclass(frozen=True)
 class FlavourEntry:
     """One exported precision (see `flavours.py`).
 
@@ -65,6 +81,7 @@ class FlavourEntry:
         host_tokens: the first so many tokens of a sequence are not for these graphs (see
             `calibrate.py`).
         calibration: how static scales were found (see `CalibrationOptions`); empty without them.
+        shadows: layers whose segments are cut for the host, by their names.
     """
 
     description: str
@@ -75,6 +92,12 @@ class FlavourEntry:
     arrays: Mapping[str, StoredArray]
     host_tokens: int = 0
     calibration: Mapping[str, Any] = field(default_factory=dict)
+    shadows: Mapping[str, ShadowEntry] = field(default_factory=dict)
+
+    @property
+    def cut_segments(self) -> frozenset[int]:
+        """The segments with halves: down_proj is in the one after its layer's attention."""
+        return frozenset(int(name.split(".")[1]) + 1 for name in self.shadows)
 
 
 @dataclass(frozen=True)
@@ -147,6 +170,10 @@ class Manifest:
                             **entry,
                             "chunk_sizes": tuple(entry["chunk_sizes"]),
                             "arrays": _arrays(entry["arrays"]),
+                            "shadows": {
+                                layer: ShadowEntry(**{**shadow, "hot": tuple(shadow["hot"])})
+                                for layer, shadow in entry.get("shadows", {}).items()
+                            },
                         }
                     )
                     for name, entry in values["flavours"].items()

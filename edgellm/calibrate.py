@@ -7,6 +7,7 @@ in memory, however large the model.
 from __future__ import annotations
 
 import hashlib
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,13 +17,14 @@ import onnx_ir as ir
 from numpy.typing import NDArray
 
 from edgellm import thread_pool
+from edgellm.bundle import ShadowEntry
 from edgellm.calibration_text import default_text
 from edgellm.errors import ExportError, OptionError
 from edgellm.graphs import contract
 from edgellm.graphs.config import ModelConfig
 from edgellm.graphs.contract import Grid
 from edgellm.graphs.segment import Segment, author_segment
-from edgellm.graphs.static_linear import is_input
+from edgellm.graphs.static_linear import input_name, is_input
 from edgellm.kernels import rope
 from edgellm.kernels.attention import attend
 from edgellm.kernels.kv_append import append_rotated
@@ -51,14 +53,17 @@ class CalibrationOptions:
         seed: of the choice of windows, where the text has more.
         method, percentile: see `quantize/calibration.py`; for 8-bit tensors, 16-bit ones take
             `minmax`.
+        shadow_share: of the down_proj layers with 8-bit inputs, those where most is clipped, for
+            which the host computes what is beyond the grid (see `quantize/shadow.py`).
     """
 
     text: str | None = None
     windows: int = 128
     window: int = 64
     seed: int = 0
-    method: Method = "mse"
-    percentile: float = 99.9
+    method: Method = "percentile"
+    percentile: float = 99.99
+    shadow_share: float = 0.15
 
     def __post_init__(self) -> None:
         """Check the values.
@@ -81,6 +86,9 @@ class CalibrationOptions:
                 f"calibration percentile is {self.percentile}; allowed is above 0, at most 100"
             )
 
+        if not 0 <= self.shadow_share <= 1:
+            raise OptionError(f"calibration shadow share is {self.shadow_share}; allowed is 0 to 1")
+
     def to_json(self) -> dict[str, Any]:
         """For the manifest; of the text, its hash."""
         text = default_text() if self.text is None else self.text
@@ -92,6 +100,7 @@ class CalibrationOptions:
             "seed": self.seed,
             "method": self.method,
             "percentile": self.percentile,
+            "shadow_share": self.shadow_share,
         }
 
 
@@ -136,8 +145,8 @@ class Calibrator:
         )
         self.observations: dict[str, Observation] = {}
 
-    def observe(self, segment: Segment, folder: Path) -> dict[str, Grid]:
-        """Run all windows through a segment, whose weights are in `folder`; gives its grids.
+    def observe(self, segment: Segment, folder: Path) -> None:
+        """Run all windows through a segment, whose weights are in `folder`.
 
         Raises:
             ExportError: an activation is infinite or not a number.
@@ -151,18 +160,48 @@ class Calibrator:
         finally:
             path.unlink()
         self.observations.update(seen)
-        return {name: self._grid(name, found) for name, found in seen.items()}
 
-    def _grid(self, name: str, seen: Observation) -> Grid:
-        bits = self._bits if is_input(name) else 16
-        far = reach(
+    def grids(self) -> dict[str, Grid]:
+        """Of all that has been observed."""
+        return {
+            name: Grid(grid_scale(self._reach(name), bits=bits), bits)
+            for name in self.observations
+            for bits in [self._bits_of(name)]
+        }
+
+    def shadows(self) -> dict[str, ShadowEntry]:
+        """The layers with a shadow, by their names: llm.npu's importance, max|x| / reach, decides.
+
+        What its channels hold beyond the grid makes them hot.
+        """
+        entries = {}
+        for layer in range(self._config.layers):
+            name = f"layers.{layer}.down"
+            largest, far = (
+                self.observations[input_name(name)].largest,
+                self._reach(input_name(name)),
+            )
+            importance = float(largest.max()) / far
+            if self._bits == 8 and importance > 1:
+                hot = tuple(int(i) for i in np.flatnonzero(largest > far))
+                scale = grid_scale(far, bits=self._bits)
+                entries[name] = ShadowEntry(scale, self._bits, importance, hot)
+        ranked = sorted(entries, key=lambda name: entries[name].importance, reverse=True)
+        count = math.ceil(self._options.shadow_share * self._config.layers)
+        return {name: entries[name] for name in ranked[:count]}
+
+    def _bits_of(self, name: str) -> int:
+        return self._bits if is_input(name) else 16
+
+    def _reach(self, name: str) -> float:
+        seen, bits = self.observations[name], self._bits_of(name)
+        return reach(
             seen,
             bits=bits,
             method=self._options.method if bits == 8 else "minmax",
             percentile=self._options.percentile,
             headroom=_HEADROOM if bits == 16 else 1.0,
         )
-        return Grid(grid_scale(far, bits=bits), bits)
 
     def _run(self, path: Path, index: int) -> dict[str, Observation]:
         session = _session(path)
@@ -170,7 +209,7 @@ class Calibrator:
         seen: dict[str, Observation] = {}
         for i, inputs in enumerate(self._inputs):
             outputs: dict[str, Floats] = dict(zip(names, session.run(None, inputs), strict=True))
-            for name in names[len(contract.segment_outputs(self._config, index)) :]:
+            for name in names[len(contract.part_outputs(self._config, contract.Part(index))) :]:
                 rows = outputs[name]
                 seen.setdefault(name, Observation.of(rows.shape[-1])).add(rows[HOST_TOKENS:])
             if index < self._config.layers:

@@ -22,7 +22,7 @@ from filelock import FileLock
 
 from edgellm.bundle import Bundle, ExportProgress, sha256_of
 from edgellm.errors import ProviderError
-from edgellm.graphs.contract import segment_file
+from edgellm.graphs.contract import part_file, parts
 from edgellm.home import compiled_dir, file_safe, replacing_folder
 from edgellm.providers import PROVIDERS, add_provider, version
 from edgellm.thread_pool import session_options
@@ -76,9 +76,9 @@ def compiled(
 
 
 def _names(bundle: Bundle, flavour: str) -> list[str]:
-    segments = range(bundle.config.layers + 1)
-    sizes = bundle.flavour(flavour).chunk_sizes
-    return [segment_file(index, size) for size in sizes for index in segments]
+    entry = bundle.flavour(flavour)
+    graphs = parts(bundle.config, entry.cut_segments)
+    return [part_file(part, size) for size in entry.chunk_sizes for part in graphs]
 
 
 def _key(bundle: Bundle, flavour: str, provider: str, provider_options: Mapping[str, str]) -> str:

@@ -20,7 +20,7 @@ from edgellm.errors import BundleError, EdgeLLMError, ExportError, OptionError
 from edgellm.flavours import FLAVOURS, Flavour, ImportReport
 from edgellm.graphs.builder import WeightFile
 from edgellm.graphs.checkpoint import Checkpoint, open_checkpoint
-from edgellm.graphs.contract import HEAD_FILE, segment_file
+from edgellm.graphs.contract import HEAD_FILE, part_file, parts
 from edgellm.graphs.linear import FloatLinear, Int8GroupLinear, Linear
 from edgellm.graphs.segment import author_head, author_segment
 from edgellm.home import replacing_folder
@@ -177,29 +177,37 @@ class _Exporter:
         folder = root / name
         folder.mkdir()
         with WeightFile(folder) as file:
+            segments = []
             for segment in flavour.segments(self._checkpoint, file, report):
-                file.flush()
-                grids = calibrator.observe(segment, folder) if calibrator else None
-                for chunk in sizes:
-                    model = author_segment(
-                        segment,
-                        self._checkpoint.config,
-                        chunk=chunk,
-                        grids=grids,
-                        basic_norms=flavour.basic_norms and chunk is not None,
-                    )
-                    ir.save(model, folder / segment_file(segment.index, chunk))
+                segments.append(segment)
+                if calibrator is not None:
+                    file.flush()
+                    calibrator.observe(segment, folder)
                 self._steps.step(f"{name}: segment {segment.index}")
+        shadows = calibrator.shadows() if calibrator else {}
         entry = FlavourEntry(
             flavour.description,
             flavour.head,
             static,
             None in sizes,
             report.to_json(),
-            arrays={},
+            arrays={n: file.arrays[n] for s in shadows for n in (s, f"{s}.scale")},
             host_tokens=HOST_TOKENS if calibrator else 0,
             calibration=self._calibration.to_json() if calibrator else {},
+            shadows=shadows,
         )
+        grids = calibrator.grids() if calibrator else None
+        for part in parts(self._checkpoint.config, entry.cut_segments):
+            for chunk in sizes:
+                model = author_segment(
+                    segments[part.index],
+                    self._checkpoint.config,
+                    chunk=chunk,
+                    half=part.half,
+                    grids=grids,
+                    basic_norms=flavour.basic_norms and chunk is not None,
+                )
+                ir.save(model, folder / part_file(part, chunk))
         return replace(manifest, flavours={**manifest.flavours, name: entry}, heads=heads)
 
     def _calibrator(self, flavour: Flavour, tokenizer: Tokenizer) -> Calibrator | None:

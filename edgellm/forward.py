@@ -129,15 +129,20 @@ class Model:
     ) -> list[float]:
         """Seconds of each step of a chunk that comes after `start` tokens.
 
-        They need not be there: the sequence is as it was, what attention reads does not matter.
+        They need not be there: attention reads zeros.
+
+        Args:
+            sequence: an empty one, which it is afterwards as well.
         """
         chunk = _Chunk(tokens, start, self.segments.buffers(size))
 
         def act(task: Task) -> None:
             self._actions[task.step][1](chunk, sequence)
 
-        new = start + len(tokens) - len(sequence)
-        with self._blas.limit(limits=1, user_api="blas"), sequence.reserved(new):
+        count = start + len(tokens)
+        with self._blas.limit(limits=1, user_api="blas"), sequence.reserved(count):
+            # memory that is touched for the first time would cost more than attention
+            sequence.blocks.clear(sequence.table)
             records = execute(self.steps[:-1], 1, act, policy="serial", seconds=lambda _: 0.0)
         return [*(record.end_s - record.start_s for record in records), 0.0]
 
@@ -145,11 +150,16 @@ class Model:
         """The steps of a chunk, and what is done in each."""
         actions: list[tuple[Step, Callable[[_Chunk, Sequence], None]]] = []
         actions.append((Step("embedding", "host"), self._embed))
-        for index in range(self.config.layers + 1):
-            if index:
-                attention = Step(f"attention {index - 1}", "host", ordered=True)
-                actions.append((attention, partial(self._attend, index - 1)))
-            actions.append((Step(f"segment {index}", "accelerator"), partial(_segment, index)))
+        for position, part in enumerate(self.segments.parts):
+            layer = part.index - 1
+            if part.half == "down":
+                shadow = partial(self._shadow, part.index, position % 2)
+                actions.append((Step(f"shadow {layer}", "host"), shadow))
+            elif part.index:
+                attend = partial(self._attend, layer)
+                actions.append((Step(f"attention {layer}", "host", ordered=True), attend))
+            name = f"segment {part.index}{part.half and f' {part.half}'}"
+            actions.append((Step(name, "accelerator"), partial(_segment, position)))
         actions.append((Step("commit", "host", ordered=True), _commit))
         return actions
 
@@ -182,6 +192,13 @@ class Model:
         )
         chunk.buffers.attention[:count] = attended.reshape(count, -1)
 
+    def _shadow(self, segment: int, residual: int, chunk: _Chunk, _: Sequence) -> None:
+        """What the grid of down_proj clips, into the residual that its product is added to."""
+        count = len(chunk.tokens)
+        correction = self.segments.shadows[segment].correction(chunk.buffers.activated[:count])
+        if correction is not None:
+            chunk.buffers.residuals[residual][:count] += correction
+
     def _learn(self, chunks: SequenceOf[Chunk], records: SequenceOf[TaskRecord]) -> None:
         step_of = {step.name: index for index, step in enumerate(self.steps)}
         for record in records:
@@ -189,8 +206,8 @@ class Model:
             self._seconds[key] = record.end_s - record.start_s
 
 
-def _segment(index: int, chunk: _Chunk, _: Sequence) -> None:
-    chunk.buffers.segments[index]()
+def _segment(position: int, chunk: _Chunk, _: Sequence) -> None:
+    chunk.buffers.segments[position]()
 
 
 def _commit(chunk: _Chunk, sequence: Sequence) -> None:

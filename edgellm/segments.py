@@ -12,13 +12,14 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from edgellm.bundle import Bundle, ExportProgress, map_arrays
+from edgellm.bundle import Bundle, ExportProgress, FlavourEntry, map_arrays
 from edgellm.compile_cache import compiled
 from edgellm.errors import BundleError
 from edgellm.graphs import contract
 from edgellm.placement import Placement, open_session
 from edgellm.providers import CPU, PROVIDERS
 from edgellm.quantize.int8 import dequantize_groups
+from edgellm.quantize.shadow import ShadowLinear
 
 Floats = NDArray[np.float32]
 Run = Callable[[], None]
@@ -32,19 +33,23 @@ class ChunkBuffers:
         x: `[C, E]`, embeddings.
         attention: `[C, H * D]`, written between segments.
         qkv: `[C, (H + 2 Hkv) * D]`.
+        activated: `[C, I]`, between the halves of a segment that is cut.
+        residuals: two of `[C, E]`; the graph at position i reads number i % 2.
         hidden: `[C, E]`, after the final norm.
-        segments: runs each segment on these buffers.
+        segments: runs each graph on these buffers.
     """
 
     x: Floats
     attention: Floats
     qkv: Floats
+    activated: Floats
+    residuals: tuple[Floats, Floats]
     hidden: Floats
     segments: Sequence[Run]
 
 
 class Segments:
-    """The `layers + 1` segment graphs of a flavour on one provider.
+    """The graphs of a flavour on one provider: `layers + 1` segments, some of them in two halves.
 
     The CPU provider takes one session of symbolic size for all chunk sizes, because each session
     keeps its own repacked copy of the weights; other providers get a static graph a size, compiled
@@ -70,6 +75,8 @@ class Segments:
         self.flavour = flavour
         self.chunk_sizes = entry.chunk_sizes
         self.host_tokens = entry.host_tokens
+        self.parts = contract.parts(bundle.config, entry.cut_segments)
+        self.shadows = _shadows(bundle, entry)
         self._provider_options = provider_options or {}
         self._folder = bundle.path / flavour
         self.compiled: Path | None = None
@@ -102,7 +109,7 @@ class Segments:
         return self._buffers[chunk, slot]
 
     def run(self, index: int, chunk: int, inputs: Mapping[str, Floats]) -> list[Floats]:
-        """One segment by itself, on arrays of its own: for tests of the provider."""
+        """One graph by itself, on arrays of its own: for tests of the provider."""
         session = self._sessions[None if self._symbolic else chunk][index]
         outputs: list[Floats] = session.run(None, inputs)
         return outputs
@@ -113,24 +120,24 @@ class Segments:
         Other providers' libraries need not bear that: Qualcomm's crashed on two threads at once.
         """
 
-        def load(index: int) -> tuple[Any, Placement]:
-            path = self._folder / contract.segment_file(index, size)
+        def load(part: contract.Part) -> tuple[Any, Placement]:
+            path = self._folder / contract.part_file(part, size)
             session, placement = open_session(
                 path, provider=self._provider, provider_options=self._provider_options
             )
-            self._check(session, index, path)
+            self._check(session, part, path)
             return session, placement
 
         with ThreadPoolExecutor(self._threads if self._provider == CPU else 1) as pool:
-            opened = list(pool.map(load, range(self.config.layers + 1)))
+            opened = list(pool.map(load, self.parts))
         self._sessions[size] = [session for session, _ in opened]
         for _, placement in opened:
             self._nodes.update(placement.nodes)
 
-    def _check(self, session: Any, index: int, path: Path) -> None:
+    def _check(self, session: Any, part: contract.Part, path: Path) -> None:
         for role, values, expected in (
-            ("inputs", session.get_inputs(), contract.segment_inputs(self.config, index)),
-            ("outputs", session.get_outputs(), contract.segment_outputs(self.config, index)),
+            ("inputs", session.get_inputs(), contract.part_inputs(self.config, part)),
+            ("outputs", session.get_outputs(), contract.part_outputs(self.config, part)),
         ):
             found = {value.name: value.shape[-1] for value in values}
             if found != expected:
@@ -146,6 +153,7 @@ class Segments:
             contract.X: config.hidden_size,
             contract.ATTENTION: config.attention_size,
             contract.QKV: config.qkv_size,
+            contract.ACTIVATED: config.intermediate_size,
             contract.HIDDEN: config.hidden_size,
             "even": config.hidden_size,
             "odd": config.hidden_size,
@@ -153,26 +161,28 @@ class Segments:
         arrays = {name: np.zeros((chunk, width), np.float32) for name, width in widths.items()}
         values = {name: ort.OrtValue.ortvalue_from_numpy(a) for name, a in arrays.items()}
         runs: list[Run] = []
-        for index, session in enumerate(sessions):
+        for index, (part, session) in enumerate(zip(self.parts, sessions, strict=True)):
             binding = session.io_binding()
-            # A segment must not write the residual that it reads, so two take turns.
+            # A graph must not write the residual that it reads, so two take turns.
             residual = {
                 contract.RESIDUAL: values[("even", "odd")[index % 2]],
                 contract.RESIDUAL_OUT: values[("odd", "even")[index % 2]],
             }
             inputs = {
                 name: residual.get(name) or values[name]
-                for name in contract.segment_inputs(config, index)
+                for name in contract.part_inputs(config, part)
             }
             for name, value in inputs.items():
                 binding.bind_ortvalue_input(name, value)
-            for name in contract.segment_outputs(config, index):
+            for name in contract.part_outputs(config, part):
                 binding.bind_ortvalue_output(name, residual.get(name) or values[name])
             runs.append(_runner(session, binding, {} if self._provider == CPU else inputs))
         return ChunkBuffers(
             arrays[contract.X],
             arrays[contract.ATTENTION],
             arrays[contract.QKV],
+            arrays[contract.ACTIVATED],
+            (arrays["even"], arrays["odd"]),
             arrays[contract.HIDDEN],
             runs,
         )
@@ -188,6 +198,18 @@ def _runner(session: Any, binding: Any, inputs: Mapping[str, Any]) -> Run:
         session.run_with_iobinding(binding)
 
     return run
+
+
+def _shadows(bundle: Bundle, entry: FlavourEntry) -> dict[int, ShadowLinear]:
+    """The host's side of down_proj, by the segment that it cuts; hot rows are read now."""
+    found = {}
+    for name, shadow in entry.shadows.items():
+        arrays = map_arrays(bundle.path, {n: entry.arrays[n] for n in (name, f"{name}.scale")})
+        codes, weight_scale = arrays[name], arrays[f"{name}.scale"]
+        hot = {column: codes[column] * weight_scale for column in shadow.hot}
+        segment = int(name.split(".")[1]) + 1
+        found[segment] = ShadowLinear(shadow.scale, shadow.bits, codes, weight_scale, hot)
+    return found
 
 
 class ModelHead(Protocol):

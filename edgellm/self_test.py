@@ -32,7 +32,12 @@ PROMPT_LIMIT = 0.1
 # In a folder of compiled graphs: they have been checked.
 _CHECKED = "checked"
 # Sizes of a fixed input; those of a residual stream and of attention in the middle of a model.
-_SIZES = {contract.X: 0.1, contract.RESIDUAL: 3.0, contract.ATTENTION: 0.5}
+_SIZES = {
+    contract.X: 0.1,
+    contract.RESIDUAL: 3.0,
+    contract.ATTENTION: 0.5,
+    contract.ACTIVATED: 0.5,
+}
 
 
 @dataclass(frozen=True)
@@ -57,9 +62,9 @@ class Check:
 def check_segments(bundle: Bundle, segments: Segments) -> Iterator[Check]:
     """Every segment on its provider against the same graph on the CPU, on a fixed input."""
     for chunk in segments.chunk_sizes:
-        for index in range(bundle.config.layers + 1):
-            inputs = _fixed_inputs(bundle.config, index, chunk)
-            name = contract.segment_file(index, chunk)
+        for index, part in enumerate(segments.parts):
+            inputs = _fixed_inputs(bundle.config, part, chunk)
+            name = contract.part_file(part, chunk)
             path = bundle.path / segments.flavour / name
             session, _ = open_session(path, provider=CPU)
             expected = session.run(None, inputs)
@@ -100,7 +105,7 @@ def check_once(bundle: Bundle, segments: Segments, progress: ExportProgress | No
 def _counted(
     checks: Iterator[Check], segments: Segments, progress: ExportProgress
 ) -> Iterator[Check]:
-    total = len(segments.chunk_sizes) * (segments.config.layers + 1)
+    total = len(segments.chunk_sizes) * len(segments.parts)
     for done, check in enumerate(checks, 1):
         progress("self-test", done, total)
         yield check
@@ -128,11 +133,11 @@ def relative_error(found: Floats, expected: Floats) -> float:
     return error if np.isfinite(error) else float("inf")
 
 
-def _fixed_inputs(config: ModelConfig, index: int, chunk: int) -> dict[str, Floats]:
-    rng = np.random.default_rng(index)
+def _fixed_inputs(config: ModelConfig, part: contract.Part, chunk: int) -> dict[str, Floats]:
+    rng = np.random.default_rng(part.index)
     return {
         name: (_SIZES[name] * rng.standard_normal((chunk, width))).astype(np.float32)
-        for name, width in contract.segment_inputs(config, index).items()
+        for name, width in contract.part_inputs(config, part).items()
     }
 
 

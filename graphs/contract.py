@@ -9,13 +9,20 @@ graph of llm.npu, Xu et al., arXiv:2407.05858, taken to its end). All tensors ar
     segment layers  attention, residual                 -> hidden [C, E], after the final norm
     head            hidden [rows, E]                    -> logits [rows, V]
 
-`residual` is private to a flavour: it may be in a rotated basis.
+A segment may be cut in two before down_proj, where the host then adds what the accelerator clips
+off (see `quantize/shadow.py`):
+
+    i.up            attention, residual                 -> residual, activated [C, I]
+    i.down          activated, residual                 -> residual, qkv, or hidden
+
+`residual` and `activated` are private to a flavour: they may be in a rotated basis.
 """
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from edgellm.graphs.config import ModelConfig
 
@@ -24,6 +31,7 @@ ATTENTION = "attention"
 RESIDUAL = "residual"
 RESIDUAL_OUT = "residual_out"
 QKV = "qkv"
+ACTIVATED = "activated"
 HIDDEN = "hidden"
 LOGITS = "logits"
 
@@ -31,23 +39,45 @@ CHUNK_DIM = "chunk"
 ROWS_DIM = "rows"
 
 
-def segment_inputs(config: ModelConfig, index: int) -> dict[str, int]:
-    """Input names of a segment and their widths."""
-    if index == 0:
+@dataclass(frozen=True)
+class Part:
+    """One graph: a segment, or a half of one that is cut before down_proj."""
+
+    index: int
+    half: Literal["", "up", "down"] = ""
+
+
+def parts(config: ModelConfig, cut: Collection[int] = ()) -> list[Part]:
+    """All graphs in the order in which a chunk goes through them; those in `cut` have halves."""
+    found = []
+    for index in range(config.layers + 1):
+        found += [Part(index, "up"), Part(index, "down")] if index in cut else [Part(index)]
+    return found
+
+
+def part_inputs(config: ModelConfig, part: Part) -> dict[str, int]:
+    """Input names of a graph and their widths."""
+    if part.half == "down":
+        return {ACTIVATED: config.intermediate_size, RESIDUAL: config.hidden_size}
+    if part.index == 0:
         return {X: config.hidden_size}
     return {ATTENTION: config.attention_size, RESIDUAL: config.hidden_size}
 
 
-def segment_outputs(config: ModelConfig, index: int) -> dict[str, int]:
-    """Output names of a segment and their widths."""
-    if index == config.layers:
+def part_outputs(config: ModelConfig, part: Part) -> dict[str, int]:
+    """Output names of a graph and their widths."""
+    if part.half == "up":
+        return {RESIDUAL_OUT: config.hidden_size, ACTIVATED: config.intermediate_size}
+    if part.index == config.layers:
         return {HIDDEN: config.hidden_size}
     return {RESIDUAL_OUT: config.hidden_size, QKV: config.qkv_size}
 
 
-def segment_file(index: int, chunk: int | None) -> str:
-    """File name of a segment of a static chunk size, or of any size if None."""
-    return f"{index:03d}.onnx" if chunk is None else f"{index:03d}.c{chunk}.onnx"
+def part_file(part: Part, chunk: int | None) -> str:
+    """File name of a graph of a static chunk size, or of any size if None."""
+    half = f".{part.half}" if part.half else ""
+    size = "" if chunk is None else f".c{chunk}"
+    return f"{part.index:03d}{half}{size}.onnx"
 
 
 HEAD_FILE = "head.onnx"

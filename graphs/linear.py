@@ -142,13 +142,15 @@ class BlockRotatedLinear:
     factor: float | None = None
 
     def activation(self, graph: GraphBuilder, x: ir.Value) -> Activation:
+        return self.linear.activation(graph, self.rotated(graph, x))
+
+    def rotated(self, graph: GraphBuilder, x: ir.Value) -> ir.Value:
         size = int(self.rotation.shape.numpy()[0])
         if self.factor is not None:
             x = graph.op("Mul", x, graph.constant(self.factor, np.float32))
         blocks = graph.op("Reshape", x, graph.constant([-1, size], np.int64))
         blocks = graph.op("MatMul", blocks, graph.weight(self.rotation))
-        rotated = graph.op("Reshape", blocks, graph.constant([-1, self.width], np.int64))
-        return self.linear.activation(graph, rotated)
+        return graph.op("Reshape", blocks, graph.constant([-1, self.width], np.int64))
 
     def apply(self, graph: GraphBuilder, x: Activation) -> ir.Value:
         return self.linear.apply(graph, x)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 import onnx_ir as ir
@@ -12,9 +13,11 @@ from edgellm.graphs import contract
 from edgellm.graphs.builder import GraphBuilder
 from edgellm.graphs.config import ModelConfig
 from edgellm.graphs.contract import Grid
-from edgellm.graphs.linear import Linear
+from edgellm.graphs.linear import BlockRotatedLinear, Linear
 
 Array = ir.TensorProtocol
+Half = Literal["", "up", "down"]
+Norm = Callable[[GraphBuilder, ir.Value, Array, ModelConfig], ir.Value]
 
 
 @dataclass(frozen=True)
@@ -51,47 +54,90 @@ def author_segment(
     config: ModelConfig,
     *,
     chunk: int | None,
+    half: Half = "",
     grids: Mapping[str, Grid] | None = None,
     basic_norms: bool = False,
 ) -> ir.Model:
     """The ONNX graph of a segment for a static chunk size, or for any size if None.
 
     Args:
+        half: one of the halves of a segment that is cut before down_proj, see `contract.py`.
         grids: those of its `StaticLinear` layers; None makes a graph for a calibration run.
         basic_norms: write norms out in basic operators. OpenVINO leaves RMSNormalization to the
             CPU; Qualcomm's HTP takes it, and would overflow half precision in the squares.
     """
-    graph = GraphBuilder(f"segment_{segment.index}", grids=grids)
+    part = contract.Part(segment.index, half)
+    graph = GraphBuilder(f"segment_{segment.index}{half}", grids=grids)
     norm = _basic_norm if basic_norms else _norm
     rows: int | str = contract.CHUNK_DIM if chunk is None else chunk
     inputs = {
         name: graph.input(name, (rows, width))
-        for name, width in contract.segment_inputs(config, segment.index).items()
+        for name, width in contract.part_inputs(config, part).items()
     }
-    if segment.index == 0:
-        residual = _enter(graph, inputs[contract.X], segment.enter)
+    values: Sequence[ir.Value]
+    if half == "up":
+        values = _first_half(graph, segment, inputs, norm, config)
     else:
-        residual = inputs[contract.RESIDUAL]
-        residual = graph.op(
-            "Add", residual, _apply(graph, segment.output, inputs[contract.ATTENTION])
-        )
-        assert segment.mlp is not None
-        normed = norm(graph, residual, segment.mlp.norm, config)
-        residual = graph.op("Add", residual, _mlp(graph, segment.mlp, normed))
-    normed = norm(graph, residual, segment.norm, config)
-    if segment.index == config.layers:
-        if segment.leave is not None:
-            normed = graph.op("MatMul", normed, graph.weight(segment.leave))
-        values: Sequence[ir.Value] = (normed,)
-    else:
-        values = (residual, _apply(graph, segment.qkv, normed))
-    widths = contract.segment_outputs(config, segment.index)
+        residual = _residual(graph, segment, inputs, norm, config, half)
+        normed = norm(graph, residual, segment.norm, config)
+        if segment.index < config.layers:
+            values = (residual, _apply(graph, segment.qkv, normed))
+        elif segment.leave is not None:
+            values = (graph.op("MatMul", normed, graph.weight(segment.leave)),)
+        else:
+            values = (normed,)
+    widths = contract.part_outputs(config, part)
     return graph.build(
         {
             name: (value, (rows, width))
             for value, (name, width) in zip(values, widths.items(), strict=True)
         }
     )
+
+
+def _residual(
+    graph: GraphBuilder,
+    segment: Segment,
+    inputs: Mapping[str, ir.Value],
+    norm: Norm,
+    config: ModelConfig,
+    half: Half,
+) -> ir.Value:
+    """The residual stream after a layer, or where the first one begins."""
+    if segment.index == 0:
+        return _enter(graph, inputs[contract.X], segment.enter)
+    assert segment.mlp is not None
+    down = segment.mlp.down
+    if half == "down":
+        assert isinstance(down, BlockRotatedLinear)
+        residual, activated = inputs[contract.RESIDUAL], inputs[contract.ACTIVATED]
+        down = down.linear
+    else:
+        residual = _after_attention(graph, segment, inputs)
+        activated = _activated(graph, segment.mlp, norm(graph, residual, segment.mlp.norm, config))
+    return graph.op("Add", residual, _apply(graph, down, activated))
+
+
+def _first_half(
+    graph: GraphBuilder,
+    segment: Segment,
+    inputs: Mapping[str, ir.Value],
+    norm: Norm,
+    config: ModelConfig,
+) -> Sequence[ir.Value]:
+    """The residual between attention and MLP, and what down_proj's grid is for."""
+    assert segment.mlp is not None
+    assert isinstance(segment.mlp.down, BlockRotatedLinear)
+    residual = _after_attention(graph, segment, inputs)
+    activated = _activated(graph, segment.mlp, norm(graph, residual, segment.mlp.norm, config))
+    return residual, segment.mlp.down.rotated(graph, activated)
+
+
+def _after_attention(
+    graph: GraphBuilder, segment: Segment, inputs: Mapping[str, ir.Value]
+) -> ir.Value:
+    attended = _apply(graph, segment.output, inputs[contract.ATTENTION])
+    return graph.op("Add", inputs[contract.RESIDUAL], attended)
 
 
 def author_head(head: Linear, config: ModelConfig) -> ir.Model:
@@ -126,8 +172,7 @@ def _apply(graph: GraphBuilder, linear: Linear | None, x: ir.Value) -> ir.Value:
     return linear.apply(graph, linear.activation(graph, x))
 
 
-def _mlp(graph: GraphBuilder, mlp: Mlp, normed: ir.Value) -> ir.Value:
+def _activated(graph: GraphBuilder, mlp: Mlp, normed: ir.Value) -> ir.Value:
     x = mlp.gate.activation(graph, normed)
     gate, up = mlp.gate.apply(graph, x), mlp.up.apply(graph, x)
-    hidden = graph.op("Mul", graph.op("Mul", gate, graph.op("Sigmoid", gate)), up)
-    return _apply(graph, mlp.down, hidden)
+    return graph.op("Mul", graph.op("Mul", gate, graph.op("Sigmoid", gate)), up)

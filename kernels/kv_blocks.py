@@ -84,6 +84,12 @@ class KVBlocks:
         """V of one token, `[Hkv, D]`."""
         return self._unpacked(self.v[block, layer, :, row // QUAD, :, row % QUAD])
 
+    def clear(self, table: BlockTable) -> None:
+        """Fill blocks with zeros. A new pool has them too, but no memory behind them yet."""
+        for array in (self.k, self.v, self.k_scale, self.v_scale):
+            if array is not None:
+                array[list(table)] = 0
+
     def copy_rows(self, source: int, target: int, rows: int) -> None:
         """Copy the first `rows` tokens of block `source` into block `target`, in all layers."""
         panels, quads = -(-rows // PANEL), -(-rows // QUAD)

@@ -12,11 +12,15 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from edgellm.bundle import Bundle
+from edgellm.calibrate import CalibrationOptions
+from edgellm.export import export
 from edgellm.home import models_dir, replacing_folder
 from edgellm.llm import LLM, load
+from edgellm.prefill import Hooks
 from edgellm.prepare import prepare
 from edgellm.sources import DEFAULT_MODEL, resolve
 
@@ -84,6 +88,35 @@ def llama_cpp_vocabularies() -> Path:
 def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A Hugging Face folder with a random two-layer Llama and a tokenizer of 320 tokens."""
     return make_tiny_model(tmp_path_factory.mktemp("tiny"))
+
+
+@pytest.fixture(scope="session")
+def export_static(tiny_model: Path) -> Callable[..., Path]:
+    """Exports the tiny model with static scales: `export_static(out)`, or with other options."""
+
+    def run(out: Path, *, model: Path = tiny_model, **options: Any) -> Path:
+        defaults = {
+            "flavours": ("f32", "int4", "panels", "w8a16-qdq"),
+            "calibration": CalibrationOptions(windows=8, window=32),
+        }
+        export(model, out, name="tiny", source=str(model), **{**defaults, **options})
+        return out
+
+    return run
+
+
+@pytest.fixture(scope="session")
+def logits_and_places() -> Callable[[LLM, list[int]], tuple[np.ndarray, dict[str, int]]]:
+    """Prefills a sequence of its own: the last logits, and how many tokens ran where."""
+
+    def run(llm: LLM, tokens: list[int]) -> tuple[np.ndarray, dict[str, int]]:
+        sequence, places = llm.engine.cache.sequence(), dict[str, int]()
+        hooks = Hooks(on_place=lambda name, n: places.update({name: places.get(name, 0) + n}))
+        logits = llm.engine.prefill.run(tokens, sequence, hooks).copy()
+        sequence.truncate(0)
+        return logits, places
+
+    return run
 
 
 @pytest.fixture

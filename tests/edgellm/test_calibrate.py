@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,36 +11,23 @@ import pytest
 from edgellm import ExportError, OptionError
 from edgellm.bundle import MANIFEST, Bundle
 from edgellm.calibrate import CalibrationOptions, Calibrator
-from edgellm.export import export
 from edgellm.llm import LLM, load
 from edgellm.perplexity import perplexity
-from edgellm.prefill import Hooks
 
 STATIC = "w8a16-qdq"
-SHORT = CalibrationOptions(windows=8, window=32)
-
-
-def export_static(model: Path, out: Path, **options: Any) -> Path:
-    options = {"flavours": ("f32", "int4", "panels", STATIC), "calibration": SHORT, **options}
-    export(model, out, name="tiny", source=str(model), **options)
-    return out
+Export = Callable[..., Path]
+Prefilled = Callable[[LLM, list[int]], tuple[np.ndarray, dict[str, int]]]
 
 
 @pytest.fixture(scope="module")
-def bundle_path(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return export_static(tiny_model, tmp_path_factory.mktemp("static") / "bundle")
-
-
-def logits_and_places(llm: LLM, tokens: list[int]) -> tuple[np.ndarray, dict[str, int]]:
-    sequence, places = llm.engine.cache.sequence(), dict[str, int]()
-    hooks = Hooks(on_place=lambda name, n: places.update({name: places.get(name, 0) + n}))
-    logits = llm.engine.prefill.run(tokens, sequence, hooks).copy()
-    sequence.truncate(0)
-    return logits, places
+def bundle_path(export_static: Export, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return export_static(tmp_path_factory.mktemp("static") / "bundle")
 
 
 @pytest.mark.parametrize("count", [1, 2, 31, 32, 33, 34, 64, 65, 128, 129, 130, 257])
-def test_close_to_float_at_every_edge_of_a_chunk(bundle_path: Path, count: int) -> None:
+def test_close_to_float_at_every_edge_of_a_chunk(
+    bundle_path: Path, logits_and_places: Prefilled, count: int
+) -> None:
     """The first token is left to the host; int8 weights are as far off for every count."""
     tokens = np.random.default_rng(count).integers(0, 256, count).tolist()
     exact, _ = logits_and_places(load(str(bundle_path), flavour="f32", decode="reference"), tokens)
@@ -49,10 +37,12 @@ def test_close_to_float_at_every_edge_of_a_chunk(bundle_path: Path, count: int) 
     assert np.abs(found - exact).max() < 0.08 * np.abs(exact).max()
 
 
-def test_two_calibrations_are_the_same_and_seeds_differ(tiny_model: Path, tmp_path: Path) -> None:
+def test_two_calibrations_are_the_same_and_seeds_differ(
+    export_static: Export, tmp_path: Path
+) -> None:
     def graphs(name: str, seed: int) -> tuple[bytes, dict[str, Any]]:
         options = CalibrationOptions(windows=2, window=16, seed=seed)
-        out = export_static(tiny_model, tmp_path / name, flavours=(STATIC,), calibration=options)
+        out = export_static(tmp_path / name, flavours=(STATIC,), calibration=options)
         entry = json.loads((out / MANIFEST).read_text())["flavours"][STATIC]
         return (out / STATIC / "001.c32.onnx").read_bytes(), entry
 
@@ -75,6 +65,7 @@ def test_nothing_of_the_calibration_run_is_left(bundle_path: Path) -> None:
         ({"windows": 0}, "windows is 0"),
         ({"window": 1}, "2 or more"),
         ({"percentile": 0.0}, "percentile is 0"),
+        ({"shadow_share": 1.5}, "allowed is 0 to 1"),
     ],
 )
 def test_bad_options(options: dict[str, Any], words: str) -> None:
@@ -83,21 +74,19 @@ def test_bad_options(options: dict[str, Any], words: str) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "Too short.", "Long enough for a few windows. " * 20])
-def test_text_that_is_too_short(tiny_model: Path, tmp_path: Path, text: str) -> None:
+def test_text_that_is_too_short(export_static: Export, tmp_path: Path, text: str) -> None:
     with pytest.raises(OptionError, match=r"calibration text has \d+ tokens"):
-        export_static(
-            tiny_model, tmp_path / "bundle", calibration=CalibrationOptions(text=text, window=64)
-        )
+        export_static(tmp_path / "bundle", calibration=CalibrationOptions(text=text, window=64))
     assert not (tmp_path / "bundle").exists()
 
 
 def test_values_that_overflow_are_noticed(
-    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    export_static: Export, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     attention = Calibrator._attention
     monkeypatch.setattr(Calibrator, "_attention", lambda self, qkv: attention(self, qkv) * np.inf)
     with pytest.raises(ExportError, match="segment 1 gives a value that is infinite"):
-        export_static(tiny_model, tmp_path / "bundle", flavours=(STATIC,))
+        export_static(tmp_path / "bundle", flavours=(STATIC,))
     assert not (tmp_path / "bundle").exists()
 
 

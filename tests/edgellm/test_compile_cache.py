@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import faulthandler
 import importlib.util
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -11,11 +12,8 @@ import pytest
 
 from edgellm import ProviderError, compile_cache
 from edgellm.bundle import open_bundle
-from edgellm.calibrate import CalibrationOptions
-from edgellm.export import export
 from edgellm.home import compiled_dir
 from edgellm.llm import LLM, load
-from edgellm.prefill import Hooks
 from edgellm.providers import status
 
 STATIC = "w8a16-qdq"
@@ -30,29 +28,14 @@ pytestmark = [
 
 
 @pytest.fixture(scope="module")
-def bundle_path(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    out = tmp_path_factory.mktemp("qnn") / "bundle"
-    export(
-        tiny_model,
-        out,
-        name="tiny",
-        source=str(tiny_model),
-        flavours=("f32", "int4", "panels", STATIC),
-        calibration=CalibrationOptions(windows=8, window=32),
-    )
-    return out
+def bundle_path(
+    export_static: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory
+) -> Path:
+    return export_static(tmp_path_factory.mktemp("qnn") / "bundle")
 
 
 def on_htp(path: Path, **options: dict[str, str]) -> LLM:
     return load(str(path), prefill="qnn", decode="reference", **options)
-
-
-def logits_and_places(llm: LLM, tokens: list[int]) -> tuple[np.ndarray, dict[str, int]]:
-    sequence, places = llm.engine.cache.sequence(), dict[str, int]()
-    hooks = Hooks(on_place=lambda name, n: places.update({name: places.get(name, 0) + n}))
-    logits = llm.engine.prefill.run(tokens, sequence, hooks).copy()
-    sequence.truncate(0)
-    return logits, places
 
 
 def test_devices_say_that_it_is_emulated() -> None:
@@ -61,7 +44,11 @@ def test_devices_say_that_it_is_emulated() -> None:
     assert "emulated" in found.device
 
 
-def test_every_segment_runs_whole_on_the_htp(bundle_path: Path, edgellm_home: Path) -> None:
+def test_every_segment_runs_whole_on_the_htp(
+    bundle_path: Path,
+    edgellm_home: Path,
+    logits_and_places: Callable[[LLM, list[int]], tuple[np.ndarray, dict[str, int]]],
+) -> None:
     """The same graphs on the CPU provider differ by what half precision between products costs."""
     htp = on_htp(bundle_path)
     placement = htp.engine.prefill.placement

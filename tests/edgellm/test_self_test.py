@@ -11,8 +11,6 @@ import numpy as np
 import pytest
 
 from edgellm import ProviderError
-from edgellm.calibrate import CalibrationOptions
-from edgellm.export import export
 from edgellm.home import compiled_dir
 from edgellm.llm import load
 from edgellm.self_test import check_prompts, check_segments, relative_error
@@ -23,22 +21,11 @@ needs_qnn = pytest.mark.skipif(
 )
 
 
-def export_static(model: Path, out: Path) -> Path:
-    export(
-        model,
-        out,
-        name="tiny",
-        source=str(model),
-        flavours=("f32", "int4", "panels", "w8a16-qdq"),
-        chunk_sizes=(32,),
-        calibration=CalibrationOptions(windows=8, window=32),
-    )
-    return out
-
-
 @pytest.fixture(scope="module")
-def bundle_path(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return export_static(tiny_model, tmp_path_factory.mktemp("self-test") / "bundle")
+def bundle_path(
+    export_static: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory
+) -> Path:
+    return export_static(tmp_path_factory.mktemp("self-test") / "bundle", chunk_sizes=(32,))
 
 
 def test_the_cpu_agrees_with_itself(bundle_path: Path) -> None:
@@ -72,6 +59,7 @@ def test_wrong_segment_is_named(bundle_path: Path, monkeypatch: pytest.MonkeyPat
 @needs_qnn
 def test_wrong_compilation_is_caught_at_the_start_and_by_doctor(
     bundle_path: Path,
+    export_static: Callable[..., Path],
     make_model: Callable[..., Path],
     tmp_path: Path,
     edgellm_home: Path,
@@ -81,7 +69,9 @@ def test_wrong_compilation_is_caught_at_the_start_and_by_doctor(
     load(str(bundle_path), prefill="qnn", decode="reference")
     (folder,) = [path for path in compiled_dir().iterdir() if path.is_dir()]
     assert (folder / "checked").exists()
-    other = export_static(make_model(initializer_range=0.2), tmp_path / "other")
+    other = export_static(
+        tmp_path / "other", model=make_model(initializer_range=0.2), chunk_sizes=(32,)
+    )
     load(str(other), prefill="qnn", decode="reference")
     (wrong,) = [path for path in compiled_dir().iterdir() if path.is_dir() and path != folder]
     sums = json.loads((folder / "sha256.json").read_text())

@@ -56,10 +56,10 @@ def sessions(folder: Path, flavour: str, checkpoint: Checkpoint, chunk: int | No
     with WeightFile(folder) as file:
         for segment in FLAVOURS[flavour].segments(checkpoint, file, ImportReport()):
             model = author_segment(segment, checkpoint.config, chunk=chunk, basic_norms=basic_norms)
-            ir.save(model, folder / contract.segment_file(segment.index, chunk))
+            ir.save(model, folder / contract.part_file(contract.Part(segment.index), chunk))
     return [
         ort.InferenceSession(
-            folder / contract.segment_file(index, chunk),
+            folder / contract.part_file(contract.Part(index), chunk),
             session_options(),
             providers=["CPUExecutionProvider"],
         )
