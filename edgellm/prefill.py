@@ -146,7 +146,7 @@ class ChunkedPrefill:
                     chunks,
                     sequence,
                     policy=self._policy,
-                    on_done=lambda hidden: finished(self.placement.provider, hidden),
+                    on_done=lambda hidden: finished(self.placement.place, hidden),
                     cancel=hooks.cancel,
                 )
                 hooks.tasks_done([replace(r, chunk=index + r.chunk) for r in records])

@@ -57,6 +57,7 @@ class Segments:
 
     Args:
         provider_options: the provider's own, over those that edgellm sets.
+        allow_fallback: see `open_session`.
         progress: of the compilation.
     """
 
@@ -68,6 +69,7 @@ class Segments:
         provider: str,
         threads: int,
         provider_options: Mapping[str, str] | None = None,
+        allow_fallback: bool = False,
         progress: ExportProgress | None = None,
     ) -> None:
         entry = bundle.flavour(flavour)
@@ -78,6 +80,7 @@ class Segments:
         self.parts = contract.parts(bundle.config, entry.cut_segments)
         self.shadows = _shadows(bundle, entry)
         self._provider_options = provider_options or {}
+        self._allow_fallback = allow_fallback
         self._folder = bundle.path / flavour
         self.compiled: Path | None = None
         self._provider = provider
@@ -92,6 +95,7 @@ class Segments:
                 flavour,
                 provider=provider,
                 provider_options=self._provider_options,
+                allow_fallback=allow_fallback,
                 progress=progress,
             )
         for size in [None] if self._symbolic else self.chunk_sizes:
@@ -123,7 +127,10 @@ class Segments:
         def load(part: contract.Part) -> tuple[Any, Placement]:
             path = self._folder / contract.part_file(part, size)
             session, placement = open_session(
-                path, provider=self._provider, provider_options=self._provider_options
+                path,
+                provider=self._provider,
+                provider_options=self._provider_options,
+                allow_fallback=self._allow_fallback,
             )
             self._check(session, part, path)
             return session, placement

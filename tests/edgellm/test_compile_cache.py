@@ -8,12 +8,15 @@ from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
+import onnx_ir as ir
 import pytest
 
 from edgellm import ProviderError, compile_cache
 from edgellm.bundle import open_bundle
+from edgellm.graphs.builder import GraphBuilder
 from edgellm.home import compiled_dir
 from edgellm.llm import LLM, load
+from edgellm.placement import open_session
 from edgellm.providers import status
 
 STATIC = "w8a16-qdq"
@@ -116,3 +119,18 @@ def test_device_that_the_compiler_does_not_know(bundle_path: Path, edgellm_home:
     with pytest.raises(ProviderError, match="qnn"):
         on_htp(bundle_path, provider_options={"soc_model": "999999"})
     assert not [path for path in compiled_dir().iterdir() if path.suffix != ".lock"]
+
+
+def test_a_node_that_the_htp_does_not_take_is_named_or_left_to_the_cpu(tmp_path: Path) -> None:
+    graph = GraphBuilder("mixed")
+    product = graph.op("Mul", *[graph.input("x", (3, 3))] * 2)
+    path = tmp_path / "mixed.onnx"
+    ir.save(graph.build({"y": (graph.op("Det", product), ())}), path)
+    with pytest.raises(ProviderError, match=r"does not take 1 nodes.*Det.*--allow-fallback"):
+        open_session(path, provider="qnn")
+    session, placement = open_session(path, provider="qnn", allow_fallback=True)
+    assert placement.nodes == {"QNNExecutionProvider": 1, "CPUExecutionProvider": 1}
+    assert not placement.complete
+    assert placement.place == "qnn+cpu"
+    x = np.diag([1.0, 2.0, 3.0]).astype(np.float32)
+    assert session.run(None, {"x": x})[0] == pytest.approx(36.0, rel=1e-2)

@@ -6,6 +6,7 @@ from collections.abc import Callable
 import pytest
 
 from edgellm.bundle import Bundle
+from edgellm.kernels.native import library
 from edgellm.llm import LLM, load
 from edgellm.plan import Profile, predict, profile
 from edgellm.planner import Piece
@@ -87,6 +88,7 @@ def test_command(smollm2: Bundle, cli: Callable[..., subprocess.CompletedProcess
     assert "with an accelerator 10 times" in found.stdout
     assert found.stdout.count("predicted, out-of-order") == 3
     assert "measured, serial" in found.stdout
+    assert ("faster at this length: --prefill" in found.stdout) == (library() is not None)
     assert "GB/s" in found.stdout
     refused = cli("plan", "9000", *model)
     assert refused.returncode == 2
