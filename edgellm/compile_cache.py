@@ -159,5 +159,5 @@ def _compile(task: _Task) -> str:
     if left and not task.allow_fallback:
         name = PROVIDERS[task.provider].ort_name
         nodes = ", ".join(left[:8])
-        return f"{name} does not take {len(left)} nodes: {nodes}; --allow-fallback gives them to the CPU"
+        return f"{name} does not take {len(left)} nodes: {nodes}; --allow-fallback leaves them"
     return ""
