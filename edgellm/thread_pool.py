@@ -36,7 +36,7 @@ def start(threads: int | None, *, spare: int = 0) -> int:
     elif threads is not None and wanted != _pool_threads:
         raise OptionError(
             f"threads is {threads}, of which ONNX Runtime would take {wanted}, but a model was "
-            f"loaded before with {_pool_threads} in its pool; all models of a process share it"
+            f"loaded with {_pool_threads} in its pool; all models of a process share one pool"
         )
     return _pool_threads
 

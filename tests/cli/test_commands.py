@@ -190,6 +190,25 @@ def test_bench_outputs(cli: Cli, tiny_bundle: str) -> None:
     assert "| pp40 @ d16 |" in cli(*arguments).stdout
 
 
+@pytest.mark.parametrize("schedule", ["serial", "in-order", "out-of-order"])
+def test_trace_of_every_schedule(cli: Cli, tiny_bundle: str, tmp_path: Path, schedule: str) -> None:
+    where = ("--prefill", "cpu", "--flavour", "w8a8", "--schedule", schedule, "-t", "2")
+    trace = tmp_path / "trace.json"
+    prompt = ("--raw", "-p", "abc " * 60, "-n", "1", *GREEDY)
+    found = cli("run", tiny_bundle, *where, *prompt, "--trace", str(trace), "--json")
+    assert found.returncode == 0, found.stderr
+    events = json.loads(trace.read_text())["traceEvents"]
+    names = {event["name"] for event in events}
+    assert {"segment 0", "segment 2", "attention 1", "commit"} < names
+    assert 0 < json.loads(found.stdout)["bubble_rate"] < 1
+
+
+def test_trace_that_cannot_be_written(cli: Cli, tiny_bundle: str, tmp_path: Path) -> None:
+    found = cli("run", tiny_bundle, "-p", "a", "--trace", str(tmp_path))
+    assert found.returncode == 2
+    assert "directory" in found.stderr.lower()
+
+
 def test_devices(cli: Cli) -> None:
     lines = cli("devices").stdout.splitlines()
     assert any(line.startswith("cpu") and " usable" in line for line in lines)

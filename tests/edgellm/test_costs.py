@@ -64,7 +64,7 @@ def test_the_plan_is_followed(smollm2: Bundle, monkeypatch: pytest.MonkeyPatch) 
     tokens = engine.tokenizer.encode("The quick brown fox jumps over the lazy dog. " * 16)[:140]
     found = []
     for planned in (Costs({128: 1.0}, 0.1, 0.01), Costs({128: 1.0})):
-        monkeypatch.setattr(engine.prefill, "_costs", planned)
+        monkeypatch.setattr(engine.prefill, "costs", planned)
         sequence = engine.cache.sequence()
         seen: list[tuple[str, int]] = []
         logits = engine.prefill.run(
