@@ -158,6 +158,6 @@ def _compile(task: _Task) -> str:
     left = [f"{node.name} ({node.op_type})" for node in nodes if node.op_type != "EPContext"]
     if left and not task.allow_fallback:
         name = PROVIDERS[task.provider].ort_name
-        nodes = ", ".join(left[:8])
-        return f"{name} does not take {len(left)} nodes: {nodes}; --allow-fallback leaves them"
+        some = ", ".join(left[:8])
+        return f"{name} does not take {len(left)} nodes: {some}; --allow-fallback leaves them"
     return ""
