@@ -32,9 +32,15 @@ KINDS = ["int4_symmetric", "int4_affine", "int8_symmetric"]
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(
-    ("outputs", "inputs"), [(16, 32), (1, 64), (33, 96), (100, 576), (289, 1056)]
+    ("outputs", "inputs", "rows"),
+    [
+        *((16, 32, rows) for rows in (1, 2, 3, 4, 7, 16, 21, 24, 51)),
+        *((1, 64, rows) for rows in (1, 5, 26)),
+        *((33, 96, rows) for rows in (1, 2, 3, 4, 7, 16, 21, 24, 51)),
+        *((100, 576, rows) for rows in (1, 5, 30)),
+        (289, 1056, 27),  # more than one stretch of inputs, more than one run of panels
+    ],
 )
-@pytest.mark.parametrize("rows", [1, 2, 3, 4, 7, 16, 21, 24, 51])
 @pytest.mark.usefixtures("poisoned")
 def test_matches_reference(
     compiled: ctypes.CDLL, kind: str, outputs: int, inputs: int, rows: int
