@@ -137,10 +137,10 @@ class ChunkedPrefill:
         for on_host, group in itertools.groupby(pieces, lambda piece: piece.size is None):
             chunks = list(_chunks(tokens[done:], group))
             if on_host:
-                with hooks.host_task(self._host.name, index):
-                    part = chunks[0].tokens
-                    hidden = self._host.forward(part, sequence, cancel=hooks.cancel)
-                finished(self._host.name, hidden)
+                for i, chunk in enumerate(chunks, index):
+                    with hooks.host_task(self._host.name, i):
+                        hidden = self._host.forward(chunk.tokens, sequence, cancel=hooks.cancel)
+                    finished(self._host.name, hidden)
             else:
                 records = self.model.run(
                     chunks,

@@ -24,11 +24,12 @@ from edgellm.memory import peak_memory_bytes
 from edgellm.plan import measure
 from edgellm.prefill import ChunkedPrefill
 from edgellm.prepare import prepare
+from edgellm.schedule import Policy
 from edgellm.sources import DEFAULT_MODEL, resolve
 from edgellm.trace import bubble_rate
 
 CHUNK = 128
-BARS = {
+BARS: dict[str, tuple[str, Policy, bool]] = {
     "CPU, float32": ("f32", "serial", False),
     "static graphs rebuilt for each length": ("f32", "in-order", True),
     "+ shared chunk graphs": ("f32", "in-order", False),
@@ -50,7 +51,7 @@ def work(bar: str, length: int, folder: Path) -> dict[str, Any]:
             source.path, path, name="ablation", source=source.spec, flavours=flavours,
             chunk_sizes=(length,),
         )  # fmt: skip
-    engine = load(str(path), prefill="cpu", flavour=flavour, schedule=schedule).engine  # type: ignore[arg-type]
+    engine = load(str(path), prefill="cpu", flavour=flavour, schedule=schedule).engine
     build_s = time.perf_counter() - begin if rebuilt else 0.0
     assert isinstance(engine.prefill, ChunkedPrefill)
     seconds, records = measure(engine, length)

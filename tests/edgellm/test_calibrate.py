@@ -13,6 +13,8 @@ from edgellm.bundle import MANIFEST, Bundle
 from edgellm.calibrate import CalibrationOptions, Calibrator
 from edgellm.llm import LLM, load
 from edgellm.perplexity import perplexity
+from edgellm.planner import Costs
+from edgellm.prefill import ChunkedPrefill
 
 STATIC = "w8a16-qdq"
 Export = Callable[..., Path]
@@ -35,6 +37,22 @@ def test_close_to_float_at_every_edge_of_a_chunk(
     found, places = logits_and_places(static, tokens)
     assert places == {"reference": 1, **({"cpu": count - 1} if count > 1 else {})}
     assert np.abs(found - exact).max() < 0.08 * np.abs(exact).max()
+
+
+@pytest.mark.parametrize("count", [2, 8, 33, 40, 170])
+def test_the_first_token_and_a_short_tail_are_both_the_hosts(bundle_path: Path, count: int) -> None:
+    """Nothing is left out where two pieces of the host come one after the other."""
+    tokens = np.random.default_rng(count).integers(0, 256, count).tolist()
+    engine = load(str(bundle_path), prefill="cpu", flavour=STATIC, decode="reference").engine
+    assert isinstance(engine.prefill, ChunkedPrefill)
+    results = []
+    for costs in (Costs({32: 1.0, 128: 3.0}, 0.0, 0.001), engine.prefill.costs):
+        sequence = engine.cache.sequence()
+        prefill = ChunkedPrefill(engine.prefill.model, engine.decoder, costs)
+        results.append(prefill.run(tokens, sequence))
+        assert sequence.tokens == tokens
+        sequence.truncate(0)
+    assert np.abs(results[0] - results[1]).max() < 0.08 * np.abs(results[1]).max()
 
 
 def test_two_calibrations_are_the_same_and_seeds_differ(

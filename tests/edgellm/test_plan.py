@@ -12,7 +12,7 @@ from edgellm.plan import Profile, predict, profile
 from edgellm.planner import Piece
 from edgellm.prefill import ChunkedPrefill
 from edgellm.roofline import measure_machine, work_of
-from edgellm.schedule import POLICIES, Step
+from edgellm.schedule import POLICIES, Policy, Step
 
 STEPS = [
     Step("segment 0", "accelerator"),
@@ -29,8 +29,8 @@ def chunked_llm(smollm2: Bundle) -> LLM:
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-def test_pieces_of_the_host_and_the_head_count_as_they_are(policy: str) -> None:
-    assert predict(FOUND, [Piece(None, 1)], policy).seconds == 0.75  # type: ignore[arg-type]
+def test_pieces_of_the_host_and_the_head_count_as_they_are(policy: Policy) -> None:
+    assert predict(FOUND, [Piece(None, 1)], policy).seconds == 0.75
 
 
 def test_attention_grows_with_what_came_before() -> None:
