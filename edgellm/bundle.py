@@ -95,9 +95,10 @@ class FlavourEntry:
     shadows: Mapping[str, ShadowEntry] = field(default_factory=dict)
 
     @property
-    def cut_segments(self) -> frozenset[int]:
-        """The segments with halves: down_proj is in the one after its layer's attention."""
-        return frozenset(int(name.split(".")[1]) + 1 for name in self.shadows)
+    def cut_segments(self) -> dict[int, str]:
+        """The segments with halves, each with the down_proj between them: that of the layer before,
+        whose attention it follows."""
+        return {int(name.split(".")[1]) + 1: name for name in self.shadows}
 
 
 @dataclass(frozen=True)

@@ -163,11 +163,7 @@ class Calibrator:
 
     def grids(self) -> dict[str, Grid]:
         """Of all that has been observed."""
-        return {
-            name: Grid(grid_scale(self._reach(name), bits=bits), bits)
-            for name in self.observations
-            for bits in [self._bits_of(name)]
-        }
+        return {name: self._grid(name) for name in self.observations}
 
     def shadows(self) -> dict[str, ShadowEntry]:
         """The layers with a shadow, by their names: llm.npu's importance, max|x| / reach, decides.
@@ -177,18 +173,19 @@ class Calibrator:
         entries = {}
         for layer in range(self._config.layers):
             name = f"layers.{layer}.down"
-            largest, far = (
-                self.observations[input_name(name)].largest,
-                self._reach(input_name(name)),
-            )
+            grid = input_name(name)
+            largest, far = self.observations[grid].largest, self._reach(grid)
             importance = float(largest.max()) / far
             if self._bits == 8 and importance > 1:
                 hot = tuple(int(i) for i in np.flatnonzero(largest > far))
-                scale = grid_scale(far, bits=self._bits)
-                entries[name] = ShadowEntry(scale, self._bits, importance, hot)
+                entries[name] = ShadowEntry(*self._grid(grid), importance, hot)
         ranked = sorted(entries, key=lambda name: entries[name].importance, reverse=True)
         count = math.ceil(self._options.shadow_share * self._config.layers)
         return {name: entries[name] for name in ranked[:count]}
+
+    def _grid(self, name: str) -> Grid:
+        bits = self._bits_of(name)
+        return Grid(grid_scale(self._reach(name), bits=bits), bits)
 
     def _bits_of(self, name: str) -> int:
         return self._bits if is_input(name) else 16

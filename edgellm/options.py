@@ -123,7 +123,7 @@ class EngineOptions:
         """The schedule that None stands for."""
         if self.schedule is not None:
             return self.schedule
-        return "serial" if self.prefill_backend == CPU else "out-of-order"
+        return "serial" if self.prefill_backend in (CPU, NATIVE) else "out-of-order"
 
     @property
     def shares_cpu(self) -> bool:

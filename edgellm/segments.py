@@ -210,11 +210,11 @@ def _runner(session: Any, binding: Any, inputs: Mapping[str, Any]) -> Run:
 def _shadows(bundle: Bundle, entry: FlavourEntry) -> dict[int, ShadowLinear]:
     """The host's side of down_proj, by the segment that it cuts; hot rows are read now."""
     found = {}
-    for name, shadow in entry.shadows.items():
+    for segment, name in entry.cut_segments.items():
+        shadow = entry.shadows[name]
         arrays = map_arrays(bundle.path, {n: entry.arrays[n] for n in (name, f"{name}.scale")})
         codes, weight_scale = arrays[name], arrays[f"{name}.scale"]
         hot = {column: codes[column] * weight_scale for column in shadow.hot}
-        segment = int(name.split(".")[1]) + 1
         found[segment] = ShadowLinear(shadow.scale, shadow.bits, codes, weight_scale, hot)
     return found
 

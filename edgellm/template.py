@@ -12,7 +12,7 @@ import re
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import datetime
-from typing import Any, NoReturn
+from typing import Any, NoReturn, Self
 
 from jinja2 import TemplateError as JinjaError
 from jinja2 import nodes
@@ -152,7 +152,7 @@ class _Environment(ImmutableSandboxedEnvironment):
             _check_format(left)
         return super().call_binop(context, operator, left, right)
 
-    def call(__self, __context: Any, __obj: Any, *args: Any, **kwargs: Any) -> Any:
+    def call(__self: Self, __context: Any, __obj: Any, *args: Any, **kwargs: Any) -> Any:
         __self.check_time()
         _check_arguments(args, kwargs)
         owner = getattr(__obj, "__self__", None)
