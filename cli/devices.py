@@ -5,6 +5,7 @@ from __future__ import annotations
 import click
 
 from edgellm.int8_support import int8_products_are_exact
+from edgellm.kernels.gpu import device
 from edgellm.kernels.native import isa
 from edgellm.providers import statuses
 
@@ -17,6 +18,8 @@ def devices() -> None:
             click.echo(f"{status.name:10} usable      {status.device}".rstrip())
         else:
             click.echo(f"{status.name:10} not usable  {status.reason}")
+    reason = device.why_not()
+    click.echo(f"triton kernels: {reason or device.device_name()}")
     click.echo(
         f"native kernels: {isa() or 'not built (no compiler at installation); numpy serves'}"
     )

@@ -15,6 +15,7 @@ from edgellm.errors import CancelledError, EdgeLLMError, OptionError
 # Command -> module and one line of help; a module is imported when its command runs.
 COMMANDS = {
     "run": ("edgellm.cli.run", "Ask a model, or chat with it."),
+    "infill": ("edgellm.cli.infill", "Fill the gap between a prefix and a suffix."),
     "export": ("edgellm.cli.export", "Export a model to a bundle."),
     "pull": ("edgellm.cli.models", "Download a model and export it."),
     "ls": ("edgellm.cli.models", "List exported models."),

@@ -152,8 +152,7 @@ def sampling_options(command: Command) -> Command:
     @click.option("--ignore-eos", is_flag=True, default=None, help="Never take an end token.")
     @functools.wraps(command)
     def wrapped(**given: Any) -> Any:
-        given["logprobs"] = None
-        values = {name: given.pop(name) for name in names}
+        values = {name: given.pop(name, None) for name in names}
         values["logit_bias"] = dict(map(_parse_bias, values["logit_bias"]))
         values["stop"] = list(values["stop"])
         for name in ("max_tokens", "seed"):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from pathlib import Path
 
 import click
@@ -14,6 +14,7 @@ from edgellm.cli.options import LoadArguments, load_options, model_argument, sam
 from edgellm.cli.progress import count_progress, export_progress
 from edgellm.cli.text import read_text
 from edgellm.errors import OptionError
+from edgellm.fim import Gap, Order
 from edgellm.llm import LLM, SamplingArguments, load
 from edgellm.results import Piece, Stats
 from edgellm.session import LogitFilter
@@ -34,6 +35,8 @@ _INTERRUPTED = 130
 )
 @click.option("-sys", "--system-prompt", "system", help="What the model is told first.")
 @click.option("-e", "--escape", is_flag=True, help=r"Process \n, \t, \\ in the prompt.")
+@click.option("--prefix", "--in-prefix", "prefix", help="Fill a gap behind this text; see infill.")
+@click.option("--suffix", "--in-suffix", "suffix", help="Fill a gap before this text.")
 @click.option("--raw", is_flag=True, help="Continue the prompt as text, without chat template.")
 @click.option("-j", "--json-schema", help="Answer in JSON that fits this schema ({} for any).")
 @click.option(
@@ -55,6 +58,8 @@ def run(
     sampling: SamplingArguments,
     system: str | None,
     escape: bool,
+    prefix: str | None,
+    suffix: str | None,
     raw: bool,
     json_schema: str | None,
     stats: bool | None,
@@ -66,6 +71,12 @@ def run(
     The prompt comes from PROMPT, -p, -f or a pipe; `-` reads standard input and puts it before
     what -p says. Only the model's text goes to stdout.
     """
+    show_stats = sys.stderr.isatty() if stats is None else stats
+    if prefix is not None or suffix is not None:
+        if (prompt, prompt_option, file) != (None, None, None):
+            raise OptionError("--prefix and --suffix take the place of a prompt")
+        gap = Gap(prefix=prefix or "", suffix=suffix or "")
+        return fill(name, gap, load_arguments, sampling, show_stats=show_stats, as_json=as_json)
     text = _prompt_text(prompt, prompt_option, file)
     if text is not None and escape:
         text = _process_escapes(text)
@@ -75,7 +86,6 @@ def run(
         llm = load(name, **load_arguments, export_progress=exporting)
     if raw and system is not None:
         raise OptionError("--raw has no place for a system prompt; put it into the prompt")
-    show_stats = sys.stderr.isatty() if stats is None else stats
     if text is None:
         if trace is not None:
             raise OptionError("--trace is of one answer; give a prompt")
@@ -135,41 +145,84 @@ def _answer(
                 progress=progress,
                 logit_filter=logit_filter,
             )
-            shown = write(pieces, quiet=as_json)
-            found = session.stats
+            shown, found = write(pieces, quiet=as_json)
         else:
             conversation = llm.chat(system=system, **sampling)
-            shown = write(
+            shown, found = write(
                 conversation.stream(
                     text, cancel=cancel, progress=progress, logit_filter=logit_filter
                 ),
                 quiet=as_json,
             )
-            found = conversation.stats
         interrupted = cancel.is_set()
-    assert found is not None
     if trace is not None:
         write_trace(trace, found.tasks)
-    if as_json:
-        click.echo(json.dumps({"text": shown, **found.to_json()}, ensure_ascii=False))
-    elif show_stats:
-        click.echo(stats_line(found), err=True)
+    _report(shown, found, show_stats=show_stats, as_json=as_json)
     return _INTERRUPTED if interrupted else 0
 
 
-def write(pieces: Iterable[Piece] | Iterator[Piece], *, quiet: bool = False) -> str:
-    """Stream pieces to stdout, end the line, and give the whole text."""
-    shown = []
+def fill(
+    name: str,
+    gap: Gap,
+    load_arguments: LoadArguments,
+    sampling: SamplingArguments,
+    *,
+    order: Order | None = None,
+    single_line: bool = False,
+    template: bool = False,
+    show_stats: bool,
+    as_json: bool,
+) -> int:
+    """Write what belongs into a gap to stdout, exactly as it is."""
+    if not gap.prefix and not gap.suffix:
+        raise OptionError("nothing stands around the gap; give --prefix or --suffix")
+    with export_progress() as exporting:
+        llm = load(name, **load_arguments, export_progress=exporting)
+    if template:
+        click.echo("[ asked in words: this is no fill-in-the-middle ]", err=True)
+    with cancel_on_interrupt() as cancel, count_progress("prefill") as progress:
+        pieces = llm.stream_infill(
+            gap.prefix,
+            gap.suffix,
+            extra=gap.extra,
+            path=gap.path,
+            repository=gap.repository,
+            order=order,
+            single_line=single_line,
+            template=template,
+            cancel=cancel,
+            progress=progress,
+            **sampling,
+        )
+        text, stats = write(pieces, quiet=as_json, end_line=False)
+    _report(text, stats, show_stats=show_stats, as_json=as_json)
+    return _INTERRUPTED if cancel.is_set() else 0
+
+
+def _report(text: str, stats: Stats, *, show_stats: bool, as_json: bool) -> None:
+    if as_json:
+        click.echo(json.dumps({"text": text, **stats.to_json()}, ensure_ascii=False))
+    elif show_stats:
+        click.echo(stats_line(stats), err=True)
+
+
+def write(
+    pieces: Iterable[Piece], *, quiet: bool = False, end_line: bool = True
+) -> tuple[str, Stats]:
+    """Stream pieces to stdout, end the line, and give the whole text and its statistics."""
+    shown, stats = [], None
     for piece in pieces:
         shown.append(piece.text)
+        stats = piece.stats
         if piece.text and not quiet:
             sys.stdout.write(piece.text)
             sys.stdout.flush()
     text = "".join(shown)
-    if not quiet and not text.endswith("\n"):
+    if not quiet and end_line and not text.endswith("\n"):
         sys.stdout.write("\n")
         sys.stdout.flush()
-    return text
+    assert stats is not None
+    return text, stats
 
 
 def stats_line(stats: Stats) -> str:

@@ -120,11 +120,13 @@ class TokenizerEntry:
         bos: text of the begin-of-sequence token, or None.
         add_bos: whether a prompt starts with it.
         eos: texts of all tokens that end an answer, the model's own first.
+        fim: texts of the infill tokens that the model file names, by their roles in `fim.py`.
     """
 
     bos: str | None
     add_bos: bool
     eos: tuple[str, ...]
+    fim: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

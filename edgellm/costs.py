@@ -17,7 +17,7 @@ from edgellm.forward import Model
 from edgellm.home import replacing_file
 from edgellm.kv_cache import KVCache
 from edgellm.planner import Costs
-from edgellm.providers import cpu_name, version
+from edgellm.providers import NATIVE, cpu_name, version
 
 # Lengths of the native step that give its line; each is timed as often, and the best counts.
 _STEP_TOKENS = (4, 32)
@@ -32,13 +32,29 @@ def load_or_measure(
 
     Takes a few chunks' time the first time. A folder that cannot be written is measured each time.
     """
-    key = _key(model, step, threads)
+    segments = model.segments
+    placement, host = segments.placement, None if step is None else step.name
+    key = _key(placement.provider, placement.place, segments.flavour, host, threads)
     known = _read(folder / COSTS)
-    costs = _from_json(known.get(key), model.segments.chunk_sizes)
+    costs = _from_json(known.get(key), segments.chunk_sizes)
     if costs is None:
         costs = measure(model, step, cache)
         _write(folder / COSTS, {**known, key: _to_json(costs)})
     return costs
+
+
+def known_costs(
+    folder: Path, provider: str, flavour: str, chunk_sizes: Sequence[int], *, threads: int
+) -> Costs | None:
+    """What an earlier start measured of a provider that runs segments whole, beside a native step.
+
+    Raises:
+        ProviderError: the provider was there then and is not now.
+    """
+    known = _read(folder / COSTS)
+    if not any(_provider_of(key) == provider for key in known):
+        return None
+    return _from_json(known.get(_key(provider, provider, flavour, NATIVE, threads)), chunk_sizes)
 
 
 def measure(model: Model, step: DecodeBackend | None, cache: KVCache) -> Costs:
@@ -72,11 +88,14 @@ def measure(model: Model, step: DecodeBackend | None, cache: KVCache) -> Costs:
     return Costs(chunks, max(0.0, few - token * _STEP_TOKENS[0]), token)
 
 
-def _key(model: Model, step: DecodeBackend | None, threads: int) -> str:
-    segments = model.segments
-    provider = segments.placement.provider
-    parts = [cpu_name(), threads, provider, version(provider), segments.flavour, step is not None]
+def _key(provider: str, place: str, flavour: str, host: str | None, threads: int) -> str:
+    """Of everything that costs depend on; `host` is what takes short pieces, if any does."""
+    parts = [place, cpu_name(), threads, version(provider), flavour, host]
     return " | ".join(map(str, [*parts, importlib.metadata.version("edgellm")]))
+
+
+def _provider_of(key: str) -> str:
+    return key.partition(" | ")[0]
 
 
 def _to_json(costs: Costs) -> dict[str, Any]:

@@ -12,8 +12,7 @@ from numpy.typing import NDArray
 from edgellm.bundle import PANELS
 from edgellm.forward import Model
 from edgellm.kv_cache import Sequence
-from edgellm.native_model import NativeModel
-from edgellm.providers import NATIVE
+from edgellm.step_model import StepModel
 
 Floats = NDArray[np.float32]
 
@@ -73,14 +72,14 @@ class SegmentDecoder:
         return logits
 
 
-class NativeDecoder:
-    """The fused step: all layers of a token in one call of the C++ kernels."""
+class StepDecoder:
+    """The fused step: all layers of a token in one call, in C++ or in Triton kernels."""
 
-    name = NATIVE
     flavour = PANELS
 
-    def __init__(self, model: NativeModel) -> None:
+    def __init__(self, model: StepModel, *, name: str) -> None:
         self._model = model
+        self.name = name
 
     def forward(
         self,

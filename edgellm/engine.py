@@ -8,19 +8,21 @@ from collections.abc import Sequence
 from edgellm import memory, thread_pool
 from edgellm.bundle import CHAT_TEMPLATE, PANELS, Bundle, ExportProgress
 from edgellm.costs import load_or_measure
-from edgellm.decode import DecodeBackend, NativeDecoder, SegmentDecoder
+from edgellm.decode import DecodeBackend, SegmentDecoder, StepDecoder
 from edgellm.errors import OptionError, UnsupportedModelError
 from edgellm.forward import Model
 from edgellm.kernels import rope
+from edgellm.kernels.gpu.device import require
 from edgellm.kernels.native import MAX_HEAD_DIM, library
 from edgellm.kv_cache import KVCache, blocks_for, cache_bytes
 from edgellm.native_model import NativeModel
 from edgellm.options import EngineOptions
 from edgellm.panels import open_panels
-from edgellm.prefill import ChunkedPrefill, NativePrefill, Prefill
-from edgellm.providers import CPU, NATIVE
+from edgellm.prefill import ChunkedPrefill, Prefill, StepPrefill
+from edgellm.providers import CPU, NATIVE, TRITON
 from edgellm.segments import Head, ModelHead, Segments
 from edgellm.self_test import check_once
+from edgellm.step_model import StepModel
 from edgellm.template import ChatTemplate
 from edgellm.tokenizer import Tokenizer
 
@@ -60,13 +62,16 @@ class Engine:
         if graphs:
             self.threads = thread_pool.start(options.threads, spare=spare) + spare
         table = rope.table(self.config.inv_freq, self.ctx_size)
-        native = self._native_model(table) if PANELS in options.flavours else None
-        self.native_prefill = None if native is None else NativePrefill(native)
+        backends = (options.decode_backend, options.prefill_backend)
+        native = self._native_model(table) if NATIVE in backends else None
+        self.native_prefill = None if native is None else StepPrefill(native, name=NATIVE)
+        steps: dict[str, StepModel] = {} if native is None else {NATIVE: native}
+        if TRITON in backends:
+            steps[TRITON] = self._triton_model(table)
         models = self._segment_models(sorted(graphs), table, native, progress)
         self.decoder: DecodeBackend
-        if options.decode_backend == NATIVE:
-            assert native is not None
-            self.decoder = NativeDecoder(native)
+        if options.decode_backend in steps:
+            self.decoder = StepDecoder(steps[options.decode_backend], name=options.decode_backend)
         else:
             self.decoder = SegmentDecoder(
                 models[options.decode_flavour],
@@ -74,16 +79,22 @@ class Engine:
                 flavour=options.decode_flavour,
             )
         self.prefill: Prefill
-        if options.prefill_backend == NATIVE:
-            assert self.native_prefill is not None
-            self.prefill = self.native_prefill
+        if options.prefill_backend in steps:
+            name = options.prefill_backend
+            self.prefill = StepPrefill(steps[name], name=name)
         else:
             model = models[options.prefill_flavour]
             # a precision that was asked for is not mixed with another one
-            mixed = native is not None and options.flavour is None
+            mixed = bool(steps) and options.flavour is None
             step = self.decoder if mixed else None
             costs = load_or_measure(bundle.path, model, step, self.cache, threads=self.threads)
-            self.prefill = ChunkedPrefill(model, self.decoder, costs, policy=options.policy)
+            self.prefill = ChunkedPrefill(
+                model,
+                self.decoder,
+                costs,
+                policy=options.policy,
+                tails_only=options.faster_prefill is None,
+            )
 
     def cpu_model(self, flavour: str) -> Model:
         """A flavour of graphs on the CPU provider, to compare with."""
@@ -101,6 +112,12 @@ class Engine:
                 f"{MAX_HEAD_DIM}. Take --decode portable --prefill cpu"
             )
         return NativeModel(compiled, open_panels(self.bundle), table, threads=self.threads)
+
+    def _triton_model(self, table: rope.RopeTable) -> StepModel:
+        device = require()
+        from edgellm.triton_model import TritonModel  # imports torch and triton
+
+        return TritonModel(open_panels(self.bundle), table, self.cache, device=device)
 
     def _segment_models(
         self,

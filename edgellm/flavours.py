@@ -30,6 +30,7 @@ from edgellm.bundle import PANELS
 from edgellm.graphs.builder import WeightFile
 from edgellm.graphs.checkpoint import Checkpoint
 from edgellm.graphs.linear import (
+    BiasedLinear,
     BlockRotatedLinear,
     ConcatLinear,
     FloatLinear,
@@ -158,8 +159,28 @@ def _plain(
             )
             if index
             else None,
-            qkv=None if last else linear(f"{here}.qkv", f"{here}.q", f"{here}.k", f"{here}.v"),
+            qkv=None
+            if last
+            else _biased(
+                checkpoint,
+                file,
+                index,
+                linear(f"{here}.qkv", f"{here}.q", f"{here}.k", f"{here}.v"),
+            ),
         )
+
+
+def _biased(checkpoint: Checkpoint, file: WeightFile, layer: int, qkv: Linear) -> Linear:
+    bias = qkv_bias(checkpoint, layer)
+    return qkv if bias is None else BiasedLinear(qkv, file.add(f"layers.{layer}.qkv_bias", bias))
+
+
+def qkv_bias(checkpoint: Checkpoint, layer: int) -> Floats | None:
+    """What a layer adds to Q, K and V, `[H*D + 2 Hkv*D]`, if anything."""
+    if not checkpoint.config.qkv_bias:
+        return None
+    parts = (checkpoint.tensor(f"layers.{layer}.{name}_bias") for name in "qkv")
+    return np.concatenate([part.float32() for part in parts])
 
 
 def _w8a8(checkpoint: Checkpoint, file: WeightFile, report: ImportReport) -> Iterator[Segment]:
@@ -228,7 +249,8 @@ class _RotatedLayers:
         error = np.linalg.norm(rest - codes * scale[:, None]) / np.linalg.norm(value)
         self._report.requantized[f"{name}.v"] = float(error)
         query_key = self._store(f"{name}.qk", self._reads(f"{name}.q", norm, f"{name}.k"))
-        return ConcatLinear((query_key, Int8PairLinear(high, low)))
+        joined = ConcatLinear((query_key, Int8PairLinear(high, low)))
+        return _biased(self._checkpoint, self._file, layer, joined)
 
     def output(self, layer: int) -> Linear:
         return self._block_rotated(f"layers.{layer}.o", self._config.attention_size)

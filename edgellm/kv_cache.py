@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from collections.abc import Sequence as SequenceOf
 from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
 from edgellm.errors import ContextOverflowError, OptionError
 from edgellm.graphs.config import ModelConfig
@@ -23,6 +24,9 @@ from edgellm.kernels.kv_blocks import (
 )
 from edgellm.prefix_index import BlockPool, PrefixIndex
 
+if TYPE_CHECKING:
+    from edgellm.mirror import Mirror  # imports torch
+
 
 class KVCache:
     """The pool of one loaded model.
@@ -32,6 +36,9 @@ class KVCache:
         ctx_size: tokens that one sequence may hold.
         blocks: blocks in the pool, at least what one full sequence needs.
         fingerprint: names the model and format in block hashes.
+
+    Attributes:
+        mirror: the same blocks in a device's memory, if some of the work is done there.
     """
 
     def __init__(
@@ -57,6 +64,7 @@ class KVCache:
             kv_heads=config.kv_heads,
             head_dim=config.head_dim,
         )
+        self.mirror: Mirror | None = None
         self._index = PrefixIndex(fingerprint)
         self._pool = BlockPool(blocks, self._index)
 
@@ -101,7 +109,15 @@ class Sequence:
 
     @property
     def blocks(self) -> KVBlocks:
+        """The blocks on the host, to attend to this sequence and to write behind it."""
+        if self._cache.mirror is not None:
+            self._cache.mirror.use("host", self.table, len(self))
         return self._cache.blocks
+
+    def use_device(self) -> None:
+        """Bring the sequence to the device, to attend to it and to write behind it there."""
+        if self._cache.mirror is not None:
+            self._cache.mirror.use("device", self.table, len(self))
 
     def reserve(self, count: int) -> None:
         """Make the next `count` positions writable.
@@ -170,7 +186,7 @@ class Sequence:
         if self._pool.references(last) == 1 and not self._index.holds(last):
             return
         copy = self._pool.allocate()
-        self.blocks.copy_rows(last, copy, rows)
+        (self._cache.mirror or self._cache.blocks).copy_rows(last, copy, rows)
         self.table[-1] = copy
         self._pool.release(last)
 

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import TypedDict, Unpack
 
+from edgellm.auto_prefill import with_faster_prefill
 from edgellm.bundle import ExportProgress
 from edgellm.chat import Chat
 from edgellm.engine import Engine
+from edgellm.fim import Gap, Order
+from edgellm.infill import stream_infill
 from edgellm.kernels.kv_blocks import KVFormat
 from edgellm.options import EngineOptions
 from edgellm.prefill import Progress
 from edgellm.prepare import prepare
-from edgellm.results import Completion, Piece
+from edgellm.results import Completion, Piece, completion
 from edgellm.sampling import SamplingOptions
 from edgellm.schedule import Policy
 from edgellm.session import LogitFilter, Session
@@ -35,6 +39,9 @@ class SamplingArguments(TypedDict, total=False):
     seed: int | None
     max_tokens: int | None
     stop: list[str]
+    stop_tokens: list[int]
+    min_indent: int
+    time_limit_ms: int | None
     logprobs: int
     ignore_eos: bool
 
@@ -80,6 +87,7 @@ def load(
         allow_fallback=allow_fallback,
     )
     bundle = prepare(name, flavours=options.flavours, progress=export_progress)
+    options = with_faster_prefill(bundle, options)
     return LLM(Engine(bundle, options, progress=export_progress))
 
 
@@ -131,6 +139,83 @@ class LLM:
                 progress=progress,
                 logit_filter=logit_filter,
             )
+
+    def infill(
+        self,
+        prefix: str,
+        suffix: str,
+        *,
+        extra: Sequence[tuple[str, str]] = (),
+        path: str = "main",
+        repository: str | None = None,
+        order: Order | None = None,
+        single_line: bool = False,
+        template: bool = False,
+        cancel: threading.Event | None = None,
+        progress: Progress | None = None,
+        **options: Unpack[SamplingArguments],
+    ) -> Completion:
+        """The text that belongs between a prefix and a suffix; greedy unless told otherwise.
+
+        Args:
+            extra: other files, each a path and its text.
+            path: of the file with the gap; it counts where there are other files.
+            repository: its name.
+            order: of the parts: `psm`, `spm`, or None for what the model was trained on. With `spm`
+                the suffix keeps its place in the KV cache while the prefix grows.
+            single_line: stop at the end of the line.
+            template: ask in words through the chat template; for models without infill tokens.
+            cancel, progress: see `Session.stream`.
+            options: fields of `SamplingOptions`, `min_indent` and `time_limit_ms` among them.
+
+        Raises:
+            UnsupportedModelError: the model has no infill tokens, and `template` is not set.
+        """
+        pieces = self.stream_infill(
+            prefix,
+            suffix,
+            extra=extra,
+            path=path,
+            repository=repository,
+            order=order,
+            single_line=single_line,
+            template=template,
+            cancel=cancel,
+            progress=progress,
+            **options,
+        )
+        return completion(list(pieces))
+
+    def stream_infill(
+        self,
+        prefix: str,
+        suffix: str,
+        *,
+        extra: Sequence[tuple[str, str]] = (),
+        path: str = "main",
+        repository: str | None = None,
+        order: Order | None = None,
+        single_line: bool = False,
+        template: bool = False,
+        cancel: threading.Event | None = None,
+        progress: Progress | None = None,
+        **options: Unpack[SamplingArguments],
+    ) -> Iterator[Piece]:
+        """`infill`, piece by piece."""
+        gap = Gap(prefix=prefix, suffix=suffix, extra=extra, path=path, repository=repository)
+        options.setdefault("temperature", 0.0)
+        sampling = self.sampling(**options)
+        if single_line:
+            sampling = replace(sampling, stop=[*sampling.stop, "\n"])
+        return stream_infill(
+            self.engine,
+            gap,
+            sampling,
+            order=order,
+            template=template,
+            cancel=cancel,
+            progress=progress,
+        )
 
     def chat(self, *, system: str | None = None, **options: Unpack[SamplingArguments]) -> Chat:
         """A conversation through the model's chat template."""

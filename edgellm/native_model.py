@@ -56,16 +56,7 @@ class NativeModel:
         logit_rows: int = 0,
         cancel: threading.Event | None = None,
     ) -> tuple[Floats, Floats]:
-        """Run tokens at the end of `sequence` and count them into it.
-
-        Returns:
-            Hidden states after the final norm `[len(tokens), E]`, and the logits of the last
-            `logit_rows` tokens `[logit_rows, V]`.
-
-        Raises:
-            ContextOverflowError, CacheFullError: see `Sequence.reserve`.
-            CancelledError: `cancel` was set; the sequence is as it was.
-        """
+        """See `StepModel.forward`."""
         with sequence.reserved(len(tokens)):
             found = self._step.run(
                 sequence.blocks,
@@ -81,3 +72,7 @@ class NativeModel:
                 raise CancelledError("cancelled between two layers")
             sequence.commit(tokens)
         return found
+
+    def logits(self, hidden: Floats) -> Floats:
+        """See `StepModel.logits`."""
+        return self.head.logits(hidden)

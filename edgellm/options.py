@@ -7,14 +7,17 @@ from dataclasses import dataclass, field
 
 from edgellm.bundle import PANELS
 from edgellm.errors import OptionError
+from edgellm.kernels.gpu import device
 from edgellm.kernels.kv_blocks import KVFormat
 from edgellm.kernels.native import library
 from edgellm.kv_cache import check_format
-from edgellm.providers import AUTO, CPU, NATIVE, PROVIDERS, require
+from edgellm.providers import AUTO, CPU, NATIVE, PROVIDERS, TRITON, require
 from edgellm.schedule import POLICIES, Policy
 
 PREFILL_FLAVOURS = tuple(dict.fromkeys(f for p in PROVIDERS.values() for f in p.flavours))
-DECODE_BACKENDS = (AUTO, NATIVE, "portable", "reference")
+DECODE_BACKENDS = (AUTO, NATIVE, TRITON, "portable", "reference")
+# Back ends that take the weights in panels, through all layers in one call.
+STEPS = (NATIVE, TRITON)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,10 +28,13 @@ class EngineOptions:
         flavour: precision of the graphs that prefill runs; None is that of the native kernels where
             they run it, else the provider's usual one (see `providers.py`); on a CPU that does not
             multiply int8 exactly (see `int8_support.py`), float32.
-        decode: `native` (int4 in C++), `portable` (int4 in ONNX Runtime), `reference` (float32), or
-            `auto`: native where the kernels were built, else portable.
-        prefill: `native`, an execution provider, or `auto`: native where decode is and no flavour
-            was asked for, else the CPU provider.
+        decode: `native` (int4 in C++), `triton` (int4 in Triton kernels on a GPU), `portable`
+            (int4 in ONNX Runtime), `reference` (float32), or `auto`: triton where there is a GPU
+            for it, else native where the kernels were built, else portable.
+        prefill: `native`, `triton`, an execution provider, or `auto`: as decode where that is
+            native or triton and no flavour was asked for, else the CPU provider. An accelerator
+            takes over from native for prompts that it is faster at, once its costs are known (see
+            `auto_prefill.py`).
         kv_format: how the KV cache is stored.
         ctx_size: tokens of one session; None is the model's own, at most 4096; 0 the model's own.
         cache_size: tokens that the shared pool holds for all sessions; None is twice `ctx_size`.
@@ -38,6 +44,7 @@ class EngineOptions:
             CPU provider plays the accelerator on all cores but one, which is the host's.
         provider_options: the execution provider's own options, by their names.
         allow_fallback: let the CPU run what the provider does not take, instead of an error.
+        faster_prefill: what `auto` found to be faster than native; not to be given.
     """
 
     flavour: str | None = None
@@ -50,6 +57,7 @@ class EngineOptions:
     schedule: Policy | None = None
     provider_options: Mapping[str, str] = field(default_factory=dict)
     allow_fallback: bool = False
+    faster_prefill: str | None = None
 
     def __post_init__(self) -> None:
         """Check the values.
@@ -67,8 +75,10 @@ class EngineOptions:
                 "installed; install a C++ compiler and reinstall, or take --decode portable "
                 "--prefill cpu"
             )
+        if TRITON in (self.decode, self.prefill):
+            device.require()
         self._check_flavour()
-        if self.prefill not in (AUTO, NATIVE):
+        if self.prefill not in (AUTO, *STEPS):
             require(self.prefill)
         if self.schedule not in (None, *POLICIES):
             raise OptionError(f"schedule {self.schedule!r}: allowed are {', '.join(POLICIES)}")
@@ -83,7 +93,7 @@ class EngineOptions:
         allowed = PREFILL_FLAVOURS
         if self.prefill in PROVIDERS:
             allowed = PROVIDERS[self.prefill].flavours
-        elif self.prefill == NATIVE:
+        elif self.prefill in STEPS:
             allowed = ()
         if self.flavour is not None and self.flavour not in allowed:
             raise OptionError(
@@ -95,7 +105,7 @@ class EngineOptions:
     def prefill_flavour(self) -> str:
         if self.flavour is not None:
             return self.flavour
-        if self.prefill_backend == NATIVE:
+        if self.prefill_backend in STEPS:
             return PANELS
         if self.prefill_backend != CPU:
             return PROVIDERS[self.prefill_backend].flavours[0]
@@ -108,22 +118,26 @@ class EngineOptions:
         """The one that `auto` stands for."""
         if self.decode != AUTO:
             return self.decode
+        if device.why_not() is None and not device.interpreted():
+            return TRITON
         return "portable" if library() is None else NATIVE
 
     @property
     def prefill_backend(self) -> str:
-        """The one that `auto` stands for: the native kernels, unless a precision was asked for."""
+        """The one that `auto` stands for."""
         if self.prefill != AUTO:
             return self.prefill
-        native = self.decode_backend == NATIVE and self.flavour is None
-        return NATIVE if native else CPU
+        if self.faster_prefill is not None:
+            return self.faster_prefill
+        step = self.decode_backend in STEPS and self.flavour is None
+        return self.decode_backend if step else CPU
 
     @property
     def policy(self) -> Policy:
         """The schedule that None stands for."""
         if self.schedule is not None:
             return self.schedule
-        return "serial" if self.prefill_backend in (CPU, NATIVE) else "out-of-order"
+        return "serial" if self.prefill_backend in (CPU, *STEPS) else "out-of-order"
 
     @property
     def shares_cpu(self) -> bool:
@@ -132,7 +146,8 @@ class EngineOptions:
 
     @property
     def decode_flavour(self) -> str:
-        return {NATIVE: PANELS, "portable": "int4", "reference": "f32"}[self.decode_backend]
+        backend = self.decode_backend
+        return PANELS if backend in STEPS else {"portable": "int4", "reference": "f32"}[backend]
 
     @property
     def flavours(self) -> set[str]:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 import numpy as np
 from numpy.typing import NDArray
 
-from edgellm.flavours import ImportReport, int4_weight
+from edgellm.flavours import ImportReport, int4_weight, qkv_bias
 from edgellm.graphs.builder import WeightFile
 from edgellm.graphs.checkpoint import Checkpoint
 from edgellm.graphs.contract import StoredArray
@@ -33,6 +33,9 @@ def store_panels(
         for name, parts in LINEAR.items():
             weights = [int4_weight(checkpoint, f"layers.{layer}.{p}", report) for p in parts]
             file.add(f"layers.{layer}.{name}", int4_panels(concatenate(weights)).data)
+        bias = qkv_bias(checkpoint, layer)
+        if bias is not None:
+            file.add(f"layers.{layer}.qkv_bias", bias)
         on_layer(layer)
     file.add("final_norm", checkpoint.tensor("final_norm").float32())
     for name in ("embedding",) if config.tied_embedding else ("embedding", "head"):

@@ -38,6 +38,7 @@ def open_panels(bundle: Bundle) -> Weights:
             attention_norm=arrays[prefix + "attention_norm"],
             mlp_norm=arrays[prefix + "mlp_norm"],
             value_outputs=config.kv_size,
+            qkv_bias=arrays.get(prefix + "qkv_bias"),
             **linear,
         )
 

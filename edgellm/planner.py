@@ -29,27 +29,33 @@ class Piece:
     count: int
 
 
-def plan_chunks(tokens: int, costs: Costs) -> list[Piece]:
+def plan_chunks(tokens: int, costs: Costs, *, tails_only: bool = True) -> list[Piece]:
     """The cheapest way through `tokens`; only the last piece is padded, or on the host.
-
-    The host takes what is shorter than the smallest chunk, where that is cheaper than padding.
 
     Whole chunks of the size that is cheapest a token while more than two of the largest are left;
     the rest is tried in every combination.
+
+    Args:
+        tails_only: the host takes no more than what is shorter than the smallest chunk, else as
+            much as it is cheaper for.
     """
     best_size = min(costs.chunks, key=lambda size: (costs.chunks[size] / size, -size))
     whole = max(0, (tokens - 2 * max(costs.chunks)) // best_size)
-    return [Piece(best_size, best_size)] * whole + _cheapest(tokens - whole * best_size, costs)
+    return [Piece(best_size, best_size)] * whole + _cheapest(
+        tokens - whole * best_size,
+        costs,
+        host_limit=min(costs.chunks) - 1 if tails_only else tokens,
+    )
 
 
-def _cheapest(tokens: int, costs: Costs) -> list[Piece]:
+def _cheapest(tokens: int, costs: Costs, *, host_limit: int) -> list[Piece]:
     """Dynamic programming over what has been computed so far."""
     seconds = [0.0] + [float("inf")] * tokens
     before: list[Piece] = [Piece(None, 0)] * (tokens + 1)
     for done in range(tokens):
         left = tokens - done
         choices = [(Piece(size, min(size, left)), cost) for size, cost in costs.chunks.items()]
-        if costs.call is not None and left < min(costs.chunks):
+        if costs.call is not None and left <= host_limit:
             choices.append((Piece(None, left), costs.call + costs.token * left))
         for piece, cost in choices:
             if seconds[done] + cost <= seconds[done + piece.count]:

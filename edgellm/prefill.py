@@ -18,18 +18,17 @@ from edgellm.bundle import PANELS
 from edgellm.decode import DecodeBackend
 from edgellm.forward import Chunk, Model
 from edgellm.kv_cache import Sequence
-from edgellm.native_model import NativeModel
 from edgellm.placement import Placement
 from edgellm.planner import Costs, Piece, plan_chunks
-from edgellm.providers import NATIVE
 from edgellm.schedule import Policy
+from edgellm.step_model import StepModel
 from edgellm.trace import TaskRecord
 
 Floats = NDArray[np.float32]
 Progress = Callable[[int, int], None]
-# Tokens in one call of the native kernels, which take any number; buffers grow with it. A prompt of
-# 512 at once was 9 % faster than 128 at a time (SmolLM2-135M, two cores).
-NATIVE_CHUNK = 512
+# Tokens in one call of the fused step, which takes any number; buffers grow with it. A prompt of
+# 512 at once was 9 % faster than 128 at a time (SmolLM2-135M, two cores, C++).
+STEP_CHUNK = 512
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,15 +108,23 @@ class ChunkedPrefill:
             what is too short for a chunk where `costs` say so.
         costs: of the chunks and of `host`.
         policy: how the chunks of a prompt share the accelerator and the host.
+        tails_only: the host takes nothing that fills a chunk, however cheap it would be there.
     """
 
     def __init__(
-        self, model: Model, host: DecodeBackend, costs: Costs, *, policy: Policy = "serial"
+        self,
+        model: Model,
+        host: DecodeBackend,
+        costs: Costs,
+        *,
+        policy: Policy = "serial",
+        tails_only: bool = True,
     ) -> None:
         self.model = model
         self.costs = costs
         self._host = host
         self._policy = policy
+        self._tails_only = tails_only
         self.flavour = model.segments.flavour
 
     @property
@@ -157,41 +164,42 @@ class ChunkedPrefill:
     def plan(self, count: int, start: int = 0) -> list[Piece]:
         """How `count` tokens are cut that come after `start` others."""
         first = min(count, max(0, self.model.segments.host_tokens - start))
-        rest = plan_chunks(count - first, self.costs)
+        rest = plan_chunks(count - first, self.costs, tails_only=self._tails_only)
         return [Piece(None, first), *rest] if first else rest
 
     def logits(self, hidden: Floats) -> Floats:
         return self.model.head.logits(hidden)
 
 
-class NativePrefill:
-    """The fused step on many tokens at once; nothing is padded."""
+class StepPrefill:
+    """The fused step on many tokens at once, in C++ or in Triton kernels; nothing is padded."""
 
     flavour = PANELS
 
-    def __init__(self, model: NativeModel) -> None:
+    def __init__(self, model: StepModel, *, name: str) -> None:
         self._model = model
+        self._name = name
 
     @property
     def placement(self) -> Placement:
-        return Placement(NATIVE, {})
+        return Placement(self._name, {})
 
     def run(self, tokens: SequenceOf[int], sequence: Sequence, hooks: Hooks = NO_HOOKS) -> Floats:
-        for start in range(0, len(tokens), NATIVE_CHUNK):
-            end = min(start + NATIVE_CHUNK, len(tokens))
-            with hooks.host_task(NATIVE, start // NATIVE_CHUNK):
+        for start in range(0, len(tokens), STEP_CHUNK):
+            end = min(start + STEP_CHUNK, len(tokens))
+            with hooks.host_task(self._name, start // STEP_CHUNK):
                 hidden, logits = self._model.forward(
                     tokens[start:end],
                     sequence,
                     logit_rows=int(end == len(tokens)),
                     cancel=hooks.cancel,
                 )
-            hooks.chunk_done(NATIVE, hidden, end, len(tokens))
+            hooks.chunk_done(self._name, hidden, end, len(tokens))
         last: Floats = logits[0]
         return last
 
     def logits(self, hidden: Floats) -> Floats:
-        return self._model.head.logits(hidden)
+        return self._model.logits(hidden)
 
 
 def _chunks(tokens: SequenceOf[int], pieces: Iterator[Piece]) -> Iterator[Chunk]:

@@ -22,6 +22,8 @@ QNN = "qnn"
 AUTO = "auto"
 # Not a provider: prefill in the native kernels, without ONNX Runtime.
 NATIVE = "native"
+# Likewise, in Triton kernels on a GPU.
+TRITON = "triton"
 # Of devices, the best first.
 _KINDS = ("NPU", "GPU", "CPU")
 # Plug-ins warn about features of machines that this one is not.
@@ -108,7 +110,7 @@ def require(name: str) -> None:
     """
     if name not in PROVIDERS:
         raise OptionError(
-            f"prefill {name!r}: allowed are {AUTO}, {NATIVE}, {', '.join(PROVIDERS)}; "
+            f"prefill {name!r}: allowed are {', '.join((AUTO, NATIVE, TRITON, *PROVIDERS))}; "
             "`edgellm devices` shows which are usable"
         )
     found = status(name)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal
 
 from edgellm.trace import TaskRecord, bubble_rate
 
-FinishReason = Literal["stop", "length", "cancelled"]
+FinishReason = Literal["stop", "length", "time", "cancelled"]
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,8 @@ class Piece:
         logprob: natural logarithm of the token's probability before any filter.
         top_logprobs: the most likely tokens and theirs, as many as were asked for.
         finish_reason: None but in the last piece; stop: an end token or stop text; length:
-            `max_tokens` or the end of the context; cancelled: the caller stopped it.
+            `max_tokens` or the end of the context; time: `time_limit_ms`; cancelled: the caller
+            stopped it.
         stats: of the whole answer, in the last piece.
     """
 
@@ -86,3 +87,17 @@ class Completion:
     logprobs: tuple[float, ...]
     finish_reason: FinishReason
     stats: Stats
+
+
+def completion(pieces: Sequence[Piece]) -> Completion:
+    """All pieces of an answer as one."""
+    last = pieces[-1]
+    assert last.finish_reason is not None
+    assert last.stats is not None
+    return Completion(
+        text="".join(piece.text for piece in pieces),
+        tokens=tuple(piece.token for piece in pieces if piece.token is not None),
+        logprobs=tuple(piece.logprob for piece in pieces if piece.logprob is not None),
+        finish_reason=last.finish_reason,
+        stats=last.stats,
+    )

@@ -33,6 +33,9 @@ class SamplingOptions:
         seed: the same seed gives the same text; None draws one.
         max_tokens: stop after this many; None goes on to the end of the context.
         stop: texts that end the answer and are not part of it.
+        stop_tokens: likewise, beside the model's own end tokens.
+        min_indent: stop before a line that is indented by fewer characters; 0 never does.
+        time_limit_ms: stop after this time, prefill included; None never does.
         logprobs: report this many most likely tokens at each step.
         ignore_eos: never take an end token.
     """
@@ -49,6 +52,9 @@ class SamplingOptions:
     seed: int | None = None
     max_tokens: int | None = None
     stop: Sequence[str] = ()
+    stop_tokens: Sequence[int] = ()
+    min_indent: int = 0
+    time_limit_ms: int | None = None
     logprobs: int = 0
     ignore_eos: bool = False
 
@@ -62,6 +68,9 @@ class SamplingOptions:
         _within("frequency_penalty", self.frequency_penalty, -100, 100)
         _within("repeat_last_n", self.repeat_last_n, -1, math.inf)
         _within("logprobs", self.logprobs, 0, 100)
+        _within("min_indent", self.min_indent, 0, 1000)
+        if self.time_limit_ms is not None:
+            _within("time_limit_ms", self.time_limit_ms, 1, math.inf)
         if self.seed is not None:
             _within("seed", self.seed, 0, 2**64 - 1)
         if self.max_tokens is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import secrets
 import threading
 import time
@@ -17,7 +18,7 @@ from edgellm.errors import CancelledError, ContextOverflowError, OptionError
 from edgellm.kernels.sampling import log_sum_exp, top_k
 from edgellm.memory import peak_memory_bytes
 from edgellm.prefill import Hooks, Progress
-from edgellm.results import Completion, FinishReason, Piece, Stats
+from edgellm.results import Completion, FinishReason, Piece, Stats, completion
 from edgellm.sampling import Sampler, SamplingOptions
 from edgellm.stop_text import StopText
 from edgellm.tokenizer import TextStream
@@ -100,19 +101,8 @@ class Session:
         logit_filter: LogitFilter | None = None,
     ) -> Completion:
         """The whole answer at once; see `stream`."""
-        pieces = list(
-            self.stream(options, cancel=cancel, progress=progress, logit_filter=logit_filter)
-        )
-        assert self.stats is not None
-        reason = pieces[-1].finish_reason
-        assert reason is not None
-        return Completion(
-            text="".join(piece.text for piece in pieces),
-            tokens=tuple(piece.token for piece in pieces if piece.token is not None),
-            logprobs=tuple(piece.logprob for piece in pieces if piece.logprob is not None),
-            finish_reason=reason,
-            stats=self.stats,
-        )
+        pieces = self.stream(options, cancel=cancel, progress=progress, logit_filter=logit_filter)
+        return completion(list(pieces))
 
     def stream(
         self,
@@ -194,9 +184,9 @@ class _Answer:
         self._engine = engine
         self._session = session
         self._options = options
-        ends = engine.tokenizer.eos_ids
-        self._sampler = Sampler(options, banned=sorted(ends) if options.ignore_eos else ())
-        self._stop = StopText(options.stop)
+        self._ends = engine.tokenizer.eos_ids | set(options.stop_tokens)
+        self._sampler = Sampler(options, banned=sorted(self._ends) if options.ignore_eos else ())
+        self._stop = StopText(options.stop, min_indent=options.min_indent)
         self._text = TextStream(engine.tokenizer, session.tokens)
         self._start = time.perf_counter()
         self._prompt_tokens = len(session.tokens)
@@ -213,6 +203,7 @@ class _Answer:
         progress: Progress | None,
         logit_filter: LogitFilter | None,
     ) -> Iterator[Piece]:
+        cancel = _Limit(cancel, self._start, self._options.time_limit_ms)
         self._cached = self._session._find_prefix()
         began = time.perf_counter()
         try:
@@ -224,7 +215,7 @@ class _Answer:
             )
             logits = self._session._prefill(hooks)
         except CancelledError:
-            yield Piece("", finish_reason="cancelled")
+            yield Piece("", finish_reason=cancel.reason)
             return
         finally:
             self._prefill_s = time.perf_counter() - began
@@ -247,9 +238,9 @@ class _Answer:
     def _count(self, place: str, tokens: int) -> None:
         self._places[place] = self._places.get(place, 0) + tokens
 
-    def _limit(self, cancel: threading.Event | None) -> FinishReason | None:
+    def _limit(self, cancel: _Limit | None) -> FinishReason | None:
         if cancel is not None and cancel.is_set():
-            return "cancelled"
+            return cancel.reason
         limit = self._options.max_tokens
         full = len(self._session.tokens) > self._engine.ctx_size
         return "length" if full or len(self._sampled) == limit else None
@@ -266,7 +257,7 @@ class _Answer:
         total = log_sum_exp(logits)
         logprob = float(logits[token]) - total
         top = _top(logits, total, self._options.logprobs)
-        if token in self._engine.tokenizer.eos_ids:
+        if token in self._ends:
             return Piece(self._held_back(), token, logprob, top, "stop")
         text = self._stop.add(self._text.add(token))
         reason: FinishReason | None = "stop" if self._stop.found else None
@@ -290,6 +281,24 @@ class _Answer:
             seed=self._options.seed or 0,
             tasks=tuple(self._tasks),
         )
+
+
+class _Limit(threading.Event):
+    """Set when the caller's event is, or when the time is over."""
+
+    def __init__(
+        self, cancel: threading.Event | None, start: float, time_limit_ms: int | None
+    ) -> None:
+        super().__init__()
+        self._cancel = cancel
+        self._end = math.inf if time_limit_ms is None else start + time_limit_ms / 1000
+
+    def is_set(self) -> bool:
+        return self.reason == "cancelled" or time.perf_counter() >= self._end
+
+    @property
+    def reason(self) -> FinishReason:
+        return "cancelled" if self._cancel is not None and self._cancel.is_set() else "time"
 
 
 def _rate(count: int, seconds: float) -> float:

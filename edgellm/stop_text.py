@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 
 
 class StopText:
-    """Lets text through until a stop text begins; what might be its beginning is held back."""
+    """Lets text through until a stop text begins; what might be its beginning is held back.
 
-    def __init__(self, stops: Sequence[str]) -> None:
+    Args:
+        min_indent: a line that is indented by fewer characters, and is not blank, stops it as well,
+            together with the line end before it.
+    """
+
+    def __init__(self, stops: Sequence[str], *, min_indent: int = 0) -> None:
         self._stops = tuple(stops)
+        less = max(0, min_indent - 1)
+        self._outdent = re.compile(rf"\n[ \t]{{0,{less}}}[^ \t\r\n]") if min_indent else None
+        self._indent = re.compile(rf"\n[ \t]{{0,{less}}}\Z") if min_indent else None
         self._held = ""
         self.found = False
 
@@ -19,6 +28,9 @@ class StopText:
             return ""
         self._held += text
         hits = [at for at in map(self._held.find, self._stops) if at >= 0]
+        outdent = self._outdent and self._outdent.search(self._held)
+        if outdent:
+            hits.append(outdent.start())
         if hits:
             self.found = True
             shown, self._held = self._held[: min(hits)], ""
@@ -34,10 +46,12 @@ class StopText:
         return held
 
     def _unfinished(self) -> int:
-        """Length of the longest end of the held text that begins a stop text."""
+        """Length of the longest end of the held text that may begin what stops it."""
+        indent = self._indent and self._indent.search(self._held)
+        at_line_start = len(self._held) - indent.start() if indent else 0
         longest = max(map(len, self._stops), default=1) - 1
         for length in range(min(longest, len(self._held)), 0, -1):
             tail = self._held[-length:]
             if any(stop.startswith(tail) for stop in self._stops):
-                return length
-        return 0
+                return max(length, at_line_start)
+        return at_line_start

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 
 from tokenizers import Tokenizer as HFTokenizer
@@ -29,7 +30,8 @@ class Tokenizer:
         self.eos = entry.eos
         self.bos_id = self._id(entry.bos) if entry.bos is not None else None
         self.eos_ids = frozenset(self._id(text) for text in entry.eos)
-        self._adds_bos = entry.add_bos and self.bos_id is not None
+        self.fim = entry.fim
+        self.adds_bos = entry.add_bos and self.bos_id is not None
         added = self._tokenizer.get_added_tokens_decoder().values()
         self.special_texts = tuple(
             sorted((token.content for token in added if token.special), key=len, reverse=True)
@@ -38,6 +40,11 @@ class Tokenizer:
     @property
     def vocab_size(self) -> int:
         return self._tokenizer.get_vocab_size()
+
+    @cached_property
+    def vocabulary(self) -> Mapping[str, int]:
+        """Every token's text and id."""
+        return self._tokenizer.get_vocab()
 
     def encode(
         self, text: str, *, add_bos: bool | None = None, parse_special: bool = False
@@ -57,7 +64,7 @@ class Tokenizer:
                 ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids
         except (UnicodeEncodeError, TypeError) as error:
             raise TokenizerError(f"the text is not valid Unicode: {error}") from None
-        wanted = self._adds_bos if add_bos is None else add_bos and self.bos_id is not None
+        wanted = self.adds_bos if add_bos is None else add_bos and self.bos_id is not None
         if wanted and self.bos_id is not None and ids[:1] != [self.bos_id]:
             ids = [self.bos_id, *ids]
         return ids

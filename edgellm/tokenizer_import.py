@@ -28,6 +28,14 @@ _END_TEXTS = (
     "</s>",
     "<eos>",
 )
+# GGUF's names of infill tokens, the newer one first -> ours (see `fim.py`).
+_FIM_KEYS = {
+    "prefix": ("fim_pre", "prefix"),
+    "suffix": ("fim_suf", "suffix"),
+    "middle": ("fim_mid", "middle"),
+    "repository": ("fim_rep",),
+    "file": ("fim_sep",),
+}
 # generation_config.json's name -> ours, and its type.
 _GENERATION_KEYS = {
     "temperature": ("temperature", float),
@@ -83,6 +91,11 @@ def _from_gguf(metadata: Mapping[str, Any], *, origin: str) -> ImportedTokenizer
         bos=text("bos"),
         add_bos=bool(metadata.get("tokenizer.ggml.add_bos_token", spm)),
         eos=_ends(tokenizer, [text("eos"), text("eot"), text("eom")]),
+        fim={
+            role: found
+            for role, keys in _FIM_KEYS.items()
+            if (found := next(filter(None, map(text, keys)), None)) is not None
+        },
     )
     template = metadata.get("tokenizer.chat_template")
     return ImportedTokenizer(tokenizer, entry, template, generation={})

@@ -3,6 +3,7 @@
     embedding [V, E]    final_norm [E]    head [V, E] (absent where tied to the embedding)
     layers.I.attention_norm [E]    layers.I.mlp_norm [E]
     layers.I.q [H*D, E]    layers.I.k, layers.I.v [Hkv*D, E]    layers.I.o [E, H*D]
+    layers.I.q_bias [H*D]    layers.I.k_bias, layers.I.v_bias [Hkv*D] (with `qkv_bias` alone)
     layers.I.gate, layers.I.up [F, E]    layers.I.down [E, F]
 
 Rows of q and k are in the half-split RoPE order (first halves, then second halves of a head).
@@ -106,6 +107,9 @@ def shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
         found[prefix + "q"] = (config.attention_size, e)
         found[prefix + "k"] = found[prefix + "v"] = (config.kv_size, e)
         found[prefix + "o"] = (e, config.attention_size)
+        if config.qkv_bias:
+            found[prefix + "q_bias"] = (config.attention_size,)
+            found[prefix + "k_bias"] = found[prefix + "v_bias"] = (config.kv_size,)
         found[prefix + "gate"] = found[prefix + "up"] = (f, e)
         found[prefix + "down"] = (e, f)
     return found

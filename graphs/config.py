@@ -20,6 +20,7 @@ class ModelConfig:
         model_type: names the file in `graphs/models/` that describes the architecture.
         inv_freq: RoPE angle per position of each rotated pair, scaling already applied.
         sliding_window: a token attends to this many positions, or to all if None.
+        qkv_bias: whether something is added to Q, K and V before RoPE.
     """
 
     model_type: str
@@ -35,6 +36,7 @@ class ModelConfig:
     inv_freq: tuple[float, ...]
     sliding_window: int | None
     tied_embedding: bool
+    qkv_bias: bool = False
 
     def __post_init__(self) -> None:
         for name, value in asdict(self).items():
@@ -84,7 +86,9 @@ class ModelConfig:
     @property
     def parameters(self) -> int:
         embedding = self.vocab_size * self.hidden_size * (1 if self.tied_embedding else 2)
-        return self.linear_parameters + embedding + (2 * self.layers + 1) * self.hidden_size
+        norms = (2 * self.layers + 1) * self.hidden_size
+        biases = self.layers * self.qkv_size if self.qkv_bias else 0
+        return self.linear_parameters + embedding + norms + biases
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)

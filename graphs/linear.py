@@ -127,6 +127,20 @@ class ConcatLinear:
 
 
 @dataclass(frozen=True)
+class BiasedLinear:
+    """A layer and what is added to its outputs, `[N]` float32."""
+
+    linear: Linear
+    bias: ir.TensorProtocol
+
+    def activation(self, graph: GraphBuilder, x: ir.Value) -> Activation:
+        return self.linear.activation(graph, x)
+
+    def apply(self, graph: GraphBuilder, x: Activation) -> ir.Value:
+        return graph.op("Add", self.linear.apply(graph, x), graph.weight(self.bias))
+
+
+@dataclass(frozen=True)
 class BlockRotatedLinear:
     """A layer whose input is first multiplied by `rotation` `[b, b]`, run of b by run of b.
 

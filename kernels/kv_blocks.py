@@ -64,6 +64,12 @@ class KVBlocks:
         return int(self.k.shape[0])
 
     @property
+    def nbytes(self) -> int:
+        """Memory of the pool when every block is in use."""
+        arrays = (self.k, self.v, self.k_scale, self.v_scale)
+        return sum(array.nbytes for array in arrays if array is not None)
+
+    @property
     def layers(self) -> int:
         return int(self.k.shape[1])
 
@@ -144,13 +150,18 @@ def allocate(
     `head_dim` is a multiple of 4, of 8 for int4.
     """
     dtype = _DTYPES[format]
-    row = head_dim // 2 if format == "int4" else head_dim
+    row = row_elements(format, head_dim)
     k = np.empty((blocks, layers, kv_heads, BLOCK // PANEL, row // QUAD, PANEL, QUAD), dtype)
     v = np.empty((blocks, layers, kv_heads, BLOCK // QUAD, row, QUAD), dtype)
     scales: list[NDArray[np.float32] | None] = [None, None]
     if format in SCALED:
         scales = [np.empty((blocks, layers, kv_heads, BLOCK), np.float32) for _ in scales]
     return KVBlocks(format, k, v, *scales)
+
+
+def row_elements(format: KVFormat, head_dim: int) -> int:
+    """Elements of the arrays that one token and KV head take: int4 has two codes in a byte."""
+    return head_dim // 2 if format == "int4" else head_dim
 
 
 def block_bytes(*, format: KVFormat, layers: int, kv_heads: int, head_dim: int) -> int:

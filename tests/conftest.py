@@ -19,6 +19,7 @@ from edgellm.bundle import Bundle
 from edgellm.calibrate import CalibrationOptions
 from edgellm.export import export
 from edgellm.home import models_dir, replacing_folder
+from edgellm.kernels.gpu import device
 from edgellm.llm import LLM, load
 from edgellm.prefill import Hooks
 from edgellm.prepare import prepare
@@ -26,6 +27,10 @@ from edgellm.sources import DEFAULT_MODEL, resolve
 
 # Processes that tests start import the installed package, not the folder they are started in.
 os.environ["PYTHONSAFEPATH"] = "1"
+
+# Without a GPU, Triton kernels run in Triton's interpreter, which is chosen when they are imported.
+if device.why_not() is not None:
+    os.environ["TRITON_INTERPRET"] = "1"
 
 # Its source distribution carries vocabularies with expected tokens, llama.cpp's own tests.
 _VOCABULARIES = "llama-cpp-python==0.3.16"
@@ -160,10 +165,14 @@ def cli() -> Callable[..., subprocess.CompletedProcess[str]]:
 
 
 def make_tiny_model(folder: Path, **changes: Any) -> Path:
-    """Write a random Llama; weights are scaled so that activations stay near 1."""
+    """Write a random Llama; weights are scaled so that activations stay near 1.
+
+    Args:
+        changes: of its config, and `model_type`, `dtype` and `max_shard_size`.
+    """
     import torch
+    import transformers
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-    from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM
 
     torch.manual_seed(0)
     settings = {
@@ -181,13 +190,15 @@ def make_tiny_model(folder: Path, **changes: Any) -> Path:
         "eos_token_id": 257,
         **changes,
     }
-    mistral = settings.pop("model_type", "llama") == "mistral"
-    config_class, model_class = (
-        (MistralConfig, MistralForCausalLM) if mistral else (LlamaConfig, LlamaForCausalLM)
-    )
+    name = settings.pop("model_type", "llama").capitalize()
+    config_class = getattr(transformers, f"{name}Config")
+    model_class = getattr(transformers, f"{name}ForCausalLM")
     shard = settings.pop("max_shard_size", "1GB")
     dtype = settings.pop("dtype", torch.float32)
     model = model_class(config_class(**settings)).to(dtype)
+    for parameter_name, parameter in model.named_parameters():
+        if parameter_name.endswith(".bias"):
+            torch.nn.init.normal_(parameter)
     model.save_pretrained(folder, max_shard_size=shard)
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokenizer = Tokenizer(models.BPE({c: i for i, c in enumerate(alphabet)}, []))

@@ -9,6 +9,7 @@ namespace edgellm {
 
 struct Layer {
     const float *attention_norm, *mlp_norm;  // [hidden]
+    const float* qkv_bias;                   // [outputs of qkv], or null
     Linear qkv, o, gate, up, down;
 };
 

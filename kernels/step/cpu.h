@@ -71,8 +71,11 @@ public:
             crew.each(rows_, [&](int r) { normalize(layer.attention_norm, r, layer.qkv.any_fine()); });
             multiply(crew, layer.qkv, b_.x, b_.qkv, layer.qkv.outputs, false);
             crew.each(rows_, [&](int r) {
-                append_token(call_.kv, call_.rope, l, model_.heads, call_.start + r,
-                             b_.qkv + size_t(r) * layer.qkv.outputs, b_.q + size_t(r) * width_);
+                float* qkv = b_.qkv + size_t(r) * layer.qkv.outputs;
+                if (layer.qkv_bias)
+                    for (int i = 0; i < layer.qkv.outputs; ++i) qkv[i] += layer.qkv_bias[i];
+                append_token(call_.kv, call_.rope, l, model_.heads, call_.start + r, qkv,
+                             b_.q + size_t(r) * width_);
             });
             attention(crew, l);
             crew.each(rows_, [&](int r) { join_splits(r); });

@@ -25,6 +25,7 @@ class LayerWeights:
     Attributes:
         qkv: Q, K and V on top of each other.
         value_outputs: how many of its outputs are V.
+        qkv_bias: added to them, `[outputs]`, or None.
     """
 
     attention_norm: Floats
@@ -35,6 +36,7 @@ class LayerWeights:
     up: Panels
     down: Panels
     value_outputs: int
+    qkv_bias: Floats | None = None
 
 
 @dataclass(frozen=True)
@@ -56,6 +58,13 @@ class Weights:
     window: int | None
     epsilon: float
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all linear layers, which are nearly all of it."""
+        tables = {id(panels): panels for panels in (self.embedding, self.head)}
+        linears = [p for x in self.layers for p in (x.qkv, x.o, x.gate, x.up, x.down)]
+        return sum(panels.data.nbytes for panels in (*tables.values(), *linears))
+
 
 # Called from C++ in the thread that called it.
 _ShouldStop = ctypes.CFUNCTYPE(ctypes.c_int32)
@@ -67,6 +76,7 @@ class _Layer(ctypes.Structure):
     _fields_ = [
         ("attention_norm", ctypes.c_void_p),
         ("mlp_norm", ctypes.c_void_p),
+        ("qkv_bias", ctypes.c_void_p),
         *((name, LinearLayer) for name in ("qkv", "o", "gate", "up", "down")),
     ]
 
@@ -111,6 +121,7 @@ def _layer(layer: LayerWeights) -> _Layer:
     return _Layer(
         address(layer.attention_norm),
         address(layer.mlp_norm),
+        address(layer.qkv_bias),
         layer_of(layer.qkv, fine_from=value_from),
         *(layer_of(weight) for weight in (layer.o, layer.gate, layer.up, layer.down)),
     )

@@ -148,10 +148,11 @@ def replace_runs(buffers: Any, runs: Any) -> Any:
     [
         {},
         {"model_type": "mistral", "sliding_window": 40},
+        {"model_type": "qwen2", "head_dim": 16},
         {"tie_word_embeddings": True, "num_key_value_heads": 6},
         {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}},
     ],
-    ids=["llama", "mistral window", "tied, one group", "linear rope"],
+    ids=["llama", "mistral window", "qwen2 bias", "tied, one group", "linear rope"],
 )
 def test_random_models(
     make_model: Callable[..., Path], edgellm_home: Path, changes: dict[str, Any]
@@ -167,15 +168,18 @@ def test_random_models(
     np.testing.assert_allclose(prefill_logits(llm, tokens), expected, atol=2e-4, rtol=0)
 
 
-def test_int8_flavour_agrees_with_float_on_random_weights(
-    make_model: Callable[..., Path], edgellm_home: Path
+@pytest.mark.parametrize("model_type", ["llama", "qwen2"])
+def test_quantized_weights_agree_with_float_on_random_weights(
+    make_model: Callable[..., Path], edgellm_home: Path, model_type: str
 ) -> None:
-    folder = make_model(initializer_range=0.05)
+    folder = make_model(initializer_range=0.05, model_type=model_type)
     tokens = np.random.default_rng(0).integers(0, 320, 170).tolist()
-    exact, found = (
-        prefill_logits(load(str(folder), flavour=flavour), tokens) for flavour in ("f32", "w8a8")
+    exact, int8, int4 = (
+        prefill_logits(load(str(folder), **options), tokens)
+        for options in ({"flavour": "f32"}, {"flavour": "w8a8"}, {})
     )
-    assert np.abs(exact - found).max() < 0.1 * np.abs(exact).max()
+    assert np.abs(exact - int8).max() < 0.1 * np.abs(exact).max()
+    assert np.abs(exact - int4).mean() < 0.2 * np.abs(exact).mean()
 
 
 # How far below the other back end's best logit a greedy token may be, to count as a near-tie. The

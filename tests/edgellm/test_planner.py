@@ -23,11 +23,12 @@ def cost(plan: list[Piece], costs: Costs) -> float:
     chunks=st.dictionaries(st.integers(1, 512), st.floats(1e-3, 10), min_size=1, max_size=4),
     call=st.none() | st.floats(0, 5),
     token=st.floats(0, 1),
+    tails_only=st.booleans(),
 )
 def test_every_token_is_in_one_piece(
-    tokens: int, chunks: dict[int, float], call: float | None, token: float
+    tokens: int, chunks: dict[int, float], call: float | None, token: float, tails_only: bool
 ) -> None:
-    plan = plan_chunks(tokens, Costs(chunks, call, token))
+    plan = plan_chunks(tokens, Costs(chunks, call, token), tails_only=tails_only)
     assert sum(piece.count for piece in plan) == tokens
     for piece in plan[:-1]:
         assert piece.size == piece.count
@@ -36,7 +37,7 @@ def test_every_token_is_in_one_piece(
         assert last.count >= 1
         if last.size is None:
             assert call is not None
-            assert last.count < min(chunks)
+            assert last.count < min(chunks) or not tails_only
         else:
             assert last.count <= last.size
 

@@ -15,7 +15,7 @@ from edgellm import (
     SamplingOptions,
 )
 from edgellm.llm import LLM, load
-from edgellm.prefill import NATIVE_CHUNK, Hooks
+from edgellm.prefill import STEP_CHUNK, Hooks
 
 GREEDY = SamplingOptions(temperature=0.0, max_tokens=24)
 TEXT = "In the year 1969 three men flew to the moon. " * 8
@@ -138,7 +138,7 @@ def test_cancel_in_prefill_keeps_the_session(llm: LLM) -> None:
         found = session.generate(GREEDY, cancel=cancel, progress=progress)
         assert found.finish_reason == "cancelled"
         assert found.tokens == ()
-        chunk = NATIVE_CHUNK if backend(llm) == "native" else 128
+        chunk = STEP_CHUNK if backend(llm) == "native" else 128
         assert seen == [(chunk, len(session.tokens))]
         assert session.cached == found.stats.cached_tokens + chunk == chunk
         assert found.stats.prefill == {backend(llm): chunk}

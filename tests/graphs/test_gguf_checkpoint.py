@@ -14,10 +14,16 @@ from edgellm.kernels.int4 import dequantize
 from edgellm.quantize.int8 import dequantize_groups
 
 
-def write_gguf(path: Path, changes: dict[str, object] | None = None, drop: str = "") -> Path:
-    """A tiny but complete llama GGUF file."""
+def write_gguf(
+    path: Path,
+    changes: dict[str, object] | None = None,
+    drop: str = "",
+    *,
+    architecture: str = "llama",
+) -> Path:
+    """A tiny but complete GGUF file."""
     rng = np.random.default_rng(0)
-    writer = gguf.GGUFWriter(path, "llama")
+    writer = gguf.GGUFWriter(path, architecture)
     values: dict[str, object] = {
         "llama.block_count": 1,
         "llama.context_length": 128,
@@ -29,6 +35,7 @@ def write_gguf(path: Path, changes: dict[str, object] | None = None, drop: str =
         **(changes or {}),
     }
     for key, value in values.items():
+        key = key.replace("llama.", f"{architecture}.")
         if isinstance(value, str):
             writer.add_string(key, value)
         elif isinstance(value, float):
@@ -48,11 +55,17 @@ def write_gguf(path: Path, changes: dict[str, object] | None = None, drop: str =
         "blk.0.ffn_up.weight": (96, 64),
         "blk.0.ffn_down.weight": (64, 96),
     }
+    if architecture == "qwen2":
+        shapes |= {
+            "blk.0.attn_q.bias": (64,),
+            "blk.0.attn_k.bias": (32,),
+            "blk.0.attn_v.bias": (32,),
+        }
     for name, shape in shapes.items():
         if name == drop:
             continue
         tensor = rng.standard_normal(shape).astype(np.float32)
-        if "attn_v" in name or "attn_q" in name:
+        if name in ("blk.0.attn_v.weight", "blk.0.attn_q.weight"):
             kind = gguf.GGMLQuantizationType.Q4_0
             writer.add_tensor(name, gguf.quantize(tensor, kind), raw_dtype=kind)
         else:
@@ -92,6 +105,19 @@ def test_q4_0_is_imported_bit_by_bit_and_symmetric(tmp_path: Path) -> None:
         assert tensor.int4 is not None
         np.testing.assert_array_equal(dequantize(tensor.int4()), tensor.float32())
         assert not tensor.int4().excess.any()
+
+
+def test_qwen2_has_biases_and_rows_as_they_are(tmp_path: Path) -> None:
+    path = write_gguf(tmp_path / "model.gguf", architecture="qwen2")
+    checkpoint = open_checkpoint(path)
+    assert checkpoint.config.model_type == "qwen2"
+    assert checkpoint.config.qkv_bias
+    stored = {tensor.name: tensor for tensor in gguf.GGUFReader(path).tensors}
+    for name in ("q", "k", "v"):
+        bias = checkpoint.tensor(f"layers.0.{name}_bias").float32()
+        np.testing.assert_array_equal(bias, stored[f"blk.0.attn_{name}.bias"].data)
+    key = checkpoint.tensor("layers.0.k").float32()
+    np.testing.assert_array_equal(key, stored["blk.0.attn_k.weight"].data)
 
 
 def test_q_and_k_are_unpermuted(smollm2_gguf: Path) -> None:
@@ -153,7 +179,7 @@ def test_unknown_architecture_lists_the_known(tmp_path: Path) -> None:
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.close()
-    with pytest.raises(UnsupportedModelError, match=r"mamba.*llama, mistral"):
+    with pytest.raises(UnsupportedModelError, match=r"mamba.*llama, mistral, qwen2"):
         open_checkpoint(path)
 
 

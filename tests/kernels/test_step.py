@@ -27,6 +27,7 @@ class Shape:
     intermediate: int = 160
     layers: int = 1
     window: int | None = None
+    bias: bool = False
 
 
 SHAPES = [
@@ -37,6 +38,7 @@ SHAPES = [
     Shape(10, 2, 32, intermediate=96),
     Shape(2, 1, 256),
     Shape(7, 1, 128, hidden=32, window=130),
+    Shape(6, 2, 32, bias=True),
 ]
 
 
@@ -62,6 +64,7 @@ class Model:
                     up=self._int4(prefix + "up", shape.intermediate, shape.hidden),
                     down=self._int4(prefix + "down", shape.hidden, shape.intermediate),
                     value_outputs=kv,
+                    qkv_bias=self._bias(prefix + "qkv_bias", width + 2 * kv),
                 )
             )
         self.weights = Weights(
@@ -80,6 +83,12 @@ class Model:
 
     def _norm(self, name: str) -> np.ndarray:
         self.floats[name] = (1 + 0.1 * self._rng.standard_normal(self.shape.hidden)).astype("f4")
+        return self.floats[name]
+
+    def _bias(self, name: str, outputs: int) -> np.ndarray | None:
+        if not self.shape.bias:
+            return None
+        self.floats[name] = self._rng.standard_normal(outputs).astype("f4")
         return self.floats[name]
 
     def _halves(self, shape: tuple[int, int], size: float) -> np.ndarray:
@@ -110,7 +119,9 @@ class Model:
             head_dim=shape.head_dim,
         )
 
-    def reference(self, length: int, format: str) -> tuple[np.ndarray, np.ndarray]:
+    def reference(
+        self, length: int, format: str, *, rounded: bool = True
+    ) -> tuple[np.ndarray, np.ndarray]:
         shape = self.shape
         return reference.forward(
             self.floats,
@@ -122,6 +133,7 @@ class Model:
             epsilon=EPSILON,
             format=format,
             window=shape.window,
+            rounded=rounded,
         )
 
     def run(
@@ -197,3 +209,38 @@ def test_any_number_of_threads(threads: int) -> None:
     for _ in range(5):
         logits = model.run(found, list(range(1, 40)), "int8", threads=threads)[1]
         np.testing.assert_array_equal(logits, expected)
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+@pytest.mark.parametrize("shape", [SHAPES[0], SHAPES[-1]], ids=str)
+@pytest.mark.parametrize("format", ["int8", "f32"])
+def test_triton_matches_reference(triton_device: str, shape: Shape, format: str) -> None:
+    """One token by one, then some at once, then one again; activations are not rounded to int8."""
+    from edgellm.kernels.gpu.kv_blocks import DeviceBlocks
+    from edgellm.kernels.step.gpu import DeviceStep
+
+    model = Model(shape)
+    blocks = DeviceBlocks.like(model.cache(format), triton_device)
+    step = DeviceStep(model.weights, model.rope, blocks, triton_device)
+    found = []
+    for start, end in ((0, 1), (1, 20), (20, 23), (23, 24)):
+        tokens = model.tokens[start:end]
+        found.append(step.run(TABLE, tokens, start, logit_rows=end - start))
+    states, logits = (np.concatenate(part) for part in zip(*found, strict=True))
+    expected = model.reference(24, format, rounded=False)
+    allowed = 8e-3 if format == "int8" else 4e-3
+    for ours, theirs in zip((states, logits), expected, strict=True):
+        assert np.abs(ours - theirs).mean() / np.abs(theirs).mean() < allowed
+    np.testing.assert_allclose(step.logits(states[-3:]), logits[-3:], atol=0.02)
+
+
+def test_triton_stops_between_layers(triton_device: str) -> None:
+    from edgellm.kernels.gpu.kv_blocks import DeviceBlocks
+    from edgellm.kernels.step.gpu import DeviceStep
+
+    model = Model(SHAPES[1])
+    blocks = DeviceBlocks.like(model.cache("int8"), triton_device)
+    step = DeviceStep(model.weights, model.rope, blocks, triton_device)
+    asked = iter([False, True])
+    assert step.run(TABLE, [1, 2], 0, logit_rows=1, should_stop=lambda: next(asked)) is None
+    assert list(asked) == []

@@ -1,0 +1,287 @@
+"""Fill-in-the-middle: each family's tokens, and how a prompt is put together. Pure Python.
+
+A family is known by the texts of its tokens; ids differ from model to model.
+
+    psm    [prefix] before the gap [suffix] behind it [middle]
+    spm    [suffix] behind the gap [prefix] before it [middle]: what is behind the gap keeps its
+           place in the KV cache while someone types before it
+
+(Bavarian et al., Efficient Training of Language Models to Fill in the Middle, arXiv:2207.14255.)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal, get_args
+
+from edgellm.errors import UnsupportedModelError
+
+Order = Literal["psm", "spm"]
+ORDERS: tuple[str, ...] = get_args(Order)
+# Text to token ids, special tokens in it as plain text.
+Encode = Callable[[str], list[int]]
+# Something that no vocabulary joins with what follows, see `_bare`.
+_GUARD = "\u263a"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Family:
+    """How models of one kind are asked to fill a gap.
+
+    Attributes:
+        prefix, suffix, middle: texts of the tokens; a family without `middle` goes on after the
+            last part.
+        order: the usual one.
+        known_by: further tokens that tell it from others with the same three.
+        repository, file: tokens before a repository's name and before a file's path, if any.
+        header: before a file's content, where there is no token for it.
+        stops: tokens that end the answer besides the model's own.
+        stop_texts: likewise, as text.
+        middle_before_prefix: in spm order CodeLlama has [prefix] [suffix] s [middle] p.
+        bare_suffix: SentencePiece would begin the suffix with a space that is not there.
+    """
+
+    name: str
+    prefix: str
+    suffix: str
+    middle: str | None
+    order: Order = "psm"
+    known_by: tuple[str, ...] = ()
+    repository: str | None = None
+    file: str | None = None
+    header: str = "# {path}\n"
+    stops: tuple[str, ...] = ()
+    stop_texts: tuple[str, ...] = ()
+    middle_before_prefix: bool = False
+    bare_suffix: bool = False
+
+    @property
+    def markers(self) -> tuple[str, ...]:
+        return tuple(text for text in (self.prefix, self.suffix, self.middle) if text)
+
+    @property
+    def stop_tokens(self) -> tuple[str, ...]:
+        """All tokens that end the answer, if the vocabulary has them."""
+        more = (text for text in (self.repository, self.file) if text)
+        return (*self.markers, *self.stops, *more)
+
+
+# Several families share these three and differ in the rest.
+_BARS = Family(
+    name="fim",
+    prefix="<|fim_prefix|>",
+    suffix="<|fim_suffix|>",
+    middle="<|fim_middle|>",
+    stops=("<|fim_pad|>",),
+)
+_TAGS = Family(
+    name="starcoder",
+    prefix="<fim_prefix>",
+    suffix="<fim_suffix>",
+    middle="<fim_middle>",
+    stops=("<fim_pad>", "<filename>"),
+)
+
+# Of families with the same three tokens the more particular one stands first.
+FAMILIES = (
+    replace(
+        _BARS,
+        name="qwen2.5-coder",
+        known_by=("<|file_sep|>",),
+        repository="<|repo_name|>",
+        file="<|file_sep|>",
+        stops=("<|fim_pad|>", "<|im_start|>", "<|im_end|>"),
+    ),
+    replace(
+        _BARS,
+        name="codegemma",
+        known_by=("<|file_separator|>",),
+        file="<|file_separator|>",
+        stops=("<end_of_turn>",),
+    ),
+    replace(_BARS, name="granite-4", known_by=("<|end_of_text|>",)),
+    _BARS,
+    replace(
+        _TAGS,
+        name="starcoder2",
+        known_by=("<repo_name>", "<file_sep>"),
+        repository="<repo_name>",
+        file="<file_sep>",
+    ),
+    _TAGS,
+    Family(name="santacoder", prefix="<fim-prefix>", suffix="<fim-suffix>", middle="<fim-middle>"),
+    Family(
+        name="codellama",
+        prefix="\u2581<PRE>",
+        suffix="\u2581<SUF>",
+        middle="\u2581<MID>",
+        stops=("\u2581<EOT>",),
+        middle_before_prefix=True,
+        bare_suffix=True,
+    ),
+    Family(
+        name="deepseek-coder",
+        prefix="<\uff5cfim\u2581begin\uff5c>",
+        suffix="<\uff5cfim\u2581hole\uff5c>",
+        middle="<\uff5cfim\u2581end\uff5c>",
+        header="#{path}\n",
+        stops=("<|EOT|>",),
+    ),
+    Family(
+        name="codestral",
+        prefix="[PREFIX]",
+        suffix="[SUFFIX]",
+        middle=None,
+        order="spm",
+        header="+++++ {path}\n",
+        stop_texts=("\n+++++ ",),
+        bare_suffix=True,
+    ),
+    Family(
+        name="glm",
+        prefix="<|code_prefix|>",
+        suffix="<|code_suffix|>",
+        middle="<|code_middle|>",
+        stops=("<|user|>",),
+    ),
+    Family(
+        name="seed-coder",
+        prefix="<[fim-prefix]>",
+        suffix="<[fim-suffix]>",
+        middle="<[fim-middle]>",
+        order="spm",
+    ),
+    Family(name="falcon-h1", prefix="<|prefix|>", suffix="<|suffix|>", middle="<|middle|>"),
+    Family(
+        name="ling-coder",
+        prefix="<|fim_begin|>",
+        suffix="<|fim_hole|>",
+        middle="<|fim_end|>",
+        repository="<|repo_name|>",
+        file="<|file_sep|>",
+        stops=("<|fim_pad|>",),
+    ),
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Gap:
+    """What is around a gap.
+
+    Attributes:
+        extra: other files, each a path and its text.
+        path: of the file with the gap; it counts where there are other files.
+        repository: its name.
+    """
+
+    prefix: str
+    suffix: str
+    extra: Sequence[tuple[str, str]] = ()
+    path: str = "main"
+    repository: str | None = None
+
+
+def find_family(vocabulary: Mapping[str, int], named: Mapping[str, str]) -> Family | None:
+    """The family whose tokens a vocabulary has.
+
+    Args:
+        named: texts of tokens that a model file names itself (GGUF's `fim_pre_token_id` and so on),
+            by their roles in `Family`; they come before what the texts tell.
+    """
+    for family in FAMILIES:
+        told = {name: named[name] for name in ("prefix", "suffix", "middle") if name in named}
+        if told and any(getattr(family, name) != text for name, text in told.items()):
+            continue
+        if all(text in vocabulary for text in (*family.markers, *family.known_by)):
+            return family
+    if {"prefix", "suffix"} <= set(named):
+        return Family(
+            name="named in the model file",
+            prefix=named["prefix"],
+            suffix=named["suffix"],
+            middle=named.get("middle"),
+            repository=named.get("repository"),
+            file=named.get("file"),
+        )
+    return None
+
+
+def require_family(
+    vocabulary: Mapping[str, int], named: Mapping[str, str], *, model: str
+) -> Family:
+    """As `find_family`.
+
+    Raises:
+        UnsupportedModelError: there is none.
+    """
+    family = find_family(vocabulary, named)
+    if family is None:
+        raise UnsupportedModelError(
+            f"{model} has no fill-in-the-middle tokens (such as <|fim_prefix|>), so it cannot fill "
+            "a gap; take a model that was trained for it, such as Qwen2.5-Coder, StarCoder2 or "
+            "CodeGemma, or ask this one in words with --template"
+        )
+    # tokens that only some models of a family have
+    repository, file = (
+        text if text in vocabulary else None for text in (family.repository, family.file)
+    )
+    return replace(family, repository=repository, file=file)
+
+
+def assemble(
+    family: Family,
+    gap: Gap,
+    *,
+    encode: Encode,
+    vocabulary: Mapping[str, int],
+    bos: int | None,
+    order: Order | None = None,
+) -> list[int]:
+    """The prompt for a gap.
+
+    Args:
+        encode: text to ids, without a begin token.
+        bos: the begin token, where the model wants one.
+        order: None is the family's own.
+    """
+    suffix_text = _bare(encode, gap.suffix) if family.bare_suffix else encode(gap.suffix)
+    prefix = [vocabulary[family.prefix]]
+    suffix = [vocabulary[family.suffix], *suffix_text]
+    middle = [] if family.middle is None else [vocabulary[family.middle]]
+    context, lead = _other_files(family, gap, encode, vocabulary)
+    before = encode(lead + gap.prefix)
+    if (order or family.order) == "psm":
+        parts = [*prefix, *before, *suffix, *middle]
+    elif family.middle_before_prefix:
+        parts = [*prefix, *suffix, *middle, *before]
+    else:
+        parts = [*suffix, *prefix, *before, *middle]
+    return [*([] if bos is None else [bos]), *context, *parts]
+
+
+def _other_files(
+    family: Family, gap: Gap, encode: Encode, vocabulary: Mapping[str, int]
+) -> tuple[list[int], str]:
+    """Other files as tokens before everything else, or as text at the head of the prefix."""
+    if not gap.extra and gap.repository is None:
+        return [], ""
+    if family.file is None:
+        files = [family.header.format(path=path) + _line(text) for path, text in gap.extra]
+        return [], "".join(files) + (family.header.format(path=gap.path) if files else "")
+    tokens: list[int] = []
+    if family.repository is not None and gap.repository is not None:
+        tokens += [vocabulary[family.repository], *encode(f"{gap.repository}\n")]
+    for path, text in gap.extra:
+        tokens += [vocabulary[family.file], *encode(f"{path}\n{_line(text)}")]
+    return [*tokens, vocabulary[family.file], *encode(f"{gap.path}\n")], ""
+
+
+def _line(text: str) -> str:
+    return text if not text or text.endswith("\n") else f"{text}\n"
+
+
+def _bare(encode: Encode, text: str) -> list[int]:
+    """Tokens of a text that does not begin a document, so no space is put before it."""
+    guard = encode(_GUARD)
+    return encode(_GUARD + text)[len(guard) :]

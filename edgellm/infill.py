@@ -1,0 +1,92 @@
+"""Infill: the text between a prefix and a suffix."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from dataclasses import replace
+
+from edgellm.engine import Engine
+from edgellm.errors import OptionError
+from edgellm.fim import ORDERS, Gap, Order, assemble, require_family
+from edgellm.prefill import Progress
+from edgellm.prompt import Message, encode_conversation
+from edgellm.results import Piece
+from edgellm.sampling import SamplingOptions
+from edgellm.session import Session
+
+_REQUEST = (
+    "Text is missing at the mark <gap/>. Answer with the missing text alone: no explanation, no "
+    "quotation marks, nothing of what stands around it.\n\n{prefix}<gap/>{suffix}"
+)
+
+
+def infill_tokens(engine: Engine, gap: Gap, *, order: Order | None = None) -> list[int]:
+    """The prompt for a gap, in the tokens of the model's family (see `fim.py`).
+
+    Raises:
+        UnsupportedModelError: the model has no tokens for it.
+        OptionError: an order that there is not.
+    """
+    if order not in (None, *ORDERS):
+        raise OptionError(f"order {order!r}: allowed are {', '.join(ORDERS)}")
+    tokenizer = engine.tokenizer
+    family = require_family(tokenizer.vocabulary, tokenizer.fim, model=engine.bundle.manifest.name)
+    return assemble(
+        family,
+        gap,
+        encode=lambda text: tokenizer.encode(text, add_bos=False),
+        vocabulary=tokenizer.vocabulary,
+        bos=tokenizer.bos_id if tokenizer.adds_bos else None,
+        order=order,
+    )
+
+
+def infill_options(engine: Engine, options: SamplingOptions) -> SamplingOptions:
+    """The options with what ends an answer in the model's family."""
+    tokenizer = engine.tokenizer
+    family = require_family(tokenizer.vocabulary, tokenizer.fim, model=engine.bundle.manifest.name)
+    known = (tokenizer.vocabulary.get(text) for text in family.stop_tokens)
+    return replace(
+        options,
+        stop=[*options.stop, *family.stop_texts],
+        stop_tokens=[*options.stop_tokens, *(token for token in known if token is not None)],
+    )
+
+
+def stream_infill(
+    engine: Engine,
+    gap: Gap,
+    options: SamplingOptions,
+    *,
+    order: Order | None = None,
+    template: bool = False,
+    cancel: threading.Event | None = None,
+    progress: Progress | None = None,
+) -> Iterator[Piece]:
+    """What belongs into a gap, piece by piece.
+
+    What an earlier gap has in common with this one comes from the KV cache.
+
+    Args:
+        order: of the parts; None is the family's own.
+        template: ask in words, through the chat template, instead of with the family's tokens.
+        cancel, progress: see `Session.stream`.
+
+    Raises:
+        UnsupportedModelError: the model has no tokens for it, and `template` is not set.
+    """
+    if template:
+        tokens = _in_words(engine, gap)
+    else:
+        tokens = infill_tokens(engine, gap, order=order)
+        options = infill_options(engine, options)
+    with Session(engine) as session:
+        session.replace(tokens)
+        yield from session.stream(options, cancel=cancel, progress=progress)
+
+
+def _in_words(engine: Engine, gap: Gap) -> list[int]:
+    files = "".join(f"{path}:\n{text}\n\n" for path, text in gap.extra)
+    request = files + _REQUEST.format(prefix=gap.prefix, suffix=gap.suffix)
+    return encode_conversation([Message("user", request)], engine.template, engine.tokenizer)

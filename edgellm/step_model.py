@@ -1,0 +1,40 @@
+"""A model as one step through all layers: what C++ and Triton kernels have in common."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence as SequenceOf
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from edgellm.kv_cache import Sequence
+
+Floats = NDArray[np.float32]
+
+
+class StepModel(Protocol):
+    """`NativeModel` or `TritonModel`."""
+
+    def forward(
+        self,
+        tokens: SequenceOf[int],
+        sequence: Sequence,
+        *,
+        logit_rows: int = 0,
+        cancel: threading.Event | None = None,
+    ) -> tuple[Floats, Floats]:
+        """Run tokens at the end of `sequence` and count them into it.
+
+        Returns:
+            Hidden states after the final norm `[len(tokens), E]`, and the logits of the last
+            `logit_rows` tokens `[logit_rows, V]`.
+
+        Raises:
+            ContextOverflowError, CacheFullError: see `Sequence.reserve`.
+            CancelledError: `cancel` was set; the sequence is as it was.
+        """
+
+    def logits(self, hidden: Floats) -> Floats:
+        """The LM head on hidden states `[rows, E]`: `[rows, V]`."""

@@ -1,0 +1,312 @@
+"""Attention over KV blocks in Triton: one kernel for a token, some tokens and a chunk of a prompt.
+
+The queries of a KV head, `tokens x group` of them, are rows of one tile. Keys are read 32 or 64 at
+a time through the block table, straight from the cache's own layout, and shared among splits, each
+of which writes its sum, largest score and weight (flash-decoding, Dao et al., 2023);
+`combine_kernel` adds them up. How long the sequence is stands in device memory, so that a captured
+CUDA graph serves every step. Products run on tensor cores in halves: codes are exact there, queries
+are divided by their largest element and value scales by the largest of their tile, so that nothing
+overflows.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+from edgellm.kernels.gpu.device import aligned, interpreted
+from edgellm.kernels.gpu.kv_blocks import DeviceBlocks
+from edgellm.kernels.hadamard.gpu import hadamard_matrix
+from edgellm.kernels.kv_append.gpu import hadamard_size
+from edgellm.kernels.kv_blocks import BLOCK
+
+# Of a tile: keys, a divisor of BLOCK, and query rows at most.
+KEYS = 64
+ROWS = 64
+# Programs that share a KV head's keys, where there is one tile of queries.
+SPLITS = 32
+_INTERPRETED_SPLITS = 2
+
+
+@dataclass(frozen=True)
+class Partials:
+    """Room for what each split finds: sums `[rows, D]`, largest score and weight `[rows]`.
+
+    A row is a split, token and head.
+    """
+
+    sums: torch.Tensor
+    largest: torch.Tensor
+    weight: torch.Tensor
+
+    @classmethod
+    def empty(
+        cls, *, tokens: int, heads: int, kv_heads: int, head_dim: int, device: str
+    ) -> Partials:
+        """For up to `tokens` tokens."""
+        rows = heads * max(tokens, SPLITS * ROWS * kv_heads // heads)
+        return cls(
+            torch.empty((rows, head_dim), dtype=torch.float32, device=device),
+            torch.empty(rows, dtype=torch.float32, device=device),
+            torch.empty(rows, dtype=torch.float32, device=device),
+        )
+
+
+@triton.jit
+def key_tile(
+    k_ptr: tl.tensor, first: tl.tensor, ROW: tl.constexpr, QUADS: tl.constexpr, KEYS: tl.constexpr
+) -> tl.tensor:
+    """KEYS keys from row `first` of a head's block on, `[4 * QUADS, KEYS]`, zeros past ROW."""
+    PANELS: tl.constexpr = KEYS // 16
+    panel = first // 16 + tl.arange(0, PANELS)
+    e = tl.arange(0, QUADS * 64)
+    offset = panel[:, None] * (16 * ROW) + e[None, :]
+    found = tl.load(k_ptr + offset, mask=(e < 16 * ROW)[None, :], other=0)
+    found = tl.reshape(found, [PANELS, QUADS, 16, 4])
+    return tl.reshape(tl.permute(found, [1, 3, 0, 2]), [QUADS * 4, PANELS * 16])
+
+
+@triton.jit
+def value_tile(
+    v_ptr: tl.tensor, first: tl.tensor, ROW: tl.constexpr, WIDTH: tl.constexpr, KEYS: tl.constexpr
+) -> tl.tensor:
+    """KEYS values from row `first` of a head's block on, `[KEYS, WIDTH]`, zeros past ROW."""
+    QUADS: tl.constexpr = KEYS // 4
+    quad = first // 4 + tl.arange(0, QUADS)
+    e = tl.arange(0, WIDTH * 4)
+    offset = quad[:, None] * (4 * ROW) + e[None, :]
+    found = tl.load(v_ptr + offset, mask=(e < 4 * ROW)[None, :], other=0)
+    found = tl.reshape(found, [QUADS, WIDTH, 4])
+    return tl.reshape(tl.permute(found, [0, 2, 1]), [QUADS * 4, WIDTH])
+
+
+@triton.jit
+def nibble(codes: tl.tensor, SHIFT: tl.constexpr) -> tl.tensor:
+    """Half of the int4 codes of a tile, as the odd numbers that a scale multiplies."""
+    return (((codes >> SHIFT) & 15).to(tl.int32) * 2 - 15).to(tl.float16)
+
+
+# one compilation for all layers
+@triton.jit(do_not_specialize=["layer"])
+def attention_kernel(
+    q_ptr: tl.tensor,
+    k_ptr: tl.tensor,
+    v_ptr: tl.tensor,
+    k_scale_ptr: tl.tensor,
+    v_scale_ptr: tl.tensor,
+    table_ptr: tl.tensor,
+    start_ptr: tl.tensor,
+    sums_ptr: tl.tensor,
+    largest_ptr: tl.tensor,
+    weight_ptr: tl.tensor,
+    tokens: tl.tensor,
+    kv_heads: tl.tensor,
+    layer: tl.tensor,
+    layers: tl.tensor,
+    window: tl.tensor,
+    scale: tl.tensor,
+    GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    FORMAT: tl.constexpr,
+    WIDTH: tl.constexpr,
+    ROWS: tl.constexpr,
+    KEYS: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> None:
+    """The grid counts tiles of queries, KV heads and splits. WIDTH is a padded row of the cache."""
+    FOUR_BIT: tl.constexpr = FORMAT == "int4"
+    SCALED: tl.constexpr = FORMAT == "int4" or FORMAT == "int8"
+    ROW: tl.constexpr = HEAD_DIM // 2 if FOUR_BIT else HEAD_DIM
+    kv_head, split, splits = tl.program_id(1), tl.program_id(2), tl.num_programs(2)
+    r = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    there = r < tokens * GROUP
+    start = tl.load(start_ptr)
+    position = start + r // GROUP
+    heads = kv_heads * GROUP
+    query = (r // GROUP) * heads + kv_head * GROUP + r % GROUP
+    e = tl.arange(0, WIDTH)
+    at = query[:, None] * HEAD_DIM + e[None, :]
+    inside = there[:, None] & (e < ROW)[None, :]
+    q = tl.load(q_ptr + at, mask=inside, other=0.0)
+    q_size = tl.max(tl.abs(q), axis=1)
+    q_high = q
+    if FOUR_BIT:
+        q_high = tl.load(q_ptr + at + ROW, mask=inside, other=0.0)
+        q_size = tl.maximum(q_size, tl.max(tl.abs(q_high), axis=1))
+    if FORMAT != "f32":
+        divisor = tl.where(q_size > 0, q_size, 1.0)[:, None]
+        q, q_high = (q / divisor).to(tl.float16), (q_high / divisor).to(tl.float16)
+        factor = q_size * (scale * 1.4426950408889634)  # exp2 takes the place of exp
+    else:
+        factor = tl.full([ROWS], 1.4426950408889634, tl.float32) * scale
+
+    # the keys that any query of this tile sees, in tiles, and this split's share of them
+    first_token = tl.program_id(0) * ROWS // GROUP
+    last_token = tl.minimum((tl.program_id(0) * ROWS + ROWS - 1) // GROUP, tokens - 1)
+    end = start + last_token + 1
+    begin = tl.maximum(start + first_token - window + 1, 0) // KEYS * KEYS
+    share = tl.cdiv(tl.cdiv(end - begin, KEYS), splits) * KEYS
+    begin += split * share
+    end = tl.minimum(end, begin + share)
+
+    largest = tl.full([ROWS], float("-inf"), tl.float32)
+    weight = tl.zeros([ROWS], tl.float32)
+    low = tl.zeros([ROWS, WIDTH], tl.float32)
+    high = tl.zeros([ROWS, WIDTH], tl.float32)
+    for first in range(begin, end, KEYS):
+        block = tl.load(table_ptr + first // BLOCK)
+        place = (block * layers + layer) * kv_heads + kv_head
+        row = first % BLOCK
+        key = first + tl.arange(0, KEYS)
+        codes = key_tile(k_ptr + place * (BLOCK * ROW), row, ROW, WIDTH // 4, KEYS)
+        if FOUR_BIT:
+            score = tl.dot(q, nibble(codes, 0))
+            score = tl.dot(q_high, nibble(codes, 4), score)
+        elif FORMAT == "f32":
+            score = tl.dot(q, codes, input_precision="ieee")
+        else:
+            score = tl.dot(q, codes.to(tl.float16))
+        score *= factor[:, None]
+        at_scale = place * BLOCK + row + tl.arange(0, KEYS)
+        written = key < end
+        if SCALED:
+            score *= tl.load(k_scale_ptr + at_scale, mask=written, other=0.0)[None, :]
+        seen = (key[None, :] <= position[:, None]) & (key[None, :] > position[:, None] - window)
+        score = tl.where(seen & written[None, :], score, float("-inf"))
+        now = tl.maximum(largest, tl.max(score, axis=1))
+        safe = tl.where(now == float("-inf"), 0.0, now)
+        p = tl.exp2(score - safe[:, None])
+        keep = tl.exp2(largest - safe)
+        largest = now
+        weight = weight * keep + tl.sum(p, axis=1)
+        codes = value_tile(v_ptr + place * (BLOCK * ROW), row, ROW, WIDTH, KEYS)
+        if SCALED:
+            v_scale = tl.load(v_scale_ptr + at_scale, mask=written, other=0.0)
+            v_size = tl.max(v_scale, axis=0)
+            p *= (v_scale / tl.where(v_size > 0, v_size, 1.0))[None, :]
+        else:
+            # what was never written may be NaN, and 0 * NaN is NaN
+            codes = tl.where(written[:, None], codes, 0.0)
+            v_size = 1.0
+        if FOUR_BIT:
+            p = p.to(tl.float16)
+            low = low * keep[:, None] + tl.dot(p, nibble(codes, 0)) * v_size
+            high = high * keep[:, None] + tl.dot(p, nibble(codes, 4)) * v_size
+        elif FORMAT == "f32":
+            low = low * keep[:, None] + tl.dot(p, codes, input_precision="ieee")
+        else:
+            found = tl.dot(p.to(tl.float16), codes.to(tl.float16))
+            low = low * keep[:, None] + found * v_size
+
+    out = split * tokens * heads + query
+    at = out[:, None].to(tl.int64) * HEAD_DIM + e[None, :]
+    tl.store(sums_ptr + at, low, mask=inside)
+    if FOUR_BIT:
+        tl.store(sums_ptr + at + ROW, high, mask=inside)
+    tl.store(largest_ptr + out, largest, mask=there)
+    tl.store(weight_ptr + out, weight, mask=there)
+
+
+@triton.jit
+def combine_kernel(
+    sums_ptr: tl.tensor,
+    largest_ptr: tl.tensor,
+    weight_ptr: tl.tensor,
+    out_ptr: tl.tensor,
+    rows: tl.tensor,
+    splits: tl.tensor,
+    HEAD_DIM: tl.constexpr,
+    WIDTH: tl.constexpr,
+    HADAMARD: tl.constexpr,
+) -> None:
+    """Add up the splits of one query and head; the grid counts these."""
+    row = tl.program_id(0).to(tl.int64)
+    d = tl.arange(0, WIDTH)
+    largest = float("-inf")
+    weight = 0.0
+    total = tl.zeros([WIDTH], tl.float32)
+    for split in range(splits):
+        at = row + split * rows
+        score = tl.load(largest_ptr + at)
+        now = tl.maximum(largest, score)
+        safe = tl.where(now == float("-inf"), 0.0, now)
+        keep, share = tl.exp2(largest - safe), tl.exp2(score - safe)
+        found = tl.load(sums_ptr + at * HEAD_DIM + d, mask=d < HEAD_DIM, other=0.0)
+        total = total * keep + found * share
+        weight = weight * keep + tl.load(weight_ptr + at) * share
+        largest = now
+    total /= weight
+    if HADAMARD > 0:
+        total = tl.sum(hadamard_matrix(d[:, None], d[None, :], HADAMARD) * total[None, :], axis=1)
+    tl.store(out_ptr + row * HEAD_DIM + d, total, mask=d < HEAD_DIM)
+
+
+def attend(
+    blocks: DeviceBlocks,
+    table: torch.Tensor,
+    layer: int,
+    q: torch.Tensor,
+    start: torch.Tensor,
+    out: torch.Tensor,
+    partials: Partials,
+    *,
+    window: int | None = None,
+) -> None:
+    """Softmax(q k^T / sqrt(D)) v over the cached tokens `0 .. start + C`, C of them just appended.
+
+    Args:
+        table: block ids, int64; `start`: one int32. Both are read on the device.
+        q: `[C, H, D]` float32 from `append_rotated`; `out` likewise.
+        partials: room for `C` tokens or more.
+    """
+    host = blocks.host
+    tokens, heads, head_dim = q.shape
+    group = heads // host.kv_heads
+    # float32 is for reference: its products are not for tensor cores, and its tiles are large
+    largest = 16 if blocks.format == "f32" else ROWS
+    rows = min(largest, max(16, aligned(tokens * group)))
+    width = max(16, aligned(blocks.row))
+    tiles = triton.cdiv(tokens * group, rows)
+    # many tiles keep a device busy by themselves
+    splits = max(1, (_INTERPRETED_SPLITS if interpreted() else SPLITS) // tiles)
+    attention_kernel[(tiles, host.kv_heads, splits)](
+        q,
+        blocks.k,
+        blocks.v,
+        blocks.k_scale,
+        blocks.v_scale,
+        table,
+        start,
+        partials.sums,
+        partials.largest,
+        partials.weight,
+        tokens,
+        host.kv_heads,
+        layer,
+        host.layers,
+        window or 1 << 30,
+        head_dim**-0.5,
+        GROUP=group,
+        HEAD_DIM=head_dim,
+        FORMAT=blocks.format,
+        WIDTH=width,
+        ROWS=rows,
+        KEYS=16 if blocks.format == "f32" else KEYS if head_dim <= 128 else KEYS // 2,
+        BLOCK=BLOCK,
+        num_warps=8 if rows == ROWS or (blocks.format == "f32" and head_dim > 64) else 4,
+    )
+    combine_kernel[(tokens * heads,)](
+        partials.sums,
+        partials.largest,
+        partials.weight,
+        out,
+        tokens * heads,
+        splits,
+        HEAD_DIM=head_dim,
+        WIDTH=aligned(head_dim),
+        HADAMARD=hadamard_size(blocks),
+        num_warps=1 if blocks.format != "int4" else 4,
+    )

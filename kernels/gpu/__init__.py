@@ -1,0 +1,1 @@
+"""What Triton kernels share: the device, and the KV cache in its memory."""

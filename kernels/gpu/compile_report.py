@@ -1,0 +1,244 @@
+"""Compile every Triton kernel ahead of time, without a device, and report what it takes.
+
+    python -m edgellm.kernels.gpu.compile_report [--models NAME,...] [--formats int8] [sm_80 ...]
+
+The launchers themselves run, on small models in the shapes of real ones, and what they would launch
+is compiled; so there is no second list of kernels and settings that could be wrong.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cache, partial
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any, get_args
+
+import click
+import numpy as np
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from triton.runtime.jit import JITFunction
+
+from edgellm.kernels.gpu.kv_blocks import DeviceBlocks
+from edgellm.kernels.kv_blocks import KVFormat, allocate
+from edgellm.kernels.linear.panels import Kind, Panels
+from edgellm.kernels.rope import RopeTable
+from edgellm.kernels.step.gpu import DeviceStep
+from edgellm.kernels.step.native import LayerWeights, Weights
+
+TARGETS = ("sm_80", "sm_86", "sm_90")
+_GROUP_BYTES: dict[Kind, int] = {"int4_symmetric": 288, "int4_affine": 320, "int8_symmetric": 544}
+_TYPES = {
+    torch.float32: "*fp32",
+    torch.float16: "*fp16",
+    torch.int64: "*i64",
+    torch.int32: "*i32",
+    torch.int8: "*i8",
+    torch.uint8: "*u8",
+}
+_WARPS = 4
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Of one layer."""
+
+    hidden: int
+    intermediate: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+
+
+SHAPES = {
+    "SmolLM2-135M": Shape(576, 1536, 9, 3, 64),
+    "Llama-3-8B": Shape(4096, 14336, 32, 8, 128),
+}
+
+
+@dataclass(frozen=True)
+class Launch:
+    """A kernel and all that its machine code depends on."""
+
+    kernel: JITFunction[Any]
+    signature: tuple[tuple[str, str], ...]
+    constants: tuple[tuple[str, Any], ...]
+    aligned: tuple[int, ...]
+    warps: int
+
+    @property
+    def name(self) -> str:
+        return str(self.kernel.__name__)
+
+    @property
+    def settings(self) -> str:
+        return " ".join(f"{name}={value}" for name, value in self.constants)
+
+
+@dataclass(frozen=True)
+class Usage:
+    """Of a thread: registers, bytes that did not fit into them; of a program: shared memory."""
+
+    registers: int
+    spilled: int
+    shared: int
+
+
+def launches(shape: Shape, format: KVFormat, kind: Kind = "int4_affine") -> list[Launch]:
+    """Everything that a step of one token, some tokens and a prompt launches, once each."""
+    step = _step(shape, format, kind)
+    table = [0, 1, 2, 3]
+    with _recorded() as found:
+        for count in (1, 5, 100):
+            step.run(table, [0] * count, 0, logit_rows=0)
+        for rows in (1, 5):
+            step.logits(np.zeros((rows, shape.hidden), np.float32))
+    return list({(launch.name, launch.constants): launch for launch in reversed(found)}.values())
+
+
+def compile_for(launch: Launch, target: str) -> Usage:
+    """Machine code for a target such as `sm_90`, and what it uses."""
+    constants = dict(launch.constants)
+    signature = {name: dict(launch.signature).get(name, "constexpr") for name in _names(launch)}
+    attributes = {(index,): [["tt.divisibility", 16]] for index in launch.aligned}
+    source = ASTSource(launch.kernel, signature, constants, attributes)
+    gpu = GPUTarget("cuda", int(target.removeprefix("sm_")), 32)
+    compiled = triton.compile(source, target=gpu, options={"num_warps": launch.warps})
+    return _usage(compiled.asm["cubin"], int(compiled.metadata.shared))
+
+
+@click.command()
+@click.option("--models", default=",".join(SHAPES), help="Whose shapes.", show_default=True)
+@click.option("--formats", default=",".join(get_args(KVFormat)), help="Of the KV cache.")
+@click.argument("targets", nargs=-1)
+def main(*, models: str, formats: str, targets: Sequence[str]) -> None:
+    """Print a line for each kernel and target such as sm_90; fail if a kernel spills registers."""
+    tasks = [
+        (model, index, target)
+        for model in models.split(",")
+        for index in range(len(_all_launches(model, formats)))
+        for target in targets or TARGETS
+    ]
+    print(f"{'kernel':18} {'model':13} {'target':7} registers spilled shared  settings")
+    spills = 0
+    with ProcessPoolExecutor(mp_context=get_context("spawn")) as pool:
+        usages = pool.map(partial(_compile_task, formats=formats), tasks)
+        for (model, index, target), usage in zip(tasks, usages, strict=True):
+            launch = _all_launches(model, formats)[index]
+            spills += usage.spilled > 0
+            print(
+                f"{launch.name:18} {model:13} {target:7} {usage.registers:9} "
+                f"{usage.spilled:7} {usage.shared:6}  {launch.settings}"
+            )
+    sys.exit(int(spills > 0))
+
+
+@cache
+def _all_launches(model: str, formats: str) -> list[Launch]:
+    """Of all formats, those that they have in common once; always in the same order."""
+    found = [x for name in formats.split(",") for x in launches(SHAPES[model], _format(name))]
+    return list({(launch.name, launch.constants): launch for launch in found}.values())
+
+
+def _format(name: str) -> KVFormat:
+    return next(format for format in get_args(KVFormat) if format == name)
+
+
+def _compile_task(task: tuple[str, int, str], *, formats: str) -> Usage:
+    model, index, target = task
+    return compile_for(_all_launches(model, formats)[index], target)
+
+
+@contextmanager
+def _recorded() -> Iterator[list[Launch]]:
+    """Launches go into the list instead of to a device."""
+    found: list[Launch] = []
+
+    def record(kernel: JITFunction[Any], *args: Any, **options: Any) -> None:
+        found.append(_launch(kernel, args, options))
+
+    original = JITFunction.run
+    JITFunction.run = record
+    try:
+        yield found
+    finally:
+        JITFunction.run = original
+
+
+def _launch(kernel: JITFunction[Any], args: tuple[Any, ...], options: dict[str, Any]) -> Launch:
+    signature, constants, aligned = [], [], []
+    for index, (name, value) in enumerate(zip(kernel.arg_names, args, strict=False)):
+        if isinstance(value, torch.Tensor):
+            signature.append((name, _TYPES[value.dtype]))
+            aligned.append(index)
+        elif isinstance(value, int):
+            specialized = not kernel.params[index].do_not_specialize
+            if specialized and value == 1:
+                constants.append((name, 1))  # as Triton does it
+                continue
+            signature.append((name, "i32"))
+            if specialized and value % 16 == 0:
+                aligned.append(index)
+        else:
+            signature.append((name, "fp32"))
+    constants += [(name, value) for name, value in options.items() if name in kernel.arg_names]
+    warps = int(options.get("num_warps", _WARPS))
+    return Launch(kernel, tuple(signature), tuple(constants), tuple(aligned), warps)
+
+
+def _names(launch: Launch) -> Sequence[str]:
+    return list(launch.kernel.arg_names)
+
+
+def _usage(cubin: bytes, shared: int) -> Usage:
+    """From NVIDIA's own tool, which Triton brings along."""
+    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        shown = subprocess.run(
+            [tool, "-res-usage", file.name], capture_output=True, text=True, check=True
+        ).stdout
+    numbers = {name: int(n) for name, n in re.findall(r"(REG|STACK|LOCAL|SHARED):(\d+)", shown)}
+    return Usage(numbers["REG"], numbers["STACK"] + numbers["LOCAL"], shared)
+
+
+def _step(shape: Shape, format: KVFormat, kind: Kind) -> DeviceStep:
+    def panels(outputs: int, inputs: int, kind: Kind = kind) -> Panels:
+        data = np.zeros((-(-outputs // 16), inputs // 32, _GROUP_BYTES[kind]), np.uint8)
+        return Panels(data, outputs, inputs, kind)
+
+    hidden, intermediate, width = shape.hidden, shape.intermediate, shape.heads * shape.head_dim
+    kv = shape.kv_heads * shape.head_dim
+    norm = np.ones(hidden, np.float32)
+    embedding = panels(256, hidden, "int8_symmetric")
+    layer = LayerWeights(
+        attention_norm=norm,
+        mlp_norm=norm,
+        qkv=panels(width + 2 * kv, hidden),
+        o=panels(hidden, width),
+        gate=panels(intermediate, hidden),
+        up=panels(intermediate, hidden),
+        down=panels(hidden, intermediate),
+        value_outputs=kv,
+    )
+    weights = Weights([layer] * 2, norm, embedding, embedding, shape.heads, None, 1e-5)
+    angles = np.zeros((512, shape.head_dim // 2), np.float32)
+    host = allocate(
+        format=format, blocks=4, layers=2, kv_heads=shape.kv_heads, head_dim=shape.head_dim
+    )
+    return DeviceStep(weights, RopeTable(angles, angles), DeviceBlocks.like(host, "cpu"), "cpu")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,103 @@
+"""The device that Triton kernels run on, and why there is none. Imports torch and triton late."""
+
+from __future__ import annotations
+
+import ctypes
+import importlib.util
+import os
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from edgellm.errors import ProviderError
+
+if TYPE_CHECKING:
+    import torch
+
+# Tensor cores take halves from Turing on; compiled and checked from Ampere on.
+OLDEST = (8, 0)
+
+
+def interpreted() -> bool:
+    """Triton's own switch: kernels run in numpy, on the CPU, for tests."""
+    return os.environ.get("TRITON_INTERPRET") == "1"
+
+
+def why_not() -> str | None:
+    """Why Triton kernels cannot run here, or None if they can. Does not import torch."""
+    missing = [name for name in ("torch", "triton") if importlib.util.find_spec(name) is None]
+    if missing:
+        return f"{' and '.join(missing)} not installed; pip install 'edgellm[gpu]'"
+    if interpreted():
+        return None
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return "no NVIDIA driver (libcuda.so.1 does not load)"
+    count = ctypes.c_int(0)
+    if driver.cuInit(0) or driver.cuDeviceGetCount(ctypes.byref(count)) or not count.value:
+        return "the NVIDIA driver finds no device"
+    found = _capability(driver)
+    if found < OLDEST:
+        return (
+            f"the device has compute capability {found[0]}.{found[1]}; "
+            f"{OLDEST[0]}.{OLDEST[1]} or newer is needed"
+        )
+    return None
+
+
+def require() -> str:
+    """The torch device for Triton kernels.
+
+    Raises:
+        ProviderError: there is none, with the reason.
+    """
+    reason = why_not()
+    if reason is not None:
+        raise ProviderError(f"triton: {reason}")
+    if interpreted():
+        return "cpu"
+    import torch
+
+    if not torch.cuda.is_available():
+        raise ProviderError("triton: this torch was built without CUDA; install one with it")
+    return "cuda"
+
+
+def device_name() -> str:
+    """What kernels run on, in words."""
+    if interpreted():
+        return "this CPU, interpreted: for tests, not for speed"
+    import torch
+
+    return str(torch.cuda.get_device_name())
+
+
+def free_bytes(device: str) -> int | None:
+    """Free memory of the device; None for the interpreter, which uses the host's."""
+    if device == "cpu":
+        return None
+    import torch
+
+    return int(torch.cuda.mem_get_info()[0])
+
+
+def on_device(array: NDArray[Any], device: str) -> torch.Tensor:
+    """A copy of an array in device memory."""
+    import torch
+
+    return torch.from_numpy(np.array(array)).to(device)
+
+
+def aligned(count: int) -> int:
+    """The next power of two, which is what a tile's sides are."""
+    return 1 << (count - 1).bit_length()
+
+
+def _capability(driver: ctypes.CDLL) -> tuple[int, int]:
+    major, minor = ctypes.c_int(0), ctypes.c_int(0)
+    # CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR and _MINOR
+    driver.cuDeviceGetAttribute(ctypes.byref(major), 75, 0)
+    driver.cuDeviceGetAttribute(ctypes.byref(minor), 76, 0)
+    return major.value, minor.value

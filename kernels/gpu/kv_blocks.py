@@ -1,0 +1,80 @@
+"""The KV cache in device memory: the same bytes as the host's, block by block."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from numpy.typing import NDArray
+
+from edgellm.kernels.kv_blocks import KVBlocks, KVFormat, row_elements
+
+_DTYPES: dict[KVFormat, torch.dtype] = {
+    "int8": torch.int8,
+    "int4": torch.uint8,
+    "f16": torch.float16,
+    "f32": torch.float32,
+}
+
+
+@dataclass(frozen=True)
+class DeviceBlocks:
+    """The twin of a pool, with arrays of the same shapes.
+
+    Attributes:
+        k_scale, v_scale: `k` for float formats, which have none, so that kernels have something to
+            point at.
+    """
+
+    host: KVBlocks
+    k: torch.Tensor
+    v: torch.Tensor
+    k_scale: torch.Tensor
+    v_scale: torch.Tensor
+
+    @classmethod
+    def like(cls, host: KVBlocks, device: str) -> DeviceBlocks:
+        """As many blocks as the host has, without what is in them."""
+        dtype = _DTYPES[host.format]
+        k, v = (torch.empty(a.shape, dtype=dtype, device=device) for a in (host.k, host.v))
+        if host.k_scale is None:
+            return cls(host, k, v, k, k)
+        shape = host.k_scale.shape
+        scales = (torch.empty(shape, dtype=torch.float32, device=device) for _ in range(2))
+        return cls(host, k, v, *scales)
+
+    @property
+    def format(self) -> KVFormat:
+        return self.host.format
+
+    @property
+    def row(self) -> int:
+        """Elements that a head's row takes."""
+        return row_elements(self.host.format, self.host.head_dim)
+
+    def fetch(self, ids: Sequence[int]) -> None:
+        """Copy blocks from the host."""
+        for ours, theirs in self._pairs():
+            for block in ids:
+                ours[block].copy_(torch.from_numpy(theirs[block]))
+
+    def give(self, ids: Sequence[int]) -> None:
+        """Copy blocks to the host."""
+        for ours, theirs in self._pairs():
+            for block in ids:
+                torch.from_numpy(theirs[block]).copy_(ours[block])
+
+    def copy_block(self, source: int, target: int) -> None:
+        """Copy block `source` over block `target`."""
+        for ours, _ in self._pairs():
+            ours[target].copy_(ours[source])
+
+    def _pairs(self) -> Iterator[tuple[torch.Tensor, NDArray[Any]]]:
+        host = self.host
+        yield self.k, host.k
+        yield self.v, host.v
+        if host.k_scale is not None and host.v_scale is not None:
+            yield self.k_scale, host.k_scale
+            yield self.v_scale, host.v_scale

@@ -1,0 +1,248 @@
+"""The fused step in Triton: embedding to logits for one token or some, seven launches a layer.
+
+One token's launches are captured in a CUDA graph: the token, its position and the block table stand
+in device memory, so one capture serves every step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from edgellm.kernels.attention.gpu import Partials, attend
+from edgellm.kernels.gpu.device import interpreted, on_device
+from edgellm.kernels.gpu.kv_blocks import DeviceBlocks
+from edgellm.kernels.kv_append.gpu import append_rotated
+from edgellm.kernels.kv_blocks import BLOCK, BlockTable
+from edgellm.kernels.linear.gpu import DevicePanels, Rows, embed, linear
+from edgellm.kernels.rope import RopeTable
+from edgellm.kernels.step.native import LayerWeights, Weights
+
+Floats = NDArray[np.float32]
+# Tokens in one call at most: what the buffers are made for.
+MAX_ROWS = 512
+
+
+@dataclass(frozen=True)
+class _Layer:
+    """A layer's weights in device memory; see `LayerWeights`."""
+
+    attention_norm: torch.Tensor
+    mlp_norm: torch.Tensor
+    qkv: DevicePanels
+    o: DevicePanels
+    gate: DevicePanels
+    up: DevicePanels
+    down: DevicePanels
+    qkv_bias: torch.Tensor | None
+
+    @classmethod
+    def of(cls, layer: LayerWeights, device: str) -> _Layer:
+        return cls(
+            on_device(layer.attention_norm, device),
+            on_device(layer.mlp_norm, device),
+            DevicePanels.of(layer.qkv, device),
+            DevicePanels.of(layer.o, device),
+            DevicePanels.of(layer.gate, device),
+            DevicePanels.of(layer.up, device),
+            DevicePanels.of(layer.down, device),
+            None if layer.qkv_bias is None else on_device(layer.qkv_bias, device),
+        )
+
+
+@dataclass(frozen=True)
+class _Buffers:
+    """Room for `rows` tokens on their way through the layers."""
+
+    x: torch.Tensor
+    qkv: torch.Tensor
+    q: torch.Tensor
+    attended: torch.Tensor
+    activated: torch.Tensor
+    states: torch.Tensor
+    halves: Rows
+    partials: Partials
+
+    def of(self, rows: int) -> _Buffers:
+        """The part for the first `rows` tokens."""
+        return _Buffers(
+            self.x[:rows],
+            self.qkv[:rows],
+            self.q[:rows],
+            self.attended[:rows],
+            self.activated[:rows],
+            self.states[:rows],
+            self.halves,
+            self.partials,
+        )
+
+
+class DeviceStep:
+    """A model in device memory, ready for `run` on the blocks of one pool."""
+
+    def __init__(
+        self, weights: Weights, rope_table: RopeTable, blocks: DeviceBlocks, device: str
+    ) -> None:
+        self._weights = weights
+        self._blocks = blocks
+        self._device = device
+        self._layers = [_Layer.of(layer, device) for layer in weights.layers]
+        self._final_norm = on_device(weights.final_norm, device)
+        self._embedding = DevicePanels.of(weights.embedding, device)
+        tied = weights.head is weights.embedding
+        self._head = self._embedding if tied else DevicePanels.of(weights.head, device)
+        self._cos, self._sin = (on_device(part, device) for part in rope_table)
+        positions = len(rope_table.cos)
+        self._tokens = torch.zeros(MAX_ROWS, dtype=torch.int64, device=device)
+        self._start = torch.zeros(1, dtype=torch.int32, device=device)
+        self._table = torch.zeros(-(-positions // BLOCK), dtype=torch.int64, device=device)
+        self._buffers = self._allocate(MAX_ROWS)
+        self._logits = torch.empty((1, weights.head.outputs), dtype=torch.float32, device=device)
+        self._graph: torch.cuda.CUDAGraph | None = None
+
+    def run(
+        self,
+        table: BlockTable,
+        tokens: Sequence[int],
+        start: int,
+        *,
+        logit_rows: int,
+        should_stop: Callable[[], bool] | None = None,
+    ) -> tuple[Floats, Floats] | None:
+        """Write K and V of `tokens` at positions `start ..` and compute what follows them.
+
+        Args:
+            table: the sequence's block ids, those of the new positions among them.
+            logit_rows: the last so many tokens go through the LM head.
+            should_stop: asked before each layer of more than one token.
+
+        Returns:
+            Hidden states after the final norm `[len(tokens), E]` and logits `[logit_rows, V]`; None
+            if it was stopped.
+        """
+        count = len(tokens)
+        self._tokens[:count] = torch.tensor(tokens, dtype=torch.int64)
+        self._start.fill_(start)
+        self._table[: len(table)] = torch.tensor(table, dtype=torch.int64)
+        if count == 1 and logit_rows == 1:
+            self._one()
+            return _host(self._buffers.states[:1]), _host(self._logits)
+        buffers = self._buffers.of(count)
+        if not self._through_layers(buffers, should_stop):
+            return None
+        logits = torch.empty((logit_rows, self._head.outputs), device=self._device)
+        if logit_rows:
+            linear(buffers.states[count - logit_rows :], self._head, logits, buffers.halves)
+        return _host(buffers.states), _host(logits)
+
+    def logits(self, hidden: Floats) -> Floats:
+        """The LM head on states `[rows, E]`: `[rows, V]`."""
+        found = []
+        for first in range(0, len(hidden), MAX_ROWS):
+            states = on_device(hidden[first : first + MAX_ROWS], self._device)
+            logits = torch.empty((len(states), self._head.outputs), device=self._device)
+            linear(states, self._head, logits, self._buffers.halves)
+            found.append(_host(logits))
+        return np.concatenate(found)
+
+    def _one(self) -> None:
+        """One token to its logits; on a device through a graph that the first call captures."""
+        if self._graph is not None:
+            self._graph.replay()
+            return
+        self._launch_one()
+        if interpreted():
+            return
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            self._launch_one()
+        self._graph = graph
+        graph.replay()
+
+    def _launch_one(self) -> None:
+        buffers = self._buffers.of(1)
+        self._through_layers(buffers, None)
+        linear(buffers.states, self._head, self._logits, buffers.halves)
+
+    def _through_layers(self, buffers: _Buffers, should_stop: Callable[[], bool] | None) -> bool:
+        """Tokens to states; False if it was stopped on the way."""
+        weights, epsilon, x = self._weights, self._weights.epsilon, buffers.x
+        embed(self._embedding, self._tokens, x)
+        for index, layer in enumerate(self._layers):
+            if should_stop is not None and should_stop():
+                return False
+            rows = buffers.halves
+            qkv = buffers.qkv.view(len(x), -1)
+            linear(x, layer.qkv, qkv, rows, norm=layer.attention_norm, epsilon=epsilon)
+            append_rotated(
+                self._blocks,
+                self._table,
+                index,
+                self._start,
+                buffers.qkv,
+                self._cos,
+                self._sin,
+                buffers.q,
+                bias=layer.qkv_bias,
+            )
+            attend(
+                self._blocks,
+                self._table,
+                index,
+                buffers.q,
+                self._start,
+                buffers.attended,
+                buffers.partials,
+                window=weights.window,
+            )
+            linear(buffers.attended.view(len(x), -1), layer.o, x, rows, add=True)
+            linear(
+                x,
+                layer.gate,
+                buffers.activated,
+                rows,
+                norm=layer.mlp_norm,
+                epsilon=epsilon,
+                up=layer.up,
+            )
+            linear(buffers.activated, layer.down, x, rows, add=True)
+        normed = torch.nn.functional.rms_norm(x, x.shape[1:], self._final_norm, epsilon)
+        buffers.states.copy_(normed)
+        return True
+
+    def _allocate(self, rows: int) -> _Buffers:
+        weights, host = self._weights, self._blocks.host
+        hidden, intermediate = weights.embedding.inputs, weights.layers[0].gate.outputs
+        heads, head_dim, kv_heads = weights.heads, host.head_dim, host.kv_heads
+        inputs = max(hidden, intermediate, heads * head_dim)
+
+        def empty(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+            return torch.empty(shape, dtype=dtype, device=self._device)
+
+        return _Buffers(
+            x=empty(rows, hidden),
+            qkv=empty(rows, heads + 2 * kv_heads, head_dim),
+            q=empty(rows, heads, head_dim),
+            attended=empty(rows, heads, head_dim),
+            activated=empty(rows, intermediate),
+            states=empty(rows, hidden),
+            halves=Rows(empty(rows, inputs, dtype=torch.float16), empty(rows)),
+            partials=Partials.empty(
+                tokens=rows,
+                heads=heads,
+                kv_heads=kv_heads,
+                head_dim=head_dim,
+                device=self._device,
+            ),
+        )
+
+
+def _host(tensor: torch.Tensor) -> Floats:
+    """A copy on the host, also where the device is the host."""
+    found: Floats = tensor.cpu().numpy().copy()
+    return found

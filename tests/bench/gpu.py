@@ -1,0 +1,248 @@
+"""Triton kernels on a GPU: bandwidth, each kernel's share of it, tokens/s of whole models.
+
+    python tests/bench/gpu.py [--models SmolLM2-135M,Llama-3-8B] [--depths 128,4096,32768] [--peer]
+
+Weights are random int4 in the shapes of real models; speed does not depend on their values. Copy
+bandwidth is measured first, and everything is told as a share of it. `--peer` decodes the same
+shapes with Hugging Face transformers, in bfloat16 with a static cache and torch.compile.
+
+Without a GPU, `TRITON_INTERPRET=1 python tests/bench/gpu.py --models tiny --depths 8` shows that
+it runs; its times mean nothing then.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import triton
+
+from edgellm.kernels import rope
+from edgellm.kernels.attention.gpu import Partials, attend
+from edgellm.kernels.gpu.device import device_name, interpreted, require
+from edgellm.kernels.gpu.kv_blocks import DeviceBlocks
+from edgellm.kernels.kv_blocks import BLOCK, KVFormat, allocate
+from edgellm.kernels.linear.gpu import DevicePanels, Rows, linear
+from edgellm.kernels.linear.panels import Panels
+from edgellm.kernels.step.gpu import DeviceStep
+from edgellm.kernels.step.native import LayerWeights, Weights
+
+COPY_BYTES = 2 << 30
+PROMPT = 2048
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Of a model, with its vocabulary."""
+
+    layers: int
+    hidden: int
+    intermediate: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    vocabulary: int
+
+    @property
+    def kv_size(self) -> int:
+        return self.kv_heads * self.head_dim
+
+
+SHAPES = {
+    "tiny": Shape(1, 64, 96, 3, 1, 32, 64),
+    "SmolLM2-135M": Shape(30, 576, 1536, 9, 3, 64, 49152),
+    "Llama-3.2-1B": Shape(16, 2048, 8192, 32, 8, 64, 128256),
+    "Llama-3-8B": Shape(32, 4096, 14336, 32, 8, 128, 128256),
+    "Qwen2.5-7B": Shape(28, 3584, 18944, 28, 4, 128, 152064),
+}
+
+
+def seconds(run: Callable[[], object]) -> float:
+    """The median time of a call, its launch included."""
+    if interpreted():
+        start = time.perf_counter()
+        run()
+        return time.perf_counter() - start
+    return float(triton.testing.do_bench(run, return_mode="median")) / 1e3
+
+
+def random_panels(rng: np.random.Generator, outputs: int, inputs: int, *, bits: int = 4) -> Panels:
+    """Symmetric random weights, about 1 / sqrt(inputs) each."""
+    codes = 64 * bits
+    data = rng.integers(0, 256, (-(-outputs // 16), inputs // 32, codes + 32), dtype=np.uint8)
+    scale = np.float16((0.2 if bits == 4 else 0.014) / np.sqrt(inputs))
+    data[..., codes:] = np.full(16, scale).view(np.uint8)
+    return Panels(data, outputs, inputs, "int4_symmetric" if bits == 4 else "int8_symmetric")
+
+
+def random_weights(shape: Shape) -> Weights:
+    """Every layer has the same weights here, and its own copy on the device."""
+    rng = np.random.default_rng(0)
+    width, norm = shape.heads * shape.head_dim, np.ones(shape.hidden, np.float32)
+    layer = LayerWeights(
+        attention_norm=norm,
+        mlp_norm=norm,
+        qkv=random_panels(rng, width + 2 * shape.kv_size, shape.hidden),
+        o=random_panels(rng, shape.hidden, width),
+        gate=random_panels(rng, shape.intermediate, shape.hidden),
+        up=random_panels(rng, shape.intermediate, shape.hidden),
+        down=random_panels(rng, shape.hidden, shape.intermediate),
+        value_outputs=shape.kv_size,
+    )
+    table = random_panels(rng, shape.vocabulary, shape.hidden, bits=8)
+    return Weights([layer] * shape.layers, norm, table, table, shape.heads, None, 1e-5)
+
+
+def pool(shape: Shape, tokens: int, format: KVFormat, device: str, *, layers: int) -> DeviceBlocks:
+    """Blocks for `tokens` tokens, filled with ones."""
+    host = allocate(
+        format=format,
+        blocks=-(-tokens // BLOCK),
+        layers=layers,
+        kv_heads=shape.kv_heads,
+        head_dim=shape.head_dim,
+    )
+    blocks = DeviceBlocks.like(host, device)
+    for part in (blocks.k, blocks.v, blocks.k_scale, blocks.v_scale):
+        part.fill_(1)
+    return blocks
+
+
+def copy_bandwidth(device: str) -> float:
+    """Bytes read and written a second."""
+    size = 1 << 20 if interpreted() else COPY_BYTES
+    source = torch.ones(size, dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    return 2 * size / seconds(lambda: target.copy_(source))
+
+
+def show_linear(shape: Shape, device: str, bandwidth: float) -> None:
+    """The vector products of one layer and the head."""
+    weights = random_weights(shape)
+    layer = weights.layers[0]
+    parts = {name: getattr(layer, name) for name in ("qkv", "o", "gate", "down")}
+    for name, panels in {**parts, "head": weights.head}.items():
+        weight = DevicePanels.of(panels, device)
+        for count in (1, 16):
+            x = torch.randn((count, panels.inputs), device=device)
+            y = torch.empty((count, panels.outputs), device=device)
+            rows = Rows(x.to(torch.float16), torch.empty(count, device=device))
+            run = _bound(linear, x, weight, y, rows)
+            show_kernel(f"linear {name} x{count}", seconds(run), panels.data.nbytes, bandwidth)
+
+
+def show_attention(shape: Shape, depth: int, device: str, bandwidth: float) -> None:
+    for format in ("int8", "int4", "f16"):
+        blocks = pool(shape, depth + 1, format, device, layers=1)
+        q = torch.randn((1, shape.heads, shape.head_dim), device=device)
+        partials = Partials.empty(
+            tokens=1,
+            heads=shape.heads,
+            kv_heads=shape.kv_heads,
+            head_dim=shape.head_dim,
+            device=device,
+        )
+        start = torch.full((1,), depth, dtype=torch.int32, device=device)
+        table = torch.arange(len(blocks.k), device=device)
+        run = _bound(attend, blocks, table, 0, q, start, torch.empty_like(q), partials)
+        size = blocks.host.nbytes * depth // (len(blocks.k) * BLOCK)
+        show_kernel(f"attention {format} @{depth}", seconds(run), size, bandwidth)
+
+
+def show_kernel(name: str, taken: float, size: int, bandwidth: float) -> None:
+    rate = size / taken
+    print(f"  {name:26} {taken * 1e6:9.1f} us  {rate / 1e9:7.0f} GB/s  {rate / bandwidth:4.0%}")
+
+
+def show_model(shape: Shape, depths: Sequence[int], device: str, bandwidth: float) -> None:
+    """Decode at each depth, and a prompt."""
+    weights = random_weights(shape)
+    longest = max(*depths, PROMPT if not interpreted() else 0) + BLOCK
+    frequencies = (10000.0 ** (-np.arange(shape.head_dim // 2) / (shape.head_dim // 2))).tolist()
+    rope_table = rope.table(frequencies, longest)
+    for format in ("int8", "f16"):
+        blocks = pool(shape, longest, format, device, layers=shape.layers)
+        step = DeviceStep(weights, rope_table, blocks, device)
+        table = list(range(len(blocks.k)))
+        for depth in depths:
+            run = _bound(step.run, table, [1], depth, logit_rows=1)
+            taken = seconds(run)
+            size = weights.nbytes + blocks.host.nbytes * depth // (len(blocks.k) * BLOCK)
+            print(
+                f"  decode {format} @{depth:<6} {1 / taken:8.0f} tokens/s  "
+                f"{size / taken / bandwidth:4.0%} of the bandwidth"
+            )
+        count = 16 if interpreted() else PROMPT
+        taken = seconds(lambda step=step, table=table, count=count: _prompt(step, table, count))
+        print(f"  prefill {format} pp{count:<6} {count / taken:8.0f} tokens/s")
+        del step, blocks
+
+
+def show_peer(shape: Shape, depth: int, bandwidth: float) -> None:
+    """The same shape in transformers: bfloat16 weights, static cache, compiled decode."""
+    from transformers import LlamaConfig, LlamaForCausalLM, StaticCache
+
+    config = LlamaConfig(
+        vocab_size=shape.vocabulary,
+        hidden_size=shape.hidden,
+        intermediate_size=shape.intermediate,
+        num_hidden_layers=shape.layers,
+        num_attention_heads=shape.heads,
+        num_key_value_heads=shape.kv_heads,
+        head_dim=shape.head_dim,
+        max_position_embeddings=depth + BLOCK,
+        tie_word_embeddings=True,
+    )
+    with torch.device("cuda"), torch.inference_mode():
+        model = LlamaForCausalLM(config).to(torch.bfloat16)
+        cache = StaticCache(config, max_cache_len=depth + BLOCK)
+        model.forward = torch.compile(model.forward, mode="reduce-overhead", fullgraph=True)
+        token = torch.ones((1, 1), dtype=torch.int64)
+        at = torch.tensor([depth])
+        taken = seconds(lambda: model(token, past_key_values=cache, cache_position=at))
+        size = 2 * sum(p.numel() for p in model.parameters())
+    print(
+        f"  transformers bf16 @{depth:<6} {1 / taken:8.0f} tokens/s  "
+        f"{size / taken / bandwidth:4.0%} of the bandwidth (weights alone)"
+    )
+
+
+def _prompt(step: DeviceStep, table: Sequence[int], count: int) -> None:
+    for start in range(0, count, 512):
+        size = min(512, count - start)
+        step.run(table, [1] * size, start, logit_rows=int(start + size == count))
+
+
+def _bound(call: Callable[..., object], *args: object, **options: object) -> Callable[[], object]:
+    return lambda: call(*args, **options)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--models", default=",".join(name for name in SHAPES if name != "tiny"))
+    parser.add_argument("--depths", default="128,4096,32768")
+    parser.add_argument("--peer", action="store_true")
+    arguments = parser.parse_args()
+    device = require()
+    depths = [int(depth) for depth in arguments.depths.split(",")]
+    bandwidth = copy_bandwidth(device)
+    print(
+        f"{device_name()}, torch {torch.__version__}, triton {triton.__version__}: "
+        f"copy {bandwidth / 1e9:.0f} GB/s"
+    )
+    for name in arguments.models.split(","):
+        print(name)
+        show_linear(SHAPES[name], device, bandwidth)
+        for depth in depths:
+            show_attention(SHAPES[name], depth, device, bandwidth)
+        show_model(SHAPES[name], depths, device, bandwidth)
+        if arguments.peer:
+            show_peer(SHAPES[name], depths[0], bandwidth)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,173 @@
+"""Prefill and decode in Triton kernels beside those of the CPU, on one KV cache."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from edgellm.bundle import Bundle
+from edgellm.errors import CancelledError, MemoryEstimateError, OptionError, ProviderError
+from edgellm.kernels.gpu import device
+from edgellm.kernels.kv_blocks import KV_FORMATS
+from edgellm.kernels.native import library
+from edgellm.kv_cache import Sequence as CachedSequence
+from edgellm.llm import LLM, load
+from edgellm.mirror import Mirror
+from edgellm.options import EngineOptions
+from edgellm.prefill import Hooks
+from edgellm.prepare import prepare
+
+# the interpreter computes in numpy, which warns of the NaN in memory that was never written
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
+
+TOKENS = [7 * i % 50 + 3 for i in range(300)]
+CPU = "native" if library() is not None else "cpu"
+CPU_DECODE = "native" if library() is not None else "portable"
+
+
+@pytest.fixture(scope="module")
+def bundle(tiny_model: Path) -> Bundle:
+    pytest.importorskip("triton")
+    return prepare(str(tiny_model), flavours=("panels", "f32", "int4", "w8a8"))
+
+
+@pytest.fixture(scope="module")
+def on_gpu(bundle: Bundle) -> LLM:
+    return load(str(bundle.path), prefill="triton", decode="triton")
+
+
+def logits_after(llm: LLM, tokens: Sequence[int], *, sequence: CachedSequence) -> np.ndarray:
+    return llm.engine.prefill.run(tokens, sequence, Hooks())
+
+
+def close(ours: np.ndarray, theirs: np.ndarray) -> bool:
+    """As far as int8 activations, which the CPU rounds and the GPU does not, leave them equal."""
+    return float(np.abs(ours - theirs).mean() / np.abs(theirs).mean()) < 0.05
+
+
+@pytest.mark.parametrize("format", KV_FORMATS)
+def test_like_the_cpu(bundle: Bundle, format: str) -> None:
+    """A prompt in Triton, one on the CPU that ends before a block does, and tokens across that."""
+    found = []
+    for decode in ("triton", CPU_DECODE):
+        prompt = decode if decode == "triton" else CPU
+        short = load(str(bundle.path), kv_format=format, prefill=prompt, decode=decode)
+        logits = [logits_after(short, TOKENS[:20], sequence=short.engine.cache.sequence())]
+        llm = load(str(bundle.path), kv_format=format, prefill=CPU, decode=decode)
+        sequence = llm.engine.cache.sequence()
+        logits.append(logits_after(llm, TOKENS[:126], sequence=sequence))
+        logits += [llm.engine.decoder.step(token, sequence) for token in TOKENS[126:130]]
+        found.append(np.stack(logits))
+    assert close(*found)
+
+
+@pytest.mark.parametrize(
+    ("prefill", "decode"), [(CPU, "triton"), ("triton", CPU_DECODE), ("cpu", "triton")]
+)
+def test_host_and_device_hand_over(bundle: Bundle, prefill: str, decode: str) -> None:
+    """Prefill on one side, decode on the other, prefill again: each needs what the other wrote."""
+    options = {"flavour": "f32"} if prefill == "cpu" else {}
+    mixed = load(str(bundle.path), prefill=prefill, decode=decode, **options)
+    host = "cpu" if prefill == "cpu" else CPU
+    on_cpu = load(str(bundle.path), prefill=host, decode=CPU_DECODE, **options)
+    found = []
+    for llm in (mixed, on_cpu):
+        sequence = llm.engine.cache.sequence()
+        decoder = llm.engine.decoder
+        decoder.forward(TOKENS[:3], sequence)
+        logits = [logits_after(llm, TOKENS[3:20], sequence=sequence)]
+        logits += [decoder.step(token, sequence) for token in TOKENS[20:23]]
+        logits.append(logits_after(llm, TOKENS[23:30], sequence=sequence))
+        fork = sequence.fork()
+        logits.append(decoder.step(5, sequence))
+        logits.append(decoder.step(6, fork))
+        logits.append(logits_after(llm, TOKENS[30:33], sequence=fork))
+        found.append(np.stack(logits))
+        sequence.close()
+        fork.close()
+    assert close(*found)
+
+
+def test_a_cached_prefix_serves_the_other_side(bundle: Bundle) -> None:
+    llm = load(str(bundle.path), prefill=CPU, decode="triton")
+    with llm.session() as session:
+        session.append(TOKENS[:140])
+        first = session.generate(llm.sampling(max_tokens=4, temperature=0))
+    with llm.session() as session:
+        session.append([*TOKENS[:140], *first.tokens[:2]])
+        again = session.generate(llm.sampling(max_tokens=2, temperature=0))
+    assert again.stats.cached_tokens == 141
+    assert again.tokens == first.tokens[2:]
+    assert again.stats.prefill == {CPU: 1}
+    assert again.stats.decode == "triton panels"
+
+
+@pytest.mark.skipif(CPU == "cpu", reason="chunks of graphs read blocks as they go")
+def test_blocks_are_copied_once(bundle: Bundle, monkeypatch: pytest.MonkeyPatch) -> None:
+    llm = load(str(bundle.path), prefill=CPU, decode="triton")
+    mirror = llm.engine.cache.mirror
+    assert isinstance(mirror, Mirror)
+    fetched: list[int] = []
+    fetch = mirror.device.fetch
+    monkeypatch.setattr(
+        type(mirror.device), "fetch", lambda _, ids: (fetched.extend(ids), fetch(ids))[1]
+    )
+    sequence = llm.engine.cache.sequence()
+    logits_after(llm, TOKENS[:260], sequence=sequence)
+    for token in TOKENS[:3]:
+        llm.engine.decoder.step(token, sequence)
+    assert sorted(fetched) == sorted(sequence.table)
+
+
+def test_cancelled_prefill_leaves_the_sequence(on_gpu: LLM) -> None:
+    cancel = threading.Event()
+    cancel.set()
+    sequence = on_gpu.engine.cache.sequence()
+    with pytest.raises(CancelledError):
+        on_gpu.engine.prefill.run(TOKENS, sequence, Hooks(cancel=cancel))
+    assert len(sequence) == 0
+
+
+@pytest.mark.slow
+def test_smollm2_takes_the_same_greedy_tokens(smollm2: Bundle) -> None:
+    """Eight tokens that the CPU takes: the first one alone in Triton, the others together."""
+    pytest.importorskip("triton")
+    cpu, triton = (
+        load(str(smollm2.path), ctx_size=256, prefill=CPU, decode=decode)
+        for decode in (CPU_DECODE, "triton")
+    )
+    with cpu.session() as session:
+        session.append("The capital of France is")
+        prompt = session.tokens
+        tokens = session.generate(cpu.sampling(max_tokens=9, temperature=0)).tokens
+    sequence = triton.engine.cache.sequence()
+    assert int(logits_after(triton, prompt, sequence=sequence).argmax()) == tokens[0]
+    assert int(triton.engine.decoder.step(tokens[0], sequence).argmax()) == tokens[1]
+    hidden = triton.engine.decoder.forward(tokens[1:8], sequence)
+    assert triton.engine.prefill.logits(hidden).argmax(-1).tolist() == list(tokens[2:])
+
+
+def test_no_device_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    if device.why_not() is None:
+        pytest.skip("there is a GPU")
+    for options in ({"decode": "triton"}, {"prefill": "triton"}):
+        with pytest.raises(ProviderError, match="triton: "):
+            EngineOptions(**options)
+    assert EngineOptions().decode_backend != "triton"
+
+
+def test_panels_have_no_other_flavour() -> None:
+    pytest.importorskip("triton")
+    with pytest.raises(OptionError, match="none, the kernels have their own"):
+        EngineOptions(prefill="triton", flavour="f32")
+
+
+def test_too_little_device_memory(bundle: Bundle, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("edgellm.triton_model.free_bytes", lambda _: 1 << 10)
+    with pytest.raises(MemoryEstimateError, match="smaller --ctx-size"):
+        load(str(bundle.path), decode="triton")

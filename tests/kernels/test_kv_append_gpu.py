@@ -1,0 +1,89 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("triton")
+# the interpreter computes in numpy, which warns of the NaN in memory that was never written
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
+
+from edgellm.kernels import rope  # noqa: E402
+from edgellm.kernels.gpu.kv_blocks import DeviceBlocks  # noqa: E402
+from edgellm.kernels.kv_append import gpu, portable  # noqa: E402
+from edgellm.kernels.kv_blocks import KV_FORMATS, KVBlocks, KVFormat, allocate  # noqa: E402
+
+TABLE = [4, 1, 3]
+LAYERS, LAYER = 2, 1
+
+
+def pool(format: KVFormat, kv_heads: int, head_dim: int) -> KVBlocks:
+    return allocate(format=format, blocks=5, layers=LAYERS, kv_heads=kv_heads, head_dim=head_dim)
+
+
+@pytest.mark.parametrize("format", KV_FORMATS)
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "head_dim", "half"),
+    [(9, 3, 64, 32), (1, 1, 80, 40), (4, 2, 96, 24), (2, 1, 256, 128)],
+)
+def test_matches_portable(
+    triton_device: str, format: KVFormat, heads: int, kv_heads: int, head_dim: int, half: int
+) -> None:
+    """Codes may differ by one where RoPE's float32 sums do in their last bit."""
+    rng = np.random.default_rng(head_dim)
+    table = rope.table((10000.0 ** (-np.arange(half) / half)).tolist(), 300)
+    cos, sin = (torch.tensor(part, device=triton_device) for part in table)
+    ids = torch.tensor(TABLE, device=triton_device)
+    host, twin = pool(format, kv_heads, head_dim), pool(format, kv_heads, head_dim)
+    for array in (host.k, host.v, host.k_scale, host.v_scale):
+        if array is not None:
+            array.fill(0)
+    device = DeviceBlocks.like(twin, triton_device)
+    device.fetch(range(5))
+    for block in (device.k, device.v, device.k_scale, device.v_scale):
+        block.zero_()
+    for start, count in ((0, 1), (1, 5), (126, 4), (255, 2)):
+        qkv = rng.standard_normal((count, heads + 2 * kv_heads, head_dim)).astype(np.float32)
+        expected = portable.append_rotated(host, TABLE, LAYER, start, qkv, table)
+        if format == "int4":
+            from edgellm.kernels import hadamard
+
+            expected = hadamard.transform(expected)
+        q = torch.full(expected.shape, float("nan"), device=triton_device)
+        at = torch.tensor([start], dtype=torch.int32, device=triton_device)
+        ours = torch.tensor(qkv, device=triton_device)
+        gpu.append_rotated(device, ids, LAYER, at, ours, cos, sin, q)
+        np.testing.assert_allclose(q.cpu().numpy(), expected, atol=2e-6)
+    device.give(range(5))
+    for head in range(kv_heads):
+        for ours, theirs in zip(
+            twin.read(TABLE, LAYER, slice(head, head + 1), 257),
+            host.read(TABLE, LAYER, slice(head, head + 1), 257),
+            strict=True,
+        ):
+            steps = np.abs(ours.astype(np.float64) - theirs)
+            assert steps.max() <= {"int8": 1, "int4": 2, "f16": 4e-3, "f32": 2e-6}[format]
+            assert (steps > 2e-6).mean() < 1e-3
+    if host.k_scale is not None:
+        np.testing.assert_allclose(twin.k_scale, host.k_scale, rtol=1e-6)
+        np.testing.assert_allclose(twin.v_scale, host.v_scale, rtol=1e-6)
+
+
+def test_nothing_else_is_written(triton_device: str) -> None:
+    host = pool("int8", 2, 64)
+    device = DeviceBlocks.like(host, triton_device)
+    for block in (device.k, device.v):
+        block.fill_(99)
+    qkv = torch.randn((3, 6, 64), device=triton_device)
+    q = torch.empty((3, 2, 64), device=triton_device)
+    ones = torch.ones((200, 32), device=triton_device)
+    start = torch.tensor([127], dtype=torch.int32, device=triton_device)
+    ids = torch.tensor(TABLE, device=triton_device)
+    gpu.append_rotated(device, ids, LAYER, start, qkv, ones, 0 * ones, q)
+    device.give(range(5))
+    written = np.zeros((5, LAYERS, 2, 128), bool)
+    written[4, LAYER, :, 127] = written[1, LAYER, :, :2] = True
+    untouched = host.k.transpose(0, 1, 2, 3, 5, 4, 6).reshape(5, LAYERS, 2, 128, -1)[~written]
+    assert (untouched == 99).all()
+    untouched = host.v.transpose(0, 1, 2, 3, 5, 4).reshape(5, LAYERS, 2, 128, -1)[~written]
+    assert (untouched == 99).all()
