@@ -70,9 +70,11 @@ struct TileState {
 #include "float_rows.h"
 
 // Rows first .. first + rows of a KV head over key stretches from .. to; `parts` [rows, head_dim + 2].
+// `next_row` of the pool is where this thread will likely go on afterwards.
 struct AttendTask {
     int layer, kv_head, first, rows, from, to;
     float* parts;
+    size_t next_row;
 };
 
 template <typename Rows>
@@ -122,9 +124,10 @@ private:
             low = std::max(begin, (position(0) + 1 - queries_.window) / edgellm::BLOCK * edgellm::BLOCK);
         for (int base = low; base < end; base += edgellm::BLOCK) {
             const int count = std::min(edgellm::BLOCK, end - base);
-            const int next = base + edgellm::BLOCK < end ? base + edgellm::BLOCK : base;
+            const int next = base + edgellm::BLOCK;
+            const bool last = next >= end && (begin / edgellm::STRETCH + 1 == task_.to);
             rows_.open(kv_.first_row(base, task_.layer, task_.kv_head),
-                       kv_.first_row(next, task_.layer, task_.kv_head), count);
+                       last ? task_.next_row : kv_.first_row(next, task_.layer, task_.kv_head), count);
             tiles<true>(0, std::min(TILE, task_.rows), base, count);
             tiles<false>(TILE, task_.rows, base, count);
         }
@@ -201,7 +204,8 @@ inline void attend(const edgellm::AttendCall& call) {
     const int tasks = (all + edgellm::ROWS_PER_TASK - 1) / edgellm::ROWS_PER_TASK;
     edgellm::parallel(call.kv.kv_heads * tasks, call.threads, [&](int index) {
         static thread_local float parts[edgellm::ROWS_PER_TASK * (edgellm::MAX_HEAD_DIM + 2)];
-        AttendTask task{call.layer, index / tasks, index % tasks * edgellm::ROWS_PER_TASK, 0, 0, 0, parts};
+        AttendTask task{call.layer, index / tasks, index % tasks * edgellm::ROWS_PER_TASK, 0, 0, 0, parts, 0};
+        task.next_row = call.kv.first_row(0, call.layer, task.kv_head);
         task.rows = std::min(edgellm::ROWS_PER_TASK, all - task.first);
         task.to = edgellm::stretches(queries.start + (task.first + task.rows - 1) / group + 1);
         attend_rows(call.kv, queries, task);

@@ -149,10 +149,15 @@ private:
     void attention(edgellm::Member& crew, int layer) const {
         const int all = rows_ * group_;
         const int runs = (all + edgellm::ROWS_PER_TASK - 1) / edgellm::ROWS_PER_TASK;
-        crew.each(call_.kv.kv_heads * runs * b_.splits, [&](int item) {
+        const int items = call_.kv.kv_heads * runs * b_.splits;
+        crew.each(items, [&](int item) {
             const int split = item % b_.splits, run = item / b_.splits % runs;
             AttendTask task{layer, item / b_.splits / runs, run * edgellm::ROWS_PER_TASK,
-                                     0,     split,                   split + 1, nullptr};
+                                     0,     split,                   split + 1, nullptr, 0};
+            // threads that are equally fast take turns
+            const int next = std::min(item + call_.threads, items - 1);
+            task.next_row = call_.kv.first_row(next % b_.splits * edgellm::STRETCH, layer,
+                                               next / b_.splits / runs);
             task.rows = std::min(edgellm::ROWS_PER_TASK, all - task.first);
             if (b_.splits == 1)
                 task.to = edgellm::stretches(call_.start + (task.first + task.rows - 1) / group_ + 1);
