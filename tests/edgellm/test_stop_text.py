@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -44,3 +45,21 @@ def test_pieces_make_no_difference(pieces: list[str], stops: list[str]) -> None:
         assert stop.found
         assert whole.startswith(shown)
         assert not any(s in shown for s in stops)
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("x\n    y\nz", "x\n    y"),
+        ("x\n\n    y\n  z", "x\n\n    y"),
+        ("x\n    y\n    z\n", "x\n    y\n    z\n"),
+        ("x\n   ", "x\n   "),
+        ("x\n\t\t\t\ty\n\tz", "x\n\t\t\t\ty"),
+    ],
+)
+def test_a_line_that_is_indented_less_ends_it(text: str, shown: str) -> None:
+    for size in (1, 2, 100):
+        stop = StopText([], min_indent=4)
+        pieces = [stop.add(text[i : i + size]) for i in range(0, len(text), size)]
+        assert "".join(pieces) + stop.finish() == shown
+        assert stop.found == (shown != text)

@@ -1,0 +1,161 @@
+"""Infill with a small model that was trained for it, and what ends an answer."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from edgellm.errors import OptionError, UnsupportedModelError
+from edgellm.llm import LLM, load
+
+ROOT = Path(__file__).parents[2]
+MODEL = Path(os.environ.get("EDGELLM_TEST_MODELS", ROOT.parent / "shared/models")) / "tiny-fim"
+# Exact matches of HF transformers in float32 on these cases, of 300.
+REFERENCE = 299
+
+Case = dict[str, str]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """4 M parameters, Qwen2's architecture and infill tokens."""
+    if not MODEL.exists():
+        pytest.skip(f"no trained infill model in {MODEL.parent} (EDGELLM_TEST_MODELS)")
+    folder = tmp_path_factory.mktemp("models") / "tiny-fim"
+    shutil.copytree(MODEL, folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def tiny_fim(model: Path) -> LLM:
+    return load(str(model))
+
+
+@pytest.fixture(scope="module")
+def cases(model: Path) -> list[Case]:
+    found = subprocess.run(
+        [sys.executable, model / "gaps.py", "300", "0"], capture_output=True, text=True, check=True
+    )
+    return [json.loads(line) for line in found.stdout.splitlines()]
+
+
+def exact(llm: LLM, cases: list[Case], **options: object) -> int:
+    return sum(
+        llm.infill(case["prefix"], case["suffix"], max_tokens=32, **options).text == case["middle"]
+        for case in cases
+    )
+
+
+def test_as_many_gaps_as_the_reference_fills(tiny_fim: LLM, cases: list[Case]) -> None:
+    assert exact(tiny_fim, cases) >= REFERENCE - 3
+    without_suffix = [{**case, "suffix": ""} for case in cases]
+    assert exact(tiny_fim, without_suffix) < 30
+
+
+@pytest.mark.parametrize("options", [{"prefill": "cpu", "flavour": "f32", "decode": "reference"}])
+def test_float_graphs_fill_them_too(model: Path, cases: list[Case], options: dict) -> None:
+    assert exact(load(str(model), **options), cases[:60]) >= 58
+
+
+def test_the_tokens_are_the_family_s(tiny_fim: LLM) -> None:
+    from edgellm.fim import Gap
+    from edgellm.infill import infill_tokens
+
+    engine = tiny_fim.engine
+    gap = Gap(prefix="x = <|fim_middle|>", suffix=" + 1\n")
+    ids = infill_tokens(engine, gap)
+    vocabulary = engine.tokenizer.vocabulary
+    assert ids[0] == vocabulary["<|fim_prefix|>"]
+    assert ids[-1] == vocabulary["<|fim_middle|>"]
+    assert ids.count(vocabulary["<|fim_middle|>"]) == 1
+    assert engine.tokenizer.decode(ids) == gap.prefix + gap.suffix
+
+
+def test_only_what_changed_is_computed(tiny_fim: LLM) -> None:
+    """Suffix first: someone types before it, and it stays in the cache."""
+    prefix, suffix = "def add(left, right):\n    total = ", "\n    return total\n" * 20
+    first = tiny_fim.infill(prefix, suffix, order="spm", max_tokens=1)
+    for typed in ("l", "le", "lef"):
+        again = tiny_fim.infill(prefix + typed, suffix, order="spm", max_tokens=1)
+        assert again.stats.cached_tokens >= first.stats.prompt_tokens - 4
+    psm = tiny_fim.infill(prefix + "left", suffix, max_tokens=1)
+    assert psm.stats.cached_tokens < 30
+
+
+def test_single_line_and_indentation(tiny_fim: LLM) -> None:
+    whole = tiny_fim.infill("def f(a):\n    b = ", "\n\n\nprint(f(1))\n", max_tokens=40)
+    line = tiny_fim.infill("def f(a):\n    b = ", "\n\n\nprint(f(1))\n", single_line=True)
+    assert "\n" not in line.text
+    assert whole.text.startswith(line.text)
+
+
+def test_time_limit(tiny_fim: LLM) -> None:
+    found = tiny_fim.infill("a = ", "", time_limit_ms=30, ignore_eos=True)
+    assert found.finish_reason == "time"
+    assert 0 < len(found.tokens) < 2000
+    long = "value = left + right\n" * 150
+    cut = tiny_fim.infill(long, "", time_limit_ms=1)
+    assert (cut.finish_reason, cut.text) == ("time", "")
+    assert tiny_fim.infill(long, "", max_tokens=2).finish_reason == "length"
+
+
+def test_bad_order(tiny_fim: LLM) -> None:
+    with pytest.raises(OptionError, match="allowed are psm, spm"):
+        tiny_fim.infill("a", "b", order="pms")
+
+
+def test_a_model_without_the_tokens(llm: LLM) -> None:
+    with pytest.raises(UnsupportedModelError, match="no fill-in-the-middle tokens"):
+        llm.infill("def f(", "):")
+    found = llm.infill("The capital of ", " is Paris.", template=True, max_tokens=3)
+    assert found.stats.generation_tokens == 3
+
+
+Cli = Callable[..., subprocess.CompletedProcess[str]]
+
+
+def test_command(cli: Cli, model: Path, cases: list[Case], tmp_path: Path) -> None:
+    """Exactly the middle goes to stdout, without a line end of its own."""
+    right = 0
+    for i, case in enumerate(cases[:6]):
+        command = ("infill", str(model)) if i % 2 else ("run", str(model))
+        found = cli(*command, "--prefix", case["prefix"], "--suffix", case["suffix"], "-n", "32")
+        assert found.returncode == 0, found.stderr
+        right += found.stdout == case["middle"]
+    assert right >= 5
+    for name in ("prefix", "suffix"):
+        (tmp_path / name).write_text(cases[0][name])
+    files = ("--prefix-file", str(tmp_path / "prefix"), "--suffix-file", str(tmp_path / "suffix"))
+    found = cli("infill", str(model), *files, "--json")
+    answer = json.loads(found.stdout)
+    assert answer["text"] == cases[0]["middle"]
+    assert answer["prefill"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ((), "nothing stands around the gap"),
+        (("--prefix", "a", "--prefix-file", "b"), "prefix is given twice"),
+        (("--prefix", "a", "--spm", "--fim-order", "psm"), "different orders"),
+        (("--suffix-file", "nowhere"), "nowhere"),
+    ],
+)
+def test_wrong_usage(cli: Cli, arguments: tuple[str, ...], words: str) -> None:
+    found = cli("infill", "smollm2-135m-instruct", *arguments)
+    assert found.returncode == 2
+    assert words in found.stderr
+    assert found.stdout == ""
+
+
+def test_command_without_the_tokens(cli: Cli) -> None:
+    found = cli("infill", "--prefix", "a", "--suffix", "b")
+    assert found.returncode == 1
+    assert "--template" in found.stderr
