@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, TypedDict
 
 import click
@@ -30,6 +31,8 @@ class LoadArguments(TypedDict):
     schedule: Policy | None
     provider_options: dict[str, str]
     allow_fallback: bool
+    kv_cache_dir: Path | None
+    kv_cache_bytes: int
 
 
 def model_argument(command: Command) -> Command:
@@ -94,6 +97,14 @@ def load_options(command: Command) -> Command:
         "--allow-fallback", is_flag=True,
         help="Let the CPU run what the execution provider does not take.",
     )  # fmt: skip
+    @click.option(
+        "--kv-cache-dir", type=click.Path(path_type=Path, file_okay=False),
+        help="Keep computed prefixes in this folder, for later runs.",
+    )  # fmt: skip
+    @click.option(
+        "--kv-cache-bytes", type=int, default=4 << 30, show_default=True,
+        help="Size of that folder at most.",
+    )  # fmt: skip
     @functools.wraps(command)
     def wrapped(
         *,
@@ -106,6 +117,8 @@ def load_options(command: Command) -> Command:
         schedule: Policy | None,
         provider_option: tuple[str, ...],
         allow_fallback: bool,
+        kv_cache_dir: Path | None,
+        kv_cache_bytes: int,
         **rest: Any,
     ) -> Any:
         arguments = LoadArguments(
@@ -118,6 +131,8 @@ def load_options(command: Command) -> Command:
             schedule=schedule,
             provider_options=dict(map(_parse_option, provider_option)),
             allow_fallback=allow_fallback,
+            kv_cache_dir=kv_cache_dir,
+            kv_cache_bytes=kv_cache_bytes,
         )
         return command(load_arguments=arguments, **rest)
 

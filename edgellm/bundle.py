@@ -143,6 +143,7 @@ class Manifest:
     flavours: Mapping[str, FlavourEntry]
     heads: Mapping[str, HeadEntry]
     files: Mapping[str, FileEntry]
+    source_sha256: str = ""
 
     def to_json(self) -> dict[str, Any]:
         return {"format": FORMAT, "format_version": FORMAT_VERSION, **asdict(self)}
@@ -161,6 +162,7 @@ class Manifest:
                 name=values["name"],
                 source=values["source"],
                 source_bytes=values["source_bytes"],
+                source_sha256=values.get("source_sha256", ""),
                 config=ModelConfig.from_json(values["config"]),
                 tokenizer=TokenizerEntry(
                     **{**values["tokenizer"], "eos": tuple(values["tokenizer"]["eos"])}

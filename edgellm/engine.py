@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import threading
 from collections.abc import Sequence
 
@@ -9,11 +10,13 @@ from edgellm import memory, thread_pool
 from edgellm.bundle import CHAT_TEMPLATE, PANELS, Bundle, ExportProgress
 from edgellm.costs import load_or_measure
 from edgellm.decode import DecodeBackend, SegmentDecoder, StepDecoder
+from edgellm.disk_cache import DiskCache
 from edgellm.errors import OptionError, UnsupportedModelError
 from edgellm.forward import Model
+from edgellm.graphs.contract import WEIGHTS_FILE
 from edgellm.kernels import rope
 from edgellm.kernels.gpu.device import require
-from edgellm.kernels.native import MAX_HEAD_DIM, library
+from edgellm.kernels.native import MAX_HEAD_DIM, isa, library
 from edgellm.kv_cache import KVCache, blocks_for, cache_bytes
 from edgellm.native_model import NativeModel
 from edgellm.options import EngineOptions
@@ -54,8 +57,12 @@ class Engine:
             format=options.kv_format,
             ctx_size=self.ctx_size,
             blocks=_cache_blocks(options, self.ctx_size),
-            fingerprint=f"{bundle.manifest.files}{options.kv_format}".encode(),
+            fingerprint="|".join((self.fingerprint, *_arithmetic(bundle, options))).encode(),
         )
+        if options.kv_cache_dir is not None:
+            self.cache.disk = DiskCache(
+                options.kv_cache_dir, budget=options.kv_cache_bytes, blocks=self.cache.blocks
+            )
         graphs = options.flavours - {PANELS}
         spare = int(options.shares_cpu)
         self.threads = thread_pool.size(options.threads)
@@ -95,6 +102,13 @@ class Engine:
                 policy=options.policy,
                 tails_only=options.faster_prefill is None,
             )
+
+    @property
+    def fingerprint(self) -> str:
+        """Of the weights and of how K and V are stored: whose KV cache fits."""
+        manifest = self.bundle.manifest
+        values = f"{manifest.source_sha256 or manifest.files}{self.options.kv_format}"
+        return hashlib.sha256(values.encode()).hexdigest()
 
     def cpu_model(self, flavour: str) -> Model:
         """A flavour of graphs on the CPU provider, to compare with."""
@@ -150,6 +164,13 @@ class Engine:
             threads = 1 if on_one else self.threads
             models[flavour] = Model(segments, head, table, threads=threads)
         return models
+
+
+def _arithmetic(bundle: Bundle, options: EngineOptions) -> tuple[str, ...]:
+    """What else K and V depend on: another back end's are near, and not the same bits."""
+    files = (f"{flavour}/{WEIGHTS_FILE}" for flavour in sorted(options.flavours))
+    weights = (bundle.manifest.files[file].sha256 for file in files)
+    return (options.prefill_backend, options.decode_backend, str(isa()), *weights)
 
 
 def planned_memory(bundle: Bundle, options: EngineOptions) -> memory.MemoryEstimate:

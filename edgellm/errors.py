@@ -13,6 +13,7 @@
     ├── CacheFullError         the shared KV block pool has no free block
     ├── MemoryEstimateError    the model and its context would not fit into memory
     ├── ProviderError          an execution provider that is missing or does not take a segment
+    ├── SessionFileError       a saved session that is damaged or of another model
     ├── NumericError           NaN or infinite logits
     └── CancelledError         the caller asked to stop
 
@@ -72,6 +73,10 @@ class MemoryEstimateError(EdgeLLMError):
 
 class ProviderError(EdgeLLMError):
     """An execution provider is missing or does not take a whole segment."""
+
+
+class SessionFileError(EdgeLLMError):
+    """A saved session is damaged, or does not fit this model."""
 
 
 class NumericError(EdgeLLMError):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import hashlib
 import importlib.metadata
 import shutil
 from collections.abc import Collection, Iterator, Sequence
@@ -128,7 +129,8 @@ class _Exporter:
             manifest = Manifest(
                 name=name,
                 source=source,
-                source_bytes=_size(self._checkpoint.path),
+                source_bytes=sum(file.stat().st_size for file in _weight_files(self._checkpoint)),
+                source_sha256=_digest(_weight_files(self._checkpoint)),
                 config=self._checkpoint.config,
                 tokenizer=imported.entry,
                 generation=imported.generation,
@@ -298,9 +300,18 @@ def _sizes_of(present: Manifest | None) -> Sequence[int]:
     return next((entry.chunk_sizes for entry in entries if entry.any_size), ())
 
 
-def _size(path: Path) -> int:
-    files = path.glob("*.safetensors") if path.is_dir() else [path]
-    return sum(file.stat().st_size for file in files)
+def _weight_files(checkpoint: Checkpoint) -> list[Path]:
+    path = checkpoint.path
+    return sorted(path.glob("*.safetensors")) if path.is_dir() else [path]
+
+
+def _digest(files: Sequence[Path]) -> str:
+    """SHA-256 of the files' own, which names a model whatever was exported of it."""
+    found = hashlib.sha256()
+    for path in files:
+        with path.open("rb") as file:
+            found.update(hashlib.file_digest(file, "sha256").digest())
+    return found.hexdigest()
 
 
 def _version(tool: str) -> str:

@@ -7,11 +7,13 @@ earlier sequence computed is found again at any token.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from collections.abc import Sequence as SequenceOf
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
+from edgellm.disk_cache import DiskCache
 from edgellm.errors import ContextOverflowError, OptionError
 from edgellm.graphs.config import ModelConfig
 from edgellm.kernels.kv_blocks import (
@@ -39,6 +41,7 @@ class KVCache:
 
     Attributes:
         mirror: the same blocks in a device's memory, if some of the work is done there.
+        disk: full blocks that outlive the process, if they are kept.
     """
 
     def __init__(
@@ -65,6 +68,7 @@ class KVCache:
             head_dim=config.head_dim,
         )
         self.mirror: Mirror | None = None
+        self.disk: DiskCache | None = None
         self._index = PrefixIndex(fingerprint)
         self._pool = BlockPool(blocks, self._index)
 
@@ -80,11 +84,42 @@ class KVCache:
             self._pool.retain(block)
             table.append(block)
             length += rows
-        return Sequence(self, self._pool, self._index, table, list(tokens[:length]))
+        found = Sequence(self, self._pool, self._index, table, list(tokens[:length]))
+        if self.disk is not None:
+            self._read_on(found, tokens, self.disk)
+        return found
 
     def cached_prefix(self, tokens: SequenceOf[int]) -> int:
         """Tokens that `sequence(tokens)` would find."""
-        return sum(rows for _, rows in self._index.match(tokens))
+        found = sum(rows for _, rows in self._index.match(tokens))
+        if self.disk is not None:
+            for name in itertools.islice(self._index.names(tokens), found // BLOCK, None):
+                if not self.disk.holds(name):
+                    break
+                found = (found // BLOCK + 1) * BLOCK
+        return found
+
+    def keep(self, sequence: Sequence) -> None:
+        """Write a sequence's full blocks to disk, if blocks are kept there."""
+        if self.disk is not None and len(sequence) >= BLOCK:
+            _ = sequence.blocks  # up to date on the host
+            names = self._index.names(sequence.tokens)
+            self.disk.save(zip(names, sequence.table, strict=False))
+
+    def _read_on(self, sequence: Sequence, tokens: SequenceOf[int], disk: DiskCache) -> None:
+        """Extend a sequence by the blocks of `tokens` that are on disk."""
+        first = len(sequence) // BLOCK
+        for index, name in enumerate(
+            itertools.islice(self._index.names(tokens), first, None), first
+        ):
+            if not disk.holds(name) or self._pool.available == 0:
+                return
+            sequence.truncate(index * BLOCK)
+            with sequence.reserved(BLOCK):
+                _ = sequence.blocks  # what is written now is newer on the host
+                if not disk.load(name, sequence.table[index]):
+                    return
+                sequence.commit(tokens[index * BLOCK : (index + 1) * BLOCK])
 
 
 class Sequence:

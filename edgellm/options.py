@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from edgellm.bundle import PANELS
 from edgellm.errors import OptionError
@@ -44,6 +45,8 @@ class EngineOptions:
             CPU provider plays the accelerator on all cores but one, which is the host's.
         provider_options: the execution provider's own options, by their names.
         allow_fallback: let the CPU run what the provider does not take, instead of an error.
+        kv_cache_dir: keep computed blocks in this folder, for other processes and later ones.
+        kv_cache_bytes: size of the folder at most; what was not used for longest is deleted.
         faster_prefill: what `auto` found to be faster than native; not to be given.
     """
 
@@ -57,6 +60,8 @@ class EngineOptions:
     schedule: Policy | None = None
     provider_options: Mapping[str, str] = field(default_factory=dict)
     allow_fallback: bool = False
+    kv_cache_dir: Path | None = None
+    kv_cache_bytes: int = 4 << 30
     faster_prefill: str | None = None
 
     def __post_init__(self) -> None:
@@ -82,6 +87,8 @@ class EngineOptions:
             require(self.prefill)
         if self.schedule not in (None, *POLICIES):
             raise OptionError(f"schedule {self.schedule!r}: allowed are {', '.join(POLICIES)}")
+        if self.kv_cache_bytes < 1 << 20:
+            raise OptionError(f"kv_cache_bytes is {self.kv_cache_bytes}; allowed is 1 MiB or more")
         if self.ctx_size is not None and self.ctx_size < 0:
             raise OptionError(
                 f"ctx_size is {self.ctx_size}; allowed is 0 (the model's own) or more"

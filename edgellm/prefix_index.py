@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from array import array
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from edgellm.errors import CacheFullError
@@ -28,6 +28,13 @@ class PrefixIndex:
         self._root = hashlib.sha256(fingerprint).digest()
         self._children: dict[bytes, list[_Entry]] = {}
         self._entries: dict[int, _Entry] = {}
+
+    def names(self, tokens: Sequence[int]) -> Iterator[bytes]:
+        """The names of the full blocks of a sequence, first to last."""
+        name = self._root
+        for end in range(BLOCK, len(tokens) + 1, BLOCK):
+            name = _chain(name, tokens[end - BLOCK : end])
+            yield name
 
     def holds(self, block: int) -> bool:
         return block in self._entries
@@ -91,6 +98,11 @@ class BlockPool:
     @property
     def used(self) -> int:
         return len(self._references) - len(self._free) - len(self._idle)
+
+    @property
+    def available(self) -> int:
+        """Blocks that `allocate` can give."""
+        return len(self._free) + len(self._idle)
 
     def references(self, block: int) -> int:
         return self._references[block]

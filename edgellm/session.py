@@ -9,17 +9,20 @@ import time
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as SequenceOf
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
+from edgellm.disk_cache import pack, unpack
 from edgellm.engine import Engine
-from edgellm.errors import CancelledError, ContextOverflowError, OptionError
+from edgellm.errors import CancelledError, ContextOverflowError, OptionError, SessionFileError
 from edgellm.kernels.sampling import log_sum_exp, top_k
 from edgellm.memory import peak_memory_bytes
 from edgellm.prefill import Hooks, Progress
 from edgellm.results import Completion, FinishReason, Piece, Stats, completion
 from edgellm.sampling import Sampler, SamplingOptions
+from edgellm.session_file import SavedSession, read_session, write_session
 from edgellm.stop_text import StopText
 from edgellm.tokenizer import TextStream
 from edgellm.trace import TaskRecord
@@ -80,6 +83,39 @@ class Session:
             )
         self._set(self._tokens[:length])
 
+    def save(self, path: str | Path) -> None:
+        """Write tokens and KV cache to a file; `LLM.load_session` reads it.
+
+        Raises:
+            OptionError: it cannot be written there.
+        """
+        engine = self._engine
+        with engine.lock:
+            blocks = pack(self._sequence.blocks, self._sequence.table)
+            computed = len(self._sequence)
+        saved = SavedSession(
+            model=engine.bundle.manifest.name,
+            fingerprint=engine.fingerprint,
+            kv_format=engine.options.kv_format,
+            tokens=self._tokens,
+            computed=computed,
+        )
+        write_session(Path(path), saved, blocks)
+
+    def restore(self, path: Path) -> None:
+        """Become a saved session; see `LLM.load_session`."""
+        engine = self._engine
+        saved, data = read_session(
+            path, fingerprint=engine.fingerprint, kv_format=engine.options.kv_format
+        )
+        with engine.lock:
+            self._sequence.truncate(0)
+            with self._sequence.reserved(saved.computed):
+                if not unpack(self._sequence.blocks, self._sequence.table, data):
+                    raise SessionFileError(f"{path}: damaged or truncated; save the session again")
+                self._sequence.commit(saved.tokens[: saved.computed])
+        self._tokens = list(saved.tokens)
+
     def close(self) -> None:
         """Give the memory back. Other sessions can still find the prefix until it is needed."""
         with self._engine.lock:
@@ -133,6 +169,8 @@ class Session:
                 yield replace(piece, stats=answer.stats()) if last else piece
         finally:
             self.stats = answer.stats()
+            with self._engine.lock:
+                self._engine.cache.keep(self._sequence)
 
     def _set(self, tokens: list[int]) -> None:
         with self._engine.lock:

@@ -64,10 +64,15 @@ class KVBlocks:
         return int(self.k.shape[0])
 
     @property
+    def arrays(self) -> tuple[NDArray[Any], ...]:
+        """Those that there are; the first dimension counts blocks."""
+        found = (self.k, self.v, self.k_scale, self.v_scale)
+        return tuple(array for array in found if array is not None)
+
+    @property
     def nbytes(self) -> int:
         """Memory of the pool when every block is in use."""
-        arrays = (self.k, self.v, self.k_scale, self.v_scale)
-        return sum(array.nbytes for array in arrays if array is not None)
+        return sum(array.nbytes for array in self.arrays)
 
     @property
     def layers(self) -> int:
@@ -92,9 +97,8 @@ class KVBlocks:
 
     def clear(self, table: BlockTable) -> None:
         """Fill blocks with zeros. A new pool has them too, but no memory behind them yet."""
-        for array in (self.k, self.v, self.k_scale, self.v_scale):
-            if array is not None:
-                array[list(table)] = 0
+        for array in self.arrays:
+            array[list(table)] = 0
 
     def copy_rows(self, source: int, target: int, rows: int) -> None:
         """Copy the first `rows` tokens of block `source` into block `target`, in all layers."""

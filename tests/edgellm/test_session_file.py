@@ -1,0 +1,105 @@
+"""Sessions that are saved, and restored elsewhere."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from edgellm.errors import OptionError, SessionFileError
+from edgellm.llm import LLM, load
+from edgellm.session import Session
+
+TOKENS = [(7 * i) % 50 + 3 for i in range(200)]
+
+
+@pytest.fixture
+def tiny(tiny_model: Path) -> LLM:
+    return load(str(tiny_model))
+
+
+def greedy(llm: LLM, session: Session, count: int = 6) -> tuple[int, ...]:
+    return session.generate(llm.sampling(max_tokens=count, temperature=0, ignore_eos=True)).tokens
+
+
+def test_goes_on_in_another_process(tiny: LLM, tiny_model: Path, tmp_path: Path) -> None:
+    session = tiny.session()
+    session.append(TOKENS)
+    greedy(tiny, session)
+    session.save(tmp_path / "session")
+    tokens = session.tokens
+    expected = greedy(tiny, session)
+    other = load(str(tiny_model))
+    restored = other.load_session(tmp_path / "session")
+    assert restored.tokens == tokens
+    assert restored.cached == len(tokens) - 1
+    assert greedy(other, restored) == expected
+    assert restored.stats is not None
+    assert restored.stats.prefill == {other.engine.prefill.placement.provider: 1}
+
+
+@pytest.mark.parametrize("backends", [("cpu", "portable"), ("cpu", "reference")])
+def test_goes_on_in_another_back_end(
+    tiny: LLM, tiny_model: Path, tmp_path: Path, backends: tuple[str, str]
+) -> None:
+    session = tiny.session()
+    session.append(TOKENS)
+    greedy(tiny, session)
+    session.save(tmp_path / "session")
+    other = load(str(tiny_model), prefill=backends[0], decode=backends[1])
+    restored = other.load_session(tmp_path / "session")
+    assert restored.cached == len(TOKENS) + 5
+    greedy(other, restored)
+    assert restored.tokens[: len(session.tokens)] == session.tokens
+
+
+def test_an_empty_session(tiny: LLM, tmp_path: Path) -> None:
+    tiny.session().save(tmp_path / "session")
+    restored = tiny.load_session(tmp_path / "session")
+    assert restored.tokens == ()
+    restored.append(TOKENS[:3])
+    assert len(greedy(tiny, restored)) == 6
+
+
+def saved(llm: LLM, path: Path) -> Path:
+    with llm.session() as session:
+        session.append(TOKENS)
+        greedy(llm, session, 1)
+        session.save(path)
+    return path
+
+
+def test_damaged_files(tiny: LLM, tmp_path: Path) -> None:
+    path = saved(tiny, tmp_path / "session")
+    data = path.read_bytes()
+    for damaged in (b"", data[:100], data[:-1], data[:500] + b"\0" + data[501:], b"x" * 999):
+        if damaged == data:
+            continue
+        path.write_bytes(damaged)
+        with pytest.raises(SessionFileError, match=r"damaged|not a session"):
+            tiny.load_session(path)
+    with pytest.raises(SessionFileError, match="No such file"):
+        tiny.load_session(tmp_path / "nothing")
+
+
+def test_what_does_not_fit_is_refused(
+    tiny: LLM,
+    tiny_model: Path,
+    make_model: Callable[..., Path],
+    tmp_path: Path,
+    edgellm_home: Path,
+) -> None:
+    path = saved(tiny, tmp_path / "session")
+    with pytest.raises(SessionFileError, match="--kv-format int8"):
+        load(str(tiny_model), kv_format="f16").load_session(path)
+    with pytest.raises(SessionFileError, match="not this model"):
+        load(str(make_model(initializer_range=0.2))).load_session(path)
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
+def test_a_place_that_cannot_be_written(tiny: LLM, tmp_path: Path) -> None:
+    tmp_path.chmod(0o500)
+    with pytest.raises(OptionError, match="session"):
+        tiny.session().save(tmp_path / "session")
