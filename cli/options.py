@@ -165,6 +165,10 @@ def sampling_options(command: Command) -> Command:
         help="A text that ends the answer; may be repeated.",
     )  # fmt: skip
     @click.option("--ignore-eos", is_flag=True, default=None, help="Never take an end token.")
+    @click.option(
+        "--speculate/--no-speculate", default=None,
+        help="Check guesses from the prompt; the answer is the same.  [default: speculate]",
+    )  # fmt: skip
     @functools.wraps(command)
     def wrapped(**given: Any) -> Any:
         values = {name: given.pop(name, None) for name in names}

@@ -21,6 +21,7 @@ from edgellm.llm import LLM, SamplingArguments
 from edgellm.prompt import Message
 
 _QUOTES = '"""'
+_GAP = "<gap>"
 _HELP = f"""\
 /help              this list
 /clear             forget the conversation
@@ -30,6 +31,10 @@ _HELP = f"""\
 /save FILE         save the conversation as JSON
 /load FILE         load a saved conversation
 /regen             answer the last message again
+/rewind [N]        forget the last N questions and their answers
+/fork NAME         keep the conversation as it is now under a name
+/switch NAME       go on with a kept one; what it shares with this one is not computed again
+/infill TEXT       fill the <gap> in TEXT, with a model that was trained for it
 /exit              leave (also Ctrl-D)
 {_QUOTES}                begin and end a message of several lines
 Ctrl-C             stop the answer; at the prompt, leave"""
@@ -56,7 +61,12 @@ class _Repl:
             "/save": self._save,
             "/load": self._load,
             "/regen": lambda _: self._answer(None),
+            "/rewind": self._rewind,
+            "/fork": self._fork,
+            "/switch": self._switch,
+            "/infill": self._infill,
         }
+        self._forks: dict[str, list[Message]] = {}
         history = home() / "history"
         history.parent.mkdir(parents=True, exist_ok=True)
         self._input: PromptSession[str] = PromptSession(
@@ -110,6 +120,30 @@ class _Repl:
             write(pieces)
         if self._show_stats and self._chat.stats is not None:
             click.echo(stats_line(self._chat.stats), err=True)
+
+    def _rewind(self, text: str) -> None:
+        questions = [i for i, m in enumerate(self._chat.messages) if m.role == "user"]
+        if not (text or "1").isdecimal() or not 1 <= int(text or "1") <= len(questions):
+            raise OptionError(f"/rewind {text}: write a number from 1 to {len(questions)}")
+        del self._chat.messages[questions[-int(text or "1")] :]
+
+    def _fork(self, text: str) -> None:
+        if not text:
+            raise OptionError("write /fork NAME")
+        self._forks[text] = list(self._chat.messages)
+
+    def _switch(self, text: str) -> None:
+        if text not in self._forks:
+            kept = ", ".join(self._forks) or "none, /fork NAME keeps one"
+            raise OptionError(f"/switch {text}: kept are {kept}")
+        self._chat.messages[:] = self._forks[text]
+
+    def _infill(self, text: str) -> None:
+        prefix, gap, suffix = text.partition(_GAP)
+        if not gap:
+            raise OptionError(f"write /infill TEXT with a {_GAP} in it")
+        with cancel_on_interrupt() as cancel:
+            write(self._llm.stream_infill(prefix, suffix, cancel=cancel, max_tokens=256))
 
     def _system(self) -> str | None:
         first = self._chat.messages[:1]

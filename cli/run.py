@@ -9,6 +9,7 @@ from pathlib import Path
 
 import click
 
+from edgellm.answer import LogitFilter
 from edgellm.cli.interrupt import cancel_on_interrupt
 from edgellm.cli.options import LoadArguments, load_options, model_argument, sampling_options
 from edgellm.cli.progress import count_progress, export_progress
@@ -17,7 +18,6 @@ from edgellm.errors import OptionError
 from edgellm.fim import Gap, Order
 from edgellm.llm import LLM, SamplingArguments, load
 from edgellm.results import Piece, Stats
-from edgellm.session import LogitFilter
 from edgellm.trace import write_trace
 
 _STDIN = "-"

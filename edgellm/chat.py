@@ -5,13 +5,14 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 
+from edgellm.answer import LogitFilter
 from edgellm.engine import Engine
 from edgellm.errors import CancelledError, OptionError
 from edgellm.prefill import Progress
 from edgellm.prompt import Message, encode_conversation
 from edgellm.results import Completion, Piece, Stats
 from edgellm.sampling import SamplingOptions
-from edgellm.session import LogitFilter, Session
+from edgellm.session import Session
 
 
 class Chat:

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from edgellm.bundle import PANELS
 from edgellm.forward import Model
 from edgellm.kv_cache import Sequence
+from edgellm.providers import NATIVE
 from edgellm.step_model import StepModel
 
 Floats = NDArray[np.float32]
@@ -23,10 +24,13 @@ class DecodeBackend(Protocol):
     Attributes:
         name: as in `--decode`.
         flavour: the precision of its weights.
+        exact_rows: whether a token's result has the same bits however many come with it, and some
+            of them take less than each alone: whether drafts can be checked.
     """
 
     name: str
     flavour: str
+    exact_rows: bool
 
     def forward(
         self,
@@ -44,9 +48,14 @@ class DecodeBackend(Protocol):
     def step(self, token: int, sequence: Sequence) -> Floats:
         """Append `token` to the sequence and give the logits after it, `[V]`."""
 
+    def steps(self, tokens: SequenceOf[int], sequence: Sequence) -> Floats:
+        """Append tokens to the sequence and give the logits after each, `[n, V]`."""
+
 
 class SegmentDecoder:
     """Segments at chunk size 1 in ONNX Runtime: needs no compiler and no device."""
+
+    exact_rows = False
 
     def __init__(self, model: Model, *, name: str, flavour: str) -> None:
         self._model = model
@@ -71,6 +80,9 @@ class SegmentDecoder:
         logits: Floats = self._model.head.logits(hidden)[0]
         return logits
 
+    def steps(self, tokens: SequenceOf[int], sequence: Sequence) -> Floats:
+        return np.stack([self.step(token, sequence) for token in tokens])
+
 
 class StepDecoder:
     """The fused step: all layers of a token in one call, in C++ or in Triton kernels."""
@@ -80,6 +92,7 @@ class StepDecoder:
     def __init__(self, model: StepModel, *, name: str) -> None:
         self._model = model
         self.name = name
+        self.exact_rows = name == NATIVE  # on a GPU one row has a kernel of its own
 
     def forward(
         self,
@@ -92,6 +105,9 @@ class StepDecoder:
         return hidden
 
     def step(self, token: int, sequence: Sequence) -> Floats:
-        _, logits = self._model.forward([token], sequence, logit_rows=1)
-        row: Floats = logits[0]
+        row: Floats = self.steps([token], sequence)[0]
         return row
+
+    def steps(self, tokens: SequenceOf[int], sequence: Sequence) -> Floats:
+        _, logits = self._model.forward(tokens, sequence, logit_rows=len(tokens))
+        return logits

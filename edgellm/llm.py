@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TypedDict, Unpack
 
+from edgellm.answer import LogitFilter
 from edgellm.auto_prefill import with_faster_prefill
 from edgellm.bundle import ExportProgress
 from edgellm.chat import Chat
@@ -21,7 +22,7 @@ from edgellm.prepare import prepare
 from edgellm.results import Completion, Piece, completion
 from edgellm.sampling import SamplingOptions
 from edgellm.schedule import Policy
-from edgellm.session import LogitFilter, Session
+from edgellm.session import Session
 from edgellm.sources import DEFAULT_MODEL
 
 
@@ -45,6 +46,7 @@ class SamplingArguments(TypedDict, total=False):
     time_limit_ms: int | None
     logprobs: int
     ignore_eos: bool
+    speculate: bool
 
 
 def load(

@@ -26,6 +26,7 @@ class Stats:
         prefill: tokens prefilled on each provider, e.g. `{"cpu": 41}`.
         prefill_flavour, decode: what computed them.
         seed: of the sampler.
+        drafted_tokens, accepted_tokens: guessed from what was there before, and right among them.
         tasks: what ran when during prefill (see `trace.py`).
     """
 
@@ -40,6 +41,8 @@ class Stats:
     prefill_flavour: str
     decode: str
     seed: int
+    drafted_tokens: int = 0
+    accepted_tokens: int = 0
     tasks: tuple[TaskRecord, ...] = field(default=(), repr=False)
 
     def to_json(self) -> dict[str, Any]:

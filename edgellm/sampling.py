@@ -38,6 +38,8 @@ class SamplingOptions:
         time_limit_ms: stop after this time, prefill included; None never does.
         logprobs: report this many most likely tokens at each step.
         ignore_eos: never take an end token.
+        speculate: check guesses of several tokens in one step where that is faster (see
+            `speculation.py`); the answer is the same.
     """
 
     temperature: float = 0.8
@@ -57,6 +59,7 @@ class SamplingOptions:
     time_limit_ms: int | None = None
     logprobs: int = 0
     ignore_eos: bool = False
+    speculate: bool = True
 
     def __post_init__(self) -> None:
         _within("temperature", self.temperature, 0, 100)

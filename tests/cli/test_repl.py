@@ -82,3 +82,34 @@ def test_end_of_input_leaves(typed: object) -> None:
     code, out, _ = typed("", "\x04")  # type: ignore[operator]
     assert code == 0
     assert out == ""
+
+
+def test_branches(typed: object) -> None:
+    code, out, err = typed(  # type: ignore[operator]
+        "What is the capital of France?",
+        "/fork paris",
+        "And of Italy?",
+        "/rewind",
+        "/regen",
+        "/rewind 3",
+        "/switch nowhere",
+        "/fork",
+        "/rewind",
+        "/regen",
+        "/switch paris",
+        "/regen",
+        "/infill no gap",
+        "/infill a <gap> b",
+        "/exit",
+    )
+    assert code == 0
+    assert out.count("Paris") >= 3
+    for words in (
+        "a number from 1 to 1",
+        "kept are paris",
+        "write /fork NAME",
+        "no answer to generate again",
+        "with a <gap> in it",
+        "no fill-in-the-middle tokens",
+    ):
+        assert words in err

@@ -268,8 +268,8 @@ def test_two_sessions_in_two_threads(llm: LLM) -> None:
     ("options", "words"),
     [
         ({"flavour": "w2"}, "w8a8, f32, w8a16-qdq"),
-        ({"decode": "fast"}, "native, portable, reference"),
-        ({"prefill": "tpu"}, "auto, native, cpu, cuda"),
+        ({"decode": "fast"}, "native, triton, portable, reference"),
+        ({"prefill": "tpu"}, "auto, native, triton, cpu, cuda"),
         ({"kv_format": "int3"}, "int8, int4, f16, f32"),
         ({"ctx_size": -1}, "ctx_size is -1"),
         ({"ctx_size": 10**9}, "trained for at most 8192"),

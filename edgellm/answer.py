@@ -1,0 +1,208 @@
+"""One answer: from the logits of the prompt to the last piece of text."""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+from collections.abc import Callable, Iterator
+from collections.abc import Sequence as SequenceOf
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from edgellm.engine import Engine
+from edgellm.errors import CancelledError
+from edgellm.kernels.sampling import log_sum_exp, top_k
+from edgellm.memory import peak_memory_bytes
+from edgellm.prefill import Hooks, Progress
+from edgellm.results import FinishReason, Piece, Stats
+from edgellm.sampling import Sampler, SamplingOptions
+from edgellm.speculation import Speculation
+from edgellm.stop_text import StopText
+from edgellm.tokenizer import TextStream
+from edgellm.trace import TaskRecord
+
+# Sets the scores of tokens that must not come next to -inf; called with the tokens sampled so far.
+LogitFilter = Callable[[NDArray[np.float32], SequenceOf[int]], None]
+
+
+class Decoding(Protocol):
+    """What an answer does with its session.
+
+    Attributes:
+        tokens: everything appended and generated.
+        cached: how many of them are in the KV cache.
+    """
+
+    @property
+    def tokens(self) -> SequenceOf[int]: ...
+
+    @property
+    def cached(self) -> int: ...
+
+    def find_prefix(self) -> int:
+        """Take over the longest cached prefix, the last token left out; gives its length."""
+
+    def prefill(self, hooks: Hooks) -> NDArray[np.float32]:
+        """Compute the tokens that are not cached; gives the logits after the last one, `[V]`."""
+
+    def steps(self, tokens: SequenceOf[int]) -> NDArray[np.float32]:
+        """Compute tokens that come next; gives the logits after each, `[n, V]`."""
+
+    def forget(self, count: int) -> None:
+        """Take the last `count` computed tokens out of the KV cache."""
+
+    def extend(self, token: int) -> None:
+        """Count a token that was sampled."""
+
+
+class Answer:
+    """The state of one `Session.stream` call."""
+
+    def __init__(self, engine: Engine, session: Decoding, options: SamplingOptions) -> None:
+        self._engine = engine
+        self._session = session
+        self._options = options
+        self._ends = engine.tokenizer.eos_ids | set(options.stop_tokens)
+        self._sampler = Sampler(options, banned=sorted(self._ends) if options.ignore_eos else ())
+        self._stop = StopText(options.stop, min_indent=options.min_indent)
+        self._text = TextStream(engine.tokenizer, session.tokens)
+        self._start = time.perf_counter()
+        self._prompt_tokens = len(session.tokens)
+        self._cached = self._computed = 0
+        self._prefill_s = self._decode_s = self._ttft_s = 0.0
+        self._steps = 0
+        self._sampled: list[int] = []
+        drafts = options.speculate and engine.decoder.exact_rows
+        self._speculation = Speculation(
+            session.steps, session.forget, session.tokens if drafts else None
+        )
+        self._places: dict[str, int] = {}
+        self._tasks: list[TaskRecord] = []
+
+    def run(
+        self,
+        cancel: threading.Event | None,
+        progress: Progress | None,
+        logit_filter: LogitFilter | None,
+    ) -> Iterator[Piece]:
+        cancel = _Limit(cancel, self._start, self._options.time_limit_ms)
+        self._cached = self._session.find_prefix()
+        began = time.perf_counter()
+        try:
+            hooks = Hooks(
+                progress=progress,
+                cancel=cancel,
+                on_place=self._count,
+                on_tasks=self._tasks.extend,
+            )
+            logits = self._session.prefill(hooks)
+        except CancelledError:
+            yield Piece("", finish_reason=cancel.reason)
+            return
+        finally:
+            self._prefill_s = time.perf_counter() - began
+            self._computed = self._session.cached - self._cached
+        while True:
+            reason = self._limit(cancel)
+            if reason is not None:
+                yield Piece(self._held_back(), finish_reason=reason)
+                return
+            piece = self._sample(logits, logit_filter)
+            yield piece
+            if piece.finish_reason is not None:
+                return
+            if self._limit(None) is None:
+                began = time.perf_counter()
+                logits = self._speculation.after(self._sampled[-1], room=self._room())
+                self._decode_s += time.perf_counter() - began
+                self._steps += 1
+
+    def close(self) -> None:
+        """Leave in the session what was sampled and nothing more."""
+        self._speculation.settle()
+
+    def _room(self) -> int:
+        """Tokens that may come after the last one."""
+        in_context = self._engine.ctx_size - len(self._session.tokens)
+        limit = self._options.max_tokens
+        return in_context if limit is None else min(in_context, limit - len(self._sampled))
+
+    def _count(self, place: str, tokens: int) -> None:
+        self._places[place] = self._places.get(place, 0) + tokens
+
+    def _limit(self, cancel: _Limit | None) -> FinishReason | None:
+        if cancel is not None and cancel.is_set():
+            return cancel.reason
+        limit = self._options.max_tokens
+        full = len(self._session.tokens) > self._engine.ctx_size
+        return "length" if full or len(self._sampled) == limit else None
+
+    def _sample(self, logits: NDArray[np.float32], logit_filter: LogitFilter | None) -> Piece:
+        if logit_filter is not None:
+            logits = logits.copy()
+            logit_filter(logits, self._sampled)
+        token = self._sampler.sample(logits, self._session.tokens)
+        if not self._sampled:
+            self._ttft_s = time.perf_counter() - self._start
+        self._sampled.append(token)
+        self._session.extend(token)
+        total = log_sum_exp(logits)
+        logprob = float(logits[token]) - total
+        top = _top(logits, total, self._options.logprobs)
+        if token in self._ends:
+            return Piece(self._held_back(), token, logprob, top, "stop")
+        text = self._stop.add(self._text.add(token))
+        reason: FinishReason | None = "stop" if self._stop.found else None
+        return Piece(text, token, logprob, top, reason)
+
+    def _held_back(self) -> str:
+        return self._stop.add(self._text.finish()) + self._stop.finish()
+
+    def stats(self) -> Stats:
+        return Stats(
+            ttft_s=self._ttft_s,
+            prompt_tokens=self._prompt_tokens,
+            cached_tokens=self._cached,
+            prompt_tokens_per_second=_rate(self._computed, self._prefill_s),
+            generation_tokens=len(self._sampled),
+            generation_tokens_per_second=_rate(self._steps, self._decode_s),
+            peak_memory_bytes=peak_memory_bytes(),
+            prefill=self._places or {self._engine.prefill.placement.provider: 0},
+            prefill_flavour=self._engine.prefill.flavour,
+            decode=f"{self._engine.decoder.name} {self._engine.decoder.flavour}",
+            seed=self._options.seed or 0,
+            drafted_tokens=self._speculation.drafted,
+            accepted_tokens=self._speculation.accepted,
+            tasks=tuple(self._tasks),
+        )
+
+
+class _Limit(threading.Event):
+    """Set when the caller's event is, or when the time is over."""
+
+    def __init__(
+        self, cancel: threading.Event | None, start: float, time_limit_ms: int | None
+    ) -> None:
+        super().__init__()
+        self._cancel = cancel
+        self._end = math.inf if time_limit_ms is None else start + time_limit_ms / 1000
+
+    def is_set(self) -> bool:
+        return self.reason == "cancelled" or time.perf_counter() >= self._end
+
+    @property
+    def reason(self) -> FinishReason:
+        return "cancelled" if self._cancel is not None and self._cancel.is_set() else "time"
+
+
+def _rate(count: int, seconds: float) -> float:
+    return count / seconds if seconds > 0 else 0.0
+
+
+def _top(logits: NDArray[np.float32], total: float, count: int) -> dict[int, float] | None:
+    if not count:
+        return None
+    return {int(i): float(logits[i]) - total for i in top_k(logits, count)}

@@ -1,0 +1,136 @@
+"""Drafts change how fast an answer comes, and nothing else."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from edgellm.draft import DraftPolicy, PromptLookup
+from edgellm.llm import LLM, load
+from edgellm.speculation import Speculation
+
+COPY = (
+    "def area(width, height):\n    return width * height\n\n"
+    "def perimeter(width, height):\n    return 2 * (width + height)\n\n"
+) * 2
+PLAIN = "The three laws of motion were described by"
+
+
+@pytest.fixture(scope="module")
+def native(chosen_llm: LLM) -> LLM:
+    if not chosen_llm.engine.decoder.exact_rows:
+        pytest.skip("drafts need the native kernels")
+    return chosen_llm
+
+
+@pytest.mark.parametrize("prompt", [COPY, PLAIN], ids=["copy", "plain"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"temperature": 0},
+        {"temperature": 0.9, "seed": 5, "repeat_penalty": 1.1},
+        {"temperature": 0, "stop": ["return 2"], "logprobs": 2},
+    ],
+    ids=["greedy", "sampled", "stop"],
+)
+def test_the_answer_is_the_same(native: LLM, prompt: str, options: dict[str, Any]) -> None:
+    with_drafts, without = (
+        native.generate(prompt, max_tokens=80, ignore_eos=True, speculate=speculate, **options)
+        for speculate in (True, False)
+    )
+    assert with_drafts.tokens == without.tokens
+    assert with_drafts.logprobs == without.logprobs
+    assert with_drafts.text == without.text
+    assert with_drafts.finish_reason == without.finish_reason
+    assert without.stats.drafted_tokens == 0
+
+
+def test_copying_is_foreseen(native: LLM) -> None:
+    found = native.generate(COPY, temperature=0, max_tokens=60, ignore_eos=True).stats
+    assert found.accepted_tokens > found.drafted_tokens / 2 > 0
+
+
+def test_a_session_goes_on_where_it_was_left(native: LLM) -> None:
+    """An answer that is dropped in the middle of a draft, and then another one."""
+    options = native.sampling(temperature=0, max_tokens=40, ignore_eos=True)
+    for taken in (3, 8, 9, 10, 17):
+        with native.session() as session, native.session() as plain:
+            for s in (session, plain):
+                s.append(COPY)
+            list(itertools.islice(session.stream(options), taken))
+            assert session.cached <= len(session.tokens)
+            again = session.generate(options).tokens
+            plain.replace(session.tokens[: -len(again)])
+            without = native.sampling(
+                temperature=0, max_tokens=40, ignore_eos=True, speculate=False
+            )
+            assert plain.generate(without).tokens == again
+
+
+def test_the_end_of_the_context(native: LLM) -> None:
+    llm = load(str(native.engine.bundle.path), ctx_size=140)
+    tokens = llm.engine.tokenizer.encode(COPY)
+    found = llm.generate(COPY, temperature=0, ignore_eos=True)
+    assert found.finish_reason == "length"
+    assert len(found.tokens) == 140 - len(tokens) + 1
+
+
+def test_portable_back_ends_draft_nothing(portable_llm: LLM) -> None:
+    assert portable_llm.generate(COPY, temperature=0, max_tokens=20).stats.drafted_tokens == 0
+
+
+@given(st.lists(st.integers(0, 3), max_size=60), st.integers(0, 8))
+def test_a_draft_stood_there_before(tokens: list[int], count: int) -> None:
+    draft = PromptLookup(tokens).draft(count)
+    assert len(draft) <= count
+    if draft:
+        tail = tokens[-3:]
+        assert any(
+            tokens[i : i + 3] == tail and tokens[i + 3 : i + 3 + len(draft)] == draft
+            for i in range(len(tokens) - 3)
+        )
+
+
+def test_drafts_rest_when_they_do_not_pay() -> None:
+    policy = DraftPolicy()
+    assert policy.length() == 0
+    policy.plain(1.0)
+    assert policy.length() == 2
+    policy.drafted(1.2, drafted=2, accepted=2)
+    assert policy.length() == 4
+    for _ in range(10):
+        policy.drafted(2.0, drafted=4, accepted=0)
+    assert [policy.length() for _ in range(3)] == [0, 0, 0]
+
+
+@given(
+    text=st.lists(st.integers(0, 2), min_size=60, max_size=60),
+    prompt=st.integers(0, 20),
+)
+def test_rows_belong_to_their_tokens(text: list[int], prompt: int) -> None:
+    """A model that goes on with `text` whatever happens: each row says where it was computed."""
+    import numpy as np
+
+    computed = list(text[:prompt])
+
+    def steps(tokens: list[int]) -> np.ndarray:
+        rows = []
+        for token in tokens:
+            computed.append(token)
+            rows.append([len(computed), sum(computed)])
+        return np.array(rows, np.float32)
+
+    def forget(count: int) -> None:
+        del computed[len(computed) - count :]
+
+    speculation = Speculation(steps, forget, text[:prompt])
+    for at in range(prompt, len(text)):
+        row = speculation.after(text[at], room=len(text) - at - 1)
+        assert row.tolist() == [at + 1, sum(text[: at + 1])]
+        assert len(computed) <= len(text)
+    speculation.settle()
+    assert computed == text
