@@ -1,0 +1,152 @@
+"""What is not computed twice: prefixes, branches, keystrokes, and drafts that were right.
+
+    python tests/bench/sessions.py [--infill-model FOLDER]
+
+Times to the first token as ratios to a cold start, blocks that branches hold, and tokens/s with and
+without drafts, turn and turn about; greedy text must be the same everywhere. The typing trace
+needs a model with infill tokens.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from pydoc_data import topics
+
+from edgellm.llm import LLM, load
+from edgellm.sources import DEFAULT_MODEL
+
+SYSTEM_TOKENS = 2950
+QUESTION = "What is a list?"
+KEYSTROKES = 40
+ROUNDS = 5
+COPY = (
+    "Fix the spelling and repeat the text.\n\nText: The quick brown fox jumps ovr the lazy dog. "
+    "Pack my box with five dozen liquor jugs. How vexingly quick daft zebras jump!\n\nFixed text:"
+)
+PLAIN = "The three laws of motion were described by"
+
+
+def system_prompt(llm: LLM) -> str:
+    tokenizer = llm.engine.tokenizer
+    return tokenizer.decode(tokenizer.encode(topics.topics["typesseq"])[:SYSTEM_TOKENS])
+
+
+def ask(llm: LLM, question: str = QUESTION) -> tuple[float, int, str]:
+    """Seconds to the first token of a new conversation, cached tokens, and the answer."""
+    chat = llm.chat(system=system_prompt(llm), temperature=0, max_tokens=24)
+    answer = chat.send(question)
+    chat.close()
+    return answer.stats.ttft_s, answer.stats.cached_tokens, answer.text
+
+
+def show_reuse(folder: Path) -> None:
+    options = {"ctx_size": 4096, "kv_cache_dir": folder}
+    llm = load(DEFAULT_MODEL, **options)
+    chat = llm.chat(system=system_prompt(llm), temperature=0, max_tokens=24)
+    cold = chat.send(QUESTION)
+    second = chat.send("And a tuple?")
+    session, restart = ask(llm), ask(load(DEFAULT_MODEL, **options))
+    code = (
+        "import sys; sys.path.insert(0, sys.argv[1]); import sessions;"
+        "from edgellm.llm import load;"
+        "llm = load(sessions.DEFAULT_MODEL, ctx_size=4096, kv_cache_dir=sys.argv[2]);"
+        "print(*sessions.ask(llm)[:2])"
+    )
+    here = str(Path(__file__).parent)
+    found = subprocess.run(
+        [sys.executable, "-c", code, here, str(folder)], capture_output=True, text=True, check=True
+    ).stdout.split()
+    same = session[2] == restart[2] == cold.text
+    print(
+        f"system prompt, {cold.stats.prompt_tokens} tokens in all; cold {cold.stats.ttft_s:.2f} s"
+    )
+    for name, ttft, cached in (
+        ("turn 2", second.stats.ttft_s, second.stats.cached_tokens),
+        ("second session", *session[:2]),
+        ("another process", float(found[0]), int(found[1])),
+    ):
+        ratio = ttft / cold.stats.ttft_s
+        print(f"  {name:16} {ttft * 1000:6.0f} ms  {ratio:6.1%} of cold, {cached} tokens cached")
+    size = sum(file.stat().st_size for file in folder.iterdir())
+    print(f"  on disk {size / 1e6:.1f} MB; answers are {'the same' if same else 'NOT THE SAME'}")
+
+
+def show_branches() -> None:
+    llm = load(DEFAULT_MODEL, ctx_size=4096)
+    cache = llm.engine.cache
+    session = llm.session()
+    session.append(llm.engine.tokenizer.encode(system_prompt(llm))[:2000])
+    options = llm.sampling(temperature=0, max_tokens=8, ignore_eos=True)
+    session.generate(options)
+    alone = cache.used_blocks
+    branches = [session.fork() for _ in range(8)]
+    for i, branch in enumerate(branches):
+        branch.append(f" Number {i}:")
+        branch.generate(options)
+    print(f"8 branches of 2,000 tokens hold {cache.used_blocks} blocks, one holds {alone}")
+
+
+def show_typing(model: Path) -> None:
+    llm = load(str(model), ctx_size=2048)
+    suffix = "\n    return total\n\n\n" + "def unused(a, b):\n    c = a + b\n    return c\n" * 20
+    typed = "    total = left + right\n    total = total * 2"[:KEYSTROKES]
+    for order in ("psm", "spm"):
+        for reuse in (False, True):
+            times, cached = [], []
+            for end in range(1, KEYSTROKES + 1):
+                if not reuse:
+                    llm = load(str(model), ctx_size=2048)
+                prefix = "def add(left, right):\n" + typed[:end]
+                found = llm.infill(prefix, suffix, order=order, max_tokens=8, single_line=True)
+                times.append(found.stats.ttft_s * 1000)
+                cached.append(found.stats.cached_tokens / found.stats.prompt_tokens)
+            low, high = statistics.median(times), sorted(times)[int(0.95 * len(times))]
+            print(
+                f"  {order}, {'with' if reuse else 'without'} reuse: first token after "
+                f"{low:.1f} ms (95 %: {high:.1f}), {statistics.median(cached):.0%} cached"
+            )
+
+
+def show_drafts() -> None:
+    llm = load(DEFAULT_MODEL, ctx_size=2048)
+    for name, prompt in (("copy", COPY), ("plain", PLAIN)):
+        rates: dict[bool, list[float]] = {True: [], False: []}
+        texts = set()
+        for _ in range(ROUNDS):
+            for drafts in rates:
+                found = llm.generate(
+                    prompt, temperature=0, max_tokens=96, ignore_eos=True, speculate=drafts
+                )
+                rates[drafts].append(found.stats.generation_tokens_per_second)
+                texts.add(found.text)
+                if drafts:
+                    accepted = found.stats.accepted_tokens, found.stats.drafted_tokens
+        fast, slow = (statistics.median(rates[drafts]) for drafts in (True, False))
+        print(
+            f"  {name}: {fast:.0f} tokens/s with drafts, {slow:.0f} without ({fast / slow:.2f}x); "
+            f"{accepted[0]} of {accepted[1]} were right; "
+            f"text {'the same' if len(texts) == 1 else 'NOT THE SAME'}"
+        )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--infill-model", type=Path)
+    arguments = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        show_reuse(Path(folder))
+    show_branches()
+    print("drafts")
+    show_drafts()
+    if arguments.infill_model is not None:
+        print(f"{KEYSTROKES} keystrokes before a suffix")
+        show_typing(arguments.infill_model)
+
+
+if __name__ == "__main__":
+    main()
