@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TypedDict
+from typing import Any, TypedDict, cast
 
 import click
 
@@ -106,35 +106,10 @@ def load_options(command: Command) -> Command:
         help="Size of that folder at most.",
     )  # fmt: skip
     @functools.wraps(command)
-    def wrapped(
-        *,
-        ctx_size: int | None,
-        threads: int | None,
-        kv_format: KVFormat,
-        prefill: str,
-        decode: str,
-        flavour: str | None,
-        schedule: Policy | None,
-        provider_option: tuple[str, ...],
-        allow_fallback: bool,
-        kv_cache_dir: Path | None,
-        kv_cache_bytes: int,
-        **rest: Any,
-    ) -> Any:
-        arguments = LoadArguments(
-            flavour=flavour,
-            decode=decode,
-            prefill=prefill,
-            kv_format=kv_format,
-            ctx_size=ctx_size,
-            threads=threads,
-            schedule=schedule,
-            provider_options=dict(map(_parse_option, provider_option)),
-            allow_fallback=allow_fallback,
-            kv_cache_dir=kv_cache_dir,
-            kv_cache_bytes=kv_cache_bytes,
-        )
-        return command(load_arguments=arguments, **rest)
+    def wrapped(*, provider_option: tuple[str, ...], **given: Any) -> Any:
+        given["provider_options"] = dict(map(_parse_option, provider_option))
+        values = {name: given.pop(name) for name in LoadArguments.__annotations__}
+        return command(load_arguments=cast(LoadArguments, values), **given)
 
     return wrapped
 
