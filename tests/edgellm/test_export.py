@@ -34,7 +34,7 @@ def test_manifest_says_what_is_there(bundle_path: Path) -> None:
     assert manifest["flavours"]["w8a8"]["chunk_sizes"] == [32, 128]
     assert manifest["flavours"]["int4"]["import_report"]["requantized_tensors"] == 14
     assert 0 < manifest["flavours"]["int4"]["import_report"]["mean_relative_error"] < 0.15
-    assert manifest["tokenizer"] == {"bos": "<s>", "add_bos": False, "eos": ["</s>"]}
+    assert manifest["tokenizer"] == {"bos": "<s>", "add_bos": False, "eos": ["</s>"], "fim": {}}
     assert manifest["versions"]["onnxruntime"]
     on_disk = {str(p.relative_to(bundle_path)) for p in bundle_path.rglob("*") if p.is_file()}
     assert set(manifest["files"]) == on_disk - {MANIFEST, ".checked.json"}
