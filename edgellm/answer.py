@@ -120,10 +120,6 @@ class Answer:
                 self._decode_s += time.perf_counter() - began
                 self._steps += 1
 
-    def close(self) -> None:
-        """Leave in the session what was sampled and nothing more."""
-        self._speculation.settle()
-
     def _room(self) -> int:
         """Tokens that may come after the last one."""
         in_context = self._engine.ctx_size - len(self._session.tokens)

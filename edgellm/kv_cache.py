@@ -102,7 +102,7 @@ class KVCache:
     def keep(self, sequence: Sequence) -> None:
         """Write a sequence's full blocks to disk, if blocks are kept there."""
         if self.disk is not None and len(sequence) >= BLOCK:
-            _ = sequence.blocks  # up to date on the host
+            sequence.use_host()
             names = self._index.names(sequence.tokens)
             self.disk.save(zip(names, sequence.table, strict=False))
 
@@ -116,7 +116,7 @@ class KVCache:
                 return
             sequence.truncate(index * BLOCK)
             with sequence.reserved(BLOCK):
-                _ = sequence.blocks  # what is written now is newer on the host
+                sequence.use_host()
                 if not disk.load(name, sequence.table[index]):
                     return
                 sequence.commit(tokens[index * BLOCK : (index + 1) * BLOCK])
@@ -145,9 +145,13 @@ class Sequence:
     @property
     def blocks(self) -> KVBlocks:
         """The blocks on the host, to attend to this sequence and to write behind it."""
+        self.use_host()
+        return self._cache.blocks
+
+    def use_host(self) -> None:
+        """Bring the sequence to the host, to attend to it and to write behind it there."""
         if self._cache.mirror is not None:
             self._cache.mirror.use("host", self.table, len(self))
-        return self._cache.blocks
 
     def use_device(self) -> None:
         """Bring the sequence to the device, to attend to it and to write behind it there."""

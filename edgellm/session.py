@@ -159,8 +159,8 @@ class Session:
                 last = piece.finish_reason is not None
                 yield replace(piece, stats=answer.stats()) if last else piece
         finally:
-            answer.close()
             self.stats = answer.stats()
+            self._set(self._tokens)  # what was computed of a draft and not sampled goes
             with self._engine.lock:
                 self._engine.cache.keep(self._sequence)
 

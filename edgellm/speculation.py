@@ -58,7 +58,7 @@ class Speculation:
             self._hits += 1
             self.accepted += 1
             return self._ahead.popleft()[1]
-        self.settle()
+        self._settle()
         draft = self._draft(room)
         start = time.perf_counter()
         try:
@@ -77,7 +77,7 @@ class Speculation:
         first: Floats = rows[0]
         return first
 
-    def settle(self) -> None:
+    def _settle(self) -> None:
         """Take back what was computed of a draft and did not come true."""
         if self._ahead:
             self._forget(len(self._ahead))
