@@ -34,27 +34,32 @@ inline void join(float* into, const float* part, int head_dim) {
     for (int d = 2; d < head_dim + 2; ++d) into[d] = into[d] * a + part[d] * b;
 }
 
-// One row's softmax over keys low .. high of a block: scores become weights. Gives the factor by which
-// what came before shrinks.
-template <typename Rows, bool AHEAD>
-inline float soften(float* scores, int low, int high, int width, float& maximum, float& total,
-                    Rows& rows) {
-    for (int j = 0; j < low; ++j) scores[j] = -INFINITY;
-    for (int j = high; j < width; ++j) scores[j] = -INFINITY;
-    Vec most = splat(maximum);
-    for (int j = 0; j < width; j += LANES) most = larger(load(scores + j), most);
-    const float top = max_of(most);
-    const float shrink = maximum == -INFINITY ? 0.0f : exp_negative(splat(maximum - top))[0];
-    Vec sum = {};
-    for (int j = 0; j < width; j += LANES) {
-        if (AHEAD) rows.fetch_ahead(4);
-        const Vec weight = exp_negative(load(scores + j) - splat(top));
-        sum += weight;
-        store(scores + j, weight);
-    }
-    total = total * shrink + sum_of(sum);
-    maximum = top;
-    return shrink;
+// The softmax of R rows over a block, the rows beside each other: scores [R, BLOCK] become weights, and
+// `shrink` the factors by which what came before shrinks.
+template <int R>
+inline void soften(float* scores, int width, float* maximum, float* total, float* shrink) {
+    Vec most[R], sum[R];
+    unrolled<R>([&](int r) {
+        most[r] = splat(maximum[r]);
+        sum[r] = Vec{};
+    });
+    for (int j = 0; j < width; j += LANES)
+        unrolled<R>([&](int r) { most[r] = larger(load(scores + r * edgellm::BLOCK + j), most[r]); });
+    unrolled<R>([&](int r) {
+        const float before = maximum[r], top = max_of(most[r]);
+        shrink[r] = 1;
+        if (top > before) shrink[r] = before == -INFINITY ? 0 : exp_negative(splat(before - top))[0];
+        maximum[r] = top;
+        most[r] = splat(top == -INFINITY ? 0 : top);  // a row without keys: all weights are 0
+    });
+    for (int j = 0; j < width; j += LANES)
+        unrolled<R>([&](int r) {
+            float* at = scores + r * edgellm::BLOCK + j;
+            const Vec weight = exp_negative(load(at) - most[r]);
+            sum[r] += weight;
+            store(at, weight);
+        });
+    unrolled<R>([&](int r) { total[r] = total[r] * shrink[r] + sum_of(sum[r]); });
 }
 
 inline int padded(int head_dim) { return (head_dim + LANES - 1) / LANES * LANES; }
@@ -157,20 +162,18 @@ private:
         if (count <= 0) return;
         const int width = (count + LANES - 1) / LANES * LANES;
         rows_.template score<R, AHEAD>(r, width, scores_);
+        for (int i = 0; i < R; ++i) mask(r + i, base, width, scores_ + i * edgellm::BLOCK);
         TileState state{scores_, values_ + size_t(r) * step_, {}};
-        for (int i = 0; i < R; ++i) {
-            const int end = position(r + i) + 1;
-            const int high = std::min(count, end - base);
-            const int low = queries_.window > 0 ? std::max(0, end - queries_.window - base) : 0;
-            float* scores = scores_ + i * edgellm::BLOCK;
-            if (high <= low) {
-                std::memset(scores, 0, sizeof(float) * width);
-                state.shrink[i] = 1;
-            } else {
-                state.shrink[i] = soften<Rows, AHEAD>(scores, low, high, width, maximum_[r + i], total_[r + i], rows_);
-            }
-        }
+        soften<R>(scores_, width, maximum_ + r, total_ + r, state.shrink);
         rows_.template add<R, AHEAD>(state, count, width);
+    }
+
+    // Takes away the keys that row `r` does not see.
+    void mask(int r, int base, int width, float* scores) const {
+        const int end = position(r) + 1 - base;
+        const int first = queries_.window > 0 ? std::min(width, end - queries_.window) : 0;
+        for (int j = 0; j < first; ++j) scores[j] = -INFINITY;
+        for (int j = std::max(0, end); j < width; ++j) scores[j] = -INFINITY;
     }
 
     const edgellm::KV& kv_;

@@ -18,8 +18,6 @@ public:
         queries_ = values_ + size_t(edgellm::BLOCK) * padded(head_dim_);
     }
 
-    void fetch_ahead(int) {}
-
     void set_query(int r, const float* q, float norm) {
         for (int d = 0; d < head_dim_; ++d) queries_[size_t(r) * head_dim_ + d] = q[d] * norm;
     }

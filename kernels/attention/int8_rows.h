@@ -1,21 +1,8 @@
 // Query rows against int8 and int4 blocks (see cpu.h); included once for each instruction set.
 
-// Fetches the next block while this one is computed, a few cache lines at a time: more at once than
-// the processor keeps track of would make it wait.
-class Ahead {
-public:
-    Ahead() = default;
-    Ahead(const int8_t* k, const int8_t* v, int lines) : k_(k), v_(v), lines_(lines) {}
-
-    void fetch(int lines) {
-        for (; lines > 0 && done_ < 2 * lines_; --lines, ++done_)
-            __builtin_prefetch(done_ < lines_ ? k_ + 64 * done_ : v_ + 64 * (done_ - lines_));
-    }
-
-private:
-    const int8_t *k_ = nullptr, *v_ = nullptr;
-    int lines_ = 0, done_ = 0;
-};
+// Brings a cache line into the second-level cache. While a block is computed the next one is fetched, a
+// line with each that is read.
+inline void fetch(const void* line) { __builtin_prefetch(line, 0, 2); }
 
 class Int8Rows {
 public:
@@ -33,8 +20,6 @@ public:
         fine_ = codes_ + edgellm::ROWS_PER_TASK * size_t(head_dim_);
     }
 
-    void fetch_ahead(int lines) { ahead_.fetch(lines); }
-
     void set_query(int r, const float* q, float norm) {
         const size_t at = size_t(r) * head_dim_;
         const RowScale found = quantize_row(q, head_dim_, codes_ + at);
@@ -49,48 +34,52 @@ public:
         v_ = static_cast<const int8_t*>(kv_.v) + first_row * head_dim_;
         k_scale_ = kv_.k_scale + first_row;
         v_scale_ = kv_.v_scale + first_row;
-        ahead_ = Ahead(static_cast<const int8_t*>(kv_.k) + next_row * head_dim_,
-                       static_cast<const int8_t*>(kv_.v) + next_row * head_dim_, 2 * head_dim_);
+        to_next_ = (ptrdiff_t(next_row) - ptrdiff_t(first_row)) * head_dim_;
     }
 
     template <int R, bool AHEAD>
     void score(int first, int width, float* scores) {
+        const int8_t *codes = codes_ + size_t(first) * head_dim_, *fine = fine_ + size_t(first) * head_dim_;
+        const size_t head_dim = head_dim_;
+        const int8_t* ahead = k_ + to_next_;
         for (int j = 0; j < width; j += COLUMNS * LANES) {
             IVec sum[R][COLUMNS], rest[R][COLUMNS];
-            for (int r = 0; r < R; ++r)
-                for (int c = 0; c < COLUMNS; ++c) {
+            unrolled<R>([&](int r) {
+                unrolled<COLUMNS>([&](int c) {
                     sum[r][c] = splat_int(start_[first + r]);
                     rest[r][c] = splat_int(fine_start_[first + r]);
-                }
-            for (int d = 0; d < head_dim_; d += 4) {
+                });
+            });
+            const int8_t* keys = k_ + kv_.key_place(j, 0);
+            for (size_t d = 0; d < head_dim; d += 4, keys += 4 * edgellm::KEYS, ahead += 4 * LANES * COLUMNS) {
                 Bytes key[COLUMNS];
-                if (AHEAD) ahead_.fetch(1);
-                for (int c = 0; c < COLUMNS; ++c)
-                    key[c] = operand(load_bytes(k_ + kv_.key_place(j + c * LANES, d)));
-                for (int r = 0; r < R; ++r) {
-                    const size_t at = size_t(first + r) * head_dim_ + d;
-                    const Bytes x = splat_quad(codes_ + at), y = splat_quad(fine_ + at);
-                    for (int c = 0; c < COLUMNS; ++c) {
+                unrolled<COLUMNS>([&](int c) {
+                    if (AHEAD) fetch(ahead + 4 * LANES * c);
+                    key[c] = operand(load_bytes(keys + c * LANES * head_dim));
+                });
+                unrolled<R>([&](int r) {
+                    const Bytes x = splat_quad(codes + r * head_dim + d), y = splat_quad(fine + r * head_dim + d);
+                    unrolled<COLUMNS>([&](int c) {
                         sum[r][c] = dot_signed(sum[r][c], key[c], x);
                         rest[r][c] = dot_signed(rest[r][c], key[c], y);
-                    }
-                }
+                    });
+                });
             }
-            for (int r = 0; r < R; ++r)
-                for (int c = 0; c < COLUMNS; ++c) {
+            unrolled<R>([&](int r) {
+                unrolled<COLUMNS>([&](int c) {
                     const int at = j + c * LANES;
                     const Vec whole = to_float(sum[r][c] * FINE_STEPS + rest[r][c]);
                     store(scores + r * edgellm::BLOCK + at,
                           whole * (load(k_scale_ + at) * splat(scale_[first + r])));
-                }
+                });
+            });
         }
     }
 
     template <int R, bool AHEAD>
     void add(TileState& tile, int count, int width) {
         float w_scale[R];
-        for (int r = 0; r < R; ++r)
-            w_scale[r] = split_weights<AHEAD>(tile.scores + r * edgellm::BLOCK, r * edgellm::BLOCK, width);
+        split_weights<R>(tile.scores, width, w_scale);
         const int quads = (count + 3) / 4, step = padded(head_dim_);
         constexpr int WIDE = LANES == 16 && R < 4 ? 4 : 2;  // as many as there are registers for
         int d = 0;
@@ -102,67 +91,77 @@ public:
     }
 
 private:
-    // Weights times v_scale, as two terms of 7 bits; gives what the lower one counts.
-    template <bool AHEAD>
-    float split_weights(float* weights, int at, int width) {
-        Vec most = {}, broken = {};
+    // Weights times v_scale, as two terms of 7 bits; `w_scale` is what the lower one counts.
+    template <int R>
+    void split_weights(float* weights, int width, float* w_scale) {
+        int8_t *high = high_, *low = low_;
+        Vec most[R], broken[R];
+        unrolled<R>([&](int r) { most[r] = broken[r] = Vec{}; });
         for (int j = 0; j < width; j += LANES) {
-            if (AHEAD) ahead_.fetch(2);
-            const Vec p = load(weights + j);
-            const Vec w = p > Vec{} ? p * load(v_scale_ + j) : Vec{};  // no row: no scale either
-            most = larger(w, most);
-            broken += w * splat(0.0f);
-            store(weights + j, w);
+            const Vec scale = load(v_scale_ + j);
+            unrolled<R>([&](int r) {
+                float* at = weights + r * edgellm::BLOCK + j;
+                const Vec p = load(at);
+                const Vec w = p > Vec{} ? p * scale : Vec{};  // no row: no scale either
+                most[r] = larger(w, most[r]);
+                broken[r] += w * splat(0.0f);
+                store(at, w);
+            });
         }
-        const float top = max_of(most);
-        const float inverse = top > 0 ? 16383.0f / top : 0.0f;
-        for (int j = 0; j < width; j += LANES) {
-            const Vec scaled = load(weights + j) * splat(inverse) + splat(0.5f);
-            const IVec code = __builtin_convertvector(scaled, IVec) & 16383;
-            store_narrow(high_ + at + j, code >> 7);
-            store_narrow(low_ + at + j, code & 127);
-        }
-        return top * (1.0f / 16383) + sum_of(broken);
+        float inverse[R];
+        unrolled<R>([&](int r) {
+            const float top = max_of(most[r]);
+            inverse[r] = top > 0 ? 16383.0f / top : 0.0f;
+            w_scale[r] = top * (1.0f / 16383) + sum_of(broken[r]);
+        });
+        for (int j = 0; j < width; j += LANES)
+            unrolled<R>([&](int r) {
+                const int at = r * edgellm::BLOCK + j;
+                const Vec scaled = load(weights + at) * splat(inverse[r]) + splat(0.5f);
+                const IVec code = __builtin_convertvector(scaled, IVec) & 16383;
+                store_narrow(high + at, code >> 7);
+                store_narrow(low + at, code & 127);
+            });
     }
 
     template <int R, int C, bool PART, bool AHEAD>
     void add_columns(TileState& tile, int d, int quads, int step, const float* w_scale) {
         IVec high[R][C] = {}, low[R][C] = {};
-        for (int quad = 0; quad < quads; ++quad) {
+        const int8_t *from = v_ + 4 * d, *high_codes = high_, *low_codes = low_;
+        for (int quad = 0; quad < quads; ++quad, from += 4 * head_dim_, high_codes += 4, low_codes += 4) {
             Bytes value[C];
-            if (AHEAD) ahead_.fetch(2);
-            for (int c = 0; c < C; ++c) {
-                const size_t at = (size_t(quad) * head_dim_ + d + c * LANES) * 4;
-                const int8_t* from = v_ + at;
+            unrolled<C>([&](int c) {
+                if (AHEAD) fetch(from + 4 * c * LANES + to_next_);
                 if (PART) {
                     value[c] = Bytes{};
                     std::memcpy(&value[c], from, 4 * (head_dim_ - d));
                 } else {
-                    value[c] = load_bytes(from);
+                    value[c] = load_bytes(from + 4 * c * LANES);
                 }
-            }
-            for (int r = 0; r < R; ++r) {
-                const Bytes x = splat_quad(high_ + r * edgellm::BLOCK + 4 * quad);
-                const Bytes y = splat_quad(low_ + r * edgellm::BLOCK + 4 * quad);
-                for (int c = 0; c < C; ++c) {
+            });
+            unrolled<R>([&](int r) {
+                const Bytes x = splat_quad(high_codes + r * edgellm::BLOCK);
+                const Bytes y = splat_quad(low_codes + r * edgellm::BLOCK);
+                unrolled<C>([&](int c) {
                     high[r][c] = dot(high[r][c], x, value[c]);
                     low[r][c] = dot(low[r][c], y, value[c]);
-                }
-            }
+                });
+            });
         }
-        for (int r = 0; r < R; ++r)
-            for (int c = 0; c < C; ++c) {
+        unrolled<R>([&](int r) {
+            unrolled<C>([&](int c) {
                 float* out = tile.values + size_t(r) * step + d + c * LANES;
                 const Vec sum = to_float((high[r][c] << 7) + low[r][c]);
                 store(out, load(out) * splat(tile.shrink[r]) + sum * splat(w_scale[r]));
-            }
+            });
+        });
     }
 
 protected:
     const edgellm::KV& kv_;
     const int head_dim_;
     const int8_t *k_ = nullptr, *v_ = nullptr;
-    Ahead ahead_;
+    ptrdiff_t to_next_ = 0;  // bytes from a block's keys to the next block's, and as many for the values
     const float *k_scale_ = nullptr, *v_scale_ = nullptr;
 
 private:
@@ -195,16 +194,19 @@ public:
         const uint8_t* k = static_cast<const uint8_t*>(kv_.k) + first_row * head_dim_ / 2;
         const uint8_t* v = static_cast<const uint8_t*>(kv_.v) + first_row * head_dim_ / 2;
         const int panel = edgellm::KEYS * head_dim_, quad = 4 * head_dim_;
-        for (int j = 0; j < count; j += edgellm::KEYS, k += panel / 2)
+        const ptrdiff_t to_next = (ptrdiff_t(next_row) - ptrdiff_t(first_row)) * head_dim_ / 2;
+        for (int j = 0; j < count; j += edgellm::KEYS, k += panel / 2) {
+            for (int i = 0; i < panel / 2; i += 64) fetch(k + to_next + i);
             unpack_codes4(k, panel / 2, keys_ + size_t(j) * head_dim_);
-        for (int j = 0; j < count; j += 4, v += quad / 2)
+        }
+        for (int j = 0; j < count; j += 4, v += quad / 2) {
+            for (int i = 0; i < quad / 2; i += 64) fetch(v + to_next + i);
             unpack_codes4(v, quad / 2, values_ + size_t(j) * head_dim_);
+        }
         k_ = keys_;
         v_ = values_;
         k_scale_ = kv_.k_scale + first_row;
         v_scale_ = kv_.v_scale + first_row;
-        ahead_ = Ahead(static_cast<const int8_t*>(kv_.k) + next_row * head_dim_ / 2,
-                       static_cast<const int8_t*>(kv_.v) + next_row * head_dim_ / 2, head_dim_);
     }
 
 private:

@@ -5,6 +5,7 @@
 #include <cstring>
 #include <thread>
 #include <type_traits>
+#include <utility>
 
 #include "../step/call.h"
 #include "threads.h"

@@ -25,6 +25,17 @@ inline Bytes splat_quad(const int8_t* p) {
     return (Bytes)splat_int(quad);
 }
 
+// body(0), body(1) .. body(N - 1), written out by the compiler's front end, so that arrays indexed by it
+// are registers: GCC may unroll a loop too late for that, and store its accumulators at every step.
+template <int... I, typename Body>
+inline __attribute__((always_inline)) void unrolled(std::integer_sequence<int, I...>, const Body& body) {
+    (body(I), ...);
+}
+template <int N, typename Body>
+inline __attribute__((always_inline)) void unrolled(const Body& body) {
+    unrolled(std::make_integer_sequence<int, N>{}, body);
+}
+
 // Lanes in another order: SHUFFLE(v, SWAP4) exchanges runs of four.
 #if defined(__clang__) || __GNUC__ >= 12
 #define SHUFFLE(v, ...) __builtin_shufflevector(v, v, __VA_ARGS__)
