@@ -3,6 +3,7 @@
 
 #include <atomic>
 #include <cstddef>
+#include <cstdint>
 #include <functional>
 
 namespace edgellm {
@@ -23,6 +24,12 @@ struct alignas(64) Phase {
 // Lets the calling thread rest a moment while it waits for others; `turn` counts its waits.
 void relax(int turn);
 
+// What a member may bring into its cache while it waits: the memory of the next phase's items.
+struct Ahead {
+    const uint8_t* data = nullptr;
+    size_t item = 0, items = 0;  // bytes of one, and how many
+};
+
 // A thread's way through the phases of one job. All members go through the same phases in the same
 // order, so the job reads like a program for one thread. Nobody waits for a member that has nothing in
 // hand: one that comes late finds the phases done and catches up.
@@ -32,12 +39,23 @@ public:
 
     // Run item(0) .. item(count - 1), shared out among the members; returns when all are done.
     template <typename Item>
-    void each(int count, const Item& item) {
+    void each(int count, const Item& item, const Ahead& ahead = {}) {
         Phase& phase = *phase_++;
-        int mine = 0;
-        for (int i; (i = phase.next.fetch_add(1, std::memory_order_relaxed)) < count; ++mine) item(i);
+        int mine = 0, i;
+        for (; (i = phase.next.fetch_add(1, std::memory_order_relaxed)) < count; ++mine) item(i);
         if (mine > 0) phase.done.fetch_add(mine, std::memory_order_release);
-        for (int turn = 0; phase.done.load(std::memory_order_acquire) < count; ++turn) relax(turn);
+        // Whoever ends the phase will have the next one's first item, and those who wait one each.
+        const size_t next = size_t(i - count) + 1;
+        size_t at = next * ahead.item;
+        const size_t end = next < ahead.items ? at + ahead.item : at;
+        for (int turn = 0; phase.done.load(std::memory_order_acquire) < count;) {
+            if (at < end) {
+                __builtin_prefetch(ahead.data + at, 0, 2);
+                at += 64;
+            } else {
+                relax(turn++);
+            }
+        }
     }
 
 private:

@@ -68,7 +68,9 @@ public:
         for (int l = 0; l < model_.layer_count; ++l) {
             if (must_stop()) return;
             const edgellm::Layer& layer = model_.layers[l];
-            crew.each(rows_, [&](int r) { normalize(layer.attention_norm, r, layer.qkv.any_fine()); });
+            crew.each(
+                rows_, [&](int r) { normalize(layer.attention_norm, r, layer.qkv.any_fine()); },
+                weights(layer.qkv));
             multiply(crew, layer.qkv, b_.x, b_.qkv, layer.qkv.outputs, false);
             crew.each(rows_, [&](int r) {
                 float* qkv = b_.qkv + size_t(r) * layer.qkv.outputs;
@@ -78,13 +80,13 @@ public:
                              b_.q + size_t(r) * width_);
             });
             attention(crew, l);
-            crew.each(rows_, [&](int r) { join_splits(r); });
+            crew.each(rows_, [&](int r) { join_splits(r); }, weights(layer.o));
             multiply(crew, layer.o, b_.attended, b_.residual, model_.hidden, true);
-            crew.each(rows_, [&](int r) { normalize(layer.mlp_norm, r, false); });
+            crew.each(rows_, [&](int r) { normalize(layer.mlp_norm, r, false); }, weights(layer.gate));
             activate(crew, layer);
             multiply(crew, layer.down, b_.activated, b_.residual, model_.hidden, true);
         }
-        crew.each(rows_, [&](int r) { finish(r); });
+        crew.each(rows_, [&](int r) { finish(r); }, weights(model_.head));
         const int skipped = rows_ - call_.logit_rows;
         if (call_.logit_rows > 0)
             multiply(crew, model_.head, b_.x.from(skipped), call_.logits,
@@ -97,6 +99,12 @@ private:
         const bool asks = call_.should_stop != nullptr && std::this_thread::get_id() == caller_;
         if (asks && !stop_ && call_.should_stop()) stop_ = true;
         return stop_;
+    }
+
+    // A layer's panels, in the items that `multiply` makes of them.
+    edgellm::Ahead weights(const edgellm::Linear& linear) const {
+        const int run = panels_at_once(linear, rows_, call_.threads);
+        return {linear.panels, run * linear.panel_bytes(), size_t(linear.count() / run)};
     }
 
     void multiply(edgellm::Member& crew, const edgellm::Linear& linear, const edgellm::Rows& x, float* y,
