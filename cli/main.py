@@ -21,6 +21,7 @@ COMMANDS = {
     "ls": ("edgellm.cli.models", "List exported models."),
     "show": ("edgellm.cli.models", "Show what a model is and what it needs."),
     "rm": ("edgellm.cli.models", "Delete an exported model and its download."),
+    "cache": ("edgellm.cli.cache", "Keep system prompts and documents, computed."),
     "bench": ("edgellm.cli.bench", "Measure prefill and decode speed."),
     "perplexity": ("edgellm.cli.perplexity", "Measure the perplexity of a text."),
     "plan": ("edgellm.cli.plan", "Explain how a prompt is prefilled, and what limits it."),

@@ -13,6 +13,7 @@ from edgellm.errors import OptionError
 from edgellm.kernels.kv_blocks import KV_FORMATS, KVFormat
 from edgellm.llm import SamplingArguments
 from edgellm.options import DECODE_BACKENDS, PREFILL_FLAVOURS
+from edgellm.sampling import CONTEXT_POLICIES
 from edgellm.schedule import POLICIES, Policy
 from edgellm.sources import DEFAULT_MODEL
 
@@ -122,6 +123,11 @@ def sampling_options(command: Command) -> Command:
         "-n", "--predict", "--max-tokens", "max_tokens", type=int,
         help="Tokens to generate at most; -1 goes on to the end of the context.  [default: -1]",
     )  # fmt: skip
+    @click.option(
+        "--context-policy", type=click.Choice(CONTEXT_POLICIES),
+        help="In a full context: end, or shift: forget the older half and go on.  [default: error]",
+    )  # fmt: skip
+    @click.option("--keep", type=int, help="First tokens that shift never forgets.  [default: 4]")
     @click.option("--temp", "--temperature", "temperature", type=float, help="0 is greedy.")
     @click.option("--top-k", type=int, help="Keep the k most likely tokens; 0 keeps all.")
     @click.option("--top-p", type=float, help="Keep the tokens that make up this probability.")

@@ -117,7 +117,7 @@ class _Repl:
                 pieces = self._chat.regenerate(cancel=cancel, progress=progress)
             else:
                 pieces = self._chat.stream(text, cancel=cancel, progress=progress)
-            write(pieces)
+            write(pieces, live=self._show_stats)
         if self._show_stats and self._chat.stats is not None:
             click.echo(stats_line(self._chat.stats), err=True)
 

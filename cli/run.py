@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+import time
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -11,12 +12,14 @@ import click
 
 from edgellm.answer import LogitFilter
 from edgellm.cli.interrupt import cancel_on_interrupt
+from edgellm.cli.live_line import LiveLine
 from edgellm.cli.options import LoadArguments, load_options, model_argument, sampling_options
 from edgellm.cli.progress import count_progress, export_progress
 from edgellm.cli.text import read_text
 from edgellm.errors import OptionError
 from edgellm.fim import Gap, Order
 from edgellm.llm import LLM, SamplingArguments, load
+from edgellm.named_prefix import open_prefix
 from edgellm.results import Piece, Stats
 from edgellm.trace import write_trace
 
@@ -34,6 +37,9 @@ _INTERRUPTED = 130
     "-f", "--file", type=click.Path(path_type=Path, allow_dash=True), help="Read the prompt there."
 )
 @click.option("-sys", "--system-prompt", "system", help="What the model is told first.")
+@click.option(
+    "--cache", metavar="PREFIX", help="Begin with a text that `edgellm cache add` has kept."
+)
 @click.option("-e", "--escape", is_flag=True, help=r"Process \n, \t, \\ in the prompt.")
 @click.option("--prefix", "--in-prefix", "prefix", help="Fill a gap behind this text; see infill.")
 @click.option("--suffix", "--in-suffix", "suffix", help="Fill a gap before this text.")
@@ -57,6 +63,7 @@ def run(
     load_arguments: LoadArguments,
     sampling: SamplingArguments,
     system: str | None,
+    cache: str | None,
     escape: bool,
     prefix: str | None,
     suffix: str | None,
@@ -84,6 +91,8 @@ def run(
         raise OptionError("the prompt is empty; give a text with -p, -f or a pipe")
     with export_progress() as exporting:
         llm = load(name, **load_arguments, export_progress=exporting)
+    if cache is not None:
+        system, text, raw = _begin_with(llm, cache, system, text, raw)
     if raw and system is not None:
         raise OptionError("--raw has no place for a system prompt; put it into the prompt")
     if text is None:
@@ -109,6 +118,21 @@ def _prompt_text(prompt: str | None, option: str | None, file: Path | None) -> s
     if not parts and not sys.stdin.isatty():
         parts.append(_without_line_end(read_text(Path(_STDIN))))
     return "\n\n".join(parts) if parts else None
+
+
+def _begin_with(
+    llm: LLM, cache: str, system: str | None, text: str | None, raw: bool
+) -> tuple[str | None, str | None, bool]:
+    """System prompt, prompt and --raw with a kept prefix, whose KV cache is there afterwards."""
+    prefix, session = open_prefix(llm.engine, cache)
+    session.close()
+    if prefix.kind == "text":
+        if text is None:
+            raise OptionError(f"--cache {cache}: a text to continue, so give a prompt")
+        return system, prefix.text + text, True
+    if raw or system is not None:
+        raise OptionError(f"--cache {cache} is a system prompt; leave out --raw and -sys")
+    return prefix.text, text, False
 
 
 def _without_line_end(text: str) -> str:
@@ -145,7 +169,7 @@ def _answer(
                 progress=progress,
                 logit_filter=logit_filter,
             )
-            shown, found = write(pieces, quiet=as_json)
+            shown, found = write(pieces, quiet=as_json, live=show_stats)
         else:
             conversation = llm.chat(system=system, **sampling)
             shown, found = write(
@@ -153,6 +177,7 @@ def _answer(
                     text, cancel=cancel, progress=progress, logit_filter=logit_filter
                 ),
                 quiet=as_json,
+                live=show_stats,
             )
         interrupted = cancel.is_set()
     if trace is not None:
@@ -207,16 +232,26 @@ def _report(text: str, stats: Stats, *, show_stats: bool, as_json: bool) -> None
 
 
 def write(
-    pieces: Iterable[Piece], *, quiet: bool = False, end_line: bool = True
+    pieces: Iterable[Piece], *, quiet: bool = False, end_line: bool = True, live: bool = False
 ) -> tuple[str, Stats]:
-    """Stream pieces to stdout, end the line, and give the whole text and its statistics."""
+    """Stream pieces to stdout, end the line, and give the whole text and its statistics.
+
+    Args:
+        live: show the speed in the last line of a terminal meanwhile.
+    """
     shown, stats = [], None
-    for piece in pieces:
-        shown.append(piece.text)
-        stats = piece.stats
-        if piece.text and not quiet:
-            sys.stdout.write(piece.text)
-            sys.stdout.flush()
+    with LiveLine(enabled=live and not quiet) as line:
+        start = time.monotonic()
+        for count, piece in enumerate(pieces):
+            shown.append(piece.text)
+            stats = piece.stats
+            if piece.text and not quiet:
+                sys.stdout.write(piece.text)
+                sys.stdout.flush()
+            if count == 0:
+                start = time.monotonic()  # the first token came with the prompt
+            else:
+                line.show(f"{count + 1} tokens, {count / (time.monotonic() - start):.1f} tokens/s")
     text = "".join(shown)
     if not quiet and end_line and not text.endswith("\n"):
         sys.stdout.write("\n")
@@ -228,12 +263,13 @@ def write(
 def stats_line(stats: Stats) -> str:
     """One line of timings."""
     where = ", ".join(f"{n} on {name}" for name, n in stats.prefill.items())
+    dropped = f" | forgotten: {stats.dropped_tokens} tokens" if stats.dropped_tokens else ""
     return (
         f"[ prompt: {stats.prompt_tokens} tokens ({stats.cached_tokens} cached, {where} "
         f"{stats.prefill_flavour}), {stats.prompt_tokens_per_second:.1f} t/s | "
         f"first token: {stats.ttft_s * 1000:.0f} ms | "
         f"generation: {stats.generation_tokens} tokens, "
-        f"{stats.generation_tokens_per_second:.1f} t/s | "
+        f"{stats.generation_tokens_per_second:.1f} t/s{dropped} | "
         f"peak memory: {stats.peak_memory_bytes / 1e6:.0f} MB | seed: {stats.seed} ]"
     )
 

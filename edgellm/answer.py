@@ -57,6 +57,9 @@ class Decoding(Protocol):
     def extend(self, token: int) -> None:
         """Count a token that was sampled."""
 
+    def make_room(self, keep: int) -> int:
+        """Forget tokens behind the first `keep`; gives how many."""
+
 
 class Answer:
     """The state of one `Session.stream` call."""
@@ -73,7 +76,7 @@ class Answer:
         self._prompt_tokens = len(session.tokens)
         self._cached = self._computed = 0
         self._prefill_s = self._decode_s = self._ttft_s = 0.0
-        self._steps = 0
+        self._steps = self._dropped = 0
         self._sampled: list[int] = []
         drafts = options.speculate and engine.decoder.exact_rows
         self._speculation = Speculation(
@@ -89,6 +92,7 @@ class Answer:
         logit_filter: LogitFilter | None,
     ) -> Iterator[Piece]:
         cancel = _Limit(cancel, self._start, self._options.time_limit_ms)
+        self._make_room()
         self._cached = self._session.find_prefix()
         began = time.perf_counter()
         try:
@@ -116,9 +120,16 @@ class Answer:
                 return
             if self._limit(None) is None:
                 began = time.perf_counter()
+                self._make_room()
                 logits = self._speculation.after(self._sampled[-1], room=self._room())
                 self._decode_s += time.perf_counter() - began
                 self._steps += 1
+
+    def _make_room(self) -> None:
+        """Go on in a full context, if that was asked for."""
+        full = len(self._session.tokens) > self._engine.ctx_size
+        if full and self._options.context_policy == "shift":
+            self._dropped += self._session.make_room(self._options.keep)
 
     def _room(self) -> int:
         """Tokens that may come after the last one."""
@@ -134,6 +145,7 @@ class Answer:
             return cancel.reason
         limit = self._options.max_tokens
         full = len(self._session.tokens) > self._engine.ctx_size
+        full = full and self._options.context_policy == "error"
         return "length" if full or len(self._sampled) == limit else None
 
     def _sample(self, logits: NDArray[np.float32], logit_filter: LogitFilter | None) -> Piece:
@@ -172,6 +184,7 @@ class Answer:
             seed=self._options.seed or 0,
             drafted_tokens=self._speculation.drafted,
             accepted_tokens=self._speculation.accepted,
+            dropped_tokens=self._dropped,
             tasks=tuple(self._tasks),
         )
 

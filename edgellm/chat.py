@@ -1,9 +1,14 @@
-"""A conversation over one session."""
+"""A conversation over one session.
+
+With the context policy `shift` whole turns are forgotten, the oldest first and the system prompt
+never: when less than a quarter of the context is left, until half of it is.
+"""
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 
 from edgellm.answer import LogitFilter
 from edgellm.engine import Engine
@@ -29,6 +34,8 @@ class Chat:
         self._engine = engine
         self._session = Session(engine)
         self._completion: Completion | None = None
+        self._forgotten = 0  # messages behind the system prompt that the model sees no more
+        self._dropped = 0  # tokens of them, with the last answer
         self.options = options
         self.messages: list[Message] = []
         if system is not None:
@@ -37,7 +44,8 @@ class Chat:
     @property
     def stats(self) -> Stats | None:
         """Of the last answer."""
-        return self._session.stats
+        stats = self._session.stats
+        return None if stats is None else self._counted(stats)
 
     @property
     def tokens(self) -> tuple[int, ...]:
@@ -104,23 +112,49 @@ class Chat:
         progress: Progress | None,
         logit_filter: LogitFilter | None,
     ) -> Iterator[Piece]:
-        engine = self._engine
-        prompt = encode_conversation(self.messages, engine.template, engine.tokenizer)
-        self._session.replace(prompt)
+        self._session.replace(self._prompt())
         pieces: list[Piece] = []
         try:
             for piece in self._session.stream(
                 self.options, cancel=cancel, progress=progress, logit_filter=logit_filter
             ):
+                if piece.stats is not None:
+                    piece = replace(piece, stats=self._counted(piece.stats))
                 pieces.append(piece)
                 yield piece
         finally:
             self._keep(pieces)
 
+    def _prompt(self) -> list[int]:
+        """What the model sees of the conversation."""
+        engine = self._engine
+        first = int(self.messages[0].role == "system")
+        turns = [i for i, m in enumerate(self.messages) if m.role == "user" and i > first]
+
+        def tokens() -> list[int]:
+            shown = self.messages[:first] + self.messages[first + self._forgotten :]
+            return encode_conversation(shown, engine.template, engine.tokenizer)
+
+        seen = self.messages[first + self._forgotten :]
+        if self.options.context_policy == "error" or not seen or seen[0].role != "user":
+            self._forgotten = 0  # it may have become another conversation
+        found = tokens()
+        whole = len(found)
+        if self.options.context_policy == "shift" and whole > engine.ctx_size * 3 // 4:
+            for turn in turns:
+                if turn > first + self._forgotten and len(found) > engine.ctx_size // 2:
+                    self._forgotten = turn - first
+                    found = tokens()
+        self._dropped = whole - len(found)
+        return found
+
+    def _counted(self, stats: Stats) -> Stats:
+        return replace(stats, dropped_tokens=stats.dropped_tokens + self._dropped)
+
     def _keep(self, pieces: list[Piece]) -> None:
         """Put the answer into the conversation, its end token and anything after it left out."""
         sampled = tuple(p.token for p in pieces if p.token is not None)
-        stats = self._session.stats
+        stats = self.stats
         if not sampled or stats is None:
             return
         text = "".join(piece.text for piece in pieces)

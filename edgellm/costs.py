@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.metadata
 import json
 import math
-import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -18,11 +17,10 @@ from edgellm.home import replacing_file
 from edgellm.kv_cache import KVCache
 from edgellm.planner import Costs
 from edgellm.providers import NATIVE, cpu_name, version
+from edgellm.timing import best_seconds
 
 # Lengths of the native step that give its line; each is timed as often, and the best counts.
 _STEP_TOKENS = (4, 32)
-_REPEATS = 3
-_LONG_S = 1.0
 
 
 def load_or_measure(
@@ -58,24 +56,17 @@ def known_costs(
 
 
 def measure(model: Model, step: DecodeBackend | None, cache: KVCache) -> Costs:
-    """Time each chunk size and, if there is one, the decode step on an empty sequence.
-
-    What takes long is timed once: an emulated accelerator needs minutes for a chunk.
-    """
-
+    """Time each chunk size and, if there is one, the decode step on an empty sequence."""
     sequence = cache.sequence()
 
     def best(run: Callable[[list[int]], object], count: int) -> float:
         tokens = [0] * min(count, cache.ctx_size)  # padding costs as much
-        seconds = []
-        for _ in range(_REPEATS):
-            start = time.perf_counter()
+
+        def timed() -> None:
             run(tokens)
-            seconds.append(time.perf_counter() - start)
             sequence.truncate(0)
-            if seconds[-1] > _LONG_S:
-                break
-        return min(seconds)
+
+        return best_seconds(timed)
 
     chunks = {
         size: best(partial(model.forward, sequence=sequence, chunk=size), size)

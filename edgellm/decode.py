@@ -11,8 +11,8 @@ from numpy.typing import NDArray
 
 from edgellm.bundle import PANELS
 from edgellm.forward import Model
-from edgellm.kv_cache import Sequence
 from edgellm.providers import NATIVE
+from edgellm.sequence import Sequence
 from edgellm.step_model import StepModel
 
 Floats = NDArray[np.float32]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import threading
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from edgellm import memory, thread_pool
 from edgellm.bundle import CHAT_TEMPLATE, PANELS, Bundle, ExportProgress
@@ -22,12 +23,15 @@ from edgellm.native_model import NativeModel
 from edgellm.options import EngineOptions
 from edgellm.panels import open_panels
 from edgellm.prefill import ChunkedPrefill, Prefill, StepPrefill
-from edgellm.providers import CPU, NATIVE, TRITON
+from edgellm.providers import CPU, CUDA, NATIVE, TRITON
 from edgellm.segments import Head, ModelHead, Segments
 from edgellm.self_test import check_once
 from edgellm.step_model import StepModel
 from edgellm.template import ChatTemplate
 from edgellm.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from edgellm.triton_model import TritonModel  # imports torch
 
 DEFAULT_CTX_SIZE = 4096
 
@@ -73,9 +77,10 @@ class Engine:
         native = self._native_model(table) if NATIVE in backends else None
         self.native_prefill = None if native is None else StepPrefill(native, name=NATIVE)
         steps: dict[str, StepModel] = {} if native is None else {NATIVE: native}
+        head: ModelHead | None = None if native is None else native.head
         if TRITON in backends:
-            steps[TRITON] = self._triton_model(table)
-        models = self._segment_models(sorted(graphs), table, native, progress)
+            steps[TRITON] = head = self._triton_model(table)
+        models = self._segment_models(sorted(graphs), table, head, progress)
         self.decoder: DecodeBackend
         if options.decode_backend in steps:
             self.decoder = StepDecoder(steps[options.decode_backend], name=options.decode_backend)
@@ -127,7 +132,7 @@ class Engine:
             )
         return NativeModel(compiled, open_panels(self.bundle), table, threads=self.threads)
 
-    def _triton_model(self, table: rope.RopeTable) -> StepModel:
+    def _triton_model(self, table: rope.RopeTable) -> TritonModel:
         device = require()
         from edgellm.triton_model import TritonModel  # imports torch and triton
 
@@ -137,18 +142,22 @@ class Engine:
         self,
         flavours: Sequence[str],
         table: rope.RopeTable,
-        native: NativeModel | None,
+        int8_head: ModelHead | None,
         progress: ExportProgress | None,
     ) -> dict[str, Model]:
         """The flavours in use that are graphs; one that serves both ends is opened once."""
         heads: dict[str, ModelHead] = {}
         for kind in {self.bundle.flavour(f).head for f in flavours}:
             assert kind is not None
-            shared = native is not None and kind == "int8"
-            heads[kind] = native.head if shared and native else Head(self.bundle, kind)
+            own = int8_head if kind == "int8" else None
+            heads[kind] = own or Head(self.bundle, kind)
         models = {}
         for flavour in flavours:
+            head = heads[self.bundle.flavour(flavour).head or ""]
             runs_prefill = flavour == self.options.prefill_flavour
+            if runs_prefill and self.options.prefill_backend == CUDA:
+                models[flavour] = self._device_model(flavour, table, head)
+                continue
             segments = Segments(
                 self.bundle,
                 flavour,
@@ -159,11 +168,25 @@ class Engine:
                 progress=progress,
             )
             check_once(self.bundle, segments, progress)
-            head = heads[self.bundle.flavour(flavour).head or ""]
             on_one = runs_prefill and self.options.shares_cpu
             threads = 1 if on_one else self.threads
             models[flavour] = Model(segments, head, table, threads=threads)
         return models
+
+    def _device_model(self, flavour: str, table: rope.RopeTable, head: ModelHead) -> Model:
+        device = require()
+        from edgellm.device_model import DeviceModel, DeviceSegments, Queue  # imports torch
+
+        queue = Queue(device)
+        segments = DeviceSegments(
+            self.bundle,
+            flavour,
+            queue=queue,
+            threads=self.threads,
+            provider_options=self.options.provider_options,
+            allow_fallback=self.options.allow_fallback,
+        )
+        return DeviceModel(segments, head, table, mirror=self.cache.on_device(device), queue=queue)
 
 
 def _arithmetic(bundle: Bundle, options: EngineOptions) -> tuple[str, ...]:

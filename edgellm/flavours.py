@@ -4,6 +4,8 @@ f32    float32 weights and activations: the reference.
 w8a8   int8 weights (a scale a channel) and int8 activations (a scale a row, found at run time).
        The residual stream is rotated and each run of inputs of down_proj is multiplied by a
        Hadamard matrix, so that no channel is an outlier (QuaRot, arXiv:2404.00456).
+f16    float16 weights and inputs of linear layers, float32 between them, for GPUs.
+w4a16  the same with int4 group-32 affine weights, as in `panels`.
 int4   int4 group-32 affine weights for decoding one token at a time; Q4_0 and Q4_1 exactly.
 panels the same weights for the native kernels instead of ONNX Runtime (see `panels.py`).
 
@@ -29,6 +31,7 @@ from numpy.typing import NDArray
 from edgellm.bundle import PANELS
 from edgellm.graphs.builder import WeightFile
 from edgellm.graphs.checkpoint import Checkpoint
+from edgellm.graphs.half_linear import HalfInt4Linear, HalfLinear
 from edgellm.graphs.linear import (
     BiasedLinear,
     BlockRotatedLinear,
@@ -85,6 +88,10 @@ class ImportReport:
         }
 
 
+# Makes the segments of a checkpoint, first to last, and puts their weights into a file.
+Authors = Callable[[Checkpoint, WeightFile, ImportReport], Iterator[Segment]]
+
+
 @dataclass(frozen=True)
 class Flavour:
     """A way to export segments.
@@ -93,7 +100,7 @@ class Flavour:
         description: one line for people.
         head: which LM head and embedding goes with it; None where they are part of it.
         token_by_token: exported at chunk size 1 alone, instead of at the bundle's sizes.
-        segments: makes the segments of a checkpoint, first to last; None where there are no graphs.
+        segments: None where there are no graphs.
         calibrated_bits: of the inputs of linear layers, whose scales come from a calibration run;
             None where scales are found at run time or there are none.
         basic_norms: of its graphs of static size, see `author_segment`.
@@ -102,26 +109,36 @@ class Flavour:
     description: str
     head: str | None
     token_by_token: bool
-    segments: Callable[[Checkpoint, WeightFile, ImportReport], Iterator[Segment]] | None
+    segments: Authors | None
     calibrated_bits: int | None = None
     basic_norms: bool = False
 
 
-def _f32(checkpoint: Checkpoint, file: WeightFile, report: ImportReport) -> Iterator[Segment]:
-    def linear(name: str, *parts: str) -> FloatLinear:
-        report.exact += len(parts)
-        weights = [checkpoint.tensor(part).float32() for part in parts]
-        return FloatLinear.store(file, name, np.concatenate(weights))
+def _floats(kind: type[FloatLinear] | type[HalfLinear]) -> Authors:
+    def segments(
+        checkpoint: Checkpoint, file: WeightFile, report: ImportReport
+    ) -> Iterator[Segment]:
+        def linear(name: str, *parts: str) -> Linear:
+            report.exact += len(parts)
+            weights = [checkpoint.tensor(part).float32() for part in parts]
+            return kind.store(file, name, np.concatenate(weights))
 
-    return _plain(checkpoint, file, linear)
+        return _plain(checkpoint, file, linear)
+
+    return segments
 
 
-def _int4(checkpoint: Checkpoint, file: WeightFile, report: ImportReport) -> Iterator[Segment]:
-    def linear(name: str, *parts: str) -> Int4Linear:
-        weights = [int4_weight(checkpoint, part, report) for part in parts]
-        return Int4Linear.store(file, name, concatenate(weights))
+def _int4(kind: type[Int4Linear] | type[HalfInt4Linear]) -> Authors:
+    def segments(
+        checkpoint: Checkpoint, file: WeightFile, report: ImportReport
+    ) -> Iterator[Segment]:
+        def linear(name: str, *parts: str) -> Linear:
+            weights = [int4_weight(checkpoint, part, report) for part in parts]
+            return kind.store(file, name, concatenate(weights))
 
-    return _plain(checkpoint, file, linear)
+        return _plain(checkpoint, file, linear)
+
+    return segments
 
 
 def int4_weight(checkpoint: Checkpoint, name: str, report: ImportReport) -> Int4Weight:
@@ -294,7 +311,23 @@ class _RotatedLayers:
 
 
 FLAVOURS = {
-    "f32": Flavour("float32 weights and activations", "f32", False, _f32, basic_norms=True),
+    "f32": Flavour(
+        "float32 weights and activations", "f32", False, _floats(FloatLinear), basic_norms=True
+    ),
+    "f16": Flavour(
+        "float16 weights and inputs of linear layers, float32 between them",
+        "int8",
+        False,
+        _floats(HalfLinear),
+        basic_norms=True,
+    ),
+    "w4a16": Flavour(
+        "int4 group-32 affine weights, float16 inputs of linear layers",
+        "int8",
+        False,
+        _int4(HalfInt4Linear),
+        basic_norms=True,
+    ),
     "w8a8": Flavour(
         "int8 weights per channel (V: 16 bits), int8 activations per row, rotated residual, "
         "Hadamard blocks before o_proj and down_proj",
@@ -303,7 +336,7 @@ FLAVOURS = {
         _w8a8,
     ),
     "int4": Flavour(
-        "int4 group-32 affine weights, int8 activations per group", "int8", True, _int4
+        "int4 group-32 affine weights, int8 activations per group", "int8", True, _int4(Int4Linear)
     ),
     "w8a16-qdq": Flavour(
         "int8 weights per channel, 16-bit activations with calibrated scales",

@@ -16,9 +16,9 @@ from edgellm.executor import execute
 from edgellm.kernels import rope
 from edgellm.kernels.attention import attend
 from edgellm.kernels.kv_append import append_rotated
-from edgellm.kv_cache import Sequence
 from edgellm.schedule import WINDOW, Policy, Step, Task
 from edgellm.segments import ChunkBuffers, ModelHead, Segments
+from edgellm.sequence import Sequence
 from edgellm.trace import TaskRecord
 
 Floats = NDArray[np.float32]
@@ -34,7 +34,7 @@ class Chunk:
 
 
 @dataclass(frozen=True)
-class _Chunk:
+class RunningChunk:
     """A chunk on its way: its tokens, the position of the first one, and its buffers."""
 
     tokens: SequenceOf[int]
@@ -102,13 +102,13 @@ class Model:
         start, jobs = len(sequence), []
         for index, chunk in enumerate(chunks):
             buffers = self.segments.buffers(chunk.size, slot=index % WINDOW)
-            jobs.append(_Chunk(chunk.tokens, start, buffers))
+            jobs.append(RunningChunk(chunk.tokens, start, buffers))
             start += len(chunk.tokens)
 
         def act(task: Task) -> None:
             self._actions[task.step][1](jobs[task.chunk], sequence)
             if on_done is not None and task.step == len(self.steps) - 1:
-                on_done(_hidden(jobs[task.chunk]))
+                on_done(self.hidden(jobs[task.chunk]))
 
         # ONNX Runtime's pool spins between segments; BLAS threads would wait for the same cores
         # (846 against 1,750 tokens/s at pp512 on two cores, with attention in numpy).
@@ -134,7 +134,7 @@ class Model:
         Args:
             sequence: an empty one, which it is afterwards as well.
         """
-        chunk = _Chunk(tokens, start, self.segments.buffers(size))
+        chunk = RunningChunk(tokens, start, self.segments.buffers(size))
 
         def act(task: Task) -> None:
             self._actions[task.step][1](chunk, sequence)
@@ -146,30 +146,30 @@ class Model:
             records = execute(self.steps[:-1], 1, act, policy="serial", seconds=lambda _: 0.0)
         return [*(record.end_s - record.start_s for record in records), 0.0]
 
-    def _program(self) -> list[tuple[Step, Callable[[_Chunk, Sequence], None]]]:
+    def _program(self) -> list[tuple[Step, Callable[[RunningChunk, Sequence], None]]]:
         """The steps of a chunk, and what is done in each."""
-        actions: list[tuple[Step, Callable[[_Chunk, Sequence], None]]] = []
-        actions.append((Step("embedding", "host"), self._embed))
+        actions: list[tuple[Step, Callable[[RunningChunk, Sequence], None]]] = []
+        actions.append((Step("embedding", "host"), self.embed))
         for position, part in enumerate(self.segments.parts):
             layer = part.index - 1
             if part.half == "down":
                 shadow = partial(self._shadow, part.index, position % 2)
                 actions.append((Step(f"shadow {layer}", "host"), shadow))
             elif part.index:
-                attend = partial(self._attend, layer)
-                actions.append((Step(f"attention {layer}", "host", ordered=True), attend))
+                attention = partial(self.attend, layer)
+                actions.append((Step(f"attention {layer}", "host", ordered=True), attention))
             name = f"segment {part.index}{part.half and f' {part.half}'}"
             actions.append((Step(name, "accelerator"), partial(_segment, position)))
         actions.append((Step("commit", "host", ordered=True), _commit))
         return actions
 
-    def _embed(self, chunk: _Chunk, _: Sequence) -> None:
+    def embed(self, chunk: RunningChunk, _: Sequence) -> None:
         buffers, count = chunk.buffers, len(chunk.tokens)
         buffers.x[:count] = self.head.embed(chunk.tokens)
         buffers.x[count:] = 0
         buffers.attention[count:] = 0
 
-    def _attend(self, layer: int, chunk: _Chunk, sequence: Sequence) -> None:
+    def attend(self, layer: int, chunk: RunningChunk, sequence: Sequence) -> None:
         """RoPE, append to the cache, attend; the padding of the chunk takes no part."""
         config, count = self.config, len(chunk.tokens)
         q = append_rotated(
@@ -192,12 +192,16 @@ class Model:
         )
         chunk.buffers.attention[:count] = attended.reshape(count, -1)
 
-    def _shadow(self, segment: int, residual: int, chunk: _Chunk, _: Sequence) -> None:
+    def _shadow(self, segment: int, residual: int, chunk: RunningChunk, _: Sequence) -> None:
         """What the grid of down_proj clips, into the residual that its product is added to."""
         count = len(chunk.tokens)
         correction = self.segments.shadows[segment].correction(chunk.buffers.activated[:count])
         if correction is not None:
             chunk.buffers.residuals[residual][:count] += correction
+
+    def hidden(self, chunk: RunningChunk) -> Floats:
+        found: Floats = chunk.buffers.hidden[: len(chunk.tokens)]
+        return found
 
     def _learn(self, chunks: SequenceOf[Chunk], records: SequenceOf[TaskRecord]) -> None:
         step_of = {step.name: index for index, step in enumerate(self.steps)}
@@ -206,13 +210,9 @@ class Model:
             self._seconds[key] = record.end_s - record.start_s
 
 
-def _segment(position: int, chunk: _Chunk, _: Sequence) -> None:
+def _segment(position: int, chunk: RunningChunk, _: Sequence) -> None:
     chunk.buffers.segments[position]()
 
 
-def _commit(chunk: _Chunk, sequence: Sequence) -> None:
+def _commit(chunk: RunningChunk, sequence: Sequence) -> None:
     sequence.commit(chunk.tokens)
-
-
-def _hidden(chunk: _Chunk) -> Floats:
-    return chunk.buffers.hidden[: len(chunk.tokens)]

@@ -4,6 +4,7 @@
     EDGELLM_HOME/models     downloaded checkpoints
     EDGELLM_HOME/bundles    exported bundles, one folder each
     EDGELLM_HOME/compiled   graphs compiled for accelerators
+    EDGELLM_HOME/prefixes   named texts with their KV cache, a folder each
     EDGELLM_HOME/history    lines typed into the interactive chat
 
 Hugging Face downloads stay in Hugging Face's own cache (HF_HOME).
@@ -35,6 +36,10 @@ def bundles_dir() -> Path:
 
 def compiled_dir() -> Path:
     return home() / "compiled"
+
+
+def prefixes_dir() -> Path:
+    return home() / "prefixes"
 
 
 def file_safe(name: str) -> str:

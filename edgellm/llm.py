@@ -16,11 +16,12 @@ from edgellm.engine import Engine
 from edgellm.fim import Gap, Order
 from edgellm.infill import stream_infill
 from edgellm.kernels.kv_blocks import KVFormat
+from edgellm.named_prefix import keep_prefix, open_prefix
 from edgellm.options import EngineOptions
 from edgellm.prefill import Progress
 from edgellm.prepare import prepare
 from edgellm.results import Completion, Piece, completion
-from edgellm.sampling import SamplingOptions
+from edgellm.sampling import ContextPolicy, SamplingOptions
 from edgellm.schedule import Policy
 from edgellm.session import Session
 from edgellm.sources import DEFAULT_MODEL
@@ -40,6 +41,8 @@ class SamplingArguments(TypedDict, total=False):
     logit_bias: dict[int, float]
     seed: int | None
     max_tokens: int | None
+    context_policy: ContextPolicy
+    keep: int
     stop: list[str]
     stop_tokens: list[int]
     min_indent: int
@@ -241,6 +244,24 @@ class LLM:
         session = Session(self.engine)
         session.restore(Path(path))
         return session
+
+    def prefix(self, name: str, text: str | None = None, *, system: bool = False) -> Session:
+        """A session that begins with a named text, whose KV cache is kept in EDGELLM_HOME.
+
+        The first call with a text computes it, later ones read it, also in other processes; without
+        a text, the one that was kept is meant. `fork` the session for each use. `generate` and
+        `chat` find what they share with it as well, as long as it is open.
+
+        Args:
+            system: a system prompt: what `chat(system=text)` begins with.
+
+        Raises:
+            OptionError: there is none of that name, or it cannot be written.
+            ContextOverflowError: the text does not fit into the context.
+        """
+        if text is None:
+            return open_prefix(self.engine, name)[1]
+        return keep_prefix(self.engine, name, text, kind="system" if system else "text")
 
     def sampling(self, **options: Unpack[SamplingArguments]) -> SamplingOptions:
         """Sampling options: those given, else the model's own defaults, else llama.cpp's."""

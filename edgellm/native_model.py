@@ -14,7 +14,7 @@ from edgellm.kernels.linear import int8_rows
 from edgellm.kernels.linear.native import linear
 from edgellm.kernels.rope import RopeTable
 from edgellm.kernels.step import FusedStep, Weights
-from edgellm.kv_cache import Sequence
+from edgellm.sequence import Sequence
 
 Floats = NDArray[np.float32]
 

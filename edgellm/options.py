@@ -12,7 +12,7 @@ from edgellm.kernels.gpu import device
 from edgellm.kernels.kv_blocks import KVFormat
 from edgellm.kernels.native import library
 from edgellm.kv_cache import check_format
-from edgellm.providers import AUTO, CPU, NATIVE, PROVIDERS, TRITON, require
+from edgellm.providers import AUTO, CPU, CUDA, NATIVE, PROVIDERS, TRITON, require
 from edgellm.schedule import POLICIES, Policy
 
 PREFILL_FLAVOURS = tuple(dict.fromkeys(f for p in PROVIDERS.values() for f in p.flavours))
@@ -41,8 +41,8 @@ class EngineOptions:
         cache_size: tokens that the shared pool holds for all sessions; None is twice `ctx_size`.
         threads: CPU threads of the process, see `thread_pool.py`; None takes all usable cores.
         schedule: how chunks share the accelerator and the host (see `schedule.py`); None is
-            `out-of-order` on an accelerator and `serial` on the CPU. With another one there, the
-            CPU provider plays the accelerator on all cores but one, which is the host's.
+            `out-of-order` on an accelerator and `serial` on CPU and CUDA. With another one there,
+            the CPU provider plays the accelerator on all cores but one, which is the host's.
         provider_options: the execution provider's own options, by their names.
         allow_fallback: let the CPU run what the provider does not take, instead of an error.
         kv_cache_dir: keep computed blocks in this folder, for other processes and later ones.
@@ -82,6 +82,12 @@ class EngineOptions:
             )
         if TRITON in (self.decode, self.prefill):
             device.require()
+        if self.prefill == CUDA:
+            device.require()  # attention is Triton's there
+            if self.schedule not in (None, "serial"):
+                raise OptionError(
+                    f"schedule {self.schedule}: with prefill cuda the host has no part"
+                )
         self._check_flavour()
         if self.prefill not in (AUTO, *STEPS):
             require(self.prefill)
@@ -144,7 +150,7 @@ class EngineOptions:
         """The schedule that None stands for."""
         if self.schedule is not None:
             return self.schedule
-        return "serial" if self.prefill_backend in (CPU, *STEPS) else "out-of-order"
+        return "serial" if self.prefill_backend in (CPU, CUDA, *STEPS) else "out-of-order"
 
     @property
     def shares_cpu(self) -> bool:

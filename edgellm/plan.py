@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -11,10 +10,8 @@ from edgellm.engine import Engine
 from edgellm.planner import Piece
 from edgellm.prefill import ChunkedPrefill, Hooks, Prefill
 from edgellm.schedule import Policy, Step, Task, simulate
+from edgellm.timing import best_seconds, repeated
 from edgellm.trace import TaskRecord, bubble_rate
-
-_REPEATS = 3
-_LONG_S = 1.0  # what takes longer is timed once
 
 
 @dataclass(frozen=True)
@@ -58,31 +55,24 @@ def profile(engine: Engine, prefill: ChunkedPrefill, pieces: Sequence[Piece]) ->
 
     def step_seconds(size: int, start: int) -> list[float]:
         tokens = [0] * min(size, engine.ctx_size - start)
-        runs = _repeat(lambda: model.profile(tokens, sequence, size=size, start=start))
-        return [min(times) for times in zip(*runs, strict=True)]
+        runs = repeated(lambda: model.profile(tokens, sequence, size=size, start=start))
+        return [min(times) for times in zip(*(steps for _, steps in runs), strict=True)]
 
     def host_seconds(count: int) -> float:
-        def run() -> list[float]:
-            begin = time.perf_counter()
+        def run() -> None:
             engine.decoder.forward([0] * count, sequence)
-            seconds = time.perf_counter() - begin
             sequence.truncate(0)
-            return [seconds]
 
-        return min(_repeat(run))[0]
+        return best_seconds(run)
 
-    def head_seconds() -> list[float]:
-        row, begin = model.head.embed([0]), time.perf_counter()
-        model.head.logits(row)
-        return [time.perf_counter() - begin]
-
+    row = model.head.embed([0])
     return Profile(
         model.steps,
         {size: step_seconds(size, 0) for size in sizes},
         {size: step_seconds(size, depth) for size in sizes},
         depth,
         {n: host_seconds(n) for n in sorted({p.count for p in pieces if p.size is None})},
-        min(_repeat(head_seconds))[0],
+        best_seconds(lambda: model.head.logits(row)),
     )
 
 
@@ -129,26 +119,13 @@ def measure(
     Args:
         prefill: another one than the engine's.
     """
-    prefill = prefill or engine.prefill
+    chosen = prefill or engine.prefill
     tokens = [(31 * i + 7) % engine.config.vocab_size for i in range(count)]
-    seconds = 0.0
-    records: list[TaskRecord] = []
-    for _ in range(2):
-        if seconds > _LONG_S:
-            break
-        sequence, records = engine.cache.sequence(), []
-        begin = time.perf_counter()
-        prefill.run(tokens, sequence, Hooks(on_tasks=records.extend))
-        seconds = time.perf_counter() - begin
+
+    def run() -> list[TaskRecord]:
+        sequence, records = engine.cache.sequence(), list[TaskRecord]()
+        chosen.run(tokens, sequence, Hooks(on_tasks=records.extend))
         sequence.truncate(0)
-    return seconds, records
+        return records
 
-
-def _repeat(run: Callable[[], list[float]]) -> list[list[float]]:
-    found = []
-    for _ in range(_REPEATS):
-        begin = time.perf_counter()
-        found.append(run())
-        if time.perf_counter() - begin > _LONG_S:
-            break
-    return found
+    return repeated(run, times=2)[-1]

@@ -17,10 +17,10 @@ from numpy.typing import NDArray
 from edgellm.bundle import PANELS
 from edgellm.decode import DecodeBackend
 from edgellm.forward import Chunk, Model
-from edgellm.kv_cache import Sequence
 from edgellm.placement import Placement
 from edgellm.planner import Costs, Piece, plan_chunks
 from edgellm.schedule import Policy
+from edgellm.sequence import Sequence
 from edgellm.step_model import StepModel
 from edgellm.trace import TaskRecord
 

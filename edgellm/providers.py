@@ -18,6 +18,7 @@ from edgellm.errors import OptionError, ProviderError
 from edgellm.thread_pool import session_options
 
 CPU = "cpu"
+CUDA = "cuda"
 QNN = "qnn"
 AUTO = "auto"
 # Not a provider: prefill in the native kernels, without ONNX Runtime.
@@ -52,9 +53,12 @@ class Provider:
 
 PROVIDERS: Mapping[str, Provider] = {
     CPU: Provider(
-        "CPUExecutionProvider", "onnxruntime", None, ("w8a8", "f32", "w8a16-qdq", "w8a8-qdq")
+        "CPUExecutionProvider",
+        "onnxruntime",
+        None,
+        ("w8a8", "f32", "f16", "w4a16", "w8a16-qdq", "w8a8-qdq"),
     ),
-    "cuda": Provider("CUDAExecutionProvider", "onnxruntime-gpu"),
+    CUDA: Provider("CUDAExecutionProvider", "onnxruntime-gpu", None, ("f16", "w4a16", "f32")),
     "tensorrt": Provider("TensorrtExecutionProvider", "onnxruntime-gpu"),
     "tensorrt-rtx": Provider(
         "NvTensorRTRTXExecutionProvider",
@@ -118,7 +122,7 @@ def require(name: str) -> None:
         raise ProviderError(f"prefill {name}: {found.reason}")
 
 
-def add_provider(options: Any, name: str, settings: Mapping[str, str]) -> list[str] | None:
+def add_provider(options: Any, name: str, settings: Mapping[str, str]) -> list[Any] | None:
     """Put a provider on session options; gives what `InferenceSession(providers=...)` takes.
 
     Args:
@@ -129,9 +133,9 @@ def add_provider(options: Any, name: str, settings: Mapping[str, str]) -> list[s
     """
     provider = PROVIDERS[name]
     if provider.plugin is None:
-        if settings:
-            raise OptionError(f"provider options: {name} has none here")
-        return [provider.ort_name]
+        if settings and name == CPU:
+            raise OptionError(f"provider options: {name} has none")
+        return [(provider.ort_name, dict(settings))]
     options.log_severity_level = _ERRORS
     options.add_provider_for_devices([_plugin_device(name)], {**_settings(name), **settings})
     return None

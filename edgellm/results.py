@@ -27,6 +27,7 @@ class Stats:
         prefill_flavour, decode: what computed them.
         seed: of the sampler.
         drafted_tokens, accepted_tokens: guessed from what was there before, and right among them.
+        dropped_tokens: forgotten because the context was full.
         tasks: what ran when during prefill (see `trace.py`).
     """
 
@@ -43,6 +44,7 @@ class Stats:
     seed: int
     drafted_tokens: int = 0
     accepted_tokens: int = 0
+    dropped_tokens: int = 0
     tasks: tuple[TaskRecord, ...] = field(default=(), repr=False)
 
     def to_json(self) -> dict[str, Any]:

@@ -5,8 +5,6 @@ Williams et al., "Roofline", CACM 2009.
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
@@ -21,6 +19,7 @@ from edgellm.kernels.kv_blocks import BLOCK, KVFormat, block_bytes
 from edgellm.kernels.linear import int4_panels
 from edgellm.kernels.linear import native as native_linear
 from edgellm.kernels.native import library
+from edgellm.timing import best_seconds
 
 _REPEATS = 5
 _READ_BYTES = 256 << 20  # more than any cache holds
@@ -85,7 +84,7 @@ def _flops(config: ModelConfig, tokens: int) -> float:
 def _float_flops(threads: int) -> float:
     a = np.ones((_FLOAT_SIZE, _FLOAT_SIZE), np.float32)
     with threadpool_limits(threads, user_api="blas"):
-        return 2 * _FLOAT_SIZE**3 / _best(lambda: a @ a)
+        return 2 * _FLOAT_SIZE**3 / best_seconds(lambda: a @ a, times=_REPEATS)
 
 
 def _int4_flops(threads: int) -> float | None:
@@ -98,21 +97,13 @@ def _int4_flops(threads: int) -> float | None:
         np.full((outputs, inputs // GROUP, GROUP // 2), 0x97, np.uint8), scale, -8 * scale
     )
     panels, x = int4_panels(weight), np.ones((rows, inputs), np.float32)
-    seconds = _best(lambda: native_linear.linear(compiled, x, panels, threads=threads))
+    seconds = best_seconds(
+        lambda: native_linear.linear(compiled, x, panels, threads=threads), times=_REPEATS
+    )
     return 2 * rows * outputs * inputs / seconds
 
 
 def _read_bytes(threads: int) -> float:
     parts = np.array_split(np.ones(_READ_BYTES // 8), threads)
     with ThreadPoolExecutor(threads) as pool:
-        return _READ_BYTES / _best(lambda: list(pool.map(np.max, parts)))
-
-
-def _best(run: Callable[[], object]) -> float:
-    """Seconds of the fastest of some calls."""
-    seconds = []
-    for _ in range(_REPEATS):
-        begin = time.perf_counter()
-        run()
-        seconds.append(time.perf_counter() - begin)
-    return min(seconds)
+        return _READ_BYTES / best_seconds(lambda: list(pool.map(np.max, parts)), times=_REPEATS)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Literal, get_args
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,6 +14,9 @@ from edgellm.errors import NumericError, OptionError
 from edgellm.kernels.sampling import top_k
 
 Floats = NDArray[np.float32]
+
+ContextPolicy = Literal["error", "shift"]
+CONTEXT_POLICIES: tuple[str, ...] = get_args(ContextPolicy)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,6 +36,11 @@ class SamplingOptions:
         logit_bias: added to the logits of these tokens.
         seed: the same seed gives the same text; None draws one.
         max_tokens: stop after this many; None goes on to the end of the context.
+        context_policy: what to do when the context is full. error: a prompt that is too long is an
+            error, an answer ends. shift: forget half of what stands behind the first `keep` tokens,
+            the oldest, and go on; `Stats.dropped_tokens` says how many were forgotten.
+        keep: first tokens that `shift` never forgets; the attention of most models needs the first
+            few (StreamingLLM, Xiao et al., arXiv:2309.17453).
         stop: texts that end the answer and are not part of it.
         stop_tokens: likewise, beside the model's own end tokens.
         min_indent: stop before a line that is indented by fewer characters; 0 never does.
@@ -53,6 +62,8 @@ class SamplingOptions:
     logit_bias: Mapping[int, float] = field(default_factory=dict)
     seed: int | None = None
     max_tokens: int | None = None
+    context_policy: ContextPolicy = "error"
+    keep: int = 4
     stop: Sequence[str] = ()
     stop_tokens: Sequence[int] = ()
     min_indent: int = 0
@@ -72,6 +83,12 @@ class SamplingOptions:
         _within("repeat_last_n", self.repeat_last_n, -1, math.inf)
         _within("logprobs", self.logprobs, 0, 100)
         _within("min_indent", self.min_indent, 0, 1000)
+        _within("keep", self.keep, 0, math.inf)
+        if self.context_policy not in CONTEXT_POLICIES:
+            raise OptionError(
+                f"context_policy {self.context_policy!r}: allowed are "
+                + ", ".join(CONTEXT_POLICIES)
+            )
         if self.time_limit_ms is not None:
             _within("time_limit_ms", self.time_limit_ms, 1, math.inf)
         if self.seed is not None:

@@ -29,6 +29,8 @@ Run = Callable[[], None]
 class ChunkBuffers:
     """Where segments of one chunk size read and write; all float32.
 
+    Arrays are numpy's on the host, torch tensors on a device.
+
     Attributes:
         x: `[C, E]`, embeddings.
         attention: `[C, H * D]`, written between segments.
@@ -39,12 +41,12 @@ class ChunkBuffers:
         segments: runs each graph on these buffers.
     """
 
-    x: Floats
-    attention: Floats
-    qkv: Floats
-    activated: Floats
-    residuals: tuple[Floats, Floats]
-    hidden: Floats
+    x: Any
+    attention: Any
+    qkv: Any
+    activated: Any
+    residuals: tuple[Any, Any]
+    hidden: Any
     segments: Sequence[Run]
 
 
@@ -152,9 +154,6 @@ class Segments:
 
     def _bind(self, chunk: int) -> ChunkBuffers:
         """Bind every segment once; a call then costs microseconds."""
-        import onnxruntime as ort
-
-        sessions = self._sessions[None if self._symbolic else chunk]
         config = self.config
         widths = {
             contract.X: config.hidden_size,
@@ -165,25 +164,23 @@ class Segments:
             "even": config.hidden_size,
             "odd": config.hidden_size,
         }
-        arrays = {name: np.zeros((chunk, width), np.float32) for name, width in widths.items()}
-        values = {name: ort.OrtValue.ortvalue_from_numpy(a) for name, a in arrays.items()}
+        arrays = {name: self._zeros(chunk, width) for name, width in widths.items()}
         runs: list[Run] = []
+        sessions = self._sessions[None if self._symbolic else chunk]
         for index, (part, session) in enumerate(zip(self.parts, sessions, strict=True)):
-            binding = session.io_binding()
             # A graph must not write the residual that it reads, so two take turns.
             residual = {
-                contract.RESIDUAL: values[("even", "odd")[index % 2]],
-                contract.RESIDUAL_OUT: values[("odd", "even")[index % 2]],
+                contract.RESIDUAL: arrays[("even", "odd")[index % 2]],
+                contract.RESIDUAL_OUT: arrays[("odd", "even")[index % 2]],
             }
-            inputs = {
-                name: residual.get(name) or values[name]
-                for name in contract.part_inputs(config, part)
-            }
-            for name, value in inputs.items():
-                binding.bind_ortvalue_input(name, value)
-            for name in contract.part_outputs(config, part):
-                binding.bind_ortvalue_output(name, residual.get(name) or values[name])
-            runs.append(_runner(session, binding, {} if self._provider == CPU else inputs))
+            inputs, outputs = (
+                {name: residual[name] if name in residual else arrays[name] for name in names}
+                for names in (
+                    contract.part_inputs(config, part),
+                    contract.part_outputs(config, part),
+                )
+            )
+            runs.append(self._runner(session, inputs, outputs))
         return ChunkBuffers(
             arrays[contract.X],
             arrays[contract.ATTENTION],
@@ -194,17 +191,29 @@ class Segments:
             runs,
         )
 
+    def _zeros(self, chunk: int, width: int) -> Any:
+        return np.zeros((chunk, width), np.float32)
 
-def _runner(session: Any, binding: Any, inputs: Mapping[str, Any]) -> Run:
-    """`inputs` are bound anew for each run: a provider with memory of its own (OpenVINO on a CPU
-    even) copies them when they are bound, and would go on computing with what they were then."""
+    def _runner(self, session: Any, inputs: Mapping[str, Any], outputs: Mapping[str, Any]) -> Run:
+        """Inputs are bound anew for each run: a provider with memory of its own (OpenVINO on a CPU
+        even) copies them when they are bound, and would go on computing with what they were then.
+        """
+        from onnxruntime import OrtValue
 
-    def run() -> None:
-        for name, value in inputs.items():
+        binding = session.io_binding()
+        values = {name: OrtValue.ortvalue_from_numpy(array) for name, array in inputs.items()}
+        for name, value in values.items():
             binding.bind_ortvalue_input(name, value)
-        session.run_with_iobinding(binding)
+        for name, array in outputs.items():
+            binding.bind_ortvalue_output(name, OrtValue.ortvalue_from_numpy(array))
+        changed = {} if self._provider == CPU else values
 
-    return run
+        def run() -> None:
+            for name, value in changed.items():
+                binding.bind_ortvalue_input(name, value)
+            session.run_with_iobinding(binding)
+
+        return run
 
 
 def _shadows(bundle: Bundle, entry: FlavourEntry) -> dict[int, ShadowLinear]:

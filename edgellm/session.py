@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from edgellm.answer import Answer, LogitFilter
 from edgellm.disk_cache import pack, unpack
 from edgellm.engine import Engine
-from edgellm.errors import ContextOverflowError, OptionError, SessionFileError
+from edgellm.errors import CacheFullError, ContextOverflowError, OptionError, SessionFileError
 from edgellm.prefill import Hooks, Progress
 from edgellm.results import Completion, Piece, Stats, completion
 from edgellm.sampling import SamplingOptions
@@ -74,6 +74,35 @@ class Session:
             )
         self._set(self._tokens[:length])
 
+    def make_room(self, keep: int) -> int:
+        """Forget the oldest half of what a full context can hold behind its first `keep` tokens.
+
+        What is in the KV cache is not computed again. Gives how many tokens were forgotten.
+
+        Raises:
+            OptionError: `keep` leaves no room.
+            CacheFullError: open sessions hold the whole cache.
+        """
+        engine = self._engine
+        window = (engine.ctx_size - keep) // 2
+        if window < 1:
+            raise OptionError(
+                f"keep is {keep}; in a context of {engine.ctx_size} tokens 0 to "
+                f"{engine.ctx_size - 2} is allowed"
+            )
+        end = len(self._tokens) - window
+        if end <= keep:
+            return 0
+        try:
+            with engine.lock:
+                if len(self._sequence) > end:
+                    self._sequence.shift(keep=keep, discard=end - keep)
+        except CacheFullError:
+            self._set(self._tokens)
+            raise
+        self._set(self._tokens[:keep] + self._tokens[end:])
+        return end - keep
+
     def save(self, path: str | Path) -> None:
         """Write tokens and KV cache to a file; `LLM.load_session` reads it.
 
@@ -83,13 +112,14 @@ class Session:
         engine = self._engine
         with engine.lock:
             blocks = pack(self._sequence.blocks, self._sequence.table)
-            computed = len(self._sequence)
+            computed, exact = len(self._sequence), self._sequence.exact
         saved = SavedSession(
             model=engine.bundle.manifest.name,
             fingerprint=engine.fingerprint,
             kv_format=engine.options.kv_format,
             tokens=self._tokens,
             computed=computed,
+            exact=exact,
         )
         write_session(Path(path), saved, blocks)
 
@@ -104,6 +134,7 @@ class Session:
             with self._sequence.reserved(saved.computed):
                 if not unpack(self._sequence.blocks, self._sequence.table, data):
                     raise SessionFileError(f"{path}: damaged or truncated; save the session again")
+                self._sequence.exact = saved.exact
                 self._sequence.commit(saved.tokens[: saved.computed])
         self._tokens = list(saved.tokens)
 
@@ -184,8 +215,8 @@ class Session:
         if len(self._tokens) > engine.ctx_size:
             raise ContextOverflowError(
                 f"the prompt has {len(self._tokens)} tokens, but the context holds "
-                f"{engine.ctx_size}; shorten it or raise --ctx-size (the model was trained for "
-                f"{engine.config.context_length})"
+                f"{engine.ctx_size}; shorten it, raise --ctx-size (the model was trained for "
+                f"{engine.config.context_length}) or take --context-policy shift"
             )
         with engine.lock:
             prefix = self._tokens[:-1]

@@ -29,6 +29,7 @@ class SavedSession:
         model: its name, for people.
         fingerprint: of its weights and the KV format.
         computed: of the tokens, so many from the beginning are in the blocks.
+        exact: see `Sequence`.
     """
 
     model: str
@@ -36,6 +37,7 @@ class SavedSession:
     kv_format: str
     tokens: list[int]
     computed: int
+    exact: int | None = None
 
 
 def write_session(path: Path, saved: SavedSession, blocks: bytes) -> None:

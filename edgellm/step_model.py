@@ -9,7 +9,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from edgellm.kv_cache import Sequence
+from edgellm.sequence import Sequence
 
 Floats = NDArray[np.float32]
 

@@ -10,11 +10,12 @@ from numpy.typing import NDArray
 
 from edgellm.errors import CancelledError, MemoryEstimateError
 from edgellm.kernels.gpu.device import free_bytes
+from edgellm.kernels.linear import int8_rows
 from edgellm.kernels.rope import RopeTable
 from edgellm.kernels.step import Weights
 from edgellm.kernels.step.gpu import MAX_ROWS, DeviceStep
-from edgellm.kv_cache import KVCache, Sequence
-from edgellm.mirror import Mirror
+from edgellm.kv_cache import KVCache
+from edgellm.sequence import Sequence
 
 Floats = NDArray[np.float32]
 
@@ -29,8 +30,8 @@ class TritonModel:
             MemoryEstimateError: they and the cache do not fit there.
         """
         _check_fits(weights, cache, device)
-        cache.mirror = Mirror(cache.blocks, device)
-        self._step = DeviceStep(weights, table, cache.mirror.device, device)
+        self._embedding = weights.embedding
+        self._step = DeviceStep(weights, table, cache.on_device(device).device, device)
 
     def forward(
         self,
@@ -60,6 +61,10 @@ class TritonModel:
                 logits.append(found[1])
             sequence.commit(tokens)
         return np.concatenate(states), np.concatenate(logits)
+
+    def embed(self, tokens: SequenceOf[int]) -> Floats:
+        """See `ModelHead.embed`."""
+        return int8_rows(self._embedding, tokens)
 
     def logits(self, hidden: Floats) -> Floats:
         """See `StepModel.logits`."""

@@ -22,8 +22,8 @@ def append(
     v: NDArray[np.float32],
 ) -> None:
     """Write K and V rows `[C, Hkv, D]` (K after RoPE) at positions `start .. start + C`."""
-    k_codes, k_scale = _stored(blocks, k)
-    v_codes, v_scale = _stored(blocks, v)
+    k_codes, k_scale = stored(blocks, k)
+    v_codes, v_scale = stored(blocks, v)
     blocks.write(table, layer, start, k_codes, v_codes)
     ids, rows = slots(table, start, k.shape[0])
     for target, scale in ((blocks.k_scale, k_scale), (blocks.v_scale, v_scale)):
@@ -47,7 +47,7 @@ def append_rotated(
     return rotated[:, :heads]
 
 
-def _stored(
+def stored(
     blocks: KVBlocks, values: NDArray[np.float32]
 ) -> tuple[NDArray[Any], NDArray[np.float32] | None]:
     """Rows `[C, Hkv, D]` as codes or floats, and their scales `[C, Hkv]`, if any."""

@@ -14,13 +14,15 @@ from __future__ import annotations
 
 import argparse
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 import triton
 
+from edgellm.errors import EdgeLLMError
 from edgellm.kernels import rope
 from edgellm.kernels.attention.gpu import Partials, attend
 from edgellm.kernels.gpu.device import device_name, interpreted, require
@@ -30,6 +32,9 @@ from edgellm.kernels.linear.gpu import DevicePanels, Rows, linear
 from edgellm.kernels.linear.panels import Panels
 from edgellm.kernels.step.gpu import DeviceStep
 from edgellm.kernels.step.native import LayerWeights, Weights
+from edgellm.llm import LLM, load
+from edgellm.providers import CUDA, TRITON, status
+from edgellm.sequence import Sequence
 
 COPY_BYTES = 2 << 30
 PROMPT = 2048
@@ -158,7 +163,7 @@ def show_kernel(name: str, taken: float, size: int, bandwidth: float) -> None:
     print(f"  {name:26} {taken * 1e6:9.1f} us  {rate / 1e9:7.0f} GB/s  {rate / bandwidth:4.0%}")
 
 
-def show_model(shape: Shape, depths: Sequence[int], device: str, bandwidth: float) -> None:
+def show_model(shape: Shape, depths: SequenceOf[int], device: str, bandwidth: float) -> None:
     """Decode at each depth, and a prompt."""
     weights = random_weights(shape)
     longest = max(*depths, PROMPT if not interpreted() else 0) + BLOCK
@@ -211,7 +216,30 @@ def show_peer(shape: Shape, depth: int, bandwidth: float) -> None:
     )
 
 
-def _prompt(step: DeviceStep, table: Sequence[int], count: int) -> None:
+def show_provider() -> None:
+    """The default model's prompt through ONNX Runtime's CUDA provider, beside Triton's."""
+    reason = status(CUDA).reason
+    if reason:
+        print(f"CUDA provider: left out, {reason}")
+        return
+    for prefill, flavour in ((TRITON, None), (CUDA, "f16"), (CUDA, "w4a16")):
+        try:
+            llm = load(prefill=prefill, flavour=flavour, decode=TRITON, ctx_size=2 * PROMPT)
+        except EdgeLLMError as error:
+            print(f"  {prefill}: left out, {error}")
+            continue
+        sequence = llm.engine.cache.sequence()
+
+        def run(llm: LLM = llm, sequence: Sequence = sequence) -> None:
+            llm.engine.prefill.run([1] * PROMPT, sequence)
+            sequence.truncate(0)
+
+        print(
+            f"  prefill {prefill} {flavour or ''} pp{PROMPT} {PROMPT / seconds(run):8.0f} tokens/s"
+        )
+
+
+def _prompt(step: DeviceStep, table: SequenceOf[int], count: int) -> None:
     for start in range(0, count, 512):
         size = min(512, count - start)
         step.run(table, [1] * size, start, logit_rows=int(start + size == count))
@@ -242,6 +270,7 @@ def main() -> None:
         show_model(SHAPES[name], depths, device, bandwidth)
         if arguments.peer:
             show_peer(SHAPES[name], depths[0], bandwidth)
+    show_provider()
 
 
 if __name__ == "__main__":

@@ -2,21 +2,27 @@
 
     python tests/bench/sessions.py [--infill-model FOLDER]
 
-Times to the first token as ratios to a cold start, blocks that branches hold, and tokens/s with and
-without drafts, turn and turn about; greedy text must be the same everywhere. The typing trace
-needs a model with infill tokens.
+Times to the first token as ratios to a cold start, memory and disk after many prompts, blocks that
+branches hold, what a full context costs with `shift`, and tokens/s with and without drafts, turn
+and turn about; greedy text must be the same everywhere. The typing trace needs a model with infill
+tokens.
 """
 
 from __future__ import annotations
 
 import argparse
+import math
 import statistics
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 from pydoc_data import topics
 
+import psutil
+
+from edgellm.kernels.sampling import log_sum_exp
 from edgellm.llm import LLM, load
 from edgellm.sources import DEFAULT_MODEL
 
@@ -24,6 +30,9 @@ SYSTEM_TOKENS = 2950
 QUESTION = "What is a list?"
 KEYSTROKES = 40
 ROUNDS = 5
+PROMPTS = 200
+DISK_BUDGET = 64 << 20
+SHIFT_CTX, STRIDE = 1024, 60
 COPY = (
     "Fix the spelling and repeat the text.\n\nText: The quick brown fox jumps ovr the lazy dog. "
     "Pack my box with five dozen liquor jugs. How vexingly quick daft zebras jump!\n\nFixed text:"
@@ -91,6 +100,52 @@ def show_branches() -> None:
     print(f"8 branches of 2,000 tokens hold {cache.used_blocks} blocks, one holds {alone}")
 
 
+def show_many_prompts(folder: Path) -> None:
+    llm = load(DEFAULT_MODEL, ctx_size=2048, kv_cache_dir=folder, kv_cache_bytes=DISK_BUDGET)
+    text = topics.topics["typesseq"]
+    resident = []
+    for i in range(PROMPTS):
+        llm.generate(f"Text {i}: {text[40 * i : 40 * i + 1500]}", temperature=0, max_tokens=4)
+        resident.append(psutil.Process().memory_info().rss)
+    size = sum(file.stat().st_size for file in folder.iterdir())
+    print(
+        f"{PROMPTS} prompts of about 400 tokens: resident {resident[PROMPTS // 5] / 1e6:.0f} MB "
+        f"after {PROMPTS // 5}, {resident[-1] / 1e6:.0f} MB after all; on disk "
+        f"{size / 1e6:.1f} MB of {DISK_BUDGET / 1e6:.1f}"
+    )
+
+
+def show_shift() -> None:
+    """Perplexity of a text that is longer than the context, and what making room takes."""
+    llm = load(DEFAULT_MODEL, ctx_size=SHIFT_CTX)
+    engine = llm.engine
+    tokens = engine.tokenizer.encode(topics.topics["typesseq"])[:3000]
+    keep, discard = 4, (SHIFT_CTX - 4) // 2
+    for name in ("shifted", "computed again"):
+        loss, seconds, times = 0.0, 0.0, 0
+        sequence = engine.cache.sequence()
+        for start in range(0, len(tokens) - STRIDE, STRIDE):
+            if len(sequence) + STRIDE > SHIFT_CTX:
+                kept = sequence.tokens[:keep] + sequence.tokens[keep + discard :]
+                began = time.perf_counter()
+                if name == "shifted":
+                    sequence.shift(keep=keep, discard=discard)
+                else:
+                    sequence.truncate(0)
+                    engine.prefill.run(kept, sequence)
+                seconds += time.perf_counter() - began
+                times += 1
+            logits = engine.decoder.steps(tokens[start : start + STRIDE], sequence)
+            for row, token in zip(logits, tokens[start + 1 :], strict=False):
+                loss += log_sum_exp(row) - float(row[token])
+        sequence.close()
+        count = len(range(0, len(tokens) - STRIDE, STRIDE)) * STRIDE
+        print(
+            f"  {name}: perplexity {math.exp(loss / count):.3f} over {count} tokens, "
+            f"{seconds / times * 1000:.0f} ms each of {times} times"
+        )
+
+
 def show_typing(model: Path) -> None:
     llm = load(str(model), ctx_size=2048)
     suffix = "\n    return total\n\n\n" + "def unused(a, b):\n    c = a + b\n    return c\n" * 20
@@ -140,7 +195,11 @@ def main() -> None:
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         show_reuse(Path(folder))
+    with tempfile.TemporaryDirectory() as folder:
+        show_many_prompts(Path(folder))
     show_branches()
+    print(f"a full context of {SHIFT_CTX} tokens")
+    show_shift()
     print("drafts")
     show_drafts()
     if arguments.infill_model is not None:

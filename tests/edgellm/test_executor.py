@@ -12,10 +12,10 @@ import pytest
 from edgellm.bundle import Bundle
 from edgellm.errors import CancelledError, OptionError
 from edgellm.executor import execute
-from edgellm.kv_cache import Sequence
 from edgellm.llm import LLM, load
 from edgellm.prefill import ChunkedPrefill, Hooks
 from edgellm.schedule import POLICIES, Policy, Step, Task
+from edgellm.sequence import Sequence
 from edgellm.trace import TaskRecord, bubble_rate, chrome_trace, write_trace
 
 STEPS = [Step("a", "accelerator"), Step("b", "host", ordered=True), Step("c", "accelerator")]

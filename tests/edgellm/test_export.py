@@ -133,7 +133,7 @@ def test_other_folders_are_never_replaced(tiny_model: Path, tmp_path: Path) -> N
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"flavours": ["w3"]}, "w3: allowed are f32, w8a8, int4, w8a16-qdq"),
+        ({"flavours": ["w3"]}, "w3: allowed are f32, f16, w4a16, w8a8, int4, w8a16-qdq"),
         ({"flavours": []}, "allowed are"),
         ({"chunk_sizes": [0]}, "1 to 4096"),
         ({"chunk_sizes": []}, "1 to 4096"),

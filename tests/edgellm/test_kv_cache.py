@@ -9,11 +9,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from edgellm import ContextOverflowError, OptionError
+from edgellm import CacheFullError, ContextOverflowError, OptionError
 from edgellm.graphs.config import ModelConfig
 from edgellm.kernels.kv_append import append
 from edgellm.kernels.kv_blocks import BLOCK
-from edgellm.kv_cache import KVCache, Sequence
+from edgellm.kv_cache import KVCache
+from edgellm.sequence import Sequence
 
 CONFIG = ModelConfig(
     model_type="llama",
@@ -159,3 +160,78 @@ def test_any_history_keeps_every_sequence_whole(steps: list[tuple[str, int, int]
         check(sequence)
         sequence.close()
     assert cache.used_blocks == 0
+
+
+def filled(cache: KVCache, count: int) -> Sequence:
+    sequence = cache.sequence()
+    extend(sequence, [(5 * i) % 300 for i in range(count)])
+    return sequence
+
+
+@pytest.mark.parametrize(
+    ("count", "keep", "discard"),
+    [(600, 4, 298), (600, 0, 1), (600, 128, 128), (600, 130, 300), (300, 200, 99), (140, 4, 130)],
+)
+def test_shift_moves_values_and_turns_keys(count: int, keep: int, discard: int) -> None:
+    cache = make()
+    sequence = filled(cache, count)
+    before = [key(sequence.tokens[: i + 1]) for i in range(count)]
+    tokens = list(sequence.tokens)
+    sequence.shift(keep=keep, discard=discard)
+    assert sequence.tokens == tokens[:keep] + tokens[keep + discard :]
+    angles = -discard * np.array(CONFIG.inv_freq)
+    for position in range(len(sequence)):
+        block, row = sequence.table[position // BLOCK], position % BLOCK
+        stays = position < keep
+        value = before[position if stays else position + discard]
+        turned = np.full(CONFIG.head_dim, value)
+        if not stays:
+            turned[:2] = value * (np.cos(angles) - np.sin(angles))
+            turned[2:4] = value * (np.cos(angles) + np.sin(angles))
+        assert (cache.blocks.value_rows(block, 1, row) == np.float32(value)).all()
+        np.testing.assert_allclose(cache.blocks.key_rows(block, 1, row)[0], turned, atol=0.02)
+    sequence.close()
+    assert cache.used_blocks == 0
+
+
+def test_what_was_shifted_is_found_by_nobody() -> None:
+    cache = make()
+    sequence = filled(cache, 500)
+    other = sequence.fork()
+    sequence.shift(keep=140, discard=100)
+    tokens = [*sequence.tokens, 7, 8, 9]
+    extend(sequence, [7, 8, 9])
+    branch = sequence.fork()
+    sequence.close()
+    branch.close()
+    assert cache.cached_prefix(tokens) == 140
+    check(other)  # nothing of what it shared was written to
+    assert cache.cached_prefix(other.tokens) >= 384
+
+
+def test_shift_and_back() -> None:
+    cache = make()
+    sequence = filled(cache, 500)
+    sequence.shift(keep=140, discard=100)
+    sequence.truncate(140)
+    extend(sequence, list(range(120)))
+    check(sequence)
+    tokens = list(sequence.tokens)
+    sequence.close()
+    assert cache.cached_prefix(tokens) == 260
+
+
+def test_shift_without_a_free_block() -> None:
+    cache = make(blocks=5)
+    sequence = filled(cache, 500)
+    other = cache.sequence()
+    extend(other, [1])
+    tokens = list(sequence.tokens)
+    with pytest.raises(CacheFullError):
+        sequence.shift(keep=4, discard=200)
+    assert sequence.tokens == []  # not even the first block could be moved to
+    other.close()
+    extend(sequence, tokens[:300])
+    check(sequence)
+    sequence.shift(keep=4, discard=200)
+    assert len(sequence) == 100

@@ -267,7 +267,7 @@ def test_two_sessions_in_two_threads(llm: LLM) -> None:
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"flavour": "w2"}, "w8a8, f32, w8a16-qdq"),
+        ({"flavour": "w2"}, "w8a8, f32, f16, w4a16, w8a16-qdq"),
         ({"decode": "fast"}, "native, triton, portable, reference"),
         ({"prefill": "tpu"}, "auto, native, triton, cpu, cuda"),
         ({"kv_format": "int3"}, "int8, int4, f16, f32"),

@@ -13,12 +13,12 @@ from edgellm.bundle import Bundle
 from edgellm.errors import CancelledError, MemoryEstimateError, OptionError, ProviderError
 from edgellm.kernels.gpu import device
 from edgellm.kernels.native import library
-from edgellm.kv_cache import Sequence as CachedSequence
 from edgellm.llm import LLM, load
 from edgellm.mirror import Mirror
 from edgellm.options import EngineOptions
 from edgellm.prefill import Hooks
 from edgellm.prepare import prepare
+from edgellm.sequence import Sequence as CachedSequence
 
 # the interpreter computes in numpy, which warns of the NaN in memory that was never written
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")

@@ -18,7 +18,7 @@ from edgellm.graphs.segment import author_segment
 from edgellm.thread_pool import session_options
 
 # Largest error over largest value that the precision allows on random layers.
-TOLERANCE = {"f32": 2e-6, "w8a8": 3e-2, "int4": 2e-1}
+TOLERANCE = {"f32": 2e-6, "f16": 2e-3, "w8a8": 3e-2, "w4a16": 2e-1, "int4": 2e-1}
 
 
 def rms_norm(x: np.ndarray, weight: np.ndarray, epsilon: float) -> np.ndarray:

@@ -1,0 +1,71 @@
+"""`edgellm cache`: named texts whose KV cache is kept between runs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from edgellm.cli.options import LoadArguments, load_options, model_argument
+from edgellm.cli.progress import count_progress, export_progress
+from edgellm.cli.text import read_text
+from edgellm.errors import OptionError
+from edgellm.llm import load
+from edgellm.named_prefix import forget_prefix, keep_prefix, kept_prefixes
+
+
+@click.group()
+def cache() -> None:
+    """Keep system prompts and documents, computed, for `edgellm run --cache NAME`."""
+
+
+@cache.command()
+@click.argument("prefix")
+@model_argument
+@load_options
+@click.option("-p", "--prompt", "text", metavar="TEXT", help="The text itself.")
+@click.option(
+    "-f", "--file", type=click.Path(path_type=Path, allow_dash=True), help="Read the text there."
+)
+@click.option("--raw", is_flag=True, help="A text to continue, and no system prompt of a chat.")
+def add(
+    *,
+    prefix: str,
+    name: str,
+    load_arguments: LoadArguments,
+    text: str | None,
+    file: Path | None,
+    raw: bool,
+) -> None:
+    """Compute a text with MODEL and keep it as PREFIX."""
+    if (text is None) == (file is None):
+        raise OptionError("give the text with -p or with -f, and not with both")
+    text = read_text(file) if file is not None else text or ""
+    with export_progress() as exporting:
+        llm = load(name, **load_arguments, export_progress=exporting)
+    with count_progress("prefill") as progress:
+        session = keep_prefix(
+            llm.engine, prefix, text, kind="text" if raw else "system", progress=progress
+        )
+    click.echo(f"{prefix}: {len(session.tokens)} tokens", err=True)
+
+
+@cache.command()
+def ls() -> None:
+    """List what is kept."""
+    for prefix, folder in kept_prefixes():
+        size = sum(file.stat().st_size for file in folder.iterdir())
+        click.echo(
+            f"{prefix.name:20}  {prefix.model:32}  {prefix.kind:6}  {prefix.tokens:6} tokens  "
+            f"{prefix.kv_format:4}  {size / 1e6:8.1f} MB"
+        )
+
+
+@cache.command()
+@click.argument("prefixes", metavar="PREFIX...", nargs=-1, required=True)
+def rm(*, prefixes: tuple[str, ...]) -> None:
+    """Delete what is kept under a name, for all models."""
+    for prefix in prefixes:
+        if not forget_prefix(prefix):
+            raise OptionError(f"no prefix {prefix!r} is kept; see `edgellm cache ls`")
+        click.echo(f"deleted {prefix}", err=True)

@@ -1,0 +1,53 @@
+"""A last line of the terminal that changes while text is written above it."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+import time
+
+# Often enough to look alive, and seldom enough to cost nothing.
+_INTERVAL_S = 0.1
+
+
+class LiveLine:
+    """Takes the last row out of the scrolling region (DECSTBM of the VT100), and gives it back.
+
+    Nothing is shown where standard output or error is no terminal.
+    """
+
+    def __init__(self, *, enabled: bool) -> None:
+        terminal = sys.stdout.isatty() and sys.stderr.isatty() and os.name == "posix"
+        self._enabled = enabled and terminal and os.environ.get("TERM", "dumb") != "dumb"
+        self._rows = 0
+        self._shown_at = 0.0
+
+    def __enter__(self) -> LiveLine:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._rows:
+            _write(f"\x1b7\x1b[r\x1b[{self._rows};1H\x1b[2K\x1b8")
+            self._rows = 0
+
+    def show(self, text: str) -> None:
+        """Write `text` there, unless it has just been written to."""
+        now = time.monotonic()
+        if not self._enabled or now - self._shown_at < _INTERVAL_S:
+            return
+        self._shown_at = now
+        columns, rows = shutil.get_terminal_size()
+        if rows < 3:
+            return
+        if rows != self._rows:
+            # a new line first, in case that the cursor is in the last row
+            first = "\n\x1b[1A" if not self._rows else ""
+            _write(f"{first}\x1b7\x1b[1;{rows - 1}r\x1b8")
+            self._rows = rows
+        _write(f"\x1b7\x1b[{rows};1H\x1b[2K{text[: columns - 1]}\x1b8")
+
+
+def _write(codes: str) -> None:
+    sys.stderr.write(codes)
+    sys.stderr.flush()

@@ -1,0 +1,156 @@
+"""Texts with a name, such as system prompts and documents, whose KV cache is kept between runs.
+
+    EDGELLM_HOME/prefixes/NAME-FINGERPRINT/
+        prefix.json   what it is, see `NamedPrefix`
+        session       its tokens and KV cache, see `session_file.py`
+
+A folder appears whole, by renaming. Models and KV formats have folders of their own.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import shutil
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Literal
+
+from edgellm.engine import Engine
+from edgellm.errors import OptionError, SessionFileError
+from edgellm.home import file_safe, prefixes_dir, replacing_folder
+from edgellm.prefill import Progress
+from edgellm.prompt import Message, encode_conversation
+from edgellm.sampling import SamplingOptions
+from edgellm.session import Session
+
+Kind = Literal["system", "text"]
+_SESSION = "session"
+_ABOUT = "prefix.json"
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class NamedPrefix:
+    """What a folder holds.
+
+    Attributes:
+        model: its name, for people.
+        kind: system: a system prompt, as the chat template writes it; text: as it is.
+        tokens: how many.
+    """
+
+    name: str
+    model: str
+    kv_format: str
+    kind: Kind
+    text: str
+    tokens: int
+
+
+def open_prefix(engine: Engine, name: str) -> tuple[NamedPrefix, Session]:
+    """A text that was kept, and a session that begins with it.
+
+    A damaged KV cache is computed again.
+
+    Raises:
+        OptionError: none of that name is kept for this model.
+    """
+    found = _read(_folder(engine, name))
+    if found is None:
+        kept = sorted({p.name for p, _ in kept_prefixes() if p.model == _model(engine)})
+        raise OptionError(
+            f"no prefix {name!r} is kept for {_model(engine)} with a KV cache in "
+            f"{engine.options.kv_format}; kept for this model are: {', '.join(kept) or 'none'}. "
+            "`edgellm cache add` keeps one"
+        )
+    try:
+        with Session(engine) as session:
+            session.restore(_folder(engine, name) / _SESSION)
+            return found, session.fork()
+    except SessionFileError as error:
+        _log.warning("%s; computed again", error)
+        return found, _compute(engine, found, _tokens(engine, found.text, found.kind), None)
+
+
+def keep_prefix(
+    engine: Engine, name: str, text: str, *, kind: Kind, progress: Progress | None = None
+) -> Session:
+    """A session that begins with a text, which is kept under a name; an older one is replaced.
+
+    Raises:
+        OptionError: an empty name or text, or it cannot be written.
+        ContextOverflowError: the text does not fit into the context.
+    """
+    if not name.strip() or not text:
+        raise OptionError("a prefix has a name and a text; one of them is empty")
+    tokens = _tokens(engine, text, kind)
+    about = NamedPrefix(name, _model(engine), engine.options.kv_format, kind, text, len(tokens))
+    if _read(_folder(engine, name)) == about:
+        return open_prefix(engine, name)[1]
+    return _compute(engine, about, tokens, progress)
+
+
+def kept_prefixes() -> list[tuple[NamedPrefix, Path]]:
+    """All of them, of all models, by name."""
+    root = prefixes_dir()
+    found = [(_read(folder), folder) for folder in (root.iterdir() if root.exists() else ())]
+    return sorted(
+        ((prefix, folder) for prefix, folder in found if prefix is not None),
+        key=lambda pair: (pair[0].name, pair[0].model, pair[0].kv_format),
+    )
+
+
+def forget_prefix(name: str) -> int:
+    """Delete a prefix for all models; gives how many there were."""
+    folders = [folder for prefix, folder in kept_prefixes() if prefix.name == name]
+    for folder in folders:
+        shutil.rmtree(folder)
+    return len(folders)
+
+
+def _compute(
+    engine: Engine, about: NamedPrefix, tokens: list[int], progress: Progress | None
+) -> Session:
+    folder = _folder(engine, about.name)
+    # others find the end of what is computed, which fills no block, when a session is closed
+    with Session(engine) as session:
+        session.replace(tokens)
+        session.generate(SamplingOptions(max_tokens=0), progress=progress)
+        try:
+            with replacing_folder(folder) as partial:
+                session.save(partial / _SESSION)
+                (partial / _ABOUT).write_text(json.dumps(asdict(about)), encoding="utf-8")
+        except OSError as error:
+            raise OptionError(f"{folder}: {error.strerror}") from None
+        return session.fork()
+
+
+def _folder(engine: Engine, name: str) -> Path:
+    return prefixes_dir() / f"{file_safe(name)}-{engine.fingerprint[:16]}"
+
+
+def _model(engine: Engine) -> str:
+    return engine.bundle.manifest.name
+
+
+def _read(folder: Path) -> NamedPrefix | None:
+    try:
+        return NamedPrefix(**json.loads((folder / _ABOUT).read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError):
+        return None
+
+
+def _tokens(engine: Engine, text: str, kind: Kind) -> list[int]:
+    if kind == "text":
+        return engine.tokenizer.encode(text, parse_special=True)
+    # what conversations with this system prompt have in common, whatever is asked
+    some, other = (
+        encode_conversation(
+            [Message("system", text), Message("user", question)], engine.template, engine.tokenizer
+        )
+        for question in ("a", "1")
+    )
+    shared = next(i for i, (a, b) in enumerate(zip(some, other, strict=False)) if a != b)
+    return some[:shared]

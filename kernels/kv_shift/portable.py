@@ -1,0 +1,53 @@
+"""KV shift in numpy: seldom, and then all layers of half a context."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from edgellm.kernels import hadamard, rope
+from edgellm.kernels.kv_append.portable import stored
+from edgellm.kernels.kv_blocks import BLOCK, BlockTable, KVBlocks
+
+
+def move(
+    blocks: KVBlocks,
+    table: BlockTable,
+    start: int,
+    count: int,
+    *,
+    target: int,
+    row: int,
+    distance: int,
+    inv_freq: Sequence[float],
+) -> None:
+    """Write `count` tokens from position `start` of a sequence into rows `row ..` of a block.
+
+    Args:
+        blocks, table: the pool and the sequence's block ids.
+        target: id of the block, none of those that are read.
+        distance: positions that the tokens move up.
+        inv_freq: RoPE's frequencies, in radians per position.
+    """
+    ids = table[start // BLOCK : -(-(start + count) // BLOCK)]
+    rows = slice(start % BLOCK, start % BLOCK + count)
+    angle = -distance * np.asarray(inv_freq, np.float64)
+    turn = rope.RopeTable(
+        np.tile(np.cos(angle).astype(np.float32), (count, 1)),
+        np.tile(np.sin(angle).astype(np.float32), (count, 1)),
+    )
+    for layer in range(blocks.layers):
+        codes, values = blocks.read(ids, layer, slice(None), rows.stop)
+        keys = codes[:, rows].astype(np.float32)  # [h, count, D]
+        if blocks.k_scale is not None and blocks.v_scale is not None:
+            scales = np.stack((blocks.k_scale[ids, layer], blocks.v_scale[ids, layer]))
+            k_scale, v_scale = scales.swapaxes(1, 2).reshape(2, blocks.kv_heads, -1)[:, :, rows]
+            keys *= k_scale[..., None]
+            blocks.v_scale[target, layer, :, row : row + count] = v_scale
+        if blocks.format == "int4":
+            keys = hadamard.transform(keys)
+        k, scale = stored(blocks, rope.apply(keys.transpose(1, 0, 2), turn, 0))
+        blocks.write([target], layer, row, k, values[:, rows].transpose(1, 0, 2))
+        if blocks.k_scale is not None and scale is not None:
+            blocks.k_scale[target, layer, :, row : row + count] = scale.T

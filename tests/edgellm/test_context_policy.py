@@ -1,0 +1,151 @@
+"""Going on in a full context."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from edgellm import ContextOverflowError, OptionError
+from edgellm.bundle import Bundle
+from edgellm.kernels.kv_blocks import BLOCK
+from edgellm.llm import LLM, load
+from edgellm.session import Session
+
+CTX = 256
+TEXT = "In the year 1969 three men flew to the moon. " * 40
+
+
+@pytest.fixture(scope="module")
+def llm(smollm2: Bundle) -> LLM:
+    return load(str(smollm2.path), ctx_size=CTX)
+
+
+def first_layer(session: Session) -> tuple[np.ndarray, np.ndarray]:
+    """K and V of the first layer, `[Hkv, tokens, D]`: they depend on token and position alone."""
+    sequence = session._sequence
+    k, v = sequence.blocks.read(sequence.table, 0, slice(None), len(sequence))
+    ids = sequence.table
+    scales = sequence.blocks.k_scale, sequence.blocks.v_scale
+    found = []
+    for codes, scale in zip((k, v), scales, strict=True):
+        assert scale is not None
+        by_token = scale[ids, 0].transpose(1, 0, 2).reshape(codes.shape[0], -1)
+        found.append(codes * by_token[:, : len(sequence), None])
+    return found[0], found[1]
+
+
+def test_an_answer_goes_on_behind_the_end_of_the_context(llm: LLM) -> None:
+    with llm.session() as session:
+        session.append(TEXT[:400])
+        prompt = len(session.tokens)
+        sampling = llm.sampling(
+            temperature=0, max_tokens=400, ignore_eos=True, context_policy="shift", keep=8
+        )
+        answer = session.generate(sampling)
+        assert answer.finish_reason == "length"
+        assert len(answer.tokens) == 400
+        kept = prompt + 400 - answer.stats.dropped_tokens
+        assert len(session.tokens) == kept <= CTX + 1
+        assert answer.stats.dropped_tokens > CTX
+        # nothing was computed twice
+        assert sum(answer.stats.prefill.values()) == prompt
+        assert session.tokens[8:] == answer.tokens[-(kept - 8) :]
+
+
+def test_shifted_keys_are_those_of_the_new_positions(llm: LLM) -> None:
+    with llm.session() as session, llm.session() as fresh:
+        session.append(TEXT[:700])
+        session.generate(llm.sampling(temperature=0, max_tokens=1))
+        session.rewind(session.cached)
+        assert session.make_room(4) > 0
+        assert session.cached == len(session.tokens)
+        fresh.replace(session.tokens)
+        fresh.generate(llm.sampling(temperature=0, max_tokens=0))
+        for moved, computed in zip(first_layer(session), first_layer(fresh), strict=True):
+            largest = np.abs(computed).max(axis=-1, keepdims=True)
+            assert (np.abs(moved - computed) <= largest * 1.6 / 127).all()
+
+
+def test_a_prompt_that_is_too_long(llm: LLM) -> None:
+    with pytest.raises(ContextOverflowError, match="--context-policy shift"):
+        llm.generate(TEXT, max_tokens=4)
+    answer = llm.generate(TEXT, max_tokens=4, context_policy="shift", temperature=0)
+    assert len(answer.tokens) == 4
+    tokens = llm.engine.tokenizer.encode(TEXT)
+    seen = answer.stats.prompt_tokens - answer.stats.dropped_tokens
+    assert answer.stats.prompt_tokens == len(tokens)
+    assert seen == 4 + (CTX - 4) // 2
+    with llm.session() as session:
+        session.replace(tokens[:4] + tokens[-(seen - 4) :])
+        assert session.generate(llm.sampling(max_tokens=4, temperature=0)).text == answer.text
+
+
+def test_what_was_there_is_used_when_a_session_grows_too_long(llm: LLM) -> None:
+    with llm.session() as session:
+        tokens = llm.engine.tokenizer.encode(TEXT)
+        session.append(tokens[:250])
+        sampling = llm.sampling(temperature=0, max_tokens=0, context_policy="shift")
+        session.generate(sampling)
+        session.append(tokens[250:300])
+        answer = session.generate(sampling)
+        assert answer.stats.dropped_tokens == 300 - 4 - 126
+        assert answer.stats.cached_tokens == 250 - answer.stats.dropped_tokens
+        assert sum(answer.stats.prefill.values()) == 50
+
+
+def test_saved_and_restored(llm: LLM, tmp_path: Path) -> None:
+    sampling = llm.sampling(temperature=0, max_tokens=300, ignore_eos=True, context_policy="shift")
+    with llm.session() as session:
+        session.append(TEXT[:300])
+        session.generate(sampling)
+        session.save(tmp_path / "session")
+        tokens = session.tokens
+        expected = session.generate(sampling).tokens
+    with llm.load_session(tmp_path / "session") as restored:
+        assert restored.tokens == tokens
+        assert restored.generate(sampling).tokens == expected
+    # what was shifted is nobody else's
+    assert llm.engine.cache.cached_prefix(tokens) < BLOCK
+
+
+@pytest.mark.parametrize("keep", [CTX - 1, CTX, 10_000])
+def test_no_room_behind_what_is_kept(llm: LLM, keep: int) -> None:
+    with pytest.raises(OptionError, match=r"keep is .* 0 to 254 is allowed"):
+        llm.generate(TEXT, max_tokens=4, context_policy="shift", keep=keep)
+
+
+def test_a_policy_that_there_is_not(llm: LLM) -> None:
+    with pytest.raises(OptionError, match="error, shift"):
+        llm.sampling(context_policy="forget")  # type: ignore[arg-type]
+
+
+def test_a_chat_forgets_whole_turns(llm: LLM) -> None:
+    chat = llm.chat(
+        system="You are a pirate.", temperature=0, max_tokens=16, context_policy="shift"
+    )
+    dropped = 0
+    for i in range(12):
+        answer = chat.send(f"Tell me something about the number {i}.")
+        assert answer.stats.prompt_tokens + 16 <= CTX
+        dropped += answer.stats.dropped_tokens
+    assert dropped > 0
+    assert len(chat.messages) == 25
+    seen = llm.engine.tokenizer.decode(chat.tokens)
+    assert "You are a pirate." in seen
+    assert "the number 11." in seen
+    assert "the number 0." not in seen
+    assert seen.count("system") == 1
+    del chat.messages[1:]
+    assert chat.send("Who are you?").stats.dropped_tokens == 0
+    chat.close()
+
+
+def test_a_chat_that_fits_forgets_nothing(llm: LLM) -> None:
+    texts = []
+    for policy in ("error", "shift"):
+        chat = llm.chat(temperature=0, max_tokens=8, context_policy=policy)
+        texts.append([chat.send(text).text for text in ("Hello", "What is a list?")])
+        chat.close()
+    assert texts[0] == texts[1]

@@ -1,0 +1,106 @@
+"""Chunks that stay on the device: ONNX Runtime bound to torch's memory, attention in Triton."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from edgellm.errors import CancelledError, OptionError, ProviderError
+from edgellm.export import export
+from edgellm.kernels import rope
+from edgellm.llm import LLM, load
+from edgellm.options import EngineOptions
+from edgellm.planner import Costs
+from edgellm.prefill import ChunkedPrefill, Hooks, Prefill
+from edgellm.providers import CPU, PROVIDERS
+from edgellm.segments import Head
+
+# the interpreter computes in numpy, which warns of the NaN in memory that was never written
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
+
+TOKENS = [7 * i % 50 + 3 for i in range(150)]
+FLAVOURS = ("f32", "f16", "w4a16")
+
+
+@pytest.fixture(params=["llama", "qwen2"])
+def llm(request: pytest.FixtureRequest, make_model: Callable[..., Path], tmp_path: Path) -> LLM:
+    pytest.importorskip("triton")
+    out = tmp_path / "bundle"
+    export(
+        make_model(model_type=request.param),
+        out,
+        name="tiny",
+        source="tiny",
+        flavours=FLAVOURS,
+        chunk_sizes=(16, 64),
+    )
+    return load(str(out), flavour="f32", prefill="cpu", decode="reference", kv_format="f32")
+
+
+def on_device(llm: LLM, flavour: str) -> Prefill:
+    """Prefill of a flavour through device memory; the CPU stands in for the device."""
+    from edgellm.device_model import DeviceModel, DeviceSegments, Queue
+
+    engine, queue = llm.engine, Queue("cpu")
+    segments = DeviceSegments(engine.bundle, flavour, queue=queue, threads=1, provider_options={})
+    head = Head(engine.bundle, engine.bundle.flavour(flavour).head or "")
+    table = rope.table(engine.config.inv_freq, engine.ctx_size)
+    model = DeviceModel(segments, head, table, mirror=engine.cache.on_device("cpu"), queue=queue)
+    return ChunkedPrefill(model, engine.decoder, Costs(dict.fromkeys(segments.chunk_sizes, 1.0)))
+
+
+def states(prefill: Prefill, llm: LLM, tokens: Sequence[int]) -> np.ndarray:
+    """Hidden states of a sequence of its own, prefilled in two parts."""
+    found: list[np.ndarray] = []
+    hooks = Hooks(on_hidden=lambda rows: found.append(rows.copy()))
+    sequence = llm.engine.cache.sequence()
+    prefill.run(tokens[:70], sequence, hooks)
+    prefill.run(tokens[70:], sequence, hooks)
+    llm.engine.decoder.step(5, sequence)  # the host takes over what the device computed
+    sequence.close()
+    return np.concatenate(found)
+
+
+@pytest.mark.parametrize("flavour", FLAVOURS)
+def test_like_the_host(llm: LLM, flavour: str) -> None:
+    costs = Costs(dict.fromkeys((16, 64), 1.0))
+    host = ChunkedPrefill(llm.engine.cpu_model(flavour), llm.engine.decoder, costs)
+    expected, ours = (states(prefill, llm, TOKENS) for prefill in (host, on_device(llm, flavour)))
+    np.testing.assert_allclose(ours, expected, atol=1e-4 if flavour == "f32" else 1e-2)
+
+
+def test_decode_goes_on_where_the_device_stopped(llm: LLM) -> None:
+    logits = []
+    for prefill in (llm.engine.prefill, on_device(llm, "f32")):
+        sequence = llm.engine.cache.sequence()
+        prefill.run(TOKENS, sequence, Hooks())
+        logits.append(llm.engine.decoder.step(5, sequence))
+    np.testing.assert_allclose(logits[1], logits[0], atol=1e-4)
+
+
+def test_cancelled_prefill_keeps_whole_chunks(llm: LLM) -> None:
+    cancel = threading.Event()
+    sequence = llm.engine.cache.sequence()
+    hooks = Hooks(cancel=cancel, on_hidden=lambda _: cancel.set())
+    with pytest.raises(CancelledError):
+        on_device(llm, "f32").run([3, 1] * 70, sequence, hooks)
+    assert 0 < len(sequence) < 140
+
+
+def test_cuda_is_not_in_this_build(monkeypatch: pytest.MonkeyPatch) -> None:
+    import onnxruntime
+
+    if PROVIDERS["cuda"].ort_name in onnxruntime.get_available_providers():
+        pytest.skip("it is")
+    with pytest.raises(ProviderError, match="onnxruntime-gpu"):
+        EngineOptions(prefill="cuda")
+
+
+def test_cuda_takes_chunks_one_by_one() -> None:
+    with pytest.raises(OptionError, match="the host has no part"):
+        EngineOptions(prefill="cuda", schedule="out-of-order")
+    assert EngineOptions(prefill=CPU, flavour="w4a16").prefill_flavour == "w4a16"

@@ -1,0 +1,135 @@
+"""Named texts: computed once, found again under their names."""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from edgellm import ContextOverflowError, OptionError
+from edgellm.bundle import Bundle
+from edgellm.llm import LLM, load
+from edgellm.named_prefix import forget_prefix, kept_prefixes
+
+DOCUMENT = "The lighthouse of Orle was built in 1843 by Maria Tende. " * 12
+SYSTEM = "You answer in one short sentence. " * 10
+Cli = Callable[..., subprocess.CompletedProcess[str]]
+
+
+@pytest.fixture
+def llm(smollm2: Bundle, edgellm_home: Path) -> LLM:
+    return load(str(smollm2.path), ctx_size=1024)
+
+
+def test_a_document_is_there_after_a_restart(llm: LLM, smollm2: Bundle) -> None:
+    question = "Who built the lighthouse?"
+    sampling = llm.sampling(temperature=0, max_tokens=8)
+    with llm.prefix("orle", DOCUMENT) as document:
+        tokens = document.tokens
+        document.append(question)
+        expected = document.generate(sampling).text
+    other = load(str(smollm2.path), ctx_size=1024)
+    with other.prefix("orle") as document, document.fork() as asked:
+        assert document.tokens == tokens
+        assert document.cached == len(tokens)
+        asked.append(question)
+        answer = asked.generate(sampling)
+        assert answer.text == expected
+        assert answer.stats.cached_tokens == len(tokens)
+    assert [(p.name, p.kind, p.tokens) for p, _ in kept_prefixes()] == [
+        ("orle", "text", len(tokens))
+    ]
+
+
+def test_a_system_prompt_is_found_by_chats(llm: LLM, smollm2: Bundle) -> None:
+    with llm.prefix("short", SYSTEM, system=True) as prefix:
+        count = len(prefix.tokens)
+    other = load(str(smollm2.path), ctx_size=1024)
+    with other.prefix("short", SYSTEM, system=True):
+        answer = other.chat(system=SYSTEM, temperature=0, max_tokens=4).send("What is a list?")
+    assert answer.stats.cached_tokens == count
+    plain = load(str(smollm2.path), ctx_size=1024)
+    assert (
+        plain.chat(system=SYSTEM, temperature=0, max_tokens=4).send("What is a list?").text
+        == answer.text
+    )
+
+
+def test_another_text_takes_the_place(llm: LLM) -> None:
+    llm.prefix("orle", DOCUMENT).close()
+    with llm.prefix("orle", "Another text.") as prefix:
+        assert llm.engine.tokenizer.decode(prefix.tokens, skip_special=True) == "Another text."
+    assert [p.text for p, _ in kept_prefixes()] == ["Another text."]
+
+
+def test_a_damaged_file_is_computed_again(
+    llm: LLM, smollm2: Bundle, caplog: pytest.LogCaptureFixture
+) -> None:
+    with llm.prefix("orle", DOCUMENT) as document:
+        tokens = document.tokens
+    ((_, folder),) = kept_prefixes()
+    data = bytearray((folder / "session").read_bytes())
+    data[-5] ^= 1
+    (folder / "session").write_bytes(data)
+    other = load(str(smollm2.path), ctx_size=1024)
+    with other.prefix("orle") as document:
+        assert (document.tokens, document.cached) == (tokens, len(tokens))
+    assert "computed again" in caplog.text
+    caplog.clear()
+    other.prefix("orle").close()
+    assert not caplog.text
+
+
+def test_names_belong_to_a_model_and_kv_format(llm: LLM, smollm2: Bundle) -> None:
+    llm.prefix("orle", DOCUMENT).close()
+    other = load(str(smollm2.path), ctx_size=1024, kv_format="f16")
+    with pytest.raises(OptionError, match=r"no prefix 'orle' .* in f16; kept .*: orle"):
+        other.prefix("orle")
+    other.prefix("orle", DOCUMENT).close()
+    assert len(kept_prefixes()) == 2
+    assert forget_prefix("orle") == 2
+    assert kept_prefixes() == []
+
+
+def test_bad_input(llm: LLM) -> None:
+    with pytest.raises(OptionError, match="none"):
+        llm.prefix("orle")
+    with pytest.raises(OptionError, match="empty"):
+        llm.prefix(" ", DOCUMENT)
+    with pytest.raises(OptionError, match="empty"):
+        llm.prefix("orle", "")
+    with pytest.raises(ContextOverflowError):
+        llm.prefix("orle", DOCUMENT * 10)
+    assert kept_prefixes() == []
+
+
+def test_commands(smollm2: Bundle, edgellm_home: Path, cli: Cli, tmp_path: Path) -> None:
+    model = str(smollm2.path)
+    (tmp_path / "orle.txt").write_text(DOCUMENT)
+    assert cli("cache", "ls").stdout == ""
+    added = cli("cache", "add", "orle", model, "-f", str(tmp_path / "orle.txt"), "--raw")
+    assert "orle: " in added.stderr
+    assert cli("cache", "add", "short", model, "-p", SYSTEM).returncode == 0
+    listed = cli("cache", "ls").stdout.splitlines()
+    assert [line.split()[0] for line in listed] == ["orle", "short"]
+    greedy = ("--temp", "0", "-n", "8", "--stats")
+    plain = cli("run", model, "--raw", "-p", DOCUMENT + "Who built it?", *greedy)
+    cached = cli("run", model, "--cache", "orle", "-p", "Who built it?", *greedy)
+    assert plain.returncode == cached.returncode == 0
+    assert cached.stdout == plain.stdout
+    assert "(0 cached" in plain.stderr
+    assert "(0 cached" not in cached.stderr
+    chatted = cli("run", model, "--cache", "short", "-p", "What is a list?", *greedy)
+    assert chatted.stdout == cli("run", model, "-sys", SYSTEM, "What is a list?", *greedy).stdout
+    for wrong in (
+        ("run", model, "--cache", "none", "-p", "Hello"),
+        ("run", model, "--cache", "short", "--raw", "-p", "Hello"),
+        ("run", model, "--cache", "short", "-sys", "You", "-p", "Hello"),
+        ("cache", "add", "orle", model),
+        ("cache", "rm", "none"),
+    ):
+        assert cli(*wrong).returncode == 2
+    assert cli("cache", "rm", "orle", "short").returncode == 0
+    assert cli("cache", "ls").stdout == ""
