@@ -82,7 +82,7 @@ public:
             attention(crew, l);
             crew.each(rows_, [&](int r) { join_splits(r); }, weights(layer.o));
             multiply(crew, layer.o, b_.attended, b_.residual, model_.hidden, true);
-            crew.each(rows_, [&](int r) { normalize(layer.mlp_norm, r, false); }, weights(layer.gate));
+            crew.each(rows_, [&](int r) { normalize(layer.mlp_norm, r, false); }, weights(layer.gate, 2 * groups_at_once(layer)));
             activate(crew, layer);
             multiply(crew, layer.down, b_.activated, b_.residual, model_.hidden, true);
         }
@@ -101,10 +101,15 @@ private:
         return stop_;
     }
 
-    // A layer's panels, in the items that `multiply` makes of them.
-    edgellm::Ahead weights(const edgellm::Linear& linear) const {
-        const int run = panels_at_once(linear, rows_, call_.threads);
+    // A layer's panels, so many an item.
+    edgellm::Ahead weights(const edgellm::Linear& linear, int run) const {
         return {linear.panels, run * linear.panel_bytes(), size_t(linear.count() / run)};
+    }
+    edgellm::Ahead weights(const edgellm::Linear& linear) const {
+        return weights(linear, panels_at_once(linear, rows_, call_.threads));
+    }
+    int groups_at_once(const edgellm::Layer& layer) const {
+        return std::max(1, panels_at_once(layer.gate, rows_, call_.threads) / 2);
     }
 
     void multiply(edgellm::Member& crew, const edgellm::Linear& linear, const edgellm::Rows& x, float* y,
@@ -189,7 +194,7 @@ private:
     // Two panels of gate and up make one group of the next layer's input.
     void activate(edgellm::Member& crew, const edgellm::Layer& layer) const {
         const int groups = model_.intermediate / edgellm::GROUP;
-        const int run = std::max(1, panels_at_once(layer.gate, rows_, call_.threads) / 2);
+        const int run = groups_at_once(layer);
         crew.each((groups + run - 1) / run, [&](int item) {
             const int first = item * run, end = std::min(groups, first + run);
             const size_t width = size_t(end - first) * edgellm::GROUP;

@@ -122,6 +122,20 @@ def test_blocks_are_copied_once(bundle: Bundle, monkeypatch: pytest.MonkeyPatch)
     assert sorted(fetched) == sorted(sequence.table)
 
 
+def test_a_shifted_context_goes_on(bundle: Bundle) -> None:
+    found = []
+    for backend in ("triton", CPU_DECODE):
+        prompt = backend if backend == "triton" else CPU
+        llm = load(str(bundle.path), kv_format="f32", prefill=prompt, decode=backend)
+        sequence = llm.engine.cache.sequence()
+        logits_after(llm, TOKENS[:200], sequence=sequence)
+        sequence.shift(keep=4, discard=90)
+        steps = [llm.engine.decoder.step(token, sequence) for token in TOKENS[200:220]]
+        assert len(sequence) == 130
+        found.append(np.concatenate(steps))
+    assert close(*found)
+
+
 def test_cancelled_prefill_leaves_the_sequence(on_gpu: LLM) -> None:
     cancel = threading.Event()
     cancel.set()
