@@ -61,7 +61,7 @@ class Engine:
             format=options.kv_format,
             ctx_size=self.ctx_size,
             blocks=_cache_blocks(options, self.ctx_size),
-            fingerprint="|".join((self.fingerprint, *_arithmetic(bundle, options))).encode(),
+            fingerprint=f"{self.fingerprint}|{self.arithmetic}".encode(),
         )
         if options.kv_cache_dir is not None:
             self.cache.disk = DiskCache(
@@ -114,6 +114,14 @@ class Engine:
         manifest = self.bundle.manifest
         values = f"{manifest.source_sha256 or manifest.files}{self.options.kv_format}"
         return hashlib.sha256(values.encode()).hexdigest()
+
+    @property
+    def arithmetic(self) -> str:
+        """What else K and V depend on: another back end's are near, and not the same bits."""
+        files = (f"{flavour}/{WEIGHTS_FILE}" for flavour in sorted(self.options.flavours))
+        weights = (self.bundle.manifest.files[file].sha256 for file in files)
+        backends = (self.options.prefill_backend, self.options.decode_backend)
+        return "|".join((*backends, str(isa()), *weights))
 
     def cpu_model(self, flavour: str) -> Model:
         """A flavour of graphs on the CPU provider, to compare with."""
@@ -187,13 +195,6 @@ class Engine:
             allow_fallback=self.options.allow_fallback,
         )
         return DeviceModel(segments, head, table, mirror=self.cache.on_device(device), queue=queue)
-
-
-def _arithmetic(bundle: Bundle, options: EngineOptions) -> tuple[str, ...]:
-    """What else K and V depend on: another back end's are near, and not the same bits."""
-    files = (f"{flavour}/{WEIGHTS_FILE}" for flavour in sorted(options.flavours))
-    weights = (bundle.manifest.files[file].sha256 for file in files)
-    return (options.prefill_backend, options.decode_backend, str(isa()), *weights)
 
 
 def planned_memory(bundle: Bundle, options: EngineOptions) -> memory.MemoryEstimate:

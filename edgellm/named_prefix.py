@@ -1,14 +1,15 @@
 """Texts with a name, such as system prompts and documents, whose KV cache is kept between runs.
 
-    EDGELLM_HOME/prefixes/NAME-FINGERPRINT/
+    EDGELLM_HOME/prefixes/NAME-KEY/
         prefix.json   what it is, see `NamedPrefix`
         session       its tokens and KV cache, see `session_file.py`
 
-A folder appears whole, by renaming. Models and KV formats have folders of their own.
+A folder appears whole, by renaming. Models, KV formats and back ends have folders of their own.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import logging
 import shutil
@@ -128,7 +129,8 @@ def _compute(
 
 
 def _folder(engine: Engine, name: str) -> Path:
-    return prefixes_dir() / f"{file_safe(name)}-{engine.fingerprint[:16]}"
+    key = hashlib.sha256(f"{name}|{engine.fingerprint}|{engine.arithmetic}".encode())
+    return prefixes_dir() / f"{file_safe(name)}-{key.hexdigest()[:16]}"
 
 
 def _model(engine: Engine) -> str:

@@ -120,6 +120,7 @@ class Session:
             tokens=self._tokens,
             computed=computed,
             exact=exact,
+            arithmetic=engine.arithmetic,
         )
         write_session(Path(path), saved, blocks)
 
@@ -134,7 +135,9 @@ class Session:
             with self._sequence.reserved(saved.computed):
                 if not unpack(self._sequence.blocks, self._sequence.table, data):
                     raise SessionFileError(f"{path}: damaged or truncated; save the session again")
-                self._sequence.exact = saved.exact
+                # another back end's bits are for this session, and not for others to find
+                same = saved.arithmetic == engine.arithmetic
+                self._sequence.exact = saved.exact if same else 0
                 self._sequence.commit(saved.tokens[: saved.computed])
         self._tokens = list(saved.tokens)
 

@@ -30,6 +30,7 @@ class SavedSession:
         fingerprint: of its weights and the KV format.
         computed: of the tokens, so many from the beginning are in the blocks.
         exact: see `Sequence`.
+        arithmetic: of the back end that computed them (`Engine.arithmetic`).
     """
 
     model: str
@@ -38,6 +39,7 @@ class SavedSession:
     tokens: list[int]
     computed: int
     exact: int | None = None
+    arithmetic: str = ""
 
 
 def write_session(path: Path, saved: SavedSession, blocks: bytes) -> None:

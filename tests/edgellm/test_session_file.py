@@ -53,6 +53,20 @@ def test_goes_on_in_another_back_end(
     assert restored.cached == len(TOKENS) + 5
     greedy(other, restored)
     assert restored.tokens[: len(session.tokens)] == session.tokens
+    restored.close()
+    assert other.engine.cache.cached_prefix(session.tokens) == 0  # they are not its own bits
+
+
+def test_the_same_back_end_finds_what_was_restored(
+    tiny: LLM, tiny_model: Path, tmp_path: Path
+) -> None:
+    session = tiny.session()
+    session.append(TOKENS)
+    greedy(tiny, session)
+    session.save(tmp_path / "session")
+    other = load(str(tiny_model))
+    other.load_session(tmp_path / "session").close()
+    assert other.engine.cache.cached_prefix(session.tokens) == len(TOKENS) + 5
 
 
 def test_an_empty_session(tiny: LLM, tmp_path: Path) -> None:
