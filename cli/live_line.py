@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 import sys
 import time
 
@@ -37,7 +36,7 @@ class LiveLine:
         if not self._enabled or now - self._shown_at < _INTERVAL_S:
             return
         self._shown_at = now
-        columns, rows = shutil.get_terminal_size()
+        columns, rows = os.get_terminal_size(sys.stdout.fileno())  # as it is, whatever LINES says
         if rows < 3:
             return
         if rows != self._rows:

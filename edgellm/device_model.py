@@ -91,7 +91,7 @@ class DeviceSegments(Segments):
     def _zeros(self, chunk: int, width: int) -> torch.Tensor:
         return torch.zeros((chunk, width), dtype=torch.float32, device=self._device)
 
-    def _runner(self, session: Any, inputs: Mapping[str, Any], outputs: Mapping[str, Any]) -> Run:
+    def _bound(self, session: Any, inputs: Mapping[str, Any], outputs: Mapping[str, Any]) -> Run:
         import onnxruntime as ort
 
         binding = session.io_binding()

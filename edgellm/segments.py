@@ -180,7 +180,7 @@ class Segments:
                     contract.part_outputs(config, part),
                 )
             )
-            runs.append(self._runner(session, inputs, outputs))
+            runs.append(self._bound(session, inputs, outputs))
         return ChunkBuffers(
             arrays[contract.X],
             arrays[contract.ATTENTION],
@@ -194,10 +194,8 @@ class Segments:
     def _zeros(self, chunk: int, width: int) -> Any:
         return np.zeros((chunk, width), np.float32)
 
-    def _runner(self, session: Any, inputs: Mapping[str, Any], outputs: Mapping[str, Any]) -> Run:
-        """Inputs are bound anew for each run: a provider with memory of its own (OpenVINO on a CPU
-        even) copies them when they are bound, and would go on computing with what they were then.
-        """
+    def _bound(self, session: Any, inputs: Mapping[str, Any], outputs: Mapping[str, Any]) -> Run:
+        """A call that reads and writes these arrays."""
         from onnxruntime import OrtValue
 
         binding = session.io_binding()
@@ -206,14 +204,19 @@ class Segments:
             binding.bind_ortvalue_input(name, value)
         for name, array in outputs.items():
             binding.bind_ortvalue_output(name, OrtValue.ortvalue_from_numpy(array))
-        changed = {} if self._provider == CPU else values
+        return _runner(session, binding, {} if self._provider == CPU else values)
 
-        def run() -> None:
-            for name, value in changed.items():
-                binding.bind_ortvalue_input(name, value)
-            session.run_with_iobinding(binding)
 
-        return run
+def _runner(session: Any, binding: Any, inputs: Mapping[str, Any]) -> Run:
+    """`inputs` are bound anew for each run: a provider with memory of its own (OpenVINO on a CPU
+    even) copies them when they are bound, and would go on computing with what they were then."""
+
+    def run() -> None:
+        for name, value in inputs.items():
+            binding.bind_ortvalue_input(name, value)
+        session.run_with_iobinding(binding)
+
+    return run
 
 
 def _shadows(bundle: Bundle, entry: FlavourEntry) -> dict[int, ShadowLinear]:

@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 
@@ -32,9 +34,15 @@ def main() -> None:
         check=True,
     ).stdout
     cases = [json.loads(line) for line in printed.splitlines()]
-    right = [
-        filled(arguments.model, case["prefix"], case["suffix"]) == case["middle"] for case in cases
-    ]
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        right = list(
+            pool.map(
+                lambda case: (
+                    filled(arguments.model, case["prefix"], case["suffix"]) == case["middle"]
+                ),
+                cases,
+            )
+        )
     print(f"{sum(right)} of {len(right)} exactly, {sum(right) / len(right):.2%}")
 
 

@@ -44,7 +44,7 @@ def test_plugin_that_is_not_installed_or_does_not_load(monkeypatch: pytest.Monke
     [
         ("qnn", "w8a8", "w8a16-qdq"),
         ("cpu", "panels", "w8a8, f32"),
-        ("auto", "f16", "w8a8, f32"),
+        ("auto", "f64", "w8a8, f32"),
         ("native", "f32", "none"),
     ],
 )
