@@ -67,9 +67,8 @@ def show_reuse(folder: Path) -> None:
         "print(*sessions.ask(llm)[:2])"
     )
     here = str(Path(__file__).parent)
-    found = subprocess.run(
-        [sys.executable, "-c", code, here, str(folder)], capture_output=True, text=True, check=True
-    ).stdout.split()
+    command = [sys.executable, "-P", "-c", code, here, str(folder)]  # the installed package
+    found = subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()
     same = session[2] == restart[2] == cold.text
     print(
         f"system prompt, {cold.stats.prompt_tokens} tokens in all; cold {cold.stats.ttft_s:.2f} s"
