@@ -101,8 +101,9 @@ private:
         return stop_;
     }
 
-    // A layer's panels, so many an item.
+    // A layer's panels, so many an item. Many rows wait for arithmetic and not for weights.
     edgellm::Ahead weights(const edgellm::Linear& linear, int run) const {
+        if (rows_ >= MANY_ROWS) return {};
         return {linear.panels, run * linear.panel_bytes(), size_t(linear.count() / run)};
     }
     edgellm::Ahead weights(const edgellm::Linear& linear) const {
