@@ -17,7 +17,7 @@ from pathlib import Path
 
 
 def filled(model: Path, prefix: str, suffix: str) -> str:
-    command = [sys.executable, "-m", "edgellm.cli.main", "infill", str(model), "--temp", "0"]
+    command = [sys.executable, "-P", "-m", "edgellm.cli.main", "infill", str(model), "--temp", "0"]
     command += ["-n", "16", "--prefix", prefix, "--suffix", suffix]
     return subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
