@@ -80,8 +80,8 @@ def run(
     """
     show_stats = sys.stderr.isatty() if stats is None else stats
     if prefix is not None or suffix is not None:
-        if (prompt, prompt_option, file) != (None, None, None):
-            raise OptionError("--prefix and --suffix take the place of a prompt")
+        if (prompt, prompt_option, file, cache) != (None, None, None, None):
+            raise OptionError("--prefix and --suffix take the place of a prompt and of --cache")
         gap = Gap(prefix=prefix or "", suffix=suffix or "")
         return fill(name, gap, load_arguments, sampling, show_stats=show_stats, as_json=as_json)
     text = _prompt_text(prompt, prompt_option, file)

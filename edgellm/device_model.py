@@ -6,9 +6,7 @@ it is queued on one CUDA stream: the host waits when a chunk's hidden states are
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Mapping
-from collections.abc import Sequence as SequenceOf
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -17,7 +15,7 @@ import torch
 from numpy.typing import NDArray
 
 from edgellm.bundle import Bundle
-from edgellm.forward import Chunk, Done, Model, RunningChunk
+from edgellm.forward import Model, RunningChunk
 from edgellm.kernels.attention.gpu import Partials, attend
 from edgellm.kernels.gpu.device import on_device
 from edgellm.kernels.kv_append.gpu import append_rotated
@@ -25,10 +23,8 @@ from edgellm.kernels.kv_blocks import BLOCK
 from edgellm.kernels.rope import RopeTable
 from edgellm.mirror import Mirror
 from edgellm.providers import CPU, CUDA
-from edgellm.schedule import Policy
 from edgellm.segments import ModelHead, Run, Segments
 from edgellm.sequence import Sequence
-from edgellm.trace import TaskRecord
 
 Floats = NDArray[np.float32]
 
@@ -51,12 +47,12 @@ class Queue:
         stream = self._stream
         return {} if stream is None else {"user_compute_stream": str(stream.cuda_stream)}
 
-    def current(self) -> AbstractContextManager[Any]:
+    def current(self) -> AbstractContextManager[object]:
         """What is launched inside comes after what was launched before."""
         if self._stream is None:
             return nullcontext()
         self._stream.wait_stream(torch.cuda.current_stream())
-        inside: AbstractContextManager[Any] = torch.cuda.stream(self._stream)
+        inside: AbstractContextManager[object] = torch.cuda.stream(self._stream)
         return inside
 
     def done(self) -> None:
@@ -139,18 +135,9 @@ class DeviceModel(Model):
             device=device,
         )
 
-    def run(
-        self,
-        chunks: SequenceOf[Chunk],
-        sequence: Sequence,
-        *,
-        policy: Policy = "serial",
-        on_done: Done | None = None,
-        cancel: threading.Event | None = None,
-    ) -> list[TaskRecord]:
-        """See `Model.run`; the times of tasks are those of launching them."""
-        with self._queue.current():
-            return super().run(chunks, sequence, policy=policy, on_done=on_done, cancel=cancel)
+    def queue(self) -> AbstractContextManager[object]:
+        """Tasks are launched one after the other; their times are those of launching them."""
+        return self._queue.current()
 
     def embed(self, chunk: RunningChunk, sequence: Sequence) -> None:
         buffers, count = chunk.buffers, len(chunk.tokens)

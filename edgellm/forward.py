@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 
@@ -112,7 +113,11 @@ class Model:
 
         # ONNX Runtime's pool spins between segments; BLAS threads would wait for the same cores
         # (846 against 1,750 tokens/s at pp512 on two cores, with attention in numpy).
-        with self._blas.limit(limits=1, user_api="blas"), sequence.reserved(start - len(sequence)):
+        with (
+            self.queue(),
+            self._blas.limit(limits=1, user_api="blas"),
+            sequence.reserved(start - len(sequence)),
+        ):
             records = execute(
                 self.steps,
                 len(jobs),
@@ -140,7 +145,11 @@ class Model:
             self._actions[task.step][1](chunk, sequence)
 
         count = start + len(tokens)
-        with self._blas.limit(limits=1, user_api="blas"), sequence.reserved(count):
+        with (
+            self.queue(),
+            self._blas.limit(limits=1, user_api="blas"),
+            sequence.reserved(count),
+        ):
             # memory that is touched for the first time would cost more than attention
             sequence.blocks.clear(sequence.table)
             records = execute(self.steps[:-1], 1, act, policy="serial", seconds=lambda _: 0.0)
@@ -162,6 +171,10 @@ class Model:
             actions.append((Step(name, "accelerator"), partial(_segment, position)))
         actions.append((Step("commit", "host", ordered=True), _commit))
         return actions
+
+    def queue(self) -> AbstractContextManager[object]:
+        """Around what is launched on a device; nothing on the host."""
+        return nullcontext()
 
     def embed(self, chunk: RunningChunk, _: Sequence) -> None:
         buffers, count = chunk.buffers, len(chunk.tokens)

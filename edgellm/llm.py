@@ -250,7 +250,7 @@ class LLM:
 
         The first call with a text computes it, later ones read it, also in other processes; without
         a text, the one that was kept is meant. `fork` the session for each use. `generate` and
-        `chat` find what they share with it as well, as long as it is open.
+        `chat` find what they share with it as well, while the pool has room for it.
 
         Args:
             system: a system prompt: what `chat(system=text)` begins with.

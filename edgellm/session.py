@@ -54,7 +54,12 @@ class Session:
         self._set([*self._tokens, *text])
 
     def replace(self, tokens: SequenceOf[int]) -> None:
-        """Become another sequence of tokens, keeping what it shares with this one."""
+        """Become another sequence of tokens, keeping what it shares with this one.
+
+        What was behind a gap (`make_room`) is not shared: it remembers what stood there.
+        """
+        with self._engine.lock:
+            self._sequence.truncate(len(self._sequence.tokens[: self._sequence.exact]))
         self._set(list(tokens))
 
     def fork(self) -> Session:

@@ -51,14 +51,17 @@ public:
                 });
             });
             const int8_t* keys = k_ + kv_.key_place(j, 0);
-            for (size_t d = 0; d < head_dim; d += 4, keys += 4 * edgellm::KEYS, ahead += 4 * LANES * COLUMNS) {
+            constexpr int READ = 4 * LANES * COLUMNS;
+            static_assert(COLUMNS == 1 || LANES == edgellm::KEYS, "a column is a panel of keys");
+            for (size_t d = 0; d < head_dim; d += 4, keys += 4 * edgellm::KEYS, ahead += READ) {
                 Bytes key[COLUMNS];
                 unrolled<COLUMNS>([&](int c) {
                     if (AHEAD) fetch(ahead + 4 * LANES * c);
                     key[c] = operand(load_bytes(keys + c * LANES * head_dim));
                 });
                 unrolled<R>([&](int r) {
-                    const Bytes x = splat_quad(codes + r * head_dim + d), y = splat_quad(fine + r * head_dim + d);
+                    const size_t at = r * head_dim + d;
+                    const Bytes x = splat_quad(codes + at), y = splat_quad(fine + at);
                     unrolled<COLUMNS>([&](int c) {
                         sum[r][c] = dot_signed(sum[r][c], key[c], x);
                         rest[r][c] = dot_signed(rest[r][c], key[c], y);

@@ -82,7 +82,9 @@ public:
             attention(crew, l);
             crew.each(rows_, [&](int r) { join_splits(r); }, weights(layer.o));
             multiply(crew, layer.o, b_.attended, b_.residual, model_.hidden, true);
-            crew.each(rows_, [&](int r) { normalize(layer.mlp_norm, r, false); }, weights(layer.gate, 2 * groups_at_once(layer)));
+            crew.each(
+                rows_, [&](int r) { normalize(layer.mlp_norm, r, false); },
+                weights(layer.gate, 2 * groups_at_once(layer)));
             activate(crew, layer);
             multiply(crew, layer.down, b_.activated, b_.residual, model_.hidden, true);
         }

@@ -11,6 +11,7 @@ tokens.
 from __future__ import annotations
 
 import argparse
+import json
 import math
 import statistics
 import subprocess
@@ -61,22 +62,23 @@ def show_reuse(folder: Path) -> None:
     second = chat.send("And a tuple?")
     session, restart = ask(llm), ask(load(DEFAULT_MODEL, **options))
     code = (
-        "import sys; sys.path.insert(0, sys.argv[1]); import sessions;"
+        "import json, sys; sys.path.insert(0, sys.argv[1]); import sessions;"
         "from edgellm.llm import load;"
         "llm = load(sessions.DEFAULT_MODEL, ctx_size=4096, kv_cache_dir=sys.argv[2]);"
-        "print(*sessions.ask(llm)[:2])"
+        "print(json.dumps(sessions.ask(llm)))"
     )
     here = str(Path(__file__).parent)
     command = [sys.executable, "-P", "-c", code, here, str(folder)]  # the installed package
-    found = subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()
-    same = session[2] == restart[2] == cold.text
+    printed = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    other = json.loads(printed)
+    same = session[2] == restart[2] == other[2] == cold.text
     print(
         f"system prompt, {cold.stats.prompt_tokens} tokens in all; cold {cold.stats.ttft_s:.2f} s"
     )
     for name, ttft, cached in (
         ("turn 2", second.stats.ttft_s, second.stats.cached_tokens),
         ("second session", *session[:2]),
-        ("another process", float(found[0]), int(found[1])),
+        ("another process", *other[:2]),
     ):
         ratio = ttft / cold.stats.ttft_s
         print(f"  {name:16} {ttft * 1000:6.0f} ms  {ratio:6.1%} of cold, {cached} tokens cached")

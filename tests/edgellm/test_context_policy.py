@@ -68,6 +68,15 @@ def test_shifted_keys_are_those_of_the_new_positions(llm: LLM) -> None:
             assert (np.abs(moved - computed) <= largest * 1.6 / 127).all()
 
 
+def test_another_text_takes_nothing_from_behind_a_gap(llm: LLM) -> None:
+    with llm.session() as session:
+        session.append(TEXT[:700])
+        session.generate(llm.sampling(temperature=0, max_tokens=1))
+        session.make_room(4)
+        session.replace([*session.tokens, 5])
+        assert session.cached == 4
+
+
 def test_a_prompt_that_is_too_long(llm: LLM) -> None:
     with pytest.raises(ContextOverflowError, match="--context-policy shift"):
         llm.generate(TEXT, max_tokens=4)

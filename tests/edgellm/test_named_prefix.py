@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
@@ -61,7 +62,10 @@ def test_another_text_takes_the_place(llm: LLM) -> None:
     llm.prefix("orle", DOCUMENT).close()
     with llm.prefix("orle", "Another text.") as prefix:
         assert llm.engine.tokenizer.decode(prefix.tokens, skip_special=True) == "Another text."
-    assert [p.text for p, _ in kept_prefixes()] == ["Another text."]
+    ((prefix, folder),) = kept_prefixes()
+    assert prefix.text == "Another text."
+    shutil.copytree(folder, folder.with_name(".partial-killed"))
+    assert kept_prefixes() == [(prefix, folder)]
 
 
 def test_a_damaged_file_is_computed_again(
@@ -126,6 +130,7 @@ def test_commands(smollm2: Bundle, edgellm_home: Path, cli: Cli, tmp_path: Path)
     for wrong in (
         ("run", model, "--cache", "none", "-p", "Hello"),
         ("run", model, "--cache", "short", "--raw", "-p", "Hello"),
+        ("run", model, "--cache", "short", "--prefix", "a"),
         ("run", model, "--cache", "short", "-sys", "You", "-p", "Hello"),
         ("cache", "add", "orle", model),
         ("cache", "rm", "none"),
