@@ -36,6 +36,26 @@ inline __attribute__((always_inline)) void unrolled(const Body& body) {
     unrolled(std::make_integer_sequence<int, N>{}, body);
 }
 
+// Integer sums that are to be scaled start from ZERO: such a sum, below 2^22, read as the bits of a float
+// is 1.5 * 2^23 more than itself, so one fused operation converts and scales it, and rounds once.
+#if defined(EDGELLM_VNNI512) || defined(EDGELLM_AVX2) || defined(EDGELLM_NEON)
+constexpr int32_t ZERO = 0x4b400000;
+inline Vec zero_scaled(Vec scale) { return scale * splat(-12582912.0f); }
+inline Vec scaled(IVec sum, Vec scale, Vec zero) {
+#if defined(EDGELLM_VNNI512)
+    return (Vec)_mm512_fmadd_ps((__m512)sum, (__m512)scale, (__m512)zero);
+#elif defined(EDGELLM_AVX2)
+    return (Vec)_mm256_fmadd_ps((__m256)sum, (__m256)scale, (__m256)zero);
+#else
+    return (Vec)vfmaq_f32((float32x4_t)zero, (float32x4_t)sum, (float32x4_t)scale);
+#endif
+}
+#else
+constexpr int32_t ZERO = 0;
+inline Vec zero_scaled(Vec) { return Vec{}; }
+inline Vec scaled(IVec sum, Vec scale, Vec) { return to_float(sum) * scale; }
+#endif
+
 // Lanes in another order: SHUFFLE(v, SWAP4) exchanges runs of four.
 #if defined(__clang__) || __GNUC__ >= 12
 #define SHUFFLE(v, ...) __builtin_shufflevector(v, v, __VA_ARGS__)

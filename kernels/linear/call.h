@@ -34,7 +34,7 @@ struct Linear {
 struct Group {
     float scale;
     float shift[2];    // scale * (sum of the codes), without and with the fine codes
-    int32_t start[2];  // what sums of int8 and of symmetric int4 products start from
+    int32_t start[2];  // what sums of int8 and of symmetric int4 products start from, see ZERO
     int32_t fine_start[2];
 };
 

@@ -6,17 +6,17 @@
 
 // Rows that are computed together: as many as the sums find registers for, of a panel as it lies in
 // memory and of two unpacked ones.
-#if LANES == 16
-constexpr int MAX_ROWS = 12, WIDE_ROWS = 6;
-#elif defined(EDGELLM_NEON)
-constexpr int MAX_ROWS = 4, WIDE_ROWS = 6;
+constexpr int MAX_ROWS = 4;
+#if LANES == 16 || defined(EDGELLM_NEON)
+constexpr int WIDE_ROWS = 6;
 #else
-constexpr int MAX_ROWS = 4, WIDE_ROWS = 3;
+constexpr int WIDE_ROWS = 3;
 #endif
 constexpr int WIDE_PANELS = 2;
-constexpr int MANY_ROWS = 24;                    // from which on unpacking pays
-constexpr int PANELS_AT_ONCE = 8, STRETCH = 16;  // 80 KB of unpacked codes and 6 KB of activations
-constexpr size_t RUN_BYTES = 32 << 10;           // of weights that are handed out at a time for few rows
+constexpr int MANY_ROWS = MAX_ROWS + 1;  // from which on unpacking pays
+constexpr int PANELS_AT_ONCE = 8;        // that are handed out for many rows
+constexpr int STRETCH = 24;              // groups; with two panels 30 KB of unpacked codes and scales
+constexpr size_t RUN_BYTES = 32 << 10;   // of weights that are handed out at a time for few rows
 
 template <int N>
 using Count = std::integral_constant<int, N>;
@@ -30,8 +30,8 @@ inline void quantize_groups(const float* x, int first, int end, const edgellm::R
         int8_t* codes = rows.codes + at;
         const RowScale found = quantize_row(x, edgellm::GROUP, codes);
         group.scale = found.scale;
-        group.start[0] = START * found.total;
-        group.start[1] = -8 * found.total;
+        group.start[0] = ZERO + START * found.total;
+        group.start[1] = ZERO - 8 * found.total;
         group.shift[0] = group.scale * static_cast<float>(found.total);
         if (!fine) continue;
         const int32_t rest = quantize_rest(x, edgellm::GROUP, group.scale, codes, rows.fine + at);
@@ -42,10 +42,16 @@ inline void quantize_groups(const float* x, int first, int end, const edgellm::R
     }
 }
 
+// What the sums of a row and group start from.
 template <int KIND>
-inline IVec group_start(const int32_t* start) {
+inline IVec group_start(const edgellm::Group& group) {
+    if (KIND == edgellm::INT4_AFFINE) return splat_int(ZERO);
+    return splat_int(group.start[KIND == edgellm::INT8_SYMMETRIC ? 0 : 1]);
+}
+template <int KIND>
+inline IVec fine_start(const edgellm::Group& group) {
     if (KIND == edgellm::INT4_AFFINE) return IVec{};
-    return splat_int(start[KIND == edgellm::INT8_SYMMETRIC ? 0 : 1]);
+    return splat_int(group.fine_start[KIND == edgellm::INT8_SYMMETRIC ? 0 : 1]);
 }
 
 // A panel as it lies in memory.
@@ -99,7 +105,7 @@ template <int KIND>
 struct Shared {
     static constexpr int PANELS = WIDE_PANELS, ROWS = WIDE_ROWS;
     Unpacked* groups;  // [PANELS, STRETCH]
-    int panels;        // that exist; the rest is computed and thrown away
+    int panels;        // that are kept
 
     static void fill(Unpacked* groups, const Packed<KIND>& packed, int first, int count) {
         for (int g = 0; g < count; ++g) {
@@ -159,21 +165,21 @@ inline void panel_rows(const Weights& weights, int groups, const edgellm::Rows& 
             const size_t at = size_t(g) * edgellm::GROUP;
             IVec dots[PANELS][ROWS];
             for (int p = 0; p < PANELS; ++p)
-                for (int r = 0; r < ROWS; ++r) dots[p][r] = group_start<KIND>(group[r * row_groups].start);
+                for (int r = 0; r < ROWS; ++r) dots[p][r] = group_start<KIND>(group[r * row_groups]);
             weights.template dot_group<ROWS>(g, lane, x.codes + at, x.width, dots);
             if (FINE) {
-                IVec rest[PANELS][ROWS];
                 for (int p = 0; p < PANELS; ++p)
                     for (int r = 0; r < ROWS; ++r)
-                        rest[p][r] = group_start<KIND>(group[r * row_groups].fine_start);
-                weights.template dot_group<ROWS>(g, lane, x.fine + at, x.width, rest);
-                for (int p = 0; p < PANELS; ++p)
-                    for (int r = 0; r < ROWS; ++r) dots[p][r] = dots[p][r] * FINE_STEPS + rest[p][r];
+                        dots[p][r] =
+                            (dots[p][r] - ZERO) * FINE_STEPS + fine_start<KIND>(group[r * row_groups]);
+                weights.template dot_group<ROWS>(g, lane, x.fine + at, x.width, dots);
             }
             for (int p = 0; p < PANELS; ++p) {
                 const Vec scale = weights.scale(p, g, lane) * splat(FINE ? 1.0f / FINE_STEPS : 1.0f);
+                const Vec zero = zero_scaled(scale);
                 for (int r = 0; r < ROWS; ++r)
-                    sum[p][r] += to_float(dots[p][r]) * scale * splat(group[r * row_groups].scale);
+                    sum[p][r] += (FINE ? to_float(dots[p][r]) * scale : scaled(dots[p][r], scale, zero)) *
+                                 splat(group[r * row_groups].scale);
                 if (KIND != edgellm::INT4_AFFINE) continue;
                 const Vec offset = weights.offset(p, g, lane);
                 for (int r = 0; r < ROWS; ++r)
@@ -201,24 +207,23 @@ inline void all_rows(const Weights& weights, int groups, const edgellm::Rows& x,
     run(Count<1>{});
 }
 
-// Panels first .. end for many rows: a stretch of the inputs at a time, so that the weights of a stretch
-// stay in the cache while all rows pass by, and a few rows of activations while all panels do.
+// Panels first .. end for many rows: a stretch of two panels at a time stays in the first cache while all
+// rows pass by.
 template <int KIND, bool FINE>
 inline void many_rows(const edgellm::Linear& linear, int first, int end, const edgellm::Rows& x, int rows,
                       float* y, size_t step, bool add) {
-    Unpacked unpacked[PANELS_AT_ONCE * STRETCH];
-    const int groups = x.width / edgellm::GROUP;
-    for (int g = 0; g < groups; g += STRETCH) {
-        const int count = std::min(STRETCH, groups - g);
-        for (int p = first; p < end; ++p)
-            Shared<KIND>::fill(unpacked + (p - first) * STRETCH, {linear.panel(p)}, g, count);
-        for (int r = 0; r < rows; r += WIDE_ROWS) {
-            const edgellm::Rows part = x.from(r).from_group(g);
-            for (int p = first; p < end; p += WIDE_PANELS)
-                all_rows<KIND, FINE>(
-                    Shared<KIND>{unpacked + (p - first) * STRETCH, std::min(WIDE_PANELS, end - p)}, count,
-                    part, std::min(WIDE_ROWS, rows - r),
-                    y + r * step + size_t(p - first) * edgellm::PANEL, step, add || g > 0);
+    Unpacked unpacked[WIDE_PANELS * STRETCH];
+    const int groups = x.width / edgellm::GROUP, parts = (groups + STRETCH - 1) / STRETCH;
+    const int stretch = (groups + parts - 1) / parts;
+    for (int g = 0; g < groups; g += stretch) {
+        const int count = std::min(stretch, groups - g);
+        for (int p = first; p < end; p += WIDE_PANELS) {
+            for (int i = 0; i < WIDE_PANELS; ++i)  // without a second one the first again
+                Shared<KIND>::fill(unpacked + i * STRETCH, {linear.panel(std::min(p + i, end - 1))}, g,
+                                   count);
+            all_rows<KIND, FINE>(Shared<KIND>{unpacked, std::min(WIDE_PANELS, end - p)}, count,
+                                 x.from_group(g), rows, y + size_t(p - first) * edgellm::PANEL, step,
+                                 add || g > 0);
         }
     }
 }
@@ -260,10 +265,10 @@ inline void multiply_panels(const edgellm::Linear& linear, int first, int end, c
 
 // Panels that are handed out at a time: some for every thread, none too small to be worth it.
 inline int panels_at_once(const edgellm::Linear& linear, int rows, int threads) {
-    const int enough = rows >= MANY_ROWS
-                           ? PANELS_AT_ONCE
-                           : static_cast<int>(RUN_BYTES / (linear.panel_bytes() * rows) + 1);
-    return std::min(enough, linear.count() / (4 * threads) + 1);
+    const int each = linear.count() / (4 * threads) + 1;
+    if (rows >= MANY_ROWS)  // in pairs, or one of each two would be thrown away
+        return std::min(PANELS_AT_ONCE, (each + WIDE_PANELS - 1) / WIDE_PANELS * WIDE_PANELS);
+    return std::min(static_cast<int>(RUN_BYTES / (linear.panel_bytes() * rows) + 1), each);
 }
 
 inline void linear(const edgellm::LinearCall& call) {

@@ -1,6 +1,7 @@
 // All layers of a few tokens in one call; included once for each instruction set.
 
-// Buffers of a step, cut out of the caller's workspace.
+// Buffers of a step, cut out of the caller's workspace. Each begins with a cache line, so that threads
+// do not write to each other's.
 struct Buffers {
     float *residual, *qkv, *q, *parts;
     edgellm::Rows x, attended, activated;
@@ -64,15 +65,15 @@ public:
     bool stopped() const { return stop_; }
 
     void run(edgellm::Member& crew) {
-        crew.each(rows_, [&](int r) { embed(r); });
+        every_row(crew, [&](int r) { embed(r); });
         for (int l = 0; l < model_.layer_count; ++l) {
             if (must_stop()) return;
             const edgellm::Layer& layer = model_.layers[l];
-            crew.each(
-                rows_, [&](int r) { normalize(layer.attention_norm, r, layer.qkv.any_fine()); },
+            every_row(
+                crew, [&](int r) { normalize(layer.attention_norm, r, layer.qkv.any_fine()); },
                 weights(layer.qkv));
             multiply(crew, layer.qkv, b_.x, b_.qkv, layer.qkv.outputs, false);
-            crew.each(rows_, [&](int r) {
+            every_row(crew, [&](int r) {
                 float* qkv = b_.qkv + size_t(r) * layer.qkv.outputs;
                 if (layer.qkv_bias)
                     for (int i = 0; i < layer.qkv.outputs; ++i) qkv[i] += layer.qkv_bias[i];
@@ -80,15 +81,15 @@ public:
                              b_.q + size_t(r) * width_);
             });
             attention(crew, l);
-            crew.each(rows_, [&](int r) { join_splits(r); }, weights(layer.o));
+            every_row(crew, [&](int r) { join_splits(r); }, weights(layer.o));
             multiply(crew, layer.o, b_.attended, b_.residual, model_.hidden, true);
-            crew.each(
-                rows_, [&](int r) { normalize(layer.mlp_norm, r, false); },
+            every_row(
+                crew, [&](int r) { normalize(layer.mlp_norm, r, false); },
                 weights(layer.gate, 2 * groups_at_once(layer)));
             activate(crew, layer);
             multiply(crew, layer.down, b_.activated, b_.residual, model_.hidden, true);
         }
-        crew.each(rows_, [&](int r) { finish(r); }, weights(model_.head));
+        every_row(crew, [&](int r) { finish(r); }, weights(model_.head));
         const int skipped = rows_ - call_.logit_rows;
         if (call_.logit_rows > 0)
             multiply(crew, model_.head, b_.x.from(skipped), call_.logits,
@@ -113,6 +114,18 @@ private:
     }
     int groups_at_once(const edgellm::Layer& layer) const {
         return std::max(1, panels_at_once(layer.gate, rows_, call_.threads) / 2);
+    }
+
+    // Many rows are taken some at a time: neighbours share a cache line at their ends.
+    template <typename Row>
+    void every_row(edgellm::Member& crew, const Row& row, const edgellm::Ahead& ahead = {}) const {
+        const int run = std::max(1, std::min(8, rows_ / (4 * call_.threads)));
+        crew.each(
+            (rows_ + run - 1) / run,
+            [&](int item) {
+                for (int r = item * run; r < std::min(rows_, (item + 1) * run); ++r) row(r);
+            },
+            ahead);
     }
 
     void multiply(edgellm::Member& crew, const edgellm::Linear& linear, const edgellm::Rows& x, float* y,
@@ -226,7 +239,8 @@ private:
 // Gives 0 if it was stopped.
 inline int32_t step(const edgellm::StepCall& call) {
     size_t bytes = 0;
-    const Buffers buffers(call, call.workspace, bytes);
+    const size_t before = reinterpret_cast<uintptr_t>(call.workspace) % 64;
+    const Buffers buffers(call, call.workspace + (64 - before), bytes);
     Step job(call, buffers);
     edgellm::crew(call.threads, Step::phases(*call.model), [&](edgellm::Member& crew) { job.run(crew); });
     return !job.stopped();
@@ -235,5 +249,5 @@ inline int32_t step(const edgellm::StepCall& call) {
 inline size_t workspace(const edgellm::StepCall& call) {
     size_t bytes = 0;
     Buffers(call, nullptr, bytes);
-    return bytes;
+    return bytes + 64;
 }
