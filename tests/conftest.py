@@ -8,6 +8,7 @@ import subprocess
 import sys
 import tarfile
 import tempfile
+import zipfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -34,6 +35,8 @@ if device.why_not() is not None:
 
 # Its source distribution carries vocabularies with expected tokens, llama.cpp's own tests.
 _VOCABULARIES = "llama-cpp-python==0.3.16"
+# Its wheel carries SentencePiece models.
+_MISTRAL_VOCABULARIES = "mistral-common==1.13.1"
 
 
 @pytest.fixture(scope="session")
@@ -86,6 +89,23 @@ def llama_cpp_vocabularies() -> Path:
                     file = packed.extractfile(member) if "/ggml-vocab-" in member.name else None
                     if file is not None:
                         (partial / Path(member.name).name).write_bytes(file.read())
+    return target
+
+
+@pytest.fixture(scope="session")
+def mistral_vocabularies() -> Path:
+    """Folder with Mistral's SentencePiece models, as they lie in `mistral_common/data`."""
+    target = models_dir() / "mistral-vocabularies"
+    if not target.exists():
+        with tempfile.TemporaryDirectory() as folder, replacing_folder(target) as partial:
+            command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps"]
+            command += ["--dest", folder, _MISTRAL_VOCABULARIES]
+            subprocess.run(command, check=True, capture_output=True)
+            (wheel,) = Path(folder).iterdir()
+            with zipfile.ZipFile(wheel) as packed:
+                for name in packed.namelist():
+                    if ".model.v" in name:
+                        (partial / Path(name).name).write_bytes(packed.read(name))
     return target
 
 
