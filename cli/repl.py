@@ -20,13 +20,16 @@ from edgellm.home import home, replacing_file
 from edgellm.llm import LLM, SamplingArguments
 from edgellm.prompt import Message
 
+# Kinds of sampling options that /set can change, and those that may also be none.
+_PLAIN = (int, float, str)
+_MAY_BE_NONE = ("seed", "max_tokens", "time_limit_ms")
 _QUOTES = '"""'
 _GAP = "<gap>"
 _HELP = f"""\
 /help              this list
 /clear             forget the conversation
 /system [TEXT]     show or change the system prompt; changing it clears the conversation
-/set NAME VALUE    change a sampling option, e.g. /set temperature 0
+/set NAME VALUE    change a sampling option, e.g. /set temperature 0 or /set context_policy shift
 /show              show model, context and sampling options
 /save FILE         save the conversation as JSON
 /load FILE         load a saved conversation
@@ -161,15 +164,11 @@ class _Repl:
     def _set(self, text: str) -> None:
         name, _, value = text.partition(" ")
         current = asdict(self._chat.options)
-        settable = [n for n, v in current.items() if n in ("seed", "max_tokens") or _number(v)]
+        settable = [n for n, v in current.items() if n in _MAY_BE_NONE or isinstance(v, _PLAIN)]
         if name not in settable or not value.strip():
             raise OptionError(f"write /set NAME VALUE with NAME one of {', '.join(settable)}")
-        kind = float if isinstance(current[name], float) else int
-        try:
-            number: float | None = None if value.strip() == "none" else kind(value)
-        except ValueError:
-            raise OptionError(f"{name}: {value.strip()!r} is not a number") from None
-        self._chat.options = replace(self._chat.options, **{name: number})  # type: ignore[arg-type]
+        new = {name: _parsed(name, value.strip(), current[name])}
+        self._chat.options = replace(self._chat.options, **new)  # type: ignore[arg-type]
 
     def _show(self) -> None:
         engine = self._llm.engine
@@ -204,8 +203,20 @@ class _Repl:
         self._chat.messages[:] = messages
 
 
-def _number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
+def _parsed(name: str, text: str, current: object) -> int | float | str | None:
+    """What a text means for an option, by the kind of value that it has."""
+    if name in _MAY_BE_NONE and text == "none":
+        return None
+    if isinstance(current, str):
+        return text
+    if isinstance(current, bool):
+        if text not in ("true", "false"):
+            raise OptionError(f"{name}: {text!r} is neither true nor false")
+        return text == "true"
+    try:
+        return float(text) if isinstance(current, float) else int(text)
+    except ValueError:
+        raise OptionError(f"{name}: {text!r} is not a number") from None
 
 
 def _path(text: str) -> Path:

@@ -67,6 +67,7 @@ class DiskCache:
         """
         path = self._path(name)
         try:
+            # not mapped: a map of a file that someone else cuts short would kill the process
             data = path.read_bytes()
             os.utime(path)
         except OSError:
