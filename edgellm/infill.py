@@ -14,6 +14,7 @@ from edgellm.prompt import Message, encode_conversation
 from edgellm.results import Piece
 from edgellm.sampling import SamplingOptions
 from edgellm.session import Session
+from edgellm.tokenizer import Tokenizer
 
 _REQUEST = (
     "Text is missing at the mark <gap/>. Answer with the missing text alone: no explanation, no "
@@ -21,8 +22,13 @@ _REQUEST = (
 )
 
 
-def infill_tokens(engine: Engine, gap: Gap, *, order: Order | None = None) -> list[int]:
+def infill_tokens(
+    tokenizer: Tokenizer, gap: Gap, *, model: str, order: Order | None = None
+) -> list[int]:
     """The prompt for a gap, in the tokens of the model's family (see `fim.py`).
+
+    Args:
+        model: its name, for the error.
 
     Raises:
         UnsupportedModelError: the model has no tokens for it.
@@ -30,8 +36,7 @@ def infill_tokens(engine: Engine, gap: Gap, *, order: Order | None = None) -> li
     """
     if order not in (None, *ORDERS):
         raise OptionError(f"order {order!r}: allowed are {', '.join(ORDERS)}")
-    tokenizer = engine.tokenizer
-    family = require_family(tokenizer.vocabulary, tokenizer.fim, model=engine.bundle.manifest.name)
+    family = require_family(tokenizer.vocabulary, tokenizer.fim, model=model)
     return assemble(
         family,
         gap,
@@ -79,7 +84,8 @@ def stream_infill(
     if template:
         tokens = _in_words(engine, gap)
     else:
-        tokens = infill_tokens(engine, gap, order=order)
+        model = engine.bundle.manifest.name
+        tokens = infill_tokens(engine.tokenizer, gap, model=model, order=order)
         options = infill_options(engine, options)
     with Session(engine) as session:
         session.replace(tokens)

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
-import tarfile
 import tempfile
-import zipfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -74,39 +73,32 @@ def reference_llm(smollm2: Bundle) -> LLM:
     return load(str(smollm2.path), flavour="f32", decode="reference", kv_format="f32")
 
 
+def files_of(package: str, pattern: str, target: Path, *options: str) -> Path:
+    """`target`, with those files of a package that match; downloaded if it is not there yet."""
+    if not target.exists():
+        with tempfile.TemporaryDirectory() as folder, replacing_folder(target) as partial:
+            command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", *options]
+            subprocess.run([*command, "--dest", folder, package], check=True, capture_output=True)
+            (archive,) = Path(folder).iterdir()
+            kind = "zip" if archive.suffix == ".whl" else "gztar"
+            shutil.unpack_archive(archive, folder, kind)
+            for file in Path(folder).rglob(pattern):
+                shutil.copy(file, partial)
+    return target
+
+
 @pytest.fixture(scope="session")
 def llama_cpp_vocabularies() -> Path:
     """Folder with llama.cpp's ggml-vocab-*.gguf and the texts and tokens that go with them."""
     target = models_dir() / "llama-cpp-vocabularies"
-    if not target.exists():
-        with tempfile.TemporaryDirectory() as folder, replacing_folder(target) as partial:
-            command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps"]
-            command += ["--no-binary", "llama-cpp-python", "--dest", folder, _VOCABULARIES]
-            subprocess.run(command, check=True, capture_output=True)
-            (archive,) = Path(folder).iterdir()
-            with tarfile.open(archive) as packed:
-                for member in packed:
-                    file = packed.extractfile(member) if "/ggml-vocab-" in member.name else None
-                    if file is not None:
-                        (partial / Path(member.name).name).write_bytes(file.read())
-    return target
+    from_source = ("--no-binary", "llama-cpp-python")
+    return files_of(_VOCABULARIES, "ggml-vocab-*", target, *from_source)
 
 
 @pytest.fixture(scope="session")
 def mistral_vocabularies() -> Path:
     """Folder with Mistral's SentencePiece models, as they lie in `mistral_common/data`."""
-    target = models_dir() / "mistral-vocabularies"
-    if not target.exists():
-        with tempfile.TemporaryDirectory() as folder, replacing_folder(target) as partial:
-            command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps"]
-            command += ["--dest", folder, _MISTRAL_VOCABULARIES]
-            subprocess.run(command, check=True, capture_output=True)
-            (wheel,) = Path(folder).iterdir()
-            with zipfile.ZipFile(wheel) as packed:
-                for name in packed.namelist():
-                    if ".model.v" in name:
-                        (partial / Path(name).name).write_bytes(packed.read(name))
-    return target
+    return files_of(_MISTRAL_VOCABULARIES, "*.model.v*", models_dir() / "mistral-vocabularies")
 
 
 @pytest.fixture(scope="session")

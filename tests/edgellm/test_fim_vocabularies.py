@@ -16,7 +16,8 @@ import pytest
 from sentencepiece import SentencePieceProcessor
 
 from edgellm.bundle import TOKENIZER, TokenizerEntry
-from edgellm.fim import Gap, Order, assemble, require_family
+from edgellm.fim import Gap, Order, require_family
+from edgellm.infill import infill_tokens
 from edgellm.tokenizer import Tokenizer
 from edgellm.tokenizer_gguf import build_tokenizer
 
@@ -65,16 +66,8 @@ def built(metadata: Mapping[str, Any], folder: Path, *, bos: str | None, eos: st
 
 
 def prompt(tokenizer: Tokenizer, gap: Gap, *, family: str, order: Order | None = None) -> list[int]:
-    found = require_family(tokenizer.vocabulary, tokenizer.fim, model="m")
-    assert found.name == family
-    return assemble(
-        found,
-        gap,
-        encode=lambda text: tokenizer.encode(text, add_bos=False),
-        vocabulary=tokenizer.vocabulary,
-        bos=tokenizer.bos_id if tokenizer.adds_bos else None,
-        order=order,
-    )
+    assert require_family(tokenizer.vocabulary, tokenizer.fim, model="m").name == family
+    return infill_tokens(tokenizer, gap, model="m", order=order)
 
 
 @pytest.mark.parametrize(("name", "family"), [("starcoder", "starcoder2"), ("refact", "starcoder")])

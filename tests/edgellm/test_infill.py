@@ -70,7 +70,7 @@ def test_the_tokens_are_the_family_s(tiny_fim: LLM) -> None:
 
     engine = tiny_fim.engine
     gap = Gap(prefix="x = <|fim_middle|>", suffix=" + 1\n")
-    ids = infill_tokens(engine, gap)
+    ids = infill_tokens(engine.tokenizer, gap, model="m")
     vocabulary = engine.tokenizer.vocabulary
     assert ids[0] == vocabulary["<|fim_prefix|>"]
     assert ids[-1] == vocabulary["<|fim_middle|>"]
