@@ -18,7 +18,8 @@ from edgellm.self_test import Check, check_prompts, check_segments
 def doctor(*, name: str, load_arguments: LoadArguments) -> int:
     """Check that an accelerator computes what it should: every segment, and prompts of every edge.
 
-    MODEL is loaded as with `edgellm run`, e.g. `edgellm doctor --prefill qnn`.
+    The judge is what the model gave in float32 when it was exported. MODEL is loaded as with
+    `edgellm run`, e.g. `edgellm doctor --prefill qnn`.
     """
     with export_progress() as progress:
         engine = load(name, **load_arguments, export_progress=progress).engine
@@ -30,9 +31,8 @@ def doctor(*, name: str, load_arguments: LoadArguments) -> int:
     model = engine.prefill.model
     click.echo(f"{model.segments.flavour} on {engine.prefill.placement}")
     checks = [*map(_shown, check_segments(engine.bundle, model.segments))]
-    reference = engine.cpu_model(model.segments.flavour)
     with engine.lock:
-        prompts = check_prompts(model, reference, engine.cache, engine.decoder)
+        prompts = check_prompts(engine.bundle, model, engine.cache, engine.decoder)
         checks += map(_shown, prompts)
     failed = [check.name for check in checks if not check.passed]
     click.echo(

@@ -6,6 +6,7 @@
     <flavour>/               NNN.onnx (any chunk size), NNN.cC.onnx (static), weights.bin
     head-<kind>/             head.onnx, weights.bin with the embedding
     panels/                  weights.bin for the native kernels, embedding and head among them
+    reference/               weights.bin: a text in float32, to compare graphs with
 
 Graphs of a folder share its weights.bin, which ONNX Runtime and numpy map into memory.
 """
@@ -30,7 +31,7 @@ from edgellm.home import replacing_file
 
 FORMAT = "edgellm-bundle"
 # Goes up when the layout or the recipe of a flavour changes, so that old bundles are made again.
-FORMAT_VERSION = 3
+FORMAT_VERSION = 4
 MANIFEST = "manifest.json"
 TOKENIZER = "tokenizer.json"
 CHAT_TEMPLATE = "chat_template.jinja"
@@ -82,6 +83,8 @@ class FlavourEntry:
             `calibrate.py`).
         calibration: how static scales were found (see `CalibrationOptions`); empty without them.
         shadows: layers whose segments are cut for the host, by their names.
+        errors: how far each segment was from float32 when it was exported, and a whole text (see
+            `measure_errors`).
     """
 
     description: str
@@ -93,6 +96,7 @@ class FlavourEntry:
     host_tokens: int = 0
     calibration: Mapping[str, Any] = field(default_factory=dict)
     shadows: Mapping[str, ShadowEntry] = field(default_factory=dict)
+    errors: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def cut_segments(self) -> dict[int, str]:
@@ -131,7 +135,11 @@ class TokenizerEntry:
 
 @dataclass(frozen=True)
 class Manifest:
-    """The content of manifest.json."""
+    """The content of manifest.json.
+
+    Attributes:
+        reference: arrays of a text in float32 (see `reference.py`), if there are graphs of chunks.
+    """
 
     name: str
     source: str
@@ -144,6 +152,7 @@ class Manifest:
     heads: Mapping[str, HeadEntry]
     files: Mapping[str, FileEntry]
     source_sha256: str = ""
+    reference: Mapping[str, StoredArray] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
         return {"format": FORMAT, "format_version": FORMAT_VERSION, **asdict(self)}
@@ -188,6 +197,7 @@ class Manifest:
                     for name, entry in values["heads"].items()
                 },
                 files={name: FileEntry(**entry) for name, entry in values["files"].items()},
+                reference=_arrays(values["reference"]),
             )
         except (KeyError, TypeError, AttributeError, EdgeLLMError) as error:
             raise BundleError(f"{origin}: damaged manifest ({error!r})") from None

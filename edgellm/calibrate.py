@@ -1,8 +1,4 @@
-"""A calibration run: text through the segments in float32, to see how large activations get.
-
-One segment at a time sees all windows before the next one is opened, so that the weights of one are
-in memory, however large the model.
-"""
+"""A calibration run: text through the segments in float32, to see how large activations get."""
 
 from __future__ import annotations
 
@@ -22,22 +18,14 @@ from edgellm.calibration_text import default_text
 from edgellm.errors import ExportError, OptionError
 from edgellm.graphs import contract
 from edgellm.graphs.config import ModelConfig
-from edgellm.graphs.contract import Grid
+from edgellm.graphs.contract import HOST_TOKENS, Grid
 from edgellm.graphs.segment import Segment, author_segment
 from edgellm.graphs.static_linear import input_name, is_input
-from edgellm.kernels import rope
-from edgellm.kernels.attention import attend
-from edgellm.kernels.kv_append import append_rotated
-from edgellm.kernels.kv_blocks import BLOCK, KVBlocks, allocate
+from edgellm.layerwise import WindowAttention
 from edgellm.quantize.calibration import METHODS, Method, Observation, grid_scale, reach
 from edgellm.tokenizer import Tokenizer
 
 Floats = NDArray[np.float32]
-# The first token of a sequence collects attention that has nowhere else to go, and is computed on
-# the host: its activations are the outliers of outliers (SmolLM2-135M: 3,006 before down_proj of
-# layer 11, where no other token exceeds 10), and a grid that reaches them is useless for the rest
-# (PrefixQuant, Chen et al., arXiv:2410.05265).
-HOST_TOKENS = 1
 # 16 bits have room for values a little larger than any that were seen.
 _HEADROOM = 1.25
 
@@ -135,14 +123,7 @@ class Calibrator:
         self._options = options
         self._bits = bits
         self._inputs = [{contract.X: window} for window in embedded]
-        self._rope = rope.table(config.inv_freq, options.window)
-        self._blocks: KVBlocks = allocate(
-            format="f32",
-            blocks=-(-options.window // BLOCK),
-            layers=1,
-            kv_heads=config.kv_heads,
-            head_dim=config.head_dim,
-        )
+        self._attention = WindowAttention(config, options.window)
         self.observations: dict[str, Observation] = {}
 
     def observe(self, segment: Segment, folder: Path) -> None:
@@ -215,14 +196,6 @@ class Calibrator:
                     contract.RESIDUAL: outputs[contract.RESIDUAL_OUT],
                 }
         return seen
-
-    def _attention(self, qkv: Floats) -> Floats:
-        """What attention makes of a window by itself, `[window, H * D]`."""
-        config, table = self._config, range(self._blocks.count)
-        heads = qkv.reshape(len(qkv), -1, config.head_dim)
-        q = append_rotated(self._blocks, table, 0, 0, heads, self._rope)
-        found = attend(self._blocks, table, 0, q, 0, window=config.sliding_window)
-        return found.reshape(len(qkv), -1)
 
 
 def _session(path: Path) -> Any:

@@ -123,13 +123,6 @@ class Engine:
         backends = (self.options.prefill_backend, self.options.decode_backend)
         return "|".join((*backends, str(isa()), *weights))
 
-    def cpu_model(self, flavour: str) -> Model:
-        """A flavour of graphs on the CPU provider, to compare with."""
-        segments = Segments(self.bundle, flavour, provider=CPU, threads=self.threads)
-        head = Head(self.bundle, self.bundle.flavour(flavour).head or "")
-        table = rope.table(self.config.inv_freq, self.ctx_size)
-        return Model(segments, head, table, threads=self.threads)
-
     def _native_model(self, table: rope.RopeTable) -> NativeModel:
         compiled = library()
         assert compiled is not None

@@ -6,27 +6,27 @@ import errno
 import hashlib
 import importlib.metadata
 import shutil
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
-import onnx_ir as ir
 from filelock import FileLock
 
 from edgellm import bundle as bundles
-from edgellm.bundle import PANELS, Bundle, ExportProgress, FlavourEntry, HeadEntry, Manifest
-from edgellm.calibrate import HOST_TOKENS, CalibrationOptions, Calibrator, choose_windows
+from edgellm.bundle import PANELS, Bundle, ExportProgress, FlavourEntry, Manifest
+from edgellm.calibrate import CalibrationOptions
 from edgellm.errors import BundleError, EdgeLLMError, ExportError, OptionError
-from edgellm.flavours import FLAVOURS, Flavour, ImportReport
+from edgellm.flavour_writer import write_flavour, write_head
+from edgellm.flavours import FLAVOURS, ImportReport
 from edgellm.graphs.builder import WeightFile
 from edgellm.graphs.checkpoint import Checkpoint, open_checkpoint
-from edgellm.graphs.contract import HEAD_FILE, part_file, parts
-from edgellm.graphs.linear import FloatLinear, Int8GroupLinear, Linear
-from edgellm.graphs.segment import author_head, author_segment
+from edgellm.graphs.contract import StoredArray
 from edgellm.home import replacing_folder
 from edgellm.panel_writer import store_panels
-from edgellm.quantize.int8 import quantize_groups
+from edgellm.reference import FOLDER as REFERENCE
+from edgellm.reference import open_reference
+from edgellm.reference_writer import measure_errors, reference_tokens, store_reference
 from edgellm.tokenizer import Tokenizer
 from edgellm.tokenizer_import import import_tokenizer
 
@@ -97,7 +97,10 @@ class _Steps:
     ) -> None:
         self._progress = progress
         self._done = 0
-        self._total = len(flavours) * (checkpoint.config.layers + 2)
+        graphs = [f for f in map(FLAVOURS.__getitem__, flavours) if f.segments is not None]
+        measured = sum(not flavour.token_by_token for flavour in graphs)
+        rounds = len(flavours) + measured + (measured > 0)  # the reference is made once
+        self._total = rounds * (checkpoint.config.layers + 1)
 
     def step(self, label: str) -> None:
         self._done += 1
@@ -140,7 +143,7 @@ class _Exporter:
                 files={},
             )
             for flavour in flavours:
-                manifest = self._flavour(folder, manifest, flavour, tokenizer=folder)
+                manifest = self._flavour(folder, manifest, flavour, base=folder)
             bundles.write_manifest(folder, bundles.with_files(manifest, folder))
 
     def add(self, out: Path, present: Manifest, flavours: Sequence[str]) -> None:
@@ -155,7 +158,7 @@ class _Exporter:
         try:
             manifest = present
             for flavour in flavours:
-                manifest = self._flavour(scratch, manifest, flavour, tokenizer=out)
+                manifest = self._flavour(scratch, manifest, flavour, base=out)
             for folder in scratch.iterdir():
                 shutil.rmtree(out / folder.name, ignore_errors=True)
                 folder.replace(out / folder.name)
@@ -163,62 +166,58 @@ class _Exporter:
         finally:
             shutil.rmtree(scratch, ignore_errors=True)
 
-    def _flavour(self, root: Path, manifest: Manifest, name: str, *, tokenizer: Path) -> Manifest:
-        """A flavour's folder in `root`; the bundle's tokenizer is in the folder `tokenizer`."""
+    def _flavour(self, root: Path, manifest: Manifest, name: str, *, base: Path) -> Manifest:
+        """A flavour's folder in `root`; the bundle's tokenizer, and what else it has already, is in
+        the folder `base`."""
         flavour = FLAVOURS[name]
         if flavour.segments is None:
             return self._panels(root, manifest)
+        tokenizer = Tokenizer(base, manifest.tokenizer)
+        arrays = manifest.reference
+        if not (arrays or flavour.token_by_token):
+            arrays = self._reference(root, tokenizer)
         heads = dict(manifest.heads)
         if flavour.head is not None and flavour.head not in heads:
-            heads[flavour.head] = _export_head(self._checkpoint, root, flavour.head)
-        self._steps.step(f"{name}: head")
-        static = (1,) if flavour.token_by_token else tuple(sorted(set(self._chunk_sizes)))
-        sizes: tuple[int | None, ...] = static if flavour.token_by_token else (None, *static)
-        calibrator = self._calibrator(flavour, Tokenizer(tokenizer, manifest.tokenizer))
-        report = ImportReport()
-        folder = root / name
-        folder.mkdir()
-        with WeightFile(folder) as file:
-            segments = []
-            for segment in flavour.segments(self._checkpoint, file, report):
-                segments.append(segment)
-                if calibrator is not None:
-                    file.flush()
-                    calibrator.observe(segment, folder)
-                self._steps.step(f"{name}: segment {segment.index}")
-        shadows = calibrator.shadows() if calibrator else {}
-        entry = FlavourEntry(
-            flavour.description,
-            flavour.head,
-            static,
-            None in sizes,
-            report.to_json(),
-            arrays={n: file.arrays[n] for s in shadows for n in (s, f"{s}.scale")},
-            host_tokens=HOST_TOKENS if calibrator else 0,
-            calibration=self._calibration.to_json() if calibrator else {},
-            shadows=shadows,
+            heads[flavour.head] = write_head(self._checkpoint, root, flavour.head)
+        entry = write_flavour(
+            self._checkpoint,
+            name,
+            root,
+            tokenizer=tokenizer,
+            chunk_sizes=self._chunk_sizes,
+            calibration=self._calibration,
+            on_segment=lambda i: self._steps.step(f"{name}: segment {i}"),
         )
-        grids = calibrator.grids() if calibrator else None
-        for part in parts(self._checkpoint.config, entry.cut_segments):
-            for chunk in sizes:
-                model = author_segment(
-                    segments[part.index],
-                    self._checkpoint.config,
-                    chunk=chunk,
-                    half=part.half,
-                    grids=grids,
-                    basic_norms=flavour.basic_norms and chunk is not None,
-                )
-                ir.save(model, folder / part_file(part, chunk))
-        return replace(manifest, flavours={**manifest.flavours, name: entry}, heads=heads)
+        if not flavour.token_by_token:
+            entry = replace(entry, errors=self._errors(root, base, name, entry, arrays))
+        flavours = {**manifest.flavours, name: entry}
+        return replace(manifest, flavours=flavours, heads=heads, reference=arrays)
 
-    def _calibrator(self, flavour: Flavour, tokenizer: Tokenizer) -> Calibrator | None:
-        if flavour.calibrated_bits is None:
-            return None
-        windows = choose_windows(tokenizer, self._calibration)
-        embedded = self._checkpoint.tensor("embedding").float32()[windows]
-        return Calibrator(
-            self._checkpoint.config, embedded, self._calibration, bits=flavour.calibrated_bits
+    def _reference(self, root: Path, tokenizer: Tokenizer) -> Mapping[str, StoredArray]:
+        tokens = reference_tokens(tokenizer, self._checkpoint.config, chunk=max(self._chunk_sizes))
+        return store_reference(
+            self._checkpoint,
+            tokens,
+            root,
+            on_segment=lambda i: self._steps.step(f"float32 to compare with: segment {i}"),
+        )
+
+    def _errors(
+        self,
+        root: Path,
+        base: Path,
+        name: str,
+        entry: FlavourEntry,
+        arrays: Mapping[str, StoredArray],
+    ) -> Mapping[str, float]:
+        config, new = self._checkpoint.config, (root / REFERENCE).exists()
+        return measure_errors(
+            config,
+            open_reference(root if new else base, config, arrays),
+            name,
+            entry,
+            root,
+            on_segment=lambda i: self._steps.step(f"{name}: comparing segment {i}"),
         )
 
     def _panels(self, root: Path, manifest: Manifest) -> Manifest:
@@ -236,31 +235,6 @@ class _Exporter:
             FLAVOURS[PANELS].description, None, (), False, report.to_json(), arrays=arrays
         )
         return replace(manifest, flavours={**manifest.flavours, PANELS: entry})
-
-
-def _export_head(checkpoint: Checkpoint, root: Path, kind: str) -> HeadEntry:
-    config = checkpoint.config
-    folder = root / f"head-{kind}"
-    folder.mkdir()
-    with WeightFile(folder) as file:
-        head = store_table(checkpoint, file, "embedding", kind)
-        if not config.tied_embedding:
-            head = store_table(checkpoint, file, "head", kind)
-        ir.save(author_head(head, config), folder / HEAD_FILE)
-        if kind == "f32":
-            return HeadEntry({"values": file.arrays["embedding"]})
-        return HeadEntry(
-            {"codes": file.arrays["embedding"], "scale": file.arrays["embedding.scale"]}
-        )
-
-
-def store_table(checkpoint: Checkpoint, file: WeightFile, name: str, kind: str) -> Linear:
-    """Store the embedding or the head as float32 or as int8 groups (exact from Q8_0)."""
-    tensor = checkpoint.tensor(name)
-    if kind == "f32":
-        return FloatLinear.store(file, name, tensor.float32())
-    codes, scale = (tensor.int8_groups or (lambda: quantize_groups(tensor.float32())))()
-    return Int8GroupLinear.store(file, name, codes, scale)
 
 
 def check_flavours(flavours: Collection[str]) -> None:

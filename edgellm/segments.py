@@ -80,7 +80,7 @@ class Segments:
         self.chunk_sizes = entry.chunk_sizes
         self.host_tokens = entry.host_tokens
         self.parts = contract.parts(bundle.config, entry.cut_segments)
-        self.shadows = _shadows(bundle, entry)
+        self.shadows = read_shadows(bundle.path, entry)
         self._provider_options = provider_options or {}
         self._allow_fallback = allow_fallback
         self._folder = bundle.path / flavour
@@ -219,12 +219,16 @@ def _runner(session: Any, binding: Any, inputs: Mapping[str, Any]) -> Run:
     return run
 
 
-def _shadows(bundle: Bundle, entry: FlavourEntry) -> dict[int, ShadowLinear]:
-    """The host's side of down_proj, by the segment that it cuts; hot rows are read now."""
+def read_shadows(root: Path, entry: FlavourEntry) -> dict[int, ShadowLinear]:
+    """The host's side of down_proj, by the segment that it cuts; hot rows are read now.
+
+    Args:
+        root: folder of the bundle.
+    """
     found = {}
     for segment, name in entry.cut_segments.items():
         shadow = entry.shadows[name]
-        arrays = map_arrays(bundle.path, {n: entry.arrays[n] for n in (name, f"{name}.scale")})
+        arrays = map_arrays(root, {n: entry.arrays[n] for n in (name, f"{name}.scale")})
         codes, weight_scale = arrays[name], arrays[f"{name}.scale"]
         hot = {column: codes[column] * weight_scale for column in shadow.hot}
         found[segment] = ShadowLinear(shadow.scale, shadow.bits, codes, weight_scale, hot)

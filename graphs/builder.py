@@ -56,6 +56,13 @@ class WeightFile:
         """Write what has been added so far, so that graphs which use it can be opened."""
         self._file.flush()
 
+    def clear(self) -> None:
+        """Begin again with a new file; what has the old one open keeps it."""
+        self._file.close()
+        self._path.unlink()
+        self._file = self._path.open("wb")
+        self.arrays.clear()
+
     def __enter__(self) -> WeightFile:
         return self
 

@@ -35,6 +35,12 @@ ACTIVATED = "activated"
 HIDDEN = "hidden"
 LOGITS = "logits"
 
+# The first token of a sequence collects attention that has nowhere else to go. Flavours with fixed
+# scales leave it to the host: its activations are the outliers of outliers (SmolLM2-135M: 3,006
+# before down_proj of layer 11, where no other token exceeds 10), and a grid that reaches them is
+# useless for the rest (PrefixQuant, Chen et al., arXiv:2410.05265).
+HOST_TOKENS = 1
+
 CHUNK_DIM = "chunk"
 ROWS_DIM = "rows"
 

@@ -1,4 +1,4 @@
-"""How far a quantized weight is from the float weight."""
+"""How far what was quantized, or computed from it, is from float."""
 
 from __future__ import annotations
 
@@ -10,3 +10,21 @@ def relative_error(exact: NDArray[np.float32], approximate: NDArray[np.float32])
     """Root-mean-square error over the root-mean-square weight; 0 for an all-zero weight."""
     norm = float(np.linalg.norm(exact))
     return float(np.linalg.norm(approximate - exact)) / norm if norm else 0.0
+
+
+def worst_row_error(exact: NDArray[np.float32], approximate: NDArray[np.float32]) -> float:
+    """The size of the worst row's error over the size of that row, or of an average row if it is
+    larger; infinite where anything is not a number.
+
+    A few wrong rows of many hardly show in the error of the whole.
+    """
+    sizes = np.linalg.norm(exact.astype(np.float64), axis=-1)
+    errors = np.linalg.norm(approximate.astype(np.float64) - exact, axis=-1)
+    least = np.sqrt(np.square(sizes).mean()) or 1.0
+    worst = float((errors / np.maximum(sizes, least)).max(initial=0.0))
+    return worst if np.isfinite(worst) else float("inf")
+
+
+def worst_line_error(exact: NDArray[np.float32], approximate: NDArray[np.float32]) -> float:
+    """The larger one of the errors of the worst row and the worst column."""
+    return max(worst_row_error(exact, approximate), worst_row_error(exact.T, approximate.T))

@@ -8,9 +8,11 @@ from typing import Any
 import numpy as np
 import pytest
 
+import edgellm.calibrate
 from edgellm import ExportError, OptionError
 from edgellm.bundle import MANIFEST, Bundle
-from edgellm.calibrate import CalibrationOptions, Calibrator
+from edgellm.calibrate import CalibrationOptions
+from edgellm.layerwise import WindowAttention
 from edgellm.llm import LLM, load
 from edgellm.perplexity import perplexity
 from edgellm.planner import Costs
@@ -101,9 +103,12 @@ def test_text_that_is_too_short(export_static: Export, tmp_path: Path, text: str
 def test_values_that_overflow_are_noticed(
     export_static: Export, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    attention = Calibrator._attention
-    monkeypatch.setattr(Calibrator, "_attention", lambda self, qkv: attention(self, qkv) * np.inf)
-    with pytest.raises(ExportError, match="segment 1 gives a value that is infinite"):
+    class Endless(WindowAttention):
+        def __call__(self, qkv: np.ndarray) -> np.ndarray:
+            return super().__call__(qkv) * np.inf
+
+    monkeypatch.setattr(edgellm.calibrate, "WindowAttention", Endless)
+    with pytest.raises(ExportError, match="calibration: segment 1 gives a value that is infinite"):
         export_static(tmp_path / "bundle", flavours=(STATIC,))
     assert not (tmp_path / "bundle").exists()
 

@@ -11,13 +11,14 @@ import pytest
 
 from edgellm.errors import CancelledError, OptionError, ProviderError
 from edgellm.export import export
+from edgellm.forward import Model
 from edgellm.kernels import rope
 from edgellm.llm import LLM, load
 from edgellm.options import EngineOptions
 from edgellm.planner import Costs
 from edgellm.prefill import ChunkedPrefill, Hooks, Prefill
 from edgellm.providers import CPU, PROVIDERS
-from edgellm.segments import Head
+from edgellm.segments import Head, Segments
 
 # the interpreter computes in numpy, which warns of the NaN in memory that was never written
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
@@ -47,10 +48,23 @@ def on_device(llm: LLM, flavour: str) -> Prefill:
 
     engine, queue = llm.engine, Queue("cpu")
     segments = DeviceSegments(engine.bundle, flavour, queue=queue, threads=1, provider_options={})
-    head = Head(engine.bundle, engine.bundle.flavour(flavour).head or "")
-    table = rope.table(engine.config.inv_freq, engine.ctx_size)
-    model = DeviceModel(segments, head, table, mirror=engine.cache.on_device("cpu"), queue=queue)
+    mirror = engine.cache.on_device("cpu")
+    model = DeviceModel(segments, *head_and_table(llm, flavour), mirror=mirror, queue=queue)
     return ChunkedPrefill(model, engine.decoder, Costs(dict.fromkeys(segments.chunk_sizes, 1.0)))
+
+
+def on_host(llm: LLM, flavour: str) -> Prefill:
+    """Prefill of a flavour by ONNX Runtime's CPU provider and the C++ kernels."""
+    engine = llm.engine
+    segments = Segments(engine.bundle, flavour, provider=CPU, threads=1)
+    model = Model(segments, *head_and_table(llm, flavour), threads=1)
+    return ChunkedPrefill(model, engine.decoder, Costs(dict.fromkeys(segments.chunk_sizes, 1.0)))
+
+
+def head_and_table(llm: LLM, flavour: str) -> tuple[Head, rope.RopeTable]:
+    bundle = llm.engine.bundle
+    head = Head(bundle, bundle.flavour(flavour).head or "")
+    return head, rope.table(bundle.config.inv_freq, llm.engine.ctx_size)
 
 
 def states(prefill: Prefill, llm: LLM, tokens: Sequence[int]) -> np.ndarray:
@@ -71,9 +85,8 @@ def states(prefill: Prefill, llm: LLM, tokens: Sequence[int]) -> np.ndarray:
     indirect=["llm"],
 )
 def test_like_the_host(llm: LLM, flavour: str) -> None:
-    costs = Costs(dict.fromkeys((16, 32), 1.0))
-    host = ChunkedPrefill(llm.engine.cpu_model(flavour), llm.engine.decoder, costs)
-    expected, ours = (states(prefill, llm, TOKENS) for prefill in (host, on_device(llm, flavour)))
+    prefills = (on_host(llm, flavour), on_device(llm, flavour))
+    expected, ours = (states(prefill, llm, TOKENS) for prefill in prefills)
     np.testing.assert_allclose(ours, expected, atol=1e-4 if flavour == "f32" else 1e-2)
 
 

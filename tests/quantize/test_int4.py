@@ -4,7 +4,6 @@ import numpy as np
 import pytest
 
 from edgellm.kernels.int4 import dequantize
-from edgellm.quantize.error import relative_error
 from edgellm.quantize.int4 import quantize_int4
 
 
@@ -24,9 +23,3 @@ def test_constant_groups_are_exact(value: float) -> None:
 def test_values_on_the_grid_are_exact() -> None:
     weight = np.arange(32, dtype=np.float32)[None] % 16 * 0.5 - 2
     assert (dequantize(quantize_int4(weight)) == weight).all()
-
-
-def test_relative_error() -> None:
-    exact = np.array([[3.0, 4.0]], np.float32)
-    assert relative_error(exact, exact * np.float32(1.5)) == pytest.approx(0.5)
-    assert relative_error(np.zeros((1, 2), np.float32), exact) == 0

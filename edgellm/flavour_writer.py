@@ -1,0 +1,125 @@
+"""The folders of a bundle that hold graphs: a flavour's segments, and an LM head."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import onnx_ir as ir
+
+from edgellm.bundle import FlavourEntry, HeadEntry
+from edgellm.calibrate import CalibrationOptions, Calibrator, choose_windows
+from edgellm.flavours import FLAVOURS, Flavour, ImportReport
+from edgellm.graphs.builder import WeightFile
+from edgellm.graphs.checkpoint import Checkpoint
+from edgellm.graphs.contract import HEAD_FILE, HOST_TOKENS, part_file, parts
+from edgellm.graphs.linear import FloatLinear, Int8GroupLinear, Linear
+from edgellm.graphs.segment import Segment, author_head, author_segment
+from edgellm.quantize.int8 import quantize_groups
+from edgellm.tokenizer import Tokenizer
+
+
+def write_flavour(
+    checkpoint: Checkpoint,
+    name: str,
+    root: Path,
+    *,
+    tokenizer: Tokenizer,
+    chunk_sizes: Sequence[int],
+    calibration: CalibrationOptions,
+    on_segment: Callable[[int], None],
+) -> FlavourEntry:
+    """A flavour's folder in `root`.
+
+    Args:
+        tokenizer: of the calibration text.
+        on_segment: called with the number of each segment whose weights are written.
+    """
+    flavour = FLAVOURS[name]
+    assert flavour.segments is not None
+    static = (1,) if flavour.token_by_token else tuple(sorted(set(chunk_sizes)))
+    calibrator = _calibrator(checkpoint, flavour, tokenizer, calibration)
+    report, segments = ImportReport(), []
+    folder = root / name
+    folder.mkdir()
+    with WeightFile(folder) as file:
+        for segment in flavour.segments(checkpoint, file, report):
+            segments.append(segment)
+            if calibrator is not None:
+                file.flush()
+                calibrator.observe(segment, folder)
+            on_segment(segment.index)
+    shadows = calibrator.shadows() if calibrator else {}
+    read_by_name = [*(n for s in shadows for n in (s, f"{s}.scale")), "enter"]
+    entry = FlavourEntry(
+        flavour.description,
+        flavour.head,
+        static,
+        not flavour.token_by_token,
+        report.to_json(),
+        arrays={n: file.arrays[n] for n in read_by_name if n in file.arrays},
+        host_tokens=HOST_TOKENS if calibrator else 0,
+        calibration=calibration.to_json() if calibrator else {},
+        shadows=shadows,
+    )
+    _write_graphs(checkpoint, flavour, entry, segments, calibrator, folder)
+    return entry
+
+
+def _calibrator(
+    checkpoint: Checkpoint, flavour: Flavour, tokenizer: Tokenizer, calibration: CalibrationOptions
+) -> Calibrator | None:
+    if flavour.calibrated_bits is None:
+        return None
+    windows = choose_windows(tokenizer, calibration)
+    embedded = checkpoint.tensor("embedding").float32()[windows]
+    return Calibrator(checkpoint.config, embedded, calibration, bits=flavour.calibrated_bits)
+
+
+def _write_graphs(
+    checkpoint: Checkpoint,
+    flavour: Flavour,
+    entry: FlavourEntry,
+    segments: Sequence[Segment],
+    calibrator: Calibrator | None,
+    folder: Path,
+) -> None:
+    """Every part for every static size, and for any size where the flavour has that."""
+    config, grids = checkpoint.config, calibrator.grids() if calibrator else None
+    for part in parts(config, entry.cut_segments):
+        for chunk in (*entry.chunk_sizes, *([None] if entry.any_size else [])):
+            model = author_segment(
+                segments[part.index],
+                config,
+                chunk=chunk,
+                half=part.half,
+                grids=grids,
+                basic_norms=flavour.basic_norms and chunk is not None,
+            )
+            ir.save(model, folder / part_file(part, chunk))
+
+
+def write_head(checkpoint: Checkpoint, root: Path, kind: str) -> HeadEntry:
+    """An LM head's folder in `root`, the embedding with it."""
+    config = checkpoint.config
+    folder = root / f"head-{kind}"
+    folder.mkdir()
+    with WeightFile(folder) as file:
+        head = _store_table(checkpoint, file, "embedding", kind)
+        if not config.tied_embedding:
+            head = _store_table(checkpoint, file, "head", kind)
+        ir.save(author_head(head, config), folder / HEAD_FILE)
+        if kind == "f32":
+            return HeadEntry({"values": file.arrays["embedding"]})
+        return HeadEntry(
+            {"codes": file.arrays["embedding"], "scale": file.arrays["embedding.scale"]}
+        )
+
+
+def _store_table(checkpoint: Checkpoint, file: WeightFile, name: str, kind: str) -> Linear:
+    """Store the embedding or the head as float32 or as int8 groups (exact from Q8_0)."""
+    tensor = checkpoint.tensor(name)
+    if kind == "f32":
+        return FloatLinear.store(file, name, tensor.float32())
+    codes, scale = (tensor.int8_groups or (lambda: quantize_groups(tensor.float32())))()
+    return Int8GroupLinear.store(file, name, codes, scale)

@@ -1,0 +1,188 @@
+"""A text through a checkpoint in float32, and how far an exported flavour is from it.
+
+Both go segment by segment, so that a model whose weights do not fit into memory can be exported.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import numpy as np
+import onnx_ir as ir
+from numpy.typing import NDArray
+
+from edgellm.bundle import FlavourEntry, map_arrays
+from edgellm.calibration_text import default_text
+from edgellm.errors import ExportError
+from edgellm.flavours import FLAVOURS, ImportReport
+from edgellm.graphs import contract
+from edgellm.graphs.builder import WeightFile
+from edgellm.graphs.checkpoint import Checkpoint
+from edgellm.graphs.config import ModelConfig
+from edgellm.graphs.contract import HOST_TOKENS, Part, StoredArray, part_file
+from edgellm.graphs.segment import Segment, author_segment
+from edgellm.layerwise import WindowAttention
+from edgellm.placement import open_session
+from edgellm.providers import CPU
+from edgellm.quantize.error import worst_row_error
+from edgellm.quantize.shadow import ShadowLinear
+from edgellm.reference import (
+    FOLDER,
+    PROMPT,
+    ROWS,
+    Reference,
+    Run,
+    array_name,
+    joined,
+    segment_error,
+)
+from edgellm.segments import read_shadows
+from edgellm.tokenizer import Tokenizer
+
+Floats = NDArray[np.float32]
+OnSegment = Callable[[int], None]
+# Enough characters for the longest text in any vocabulary.
+_CHARACTERS_PER_TOKEN = 20
+
+
+def reference_tokens(tokenizer: Tokenizer, config: ModelConfig, *, chunk: int) -> list[int]:
+    """What fills two chunks after the host's tokens, or the model's context."""
+    count = min(HOST_TOKENS + 2 * chunk, config.context_length)
+    return tokenizer.encode(default_text()[: _CHARACTERS_PER_TOKEN * count])[:count]
+
+
+def store_reference(
+    checkpoint: Checkpoint, tokens: Sequence[int], root: Path, *, on_segment: OnSegment
+) -> dict[str, StoredArray]:
+    """Compute a text in float32 and write what `open_reference` reads into the bundle at `root`.
+
+    Args:
+        on_segment: called with the number of each segment that is done.
+
+    Raises:
+        ExportError: a value is infinite or not a number.
+    """
+    ids = np.asarray(tokens, np.int64)
+    table = checkpoint.tensor("embedding").float32()
+    (root / FOLDER).mkdir()
+    with WeightFile(root / FOLDER) as file:
+        file.add("tokens", ids)
+        file.add("embedded", table[ids])
+        hidden = _store_segments(checkpoint, table[ids], file, root, on_segment=on_segment)
+        file.add("hidden", hidden)
+        head = table if checkpoint.config.tied_embedding else checkpoint.tensor("head").float32()
+        file.add("logits", hidden[-1:] @ head.T)
+    return file.arrays
+
+
+def _store_segments(
+    checkpoint: Checkpoint,
+    embedded: Floats,
+    file: WeightFile,
+    root: Path,
+    *,
+    on_segment: OnSegment,
+) -> Floats:
+    """Keep the first rows of what goes into each segment and comes out.
+
+    Args:
+        root: where the weights of one segment at a time are for a moment.
+
+    Returns:
+        The hidden states `[n, E]`.
+    """
+    config = checkpoint.config
+    attention = WindowAttention(config, len(embedded))
+    inputs = {contract.X: embedded}
+
+    def keep(index: int, name: str, rows: Floats) -> None:
+        file.add(array_name(index, name), rows[: HOST_TOKENS + ROWS])
+
+    with TemporaryDirectory(dir=root) as scratch:
+        folder = Path(scratch)
+        with WeightFile(folder) as weights:
+            authors = FLAVOURS["f32"].segments
+            assert authors is not None
+            for segment in authors(checkpoint, weights, ImportReport()):
+                weights.flush()
+                outputs = _outputs(segment, config, inputs, folder)
+                _check_finite("f32", segment.index, outputs.values())
+                weights.clear()
+                for name, rows in (*inputs.items(), *outputs.items()):
+                    if name != contract.RESIDUAL:
+                        keep(segment.index, name, rows)
+                if segment.index < config.layers:
+                    inputs = {
+                        contract.ATTENTION: attention(outputs[contract.QKV]),
+                        contract.RESIDUAL: outputs[contract.RESIDUAL_OUT],
+                    }
+                on_segment(segment.index)
+    return outputs[contract.HIDDEN]
+
+
+def _outputs(
+    segment: Segment, config: ModelConfig, inputs: dict[str, Floats], folder: Path
+) -> dict[str, Floats]:
+    """What a segment in float32, whose weights are in `folder`, makes of its inputs."""
+    path = folder / part_file(Part(segment.index), None)
+    ir.save(author_segment(segment, config, chunk=None), path)
+    session, _ = open_session(path, provider=CPU)
+    names = contract.part_outputs(config, Part(segment.index))
+    return dict(zip(names, session.run(None, inputs), strict=True))
+
+
+def measure_errors(
+    config: ModelConfig,
+    reference: Reference,
+    flavour: str,
+    entry: FlavourEntry,
+    root: Path,
+    *,
+    on_segment: OnSegment,
+) -> dict[str, float]:
+    """How far a flavour in the bundle at `root` is from float32 on the CPU provider.
+
+    Returns:
+        The error of each segment (see `segment_error`) by its three digits, and that of the worst
+        hidden state of the whole text, to which those of all segments add up.
+
+    Raises:
+        ExportError: a value is infinite or not a number.
+    """
+    host, shadows = entry.host_tokens, read_shadows(root, entry)
+    rotation = map_arrays(root, entry.arrays).get("enter")
+    attention = WindowAttention(config, len(reference.tokens))
+    inputs = {contract.X: reference.embedded[host:]}
+    errors = {}
+    for index, rows in enumerate(reference.segments):
+        run = _opened(root / flavour, index, shadows.get(index))
+        errors[f"{index:03d}"] = segment_error(rows, run, rotation)
+        outputs = run(inputs)
+        _check_finite(flavour, index, outputs)
+        if index < config.layers:
+            qkv = np.concatenate([reference.host_qkv[index][:host], outputs[1]])
+            inputs = {contract.ATTENTION: attention(qkv)[host:], contract.RESIDUAL: outputs[0]}
+        on_segment(index)
+    errors[PROMPT] = worst_row_error(reference.hidden[host:], outputs[0])
+    return {name: round(error, 4) for name, error in errors.items()}
+
+
+def _check_finite(flavour: str, index: int, outputs: Iterable[Floats]) -> None:
+    if not all(np.isfinite(rows).all() for rows in outputs):
+        raise ExportError(
+            f"{flavour}: segment {index} gives a value that is infinite or not a number: the "
+            "weights are damaged, or their activations are too large for this flavour"
+        )
+
+
+def _opened(folder: Path, index: int, shadow: ShadowLinear | None) -> Run:
+    def opened(part: Part) -> Run:
+        session, _ = open_session(folder / part_file(part, None), provider=CPU)
+        return partial(session.run, None)
+
+    if shadow is None:
+        return opened(Part(index))
+    return joined(opened(Part(index, "up")), opened(Part(index, "down")), shadow)
