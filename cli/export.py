@@ -45,6 +45,10 @@ def calibration_options(command: Callable[..., None]) -> Callable[..., None]:
         "--calibration-shadow-share", type=float, default=0.15, show_default=True,
         help="Of the down_proj layers, those for which the host computes what 8 bits clip.",
     )  # fmt: skip
+    @click.option(
+        "--calibration-shadow-percentile", type=float, default=99.5, show_default=True,
+        help="How far 8 bits reach in those.",
+    )  # fmt: skip
     @functools.wraps(command)
     def wrapped(
         *,
@@ -55,6 +59,7 @@ def calibration_options(command: Callable[..., None]) -> Callable[..., None]:
         calibration_method: Method,
         calibration_percentile: float,
         calibration_shadow_share: float,
+        calibration_shadow_percentile: float,
         **rest: Any,
     ) -> None:
         calibration = CalibrationOptions(
@@ -65,6 +70,7 @@ def calibration_options(command: Callable[..., None]) -> Callable[..., None]:
             method=calibration_method,
             percentile=calibration_percentile,
             shadow_share=calibration_shadow_share,
+            shadow_percentile=calibration_shadow_percentile,
         )
         command(calibration=calibration, **rest)
 

@@ -60,14 +60,12 @@ class ShadowEntry:
 
     Attributes:
         scale, bits: of the grid of its input.
-        importance: how many times further than the grid values reached in the calibration run.
-        hot: inputs that were beyond the grid then.
+        importance: the share of its input's energy that the shadow saves.
     """
 
     scale: float
     bits: int
     importance: float
-    hot: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -185,7 +183,7 @@ class Manifest:
                             "chunk_sizes": tuple(entry["chunk_sizes"]),
                             "arrays": _arrays(entry["arrays"]),
                             "shadows": {
-                                layer: ShadowEntry(**{**shadow, "hot": tuple(shadow["hot"])})
+                                layer: ShadowEntry(**shadow)
                                 for layer, shadow in entry.get("shadows", {}).items()
                             },
                         }

@@ -85,7 +85,7 @@ def _write_graphs(
     folder: Path,
 ) -> None:
     """Every part for every static size, and for any size where the flavour has that."""
-    config, grids = checkpoint.config, calibrator.grids() if calibrator else None
+    config, grids = checkpoint.config, calibrator.grids(entry.shadows) if calibrator else None
     for part in parts(config, entry.cut_segments):
         for chunk in (*entry.chunk_sizes, *([None] if entry.any_size else [])):
             model = author_segment(

@@ -220,7 +220,7 @@ def _runner(session: Any, binding: Any, inputs: Mapping[str, Any]) -> Run:
 
 
 def read_shadows(root: Path, entry: FlavourEntry) -> dict[int, ShadowLinear]:
-    """The host's side of down_proj, by the segment that it cuts; hot rows are read now.
+    """The host's side of down_proj, by the segment that it cuts.
 
     Args:
         root: folder of the bundle.
@@ -229,9 +229,8 @@ def read_shadows(root: Path, entry: FlavourEntry) -> dict[int, ShadowLinear]:
     for segment, name in entry.cut_segments.items():
         shadow = entry.shadows[name]
         arrays = map_arrays(root, {n: entry.arrays[n] for n in (name, f"{name}.scale")})
-        codes, weight_scale = arrays[name], arrays[f"{name}.scale"]
-        hot = {column: codes[column] * weight_scale for column in shadow.hot}
-        found[segment] = ShadowLinear(shadow.scale, shadow.bits, codes, weight_scale, hot)
+        weight = arrays[name], arrays[f"{name}.scale"]
+        found[segment] = ShadowLinear(shadow.scale, shadow.bits, *weight)
     return found
 
 

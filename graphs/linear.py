@@ -145,6 +145,8 @@ class BlockRotatedLinear:
     """A layer whose input is first multiplied by `rotation` `[b, b]`, run of b by run of b.
 
     Attributes:
+        across: `[K/b, K/b]` that mixes the runs after that, or None: together they mix all inputs,
+            for `b + K/b` products each instead of K.
         factor: multiplies the input before that, or None. Qualcomm's compiler runs out of memory
             on a Reshape of what is a segment's own input (onnxruntime-qnn 2.7), and not behind a
             product.
@@ -154,6 +156,7 @@ class BlockRotatedLinear:
     rotation: ir.TensorProtocol
     width: int
     factor: float | None = None
+    across: ir.TensorProtocol | None = None
 
     def activation(self, graph: GraphBuilder, x: ir.Value) -> Activation:
         return self.linear.activation(graph, self.rotated(graph, x))
@@ -162,8 +165,11 @@ class BlockRotatedLinear:
         size = int(self.rotation.shape.numpy()[0])
         if self.factor is not None:
             x = graph.op("Mul", x, graph.constant(self.factor, np.float32))
-        blocks = graph.op("Reshape", x, graph.constant([-1, size], np.int64))
+        runs = [-1, size] if self.across is None else [-1, self.width // size, size]
+        blocks = graph.op("Reshape", x, graph.constant(runs, np.int64))
         blocks = graph.op("MatMul", blocks, graph.weight(self.rotation))
+        if self.across is not None:
+            blocks = graph.op("MatMul", graph.weight(self.across), blocks)
         return graph.op("Reshape", blocks, graph.constant([-1, self.width], np.int64))
 
     def apply(self, graph: GraphBuilder, x: Activation) -> ir.Value:

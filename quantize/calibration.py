@@ -80,6 +80,19 @@ def grid_scale(reach: float, *, bits: int) -> float:
     return reach / ((1 << bits - 1) - 1)
 
 
+def error_share(seen: Observation, reach: float, *, bits: int, clips: bool = True) -> float:
+    """What a grid loses, as a share of the energy of what was seen.
+
+    Args:
+        clips: whether it loses what is beyond it; else that is rounded to the same step.
+    """
+    if not seen.largest.any():
+        return 0.0
+    sizes = _sizes()
+    energy = float((seen.counts * sizes**2).sum())
+    return _squared_error(seen.counts, sizes, reach, bits, clips=clips) / energy
+
+
 def _sizes() -> NDArray[np.float64]:
     """The middle of each bin."""
     low = (np.arange(_BINS, dtype=np.uint32) << _SHIFT) | (1 << _SHIFT - 1)
@@ -88,10 +101,15 @@ def _sizes() -> NDArray[np.float64]:
 
 
 def _squared_error(
-    counts: NDArray[np.int64], sizes: NDArray[np.float64], reach: float, bits: int
+    counts: NDArray[np.int64],
+    sizes: NDArray[np.float64],
+    reach: float,
+    bits: int,
+    *,
+    clips: bool = True,
 ) -> float:
     """Rounding costs step^2 / 12 a value on average, clipping the whole excess."""
     step = grid_scale(reach, bits=bits)
-    excess = np.maximum(sizes - reach, 0.0)
+    excess = np.maximum(sizes - reach, 0.0) if clips else np.zeros_like(sizes)
     rounding = np.minimum(sizes**2, step**2 / 12)
     return float((counts * np.where(excess > 0, excess**2, rounding)).sum())

@@ -41,9 +41,27 @@ def rotate_output(
 
 
 def rotate_input_blocks(
-    weight: NDArray[np.float32], block: NDArray[np.float64]
-) -> NDArray[np.float32]:  # [N, K], [b, b] -> [N, K]
-    """`rotate_input` for a rotation that repeats `block` along the diagonal."""
+    weight: NDArray[np.float32],
+    block: NDArray[np.float64],
+    across: NDArray[np.float64] | None = None,
+) -> NDArray[np.float32]:  # [N, K], [b, b], [K/b, K/b] -> [N, K]
+    """`rotate_input` for inputs in runs of b: each times `block`, and then mixed by `across`."""
     rows, columns = weight.shape
-    blocks = weight.reshape(rows, columns // block.shape[0], block.shape[0])
-    return np.asarray(blocks @ block, np.float32).reshape(rows, columns)
+    blocks = weight.reshape(rows, columns // block.shape[0], block.shape[0]) @ block
+    if across is not None:
+        blocks = across @ blocks
+    return np.asarray(blocks, np.float32).reshape(rows, columns)
+
+
+def spreading(size: int) -> NDArray[np.float64]:
+    """An orthogonal matrix `[size, size]` that mixes everything evenly, for any size.
+
+    The Kronecker product of a discrete cosine transform (the odd factor of `size`) and a Hadamard
+    matrix: no entry is larger than sqrt(2 / size).
+    """
+    power = hadamard.power_of_two_factor(size, limit=size)
+    odd = size // power
+    angles = np.pi / odd * np.outer(np.arange(odd), np.arange(odd) + 0.5)
+    cosines = np.cos(angles) * np.sqrt(2 / odd)
+    cosines[0] = odd**-0.5
+    return np.kron(cosines, hadamard.matrix(power))

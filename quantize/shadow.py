@@ -6,12 +6,11 @@ grid without end would give:
     x W^T  ~  s clip(r) W^T  +  s (r - clip(r)) W^T
 
 The first product is the accelerator's. The second one has few columns that are not zero, and is the
-host's.
+host's. Nothing is lost to clipping, so such a grid can be narrower than others, and finer.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -43,25 +42,19 @@ class ShadowLinear:
 
     Attributes:
         scale, bits: of the grid of its input.
-        codes: int8 weight `[K, N]`, an input a row; mapped from a file, and read where needed.
+        codes: int8 weight `[K, N]`, an input a row; mapped from a file, so that rows are in memory
+            once they have been needed.
         weight_scale: `[N]`.
-        hot: dequantized rows of the inputs that were beyond the grid in the calibration run, by
-            input: these are in memory.
     """
 
     scale: float
     bits: int
     codes: NDArray[np.int8]
     weight_scale: Floats
-    hot: Mapping[int, Floats]
 
     def correction(self, x: Floats) -> Floats | None:
         """What the layer's output `[rows, N]` lacks for input `[rows, K]`; None where nothing."""
         found = excess_of(x, self.scale, bits=self.bits)
         if not len(found.columns):
             return None
-        return found.values @ np.stack([self._row(int(column)) for column in found.columns])
-
-    def _row(self, column: int) -> Floats:
-        row = self.hot.get(column)
-        return self.codes[column] * self.weight_scale if row is None else row
+        return found.values @ self.codes[found.columns].astype(np.float32) * self.weight_scale

@@ -85,6 +85,7 @@ def test_nothing_of_the_calibration_run_is_left(bundle_path: Path) -> None:
         ({"windows": 0}, "windows is 0"),
         ({"window": 1}, "2 or more"),
         ({"percentile": 0.0}, "percentile is 0"),
+        ({"shadow_percentile": 101.0}, "shadow percentile is 101"),
         ({"shadow_share": 1.5}, "allowed is 0 to 1"),
     ],
 )

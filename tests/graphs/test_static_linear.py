@@ -9,7 +9,12 @@ import pytest
 
 from edgellm.graphs.builder import GraphBuilder, WeightFile
 from edgellm.graphs.contract import Grid
+from edgellm.graphs.linear import BlockRotatedLinear, Linear
 from edgellm.graphs.static_linear import StaticLinear, input_name, is_input
+from edgellm.kernels import hadamard
+from edgellm.quantize.error import relative_error
+from edgellm.quantize.int8 import quantize_channels
+from edgellm.quantize.rotation import rotate_input_blocks, spreading
 from edgellm.thread_pool import session_options
 
 
@@ -18,9 +23,15 @@ def run(
 ) -> dict[str, np.ndarray]:
     with WeightFile(folder) as file:
         layer = StaticLinear.store(file, "layers.0.up", codes, scale)
+    return run_layer(folder, layer, len(codes), x, grids)
+
+
+def run_layer(
+    folder: Path, layer: Linear, outputs: int, x: np.ndarray, grids: dict[str, Grid] | None
+) -> dict[str, np.ndarray]:
     graph = GraphBuilder("layer", grids=grids)
     value = layer.apply(graph, layer.activation(graph, graph.input("x", x.shape)))
-    ir.save(graph.build({"y": (value, (x.shape[0], codes.shape[0]))}), folder / "layer.onnx")
+    ir.save(graph.build({"y": (value, (x.shape[0], outputs))}), folder / "layer.onnx")
     options = session_options()
     options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_ENABLE_BASIC
     session = ort.InferenceSession(
@@ -70,6 +81,33 @@ def test_observed_graph_is_exact_and_gives_both_ends(
     np.testing.assert_allclose(found["y"], exact, rtol=1e-4, atol=1e-5)
     np.testing.assert_array_equal(found["layers.0.gate.input"], x)
     np.testing.assert_array_equal(found["layers.0.up.output"], found["y"])
+
+
+@pytest.mark.parametrize("mixed", [False, True])
+@pytest.mark.parametrize("factor", [None, 0.25])
+def test_rotated_input_gives_the_same_product(
+    tmp_path: Path, mixed: bool, factor: float | None
+) -> None:
+    """An outlier is spread over its run of 16, or over all 48 inputs."""
+    rng = np.random.default_rng(1)
+    weight = rng.standard_normal((24, 48)).astype(np.float32)
+    x = rng.standard_normal((5, 48)).astype(np.float32)
+    x[2, 7] = 100
+    block, across = hadamard.matrix(16), spreading(3) if mixed else None
+    codes, scale = quantize_channels(rotate_input_blocks(weight, block, across))
+    with WeightFile(tmp_path) as file:
+        layer = BlockRotatedLinear(
+            StaticLinear.store(file, "layers.0.down", codes, scale),
+            file.add("block", (block / (factor or 1)).astype(np.float32)),
+            48,
+            factor,
+            None if across is None else file.add("across", across.astype(np.float32)),
+        )
+    found = run_layer(tmp_path, layer, 24, x, None)
+    assert relative_error(x @ weight.T, found["y"]) < 0.01
+    inputs = found["layers.0.down.input"]
+    touched = np.flatnonzero(np.abs(inputs[2]) > 10)
+    assert len(touched) > 16 if mixed else set(touched) == set(range(16))
 
 
 def test_gate_and_up_share_an_input() -> None:

@@ -3,7 +3,14 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from edgellm.quantize.calibration import METHODS, Method, Observation, grid_scale, reach
+from edgellm.quantize.calibration import (
+    METHODS,
+    Method,
+    Observation,
+    error_share,
+    grid_scale,
+    reach,
+)
 
 
 def observed(rows: np.ndarray) -> Observation:
@@ -52,6 +59,19 @@ def test_mse_is_the_best_reach(heavy_tailed: np.ndarray, bits: int) -> None:
     best = min(error(heavy_tailed, far, bits) for far in np.geomspace(0.5, 90, 200))
     assert error(heavy_tailed, found, bits) < 1.1 * best
     assert found < 90 or bits == 8
+
+
+@pytest.mark.parametrize("far", [0.5, 2.0, 9.0, 90.0])
+def test_share_of_energy_that_a_grid_loses(heavy_tailed: np.ndarray, far: float) -> None:
+    rows = heavy_tailed.astype(np.float64)
+    energy = float((rows**2).mean())
+    found = error_share(observed(heavy_tailed), far, bits=8)
+    assert found == pytest.approx(error(heavy_tailed, far, 8) / energy, rel=0.12)
+    step = grid_scale(far, bits=8)
+    rounded = float(((np.rint(rows / step) * step - rows) ** 2).mean())
+    found = error_share(observed(heavy_tailed), far, bits=8, clips=False)
+    assert found == pytest.approx(rounded / energy, rel=0.12)
+    assert error_share(observed(np.zeros((8, 4), np.float32)), far, bits=8) == 0
 
 
 @pytest.mark.parametrize("method", METHODS)

@@ -34,3 +34,14 @@ def test_rotated_layers_compute_the_same() -> None:
     rotated = (x.reshape(5, 3, 32) @ block).reshape(5, 96)
     found = rotated @ rotation.rotate_input_blocks(weight, block).T
     np.testing.assert_allclose(found, expected, atol=1e-4)
+    across = rotation.spreading(3)
+    rotated = (across @ (x.reshape(5, 3, 32) @ block)).reshape(5, 96)
+    found = rotated @ rotation.rotate_input_blocks(weight, block, across).T
+    np.testing.assert_allclose(found, expected, atol=1e-4)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 9, 24, 64, 224])
+def test_spreading_is_orthogonal_and_even(size: int) -> None:
+    matrix = rotation.spreading(size)
+    np.testing.assert_allclose(matrix @ matrix.T, np.eye(size), atol=1e-12)
+    assert np.abs(matrix).max() <= np.sqrt(2 / size) + 1e-12

@@ -34,8 +34,7 @@ def test_correction_is_exact() -> None:
     codes = rng.integers(-127, 128, (40, 24), dtype=np.int8)
     weight_scale = rng.random(24).astype(np.float32)
     weight = codes * weight_scale
-    hot = {5: weight[5]}  # 11 and 39 are read from the codes
-    layer = ShadowLinear(SCALE, 8, codes, weight_scale, hot)
+    layer = ShadowLinear(SCALE, 8, codes, weight_scale)
     exact = np.rint(x.astype(np.float64) / np.float32(SCALE))
     expected = (exact - np.clip(exact, -128, 127)) * np.float32(SCALE) @ weight.astype(np.float64)
     found = layer.correction(x)
@@ -43,14 +42,6 @@ def test_correction_is_exact() -> None:
     np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-4)
 
 
-def test_hot_rows_are_used_as_they_are() -> None:
-    codes = np.zeros((40, 3), np.int8)
-    marked = {5: np.full(3, 2.0, np.float32)}
-    found = ShadowLinear(SCALE, 8, codes, np.ones(3, np.float32), marked).correction(activations())
-    assert found is not None
-    assert found[2].tolist() == pytest.approx([2 * (900 - 127 * SCALE)] * 3)
-
-
 def test_nothing_beyond_costs_no_product() -> None:
-    layer = ShadowLinear(10.0, 8, np.ones((40, 3), np.int8), np.ones(3, np.float32), {})
+    layer = ShadowLinear(10.0, 8, np.ones((40, 3), np.int8), np.ones(3, np.float32))
     assert layer.correction(activations()[5:6]) is None
