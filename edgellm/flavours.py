@@ -246,7 +246,8 @@ class _RotatedLayers:
     ) -> None:
         """`mixes_runs`: see `BlockRotatedLinear.across`. One grid for a whole input is the finer
         the more alike its channels are: KL divergence to float32 0.0058 against 0.0070 without
-        (w8a8-qdq, SmolLM2-135M, 26,572 tokens), at the same speed."""
+        (w8a8-qdq, SmolLM2-135M, 26,572 tokens), at the same speed. It needs shadows where a token
+        is far larger than others (see quantize/README.md)."""
         self._checkpoint = checkpoint
         self._file = file
         self._report = report
