@@ -16,6 +16,7 @@ from edgellm.graphs.contract import HEAD_FILE, HOST_TOKENS, part_file, parts
 from edgellm.graphs.linear import FloatLinear, Int8GroupLinear, Linear
 from edgellm.graphs.segment import Segment, author_head, author_segment
 from edgellm.quantize.int8 import quantize_groups
+from edgellm.reference import ROTATION
 from edgellm.tokenizer import Tokenizer
 
 
@@ -50,7 +51,7 @@ def write_flavour(
                 calibrator.observe(segment, folder)
             on_segment(segment.index)
     shadows = calibrator.shadows() if calibrator else {}
-    read_by_name = [*(n for s in shadows for n in (s, f"{s}.scale")), "enter"]
+    read_by_name = [*(n for s in shadows for n in (s, f"{s}.scale")), ROTATION]
     entry = FlavourEntry(
         flavour.description,
         flavour.head,

@@ -57,6 +57,7 @@ from edgellm.quantize.rotation import (
     rotate_output,
     spreading,
 )
+from edgellm.reference import ROTATION
 
 Floats = NDArray[np.float32]
 # Any seed gives a valid rotation; a fixed one makes two exports of a model the same.
@@ -259,7 +260,7 @@ class _RotatedLayers:
         self.ones = file.add("ones", np.ones(self._config.hidden_size, np.float32))
 
     def enter(self) -> Array:
-        return self._file.add("enter", self._rotation.astype(np.float32))
+        return self._file.add(ROTATION, self._rotation.astype(np.float32))
 
     def leave(self) -> Array:
         back = self._rotation.T * self._floats("final_norm")

@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from edgellm.bundle import map_arrays
+from edgellm.bundle import FlavourEntry, map_arrays
 from edgellm.graphs import contract
 from edgellm.graphs.config import ModelConfig
 from edgellm.graphs.contract import HOST_TOKENS, StoredArray
@@ -27,6 +27,8 @@ Run = Callable[[Mapping[str, Floats]], Sequence[Floats]]
 FOLDER = "reference"
 # Of each segment's inputs and outputs; 4 MB in all for SmolLM2-135M.
 ROWS = 16
+# The weight that takes embeddings to a basis of the flavour's own.
+ROTATION = "enter"
 # What a whole text's error is called among those of segments.
 PROMPT = "prompt"
 
@@ -89,6 +91,17 @@ def open_reference(root: Path, config: ModelConfig, arrays: Mapping[str, StoredA
 def array_name(index: int, name: str) -> str:
     """Of a segment's input or output; a residual that goes in is the one that came out before."""
     return f"{index:03d}.{name}"
+
+
+def error_name(index: int) -> str:
+    """What a segment's error is called in the manifest."""
+    return f"{index:03d}"
+
+
+def read_rotation(root: Path, entry: FlavourEntry) -> Floats | None:
+    """`[E, E]` to the basis of a flavour's residual, if it has one of its own."""
+    enter = entry.arrays.get(ROTATION)
+    return None if enter is None else map_arrays(root, {ROTATION: enter})[ROTATION]
 
 
 def segment_error(rows: SegmentRows, run: Run, rotation: Floats | None) -> float:

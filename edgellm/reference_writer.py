@@ -14,7 +14,7 @@ import numpy as np
 import onnx_ir as ir
 from numpy.typing import NDArray
 
-from edgellm.bundle import FlavourEntry, map_arrays
+from edgellm.bundle import FlavourEntry
 from edgellm.calibration_text import default_text
 from edgellm.errors import ExportError
 from edgellm.flavours import FLAVOURS, ImportReport
@@ -36,7 +36,9 @@ from edgellm.reference import (
     Reference,
     Run,
     array_name,
+    error_name,
     joined,
+    read_rotation,
     segment_error,
 )
 from edgellm.segments import read_shadows
@@ -153,13 +155,13 @@ def measure_errors(
         ExportError: a value is infinite or not a number.
     """
     host, shadows = entry.host_tokens, read_shadows(root, entry)
-    rotation = map_arrays(root, entry.arrays).get("enter")
+    rotation = read_rotation(root, entry)
     attention = WindowAttention(config, len(reference.tokens))
     inputs = {contract.X: reference.embedded[host:]}
     errors = {}
     for index, rows in enumerate(reference.segments):
         run = _opened(root / flavour, index, shadows.get(index))
-        errors[f"{index:03d}"] = segment_error(rows, run, rotation)
+        errors[error_name(index)] = segment_error(rows, run, rotation)
         outputs = run(inputs)
         _check_finite(flavour, index, outputs)
         if index < config.layers:

@@ -14,7 +14,7 @@ from functools import partial
 import numpy as np
 from numpy.typing import NDArray
 
-from edgellm.bundle import Bundle, ExportProgress, map_arrays
+from edgellm.bundle import Bundle, ExportProgress
 from edgellm.decode import DecodeBackend
 from edgellm.errors import ProviderError
 from edgellm.forward import Model
@@ -25,8 +25,10 @@ from edgellm.reference import (
     Reference,
     Run,
     SegmentRows,
+    error_name,
     joined,
     open_reference,
+    read_rotation,
     segment_error,
 )
 from edgellm.segments import Segments
@@ -67,12 +69,12 @@ class Check:
 def check_segments(bundle: Bundle, segments: Segments) -> Iterator[Check]:
     """Every segment of every chunk size, with what the host does in the middle of it."""
     reference, entry = _reference(bundle), bundle.flavour(segments.flavour)
-    rotation = map_arrays(bundle.path, entry.arrays).get("enter")
+    rotation = read_rotation(bundle.path, entry)
     for chunk in segments.chunk_sizes:
         for index, kept in enumerate(reference.segments):
             rows = SegmentRows(_repeated(kept.inputs, chunk), _repeated(kept.outputs, chunk))
             error = segment_error(rows, _run(segments, index, chunk), rotation)
-            limit = _limit(entry.errors[f"{index:03d}"], _SLACK)
+            limit = _limit(entry.errors[error_name(index)], _SLACK)
             yield Check(f"segment {index} in chunks of {chunk}", error, limit)
 
 
@@ -85,9 +87,11 @@ def check_prompts(
     """
     reference, entry = _reference(bundle), bundle.flavour(model.segments.flavour)
     start = entry.host_tokens
+    longest = len(reference.tokens) - start
     limit = _limit(entry.errors[PROMPT], _PROMPT_SLACK)
     for chunk in model.segments.chunk_sizes:
-        for count in sorted({1, max(1, chunk - 1), chunk, chunk + 1, 2 * chunk}):
+        edges = {1, max(1, chunk - 1), chunk, chunk + 1, 2 * chunk}
+        for count in sorted({min(count, longest) for count in edges}):
             tokens = reference.tokens[: start + count]
             found = _hidden(model, cache, host, tokens, chunk)
             error = worst_row_error(reference.hidden[start : len(tokens)], found)

@@ -61,6 +61,17 @@ def test_what_is_whole_passes(bundle_path: Path) -> None:
     assert engine.cache.used_blocks == 0
 
 
+def test_prompts_are_no_longer_than_the_context(
+    export_static: Callable[..., Path], make_model: Callable[..., Path], tmp_path: Path
+) -> None:
+    model = make_model(max_position_embeddings=40)
+    engine = static(export_static(tmp_path / "bundle", model=model, chunk_sizes=(32,)))
+    checks = [*check_prompts(engine.bundle, engine.prefill.model, engine.cache, engine.decoder)]
+    names = [f"prompt of {count} in chunks of 32" for count in (1, 31, 32, 33, 39)]
+    assert [check.name for check in checks] == [*names, "head"]
+    assert failed(checks) == []
+
+
 def test_wrong_segment_is_named(bundle_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = static(bundle_path)
     segments = engine.prefill.model.segments
