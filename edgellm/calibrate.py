@@ -18,6 +18,7 @@ from edgellm.bundle import ShadowEntry
 from edgellm.calibration_text import default_text
 from edgellm.errors import ExportError, OptionError
 from edgellm.graphs import contract
+from edgellm.graphs.builder import WeightFile
 from edgellm.graphs.config import ModelConfig
 from edgellm.graphs.contract import HOST_TOKENS, Grid
 from edgellm.graphs.segment import Segment, author_segment
@@ -36,6 +37,8 @@ from edgellm.tokenizer import Tokenizer
 Floats = NDArray[np.float32]
 # 16 bits have room for values a little larger than any that were seen.
 _HEADROOM = 1.25
+# Windows that go through a segment together.
+_BATCH = 16
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -126,31 +129,45 @@ class Calibrator:
     """Takes the segments of a model one after the other, from the first to the last."""
 
     def __init__(
-        self, config: ModelConfig, embedded: Floats, options: CalibrationOptions, *, bits: int
+        self,
+        config: ModelConfig,
+        embedded: Floats,
+        options: CalibrationOptions,
+        *,
+        bits: int,
+        file: WeightFile,
     ) -> None:
-        """`embedded` holds the windows' embeddings, `[windows, window, E]`; `bits` of inputs."""
+        """`embedded` holds the windows' embeddings, `[windows, window, E]`; `bits` of inputs; in
+        `file` are the weights of the segment that is looked at."""
         self._config = config
         self._options = options
         self._bits = bits
-        self._inputs = [{contract.X: window} for window in embedded]
+        self._inputs = [
+            {contract.X: windows.reshape(-1, windows.shape[-1])}
+            for windows in np.split(embedded, range(_BATCH, len(embedded), _BATCH))
+        ]
         self._attention = WindowAttention(config, options.window)
+        self.file = file
         self.observations: dict[str, Observation] = {}
 
-    def observe(self, segment: Segment, folder: Path) -> None:
-        """Run all windows through a segment, whose weights are in `folder`.
+    def observe(self, segment: Segment) -> dict[str, Floats]:
+        """Run all windows through a segment, whose weights are in `file`, and clear that.
+
+        Returns:
+            Second moments `[K, K]` of the inputs of its layers, by `input_name`.
 
         Raises:
             ExportError: an activation is infinite or not a number.
         """
-        path = folder / f"{segment.index:03d}.observed.onnx"
+        self.file.flush()
+        path = self.file.folder / contract.part_file(contract.Part(segment.index), None)
         ir.save(author_segment(segment, self._config, chunk=None, grids=None), path)
         try:
-            seen = self._run(path, segment.index)
+            return self._run(path, segment.index)
         except FloatingPointError as error:
             raise ExportError(f"calibration: segment {segment.index} gives {error}") from None
         finally:
-            path.unlink()
-        self.observations.update(seen)
+            self.file.clear()
 
     def grids(self, shadows: Mapping[str, ShadowEntry]) -> dict[str, Grid]:
         """Of all that has been observed; those of layers with a shadow are narrower."""
@@ -198,21 +215,33 @@ class Calibrator:
             headroom=_HEADROOM if bits == 16 else 1.0,
         )
 
-    def _run(self, path: Path, index: int) -> dict[str, Observation]:
+    def _run(self, path: Path, index: int) -> dict[str, Floats]:
         session = _session(path)
         names = [output.name for output in session.get_outputs()]
-        seen: dict[str, Observation] = {}
+        seen = names[len(contract.part_outputs(self._config, contract.Part(index))) :]
+        moments: dict[str, Floats] = {}
         for i, inputs in enumerate(self._inputs):
             outputs: dict[str, Floats] = dict(zip(names, session.run(None, inputs), strict=True))
-            for name in names[len(contract.part_outputs(self._config, contract.Part(index))) :]:
-                rows = outputs[name]
-                seen.setdefault(name, Observation.of(rows.shape[-1])).add(rows[HOST_TOKENS:])
+            for name in seen:
+                rows = self._after_host_tokens(outputs[name])
+                self.observations.setdefault(name, Observation.of(rows.shape[-1])).add(rows)
+                if is_input(name):
+                    moments[name] = moments.get(name, np.float32(0)) + rows.T @ rows
             if index < self._config.layers:
                 self._inputs[i] = {
-                    contract.ATTENTION: self._attention(outputs[contract.QKV]),
+                    contract.ATTENTION: self._attended(outputs[contract.QKV]),
                     contract.RESIDUAL: outputs[contract.RESIDUAL_OUT],
                 }
-        return seen
+        rows_seen = self._options.windows * (self._options.window - HOST_TOKENS)
+        return {name: sums / np.float32(rows_seen) for name, sums in moments.items()}
+
+    def _after_host_tokens(self, rows: Floats) -> Floats:
+        windows = rows.reshape(-1, self._options.window, rows.shape[-1])
+        return windows[:, HOST_TOKENS:].reshape(-1, rows.shape[-1])
+
+    def _attended(self, qkv: Floats) -> Floats:
+        windows = qkv.reshape(-1, self._options.window, qkv.shape[-1])
+        return np.concatenate([self._attention(window) for window in windows])
 
 
 def _session(path: Path) -> Any:

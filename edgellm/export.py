@@ -18,11 +18,12 @@ from edgellm.bundle import PANELS, Bundle, ExportProgress, FlavourEntry, Manifes
 from edgellm.calibrate import CalibrationOptions
 from edgellm.errors import BundleError, EdgeLLMError, ExportError, OptionError
 from edgellm.flavour_writer import write_flavour, write_head
-from edgellm.flavours import FLAVOURS, ImportReport
+from edgellm.flavours import FLAVOURS
 from edgellm.graphs.builder import WeightFile
 from edgellm.graphs.checkpoint import Checkpoint, open_checkpoint
 from edgellm.graphs.contract import StoredArray
 from edgellm.home import replacing_folder
+from edgellm.import_report import ImportReport
 from edgellm.panel_writer import store_panels
 from edgellm.reference import FOLDER as REFERENCE
 from edgellm.reference import open_reference

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import onnx_ir as ir
 
 from edgellm.bundle import FlavourEntry, HeadEntry
 from edgellm.calibrate import CalibrationOptions, Calibrator, choose_windows
-from edgellm.flavours import FLAVOURS, Flavour, ImportReport
+from edgellm.flavours import FLAVOURS, Flavour
 from edgellm.graphs.builder import WeightFile
 from edgellm.graphs.checkpoint import Checkpoint
 from edgellm.graphs.contract import HEAD_FILE, HOST_TOKENS, part_file, parts
 from edgellm.graphs.linear import FloatLinear, Int8GroupLinear, Linear
 from edgellm.graphs.segment import Segment, author_head, author_segment
+from edgellm.import_report import ImportReport
 from edgellm.quantize.int8 import quantize_groups
 from edgellm.reference import ROTATION
 from edgellm.tokenizer import Tokenizer
@@ -39,16 +41,17 @@ def write_flavour(
     flavour = FLAVOURS[name]
     assert flavour.segments is not None
     static = (1,) if flavour.token_by_token else tuple(sorted(set(chunk_sizes)))
-    calibrator = _calibrator(checkpoint, flavour, tokenizer, calibration)
     report, segments = ImportReport(), []
     folder = root / name
     folder.mkdir()
-    with WeightFile(folder) as file:
-        for segment in flavour.segments(checkpoint, file, report):
+    with (
+        TemporaryDirectory(dir=root) as scratch,
+        WeightFile(Path(scratch)) as unrounded,
+        WeightFile(folder) as file,
+    ):
+        calibrator = _calibrator(checkpoint, flavour, tokenizer, calibration, unrounded)
+        for segment in flavour.segments(checkpoint, file, report, calibrator):
             segments.append(segment)
-            if calibrator is not None:
-                file.flush()
-                calibrator.observe(segment, folder)
             on_segment(segment.index)
     shadows = calibrator.shadows() if calibrator else {}
     read_by_name = [*(n for s in shadows for n in (s, f"{s}.scale")), ROTATION]
@@ -68,13 +71,18 @@ def write_flavour(
 
 
 def _calibrator(
-    checkpoint: Checkpoint, flavour: Flavour, tokenizer: Tokenizer, calibration: CalibrationOptions
+    checkpoint: Checkpoint,
+    flavour: Flavour,
+    tokenizer: Tokenizer,
+    calibration: CalibrationOptions,
+    unrounded: WeightFile,
 ) -> Calibrator | None:
-    if flavour.calibrated_bits is None:
+    bits = flavour.calibrated_bits
+    if bits is None:
         return None
     windows = choose_windows(tokenizer, calibration)
     embedded = checkpoint.tensor("embedding").float32()[windows]
-    return Calibrator(checkpoint.config, embedded, calibration, bits=flavour.calibrated_bits)
+    return Calibrator(checkpoint.config, embedded, calibration, bits=bits, file=unrounded)
 
 
 def _write_graphs(

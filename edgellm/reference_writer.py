@@ -17,13 +17,14 @@ from numpy.typing import NDArray
 from edgellm.bundle import FlavourEntry
 from edgellm.calibration_text import default_text
 from edgellm.errors import ExportError
-from edgellm.flavours import FLAVOURS, ImportReport
+from edgellm.flavours import FLAVOURS
 from edgellm.graphs import contract
 from edgellm.graphs.builder import WeightFile
 from edgellm.graphs.checkpoint import Checkpoint
 from edgellm.graphs.config import ModelConfig
 from edgellm.graphs.contract import HOST_TOKENS, Part, StoredArray, part_file
 from edgellm.graphs.segment import Segment, author_segment
+from edgellm.import_report import ImportReport
 from edgellm.layerwise import WindowAttention
 from edgellm.placement import open_session
 from edgellm.providers import CPU

@@ -29,7 +29,7 @@ class WeightFile:
 
     def __init__(self, folder: Path) -> None:
         self._path = folder / WEIGHTS_FILE
-        self._folder = folder
+        self.folder = folder
         self._file: BinaryIO = self._path.open("wb")
         self.arrays: dict[str, StoredArray] = {}
 
@@ -40,7 +40,7 @@ class WeightFile:
         data = np.ascontiguousarray(array)
         self._file.write(data.data)
         self.arrays[name] = StoredArray(
-            f"{self._folder.name}/{WEIGHTS_FILE}", offset, data.dtype.name, data.shape
+            f"{self.folder.name}/{WEIGHTS_FILE}", offset, data.dtype.name, data.shape
         )
         return ir.ExternalTensor(
             WEIGHTS_FILE,
@@ -49,7 +49,7 @@ class WeightFile:
             ir.DataType.from_numpy(data.dtype),
             shape=ir.Shape(data.shape),
             name=name,
-            base_dir=self._folder,
+            base_dir=self.folder,
         )
 
     def flush(self) -> None:

@@ -95,6 +95,14 @@ def architecture(model_type: str, *, origin: str) -> ModuleType:
     return importlib.import_module(f"edgellm.graphs.models.{model_type}")
 
 
+def qkv_bias(checkpoint: Checkpoint, layer: int) -> NDArray[np.float32] | None:
+    """What a layer adds to Q, K and V, `[H*D + 2 Hkv*D]`, if anything."""
+    if not checkpoint.config.qkv_bias:
+        return None
+    parts = (checkpoint.tensor(f"layers.{layer}.{name}_bias") for name in "qkv")
+    return np.concatenate([part.float32() for part in parts])
+
+
 def shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     """Every canonical name that a model of this config has, with its shape."""
     e, f = config.hidden_size, config.intermediate_size

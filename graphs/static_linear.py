@@ -9,7 +9,7 @@ import onnx_ir as ir
 from numpy.typing import NDArray
 
 from edgellm.graphs.builder import GraphBuilder, WeightFile
-from edgellm.graphs.linear import Activation
+from edgellm.graphs.linear import Activation, Linear
 
 _INPUT = ".input"
 
@@ -66,3 +66,17 @@ class StaticLinear:
             axis=1,
         )
         return graph.quantized(f"{self.name}.output", graph.op("MatMul", x.values, weight))
+
+
+@dataclass(frozen=True)
+class ObservedLinear:
+    """A layer whose grids are still to be found; named like the `StaticLinear` that it becomes."""
+
+    name: str
+    linear: Linear
+
+    def activation(self, graph: GraphBuilder, x: ir.Value) -> Activation:
+        return self.linear.activation(graph, graph.quantized(input_name(self.name), x))
+
+    def apply(self, graph: GraphBuilder, x: Activation) -> ir.Value:
+        return graph.quantized(f"{self.name}.output", self.linear.apply(graph, x))

@@ -13,9 +13,14 @@ def quantize_channels(
     weight: NDArray[np.float32],
 ) -> tuple[NDArray[np.int8], NDArray[np.float32]]:
     """Codes `[N, K]` int8 and one scale a row `[N]` float32: `w = code * scale`."""
-    scale = np.abs(weight).max(axis=1) * np.float32(1 / 127)
+    scale = channel_scale(weight)
     divisor = np.where(scale > 0, scale, 1)
     return np.rint(weight / divisor[:, None]).astype(np.int8), scale
+
+
+def channel_scale(weight: NDArray[np.float32]) -> NDArray[np.float32]:
+    """The steps `[N]` of rows `[N, K]`: their largest weights become 127 of them."""
+    return np.asarray(np.abs(weight).max(axis=1) * np.float32(1 / 127))
 
 
 def quantize_groups(

@@ -22,6 +22,7 @@ from transformers import AutoModelForCausalLM
 from edgellm.calibrate import HOST_TOKENS, CalibrationOptions, choose_windows
 from edgellm.kernels import hadamard
 from edgellm.llm import load
+from edgellm.quantize.calibration import Observation, error_share, reach
 from edgellm.quantize.rotation import random_rotation, spreading
 from edgellm.quantize.smooth import smoothing
 from edgellm.sources import DEFAULT_MODEL, resolve
@@ -79,22 +80,20 @@ class Simulation:
         return float(torch.cat(losses).mean().exp())
 
     @torch.no_grad()
-    def sizes(self, windows: np.ndarray, there: Transform, first: int) -> dict[str, torch.Tensor]:
-        """|x| of each layer's inputs `[tokens, K]`, tokens before `first` left out."""
-        seen: dict[str, torch.Tensor] = {}
+    def observe(self, windows: np.ndarray, there: Transform, first: int) -> dict[str, Observation]:
+        """Inputs of each layer, tokens before `first` left out."""
+        seen: dict[str, Observation] = {}
 
         def change(name: str, x: torch.Tensor) -> torch.Tensor:
-            seen[name] = there(name, x)[:, first:].abs().flatten(0, 1)
+            rows = there(name, x)[:, first:].flatten(0, 1).contiguous().numpy()
+            seen.setdefault(name, Observation.of(rows.shape[-1])).add(rows)
             return x
 
-        parts: dict[str, list[torch.Tensor]] = {name: [] for name in self.weights}
+        self.change = change
         for rows in np.split(windows, 8):
-            self.change = change
             self.model(torch.tensor(rows))
-            for name, found in seen.items():
-                parts[name].append(found)
         self.change = None
-        return {name: torch.cat(found) for name, found in parts.items()}
+        return seen
 
 
 def plain(_: str, x: torch.Tensor) -> torch.Tensor:
@@ -125,13 +124,11 @@ def rotated(simulation: Simulation) -> tuple[Transform, Transform]:
     return there, back
 
 
-def smoothed(simulation: Simulation, sizes: dict[str, torch.Tensor]) -> tuple[Transform, Transform]:
+def smoothed(simulation: Simulation, seen: dict[str, Observation]) -> tuple[Transform, Transform]:
     """Divided by factors where a norm comes before the layer."""
     factors = {
         name: torch.tensor(
-            smoothing(
-                sizes[name].amax(0).numpy(), simulation.weights[name].detach().abs().amax(0).numpy()
-            )
+            smoothing(seen[name].largest, simulation.weights[name].detach().abs().amax(0).numpy())
         )
         for name in simulation.norms
     }
@@ -166,12 +163,16 @@ def grid(
     return change
 
 
-def lost(sizes: torch.Tensor, reach: float, *, clips: bool = True) -> float:
-    """The share of energy that an 8-bit grid loses."""
-    step = reach / 127
-    codes = torch.round(sizes / step)
-    found = (codes.clamp(max=127) if clips else codes) * step
-    return float((found - sizes).square().sum() / sizes.square().sum())
+def largest(seen: dict[str, Observation]) -> dict[str, float]:
+    return {name: float(found.largest.max()) for name, found in seen.items()}
+
+
+def reaches(seen: dict[str, Observation], percentile: float) -> dict[str, float]:
+    """Of grids that hold so many of the values."""
+    return {
+        name: reach(found, bits=8, method="percentile", percentile=percentile)
+        for name, found in seen.items()
+    }
 
 
 def main() -> None:
@@ -196,38 +197,36 @@ def main() -> None:
         print(f"| {label} | " + " | ".join(cells) + " |", flush=True)
 
     def shadow_rows(
-        label: str, sizes: dict[str, torch.Tensor], to: Transform, fro: Transform
+        label: str, seen: dict[str, Observation], to: Transform, fro: Transform
     ) -> None:
-        reach, narrow = (
-            {n: float(np.percentile(v.numpy(), percentile)) for n, v in sizes.items()}
-            for percentile in (PERCENTILE, SHADOW_PERCENTILE)
-        )
-        saved = {n: lost(v, reach[n]) - lost(v, narrow[n], clips=False) for n, v in sizes.items()}
+        wide, narrow = reaches(seen, PERCENTILE), reaches(seen, SHADOW_PERCENTILE)
+        saved = {
+            n: error_share(o, wide[n], bits=8) - error_share(o, narrow[n], bits=8, clips=False)
+            for n, o in seen.items()
+        }
         ranked = sorted(saved, key=lambda name: -saved[name])
         for pruned in PRUNED:
             kept = set(ranked[: round((1 - pruned) * len(ranked))])
-            reaches = {n: narrow[n] if n in kept else reach[n] for n in reach}
-            change = grid(reaches, to, fro, shadows=kept)
+            change = grid(
+                {n: (narrow if n in kept else wide)[n] for n in seen}, to, fro, shadows=kept
+            )
             row(f"{label}, {PERCENTILE} % and shadow, {pruned:.0%} pruned", change)
 
     row("float32", None)
-    sizes = simulation.sizes(calibration, plain, 0)
-    largest = {name: float(v.max()) for name, v in sizes.items()}
-    row("naive static: 8 bits, largest", grid(largest, plain, plain, shadows=set(), first=0))
-    sizes = simulation.sizes(calibration, plain, HOST_TOKENS)
-    largest = {name: float(v.max()) for name, v in sizes.items()}
-    row("first token on the host (all below)", grid(largest, plain, plain, shadows=set()))
-    to, fro = smoothed(simulation, sizes)
-    smooth = {name: float(to(name, v).max()) for name, v in sizes.items()}
-    row("SmoothQuant, largest", grid(smooth, to, fro, shadows=set()))
-    shadow_rows("plain", sizes, plain, plain)
-    shadow_rows("SmoothQuant", {n: to(n, v) for n, v in sizes.items()}, to, fro)
+    seen = simulation.observe(calibration, plain, 0)
+    row("naive static: 8 bits, largest", grid(largest(seen), plain, plain, shadows=set(), first=0))
+    seen = simulation.observe(calibration, plain, HOST_TOKENS)
+    row("first token on the host (all below)", grid(largest(seen), plain, plain, shadows=set()))
+    shadow_rows("plain", seen, plain, plain)
+    to, fro = smoothed(simulation, seen)
+    seen = simulation.observe(calibration, to, HOST_TOKENS)
+    row("SmoothQuant, largest", grid(largest(seen), to, fro, shadows=set()))
+    shadow_rows("SmoothQuant", seen, to, fro)
     to, fro = rotated(simulation)
-    sizes = simulation.sizes(calibration, to, HOST_TOKENS)
-    largest = {name: float(v.max()) for name, v in sizes.items()}
-    row("rotation, largest", grid(largest, to, fro, shadows=set()))
-    shadow_rows("rotation", sizes, to, fro)
-    wide = {name: 1.25 * reach for name, reach in largest.items()}
+    seen = simulation.observe(calibration, to, HOST_TOKENS)
+    row("rotation, largest", grid(largest(seen), to, fro, shadows=set()))
+    shadow_rows("rotation", seen, to, fro)
+    wide = {name: 1.25 * found for name, found in largest(seen).items()}
     row("rotation, 16 bits, largest", grid(wide, to, fro, shadows=set(), bits=16))
 
 

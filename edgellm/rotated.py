@@ -1,0 +1,261 @@
+"""Segments around a rotated residual stream, for weights and activations in integers.
+
+R comes after what writes the residual and before what reads it, and runs of inputs of o_proj and
+down_proj are multiplied by Hadamard matrices, so that no channel is an outlier (QuaRot,
+arXiv:2404.00456). Norm weights move into the next layer, so that a norm commutes with R.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from edgellm.graphs.builder import WeightFile
+from edgellm.graphs.checkpoint import Checkpoint, qkv_bias
+from edgellm.graphs.linear import (
+    BiasedLinear,
+    BlockRotatedLinear,
+    ConcatLinear,
+    FloatLinear,
+    Int8Linear,
+    Int8PairLinear,
+    Linear,
+)
+from edgellm.graphs.segment import Array, Mlp, Segment
+from edgellm.graphs.static_linear import ObservedLinear, StaticLinear, input_name
+from edgellm.import_report import ImportReport
+from edgellm.kernels import hadamard
+from edgellm.quantize.error import relative_error
+from edgellm.quantize.gptq import quantize_channels_for
+from edgellm.quantize.int8 import quantize_channels
+from edgellm.quantize.rotation import (
+    random_rotation,
+    rotate_input,
+    rotate_input_blocks,
+    rotate_output,
+    spreading,
+)
+from edgellm.reference import ROTATION
+
+Floats = NDArray[np.float32]
+# Any seed gives a valid rotation; a fixed one makes two exports of a model the same.
+_ROTATION_SEED = 0
+# Runs of 64 mix nearly as well as longer ones (KL divergence 0.0049 against 0.0046 with runs of 512
+# before down_proj, simulated for SmolLM2-135M) and are an eighth of their float product.
+_HADAMARD_LIMIT = 64
+
+
+class Observer(Protocol):
+    """Looks at each segment before its weights are rounded."""
+
+    @property
+    def file(self) -> WeightFile:
+        """Where those weights are meanwhile."""
+
+    def observe(self, segment: Segment) -> Mapping[str, Floats]:
+        """Second moments `[K, K]` of the inputs of its layers, by `input_name`."""
+
+
+def dynamic_segments(
+    checkpoint: Checkpoint,
+    file: WeightFile,
+    report: ImportReport,
+    observer: Observer | None = None,
+) -> Iterator[Segment]:
+    """int8 weights, and activations whose scales are found at run time."""
+    layers, store = _RotatedLayers(checkpoint, static=False), _Rounded(file, report, Int8Linear)
+    for index in range(checkpoint.config.layers + 1):
+        yield layers.segment(index, layers.weights(index), store)
+
+
+class StaticSegments:
+    """int8 weights, and activations whose scales come from what an observer has seen."""
+
+    def __init__(self, *, mixes_runs: bool) -> None:
+        """`mixes_runs`: see `BlockRotatedLinear.across`. One grid for a whole input is the finer
+        the more alike its channels are: KL divergence to float32 0.0058 against 0.0070 without
+        (w8a8-qdq, SmolLM2-135M, 26,572 tokens), at the same speed. It needs shadows where a token
+        is far larger than others (see quantize/README.md)."""
+        self._mixes_runs = mixes_runs
+
+    def __call__(
+        self,
+        checkpoint: Checkpoint,
+        file: WeightFile,
+        report: ImportReport,
+        observer: Observer | None = None,
+    ) -> Iterator[Segment]:
+        """Without an observer, each weight is rounded to the nearest."""
+        layers = _RotatedLayers(checkpoint, static=True, mixes_runs=self._mixes_runs)
+        store = _Rounded(file, report, StaticLinear)
+        for index in range(checkpoint.config.layers + 1):
+            weights = layers.weights(index)
+            if observer is not None:
+                unrounded = layers.segment(index, weights, _Unrounded(observer.file))
+                store.moments = observer.observe(unrounded)
+            yield layers.segment(index, weights, store)
+
+
+class _Store:
+    """Puts what segments need into a file."""
+
+    def __init__(self, file: WeightFile) -> None:
+        self._file = file
+        self._arrays: dict[str, Array] = {}
+
+    def array(self, name: str, values: NDArray[np.float64] | Floats) -> Array:
+        """As float32; one that several layers have in common is stored once."""
+        if name not in self._arrays:
+            self._arrays[name] = self._file.add(name, values.astype(np.float32))
+        return self._arrays[name]
+
+    def linear(self, name: str, weight: Floats) -> Linear:
+        raise NotImplementedError
+
+    def value(self, name: str, weight: Floats) -> Linear:
+        """V in 16 bits: a third of all that rounding weights to 8 bits costs comes from it.
+
+        (KL divergence to float32, SmolLM2-135M: V alone 0.0010, all weights together 0.0029.)
+        """
+        raise NotImplementedError
+
+
+class _Unrounded(_Store):
+    """Weights as they are, for an observer."""
+
+    def linear(self, name: str, weight: Floats) -> Linear:
+        return ObservedLinear(name, FloatLinear.store(self._file, name, weight))
+
+    def value(self, name: str, weight: Floats) -> Linear:
+        codes, scale = quantize_channels(weight)
+        high = codes * scale[:, None]
+        return Int8PairLinear(self.linear(name, high), self.linear(f"{name}.low", weight - high))
+
+
+class _Rounded(_Store):
+    """Weights in 8 bits."""
+
+    def __init__(
+        self, file: WeightFile, report: ImportReport, kind: type[Int8Linear] | type[StaticLinear]
+    ) -> None:
+        super().__init__(file)
+        self._report = report
+        self._kind = kind
+        self.moments: Mapping[str, Floats] = {}
+
+    def linear(self, name: str, weight: Floats) -> Linear:
+        moments = self.moments.get(input_name(name))
+        if moments is None:
+            codes, scale = quantize_channels(weight)
+        else:
+            codes, scale = quantize_channels_for(weight, moments)
+        self._report.requantized[name] = relative_error(weight, codes * scale[:, None])
+        return self._kind.store(self._file, name, codes, scale)
+
+    def value(self, name: str, weight: Floats) -> Linear:
+        codes, scale = quantize_channels(weight)
+        high = self._kind.store(self._file, name, codes, scale)
+        rest = weight - codes * scale[:, None]
+        codes, scale = quantize_channels(rest)
+        low = self._kind.store(self._file, f"{name}.low", codes, scale)
+        error = np.linalg.norm(rest - codes * scale[:, None]) / np.linalg.norm(weight)
+        self._report.requantized[name] = float(error)
+        return Int8PairLinear(high, low)
+
+
+class _RotatedLayers:
+    """Makes the weights of segments, and segments of weights."""
+
+    def __init__(self, checkpoint: Checkpoint, *, static: bool, mixes_runs: bool = False) -> None:
+        self._checkpoint = checkpoint
+        self._static = static
+        self._mixes_runs = mixes_runs
+        self._config = checkpoint.config
+        self._rotation = random_rotation(self._config.hidden_size, seed=_ROTATION_SEED)
+
+    def weights(self, index: int) -> dict[str, Floats]:
+        """What a segment multiplies by, each `[N, K]`, by its name."""
+        config, weights = self._config, {}
+        if index:
+            before = f"layers.{index - 1}"
+            weights[f"{before}.o"] = self._writes(f"{before}.o", config.attention_size)
+            for name in (f"{before}.gate", f"{before}.up"):
+                weights[name] = self._reads(f"{before}.mlp_norm", name)
+            weights[f"{before}.down"] = self._writes(f"{before}.down", config.intermediate_size)
+        if index < config.layers:
+            here = f"layers.{index}"
+            norm = f"{here}.attention_norm"
+            weights[f"{here}.qk"] = self._reads(norm, f"{here}.q", f"{here}.k")
+            weights[f"{here}.v"] = self._reads(norm, f"{here}.v")
+        return weights
+
+    def segment(self, index: int, weights: Mapping[str, Floats], store: _Store) -> Segment:
+        """A segment of its `weights`."""
+        ones = store.array("ones", np.ones(self._config.hidden_size))
+        return Segment(
+            index,
+            norm=ones,
+            output=self._output(index - 1, weights, store) if index else None,
+            mlp=self._mlp(index - 1, weights, store, ones) if index else None,
+            qkv=None if index == self._config.layers else self._qkv(index, weights, store),
+            enter=None if index else store.array(ROTATION, self._rotation),
+            leave=store.array("leave", self._leave()) if index == self._config.layers else None,
+        )
+
+    def _output(self, layer: int, weights: Mapping[str, Floats], store: _Store) -> Linear:
+        name = f"layers.{layer}.o"
+        return self._block_rotated(store.linear(name, weights[name]), store, weights[name].shape[1])
+
+    def _mlp(self, layer: int, weights: Mapping[str, Floats], store: _Store, ones: Array) -> Mlp:
+        gate, up, down = (
+            store.linear(name, weights[name])
+            for name in (f"layers.{layer}.gate", f"layers.{layer}.up", f"layers.{layer}.down")
+        )
+        width = self._config.intermediate_size
+        return Mlp(norm=ones, gate=gate, up=up, down=self._block_rotated(down, store, width))
+
+    def _qkv(self, layer: int, weights: Mapping[str, Floats], store: _Store) -> Linear:
+        query_key, value = f"layers.{layer}.qk", f"layers.{layer}.v"
+        joined = ConcatLinear(
+            (
+                store.linear(query_key, weights[query_key]),
+                store.value(value, weights[value]),
+            )
+        )
+        bias = qkv_bias(self._checkpoint, layer)
+        if bias is None:
+            return joined
+        return BiasedLinear(joined, store.array(f"layers.{layer}.qkv_bias", bias))
+
+    def _leave(self) -> NDArray[np.float64]:
+        return self._rotation.T * self._floats("final_norm")
+
+    def _reads(self, norm: str, *parts: str) -> Floats:
+        """Weights that read the residual, the norm before them taken in."""
+        weight = np.concatenate([self._floats(part) for part in parts])
+        return rotate_input(weight * self._floats(norm), self._rotation)
+
+    def _writes(self, name: str, width: int) -> Floats:
+        """A weight that writes the residual and whose own input goes through Hadamard blocks."""
+        block, across = self._blocks(width)
+        weight = rotate_input_blocks(self._floats(name), block, across)
+        return rotate_output(weight, self._rotation)
+
+    def _block_rotated(self, layer: Linear, store: _Store, width: int) -> Linear:
+        block, across = self._blocks(width)
+        size = len(block)
+        # an input of its own for Qualcomm's compiler, see BlockRotatedLinear; 64: exactly 1/8
+        factor = size**-0.5 if self._static else None
+        stored = store.array(f"hadamard.{size}", block if factor is None else block / factor)
+        runs = None if across is None else store.array(f"across.{len(across)}", across)
+        return BlockRotatedLinear(layer, stored, width, factor, runs)
+
+    def _blocks(self, width: int) -> tuple[NDArray[np.float64], NDArray[np.float64] | None]:
+        size = hadamard.power_of_two_factor(width, limit=_HADAMARD_LIMIT)
+        return hadamard.matrix(size), spreading(width // size) if self._mixes_runs else None
+
+    def _floats(self, name: str) -> Floats:
+        return self._checkpoint.tensor(name).float32()
