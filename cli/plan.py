@@ -16,8 +16,8 @@ from edgellm.llm import load
 from edgellm.plan import Prediction, measure, predict, profile
 from edgellm.planner import Piece
 from edgellm.prefill import ChunkedPrefill
-from edgellm.providers import NATIVE
-from edgellm.roofline import measure_machine, work_of
+from edgellm.providers import CUDA, NATIVE, TRITON
+from edgellm.roofline import Machine, measure_cpu, measure_gpu, work_of
 from edgellm.schedule import POLICIES
 from edgellm.sources import DEFAULT_MODEL
 from edgellm.trace import bubble_rate
@@ -76,19 +76,26 @@ def _show_native(engine: Engine, count: int, seconds: float) -> None:
 
 
 def _show_limits(engine: Engine, count: int) -> None:
-    machine = measure_machine(engine.threads)
-    flavour = engine.decoder.flavour
-    work = work_of(engine.bundle, count, flavour=flavour, kv_format=engine.options.kv_format)
-    native = engine.prefill.flavour == PANELS and machine.int4_flops is not None
-    flops = machine.int4_flops if native else machine.float_flops
-    assert flops is not None
-    kind = "int4 kernel" if native else "float32"
+    def machine(provider: str, flavour: str) -> Machine:
+        if provider in (TRITON, CUDA):
+            return measure_gpu()
+        return measure_cpu(engine.threads, int4=flavour == PANELS)
+
+    prefill, decoder = engine.prefill, engine.decoder
+    work = work_of(
+        engine.bundle, count, flavour=decoder.flavour, kv_format=engine.options.kv_format
+    )
+    found = machine(prefill.placement.provider, prefill.flavour)
     click.echo(
-        f"limits: {flops / 1e9:.0f} GFLOP/s ({kind}), {machine.read_bytes / 1e9:.1f} GB/s; "
-        f"{work.prefill_flops / 1e9:.3f} GFLOP a prompt token: "
-        f"{flops / work.prefill_flops:.0f} t/s; "
-        f"{work.decode_bytes / 1e6:.1f} MB a decode step: "
-        f"{machine.read_bytes / work.decode_bytes:.0f} t/s"
+        f"limits: prefill {found.flops / 1e9:.0f} GFLOP/s ({found.kind}), "
+        f"{work.prefill_flops / 1e9:.3f} GFLOP a token: "
+        f"{found.flops / work.prefill_flops:.0f} t/s"
+    )
+    found = machine(decoder.name, decoder.flavour)
+    click.echo(
+        f"        decode {found.read_bytes / 1e9:.1f} GB/s, "
+        f"{work.decode_bytes / 1e6:.1f} MB a token: "
+        f"{found.read_bytes / work.decode_bytes:.0f} t/s"
     )
 
 

@@ -14,16 +14,17 @@ from numpy.typing import NDArray
 
 from edgellm.engine import Engine
 from edgellm.errors import CancelledError
-from edgellm.kernels.sampling import log_sum_exp, top_k
+from edgellm.kernels.sampling import Logits, log_sum_exp
 from edgellm.memory import peak_memory_bytes
 from edgellm.prefill import Hooks, Progress
 from edgellm.results import FinishReason, Piece, Stats
-from edgellm.sampling import Sampler, SamplingOptions
+from edgellm.sampling import Sampler, SamplingOptions, best_will_do
 from edgellm.speculation import Speculation
 from edgellm.stop_text import StopText
 from edgellm.tokenizer import TextStream
 from edgellm.trace import TaskRecord
 
+Floats = NDArray[np.float32]
 # Sets the scores of tokens that must not come next to -inf; called with the tokens sampled so far.
 LogitFilter = Callable[[NDArray[np.float32], SequenceOf[int]], None]
 
@@ -50,6 +51,9 @@ class Decoding(Protocol):
 
     def steps(self, tokens: SequenceOf[int]) -> NDArray[np.float32]:
         """Compute tokens that come next; gives the logits after each, `[n, V]`."""
+
+    def best(self, token: int) -> Logits | None:
+        """Compute a token that comes next; see `DecodeBackend.best`."""
 
     def forget(self, count: int) -> None:
         """Take the last `count` computed tokens out of the KV cache."""
@@ -82,6 +86,7 @@ class Answer:
         self._speculation = Speculation(
             session.steps, session.forget, session.tokens if drafts else None
         )
+        self._few = best_will_do(options, ends=len(self._ends))
         self._places: dict[str, int] = {}
         self._tasks: list[TaskRecord] = []
 
@@ -102,7 +107,7 @@ class Answer:
                 on_place=self._count,
                 on_tasks=self._tasks.extend,
             )
-            logits = self._session.prefill(hooks)
+            found: Floats | Logits = self._session.prefill(hooks)
         except CancelledError:
             yield Piece("", finish_reason=cancel.reason)
             return
@@ -114,16 +119,21 @@ class Answer:
             if reason is not None:
                 yield Piece(self._held_back(), finish_reason=reason)
                 return
-            piece = self._sample(logits, logit_filter)
+            piece = self._sample(self._logits(found, logit_filter))
             yield piece
             if piece.finish_reason is not None:
                 return
             if self._limit(None) is None:
                 began = time.perf_counter()
                 self._make_room()
-                logits = self._speculation.after(self._sampled[-1], room=self._room())
+                found = self._after(self._sampled[-1], best=self._few and logit_filter is None)
                 self._decode_s += time.perf_counter() - began
                 self._steps += 1
+
+    def _after(self, token: int, *, best: bool) -> Floats | Logits:
+        """The logits after a token that was sampled; `best`: the best of them will do."""
+        found = self._session.best(token) if best else None
+        return self._speculation.after(token, room=self._room()) if found is None else found
 
     def _make_room(self) -> None:
         """Go on in a full context, if that was asked for."""
@@ -148,18 +158,22 @@ class Answer:
         full = full and self._options.context_policy == "error"
         return "length" if full or len(self._sampled) == limit else None
 
-    def _sample(self, logits: NDArray[np.float32], logit_filter: LogitFilter | None) -> Piece:
+    def _logits(self, found: Floats | Logits, logit_filter: LogitFilter | None) -> Logits:
+        if isinstance(found, Logits):
+            return found
         if logit_filter is not None:
-            logits = logits.copy()
-            logit_filter(logits, self._sampled)
-        token = self._sampler.sample(logits, self._session.tokens)
+            found = found.copy()
+            logit_filter(found, self._sampled)
+        return Logits(found, log_sum_exp(found))
+
+    def _sample(self, logits: Logits) -> Piece:
+        token = self._sampler.sample(logits.scores, self._session.tokens, ids=logits.ids)
         if not self._sampled:
             self._ttft_s = time.perf_counter() - self._start
         self._sampled.append(token)
         self._session.extend(token)
-        total = log_sum_exp(logits)
-        logprob = float(logits[token]) - total
-        top = _top(logits, total, self._options.logprobs)
+        logprob = logits.log_probability(token)
+        top = logits.best(self._options.logprobs) or None
         if token in self._ends:
             return Piece(self._held_back(), token, logprob, top, "stop")
         text = self._stop.add(self._text.add(token))
@@ -209,9 +223,3 @@ class _Limit(threading.Event):
 
 def _rate(count: int, seconds: float) -> float:
     return count / seconds if seconds > 0 else 0.0
-
-
-def _top(logits: NDArray[np.float32], total: float, count: int) -> dict[int, float] | None:
-    if not count:
-        return None
-    return {int(i): float(logits[i]) - total for i in top_k(logits, count)}

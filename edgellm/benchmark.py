@@ -7,16 +7,19 @@ import json
 import statistics
 import subprocess
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from collections.abc import Sequence as SequenceOf
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, urlparse
 
+from edgellm.decode import DecodeBackend
 from edgellm.engine import Engine
 from edgellm.errors import OptionError
 from edgellm.memory import peak_memory_bytes
 from edgellm.providers import cpu_name
+from edgellm.sequence import Sequence
 
 Progress = Callable[[str, int, int], None]
 
@@ -43,9 +46,9 @@ class BenchResult:
 def bench(
     engine: Engine,
     *,
-    prompts: Sequence[int] = (512,),
-    generations: Sequence[int] = (128,),
-    depths: Sequence[int] = (0,),
+    prompts: SequenceOf[int] = (512,),
+    generations: SequenceOf[int] = (128,),
+    depths: SequenceOf[int] = (0,),
     repetitions: int = 5,
     progress: Progress | None = None,
 ) -> list[BenchResult]:
@@ -112,11 +115,11 @@ def environment(engine: Engine) -> dict[str, Any]:
     }
 
 
-def to_json(results: Sequence[BenchResult], engine: Engine) -> str:
+def to_json(results: SequenceOf[BenchResult], engine: Engine) -> str:
     return json.dumps([{**environment(engine), **asdict(result)} for result in results], indent=1)
 
 
-def to_markdown(results: Sequence[BenchResult], engine: Engine) -> str:
+def to_markdown(results: SequenceOf[BenchResult], engine: Engine) -> str:
     found = environment(engine)
     head = "| model | params | backend | kv | threads | test | t/s |"
     lines = [head, "|---|---|---|---|---|---|---|"]
@@ -152,10 +155,18 @@ def _run(engine: Engine, prompt: int, generation: int, depth: int) -> float:
             engine.prefill.run(tokens[depth:], sequence)
         token = tokens[-1]
         for _ in range(generation):
-            token = int(engine.decoder.step(token, sequence).argmax())
+            token = _greedy(engine.decoder, token, sequence)
         seconds = time.perf_counter() - start
         sequence.truncate(0)
     return seconds
+
+
+def _greedy(decoder: DecodeBackend, token: int, sequence: Sequence) -> int:
+    """The most likely next one."""
+    found = decoder.best(token, sequence)
+    if found is None:
+        return int(decoder.step(token, sequence).argmax())
+    return next(iter(found.best(1)))
 
 
 def _commit() -> str | None:

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from edgellm.bundle import PANELS
 from edgellm.forward import Model
+from edgellm.kernels.sampling import Logits
 from edgellm.providers import NATIVE
 from edgellm.sequence import Sequence
 from edgellm.step_model import StepModel
@@ -48,6 +49,10 @@ class DecodeBackend(Protocol):
     def step(self, token: int, sequence: Sequence) -> Floats:
         """Append `token` to the sequence and give the logits after it, `[V]`."""
 
+    def best(self, token: int, sequence: Sequence) -> Logits | None:
+        """`step` where the best logits are found sooner than all of them are there; elsewhere None,
+        and nothing is appended."""
+
     def steps(self, tokens: SequenceOf[int], sequence: Sequence) -> Floats:
         """Append tokens to the sequence and give the logits after each, `[n, V]`."""
 
@@ -80,6 +85,9 @@ class SegmentDecoder:
         logits: Floats = self._model.head.logits(hidden)[0]
         return logits
 
+    def best(self, token: int, sequence: Sequence) -> Logits | None:
+        return None
+
     def steps(self, tokens: SequenceOf[int], sequence: Sequence) -> Floats:
         return np.stack([self.step(token, sequence) for token in tokens])
 
@@ -107,6 +115,9 @@ class StepDecoder:
     def step(self, token: int, sequence: Sequence) -> Floats:
         row: Floats = self.steps([token], sequence)[0]
         return row
+
+    def best(self, token: int, sequence: Sequence) -> Logits | None:
+        return self._model.best(token, sequence)
 
     def steps(self, tokens: SequenceOf[int], sequence: Sequence) -> Floats:
         _, logits = self._model.forward(tokens, sequence, logit_rows=len(tokens))

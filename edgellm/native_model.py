@@ -13,6 +13,7 @@ from edgellm.errors import CancelledError
 from edgellm.kernels.linear import int8_rows
 from edgellm.kernels.linear.native import linear
 from edgellm.kernels.rope import RopeTable
+from edgellm.kernels.sampling import Logits
 from edgellm.kernels.step import FusedStep, Weights
 from edgellm.sequence import Sequence
 
@@ -72,6 +73,10 @@ class NativeModel:
                 raise CancelledError("cancelled between two layers")
             sequence.commit(tokens)
         return found
+
+    def best(self, token: int, sequence: Sequence) -> Logits | None:
+        """None: all logits are in memory at once."""
+        return None
 
     def logits(self, hidden: Floats) -> Floats:
         """See `StepModel.logits`."""

@@ -5,6 +5,7 @@ Williams et al., "Roofline", CACM 2009.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
@@ -14,6 +15,7 @@ from threadpoolctl import threadpool_limits
 from edgellm.bundle import PANELS, Bundle
 from edgellm.graphs.config import ModelConfig
 from edgellm.graphs.contract import WEIGHTS_FILE
+from edgellm.kernels.gpu.device import device_name, require
 from edgellm.kernels.int4 import GROUP, Int4Weight
 from edgellm.kernels.kv_blocks import BLOCK, KVFormat, block_bytes
 from edgellm.kernels.linear import int4_panels
@@ -29,16 +31,16 @@ _INT4_SHAPE = (256, 2048, 2048)  # rows, outputs, inputs
 
 @dataclass(frozen=True)
 class Machine:
-    """What a machine can do at best, measured.
+    """What a processor can do at best, measured.
 
     Attributes:
-        float_flops: float32 operations a second in a large product (numpy's BLAS).
-        int4_flops: operations a second of the native int4 kernel; None where it is not built.
-        read_bytes: bytes a second from memory.
+        flops: operations a second in a large product.
+        kind: of which numbers, and where.
+        read_bytes: bytes a second from its memory.
     """
 
-    float_flops: float
-    int4_flops: float | None
+    flops: float
+    kind: str
     read_bytes: float
 
 
@@ -55,9 +57,44 @@ class Work:
     decode_bytes: int
 
 
-def measure_machine(threads: int) -> Machine:
-    """Takes about a second."""
-    return Machine(_float_flops(threads), _int4_flops(threads), _read_bytes(threads))
+def measure_cpu(threads: int, *, int4: bool) -> Machine:
+    """With the native int4 kernel, where there is one, or with float32 in numpy's BLAS.
+
+    Takes about a second.
+    """
+    flops = _int4_flops(threads) if int4 else None
+    if flops is None:
+        return Machine(_float_flops(threads), "float32, CPU", _read_bytes(threads))
+    return Machine(flops, "int4 kernel, CPU", _read_bytes(threads))
+
+
+def measure_gpu() -> Machine:
+    """With halves, which is what Triton kernels multiply, in torch's own product and copy.
+
+    Raises:
+        ProviderError: there is none.
+    """
+    device = require()
+    import torch  # seconds
+
+    def seconds(run: Callable[[], object]) -> float:
+        def finished() -> None:
+            run()
+            if device != "cpu":
+                torch.cuda.synchronize()
+
+        finished()
+        return best_seconds(finished, times=_REPEATS)
+
+    size = 64 if device == "cpu" else 8 * _FLOAT_SIZE
+    a = torch.ones((size, size), dtype=torch.float16, device=device)
+    source = torch.ones(_READ_BYTES, dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    return Machine(
+        2 * size**3 / seconds(lambda: a @ a),
+        f"float16, {device_name()}",
+        2 * _READ_BYTES / seconds(lambda: target.copy_(source)),
+    )
 
 
 def work_of(bundle: Bundle, tokens: int, *, flavour: str, kv_format: KVFormat) -> Work:

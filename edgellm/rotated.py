@@ -7,6 +7,7 @@ arXiv:2404.00456). Norm weights move into the next layer, so that a norm commute
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from typing import Protocol
 
@@ -77,8 +78,8 @@ class StaticSegments:
     def __init__(self, *, mixes_runs: bool) -> None:
         """`mixes_runs`: see `BlockRotatedLinear.across`. One grid for a whole input is the finer
         the more alike its channels are: KL divergence to float32 0.0058 against 0.0070 without
-        (w8a8-qdq, SmolLM2-135M, 26,572 tokens), at the same speed. It needs shadows where a token
-        is far larger than others (see quantize/README.md)."""
+        (w8a8-qdq, SmolLM2-135M, 26,572 tokens, weights to the nearest), at the same speed. It needs
+        shadows where a token is far larger than others (see quantize/README.md)."""
         self._mixes_runs = mixes_runs
 
     def __call__(
@@ -99,7 +100,7 @@ class StaticSegments:
             yield layers.segment(index, weights, store)
 
 
-class _Store:
+class _Store(ABC):
     """Puts what segments need into a file."""
 
     def __init__(self, file: WeightFile) -> None:
@@ -112,15 +113,17 @@ class _Store:
             self._arrays[name] = self._file.add(name, values.astype(np.float32))
         return self._arrays[name]
 
+    @abstractmethod
     def linear(self, name: str, weight: Floats) -> Linear:
-        raise NotImplementedError
+        """A layer by itself."""
 
+    @abstractmethod
     def value(self, name: str, weight: Floats) -> Linear:
         """V in 16 bits: a third of all that rounding weights to 8 bits costs comes from it.
 
-        (KL divergence to float32, SmolLM2-135M: V alone 0.0010, all weights together 0.0029.)
+        (KL divergence to float32, SmolLM2-135M, each weight to the nearest: V alone 0.0010, all
+        together 0.0029.)
         """
-        raise NotImplementedError
 
 
 class _Unrounded(_Store):

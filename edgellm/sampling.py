@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgellm.errors import NumericError, OptionError
-from edgellm.kernels.sampling import top_k
+from edgellm.kernels.sampling import MOST_CANDIDATES, top_k
 
 Floats = NDArray[np.float32]
 
@@ -113,12 +113,15 @@ class Sampler:
         self._banned = list(banned)
         self._random = np.random.default_rng(options.seed)
 
-    def sample(self, logits: Floats, tokens: Sequence[int]) -> int:
+    def sample(
+        self, logits: Floats, tokens: Sequence[int], *, ids: NDArray[np.intp] | None = None
+    ) -> int:
         """The next token.
 
         Args:
             logits: `[V]` float32; left as it is.
             tokens: everything so far, for the penalties.
+            ids: the tokens that `logits` are of, ascending, if not of all; see `best_will_do`.
 
         Raises:
             NumericError: the logits are not finite.
@@ -136,17 +139,49 @@ class Sampler:
                     f"logit_bias: token {token} is not in the vocabulary of {scores.shape[0]}"
                 )
             scores[token] += bias
-        scores[self._banned] = -np.inf
-        apply_penalties(scores, _recent(tokens, options.repeat_last_n), options)
+        scores[_places(self._banned, ids)] = -np.inf
+        recent = _recent(tokens, options.repeat_last_n) if penalizes(options) else ()
+        apply_penalties(scores, _places(recent, ids), options)
+        place = self._draw(scores)
+        return place if ids is None else int(ids[place])
+
+    def _draw(self, scores: Floats) -> int:
+        """The place of the one that is taken."""
+        options = self._options
         if options.temperature == 0:
             return int(scores.argmax())
-        ids = top_k(scores, options.top_k)
-        probabilities = softmax(scores[ids])
+        places = top_k(scores, options.top_k)
+        probabilities = softmax(scores[places])
         kept = keep_top_p(probabilities, options.top_p)
         kept = kept & keep_min_p(probabilities, options.min_p)
-        ids = ids[kept]
-        probabilities = softmax(scores[ids] / np.float32(options.temperature))
-        return int(self._random.choice(ids, p=probabilities))
+        places = places[kept]
+        probabilities = softmax(scores[places] / np.float32(options.temperature))
+        return int(self._random.choice(places, p=probabilities))
+
+
+def best_will_do(options: SamplingOptions, *, ends: int) -> bool:
+    """Whether the `MOST_CANDIDATES` best logits lead to the same token as all of them.
+
+    They do if nothing but lowering some of them is done, and as many as are needed are left.
+
+    Args:
+        ends: tokens that may be banned.
+    """
+    raising = min(options.repeat_penalty - 1, options.presence_penalty, options.frequency_penalty)
+    needed = 1 if options.temperature == 0 else options.top_k
+    if options.logit_bias or raising < 0 or needed == 0:
+        return False
+    if penalizes(options):
+        if options.repeat_last_n < 0:
+            return False
+        needed += options.repeat_last_n
+    return max(needed + ends, options.logprobs) <= MOST_CANDIDATES
+
+
+def penalizes(options: SamplingOptions) -> bool:
+    """Whether recent tokens have other scores."""
+    none = (1, 0, 0)
+    return none != (options.repeat_penalty, options.presence_penalty, options.frequency_penalty)
 
 
 def apply_penalties(scores: Floats, recent: Sequence[int], options: SamplingOptions) -> None:
@@ -195,6 +230,16 @@ def _recent(tokens: Sequence[int], count: int) -> Sequence[int]:
     if count == 0:
         return ()
     return tokens if count < 0 else tokens[-count:]
+
+
+def _places(tokens: Sequence[int], ids: NDArray[np.intp] | None) -> Sequence[int]:
+    """Where tokens are among the ascending `ids`, those that are; None stands for all tokens."""
+    if ids is None or not tokens:
+        return tokens
+    wanted = np.asarray(tokens)
+    places = np.searchsorted(ids, wanted).clip(max=len(ids) - 1)
+    found: list[int] = places[ids[places] == wanted].tolist()
+    return found
 
 
 def _within(name: str, value: float, low: float, high: float) -> None:

@@ -83,15 +83,17 @@ def check_prompts(
 ) -> Iterator[Check]:
     """Prompts of 1, C-1, C, C+1 and 2C tokens for each chunk size C, and the LM head.
 
+    No longer ones than the context holds, or than the reference is.
+
     `host` computes the first tokens where the flavour leaves them to it.
     """
     reference, entry = _reference(bundle), bundle.flavour(model.segments.flavour)
     start = entry.host_tokens
-    longest = len(reference.tokens) - start
+    longest = min(len(reference.tokens), cache.ctx_size) - start
     limit = _limit(entry.errors[PROMPT], _PROMPT_SLACK)
     for chunk in model.segments.chunk_sizes:
         edges = {1, max(1, chunk - 1), chunk, chunk + 1, 2 * chunk}
-        for count in sorted({min(count, longest) for count in edges}):
+        for count in sorted({min(count, longest) for count in edges} - {0}):
             tokens = reference.tokens[: start + count]
             found = _hidden(model, cache, host, tokens, chunk)
             error = worst_row_error(reference.hidden[start : len(tokens)], found)

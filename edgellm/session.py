@@ -16,6 +16,7 @@ from edgellm.answer import Answer, LogitFilter
 from edgellm.disk_cache import pack, unpack
 from edgellm.engine import Engine
 from edgellm.errors import CacheFullError, ContextOverflowError, OptionError, SessionFileError
+from edgellm.kernels.sampling import Logits
 from edgellm.prefill import Hooks, Progress
 from edgellm.results import Completion, Piece, Stats, completion
 from edgellm.sampling import SamplingOptions
@@ -243,6 +244,10 @@ class Session:
     def steps(self, tokens: SequenceOf[int]) -> NDArray[np.float32]:
         with self._engine.lock:
             return self._engine.decoder.steps(tokens, self._sequence)
+
+    def best(self, token: int) -> Logits | None:
+        with self._engine.lock:
+            return self._engine.decoder.best(token, self._sequence)
 
     def forget(self, count: int) -> None:
         with self._engine.lock:

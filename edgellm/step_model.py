@@ -9,6 +9,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from edgellm.kernels.sampling import Logits
 from edgellm.sequence import Sequence
 
 Floats = NDArray[np.float32]
@@ -35,6 +36,9 @@ class StepModel(Protocol):
             ContextOverflowError, CacheFullError: see `Sequence.reserve`.
             CancelledError: `cancel` was set; the sequence is as it was.
         """
+
+    def best(self, token: int, sequence: Sequence) -> Logits | None:
+        """See `DecodeBackend.best`."""
 
     def logits(self, hidden: Floats) -> Floats:
         """The LM head on hidden states `[rows, E]`: `[rows, V]`."""

@@ -12,6 +12,7 @@ from edgellm.errors import CancelledError, MemoryEstimateError
 from edgellm.kernels.gpu.device import free_bytes
 from edgellm.kernels.linear import int8_rows
 from edgellm.kernels.rope import RopeTable
+from edgellm.kernels.sampling import Logits
 from edgellm.kernels.step import Weights
 from edgellm.kernels.step.gpu import MAX_ROWS, DeviceStep
 from edgellm.kv_cache import KVCache
@@ -61,6 +62,15 @@ class TritonModel:
                 logits.append(found[1])
             sequence.commit(tokens)
         return np.concatenate(states), np.concatenate(logits)
+
+    def best(self, token: int, sequence: Sequence) -> Logits | None:
+        """See `StepModel.best`."""
+        start = len(sequence)
+        with sequence.reserved(1):
+            sequence.use_device()
+            found = self._step.best(sequence.table, token, start)
+            sequence.commit([token])
+        return found
 
     def embed(self, tokens: SequenceOf[int]) -> Floats:
         """See `ModelHead.embed`."""

@@ -228,3 +228,13 @@ def make_tiny_model(folder: Path, **changes: Any) -> Path:
         )
     )
     return folder
+
+
+@pytest.fixture(scope="session")
+def triton_device() -> str:
+    """Where Triton kernels run: on a GPU, or interpreted on this CPU."""
+    pytest.importorskip("torch")
+    pytest.importorskip("triton")
+    from edgellm.kernels.gpu import device
+
+    return device.require()

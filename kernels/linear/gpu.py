@@ -64,11 +64,11 @@ def embed_kernel(
 
 
 @dataclass(frozen=True)
-class Best:
-    """The largest output of each program of a vector product, and where it is."""
+class Peaks:
+    """Of each panel's outputs y: the largest, and the sum of exp(y - largest); `[panels]` both."""
 
-    values: torch.Tensor
-    indices: torch.Tensor
+    largest: torch.Tensor
+    share: torch.Tensor
 
 
 @dataclass(frozen=True)
@@ -94,7 +94,7 @@ def linear(
     epsilon: float = 0.0,
     up: DevicePanels | None = None,
     add: bool = False,
-    best: Best | None = None,
+    peaks: Peaks | None = None,
 ) -> None:
     """y = f(x) W^T for rows `x` `[M, K]` float32 and `y` `[M, N]` float32.
 
@@ -103,7 +103,7 @@ def linear(
         norm: weights `[K]` of an RMSNorm of each row before the product.
         up: a second weight: y = SiLU(f(x) W^T) * (f(x) up^T).
         add: to what is in `y`.
-        best: filled for one row.
+        peaks: filled for one row.
     """
     second = weight if up is None else up
     panels = -(-weight.outputs // PANEL)
@@ -118,15 +118,15 @@ def linear(
             second.words,
             second.halves,
             y,
-            y if best is None else best.values,
-            y if best is None else best.indices,
+            y if peaks is None else peaks.largest,
+            y if peaks is None else peaks.share,
             weight.inputs,
             weight.outputs,
             epsilon,
             NORM=norm is not None,
             GATED=up is not None,
             ADD=add,
-            BEST=best is not None,
+            PEAKS=peaks is not None,
             BITS=weight.bits,
             AFFINE=weight.affine,
             UP_AFFINE=second.affine,

@@ -85,15 +85,15 @@ def gemv_kernel(
     up_words_ptr: tl.tensor,
     up_halves_ptr: tl.tensor,
     y_ptr: tl.tensor,
-    best_ptr: tl.tensor,
-    best_index_ptr: tl.tensor,
+    peak_ptr: tl.tensor,
+    share_ptr: tl.tensor,
     inputs: tl.tensor,
     outputs: tl.tensor,
     epsilon: tl.tensor,
     NORM: tl.constexpr,
     GATED: tl.constexpr,
     ADD: tl.constexpr,
-    BEST: tl.constexpr,
+    PEAKS: tl.constexpr,
     BITS: tl.constexpr,
     AFFINE: tl.constexpr,
     UP_AFFINE: tl.constexpr,
@@ -141,8 +141,9 @@ def gemv_kernel(
     if ADD:
         y += tl.load(y_ptr + output, mask=output < outputs, other=0.0)
     tl.store(y_ptr + output, y, mask=output < outputs)
-    if BEST:
-        flat = tl.reshape(tl.where(output < outputs, y, float("-inf")), [PANELS * 16])
-        best, index = tl.max(flat, axis=0, return_indices=True)
-        tl.store(best_ptr + tl.program_id(0), best)
-        tl.store(best_index_ptr + tl.program_id(0), tl.program_id(0) * PANELS * 16 + index)
+    if PEAKS:
+        y = tl.where(output < outputs, y, float("-inf"))
+        peak = tl.max(y, axis=1)
+        tl.store(peak_ptr + panel, peak, mask=panel < panels)
+        share = tl.sum(tl.exp(y - peak[:, None]), axis=1)
+        tl.store(share_ptr + panel, share, mask=panel < panels)

@@ -2,16 +2,47 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import numpy as np
 from numpy.typing import NDArray
 
 from edgellm.kernels.native import library
 from edgellm.kernels.sampling import native, portable
 
-__all__ = ["log_sum_exp", "top_k"]
+__all__ = ["MOST_CANDIDATES", "Logits", "log_sum_exp", "top_k"]
 
 # Of many, a full sort finds as fast as anything else.
 _FEW = 1024
+# Of the best tokens, so many at most are found on a device: the usual 40, after the penalties of 64
+# recent ones.
+MOST_CANDIDATES = 128
+
+
+@dataclass(frozen=True)
+class Logits:
+    """What a model gives the tokens that may come next.
+
+    Attributes:
+        scores: `[n]` float32.
+        log_sum_exp: of all tokens' scores; one of them minus it is a log-probability.
+        ids: `[n]`, ascending: of which tokens they are, the best ones of all; None: of all.
+    """
+
+    scores: NDArray[np.float32]
+    log_sum_exp: float
+    ids: NDArray[np.intp] | None = None
+
+    def log_probability(self, token: int) -> float:
+        """Of a token that is among them."""
+        place = token if self.ids is None else int(np.searchsorted(self.ids, token))
+        return float(self.scores[place]) - self.log_sum_exp
+
+    def best(self, count: int) -> dict[int, float]:
+        """The log-probabilities of the `count` most likely tokens, from the first one on."""
+        places = top_k(self.scores, count) if count else ()
+        tokens = places if self.ids is None else self.ids[list(places)]
+        return {int(token): self.log_probability(int(token)) for token in tokens}
 
 
 def log_sum_exp(scores: NDArray[np.float32]) -> float:

@@ -1,7 +1,8 @@
 """The fused step in Triton: embedding to logits for one token or some, seven launches a layer.
 
-One token's launches are captured in a CUDA graph: the token, its position and the block table stand
-in device memory, so one capture serves every step.
+The launches of one token, and of a whole chunk, are captured in CUDA graphs: tokens, position and
+block table stand in device memory, so one capture serves every step. The best tokens after one can
+be found there too.
 """
 
 from __future__ import annotations
@@ -14,12 +15,15 @@ import torch
 from numpy.typing import NDArray
 
 from edgellm.kernels.attention.gpu import Partials, attend
-from edgellm.kernels.gpu.device import interpreted, on_device
+from edgellm.kernels.gpu.capture import Captured
+from edgellm.kernels.gpu.device import on_device
 from edgellm.kernels.gpu.kv_blocks import DeviceBlocks
 from edgellm.kernels.kv_append.gpu import append_rotated
 from edgellm.kernels.kv_blocks import BLOCK, BlockTable
 from edgellm.kernels.linear.gpu import DevicePanels, Rows, embed, linear
 from edgellm.kernels.rope import RopeTable
+from edgellm.kernels.sampling import Logits
+from edgellm.kernels.sampling.gpu import LogitRow
 from edgellm.kernels.step.native import LayerWeights, Weights
 
 Floats = NDArray[np.float32]
@@ -81,6 +85,30 @@ class _Buffers:
         )
 
 
+class _Inputs:
+    """What changes from step to step, in one piece of device memory and so in one copy.
+
+    Attributes:
+        start: `[1]` int32.
+        tokens: `[MAX_ROWS]`.
+        table: block ids.
+    """
+
+    def __init__(self, blocks: int, device: str) -> None:
+        self._host = torch.zeros(1 + MAX_ROWS + blocks, dtype=torch.int64)
+        self._device = self._host.to(device, copy=True)
+        self.start = self._device[:1].view(torch.int32)[:1]
+        self.tokens = self._device[1 : 1 + MAX_ROWS]
+        self.table = self._device[1 + MAX_ROWS :]
+
+    def set(self, table: BlockTable, tokens: Sequence[int], start: int) -> None:
+        host = self._host.numpy()
+        host[0] = start
+        host[1 : 1 + len(tokens)] = tokens
+        host[1 + MAX_ROWS : 1 + MAX_ROWS + len(table)] = table
+        self._device.copy_(self._host)
+
+
 class DeviceStep:
     """A model in device memory, ready for `run` on the blocks of one pool."""
 
@@ -97,12 +125,12 @@ class DeviceStep:
         self._head = self._embedding if tied else DevicePanels.of(weights.head, device)
         self._cos, self._sin = (on_device(part, device) for part in rope_table)
         positions = len(rope_table.cos)
-        self._tokens = torch.zeros(MAX_ROWS, dtype=torch.int64, device=device)
-        self._start = torch.zeros(1, dtype=torch.int32, device=device)
-        self._table = torch.zeros(-(-positions // BLOCK), dtype=torch.int64, device=device)
+        self._inputs = _Inputs(-(-positions // BLOCK), device)
         self._buffers = self._allocate(MAX_ROWS)
-        self._logits = torch.empty((1, weights.head.outputs), dtype=torch.float32, device=device)
-        self._graph: torch.cuda.CUDAGraph | None = None
+        self._row = LogitRow.empty(weights.head.outputs, device)
+        self._one = Captured(self._launch_one, device)
+        self._chunk = Captured(self._launch_chunk, device)
+        self._pack = Captured(self._row.pack, device)
 
     def run(
         self,
@@ -118,26 +146,34 @@ class DeviceStep:
         Args:
             table: the sequence's block ids, those of the new positions among them.
             logit_rows: the last so many tokens go through the LM head.
-            should_stop: asked before each layer of more than one token.
+            should_stop: asked before each layer of more than one token, or before all of them for
+                `MAX_ROWS`.
 
         Returns:
             Hidden states after the final norm `[len(tokens), E]` and logits `[logit_rows, V]`; None
             if it was stopped.
         """
         count = len(tokens)
-        self._tokens[:count] = torch.tensor(tokens, dtype=torch.int64)
-        self._start.fill_(start)
-        self._table[: len(table)] = torch.tensor(table, dtype=torch.int64)
+        self._inputs.set(table, tokens, start)
         if count == 1 and logit_rows == 1:
             self._one()
-            return _host(self._buffers.states[:1]), _host(self._logits)
+            return _host(self._buffers.states[:1]), _host(self._row.logits)
         buffers = self._buffers.of(count)
-        if not self._through_layers(buffers, should_stop):
+        if count == MAX_ROWS and not (should_stop is not None and should_stop()):
+            self._chunk()
+        elif not self._through_layers(buffers, should_stop):
             return None
         logits = torch.empty((logit_rows, self._head.outputs), device=self._device)
         if logit_rows:
             linear(buffers.states[count - logit_rows :], self._head, logits, buffers.halves)
         return _host(buffers.states), _host(logits)
+
+    def best(self, table: BlockTable, token: int, start: int) -> Logits:
+        """`run` for one token; of the logits, the best come to the host and not all."""
+        self._inputs.set(table, [token], start)
+        self._one()
+        self._pack()
+        return self._row.best()
 
     def logits(self, hidden: Floats) -> Floats:
         """The LM head on states `[rows, E]`: `[rows, V]`."""
@@ -149,30 +185,19 @@ class DeviceStep:
             found.append(_host(logits))
         return np.concatenate(found)
 
-    def _one(self) -> None:
-        """One token to its logits; on a device through a graph that the first call captures."""
-        if self._graph is not None:
-            self._graph.replay()
-            return
-        self._launch_one()
-        if interpreted():
-            return
-        torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            self._launch_one()
-        self._graph = graph
-        graph.replay()
+    def _launch_chunk(self) -> None:
+        self._through_layers(self._buffers, None)
 
     def _launch_one(self) -> None:
         buffers = self._buffers.of(1)
         self._through_layers(buffers, None)
-        linear(buffers.states, self._head, self._logits, buffers.halves)
+        row = self._row
+        linear(buffers.states, self._head, row.logits, buffers.halves, peaks=row.peaks)
 
     def _through_layers(self, buffers: _Buffers, should_stop: Callable[[], bool] | None) -> bool:
         """Tokens to states; False if it was stopped on the way."""
         weights, epsilon, x = self._weights, self._weights.epsilon, buffers.x
-        embed(self._embedding, self._tokens, x)
+        embed(self._embedding, self._inputs.tokens, x)
         for index, layer in enumerate(self._layers):
             if should_stop is not None and should_stop():
                 return False
@@ -181,9 +206,9 @@ class DeviceStep:
             linear(x, layer.qkv, qkv, rows, norm=layer.attention_norm, epsilon=epsilon)
             append_rotated(
                 self._blocks,
-                self._table,
+                self._inputs.table,
                 index,
-                self._start,
+                self._inputs.start,
                 buffers.qkv,
                 self._cos,
                 self._sin,
@@ -192,10 +217,10 @@ class DeviceStep:
             )
             attend(
                 self._blocks,
-                self._table,
+                self._inputs.table,
                 index,
                 buffers.q,
-                self._start,
+                self._inputs.start,
                 buffers.attended,
                 buffers.partials,
                 window=weights.window,

@@ -174,7 +174,7 @@ def show_model(shape: Shape, depths: SequenceOf[int], device: str, bandwidth: fl
         step = DeviceStep(weights, rope_table, blocks, device)
         table = list(range(len(blocks.k)))
         for depth in depths:
-            run = _bound(step.run, table, [1], depth, logit_rows=1)
+            run = _bound(step.best, table, 1, depth)
             taken = seconds(run)
             size = weights.nbytes + blocks.host.nbytes * depth // (len(blocks.k) * BLOCK)
             print(

@@ -11,7 +11,7 @@ from edgellm.llm import LLM, load
 from edgellm.plan import Profile, predict, profile
 from edgellm.planner import Piece
 from edgellm.prefill import ChunkedPrefill
-from edgellm.roofline import measure_machine, work_of
+from edgellm.roofline import measure_cpu, measure_gpu, work_of
 from edgellm.schedule import POLICIES, Policy, Step
 
 STEPS = [
@@ -74,10 +74,17 @@ def test_work_of_the_default_model(smollm2: Bundle) -> None:
     assert deep.prefill_flops - work.prefill_flops == 2 * 30 * 576 * 1280
 
 
-def test_a_machine_has_limits() -> None:
-    found = measure_machine(1)
-    assert found.float_flops > 1e8
-    assert found.read_bytes > 1e8
+@pytest.mark.parametrize("int4", [False, True])
+def test_a_cpu_has_limits(int4: bool) -> None:
+    found = measure_cpu(1, int4=int4)
+    assert min(found.flops, found.read_bytes) > 1e8
+    assert found.kind == ("int4 kernel, CPU" if int4 and library() else "float32, CPU")
+
+
+def test_a_gpu_has_limits(triton_device: str) -> None:
+    found = measure_gpu()
+    assert min(found.flops, found.read_bytes) > 1e6
+    assert ("interpreted" in found.kind) == (triton_device == "cpu")
 
 
 def test_command(smollm2: Bundle, cli: Callable[..., subprocess.CompletedProcess[str]]) -> None:

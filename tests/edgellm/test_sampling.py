@@ -8,6 +8,7 @@ from edgellm.sampling import (
     Sampler,
     SamplingOptions,
     apply_penalties,
+    best_will_do,
     keep_min_p,
     keep_top_p,
     log_softmax,
@@ -133,3 +134,47 @@ def test_bias_outside_the_vocabulary() -> None:
 def test_bad_values_are_refused_by_name(changes: dict) -> None:
     with pytest.raises(OptionError, match=next(iter(changes))):
         SamplingOptions(**changes)
+
+
+ENOUGH = [
+    {},
+    {"temperature": 0.0},
+    {"temperature": 0.0, "top_k": 0},
+    {"top_k": 128, "logprobs": 100},
+    {"repeat_penalty": 1.3, "repeat_last_n": 64, "top_k": 60},
+    {"presence_penalty": 0.5, "frequency_penalty": 0.1, "repeat_last_n": 0},
+    {"temperature": 0.0, "frequency_penalty": 2.0, "repeat_last_n": 100},
+]
+NOT_ENOUGH = [
+    {"top_k": 0},
+    {"top_k": 129},
+    {"logit_bias": {3: 1.0}},
+    {"repeat_penalty": 0.9},
+    {"presence_penalty": -0.1},
+    {"frequency_penalty": -0.1},
+    {"repeat_penalty": 1.1, "repeat_last_n": -1},
+    {"repeat_penalty": 1.1, "repeat_last_n": 100},
+]
+
+
+@pytest.mark.parametrize("changes", ENOUGH)
+def test_the_best_lead_to_the_same_token_as_all(changes: dict) -> None:
+    rng = np.random.default_rng(0)
+    banned = [] if changes.get("top_k") == 128 else [7, 2999]
+    options = SamplingOptions(seed=3, **changes)
+    assert best_will_do(options, ends=len(banned))
+    all_of_them, few = Sampler(options, banned=banned), Sampler(options, banned=banned)
+    tokens: list[int] = []
+    for _ in range(150):
+        logits = (rng.standard_normal(3000) * 3).astype(np.float32)
+        logits[[7, *tokens[-64:]]] += 6
+        ids = np.sort(np.argsort(-logits)[:128])
+        token = all_of_them.sample(logits, tokens)
+        assert few.sample(logits[ids], tokens, ids=ids) == token
+        tokens.append(token)
+    assert not set(tokens) & set(banned)
+
+
+@pytest.mark.parametrize("changes", NOT_ENOUGH)
+def test_when_all_are_needed(changes: dict) -> None:
+    assert not best_will_do(SamplingOptions(**changes), ends=1)

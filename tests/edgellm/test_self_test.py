@@ -38,8 +38,9 @@ def bundle_path(
     return export_static(tmp_path_factory.mktemp("self-test") / "bundle", chunk_sizes=(32,))
 
 
-def static(path: Path) -> Engine:
-    return load(str(path), prefill="cpu", flavour="w8a16-qdq", decode="reference").engine
+def static(path: Path, *, ctx_size: int | None = None) -> Engine:
+    options = {"prefill": "cpu", "flavour": "w8a16-qdq", "decode": "reference"}
+    return load(str(path), ctx_size=ctx_size, **options).engine
 
 
 def failed(checks: Iterable[Check]) -> list[str]:
@@ -68,6 +69,17 @@ def test_prompts_are_no_longer_than_the_context(
     engine = static(export_static(tmp_path / "bundle", model=model, chunk_sizes=(32,)))
     checks = [*check_prompts(engine.bundle, engine.prefill.model, engine.cache, engine.decoder)]
     names = [f"prompt of {count} in chunks of 32" for count in (1, 31, 32, 33, 39)]
+    assert [check.name for check in checks] == [*names, "head"]
+    assert failed(checks) == []
+
+
+@pytest.mark.parametrize(("ctx_size", "counts"), [(34, (1, 31, 32, 33)), (20, (1, 19)), (1, ())])
+def test_prompts_fit_into_a_smaller_context(
+    bundle_path: Path, ctx_size: int, counts: tuple[int, ...]
+) -> None:
+    engine = static(bundle_path, ctx_size=ctx_size)
+    checks = [*check_prompts(engine.bundle, engine.prefill.model, engine.cache, engine.decoder)]
+    names = [f"prompt of {count} in chunks of 32" for count in counts]
     assert [check.name for check in checks] == [*names, "head"]
     assert failed(checks) == []
 

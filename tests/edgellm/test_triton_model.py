@@ -18,6 +18,7 @@ from edgellm.mirror import Mirror
 from edgellm.options import EngineOptions
 from edgellm.prefill import Hooks
 from edgellm.prepare import prepare
+from edgellm.results import Completion
 from edgellm.sequence import Sequence as CachedSequence
 
 # the interpreter computes in numpy, which warns of the NaN in memory that was never written
@@ -61,6 +62,23 @@ def test_like_the_cpu(bundle: Bundle, format: str) -> None:
         logits.append(logits_after(llm, TOKENS[:126], sequence=sequence))
         logits += [llm.engine.decoder.step(token, sequence) for token in TOKENS[126:130]]
         found.append(np.stack(logits))
+    assert close(*found)
+
+
+def test_whole_chunks_and_a_rest(bundle: Bundle, monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in ("edgellm.kernels.step.gpu", "edgellm.triton_model"):
+        monkeypatch.setattr(f"{module}.MAX_ROWS", 8)
+    tokens = TOKENS[:19]
+    found = []
+    for prefill in ("triton", CPU):
+        llm = load(str(bundle.path), prefill=prefill, decode=CPU_DECODE)
+        sequence = llm.engine.cache.sequence()
+        cancel = threading.Event()
+        cancel.set()
+        with pytest.raises(CancelledError):
+            llm.engine.prefill.run(tokens, sequence, Hooks(cancel=cancel))
+        assert len(sequence) == 0
+        found.append(logits_after(llm, tokens, sequence=sequence))
     assert close(*found)
 
 
@@ -134,6 +152,36 @@ def test_a_shifted_context_goes_on(bundle: Bundle) -> None:
         assert len(sequence) == 130
         found.append(np.concatenate(steps))
     assert close(*found)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"temperature": 0, "logprobs": 3},
+        {"temperature": 1.0, "repeat_penalty": 1.2, "repeat_last_n": 20, "seed": 5},
+    ],
+)
+def test_the_best_logits_lead_to_the_same_answer_as_all(
+    on_gpu: LLM, monkeypatch: pytest.MonkeyPatch, options: dict[str, float]
+) -> None:
+    def answer() -> Completion:
+        with on_gpu.session() as session:
+            session.append(TOKENS[:9])
+            return session.generate(on_gpu.sampling(max_tokens=6, ignore_eos=True, **options))
+
+    answer()  # from here on, all but the prompt's last token is cached
+    decoder = type(on_gpu.engine.decoder)
+    asked: list[int] = []
+    best = decoder.best
+    monkeypatch.setattr(
+        decoder, "best", lambda self, token, s: (asked.append(token), best(self, token, s))[1]
+    )
+    first = answer()
+    assert asked == list(first.tokens[:-1])
+    monkeypatch.setattr(decoder, "best", lambda *_: None)
+    again = answer()
+    assert again.tokens == first.tokens
+    assert again.logprobs == pytest.approx(first.logprobs, abs=1e-4)
 
 
 def test_cancelled_prefill_leaves_the_sequence(on_gpu: LLM) -> None:

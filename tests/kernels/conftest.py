@@ -36,16 +36,6 @@ def compiled(request: pytest.FixtureRequest, use_isa: UseISA) -> ctypes.CDLL:
     return use_isa(request.param)
 
 
-@pytest.fixture(scope="session")
-def triton_device() -> str:
-    """Where Triton kernels run: on a GPU, or interpreted on this CPU."""
-    pytest.importorskip("torch")
-    pytest.importorskip("triton")
-    from edgellm.kernels.gpu import device
-
-    return device.require()
-
-
 @pytest.fixture
 def poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
     """Fresh float arrays hold NaN and integer ones their largest value, so unwritten data shows."""

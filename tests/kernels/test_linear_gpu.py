@@ -110,17 +110,18 @@ def test_tiny_and_huge_rows_stay_finite(triton_device: str, size: float, rows: i
         check(found, x.astype(np.float64) @ dense.T)
 
 
-def test_best_output(triton_device: str) -> None:
-    panels, _ = make(np.random.default_rng(1), "int8", 3001, 64)
-    weight = gpu.DevicePanels.of(panels, triton_device)
+@pytest.mark.parametrize("outputs", [5, 16, 3001])
+def test_peaks_of_panels(triton_device: str, outputs: int) -> None:
+    panels, _ = make(np.random.default_rng(1), "int8", outputs, 64)
     x = np.random.default_rng(2).standard_normal((1, 64)).astype(np.float32)
-    programs = -(-len(panels.data) // gpu.panels_a_program(len(panels.data)))
-    best = gpu.Best(
-        nan(triton_device, programs), torch.zeros(programs, dtype=torch.int32, device=triton_device)
-    )
-    found = run(triton_device, x, weight, best=best)
-    assert int(best.indices[best.values.argmax()]) == int(found.argmax())
-    assert float(best.values.max()) == found.max()
+    peaks = gpu.Peaks(*(nan(triton_device, len(panels.data)) for _ in range(2)))
+    found = run(triton_device, x, gpu.DevicePanels.of(panels, triton_device), peaks=peaks)
+    padded = np.full(16 * len(panels.data), -np.inf)
+    padded[:outputs] = found[0]
+    rows = padded.reshape(-1, 16)
+    np.testing.assert_array_equal(peaks.largest.cpu(), rows.max(axis=1))
+    share = np.exp(rows - rows.max(axis=1, keepdims=True)).sum(axis=1)
+    np.testing.assert_allclose(peaks.share.cpu(), share, rtol=1e-5)
 
 
 def test_embedding_rows(triton_device: str) -> None:

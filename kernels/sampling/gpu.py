@@ -1,0 +1,67 @@
+"""The best of a row of logits found where they are, so that few of them come to the host.
+
+The k highest logits lie in the k panels of 16 whose own highest are highest. The vector product
+that makes the logits writes those highest down; what is left is a search among one in sixteen.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from edgellm.kernels.linear.gpu import Peaks
+from edgellm.kernels.linear.panels import PANEL
+from edgellm.kernels.sampling import MOST_CANDIDATES, Logits
+
+
+@dataclass(frozen=True)
+class LogitRow:
+    """Room for one row of logits and for what is found in it.
+
+    Attributes:
+        logits: `[1, V]` float32, the beginning of whole panels whose end is -inf.
+        peaks: of its panels.
+        packed: bits of what goes to the host: log-sum-exp, the panels' numbers, their logits.
+    """
+
+    logits: torch.Tensor
+    peaks: Peaks
+    packed: torch.Tensor
+
+    @classmethod
+    def empty(cls, vocabulary: int, device: str) -> LogitRow:
+        panels = -(-vocabulary // PANEL)
+        kept = min(MOST_CANDIDATES, panels)
+        padded = torch.full((1, panels * PANEL), float("-inf"), device=device)
+        return cls(
+            padded[:, :vocabulary],
+            Peaks(*(torch.empty(panels, device=device) for _ in range(2))),
+            torch.empty(1 + kept + kept * PANEL, dtype=torch.int32, device=device),
+        )
+
+    def pack(self) -> None:
+        """Queue the search for the best panels; takes no time of the host's."""
+        peaks, panels = self.peaks, len(self.peaks.largest)
+        kept = min(MOST_CANDIDATES, panels)
+        # a panel with NaN has a share of NaN, and NaN counts as the highest: it is not overlooked
+        rank = peaks.largest + 0 * peaks.share
+        best = torch.topk(rank, kept, sorted=False).indices
+        rows = self.logits.as_strided((panels, PANEL), (PANEL, 1))[best]
+        total = torch.logsumexp(peaks.largest + peaks.share.log(), 0)
+        self.packed[0] = total.view(torch.int32)
+        self.packed[1 : 1 + kept] = best
+        self.packed[1 + kept :] = rows.view(-1).view(torch.int32)
+
+    def best(self) -> Logits:
+        """What has been packed, on the host."""
+        packed = self.packed.cpu().numpy()
+        kept = (len(packed) - 1) // (1 + PANEL)
+        panels = packed[1 : 1 + kept]
+        order = np.argsort(panels)
+        ids = (panels[order, None].astype(np.intp) * PANEL + np.arange(PANEL)).reshape(-1)
+        floats = packed.view(np.float32)
+        scores = floats[1 + kept :].reshape(kept, PANEL)[order].reshape(-1)
+        there = ids < self.logits.shape[1]
+        return Logits(scores[there], float(floats[0]), ids[there])
