@@ -86,7 +86,7 @@ class Answer:
         self._speculation = Speculation(
             session.steps, session.forget, session.tokens if drafts else None
         )
-        self._few = best_will_do(options, ends=len(self._ends))
+        self._best_will_do = best_will_do(options, ends=len(self._ends))
         self._places: dict[str, int] = {}
         self._tasks: list[TaskRecord] = []
 
@@ -126,7 +126,9 @@ class Answer:
             if self._limit(None) is None:
                 began = time.perf_counter()
                 self._make_room()
-                found = self._after(self._sampled[-1], best=self._few and logit_filter is None)
+                found = self._after(
+                    self._sampled[-1], best=self._best_will_do and logit_filter is None
+                )
                 self._decode_s += time.perf_counter() - began
                 self._steps += 1
 
