@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from edgellm import thread_pool
 from edgellm.bundle import Bundle
 from edgellm.costs import known_costs
@@ -12,20 +10,20 @@ from edgellm.options import EngineOptions
 from edgellm.providers import AUTO, NATIVE, PROVIDERS, status
 
 
-def with_faster_prefill(bundle: Bundle, options: EngineOptions) -> EngineOptions:
-    """The options with the provider that computes a long prompt faster than the native kernels.
+def faster_provider(bundle: Bundle, options: EngineOptions) -> str | None:
+    """The provider that computes a long prompt faster than the native kernels, for `auto`.
 
     Only costs that an earlier start measured count, on this machine, with this bundle and these
     versions (`--prefill NAME`, or `edgellm plan N --prefill NAME`): nothing is exported or compiled
     to find out. Short prompts stay native all the same (see `planner.py`).
     """
     if options.prefill != AUTO or options.prefill_backend != NATIVE:
-        return options
+        return None
     found = {name: _advantage(bundle, options, name) for name in PROVIDERS}
     best = max(found, key=lambda name: found[name])
     if found[best] <= 1 or not status(best).usable:
-        return options
-    return replace(options, faster_prefill=best)
+        return None
+    return best
 
 
 def _advantage(bundle: Bundle, options: EngineOptions, provider: str) -> float:

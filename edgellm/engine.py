@@ -45,9 +45,15 @@ class Engine:
     """
 
     def __init__(
-        self, bundle: Bundle, options: EngineOptions, *, progress: ExportProgress | None = None
+        self,
+        bundle: Bundle,
+        options: EngineOptions,
+        *,
+        tails_only: bool = True,
+        progress: ExportProgress | None = None,
     ) -> None:
-        """`progress` is called while graphs are compiled for an accelerator."""
+        """`tails_only`: see `ChunkedPrefill`; `progress` is called while graphs are compiled for an
+        accelerator."""
         self.bundle = bundle
         self.options = options
         self.config = bundle.config
@@ -101,11 +107,7 @@ class Engine:
             step = self.decoder if mixed else None
             costs = load_or_measure(bundle.path, model, step, self.cache, threads=self.threads)
             self.prefill = ChunkedPrefill(
-                model,
-                self.decoder,
-                costs,
-                policy=options.policy,
-                tails_only=options.faster_prefill is None,
+                model, self.decoder, costs, policy=options.policy, tails_only=tails_only
             )
 
     @property

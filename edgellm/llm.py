@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TypedDict, Unpack
 
 from edgellm.answer import LogitFilter
-from edgellm.auto_prefill import with_faster_prefill
+from edgellm.auto_prefill import faster_provider
 from edgellm.bundle import ExportProgress
 from edgellm.chat import Chat
 from edgellm.engine import Engine
@@ -97,8 +97,10 @@ def load(
         kv_cache_bytes=kv_cache_bytes,
     )
     bundle = prepare(name, flavours=options.flavours, progress=export_progress)
-    options = with_faster_prefill(bundle, options)
-    return LLM(Engine(bundle, options, progress=export_progress))
+    faster = faster_provider(bundle, options)
+    if faster is not None:
+        options = replace(options, prefill=faster)
+    return LLM(Engine(bundle, options, tails_only=faster is None, progress=export_progress))
 
 
 class LLM:

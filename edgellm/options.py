@@ -33,8 +33,8 @@ class EngineOptions:
             (int4 in ONNX Runtime), `reference` (float32), or `auto`: triton where there is a GPU
             for it, else native where the kernels were built, else portable.
         prefill: `native`, `triton`, an execution provider, or `auto`: as decode where that is
-            native or triton and no flavour was asked for, else the CPU provider. An accelerator
-            takes over from native for prompts that it is faster at, once its costs are known (see
+            native or triton and no flavour was asked for, else the CPU provider. When a model is
+            loaded, an accelerator takes the place of native if it is known to be faster (see
             `auto_prefill.py`).
         kv_format: how the KV cache is stored.
         ctx_size: tokens of one session; None is the model's own, at most 4096; 0 the model's own.
@@ -47,7 +47,6 @@ class EngineOptions:
         allow_fallback: let the CPU run what the provider does not take, instead of an error.
         kv_cache_dir: keep computed blocks in this folder, for other processes and later ones.
         kv_cache_bytes: size of the folder at most; what was not used for longest is deleted.
-        faster_prefill: what `auto` found to be faster than native; not to be given.
     """
 
     flavour: str | None = None
@@ -62,7 +61,6 @@ class EngineOptions:
     allow_fallback: bool = False
     kv_cache_dir: Path | None = None
     kv_cache_bytes: int = 4 << 30
-    faster_prefill: str | None = None
 
     def __post_init__(self) -> None:
         """Check the values.
@@ -140,8 +138,6 @@ class EngineOptions:
         """The one that `auto` stands for."""
         if self.prefill != AUTO:
             return self.prefill
-        if self.faster_prefill is not None:
-            return self.faster_prefill
         step = self.decode_backend in STEPS and self.flavour is None
         return self.decode_backend if step else CPU
 

@@ -42,7 +42,7 @@ def places(llm: LLM, tokens: int) -> dict[str, int]:
 def test_a_faster_provider_takes_long_prompts(folder: Path) -> None:
     rewrite(folder, chunk=0.010, token=0.001)
     llm = load(str(folder))
-    assert llm.engine.options.prefill == "auto"
+    assert llm.engine.options.prefill == "cpu"
     assert places(llm, 8) == {"native": 8}
     assert places(llm, 256) == {"cpu": 256}
 
