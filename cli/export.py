@@ -10,14 +10,14 @@ from typing import Any
 import click
 
 from edgellm.bundle import Bundle
-from edgellm.calibrate import CalibrationOptions
 from edgellm.cli.options import model_argument
 from edgellm.cli.progress import export_progress
 from edgellm.cli.text import read_text
 from edgellm.errors import OptionError
 from edgellm.export import DEFAULT_CHUNK_SIZES, DEFAULT_FLAVOURS, check_flavours
 from edgellm.export import export as export_bundle
-from edgellm.flavours import FLAVOURS
+from edgellm.export.calibrate import CalibrationOptions
+from edgellm.export.flavours import FLAVOURS
 from edgellm.prepare import prepare
 from edgellm.quantize.calibration import METHODS, Method
 from edgellm.sources import resolve

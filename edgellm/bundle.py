@@ -70,7 +70,7 @@ class ShadowEntry:
 
 @dataclass(frozen=True)
 class FlavourEntry:
-    """One exported precision (see `flavours.py`).
+    """One exported precision (see `export/flavours.py`).
 
     Attributes:
         chunk_sizes: the static sizes.
@@ -78,7 +78,7 @@ class FlavourEntry:
         import_report: how many tensors are exact, and the error of the others.
         arrays: weights that are read by name; those of graphs are not.
         host_tokens: the first so many tokens of a sequence are not for these graphs (see
-            `calibrate.py`).
+            `export/calibrate.py`).
         calibration: how static scales were found (see `CalibrationOptions`); empty without them.
         shadows: layers whose segments are cut for the host, by their names.
         errors: how far each segment was from float32 when it was exported, and a whole text (see

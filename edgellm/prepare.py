@@ -11,7 +11,7 @@ from edgellm.home import bundles_dir
 from edgellm.sources import Source, resolve
 
 if TYPE_CHECKING:
-    from edgellm.calibrate import CalibrationOptions
+    from edgellm.export.calibrate import CalibrationOptions
 
 
 def prepare(

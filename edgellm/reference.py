@@ -1,7 +1,7 @@
 """What a model computes in float32 on a fixed text, kept beside its exported graphs.
 
-The exporter measures how far each graph is from it (`reference_writer.py`), and the self-test what
-is made of the graphs on the user's machine, where nothing in float32 need be.
+The exporter measures how far each graph is from it (`export/reference_writer.py`), and the
+self-test what is made of the graphs on the user's machine, where nothing in float32 need be.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class Reference:
 
 
 def open_reference(root: Path, config: ModelConfig, arrays: Mapping[str, StoredArray]) -> Reference:
-    """Map what `reference_writer.py` has stored in the bundle at `root`."""
+    """Map what `export/reference_writer.py` has stored in the bundle at `root`."""
     found = map_arrays(root, arrays)
     rest = slice(HOST_TOKENS, None)
     segments = []

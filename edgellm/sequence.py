@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from collections.abc import Sequence as SequenceOf
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from edgellm.errors import ContextOverflowError, OptionError
 from edgellm.kernels.kv_blocks import BLOCK, KVBlocks
@@ -17,7 +17,16 @@ from edgellm.kernels.kv_shift import move
 from edgellm.prefix_index import BlockPool, PrefixIndex
 
 if TYPE_CHECKING:
-    from edgellm.kv_cache import KVCache
+    from edgellm.mirror import Mirror  # imports torch
+
+
+class Store(Protocol):
+    """Where the K and V of sequences are; see `KVCache`."""
+
+    ctx_size: int
+    blocks: KVBlocks
+    mirror: Mirror | None
+    inv_freq: tuple[float, ...]
 
 
 class Sequence:
@@ -30,7 +39,7 @@ class Sequence:
 
     def __init__(
         self,
-        cache: KVCache,
+        cache: Store,
         pool: BlockPool,
         index: PrefixIndex,
         table: list[int],

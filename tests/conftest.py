@@ -16,8 +16,8 @@ import numpy as np
 import pytest
 
 from edgellm.bundle import Bundle
-from edgellm.calibrate import CalibrationOptions
 from edgellm.export import export
+from edgellm.export.calibrate import CalibrationOptions
 from edgellm.home import models_dir, replacing_folder
 from edgellm.kernels.gpu import device
 from edgellm.llm import LLM, load

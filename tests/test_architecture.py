@@ -63,6 +63,16 @@ def test_imports_run_one_way(folder: str) -> None:
     assert not wrong, "\n".join(wrong)
 
 
+def test_the_runtime_does_without_the_exporter() -> None:
+    wrong = []
+    for path in python_files("edgellm"):
+        exports = path.parent.name == "export" or path.name == "prepare.py"
+        for line, module in imported_modules(path):
+            if module.startswith("edgellm.export") and not exports:
+                wrong.append(f"{path.relative_to(ROOT)}:{line}: {module}")
+    assert not wrong, "\n".join(wrong)
+
+
 def test_import_is_light() -> None:
     code = (
         "import sys, edgellm, edgellm.llm;"

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from transformers import AutoModelForCausalLM
 
-from edgellm.calibrate import HOST_TOKENS, CalibrationOptions, choose_windows
+from edgellm.export.calibrate import HOST_TOKENS, CalibrationOptions, choose_windows
 from edgellm.kernels import hadamard
 from edgellm.llm import load
 from edgellm.quantize.calibration import Observation, error_share, reach

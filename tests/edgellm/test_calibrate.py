@@ -9,17 +9,17 @@ from typing import Any
 import numpy as np
 import pytest
 
-import edgellm.calibrate
+import edgellm.export.calibrate
 from edgellm import ExportError, OptionError
 from edgellm.bundle import MANIFEST, Bundle
-from edgellm.calibrate import CalibrationOptions, Calibrator
-from edgellm.flavours import FLAVOURS
+from edgellm.export.calibrate import CalibrationOptions, Calibrator
+from edgellm.export.flavours import FLAVOURS
+from edgellm.export.import_report import ImportReport
+from edgellm.export.layerwise import WindowAttention
 from edgellm.graphs.builder import WeightFile
 from edgellm.graphs.checkpoint import open_checkpoint
 from edgellm.graphs.contract import HOST_TOKENS
 from edgellm.graphs.segment import Segment
-from edgellm.import_report import ImportReport
-from edgellm.layerwise import WindowAttention
 from edgellm.llm import LLM, load
 from edgellm.perplexity import perplexity
 from edgellm.planner import Costs
@@ -118,7 +118,7 @@ def test_values_that_overflow_are_noticed(
         def __call__(self, qkv: np.ndarray) -> np.ndarray:
             return super().__call__(qkv) * np.inf
 
-    monkeypatch.setattr(edgellm.calibrate, "WindowAttention", Endless)
+    monkeypatch.setattr(edgellm.export.calibrate, "WindowAttention", Endless)
     with pytest.raises(ExportError, match="calibration: segment 1 gives a value that is infinite"):
         export_static(tmp_path / "bundle", flavours=(STATIC,))
     assert not (tmp_path / "bundle").exists()

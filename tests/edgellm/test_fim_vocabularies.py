@@ -16,10 +16,10 @@ import pytest
 from sentencepiece import SentencePieceProcessor
 
 from edgellm.bundle import TOKENIZER, TokenizerEntry
+from edgellm.export.tokenizer_gguf import build_tokenizer
 from edgellm.fim import Gap, Order, require_family
 from edgellm.infill import infill_tokens
 from edgellm.tokenizer import Tokenizer
-from edgellm.tokenizer_gguf import build_tokenizer
 
 GAPS = [
     Gap(prefix="def add(a, b):\n    return ", suffix="\n\nprint(add(1, 2))\n"),

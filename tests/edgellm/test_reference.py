@@ -12,7 +12,7 @@ import torch
 import transformers
 from safetensors.numpy import load_file, save_file
 
-import edgellm.rotated
+import edgellm.export.rotated
 from edgellm import ExportError
 from edgellm.bundle import Bundle, open_bundle
 from edgellm.export import export
@@ -99,7 +99,7 @@ def test_a_flavour_that_overflows(
         codes, scale = quantize_channels(weight)
         return codes, scale * np.float32(np.nan if weight.shape[1] == 160 else 1)  # down_proj
 
-    monkeypatch.setattr(edgellm.rotated, "quantize_channels", quantize)
+    monkeypatch.setattr(edgellm.export.rotated, "quantize_channels", quantize)
     with pytest.raises(ExportError, match="w8a8: segment 1 gives a value that is infinite"):
         bundle_of(tiny_model, tmp_path / "bundle", "f32", "w8a8")
     assert not (tmp_path / "bundle").exists()

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from edgellm.bundle import open_bundle
-from edgellm.calibrate import CalibrationOptions
+from edgellm.export.calibrate import CalibrationOptions
 from edgellm.graphs import contract
 from edgellm.llm import LLM, load
 from edgellm.prefill import ChunkedPrefill, Hooks

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from edgellm.bundle import Bundle, TokenizerEntry
 from edgellm.errors import TokenizerError
+from edgellm.export.tokenizer_gguf import build_tokenizer
 from edgellm.tokenizer import TextStream, Tokenizer
-from edgellm.tokenizer_gguf import build_tokenizer
 
 TEXTS = [
     "",

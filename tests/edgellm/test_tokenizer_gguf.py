@@ -9,7 +9,7 @@ import gguf
 import pytest
 
 from edgellm.errors import ModelFormatError, UnsupportedModelError
-from edgellm.tokenizer_gguf import build_tokenizer
+from edgellm.export.tokenizer_gguf import build_tokenizer
 
 VOCABULARIES = [
     "command-r",

@@ -10,12 +10,12 @@ import onnx_ir as ir
 import onnxruntime as ort
 import pytest
 
-from edgellm.flavours import FLAVOURS
+from edgellm.export.flavours import FLAVOURS
+from edgellm.export.import_report import ImportReport
 from edgellm.graphs import contract
 from edgellm.graphs.builder import WeightFile
 from edgellm.graphs.checkpoint import Checkpoint, open_checkpoint
 from edgellm.graphs.segment import author_segment
-from edgellm.import_report import ImportReport
 from edgellm.thread_pool import session_options
 
 # Largest error over largest value that the precision allows on random layers.

@@ -7,11 +7,11 @@ from collections.abc import Callable, Mapping
 import numpy as np
 from numpy.typing import NDArray
 
-from edgellm.flavours import int4_weight
+from edgellm.export.flavours import int4_weight
+from edgellm.export.import_report import ImportReport
 from edgellm.graphs.builder import WeightFile
 from edgellm.graphs.checkpoint import Checkpoint, qkv_bias
 from edgellm.graphs.contract import StoredArray
-from edgellm.import_report import ImportReport
 from edgellm.kernels.int4 import concatenate
 from edgellm.kernels.linear import int4_panels, int8_panels
 from edgellm.panels import LINEAR

@@ -29,16 +29,16 @@ from typing import Protocol
 import numpy as np
 
 from edgellm.bundle import PANELS
+from edgellm.export.import_report import ImportReport
+from edgellm.export.rotated import Observer, StaticSegments, dynamic_segments
 from edgellm.graphs.builder import WeightFile
 from edgellm.graphs.checkpoint import Checkpoint, qkv_bias
 from edgellm.graphs.half_linear import HalfInt4Linear, HalfLinear
 from edgellm.graphs.linear import BiasedLinear, FloatLinear, Int4Linear, Linear
 from edgellm.graphs.segment import Mlp, Segment
-from edgellm.import_report import ImportReport
 from edgellm.kernels.int4 import Int4Weight, concatenate, dequantize
 from edgellm.quantize.error import relative_error
 from edgellm.quantize.int4 import quantize_int4
-from edgellm.rotated import Observer, StaticSegments, dynamic_segments
 
 
 class Authors(Protocol):

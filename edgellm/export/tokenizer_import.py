@@ -11,9 +11,9 @@ from tokenizers import Tokenizer
 
 from edgellm.bundle import CHAT_TEMPLATE, TOKENIZER, TokenizerEntry
 from edgellm.errors import ModelFormatError, TokenizerError
+from edgellm.export.tokenizer_gguf import build_tokenizer
 from edgellm.graphs.checkpoint import Checkpoint
 from edgellm.graphs.safetensors_checkpoint import read_json
-from edgellm.tokenizer_gguf import build_tokenizer
 
 # Tokens that end an answer wherever a vocabulary has them as special tokens: many files name only
 # one end token, and a chat model then talks on as the user (llama.cpp keeps such a list too).

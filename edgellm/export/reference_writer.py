@@ -15,17 +15,17 @@ import onnx_ir as ir
 from numpy.typing import NDArray
 
 from edgellm.bundle import FlavourEntry
-from edgellm.calibration_text import default_text
 from edgellm.errors import ExportError
-from edgellm.flavours import FLAVOURS
+from edgellm.export.calibration_text import default_text
+from edgellm.export.flavours import FLAVOURS
+from edgellm.export.import_report import ImportReport
+from edgellm.export.layerwise import WindowAttention
 from edgellm.graphs import contract
 from edgellm.graphs.builder import WeightFile
 from edgellm.graphs.checkpoint import Checkpoint
 from edgellm.graphs.config import ModelConfig
 from edgellm.graphs.contract import HOST_TOKENS, Part, StoredArray, part_file
 from edgellm.graphs.segment import Segment, author_segment
-from edgellm.import_report import ImportReport
-from edgellm.layerwise import WindowAttention
 from edgellm.placement import open_session
 from edgellm.providers import CPU
 from edgellm.quantize.error import worst_row_error

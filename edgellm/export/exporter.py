@@ -1,4 +1,4 @@
-"""Checkpoint in, bundle out."""
+"""The folder of a bundle: what is in it, what is added to it, and that it is whole or not there."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ from filelock import FileLock
 
 from edgellm import bundle as bundles
 from edgellm.bundle import PANELS, Bundle, ExportProgress, FlavourEntry, Manifest
-from edgellm.calibrate import CalibrationOptions
 from edgellm.errors import BundleError, EdgeLLMError, ExportError, OptionError
-from edgellm.flavour_writer import write_flavour, write_head
-from edgellm.flavours import FLAVOURS
+from edgellm.export.calibrate import CalibrationOptions
+from edgellm.export.flavour_writer import write_flavour, write_head
+from edgellm.export.flavours import FLAVOURS
+from edgellm.export.import_report import ImportReport
+from edgellm.export.panel_writer import store_panels
+from edgellm.export.reference_writer import measure_errors, reference_tokens, store_reference
+from edgellm.export.tokenizer_import import import_tokenizer
 from edgellm.graphs.builder import WeightFile
 from edgellm.graphs.checkpoint import Checkpoint, open_checkpoint
 from edgellm.graphs.contract import StoredArray
 from edgellm.home import replacing_folder
-from edgellm.import_report import ImportReport
-from edgellm.panel_writer import store_panels
 from edgellm.reference import FOLDER as REFERENCE
 from edgellm.reference import open_reference
-from edgellm.reference_writer import measure_errors, reference_tokens, store_reference
 from edgellm.tokenizer import Tokenizer
-from edgellm.tokenizer_import import import_tokenizer
 
 DEFAULT_CHUNK_SIZES = (32, 128)
 DEFAULT_FLAVOURS = (PANELS, "w8a8", "int4")

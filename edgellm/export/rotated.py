@@ -14,6 +14,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from edgellm.export.import_report import ImportReport
 from edgellm.graphs.builder import WeightFile
 from edgellm.graphs.checkpoint import Checkpoint, qkv_bias
 from edgellm.graphs.linear import (
@@ -27,7 +28,6 @@ from edgellm.graphs.linear import (
 )
 from edgellm.graphs.segment import Array, Mlp, Segment
 from edgellm.graphs.static_linear import ObservedLinear, StaticLinear, input_name
-from edgellm.import_report import ImportReport
 from edgellm.kernels import hadamard
 from edgellm.quantize.error import relative_error
 from edgellm.quantize.gptq import quantize_channels_for

@@ -14,15 +14,15 @@ import onnx_ir as ir
 from numpy.typing import NDArray
 
 from edgellm.bundle import ShadowEntry
-from edgellm.calibration_text import default_text
 from edgellm.errors import ExportError, OptionError
+from edgellm.export.calibration_text import default_text
+from edgellm.export.layerwise import WindowAttention
 from edgellm.graphs import contract
 from edgellm.graphs.builder import WeightFile
 from edgellm.graphs.config import ModelConfig
 from edgellm.graphs.contract import HOST_TOKENS, Grid
 from edgellm.graphs.segment import Segment, author_segment
 from edgellm.graphs.static_linear import input_name, is_input
-from edgellm.layerwise import WindowAttention
 from edgellm.placement import open_session
 from edgellm.providers import CPU
 from edgellm.quantize.calibration import (

@@ -9,14 +9,14 @@ from tempfile import TemporaryDirectory
 import onnx_ir as ir
 
 from edgellm.bundle import FlavourEntry, HeadEntry
-from edgellm.calibrate import CalibrationOptions, Calibrator, choose_windows
-from edgellm.flavours import FLAVOURS, Flavour
+from edgellm.export.calibrate import CalibrationOptions, Calibrator, choose_windows
+from edgellm.export.flavours import FLAVOURS, Flavour
+from edgellm.export.import_report import ImportReport
 from edgellm.graphs.builder import WeightFile
 from edgellm.graphs.checkpoint import Checkpoint
 from edgellm.graphs.contract import HEAD_FILE, HOST_TOKENS, part_file, parts
 from edgellm.graphs.linear import FloatLinear, Int8GroupLinear, Linear
 from edgellm.graphs.segment import Segment, author_head, author_segment
-from edgellm.import_report import ImportReport
 from edgellm.quantize.int8 import quantize_groups
 from edgellm.reference import ROTATION
 from edgellm.tokenizer import Tokenizer

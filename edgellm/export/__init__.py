@@ -1,0 +1,10 @@
+"""Checkpoint in, bundle out. The runtime needs nothing of it but for a model's first use."""
+
+from edgellm.export.exporter import (
+    DEFAULT_CHUNK_SIZES,
+    DEFAULT_FLAVOURS,
+    check_flavours,
+    export,
+)
+
+__all__ = ["DEFAULT_CHUNK_SIZES", "DEFAULT_FLAVOURS", "check_flavours", "export"]
