@@ -16,7 +16,7 @@ from edgellm.cli.text import read_text
 from edgellm.errors import OptionError
 from edgellm.export import DEFAULT_CHUNK_SIZES, DEFAULT_FLAVOURS, check_flavours
 from edgellm.export import export as export_bundle
-from edgellm.export.calibrate import CalibrationOptions
+from edgellm.export.calibrate import ROUNDINGS, CalibrationOptions, Rounding
 from edgellm.export.flavours import FLAVOURS
 from edgellm.prepare import prepare
 from edgellm.quantize.calibration import METHODS, Method
@@ -49,6 +49,10 @@ def calibration_options(command: Callable[..., None]) -> Callable[..., None]:
         "--calibration-shadow-percentile", type=float, default=99.5, show_default=True,
         help="How far 8 bits reach in those.",
     )  # fmt: skip
+    @click.option(
+        "--calibration-rounding", type=click.Choice(ROUNDINGS), default="gptq", show_default=True,
+        help="Of weights: for the inputs that were seen, or to the nearest, which is faster.",
+    )  # fmt: skip
     @functools.wraps(command)
     def wrapped(
         *,
@@ -60,6 +64,7 @@ def calibration_options(command: Callable[..., None]) -> Callable[..., None]:
         calibration_percentile: float,
         calibration_shadow_share: float,
         calibration_shadow_percentile: float,
+        calibration_rounding: Rounding,
         **rest: Any,
     ) -> None:
         calibration = CalibrationOptions(
@@ -71,6 +76,7 @@ def calibration_options(command: Callable[..., None]) -> Callable[..., None]:
             percentile=calibration_percentile,
             shadow_share=calibration_shadow_share,
             shadow_percentile=calibration_shadow_percentile,
+            rounding=calibration_rounding,
         )
         command(calibration=calibration, **rest)
 

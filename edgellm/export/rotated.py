@@ -57,7 +57,8 @@ class Observer(Protocol):
         """Where those weights are meanwhile."""
 
     def observe(self, segment: Segment) -> Mapping[str, Floats]:
-        """Second moments `[K, K]` of the inputs of its layers, by `input_name`."""
+        """Second moments `[K, K]` of the inputs of its layers, by `input_name`, as far as their
+        weights are to be rounded for them."""
 
 
 def dynamic_segments(

@@ -12,7 +12,7 @@ import pytest
 import edgellm.export.calibrate
 from edgellm import ExportError, OptionError
 from edgellm.bundle import MANIFEST, Bundle
-from edgellm.export.calibrate import CalibrationOptions, Calibrator
+from edgellm.export.calibrate import CalibrationOptions, Calibrator, Rounding
 from edgellm.export.flavours import FLAVOURS
 from edgellm.export.import_report import ImportReport
 from edgellm.export.layerwise import WindowAttention
@@ -92,6 +92,7 @@ def test_nothing_of_the_calibration_run_is_left(bundle_path: Path) -> None:
     ("options", "words"),
     [
         ({"method": "best"}, "minmax, percentile, mse"),
+        ({"rounding": "up"}, "gptq, nearest"),
         ({"windows": 0}, "windows is 0"),
         ({"window": 1}, "2 or more"),
         ({"percentile": 0.0}, "percentile is 0"),
@@ -165,6 +166,20 @@ def test_weights_are_rounded_for_the_inputs_that_were_seen(
     codes, scale = quantize_channels(exact)
     ours, nearest = (x @ (w - exact).T for w in (rounded, codes * scale[:, None]))
     assert np.linalg.norm(ours) < np.linalg.norm(nearest)
+
+
+def test_weights_to_the_nearest(export_static: Export, tmp_path: Path) -> None:
+    def exported(rounding: Rounding) -> tuple[dict[str, Any], bytes]:
+        options = CalibrationOptions(windows=2, window=16, rounding=rounding)
+        out = export_static(tmp_path / rounding, flavours=(STATIC,), calibration=options)
+        entry = json.loads((out / MANIFEST).read_text())["flavours"][STATIC]
+        assert entry["calibration"]["rounding"] == rounding
+        return entry, (out / STATIC / "weights.bin").read_bytes()
+
+    (nearest, some), (gptq, other) = exported("nearest"), exported("gptq")
+    assert some != other
+    errors = [entry["import_report"]["mean_relative_error"] for entry in (nearest, gptq)]
+    assert errors[0] < errors[1]  # of weights, not of products
 
 
 @pytest.mark.slow
