@@ -51,6 +51,9 @@ def session_options() -> Any:
     import onnxruntime as ort
 
     options = ort.SessionOptions()
+    # Since ONNX Runtime 1.32 int8 weights and 16-bit activations become a MatMulNBits, which would
+    # round those to 8 bits (1 % of what a segment gives); 1 stands for float32.
+    options.add_session_config_entry("session.qdq_matmulnbits_accuracy_level", "1")
     if _pool_threads is None:
         options.intra_op_num_threads = 1
     else:

@@ -13,6 +13,7 @@ import numpy as np
 import onnx_ir as ir
 from numpy.typing import NDArray
 
+from edgellm import thread_pool
 from edgellm.bundle import ShadowEntry
 from edgellm.errors import ExportError, OptionError
 from edgellm.export.calibration_text import default_text
@@ -23,8 +24,6 @@ from edgellm.graphs.config import ModelConfig
 from edgellm.graphs.contract import HOST_TOKENS, Grid
 from edgellm.graphs.segment import Segment, author_segment
 from edgellm.graphs.static_linear import input_name, is_input
-from edgellm.placement import open_session
-from edgellm.providers import CPU
 from edgellm.quantize.calibration import (
     METHODS,
     Method,
@@ -228,7 +227,7 @@ class Calibrator:
         )
 
     def _run(self, path: Path, index: int) -> dict[str, Floats]:
-        session, _ = open_session(path, provider=CPU)
+        session = _session(path)
         names = [output.name for output in session.get_outputs()]
         seen = names[len(contract.part_outputs(self._config, contract.Part(index))) :]
         moments: dict[str, Floats] = {}
@@ -254,3 +253,13 @@ class Calibrator:
     def _attended(self, qkv: Floats) -> Floats:
         windows = qkv.reshape(-1, self._options.window, qkv.shape[-1])
         return np.concatenate([self._attention(window) for window in windows])
+
+
+def _session(path: Path) -> Any:
+    """On all cores, unless the process has a pool already."""
+    import onnxruntime as ort
+
+    options = thread_pool.session_options()
+    if options.use_per_session_threads:
+        options.intra_op_num_threads = thread_pool.usable_cores()
+    return ort.InferenceSession(path, options, providers=["CPUExecutionProvider"])

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import onnxruntime as ort
 import pytest
 
 import edgellm.export.calibrate
@@ -22,6 +23,7 @@ from edgellm.graphs.contract import HOST_TOKENS
 from edgellm.graphs.segment import Segment
 from edgellm.llm import LLM, load
 from edgellm.perplexity import perplexity
+from edgellm.placement import open_session
 from edgellm.planner import Costs
 from edgellm.prefill import ChunkedPrefill
 from edgellm.quantize.int8 import quantize_channels
@@ -166,6 +168,19 @@ def test_weights_are_rounded_for_the_inputs_that_were_seen(
     codes, scale = quantize_channels(exact)
     ours, nearest = (x @ (w - exact).T for w in (rounded, codes * scale[:, None]))
     assert np.linalg.norm(ours) < np.linalg.norm(nearest)
+
+
+def test_16_bits_are_computed_as_such(bundle_path: Path) -> None:
+    """ONNX Runtime's graph optimizations change nothing but the order of sums."""
+    path = bundle_path / STATIC / "001.c32.onnx"
+    plain = ort.SessionOptions()
+    plain.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
+    exact = ort.InferenceSession(path, plain, providers=["CPUExecutionProvider"])
+    session, _ = open_session(path, provider="cpu")
+    rng = np.random.default_rng(0)
+    inputs = {x.name: rng.standard_normal(x.shape).astype(np.float32) for x in session.get_inputs()}
+    for found, expected in zip(session.run(None, inputs), exact.run(None, inputs), strict=True):
+        assert np.linalg.norm(found - expected) < 1e-3 * np.linalg.norm(expected)
 
 
 def test_weights_to_the_nearest(export_static: Export, tmp_path: Path) -> None:
