@@ -28,6 +28,7 @@ from edgellm.planner import Costs
 from edgellm.prefill import ChunkedPrefill
 from edgellm.quantize.int8 import quantize_channels
 from edgellm.quantize.rotation import random_rotation
+from edgellm.thread_pool import session_options
 
 STATIC = "w8a16-qdq"
 Export = Callable[..., Path]
@@ -173,7 +174,7 @@ def test_weights_are_rounded_for_the_inputs_that_were_seen(
 def test_16_bits_are_computed_as_such(bundle_path: Path) -> None:
     """ONNX Runtime's graph optimizations change nothing but the order of sums."""
     path = bundle_path / STATIC / "001.c32.onnx"
-    plain = ort.SessionOptions()
+    plain = session_options()
     plain.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
     exact = ort.InferenceSession(path, plain, providers=["CPUExecutionProvider"])
     session, _ = open_session(path, provider="cpu")
