@@ -140,7 +140,7 @@ class Sampler:
                 )
             scores[token] += bias
         scores[_places(self._banned, ids)] = -np.inf
-        recent = _recent(tokens, options.repeat_last_n) if penalizes(options) else ()
+        recent = _recent(tokens, options.repeat_last_n) if _penalizes(options) else ()
         apply_penalties(scores, _places(recent, ids), options)
         place = self._draw(scores)
         return place if ids is None else int(ids[place])
@@ -171,14 +171,14 @@ def best_will_do(options: SamplingOptions, *, ends: int) -> bool:
     needed = 1 if options.temperature == 0 else options.top_k
     if options.logit_bias or raising < 0 or needed == 0:
         return False
-    if penalizes(options):
+    if _penalizes(options):
         if options.repeat_last_n < 0:
             return False
         needed += options.repeat_last_n
     return max(needed + ends, options.logprobs) <= MOST_CANDIDATES
 
 
-def penalizes(options: SamplingOptions) -> bool:
+def _penalizes(options: SamplingOptions) -> bool:
     """Whether recent tokens have other scores."""
     none = (1, 0, 0)
     return none != (options.repeat_penalty, options.presence_penalty, options.frequency_penalty)

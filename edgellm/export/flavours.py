@@ -24,6 +24,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
 import numpy as np
@@ -75,37 +76,29 @@ class Flavour:
     basic_norms: bool = False
 
 
-def _floats(kind: type[FloatLinear] | type[HalfLinear]) -> Authors:
-    def segments(
-        checkpoint: Checkpoint,
-        file: WeightFile,
-        report: ImportReport,
-        observer: Observer | None = None,
-    ) -> Iterator[Segment]:
-        def linear(name: str, *parts: str) -> Linear:
-            report.exact += len(parts)
-            weights = [checkpoint.tensor(part).float32() for part in parts]
-            return kind.store(file, name, np.concatenate(weights))
-
-        return _plain(checkpoint, file, linear)
-
-    return segments
+def _float_linear(
+    kind: type[FloatLinear] | type[HalfLinear],
+    checkpoint: Checkpoint,
+    file: WeightFile,
+    report: ImportReport,
+    name: str,
+    *parts: str,
+) -> Linear:
+    report.exact += len(parts)
+    weights = [checkpoint.tensor(part).float32() for part in parts]
+    return kind.store(file, name, np.concatenate(weights))
 
 
-def _int4(kind: type[Int4Linear] | type[HalfInt4Linear]) -> Authors:
-    def segments(
-        checkpoint: Checkpoint,
-        file: WeightFile,
-        report: ImportReport,
-        observer: Observer | None = None,
-    ) -> Iterator[Segment]:
-        def linear(name: str, *parts: str) -> Linear:
-            weights = [int4_weight(checkpoint, part, report) for part in parts]
-            return kind.store(file, name, concatenate(weights))
-
-        return _plain(checkpoint, file, linear)
-
-    return segments
+def _int4_linear(
+    kind: type[Int4Linear] | type[HalfInt4Linear],
+    checkpoint: Checkpoint,
+    file: WeightFile,
+    report: ImportReport,
+    name: str,
+    *parts: str,
+) -> Linear:
+    weights = [int4_weight(checkpoint, part, report) for part in parts]
+    return kind.store(file, name, concatenate(weights))
 
 
 def int4_weight(checkpoint: Checkpoint, name: str, report: ImportReport) -> Int4Weight:
@@ -120,38 +113,53 @@ def int4_weight(checkpoint: Checkpoint, name: str, report: ImportReport) -> Int4
     return weight
 
 
-def _plain(
-    checkpoint: Checkpoint, file: WeightFile, linear: Callable[..., Linear]
-) -> Iterator[Segment]:
-    """Segments whose layers are used as they are, each stored by `linear(name, *parts)`."""
-    config = checkpoint.config
-    for index in range(config.layers + 1):
-        last = index == config.layers
-        norm = "final_norm" if last else f"layers.{index}.attention_norm"
-        here, before = f"layers.{index}", f"layers.{index - 1}"
-        yield Segment(
-            index,
-            norm=file.add(norm, checkpoint.tensor(norm).float32()),
-            output=linear(f"{before}.o", f"{before}.o") if index else None,
-            mlp=Mlp(
-                norm=file.add(
-                    f"{before}.mlp_norm", checkpoint.tensor(f"{before}.mlp_norm").float32()
-                ),
-                gate=linear(f"{before}.gate", f"{before}.gate"),
-                up=linear(f"{before}.up", f"{before}.up"),
-                down=linear(f"{before}.down", f"{before}.down"),
-            )
-            if index
-            else None,
-            qkv=None
-            if last
-            else _biased(
-                checkpoint,
-                file,
-                index,
-                linear(f"{here}.qkv", f"{here}.q", f"{here}.k", f"{here}.v"),
-            ),
+def _plain(store: Callable[..., Linear]) -> Authors:
+    """Segments whose layers are used as they are, each of some tensors on top of each other.
+
+    Args:
+        store: one of the functions above, with the kind of layer given.
+    """
+
+    def segments(
+        checkpoint: Checkpoint,
+        file: WeightFile,
+        report: ImportReport,
+        observer: Observer | None = None,
+    ) -> Iterator[Segment]:
+        linear = partial(store, checkpoint, file, report)
+        for index in range(checkpoint.config.layers + 1):
+            yield _plain_segment(index, checkpoint, file, linear)
+
+    return segments
+
+
+def _plain_segment(
+    index: int, checkpoint: Checkpoint, file: WeightFile, linear: Callable[..., Linear]
+) -> Segment:
+    last = index == checkpoint.config.layers
+    norm = "final_norm" if last else f"layers.{index}.attention_norm"
+    here, before = f"layers.{index}", f"layers.{index - 1}"
+    return Segment(
+        index,
+        norm=file.add(norm, checkpoint.tensor(norm).float32()),
+        output=linear(f"{before}.o", f"{before}.o") if index else None,
+        mlp=Mlp(
+            norm=file.add(f"{before}.mlp_norm", checkpoint.tensor(f"{before}.mlp_norm").float32()),
+            gate=linear(f"{before}.gate", f"{before}.gate"),
+            up=linear(f"{before}.up", f"{before}.up"),
+            down=linear(f"{before}.down", f"{before}.down"),
         )
+        if index
+        else None,
+        qkv=None
+        if last
+        else _biased(
+            checkpoint,
+            file,
+            index,
+            linear(f"{here}.qkv", f"{here}.q", f"{here}.k", f"{here}.v"),
+        ),
+    )
 
 
 def _biased(checkpoint: Checkpoint, file: WeightFile, layer: int, qkv: Linear) -> Linear:
@@ -161,20 +169,24 @@ def _biased(checkpoint: Checkpoint, file: WeightFile, layer: int, qkv: Linear) -
 
 FLAVOURS = {
     "f32": Flavour(
-        "float32 weights and activations", "f32", False, _floats(FloatLinear), basic_norms=True
+        "float32 weights and activations",
+        "f32",
+        False,
+        _plain(partial(_float_linear, FloatLinear)),
+        basic_norms=True,
     ),
     "f16": Flavour(
         "float16 weights and inputs of linear layers, float32 between them",
         "int8",
         False,
-        _floats(HalfLinear),
+        _plain(partial(_float_linear, HalfLinear)),
         basic_norms=True,
     ),
     "w4a16": Flavour(
         "int4 group-32 affine weights, float16 inputs of linear layers",
         "int8",
         False,
-        _int4(HalfInt4Linear),
+        _plain(partial(_int4_linear, HalfInt4Linear)),
         basic_norms=True,
     ),
     "w8a8": Flavour(
@@ -185,7 +197,10 @@ FLAVOURS = {
         dynamic_segments,
     ),
     "int4": Flavour(
-        "int4 group-32 affine weights, int8 activations per group", "int8", True, _int4(Int4Linear)
+        "int4 group-32 affine weights, int8 activations per group",
+        "int8",
+        True,
+        _plain(partial(_int4_linear, Int4Linear)),
     ),
     "w8a16-qdq": Flavour(
         "int8 weights per channel, 16-bit activations with calibrated scales",
