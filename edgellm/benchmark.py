@@ -67,7 +67,7 @@ def bench(
         if min(prompt, generation, depth) < 0 or prompt + generation + depth > engine.ctx_size:
             raise OptionError(
                 f"{prompt + generation + depth} tokens do not fit into a context of "
-                f"{engine.ctx_size}; raise --ctx-size"
+                f"{engine.ctx_size}; raise `ctx_size`"
             )
     results = []
     for prompt, generation, depth in tests:

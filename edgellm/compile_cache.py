@@ -159,5 +159,5 @@ def _compile(task: _Task) -> str:
     if left and not task.allow_fallback:
         name = PROVIDERS[task.provider].ort_name
         some = ", ".join(left[:8])
-        return f"{name} does not take {len(left)} nodes: {some}; --allow-fallback leaves them"
+        return f"{name} does not take {len(left)} nodes: {some}; `allow_fallback` leaves them"
     return ""

@@ -16,6 +16,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import logging
+import math
 import os
 import time
 from collections.abc import Iterable, Iterator
@@ -25,7 +26,7 @@ import numpy as np
 
 from edgellm.errors import OptionError
 from edgellm.home import replacing_file
-from edgellm.kernels.kv_blocks import KVBlocks
+from edgellm.kernels.kv_blocks import BLOCK, KVBlocks
 
 MAGIC = b"edgellm kv 1".ljust(16, b"\0")
 _DIGEST = 32
@@ -121,9 +122,19 @@ class DiskCache:
                 yield path, found.st_mtime, found.st_size
 
 
-def pack(blocks: KVBlocks, ids: Iterable[int]) -> bytes:
-    """Blocks as bytes, one after the other."""
-    return b"".join(array[block].tobytes() for block in ids for array in blocks.arrays)
+def pack(blocks: KVBlocks, ids: Iterable[int], *, tokens: int | None = None) -> bytes:
+    """Blocks as bytes, one after the other.
+
+    Args:
+        tokens: only the first so many rows of all; the others, which may be of a sequence that had
+            the last block before, are written as zeros.
+    """
+    parts, left = [], math.inf if tokens is None else tokens
+    for block in ids:
+        arrays = blocks.first_rows(block, int(left)) if left < BLOCK else blocks.block(block)
+        parts += [array.tobytes() for array in arrays]
+        left -= BLOCK
+    return b"".join(parts)
 
 
 def unpack(blocks: KVBlocks, ids: Iterable[int], data: memoryview | bytes) -> bool:

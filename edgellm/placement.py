@@ -75,6 +75,6 @@ def open_session(
         raise ProviderError(
             f"{provider} does not take {len(strangers)} nodes of {path.name}: "
             + ", ".join(strangers[:8])
-            + "; --allow-fallback runs them there"
+            + "; `allow_fallback` runs them there"
         )
     return session, Placement(provider, dict(nodes))

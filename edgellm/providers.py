@@ -114,12 +114,12 @@ def require(name: str) -> None:
     """
     if name not in PROVIDERS:
         raise OptionError(
-            f"prefill {name!r}: allowed are {', '.join((AUTO, NATIVE, TRITON, *PROVIDERS))}; "
+            f"`prefill` is {name!r}; allowed are {', '.join((AUTO, NATIVE, TRITON, *PROVIDERS))}; "
             "`edgellm devices` shows which are usable"
         )
     found = status(name)
     if not found.usable:
-        raise ProviderError(f"prefill {name}: {found.reason}")
+        raise ProviderError(f"`prefill` {name}: {found.reason}")
 
 
 def add_provider(options: Any, name: str, settings: Mapping[str, str]) -> list[Any] | None:

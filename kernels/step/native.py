@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -127,6 +127,35 @@ def _layer(layer: LayerWeights) -> _Layer:
     )
 
 
+class _Poll:
+    """Asks `should_stop` for C++, and keeps what it raises until C++ has returned.
+
+    ctypes would print and drop an exception. A signal handler's, such as KeyboardInterrupt, comes
+    at the first instruction of whatever Python is called, before a function could enter a `try`; a
+    generator goes on within the one that it has entered.
+
+    Attributes:
+        error: what was raised, which counts as a wish to stop.
+    """
+
+    def __init__(self, should_stop: Callable[[], bool]) -> None:
+        self.error: BaseException | None = None
+        self._answers = self._ask(should_stop)
+        next(self._answers)
+        self.callback = _ShouldStop(self._answers.__next__)
+
+    def _ask(self, should_stop: Callable[[], bool]) -> Iterator[bool]:
+        stop = False
+        while True:
+            try:
+                yield stop
+                stop = should_stop()
+            except GeneratorExit:
+                raise
+            except BaseException as error:
+                self.error, stop = error, True
+
+
 class FusedStep:
     """A model ready for `run`; keeps its weights alive."""
 
@@ -167,13 +196,14 @@ class FusedStep:
         Args:
             blocks, table: the pool and the sequence's block ids, the new positions among them.
             logit_rows: the last so many tokens go through the LM head.
-            should_stop: asked before each layer.
+            should_stop: asked before each layer; what it raises stops the step and is raised again.
 
         Returns:
             Hidden states after the final norm `[len(tokens), E]` and logits `[logit_rows, V]`; None
             if it was stopped.
         """
         weights, count = self._weights, len(tokens)
+        poll = None if should_stop is None else _Poll(should_stop)
         ids, block_ids = np.asarray(tokens, np.int64), np.asarray(table, np.int64)
         states = np.empty((count, weights.embedding.inputs), np.float32)
         width = -(-weights.head.outputs // PANEL) * PANEL
@@ -186,7 +216,7 @@ class FusedStep:
             address(states),
             address(logits),
             None,
-            _ShouldStop() if should_stop is None else _ShouldStop(should_stop),
+            _ShouldStop() if poll is None else poll.callback,
             count,
             start,
             logit_rows,
@@ -196,6 +226,9 @@ class FusedStep:
         if self._workspace.nbytes < needed:
             self._workspace = np.empty(needed, np.uint8)
         call.workspace = address(self._workspace)
-        if not self._library.edgellm_step(ctypes.byref(call)):
+        done = self._library.edgellm_step(ctypes.byref(call))
+        if poll is not None and poll.error is not None:
+            raise poll.error
+        if not done:
             return None
         return states, logits[:, : weights.head.outputs]
