@@ -27,6 +27,7 @@ from numpy.typing import NDArray
 from edgellm.errors import BundleError, EdgeLLMError
 from edgellm.graphs.config import ModelConfig
 from edgellm.graphs.contract import StoredArray
+from edgellm.graphs.typed_json import parse
 from edgellm.home import replacing_file
 
 FORMAT = "edgellm-bundle"
@@ -37,6 +38,14 @@ TOKENIZER = "tokenizer.json"
 CHAT_TEMPLATE = "chat_template.jinja"
 # The flavour that the native kernels read; all others are graphs.
 PANELS = "panels"
+# Defaults of a model that a manifest may hold, by the names of `SamplingOptions`.
+GENERATION: dict[str, type] = {
+    "temperature": float,
+    "top_p": float,
+    "min_p": float,
+    "top_k": int,
+    "repeat_penalty": float,
+}
 # Called with a label, steps done and steps in all.
 ExportProgress = Callable[[str, int, int], None]
 # Remembers which size and time of change each file had when its sha256 was last found right, so
@@ -164,41 +173,11 @@ class Manifest:
             raise BundleError(
                 f"{origin}: bundle format {version}; this edgellm reads format {FORMAT_VERSION}"
             )
+        content = {k: v for k, v in values.items() if k not in ("format", "format_version")}
         try:
-            return cls(
-                name=values["name"],
-                source=values["source"],
-                source_bytes=values["source_bytes"],
-                source_sha256=values.get("source_sha256", ""),
-                config=ModelConfig.from_json(values["config"]),
-                tokenizer=TokenizerEntry(
-                    **{**values["tokenizer"], "eos": tuple(values["tokenizer"]["eos"])}
-                ),
-                generation=values["generation"],
-                versions=values["versions"],
-                flavours={
-                    name: FlavourEntry(
-                        **{
-                            **entry,
-                            "chunk_sizes": tuple(entry["chunk_sizes"]),
-                            "arrays": _arrays(entry["arrays"]),
-                            "shadows": {
-                                layer: ShadowEntry(**shadow)
-                                for layer, shadow in entry.get("shadows", {}).items()
-                            },
-                        }
-                    )
-                    for name, entry in values["flavours"].items()
-                },
-                heads={
-                    name: HeadEntry(_arrays(entry["embedding"]))
-                    for name, entry in values["heads"].items()
-                },
-                files={name: FileEntry(**entry) for name, entry in values["files"].items()},
-                reference=_arrays(values["reference"]),
-            )
-        except (KeyError, TypeError, AttributeError, EdgeLLMError) as error:
-            raise BundleError(f"{origin}: damaged manifest ({error!r})") from None
+            return parse(cls, content, where="manifest")
+        except EdgeLLMError as error:
+            raise BundleError(f"{origin}: damaged manifest ({error})") from None
 
 
 @dataclass(frozen=True)
@@ -224,13 +203,6 @@ class Bundle:
                 + ", ".join(self.manifest.flavours)
             )
         return self.manifest.flavours[name]
-
-
-def _arrays(values: Mapping[str, Any]) -> dict[str, StoredArray]:
-    return {
-        name: StoredArray(**{**array, "shape": tuple(array["shape"])})
-        for name, array in values.items()
-    }
 
 
 def map_arrays(root: Path, arrays: Mapping[str, StoredArray]) -> dict[str, NDArray[Any]]:
@@ -261,19 +233,23 @@ def is_outdated(path: Path) -> bool:
 
 
 def open_bundle(path: Path, *, verify: bool = False) -> Bundle:
-    """Open a bundle after checking every file against the manifest.
+    """Open a bundle after checking the manifest against its config, and every file against it.
 
     Args:
         verify: read and hash every file, even those that have not changed since the last check.
 
     Raises:
-        BundleError: no bundle, another format, or a file that is missing, cut off or changed.
+        BundleError: no bundle, another format, arrays that do not fit the config, or a file that
+            is missing, cut off or changed.
     """
+    from edgellm.bundle_check import check_manifest  # it is about the classes of this file
+
     manifest = read_manifest(path)
+    check_manifest(manifest, origin=str(path))
     checked = {} if verify else _read_checked(path)
     found = {}
     for name, entry in manifest.files.items():
-        if Path(name).is_absolute() or ".." in Path(name).parts:
+        if Path(name).is_absolute() or ".." in Path(name).parts or "\0" in name:
             raise BundleError(f"{path}: the manifest names a file outside the bundle: {name}")
         stamp = _stamp(path / name, entry, origin=path)
         if checked.get(name) != [entry.sha256, *stamp]:

@@ -61,7 +61,9 @@ class Engine:
         self._lock = threading.Lock()
         self.ctx_size = _ctx_size(options, self.config.context_length)
         memory.check_fits(planned_memory(bundle, options))
-        self.tokenizer = Tokenizer(bundle.path, bundle.manifest.tokenizer)
+        self.tokenizer = Tokenizer(
+            bundle.path, bundle.manifest.tokenizer, rows=self.config.vocab_size
+        )
         self.template = _template(bundle, self.tokenizer)
         self.cache = KVCache(
             self.config,

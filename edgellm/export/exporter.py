@@ -173,7 +173,7 @@ class _Exporter:
         flavour = FLAVOURS[name]
         if flavour.segments is None:
             return self._panels(root, manifest)
-        tokenizer = Tokenizer(base, manifest.tokenizer)
+        tokenizer = Tokenizer(base, manifest.tokenizer, rows=manifest.config.vocab_size)
         arrays = manifest.reference
         if not (arrays or flavour.token_by_token):
             arrays = self._reference(root, tokenizer)
