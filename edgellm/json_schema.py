@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -112,7 +111,7 @@ class JsonFilter:
         self._consumed = tokens
 
 
-def _import_llguidance() -> ModuleType:
+def _import_llguidance() -> Any:
     try:
         import llguidance
     except ImportError as error:

@@ -99,7 +99,7 @@ def test_a_dead_end_is_an_error(tokenizer: Tokenizer, grammars: JsonGrammars) ->
     with pytest.raises(OptionError, match=r"allows nothing after the 0 tokens"):
         allowed_after(grammars.filter('{"$ref": "#"}'), tokenizer, "")
     schema_filter = grammars.filter('{"type": "boolean"}')
-    with pytest.raises(OptionError, match="allows nothing .*maybe"):
+    with pytest.raises(OptionError, match=r"allows nothing .*maybe"):
         allowed_after(schema_filter, tokenizer, "maybe")
     assert "true" in allowed_after(schema_filter, tokenizer, "")
     # logits of fewer tokens than the vocabulary has
