@@ -121,7 +121,7 @@ def _compute(
         session.replace(tokens)
         session.generate(SamplingOptions(max_tokens=0), progress=progress)
         try:
-            with replacing_folder(folder) as partial:
+            with replacing_folder(folder, make_parents=True) as partial:
                 session.save(partial / _SESSION)
                 (partial / _ABOUT).write_text(json.dumps(asdict(about)), encoding="utf-8")
         except OSError as error:
