@@ -26,7 +26,7 @@ def write_conversation(name: str, messages: Sequence[Message]) -> None:
         raise OptionError(f"{path}: there is no folder {path.parent}; make it first")
     values = [{"role": message.role, "content": message.content} for message in messages]
     try:
-        with replacing_file(path) as partial:
+        with replacing_file(path, private=True) as partial:
             text = json.dumps(values, ensure_ascii=False, indent=1)
             partial.write_text(text + "\n", encoding="utf-8")
     except OSError as error:

@@ -123,7 +123,7 @@ def _compute(
         if answer.finish_reason != "length":
             raise CancelledError(f"prefix {about.name!r}: {answer.finish_reason}; nothing is kept")
         try:
-            with replacing_folder(folder) as partial:
+            with replacing_folder(folder, private=True, make_parents=True) as partial:
                 session.save(partial / _SESSION)
                 (partial / _ABOUT).write_text(json.dumps(asdict(about)), encoding="utf-8")
         except OSError as error:

@@ -51,7 +51,7 @@ def write_session(path: Path, saved: SavedSession, blocks: bytes) -> None:
     header = json.dumps(asdict(saved)).encode()
     body = len(header).to_bytes(4, "little") + header + blocks
     try:
-        with replacing_file(path) as partial:
+        with replacing_file(path, private=True) as partial:
             partial.write_bytes(MAGIC + hashlib.sha256(body).digest() + body)
     except OSError as error:
         raise OptionError(f"{path}: {error.strerror}") from None
