@@ -125,7 +125,7 @@ def run(
         from edgellm.cli.repl import chat
 
         return chat(llm, sampling=sampling, system=system, show_stats=show_stats)
-    logit_filter = _json_filter(llm, json_schema)
+    logit_filter = None if json_schema is None else llm.json_filter(json_schema)
     return _answer(llm, text, sampling, system, raw, logit_filter, show_stats, trace, as_json)
 
 
@@ -279,11 +279,3 @@ def fill(
         end_shown_line(answer)
     report(answer, show_stats=show_stats, as_json=as_json)
     return _code(answer)
-
-
-def _json_filter(llm: LLM, schema: str | None) -> LogitFilter | None:
-    if schema is None:
-        return None
-    from edgellm.json_schema import JsonFilter
-
-    return JsonFilter(llm.engine.tokenizer, schema)

@@ -80,7 +80,7 @@ class Engine:
         spare = int(options.shares_cpu)
         self.threads = thread_pool.size(options.threads)
         if graphs:
-            self.threads = thread_pool.start(options.threads, spare=spare) + spare
+            self.threads = thread_pool.start(options.threads, spare=spare)
         table = rope.table(self.config.inv_freq, self.ctx_size)
         backends = (options.decode_backend, options.prefill_backend)
         native = self._native_model(table) if NATIVE in backends else None

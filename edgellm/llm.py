@@ -5,8 +5,9 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import cached_property
 from pathlib import Path
-from typing import TypedDict, Unpack
+from typing import TYPE_CHECKING, TypedDict, Unpack
 
 from edgellm.answer import LogitFilter
 from edgellm.auto_prefill import faster_provider
@@ -26,6 +27,9 @@ from edgellm.sampling import ContextPolicy, SamplingOptions
 from edgellm.schedule import Policy
 from edgellm.session import Session
 from edgellm.sources import DEFAULT_MODEL
+
+if TYPE_CHECKING:
+    from edgellm.json_schema import JsonGrammars
 
 
 class SamplingArguments(TypedDict, total=False):
@@ -273,6 +277,23 @@ class LLM:
             return open_prefix(self.engine, name)[1]
         check_text("text", text)
         return keep_prefix(self.engine, name, text, kind="system" if system else "text")
+
+    def json_filter(self, schema: str) -> LogitFilter:
+        """A logit filter for answers that are JSON of a schema; `{}` allows any JSON.
+
+        Needs `pip install "edgellm[json]"`.
+
+        Raises:
+            OptionError: llguidance is not installed, or the schema cannot be used.
+        """
+        check_text("schema", schema)
+        return self._json_grammars.filter(schema)
+
+    @cached_property
+    def _json_grammars(self) -> JsonGrammars:
+        from edgellm.json_schema import JsonGrammars  # imports an optional package
+
+        return JsonGrammars(self.engine.tokenizer)
 
     def sampling(self, **options: Unpack[SamplingArguments]) -> SamplingOptions:
         """Sampling options: those given, else the model's own defaults, else llama.cpp's."""
