@@ -152,7 +152,7 @@ class Sampler:
 
         Raises:
             NumericError: the logits are not finite.
-            OptionError: a biased token is not in the vocabulary.
+            OptionError: a biased token is not in the vocabulary, or nothing is left to choose.
         """
         options = self._options
         if not math.isfinite(float(logits.max())):
@@ -169,6 +169,11 @@ class Sampler:
         scores[_places(self._banned, ids)] = -np.inf
         recent = _recent(tokens, options.repeat_last_n) if _penalizes(options) else ()
         apply_penalties(scores, _places(recent, ids), options)
+        if scores.max() == -math.inf:
+            raise OptionError(
+                "no token is left to choose from: `logit_bias`, `ignore_eos` and the logit filter "
+                "rule out all of them"
+            )
         place = self._draw(scores)
         return place if ids is None else int(ids[place])
 

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from edgellm.cli.main import COMMANDS
+from edgellm.options import EngineOptions
 
 README = (Path(__file__).parent.parent / "README.md").read_text(encoding="utf-8")
 
@@ -30,7 +31,7 @@ def test_python_example() -> None:
     )
     assert found.returncode == 0, found.stderr
     assert "Paris" in found.stdout
-    assert "{'native':" in found.stdout or "{'cpu':" in found.stdout
+    assert f"{{'{EngineOptions().prefill_backend}':" in found.stdout
 
 
 def test_test_command() -> None:

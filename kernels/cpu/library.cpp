@@ -159,8 +159,12 @@ Pool& pool() {
     return *current;
 }
 
+// As many cores as a test says there are; 0 asks the system.
+std::atomic<int> assumed_cores{0};
+
 // Threads past the number of cores would only wait for each other.
 int cores() {
+    if (const int assumed = assumed_cores.load(std::memory_order_relaxed); assumed > 0) return assumed;
 #ifdef __linux__
     cpu_set_t usable;
     if (sched_getaffinity(0, sizeof usable, &usable) == 0) return CPU_COUNT(&usable);
@@ -237,6 +241,11 @@ extern "C" {
 // Name of the instruction set in use.
 const char* edgellm_isa() {
     return edgellm::NAMES[static_cast<int>(edgellm::current_isa())];
+}
+
+// For tests of more threads than this machine has cores; 0 takes those that it has.
+void edgellm_assume_cores(int count) {
+    edgellm::assumed_cores = count;
 }
 
 // Use an instruction set by name; 0 if this processor does not have it.

@@ -10,9 +10,9 @@ import pytest
 
 from edgellm import costs
 from edgellm.bundle import COSTS, Bundle, open_bundle
-from edgellm.kernels.native import library
 from edgellm.llm import load
 from edgellm.measured import MeasuredPrompt, from_json
+from edgellm.options import STEPS
 from edgellm.plan import keep_prompt
 from edgellm.planner import Costs
 from edgellm.prefill import ChunkedPrefill, Hooks
@@ -32,11 +32,10 @@ def kept(folder: str) -> dict[str, Any]:
 
 
 def test_measured_once(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    load(folder, prefill="cpu")
+    engine = load(folder, prefill="cpu").engine
     (values,) = kept(folder).values()
     assert set(values["chunks"]) == {"32", "128"}
-    if library() is not None:
-        assert set(values["step"]) == {"8", "128"}
+    assert set(values["step"]) == ({"8", "128"} if engine.decoder.name in STEPS else set())
     for samples in (*values["chunks"].values(), *values["step"].values()):
         assert 1 <= len(samples) <= 5
         assert min(samples) > 0
@@ -51,9 +50,9 @@ def test_measuring_leaves_no_prefix_behind(folder: str) -> None:
 
 def test_a_small_context_bounds_what_is_timed(folder: str) -> None:
     """Seconds are divided by the tokens that were computed, not by those that were meant."""
-    load(folder, prefill="cpu", ctx_size=20)
+    engine = load(folder, prefill="cpu", ctx_size=20).engine
     (values,) = kept(folder).values()
-    assert set(values["step"]) == (set() if library() is None else {"8", "20"})
+    assert set(values["step"]) == ({"8", "20"} if engine.decoder.name in STEPS else set())
 
 
 def test_other_decoders_are_measured_again(folder: str) -> None:
@@ -124,7 +123,7 @@ def test_the_longest_whole_prompt_is_kept(folder: str) -> None:
         keep_prompt(engine, MeasuredPrompt(tokens, (seconds,), (0.5, 0.75)))
         (values,) = kept(folder).values()
         found.append(values["prompt"] and values["prompt"][:2])
-    if engine.decoder.name != "native":
+    if engine.decoder.name not in STEPS:
         assert found == [None] * 5
         return
     assert found == [None, [200, [1.0]], [200, [1.0]], [200, [2.0]], [300, [3.0]]]

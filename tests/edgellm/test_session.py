@@ -15,7 +15,8 @@ from edgellm import (
     SamplingOptions,
 )
 from edgellm.llm import LLM, load
-from edgellm.prefill import STEP_CHUNK, Hooks
+from edgellm.prefill import STEP_CHUNK, Hooks, StepPrefill
+from edgellm.providers import TRITON
 
 GREEDY = SamplingOptions(temperature=0.0, max_tokens=24)
 TEXT = "In the year 1969 three men flew to the moon. " * 8
@@ -140,7 +141,7 @@ def test_cancel_in_prefill_keeps_the_session(llm: LLM) -> None:
         found = session.generate(GREEDY, cancel=cancel, progress=progress)
         assert found.finish_reason == "cancelled"
         assert found.tokens == ()
-        chunk = STEP_CHUNK if backend(llm) == "native" else 128
+        chunk = STEP_CHUNK if isinstance(llm.engine.prefill, StepPrefill) else 128
         assert seen == [(chunk, len(session.tokens))]
         assert session.cached == found.stats.cached_tokens + chunk == chunk
         assert found.stats.prefill == {backend(llm): chunk}
@@ -170,7 +171,9 @@ def test_cancel_between_layers_leaves_the_sequence_as_it_was(llm: LLM) -> None:
         llm.engine.prefill.run([4, 5, 6], sequence, Hooks(cancel=cancel))
     assert cancel.asked == 4
     assert sequence.tokens == [1, 2]
-    np.testing.assert_array_equal(llm.engine.prefill.run([3], sequence), before)
+    # on a GPU a single row has a kernel of its own, which adds up in another order
+    allowed = 0.1 if backend(llm) == TRITON else 0.0
+    np.testing.assert_allclose(llm.engine.prefill.run([3], sequence), before, atol=allowed, rtol=0)
     sequence.truncate(0)
 
 

@@ -37,6 +37,17 @@ def compiled(request: pytest.FixtureRequest, use_isa: UseISA) -> ctypes.CDLL:
 
 
 @pytest.fixture
+def eight_cores() -> Iterator[None]:
+    """Lets the kernels start up to eight threads, also where there are fewer cores."""
+    found = library()
+    if found is not None:
+        found.edgellm_assume_cores(8)
+    yield
+    if found is not None:
+        found.edgellm_assume_cores(0)
+
+
+@pytest.fixture
 def poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
     """Fresh float arrays hold NaN and integer ones their largest value, so unwritten data shows."""
     empty, empty_like = np.empty, np.empty_like

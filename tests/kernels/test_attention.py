@@ -134,6 +134,7 @@ def test_company_makes_no_difference() -> None:
         np.testing.assert_array_equal(part, expected[first : first + count])
 
 
+@pytest.mark.usefixtures("eight_cores")
 @pytest.mark.parametrize("threads", [2, 3, 8])
 def test_threads_make_no_difference(threads: int) -> None:
     arguments, expected = random_call(threads)

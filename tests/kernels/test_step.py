@@ -1,7 +1,9 @@
 from __future__ import annotations
 
 import ctypes
+import sys
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -200,6 +202,7 @@ def test_logits_of_the_last_rows_only() -> None:
         np.testing.assert_array_equal(part, every[5 - rows :])
 
 
+@pytest.mark.usefixtures("eight_cores")
 @pytest.mark.parametrize("threads", range(1, 9))
 def test_any_number_of_threads(threads: int) -> None:
     found = library()
@@ -210,6 +213,8 @@ def test_any_number_of_threads(threads: int) -> None:
     for _ in range(5):
         logits = model.run(found, list(range(1, 40)), "int8", threads=threads)[1]
         np.testing.assert_array_equal(logits, expected)
+    if sys.platform == "linux":
+        assert len(list(Path("/proc/self/task").iterdir())) >= threads
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
