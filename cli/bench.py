@@ -10,31 +10,51 @@ from edgellm.benchmark import bench as measure
 from edgellm.benchmark import to_json, to_markdown
 from edgellm.cli.options import LoadArguments, load_options, model_argument
 from edgellm.cli.progress import export_progress
-from edgellm.errors import OptionError
 from edgellm.llm import load
+
+
+def _sizes(_: click.Context, __: click.Parameter, text: str) -> list[int]:
+    """Numbers of tokens with commas between them."""
+    try:
+        sizes = [int(part) for part in text.split(",")]
+    except ValueError:
+        raise click.BadParameter(
+            f"{text!r}: write one size or several with commas, e.g. 512,2048"
+        ) from None
+    if min(sizes) < 0:
+        raise click.BadParameter(f"{min(sizes)} tokens; allowed is 0 or more")
+    return sizes
 
 
 @click.command()
 @model_argument
 @load_options
-@click.option("-p", "--n-prompt", default="512", show_default=True, help="Prompt sizes: 512,2048.")
-@click.option("-n", "--n-gen", default="128", show_default=True, help="Generation sizes.")
-@click.option("-d", "--n-depth", default="0", show_default=True, help="Tokens in the cache before.")
-@click.option("-r", "--repetitions", type=int, default=5, show_default=True)
+@click.option(
+    "-p", "--n-prompt", "prompts", callback=_sizes, default="512", show_default=True,
+    help="Prompt sizes: 512,2048.",
+)  # fmt: skip
+@click.option(
+    "-n", "--n-gen", "generations", callback=_sizes, default="128", show_default=True,
+    help="Generation sizes.",
+)  # fmt: skip
+@click.option(
+    "-d", "--n-depth", "depths", callback=_sizes, default="0", show_default=True,
+    help="Tokens in the cache before.",
+)  # fmt: skip
+@click.option("-r", "--repetitions", type=click.IntRange(min=1), default=5, show_default=True)
 @click.option("-o", "--output", type=click.Choice(["md", "json"]), default="md", show_default=True)
 def bench(
     *,
     name: str,
     load_arguments: LoadArguments,
-    n_prompt: str,
-    n_gen: str,
-    n_depth: str,
+    prompts: list[int],
+    generations: list[int],
+    depths: list[int],
     repetitions: int,
     output: str,
 ) -> None:
     """Measure prefill (pp) and decode (tg) speed in tokens a second: mean ± standard deviation."""
-    prompts, generations, depths = map(_sizes, (n_prompt, n_gen, n_depth))
-    needed = max([*prompts, *generations, 0]) + max(depths)
+    needed = max([*prompts, *generations]) + max(depths)
     if load_arguments["ctx_size"] is None and needed > 4096:
         load_arguments["ctx_size"] = needed
     with export_progress() as exporting:
@@ -53,12 +73,3 @@ def bench(
         progress=show,
     )
     click.echo((to_json if output == "json" else to_markdown)(results, llm.engine))
-
-
-def _sizes(text: str) -> list[int]:
-    try:
-        return [int(part) for part in text.split(",")]
-    except ValueError:
-        raise OptionError(
-            f"{text!r}: write one size or several with commas, e.g. 512,2048"
-        ) from None

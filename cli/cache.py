@@ -53,11 +53,14 @@ def add(
 @cache.command()
 def ls() -> None:
     """List what is kept."""
-    for prefix, folder in kept_prefixes():
+    kept = kept_prefixes()
+    if not kept:
+        click.echo("nothing is kept yet; `edgellm cache add NAME -f FILE` keeps a text", err=True)
+    for prefix, folder in kept:
         size = sum(file.stat().st_size for file in folder.iterdir())
         click.echo(
-            f"{prefix.name:20}  {prefix.model:32}  {prefix.kind:6}  {prefix.tokens:6} tokens  "
-            f"{prefix.kv_format:4}  {size / 1e6:8.1f} MB"
+            f"{_printable(prefix.name):20}  {prefix.model:32}  {prefix.kind:6}  "
+            f"{prefix.tokens:6} tokens  {prefix.kv_format:4}  {size / 1e6:8.1f} MB"
         )
 
 
@@ -69,3 +72,8 @@ def rm(*, prefixes: tuple[str, ...]) -> None:
         if not forget_prefix(prefix):
             raise OptionError(f"no prefix {prefix!r} is kept; see `edgellm cache ls`")
         click.echo(f"deleted {prefix}", err=True)
+
+
+def _printable(name: str) -> str:
+    """A name in which control characters, such as a terminal's escapes, are spelled out."""
+    return "".join(c if c.isprintable() else repr(c)[1:-1] for c in name)

@@ -14,13 +14,16 @@ from edgellm.cli.options import model_argument
 from edgellm.cli.progress import export_progress
 from edgellm.cli.text import read_text
 from edgellm.errors import OptionError
-from edgellm.export import DEFAULT_CHUNK_SIZES, DEFAULT_FLAVOURS, check_flavours
-from edgellm.export import export as export_bundle
+from edgellm.export import (
+    DEFAULT_CHUNK_SIZES,
+    DEFAULT_FLAVOURS,
+    check_chunk_sizes,
+    check_flavours,
+)
 from edgellm.export.calibrate import ROUNDINGS, CalibrationOptions, Rounding
 from edgellm.export.flavours import FLAVOURS
 from edgellm.prepare import prepare
 from edgellm.quantize.calibration import METHODS, Method
-from edgellm.sources import resolve
 
 
 def calibration_options(command: Callable[..., None]) -> Callable[..., None]:
@@ -97,9 +100,7 @@ def calibration_options(command: Callable[..., None]) -> Callable[..., None]:
 )
 @click.option(
     "--chunk-sizes",
-    default=",".join(map(str, DEFAULT_CHUNK_SIZES)),
-    show_default=True,
-    help="Static chunk sizes.",
+    help=f"Static chunk sizes.  [default: {','.join(map(str, DEFAULT_CHUNK_SIZES))}]",
 )
 @calibration_options
 @click.option("--force", is_flag=True, help="Replace a bundle that is there.")
@@ -108,31 +109,26 @@ def export(
     name: str,
     output: Path | None,
     flavours: str,
-    chunk_sizes: str,
+    chunk_sizes: str | None,
     calibration: CalibrationOptions,
     force: bool,
 ) -> None:
     """Export MODEL to a bundle: static-shape ONNX graphs, decode weights, tokenizer."""
     wanted = flavours.split(",")
+    sizes = None if chunk_sizes is None else _sizes(chunk_sizes)
     check_flavours(wanted)
+    if sizes is not None:
+        check_chunk_sizes(sizes, wanted)
     with export_progress() as progress:
-        if output is None:
-            bundle = prepare(
-                name, flavours=wanted, calibration=calibration, force=force, progress=progress
-            )
-        else:
-            source = resolve(name)
-            bundle = export_bundle(
-                source.path,
-                output,
-                name=name,
-                source=source.spec,
-                flavours=wanted,
-                chunk_sizes=_sizes(chunk_sizes),
-                calibration=calibration,
-                force=force,
-                progress=progress,
-            )
+        bundle = prepare(
+            name,
+            flavours=wanted,
+            out=output,
+            chunk_sizes=sizes,
+            calibration=calibration,
+            force=force,
+            progress=progress,
+        )
     report(bundle)
 
 

@@ -1,17 +1,25 @@
-"""Ctrl-C: the first one stops the answer, the second one the program."""
+"""Signals while an answer is written.
+
+The first Ctrl-C stops the answer, the second one the program. SIGTERM ends the program as an
+exception does, so that the terminal is put in order.
+"""
 
 from __future__ import annotations
 
 import signal
+import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
 
+# Exit code of a shell command that Ctrl-C has ended.
+INTERRUPTED = 130
+
 
 @contextmanager
 def cancel_on_interrupt() -> Iterator[threading.Event]:
-    """An event that Ctrl-C sets; a second Ctrl-C raises KeyboardInterrupt."""
+    """An event that Ctrl-C sets; a second Ctrl-C raises KeyboardInterrupt, SIGTERM SystemExit."""
     cancel = threading.Event()
 
     def handle(number: int, frame: FrameType | None) -> None:
@@ -21,6 +29,21 @@ def cancel_on_interrupt() -> Iterator[threading.Event]:
 
     previous = signal.signal(signal.SIGINT, handle)
     try:
-        yield cancel
+        with exit_on_terminate():
+            yield cancel
     finally:
         signal.signal(signal.SIGINT, previous)
+
+
+@contextmanager
+def exit_on_terminate() -> Iterator[None]:
+    """SIGTERM raises SystemExit, with the exit code that a shell gives a process that it ended."""
+
+    def handle(number: int, frame: FrameType | None) -> None:
+        sys.exit(128 + number)
+
+    previous = signal.signal(signal.SIGTERM, handle)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, previous)

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-import contextlib
+import errno
 import importlib
-import os
 import sys
+from typing import Any
 
 import click
 
 from edgellm import __version__
+from edgellm.cli.flags import in_flags
+from edgellm.cli.interrupt import INTERRUPTED
+from edgellm.cli.streams import discard_output, open_closed_streams
 from edgellm.errors import CancelledError, EdgeLLMError, OptionError
 
 # Command -> module and one line of help; a module is imported when its command runs.
@@ -31,7 +34,10 @@ COMMANDS = {
 
 
 class _Commands(click.Group):
-    """A group whose help needs none of its commands imported."""
+    """A group whose help needs none of its commands imported.
+
+    An error of the library becomes one line, and an exit code.
+    """
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return list(COMMANDS)
@@ -42,6 +48,17 @@ class _Commands(click.Group):
         command = getattr(importlib.import_module(COMMANDS[cmd_name][0]), cmd_name)
         assert isinstance(command, click.Command)
         return command
+
+    def invoke(self, ctx: click.Context) -> Any:
+        try:
+            return super().invoke(ctx)
+        except CancelledError:
+            return INTERRUPTED
+        except EdgeLLMError as error:
+            command = self.get_command(ctx, ctx.invoked_subcommand or "")
+            message = str(error) if command is None else in_flags(str(error), command)
+            _say(message)
+            return 2 if isinstance(error, OptionError) else 1
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         with formatter.section("Commands"):
@@ -63,33 +80,33 @@ def main() -> None:
 
 
 def _run() -> int:
+    open_closed_streams()
     try:
         result = edgellm.main(standalone_mode=False, prog_name="edgellm")
+        sys.stdout.flush()
         return result if isinstance(result, int) else 0
     except click.exceptions.Exit as error:
         return error.exit_code
     except click.ClickException as error:
         error.show()
         return error.exit_code
-    except CancelledError:
-        return 130
-    except EdgeLLMError as error:
-        click.echo(f"edgellm: {_one_line(error)}", err=True)
-        return 2 if isinstance(error, OptionError) else 1
     except (KeyboardInterrupt, click.Abort):
-        return 130
+        _say("interrupted")
+        return INTERRUPTED
     except BrokenPipeError:
-        # the reader of stdout has gone (`| head`); keep the interpreter from complaining at exit
-        with contextlib.suppress(OSError):
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        discard_output()  # the reader has gone (`| head`)
         return 1
     except OSError as error:
-        click.echo(f"edgellm: {_one_line(error)}", err=True)
+        if error.errno == errno.EBADF:
+            _say("standard output is closed; there is nowhere to write to")
+        else:
+            _say(str(error))
+        discard_output()
         return 1
 
 
-def _one_line(error: Exception) -> str:
-    return " ".join(str(error).split())
+def _say(message: str) -> None:
+    click.echo(f"edgellm: {' '.join(message.split())}", err=True)
 
 
 if __name__ == "__main__":

@@ -2,21 +2,29 @@
 
 from __future__ import annotations
 
-import shutil
+from collections.abc import Sequence
 from pathlib import Path
 
 import click
 
-from edgellm.bundle import Bundle, is_bundle, open_bundle, read_manifest
+from edgellm.bundle import Bundle, open_bundle, read_manifest
+from edgellm.bundle_state import check_sizes
 from edgellm.cli.export import report
 from edgellm.cli.options import model_argument
 from edgellm.cli.progress import export_progress
 from edgellm.engine import planned_memory
 from edgellm.errors import BundleError, EdgeLLMError, SourceError
-from edgellm.home import bundles_dir, models_dir
+from edgellm.flavour_removal import remove_flavours
+from edgellm.home import (
+    bundles_dir,
+    delete_abandoned,
+    delete_abandoned_at_home,
+    delete_folder,
+    locked,
+)
 from edgellm.options import EngineOptions
 from edgellm.prepare import prepare
-from edgellm.sources import ALIASES, pypi_path
+from edgellm.sources import bundle_label, local_path, resolve_here
 
 
 @click.command()
@@ -24,15 +32,20 @@ from edgellm.sources import ALIASES, pypi_path
 def pull(*, name: str) -> None:
     """Download MODEL and export it, so that the next run starts at once."""
     with export_progress() as progress:
-        report(prepare(name, flavours=EngineOptions().flavours, progress=progress))
+        bundle = prepare(name, flavours=EngineOptions().flavours, progress=progress)
+    report(bundle)
 
 
 @click.command()
 def ls() -> None:
     """List exported models."""
-    for folder in _bundle_folders():
+    folders = _bundle_folders()
+    if not folders:
+        click.echo("no models yet; `edgellm pull` downloads and exports one", err=True)
+    for folder in folders:
         try:
             manifest = read_manifest(folder)
+            check_sizes(folder, manifest)
         except EdgeLLMError as error:
             click.echo(f"{folder.name}  damaged: {error}", err=True)
             continue
@@ -58,37 +71,56 @@ def show(*, name: str, verify: bool) -> None:
 
 @click.command()
 @click.argument("names", metavar="MODEL...", nargs=-1, required=True)
-def rm(*, names: tuple[str, ...]) -> None:
+@click.option(
+    "--flavour", "flavours", multiple=True, help="Delete only this precision; may be repeated."
+)
+def rm(*, names: tuple[str, ...], flavours: tuple[str, ...]) -> None:
     """Delete exported models, by name or by folder as `ls` prints them, and their downloads."""
     for name in names:
-        folders = [f for f in _bundle_folders() if _is_named(f, name)]
-        spec = ALIASES.get(name, name)
-        download = pypi_path(spec).parent if spec.startswith("pypi:") else None
-        found = download is not None and download.exists()
-        if not folders and not found:
+        folders = [folder for folder in _bundle_folders() if _is_named(folder, name)]
+        if flavours:
+            freed = sum(remove_flavours(folder, flavours) for folder in folders)
+            deleted = [f"{', '.join(flavours)} of {name}, {freed / 1e6:.1f} MB"] if folders else []
+        else:
+            deleted = [str(path) for path in _delete(name, folders)]
+        if not deleted:
             raise SourceError(f"{name}: no exported model of that name; see `edgellm ls`")
-        for folder in folders:
-            shutil.rmtree(folder)
-            folder.with_name(f".{folder.name}.lock").unlink(missing_ok=True)
-            click.echo(f"deleted {folder}", err=True)
-        if found and download is not None and download.parent == models_dir():
-            shutil.rmtree(download)
-            click.echo(f"deleted {download}", err=True)
+        for what in deleted:
+            click.echo(f"deleted {what}", err=True)
+    delete_abandoned_at_home()
+
+
+def _delete(name: str, folders: Sequence[Path]) -> list[Path]:
+    """Delete bundles, the model's download, and what killed processes have left of both."""
+    for folder in folders:
+        with locked(folder):
+            delete_folder(folder)
+    source = resolve_here(name)
+    if source is None:
+        return list(folders)
+    with locked(bundles_dir() / source.key):
+        delete_abandoned(bundles_dir(), of=source.key, abandoned_s=0)
+    return [*folders, *(source.member.delete() if source.member is not None else [])]
 
 
 def _bundle_folders() -> list[Path]:
+    """All that ought to be bundles."""
     root = bundles_dir()
-    return sorted(f for f in root.iterdir() if is_bundle(f)) if root.exists() else []
+    if not root.exists():
+        return []
+    return sorted(f for f in root.iterdir() if f.is_dir() and not f.name.startswith("."))
 
 
 def _is_named(folder: Path, name: str) -> bool:
-    if folder.name == name:
+    here = local_path(name)
+    if folder.name == name or folder.resolve() == here:
         return True
     try:
         manifest = read_manifest(folder)
     except BundleError:
-        return False
-    return name in (manifest.name, manifest.source)
+        # nothing says any more which model it was, only its folder name how it was called
+        return folder.name.rpartition("-")[0] == bundle_label(name)
+    return name in (manifest.name, manifest.source) or manifest.source == str(here)
 
 
 def _description(bundle: Bundle) -> list[tuple[str, str]]:
@@ -118,8 +150,13 @@ def _description(bundle: Bundle) -> list[tuple[str, str]]:
             if chosen == name
         ]
         sizes = ", ".join(map(str, flavour.chunk_sizes))
+        chunks = f"; chunks of {sizes}" if sizes else ""
         mark = f" ({', '.join(uses)})" if uses else ""
-        lines.append(("flavour", f"{name}{mark}: {flavour.description}; chunks of {sizes}"))
+        files = manifest.files.items()
+        size = sum(entry.bytes for file, entry in files if file.startswith(f"{name}/"))
+        lines.append(
+            ("flavour", f"{name}{mark}: {size / 1e6:.1f} MB, {flavour.description}{chunks}")
+        )
     needed = planned_memory(bundle, defaults)
     lines.append(
         (

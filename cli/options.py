@@ -18,6 +18,8 @@ from edgellm.schedule import POLICIES, Policy
 from edgellm.sources import DEFAULT_MODEL
 
 Command = Callable[..., Any]
+# Stands for standard input in the place of a file, a prompt or, in front of one, a model.
+STDIN = "-"
 
 
 class LoadArguments(TypedDict):
@@ -43,6 +45,8 @@ def model_argument(command: Command) -> Command:
     @click.option("-m", "--model", "model_option", metavar="MODEL", help="The same as MODEL.")
     @functools.wraps(command)
     def wrapped(*, model: str | None, model_option: str | None, **rest: Any) -> Any:
+        if model == STDIN and model_option is not None and "prompt" in rest:
+            model, rest["prompt"] = None, rest["prompt"] or STDIN
         if model is not None and model_option is not None:
             raise OptionError("the model is named twice, as MODEL and with -m")
         return command(name=model or model_option or DEFAULT_MODEL, **rest)

@@ -19,8 +19,14 @@ from edgellm.perplexity import perplexity as measure
 @click.argument("file", type=click.Path(path_type=Path, allow_dash=True))
 @model_argument
 @load_options
-@click.option("--window", type=int, default=512, show_default=True, help="Tokens of a window.")
-@click.option("--max-windows", type=int, help="Stop after this many windows.")
+@click.option(
+    "--window",
+    type=click.IntRange(min=2),
+    default=512,
+    show_default=True,
+    help="Tokens of a window.",
+)
+@click.option("--max-windows", type=click.IntRange(min=1), help="Stop after this many windows.")
 @click.option("--through", type=click.Choice(PATHS), default="prefill", show_default=True)
 @click.option("--json", "as_json", is_flag=True, help="Print a JSON object.")
 def perplexity(

@@ -2,25 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from itertools import groupby
 
 import click
 
+from edgellm.auto_prefill import auto_choice
 from edgellm.bundle import PANELS
 from edgellm.cli.options import LoadArguments, load_options
 from edgellm.cli.progress import export_progress
 from edgellm.engine import Engine
 from edgellm.errors import OptionError
 from edgellm.llm import load
-from edgellm.plan import Prediction, measure, predict, profile
+from edgellm.measured import MeasuredPrompt
+from edgellm.plan import Prediction, keep_prompt, measure, predict, profile
 from edgellm.planner import Piece
 from edgellm.prefill import ChunkedPrefill
-from edgellm.providers import CUDA, NATIVE, TRITON
+from edgellm.providers import AUTO, CUDA, NATIVE, TRITON
 from edgellm.roofline import Machine, measure_cpu, measure_gpu, work_of
 from edgellm.schedule import POLICIES
 from edgellm.sources import DEFAULT_MODEL
-from edgellm.trace import bubble_rate
+from edgellm.timing import Samples
 
 _SPEEDS = (1, 5, 10)
 
@@ -48,12 +51,10 @@ def plan(*, prompt_length: int, name: str, load_arguments: LoadArguments) -> Non
     with engine.lock:
         if isinstance(prefill, ChunkedPrefill):
             _show_chunks(engine, prefill, prompt_length)
-        seconds, records = measure(engine, prompt_length)
-        shown = Prediction(seconds, bubble_rate(records))
-        click.echo(_line(f"measured, {engine.options.policy}", shown, prompt_length))
-        if engine.native_prefill not in (None, prefill):
-            _show_native(engine, prompt_length, seconds)
+        _show_measured(engine, prompt_length)
         _show_limits(engine, prompt_length)
+    choice = auto_choice(engine.bundle, replace(engine.options, prefill=AUTO, flavour=None))
+    click.echo(f"--prefill auto takes {choice.prefill}: {choice.reason}")
 
 
 def _show_chunks(engine: Engine, prefill: ChunkedPrefill, count: int) -> None:
@@ -68,11 +69,26 @@ def _show_chunks(engine: Engine, prefill: ChunkedPrefill, count: int) -> None:
             click.echo(_line(f"predicted, {policy}", prediction, count))
 
 
-def _show_native(engine: Engine, count: int, seconds: float) -> None:
-    alone, _ = measure(engine, count, prefill=engine.native_prefill)
-    click.echo(_line("measured, --prefill native", Prediction(alone, 0.0), count))
-    faster = NATIVE if alone < seconds else engine.prefill.placement.provider
-    click.echo(f"faster at this length: --prefill {faster}")
+def _show_measured(engine: Engine, count: int) -> None:
+    """The prompt as it is prefilled and, if that is something else, through the native kernels."""
+    prefill, native = engine.prefill, engine.native_prefill
+    label, name = f"measured, {engine.options.policy}", prefill.placement.provider
+    if native is None or name == NATIVE:
+        ((seconds, bubbles),) = measure(engine, count, prefill)
+        click.echo(_line(label, Prediction(min(seconds), bubbles), count))
+        return
+    (seconds, bubbles), (alone, _) = measure(engine, count, prefill, native)
+    click.echo(_line(label, Prediction(min(seconds), bubbles), count))
+    click.echo(_line("measured, --prefill native", Prediction(min(alone), 0.0), count))
+    click.echo(f"faster at this length: {_faster({name: seconds, NATIVE: alone})}")
+    keep_prompt(engine, MeasuredPrompt(count, seconds, alone))
+
+
+def _faster(samples: Mapping[str, Samples]) -> str:
+    first, second = sorted(samples, key=lambda name: min(samples[name]))
+    if max(samples[first]) < min(samples[second]):
+        return f"--prefill {first}"
+    return f"{first} and {second} differ by no more than their times vary"
 
 
 def _show_limits(engine: Engine, count: int) -> None:

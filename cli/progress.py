@@ -12,33 +12,43 @@ from tqdm import tqdm
 _DELAY_S = 0.5
 
 
+# Larger numbers are bytes.
+_MOST_STEPS = 10_000
+
+
 @contextmanager
 def export_progress() -> Iterator[Callable[[str, int, int], None]]:
-    """A callback for `edgellm.load(export_progress=...)`."""
-    with _Bar("exporting") as bar:
-        yield lambda label, done, total: bar.show(done, total, label)
+    """A callback for `edgellm.load(export_progress=...)`: what is done, a colon, and with what."""
+    with _Bar() as bar:
+        yield lambda label, done, total: bar.show(label, done, total)
 
 
 @contextmanager
 def count_progress(label: str) -> Iterator[Callable[[int, int], None]]:
     """A callback that takes steps done and in all."""
-    with _Bar(label) as bar:
-        yield bar.show
+    with _Bar() as bar:
+        yield lambda done, total: bar.show(label, done, total)
 
 
 class _Bar:
     """A bar that is made with the first step and gone with the last one."""
 
-    def __init__(self, label: str) -> None:
-        self._label = label
+    def __init__(self) -> None:
         self._bar: tqdm | None = None
 
-    def show(self, done: int, total: int, step: str = "") -> None:
+    def show(self, label: str, done: int, total: int) -> None:
+        what, _, step = label.partition(": ")
         if self._bar is None:
-            hidden = not sys.stderr.isatty()
             self._bar = tqdm(
-                total=total, desc=self._label, leave=False, disable=hidden, delay=_DELAY_S
+                total=total,
+                desc=what,
+                leave=False,
+                disable=not sys.stderr.isatty(),
+                delay=_DELAY_S,
+                unit="B" if total > _MOST_STEPS else "it",
+                unit_scale=total > _MOST_STEPS,
             )
+        self._bar.set_description_str(what, refresh=False)
         self._bar.set_postfix_str(step, refresh=False)
         self._bar.update(done - self._bar.n)
         if done >= total:

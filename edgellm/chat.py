@@ -11,17 +11,20 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from edgellm.answer import LogitFilter
+from edgellm.checks import check_text
 from edgellm.engine import Engine
-from edgellm.errors import CancelledError, OptionError
+from edgellm.errors import OptionError
 from edgellm.prefill import Progress
 from edgellm.prompt import Message, encode_conversation
-from edgellm.results import Completion, Piece, Stats
+from edgellm.results import Completion, Piece, Stats, completion
 from edgellm.sampling import SamplingOptions
 from edgellm.session import Session
 
 
 class Chat:
     """Messages that take turns; earlier turns stay in the KV cache.
+
+    `close` gives their place in the cache back, as do `with` and, later, the garbage collector.
 
     Attributes:
         messages: the conversation so far; may be changed between turns.
@@ -33,17 +36,17 @@ class Chat:
     ) -> None:
         self._engine = engine
         self._session = Session(engine)
-        self._completion: Completion | None = None
         self._forgotten = 0  # messages behind the system prompt that the model sees no more
         self._dropped = 0  # tokens of them, with the last answer
         self.options = options
         self.messages: list[Message] = []
         if system is not None:
+            check_text("system", system)
             self.messages.append(Message("system", system))
 
     @property
     def stats(self) -> Stats | None:
-        """Of the last answer."""
+        """Timings and counts of the last answer."""
         stats = self._session.stats
         return None if stats is None else self._counted(stats)
 
@@ -60,13 +63,13 @@ class Chat:
         progress: Progress | None = None,
         logit_filter: LogitFilter | None = None,
     ) -> Completion:
-        """Say something and get the whole answer."""
-        self._completion = None
-        for _ in self.stream(text, cancel=cancel, progress=progress, logit_filter=logit_filter):
-            pass
-        if self._completion is None:
-            raise CancelledError("cancelled before the answer began")
-        return self._completion
+        """Say something and get the whole answer; see `stream`.
+
+        One that ended before its first token (`finish_reason` says why) is empty, and the
+        conversation is as it was.
+        """
+        pieces = self.stream(text, cancel=cancel, progress=progress, logit_filter=logit_filter)
+        return completion(list(pieces))
 
     def stream(
         self,
@@ -81,6 +84,7 @@ class Chat:
         An answer that is cancelled stays in the conversation as far as it got. If anything fails
         before the answer begins, the conversation is as it was.
         """
+        check_text("text", text)
         if not text.strip():
             raise OptionError("the message is empty")
         self.messages.append(Message("user", text))
@@ -94,7 +98,7 @@ class Chat:
         self, *, cancel: threading.Event | None = None, progress: Progress | None = None
     ) -> Iterator[Piece]:
         """Answer the last message once more, differently if the seed is open."""
-        if not self.messages or self.messages[-1].role != "assistant":
+        if [message.role for message in self.messages[-2:]] != ["user", "assistant"]:
             raise OptionError("there is no answer to generate again")
         previous = self.messages.pop()
         try:
@@ -104,7 +108,14 @@ class Chat:
                 self.messages.append(previous)
 
     def close(self) -> None:
+        """Give the memory back; the messages stay."""
         self._session.close()
+
+    def __enter__(self) -> Chat:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
     def _answer(
         self,
@@ -138,34 +149,25 @@ class Chat:
         seen = self.messages[first + self._forgotten :]
         if self.options.context_policy == "error" or not seen or seen[0].role != "user":
             self._forgotten = 0  # it may have become another conversation
-        found = tokens()
-        whole = len(found)
+        prompt = tokens()
+        whole = len(prompt)
         if self.options.context_policy == "shift" and whole > engine.ctx_size * 3 // 4:
             for turn in turns:
-                if turn > first + self._forgotten and len(found) > engine.ctx_size // 2:
+                if turn > first + self._forgotten and len(prompt) > engine.ctx_size // 2:
                     self._forgotten = turn - first
-                    found = tokens()
-        self._dropped = whole - len(found)
-        return found
+                    prompt = tokens()
+        self._dropped = whole - len(prompt)
+        return prompt
 
     def _counted(self, stats: Stats) -> Stats:
         return replace(stats, dropped_tokens=stats.dropped_tokens + self._dropped)
 
     def _keep(self, pieces: list[Piece]) -> None:
         """Put the answer into the conversation, its end token and anything after it left out."""
-        sampled = tuple(p.token for p in pieces if p.token is not None)
-        stats = self.stats
-        if not sampled or stats is None:
+        sampled = tuple(piece.token for piece in pieces if piece.token is not None)
+        if not sampled:
             return
         text = "".join(piece.text for piece in pieces)
-        reason = pieces[-1].finish_reason or "cancelled"
-        self._completion = Completion(
-            text,
-            sampled,
-            tuple(p.logprob or 0.0 for p in pieces if p.token is not None),
-            reason,
-            stats,
-        )
         kept = sampled[:-1] if sampled[-1] in self._engine.tokenizer.eos_ids else sampled
         # a stop text is cut off the shown text, so its tokens are not the answer
         exact = self._engine.tokenizer.decode(kept, skip_special=True) == text

@@ -21,7 +21,7 @@ from pathlib import Path
 from filelock import FileLock
 
 from edgellm.bundle import Bundle, ExportProgress, sha256_of
-from edgellm.errors import ProviderError
+from edgellm.errors import ProviderError, first_line
 from edgellm.graphs.contract import part_file, parts
 from edgellm.home import compiled_dir, file_safe, replacing_folder
 from edgellm.providers import PROVIDERS, add_provider, version
@@ -154,10 +154,10 @@ def _compile(task: _Task) -> str:
         compiler.compile_to_file(str(task.target))
         nodes = list(ir.load(task.target).graph)
     except Exception as error:  # onnxruntime's exceptions share no base class
-        return str(error).strip().splitlines()[0]
+        return first_line(error)
     left = [f"{node.name} ({node.op_type})" for node in nodes if node.op_type != "EPContext"]
     if left and not task.allow_fallback:
         name = PROVIDERS[task.provider].ort_name
         some = ", ".join(left[:8])
-        return f"{name} does not take {len(left)} nodes: {some}; --allow-fallback leaves them"
+        return f"{name} does not take {len(left)} nodes: {some}; `allow_fallback` leaves them"
     return ""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.metadata
 import json
-import math
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -15,12 +14,15 @@ from edgellm.decode import DecodeBackend
 from edgellm.forward import Model
 from edgellm.home import replacing_file
 from edgellm.kv_cache import KVCache
+from edgellm.measured import Measured, MeasuredPrompt, from_json, to_json
 from edgellm.planner import Costs
 from edgellm.providers import NATIVE, cpu_name, version
-from edgellm.timing import best_seconds
+from edgellm.timing import Samples, in_turns
 
-# Lengths of the native step that give its line; each is timed as often, and the best counts.
-_STEP_TOKENS = (4, 32)
+# Of the kept file; one that was written otherwise is measured again.
+_FORMAT = 2
+# Lengths of the decode step that give its line: a short tail, and at least a large chunk.
+_FEW, _MANY = 8, 128
 
 
 def load_or_measure(
@@ -28,55 +30,82 @@ def load_or_measure(
 ) -> Costs:
     """The costs of a model's chunks, from an earlier start if nothing has changed since.
 
-    Takes a few chunks' time the first time. A folder that cannot be written is measured each time.
+    Takes some chunks' time the first time. A folder that cannot be written is measured each time.
     """
-    segments = model.segments
-    placement, host = segments.placement, None if step is None else step.name
-    key = _key(placement.provider, placement.place, segments.flavour, host, threads)
-    known = _read(folder / COSTS)
-    costs = _from_json(known.get(key), segments.chunk_sizes)
-    if costs is None:
-        costs = measure(model, step, cache)
-        _write(folder / COSTS, {**known, key: _to_json(costs)})
-    return costs
+    key = _key_of(model, step, threads=threads)
+    known = _read(folder)
+    measured = from_json(known.get(key), model.segments.chunk_sizes)
+    if measured is None:
+        measured = measure(model, step, cache)
+        _write(folder, {**known, key: to_json(measured)})
+    return measured.costs()
+
+
+def keep_prompt(
+    folder: Path,
+    model: Model,
+    step: DecodeBackend | None,
+    prompt: MeasuredPrompt,
+    *,
+    threads: int,
+) -> None:
+    """Keep what a whole prompt took, beside the costs of its chunks.
+
+    Of a prompt shorter than a chunk nothing follows for longer ones, and of two the longer counts.
+    """
+    known, sizes = _read(folder), model.segments.chunk_sizes
+    key = _key_of(model, step, threads=threads)
+    measured = from_json(known.get(key), sizes)
+    if measured is None or prompt.tokens < max(sizes):
+        return
+    if measured.prompt is None or measured.prompt.tokens <= prompt.tokens:
+        kept = Measured(measured.chunks, measured.step, prompt)
+        _write(folder, {**known, key: to_json(kept)})
 
 
 def known_costs(
     folder: Path, provider: str, flavour: str, chunk_sizes: Sequence[int], *, threads: int
-) -> Costs | None:
+) -> Measured | None:
     """What an earlier start measured of a provider that runs segments whole, beside a native step.
 
     Raises:
         ProviderError: the provider was there then and is not now.
     """
-    known = _read(folder / COSTS)
+    known = _read(folder)
     if not any(_provider_of(key) == provider for key in known):
         return None
-    return _from_json(known.get(_key(provider, provider, flavour, NATIVE, threads)), chunk_sizes)
+    return from_json(known.get(_key(provider, provider, flavour, NATIVE, threads)), chunk_sizes)
 
 
-def measure(model: Model, step: DecodeBackend | None, cache: KVCache) -> Costs:
+def measure(model: Model, step: DecodeBackend | None, cache: KVCache) -> Measured:
     """Time each chunk size and, if there is one, the decode step on an empty sequence."""
-    sequence = cache.sequence()
+    sequence, sizes = cache.sequence(), model.segments.chunk_sizes
+    runs: dict[tuple[bool, int], Callable[..., object]] = {
+        (True, size): partial(model.forward, chunk=size) for size in sizes
+    }
+    if step is not None:
+        many = min(max(_MANY, *sizes), cache.ctx_size)
+        runs |= {(False, count): step.forward for count in (max(1, min(_FEW, many // 2)), many)}
 
-    def best(run: Callable[[list[int]], object], count: int) -> float:
-        tokens = [0] * min(count, cache.ctx_size)  # padding costs as much
-
-        def timed() -> None:
-            run(tokens)
+    def timed(count: int, forward: Callable[..., object]) -> None:
+        sequence.exact = 0  # nobody else's sequence is to begin with these
+        try:
+            forward([0] * min(count, cache.ctx_size), sequence=sequence)  # padding costs as much
+        finally:
             sequence.truncate(0)
 
-        return best_seconds(timed)
+    samples = in_turns({key: partial(timed, key[1], forward) for key, forward in runs.items()})
 
-    chunks = {
-        size: best(partial(model.forward, sequence=sequence, chunk=size), size)
-        for size in model.segments.chunk_sizes
-    }
-    if step is None:
-        return Costs(chunks)
-    few, many = (best(partial(step.forward, sequence=sequence), count) for count in _STEP_TOKENS)
-    token = max(0.0, (many - few) / (_STEP_TOKENS[1] - _STEP_TOKENS[0]))
-    return Costs(chunks, max(0.0, few - token * _STEP_TOKENS[0]), token)
+    def of(chunks: bool) -> dict[int, Samples]:
+        return {count: found for (kind, count), found in samples.items() if kind is chunks}
+
+    return Measured(of(True), of(False))
+
+
+def _key_of(model: Model, step: DecodeBackend | None, *, threads: int) -> str:
+    placement, host = model.segments.placement, None if step is None else step.name
+    flavour = model.segments.flavour
+    return _key(placement.provider, placement.place, flavour, host, threads)
 
 
 def _key(provider: str, place: str, flavour: str, host: str | None, threads: int) -> str:
@@ -89,34 +118,19 @@ def _provider_of(key: str) -> str:
     return key.partition(" | ")[0]
 
 
-def _to_json(costs: Costs) -> dict[str, Any]:
-    chunks = {str(size): seconds for size, seconds in costs.chunks.items()}
-    return {"chunks": chunks, "call": costs.call, "token": costs.token}
-
-
-def _from_json(values: Any, chunk_sizes: Sequence[int]) -> Costs | None:
-    """What `_to_json` wrote; None for anything else."""
+def _read(folder: Path) -> dict[str, Any]:
     try:
-        chunks = {size: float(values["chunks"][str(size)]) for size in chunk_sizes}
-        call = None if values["call"] is None else float(values["call"])
-        costs = Costs(chunks, call, float(values["token"]))
-    except (KeyError, TypeError, ValueError):
-        return None
-    seconds = (*costs.chunks.values(), costs.call or 0.0, costs.token)
-    return costs if all(0 <= s < math.inf for s in seconds) else None
-
-
-def _read(path: Path) -> dict[str, Any]:
-    try:
-        values = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+        values = json.loads((folder / COSTS).read_text(encoding="utf-8"))
+        measured = values["measured"] if values["format"] == _FORMAT else {}
+    except (OSError, ValueError, RecursionError, KeyError, TypeError):
         return {}
-    return values if isinstance(values, dict) else {}
+    return measured if isinstance(measured, dict) else {}
 
 
-def _write(path: Path, values: dict[str, Any]) -> None:
+def _write(folder: Path, measured: dict[str, Any]) -> None:
     try:
-        with replacing_file(path) as partial:
-            partial.write_text(json.dumps(values, indent=1), encoding="utf-8")
+        with replacing_file(folder / COSTS) as temporary:
+            text = json.dumps({"format": _FORMAT, "measured": measured}, indent=1)
+            temporary.write_text(text, encoding="utf-8")
     except OSError:
         pass  # a read-only bundle is measured at each start

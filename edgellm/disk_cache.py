@@ -16,23 +16,20 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import logging
+import math
 import os
-import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import numpy as np
 
 from edgellm.errors import OptionError
-from edgellm.home import replacing_file
-from edgellm.kernels.kv_blocks import KVBlocks
+from edgellm.home import delete_abandoned, replacing_file
+from edgellm.kernels.kv_blocks import BLOCK, KVBlocks
 
 MAGIC = b"edgellm kv 1".ljust(16, b"\0")
 _DIGEST = 32
 _SUFFIX = ".kv"
-_PARTIAL = ".partial-"
-# Whoever writes for longer than this has been killed.
-_ABANDONED_S = 600
 
 _log = logging.getLogger(__name__)
 
@@ -51,11 +48,8 @@ class DiskCache:
         try:
             folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise OptionError(f"kv_cache_dir {folder}: {error.strerror}") from None
-        for path in folder.glob(f"{_PARTIAL}*"):
-            with contextlib.suppress(OSError):
-                if time.time() - path.stat().st_mtime > _ABANDONED_S:
-                    path.unlink()
+            raise OptionError(f"`kv_cache_dir` {folder}: {error.strerror}") from None
+        delete_abandoned(folder)
 
     def holds(self, name: bytes) -> bool:
         return self._path(name).exists()
@@ -91,7 +85,7 @@ class DiskCache:
                 if self.holds(name):
                     continue
                 body = name + pack(self._blocks, [block])
-                with replacing_file(self._path(name)) as partial:
+                with replacing_file(self._path(name), private=True) as partial:
                     partial.write_bytes(MAGIC + _digest(body) + body)
                 written = True
         except OSError as error:
@@ -121,9 +115,19 @@ class DiskCache:
                 yield path, found.st_mtime, found.st_size
 
 
-def pack(blocks: KVBlocks, ids: Iterable[int]) -> bytes:
-    """Blocks as bytes, one after the other."""
-    return b"".join(array[block].tobytes() for block in ids for array in blocks.arrays)
+def pack(blocks: KVBlocks, ids: Iterable[int], *, tokens: int | None = None) -> bytes:
+    """Blocks as bytes, one after the other.
+
+    Args:
+        tokens: only the first so many rows of all; the others, which may be of a sequence that had
+            the last block before, are written as zeros.
+    """
+    parts, left = [], math.inf if tokens is None else tokens
+    for block in ids:
+        arrays = blocks.first_rows(block, int(left)) if left < BLOCK else blocks.block(block)
+        parts += [array.tobytes() for array in arrays]
+        left -= BLOCK
+    return b"".join(parts)
 
 
 def unpack(blocks: KVBlocks, ids: Iterable[int], data: memoryview | bytes) -> bool:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING
 
 from edgellm import memory, thread_pool
@@ -41,7 +42,7 @@ class Engine:
 
     `native_prefill` is there beside an accelerator's `prefill` where decode is native.
 
-    Steps of different sessions take turns under `lock`: they share buffers.
+    Steps of different sessions take turns under `lock`: they share buffers and the cache.
     """
 
     def __init__(
@@ -57,10 +58,12 @@ class Engine:
         self.bundle = bundle
         self.options = options
         self.config = bundle.config
-        self.lock = threading.Lock()
+        self._lock = threading.Lock()
         self.ctx_size = _ctx_size(options, self.config.context_length)
         memory.check_fits(planned_memory(bundle, options))
-        self.tokenizer = Tokenizer(bundle.path, bundle.manifest.tokenizer)
+        self.tokenizer = Tokenizer(
+            bundle.path, bundle.manifest.tokenizer, rows=self.config.vocab_size
+        )
         self.template = _template(bundle, self.tokenizer)
         self.cache = KVCache(
             self.config,
@@ -111,6 +114,29 @@ class Engine:
             )
 
     @property
+    def lock(self) -> AbstractContextManager[None]:
+        """Whoever is in it is alone with the buffers and the cache."""
+        return self._turn()
+
+    @contextmanager
+    def _turn(self) -> Iterator[None]:
+        with self._lock:
+            self.cache.collect()
+            yield
+
+    def soon(self, change: Callable[[], None]) -> None:
+        """Change the cache under the lock: now if it is free, else before its next holder begins.
+
+        For whatever the garbage collector may call, in a thread that has the lock already.
+        """
+        self.cache.deferred.append(change)
+        if self._lock.acquire(blocking=False):
+            try:
+                self.cache.collect()
+            finally:
+                self._lock.release()
+
+    @property
     def fingerprint(self) -> str:
         """Of the weights and of how K and V are stored: whose KV cache fits."""
         manifest = self.bundle.manifest
@@ -131,7 +157,7 @@ class Engine:
         if self.config.head_dim > MAX_HEAD_DIM:
             raise UnsupportedModelError(
                 f"head_dim is {self.config.head_dim}; the native kernels take at most "
-                f"{MAX_HEAD_DIM}. Take --decode portable --prefill cpu"
+                f"{MAX_HEAD_DIM}. Take `decode` portable and `prefill` cpu"
             )
         return NativeModel(compiled, open_panels(self.bundle), table, threads=self.threads)
 
@@ -207,7 +233,7 @@ def _ctx_size(options: EngineOptions, trained: int) -> int:
         return min(DEFAULT_CTX_SIZE, trained)
     if options.ctx_size > trained:
         raise OptionError(
-            f"ctx_size is {options.ctx_size}; this model was trained for at most {trained}"
+            f"`ctx_size` is {options.ctx_size}; this model was trained for at most {trained}"
         )
     return options.ctx_size or trained
 
@@ -217,7 +243,7 @@ def _cache_blocks(options: EngineOptions, ctx_size: int) -> int:
         return 2 * blocks_for(ctx_size)
     if options.cache_size < ctx_size:
         raise OptionError(
-            f"cache_size is {options.cache_size}; it must hold one session of {ctx_size} tokens"
+            f"`cache_size` is {options.cache_size}; it must hold one session of {ctx_size} tokens"
         )
     return blocks_for(options.cache_size)
 

@@ -85,3 +85,9 @@ class NumericError(EdgeLLMError):
 
 class CancelledError(EdgeLLMError):
     """The caller asked to stop; the session stays as it was before the step."""
+
+
+def first_line(error: BaseException) -> str:
+    """What an error of a library says, without the lines below; its type if it says nothing."""
+    lines = str(error).strip().splitlines()
+    return lines[0] if lines else type(error).__name__

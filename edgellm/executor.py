@@ -29,7 +29,8 @@ def execute(
 
     Raises:
         CancelledError: `cancel` was set; no task is running any more.
-        Exception: whatever `run` raised, once the other processor is idle.
+        BaseException: whatever `run` raised, or an interrupt that came while the host waited, once
+            the other processor is idle.
     """
     job = _Job(steps, run, cancel)
     if policy == "serial":
@@ -37,13 +38,7 @@ def execute(
             for step in range(len(steps)):
                 job.perform(Task(chunk, step))
     elif chunks:
-        shared = _Shared(job, Schedule(steps, chunks, policy=policy, seconds=seconds))
-        accelerator = threading.Thread(target=shared.work, args=("accelerator",))
-        accelerator.start()
-        shared.work("host")
-        accelerator.join()
-        if shared.error is not None:
-            raise shared.error
+        _Shared(job, Schedule(steps, chunks, policy=policy, seconds=seconds)).run()
     return job.records
 
 
@@ -69,27 +64,74 @@ class _Shared:
     def __init__(self, job: _Job, schedule: Schedule) -> None:
         self._job = job
         self._schedule = schedule
-        self._changed = threading.Condition()
-        self.error: BaseException | None = None
+        # Entered as the bare lock: `Condition.__enter__` is Python, and an interrupt on its last
+        # line would leave the lock taken.
+        self._lock = threading.RLock()
+        self._changed = threading.Condition(self._lock)
+        self._error: BaseException | None = None
+        self._accelerator_ended = False
 
-    def work(self, processor: Processor) -> None:
+    def run(self) -> None:
+        """Be the host, beside a thread for the accelerator, until both are idle."""
+        # a daemon: whatever happens here, a thread that waits must not keep the process
+        accelerator = threading.Thread(target=self._accelerate, daemon=True)
+        try:
+            accelerator.start()
+            self._work("host")
+            self._wait_for_accelerator()
+            accelerator.join()
+        except BaseException as interrupt:
+            self._stop_all(interrupt, started=accelerator.ident is not None)
+            raise
+        if self._error is not None:
+            raise self._error
+
+    def _accelerate(self) -> None:
+        self._work("accelerator")
+        with self._lock:
+            self._accelerator_ended = True
+            self._changed.notify_all()
+
+    def _work(self, processor: Processor) -> None:
         """Be this processor until all is done or something went wrong."""
-        while (task := self._wait_for_task(processor)) is not None:
-            error: BaseException | None = None
-            try:
+        try:
+            while (task := self._wait_for_task(processor)) is not None:
                 self._job.perform(task)
-            except BaseException as raised:
-                error = raised
-            with self._changed:
-                self._schedule.finish(task)
-                self.error = self.error or error
-                self._changed.notify_all()
+                with self._lock:
+                    self._schedule.finish(task)
+                    self._changed.notify_all()
+        except BaseException as error:
+            self._stop(error)
 
     def _wait_for_task(self, processor: Processor) -> Task | None:
-        with self._changed:
-            while self.error is None and not self._schedule.finished:
+        with self._lock:
+            while self._error is None and not self._schedule.finished:
                 task = self._schedule.take(processor)
                 if task is not None:
                     return task
                 self._changed.wait()
         return None
+
+    def _stop(self, error: BaseException) -> None:
+        """Let no processor begin another task; the first error is the one that counts."""
+        with self._lock:
+            self._error = self._error or error
+            self._changed.notify_all()
+
+    def _stop_all(self, error: BaseException, *, started: bool) -> None:
+        """Stop, and wait for the task that runs, which uses buffers that the caller will use again;
+        another interrupt changes nothing about that."""
+        while True:
+            try:
+                self._stop(error)
+                if started:
+                    self._wait_for_accelerator()
+                return
+            except KeyboardInterrupt:
+                continue
+
+    def _wait_for_accelerator(self) -> None:
+        # not `Thread.join`: interrupted, it takes a thread that runs for one that has ended
+        with self._lock:
+            while not self._accelerator_ended:
+                self._changed.wait()

@@ -1,24 +1,36 @@
-"""Where edgellm keeps its files, and the environment variables that it reads.
+"""Where edgellm keeps its files, and the environment variable that says so.
 
     EDGELLM_HOME            root of everything below (default ~/.cache/edgellm)
     EDGELLM_HOME/models     downloaded checkpoints
     EDGELLM_HOME/bundles    exported bundles, one folder each
     EDGELLM_HOME/compiled   graphs compiled for accelerators
     EDGELLM_HOME/prefixes   named texts with their KV cache, a folder each
+    EDGELLM_HOME/locks      empty files, by which processes wait for each other
     EDGELLM_HOME/history    lines typed into the interactive chat
 
-Hugging Face downloads stay in Hugging Face's own cache (HF_HOME).
+Hugging Face downloads stay in Hugging Face's own cache (HF_HOME). What is written, here or where a
+user names a place, is written under another name first (`.partial-...`, see `replacing_file`), so
+that nothing is ever half there.
 """
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
 import os
 import re
+import secrets
 import shutil
-import tempfile
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+
+_PARTIAL = ".partial-"
+# Who has not touched a file that it writes in one go for so long has been killed.
+ABANDONED_S = 600
+# An export may compute for hours before it writes the next file.
+_ABANDONED_EXPORT_S = 24 * 3600
 
 
 def home() -> Path:
@@ -48,30 +60,128 @@ def file_safe(name: str) -> str:
 
 
 @contextmanager
-def replacing_folder(target: Path) -> Iterator[Path]:
-    """A temporary folder that becomes `target` when the block ends, or vanishes when it fails."""
-    target.parent.mkdir(parents=True, exist_ok=True)
-    partial = Path(tempfile.mkdtemp(prefix=".partial-", dir=target.parent))
-    try:
+def replacing_folder(
+    target: Path, *, private: bool = False, make_parents: bool = False
+) -> Iterator[Path]:
+    """A temporary folder that becomes `target` when the block ends, or vanishes when it fails.
+
+    Args:
+        private: for its owner alone, whatever the umask: it holds what people wrote.
+        make_parents: as of a path in EDGELLM_HOME; where a user names a path, a folder that is
+            missing is rather a typing error.
+    """
+    with partial_folder(
+        target.parent, of=target.name, private=private, make_parents=make_parents
+    ) as partial:
         yield partial
         if target.exists():
-            shutil.rmtree(target)
-        partial.chmod(0o755)
-        partial.replace(target)
+            delete_folder(target, replaced_by=partial)
+        else:
+            partial.replace(target)
+
+
+@contextmanager
+def partial_folder(
+    folder: Path, *, of: str, private: bool = False, make_parents: bool = False
+) -> Iterator[Path]:
+    """A temporary folder in `folder` that is gone when the block ends.
+
+    Args:
+        of: what comes of it, for `delete_abandoned`.
+        private, make_parents: see `replacing_folder`.
+    """
+    if make_parents:
+        folder.mkdir(parents=True, exist_ok=True)
+    partial = _partial_path(folder, of)
+    partial.mkdir(mode=0o700 if private else 0o777)
+    try:
+        yield partial
     finally:
         shutil.rmtree(partial, ignore_errors=True)
 
 
 @contextmanager
-def replacing_file(target: Path) -> Iterator[Path]:
-    """A temporary file that becomes `target` when the block ends, or vanishes when it fails."""
-    target.parent.mkdir(parents=True, exist_ok=True)
-    handle, name = tempfile.mkstemp(prefix=".partial-", dir=target.parent)
-    os.close(handle)
-    partial = Path(name)
+def replacing_file(
+    target: Path, *, private: bool = False, make_parents: bool = False
+) -> Iterator[Path]:
+    """A temporary file that becomes `target` when the block ends, or vanishes when it fails.
+
+    Args:
+        private, make_parents: see `replacing_folder`.
+    """
+    if make_parents:
+        target.parent.mkdir(parents=True, exist_ok=True)
+    partial = _partial_path(target.parent, target.name)
+    # made here, and not by who writes it, so that it is never readable for more people
+    os.close(os.open(partial, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600 if private else 0o666))
     try:
         yield partial
-        partial.chmod(0o644)
         partial.replace(target)
     finally:
         partial.unlink(missing_ok=True)
+
+
+def delete_folder(folder: Path, *, replaced_by: Path | None = None) -> None:
+    """Delete a folder, which is gone at once, and put another one in its place."""
+    aside = _partial_path(folder.parent, folder.name)
+    folder.replace(aside)
+    if replaced_by is not None:
+        replaced_by.replace(folder)
+    shutil.rmtree(aside)
+
+
+def delete_abandoned(
+    folder: Path, *, of: str | None = None, abandoned_s: float = ABANDONED_S
+) -> None:
+    """Delete what processes that were killed have left half-written in a folder.
+
+    Args:
+        of: only what was to become the file or folder of this name.
+        abandoned_s: what nobody has touched for so long; 0 where a lock says that nobody writes.
+    """
+    begin = _PARTIAL if of is None else _partial_path(folder, of).name.rpartition("-")[0]
+    with contextlib.suppress(OSError):
+        for path in list(folder.iterdir()):
+            if path.name.startswith(begin):
+                _delete_if_older(path, abandoned_s)
+
+
+def delete_abandoned_at_home() -> None:
+    """The same for all models, bundles and prefixes in EDGELLM_HOME."""
+    for folder in (models_dir(), bundles_dir(), prefixes_dir()):
+        delete_abandoned(folder, abandoned_s=_ABANDONED_EXPORT_S)
+
+
+@contextmanager
+def locked(path: Path) -> Iterator[None]:
+    """Wait until no other process is in a block for the same path.
+
+    Raises:
+        OSError: EDGELLM_HOME cannot be written.
+    """
+    from filelock import FileLock  # rarely needed
+
+    locks = home() / "locks"
+    locks.mkdir(parents=True, exist_ok=True)
+    # not beside `path`, where it would stay: a lock file cannot be deleted while others wait for it
+    file = locks / f"{hashlib.sha256(str(path.resolve()).encode()).hexdigest()[:16]}.lock"
+    file.touch()  # where that fails, FileLock would try for ever
+    with FileLock(file):
+        yield
+
+
+def _partial_path(folder: Path, of: str) -> Path:
+    # by a digest: no name is too long for that, and none is the beginning of another one
+    digest = hashlib.sha256(of.encode(errors="surrogateescape")).hexdigest()[:12]
+    return folder / f"{_PARTIAL}{digest}-{secrets.token_hex(6)}"
+
+
+def _delete_if_older(path: Path, seconds: float) -> None:
+    with contextlib.suppress(OSError):
+        changed = max(file.lstat().st_mtime for file in (path, *path.rglob("*")))
+        if time.time() - changed < seconds:
+            return
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)
+        else:
+            path.unlink()

@@ -35,7 +35,7 @@ def infill_tokens(
         OptionError: an order that there is not.
     """
     if order not in (None, *ORDERS):
-        raise OptionError(f"order {order!r}: allowed are {', '.join(ORDERS)}")
+        raise OptionError(f"`order` is {order!r}; allowed are {', '.join(ORDERS)}")
     family = require_family(tokenizer.vocabulary, tokenizer.fim, model=model)
     return assemble(
         family,

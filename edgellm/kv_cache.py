@@ -6,6 +6,8 @@ A prefix that any earlier sequence computed is found again at any token, in memo
 from __future__ import annotations
 
 import itertools
+from collections import deque
+from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
 from typing import TYPE_CHECKING
 
@@ -39,6 +41,7 @@ class KVCache:
     Attributes:
         mirror: the same blocks in a device's memory, if some of the work is done there.
         disk: full blocks that outlive the process, if they are kept.
+        deferred: changes that could not be made when they came up, for `collect`.
     """
 
     def __init__(
@@ -53,8 +56,8 @@ class KVCache:
         check_format(format)
         if format == "int4" and config.head_dim % 8:
             raise OptionError(
-                f"kv_format 'int4': this model's head_dim is {config.head_dim}, and int4 takes "
-                "multiples of 8; int8 takes any"
+                f"`kv_format` is 'int4': this model's head_dim is {config.head_dim}, and int4 "
+                "takes multiples of 8; int8 takes any"
             )
         self.ctx_size = ctx_size
         self.blocks: KVBlocks = allocate(
@@ -66,6 +69,7 @@ class KVCache:
         )
         self.mirror: Mirror | None = None
         self.disk: DiskCache | None = None
+        self.deferred: deque[Callable[[], None]] = deque()
         self.inv_freq = config.inv_freq
         self._index = PrefixIndex(fingerprint)
         self._pool = BlockPool(blocks, self._index)
@@ -74,6 +78,11 @@ class KVCache:
     def used_blocks(self) -> int:
         """Blocks that sequences hold; cached prefixes that nobody holds do not count."""
         return self._pool.used
+
+    def collect(self) -> None:
+        """Make the changes that were deferred, such as giving back a dropped sequence's blocks."""
+        while self.deferred:
+            self.deferred.popleft()()
 
     def on_device(self, device: str) -> Mirror:
         """The same blocks in a device's memory, made on the first call."""

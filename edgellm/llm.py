@@ -12,6 +12,7 @@ from edgellm.answer import LogitFilter
 from edgellm.auto_prefill import faster_provider
 from edgellm.bundle import ExportProgress
 from edgellm.chat import Chat
+from edgellm.checks import check_path, check_text
 from edgellm.engine import Engine
 from edgellm.fim import Gap, Order
 from edgellm.infill import stream_infill
@@ -49,6 +50,7 @@ class SamplingArguments(TypedDict, total=False):
     time_limit_ms: int | None
     logprobs: int
     ignore_eos: bool
+    repetition_limit: int
     speculate: bool
 
 
@@ -82,6 +84,7 @@ def load(
     Raises:
         EdgeLLMError: one of its subclasses, see `errors.py`.
     """
+    check_text("name", name)
     options = EngineOptions(
         flavour=flavour,
         decode=decode,
@@ -93,7 +96,7 @@ def load(
         schedule=schedule,
         provider_options=provider_options or {},
         allow_fallback=allow_fallback,
-        kv_cache_dir=None if kv_cache_dir is None else Path(kv_cache_dir),
+        kv_cache_dir=None if kv_cache_dir is None else check_path("kv_cache_dir", kv_cache_dir),
         kv_cache_bytes=kv_cache_bytes,
     )
     bundle = prepare(name, flavours=options.flavours, progress=export_progress)
@@ -111,14 +114,16 @@ class LLM:
 
     def generate(
         self,
-        prompt: str,
+        prompt: str | Sequence[int],
         *,
         cancel: threading.Event | None = None,
         progress: Progress | None = None,
         logit_filter: LogitFilter | None = None,
         **options: Unpack[SamplingArguments],
     ) -> Completion:
-        """Continue a text as it is, without chat template; see `chat` for questions.
+        """Continue a text, or token ids, without chat template; see `chat` for questions.
+
+        A special token that is written out in the text, such as `<|im_end|>`, is that token.
 
         Args:
             cancel, progress, logit_filter: see `Session.stream`.
@@ -135,7 +140,7 @@ class LLM:
 
     def stream(
         self,
-        prompt: str,
+        prompt: str | Sequence[int],
         *,
         cancel: threading.Event | None = None,
         progress: Progress | None = None,
@@ -214,6 +219,8 @@ class LLM:
         **options: Unpack[SamplingArguments],
     ) -> Iterator[Piece]:
         """`infill`, piece by piece."""
+        for argument, value in (("prefix", prefix), ("suffix", suffix), ("path", path)):
+            check_text(argument, value)
         gap = Gap(prefix=prefix, suffix=suffix, extra=extra, path=path, repository=repository)
         options.setdefault("temperature", 0.0)
         sampling = self.sampling(**options)
@@ -244,7 +251,7 @@ class LLM:
             SessionFileError: damaged, or of another model or KV format.
         """
         session = Session(self.engine)
-        session.restore(Path(path))
+        session.restore(check_path("path", path))
         return session
 
     def prefix(self, name: str, text: str | None = None, *, system: bool = False) -> Session:
@@ -261,8 +268,10 @@ class LLM:
             OptionError: there is none of that name, or it cannot be written.
             ContextOverflowError: the text does not fit into the context.
         """
+        check_text("name", name)
         if text is None:
             return open_prefix(self.engine, name)[1]
+        check_text("text", text)
         return keep_prefix(self.engine, name, text, kind="system" if system else "text")
 
     def sampling(self, **options: Unpack[SamplingArguments]) -> SamplingOptions:

@@ -58,7 +58,7 @@ def check_fits(needed: MemoryEstimate) -> None:
         raise MemoryEstimateError(
             f"about {_mib(needed.total)} MiB would be needed (weights {_mib(needed.weights)}, KV "
             f"cache {_mib(needed.kv_cache)}), but {_mib(available)} MiB are available; choose a "
-            "smaller --ctx-size or a smaller --kv-format"
+            "smaller `ctx_size` or a smaller `kv_format`"
         )
 
 

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Literal
 
 from edgellm.engine import Engine
-from edgellm.errors import OptionError, SessionFileError
+from edgellm.errors import CancelledError, OptionError, SessionFileError, TemplateError
 from edgellm.home import file_safe, prefixes_dir, replacing_folder
 from edgellm.prefill import Progress
 from edgellm.prompt import Message, encode_conversation
@@ -58,8 +58,8 @@ def open_prefix(engine: Engine, name: str) -> tuple[NamedPrefix, Session]:
     Raises:
         OptionError: none of that name is kept for this model.
     """
-    found = _read(_folder(engine, name))
-    if found is None:
+    prefix = _read(_folder(engine, name))
+    if prefix is None:
         kept = sorted({p.name for p, _ in kept_prefixes() if p.model == _model(engine)})
         raise OptionError(
             f"no prefix {name!r} is kept for {_model(engine)} with a KV cache in "
@@ -69,10 +69,10 @@ def open_prefix(engine: Engine, name: str) -> tuple[NamedPrefix, Session]:
     try:
         with Session(engine) as session:
             session.restore(_folder(engine, name) / _SESSION)
-            return found, session.fork()
+            return prefix, session.fork()
     except SessionFileError as error:
         _log.warning("%s; computed again", error)
-        return found, _compute(engine, found, _tokens(engine, found.text, found.kind), None)
+        return prefix, _compute(engine, prefix, _tokens(engine, prefix.text, prefix.kind), None)
 
 
 def keep_prefix(
@@ -119,9 +119,11 @@ def _compute(
     # others find the end of what is computed, which fills no block, when a session is closed
     with Session(engine) as session:
         session.replace(tokens)
-        session.generate(SamplingOptions(max_tokens=0), progress=progress)
+        answer = session.generate(SamplingOptions(max_tokens=0), progress=progress)
+        if answer.finish_reason != "length":
+            raise CancelledError(f"prefix {about.name!r}: {answer.finish_reason}; nothing is kept")
         try:
-            with replacing_folder(folder) as partial:
+            with replacing_folder(folder, private=True, make_parents=True) as partial:
                 session.save(partial / _SESSION)
                 (partial / _ABOUT).write_text(json.dumps(asdict(about)), encoding="utf-8")
         except OSError as error:
@@ -155,5 +157,11 @@ def _tokens(engine: Engine, text: str, kind: Kind) -> list[int]:
         )
         for question in ("a", "1")
     )
-    shared = next(i for i, (a, b) in enumerate(zip(some, other, strict=False)) if a != b)
+    differing = (i for i, (a, b) in enumerate(zip(some, other, strict=False)) if a != b)
+    shared = next(differing, None)
+    if shared is None:
+        raise TemplateError(
+            "the chat template ignores what the user says, so no system prompt can be kept for it; "
+            "keep a text instead"
+        )
     return some[:shared]

@@ -7,11 +7,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from edgellm.bundle import PANELS
+from edgellm.checks import check_choice, check_flag, check_number, check_text
 from edgellm.errors import OptionError
 from edgellm.kernels.gpu import device
-from edgellm.kernels.kv_blocks import KVFormat
+from edgellm.kernels.kv_blocks import KV_FORMATS, KVFormat
 from edgellm.kernels.native import library
-from edgellm.kv_cache import check_format
 from edgellm.providers import AUTO, CPU, CUDA, NATIVE, PROVIDERS, TRITON, require
 from edgellm.schedule import POLICIES, Policy
 
@@ -69,14 +69,12 @@ class EngineOptions:
             OptionError: a value that is not allowed.
             ProviderError: the execution provider cannot be used here.
         """
-        check_format(self.kv_format)
-        if self.decode not in DECODE_BACKENDS:
-            raise OptionError(f"decode {self.decode!r}: allowed are {', '.join(DECODE_BACKENDS)}")
+        self._check_values()
         if NATIVE in (self.decode, self.prefill) and library() is None:
             raise OptionError(
-                "decode or prefill 'native': the kernels were not built when edgellm was "
-                "installed; install a C++ compiler and reinstall, or take --decode portable "
-                "--prefill cpu"
+                "`decode` or `prefill` is 'native': the kernels were not built when edgellm was "
+                "installed; install a C++ compiler and reinstall, or take `decode` portable and "
+                "`prefill` cpu"
             )
         if TRITON in (self.decode, self.prefill):
             device.require()
@@ -84,21 +82,31 @@ class EngineOptions:
             device.require()  # attention is Triton's there
             if self.schedule not in (None, "serial"):
                 raise OptionError(
-                    f"schedule {self.schedule}: with prefill cuda the host has no part"
+                    f"`schedule` is {self.schedule!r}: with `prefill` cuda the host has no part; "
+                    "leave it out"
                 )
         self._check_flavour()
         if self.prefill not in (AUTO, *STEPS):
             require(self.prefill)
-        if self.schedule not in (None, *POLICIES):
-            raise OptionError(f"schedule {self.schedule!r}: allowed are {', '.join(POLICIES)}")
-        if self.kv_cache_bytes < 1 << 20:
-            raise OptionError(f"kv_cache_bytes is {self.kv_cache_bytes}; allowed is 1 MiB or more")
-        if self.ctx_size is not None and self.ctx_size < 0:
+
+    def _check_values(self) -> None:
+        check_choice("kv_format", self.kv_format, KV_FORMATS)
+        check_choice("decode", self.decode, DECODE_BACKENDS)
+        check_text("prefill", self.prefill)
+        check_flag("allow_fallback", self.allow_fallback)
+        check_number("kv_cache_bytes", self.kv_cache_bytes, 1 << 20, whole=True)
+        if self.schedule is not None:
+            check_choice("schedule", self.schedule, POLICIES)
+        if self.ctx_size is not None:
+            check_number("ctx_size", self.ctx_size, 0, whole=True)
+        if self.cache_size is not None:
+            check_number("cache_size", self.cache_size, 1, whole=True)
+        if self.threads is not None:
+            check_number("threads", self.threads, 1, 1024, whole=True)
+        if not isinstance(self.provider_options, Mapping):
             raise OptionError(
-                f"ctx_size is {self.ctx_size}; allowed is 0 (the model's own) or more"
+                f"`provider_options` is {self.provider_options!r}; a dict of texts is expected"
             )
-        if self.threads is not None and not 1 <= self.threads <= 1024:
-            raise OptionError(f"threads is {self.threads}; allowed is 1 to 1024")
 
     def _check_flavour(self) -> None:
         allowed = PREFILL_FLAVOURS
@@ -108,7 +116,7 @@ class EngineOptions:
             allowed = ()
         if self.flavour is not None and self.flavour not in allowed:
             raise OptionError(
-                f"flavour {self.flavour!r}: allowed with prefill {self.prefill} are "
+                f"`flavour` is {self.flavour!r}; allowed with `prefill` {self.prefill} are "
                 + (", ".join(allowed) or "none, the kernels have their own")
             )
 

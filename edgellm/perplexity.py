@@ -60,11 +60,13 @@ def perplexity(
             text.
     """
     if through not in PATHS:
-        raise OptionError(f"through {through!r}: allowed are {', '.join(PATHS)}")
+        raise OptionError(f"`through` is {through!r}: allowed are {', '.join(PATHS)}")
     if not 2 <= window <= engine.ctx_size:
-        raise OptionError(f"window is {window}; allowed is 2 to the context size {engine.ctx_size}")
+        raise OptionError(
+            f"`window` is {window}; allowed is 2 to the context size {engine.ctx_size}"
+        )
     if max_windows is not None and max_windows < 1:
-        raise OptionError(f"max_windows is {max_windows}; allowed is 1 or more")
+        raise OptionError(f"`max_windows` is {max_windows}; allowed is 1 or more")
     tokenizer = engine.tokenizer
     bos = [t for t in tokenizer.encode("")[:1] if t == tokenizer.bos_id]
     windows = _windows(tokenizer.encode(text, add_bos=False), window - len(bos), max_windows)
@@ -103,8 +105,10 @@ def _score_prefill(engine: Engine, tokens: Sequence[int]) -> np.ndarray[Any, Any
     sequence = engine.cache.sequence()
     with engine.lock:
         keep = Hooks(on_hidden=lambda rows: hidden.append(rows.copy()))
-        engine.prefill.run(tokens, sequence, keep)
-        sequence.truncate(0)
+        try:
+            engine.prefill.run(tokens, sequence, keep)
+        finally:
+            sequence.truncate(0)
         found = []
         position = 1
         for rows in hidden:
@@ -120,7 +124,9 @@ def _score_decode(engine: Engine, tokens: Sequence[int]) -> np.ndarray[Any, Any]
     sequence = engine.cache.sequence()
     found = np.empty(len(tokens) - 1)
     with engine.lock:
-        for i, token in enumerate(tokens[:-1]):
-            found[i] = log_softmax(engine.decoder.step(token, sequence))[tokens[i + 1]]
-        sequence.truncate(0)
+        try:
+            for i, token in enumerate(tokens[:-1]):
+                found[i] = log_softmax(engine.decoder.step(token, sequence))[tokens[i + 1]]
+        finally:
+            sequence.truncate(0)
     return found

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from edgellm.errors import ProviderError
+from edgellm.errors import ProviderError, first_line
 from edgellm.providers import CPU, PROVIDERS, add_provider
 from edgellm.thread_pool import session_options
 
@@ -61,7 +61,7 @@ def open_session(
     try:
         session = ort.InferenceSession(path, options, providers=providers, enable_fallback=0)
     except Exception as error:  # onnxruntime's exceptions share no base class
-        reason = str(error).strip().splitlines()[0]
+        reason = first_line(error)
         raise ProviderError(f"{provider} does not load {path}: {reason}") from None
     ort_name = PROVIDERS[provider].ort_name
     nodes: Counter[str] = Counter()
@@ -75,6 +75,6 @@ def open_session(
         raise ProviderError(
             f"{provider} does not take {len(strangers)} nodes of {path.name}: "
             + ", ".join(strangers[:8])
-            + "; --allow-fallback runs them there"
+            + "; `allow_fallback` runs them there"
         )
     return session, Placement(provider, dict(nodes))

@@ -5,13 +5,19 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
+from edgellm import costs
 from edgellm.engine import Engine
+from edgellm.measured import MeasuredPrompt
 from edgellm.planner import Piece
 from edgellm.prefill import ChunkedPrefill, Hooks, Prefill
 from edgellm.schedule import Policy, Step, Task, simulate
-from edgellm.timing import best_seconds, repeated
+from edgellm.timing import Samples, best_seconds, in_turns, repeated
 from edgellm.trace import TaskRecord, bubble_rate
+
+# For whole prompts, to be measured more than once.
+_PROMPTS_S = 6.0
 
 
 @dataclass(frozen=True)
@@ -60,8 +66,10 @@ def profile(engine: Engine, prefill: ChunkedPrefill, pieces: Sequence[Piece]) ->
 
     def host_seconds(count: int) -> float:
         def run() -> None:
-            engine.decoder.forward([0] * count, sequence)
-            sequence.truncate(0)
+            try:
+                engine.decoder.forward([0] * count, sequence)
+            finally:
+                sequence.truncate(0)
 
         return best_seconds(run)
 
@@ -111,21 +119,27 @@ def _task_seconds(
     return seconds
 
 
-def measure(
-    engine: Engine, count: int, *, prefill: Prefill | None = None
-) -> tuple[float, list[TaskRecord]]:
-    """Seconds to the logits after a prompt of `count` tokens, after a run to warm up.
-
-    Args:
-        prefill: another one than the engine's.
-    """
-    chosen = prefill or engine.prefill
+def measure(engine: Engine, count: int, *prefills: Prefill) -> list[tuple[Samples, float]]:
+    """Seconds to the logits after a prompt of `count` tokens, through each prefill in turns, and
+    the accelerator's idle share."""
     tokens = [(31 * i + 7) % engine.config.vocab_size for i in range(count)]
+    bubbles = [0.0] * len(prefills)
 
-    def run() -> list[TaskRecord]:
+    def run(index: int) -> None:
         sequence, records = engine.cache.sequence(), list[TaskRecord]()
-        chosen.run(tokens, sequence, Hooks(on_tasks=records.extend))
-        sequence.truncate(0)
-        return records
+        try:
+            prefills[index].run(tokens, sequence, Hooks(on_tasks=records.extend))
+        finally:
+            sequence.truncate(0)
+        bubbles[index] = bubble_rate(records)
 
-    return repeated(run, times=2)[-1]
+    runs = {index: partial(run, index) for index in range(len(prefills))}
+    samples = in_turns(runs, times=3, limit_s=_PROMPTS_S)
+    return [(samples[index], bubbles[index]) for index in runs]
+
+
+def keep_prompt(engine: Engine, prompt: MeasuredPrompt) -> None:
+    """Let `--prefill auto` know what a whole prompt took; see `costs.keep_prompt`."""
+    if isinstance(engine.prefill, ChunkedPrefill) and engine.options.flavour is None:
+        model, threads = engine.prefill.model, engine.threads
+        costs.keep_prompt(engine.bundle.path, model, engine.decoder, prompt, threads=threads)

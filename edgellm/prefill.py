@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from edgellm.bundle import PANELS
 from edgellm.decode import DecodeBackend
+from edgellm.errors import OptionError
 from edgellm.forward import Chunk, Model
 from edgellm.placement import Placement
 from edgellm.planner import Costs, Piece, plan_chunks
@@ -92,6 +93,7 @@ class Prefill(Protocol):
             The logits of the last token, `[V]`; no other row goes through the LM head.
 
         Raises:
+            OptionError: there are none.
             ContextOverflowError, CacheFullError: they do not fit.
             CancelledError: `hooks.cancel` was set.
         """
@@ -132,6 +134,7 @@ class ChunkedPrefill:
         return self.model.segments.placement
 
     def run(self, tokens: SequenceOf[int], sequence: Sequence, hooks: Hooks = NO_HOOKS) -> Floats:
+        _check_not_empty(tokens)
         done, index, last = 0, 0, np.zeros(0, np.float32)
 
         def finished(place: str, hidden: Floats) -> None:
@@ -185,6 +188,7 @@ class StepPrefill:
         return Placement(self._name, {})
 
     def run(self, tokens: SequenceOf[int], sequence: Sequence, hooks: Hooks = NO_HOOKS) -> Floats:
+        _check_not_empty(tokens)
         for start in range(0, len(tokens), STEP_CHUNK):
             end = min(start + STEP_CHUNK, len(tokens))
             with hooks.host_task(self._name, start // STEP_CHUNK):
@@ -200,6 +204,11 @@ class StepPrefill:
 
     def logits(self, hidden: Floats) -> Floats:
         return self._model.logits(hidden)
+
+
+def _check_not_empty(tokens: SequenceOf[int]) -> None:
+    if len(tokens) == 0:
+        raise OptionError("there are no tokens to evaluate; prefill takes 1 or more")
 
 
 def _chunks(tokens: SequenceOf[int], pieces: Iterator[Piece]) -> Iterator[Chunk]:

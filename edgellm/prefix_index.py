@@ -120,8 +120,9 @@ class BlockPool:
             self._index.remove(block)
         else:
             raise CacheFullError(
-                f"all {len(self._references)} blocks of {BLOCK} tokens are held by open sessions; "
-                "close a session or load the model with a larger cache (--cache-size)"
+                f"all {len(self._references)} blocks of {BLOCK} tokens are held by open sessions "
+                "and running answers; close sessions that are done, run fewer answers at once, or "
+                "load the model with a larger `cache_size` (tokens of all sessions together)"
             )
         self._references[block] = 1
         return block

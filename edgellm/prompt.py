@@ -60,10 +60,8 @@ def _protect(message: Message, tokenizer: Tokenizer, parts: list[str | tuple[int
     if message.tokens is not None:
         return _number(message.tokens, parts)
     content = message.content.replace(_OPEN, "").replace(_CLOSE, "")
-    for special in tokenizer.special_texts:
-        while special in content:
-            content = content.replace(special, _number(special, parts), 1)
-    return content
+    pattern = tokenizer.special_pattern
+    return content if pattern is None else pattern.sub(lambda m: _number(m[0], parts), content)
 
 
 def _number(part: str | tuple[int, ...], parts: list[str | tuple[int, ...]]) -> str:

@@ -14,7 +14,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from edgellm.errors import OptionError, ProviderError
+from edgellm.errors import OptionError, ProviderError, first_line
 from edgellm.thread_pool import session_options
 
 CPU = "cpu"
@@ -114,12 +114,12 @@ def require(name: str) -> None:
     """
     if name not in PROVIDERS:
         raise OptionError(
-            f"prefill {name!r}: allowed are {', '.join((AUTO, NATIVE, TRITON, *PROVIDERS))}; "
+            f"`prefill` is {name!r}; allowed are {', '.join((AUTO, NATIVE, TRITON, *PROVIDERS))}; "
             "`edgellm devices` shows which are usable"
         )
     found = status(name)
     if not found.usable:
-        raise ProviderError(f"prefill {name}: {found.reason}")
+        raise ProviderError(f"`prefill` {name}: {found.reason}")
 
 
 def add_provider(options: Any, name: str, settings: Mapping[str, str]) -> list[Any] | None:
@@ -192,7 +192,7 @@ def _plugin_device(name: str) -> Any:
         try:
             ort.register_execution_provider_library(ort_name, plugin.get_library_path())
         except Exception as error:  # onnxruntime's exceptions share no base class
-            reason = str(error).strip().splitlines()[0]
+            reason = first_line(error)
             if "already registered" not in reason:
                 raise ProviderError(f"its library does not load: {reason}") from None
     found = devices()
@@ -240,7 +240,7 @@ def _probe(name: str) -> None:
                 enable_fallback=0,
             )
     except Exception as error:  # onnxruntime's exceptions share no base class
-        raise ProviderError(str(error).strip().splitlines()[0]) from None
+        raise ProviderError(first_line(error)) from None
 
 
 @contextlib.contextmanager

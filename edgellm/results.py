@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from edgellm.trace import TaskRecord, bubble_rate
 
-FinishReason = Literal["stop", "length", "time", "cancelled"]
+FinishReason = Literal["stop", "length", "time", "repetition", "cancelled"]
 
 
 @dataclass(frozen=True)
@@ -64,8 +64,8 @@ class Piece:
         logprob: natural logarithm of the token's probability before any filter.
         top_logprobs: the most likely tokens and theirs, as many as were asked for.
         finish_reason: None but in the last piece; stop: an end token or stop text; length:
-            `max_tokens` or the end of the context; time: `time_limit_ms`; cancelled: the caller
-            stopped it.
+            `max_tokens` or the end of the context; time: `time_limit_ms`; repetition:
+            `repetition_limit`; cancelled: the caller stopped it.
         stats: of the whole answer, in the last piece.
     """
 
@@ -85,6 +85,7 @@ class Completion:
         text: without stop text and end token.
         tokens: all sampled tokens, the end token included.
         logprobs: one for each token.
+        finish_reason: see `Piece`.
     """
 
     text: str

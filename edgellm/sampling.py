@@ -10,6 +10,7 @@ from typing import Literal, get_args
 import numpy as np
 from numpy.typing import NDArray
 
+from edgellm.checks import check_choice, check_flag, check_number, check_texts
 from edgellm.errors import NumericError, OptionError
 from edgellm.kernels.sampling import MOST_CANDIDATES, top_k
 
@@ -17,6 +18,28 @@ Floats = NDArray[np.float32]
 
 ContextPolicy = Literal["error", "shift"]
 CONTEXT_POLICIES: tuple[str, ...] = get_args(ContextPolicy)
+
+# Lowest and highest value, and whether it is a whole number.
+_RANGES: Mapping[str, tuple[float, float, bool]] = {
+    "temperature": (0, 100, False),
+    "top_k": (0, math.inf, True),
+    "top_p": (0, 1, False),
+    "min_p": (0, 1, False),
+    "repeat_penalty": (0.01, 100, False),
+    "presence_penalty": (-100, 100, False),
+    "frequency_penalty": (-100, 100, False),
+    "repeat_last_n": (-1, math.inf, True),
+    "seed": (0, 2**64 - 1, True),
+    "max_tokens": (0, math.inf, True),
+    "keep": (0, math.inf, True),
+    "min_indent": (0, 1000, True),
+    "time_limit_ms": (1, math.inf, True),
+    "logprobs": (0, 100, True),
+    "repetition_limit": (0, 65536, True),
+}
+_MAY_BE_NONE = ("seed", "max_tokens", "time_limit_ms")
+# Beyond it a bias would drown float32 scores.
+_MOST_BIAS = 1_000_000
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,6 +70,8 @@ class SamplingOptions:
         time_limit_ms: stop after this time, prefill included; None never does.
         logprobs: report this many most likely tokens at each step.
         ignore_eos: never take an end token.
+        repetition_limit: end an answer whose last so many tokens only say the same again and again,
+            if neither `max_tokens` nor `ignore_eos` is set; 0 never does.
         speculate: check guesses of several tokens in one step where that is faster (see
             `speculation.py`); the answer is the same.
     """
@@ -70,35 +95,37 @@ class SamplingOptions:
     time_limit_ms: int | None = None
     logprobs: int = 0
     ignore_eos: bool = False
+    repetition_limit: int = 256
     speculate: bool = True
 
     def __post_init__(self) -> None:
-        _within("temperature", self.temperature, 0, 100)
-        _within("top_k", self.top_k, 0, math.inf)
-        _within("top_p", self.top_p, 0, 1)
-        _within("min_p", self.min_p, 0, 1)
-        _within("repeat_penalty", self.repeat_penalty, 0.01, 100)
-        _within("presence_penalty", self.presence_penalty, -100, 100)
-        _within("frequency_penalty", self.frequency_penalty, -100, 100)
-        _within("repeat_last_n", self.repeat_last_n, -1, math.inf)
-        _within("logprobs", self.logprobs, 0, 100)
-        _within("min_indent", self.min_indent, 0, 1000)
-        _within("keep", self.keep, 0, math.inf)
-        if self.context_policy not in CONTEXT_POLICIES:
+        """Check the values.
+
+        Raises:
+            OptionError: one is of another type than it should be, or not allowed.
+        """
+        for name, (low, high, whole) in _RANGES.items():
+            value = getattr(self, name)
+            if value is not None or name not in _MAY_BE_NONE:
+                check_number(name, value, low, high, whole=whole)
+        check_flag("ignore_eos", self.ignore_eos)
+        check_flag("speculate", self.speculate)
+        check_choice("context_policy", self.context_policy, CONTEXT_POLICIES)
+        check_texts("stop", self.stop)
+        if not isinstance(self.logit_bias, Mapping):
             raise OptionError(
-                f"context_policy {self.context_policy!r}: allowed are "
-                + ", ".join(CONTEXT_POLICIES)
+                f"`logit_bias` is {self.logit_bias!r}; a dict of token ids and numbers is expected"
             )
-        if self.time_limit_ms is not None:
-            _within("time_limit_ms", self.time_limit_ms, 1, math.inf)
-        if self.seed is not None:
-            _within("seed", self.seed, 0, 2**64 - 1)
-        if self.max_tokens is not None:
-            _within("max_tokens", self.max_tokens, 0, math.inf)
-        if isinstance(self.stop, str) or any(not text for text in self.stop):
-            raise OptionError(f"stop {self.stop!r}: a list of texts that are not empty is expected")
-        if any(math.isnan(bias) for bias in self.logit_bias.values()):
-            raise OptionError("logit_bias: not a number")
+        for token, bias in self.logit_bias.items():
+            check_number("logit_bias", token, 0, whole=True)
+            if bias != -math.inf:  # which rules a token out
+                check_number("logit_bias", bias, -_MOST_BIAS, _MOST_BIAS)
+        if isinstance(self.stop_tokens, str) or not isinstance(self.stop_tokens, Sequence):
+            raise OptionError(
+                f"`stop_tokens` is {self.stop_tokens!r}; a list of token ids is expected"
+            )
+        for token in self.stop_tokens:
+            check_number("stop_tokens", token, 0, whole=True)
 
 
 class Sampler:
@@ -136,7 +163,7 @@ class Sampler:
         for token, bias in options.logit_bias.items():
             if not 0 <= token < scores.shape[0]:
                 raise OptionError(
-                    f"logit_bias: token {token} is not in the vocabulary of {scores.shape[0]}"
+                    f"`logit_bias`: token {token} is not in the vocabulary of {scores.shape[0]}"
                 )
             scores[token] += bias
         scores[_places(self._banned, ids)] = -np.inf
@@ -240,9 +267,3 @@ def _places(tokens: Sequence[int], ids: NDArray[np.intp] | None) -> Sequence[int
     places = np.searchsorted(ids, wanted).clip(max=len(ids) - 1)
     found: list[int] = places[ids[places] == wanted].tolist()
     return found
-
-
-def _within(name: str, value: float, low: float, high: float) -> None:
-    if not low <= value <= high:
-        limit = f"{low} to {high}" if high < math.inf else f"{low} or more"
-        raise OptionError(f"{name} is {value}; allowed is {limit}")

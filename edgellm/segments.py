@@ -16,6 +16,7 @@ from edgellm.bundle import Bundle, ExportProgress, FlavourEntry, map_arrays
 from edgellm.compile_cache import compiled
 from edgellm.errors import BundleError
 from edgellm.graphs import contract
+from edgellm.kernels.checks import indices
 from edgellm.placement import Placement, open_session
 from edgellm.providers import CPU, PROVIDERS
 from edgellm.quantize.int8 import dequantize_groups
@@ -148,9 +149,7 @@ class Segments:
             ("inputs", session.get_inputs(), contract.part_inputs(self.config, part)),
             ("outputs", session.get_outputs(), contract.part_outputs(self.config, part)),
         ):
-            found = {value.name: value.shape[-1] for value in values}
-            if found != expected:
-                raise BundleError(f"{path}: {role} are {found}, expected {expected}")
+            _check_widths(path, role, values, expected)
 
     def _bind(self, chunk: int) -> ChunkBuffers:
         """Bind every segment once; a call then costs microseconds."""
@@ -207,6 +206,15 @@ class Segments:
         return _runner(session, binding, {} if self._provider == CPU else values)
 
 
+def _check_widths(
+    path: Path, role: str, values: Sequence[Any], expected: Mapping[str, int]
+) -> None:
+    """Refuse a graph whose inputs or outputs are not those of the config."""
+    widths = {value.name: value.shape[-1] for value in values}
+    if widths != expected:
+        raise BundleError(f"{path}: {role} are {widths}, expected {dict(expected)}")
+
+
 def _runner(session: Any, binding: Any, inputs: Mapping[str, Any]) -> Run:
     """`inputs` are bound anew for each run: a provider with memory of its own (OpenVINO on a CPU
     even) copies them when they are bound, and would go on computing with what they were then."""
@@ -251,11 +259,22 @@ class Head:
         entry = bundle.manifest.heads[kind]
         path = bundle.path / f"head-{kind}" / contract.HEAD_FILE
         self._session, _ = open_session(path, provider=CPU)
+        self._rows = bundle.config.vocab_size
+        _check_widths(
+            path,
+            "inputs and outputs",
+            [*self._session.get_inputs(), *self._session.get_outputs()],
+            {contract.HIDDEN: bundle.config.hidden_size, contract.LOGITS: self._rows},
+        )
         self._table = map_arrays(bundle.path, entry.embedding)
 
     def embed(self, tokens: Sequence[int]) -> Floats:
-        """Embedding rows `[n, E]`."""
-        ids = np.asarray(tokens, np.intp)
+        """Embedding rows `[n, E]`.
+
+        Raises:
+            ValueError: the table has no such row.
+        """
+        ids = indices(tokens, self._rows, "token id")
         if "values" in self._table:
             rows: Floats = self._table["values"][ids]
             return rows

@@ -135,7 +135,7 @@ def require(checks: Iterator[Check]) -> None:
             raise ProviderError(
                 f"self-test: {check.name} is wrong by {check.error:.2g} (at most {check.limit:.2g} "
                 "is allowed): the provider, its driver, what it compiled or the bundle "
-                "is broken; `edgellm doctor` shows all of it, --prefill cpu does without"
+                "is broken; `edgellm doctor` shows all of it, `prefill` cpu does without"
             )
 
 

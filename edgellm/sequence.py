@@ -6,12 +6,14 @@ first if anyone else can see it. So fork and rewind copy at most one block.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import gc
+from collections import deque
+from collections.abc import Callable, Iterator
 from collections.abc import Sequence as SequenceOf
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Protocol
 
-from edgellm.errors import ContextOverflowError, OptionError
+from edgellm.errors import CacheFullError, ContextOverflowError, OptionError
 from edgellm.kernels.kv_blocks import BLOCK, KVBlocks
 from edgellm.kernels.kv_shift import move
 from edgellm.prefix_index import BlockPool, PrefixIndex
@@ -27,10 +29,15 @@ class Store(Protocol):
     blocks: KVBlocks
     mirror: Mirror | None
     inv_freq: tuple[float, ...]
+    deferred: deque[Callable[[], None]]
+
+    def collect(self) -> None: ...
 
 
 class Sequence:
     """One sequence: its tokens and the blocks that hold their K and V.
+
+    One that is dropped without `close` is closed by whoever uses the cache next.
 
     Attributes:
         exact: so many of the first tokens have the K and V that they alone determine, and may be
@@ -54,6 +61,11 @@ class Sequence:
 
     def __len__(self) -> int:
         return len(self.tokens)
+
+    def __del__(self) -> None:
+        # not closed here: the garbage collector may run in the middle of a change to the pool
+        if self.table:
+            self._cache.deferred.append(self.close)
 
     @property
     def blocks(self) -> KVBlocks:
@@ -82,13 +94,13 @@ class Sequence:
         if end > self._cache.ctx_size:
             raise ContextOverflowError(
                 f"{end} tokens do not fit into a context of {self._cache.ctx_size}; "
-                "shorten the prompt or raise the context size (--ctx-size)"
+                "shorten the prompt or raise `ctx_size`"
             )
         rows = len(self) % BLOCK
         if rows:
             self._own_last_block(rows)
         while len(self.table) * BLOCK < end:
-            self.table.append(self._pool.allocate())
+            self.table.append(self._allocate())
 
     @contextmanager
     def reserved(self, count: int) -> Iterator[None]:
@@ -117,7 +129,9 @@ class Sequence:
         if self.exact is not None and length <= self.exact:
             self.exact = None
         keep = -(-length // BLOCK)
-        for block in self.table[keep:]:
+        # the last one first: blocks are reused in the order of release, and a block is found only
+        # while all before it are there
+        for block in reversed(self.table[keep:]):
             self._pool.release(block)
         del self.table[keep:]
 
@@ -183,7 +197,16 @@ class Sequence:
         last = self.table[-1]
         if self._pool.references(last) == 1 and not self._index.holds(last):
             return
-        copy = self._pool.allocate()
+        copy = self._allocate()
         (self._cache.mirror or self._cache.blocks).copy_rows(last, copy, rows)
         self.table[-1] = copy
         self._pool.release(last)
+
+    def _allocate(self) -> int:
+        """A block to write to, if need be one of a sequence that nobody can reach any more."""
+        try:
+            return self._pool.allocate()
+        except CacheFullError:
+            gc.collect()
+            self._cache.collect()
+            return self._pool.allocate()

@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgellm.answer import Answer, LogitFilter
+from edgellm.checks import check_hooks, check_number, check_path, check_token_ids
 from edgellm.disk_cache import pack, unpack
 from edgellm.engine import Engine
 from edgellm.errors import CacheFullError, ContextOverflowError, OptionError, SessionFileError
@@ -28,6 +29,8 @@ class Session:
 
     Sessions of one model share its KV cache: a prefix that any of them computed is not computed
     again. A session is not to be used from two threads at once; different sessions may be.
+
+    `close` gives its place in the cache back, as do `with` and, later, the garbage collector.
     """
 
     def __init__(self, engine: Engine) -> None:
@@ -47,21 +50,26 @@ class Session:
         return len(self._sequence)
 
     def append(self, text: str | SequenceOf[int], *, parse_special: bool = False) -> None:
-        """Add text or token ids; they are computed when the next answer needs them."""
+        """Add text or token ids; they are computed when the next answer needs them.
+
+        Raises:
+            OptionError: a token id that is not in the vocabulary.
+        """
         tokenizer = self._engine.tokenizer
         if isinstance(text, str):
             add_bos = None if not self._tokens else False
             text = tokenizer.encode(text, add_bos=add_bos, parse_special=parse_special)
-        self._set([*self._tokens, *text])
+        self._set([*self._tokens, *self._checked("text", text)])
 
     def replace(self, tokens: SequenceOf[int]) -> None:
         """Become another sequence of tokens, keeping what it shares with this one.
 
         What was behind a gap (`make_room`) is not shared: it remembers what stood there.
         """
+        ids = self._checked("tokens", tokens)
         with self._engine.lock:
             self._sequence.truncate(len(self._sequence.tokens[: self._sequence.exact]))
-        self._set(list(tokens))
+        self._set(ids)
 
     def fork(self) -> Session:
         """Another session with the same tokens; nothing is copied before one of them grows."""
@@ -73,11 +81,7 @@ class Session:
 
     def rewind(self, length: int) -> None:
         """Forget all tokens from position `length` on."""
-        if not 0 <= length <= len(self._tokens):
-            raise OptionError(
-                f"rewind to {length}: the session has {len(self._tokens)} tokens; "
-                f"0 to {len(self._tokens)} is allowed"
-            )
+        check_number("length", length, 0, len(self._tokens), whole=True)
         self._set(self._tokens[:length])
 
     def make_room(self, keep: int) -> int:
@@ -93,7 +97,7 @@ class Session:
         window = (engine.ctx_size - keep) // 2
         if window < 1:
             raise OptionError(
-                f"keep is {keep}; in a context of {engine.ctx_size} tokens 0 to "
+                f"`keep` is {keep}; in a context of {engine.ctx_size} tokens 0 to "
                 f"{engine.ctx_size - 2} is allowed"
             )
         end = len(self._tokens) - window
@@ -115,10 +119,10 @@ class Session:
         Raises:
             OptionError: it cannot be written there.
         """
-        engine = self._engine
+        engine, path = self._engine, check_path("path", path)
         with engine.lock:
-            blocks = pack(self._sequence.blocks, self._sequence.table)
             computed, exact = len(self._sequence), self._sequence.exact
+            blocks = pack(self._sequence.blocks, self._sequence.table, tokens=computed)
         saved = SavedSession(
             model=engine.bundle.manifest.name,
             fingerprint=engine.fingerprint,
@@ -128,7 +132,7 @@ class Session:
             exact=exact,
             arithmetic=engine.arithmetic,
         )
-        write_session(Path(path), saved, blocks)
+        write_session(path, saved, blocks)
 
     def restore(self, path: Path) -> None:
         """Become a saved session; see `LLM.load_session`."""
@@ -136,6 +140,10 @@ class Session:
         saved, data = read_session(
             path, fingerprint=engine.fingerprint, kv_format=engine.options.kv_format
         )
+        try:
+            tokens = self._checked("tokens", saved.tokens)
+        except OptionError as error:
+            raise SessionFileError(f"{path}: {error}") from None
         with engine.lock:
             self._sequence.truncate(0)
             with self._sequence.reserved(saved.computed):
@@ -144,14 +152,13 @@ class Session:
                 # another back end's bits are for this session, and not for others to find
                 same = saved.arithmetic == engine.arithmetic
                 self._sequence.exact = saved.exact if same else 0
-                self._sequence.commit(saved.tokens[: saved.computed])
-        self._tokens = list(saved.tokens)
+                self._sequence.commit(tokens[: saved.computed])
+        self._tokens = tokens
 
     def close(self) -> None:
         """Give the memory back. Other sessions can still find the prefix until it is needed."""
-        with self._engine.lock:
-            self._sequence.close()
         self._tokens = []
+        self._engine.soon(self._sequence.close)
 
     def __enter__(self) -> Session:
         return self
@@ -192,27 +199,45 @@ class Session:
             ContextOverflowError: the tokens do not fit into the context.
             CacheFullError: open sessions hold the whole cache.
         """
+        check_hooks(cancel, progress, logit_filter)
         seed = secrets.randbits(32) if options.seed is None else options.seed
-        answer = Answer(self._engine, self, replace(options, seed=seed))
+        answer, dropped = Answer(self._engine, self, replace(options, seed=seed)), False
         try:
             for piece in answer.run(cancel, progress, logit_filter):
                 last = piece.finish_reason is not None
                 yield replace(piece, stats=answer.stats()) if last else piece
+        except GeneratorExit:  # perhaps the garbage collector's
+            dropped = True
+            raise
         finally:
             self.stats = answer.stats()
-            self._set(self._tokens)  # what was computed of a draft and not sampled goes
-            with self._engine.lock:
-                self._engine.cache.keep(self._sequence)
+            if dropped:
+                self._engine.soon(self._settle)
+            else:
+                with self._engine.lock:
+                    self._settle()
+
+    def _settle(self) -> None:
+        """Let go what was computed of a draft and not sampled, and keep the rest on disk."""
+        self._truncate_to(self._tokens)
+        self._engine.cache.keep(self._sequence)
 
     def _set(self, tokens: list[int]) -> None:
         with self._engine.lock:
-            shared = 0
-            for a, b in zip(tokens, self._sequence.tokens, strict=False):
-                if a != b:
-                    break
-                shared += 1
-            self._sequence.truncate(shared)
+            self._truncate_to(tokens)
         self._tokens = tokens
+
+    def _truncate_to(self, tokens: list[int]) -> None:
+        """Keep what the sequence shares with `tokens`."""
+        shared = 0
+        for a, b in zip(tokens, self._sequence.tokens, strict=False):
+            if a != b:
+                break
+            shared += 1
+        self._sequence.truncate(shared)
+
+    def _checked(self, name: str, tokens: object) -> list[int]:
+        return check_token_ids(name, tokens, vocab_size=self._engine.config.vocab_size)
 
     # what an answer does with its session, see `Decoding`
 
@@ -224,8 +249,8 @@ class Session:
         if len(self._tokens) > engine.ctx_size:
             raise ContextOverflowError(
                 f"the prompt has {len(self._tokens)} tokens, but the context holds "
-                f"{engine.ctx_size}; shorten it, raise --ctx-size (the model was trained for "
-                f"{engine.config.context_length}) or take --context-policy shift"
+                f"{engine.ctx_size}; shorten it, raise `ctx_size` (the model was trained for "
+                f"{engine.config.context_length}) or take `context_policy` shift"
             )
         with engine.lock:
             prefix = self._tokens[:-1]

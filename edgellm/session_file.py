@@ -51,7 +51,7 @@ def write_session(path: Path, saved: SavedSession, blocks: bytes) -> None:
     header = json.dumps(asdict(saved)).encode()
     body = len(header).to_bytes(4, "little") + header + blocks
     try:
-        with replacing_file(path) as partial:
+        with replacing_file(path, private=True) as partial:
             partial.write_bytes(MAGIC + hashlib.sha256(body).digest() + body)
     except OSError as error:
         raise OptionError(f"{path}: {error.strerror}") from None
@@ -75,12 +75,28 @@ def read_session(
     if hashlib.sha256(body).digest() != data[len(MAGIC) :][:_DIGEST]:
         raise SessionFileError(f"{path}: damaged or truncated; save the session again")
     end = 4 + int.from_bytes(body[:4], "little")
-    saved = SavedSession(**json.loads(bytes(body[4:end])))
+    saved = _header(path, bytes(body[4:end]))
     if saved.kv_format != kv_format:
         raise SessionFileError(
             f"{path}: its KV cache is {saved.kv_format}, this one {kv_format}; load the model with "
-            f"--kv-format {saved.kv_format}"
+            f"`kv_format` {saved.kv_format}"
         )
     if saved.fingerprint != fingerprint:
         raise SessionFileError(f"{path}: saved with {saved.model}, which is not this model")
     return saved, body[end:]
+
+
+def _header(path: Path, text: bytes) -> SavedSession:
+    """The header of a file, every value of the kind that it must be."""
+    try:
+        saved = SavedSession(**json.loads(text))
+    except (ValueError, TypeError, RecursionError):
+        raise SessionFileError(f"{path}: its header is damaged; save the session again") from None
+    words = (saved.model, saved.fingerprint, saved.kv_format, saved.arithmetic)
+    right = all(isinstance(word, str) for word in words) and isinstance(saved.tokens, list)
+    right = right and type(saved.computed) is int and 0 <= saved.computed <= len(saved.tokens)
+    if saved.exact is not None:
+        right = right and type(saved.exact) is int and 0 <= saved.exact <= saved.computed
+    if not right:
+        raise SessionFileError(f"{path}: its header is damaged; save the session again")
+    return saved

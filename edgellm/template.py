@@ -8,26 +8,29 @@ here against a deadline and a size, by rewriting the parsed template before it i
 from __future__ import annotations
 
 import json
-import re
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextvars import ContextVar
 from datetime import datetime
 from typing import Any, NoReturn, Self
 
 from jinja2 import TemplateError as JinjaError
 from jinja2 import nodes
 from jinja2.ext import Extension, loopcontrols
+from jinja2.filters import make_attrgetter
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.visitor import NodeTransformer
 
 from edgellm.errors import TemplateError
+from edgellm.template_limits import formatted_size, joined_size, method_size, replaced_size
 
 MAX_TEMPLATE_CHARACTERS = 1 << 20
 MAX_OUTPUT_CHARACTERS = 1 << 24
 TIME_LIMIT_S = 2.0
 # Widths, repetitions and ranges above this have no use in a prompt.
 _MAX_INTEGER_ARGUMENT = 1_000_000
-_FORMAT_WIDTH = re.compile(r"%[^a-zA-Z%]*\d{5}|\{[^}]*:[^}]*\d{5}")
+# Until when the rendering that runs in this thread may take.
+_DEADLINE: ContextVar[float] = ContextVar("template deadline", default=0.0)
 
 Message = Mapping[str, Any]
 
@@ -84,7 +87,7 @@ class ChatTemplate:
             TemplateError: the template refused the messages, failed, or passed a limit.
         """
         environment = self._environment
-        environment.deadline = time.monotonic() + self._time_limit_s
+        deadline = _DEADLINE.set(time.monotonic() + self._time_limit_s)
         pieces, size = [], 0
         try:
             for piece in self._template.generate(
@@ -108,6 +111,8 @@ class ChatTemplate:
             ) from None
         except (RecursionError, MemoryError):
             raise TemplateError("the chat template was stopped: too deep or too large") from None
+        finally:
+            _DEADLINE.reset(deadline)
         return "".join(pieces)
 
 
@@ -120,8 +125,8 @@ class _Environment(ImmutableSandboxedEnvironment):
         super().__init__(
             trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, _GenerationBlock]
         )
-        self.deadline = 0.0
-        self.filters = {name: self._limited(f) for name, f in self.filters.items()}
+        sized = {"format": self._format, "join": self._join, "replace": self._replace}
+        self.filters = {name: self._limited(f) for name, f in (self.filters | sized).items()}
         self.filters["tojson"] = self._limited(_tojson)
         self.filters[_Guard.LOOP] = self._loop
         self.filters[_Guard.CONCAT] = self._concat
@@ -133,7 +138,7 @@ class _Environment(ImmutableSandboxedEnvironment):
         }
 
     def check_time(self) -> None:
-        if time.monotonic() > self.deadline:
+        if time.monotonic() > _DEADLINE.get():
             raise _LimitError("it took too long")
 
     def check_size(self, size: int) -> None:
@@ -149,15 +154,22 @@ class _Environment(ImmutableSandboxedEnvironment):
         if operator == "+" and hasattr(left, "__len__") and hasattr(right, "__len__"):
             self.check_size(len(left) + len(right))
         if operator == "%" and isinstance(left, str):
-            _check_format(left)
+            self.check_size(_formatted_size(left, [right]))
         return super().call_binop(context, operator, left, right)
 
     def call(__self: Self, __context: Any, __obj: Any, *args: Any, **kwargs: Any) -> Any:
         __self.check_time()
         _check_arguments(args, kwargs)
-        owner = getattr(__obj, "__self__", None)
-        if isinstance(owner, str) and getattr(__obj, "__name__", "") in ("format", "format_map"):
-            _check_format(owner)
+        # the sandbox wraps `format` and `format_map`
+        owner = getattr(getattr(__obj, "__wrapped__", __obj), "__self__", None)
+        if isinstance(owner, str):
+            name = getattr(__obj, "__name__", "")
+            if name == "join" and args:
+                args = ([*__self._loop(args[0])],)
+            values = [*args, *kwargs.values()]
+            __self.check_size(
+                method_size(owner, name, values, largest_argument=_MAX_INTEGER_ARGUMENT)
+            )
         result = super().call(__context, __obj, *args, **kwargs)
         if isinstance(result, str):
             __self.check_size(len(result))
@@ -188,6 +200,30 @@ class _Environment(ImmutableSandboxedEnvironment):
         texts = [str(value) for value in values]
         self.check_size(sum(map(len, texts)))
         return "".join(texts)
+
+    def _format(self, text: Any, *args: Any, **kwargs: Any) -> str:
+        """Jinja's `format` filter, which no `%` operator goes through."""
+        text = str(text)
+        if args and kwargs:
+            raise JinjaError("format takes positional or keyword arguments, not both")
+        self.check_size(_formatted_size(text, [*args, *kwargs.values()]))
+        found: str = text % (kwargs or args)
+        return found
+
+    def _join(self, value: Iterable[Any], d: Any = "", attribute: Any = None) -> str:
+        """Jinja's `join` filter, with its names of arguments."""
+        if attribute is not None:
+            value = map(make_attrgetter(self, attribute), value)
+        texts = [str(part) for part in self._loop(value)]
+        self.check_size(joined_size(str(d), texts))
+        return str(d).join(texts)
+
+    def _replace(self, s: Any, old: Any, new: Any, count: int | None = None) -> str:
+        """Jinja's `replace` filter, with its names of arguments."""
+        text, old, new = str(s), str(old), str(new)
+        self.check_size(replaced_size(text, old, new))
+        found: str = text.replace(old, new, -1 if count is None else count)
+        return found
 
     def _range(self, *bounds: int) -> range:
         values = range(*bounds)
@@ -257,6 +293,5 @@ def _check_arguments(args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
             raise _LimitError(f"a call with the argument {value}")
 
 
-def _check_format(text: str) -> None:
-    if _FORMAT_WIDTH.search(text):
-        raise _LimitError("a format with a huge width")
+def _formatted_size(text: str, values: Sequence[Any]) -> int:
+    return formatted_size(text, values, largest_argument=_MAX_INTEGER_ARGUMENT)

@@ -9,36 +9,47 @@ sessions in 3.7 ms (without spinning; 64 ms with) where the shared one takes 2.4
 from __future__ import annotations
 
 import os
+import threading
 from typing import Any
 
 from edgellm.errors import OptionError
 
 _pool_threads: int | None = None
+_STARTING = threading.Lock()
 
 
 def start(threads: int | None, *, spare: int = 0) -> int:
-    """Make the pool, or check that the one that is there has the wanted size; gives its size.
+    """Make the pool, or check that the one that is there has the wanted size.
 
     Args:
-        threads: None takes the size of the pool that is there, else all usable cores.
+        threads: of the pool and others together; None takes the pool that is there, else all
+            usable cores.
         spare: threads of these that are for others, if that leaves one.
+
+    Returns:
+        How many threads the pool and the others are together. A pool that has all usable cores
+        already leaves nothing to spare.
 
     Raises:
         OptionError: the pool has another size already.
     """
     global _pool_threads
     wanted = max(1, (threads or usable_cores()) - spare)
-    if _pool_threads is None:
-        import onnxruntime as ort
+    with _STARTING:
+        if _pool_threads is None:
+            import onnxruntime as ort
 
-        _pool_threads = wanted
-        ort.set_global_thread_pool_sizes(_pool_threads, 1)
-    elif threads is not None and wanted != _pool_threads:
-        raise OptionError(
-            f"threads is {threads}, of which ONNX Runtime would take {wanted}, but a model was "
-            f"loaded with {_pool_threads} in its pool; all models of a process share one pool"
-        )
-    return _pool_threads
+            ort.set_global_thread_pool_sizes(wanted, 1)
+            _pool_threads = wanted
+        elif threads is not None and wanted != _pool_threads:
+            raise OptionError(
+                f"`threads` is {threads}, of which ONNX Runtime would take {wanted}, but a model "
+                f"was loaded with {_pool_threads} in its pool; all models of a process share one "
+                "pool"
+            )
+    if threads is not None:
+        return threads
+    return max(_pool_threads, min(_pool_threads + spare, usable_cores()))
 
 
 def size(threads: int | None) -> int:

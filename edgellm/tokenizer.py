@@ -2,29 +2,37 @@
 
 from __future__ import annotations
 
+import re
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import cached_property
+from operator import itemgetter
 from pathlib import Path
 
 from tokenizers import Tokenizer as HFTokenizer
 
 from edgellm.bundle import TOKENIZER, TokenizerEntry
-from edgellm.errors import TokenizerError
+from edgellm.errors import EdgeLLMError, TokenizerError
 
 _REPLACEMENT = "\ufffd"
 
 
 class Tokenizer:
-    """A bundle's tokenizer."""
+    """A bundle's tokenizer.
 
-    def __init__(self, folder: Path, entry: TokenizerEntry) -> None:
-        try:
+    Args:
+        rows: of the model's embedding; None where there is no model.
+
+    Raises:
+        TokenizerError: a damaged file, or a token that the embedding has no row for.
+    """
+
+    def __init__(self, folder: Path, entry: TokenizerEntry, *, rows: int | None = None) -> None:
+        with tokenizer_errors(str(folder / TOKENIZER)):
             self._tokenizer = HFTokenizer.from_file(str(folder / TOKENIZER))
-        except BaseException as error:  # a Rust panic is a BaseException
-            if isinstance(error, KeyboardInterrupt):
-                raise
-            raise TokenizerError(f"{folder / TOKENIZER}: {error}") from None
+        if rows is not None:
+            check_ids(self._tokenizer, rows, origin=str(folder / TOKENIZER))
         self._lock = threading.Lock()
         self.bos = entry.bos
         self.eos = entry.eos
@@ -36,6 +44,12 @@ class Tokenizer:
         self.special_texts = tuple(
             sorted((token.content for token in added if token.special), key=len, reverse=True)
         )
+
+    @cached_property
+    def special_pattern(self) -> re.Pattern[str] | None:
+        """Matches any special token's text, the longest where several begin."""
+        texts = [re.escape(text) for text in self.special_texts if text]
+        return re.compile("|".join(texts)) if texts else None
 
     @property
     def vocab_size(self) -> int:
@@ -56,10 +70,10 @@ class Tokenizer:
             parse_special: whether a special token's text stands for the token or for itself.
 
         Raises:
-            TokenizerError: the text is not valid Unicode.
+            TokenizerError: the text is not valid Unicode, or the tokenizer fails on it.
         """
         try:
-            with self._lock:
+            with self._lock, tokenizer_errors("the tokenizer failed on this text"):
                 self._tokenizer.encode_special_tokens = not parse_special
                 ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids
         except (UnicodeEncodeError, TypeError) as error:
@@ -71,7 +85,8 @@ class Tokenizer:
 
     def decode(self, tokens: Sequence[int], *, skip_special: bool = True) -> str:
         """The text of tokens; bytes that are not UTF-8 become U+FFFD."""
-        return self._tokenizer.decode(list(tokens), skip_special_tokens=skip_special)
+        with tokenizer_errors("the tokenizer failed on these tokens"):
+            return self._tokenizer.decode(list(tokens), skip_special_tokens=skip_special)
 
     def text_of(self, token: int) -> str:
         """A token as its vocabulary entry, for display."""
@@ -86,6 +101,37 @@ class Tokenizer:
         if token is None:
             raise TokenizerError(f"token {text!r} is not in the vocabulary")
         return token
+
+
+@contextmanager
+def tokenizer_errors(what: str) -> Iterator[None]:
+    """Whatever the `tokenizers` library raises becomes a TokenizerError that begins with `what`.
+
+    A tokenizer.json can hold combinations that it does not expect, and a panic of Rust's is no
+    Exception to Python. That a text is not Unicode is the caller's to tell.
+    """
+    try:
+        yield
+    except (EdgeLLMError, UnicodeEncodeError, TypeError, MemoryError):
+        raise
+    except BaseException as error:
+        if isinstance(error, Exception) or type(error).__name__ == "PanicException":
+            raise TokenizerError(f"{what}: {error}") from None
+        raise
+
+
+def check_ids(tokenizer: HFTokenizer, rows: int, *, origin: str) -> None:
+    """Refuse a token that the embedding has no row for; rows without a token are padding.
+
+    Raises:
+        TokenizerError: names the token.
+    """
+    text, largest = max(tokenizer.get_vocab().items(), key=itemgetter(1), default=("", -1))
+    if largest >= rows:
+        raise TokenizerError(
+            f"{origin}: token {text!r} has the id {largest}, but the model's embedding has {rows} "
+            f"rows; 0 to {rows - 1} is allowed"
+        )
 
 
 class TextStream:

@@ -87,6 +87,6 @@ def _check_fits(weights: Weights, cache: KVCache, device: str) -> None:
     if free is not None and needed > free:
         raise MemoryEstimateError(
             f"the device has {free >> 20} MiB free; weights take {weights.nbytes >> 20} MiB and "
-            f"the KV cache {cache.blocks.nbytes >> 20} MiB. Choose a smaller --ctx-size, "
-            "--cache-size or --kv-format, or --decode native"
+            f"the KV cache {cache.blocks.nbytes >> 20} MiB. Choose a smaller `ctx_size`, "
+            "`cache_size` or another `kv_format`, or `decode` native"
         )

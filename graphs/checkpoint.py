@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any, Protocol
@@ -26,6 +26,7 @@ from edgellm.graphs.config import ModelConfig
 from edgellm.kernels.int4 import Int4Weight
 
 Int8Groups = tuple[NDArray[np.uint8], NDArray[np.float32]]
+_LARGEST_HALF = float(np.finfo(np.float16).max)
 
 
 @dataclass(frozen=True)
@@ -44,6 +45,49 @@ class Tensor:
     float32: Callable[[], NDArray[np.float32]]
     int4: Callable[[], Int4Weight] | None = None
     int8_groups: Callable[[], Int8Groups] | None = None
+
+
+def checked(tensor: Tensor, origin: str) -> Tensor:
+    """The same tensor; what it gives are numbers that half precision holds.
+
+    Scales are stored in half precision, so larger values would turn into infinity on their way.
+
+    Args:
+        origin: names the file and the tensor in errors.
+    """
+
+    def refuse_others(values: NDArray[np.float32]) -> None:
+        # NaN fails both comparisons
+        if values.size and not (values.max() <= _LARGEST_HALF and values.min() >= -_LARGEST_HALF):
+            raise ModelFormatError(
+                f"{origin} holds a value that is not a number, infinite or beyond "
+                f"{_LARGEST_HALF:.0f}; the file is damaged, download it again"
+            )
+
+    def float32() -> NDArray[np.float32]:
+        values = tensor.float32()
+        refuse_others(values)
+        return values
+
+    def int4() -> Int4Weight:
+        assert tensor.int4 is not None
+        weight = tensor.int4()
+        refuse_others(weight.scale)
+        refuse_others(weight.offset)
+        return weight
+
+    def int8_groups() -> Int8Groups:
+        assert tensor.int8_groups is not None
+        codes, scale = tensor.int8_groups()
+        refuse_others(scale)
+        return codes, scale
+
+    return replace(
+        tensor,
+        float32=float32,
+        int4=None if tensor.int4 is None else int4,
+        int8_groups=None if tensor.int8_groups is None else int8_groups,
+    )
 
 
 class Checkpoint(Protocol):

@@ -8,8 +8,24 @@ from dataclasses import asdict, dataclass
 from typing import Any, TypeVar
 
 from edgellm.errors import ModelFormatError, UnsupportedModelError
+from edgellm.graphs.typed_json import parse
 
 T = TypeVar("T")
+# Far above every model there is. What is larger is damage, and would take hours and all memory
+# before anything else refuses it.
+_LARGEST = {
+    "vocab_size": 1 << 24,
+    "hidden_size": 1 << 18,
+    "intermediate_size": 1 << 20,
+    "layers": 1 << 12,
+    "heads": 1 << 12,
+    "kv_heads": 1 << 12,
+    "head_dim": 1 << 12,
+    "context_length": (1 << 31) - 1,
+    "sliding_window": (1 << 31) - 1,
+}
+# Of a head at least this share is rotated; the least that models have is a quarter (GPT-NeoX).
+_ROTATED_SHARE = 4
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,22 +55,26 @@ class ModelConfig:
     qkv_bias: bool = False
 
     def __post_init__(self) -> None:
-        for name, value in asdict(self).items():
-            if isinstance(value, int) and not isinstance(value, bool) and value <= 0:
-                raise ModelFormatError(f"model config: {name} is {value}; it must be positive")
+        for name, largest in _LARGEST.items():
+            value = getattr(self, name)
+            if value is not None and not 1 <= value <= largest:
+                raise ModelFormatError(
+                    f"model config: {name} is {_shown(value)}; 1 to {largest} is allowed"
+                )
+        if not (math.isfinite(self.rms_norm_eps) and 0 < self.rms_norm_eps < 1):
+            raise ModelFormatError(
+                f"model config: rms_norm_eps is {self.rms_norm_eps}; it must be between 0 and 1"
+            )
         if self.heads % self.kv_heads:
             raise ModelFormatError(
                 f"model config: heads ({self.heads}) must be a multiple of "
                 f"kv_heads ({self.kv_heads})"
             )
-        if 2 * len(self.inv_freq) > self.head_dim:
-            raise ModelFormatError(
-                f"model config: RoPE rotates {2 * len(self.inv_freq)} dimensions, "
-                f"but a head has {self.head_dim}"
-            )
-        if self.head_dim % 4:
+        self._check_rope()
+        # so that Q, K and V of the fused projection fill whole panels of 16 outputs
+        if self.head_dim % 8:
             raise UnsupportedModelError(
-                f"model config: head_dim is {self.head_dim}; it must be a multiple of 4"
+                f"model config: head_dim is {self.head_dim}; it must be a multiple of 8"
             )
         for name in ("hidden_size", "intermediate_size", "attention_size"):
             if getattr(self, name) % 32:
@@ -62,6 +82,16 @@ class ModelConfig:
                     f"model config: {name} is {getattr(self, name)}; weights are quantized in "
                     "groups of 32, so it must be a multiple of 32"
                 )
+
+    def _check_rope(self) -> None:
+        rotated = 2 * len(self.inv_freq)
+        if not self.head_dim // _ROTATED_SHARE <= rotated <= self.head_dim:
+            raise ModelFormatError(
+                f"model config: RoPE rotates {rotated} dimensions, but a head has "
+                f"{self.head_dim}; a quarter of them to all is allowed"
+            )
+        if not all(math.isfinite(angle) and angle > 0 for angle in self.inv_freq):
+            raise ModelFormatError("model config: inv_freq must be positive finite numbers")
 
     @property
     def attention_size(self) -> int:
@@ -95,10 +125,7 @@ class ModelConfig:
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> ModelConfig:
-        try:
-            return cls(**{**values, "inv_freq": tuple(values["inv_freq"])})
-        except (TypeError, KeyError) as error:
-            raise ModelFormatError(f"model config: {error}") from None
+        return parse(cls, values, where="model config")
 
 
 class Fields:
@@ -120,6 +147,10 @@ class Fields:
         value = self._values.get(key)
         if value is None:
             return None
+        if isinstance(value, int) and abs(value) >= 1 << 63:
+            raise ModelFormatError(
+                f"{self._origin}: key {key!r} is {_shown(value)}; a number below 2^63 is allowed"
+            )
         if kind is float and isinstance(value, int) and not isinstance(value, bool):
             value = float(value)
         if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
@@ -138,3 +169,8 @@ class Fields:
             raise UnsupportedModelError(
                 f"{self._origin}: {key} = {value!r} is not supported; supported is {names}"
             )
+
+
+def _shown(value: int) -> str:
+    """Digits of a number, unless there are hundreds of them."""
+    return str(value) if abs(value) < 1 << 128 else f"a number of {value.bit_length()} bits"

@@ -19,12 +19,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from edgellm.errors import ModelFormatError, UnsupportedModelError
-from edgellm.graphs.checkpoint import Int8Groups, Tensor, architecture, file_name
+from edgellm.errors import EdgeLLMError, ModelFormatError, UnsupportedModelError
+from edgellm.graphs.checkpoint import Int8Groups, Tensor, architecture, checked, file_name
 from edgellm.graphs.config import Fields
+from edgellm.graphs.gguf_header import check_header, check_whole
 from edgellm.kernels.int4 import Int4Weight, pack
 
-_MAGIC = b"GGUF"
 _INT4_HEADER_BYTES = {"Q4_0": 2, "Q4_1": 4}
 
 
@@ -34,6 +34,7 @@ class GGUFCheckpoint:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.metadata, self._tensors = _read(path)
+        check_whole(path, self.metadata)
         fields = Fields(self.metadata, origin=str(path))
         kind = fields.optional(str, "general.type")
         if kind not in (None, "model"):
@@ -64,7 +65,7 @@ class GGUFCheckpoint:
         if self._interleaved and name.endswith((".q", ".k")):
             heads = self.config.heads if name.endswith(".q") else self.config.kv_heads
             rows = _half_split_order(shape[0], heads)
-        return Tensor(
+        tensor = Tensor(
             shape,
             storage,
             float32=lambda: _dequantize(entry, str(self.path))[rows],
@@ -73,6 +74,7 @@ class GGUFCheckpoint:
             else None,
             int8_groups=(lambda: _int8_groups(entry.data[rows])) if storage == "Q8_0" else None,
         )
+        return checked(tensor, f"{self.path}: tensor {key}")
 
 
 def _read(path: Path) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
@@ -80,17 +82,12 @@ def _read(path: Path) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
     import gguf
 
     try:
-        with path.open("rb") as file:
-            magic = file.read(4)
-        if magic != _MAGIC:
-            raise ModelFormatError(
-                f"{path}: not a GGUF file: it starts with {magic!r} instead of {_MAGIC!r}"
-            )
+        check_header(path)
         # a flipped size makes the reader's numpy arithmetic wrap around before it fails
         with np.errstate(over="ignore"):
             reader = gguf.GGUFReader(path)
             metadata = {key: field.contents() for key, field in reader.fields.items()}
-    except ModelFormatError:
+    except EdgeLLMError:
         raise
     except OSError as error:
         raise ModelFormatError(f"{path}: {error.strerror or error}") from None
@@ -116,7 +113,9 @@ def _dequantize(entry: Any, origin: str) -> NDArray[np.float32]:
     import gguf
 
     try:
-        values = gguf.dequantize(entry.data, entry.tensor_type)
+        # a damaged scale is infinite; `checked` refuses what comes of it
+        with np.errstate(invalid="ignore", over="ignore"):
+            values = gguf.dequantize(entry.data, entry.tensor_type)
     except NotImplementedError:
         raise UnsupportedModelError(
             f"{origin}: tensor {entry.name} is stored as {entry.tensor_type.name}, which the gguf "

@@ -12,13 +12,16 @@ from numpy.typing import NDArray
 from edgellm.errors import ModelFormatError, UnsupportedModelError
 from edgellm.graphs.config import Fields
 
+# Checked before the frequencies are computed, which is before the config as a whole is.
+_MAX_DIM = 1 << 12
+
 
 def base_frequencies(dim: int, theta: float) -> NDArray[np.float64]:
     """`theta ** (-2i / dim)` for the `dim / 2` rotated pairs (arXiv:2104.09864, eq. 15)."""
-    if dim <= 0 or dim % 2 or theta <= 0:
+    if not 0 < dim <= _MAX_DIM or dim % 2 or theta <= 0:
         raise ModelFormatError(
-            f"RoPE dimension {dim} and base {theta}: an even dimension and a positive base "
-            "are expected"
+            f"RoPE dimension {dim} and base {theta}: an even dimension of at most {_MAX_DIM} and "
+            "a positive base are expected"
         )
     return theta ** (-np.arange(0, dim, 2, dtype=np.float64) / dim)
 

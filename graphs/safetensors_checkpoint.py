@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
 
 from edgellm.errors import ModelFormatError, UnsupportedModelError
-from edgellm.graphs.checkpoint import Tensor, architecture, file_name
+from edgellm.graphs.checkpoint import Tensor, architecture, checked, file_name
 from edgellm.graphs.config import Fields
 
 _DTYPES: dict[str, Any] = {"F32": np.float32, "F16": np.float16, "BF16": ml_dtypes.bfloat16}
@@ -39,6 +39,11 @@ class SafetensorsCheckpoint:
             raise ModelFormatError(f"{self.path}: tensor {key} is missing")
         shard = self._shards[key]
         with _open(shard) as file:
+            if key not in file.keys():  # noqa: SIM118 (it is no mapping)
+                raise ModelFormatError(
+                    f"{self.path}: {_INDEX} says that tensor {key} is in {shard.name}, where it "
+                    "is not; download the model again"
+                )
             view = file.get_slice(key)
             shape, dtype = tuple(view.get_shape()), str(view.get_dtype())
         if dtype not in _DTYPES:
@@ -50,7 +55,7 @@ class SafetensorsCheckpoint:
             with _open(shard) as file:
                 return np.asarray(file.get_tensor(key)).astype(np.float32)
 
-        return Tensor(shape, dtype, float32)
+        return checked(Tensor(shape, dtype, float32), f"{shard}: tensor {key}")
 
 
 def read_json(path: Path) -> dict[str, Any]:

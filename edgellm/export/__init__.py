@@ -3,8 +3,15 @@
 from edgellm.export.exporter import (
     DEFAULT_CHUNK_SIZES,
     DEFAULT_FLAVOURS,
+    check_chunk_sizes,
     check_flavours,
     export,
 )
 
-__all__ = ["DEFAULT_CHUNK_SIZES", "DEFAULT_FLAVOURS", "check_flavours", "export"]
+__all__ = [
+    "DEFAULT_CHUNK_SIZES",
+    "DEFAULT_FLAVOURS",
+    "check_chunk_sizes",
+    "check_flavours",
+    "export",
+]

@@ -2,31 +2,28 @@
 
 from __future__ import annotations
 
-import errno
 import hashlib
 import importlib.metadata
 import shutil
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from filelock import FileLock
-
 from edgellm import bundle as bundles
 from edgellm.bundle import PANELS, Bundle, ExportProgress, FlavourEntry, Manifest
-from edgellm.errors import BundleError, EdgeLLMError, ExportError, OptionError
+from edgellm.errors import BundleError, OptionError
 from edgellm.export.calibrate import CalibrationOptions
 from edgellm.export.flavour_writer import write_flavour, write_head
 from edgellm.export.flavours import FLAVOURS
 from edgellm.export.import_report import ImportReport
 from edgellm.export.panel_writer import store_panels
 from edgellm.export.reference_writer import measure_errors, reference_tokens, store_reference
+from edgellm.export.target import check_same_sizes, disk_errors, present_at, publish, sizes_of
 from edgellm.export.tokenizer_import import import_tokenizer
 from edgellm.graphs.builder import WeightFile
 from edgellm.graphs.checkpoint import Checkpoint, open_checkpoint
 from edgellm.graphs.contract import StoredArray
-from edgellm.home import replacing_folder
+from edgellm.home import delete_abandoned, locked, partial_folder, replacing_folder
 from edgellm.reference import FOLDER as REFERENCE
 from edgellm.reference import open_reference
 from edgellm.tokenizer import Tokenizer
@@ -43,9 +40,10 @@ def export(
     name: str,
     source: str,
     flavours: Sequence[str] = DEFAULT_FLAVOURS,
-    chunk_sizes: Sequence[int] = DEFAULT_CHUNK_SIZES,
+    chunk_sizes: Sequence[int] | None = None,
     calibration: CalibrationOptions | None = None,
     force: bool = False,
+    mend: bool = False,
     progress: ExportProgress | None = None,
 ) -> Bundle:
     """Export a checkpoint to the bundle folder `out`, or add missing flavours to the bundle there.
@@ -56,30 +54,37 @@ def export(
     Args:
         name, source: recorded in the manifest.
         flavours: names from `FLAVOURS`.
-        chunk_sizes: static sizes to export; a bundle that is there keeps its own.
+        chunk_sizes: static sizes to export; None keeps those of a bundle that is there.
         calibration: for the flavours with static scales.
         force: replace the bundle at `out`.
+        mend: replace what is at `out`, which is a folder of edgellm's own, if it is damaged or of
+            an earlier format.
         progress: called with a label, steps done and steps in all.
 
     Raises:
         ModelFormatError, UnsupportedModelError: see `open_checkpoint`.
-        BundleError: something else is at `out`, or a damaged bundle and `force` is not set.
+        OptionError: unknown flavours, or chunk sizes that cannot be or that the bundle has not.
+        BundleError: something else is at `out`, or a damaged bundle and neither `force` nor `mend`
+            is set.
         ExportError: the disk is full or not writable.
     """
     check_flavours(flavours)
-    if not chunk_sizes or any(not 1 <= size <= 4096 for size in chunk_sizes):
-        raise OptionError(f"chunk sizes {list(chunk_sizes)}: numbers from 1 to 4096 are allowed")
+    if chunk_sizes is not None:
+        check_chunk_sizes(chunk_sizes, flavours)
     out = out.absolute()
-    with _disk_errors(out):
+    with disk_errors(out):
         out.parent.mkdir(parents=True, exist_ok=True)
-        with FileLock(out.with_name(f".{out.name}.lock")):
-            present = _present(out, force=force)
+        with locked(out):
+            delete_abandoned(out.parent, of=out.name, abandoned_s=0)
+            present = present_at(out, source, force=force, mend=mend)
+            if present is not None and chunk_sizes is not None:
+                check_same_sizes(out, present, chunk_sizes)
             missing = [f for f in flavours if present is None or f not in present.flavours]
             if missing:
                 checkpoint = open_checkpoint(checkpoint_path)
                 exporter = _Exporter(
                     checkpoint,
-                    chunk_sizes=_sizes_of(present) or chunk_sizes,
+                    chunk_sizes=sizes_of(present) or chunk_sizes or DEFAULT_CHUNK_SIZES,
                     calibration=calibration or CalibrationOptions(),
                     steps=_Steps(checkpoint, missing, progress),
                 )
@@ -145,27 +150,20 @@ class _Exporter:
             )
             for flavour in flavours:
                 manifest = self._flavour(folder, manifest, flavour, base=folder)
-            bundles.write_manifest(folder, bundles.with_files(manifest, folder))
+            publish(out, folder, manifest)
 
     def add(self, out: Path, present: Manifest, flavours: Sequence[str]) -> None:
         """Export into a scratch folder, move the new folders over, and last of all the manifest."""
         if present.config != self._checkpoint.config:
-            raise BundleError(
-                f"{out}: the bundle is of another model; export it again with --force"
-            )
-        scratch = out.with_name(f".{out.name}.scratch")
-        shutil.rmtree(scratch, ignore_errors=True)
-        scratch.mkdir()
-        try:
+            raise BundleError(f"{out}: the bundle is of another model; `force` replaces it")
+        with partial_folder(out.parent, of=out.name) as scratch:
             manifest = present
             for flavour in flavours:
                 manifest = self._flavour(scratch, manifest, flavour, base=out)
             for folder in scratch.iterdir():
                 shutil.rmtree(out / folder.name, ignore_errors=True)
                 folder.replace(out / folder.name)
-            bundles.write_manifest(out, bundles.with_files(manifest, out))
-        finally:
-            shutil.rmtree(scratch, ignore_errors=True)
+            publish(out, out, manifest)
 
     def _flavour(self, root: Path, manifest: Manifest, name: str, *, base: Path) -> Manifest:
         """A flavour's folder in `root`; the bundle's tokenizer, and what else it has already, is in
@@ -173,7 +171,7 @@ class _Exporter:
         flavour = FLAVOURS[name]
         if flavour.segments is None:
             return self._panels(root, manifest)
-        tokenizer = Tokenizer(base, manifest.tokenizer)
+        tokenizer = Tokenizer(base, manifest.tokenizer, rows=manifest.config.vocab_size)
         arrays = manifest.reference
         if not (arrays or flavour.token_by_token):
             arrays = self._reference(root, tokenizer)
@@ -187,7 +185,7 @@ class _Exporter:
             tokenizer=tokenizer,
             chunk_sizes=self._chunk_sizes,
             calibration=self._calibration,
-            on_segment=lambda i: self._steps.step(f"{name}: segment {i}"),
+            on_segment=lambda i: self._steps.step(f"exporting {name}: segment {i}"),
         )
         if not flavour.token_by_token:
             entry = replace(entry, errors=self._errors(root, base, name, entry, arrays))
@@ -200,7 +198,7 @@ class _Exporter:
             self._checkpoint,
             tokens,
             root,
-            on_segment=lambda i: self._steps.step(f"float32 to compare with: segment {i}"),
+            on_segment=lambda i: self._steps.step(f"computing in float32: segment {i}"),
         )
 
     def _errors(
@@ -218,7 +216,7 @@ class _Exporter:
             name,
             entry,
             root,
-            on_segment=lambda i: self._steps.step(f"{name}: comparing segment {i}"),
+            on_segment=lambda i: self._steps.step(f"comparing {name}: segment {i}"),
         )
 
     def _panels(self, root: Path, manifest: Manifest) -> Manifest:
@@ -230,7 +228,7 @@ class _Exporter:
                 self._checkpoint,
                 file,
                 report,
-                on_layer=lambda i: self._steps.step(f"{PANELS}: layer {i}"),
+                on_layer=lambda i: self._steps.step(f"exporting {PANELS}: layer {i}"),
             )
         entry = FlavourEntry(
             FLAVOURS[PANELS].description, None, (), False, report.to_json(), arrays=arrays
@@ -247,32 +245,13 @@ def check_flavours(flavours: Collection[str]) -> None:
         )
 
 
-def _present(out: Path, *, force: bool) -> Manifest | None:
-    """The manifest of the bundle at `out`; None where there is none or it is to be replaced."""
-    if not out.exists() or (out.is_dir() and not any(out.iterdir())):
-        return None
-    if not bundles.is_bundle(out):
-        raise BundleError(f"{out}: exists and is not a bundle; choose another folder")
-    return None if force else bundles.open_bundle(out).manifest
-
-
-@contextmanager
-def _disk_errors(out: Path) -> Iterator[None]:
-    try:
-        yield
-    except EdgeLLMError:
-        raise
-    except OSError as error:
-        if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-            raise ExportError(
-                f"{out}: the disk is full ({error.strerror}); free some space and try again"
-            ) from None
-        raise ExportError(f"{out}: {error.strerror or error}") from None
-
-
-def _sizes_of(present: Manifest | None) -> Sequence[int]:
-    entries = present.flavours.values() if present is not None else ()
-    return next((entry.chunk_sizes for entry in entries if entry.any_size), ())
+def check_chunk_sizes(chunk_sizes: Sequence[int], flavours: Collection[str]) -> None:
+    """Refuse sizes that cannot be, or that no flavour has a use for."""
+    asked = f"`chunk_sizes` {', '.join(map(str, chunk_sizes))}"
+    if not chunk_sizes or any(not 1 <= size <= 4096 for size in chunk_sizes):
+        raise OptionError(f"{asked}: numbers from 1 to 4096 are allowed")
+    if not any(FLAVOURS[f].segments and not FLAVOURS[f].token_by_token for f in flavours):
+        raise OptionError(f"{asked}: {', '.join(flavours)} is exported without chunks of any size")
 
 
 def _weight_files(checkpoint: Checkpoint) -> list[Path]:

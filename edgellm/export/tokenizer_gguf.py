@@ -48,7 +48,7 @@ def build_tokenizer(metadata: Mapping[str, Any], *, origin: str) -> Tokenizer:
         if (
             key.startswith("tokenizer.ggml.")
             and key.endswith("_token_id")
-            and not (isinstance(token, int) and 0 <= token < len(tokens))
+            and not (type(token) is int and 0 <= token < len(tokens))
         ):
             raise ModelFormatError(f"{origin}: {key} is {token!r}, not a token")
     kind = metadata.get("tokenizer.ggml.model")
@@ -189,12 +189,18 @@ def _merges_from_scores(
 
 
 def _add_tokens(tokenizer: Tokenizer, tokens: Sequence[str], types: Sequence[int]) -> None:
-    """Control tokens are special; user-defined ones are text that is never split."""
+    """Control tokens are special; user-defined ones are text that is never split.
+
+    All of a kind in one call, because each call builds the search for all of them anew.
+    """
+    special, plain = [], []
     for token, kind in zip(tokens, types, strict=True):
         if kind in (_CONTROL, _UNKNOWN):
-            tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False)])
+            special.append(AddedToken(token, special=True, normalized=False))
         elif kind == _USER_DEFINED:
-            tokenizer.add_tokens([AddedToken(token, special=False, normalized=False)])
+            plain.append(AddedToken(token, special=False, normalized=False))
+    tokenizer.add_special_tokens(special)
+    tokenizer.add_tokens(plain)
 
 
 def _list(metadata: Mapping[str, Any], key: str, kind: type, origin: str) -> list[Any]:

@@ -9,11 +9,13 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
-from edgellm.bundle import CHAT_TEMPLATE, TOKENIZER, TokenizerEntry
+from edgellm.bundle import CHAT_TEMPLATE, GENERATION, TOKENIZER, TokenizerEntry
 from edgellm.errors import ModelFormatError, TokenizerError
 from edgellm.export.tokenizer_gguf import build_tokenizer
 from edgellm.graphs.checkpoint import Checkpoint
+from edgellm.graphs.config import Fields
 from edgellm.graphs.safetensors_checkpoint import read_json
+from edgellm.tokenizer import check_ids, tokenizer_errors
 
 # Tokens that end an answer wherever a vocabulary has them as special tokens: many files name only
 # one end token, and a chat model then talks on as the user (llama.cpp keeps such a list too).
@@ -36,14 +38,8 @@ _FIM_KEYS = {
     "repository": ("fim_rep",),
     "file": ("fim_sep",),
 }
-# generation_config.json's name -> ours, and its type.
-_GENERATION_KEYS = {
-    "temperature": ("temperature", float),
-    "top_p": ("top_p", float),
-    "min_p": ("min_p", float),
-    "top_k": ("top_k", int),
-    "repetition_penalty": ("repeat_penalty", float),
-}
+# Our name -> generation_config.json's, where it is another.
+_GENERATION_KEYS = {"repeat_penalty": "repetition_penalty"}
 
 
 @dataclass(frozen=True)
@@ -65,17 +61,14 @@ def import_tokenizer(checkpoint: Checkpoint) -> ImportedTokenizer:
     """Read it from GGUF metadata or from the files beside the weights.
 
     Raises:
-        TokenizerError: no tokenizer, a damaged one, or one with more tokens than embedding rows.
+        TokenizerError: no tokenizer, a damaged one, or a token without a row in the embedding.
+        ModelFormatError: a setting of another type than it should have.
     """
     if checkpoint.metadata:
         imported = _from_gguf(checkpoint.metadata, origin=str(checkpoint.path))
     else:
         imported = _from_folder(checkpoint.path)
-    rows, tokens = checkpoint.config.vocab_size, imported.tokenizer.get_vocab_size()
-    if tokens > rows:
-        raise TokenizerError(
-            f"{checkpoint.path}: the tokenizer has {tokens} tokens, but the embedding {rows} rows"
-        )
+    check_ids(imported.tokenizer, checkpoint.config.vocab_size, origin=str(checkpoint.path))
     return imported
 
 
@@ -97,7 +90,7 @@ def _from_gguf(metadata: Mapping[str, Any], *, origin: str) -> ImportedTokenizer
             if (found := next(filter(None, map(text, keys)), None)) is not None
         },
     )
-    template = metadata.get("tokenizer.chat_template")
+    template = Fields(metadata, origin=origin).optional(str, "tokenizer.chat_template")
     return ImportedTokenizer(tokenizer, entry, template, generation={})
 
 
@@ -107,35 +100,46 @@ def _from_folder(folder: Path) -> ImportedTokenizer:
             f"{folder}: {TOKENIZER} is missing; a tokenizer in another format must be converted "
             "with transformers' save_pretrained first"
         )
-    try:
+    with tokenizer_errors(str(folder / TOKENIZER)):
         tokenizer = Tokenizer.from_file(str(folder / TOKENIZER))
-    except BaseException as error:  # a Rust panic is a BaseException
-        if isinstance(error, KeyboardInterrupt):
-            raise
-        raise TokenizerError(f"{folder / TOKENIZER}: {error}") from None
-    tokenizer.no_truncation()
-    tokenizer.no_padding()
+        tokenizer.no_truncation()
+        tokenizer.no_padding()
+        prefix = tokenizer.encode("", add_special_tokens=True).tokens
     settings = _optional_json(folder / "tokenizer_config.json")
     generation = _optional_json(folder / "generation_config.json")
     bos = _token_text(settings.get("bos_token"))
-    prefix = tokenizer.encode("", add_special_tokens=True).tokens
-    end_ids = generation.get("eos_token_id", read_json(folder / "config.json").get("eos_token_id"))
-    ends = [_token_text(settings.get("eos_token"))]
-    for token in end_ids if isinstance(end_ids, list) else [end_ids]:
-        ends.append(tokenizer.id_to_token(token) if isinstance(token, int) else None)
+    ends = [_token_text(settings.get("eos_token")), *_end_tokens(folder, generation, tokenizer)]
     entry = TokenizerEntry(
         bos=bos,
         add_bos=bos is not None and prefix[:1] == [bos],
         eos=_ends(tokenizer, ends),
     )
-    defaults = {
-        name: kind(generation[key])
-        for key, (name, kind) in _GENERATION_KEYS.items()
-        if isinstance(generation.get(key), int | float)
+    fields = Fields(generation, origin=str(folder / "generation_config.json"))
+    defaults: dict[str, Any] = {
+        name: value
+        for name, kind in GENERATION.items()
+        if (value := fields.optional(kind, _GENERATION_KEYS.get(name, name))) is not None
     }
     if generation.get("do_sample") is False:
         defaults = {"temperature": 0.0}
     return ImportedTokenizer(tokenizer, entry, _folder_template(folder, settings), defaults)
+
+
+def _end_tokens(
+    folder: Path, generation: Mapping[str, Any], tokenizer: Tokenizer
+) -> list[str | None]:
+    """Texts of `eos_token_id`, one token or several; None for one that the tokenizer lacks."""
+    ids = generation.get("eos_token_id", read_json(folder / "config.json").get("eos_token_id"))
+    if ids is None:
+        return []
+    texts = []
+    for token in ids if isinstance(ids, list) else [ids]:
+        if not isinstance(token, int) or isinstance(token, bool) or not 0 <= token < 1 << 32:
+            raise ModelFormatError(
+                f"{folder}: eos_token_id is {ids!r}; a token id, a list of them or null is allowed"
+            )
+        texts.append(tokenizer.id_to_token(token))
+    return texts
 
 
 def _folder_template(folder: Path, settings: Mapping[str, Any]) -> str | None:

@@ -7,6 +7,7 @@ import ctypes
 import numpy as np
 from numpy.typing import NDArray
 
+from edgellm.kernels.checks import block_ids, floats
 from edgellm.kernels.kv_blocks import BlockTable, KVBlocks
 from edgellm.kernels.native import KV, address
 
@@ -36,8 +37,13 @@ def attend(
 ) -> NDArray[np.float32]:
     """See `attend` in `__init__.py`; `library` holds the compiled kernels."""
     tokens, heads, _ = q.shape
-    queries = np.ascontiguousarray(q)
-    ids = np.asarray(table, np.int64)
+    if heads % blocks.kv_heads or not 0 <= layer < blocks.layers:
+        raise ValueError(
+            f"{heads} heads of layer {layer} on blocks of {blocks.kv_heads} KV heads and "
+            f"{blocks.layers} layers"
+        )
+    queries = floats(q, (tokens, heads, blocks.head_dim), "q")
+    ids = block_ids(table, blocks.count, start=start, tokens=tokens)
     out = np.empty(q.shape, np.float32)
     call = _Call(
         KV.of(blocks, ids),

@@ -34,7 +34,7 @@ from edgellm.kernels.kv_blocks import KVFormat, allocate
 from edgellm.kernels.linear.panels import Kind, Panels
 from edgellm.kernels.rope import RopeTable
 from edgellm.kernels.step.gpu import DeviceStep
-from edgellm.kernels.step.native import LayerWeights, Weights
+from edgellm.kernels.step.weights import LayerWeights, Weights
 
 TARGETS = ("sm_80", "sm_86", "sm_90")
 _GROUP_BYTES: dict[Kind, int] = {"int4_symmetric": 288, "int4_affine": 320, "int8_symmetric": 544}

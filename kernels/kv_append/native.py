@@ -7,6 +7,7 @@ import ctypes
 import numpy as np
 from numpy.typing import NDArray
 
+from edgellm.kernels.checks import block_ids, check_rope, floats
 from edgellm.kernels.kv_blocks import BlockTable, KVBlocks
 from edgellm.kernels.native import KV, Rope, address
 from edgellm.kernels.rope import RopeTable
@@ -38,8 +39,14 @@ def append_rotated(
     """See `append_rotated` in `__init__.py`; `library` holds the compiled kernels."""
     tokens, rows, head_dim = qkv.shape
     heads = rows - 2 * blocks.kv_heads
-    source = np.ascontiguousarray(qkv)
-    ids = np.asarray(table, np.int64)
+    if heads < 0 or not 0 <= layer < blocks.layers:
+        raise ValueError(
+            f"{rows} rows of layer {layer} on blocks of {blocks.kv_heads} KV heads and "
+            f"{blocks.layers} layers"
+        )
+    source = floats(qkv, (tokens, rows, blocks.head_dim), "qkv")
+    ids = block_ids(table, blocks.count, start=start, tokens=tokens)
+    check_rope(rope_table, head_dim, start + tokens)
     q = np.empty((tokens, heads, head_dim), np.float32)
     call = _Call(
         KV.of(blocks, ids),

@@ -2,11 +2,22 @@
 
 from edgellm.kernels.linear.panels import (
     PANEL,
+    Kind,
     Panels,
     int4_panels,
     int8_panels,
     int8_rows,
     kind_of,
+    panels_shape,
 )
 
-__all__ = ["PANEL", "Panels", "int4_panels", "int8_panels", "int8_rows", "kind_of"]
+__all__ = [
+    "PANEL",
+    "Kind",
+    "Panels",
+    "int4_panels",
+    "int8_panels",
+    "int8_rows",
+    "kind_of",
+    "panels_shape",
+]

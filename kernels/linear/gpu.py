@@ -104,8 +104,15 @@ def linear(
         up: a second weight: y = SiLU(f(x) W^T) * (f(x) up^T).
         add: to what is in `y`.
         peaks: filled for one row.
+
+    Raises:
+        ValueError: rows of another width, or a second weight of another shape.
     """
     second = weight if up is None else up
+    if x.shape[1] != weight.inputs:
+        raise ValueError(f"rows have {x.shape[1]} numbers; the weight has {weight.inputs} inputs")
+    if (second.outputs, second.inputs, second.bits) != (weight.outputs, weight.inputs, weight.bits):
+        raise ValueError(f"the second weight is {second.outputs} x {second.inputs}, another shape")
     panels = -(-weight.outputs // PANEL)
     groups = weight.inputs // GROUP
     if x.shape[0] == 1:

@@ -7,6 +7,7 @@ import ctypes
 import numpy as np
 from numpy.typing import NDArray
 
+from edgellm.kernels.checks import floats
 from edgellm.kernels.linear.panels import KINDS, PANEL, Panels
 from edgellm.kernels.native import address
 
@@ -58,7 +59,7 @@ def linear(
 
     x is rounded to int8 with a scale for each 32, or to 16 bits for outputs from `fine_from` on.
     """
-    rows = np.ascontiguousarray(x)
+    rows = floats(x, (len(x), panels.inputs), "x")
     out = np.empty((x.shape[0], -(-panels.outputs // PANEL) * PANEL), np.float32)
     layer = layer_of(panels, fine_from=fine_from)
     call = _Call(layer, address(rows), address(out), x.shape[0], threads)

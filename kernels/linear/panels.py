@@ -23,6 +23,7 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from edgellm.kernels.checks import indices
 from edgellm.kernels.int4 import GROUP, Int4Weight, unpack
 
 PANEL = 16
@@ -33,17 +34,37 @@ _GROUP_BYTES = (288, 320, 544)
 
 @dataclass(frozen=True)
 class Panels:
-    """A weight `[outputs, inputs]`; `data` is `[panels, inputs/32, bytes]` uint8."""
+    """A weight `[outputs, inputs]`; `data` is `[panels, inputs/32, bytes]` uint8.
+
+    Raises:
+        ValueError: `data` is not the panels of such a weight.
+    """
 
     data: NDArray[np.uint8]
     outputs: int
     inputs: int
     kind: Kind
 
+    def __post_init__(self) -> None:
+        shape = panels_shape(self.outputs, self.inputs, self.kind)
+        data = self.data
+        if data.dtype != np.uint8 or data.shape != shape or not data.flags.c_contiguous:
+            raise ValueError(
+                f"panels of {self.outputs} x {self.inputs} {self.kind} are uint8 {shape} without "
+                f"gaps, not {data.dtype} {data.shape}"
+            )
+        if self.inputs % GROUP:
+            raise ValueError(f"{self.inputs} inputs are not groups of {GROUP}")
+
 
 def kind_of(data: NDArray[np.uint8]) -> Kind:
     """The kind of panels `[panels, groups, bytes]`: their groups have different sizes."""
     return KINDS[_GROUP_BYTES.index(data.shape[2])]
+
+
+def panels_shape(outputs: int, inputs: int, kind: Kind) -> tuple[int, int, int]:
+    """The shape of the panels of a weight `[outputs, inputs]`."""
+    return -(-outputs // PANEL), inputs // GROUP, _GROUP_BYTES[KINDS.index(kind)]
 
 
 def int4_panels(weight: Int4Weight) -> Panels:
@@ -75,8 +96,12 @@ def int8_panels(codes: NDArray[np.int8], scale: NDArray[np.float32]) -> Panels:
 
 
 def int8_rows(panels: Panels, rows: Sequence[int]) -> NDArray[np.float32]:
-    """Rows of an int8 weight as float32, `[len(rows), inputs]`."""
-    index = np.asarray(rows, np.intp)
+    """Rows of an int8 weight as float32, `[len(rows), inputs]`.
+
+    Raises:
+        ValueError: the weight has no such row.
+    """
+    index = indices(rows, panels.outputs, "row")
     panel, lane = index // PANEL, index % PANEL
     groups = panels.data[panel]  # [n, G, 544]
     codes = groups[..., :512].reshape(*groups.shape[:2], GROUP // 4, PANEL, 4).view(np.int8)

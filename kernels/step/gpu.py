@@ -15,6 +15,7 @@ import torch
 from numpy.typing import NDArray
 
 from edgellm.kernels.attention.gpu import Partials, attend
+from edgellm.kernels.checks import block_ids, check_rope, indices
 from edgellm.kernels.gpu.capture import Captured
 from edgellm.kernels.gpu.device import on_device
 from edgellm.kernels.gpu.kv_blocks import DeviceBlocks
@@ -24,7 +25,13 @@ from edgellm.kernels.linear.gpu import DevicePanels, Rows, embed, linear
 from edgellm.kernels.rope import RopeTable
 from edgellm.kernels.sampling import Logits
 from edgellm.kernels.sampling.gpu import LogitRow
-from edgellm.kernels.step.native import LayerWeights, Weights
+from edgellm.kernels.step.weights import (
+    LayerWeights,
+    Weights,
+    check_blocks,
+    check_rows,
+    check_weights,
+)
 
 Floats = NDArray[np.float32]
 # Tokens in one call at most: what the buffers are made for.
@@ -94,7 +101,10 @@ class _Inputs:
         table: block ids.
     """
 
-    def __init__(self, blocks: int, device: str) -> None:
+    def __init__(self, vocabulary: int, pool: int, blocks: int, device: str) -> None:
+        """`pool` is how many blocks there are, `blocks` how many a table may have."""
+        self._vocabulary = vocabulary
+        self._pool = pool
         self._host = torch.zeros(1 + MAX_ROWS + blocks, dtype=torch.int64)
         self._device = self._host.to(device, copy=True)
         self.start = self._device[:1].view(torch.int32)[:1]
@@ -102,10 +112,22 @@ class _Inputs:
         self.table = self._device[1 + MAX_ROWS :]
 
     def set(self, table: BlockTable, tokens: Sequence[int], start: int) -> None:
+        """Copy them to the device.
+
+        Raises:
+            ValueError: a token, a block or a position that is not there, or too many of them.
+        """
+        if not 1 <= len(tokens) <= MAX_ROWS or len(table) > len(self.table):
+            raise ValueError(
+                f"{len(tokens)} tokens in a table of {len(table)} blocks; there is room for 1 to "
+                f"{MAX_ROWS} and for {len(self.table)}"
+            )
         host = self._host.numpy()
+        host[1 : 1 + len(tokens)] = indices(tokens, self._vocabulary, "token id")
+        host[1 + MAX_ROWS : 1 + MAX_ROWS + len(table)] = block_ids(
+            table, self._pool, start=start, tokens=len(tokens)
+        )
         host[0] = start
-        host[1 : 1 + len(tokens)] = tokens
-        host[1 + MAX_ROWS : 1 + MAX_ROWS + len(table)] = table
         self._device.copy_(self._host)
 
 
@@ -115,6 +137,9 @@ class DeviceStep:
     def __init__(
         self, weights: Weights, rope_table: RopeTable, blocks: DeviceBlocks, device: str
     ) -> None:
+        check_weights(weights)
+        check_blocks(weights, blocks.host)
+        check_rope(rope_table, blocks.host.head_dim, 0)
         self._weights = weights
         self._blocks = blocks
         self._device = device
@@ -124,8 +149,9 @@ class DeviceStep:
         tied = weights.head is weights.embedding
         self._head = self._embedding if tied else DevicePanels.of(weights.head, device)
         self._cos, self._sin = (on_device(part, device) for part in rope_table)
-        positions = len(rope_table.cos)
-        self._inputs = _Inputs(-(-positions // BLOCK), device)
+        self._positions = len(rope_table.cos)
+        tables = -(-self._positions // BLOCK)
+        self._inputs = _Inputs(weights.embedding.outputs, blocks.host.count, tables, device)
         self._buffers = self._allocate(MAX_ROWS)
         self._row = LogitRow.empty(weights.head.outputs, device)
         self._one = Captured(self._launch_one, device)
@@ -152,8 +178,13 @@ class DeviceStep:
         Returns:
             Hidden states after the final norm `[len(tokens), E]` and logits `[logit_rows, V]`; None
             if it was stopped.
+
+        Raises:
+            ValueError: a token, a block or a position that is not there.
         """
         count = len(tokens)
+        check_rows(count, logit_rows)
+        self._check_positions(start + count)
         self._inputs.set(table, tokens, start)
         if count == 1 and logit_rows == 1:
             self._one()
@@ -170,6 +201,7 @@ class DeviceStep:
 
     def best(self, table: BlockTable, token: int, start: int) -> Logits:
         """`run` for one token; of the logits, the best come to the host and not all."""
+        self._check_positions(start + 1)
         self._inputs.set(table, [token], start)
         self._one()
         self._pack()
@@ -184,6 +216,10 @@ class DeviceStep:
             linear(states, self._head, logits, self._buffers.halves)
             found.append(_host(logits))
         return np.concatenate(found)
+
+    def _check_positions(self, end: int) -> None:
+        if end > self._positions:
+            raise ValueError(f"position {end} is beyond the {self._positions} of the RoPE table")
 
     def _launch_chunk(self) -> None:
         self._through_layers(self._buffers, None)

@@ -3,68 +3,26 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
 
+from edgellm.kernels.checks import block_ids, check_rope, indices
 from edgellm.kernels.kv_blocks import BlockTable, KVBlocks
-from edgellm.kernels.linear import PANEL, Panels
+from edgellm.kernels.linear import PANEL
 from edgellm.kernels.linear.native import LinearLayer, layer_of
 from edgellm.kernels.native import KV, Rope, address
 from edgellm.kernels.rope import RopeTable
+from edgellm.kernels.step.weights import (
+    LayerWeights,
+    Weights,
+    check_blocks,
+    check_rows,
+    check_weights,
+)
 
 Floats = NDArray[np.float32]
-
-
-@dataclass(frozen=True)
-class LayerWeights:
-    """One layer: norm weights `[E]` and linear layers.
-
-    Attributes:
-        qkv: Q, K and V on top of each other.
-        value_outputs: how many of its outputs are V.
-        qkv_bias: added to them, `[outputs]`, or None.
-    """
-
-    attention_norm: Floats
-    mlp_norm: Floats
-    qkv: Panels
-    o: Panels
-    gate: Panels
-    up: Panels
-    down: Panels
-    value_outputs: int
-    qkv_bias: Floats | None = None
-
-
-@dataclass(frozen=True)
-class Weights:
-    """All weights of a model; `head` is `embedding` where they are tied.
-
-    Attributes:
-        embedding, head: int8 panels `[V, E]`.
-        heads: query heads.
-        window: sliding window, or None.
-        epsilon: of the RMS norms.
-    """
-
-    layers: Sequence[LayerWeights]
-    final_norm: Floats
-    embedding: Panels
-    head: Panels
-    heads: int
-    window: int | None
-    epsilon: float
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all linear layers, which are nearly all of it."""
-        tables = {id(panels): panels for panels in (self.embedding, self.head)}
-        linears = [p for x in self.layers for p in (x.qkv, x.o, x.gate, x.up, x.down)]
-        return sum(panels.data.nbytes for panels in (*tables.values(), *linears))
-
 
 # Called from C++ in the thread that called it.
 _ShouldStop = ctypes.CFUNCTYPE(ctypes.c_int32)
@@ -127,10 +85,40 @@ def _layer(layer: LayerWeights) -> _Layer:
     )
 
 
+class _Poll:
+    """Asks `should_stop` for C++, and keeps what it raises until C++ has returned.
+
+    ctypes would print and drop an exception. A signal handler's, such as KeyboardInterrupt, comes
+    at the first instruction of whatever Python is called, before a function could enter a `try`; a
+    generator goes on within the one that it has entered.
+
+    Attributes:
+        error: what was raised, which counts as a wish to stop.
+    """
+
+    def __init__(self, should_stop: Callable[[], bool]) -> None:
+        self.error: BaseException | None = None
+        self._answers = self._ask(should_stop)
+        next(self._answers)
+        self.callback = _ShouldStop(self._answers.__next__)
+
+    def _ask(self, should_stop: Callable[[], bool]) -> Iterator[bool]:
+        stop = False
+        while True:
+            try:
+                yield stop
+                stop = should_stop()
+            except GeneratorExit:
+                raise
+            except BaseException as error:
+                self.error, stop = error, True
+
+
 class FusedStep:
     """A model ready for `run`; keeps its weights alive."""
 
     def __init__(self, library: ctypes.CDLL, weights: Weights) -> None:
+        check_weights(weights)
         self._library = library
         self._weights = weights
         self._layers = (_Layer * len(weights.layers))(*map(_layer, weights.layers))
@@ -167,26 +155,34 @@ class FusedStep:
         Args:
             blocks, table: the pool and the sequence's block ids, the new positions among them.
             logit_rows: the last so many tokens go through the LM head.
-            should_stop: asked before each layer.
+            should_stop: asked before each layer; what it raises stops the step and is raised again.
 
         Returns:
             Hidden states after the final norm `[len(tokens), E]` and logits `[logit_rows, V]`; None
             if it was stopped.
+
+        Raises:
+            ValueError: a token, a block or a position that is not there.
         """
         weights, count = self._weights, len(tokens)
-        ids, block_ids = np.asarray(tokens, np.int64), np.asarray(table, np.int64)
+        check_blocks(weights, blocks)
+        ids = indices(tokens, weights.embedding.outputs, "token id")
+        blocks_of = block_ids(table, blocks.count, start=start, tokens=count)
+        check_rope(rope_table, blocks.head_dim, start + count)
+        check_rows(count, logit_rows)
+        poll = None if should_stop is None else _Poll(should_stop)
         states = np.empty((count, weights.embedding.inputs), np.float32)
         width = -(-weights.head.outputs // PANEL) * PANEL
         logits = np.empty((logit_rows, width), np.float32)
         call = _Call(
             ctypes.pointer(self._model),
-            KV.of(blocks, block_ids),
+            KV.of(blocks, blocks_of),
             Rope.of(rope_table),
             address(ids),
             address(states),
             address(logits),
             None,
-            _ShouldStop() if should_stop is None else _ShouldStop(should_stop),
+            _ShouldStop() if poll is None else poll.callback,
             count,
             start,
             logit_rows,
@@ -196,6 +192,9 @@ class FusedStep:
         if self._workspace.nbytes < needed:
             self._workspace = np.empty(needed, np.uint8)
         call.workspace = address(self._workspace)
-        if not self._library.edgellm_step(ctypes.byref(call)):
+        done = self._library.edgellm_step(ctypes.byref(call))
+        if poll is not None and poll.error is not None:
+            raise poll.error
+        if not done:
             return None
         return states, logits[:, : weights.head.outputs]

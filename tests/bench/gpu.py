@@ -31,7 +31,7 @@ from edgellm.kernels.kv_blocks import BLOCK, KVFormat, allocate
 from edgellm.kernels.linear.gpu import DevicePanels, Rows, linear
 from edgellm.kernels.linear.panels import Panels
 from edgellm.kernels.step.gpu import DeviceStep
-from edgellm.kernels.step.native import LayerWeights, Weights
+from edgellm.kernels.step.weights import LayerWeights, Weights
 from edgellm.llm import LLM, load
 from edgellm.providers import CUDA, TRITON, status
 from edgellm.sequence import Sequence

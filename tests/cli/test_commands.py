@@ -82,10 +82,10 @@ def test_raw_and_escape(cli: Cli, tiny_bundle: str) -> None:
     [
         (["run", "-p", ""], 2, "prompt is empty"),
         (["run"], 2, "prompt is empty"),
-        (["run", "-p", "x", "--temp", "-1"], 2, "temperature is -1.0"),
+        (["run", "-p", "x", "--temp", "-1"], 2, "--temp is -1.0"),
         (["run", "-p", "x", "--temp", "hot"], 2, "--temp"),
-        (["run", "-p", "x", "--top-p", "2"], 2, "top_p is 2.0"),
-        (["run", "-p", "x", "-n", "-5"], 2, "max_tokens is -5"),
+        (["run", "-p", "x", "--top-p", "2"], 2, "--top-p is 2.0"),
+        (["run", "-p", "x", "-n", "-5"], 2, "--predict is -5"),
         (["run", "-p", "x", "-c", "1000000000"], 2, "trained for at most"),
         (["run", "-p", "x", "--kv-format", "int2"], 2, "--kv-format"),
         (["run", "-p", "x", "--prefill", "tpu"], 2, "edgellm devices"),
@@ -96,6 +96,13 @@ def test_raw_and_escape(cli: Cli, tiny_bundle: str) -> None:
         (["run", "-p", "x", "--nonsense"], 2, "--nonsense"),
         (["run", "a", "-m", "b", "-p", "x"], 2, "named twice"),
         (["run", "no-such-model", "x"], 1, "smollm2-135m-instruct"),
+        (["run", "-p", "x", "-l", "5+inf"], 2, "--logit-bias is inf"),
+        (["run", "-p", "x", "-l", "999+1"], 2, "not in the vocabulary of 320"),
+        (["run", "-p", "x", "-c", "-3"], 2, "--ctx-size is -3"),
+        (["run", "-p", "x", "-t", "0"], 2, "--threads is 0"),
+        (["run", "--prefix", "a", "-p", "x"], 2, "leave out a prompt"),
+        (["run", "--prefix", "a", "-j", "{}", "--raw"], 2, "--json-schema, --raw"),
+        (["run", "--suffix", "a", "-e", "-sys", "b"], 2, "--system-prompt, --escape"),
         (["run", "-p", "x", "-f", "/no/such/file"], 2, "No such file"),
         (["run", "-p", "long " * 5000], 1, "context holds 1024"),
         (["perplexity", "/no/such/file"], 2, "No such file"),
@@ -122,6 +129,52 @@ def test_bad_input_is_one_clear_line(
     assert "Traceback" not in found.stderr
     lines = [li for li in found.stderr.strip().splitlines() if not li.startswith(("Usage", "Try"))]
     assert len([line for line in lines if line]) == 1
+
+
+@pytest.mark.parametrize(
+    "arguments", [["-p", "B"], ["-", "-p", "B"], ["-f", "-", "-p", "B"]], ids=str
+)
+def test_what_is_piped_in_stands_before_the_question(
+    cli: Cli, tiny_bundle: str, arguments: list[str]
+) -> None:
+    more = ["--raw", "--json", "-n", "0"]
+    piped = cli("run", "-m", tiny_bundle, *arguments, *more, stdin="A A\n")
+    whole = cli("run", "-m", tiny_bundle, "-p", "A A\n\nB", *more)
+    assert piped.returncode == whole.returncode == 0, piped.stderr
+    tokens = [json.loads(result.stdout)["prompt_tokens"] for result in (piped, whole)]
+    assert tokens[0] == tokens[1]
+
+
+def test_a_question_in_the_place_of_the_model(cli: Cli) -> None:
+    result = cli("run", "What is 2+2?")
+    assert result.returncode == 1
+    assert "edgellm run -p 'What is 2+2?'" in result.stderr
+
+
+def test_why_an_answer_ended(cli: Cli, tiny_bundle: str) -> None:
+    found = cli("run", tiny_bundle, "a", "--raw", "--json", "-n", "2", *GREEDY)
+    assert json.loads(found.stdout)["finish_reason"] == "length"
+    cut = cli("run", tiny_bundle, "a", "--raw", "-n", "2", "-j", '{"type": "array"}', *GREEDY)
+    assert cut.returncode == 1
+    assert "cut off (length)" in cut.stderr
+
+
+@pytest.mark.parametrize(
+    ("redirection", "code", "words"),
+    [
+        ("<&-", 2, "prompt is empty"),
+        ("-p a --raw -n 2 >&-", 1, "standard output is closed"),
+        ("-p a --raw -n 2 2>&-", 0, ""),
+        ("-p a --raw -n 2 <&- 2>&-", 0, ""),
+    ],
+)
+def test_closed_streams(tiny_bundle: str, redirection: str, code: int, words: str) -> None:
+    command = f"{sys.executable} -m edgellm.cli.main run -m {tiny_bundle} {redirection}"
+    result = subprocess.run(["sh", "-c", command], capture_output=True, text=True, timeout=120)
+    assert result.returncode == code, result.stderr
+    assert words in result.stderr
+    assert "Traceback" not in result.stderr
+    assert bool(result.stdout) == (code == 0)
 
 
 def test_invalid_utf8_on_stdin(cli: Cli, tiny_bundle: str) -> None:

@@ -125,3 +125,67 @@ def test_branches(typed: object) -> None:
         "no fill-in-the-middle tokens",
     ):
         assert words in err
+
+
+def test_commands_say_that_they_worked(typed: object, tmp_path: Path) -> None:
+    file = tmp_path / "über.json"
+    _, _, err = typed(  # type: ignore[operator]
+        "Say “ü”.",
+        f"/save {file}",
+        "/set temperature 0.5",
+        "/fork a",
+        "/clear",
+        "/switch a",
+        f"/load {file}",
+        f"/save {tmp_path}/no/such/folder/file",
+        "/load /dev/zero",
+        "/exit",
+    )
+    assert "“ü”" in file.read_text(encoding="utf-8")
+    for words in (
+        f"saved in {file}; the conversation has 1 questions",
+        "temperature is 0.5",
+        "kept as a;",
+        "cleared; the conversation has 0 questions",
+        "switched to a;",
+        f"loaded {file};",
+        "there is no folder",
+        "/dev/zero: not a conversation",
+    ):
+        assert words in err, words
+    assert not (tmp_path / "no").exists()
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "{}", "[1]", '[{"role": "user"}]', '[{"role": "me", "content": "x"}]', "[" * 100_000],
+    ids=len,
+)
+def test_files_that_are_no_conversation(typed: object, tmp_path: Path, text: str) -> None:
+    file = tmp_path / "chat.json"
+    file.write_text(text)
+    _, _, err = typed(f"/load {file}", "/exit")  # type: ignore[operator]
+    assert f"{file}: not a conversation" in err
+
+
+def test_one_loaded_message_has_no_answer_before_it(typed: object, tmp_path: Path) -> None:
+    file = tmp_path / "chat.json"
+    file.write_text('[{"role": "assistant", "content": "Yes."}]')
+    code, _, err = typed(f"/load {file}", "/regen", "/rewind", "/exit")  # type: ignore[operator]
+    assert code == 0
+    assert "no answer to generate again" in err
+
+
+def test_history_that_cannot_be_kept(
+    typed: object, edgellm_home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    edgellm_home.mkdir()
+    (edgellm_home / "history").mkdir()  # in the way, for root too
+    code, _, err = typed("/exit")  # type: ignore[operator]
+    assert code == 0
+    assert "no history is kept" in err
+
+
+def test_history_is_private(typed: object, edgellm_home: Path) -> None:
+    typed("/show", "/exit")  # type: ignore[operator]
+    assert (edgellm_home / "history").stat().st_mode & 0o777 == 0o600

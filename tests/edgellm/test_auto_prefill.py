@@ -5,32 +5,60 @@ from pathlib import Path
 
 import pytest
 
-from edgellm.bundle import COSTS
+from edgellm import auto_prefill
+from edgellm.auto_prefill import auto_choice
+from edgellm.bundle import COSTS, open_bundle
 from edgellm.export import export
 from edgellm.kernels.native import library
 from edgellm.llm import LLM, load
+from edgellm.options import EngineOptions
+from edgellm.providers import CPU
+from edgellm.thread_pool import usable_cores
 
-PROMPT = "The quick brown fox jumps over the lazy dog. " * 30
+NATIVE = EngineOptions(decode="native") if library() else EngineOptions()
 
 
 @pytest.fixture
-def folder(tiny_model: Path, tmp_path: Path) -> Path:
+def measured(tiny_model: Path, tmp_path: Path) -> Path:
     """A bundle in which costs of the CPU provider have been measured."""
     if library() is None:
         pytest.skip("installed without a compiler")
     out = tmp_path / "bundle"
     export(tiny_model, out, name="tiny", source=str(tiny_model))
-    load(str(out), prefill="cpu")
+    load(str(out), prefill="cpu", decode="native")
     return out
 
 
-def rewrite(folder: Path, *, chunk: float, token: float) -> None:
+@pytest.fixture
+def folder(measured: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The same, and the CPU provider plays an accelerator: there is no other one to test with."""
+    monkeypatch.setattr(auto_prefill, "CPU", "no provider")
+    return measured
+
+
+def kept(folder: Path) -> dict[str, dict[str, object]]:
+    found: dict[str, dict[str, object]] = json.loads((folder / COSTS).read_text())["measured"]
+    return found
+
+
+def keep(folder: Path, values: dict[str, dict[str, object]]) -> None:
+    (folder / COSTS).write_text(json.dumps({"format": 2, "measured": values}))
+
+
+def rewrite(
+    folder: Path, *, chunk: float, token: float, prompt: list[object] | None = None
+) -> None:
     """Pretend that 32 rows of a chunk, and a token in the native step, took so long."""
-    known = json.loads((folder / COSTS).read_text())
-    ((key, values),) = known.items()
-    chunks = {size: chunk * int(size) / 32 for size in values["chunks"]}
-    values = {"chunks": chunks, "call": 0.0, "token": token}
-    (folder / COSTS).write_text(json.dumps({key: values}))
+    ((key, values),) = kept(folder).items()
+    sizes = [int(size) for size in values["chunks"]]  # type: ignore[attr-defined]
+    chunks = {str(size): [chunk * size / 32] for size in sizes}
+    step = {"8": [8 * token], "128": [128 * token]}
+    keep(folder, {key: {"chunks": chunks, "step": step, "prompt": prompt}})
+
+
+def native(folder: Path, threads: int | None = None) -> LLM:
+    """What `auto` comes to where decode is native, also on a machine with a GPU."""
+    return load(str(folder), decode="native", threads=threads)
 
 
 def places(llm: LLM, tokens: int) -> dict[str, int]:
@@ -41,35 +69,67 @@ def places(llm: LLM, tokens: int) -> dict[str, int]:
 
 def test_a_faster_provider_takes_long_prompts(folder: Path) -> None:
     rewrite(folder, chunk=0.010, token=0.001)
-    llm = load(str(folder))
+    llm = native(folder)
     assert llm.engine.options.prefill == "cpu"
     assert places(llm, 8) == {"native": 8}
     assert places(llm, 256) == {"cpu": 256}
 
 
+def test_the_cpu_provider_is_no_accelerator(measured: Path) -> None:
+    """However fast it seems."""
+    assert CPU == auto_prefill.CPU
+    rewrite(measured, chunk=1e-5, token=1.0, prompt=[700, [0.01], [9.0]])
+    assert native(measured).engine.options.prefill == "auto"
+    choice = auto_choice(open_bundle(measured), NATIVE)
+    assert choice.prefill == "native"
+    assert "no accelerator was measured" in choice.reason
+
+
 def test_a_whole_chunk_stays_native_where_that_is_cheaper(folder: Path) -> None:
-    rewrite(folder, chunk=0.050, token=0.001)
-    assert places(load(str(folder)), 40) == {"native": 40}
-    assert places(load(str(folder), prefill="cpu"), 40) == {"cpu": 32, "native": 8}
+    rewrite(folder, chunk=0.025, token=0.001)
+    assert places(native(folder), 20) == {"native": 20}
+    assert places(load(str(folder), prefill="cpu", decode="native"), 20) == {"native": 20}
 
 
-def test_a_slower_provider_is_left_alone(folder: Path) -> None:
-    rewrite(folder, chunk=1.0, token=0.001)
-    assert places(load(str(folder)), 256) == {"native": 256}
+@pytest.mark.parametrize(
+    ("chunk", "prompt", "expected", "words"),
+    [
+        (0.032 / 1.21, None, "cpu", "826 us on cpu"),
+        (0.032 / 1.19, None, "native", "1.2 times as fast"),
+        (1.0, None, "native", "1.2 times as fast"),
+        # measured as a whole, it was slower than its chunks and steps let expect
+        (0.010, [700, [1.03, 1.05], [0.46, 0.47]], "native", "700 tokens took 1.03 s on cpu"),
+        (0.010, [700, [0.40, 0.45], [0.50, 0.55]], "native", "0.5 s on native"),
+        (0.031, [700, [0.20, 0.21], [0.50, 0.55]], "cpu", "0.2 s on cpu and 0.5 s on native"),
+    ],
+)
+def test_what_was_measured_decides(
+    folder: Path, chunk: float, prompt: list[object] | None, expected: str, words: str
+) -> None:
+    rewrite(folder, chunk=chunk, token=0.001, prompt=prompt)
+    choice = auto_choice(open_bundle(folder), NATIVE)
+    assert choice.prefill == expected
+    assert words in choice.reason
+    assert places(native(folder), 256) == {expected: 256}
 
 
 def test_costs_of_other_threads_or_another_version_do_not_count(folder: Path) -> None:
     rewrite(folder, chunk=0.010, token=0.001)
-    assert places(load(str(folder), threads=1), 256) == {"native": 256}
-    known = json.loads((folder / COSTS).read_text())
-    (folder / COSTS).write_text(json.dumps({f"{key} old": v for key, v in known.items()}))
-    assert places(load(str(folder)), 256) == {"native": 256}
+    other = 1 if usable_cores() > 1 else 2
+    assert places(native(folder, threads=other), 256) == {"native": 256}
+    keep(folder, {f"{key} old": values for key, values in kept(folder).items()})
+    assert places(native(folder), 256) == {"native": 256}
 
 
 @pytest.mark.parametrize("provider", ["qnn", "cuda", "nothing"])
 def test_a_provider_that_is_gone_is_not_chosen(folder: Path, provider: str) -> None:
     rewrite(folder, chunk=0.010, token=0.001)
-    known = json.loads((folder / COSTS).read_text())
-    ((key, values),) = known.items()
-    (folder / COSTS).write_text(json.dumps({key.replace("cpu", provider, 1): values}))
-    assert places(load(str(folder)), 256) == {"native": 256}
+    ((key, values),) = kept(folder).items()
+    keep(folder, {key.replace("cpu", provider, 1): values})
+    assert places(native(folder), 256) == {"native": 256}
+
+
+def test_where_the_native_kernels_do_not_run(folder: Path) -> None:
+    choice = auto_choice(open_bundle(folder), EngineOptions(decode="portable"))
+    assert choice.prefill == "cpu"
+    assert "no part in decode" in choice.reason

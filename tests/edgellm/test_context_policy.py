@@ -78,7 +78,7 @@ def test_another_text_takes_nothing_from_behind_a_gap(llm: LLM) -> None:
 
 
 def test_a_prompt_that_is_too_long(llm: LLM) -> None:
-    with pytest.raises(ContextOverflowError, match="--context-policy shift"):
+    with pytest.raises(ContextOverflowError, match="`context_policy` shift"):
         llm.generate(TEXT, max_tokens=4)
     answer = llm.generate(TEXT, max_tokens=4, context_policy="shift", temperature=0)
     assert len(answer.tokens) == 4
@@ -121,7 +121,7 @@ def test_saved_and_restored(llm: LLM, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("keep", [CTX - 1, CTX, 10_000])
 def test_no_room_behind_what_is_kept(llm: LLM, keep: int) -> None:
-    with pytest.raises(OptionError, match=r"keep is .* 0 to 254 is allowed"):
+    with pytest.raises(OptionError, match=r"`keep` is .* 0 to 254 is allowed"):
         llm.generate(TEXT, max_tokens=4, context_policy="shift", keep=keep)
 
 

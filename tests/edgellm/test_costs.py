@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -8,9 +10,12 @@ import pytest
 
 from edgellm import costs
 from edgellm.bundle import COSTS, Bundle, open_bundle
+from edgellm.kernels.native import library
 from edgellm.llm import load
+from edgellm.measured import MeasuredPrompt, from_json
+from edgellm.plan import keep_prompt
 from edgellm.planner import Costs
-from edgellm.prefill import Hooks
+from edgellm.prefill import ChunkedPrefill, Hooks
 
 
 @pytest.fixture
@@ -21,39 +26,109 @@ def folder(tiny_model: Path, tmp_path: Path) -> str:
     return str(tmp_path / "bundle")
 
 
+def kept(folder: str) -> dict[str, Any]:
+    measured: dict[str, Any] = json.loads((Path(folder) / COSTS).read_text())["measured"]
+    return measured
+
+
 def test_measured_once(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
     load(folder, prefill="cpu")
-    known = json.loads((Path(folder) / COSTS).read_text())
-    (values,) = known.values()
+    (values,) = kept(folder).values()
     assert set(values["chunks"]) == {"32", "128"}
-    assert all(seconds > 0 for seconds in values["chunks"].values())
+    if library() is not None:
+        assert set(values["step"]) == {"8", "128"}
+    for samples in (*values["chunks"].values(), *values["step"].values()):
+        assert 1 <= len(samples) <= 5
+        assert min(samples) > 0
     monkeypatch.setattr(costs, "measure", lambda *_: pytest.fail("measured again"))
     load(folder, prefill="cpu")
     assert open_bundle(Path(folder), verify=True)
 
 
-def test_other_threads_or_decoders_are_measured_again(folder: str) -> None:
+def test_measuring_leaves_no_prefix_behind(folder: str) -> None:
+    assert load(folder, prefill="cpu").engine.cache.cached_prefix([0] * 200) == 0
+
+
+def test_a_small_context_bounds_what_is_timed(folder: str) -> None:
+    """Seconds are divided by the tokens that were computed, not by those that were meant."""
+    load(folder, prefill="cpu", ctx_size=20)
+    (values,) = kept(folder).values()
+    assert set(values["step"]) == (set() if library() is None else {"8", "20"})
+
+
+def test_other_decoders_are_measured_again(folder: str) -> None:
     load(folder, prefill="cpu")
     load(folder, prefill="cpu", decode="portable")
-    known = json.loads((Path(folder) / COSTS).read_text())
-    assert len(known) == (1 if load(folder).engine.decoder.name == "portable" else 2)
+    assert len(kept(folder)) == (1 if load(folder).engine.decoder.name == "portable" else 2)
 
 
-@pytest.mark.parametrize("content", ["", "[]", "{", "{}"])
+def test_other_threads_are_measured_again(folder: str) -> None:
+    """In processes of their own: the pool of one has one size."""
+    code = "import sys, edgellm; edgellm.load(sys.argv[1], prefill='cpu', threads=int(sys.argv[2]))"
+    for threads in ("1", "2", "1"):
+        subprocess.run([sys.executable, "-c", code, folder, threads], check=True)
+    assert sorted(key.split(" | ")[2] for key in kept(folder)) == ["1", "2"]
+
+
+def test_costs_of_an_earlier_format_are_not_used(folder: str) -> None:
+    load(folder, prefill="cpu")
+    (key,) = kept(folder)
+    old = {key: {"chunks": {"32": 0.01, "128": 0.05}, "call": 0.0, "token": 4.48e-4}}
+    for content in (old, {"format": 1, "measured": old}):
+        (Path(folder) / COSTS).write_text(json.dumps(content))
+        load(folder, prefill="cpu")
+        assert "step" in kept(folder)[key]
+
+
+@pytest.mark.parametrize(
+    "content", ["", "[]", "{", "{}", '{"format": 2, "measured": 3}', "[" * 100_000]
+)
 def test_damaged_costs_are_measured_again(folder: str, content: str) -> None:
     (Path(folder) / COSTS).write_text(content)
     load(folder, prefill="cpu")
-    assert json.loads((Path(folder) / COSTS).read_text())
+    assert kept(folder)
 
 
-@pytest.mark.parametrize("damage", [None, {}, {"token": "x"}, {"token": float("nan")}])
+@pytest.mark.parametrize(
+    "damage",
+    [
+        None,
+        {},
+        {"step": 1},
+        {"step": {"x": [1.0]}},
+        {"step": {"0": [1.0]}},
+        {"step": {"8": []}},
+        {"step": {"8": [float("nan")]}},
+        {"chunks": {"32": [0.0], "128": [1.0]}},
+        {"chunks": {"32": [1.0]}},
+        {"prompt": 7},
+        {"prompt": [7, [1.0], [-1.0]]},
+    ],
+    ids=str,
+)
 def test_damaged_values_are_measured_again(folder: str, damage: dict[str, Any] | None) -> None:
     load(folder, prefill="cpu")
-    path = Path(folder) / COSTS
-    ((key, values),) = json.loads(path.read_text()).items()
-    path.write_text(json.dumps({key: damage and {**values, **damage}}))
+    ((key, values),) = kept(folder).items()
+    damaged = {key: damage and {**values, **damage}}
+    (Path(folder) / COSTS).write_text(json.dumps({"format": 2, "measured": damaged}))
     load(folder, prefill="cpu")
-    assert json.loads(path.read_text())[key]["token"] >= 0
+    assert from_json(kept(folder)[key], (32, 128)) is not None
+    assert kept(folder)[key]["prompt"] is None
+
+
+def test_the_longest_whole_prompt_is_kept(folder: str) -> None:
+    engine = load(folder, prefill="cpu").engine
+    assert isinstance(engine.prefill, ChunkedPrefill)
+    found = []
+    for tokens, seconds in ((20, 9.0), (200, 1.0), (150, 9.0), (200, 2.0), (300, 3.0)):
+        keep_prompt(engine, MeasuredPrompt(tokens, (seconds,), (0.5, 0.75)))
+        (values,) = kept(folder).values()
+        found.append(values["prompt"] and values["prompt"][:2])
+    if engine.decoder.name != "native":
+        assert found == [None] * 5
+        return
+    assert found == [None, [200, [1.0]], [200, [1.0]], [200, [2.0]], [300, [3.0]]]
+    assert load(folder, prefill="cpu").engine.prefill.costs == engine.prefill.costs
 
 
 def test_the_plan_is_followed(smollm2: Bundle, monkeypatch: pytest.MonkeyPatch) -> None:

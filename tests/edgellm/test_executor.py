@@ -1,6 +1,9 @@
 from __future__ import annotations
 
 import json
+import signal
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -14,7 +17,7 @@ from edgellm.errors import CancelledError, OptionError
 from edgellm.executor import execute
 from edgellm.llm import LLM, load
 from edgellm.prefill import ChunkedPrefill, Hooks
-from edgellm.schedule import POLICIES, Policy, Step, Task
+from edgellm.schedule import POLICIES, Policy, Processor, Schedule, Step, Task
 from edgellm.sequence import Sequence
 from edgellm.trace import TaskRecord, bubble_rate, chrome_trace, write_trace
 
@@ -97,6 +100,14 @@ def test_cancel_keeps_whole_chunks_and_no_other_block(
     )
 
 
+def test_no_tokens_are_refused(model_llm: LLM, smollm2: Bundle, sequence: Sequence) -> None:
+    native = load(str(smollm2.path), prefill="auto").engine.prefill
+    for refusing in (prefill(model_llm, "serial"), native):
+        with pytest.raises(OptionError, match="no tokens"):
+            refusing.run([], sequence)
+    assert len(sequence) == 0
+
+
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("failing", [Task(1, 0), Task(1, 1), Task(2, 2)])
 def test_an_error_ends_everything(policy: Policy, failing: Task) -> None:
@@ -112,6 +123,80 @@ def test_an_error_ends_everything(policy: Policy, failing: Task) -> None:
     with pytest.raises(ZeroDivisionError, match="broken"):
         execute(STEPS, 4, run, policy=policy, seconds=lambda _: 0.0)
     assert not running
+
+
+def assert_threads_end(before: set[threading.Thread]) -> None:
+    for thread in set(threading.enumerate()) - before:
+        thread.join(timeout=10)
+        assert not thread.is_alive()
+
+
+def test_an_interrupt_while_the_host_waits_reaches_the_caller() -> None:
+    """The task that runs on the accelerator is waited for, also when another interrupt comes."""
+    before, ended, interrupts = set(threading.enumerate()), threading.Event(), 3
+
+    def run(task: Task) -> None:
+        if task == Task(0, 0):
+            for _ in range(interrupts):
+                time.sleep(0.05)
+                signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
+            time.sleep(0.05)
+            ended.set()
+
+    with pytest.raises(KeyboardInterrupt):
+        execute(STEPS, 2, run, policy="in-order", seconds=lambda _: 0.0)
+    assert ended.is_set()
+    assert_threads_end(before)
+
+
+def test_an_interrupt_while_the_accelerator_waits_reaches_the_caller() -> None:
+    before = set(threading.enumerate())
+
+    def run(task: Task) -> None:
+        if task == Task(0, 1):
+            time.sleep(0.05)
+            signal.raise_signal(signal.SIGINT)
+
+    with pytest.raises(KeyboardInterrupt):
+        execute(STEPS, 1, run, policy="in-order", seconds=lambda _: 0.0)
+    assert_threads_end(before)
+
+
+def test_a_broken_schedule_ends_both(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An error between two tasks, on the accelerator's side."""
+    take = Schedule.take
+
+    def broken(self: Schedule, processor: Processor) -> Task | None:
+        if processor == "accelerator":
+            raise ZeroDivisionError("broken")
+        return take(self, processor)
+
+    monkeypatch.setattr(Schedule, "take", broken)
+    monkeypatch.setattr(threading, "excepthook", lambda _: None)
+    with pytest.raises(ZeroDivisionError, match="broken"):
+        execute(STEPS, 1, lambda _: None, policy="in-order", seconds=lambda _: 0.0)
+
+
+@pytest.mark.parametrize("interrupts", [1, 2])
+def test_an_interrupted_process_ends(interrupts: int) -> None:
+    script = f"""
+import signal, threading, time
+from edgellm.executor import execute
+from edgellm.schedule import Step, Task
+
+def run(task):
+    if task == Task(0, 0):
+        for _ in range({interrupts}):
+            time.sleep(0.1)
+            signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
+        time.sleep(0.1)
+
+steps = [Step("a", "accelerator"), Step("b", "host", ordered=True), Step("c", "accelerator")]
+execute(steps, 2, run, policy="out-of-order", seconds=lambda _: 0.0)
+"""
+    found = subprocess.run([sys.executable, "-c", script], capture_output=True, timeout=30)
+    assert found.returncode == -signal.SIGINT
+    assert found.stderr.rstrip().endswith(b"KeyboardInterrupt")
 
 
 def test_a_chunk_is_on_the_accelerator_while_another_is_on_the_host() -> None:

@@ -1,12 +1,16 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 
+import numpy as np
 import pytest
 
 from edgellm import OptionError
-from edgellm.json_schema import JsonFilter
+from edgellm.json_schema import JsonFilter, JsonGrammars
 from edgellm.llm import LLM
+from edgellm.tokenizer import Tokenizer
 
 SCHEMA = {
     "type": "object",
@@ -30,7 +34,98 @@ def test_answers_fit_the_schema(llm: LLM, seed: int) -> None:
     assert isinstance(found["age"], int)
 
 
-@pytest.mark.parametrize("schema", ["{", '{"type": "nothing"}', '{"$ref": "#/missing"}'])
-def test_bad_schemas(llm: LLM, schema: str) -> None:
+@pytest.fixture(scope="module")
+def tokenizer(chosen_llm: LLM) -> Tokenizer:
+    return chosen_llm.engine.tokenizer
+
+
+@pytest.fixture(scope="module")
+def grammars(tokenizer: Tokenizer) -> JsonGrammars:
+    return JsonGrammars(tokenizer)
+
+
+def allowed_after(schema_filter: JsonFilter, tokenizer: Tokenizer, text: str) -> set[str]:
+    """The texts of the tokens that may follow."""
+    logits = np.zeros(tokenizer.vocab_size, np.float32)
+    schema_filter(logits, tokenizer.encode(text, add_bos=False))
+    return {tokenizer.text_of(int(token)) for token in np.flatnonzero(logits == 0)}
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        "{",
+        "[]",
+        '{"type": "nothing"}',
+        '{"$ref": "#/missing"}',
+        '{"enum": []}',
+        '{"type": "string", "minLength": 5, "maxLength": 2}',
+    ],
+)
+def test_bad_schemas(grammars: JsonGrammars, schema: str) -> None:
     with pytest.raises(OptionError, match="schema"):
-        JsonFilter(llm.engine.tokenizer, schema)
+        grammars.filter(schema)
+
+
+@pytest.mark.parametrize("depth", [200, 500, 3000, 100_000])
+@pytest.mark.parametrize("opening", ['{"properties":{"a":', '{"allOf":[', "["])
+def test_deep_schemas(grammars: JsonGrammars, depth: int, opening: str) -> None:
+    closing = "".join({"{": "}", "[": "]"}[c] for c in reversed(opening) if c in "{[")
+    with pytest.raises(OptionError, match="the JSON schema cannot be used"):
+        grammars.filter(opening * depth + "{}" + closing * depth)
+
+
+def test_a_vocabulary_serves_many_filters(tokenizer: Tokenizer, grammars: JsonGrammars) -> None:
+    """Of one after the other and of two at once, and the same as with one of its own."""
+    truth, number = grammars.filter('{"type": "boolean"}'), grammars.filter('{"type": "integer"}')
+    assert "true" in allowed_after(truth, tokenizer, "")
+    assert "1" in allowed_after(number, tokenizer, "")
+    assert "2" in allowed_after(number, tokenizer, "1")
+    alone = JsonFilter(tokenizer, '{"type": "boolean"}')
+    assert allowed_after(alone, tokenizer, "t") == allowed_after(truth, tokenizer, "t")
+
+
+def test_a_second_answer_begins_anew(tokenizer: Tokenizer, grammars: JsonGrammars) -> None:
+    schema_filter = grammars.filter('{"type": "boolean"}')
+    first = allowed_after(schema_filter, tokenizer, "")
+    allowed_after(schema_filter, tokenizer, "true")
+    assert allowed_after(schema_filter, tokenizer, "") == first
+    assert "true" not in allowed_after(schema_filter, tokenizer, "fal")
+    assert "true" in allowed_after(schema_filter, tokenizer, "")
+
+
+def test_a_dead_end_is_an_error(tokenizer: Tokenizer, grammars: JsonGrammars) -> None:
+    """A value that must contain itself, and an answer that is not of the schema."""
+    with pytest.raises(OptionError, match=r"allows nothing after the 0 tokens"):
+        allowed_after(grammars.filter('{"$ref": "#"}'), tokenizer, "")
+    schema_filter = grammars.filter('{"type": "boolean"}')
+    with pytest.raises(OptionError, match=r"allows nothing .*maybe"):
+        allowed_after(schema_filter, tokenizer, "maybe")
+    assert "true" in allowed_after(schema_filter, tokenizer, "")
+    # logits of fewer tokens than the vocabulary has
+    with pytest.raises(OptionError, match="allows nothing"):
+        schema_filter(np.zeros(3, np.float32)[1:2], [])
+
+
+@pytest.mark.usefixtures("smollm2")
+@pytest.mark.parametrize("missing", ["transformers", "llguidance"])
+def test_what_is_not_installed(missing: str) -> None:
+    """transformers is not needed; without llguidance, the reason is said."""
+    code = f"""
+import sys
+sys.modules["{missing}"] = None
+from edgellm import OptionError
+from edgellm.json_schema import JsonGrammars
+from edgellm.llm import load
+try:
+    JsonGrammars(load().engine.tokenizer).filter("{{}}")
+except OptionError as error:
+    print(error)
+"""
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert found.returncode == 0, found.stderr
+    if missing == "transformers":
+        assert found.stdout == ""
+    else:
+        assert "import of llguidance halted" in found.stdout
+        assert 'pip install "edgellm[json]"' in found.stdout

@@ -75,7 +75,7 @@ def test_a_short_text_is_one_window(llm: LLM) -> None:
     [
         ("", {}, "0 tokens"),
         ("a", {}, "1 tokens"),
-        ("some text", {"window": 1}, "window is 1"),
+        ("some text", {"window": 1}, "`window` is 1"),
         ("some text", {"window": 100_000}, "context size"),
         ("some text", {"max_windows": 0}, "max_windows"),
         ("some text", {"through": "nothing"}, "prefill, decode"),

@@ -8,7 +8,8 @@ import pytest
 from edgellm.bundle import Bundle
 from edgellm.kernels.native import library
 from edgellm.llm import LLM, load
-from edgellm.plan import Profile, predict, profile
+from edgellm.options import EngineOptions
+from edgellm.plan import Profile, measure, predict, profile
 from edgellm.planner import Piece
 from edgellm.prefill import ChunkedPrefill
 from edgellm.roofline import measure_cpu, measure_gpu, work_of
@@ -19,6 +20,7 @@ STEPS = [
     Step("attention 0", "host", ordered=True),
     Step("segment 1", "accelerator"),
 ]
+DEFAULTS = EngineOptions()
 # Attention takes 1 s at the start of a sequence and 3 s after 100 tokens.
 FOUND = Profile(STEPS, {50: [2.0, 1.0, 2.0]}, {50: [2.0, 3.0, 2.0]}, 100, {1: 0.5}, 0.25)
 
@@ -95,8 +97,28 @@ def test_command(smollm2: Bundle, cli: Callable[..., subprocess.CompletedProcess
     assert "with an accelerator 10 times" in found.stdout
     assert found.stdout.count("predicted, out-of-order") == 3
     assert "measured, serial" in found.stdout
-    assert ("faster at this length: --prefill" in found.stdout) == (library() is not None)
+    compared = library() is not None and DEFAULTS.decode_backend == "native"
+    assert ("faster at this length: " in found.stdout) == compared
+    assert f"--prefill auto takes {DEFAULTS.prefill_backend}: " in found.stdout
     assert "GB/s" in found.stdout
     refused = cli("plan", "9000", *model)
     assert refused.returncode == 2
     assert "trained for" in refused.stderr
+    of_default = cli("plan", "40", *model)
+    assert of_default.stdout.count("measured, ") == 1  # there is nothing else to compare with
+    assert "faster at this length" not in of_default.stdout
+
+
+def test_an_interrupt_leaves_no_block_behind(
+    chunked_llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = chunked_llm.engine
+    before = engine.cache.used_blocks
+
+    def interrupted(hidden: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(engine.prefill, "logits", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        measure(engine, 40, engine.prefill)
+    assert engine.cache.used_blocks == before

@@ -1,10 +1,16 @@
 from __future__ import annotations
 
+import time
+from collections.abc import Sequence
+
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from edgellm.errors import TemplateError
 from edgellm.llm import LLM
-from edgellm.prompt import Message, encode_conversation
+from edgellm.prompt import Message, _protect, encode_conversation
+from edgellm.tokenizer import Tokenizer
 
 
 def encode(llm: LLM, *messages: Message) -> list[int]:
@@ -49,3 +55,55 @@ def test_placeholder_characters_in_text_do_no_harm(llm: LLM) -> None:
 def test_model_without_template(llm: LLM) -> None:
     with pytest.raises(TemplateError, match="--raw"):
         encode_conversation([Message("user", "Hi")], None, llm.engine.tokenizer)
+
+
+SPECIAL = ("<|im_start|>", "<|im_end|>", "<|im|>", "</s>", "<s>", "[INST]", "[/INST]")
+
+
+class Texts:
+    """What protecting a message needs of a tokenizer."""
+
+    special_texts = tuple(sorted(SPECIAL, key=len, reverse=True))
+    special_pattern = Tokenizer.special_pattern
+
+
+def protected_one_by_one(content: str) -> tuple[str, list[str]]:
+    """The longest special text first, each occurrence by itself."""
+    parts: list[str] = []
+    for special in Texts.special_texts:
+        while special in content:
+            content = content.replace(special, f"\ue0e0{len(parts)}\ue0e1", 1)
+            parts.append(special)
+    return content, parts
+
+
+def pieces(content: str, parts: Sequence[object]) -> list[object]:
+    """Texts and protected texts in turn."""
+    cut = content.replace("\ue0e1", "\ue0e0").split("\ue0e0")
+    return [parts[int(text)] if i % 2 else text for i, text in enumerate(cut)]
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.lists(st.sampled_from([*SPECIAL, *"<|>/s im_start[INST]", "<|im_", "é", "\n"])))
+def test_one_pass_protects_the_same_texts(words: list[str]) -> None:
+    content = "".join(words)
+    parts: list[str | tuple[int, ...]] = []
+    found = _protect(Message("user", content), Texts(), parts)  # type: ignore[arg-type]
+    assert pieces(found, parts) == pieces(*protected_one_by_one(content))
+
+
+def test_a_vocabulary_without_special_tokens() -> None:
+    class Plain(Texts):
+        special_texts = ()
+
+    parts: list[str | tuple[int, ...]] = []
+    assert _protect(Message("user", "<s>"), Plain(), parts) == "<s>"  # type: ignore[arg-type]
+    assert parts == []
+
+
+def test_a_message_of_special_texts_takes_one_pass() -> None:
+    began = time.monotonic()
+    parts: list[str | tuple[int, ...]] = []
+    _protect(Message("user", "<|im_end|>" * 200_000), Texts(), parts)  # type: ignore[arg-type]
+    assert len(parts) == 200_000
+    assert time.monotonic() - began < 10

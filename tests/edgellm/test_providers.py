@@ -1,8 +1,10 @@
 from __future__ import annotations
 
+import subprocess
 import sys
 import types
 from pathlib import Path
+from textwrap import dedent
 from typing import Any
 
 import pytest
@@ -63,6 +65,56 @@ def test_one_pool_for_the_process(portable_llm: LLM) -> None:
     assert thread_pool.start(None) == threads
     with pytest.raises(OptionError, match="share one pool"):
         thread_pool.start(threads + 1)
+
+
+def started_in_a_new_process(code: str) -> str:
+    script = "import threading\nfrom edgellm import OptionError, thread_pool\n" + dedent(code)
+    found = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert found.returncode == 0, found.stderr
+    return found.stdout
+
+
+def test_a_pool_of_all_cores_leaves_nothing_to_spare() -> None:
+    """Beside it, one thread more would wait for a core that the pool has."""
+    code = """
+        cores = thread_pool.usable_cores()
+        assert thread_pool.start(None) == cores
+        assert thread_pool.start(None, spare=1) == cores
+        """
+    started_in_a_new_process(code)
+
+
+def test_threads_to_spare_count_where_there_are_cores_for_them() -> None:
+    code = """
+        thread_pool.usable_cores = lambda: 4
+        assert thread_pool.start(None, spare=1) == 4
+        assert thread_pool.start(4, spare=1) == 4
+        assert thread_pool.start(None, spare=1) == 4
+        assert thread_pool.start(None) == 3
+        """
+    started_in_a_new_process(code)
+
+
+def test_two_threads_that_start_the_pool_at_once() -> None:
+    """One of them makes it, and the other is told that its size is another one."""
+    code = """
+        together, refused = threading.Barrier(2), []
+
+        def start(threads):
+            together.wait()
+            try:
+                thread_pool.start(threads)
+            except OptionError as error:
+                refused.append(str(error))
+
+        workers = [threading.Thread(target=start, args=(n,)) for n in (1, 2)]
+        for worker in workers:
+            worker.start()
+        for worker in workers:
+            worker.join()
+        print(*refused)
+        """
+    assert started_in_a_new_process(code).count("share one pool") == 1
 
 
 def test_saturating_products_turn_int8_off(monkeypatch: pytest.MonkeyPatch) -> None:

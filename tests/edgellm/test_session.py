@@ -123,7 +123,7 @@ def test_fork_and_rewind(llm: LLM) -> None:
             branch.append(" Suddenly")
             branch.generate(GREEDY)
         assert trunk.tokens[length:] == first.tokens
-        with pytest.raises(OptionError, match="rewind"):
+        with pytest.raises(OptionError, match="length"):
             trunk.rewind(10**6)
 
 
@@ -218,7 +218,7 @@ def test_all_blocks_held(smollm2: Any) -> None:
         session.append([i, 100, 200])
     sessions[0].generate(GREEDY)
     sessions[1].generate(GREEDY)
-    with pytest.raises(CacheFullError, match="close a session"):
+    with pytest.raises(CacheFullError, match="close sessions"):
         sessions[2].generate(GREEDY)
     sessions[0].close()
     assert sessions[2].generate(GREEDY).tokens
@@ -273,9 +273,9 @@ def test_two_sessions_in_two_threads(llm: LLM) -> None:
         ({"decode": "fast"}, "native, triton, portable, reference"),
         ({"prefill": "tpu"}, "auto, native, triton, cpu, cuda"),
         ({"kv_format": "int3"}, "int8, int4, f16, f32"),
-        ({"ctx_size": -1}, "ctx_size is -1"),
+        ({"ctx_size": -1}, "`ctx_size` is -1"),
         ({"ctx_size": 10**9}, "trained for at most 8192"),
-        ({"cache_size": 5}, "cache_size is 5"),
+        ({"cache_size": 5}, "`cache_size` is 5"),
         ({"threads": 0}, "1 to 1024"),
     ],
     ids=str,
@@ -310,3 +310,33 @@ def test_broken_weights_are_noticed(llm: LLM, monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(llm.engine.prefill, "run", lambda *_, **__: broken)
     with pytest.raises(NumericError, match="not finite"):
         llm.generate("Hello")
+
+
+def test_answers_that_end_before_they_begin(chosen_llm: LLM) -> None:
+    chat = chosen_llm.chat(temperature=0, max_tokens=0)
+    assert (chat.send("Hello").text, chat.send("Hello").finish_reason) == ("", "length")
+    chat.options = chosen_llm.sampling(time_limit_ms=1)
+    assert chat.send("Hello " * 500).finish_reason == "time"
+    cancelled = threading.Event()
+    cancelled.set()
+    assert chat.send("Hello", cancel=cancelled).finish_reason == "cancelled"
+    assert chat.messages == []
+
+
+def test_log_probabilities_are_those_before_the_filter(chosen_llm: LLM) -> None:
+    prompt = "The capital of France is"
+    free = next(chosen_llm.stream(prompt, temperature=0, max_tokens=1, logprobs=3))
+    assert free.token is not None
+    assert free.top_logprobs is not None
+
+    def without_the_best(logits: np.ndarray, tokens: Any) -> None:
+        logits[free.token] = -np.inf
+
+    filtered = next(
+        chosen_llm.stream(
+            prompt, temperature=0, max_tokens=1, logprobs=3, logit_filter=without_the_best
+        )
+    )
+    assert filtered.top_logprobs == free.top_logprobs
+    assert filtered.token == list(free.top_logprobs)[1]
+    assert filtered.logprob == free.top_logprobs[filtered.token]

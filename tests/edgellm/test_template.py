@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+import threading
 import time
 
 import pytest
@@ -33,6 +36,10 @@ TEMPLATES = {
     "filters": "{{ messages | map(attribute='role') | join(', ') }}{{ bos_token }}{{ eos_token }}"
     "{{ messages | selectattr('role', 'equalto', 'user') | list | length }}",
     "whitespace": "  {% if true %}\n  a\n  {% endif %}\n{%- if true -%} b {%- endif %}",
+    "sized filters": "{{ messages | join('-', attribute='role') }}{{ ['a', 1] | join(d='+') }}"
+    "{{ '%s: %5.1f%%' | format('x', 2) }}{{ '%(a)s' | format(a=3) }}{{ '%03d' % 7 }}"
+    "{{ 'aXbX' | replace('X', 'YY') }}{{ 'aXbX' | replace('X', '', 1) }}{{ '{:>5}'.format(3) }}"
+    "{{ ', '.join(['x', 'y']) }}{{ 'in 2024: {} of {}'.format(1, 'b') }}",
     "methods": "{{ messages[1].content.strip().split()[0].upper().replace('H', 'J') }}",
 }
 
@@ -86,6 +93,19 @@ def test_no_way_out(source: str) -> None:
         "{{ 'x'.ljust(10**9) }}",
         "{{ '%1000000000d' % 5 }}",
         "{{ '{:1000000000d}'.format(5) }}",
+        "{{ '%9999999999d' | format(1) }}",
+        "{{ ['%9999999999d'] | format(1) }}",
+        "{{ '%(a)9999999999d' % {'a': 1} }}",
+        "{{ '%(a)9999999999d' | format(a=1) }}",
+        "{{ ('%(a)9999d' * 100000) % {'a': 1} }}",
+        "{{ ('%(a)s' * 100000) % {'a': 'x' * 1000000} }}",
+        "{{ ('%*d' * 1000) | format(1000000, 1) }}",
+        "{{ ('{0:{1}}' * 1000).format(5, 1000000) }}",
+        "{{ range(99999) | list | join('a' * 99999) | length }}",
+        "{{ ('a' * 99999).join(range(99999) | map('string')) | length }}",
+        "{{ ('a' * 1000000).replace('a', 'b' * 1000000) | length }}",
+        "{{ ('a' * 1000000) | replace('a', 'b' * 1000000) | length }}",
+        "{{ ('\t' * 1000000).expandtabs(1000000) | length }}",
         "{{ ('a' * 1000) | replace('a', 'b' * 100000) }}",
         "{% for i in range(10**9) %}{% endfor %}",
         "{% for i in range(10**5) %}{% for j in range(10**5) %}{% endfor %}{% endfor %}",
@@ -117,3 +137,38 @@ def test_no_way_on_for_ever(source: str) -> None:
 def test_errors_say_what_is_wrong(source: str, words: str) -> None:
     with pytest.raises(TemplateError, match=words):
         ChatTemplate(source).render(CHAT)
+
+
+def test_huge_results_are_refused_before_they_are_made() -> None:
+    """With memory for what templates may make, and not for what these would."""
+    code = (
+        "import resource; from edgellm import TemplateError\n"
+        "from edgellm.template import ChatTemplate\n"
+        "resource.setrlimit(resource.RLIMIT_AS, (2 << 30, 2 << 30))\n"
+        "for source in ('{{ \"%9999999999d\"|format(1) }}',\n"
+        "    '{{ range(99999)|list|join(\"a\"*99999)|length }}',\n"
+        '    \'{{ ("a"*1000000).replace("a", "b"*1000000)|length }}\'):\n'
+        "    try: ChatTemplate(source).render([])\n"
+        "    except TemplateError as error: print(error)"
+    )
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert found.stdout.count("made more than 16777216 characters") == 3, found
+
+
+def test_renderings_in_other_threads_do_not_prolong_a_deadline() -> None:
+    loop = "{% if messages %}{% for i in range(10**5) %}{% for j in range(10**5) %}"
+    template = ChatTemplate(f"{loop}{{% endfor %}}{{% endfor %}}{{% endif %}}", time_limit_s=0.5)
+    ended: list[float] = []
+
+    def render_for_ever() -> None:
+        with pytest.raises(TemplateError, match="too long"):
+            template.render(CHAT)
+        ended.append(time.monotonic())
+
+    began = time.monotonic()
+    thread = threading.Thread(target=render_for_ever)
+    thread.start()
+    while not ended and time.monotonic() - began < 10:
+        template.render([])
+    thread.join()
+    assert ended[0] - began < 5

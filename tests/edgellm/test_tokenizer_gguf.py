@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from typing import Any
 
@@ -79,3 +80,23 @@ def test_broken_vocabularies(changes: dict[str, Any], error: type, words: str) -
     metadata = {**base(), **{f"tokenizer.ggml.{k}": v for k, v in changes.items()}}
     with pytest.raises(error, match=words):
         build_tokenizer(metadata, origin="model.gguf")
+
+
+@pytest.mark.parametrize("kind", [3, 4])
+def test_many_control_tokens_take_no_longer_than_others(kind: int) -> None:
+    """64,000 of them took the square of their number once: hours."""
+    tokens = [f"<control {i}>" for i in range(64_000)]
+    metadata = {
+        "tokenizer.ggml.model": "gpt2",
+        "tokenizer.ggml.tokens": tokens,
+        "tokenizer.ggml.token_type": [kind] * len(tokens),
+        "tokenizer.ggml.merges": [],
+    }
+    began = time.monotonic()
+    tokenizer = build_tokenizer(metadata, origin="")
+    assert time.monotonic() - began < 30
+    added = tokenizer.get_added_tokens_decoder()
+    assert len(added) == len(tokens)
+    assert added[63_999].content == tokens[-1]
+    assert {token.special for token in added.values()} == {kind == 3}
+    assert tokenizer.encode("<control 7><control 77>").ids == [7, 77]

@@ -42,7 +42,16 @@ def test_sizes() -> None:
         ({"layers": 0}, ModelFormatError, "layers is 0"),
         ({"heads": 5}, ModelFormatError, "multiple of"),
         ({"inv_freq": (1.0,) * 9}, ModelFormatError, "18 dimensions"),
+        ({"inv_freq": ()}, ModelFormatError, "0 dimensions"),
+        ({"inv_freq": (1.0,)}, ModelFormatError, "2 dimensions"),
+        ({"inv_freq": (1.0, float("nan"))}, ModelFormatError, "inv_freq"),
         ({"hidden_size": 100}, UnsupportedModelError, "multiple of 32"),
+        ({"head_dim": 12}, UnsupportedModelError, "multiple of 8"),
+        ({"layers": 4097}, ModelFormatError, "layers is 4097; 1 to 4096 is allowed"),
+        ({"hidden_size": 10**30}, ModelFormatError, "hidden_size is 10+; 1 to"),
+        ({"hidden_size": 1 << 10**5}, ModelFormatError, "a number of 100001 bits"),
+        ({"rms_norm_eps": float("nan")}, ModelFormatError, "rms_norm_eps is nan"),
+        ({"rms_norm_eps": 0.0}, ModelFormatError, "rms_norm_eps"),
     ],
 )
 def test_impossible_shapes_are_refused(changes: dict, error: type, words: str) -> None:
@@ -64,6 +73,8 @@ def test_unknown_field_in_json_is_refused() -> None:
         (1.5, int, "expected int"),
         (float("nan"), float, "expected a number"),
         ([1], str, "expected str"),
+        (10**400, float, "a number of 1329 bits"),
+        (1 << 63, int, "below 2\\^63"),
     ],
 )
 def test_typed_reads(value: object, kind: type, words: str) -> None:

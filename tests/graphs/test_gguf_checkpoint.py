@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import re
+import struct
+import subprocess
+import sys
 from pathlib import Path
 
 import gguf
@@ -159,6 +163,11 @@ def test_wrong_magic(tmp_path: Path) -> None:
         ({"llama.expert_count": 8}, UnsupportedModelError, "expert_count"),
         ({"llama.rope.scaling.type": "yarn"}, UnsupportedModelError, "yarn"),
         ({"general.type": "adapter"}, UnsupportedModelError, "adapter"),
+        ({"llama.block_count": (1 << 32) - 1}, ModelFormatError, "layers is 4294967295; 1 to 4096"),
+        ({"llama.embedding_length": (1 << 32) - 1}, ModelFormatError, "RoPE dimension"),
+        ({"llama.attention.key_length": 10**9}, ModelFormatError, "RoPE dimension 1000000000"),
+        ({"split.count": 3, "split.no": 0}, UnsupportedModelError, "part 1 of 3.*--merge"),
+        ({"split.count": 3, "split.no": 2}, UnsupportedModelError, "part 3 of 3"),
     ],
 )
 def test_config_that_does_not_fit(
@@ -196,3 +205,85 @@ def test_flipped_header_bytes_never_escape_as_other_errors(tmp_path: Path) -> No
             open_checkpoint(path)
         except EdgeLLMError as error:
             assert "model.gguf" in str(error)  # noqa: PT017
+
+
+def header(*values: bytes, tensors: int = 0, count: int | None = None, version: int = 3) -> bytes:
+    count = len(values) if count is None else count
+    return b"GGUF" + struct.pack("<IQQ", version, tensors, count) + b"".join(values)
+
+
+def text(value: str) -> bytes:
+    return struct.pack("<Q", len(value)) + value.encode()
+
+
+def array(kind: int, count: int, content: bytes = b"") -> bytes:
+    return text("a.list") + struct.pack("<IIQ", 9, kind, count) + content
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (header(array(4, 1 << 63)), r"a\.list, a list of 9223372036854775808 values"),
+        (header(array(0, 1 << 62)), r"a\.list, a list of 4611686018427387904 values"),
+        (header(array(8, 1 << 62)), r"a\.list, a list of"),
+        (header(array(0, 101, bytes(100))), "takes 101 bytes, and 100 are left"),
+        (header(array(8, 2, text("x") + struct.pack("<Q", 1 << 63))), r"a\.list"),
+        (header(array(0, (1 << 24) + 1, bytes((1 << 24) + 1))), "up to 16777216"),
+        (header(array(9, 1, array(9, 1 << 40))), "list of lists"),
+        (header(array(77, 1, bytes(100))), "unknown type 77"),
+        (header(text("a") + struct.pack("<I", 13) + bytes(100)), "unknown type 13"),
+        (header(struct.pack("<Q", (1 << 64) - 1) + bytes(100)), "name of a metadata value"),
+        (header(count=1 << 60), "1152921504606846976 metadata values"),
+        (header(tensors=1 << 60), "1152921504606846976 tensors"),
+        (header(version=1), "version 1"),
+        (header(version=0x03000000), "big-endian"),
+        (b"GGUF", "a number"),
+    ],
+)
+def test_lengths_beyond_the_file_are_refused_at_once(
+    tmp_path: Path, content: bytes, words: str
+) -> None:
+    path = tmp_path / "model.gguf"
+    path.write_bytes(content)
+    code = (
+        "import sys; from pathlib import Path; from edgellm import EdgeLLMError\n"
+        "from edgellm.graphs.checkpoint import open_checkpoint\n"
+        "try: open_checkpoint(Path(sys.argv[1]))\n"
+        "except EdgeLLMError as error: print(error)"
+    )
+    found = subprocess.run(
+        [sys.executable, "-c", code, str(path)], capture_output=True, text=True, timeout=60
+    )
+    assert found.returncode == 0, found.stderr
+    assert "model.gguf" in found.stdout
+    assert re.search(words, found.stdout), found.stdout
+
+
+def test_part_of_a_split_model_is_known_by_its_name(tmp_path: Path) -> None:
+    path = write_gguf(tmp_path / "m-00002-of-00003.gguf", drop="output_norm.weight")
+    with pytest.raises(UnsupportedModelError, match=r"part 2 of 3.*llama-gguf-split --merge"):
+        open_checkpoint(path)
+    whole = write_gguf(tmp_path / "m-00001-of-00001.gguf", {"split.count": 1})
+    assert open_checkpoint(whole).config.layers == 1
+
+
+@pytest.mark.parametrize(
+    "name", ["blk.0.attn_v.weight", "token_embd.weight", "blk.0.ffn_up.weight"]
+)
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_values_that_are_no_weights_name_the_tensor(
+    tmp_path: Path, name: str, value: float
+) -> None:
+    path = write_gguf(tmp_path / "model.gguf")
+    (entry,) = (t for t in gguf.GGUFReader(path).tensors if t.name == name)
+    dtype = np.float16 if entry.tensor_type.name == "Q4_0" else np.float32
+    data = bytearray(path.read_bytes())
+    at = int(entry.data_offset)
+    data[at : at + dtype().nbytes] = dtype(value).tobytes()
+    path.write_bytes(data)
+    canonical = {"attn_v": "layers.0.v", "token_embd": "embedding", "ffn_up": "layers.0.up"}
+    tensor = open_checkpoint(path).tensor(canonical[name.removeprefix("blk.0.").split(".")[0]])
+    for read in (tensor.float32, tensor.int4):
+        if read is not None:
+            with pytest.raises(ModelFormatError, match=rf"{name} holds a value"):
+                read()

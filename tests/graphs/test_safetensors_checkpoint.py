@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from edgellm.errors import ModelFormatError, UnsupportedModelError
+from edgellm.export import export
 from edgellm.graphs.checkpoint import open_checkpoint, shapes
 
 MakeModel = Callable[..., Path]
@@ -46,6 +47,12 @@ def test_mistral_has_a_sliding_window(make_model: MakeModel) -> None:
         ({"intermediate_size": 192}, ModelFormatError, "asks for"),
         ({"vocab_size": "many"}, ModelFormatError, "expected int"),
         ({"rms_norm_eps": None}, ModelFormatError, "rms_norm_eps"),
+        ({"num_hidden_layers": 10**9}, ModelFormatError, "layers is 1000000000; 1 to 4096"),
+        ({"head_dim": 10**9}, ModelFormatError, "RoPE dimension 1000000000"),
+        ({"hidden_size": 10**30}, ModelFormatError, "hidden_size"),
+        ({"vocab_size": 10**12}, ModelFormatError, "vocab_size"),
+        ({"max_position_embeddings": 10**18}, ModelFormatError, "context_length"),
+        ({"rms_norm_eps": 10**400}, ModelFormatError, "rms_norm_eps"),
     ],
 )
 def test_config_that_does_not_fit(
@@ -97,3 +104,32 @@ def test_index_cannot_point_elsewhere(make_model: MakeModel, name: object) -> No
     )
     with pytest.raises(ModelFormatError, match=r"not a file of this folder|shard"):
         open_checkpoint(folder)
+
+
+def test_index_that_names_the_wrong_shard(make_model: MakeModel) -> None:
+    folder = make_model(max_shard_size="100KB")
+    path = folder / "model.safetensors.index.json"
+    index = json.loads(path.read_text())
+    places = index["weight_map"]
+    other = next(name for name in places.values() if name != places["model.norm.weight"])
+    places["model.norm.weight"] = other
+    path.write_text(json.dumps(index))
+    with pytest.raises(
+        ModelFormatError, match=rf"model\.norm\.weight is in {other}, where it is not"
+    ):
+        open_checkpoint(folder)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf"), 1e6, -1e6])
+@pytest.mark.parametrize("name", ["model.embed_tokens.weight", "model.norm.weight"])
+def test_values_that_are_no_weights_name_the_tensor(
+    make_model: MakeModel, tmp_path: Path, name: str, value: float
+) -> None:
+    from safetensors.numpy import load_file, save_file
+
+    folder = make_model()
+    tensors = load_file(folder / "model.safetensors")
+    tensors[name].reshape(-1)[-1] = value
+    save_file(tensors, folder / "model.safetensors")
+    with pytest.raises(ModelFormatError, match=rf"tensor {name} holds a value that is not"):
+        export(folder, tmp_path / "out", name="x", source="x", flavours=["panels"])

@@ -1,7 +1,8 @@
 from __future__ import annotations
 
 import ctypes
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -244,3 +245,104 @@ def test_triton_stops_between_layers(triton_device: str) -> None:
     asked = iter([False, True])
     assert step.run(TABLE, [1, 2], 0, logit_rows=1, should_stop=lambda: next(asked)) is None
     assert list(asked) == []
+
+
+BAD_CALLS: list[tuple[dict[str, Any], str]] = [
+    *(({"tokens": [5, wrong]}, "token id") for wrong in (-1, VOCABULARY, 10**9, 1 << 31, 10**30)),
+    ({"tokens": []}, "0 tokens"),
+    ({"tokens": [1.5]}, "token id"),
+    *(({"table": [wrong]}, "block id") for wrong in (-1, 5, 1 << 40)),
+    ({"table": []}, "positions"),
+    ({"start": 127}, "positions"),
+    ({"start": -1}, "positions"),
+    ({"start": 1 << 31}, "position"),
+    ({"table": TABLE, "start": 511}, "position"),
+    ({"logit_rows": 3}, "rows of logits"),
+    ({"logit_rows": -1}, "rows of logits"),
+]
+
+
+@pytest.mark.parametrize(("changes", "words"), BAD_CALLS, ids=lambda v: str(v)[:40])
+def test_calls_out_of_range_are_refused(changes: dict[str, Any], words: str) -> None:
+    found = library()
+    if found is None:
+        pytest.skip("installed without a compiler")
+    model = Model(SHAPES[1])
+    step, blocks = FusedStep(found, model.weights), model.cache("int8")
+    call = {"table": [3], "tokens": [1, 2], "start": 0, "logit_rows": 1} | changes
+    with pytest.raises(ValueError, match=words):
+        step.run(
+            blocks,
+            call["table"],
+            model.rope,
+            call["tokens"],
+            call["start"],
+            logit_rows=call["logit_rows"],
+        )
+
+
+def test_blocks_of_another_model_are_refused() -> None:
+    found = library()
+    if found is None:
+        pytest.skip("installed without a compiler")
+    model = Model(SHAPES[1])
+    step = FusedStep(found, model.weights)
+    for change in ({"layers": 2}, {"kv_heads": 2}, {"head_dim": 32}):
+        sizes = {"layers": 3, "kv_heads": 1, "head_dim": 64} | change
+        blocks = allocate(format="int8", blocks=5, **sizes)
+        with pytest.raises(ValueError, match="needed are"):
+            step.run(blocks, TABLE, model.rope, [1], 0, logit_rows=1)
+
+
+def test_weights_that_do_not_fit_each_other_are_refused() -> None:
+    found = library()
+    if found is None:
+        pytest.skip("installed without a compiler")
+    weights, other = Model(SHAPES[0]).weights, Model(SHAPES[2]).weights
+    layer = weights.layers[0]
+    wrong_layers = [
+        replace(layer, qkv=other.layers[0].qkv),
+        replace(layer, o=layer.down),
+        replace(layer, up=layer.down),
+        replace(layer, down=layer.up),
+        replace(layer, mlp_norm=layer.mlp_norm[1:]),
+        replace(layer, attention_norm=layer.attention_norm.astype(np.float64)),
+        replace(layer, qkv_bias=np.zeros(3, np.float32)),
+        replace(layer, value_outputs=100),
+    ]
+    for wrong in (
+        *(replace(weights, layers=[layer]) for layer in wrong_layers),
+        replace(weights, layers=[]),
+        replace(weights, heads=7),
+        replace(weights, head=other.head),
+        replace(weights, embedding=layer.o),
+        replace(weights, final_norm=other.final_norm),
+    ):
+        with pytest.raises(ValueError, match=r"needed|without a layer"):
+            FusedStep(found, wrong)
+
+
+def test_projections_that_end_within_a_panel_are_refused() -> None:
+    """The padding of a row's last panel would be written over the next row's beginning."""
+    found = library()
+    if found is None:
+        pytest.skip("installed without a compiler")
+    with pytest.raises(ValueError, match="whole panels of 16"):
+        FusedStep(found, Model(Shape(8, 1, 12, hidden=32)).weights)
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+@pytest.mark.parametrize(("changes", "words"), BAD_CALLS, ids=lambda v: str(v)[:40])
+def test_triton_refuses_the_same(triton_device: str, changes: dict[str, Any], words: str) -> None:
+    from edgellm.kernels.gpu.kv_blocks import DeviceBlocks
+    from edgellm.kernels.step.gpu import DeviceStep
+
+    model = Model(SHAPES[1])
+    blocks = DeviceBlocks.like(model.cache("int8"), triton_device)
+    step = DeviceStep(model.weights, model.rope, blocks, triton_device)
+    call = {"table": [3], "tokens": [1, 2], "start": 0, "logit_rows": 1} | changes
+    with pytest.raises(ValueError, match=words):
+        step.run(call["table"], call["tokens"], call["start"], logit_rows=call["logit_rows"])
+    for token, table, start in ((VOCABULARY, [3], 0), (1, [5], 0), (1, [3], 128)):
+        with pytest.raises(ValueError, match=r"token id|block id|position"):
+            step.best(table, token, start)

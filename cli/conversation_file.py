@@ -1,0 +1,68 @@
+"""Conversations in files: a JSON list of `{"role": ..., "content": ...}`, in UTF-8."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+from edgellm.errors import OptionError
+from edgellm.home import replacing_file
+from edgellm.prompt import Message
+
+_ROLES = ("system", "user", "assistant")
+# Far above any conversation that fits into a context.
+_MAX_BYTES = 64 << 20
+
+
+def write_conversation(name: str, messages: Sequence[Message]) -> None:
+    """Write a file whole or not at all.
+
+    Raises:
+        OptionError: no name, or the file cannot be written.
+    """
+    path = _path(name)
+    if not path.parent.is_dir():
+        raise OptionError(f"{path}: there is no folder {path.parent}; make it first")
+    values = [{"role": message.role, "content": message.content} for message in messages]
+    try:
+        with replacing_file(path, private=True) as partial:
+            text = json.dumps(values, ensure_ascii=False, indent=1)
+            partial.write_text(text + "\n", encoding="utf-8")
+    except OSError as error:
+        raise OptionError(f"{path}: {error.strerror}") from None
+
+
+def read_conversation(name: str) -> list[Message]:
+    """What `write_conversation` wrote, or anything of the same form.
+
+    Raises:
+        OptionError: no name, or no such file.
+    """
+    path = _path(name)
+    wrong = OptionError(
+        f"{path}: not a conversation saved with /save; it is a JSON list of messages with a role "
+        f"({', '.join(_ROLES)}) and a content"
+    )
+    try:
+        if path.exists() and not (path.is_file() and path.stat().st_size <= _MAX_BYTES):
+            raise wrong
+        values = json.loads(path.read_text(encoding="utf-8"))
+        if not isinstance(values, list):
+            raise wrong
+        messages = [Message(value["role"], value["content"]) for value in values]
+    except OSError as error:
+        raise OptionError(f"{path}: {error.strerror}") from None
+    except OptionError:
+        raise
+    except (ValueError, KeyError, TypeError, RecursionError):
+        raise wrong from None
+    if any(m.role not in _ROLES or not isinstance(m.content, str) for m in messages):
+        raise wrong
+    return messages
+
+
+def _path(name: str) -> Path:
+    if not name:
+        raise OptionError("name a file")
+    return Path(name).expanduser()

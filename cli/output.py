@@ -1,0 +1,79 @@
+"""What an answer looks like: its text on stdout, its statistics on stderr."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Iterable
+
+import click
+
+from edgellm.cli.live_line import LiveLine
+from edgellm.results import Completion, FinishReason, Piece, Stats, completion
+
+# Why an answer ended, where that is not its own end.
+_ENDED: dict[FinishReason, str] = {
+    "length": "length (the token limit or the end of the context)",
+    "time": "time limit",
+    "repetition": "repetition (the same again and again; --repetition-limit 0 lets it go on)",
+    "cancelled": "cancelled",
+}
+
+
+def write(
+    pieces: Iterable[Piece], *, quiet: bool = False, end_line: bool = True, live: bool = False
+) -> Completion:
+    """Stream pieces to stdout, end the line, and give the whole answer.
+
+    Args:
+        live: show the speed in the last line of a terminal meanwhile.
+    """
+    shown: list[Piece] = []
+    with LiveLine(enabled=live and not quiet) as line:
+        start = time.monotonic()
+        for count, piece in enumerate(pieces):
+            shown.append(piece)
+            if piece.text and not quiet:
+                sys.stdout.write(piece.text)
+                sys.stdout.flush()
+            seconds = time.monotonic() - start
+            if count == 0:
+                start = time.monotonic()  # the first token came with the prompt
+            elif seconds > 0:
+                line.show(f"{count + 1} tokens, {count / seconds:.1f} tokens/s")
+    answer = completion(shown)
+    if not quiet and end_line and not answer.text.endswith("\n"):
+        sys.stdout.write("\n")
+        sys.stdout.flush()
+    return answer
+
+
+def report(answer: Completion, *, show_stats: bool, as_json: bool) -> None:
+    """Answer and statistics as a JSON object on stdout, or statistics alone on stderr."""
+    if as_json:
+        values = {"text": answer.text, "finish_reason": answer.finish_reason}
+        click.echo(json.dumps({**values, **answer.stats.to_json()}, ensure_ascii=False))
+    elif show_stats:
+        click.echo(stats_line(answer.stats, answer.finish_reason), err=True)
+
+
+def end_shown_line(answer: Completion) -> None:
+    """Begin a new line on a terminal whose cursor stands behind an answer; stdout gets nothing."""
+    if answer.text and not answer.text.endswith("\n") and sys.stdout.isatty():
+        click.echo(err=True)
+
+
+def stats_line(stats: Stats, reason: FinishReason) -> str:
+    """One line of timings, and why the answer ended if it was not at its end."""
+    where = ", ".join(f"{n} on {name}" for name, n in stats.prefill.items())
+    dropped = f" | forgotten: {stats.dropped_tokens} tokens" if stats.dropped_tokens else ""
+    ended = f" | ended: {_ENDED[reason]}" if reason in _ENDED else ""
+    return (
+        f"[ prompt: {stats.prompt_tokens} tokens ({stats.cached_tokens} cached, {where} "
+        f"{stats.prefill_flavour}), {stats.prompt_tokens_per_second:.1f} t/s | "
+        f"first token: {stats.ttft_s * 1000:.0f} ms | "
+        f"generation: {stats.generation_tokens} tokens, "
+        f"{stats.generation_tokens_per_second:.1f} t/s{dropped} | "
+        f"peak memory: {stats.peak_memory_bytes / 1e6:.0f} MB | seed: {stats.seed}{ended} ]"
+    )

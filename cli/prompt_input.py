@@ -1,0 +1,68 @@
+"""Lines that a user types: edited, completed, and remembered in EDGELLM_HOME/history."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+
+import click
+from prompt_toolkit import PromptSession
+from prompt_toolkit.application import get_app_session
+from prompt_toolkit.completion import WordCompleter
+from prompt_toolkit.history import FileHistory, History, InMemoryHistory
+from prompt_toolkit.output import Output, create_output
+
+from edgellm.home import home
+
+
+class PromptInput:
+    """Reads lines from the terminal.
+
+    Attributes:
+        typed: whether something had been typed when the last read ended.
+    """
+
+    def __init__(self, commands: Sequence[str]) -> None:
+        self.typed = False
+        self._session: PromptSession[str] = PromptSession(
+            history=_history(),
+            completer=WordCompleter([*commands], sentence=True),
+            complete_while_typing=False,
+            output=_output(),
+        )
+
+    def read(self, prompt: str, *, begun: bool = False) -> str:
+        """A line.
+
+        Args:
+            begun: earlier lines of the same message have been typed.
+
+        Raises:
+            EOFError: Ctrl-D in an empty line.
+            KeyboardInterrupt: Ctrl-C.
+        """
+        try:
+            return self._session.prompt(prompt)
+        finally:
+            self.typed = begun or bool(self._session.default_buffer.text)
+
+
+def _output() -> Output:
+    """The terminal; standard error's where standard output goes to a file or another program."""
+    if not sys.stdout.isatty() and sys.stderr.isatty():
+        return create_output(stdout=sys.stderr)
+    return get_app_session().output
+
+
+def _history() -> History:
+    """The lines of earlier chats, which are nobody else's to read."""
+    path = home() / "history"
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        os.close(os.open(path, os.O_CREAT | os.O_APPEND | os.O_WRONLY, 0o600))
+        path.chmod(0o600)
+    except OSError as error:
+        click.echo(f"edgellm: {path}: {error.strerror}; no history is kept", err=True)
+        return InMemoryHistory()
+    return FileHistory(str(path))

@@ -1,0 +1,33 @@
+"""Standard streams that were closed before the program began (`<&-`, `>&-`)."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+
+
+def open_closed_streams() -> None:
+    """Put something in the place of closed streams, so that no other file gets their numbers.
+
+    Standard input is at its end, standard error goes nowhere, and to write to standard output is an
+    error.
+    """
+    for number in range(3):
+        try:
+            os.fstat(number)
+        except OSError:
+            # the lowest free number, which is this one
+            os.open(os.devnull, os.O_WRONLY if number == 2 else os.O_RDONLY)
+    if sys.stdin is None:
+        sys.stdin = os.fdopen(0, "r", encoding="utf-8", closefd=False)
+    if sys.stdout is None:
+        sys.stdout = os.fdopen(1, "w", encoding="utf-8", closefd=False)
+    if sys.stderr is None:
+        sys.stderr = os.fdopen(2, "w", encoding="utf-8", closefd=False)
+
+
+def discard_output() -> None:
+    """Let what is still buffered for standard output vanish; its reader has gone, or never was."""
+    with contextlib.suppress(OSError):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

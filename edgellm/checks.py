@@ -1,0 +1,101 @@
+"""Checks of what callers pass: each one error that names the parameter, and says what is allowed.
+
+A parameter stands in backquotes in the message; the command line shows its flag instead.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Collection, Iterable
+from pathlib import Path
+
+from edgellm.errors import OptionError
+
+
+def check_number(
+    name: str, value: object, low: float, high: float = math.inf, *, whole: bool = False
+) -> None:
+    """Refuse what is no number from `low` to `high`; `whole`: or no whole one.
+
+    Raises:
+        OptionError: it is not allowed.
+    """
+    limit = f"{low} to {high}" if high < math.inf else f"{low} or more"
+    kind = "whole number" if whole else "number"
+    try:
+        number = operator.index(value) if whole else float(value)  # type: ignore[arg-type]
+        right = not isinstance(value, bool | str | bytes) and low <= number <= high
+    except (TypeError, ValueError, OverflowError):
+        right = False
+    if not right:
+        raise OptionError(f"`{name}` is {_shown(value)}; allowed is a {kind}, {limit}")
+
+
+def check_flag(name: str, value: object) -> None:
+    """Refuse what is neither true nor false."""
+    if not isinstance(value, bool):
+        raise OptionError(f"`{name}` is {_shown(value)}; allowed are True and False")
+
+
+def check_choice(name: str, value: object, allowed: Collection[str]) -> None:
+    """Refuse what is not one of the allowed texts."""
+    if not isinstance(value, str) or value not in allowed:
+        raise OptionError(f"`{name}` is {_shown(value)}; allowed are {', '.join(allowed)}")
+
+
+def check_text(name: str, value: object) -> None:
+    """Refuse what is no text."""
+    if not isinstance(value, str):
+        raise OptionError(f"`{name}` is {_shown(value)}; a text (str) is expected")
+
+
+def check_texts(name: str, values: object) -> None:
+    """Refuse what is no list of texts that are not empty."""
+    right = isinstance(values, Iterable) and not isinstance(values, str | bytes)
+    if not right or any(not isinstance(text, str) or not text for text in values):  # type: ignore[attr-defined]
+        raise OptionError(
+            f"`{name}` is {_shown(values)}; a list of texts that are not empty is expected"
+        )
+
+
+def check_path(name: str, value: object) -> Path:
+    """The path that a text or `Path` means."""
+    if not isinstance(value, str | Path) or not str(value) or "\0" in str(value):
+        raise OptionError(f"`{name}` is {_shown(value)}; a path (str or Path) is expected")
+    return Path(value)
+
+
+def check_token_ids(name: str, values: object, *, vocab_size: int) -> list[int]:
+    """Token ids as a list.
+
+    Raises:
+        OptionError: no list of whole numbers from 0 to `vocab_size - 1`.
+    """
+    allowed = f"allowed are whole numbers from 0 to {vocab_size - 1}"
+    if not isinstance(values, Iterable) or isinstance(values, str | bytes):
+        raise OptionError(f"`{name}` is {_shown(values)}; a list of token ids is expected")
+    ids: list[int] = []
+    for value in values:
+        try:
+            ids.append(operator.index(value))
+        except TypeError:
+            raise OptionError(f"`{name}`: {_shown(value)} is no token id; {allowed}") from None
+    if ids and not 0 <= min(ids) <= max(ids) < vocab_size:
+        wrong = next(token for token in ids if not 0 <= token < vocab_size)
+        raise OptionError(f"`{name}`: token {wrong} is not in the vocabulary; {allowed}")
+    return ids
+
+
+def _shown(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+def check_hooks(cancel: object, progress: object, logit_filter: object = None) -> None:
+    """Refuse what an answer could not ask or call."""
+    if cancel is not None and not callable(getattr(cancel, "is_set", None)):
+        raise OptionError(f"`cancel` is {_shown(cancel)}; a threading.Event is expected")
+    for name, value in (("progress", progress), ("logit_filter", logit_filter)):
+        if value is not None and not callable(value):
+            raise OptionError(f"`{name}` is {_shown(value)}; a function is expected")

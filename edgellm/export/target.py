@@ -1,0 +1,81 @@
+"""The folder that an export writes to: what is there, and that it is whole or not there."""
+
+from __future__ import annotations
+
+import errno
+import logging
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from edgellm import bundle as bundles
+from edgellm.bundle import Manifest
+from edgellm.bundle_state import is_newer, is_outdated
+from edgellm.errors import BundleError, EdgeLLMError, ExportError, OptionError
+
+_log = logging.getLogger(__name__)
+
+
+def present_at(out: Path, source: str, *, force: bool, mend: bool) -> Manifest | None:
+    """The manifest of the bundle at `out`; None where there is none or it is to be replaced.
+
+    Args:
+        source: what it is exported from.
+        force, mend: see `export`.
+
+    Raises:
+        BundleError: something else is there, or a bundle that is damaged or of a later format.
+    """
+    if not out.exists() or (out.is_dir() and not any(out.iterdir())):
+        return None
+    if not (mend or bundles.is_bundle(out)):
+        raise BundleError(f"{out}: exists and is not a bundle; choose another folder")
+    if force or (mend and is_outdated(out)):
+        return None
+    try:
+        return bundles.open_bundle(out).manifest
+    except BundleError as error:
+        if not mend or is_newer(out):
+            raise
+        _log.warning("exporting %s again: %s", source, error)
+        return None
+
+
+def check_same_sizes(out: Path, present: Manifest, chunk_sizes: Sequence[int]) -> None:
+    """Refuse other sizes than those of the bundle that is there."""
+    sizes = sizes_of(present)
+    if sizes and set(sizes) != set(chunk_sizes):
+        raise OptionError(
+            f"`chunk_sizes` {', '.join(map(str, chunk_sizes))}: the bundle at {out} has "
+            f"{', '.join(map(str, sizes))}; `force` replaces it"
+        )
+
+
+def sizes_of(present: Manifest | None) -> Sequence[int]:
+    """The chunk sizes that all flavours of a bundle with chunks have; none without a bundle."""
+    entries = present.flavours.values() if present is not None else ()
+    return next((entry.chunk_sizes for entry in entries if entry.any_size), ())
+
+
+def publish(out: Path, folder: Path, manifest: Manifest) -> None:
+    """Write the manifest in `folder`, if all that it speaks of is there."""
+    try:
+        bundles.write_manifest(folder, bundles.with_files(manifest, folder))
+    except BundleError as error:
+        raise ExportError(f"{out}: someone deleted files while it was written ({error})") from None
+
+
+@contextmanager
+def disk_errors(out: Path) -> Iterator[None]:
+    """Errors of the disk in this block as `ExportError`."""
+    try:
+        yield
+    except EdgeLLMError:
+        raise
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+            raise ExportError(
+                f"{out}: the disk is full ({error.strerror}); free some space and try again"
+            ) from None
+        where = f" ({error.filename})" if error.filename else ""
+        raise ExportError(f"{out}: {error.strerror or error}{where}") from None

@@ -1,0 +1,94 @@
+"""JSON values as frozen dataclasses, with every type checked on the way.
+
+Python would otherwise take any value for any field and fail much later, or not at all: JSON's
+`true` is an integer to it, and a list of numbers a shape.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import MISSING, fields, is_dataclass
+from functools import cache
+from types import NoneType, UnionType
+from typing import Any, TypeVar, get_args, get_origin, get_type_hints
+
+from edgellm.errors import ModelFormatError
+
+T = TypeVar("T")
+_NAMES = {int: "an integer", float: "a finite number", str: "text", bool: "true or false"}
+
+
+def parse(kind: type[T], value: Any, *, where: str) -> T:
+    """The dataclass `kind` from a JSON object.
+
+    Args:
+        where: names the value in errors: `manifest.json: config`.
+
+    Raises:
+        ModelFormatError: a field that is missing, unknown or of another type.
+    """
+    if not isinstance(value, dict):
+        raise _wrong(where, value, "an object")
+    dataclass: Any = kind
+    hints = _hints(dataclass)
+    known = {field.name: field for field in fields(dataclass)}
+    unknown = sorted(set(value) - set(known))
+    if unknown:
+        raise ModelFormatError(f"{where}: unknown key {unknown[0]!r}; known are {', '.join(known)}")
+    parsed = {}
+    for name, field in known.items():
+        if name in value:
+            parsed[name] = typed(hints[name], value[name], where=f"{where}.{name}")
+        elif field.default is MISSING and field.default_factory is MISSING:
+            raise ModelFormatError(f"{where}: key {name!r} is missing")
+    return kind(**parsed)
+
+
+def typed(kind: Any, value: Any, *, where: str) -> Any:
+    """A JSON value as a type of Python: a scalar, a union, a tuple, a mapping or a dataclass.
+
+    Raises:
+        ModelFormatError: the value has another type, or is a number out of range.
+    """
+    origin, arguments = get_origin(kind), get_args(kind)
+    if kind is Any:
+        return value
+    if origin is UnionType:
+        if value is None and NoneType in arguments:
+            return None
+        (kind,) = (part for part in arguments if part is not NoneType)
+        return typed(kind, value, where=where)
+    if origin is tuple:
+        if not isinstance(value, list | tuple):
+            raise _wrong(where, value, "a list")
+        return tuple(typed(arguments[0], v, where=f"{where}[{i}]") for i, v in enumerate(value))
+    if origin is not None and issubclass(origin, Mapping):
+        if not isinstance(value, dict):
+            raise _wrong(where, value, "an object")
+        return {key: typed(arguments[1], v, where=f"{where}.{key}") for key, v in value.items()}
+    if is_dataclass(kind) and isinstance(kind, type):
+        return parse(kind, value, where=where)
+    return _scalar(kind, value, where)
+
+
+@cache
+def _hints(kind: type) -> dict[str, Any]:
+    return get_type_hints(kind)
+
+
+def _scalar(kind: Any, value: Any, where: str) -> Any:
+    if kind is float and isinstance(value, int) and not isinstance(value, bool):
+        value = float(value) if abs(value) < 1 << 63 else math.inf
+    if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
+        raise _wrong(where, value, _NAMES[kind])
+    if kind is float and not math.isfinite(value):
+        raise _wrong(where, value, _NAMES[kind])
+    return value
+
+
+def _wrong(where: str, value: Any, expected: str) -> ModelFormatError:
+    shown = repr(value) if not isinstance(value, int) or abs(value) < 1 << 63 else "a huge number"
+    if len(shown) > 80:
+        shown = f"{shown[:80]} ..."
+    return ModelFormatError(f"{where} is {shown}; expected {expected}")

@@ -1,0 +1,79 @@
+"""What goes into compiled kernels, which check nothing: ids, positions, types and shapes.
+
+A number that is out of range there reads or writes memory of others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from edgellm.kernels.kv_blocks import BLOCK, BlockTable
+from edgellm.kernels.rope import RopeTable
+
+
+def indices(values: Sequence[int], count: int, what: str) -> NDArray[np.int64]:
+    """`values` as an array, each of them from 0 to `count - 1`.
+
+    Raises:
+        ValueError: one is not; `what` names it.
+    """
+    found = np.asarray(values)
+    if found.size and found.dtype.kind not in "iu":
+        raise ValueError(f"a {what} is a whole number below {count}, not {found.dtype}")
+    ids: NDArray[np.int64] = np.ascontiguousarray(found, np.int64)
+    # one pass for both ends: a negative number is a huge one without its sign
+    if ids.ndim != 1 or (ids.size and ids.view(np.uint64).max() >= count):
+        raise ValueError(f"a {what} is from 0 to {count - 1}; here are {_extremes(ids)}")
+    return ids
+
+
+def block_ids(table: BlockTable, blocks: int, *, start: int, tokens: int) -> NDArray[np.int64]:
+    """A table of block ids that reaches to the last of `tokens` at positions `start ..`.
+
+    Raises:
+        ValueError: a block that the pool of `blocks` does not have, or a table that is too short.
+    """
+    ids = indices(table, blocks, "block id")
+    if start < 0 or start + tokens > len(ids) * BLOCK:
+        raise ValueError(
+            f"positions {start} to {start + tokens} do not lie in a table of {len(ids)} blocks"
+        )
+    return ids
+
+
+def floats(array: NDArray[Any], shape: tuple[int, ...], what: str) -> NDArray[np.float32]:
+    """`array` without gaps, as the kernels read it.
+
+    Raises:
+        ValueError: another type or shape; `what` names it.
+    """
+    if array.dtype != np.float32 or array.shape != shape:
+        raise ValueError(f"{what} is float32 {shape}, not {array.dtype} {array.shape}")
+    return np.ascontiguousarray(array)
+
+
+def check_rope(table: RopeTable, head_dim: int, end: int) -> None:
+    """Refuse a RoPE table that is wider than a head or does not reach to position `end`.
+
+    Raises:
+        ValueError: it does not fit.
+    """
+    cos, sin = table
+    positions, half = cos.shape
+    if cos.dtype != np.float32 or sin.dtype != np.float32 or sin.shape != cos.shape:
+        raise ValueError("cosines and sines are float32 and of one shape")
+    if not (cos.flags.c_contiguous and sin.flags.c_contiguous):
+        raise ValueError("cosines and sines have no gaps")
+    if 2 * half > head_dim or end > positions:
+        raise ValueError(
+            f"the RoPE table has {positions} positions of {2 * half} dimensions; needed are {end}, "
+            f"and a head has {head_dim}"
+        )
+
+
+def _extremes(ids: NDArray[np.int64]) -> str:
+    return f"{ids.min()} to {ids.max()}" if ids.ndim == 1 else f"an array of {ids.ndim} dimensions"

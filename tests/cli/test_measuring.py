@@ -1,0 +1,80 @@
+"""`bench`, `perplexity`, `plan` and `doctor`: values that are not allowed, and Ctrl-C."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from edgellm.bundle import Bundle
+
+TEXT = "The quick brown fox jumps over the lazy dog. " * 20_000
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["bench", "-p", "-5"], "'--n-prompt': -5 tokens; allowed is 0 or more"),
+        (["bench", "-n", "8,-2"], "'--n-gen': -2 tokens; allowed is 0 or more"),
+        (["bench", "-d", "-1"], "'--n-depth': -1 tokens"),
+        (["bench", "-d", "1,,2"], "'--n-depth': '1,,2'"),
+        (["bench", "-r", "0"], "'--repetitions': 0 is not in the range x>=1"),
+        (["bench", "-p", "0", "-n", "0"], "nothing to measure"),
+        (["bench", "-p", "90", "-c", "64"], "pp90 needs 90 tokens"),
+        (["bench", "-p", "9" * 30], "trained for at most"),
+        (["perplexity", "-", "--window", "1"], "'--window': 1 is not in the range x>=2"),
+        (["perplexity", "-", "--window", "65", "-c", "64"], "65; allowed is 2 to the context size"),
+        (["perplexity", "-", "--max-windows", "0"], "'--max-windows': 0"),
+        (["plan", "0"], "'PROMPT_LENGTH': 0"),
+        (["plan", "65", "-c", "64"], "--ctx-size"),
+        (["plan", "5", "-t", "0"], "allowed is 1 to 1024"),
+        (["doctor", "-c", "-5"], "-5; allowed is 0 (the model's own) or more"),
+        (["doctor", "--prefill", "native"], "doctor checks graphs"),
+    ],
+    ids=lambda value: " ".join(value)[:40] if isinstance(value, list) else None,
+)
+def test_values_that_are_not_allowed(
+    cli: Callable[..., subprocess.CompletedProcess[str]],
+    smollm2: Bundle,
+    arguments: list[str],
+    words: str,
+) -> None:
+    found = cli(*arguments, "-m", str(smollm2.path), stdin="some text")
+    assert found.returncode == 2, found.stderr
+    assert words in found.stderr
+    assert found.stdout == ""
+    assert "Traceback" not in found.stderr
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["bench", "-n", "1000", "-r", "1000"],
+        ["perplexity", "TEXT"],
+        ["perplexity", "TEXT", "--through", "decode"],
+        ["plan", "3000", "--prefill", "cpu", "--schedule", "out-of-order"],
+        ["doctor", "--prefill", "cpu"],
+    ],
+    ids=" ".join,
+)
+def test_an_interrupt_ends_the_command(
+    smollm2: Bundle, tmp_path: Path, arguments: list[str]
+) -> None:
+    text = tmp_path / "TEXT"
+    text.write_text(TEXT)
+    given = [str(text) if argument == "TEXT" else argument for argument in arguments]
+    command = [sys.executable, "-m", "edgellm.cli.main", *given, "-m", str(smollm2.path)]
+    files = {path for path in smollm2.path.rglob("*") if path.name.startswith(".partial")}
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    time.sleep(2)
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=30)
+    # 130 for a shell in both cases; the second is Python's own end, in the import of an extension
+    assert process.returncode in (130, -signal.SIGINT), err
+    assert b"Traceback" not in err
+    assert files == {path for path in smollm2.path.rglob("*") if path.name.startswith(".partial")}

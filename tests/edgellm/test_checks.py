@@ -1,0 +1,202 @@
+"""What callers pass: one typed error that names the parameter, and nothing reaches the kernels."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from edgellm import EdgeLLMError, OptionError, SessionFileError
+from edgellm.llm import LLM, load
+from edgellm.session_file import MAGIC
+
+WRONG_TOKENS: list[Any] = [
+    [320],
+    [-1],
+    [2**31],
+    [10**9],
+    [10**30],
+    ["a"],
+    [1.5],
+    [None],
+    [[1]],
+    7,
+    None,
+    b"ab",
+    np.array([3.5]),
+]
+
+
+@pytest.fixture(scope="module")
+def tiny(tiny_model: Path) -> LLM:
+    return load(str(tiny_model))
+
+
+@pytest.mark.parametrize("tokens", WRONG_TOKENS, ids=repr)
+def test_token_ids(tiny: LLM, tokens: Any) -> None:
+    with tiny.session() as session:
+        session.append([1, 2])
+        for call in (session.append, session.replace):
+            with pytest.raises(OptionError, match=r"`(text|tokens)`"):
+                call(tokens)
+        assert session.tokens == (1, 2)
+    with pytest.raises(OptionError, match="`text`"):
+        tiny.generate(tokens, max_tokens=1)
+
+
+def test_right_token_ids(tiny: LLM) -> None:
+    with tiny.session() as session:
+        for tokens in ([0, 319], (5,), np.array([3, 4]), range(3), []):
+            session.append(tokens)  # type: ignore[arg-type]
+        assert session.tokens == (0, 319, 5, 3, 4, 0, 1, 2)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"tokens": [10**9]},
+        {"tokens": [-1, 2, 3]},
+        {"tokens": "abc"},
+        {"tokens": None},
+        {"computed": 99},
+        {"computed": -1},
+        {"computed": "1"},
+        {"exact": 99},
+        {"model": 3},
+        {"nonsense": 1},
+    ],
+    ids=str,
+)
+def test_session_files_with_a_fitting_checksum(
+    tiny: LLM, tmp_path: Path, changes: dict[str, Any]
+) -> None:
+    path = tmp_path / "session"
+    with tiny.session() as session:
+        session.append([5, 6, 7, 8])
+        session.generate(tiny.sampling(max_tokens=1, temperature=0))
+        session.save(path)
+    data = path.read_bytes()
+    body = data[len(MAGIC) + 32 :]
+    end = 4 + int.from_bytes(body[:4], "little")
+    header = json.dumps({**json.loads(body[4:end]), **changes}).encode()
+    body = len(header).to_bytes(4, "little") + header + body[end:]
+    path.write_bytes(MAGIC + hashlib.sha256(body).digest() + body)
+    with pytest.raises(SessionFileError, match=str(path)):
+        tiny.load_session(path)
+
+
+@pytest.mark.parametrize("header", [b"", b"{", b"[]", b"[" * 100_000, b"null", b"\xff"], ids=len)
+def test_session_files_with_an_odd_header(tiny: LLM, tmp_path: Path, header: bytes) -> None:
+    body = len(header).to_bytes(4, "little") + header
+    path = tmp_path / "session"
+    path.write_bytes(MAGIC + hashlib.sha256(body).digest() + body)
+    with pytest.raises(SessionFileError, match="header is damaged"):
+        tiny.load_session(path)
+
+
+WRONG_OPTIONS: list[dict[str, Any]] = [
+    {"stop": None},
+    {"stop": "x"},
+    {"stop": [""]},
+    {"stop": [3]},
+    {"stop_tokens": "a"},
+    {"stop_tokens": [-1]},
+    {"top_k": "4"},
+    {"top_k": 1.5},
+    {"top_k": True},
+    {"temperature": None},
+    {"temperature": "0.5"},
+    {"temperature": float("nan")},
+    {"temperature": [1]},
+    {"max_tokens": 1.5},
+    {"max_tokens": -1},
+    {"max_tokens": "1"},
+    {"seed": 2**64},
+    {"seed": "x"},
+    {"logit_bias": [1]},
+    {"logit_bias": {"a": 1.0}},
+    {"logit_bias": {5: float("inf")}},
+    {"logit_bias": {5: None}},
+    {"ignore_eos": 1},
+    {"speculate": "yes"},
+    {"context_policy": 3},
+    {"repetition_limit": -1},
+    {"time_limit_ms": 0},
+    {"logprobs": 10**9},
+]
+
+
+@pytest.mark.parametrize("options", WRONG_OPTIONS, ids=str)
+def test_sampling_options(tiny: LLM, options: dict[str, Any]) -> None:
+    (name,) = options
+    for call in (
+        lambda: tiny.generate("a", **options),
+        lambda: tiny.chat(**options),
+        lambda: next(iter(tiny.stream_infill("a", "b", **options))),
+    ):
+        with pytest.raises(OptionError, match=f"`{name}`"):
+            call()
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"name": None},
+        {"name": 3},
+        {"ctx_size": "a"},
+        {"ctx_size": 1.5},
+        {"ctx_size": -1},
+        {"cache_size": 0},
+        {"threads": 2000},
+        {"threads": "2"},
+        {"kv_format": 8},
+        {"decode": None},
+        {"prefill": 5},
+        {"schedule": "fast"},
+        {"allow_fallback": "no"},
+        {"provider_options": "a=b"},
+        {"kv_cache_dir": 4},
+        {"kv_cache_dir": ""},
+        {"kv_cache_bytes": 5},
+    ],
+    ids=str,
+)
+def test_load(tiny_model: Path, options: dict[str, Any]) -> None:
+    (name,) = options
+    with pytest.raises(OptionError, match=f"`{name}`"):
+        load(**{"name": str(tiny_model), **options})
+
+
+CALLS: list[tuple[str, Callable[[LLM], object]]] = [
+    ("length", lambda llm: llm.session().rewind("1")),  # type: ignore[arg-type]
+    ("length", lambda llm: llm.session().rewind(-1)),
+    ("path", lambda llm: llm.session().save(3)),  # type: ignore[arg-type]
+    ("path", lambda llm: llm.session().save("")),
+    ("path", lambda llm: llm.load_session(None)),  # type: ignore[arg-type]
+    ("path", lambda llm: llm.load_session("a\0b")),
+    ("cancel", lambda llm: llm.generate("a", cancel=True)),  # type: ignore[arg-type]
+    ("progress", lambda llm: llm.generate("a", progress=3)),  # type: ignore[arg-type]
+    ("logit_filter", lambda llm: llm.generate("a", logit_filter="x")),  # type: ignore[arg-type]
+    ("text", lambda llm: llm.chat().send(None)),  # type: ignore[arg-type]
+    ("system", lambda llm: llm.chat(system=5)),  # type: ignore[arg-type]
+    ("prefix", lambda llm: llm.infill(None, "b")),  # type: ignore[arg-type]
+    ("suffix", lambda llm: llm.infill("a", 4)),  # type: ignore[arg-type]
+    ("name", lambda llm: llm.prefix(None, "b")),  # type: ignore[arg-type]
+    ("text", lambda llm: llm.prefix("a", 5)),  # type: ignore[arg-type]
+    ("logit_filter", lambda llm: llm.generate("a", logit_filter=_nothing_left)),
+]
+
+
+def _nothing_left(logits: Any, tokens: Any) -> None:
+    logits[:] = -np.inf
+
+
+@pytest.mark.parametrize(("name", "call"), CALLS, ids=[str(i) for i in range(len(CALLS))])
+def test_calls(tiny: LLM, name: str, call: Callable[[LLM], object]) -> None:
+    with pytest.raises(EdgeLLMError, match=f"`{name}`"):
+        call(tiny)

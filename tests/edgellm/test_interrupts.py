@@ -1,0 +1,62 @@
+"""Exceptions of signal handlers, such as Ctrl-C's, in the middle of an answer."""
+
+from __future__ import annotations
+
+import gc
+import signal
+import time
+from collections.abc import Iterator
+from types import FrameType
+
+import pytest
+
+from edgellm.llm import LLM
+
+pytestmark = pytest.mark.skipif(not hasattr(signal, "setitimer"), reason="needs a timer signal")
+TEXT = "One two three four five six seven eight nine ten. " * 320
+
+
+class AlarmError(BaseException):
+    """What the handler raises; like KeyboardInterrupt it is no Exception."""
+
+
+@pytest.fixture(autouse=True)
+def alarm() -> Iterator[None]:
+    def handle(number: int, frame: FrameType | None) -> None:
+        raise AlarmError
+
+    previous = signal.signal(signal.SIGALRM, handle)
+    gc.disable()  # Python drops what is raised in a callback of its collector, hypothesis has one
+    yield
+    gc.enable()
+    signal.setitimer(signal.ITIMER_REAL, 0)
+    signal.signal(signal.SIGALRM, previous)
+
+
+@pytest.fixture(params=["chosen", "portable"])
+def llm(request: pytest.FixtureRequest) -> LLM:
+    llm: LLM = request.getfixturevalue(f"{request.param}_llm")
+    return llm
+
+
+@pytest.mark.parametrize("delay", [0.005, 0.03, 0.07, 0.15])
+def test_in_prefill_the_exception_reaches_the_caller(llm: LLM, delay: float) -> None:
+    with llm.session() as session:
+        session.append(f"{delay} {TEXT}")  # nothing of it is cached
+        signal.setitimer(signal.ITIMER_REAL, delay)
+        start = time.perf_counter()
+        with pytest.raises(AlarmError):
+            session.generate(llm.sampling(max_tokens=1))
+        assert time.perf_counter() - start < 30  # a whole prompt would go on for long after it
+        assert session.cached < len(session.tokens)
+    answer = llm.generate("The capital of France is", temperature=0, max_tokens=4)
+    assert "Paris" in answer.text
+
+
+def test_in_decode_the_exception_reaches_the_caller(llm: LLM) -> None:
+    for delay in (0.02, 0.05, 0.11):
+        signal.setitimer(signal.ITIMER_REAL, delay)
+        with pytest.raises(AlarmError):
+            llm.generate("Count: one, two,", temperature=0, max_tokens=3000, ignore_eos=True)
+    with llm.engine.lock:
+        assert llm.engine.cache.used_blocks == 0

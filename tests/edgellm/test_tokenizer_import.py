@@ -1,0 +1,154 @@
+"""Tokenizers and settings that do not fit their model."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from edgellm.bundle import TokenizerEntry
+from edgellm.errors import EdgeLLMError, ModelFormatError, TokenizerError
+from edgellm.export import export
+from edgellm.export.tokenizer_import import import_tokenizer
+from edgellm.graphs.checkpoint import open_checkpoint
+from edgellm.tokenizer import Tokenizer
+
+MakeModel = Callable[..., Path]
+
+
+def change(path: Path, **values: Any) -> None:
+    content = json.loads(path.read_text()) if path.exists() else {}
+    path.write_text(json.dumps(content | values))
+
+
+@pytest.mark.parametrize("id", [320, 10**6, 1 << 31])
+def test_a_token_without_a_row_in_the_embedding(make_model: MakeModel, id: int) -> None:
+    """There are fewer tokens than rows; it is the largest id that counts."""
+    folder = make_model()
+    tokenizer = json.loads((folder / "tokenizer.json").read_text())
+    tokenizer["model"]["vocab"]["A"] = id
+    (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
+    with pytest.raises(TokenizerError, match=rf"token 'A' has the id {id}.*0 to 319 is allowed"):
+        import_tokenizer(open_checkpoint(folder))
+
+
+def test_rows_without_a_token_are_padding(make_model: MakeModel) -> None:
+    checkpoint = open_checkpoint(make_model(vocab_size=512))
+    assert import_tokenizer(checkpoint).tokenizer.get_vocab_size() == 259
+
+
+@pytest.mark.parametrize("file", ["generation_config.json", "config.json"])
+@pytest.mark.parametrize("eos", [-1, [257, -1], 1 << 32, 10**30, "</s>", True, 1.0, {"a": 1}])
+def test_end_tokens_that_are_none(make_model: MakeModel, file: str, eos: object) -> None:
+    folder = make_model()
+    checkpoint = open_checkpoint(folder)
+    (folder / "generation_config.json").unlink(missing_ok=True)
+    change(folder / file, eos_token_id=eos)
+    with pytest.raises(ModelFormatError, match="eos_token_id is"):
+        import_tokenizer(checkpoint)
+
+
+@pytest.mark.parametrize("eos", [None, [], 300, [257, 300]])
+def test_end_tokens_that_the_tokenizer_lacks_are_left_out(
+    make_model: MakeModel, eos: object
+) -> None:
+    folder = make_model()
+    change(folder / "generation_config.json", eos_token_id=eos)
+    assert import_tokenizer(open_checkpoint(folder)).entry.eos == ("</s>",)
+
+
+@pytest.mark.parametrize(
+    "settings", [{"top_k": float("nan")}, {"top_k": "4"}, {"temperature": True}, {"top_p": [1]}]
+)
+def test_generation_settings_of_another_type(make_model: MakeModel, settings: dict) -> None:
+    folder = make_model()
+    change(folder / "generation_config.json", **settings)
+    with pytest.raises(ModelFormatError, match=rf"generation_config\.json.*{next(iter(settings))}"):
+        import_tokenizer(open_checkpoint(folder))
+
+
+def test_generation_settings_keep_their_names(make_model: MakeModel) -> None:
+    folder = make_model()
+    change(
+        folder / "generation_config.json",
+        temperature=1,
+        top_k=5,
+        repetition_penalty=1.5,
+        top_p=None,
+        do_sample=True,
+    )
+    assert import_tokenizer(open_checkpoint(folder)).generation == {
+        "temperature": 1.0,
+        "top_k": 5,
+        "repeat_penalty": 1.5,
+    }
+
+
+def test_gguf_chat_template_that_is_a_number(tmp_path: Path) -> None:
+    import gguf
+
+    path, tokens = tmp_path / "model.gguf", [f"t{i}" for i in range(40)]
+    writer = gguf.GGUFWriter(path, "llama")
+    for key, value in {
+        "block_count": 1,
+        "context_length": 128,
+        "embedding_length": 32,
+        "feed_forward_length": 32,
+        "attention.head_count": 1,
+    }.items():
+        writer.add_uint32(f"llama.{key}", value)
+    writer.add_float32("llama.attention.layer_norm_rms_epsilon", 1e-5)
+    writer.add_uint32("tokenizer.chat_template", 7)
+    writer.add_tokenizer_model("gpt2")
+    writer.add_token_list(tokens)
+    writer.add_token_types([1] * 40)
+    writer.add_array("tokenizer.ggml.merges", ["t 0"])
+    writer.add_tensor("token_embd.weight", np.zeros((40, 32), np.float32))
+    for name in ("output_norm", "blk.0.attn_norm", "blk.0.ffn_norm"):
+        writer.add_tensor(f"{name}.weight", np.ones(32, np.float32))
+    for name in ("attn_q", "attn_k", "attn_v", "attn_output", "ffn_gate", "ffn_up", "ffn_down"):
+        writer.add_tensor(f"blk.0.{name}.weight", np.zeros((32, 32), np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    with pytest.raises(EdgeLLMError, match=r"chat_template|damaged vocabulary"):
+        export(path, tmp_path / "out", name="x", source="x", flavours=["panels"])
+
+
+PANICS: dict[str, dict[str, Any]] = {
+    "template": {
+        "post_processor": {
+            "type": "TemplateProcessing",
+            "single": [{"SpecialToken": {"id": "<nothing>", "type_id": 0}}],
+            "pair": [],
+            "special_tokens": {},
+        }
+    },
+    "length": {"pre_tokenizer": {"type": "FixedLength", "length": 0}},
+    "pattern": {
+        "pre_tokenizer": {
+            "type": "Split",
+            "pattern": {"Regex": r"(?:(?:a|aa)+)+$(?<=b)"},
+            "behavior": "Isolated",
+            "invert": False,
+        }
+    },
+}
+
+
+@pytest.mark.parametrize("kind", PANICS)
+def test_panics_of_the_library_are_tokenizer_errors(make_model: MakeModel, kind: str) -> None:
+    folder = make_model()
+    change(folder / "tokenizer.json", **PANICS[kind])
+
+    def use() -> None:
+        import_tokenizer(open_checkpoint(folder))
+        Tokenizer(folder, TokenizerEntry(None, False, ())).encode("a" * 5000 + "c")
+
+    with pytest.raises(TokenizerError, match=r"tokenizer\.json|failed on this text"):
+        use()
