@@ -71,10 +71,14 @@ class ModelConfig:
                 f"kv_heads ({self.kv_heads})"
             )
         self._check_rope()
-        # so that Q, K and V of the fused projection fill whole panels of 16 outputs
-        if self.head_dim % 8:
+        if self.head_dim % 4:
             raise UnsupportedModelError(
-                f"model config: head_dim is {self.head_dim}; it must be a multiple of 8"
+                f"model config: head_dim is {self.head_dim}; it must be a multiple of 4"
+            )
+        # so that Q, K and V of the fused projection together fill whole panels of 16 outputs
+        if self.kv_size % 8:
+            raise UnsupportedModelError(
+                f"model config: kv_heads * head_dim is {self.kv_size}; it must be a multiple of 8"
             )
         for name in ("hidden_size", "intermediate_size", "attention_size"):
             if getattr(self, name) % 32:

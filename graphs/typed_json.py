@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import MISSING, fields, is_dataclass
+from dataclasses import MISSING, fields
 from functools import cache
 from types import NoneType, UnionType
 from typing import Any, TypeVar, get_args, get_origin, get_type_hints
@@ -30,17 +30,16 @@ def parse(kind: type[T], value: Any, *, where: str) -> T:
     """
     if not isinstance(value, dict):
         raise _wrong(where, value, "an object")
-    dataclass: Any = kind
-    hints = _hints(dataclass)
-    known = {field.name: field for field in fields(dataclass)}
-    unknown = sorted(set(value) - set(known))
+    dataclass: Any = kind  # mypy: a type variable is not hashable
+    known = _fields(dataclass)
+    unknown = sorted(value.keys() - known.keys())
     if unknown:
         raise ModelFormatError(f"{where}: unknown key {unknown[0]!r}; known are {', '.join(known)}")
     parsed = {}
-    for name, field in known.items():
+    for name, (hint, required) in known.items():
         if name in value:
-            parsed[name] = typed(hints[name], value[name], where=f"{where}.{name}")
-        elif field.default is MISSING and field.default_factory is MISSING:
+            parsed[name] = typed(hint, value[name], where=f"{where}.{name}")
+        elif required:
             raise ModelFormatError(f"{where}: key {name!r} is missing")
     return kind(**parsed)
 
@@ -51,9 +50,11 @@ def typed(kind: Any, value: Any, *, where: str) -> Any:
     Raises:
         ModelFormatError: the value has another type, or is a number out of range.
     """
-    origin, arguments = get_origin(kind), get_args(kind)
     if kind is Any:
         return value
+    if kind in _NAMES:
+        return _scalar(kind, value, where)
+    origin, arguments = get_origin(kind), get_args(kind)
     if origin is UnionType:
         if value is None and NoneType in arguments:
             return None
@@ -67,14 +68,20 @@ def typed(kind: Any, value: Any, *, where: str) -> Any:
         if not isinstance(value, dict):
             raise _wrong(where, value, "an object")
         return {key: typed(arguments[1], v, where=f"{where}.{key}") for key, v in value.items()}
-    if is_dataclass(kind) and isinstance(kind, type):
-        return parse(kind, value, where=where)
-    return _scalar(kind, value, where)
+    return parse(kind, value, where=where)
 
 
 @cache
-def _hints(kind: type) -> dict[str, Any]:
-    return get_type_hints(kind)
+def _fields(kind: Any) -> dict[str, tuple[Any, bool]]:
+    """Type of each field of a dataclass, and whether it has no default."""
+    hints = get_type_hints(kind)
+    return {
+        field.name: (
+            hints[field.name],
+            field.default is MISSING and field.default_factory is MISSING,
+        )
+        for field in fields(kind)
+    }
 
 
 def _scalar(kind: Any, value: Any, where: str) -> Any:

@@ -52,7 +52,8 @@ class ImportedTokenizer:
     generation: Mapping[str, Any]
 
     def save(self, folder: Path) -> None:
-        self.tokenizer.save(str(folder / TOKENIZER))
+        # by the library's own `save` a full disk is no OSError
+        (folder / TOKENIZER).write_text(self.tokenizer.to_str(pretty=True), encoding="utf-8")
         if self.chat_template is not None:
             (folder / CHAT_TEMPLATE).write_text(self.chat_template, encoding="utf-8")
 

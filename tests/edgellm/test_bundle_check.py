@@ -78,7 +78,7 @@ def test_the_bundle_as_it_was_exported_is_fine(changed: Callable[..., Path]) -> 
         (("config/layers", -1), "layers is -1"),
         (("config/layers", 10**9), "layers is 1000000000; 1 to 4096"),
         (("config/hidden_size", 10**30), "hidden_size"),
-        (("config/head_dim", 20), "multiple of 8"),
+        (("config/head_dim", 18), "multiple of 4"),
         (("config/context_length", 1 << 31), "context_length"),
         (("config/sliding_window", 0), "sliding_window is 0"),
         (("config/rms_norm_eps", float("nan")), "rms_norm_eps"),

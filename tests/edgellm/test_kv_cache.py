@@ -124,7 +124,7 @@ def test_unknown_format() -> None:
 
 
 def test_int4_takes_heads_of_a_multiple_of_8() -> None:
-    odd = replace(CONFIG, heads=8, kv_heads=8, head_dim=20)
+    odd = replace(CONFIG, heads=8, kv_heads=8, head_dim=20, inv_freq=(1.0, 0.1, 0.01))
     with pytest.raises(OptionError, match="head_dim is 20"):
         KVCache(odd, format="int4", ctx_size=1, blocks=1, fingerprint=b"")
 

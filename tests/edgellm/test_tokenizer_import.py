@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -152,3 +154,28 @@ def test_panics_of_the_library_are_tokenizer_errors(make_model: MakeModel, kind:
 
     with pytest.raises(TokenizerError, match=r"tokenizer\.json|failed on this text"):
         use()
+
+
+def test_a_full_disk_is_an_error_of_the_system(tiny_model: Path, tmp_path: Path) -> None:
+    """A limit on file size stands for a full disk: writes fail half-way in the same way."""
+    code = (
+        "import resource, signal, sys; from pathlib import Path;"
+        "from edgellm.export.tokenizer_import import import_tokenizer;"
+        "from edgellm.graphs.checkpoint import open_checkpoint;"
+        "imported = import_tokenizer(open_checkpoint(Path(sys.argv[1])));"
+        "signal.signal(signal.SIGXFSZ, signal.SIG_IGN);"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))\n"
+        "try: imported.save(Path(sys.argv[2]))\n"
+        "except OSError as error: print(error.strerror)"
+    )
+    command = [sys.executable, "-c", code, str(tiny_model), str(tmp_path)]
+    found = subprocess.run(command, capture_output=True, text=True)
+    assert found.stdout == "File too large\n", found.stderr
+
+
+def test_a_saved_tokenizer_is_the_same(tiny_model: Path, tmp_path: Path) -> None:
+    imported = import_tokenizer(open_checkpoint(tiny_model))
+    imported.save(tmp_path)
+    imported.tokenizer.save(str(tmp_path / "by the library.json"))
+    saved = (tmp_path / "tokenizer.json").read_bytes()
+    assert saved == (tmp_path / "by the library.json").read_bytes()

@@ -46,7 +46,12 @@ def test_sizes() -> None:
         ({"inv_freq": (1.0,)}, ModelFormatError, "2 dimensions"),
         ({"inv_freq": (1.0, float("nan"))}, ModelFormatError, "inv_freq"),
         ({"hidden_size": 100}, UnsupportedModelError, "multiple of 32"),
-        ({"head_dim": 12}, UnsupportedModelError, "multiple of 8"),
+        ({"head_dim": 10}, UnsupportedModelError, "head_dim is 10; it must be a multiple of 4"),
+        (
+            {"heads": 7, "kv_heads": 1, "head_dim": 12},
+            UnsupportedModelError,
+            r"kv_heads \* head_dim is 12; it must be a multiple of 8",
+        ),
         ({"layers": 4097}, ModelFormatError, "layers is 4097; 1 to 4096 is allowed"),
         ({"hidden_size": 10**30}, ModelFormatError, "hidden_size is 10+; 1 to"),
         ({"hidden_size": 1 << 10**5}, ModelFormatError, "a number of 100001 bits"),

@@ -1,0 +1,257 @@
+"""A program on a real pseudo-terminal, with somebody who types and reads the screen."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import select
+import signal
+import struct
+import subprocess
+import sys
+import termios
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+
+import pyte
+from vt100 import Vt100
+
+CTRL_C = "\x03"
+CTRL_D = "\x04"
+# Makes the terminal on stdin the controlling one, so that Ctrl-C becomes a signal, then turns into the
+# program. Popen's preexec_fn could do it, but must not be used in a process with threads.
+_TAKE_TERMINAL = (
+    "import fcntl, os, sys, termios;"
+    "fcntl.ioctl(0, termios.TIOCSCTTY, 0);"
+    "os.execvp(sys.argv[1], sys.argv[1:])"
+)
+
+
+class Terminal:
+    """What a user has in front of them: rows of text, a keyboard and a line discipline.
+
+    Args:
+        command: the program and its arguments.
+        env: its whole environment; by default this process's. TERM is xterm unless it says so.
+        folder: where it starts.
+        keeps_wrap: see Vt100.
+
+    Raises:
+        TimeoutError: what was waited for did not come; the message shows the screen.
+    """
+
+    def __init__(
+        self,
+        command: Sequence[str],
+        *,
+        env: Mapping[str, str] | None = None,
+        folder: Path | None = None,
+        rows: int = 24,
+        columns: int = 80,
+        keeps_wrap: bool = True,
+    ) -> None:
+        self.folder = folder or Path.cwd()
+        self.raw = b""
+        self._answers = b""
+        self.vt100 = Vt100(columns, rows, self._answer, keeps_wrap=keeps_wrap)
+        self._stream = pyte.ByteStream(self.vt100)
+        self._typed_in_row = -1
+        self._main, side = os.openpty()
+        os.set_blocking(self._main, False)
+        self._set_size(rows, columns)
+        self._process = subprocess.Popen(
+            [sys.executable, "-I", "-S", "-c", _TAKE_TERMINAL, *command],
+            stdin=side,
+            stdout=side,
+            stderr=side,
+            start_new_session=True,
+            cwd=folder,
+            env={"TERM": "xterm", **(os.environ if env is None else env)},
+        )
+        os.close(side)
+
+    def __enter__(self) -> Terminal:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    @property
+    def rows(self) -> list[str]:
+        """What stands on the screen, without spaces at the ends and empty rows below."""
+        rows = [row.rstrip() for row in self.vt100.display]
+        while rows and not rows[-1]:
+            rows.pop()
+        return rows
+
+    @property
+    def all_rows(self) -> list[str]:
+        """Those that have scrolled off, and then those on the screen."""
+        return [*self.vt100.scrolled, *self.rows]
+
+    @property
+    def text(self) -> str:
+        """All rows, each with a line end."""
+        return "".join(f"{row}\n" for row in self.all_rows)
+
+    @property
+    def row(self) -> int:
+        """The cursor's row, counted from the first row that ever was, from 0."""
+        return len(self.vt100.scrolled) + self.vt100.cursor.y
+
+    @property
+    def is_tidy(self) -> bool:
+        """All rows scroll, the cursor is to be seen, and lines wrap."""
+        modes = self.vt100.mode
+        return (
+            self.vt100.margins is None
+            and not self.vt100.cursor.hidden
+            and {pyte.modes.DECTCEM, pyte.modes.DECAWM} <= modes
+        )
+
+    @property
+    def echoes(self) -> bool:
+        """Lines are put together and echoed by the terminal, as a shell's child expects it."""
+        flags = termios.tcgetattr(self._main)[3]
+        return bool(flags & termios.ECHO and flags & termios.ICANON and flags & termios.ISIG)
+
+    def send(self, keys: str) -> None:
+        """Press keys; Enter is \\r."""
+        self._typed_in_row = self.row
+        self._write(keys.encode())
+
+    def paste(self, text: str) -> None:
+        """Paste, as terminals do it for a program that has asked for bracketed paste."""
+        self.send(f"\x1b[200~{text}\x1b[201~")
+
+    def enter(self, line: str) -> None:
+        """Type a line, see it on the screen, and press Enter."""
+        self.send(line)
+        rest = line[-(self.vt100.columns - 10) :]
+        self.wait_for(lambda: rest in "".join(self.vt100.display), timeout=20)
+        self.send("\r")
+        # behind a full row the cursor is in the next one, where the output will begin
+        self._typed_in_row -= self.vt100.cursor.x == 0
+
+    def send_signal(self, number: signal.Signals) -> None:
+        """Send a signal to all processes in the foreground."""
+        foreground = os.tcgetpgrp(self._main)
+        if foreground > 0:  # 0 when nobody is left; to killpg that is this very process's group
+            os.killpg(foreground, number)
+
+    def resize(self, *, rows: int, columns: int) -> None:
+        self._set_size(rows, columns)
+        self.vt100.resize(rows, columns)
+
+    def wait_for(self, what: str | Callable[[], bool], *, timeout: float = 60) -> None:
+        """Read on until a text stands on the screen, or has, or until a condition holds."""
+        arrived = (lambda: what in self.text) if isinstance(what, str) else what
+        end = time.monotonic() + timeout
+        while not arrived():
+            if not self._read(end - time.monotonic()) and not arrived():
+                raise TimeoutError(f"{what!r} did not come; the screen:\n{self}")
+
+    def wait_for_prompt(self, prompt: str, *, timeout: float = 60) -> None:
+        """Read on until a new empty prompt stands at the beginning of a row below what was typed."""
+
+        def is_asked() -> bool:
+            vt100 = self.vt100
+            below = self.row > self._typed_in_row
+            return (
+                below
+                and vt100.cursor.x == len(prompt)
+                and (vt100.display[vt100.cursor.y].rstrip() == prompt.rstrip())
+            )
+
+        self.wait_for(is_asked, timeout=timeout)
+
+    def exit_code(self, *, timeout: float = 60) -> int:
+        """Read to the end; the exit code as a shell gives it, 128 and more for a signal."""
+        end = time.monotonic() + timeout
+        while self._read(end - time.monotonic()):
+            pass
+        try:
+            code = self._process.wait(max(0.1, end - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            raise TimeoutError(f"the program did not end; the screen:\n{self}") from None
+        return code if code >= 0 else 128 - code
+
+    def close(self) -> None:
+        """Kill what still runs."""
+        if self._main < 0:
+            return
+        with suppress(OSError):
+            self.send_signal(signal.SIGKILL)
+        self._process.kill()
+        self._process.wait()
+        os.close(self._main)
+        self._main = -1
+
+    def __str__(self) -> str:
+        edge = "+" + "-" * self.vt100.columns + "+"
+        at = f"cursor in row {self.vt100.cursor.y}, column {self.vt100.cursor.x}"
+        return "\n".join([*self.vt100.scrolled, edge, *self.rows, edge, at])
+
+    def _set_size(self, rows: int, columns: int) -> None:
+        fcntl.ioctl(self._main, termios.TIOCSWINSZ, struct.pack("HHHH", rows, columns, 0, 0))
+
+    def _write(self, data: bytes) -> None:
+        while data:
+            _, writable, _ = select.select([], [self._main], [], 0.05)
+            if writable:
+                data = data[os.write(self._main, data[:1024]) :]
+            self._read(0)  # a program that waits to be read does not read
+
+    def _read(self, timeout: float) -> bool:
+        """Take what the program has written; False at its end or when nothing came in time."""
+        readable, _, _ = select.select([self._main], [], [], max(0.0, timeout))
+        if not readable:
+            return False
+        try:
+            data = os.read(self._main, 65536)
+        except OSError:  # Linux says so when the last program has closed the terminal
+            return False
+        self.raw += data
+        self._stream.feed(data)
+        answers, self._answers = self._answers, b""
+        self._write(answers)
+        return bool(data)
+
+    def _answer(self, text: str) -> None:
+        self._answers += text.encode()
+
+
+def bash(
+    folder: Path,
+    *,
+    env: Mapping[str, str] | None = None,
+    rows: int = 24,
+    columns: int = 80,
+    keeps_wrap: bool = True,
+) -> Terminal:
+    """A shell at its prompt `$ `, in which `edgellm` is the command that is tested."""
+    command = folder / "bin" / "edgellm"
+    command.parent.mkdir(exist_ok=True)
+    command.write_text(f'#!/bin/sh\nexec "{sys.executable}" -m edgellm.cli.main "$@"\n')
+    command.chmod(0o755)
+    inherited = {k: v for k, v in os.environ.items() if k not in ("LINES", "COLUMNS", "NO_COLOR")}
+    terminal = Terminal(
+        ["bash", "--norc", "--noprofile"],
+        folder=folder,
+        env={
+            **inherited,
+            "PATH": f"{command.parent}:{os.environ['PATH']}",
+            "PS1": "$ ",
+            "HISTFILE": os.devnull,
+            "INPUTRC": os.devnull,
+            "LC_ALL": "C.UTF-8",
+            **(env or {}),
+        },
+        rows=rows,
+        columns=columns,
+        keeps_wrap=keeps_wrap,
+    )
+    terminal.wait_for_prompt("$ ", timeout=20)
+    return terminal
