@@ -225,7 +225,7 @@ def test_reader_that_wants_one_line(shell: Shell) -> None:
         ("edgellm run $MODEL <&-", 2, "the prompt is empty"),
         (f"{PARIS} >&-", 1, "standard output"),
         (f"{PARIS} >/dev/full", 1, "No space left"),
-        ("edgellm devices >/dev/full", 1, "No space left"),
+        ("edgellm --help >/dev/full", 1, "No space left"),
         ('edgellm run "What is 2+2?"', 1, "edgellm run -p 'What is 2+2?'"),
         ("edgellm run no-such-model.gguf", 1, "no such file"),
     ],

@@ -2,57 +2,60 @@
 
 from __future__ import annotations
 
-import fcntl
 import os
-import struct
 import subprocess
 import sys
-import termios
 
 import pytest
+
+if os.name != "posix":
+    pytest.skip("needs a pseudo-terminal", allow_module_level=True)
+
+from terminal import Terminal
 
 from edgellm.bundle import Bundle
 from edgellm.cli.live_line import LiveLine
 
-pytestmark = pytest.mark.skipif(os.name != "posix", reason="needs a pseudo-terminal")
-ROWS = 12
+# Lines that end at, before and behind the last column of windows of 10 and 13 columns.
+TEXT = "".join(f"{'abcdefghij' * 3}"[:length] + f"{length}\n" for length in range(6, 28))
+WIDE = "".join("x" * length + "日本語🙂é\ty\n" for length in range(8))
+# Shows the line after every piece, of 1, 2, 3, ... characters.
+PROGRAM = """
+import sys
+from edgellm.cli import live_line
+live_line._INTERVAL_S = 0
+text, enabled = sys.argv[1], sys.argv[2] == "live"
+with live_line.LiveLine(enabled=enabled) as line:
+    at, length = 0, 1
+    while at < len(text):
+        piece = text[at : at + length]
+        sys.stdout.write(piece)
+        sys.stdout.flush()
+        line.wrote(piece)
+        line.show(f"{at} so far")
+        at, length = at + length, length % 7 + 1
+print("end")
+"""
 
 
-def on_terminal(*arguments: str, term: str = "xterm") -> str:
-    """What the command writes to a terminal of ROWS rows."""
-    main, side = os.openpty()
-    fcntl.ioctl(side, termios.TIOCSWINSZ, struct.pack("HHHH", ROWS, 80, 0, 0))
-    process = subprocess.Popen(
-        [sys.executable, "-m", "edgellm.cli.main", *arguments],
-        stdin=subprocess.DEVNULL,
-        stdout=side,
-        stderr=side,
-        env={**os.environ, "TERM": term},
-    )
-    os.close(side)
-    found = b""
-    while True:
-        try:
-            data = os.read(main, 65536)
-        except OSError:  # Linux says so at the end
-            break
-        if not data:
-            break
-        found += data
-    os.close(main)
-    assert process.wait() == 0
-    return found.decode()
+def shown(text: str, how: str, *, rows: int, columns: int, keeps_wrap: bool) -> Terminal:
+    command = [sys.executable, "-c", PROGRAM, text, how]
+    with Terminal(command, rows=rows, columns=columns, keeps_wrap=keeps_wrap) as terminal:
+        assert terminal.exit_code() == 0
+    return terminal
 
 
-def test_speed_is_shown_and_the_row_given_back(smollm2: Bundle) -> None:
-    shown = on_terminal(
-        "run", str(smollm2.path), "--temp", "0", "-n", "120", "--ignore-eos", "-p", "Count to 100."
-    )
-    assert f"\x1b[1;{ROWS - 1}r" in shown
-    assert f"\x1b[{ROWS};1H\x1b[2K" in shown
-    assert "tokens/s" in shown
-    assert shown.rindex("\x1b[r") > shown.rindex("tokens/s")
-    assert shown.rindex("[ prompt:") > shown.rindex("\x1b[r")
+@pytest.mark.parametrize("text", [TEXT, WIDE, "short", ""], ids=["TEXT", "WIDE", "short", "empty"])
+@pytest.mark.parametrize(("rows", "columns"), [(4, 10), (3, 13), (30, 13), (2, 10)])
+@pytest.mark.parametrize("keeps_wrap", [True, False])
+def test_text_is_as_it_is_without(text: str, rows: int, columns: int, keeps_wrap: bool) -> None:
+    size = {"rows": rows, "columns": columns, "keeps_wrap": keeps_wrap}
+    live = shown(text, "live", **size)
+    assert live.is_tidy
+    plain = shown(text, "plain", **size)
+    # to make room for the line, one more row may have scrolled off
+    assert [row for row in live.all_rows if row] == [row for row in plain.all_rows if row]
+    assert (b" so " in live.raw) == (rows >= 3 and text != "")
 
 
 @pytest.mark.parametrize(
@@ -62,7 +65,16 @@ def test_nothing_where_it_is_not_wanted(
     smollm2: Bundle, options: tuple[str, ...], term: str
 ) -> None:
     arguments = ("run", str(smollm2.path), "--temp", "0", "-n", "40", "-p", "Hello", *options)
-    assert "\x1b[" not in on_terminal(*arguments, term=term)
+    command = [sys.executable, "-m", "edgellm.cli.main", *arguments]
+    with Terminal(command, env={**os.environ, "TERM": term}) as terminal:
+        assert terminal.exit_code() == 0
+        assert b"\x1b[" not in terminal.raw
+
+
+def test_nothing_where_errors_go_elsewhere() -> None:
+    command = [sys.executable, "-c", PROGRAM, TEXT, "live"]
+    result = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert (result.stdout, result.stderr) == (f"{TEXT}end\n", "")
 
 
 def test_nothing_without_a_terminal(capsys: pytest.CaptureFixture[str]) -> None:

@@ -56,6 +56,10 @@ def test_cursor_restored_in_the_last_column(keeps_wrap: bool, rows: list[str]) -
     assert terminal.rows == rows
 
 
+def test_wide_character_does_not_stand_over_the_edge() -> None:
+    assert shown("123456789語x").rows == ["123456789", "語x"]
+
+
 def test_cursor_is_saved_once_and_restored_often() -> None:
     assert shown("a\x1b7b\x1b8c\n\x1b8d").rows == ["ad"]
 

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pyte
+from wcwidth import wcwidth
 
 
 class Vt100(pyte.Screen):
@@ -43,6 +44,12 @@ class Vt100(pyte.Screen):
         self.ensure_hbounds()
         super().report_device_status(mode)
         self.cursor = at
+
+    def draw(self, data: str) -> None:
+        for character in data:
+            if wcwidth(character) == 2 and self.cursor.x == self.columns - 1:
+                self.cursor.x = self.columns  # too wide for what is left of the row
+            super().draw(character)
 
     def index(self) -> None:
         top, bottom = self.margins or (0, self.lines - 1)
