@@ -20,8 +20,8 @@ from vt100 import Vt100
 
 CTRL_C = "\x03"
 CTRL_D = "\x04"
-# Makes the terminal on stdin the controlling one, so that Ctrl-C becomes a signal, then turns into the
-# program. Popen's preexec_fn could do it, but must not be used in a process with threads.
+# Makes the terminal on stdin the controlling one, so that Ctrl-C becomes a signal, then turns into
+# the program. Popen's preexec_fn could do it, but must not be used in a process with threads.
 _TAKE_TERMINAL = (
     "import fcntl, os, sys, termios;"
     "fcntl.ioctl(0, termios.TIOCSCTTY, 0);"
@@ -154,7 +154,7 @@ class Terminal:
                 raise TimeoutError(f"{what!r} did not come; the screen:\n{self}")
 
     def wait_for_prompt(self, prompt: str, *, timeout: float = 60) -> None:
-        """Read on until a new empty prompt stands at the beginning of a row below what was typed."""
+        """Read on until a new empty prompt begins a row below what was typed."""
 
         def is_asked() -> bool:
             vt100 = self.vt100
