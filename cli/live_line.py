@@ -6,6 +6,8 @@ import os
 import sys
 import time
 
+from prompt_toolkit.utils import get_cwidth
+
 # Often enough to look alive, and seldom enough to cost nothing.
 _INTERVAL_S = 0.1
 
@@ -21,6 +23,7 @@ class LiveLine:
         self._enabled = enabled and terminal and os.environ.get("TERM", "dumb") != "dumb"
         self._rows = 0
         self._shown_at = 0.0
+        self._column = 0
 
     def __enter__(self) -> LiveLine:
         return self
@@ -30,14 +33,32 @@ class LiveLine:
             _write(f"\x1b7\x1b[r\x1b[{self._rows};1H\x1b[2K\x1b8")
             self._rows = 0
 
+    def wrote(self, text: str) -> None:
+        """Follow the cursor over an answer's text, which began in column 0."""
+        if not self._enabled:
+            return
+        columns = os.get_terminal_size(sys.stdout.fileno()).columns
+        for character in text:
+            width = get_cwidth(character)
+            if character == "\n":
+                self._column = 0
+            elif character == "\t":
+                self._column = min(columns - 1, self._column // 8 * 8 + 8)
+            else:
+                self._column = width if self._column + width > columns else self._column + width
+
     def show(self, text: str) -> None:
-        """Write `text` there, unless it has just been written to."""
+        """Write `text` there, unless it has just been written to.
+
+        Nothing is written while the last column is full: some terminals forget, when the cursor is
+        restored, that the next character goes to the next line.
+        """
         now = time.monotonic()
         if not self._enabled or now - self._shown_at < _INTERVAL_S:
             return
         self._shown_at = now
         columns, rows = os.get_terminal_size(sys.stdout.fileno())  # as it is, whatever LINES says
-        if rows < 3:
+        if rows < 3 or self._column >= columns:
             return
         if rows != self._rows:
             # Down and up again, in case that the cursor is in the last row. IND goes down in its

@@ -37,6 +37,7 @@ def write(
             if piece.text and not quiet:
                 sys.stdout.write(piece.text)
                 sys.stdout.flush()
+                line.wrote(piece.text)
             seconds = time.monotonic() - start
             if count == 0:
                 start = time.monotonic()  # the first token came with the prompt

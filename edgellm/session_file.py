@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from edgellm.errors import OptionError, SessionFileError
-from edgellm.home import replacing_file
+from edgellm.home import delete_abandoned, replacing_file
 
 MAGIC = b"edgellm session 1".ljust(20, b"\0")
 _DIGEST = 32
@@ -50,6 +50,7 @@ def write_session(path: Path, saved: SavedSession, blocks: bytes) -> None:
     """
     header = json.dumps(asdict(saved)).encode()
     body = len(header).to_bytes(4, "little") + header + blocks
+    delete_abandoned(path.parent, of=path.name)
     try:
         with replacing_file(path, private=True) as partial:
             partial.write_bytes(MAGIC + hashlib.sha256(body).digest() + body)

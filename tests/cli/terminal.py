@@ -154,7 +154,7 @@ class Terminal:
                 raise TimeoutError(f"{what!r} did not come; the screen:\n{self}")
 
     def wait_for_prompt(self, prompt: str, *, timeout: float = 60) -> None:
-        """Read on until an empty prompt begins a row below what was typed."""
+        """Read on until a new empty prompt begins a row below what was typed."""
 
         def is_asked() -> bool:
             vt100 = self.vt100

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -11,6 +13,7 @@ import pytest
 from edgellm.errors import OptionError, SessionFileError
 from edgellm.llm import LLM, load
 from edgellm.session import Session
+from edgellm.session_file import SavedSession, write_session
 
 TOKENS = [(7 * i) % 50 + 3 for i in range(200)]
 
@@ -117,3 +120,19 @@ def test_a_place_that_cannot_be_written(tiny: LLM, tmp_path: Path) -> None:
     tmp_path.chmod(0o500)
     with pytest.raises(OptionError, match="session"):
         tiny.session().save(tmp_path / "session")
+
+
+def test_what_a_killed_save_has_left_is_deleted(tmp_path: Path) -> None:
+    code = (
+        "import os, signal, sys; from pathlib import Path\n"
+        "from edgellm.home import replacing_file\n"
+        "with replacing_file(Path(sys.argv[1])): os.kill(os.getpid(), signal.SIGKILL)"
+    )
+    for name in ("mine", "other"):
+        subprocess.run([sys.executable, "-c", code, str(tmp_path / name)])
+    for path in tmp_path.iterdir():
+        os.utime(path, (0, 0))
+    assert len(list(tmp_path.iterdir())) == 2
+    write_session(tmp_path / "mine", SavedSession("model", "", "int8", [1], 0), b"")
+    left = {path.name for path in tmp_path.iterdir()} - {"mine"}
+    assert len(left) == 1  # of the other file
