@@ -88,8 +88,8 @@ def test_one_answer_in_40_columns_and_in_the_last_row(shell: Shell) -> None:
     assert terminal.is_tidy
 
 
-@pytest.mark.parametrize(("rows", "columns"), [(8, 80), (12, 13), (24, 40), (4, 100)])
-@pytest.mark.parametrize("keeps_wrap", [True, False])
+@pytest.mark.slow
+@pytest.mark.parametrize(("rows", "columns", "keeps_wrap"), [(8, 80, True), (12, 40, False)])
 def test_answer_longer_than_the_screen(
     shell: Shell, rows: int, columns: int, keeps_wrap: bool
 ) -> None:
@@ -121,6 +121,7 @@ def test_speed_stands_in_the_last_row_meanwhile(shell: Shell) -> None:
     assert terminal.all_rows[-2:] == ["30", "$"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("rows", "columns"), [(8, 30), (16, 100)])
 def test_window_that_changes_during_an_answer(shell: Shell, rows: int, columns: int) -> None:
     terminal = shell(rows=12, columns=60)
@@ -244,6 +245,7 @@ def test_all_streams_closed(shell: Shell) -> None:
     assert exit_code(terminal) == 1
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("smollm2")
 def test_piped_text_stands_before_the_question(cli: Cli, tmp_path: Path) -> None:
     text, question = "The sky over Mars is red.", "What colour is the sky over Mars?"

@@ -25,6 +25,7 @@ import sys
 from edgellm.cli import live_line
 live_line._INTERVAL_S = 0
 text, enabled = sys.argv[1], sys.argv[2] == "live"
+sys.stdout.write("above\\n" * int(sys.argv[3]))
 with live_line.LiveLine(enabled=enabled) as line:
     at, length = 0, 1
     while at < len(text):
@@ -38,21 +39,27 @@ print("end")
 """
 
 
-def shown(text: str, how: str, *, rows: int, columns: int, keeps_wrap: bool) -> Terminal:
-    command = [sys.executable, "-c", PROGRAM, text, how]
+def shown(
+    text: str, how: str, above: int, *, rows: int, columns: int, keeps_wrap: bool
+) -> Terminal:
+    command = [sys.executable, "-c", PROGRAM, text, how, str(above)]
     with Terminal(command, rows=rows, columns=columns, keeps_wrap=keeps_wrap) as terminal:
         assert terminal.exit_code() == 0
     return terminal
 
 
 @pytest.mark.parametrize("text", [TEXT, WIDE, "short", ""], ids=["TEXT", "WIDE", "short", "empty"])
-@pytest.mark.parametrize(("rows", "columns"), [(4, 10), (3, 13), (30, 13), (2, 10)])
+@pytest.mark.parametrize(
+    ("above", "rows", "columns"), [(0, 4, 10), (3, 4, 10), (9, 3, 13), (40, 30, 13), (0, 2, 10)]
+)
 @pytest.mark.parametrize("keeps_wrap", [True, False])
-def test_text_is_as_it_is_without(text: str, rows: int, columns: int, keeps_wrap: bool) -> None:
+def test_text_is_as_it_is_without(
+    text: str, above: int, rows: int, columns: int, keeps_wrap: bool
+) -> None:
     size = {"rows": rows, "columns": columns, "keeps_wrap": keeps_wrap}
-    live = shown(text, "live", **size)
+    live = shown(text, "live", above, **size)
     assert live.is_tidy
-    plain = shown(text, "plain", **size)
+    plain = shown(text, "plain", above, **size)
     # to make room for the line, one more row may have scrolled off
     assert [row for row in live.all_rows if row] == [row for row in plain.all_rows if row]
     assert (b" so " in live.raw) == (rows >= 3 and text != "")
@@ -72,7 +79,7 @@ def test_nothing_where_it_is_not_wanted(
 
 
 def test_nothing_where_errors_go_elsewhere() -> None:
-    command = [sys.executable, "-c", PROGRAM, TEXT, "live"]
+    command = [sys.executable, "-c", PROGRAM, TEXT, "live", "0"]
     result = subprocess.run(command, capture_output=True, text=True, check=True)
     assert (result.stdout, result.stderr) == (f"{TEXT}end\n", "")
 
