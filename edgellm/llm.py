@@ -16,6 +16,7 @@ from edgellm.chat import Chat
 from edgellm.checks import check_path, check_text
 from edgellm.engine import Engine
 from edgellm.fim import Gap, Order
+from edgellm.generation_defaults import tried_defaults
 from edgellm.infill import stream_infill
 from edgellm.kernels.kv_blocks import KVFormat
 from edgellm.named_prefix import keep_prefix, open_prefix
@@ -296,5 +297,10 @@ class LLM:
         return JsonGrammars(self.engine.tokenizer)
 
     def sampling(self, **options: Unpack[SamplingArguments]) -> SamplingOptions:
-        """Sampling options: those given, else the model's own defaults, else llama.cpp's."""
-        return SamplingOptions(**{**self.engine.bundle.manifest.generation, **options})
+        """Sampling options: those given, else the model's own defaults, else llama.cpp's.
+
+        With `temperature=0` defaults that were found by trying do not count: that is plain greedy.
+        """
+        manifest = self.engine.bundle.manifest
+        tried = {} if options.get("temperature") == 0 else tried_defaults(manifest.source)
+        return SamplingOptions(**{**tried, **manifest.generation, **options})

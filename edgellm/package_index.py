@@ -12,9 +12,10 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
+from pypi_simple import PYPI_SIMPLE_ENDPOINT
+
 from edgellm.errors import SourceError, first_line
 
-PYPI = "https://pypi.org/simple"
 # pip's own sections; fetching a package is the beginning of `pip install`.
 _SECTIONS = ("global", "install")
 
@@ -31,7 +32,7 @@ def index_urls() -> list[str]:
         or environment.get("UV_DEFAULT_INDEX")
         or environment.get("UV_INDEX_URL")
         or settings.get("index-url")
-        or PYPI
+        or PYPI_SIMPLE_ENDPOINT
     )
     others = [
         environment.get("PIP_EXTRA_INDEX_URL") or settings.get("extra-index-url", ""),

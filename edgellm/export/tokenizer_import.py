@@ -40,6 +40,14 @@ _FIM_KEYS = {
 }
 # Our name -> generation_config.json's, where it is another.
 _GENERATION_KEYS = {"repeat_penalty": "repetition_penalty"}
+# GGUF's general.sampling.* -> our name.
+_GGUF_SAMPLING = {
+    "temp": "temperature",
+    "top_k": "top_k",
+    "top_p": "top_p",
+    "min_p": "min_p",
+    "penalty_repeat": "repeat_penalty",
+}
 
 
 @dataclass(frozen=True)
@@ -91,8 +99,14 @@ def _from_gguf(metadata: Mapping[str, Any], *, origin: str) -> ImportedTokenizer
             if (found := next(filter(None, map(text, keys)), None)) is not None
         },
     )
-    template = Fields(metadata, origin=origin).optional(str, "tokenizer.chat_template")
-    return ImportedTokenizer(tokenizer, entry, template, generation={})
+    fields = Fields(metadata, origin=origin)
+    template = fields.optional(str, "tokenizer.chat_template")
+    generation = {
+        name: value
+        for key, name in _GGUF_SAMPLING.items()
+        if (value := fields.optional(GENERATION[name], f"general.sampling.{key}")) is not None
+    }
+    return ImportedTokenizer(tokenizer, entry, template, generation)
 
 
 def _from_folder(folder: Path) -> ImportedTokenizer:

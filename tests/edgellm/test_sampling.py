@@ -1,9 +1,12 @@
 from __future__ import annotations
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 
 from edgellm import NumericError, OptionError
+from edgellm.llm import load
 from edgellm.sampling import (
     Sampler,
     SamplingOptions,
@@ -178,3 +181,12 @@ def test_the_best_lead_to_the_same_token_as_all(changes: dict) -> None:
 @pytest.mark.parametrize("changes", NOT_ENOUGH)
 def test_when_all_are_needed(changes: dict) -> None:
     assert not best_will_do(SamplingOptions(**changes), ends=1)
+
+
+def test_defaults_of_the_default_model(smollm2_gguf: Path) -> None:
+    tried = load().sampling()
+    assert (tried.temperature, tried.top_p, tried.repeat_penalty) == (0.2, 0.9, 1.1)
+    assert load().sampling(temperature=0.5).repeat_penalty == 1.1
+    # greedy is plain, and other files have llama.cpp's
+    assert load().sampling(temperature=0) == SamplingOptions(temperature=0)
+    assert load(str(smollm2_gguf)).sampling() == SamplingOptions()

@@ -179,3 +179,17 @@ def test_a_saved_tokenizer_is_the_same(tiny_model: Path, tmp_path: Path) -> None
     imported.tokenizer.save(str(tmp_path / "by the library.json"))
     saved = (tmp_path / "tokenizer.json").read_bytes()
     assert saved == (tmp_path / "by the library.json").read_bytes()
+
+
+def test_sampling_defaults_of_a_gguf_file(smollm2_gguf: Path) -> None:
+    checkpoint = open_checkpoint(smollm2_gguf)
+    assert import_tokenizer(checkpoint).generation == {}
+    checkpoint.metadata = {
+        **checkpoint.metadata,
+        "general.sampling.temp": 0.6,
+        "general.sampling.top_k": 20,
+        "general.sampling.penalty_repeat": 1.05,
+        "general.sampling.mirostat": 2,
+    }
+    expected = {"temperature": 0.6, "top_k": 20, "repeat_penalty": 1.05}
+    assert import_tokenizer(checkpoint).generation == expected

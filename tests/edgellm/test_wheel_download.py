@@ -14,9 +14,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from pypi_simple import PYPI_SIMPLE_ENDPOINT
 
 from edgellm import SourceError
-from edgellm.package_index import PYPI, certificates, index_urls
+from edgellm.package_index import certificates, index_urls
 from edgellm.wheel_download import download_wheel
 
 
@@ -262,7 +263,7 @@ def test_last_configuration_holds(config: Path) -> None:
 def test_index_of_uv(config: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     monkeypatch.setenv("PIP_CONFIG_FILE", os.devnull)
     monkeypatch.setenv("UV_INDEX", "ours=https://b/simple?q=1 https://c/simple?q=2")
-    assert index_urls() == [PYPI, "https://b/simple?q=1", "https://c/simple?q=2"]
+    assert index_urls() == [PYPI_SIMPLE_ENDPOINT, "https://b/simple?q=1", "https://c/simple?q=2"]
     monkeypatch.setenv(name, "https://a/simple")
     assert index_urls()[0] == "https://a/simple"
 
