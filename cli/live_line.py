@@ -61,10 +61,11 @@ class LiveLine:
         if rows < 3 or self._column >= columns:
             return
         if rows != self._rows:
+            # In a larger window, what stands where the last row was.
+            old = f"\x1b7\x1b[{self._rows};1H\x1b[2K\x1b8" if 0 < self._rows < rows else ""
             # Down and up again, in case that the cursor is in the last row. IND goes down in its
             # column; before a line feed the terminal's driver would put a carriage return.
-            first = "\x1bD\x1b[1A" if not self._rows else f"\x1b7\x1b[{self._rows};1H\x1b[2K\x1b8"
-            _write(f"{first}\x1b7\x1b[1;{rows - 1}r\x1b8")
+            _write(f"{old}\x1b7\x1b[r\x1b8\x1bD\x1b[1A\x1b7\x1b[1;{rows - 1}r\x1b8")
             self._rows = rows
         _write(f"\x1b7\x1b[{rows};1H\x1b[2K{text[: columns - 1]}\x1b8")
 

