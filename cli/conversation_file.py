@@ -28,7 +28,7 @@ def write_conversation(name: str, messages: Sequence[Message]) -> None:
     try:
         with replacing_file(path, private=True) as partial:
             text = json.dumps(values, ensure_ascii=False, indent=1)
-            partial.write_text(text + "\n", encoding="utf-8")
+            partial.write_text(text + "\n", encoding="utf-8", errors="replace")
     except OSError as error:
         raise OptionError(f"{path}: {error.strerror}") from None
 
@@ -63,6 +63,9 @@ def read_conversation(name: str) -> list[Message]:
 
 
 def _path(name: str) -> Path:
-    if not name:
+    if not name or "\0" in name:
         raise OptionError("name a file")
-    return Path(name).expanduser()
+    try:
+        return Path(name).expanduser()
+    except RuntimeError:  # ~nobody
+        raise OptionError(f"{name}: there is no such user") from None

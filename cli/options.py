@@ -125,7 +125,7 @@ def sampling_options(command: Command) -> Command:
 
     @click.option(
         "-n", "--predict", "--max-tokens", "max_tokens", type=int,
-        help="Tokens to generate at most; -1 goes on to the end of the context.  [default: -1]",
+        help="Tokens to generate at most; -1 goes on to the answer's end.  [default: -1]",
     )  # fmt: skip
     @click.option(
         "--context-policy", type=click.Choice(CONTEXT_POLICIES),
@@ -150,6 +150,11 @@ def sampling_options(command: Command) -> Command:
         help="A text that ends the answer; may be repeated.",
     )  # fmt: skip
     @click.option("--ignore-eos", is_flag=True, default=None, help="Never take an end token.")
+    @click.option(
+        "--repetition-limit", type=int,
+        help="End an endless answer that repeats itself for so many tokens; 0 never.  "
+        "[default: 256]",
+    )  # fmt: skip
     @click.option(
         "--speculate/--no-speculate", default=None,
         help="Check guesses from the prompt; the answer is the same.  [default: speculate]",

@@ -12,7 +12,7 @@ from tqdm import tqdm
 _DELAY_S = 0.5
 
 
-# Larger numbers are bytes.
+# A step of an export is a layer or a graph; a download counts bytes.
 _MOST_STEPS = 10_000
 
 
@@ -20,14 +20,14 @@ _MOST_STEPS = 10_000
 def export_progress() -> Iterator[Callable[[str, int, int], None]]:
     """A callback for `edgellm.load(export_progress=...)`: what is done, a colon, and with what."""
     with _Bar() as bar:
-        yield lambda label, done, total: bar.show(label, done, total)
+        yield lambda label, done, total: bar.show(label, done, total, total > _MOST_STEPS)
 
 
 @contextmanager
 def count_progress(label: str) -> Iterator[Callable[[int, int], None]]:
     """A callback that takes steps done and in all."""
     with _Bar() as bar:
-        yield lambda done, total: bar.show(label, done, total)
+        yield lambda done, total: bar.show(label, done, total, False)
 
 
 class _Bar:
@@ -36,7 +36,7 @@ class _Bar:
     def __init__(self) -> None:
         self._bar: tqdm | None = None
 
-    def show(self, label: str, done: int, total: int) -> None:
+    def show(self, label: str, done: int, total: int, in_bytes: bool) -> None:
         what, _, step = label.partition(": ")
         if self._bar is None:
             self._bar = tqdm(
@@ -45,8 +45,8 @@ class _Bar:
                 leave=False,
                 disable=not sys.stderr.isatty(),
                 delay=_DELAY_S,
-                unit="B" if total > _MOST_STEPS else "it",
-                unit_scale=total > _MOST_STEPS,
+                unit="B" if in_bytes else "it",
+                unit_scale=in_bytes,
             )
         self._bar.set_description_str(what, refresh=False)
         self._bar.set_postfix_str(step, refresh=False)

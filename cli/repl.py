@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import asdict, replace
+from dataclasses import asdict
 
 import click
 
@@ -16,10 +16,10 @@ from edgellm.cli.prompt_input import PromptInput
 from edgellm.errors import ContextOverflowError, EdgeLLMError, OptionError
 from edgellm.llm import LLM, SamplingArguments
 from edgellm.prompt import Message
+from edgellm.sampling import MAY_BE_NONE
 
 # Kinds of sampling options that /set can change, and those that may also be none.
 _PLAIN = (int, float, str)
-_MAY_BE_NONE = ("seed", "max_tokens", "time_limit_ms")
 _QUOTES = '"""'
 _GAP = "<gap>"
 _HELP = f"""\
@@ -48,13 +48,16 @@ _CONTEXT_FULL = (
 def chat(llm: LLM, *, sampling: SamplingArguments, system: str | None, show_stats: bool) -> int:
     """Talk until the user leaves; gives the exit code."""
     with exit_on_terminate(), llm.chat(system=system, **sampling) as conversation:
-        return _Repl(llm, conversation, show_stats).run()
+        return _Repl(llm, conversation, sampling, show_stats).run()
 
 
 class _Repl:
-    def __init__(self, llm: LLM, conversation: Chat, show_stats: bool) -> None:
+    def __init__(
+        self, llm: LLM, conversation: Chat, sampling: SamplingArguments, show_stats: bool
+    ) -> None:
         self._llm = llm
         self._chat = conversation
+        self._sampling = sampling  # as far as the user has chosen
         self._show_stats = show_stats
         self._commands: dict[str, Callable[[str], None]] = {
             "/help": lambda _: click.echo(_HELP, err=True),
@@ -185,12 +188,13 @@ class _Repl:
     def _set(self, text: str) -> None:
         name, _, value = text.partition(" ")
         current = asdict(self._chat.options)
-        settable = [n for n, v in current.items() if n in _MAY_BE_NONE or isinstance(v, _PLAIN)]
+        settable = [n for n, v in current.items() if n in MAY_BE_NONE or isinstance(v, _PLAIN)]
         if name not in settable or not value.strip():
             raise OptionError(f"write /set NAME VALUE with NAME one of {', '.join(settable)}")
-        new = {name: _parsed(name, value.strip(), current[name])}
-        self._chat.options = replace(self._chat.options, **new)  # type: ignore[arg-type]
-        click.echo(f"{name} is {new[name]}", err=True)
+        new = _parsed(name, value.strip(), current[name])
+        given: SamplingArguments = {**self._sampling, name: new}  # type: ignore[misc]
+        self._chat.options, self._sampling = self._llm.sampling(**given), given
+        click.echo(f"{name} is {new}", err=True)
 
     def _show(self) -> None:
         engine = self._llm.engine
@@ -215,7 +219,7 @@ class _Repl:
 
 def _parsed(name: str, text: str, current: object) -> int | float | str | None:
     """What a text means for an option, by the kind of value that it has."""
-    if name in _MAY_BE_NONE and text == "none":
+    if name in MAY_BE_NONE and text == "none":
         return None
     if isinstance(current, str):
         return text

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import select
 import shlex
 import stat
 import sys
@@ -27,8 +28,11 @@ from edgellm.fim import Gap, Order
 from edgellm.llm import LLM, SamplingArguments, load
 from edgellm.named_prefix import open_prefix
 from edgellm.results import Completion
-from edgellm.sources import ALIASES, DEFAULT_MODEL
+from edgellm.sources import ALIASES, DEFAULT_MODEL, resolve_here
 from edgellm.trace import write_trace
+
+# Until it is said that standard input is waited for.
+_PATIENCE_S = 2.0
 
 
 @click.command()
@@ -127,7 +131,17 @@ def run(
 
         return chat(llm, sampling=sampling, system=system, show_stats=show_stats)
     logit_filter = None if json_schema is None else llm.json_filter(json_schema)
-    return _answer(llm, text, sampling, system, raw, logit_filter, show_stats, trace, as_json)
+    return _answer(
+        llm,
+        text,
+        sampling=sampling,
+        system=system,
+        raw=raw,
+        logit_filter=logit_filter,
+        show_stats=show_stats,
+        trace=trace,
+        as_json=as_json,
+    )
 
 
 def _refuse_beside_gap(given: dict[str, object]) -> None:
@@ -140,39 +154,47 @@ def _refuse_beside_gap(given: dict[str, object]) -> None:
 
 
 def _check_model_name(name: str) -> None:
-    """Refuse a question in the place of the model."""
-    known = name in ALIASES or name.startswith(("hf:", "pypi:"))
-    if not known and not Path(name).expanduser().exists():
-        like_a_file = "/" in name or name.endswith(".gguf")
-        ask = f". To ask the default model, write: edgellm run -p {shlex.quote(name)}"
-        raise SourceError(
-            f"{name}: no such file or folder, and not a known model name ({', '.join(ALIASES)}, "
-            f"hf:org/repo, pypi:package==version!file){'' if like_a_file else ask}"
-        )
+    """Refuse a question in the place of the model, before a prompt is waited for."""
+    if name.startswith(("hf:", "pypi:")) or resolve_here(name) is not None:
+        return
+    advice = f"to ask the default model, write: edgellm run -p {shlex.quote(name)}"
+    if "/" in name or name.endswith(".gguf"):
+        advice = f"known names are {', '.join(ALIASES)}, hf:org/repo, pypi:package==version!file"
+    raise SourceError(f"{name}: no such file or folder, and not a known model name; {advice}")
 
 
 def _prompt_text(prompt: str | None, option: str | None, file: Path | None) -> str | None:
     """The prompt from all places it can come from; None asks for a chat."""
     if len([text for text in (prompt, option) if text not in (None, STDIN)]) > 1:
         raise OptionError("the prompt is given twice, as PROMPT and with -p")
+    asked = prompt is not None or option is not None or file is not None
     parts = []
-    if STDIN in (prompt, option) or str(file) == STDIN:
+    if STDIN in (prompt, option) or str(file) == STDIN or (not asked and not sys.stdin.isatty()):
         parts.append(_without_line_end(read_text(Path(STDIN))))
-    elif _is_piped_in():
+    elif asked and _is_piped_in():
+        _say_if_nothing_comes()
         piped = _without_line_end(read_text(Path(STDIN)))
         parts += [piped] if piped else []
     if file is not None and str(file) != STDIN:
         parts.append(_without_line_end(read_text(file)))
     parts += [text for text in (prompt, option) if text is not None and text != STDIN]
-    if not parts and not sys.stdin.isatty():
-        raise OptionError("the prompt is empty; give a text with -p, -f or a pipe")
     return "\n\n".join(parts) if parts else None
 
 
 def _is_piped_in() -> bool:
-    """Whether standard input is a pipe or a file, and no terminal or device."""
+    """Whether standard input is a pipe, a socket or a file, and no terminal or device."""
     mode = os.fstat(sys.stdin.fileno()).st_mode
-    return stat.S_ISFIFO(mode) or stat.S_ISREG(mode)
+    return stat.S_ISFIFO(mode) or stat.S_ISSOCK(mode) or stat.S_ISREG(mode)
+
+
+def _say_if_nothing_comes() -> None:
+    """Say what is waited for, if whoever has the other end of the pipe sends nothing."""
+    if os.name == "posix" and not select.select([sys.stdin], [], [], _PATIENCE_S)[0]:
+        click.echo(
+            "edgellm: waiting for the end of standard input, which is put before the prompt; "
+            "`</dev/null` goes without",
+            err=True,
+        )
 
 
 def _begin_with(
@@ -206,6 +228,7 @@ def _process_escapes(text: str) -> str:
 def _answer(
     llm: LLM,
     text: str,
+    *,
     sampling: SamplingArguments,
     system: str | None,
     raw: bool,
@@ -230,9 +253,9 @@ def _answer(
                 text, cancel=cancel, progress=progress, logit_filter=logit_filter
             )
         answer = write(pieces, quiet=as_json, live=show_stats)
+    report(answer, show_stats=show_stats, as_json=as_json)
     if trace is not None:
         write_trace(trace, answer.stats.tasks)
-    report(answer, show_stats=show_stats, as_json=as_json)
     if logit_filter is not None and answer.finish_reason != "stop":
         click.echo(f"edgellm: the JSON is cut off ({answer.finish_reason})", err=True)
         return _code(answer) or 1

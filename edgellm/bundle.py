@@ -13,7 +13,6 @@ Graphs of a folder share its weights.bin, which ONNX Runtime and numpy map into 
 
 from __future__ import annotations
 
-import hashlib
 import json
 import math
 from collections.abc import Callable, Mapping
@@ -28,7 +27,7 @@ from edgellm.errors import BundleError, EdgeLLMError
 from edgellm.graphs.config import ModelConfig
 from edgellm.graphs.contract import StoredArray
 from edgellm.graphs.typed_json import parse
-from edgellm.home import replacing_file
+from edgellm.home import replacing_file, sha256_of
 
 FORMAT = "edgellm-bundle"
 # Goes up when the layout or the recipe of a flavour changes, so that old bundles are made again.
@@ -233,10 +232,7 @@ def open_bundle(path: Path, *, verify: bool = False) -> Bundle:
         BundleError: no bundle, another format, arrays that do not fit the config, or a file that
             is missing, cut off or changed.
     """
-    from edgellm.bundle_check import check_manifest  # it is about the classes of this file
-
     manifest = read_manifest(path)
-    check_manifest(manifest, origin=str(path))
     checked = {} if verify else _read_checked(path)
     found = {}
     for name, entry in manifest.files.items():
@@ -244,7 +240,10 @@ def open_bundle(path: Path, *, verify: bool = False) -> Bundle:
             raise BundleError(f"{path}: the manifest names a file outside the bundle: {name}")
         stamp = stamp_of(path / name, entry, origin=path)
         if checked.get(name) != [entry.sha256, *stamp]:
-            digest = sha256_of(path / name)
+            try:
+                digest = sha256_of(path / name)
+            except OSError as error:
+                raise BundleError(f"{path}: {name}: {error.strerror or error}") from None
             if digest != entry.sha256:
                 raise BundleError(
                     f"{path}: {name} is damaged (its sha256 is not the manifest's); "
@@ -258,6 +257,8 @@ def open_bundle(path: Path, *, verify: bool = False) -> Bundle:
 
 def read_manifest(path: Path) -> Manifest:
     """The manifest alone, without looking at the files."""
+    from edgellm.bundle_check import check_manifest  # it is about the classes of this file
+
     try:
         values = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
     except OSError as error:
@@ -265,23 +266,8 @@ def read_manifest(path: Path) -> Manifest:
     except (ValueError, RecursionError) as error:
         raise BundleError(f"{path}: damaged manifest ({error})") from None
     manifest = Manifest.from_json(values, origin=str(path / MANIFEST))
-    check_listed(manifest, origin=path)
+    check_manifest(manifest, origin=str(path))
     return manifest
-
-
-def check_listed(manifest: Manifest, *, origin: Path) -> None:
-    """Every part of a bundle has files.
-
-    Raises:
-        BundleError: the manifest lists none for some part.
-    """
-    parts = [*manifest.flavours, *(f"head-{kind}" for kind in manifest.heads)]
-    wanted = [TOKENIZER, *(f"{part}/" for part in parts)]
-    for name in wanted:
-        if not any(file == name or file.startswith(name) for file in manifest.files):
-            raise BundleError(
-                f"{origin}: damaged manifest (it lists no file {name}); export the model again"
-            )
 
 
 def write_manifest(path: Path, manifest: Manifest) -> None:
@@ -297,6 +283,8 @@ def with_files(
     Raises:
         BundleError: a file that was in it, or any that the model needs, is not there.
     """
+    from edgellm.bundle_check import check_manifest  # it is about the classes of this file
+
     files: dict[str, FileEntry] = {}
     for file in sorted(path.rglob("*")):
         name = file.relative_to(path).as_posix()
@@ -312,13 +300,8 @@ def with_files(
     if lost:
         raise BundleError(f"{path}: {lost[0]} is missing; export the model again")
     complete = replace(manifest, files=files)
-    check_listed(complete, origin=path)
+    check_manifest(complete, origin=str(path))
     return complete
-
-
-def sha256_of(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def stamp_of(file: Path, entry: FileEntry, *, origin: Path) -> tuple[int, int]:

@@ -36,7 +36,7 @@ class Chat:
     ) -> None:
         self._engine = engine
         self._session = Session(engine)
-        self._forgotten = 0  # messages behind the system prompt that the model sees no more
+        self._forgotten: list[Message] = []  # behind the system prompt; the model sees them no more
         self._dropped = 0  # tokens of them, with the last answer
         self.options = options
         self.messages: list[Message] = []
@@ -143,18 +143,19 @@ class Chat:
         turns = [i for i, m in enumerate(self.messages) if m.role == "user" and i > first]
 
         def tokens() -> list[int]:
-            shown = self.messages[:first] + self.messages[first + self._forgotten :]
+            shown = self.messages[:first] + self.messages[first + len(self._forgotten) :]
             return encode_conversation(shown, engine.template, engine.tokenizer)
 
-        seen = self.messages[first + self._forgotten :]
-        if self.options.context_policy == "error" or not seen or seen[0].role != "user":
-            self._forgotten = 0  # it may have become another conversation
+        begin = self.messages[first : first + len(self._forgotten)]
+        if self.options.context_policy == "error" or begin != self._forgotten:
+            self._forgotten = []  # it may have become another conversation
         prompt = tokens()
         whole = len(prompt)
         if self.options.context_policy == "shift" and whole > engine.ctx_size * 3 // 4:
             for turn in turns:
-                if turn > first + self._forgotten and len(prompt) > engine.ctx_size // 2:
-                    self._forgotten = turn - first
+                seen = turn > first + len(self._forgotten)
+                if seen and len(prompt) > engine.ctx_size // 2:
+                    self._forgotten = self.messages[first:turn]
                     prompt = tokens()
         self._dropped = whole - len(prompt)
         return prompt

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
 
 from edgellm.errors import OptionError
@@ -52,7 +52,7 @@ def check_text(name: str, value: object) -> None:
 
 def check_texts(name: str, values: object) -> None:
     """Refuse what is no list of texts that are not empty."""
-    right = isinstance(values, Iterable) and not isinstance(values, str | bytes)
+    right = isinstance(values, Sequence) and not isinstance(values, str | bytes)
     if not right or any(not isinstance(text, str) or not text for text in values):  # type: ignore[attr-defined]
         raise OptionError(
             f"`{name}` is {_shown(values)}; a list of texts that are not empty is expected"

@@ -18,12 +18,10 @@ from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from pathlib import Path
 
-from filelock import FileLock
-
-from edgellm.bundle import Bundle, ExportProgress, sha256_of
+from edgellm.bundle import Bundle, ExportProgress
 from edgellm.errors import ProviderError, first_line
 from edgellm.graphs.contract import part_file, parts
-from edgellm.home import compiled_dir, file_safe, replacing_folder
+from edgellm.home import compiled_dir, file_safe, locked, replacing_folder, sha256_of
 from edgellm.providers import PROVIDERS, add_provider, version
 from edgellm.thread_pool import session_options
 
@@ -64,7 +62,7 @@ def compiled(
     if _intact(folder):
         return folder
     folder.parent.mkdir(parents=True, exist_ok=True)
-    with FileLock(folder.with_name(f".{folder.name}.lock")):
+    with locked(folder):
         if not _intact(folder):
             shutil.rmtree(folder, ignore_errors=True)
             with replacing_folder(folder) as partial:

@@ -74,7 +74,8 @@ def known_costs(
     known = _read(folder)
     if not any(_provider_of(key) == provider for key in known):
         return None
-    return from_json(known.get(_key(provider, provider, flavour, NATIVE, threads)), chunk_sizes)
+    measured = from_json(known.get(_key(provider, provider, flavour, NATIVE, threads)), chunk_sizes)
+    return measured if measured is not None and measured.step else None
 
 
 def measure(model: Model, step: DecodeBackend | None, cache: KVCache) -> Measured:

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-import threading
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from edgellm import memory, thread_pool
@@ -58,7 +56,6 @@ class Engine:
         self.bundle = bundle
         self.options = options
         self.config = bundle.config
-        self._lock = threading.Lock()
         self.ctx_size = _ctx_size(options, self.config.context_length)
         memory.check_fits(planned_memory(bundle, options))
         self.tokenizer = Tokenizer(
@@ -72,6 +69,7 @@ class Engine:
             blocks=_cache_blocks(options, self.ctx_size),
             fingerprint=f"{self.fingerprint}|{self.arithmetic}".encode(),
         )
+        self.lock = self.cache.lock
         if options.kv_cache_dir is not None:
             self.cache.disk = DiskCache(
                 options.kv_cache_dir, budget=options.kv_cache_bytes, blocks=self.cache.blocks
@@ -112,29 +110,6 @@ class Engine:
             self.prefill = ChunkedPrefill(
                 model, self.decoder, costs, policy=options.policy, tails_only=tails_only
             )
-
-    @property
-    def lock(self) -> AbstractContextManager[None]:
-        """Whoever is in it is alone with the buffers and the cache."""
-        return self._turn()
-
-    @contextmanager
-    def _turn(self) -> Iterator[None]:
-        with self._lock:
-            self.cache.collect()
-            yield
-
-    def soon(self, change: Callable[[], None]) -> None:
-        """Change the cache under the lock: now if it is free, else before its next holder begins.
-
-        For whatever the garbage collector may call, in a thread that has the lock already.
-        """
-        self.cache.deferred.append(change)
-        if self._lock.acquire(blocking=False):
-            try:
-                self.cache.collect()
-            finally:
-                self._lock.release()
 
     @property
     def fingerprint(self) -> str:

@@ -127,7 +127,7 @@ class _Shared:
                 if started:
                     self._wait_for_accelerator()
                 return
-            except KeyboardInterrupt:
+            except BaseException:  # a signal handler's
                 continue
 
     def _wait_for_accelerator(self) -> None:

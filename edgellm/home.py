@@ -126,7 +126,11 @@ def delete_folder(folder: Path, *, replaced_by: Path | None = None) -> None:
     aside = _partial_path(folder.parent, folder.name)
     folder.replace(aside)
     if replaced_by is not None:
-        replaced_by.replace(folder)
+        try:
+            replaced_by.replace(folder)
+        except BaseException:
+            aside.replace(folder)
+            raise
     shutil.rmtree(aside)
 
 
@@ -147,8 +151,8 @@ def delete_abandoned(
 
 
 def delete_abandoned_at_home() -> None:
-    """The same for all models, bundles and prefixes in EDGELLM_HOME."""
-    for folder in (models_dir(), bundles_dir(), prefixes_dir()):
+    """The same for all models, bundles, compiled graphs and prefixes in EDGELLM_HOME."""
+    for folder in (models_dir(), bundles_dir(), compiled_dir(), prefixes_dir()):
         delete_abandoned(folder, abandoned_s=_ABANDONED_EXPORT_S)
 
 
@@ -185,3 +189,8 @@ def _delete_if_older(path: Path, seconds: float) -> None:
             shutil.rmtree(path)
         else:
             path.unlink()
+
+
+def sha256_of(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

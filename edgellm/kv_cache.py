@@ -6,6 +6,7 @@ A prefix that any earlier sequence computed is found again at any token, in memo
 from __future__ import annotations
 
 import itertools
+import threading
 from collections import deque
 from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
@@ -40,8 +41,9 @@ class KVCache:
 
     Attributes:
         mirror: the same blocks in a device's memory, if some of the work is done there.
+        lock: for whoever uses the cache. No context manager of Python's own stands around it: an
+            interrupt in one would leave it taken.
         disk: full blocks that outlive the process, if they are kept.
-        deferred: changes that could not be made when they came up, for `collect`.
     """
 
     def __init__(
@@ -69,7 +71,8 @@ class KVCache:
         )
         self.mirror: Mirror | None = None
         self.disk: DiskCache | None = None
-        self.deferred: deque[Callable[[], None]] = deque()
+        self.lock = threading.Lock()
+        self._deferred: deque[Callable[[], None]] = deque()
         self.inv_freq = config.inv_freq
         self._index = PrefixIndex(fingerprint)
         self._pool = BlockPool(blocks, self._index)
@@ -79,10 +82,22 @@ class KVCache:
         """Blocks that sequences hold; cached prefixes that nobody holds do not count."""
         return self._pool.used
 
+    def soon(self, change: Callable[[], None]) -> None:
+        """Change the cache under the lock: now if it is free, else when its next holder collects.
+
+        For whatever the garbage collector may call, in a thread that has the lock already.
+        """
+        self._deferred.append(change)
+        if self.lock.acquire(blocking=False):
+            try:
+                self.collect()
+            finally:
+                self.lock.release()
+
     def collect(self) -> None:
-        """Make the changes that were deferred, such as giving back a dropped sequence's blocks."""
-        while self.deferred:
-            self.deferred.popleft()()
+        """Make the changes that were deferred; for whoever has the lock, before anything else."""
+        while self._deferred:
+            self._deferred.popleft()()
 
     def on_device(self, device: str) -> Mirror:
         """The same blocks in a device's memory, made on the first call."""

@@ -297,9 +297,10 @@ class LLM:
         return JsonGrammars(self.engine.tokenizer)
 
     def sampling(self, **options: Unpack[SamplingArguments]) -> SamplingOptions:
-        """Sampling options: those given, else the model's own defaults, else llama.cpp's.
+        """Sampling options: those given, else the model's own, else those tried, else llama.cpp's.
 
-        With `temperature=0` defaults that were found by trying do not count: that is plain greedy.
+        Those tried (see `generation_defaults.py`) are for models whose files name none, and do not
+        count with `temperature=0`, which is plain greedy.
         """
         manifest = self.engine.bundle.manifest
         tried = {} if options.get("temperature") == 0 else tried_defaults(manifest.source)

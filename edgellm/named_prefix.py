@@ -12,14 +12,13 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-import shutil
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal
 
 from edgellm.engine import Engine
 from edgellm.errors import CancelledError, OptionError, SessionFileError, TemplateError
-from edgellm.home import file_safe, prefixes_dir, replacing_folder
+from edgellm.home import delete_folder, file_safe, locked, prefixes_dir, replacing_folder
 from edgellm.prefill import Progress
 from edgellm.prompt import Message, encode_conversation
 from edgellm.sampling import SamplingOptions
@@ -108,7 +107,7 @@ def forget_prefix(name: str) -> int:
     """Delete a prefix for all models; gives how many there were."""
     folders = [folder for prefix, folder in kept_prefixes() if prefix.name == name]
     for folder in folders:
-        shutil.rmtree(folder)
+        delete_folder(folder)
     return len(folders)
 
 
@@ -123,7 +122,10 @@ def _compute(
         if answer.finish_reason != "length":
             raise CancelledError(f"prefix {about.name!r}: {answer.finish_reason}; nothing is kept")
         try:
-            with replacing_folder(folder, private=True, make_parents=True) as partial:
+            with (
+                locked(folder),
+                replacing_folder(folder, private=True, make_parents=True) as partial,
+            ):
                 session.save(partial / _SESSION)
                 (partial / _ABOUT).write_text(json.dumps(asdict(about)), encoding="utf-8")
         except OSError as error:

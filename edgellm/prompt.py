@@ -38,7 +38,8 @@ def encode_conversation(
     """
     if template is None:
         raise TemplateError(
-            "this model has no chat template; use raw completion (--raw), or a model made for chat"
+            "this model has no chat template; continue a text without one (`raw`), or take a model "
+            "made for chat"
         )
     parts: list[str | tuple[int, ...]] = []
     rendered = template.render(

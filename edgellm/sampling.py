@@ -37,7 +37,7 @@ _RANGES: Mapping[str, tuple[float, float, bool]] = {
     "logprobs": (0, 100, True),
     "repetition_limit": (0, 65536, True),
 }
-_MAY_BE_NONE = ("seed", "max_tokens", "time_limit_ms")
+MAY_BE_NONE = ("seed", "max_tokens", "time_limit_ms")
 # Beyond it a bias would drown float32 scores.
 _MOST_BIAS = 1_000_000
 
@@ -58,7 +58,8 @@ class SamplingOptions:
         repeat_last_n: how many tokens count as recent; 0 none, -1 all.
         logit_bias: added to the logits of these tokens.
         seed: the same seed gives the same text; None draws one.
-        max_tokens: stop after this many; None goes on to the end of the context.
+        max_tokens: stop after this many; None goes on to the end of the answer or of the context,
+            or until it only repeats itself (`repetition_limit`).
         context_policy: what to do when the context is full. error: a prompt that is too long is an
             error, an answer ends. shift: forget half of what stands behind the first `keep` tokens,
             the oldest, and go on; `Stats.dropped_tokens` says how many were forgotten.
@@ -106,7 +107,7 @@ class SamplingOptions:
         """
         for name, (low, high, whole) in _RANGES.items():
             value = getattr(self, name)
-            if value is not None or name not in _MAY_BE_NONE:
+            if value is not None or name not in MAY_BE_NONE:
                 check_number(name, value, low, high, whole=whole)
         check_flag("ignore_eos", self.ignore_eos)
         check_flag("speculate", self.speculate)

@@ -7,7 +7,6 @@ first if anyone else can see it. So fork and rewind copy at most one block.
 from __future__ import annotations
 
 import gc
-from collections import deque
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as SequenceOf
 from contextlib import contextmanager
@@ -29,7 +28,8 @@ class Store(Protocol):
     blocks: KVBlocks
     mirror: Mirror | None
     inv_freq: tuple[float, ...]
-    deferred: deque[Callable[[], None]]
+
+    def soon(self, change: Callable[[], None]) -> None: ...
 
     def collect(self) -> None: ...
 
@@ -37,7 +37,7 @@ class Store(Protocol):
 class Sequence:
     """One sequence: its tokens and the blocks that hold their K and V.
 
-    One that is dropped without `close` is closed by whoever uses the cache next.
+    One that is dropped without `close` is closed then, or by whoever uses the cache next.
 
     Attributes:
         exact: so many of the first tokens have the K and V that they alone determine, and may be
@@ -63,9 +63,9 @@ class Sequence:
         return len(self.tokens)
 
     def __del__(self) -> None:
-        # not closed here: the garbage collector may run in the middle of a change to the pool
+        # not simply closed: the garbage collector may run in the middle of a change to the pool
         if self.table:
-            self._cache.deferred.append(self.close)
+            self._cache.soon(self.close)
 
     @property
     def blocks(self) -> KVBlocks:

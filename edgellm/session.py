@@ -7,6 +7,7 @@ import threading
 from collections.abc import Iterator
 from collections.abc import Sequence as SequenceOf
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -68,6 +69,7 @@ class Session:
         """
         ids = self._checked("tokens", tokens)
         with self._engine.lock:
+            self._engine.cache.collect()
             self._sequence.truncate(len(self._sequence.tokens[: self._sequence.exact]))
         self._set(ids)
 
@@ -76,6 +78,7 @@ class Session:
         other = Session(self._engine)
         other._tokens = list(self._tokens)
         with self._engine.lock:
+            self._engine.cache.collect()
             other._sequence = self._sequence.fork()
         return other
 
@@ -105,6 +108,7 @@ class Session:
             return 0
         try:
             with engine.lock:
+                engine.cache.collect()
                 if len(self._sequence) > end:
                     self._sequence.shift(keep=keep, discard=end - keep)
         except CacheFullError:
@@ -121,6 +125,7 @@ class Session:
         """
         engine, path = self._engine, check_path("path", path)
         with engine.lock:
+            engine.cache.collect()
             computed, exact = len(self._sequence), self._sequence.exact
             blocks = pack(self._sequence.blocks, self._sequence.table, tokens=computed)
         saved = SavedSession(
@@ -145,6 +150,7 @@ class Session:
         except OptionError as error:
             raise SessionFileError(f"{path}: {error}") from None
         with engine.lock:
+            engine.cache.collect()
             self._sequence.truncate(0)
             with self._sequence.reserved(saved.computed):
                 if not unpack(self._sequence.blocks, self._sequence.table, data):
@@ -158,7 +164,7 @@ class Session:
     def close(self) -> None:
         """Give the memory back. Other sessions can still find the prefix until it is needed."""
         self._tokens = []
-        self._engine.soon(self._sequence.close)
+        self._engine.cache.soon(self._sequence.close)
 
     def __enter__(self) -> Session:
         return self
@@ -212,18 +218,19 @@ class Session:
         finally:
             self.stats = answer.stats()
             if dropped:
-                self._engine.soon(self._settle)
+                self._engine.cache.soon(partial(self._settle, list(self._tokens)))
             else:
                 with self._engine.lock:
-                    self._settle()
+                    self._settle(self._tokens)
 
-    def _settle(self) -> None:
-        """Let go what was computed of a draft and not sampled, and keep the rest on disk."""
-        self._truncate_to(self._tokens)
+    def _settle(self, tokens: list[int]) -> None:
+        """Let go what was computed of a draft and not sampled, and keep `tokens` on disk."""
+        self._truncate_to(tokens)
         self._engine.cache.keep(self._sequence)
 
     def _set(self, tokens: list[int]) -> None:
         with self._engine.lock:
+            self._engine.cache.collect()
             self._truncate_to(tokens)
         self._tokens = tokens
 
@@ -253,6 +260,7 @@ class Session:
                 f"{engine.config.context_length}) or take `context_policy` shift"
             )
         with engine.lock:
+            engine.cache.collect()
             prefix = self._tokens[:-1]
             if engine.cache.cached_prefix(prefix) > len(self._sequence):
                 self._sequence.close()

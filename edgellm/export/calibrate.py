@@ -128,7 +128,7 @@ def choose_windows(tokenizer: Tokenizer, options: CalibrationOptions) -> NDArray
         raise OptionError(
             f"the calibration text has {len(tokens)} tokens, which is {count} windows of "
             f"{options.window}; {options.windows} were asked for. Take a longer text or fewer "
-            "windows (--calibration-windows)"
+            "windows (`calibration_windows`)"
         )
     runs = tokens[: count * options.window].reshape(count, options.window)
     chosen = np.random.default_rng(options.seed).choice(count, options.windows, replace=False)

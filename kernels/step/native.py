@@ -85,33 +85,23 @@ def _layer(layer: LayerWeights) -> _Layer:
     )
 
 
-class _Poll:
-    """Asks `should_stop` for C++, and keeps what it raises until C++ has returned.
+def _answers(should_stop: Callable[[], bool], errors: list[BaseException]) -> Iterator[bool]:
+    """What `should_stop` says, each time that C++ asks; what it raises is kept, and means stop.
 
     ctypes would print and drop an exception. A signal handler's, such as KeyboardInterrupt, comes
     at the first instruction of whatever Python is called, before a function could enter a `try`; a
     generator goes on within the one that it has entered.
-
-    Attributes:
-        error: what was raised, which counts as a wish to stop.
     """
-
-    def __init__(self, should_stop: Callable[[], bool]) -> None:
-        self.error: BaseException | None = None
-        self._answers = self._ask(should_stop)
-        next(self._answers)
-        self.callback = _ShouldStop(self._answers.__next__)
-
-    def _ask(self, should_stop: Callable[[], bool]) -> Iterator[bool]:
-        stop = False
-        while True:
-            try:
-                yield stop
-                stop = should_stop()
-            except GeneratorExit:
-                raise
-            except BaseException as error:
-                self.error, stop = error, True
+    stop = False
+    while True:
+        try:
+            yield stop
+            stop = should_stop()
+        except GeneratorExit:
+            raise
+        except BaseException as error:
+            errors.append(error)
+            stop = True
 
 
 class FusedStep:
@@ -170,7 +160,12 @@ class FusedStep:
         blocks_of = block_ids(table, blocks.count, start=start, tokens=count)
         check_rope(rope_table, blocks.head_dim, start + count)
         check_rows(count, logit_rows)
-        poll = None if should_stop is None else _Poll(should_stop)
+        errors: list[BaseException] = []
+        callback = _ShouldStop()
+        if should_stop is not None:
+            answers = _answers(should_stop, errors)
+            next(answers)
+            callback = _ShouldStop(answers.__next__)
         states = np.empty((count, weights.embedding.inputs), np.float32)
         width = -(-weights.head.outputs // PANEL) * PANEL
         logits = np.empty((logit_rows, width), np.float32)
@@ -182,7 +177,7 @@ class FusedStep:
             address(states),
             address(logits),
             None,
-            _ShouldStop() if poll is None else poll.callback,
+            callback,
             count,
             start,
             logit_rows,
@@ -193,8 +188,8 @@ class FusedStep:
             self._workspace = np.empty(needed, np.uint8)
         call.workspace = address(self._workspace)
         done = self._library.edgellm_step(ctypes.byref(call))
-        if poll is not None and poll.error is not None:
-            raise poll.error
+        if errors:
+            raise errors.pop()
         if not done:
             return None
         return states, logits[:, : weights.head.outputs]

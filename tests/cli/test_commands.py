@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -308,3 +309,31 @@ def test_reader_that_goes_away(smollm2: Bundle) -> None:
         err = process.stderr.read()
     process.wait(timeout=60)
     assert err == b""
+
+
+def test_flags_in_messages_exist() -> None:
+    from edgellm.cli.output import _ENDED
+    from edgellm.cli.run import run
+
+    known = {option for parameter in run.params for option in parameter.opts}
+    named = {flag for text in _ENDED.values() for flag in re.findall(r"--[a-z-]+", text)}
+    assert named
+    assert named <= known
+
+
+def test_an_answer_is_shown_though_its_trace_cannot_be_written(cli: Cli, tiny_bundle: str) -> None:
+    arguments = ["run", tiny_bundle, "a", "--raw", "-n", "2", "--json"]
+    result = cli(*arguments, "--trace", "/no/such/folder/trace")
+    assert result.returncode == 2
+    assert json.loads(result.stdout)["generation_tokens"] == 2
+
+
+def test_an_idle_pipe_is_said(tiny_bundle: str) -> None:
+    command = [sys.executable, "-m", "edgellm.cli.main", "run", tiny_bundle, "-p", "a", "-n", "1"]
+    process = subprocess.Popen(
+        [*command, "--raw"], stdin=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    assert process.stderr is not None
+    assert "waiting for the end of standard input" in process.stderr.readline()
+    process.communicate()
+    assert process.returncode == 0

@@ -139,6 +139,8 @@ def test_commands_say_that_they_worked(typed: object, tmp_path: Path) -> None:
         f"/load {file}",
         f"/save {tmp_path}/no/such/folder/file",
         "/load /dev/zero",
+        "/load ~nobody-here/file",
+        "/save ~nobody-here/file",
         "/exit",
     )
     assert "“ü”" in file.read_text(encoding="utf-8")
@@ -151,6 +153,7 @@ def test_commands_say_that_they_worked(typed: object, tmp_path: Path) -> None:
         f"loaded {file};",
         "there is no folder",
         "/dev/zero: not a conversation",
+        "there is no such user",
     ):
         assert words in err, words
     assert not (tmp_path / "no").exists()
@@ -189,3 +192,10 @@ def test_history_that_cannot_be_kept(
 def test_history_is_private(typed: object, edgellm_home: Path) -> None:
     typed("/show", "/exit")  # type: ignore[operator]
     assert (edgellm_home / "history").stat().st_mode & 0o777 == 0o600
+
+
+def test_greedy_is_plain_also_when_it_is_chosen_later(typed: object) -> None:
+    _, _, err = typed("/set temperature 0.7", "/show", "/set temperature 0", "/show", "/exit")  # type: ignore[operator]
+    assert "temperature        0.7" in err
+    assert "temperature        0.0" in err
+    assert err.rindex("repeat_penalty     1.0") > err.rindex("temperature        0.0")

@@ -104,6 +104,7 @@ WRONG_OPTIONS: list[dict[str, Any]] = [
     {"stop": "x"},
     {"stop": [""]},
     {"stop": [3]},
+    {"stop": {"a": 1}.keys()},  # as an iterator it would be used up before it is needed
     {"stop_tokens": "a"},
     {"stop_tokens": [-1]},
     {"top_k": "4"},

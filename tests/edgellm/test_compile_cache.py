@@ -126,7 +126,7 @@ def test_a_node_that_the_htp_does_not_take_is_named_or_left_to_the_cpu(tmp_path:
     product = graph.op("Mul", *[graph.input("x", (3, 3))] * 2)
     path = tmp_path / "mixed.onnx"
     ir.save(graph.build({"y": (graph.op("Det", product), ())}), path)
-    with pytest.raises(ProviderError, match=r"does not take 1 nodes.*Det.*--allow-fallback"):
+    with pytest.raises(ProviderError, match=r"does not take 1 nodes.*Det.*`allow_fallback`"):
         open_session(path, provider="qnn")
     session, placement = open_session(path, provider="qnn", allow_fallback=True)
     assert placement.nodes == {"QNNExecutionProvider": 1, "CPUExecutionProvider": 1}

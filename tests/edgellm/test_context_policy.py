@@ -11,6 +11,7 @@ from edgellm import ContextOverflowError, OptionError
 from edgellm.bundle import Bundle
 from edgellm.kernels.kv_blocks import BLOCK
 from edgellm.llm import LLM, load
+from edgellm.prompt import Message
 from edgellm.session import Session
 
 CTX = 256
@@ -146,6 +147,10 @@ def test_a_chat_forgets_whole_turns(llm: LLM) -> None:
     assert "the number 11." in seen
     assert "the number 0." not in seen
     assert seen.count("system") == 1
+    # another conversation, which begins with a question too, is seen whole
+    chat.messages[1:] = [Message("user", "Hello"), Message("assistant", "Hi")]
+    assert chat.send("Who are you?").stats.dropped_tokens == 0
+    assert "Hello" in llm.engine.tokenizer.decode(chat.tokens)
     del chat.messages[1:]
     assert chat.send("Who are you?").stats.dropped_tokens == 0
     chat.close()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import signal
+import sys
 import time
 from collections.abc import Iterator
 from types import FrameType
@@ -60,3 +61,29 @@ def test_in_decode_the_exception_reaches_the_caller(llm: LLM) -> None:
             llm.generate("Count: one, two,", temperature=0, max_tokens=3000, ignore_eos=True)
     with llm.engine.lock:
         assert llm.engine.cache.used_blocks == 0
+
+
+def test_no_moment_of_an_interrupt_leaves_the_lock_taken(llm: LLM) -> None:
+    """Raised at the Nth call of a Python function during an answer, where signals are handled."""
+
+    class Interrupts:
+        def __init__(self, at: int) -> None:
+            self.left = at
+
+        def __call__(self, frame: FrameType, event: str, argument: object) -> None:
+            self.left -= event == "call"
+            if self.left == 0 and event == "call":
+                sys.setprofile(None)
+                raise AlarmError
+
+    for at in (*range(1, 300, 7), *range(300, 1500, 61)):
+        sys.setprofile(Interrupts(at))
+        try:
+            llm.generate("One two three", temperature=0, max_tokens=3)
+        except AlarmError:
+            pass
+        finally:
+            sys.setprofile(None)
+        assert llm.engine.lock.acquire(timeout=10), f"after the interrupt at event {at}"
+        llm.engine.lock.release()
+    assert llm.generate("The capital of France is", temperature=0, max_tokens=4).text

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import threading
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +31,8 @@ def prompt(first: int, length: int = 300) -> list[int]:
 
 
 def used_blocks(llm: LLM) -> int:
-    with llm.engine.lock:  # where dropped sequences are given back
+    with llm.engine.lock:
+        llm.engine.cache.collect()  # what was dropped while the lock was taken
         return llm.engine.cache.used_blocks
 
 
@@ -95,6 +97,19 @@ def test_a_stream_that_is_collected_under_the_lock_waits_for_nobody(small: LLM) 
     assert used_blocks(small) == 0
 
 
+def test_a_dropped_answer_is_kept_on_disk_though_the_cache_is_busy(
+    tiny_model: Path, tmp_path: Path
+) -> None:
+    llm = load(str(tiny_model), kv_cache_dir=tmp_path)
+    stream = llm.stream(prompt(1), temperature=0, ignore_eos=True)
+    next(stream)
+    with llm.engine.lock:  # as another thread's prompt would
+        stream.close()
+        assert not list(tmp_path.glob("*.kv"))
+    assert used_blocks(llm) == 0
+    assert len(list(tmp_path.glob("*.kv"))) == 300 // BLOCK
+
+
 def test_closing_waits_for_no_prefill(small: LLM) -> None:
     session = small.session()
     session.append(prompt(1))
@@ -113,6 +128,22 @@ def test_one_eviction_costs_the_end_of_a_prefix_and_not_its_root(small: LLM) -> 
     small.generate(prompt(2, 3 * BLOCK), max_tokens=1)  # two blocks are free, so one is taken
     again = small.generate(tokens, max_tokens=1)
     assert again.stats.cached_tokens >= 5 * BLOCK
+
+
+def test_a_model_is_freed_with_its_last_reference(tiny_model: Path) -> None:
+    gc.collect()
+    gc.disable()
+    try:
+        llm = load(str(tiny_model), ctx_size=256)
+        llm.generate(prompt(1, 100), max_tokens=2)
+        session = llm.session()
+        session.append(prompt(2, 100))
+        session.generate(ONE)
+        cache = weakref.ref(llm.engine.cache)
+        del session, llm
+        assert cache() is None
+    finally:
+        gc.enable()
 
 
 @pytest.mark.parametrize("format", KV_FORMATS)

@@ -32,7 +32,8 @@ CHANGES = {
 
 
 def bundle_of(model: Path, out: Path, *flavours: str) -> Bundle:
-    return export(model, out, name="tiny", source="tiny", flavours=flavours, chunk_sizes=(16, 32))
+    sizes = None if flavours == ("panels",) else (16, 32)
+    return export(model, out, name="tiny", source="tiny", flavours=flavours, chunk_sizes=sizes)
 
 
 def reference_of(bundle: Bundle) -> Reference:

@@ -229,5 +229,5 @@ def test_panels_have_no_other_flavour() -> None:
 
 def test_too_little_device_memory(bundle: Bundle, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("edgellm.triton_model.free_bytes", lambda _: 1 << 10)
-    with pytest.raises(MemoryEstimateError, match="smaller --ctx-size"):
+    with pytest.raises(MemoryEstimateError, match="smaller `ctx_size`"):
         load(str(bundle.path), decode="triton")
