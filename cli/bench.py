@@ -10,6 +10,7 @@ from edgellm.benchmark import bench as measure
 from edgellm.benchmark import to_json, to_markdown
 from edgellm.cli.options import LoadArguments, load_options, model_argument
 from edgellm.cli.progress import export_progress
+from edgellm.engine import DEFAULT_CTX_SIZE
 from edgellm.llm import load
 
 
@@ -55,7 +56,7 @@ def bench(
 ) -> None:
     """Measure prefill (pp) and decode (tg) speed in tokens a second: mean ± standard deviation."""
     needed = max([*prompts, *generations]) + max(depths)
-    if load_arguments["ctx_size"] is None and needed > 4096:
+    if load_arguments["ctx_size"] is None and needed > DEFAULT_CTX_SIZE:
         load_arguments["ctx_size"] = needed
     with export_progress() as exporting:
         llm = load(name, **load_arguments, export_progress=exporting)

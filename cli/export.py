@@ -135,13 +135,13 @@ def export(
 def report(bundle: Bundle) -> None:
     """One line for each flavour, and where the bundle is."""
     for name, flavour in bundle.manifest.flavours.items():
-        found = flavour.import_report
-        line = f"{name}: {found['exact_tensors']} tensors exact"
-        if found["requantized_tensors"]:
+        imported = flavour.import_report
+        line = f"{name}: {imported['exact_tensors']} tensors exact"
+        if imported["requantized_tensors"]:
             line += (
-                f", {found['requantized_tensors']} quantized (relative error mean "
-                f"{found['mean_relative_error']:.4f}, worst {found['worst_relative_error']:.4f} "
-                f"in {found['worst_tensor']})"
+                f", {imported['requantized_tensors']} quantized (relative error mean "
+                f"{imported['mean_relative_error']:.4f}, worst "
+                f"{imported['worst_relative_error']:.4f} in {imported['worst_tensor']})"
             )
         click.echo(line, err=True)
     click.echo(f"{bundle.path} ({bundle.bytes / 1e6:.1f} MB)")

@@ -12,7 +12,7 @@ from edgellm.auto_prefill import auto_choice
 from edgellm.bundle import PANELS
 from edgellm.cli.options import LoadArguments, load_options
 from edgellm.cli.progress import export_progress
-from edgellm.engine import Engine
+from edgellm.engine import DEFAULT_CTX_SIZE, Engine
 from edgellm.errors import OptionError
 from edgellm.llm import load
 from edgellm.measured import MeasuredPrompt
@@ -34,7 +34,7 @@ _SPEEDS = (1, 5, 10)
 @load_options
 def plan(*, prompt_length: int, name: str, load_arguments: LoadArguments) -> None:
     """Explain how a prompt of PROMPT_LENGTH tokens is prefilled, and what limits it."""
-    if load_arguments["ctx_size"] is None and prompt_length > 4096:
+    if load_arguments["ctx_size"] is None and prompt_length > DEFAULT_CTX_SIZE:
         load_arguments["ctx_size"] = prompt_length
     with export_progress() as exporting:
         engine = load(name, **load_arguments, export_progress=exporting).engine
@@ -60,12 +60,12 @@ def plan(*, prompt_length: int, name: str, load_arguments: LoadArguments) -> Non
 def _show_chunks(engine: Engine, prefill: ChunkedPrefill, count: int) -> None:
     pieces = prefill.plan(count)
     click.echo(f"pieces: {_pieces(pieces)}")
-    found = profile(engine, prefill, pieces)
+    profiled = profile(engine, prefill, pieces)
     for speed in _SPEEDS:
         if speed > 1:
             click.echo(f"with an accelerator {speed} times as fast:")
         for policy in POLICIES:
-            prediction = predict(found, pieces, policy, accelerator_speed=speed)
+            prediction = predict(profiled, pieces, policy, accelerator_speed=speed)
             click.echo(_line(f"predicted, {policy}", prediction, count))
 
 
@@ -101,17 +101,17 @@ def _show_limits(engine: Engine, count: int) -> None:
     work = work_of(
         engine.bundle, count, flavour=decoder.flavour, kv_format=engine.options.kv_format
     )
-    found = machine(prefill.placement.provider, prefill.flavour)
+    limits = machine(prefill.placement.provider, prefill.flavour)
     click.echo(
-        f"limits: prefill {found.flops / 1e9:.0f} GFLOP/s ({found.kind}), "
+        f"limits: prefill {limits.flops / 1e9:.0f} GFLOP/s ({limits.kind}), "
         f"{work.prefill_flops / 1e9:.3f} GFLOP a token: "
-        f"{found.flops / work.prefill_flops:.0f} t/s"
+        f"{limits.flops / work.prefill_flops:.0f} t/s"
     )
-    found = machine(decoder.name, decoder.flavour)
+    limits = machine(decoder.name, decoder.flavour)
     click.echo(
-        f"        decode {found.read_bytes / 1e9:.1f} GB/s, "
+        f"        decode {limits.read_bytes / 1e9:.1f} GB/s, "
         f"{work.decode_bytes / 1e6:.1f} MB a token: "
-        f"{found.read_bytes / work.decode_bytes:.0f} t/s"
+        f"{limits.read_bytes / work.decode_bytes:.0f} t/s"
     )
 
 
@@ -125,6 +125,7 @@ def _pieces(pieces: Sequence[Piece]) -> str:
     return ", ".join(parts)
 
 
-def _line(label: str, found: Prediction, count: int) -> str:
-    bubbles = f", accelerator idle {found.bubbles:.0%}" if found.bubbles else ""
-    return f"  {label + ':':26} {found.seconds:.3f} s, {count / found.seconds:.0f} t/s{bubbles}"
+def _line(label: str, prediction: Prediction, count: int) -> str:
+    seconds, bubbles = prediction.seconds, prediction.bubbles
+    idle = f", accelerator idle {bubbles:.0%}" if bubbles else ""
+    return f"  {label + ':':26} {seconds:.3f} s, {count / seconds:.0f} t/s{idle}"

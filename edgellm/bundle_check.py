@@ -26,7 +26,7 @@ from edgellm.reference import PROMPT, ROTATION, ROWS, array_name, error_name
 
 # Offsets that `WeightFile` makes; the kernels load whole cache lines.
 _ALIGNMENT = 64
-_MAX_CHUNK = 4096
+MAX_CHUNK = 4096
 # What an array has to be: its type, and the shapes that are allowed.
 _Need = tuple[str, tuple[tuple[int, ...], ...]]
 
@@ -98,9 +98,9 @@ class _Checker:
     def check_graphs(self, name: str, entry: FlavourEntry) -> None:
         """The files and arrays of a flavour for ONNX Runtime."""
         sizes = entry.chunk_sizes
-        if not sizes or not all(1 <= size <= _MAX_CHUNK for size in sizes):
+        if not sizes or not all(1 <= size <= MAX_CHUNK for size in sizes):
             raise self._error(
-                f"{name}: chunk sizes are {list(sizes)}; needed are numbers from 1 to {_MAX_CHUNK}"
+                f"{name}: chunk sizes are {list(sizes)}; needed are numbers from 1 to {MAX_CHUNK}"
             )
         if not 0 <= entry.host_tokens <= contract.HOST_TOKENS:
             raise self._error(

@@ -98,7 +98,7 @@ def measure(model: Model, step: DecodeBackend | None, cache: KVCache) -> Measure
     samples = in_turns({key: partial(timed, key[1], forward) for key, forward in runs.items()})
 
     def of(chunks: bool) -> dict[int, Samples]:
-        return {count: found for (kind, count), found in samples.items() if kind is chunks}
+        return {count: times for (kind, count), times in samples.items() if kind is chunks}
 
     return Measured(of(True), of(False))
 

@@ -27,7 +27,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 _PARTIAL = ".partial-"
-# Who has not touched a file that it writes in one go for so long has been killed.
+# A file that is written in one go and was not touched for so long is a killed process's.
 ABANDONED_S = 600
 # An export may compute for hours before it writes the next file.
 _ABANDONED_EXPORT_S = 24 * 3600

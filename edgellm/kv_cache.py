@@ -12,6 +12,7 @@ from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
 from typing import TYPE_CHECKING
 
+from edgellm.checks import check_choice
 from edgellm.disk_cache import DiskCache
 from edgellm.errors import OptionError
 from edgellm.graphs.config import ModelConfig
@@ -55,7 +56,7 @@ class KVCache:
         blocks: int,
         fingerprint: bytes,
     ) -> None:
-        check_format(format)
+        check_choice("kv_format", format, KV_FORMATS)
         if format == "int4" and config.head_dim % 8:
             raise OptionError(
                 f"`kv_format` is 'int4': this model's head_dim is {config.head_dim}, and int4 "
@@ -150,11 +151,6 @@ class KVCache:
                 if not disk.load(name, sequence.table[index]):
                     return
                 sequence.commit(tokens[index * BLOCK : (index + 1) * BLOCK])
-
-
-def check_format(format: str) -> None:
-    if format not in KV_FORMATS:
-        raise OptionError(f"kv_format {format!r}: allowed are {', '.join(KV_FORMATS)}")
 
 
 def cache_bytes(config: ModelConfig, *, format: KVFormat, blocks: int) -> int:

@@ -86,7 +86,7 @@ def from_json(values: Any, chunk_sizes: Sequence[int]) -> Measured | None:
     """What `to_json` wrote of chunks of these sizes; None for anything else."""
     try:
         chunks = {size: _samples(values["chunks"][str(size)]) for size in chunk_sizes}
-        step = {int(count): _samples(found) for count, found in values["step"].items()}
+        step = {int(count): _samples(times) for count, times in values["step"].items()}
         if any(count < 1 for count in step):
             return None
         if values["prompt"] is None:
@@ -99,7 +99,7 @@ def from_json(values: Any, chunk_sizes: Sequence[int]) -> Measured | None:
 
 
 def _samples(values: Any) -> Samples:
-    found = tuple(map(float, values))
-    if not found or not all(0 < seconds < math.inf for seconds in found):
+    samples = tuple(map(float, values))
+    if not samples or not all(0 < seconds < math.inf for seconds in samples):
         raise ValueError("times are positive numbers")
-    return found
+    return samples

@@ -207,8 +207,8 @@ class _Environment(ImmutableSandboxedEnvironment):
         if args and kwargs:
             raise JinjaError("format takes positional or keyword arguments, not both")
         self.check_size(_formatted_size(text, [*args, *kwargs.values()]))
-        found: str = text % (kwargs or args)
-        return found
+        formatted: str = text % (kwargs or args)
+        return formatted
 
     def _join(self, value: Iterable[Any], d: Any = "", attribute: Any = None) -> str:
         """Jinja's `join` filter, with its names of arguments."""
@@ -222,8 +222,8 @@ class _Environment(ImmutableSandboxedEnvironment):
         """Jinja's `replace` filter, with its names of arguments."""
         text, old, new = str(s), str(old), str(new)
         self.check_size(replaced_size(text, old, new))
-        found: str = text.replace(old, new, -1 if count is None else count)
-        return found
+        replaced: str = text.replace(old, new, -1 if count is None else count)
+        return replaced
 
     def _range(self, *bounds: int) -> range:
         values = range(*bounds)

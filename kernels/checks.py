@@ -21,10 +21,10 @@ def indices(values: Sequence[int], count: int, what: str) -> NDArray[np.int64]:
     Raises:
         ValueError: one is not; `what` names it.
     """
-    found = np.asarray(values)
-    if found.size and found.dtype.kind not in "iu":
-        raise ValueError(f"a {what} is a whole number below {count}, not {found.dtype}")
-    ids: NDArray[np.int64] = np.ascontiguousarray(found, np.int64)
+    numbers = np.asarray(values)
+    if numbers.size and numbers.dtype.kind not in "iu":
+        raise ValueError(f"a {what} is a whole number below {count}, not {numbers.dtype}")
+    ids: NDArray[np.int64] = np.ascontiguousarray(numbers, np.int64)
     # one pass for both ends: a negative number is a huge one without its sign
     if ids.ndim != 1 or (ids.size and ids.view(np.uint64).max() >= count):
         raise ValueError(f"a {what} is from 0 to {count - 1}; here are {_extremes(ids)}")

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from edgellm import bundle as bundles
 from edgellm.bundle import PANELS, Bundle, ExportProgress, FlavourEntry, Manifest
+from edgellm.bundle_check import MAX_CHUNK
 from edgellm.errors import BundleError, OptionError
 from edgellm.export.calibrate import CalibrationOptions
 from edgellm.export.flavour_writer import write_flavour, write_head
@@ -248,8 +249,8 @@ def check_flavours(flavours: Collection[str]) -> None:
 def check_chunk_sizes(chunk_sizes: Sequence[int], flavours: Collection[str]) -> None:
     """Refuse sizes that cannot be, or that no flavour has a use for."""
     asked = f"`chunk_sizes` {', '.join(map(str, chunk_sizes))}"
-    if not chunk_sizes or any(not 1 <= size <= 4096 for size in chunk_sizes):
-        raise OptionError(f"{asked}: numbers from 1 to 4096 are allowed")
+    if not chunk_sizes or any(not 1 <= size <= MAX_CHUNK for size in chunk_sizes):
+        raise OptionError(f"{asked}: numbers from 1 to {MAX_CHUNK} are allowed")
     if not any(FLAVOURS[f].segments and not FLAVOURS[f].token_by_token for f in flavours):
         raise OptionError(f"{asked}: {', '.join(flavours)} is exported without chunks of any size")
 

@@ -166,9 +166,10 @@ def test_renderings_in_other_threads_do_not_prolong_a_deadline() -> None:
         ended.append(time.monotonic())
 
     began = time.monotonic()
-    thread = threading.Thread(target=render_for_ever)
+    thread = threading.Thread(target=render_for_ever, daemon=True)
     thread.start()
     while not ended and time.monotonic() - began < 10:
         template.render([])
-    thread.join()
+    thread.join(timeout=10)
+    assert ended
     assert ended[0] - began < 5
