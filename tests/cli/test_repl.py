@@ -11,8 +11,17 @@ from prompt_toolkit.application import create_app_session
 from prompt_toolkit.input import create_pipe_input
 from prompt_toolkit.output import DummyOutput
 
+from edgellm.bundle import Bundle
 from edgellm.cli.repl import chat
-from edgellm.llm import LLM
+from edgellm.llm import LLM, load
+
+
+@pytest.fixture
+def llm(request: pytest.FixtureRequest, chosen_llm: LLM, smollm2: Bundle) -> LLM:
+    """The default model, or with a parameter one of that context size."""
+    if not hasattr(request, "param"):
+        return chosen_llm
+    return load(str(smollm2.path), ctx_size=request.param)
 
 
 @pytest.fixture
@@ -199,3 +208,13 @@ def test_greedy_is_plain_also_when_it_is_chosen_later(typed: object) -> None:
     assert "temperature        0.7" in err
     assert "temperature        0.0" in err
     assert err.rindex("repeat_penalty     1.0") > err.rindex("temperature        0.0")
+
+
+@pytest.mark.parametrize("llm", [96], indirect=True)
+def test_a_full_context_says_what_to_do(typed: object) -> None:
+    code, out, err = typed("Count to ten. " * 3, "Go on. " * 30, "/rewind", "Hello", "/exit")  # type: ignore[operator]
+    assert code == 0
+    assert "/set context_policy shift" in err
+    assert "/clear" in err
+    assert "rewound" in err
+    assert out

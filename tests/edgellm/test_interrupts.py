@@ -7,11 +7,13 @@ import signal
 import sys
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from types import FrameType
 
 import pytest
 
 from edgellm.llm import LLM
+from edgellm.named_prefix import kept_prefixes
 
 pytestmark = pytest.mark.skipif(not hasattr(signal, "setitimer"), reason="needs a timer signal")
 TEXT = "One two three four five six seven eight nine ten. " * 320
@@ -54,6 +56,14 @@ def test_in_prefill_the_exception_reaches_the_caller(llm: LLM, delay: float) -> 
     assert "Paris" in answer.text
 
 
+def test_an_interrupted_prefix_is_not_kept(chosen_llm: LLM, edgellm_home: Path) -> None:
+    signal.setitimer(signal.ITIMER_REAL, 0.2)
+    with pytest.raises(AlarmError):
+        chosen_llm.prefix("docs", f"interrupted {TEXT}")
+    assert kept_prefixes() == []
+    assert [path for path in edgellm_home.rglob("*") if path.name.startswith("docs")] == []
+
+
 def test_in_decode_the_exception_reaches_the_caller(llm: LLM) -> None:
     for delay in (0.02, 0.05, 0.11):
         signal.setitimer(signal.ITIMER_REAL, delay)
@@ -63,6 +73,8 @@ def test_in_decode_the_exception_reaches_the_caller(llm: LLM) -> None:
         assert llm.engine.cache.used_blocks == 0
 
 
+# Python itself drops what is raised while a generator that nobody needs any more is closed.
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_no_moment_of_an_interrupt_leaves_the_lock_taken(llm: LLM) -> None:
     """Raised at the Nth call of a Python function during an answer, where signals are handled."""
 

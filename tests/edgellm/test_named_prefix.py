@@ -9,10 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from edgellm import ContextOverflowError, OptionError
+from edgellm import ContextOverflowError, OptionError, TemplateError
 from edgellm.bundle import Bundle
 from edgellm.llm import LLM, load
 from edgellm.named_prefix import forget_prefix, kept_prefixes
+from edgellm.template import ChatTemplate
 
 DOCUMENT = "The lighthouse of Orle was built in 1843 by Maria Tende. " * 12
 SYSTEM = "You answer in one short sentence. " * 10
@@ -138,3 +139,9 @@ def test_commands(smollm2: Bundle, edgellm_home: Path, cli: Cli, tmp_path: Path)
         assert cli(*wrong).returncode == 2
     assert cli("cache", "rm", "orle", "short").returncode == 0
     assert cli("cache", "ls").stdout == ""
+
+
+def test_a_template_that_ignores_the_question(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(llm.engine, "template", ChatTemplate("{{ messages[0].content }}"))
+    with pytest.raises(TemplateError, match="ignores what the user says"):
+        llm.prefix("pirate", SYSTEM, system=True)

@@ -136,3 +136,16 @@ def test_what_a_killed_save_has_left_is_deleted(tmp_path: Path) -> None:
     write_session(tmp_path / "mine", SavedSession("model", "", "int8", [1], 0), b"")
     left = {path.name for path in tmp_path.iterdir()} - {"mine"}
     assert len(left) == 1  # of the other file
+
+
+@pytest.mark.skipif(os.name != "posix", reason="permissions of POSIX")
+def test_what_people_wrote_is_private(
+    tiny: LLM, tiny_model: Path, tmp_path: Path, edgellm_home: Path
+) -> None:
+    path = saved(tiny, tmp_path / "session")
+    tiny.prefix("docs", "some text")
+    with_disk = load(str(tiny_model), kv_cache_dir=tmp_path / "kv")
+    with_disk.generate(TOKENS, max_tokens=1)
+    files = [path, *(edgellm_home / "prefixes").iterdir(), *(tmp_path / "kv").glob("*.kv")]
+    assert len(files) == 3
+    assert [file.stat().st_mode & 0o077 for file in files] == [0, 0, 0]
