@@ -89,14 +89,15 @@ def _answers(should_stop: Callable[[], bool], errors: list[BaseException]) -> It
     """What `should_stop` says, each time that C++ asks; what it raises is kept, and means stop.
 
     ctypes would print and drop an exception. A signal handler's, such as KeyboardInterrupt, comes
-    at the first instruction of whatever Python is called, before a function could enter a `try`; a
-    generator goes on within the one that it has entered.
+    at the first instruction of whatever Python is called, before a function could enter a `try`, or
+    when a loop goes back; a generator goes on within the `try` that it has entered.
     """
     stop = False
     while True:
         try:
-            yield stop
-            stop = should_stop()
+            while True:
+                yield stop
+                stop = should_stop()
         except GeneratorExit:
             raise
         except BaseException as error:
