@@ -157,10 +157,12 @@ def _check_model_name(name: str) -> None:
     """Refuse a question in the place of the model, before a prompt is waited for."""
     if name.startswith(("hf:", "pypi:")) or resolve_here(name) is not None:
         return
-    advice = f"to ask the default model, write: edgellm run -p {shlex.quote(name)}"
-    if "/" in name or name.endswith(".gguf"):
-        advice = f"known names are {', '.join(ALIASES)}, hf:org/repo, pypi:package==version!file"
-    raise SourceError(f"{name}: no such file or folder, and not a known model name; {advice}")
+    advice = f". To ask the default model, write: edgellm run -p {shlex.quote(name)}"
+    like_a_file = "/" in name or name.endswith(".gguf")
+    raise SourceError(
+        f"{name}: no such file or folder, and not a known model name ({', '.join(ALIASES)}, "
+        f"hf:org/repo, pypi:package==version!file){'' if like_a_file else advice}"
+    )
 
 
 def _prompt_text(prompt: str | None, option: str | None, file: Path | None) -> str | None:

@@ -91,7 +91,8 @@ def test_keys_and_signals_reach_the_foreground(tmp_path: Path) -> None:
             (signal.SIGINT, lambda: terminal.send(CTRL_C)),
             (signal.SIGTERM, lambda: terminal.send_signal(signal.SIGTERM)),
         ]:
-            terminal.enter("echo begun; sleep 100")
+            # one process, so that no signal comes between two
+            terminal.enter("sh -c 'echo begun; exec sleep 100'")
             terminal.wait_for("\nbegun\n")
             stop()
             terminal.wait_for_prompt("$ ")

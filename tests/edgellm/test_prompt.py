@@ -53,7 +53,7 @@ def test_placeholder_characters_in_text_do_no_harm(llm: LLM) -> None:
 
 
 def test_model_without_template(llm: LLM) -> None:
-    with pytest.raises(TemplateError, match="--raw"):
+    with pytest.raises(TemplateError, match="raw"):
         encode_conversation([Message("user", "Hi")], None, llm.engine.tokenizer)
 
 
