@@ -17,6 +17,21 @@ from types import FrameType
 INTERRUPTED = 130
 
 
+def note_interrupts() -> threading.Event:
+    """An event that is set when Ctrl-C raises KeyboardInterrupt.
+
+    C code that is interrupted, such as a module's initialization, raises something else instead.
+    """
+    interrupted = threading.Event()
+
+    def handle(number: int, frame: FrameType | None) -> None:
+        interrupted.set()
+        raise KeyboardInterrupt
+
+    signal.signal(signal.SIGINT, handle)
+    return interrupted
+
+
 @contextmanager
 def cancel_on_interrupt() -> Iterator[threading.Event]:
     """An event that Ctrl-C sets; a second Ctrl-C raises KeyboardInterrupt, SIGTERM SystemExit."""

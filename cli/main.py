@@ -11,7 +11,7 @@ import click
 
 from edgellm import __version__
 from edgellm.cli.flags import in_flags
-from edgellm.cli.interrupt import INTERRUPTED
+from edgellm.cli.interrupt import INTERRUPTED, note_interrupts
 from edgellm.cli.streams import discard_output, open_closed_streams
 from edgellm.errors import CancelledError, EdgeLLMError, OptionError
 
@@ -81,6 +81,7 @@ def main() -> None:
 
 def _run() -> int:
     open_closed_streams()
+    interrupted = note_interrupts()
     try:
         result = edgellm.main(standalone_mode=False, prog_name="edgellm")
         sys.stdout.flush()
@@ -103,6 +104,11 @@ def _run() -> int:
             _say(str(error))
         discard_output()
         return 1
+    except Exception:
+        if not interrupted.is_set():
+            raise
+        _say("interrupted")
+        return INTERRUPTED
 
 
 def _say(message: str) -> None:

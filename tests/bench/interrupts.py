@@ -1,6 +1,6 @@
 """Ctrl-C at random moments of every state: how long until it has ended, and what it leaves.
 
-    python tests/bench/interrupts.py [--times 20]
+    python -P tests/bench/interrupts.py [--times 20]
 
 A command must end with exit code 130 and say so; a call of the API must raise KeyboardInterrupt,
 and the model must answer afterwards as before.
@@ -69,7 +69,7 @@ def interrupt_command(arguments: list[str], delay: float) -> float | None:
         long.write_text(LONG + str(delay))
         words = [a.format(long=long, folder=folder) for a in arguments]
         process = subprocess.Popen(
-            [sys.executable, "-m", "edgellm.cli.main", *words],
+            [sys.executable, "-P", "-m", "edgellm.cli.main", *words],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.PIPE,
