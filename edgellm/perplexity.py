@@ -16,6 +16,8 @@ from edgellm.sampling import log_softmax
 
 PATHS = ("prefill", "decode")
 Progress = Callable[[int, int], None]
+# Through the LM head at a time: an interrupt waits for no more, and a row takes 400 KB.
+_HEAD_ROWS = 64
 
 
 @dataclass(frozen=True)
@@ -109,14 +111,13 @@ def _score_prefill(engine: Engine, tokens: Sequence[int]) -> np.ndarray[Any, Any
             engine.prefill.run(tokens, sequence, keep)
         finally:
             sequence.truncate(0)
-        found = []
-        position = 1
-        for rows in hidden:
-            targets = tokens[position : position + len(rows)]
-            logits = log_softmax(engine.prefill.logits(rows[: len(targets)]))
-            found.append(logits[np.arange(len(targets)), targets])
-            position += len(rows)
-    return np.concatenate(found)
+        states, scores = np.concatenate(hidden)[: len(tokens) - 1], []
+        for begin in range(0, len(states), _HEAD_ROWS):
+            rows = states[begin : begin + _HEAD_ROWS]
+            targets = tokens[begin + 1 : begin + 1 + len(rows)]
+            logits = log_softmax(engine.prefill.logits(rows))
+            scores.append(logits[np.arange(len(rows)), targets])
+    return np.concatenate(scores)
 
 
 def _score_decode(engine: Engine, tokens: Sequence[int]) -> np.ndarray[Any, Any]:
