@@ -106,7 +106,7 @@ def run(
         return fill(name, gap, load_arguments, sampling, show_stats=show_stats, as_json=as_json)
     if name == STDIN:
         name, prompt = DEFAULT_MODEL, prompt or STDIN
-    _check_model_name(name)
+    _check_model_name(name, asked=(prompt, prompt_option, file) != (None, None, None))
     text = _prompt_text(prompt, prompt_option, file)
     if text is not None and escape:
         text = _process_escapes(text)
@@ -153,15 +153,19 @@ def _refuse_beside_gap(given: dict[str, object]) -> None:
         )
 
 
-def _check_model_name(name: str) -> None:
-    """Refuse a question in the place of the model, before a prompt is waited for."""
+def _check_model_name(name: str, *, asked: bool) -> None:
+    """Refuse a question in the place of the model, before a prompt is waited for.
+
+    Args:
+        asked: there is a prompt in its own place.
+    """
     if name.startswith(("hf:", "pypi:")) or resolve_here(name) is not None:
         return
     advice = f". To ask the default model, write: edgellm run -p {shlex.quote(name)}"
     like_a_file = "/" in name or name.endswith(".gguf")
     raise SourceError(
         f"{name}: no such file or folder, and not a known model name ({', '.join(ALIASES)}, "
-        f"hf:org/repo, pypi:package==version!file){'' if like_a_file else advice}"
+        f"hf:org/repo, pypi:package==version!file){'' if asked or like_a_file else advice}"
     )
 
 
