@@ -19,7 +19,7 @@ from edgellm.kernels.step import FusedStep, Weights
 from edgellm.sequence import Sequence
 
 Floats = NDArray[np.float32]
-# Tokens that take so long that 2 µs a layer are nothing.
+# Tokens that take so long that a question before each layer, 0.5 µs, is nothing.
 _MANY = 64
 
 
