@@ -167,6 +167,14 @@ class Terminal:
 
         self.wait_for(is_asked, timeout=timeout)
 
+    def wait_for_raw_keys(self, *, timeout: float = 20) -> None:
+        """Wait until the program echoes keys itself; before that the terminal does, too."""
+        end = time.monotonic() + timeout
+        while self.echoes:
+            if time.monotonic() > end:
+                raise TimeoutError(f"the terminal still echoes; the screen:\n{self}")
+            time.sleep(0.005)
+
     def exit_code(self, *, timeout: float = 60) -> int:
         """Read to the end; the exit code as a shell gives it, 128 and more for a signal."""
         end = time.monotonic() + timeout

@@ -199,6 +199,8 @@ def test_history_comes_back(shell: Shell) -> None:
 
 def test_dumb_terminal(shell: Shell) -> None:
     terminal = start(shell, env={"TERM": "dumb"})
+    # prompt_toolkit writes a dumb terminal's prompt before it takes the keys
+    terminal.wait_for_raw_keys()
     assert said(terminal, FRANCE) == [PARIS]
     # prompt_toolkit shows the cursor once, before the first row
     assert b"\x1b[" not in terminal.raw.partition(b"smollm2")[2]
