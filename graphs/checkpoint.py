@@ -23,9 +23,8 @@ from numpy.typing import NDArray
 
 from edgellm.errors import EdgeLLMError, ModelFormatError, UnsupportedModelError
 from edgellm.graphs.config import ModelConfig
-from edgellm.kernels.int4 import Int4Weight
+from edgellm.kernels.quantized import QuantizedWeight
 
-Int8Groups = tuple[NDArray[np.uint8], NDArray[np.float32]]
 _LARGEST_HALF = float(np.finfo(np.float16).max)
 
 
@@ -36,15 +35,13 @@ class Tensor:
     Attributes:
         storage: how the file holds it, e.g. `Q4_1` or `BF16`.
         float32: the whole tensor as float32.
-        int4: the same values as int4 groups, or None where they would not be exact.
-        int8_groups: the same values as int8 groups, or None where they would not be exact.
+        quantized: the same values as codes and scales, or None where no kind holds them exactly.
     """
 
     shape: tuple[int, ...]
     storage: str
     float32: Callable[[], NDArray[np.float32]]
-    int4: Callable[[], Int4Weight] | None = None
-    int8_groups: Callable[[], Int8Groups] | None = None
+    quantized: Callable[[], QuantizedWeight] | None = None
 
 
 def checked(tensor: Tensor, origin: str) -> Tensor:
@@ -69,24 +66,17 @@ def checked(tensor: Tensor, origin: str) -> Tensor:
         refuse_others(values)
         return values
 
-    def int4() -> Int4Weight:
-        assert tensor.int4 is not None
-        weight = tensor.int4()
-        refuse_others(weight.scale)
-        refuse_others(weight.offset)
+    def quantized() -> QuantizedWeight:
+        assert tensor.quantized is not None
+        weight = tensor.quantized()
+        refuse_others(weight.scales())
+        refuse_others(weight.offsets())
         return weight
-
-    def int8_groups() -> Int8Groups:
-        assert tensor.int8_groups is not None
-        codes, scale = tensor.int8_groups()
-        refuse_others(scale)
-        return codes, scale
 
     return replace(
         tensor,
         float32=float32,
-        int4=None if tensor.int4 is None else int4,
-        int8_groups=None if tensor.int8_groups is None else int8_groups,
+        quantized=None if tensor.quantized is None else quantized,
     )
 
 

@@ -1,13 +1,6 @@
 """A GGUF file, parsed and dequantized by the `gguf` package.
 
-Q4_0 and Q4_1 blocks of 32 are our int4 groups in another byte order, and Q8_0 blocks our int8
-groups, so those are taken over bit by bit (ggml-common.h has the block structs):
-
-    Q4_0  d: f16                16 bytes    w = (code - 8) * d
-    Q4_1  d: f16, m: f16        16 bytes    w = code * d + m
-    Q8_0  d: f16                32 int8     w = code * d
-
-In both 4-bit formats byte `i` holds element `i` in its low and element `i + 16` in its high nibble.
+Quantized tensors are taken over code by code where one of our kinds holds their type exactly.
 """
 
 from __future__ import annotations
@@ -20,12 +13,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgellm.errors import EdgeLLMError, ModelFormatError, UnsupportedModelError
-from edgellm.graphs.checkpoint import Int8Groups, Tensor, architecture, checked, file_name
+from edgellm.graphs.checkpoint import Tensor, architecture, checked, file_name
 from edgellm.graphs.config import Fields
+from edgellm.graphs.gguf_blocks import FORMATS, weight_of
 from edgellm.graphs.gguf_header import check_header, check_whole
-from edgellm.kernels.int4 import Int4Weight, pack
-
-_INT4_HEADER_BYTES = {"Q4_0": 2, "Q4_1": 4}
 
 
 class GGUFCheckpoint:
@@ -69,10 +60,9 @@ class GGUFCheckpoint:
             shape,
             storage,
             float32=lambda: _dequantize(entry, str(self.path))[rows],
-            int4=(lambda: _int4(entry.data[rows], storage))
-            if storage in _INT4_HEADER_BYTES
+            quantized=(lambda: weight_of(entry.data[rows], storage))
+            if storage in FORMATS
             else None,
-            int8_groups=(lambda: _int8_groups(entry.data[rows])) if storage == "Q8_0" else None,
         )
         return checked(tensor, f"{self.path}: tensor {key}")
 
@@ -122,20 +112,3 @@ def _dequantize(entry: Any, origin: str) -> NDArray[np.float32]:
             "package cannot dequantize"
         ) from None
     return np.asarray(values, np.float32)
-
-
-def _int4(rows: NDArray[np.uint8], storage: str) -> Int4Weight:
-    header = _INT4_HEADER_BYTES[storage]
-    blocks = np.ascontiguousarray(rows).reshape(rows.shape[0], -1, header + 16)
-    halves = np.ascontiguousarray(blocks[..., :header]).view(np.float16).astype(np.float32)
-    scale = halves[..., 0]
-    offset = halves[..., 1] if storage == "Q4_1" else scale * np.float32(-8)
-    nibbles = blocks[..., header:]
-    codes = np.concatenate([nibbles & 15, nibbles >> 4], axis=-1)
-    return Int4Weight(pack(codes.reshape(rows.shape[0], -1)), np.ascontiguousarray(scale), offset)
-
-
-def _int8_groups(rows: NDArray[np.uint8]) -> Int8Groups:
-    blocks = rows.reshape(rows.shape[0], -1, 34)
-    scale = np.ascontiguousarray(blocks[..., :2]).view(np.float16)[..., 0].astype(np.float32)
-    return blocks[..., 2:] ^ np.uint8(128), scale

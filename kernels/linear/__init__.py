@@ -1,23 +1,12 @@
-"""Quantized linear layers in panels: int4 and int8 weights, int8 activations, groups of 32."""
+"""Quantized linear layers in panels: weights of 4 to 8 bits, int8 activations in groups of 32."""
 
 from edgellm.kernels.linear.panels import (
     PANEL,
-    Kind,
     Panels,
-    int4_panels,
-    int8_panels,
-    int8_rows,
-    kind_of,
+    from_panels,
     panels_shape,
+    rows_of,
+    to_panels,
 )
 
-__all__ = [
-    "PANEL",
-    "Kind",
-    "Panels",
-    "int4_panels",
-    "int8_panels",
-    "int8_rows",
-    "kind_of",
-    "panels_shape",
-]
+__all__ = ["PANEL", "Panels", "from_panels", "panels_shape", "rows_of", "to_panels"]

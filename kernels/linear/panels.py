@@ -1,137 +1,196 @@
 """The layout of quantized weights that the native kernels read: panels of 16 outputs.
 
-A weight `[N, K]` is cut into runs of 16 outputs, a run into groups of 32 inputs. A group of a panel
-lies in memory as
+A weight `[N, K]` is cut into runs of 16 outputs, a run into groups of 32 inputs. One 64-byte
+register holds four inputs (a quad) of all 16 outputs, and a product reads the weight from its first
+byte to its last. A group of a panel lies in memory as
 
-    int8    8 x 64 bytes: for quad i, output n: the signed codes of inputs 4i .. 4i + 3
-    int4    4 x 64 bytes: the same for quads i (low nibbles) and i + 4 (high nibbles), codes 0 .. 15
-    scale   16 halves, one an output
-    offset  16 halves, one an output; affine int4 only
+    4, 5, 6 bits   4 x 64 bytes: for quad i, output n: the low halves of the codes of inputs
+                   4i .. 4i + 3 in the low nibbles, those of quad i + 4 in the high ones
+    5 bits         64 bytes: bit i of a byte is bit 4 of the code of quad i
+    6 bits         2 x 64 bytes: bits 2i and 2i + 1 of a byte of the first are bits 4 and 5 of the
+                   code of quad i, of the second of quad i + 4
+    8 bits         8 x 64 bytes: for quad i, output n: the codes of inputs 4i .. 4i + 3, less 128
+    scale          16 halves, one an output; 16 bytes for each 16 or 32 inputs in blocked kinds
+    offset         the same, affine kinds only
 
-so that one 64-byte register holds four inputs of all 16 outputs, and a product reads the weight
-from its first byte to its last. N is padded to whole panels with zeros. int4 stands for
-`scale * code + offset`, where a symmetric weight has the offset `-8 * scale`; int8 for
-`scale * code`.
+Before the 8 groups of a block, blocked kinds have the 16 halves of `block_scale` and, if they are
+affine, of `block_offset`. N is padded to whole panels with zeros. The kinds are in `quantized.py`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from edgellm.kernels.checks import indices
-from edgellm.kernels.int4 import GROUP, Int4Weight, unpack
+from edgellm.kernels.quantized import (
+    BLOCK,
+    GROUP,
+    Kind,
+    QuantizedWeight,
+    dequantize,
+    row_slices,
+)
 
 PANEL = 16
-Kind = Literal["int4_symmetric", "int4_affine", "int8_symmetric"]
-KINDS: tuple[Kind, ...] = ("int4_symmetric", "int4_affine", "int8_symmetric")
-_GROUP_BYTES = (288, 320, 544)
+_BLOCK_GROUPS = BLOCK // GROUP
+Bytes = NDArray[np.uint8]
 
 
 @dataclass(frozen=True)
 class Panels:
     """A weight `[outputs, inputs]`; `data` is `[panels, inputs/32, bytes]` uint8.
 
+    In blocked kinds `data` is `[panels, inputs/256, bytes]`.
+
     Raises:
         ValueError: `data` is not the panels of such a weight.
     """
 
-    data: NDArray[np.uint8]
+    data: Bytes
     outputs: int
     inputs: int
     kind: Kind
 
     def __post_init__(self) -> None:
+        if self.inputs % self.kind.inputs_multiple:
+            raise ValueError(
+                f"{self.inputs} inputs are not groups of {self.kind.inputs_multiple}, as "
+                f"{self.kind.name} has them"
+            )
         shape = panels_shape(self.outputs, self.inputs, self.kind)
         data = self.data
         if data.dtype != np.uint8 or data.shape != shape or not data.flags.c_contiguous:
             raise ValueError(
-                f"panels of {self.outputs} x {self.inputs} {self.kind} are uint8 {shape} without "
-                f"gaps, not {data.dtype} {data.shape}"
+                f"panels of {self.outputs} x {self.inputs} {self.kind.name} are uint8 {shape} "
+                f"without gaps, not {data.dtype} {data.shape}"
             )
-        if self.inputs % GROUP:
-            raise ValueError(f"{self.inputs} inputs are not groups of {GROUP}")
-
-
-def kind_of(data: NDArray[np.uint8]) -> Kind:
-    """The kind of panels `[panels, groups, bytes]`: their groups have different sizes."""
-    return KINDS[_GROUP_BYTES.index(data.shape[2])]
 
 
 def panels_shape(outputs: int, inputs: int, kind: Kind) -> tuple[int, int, int]:
     """The shape of the panels of a weight `[outputs, inputs]`."""
-    return -(-outputs // PANEL), inputs // GROUP, _GROUP_BYTES[KINDS.index(kind)]
+    panels = -(-outputs // PANEL)
+    if kind.blocked:
+        return panels, inputs // BLOCK, kind.block_bytes + _BLOCK_GROUPS * kind.group_bytes
+    return panels, inputs // GROUP, kind.group_bytes
 
 
-def int4_panels(weight: Int4Weight) -> Panels:
-    """Panels of an int4 weight whose scales and offsets are halves.
-
-    Raises:
-        ValueError: a scale or an offset is not a half.
-    """
+def to_panels(weight: QuantizedWeight) -> Panels:
+    """A weight in panels, the same numbers."""
     outputs, inputs = weight.shape
-    codes = _quads(unpack(weight.packed))  # [P, G, 8, 16, 4]
-    nibbles = codes[:, :, :4] | np.left_shift(codes[:, :, 4:], 4, dtype=np.uint8)
-    parts = [nibbles.reshape(*nibbles.shape[:2], -1), _halves(weight.scale)]
-    symmetric = not weight.excess.any()
-    if not symmetric:
-        parts.append(_halves(weight.offset))
-    kind: Kind = "int4_symmetric" if symmetric else "int4_affine"
-    return Panels(_joined(parts), outputs, inputs, kind)
+    data = np.empty(panels_shape(outputs, inputs, weight.kind), np.uint8)
+    for rows in row_slices(outputs, inputs):
+        data[rows.start // PANEL : -(-rows.stop // PANEL)] = _packed(weight.rows(rows))
+    return Panels(data, outputs, inputs, weight.kind)
 
 
-def int8_panels(codes: NDArray[np.int8], scale: NDArray[np.float32]) -> Panels:
-    """Panels of symmetric int8 codes `[N, K]` and scales `[N, K/32]`, which must be halves.
+def from_panels(panels: Panels) -> QuantizedWeight:
+    """The weight that lies in panels."""
+    kind, groups = panels.kind, panels.inputs // GROUP
+    data = panels.data
+    block = data[:, :, : kind.block_bytes]
+    each = data[:, :, kind.block_bytes :].reshape(len(data), groups, kind.group_bytes)
+    codes = _unpacked_codes(each[:, :, : 64 * kind.bits], kind)
+    rest = each[:, :, 64 * kind.bits :]
+    scale_type, offset_type = (np.int8, np.uint8) if kind.blocked else (np.float16, np.float16)
+    width = GROUP // kind.group * PANEL * np.dtype(scale_type).itemsize
+    parts = [codes, _outputs_first(rest[:, :, :width], scale_type)]
+    parts.append(_outputs_first(rest[:, :, width:], offset_type) if kind.affine else None)
+    parts.append(_outputs_first(block[:, :, :32], np.float16) if kind.blocked else None)
+    both = kind.blocked and kind.affine
+    parts.append(_outputs_first(block[:, :, 32:], np.float16) if both else None)
+    cut = [None if part is None else part[: panels.outputs] for part in parts]
+    return QuantizedWeight(kind, *cut)  # type: ignore[arg-type]
 
-    Raises:
-        ValueError: a scale is not a half.
-    """
-    quads = _quads(codes.view(np.uint8))
-    data = _joined([quads.reshape(*quads.shape[:2], -1), _halves(scale)])
-    return Panels(data, codes.shape[0], codes.shape[1], "int8_symmetric")
 
-
-def int8_rows(panels: Panels, rows: Sequence[int]) -> NDArray[np.float32]:
-    """Rows of an int8 weight as float32, `[len(rows), inputs]`.
+def rows_of(panels: Panels, rows: Sequence[int]) -> NDArray[np.float32]:
+    """Rows of a weight as float32, `[len(rows), inputs]`.
 
     Raises:
         ValueError: the weight has no such row.
     """
     index = indices(rows, panels.outputs, "row")
-    panel, lane = index // PANEL, index % PANEL
-    groups = panels.data[panel]  # [n, G, 544]
-    codes = groups[..., :512].reshape(*groups.shape[:2], GROUP // 4, PANEL, 4).view(np.int8)
-    scale = groups[..., 512:].copy().view(np.float16)
-    each = np.arange(len(index))
-    values = codes[each, :, :, lane].reshape(len(index), -1, GROUP).astype(np.float32)
-    values *= scale[each, :, lane, None]
-    return values.reshape(len(index), -1)
+    data = panels.data[index // PANEL]
+    each = Panels(data, len(data) * PANEL, panels.inputs, panels.kind)
+    lanes = np.arange(len(data)) * PANEL + index % PANEL
+    return dequantize(from_panels(each).rows(lanes))
 
 
-def _joined(parts: Sequence[NDArray[np.uint8]]) -> NDArray[np.uint8]:
-    """The parts of each group behind each other; numpy alone may choose another memory order."""
-    return np.ascontiguousarray(np.concatenate(parts, axis=-1))
+def _packed(weight: QuantizedWeight) -> Bytes:
+    """The panels of some rows."""
+    kind, groups = weight.kind, weight.shape[1] // GROUP
+    parts = [_packed_codes(weight.codes, kind), _groups_first(weight.scale, groups)]
+    if weight.offset is not None:
+        parts.append(_groups_first(weight.offset, groups))
+    each = np.concatenate(parts, axis=-1)
+    if weight.block_scale is None:
+        return each
+    blocks = weight.shape[1] // BLOCK
+    shared = [_groups_first(weight.block_scale, blocks)]
+    if weight.block_offset is not None:
+        shared.append(_groups_first(weight.block_offset, blocks))
+    return np.concatenate([*shared, each.reshape(len(each), blocks, -1)], axis=-1)
 
 
-def _quads(codes: NDArray[np.uint8]) -> NDArray[np.uint8]:
-    """`[N, K]` to `[P, K/32, 8, 16, 4]`."""
-    rows, columns = codes.shape
-    full = np.zeros((-(-rows // PANEL) * PANEL, columns), np.uint8)
-    full[:rows] = codes
-    quads = full.reshape(-1, PANEL, columns // GROUP, GROUP // 4, 4)
-    return quads.transpose(0, 2, 3, 1, 4)
+def _packed_codes(codes: Bytes, kind: Kind) -> Bytes:
+    """`[N, K]` to `[P, K/32, 64 bits]`."""
+    quads = _padded(codes).reshape(-1, PANEL, codes.shape[1] // GROUP, GROUP // 4, 4)
+    quads = quads.transpose(0, 2, 3, 1, 4).reshape(len(quads), -1, GROUP // 4, 64)  # [P, G, 8, 64]
+    if kind.bits == 8:
+        return np.asarray(quads ^ np.uint8(128)).reshape(*quads.shape[:2], -1)
+    parts = [quads[:, :, :4] & 15 | _left(quads[:, :, 4:] & 15, 4)]
+    high = quads >> 4
+    if kind.bits == 5:
+        parts.append(np.bitwise_or.reduce([_left(high[:, :, i : i + 1], i) for i in range(8)]))
+    if kind.bits == 6:
+        for first in (0, 4):
+            fields = [_left(high[:, :, first + i : first + i + 1], 2 * i) for i in range(4)]
+            parts.append(np.bitwise_or.reduce(fields))
+    return np.concatenate(parts, axis=2).reshape(*quads.shape[:2], -1)
 
 
-def _halves(values: NDArray[np.float32]) -> NDArray[np.uint8]:
-    """`[N, K/32]` to the bytes `[P, K/32, 32]`."""
-    rows, groups = values.shape
-    full = np.zeros((-(-rows // PANEL) * PANEL, groups), np.float16)
-    with np.errstate(over="ignore"):
-        full[:rows] = values
-    if not np.array_equal(full[:rows].astype(np.float32), values):
-        raise ValueError("scales and offsets of panels are half-precision numbers")
-    return np.ascontiguousarray(full.reshape(-1, PANEL, groups).transpose(0, 2, 1)).view(np.uint8)
+def _unpacked_codes(data: Bytes, kind: Kind) -> Bytes:
+    """`[P, K/32, 64 bits]` to `[16 P, K]`."""
+    lines = data.reshape(*data.shape[:2], kind.bits, 64)
+    if kind.bits == 8:
+        quads = lines ^ np.uint8(128)
+    else:
+        quads = np.concatenate([lines[:, :, :4] & 15, lines[:, :, :4] >> 4], axis=2)
+    if kind.bits == 5:
+        quads |= np.stack([_left(lines[:, :, 4] >> i & 1, 4) for i in range(8)], axis=2)
+    if kind.bits == 6:
+        fields = [_left(lines[:, :, 4 + i // 4] >> 2 * (i % 4) & 3, 4) for i in range(8)]
+        quads |= np.stack(fields, axis=2)
+    panels, groups = data.shape[:2]
+    quads = quads.reshape(panels, groups, GROUP // 4, PANEL, 4).transpose(0, 3, 1, 2, 4)
+    return quads.reshape(panels * PANEL, groups * GROUP)
+
+
+def _left(codes: Bytes, places: int) -> Bytes:
+    return np.left_shift(codes, places, dtype=np.uint8)
+
+
+def _groups_first(values: NDArray[Any], groups: int) -> Bytes:
+    """`[N, groups * s]` to the bytes `[P, groups, s * 16 * itemsize]`."""
+    full = _padded(values)
+    parts = full.reshape(-1, PANEL, groups, values.shape[1] // groups).transpose(0, 2, 3, 1)
+    return np.ascontiguousarray(parts).view(np.uint8).reshape(len(parts), groups, -1)
+
+
+def _outputs_first(data: Bytes, dtype: Any) -> NDArray[Any]:
+    """`[P, groups, s * 16 * itemsize]` bytes to `[16 P, groups * s]`."""
+    panels, groups = data.shape[:2]
+    parts = np.ascontiguousarray(data).view(dtype).reshape(panels, groups, -1, PANEL)
+    return parts.transpose(0, 3, 1, 2).reshape(panels * PANEL, -1)
+
+
+def _padded(values: NDArray[Any]) -> NDArray[Any]:
+    """`[N, ...]` with rows of zeros up to a whole panel."""
+    missing = -len(values) % PANEL
+    if not missing:
+        return values
+    return np.concatenate([values, np.zeros((missing, values.shape[1]), values.dtype)])

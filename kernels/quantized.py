@@ -1,0 +1,201 @@
+"""Quantized weights as files hold them: a code for each number, and what turns codes into numbers.
+
+    w[n, k] = (code[n, k] - zero) * scale[n, k // group] + offset[n, k // 32]
+
+A table kind has `table[code]` in place of `code - zero`. A blocked kind writes scales and offsets
+as small integers times a half for each 256 inputs, as the K types of GGUF do (ggml-common.h):
+
+    scale = scale_code * block_scale        offset = -offset_code * block_offset
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+GROUP = 32
+BLOCK = 256
+
+Half = np.float16
+# The values that the codes of IQ4_NL and IQ4_XS, and twice those of E2M1 floats, stand for.
+_IQ4 = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
+_E2M1 = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A way to write weights.
+
+    Attributes:
+        bits: of a code.
+        zero: the code that stands for 0.
+        affine: has offsets.
+        blocked: scales and offsets are integers times a half for each 256 inputs.
+        group: inputs that share a scale, 16 or 32.
+        table: what the codes stand for, 16 integers of 8 bits.
+    """
+
+    name: str
+    bits: int
+    zero: int = 0
+    affine: bool = False
+    blocked: bool = False
+    group: int = GROUP
+    table: tuple[int, ...] | None = None
+
+    @property
+    def group_bytes(self) -> int:
+        """Of 32 inputs of 16 outputs in panels, without what they share with other groups."""
+        each = 16 if self.blocked else 32
+        return 64 * self.bits + each * (GROUP // self.group + self.affine)
+
+    @property
+    def block_bytes(self) -> int:
+        """What 8 groups of a panel share: halves, 16 scales and 16 offsets."""
+        return (64 if self.affine else 32) if self.blocked else 0
+
+    @property
+    def inputs_multiple(self) -> int:
+        return BLOCK if self.blocked else GROUP
+
+    @property
+    def bits_per_weight(self) -> float:
+        return (self.group_bytes + self.block_bytes / 8) / 64
+
+
+# In the order of `Kind` in linear/call.h.
+KINDS = {
+    kind.name: kind
+    for kind in (
+        Kind("int4_symmetric", 4, zero=8),
+        Kind("int4_affine", 4, affine=True),
+        Kind("int8_symmetric", 8, zero=128),
+        Kind("int8_affine", 8, affine=True),
+        Kind("int5_symmetric", 5, zero=16),
+        Kind("int5_affine", 5, affine=True),
+        Kind("int4_k", 4, affine=True, blocked=True),
+        Kind("int5_k", 5, affine=True, blocked=True),
+        Kind("int6_k", 6, zero=32, blocked=True, group=16),
+        Kind("iq4_nl", 4, table=_IQ4),
+        Kind("iq4_xs", 4, table=_IQ4, blocked=True),
+        Kind("mxfp4", 4, table=_E2M1),
+    )
+}
+
+
+@dataclass(frozen=True)
+class QuantizedWeight:
+    """A linear layer's weight `[N, K]`.
+
+    Attributes:
+        codes: `[N, K]` uint8.
+        scale: `[N, K/group]` halves, or int8 where the kind is blocked.
+        offset: `[N, K/32]` halves, or uint8 where the kind is blocked; None unless it is affine.
+        block_scale, block_offset: `[N, K/256]` halves where the kind is blocked and has them.
+
+    Raises:
+        ValueError: the arrays are not those of a weight of the kind.
+    """
+
+    kind: Kind
+    codes: NDArray[np.uint8]
+    scale: NDArray[Any]
+    offset: NDArray[Any] | None = None
+    block_scale: NDArray[np.float16] | None = None
+    block_offset: NDArray[np.float16] | None = None
+
+    def __post_init__(self) -> None:
+        kind, (rows, columns) = self.kind, self.codes.shape
+        if columns % kind.inputs_multiple:
+            raise ValueError(f"{columns} inputs are not groups of {kind.inputs_multiple}")
+        affine, both = kind.affine, kind.affine and kind.blocked
+        self._require("codes", self.codes, np.uint8, (rows, columns))
+        scale_type = np.int8 if kind.blocked else Half
+        self._require("scale", self.scale, scale_type, (rows, columns // kind.group))
+        offset_type = np.uint8 if kind.blocked else Half
+        self._require("offset", self.offset, offset_type, (rows, columns // GROUP), there=affine)
+        blocks = rows, columns // BLOCK
+        self._require("block_scale", self.block_scale, Half, blocks, there=kind.blocked)
+        self._require("block_offset", self.block_offset, Half, blocks, there=both)
+
+    def _require(
+        self, name: str, array: NDArray[Any] | None, dtype: Any, shape: object, *, there: bool = True
+    ) -> None:
+        needed = f"{np.dtype(dtype)} {shape}" if there else None
+        given = None if array is None else f"{array.dtype} {array.shape}"
+        if given != needed:
+            raise ValueError(f"{name} of {self.kind.name} is {given}; needed is {needed}")
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        rows, columns = self.codes.shape
+        return rows, columns
+
+    def scales(self) -> NDArray[np.float32]:
+        """`[N, K/group]` float32."""
+        scale = self.scale.astype(np.float32)
+        if self.block_scale is None:
+            return scale
+        return scale * np.repeat(self.block_scale.astype(np.float32), BLOCK // self.kind.group, 1)
+
+    def offsets(self) -> NDArray[np.float32]:
+        """`[N, K/32]` float32; zeros unless the kind is affine."""
+        if self.offset is None:
+            return np.zeros((self.shape[0], self.shape[1] // GROUP), np.float32)
+        offset = self.offset.astype(np.float32)
+        if self.block_offset is None:
+            return offset
+        return -offset * np.repeat(self.block_offset.astype(np.float32), BLOCK // GROUP, 1)
+
+    def values(self) -> NDArray[np.int16]:
+        """What the codes stand for before they are scaled, `[N, K]`: -255 .. 255."""
+        if self.kind.table is not None:
+            return np.array(self.kind.table, np.int16)[self.codes]
+        return self.codes.astype(np.int16) - np.int16(self.kind.zero)
+
+    def rows(self, index: slice | NDArray[np.intp]) -> QuantizedWeight:
+        """The same weight with some of its outputs, or all in another order."""
+        return replace(self, **{name: array[index] for name, array in self.arrays().items()})
+
+    def arrays(self) -> dict[str, NDArray[Any]]:
+        """Its arrays by the names of the attributes."""
+        names = ("codes", "scale", "offset", "block_scale", "block_offset")
+        every = {name: getattr(self, name) for name in names}
+        return {name: array for name, array in every.items() if array is not None}
+
+
+def dequantize(weight: QuantizedWeight) -> NDArray[np.float32]:
+    """The float32 weight `[N, K]` that the codes stand for."""
+    rows, columns = weight.shape
+    groups = weight.values().astype(np.float32).reshape(rows, -1, weight.kind.group)
+    groups *= weight.scales()[..., None]
+    values = groups.reshape(rows, -1, GROUP)
+    if weight.offset is not None:
+        values += weight.offsets()[..., None]
+    return values.reshape(rows, columns)
+
+
+def concatenate(weights: Sequence[QuantizedWeight]) -> QuantizedWeight:
+    """Weights of one kind and the same inputs on top of each other.
+
+    Raises:
+        ValueError: their kinds differ.
+    """
+    first = weights[0]
+    if any(weight.kind != first.kind for weight in weights):
+        kinds = ", ".join(weight.kind.name for weight in weights)
+        raise ValueError(f"weights of different kinds: {kinds}")
+    every = [weight.arrays() for weight in weights]
+    return replace(
+        first, **{name: np.concatenate([arrays[name] for arrays in every]) for name in every[0]}
+    )
+
+
+def row_slices(rows: int, columns: int) -> Iterable[slice]:
+    """Runs of rows of about a million numbers: what is computed for one run takes milliseconds."""
+    step = max(16, (1 << 20) // columns // 16 * 16)
+    return (slice(first, min(rows, first + step)) for first in range(0, rows, step))
