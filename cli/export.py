@@ -22,6 +22,7 @@ from edgellm.export import (
 )
 from edgellm.export.calibrate import ROUNDINGS, CalibrationOptions, Rounding
 from edgellm.export.flavours import FLAVOURS
+from edgellm.export.weight_reader import FLOAT_WEIGHTS
 from edgellm.prepare import prepare
 from edgellm.quantize.calibration import METHODS, Method
 
@@ -99,6 +100,11 @@ def calibration_options(command: Callable[..., None]) -> Callable[..., None]:
     help=f"Precisions to export, from {', '.join(FLAVOURS)}.",
 )
 @click.option(
+    "--weights",
+    type=click.Choice(FLOAT_WEIGHTS),
+    help="What linear layers of F32, F16 and BF16 files become; auto is int8.  [default: auto]",
+)
+@click.option(
     "--chunk-sizes",
     help=f"Static chunk sizes.  [default: {','.join(map(str, DEFAULT_CHUNK_SIZES))}]",
 )
@@ -109,6 +115,7 @@ def export(
     name: str,
     output: Path | None,
     flavours: str,
+    weights: str | None,
     chunk_sizes: str | None,
     calibration: CalibrationOptions,
     force: bool,
@@ -125,6 +132,7 @@ def export(
             flavours=wanted,
             out=output,
             chunk_sizes=sizes,
+            weights=weights,
             calibration=calibration,
             force=force,
             progress=progress,

@@ -31,7 +31,7 @@ from edgellm.home import replacing_file, sha256_of
 
 FORMAT = "edgellm-bundle"
 # Goes up when the layout or the recipe of a flavour changes, so that old bundles are made again.
-FORMAT_VERSION = 4
+FORMAT_VERSION = 5
 MANIFEST = "manifest.json"
 TOKENIZER = "tokenizer.json"
 CHAT_TEMPLATE = "chat_template.jinja"
@@ -85,6 +85,7 @@ class FlavourEntry:
         any_size: whether graphs for any chunk size are there as well.
         import_report: how many tensors are exact, and the error of the others.
         arrays: weights that are read by name; those of graphs are not.
+        kinds: how arrays of panels are written, by the names of `kernels/quantized.py`.
         host_tokens: the first so many tokens of a sequence are not for these graphs (see
             `export/calibrate.py`).
         calibration: how static scales were found (see `CalibrationOptions`); empty without them.
@@ -99,6 +100,7 @@ class FlavourEntry:
     any_size: bool
     import_report: Mapping[str, Any]
     arrays: Mapping[str, StoredArray]
+    kinds: Mapping[str, str] = field(default_factory=dict)
     host_tokens: int = 0
     calibration: Mapping[str, Any] = field(default_factory=dict)
     shadows: Mapping[str, ShadowEntry] = field(default_factory=dict)
@@ -144,6 +146,7 @@ class Manifest:
     """The content of manifest.json.
 
     Attributes:
+        weights: what linear layers of float tensors have become (see `WeightReader`).
         reference: arrays of a text in float32 (see `reference.py`), if there are graphs of chunks.
     """
 
@@ -158,6 +161,7 @@ class Manifest:
     heads: Mapping[str, HeadEntry]
     files: Mapping[str, FileEntry]
     source_sha256: str = ""
+    weights: str = "auto"
     reference: Mapping[str, StoredArray] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:

@@ -19,9 +19,8 @@ from edgellm.graphs.checkpoint import shapes
 from edgellm.graphs.config import ModelConfig
 from edgellm.graphs.contract import StoredArray
 from edgellm.graphs.typed_json import typed
-from edgellm.kernels.int4 import GROUP
-from edgellm.kernels.linear import Kind, panels_shape
-from edgellm.panels import LINEAR
+from edgellm.kernels.linear import panels_shape
+from edgellm.kernels.quantized import GROUP, KINDS
 from edgellm.reference import PROMPT, ROTATION, ROWS, array_name, error_name
 
 # Offsets that `WeightFile` makes; the kernels load whole cache lines.
@@ -42,7 +41,7 @@ def check_manifest(manifest: Manifest, *, origin: str) -> None:
     checker.check_generation()
     for name, entry in manifest.flavours.items():
         if name == PANELS:
-            checker.compare(f"{name}: array", entry.arrays, _panel_needs(manifest.config))
+            checker.check_panels(entry)
         else:
             checker.check_graphs(name, entry)
     for kind, head in manifest.heads.items():
@@ -83,6 +82,28 @@ class _Checker:
         unknown = sorted(set(arrays) - set(needs))
         if unknown:
             raise self._error(f"{what} {unknown[0]} belongs to no part of this config")
+
+    def check_panels(self, entry: FlavourEntry) -> None:
+        """The weights of the native kernels and the kinds that they are said to be of."""
+        sizes = shapes(self._config)
+        weights = {name for name, shape in sizes.items() if len(shape) == 2}
+        if set(entry.kinds) != weights:
+            name = min(set(entry.kinds) ^ weights)
+            missing = "missing" if name in weights else "of no weight of this config"
+            raise self._error(f"{PANELS}: the kind of {name} is {missing}")
+        for name, kind in entry.kinds.items():
+            if kind not in KINDS:
+                raise self._error(
+                    f"{PANELS}: {name} is of the unknown kind {kind!r}; known are "
+                    + ", ".join(KINDS)
+                )
+            if sizes[name][1] % KINDS[kind].inputs_multiple:
+                raise self._error(
+                    f"{PANELS}: {name} has {sizes[name][1]} inputs; {kind} needs a multiple of "
+                    f"{KINDS[kind].inputs_multiple}"
+                )
+        needs = _panel_needs(self._config, entry.kinds)
+        self.compare(f"{PANELS}: array", entry.arrays, needs)
 
     def check_generation(self) -> None:
         for name, value in self._manifest.generation.items():
@@ -155,34 +176,29 @@ class _Checker:
         )
 
 
-def _panel_needs(config: ModelConfig) -> dict[str, _Need]:
-    sizes = shapes(config)
-
-    def panels(kinds: tuple[Kind, ...], *parts: str) -> _Need:
-        outputs = sum(sizes[part][0] for part in parts)
-        inputs = sizes[parts[0]][1]
-        return "uint8", tuple(panels_shape(outputs, inputs, kind) for kind in kinds)
-
-    needs: dict[str, _Need] = {"final_norm": _floats(config.hidden_size)}
-    for name in ("embedding",) if config.tied_embedding else ("embedding", "head"):
-        needs[name] = panels(("int8_symmetric",), name)
-    for layer in range(config.layers):
-        prefix = f"layers.{layer}."
-        for norm in ("attention_norm", "mlp_norm"):
-            needs[prefix + norm] = _floats(config.hidden_size)
-        for name, parts in LINEAR.items():
-            names = (prefix + part for part in parts)
-            needs[prefix + name] = panels(("int4_symmetric", "int4_affine"), *names)
-        if config.qkv_bias:
-            needs[f"{prefix}qkv_bias"] = _floats(config.qkv_size)
+def _panel_needs(config: ModelConfig, kinds: Mapping[str, str]) -> dict[str, _Need]:
+    needs: dict[str, _Need] = {}
+    for name, shape in shapes(config).items():
+        if name in kinds:
+            outputs, inputs = shape
+            needs[name] = "uint8", (panels_shape(outputs, inputs, KINDS[kinds[name]]),)
+        elif not name.endswith("_bias"):
+            needs[name] = _floats(*shape)
+    if config.qkv_bias:
+        for layer in range(config.layers):
+            needs[f"layers.{layer}.qkv_bias"] = _floats(config.qkv_size)
     return needs
 
 
 def _head_needs(config: ModelConfig, kind: str) -> dict[str, _Need]:
-    rows, groups = config.vocab_size, config.hidden_size // GROUP
+    rows, width = config.vocab_size, config.hidden_size
     if kind == "f32":
-        return {"values": _floats(rows, config.hidden_size)}
-    return {"codes": ("uint8", ((rows, groups, GROUP),)), "scale": _floats(rows, groups)}
+        return {"values": _floats(rows, width)}
+    groups = [size for size in (GROUP, GROUP // 2) if width % size == 0]
+    return {
+        "codes": ("uint8", tuple((rows, width // size, size) for size in groups)),
+        "scale": ("float32", tuple((rows, width // size) for size in groups)),
+    }
 
 
 def _graph_needs(config: ModelConfig, entry: FlavourEntry) -> dict[str, _Need]:

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgellm.errors import CancelledError
-from edgellm.kernels.linear import int8_rows
+from edgellm.kernels.linear import rows_of
 from edgellm.kernels.linear.native import linear
 from edgellm.kernels.rope import RopeTable
 from edgellm.kernels.sampling import Logits
@@ -33,12 +33,12 @@ class PanelHead:
 
     def embed(self, tokens: SequenceOf[int]) -> Floats:
         """Embedding rows `[n, E]`."""
-        return int8_rows(self._weights.embedding, tokens)
+        return rows_of(self._weights.embedding, tokens)
 
     def logits(self, hidden: Floats) -> Floats:
         """`[rows, E]` to `[rows, V]`."""
         head = self._weights.head
-        return linear(self._library, hidden, head, fine_from=0, threads=self._threads)
+        return linear(self._library, hidden, head, fine=True, threads=self._threads)
 
 
 class NativeModel:

@@ -26,6 +26,7 @@ def prepare(
     flavours: Iterable[str],
     out: Path | None = None,
     chunk_sizes: Sequence[int] | None = None,
+    weights: str | None = None,
     calibration: CalibrationOptions | None = None,
     progress: ExportProgress | None = None,
     force: bool = False,
@@ -39,7 +40,7 @@ def prepare(
         name: see `sources.py`; the folder of a bundle is opened as it is.
         flavours: exported if they are not there yet.
         out: the folder of the bundle; None is one in EDGELLM_HOME.
-        chunk_sizes, calibration, progress: see `export`; of a download, progress is in bytes.
+        chunk_sizes, weights, calibration, progress: see `export`; of a download, in bytes.
         force: export again.
 
     Raises:
@@ -51,7 +52,7 @@ def prepare(
     if out is None and is_bundle(source.path):
         return _open_given(source, wanted)
     at_home = bundles_dir() / source.key
-    if not (force or out or chunk_sizes):
+    if not (force or out or chunk_sizes or weights):
         bundle = _open_if_complete(at_home, wanted)
         if bundle is not None:
             return bundle
@@ -65,6 +66,7 @@ def prepare(
             source=source.spec,
             flavours=wanted,
             chunk_sizes=chunk_sizes,
+            weights=weights,
             calibration=calibration,
             force=force,
             mend=out is None,

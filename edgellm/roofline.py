@@ -16,11 +16,11 @@ from edgellm.bundle import PANELS, Bundle
 from edgellm.graphs.config import ModelConfig
 from edgellm.graphs.contract import WEIGHTS_FILE
 from edgellm.kernels.gpu.device import device_name, require
-from edgellm.kernels.int4 import GROUP, Int4Weight
 from edgellm.kernels.kv_blocks import BLOCK, KVFormat, block_bytes
-from edgellm.kernels.linear import int4_panels
 from edgellm.kernels.linear import native as native_linear
+from edgellm.kernels.linear import to_panels
 from edgellm.kernels.native import library
+from edgellm.kernels.quantized import GROUP, KINDS, QuantizedWeight
 from edgellm.timing import best_seconds
 
 _REPEATS = 5
@@ -129,11 +129,10 @@ def _int4_flops(threads: int) -> float | None:
     if compiled is None:
         return None
     rows, outputs, inputs = _INT4_SHAPE
-    scale = np.ones((outputs, inputs // GROUP), np.float32)
-    weight = Int4Weight(
-        np.full((outputs, inputs // GROUP, GROUP // 2), 0x97, np.uint8), scale, -8 * scale
-    )
-    panels, x = int4_panels(weight), np.ones((rows, inputs), np.float32)
+    codes = np.full((outputs, inputs), 7, np.uint8)
+    scale = np.ones((outputs, inputs // GROUP), np.float16)
+    panels = to_panels(QuantizedWeight(KINDS["int4_symmetric"], codes, scale))
+    x = np.ones((rows, inputs), np.float32)
     seconds = best_seconds(
         lambda: native_linear.linear(compiled, x, panels, threads=threads), times=_REPEATS
     )

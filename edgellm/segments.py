@@ -19,10 +19,11 @@ from edgellm.graphs import contract
 from edgellm.kernels.checks import indices
 from edgellm.placement import Placement, open_session
 from edgellm.providers import CPU, PROVIDERS
-from edgellm.quantize.int8 import dequantize_groups
 from edgellm.quantize.shadow import ShadowLinear
 
 Floats = NDArray[np.float32]
+# The code that stands for 0 in a table of bytes.
+_TABLE_ZERO = 128
 Run = Callable[[], None]
 
 
@@ -278,7 +279,9 @@ class Head:
         if "values" in self._table:
             rows: Floats = self._table["values"][ids]
             return rows
-        return dequantize_groups(self._table["codes"][ids], self._table["scale"][ids])
+        codes = self._table["codes"][ids].astype(np.float32) - np.float32(_TABLE_ZERO)
+        rows = codes * self._table["scale"][ids][..., None]
+        return rows.reshape(len(rows), -1)
 
     def logits(self, hidden: Floats) -> Floats:
         """`[rows, E]` to `[rows, V]`."""

@@ -7,13 +7,14 @@ A row of a tensor is blocks of 32 or 256 numbers, each with its scales before or
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from edgellm.kernels.quantized import KINDS, QuantizedWeight
 
-Bytes = NDArray[np.uint8]
+Bytes = NDArray[Any]  # uint8
 
 
 def _halves(blocks: Bytes, first: int) -> NDArray[np.float16]:

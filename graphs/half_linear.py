@@ -7,20 +7,22 @@ model adds up over its layers keeps its precision.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import numpy as np
 import onnx_ir as ir
 from numpy.typing import NDArray
 
 from edgellm.graphs.builder import GraphBuilder, WeightFile
-from edgellm.graphs.linear import Activation
-from edgellm.kernels.int4 import GROUP, Int4Weight
+from edgellm.graphs.linear import Activation, packed_nibbles
+from edgellm.kernels.quantized import GROUP, QuantizedWeight
 
 
 @dataclass(frozen=True)
 class HalfLinear:
     """float16 weight `[N, K]`."""
 
+    PRECISION: ClassVar = "float16"
     weight: ir.TensorProtocol
 
     @classmethod
@@ -48,13 +50,15 @@ class HalfInt4Linear:
     shape: tuple[int, int]
 
     @classmethod
-    def store(cls, file: WeightFile, name: str, weight: Int4Weight) -> HalfInt4Linear:
-        flat = weight.scale == 0  # a group of one value: its offset, as (0 - -1) * offset
-        scale = np.where(flat, weight.offset, weight.scale)
+    def store(cls, file: WeightFile, name: str, weight: QuantizedWeight) -> HalfInt4Linear:
+        scale, offset = weight.scales(), weight.offsets()
+        flat = scale == 0  # a group of one value: its offset, as (0 - -1) * offset
+        scale = np.where(flat, offset, scale)
         with np.errstate(divide="ignore", invalid="ignore"):
-            zero_point = np.where(flat, -1, -weight.offset / scale)
+            zero_point = np.where(flat, -1, weight.kind.zero - offset / scale)
+        packed = packed_nibbles(weight.codes)
         return cls(
-            file.add(name, np.where(flat[..., None], np.uint8(0), weight.packed)),
+            file.add(name, np.where(flat[..., None], np.uint8(0), packed)),
             file.add(f"{name}.scale", _halves(scale)),
             file.add(f"{name}.zero_point", _halves(zero_point)),
             weight.shape,

@@ -7,14 +7,14 @@ share an input, such as gate and up, share the prepared one.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import ClassVar, NamedTuple, Protocol
 
 import numpy as np
 import onnx_ir as ir
 from numpy.typing import NDArray
 
 from edgellm.graphs.builder import GraphBuilder, WeightFile
-from edgellm.kernels.int4 import GROUP, Int4Weight
+from edgellm.kernels.quantized import GROUP, QuantizedWeight
 
 # A row of zeros must not divide by zero; any positive scale gives the right zeros.
 _SMALLEST_SCALE = 1e-12
@@ -40,6 +40,7 @@ class Linear(Protocol):
 class FloatLinear:
     """float32 weight `[N, K]`."""
 
+    PRECISION: ClassVar = "float32"
     weight: ir.TensorProtocol
 
     @classmethod
@@ -177,88 +178,84 @@ class BlockRotatedLinear:
 
 
 @dataclass(frozen=True)
-class Int4Linear:
-    """int4 group-32 affine weight, exact for any offset.
+class GroupLinear:
+    """A quantized weight, exact whatever its kind is.
 
-    MatMulNBits is fast only with its implied zero point, so it multiplies by `(code - 8) * scale`
-    and the rest of the affine form is a small product with the sums of the input's groups.
+    MatMulNBits knows codes of 4 and 8 bits and is fast only with its implied zero point, so it
+    multiplies by `(code - 8) * scale` or `(code - 128) * scale`, and the rest of an affine form is
+    a small product with the sums of the input's groups.
     """
-
-    packed: ir.TensorProtocol
-    scale: ir.TensorProtocol
-    excess: ir.TensorProtocol | None  # [K/32, N]; None where all zero
-    shape: tuple[int, int]
-
-    @classmethod
-    def store(cls, file: WeightFile, name: str, weight: Int4Weight) -> Int4Linear:
-        excess = weight.excess
-        return cls(
-            file.add(name, weight.packed),
-            file.add(f"{name}.scale", weight.scale),
-            file.add(f"{name}.excess", excess.T) if excess.any() else None,
-            weight.shape,
-        )
-
-    def activation(self, graph: GraphBuilder, x: ir.Value) -> Activation:
-        groups = graph.op(
-            "Reshape", x, graph.constant([-1, self.shape[1] // GROUP, GROUP], np.int64)
-        )
-        sums = graph.op("ReduceSum", groups, graph.constant([-1], np.int64), keepdims=0)
-        return Activation(x, sums)  # [C, K/32]
-
-    def apply(self, graph: GraphBuilder, x: Activation) -> ir.Value:
-        product = _matmul_nbits(graph, x.values, self.packed, self.scale, self.shape, bits=4)
-        if self.excess is None:
-            return product
-        return graph.op("Add", product, graph.op("MatMul", x.extra, graph.weight(self.excess)))
-
-
-@dataclass(frozen=True)
-class Int8GroupLinear:
-    """int8 group-32 weight, symmetric around 128: the LM head, whose rows embed tokens as well."""
 
     codes: ir.TensorProtocol
     scale: ir.TensorProtocol
+    excess: ir.TensorProtocol | None  # [K/32, N]; None where all zero
     shape: tuple[int, int]
+    bits: int
+    group: int
 
     @classmethod
     def store(
-        cls, file: WeightFile, name: str, codes: NDArray[np.uint8], scale: NDArray[np.float32]
-    ) -> Int8GroupLinear:
-        """From codes `[N, K/32, 32]` and scales `[N, K/32]`."""
-        shape = (codes.shape[0], codes.shape[1] * codes.shape[2])
-        return cls(file.add(name, codes), file.add(f"{name}.scale", scale), shape)
+        cls, file: WeightFile, name: str, weight: QuantizedWeight, *, whole_bytes: bool = False
+    ) -> GroupLinear:
+        """Codes as `name`, scales as `name.scale`.
+
+        Args:
+            whole_bytes: for each code, as a table of embeddings is read.
+        """
+        kind, values = weight.kind, weight.values()
+        bits = 8 if whole_bytes or kind.table or kind.bits > 4 else 4
+        # what is stored for 0: the implied zero point, unless the kind's codes need all bits
+        zero = kind.zero if kind.bits == bits else 1 << bits - 1
+        stored = (values + zero).astype(np.uint8)
+        scale = weight.scales()
+        excess = weight.offsets()
+        if zero != 1 << bits - 1:
+            excess += scale * np.float32((1 << bits - 1) - zero)
+        groups = stored.reshape(len(stored), -1, kind.group)
+        return cls(
+            file.add(name, groups if bits == 8 else packed_nibbles(stored)),
+            file.add(f"{name}.scale", scale),
+            file.add(f"{name}.excess", excess.T) if excess.any() else None,
+            weight.shape,
+            bits,
+            kind.group,
+        )
 
     def activation(self, graph: GraphBuilder, x: ir.Value) -> Activation:
         return Activation(x)
 
     def apply(self, graph: GraphBuilder, x: Activation) -> ir.Value:
-        return _matmul_nbits(graph, x.values, self.codes, self.scale, self.shape, bits=8)
+        product = self._product(graph, x.values)
+        if self.excess is None:
+            return product
+        # layers of the same input each have these sums here; ORT computes them once
+        runs = graph.constant([-1, self.shape[1] // GROUP, GROUP], np.int64)
+        groups = graph.op("Reshape", x.values, runs)
+        sums = graph.op("ReduceSum", groups, graph.constant([-1], np.int64), keepdims=0)
+        return graph.op("Add", product, graph.op("MatMul", sums, graph.weight(self.excess)))
+
+    def _product(self, graph: GraphBuilder, x: ir.Value) -> ir.Value:
+        """ORT's group-quantized product with int8 activations, which accuracy_level 4 asks for.
+
+        Other levels compute in float32: one row by 2048 x 2048 on one core took 0.16 ms against
+        0.04 ms with 4 bits, and 4.1 ms against 0.06 ms with 8.
+        """
+        outputs, inputs = self.shape
+        return graph.op(
+            "MatMulNBits",
+            x,
+            graph.weight(self.codes),
+            graph.weight(self.scale),
+            domain="com.microsoft",
+            K=inputs,
+            N=outputs,
+            bits=self.bits,
+            block_size=self.group,
+            accuracy_level=4,
+        )
 
 
-def _matmul_nbits(
-    graph: GraphBuilder,
-    x: ir.Value,
-    codes: ir.TensorProtocol,
-    scale: ir.TensorProtocol,
-    shape: tuple[int, int],
-    *,
-    bits: int,
-) -> ir.Value:
-    """ORT's group-quantized product with int8 activations, which accuracy_level 4 asks for.
-
-    Other levels compute in float32: one row by 2048 x 2048 on one core took 0.16 ms against 0.04 ms
-    with 4 bits, and 4.1 ms against 0.06 ms with 8.
-    """
-    return graph.op(
-        "MatMulNBits",
-        x,
-        graph.weight(codes),
-        graph.weight(scale),
-        domain="com.microsoft",
-        K=shape[1],
-        N=shape[0],
-        bits=bits,
-        block_size=GROUP,
-        accuracy_level=4,
-    )
+def packed_nibbles(codes: NDArray[np.uint8]) -> NDArray[np.uint8]:
+    """Codes `[N, K]` of 4 bits as MatMulNBits reads them, `[N, K/32, 16]`: two in a byte."""
+    pairs = codes.reshape(codes.shape[0], -1, GROUP // 2, 2)
+    return pairs[..., 0] | np.left_shift(pairs[..., 1], 4, dtype=np.uint8)

@@ -117,13 +117,18 @@ class QuantizedWeight:
         scale_type = np.int8 if kind.blocked else Half
         self._require("scale", self.scale, scale_type, (rows, columns // kind.group))
         offset_type = np.uint8 if kind.blocked else Half
-        self._require("offset", self.offset, offset_type, (rows, columns // GROUP), there=affine)
+        self._require("offset", self.offset, offset_type, (rows, columns // GROUP), affine)
         blocks = rows, columns // BLOCK
-        self._require("block_scale", self.block_scale, Half, blocks, there=kind.blocked)
-        self._require("block_offset", self.block_offset, Half, blocks, there=both)
+        self._require("block_scale", self.block_scale, Half, blocks, kind.blocked)
+        self._require("block_offset", self.block_offset, Half, blocks, both)
 
     def _require(
-        self, name: str, array: NDArray[Any] | None, dtype: Any, shape: object, *, there: bool = True
+        self,
+        name: str,
+        array: NDArray[Any] | None,
+        dtype: Any,
+        shape: object,
+        there: bool = True,
     ) -> None:
         needed = f"{np.dtype(dtype)} {shape}" if there else None
         given = None if array is None else f"{array.dtype} {array.shape}"
@@ -159,7 +164,8 @@ class QuantizedWeight:
 
     def rows(self, index: slice | NDArray[np.intp]) -> QuantizedWeight:
         """The same weight with some of its outputs, or all in another order."""
-        return replace(self, **{name: array[index] for name, array in self.arrays().items()})
+        arrays: dict[str, Any] = {name: a[index] for name, a in self.arrays().items()}
+        return replace(self, **arrays)
 
     def arrays(self) -> dict[str, NDArray[Any]]:
         """Its arrays by the names of the attributes."""
@@ -190,9 +196,8 @@ def concatenate(weights: Sequence[QuantizedWeight]) -> QuantizedWeight:
         kinds = ", ".join(weight.kind.name for weight in weights)
         raise ValueError(f"weights of different kinds: {kinds}")
     every = [weight.arrays() for weight in weights]
-    return replace(
-        first, **{name: np.concatenate([arrays[name] for arrays in every]) for name in every[0]}
-    )
+    stacked: dict[str, Any] = {name: np.concatenate([a[name] for a in every]) for name in every[0]}
+    return replace(first, **stacked)
 
 
 def row_slices(rows: int, columns: int) -> Iterable[slice]:

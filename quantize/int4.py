@@ -5,24 +5,21 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from edgellm.kernels.int4 import GROUP, Int4Weight, pack
+from edgellm.kernels.quantized import GROUP, KINDS, QuantizedWeight
+
+_AFFINE = KINDS["int4_affine"]
 
 
-def quantize_int4(weight: NDArray[np.float32]) -> Int4Weight:
+def quantize_int4(weight: NDArray[np.float32]) -> QuantizedWeight:
     """Cover each group's range with 16 levels: `scale = (max - min) / 15`, `offset = min`.
-
-    Both are rounded to half precision, in which Q4_1 and the native kernels store them.
 
     Args:
         weight: `[N, K]` float32, K a multiple of 32.
     """
     groups = weight.reshape(weight.shape[0], -1, GROUP)
-    low = _half(groups.min(axis=-1))
-    scale = _half((groups.max(axis=-1) - low) * np.float32(1 / 15))
-    divisor = np.where(scale > 0, scale, 1)
-    codes = np.rint((groups - low[..., None]) / divisor[..., None]).clip(0, 15)
-    return Int4Weight(pack(codes.astype(np.uint8).reshape(weight.shape)), scale, low)
-
-
-def _half(values: NDArray[np.float32]) -> NDArray[np.float32]:
-    return values.astype(np.float16).astype(np.float32)
+    low = groups.min(axis=-1).astype(np.float16)
+    whole = low.astype(np.float32)
+    scale = ((groups.max(axis=-1) - whole) * np.float32(1 / 15)).astype(np.float16)
+    divisor = np.where(scale > 0, scale, 1).astype(np.float32)
+    codes = np.rint((groups - whole[..., None]) / divisor[..., None]).clip(0, 15)
+    return QuantizedWeight(_AFFINE, codes.astype(np.uint8).reshape(weight.shape), scale, low)

@@ -5,8 +5,9 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-GROUP = 32
-ZERO_POINT = 128
+from edgellm.kernels.quantized import GROUP, KINDS, QuantizedWeight
+
+_SYMMETRIC = KINDS["int8_symmetric"]
 
 
 def quantize_channels(
@@ -23,24 +24,14 @@ def channel_scale(weight: NDArray[np.float32]) -> NDArray[np.float32]:
     return np.asarray(np.abs(weight).max(axis=1) * np.float32(1 / 127))
 
 
-def quantize_groups(
-    weight: NDArray[np.float32],
-) -> tuple[NDArray[np.uint8], NDArray[np.float32]]:
-    """Codes `[N, K/32, 32]` uint8 around 128 and scales `[N, K/32]`: `w = (code - 128) * scale`.
+def quantize_groups(weight: NDArray[np.float32]) -> QuantizedWeight:
+    """Groups of 32 around 0, with scales in half precision as Q8_0 has them.
 
-    Scales are rounded to half precision, in which Q8_0 and the native kernels store them.
+    Args:
+        weight: `[N, K]` float32, K a multiple of 32.
     """
     groups = weight.reshape(weight.shape[0], -1, GROUP)
-    scale = np.abs(groups).max(axis=-1) * np.float32(1 / 127)
-    scale = scale.astype(np.float16).astype(np.float32)
-    divisor = np.where(scale > 0, scale, 1)
-    codes = np.rint(groups / divisor[..., None]).clip(-127, 127) + ZERO_POINT
-    return codes.astype(np.uint8), scale
-
-
-def dequantize_groups(
-    codes: NDArray[np.uint8], scale: NDArray[np.float32]
-) -> NDArray[np.float32]:  # [..., K/32, 32], [..., K/32] -> [..., K]
-    """The float32 rows that group-32 codes stand for."""
-    values = (codes.astype(np.float32) - np.float32(ZERO_POINT)) * scale[..., None]
-    return values.reshape(*codes.shape[:-2], -1)
+    scale = (np.abs(groups).max(axis=-1) * np.float32(1 / 127)).astype(np.float16)
+    divisor = np.where(scale > 0, scale, 1).astype(np.float32)
+    codes = np.rint(groups / divisor[..., None]).clip(-127, 127) + _SYMMETRIC.zero
+    return QuantizedWeight(_SYMMETRIC, codes.astype(np.uint8).reshape(weight.shape), scale)

@@ -16,11 +16,18 @@ from edgellm.errors import BundleError, OptionError
 from edgellm.export.calibrate import CalibrationOptions
 from edgellm.export.flavour_writer import write_flavour, write_head
 from edgellm.export.flavours import FLAVOURS
-from edgellm.export.import_report import ImportReport
 from edgellm.export.panel_writer import store_panels
 from edgellm.export.reference_writer import measure_errors, reference_tokens, store_reference
-from edgellm.export.target import check_same_sizes, disk_errors, present_at, publish, sizes_of
+from edgellm.export.target import (
+    check_same_sizes,
+    check_same_weights,
+    disk_errors,
+    present_at,
+    publish,
+    sizes_of,
+)
 from edgellm.export.tokenizer_import import import_tokenizer
+from edgellm.export.weight_reader import FLOAT_WEIGHTS, WeightReader
 from edgellm.graphs.builder import WeightFile
 from edgellm.graphs.checkpoint import Checkpoint, open_checkpoint
 from edgellm.graphs.contract import StoredArray
@@ -43,6 +50,7 @@ def export(
     flavours: Sequence[str] = DEFAULT_FLAVOURS,
     chunk_sizes: Sequence[int] | None = None,
     calibration: CalibrationOptions | None = None,
+    weights: str | None = None,
     force: bool = False,
     mend: bool = False,
     progress: ExportProgress | None = None,
@@ -57,6 +65,8 @@ def export(
         flavours: names from `FLAVOURS`.
         chunk_sizes: static sizes to export; None keeps those of a bundle that is there.
         calibration: for the flavours with static scales.
+        weights: what linear layers of float tensors become; None keeps what a bundle that is there
+            has, and is `auto` for a new one.
         force: replace the bundle at `out`.
         mend: replace what is at `out`, which is a folder of edgellm's own, if it is damaged or of
             an earlier format.
@@ -64,12 +74,15 @@ def export(
 
     Raises:
         ModelFormatError, UnsupportedModelError: see `open_checkpoint`.
-        OptionError: unknown flavours, or chunk sizes that cannot be or that the bundle has not.
+        OptionError: unknown flavours or weights, or chunk sizes that cannot be, or others than the
+            bundle has.
         BundleError: something else is at `out`, or a damaged bundle and neither `force` nor `mend`
             is set.
         ExportError: the disk is full or not writable.
     """
     check_flavours(flavours)
+    if weights is not None and weights not in FLOAT_WEIGHTS:
+        raise OptionError(f"`weights` {weights}: allowed are {', '.join(FLOAT_WEIGHTS)}")
     if chunk_sizes is not None:
         check_chunk_sizes(chunk_sizes, flavours)
     out = out.absolute()
@@ -80,6 +93,8 @@ def export(
             present = present_at(out, source, force=force, mend=mend)
             if present is not None and chunk_sizes is not None:
                 check_same_sizes(out, present, chunk_sizes)
+            if present is not None and weights is not None:
+                check_same_weights(out, present, weights)
             missing = [f for f in flavours if present is None or f not in present.flavours]
             if missing:
                 checkpoint = open_checkpoint(checkpoint_path)
@@ -87,6 +102,7 @@ def export(
                     checkpoint,
                     chunk_sizes=sizes_of(present) or chunk_sizes or DEFAULT_CHUNK_SIZES,
                     calibration=calibration or CalibrationOptions(),
+                    weights=(present.weights if present else weights) or "auto",
                     steps=_Steps(checkpoint, missing, progress),
                 )
                 if present is None:
@@ -124,9 +140,11 @@ class _Exporter:
         *,
         chunk_sizes: Sequence[int],
         calibration: CalibrationOptions,
+        weights: str,
         steps: _Steps,
     ) -> None:
         self._checkpoint = checkpoint
+        self._weights = weights
         self._chunk_sizes = chunk_sizes
         self._calibration = calibration
         self._steps = steps
@@ -145,6 +163,7 @@ class _Exporter:
                 tokenizer=imported.entry,
                 generation=imported.generation,
                 versions={tool: _version(tool) for tool in _TOOLS},
+                weights=self._weights,
                 flavours={},
                 heads={},
                 files={},
@@ -178,9 +197,9 @@ class _Exporter:
             arrays = self._reference(root, tokenizer)
         heads = dict(manifest.heads)
         if flavour.head is not None and flavour.head not in heads:
-            heads[flavour.head] = write_head(self._checkpoint, root, flavour.head)
+            heads[flavour.head] = write_head(self._reader(), root, flavour.head)
         entry = write_flavour(
-            self._checkpoint,
+            self._reader(),
             name,
             root,
             tokenizer=tokenizer,
@@ -220,19 +239,28 @@ class _Exporter:
             on_segment=lambda i: self._steps.step(f"comparing {name}: segment {i}"),
         )
 
+    def _reader(self) -> WeightReader:
+        """With a report of its own."""
+        return WeightReader(self._checkpoint, self._weights)
+
     def _panels(self, root: Path, manifest: Manifest) -> Manifest:
         folder = root / PANELS
         folder.mkdir()
-        report = ImportReport()
+        reader = self._reader()
         with WeightFile(folder) as file:
-            arrays = store_panels(
-                self._checkpoint,
+            kinds = store_panels(
+                reader,
                 file,
-                report,
                 on_layer=lambda i: self._steps.step(f"exporting {PANELS}: layer {i}"),
             )
         entry = FlavourEntry(
-            FLAVOURS[PANELS].description, None, (), False, report.to_json(), arrays=arrays
+            FLAVOURS[PANELS].description,
+            None,
+            (),
+            False,
+            reader.report.to_json(),
+            arrays=dict(file.arrays),
+            kinds=kinds,
         )
         return replace(manifest, flavours={**manifest.flavours, PANELS: entry})
 

@@ -11,19 +11,18 @@ import onnx_ir as ir
 from edgellm.bundle import FlavourEntry, HeadEntry
 from edgellm.export.calibrate import CalibrationOptions, Calibrator, choose_windows
 from edgellm.export.flavours import FLAVOURS, Flavour
-from edgellm.export.import_report import ImportReport
+from edgellm.export.weight_reader import WeightReader
 from edgellm.graphs.builder import WeightFile
 from edgellm.graphs.checkpoint import Checkpoint
 from edgellm.graphs.contract import HEAD_FILE, HOST_TOKENS, part_file, parts
-from edgellm.graphs.linear import FloatLinear, Int8GroupLinear, Linear
+from edgellm.graphs.linear import FloatLinear, GroupLinear, Linear
 from edgellm.graphs.segment import Segment, author_head, author_segment
-from edgellm.quantize.int8 import quantize_groups
 from edgellm.reference import ROTATION
 from edgellm.tokenizer import Tokenizer
 
 
 def write_flavour(
-    checkpoint: Checkpoint,
+    reader: WeightReader,
     name: str,
     root: Path,
     *,
@@ -41,7 +40,7 @@ def write_flavour(
     flavour = FLAVOURS[name]
     assert flavour.segments is not None
     static = (1,) if flavour.token_by_token else tuple(sorted(set(chunk_sizes)))
-    report, segments = ImportReport(), []
+    checkpoint, segments = reader.checkpoint, []
     folder = root / name
     folder.mkdir()
     with (
@@ -50,7 +49,7 @@ def write_flavour(
         WeightFile(folder) as file,
     ):
         calibrator = _calibrator(checkpoint, flavour, tokenizer, calibration, unrounded)
-        for segment in flavour.segments(checkpoint, file, report, calibrator):
+        for segment in flavour.segments(reader, file, calibrator):
             segments.append(segment)
             on_segment(segment.index)
     shadows = calibrator.shadows() if calibrator else {}
@@ -60,7 +59,7 @@ def write_flavour(
         flavour.head,
         static,
         not flavour.token_by_token,
-        report.to_json(),
+        reader.report.to_json(),
         arrays={n: file.arrays[n] for n in read_by_name if n in file.arrays},
         host_tokens=HOST_TOKENS if calibrator else 0,
         calibration=calibration.to_json() if calibrator else {},
@@ -108,15 +107,15 @@ def _write_graphs(
             ir.save(model, folder / part_file(part, chunk))
 
 
-def write_head(checkpoint: Checkpoint, root: Path, kind: str) -> HeadEntry:
+def write_head(reader: WeightReader, root: Path, kind: str) -> HeadEntry:
     """An LM head's folder in `root`, the embedding with it."""
-    config = checkpoint.config
+    config = reader.checkpoint.config
     folder = root / f"head-{kind}"
     folder.mkdir()
     with WeightFile(folder) as file:
-        head = _store_table(checkpoint, file, "embedding", kind)
+        head = _store_table(reader, file, "embedding", kind)
         if not config.tied_embedding:
-            head = _store_table(checkpoint, file, "head", kind)
+            head = _store_table(reader, file, "head", kind)
         ir.save(author_head(head, config), folder / HEAD_FILE)
         if kind == "f32":
             return HeadEntry({"values": file.arrays["embedding"]})
@@ -125,10 +124,8 @@ def write_head(checkpoint: Checkpoint, root: Path, kind: str) -> HeadEntry:
         )
 
 
-def _store_table(checkpoint: Checkpoint, file: WeightFile, name: str, kind: str) -> Linear:
-    """Store the embedding or the head as float32 or as int8 groups (exact from Q8_0)."""
-    tensor = checkpoint.tensor(name)
+def _store_table(reader: WeightReader, file: WeightFile, name: str, kind: str) -> Linear:
+    """Store the embedding or the head as float32 or in bytes around 128."""
     if kind == "f32":
-        return FloatLinear.store(file, name, tensor.float32())
-    codes, scale = (tensor.int8_groups or (lambda: quantize_groups(tensor.float32())))()
-    return Int8GroupLinear.store(file, name, codes, scale)
+        return FloatLinear.store(file, name, reader.checkpoint.tensor(name).float32())
+    return GroupLinear.store(file, name, reader.symmetric_table(name), whole_bytes=True)

@@ -4,9 +4,10 @@ f32    float32 weights and activations: the reference.
 w8a8   int8 weights (a scale a channel) and int8 activations (a scale a row, found at run time),
        rotated so that no channel is an outlier (see `rotated.py`).
 f16    float16 weights and inputs of linear layers, float32 between them, for GPUs.
-w4a16  the same with int4 group-32 affine weights, as in `panels`.
-int4   int4 group-32 affine weights for decoding one token at a time; Q4_0 and Q4_1 exactly.
-panels the same weights for the native kernels instead of ONNX Runtime (see `panels.py`).
+w4a16  the same with int4 group-32 affine weights.
+int4   quantized weights as the file has them, in 4 or 8 bits, for decoding one token at a time.
+panels quantized weights as the file has them, for the native kernels instead of ONNX Runtime (see
+       `panels.py`).
 
 w8a16-qdq
        int8 weights (a scale a channel) and 16-bit activations with scales from a calibration run
@@ -30,16 +31,14 @@ from typing import Protocol
 import numpy as np
 
 from edgellm.bundle import PANELS
-from edgellm.export.import_report import ImportReport
 from edgellm.export.rotated import Observer, StaticSegments, dynamic_segments
+from edgellm.export.weight_reader import WeightReader, as_int4_affine
 from edgellm.graphs.builder import WeightFile
 from edgellm.graphs.checkpoint import Checkpoint, qkv_bias
 from edgellm.graphs.half_linear import HalfInt4Linear, HalfLinear
-from edgellm.graphs.linear import BiasedLinear, FloatLinear, Int4Linear, Linear
+from edgellm.graphs.linear import BiasedLinear, ConcatLinear, FloatLinear, GroupLinear, Linear
 from edgellm.graphs.segment import Mlp, Segment
-from edgellm.kernels.int4 import Int4Weight, concatenate, dequantize
-from edgellm.quantize.error import relative_error
-from edgellm.quantize.int4 import quantize_int4
+from edgellm.kernels.quantized import concatenate
 
 
 class Authors(Protocol):
@@ -47,9 +46,8 @@ class Authors(Protocol):
 
     def __call__(
         self,
-        checkpoint: Checkpoint,
+        reader: WeightReader,
         file: WeightFile,
-        report: ImportReport,
         observer: Observer | None = None,
     ) -> Iterator[Segment]: ...
 
@@ -78,39 +76,41 @@ class Flavour:
 
 def _float_linear(
     kind: type[FloatLinear] | type[HalfLinear],
-    checkpoint: Checkpoint,
+    reader: WeightReader,
     file: WeightFile,
-    report: ImportReport,
     name: str,
     *parts: str,
 ) -> Linear:
-    report.exact += len(parts)
-    weights = [checkpoint.tensor(part).float32() for part in parts]
-    return kind.store(file, name, np.concatenate(weights))
+    tensors = [reader.checkpoint.tensor(part) for part in parts]
+    for part, tensor in zip(parts, tensors, strict=True):
+        reader.report.took(part, tensor.storage, kind.PRECISION)
+    return kind.store(file, name, np.concatenate([tensor.float32() for tensor in tensors]))
 
 
-def _int4_linear(
-    kind: type[Int4Linear] | type[HalfInt4Linear],
-    checkpoint: Checkpoint,
+def _half_int4_linear(
+    reader: WeightReader,
     file: WeightFile,
-    report: ImportReport,
     name: str,
     *parts: str,
 ) -> Linear:
-    weights = [int4_weight(checkpoint, part, report) for part in parts]
-    return kind.store(file, name, concatenate(weights))
+    stack = [reader.int4(part) for part in parts]
+    if len({weight.kind for weight in stack}) > 1:
+        stack = [as_int4_affine(weight) for weight in stack]
+    return HalfInt4Linear.store(file, name, concatenate(stack))
 
 
-def int4_weight(checkpoint: Checkpoint, name: str, report: ImportReport) -> Int4Weight:
-    """A tensor as int4 groups: as it is if it has them, else rounded."""
-    tensor = checkpoint.tensor(name)
-    if tensor.int4 is not None:
-        report.exact += 1
-        return tensor.int4()
-    exact = tensor.float32()
-    weight = quantize_int4(exact)
-    report.requantized[name] = relative_error(exact, dequantize(weight))
-    return weight
+def _group_linear(
+    reader: WeightReader,
+    file: WeightFile,
+    name: str,
+    *parts: str,
+) -> Linear:
+    stack = [reader.linear(part) for part in parts]
+    if len({weight.kind for weight in stack}) == 1:
+        return GroupLinear.store(file, name, concatenate(stack))
+    return ConcatLinear(
+        tuple(GroupLinear.store(file, *each) for each in zip(parts, stack, strict=True))
+    )
 
 
 def _plain(store: Callable[..., Linear]) -> Authors:
@@ -121,12 +121,11 @@ def _plain(store: Callable[..., Linear]) -> Authors:
     """
 
     def segments(
-        checkpoint: Checkpoint,
+        reader: WeightReader,
         file: WeightFile,
-        report: ImportReport,
         observer: Observer | None = None,
     ) -> Iterator[Segment]:
-        linear = partial(store, checkpoint, file, report)
+        checkpoint, linear = reader.checkpoint, partial(store, reader, file)
         for index in range(checkpoint.config.layers + 1):
             yield _plain_segment(index, checkpoint, file, linear)
 
@@ -186,7 +185,7 @@ FLAVOURS = {
         "int4 group-32 affine weights, float16 inputs of linear layers",
         "int8",
         False,
-        _plain(partial(_int4_linear, HalfInt4Linear)),
+        _plain(_half_int4_linear),
         basic_norms=True,
     ),
     "w8a8": Flavour(
@@ -197,10 +196,10 @@ FLAVOURS = {
         dynamic_segments,
     ),
     "int4": Flavour(
-        "int4 group-32 affine weights, int8 activations per group",
+        "weights as in the file, in codes of 4 or 8 bits, int8 activations per group",
         "int8",
         True,
-        _plain(partial(_int4_linear, Int4Linear)),
+        _plain(_group_linear),
     ),
     "w8a16-qdq": Flavour(
         "int8 weights per channel, 16-bit activations with calibrated scales",
@@ -217,7 +216,7 @@ FLAVOURS = {
         calibrated_bits=8,
     ),
     PANELS: Flavour(
-        "int4 group-32 affine weights, int8 activations per group, for the native kernels",
+        "weights as in the file, int8 activations per group, for the native kernels",
         None,
         True,
         None,

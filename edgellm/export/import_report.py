@@ -18,6 +18,19 @@ class ImportReport:
     exact: int = 0
     requantized: dict[str, float] = field(default_factory=dict)
 
+    def took(self, name: str, storage: str, kind: str, *, error: float | None = None) -> None:
+        """Note a tensor that was written.
+
+        Args:
+            storage: how the file held it.
+            kind: how it was written.
+            error: relative, if it was rounded.
+        """
+        if error is None:
+            self.exact += 1
+        else:
+            self.requantized[name] = error
+
     def to_json(self) -> dict[str, Any]:
         errors = self.requantized
         worst = max(errors, key=errors.__getitem__) if errors else None

@@ -2,51 +2,39 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 
-import numpy as np
-from numpy.typing import NDArray
-
-from edgellm.export.flavours import int4_weight
-from edgellm.export.import_report import ImportReport
+from edgellm.export.weight_reader import WeightReader
 from edgellm.graphs.builder import WeightFile
-from edgellm.graphs.checkpoint import Checkpoint, qkv_bias
-from edgellm.graphs.contract import StoredArray
-from edgellm.kernels.int4 import concatenate
-from edgellm.kernels.linear import int4_panels, int8_panels
+from edgellm.graphs.checkpoint import qkv_bias
+from edgellm.kernels.linear import to_panels
+from edgellm.kernels.quantized import QuantizedWeight
 from edgellm.panels import LINEAR
-from edgellm.quantize.int8 import ZERO_POINT, quantize_groups
 
 
 def store_panels(
-    checkpoint: Checkpoint,
-    file: WeightFile,
-    report: ImportReport,
-    *,
-    on_layer: Callable[[int], None],
-) -> Mapping[str, StoredArray]:
-    """Write all weights, in the order in which a token needs them."""
+    reader: WeightReader, file: WeightFile, *, on_layer: Callable[[int], None]
+) -> dict[str, str]:
+    """Write all weights, in the order in which a token needs them; gives the kind of each."""
+    checkpoint = reader.checkpoint
     config = checkpoint.config
+    kinds = {}
+
+    def add(name: str, weight: QuantizedWeight) -> None:
+        kinds[name] = weight.kind.name
+        file.add(name, to_panels(weight).data)
+
     for layer in range(config.layers):
+        prefix = f"layers.{layer}."
         for norm in ("attention_norm", "mlp_norm"):
-            name = f"layers.{layer}.{norm}"
-            file.add(name, checkpoint.tensor(name).float32())
-        for name, parts in LINEAR.items():
-            weights = [int4_weight(checkpoint, f"layers.{layer}.{p}", report) for p in parts]
-            file.add(f"layers.{layer}.{name}", int4_panels(concatenate(weights)).data)
+            file.add(prefix + norm, checkpoint.tensor(prefix + norm).float32())
+        for name in LINEAR:
+            add(prefix + name, reader.linear(prefix + name))
         bias = qkv_bias(checkpoint, layer)
         if bias is not None:
-            file.add(f"layers.{layer}.qkv_bias", bias)
+            file.add(f"{prefix}qkv_bias", bias)
         on_layer(layer)
     file.add("final_norm", checkpoint.tensor("final_norm").float32())
     for name in ("embedding",) if config.tied_embedding else ("embedding", "head"):
-        file.add(name, _table(checkpoint, name))
-    return dict(file.arrays)
-
-
-def _table(checkpoint: Checkpoint, name: str) -> NDArray[np.uint8]:
-    """The embedding or the head as int8 panels (exact from Q8_0)."""
-    tensor = checkpoint.tensor(name)
-    codes, scale = (tensor.int8_groups or (lambda: quantize_groups(tensor.float32())))()
-    signed = (codes ^ np.uint8(ZERO_POINT)).view(np.int8)
-    return int8_panels(signed.reshape(signed.shape[0], -1), scale).data
+        add(name, reader.table(name))
+    return kinds

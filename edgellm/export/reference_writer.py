@@ -18,8 +18,8 @@ from edgellm.bundle import FlavourEntry
 from edgellm.errors import ExportError
 from edgellm.export.calibration_text import default_text
 from edgellm.export.flavours import FLAVOURS
-from edgellm.export.import_report import ImportReport
 from edgellm.export.layerwise import WindowAttention
+from edgellm.export.weight_reader import WeightReader
 from edgellm.graphs import contract
 from edgellm.graphs.builder import WeightFile
 from edgellm.graphs.checkpoint import Checkpoint
@@ -109,7 +109,7 @@ def _store_segments(
         with WeightFile(folder) as weights:
             authors = FLAVOURS["f32"].segments
             assert authors is not None
-            for segment in authors(checkpoint, weights, ImportReport()):
+            for segment in authors(WeightReader(checkpoint), weights):
                 weights.flush()
                 outputs = _outputs(segment, config, inputs, folder)
                 _check_finite("f32", segment.index, outputs.values())

@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgellm.export.import_report import ImportReport
+from edgellm.export.weight_reader import WeightReader
 from edgellm.graphs.builder import WeightFile
 from edgellm.graphs.checkpoint import Checkpoint, qkv_bias
 from edgellm.graphs.linear import (
@@ -62,14 +63,12 @@ class Observer(Protocol):
 
 
 def dynamic_segments(
-    checkpoint: Checkpoint,
-    file: WeightFile,
-    report: ImportReport,
-    observer: Observer | None = None,
+    reader: WeightReader, file: WeightFile, observer: Observer | None = None
 ) -> Iterator[Segment]:
     """int8 weights, and activations whose scales are found at run time."""
-    layers, store = _RotatedLayers(checkpoint, static=False), _Rounded(file, report, Int8Linear)
-    for index in range(checkpoint.config.layers + 1):
+    layers = _RotatedLayers(reader.checkpoint, static=False)
+    store = _Rounded(file, reader.report, Int8Linear)
+    for index in range(reader.checkpoint.config.layers + 1):
         yield layers.segment(index, layers.weights(index), store)
 
 
@@ -84,16 +83,12 @@ class StaticSegments:
         self._mixes_runs = mixes_runs
 
     def __call__(
-        self,
-        checkpoint: Checkpoint,
-        file: WeightFile,
-        report: ImportReport,
-        observer: Observer | None = None,
+        self, reader: WeightReader, file: WeightFile, observer: Observer | None = None
     ) -> Iterator[Segment]:
         """Without an observer, each weight is rounded to the nearest."""
-        layers = _RotatedLayers(checkpoint, static=True, mixes_runs=self._mixes_runs)
-        store = _Rounded(file, report, StaticLinear)
-        for index in range(checkpoint.config.layers + 1):
+        layers = _RotatedLayers(reader.checkpoint, static=True, mixes_runs=self._mixes_runs)
+        store = _Rounded(file, reader.report, StaticLinear)
+        for index in range(reader.checkpoint.config.layers + 1):
             weights = layers.weights(index)
             if observer is not None:
                 unrounded = layers.segment(index, weights, _Unrounded(observer.file))

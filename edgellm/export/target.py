@@ -51,6 +51,14 @@ def check_same_sizes(out: Path, present: Manifest, chunk_sizes: Sequence[int]) -
         )
 
 
+def check_same_weights(out: Path, present: Manifest, weights: str) -> None:
+    """Refuse other precisions of float tensors than those of the bundle that is there."""
+    if present.weights != weights:
+        raise OptionError(
+            f"`weights` {weights}: the bundle at {out} has {present.weights}; `force` replaces it"
+        )
+
+
 def sizes_of(present: Manifest | None) -> Sequence[int]:
     """The chunk sizes that all flavours of a bundle with chunks have; none without a bundle."""
     entries = present.flavours.values() if present is not None else ()

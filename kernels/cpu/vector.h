@@ -173,6 +173,11 @@ inline Vec load_halves(const uint16_t* p) {
 #endif
 }
 
+// LANES bytes, signed.
+inline Vec load_small(const uint8_t* p) {
+    return to_float(__builtin_convertvector(*reinterpret_cast<const Narrow*>(p), IVec));
+}
+
 // sum[lane] += a[4 lane + i] * b[4 lane + i] over i < 4; a is 0 .. 127, b is -127 .. 127.
 inline IVec dot(IVec sum, Bytes a, Bytes b) {
 #if defined(EDGELLM_VNNI512)
@@ -209,3 +214,26 @@ inline IVec dot_signed(IVec sum, Bytes a, Bytes b) {
 #endif
 }
 #endif
+
+// What the codes of IQ4_NL and IQ4_XS stand for, and twice what those of E2M1 floats do.
+alignas(16) constexpr int8_t IQ4[16] = {-127, -104, -83, -65, -49, -35, -22, -10,
+                                        1,    13,   25,  38,  53,  69,  89,  113};
+alignas(16) constexpr int8_t E2M1[16] = {0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12};
+
+// table[index] for each byte, ready to be multiplied; indices are 0 .. 15.
+inline Bytes lookup(const int8_t* table, Bytes index) {
+#if defined(EDGELLM_VNNI512)
+    const __m512i all = _mm512_broadcast_i32x4(_mm_load_si128(reinterpret_cast<const __m128i*>(table)));
+    return operand((Bytes)_mm512_shuffle_epi8(all, (__m512i)index));
+#elif defined(EDGELLM_AVX2)
+    const __m256i all =
+        _mm256_broadcastsi128_si256(_mm_load_si128(reinterpret_cast<const __m128i*>(table)));
+    return operand((Bytes)_mm256_shuffle_epi8(all, (__m256i)index));
+#elif defined(EDGELLM_NEON)
+    return (Bytes)vqtbl1q_s8(vld1q_s8(table), (uint8x16_t)index);
+#else
+    Bytes values;
+    for (int i = 0; i < 4 * LANES; ++i) values[i] = table[index[i]];
+    return values;
+#endif
+}

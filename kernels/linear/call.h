@@ -9,33 +9,58 @@ namespace edgellm {
 constexpr int GROUP = 32;   // inputs that share a scale
 constexpr int PANEL = 16;   // outputs that lie side by side
 
-enum Kind : int32_t { INT4_SYMMETRIC = 0, INT4_AFFINE = 1, INT8_SYMMETRIC = 2 };
+// In the order of KINDS in ../quantized.py, which says what they stand for.
+enum Kind : int32_t {
+    INT4_SYMMETRIC, INT4_AFFINE, INT8_SYMMETRIC, INT8_AFFINE, INT5_SYMMETRIC, INT5_AFFINE,
+    INT4_K, INT5_K, INT6_K, IQ4_NL, IQ4_XS, MXFP4, KINDS
+};
 
-// Bytes of one group of a panel: codes, 16 half-precision scales, with INT4_AFFINE 16 offsets.
+struct Traits {
+    int bits;
+    bool affine, blocked;
+    int parts;  // of a group, which have scales of their own
+    bool table;
+};
+constexpr Traits TRAITS[KINDS] = {
+    {4, false, false, 1, false}, {4, true, false, 1, false}, {8, false, false, 1, false},
+    {8, true, false, 1, false},  {5, false, false, 1, false}, {5, true, false, 1, false},
+    {4, true, true, 1, false},   {5, true, true, 1, false},   {6, false, true, 2, false},
+    {4, false, false, 1, true},  {4, false, true, 1, true},   {4, false, false, 1, true},
+};
+constexpr int BLOCK_GROUPS = 8;  // that share halves in blocked kinds
+
+// Bytes of one group of a panel, and of what the groups of a block share.
 constexpr size_t group_bytes(int kind) {
-    return kind == INT8_SYMMETRIC ? 544 : kind == INT4_AFFINE ? 320 : 288;
+    const Traits f = TRAITS[kind];
+    return 64 * f.bits + (f.blocked ? PANEL : 2 * PANEL) * (f.parts + f.affine);
+}
+constexpr size_t block_bytes(int kind) {
+    return TRAITS[kind].blocked ? 2 * PANEL * (1 + TRAITS[kind].affine) : 0;
 }
 
-// A weight [outputs, inputs]; outputs padded to whole panels with zeros. Outputs from `fine_from` on
-// are computed with activations of 16 bits instead of 8.
+// A weight [outputs, inputs]; outputs padded to whole panels with zeros.
 struct Linear {
     const uint8_t* panels;
-    int32_t outputs, inputs, kind, fine_from;
+    int32_t outputs, inputs, kind;
+    int32_t fine;  // whether its inputs have 16 bits instead of 8
 
     int count() const { return (outputs + PANEL - 1) / PANEL; }
-    size_t panel_bytes() const { return inputs / GROUP * group_bytes(kind); }
+    size_t panel_bytes() const {
+        const int groups = inputs / GROUP;
+        return groups * group_bytes(kind) + groups / BLOCK_GROUPS * block_bytes(kind);
+    }
     const uint8_t* panel(int index) const { return panels + index * panel_bytes(); }
-    bool any_fine() const { return fine_from < outputs; }
-    int first_fine() const { return any_fine() ? fine_from / PANEL : count(); }  // a panel
 };
 
 // One group of a row of activations: value = scale * code, or with the fine code as well, see
 // quantize_rest in ../cpu/quantize.h.
 struct Group {
     float scale;
-    float shift[2];    // scale * (sum of the codes), without and with the fine codes
-    int32_t start[2];  // what sums of int8 and of symmetric int4 products start from, see ZERO
-    int32_t fine_start[2];
+    float shift[2];  // scale * (sum of the codes), without and with the fine codes
+    // What sums of products start from, see ZERO: of signed codes, of codes 0 .. 15 around 8 and of
+    // codes 0 .. 31 around 16; then of each half of a group of codes 0 .. 63 around 32.
+    int32_t start[3], start_of_half[2];
+    int32_t fine_start[3], fine_start_of_half[2];
 };
 
 // Quantized activations.

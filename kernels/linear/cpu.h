@@ -1,8 +1,8 @@
-// Products of int8 activations with int4 or int8 panels; included once for each instruction set.
+// Products of int8 activations with panels; included once for each instruction set.
 //
-// Everything inside a group of 32 is an integer, so a row's result does not depend on how many rows
-// are computed together. Where 8 bits of activations are too few, a second product takes what the first
-// one rounded off.
+// Everything inside a group of 32, or 16, is an integer, so a row's result does not depend on how many
+// rows are computed together. Where 8 bits of activations are too few, a second product takes what the
+// first one rounded off.
 
 // Rows that are computed together: as many as the sums find registers for, of a panel as it lies in
 // memory and of two unpacked ones.
@@ -21,138 +21,242 @@ constexpr size_t RUN_BYTES = 32 << 10;   // of weights that are handed out at a 
 template <int N>
 using Count = std::integral_constant<int, N>;
 
+// What is computed with codes: kinds that differ only in how they are written share it.
+enum Arithmetic { UNSIGNED, UNSIGNED_AFFINE, SIGNED, SIGNED_AFFINE, HALVES };
+constexpr Arithmetic arithmetic(int kind) {
+    const edgellm::Traits f = edgellm::TRAITS[kind];
+    if (f.parts == 2) return HALVES;
+    if (f.bits == 8) return f.affine ? SIGNED_AFFINE : SIGNED;
+    return f.table ? SIGNED : f.affine ? UNSIGNED_AFFINE : UNSIGNED;
+}
+constexpr bool is_affine(int a) { return a == UNSIGNED_AFFINE || a == SIGNED_AFFINE; }
+constexpr bool is_signed(int a) { return a == SIGNED || a == SIGNED_AFFINE; }
+constexpr int parts_of(int a) { return a == HALVES ? 2 : 1; }
+// Which start the sums of UNSIGNED codes have.
+constexpr int start_of(int kind) { return edgellm::TRAITS[kind].bits == 5 ? 2 : 1; }
+
+inline void set_starts(int32_t zero, int32_t total, int32_t first_half, int32_t* start, int32_t* of_half) {
+    start[0] = zero + START * total;
+    start[1] = zero - 8 * total;
+    start[2] = zero - 16 * total;
+    of_half[0] = zero - 32 * first_half;
+    of_half[1] = zero - 32 * (total - first_half);
+}
+
 // Quantize groups first .. end of a row; `x` begins at the first of them.
 inline void quantize_groups(const float* x, int first, int end, const edgellm::Rows& rows, size_t row,
                             bool fine) {
+    const auto first_half = [](const int8_t* codes) {
+        int32_t sum = 0;
+        for (int i = 0; i < edgellm::GROUP / 2; ++i) sum += codes[i];
+        return sum;
+    };
     for (int g = first; g < end; ++g, x += edgellm::GROUP) {
         const size_t at = row * rows.width + size_t(g) * edgellm::GROUP;
         edgellm::Group& group = rows.groups[at / edgellm::GROUP];
         int8_t* codes = rows.codes + at;
-        const RowScale found = quantize_row(x, edgellm::GROUP, codes);
-        group.scale = found.scale;
-        group.start[0] = ZERO + START * found.total;
-        group.start[1] = ZERO - 8 * found.total;
-        group.shift[0] = group.scale * static_cast<float>(found.total);
+        const RowScale scaled = quantize_row(x, edgellm::GROUP, codes);
+        group.scale = scaled.scale;
+        set_starts(ZERO, scaled.total, first_half(codes), group.start, group.start_of_half);
+        group.shift[0] = group.scale * static_cast<float>(scaled.total);
         if (!fine) continue;
         const int32_t rest = quantize_rest(x, edgellm::GROUP, group.scale, codes, rows.fine + at);
-        group.fine_start[0] = START * rest;
-        group.fine_start[1] = -8 * rest;
-        const int32_t all = found.total * FINE_STEPS + rest;
+        set_starts(0, rest, first_half(rows.fine + at), group.fine_start, group.fine_start_of_half);
+        const int32_t all = scaled.total * FINE_STEPS + rest;
         group.shift[1] = group.scale * (static_cast<float>(all) / FINE_STEPS);
     }
 }
 
-// What the sums of a row and group start from.
-template <int KIND>
-inline IVec group_start(const edgellm::Group& group) {
-    if (KIND == edgellm::INT4_AFFINE) return splat_int(ZERO);
-    return splat_int(group.start[KIND == edgellm::INT8_SYMMETRIC ? 0 : 1]);
+// What the sums of a row and group start from; those of affine codes start from nothing, because their
+// offsets are added for all numbers of a group at once.
+template <int ARITHMETIC>
+inline IVec group_start(const edgellm::Group& group, int start, int part) {
+    if (ARITHMETIC == UNSIGNED_AFFINE) return splat_int(ZERO);
+    if (ARITHMETIC == HALVES) return splat_int(group.start_of_half[part]);
+    return splat_int(group.start[is_signed(ARITHMETIC) ? 0 : start]);
 }
+template <int ARITHMETIC>
+inline IVec fine_start(const edgellm::Group& group, int start, int part) {
+    if (ARITHMETIC == UNSIGNED_AFFINE) return IVec{};
+    if (ARITHMETIC == HALVES) return splat_int(group.fine_start_of_half[part]);
+    return splat_int(group.fine_start[is_signed(ARITHMETIC) ? 0 : start]);
+}
+
+template <int ARITHMETIC>
+inline IVec multiply_add(IVec sum, Bytes weight, Bytes quad) {
+    return is_signed(ARITHMETIC) ? dot_signed(sum, weight, quad) : dot(sum, weight, quad);
+}
+
+// The codes of one group, for LANES outputs from one on: two quads at a time, i and i + 4.
 template <int KIND>
-inline IVec fine_start(const edgellm::Group& group) {
-    if (KIND == edgellm::INT4_AFFINE) return IVec{};
-    return splat_int(group.fine_start[KIND == edgellm::INT8_SYMMETRIC ? 0 : 1]);
+struct Codes {
+    static constexpr edgellm::Traits TRAITS = edgellm::TRAITS[KIND];
+    const uint8_t* from;
+    Bytes high[2];  // what codes have above 4 bits
+
+    explicit Codes(const uint8_t* group) : from(group) {
+        if (TRAITS.bits == 5 || TRAITS.bits == 6) high[0] = load_bytes(from + 256);
+        if (TRAITS.bits == 6) high[1] = load_bytes(from + 320);
+    }
+    // ready to be multiplied
+    void pair(int i, Bytes& low, Bytes& top) const {
+        const Bytes both = load_bytes(from + 64 * i);
+        if (TRAITS.bits == 8) {
+            low = operand(both);
+            top = operand(load_bytes(from + 64 * (i + 4)));
+            return;
+        }
+        low = both & 15;
+        top = (Bytes)((IVec)both >> 4) & 15;
+        if (TRAITS.bits == 5) {
+            low |= (Bytes)((IVec)high[0] << (4 - i)) & 16;
+            top |= (Bytes)((IVec)high[0] >> i) & 16;
+        }
+        if (TRAITS.bits == 6) {
+            low |= field(high[0], i);
+            top |= field(high[1], i);
+        }
+        if (TRAITS.table) {
+            low = lookup(table(), low);
+            top = lookup(table(), top);
+        }
+    }
+
+private:
+    static Bytes field(Bytes bits, int i) {
+        return (Bytes)(i < 2 ? (IVec)bits << (4 - 2 * i) : (IVec)bits >> (2 * i - 4)) & 48;
+    }
+    static const int8_t* table() { return KIND == edgellm::MXFP4 ? E2M1 : IQ4; }
+};
+
+// What a code stands for that is ready to be multiplied, before it is scaled.
+template <int KIND>
+inline float value_of(int8_t code) {
+    if (is_signed(arithmetic(KIND))) return operand(Bytes{} + code)[0];
+    if (arithmetic(KIND) == UNSIGNED_AFFINE) return code;
+    return code - (arithmetic(KIND) == HALVES ? 32 : start_of(KIND) == 2 ? 16 : 8);
 }
 
 // A panel as it lies in memory.
 template <int KIND>
 struct Packed {
-    static constexpr int PANELS = 1, ROWS = MAX_ROWS, panels = 1;
+    static constexpr edgellm::Traits TRAITS = edgellm::TRAITS[KIND];
+    static constexpr int ARITHMETIC = arithmetic(KIND), PANELS = 1, ROWS = MAX_ROWS, panels = 1;
+    static constexpr int start = start_of(KIND);
     const uint8_t* panel;
 
-    const uint8_t* group(int g) const { return panel + g * edgellm::group_bytes(KIND); }
+    const uint8_t* block(int g) const {
+        constexpr size_t bytes =
+            edgellm::block_bytes(KIND) + edgellm::BLOCK_GROUPS * edgellm::group_bytes(KIND);
+        return panel + g / edgellm::BLOCK_GROUPS * bytes;
+    }
+    const uint8_t* group(int g) const {
+        if (!TRAITS.blocked) return panel + g * edgellm::group_bytes(KIND);
+        return block(g) + edgellm::block_bytes(KIND) +
+               g % edgellm::BLOCK_GROUPS * edgellm::group_bytes(KIND);
+    }
+    Codes<KIND> codes(int g, int lane) const { return Codes<KIND>(group(g) + 4 * lane); }
 
     // Add the products of one group with ROWS rows of codes to `dots`.
     template <int ROWS>
-    void dot_group(int g, int lane, const int8_t* codes, size_t width, IVec (*all)[ROWS]) const {
-        IVec* dots = *all;
-        const uint8_t* from = group(g) + 4 * lane;
-        if (KIND == edgellm::INT8_SYMMETRIC) {
-            for (int i = 0; i < 8; ++i) {
-                const Bytes weight = operand(load_bytes(from + 64 * i));
-                for (int r = 0; r < ROWS; ++r)
-                    dots[r] = dot_signed(dots[r], weight, splat_quad(codes + r * width + 4 * i));
-            }
-            return;
-        }
+    void dot_group(int g, int lane, const int8_t* x, size_t width,
+                   IVec (*all)[parts_of(ARITHMETIC)][ROWS]) const {
+        IVec(&dots)[parts_of(ARITHMETIC)][ROWS] = *all;
+        const Codes<KIND> packed = codes(g, lane);
         for (int i = 0; i < 4; ++i) {
-            const Bytes both = load_bytes(from + 64 * i);
-            const Bytes low = both & 15, high = (Bytes)((IVec)both >> 4) & 15;
+            Bytes low, top;
+            packed.pair(i, low, top);
             for (int r = 0; r < ROWS; ++r) {
-                const int8_t* quad = codes + r * width + 4 * i;
-                dots[r] = dot(dots[r], low, splat_quad(quad));
-                dots[r] = dot(dots[r], high, splat_quad(quad + 16));
+                const int8_t* quad = x + r * width + 4 * i;
+                IVec &first = dots[0][r], &second = dots[parts_of(ARITHMETIC) - 1][r];
+                first = multiply_add<ARITHMETIC>(first, low, splat_quad(quad));
+                second = multiply_add<ARITHMETIC>(second, top, splat_quad(quad + 16));
             }
         }
     }
-    const uint16_t* halves(int g, int lane) const {
-        const int codes = KIND == edgellm::INT8_SYMMETRIC ? 512 : 256;
-        return reinterpret_cast<const uint16_t*>(group(g) + codes) + lane;
+    // The number `index` of LANES scales and offsets of a group.
+    Vec factor(int g, int lane, int index) const {
+        const uint8_t* from = group(g) + 64 * TRAITS.bits;
+        if (TRAITS.blocked) return load_small(from + edgellm::PANEL * index + lane);
+        return load_halves(reinterpret_cast<const uint16_t*>(from) + edgellm::PANEL * index + lane);
     }
-    Vec scale(int, int g, int lane) const { return load_halves(halves(g, lane)); }
-    Vec offset(int, int g, int lane) const { return load_halves(halves(g, lane) + edgellm::PANEL); }
+    Vec scale(int, int g, int lane, int part) const {
+        const Vec scale = factor(g, lane, part);
+        if (!TRAITS.blocked) return scale;
+        return scale * load_halves(reinterpret_cast<const uint16_t*>(block(g)) + lane);
+    }
+    // What is added for each unit of the sum of a group's activations.
+    Vec offset(int, int g, int lane) const {
+        const Vec offset = factor(g, lane, 1);
+        if (TRAITS.blocked)
+            return -offset *
+                   load_halves(reinterpret_cast<const uint16_t*>(block(g)) + edgellm::PANEL + lane);
+        return TRAITS.bits == 8 ? offset + splat(128.0f) * factor(g, lane, 0) : offset;
+    }
 };
 
 // A group of a panel with a byte for each code, ready to be multiplied.
 struct alignas(64) Unpacked {
     int8_t codes[edgellm::GROUP * edgellm::PANEL];
-    float scale[edgellm::PANEL], offset[edgellm::PANEL];
+    float scale[2][edgellm::PANEL], offset[edgellm::PANEL];
 };
 
 // A stretch of two panels that many rows share: unpacking is done once, and a row's codes are loaded
 // once for both.
-template <int KIND>
+template <int ARITHMETIC_>
 struct Shared {
-    static constexpr int PANELS = WIDE_PANELS, ROWS = WIDE_ROWS;
+    static constexpr int ARITHMETIC = ARITHMETIC_, PANELS = WIDE_PANELS, ROWS = WIDE_ROWS;
     Unpacked* groups;  // [PANELS, STRETCH]
     int panels;        // that are kept
+    int start;
 
+    template <int KIND>
     static void fill(Unpacked* groups, const Packed<KIND>& packed, int first, int count) {
+        const auto put = [](int8_t* p, Bytes b) { *reinterpret_cast<Bytes*>(p) = b; };
         for (int g = 0; g < count; ++g) {
-            const uint8_t* from = packed.group(first + g);
             int8_t* to = groups[g].codes;
-            const auto put = [](int8_t* p, Bytes b) { *reinterpret_cast<Bytes*>(p) = b; };
-            for (int i = 0; i < 64; i += 4 * LANES) {
-                for (int quad = 0; quad < (KIND == edgellm::INT8_SYMMETRIC ? 8 : 4); ++quad) {
-                    const Bytes codes = load_bytes(from + 64 * quad + i);
-                    if (KIND == edgellm::INT8_SYMMETRIC) {
-                        put(to + 64 * quad + i, operand(codes));
-                    } else {
-                        put(to + 64 * quad + i, codes & 15);
-                        put(to + 64 * (quad + 4) + i, (Bytes)((IVec)codes >> 4) & 15);
-                    }
-                }
-            }
             for (int lane = 0; lane < edgellm::PANEL; lane += LANES) {
-                store(groups[g].scale + lane, packed.scale(0, first + g, lane));
-                if (KIND == edgellm::INT4_AFFINE)
+                const Codes<KIND> codes = packed.codes(first + g, lane);
+                for (int i = 0; i < 4; ++i) {
+                    Bytes low, top;
+                    codes.pair(i, low, top);
+                    put(to + 64 * i + 4 * lane, low);
+                    put(to + 64 * (i + 4) + 4 * lane, top);
+                }
+                for (int part = 0; part < parts_of(ARITHMETIC); ++part)
+                    store(groups[g].scale[part] + lane, packed.scale(0, first + g, lane, part));
+                if (is_affine(ARITHMETIC))
                     store(groups[g].offset + lane, packed.offset(0, first + g, lane));
             }
         }
     }
     template <int ROWS>
-    void dot_group(int g, int lane, const int8_t* codes, size_t width, IVec (*dots)[ROWS]) const {
+    void dot_group(int g, int lane, const int8_t* codes, size_t width,
+                   IVec (*dots)[parts_of(ARITHMETIC)][ROWS]) const {
         for (int i = 0; i < 8; ++i) {
+            const int part = i / 4 * (parts_of(ARITHMETIC) - 1);
             Bytes weights[PANELS];
             for (int p = 0; p < PANELS; ++p)
                 weights[p] = load_bytes(groups[p * STRETCH + g].codes + 64 * i + 4 * lane);
             for (int r = 0; r < ROWS; ++r) {
                 const Bytes quad = splat_quad(codes + r * width + 4 * i);
                 for (int p = 0; p < PANELS; ++p)
-                    dots[p][r] = KIND == edgellm::INT8_SYMMETRIC ? dot_signed(dots[p][r], weights[p], quad)
-                                                                 : dot(dots[p][r], weights[p], quad);
+                    dots[p][part][r] = multiply_add<ARITHMETIC>(dots[p][part][r], weights[p], quad);
             }
         }
     }
-    Vec scale(int p, int g, int lane) const { return load(groups[p * STRETCH + g].scale + lane); }
+    Vec scale(int p, int g, int lane, int part) const {
+        return load(groups[p * STRETCH + g].scale[part] + lane);
+    }
     Vec offset(int p, int g, int lane) const { return load(groups[p * STRETCH + g].offset + lane); }
 };
 
 // y[r, 0 .. 16 PANELS) (+)= x[r] . panels, over `groups` groups from the first of x and of the weights
-template <int ROWS, int KIND, bool FINE, typename Weights>
+template <int ROWS, bool FINE, typename Weights>
 inline void panel_rows(const Weights& weights, int groups, const edgellm::Rows& x, float* y, size_t step,
                        bool add) {
-    constexpr int PANELS = Weights::PANELS;
+    constexpr int PANELS = Weights::PANELS, ARITHMETIC = Weights::ARITHMETIC;
+    constexpr int PARTS = parts_of(ARITHMETIC);
     const size_t row_groups = x.width / edgellm::GROUP;
     for (int lane = 0; lane < edgellm::PANEL; lane += LANES) {
         Vec sum[PANELS][ROWS];
@@ -163,24 +267,33 @@ inline void panel_rows(const Weights& weights, int groups, const edgellm::Rows& 
         for (int g = 0; g < groups; ++g) {
             const edgellm::Group* group = x.groups + g;
             const size_t at = size_t(g) * edgellm::GROUP;
-            IVec dots[PANELS][ROWS];
-            for (int p = 0; p < PANELS; ++p)
-                for (int r = 0; r < ROWS; ++r) dots[p][r] = group_start<KIND>(group[r * row_groups]);
+            IVec dots[PANELS][PARTS][ROWS];
+            const auto each = [&](const auto& body) {
+                for (int p = 0; p < PANELS; ++p)
+                    for (int part = 0; part < PARTS; ++part)
+                        for (int r = 0; r < ROWS; ++r)
+                            body(dots[p][part][r], group[r * row_groups], part);
+            };
+            each([&](IVec& dot, const edgellm::Group& row, int part) {
+                dot = group_start<ARITHMETIC>(row, weights.start, part);
+            });
             weights.template dot_group<ROWS>(g, lane, x.codes + at, x.width, dots);
             if (FINE) {
-                for (int p = 0; p < PANELS; ++p)
-                    for (int r = 0; r < ROWS; ++r)
-                        dots[p][r] =
-                            (dots[p][r] - ZERO) * FINE_STEPS + fine_start<KIND>(group[r * row_groups]);
+                each([&](IVec& dot, const edgellm::Group& row, int part) {
+                    dot = (dot - ZERO) * FINE_STEPS + fine_start<ARITHMETIC>(row, weights.start, part);
+                });
                 weights.template dot_group<ROWS>(g, lane, x.fine + at, x.width, dots);
             }
             for (int p = 0; p < PANELS; ++p) {
-                const Vec scale = weights.scale(p, g, lane) * splat(FINE ? 1.0f / FINE_STEPS : 1.0f);
-                const Vec zero = zero_scaled(scale);
-                for (int r = 0; r < ROWS; ++r)
-                    sum[p][r] += (FINE ? to_float(dots[p][r]) * scale : scaled(dots[p][r], scale, zero)) *
-                                 splat(group[r * row_groups].scale);
-                if (KIND != edgellm::INT4_AFFINE) continue;
+                for (int part = 0; part < PARTS; ++part) {
+                    const Vec scale = weights.scale(p, g, lane, part) * splat(FINE ? 1.0f / FINE_STEPS : 1.0f);
+                    const Vec zero = zero_scaled(scale);
+                    for (int r = 0; r < ROWS; ++r)
+                        sum[p][r] += (FINE ? to_float(dots[p][part][r]) * scale
+                                           : scaled(dots[p][part][r], scale, zero)) *
+                                     splat(group[r * row_groups].scale);
+                }
+                if (!is_affine(ARITHMETIC)) continue;
                 const Vec offset = weights.offset(p, g, lane);
                 for (int r = 0; r < ROWS; ++r)
                     sum[p][r] += offset * splat(group[r * row_groups].shift[FINE]);
@@ -191,14 +304,14 @@ inline void panel_rows(const Weights& weights, int groups, const edgellm::Rows& 
     }
 }
 
-template <int KIND, bool FINE, typename Weights>
+template <bool FINE, typename Weights>
 inline void all_rows(const Weights& weights, int groups, const edgellm::Rows& x, int rows, float* y,
                      size_t step, bool add) {
     int done = 0;
     const auto run = [&](auto count) {
         constexpr int N = decltype(count)::value;
         for (; done + N <= rows; done += N)
-            panel_rows<N, KIND, FINE>(weights, groups, x.from(done), y + done * step, step, add);
+            panel_rows<N, FINE>(weights, groups, x.from(done), y + done * step, step, add);
     };
     run(Count<Weights::ROWS>{});
     if (Weights::ROWS > 4) run(Count<4>{});
@@ -212,6 +325,7 @@ inline void all_rows(const Weights& weights, int groups, const edgellm::Rows& x,
 template <int KIND, bool FINE>
 inline void many_rows(const edgellm::Linear& linear, int first, int end, const edgellm::Rows& x, int rows,
                       float* y, size_t step, bool add) {
+    using Wide = Shared<arithmetic(KIND)>;
     Unpacked unpacked[WIDE_PANELS * STRETCH];
     const int groups = x.width / edgellm::GROUP, parts = (groups + STRETCH - 1) / STRETCH;
     const int stretch = (groups + parts - 1) / parts;
@@ -219,48 +333,87 @@ inline void many_rows(const edgellm::Linear& linear, int first, int end, const e
         const int count = std::min(stretch, groups - g);
         for (int p = first; p < end; p += WIDE_PANELS) {
             for (int i = 0; i < WIDE_PANELS; ++i)  // without a second one the first again
-                Shared<KIND>::fill(unpacked + i * STRETCH, {linear.panel(std::min(p + i, end - 1))}, g,
-                                   count);
-            all_rows<KIND, FINE>(Shared<KIND>{unpacked, std::min(WIDE_PANELS, end - p)}, count,
-                                 x.from_group(g), rows, y + size_t(p - first) * edgellm::PANEL, step,
-                                 add || g > 0);
+                Wide::fill(unpacked + i * STRETCH,
+                           Packed<KIND>{linear.panel(std::min(p + i, end - 1))}, g, count);
+            all_rows<FINE>(Wide{unpacked, std::min(WIDE_PANELS, end - p), start_of(KIND)}, count,
+                           x.from_group(g), rows, y + size_t(p - first) * edgellm::PANEL, step,
+                           add || g > 0);
         }
     }
 }
 
 template <int KIND, bool FINE>
-inline void some_panels(const edgellm::Linear& linear, int first, int end, const edgellm::Rows& x, int rows,
-                        float* y, size_t step, bool add) {
+inline void panels_of(const edgellm::Linear& linear, int first, int end, const edgellm::Rows& x, int rows,
+                      float* y, size_t step, bool add) {
     const bool many = rows >= MANY_ROWS;
     const int width = many ? PANELS_AT_ONCE : 1;
     for (int p = first; p < end; p += width, y += size_t(width) * edgellm::PANEL) {
         if (many)
             many_rows<KIND, FINE>(linear, p, std::min(end, p + width), x, rows, y, step, add);
         else
-            all_rows<KIND, FINE>(Packed<KIND>{linear.panel(p)}, x.width / edgellm::GROUP, x, rows, y, step,
-                                 add);
+            all_rows<FINE>(Packed<KIND>{linear.panel(p)}, x.width / edgellm::GROUP, x, rows, y, step,
+                           add);
     }
 }
 
 template <int KIND>
-inline void panels_of(const edgellm::Linear& linear, int first, int end, const edgellm::Rows& x, int rows,
-                      float* y, size_t step, bool add) {
-    const int fine = std::max(first, std::min(end, linear.first_fine()));
-    some_panels<KIND, false>(linear, first, fine, x, rows, y, step, add);
-    y += size_t(fine - first) * edgellm::PANEL;
-    some_panels<KIND, true>(linear, fine, end, x, rows, y, step, add);
+inline void panels_of_kind(const edgellm::Linear& linear, int first, int end, const edgellm::Rows& x,
+                           int rows, float* y, size_t step, bool add) {
+    if (linear.fine)
+        panels_of<KIND, true>(linear, first, end, x, rows, y, step, add);
+    else
+        panels_of<KIND, false>(linear, first, end, x, rows, y, step, add);
+}
+
+// Call `body` with the kind as a constant.
+template <typename Body>
+inline void with_kind(int kind, const Body& body) {
+    switch (kind) {
+        case edgellm::INT4_SYMMETRIC: return body(Count<edgellm::INT4_SYMMETRIC>{});
+        case edgellm::INT4_AFFINE: return body(Count<edgellm::INT4_AFFINE>{});
+        case edgellm::INT8_SYMMETRIC: return body(Count<edgellm::INT8_SYMMETRIC>{});
+        case edgellm::INT8_AFFINE: return body(Count<edgellm::INT8_AFFINE>{});
+        case edgellm::INT5_SYMMETRIC: return body(Count<edgellm::INT5_SYMMETRIC>{});
+        case edgellm::INT5_AFFINE: return body(Count<edgellm::INT5_AFFINE>{});
+        case edgellm::INT4_K: return body(Count<edgellm::INT4_K>{});
+        case edgellm::INT5_K: return body(Count<edgellm::INT5_K>{});
+        case edgellm::INT6_K: return body(Count<edgellm::INT6_K>{});
+        case edgellm::IQ4_NL: return body(Count<edgellm::IQ4_NL>{});
+        case edgellm::IQ4_XS: return body(Count<edgellm::IQ4_XS>{});
+        default: return body(Count<edgellm::MXFP4>{});
+    }
 }
 
 // y[0 .. rows, 0 .. 16 (end - first)) (+)= x . panels first .. end of the layer, y with `step` floats a row.
 inline void multiply_panels(const edgellm::Linear& linear, int first, int end, const edgellm::Rows& x,
                             int rows, float* y, size_t step, bool add) {
-    switch (linear.kind) {
-        case edgellm::INT8_SYMMETRIC:
-            return panels_of<edgellm::INT8_SYMMETRIC>(linear, first, end, x, rows, y, step, add);
-        case edgellm::INT4_AFFINE:
-            return panels_of<edgellm::INT4_AFFINE>(linear, first, end, x, rows, y, step, add);
-        default: return panels_of<edgellm::INT4_SYMMETRIC>(linear, first, end, x, rows, y, step, add);
-    }
+    with_kind(linear.kind, [&](auto kind) {
+        panels_of_kind<decltype(kind)::value>(linear, first, end, x, rows, y, step, add);
+    });
+}
+
+// One output's weights, [inputs].
+inline void read_row(const edgellm::Linear& linear, int row, float* out) {
+    const uint8_t* panel = linear.panel(row / edgellm::PANEL);
+    const int lane = row % edgellm::PANEL, vector = lane / LANES * LANES, place = lane % LANES;
+    with_kind(linear.kind, [&](auto kind) {
+        constexpr int KIND = decltype(kind)::value;
+        const Packed<KIND> packed{panel};
+        for (int g = 0; g < linear.inputs / edgellm::GROUP; ++g) {
+            const Codes<KIND> codes = packed.codes(g, vector);
+            const float offset = is_affine(arithmetic(KIND)) ? packed.offset(0, g, vector)[place] : 0;
+            for (int part = 0; part < 2; ++part) {
+                const float scale =
+                    packed.scale(0, g, vector, part * (parts_of(arithmetic(KIND)) - 1))[place];
+                for (int i = 0; i < 4; ++i, out += 4) {
+                    Bytes pair[2];
+                    codes.pair(i, pair[0], pair[1]);
+                    for (int j = 0; j < 4; ++j)
+                        out[j] = value_of<KIND>(pair[part][4 * place + j]) * scale + offset;
+                }
+            }
+        }
+    });
 }
 
 // Panels that are handed out at a time: some for every thread, none too small to be worth it.
@@ -278,7 +431,7 @@ inline void linear(const edgellm::LinearCall& call) {
     const edgellm::Rows x = edgellm::Rows::in(memory, call.rows, inputs);
     for (int r = 0; r < call.rows; ++r)
         quantize_groups(call.x + size_t(r) * inputs, 0, inputs / edgellm::GROUP, x, r,
-                        call.linear.any_fine());
+                        call.linear.fine);
     const int panels = call.linear.count(), run = panels_at_once(call.linear, call.rows, call.threads);
     edgellm::parallel((panels + run - 1) / run, call.threads, [&](int item) {
         const int first = item * run;

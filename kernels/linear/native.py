@@ -8,8 +8,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgellm.kernels.checks import floats
-from edgellm.kernels.linear.panels import KINDS, PANEL, Panels
+from edgellm.kernels.linear.panels import PANEL, Panels
 from edgellm.kernels.native import address
+from edgellm.kernels.quantized import KINDS
 
 
 class LinearLayer(ctypes.Structure):
@@ -20,7 +21,7 @@ class LinearLayer(ctypes.Structure):
         ("outputs", ctypes.c_int32),
         ("inputs", ctypes.c_int32),
         ("kind", ctypes.c_int32),
-        ("fine_from", ctypes.c_int32),
+        ("fine", ctypes.c_int32),
     ]
 
 
@@ -36,14 +37,13 @@ class _Call(ctypes.Structure):
     ]
 
 
-def layer_of(panels: Panels, *, fine_from: int | None = None) -> LinearLayer:
+def layer_of(panels: Panels, *, fine: bool = False) -> LinearLayer:
     """The structure that points at a weight, which must outlive it.
 
     Args:
-        fine_from: outputs from here on take activations of 16 bits; none if None.
+        fine: takes activations of 16 bits.
     """
-    kind = KINDS.index(panels.kind)
-    fine = panels.outputs if fine_from is None else fine_from
+    kind = list(KINDS).index(panels.kind.name)
     return LinearLayer(address(panels.data), panels.outputs, panels.inputs, kind, fine)
 
 
@@ -52,16 +52,16 @@ def linear(
     x: NDArray[np.float32],
     panels: Panels,
     *,
-    fine_from: int | None = None,
+    fine: bool = False,
     threads: int = 1,
 ) -> NDArray[np.float32]:
     """y = x W^T for rows `[M, K]`: `[M, N]`.
 
-    x is rounded to int8 with a scale for each 32, or to 16 bits for outputs from `fine_from` on.
+    x is rounded to int8 with a scale for each 32, or to 16 bits if `fine`.
     """
     rows = floats(x, (len(x), panels.inputs), "x")
     out = np.empty((x.shape[0], -(-panels.outputs // PANEL) * PANEL), np.float32)
-    layer = layer_of(panels, fine_from=fine_from)
+    layer = layer_of(panels, fine=fine)
     call = _Call(layer, address(rows), address(out), x.shape[0], threads)
     library.edgellm_linear(ctypes.byref(call))
     return out[:, : panels.outputs]

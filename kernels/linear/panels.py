@@ -38,7 +38,7 @@ from edgellm.kernels.quantized import (
 
 PANEL = 16
 _BLOCK_GROUPS = BLOCK // GROUP
-Bytes = NDArray[np.uint8]
+Bytes = NDArray[Any]  # uint8
 
 
 @dataclass(frozen=True)
@@ -98,13 +98,16 @@ def from_panels(panels: Panels) -> QuantizedWeight:
     rest = each[:, :, 64 * kind.bits :]
     scale_type, offset_type = (np.int8, np.uint8) if kind.blocked else (np.float16, np.float16)
     width = GROUP // kind.group * PANEL * np.dtype(scale_type).itemsize
-    parts = [codes, _outputs_first(rest[:, :, :width], scale_type)]
-    parts.append(_outputs_first(rest[:, :, width:], offset_type) if kind.affine else None)
-    parts.append(_outputs_first(block[:, :, :32], np.float16) if kind.blocked else None)
     both = kind.blocked and kind.affine
-    parts.append(_outputs_first(block[:, :, 32:], np.float16) if both else None)
-    cut = [None if part is None else part[: panels.outputs] for part in parts]
-    return QuantizedWeight(kind, *cut)  # type: ignore[arg-type]
+    parts: list[NDArray[Any] | None] = [
+        codes,
+        _outputs_first(rest[:, :, :width], scale_type),
+        _outputs_first(rest[:, :, width:], offset_type) if kind.affine else None,
+        _outputs_first(block[:, :, :32], np.float16) if kind.blocked else None,
+        _outputs_first(block[:, :, 32:], np.float16) if both else None,
+    ]
+    cut: list[Any] = [None if part is None else part[: panels.outputs] for part in parts]
+    return QuantizedWeight(kind, *cut)
 
 
 def rows_of(panels: Panels, rows: Sequence[int]) -> NDArray[np.float32]:
@@ -143,7 +146,7 @@ def _packed_codes(codes: Bytes, kind: Kind) -> Bytes:
     if kind.bits == 8:
         return np.asarray(quads ^ np.uint8(128)).reshape(*quads.shape[:2], -1)
     parts = [quads[:, :, :4] & 15 | _left(quads[:, :, 4:] & 15, 4)]
-    high = quads >> 4
+    high = _right(quads, 4)
     if kind.bits == 5:
         parts.append(np.bitwise_or.reduce([_left(high[:, :, i : i + 1], i) for i in range(8)]))
     if kind.bits == 6:
@@ -161,9 +164,13 @@ def _unpacked_codes(data: Bytes, kind: Kind) -> Bytes:
     else:
         quads = np.concatenate([lines[:, :, :4] & 15, lines[:, :, :4] >> 4], axis=2)
     if kind.bits == 5:
-        quads |= np.stack([_left(lines[:, :, 4] >> i & 1, 4) for i in range(8)], axis=2)
+        quads |= np.stack(
+            [_left(_right(lines[:, :, 4], i) & np.uint8(1), 4) for i in range(8)], axis=2
+        )
     if kind.bits == 6:
-        fields = [_left(lines[:, :, 4 + i // 4] >> 2 * (i % 4) & 3, 4) for i in range(8)]
+        fields = [
+            _left(_right(lines[:, :, 4 + i // 4], 2 * (i % 4)) & np.uint8(3), 4) for i in range(8)
+        ]
         quads |= np.stack(fields, axis=2)
     panels, groups = data.shape[:2]
     quads = quads.reshape(panels, groups, GROUP // 4, PANEL, 4).transpose(0, 3, 1, 2, 4)
@@ -172,6 +179,10 @@ def _unpacked_codes(data: Bytes, kind: Kind) -> Bytes:
 
 def _left(codes: Bytes, places: int) -> Bytes:
     return np.left_shift(codes, places, dtype=np.uint8)
+
+
+def _right(codes: Bytes, places: int) -> Bytes:
+    return np.right_shift(codes, places, dtype=np.uint8)
 
 
 def _groups_first(values: NDArray[Any], groups: int) -> Bytes:
@@ -184,7 +195,8 @@ def _groups_first(values: NDArray[Any], groups: int) -> Bytes:
 def _outputs_first(data: Bytes, dtype: Any) -> NDArray[Any]:
     """`[P, groups, s * 16 * itemsize]` bytes to `[16 P, groups * s]`."""
     panels, groups = data.shape[:2]
-    parts = np.ascontiguousarray(data).view(dtype).reshape(panels, groups, -1, PANEL)
+    parts: NDArray[Any] = np.ascontiguousarray(data).view(dtype)
+    parts = parts.reshape(panels, groups, -1, PANEL)
     return parts.transpose(0, 3, 1, 2).reshape(panels * PANEL, -1)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from edgellm.kernels.int4 import GROUP
+from edgellm.kernels.quantized import GROUP
 
 
 def quantize_activations(

@@ -9,8 +9,11 @@ namespace edgellm {
 
 struct Layer {
     const float *attention_norm, *mlp_norm;  // [hidden]
-    const float* qkv_bias;                   // [outputs of qkv], or null
-    Linear qkv, o, gate, up, down;
+    const float* qkv_bias;                   // [outputs of q, k and v], or null
+    Linear q, k, v, o, gate, up, down;
+
+    int qkv_outputs() const { return q.outputs + k.outputs + v.outputs; }
+    bool any_fine() const { return q.fine || k.fine || v.fine; }
 };
 
 // A decoder-only transformer; the same fields, in the same order, as in native.py.

@@ -70,29 +70,33 @@ public:
             if (must_stop()) return;
             const edgellm::Layer& layer = model_.layers[l];
             every_row(
-                crew, [&](int r) { normalize(layer.attention_norm, r, layer.qkv.any_fine()); },
-                weights(layer.qkv));
-            multiply(crew, layer.qkv, b_.x, b_.qkv, layer.qkv.outputs, false);
+                crew, [&](int r) { normalize(layer.attention_norm, r, layer.any_fine()); },
+                weights(layer.q));
+            const int outputs = layer.qkv_outputs();
+            multiply(crew, {{&layer.q, b_.qkv},
+                            {&layer.k, b_.qkv + layer.q.outputs},
+                            {&layer.v, b_.qkv + layer.q.outputs + layer.k.outputs}},
+                     b_.x, outputs, false);
             every_row(crew, [&](int r) {
-                float* qkv = b_.qkv + size_t(r) * layer.qkv.outputs;
+                float* qkv = b_.qkv + size_t(r) * outputs;
                 if (layer.qkv_bias)
-                    for (int i = 0; i < layer.qkv.outputs; ++i) qkv[i] += layer.qkv_bias[i];
+                    for (int i = 0; i < outputs; ++i) qkv[i] += layer.qkv_bias[i];
                 append_token(call_.kv, call_.rope, l, model_.heads, call_.start + r, qkv,
                              b_.q + size_t(r) * width_);
             });
             attention(crew, l);
             every_row(crew, [&](int r) { join_splits(r); }, weights(layer.o));
-            multiply(crew, layer.o, b_.attended, b_.residual, model_.hidden, true);
+            multiply(crew, {{&layer.o, b_.residual}}, b_.attended, model_.hidden, true);
             every_row(
                 crew, [&](int r) { normalize(layer.mlp_norm, r, false); },
                 weights(layer.gate, 2 * groups_at_once(layer)));
             activate(crew, layer);
-            multiply(crew, layer.down, b_.activated, b_.residual, model_.hidden, true);
+            multiply(crew, {{&layer.down, b_.residual}}, b_.activated, model_.hidden, true);
         }
         every_row(crew, [&](int r) { finish(r); }, weights(model_.head));
         const int skipped = rows_ - call_.logit_rows;
         if (call_.logit_rows > 0)
-            multiply(crew, model_.head, b_.x.from(skipped), call_.logits,
+            multiply(crew, {{&model_.head, call_.logits}}, b_.x.from(skipped),
                      size_t(model_.head.count()) * edgellm::PANEL, false, call_.logit_rows);
     }
 
@@ -128,32 +132,32 @@ private:
             ahead);
     }
 
-    void multiply(edgellm::Member& crew, const edgellm::Linear& linear, const edgellm::Rows& x, float* y,
+    struct Product {
+        const edgellm::Linear* linear;
+        float* y;  // of the first row
+    };
+
+    // Products of the same rows, one after the other.
+    void multiply(edgellm::Member& crew, std::initializer_list<Product> products, const edgellm::Rows& x,
                   size_t step, bool add, int rows = 0) const {
         if (rows == 0) rows = rows_;
-        const int panels = linear.count(), run = panels_at_once(linear, rows, call_.threads);
-        crew.each((panels + run - 1) / run, [&](int item) {
-            const int first = item * run;
-            multiply_panels(linear, first, std::min(panels, first + run), x, rows,
-                            y + size_t(first) * edgellm::PANEL, step, add);
+        const auto run_of = [&](const Product& p) { return panels_at_once(*p.linear, rows, call_.threads); };
+        const auto items = [&](const Product& p) { return (p.linear->count() + run_of(p) - 1) / run_of(p); };
+        int count = 0;
+        for (const Product& p : products) count += items(p);
+        crew.each(count, [&](int item) {
+            const Product* p = products.begin();
+            for (; item >= items(*p); ++p) item -= items(*p);
+            const int run = run_of(*p), first = item * run;
+            multiply_panels(*p->linear, first, std::min(p->linear->count(), first + run), x, rows,
+                            p->y + size_t(first) * edgellm::PANEL, step, add);
         });
     }
 
     // A token's row of the table: one lane of its panel.
     void embed(int r) const {
-        const edgellm::Linear& table = model_.embedding;
         const int64_t token = call_.tokens[r];
-        const int lane = static_cast<int>(token % edgellm::PANEL);
-        const uint8_t* group = table.panel(static_cast<int>(token / edgellm::PANEL));
-        float* out = b_.residual + size_t(r) * model_.hidden;
-        for (int g = 0; g < model_.hidden; g += edgellm::GROUP) {
-            uint16_t half;
-            std::memcpy(&half, group + 512 + 2 * lane, 2);
-            const float scale = float_of_half(half);
-            for (int i = 0; i < edgellm::GROUP; ++i)
-                out[g + i] = static_cast<int8_t>(group[64 * (i / 4) + 4 * lane + i % 4]) * scale;
-            group += edgellm::group_bytes(edgellm::INT8_SYMMETRIC);
-        }
+        read_row(model_.embedding, static_cast<int>(token), b_.residual + size_t(r) * model_.hidden);
     }
 
     void normalize(const float* weight, int r, bool fine) const {

@@ -35,7 +35,7 @@ class _Layer(ctypes.Structure):
         ("attention_norm", ctypes.c_void_p),
         ("mlp_norm", ctypes.c_void_p),
         ("qkv_bias", ctypes.c_void_p),
-        *((name, LinearLayer) for name in ("qkv", "o", "gate", "up", "down")),
+        *((name, LinearLayer) for name in ("q", "k", "v", "o", "gate", "up", "down")),
     ]
 
 
@@ -75,12 +75,13 @@ def _layer(layer: LayerWeights) -> _Layer:
     2,048 tokens) V's 192 outputs a layer are 0.0005 and the head 0.0010. Both are
     3 % of a prompt's work.
     """
-    value_from = layer.qkv.outputs - layer.value_outputs
     return _Layer(
         address(layer.attention_norm),
         address(layer.mlp_norm),
         address(layer.qkv_bias),
-        layer_of(layer.qkv, fine_from=value_from),
+        layer_of(layer.q),
+        layer_of(layer.k),
+        layer_of(layer.v, fine=True),
         *(layer_of(weight) for weight in (layer.o, layer.gate, layer.up, layer.down)),
     )
 
@@ -117,7 +118,7 @@ class FusedStep:
             self._layers,
             address(weights.final_norm),
             layer_of(weights.embedding),
-            layer_of(weights.head, fine_from=0),
+            layer_of(weights.head, fine=True),
             len(weights.layers),
             weights.embedding.inputs,
             weights.layers[0].gate.outputs,

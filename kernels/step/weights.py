@@ -20,20 +20,23 @@ class LayerWeights:
     """One layer: norm weights `[E]` and linear layers.
 
     Attributes:
-        qkv: Q, K and V on top of each other.
-        value_outputs: how many of its outputs are V.
-        qkv_bias: added to them, `[outputs]`, or None.
+        qkv_bias: added to the outputs of q, k and v, `[their number]`, or None.
     """
 
     attention_norm: Floats
     mlp_norm: Floats
-    qkv: Panels
+    q: Panels
+    k: Panels
+    v: Panels
     o: Panels
     gate: Panels
     up: Panels
     down: Panels
-    value_outputs: int
     qkv_bias: Floats | None = None
+
+    @property
+    def linears(self) -> tuple[Panels, ...]:
+        return self.q, self.k, self.v, self.o, self.gate, self.up, self.down
 
 
 @dataclass(frozen=True)
@@ -41,7 +44,7 @@ class Weights:
     """All weights of a model; `head` is `embedding` where they are tied.
 
     Attributes:
-        embedding, head: int8 panels `[V, E]`.
+        embedding, head: `[V, E]`.
         heads: query heads.
         window: sliding window, or None.
         epsilon: of the RMS norms.
@@ -59,7 +62,7 @@ class Weights:
     def nbytes(self) -> int:
         """Bytes of all linear layers, which are nearly all of it."""
         tables = {id(panels): panels for panels in (self.embedding, self.head)}
-        linears = [p for x in self.layers for p in (x.qkv, x.o, x.gate, x.up, x.down)]
+        linears = [panels for layer in self.layers for panels in layer.linears]
         return sum(panels.data.nbytes for panels in (*tables.values(), *linears))
 
 
@@ -73,7 +76,6 @@ def check_weights(weights: Weights) -> None:
     _require_floats("final_norm", weights.final_norm, hidden)
     for name, table in (("embedding", weights.embedding), ("head", weights.head)):
         _require(name, (table.outputs, table.inputs), (vocabulary, hidden))
-        _require(name, table.kind, "int8_symmetric")
     if not weights.layers:
         raise ValueError("weights without a layer")
     for layer in weights.layers:
@@ -81,21 +83,23 @@ def check_weights(weights: Weights) -> None:
 
 
 def _check_layer(layer: LayerWeights, hidden: int, intermediate: int, heads: int) -> None:
-    qkv, width = layer.qkv, layer.qkv.outputs - 2 * layer.value_outputs
-    _require("qkv", qkv.inputs, hidden)
-    _require("o", (layer.o.outputs, layer.o.inputs), (hidden, width))
+    width = layer.o.inputs
+    _require("q", (layer.q.outputs, layer.q.inputs), (width, hidden))
+    _require("v", (layer.v.outputs, layer.v.inputs), (layer.k.outputs, hidden))
+    _require("k", layer.k.inputs, hidden)
+    _require("o", layer.o.outputs, hidden)
     for name, linear in (("gate", layer.gate), ("up", layer.up)):
         _require(name, (linear.outputs, linear.inputs), (intermediate, hidden))
     _require("down", (layer.down.outputs, layer.down.inputs), (hidden, intermediate))
     _require_floats("attention_norm", layer.attention_norm, hidden)
     _require_floats("mlp_norm", layer.mlp_norm, hidden)
     if layer.qkv_bias is not None:
-        _require_floats("qkv_bias", layer.qkv_bias, qkv.outputs)
-    # a row of Q, K and V ends where the next begins: a padded panel would write over it
-    if qkv.outputs % PANEL or width <= 0 or width % heads:
+        _require_floats("qkv_bias", layer.qkv_bias, width + 2 * layer.v.outputs)
+    # a row of Q ends where K begins: a padded panel would write over it
+    if width % heads or width % PANEL or layer.v.outputs % PANEL:
         raise ValueError(
-            f"qkv has {qkv.outputs} outputs, {layer.value_outputs} of them V; needed are whole "
-            f"panels of {PANEL} and {heads} heads"
+            f"Q has {width} outputs, K and V {layer.v.outputs}; needed are whole panels of {PANEL} "
+            f"and {heads} heads"
         )
 
 
@@ -107,7 +111,7 @@ def check_blocks(weights: Weights, blocks: KVBlocks) -> None:
     """
     layer = weights.layers[0]
     head_dim = layer.o.inputs // weights.heads
-    needed = len(weights.layers), layer.value_outputs // head_dim, head_dim
+    needed = len(weights.layers), layer.v.outputs // head_dim, head_dim
     there = blocks.layers, blocks.kv_heads, blocks.head_dim
     if there != needed:
         raise ValueError(f"blocks of layers, KV heads and head_dim {there}; needed are {needed}")

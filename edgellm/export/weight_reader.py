@@ -1,0 +1,96 @@
+"""Weights of a checkpoint as a flavour needs them: as they are, or rounded and reported."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from edgellm.export.import_report import ImportReport
+from edgellm.graphs.checkpoint import Checkpoint, Tensor
+from edgellm.kernels.quantized import KINDS, QuantizedWeight, dequantize
+from edgellm.quantize.error import relative_error
+from edgellm.quantize.int4 import quantize_int4
+from edgellm.quantize.int8 import quantize_groups
+
+# What float tensors are rounded to. `auto` is int8, which costs 0.5 % of a weight; int4 costs 8 %.
+FLOAT_WEIGHTS = ("auto", "int8", "int4")
+_FLOAT_STORAGE = ("F32", "F16", "BF16")
+
+
+@dataclass(frozen=True)
+class WeightReader:
+    """Reads tensors as quantized weights and notes in the report what became of each.
+
+    Attributes:
+        weights: what linear layers of float tensors become, one of FLOAT_WEIGHTS. Quantized
+            tensors that no kind holds become int8.
+    """
+
+    checkpoint: Checkpoint
+    weights: str = "auto"
+    report: ImportReport = field(default_factory=ImportReport)
+
+    def linear(self, name: str) -> QuantizedWeight:
+        """A linear layer's weight, of any kind."""
+        tensor = self.checkpoint.tensor(name)
+        if tensor.quantized is not None:
+            return self._taken(name, tensor, tensor.quantized())
+        exact = tensor.float32()
+        to_int4 = self.weights == "int4" and tensor.storage in _FLOAT_STORAGE
+        return self._rounded(
+            name, tensor, exact, quantize_int4(exact) if to_int4 else quantize_groups(exact)
+        )
+
+    def table(self, name: str) -> QuantizedWeight:
+        """The embedding or the head, of any kind; float ones become int8."""
+        tensor = self.checkpoint.tensor(name)
+        if tensor.quantized is not None:
+            return self._taken(name, tensor, tensor.quantized())
+        return self._int8(name, tensor)
+
+    def symmetric_table(self, name: str) -> QuantizedWeight:
+        """The embedding or the head, of a kind without offsets."""
+        tensor = self.checkpoint.tensor(name)
+        weight = None if tensor.quantized is None else tensor.quantized()
+        if weight is not None and not weight.kind.affine:
+            return self._taken(name, tensor, weight)
+        return self._int8(name, tensor)
+
+    def int4(self, name: str) -> QuantizedWeight:
+        """A linear layer's weight in int4 groups of 32, whatever the file has."""
+        tensor = self.checkpoint.tensor(name)
+        weight = None if tensor.quantized is None else tensor.quantized()
+        if weight is not None and weight.kind.name in ("int4_symmetric", "int4_affine"):
+            return self._taken(name, tensor, weight)
+        exact = tensor.float32()
+        if weight is not None and weight.kind.name == "int4_k":
+            return self._rounded(name, tensor, exact, as_int4_affine(weight))
+        return self._rounded(name, tensor, exact, quantize_int4(exact))
+
+    def _int8(self, name: str, tensor: Tensor) -> QuantizedWeight:
+        exact = tensor.float32()
+        return self._rounded(name, tensor, exact, quantize_groups(exact))
+
+    def _taken(self, name: str, tensor: Tensor, weight: QuantizedWeight) -> QuantizedWeight:
+        self.report.took(name, tensor.storage, weight.kind.name)
+        return weight
+
+    def _rounded(
+        self, name: str, tensor: Tensor, exact: NDArray[np.float32], weight: QuantizedWeight
+    ) -> QuantizedWeight:
+        error = relative_error(exact, dequantize(weight))
+        self.report.took(name, tensor.storage, weight.kind.name, error=error)
+        return weight
+
+
+def as_int4_affine(weight: QuantizedWeight) -> QuantizedWeight:
+    """The codes of a 4-bit weight, with scales and offsets as halves.
+
+    Those of a blocked one are rounded, by at most 2^-11 of them.
+    """
+    scale = weight.scales()
+    offset = weight.offsets() - np.float32(weight.kind.zero) * scale
+    halves = scale.astype(np.float16), offset.astype(np.float16)
+    return QuantizedWeight(KINDS["int4_affine"], weight.codes, *halves)
