@@ -33,7 +33,7 @@ def forward(
 
     Args:
         weights: dequantized, `[N, K]`, under the names of `Weights` and `LayerWeights`, those of a
-            layer as `layers.0.qkv`.
+            layer as `layers.0.q`.
         rounded: whether linear layers round their inputs, as those in C++ do.
 
     Returns:
@@ -47,9 +47,9 @@ def forward(
         normed = _norm(x, w["attention_norm"], epsilon)
         head_dim = w["o"].shape[1] // heads
         first_value = (heads + kv_heads) * head_dim
-        bias = w.get("qkv_bias", np.zeros(len(w["qkv"]), np.float32))
-        qk = linear(normed, w["qkv"][:first_value]) + bias[:first_value]
-        v = normed @ w["qkv"][first_value:].T.astype(np.float64) + bias[first_value:]
+        bias = w.get("qkv_bias", np.zeros(first_value + kv_heads * head_dim, np.float32))
+        qk = linear(normed, np.concatenate([w["q"], w["k"]])) + bias[:first_value]
+        v = normed @ w["v"].T.astype(np.float64) + bias[first_value:]
         v = v.reshape(-1, kv_heads, head_dim)
         rotated = rope.apply(qk.reshape(len(tokens), -1, head_dim), inv_freq, 0)
         k, v = (kv_append.round_trip(rows, format) for rows in (rotated[:, heads:], v))

@@ -18,7 +18,8 @@ from edgellm.home import sha256_of
 
 Change = tuple[str, Any]
 PANEL = "flavours/panels/arrays/"
-QKV = PANEL + "layers.0.qkv/"
+K = PANEL + "layers.0.k/"
+KINDS = "flavours/panels/kinds/layers.0."
 
 
 @pytest.fixture(scope="module")
@@ -60,9 +61,9 @@ def test_the_bundle_as_it_was_exported_is_fine(changed: Callable[..., Path]) -> 
     ("change", "words"),
     [
         # sizes of the config that the arrays do not have
-        (("config/heads", 12), r"the config needs uint8 \[\d+, 3, 288\]"),
-        (("config/kv_heads", 6), r"layers\.0\.qkv is uint8 \[10, 3, \d+\].*needs uint8 \[18, 3"),
-        (("config/kv_heads", 1), r"layers\.0\.qkv"),
+        (("config/heads", 12), r"layers\.0\.q is uint8 \[6, 3, 544\].*needs uint8 \[12, 3, 544\]"),
+        (("config/kv_heads", 6), r"layers\.0\.k is uint8 \[2, 3, 544\].*needs uint8 \[6, 3"),
+        (("config/kv_heads", 1), r"layers\.0\.k"),
         (("config/head_dim", 32), "quarter of them|the config needs"),
         (("config/hidden_size", 64), "the config needs"),
         (("config/hidden_size", 1152), "the config needs"),
@@ -70,9 +71,9 @@ def test_the_bundle_as_it_was_exported_is_fine(changed: Callable[..., Path]) -> 
         (("config/vocab_size", 10), "embedding is uint8"),
         (("config/vocab_size", 50000), r"embedding is uint8 \[20, 3, 544\].*\[3125, 3, 544\]"),
         (("config/vocab_size", 10**9), "vocab_size is 1000000000; 1 to 16777216 is allowed"),
-        (("config/layers", 1), r"layers\.1\..* belongs to no part"),
-        (("config/layers", 3), r"layers\.2\.attention_norm is missing"),
-        (("config/tied_embedding", True), "array head belongs to no part"),
+        (("config/layers", 1), r"the kind of layers\.1\..* is of no weight"),
+        (("config/layers", 3), r"the kind of layers\.2\..* is missing"),
+        (("config/tied_embedding", True), "the kind of head is of no weight"),
         (("config/qkv_bias", True), r"layers\.0\.qkv_bias is missing"),
         # numbers that no model has
         (("config/layers", 0), "layers is 0; 1 to"),
@@ -89,16 +90,21 @@ def test_the_bundle_as_it_was_exported_is_fine(changed: Callable[..., Path]) -> 
         (("config/inv_freq", [float("inf")] * 8), "finite number"),
         (("config/inv_freq", [-1.0] * 8), "positive"),
         # arrays
-        ((QKV + "shape", [10, 3, 100]), "the config needs uint8"),
-        ((QKV + "shape", [3, 10, 320]), "the config needs uint8"),
-        ((QKV + "shape", []), "the config needs uint8"),
-        ((QKV + "dtype", "float32"), r"qkv is float32 .*needs uint8"),
-        ((QKV + "dtype", "nothing"), "qkv is nothing"),
-        ((QKV + "offset", -64), "lies at bytes -64"),
-        ((QKV + "offset", 1), "multiple of 64"),
-        ((QKV + "offset", 1 << 40), "lies at bytes 1099511627776"),
-        ((QKV + "file", "panels/other.bin"), r"panels/other\.bin is needed and not listed"),
-        ((QKV + "file", "../manifest.json"), "not listed"),
+        ((KINDS + "q", "int3"), "q is of the unknown kind 'int3'; known are int4_symmetric, int4"),
+        ((KINDS + "q", "int6_k"), "q has 96 inputs; int6_k needs a multiple of 256"),
+        ((KINDS + "q", "int5_symmetric"), r"q is uint8 .*needs uint8 \[6, 3, 352\]"),
+        ((KINDS + "q", KeyError), r"the kind of layers\.0\.q is missing"),
+        ((KINDS + "x", "int4_k"), r"the kind of layers\.0\.x is of no weight"),
+        ((K + "shape", [10, 3, 100]), "the config needs uint8"),
+        ((K + "shape", [3, 10, 320]), "the config needs uint8"),
+        ((K + "shape", []), "the config needs uint8"),
+        ((K + "dtype", "float32"), r"layers\.0\.k is float32 .*needs uint8"),
+        ((K + "dtype", "nothing"), "k is nothing"),
+        ((K + "offset", -64), "lies at bytes -64"),
+        ((K + "offset", 1), "multiple of 64"),
+        ((K + "offset", 1 << 40), "lies at bytes 1099511627776"),
+        ((K + "file", "panels/other.bin"), r"panels/other\.bin is needed and not listed"),
+        ((K + "file", "../manifest.json"), "not listed"),
         ((PANEL + "embedding/shape", [20, 3, 320]), r"needs uint8 \[20, 3, 544\]"),
         ((PANEL + "final_norm/shape", [95]), r"needs float32 \[96\]"),
         ((PANEL + "final_norm", KeyError), "final_norm is missing"),

@@ -15,8 +15,8 @@ from edgellm import ExportError, OptionError
 from edgellm.bundle import MANIFEST, Bundle
 from edgellm.export.calibrate import CalibrationOptions, Calibrator, Rounding
 from edgellm.export.flavours import FLAVOURS
-from edgellm.export.import_report import ImportReport
 from edgellm.export.layerwise import WindowAttention
+from edgellm.export.weight_reader import WeightReader
 from edgellm.graphs.builder import WeightFile
 from edgellm.graphs.checkpoint import open_checkpoint
 from edgellm.graphs.contract import HOST_TOKENS
@@ -150,7 +150,7 @@ def test_weights_are_rounded_for_the_inputs_that_were_seen(
         noted = Noted(config, embedded, options, bits=16, file=unrounded)
         segments = FLAVOURS[STATIC].segments
         assert segments is not None
-        assert len(list(segments(checkpoint, file, ImportReport(), noted))) == config.layers + 1
+        assert len(list(segments(WeightReader(checkpoint), file, noted))) == config.layers + 1
         stored = file.arrays
     x = embedded[:, HOST_TOKENS:].reshape(-1, config.hidden_size).astype(np.float64)
     x /= np.sqrt(np.square(x).mean(axis=1, keepdims=True) + config.rms_norm_eps)

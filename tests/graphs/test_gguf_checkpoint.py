@@ -14,8 +14,7 @@ import pytest
 
 from edgellm.errors import EdgeLLMError, ModelFormatError, UnsupportedModelError
 from edgellm.graphs.checkpoint import open_checkpoint
-from edgellm.kernels.int4 import dequantize
-from edgellm.quantize.int8 import dequantize_groups
+from edgellm.kernels.quantized import dequantize
 
 
 def write_gguf(
@@ -88,27 +87,30 @@ def test_default_model(smollm2_gguf: Path) -> None:
     assert config.parameters == 134_515_008
 
 
-@pytest.mark.parametrize("name", ["layers.0.q", "layers.7.k", "layers.29.v", "layers.3.down"])
-def test_q4_1_is_imported_bit_by_bit(smollm2_gguf: Path, name: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "storage", "kind"),
+    [
+        *((f"layers.{n}", "Q4_1", "int4_affine") for n in ("0.q", "7.k", "29.v", "3.down")),
+        ("embedding", "Q8_0", "int8_symmetric"),
+    ],
+)
+def test_default_model_is_imported_bit_by_bit(
+    smollm2_gguf: Path, name: str, storage: str, kind: str
+) -> None:
     tensor = open_checkpoint(smollm2_gguf).tensor(name)
-    assert tensor.storage == "Q4_1"
-    assert tensor.int4 is not None
-    np.testing.assert_array_equal(dequantize(tensor.int4()), tensor.float32())
+    assert tensor.storage == storage
+    assert tensor.quantized is not None
+    assert tensor.quantized().kind.name == kind
+    np.testing.assert_array_equal(dequantize(tensor.quantized()), tensor.float32())
 
 
-def test_q8_0_is_imported_bit_by_bit(smollm2_gguf: Path) -> None:
-    tensor = open_checkpoint(smollm2_gguf).tensor("embedding")
-    assert tensor.int8_groups is not None
-    np.testing.assert_array_equal(dequantize_groups(*tensor.int8_groups()), tensor.float32())
-
-
-def test_q4_0_is_imported_bit_by_bit_and_symmetric(tmp_path: Path) -> None:
+def test_q4_0_is_imported_bit_by_bit(tmp_path: Path) -> None:
     checkpoint = open_checkpoint(write_gguf(tmp_path / "model.gguf"))
     for name in ("layers.0.q", "layers.0.v"):
         tensor = checkpoint.tensor(name)
-        assert tensor.int4 is not None
-        np.testing.assert_array_equal(dequantize(tensor.int4()), tensor.float32())
-        assert not tensor.int4().excess.any()
+        assert tensor.quantized is not None
+        np.testing.assert_array_equal(dequantize(tensor.quantized()), tensor.float32())
+        assert tensor.quantized().kind.name == "int4_symmetric"
 
 
 def test_qwen2_has_biases_and_rows_as_they_are(tmp_path: Path) -> None:
@@ -283,7 +285,7 @@ def test_values_that_are_no_weights_name_the_tensor(
     path.write_bytes(data)
     canonical = {"attn_v": "layers.0.v", "token_embd": "embedding", "ffn_up": "layers.0.up"}
     tensor = open_checkpoint(path).tensor(canonical[name.removeprefix("blk.0.").split(".")[0]])
-    for read in (tensor.float32, tensor.int4):
+    for read in (tensor.float32, tensor.quantized):
         if read is not None:
             with pytest.raises(ModelFormatError, match=rf"{name} holds a value"):
                 read()

@@ -11,7 +11,7 @@ import onnxruntime as ort
 import pytest
 
 from edgellm.export.flavours import FLAVOURS
-from edgellm.export.import_report import ImportReport
+from edgellm.export.weight_reader import WeightReader
 from edgellm.graphs import contract
 from edgellm.graphs.builder import WeightFile
 from edgellm.graphs.checkpoint import Checkpoint, open_checkpoint
@@ -55,7 +55,7 @@ def sessions(folder: Path, flavour: str, checkpoint: Checkpoint, chunk: int | No
     folder.mkdir(exist_ok=True)
     basic_norms = FLAVOURS[flavour].basic_norms and chunk is not None
     with WeightFile(folder) as file:
-        for segment in FLAVOURS[flavour].segments(checkpoint, file, ImportReport()):
+        for segment in FLAVOURS[flavour].segments(WeightReader(checkpoint), file):
             model = author_segment(segment, checkpoint.config, chunk=chunk, basic_norms=basic_norms)
             ir.save(model, folder / contract.part_file(contract.Part(segment.index), chunk))
     return [

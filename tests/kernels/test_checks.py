@@ -8,12 +8,14 @@ from typing import Any
 
 import numpy as np
 import pytest
+from random_weights import random_weight
 
 from edgellm.kernels import attention, kv_append, rope
 from edgellm.kernels.checks import block_ids, check_rope, floats, indices
 from edgellm.kernels.kv_blocks import BLOCK, allocate
-from edgellm.kernels.linear import Panels, int8_panels, int8_rows, native
+from edgellm.kernels.linear import Panels, native, rows_of, to_panels
 from edgellm.kernels.native import library
+from edgellm.kernels.quantized import KINDS
 from edgellm.kernels.sampling.native import log_sum_exp, top_k
 
 HUGE = [-1, 70, 10**9, 1 << 31, 1 << 32, (1 << 63) - 1, 1 << 63, -(1 << 63), 10**30]
@@ -115,8 +117,7 @@ def test_wrappers_of_attention_and_append(compiled: Any) -> None:
 
 
 def some_panels() -> Panels:
-    codes = np.zeros((70, 64), np.int8)
-    return int8_panels(codes, np.ones((70, 2), np.float32))
+    return to_panels(random_weight("int8_symmetric", 70, 64, np.random.default_rng(0)))
 
 
 def test_panels_of_another_size() -> None:
@@ -127,7 +128,7 @@ def test_panels_of_another_size() -> None:
         (70, 64, "int4_affine"),
     ):
         with pytest.raises(ValueError, match=f"panels of {outputs} x {inputs}"):
-            Panels(panels.data, outputs, inputs, kind)
+            Panels(panels.data, outputs, inputs, KINDS[kind])
     for data in (panels.data.astype(np.int16), panels.data[..., ::-1]):
         with pytest.raises(ValueError, match="panels of 70 x 64"):
             replace(panels, data=data)
@@ -136,7 +137,7 @@ def test_panels_of_another_size() -> None:
 @pytest.mark.parametrize("row", [-1, 70, 79, 10**9])
 def test_rows_that_a_weight_does_not_have(row: int) -> None:
     with pytest.raises(ValueError, match="a row is from 0 to 69"):
-        int8_rows(some_panels(), [row])
+        rows_of(some_panels(), [row])
 
 
 def test_rows_of_another_width(compiled: Any) -> None:

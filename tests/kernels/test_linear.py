@@ -49,7 +49,9 @@ def test_16_bit_activations_round_less(compiled: ctypes.CDLL, kind: str, rows: i
     panels, weight = panels_and_weight(kind, 64, 3)
     x = np.random.default_rng(5).standard_normal((rows, panels.inputs)).astype(np.float32)
     exact = x.astype(np.float64) @ weight.T.astype(np.float64)
-    coarse, fine = (np.abs(linear(compiled, x, panels, fine=f) - exact).max() for f in (False, True))
+    coarse, fine = (
+        np.abs(linear(compiled, x, panels, fine=f) - exact).max() for f in (False, True)
+    )
     assert fine < 0.01 * coarse
 
 

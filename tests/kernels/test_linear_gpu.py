@@ -9,6 +9,7 @@ pytest.importorskip("triton")
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 
 from edgellm.kernels.int4 import Int4Weight, dequantize, pack  # noqa: E402
+
 from edgellm.kernels.linear import (  # noqa: E402
     Panels,
     gpu,

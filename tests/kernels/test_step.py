@@ -8,12 +8,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+from random_weights import random_weight
 
 from edgellm.kernels import rope
-from edgellm.kernels.int4 import Int4Weight, dequantize, pack
 from edgellm.kernels.kv_blocks import KV_FORMATS, KVBlocks, allocate
-from edgellm.kernels.linear import Panels, int4_panels, int8_panels
+from edgellm.kernels.linear import Panels, to_panels
 from edgellm.kernels.native import library
+from edgellm.kernels.quantized import dequantize
 from edgellm.kernels.step import FusedStep, LayerWeights, Weights, reference
 
 EPSILON = 1e-5
@@ -43,15 +44,35 @@ SHAPES = [
     Shape(7, 1, 128, hidden=32, window=130),
     Shape(6, 2, 32, bias=True),
 ]
+# Wide enough for kinds with blocks of 256.
+WIDE = Shape(8, 2, 32, hidden=256, intermediate=512, bias=True)
+# One after the other for embedding, head, q, k, v, o, gate, up and down.
+MIXTURES = {
+    "affine": ("int8_symmetric", "int8_symmetric", *["int4_affine"] * 7),
+    "symmetric": ("int8_symmetric", "int8_symmetric", *["int4_symmetric"] * 7),
+    "Q4_K_M": (
+        *("int6_k", "int6_k", "int4_k", "int4_k", "int6_k"),
+        *("int4_k", "int4_k", "int4_k", "int6_k"),
+    ),
+    "narrow": (
+        *("int8_symmetric", "int8_affine", "int5_symmetric", "int5_affine", "int8_symmetric"),
+        *("iq4_nl", "mxfp4", "int4_symmetric", "int8_affine"),
+    ),
+    "others": (
+        *("iq4_xs", "int5_k", "iq4_xs", "int5_k", "int4_affine"),
+        *("int5_k", "int4_k", "int6_k", "iq4_xs"),
+    ),
+}
+NARROW = ("affine", "symmetric", "narrow")
 
 
 class Model:
     """Random weights, dequantized ones beside them."""
 
-    def __init__(self, shape: Shape, *, affine: bool = True) -> None:
+    def __init__(self, shape: Shape, mixture: str = "affine") -> None:
         self.shape = shape
         self._rng = np.random.default_rng(shape.heads * shape.head_dim)
-        self._affine = affine
+        self._kinds = MIXTURES[mixture]
         self.floats: dict[str, np.ndarray] = {}
         width, kv = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
         layers = []
@@ -61,20 +82,21 @@ class Model:
                 LayerWeights(
                     attention_norm=self._norm(prefix + "attention_norm"),
                     mlp_norm=self._norm(prefix + "mlp_norm"),
-                    qkv=self._int4(prefix + "qkv", width + 2 * kv, shape.hidden),
-                    o=self._int4(prefix + "o", shape.hidden, width),
-                    gate=self._int4(prefix + "gate", shape.intermediate, shape.hidden),
-                    up=self._int4(prefix + "up", shape.intermediate, shape.hidden),
-                    down=self._int4(prefix + "down", shape.hidden, shape.intermediate),
-                    value_outputs=kv,
+                    q=self._linear(prefix + "q", width, shape.hidden),
+                    k=self._linear(prefix + "k", kv, shape.hidden),
+                    v=self._linear(prefix + "v", kv, shape.hidden),
+                    o=self._linear(prefix + "o", shape.hidden, width),
+                    gate=self._linear(prefix + "gate", shape.intermediate, shape.hidden),
+                    up=self._linear(prefix + "up", shape.intermediate, shape.hidden),
+                    down=self._linear(prefix + "down", shape.hidden, shape.intermediate),
                     qkv_bias=self._bias(prefix + "qkv_bias", width + 2 * kv),
                 )
             )
         self.weights = Weights(
             layers=layers,
             final_norm=self._norm("final_norm"),
-            embedding=self._int8("embedding"),
-            head=self._int8("head"),
+            embedding=self._linear("embedding", VOCABULARY, shape.hidden, size=1.0),
+            head=self._linear("head", VOCABULARY, shape.hidden, size=1.0),
             heads=shape.heads,
             window=shape.window,
             epsilon=EPSILON,
@@ -94,23 +116,13 @@ class Model:
         self.floats[name] = self._rng.standard_normal(outputs).astype("f4")
         return self.floats[name]
 
-    def _halves(self, shape: tuple[int, int], size: float) -> np.ndarray:
-        values = size * (0.5 + self._rng.random(shape))
-        return values.astype(np.float16).astype(np.float32)
-
-    def _int4(self, name: str, outputs: int, inputs: int) -> Panels:
-        scale = self._halves((outputs, inputs // 32), 0.4 / np.sqrt(inputs))
-        offset = -self._halves(scale.shape, 3.0 / np.sqrt(inputs)) if self._affine else -8 * scale
-        codes = self._rng.integers(0, 16, (outputs, inputs), dtype=np.uint8)
-        weight = Int4Weight(pack(codes), scale, offset)
+    def _linear(self, name: str, outputs: int, inputs: int, *, size: float | None = None) -> Panels:
+        order = ("embedding", "head", "q", "k", "v", "o", "gate", "up", "down")
+        kind = self._kinds[order.index(name.split(".")[-1])]
+        size = 3 / np.sqrt(inputs) if size is None else size
+        weight = random_weight(kind, outputs, inputs, self._rng, size=size)
         self.floats[name] = dequantize(weight)
-        return int4_panels(weight)
-
-    def _int8(self, name: str) -> Panels:
-        scale = self._halves((VOCABULARY, self.shape.hidden // 32), 0.01)
-        codes = self._rng.integers(-127, 128, (VOCABULARY, self.shape.hidden), dtype=np.int8)
-        self.floats[name] = codes * np.repeat(scale, 32, axis=-1)
-        return int8_panels(codes, scale)
+        return to_panels(weight)
 
     def cache(self, format: str) -> KVBlocks:
         shape = self.shape
@@ -157,22 +169,31 @@ class Model:
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize("affine", [True, False])
+@pytest.mark.parametrize("mixture", NARROW)
 @pytest.mark.usefixtures("poisoned")
-def test_matches_reference(compiled: ctypes.CDLL, shape: Shape, affine: bool) -> None:
+def test_matches_reference(compiled: ctypes.CDLL, shape: Shape, mixture: str) -> None:
+    assert_near_reference(compiled, Model(shape, mixture))
+
+
+def assert_near_reference(library: ctypes.CDLL, model: Model) -> None:
     """As far as rounding allows: a float32 sum may round to another int8 code than a float64 one.
 
     A layer of these models then differs by up to 0.3 % (0.9 % with int8 keys and values, 1.1 % with
     int4), and by more where the next one rounds again.
     """
-    model = Model(shape, affine=affine)
     for format in KV_FORMATS:
-        found = model.run(compiled, [1, 64, 131], format)
+        results = model.run(library, [1, 64, 131], format)
         expected = model.reference(131, format)
-        for ours, theirs in zip(found, expected, strict=True):
+        for ours, theirs in zip(results, expected, strict=True):
             error = np.abs(ours - theirs).mean() / np.abs(theirs).mean()
-            allowed = 0.01 if shape.layers == 1 else 0.03
+            allowed = 0.01 if model.shape.layers == 1 else 0.03
             assert error < (2 * allowed if format == "int4" else allowed)
+
+
+@pytest.mark.parametrize("mixture", MIXTURES)
+@pytest.mark.usefixtures("poisoned")
+def test_wide_model_matches_reference(compiled: ctypes.CDLL, mixture: str) -> None:
+    assert_near_reference(compiled, Model(WIDE, mixture))
 
 
 @pytest.mark.parametrize("shape", [SHAPES[0], SHAPES[3]], ids=str)
@@ -306,14 +327,15 @@ def test_weights_that_do_not_fit_each_other_are_refused() -> None:
     weights, other = Model(SHAPES[0]).weights, Model(SHAPES[2]).weights
     layer = weights.layers[0]
     wrong_layers = [
-        replace(layer, qkv=other.layers[0].qkv),
+        replace(layer, q=other.layers[0].q),
+        replace(layer, k=other.layers[0].k),
+        replace(layer, v=layer.q),
         replace(layer, o=layer.down),
         replace(layer, up=layer.down),
         replace(layer, down=layer.up),
         replace(layer, mlp_norm=layer.mlp_norm[1:]),
         replace(layer, attention_norm=layer.attention_norm.astype(np.float64)),
         replace(layer, qkv_bias=np.zeros(3, np.float32)),
-        replace(layer, value_outputs=100),
     ]
     for wrong in (
         *(replace(weights, layers=[layer]) for layer in wrong_layers),

@@ -3,15 +3,15 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from edgellm.kernels.int4 import dequantize
+from edgellm.kernels.quantized import dequantize
 from edgellm.quantize.int4 import quantize_int4
 
 
 def test_error_is_half_a_step() -> None:
     weight = np.random.default_rng(0).standard_normal((9, 96)).astype(np.float32)
-    found = quantize_int4(weight)
-    step = np.repeat(found.scale, 32, axis=1)
-    assert (np.abs(dequantize(found) - weight) <= 0.501 * step).all()
+    rounded = quantize_int4(weight)
+    step = np.repeat(rounded.scales(), 32, axis=1)
+    assert (np.abs(dequantize(rounded) - weight) <= 0.501 * step).all()
 
 
 @pytest.mark.parametrize("value", [0.0, 3.5, -0.125])
