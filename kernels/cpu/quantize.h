@@ -75,7 +75,7 @@ inline int32_t quantize_rest(const float* x, int n, float scale, const int8_t* c
     const float steps = scale > 0 ? FINE_STEPS / scale : 0;
     int i = 0;
     for (; i + LANES <= n; i += LANES) {
-        const Vec whole = to_float(__builtin_convertvector(*reinterpret_cast<const Narrow*>(codes + i), IVec));
+        const Vec whole = to_float(load_narrow(codes + i));
         sum += store_codes((load(x + i) - whole * splat(scale)) * splat(steps), rest + i);
     }
     int32_t total = sum_of(sum);

@@ -14,6 +14,16 @@ inline void store(float* p, Vec v) { *reinterpret_cast<Vec*>(p) = v; }
 inline void store_narrow(int8_t* p, IVec v) {
     *reinterpret_cast<Narrow*>(p) = __builtin_convertvector(v, Narrow);
 }
+// LANES bytes as integers; from a conversion of vectors GCC makes a move for each byte.
+inline IVec load_narrow(const void* p) {
+#if defined(EDGELLM_VNNI512)
+    return (IVec)_mm512_cvtepi8_epi32(_mm_loadu_si128(static_cast<const __m128i*>(p)));
+#elif defined(EDGELLM_AVX2)
+    return (IVec)_mm256_cvtepi8_epi32(_mm_loadl_epi64(static_cast<const __m128i*>(p)));
+#else
+    return __builtin_convertvector(*static_cast<const Narrow*>(p), IVec);
+#endif
+}
 inline Vec splat(float x) { return x - Vec{}; }
 inline IVec splat_int(int32_t x) { return x - IVec{}; }
 inline Vec to_float(IVec v) { return __builtin_convertvector(v, Vec); }
@@ -173,10 +183,6 @@ inline Vec load_halves(const uint16_t* p) {
 #endif
 }
 
-// LANES bytes, signed.
-inline Vec load_small(const uint8_t* p) {
-    return to_float(__builtin_convertvector(*reinterpret_cast<const Narrow*>(p), IVec));
-}
 
 // sum[lane] += a[4 lane + i] * b[4 lane + i] over i < 4; a is 0 .. 127, b is -127 .. 127.
 inline IVec dot(IVec sum, Bytes a, Bytes b) {

@@ -16,7 +16,11 @@ constexpr int WIDE_PANELS = 2;
 constexpr int MANY_ROWS = MAX_ROWS + 1;  // from which on unpacking pays
 constexpr int PANELS_AT_ONCE = 8;        // that are handed out for many rows
 constexpr int STRETCH = 24;              // groups; with two panels 30 KB of unpacked codes and scales
-constexpr size_t RUN_BYTES = 32 << 10;   // of weights that are handed out at a time for few rows
+constexpr size_t RUN_BYTES = 128 << 10;  // of weights that are handed out at a time for few rows
+// A core's own prefetcher stops at the end of a page, and a page is read in less time than the next one
+// takes to come: so far ahead, one core read int4 weights at 0.9 of the rate of a plain read, and at
+// 0.67 without (Intel Xeon, Sapphire Rapids, 400 MB).
+constexpr size_t BYTES_AHEAD = 8 << 10;
 
 template <int N>
 using Count = std::integral_constant<int, N>;
@@ -157,6 +161,11 @@ struct Packed {
     }
     Codes<KIND> codes(int g, int lane) const { return Codes<KIND>(group(g) + 4 * lane); }
 
+    void fetch_ahead(int g) const {
+        const uint8_t* from = group(g) + BYTES_AHEAD;
+        for (size_t i = 0; i < edgellm::group_bytes(KIND); i += 64) __builtin_prefetch(from + i);
+    }
+
     // Add the products of one group with ROWS rows of codes to `dots`.
     template <int ROWS>
     void dot_group(int g, int lane, const int8_t* x, size_t width,
@@ -177,7 +186,7 @@ struct Packed {
     // The number `index` of LANES scales and offsets of a group.
     Vec factor(int g, int lane, int index) const {
         const uint8_t* from = group(g) + 64 * TRAITS.bits;
-        if (TRAITS.blocked) return load_small(from + edgellm::PANEL * index + lane);
+        if (TRAITS.blocked) return to_float(load_narrow(from + edgellm::PANEL * index + lane));
         return load_halves(reinterpret_cast<const uint16_t*>(from) + edgellm::PANEL * index + lane);
     }
     Vec scale(int, int g, int lane, int part) const {
@@ -230,6 +239,8 @@ struct Shared {
             }
         }
     }
+    void fetch_ahead(int) const {}
+
     template <int ROWS>
     void dot_group(int g, int lane, const int8_t* codes, size_t width,
                    IVec (*dots)[parts_of(ARITHMETIC)][ROWS]) const {
@@ -277,6 +288,7 @@ inline void panel_rows(const Weights& weights, int groups, const edgellm::Rows& 
             each([&](IVec& dot, const edgellm::Group& row, int part) {
                 dot = group_start<ARITHMETIC>(row, weights.start, part);
             });
+            if (lane == 0) weights.fetch_ahead(g);
             weights.template dot_group<ROWS>(g, lane, x.codes + at, x.width, dots);
             if (FINE) {
                 each([&](IVec& dot, const edgellm::Group& row, int part) {
