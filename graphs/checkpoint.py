@@ -30,7 +30,7 @@ _LARGEST_HALF = float(np.finfo(np.float16).max)
 
 @dataclass(frozen=True)
 class Tensor:
-    """One tensor of a checkpoint; nothing is read before one of its functions is called.
+    """One tensor of a checkpoint; only scales are read before one of its functions is called.
 
     Attributes:
         storage: how the file holds it, e.g. `Q4_1` or `BF16`.

@@ -14,7 +14,7 @@ from edgellm.errors import ModelFormatError, TokenizerError
 from edgellm.export.tokenizer_gguf import build_tokenizer
 from edgellm.graphs.checkpoint import Checkpoint
 from edgellm.graphs.config import Fields
-from edgellm.graphs.safetensors_checkpoint import read_json
+from edgellm.graphs.safetensors_folder import read_json
 from edgellm.tokenizer import check_ids, tokenizer_errors
 
 # Tokens that end an answer wherever a vocabulary has them as special tokens: many files name only

@@ -1,0 +1,100 @@
+"""GPTQ of both versions (github.com/ModelCloud/GPTQModel).
+
+    MODULE.qweight [K*b/32, N]    MODULE.qzeros [K/g, N*b/32]    MODULE.scales [K/g, N]
+    MODULE.g_idx [K]: the group of each input
+
+Words of 32 bits hold codes of b bits from the lowest bits on: of inputs in qweight, of outputs in
+qzeros. Version 1 stores zeros less 1: from each word a word of ones is taken away, so that a zero
+of 0 borrows from the next.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from edgellm.errors import ModelFormatError
+from edgellm.graphs.checkpoint import Tensor
+from edgellm.graphs.config import Fields
+from edgellm.graphs.hf_quantization.description import group_count, read_choice, read_group_size
+from edgellm.graphs.hf_quantization.groups import Groups
+from edgellm.graphs.hf_quantization.packing import Bytes, unpack
+from edgellm.graphs.hf_quantization.scales import read_scales
+from edgellm.graphs.safetensors_folder import FLOATS, SafetensorsFolder
+
+_BITS = (4, 8)
+
+
+class Reader:
+    def __init__(
+        self, values: Mapping[str, Any], folder: SafetensorsFolder, *, origin: str
+    ) -> None:
+        fields = Fields(values, origin=origin)
+        for key in ("checkpoint_format", "format"):
+            fields.require(key, "gptq", "gptq_v2")
+        fields.require("is_marlin_format", False)
+        # rotated weights, whose activations are rotated while the model runs
+        fields.require("rotation", False)
+        self._bits = read_choice(fields, "bits", _BITS, origin=origin)
+        self._group_size = read_group_size(fields, origin=origin)
+        version = fields.optional(str, "checkpoint_format") or fields.optional(str, "format")
+        # 1 in the place of each code
+        ones = ((1 << 32) - 1) // ((1 << self._bits) - 1)
+        self._taken_away = np.uint32(0 if version == "gptq_v2" else ones)
+        self._scattered = fields.optional(bool, "desc_act") or False
+        self._folder = folder
+        self._origin = origin
+
+    def tensor(self, module: str) -> Tensor | None:
+        if f"{module}.qweight" not in self._folder:
+            return None
+        expect, per_word = self._folder.expect, 32 // self._bits
+        words, rows = expect(f"{module}.qweight", ("I32",), shape=(None, None)).shape
+        columns = words * per_word
+        groups = group_count(columns, self._group_size, module=module, origin=self._origin)
+        expect(f"{module}.qzeros", ("I32",), shape=(groups, -(-rows // per_word)))
+        expect(f"{module}.scales", FLOATS, shape=(groups, rows))
+        return Groups(
+            shape=(rows, columns),
+            bits=self._bits,
+            groups=groups,
+            storage=f"GPTQ {self._bits}-bit",
+            codes=lambda: unpack(self._folder.read(f"{module}.qweight").T, self._bits),
+            zeros=lambda: self._zeros(f"{module}.qzeros", rows),
+            scales=lambda: read_scales(self._folder, f"{module}.scales").T,
+            group_of=self._group_of(module, columns, groups),
+        ).tensor()
+
+    def _zeros(self, key: str, rows: int) -> Bytes:
+        """`[G, words]` to `[N, G]`."""
+        words = self._folder.read(key).view(np.uint32) + self._taken_away
+        return unpack(words, self._bits)[:, :rows].T
+
+    def _group_of(self, module: str, columns: int, groups: int) -> NDArray[np.intp] | None:
+        """The group of each input; None where groups are runs of inputs."""
+        key = f"{module}.g_idx"
+        if key not in self._folder and not self._scattered:
+            return None
+        return read_group_index(self._folder, key, columns=columns, groups=groups)
+
+
+def read_group_index(
+    folder: SafetensorsFolder, key: str, *, columns: int, groups: int
+) -> NDArray[np.intp] | None:
+    """The group of each input; None where groups are runs of inputs, in order.
+
+    Raises:
+        ModelFormatError: a group that does not exist.
+    """
+    entry = folder.expect(key, ("I32", "I64"), shape=(columns,))
+    index: NDArray[np.intp] = folder.read(key).astype(np.intp)
+    if index.size and not 0 <= index.min() <= index.max() < groups:
+        raise ModelFormatError(
+            f"{entry.file}: tensor {key} puts inputs into groups {index.min()} to {index.max()}; "
+            f"the scales are those of groups 0 to {groups - 1}"
+        )
+    runs = np.arange(columns) // (columns // groups)
+    return None if (index == runs).all() else index

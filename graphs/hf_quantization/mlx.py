@@ -1,0 +1,105 @@
+"""MLX (github.com/ml-explore/mlx, `mlx.core.quantize`): modes `affine` and `mxfp4`.
+
+    MODULE.weight [N, K*b/32] words    MODULE.scales, MODULE.biases [N, K/g]
+
+Codes lie along the inputs, from the lowest bits on, and may go on in the next word. A number is
+`code * scale + bias`; `mxfp4` has no biases and bytes for scales.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from edgellm.errors import ModelFormatError, UnsupportedModelError
+from edgellm.graphs.checkpoint import Tensor
+from edgellm.graphs.config import Fields
+from edgellm.graphs.hf_quantization.description import read_choice
+from edgellm.graphs.hf_quantization.groups import Groups
+from edgellm.graphs.hf_quantization.mxfp4 import mxfp4_tensor
+from edgellm.graphs.hf_quantization.packing import unpack
+from edgellm.graphs.hf_quantization.scales import read_powers_of_two, read_scales
+from edgellm.graphs.safetensors_folder import FLOATS, SafetensorsFolder
+
+# Mode -> the bits and group sizes that it has.
+_MODES = {"affine": ((2, 3, 4, 5, 6, 8), (32, 64, 128)), "mxfp4": ((4,), (32,))}
+
+
+@dataclass(frozen=True)
+class _Scheme:
+    mode: str
+    bits: int
+    group_size: int
+
+
+class Reader:
+    def __init__(
+        self, values: Mapping[str, Any], folder: SafetensorsFolder, *, origin: str
+    ) -> None:
+        self._values = values
+        self._default = _scheme(values, origin=origin)
+        self._folder = folder
+        self._origin = origin
+
+    def tensor(self, module: str) -> Tensor | None:
+        weight, scales, biases = (f"{module}.{part}" for part in ("weight", "scales", "biases"))
+        if scales not in self._folder:
+            return None
+        scheme, expect = self._scheme(module), self._folder.expect
+        rows, words = expect(weight, ("U32",), shape=(None, None)).shape
+        columns = words * 32 // scheme.bits
+        if words * 32 % (scheme.bits * scheme.group_size):
+            raise ModelFormatError(
+                f"{self._origin}: {words} words a row in tensor {weight} are not groups of "
+                f"{scheme.group_size} codes of {scheme.bits} bits"
+            )
+        groups = columns // scheme.group_size
+        if scheme.mode == "mxfp4":
+            expect(scales, ("U8",), shape=(rows, groups))
+            return mxfp4_tensor(
+                (rows, columns),
+                codes=lambda: unpack(self._folder.read(weight), scheme.bits),
+                scales=lambda: read_powers_of_two(self._folder, scales),
+            )
+        for part in (scales, biases):
+            expect(part, FLOATS, shape=(rows, groups))
+        return Groups(
+            shape=(rows, columns),
+            bits=scheme.bits,
+            groups=groups,
+            storage=f"MLX {scheme.bits}-bit",
+            codes=lambda: unpack(self._folder.read(weight), scheme.bits),
+            scales=lambda: read_scales(self._folder, scales),
+            offsets=lambda: read_scales(self._folder, biases),
+        ).tensor()
+
+    def _scheme(self, module: str) -> _Scheme:
+        """A module's own, where the description has one under its name."""
+        own = self._values.get(module)
+        if own is None or own is True:
+            return self._default
+        origin = f"{self._origin}: {module}"
+        if own is False:
+            raise ModelFormatError(
+                f"{origin} is not to be quantized, but its tensors are; config and weights belong "
+                "to different models"
+            )
+        if not isinstance(own, dict):
+            raise ModelFormatError(f"{origin} is {own!r}; expected an object, true or false")
+        return _scheme(own, origin=origin)
+
+
+def _scheme(values: Mapping[str, Any], *, origin: str) -> _Scheme:
+    fields = Fields(values, origin=origin)
+    mode = fields.optional(str, "mode") or "affine"
+    if mode not in _MODES:
+        raise UnsupportedModelError(
+            f"{origin}: mode {mode!r} is not read; read are {', '.join(_MODES)}"
+        )
+    bits, group_sizes = _MODES[mode]
+    return _Scheme(
+        mode,
+        read_choice(fields, "bits", bits, origin=origin),
+        read_choice(fields, "group_size", group_sizes, origin=origin),
+    )

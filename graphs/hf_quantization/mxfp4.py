@@ -1,0 +1,84 @@
+"""MXFP4: 4-bit floats (E2M1) with a power of two for 32 inputs (OCP Microscaling Formats 1.0).
+
+gpt-oss has MODULE_blocks [N, K/32, 16], the first of two numbers in the low half of a byte, and
+MODULE_scales [N, K/32].
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from edgellm.graphs.checkpoint import Tensor
+from edgellm.graphs.hf_quantization.groups import half_scales
+from edgellm.graphs.hf_quantization.packing import Bytes, unpack
+from edgellm.graphs.hf_quantization.scales import read_powers_of_two
+from edgellm.graphs.safetensors_folder import SafetensorsFolder
+from edgellm.kernels.quantized import GROUP, KINDS, QuantizedWeight
+
+KIND = KINDS["mxfp4"]
+# Twice what codes of E2M1 stand for.
+_DOUBLED = np.array(KIND.table, np.float32)
+_HALF = np.float32(0.5)
+
+
+class Reader:
+    def __init__(
+        self, values: Mapping[str, Any], folder: SafetensorsFolder, *, origin: str
+    ) -> None:
+        self._folder = folder
+
+    def tensor(self, module: str) -> Tensor | None:
+        blocks, scales = f"{module}_blocks", f"{module}_scales"
+        if blocks not in self._folder:
+            return None
+        shape = self._folder.expect(blocks, ("U8",), shape=(None, None, GROUP // 2)).shape
+        rows, groups, _ = shape
+        self._folder.expect(scales, ("U8", "F8_E8M0"), shape=(rows, groups))
+        return mxfp4_tensor(
+            (rows, groups * GROUP),
+            codes=lambda: unpack(self._folder.read(blocks).reshape(rows, -1), KIND.bits),
+            scales=lambda: read_powers_of_two(self._folder, scales),
+        )
+
+
+def mxfp4_tensor(
+    shape: tuple[int, int],
+    *,
+    codes: Callable[[], Bytes],
+    scales: Callable[[], NDArray[np.float32]],
+) -> Tensor:
+    """A weight of E2M1 codes `[N, K]` and scales `[N, K/32]`, both read when they are asked for.
+
+    Scales are taken over exactly; `quantized` is None where one is beyond the powers of two that
+    halves hold, and scales more than zeros.
+    """
+
+    def unused() -> NDArray[np.bool_]:
+        return np.asarray((_by_group(codes()) == 0).all(axis=2))
+
+    def halves() -> NDArray[np.float16] | None:
+        return half_scales(scales() * _HALF, unused)
+
+    def float32() -> NDArray[np.float32]:
+        return (_by_group(codes()) * (scales() * _HALF)[..., None]).reshape(shape)
+
+    def quantized() -> QuantizedWeight:
+        scale = halves()
+        assert scale is not None
+        return QuantizedWeight(KIND, codes(), scale)
+
+    return Tensor(shape, "MXFP4", float32, None if halves() is None else quantized)
+
+
+def e2m1(codes: Bytes) -> NDArray[np.float32]:
+    """What codes of 4-bit floats stand for: 0, 0.5, 1, 1.5, 2, 3, 4, 6 and their negatives."""
+    return _DOUBLED[codes] * _HALF
+
+
+def _by_group(codes: Bytes) -> NDArray[np.float32]:
+    """Doubled values, `[N, K/32, 32]`."""
+    return _DOUBLED[codes].reshape(len(codes), -1, GROUP)

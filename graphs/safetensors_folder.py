@@ -1,0 +1,177 @@
+"""The tensors of a folder of safetensors files, in one file or in shards, by name.
+
+Types that numpy lacks (bfloat16, 8-bit floats) are those of ml_dtypes.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+from numpy.typing import NDArray
+from safetensors import SafetensorError, safe_open
+
+from edgellm.errors import ModelFormatError, UnsupportedModelError
+from edgellm.graphs.config import Fields
+
+DTYPES: Mapping[str, Any] = {
+    "F32": np.float32,
+    "F16": np.float16,
+    "BF16": ml_dtypes.bfloat16,
+    "F8_E4M3": ml_dtypes.float8_e4m3fn,
+    "F8_E8M0": ml_dtypes.float8_e8m0fnu,
+    "I64": np.int64,
+    "I32": np.int32,
+    "U32": np.uint32,
+    "I8": np.int8,
+    "U8": np.uint8,
+}
+FLOATS = ("F32", "F16", "BF16")
+_INDEX = "model.safetensors.index.json"
+
+
+@dataclass(frozen=True)
+class Entry:
+    """Where a tensor lies: the `first` byte of its data in `file`."""
+
+    file: Path
+    shape: tuple[int, ...]
+    dtype: str
+    first: int
+
+
+class SafetensorsFolder:
+    """Headers are read once each, data when it is asked for."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._shards = _find_shards(path)
+        self._headers: dict[Path, dict[str, Entry]] = {}
+
+    def __contains__(self, key: str) -> bool:
+        return key in self._shards
+
+    def entry(self, key: str) -> Entry:
+        """
+        Raises:
+            ModelFormatError: the tensor is not there.
+        """
+        if key not in self._shards:
+            raise ModelFormatError(f"{self.path}: tensor {key} is missing")
+        shard = self._shards[key]
+        if shard not in self._headers:
+            self._headers[shard] = _read_header(shard)
+        if key not in self._headers[shard]:
+            raise ModelFormatError(
+                f"{self.path}: {_INDEX} says that tensor {key} is in {shard.name}, where it "
+                "is not; download the model again"
+            )
+        return self._headers[shard][key]
+
+    def expect(
+        self, key: str, dtypes: Sequence[str], *, shape: tuple[int | None, ...] | None = None
+    ) -> Entry:
+        """The entry of a tensor of one of some types.
+
+        Args:
+            shape: what it must have; None stands for any number but 0.
+
+        Raises:
+            ModelFormatError: it is missing, or has another shape.
+            UnsupportedModelError: it has another type.
+        """
+        entry = self.entry(key)
+        if entry.dtype not in dtypes:
+            raise UnsupportedModelError(
+                f"{entry.file}: tensor {key} is stored as {entry.dtype}; supported are "
+                + ", ".join(dtypes)
+            )
+        if shape is not None and not _fits(entry.shape, shape):
+            asked = ", ".join("above 0" if size is None else str(size) for size in shape)
+            raise ModelFormatError(
+                f"{entry.file}: tensor {key} has shape {list(entry.shape)}, but the config and "
+                f"the tensors beside it ask for [{asked}]"
+            )
+        return entry
+
+    def read(self, key: str) -> NDArray[Any]:
+        """A whole tensor, of the type that it is stored as."""
+        entry = self.entry(key)
+        dtype = np.dtype(DTYPES[entry.dtype])
+        count = int(np.prod(entry.shape, dtype=np.int64))
+        try:
+            values = np.fromfile(entry.file, dtype, count, offset=entry.first)
+        except OSError as error:
+            raise ModelFormatError(f"{entry.file}: {error.strerror or error}") from None
+        if values.size != count:
+            raise ModelFormatError(f"{entry.file}: tensor {key} is cut off; download it again")
+        return values.reshape(entry.shape)
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object from a file, or a ModelFormatError that names the file."""
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        present = ", ".join(sorted(p.name for p in path.parent.iterdir())) or "nothing"
+        raise ModelFormatError(
+            f"{path.parent}: {path.name} is missing; the folder holds {present}"
+        ) from None
+    except (OSError, ValueError, RecursionError) as error:
+        raise ModelFormatError(f"{path}: not readable as JSON: {error}") from None
+    if not isinstance(values, dict):
+        raise ModelFormatError(f"{path}: expected a JSON object")
+    return values
+
+
+def _fits(shape: tuple[int, ...], pattern: tuple[int | None, ...]) -> bool:
+    return len(shape) == len(pattern) and all(
+        size > 0 if wanted is None else size == wanted
+        for size, wanted in zip(shape, pattern, strict=True)
+    )
+
+
+def _find_shards(folder: Path) -> dict[str, Path]:
+    """The file of every tensor."""
+    single = folder / "model.safetensors"
+    if single.exists():
+        return dict.fromkeys(_read_header(single), single)
+    if not (folder / _INDEX).exists():
+        pickles = [p.name for p in folder.glob("*.bin")]
+        advice = f"; {pickles[0]} is a pickle and is never opened" if pickles else ""
+        raise ModelFormatError(
+            f"{folder}: neither model.safetensors nor {_INDEX} is there{advice}; "
+            "convert the model to safetensors"
+        )
+    weight_map = Fields(read_json(folder / _INDEX), origin=_INDEX).read(dict, "weight_map")
+    shards = {}
+    for key, name in weight_map.items():
+        if not isinstance(name, str) or Path(name).name != name:
+            raise ModelFormatError(f"{folder / _INDEX}: {name!r} is not a file of this folder")
+        if not (folder / name).exists():
+            raise ModelFormatError(f"{folder}: shard {name} is missing")
+        shards[key] = folder / name
+    return shards
+
+
+def _read_header(path: Path) -> dict[str, Entry]:
+    """The tensors of a file, whose header the library has checked: sizes, ranges, overlaps."""
+    try:
+        with safe_open(path, framework="numpy"):
+            pass
+    except (SafetensorError, OSError) as error:
+        raise ModelFormatError(f"{path}: not a safetensors file: {error}") from None
+    with path.open("rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        header = json.loads(file.read(length))
+    header.pop("__metadata__", None)
+    data = 8 + length
+    return {
+        key: Entry(path, tuple(each["shape"]), each["dtype"], data + each["data_offsets"][0])
+        for key, each in header.items()
+    }
