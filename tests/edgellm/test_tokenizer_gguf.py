@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import gguf
 import pytest
 
 from edgellm.errors import ModelFormatError, UnsupportedModelError
 from edgellm.export.tokenizer_gguf import build_tokenizer
+from edgellm.graphs.gguf_file import GGUFFile
 
 VOCABULARIES = [
     "command-r",
@@ -25,8 +26,8 @@ VOCABULARIES = [
 ]
 
 
-def metadata_of(path: Path) -> dict[str, Any]:
-    return {key: field.contents() for key, field in gguf.GGUFReader(path).fields.items()}
+def metadata_of(path: Path) -> Mapping[str, Any]:
+    return GGUFFile(path).metadata
 
 
 @pytest.mark.parametrize("name", VOCABULARIES)
