@@ -12,6 +12,7 @@ In both 4-bit formats byte `i` holds element `i` in its low and element `i + 16`
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -24,6 +25,8 @@ from edgellm.graphs.config import Fields
 from edgellm.graphs.gguf_file import GGUFFile, StoredTensor
 from edgellm.kernels.int4 import Int4Weight, pack
 
+# An interrupt is not seen within a call of numpy's, and a whole embedding takes seconds.
+_WEIGHTS_AT_ONCE = 1 << 20
 _INT4_HEADER_BYTES = {"Q4_0": 2, "Q4_1": 4}
 
 
@@ -89,16 +92,23 @@ def _half_split_order(rows: int, heads: int) -> NDArray[np.intp]:
 def _dequantize(entry: StoredTensor, origin: str) -> NDArray[np.float32]:
     import gguf
 
+    data = np.atleast_1d(entry.data)
+    stored = data.reshape(math.prod(data.shape[:-1]), data.shape[-1])
+    columns = entry.shape[-1] if entry.shape else 1
+    values = np.empty((len(stored), columns), np.float32)
+    step = max(_WEIGHTS_AT_ONCE // max(columns, 1), 1)
     try:
         # a damaged scale is infinite; `checked` refuses what comes of it
         with np.errstate(invalid="ignore", over="ignore"):
-            values = gguf.dequantize(entry.data, entry.tensor_type)
+            for start in range(0, len(stored), step):
+                part = slice(start, start + step)
+                values[part] = gguf.dequantize(stored[part], entry.tensor_type)
     except NotImplementedError:
         raise UnsupportedModelError(
             f"{origin}: tensor {entry.name} is stored as {entry.tensor_type.name}, which the gguf "
             "package cannot dequantize"
         ) from None
-    return np.asarray(values, np.float32)
+    return values.reshape(entry.shape)
 
 
 def _int4(rows: NDArray[np.uint8], storage: str) -> Int4Weight:

@@ -7,6 +7,8 @@ from numpy.typing import NDArray
 
 GROUP = 32
 ZERO_POINT = 128
+# An interrupt is not seen within a call of numpy's, and a whole embedding takes seconds.
+_WEIGHTS_AT_ONCE = 1 << 20
 
 
 def quantize_channels(
@@ -30,6 +32,17 @@ def quantize_groups(
 
     Scales are rounded to half precision, in which Q8_0 and the native kernels store them.
     """
+    rows, columns = weight.shape
+    codes = np.empty((rows, columns // GROUP, GROUP), np.uint8)
+    scale = np.empty((rows, columns // GROUP), np.float32)
+    step = max(_WEIGHTS_AT_ONCE // max(columns, 1), 1)
+    for start in range(0, rows, step):
+        part = slice(start, start + step)
+        codes[part], scale[part] = _quantize_rows(weight[part])
+    return codes, scale
+
+
+def _quantize_rows(weight: NDArray[np.float32]) -> tuple[NDArray[np.uint8], NDArray[np.float32]]:
     groups = weight.reshape(weight.shape[0], -1, GROUP)
     scale = np.abs(groups).max(axis=-1) * np.float32(1 / 127)
     scale = scale.astype(np.float16).astype(np.float32)

@@ -10,6 +10,8 @@ import pytest
 
 from edgellm.errors import EdgeLLMError, ModelFormatError, UnsupportedModelError
 from edgellm.graphs.checkpoint import open_checkpoint
+from edgellm.graphs.gguf_checkpoint import _dequantize
+from edgellm.graphs.gguf_file import GGUFFile
 from edgellm.kernels.int4 import dequantize
 from edgellm.quantize.int8 import dequantize_groups
 
@@ -231,3 +233,19 @@ def test_values_that_are_no_weights_name_the_tensor(
         if read is not None:
             with pytest.raises(ModelFormatError, match=rf"{name} holds a value"):
                 read()
+
+
+@pytest.mark.parametrize("kind", ["F16", "Q8_0", "Q5_0", "BF16"])
+def test_large_tensors_are_dequantized_in_parts(tmp_path: Path, kind: str) -> None:
+    """2,049 rows of 1,024: two parts and a row."""
+    type = gguf.GGMLQuantizationType[kind]
+    values = np.random.default_rng(0).standard_normal((2049, 1024)).astype(np.float32)
+    stored = gguf.quantize(values, type)
+    writer = gguf.GGUFWriter(tmp_path / "model.gguf", "llama")
+    writer.add_tensor("token_embd.weight", stored, raw_dtype=type)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    entry = GGUFFile(tmp_path / "model.gguf").tensors["token_embd.weight"]
+    np.testing.assert_array_equal(_dequantize(entry, ""), gguf.dequantize(stored, type))
