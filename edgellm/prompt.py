@@ -48,7 +48,8 @@ def encode_conversation(
     ids: list[int] = []
     for i, text in enumerate(rendered.replace(_CLOSE, _OPEN).split(_OPEN)):
         if i % 2 == 0:
-            if text:
+            # the begin token stands before a part that the template begins with, too
+            if text or (i == 0 and parts):
                 ids += tokenizer.encode(text, add_bos=not ids and None, parse_special=True)
             continue
         part = parts[int(text)]

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from edgellm.kernels.quantized import KINDS, QuantizedWeight
+from edgellm.kernels.quantized import KINDS, QuantizedWeight, concatenate, row_slices
 
 Bytes = NDArray[Any]  # uint8
 
@@ -191,4 +191,6 @@ FORMATS: Mapping[str, tuple[int, Callable[[Bytes], QuantizedWeight]]] = {
 def weight_of(rows: Bytes, storage: str) -> QuantizedWeight:
     """A tensor of one of `FORMATS` from its rows of bytes `[N, bytes]`."""
     size, convert = FORMATS[storage]
-    return convert(np.ascontiguousarray(rows).reshape(rows.shape[0], -1, size))
+    blocks = rows.reshape(rows.shape[0], -1, size)
+    slices = row_slices(len(rows), rows.shape[1])
+    return concatenate([convert(np.ascontiguousarray(blocks[part])) for part in slices])

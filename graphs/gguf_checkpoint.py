@@ -1,22 +1,23 @@
-"""A GGUF file, parsed and dequantized by the `gguf` package.
+"""A model in a GGUF file; the `gguf` package dequantizes what we do not take over.
 
 Quantized tensors are taken over code by code where one of our kinds holds their type exactly.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from edgellm.errors import EdgeLLMError, ModelFormatError, UnsupportedModelError
+from edgellm.errors import ModelFormatError, UnsupportedModelError
 from edgellm.graphs.checkpoint import Tensor, architecture, checked, file_name
 from edgellm.graphs.config import Fields
 from edgellm.graphs.gguf_blocks import FORMATS, weight_of
-from edgellm.graphs.gguf_header import check_header, check_whole
+from edgellm.graphs.gguf_file import GGUFFile, StoredTensor
+from edgellm.kernels.quantized import row_slices
 
 
 class GGUFCheckpoint:
@@ -24,8 +25,8 @@ class GGUFCheckpoint:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.metadata, self._tensors = _read(path)
-        check_whole(path, self.metadata)
+        file = GGUFFile(path)
+        self.metadata, self._tensors = file.metadata, file.tensors
         fields = Fields(self.metadata, origin=str(path))
         kind = fields.optional(str, "general.type")
         if kind not in (None, "model"):
@@ -50,7 +51,7 @@ class GGUFCheckpoint:
         if key not in self._tensors:
             raise ModelFormatError(f"{self.path}: tensor {key} is missing")
         entry = self._tensors[key]
-        shape = tuple(int(n) for n in reversed(entry.shape))
+        shape = entry.shape
         storage = entry.tensor_type.name
         rows: NDArray[np.intp] | slice = slice(None)
         if self._interleaved and name.endswith((".q", ".k")):
@@ -67,28 +68,6 @@ class GGUFCheckpoint:
         return checked(tensor, f"{self.path}: tensor {key}")
 
 
-def _read(path: Path) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
-    """Metadata and tensors by name; whatever is wrong with the file is a ModelFormatError."""
-    import gguf
-
-    try:
-        check_header(path)
-        # a flipped size makes the reader's numpy arithmetic wrap around before it fails
-        with np.errstate(over="ignore"):
-            reader = gguf.GGUFReader(path)
-            metadata = {key: field.contents() for key, field in reader.fields.items()}
-    except EdgeLLMError:
-        raise
-    except OSError as error:
-        raise ModelFormatError(f"{path}: {error.strerror or error}") from None
-    except Exception as error:  # the reader raises whatever numpy raises on a broken file
-        raise ModelFormatError(
-            f"{path}: damaged or truncated GGUF file ({type(error).__name__}: {error}); "
-            "download it again"
-        ) from None
-    return metadata, {tensor.name: tensor for tensor in reader.tensors}
-
-
 def _half_split_order(rows: int, heads: int) -> NDArray[np.intp]:
     """Row order that undoes the converter's permutation of q and k, head by head."""
     if rows % (2 * heads):
@@ -99,16 +78,21 @@ def _half_split_order(rows: int, heads: int) -> NDArray[np.intp]:
     return order.transpose(0, 2, 1).reshape(-1)
 
 
-def _dequantize(entry: Any, origin: str) -> NDArray[np.float32]:
+def _dequantize(entry: StoredTensor, origin: str) -> NDArray[np.float32]:
     import gguf
 
+    data = np.atleast_1d(entry.data)
+    stored = data.reshape(math.prod(data.shape[:-1]), data.shape[-1])
+    columns = entry.shape[-1] if entry.shape else 1
+    values = np.empty((len(stored), columns), np.float32)
     try:
         # a damaged scale is infinite; `checked` refuses what comes of it
         with np.errstate(invalid="ignore", over="ignore"):
-            values = gguf.dequantize(entry.data, entry.tensor_type)
+            for part in row_slices(len(stored), columns):
+                values[part] = gguf.dequantize(stored[part], entry.tensor_type)
     except NotImplementedError:
         raise UnsupportedModelError(
             f"{origin}: tensor {entry.name} is stored as {entry.tensor_type.name}, which the gguf "
             "package cannot dequantize"
         ) from None
-    return np.asarray(values, np.float32)
+    return values.reshape(entry.shape)

@@ -1,52 +1,91 @@
-"""A look at a GGUF file's header before the `gguf` package parses it.
+"""The header of a GGUF file: its metadata, and what it says of each tensor.
 
-That package believes every length and reads on past the end of the file, where it gets empty
-arrays and no error: an array that claims 2^63 numbers keeps it busy for ever. Here the header is
-walked once, and every length compared with what is left of the file (layout: ggml/docs/gguf.md).
+The header is walked once (layout: ggml/docs/gguf.md), and every length is compared with what is
+left of the file before anything of that length is read. The `gguf` package has a reader too; it
+believes every length, and makes array objects of each string, which takes it many seconds.
 """
 
 from __future__ import annotations
 
 import mmap
-import re
 import struct
-from collections.abc import Mapping
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Any
+
+import numpy as np
 
 from edgellm.errors import ModelFormatError, UnsupportedModelError
 
-_MAGIC = b"GGUF"
+MAGIC = b"GGUF"
 _VERSIONS = (2, 3)
-# Value type -> its size; 8 is a string and 9 an array.
-_SIZES = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12: 8}
-_STRING, _ARRAY = 8, 9
-# The gguf package makes an object of each element. Vocabularies have up to 262,144 tokens and twice
-# as many merges.
+# Value type -> what it is for numpy.
+_DTYPES = {
+    0: "<u1",
+    1: "<i1",
+    2: "<u2",
+    3: "<i2",
+    4: "<u4",
+    5: "<i4",
+    6: "<f4",
+    7: "<u1",
+    10: "<u8",
+    11: "<i8",
+    12: "<f8",
+}
+_UINT32, _BOOL, _STRING, _ARRAY = 4, 7, 8, 9
+# Vocabularies have up to 262,144 tokens and twice as many merges.
 _MAX_ARRAY = 1 << 24
+# What ggml has room for.
+_MAX_DIMENSIONS = 4
 # Name, number of dimensions, one dimension, type and offset.
 _SMALLEST_TENSOR = 8 + 4 + 8 + 4 + 8
 _SMALLEST_VALUE = 8 + 4 + 1
-# As llama-gguf-split names its files.
-_PART = re.compile(r"-(?P<part>\d{5})-of-(?P<count>\d{5})\.gguf$")
+_LENGTH = struct.Struct("<Q")
+_DEFAULT_ALIGNMENT = 32
 
 
-def check_header(path: Path) -> None:
-    """Refuse a file whose header does not fit into it.
+@dataclass(frozen=True)
+class TensorEntry:
+    """What a header says of one tensor.
+
+    Attributes:
+        shape: rows first; the file has the columns first.
+        kind: ggml's number of the storage type.
+        offset: in bytes, from where the tensors begin.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    kind: int
+    offset: int
+
+
+@dataclass(frozen=True)
+class Header:
+    """A header that is whole; whether the tensors are is not known yet.
+
+    Attributes:
+        data_offset: where the tensors begin, in bytes from the start of the file.
+        alignment: every tensor begins at a multiple of it.
+    """
+
+    metadata: dict[str, Any]
+    tensors: tuple[TensorEntry, ...]
+    data_offset: int
+    alignment: int
+
+
+def read_header(data: mmap.mmap, *, origin: str) -> Header:
+    """Read the header that begins after the magic number.
+
+    Args:
+        origin: names the file in errors.
 
     Raises:
-        ModelFormatError: another kind of file, or a damaged or truncated one.
+        ModelFormatError: a damaged or truncated file.
         UnsupportedModelError: a header that is in order but of no model: huge or nested arrays.
-        OSError: the file cannot be read.
     """
-    with path.open("rb") as file:
-        magic = file.read(4)
-        if magic != _MAGIC:
-            raise ModelFormatError(
-                f"{path}: not a GGUF file: it starts with {magic!r} instead of {_MAGIC!r}"
-            )
-        with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
-            _Walk(data, str(path)).header()
+    return _Walk(data, origin).header()
 
 
 class _Walk:
@@ -54,10 +93,11 @@ class _Walk:
 
     def __init__(self, data: mmap.mmap, origin: str) -> None:
         self._data = data
+        self._size = len(data)
         self._origin = origin
-        self._at = len(_MAGIC)
+        self._at = len(MAGIC)
 
-    def header(self) -> None:
+    def header(self) -> Header:
         version = self._number("<I")
         if version not in _VERSIONS:
             raise UnsupportedModelError(
@@ -66,85 +106,104 @@ class _Walk:
             )
         tensors, values = self._number("<Q"), self._number("<Q")
         self._need(values, _SMALLEST_VALUE, f"{values} metadata values")
+        metadata: dict[str, Any] = {}
+        alignment = _DEFAULT_ALIGNMENT
         for _ in range(values):
-            key = self._string("the name of a metadata value")
-            self._value(key, self._number("<I"))
+            key, kind = self._string("the name of a metadata value"), self._number("<I")
+            if key in metadata:
+                raise self._damaged(f"metadata value {key} occurs twice")
+            metadata[key] = self._value(key, kind)
+            if key == "general.alignment":
+                alignment = self._alignment(metadata[key], kind)
         self._need(tensors, _SMALLEST_TENSOR, f"{tensors} tensors")
+        entries = tuple(self._tensor() for _ in range(tensors))
+        data_offset = -(-self._at // alignment) * alignment
+        return Header(metadata, entries, data_offset, alignment)
 
-    def _value(self, key: str, kind: int) -> None:
+    def _alignment(self, value: Any, kind: int) -> int:
+        if kind != _UINT32 or value < 1 or value & (value - 1):
+            raise self._damaged(
+                f"general.alignment is {value!r}; a power of two stored as uint32 is allowed"
+            )
+        return int(value)
+
+    def _value(self, key: str, kind: int) -> Any:
         if kind == _STRING:
-            self._string(key)
-        elif kind == _ARRAY:
-            self._array(key)
-        else:
-            self._skip(1, self._size(key, kind), key)
+            return self._string(key)
+        if kind == _ARRAY:
+            return self._array(key)
+        return self._numbers(key, kind, 1, key)[0]
 
-    def _array(self, key: str) -> None:
+    def _array(self, key: str) -> list[Any]:
         kind, count = self._number("<I"), self._number("<Q")
         what = f"{key}, a list of {count} values"
         if kind == _ARRAY:
             raise UnsupportedModelError(f"{self._origin}: {key} is a list of lists")
-        self._need(count, 8 if kind == _STRING else self._size(key, kind), what)
+        self._need(count, 8 if kind == _STRING else self._dtype(key, kind).itemsize, what)
         if count > _MAX_ARRAY:
             raise UnsupportedModelError(
                 f"{self._origin}: {what}: up to {_MAX_ARRAY} values are supported"
             )
         if kind == _STRING:
-            for _ in range(count):
-                self._string(what)
-        else:
-            self._skip(count, self._size(key, kind), what)
+            return [self._string(what) for _ in range(count)]
+        return self._numbers(key, kind, count, what)
 
-    def _size(self, key: str, kind: int) -> int:
-        if kind not in _SIZES:
-            raise ModelFormatError(
-                f"{self._origin}: damaged GGUF file: {key} has the unknown type {kind}; download "
-                "it again"
+    def _numbers(self, key: str, kind: int, count: int, what: str) -> list[Any]:
+        dtype = self._dtype(key, kind)
+        start = self._skip(count, dtype.itemsize, what)
+        # a view of the map itself would keep it open
+        values = np.frombuffer(self._data[start : self._at], dtype)
+        return [value != 0 for value in values.tolist()] if kind == _BOOL else values.tolist()
+
+    def _dtype(self, key: str, kind: int) -> np.dtype[Any]:
+        if kind not in _DTYPES:
+            raise self._damaged(f"{key} has the unknown type {kind}")
+        return np.dtype(_DTYPES[kind])
+
+    def _tensor(self) -> TensorEntry:
+        name = self._string("the name of a tensor")
+        dimensions = self._number("<I")
+        if dimensions > _MAX_DIMENSIONS:
+            raise self._damaged(
+                f"tensor {name} has {dimensions} dimensions; 0 to {_MAX_DIMENSIONS} are allowed"
             )
-        return _SIZES[kind]
+        shape = tuple(reversed([self._number("<Q") for _ in range(dimensions)]))
+        return TensorEntry(name, shape, self._number("<I"), self._number("<Q"))
 
     def _string(self, what: str) -> str:
-        length = self._number("<Q")
-        start = self._at
-        self._skip(length, 1, what)
-        return self._data[start : start + min(length, 80)].decode("utf-8", "replace")
+        # once per token and merge of a vocabulary: the checks of _need without its calls
+        start = self._at + 8
+        if start > self._size:
+            self._need(1, 8, what)
+        (length,) = _LENGTH.unpack_from(self._data, self._at)
+        self._at = start
+        if length > self._size - start:
+            self._need(length, 1, what)
+        self._at += length
+        try:
+            return str(self._data[start : self._at], "utf-8")
+        except UnicodeDecodeError as error:
+            raise self._damaged(f"{what} is not UTF-8 ({error.reason})") from None
 
     def _number(self, format: str) -> int:
-        size = struct.calcsize(format)
-        self._need(1, size, "a number")
-        (value,) = struct.unpack_from(format, self._data, self._at)
-        self._at += size
-        number: int = value
-        return number
+        start = self._skip(1, struct.calcsize(format), "a number")
+        (number,) = struct.unpack_from(format, self._data, start)
+        return int(number)
 
-    def _skip(self, count: int, size: int, what: str) -> None:
+    def _skip(self, count: int, size: int, what: str) -> int:
+        """Go on behind so many values, and give where they begin."""
         self._need(count, size, what)
+        start = self._at
         self._at += count * size
+        return start
 
     def _need(self, count: int, size: int, what: str) -> None:
-        left = len(self._data) - self._at
+        left = self._size - self._at
         if count * size > left:
             raise ModelFormatError(
                 f"{self._origin}: damaged or truncated GGUF file: {what} takes {count * size} "
                 f"bytes, and {left} are left; download it again"
             )
 
-
-def check_whole(path: Path, metadata: Mapping[str, Any]) -> None:
-    """Refuse one part of a model that was split into several files.
-
-    Raises:
-        UnsupportedModelError: says which part it is, and how the parts become one file.
-    """
-    number, count = metadata.get("split.no"), metadata.get("split.count")
-    named = _PART.search(path.name)
-    if isinstance(count, int) and count > 1:
-        part = number + 1 if isinstance(number, int) else "?"
-    elif count is None and named is not None and int(named["count"]) > 1:
-        part, count = int(named["part"]), int(named["count"])
-    else:
-        return
-    raise UnsupportedModelError(
-        f"{path}: part {part} of {count} of a split model; put the parts together with llama.cpp's "
-        "`llama-gguf-split --merge FIRST_PART.gguf MODEL.gguf` and take MODEL.gguf"
-    )
+    def _damaged(self, what: str) -> ModelFormatError:
+        return ModelFormatError(f"{self._origin}: damaged GGUF file: {what}; download it again")

@@ -176,6 +176,13 @@ class QuantizedWeight:
 
 def dequantize(weight: QuantizedWeight) -> NDArray[np.float32]:
     """The float32 weight `[N, K]` that the codes stand for."""
+    values = np.empty(weight.shape, np.float32)
+    for rows in row_slices(*weight.shape):
+        values[rows] = _dequantized(weight.rows(rows))
+    return values
+
+
+def _dequantized(weight: QuantizedWeight) -> NDArray[np.float32]:
     rows, columns = weight.shape
     groups = weight.values().astype(np.float32).reshape(rows, -1, weight.kind.group)
     groups *= weight.scales()[..., None]
@@ -201,6 +208,9 @@ def concatenate(weights: Sequence[QuantizedWeight]) -> QuantizedWeight:
 
 
 def row_slices(rows: int, columns: int) -> Iterable[slice]:
-    """Runs of rows of about a million numbers: what is computed for one run takes milliseconds."""
-    step = max(16, (1 << 20) // columns // 16 * 16)
+    """Runs of whole panels of rows, about a million numbers each.
+
+    An interrupt is not seen within a call of numpy's, and a whole embedding takes seconds.
+    """
+    step = max(16, (1 << 20) // max(columns, 1) // 16 * 16)
     return (slice(first, min(rows, first + step)) for first in range(0, rows, step))

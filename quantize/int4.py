@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from edgellm.kernels.quantized import GROUP, KINDS, QuantizedWeight
+from edgellm.kernels.quantized import GROUP, KINDS, QuantizedWeight, concatenate, row_slices
 
 _AFFINE = KINDS["int4_affine"]
 
@@ -16,6 +16,10 @@ def quantize_int4(weight: NDArray[np.float32]) -> QuantizedWeight:
     Args:
         weight: `[N, K]` float32, K a multiple of 32.
     """
+    return concatenate([_quantize_rows(weight[rows]) for rows in row_slices(*weight.shape)])
+
+
+def _quantize_rows(weight: NDArray[np.float32]) -> QuantizedWeight:
     groups = weight.reshape(weight.shape[0], -1, GROUP)
     low = groups.min(axis=-1).astype(np.float16)
     whole = low.astype(np.float32)

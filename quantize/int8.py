@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from edgellm.kernels.quantized import GROUP, KINDS, QuantizedWeight
+from edgellm.kernels.quantized import GROUP, KINDS, QuantizedWeight, concatenate, row_slices
 
 _SYMMETRIC = KINDS["int8_symmetric"]
 
@@ -30,6 +30,10 @@ def quantize_groups(weight: NDArray[np.float32]) -> QuantizedWeight:
     Args:
         weight: `[N, K]` float32, K a multiple of 32.
     """
+    return concatenate([_quantize_rows(weight[rows]) for rows in row_slices(*weight.shape)])
+
+
+def _quantize_rows(weight: NDArray[np.float32]) -> QuantizedWeight:
     groups = weight.reshape(weight.shape[0], -1, GROUP)
     scale = (np.abs(groups).max(axis=-1) * np.float32(1 / 127)).astype(np.float16)
     divisor = np.where(scale > 0, scale, 1).astype(np.float32)

@@ -13,22 +13,14 @@ from typing import Any
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
 from edgellm.errors import ModelFormatError, UnsupportedModelError
+from edgellm.export.end_tokens import is_end_text
+from edgellm.export.pre_tokenizers import PRE_TOKENIZERS
 
+_PRE = "tokenizer.ggml.pre"
 # Values of tokenizer.ggml.token_type.
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED = 1, 2, 3, 4
-
-_LLAMA3 = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
-    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
-_QWEN2 = _LLAMA3.replace(r"\p{N}{1,3}", r"\p{N}")
-_DEEPSEEK_CODER = (
-    r"[\r\n]",
-    r"\s?\p{L}+",
-    r"\s?\p{P}+",
-    r"[一-龥ࠀ-一가-퟿]+",
-    r"\p{N}",
-)
+# Tokens of Phi-3 that a space may follow.
+_NEVER_STRIP = ("<unk>", "<s>", "<|endoftext|>")
 
 
 def build_tokenizer(metadata: Mapping[str, Any], *, origin: str) -> Tokenizer:
@@ -61,7 +53,8 @@ def build_tokenizer(metadata: Mapping[str, Any], *, origin: str) -> Tokenizer:
             raise UnsupportedModelError(
                 f"{origin}: tokenizer {kind!r} is not supported; supported are gpt2 and llama"
             )
-        _add_tokens(tokenizer, tokens, types)
+        name = str(metadata.get("general.name", "")).lower()
+        _add_tokens(tokenizer, tokens, types, phi3="phi-3" in name or "phi3" in name)
     except (ModelFormatError, UnsupportedModelError, KeyboardInterrupt):
         raise
     except BaseException as error:  # a Rust panic is a BaseException
@@ -69,71 +62,43 @@ def build_tokenizer(metadata: Mapping[str, Any], *, origin: str) -> Tokenizer:
     return tokenizer
 
 
+def adds_bos(metadata: Mapping[str, Any]) -> bool:
+    """Whether prompts begin with the begin token, in a file that does not say so."""
+    if metadata["tokenizer.ggml.model"] == "llama":
+        return True
+    return PRE_TOKENIZERS[metadata.get(_PRE) or "default"].add_bos
+
+
 def _byte_level(metadata: Mapping[str, Any], tokens: Sequence[str], origin: str) -> Tokenizer:
-    merges = [m.split(" ", 1) for m in _list(metadata, "merges", str, origin)]
-    pre = metadata.get("tokenizer.ggml.pre", "default")
-    if pre not in _PRE_TOKENIZERS:
+    name = metadata.get(_PRE) or "default"
+    if name not in PRE_TOKENIZERS:
         raise UnsupportedModelError(
-            f"{origin}: pre-tokenizer {pre!r} is not supported; supported are "
-            + ", ".join(sorted(_PRE_TOKENIZERS))
+            f"{origin}: pre-tokenizer {name!r} is not supported; supported are "
+            + ", ".join(sorted(PRE_TOKENIZERS))
         )
-    # Llama 3's merges do not reach every token of its vocabulary.
-    whole_words = pre in ("llama-bpe", "llama3", "llama-v3")
+    pre = PRE_TOKENIZERS[name]
     tokenizer = Tokenizer(
         models.BPE(
             {token: i for i, token in enumerate(tokens)},
-            [(m[0], m[-1]) for m in merges],
-            ignore_merges=whole_words,
+            [_pair(merge) for merge in _list(metadata, "merges", str, origin)],
+            ignore_merges=pre.whole_words,
         )
     )
-    if pre in ("qwen2", "deepseek-r1-qwen"):
+    if pre.nfc:
         tokenizer.normalizer = normalizers.NFC()
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(_PRE_TOKENIZERS[pre]())
+    cuts = [pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in pre.patterns]
+    to_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([*cuts, to_bytes])
     tokenizer.decoder = decoders.ByteLevel()
     return tokenizer
 
 
-def _split(*patterns: str) -> list[Any]:
-    """Cut by each expression in turn, then map bytes to characters."""
-    cuts = [pre_tokenizers.Split(Regex(p), "isolated") for p in patterns]
-    return [*cuts, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
-
-
-def _gpt2() -> list[Any]:
-    return [pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)]
-
-
-def _gpt2_single_digits() -> list[Any]:
-    return [pre_tokenizers.Digits(individual_digits=True), *_gpt2()]
-
-
-def _llama3() -> list[Any]:
-    return _split(_LLAMA3)
-
-
-def _qwen2() -> list[Any]:
-    return _split(_QWEN2)
-
-
-def _deepseek_coder() -> list[Any]:
-    return _split(*_DEEPSEEK_CODER)
-
-
-_PRE_TOKENIZERS = {
-    "default": _gpt2,
-    "gpt-2": _gpt2,
-    "phi-2": _gpt2,
-    "smollm": _gpt2_single_digits,
-    "starcoder": _gpt2_single_digits,
-    "refact": _gpt2_single_digits,
-    "command-r": _gpt2_single_digits,
-    "llama-bpe": _llama3,
-    "llama3": _llama3,
-    "llama-v3": _llama3,
-    "qwen2": _qwen2,
-    "deepseek-r1-qwen": _qwen2,
-    "deepseek-coder": _deepseek_coder,
-}
+def _pair(merge: str) -> tuple[str, str]:
+    """The two tokens of a merge; the first may itself begin with a space."""
+    cut = merge.find(" ", 1)
+    if cut < 0:
+        raise ValueError(f"merge {merge!r} is not two tokens")
+    return merge[:cut], merge[cut + 1 :]
 
 
 def _sentencepiece(
@@ -188,17 +153,24 @@ def _merges_from_scores(
     return [pair for _, _, pair in merges]
 
 
-def _add_tokens(tokenizer: Tokenizer, tokens: Sequence[str], types: Sequence[int]) -> None:
+def _add_tokens(
+    tokenizer: Tokenizer, tokens: Sequence[str], types: Sequence[int], *, phi3: bool
+) -> None:
     """Control tokens are special; user-defined ones are text that is never split.
 
+    Tokens that end an answer are special whatever their type, which some files have wrong.
     All of a kind in one call, because each call builds the search for all of them anew.
+
+    Args:
+        phi3: the space behind a token belongs to it; files have no place to say so.
     """
     special, plain = [], []
     for token, kind in zip(tokens, types, strict=True):
-        if kind in (_CONTROL, _UNKNOWN):
-            special.append(AddedToken(token, special=True, normalized=False))
+        rstrip = phi3 and token not in _NEVER_STRIP
+        if kind in (_CONTROL, _UNKNOWN) or is_end_text(token):
+            special.append(AddedToken(token, special=True, normalized=False, rstrip=rstrip))
         elif kind == _USER_DEFINED:
-            plain.append(AddedToken(token, special=False, normalized=False))
+            plain.append(AddedToken(token, special=False, normalized=False, rstrip=rstrip))
     tokenizer.add_special_tokens(special)
     tokenizer.add_tokens(plain)
 

@@ -11,25 +11,13 @@ from tokenizers import Tokenizer
 
 from edgellm.bundle import CHAT_TEMPLATE, GENERATION, TOKENIZER, TokenizerEntry
 from edgellm.errors import ModelFormatError, TokenizerError
-from edgellm.export.tokenizer_gguf import build_tokenizer
+from edgellm.export.end_tokens import end_tokens
+from edgellm.export.tokenizer_gguf import adds_bos, build_tokenizer
 from edgellm.graphs.checkpoint import Checkpoint
 from edgellm.graphs.config import Fields
 from edgellm.graphs.safetensors_folder import read_json
 from edgellm.tokenizer import check_ids, tokenizer_errors
 
-# Tokens that end an answer wherever a vocabulary has them as special tokens: many files name only
-# one end token, and a chat model then talks on as the user (llama.cpp keeps such a list too).
-_END_TEXTS = (
-    "<|im_end|>",
-    "<|eot_id|>",
-    "<|eom_id|>",
-    "<|end_of_text|>",
-    "<|endoftext|>",
-    "<|end|>",
-    "<end_of_turn>",
-    "</s>",
-    "<eos>",
-)
 # GGUF's names of infill tokens, the newer one first -> ours (see `fim.py`).
 _FIM_KEYS = {
     "prefix": ("fim_pre", "prefix"),
@@ -84,22 +72,23 @@ def import_tokenizer(checkpoint: Checkpoint) -> ImportedTokenizer:
 def _from_gguf(metadata: Mapping[str, Any], *, origin: str) -> ImportedTokenizer:
     tokenizer = build_tokenizer(metadata, origin=origin)
 
+    fields = Fields(metadata, origin=origin)
+
     def text(role: str) -> str | None:
         token = metadata.get(f"tokenizer.ggml.{role}_token_id")
         return None if token is None else tokenizer.id_to_token(token)
 
-    spm = metadata["tokenizer.ggml.model"] == "llama"
+    add_bos = fields.optional(bool, "tokenizer.ggml.add_bos_token")
     entry = TokenizerEntry(
         bos=text("bos"),
-        add_bos=bool(metadata.get("tokenizer.ggml.add_bos_token", spm)),
-        eos=_ends(tokenizer, [text("eos"), text("eot"), text("eom")]),
+        add_bos=adds_bos(metadata) if add_bos is None else add_bos,
+        eos=end_tokens(tokenizer, [text("eos"), text("eot"), text("eom")]),
         fim={
             role: found
             for role, keys in _FIM_KEYS.items()
             if (found := next(filter(None, map(text, keys)), None)) is not None
         },
     )
-    fields = Fields(metadata, origin=origin)
     template = fields.optional(str, "tokenizer.chat_template")
     generation = {
         name: value
@@ -127,7 +116,7 @@ def _from_folder(folder: Path) -> ImportedTokenizer:
     entry = TokenizerEntry(
         bos=bos,
         add_bos=bos is not None and prefix[:1] == [bos],
-        eos=_ends(tokenizer, ends),
+        eos=end_tokens(tokenizer, ends),
     )
     fields = Fields(generation, origin=str(folder / "generation_config.json"))
     defaults: dict[str, Any] = {
@@ -180,9 +169,3 @@ def _token_text(value: Any) -> str | None:
     if isinstance(value, dict):
         value = value.get("content")
     return value if isinstance(value, str) else None
-
-
-def _ends(tokenizer: Tokenizer, named: list[str | None]) -> tuple[str, ...]:
-    special = {t.content for t in tokenizer.get_added_tokens_decoder().values() if t.special}
-    texts = [t for t in named if t is not None and tokenizer.token_to_id(t) is not None]
-    return tuple(dict.fromkeys([*texts, *(t for t in _END_TEXTS if t in special)]))

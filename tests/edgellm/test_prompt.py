@@ -2,14 +2,19 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from edgellm.bundle import TokenizerEntry
 from edgellm.errors import TemplateError
+from edgellm.export.tokenizer_gguf import build_tokenizer
+from edgellm.graphs.gguf_file import GGUFFile
 from edgellm.llm import LLM
 from edgellm.prompt import Message, _protect, encode_conversation
+from edgellm.template import ChatTemplate
 from edgellm.tokenizer import Tokenizer
 
 
@@ -55,6 +60,29 @@ def test_placeholder_characters_in_text_do_no_harm(llm: LLM) -> None:
 def test_model_without_template(llm: LLM) -> None:
     with pytest.raises(TemplateError, match="raw"):
         encode_conversation([Message("user", "Hi")], None, llm.engine.tokenizer)
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{{ bos_token }}[INST] {{ messages[0].content }} [/INST]",
+        "[INST] {{ messages[0].content }} [/INST]",
+        "{{ messages[0].content }}",
+        "{{ bos_token }}{{ messages[0].content }}",
+    ],
+)
+@pytest.mark.parametrize("content", ["Hi", "<s>Hi", "</s><s>", "Hi <s>"])
+def test_one_begin_token_whatever_the_template_prints(
+    llama_cpp_vocabularies: Path, tmp_path: Path, template: str, content: str
+) -> None:
+    metadata = GGUFFile(llama_cpp_vocabularies / "ggml-vocab-llama-spm.gguf").metadata
+    build_tokenizer(metadata, origin="").save(str(tmp_path / "tokenizer.json"))
+    tokenizer = Tokenizer(tmp_path, TokenizerEntry("<s>", True, ("</s>",)))
+    tokens = encode_conversation(
+        [Message("user", content)], ChatTemplate(template, bos="<s>"), tokenizer
+    )
+    assert tokens[0] == tokenizer.bos_id
+    assert tokenizer.bos_id not in tokens[1:]
 
 
 SPECIAL = ("<|im_start|>", "<|im_end|>", "<|im|>", "</s>", "<s>", "[INST]", "[/INST]")

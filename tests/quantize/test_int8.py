@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import signal
+
 import numpy as np
 
 from edgellm.kernels.quantized import dequantize
@@ -28,3 +30,20 @@ def test_zeros_stay_zero() -> None:
     assert not codes.any()
     assert not scale.any()
     assert not dequantize(quantize_groups(zeros)).any()
+
+
+def test_large_weights_are_quantized_in_parts_that_an_interrupt_can_come_between() -> None:
+    weight = np.random.default_rng(1).standard_normal((16_001, 1024)).astype(np.float32)
+    seen: list[int] = []
+    before = signal.signal(signal.SIGALRM, lambda number, _: seen.append(number))
+    signal.setitimer(signal.ITIMER_REAL, 0.001, 0.001)
+    try:
+        rounded = quantize_groups(weight)
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+    assert len(seen) > 20  # a handful where each step takes the whole weight
+    for row in (0, 1023, 1024, 1025, 16_000):
+        alone = quantize_groups(weight[row : row + 1])
+        np.testing.assert_array_equal(rounded.codes[row], alone.codes[0])
+        np.testing.assert_array_equal(rounded.scale[row], alone.scale[0])
