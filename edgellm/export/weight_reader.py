@@ -13,9 +13,17 @@ from edgellm.kernels.quantized import KINDS, QuantizedWeight, dequantize
 from edgellm.quantize.error import relative_error
 from edgellm.quantize.int4 import quantize_int4
 from edgellm.quantize.int8 import quantize_groups
+from edgellm.quantize.levels import quantize_levels
 
 # What float tensors are rounded to. `auto` is int8, which costs 0.5 % of a weight; int4 costs 8 %.
 FLOAT_WEIGHTS = ("auto", "int8", "int4")
+# Codebook types whose groups of 32 are a scale times a few integers (ggml-common.h of llama.cpp).
+_LEVELS = {
+    "IQ1_S": (1, 7, 9),
+    "IQ2_XXS": (8, 25, 43),
+    "IQ3_XXS": (4, 12, 20, 28, 36, 44, 52, 62),
+    "IQ3_S": (1, 3, 5, 7, 9, 11, 13, 15),
+}
 _FLOAT_STORAGE = ("F32", "F16", "BF16")
 
 
@@ -37,11 +45,10 @@ class WeightReader:
         tensor = self.checkpoint.tensor(name)
         if tensor.quantized is not None:
             return self._taken(name, tensor, tensor.quantized())
-        exact = tensor.float32()
-        to_int4 = self.weights == "int4" and tensor.storage in _FLOAT_STORAGE
-        return self._rounded(
-            name, tensor, exact, quantize_int4(exact) if to_int4 else quantize_groups(exact)
-        )
+        if self.weights == "int4" and tensor.storage in _FLOAT_STORAGE:
+            exact = tensor.float32()
+            return self._rounded(name, tensor, exact, quantize_int4(exact))
+        return self._int8(name, tensor)
 
     def table(self, name: str) -> QuantizedWeight:
         """The embedding or the head, of any kind; float ones become int8."""
@@ -70,8 +77,9 @@ class WeightReader:
         return self._rounded(name, tensor, exact, quantize_int4(exact))
 
     def _int8(self, name: str, tensor: Tensor) -> QuantizedWeight:
-        exact = tensor.float32()
-        return self._rounded(name, tensor, exact, quantize_groups(exact))
+        exact, levels = tensor.float32(), _LEVELS.get(tensor.storage)
+        weight = quantize_groups(exact) if levels is None else quantize_levels(exact, levels)
+        return self._rounded(name, tensor, exact, weight)
 
     def _taken(self, name: str, tensor: Tensor, weight: QuantizedWeight) -> QuantizedWeight:
         self.report.took(name, tensor.storage, weight.kind.name)

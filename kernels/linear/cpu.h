@@ -14,6 +14,11 @@ constexpr int WIDE_ROWS = 3;
 #endif
 constexpr int WIDE_PANELS = 2;
 constexpr int MANY_ROWS = MAX_ROWS + 1;  // from which on unpacking pays
+// Kinds that few files have are unpacked from two rows on: to compile them for more takes 40 s.
+constexpr bool is_rare(int kind) {
+    return kind == edgellm::INT8_AFFINE || kind == edgellm::INT5_AFFINE || kind == edgellm::INT5_K ||
+           edgellm::TRAITS[kind].table;
+}
 constexpr int PANELS_AT_ONCE = 8;        // that are handed out for many rows
 constexpr int STRETCH = 24;              // groups; with two panels 30 KB of unpacked codes and scales
 constexpr size_t RUN_BYTES = 128 << 10;  // of weights that are handed out at a time for few rows
@@ -145,7 +150,8 @@ inline float value_of(int8_t code) {
 template <int KIND>
 struct Packed {
     static constexpr edgellm::Traits TRAITS = edgellm::TRAITS[KIND];
-    static constexpr int ARITHMETIC = arithmetic(KIND), PANELS = 1, ROWS = MAX_ROWS, panels = 1;
+    static constexpr int ARITHMETIC = arithmetic(KIND), PANELS = 1, panels = 1;
+    static constexpr int ROWS = is_rare(KIND) ? 1 : MAX_ROWS;
     static constexpr int start = start_of(KIND);
     const uint8_t* panel;
 
@@ -326,9 +332,9 @@ inline void all_rows(const Weights& weights, int groups, const edgellm::Rows& x,
             panel_rows<N, FINE>(weights, groups, x.from(done), y + done * step, step, add);
     };
     run(Count<Weights::ROWS>{});
-    if (Weights::ROWS > 4) run(Count<4>{});
-    if (Weights::ROWS == 4) run(Count<3>{});
-    run(Count<2>{});
+    if constexpr (Weights::ROWS > 4) run(Count<4>{});
+    if constexpr (Weights::ROWS == 4) run(Count<3>{});
+    if constexpr (Weights::ROWS > 1) run(Count<2>{});
     run(Count<1>{});
 }
 
@@ -357,7 +363,7 @@ inline void many_rows(const edgellm::Linear& linear, int first, int end, const e
 template <int KIND, bool FINE>
 inline void panels_of(const edgellm::Linear& linear, int first, int end, const edgellm::Rows& x, int rows,
                       float* y, size_t step, bool add) {
-    const bool many = rows >= MANY_ROWS;
+    const bool many = rows > Packed<KIND>::ROWS;
     const int width = many ? PANELS_AT_ONCE : 1;
     for (int p = first; p < end; p += width, y += size_t(width) * edgellm::PANEL) {
         if (many)
