@@ -272,7 +272,8 @@ def test_devices(cli: Cli) -> None:
 def test_help_imports_no_command(cli: Cli) -> None:
     found = cli("--help")
     assert found.returncode == 0
-    for name in ("run", "export", "pull", "ls", "show", "rm", "bench", "perplexity", "devices"):
+    measuring = ("bench", "perplexity", "quality", "devices")
+    for name in ("run", "export", "pull", "ls", "show", "rm", *measuring):
         assert f"  {name}" in found.stdout
 
 

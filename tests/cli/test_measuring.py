@@ -1,4 +1,4 @@
-"""`bench`, `perplexity`, `plan` and `doctor`: values that are not allowed, and Ctrl-C."""
+"""Commands that measure: values that are not allowed, and Ctrl-C."""
 
 from __future__ import annotations
 
@@ -30,6 +30,7 @@ TEXT = "The quick brown fox jumps over the lazy dog. " * 20_000
         (["perplexity", "-", "--window", "1"], "'--window': 1 is not in the range x>=2"),
         (["perplexity", "-", "--window", "65", "-c", "64"], "65; allowed is 2 to the context size"),
         (["perplexity", "-", "--max-windows", "0"], "'--max-windows': 0"),
+        (["quality", "-f", "-", "-c", "64"], "512; allowed is 2 to the context size"),
         (["plan", "0"], "'PROMPT_LENGTH': 0"),
         (["plan", "65", "-c", "64"], "--ctx-size"),
         (["plan", "5", "-t", "0"], "--threads is 0"),
@@ -57,6 +58,8 @@ def test_values_that_are_not_allowed(
         ["bench", "-n", "1000", "-r", "1000"],
         ["perplexity", "TEXT"],
         ["perplexity", "TEXT", "--through", "decode"],
+        ["quality"],
+        ["quality", "-f", "TEXT", "--through", "decode", "--max-windows", "1000"],
         ["plan", "3000", "--prefill", "cpu", "--schedule", "out-of-order"],
         ["doctor", "--prefill", "cpu"],
     ],
