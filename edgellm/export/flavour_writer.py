@@ -10,14 +10,13 @@ import onnx_ir as ir
 
 from edgellm.bundle import FlavourEntry, HeadEntry
 from edgellm.export.calibrate import CalibrationOptions, Calibrator, choose_windows
-from edgellm.export.flavours import FLAVOURS, Flavour
+from edgellm.export.flavours import FLAVOURS, Flavour, int8_table
 from edgellm.export.import_report import ImportReport
 from edgellm.graphs.builder import WeightFile
 from edgellm.graphs.checkpoint import Checkpoint
 from edgellm.graphs.contract import HEAD_FILE, HOST_TOKENS, part_file, parts
 from edgellm.graphs.linear import FloatLinear, Int8GroupLinear, Linear
 from edgellm.graphs.segment import Segment, author_head, author_segment
-from edgellm.quantize.int8 import quantize_groups
 from edgellm.reference import ROTATION
 from edgellm.tokenizer import Tokenizer
 
@@ -113,22 +112,24 @@ def write_head(checkpoint: Checkpoint, root: Path, kind: str) -> HeadEntry:
     config = checkpoint.config
     folder = root / f"head-{kind}"
     folder.mkdir()
+    report = ImportReport()
     with WeightFile(folder) as file:
-        head = _store_table(checkpoint, file, "embedding", kind)
+        head = _store_table(checkpoint, file, "embedding", kind, report)
         if not config.tied_embedding:
-            head = _store_table(checkpoint, file, "head", kind)
+            head = _store_table(checkpoint, file, "head", kind, report)
         ir.save(author_head(head, config), folder / HEAD_FILE)
-        if kind == "f32":
-            return HeadEntry({"values": file.arrays["embedding"]})
-        return HeadEntry(
-            {"codes": file.arrays["embedding"], "scale": file.arrays["embedding.scale"]}
-        )
+        names = {"values": ""} if kind == "f32" else {"codes": "", "scale": ".scale"}
+        arrays = {name: file.arrays[f"embedding{end}"] for name, end in names.items()}
+        return HeadEntry(arrays, report.to_json())
 
 
-def _store_table(checkpoint: Checkpoint, file: WeightFile, name: str, kind: str) -> Linear:
+def _store_table(
+    checkpoint: Checkpoint, file: WeightFile, name: str, kind: str, report: ImportReport
+) -> Linear:
     """Store the embedding or the head as float32 or as int8 groups (exact from Q8_0)."""
-    tensor = checkpoint.tensor(name)
     if kind == "f32":
+        tensor = checkpoint.tensor(name)
+        report.took(name, tensor.storage, kind)
         return FloatLinear.store(file, name, tensor.float32())
-    codes, scale = (tensor.int8_groups or (lambda: quantize_groups(tensor.float32())))()
+    codes, scale = int8_table(checkpoint, name, report)
     return Int8GroupLinear.store(file, name, codes, scale)

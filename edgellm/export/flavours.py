@@ -33,13 +33,14 @@ from edgellm.bundle import PANELS
 from edgellm.export.import_report import ImportReport
 from edgellm.export.rotated import Observer, StaticSegments, dynamic_segments
 from edgellm.graphs.builder import WeightFile
-from edgellm.graphs.checkpoint import Checkpoint, qkv_bias
+from edgellm.graphs.checkpoint import Checkpoint, Int8Groups, qkv_bias
 from edgellm.graphs.half_linear import HalfInt4Linear, HalfLinear
 from edgellm.graphs.linear import BiasedLinear, FloatLinear, Int4Linear, Linear
 from edgellm.graphs.segment import Mlp, Segment
 from edgellm.kernels.int4 import Int4Weight, concatenate, dequantize
 from edgellm.quantize.error import relative_error
 from edgellm.quantize.int4 import quantize_int4
+from edgellm.quantize.int8 import dequantize_groups, quantize_groups
 
 
 class Authors(Protocol):
@@ -84,8 +85,13 @@ def _float_linear(
     name: str,
     *parts: str,
 ) -> Linear:
-    report.exact += len(parts)
-    weights = [checkpoint.tensor(part).float32() for part in parts]
+    weights = []
+    for part in parts:
+        tensor = checkpoint.tensor(part)
+        weights.append(tensor.float32())
+        half = kind is HalfLinear
+        error = relative_error(weights[-1], weights[-1].astype(np.float16)) if half else None
+        report.took(part, tensor.storage, "f16" if half else "f32", error)
     return kind.store(file, name, np.concatenate(weights))
 
 
@@ -105,12 +111,25 @@ def int4_weight(checkpoint: Checkpoint, name: str, report: ImportReport) -> Int4
     """A tensor as int4 groups: as it is if it has them, else rounded."""
     tensor = checkpoint.tensor(name)
     if tensor.int4 is not None:
-        report.exact += 1
+        report.took(name, tensor.storage, "int4")
         return tensor.int4()
     exact = tensor.float32()
     weight = quantize_int4(exact)
-    report.requantized[name] = relative_error(exact, dequantize(weight))
+    report.took(name, tensor.storage, "int4", relative_error(exact, dequantize(weight)))
     return weight
+
+
+def int8_table(checkpoint: Checkpoint, name: str, report: ImportReport) -> Int8Groups:
+    """The embedding or the head as int8 groups: as it is if it has them, else rounded."""
+    tensor = checkpoint.tensor(name)
+    if tensor.int8_groups is not None:
+        report.took(name, tensor.storage, "int8")
+        return tensor.int8_groups()
+    exact = tensor.float32()
+    codes, scale = quantize_groups(exact)
+    error = relative_error(exact, dequantize_groups(codes, scale).reshape(exact.shape))
+    report.took(name, tensor.storage, "int8", error)
+    return codes, scale
 
 
 def _plain(store: Callable[..., Linear]) -> Authors:

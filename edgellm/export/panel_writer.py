@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 import numpy as np
 from numpy.typing import NDArray
 
-from edgellm.export.flavours import int4_weight
+from edgellm.export.flavours import int4_weight, int8_table
 from edgellm.export.import_report import ImportReport
 from edgellm.graphs.builder import WeightFile
 from edgellm.graphs.checkpoint import Checkpoint, qkv_bias
@@ -15,7 +15,7 @@ from edgellm.graphs.contract import StoredArray
 from edgellm.kernels.int4 import concatenate
 from edgellm.kernels.linear import int4_panels, int8_panels
 from edgellm.panels import LINEAR
-from edgellm.quantize.int8 import ZERO_POINT, quantize_groups
+from edgellm.quantize.int8 import ZERO_POINT
 
 
 def store_panels(
@@ -40,13 +40,12 @@ def store_panels(
         on_layer(layer)
     file.add("final_norm", checkpoint.tensor("final_norm").float32())
     for name in ("embedding",) if config.tied_embedding else ("embedding", "head"):
-        file.add(name, _table(checkpoint, name))
+        file.add(name, _table(checkpoint, name, report))
     return dict(file.arrays)
 
 
-def _table(checkpoint: Checkpoint, name: str) -> NDArray[np.uint8]:
+def _table(checkpoint: Checkpoint, name: str, report: ImportReport) -> NDArray[np.uint8]:
     """The embedding or the head as int8 panels (exact from Q8_0)."""
-    tensor = checkpoint.tensor(name)
-    codes, scale = (tensor.int8_groups or (lambda: quantize_groups(tensor.float32())))()
+    codes, scale = int8_table(checkpoint, name, report)
     signed = (codes ^ np.uint8(ZERO_POINT)).view(np.int8)
     return int8_panels(signed.reshape(signed.shape[0], -1), scale).data

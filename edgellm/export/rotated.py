@@ -8,7 +8,7 @@ arXiv:2404.00456). Norm weights move into the next layer, so that a norm commute
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Protocol
 
 import numpy as np
@@ -68,7 +68,8 @@ def dynamic_segments(
     observer: Observer | None = None,
 ) -> Iterator[Segment]:
     """int8 weights, and activations whose scales are found at run time."""
-    layers, store = _RotatedLayers(checkpoint, static=False), _Rounded(file, report, Int8Linear)
+    layers = _RotatedLayers(checkpoint, static=False)
+    store = _Rounded(file, report, Int8Linear, layers.storage)
     for index in range(checkpoint.config.layers + 1):
         yield layers.segment(index, layers.weights(index), store)
 
@@ -92,7 +93,7 @@ class StaticSegments:
     ) -> Iterator[Segment]:
         """Without an observer, each weight is rounded to the nearest."""
         layers = _RotatedLayers(checkpoint, static=True, mixes_runs=self._mixes_runs)
-        store = _Rounded(file, report, StaticLinear)
+        store = _Rounded(file, report, StaticLinear, layers.storage)
         for index in range(checkpoint.config.layers + 1):
             weights = layers.weights(index)
             if observer is not None:
@@ -143,9 +144,15 @@ class _Rounded(_Store):
     """Weights in 8 bits."""
 
     def __init__(
-        self, file: WeightFile, report: ImportReport, kind: type[Int8Linear] | type[StaticLinear]
+        self,
+        file: WeightFile,
+        report: ImportReport,
+        kind: type[Int8Linear] | type[StaticLinear],
+        storage_of: Callable[[str], str],
     ) -> None:
+        """`storage_of` says how the file holds a weight."""
         super().__init__(file)
+        self._storage_of = storage_of
         self._report = report
         self._kind = kind
         self.moments: Mapping[str, Floats] = {}
@@ -156,7 +163,8 @@ class _Rounded(_Store):
             codes, scale = quantize_channels(weight)
         else:
             codes, scale = quantize_channels_for(weight, moments)
-        self._report.requantized[name] = relative_error(weight, codes * scale[:, None])
+        error = relative_error(weight, codes * scale[:, None])
+        self._report.took(name, self._storage_of(name), "int8", error)
         return self._kind.store(self._file, name, codes, scale)
 
     def value(self, name: str, weight: Floats) -> Linear:
@@ -166,7 +174,7 @@ class _Rounded(_Store):
         codes, scale = quantize_channels(rest)
         low = self._kind.store(self._file, f"{name}.low", codes, scale)
         error = np.linalg.norm(rest - codes * scale[:, None]) / np.linalg.norm(weight)
-        self._report.requantized[name] = float(error)
+        self._report.took(name, self._storage_of(name), "int16", float(error))
         return Int8PairLinear(high, low)
 
 
@@ -195,6 +203,13 @@ class _RotatedLayers:
             weights[f"{here}.qk"] = self._reads(norm, f"{here}.q", f"{here}.k")
             weights[f"{here}.v"] = self._reads(norm, f"{here}.v")
         return weights
+
+    def storage(self, name: str) -> str:
+        """How the file holds a weight; Q and K, which are one, may be of two types."""
+        layer, _, part = name.rpartition(".")
+        parts = ("q", "k") if part == "qk" else (part,)
+        types = (self._checkpoint.tensor(f"{layer}.{one}").storage for one in parts)
+        return "+".join(dict.fromkeys(types))
 
     def segment(self, index: int, weights: Mapping[str, Floats], store: _Store) -> Segment:
         """A segment of its `weights`."""
