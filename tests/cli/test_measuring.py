@@ -35,7 +35,6 @@ TEXT = "The quick brown fox jumps over the lazy dog. " * 20_000
         (["plan", "65", "-c", "64"], "--ctx-size"),
         (["plan", "5", "-t", "0"], "--threads is 0"),
         (["doctor", "-c", "-5"], "--ctx-size is -5"),
-        (["doctor", "--prefill", "native"], "doctor checks graphs"),
     ],
     ids=lambda value: " ".join(value)[:40] if isinstance(value, list) else None,
 )
@@ -61,6 +60,7 @@ def test_values_that_are_not_allowed(
         ["quality"],
         ["quality", "-f", "TEXT", "--through", "decode", "--max-windows", "1000"],
         ["plan", "3000", "--prefill", "cpu", "--schedule", "out-of-order"],
+        ["doctor"],
         ["doctor", "--prefill", "cpu"],
     ],
     ids=" ".join,
