@@ -2,38 +2,41 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import click
 
+from edgellm.bundle import PANELS, ExportProgress
 from edgellm.cli.options import LoadArguments, load_options, model_argument
 from edgellm.cli.progress import export_progress
-from edgellm.errors import OptionError
+from edgellm.decode import StepDecoder
+from edgellm.engine import Engine
+from edgellm.import_summary import imported
 from edgellm.llm import load
-from edgellm.prefill import ChunkedPrefill
+from edgellm.panels import open_panels
+from edgellm.prefill import ChunkedPrefill, StepPrefill
 from edgellm.self_test import Check, check_prompts, check_segments
+from edgellm.step_model import StepModel
+from edgellm.step_test import check_layers, check_step
 
 
 @click.command()
 @model_argument
 @load_options
 def doctor(*, name: str, load_arguments: LoadArguments) -> int:
-    """Check that an accelerator computes what it should: every segment, and prompts of every edge.
+    """Check that what runs computes what it should: every segment, and prompts of every edge.
 
-    The judge is what the model gave in float32 when it was exported. MODEL is loaded as with
-    `edgellm run`, e.g. `edgellm doctor --prefill qnn`.
+    The judge is what the model gave in float32 when it was exported or, where there are no graphs
+    to be exported, gives now; for that the model file is needed. MODEL is loaded as with
+    `edgellm run`, e.g. `edgellm doctor --prefill qnn`: what prefill and decode run on is checked,
+    the native and Triton kernels among it. (ONNX Runtime is, as far as prefill runs there.)
     """
+    checks: list[Check] = []
     with export_progress() as progress:
         engine = load(name, **load_arguments, export_progress=progress).engine
-    if not isinstance(engine.prefill, ChunkedPrefill):
-        raise OptionError(
-            "doctor checks graphs on an execution provider; choose one, e.g. --prefill qnn "
-            "(`edgellm devices` lists them)"
-        )
-    model = engine.prefill.model
-    click.echo(f"{model.segments.flavour} on {engine.prefill.placement}")
-    checks = [*map(_shown, check_segments(engine.bundle, model.segments))]
-    with engine.lock:
-        prompts = check_prompts(engine.bundle, model, engine.cache, engine.decoder)
-        checks += map(_shown, prompts)
+        for check in _checks(engine, progress):
+            _show(check)
+            checks.append(check)
     failed = [check.name for check in checks if not check.passed]
     click.echo(
         f"{len(failed)} of {len(checks)} checks failed: {', '.join(failed)}"
@@ -43,7 +46,37 @@ def doctor(*, name: str, load_arguments: LoadArguments) -> int:
     return 1 if failed else 0
 
 
-def _shown(check: Check) -> Check:
+def _checks(engine: Engine, progress: ExportProgress) -> Iterator[Check]:
+    if isinstance(engine.prefill, ChunkedPrefill):
+        model = engine.prefill.model
+        click.echo(f"{model.segments.flavour} on {engine.prefill.placement}")
+        yield from check_segments(engine.bundle, model.segments)
+        with engine.lock:
+            yield from check_prompts(engine.bundle, model, engine.cache, engine.decoder)
+    steps = _steps(engine)
+    if not steps:
+        return
+    from edgellm.export.float_reference import float_reference  # 0.4 s
+
+    weights, summary = open_panels(engine.bundle), imported(engine.bundle, PANELS)
+    with float_reference(engine.bundle, progress=progress) as reference:
+        for name, step in steps.items():
+            click.echo(f"{PANELS} on {name}")
+            yield from check_layers(reference, step, weights, summary)
+            with engine.lock:
+                yield from check_step(reference, step, engine.cache, summary)
+
+
+def _steps(engine: Engine) -> dict[str, StepModel]:
+    """The models in panels that prefill or decode is on, by the names of their back ends."""
+    steps = {}
+    if isinstance(engine.prefill, StepPrefill):
+        steps[engine.prefill.placement.provider] = engine.prefill.model
+    if isinstance(engine.decoder, StepDecoder):
+        steps[engine.decoder.name] = engine.decoder.model
+    return steps
+
+
+def _show(check: Check) -> None:
     mark = "ok   " if check.passed else "WRONG"
     click.echo(f"{mark} {check.name}: error {check.error:.2g}, allowed {check.limit:.2g}")
-    return check

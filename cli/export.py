@@ -23,6 +23,7 @@ from edgellm.export import (
 from edgellm.export.calibrate import ROUNDINGS, CalibrationOptions, Rounding
 from edgellm.export.flavours import FLAVOURS
 from edgellm.export.weight_reader import FLOAT_WEIGHTS
+from edgellm.import_summary import imported
 from edgellm.prepare import prepare
 from edgellm.quantize.calibration import METHODS, Method
 
@@ -142,16 +143,8 @@ def export(
 
 def report(bundle: Bundle) -> None:
     """One line for each flavour, and where the bundle is."""
-    for name, flavour in bundle.manifest.flavours.items():
-        imported = flavour.import_report
-        line = f"{name}: {imported['exact_tensors']} tensors exact"
-        if imported["requantized_tensors"]:
-            line += (
-                f", {imported['requantized_tensors']} quantized (relative error mean "
-                f"{imported['mean_relative_error']:.4f}, worst "
-                f"{imported['worst_relative_error']:.4f} in {imported['worst_tensor']})"
-            )
-        click.echo(line, err=True)
+    for name in bundle.manifest.flavours:
+        click.echo(f"{name}: {imported(bundle, name).details()}", err=True)
     click.echo(f"{bundle.path} ({bundle.bytes / 1e6:.1f} MB)")
 
 

@@ -27,6 +27,7 @@ COMMANDS = {
     "cache": ("edgellm.cli.cache", "Keep system prompts and documents, computed."),
     "bench": ("edgellm.cli.bench", "Measure prefill and decode speed."),
     "perplexity": ("edgellm.cli.perplexity", "Measure the perplexity of a text."),
+    "quality": ("edgellm.cli.quality", "Measure what rounding costs, against float32."),
     "plan": ("edgellm.cli.plan", "Explain how a prompt is prefilled, and what limits it."),
     "doctor": ("edgellm.cli.doctor", "Check that an accelerator computes what it should."),
     "devices": ("edgellm.cli.devices", "List execution providers: usable, or why not."),

@@ -22,6 +22,7 @@ from edgellm.home import (
     delete_folder,
     locked,
 )
+from edgellm.import_summary import imported
 from edgellm.options import EngineOptions
 from edgellm.prepare import prepare
 from edgellm.sources import bundle_label, local_path, resolve_here
@@ -154,9 +155,10 @@ def _description(bundle: Bundle) -> list[tuple[str, str]]:
         mark = f" ({', '.join(uses)})" if uses else ""
         files = manifest.files.items()
         size = sum(entry.bytes for file, entry in files if file.startswith(f"{name}/"))
-        lines.append(
-            ("flavour", f"{name}{mark}: {size / 1e6:.1f} MB, {flavour.description}{chunks}")
-        )
+        lines += [
+            ("flavour", f"{name}{mark}: {size / 1e6:.1f} MB, {flavour.description}{chunks}"),
+            ("  weights", imported(bundle, name).details()),
+        ]
     needed = planned_memory(bundle, defaults)
     lines.append(
         (

@@ -50,12 +50,20 @@ def write(
     return answer
 
 
-def report(answer: Completion, *, show_stats: bool, as_json: bool) -> None:
-    """Answer and statistics as a JSON object on stdout, or statistics alone on stderr."""
+def report(
+    answer: Completion, *, show_stats: bool, as_json: bool, notes: Iterable[str] = ()
+) -> None:
+    """Answer and statistics as a JSON object on stdout, or statistics alone on stderr.
+
+    Args:
+        notes: lines before the statistics.
+    """
     if as_json:
         values = {"text": answer.text, "finish_reason": answer.finish_reason}
         click.echo(json.dumps({**values, **answer.stats.to_json()}, ensure_ascii=False))
     elif show_stats:
+        for note in notes:
+            click.echo(f"[ {note} ]", err=True)
         click.echo(stats_line(answer.stats, answer.finish_reason), err=True)
 
 

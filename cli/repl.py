@@ -79,6 +79,8 @@ class _Repl:
     def run(self) -> int:
         manifest = self._llm.engine.bundle.manifest
         click.echo(f"{manifest.name} - /help lists the commands, /exit leaves", err=True)
+        for note in self._llm.notes if self._show_stats else ():
+            click.echo(f"[ {note} ]", err=True)
         interrupted = False  # by the last key
         while True:
             try:

@@ -259,7 +259,7 @@ def _answer(
                 text, cancel=cancel, progress=progress, logit_filter=logit_filter
             )
         answer = write(pieces, quiet=as_json, live=show_stats)
-    report(answer, show_stats=show_stats, as_json=as_json)
+    report(answer, show_stats=show_stats, as_json=as_json, notes=llm.notes)
     if trace is not None:
         write_trace(trace, answer.stats.tasks)
     if logit_filter is not None and answer.finish_reason != "stop":
@@ -308,5 +308,5 @@ def fill(
         answer = write(pieces, quiet=as_json, end_line=False)
     if show_stats and not as_json:
         end_shown_line(answer)
-    report(answer, show_stats=show_stats, as_json=as_json)
+    report(answer, show_stats=show_stats, as_json=as_json, notes=llm.notes)
     return _code(answer)

@@ -83,7 +83,7 @@ class FlavourEntry:
     Attributes:
         chunk_sizes: the static sizes.
         any_size: whether graphs for any chunk size are there as well.
-        import_report: how many tensors are exact, and the error of the others.
+        import_report: how its weights came in (see `ImportSummary`).
         arrays: weights that are read by name; those of graphs are not.
         kinds: how arrays of panels are written, by the names of `kernels/quantized.py`.
         host_tokens: the first so many tokens of a sequence are not for these graphs (see
@@ -119,9 +119,11 @@ class HeadEntry:
 
     Attributes:
         embedding: `codes` and `scale` (int8 groups) or `values` (float32), in the weights file.
+        import_report: as of a flavour.
     """
 
     embedding: Mapping[str, StoredArray]
+    import_report: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

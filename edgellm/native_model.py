@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgellm.errors import CancelledError
-from edgellm.kernels.linear import rows_of
+from edgellm.kernels.linear import Panels, rows_of
 from edgellm.kernels.linear.native import linear
 from edgellm.kernels.rope import RopeTable
 from edgellm.kernels.sampling import Logits
@@ -48,6 +48,7 @@ class NativeModel:
         self, library: ctypes.CDLL, weights: Weights, table: RopeTable, *, threads: int
     ) -> None:
         self.head = PanelHead(library, weights, threads=threads)
+        self._library = library
         self._step = FusedStep(library, weights)
         self._table = table
         self._threads = threads
@@ -80,6 +81,10 @@ class NativeModel:
     def best(self, token: int, sequence: Sequence) -> Logits | None:
         """None: all logits are in memory at once."""
         return None
+
+    def linear(self, x: Floats, weight: Panels, *, fine: bool = False) -> Floats:
+        """See `StepModel.linear`."""
+        return linear(self._library, x, weight, fine=fine, threads=self._threads)
 
     def logits(self, hidden: Floats) -> Floats:
         """See `StepModel.logits`."""

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from edgellm.engine import Engine
 from edgellm.errors import OptionError
 from edgellm.prefill import Hooks
 from edgellm.sampling import log_softmax
 
+Floats = NDArray[np.float32]
 PATHS = ("prefill", "decode")
 Progress = Callable[[int, int], None]
 # Through the LM head at a time: an interrupt waits for no more, and a row takes 400 KB.
@@ -61,6 +63,33 @@ def perplexity(
         OptionError: a window of fewer than 2 tokens or longer than the context, or too short a
             text.
     """
+    windows = text_windows(engine, text, window=window, max_windows=max_windows, through=through)
+    total, count = 0.0, 0
+    for done, tokens in enumerate(windows, 1):
+        for begin, logits in window_logits(engine, tokens, through=through):
+            total += float(next_logprobs(log_softmax(logits), tokens, begin).sum())
+            count += len(logits)
+        if progress is not None:
+            progress(done, len(windows))
+    return PerplexityResult(
+        math.exp(-total / count),
+        count,
+        len(windows),
+        window,
+        through,
+        flavour_of(engine, through),
+        engine.options.kv_format,
+    )
+
+
+def text_windows(
+    engine: Engine, text: str, *, window: int, max_windows: int | None, through: str
+) -> list[list[int]]:
+    """The windows of a text, as `perplexity` has them, begin tokens included.
+
+    Raises:
+        OptionError: see `perplexity`.
+    """
     if through not in PATHS:
         raise OptionError(f"`through` is {through!r}: allowed are {', '.join(PATHS)}")
     if not 2 <= window <= engine.ctx_size:
@@ -71,28 +100,43 @@ def perplexity(
         raise OptionError(f"`max_windows` is {max_windows}; allowed is 1 or more")
     tokenizer = engine.tokenizer
     bos = [t for t in tokenizer.encode("")[:1] if t == tokenizer.bos_id]
-    windows = _windows(tokenizer.encode(text, add_bos=False), window - len(bos), max_windows)
-    score = _score_prefill if through == "prefill" else _score_decode
-    total, count = 0.0, 0
-    for done, tokens in enumerate(windows, 1):
-        likelihoods = score(engine, [*bos, *tokens])[max(len(bos) - 1, 0) :]
-        total += float(likelihoods.sum())
-        count += likelihoods.size
-        if progress is not None:
-            progress(done, len(windows))
-    flavour = engine.prefill.flavour if through == "prefill" else engine.decoder.flavour
-    return PerplexityResult(
-        math.exp(-total / count),
-        count,
-        len(windows),
-        window,
-        through,
-        flavour,
-        engine.options.kv_format,
-    )
+    tokens = tokenizer.encode(text, add_bos=False)
+    return [[*bos, *part] for part in _parts(tokens, window - len(bos), max_windows)]
 
 
-def _windows(tokens: list[int], size: int, limit: int | None) -> list[list[int]]:
+def window_logits(
+    engine: Engine, tokens: Sequence[int], *, through: str
+) -> Iterator[tuple[int, Floats]]:
+    """Logits after each token of a window but the last, some rows at a time, on an empty cache.
+
+    Yields:
+        The position of the first row, and `[rows, V]`; the engine is not locked meanwhile.
+    """
+    if through == "decode":
+        yield from _decode_logits(engine, tokens)
+        return
+    states = _prefill_hidden(engine, tokens)
+    for begin in range(0, len(states), _HEAD_ROWS):
+        with engine.lock:
+            logits = engine.prefill.logits(states[begin : begin + _HEAD_ROWS])
+        yield begin, logits
+
+
+def next_logprobs(
+    logprobs: NDArray[np.float64], tokens: Sequence[int], begin: int
+) -> NDArray[np.float64]:
+    """Of `logprobs` `[rows, V]` from position `begin` on, those of the tokens that follow."""
+    rows = np.arange(len(logprobs))
+    found: NDArray[np.float64] = logprobs[rows, tokens[begin + 1 : begin + 1 + len(rows)]]
+    return found
+
+
+def flavour_of(engine: Engine, through: str) -> str:
+    """The precision of the weights on one of `PATHS`."""
+    return engine.prefill.flavour if through == "prefill" else engine.decoder.flavour
+
+
+def _parts(tokens: list[int], size: int, limit: int | None) -> list[list[int]]:
     whole = [tokens[i : i + size] for i in range(0, len(tokens) - size + 1, size)]
     if not whole and len(tokens) >= 2:
         whole = [tokens]
@@ -101,33 +145,27 @@ def _windows(tokens: list[int], size: int, limit: int | None) -> list[list[int]]
     return whole[:limit]
 
 
-def _score_prefill(engine: Engine, tokens: Sequence[int]) -> np.ndarray[Any, Any]:
-    """Log-likelihood of each token but the first, teacher-forced through the prefill executor."""
-    hidden: list[Any] = []
+def _prefill_hidden(engine: Engine, tokens: Sequence[int]) -> Floats:
+    """Hidden states `[n - 1, E]` after all tokens but the last, through the prefill executor."""
+    hidden: list[Floats] = []
     sequence = engine.cache.sequence()
+    keep = Hooks(on_hidden=lambda rows: hidden.append(rows.copy()))
     with engine.lock:
-        keep = Hooks(on_hidden=lambda rows: hidden.append(rows.copy()))
         try:
             engine.prefill.run(tokens, sequence, keep)
         finally:
             sequence.truncate(0)
-        states, scores = np.concatenate(hidden)[: len(tokens) - 1], []
-        for begin in range(0, len(states), _HEAD_ROWS):
-            rows = states[begin : begin + _HEAD_ROWS]
-            targets = tokens[begin + 1 : begin + 1 + len(rows)]
-            logits = log_softmax(engine.prefill.logits(rows))
-            scores.append(logits[np.arange(len(rows)), targets])
-    return np.concatenate(scores)
+    return np.concatenate(hidden)[: len(tokens) - 1]
 
 
-def _score_decode(engine: Engine, tokens: Sequence[int]) -> np.ndarray[Any, Any]:
-    """The same, one token at a time through the decode back end."""
+def _decode_logits(engine: Engine, tokens: Sequence[int]) -> Iterator[tuple[int, Floats]]:
+    """One token at a time through the decode back end."""
     sequence = engine.cache.sequence()
-    found = np.empty(len(tokens) - 1)
-    with engine.lock:
-        try:
-            for i, token in enumerate(tokens[:-1]):
-                found[i] = log_softmax(engine.decoder.step(token, sequence))[tokens[i + 1]]
-        finally:
-            sequence.truncate(0)
-    return found
+    try:
+        for begin in range(0, len(tokens) - 1, _HEAD_ROWS):
+            part = tokens[begin : min(begin + _HEAD_ROWS, len(tokens) - 1)]
+            with engine.lock:
+                logits = np.stack([engine.decoder.step(t, sequence).copy() for t in part])
+            yield begin, logits
+    finally:
+        engine.cache.soon(lambda: sequence.truncate(0))

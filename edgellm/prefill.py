@@ -180,7 +180,7 @@ class StepPrefill:
     flavour = PANELS
 
     def __init__(self, model: StepModel, *, name: str) -> None:
-        self._model = model
+        self.model = model
         self._name = name
 
     @property
@@ -192,7 +192,7 @@ class StepPrefill:
         for start in range(0, len(tokens), STEP_CHUNK):
             end = min(start + STEP_CHUNK, len(tokens))
             with hooks.host_task(self._name, start // STEP_CHUNK):
-                hidden, logits = self._model.forward(
+                hidden, logits = self.model.forward(
                     tokens[start:end],
                     sequence,
                     logit_rows=int(end == len(tokens)),
@@ -203,7 +203,7 @@ class StepPrefill:
         return last
 
     def logits(self, hidden: Floats) -> Floats:
-        return self._model.logits(hidden)
+        return self.model.logits(hidden)
 
 
 def _check_not_empty(tokens: SequenceOf[int]) -> None:

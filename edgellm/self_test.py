@@ -39,10 +39,10 @@ Floats = NDArray[np.float32]
 _TIMES = 1.25
 _SLACK = 0.02
 # So much is wrong even if the exporter measured it.
-_WRONG = 0.5
+WRONG = 0.5
 # A quantized KV cache and embedding come on top in whole prompts.
 _PROMPT_SLACK = 0.1
-_HEAD_LIMIT = 0.05
+HEAD_LIMIT = 0.05
 # In a folder of compiled graphs: they have been checked.
 _CHECKED = "checked"
 
@@ -99,7 +99,7 @@ def check_prompts(
             error = worst_row_error(reference.hidden[start : len(tokens)], found)
             yield Check(f"prompt of {count} in chunks of {chunk}", error, limit)
     logits = model.head.logits(reference.hidden[-1:])
-    yield Check("head", worst_row_error(reference.logits, logits), _HEAD_LIMIT)
+    yield Check("head", worst_row_error(reference.logits, logits), HEAD_LIMIT)
 
 
 def check_once(bundle: Bundle, segments: Segments, progress: ExportProgress | None) -> None:
@@ -145,7 +145,7 @@ def _reference(bundle: Bundle) -> Reference:
 
 def _limit(expected: float, slack: float) -> float:
     """From the error that the exporter measured with ONNX Runtime on its CPU."""
-    return min(_WRONG, _TIMES * expected + slack)
+    return min(WRONG, _TIMES * expected + slack)
 
 
 def _repeated(rows: Mapping[str, Floats], chunk: int) -> dict[str, Floats]:

@@ -9,6 +9,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from edgellm.kernels.linear import Panels
 from edgellm.kernels.sampling import Logits
 from edgellm.sequence import Sequence
 
@@ -39,6 +40,14 @@ class StepModel(Protocol):
 
     def best(self, token: int, sequence: Sequence) -> Logits | None:
         """See `DecodeBackend.best`."""
+
+    def linear(self, x: Floats, weight: Panels, *, fine: bool = False) -> Floats:
+        """A product `[rows, K]` to `[rows, N]` as the step computes it, for the self-test.
+
+        Args:
+            fine: takes activations of 16 bits, where others are rounded
+                to fewer.
+        """
 
     def logits(self, hidden: Floats) -> Floats:
         """The LM head on hidden states `[rows, E]`: `[rows, V]`."""

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from edgellm.errors import CancelledError, MemoryEstimateError
 from edgellm.kernels.gpu.device import free_bytes
-from edgellm.kernels.linear import rows_of
+from edgellm.kernels.linear import Panels, rows_of
 from edgellm.kernels.rope import RopeTable
 from edgellm.kernels.sampling import Logits
 from edgellm.kernels.step import Weights
@@ -75,6 +75,10 @@ class TritonModel:
     def embed(self, tokens: SequenceOf[int]) -> Floats:
         """See `ModelHead.embed`."""
         return rows_of(self._embedding, tokens)
+
+    def linear(self, x: Floats, weight: Panels, *, fine: bool = False) -> Floats:
+        """See `StepModel.linear`; the weight is copied to the device."""
+        return self._step.linear(x, weight)
 
     def logits(self, hidden: Floats) -> Floats:
         """See `StepModel.logits`."""

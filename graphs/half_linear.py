@@ -7,7 +7,6 @@ model adds up over its layers keeps its precision.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 import numpy as np
 import onnx_ir as ir
@@ -22,7 +21,6 @@ from edgellm.kernels.quantized import GROUP, QuantizedWeight
 class HalfLinear:
     """float16 weight `[N, K]`."""
 
-    PRECISION: ClassVar = "float16"
     weight: ir.TensorProtocol
 
     @classmethod

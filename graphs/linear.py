@@ -7,7 +7,7 @@ share an input, such as gate and up, share the prepared one.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import onnx_ir as ir
@@ -40,7 +40,6 @@ class Linear(Protocol):
 class FloatLinear:
     """float32 weight `[N, K]`."""
 
-    PRECISION: ClassVar = "float32"
     weight: ir.TensorProtocol
 
     @classmethod

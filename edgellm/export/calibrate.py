@@ -13,10 +13,10 @@ import numpy as np
 import onnx_ir as ir
 from numpy.typing import NDArray
 
-from edgellm import thread_pool
 from edgellm.bundle import ShadowEntry
 from edgellm.errors import ExportError, OptionError
 from edgellm.export.calibration_text import default_text
+from edgellm.export.float_segments import session_on_all_cores
 from edgellm.export.layerwise import WindowAttention
 from edgellm.graphs import contract
 from edgellm.graphs.builder import WeightFile
@@ -227,7 +227,7 @@ class Calibrator:
         )
 
     def _run(self, path: Path, index: int) -> dict[str, Floats]:
-        session = _session(path)
+        session = session_on_all_cores(path)
         names = [output.name for output in session.get_outputs()]
         seen = names[len(contract.part_outputs(self._config, contract.Part(index))) :]
         moments: dict[str, Floats] = {}
@@ -253,13 +253,3 @@ class Calibrator:
     def _attended(self, qkv: Floats) -> Floats:
         windows = qkv.reshape(-1, self._options.window, qkv.shape[-1])
         return np.concatenate([self._attention(window) for window in windows])
-
-
-def _session(path: Path) -> Any:
-    """On all cores, unless the process has a pool already."""
-    import onnxruntime as ort
-
-    options = thread_pool.session_options()
-    if options.use_per_session_threads:
-        options.intra_op_num_threads = thread_pool.usable_cores()
-    return ort.InferenceSession(path, options, providers=["CPUExecutionProvider"])

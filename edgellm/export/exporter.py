@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import importlib.metadata
 import shutil
 from collections.abc import Collection, Mapping, Sequence
@@ -18,6 +17,7 @@ from edgellm.export.flavour_writer import write_flavour, write_head
 from edgellm.export.flavours import FLAVOURS
 from edgellm.export.panel_writer import store_panels
 from edgellm.export.reference_writer import measure_errors, reference_tokens, store_reference
+from edgellm.export.source_checkpoint import digest_of, weight_files
 from edgellm.export.target import (
     check_same_sizes,
     check_same_weights,
@@ -157,8 +157,8 @@ class _Exporter:
             manifest = Manifest(
                 name=name,
                 source=source,
-                source_bytes=sum(file.stat().st_size for file in _weight_files(self._checkpoint)),
-                source_sha256=_digest(_weight_files(self._checkpoint)),
+                source_bytes=sum(file.stat().st_size for file in weight_files(self._checkpoint)),
+                source_sha256=digest_of(weight_files(self._checkpoint)),
                 config=self._checkpoint.config,
                 tokenizer=imported.entry,
                 generation=imported.generation,
@@ -281,20 +281,6 @@ def check_chunk_sizes(chunk_sizes: Sequence[int], flavours: Collection[str]) -> 
         raise OptionError(f"{asked}: numbers from 1 to {MAX_CHUNK} are allowed")
     if not any(FLAVOURS[f].segments and not FLAVOURS[f].token_by_token for f in flavours):
         raise OptionError(f"{asked}: {', '.join(flavours)} is exported without chunks of any size")
-
-
-def _weight_files(checkpoint: Checkpoint) -> list[Path]:
-    path = checkpoint.path
-    return sorted(path.glob("*.safetensors")) if path.is_dir() else [path]
-
-
-def _digest(files: Sequence[Path]) -> str:
-    """SHA-256 of the files' own, which names a model whatever was exported of it."""
-    found = hashlib.sha256()
-    for path in files:
-        with path.open("rb") as file:
-            found.update(hashlib.file_digest(file, "sha256").digest())
-    return found.hexdigest()
 
 
 def _version(tool: str) -> str:

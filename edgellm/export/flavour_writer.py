@@ -117,15 +117,15 @@ def write_head(reader: WeightReader, root: Path, kind: str) -> HeadEntry:
         if not config.tied_embedding:
             head = _store_table(reader, file, "head", kind)
         ir.save(author_head(head, config), folder / HEAD_FILE)
-        if kind == "f32":
-            return HeadEntry({"values": file.arrays["embedding"]})
-        return HeadEntry(
-            {"codes": file.arrays["embedding"], "scale": file.arrays["embedding.scale"]}
-        )
+        names = {"values": ""} if kind == "f32" else {"codes": "", "scale": ".scale"}
+        arrays = {name: file.arrays[f"embedding{end}"] for name, end in names.items()}
+        return HeadEntry(arrays, reader.report.to_json())
 
 
 def _store_table(reader: WeightReader, file: WeightFile, name: str, kind: str) -> Linear:
     """Store the embedding or the head as float32 or in bytes around 128."""
     if kind == "f32":
-        return FloatLinear.store(file, name, reader.checkpoint.tensor(name).float32())
+        tensor = reader.checkpoint.tensor(name)
+        reader.report.took(name, tensor.storage, kind)
+        return FloatLinear.store(file, name, tensor.float32())
     return GroupLinear.store(file, name, reader.symmetric_table(name), whole_bytes=True)

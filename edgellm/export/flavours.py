@@ -39,6 +39,7 @@ from edgellm.graphs.half_linear import HalfInt4Linear, HalfLinear
 from edgellm.graphs.linear import BiasedLinear, ConcatLinear, FloatLinear, GroupLinear, Linear
 from edgellm.graphs.segment import Mlp, Segment
 from edgellm.kernels.quantized import concatenate
+from edgellm.quantize.error import relative_error
 
 
 class Authors(Protocol):
@@ -81,10 +82,14 @@ def _float_linear(
     name: str,
     *parts: str,
 ) -> Linear:
-    tensors = [reader.checkpoint.tensor(part) for part in parts]
-    for part, tensor in zip(parts, tensors, strict=True):
-        reader.report.took(part, tensor.storage, kind.PRECISION)
-    return kind.store(file, name, np.concatenate([tensor.float32() for tensor in tensors]))
+    weights = []
+    for part in parts:
+        tensor = reader.checkpoint.tensor(part)
+        weights.append(tensor.float32())
+        half = kind is HalfLinear
+        error = relative_error(weights[-1], weights[-1].astype(np.float16)) if half else None
+        reader.report.took(part, tensor.storage, "f16" if half else "f32", error)
+    return kind.store(file, name, np.concatenate(weights))
 
 
 def _half_int4_linear(

@@ -1,43 +1,52 @@
-"""How the tensors of a flavour were obtained."""
+"""How the weights of a flavour were obtained, noted while it is exported."""
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 
 
 @dataclass
 class ImportReport:
-    """Filled while a flavour is exported.
+    """What became of each matrix of the file; norms and biases, always exact, are left out.
 
     Attributes:
-        exact: tensors taken over bit by bit.
-        requantized: relative error of every tensor that was quantized again, by its name.
+        exact: matrices taken over with every value as it is.
+        requantized: relative error of every one that was rounded again, by its name.
+        taken: how many the file holds in a type and are written in a kind: `[type, kind]`.
     """
 
     exact: int = 0
     requantized: dict[str, float] = field(default_factory=dict)
+    taken: Counter[tuple[str, str]] = field(default_factory=Counter)
 
-    def took(self, name: str, storage: str, kind: str, *, error: float | None = None) -> None:
-        """Note a tensor that was written.
+    def took(self, name: str, storage: str, kind: str, error: float | None = None) -> None:
+        """Note a matrix that was written.
 
         Args:
-            storage: how the file held it.
-            kind: how it was written.
-            error: relative, if it was rounded.
+            storage: how the file holds it, e.g. `Q4_1`.
+            kind: how it is written, e.g. `int4`.
+            error: relative, of rounding; None or 0 where every value is as in the file.
         """
-        if error is None:
-            self.exact += 1
-        else:
+        self.taken[storage, kind] += 1
+        if error:
             self.requantized[name] = error
+        else:
+            self.exact += 1
 
     def to_json(self) -> dict[str, Any]:
+        """See `ImportSummary`, which reads it."""
         errors = self.requantized
         worst = max(errors, key=errors.__getitem__) if errors else None
+        taken: dict[str, dict[str, int]] = {}
+        for (storage, kind), count in sorted(self.taken.items()):
+            taken.setdefault(storage, {})[kind] = count
         return {
             "exact_tensors": self.exact,
             "requantized_tensors": len(errors),
             "mean_relative_error": sum(errors.values()) / len(errors) if errors else 0.0,
             "worst_tensor": worst,
             "worst_relative_error": errors[worst] if worst else 0.0,
+            "taken": taken,
         }

@@ -6,26 +6,23 @@ Both go segment by segment, so that a model whose weights do not fit into memory
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import closing
 from functools import partial
 from pathlib import Path
-from tempfile import TemporaryDirectory
 
 import numpy as np
-import onnx_ir as ir
 from numpy.typing import NDArray
 
 from edgellm.bundle import FlavourEntry
 from edgellm.errors import ExportError
 from edgellm.export.calibration_text import default_text
-from edgellm.export.flavours import FLAVOURS
+from edgellm.export.float_segments import float_segments, next_inputs
 from edgellm.export.layerwise import WindowAttention
-from edgellm.export.weight_reader import WeightReader
 from edgellm.graphs import contract
 from edgellm.graphs.builder import WeightFile
 from edgellm.graphs.checkpoint import Checkpoint
 from edgellm.graphs.config import ModelConfig
 from edgellm.graphs.contract import HOST_TOKENS, Part, StoredArray, part_file
-from edgellm.graphs.segment import Segment, author_segment
 from edgellm.placement import open_session
 from edgellm.providers import CPU
 from edgellm.quantize.error import worst_row_error
@@ -104,37 +101,16 @@ def _store_segments(
     def keep(index: int, name: str, rows: Floats) -> None:
         file.add(array_name(index, name), rows[: HOST_TOKENS + ROWS])
 
-    with TemporaryDirectory(dir=root) as scratch:
-        folder = Path(scratch)
-        with WeightFile(folder) as weights:
-            authors = FLAVOURS["f32"].segments
-            assert authors is not None
-            for segment in authors(WeightReader(checkpoint), weights):
-                weights.flush()
-                outputs = _outputs(segment, config, inputs, folder)
-                _check_finite("f32", segment.index, outputs.values())
-                weights.clear()
-                for name, rows in (*inputs.items(), *outputs.items()):
-                    if name != contract.RESIDUAL:
-                        keep(segment.index, name, rows)
-                if segment.index < config.layers:
-                    inputs = {
-                        contract.ATTENTION: attention(outputs[contract.QKV]),
-                        contract.RESIDUAL: outputs[contract.RESIDUAL_OUT],
-                    }
-                on_segment(segment.index)
+    with closing(float_segments(checkpoint, root=root)) as segments:
+        for index, run in enumerate(segments):
+            outputs = run(inputs)
+            _check_finite("f32", index, outputs.values())
+            for name, rows in (*inputs.items(), *outputs.items()):
+                if name != contract.RESIDUAL:
+                    keep(index, name, rows)
+            inputs = next_inputs(outputs, attention)
+            on_segment(index)
     return outputs[contract.HIDDEN]
-
-
-def _outputs(
-    segment: Segment, config: ModelConfig, inputs: dict[str, Floats], folder: Path
-) -> dict[str, Floats]:
-    """What a segment in float32, whose weights are in `folder`, makes of its inputs."""
-    path = folder / part_file(Part(segment.index), None)
-    ir.save(author_segment(segment, config, chunk=None), path)
-    session, _ = open_session(path, provider=CPU)
-    names = contract.part_outputs(config, Part(segment.index))
-    return dict(zip(names, session.run(None, inputs), strict=True))
 
 
 def measure_errors(

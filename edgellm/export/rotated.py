@@ -8,7 +8,7 @@ arXiv:2404.00456). Norm weights move into the next layer, so that a norm commute
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Protocol
 
 import numpy as np
@@ -67,7 +67,7 @@ def dynamic_segments(
 ) -> Iterator[Segment]:
     """int8 weights, and activations whose scales are found at run time."""
     layers = _RotatedLayers(reader.checkpoint, static=False)
-    store = _Rounded(file, reader.report, Int8Linear)
+    store = _Rounded(file, reader.report, Int8Linear, layers.storage)
     for index in range(reader.checkpoint.config.layers + 1):
         yield layers.segment(index, layers.weights(index), store)
 
@@ -87,7 +87,7 @@ class StaticSegments:
     ) -> Iterator[Segment]:
         """Without an observer, each weight is rounded to the nearest."""
         layers = _RotatedLayers(reader.checkpoint, static=True, mixes_runs=self._mixes_runs)
-        store = _Rounded(file, reader.report, StaticLinear)
+        store = _Rounded(file, reader.report, StaticLinear, layers.storage)
         for index in range(reader.checkpoint.config.layers + 1):
             weights = layers.weights(index)
             if observer is not None:
@@ -138,9 +138,15 @@ class _Rounded(_Store):
     """Weights in 8 bits."""
 
     def __init__(
-        self, file: WeightFile, report: ImportReport, kind: type[Int8Linear] | type[StaticLinear]
+        self,
+        file: WeightFile,
+        report: ImportReport,
+        kind: type[Int8Linear] | type[StaticLinear],
+        storage_of: Callable[[str], str],
     ) -> None:
+        """`storage_of` says how the file holds a weight."""
         super().__init__(file)
+        self._storage_of = storage_of
         self._report = report
         self._kind = kind
         self.moments: Mapping[str, Floats] = {}
@@ -151,7 +157,8 @@ class _Rounded(_Store):
             codes, scale = quantize_channels(weight)
         else:
             codes, scale = quantize_channels_for(weight, moments)
-        self._report.requantized[name] = relative_error(weight, codes * scale[:, None])
+        error = relative_error(weight, codes * scale[:, None])
+        self._report.took(name, self._storage_of(name), "int8", error)
         return self._kind.store(self._file, name, codes, scale)
 
     def value(self, name: str, weight: Floats) -> Linear:
@@ -161,7 +168,7 @@ class _Rounded(_Store):
         codes, scale = quantize_channels(rest)
         low = self._kind.store(self._file, f"{name}.low", codes, scale)
         error = np.linalg.norm(rest - codes * scale[:, None]) / np.linalg.norm(weight)
-        self._report.requantized[name] = float(error)
+        self._report.took(name, self._storage_of(name), "int16", float(error))
         return Int8PairLinear(high, low)
 
 
@@ -190,6 +197,13 @@ class _RotatedLayers:
             weights[f"{here}.qk"] = self._reads(norm, f"{here}.q", f"{here}.k")
             weights[f"{here}.v"] = self._reads(norm, f"{here}.v")
         return weights
+
+    def storage(self, name: str) -> str:
+        """How the file holds a weight; Q and K, which are one, may be of two types."""
+        layer, _, part = name.rpartition(".")
+        parts = ("q", "k") if part == "qk" else (part,)
+        types = (self._checkpoint.tensor(f"{layer}.{one}").storage for one in parts)
+        return "+".join(dict.fromkeys(types))
 
     def segment(self, index: int, weights: Mapping[str, Floats], store: _Store) -> Segment:
         """A segment of its `weights`."""

@@ -89,7 +89,7 @@ class WeightReader:
         self, name: str, tensor: Tensor, exact: NDArray[np.float32], weight: QuantizedWeight
     ) -> QuantizedWeight:
         error = relative_error(exact, dequantize(weight))
-        self.report.took(name, tensor.storage, weight.kind.name, error=error)
+        self.report.took(name, tensor.storage, weight.kind.name, error)
         return weight
 
 

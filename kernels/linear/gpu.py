@@ -7,9 +7,9 @@ from dataclasses import dataclass
 import torch
 import triton
 import triton.language as tl
+from edgellm.kernels.int4 import GROUP
 
 from edgellm.kernels.gpu.device import aligned, interpreted, on_device
-from edgellm.kernels.int4 import GROUP
 from edgellm.kernels.linear.gpu_gemm import gemm_kernel, rows_kernel
 from edgellm.kernels.linear.gpu_gemv import gemv_kernel
 from edgellm.kernels.linear.panels import PANEL, Panels

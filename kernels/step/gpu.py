@@ -21,6 +21,7 @@ from edgellm.kernels.gpu.device import on_device
 from edgellm.kernels.gpu.kv_blocks import DeviceBlocks
 from edgellm.kernels.kv_append.gpu import append_rotated
 from edgellm.kernels.kv_blocks import BLOCK, BlockTable
+from edgellm.kernels.linear import Panels
 from edgellm.kernels.linear.gpu import DevicePanels, Rows, embed, linear
 from edgellm.kernels.rope import RopeTable
 from edgellm.kernels.sampling import Logits
@@ -216,6 +217,13 @@ class DeviceStep:
             linear(states, self._head, logits, self._buffers.halves)
             found.append(_host(logits))
         return np.concatenate(found)
+
+    def linear(self, x: Floats, weight: Panels) -> Floats:
+        """Some rows `[M, K]` through a weight that is copied for it: `[M, N]`."""
+        rows = on_device(x, self._device)
+        out = torch.empty((len(x), weight.outputs), device=self._device)
+        linear(rows, DevicePanels.of(weight, self._device), out, self._buffers.halves)
+        return _host(out)
 
     def _check_positions(self, end: int) -> None:
         if end > self._positions:

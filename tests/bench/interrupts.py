@@ -35,6 +35,7 @@ COMMANDS: dict[str, tuple[list[str], tuple[float, float]]] = {
     "export": (["export", "-o", "{folder}/bundle"], (0.5, 4.0)),
     "bench": (["bench", "-p", "512", "-n", "128"], (0.7, 3.0)),
     "perplexity": (["perplexity", "{long}"], (0.7, 1.6)),
+    "quality": (["quality"], (0.7, 6.0)),
     "plan": (["plan", "512"], (0.7, 1.6)),
 }
 

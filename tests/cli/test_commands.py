@@ -204,7 +204,7 @@ def test_export_ls_show_rm(cli: Cli, tiny_model: Path, tmp_path: Path) -> None:
     assert cli("ls", env=env).stdout == ""
     exported = cli("export", str(tiny_model), env=env)
     assert exported.returncode == 0, exported.stderr
-    assert "14 quantized" in exported.stderr
+    assert "16 rounded again" in exported.stderr
     assert str(tiny_model) in cli("ls", env=env).stdout
     shown = cli("show", str(tiny_model), "--verify", env=env).stdout
     for words in ("llama", "default prefill", "default decode", "memory"):
@@ -272,7 +272,8 @@ def test_devices(cli: Cli) -> None:
 def test_help_imports_no_command(cli: Cli) -> None:
     found = cli("--help")
     assert found.returncode == 0
-    for name in ("run", "export", "pull", "ls", "show", "rm", "bench", "perplexity", "devices"):
+    measuring = ("bench", "perplexity", "quality", "devices")
+    for name in ("run", "export", "pull", "ls", "show", "rm", *measuring):
         assert f"  {name}" in found.stdout
 
 

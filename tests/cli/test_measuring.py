@@ -1,4 +1,4 @@
-"""`bench`, `perplexity`, `plan` and `doctor`: values that are not allowed, and Ctrl-C."""
+"""Commands that measure: values that are not allowed, and Ctrl-C."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ TEXT = "The quick brown fox jumps over the lazy dog. " * 20_000
         (["perplexity", "-", "--window", "1"], "'--window': 1 is not in the range x>=2"),
         (["perplexity", "-", "--window", "65", "-c", "64"], "65; allowed is 2 to the context size"),
         (["perplexity", "-", "--max-windows", "0"], "'--max-windows': 0"),
+        (["quality", "-f", "-", "-c", "64"], "512; allowed is 2 to the context size"),
         (["plan", "0"], "'PROMPT_LENGTH': 0"),
         (["plan", "65", "-c", "64"], "--ctx-size"),
         (["plan", "5", "-t", "0"], "--threads is 0"),
         (["doctor", "-c", "-5"], "--ctx-size is -5"),
-        (["doctor", "--prefill", "native"], "doctor checks graphs"),
     ],
     ids=lambda value: " ".join(value)[:40] if isinstance(value, list) else None,
 )
@@ -57,7 +57,10 @@ def test_values_that_are_not_allowed(
         ["bench", "-n", "1000", "-r", "1000"],
         ["perplexity", "TEXT"],
         ["perplexity", "TEXT", "--through", "decode"],
+        ["quality"],
+        ["quality", "-f", "TEXT", "--through", "decode", "--max-windows", "1000"],
         ["plan", "3000", "--prefill", "cpu", "--schedule", "out-of-order"],
+        ["doctor"],
         ["doctor", "--prefill", "cpu"],
     ],
     ids=" ".join,

@@ -194,7 +194,9 @@ def test_pull_shows_one_bar_on_a_terminal(
     assert "exporting panels" in text
     # one line that is drawn over and over; only the report stays
     lines = text.replace("\r\n", "\n").strip("\n").split("\n")
-    assert [line.rpartition("\r")[2] for line in lines] == ["panels: 210 tensors exact"]
+    assert [line.rpartition("\r")[2] for line in lines] == [
+        "panels: all 211 tensors as in the file: 210 Q4_1 as int4, 1 Q8_0 as int8"
+    ]
     assert str(edgellm_home) in out
 
 

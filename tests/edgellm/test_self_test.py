@@ -210,11 +210,3 @@ def test_wrong_compilation_is_caught_at_the_start_and_by_doctor(
     (folder / "checked").unlink()
     with pytest.raises(ProviderError, match=r"self-test: segment 1 in .* is wrong"):
         load(str(bundle_path), prefill="qnn", decode="reference")
-
-
-def test_doctor_has_nothing_to_check_on_the_native_kernels(
-    bundle_path: Path, cli: Callable[..., Any]
-) -> None:
-    found = cli("doctor", str(bundle_path), "--prefill", "native")
-    assert found.returncode == 2
-    assert "--prefill qnn" in found.stderr or "not built" in found.stderr

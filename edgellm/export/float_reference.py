@@ -1,0 +1,46 @@
+"""The text in float32 that a bundle's back ends are compared with, kept there or computed now."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from edgellm.bundle import Bundle, ExportProgress
+from edgellm.export.reference_writer import reference_tokens, store_reference
+from edgellm.export.source_checkpoint import open_source
+from edgellm.reference import Reference, open_reference
+from edgellm.tokenizer import Tokenizer
+
+# Of the text where no graphs have chunks of a size.
+_CHUNK = 128
+
+
+@contextmanager
+def float_reference(
+    bundle: Bundle, *, progress: ExportProgress | None = None
+) -> Iterator[Reference]:
+    """The reference of a bundle; one without graphs of chunks keeps none, and its checkpoint says.
+
+    Args:
+        progress: called with a label, steps done and steps in all.
+
+    Raises:
+        SourceError: it keeps none and the checkpoint is gone, or changed.
+    """
+    config, manifest = bundle.config, bundle.manifest
+    if manifest.reference:
+        yield open_reference(bundle.path, config, manifest.reference)
+        return
+    checkpoint = open_source(bundle, progress=progress)
+    tokenizer = Tokenizer(bundle.path, manifest.tokenizer, rows=config.vocab_size)
+    tokens = reference_tokens(tokenizer, config, chunk=_CHUNK)
+
+    def done(index: int) -> None:
+        if progress is not None:
+            progress(f"computing in float32: segment {index}", index + 1, config.layers + 1)
+
+    with TemporaryDirectory() as folder:
+        arrays = store_reference(checkpoint, tokens, Path(folder), on_segment=done)
+        yield open_reference(Path(folder), config, arrays)

@@ -1,0 +1,123 @@
+"""A checkpoint in float32, one segment at a time: the judge of all that is made of it.
+
+Weights are what the file holds, dequantized; those of one segment are in memory, however large the
+model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import closing
+from functools import partial
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+from numpy.typing import NDArray
+
+from edgellm import thread_pool
+from edgellm.errors import ModelFormatError
+from edgellm.export.flavours import FLAVOURS
+from edgellm.export.layerwise import WindowAttention
+from edgellm.export.weight_reader import WeightReader
+from edgellm.graphs import contract
+from edgellm.graphs.builder import WeightFile
+from edgellm.graphs.checkpoint import Checkpoint
+from edgellm.graphs.config import ModelConfig
+from edgellm.graphs.contract import Part, part_file
+from edgellm.graphs.segment import Segment, author_segment
+
+Floats = NDArray[np.float32]
+# Makes a segment's outputs of its inputs, both by name.
+FloatSegment = Callable[[Mapping[str, Floats]], dict[str, Floats]]
+
+
+def float_segments(
+    checkpoint: Checkpoint, *, root: Path | None = None, threads: int | None = None
+) -> Generator[FloatSegment]:
+    """The segments of a checkpoint from the first to the last; each until the next one is there.
+
+    Args:
+        root: the folder in which the weights of one segment are for a moment; None: that of the
+            system for such files.
+        threads: None takes all usable cores; a pool that the process has already has its own.
+    """
+    authors = FLAVOURS["f32"].segments
+    assert authors is not None
+    with TemporaryDirectory(dir=root) as scratch, WeightFile(Path(scratch)) as weights:
+        for segment in authors(WeightReader(checkpoint), weights):
+            weights.flush()
+            yield _opened(segment, checkpoint.config, Path(scratch), threads)
+            weights.clear()
+
+
+def float_hidden(
+    checkpoint: Checkpoint,
+    windows: Sequence[Sequence[int]],
+    *,
+    threads: int | None = None,
+    on_segment: Callable[[int], None] | None = None,
+) -> list[Floats]:
+    """Hidden states after the final norm, `[n, E]` of each window of n tokens.
+
+    Each window is a text of its own. What goes into one segment is in memory for all of them.
+
+    Args:
+        on_segment: called with the number of each segment that is done.
+
+    Raises:
+        ModelFormatError: a value is infinite or not a number.
+    """
+    config = checkpoint.config
+    table = checkpoint.tensor("embedding").float32()
+    inputs = [{contract.X: table[np.asarray(window, np.int64)]} for window in windows]
+    del table
+    attention = WindowAttention(config, max(map(len, windows)))
+    with closing(float_segments(checkpoint, threads=threads)) as segments:
+        for index, run in enumerate(segments):
+            for i, values in enumerate(inputs):
+                inputs[i] = next_inputs(run(values), attention)
+            if on_segment is not None:
+                on_segment(index)
+    hidden = [values[contract.HIDDEN] for values in inputs]
+    if not all(np.isfinite(rows).all() for rows in hidden):
+        raise ModelFormatError(
+            f"{checkpoint.path}: in float32 it gives values that are infinite or not a number; the "
+            "file is damaged, download it again"
+        )
+    return hidden
+
+
+def next_inputs(outputs: dict[str, Floats], attention: WindowAttention) -> dict[str, Floats]:
+    """What a segment gives for a whole text, as the next one takes it; the last one's as it is."""
+    if contract.QKV not in outputs:
+        return outputs
+    return {
+        contract.ATTENTION: attention(outputs[contract.QKV]),
+        contract.RESIDUAL: outputs[contract.RESIDUAL_OUT],
+    }
+
+
+def session_on_all_cores(path: Path, threads: int | None = None) -> Any:
+    """A graph on the CPU; where the process has a thread pool, its threads and not `threads`."""
+    import onnxruntime as ort
+
+    options = thread_pool.session_options()
+    if options.use_per_session_threads:
+        options.intra_op_num_threads = threads or thread_pool.usable_cores()
+    return ort.InferenceSession(path, options, providers=["CPUExecutionProvider"])
+
+
+def _opened(
+    segment: Segment, config: ModelConfig, folder: Path, threads: int | None
+) -> FloatSegment:
+    path = folder / part_file(Part(segment.index), None)
+    ir.save(author_segment(segment, config, chunk=None), path)
+    names = contract.part_outputs(config, Part(segment.index))
+    return partial(_run, session_on_all_cores(path, threads), tuple(names))
+
+
+def _run(session: Any, names: Sequence[str], inputs: Mapping[str, Floats]) -> dict[str, Floats]:
+    return dict(zip(names, session.run(None, dict(inputs)), strict=True))

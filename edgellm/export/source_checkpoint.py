@@ -1,0 +1,55 @@
+"""The checkpoint that a bundle was made of, for those who compare the two."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from pathlib import Path
+
+from edgellm.bundle import Bundle, ExportProgress
+from edgellm.errors import SourceError
+from edgellm.graphs.checkpoint import Checkpoint, open_checkpoint
+from edgellm.sources import resolve
+
+
+def open_source(bundle: Bundle, *, progress: ExportProgress | None = None) -> Checkpoint:
+    """Open the checkpoint that the bundle's manifest names; one that has a place to be downloaded
+    from is, if it is not on this machine.
+
+    Args:
+        progress: called with a label, bytes done and bytes in all of a download.
+
+    Raises:
+        SourceError: it is not there any more, or has other weights by now.
+        ModelFormatError, UnsupportedModelError: see `open_checkpoint`.
+    """
+    manifest = bundle.manifest
+    try:
+        path = resolve(manifest.source, progress=progress).path
+    except SourceError as error:
+        raise SourceError(
+            f"{bundle.path}: the weights it was made of are needed here, and {error}; put the file "
+            "back, or name a model file instead of this bundle"
+        ) from None
+    checkpoint = open_checkpoint(path)
+    if manifest.source_sha256 and digest_of(weight_files(checkpoint)) != manifest.source_sha256:
+        raise SourceError(
+            f"{bundle.path}: {path} holds other weights now than when the bundle was made of it; "
+            "name the model file, and a bundle of what it holds is made"
+        )
+    return checkpoint
+
+
+def weight_files(checkpoint: Checkpoint) -> list[Path]:
+    """The files that hold a checkpoint's weights."""
+    path = checkpoint.path
+    return sorted(path.glob("*.safetensors")) if path.is_dir() else [path]
+
+
+def digest_of(files: Sequence[Path]) -> str:
+    """SHA-256 of the files' own, which names a model whatever was exported of it."""
+    found = hashlib.sha256()
+    for path in files:
+        with path.open("rb") as file:
+            found.update(hashlib.file_digest(file, "sha256").digest())
+    return found.hexdigest()
