@@ -7,6 +7,7 @@
     head-<kind>/             head.onnx, weights.bin with the embedding
     panels/                  weights.bin for the native kernels, embedding and head among them
     reference/               weights.bin: a text in float32, to compare graphs with
+    keys/                    weights.bin: what was done to keys (see key_basis.py)
 
 Graphs of a folder share its weights.bin, which ONNX Runtime and numpy map into memory.
 """
@@ -31,7 +32,7 @@ from edgellm.home import replacing_file, sha256_of
 
 FORMAT = "edgellm-bundle"
 # Goes up when the layout or the recipe of a flavour changes, so that old bundles are made again.
-FORMAT_VERSION = 4
+FORMAT_VERSION = 5
 MANIFEST = "manifest.json"
 TOKENIZER = "tokenizer.json"
 CHAT_TEMPLATE = "chat_template.jinja"
@@ -145,6 +146,7 @@ class Manifest:
 
     Attributes:
         reference: arrays of a text in float32 (see `reference.py`), if there are graphs of chunks.
+        keys: arrays of the basis of keys in all flavours (see `key_basis.py`).
     """
 
     name: str
@@ -159,6 +161,7 @@ class Manifest:
     files: Mapping[str, FileEntry]
     source_sha256: str = ""
     reference: Mapping[str, StoredArray] = field(default_factory=dict)
+    keys: Mapping[str, StoredArray] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
         return {"format": FORMAT, "format_version": FORMAT_VERSION, **asdict(self)}

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping
 
 import numpy as np
 
+from edgellm import key_basis
 from edgellm.bundle import GENERATION, PANELS, TOKENIZER, FlavourEntry, Manifest
 from edgellm.errors import BundleError, EdgeLLMError
 from edgellm.graphs import contract
@@ -40,6 +41,7 @@ def check_manifest(manifest: Manifest, *, origin: str) -> None:
     checker = _Checker(manifest, origin)
     checker.require_file(TOKENIZER)
     checker.check_generation()
+    checker.compare("keys: array", manifest.keys, _key_needs(manifest.config))
     for name, entry in manifest.flavours.items():
         if name == PANELS:
             checker.compare(f"{name}: array", entry.arrays, _panel_needs(manifest.config))
@@ -153,6 +155,10 @@ class _Checker:
             f"{self._origin}: {message}; the bundle is damaged or of another model, export the "
             "model again"
         )
+
+
+def _key_needs(config: ModelConfig) -> dict[str, _Need]:
+    return {name: (dtype, (shape,)) for name, (dtype, shape) in key_basis.shapes(config).items()}
 
 
 def _panel_needs(config: ModelConfig) -> dict[str, _Need]:

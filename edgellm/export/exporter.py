@@ -12,19 +12,28 @@ from pathlib import Path
 from edgellm import bundle as bundles
 from edgellm.bundle import PANELS, Bundle, ExportProgress, FlavourEntry, Manifest
 from edgellm.bundle_check import MAX_CHUNK
-from edgellm.errors import BundleError, OptionError
+from edgellm.errors import OptionError
 from edgellm.export.calibrate import CalibrationOptions
+from edgellm.export.equalized import EqualizedCheckpoint, choose_basis, store_basis
 from edgellm.export.flavour_writer import write_flavour, write_head
 from edgellm.export.flavours import FLAVOURS
 from edgellm.export.import_report import ImportReport
 from edgellm.export.panel_writer import store_panels
 from edgellm.export.reference_writer import measure_errors, reference_tokens, store_reference
-from edgellm.export.target import check_same_sizes, disk_errors, present_at, publish, sizes_of
+from edgellm.export.target import (
+    check_same_model,
+    check_same_sizes,
+    disk_errors,
+    present_at,
+    publish,
+    sizes_of,
+)
 from edgellm.export.tokenizer_import import import_tokenizer
 from edgellm.graphs.builder import WeightFile
 from edgellm.graphs.checkpoint import Checkpoint, open_checkpoint
 from edgellm.graphs.contract import StoredArray
 from edgellm.home import delete_abandoned, locked, partial_folder, replacing_folder
+from edgellm.key_basis import KeyBasis, open_key_basis
 from edgellm.reference import FOLDER as REFERENCE
 from edgellm.reference import open_reference
 from edgellm.tokenizer import Tokenizer
@@ -83,8 +92,14 @@ def export(
             missing = [f for f in flavours if present is None or f not in present.flavours]
             if missing:
                 checkpoint = open_checkpoint(checkpoint_path)
+                if present is None:
+                    basis = choose_basis(checkpoint)
+                else:
+                    check_same_model(out, present, checkpoint.config)
+                    basis = open_key_basis(out, present.keys)
                 exporter = _Exporter(
-                    checkpoint,
+                    EqualizedCheckpoint(checkpoint, basis),
+                    basis,
                     chunk_sizes=sizes_of(present) or chunk_sizes or DEFAULT_CHUNK_SIZES,
                     calibration=calibration or CalibrationOptions(),
                     steps=_Steps(checkpoint, missing, progress),
@@ -121,12 +136,14 @@ class _Exporter:
     def __init__(
         self,
         checkpoint: Checkpoint,
+        basis: KeyBasis,
         *,
         chunk_sizes: Sequence[int],
         calibration: CalibrationOptions,
         steps: _Steps,
     ) -> None:
         self._checkpoint = checkpoint
+        self._basis = basis
         self._chunk_sizes = chunk_sizes
         self._calibration = calibration
         self._steps = steps
@@ -148,6 +165,7 @@ class _Exporter:
                 flavours={},
                 heads={},
                 files={},
+                keys=store_basis(self._basis, folder),
             )
             for flavour in flavours:
                 manifest = self._flavour(folder, manifest, flavour, base=folder)
@@ -155,8 +173,6 @@ class _Exporter:
 
     def add(self, out: Path, present: Manifest, flavours: Sequence[str]) -> None:
         """Export into a scratch folder, move the new folders over, and last of all the manifest."""
-        if present.config != self._checkpoint.config:
-            raise BundleError(f"{out}: the bundle is of another model; `force` replaces it")
         with partial_folder(out.parent, of=out.name) as scratch:
             manifest = present
             for flavour in flavours:
