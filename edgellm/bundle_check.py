@@ -41,7 +41,6 @@ def check_manifest(manifest: Manifest, *, origin: str) -> None:
     checker = _Checker(manifest, origin)
     checker.require_file(TOKENIZER)
     checker.check_generation()
-    checker.compare("keys: array", manifest.keys, _key_needs(manifest.config))
     for name, entry in manifest.flavours.items():
         if name == PANELS:
             checker.compare(f"{name}: array", entry.arrays, _panel_needs(manifest.config))
@@ -53,6 +52,7 @@ def check_manifest(manifest: Manifest, *, origin: str) -> None:
         checker.require_file(f"head-{kind}/{contract.HEAD_FILE}")
     if any(entry.any_size for entry in manifest.flavours.values()):
         checker.check_reference()
+    checker.compare("keys: array", manifest.keys, _key_needs(manifest.config))
 
 
 class _Checker:
