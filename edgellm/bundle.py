@@ -7,6 +7,7 @@
     head-<kind>/             head.onnx, weights.bin with the embedding
     panels/                  weights.bin for the native kernels, embedding and head among them
     reference/               weights.bin: a text in float32, to compare graphs with
+    keys/                    weights.bin: what was done to keys (see key_basis.py)
 
 Graphs of a folder share its weights.bin, which ONNX Runtime and numpy map into memory.
 """
@@ -150,6 +151,7 @@ class Manifest:
     Attributes:
         weights: what linear layers of float tensors have become (see `WeightReader`).
         reference: arrays of a text in float32 (see `reference.py`), if there are graphs of chunks.
+        keys: arrays of the basis of keys in all flavours (see `key_basis.py`).
     """
 
     name: str
@@ -165,6 +167,7 @@ class Manifest:
     source_sha256: str = ""
     weights: str = "auto"
     reference: Mapping[str, StoredArray] = field(default_factory=dict)
+    keys: Mapping[str, StoredArray] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
         return {"format": FORMAT, "format_version": FORMAT_VERSION, **asdict(self)}

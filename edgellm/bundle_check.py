@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from edgellm import key_basis
 from edgellm.bundle import GENERATION, PANELS, TOKENIZER, FlavourEntry, Manifest
 from edgellm.errors import BundleError, EdgeLLMError
 from edgellm.graphs import contract
@@ -54,6 +55,7 @@ def check_manifest(manifest: Manifest, *, origin: str) -> None:
         checker.check_report(f"head-{kind}", head.import_report)
     if any(entry.any_size for entry in manifest.flavours.values()):
         checker.check_reference()
+    checker.compare("keys: array", manifest.keys, _key_needs(manifest.config))
 
 
 class _Checker:
@@ -184,6 +186,10 @@ class _Checker:
             f"{self._origin}: {message}; the bundle is damaged or of another model, export the "
             "model again"
         )
+
+
+def _key_needs(config: ModelConfig) -> dict[str, _Need]:
+    return {name: (dtype, (shape,)) for name, (dtype, shape) in key_basis.shapes(config).items()}
 
 
 def _panel_needs(config: ModelConfig, kinds: Mapping[str, str]) -> dict[str, _Need]:

@@ -6,7 +6,7 @@ import hashlib
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from edgellm import memory, thread_pool
+from edgellm import key_basis, memory, thread_pool
 from edgellm.bundle import CHAT_TEMPLATE, PANELS, Bundle, ExportProgress
 from edgellm.costs import load_or_measure
 from edgellm.decode import DecodeBackend, SegmentDecoder, StepDecoder
@@ -67,6 +67,7 @@ class Engine:
             format=options.kv_format,
             ctx_size=self.ctx_size,
             blocks=_cache_blocks(options, self.ctx_size),
+            key_offset=key_basis.open_key_basis(bundle.path, bundle.manifest.keys).offset,
             fingerprint=f"{self.fingerprint}|{self.arithmetic}".encode(),
         )
         self.lock = self.cache.lock
@@ -115,7 +116,10 @@ class Engine:
     def fingerprint(self) -> str:
         """Of the weights and of how K and V are stored: whose KV cache fits."""
         manifest = self.bundle.manifest
-        values = f"{manifest.source_sha256 or manifest.files}{self.options.kv_format}"
+        values = (
+            f"{manifest.source_sha256 or manifest.files}{self.options.kv_format}"
+            f"{key_basis.fingerprint(manifest)}"
+        )
         return hashlib.sha256(values.encode()).hexdigest()
 
     @property

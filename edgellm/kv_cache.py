@@ -12,6 +12,9 @@ from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
 from typing import TYPE_CHECKING
 
+import numpy as np
+from numpy.typing import NDArray
+
 from edgellm.checks import check_choice
 from edgellm.disk_cache import DiskCache
 from edgellm.errors import OptionError
@@ -39,6 +42,7 @@ class KVCache:
         ctx_size: tokens that one sequence may hold.
         blocks: blocks in the pool, at least what one full sequence needs.
         fingerprint: names the model and format in block hashes.
+        key_offset: of the model's keys, see `kernels/kv_blocks.py`.
 
     Attributes:
         mirror: the same blocks in a device's memory, if some of the work is done there.
@@ -55,6 +59,7 @@ class KVCache:
         ctx_size: int,
         blocks: int,
         fingerprint: bytes,
+        key_offset: NDArray[np.float32] | None = None,
     ) -> None:
         check_choice("kv_format", format, KV_FORMATS)
         if format == "int4" and config.head_dim % 8:
@@ -69,6 +74,7 @@ class KVCache:
             layers=config.layers,
             kv_heads=config.kv_heads,
             head_dim=config.head_dim,
+            key_offset=key_offset,
         )
         self.mirror: Mirror | None = None
         self.disk: DiskCache | None = None

@@ -45,8 +45,7 @@ class StepModel(Protocol):
         """A product `[rows, K]` to `[rows, N]` as the step computes it, for the self-test.
 
         Args:
-            fine: takes activations of 16 bits, where others are rounded
-                to fewer.
+            fine: with activations of 16 bits, where others are rounded to fewer.
         """
 
     def logits(self, hidden: Floats) -> Floats:

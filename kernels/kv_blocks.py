@@ -3,14 +3,17 @@
     k                 [blocks, layers, kv_heads, BLOCK/16, row/4, 16, 4]  int8, f16, f32 or uint8
     v                 [blocks, layers, kv_heads, BLOCK/4, row, 4]
     k_scale, v_scale  [blocks, layers, kv_heads, BLOCK]                   f32; int8 and int4 only
+    key_offset        [layers, kv_heads, head_dim]                          f32, or none
 
 A block is one contiguous record over all layers, so that it can be written to disk or sent to a
 device as it is. Four dimensions of a key lie side by side, and four tokens of a value: a score sums
 over dimensions and an output over tokens, and the processors' dot products of bytes take four at a
 time. Sixteen keys share a panel, so that attention reads memory from front to back.
 
-K is stored after RoPE. A row is a token's `head_dim` numbers of one KV head; int8 and int4 have one
-scale a row:
+K is stored after RoPE and less `key_offset`, if the model has one. The same vector for all keys
+changes each query's scores by one number, and so no softmax; taken from a part that all keys have
+in common, it leaves smaller numbers to round (see `edgellm/key_basis.py`). A row is a token's
+`head_dim` numbers of one KV head; int8 and int4 have one scale a row:
 
     int8  value = code * scale, scale = max|value| / 127
     int4  value = (2 code - 15) * scale, code 0 .. 15, scale = max|value| / 16, where the values are
@@ -50,6 +53,8 @@ BlockTable = Sequence[int]
 class KVBlocks:
     """The arrays of one pool. `k_scale` and `v_scale` are None for float formats.
 
+    `key_offset` is the model's, and not among `arrays`.
+
     Rows are given and taken as what a scale multiplies: int8 codes, or floats.
     """
 
@@ -58,6 +63,7 @@ class KVBlocks:
     v: NDArray[Any]
     k_scale: NDArray[np.float32] | None
     v_scale: NDArray[np.float32] | None
+    key_offset: NDArray[np.float32] | None = None
 
     @property
     def count(self) -> int:
@@ -164,20 +170,35 @@ class KVBlocks:
 
 
 def allocate(
-    *, format: KVFormat, blocks: int, layers: int, kv_heads: int, head_dim: int
+    *,
+    format: KVFormat,
+    blocks: int,
+    layers: int,
+    kv_heads: int,
+    head_dim: int,
+    key_offset: NDArray[np.float32] | None = None,
 ) -> KVBlocks:
     """A pool of `blocks` blocks. The pages are not touched: memory grows as blocks are written.
 
-    `head_dim` is a multiple of 4, of 8 for int4.
+    `head_dim` is a multiple of 4, of 8 for int4; `key_offset` is `[layers, kv_heads, head_dim]`.
     """
+    if key_offset is not None:
+        shape = layers, kv_heads, head_dim
+        if key_offset.dtype != np.float32 or key_offset.shape != shape:
+            raise ValueError(
+                f"key_offset is float32 {shape}, not {key_offset.dtype} {key_offset.shape}"
+            )
+        key_offset = np.ascontiguousarray(key_offset)
     dtype = _DTYPES[format]
     row = row_elements(format, head_dim)
     k = np.empty((blocks, layers, kv_heads, BLOCK // PANEL, row // QUAD, PANEL, QUAD), dtype)
     v = np.empty((blocks, layers, kv_heads, BLOCK // QUAD, row, QUAD), dtype)
-    scales: list[NDArray[np.float32] | None] = [None, None]
+    k_scale = v_scale = None
     if format in SCALED:
-        scales = [np.empty((blocks, layers, kv_heads, BLOCK), np.float32) for _ in scales]
-    return KVBlocks(format, k, v, *scales)
+        k_scale, v_scale = (
+            np.empty((blocks, layers, kv_heads, BLOCK), np.float32) for _ in range(2)
+        )
+    return KVBlocks(format, k, v, k_scale, v_scale, key_offset)
 
 
 def row_elements(format: KVFormat, head_dim: int) -> int:

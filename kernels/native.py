@@ -20,6 +20,7 @@ from edgellm.kernels.rope import RopeTable
 ISAS = ("avx512", "avxvnni", "avx2", "neon", "scalar")
 MAX_HEAD_DIM = 256
 _NAME = "edgellm_cpu"
+_KV_POINTERS = ("k", "v", "k_scale", "v_scale", "key_offset", "table")
 _FORMATS: dict[KVFormat, int] = {"int8": 0, "f32": 1, "f16": 2, "int4": 3}
 
 
@@ -74,7 +75,7 @@ class KV(ctypes.Structure):
     """A sequence's part of a pool; the same fields, in the same order, as in cpu/kv_blocks.h."""
 
     _fields_ = [
-        *((name, ctypes.c_void_p) for name in ("k", "v", "k_scale", "v_scale", "table")),
+        *((name, ctypes.c_void_p) for name in _KV_POINTERS),
         *((name, ctypes.c_int32) for name in ("layers", "kv_heads", "head_dim", "format")),
     ]
 
@@ -86,6 +87,7 @@ class KV(ctypes.Structure):
             address(blocks.v),
             address(blocks.k_scale),
             address(blocks.v_scale),
+            address(blocks.key_offset),
             address(table),
             blocks.layers,
             blocks.kv_heads,

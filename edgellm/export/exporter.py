@@ -11,14 +11,16 @@ from pathlib import Path
 from edgellm import bundle as bundles
 from edgellm.bundle import PANELS, Bundle, ExportProgress, FlavourEntry, Manifest
 from edgellm.bundle_check import MAX_CHUNK
-from edgellm.errors import BundleError, OptionError
+from edgellm.errors import OptionError
 from edgellm.export.calibrate import CalibrationOptions
+from edgellm.export.equalized import EqualizedCheckpoint, choose_basis, store_basis
 from edgellm.export.flavour_writer import write_flavour, write_head
 from edgellm.export.flavours import FLAVOURS
 from edgellm.export.panel_writer import store_panels
 from edgellm.export.reference_writer import measure_errors, reference_tokens, store_reference
 from edgellm.export.source_checkpoint import digest_of, weight_files
 from edgellm.export.target import (
+    check_same_model,
     check_same_sizes,
     check_same_weights,
     disk_errors,
@@ -32,6 +34,7 @@ from edgellm.graphs.builder import WeightFile
 from edgellm.graphs.checkpoint import Checkpoint, open_checkpoint
 from edgellm.graphs.contract import StoredArray
 from edgellm.home import delete_abandoned, locked, partial_folder, replacing_folder
+from edgellm.key_basis import KeyBasis, open_key_basis
 from edgellm.reference import FOLDER as REFERENCE
 from edgellm.reference import open_reference
 from edgellm.tokenizer import Tokenizer
@@ -98,8 +101,14 @@ def export(
             missing = [f for f in flavours if present is None or f not in present.flavours]
             if missing:
                 checkpoint = open_checkpoint(checkpoint_path)
+                if present is None:
+                    basis = choose_basis(checkpoint)
+                else:
+                    check_same_model(out, present, checkpoint.config)
+                    basis = open_key_basis(out, present.keys)
                 exporter = _Exporter(
-                    checkpoint,
+                    EqualizedCheckpoint(checkpoint, basis),
+                    basis,
                     chunk_sizes=sizes_of(present) or chunk_sizes or DEFAULT_CHUNK_SIZES,
                     calibration=calibration or CalibrationOptions(),
                     weights=(present.weights if present else weights) or "auto",
@@ -137,6 +146,7 @@ class _Exporter:
     def __init__(
         self,
         checkpoint: Checkpoint,
+        basis: KeyBasis,
         *,
         chunk_sizes: Sequence[int],
         calibration: CalibrationOptions,
@@ -145,6 +155,7 @@ class _Exporter:
     ) -> None:
         self._checkpoint = checkpoint
         self._weights = weights
+        self._basis = basis
         self._chunk_sizes = chunk_sizes
         self._calibration = calibration
         self._steps = steps
@@ -167,6 +178,7 @@ class _Exporter:
                 flavours={},
                 heads={},
                 files={},
+                keys=store_basis(self._basis, folder),
             )
             for flavour in flavours:
                 manifest = self._flavour(folder, manifest, flavour, base=folder)
@@ -174,8 +186,6 @@ class _Exporter:
 
     def add(self, out: Path, present: Manifest, flavours: Sequence[str]) -> None:
         """Export into a scratch folder, move the new folders over, and last of all the manifest."""
-        if present.config != self._checkpoint.config:
-            raise BundleError(f"{out}: the bundle is of another model; `force` replaces it")
         with partial_folder(out.parent, of=out.name) as scratch:
             manifest = present
             for flavour in flavours:

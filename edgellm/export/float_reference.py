@@ -8,8 +8,10 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from edgellm.bundle import Bundle, ExportProgress
+from edgellm.export.equalized import EqualizedCheckpoint
 from edgellm.export.reference_writer import reference_tokens, store_reference
 from edgellm.export.source_checkpoint import open_source
+from edgellm.key_basis import open_key_basis
 from edgellm.reference import Reference, open_reference
 from edgellm.tokenizer import Tokenizer
 
@@ -33,7 +35,8 @@ def float_reference(
     if manifest.reference:
         yield open_reference(bundle.path, config, manifest.reference)
         return
-    checkpoint = open_source(bundle, progress=progress)
+    basis = open_key_basis(bundle.path, manifest.keys)
+    checkpoint = EqualizedCheckpoint(open_source(bundle, progress=progress), basis)
     tokenizer = Tokenizer(bundle.path, manifest.tokenizer, rows=config.vocab_size)
     tokens = reference_tokens(tokenizer, config, chunk=_CHUNK)
 

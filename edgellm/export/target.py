@@ -12,6 +12,7 @@ from edgellm import bundle as bundles
 from edgellm.bundle import Manifest
 from edgellm.bundle_state import is_newer, is_outdated
 from edgellm.errors import BundleError, EdgeLLMError, ExportError, OptionError
+from edgellm.graphs.config import ModelConfig
 
 _log = logging.getLogger(__name__)
 
@@ -39,6 +40,12 @@ def present_at(out: Path, source: str, *, force: bool, mend: bool) -> Manifest |
             raise
         _log.warning("exporting %s again: %s", source, error)
         return None
+
+
+def check_same_model(out: Path, present: Manifest, config: ModelConfig) -> None:
+    """Refuse to add flavours of one model to the bundle of another."""
+    if present.config != config:
+        raise BundleError(f"{out}: the bundle is of another model; `force` replaces it")
 
 
 def check_same_sizes(out: Path, present: Manifest, chunk_sizes: Sequence[int]) -> None:

@@ -16,6 +16,7 @@ struct KV {
     void *k;                   // [blocks, layers, kv_heads, BLOCK / 16, head_dim / 4, 16, 4]
     void *v;                   // [blocks, layers, kv_heads, BLOCK / 4, head_dim, 4]
     float *k_scale, *v_scale;  // [blocks, layers, kv_heads, BLOCK]; int8 and int4 only, else null
+    const float* key_offset;   // [layers, kv_heads, head_dim], what K is stored less; or null
     const int64_t* table;      // block ids of the sequence
     int32_t layers, kv_heads, head_dim, format;
 

@@ -26,6 +26,7 @@ class DeviceBlocks:
     Attributes:
         k_scale, v_scale: `k` for float formats, which have none, so that kernels have something to
             point at.
+        key_offset: a copy of the host's, if there is one.
     """
 
     host: KVBlocks
@@ -33,17 +34,21 @@ class DeviceBlocks:
     v: torch.Tensor
     k_scale: torch.Tensor
     v_scale: torch.Tensor
+    key_offset: torch.Tensor | None = None
 
     @classmethod
     def like(cls, host: KVBlocks, device: str) -> DeviceBlocks:
         """As many blocks as the host has, without what is in them."""
         dtype = _DTYPES[host.format]
         k, v = (torch.empty(a.shape, dtype=dtype, device=device) for a in (host.k, host.v))
+        offset = None if host.key_offset is None else torch.tensor(host.key_offset, device=device)
         if host.k_scale is None:
-            return cls(host, k, v, k, k)
+            return cls(host, k, v, k, k, offset)
         shape = host.k_scale.shape
-        scales = (torch.empty(shape, dtype=torch.float32, device=device) for _ in range(2))
-        return cls(host, k, v, *scales)
+        k_scale, v_scale = (
+            torch.empty(shape, dtype=torch.float32, device=device) for _ in range(2)
+        )
+        return cls(host, k, v, k_scale, v_scale, offset)
 
     @property
     def format(self) -> KVFormat:

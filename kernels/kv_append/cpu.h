@@ -58,8 +58,15 @@ inline void append_token(const edgellm::KV& kv, const edgellm::Rope& rope, int l
     for (int h = 0; h < 2 * kv.kv_heads; ++h, qkv += head_dim) {
         const bool key = h < kv.kv_heads;
         const size_t first = kv.first_row(position, layer, key ? h : h - kv.kv_heads);
-        if (key) rotate(rope, qkv, head_dim, position, row);
-        else std::memcpy(row, qkv, sizeof(float) * head_dim);
+        if (key) {
+            rotate(rope, qkv, head_dim, position, row);
+            if (kv.key_offset) {
+                const float* offset = kv.key_offset + (size_t(layer) * kv.kv_heads + h) * head_dim;
+                for (int d = 0; d < head_dim; ++d) row[d] -= offset[d];
+            }
+        } else {
+            std::memcpy(row, qkv, sizeof(float) * head_dim);
+        }
         write_row(kv, key, row, first, position % edgellm::BLOCK, codes);
     }
 }

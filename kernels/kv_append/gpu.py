@@ -58,6 +58,7 @@ def append_kernel(
     v_ptr: tl.tensor,
     k_scale_ptr: tl.tensor,
     v_scale_ptr: tl.tensor,
+    offset_ptr: tl.tensor,
     table_ptr: tl.tensor,
     start_ptr: tl.tensor,
     heads: tl.tensor,
@@ -70,6 +71,7 @@ def append_kernel(
     FORMAT: tl.constexpr,
     HADAMARD: tl.constexpr,
     BIAS: tl.constexpr,
+    OFFSET: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
     """The grid counts tokens, then heads: those of Q, of K, of V. WIDTH is a power of two."""
@@ -83,6 +85,10 @@ def append_kernel(
     is_value = head >= heads + kv_heads
     turning = tl.where(is_value, 0, half)
     x = rotated(row_ptr, bias_ptr + head * HEAD_DIM, cos_ptr, sin_ptr, d, inside, turning, BIAS)
+    if OFFSET:
+        shifted = tl.where(is_value | (head < heads), 0, HEAD_DIM)
+        offset_ptr += (layer * kv_heads + head - heads) * HEAD_DIM
+        x -= tl.load(offset_ptr + d, mask=d < shifted, other=0.0)
     if HADAMARD > 0:
         x = tl.sum(hadamard_matrix(d[:, None], d[None, :], HADAMARD) * x[None, :], axis=1)
     if head < heads:
@@ -158,6 +164,7 @@ def append_rotated(
         blocks.v,
         blocks.k_scale,
         blocks.v_scale,
+        blocks.k if blocks.key_offset is None else blocks.key_offset,
         table,
         start,
         heads,
@@ -170,6 +177,7 @@ def append_rotated(
         FORMAT=blocks.format,
         HADAMARD=hadamard_size(blocks),
         BIAS=bias is not None,
+        OFFSET=blocks.key_offset is not None,
         BLOCK=BLOCK,
         num_warps=1 if blocks.format != "int4" else 4,
     )

@@ -22,6 +22,8 @@ def append(
     v: NDArray[np.float32],
 ) -> None:
     """Write K and V rows `[C, Hkv, D]` (K after RoPE) at positions `start .. start + C`."""
+    if blocks.key_offset is not None:
+        k = k - blocks.key_offset[layer]
     k_codes, k_scale = stored(blocks, k)
     v_codes, v_scale = stored(blocks, v)
     blocks.write(table, layer, start, k_codes, v_codes)

@@ -26,8 +26,12 @@ def quantize_row4(row: NDArray[np.floating]) -> tuple[NDArray[np.int8], np.float
     return (2 * np.clip(code, 0, 15) - 15).astype(np.int8), scale
 
 
-def round_trip(rows: NDArray[np.floating], format: KVFormat) -> NDArray[np.float64]:
-    """`[C, Hkv, D]` as attention will read it back."""
+def round_trip(
+    rows: NDArray[np.floating], format: KVFormat, *, offset: NDArray[np.floating] | None = None
+) -> NDArray[np.float64]:
+    """`[C, Hkv, D]` as attention will read it back, the offset `[Hkv, D]` put back as well."""
+    if offset is not None:
+        return round_trip(rows.astype(np.float64) - offset, format) + offset
     if format not in SCALED:
         return rows.astype(np.float16 if format == "f16" else np.float32).astype(np.float64)
     out = np.empty(rows.shape, np.float64)

@@ -47,7 +47,9 @@ def move(
             blocks.v_scale[target, layer, :, row : row + count] = v_scale
         if blocks.format == "int4":
             keys = hadamard.transform(keys)
-        k, scale = stored(blocks, rope.apply(keys.transpose(1, 0, 2), turn, 0))
+        keys = keys.transpose(1, 0, 2)
+        offset = np.float32(0) if blocks.key_offset is None else blocks.key_offset[layer]
+        k, scale = stored(blocks, rope.apply(keys + offset, turn, 0) - offset)
         blocks.write([target], layer, row, k, values[:, rows].transpose(1, 0, 2))
         if blocks.k_scale is not None and scale is not None:
             blocks.k_scale[target, layer, :, row : row + count] = scale.T

@@ -114,6 +114,8 @@ def test_the_bundle_as_it_was_exported_is_fine(changed: Callable[..., Path]) -> 
         (("heads/int8/embedding/scale/dtype", "float16"), "needs float32"),
         (("heads/int8/embedding/scale/offset", 10**6), "lies at bytes 1000000"),
         (("reference/tokens/shape", [0]), "not a list of tokens"),
+        (("keys", {}), "keys: array exponents is missing"),
+        (("keys/exponents/shape", [2, 2, 7]), r"needs int8 \[2, 2, 8\]"),
         (("reference/logits/shape", [1, 319]), r"needs float32 \[1, 320\]"),
         (("reference", {}), "tokens is missing"),
         # files and flavours

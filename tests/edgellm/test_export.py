@@ -91,7 +91,7 @@ def test_damaged_files_are_refused_and_rebuilt(
         ("[]", "not the manifest"),
         ('{"format": "other"}', "not the manifest"),
         ('{"format": "edgellm-bundle", "format_version": 99}', "format 99"),
-        ('{"format": "edgellm-bundle", "format_version": 4}', "damaged manifest"),
+        ('{"format": "edgellm-bundle", "format_version": 5}', "damaged manifest"),
         ("{" * 100_000, "damaged manifest"),
     ],
 )

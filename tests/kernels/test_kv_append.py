@@ -135,6 +135,33 @@ def test_rotated_rows(
             assert (np.abs(found - exact) <= allowed).all()
 
 
+@pytest.mark.parametrize("format", KV_FORMATS)
+@pytest.mark.usefixtures("poisoned")
+def test_keys_are_stored_less_their_offset(implementation: AppendRotated, format: str) -> None:
+    """As other keys would be without one; values and queries know of none."""
+    rng = np.random.default_rng(0)
+    sizes = {"format": format, "blocks": 2, "layers": 3, "kv_heads": 2, "head_dim": 16}
+    offset = rng.standard_normal((3, 2, 16)).astype(np.float32)
+    # no rotation, so that the offset can as well be taken before it
+    table = rope.RopeTable(np.ones((200, 6), np.float32), np.zeros((200, 6), np.float32))
+    qkv = rng.standard_normal((70, 4 + 2 * 2, 16)).astype(np.float32)
+    less = qkv.copy()
+    less[:, 4:6] -= offset[1]
+    found, expected = allocate(**sizes, key_offset=offset), allocate(**sizes)
+    q = implementation(found, [1, 0], 1, 90, qkv, table)
+    np.testing.assert_array_equal(q, implementation(expected, [1, 0], 1, 90, less, table))
+    np.testing.assert_array_equal(q, qkv[:, :4])
+    for ours, theirs in zip(found.arrays, expected.arrays, strict=True):
+        np.testing.assert_array_equal(ours, theirs)
+
+
+def test_an_offset_of_another_shape_is_refused() -> None:
+    sizes = {"format": "int8", "blocks": 1, "layers": 2, "kv_heads": 1, "head_dim": 8}
+    for wrong in (np.zeros((2, 1, 4), np.float32), np.zeros((2, 1, 8))):
+        with pytest.raises(ValueError, match=r"key_offset is float32 \(2, 1, 8\)"):
+            allocate(**sizes, key_offset=wrong)
+
+
 @pytest.mark.parametrize("format", ["int8", "int4", "f32"])
 def test_broken_rows_show(implementation: AppendRotated, format: str) -> None:
     """NaN must not be quantized into something that looks like a value."""

@@ -17,24 +17,45 @@ TABLE = [4, 1, 3]
 LAYERS, LAYER = 2, 1
 
 
-def pool(format: KVFormat, kv_heads: int, head_dim: int) -> KVBlocks:
-    return allocate(format=format, blocks=5, layers=LAYERS, kv_heads=kv_heads, head_dim=head_dim)
+def pool(
+    format: KVFormat, kv_heads: int, head_dim: int, key_offset: np.ndarray | None = None
+) -> KVBlocks:
+    return allocate(
+        format=format,
+        blocks=5,
+        layers=LAYERS,
+        kv_heads=kv_heads,
+        head_dim=head_dim,
+        key_offset=key_offset,
+    )
 
 
 @pytest.mark.parametrize("format", KV_FORMATS)
 @pytest.mark.parametrize(
-    ("heads", "kv_heads", "head_dim", "half"),
-    [(9, 3, 64, 32), (1, 1, 80, 40), (4, 2, 96, 24), (2, 1, 256, 128)],
+    ("heads", "kv_heads", "head_dim", "half", "shifted"),
+    [
+        (9, 3, 64, 32, False),
+        (1, 1, 80, 40, True),
+        (4, 2, 96, 24, True),
+        (2, 1, 256, 128, False),
+    ],
 )
 def test_matches_portable(
-    triton_device: str, format: KVFormat, heads: int, kv_heads: int, head_dim: int, half: int
+    triton_device: str,
+    format: KVFormat,
+    heads: int,
+    kv_heads: int,
+    head_dim: int,
+    half: int,
+    shifted: bool,
 ) -> None:
     """Codes may differ by one where RoPE's float32 sums do in their last bit."""
     rng = np.random.default_rng(head_dim)
     table = rope.table((10000.0 ** (-np.arange(half) / half)).tolist(), 300)
     cos, sin = (torch.tensor(part, device=triton_device) for part in table)
     ids = torch.tensor(TABLE, device=triton_device)
-    host, twin = pool(format, kv_heads, head_dim), pool(format, kv_heads, head_dim)
+    offset = rng.standard_normal((LAYERS, kv_heads, head_dim)).astype("f4") if shifted else None
+    host, twin = (pool(format, kv_heads, head_dim, offset) for _ in range(2))
     for array in (host.k, host.v, host.k_scale, host.v_scale):
         if array is not None:
             array.fill(0)

@@ -57,6 +57,22 @@ def test_rows_are_what_they_would_be_there(
                 ).all()
 
 
+def test_keys_with_an_offset_turn_without_it() -> None:
+    rng = np.random.default_rng(0)
+    sizes = {"format": "f32", "blocks": 3, "layers": 2, "kv_heads": 3, "head_dim": 16}
+    offset = 100 * rng.standard_normal((2, 3, 16)).astype(np.float32)
+    plain, less = allocate(**sizes), allocate(**sizes, key_offset=offset)
+    k, v = rng.standard_normal((2, 100, 3, 16)).astype(np.float32)
+    for blocks in (plain, less):
+        for layer in range(2):
+            append(blocks, [1], layer, 0, k, v)
+        move(blocks, [1], 40, 50, target=0, row=7, distance=33, inv_freq=INV_FREQ)
+    for layer in range(2):
+        for row in range(7, 57):
+            found = less.key_rows(0, layer, row) + offset[layer]
+            np.testing.assert_allclose(found, plain.key_rows(0, layer, row), atol=1e-4)
+
+
 @pytest.mark.usefixtures("poisoned")
 def test_nothing_else_is_written() -> None:
     blocks = allocate(format="f32", blocks=3, layers=1, kv_heads=1, head_dim=8)
