@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from edgellm.kernels.int4 import Int4Weight, dequantize
+from random_weights import random_weight
 
 from edgellm.bundle import Bundle, open_bundle
 from edgellm.errors import BundleError
@@ -19,11 +19,12 @@ from edgellm.export.equalized import EqualizedCheckpoint, choose_basis, scaled_r
 from edgellm.graphs.checkpoint import Checkpoint, Tensor, open_checkpoint
 from edgellm.graphs.config import ModelConfig
 from edgellm.kernels import rope
+from edgellm.kernels.quantized import KINDS, dequantize
 from edgellm.key_basis import KeyBasis, open_key_basis
 from edgellm.llm import LLM, load
 from edgellm.prefill import Hooks
 from edgellm.quantize.int4 import quantize_int4
-from edgellm.quantize.int8 import dequantize_groups, quantize_groups
+from edgellm.quantize.int8 import quantize_groups
 
 HUGE = 200.0
 TOKENS = np.random.default_rng(1).integers(0, 256, 170).tolist()
@@ -61,18 +62,16 @@ def memory(*, rotated: int = 16, scale: float = 1.0) -> Memory:
         qkv_bias=True,
     )
     spread = np.exp2(rng.integers(-3, 4, (96, 1))) * scale
-    q: Int4Weight = quantize_int4((rng.standard_normal((96, 64)) * spread).astype(np.float32))
-    codes, k = quantize_groups((rng.standard_normal((32, 64)) / spread[:32]).astype(np.float32))
+    q = quantize_int4((rng.standard_normal((96, 64)) * spread).astype(np.float32))
+    k = quantize_groups((rng.standard_normal((32, 64)) / spread[:32]).astype(np.float32))
     floats = {
         "attention_norm": np.ones(64, np.float32),
         "q_bias": rng.standard_normal(96).astype(np.float32),
         "k_bias": (50 * rng.standard_normal(32)).astype(np.float32),
     }
     tensors = {n: Tensor(v.shape, "F32", lambda v=v: v) for n, v in floats.items()}  # type: ignore[misc]
-    tensors["q"] = Tensor((96, 64), "Q4_1", lambda: dequantize(q), int4=lambda: q)
-    tensors["k"] = Tensor(
-        (32, 64), "Q8_0", lambda: dequantize_groups(codes, k), int8_groups=lambda: (codes, k)
-    )
+    tensors["q"] = Tensor((96, 64), "Q4_1", lambda: dequantize(q), lambda: q)
+    tensors["k"] = Tensor((32, 64), "Q8_0", lambda: dequantize(k), lambda: k)
     return Memory(config, {f"layers.0.{name}": tensor for name, tensor in tensors.items()})
 
 
@@ -109,10 +108,10 @@ def test_quantized_rows_are_scaled_exactly() -> None:
     checkpoint = memory()
     equalized = EqualizedCheckpoint(checkpoint, choose_basis(checkpoint))
     q, k = equalized.tensor("layers.0.q"), equalized.tensor("layers.0.k")
-    assert q.int4 is not None
-    assert k.int8_groups is not None
-    np.testing.assert_array_equal(dequantize(q.int4()), q.float32())
-    np.testing.assert_array_equal(dequantize_groups(*k.int8_groups()), k.float32())
+    assert q.quantized is not None
+    assert k.quantized is not None
+    np.testing.assert_array_equal(dequantize(q.quantized()), q.float32())
+    np.testing.assert_array_equal(dequantize(k.quantized()), k.float32())
     for name in ("layers.0.q", "layers.0.k"):
         before, after = checkpoint.tensor(name).float32(), equalized.tensor(name).float32()
         powers = np.log2(np.abs(after).max(axis=1) / np.abs(before).max(axis=1))
@@ -130,19 +129,29 @@ def test_scales_stay_halves() -> None:
     assert (found[1] == 5).all()
     basis = KeyBasis(found[None], None)
     q = EqualizedCheckpoint(checkpoint, basis).tensor("layers.0.q")
-    assert q.int4 is not None
-    scale = q.int4().scale
-    np.testing.assert_array_equal(scale.astype(np.float16), scale)
+    assert q.quantized is not None
+    np.testing.assert_array_equal(dequantize(q.quantized()), q.float32())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_rows_of_every_kind_are_scaled_exactly(kind: str) -> None:
+    weight = random_weight(kind, 12, 512, np.random.default_rng(0))
+    tensor = Tensor(weight.shape, kind, lambda: dequantize(weight), lambda: weight)
+    exponents = np.arange(-6, 6).astype(np.int8)
+    scaled = scaled_rows(tensor, exponents)
+    assert scaled.quantized is not None
+    assert scaled.quantized().kind == weight.kind
+    np.testing.assert_array_equal(dequantize(scaled.quantized()), scaled.float32())
 
 
 def test_rows_of_a_real_file(smollm2_gguf: Path) -> None:
     tensor = open_checkpoint(smollm2_gguf).tensor("layers.0.k")
     exponents = np.random.default_rng(0).integers(-3, 4, 192).astype(np.int8)
     scaled = scaled_rows(tensor, exponents)
-    assert scaled.int4 is not None
+    assert scaled.quantized is not None
     expected = np.ldexp(tensor.float32(), exponents.astype(np.int32)[:, None])
     np.testing.assert_array_equal(scaled.float32(), expected)
-    np.testing.assert_array_equal(dequantize(scaled.int4()), expected)
+    np.testing.assert_array_equal(dequantize(scaled.quantized()), expected)
 
 
 @pytest.fixture

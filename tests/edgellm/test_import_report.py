@@ -71,26 +71,25 @@ def test_each_flavour(bundle: Bundle) -> None:
     kinds = {name: imported(bundle, name).kinds for name in bundle.manifest.flavours}
     assert kinds == {
         "f32": {"f32": 16},
-        "f16": {"f16": 14, "int8": 2},
-        "w8a8": {"int8": 2 * 5 + 2, "int16": 2},
-        "int4": {"int4": 14, "int8": 2},
-        "panels": {"int4": 14, "int8": 2},
+        "f16": {"f16": 14, "int8_symmetric": 2},
+        "w8a8": {"int8": 2 * 5, "int16": 2, "int8_symmetric": 2},
+        "int4": {"int8_symmetric": 16},
+        "panels": {"int8_symmetric": 16},
     }
     errors = {n: imported(bundle, n).worst_relative_error for n in bundle.manifest.flavours}
-    assert errors["f32"] == 0 < errors["f16"] < errors["w8a8"] < errors["panels"] < 0.2
+    assert errors["f32"] == 0 < errors["f16"] <= errors["panels"] <= errors["w8a8"] < 0.02
     assert errors["int4"] == errors["panels"]
     assert imported(bundle, "panels").storage == {"F32": 16}
 
 
 def test_errors_are_those_of_what_was_written(bundle: Bundle) -> None:
-    from edgellm.kernels.int4 import dequantize
-
-    from edgellm.quantize.int4 import quantize_int4
+    from edgellm.kernels.quantized import dequantize
+    from edgellm.quantize.int8 import quantize_groups
 
     checkpoint = open_checkpoint(Path(bundle.manifest.source))
     summary = imported(bundle, "panels")
     exact = checkpoint.tensor(str(summary.worst_tensor)).float32()
-    rounded = dequantize(quantize_int4(exact))
+    rounded = dequantize(quantize_groups(exact))
     error = np.linalg.norm(rounded - exact) / np.linalg.norm(exact)
     assert summary.worst_relative_error == pytest.approx(error, rel=1e-5)
 
@@ -102,7 +101,7 @@ def test_halves_are_exact_in_halves(
     path = export_static(tmp_path / "bundle", model=model, flavours=("f16",))
     found = imported(open_bundle(path), "f16")
     assert (found.exact_tensors, found.requantized_tensors) == (14, 2)
-    assert found.taken == {"F16": {"f16": 14, "int8": 2}}
+    assert found.taken == {"F16": {"f16": 14, "int8_symmetric": 2}}
 
 
 def test_notes_name_the_flavour_where_there_are_two(bundle: Bundle) -> None:
@@ -132,7 +131,7 @@ def test_the_commands_say_it(bundle: Bundle, cli: Callable[..., Any]) -> None:
     (line,) = [line for line in shown.splitlines() if "F32 as f32" in line]
     assert line.split(maxsplit=1) == ["weights", "all 16 tensors as in the file: 16 F32 as f32"]
     assert "mean error" in shown
-    assert "14 F32 as int4, 2 F32 as int8" in shown
+    assert "16 F32 as int8_symmetric" in shown
 
 
 @pytest.mark.parametrize(

@@ -122,7 +122,7 @@ def test_biases_and_windows_pass(
 @pytest.mark.parametrize(
     ("name", "segment"),
     [
-        ("layers.0.qkv", 0),
+        ("layers.0.q", 0),
         ("layers.0.o", 1),
         ("layers.0.gate", 1),
         ("layers.1.down", 2),
