@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from edgellm.errors import CancelledError, MemoryEstimateError
 from edgellm.kernels.gpu.device import free_bytes
-from edgellm.kernels.linear import int8_rows
+from edgellm.kernels.linear import rows_of
 from edgellm.kernels.rope import RopeTable
 from edgellm.kernels.sampling import Logits
 from edgellm.kernels.step import Weights
@@ -74,7 +74,7 @@ class TritonModel:
 
     def embed(self, tokens: SequenceOf[int]) -> Floats:
         """See `ModelHead.embed`."""
-        return int8_rows(self._embedding, tokens)
+        return rows_of(self._embedding, tokens)
 
     def logits(self, hidden: Floats) -> Floats:
         """See `StepModel.logits`."""

@@ -8,8 +8,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgellm.kernels.checks import floats
-from edgellm.kernels.linear.panels import KINDS, PANEL, Panels
+from edgellm.kernels.linear.panels import PANEL, Panels
 from edgellm.kernels.native import address
+from edgellm.kernels.quantized import KINDS
 
 
 class LinearLayer(ctypes.Structure):
@@ -42,7 +43,7 @@ def layer_of(panels: Panels, *, fine_from: int | None = None) -> LinearLayer:
     Args:
         fine_from: outputs from here on take activations of 16 bits; none if None.
     """
-    kind = KINDS.index(panels.kind)
+    kind = list(KINDS).index(panels.kind.name)
     fine = panels.outputs if fine_from is None else fine_from
     return LinearLayer(address(panels.data), panels.outputs, panels.inputs, kind, fine)
 

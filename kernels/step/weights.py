@@ -20,19 +20,18 @@ class LayerWeights:
     """One layer: norm weights `[E]` and linear layers.
 
     Attributes:
-        qkv: Q, K and V on top of each other.
-        value_outputs: how many of its outputs are V.
-        qkv_bias: added to them, `[outputs]`, or None.
+        qkv_bias: added to Q, K and V, `[outputs]` of all three, or None.
     """
 
     attention_norm: Floats
     mlp_norm: Floats
-    qkv: Panels
+    q: Panels
+    k: Panels
+    v: Panels
     o: Panels
     gate: Panels
     up: Panels
     down: Panels
-    value_outputs: int
     qkv_bias: Floats | None = None
 
 
@@ -41,7 +40,7 @@ class Weights:
     """All weights of a model; `head` is `embedding` where they are tied.
 
     Attributes:
-        embedding, head: int8 panels `[V, E]`.
+        embedding, head: `[V, E]`.
         heads: query heads.
         window: sliding window, or None.
         epsilon: of the RMS norms.
@@ -59,7 +58,7 @@ class Weights:
     def nbytes(self) -> int:
         """Bytes of all linear layers, which are nearly all of it."""
         tables = {id(panels): panels for panels in (self.embedding, self.head)}
-        linears = [p for x in self.layers for p in (x.qkv, x.o, x.gate, x.up, x.down)]
+        linears = [p for x in self.layers for p in (x.q, x.k, x.v, x.o, x.gate, x.up, x.down)]
         return sum(panels.data.nbytes for panels in (*tables.values(), *linears))
 
 
@@ -73,7 +72,6 @@ def check_weights(weights: Weights) -> None:
     _require_floats("final_norm", weights.final_norm, hidden)
     for name, table in (("embedding", weights.embedding), ("head", weights.head)):
         _require(name, (table.outputs, table.inputs), (vocabulary, hidden))
-        _require(name, table.kind, "int8_symmetric")
     if not weights.layers:
         raise ValueError("weights without a layer")
     for layer in weights.layers:
@@ -81,8 +79,10 @@ def check_weights(weights: Weights) -> None:
 
 
 def _check_layer(layer: LayerWeights, hidden: int, intermediate: int, heads: int) -> None:
-    qkv, width = layer.qkv, layer.qkv.outputs - 2 * layer.value_outputs
-    _require("qkv", qkv.inputs, hidden)
+    width, values = layer.q.outputs, layer.v.outputs
+    for name, linear in (("q", layer.q), ("k", layer.k), ("v", layer.v)):
+        _require(f"inputs of {name}", linear.inputs, hidden)
+    _require("outputs of k", layer.k.outputs, values)
     _require("o", (layer.o.outputs, layer.o.inputs), (hidden, width))
     for name, linear in (("gate", layer.gate), ("up", layer.up)):
         _require(name, (linear.outputs, linear.inputs), (intermediate, hidden))
@@ -90,12 +90,12 @@ def _check_layer(layer: LayerWeights, hidden: int, intermediate: int, heads: int
     _require_floats("attention_norm", layer.attention_norm, hidden)
     _require_floats("mlp_norm", layer.mlp_norm, hidden)
     if layer.qkv_bias is not None:
-        _require_floats("qkv_bias", layer.qkv_bias, qkv.outputs)
+        _require_floats("qkv_bias", layer.qkv_bias, width + 2 * values)
     # a row of Q, K and V ends where the next begins: a padded panel would write over it
-    if qkv.outputs % PANEL or width <= 0 or width % heads:
+    if width % PANEL or values % PANEL or width % heads:
         raise ValueError(
-            f"qkv has {qkv.outputs} outputs, {layer.value_outputs} of them V; needed are whole "
-            f"panels of {PANEL} and {heads} heads"
+            f"q has {width} outputs, k and v {values}; needed are whole panels of {PANEL} and "
+            f"{heads} heads"
         )
 
 
@@ -107,7 +107,7 @@ def check_blocks(weights: Weights, blocks: KVBlocks) -> None:
     """
     layer = weights.layers[0]
     head_dim = layer.o.inputs // weights.heads
-    needed = len(weights.layers), layer.value_outputs // head_dim, head_dim
+    needed = len(weights.layers), layer.v.outputs // head_dim, head_dim
     there = blocks.layers, blocks.kv_heads, blocks.head_dim
     if there != needed:
         raise ValueError(f"blocks of layers, KV heads and head_dim {there}; needed are {needed}")
