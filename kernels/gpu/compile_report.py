@@ -1,6 +1,6 @@
 """Compile every Triton kernel ahead of time, without a device, and report what it takes.
 
-    python -m edgellm.kernels.gpu.compile_report [--models NAME,...] [--formats int8] [sm_80 ...]
+    python -m edgellm.kernels.gpu.compile_report [--models NAME,...] [--kinds int5_k] [sm_80 ...]
 
 The launchers themselves run, on small models in the shapes of real ones, and what they would launch
 is compiled; so there is no second list of kernels and settings that could be wrong.
@@ -12,11 +12,12 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache, partial
+from itertools import cycle
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any, get_args
@@ -31,13 +32,13 @@ from triton.runtime.jit import JITFunction
 
 from edgellm.kernels.gpu.kv_blocks import DeviceBlocks
 from edgellm.kernels.kv_blocks import KVFormat, allocate
-from edgellm.kernels.linear.panels import Kind, Panels
+from edgellm.kernels.linear.panels import Panels, panels_shape
+from edgellm.kernels.quantized import KINDS, Kind
 from edgellm.kernels.rope import RopeTable
 from edgellm.kernels.step.gpu import DeviceStep
 from edgellm.kernels.step.weights import LayerWeights, Weights
 
 TARGETS = ("sm_80", "sm_86", "sm_90")
-_GROUP_BYTES: dict[Kind, int] = {"int4_symmetric": 288, "int4_affine": 320, "int8_symmetric": 544}
 _TYPES = {
     torch.float32: "*fp32",
     torch.float16: "*fp16",
@@ -58,6 +59,11 @@ class Shape:
     heads: int
     kv_heads: int
     head_dim: int
+
+    def fits(self, kind: Kind) -> bool:
+        """Whether weights of these shapes can be of the kind."""
+        inputs = self.hidden, self.intermediate, self.heads * self.head_dim
+        return not any(size % kind.inputs_multiple for size in inputs)
 
 
 SHAPES = {
@@ -82,7 +88,10 @@ class Launch:
 
     @property
     def settings(self) -> str:
-        return " ".join(f"{name}={value}" for name, value in self.constants)
+        return " ".join(
+            f"{name}={value.name if isinstance(value, Kind) else value}"
+            for name, value in self.constants
+        )
 
 
 @dataclass(frozen=True)
@@ -94,15 +103,19 @@ class Usage:
     shared: int
 
 
-def launches(shape: Shape, format: KVFormat, kind: Kind = "int4_affine") -> list[Launch]:
-    """Everything that a step of one token, some tokens and a prompt launches, once each."""
-    step = _step(shape, format, kind)
+def launches(shape: Shape, format: KVFormat, kinds: Sequence[Kind]) -> list[Launch]:
+    """Everything that a step of one token, some tokens and a prompt launches, once each.
+
+    Args:
+        kinds: of weights, which take turns in the layers.
+    """
+    step = _step(shape, format, kinds)
     table = [0, 1, 2, 3]
     with _recorded() as found:
         for count in (1, 5, 100):
             step.run(table, [0] * count, 0, logit_rows=1)
         step.logits(np.zeros((1, shape.hidden), np.float32))
-    return list({(launch.name, launch.constants): launch for launch in reversed(found)}.values())
+    return _once(reversed(found))
 
 
 def compile_for(launch: Launch, target: str) -> Usage:
@@ -119,21 +132,26 @@ def compile_for(launch: Launch, target: str) -> Usage:
 @click.command()
 @click.option("--models", default=",".join(SHAPES), help="Whose shapes.", show_default=True)
 @click.option("--formats", default=",".join(get_args(KVFormat)), help="Of the KV cache.")
+@click.option("--kinds", default=",".join(KINDS), help="Of weights, taking turns in the layers.")
 @click.argument("targets", nargs=-1)
-def main(*, models: str, formats: str, targets: Sequence[str]) -> None:
-    """Print a line for each kernel and target such as sm_90; fail if a kernel spills registers."""
+def main(*, models: str, formats: str, kinds: str, targets: Sequence[str]) -> None:
+    """Print a line for each kernel and target such as sm_90; fail if a kernel spills registers.
+
+    Kinds of weights whose blocks do not fit a model's shapes are left out.
+    """
+    every = {model: _all_launches(model, formats, kinds) for model in models.split(",")}
     tasks = [
         (model, index, target)
-        for model in models.split(",")
-        for index in range(len(_all_launches(model, formats)))
+        for model, found in every.items()
+        for index in range(len(found))
         for target in targets or TARGETS
     ]
     print(f"{'kernel':18} {'model':13} {'target':7} registers spilled shared  settings")
     spills = 0
     with ProcessPoolExecutor(mp_context=get_context("spawn")) as pool:
-        usages = pool.map(partial(_compile_task, formats=formats), tasks)
+        usages = pool.map(partial(_compile_task, formats=formats, kinds=kinds), tasks)
         for (model, index, target), usage in zip(tasks, usages, strict=True):
-            launch = _all_launches(model, formats)[index]
+            launch = every[model][index]
             spills += usage.spilled > 0
             print(
                 f"{launch.name:18} {model:13} {target:7} {usage.registers:9} "
@@ -143,19 +161,26 @@ def main(*, models: str, formats: str, targets: Sequence[str]) -> None:
 
 
 @cache
-def _all_launches(model: str, formats: str) -> list[Launch]:
+def _all_launches(model: str, formats: str, kinds: str) -> list[Launch]:
     """Of all formats, those that they have in common once; always in the same order."""
-    found = [x for name in formats.split(",") for x in launches(SHAPES[model], _format(name))]
-    return list({(launch.name, launch.constants): launch for launch in found}.values())
+    shape = SHAPES[model]
+    fitting = [KINDS[name] for name in kinds.split(",") if shape.fits(KINDS[name])]
+    return _once(
+        launch for name in formats.split(",") for launch in launches(shape, _format(name), fitting)
+    )
+
+
+def _once(launches: Iterable[Launch]) -> list[Launch]:
+    return list({(launch.name, launch.constants): launch for launch in launches}.values())
 
 
 def _format(name: str) -> KVFormat:
     return next(format for format in get_args(KVFormat) if format == name)
 
 
-def _compile_task(task: tuple[str, int, str], *, formats: str) -> Usage:
+def _compile_task(task: tuple[str, int, str], *, formats: str, kinds: str) -> Usage:
     model, index, target = task
-    return compile_for(_all_launches(model, formats)[index], target)
+    return compile_for(_all_launches(model, formats, kinds)[index], target)
 
 
 @contextmanager
@@ -212,31 +237,45 @@ def _usage(cubin: bytes, shared: int) -> Usage:
     return Usage(numbers["REG"], numbers["STACK"] + numbers["LOCAL"], shared)
 
 
-def _step(shape: Shape, format: KVFormat, kind: Kind) -> DeviceStep:
-    def panels(outputs: int, inputs: int, kind: Kind = kind) -> Panels:
-        data = np.zeros((-(-outputs // 16), inputs // 32, _GROUP_BYTES[kind]), np.uint8)
-        return Panels(data, outputs, inputs, kind)
+def _step(shape: Shape, format: KVFormat, kinds: Sequence[Kind]) -> DeviceStep:
+    turns = cycle(kinds)
+
+    def panels(outputs: int, inputs: int) -> Panels:
+        return _zeros(outputs, inputs, next(turns))
 
     hidden, intermediate, width = shape.hidden, shape.intermediate, shape.heads * shape.head_dim
     kv = shape.kv_heads * shape.head_dim
     norm = np.ones(hidden, np.float32)
-    embedding = panels(256, hidden, "int8_symmetric")
-    layer = LayerWeights(
-        attention_norm=norm,
-        mlp_norm=norm,
-        qkv=panels(width + 2 * kv, hidden),
-        o=panels(hidden, width),
-        gate=panels(intermediate, hidden),
-        up=panels(intermediate, hidden),
-        down=panels(hidden, intermediate),
-        value_outputs=kv,
-    )
-    weights = Weights([layer] * 2, norm, embedding, embedding, shape.heads, None, 1e-5)
+    layers = [
+        LayerWeights(
+            attention_norm=norm,
+            mlp_norm=norm,
+            q=panels(width, hidden),
+            k=panels(kv, hidden),
+            v=panels(kv, hidden),
+            o=panels(hidden, width),
+            gate=panels(intermediate, hidden),
+            up=panels(intermediate, hidden),
+            down=panels(hidden, intermediate),
+        )
+        for _ in range(max(2, -(-len(kinds) // 7)))
+    ]
+    embedding = _zeros(256, hidden, kinds[-1])
+    head = _zeros(256, hidden, KINDS["int8_symmetric"])
+    weights = Weights(layers, norm, embedding, head, shape.heads, None, 1e-5)
     angles = np.zeros((512, shape.head_dim // 2), np.float32)
     host = allocate(
-        format=format, blocks=4, layers=2, kv_heads=shape.kv_heads, head_dim=shape.head_dim
+        format=format,
+        blocks=4,
+        layers=len(layers),
+        kv_heads=shape.kv_heads,
+        head_dim=shape.head_dim,
     )
     return DeviceStep(weights, RopeTable(angles, angles), DeviceBlocks.like(host, "cpu"), "cpu")
+
+
+def _zeros(outputs: int, inputs: int, kind: Kind) -> Panels:
+    return Panels(np.zeros(panels_shape(outputs, inputs, kind), np.uint8), outputs, inputs, kind)
 
 
 if __name__ == "__main__":

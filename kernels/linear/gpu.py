@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 import triton
-import triton.language as tl
-from edgellm.kernels.int4 import GROUP
 
 from edgellm.kernels.gpu.device import aligned, interpreted, on_device
 from edgellm.kernels.linear.gpu_gemm import gemm_kernel, rows_kernel
 from edgellm.kernels.linear.gpu_gemv import gemv_kernel
+from edgellm.kernels.linear.gpu_panels import embed_kernel
 from edgellm.kernels.linear.panels import PANEL, Panels
+from edgellm.kernels.quantized import GROUP, Kind
 
 # The interpreter takes as long for a small tile as for a large one.
 _INTERPRETED_PANELS = 128
@@ -20,47 +22,41 @@ _INTERPRETED_PANELS = 128
 
 @dataclass(frozen=True)
 class DevicePanels:
-    """Panels in device memory, as bytes `[panels, groups, bytes]` and views of them."""
+    """Panels in device memory.
+
+    Attributes:
+        data: bytes as in `Panels`.
+        table: what codes stand for, `[16]` float32; `data` for kinds without, so that kernels have
+            something to point at.
+    """
 
     data: torch.Tensor
+    table: torch.Tensor
     outputs: int
     inputs: int
-    bits: int
-    affine: bool
+    kind: Kind
 
     @classmethod
     def of(cls, panels: Panels, device: str) -> DevicePanels:
-        bits = 8 if panels.kind == "int8_symmetric" else 4
-        data = on_device(panels.data, device)
-        return cls(data, panels.outputs, panels.inputs, bits, panels.kind == "int4_affine")
+        return cls.stacked([panels], device)
 
-    @property
-    def words(self) -> torch.Tensor:
-        return self.data.view(torch.int32)
+    @classmethod
+    def stacked(cls, parts: Sequence[Panels], device: str) -> DevicePanels:
+        """Weights that `stackable` lets through on top of each other, as one."""
+        first = parts[0]
+        array = first.data if len(parts) == 1 else np.concatenate([part.data for part in parts])
+        data = on_device(array, device)
+        table = data
+        if first.kind.table is not None:
+            table = torch.tensor(first.kind.table, dtype=torch.float32, device=device)
+        outputs = sum(part.outputs for part in parts)
+        return cls(data, table, outputs, first.inputs, first.kind)
 
-    @property
-    def halves(self) -> torch.Tensor:
-        return self.data.view(torch.float16)
 
-
-@triton.jit
-def embed_kernel(
-    tokens_ptr: tl.tensor,
-    bytes_ptr: tl.tensor,
-    halves_ptr: tl.tensor,
-    x_ptr: tl.tensor,
-    inputs: tl.tensor,
-    BLOCK: tl.constexpr,
-) -> None:
-    """Rows of an int8 weight; the grid counts tokens, then blocks of inputs."""
-    token = tl.load(tokens_ptr + tl.program_id(0)).to(tl.int64)
-    k = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    record = (token // 16) * (inputs // 32) + k // 32
-    byte = record * 544 + k % 32 // 4 * 64 + token % 16 * 4 + k % 4
-    code = tl.load(bytes_ptr + byte, mask=k < inputs, other=0).to(tl.int8, bitcast=True)
-    scale = tl.load(halves_ptr + record * 272 + 256 + token % 16, mask=k < inputs, other=0.0)
-    x = code.to(tl.float32) * scale.to(tl.float32)
-    tl.store(x_ptr + tl.program_id(0).to(tl.int64) * inputs + k, x, mask=k < inputs)
+def stackable(upper: Panels, lower: Panels) -> bool:
+    """Whether the panels of one weight can follow those of another as if they were one weight's."""
+    same = (upper.kind, upper.inputs) == (lower.kind, lower.inputs)
+    return same and upper.outputs % PANEL == 0
 
 
 @dataclass(frozen=True)
@@ -98,6 +94,8 @@ def linear(
 ) -> None:
     """y = f(x) W^T for rows `x` `[M, K]` float32 and `y` `[M, N]` float32.
 
+    `y` may be some columns of a wider array.
+
     Args:
         rows: room for `x` as halves, where M is more than 1.
         norm: weights `[K]` of an RMSNorm of each row before the product.
@@ -111,19 +109,20 @@ def linear(
     second = weight if up is None else up
     if x.shape[1] != weight.inputs:
         raise ValueError(f"rows have {x.shape[1]} numbers; the weight has {weight.inputs} inputs")
-    if (second.outputs, second.inputs, second.bits) != (weight.outputs, weight.inputs, weight.bits):
+    if (second.outputs, second.inputs) != (weight.outputs, weight.inputs):
         raise ValueError(f"the second weight is {second.outputs} x {second.inputs}, another shape")
     panels = -(-weight.outputs // PANEL)
-    groups = weight.inputs // GROUP
+    kinds = (weight.kind,) if up is None else (weight.kind, up.kind)
     if x.shape[0] == 1:
         each = panels_a_program(panels)
+        most = min(_groups(kind) for kind in kinds) // len(kinds)
         gemv_kernel[(triton.cdiv(panels, each),)](
             x,
             x if norm is None else norm,
-            weight.words,
-            weight.halves,
-            second.words,
-            second.halves,
+            weight.data,
+            weight.table,
+            second.data,
+            second.table,
             y,
             y if peaks is None else peaks.largest,
             y if peaks is None else peaks.share,
@@ -134,11 +133,10 @@ def linear(
             GATED=up is not None,
             ADD=add,
             PEAKS=peaks is not None,
-            BITS=weight.bits,
-            AFFINE=weight.affine,
-            UP_AFFINE=second.affine,
+            KIND=weight.kind,
+            UP_KIND=second.kind,
             PANELS=each,
-            GROUPS=min(triton.next_power_of_2(groups), _groups(weight.bits, gated=up is not None)),
+            GROUPS=min(triton.next_power_of_2(weight.inputs // GROUP), most),
             num_warps=4,
         )
         return
@@ -150,18 +148,18 @@ def linear(
         rows.halves,
         rows.scale,
         weight.data,
-        weight.halves,
+        weight.table,
         second.data,
-        second.halves,
+        second.table,
         y,
         x.shape[0],
         weight.inputs,
         weight.outputs,
+        y.stride(0),
         GATED=up is not None,
         ADD=add,
-        BITS=weight.bits,
-        AFFINE=weight.affine,
-        UP_AFFINE=second.affine,
+        KIND=weight.kind,
+        UP_KIND=second.kind,
         ROWS=tile,
         PANELS=each,
         GROUPS=2,
@@ -169,16 +167,16 @@ def linear(
     )
 
 
-def _groups(bits: int, *, gated: bool) -> int:
+def _groups(kind: Kind) -> int:
     """Groups in one go of a vector product: as many as leave registers for four programs a core."""
-    return (32 if bits == 4 else 16) // (2 if gated else 1)
+    return 32 if kind.bits == 4 else 16
 
 
 def embed(weight: DevicePanels, tokens: torch.Tensor, x: torch.Tensor) -> None:
-    """Rows `tokens` `[M]` of an int8 weight into `x` `[M, K]` float32."""
+    """Rows `tokens` `[M]` of a weight into `x` `[M, K]` float32."""
     block = min(1024, triton.next_power_of_2(weight.inputs))
     embed_kernel[(x.shape[0], triton.cdiv(weight.inputs, block))](
-        tokens, weight.data, weight.halves, x, weight.inputs, BLOCK=block
+        tokens, weight.data, weight.table, x, weight.inputs, KIND=weight.kind, BLOCK=block
     )
 
 

@@ -1,4 +1,4 @@
-"""Some rows times int4 or int8 panels on tensor cores, in Triton; `gpu.py` calls it.
+"""Some rows times panels on tensor cores, in Triton; `gpu.py` calls it.
 
 Weights and activations become halves, each row of activations divided by its largest value, so that
 no half overflows.
@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+
+from edgellm.kernels.linear.gpu_panels import group_start, looked_up, offsets, scales
 
 
 @triton.jit
@@ -46,42 +48,92 @@ def rows_kernel(
 
 
 @triton.jit
+def high_bits(
+    data_ptr: tl.tensor,
+    start: tl.tensor,
+    there: tl.tensor,
+    QUADS: tl.constexpr,
+    KIND: tl.constexpr,
+) -> tl.tensor:
+    """Bits 4 and 5 of codes of quads QUADS to QUADS + 3, 0 or 4: `[P, G, 4, 16, 4]`.
+
+    Args:
+        start: of the groups, `[P, G, 1]`.
+    """
+    P: tl.constexpr = start.shape[0]
+    G: tl.constexpr = start.shape[1]
+    LINE: tl.constexpr = 256 if KIND.bits == 5 else 256 + 16 * QUADS
+    byte = start + LINE + tl.arange(0, 256)[None, None, :] % 64
+    high = tl.reshape(tl.load(data_ptr + byte, mask=there, other=0), [P, G, 4, 16, 4])
+    quad = tl.arange(0, 4).to(tl.uint8)[None, None, :, None, None]
+    high = high >> quad + QUADS & 1 if KIND.bits == 5 else high >> 2 * quad & 3
+    return high << 4
+
+
+@triton.jit
+def code_values(code: tl.tensor, table_ptr: tl.tensor, KIND: tl.constexpr) -> tl.tensor:
+    """What codes of less than 8 bits stand for, before `zero` is taken away."""
+    if KIND.table is None:
+        values = code.to(tl.float32)
+    else:
+        values = looked_up(tl.load(table_ptr + tl.arange(0, 16)), code.to(tl.int32))
+    return values
+
+
+@triton.jit
 def weight_tile(
-    bytes_ptr: tl.tensor,
-    halves_ptr: tl.tensor,
+    data_ptr: tl.tensor,
+    table_ptr: tl.tensor,
     panel: tl.tensor,
     group: tl.tensor,
     panels: tl.tensor,
     groups: tl.tensor,
-    BITS: tl.constexpr,
-    AFFINE: tl.constexpr,
+    KIND: tl.constexpr,
 ) -> tl.tensor:
     """The weights of panels `[P]` and groups `[G]` as halves `[32 G, 16 P]`."""
     P: tl.constexpr = panel.shape[0]
     G: tl.constexpr = group.shape[0]
-    CODE_BYTES: tl.constexpr = 64 * BITS
-    RECORD_BYTES: tl.constexpr = CODE_BYTES + (64 if AFFINE else 32)
-    record = panel[:, None].to(tl.int64) * groups + group[None, :]
-    there = ((panel < panels)[:, None] & (group < groups)[None, :])[:, :, None]
+    LINES: tl.constexpr = 8 if KIND.bits == 8 else 4
+    panel, group = panel[:, None, None], group[None, :, None]
+    there = (panel < panels) & (group < groups)
     lane = tl.arange(0, 16)[None, None, :]
-    half = record[:, :, None] * (RECORD_BYTES // 2) + CODE_BYTES // 2 + lane
-    scale = tl.load(halves_ptr + half, mask=there, other=0.0).to(tl.float32)
-    byte = record[:, :, None] * RECORD_BYTES + tl.arange(0, CODE_BYTES)[None, None, :]
-    codes = tl.load(bytes_ptr + byte, mask=there, other=0)
-    codes = tl.reshape(codes, [P, G, BITS, 16, 4])
+    scale = scales(data_ptr, panel, group, groups, lane, 0, there, KIND)
     scale = tl.reshape(scale, [P, G, 1, 16, 1])
-    if BITS == 8:
-        values = codes.to(tl.int8, bitcast=True).to(tl.float32) * scale
+    start = group_start(panel, group, groups, KIND, 1)
+    codes = tl.load(data_ptr + start + tl.arange(0, 64 * LINES)[None, None, :], mask=there, other=0)
+    codes = tl.reshape(codes, [P, G, LINES, 16, 4])
+    if KIND.affine:
+        offset = offsets(data_ptr, panel, group, groups, lane, there, KIND)
+        offset = tl.reshape(offset, [P, G, 1, 16, 1])
+    if KIND.bits == 8:
+        values = codes.to(tl.int8, bitcast=True).to(tl.float32)
+        if KIND.affine:
+            values = values * scale + (offset + 128.0 * scale)
+        else:
+            values *= scale
         tile = tl.permute(values.to(tl.float16), [1, 2, 4, 0, 3])
     else:
-        if AFFINE:
-            offset = tl.load(halves_ptr + half + 16, mask=there, other=0.0).to(tl.float32)
-            offset = tl.reshape(offset, [P, G, 1, 16, 1])
+        low, high = codes & 15, codes >> 4
+        if KIND.bits > 4:
+            low |= high_bits(data_ptr, start, there, 0, KIND)
+            high |= high_bits(data_ptr, start, there, 4, KIND)
+        low = code_values(low, table_ptr, KIND)
+        high = code_values(high, table_ptr, KIND)
+        second_scale = scale
+        if KIND.group == 16:
+            second_scale = scales(data_ptr, panel, group, groups, lane, 1, there, KIND)
+            second_scale = tl.reshape(second_scale, [P, G, 1, 16, 1])
+        if KIND.affine:
+            low = low * scale + offset
+            high = high * scale + offset
+        elif KIND.table is None:
+            low = low * scale + -KIND.zero * scale
+            high = high * second_scale + -KIND.zero * second_scale
         else:
-            offset = -8.0 * scale
-        low = ((codes & 15).to(tl.float32) * scale + offset).to(tl.float16)
-        high = ((codes >> 4).to(tl.float32) * scale + offset).to(tl.float16)
-        tile = tl.permute(tl.join(low, high), [1, 5, 2, 4, 0, 3])
+            low *= scale
+            high *= scale
+        tile = tl.join(low.to(tl.float16), high.to(tl.float16))
+        tile = tl.permute(tile, [1, 5, 2, 4, 0, 3])
     return tl.reshape(tile, [G * 32, P * 16])
 
 
@@ -89,24 +141,27 @@ def weight_tile(
 def gemm_kernel(
     x_ptr: tl.tensor,
     scale_ptr: tl.tensor,
-    bytes_ptr: tl.tensor,
-    halves_ptr: tl.tensor,
-    up_bytes_ptr: tl.tensor,
-    up_halves_ptr: tl.tensor,
+    data_ptr: tl.tensor,
+    table_ptr: tl.tensor,
+    up_data_ptr: tl.tensor,
+    up_table_ptr: tl.tensor,
     y_ptr: tl.tensor,
     rows: tl.tensor,
     inputs: tl.tensor,
     outputs: tl.tensor,
+    y_stride: tl.tensor,
     GATED: tl.constexpr,
     ADD: tl.constexpr,
-    BITS: tl.constexpr,
-    AFFINE: tl.constexpr,
-    UP_AFFINE: tl.constexpr,
+    KIND: tl.constexpr,
+    UP_KIND: tl.constexpr,
     ROWS: tl.constexpr,
     PANELS: tl.constexpr,
     GROUPS: tl.constexpr,
 ) -> None:
-    """ROWS rows of `rows_kernel` times 16 * PANELS outputs; the grid counts panels, then rows."""
+    """ROWS rows of `rows_kernel` times 16 * PANELS outputs; the grid counts panels, then rows.
+
+    Rows of y begin `y_stride` numbers after each other.
+    """
     panel = tl.program_id(0) * PANELS + tl.arange(0, PANELS)
     row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     panels = tl.cdiv(outputs, 16)
@@ -121,12 +176,10 @@ def gemm_kernel(
             mask=(row < rows)[:, None] & (k < inputs)[None, :],
             other=0.0,
         )
-        w = weight_tile(bytes_ptr, halves_ptr, panel, group, panels, groups, BITS, AFFINE)
+        w = weight_tile(data_ptr, table_ptr, panel, group, panels, groups, KIND)
         acc = tl.dot(x, w, acc)
         if GATED:
-            w = weight_tile(
-                up_bytes_ptr, up_halves_ptr, panel, group, panels, groups, BITS, UP_AFFINE
-            )
+            w = weight_tile(up_data_ptr, up_table_ptr, panel, group, panels, groups, UP_KIND)
             up = tl.dot(x, w, up)
     scale = tl.load(scale_ptr + row, mask=row < rows, other=0.0)[:, None]
     y = acc * scale
@@ -134,7 +187,7 @@ def gemm_kernel(
         y = y / (1.0 + tl.exp(-y)) * (up * scale)
     output = tl.program_id(0) * PANELS * 16 + tl.arange(0, PANELS * 16)
     there = (row < rows)[:, None] & (output < outputs)[None, :]
-    place = row[:, None].to(tl.int64) * outputs + output[None, :]
+    place = row[:, None].to(tl.int64) * y_stride + output[None, :]
     if ADD:
         y += tl.load(y_ptr + place, mask=there, other=0.0)
     tl.store(y_ptr + place, y, mask=there)

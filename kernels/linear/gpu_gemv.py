@@ -1,10 +1,8 @@
-"""One row times int4 or int8 panels, in Triton; `gpu.py` calls it.
+"""One row times panels, in Triton; `gpu.py` calls it.
 
-Each weight is read once, four bytes of a panel at a time. No integer is turned into a float with
-the conversion instruction, which runs at an eighth of the rate of an addition: a code is put into
-the low bits of a float's mantissa instead, `2^23 + code`, and `2^23` taken away. RMSNorm before the
-product costs nothing: the root mean square is a factor of the whole result, and is summed up on the
-way.
+Each weight is read once, four bytes of a panel at a time. No code is turned into a float with the
+conversion instruction, see `code_float`. RMSNorm before the product costs nothing: the root mean
+square is a factor of the whole result, and is summed up on the way.
 """
 
 from __future__ import annotations
@@ -12,67 +10,153 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from edgellm.kernels.linear.gpu_panels import (
+    code_float,
+    group_start,
+    looked_up,
+    offsets,
+    scales,
+)
+
+
+@triton.jit
+def inputs_at(
+    x_ptr: tl.tensor, norm_ptr: tl.tensor, k: tl.tensor, inside: tl.tensor, NORM: tl.constexpr
+) -> tl.tensor:
+    """Elements `k` of the row, times those of the norm."""
+    x = tl.load(x_ptr + k, mask=inside, other=0.0)
+    if NORM:
+        x *= tl.load(norm_ptr + k, mask=inside, other=0.0)
+    return x
+
+
+@triton.jit
+def with_high_bits(
+    words: tl.tensor,
+    words_ptr: tl.tensor,
+    start: tl.tensor,
+    there: tl.tensor,
+    QUADS: tl.constexpr,
+    KIND: tl.constexpr,
+) -> tl.tensor:
+    """Words of four bytes, a code of 5 or 6 bits in each.
+
+    Args:
+        words: nibbles `[P, G, 4, 16]`; those of quads QUADS to QUADS + 3, 0 or 4, are used.
+        start: of the groups in words, `[P, G, 1, 1]`.
+    """
+    LINE: tl.constexpr = 64 if KIND.bits == 5 else 64 + 4 * QUADS
+    quad = tl.arange(0, 4)[None, None, :, None]
+    lane = tl.arange(0, 16)[None, None, None, :]
+    word = start + LINE + lane + 0 * quad
+    high = tl.load(words_ptr + word, mask=there, other=0)
+    if KIND.bits == 6:
+        high = (high >> 2 * quad & 0x03030303) << 4
+    elif QUADS == 0:
+        high = high << 4 - quad & 0x10101010
+    else:
+        high = high >> quad & 0x10101010
+    return words >> QUADS & 0x0F0F0F0F | high
+
+
+@triton.jit
+def table_products(
+    x_ptr: tl.tensor,
+    norm_ptr: tl.tensor,
+    table_ptr: tl.tensor,
+    words: tl.tensor,
+    first_k: tl.tensor,
+    inside: tl.tensor,
+    NORM: tl.constexpr,
+) -> tl.tensor:
+    """What the codes of words `[P, G, 4, 16]` stand for in a table times inputs, of each word."""
+    table = tl.load(table_ptr + tl.arange(0, 16))
+    total = tl.zeros(words.shape, tl.float32)
+    for nibble in tl.static_range(8):
+        # the high nibble of a byte is 16 inputs after the low one
+        k = first_k + nibble // 2 + nibble % 2 * 16
+        x = inputs_at(x_ptr, norm_ptr, k, inside, NORM)
+        total += looked_up(table, words >> 4 * nibble & 15) * x[None, :, :, None]
+    return total
+
 
 @triton.jit
 def products(
     x_ptr: tl.tensor,
     norm_ptr: tl.tensor,
-    words_ptr: tl.tensor,
-    halves_ptr: tl.tensor,
+    data_ptr: tl.tensor,
+    table_ptr: tl.tensor,
     panel: tl.tensor,
     group: tl.tensor,
     panels: tl.tensor,
     groups: tl.tensor,
     NORM: tl.constexpr,
-    BITS: tl.constexpr,
-    AFFINE: tl.constexpr,
+    KIND: tl.constexpr,
 ) -> tl.tensor:
-    """What panels `[P]` and groups `[G]` add to each output: `[P, G, BITS, 16]`, not yet summed.
+    """What panels `[P]` and groups `[G]` add to each output: `[P, G, L, 16]`, not yet summed.
 
-    The third dimension counts words of four inputs: four of them for int4, which has two codes in a
-    byte, and eight for int8.
+    The third dimension counts words of four codes: eight of them for 8 bits, else four with two
+    nibbles in a byte.
     """
-    CODE_WORDS: tl.constexpr = 16 * BITS
-    # scale, and offset: 16 halves each
-    RECORD_HALVES: tl.constexpr = 2 * CODE_WORDS + (32 if AFFINE else 16)
-    MAGIC: tl.constexpr = 0x4B000000  # 2^23 as a float
-    record = panel[:, None].to(tl.int64) * groups + group[None, :]
-    there = (panel < panels)[:, None] & (group < groups)[None, :]
-    word = record[:, :, None] * (RECORD_HALVES // 2) + tl.arange(0, CODE_WORDS)[None, None, :]
-    words = tl.load(words_ptr + word, mask=there[:, :, None], other=0)
-    words = tl.reshape(words, [words.shape[0], words.shape[1], BITS, 16])
-    if BITS == 8:
-        words = words ^ -2139062144  # 0x80808080: signed bytes to 0 .. 255
-    total = tl.zeros([words.shape[0], words.shape[1], BITS, 16], tl.float32)
-    x_sum = tl.zeros([words.shape[1], BITS], tl.float32)
+    P: tl.constexpr = panel.shape[0]
+    G: tl.constexpr = group.shape[0]
+    L: tl.constexpr = 8 if KIND.bits == 8 else 4
+    words_ptr = data_ptr.to(tl.pointer_type(tl.int32))
+    first_k = group[:, None] * 32 + tl.arange(0, L)[None, :] * 4
     inside = (group < groups)[:, None]
+    panel, group = panel[:, None, None], group[None, :, None]
+    there = (panel < panels) & (group < groups)
+    start = group_start(panel, group, groups, KIND, 4)
+    words = tl.load(words_ptr + start + tl.arange(0, 16 * L)[None, None, :], mask=there, other=0)
+    words = tl.reshape(words, [P, G, L, 16])
+    lane = tl.arange(0, 16)[None, None, :]
+    if KIND.table is not None:
+        scale = scales(data_ptr, panel, group, groups, lane, 0, there, KIND)
+        total = table_products(x_ptr, norm_ptr, table_ptr, words, first_k, inside, NORM)
+        return total * scale[:, :, None, :]
+    if KIND.bits == 8:
+        words = words ^ -2139062144  # 0x80808080: signed bytes to 0 .. 255
+    first, second = words, words
+    if KIND.bits == 5 or KIND.bits == 6:
+        start, loaded = start[:, :, :, None], there[:, :, :, None]
+        first = with_high_bits(words, words_ptr, start, loaded, 0, KIND)
+        second = with_high_bits(words, words_ptr, start, loaded, 4, KIND)
+    # where the second quads' codes begin, and the bits of one
+    NIBBLE: tl.constexpr = 4 if KIND.bits == 4 else 0
+    MASK: tl.constexpr = 2**KIND.bits - 1
+    total = tl.zeros([P, G, L, 16], tl.float32)
+    x_sum = tl.zeros([G, L], tl.float32)
+    second_total, second_sum = total, x_sum
     for j in tl.static_range(4):
-        k = group[:, None] * 32 + tl.arange(0, BITS)[None, :] * 4 + j
-        # byte j, where it lies: in the lower half of a word it fits into a mantissa
-        bits = words >> 16 if j >= 2 else words
-        x = tl.load(x_ptr + k, mask=inside, other=0.0)
-        if NORM:
-            x *= tl.load(norm_ptr + k, mask=inside, other=0.0)
+        x = inputs_at(x_ptr, norm_ptr, first_k + j, inside, NORM)
         x_sum += x
-        mask = bits & ((15 if BITS == 4 else 255) << (8 * (j % 2)))
-        code = (mask | MAGIC).to(tl.float32, bitcast=True) - 8388608.0
-        total += code * (x * (1.0 / (1 << (8 * (j % 2)))))[None, :, :, None]
-        if BITS == 4:
-            x = tl.load(x_ptr + k + 16, mask=inside, other=0.0)
-            if NORM:
-                x *= tl.load(norm_ptr + k + 16, mask=inside, other=0.0)
-            x_sum += x
-            mask = bits & (15 << (8 * (j % 2) + 4))
-            code = (mask | MAGIC).to(tl.float32, bitcast=True) - 8388608.0
-            total += code * (x * (1.0 / (16 << (8 * (j % 2)))))[None, :, :, None]
-    half = record[:, :, None] * RECORD_HALVES + 2 * CODE_WORDS + tl.arange(0, 16)[None, None, :]
-    scale = tl.load(halves_ptr + half, mask=there[:, :, None], other=0.0).to(tl.float32)
-    if AFFINE:
-        offset = tl.load(halves_ptr + half + 16, mask=there[:, :, None], other=0.0).to(tl.float32)
-        total = total * scale[:, :, None, :] + offset[:, :, None, :] * x_sum[None, :, :, None]
+        # byte j, where it lies: in the lower half of a word it fits into a mantissa
+        bits = first >> 16 if j >= 2 else first
+        code = code_float(bits & (MASK << 8 * (j % 2)))
+        x *= 1.0 / (1 << 8 * (j % 2))
+        total += code * x[None, :, :, None]
+        if KIND.bits < 8:
+            x = inputs_at(x_ptr, norm_ptr, first_k + j + 16, inside, NORM)
+            if KIND.group == 16:
+                second_sum += x
+            else:
+                x_sum += x
+            bits = second >> 16 if j >= 2 else second
+            code = code_float(bits & (MASK << 8 * (j % 2) + NIBBLE))
+            x *= 1.0 / (1 << 8 * (j % 2) + NIBBLE)
+            if KIND.group == 16:
+                second_total += code * x[None, :, :, None]
+            else:
+                total += code * x[None, :, :, None]
+    scale = scales(data_ptr, panel, group, groups, lane, 0, there, KIND)[:, :, None, :]
+    if KIND.affine:
+        offset = offsets(data_ptr, panel, group, groups, lane, there, KIND)
+        total = total * scale + offset[:, :, None, :] * x_sum[None, :, :, None]
     else:
-        zero = 8.0 if BITS == 4 else 128.0
-        total = (total - zero * x_sum[None, :, :, None]) * scale[:, :, None, :]
+        total = (total - KIND.zero * x_sum[None, :, :, None]) * scale
+    if KIND.group == 16:
+        scale = scales(data_ptr, panel, group, groups, lane, 1, there, KIND)[:, :, None, :]
+        total += (second_total - KIND.zero * second_sum[None, :, :, None]) * scale
     return total
 
 
@@ -80,10 +164,10 @@ def products(
 def gemv_kernel(
     x_ptr: tl.tensor,
     norm_ptr: tl.tensor,
-    words_ptr: tl.tensor,
-    halves_ptr: tl.tensor,
-    up_words_ptr: tl.tensor,
-    up_halves_ptr: tl.tensor,
+    data_ptr: tl.tensor,
+    table_ptr: tl.tensor,
+    up_data_ptr: tl.tensor,
+    up_table_ptr: tl.tensor,
     y_ptr: tl.tensor,
     peak_ptr: tl.tensor,
     share_ptr: tl.tensor,
@@ -94,9 +178,8 @@ def gemv_kernel(
     GATED: tl.constexpr,
     ADD: tl.constexpr,
     PEAKS: tl.constexpr,
-    BITS: tl.constexpr,
-    AFFINE: tl.constexpr,
-    UP_AFFINE: tl.constexpr,
+    KIND: tl.constexpr,
+    UP_KIND: tl.constexpr,
     PANELS: tl.constexpr,
     GROUPS: tl.constexpr,
 ) -> None:
@@ -104,27 +187,26 @@ def gemv_kernel(
     panel = tl.program_id(0) * PANELS + tl.arange(0, PANELS)
     panels = tl.cdiv(outputs, 16)
     groups = inputs // 32
-    acc = tl.zeros([PANELS, GROUPS, BITS, 16], tl.float32)
-    up = tl.zeros([PANELS, GROUPS, BITS, 16], tl.float32)
+    acc = tl.zeros([PANELS, GROUPS, 8 if KIND.bits == 8 else 4, 16], tl.float32)
+    up = tl.zeros([PANELS, GROUPS, 8 if UP_KIND.bits == 8 else 4, 16], tl.float32)
     squares = tl.zeros([GROUPS * 32], tl.float32)
     for first in range(0, groups, GROUPS):
         group = first + tl.arange(0, GROUPS)
         acc += products(
-            x_ptr, norm_ptr, words_ptr, halves_ptr, panel, group, panels, groups, NORM, BITS, AFFINE
+            x_ptr, norm_ptr, data_ptr, table_ptr, panel, group, panels, groups, NORM, KIND
         )
         if GATED:
             up += products(
                 x_ptr,
                 norm_ptr,
-                up_words_ptr,
-                up_halves_ptr,
+                up_data_ptr,
+                up_table_ptr,
                 panel,
                 group,
                 panels,
                 groups,
                 NORM,
-                BITS,
-                UP_AFFINE,
+                UP_KIND,
             )
         if NORM:
             k = first * 32 + tl.arange(0, GROUPS * 32)

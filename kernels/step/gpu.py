@@ -1,8 +1,9 @@
 """The fused step in Triton: embedding to logits for one token or some, seven launches a layer.
 
-The launches of one token, and of a whole chunk, are captured in CUDA graphs: tokens, position and
-block table stand in device memory, so one capture serves every step. The best tokens after one can
-be found there too.
+Q, K and V are one launch where their weights are of one kind, else two or three. The launches of
+one token, and of a whole chunk, are captured in CUDA graphs: tokens, position and block table stand
+in device memory, so one capture serves every step. The best tokens after one can be found there
+too.
 """
 
 from __future__ import annotations
@@ -21,8 +22,8 @@ from edgellm.kernels.gpu.device import on_device
 from edgellm.kernels.gpu.kv_blocks import DeviceBlocks
 from edgellm.kernels.kv_append.gpu import append_rotated
 from edgellm.kernels.kv_blocks import BLOCK, BlockTable
-from edgellm.kernels.linear import Panels
-from edgellm.kernels.linear.gpu import DevicePanels, Rows, embed, linear
+from edgellm.kernels.linear.gpu import DevicePanels, Rows, embed, linear, stackable
+from edgellm.kernels.linear.panels import Panels
 from edgellm.kernels.rope import RopeTable
 from edgellm.kernels.sampling import Logits
 from edgellm.kernels.sampling.gpu import LogitRow
@@ -41,11 +42,15 @@ MAX_ROWS = 512
 
 @dataclass(frozen=True)
 class _Layer:
-    """A layer's weights in device memory; see `LayerWeights`."""
+    """A layer's weights in device memory; see `LayerWeights`.
+
+    Attributes:
+        projections: Q, K and V, neighbours stacked where that can be done.
+    """
 
     attention_norm: torch.Tensor
     mlp_norm: torch.Tensor
-    qkv: DevicePanels
+    projections: Sequence[DevicePanels]
     o: DevicePanels
     gate: DevicePanels
     up: DevicePanels
@@ -57,7 +62,7 @@ class _Layer:
         return cls(
             on_device(layer.attention_norm, device),
             on_device(layer.mlp_norm, device),
-            DevicePanels.of(layer.qkv, device),
+            _stacked([layer.q, layer.k, layer.v], device),
             DevicePanels.of(layer.o, device),
             DevicePanels.of(layer.gate, device),
             DevicePanels.of(layer.up, device),
@@ -247,7 +252,11 @@ class DeviceStep:
                 return False
             rows = buffers.halves
             qkv = buffers.qkv.view(len(x), -1)
-            linear(x, layer.qkv, qkv, rows, norm=layer.attention_norm, epsilon=epsilon)
+            first = 0
+            for weight in layer.projections:
+                part = qkv[:, first : first + weight.outputs]
+                linear(x, weight, part, rows, norm=layer.attention_norm, epsilon=epsilon)
+                first += weight.outputs
             append_rotated(
                 self._blocks,
                 self._inputs.table,
@@ -309,6 +318,16 @@ class DeviceStep:
                 device=self._device,
             ),
         )
+
+
+def _stacked(parts: Sequence[Panels], device: str) -> list[DevicePanels]:
+    runs = [[parts[0]]]
+    for panels in parts[1:]:
+        if stackable(runs[-1][-1], panels):
+            runs[-1].append(panels)
+        else:
+            runs.append([panels])
+    return [DevicePanels.stacked(run, device) for run in runs]
 
 
 def _host(tensor: torch.Tensor) -> Floats:

@@ -1,8 +1,9 @@
 """Triton kernels on a GPU: bandwidth, each kernel's share of it, tokens/s of whole models.
 
-    python tests/bench/gpu.py [--models SmolLM2-135M,Llama-3-8B] [--depths 128,4096,32768] [--peer]
+    python tests/bench/gpu.py [--models SmolLM2-135M,Llama-3-8B] [--kind int4_k]
+        [--depths 128,4096,32768] [--peer]
 
-Weights are random int4 in the shapes of real models; speed does not depend on their values. Copy
+Weights are random in the shapes of real models; speed does not depend on their values. Copy
 bandwidth is measured first, and everything is told as a share of it. `--peer` decodes the same
 shapes with Hugging Face transformers, in bfloat16 with a static cache and torch.compile.
 
@@ -29,7 +30,8 @@ from edgellm.kernels.gpu.device import device_name, interpreted, require
 from edgellm.kernels.gpu.kv_blocks import DeviceBlocks
 from edgellm.kernels.kv_blocks import BLOCK, KVFormat, allocate
 from edgellm.kernels.linear.gpu import DevicePanels, Rows, linear
-from edgellm.kernels.linear.panels import Panels
+from edgellm.kernels.linear.panels import Panels, panels_shape
+from edgellm.kernels.quantized import KINDS, Kind
 from edgellm.kernels.step.gpu import DeviceStep
 from edgellm.kernels.step.weights import LayerWeights, Weights
 from edgellm.llm import LLM, load
@@ -58,7 +60,7 @@ class Shape:
 
 
 SHAPES = {
-    "tiny": Shape(1, 64, 96, 3, 1, 32, 64),
+    "tiny": Shape(1, 256, 256, 8, 1, 32, 64),
     "SmolLM2-135M": Shape(30, 576, 1536, 9, 3, 64, 49152),
     "Llama-3.2-1B": Shape(16, 2048, 8192, 32, 8, 64, 128256),
     "Llama-3-8B": Shape(32, 4096, 14336, 32, 8, 128, 128256),
@@ -75,30 +77,38 @@ def seconds(run: Callable[[], object]) -> float:
     return float(triton.testing.do_bench(run, return_mode="median")) / 1e3
 
 
-def random_panels(rng: np.random.Generator, outputs: int, inputs: int, *, bits: int = 4) -> Panels:
-    """Symmetric random weights, about 1 / sqrt(inputs) each."""
-    codes = 64 * bits
-    data = rng.integers(0, 256, (-(-outputs // 16), inputs // 32, codes + 32), dtype=np.uint8)
-    scale = np.float16((0.2 if bits == 4 else 0.014) / np.sqrt(inputs))
-    data[..., codes:] = np.full(16, scale).view(np.uint8)
-    return Panels(data, outputs, inputs, "int4_symmetric" if bits == 4 else "int8_symmetric")
+def random_panels(rng: np.random.Generator, outputs: int, inputs: int, kind: Kind) -> Panels:
+    """Random weights, about 1 / sqrt(inputs) each."""
+    data = rng.integers(0, 256, panels_shape(outputs, inputs, kind), dtype=np.uint8)
+    size = 1.6 / 2 ** (kind.bits - 1) / np.sqrt(inputs)
+    if kind.blocked:
+        data[..., : kind.block_bytes] = _bytes(size / 64, kind.block_bytes)
+    else:
+        data[..., 64 * kind.bits :] = _bytes(size, kind.group_bytes - 64 * kind.bits)
+    return Panels(data, outputs, inputs, kind)
 
 
-def random_weights(shape: Shape) -> Weights:
+def _bytes(value: float, count: int) -> np.ndarray:
+    """A number as halves."""
+    return np.full(count // 2, value, np.float16).view(np.uint8)
+
+
+def random_weights(shape: Shape, kind: Kind) -> Weights:
     """Every layer has the same weights here, and its own copy on the device."""
     rng = np.random.default_rng(0)
     width, norm = shape.heads * shape.head_dim, np.ones(shape.hidden, np.float32)
     layer = LayerWeights(
         attention_norm=norm,
         mlp_norm=norm,
-        qkv=random_panels(rng, width + 2 * shape.kv_size, shape.hidden),
-        o=random_panels(rng, shape.hidden, width),
-        gate=random_panels(rng, shape.intermediate, shape.hidden),
-        up=random_panels(rng, shape.intermediate, shape.hidden),
-        down=random_panels(rng, shape.hidden, shape.intermediate),
-        value_outputs=shape.kv_size,
+        q=random_panels(rng, width, shape.hidden, kind),
+        k=random_panels(rng, shape.kv_size, shape.hidden, kind),
+        v=random_panels(rng, shape.kv_size, shape.hidden, kind),
+        o=random_panels(rng, shape.hidden, width, kind),
+        gate=random_panels(rng, shape.intermediate, shape.hidden, kind),
+        up=random_panels(rng, shape.intermediate, shape.hidden, kind),
+        down=random_panels(rng, shape.hidden, shape.intermediate, kind),
     )
-    table = random_panels(rng, shape.vocabulary, shape.hidden, bits=8)
+    table = random_panels(rng, shape.vocabulary, shape.hidden, KINDS["int8_symmetric"])
     return Weights([layer] * shape.layers, norm, table, table, shape.heads, None, 1e-5)
 
 
@@ -125,19 +135,20 @@ def copy_bandwidth(device: str) -> float:
     return 2 * size / seconds(lambda: target.copy_(source))
 
 
-def show_linear(shape: Shape, device: str, bandwidth: float) -> None:
+def show_linear(shape: Shape, kind: Kind, device: str, bandwidth: float) -> None:
     """The vector products of one layer and the head."""
-    weights = random_weights(shape)
+    weights = random_weights(shape, kind)
     layer = weights.layers[0]
-    parts = {name: getattr(layer, name) for name in ("qkv", "o", "gate", "down")}
-    for name, panels in {**parts, "head": weights.head}.items():
-        weight = DevicePanels.of(panels, device)
+    parts = {name: [getattr(layer, name)] for name in ("o", "gate", "down")}
+    qkv = [layer.q, layer.k, layer.v]
+    for name, stacked in {"qkv": qkv, **parts, "head": [weights.head]}.items():
+        weight = DevicePanels.stacked(stacked, device)
         for count in (1, 16):
-            x = torch.randn((count, panels.inputs), device=device)
-            y = torch.empty((count, panels.outputs), device=device)
+            x = torch.randn((count, weight.inputs), device=device)
+            y = torch.empty((count, weight.outputs), device=device)
             rows = Rows(x.to(torch.float16), torch.empty(count, device=device))
             run = _bound(linear, x, weight, y, rows)
-            show_kernel(f"linear {name} x{count}", seconds(run), panels.data.nbytes, bandwidth)
+            show_kernel(f"linear {name} x{count}", seconds(run), weight.data.nbytes, bandwidth)
 
 
 def show_attention(shape: Shape, depth: int, device: str, bandwidth: float) -> None:
@@ -163,9 +174,11 @@ def show_kernel(name: str, taken: float, size: int, bandwidth: float) -> None:
     print(f"  {name:26} {taken * 1e6:9.1f} us  {rate / 1e9:7.0f} GB/s  {rate / bandwidth:4.0%}")
 
 
-def show_model(shape: Shape, depths: SequenceOf[int], device: str, bandwidth: float) -> None:
+def show_model(
+    shape: Shape, kind: Kind, depths: SequenceOf[int], device: str, bandwidth: float
+) -> None:
     """Decode at each depth, and a prompt."""
-    weights = random_weights(shape)
+    weights = random_weights(shape, kind)
     longest = max(*depths, PROMPT if not interpreted() else 0) + BLOCK
     frequencies = (10000.0 ** (-np.arange(shape.head_dim // 2) / (shape.head_dim // 2))).tolist()
     rope_table = rope.table(frequencies, longest)
@@ -253,9 +266,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--models", default=",".join(name for name in SHAPES if name != "tiny"))
     parser.add_argument("--depths", default="128,4096,32768")
+    parser.add_argument("--kind", choices=KINDS, default="int4_symmetric", help="of the layers")
     parser.add_argument("--peer", action="store_true")
     arguments = parser.parse_args()
     device = require()
+    kind = KINDS[arguments.kind]
     depths = [int(depth) for depth in arguments.depths.split(",")]
     bandwidth = copy_bandwidth(device)
     print(
@@ -264,10 +279,10 @@ def main() -> None:
     )
     for name in arguments.models.split(","):
         print(name)
-        show_linear(SHAPES[name], device, bandwidth)
+        show_linear(SHAPES[name], kind, device, bandwidth)
         for depth in depths:
             show_attention(SHAPES[name], depth, device, bandwidth)
-        show_model(SHAPES[name], depths, device, bandwidth)
+        show_model(SHAPES[name], kind, depths, device, bandwidth)
         if arguments.peer:
             show_peer(SHAPES[name], depths[0], bandwidth)
     show_provider()

@@ -4,14 +4,20 @@ from __future__ import annotations
 
 import numpy as np
 
-from edgellm.kernels.quantized import BLOCK, GROUP, KINDS, QuantizedWeight
+from edgellm.kernels.quantized import BLOCK, GROUP, KINDS, Kind, QuantizedWeight
 
 
 def random_weight(
-    kind: str, outputs: int, inputs: int, rng: np.random.Generator, *, size: float = 1.0
+    kind: str | Kind,
+    outputs: int,
+    inputs: int,
+    rng: np.random.Generator,
+    *,
+    size: float | None = None,
 ) -> QuantizedWeight:
-    """A weight whose numbers are about `size` large, with an offset where it has them."""
-    traits = KINDS[kind]
+    """A weight whose numbers are about `size` large, by default 1 / sqrt(inputs)."""
+    traits = KINDS[kind] if isinstance(kind, str) else kind
+    size = 1 / np.sqrt(inputs) if size is None else size
     largest = float(max(traits.table)) if traits.table else 2.0 ** (traits.bits - 1)
     halves = (outputs, inputs // traits.group), (outputs, inputs // GROUP)
     codes = rng.integers(0, 1 << traits.bits, (outputs, inputs), dtype=np.uint8)
