@@ -68,8 +68,6 @@ class Model:
             name: self._linear(prefix + name, kind, *SHAPES[name])
             for name, kind in zip(SHAPES, kinds, strict=True)
         }
-        stacked = [self.floats.pop(prefix + name) for name in ("q", "k", "v")]
-        self.floats[prefix + "qkv"] = np.concatenate(stacked)
         return LayerWeights(
             attention_norm=self._norm(prefix + "attention_norm"),
             mlp_norm=self._norm(prefix + "mlp_norm"),
