@@ -107,11 +107,12 @@ def _show_limits(engine: Engine, count: int) -> None:
         f"{work.prefill_flops / 1e9:.3f} GFLOP a token: "
         f"{limits.flops / work.prefill_flops:.0f} t/s"
     )
-    limits = machine(decoder.name, decoder.flavour)
+    limits, share = machine(decoder.name, decoder.flavour), work.weight_share
     click.echo(
         f"        decode {limits.read_bytes / 1e9:.1f} GB/s, "
         f"{work.decode_bytes / 1e6:.1f} MB a token: "
         f"{limits.read_bytes / work.decode_bytes:.0f} t/s"
+        + (f" (weights: {share:.2f} times their bytes in the file)" if share else "")
     )
 
 

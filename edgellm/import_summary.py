@@ -17,6 +17,8 @@ class ImportSummary:
 
     Attributes:
         mean_relative_error, worst_relative_error: of the matrices that were rounded again.
+        file_bytes, decode_bytes: of the matrices that a decode step of panels reads, in the file
+            and in the bundle; 0 where that is not known.
         taken: how many matrices the file holds in a type and the bundle in a kind, by both.
     """
 
@@ -25,6 +27,8 @@ class ImportSummary:
     mean_relative_error: float = 0.0
     worst_tensor: str | None = None
     worst_relative_error: float = 0.0
+    file_bytes: int = 0
+    decode_bytes: int = 0
     taken: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
 
     @classmethod
@@ -65,6 +69,8 @@ class ImportSummary:
             sum(sums) / count if count else 0.0,
             worst.worst_tensor,
             worst.worst_relative_error,
+            self.file_bytes + other.file_bytes,
+            self.decode_bytes + other.decode_bytes,
             {
                 name: dict(sum((Counter(taken.get(name, {})) for taken in pairs), Counter()))
                 for name in sorted({*pairs[0], *pairs[1]})

@@ -15,6 +15,7 @@ from threadpoolctl import threadpool_limits
 from edgellm.bundle import PANELS, Bundle
 from edgellm.graphs.config import ModelConfig
 from edgellm.graphs.contract import WEIGHTS_FILE
+from edgellm.import_summary import imported
 from edgellm.kernels.gpu.device import device_name, require
 from edgellm.kernels.kv_blocks import BLOCK, KVFormat, block_bytes
 from edgellm.kernels.linear import native as native_linear
@@ -51,10 +52,13 @@ class Work:
     Attributes:
         prefill_flops: a token of a prompt, on average, without the LM head.
         decode_bytes: weights and KV cache that one decode step reads.
+        weight_share: of those weights in the file they were imported from: 1 is as many bytes; None
+            where that is not known.
     """
 
     prefill_flops: float
     decode_bytes: int
+    weight_share: float | None = None
 
 
 def measure_cpu(threads: int, *, int4: bool) -> Machine:
@@ -106,9 +110,14 @@ def work_of(bundle: Bundle, tokens: int, *, flavour: str, kv_format: KVFormat) -
         kv_heads=config.kv_heads,
         head_dim=config.head_dim,
     )
-    folders = [flavour] if flavour == PANELS else [flavour, f"head-{bundle.flavour(flavour).head}"]
+    cached = block * tokens // BLOCK
+    if flavour == PANELS:
+        summary = imported(bundle, flavour)
+        share = summary.decode_bytes / summary.file_bytes if summary.file_bytes else None
+        return Work(_flops(config, tokens), summary.decode_bytes + cached, share)
+    folders = (flavour, f"head-{bundle.flavour(flavour).head}")
     weights = sum(bundle.manifest.files[f"{folder}/{WEIGHTS_FILE}"].bytes for folder in folders)
-    return Work(_flops(config, tokens), weights + block * tokens // BLOCK)
+    return Work(_flops(config, tokens), weights + cached)
 
 
 def _flops(config: ModelConfig, tokens: int) -> float:

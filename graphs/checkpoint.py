@@ -35,6 +35,7 @@ class Tensor:
     Attributes:
         storage: how the file holds it, e.g. `Q4_1` or `BF16`.
         float32: the whole tensor as float32.
+        nbytes: what it takes in the file; 0 where several tensors of the file make it.
         quantized: the same values as codes and scales, or None where no kind holds them exactly.
     """
 
@@ -42,6 +43,7 @@ class Tensor:
     storage: str
     float32: Callable[[], NDArray[np.float32]]
     quantized: Callable[[], QuantizedWeight] | None = None
+    nbytes: int = 0
 
 
 def checked(tensor: Tensor, origin: str) -> Tensor:

@@ -64,6 +64,7 @@ class GGUFCheckpoint:
             quantized=(lambda: weight_of(entry.data[rows], storage))
             if storage in FORMATS
             else None,
+            nbytes=entry.data.nbytes,
         )
         return checked(tensor, f"{self.path}: tensor {key}")
 

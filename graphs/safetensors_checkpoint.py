@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from edgellm.errors import ModelFormatError
 from edgellm.graphs.checkpoint import Tensor, architecture, checked, file_name
 from edgellm.graphs.config import Fields
 from edgellm.graphs.hf_quantization.registry import quantization_of
-from edgellm.graphs.safetensors_folder import FLOATS, SafetensorsFolder, read_json
+from edgellm.graphs.safetensors_folder import DTYPES, FLOATS, SafetensorsFolder, read_json
 
 # What files of quantized weights have beside or in place of a weight.
 _QUANTIZED_PARTS = (".qweight", ".weight_packed", ".scales", ".weight_scale", ".weight_scale_inv")
@@ -46,7 +47,9 @@ class SafetensorsCheckpoint:
         def float32() -> NDArray[np.float32]:
             return self._folder.read(key).astype(np.float32)
 
-        return checked(Tensor(entry.shape, entry.dtype, float32), f"{entry.file}: tensor {key}")
+        nbytes = math.prod(entry.shape) * np.dtype(DTYPES[entry.dtype]).itemsize
+        tensor = Tensor(entry.shape, entry.dtype, float32, nbytes=nbytes)
+        return checked(tensor, f"{entry.file}: tensor {key}")
 
     def _quantized(self, module: str) -> Tensor | None:
         """The weight of a module whose weight is quantized."""

@@ -14,11 +14,15 @@ class ImportReport:
     Attributes:
         exact: matrices taken over with every value as it is.
         requantized: relative error of every one that was rounded again, by its name.
+        file_bytes, decode_bytes: what the matrices that a decode step reads take in the file and in
+            panels; 0 where that is not known.
         taken: how many the file holds in a type and are written in a kind: `[type, kind]`.
     """
 
     exact: int = 0
     requantized: dict[str, float] = field(default_factory=dict)
+    file_bytes: int = 0
+    decode_bytes: int = 0
     taken: Counter[tuple[str, str]] = field(default_factory=Counter)
 
     def took(self, name: str, storage: str, kind: str, error: float | None = None) -> None:
@@ -48,5 +52,7 @@ class ImportReport:
             "mean_relative_error": sum(errors.values()) / len(errors) if errors else 0.0,
             "worst_tensor": worst,
             "worst_relative_error": errors[worst] if worst else 0.0,
+            "file_bytes": self.file_bytes,
+            "decode_bytes": self.decode_bytes,
             "taken": taken,
         }

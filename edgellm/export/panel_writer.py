@@ -18,11 +18,15 @@ def store_panels(
     """Write all weights, in the order in which a token needs them; gives the kind of each."""
     checkpoint = reader.checkpoint
     config = checkpoint.config
-    kinds = {}
+    kinds, read = {}, []
 
     def add(name: str, weight: QuantizedWeight) -> None:
         kinds[name] = weight.kind.name
-        file.add(name, to_panels(weight).data)
+        panels = to_panels(weight)
+        file.add(name, panels.data)
+        if name == "embedding" and not config.tied_embedding:
+            return  # of which a token needs a row
+        read.append((checkpoint.tensor(name).nbytes, panels.data.nbytes))
 
     for layer in range(config.layers):
         prefix = f"layers.{layer}."
@@ -37,4 +41,7 @@ def store_panels(
     file.add("final_norm", checkpoint.tensor("final_norm").float32())
     for name in ("embedding",) if config.tied_embedding else ("embedding", "head"):
         add(name, reader.table(name))
+    reader.report.decode_bytes = sum(nbytes for _, nbytes in read)
+    if all(in_file for in_file, _ in read):
+        reader.report.file_bytes = sum(in_file for in_file, _ in read)
     return kinds

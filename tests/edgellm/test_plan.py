@@ -71,6 +71,7 @@ def test_work_of_the_default_model(smollm2: Bundle) -> None:
     work = work_of(smollm2, 0, flavour="panels", kv_format="int8")
     assert work.prefill_flops == 2 * 30 * 576 * (576 + 960 + 3 * 1536)
     assert 0.5 < work.decode_bytes / (106.2e6 * 5 / 8 + 28.3e6 * 8.5 / 8) < 1.1
+    assert work.weight_share == pytest.approx(1, abs=1e-3)  # all Q4_1 and Q8_0
     deep = work_of(smollm2, 1280, flavour="panels", kv_format="int8")
     assert deep.decode_bytes - work.decode_bytes == 1280 * 12240  # codes, and a float32 each 64
     assert deep.prefill_flops - work.prefill_flops == 2 * 30 * 576 * 1280
