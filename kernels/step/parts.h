@@ -1,4 +1,5 @@
 // A step and the kernels that it is made of.
+#include "../linear/unpack.h"
 #include "../linear/cpu.h"
 #include "../kv_append/cpu.h"
 #include "../attention/cpu.h"

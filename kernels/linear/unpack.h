@@ -1,0 +1,216 @@
+// Panels as products read them: as they lie in memory, or unpacked to a byte a code; included once for each
+// instruction set.
+
+// Rows that are computed together: as many as the sums find registers for, of a panel as it lies in
+// memory and of two unpacked ones.
+constexpr int MAX_ROWS = 4;
+#if LANES == 16 || defined(EDGELLM_NEON)
+constexpr int WIDE_ROWS = 6;
+#else
+constexpr int WIDE_ROWS = 3;
+#endif
+constexpr int WIDE_PANELS = 2;
+constexpr int MANY_ROWS = MAX_ROWS + 1;  // from which on unpacking pays
+
+// Kinds that few files have are unpacked from two rows on: to compile them for more takes 40 s.
+constexpr bool is_rare(int kind) {
+    return kind == edgellm::INT8_AFFINE || kind == edgellm::INT5_AFFINE || kind == edgellm::INT5_K ||
+           edgellm::TRAITS[kind].table;
+}
+
+constexpr int STRETCH = 24;  // groups; with two panels 30 KB of unpacked codes and scales
+// A core's own prefetcher stops at the end of a page, and a page is read in less time than the next one
+// takes to come: so far ahead, one core read int4 weights at 0.9 of the rate of a plain read, and at
+// 0.67 without (Intel Xeon, Sapphire Rapids, 400 MB).
+constexpr size_t BYTES_AHEAD = 8 << 10;
+
+// What is computed with codes: kinds that differ only in how they are written share it.
+enum Arithmetic { UNSIGNED, UNSIGNED_AFFINE, SIGNED, SIGNED_AFFINE, HALVES };
+constexpr Arithmetic arithmetic(int kind) {
+    const edgellm::Traits f = edgellm::TRAITS[kind];
+    if (f.parts == 2) return HALVES;
+    if (f.bits == 8) return f.affine ? SIGNED_AFFINE : SIGNED;
+    return f.table ? SIGNED : f.affine ? UNSIGNED_AFFINE : UNSIGNED;
+}
+constexpr bool is_affine(int a) { return a == UNSIGNED_AFFINE || a == SIGNED_AFFINE; }
+constexpr bool is_signed(int a) { return a == SIGNED || a == SIGNED_AFFINE; }
+constexpr int parts_of(int a) { return a == HALVES ? 2 : 1; }
+// Which start the sums of UNSIGNED codes have.
+constexpr int start_of(int kind) { return edgellm::TRAITS[kind].bits == 5 ? 2 : 1; }
+
+template <int ARITHMETIC>
+inline IVec multiply_add(IVec sum, Bytes weight, Bytes quad) {
+    return is_signed(ARITHMETIC) ? dot_signed(sum, weight, quad) : dot(sum, weight, quad);
+}
+
+// The codes of one group, for LANES outputs from one on: two quads at a time, i and i + 4.
+template <int KIND>
+struct Codes {
+    static constexpr edgellm::Traits TRAITS = edgellm::TRAITS[KIND];
+    const uint8_t* from;
+    Bytes high[2];  // what codes have above 4 bits
+
+    explicit Codes(const uint8_t* group) : from(group) {
+        if (TRAITS.bits == 5 || TRAITS.bits == 6) high[0] = load_bytes(from + 256);
+        if (TRAITS.bits == 6) high[1] = load_bytes(from + 320);
+    }
+    // ready to be multiplied
+    void pair(int i, Bytes& low, Bytes& top) const {
+        const Bytes both = load_bytes(from + 64 * i);
+        if (TRAITS.bits == 8) {
+            low = operand(both);
+            top = operand(load_bytes(from + 64 * (i + 4)));
+            return;
+        }
+        low = both & 15;
+        top = (Bytes)((IVec)both >> 4) & 15;
+        if (TRAITS.bits == 5) {
+            low |= (Bytes)((IVec)high[0] << (4 - i)) & 16;
+            top |= (Bytes)((IVec)high[0] >> i) & 16;
+        }
+        if (TRAITS.bits == 6) {
+            low |= field(high[0], i);
+            top |= field(high[1], i);
+        }
+        if (TRAITS.table) {
+            low = lookup(table(), low);
+            top = lookup(table(), top);
+        }
+    }
+
+private:
+    static Bytes field(Bytes bits, int i) {
+        return (Bytes)(i < 2 ? (IVec)bits << (4 - 2 * i) : (IVec)bits >> (2 * i - 4)) & 48;
+    }
+    static const int8_t* table() { return KIND == edgellm::MXFP4 ? E2M1 : IQ4; }
+};
+
+// What a code stands for that is ready to be multiplied, before it is scaled.
+template <int KIND>
+inline float value_of(int8_t code) {
+    if (is_signed(arithmetic(KIND))) return operand(Bytes{} + code)[0];
+    if (arithmetic(KIND) == UNSIGNED_AFFINE) return code;
+    return code - (arithmetic(KIND) == HALVES ? 32 : start_of(KIND) == 2 ? 16 : 8);
+}
+
+// A panel as it lies in memory.
+template <int KIND>
+struct Packed {
+    static constexpr edgellm::Traits TRAITS = edgellm::TRAITS[KIND];
+    static constexpr int ARITHMETIC = arithmetic(KIND), PANELS = 1, panels = 1;
+    static constexpr int ROWS = is_rare(KIND) ? 1 : MAX_ROWS;
+    static constexpr int start = start_of(KIND);
+    const uint8_t* panel;
+
+    const uint8_t* block(int g) const {
+        constexpr size_t bytes =
+            edgellm::block_bytes(KIND) + edgellm::BLOCK_GROUPS * edgellm::group_bytes(KIND);
+        return panel + g / edgellm::BLOCK_GROUPS * bytes;
+    }
+    const uint8_t* group(int g) const {
+        if (!TRAITS.blocked) return panel + g * edgellm::group_bytes(KIND);
+        return block(g) + edgellm::block_bytes(KIND) +
+               g % edgellm::BLOCK_GROUPS * edgellm::group_bytes(KIND);
+    }
+    Codes<KIND> codes(int g, int lane) const { return Codes<KIND>(group(g) + 4 * lane); }
+
+    void fetch_ahead(int g) const {
+        const uint8_t* from = group(g) + BYTES_AHEAD;
+        for (size_t i = 0; i < edgellm::group_bytes(KIND); i += 64) __builtin_prefetch(from + i);
+    }
+
+    // Add the products of one group with ROWS rows of codes to `dots`.
+    template <int ROWS>
+    void dot_group(int g, int lane, const int8_t* x, size_t width,
+                   IVec (*all)[parts_of(ARITHMETIC)][ROWS]) const {
+        IVec(&dots)[parts_of(ARITHMETIC)][ROWS] = *all;
+        const Codes<KIND> packed = codes(g, lane);
+        for (int i = 0; i < 4; ++i) {
+            Bytes low, top;
+            packed.pair(i, low, top);
+            for (int r = 0; r < ROWS; ++r) {
+                const int8_t* quad = x + r * width + 4 * i;
+                IVec &first = dots[0][r], &second = dots[parts_of(ARITHMETIC) - 1][r];
+                first = multiply_add<ARITHMETIC>(first, low, splat_quad(quad));
+                second = multiply_add<ARITHMETIC>(second, top, splat_quad(quad + 16));
+            }
+        }
+    }
+    // The number `index` of LANES scales and offsets of a group.
+    Vec factor(int g, int lane, int index) const {
+        const uint8_t* from = group(g) + 64 * TRAITS.bits;
+        if (TRAITS.blocked) return to_float(load_narrow(from + edgellm::PANEL * index + lane));
+        return load_halves(reinterpret_cast<const uint16_t*>(from) + edgellm::PANEL * index + lane);
+    }
+    Vec scale(int, int g, int lane, int part) const {
+        const Vec scale = factor(g, lane, part);
+        if (!TRAITS.blocked) return scale;
+        return scale * load_halves(reinterpret_cast<const uint16_t*>(block(g)) + lane);
+    }
+    // What is added for each unit of the sum of a group's activations.
+    Vec offset(int, int g, int lane) const {
+        const Vec offset = factor(g, lane, 1);
+        if (TRAITS.blocked)
+            return -offset *
+                   load_halves(reinterpret_cast<const uint16_t*>(block(g)) + edgellm::PANEL + lane);
+        return TRAITS.bits == 8 ? offset + splat(128.0f) * factor(g, lane, 0) : offset;
+    }
+};
+
+// A group of a panel with a byte for each code, ready to be multiplied.
+struct alignas(64) Unpacked {
+    int8_t codes[edgellm::GROUP * edgellm::PANEL];
+    float scale[2][edgellm::PANEL], offset[edgellm::PANEL];
+};
+
+// A stretch of two panels that many rows share: unpacking is done once, and a row's codes are loaded
+// once for both.
+template <int ARITHMETIC_>
+struct Shared {
+    static constexpr int ARITHMETIC = ARITHMETIC_, PANELS = WIDE_PANELS, ROWS = WIDE_ROWS;
+    Unpacked* groups;  // [PANELS, STRETCH]
+    int panels;        // that are kept
+    int start;
+
+    template <int KIND>
+    static void fill(Unpacked* groups, const Packed<KIND>& packed, int first, int count) {
+        const auto put = [](int8_t* p, Bytes b) { *reinterpret_cast<Bytes*>(p) = b; };
+        for (int g = 0; g < count; ++g) {
+            int8_t* to = groups[g].codes;
+            for (int lane = 0; lane < edgellm::PANEL; lane += LANES) {
+                const Codes<KIND> codes = packed.codes(first + g, lane);
+                for (int i = 0; i < 4; ++i) {
+                    Bytes low, top;
+                    codes.pair(i, low, top);
+                    put(to + 64 * i + 4 * lane, low);
+                    put(to + 64 * (i + 4) + 4 * lane, top);
+                }
+                for (int part = 0; part < parts_of(ARITHMETIC); ++part)
+                    store(groups[g].scale[part] + lane, packed.scale(0, first + g, lane, part));
+                if (is_affine(ARITHMETIC))
+                    store(groups[g].offset + lane, packed.offset(0, first + g, lane));
+            }
+        }
+    }
+    void fetch_ahead(int) const {}
+
+    template <int ROWS>
+    void dot_group(int g, int lane, const int8_t* codes, size_t width,
+                   IVec (*dots)[parts_of(ARITHMETIC)][ROWS]) const {
+        for (int i = 0; i < 8; ++i) {
+            const int part = i / 4 * (parts_of(ARITHMETIC) - 1);
+            Bytes weights[PANELS];
+            for (int p = 0; p < PANELS; ++p)
+                weights[p] = load_bytes(groups[p * STRETCH + g].codes + 64 * i + 4 * lane);
+            for (int r = 0; r < ROWS; ++r) {
+                const Bytes quad = splat_quad(codes + r * width + 4 * i);
+                for (int p = 0; p < PANELS; ++p)
+                    dots[p][part][r] = multiply_add<ARITHMETIC>(dots[p][part][r], weights[p], quad);
+            }
+        }
+    }
+    Vec scale(int p, int g, int lane, int part) const {
+        return load(groups[p * STRETCH + g].scale[part] + lane);
+    }
+    Vec offset(int p, int g, int lane) const { return load(groups[p * STRETCH + g].offset + lane); }
+};
