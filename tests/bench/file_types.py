@@ -20,11 +20,10 @@ import tempfile
 from pathlib import Path
 
 # Types by the numbers of llama_ftype in llama.h.
-TYPES = {
-    **{"Q2_K": 10, "Q3_K_M": 12, "Q4_0": 2, "Q4_1": 3, "Q4_K_S": 14, "Q4_K_M": 15, "Q5_0": 8},
-    **{"Q5_K_M": 17, "Q6_K": 18, "Q8_0": 7, "IQ4_NL": 25, "IQ4_XS": 30, "IQ3_S": 26, "F16": 1},
-    "BF16": 32,
-}
+TYPES = dict(
+    Q2_K=10, Q3_K_M=12, Q4_0=2, Q4_1=3, Q4_K_S=14, Q4_K_M=15, Q5_0=8, Q5_K_M=17, Q6_K=18, Q8_0=7,
+    IQ4_NL=25, IQ4_XS=30, IQ3_S=26, F16=1, BF16=32,
+)  # fmt: skip
 _QUANTIZE = """
 import sys, llama_cpp
 parameters = llama_cpp.llama_model_quantize_default_params()
@@ -67,14 +66,14 @@ def main() -> None:
     if arguments.measure:
         return print(json.dumps(measure(arguments.model, windows=arguments.windows)))
     print(f"| {' | '.join(COLUMNS)} | tokens/s |\n{'|---' * (len(COLUMNS) + 1)}|")
+    windows = str(arguments.windows)
     for name in arguments.types.split(","):
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder) / f"{name}.gguf"
             quantize = [arguments.python, "-c", _QUANTIZE, arguments.model, path, str(TYPES[name])]
             subprocess.run(quantize, check=True, capture_output=True)
             row = subprocess.run(
-                [sys.executable, "-P", __file__, path, "--measure"]
-                + ["--windows", str(arguments.windows)],
+                [sys.executable, "-P", __file__, path, "--measure", "--windows", windows],
                 check=True,
                 capture_output=True,
                 text=True,
