@@ -16,6 +16,7 @@ from edgellm.forward import Model
 from edgellm.graphs.contract import WEIGHTS_FILE
 from edgellm.kernels import rope
 from edgellm.kernels.gpu.device import require
+from edgellm.kernels.kv_blocks import LAYOUT_VERSION
 from edgellm.kernels.native import MAX_HEAD_DIM, isa, library
 from edgellm.kv_cache import KVCache, blocks_for, cache_bytes
 from edgellm.native_model import NativeModel
@@ -117,7 +118,7 @@ class Engine:
         """Of the weights and of how K and V are stored: whose KV cache fits."""
         manifest = self.bundle.manifest
         values = (
-            f"{manifest.source_sha256 or manifest.files}{self.options.kv_format}"
+            f"{manifest.source_sha256 or manifest.files}{self.options.kv_format}/{LAYOUT_VERSION}"
             f"{key_basis.fingerprint(manifest)}"
         )
         return hashlib.sha256(values.encode()).hexdigest()

@@ -16,9 +16,11 @@ in common, it leaves smaller numbers to round (see `edgellm/key_basis.py`). A ro
 `head_dim` numbers of one KV head; int8 and int4 have one scale a row:
 
     int8  value = code * scale, scale = max|value| / 127
-    int4  value = (2 code - 15) * scale, code 0 .. 15, scale = max|value| / 16, where the values are
-          the row after the Hadamard transform (`hadamard/`); `head_dim / 2` bytes, byte `i` with
-          code `i` in its low half and code `i + head_dim / 2` in its high half
+    int4  value = (2 code - 15) * scale, code 0 .. 15, scale = max|value| / 16; `head_dim / 2`
+          bytes, byte `i` with code `i` in its low half and code `i + head_dim / 2` in its high half
+
+where the values of a key, and of int4's V rows, are the row after the Hadamard transform
+(`hadamard/`): the largest of a key is far larger than most of it, those of V are nearly alike.
 """
 
 from __future__ import annotations
@@ -43,8 +45,12 @@ _DTYPES: dict[KVFormat, type[np.generic]] = {
     "f32": np.float32,
 }
 
-# Those with a scale for each row.
+# Those with a scale for each row; their keys are rounded after the Hadamard transform.
 SCALED = ("int8", "int4")
+# Those whose values are as well.
+SPREAD_VALUES = ("int4",)
+# Of what the bytes of a block mean: blocks that were kept under another number are not read.
+LAYOUT_VERSION = 2
 
 BlockTable = Sequence[int]
 

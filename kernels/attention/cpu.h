@@ -197,7 +197,7 @@ inline void attend_rows(const edgellm::KV& kv, const edgellm::Queries& queries, 
 // A row's sums become its result, `out` [head_dim].
 inline void finish_row(const edgellm::KV& kv, const float* part, float* out) {
     for (int d = 0; d < kv.head_dim; ++d) out[d] = part[2 + d] / part[1];
-    if (kv.format == edgellm::INT4) hadamard(out, kv.head_dim);
+    if (kv.spread(false)) hadamard(out, kv.head_dim);
 }
 
 inline void attend(const edgellm::AttendCall& call) {

@@ -21,7 +21,7 @@ from edgellm.kernels.gpu.device import aligned, interpreted
 from edgellm.kernels.gpu.kv_blocks import DeviceBlocks
 from edgellm.kernels.hadamard.gpu import hadamard_matrix
 from edgellm.kernels.kv_append.gpu import hadamard_size
-from edgellm.kernels.kv_blocks import BLOCK
+from edgellm.kernels.kv_blocks import BLOCK, SPREAD_VALUES
 
 # Of a tile: keys, a divisor of BLOCK, and query rows at most.
 KEYS = 64
@@ -307,6 +307,6 @@ def attend(
         splits,
         HEAD_DIM=head_dim,
         WIDTH=aligned(head_dim),
-        HADAMARD=hadamard_size(blocks),
-        num_warps=1 if blocks.format != "int4" else 4,
+        HADAMARD=hadamard_size(blocks, SPREAD_VALUES),
+        num_warps=4 if blocks.format in SPREAD_VALUES else 1,
     )

@@ -4,6 +4,7 @@
 // line with each that is read.
 inline void fetch(const void* line) { __builtin_prefetch(line, 0, 2); }
 
+// Keys went through the Hadamard transform, and so do the queries.
 class Int8Rows {
 public:
     static size_t bytes(int head_dim) {
@@ -21,11 +22,14 @@ public:
     }
 
     void set_query(int r, const float* q, float norm) {
+        float spread[edgellm::MAX_HEAD_DIM];
+        std::memcpy(spread, q, sizeof(float) * head_dim_);
+        hadamard(spread, head_dim_);
         const size_t at = size_t(r) * head_dim_;
-        const RowScale found = quantize_row(q, head_dim_, codes_ + at);
+        const RowScale found = quantize_row(spread, head_dim_, codes_ + at);
         scale_[r] = found.scale * norm / FINE_STEPS;
         start_[r] = START * found.total;
-        fine_start_[r] = START * quantize_rest(q, head_dim_, found.scale, codes_ + at, fine_ + at);
+        fine_start_[r] = START * quantize_rest(spread, head_dim_, found.scale, codes_ + at, fine_ + at);
     }
 
     // The block at `first_row` of the pool; the one at `next_row` will follow.
@@ -173,8 +177,8 @@ private:
     int8_t *codes_, *fine_, *high_, *low_;
 };
 
-// Blocks of 4 bits are made 8 one by one. Their K and V went through a Hadamard transform, and so do
-// the queries; whoever ends a row transforms it back.
+// Blocks of 4 bits are made 8 one by one. Their values went through the Hadamard transform as well;
+// whoever ends a row transforms it back.
 class Int4Rows : public Int8Rows {
 public:
     static size_t bytes(int head_dim) {
@@ -184,13 +188,6 @@ public:
     Int4Rows(const edgellm::KV& kv, char* memory) : Int8Rows(kv, memory) {
         keys_ = reinterpret_cast<int8_t*>(memory + (Int8Rows::bytes(head_dim_) + 63) / 64 * 64);
         values_ = keys_ + edgellm::BLOCK * size_t(head_dim_);
-    }
-
-    void set_query(int r, const float* q, float norm) {
-        float spread[edgellm::MAX_HEAD_DIM];
-        std::memcpy(spread, q, sizeof(float) * head_dim_);
-        hadamard(spread, head_dim_);
-        Int8Rows::set_query(r, spread, norm);
     }
 
     void open(size_t first_row, size_t next_row, int count) {

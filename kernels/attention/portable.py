@@ -6,7 +6,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgellm.kernels import hadamard
-from edgellm.kernels.kv_blocks import BLOCK, BlockTable, KVBlocks
+from edgellm.kernels.kv_blocks import BLOCK, SCALED, SPREAD_VALUES, BlockTable, KVBlocks
 
 # Scores are made for as many KV heads at a time as fit: past a few tens of MB the softmax passes
 # leave the last-level cache, and the buffer would count against a small machine's memory.
@@ -28,9 +28,8 @@ def attend(
     group = heads // kv_heads
     length = start + tokens
     out = np.empty((kv_heads, group, tokens, head_dim), np.float32)
-    spread = blocks.format == "int4"
     queries = (
-        (hadamard.transform(q) if spread else q)
+        (hadamard.transform(q) if blocks.format in SCALED else q)
         .transpose(1, 0, 2)
         .reshape(kv_heads, group * tokens, head_dim)
     )
@@ -52,7 +51,7 @@ def attend(
             scores *= v_scale[:, None, :]
         out[part] = ((scores @ v) / total).reshape(-1, group, tokens, head_dim)
     found = out.transpose(2, 0, 1, 3).reshape(tokens, heads, head_dim)
-    return hadamard.transform(found) if spread else found
+    return hadamard.transform(found) if blocks.format in SPREAD_VALUES else found
 
 
 def _scales(

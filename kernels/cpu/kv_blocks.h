@@ -27,6 +27,9 @@ struct KV {
         return bytes;
     }
 
+    // Whether rows go through the Hadamard transform before they are rounded.
+    bool spread(bool key) const { return format == INT4 || (format == INT8 && key); }
+
     // Where a number lies within its block and KV head.
     size_t key_place(int row, int d) const {
         return ((size_t(row / KEYS) * (head_dim / 4) + d / 4) * KEYS + row % KEYS) * 4 + d % 4;

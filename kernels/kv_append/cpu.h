@@ -21,7 +21,8 @@ inline void write_bytes(const edgellm::KV& kv, bool key, const int8_t* codes, si
     }
 }
 
-// Write one row of K or V; `codes` has room for head_dim bytes. An int4 row is transformed in place.
+// Write one row of K or V; `codes` has room for head_dim bytes. A row that is spread is
+// transformed in place.
 inline void write_row(const edgellm::KV& kv, bool key, float* x, size_t first_row, int row,
                       int8_t* codes) {
     const int head_dim = kv.head_dim;
@@ -32,13 +33,13 @@ inline void write_row(const edgellm::KV& kv, bool key, float* x, size_t first_ro
     void* all = key ? kv.k : kv.v;
     const bool scaled = kv.format == edgellm::INT8 || kv.format == edgellm::INT4;
     float unused, &scale = scaled ? (key ? kv.k_scale : kv.v_scale)[first_row + row] : unused;
+    if (kv.spread(key)) hadamard(x, head_dim);
     if (kv.format == edgellm::F32) {
         for (int d = 0; d < head_dim; ++d) static_cast<float*>(all)[place(d)] = x[d];
     } else if (kv.format == edgellm::F16) {
         for (int d = 0; d < head_dim; ++d)
             static_cast<uint16_t*>(all)[place(d)] = half_of_float(x[d]);
     } else if (kv.format == edgellm::INT4) {
-        hadamard(x, head_dim);
         scale = quantize_row4(x, head_dim, reinterpret_cast<uint8_t*>(codes));
         write_bytes(kv.as_bytes(), key, codes, first_row, row);
     } else {

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import triton
 import triton.language as tl
@@ -10,7 +12,7 @@ from edgellm.kernels.gpu.device import aligned
 from edgellm.kernels.gpu.kv_blocks import DeviceBlocks
 from edgellm.kernels.hadamard import power_of_two_factor
 from edgellm.kernels.hadamard.gpu import hadamard_matrix
-from edgellm.kernels.kv_blocks import BLOCK
+from edgellm.kernels.kv_blocks import BLOCK, SCALED
 
 
 @triton.jit
@@ -90,7 +92,8 @@ def append_kernel(
         offset_ptr += (layer * kv_heads + head - heads) * HEAD_DIM
         x -= tl.load(offset_ptr + d, mask=d < shifted, other=0.0)
     if HADAMARD > 0:
-        x = tl.sum(hadamard_matrix(d[:, None], d[None, :], HADAMARD) * x[None, :], axis=1)
+        spread = tl.sum(hadamard_matrix(d[:, None], d[None, :], HADAMARD) * x[None, :], axis=1)
+        x = tl.where(is_value, x, spread) if FORMAT == "int8" else spread
     if head < heads:
         out = (token.to(tl.int64) * heads + head) * HEAD_DIM + d
         tl.store(q_ptr + out, x, mask=inside)
@@ -149,7 +152,7 @@ def append_rotated(
         table: block ids, int64; `start`: one int32. Both are read on the device.
         qkv: `[C, H + 2 Hkv, D]` float32.
         cos, sin: `[positions, half]` float32.
-        q: `[C, H, D]` float32; for int4 blocks after the Hadamard transform.
+        q: `[C, H, D]` float32; for int8 and int4 blocks after the Hadamard transform.
         bias: added to `qkv` before that, `[H + 2 Hkv, D]` float32, if anything.
     """
     host, head_dim = blocks.host, blocks.host.head_dim
@@ -175,15 +178,15 @@ def append_rotated(
         HEAD_DIM=head_dim,
         WIDTH=aligned(head_dim),
         FORMAT=blocks.format,
-        HADAMARD=hadamard_size(blocks),
+        HADAMARD=hadamard_size(blocks, SCALED),
         BIAS=bias is not None,
         OFFSET=blocks.key_offset is not None,
         BLOCK=BLOCK,
-        num_warps=1 if blocks.format != "int4" else 4,
+        num_warps=4 if blocks.format in SCALED else 1,
     )
 
 
-def hadamard_size(blocks: DeviceBlocks) -> int:
-    """Of the transform before rounding; 0 for formats without one."""
+def hadamard_size(blocks: DeviceBlocks, formats: Sequence[str]) -> int:
+    """Of the transform before rounding; 0 for blocks of none of `formats`."""
     head_dim = blocks.host.head_dim
-    return power_of_two_factor(head_dim, limit=head_dim) if blocks.format == "int4" else 0
+    return power_of_two_factor(head_dim, limit=head_dim) if blocks.format in formats else 0

@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgellm.kernels import hadamard, rope
-from edgellm.kernels.kv_blocks import BlockTable, KVBlocks, slots
+from edgellm.kernels.kv_blocks import SPREAD_VALUES, BlockTable, KVBlocks, slots
 
 _TINY = np.float32(np.finfo(np.float32).tiny)
 
@@ -24,8 +24,8 @@ def append(
     """Write K and V rows `[C, Hkv, D]` (K after RoPE) at positions `start .. start + C`."""
     if blocks.key_offset is not None:
         k = k - blocks.key_offset[layer]
-    k_codes, k_scale = stored(blocks, k)
-    v_codes, v_scale = stored(blocks, v)
+    k_codes, k_scale = stored(blocks, k, key=True)
+    v_codes, v_scale = stored(blocks, v, key=False)
     blocks.write(table, layer, start, k_codes, v_codes)
     ids, rows = slots(table, start, k.shape[0])
     for target, scale in ((blocks.k_scale, k_scale), (blocks.v_scale, v_scale)):
@@ -50,13 +50,14 @@ def append_rotated(
 
 
 def stored(
-    blocks: KVBlocks, values: NDArray[np.float32]
+    blocks: KVBlocks, values: NDArray[np.float32], *, key: bool
 ) -> tuple[NDArray[Any], NDArray[np.float32] | None]:
     """Rows `[C, Hkv, D]` as codes or floats, and their scales `[C, Hkv]`, if any."""
     if blocks.k_scale is None:
         return values.astype(blocks.k.dtype), None
-    if blocks.format == "int4":
+    if key or blocks.format in SPREAD_VALUES:
         values = hadamard.transform(values)
+    if blocks.format == "int4":
         scale = np.abs(values).max(axis=-1) * np.float32(1 / 16)
         steps = np.floor(values / np.maximum(2 * scale, _TINY)[..., None]) + 8
         return (2 * np.clip(steps, 0, 15) - 15).astype(np.int8), scale

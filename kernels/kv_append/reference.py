@@ -6,7 +6,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgellm.kernels.hadamard import reference as hadamard
-from edgellm.kernels.kv_blocks import SCALED, KVFormat
+from edgellm.kernels.kv_blocks import SCALED, SPREAD_VALUES, KVFormat
 
 
 def quantize_row(row: NDArray[np.floating]) -> tuple[NDArray[np.int8], np.float32]:
@@ -27,21 +27,24 @@ def quantize_row4(row: NDArray[np.floating]) -> tuple[NDArray[np.int8], np.float
 
 
 def round_trip(
-    rows: NDArray[np.floating], format: KVFormat, *, offset: NDArray[np.floating] | None = None
+    rows: NDArray[np.floating],
+    format: KVFormat,
+    *,
+    key: bool,
+    offset: NDArray[np.floating] | None = None,
 ) -> NDArray[np.float64]:
     """`[C, Hkv, D]` as attention will read it back, the offset `[Hkv, D]` put back as well."""
     if offset is not None:
-        return round_trip(rows.astype(np.float64) - offset, format) + offset
+        return round_trip(rows.astype(np.float64) - offset, format, key=key) + offset
     if format not in SCALED:
         return rows.astype(np.float16 if format == "f16" else np.float32).astype(np.float64)
+    spread = key or format in SPREAD_VALUES
+    if spread:
+        rows = hadamard.transform(rows)
+    quantize = quantize_row4 if format == "int4" else quantize_row
     out = np.empty(rows.shape, np.float64)
     for token in range(rows.shape[0]):
         for head in range(rows.shape[1]):
-            row = rows[token, head]
-            if format == "int4":
-                codes, scale = quantize_row4(hadamard.transform(row))
-                out[token, head] = hadamard.transform(codes * np.float64(scale))
-            else:
-                codes, scale = quantize_row(row)
-                out[token, head] = codes * np.float64(scale)
-    return out
+            codes, scale = quantize(rows[token, head])
+            out[token, head] = codes * np.float64(scale)
+    return hadamard.transform(out) if spread else out

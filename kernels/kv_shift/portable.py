@@ -8,7 +8,7 @@ import numpy as np
 
 from edgellm.kernels import hadamard, rope
 from edgellm.kernels.kv_append.portable import stored
-from edgellm.kernels.kv_blocks import BLOCK, BlockTable, KVBlocks
+from edgellm.kernels.kv_blocks import BLOCK, SCALED, BlockTable, KVBlocks
 
 
 def move(
@@ -45,11 +45,11 @@ def move(
             k_scale, v_scale = scales.swapaxes(1, 2).reshape(2, blocks.kv_heads, -1)[:, :, rows]
             keys *= k_scale[..., None]
             blocks.v_scale[target, layer, :, row : row + count] = v_scale
-        if blocks.format == "int4":
+        if blocks.format in SCALED:
             keys = hadamard.transform(keys)
         keys = keys.transpose(1, 0, 2)
         offset = np.float32(0) if blocks.key_offset is None else blocks.key_offset[layer]
-        k, scale = stored(blocks, rope.apply(keys + offset, turn, 0) - offset)
+        k, scale = stored(blocks, rope.apply(keys + offset, turn, 0) - offset, key=True)
         blocks.write([target], layer, row, k, values[:, rows].transpose(1, 0, 2))
         if blocks.k_scale is not None and scale is not None:
             blocks.k_scale[target, layer, :, row : row + count] = scale.T

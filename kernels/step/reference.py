@@ -52,7 +52,8 @@ def forward(
         v = normed @ w["v"].T.astype(np.float64) + bias[first_value:]
         v = v.reshape(-1, kv_heads, head_dim)
         rotated = rope.apply(qk.reshape(len(tokens), -1, head_dim), inv_freq, 0)
-        k, v = (kv_append.round_trip(rows, format) for rows in (rotated[:, heads:], v))
+        k = kv_append.round_trip(rotated[:, heads:], format, key=True)
+        v = kv_append.round_trip(v, format, key=False)
         attended = attention.attend(rotated[:, :heads], k, v, 0, window=window)
         x = x + linear(attended.reshape(len(tokens), -1), w["o"])
         normed = _norm(x, w["mlp_norm"], epsilon)

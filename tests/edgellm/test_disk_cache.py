@@ -73,6 +73,16 @@ def test_another_format_or_back_end_has_blocks_of_its_own(start: Callable[..., L
     assert ask(other).stats.cached_tokens == 0
 
 
+def test_blocks_of_another_layout_are_not_read(
+    start: Callable[..., LLM], folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patched:
+        patched.setattr("edgellm.engine.LAYOUT_VERSION", 1)
+        ask(start())
+    assert ask(start()).stats.cached_tokens == 0
+    assert len(files(folder)) == 4
+
+
 def cut(path: Path, _: Path) -> None:
     os.truncate(path, path.stat().st_size // 2)
 

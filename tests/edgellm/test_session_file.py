@@ -115,6 +115,19 @@ def test_what_does_not_fit_is_refused(
         load(str(make_model(initializer_range=0.2))).load_session(path)
 
 
+def test_a_session_of_another_layout_is_refused(
+    tiny: LLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = saved(tiny, tmp_path / "session")
+    monkeypatch.setattr("edgellm.engine.LAYOUT_VERSION", 1)
+    with pytest.raises(SessionFileError, match="not this model"):
+        tiny.load_session(path)
+    monkeypatch.undo()
+    path.write_bytes(path.read_bytes().replace(b"edgellm session 2", b"edgellm session 1", 1))
+    with pytest.raises(SessionFileError, match="not a session that this edgellm saved"):
+        tiny.load_session(path)
+
+
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
 def test_a_place_that_cannot_be_written(tiny: LLM, tmp_path: Path) -> None:
     tmp_path.chmod(0o500)

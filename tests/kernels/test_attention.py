@@ -36,13 +36,14 @@ SHAPES = [
 def read_back(blocks: KVBlocks, table: list[int], name: str, length: int) -> np.ndarray:
     """What layer 1 of the cache holds, `[length, Hkv, D]` float64."""
     scale = getattr(blocks, f"{name}_scale")
+    spread = blocks.format == "int4" or (blocks.format == "int8" and name == "k")
     rows = []
     for position in range(length):
         block, row = table[position // BLOCK], position % BLOCK
         values = (blocks.key_rows if name == "k" else blocks.value_rows)(block, 1, row)
         exact = values.astype(np.float64)
         exact = exact if scale is None else exact * scale[block, 1, :, row, None]
-        rows.append(hadamard.transform(exact) if blocks.format == "int4" else exact)
+        rows.append(hadamard.transform(exact) if spread else exact)
     return np.stack(rows)
 
 

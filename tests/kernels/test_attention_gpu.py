@@ -13,7 +13,7 @@ from edgellm.kernels.attention import gpu, reference  # noqa: E402
 from edgellm.kernels.gpu.kv_blocks import DeviceBlocks  # noqa: E402
 from edgellm.kernels.kv_append import append  # noqa: E402
 from edgellm.kernels.kv_append.reference import round_trip  # noqa: E402
-from edgellm.kernels.kv_blocks import KV_FORMATS, KVFormat, allocate  # noqa: E402
+from edgellm.kernels.kv_blocks import KV_FORMATS, SCALED, KVFormat, allocate  # noqa: E402
 
 TABLE = [3, 0, 5, 1, 4]
 # Relative to the largest output: halves for queries, weights and sums of codes.
@@ -47,12 +47,11 @@ def run(
     )
     append(host, TABLE, 1, 0, k, v)
     q = size * rng.standard_normal((tokens, heads, head_dim)).astype(np.float32)
-    expected = reference.attend(
-        q, round_trip(k, format), round_trip(v, format), length - tokens, window=window
-    )
+    held = round_trip(k, format, key=True), round_trip(v, format, key=False)
+    expected = reference.attend(q, *held, length - tokens, window=window)
     blocks = DeviceBlocks.like(host, device)
     blocks.fetch(range(6))
-    ours = torch.tensor(hadamard.transform(q) if format == "int4" else q, device=device)
+    ours = torch.tensor(hadamard.transform(q) if format in SCALED else q, device=device)
     out = torch.full(q.shape, float("nan"), device=device)
     partials = gpu.Partials.empty(
         tokens=tokens, heads=heads, kv_heads=kv_heads, head_dim=head_dim, device=device

@@ -15,6 +15,12 @@ def test_matches_reference(width: int) -> None:
     np.testing.assert_allclose(hadamard.transform(found), x, atol=1e-5)
 
 
+def test_rows_have_the_same_bits_however_many_come() -> None:
+    x = np.random.default_rng(0).standard_normal((300, 80)).astype(np.float32)
+    parts = [hadamard.transform(x[a:b]) for a, b in ((0, 1), (1, 3), (3, 300))]
+    np.testing.assert_array_equal(np.concatenate(parts), hadamard.transform(x))
+
+
 @pytest.mark.parametrize("size", [1, 2, 64, 256])
 def test_matrix_is_its_own_inverse(size: int) -> None:
     matrix = hadamard.matrix(size)

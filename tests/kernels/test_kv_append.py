@@ -9,7 +9,14 @@ import pytest
 from edgellm.kernels import rope
 from edgellm.kernels.hadamard import reference as hadamard
 from edgellm.kernels.kv_append import append, append_rotated, native, portable, reference
-from edgellm.kernels.kv_blocks import BLOCK, KV_FORMATS, SCALED, KVBlocks, allocate, block_bytes
+from edgellm.kernels.kv_blocks import (
+    BLOCK,
+    KV_FORMATS,
+    SCALED,
+    KVBlocks,
+    allocate,
+    block_bytes,
+)
 from edgellm.kernels.native import ISAS
 from edgellm.kernels.rope import reference as rope_reference
 
@@ -33,6 +40,11 @@ def stored_row(blocks: KVBlocks, name: str, block: int, row: int, layer: int = 1
     return (blocks.key_rows if name == "k" else blocks.value_rows)(block, layer, row)
 
 
+def spread(format: str, name: str) -> bool:
+    """Whether rows are rounded after the Hadamard transform."""
+    return format == "int4" or (format == "int8" and name == "k")
+
+
 @pytest.mark.parametrize("format", KV_FORMATS)
 @pytest.mark.parametrize(("start", "count"), [(0, 1), (127, 2), (100, 128), (5, 0), (250, 6)])
 @pytest.mark.usefixtures("poisoned")
@@ -43,13 +55,13 @@ def test_rows_land_where_the_table_says(format: str, start: int, count: int) -> 
     k, v = rng.standard_normal((2, count, 3, 16)).astype(np.float32)
     append(blocks, table, 1, start, k, v)
     for name, values, scales in (("k", k, blocks.k_scale), ("v", v, blocks.v_scale)):
-        expected = reference.round_trip(values, format)
+        expected = reference.round_trip(values, format, key=name == "k")
         for i in range(count):
             block, row = table[(start + i) // BLOCK], (start + i) % BLOCK
             read = stored_row(blocks, name, block, row).astype(np.float64)
             if scales is not None:
                 read *= scales[block, 1, :, row, None]
-            if format == "int4":
+            if spread(format, name):
                 read = hadamard.transform(read)
             np.testing.assert_allclose(read, expected[i], rtol=0, atol=1e-6)
 
@@ -81,6 +93,40 @@ def test_int8_error_is_half_a_step() -> None:
     row = np.random.default_rng(0).standard_normal(64).astype(np.float32)
     codes, scale = reference.quantize_row(row)
     assert np.abs(codes * scale - row).max() <= 0.5001 * scale
+
+
+def test_a_large_number_in_a_key_leaves_the_others_their_bits() -> None:
+    """As in Qwen2's keys: one of 64 is 50 times as large as the rest."""
+    rng = np.random.default_rng(0)
+    k, v = rng.standard_normal((2, 100, 2, 64)).astype(np.float32)
+    k[:, :, 5] += 50
+    q = rng.standard_normal((1000, 64))
+    stored, raw = (reference.round_trip(k, "int8", key=key) for key in (True, False))
+    lost, before = (np.std(q @ (rows - k).reshape(-1, 64).T) for rows in (stored, raw))
+    assert lost < 0.4 * before
+    np.testing.assert_array_equal(
+        reference.round_trip(v, "int8", key=False)[0, 0],
+        np.multiply(*reference.quantize_row(v[0, 0]), dtype=np.float64),
+    )
+
+
+@pytest.mark.parametrize("format", SCALED)
+def test_rows_have_the_same_bits_however_many_come(
+    implementation: AppendRotated, format: str
+) -> None:
+    rng = np.random.default_rng(1)
+    qkv = rng.standard_normal((150, 6, 80)).astype(np.float32)
+    table = rope.table((10000.0 ** (-np.arange(40) / 40)).tolist(), 150)
+    whole, parts = (
+        allocate(format=format, blocks=2, layers=1, kv_heads=2, head_dim=80) for _ in range(2)
+    )
+    for blocks in (whole, parts):
+        blocks.clear([0, 1])
+    implementation(whole, [1, 0], 0, 0, qkv, table)
+    for first, end in ((0, 1), (1, 4), (4, 127), (127, 150)):
+        implementation(parts, [1, 0], 0, first, qkv[first:end], table)
+    for ours, theirs in zip(parts.arrays, whole.arrays, strict=True):
+        np.testing.assert_array_equal(ours, theirs)
 
 
 @pytest.mark.parametrize("format", KV_FORMATS)
@@ -127,7 +173,7 @@ def test_rotated_rows(
             block, row = table[(start + t) // BLOCK], (start + t) % BLOCK
             found = stored_row(blocks, name, block, row).astype(np.float64)
             allowed: np.ndarray | float = 3e-6 if format == "f32" else 2.0**-9
-            exact = hadamard.transform(values[t]) if format == "int4" else values[t]
+            exact = hadamard.transform(values[t]) if spread(format, name) else values[t]
             if scales is not None:
                 scale, steps = scales[block, 1, :, row, None], {"int8": 127, "int4": 16}[format]
                 np.testing.assert_allclose(scale[:, 0], np.abs(exact).max(-1) / steps, rtol=1e-5)

@@ -8,10 +8,16 @@ pytest.importorskip("triton")
 # the interpreter computes in numpy, which warns of the NaN in memory that was never written
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 
-from edgellm.kernels import rope  # noqa: E402
+from edgellm.kernels import hadamard, rope  # noqa: E402
 from edgellm.kernels.gpu.kv_blocks import DeviceBlocks  # noqa: E402
 from edgellm.kernels.kv_append import gpu, portable  # noqa: E402
-from edgellm.kernels.kv_blocks import KV_FORMATS, KVBlocks, KVFormat, allocate  # noqa: E402
+from edgellm.kernels.kv_blocks import (  # noqa: E402
+    KV_FORMATS,
+    SCALED,
+    KVBlocks,
+    KVFormat,
+    allocate,
+)
 
 TABLE = [4, 1, 3]
 LAYERS, LAYER = 2, 1
@@ -66,9 +72,7 @@ def test_matches_portable(
     for start, count in ((0, 1), (1, 5), (126, 4), (255, 2)):
         qkv = rng.standard_normal((count, heads + 2 * kv_heads, head_dim)).astype(np.float32)
         expected = portable.append_rotated(host, TABLE, LAYER, start, qkv, table)
-        if format == "int4":
-            from edgellm.kernels import hadamard
-
+        if format in SCALED:
             expected = hadamard.transform(expected)
         q = torch.full(expected.shape, float("nan"), device=triton_device)
         at = torch.tensor([start], dtype=torch.int32, device=triton_device)

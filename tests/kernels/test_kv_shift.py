@@ -10,7 +10,7 @@ from edgellm.kernels.kv_shift import move, reference
 
 INV_FREQ = (1.0, 0.3, 0.01)  # 6 of 16 dimensions are rotated
 # Of a row's scale, how far rounding to a code can be off; the float formats have no scale.
-HALF_STEP = {"int8": 0.5, "int4": 1.0}
+HALF_STEP = {"int8": 0.501, "int4": 1.0}
 
 
 def keys(blocks: KVBlocks, block: int, layer: int, row: int) -> tuple[np.ndarray, np.ndarray]:
@@ -20,10 +20,8 @@ def keys(blocks: KVBlocks, block: int, layer: int, row: int) -> tuple[np.ndarray
         return found, np.full(len(found), 2e-6 if blocks.format == "f32" else 4e-3)
     scale = blocks.k_scale[block, layer, :, row].astype(np.float64)
     found *= scale[:, None]
-    if blocks.format == "int4":
-        # an error of one step in each of D numbers may meet in one of them after the transform
-        return hadamard.transform(found), scale * np.sqrt(found.shape[1])
-    return found, scale * HALF_STEP[blocks.format] * 1.001
+    # an error in each of D numbers may meet in one of them after the transform
+    return hadamard.transform(found), scale * HALF_STEP[blocks.format] * np.sqrt(found.shape[1])
 
 
 @pytest.mark.parametrize("format", KV_FORMATS)
