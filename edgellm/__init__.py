@@ -3,7 +3,7 @@
 import edgellm
 
 llm = edgellm.load("smollm2-135m-instruct")
-print(llm.chat(temperature=0).send("What is the capital of France?").text)
+print(llm.chat(temperature=0).send("Name the capital of France.").text)
 """
 
 from typing import TYPE_CHECKING, Any

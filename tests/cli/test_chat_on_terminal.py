@@ -18,7 +18,7 @@ from terminal import CTRL_C, CTRL_D, Terminal
 Shell = Callable[..., Terminal]
 
 PROMPT = ">>> "
-FRANCE = "What is the capital of France?"
+FRANCE = "Name the capital of France."
 PARIS = "The capital of France is Paris."
 WIDE = 220
 
@@ -67,7 +67,7 @@ def test_statistics_after_every_answer(shell: Shell) -> None:
     terminal = start(shell, "")
     answer, stats = said(terminal, FRANCE)
     assert answer == PARIS
-    assert re.fullmatch(r"\[ prompt: 37 tokens .* seed: \d+ \]", stats)
+    assert re.fullmatch(r"\[ prompt: 36 tokens .* seed: \d+ \]", stats)
     assert terminal.is_tidy
 
 

@@ -18,7 +18,7 @@ from edgellm.bundle import Bundle
 from edgellm.options import EngineOptions
 
 Cli = Callable[..., subprocess.CompletedProcess[str]]
-QUESTION = "What is the capital of France?"
+QUESTION = "Name the capital of France."
 GREEDY = ("--temp", "0")
 DEFAULTS = EngineOptions()
 
@@ -58,9 +58,9 @@ def test_json_and_stats(cli: Cli) -> None:
     result = json.loads(found.stdout)
     assert result["generation_tokens"] == 4
     assert result["seed"] == 7
-    assert result["prefill"] == {DEFAULTS.prefill_backend: 37}
+    assert result["prefill"] == {DEFAULTS.prefill_backend: 36}
     found = cli("run", "-p", QUESTION, *GREEDY, "-n", "1", "--stats")
-    assert f"37 on {DEFAULTS.prefill_backend} {DEFAULTS.prefill_flavour}" in found.stderr
+    assert f"36 on {DEFAULTS.prefill_backend} {DEFAULTS.prefill_flavour}" in found.stderr
 
 
 @pytest.mark.usefixtures("smollm2")

@@ -20,12 +20,12 @@ from terminal import CTRL_C, Terminal
 Shell = Callable[..., Terminal]
 Cli = Callable[..., CompletedProcess[str]]
 
-PARIS = 'edgellm run $MODEL -p "What is the capital of France?" --temp 0'
+PARIS = 'edgellm run $MODEL -p "Name the capital of France." --temp 0'
 # Goes on counting, a number a row, until somebody stops it.
 ENDLESS = r'edgellm run $MODEL --raw -e -p "1\n2\n3\n4\n5\n" --temp 0 --ignore-eos'
 LIVE = re.compile(r"\d+ tokens, [\d.]+ tokens/s")
 STATS = (
-    "[ prompt: 37 tokens (0 cached, 37 on HERE), N t/s | first token: N ms | "
+    "[ prompt: 36 tokens (0 cached, 37 on HERE), N t/s | first token: N ms | "
     "generation: 8 tokens, N t/s | peak memory: N MB | seed: N ]"
 )
 WIDE = 220  # columns for a whole line of statistics

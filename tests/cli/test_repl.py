@@ -42,7 +42,7 @@ def typed(llm: LLM, edgellm_home: Path, capsys: pytest.CaptureFixture[str]) -> I
 def test_a_conversation(typed: object, tmp_path: Path) -> None:
     file = tmp_path / "chat.json"
     code, out, err = typed(  # type: ignore[operator]
-        "What is the capital of France?",
+        "Name the capital of France.",
         f"/save {file}",
         "/clear",
         "/regen",
@@ -107,7 +107,7 @@ def test_end_of_input_leaves(typed: object) -> None:
 
 def test_branches(typed: object) -> None:
     code, out, err = typed(  # type: ignore[operator]
-        "What is the capital of France?",
+        "Name the capital of France.",
         "/fork paris",
         "And of Italy?",
         "/rewind",
