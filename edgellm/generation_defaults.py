@@ -6,10 +6,10 @@ from collections.abc import Mapping
 
 from edgellm.sources import ALIASES, DEFAULT_MODEL
 
-# Temperature and top_p are those of SmolLM2's model card. Of 30 seeds, "Name the capital of France."
-# is answered with Paris by 30, and "What is the capital of France?" by 27 (18 with temperature 0.8):
-# there float32 too gives "The" and "L'" nearly the same chance. With the penalty none of ten long
-# answers ended in a loop (4 without, at 0.8, and 7 at 0.4).
+# Temperature and top_p are those of SmolLM2's model card. Of 30 seeds, "Name the capital of
+# France." is answered with Paris by 30, "What is the capital of France?" by 27 (18 with temperature
+# 0.8): there float32 too gives "The" and "L" nearly the same chance. With the penalty none of ten
+# long answers ended in a loop (4 without, at 0.8, and 7 at 0.4).
 _TRIED: Mapping[str, Mapping[str, float]] = {
     ALIASES[DEFAULT_MODEL]: {"temperature": 0.2, "top_p": 0.9, "repeat_penalty": 1.1},
 }

@@ -25,7 +25,7 @@ PARIS = 'edgellm run $MODEL -p "Name the capital of France." --temp 0'
 ENDLESS = r'edgellm run $MODEL --raw -e -p "1\n2\n3\n4\n5\n" --temp 0 --ignore-eos'
 LIVE = re.compile(r"\d+ tokens, [\d.]+ tokens/s")
 STATS = (
-    "[ prompt: 36 tokens (0 cached, 37 on HERE), N t/s | first token: N ms | "
+    "[ prompt: 36 tokens (0 cached, 36 on HERE), N t/s | first token: N ms | "
     "generation: 8 tokens, N t/s | peak memory: N MB | seed: N ]"
 )
 WIDE = 220  # columns for a whole line of statistics
