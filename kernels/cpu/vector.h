@@ -98,6 +98,25 @@ inline V over_lanes(V v, const Combine& combine) {
     v = combine(v, SHUFFLE(v, SWAP2));
     return combine(v, SHUFFLE(v, SWAP1));
 }
+// Sums and differences of lanes whose numbers differ in bit BIT.
+template <int BIT>
+inline Vec sums_and_differences(Vec v, Vec partner) {
+    IVec lane;
+    for (int i = 0; i < LANES; ++i) lane[i] = i;
+    return partner + v * to_float(1 - 2 * (lane >> BIT & 1));
+}
+// The Hadamard transform of the lanes, without the norm.
+inline Vec hadamard_lanes(Vec v) {
+    v = sums_and_differences<0>(v, SHUFFLE(v, SWAP1));
+    v = sums_and_differences<1>(v, SHUFFLE(v, SWAP2));
+#if LANES >= 8
+    v = sums_and_differences<2>(v, SHUFFLE(v, SWAP4));
+#endif
+#if LANES == 16
+    v = sums_and_differences<3>(v, SHUFFLE(v, SWAP8));
+#endif
+    return v;
+}
 #undef SHUFFLE
 #undef SWAP8
 #undef SWAP4
