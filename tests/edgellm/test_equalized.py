@@ -135,7 +135,7 @@ def test_scales_stay_halves() -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_rows_of_every_kind_are_scaled_exactly(kind: str) -> None:
-    weight = random_weight(kind, 12, 512, np.random.default_rng(0))
+    weight = random_weight(kind, 12, 512, np.random.default_rng(0), size=64.0)
     tensor = Tensor(weight.shape, kind, lambda: dequantize(weight), lambda: weight)
     exponents = np.arange(-6, 6).astype(np.int8)
     scaled = scaled_rows(tensor, exponents)
