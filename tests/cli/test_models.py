@@ -64,22 +64,22 @@ def test_flavours_are_removed_one_by_one(cli: Cli, tiny_model: Path, bundle_path
     """With the heads and the reference that no other flavour uses."""
     model = str(tiny_model)
     assert folders(bundle_path) == {
-        "panels", "w8a8", "int4", "f32", "head-int8", "head-f32", "reference",
+        "panels", "w8a8", "int4", "f32", "head-int8", "head-f32", "keys", "reference",
     }  # fmt: skip
     found = cli("rm", model, "--flavour", "f32")
     assert found.returncode == 0, found.stderr
     assert "deleted f32 of" in found.stderr
-    assert folders(bundle_path) == {"panels", "w8a8", "int4", "head-int8", "reference"}
+    assert folders(bundle_path) == {"panels", "w8a8", "int4", "head-int8", "keys", "reference"}
     bundle = open_bundle(bundle_path, verify=True)
     assert set(bundle.manifest.flavours) == {"panels", "w8a8", "int4"}
     assert cli("rm", model, "--flavour", "w8a8", "--flavour", "int4").returncode == 0
-    assert folders(bundle_path) == {"panels"}
+    assert folders(bundle_path) == {"panels", "keys"}
     assert cli("run", model, "Hi", "-n", "2").returncode == 0
     for flavour, words in (("f32", "it has panels"), ("panels", "is all that this bundle has")):
         found = cli("rm", model, "--flavour", flavour)
         assert found.returncode == 1
         assert words in found.stderr
-        assert folders(bundle_path) == {"panels"}
+        assert folders(bundle_path) == {"panels", "keys"}
     # and back again
     assert (
         cli("run", model, "Hi", "-n", "2", "--flavour", "f32", "--prefill", "cpu").returncode == 0
@@ -195,7 +195,7 @@ def test_pull_shows_one_bar_on_a_terminal(
     # one line that is drawn over and over; only the report stays
     lines = text.replace("\r\n", "\n").strip("\n").split("\n")
     assert [line.rpartition("\r")[2] for line in lines] == [
-        "panels: all 211 tensors as in the file: 210 Q4_1 as int4, 1 Q8_0 as int8"
+        "panels: all 211 tensors as in the file: 210 Q4_1 as int4_affine, 1 Q8_0 as int8_symmetric"
     ]
     assert str(edgellm_home) in out
 

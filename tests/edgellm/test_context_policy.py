@@ -65,8 +65,9 @@ def test_shifted_keys_are_those_of_the_new_positions(llm: LLM) -> None:
         fresh.replace(session.tokens)
         fresh.generate(llm.sampling(temperature=0, max_tokens=0))
         for moved, computed in zip(first_layer(session), first_layer(fresh), strict=True):
-            largest = np.abs(computed).max(axis=-1, keepdims=True)
-            assert (np.abs(moved - computed) <= largest * 1.6 / 127).all()
+            # keys are rounded twice, after a transform that spreads the error over the row
+            error, size = (np.linalg.norm(rows, axis=-1) for rows in (moved - computed, computed))
+            assert (error <= 0.02 * size).all()
 
 
 def test_another_text_takes_nothing_from_behind_a_gap(llm: LLM) -> None:

@@ -122,6 +122,7 @@ def test_a_flavour_that_is_added_is_measured_by_the_same_text(
         "f32",
         "head-f32",
         "head-int8",
+        "keys",
         "panels",
         "reference",
         "w8a8",

@@ -27,7 +27,7 @@ def test_a_loop_is_noticed_once_it_is_long_enough() -> None:
 
 
 def test_an_endless_answer_ends_and_says_why(chosen_llm: LLM) -> None:
-    prompt = "No. " * 40
+    prompt = "0 1 0 1 " * 30
     limits = {"temperature": 0.0, "repetition_limit": 64}
     answer = chosen_llm.generate(prompt, **limits)
     assert answer.finish_reason == "repetition"

@@ -39,9 +39,9 @@ def test_question_is_answered(chosen_llm: LLM) -> None:
     answer = chosen_llm.chat(temperature=0).send(question)
     assert "Paris" in answer.text
     assert answer.finish_reason == "stop"
-    assert answer.stats.prompt_tokens == 41
+    assert answer.stats.prompt_tokens == 40
     assert answer.stats.generation_tokens == len(answer.tokens) == len(answer.logprobs)
-    assert answer.stats.prefill == {backend(chosen_llm): 41 - answer.stats.cached_tokens}
+    assert answer.stats.prefill == {backend(chosen_llm): 40 - answer.stats.cached_tokens}
 
 
 def test_pieces_make_up_the_text(llm: LLM) -> None:
