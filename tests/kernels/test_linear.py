@@ -25,10 +25,10 @@ def panels_and_weight(
 @pytest.mark.parametrize(
     ("outputs", "groups", "rows"),
     [
-        *((16, 1, rows) for rows in (1, 2, 3, 4, 7, 16, 21, 24, 51)),
-        *((1, 2, rows) for rows in (1, 5, 26)),
-        *((33, 3, rows) for rows in (1, 2, 3, 4, 7, 16, 21, 24, 51)),
-        *((100, 18, rows) for rows in (1, 5, 30)),
+        *((16, 1, rows) for rows in (1, 4, 7, 24)),
+        *((1, 2, rows) for rows in (1, 5)),
+        *((33, 3, rows) for rows in (1, 2, 3, 4, 7, 16, 21, 51)),
+        (100, 18, 30),
         (289, 33, 27),  # more than one stretch of inputs, more than one run of panels
     ],
 )
