@@ -198,6 +198,8 @@ def test_smollm2_takes_the_same_greedy_tokens(smollm2: Bundle) -> None:
     """A prompt and eight tokens that the CPU takes, given to Triton in one step, lead to the same
     ones there."""
     pytest.importorskip("triton")
+    if device.interpreted():
+        pytest.skip("takes minutes in Triton's interpreter, where tiny models are compared")
     cpu, triton = (
         load(str(smollm2.path), ctx_size=256, prefill=CPU, decode=decode)
         for decode in (CPU_DECODE, "triton")
