@@ -42,8 +42,8 @@
 #define EDGELLM_BEGIN_NEON EDGELLM_TARGET("arch=armv8.2-a+dotprod")
 #endif
 
-// AVX-VNNI came to GCC with version 11 and to clang with 12. A sanitizer's build leaves it out: it differs
-// from AVX2 in one instruction, and takes a minute.
+// AVX-VNNI came to GCC with version 11 and to clang with 12. A sanitizer's build, which takes
+// minutes, leaves it out: it differs from AVX2 in one instruction.
 #if defined(EDGELLM_X86) && !defined(__SANITIZE_ADDRESS__) && (defined(__clang__) ? __clang_major__ >= 12 : __GNUC__ >= 11)
 #define EDGELLM_HAS_AVXVNNI 1
 #endif
