@@ -22,17 +22,18 @@ class Tokenizer:
     """A bundle's tokenizer.
 
     Args:
-        rows: of the model's embedding; None where there is no model.
+        rows: of the model's embedding; None where there is no model. The exporter has looked at
+            every token of the vocabulary, which takes a third of the time to load; here those are
+            looked at that are used.
 
     Raises:
-        TokenizerError: a damaged file, or a token that the embedding has no row for.
+        TokenizerError: a damaged file, or a begin or end token that the embedding has no row for.
     """
 
     def __init__(self, folder: Path, entry: TokenizerEntry, *, rows: int | None = None) -> None:
         with tokenizer_errors(str(folder / TOKENIZER)):
             self._tokenizer = HFTokenizer.from_file(str(folder / TOKENIZER))
-        if rows is not None:
-            check_ids(self._tokenizer, rows, origin=str(folder / TOKENIZER))
+        self._rows = rows
         self._lock = threading.Lock()
         self.bos = entry.bos
         self.eos = entry.eos
@@ -70,7 +71,8 @@ class Tokenizer:
             parse_special: whether a special token's text stands for the token or for itself.
 
         Raises:
-            TokenizerError: the text is not valid Unicode, or the tokenizer fails on it.
+            TokenizerError: the text is not valid Unicode, or the tokenizer fails on it, or a token
+                has no row in the embedding.
         """
         try:
             with self._lock, tokenizer_errors("the tokenizer failed on this text"):
@@ -78,6 +80,7 @@ class Tokenizer:
                 ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids
         except (UnicodeEncodeError, TypeError) as error:
             raise TokenizerError(f"the text is not valid Unicode: {error}") from None
+        self._check(max(ids, default=-1))
         wanted = self.adds_bos if add_bos is None else add_bos and self.bos_id is not None
         if wanted and self.bos_id is not None and ids[:1] != [self.bos_id]:
             ids = [self.bos_id, *ids]
@@ -100,7 +103,12 @@ class Tokenizer:
         token = self._tokenizer.token_to_id(text)
         if token is None:
             raise TokenizerError(f"token {text!r} is not in the vocabulary")
+        self._check(token)
         return token
+
+    def _check(self, token: int) -> None:
+        if self._rows is not None and token >= self._rows:
+            raise no_row(self.text_of(token), token, self._rows)
 
 
 @contextmanager
@@ -128,10 +136,14 @@ def check_ids(tokenizer: HFTokenizer, rows: int, *, origin: str) -> None:
     """
     text, largest = max(tokenizer.get_vocab().items(), key=itemgetter(1), default=("", -1))
     if largest >= rows:
-        raise TokenizerError(
-            f"{origin}: token {text!r} has the id {largest}, but the model's embedding has {rows} "
-            f"rows; 0 to {rows - 1} is allowed"
-        )
+        raise no_row(text, largest, rows, origin=f"{origin}: ")
+
+
+def no_row(text: str, token: int, rows: int, *, origin: str = "") -> TokenizerError:
+    return TokenizerError(
+        f"{origin}token {text!r} has the id {token}, but the model's embedding has {rows} rows; "
+        f"0 to {rows - 1} is allowed"
+    )
 
 
 class TextStream:

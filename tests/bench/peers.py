@@ -118,8 +118,8 @@ class Worker:
         line = self._process.stdout.readline()
         if not line:
             raise RuntimeError(f"{self.name} ended")
-        found: dict[str, Any] = json.loads(line)
-        return found
+        answer: dict[str, Any] = json.loads(line)
+        return answer
 
 
 @contextmanager
@@ -157,9 +157,9 @@ def gate(workers: Sequence[Worker], prompt: list[int]) -> list[str]:
     expected = workers[0].run(prompt, GATE_TOKENS).tokens
     lines = []
     for worker in workers[1:]:
-        found = worker.run(prompt, GATE_TOKENS).tokens
+        tokens = worker.run(prompt, GATE_TOKENS).tokens
         same = next(
-            (i for i, (a, b) in enumerate(zip(expected, found, strict=False)) if a != b),
+            (i for i, (a, b) in enumerate(zip(expected, tokens, strict=False)) if a != b),
             GATE_TOKENS,
         )
         if same == 0:
@@ -178,8 +178,8 @@ def measure(
             prompt, generated = parse(test)
             for worker in workers[round_ % len(workers) :] + workers[: round_ % len(workers)]:
                 time.sleep(PAUSE_S)
-                found = worker.run(ids[:prompt], generated)
-                rate = generated / found.decode_s if generated else prompt / found.prefill_s
+                run = worker.run(ids[:prompt], generated)
+                rate = generated / run.decode_s if generated else prompt / run.prefill_s
                 if round_:
                     rates[test][worker.name].append(rate)
     return {t: {n: statistics.median(r) for n, r in row.items()} for t, row in rates.items()}
@@ -189,16 +189,17 @@ def starts(
     names: Sequence[str], arguments: argparse.Namespace, ids: list[int]
 ) -> dict[str, list[float]]:
     """Medians of: seconds from process start to first token, load seconds, peak MB at ctx 2048."""
-    found: dict[str, list[list[float]]] = {name: [] for name in names}
+    measured: dict[str, list[list[float]]] = {name: [] for name in names}
     for _ in range(arguments.rounds + 1):
         for name in names:
             worker = Worker(name, arguments, ctx_size=2048)
             first = worker.first_token_s(ids[:20])
             worker.run(ids[:1900], 100)
-            found[name].append([first, worker.load_s, worker.peak_rss() / 1e6])
+            measured[name].append([first, worker.load_s, worker.peak_rss() / 1e6])
             worker.close()
     return {
-        n: [statistics.median(c) for c in zip(*rows[1:], strict=True)] for n, rows in found.items()
+        n: [statistics.median(c) for c in zip(*rows[1:], strict=True)]
+        for n, rows in measured.items()
     }
 
 
@@ -213,6 +214,31 @@ def table(rows: dict[str, dict[str, float]], names: Sequence[str], *, smaller: b
             text = f"{value:.0f}" if value >= 10 else f"{value:.2f}"
             cells.append(text if name == "edgellm" else f"{text} ({ratio:.2f}x)")
         lines.append(f"| {test} | " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def reading(model: str, speeds: dict[str, dict[str, float]], threads: int) -> str:
+    """A Markdown table of edgellm's decode: what a token reads, beside what the memory can do."""
+    from edgellm.llm import load
+    from edgellm.roofline import measure_cpu, work_of
+
+    bundle = load(model, ctx_size=256).engine.bundle
+    limit = measure_cpu(threads, int4=False).read_bytes
+    lines = [
+        f"memory, read by {threads} threads: {limit / 1e9:.1f} GB/s\n",
+        "| | MB a token | weights, of the file's bytes | GB/s | of the memory's |",
+        "|---|---|---|---|---|",
+    ]
+    for test, row in speeds.items():
+        prompt, generated = parse(test)
+        if generated:
+            work = work_of(bundle, prompt + generated // 2, flavour="panels", kv_format="int8")
+            rate = work.decode_bytes * row["edgellm"]
+            share = f"{work.weight_share:.3f}" if work.weight_share else ""
+            cells = (
+                f"{work.decode_bytes / 1e6:.1f} | {share} | {rate / 1e9:.1f} | {rate / limit:.0%}"
+            )
+            lines.append(f"| {test} | {cells} |")
     return "\n".join(lines)
 
 
@@ -272,6 +298,7 @@ def main() -> None:
     print(f"\n{Path(arguments.model).name}, {cpu_name()}, {arguments.threads} threads\n")
     print("tokens/s, medians; in parentheses how many times faster edgellm is\n")
     print(table(speeds, names))
+    print("\n" + reading(arguments.model, speeds, arguments.threads))
     print("\nsmaller is better; in parentheses how many times smaller edgellm is\n")
     labels = ("process start to first of 20 tokens, s", "load, s", "peak RSS at ctx 2048, MB")
     print(

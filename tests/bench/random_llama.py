@@ -1,23 +1,39 @@
-"""A GGUF file of TinyLlama's shape (1.1 B parameters) with random Q4_0 weights, for timings.
+"""A GGUF file of random Q4_0 weights in the shape of TinyLlama (1.1 B) or Llama 3 8B, for timings.
 
-    python tests/bench/random_llama.py OUT.gguf && python tests/bench/peers.py --model OUT.gguf
+    python tests/bench/random_llama.py OUT.gguf [1b|8b]
+    python tests/bench/peers.py --model OUT.gguf
 
-Its 32,000 tokens are bytes and numbered words: it is made to be fast or slow, not to be read.
+Its tokens are bytes and numbered words: it is made to be fast or slow, not to be read.
 """
 
 from __future__ import annotations
 
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 
 import gguf
 import numpy as np
 
-VOCABULARY, HIDDEN, INTERMEDIATE, LAYERS, HEADS, KV_HEADS, CONTEXT = (
-    32_000, 2048, 5632, 22, 32, 4, 8192,
-)  # fmt: skip
+CONTEXT = 8192
 # The merges that a byte-pair vocabulary must have some of.
 PAIRS = ["th", "he", "in", "er", "an", "re"]
+
+
+@dataclass(frozen=True)
+class Shape:
+    vocabulary: int
+    hidden: int
+    intermediate: int
+    layers: int
+    heads: int
+    kv_heads: int
+
+
+SHAPES = {
+    "1b": Shape(32_000, 2048, 5632, 22, 32, 4),
+    "8b": Shape(128_256, 4096, 14336, 32, 32, 8),
+}
 
 
 def q4_0(rng: np.random.Generator, rows: int, columns: int) -> np.ndarray:
@@ -39,40 +55,42 @@ def q8_0(rng: np.random.Generator, rows: int, columns: int) -> np.ndarray:
     return blocks.reshape(rows, -1)
 
 
-def vocabulary() -> tuple[list[str], list[int]]:
+def vocabulary(size: int) -> tuple[list[str], list[int]]:
     """GPT-2 tokens: its 256 byte characters, then words; all normal but the end of text."""
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = [b for b in range(256) if b not in printable]
     characters = [chr(b) for b in printable] + [chr(256 + i) for i in range(len(others))]
-    words = [f"w{i}" for i in range(VOCABULARY - 257 - len(PAIRS))]
+    words = [f"w{i}" for i in range(size - 257 - len(PAIRS))]
     tokens = [*characters, *(a + b for a, b in PAIRS), *words, "<|end|>"]
-    return tokens, [gguf.TokenType.NORMAL] * (VOCABULARY - 1) + [gguf.TokenType.CONTROL]
+    return tokens, [gguf.TokenType.NORMAL] * (size - 1) + [gguf.TokenType.CONTROL]
 
 
 def main() -> None:
     target = Path(sys.argv[1])
+    size = sys.argv[2] if len(sys.argv) > 2 else "1b"
+    shape = SHAPES[size]
     partial = target.with_suffix(".partial")
     writer = gguf.GGUFWriter(partial, "llama")
-    writer.add_name("random-llama-1.1b")
+    writer.add_name(f"random-llama-{size}")
     writer.add_file_type(gguf.LlamaFileType.MOSTLY_Q4_0)  # OpenVINO GenAI asks for it
     writer.add_context_length(CONTEXT)
-    writer.add_embedding_length(HIDDEN)
-    writer.add_block_count(LAYERS)
-    writer.add_feed_forward_length(INTERMEDIATE)
-    writer.add_head_count(HEADS)
-    writer.add_head_count_kv(KV_HEADS)
+    writer.add_embedding_length(shape.hidden)
+    writer.add_block_count(shape.layers)
+    writer.add_feed_forward_length(shape.intermediate)
+    writer.add_head_count(shape.heads)
+    writer.add_head_count_kv(shape.kv_heads)
     writer.add_layer_norm_rms_eps(1e-5)
-    writer.add_rope_dimension_count(HIDDEN // HEADS)
+    writer.add_rope_dimension_count(shape.hidden // shape.heads)
     writer.add_rope_freq_base(10000.0)
-    writer.add_vocab_size(VOCABULARY)
-    tokens, types = vocabulary()
+    writer.add_vocab_size(shape.vocabulary)
+    tokens, types = vocabulary(shape.vocabulary)
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre("gpt-2")
     writer.add_token_list(tokens)
     writer.add_token_types(types)
     writer.add_token_merges([f"{a} {b}" for a, b in PAIRS])
-    writer.add_eos_token_id(VOCABULARY - 1)
-    writer.add_bos_token_id(VOCABULARY - 1)
+    writer.add_eos_token_id(shape.vocabulary - 1)
+    writer.add_bos_token_id(shape.vocabulary - 1)
     writer.add_add_bos_token(False)
     rng = np.random.default_rng(0)
 
@@ -82,20 +100,22 @@ def main() -> None:
 
     for name in ("token_embd", "output"):
         kind = gguf.GGMLQuantizationType.Q8_0
-        writer.add_tensor(f"{name}.weight", q8_0(rng, VOCABULARY, HIDDEN), raw_dtype=kind)
-    for layer in range(LAYERS):
+        writer.add_tensor(
+            f"{name}.weight", q8_0(rng, shape.vocabulary, shape.hidden), raw_dtype=kind
+        )
+    for layer in range(shape.layers):
         block = f"blk.{layer}"
-        kv_size = HIDDEN // HEADS * KV_HEADS
+        kv_size = shape.hidden // shape.heads * shape.kv_heads
         for norm in ("attn_norm", "ffn_norm"):
-            writer.add_tensor(f"{block}.{norm}.weight", np.ones(HIDDEN, np.float32))
-        add(f"{block}.attn_q", HIDDEN, HIDDEN)
-        add(f"{block}.attn_k", kv_size, HIDDEN)
-        add(f"{block}.attn_v", kv_size, HIDDEN)
-        add(f"{block}.attn_output", HIDDEN, HIDDEN)
-        add(f"{block}.ffn_gate", INTERMEDIATE, HIDDEN)
-        add(f"{block}.ffn_up", INTERMEDIATE, HIDDEN)
-        add(f"{block}.ffn_down", HIDDEN, INTERMEDIATE)
-    writer.add_tensor("output_norm.weight", np.ones(HIDDEN, np.float32))
+            writer.add_tensor(f"{block}.{norm}.weight", np.ones(shape.hidden, np.float32))
+        add(f"{block}.attn_q", shape.hidden, shape.hidden)
+        add(f"{block}.attn_k", kv_size, shape.hidden)
+        add(f"{block}.attn_v", kv_size, shape.hidden)
+        add(f"{block}.attn_output", shape.hidden, shape.hidden)
+        add(f"{block}.ffn_gate", shape.intermediate, shape.hidden)
+        add(f"{block}.ffn_up", shape.intermediate, shape.hidden)
+        add(f"{block}.ffn_down", shape.hidden, shape.intermediate)
+    writer.add_tensor("output_norm.weight", np.ones(shape.hidden, np.float32))
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

@@ -60,7 +60,7 @@ class LlamaCpp:
         context = llama_cpp.llama_context_default_params()
         context.n_ctx, context.n_batch, context.n_ubatch = ctx_size, 512, 512
         context.n_threads = context.n_threads_batch = threads
-        context.flash_attn = True
+        context.flash_attn_type = llama_cpp.LLAMA_FLASH_ATTN_TYPE_ENABLED
         if kv == "q8_0":
             context.type_k = context.type_v = llama_cpp.GGML_TYPE_Q8_0
         self.context = llama_cpp.llama_init_from_model(self.model, context)
@@ -113,11 +113,11 @@ class OpenVino:
         config.max_new_tokens = config.min_new_tokens = count + 1
         config.ignore_eos, config.do_sample = True, False
         config.apply_chat_template = False
-        found = self.pipeline.generate(inputs, config)
-        times = found.perf_metrics
+        answer = self.pipeline.generate(inputs, config)
+        times = answer.perf_metrics
         first = times.get_ttft().mean / 1e3
         rest = times.get_tpot().mean / 1e3 * count if count else 0.0
-        return Run(first, rest, [int(t) for t in found.tokens[0]])
+        return Run(first, rest, [int(t) for t in answer.tokens[0]])
 
 
 class GenAi:

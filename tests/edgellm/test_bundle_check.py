@@ -197,7 +197,7 @@ def test_any_value_of_another_type_is_a_bundle_error(exported: Path, wrong: obje
 
 
 @pytest.mark.parametrize("id", [320, 10**6, 1 << 31])
-def test_a_token_without_a_row_is_refused_when_the_bundle_is_opened(
+def test_a_token_without_a_row_is_refused_when_a_text_has_it(
     changed: Callable[..., Path], id: int
 ) -> None:
     path = changed()
@@ -208,5 +208,7 @@ def test_a_token_without_a_row_is_refused_when_the_bundle_is_opened(
     manifest = json.loads((path / MANIFEST).read_text())
     manifest["files"][TOKENIZER] = {"bytes": file.stat().st_size, "sha256": sha256_of(file)}
     (path / MANIFEST).write_text(json.dumps(manifest))
+    llm = load(str(path))
+    assert llm.generate("B", max_tokens=1, ignore_eos=True).stats.generation_tokens == 1
     with pytest.raises(TokenizerError, match=rf"token 'A' has the id {id}.*320 rows"):
-        load(str(path))
+        llm.generate("BAB")
