@@ -273,6 +273,7 @@ def main() -> None:
     parser.add_argument("--runtimes", default=",".join(RUNTIMES))
     parser.add_argument("--tests", default=",".join(TESTS))
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--speeds-only", action="store_true", help="no starts, no memory")
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
     parser.add_argument("--python", default=sys.executable, help="interpreter that has the peers")
     parser.add_argument("--genai", default="", help="model folder of onnxruntime-genai")
@@ -294,11 +295,13 @@ def main() -> None:
         names = [worker.name for worker in workers]
         print("\n".join(gate(workers, gate_ids)), flush=True)
         speeds = measure(workers, tests, ids, arguments.rounds)
-    first = starts(names, arguments, ids)
     print(f"\n{Path(arguments.model).name}, {cpu_name()}, {arguments.threads} threads\n")
     print("tokens/s, medians; in parentheses how many times faster edgellm is\n")
-    print(table(speeds, names))
+    print(table(speeds, names), flush=True)
     print("\n" + reading(arguments.model, speeds, arguments.threads))
+    if arguments.speeds_only:
+        return None
+    first = starts(names, arguments, ids)
     print("\nsmaller is better; in parentheses how many times smaller edgellm is\n")
     labels = ("process start to first of 20 tokens, s", "load, s", "peak RSS at ctx 2048, MB")
     print(
@@ -308,6 +311,7 @@ def main() -> None:
             smaller=True,
         )
     )
+    return None
 
 
 if __name__ == "__main__":
