@@ -6,12 +6,12 @@ import sys
 
 import click
 
-from edgellm.benchmark import bench as measure
-from edgellm.benchmark import to_json, to_markdown
 from edgellm.cli.options import LoadArguments, load_options, model_argument
 from edgellm.cli.progress import export_progress
-from edgellm.engine import DEFAULT_CTX_SIZE
+from edgellm.engine.engine import DEFAULT_CTX_SIZE
 from edgellm.llm import load
+from edgellm.measure.benchmark import bench as measure
+from edgellm.measure.benchmark import to_json, to_markdown
 
 
 def _sizes(_: click.Context, __: click.Parameter, text: str) -> list[int]:

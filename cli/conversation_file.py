@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from edgellm.errors import OptionError
-from edgellm.home import replacing_file
-from edgellm.prompt import Message
+from edgellm.store.home import replacing_file
+from edgellm.text.prompt import Message
 
 _ROLES = ("system", "user", "assistant")
 # Far above any conversation that fits into a context.

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import click
 
-from edgellm.int8_support import int8_products_are_exact
+from edgellm.backends.int8_support import int8_products_are_exact
+from edgellm.backends.providers import statuses
 from edgellm.kernels.gpu import device
 from edgellm.kernels.native import isa
-from edgellm.providers import statuses
 
 
 @click.command()

@@ -6,18 +6,18 @@ from collections.abc import Iterator
 
 import click
 
-from edgellm.bundle import PANELS, ExportProgress
+from edgellm.backends.decode import StepDecoder
+from edgellm.backends.panels import open_panels
+from edgellm.backends.self_test import Check, check_prompts, check_segments
+from edgellm.backends.step_model import StepModel
 from edgellm.cli.options import LoadArguments, load_options, model_argument
 from edgellm.cli.progress import export_progress
-from edgellm.decode import StepDecoder
-from edgellm.engine import Engine
-from edgellm.import_summary import imported
+from edgellm.engine.engine import Engine
+from edgellm.engine.prefill import ChunkedPrefill, StepPrefill
 from edgellm.llm import load
-from edgellm.panels import open_panels
-from edgellm.prefill import ChunkedPrefill, StepPrefill
-from edgellm.self_test import Check, check_prompts, check_segments
-from edgellm.step_model import StepModel
-from edgellm.step_test import check_layers, check_step
+from edgellm.measure.step_test import check_layers, check_step
+from edgellm.store.bundle import PANELS, ExportProgress
+from edgellm.store.import_summary import imported
 
 
 @click.command()

@@ -9,7 +9,6 @@ from typing import Any
 
 import click
 
-from edgellm.bundle import Bundle
 from edgellm.cli.options import model_argument
 from edgellm.cli.progress import export_progress
 from edgellm.cli.text import read_text
@@ -23,9 +22,10 @@ from edgellm.export import (
 from edgellm.export.calibrate import ROUNDINGS, CalibrationOptions, Rounding
 from edgellm.export.flavours import FLAVOURS
 from edgellm.export.weight_reader import FLOAT_WEIGHTS
-from edgellm.import_summary import imported
-from edgellm.prepare import prepare
 from edgellm.quantize.calibration import METHODS, Method
+from edgellm.store.bundle import Bundle
+from edgellm.store.import_summary import imported
+from edgellm.store.prepare import prepare
 
 
 def calibration_options(command: Callable[..., None]) -> Callable[..., None]:

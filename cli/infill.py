@@ -11,8 +11,8 @@ from edgellm.cli.options import LoadArguments, load_options, model_argument, sam
 from edgellm.cli.run import fill
 from edgellm.cli.text import read_text
 from edgellm.errors import OptionError
-from edgellm.fim import ORDERS, Gap, Order
 from edgellm.llm import SamplingArguments
+from edgellm.text.fim import ORDERS, Gap, Order
 
 _FILE = click.Path(path_type=Path, allow_dash=True)
 

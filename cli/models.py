@@ -7,25 +7,25 @@ from pathlib import Path
 
 import click
 
-from edgellm.bundle import Bundle, open_bundle, read_manifest
-from edgellm.bundle_state import check_sizes
 from edgellm.cli.export import report
 from edgellm.cli.options import model_argument
 from edgellm.cli.progress import export_progress
-from edgellm.engine import planned_memory
+from edgellm.engine.engine import planned_memory
 from edgellm.errors import BundleError, EdgeLLMError, SourceError
-from edgellm.flavour_removal import remove_flavours
-from edgellm.home import (
+from edgellm.options import EngineOptions
+from edgellm.store.bundle import Bundle, open_bundle, read_manifest
+from edgellm.store.bundle_state import check_sizes
+from edgellm.store.flavour_removal import remove_flavours
+from edgellm.store.home import (
     bundles_dir,
     delete_abandoned,
     delete_abandoned_at_home,
     delete_folder,
     locked,
 )
-from edgellm.import_summary import imported
-from edgellm.options import EngineOptions
-from edgellm.prepare import prepare
-from edgellm.sources import bundle_label, local_path, resolve_here
+from edgellm.store.import_summary import imported
+from edgellm.store.prepare import prepare
+from edgellm.store.sources import bundle_label, local_path, resolve_here
 
 
 @click.command()

@@ -9,13 +9,13 @@ from typing import Any, TypedDict, cast
 
 import click
 
+from edgellm.backends.schedule import POLICIES, Policy
+from edgellm.engine.sampling import CONTEXT_POLICIES
 from edgellm.errors import OptionError
 from edgellm.kernels.kv_blocks import KV_FORMATS, KVFormat
 from edgellm.llm import SamplingArguments
 from edgellm.options import DECODE_BACKENDS, PREFILL_FLAVOURS
-from edgellm.sampling import CONTEXT_POLICIES
-from edgellm.schedule import POLICIES, Policy
-from edgellm.sources import DEFAULT_MODEL
+from edgellm.store.sources import DEFAULT_MODEL
 
 Command = Callable[..., Any]
 # Stands for standard input in the place of a file, a prompt or, in front of one, a model.

@@ -11,8 +11,8 @@ from edgellm.cli.options import LoadArguments, load_options, model_argument
 from edgellm.cli.progress import count_progress, export_progress
 from edgellm.cli.text import read_text
 from edgellm.llm import load
-from edgellm.perplexity import PATHS
-from edgellm.perplexity import perplexity as measure
+from edgellm.measure.perplexity import PATHS
+from edgellm.measure.perplexity import perplexity as measure
 
 
 @click.command()

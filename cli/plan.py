@@ -8,22 +8,22 @@ from itertools import groupby
 
 import click
 
-from edgellm.auto_prefill import auto_choice
-from edgellm.bundle import PANELS
+from edgellm.backends.providers import AUTO, CUDA, NATIVE, TRITON
+from edgellm.backends.schedule import POLICIES
+from edgellm.backends.timing import Samples
 from edgellm.cli.options import LoadArguments, load_options
 from edgellm.cli.progress import export_progress
-from edgellm.engine import DEFAULT_CTX_SIZE, Engine
+from edgellm.engine.auto_prefill import auto_choice
+from edgellm.engine.engine import DEFAULT_CTX_SIZE, Engine
+from edgellm.engine.measured import MeasuredPrompt
+from edgellm.engine.planner import Piece
+from edgellm.engine.prefill import ChunkedPrefill
 from edgellm.errors import OptionError
 from edgellm.llm import load
-from edgellm.measured import MeasuredPrompt
-from edgellm.plan import Prediction, keep_prompt, measure, predict, profile
-from edgellm.planner import Piece
-from edgellm.prefill import ChunkedPrefill
-from edgellm.providers import AUTO, CUDA, NATIVE, TRITON
-from edgellm.roofline import Machine, measure_cpu, measure_gpu, work_of
-from edgellm.schedule import POLICIES
-from edgellm.sources import DEFAULT_MODEL
-from edgellm.timing import Samples
+from edgellm.measure.plan import Prediction, keep_prompt, measure, predict, profile
+from edgellm.measure.roofline import Machine, measure_cpu, measure_gpu, work_of
+from edgellm.store.bundle import PANELS
+from edgellm.store.sources import DEFAULT_MODEL
 
 _SPEEDS = (1, 5, 10)
 

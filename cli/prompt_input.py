@@ -12,7 +12,7 @@ from prompt_toolkit.completion import WordCompleter
 from prompt_toolkit.history import FileHistory, History, InMemoryHistory
 from prompt_toolkit.output import Output, create_output
 
-from edgellm.home import home
+from edgellm.store.home import home
 
 
 class PromptInput:

@@ -12,10 +12,10 @@ from edgellm.cli.progress import export_progress
 from edgellm.cli.text import read_text
 from edgellm.errors import OptionError
 from edgellm.llm import load
-from edgellm.perplexity import PATHS
-from edgellm.quality import QualityResult
-from edgellm.quality import quality as measure
-from edgellm.sources import DEFAULT_MODEL
+from edgellm.measure.perplexity import PATHS
+from edgellm.measure.quality import QualityResult
+from edgellm.measure.quality import quality as measure
+from edgellm.store.sources import DEFAULT_MODEL
 
 
 @click.command()

@@ -13,10 +13,10 @@ from edgellm.cli.interrupt import INTERRUPTED, cancel_on_interrupt, exit_on_term
 from edgellm.cli.output import end_shown_line, report, write
 from edgellm.cli.progress import count_progress
 from edgellm.cli.prompt_input import PromptInput
+from edgellm.engine.sampling import MAY_BE_NONE
 from edgellm.errors import ContextOverflowError, EdgeLLMError, OptionError
 from edgellm.llm import LLM, SamplingArguments
-from edgellm.prompt import Message
-from edgellm.sampling import MAY_BE_NONE
+from edgellm.text.prompt import Message
 
 # Kinds of sampling options that /set can change, and those that may also be none.
 _PLAIN = (int, float, str)

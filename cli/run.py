@@ -11,7 +11,7 @@ from pathlib import Path
 
 import click
 
-from edgellm.answer import LogitFilter
+from edgellm.backends.trace import write_trace
 from edgellm.cli.interrupt import INTERRUPTED, cancel_on_interrupt
 from edgellm.cli.options import (
     STDIN,
@@ -23,13 +23,13 @@ from edgellm.cli.options import (
 from edgellm.cli.output import end_shown_line, report, write
 from edgellm.cli.progress import count_progress, export_progress
 from edgellm.cli.text import read_text
+from edgellm.engine.answer import LogitFilter
 from edgellm.errors import OptionError, SourceError
-from edgellm.fim import Gap, Order
 from edgellm.llm import LLM, SamplingArguments, load
 from edgellm.named_prefix import open_prefix
 from edgellm.results import Completion
-from edgellm.sources import ALIASES, DEFAULT_MODEL, resolve_here
-from edgellm.trace import write_trace
+from edgellm.store.sources import ALIASES, DEFAULT_MODEL, resolve_here
+from edgellm.text.fim import Gap, Order
 
 # Until it is said that standard input is waited for.
 _PATIENCE_S = 2.0

@@ -29,9 +29,9 @@ from edgellm.errors import (
 
 if TYPE_CHECKING:
     from edgellm.chat import Chat
+    from edgellm.engine.sampling import SamplingOptions
     from edgellm.llm import LLM, load
     from edgellm.results import Completion, Piece, Stats
-    from edgellm.sampling import SamplingOptions
     from edgellm.session import Session
 
 __version__ = "0.1.0"
@@ -42,7 +42,7 @@ _LAZY = {
     "Completion": "edgellm.results",
     "LLM": "edgellm.llm",
     "Piece": "edgellm.results",
-    "SamplingOptions": "edgellm.sampling",
+    "SamplingOptions": "edgellm.engine.sampling",
     "Session": "edgellm.session",
     "Stats": "edgellm.results",
     "load": "edgellm.llm",

@@ -10,15 +10,15 @@ import threading
 from collections.abc import Iterator
 from dataclasses import replace
 
-from edgellm.answer import LogitFilter
 from edgellm.checks import check_text
-from edgellm.engine import Engine
+from edgellm.engine.answer import LogitFilter
+from edgellm.engine.engine import Engine
+from edgellm.engine.prefill import Progress
+from edgellm.engine.sampling import SamplingOptions
 from edgellm.errors import OptionError
-from edgellm.prefill import Progress
-from edgellm.prompt import Message, encode_conversation
 from edgellm.results import Completion, Piece, Stats, completion
-from edgellm.sampling import SamplingOptions
 from edgellm.session import Session
+from edgellm.text.prompt import Message, encode_conversation
 
 
 class Chat:

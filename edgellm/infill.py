@@ -6,15 +6,15 @@ import threading
 from collections.abc import Iterator
 from dataclasses import replace
 
-from edgellm.engine import Engine
+from edgellm.engine.engine import Engine
+from edgellm.engine.prefill import Progress
+from edgellm.engine.sampling import SamplingOptions
 from edgellm.errors import OptionError
-from edgellm.fim import ORDERS, Gap, Order, assemble, require_family
-from edgellm.prefill import Progress
-from edgellm.prompt import Message, encode_conversation
 from edgellm.results import Piece
-from edgellm.sampling import SamplingOptions
 from edgellm.session import Session
-from edgellm.tokenizer import Tokenizer
+from edgellm.text.fim import ORDERS, Gap, Order, assemble, require_family
+from edgellm.text.prompt import Message, encode_conversation
+from edgellm.text.tokenizer import Tokenizer
 
 _REQUEST = (
     "Text is missing at the mark <gap/>. Answer with the missing text alone: no explanation, no "

@@ -10,29 +10,29 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, TypedDict, Unpack
 
-from edgellm.answer import LogitFilter
-from edgellm.auto_prefill import faster_provider
-from edgellm.bundle import ExportProgress
+from edgellm.backends.schedule import Policy
 from edgellm.chat import Chat
 from edgellm.checks import check_path, check_text
-from edgellm.engine import Engine
-from edgellm.fim import Gap, Order
-from edgellm.generation_defaults import tried_defaults
-from edgellm.import_summary import rounding_notes
+from edgellm.engine.answer import LogitFilter
+from edgellm.engine.auto_prefill import faster_provider
+from edgellm.engine.engine import Engine
+from edgellm.engine.prefill import Progress
+from edgellm.engine.sampling import ContextPolicy, SamplingOptions
 from edgellm.infill import stream_infill
 from edgellm.kernels.kv_blocks import KVFormat
 from edgellm.named_prefix import keep_prefix, open_prefix
 from edgellm.options import EngineOptions
-from edgellm.prefill import Progress
-from edgellm.prepare import prepare
 from edgellm.results import Completion, Piece, completion
-from edgellm.sampling import ContextPolicy, SamplingOptions
-from edgellm.schedule import Policy
 from edgellm.session import Session
-from edgellm.sources import DEFAULT_MODEL
+from edgellm.store.bundle import ExportProgress
+from edgellm.store.generation_defaults import tried_defaults
+from edgellm.store.import_summary import rounding_notes
+from edgellm.store.prepare import prepare
+from edgellm.store.sources import DEFAULT_MODEL
+from edgellm.text.fim import Gap, Order
 
 if TYPE_CHECKING:
-    from edgellm.json_schema import JsonGrammars
+    from edgellm.text.json_schema import JsonGrammars
 
 _log = logging.getLogger(__name__)
 
@@ -93,7 +93,7 @@ def load(
             exported, and while its graphs are compiled for an accelerator.
 
     Raises:
-        EdgeLLMError: one of its subclasses, see `errors.py`.
+        EdgeLLMError: one of its subclasses, see `edgellm.errors`.
     """
     check_text("name", name)
     options = EngineOptions(
@@ -307,7 +307,7 @@ class LLM:
 
     @cached_property
     def _json_grammars(self) -> JsonGrammars:
-        from edgellm.json_schema import JsonGrammars  # imports an optional package
+        from edgellm.text.json_schema import JsonGrammars  # imports an optional package
 
         return JsonGrammars(self.engine.tokenizer)
 

@@ -16,13 +16,13 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal
 
-from edgellm.engine import Engine
+from edgellm.engine.engine import Engine
+from edgellm.engine.prefill import Progress
+from edgellm.engine.sampling import SamplingOptions
 from edgellm.errors import CancelledError, OptionError, SessionFileError, TemplateError
-from edgellm.home import delete_folder, file_safe, locked, prefixes_dir, replacing_folder
-from edgellm.prefill import Progress
-from edgellm.prompt import Message, encode_conversation
-from edgellm.sampling import SamplingOptions
 from edgellm.session import Session
+from edgellm.store.home import delete_folder, file_safe, locked, prefixes_dir, replacing_folder
+from edgellm.text.prompt import Message, encode_conversation
 
 Kind = Literal["system", "text"]
 _SESSION = "session"

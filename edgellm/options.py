@@ -6,14 +6,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from edgellm.bundle import PANELS
+from edgellm.backends.providers import AUTO, CPU, CUDA, NATIVE, PROVIDERS, TRITON, require
+from edgellm.backends.schedule import POLICIES, Policy
 from edgellm.checks import check_choice, check_flag, check_number, check_text
 from edgellm.errors import OptionError
 from edgellm.kernels.gpu import device
 from edgellm.kernels.kv_blocks import KV_FORMATS, KVFormat
 from edgellm.kernels.native import library
-from edgellm.providers import AUTO, CPU, CUDA, NATIVE, PROVIDERS, TRITON, require
-from edgellm.schedule import POLICIES, Policy
+from edgellm.store.bundle import PANELS
 
 PREFILL_FLAVOURS = tuple(dict.fromkeys(f for p in PROVIDERS.values() for f in p.flavours))
 DECODE_BACKENDS = (AUTO, NATIVE, TRITON, "portable", "reference")
@@ -128,7 +128,9 @@ class EngineOptions:
             return PANELS
         if self.prefill_backend != CPU:
             return PROVIDERS[self.prefill_backend].flavours[0]
-        from edgellm.int8_support import int8_products_are_exact  # 0.4 s, and rarely needed
+        from edgellm.backends.int8_support import (
+            int8_products_are_exact,  # 0.4 s, and rarely needed
+        )
 
         return "w8a8" if int8_products_are_exact() else "f32"
 

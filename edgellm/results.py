@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal
 
-from edgellm.trace import TaskRecord, bubble_rate
+from edgellm.backends.trace import TaskRecord, bubble_rate
 
 FinishReason = Literal["stop", "length", "time", "repetition", "cancelled"]
 

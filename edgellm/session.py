@@ -13,16 +13,16 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from edgellm.answer import Answer, LogitFilter
+from edgellm.cache.disk_cache import pack, unpack
+from edgellm.cache.session_file import SavedSession, read_session, write_session
 from edgellm.checks import check_hooks, check_number, check_path, check_token_ids
-from edgellm.disk_cache import pack, unpack
-from edgellm.engine import Engine
+from edgellm.engine.answer import Answer, LogitFilter
+from edgellm.engine.engine import Engine
+from edgellm.engine.prefill import Hooks, Progress
+from edgellm.engine.sampling import SamplingOptions
 from edgellm.errors import CacheFullError, ContextOverflowError, OptionError, SessionFileError
 from edgellm.kernels.sampling import Logits
-from edgellm.prefill import Hooks, Progress
 from edgellm.results import Completion, Piece, Stats, completion
-from edgellm.sampling import SamplingOptions
-from edgellm.session_file import SavedSession, read_session, write_session
 
 
 class Session:

@@ -12,7 +12,7 @@ time. Sixteen keys share a panel, so that attention reads memory from front to b
 
 K is stored after RoPE and less `key_offset`, if the model has one. The same vector for all keys
 changes each query's scores by one number, and so no softmax; taken from a part that all keys have
-in common, it leaves smaller numbers to round (see `edgellm/key_basis.py`). A row is a token's
+in common, it leaves smaller numbers to round (see `edgellm/store/key_basis.py`). A row is a token's
 `head_dim` numbers of one KV head; int8 and int4 have one scale a row:
 
     int8  value = code * scale, scale = max|value| / 127

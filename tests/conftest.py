@@ -18,15 +18,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-from edgellm.bundle import Bundle
+from edgellm.engine.prefill import Hooks
 from edgellm.export import export
 from edgellm.export.calibrate import CalibrationOptions
-from edgellm.home import models_dir, replacing_folder
 from edgellm.kernels.gpu import device
 from edgellm.llm import LLM, load
-from edgellm.prefill import Hooks
-from edgellm.prepare import prepare
-from edgellm.sources import DEFAULT_MODEL, resolve
+from edgellm.store.bundle import Bundle
+from edgellm.store.home import models_dir, replacing_folder
+from edgellm.store.prepare import prepare
+from edgellm.store.sources import DEFAULT_MODEL, resolve
 
 # Processes that tests start import the installed package, not the folder they are started in.
 os.environ["PYTHONSAFEPATH"] = "1"

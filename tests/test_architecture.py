@@ -24,6 +24,10 @@ MAY_IMPORT = {
     "edgellm": {"edgellm.graphs", "edgellm.kernels", "edgellm.quantize"},
     "cli": {"edgellm", "edgellm.graphs", "edgellm.kernels", "edgellm.quantize"},
 }
+# Packages of edgellm/, each of which may import those before it; the modules beside them are the
+# public API, which may import all, and these, which anyone may.
+LAYERS = ("store", "text", "cache", "backends", "engine", "measure")
+SHARED = {"checks", "errors", "options", "results"}
 
 
 def python_files(folder: str) -> Iterator[Path]:
@@ -60,6 +64,18 @@ def test_imports_run_one_way(folder: str) -> None:
             allowed = MAY_IMPORT[folder]
             if not any(module == a or module.startswith(f"{a}.") for a in allowed):
                 wrong.append(f"{path.relative_to(ROOT)}:{line}: {folder} must not import {module}")
+    assert not wrong, "\n".join(wrong)
+
+
+@pytest.mark.parametrize("layer", LAYERS)
+def test_packages_import_those_below(layer: str) -> None:
+    allowed = {*LAYERS[: LAYERS.index(layer) + 1], *SHARED, "export", *FOLDERS[1:4]}
+    wrong = []
+    for path in python_files(f"edgellm/{layer}"):
+        for line, module in imported_modules(path):
+            parts = module.split(".")
+            if parts[0] == "edgellm" and len(parts) > 1 and parts[1] not in allowed:
+                wrong.append(f"{path.relative_to(ROOT)}:{line}: {layer} must not import {module}")
     assert not wrong, "\n".join(wrong)
 
 

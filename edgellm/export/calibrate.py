@@ -13,7 +13,6 @@ import numpy as np
 import onnx_ir as ir
 from numpy.typing import NDArray
 
-from edgellm.bundle import ShadowEntry
 from edgellm.errors import ExportError, OptionError
 from edgellm.export.calibration_text import default_text
 from edgellm.export.float_segments import session_on_all_cores
@@ -32,7 +31,8 @@ from edgellm.quantize.calibration import (
     grid_scale,
     reach,
 )
-from edgellm.tokenizer import Tokenizer
+from edgellm.store.bundle import ShadowEntry
+from edgellm.text.tokenizer import Tokenizer
 
 Floats = NDArray[np.float32]
 Rounding = Literal["gptq", "nearest"]

@@ -6,7 +6,7 @@ import inspect
 import pydoc_data.topics
 import textwrap
 
-# Chapters of the manual. Those that the README measures perplexity on are not among them.
+# Chapters of the manual. Those that published perplexities are of are not among them.
 _TOPICS = (
     "assignment",
     "class",

@@ -1,4 +1,4 @@
-"""A checkpoint with keys that lose less when they are rounded (see `edgellm/key_basis.py`)."""
+"""A checkpoint with keys that lose less when they are rounded (see `store/key_basis.py`)."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from edgellm.graphs.checkpoint import Checkpoint, Tensor
 from edgellm.graphs.config import ModelConfig
 from edgellm.graphs.contract import StoredArray
 from edgellm.kernels.quantized import QuantizedWeight
-from edgellm.key_basis import EXPONENTS, FOLDER, OFFSET, KeyBasis
 from edgellm.quantize.keys import common_part, pair_exponents
+from edgellm.store.key_basis import EXPONENTS, FOLDER, OFFSET, KeyBasis
 
 Exponents = NDArray[np.int8]
 

@@ -8,9 +8,6 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from edgellm import bundle as bundles
-from edgellm.bundle import PANELS, Bundle, ExportProgress, FlavourEntry, Manifest
-from edgellm.bundle_check import MAX_CHUNK
 from edgellm.errors import OptionError
 from edgellm.export.calibrate import CalibrationOptions
 from edgellm.export.equalized import EqualizedCheckpoint, choose_basis, store_basis
@@ -33,11 +30,14 @@ from edgellm.export.weight_reader import FLOAT_WEIGHTS, WeightReader
 from edgellm.graphs.builder import WeightFile
 from edgellm.graphs.checkpoint import Checkpoint, open_checkpoint
 from edgellm.graphs.contract import StoredArray
-from edgellm.home import delete_abandoned, locked, partial_folder, replacing_folder
-from edgellm.key_basis import KeyBasis, open_key_basis
-from edgellm.reference import FOLDER as REFERENCE
-from edgellm.reference import open_reference
-from edgellm.tokenizer import Tokenizer
+from edgellm.store import bundle as bundles
+from edgellm.store.bundle import PANELS, Bundle, ExportProgress, FlavourEntry, Manifest
+from edgellm.store.bundle_check import MAX_CHUNK
+from edgellm.store.home import delete_abandoned, locked, partial_folder, replacing_folder
+from edgellm.store.key_basis import KeyBasis, open_key_basis
+from edgellm.store.reference import FOLDER as REFERENCE
+from edgellm.store.reference import open_reference
+from edgellm.text.tokenizer import Tokenizer
 
 DEFAULT_CHUNK_SIZES = (32, 128)
 DEFAULT_FLAVOURS = (PANELS, "w8a8", "int4")

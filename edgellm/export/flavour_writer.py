@@ -8,7 +8,6 @@ from tempfile import TemporaryDirectory
 
 import onnx_ir as ir
 
-from edgellm.bundle import FlavourEntry, HeadEntry
 from edgellm.export.calibrate import CalibrationOptions, Calibrator, choose_windows
 from edgellm.export.flavours import FLAVOURS, Flavour
 from edgellm.export.weight_reader import WeightReader
@@ -17,8 +16,9 @@ from edgellm.graphs.checkpoint import Checkpoint
 from edgellm.graphs.contract import HEAD_FILE, HOST_TOKENS, part_file, parts
 from edgellm.graphs.linear import FloatLinear, GroupLinear, Linear
 from edgellm.graphs.segment import Segment, author_head, author_segment
-from edgellm.reference import ROTATION
-from edgellm.tokenizer import Tokenizer
+from edgellm.store.bundle import FlavourEntry, HeadEntry
+from edgellm.store.reference import ROTATION
+from edgellm.text.tokenizer import Tokenizer
 
 
 def write_flavour(

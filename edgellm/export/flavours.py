@@ -30,7 +30,6 @@ from typing import Protocol
 
 import numpy as np
 
-from edgellm.bundle import PANELS
 from edgellm.export.rotated import Observer, StaticSegments, dynamic_segments
 from edgellm.export.weight_reader import WeightReader, as_int4_affine
 from edgellm.graphs.builder import WeightFile
@@ -40,6 +39,7 @@ from edgellm.graphs.linear import BiasedLinear, ConcatLinear, FloatLinear, Group
 from edgellm.graphs.segment import Mlp, Segment
 from edgellm.kernels.quantized import concatenate
 from edgellm.quantize.error import relative_error
+from edgellm.store.bundle import PANELS
 
 
 class Authors(Protocol):

@@ -7,13 +7,13 @@ from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from edgellm.bundle import Bundle, ExportProgress
 from edgellm.export.equalized import EqualizedCheckpoint
 from edgellm.export.reference_writer import reference_tokens, store_reference
 from edgellm.export.source_checkpoint import open_source
-from edgellm.key_basis import open_key_basis
-from edgellm.reference import Reference, open_reference
-from edgellm.tokenizer import Tokenizer
+from edgellm.store.bundle import Bundle, ExportProgress
+from edgellm.store.key_basis import open_key_basis
+from edgellm.store.reference import Reference, open_reference
+from edgellm.text.tokenizer import Tokenizer
 
 # Of the text where no graphs have chunks of a size.
 _CHUNK = 128

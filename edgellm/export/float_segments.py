@@ -17,7 +17,7 @@ import numpy as np
 import onnx_ir as ir
 from numpy.typing import NDArray
 
-from edgellm import thread_pool
+from edgellm.backends import thread_pool
 from edgellm.errors import ModelFormatError
 from edgellm.export.flavours import FLAVOURS
 from edgellm.export.layerwise import WindowAttention

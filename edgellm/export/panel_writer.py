@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from edgellm.backends.panels import LINEAR
 from edgellm.export.weight_reader import WeightReader
 from edgellm.graphs.builder import WeightFile
 from edgellm.graphs.checkpoint import qkv_bias
 from edgellm.kernels.linear import to_panels
 from edgellm.kernels.quantized import QuantizedWeight
-from edgellm.panels import LINEAR
 
 
 def store_panels(

@@ -13,7 +13,9 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from edgellm.bundle import FlavourEntry
+from edgellm.backends.placement import open_session
+from edgellm.backends.providers import CPU
+from edgellm.backends.segments import read_shadows
 from edgellm.errors import ExportError
 from edgellm.export.calibration_text import default_text
 from edgellm.export.float_segments import float_segments, next_inputs
@@ -23,11 +25,10 @@ from edgellm.graphs.builder import WeightFile
 from edgellm.graphs.checkpoint import Checkpoint
 from edgellm.graphs.config import ModelConfig
 from edgellm.graphs.contract import HOST_TOKENS, Part, StoredArray, part_file
-from edgellm.placement import open_session
-from edgellm.providers import CPU
 from edgellm.quantize.error import worst_row_error
 from edgellm.quantize.shadow import ShadowLinear
-from edgellm.reference import (
+from edgellm.store.bundle import FlavourEntry
+from edgellm.store.reference import (
     FOLDER,
     PROMPT,
     ROWS,
@@ -39,8 +40,7 @@ from edgellm.reference import (
     read_rotation,
     segment_error,
 )
-from edgellm.segments import read_shadows
-from edgellm.tokenizer import Tokenizer
+from edgellm.text.tokenizer import Tokenizer
 
 Floats = NDArray[np.float32]
 OnSegment = Callable[[int], None]

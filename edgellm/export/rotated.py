@@ -40,7 +40,7 @@ from edgellm.quantize.rotation import (
     rotate_output,
     spreading,
 )
-from edgellm.reference import ROTATION
+from edgellm.store.reference import ROTATION
 
 Floats = NDArray[np.float32]
 # Any seed gives a valid rotation; a fixed one makes two exports of a model the same.

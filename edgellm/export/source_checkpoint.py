@@ -6,10 +6,10 @@ import hashlib
 from collections.abc import Sequence
 from pathlib import Path
 
-from edgellm.bundle import Bundle, ExportProgress
 from edgellm.errors import SourceError
 from edgellm.graphs.checkpoint import Checkpoint, open_checkpoint
-from edgellm.sources import resolve
+from edgellm.store.bundle import Bundle, ExportProgress
+from edgellm.store.sources import resolve
 
 
 def open_source(bundle: Bundle, *, progress: ExportProgress | None = None) -> Checkpoint:

@@ -8,11 +8,11 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from edgellm import bundle as bundles
-from edgellm.bundle import Manifest
-from edgellm.bundle_state import is_newer, is_outdated
 from edgellm.errors import BundleError, EdgeLLMError, ExportError, OptionError
 from edgellm.graphs.config import ModelConfig
+from edgellm.store import bundle as bundles
+from edgellm.store.bundle import Manifest
+from edgellm.store.bundle_state import is_newer, is_outdated
 
 _log = logging.getLogger(__name__)
 

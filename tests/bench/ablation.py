@@ -18,15 +18,15 @@ import time
 from pathlib import Path
 from typing import Any
 
+from edgellm.backends.schedule import Policy
+from edgellm.backends.trace import bubble_rate
+from edgellm.engine.memory import peak_memory_bytes
+from edgellm.engine.prefill import ChunkedPrefill
 from edgellm.export import export
 from edgellm.llm import load
-from edgellm.memory import peak_memory_bytes
-from edgellm.plan import measure
-from edgellm.prefill import ChunkedPrefill
-from edgellm.prepare import prepare
-from edgellm.schedule import Policy
-from edgellm.sources import DEFAULT_MODEL, resolve
-from edgellm.trace import bubble_rate
+from edgellm.measure.plan import measure
+from edgellm.store.prepare import prepare
+from edgellm.store.sources import DEFAULT_MODEL, resolve
 
 CHUNK = 128
 BARS: dict[str, tuple[str, Policy, bool]] = {

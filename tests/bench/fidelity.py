@@ -36,7 +36,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 if TYPE_CHECKING:
-    from edgellm.quality import Comparison
+    from edgellm.measure.quality import Comparison
 
 RUNTIMES = (
     "edgellm",
@@ -61,7 +61,7 @@ class EdgeLLM:
 
     def logits(self, tokens: list[int]) -> np.ndarray:
         """After each token but the last, `[n - 1, V]`."""
-        from edgellm.perplexity import window_logits
+        from edgellm.measure.perplexity import window_logits
 
         parts = window_logits(self.engine, tokens, through=self.through)
         return np.concatenate([rows for _, rows in parts])
@@ -172,8 +172,8 @@ class Judge:
 
 def windows_of(model: str, text: str, count: int) -> list[list[int]]:
     """Token ids, as everyone gets them; with a begin token where the model asks for one."""
-    from edgellm.prepare import prepare
-    from edgellm.tokenizer import Tokenizer
+    from edgellm.store.prepare import prepare
+    from edgellm.text.tokenizer import Tokenizer
 
     bundle = prepare(model, flavours=("panels",))
     tokenizer = Tokenizer(bundle.path, bundle.manifest.tokenizer, rows=bundle.config.vocab_size)
@@ -187,7 +187,7 @@ def compare(
     judge: Judge, workers: Sequence[Worker], windows: Sequence[list[int]]
 ) -> dict[str, Comparison]:
     """Everyone beside the judge on the same windows."""
-    from edgellm.quality import Comparison
+    from edgellm.measure.quality import Comparison
 
     parts: dict[str, list[Comparison]] = {worker.name: [] for worker in workers}
     for done, tokens in enumerate(windows, 1):

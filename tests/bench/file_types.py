@@ -37,10 +37,10 @@ COLUMNS = ("type", "KL divergence", "same top token", "weights", "MB a token", "
 
 def measure(path: Path, *, windows: int) -> list[str]:
     """A row of the table; in a process of its own, which has no other model's memory."""
-    from edgellm.benchmark import bench
-    from edgellm.import_summary import imported
     from edgellm.llm import load
-    from edgellm.quality import quality
+    from edgellm.measure.benchmark import bench
+    from edgellm.measure.quality import quality
+    from edgellm.store.import_summary import imported
 
     llm = load(str(path), ctx_size=1024)
     result = quality(llm.engine, max_windows=windows)

@@ -23,6 +23,8 @@ import numpy as np
 import torch
 import triton
 
+from edgellm.backends.providers import CUDA, TRITON, status
+from edgellm.cache.sequence import Sequence
 from edgellm.errors import EdgeLLMError
 from edgellm.kernels import rope
 from edgellm.kernels.attention.gpu import Partials, attend
@@ -35,8 +37,6 @@ from edgellm.kernels.quantized import KINDS, Kind
 from edgellm.kernels.step.gpu import DeviceStep
 from edgellm.kernels.step.weights import LayerWeights, Weights
 from edgellm.llm import LLM, load
-from edgellm.providers import CUDA, TRITON, status
-from edgellm.sequence import Sequence
 
 COPY_BYTES = 2 << 30
 PROMPT = 2048

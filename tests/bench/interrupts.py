@@ -22,7 +22,7 @@ from types import FrameType
 import click
 
 import edgellm
-from edgellm.home import prefixes_dir
+from edgellm.store.home import prefixes_dir
 
 LONG = "One two three four five six seven eight nine ten. " * 330
 # State -> arguments, and the seconds between which the signal comes.

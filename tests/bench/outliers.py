@@ -25,7 +25,7 @@ from edgellm.llm import load
 from edgellm.quantize.calibration import Observation, error_share, reach
 from edgellm.quantize.rotation import random_rotation, spreading
 from edgellm.quantize.smooth import smoothing
-from edgellm.sources import DEFAULT_MODEL, resolve
+from edgellm.store.sources import DEFAULT_MODEL, resolve
 
 WINDOW = 512
 PERCENTILE, SHADOW_PERCENTILE = 99.99, 99.5

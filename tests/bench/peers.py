@@ -32,7 +32,7 @@ from typing import Any
 from runtimes import CLASSES, Run, Runtime
 
 TESTS = ("pp20", "pp512", "pp2048", "pp4096", "tg128", "tg64@2048", "tg64@4096")
-RUNTIMES = ("edgellm", "llama.cpp", "llama.cpp q8_0", "openvino", "genai")
+RUNTIMES = ("edgellm", "llama.cpp", "llama.cpp no-fa", "llama.cpp q8_0", "openvino", "genai")
 GATE_TOKENS = 16
 # Time for the spinning threads of one runtime to fall asleep before the next one starts.
 PAUSE_S = 0.3
@@ -220,7 +220,7 @@ def table(rows: dict[str, dict[str, float]], names: Sequence[str], *, smaller: b
 def reading(model: str, speeds: dict[str, dict[str, float]], threads: int) -> str:
     """A Markdown table of edgellm's decode: what a token reads, beside what the memory can do."""
     from edgellm.llm import load
-    from edgellm.roofline import measure_cpu, work_of
+    from edgellm.measure.roofline import measure_cpu, work_of
 
     bundle = load(model, ctx_size=256).engine.bundle
     limit = measure_cpu(threads, int4=False).read_bytes
@@ -258,8 +258,8 @@ def requantize(model: Path, target: Path, python: str) -> None:
 
 def default_model(python: str) -> str:
     """SmolLM2-135M-Instruct as Q4_0."""
-    from edgellm.home import models_dir
-    from edgellm.sources import DEFAULT_MODEL, resolve
+    from edgellm.store.home import models_dir
+    from edgellm.store.sources import DEFAULT_MODEL, resolve
 
     target = models_dir() / "smollm2-135m-instruct-q4_0.gguf"
     if not target.exists():
@@ -283,8 +283,8 @@ def main() -> None:
     if arguments.work:
         return work(arguments)
     arguments.model = arguments.model or default_model(arguments.python)
+    from edgellm.backends.providers import cpu_name
     from edgellm.llm import load
-    from edgellm.providers import cpu_name
 
     tokenizer = load(arguments.model, ctx_size=256).engine.tokenizer
     gate_ids = tokenizer.encode(TEXT)

@@ -25,7 +25,7 @@ import psutil
 
 from edgellm.kernels.sampling import log_sum_exp
 from edgellm.llm import LLM, load
-from edgellm.sources import DEFAULT_MODEL
+from edgellm.store.sources import DEFAULT_MODEL
 
 SYSTEM_TOKENS = 2950
 QUESTION = "What is a list?"

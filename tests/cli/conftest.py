@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from edgellm.bundle import Bundle
+from edgellm.store.bundle import Bundle
 
 
 @pytest.fixture

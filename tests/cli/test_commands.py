@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from edgellm.bundle import Bundle
 from edgellm.options import EngineOptions
+from edgellm.store.bundle import Bundle
 
 Cli = Callable[..., subprocess.CompletedProcess[str]]
 QUESTION = "Name the capital of France."

@@ -13,8 +13,8 @@ if os.name != "posix":
 
 from terminal import Terminal
 
-from edgellm.bundle import Bundle
 from edgellm.cli.live_line import LiveLine
+from edgellm.store.bundle import Bundle
 
 # Lines that end at, before and behind the last column of windows of 10 and 13 columns.
 TEXT = "".join(f"{'abcdefghij' * 3}"[:length] + f"{length}\n" for length in range(6, 28))

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from edgellm.bundle import Bundle
+from edgellm.store.bundle import Bundle
 
 TEXT = "The quick brown fox jumps over the lazy dog. " * 20_000
 

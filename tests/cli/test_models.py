@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from edgellm.bundle import open_bundle
+from edgellm.store.bundle import open_bundle
 
 Cli = Callable[..., subprocess.CompletedProcess[str]]
 
@@ -147,7 +147,7 @@ def test_rm_deletes_the_download_and_what_was_left(
     name = "pypi:a-model==1.0!a/model.gguf"
     assert cli("rm", name).returncode == 1
     code = (
-        "import os, signal, sys; from edgellm.prepare import prepare\n"
+        "import os, signal, sys; from edgellm.store.prepare import prepare\n"
         "def kill(label, done, total):\n"
         "    if label.startswith(sys.argv[2]): os.kill(os.getpid(), signal.SIGKILL)\n"
         "prepare(sys.argv[1], flavours=('panels',), progress=kill)"

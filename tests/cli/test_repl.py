@@ -11,9 +11,9 @@ from prompt_toolkit.application import create_app_session
 from prompt_toolkit.input import create_pipe_input
 from prompt_toolkit.output import DummyOutput
 
-from edgellm.bundle import Bundle
 from edgellm.cli.repl import chat
 from edgellm.llm import LLM, load
+from edgellm.store.bundle import Bundle
 
 
 @pytest.fixture

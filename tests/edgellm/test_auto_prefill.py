@@ -5,15 +5,15 @@ from pathlib import Path
 
 import pytest
 
-from edgellm import auto_prefill
-from edgellm.auto_prefill import auto_choice
-from edgellm.bundle import COSTS, open_bundle
+from edgellm.backends.providers import CPU
+from edgellm.backends.thread_pool import usable_cores
+from edgellm.engine import auto_prefill
+from edgellm.engine.auto_prefill import auto_choice
 from edgellm.export import export
 from edgellm.kernels.native import library
 from edgellm.llm import LLM, load
 from edgellm.options import EngineOptions
-from edgellm.providers import CPU
-from edgellm.thread_pool import usable_cores
+from edgellm.store.bundle import COSTS, open_bundle
 
 NATIVE = EngineOptions(decode="native") if library() else EngineOptions()
 

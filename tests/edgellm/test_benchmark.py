@@ -5,8 +5,8 @@ from typing import Any
 import pytest
 
 from edgellm import OptionError
-from edgellm.benchmark import bench
 from edgellm.llm import LLM
+from edgellm.measure.benchmark import bench
 
 
 @pytest.mark.parametrize(

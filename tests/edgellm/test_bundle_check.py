@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 
 from edgellm import BundleError, TokenizerError, load
-from edgellm.bundle import MANIFEST, TOKENIZER, open_bundle
 from edgellm.export import export
-from edgellm.home import sha256_of
+from edgellm.store.bundle import MANIFEST, TOKENIZER, open_bundle
+from edgellm.store.home import sha256_of
 
 Change = tuple[str, Any]
 PANEL = "flavours/panels/arrays/"

@@ -12,7 +12,10 @@ import pytest
 
 import edgellm.export.calibrate
 from edgellm import ExportError, OptionError
-from edgellm.bundle import MANIFEST, Bundle
+from edgellm.backends.placement import open_session
+from edgellm.backends.thread_pool import session_options
+from edgellm.engine.planner import Costs
+from edgellm.engine.prefill import ChunkedPrefill
 from edgellm.export.calibrate import CalibrationOptions, Calibrator, Rounding
 from edgellm.export.flavours import FLAVOURS
 from edgellm.export.layerwise import WindowAttention
@@ -22,13 +25,10 @@ from edgellm.graphs.checkpoint import open_checkpoint
 from edgellm.graphs.contract import HOST_TOKENS
 from edgellm.graphs.segment import Segment
 from edgellm.llm import LLM, load
-from edgellm.perplexity import perplexity
-from edgellm.placement import open_session
-from edgellm.planner import Costs
-from edgellm.prefill import ChunkedPrefill
+from edgellm.measure.perplexity import perplexity
 from edgellm.quantize.int8 import quantize_channels
 from edgellm.quantize.rotation import random_rotation
-from edgellm.thread_pool import session_options
+from edgellm.store.bundle import MANIFEST, Bundle
 
 STATIC = "w8a16-qdq"
 Export = Callable[..., Path]

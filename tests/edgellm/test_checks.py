@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 from edgellm import EdgeLLMError, OptionError, SessionFileError
+from edgellm.cache.session_file import MAGIC
 from edgellm.llm import LLM, load
-from edgellm.session_file import MAGIC
 
 WRONG_TOKENS: list[Any] = [
     [320],

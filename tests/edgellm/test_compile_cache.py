@@ -11,13 +11,14 @@ import numpy as np
 import onnx_ir as ir
 import pytest
 
-from edgellm import ProviderError, compile_cache
-from edgellm.bundle import open_bundle
+from edgellm import ProviderError
+from edgellm.backends import compile_cache
+from edgellm.backends.placement import open_session
+from edgellm.backends.providers import status
 from edgellm.graphs.builder import GraphBuilder
-from edgellm.home import compiled_dir
 from edgellm.llm import LLM, load
-from edgellm.placement import open_session
-from edgellm.providers import status
+from edgellm.store.bundle import open_bundle
+from edgellm.store.home import compiled_dir
 
 STATIC = "w8a16-qdq"
 

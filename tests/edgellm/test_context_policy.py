@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 
 from edgellm import ContextOverflowError, OptionError
-from edgellm.bundle import Bundle
 from edgellm.kernels.kv_blocks import BLOCK
 from edgellm.llm import LLM, load
-from edgellm.prompt import Message
 from edgellm.session import Session
+from edgellm.store.bundle import Bundle
+from edgellm.text.prompt import Message
 
 CTX = 256
 TEXT = "In the year 1969 three men flew to the moon. " * 40

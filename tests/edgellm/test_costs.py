@@ -8,14 +8,14 @@ from typing import Any
 
 import pytest
 
-from edgellm import costs
-from edgellm.bundle import COSTS, Bundle, open_bundle
+from edgellm.engine import costs
+from edgellm.engine.measured import MeasuredPrompt, from_json
+from edgellm.engine.planner import Costs
+from edgellm.engine.prefill import ChunkedPrefill, Hooks
 from edgellm.llm import load
-from edgellm.measured import MeasuredPrompt, from_json
+from edgellm.measure.plan import keep_prompt
 from edgellm.options import STEPS
-from edgellm.plan import keep_prompt
-from edgellm.planner import Costs
-from edgellm.prefill import ChunkedPrefill, Hooks
+from edgellm.store.bundle import COSTS, Bundle, open_bundle
 
 
 @pytest.fixture

@@ -9,16 +9,16 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from edgellm.backends.forward import Model
+from edgellm.backends.providers import CPU, PROVIDERS
+from edgellm.backends.segments import Head, Segments
+from edgellm.engine.planner import Costs
+from edgellm.engine.prefill import ChunkedPrefill, Hooks, Prefill
 from edgellm.errors import CancelledError, OptionError, ProviderError
 from edgellm.export import export
-from edgellm.forward import Model
 from edgellm.kernels import rope
 from edgellm.llm import LLM, load
 from edgellm.options import EngineOptions
-from edgellm.planner import Costs
-from edgellm.prefill import ChunkedPrefill, Hooks, Prefill
-from edgellm.providers import CPU, PROVIDERS
-from edgellm.segments import Head, Segments
 
 # the interpreter computes in numpy, which warns of the NaN in memory that was never written
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
@@ -44,7 +44,7 @@ def llm(request: pytest.FixtureRequest, make_model: Callable[..., Path], tmp_pat
 
 def on_device(llm: LLM, flavour: str) -> Prefill:
     """Prefill of a flavour through device memory; the CPU stands in for the device."""
-    from edgellm.device_model import DeviceModel, DeviceSegments, Queue
+    from edgellm.backends.device_model import DeviceModel, DeviceSegments, Queue
 
     engine, queue = llm.engine, Queue("cpu")
     segments = DeviceSegments(engine.bundle, flavour, queue=queue, threads=1, provider_options={})

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from random_weights import random_weight
 
-from edgellm.bundle import Bundle, open_bundle
+from edgellm.engine.prefill import Hooks
 from edgellm.errors import BundleError
 from edgellm.export import export, exporter
 from edgellm.export.equalized import EqualizedCheckpoint, choose_basis, scaled_rows, within_halves
@@ -20,11 +20,11 @@ from edgellm.graphs.checkpoint import Checkpoint, Tensor, open_checkpoint
 from edgellm.graphs.config import ModelConfig
 from edgellm.kernels import rope
 from edgellm.kernels.quantized import KINDS, dequantize
-from edgellm.key_basis import KeyBasis, open_key_basis
 from edgellm.llm import LLM, load
-from edgellm.prefill import Hooks
 from edgellm.quantize.int4 import quantize_int4
 from edgellm.quantize.int8 import quantize_groups
+from edgellm.store.bundle import Bundle, open_bundle
+from edgellm.store.key_basis import KeyBasis, open_key_basis
 
 HUGE = 200.0
 TOKENS = np.random.default_rng(1).integers(0, 256, 170).tolist()

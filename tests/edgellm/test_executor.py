@@ -12,14 +12,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from edgellm.bundle import Bundle
+from edgellm.backends.executor import execute
+from edgellm.backends.schedule import POLICIES, Policy, Processor, Schedule, Step, Task
+from edgellm.backends.trace import TaskRecord, bubble_rate, chrome_trace, write_trace
+from edgellm.cache.sequence import Sequence
+from edgellm.engine.prefill import ChunkedPrefill, Hooks
 from edgellm.errors import CancelledError, OptionError
-from edgellm.executor import execute
 from edgellm.llm import LLM, load
-from edgellm.prefill import ChunkedPrefill, Hooks
-from edgellm.schedule import POLICIES, Policy, Processor, Schedule, Step, Task
-from edgellm.sequence import Sequence
-from edgellm.trace import TaskRecord, bubble_rate, chrome_trace, write_trace
+from edgellm.store.bundle import Bundle
 
 STEPS = [Step("a", "accelerator"), Step("b", "host", ordered=True), Step("c", "accelerator")]
 COUNT = 500
@@ -181,8 +181,8 @@ def test_a_broken_schedule_ends_both(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_an_interrupted_process_ends(interrupts: int) -> None:
     script = f"""
 import signal, threading, time
-from edgellm.executor import execute
-from edgellm.schedule import Step, Task
+from edgellm.backends.executor import execute
+from edgellm.backends.schedule import Step, Task
 
 def run(task):
     if task == Task(0, 0):

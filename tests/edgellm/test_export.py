@@ -11,9 +11,10 @@ from pathlib import Path
 import pytest
 
 from edgellm import BundleError, ExportError, ModelFormatError, OptionError
-from edgellm.bundle import MANIFEST, open_bundle
 from edgellm.export import export
-from edgellm.prepare import prepare
+from edgellm.store import bundle
+from edgellm.store.bundle import MANIFEST, open_bundle
+from edgellm.store.prepare import prepare
 
 MakeModel = Callable[..., Path]
 
@@ -110,10 +111,8 @@ def test_manifest_cannot_name_files_elsewhere(bundle_path: Path) -> None:
 
 
 def test_a_second_look_reads_no_weights(bundle_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    import edgellm.bundle
-
     open_bundle(bundle_path)
-    monkeypatch.setattr(edgellm.bundle, "sha256_of", lambda path: pytest.fail(f"hashed {path}"))
+    monkeypatch.setattr(bundle, "sha256_of", lambda path: pytest.fail(f"hashed {path}"))
     open_bundle(bundle_path)
     with pytest.raises(pytest.fail.Exception, match="hashed"):
         open_bundle(bundle_path, verify=True)
@@ -215,7 +214,7 @@ def test_default_model_exports_within_its_budget(smollm2_gguf: Path, tmp_path: P
     """Under 1.5 GB of memory; what can be taken over exactly is."""
     code = (
         "import sys; from pathlib import Path; from edgellm.export import export;"
-        "from edgellm.memory import peak_memory_bytes;"
+        "from edgellm.engine.memory import peak_memory_bytes;"
         "b = export(Path(sys.argv[1]), Path(sys.argv[2]), name='x', source='x');"
         "print(b.manifest.flavours['int4'].import_report['exact_tensors'],"
         " peak_memory_bytes())"

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import pytest
 
 from edgellm.errors import UnsupportedModelError
-from edgellm.fim import FAMILIES, Family, Gap, assemble, find_family, require_family
+from edgellm.text.fim import FAMILIES, Family, Gap, assemble, find_family, require_family
 
 GAP = Gap(prefix="a = ", suffix="\nb\n")
 

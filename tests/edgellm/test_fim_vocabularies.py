@@ -15,11 +15,11 @@ import gguf
 import pytest
 from sentencepiece import SentencePieceProcessor
 
-from edgellm.bundle import TOKENIZER, TokenizerEntry
 from edgellm.export.tokenizer_gguf import build_tokenizer
-from edgellm.fim import Gap, Order, require_family
 from edgellm.infill import infill_tokens
-from edgellm.tokenizer import Tokenizer
+from edgellm.store.bundle import TOKENIZER, TokenizerEntry
+from edgellm.text.fim import Gap, Order, require_family
+from edgellm.text.tokenizer import Tokenizer
 
 GAPS = [
     Gap(prefix="def add(a, b):\n    return ", suffix="\n\nprint(add(1, 2))\n"),

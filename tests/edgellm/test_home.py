@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from edgellm import home
-from edgellm.home import (
+from edgellm.store import home
+from edgellm.store.home import (
     bundles_dir,
     delete_abandoned,
     delete_abandoned_at_home,
@@ -136,7 +136,7 @@ def test_an_export_may_take_hours(edgellm_home: Path) -> None:
 
 def test_locked_by_one_process_at_a_time(edgellm_home: Path, tmp_path: Path) -> None:
     code = (
-        "import sys, time; from pathlib import Path; from edgellm.home import locked\n"
+        "import sys, time; from pathlib import Path; from edgellm.store.home import locked\n"
         "with locked(Path(sys.argv[1])):\n"
         "    print('in', flush=True); time.sleep(0.2); print('out', flush=True)"
     )

@@ -13,11 +13,11 @@ import pytest
 import torch
 
 from edgellm import BundleError
-from edgellm.bundle import MANIFEST, Bundle, open_bundle
 from edgellm.export.import_report import ImportReport
 from edgellm.graphs.checkpoint import open_checkpoint
-from edgellm.import_summary import ImportSummary, imported, rounding_notes
 from edgellm.llm import load
+from edgellm.store.bundle import MANIFEST, Bundle, open_bundle
+from edgellm.store.import_summary import ImportSummary, imported, rounding_notes
 
 
 @pytest.fixture(scope="module")

@@ -65,8 +65,8 @@ def test_float_graphs_fill_them_too(model: Path, cases: list[Case], options: dic
 
 
 def test_the_tokens_are_the_family_s(tiny_fim: LLM) -> None:
-    from edgellm.fim import Gap
     from edgellm.infill import infill_tokens
+    from edgellm.text.fim import Gap
 
     engine = tiny_fim.engine
     gap = Gap(prefix="x = <|fim_middle|>", suffix=" + 1\n")

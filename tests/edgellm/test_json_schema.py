@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from edgellm import OptionError
-from edgellm.json_schema import JsonFilter, JsonGrammars
 from edgellm.llm import LLM
-from edgellm.tokenizer import Tokenizer
+from edgellm.text.json_schema import JsonFilter, JsonGrammars
+from edgellm.text.tokenizer import Tokenizer
 
 SCHEMA = {
     "type": "object",
@@ -115,7 +115,7 @@ def test_what_is_not_installed(missing: str) -> None:
 import sys
 sys.modules["{missing}"] = None
 from edgellm import OptionError
-from edgellm.json_schema import JsonGrammars
+from edgellm.text.json_schema import JsonGrammars
 from edgellm.llm import load
 try:
     JsonGrammars(load().engine.tokenizer).filter("{{}}")

@@ -10,11 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from edgellm import CacheFullError, ContextOverflowError, OptionError
+from edgellm.cache.kv_cache import KVCache
+from edgellm.cache.sequence import Sequence
 from edgellm.graphs.config import ModelConfig
 from edgellm.kernels.kv_append import append
 from edgellm.kernels.kv_blocks import BLOCK
-from edgellm.kv_cache import KVCache
-from edgellm.sequence import Sequence
 
 CONFIG = ModelConfig(
     model_type="llama",

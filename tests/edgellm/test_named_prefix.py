@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 
 from edgellm import ContextOverflowError, OptionError, TemplateError
-from edgellm.bundle import Bundle
 from edgellm.llm import LLM, load
 from edgellm.named_prefix import forget_prefix, kept_prefixes
-from edgellm.template import ChatTemplate
+from edgellm.store.bundle import Bundle
+from edgellm.text.template import ChatTemplate
 
 DOCUMENT = "The lighthouse of Orle was built in 1843 by Maria Tende. " * 12
 SYSTEM = "You answer in one short sentence. " * 10

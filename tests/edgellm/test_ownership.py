@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 
 from edgellm import CacheFullError
-from edgellm.disk_cache import pack
+from edgellm.cache.disk_cache import pack
+from edgellm.engine.sampling import SamplingOptions
 from edgellm.kernels.kv_blocks import BLOCK, KV_FORMATS, allocate
 from edgellm.llm import LLM, load
-from edgellm.sampling import SamplingOptions
 
 ONE = SamplingOptions(temperature=0.0, max_tokens=1, ignore_eos=True)
 

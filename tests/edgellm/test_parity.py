@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from edgellm.engine.prefill import Hooks
+from edgellm.engine.sampling import SamplingOptions
 from edgellm.llm import LLM, load
-from edgellm.prefill import Hooks
-from edgellm.sampling import SamplingOptions
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 

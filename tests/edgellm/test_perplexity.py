@@ -9,7 +9,7 @@ import pytest
 
 from edgellm import OptionError
 from edgellm.llm import LLM, load
-from edgellm.perplexity import perplexity
+from edgellm.measure.perplexity import perplexity
 
 
 def prose() -> str:

@@ -6,9 +6,9 @@ import onnx_ir as ir
 import pytest
 
 from edgellm import ProviderError
+from edgellm.backends.placement import open_session
 from edgellm.graphs.builder import GraphBuilder
 from edgellm.llm import LLM
-from edgellm.placement import open_session
 
 
 def test_placement_counts_every_node(portable_llm: LLM) -> None:

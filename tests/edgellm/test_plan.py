@@ -5,15 +5,15 @@ from collections.abc import Callable
 
 import pytest
 
-from edgellm.bundle import Bundle
+from edgellm.backends.schedule import POLICIES, Policy, Step
+from edgellm.engine.planner import Piece
+from edgellm.engine.prefill import ChunkedPrefill
 from edgellm.kernels.native import library
 from edgellm.llm import LLM, load
+from edgellm.measure.plan import Profile, measure, predict, profile
+from edgellm.measure.roofline import measure_cpu, measure_gpu, work_of
 from edgellm.options import EngineOptions
-from edgellm.plan import Profile, measure, predict, profile
-from edgellm.planner import Piece
-from edgellm.prefill import ChunkedPrefill
-from edgellm.roofline import measure_cpu, measure_gpu, work_of
-from edgellm.schedule import POLICIES, Policy, Step
+from edgellm.store.bundle import Bundle
 
 STEPS = [
     Step("segment 0", "accelerator"),

@@ -2,9 +2,9 @@ from __future__ import annotations
 
 import pytest
 
+from edgellm.cache.prefix_index import BlockPool, PrefixIndex
 from edgellm.errors import CacheFullError
 from edgellm.kernels.kv_blocks import BLOCK
-from edgellm.prefix_index import BlockPool, PrefixIndex
 
 TOKENS = list(range(1000, 1000 + 2 * BLOCK + 50))
 

@@ -15,10 +15,11 @@ from typing import Any
 
 import pytest
 
-from edgellm import BundleError, ExportError, ModelFormatError, OptionError, sources
-from edgellm.bundle import MANIFEST, Bundle, open_bundle
+from edgellm import BundleError, ExportError, ModelFormatError, OptionError
 from edgellm.export import export
-from edgellm.prepare import prepare
+from edgellm.store import sources
+from edgellm.store.bundle import MANIFEST, Bundle, open_bundle
+from edgellm.store.prepare import prepare
 
 
 def change_manifest(path: Path, **changes: Any) -> None:
@@ -113,7 +114,7 @@ def test_export_whose_files_vanish_publishes_nothing(
 
 def test_killed_export_is_cleared_away(tiny_model: Path, edgellm_home: Path) -> None:
     code = (
-        "import os, signal, sys; from edgellm.prepare import prepare\n"
+        "import os, signal, sys; from edgellm.store.prepare import prepare\n"
         "def kill(*_): os.kill(os.getpid(), signal.SIGKILL)\n"
         "prepare(sys.argv[1], flavours=('panels',), progress=kill)"
     )

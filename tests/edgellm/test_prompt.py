@@ -8,14 +8,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from edgellm.bundle import TokenizerEntry
 from edgellm.errors import TemplateError
 from edgellm.export.tokenizer_gguf import build_tokenizer
 from edgellm.graphs.gguf_file import GGUFFile
 from edgellm.llm import LLM
-from edgellm.prompt import Message, _protect, encode_conversation
-from edgellm.template import ChatTemplate
-from edgellm.tokenizer import Tokenizer
+from edgellm.store.bundle import TokenizerEntry
+from edgellm.text.prompt import Message, _protect, encode_conversation
+from edgellm.text.template import ChatTemplate
+from edgellm.text.tokenizer import Tokenizer
 
 
 def encode(llm: LLM, *messages: Message) -> list[int]:

@@ -9,11 +9,12 @@ from typing import Any
 
 import pytest
 
-from edgellm import OptionError, ProviderError, thread_pool
-from edgellm.int8_support import int8_products_are_exact
+from edgellm import OptionError, ProviderError
+from edgellm.backends import thread_pool
+from edgellm.backends.int8_support import int8_products_are_exact
+from edgellm.backends.providers import PROVIDERS, require, statuses
 from edgellm.llm import LLM, load
 from edgellm.options import EngineOptions
-from edgellm.providers import PROVIDERS, require, statuses
 
 
 def test_every_provider_is_usable_or_says_why() -> None:
@@ -68,7 +69,8 @@ def test_one_pool_for_the_process(portable_llm: LLM) -> None:
 
 
 def started_in_a_new_process(code: str) -> str:
-    script = "import threading\nfrom edgellm import OptionError, thread_pool\n" + dedent(code)
+    imports = "from edgellm import OptionError\nfrom edgellm.backends import thread_pool\n"
+    script = f"import threading\n{imports}{dedent(code)}"
     found = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
     assert found.returncode == 0, found.stderr
     return found.stdout
@@ -120,7 +122,7 @@ def test_two_threads_that_start_the_pool_at_once() -> None:
 def test_saturating_products_turn_int8_off(monkeypatch: pytest.MonkeyPatch) -> None:
     import onnxruntime as ort
 
-    from edgellm import int8_support
+    from edgellm.backends import int8_support
 
     run = ort.InferenceSession.run
 

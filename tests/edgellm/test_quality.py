@@ -16,13 +16,13 @@ import torch
 import transformers
 
 from edgellm import NumericError, OptionError, SourceError
-from edgellm.bundle import MANIFEST, Bundle
 from edgellm.export.calibration_text import default_text
 from edgellm.export.float_segments import float_hidden
 from edgellm.graphs.checkpoint import open_checkpoint
 from edgellm.llm import load
-from edgellm.quality import Comparison, quality
-from edgellm.sample_text import sample_text
+from edgellm.measure.quality import Comparison, quality
+from edgellm.measure.sample_text import sample_text
+from edgellm.store.bundle import MANIFEST, Bundle
 
 TEXT = sample_text()[:1000]
 FLOAT = {"flavour": "f32", "prefill": "cpu", "decode": "reference", "kv_format": "f32"}

@@ -14,12 +14,12 @@ from safetensors.numpy import load_file, save_file
 
 import edgellm.export.rotated
 from edgellm import ExportError, ModelFormatError
-from edgellm.bundle import Bundle, open_bundle
 from edgellm.export import export
 from edgellm.graphs import contract
 from edgellm.graphs.contract import HOST_TOKENS
 from edgellm.quantize.int8 import quantize_channels
-from edgellm.reference import PROMPT, ROWS, Reference, open_reference
+from edgellm.store.bundle import Bundle, open_bundle
+from edgellm.store.reference import PROMPT, ROWS, Reference, open_reference
 
 CHANGES = {
     "llama": {},

@@ -3,8 +3,8 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
+from edgellm.engine.repetition import RepetitionGuard, shortest_period
 from edgellm.llm import LLM
-from edgellm.repetition import RepetitionGuard, shortest_period
 
 
 @given(st.lists(st.integers(0, 2), min_size=1, max_size=40))

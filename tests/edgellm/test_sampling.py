@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 
 from edgellm import NumericError, OptionError
-from edgellm.llm import load
-from edgellm.sampling import (
+from edgellm.engine.sampling import (
     Sampler,
     SamplingOptions,
     apply_penalties,
@@ -17,6 +16,7 @@ from edgellm.sampling import (
     log_softmax,
     softmax,
 )
+from edgellm.llm import load
 
 LOGITS = np.log(np.array([0.5, 0.3, 0.15, 0.05], np.float32))
 

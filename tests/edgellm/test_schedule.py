@@ -6,7 +6,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from edgellm.schedule import POLICIES, Policy, Schedule, Step, Task, simulate
+from edgellm.backends.schedule import POLICIES, Policy, Schedule, Step, Task, simulate
 
 STEPS = [
     Step("embedding", "host"),

@@ -4,7 +4,7 @@ from typing import Any
 
 import numpy as np
 
-from edgellm.segments import _runner
+from edgellm.backends.segments import _runner
 
 
 class CopyingBinding:

@@ -15,15 +15,15 @@ import onnx_ir
 import pytest
 
 from edgellm import ProviderError
-from edgellm.bundle import MANIFEST, Bundle, open_bundle
-from edgellm.engine import Engine
-from edgellm.forward import Model, RunningChunk
-from edgellm.home import compiled_dir
+from edgellm.backends.forward import Model, RunningChunk
+from edgellm.backends.providers import CPU
+from edgellm.backends.segments import Segments
+from edgellm.backends.self_test import Check, check_prompts, check_segments
+from edgellm.cache.sequence import Sequence
+from edgellm.engine.engine import Engine
 from edgellm.llm import load
-from edgellm.providers import CPU
-from edgellm.segments import Segments
-from edgellm.self_test import Check, check_prompts, check_segments
-from edgellm.sequence import Sequence
+from edgellm.store.bundle import MANIFEST, Bundle, open_bundle
+from edgellm.store.home import compiled_dir
 
 needs_qnn = pytest.mark.skipif(
     importlib.util.find_spec("onnxruntime_qnn") is None,

@@ -14,9 +14,9 @@ from edgellm import (
     OptionError,
     SamplingOptions,
 )
+from edgellm.backends.providers import TRITON
+from edgellm.engine.prefill import STEP_CHUNK, Hooks, StepPrefill
 from edgellm.llm import LLM, load
-from edgellm.prefill import STEP_CHUNK, Hooks, StepPrefill
-from edgellm.providers import TRITON
 
 GREEDY = SamplingOptions(temperature=0.0, max_tokens=24)
 TEXT = "In the year 1969 three men flew to the moon. " * 8

@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
+from edgellm.cache.session_file import SavedSession, write_session
 from edgellm.errors import OptionError, SessionFileError
 from edgellm.llm import LLM, load
 from edgellm.session import Session
-from edgellm.session_file import SavedSession, write_session
 
 TOKENS = [(7 * i) % 50 + 3 for i in range(200)]
 
@@ -119,7 +119,7 @@ def test_a_session_of_another_layout_is_refused(
     tiny: LLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = saved(tiny, tmp_path / "session")
-    monkeypatch.setattr("edgellm.engine.LAYOUT_VERSION", 1)
+    monkeypatch.setattr("edgellm.engine.engine.LAYOUT_VERSION", 1)
     with pytest.raises(SessionFileError, match="not this model"):
         tiny.load_session(path)
     monkeypatch.undo()
@@ -138,7 +138,7 @@ def test_a_place_that_cannot_be_written(tiny: LLM, tmp_path: Path) -> None:
 def test_what_a_killed_save_has_left_is_deleted(tmp_path: Path) -> None:
     code = (
         "import os, signal, sys; from pathlib import Path\n"
-        "from edgellm.home import replacing_file\n"
+        "from edgellm.store.home import replacing_file\n"
         "with replacing_file(Path(sys.argv[1])): os.kill(os.getpid(), signal.SIGKILL)"
     )
     for name in ("mine", "other"):

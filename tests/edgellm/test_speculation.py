@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from edgellm.draft import DraftPolicy, PromptLookup
+from edgellm.engine.draft import DraftPolicy, PromptLookup
+from edgellm.engine.speculation import Speculation
 from edgellm.llm import LLM, load
-from edgellm.speculation import Speculation
 
 COPY = (
     "def area(width, height):\n    return width * height\n\n"

@@ -14,18 +14,18 @@ import numpy as np
 import pytest
 
 from edgellm import SourceError
-from edgellm.bundle import MANIFEST, PANELS, Bundle, open_bundle
-from edgellm.engine import Engine
+from edgellm.backends.panels import open_panels
+from edgellm.backends.self_test import Check
+from edgellm.engine.engine import Engine
+from edgellm.engine.prefill import StepPrefill
 from edgellm.export.float_reference import float_reference
 from edgellm.graphs.contract import StoredArray
-from edgellm.import_summary import ImportSummary, imported
 from edgellm.kernels.native import library
 from edgellm.llm import load
-from edgellm.panels import open_panels
-from edgellm.prefill import StepPrefill
-from edgellm.reference import Reference
-from edgellm.self_test import Check
-from edgellm.step_test import check_layers, check_step, prompt_limit, segment_limit
+from edgellm.measure.step_test import check_layers, check_step, prompt_limit, segment_limit
+from edgellm.store.bundle import MANIFEST, PANELS, Bundle, open_bundle
+from edgellm.store.import_summary import ImportSummary, imported
+from edgellm.store.reference import Reference
 
 needs_native = pytest.mark.skipif(library() is None, reason="the kernels were not built")
 

@@ -9,9 +9,9 @@ import time
 
 import pytest
 
-from edgellm.bundle import CHAT_TEMPLATE, Bundle
 from edgellm.errors import TemplateError
-from edgellm.template import ChatTemplate
+from edgellm.store.bundle import CHAT_TEMPLATE, Bundle
+from edgellm.text.template import ChatTemplate
 
 CHAT = [
     {"role": "system", "content": "Be brief."},
@@ -143,7 +143,7 @@ def test_huge_results_are_refused_before_they_are_made() -> None:
     """With memory for what templates may make, and not for what these would."""
     code = (
         "import resource; from edgellm import TemplateError\n"
-        "from edgellm.template import ChatTemplate\n"
+        "from edgellm.text.template import ChatTemplate\n"
         "resource.setrlimit(resource.RLIMIT_AS, (2 << 30, 2 << 30))\n"
         "for source in ('{{ \"%9999999999d\"|format(1) }}',\n"
         "    '{{ range(99999)|list|join(\"a\"*99999)|length }}',\n"

@@ -7,10 +7,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from edgellm.bundle import Bundle, TokenizerEntry
 from edgellm.errors import TokenizerError
 from edgellm.export.tokenizer_gguf import build_tokenizer
-from edgellm.tokenizer import TextStream, Tokenizer
+from edgellm.store.bundle import Bundle, TokenizerEntry
+from edgellm.text.tokenizer import TextStream, Tokenizer
 
 TEXTS = [
     "",

@@ -12,12 +12,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from edgellm.bundle import TokenizerEntry
 from edgellm.errors import EdgeLLMError, ModelFormatError, TokenizerError
 from edgellm.export import export
 from edgellm.export.tokenizer_import import import_tokenizer
 from edgellm.graphs.checkpoint import open_checkpoint
-from edgellm.tokenizer import Tokenizer
+from edgellm.store.bundle import TokenizerEntry
+from edgellm.text.tokenizer import Tokenizer
 
 MakeModel = Callable[..., Path]
 

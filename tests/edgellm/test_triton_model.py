@@ -9,17 +9,17 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from edgellm.bundle import Bundle
+from edgellm.cache.mirror import Mirror
+from edgellm.cache.sequence import Sequence as CachedSequence
+from edgellm.engine.prefill import Hooks
 from edgellm.errors import CancelledError, MemoryEstimateError, OptionError, ProviderError
 from edgellm.kernels.gpu import device
 from edgellm.kernels.native import library
 from edgellm.llm import LLM, load
-from edgellm.mirror import Mirror
 from edgellm.options import EngineOptions
-from edgellm.prefill import Hooks
-from edgellm.prepare import prepare
 from edgellm.results import Completion
-from edgellm.sequence import Sequence as CachedSequence
+from edgellm.store.bundle import Bundle
+from edgellm.store.prepare import prepare
 
 # the interpreter computes in numpy, which warns of the NaN in memory that was never written
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
@@ -66,7 +66,7 @@ def test_like_the_cpu(bundle: Bundle, format: str) -> None:
 
 
 def test_whole_chunks_and_a_rest(bundle: Bundle, monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in ("edgellm.kernels.step.gpu", "edgellm.triton_model"):
+    for module in ("edgellm.kernels.step.gpu", "edgellm.backends.triton_model"):
         monkeypatch.setattr(f"{module}.MAX_ROWS", 8)
     tokens = TOKENS[:19]
     found = []
@@ -230,6 +230,6 @@ def test_panels_have_no_other_flavour() -> None:
 
 
 def test_too_little_device_memory(bundle: Bundle, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("edgellm.triton_model.free_bytes", lambda _: 1 << 10)
+    monkeypatch.setattr("edgellm.backends.triton_model.free_bytes", lambda _: 1 << 10)
     with pytest.raises(MemoryEstimateError, match="smaller `ctx_size`"):
         load(str(bundle.path), decode="triton")

@@ -17,8 +17,8 @@ import pytest
 from pypi_simple import PYPI_SIMPLE_ENDPOINT
 
 from edgellm import SourceError
-from edgellm.package_index import certificates, index_urls
-from edgellm.wheel_download import download_wheel
+from edgellm.store.package_index import certificates, index_urls
+from edgellm.store.wheel_download import download_wheel
 
 
 def wheel_bytes() -> bytes:

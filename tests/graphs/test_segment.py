@@ -10,13 +10,13 @@ import onnx_ir as ir
 import onnxruntime as ort
 import pytest
 
+from edgellm.backends.thread_pool import session_options
 from edgellm.export.flavours import FLAVOURS
 from edgellm.export.weight_reader import WeightReader
 from edgellm.graphs import contract
 from edgellm.graphs.builder import WeightFile
 from edgellm.graphs.checkpoint import Checkpoint, open_checkpoint
 from edgellm.graphs.segment import author_segment
-from edgellm.thread_pool import session_options
 
 # Largest error over largest value that the precision allows on random layers.
 TOLERANCE = {"f32": 2e-6, "f16": 2e-3, "w8a8": 3e-2, "w4a16": 2e-1, "int4": 2e-1}

@@ -7,6 +7,7 @@ import onnx_ir as ir
 import onnxruntime as ort
 import pytest
 
+from edgellm.backends.thread_pool import session_options
 from edgellm.graphs.builder import GraphBuilder, WeightFile
 from edgellm.graphs.contract import Grid
 from edgellm.graphs.linear import BlockRotatedLinear, Linear
@@ -15,7 +16,6 @@ from edgellm.kernels import hadamard
 from edgellm.quantize.error import relative_error
 from edgellm.quantize.int8 import quantize_channels
 from edgellm.quantize.rotation import rotate_input_blocks, spreading
-from edgellm.thread_pool import session_options
 
 
 def run(

@@ -1,0 +1,178 @@
+"""Chunks through segments of ONNX Runtime and attention in Triton, without leaving the device.
+
+Segments read and write torch tensors, RoPE, append and attention take them from there, and all of
+it is queued on one CUDA stream: the host waits when a chunk's hidden states are asked for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from edgellm.backends.forward import Model, RunningChunk
+from edgellm.backends.providers import CPU, CUDA
+from edgellm.backends.segments import ModelHead, Run, Segments
+from edgellm.cache.mirror import Mirror
+from edgellm.cache.sequence import Sequence
+from edgellm.kernels.attention.gpu import Partials, attend
+from edgellm.kernels.gpu.device import on_device
+from edgellm.kernels.kv_append.gpu import append_rotated
+from edgellm.kernels.kv_blocks import BLOCK
+from edgellm.kernels.rope import RopeTable
+from edgellm.store.bundle import Bundle
+
+Floats = NDArray[np.float32]
+
+
+class Queue:
+    """The device, and the stream on which segments and kernels are queued.
+
+    The CPU stands in for it where kernels are interpreted: then there is no stream.
+    """
+
+    def __init__(self, device: str) -> None:
+        self.device = device
+        self.provider = CPU if device == "cpu" else CUDA
+        # ONNX Runtime takes no default stream from its user
+        self._stream = None if device == "cpu" else torch.cuda.Stream(device)
+
+    @property
+    def settings(self) -> dict[str, str]:
+        """The execution provider's options."""
+        stream = self._stream
+        return {} if stream is None else {"user_compute_stream": str(stream.cuda_stream)}
+
+    def current(self) -> AbstractContextManager[object]:
+        """What is launched inside comes after what was launched before."""
+        if self._stream is None:
+            return nullcontext()
+        self._stream.wait_stream(torch.cuda.current_stream())
+        inside: AbstractContextManager[object] = torch.cuda.stream(self._stream)
+        return inside
+
+    def done(self) -> None:
+        """Wait until all of it has been computed."""
+        if self._stream is not None:
+            self._stream.synchronize()
+
+
+class DeviceSegments(Segments):
+    """Segments that are bound to device memory."""
+
+    def __init__(
+        self,
+        bundle: Bundle,
+        flavour: str,
+        *,
+        queue: Queue,
+        threads: int,
+        provider_options: Mapping[str, str],
+        allow_fallback: bool = False,
+    ) -> None:
+        self._device = torch.device(queue.device)
+        super().__init__(
+            bundle,
+            flavour,
+            provider=queue.provider,
+            threads=threads,
+            provider_options={**queue.settings, **provider_options},
+            allow_fallback=allow_fallback,
+        )
+
+    def _zeros(self, chunk: int, width: int) -> torch.Tensor:
+        return torch.zeros((chunk, width), dtype=torch.float32, device=self._device)
+
+    def _bound(self, session: Any, inputs: Mapping[str, Any], outputs: Mapping[str, Any]) -> Run:
+        import onnxruntime as ort
+
+        binding = session.io_binding()
+        place = self._device.type, self._device.index or 0, np.float32
+        for name, tensor in inputs.items():
+            binding.bind_input(name, *place, tuple(tensor.shape), tensor.data_ptr())
+        for name, tensor in outputs.items():
+            binding.bind_output(name, *place, tuple(tensor.shape), tensor.data_ptr())
+        options = ort.RunOptions()
+        # what follows is queued behind it, so the host need not wait
+        options.add_run_config_entry("disable_synchronize_execution_providers", "1")
+
+        def run() -> None:
+            session.run_with_iobinding(binding, options)
+
+        return run
+
+
+class DeviceModel(Model):
+    """`Model` on the device's side of the KV cache; chunks run one after the other."""
+
+    def __init__(
+        self,
+        segments: DeviceSegments,
+        head: ModelHead,
+        table: RopeTable,
+        *,
+        mirror: Mirror,
+        queue: Queue,
+    ) -> None:
+        super().__init__(segments, head, table, threads=1)
+        device = queue.device
+        self._queue = queue
+        self._blocks = mirror.device
+        self._cos, self._sin = (on_device(part, device) for part in table)
+        self._start = torch.zeros(1, dtype=torch.int32, device=device)
+        self._ids = torch.zeros(-(-len(table.cos) // BLOCK), dtype=torch.int64, device=device)
+        config, rows = self.config, max(segments.chunk_sizes)
+        self._q = torch.empty((rows, config.heads, config.head_dim), device=device)
+        self._partials = Partials.empty(
+            tokens=rows,
+            heads=config.heads,
+            kv_heads=config.kv_heads,
+            head_dim=config.head_dim,
+            device=device,
+        )
+
+    def queue(self) -> AbstractContextManager[object]:
+        """Tasks are launched one after the other; their times are those of launching them."""
+        return self._queue.current()
+
+    def embed(self, chunk: RunningChunk, sequence: Sequence) -> None:
+        buffers, count = chunk.buffers, len(chunk.tokens)
+        sequence.use_device()
+        self._start.fill_(chunk.start)
+        self._ids[: len(sequence.table)] = torch.tensor(sequence.table, dtype=torch.int64)
+        buffers.x[:count] = torch.from_numpy(self.head.embed(chunk.tokens)).to(self._q.device)
+        buffers.x[count:] = 0
+        buffers.attention[count:] = 0
+
+    def attend(self, layer: int, chunk: RunningChunk, _: Sequence) -> None:
+        config, count = self.config, len(chunk.tokens)
+        heads = -1, config.head_dim
+        append_rotated(
+            self._blocks,
+            self._ids,
+            layer,
+            self._start,
+            chunk.buffers.qkv[:count].view(count, *heads),
+            self._cos,
+            self._sin,
+            self._q[:count],
+        )
+        attend(
+            self._blocks,
+            self._ids,
+            layer,
+            self._q[:count],
+            self._start,
+            chunk.buffers.attention[:count].view(count, *heads),
+            self._partials,
+            window=config.sliding_window,
+        )
+
+    def hidden(self, chunk: RunningChunk) -> Floats:
+        self._queue.done()
+        found: Floats = chunk.buffers.hidden[: len(chunk.tokens)].cpu().numpy()
+        return found

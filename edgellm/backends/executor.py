@@ -1,0 +1,137 @@
+"""Runs the tasks of a prompt on two processors and notes what ran when."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+
+from edgellm.backends.schedule import Policy, Processor, Schedule, Step, Task
+from edgellm.backends.trace import TaskRecord
+from edgellm.errors import CancelledError
+
+Run = Callable[[Task], None]
+
+
+def execute(
+    steps: Sequence[Step],
+    chunks: int,
+    run: Run,
+    *,
+    policy: Policy,
+    seconds: Callable[[Task], float],
+    cancel: threading.Event | None = None,
+) -> list[TaskRecord]:
+    """Run every task; gives them in the order in which they ended.
+
+    The calling thread is the host, and a thread of its own waits for the accelerator; `serial`
+    needs no second one. Results do not depend on the policy.
+
+    Raises:
+        CancelledError: `cancel` was set; no task is running any more.
+        BaseException: whatever `run` raised, or an interrupt that came while the host waited, once
+            the other processor is idle.
+    """
+    job = _Job(steps, run, cancel)
+    if policy == "serial":
+        for chunk in range(chunks):
+            for step in range(len(steps)):
+                job.perform(Task(chunk, step))
+    elif chunks:
+        _Shared(job, Schedule(steps, chunks, policy=policy, seconds=seconds)).run()
+    return job.records
+
+
+class _Job:
+    def __init__(self, steps: Sequence[Step], run: Run, cancel: threading.Event | None) -> None:
+        self._steps = steps
+        self._run = run
+        self._cancel = cancel
+        self.records: list[TaskRecord] = []
+
+    def perform(self, task: Task) -> None:
+        if self._cancel is not None and self._cancel.is_set():
+            raise CancelledError("cancelled between two layers")
+        start = time.perf_counter()
+        self._run(task)
+        end, step = time.perf_counter(), self._steps[task.step]
+        self.records.append(TaskRecord(step.name, task.chunk, step.processor, start, end))
+
+
+class _Shared:
+    """A job that two threads work on."""
+
+    def __init__(self, job: _Job, schedule: Schedule) -> None:
+        self._job = job
+        self._schedule = schedule
+        # Entered as the bare lock: `Condition.__enter__` is Python, and an interrupt on its last
+        # line would leave the lock taken.
+        self._lock = threading.RLock()
+        self._changed = threading.Condition(self._lock)
+        self._error: BaseException | None = None
+        self._accelerator_ended = False
+
+    def run(self) -> None:
+        """Be the host, beside a thread for the accelerator, until both are idle."""
+        # a daemon: whatever happens here, a thread that waits must not keep the process
+        accelerator = threading.Thread(target=self._accelerate, daemon=True)
+        try:
+            accelerator.start()
+            self._work("host")
+            self._wait_for_accelerator()
+            accelerator.join()
+        except BaseException as interrupt:
+            self._stop_all(interrupt, started=accelerator.ident is not None)
+            raise
+        if self._error is not None:
+            raise self._error
+
+    def _accelerate(self) -> None:
+        self._work("accelerator")
+        with self._lock:
+            self._accelerator_ended = True
+            self._changed.notify_all()
+
+    def _work(self, processor: Processor) -> None:
+        """Be this processor until all is done or something went wrong."""
+        try:
+            while (task := self._wait_for_task(processor)) is not None:
+                self._job.perform(task)
+                with self._lock:
+                    self._schedule.finish(task)
+                    self._changed.notify_all()
+        except BaseException as error:
+            self._stop(error)
+
+    def _wait_for_task(self, processor: Processor) -> Task | None:
+        with self._lock:
+            while self._error is None and not self._schedule.finished:
+                task = self._schedule.take(processor)
+                if task is not None:
+                    return task
+                self._changed.wait()
+        return None
+
+    def _stop(self, error: BaseException) -> None:
+        """Let no processor begin another task; the first error is the one that counts."""
+        with self._lock:
+            self._error = self._error or error
+            self._changed.notify_all()
+
+    def _stop_all(self, error: BaseException, *, started: bool) -> None:
+        """Stop, and wait for the task that runs, which uses buffers that the caller will use again;
+        another interrupt changes nothing about that."""
+        while True:
+            try:
+                self._stop(error)
+                if started:
+                    self._wait_for_accelerator()
+                return
+            except BaseException:  # a signal handler's
+                continue
+
+    def _wait_for_accelerator(self) -> None:
+        # not `Thread.join`: interrupted, it takes a thread that runs for one that has ended
+        with self._lock:
+            while not self._accelerator_ended:
+                self._changed.wait()

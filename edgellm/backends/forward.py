@@ -1,0 +1,231 @@
+"""Chunks through all layers: segment, attention on the shared KV cache, segment, ..."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from collections.abc import Sequence as SequenceOf
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from functools import partial
+
+import numpy as np
+from numpy.typing import NDArray
+from threadpoolctl import ThreadpoolController
+
+from edgellm.backends.executor import execute
+from edgellm.backends.schedule import WINDOW, Policy, Step, Task
+from edgellm.backends.segments import ChunkBuffers, ModelHead, Segments
+from edgellm.backends.trace import TaskRecord
+from edgellm.cache.sequence import Sequence
+from edgellm.kernels import rope
+from edgellm.kernels.attention import attend
+from edgellm.kernels.kv_append import append_rotated
+
+Floats = NDArray[np.float32]
+Done = Callable[[Floats], None]
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """Tokens that go through segments of a static size together."""
+
+    tokens: SequenceOf[int]
+    size: int
+
+
+@dataclass(frozen=True)
+class RunningChunk:
+    """A chunk on its way: its tokens, the position of the first one, and its buffers."""
+
+    tokens: SequenceOf[int]
+    start: int
+    buffers: ChunkBuffers
+
+
+class Model:
+    """A flavour ready to run: segments, embedding and head, and a RoPE table for the context."""
+
+    def __init__(
+        self, segments: Segments, head: ModelHead, table: rope.RopeTable, *, threads: int
+    ) -> None:
+        self.segments = segments
+        self.config = segments.config
+        self.head = head
+        self._table = table
+        self._threads = threads
+        self._blas = ThreadpoolController()
+        self._actions = self._program()
+        self.steps = [step for step, _ in self._actions]
+        self._seconds: dict[tuple[int, int], float] = {}  # by chunk size and step, last time
+
+    def forward(
+        self,
+        tokens: SequenceOf[int],
+        sequence: Sequence,
+        *,
+        chunk: int,
+        cancel: threading.Event | None = None,
+    ) -> Floats:
+        """Run up to `chunk` tokens at the end of `sequence` and count them into it.
+
+        Returns:
+            The hidden states after the final norm, `[len(tokens), E]`; overwritten by the next
+            call.
+
+        Raises:
+            ContextOverflowError, CacheFullError: see `Sequence.reserve`.
+            CancelledError: `cancel` was set; the sequence is as it was.
+        """
+        found: list[Floats] = []
+        self.run([Chunk(tokens, chunk)], sequence, on_done=found.append, cancel=cancel)
+        return found[0]
+
+    def run(
+        self,
+        chunks: SequenceOf[Chunk],
+        sequence: Sequence,
+        *,
+        policy: Policy = "serial",
+        on_done: Done | None = None,
+        cancel: threading.Event | None = None,
+    ) -> list[TaskRecord]:
+        """Run chunks at the end of `sequence`, several at a time if the policy lets them.
+
+        Args:
+            on_done: called with each chunk's hidden states `[n, E]`, in their order, once it has
+                been counted into the sequence; overwritten when it returns.
+
+        Raises:
+            ContextOverflowError, CacheFullError: see `Sequence.reserve`.
+            CancelledError: `cancel` was set; the sequence holds the chunks that were finished.
+        """
+        start, jobs = len(sequence), []
+        for index, chunk in enumerate(chunks):
+            buffers = self.segments.buffers(chunk.size, slot=index % WINDOW)
+            jobs.append(RunningChunk(chunk.tokens, start, buffers))
+            start += len(chunk.tokens)
+
+        def act(task: Task) -> None:
+            self._actions[task.step][1](jobs[task.chunk], sequence)
+            if on_done is not None and task.step == len(self.steps) - 1:
+                on_done(self.hidden(jobs[task.chunk]))
+
+        # ONNX Runtime's pool spins between segments; BLAS threads would wait for the same cores
+        # (846 against 1,750 tokens/s at pp512 on two cores, with attention in numpy).
+        with (
+            self.queue(),
+            self._blas.limit(limits=1, user_api="blas"),
+            sequence.reserved(start - len(sequence)),
+        ):
+            records = execute(
+                self.steps,
+                len(jobs),
+                act,
+                policy=policy,
+                seconds=lambda task: self._seconds.get((chunks[task.chunk].size, task.step), 0.0),
+                cancel=cancel,
+            )
+        self._learn(chunks, records)
+        return records
+
+    def profile(
+        self, tokens: SequenceOf[int], sequence: Sequence, *, size: int, start: int
+    ) -> list[float]:
+        """Seconds of each step of a chunk that comes after `start` tokens.
+
+        They need not be there: attention reads zeros.
+
+        Args:
+            sequence: an empty one, which it is afterwards as well.
+        """
+        chunk = RunningChunk(tokens, start, self.segments.buffers(size))
+
+        def act(task: Task) -> None:
+            self._actions[task.step][1](chunk, sequence)
+
+        count = start + len(tokens)
+        with (
+            self.queue(),
+            self._blas.limit(limits=1, user_api="blas"),
+            sequence.reserved(count),
+        ):
+            # memory that is touched for the first time would cost more than attention
+            sequence.blocks.clear(sequence.table)
+            records = execute(self.steps[:-1], 1, act, policy="serial", seconds=lambda _: 0.0)
+        return [*(record.end_s - record.start_s for record in records), 0.0]
+
+    def _program(self) -> list[tuple[Step, Callable[[RunningChunk, Sequence], None]]]:
+        """The steps of a chunk, and what is done in each."""
+        actions: list[tuple[Step, Callable[[RunningChunk, Sequence], None]]] = []
+        actions.append((Step("embedding", "host"), self.embed))
+        for position, part in enumerate(self.segments.parts):
+            layer = part.index - 1
+            if part.half == "down":
+                shadow = partial(self._shadow, part.index, position % 2)
+                actions.append((Step(f"shadow {layer}", "host"), shadow))
+            elif part.index:
+                attention = partial(self.attend, layer)
+                actions.append((Step(f"attention {layer}", "host", ordered=True), attention))
+            name = f"segment {part.index}{part.half and f' {part.half}'}"
+            actions.append((Step(name, "accelerator"), partial(_segment, position)))
+        actions.append((Step("commit", "host", ordered=True), _commit))
+        return actions
+
+    def queue(self) -> AbstractContextManager[object]:
+        """Around what is launched on a device; nothing on the host."""
+        return nullcontext()
+
+    def embed(self, chunk: RunningChunk, _: Sequence) -> None:
+        buffers, count = chunk.buffers, len(chunk.tokens)
+        buffers.x[:count] = self.head.embed(chunk.tokens)
+        buffers.x[count:] = 0
+        buffers.attention[count:] = 0
+
+    def attend(self, layer: int, chunk: RunningChunk, sequence: Sequence) -> None:
+        """RoPE, append to the cache, attend; the padding of the chunk takes no part."""
+        config, count = self.config, len(chunk.tokens)
+        q = append_rotated(
+            sequence.blocks,
+            sequence.table,
+            layer,
+            chunk.start,
+            chunk.buffers.qkv[:count].reshape(count, -1, config.head_dim),
+            self._table,
+            threads=self._threads,
+        )
+        attended = attend(
+            sequence.blocks,
+            sequence.table,
+            layer,
+            q,
+            chunk.start,
+            window=config.sliding_window,
+            threads=self._threads,
+        )
+        chunk.buffers.attention[:count] = attended.reshape(count, -1)
+
+    def _shadow(self, segment: int, residual: int, chunk: RunningChunk, _: Sequence) -> None:
+        """What the grid of down_proj clips, into the residual that its product is added to."""
+        count = len(chunk.tokens)
+        correction = self.segments.shadows[segment].correction(chunk.buffers.activated[:count])
+        if correction is not None:
+            chunk.buffers.residuals[residual][:count] += correction
+
+    def hidden(self, chunk: RunningChunk) -> Floats:
+        found: Floats = chunk.buffers.hidden[: len(chunk.tokens)]
+        return found
+
+    def _learn(self, chunks: SequenceOf[Chunk], records: SequenceOf[TaskRecord]) -> None:
+        step_of = {step.name: index for index, step in enumerate(self.steps)}
+        for record in records:
+            key = chunks[record.chunk].size, step_of[record.name]
+            self._seconds[key] = record.end_s - record.start_s
+
+
+def _segment(position: int, chunk: RunningChunk, _: Sequence) -> None:
+    chunk.buffers.segments[position]()
+
+
+def _commit(chunk: RunningChunk, sequence: Sequence) -> None:
+    sequence.commit(chunk.tokens)

@@ -1,0 +1,102 @@
+"""A model in the native kernels: any few tokens through all layers in one call."""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+from collections.abc import Callable
+from collections.abc import Sequence as SequenceOf
+
+import numpy as np
+from numpy.typing import NDArray
+
+from edgellm.cache.sequence import Sequence
+from edgellm.errors import CancelledError
+from edgellm.kernels.linear import Panels, rows_of
+from edgellm.kernels.linear.native import linear
+from edgellm.kernels.rope import RopeTable
+from edgellm.kernels.sampling import Logits
+from edgellm.kernels.step import FusedStep, Weights
+
+Floats = NDArray[np.float32]
+# Tokens that take so long that a question before each layer, 0.5 µs, is nothing.
+_MANY = 64
+
+
+class PanelHead:
+    """The LM head and the embedding in panels; see `Head` in `segments.py`."""
+
+    def __init__(self, library: ctypes.CDLL, weights: Weights, *, threads: int) -> None:
+        self._library = library
+        self._weights = weights
+        self._threads = threads
+
+    def embed(self, tokens: SequenceOf[int]) -> Floats:
+        """Embedding rows `[n, E]`."""
+        return rows_of(self._weights.embedding, tokens)
+
+    def logits(self, hidden: Floats) -> Floats:
+        """`[rows, E]` to `[rows, V]`."""
+        head = self._weights.head
+        return linear(self._library, hidden, head, fine=True, threads=self._threads)
+
+
+class NativeModel:
+    """Runs tokens through the fused step on the shared KV cache."""
+
+    def __init__(
+        self, library: ctypes.CDLL, weights: Weights, table: RopeTable, *, threads: int
+    ) -> None:
+        self.head = PanelHead(library, weights, threads=threads)
+        self._library = library
+        self._step = FusedStep(library, weights)
+        self._table = table
+        self._threads = threads
+
+    def forward(
+        self,
+        tokens: SequenceOf[int],
+        sequence: Sequence,
+        *,
+        logit_rows: int = 0,
+        cancel: threading.Event | None = None,
+    ) -> tuple[Floats, Floats]:
+        """See `StepModel.forward`."""
+        with sequence.reserved(len(tokens)):
+            found = self._step.run(
+                sequence.blocks,
+                sequence.table,
+                self._table,
+                tokens,
+                len(sequence),
+                logit_rows=logit_rows,
+                threads=self._threads,
+                should_stop=_stopped_by(cancel, len(tokens)),
+            )
+            if found is None:
+                raise CancelledError("cancelled between two layers")
+            sequence.commit(tokens)
+        return found
+
+    def best(self, token: int, sequence: Sequence) -> Logits | None:
+        """None: all logits are in memory at once."""
+        return None
+
+    def linear(self, x: Floats, weight: Panels, *, fine: bool = False) -> Floats:
+        """See `StepModel.linear`."""
+        return linear(self._library, x, weight, fine=fine, threads=self._threads)
+
+    def logits(self, hidden: Floats) -> Floats:
+        """See `StepModel.logits`."""
+        return self.head.logits(hidden)
+
+
+def _stopped_by(cancel: threading.Event | None, tokens: int) -> Callable[[], bool] | None:
+    """What C++ asks between layers; many tokens ask in any case, to see an interrupt in between."""
+    if cancel is not None:
+        return cancel.is_set
+    return _never if tokens >= _MANY else None
+
+
+def _never() -> bool:
+    return False

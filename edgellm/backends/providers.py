@@ -1,0 +1,267 @@
+"""Execution providers: what ONNX Runtime offers here, built in or as a package of its own."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import importlib
+import os
+import platform
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from edgellm.backends.thread_pool import session_options
+from edgellm.errors import OptionError, ProviderError, first_line
+
+CPU = "cpu"
+CUDA = "cuda"
+QNN = "qnn"
+AUTO = "auto"
+# Not a provider: prefill in the native kernels, without ONNX Runtime.
+NATIVE = "native"
+# Likewise, in Triton kernels on a GPU.
+TRITON = "triton"
+# Of devices, the best first.
+_KINDS = ("NPU", "GPU", "CPU")
+# Plug-ins warn about features of machines that this one is not.
+_ERRORS = 3
+
+
+@dataclass(frozen=True)
+class Provider:
+    """An execution provider.
+
+    Attributes:
+        ort_name: as ONNX Runtime calls it.
+        package: what to install for it.
+        plugin: the module that brings it as a library of its own; None where it is part of
+            onnxruntime.
+        flavours: those that it takes, the usual one first.
+        compiled: whether its graphs are compiled once and kept (see `compile_cache.py`).
+    """
+
+    ort_name: str
+    package: str
+    plugin: str | None = None
+    flavours: tuple[str, ...] = ("f32",)
+    compiled: bool = False
+
+
+PROVIDERS: Mapping[str, Provider] = {
+    CPU: Provider(
+        "CPUExecutionProvider",
+        "onnxruntime",
+        None,
+        ("w8a8", "f32", "f16", "w4a16", "w8a16-qdq", "w8a8-qdq"),
+    ),
+    CUDA: Provider("CUDAExecutionProvider", "onnxruntime-gpu", None, ("f16", "w4a16", "f32")),
+    "tensorrt": Provider("TensorrtExecutionProvider", "onnxruntime-gpu"),
+    "tensorrt-rtx": Provider(
+        "NvTensorRTRTXExecutionProvider",
+        "onnxruntime-ep-nv-tensorrt-rtx",
+        "onnxruntime_ep_nv_tensorrt_rtx",
+    ),
+    QNN: Provider(
+        "QNNExecutionProvider", "edgellm[qnn]", "onnxruntime_qnn", ("w8a16-qdq",), compiled=True
+    ),
+    "openvino": Provider(
+        "OpenVINOExecutionProvider", "edgellm[openvino]", "onnxruntime_ep_openvino"
+    ),
+    "coreml": Provider("CoreMLExecutionProvider", "onnxruntime on macOS"),
+    "dml": Provider("DmlExecutionProvider", "onnxruntime-directml"),
+    "vitisai": Provider("VitisAIExecutionProvider", "AMD's Ryzen AI software"),
+    "webgpu": Provider("WebGpuExecutionProvider", "onnxruntime-ep-webgpu", "onnxruntime_ep_webgpu"),
+}
+
+
+@dataclass(frozen=True)
+class ProviderStatus:
+    """A line of `edgellm devices`; `reason` says why a provider is not usable."""
+
+    name: str
+    usable: bool
+    device: str
+    reason: str
+
+
+def statuses() -> list[ProviderStatus]:
+    """Every known provider, usable or not."""
+    return [status(name) for name in PROVIDERS]
+
+
+def status(name: str) -> ProviderStatus:
+    """Whether one provider is usable: it is there, and runs a small graph."""
+    if name == CPU:
+        return ProviderStatus(name, True, cpu_name(), "")
+    try:
+        device = _device(name)
+        _probe(name)
+    except ProviderError as error:
+        return ProviderStatus(name, False, "", str(error))
+    return ProviderStatus(name, True, device, "")
+
+
+def require(name: str) -> None:
+    """Refuse a provider that cannot be used.
+
+    Raises:
+        OptionError: an unknown name.
+        ProviderError: a known one that cannot be used here, with the reason.
+    """
+    if name not in PROVIDERS:
+        raise OptionError(
+            f"`prefill` is {name!r}; allowed are {', '.join((AUTO, NATIVE, TRITON, *PROVIDERS))}; "
+            "`edgellm devices` shows which are usable"
+        )
+    found = status(name)
+    if not found.usable:
+        raise ProviderError(f"`prefill` {name}: {found.reason}")
+
+
+def add_provider(options: Any, name: str, settings: Mapping[str, str]) -> list[Any] | None:
+    """Put a provider on session options; gives what `InferenceSession(providers=...)` takes.
+
+    Args:
+        settings: the provider's own options, over those that it has here by itself.
+
+    Raises:
+        ProviderError: it is not there.
+    """
+    provider = PROVIDERS[name]
+    if provider.plugin is None:
+        if settings and name == CPU:
+            raise OptionError(f"provider options: {name} has none")
+        return [(provider.ort_name, dict(settings))]
+    options.log_severity_level = _ERRORS
+    options.add_provider_for_devices([_plugin_device(name)], {**_settings(name), **settings})
+    return None
+
+
+def version(name: str) -> str:
+    """Of the package that brings a provider, and what it compiles for."""
+    import onnxruntime
+
+    provider = PROVIDERS[name]
+    if provider.plugin is None:
+        return f"onnxruntime {onnxruntime.__version__}"
+    found = getattr(_plugin(name), "__version__", "unknown")
+    return f"{provider.plugin} {found} {_settings(name)}"
+
+
+def _device(name: str) -> str:
+    """What a provider runs on, in words."""
+    import onnxruntime
+
+    provider = PROVIDERS[name]
+    if provider.plugin is not None:
+        device = _plugin_device(name).device
+        if name == QNN and _emulated():
+            return "HTP v73, emulated on this CPU: for tests, not for speed"
+        return f"{device.type.name} {device.vendor}".strip()
+    if provider.ort_name not in onnxruntime.get_available_providers():
+        raise ProviderError(f"not in this build of onnxruntime; it comes with {provider.package}")
+    return ""
+
+
+def _plugin(name: str) -> ModuleType:
+    provider = PROVIDERS[name]
+    try:
+        return importlib.import_module(provider.plugin or "")
+    except ImportError:
+        raise ProviderError(f"not installed; pip install {provider.package!r}") from None
+
+
+def _plugin_device(name: str) -> Any:
+    """A plug-in's device, an NPU before a GPU before a CPU.
+
+    ONNX Runtime loads its library once a process.
+    """
+    import onnxruntime as ort
+
+    ort_name = PROVIDERS[name].ort_name
+
+    def devices() -> list[Any]:
+        return [device for device in ort.get_ep_devices() if device.ep_name == ort_name]
+
+    plugin = _plugin(name)
+    if not devices():
+        try:
+            ort.register_execution_provider_library(ort_name, plugin.get_library_path())
+        except Exception as error:  # onnxruntime's exceptions share no base class
+            reason = first_line(error)
+            if "already registered" not in reason:
+                raise ProviderError(f"its library does not load: {reason}") from None
+    found = devices()
+    if not found:
+        raise ProviderError("no device of its kind in this machine")
+    return min(found, key=lambda device: _KINDS.index(device.device.type.name))
+
+
+def _emulated() -> bool:
+    """Qualcomm's wheel for x86 runs the HTP's instructions in an emulator."""
+    return platform.machine() in ("x86_64", "AMD64")
+
+
+def _settings(name: str) -> dict[str, str]:
+    """A plug-in's options where the user gives none."""
+    if name != QNN:
+        return {}
+    found = {
+        "backend_path": _plugin(name).get_qnn_htp_path(),
+        # what lies between integer products; quantization at a segment's ends on the device as well
+        "enable_htp_fp16_precision": "1",
+        "offload_graph_io_quantization": "0",
+    }
+    # a device knows what it is, the emulator has to be told (Snapdragon 8 Gen 2)
+    return {**found, "htp_arch": "73", "soc_model": "60"} if _emulated() else found
+
+
+def _probe(name: str) -> None:
+    """Start a session with a one-node graph."""
+    import onnx_ir as ir
+    import onnxruntime as ort
+
+    from edgellm.graphs.builder import GraphBuilder
+
+    graph = GraphBuilder("probe")
+    model = graph.build({"y": (graph.op("Abs", graph.input("x", (1,))), (1,))})
+    options = session_options()
+    providers = add_provider(options, name, {})
+    try:
+        with _stdout_as_stderr():
+            ort.InferenceSession(
+                ir.to_proto(model).SerializeToString(),
+                options,
+                providers=providers,
+                enable_fallback=0,
+            )
+    except Exception as error:  # onnxruntime's exceptions share no base class
+        raise ProviderError(first_line(error)) from None
+
+
+@contextlib.contextmanager
+def _stdout_as_stderr() -> Iterator[None]:
+    """For libraries that print when they are first used: stdout is for the model's text."""
+    sys.stdout.flush()
+    saved = os.dup(1)
+    os.dup2(2, 1)
+    try:
+        yield
+    finally:
+        if os.name == "posix":
+            ctypes.CDLL(None).fflush(None)  # what C still holds back
+        os.dup2(saved, 1)
+        os.close(saved)
+
+
+def cpu_name() -> str:
+    """The processor's name as the operating system gives it."""
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()

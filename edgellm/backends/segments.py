@@ -1,0 +1,289 @@
+"""The graphs of one flavour, opened, and the buffers that they are bound to."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from edgellm.backends.compile_cache import compiled
+from edgellm.backends.placement import Placement, open_session
+from edgellm.backends.providers import CPU, PROVIDERS
+from edgellm.errors import BundleError
+from edgellm.graphs import contract
+from edgellm.kernels.checks import indices
+from edgellm.quantize.shadow import ShadowLinear
+from edgellm.store.bundle import Bundle, ExportProgress, FlavourEntry, map_arrays
+
+Floats = NDArray[np.float32]
+# The code that stands for 0 in a table of bytes.
+_TABLE_ZERO = 128
+Run = Callable[[], None]
+
+
+@dataclass(frozen=True)
+class ChunkBuffers:
+    """Where segments of one chunk size read and write; all float32.
+
+    Arrays are numpy's on the host, torch tensors on a device.
+
+    Attributes:
+        x: `[C, E]`, embeddings.
+        attention: `[C, H * D]`, written between segments.
+        qkv: `[C, (H + 2 Hkv) * D]`.
+        activated: `[C, I]`, between the halves of a segment that is cut.
+        residuals: two of `[C, E]`; the graph at position i reads number i % 2.
+        hidden: `[C, E]`, after the final norm.
+        segments: runs each graph on these buffers.
+    """
+
+    x: Any
+    attention: Any
+    qkv: Any
+    activated: Any
+    residuals: tuple[Any, Any]
+    hidden: Any
+    segments: Sequence[Run]
+
+
+class Segments:
+    """The graphs of a flavour on one provider: `layers + 1` segments, some of them in two halves.
+
+    The CPU provider takes one session of symbolic size for all chunk sizes, because each session
+    keeps its own repacked copy of the weights; other providers get a static graph a size, compiled
+    beforehand where the provider asks for that.
+
+    Args:
+        provider_options: the provider's own, over those that edgellm sets.
+        allow_fallback: see `open_session`.
+        progress: of the compilation.
+    """
+
+    def __init__(
+        self,
+        bundle: Bundle,
+        flavour: str,
+        *,
+        provider: str,
+        threads: int,
+        provider_options: Mapping[str, str] | None = None,
+        allow_fallback: bool = False,
+        progress: ExportProgress | None = None,
+    ) -> None:
+        entry = bundle.flavour(flavour)
+        self.config = bundle.config
+        self.flavour = flavour
+        self.chunk_sizes = entry.chunk_sizes
+        self.host_tokens = entry.host_tokens
+        self.parts = contract.parts(bundle.config, entry.cut_segments)
+        self.shadows = read_shadows(bundle.path, entry)
+        self._provider_options = provider_options or {}
+        self._allow_fallback = allow_fallback
+        self._folder = bundle.path / flavour
+        self.compiled: Path | None = None
+        self._provider = provider
+        self._threads = threads
+        self._symbolic = provider == CPU and entry.any_size
+        self._sessions: dict[int | None, list[Any]] = {}
+        self._buffers: dict[tuple[int, int], ChunkBuffers] = {}
+        self._nodes: Counter[str] = Counter()
+        if PROVIDERS[provider].compiled:
+            self._folder = self.compiled = compiled(
+                bundle,
+                flavour,
+                provider=provider,
+                provider_options=self._provider_options,
+                allow_fallback=allow_fallback,
+                progress=progress,
+            )
+        for size in [None] if self._symbolic else self.chunk_sizes:
+            self._open(size)
+
+    @property
+    def placement(self) -> Placement:
+        return Placement(self._provider, dict(self._nodes))
+
+    def buffers(self, chunk: int, *, slot: int = 0) -> ChunkBuffers:
+        """Buffers of a chunk size, made on first use; chunks on their way together need a slot
+        each."""
+        if (chunk, slot) not in self._buffers:
+            self._buffers[chunk, slot] = self._bind(chunk)
+        return self._buffers[chunk, slot]
+
+    def run(self, index: int, chunk: int, inputs: Mapping[str, Floats]) -> list[Floats]:
+        """One graph by itself, on arrays of its own: for tests of the provider."""
+        session = self._sessions[None if self._symbolic else chunk][index]
+        outputs: list[Floats] = session.run(None, inputs)
+        return outputs
+
+    def _open(self, size: int | None) -> None:
+        """On the CPU several at a time: loading is mostly repacking weights, without the GIL.
+
+        Other providers' libraries need not bear that: Qualcomm's crashed on two threads at once.
+        """
+
+        def load(part: contract.Part) -> tuple[Any, Placement]:
+            path = self._folder / contract.part_file(part, size)
+            session, placement = open_session(
+                path,
+                provider=self._provider,
+                provider_options=self._provider_options,
+                allow_fallback=self._allow_fallback,
+            )
+            self._check(session, part, path)
+            return session, placement
+
+        with ThreadPoolExecutor(self._threads if self._provider == CPU else 1) as pool:
+            opened = list(pool.map(load, self.parts))
+        self._sessions[size] = [session for session, _ in opened]
+        for _, placement in opened:
+            self._nodes.update(placement.nodes)
+
+    def _check(self, session: Any, part: contract.Part, path: Path) -> None:
+        for role, values, expected in (
+            ("inputs", session.get_inputs(), contract.part_inputs(self.config, part)),
+            ("outputs", session.get_outputs(), contract.part_outputs(self.config, part)),
+        ):
+            _check_widths(path, role, values, expected)
+
+    def _bind(self, chunk: int) -> ChunkBuffers:
+        """Bind every segment once; a call then costs microseconds."""
+        config = self.config
+        widths = {
+            contract.X: config.hidden_size,
+            contract.ATTENTION: config.attention_size,
+            contract.QKV: config.qkv_size,
+            contract.ACTIVATED: config.intermediate_size,
+            contract.HIDDEN: config.hidden_size,
+            "even": config.hidden_size,
+            "odd": config.hidden_size,
+        }
+        arrays = {name: self._zeros(chunk, width) for name, width in widths.items()}
+        runs: list[Run] = []
+        sessions = self._sessions[None if self._symbolic else chunk]
+        for index, (part, session) in enumerate(zip(self.parts, sessions, strict=True)):
+            # A graph must not write the residual that it reads, so two take turns.
+            residual = {
+                contract.RESIDUAL: arrays[("even", "odd")[index % 2]],
+                contract.RESIDUAL_OUT: arrays[("odd", "even")[index % 2]],
+            }
+            inputs, outputs = (
+                {name: residual[name] if name in residual else arrays[name] for name in names}
+                for names in (
+                    contract.part_inputs(config, part),
+                    contract.part_outputs(config, part),
+                )
+            )
+            runs.append(self._bound(session, inputs, outputs))
+        return ChunkBuffers(
+            arrays[contract.X],
+            arrays[contract.ATTENTION],
+            arrays[contract.QKV],
+            arrays[contract.ACTIVATED],
+            (arrays["even"], arrays["odd"]),
+            arrays[contract.HIDDEN],
+            runs,
+        )
+
+    def _zeros(self, chunk: int, width: int) -> Any:
+        return np.zeros((chunk, width), np.float32)
+
+    def _bound(self, session: Any, inputs: Mapping[str, Any], outputs: Mapping[str, Any]) -> Run:
+        """A call that reads and writes these arrays."""
+        from onnxruntime import OrtValue
+
+        binding = session.io_binding()
+        values = {name: OrtValue.ortvalue_from_numpy(array) for name, array in inputs.items()}
+        for name, value in values.items():
+            binding.bind_ortvalue_input(name, value)
+        for name, array in outputs.items():
+            binding.bind_ortvalue_output(name, OrtValue.ortvalue_from_numpy(array))
+        return _runner(session, binding, {} if self._provider == CPU else values)
+
+
+def _check_widths(
+    path: Path, role: str, values: Sequence[Any], expected: Mapping[str, int]
+) -> None:
+    """Refuse a graph whose inputs or outputs are not those of the config."""
+    widths = {value.name: value.shape[-1] for value in values}
+    if widths != expected:
+        raise BundleError(f"{path}: {role} are {widths}, expected {dict(expected)}")
+
+
+def _runner(session: Any, binding: Any, inputs: Mapping[str, Any]) -> Run:
+    """`inputs` are bound anew for each run: a provider with memory of its own (OpenVINO on a CPU
+    even) copies them when they are bound, and would go on computing with what they were then."""
+
+    def run() -> None:
+        for name, value in inputs.items():
+            binding.bind_ortvalue_input(name, value)
+        session.run_with_iobinding(binding)
+
+    return run
+
+
+def read_shadows(root: Path, entry: FlavourEntry) -> dict[int, ShadowLinear]:
+    """The host's side of down_proj, by the segment that it cuts.
+
+    Args:
+        root: folder of the bundle.
+    """
+    found = {}
+    for segment, name in entry.cut_segments.items():
+        shadow = entry.shadows[name]
+        arrays = map_arrays(root, {n: entry.arrays[n] for n in (name, f"{name}.scale")})
+        weight = arrays[name], arrays[f"{name}.scale"]
+        found[segment] = ShadowLinear(shadow.scale, shadow.bits, *weight)
+    return found
+
+
+class ModelHead(Protocol):
+    """The LM head and the embedding table that goes with it."""
+
+    def embed(self, tokens: Sequence[int]) -> Floats:
+        """Embedding rows `[n, E]`."""
+
+    def logits(self, hidden: Floats) -> Floats:
+        """`[rows, E]` to `[rows, V]`."""
+
+
+class Head:
+    """The head as a graph, and the embedding table mapped beside it."""
+
+    def __init__(self, bundle: Bundle, kind: str) -> None:
+        entry = bundle.manifest.heads[kind]
+        path = bundle.path / f"head-{kind}" / contract.HEAD_FILE
+        self._session, _ = open_session(path, provider=CPU)
+        self._rows = bundle.config.vocab_size
+        _check_widths(
+            path,
+            "inputs and outputs",
+            [*self._session.get_inputs(), *self._session.get_outputs()],
+            {contract.HIDDEN: bundle.config.hidden_size, contract.LOGITS: self._rows},
+        )
+        self._table = map_arrays(bundle.path, entry.embedding)
+
+    def embed(self, tokens: Sequence[int]) -> Floats:
+        """Embedding rows `[n, E]`.
+
+        Raises:
+            ValueError: the table has no such row.
+        """
+        ids = indices(tokens, self._rows, "token id")
+        if "values" in self._table:
+            rows: Floats = self._table["values"][ids]
+            return rows
+        codes = self._table["codes"][ids].astype(np.float32) - np.float32(_TABLE_ZERO)
+        rows = codes * self._table["scale"][ids][..., None]
+        return rows.reshape(len(rows), -1)
+
+    def logits(self, hidden: Floats) -> Floats:
+        """`[rows, E]` to `[rows, V]`."""
+        rows: Floats = self._session.run(None, {contract.HIDDEN: hidden})[0]
+        return rows

@@ -1,0 +1,1 @@
+"""The KV cache: blocks, sequences over them, prefixes found again, disk and device."""

@@ -1,0 +1,103 @@
+"""A session in a file: its tokens and what was computed of them.
+
+20 bytes   magic and version
+32 bytes   SHA-256 of everything behind it
+ 4 bytes   length of the header, little-endian
+header     JSON: model, KV format, tokens, how many of them are in the blocks
+the rest   the blocks, see `disk_cache.py`
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from edgellm.errors import OptionError, SessionFileError
+from edgellm.store.home import delete_abandoned, replacing_file
+
+MAGIC = b"edgellm session 2".ljust(20, b"\0")
+_DIGEST = 32
+
+
+@dataclass(frozen=True)
+class SavedSession:
+    """What the header says.
+
+    Attributes:
+        model: its name, for people.
+        fingerprint: of its weights and the KV format.
+        computed: of the tokens, so many from the beginning are in the blocks.
+        exact: see `Sequence`.
+        arithmetic: of the back end that computed them (`Engine.arithmetic`).
+    """
+
+    model: str
+    fingerprint: str
+    kv_format: str
+    tokens: list[int]
+    computed: int
+    exact: int | None = None
+    arithmetic: str = ""
+
+
+def write_session(path: Path, saved: SavedSession, blocks: bytes) -> None:
+    """Write a file whole or not at all.
+
+    Raises:
+        OptionError: it cannot be written there.
+    """
+    header = json.dumps(asdict(saved)).encode()
+    body = len(header).to_bytes(4, "little") + header + blocks
+    delete_abandoned(path.parent, of=path.name)
+    try:
+        with replacing_file(path, private=True) as partial:
+            partial.write_bytes(MAGIC + hashlib.sha256(body).digest() + body)
+    except OSError as error:
+        raise OptionError(f"{path}: {error.strerror}") from None
+
+
+def read_session(
+    path: Path, *, fingerprint: str, kv_format: str
+) -> tuple[SavedSession, memoryview]:
+    """A saved session that fits a model, and its blocks.
+
+    Raises:
+        SessionFileError: not a session, damaged, or of another model or KV format.
+    """
+    try:
+        data = path.read_bytes()
+    except OSError as error:
+        raise SessionFileError(f"{path}: {error.strerror}") from None
+    body = memoryview(data)[len(MAGIC) + _DIGEST :]
+    if not data.startswith(MAGIC):
+        raise SessionFileError(f"{path}: not a session that this edgellm saved")
+    if hashlib.sha256(body).digest() != data[len(MAGIC) :][:_DIGEST]:
+        raise SessionFileError(f"{path}: damaged or truncated; save the session again")
+    end = 4 + int.from_bytes(body[:4], "little")
+    saved = _header(path, bytes(body[4:end]))
+    if saved.kv_format != kv_format:
+        raise SessionFileError(
+            f"{path}: its KV cache is {saved.kv_format}, this one {kv_format}; load the model with "
+            f"`kv_format` {saved.kv_format}"
+        )
+    if saved.fingerprint != fingerprint:
+        raise SessionFileError(f"{path}: saved with {saved.model}, which is not this model")
+    return saved, body[end:]
+
+
+def _header(path: Path, text: bytes) -> SavedSession:
+    """The header of a file, every value of the kind that it must be."""
+    try:
+        saved = SavedSession(**json.loads(text))
+    except (ValueError, TypeError, RecursionError):
+        raise SessionFileError(f"{path}: its header is damaged; save the session again") from None
+    words = (saved.model, saved.fingerprint, saved.kv_format, saved.arithmetic)
+    right = all(isinstance(word, str) for word in words) and isinstance(saved.tokens, list)
+    right = right and type(saved.computed) is int and 0 <= saved.computed <= len(saved.tokens)
+    if saved.exact is not None:
+        right = right and type(saved.exact) is int and 0 <= saved.exact <= saved.computed
+    if not right:
+        raise SessionFileError(f"{path}: its header is damaged; save the session again")
+    return saved

@@ -1,0 +1,89 @@
+"""What `--prefill auto` comes to on this machine: an accelerator, once it was measured faster."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from edgellm.backends import thread_pool
+from edgellm.backends.providers import AUTO, CPU, NATIVE, PROVIDERS, status
+from edgellm.engine.costs import known_costs
+from edgellm.engine.measured import MARGIN, Measured
+from edgellm.errors import ProviderError
+from edgellm.options import STEPS, EngineOptions
+from edgellm.store.bundle import Bundle
+
+
+@dataclass(frozen=True)
+class AutoChoice:
+    """What `--prefill auto` takes, and why."""
+
+    prefill: str
+    reason: str
+
+
+def faster_provider(bundle: Bundle, options: EngineOptions) -> str | None:
+    """The provider that takes the place of the native kernels, if `auto` may choose."""
+    if options.prefill != AUTO or options.prefill_backend != NATIVE:
+        return None
+    choice = auto_choice(bundle, options)
+    return None if choice.prefill == NATIVE else choice.prefill
+
+
+def auto_choice(bundle: Bundle, options: EngineOptions) -> AutoChoice:
+    """What computes a long prompt where `options.prefill` is `auto`.
+
+    An accelerator takes the place of the native kernels only where an earlier start measured that
+    it is faster by more than `MARGIN`, on this machine, with this bundle and these versions
+    (`--prefill NAME`, or `edgellm plan N --prefill NAME`): nothing is exported or compiled to find
+    out. Short prompts stay native all the same (see `planner.py`). The CPU provider is no
+    accelerator: it has the same cores, and rounds more.
+    """
+    backend = options.prefill_backend
+    if backend != NATIVE:
+        why = "as decode" if backend in STEPS else "the native kernels have no part in decode"
+        return AutoChoice(backend, why)
+    known = dict(_known(bundle, options))
+    ranked = sorted(known, key=lambda name: -known[name].advantage())
+    if not ranked:
+        return AutoChoice(NATIVE, "no accelerator was measured here with this model")
+    for name in ranked:
+        if known[name].advantage() > MARGIN and status(name).usable:
+            return AutoChoice(name, _times(name, known[name]))
+    best = ranked[0]
+    if known[best].advantage() > MARGIN:
+        return AutoChoice(NATIVE, f"{best} was faster and is not usable: {status(best).reason}")
+    return AutoChoice(
+        NATIVE,
+        f"{_times(best, known[best])}; an accelerator must be {MARGIN:g} times as fast, the "
+        "slowest of its times against the fastest native one",
+    )
+
+
+def _known(bundle: Bundle, options: EngineOptions) -> Iterator[tuple[str, Measured]]:
+    """The accelerators that an earlier start measured."""
+    threads = thread_pool.size(options.threads)
+    for name, provider in PROVIDERS.items():
+        flavour = provider.flavours[0]
+        if name == CPU or flavour not in bundle.manifest.flavours:
+            continue
+        sizes = bundle.flavour(flavour).chunk_sizes
+        try:
+            measured = known_costs(bundle.path, name, flavour, sizes, threads=threads)
+        except ProviderError:
+            continue
+        if measured is not None:
+            yield name, measured
+
+
+def _times(name: str, measured: Measured) -> str:
+    prompt = measured.prompt
+    if prompt is not None:
+        return (
+            f"a prompt of {prompt.tokens} tokens took {min(prompt.provider):.3g} s on {name} and "
+            f"{min(prompt.native):.3g} s on native"
+        )
+    return (
+        f"a token takes {measured.chunk_token() * 1e6:.0f} us on {name} at the most and "
+        f"{measured.native_token() * 1e6:.0f} us on native at the least"
+    )

@@ -1,0 +1,137 @@
+"""Measure once what chunks cost on this machine, and keep it beside the bundle."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from edgellm.backends.decode import DecodeBackend
+from edgellm.backends.forward import Model
+from edgellm.backends.providers import NATIVE, cpu_name, version
+from edgellm.backends.timing import Samples, in_turns
+from edgellm.cache.kv_cache import KVCache
+from edgellm.engine.measured import Measured, MeasuredPrompt, from_json, to_json
+from edgellm.engine.planner import Costs
+from edgellm.store.bundle import COSTS
+from edgellm.store.home import replacing_file
+
+# Of the kept file; one that was written otherwise is measured again.
+_FORMAT = 2
+# Lengths of the decode step that give its line: a short tail, and at least a large chunk.
+_FEW, _MANY = 8, 128
+
+
+def load_or_measure(
+    folder: Path, model: Model, step: DecodeBackend | None, cache: KVCache, *, threads: int
+) -> Costs:
+    """The costs of a model's chunks, from an earlier start if nothing has changed since.
+
+    Takes some chunks' time the first time. A folder that cannot be written is measured each time.
+    """
+    key = _key_of(model, step, threads=threads)
+    known = _read(folder)
+    measured = from_json(known.get(key), model.segments.chunk_sizes)
+    if measured is None:
+        measured = measure(model, step, cache)
+        _write(folder, {**known, key: to_json(measured)})
+    return measured.costs()
+
+
+def keep_prompt(
+    folder: Path,
+    model: Model,
+    step: DecodeBackend | None,
+    prompt: MeasuredPrompt,
+    *,
+    threads: int,
+) -> None:
+    """Keep what a whole prompt took, beside the costs of its chunks.
+
+    Of a prompt shorter than a chunk nothing follows for longer ones, and of two the longer counts.
+    """
+    known, sizes = _read(folder), model.segments.chunk_sizes
+    key = _key_of(model, step, threads=threads)
+    measured = from_json(known.get(key), sizes)
+    if measured is None or prompt.tokens < max(sizes):
+        return
+    if measured.prompt is None or measured.prompt.tokens <= prompt.tokens:
+        kept = Measured(measured.chunks, measured.step, prompt)
+        _write(folder, {**known, key: to_json(kept)})
+
+
+def known_costs(
+    folder: Path, provider: str, flavour: str, chunk_sizes: Sequence[int], *, threads: int
+) -> Measured | None:
+    """What an earlier start measured of a provider that runs segments whole, beside a native step.
+
+    Raises:
+        ProviderError: the provider was there then and is not now.
+    """
+    known = _read(folder)
+    if not any(_provider_of(key) == provider for key in known):
+        return None
+    measured = from_json(known.get(_key(provider, provider, flavour, NATIVE, threads)), chunk_sizes)
+    return measured if measured is not None and measured.step else None
+
+
+def measure(model: Model, step: DecodeBackend | None, cache: KVCache) -> Measured:
+    """Time each chunk size and, if there is one, the decode step on an empty sequence."""
+    sequence, sizes = cache.sequence(), model.segments.chunk_sizes
+    runs: dict[tuple[bool, int], Callable[..., object]] = {
+        (True, size): partial(model.forward, chunk=size) for size in sizes
+    }
+    if step is not None:
+        many = min(max(_MANY, *sizes), cache.ctx_size)
+        runs |= {(False, count): step.forward for count in (max(1, min(_FEW, many // 2)), many)}
+
+    def timed(count: int, forward: Callable[..., object]) -> None:
+        sequence.exact = 0  # nobody else's sequence is to begin with these
+        try:
+            forward([0] * min(count, cache.ctx_size), sequence=sequence)  # padding costs as much
+        finally:
+            sequence.truncate(0)
+
+    samples = in_turns({key: partial(timed, key[1], forward) for key, forward in runs.items()})
+
+    def of(chunks: bool) -> dict[int, Samples]:
+        return {count: times for (kind, count), times in samples.items() if kind is chunks}
+
+    return Measured(of(True), of(False))
+
+
+def _key_of(model: Model, step: DecodeBackend | None, *, threads: int) -> str:
+    placement, host = model.segments.placement, None if step is None else step.name
+    flavour = model.segments.flavour
+    return _key(placement.provider, placement.place, flavour, host, threads)
+
+
+def _key(provider: str, place: str, flavour: str, host: str | None, threads: int) -> str:
+    """Of everything that costs depend on; `host` is what takes short pieces, if any does."""
+    parts = [place, cpu_name(), threads, version(provider), flavour, host]
+    return " | ".join(map(str, [*parts, importlib.metadata.version("edgellm")]))
+
+
+def _provider_of(key: str) -> str:
+    return key.partition(" | ")[0]
+
+
+def _read(folder: Path) -> dict[str, Any]:
+    try:
+        values = json.loads((folder / COSTS).read_text(encoding="utf-8"))
+        measured = values["measured"] if values["format"] == _FORMAT else {}
+    except (OSError, ValueError, RecursionError, KeyError, TypeError):
+        return {}
+    return measured if isinstance(measured, dict) else {}
+
+
+def _write(folder: Path, measured: dict[str, Any]) -> None:
+    try:
+        with replacing_file(folder / COSTS) as temporary:
+            text = json.dumps({"format": _FORMAT, "measured": measured}, indent=1)
+            temporary.write_text(text, encoding="utf-8")
+    except OSError:
+        pass  # a read-only bundle is measured at each start

@@ -1,0 +1,242 @@
+"""A loaded model: everything that sessions share."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from edgellm.backends import thread_pool
+from edgellm.backends.decode import DecodeBackend, SegmentDecoder, StepDecoder
+from edgellm.backends.forward import Model
+from edgellm.backends.native_model import NativeModel
+from edgellm.backends.panels import open_panels
+from edgellm.backends.providers import CPU, CUDA, NATIVE, TRITON
+from edgellm.backends.segments import Head, ModelHead, Segments
+from edgellm.backends.self_test import check_once
+from edgellm.backends.step_model import StepModel
+from edgellm.cache.disk_cache import DiskCache
+from edgellm.cache.kv_cache import KVCache, blocks_for, cache_bytes
+from edgellm.engine import memory
+from edgellm.engine.costs import load_or_measure
+from edgellm.engine.prefill import ChunkedPrefill, Prefill, StepPrefill
+from edgellm.errors import OptionError, UnsupportedModelError
+from edgellm.graphs.contract import WEIGHTS_FILE
+from edgellm.kernels import rope
+from edgellm.kernels.gpu.device import require
+from edgellm.kernels.kv_blocks import LAYOUT_VERSION
+from edgellm.kernels.native import MAX_HEAD_DIM, isa, library
+from edgellm.options import EngineOptions
+from edgellm.store import key_basis
+from edgellm.store.bundle import CHAT_TEMPLATE, PANELS, Bundle, ExportProgress
+from edgellm.text.template import ChatTemplate
+from edgellm.text.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from edgellm.backends.triton_model import TritonModel  # imports torch
+
+DEFAULT_CTX_SIZE = 4096
+
+
+class Engine:
+    """Prefill and decode over one KV cache.
+
+    `native_prefill` is there beside an accelerator's `prefill` where decode is native.
+
+    Steps of different sessions take turns under `lock`: they share buffers and the cache.
+    """
+
+    def __init__(
+        self,
+        bundle: Bundle,
+        options: EngineOptions,
+        *,
+        tails_only: bool = True,
+        progress: ExportProgress | None = None,
+    ) -> None:
+        """`tails_only`: see `ChunkedPrefill`; `progress` is called while graphs are compiled for an
+        accelerator."""
+        self.bundle = bundle
+        self.options = options
+        self.config = bundle.config
+        self.ctx_size = _ctx_size(options, self.config.context_length)
+        memory.check_fits(planned_memory(bundle, options))
+        self.tokenizer = Tokenizer(
+            bundle.path, bundle.manifest.tokenizer, rows=self.config.vocab_size
+        )
+        self.template = _template(bundle, self.tokenizer)
+        self.cache = KVCache(
+            self.config,
+            format=options.kv_format,
+            ctx_size=self.ctx_size,
+            blocks=_cache_blocks(options, self.ctx_size),
+            key_offset=key_basis.open_key_basis(bundle.path, bundle.manifest.keys).offset,
+            fingerprint=f"{self.fingerprint}|{self.arithmetic}".encode(),
+        )
+        self.lock = self.cache.lock
+        if options.kv_cache_dir is not None:
+            self.cache.disk = DiskCache(
+                options.kv_cache_dir, budget=options.kv_cache_bytes, blocks=self.cache.blocks
+            )
+        graphs = options.flavours - {PANELS}
+        spare = int(options.shares_cpu)
+        self.threads = thread_pool.size(options.threads)
+        if graphs:
+            self.threads = thread_pool.start(options.threads, spare=spare)
+        table = rope.table(self.config.inv_freq, self.ctx_size)
+        backends = (options.decode_backend, options.prefill_backend)
+        native = self._native_model(table) if NATIVE in backends else None
+        self.native_prefill = None if native is None else StepPrefill(native, name=NATIVE)
+        steps: dict[str, StepModel] = {} if native is None else {NATIVE: native}
+        head: ModelHead | None = None if native is None else native.head
+        if TRITON in backends:
+            steps[TRITON] = head = self._triton_model(table)
+        models = self._segment_models(sorted(graphs), table, head, progress)
+        self.decoder: DecodeBackend
+        if options.decode_backend in steps:
+            self.decoder = StepDecoder(steps[options.decode_backend], name=options.decode_backend)
+        else:
+            self.decoder = SegmentDecoder(
+                models[options.decode_flavour],
+                name=options.decode_backend,
+                flavour=options.decode_flavour,
+            )
+        self.prefill: Prefill
+        if options.prefill_backend in steps:
+            name = options.prefill_backend
+            self.prefill = StepPrefill(steps[name], name=name)
+        else:
+            model = models[options.prefill_flavour]
+            # a precision that was asked for is not mixed with another one
+            mixed = bool(steps) and options.flavour is None
+            step = self.decoder if mixed else None
+            costs = load_or_measure(bundle.path, model, step, self.cache, threads=self.threads)
+            self.prefill = ChunkedPrefill(
+                model, self.decoder, costs, policy=options.policy, tails_only=tails_only
+            )
+
+    @property
+    def fingerprint(self) -> str:
+        """Of the weights and of how K and V are stored: whose KV cache fits."""
+        manifest = self.bundle.manifest
+        values = (
+            f"{manifest.source_sha256 or manifest.files}{self.options.kv_format}/{LAYOUT_VERSION}"
+            f"{key_basis.fingerprint(manifest)}"
+        )
+        return hashlib.sha256(values.encode()).hexdigest()
+
+    @property
+    def arithmetic(self) -> str:
+        """What else K and V depend on: another back end's are near, and not the same bits."""
+        files = (f"{flavour}/{WEIGHTS_FILE}" for flavour in sorted(self.options.flavours))
+        weights = (self.bundle.manifest.files[file].sha256 for file in files)
+        backends = (self.options.prefill_backend, self.options.decode_backend)
+        return "|".join((*backends, str(isa()), *weights))
+
+    def _native_model(self, table: rope.RopeTable) -> NativeModel:
+        compiled = library()
+        assert compiled is not None
+        if self.config.head_dim > MAX_HEAD_DIM:
+            raise UnsupportedModelError(
+                f"head_dim is {self.config.head_dim}; the native kernels take at most "
+                f"{MAX_HEAD_DIM}. Take `decode` portable and `prefill` cpu"
+            )
+        return NativeModel(compiled, open_panels(self.bundle), table, threads=self.threads)
+
+    def _triton_model(self, table: rope.RopeTable) -> TritonModel:
+        device = require()
+        from edgellm.backends.triton_model import TritonModel  # imports torch and triton
+
+        return TritonModel(open_panels(self.bundle), table, self.cache, device=device)
+
+    def _segment_models(
+        self,
+        flavours: Sequence[str],
+        table: rope.RopeTable,
+        int8_head: ModelHead | None,
+        progress: ExportProgress | None,
+    ) -> dict[str, Model]:
+        """The flavours in use that are graphs; one that serves both ends is opened once."""
+        heads: dict[str, ModelHead] = {}
+        for kind in {self.bundle.flavour(f).head for f in flavours}:
+            assert kind is not None
+            own = int8_head if kind == "int8" else None
+            heads[kind] = own or Head(self.bundle, kind)
+        models = {}
+        for flavour in flavours:
+            head = heads[self.bundle.flavour(flavour).head or ""]
+            runs_prefill = flavour == self.options.prefill_flavour
+            if runs_prefill and self.options.prefill_backend == CUDA:
+                models[flavour] = self._device_model(flavour, table, head)
+                continue
+            segments = Segments(
+                self.bundle,
+                flavour,
+                provider=self.options.prefill_backend if runs_prefill else CPU,
+                threads=self.threads,
+                provider_options=self.options.provider_options if runs_prefill else {},
+                allow_fallback=self.options.allow_fallback,
+                progress=progress,
+            )
+            check_once(self.bundle, segments, progress)
+            on_one = runs_prefill and self.options.shares_cpu
+            threads = 1 if on_one else self.threads
+            models[flavour] = Model(segments, head, table, threads=threads)
+        return models
+
+    def _device_model(self, flavour: str, table: rope.RopeTable, head: ModelHead) -> Model:
+        device = require()
+        from edgellm.backends.device_model import (  # imports torch
+            DeviceModel,
+            DeviceSegments,
+            Queue,
+        )
+
+        queue = Queue(device)
+        segments = DeviceSegments(
+            self.bundle,
+            flavour,
+            queue=queue,
+            threads=self.threads,
+            provider_options=self.options.provider_options,
+            allow_fallback=self.options.allow_fallback,
+        )
+        return DeviceModel(segments, head, table, mirror=self.cache.on_device(device), queue=queue)
+
+
+def planned_memory(bundle: Bundle, options: EngineOptions) -> memory.MemoryEstimate:
+    """What a model loaded with these options will take when its cache is full."""
+    blocks = _cache_blocks(options, _ctx_size(options, bundle.config.context_length))
+    return memory.estimate(
+        bundle,
+        flavours=options.flavours,
+        kv_cache_bytes=cache_bytes(bundle.config, format=options.kv_format, blocks=blocks),
+    )
+
+
+def _ctx_size(options: EngineOptions, trained: int) -> int:
+    if options.ctx_size is None:
+        return min(DEFAULT_CTX_SIZE, trained)
+    if options.ctx_size > trained:
+        raise OptionError(
+            f"`ctx_size` is {options.ctx_size}; this model was trained for at most {trained}"
+        )
+    return options.ctx_size or trained
+
+
+def _cache_blocks(options: EngineOptions, ctx_size: int) -> int:
+    if options.cache_size is None:
+        return 2 * blocks_for(ctx_size)
+    if options.cache_size < ctx_size:
+        raise OptionError(
+            f"`cache_size` is {options.cache_size}; it must hold one session of {ctx_size} tokens"
+        )
+    return blocks_for(options.cache_size)
+
+
+def _template(bundle: Bundle, tokenizer: Tokenizer) -> ChatTemplate | None:
+    path = bundle.path / CHAT_TEMPLATE
+    if not path.exists():
+        return None
+    end = tokenizer.eos[0] if tokenizer.eos else None
+    return ChatTemplate(path.read_text(encoding="utf-8"), bos=tokenizer.bos, eos=end)

@@ -1,0 +1,200 @@
+"""Speed of prefill and decode, in llama-bench's terms: pp512, tg128, `@ d` for depth."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import statistics
+import subprocess
+import time
+from collections.abc import Callable
+from collections.abc import Sequence as SequenceOf
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+from urllib.parse import unquote, urlparse
+
+from edgellm.backends.decode import DecodeBackend
+from edgellm.backends.providers import cpu_name
+from edgellm.cache.sequence import Sequence
+from edgellm.engine.engine import Engine
+from edgellm.engine.memory import peak_memory_bytes
+from edgellm.errors import OptionError
+
+Progress = Callable[[str, int, int], None]
+
+
+@dataclass(frozen=True)
+class BenchResult:
+    """One test.
+
+    Attributes:
+        test: e.g. `pp512`, `tg128 @ d2048`.
+        tokens_per_second, stddev: mean and standard deviation over the samples.
+        samples_s: seconds of each repetition.
+    """
+
+    test: str
+    n_prompt: int
+    n_gen: int
+    n_depth: int
+    tokens_per_second: float
+    stddev: float
+    samples_s: tuple[float, ...]
+
+
+def bench(
+    engine: Engine,
+    *,
+    prompts: SequenceOf[int] = (512,),
+    generations: SequenceOf[int] = (128,),
+    depths: SequenceOf[int] = (0,),
+    repetitions: int = 5,
+    progress: Progress | None = None,
+) -> list[BenchResult]:
+    """Time prefill of each prompt size and decode of each generation size at each depth.
+
+    Each test runs once to warm up; tokenization and sampling are left out, as llama-bench does.
+
+    Raises:
+        OptionError: a size that is negative or does not fit into the context.
+    """
+    _check_sizes(prompts=prompts, generations=generations, depths=depths)
+    if repetitions < 1:
+        raise OptionError(f"`repetitions` is {repetitions}; allowed is 1 or more")
+    kinds = [*((p, 0) for p in prompts if p), *((0, g) for g in generations if g)]
+    tests = [(prompt, generation, d) for d in depths for prompt, generation in kinds]
+    if not tests:
+        raise OptionError("nothing to measure: give `prompts` or `generations` a size above 0")
+    for prompt, generation, depth in tests:
+        if prompt + generation + depth > engine.ctx_size:
+            raise OptionError(
+                f"{_name(prompt, generation, depth)} needs {prompt + generation + depth} tokens, "
+                f"which do not fit into a context of {engine.ctx_size}; raise `ctx_size`"
+            )
+    results = []
+    for prompt, generation, depth in tests:
+        samples = []
+        for repetition in range(repetitions + 1):
+            seconds = _run(engine, prompt, generation, depth)
+            if repetition:
+                samples.append(seconds)
+            if progress is not None:
+                progress(_name(prompt, generation, depth), repetition + 1, repetitions + 1)
+        rates = [(prompt + generation) / seconds for seconds in samples]
+        results.append(
+            BenchResult(
+                _name(prompt, generation, depth),
+                prompt,
+                generation,
+                depth,
+                statistics.mean(rates),
+                statistics.stdev(rates) if len(rates) > 1 else 0.0,
+                tuple(samples),
+            )
+        )
+    return results
+
+
+def environment(engine: Engine) -> dict[str, Any]:
+    """What the numbers were measured with."""
+    manifest = engine.bundle.manifest
+    return {
+        "version": importlib.metadata.version("edgellm"),
+        "commit": _commit(),
+        "onnxruntime": importlib.metadata.version("onnxruntime"),
+        "cpu": cpu_name(),
+        "threads": engine.threads,
+        "model": manifest.name,
+        "model_size": manifest.source_bytes,
+        "model_n_params": manifest.config.parameters,
+        "prefill": engine.prefill.placement.provider,
+        "prefill_flavour": engine.prefill.flavour,
+        "decode": engine.decoder.name,
+        "decode_flavour": engine.decoder.flavour,
+        "kv_format": engine.options.kv_format,
+        "ctx_size": engine.ctx_size,
+        "peak_memory_bytes": peak_memory_bytes(),
+    }
+
+
+def to_json(results: SequenceOf[BenchResult], engine: Engine) -> str:
+    return json.dumps([{**environment(engine), **asdict(result)} for result in results], indent=1)
+
+
+def to_markdown(results: SequenceOf[BenchResult], engine: Engine) -> str:
+    found = environment(engine)
+    head = "| model | params | backend | kv | threads | test | t/s |"
+    lines = [head, "|---|---|---|---|---|---|---|"]
+    backend = (
+        f"{found['prefill']} {found['prefill_flavour']} + {found['decode']} "
+        f"{found['decode_flavour']}"
+    )
+    for result in results:
+        lines.append(
+            f"| {found['model']} | {found['model_n_params'] / 1e6:.1f} M | {backend} | "
+            f"{found['kv_format']} | {found['threads']} | {result.test} | "
+            f"{result.tokens_per_second:.1f} ± {result.stddev:.1f} |"
+        )
+    lines.append(f"\n{found['cpu']}, edgellm {found['version']} ({found['commit'] or 'no commit'})")
+    return "\n".join(lines)
+
+
+def _check_sizes(**sizes: SequenceOf[int]) -> None:
+    for name, values in sizes.items():
+        for size in values:
+            if size < 0:
+                raise OptionError(f"`{name}`: {size} tokens; allowed is 0 or more")
+
+
+def _name(prompt: int, generation: int, depth: int) -> str:
+    test = f"pp{prompt}" if prompt else f"tg{generation}"
+    return f"{test} @ d{depth}" if depth else test
+
+
+def _run(engine: Engine, prompt: int, generation: int, depth: int) -> float:
+    """Seconds of one repetition on a fresh sequence; filling the depth is not timed."""
+    vocabulary = engine.config.vocab_size
+    tokens = [(31 * i + 7) % vocabulary for i in range(depth + max(prompt, 1))]
+    sequence = engine.cache.sequence()
+    with engine.lock:
+        try:
+            if depth:
+                engine.prefill.run(tokens[:depth], sequence)
+            start = time.perf_counter()
+            if prompt:
+                engine.prefill.run(tokens[depth:], sequence)
+            token = tokens[-1]
+            for _ in range(generation):
+                token = _greedy(engine.decoder, token, sequence)
+            return time.perf_counter() - start
+        finally:
+            sequence.truncate(0)
+
+
+def _greedy(decoder: DecodeBackend, token: int, sequence: Sequence) -> int:
+    """The most likely next one."""
+    found = decoder.best(token, sequence)
+    if found is None:
+        return int(decoder.step(token, sequence).argmax())
+    return next(iter(found.best(1)))
+
+
+def _commit() -> str | None:
+    """The git commit of an installation from a checkout or a repository; None for a release."""
+    text = importlib.metadata.distribution("edgellm").read_text("direct_url.json")
+    if text is None:
+        return None
+    origin = json.loads(text)
+    if "vcs_info" in origin:
+        return str(origin["vcs_info"].get("commit_id"))
+    folder = Path(unquote(urlparse(origin.get("url", "")).path))
+    try:
+        found = subprocess.run(
+            ["git", "-C", str(folder), "rev-parse", "--short=12", "HEAD"],
+            capture_output=True,
+            text=True,
+        )
+    except OSError:
+        return None
+    return found.stdout.strip() or None

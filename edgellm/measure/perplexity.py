@@ -1,0 +1,171 @@
+"""Perplexity of a text: how surprised the model is, through prefill or through decode."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from edgellm.engine.engine import Engine
+from edgellm.engine.prefill import Hooks
+from edgellm.engine.sampling import log_softmax
+from edgellm.errors import OptionError
+
+Floats = NDArray[np.float32]
+PATHS = ("prefill", "decode")
+Progress = Callable[[int, int], None]
+# Through the LM head at a time: an interrupt waits for no more, and a row takes 400 KB.
+_HEAD_ROWS = 64
+
+
+@dataclass(frozen=True)
+class PerplexityResult:
+    """The result and what it was measured with.
+
+    Attributes:
+        perplexity: exp of the mean negative log-likelihood of the scored tokens.
+        tokens: how many were scored.
+        through: prefill or decode.
+        flavour: precision of that path.
+    """
+
+    perplexity: float
+    tokens: int
+    windows: int
+    window: int
+    through: str
+    flavour: str
+    kv_format: str
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def perplexity(
+    engine: Engine,
+    text: str,
+    *,
+    window: int = 512,
+    max_windows: int | None = None,
+    through: str = "prefill",
+    progress: Progress | None = None,
+) -> PerplexityResult:
+    """Score a text in windows that do not overlap, each on an empty cache.
+
+    The first token of a window is context only; a begin token is put before each window if the
+    model asks for one. A remainder shorter than a window is left out, unless it is all there is.
+
+    Raises:
+        OptionError: a window of fewer than 2 tokens or longer than the context, or too short a
+            text.
+    """
+    windows = text_windows(engine, text, window=window, max_windows=max_windows, through=through)
+    total, count = 0.0, 0
+    for done, tokens in enumerate(windows, 1):
+        for begin, logits in window_logits(engine, tokens, through=through):
+            total += float(next_logprobs(log_softmax(logits), tokens, begin).sum())
+            count += len(logits)
+        if progress is not None:
+            progress(done, len(windows))
+    return PerplexityResult(
+        math.exp(-total / count),
+        count,
+        len(windows),
+        window,
+        through,
+        flavour_of(engine, through),
+        engine.options.kv_format,
+    )
+
+
+def text_windows(
+    engine: Engine, text: str, *, window: int, max_windows: int | None, through: str
+) -> list[list[int]]:
+    """The windows of a text, as `perplexity` has them, begin tokens included.
+
+    Raises:
+        OptionError: see `perplexity`.
+    """
+    if through not in PATHS:
+        raise OptionError(f"`through` is {through!r}: allowed are {', '.join(PATHS)}")
+    if not 2 <= window <= engine.ctx_size:
+        raise OptionError(
+            f"`window` is {window}; allowed is 2 to the context size {engine.ctx_size}"
+        )
+    if max_windows is not None and max_windows < 1:
+        raise OptionError(f"`max_windows` is {max_windows}; allowed is 1 or more")
+    tokenizer = engine.tokenizer
+    bos = [t for t in tokenizer.encode("")[:1] if t == tokenizer.bos_id]
+    tokens = tokenizer.encode(text, add_bos=False)
+    return [[*bos, *part] for part in _parts(tokens, window - len(bos), max_windows)]
+
+
+def window_logits(
+    engine: Engine, tokens: Sequence[int], *, through: str
+) -> Iterator[tuple[int, Floats]]:
+    """Logits after each token of a window but the last, some rows at a time, on an empty cache.
+
+    Yields:
+        The position of the first row, and `[rows, V]`; the engine is not locked meanwhile.
+    """
+    if through == "decode":
+        yield from _decode_logits(engine, tokens)
+        return
+    states = _prefill_hidden(engine, tokens)
+    for begin in range(0, len(states), _HEAD_ROWS):
+        with engine.lock:
+            logits = engine.prefill.logits(states[begin : begin + _HEAD_ROWS])
+        yield begin, logits
+
+
+def next_logprobs(
+    logprobs: NDArray[np.float64], tokens: Sequence[int], begin: int
+) -> NDArray[np.float64]:
+    """Of `logprobs` `[rows, V]` from position `begin` on, those of the tokens that follow."""
+    rows = np.arange(len(logprobs))
+    found: NDArray[np.float64] = logprobs[rows, tokens[begin + 1 : begin + 1 + len(rows)]]
+    return found
+
+
+def flavour_of(engine: Engine, through: str) -> str:
+    """The precision of the weights on one of `PATHS`."""
+    return engine.prefill.flavour if through == "prefill" else engine.decoder.flavour
+
+
+def _parts(tokens: list[int], size: int, limit: int | None) -> list[list[int]]:
+    whole = [tokens[i : i + size] for i in range(0, len(tokens) - size + 1, size)]
+    if not whole and len(tokens) >= 2:
+        whole = [tokens]
+    if not whole:
+        raise OptionError(f"the text has {len(tokens)} tokens; at least 2 are needed")
+    return whole[:limit]
+
+
+def _prefill_hidden(engine: Engine, tokens: Sequence[int]) -> Floats:
+    """Hidden states `[n - 1, E]` after all tokens but the last, through the prefill executor."""
+    hidden: list[Floats] = []
+    sequence = engine.cache.sequence()
+    keep = Hooks(on_hidden=lambda rows: hidden.append(rows.copy()))
+    with engine.lock:
+        try:
+            engine.prefill.run(tokens, sequence, keep)
+        finally:
+            sequence.truncate(0)
+    return np.concatenate(hidden)[: len(tokens) - 1]
+
+
+def _decode_logits(engine: Engine, tokens: Sequence[int]) -> Iterator[tuple[int, Floats]]:
+    """One token at a time through the decode back end."""
+    sequence = engine.cache.sequence()
+    try:
+        for begin in range(0, len(tokens) - 1, _HEAD_ROWS):
+            part = tokens[begin : min(begin + _HEAD_ROWS, len(tokens) - 1)]
+            with engine.lock:
+                logits = np.stack([engine.decoder.step(t, sequence).copy() for t in part])
+            yield begin, logits
+    finally:
+        engine.cache.soon(lambda: sequence.truncate(0))

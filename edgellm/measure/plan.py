@@ -1,0 +1,145 @@
+"""What a prompt will cost before it is run, under each schedule, and what limits it."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+from edgellm.backends.schedule import Policy, Step, Task, simulate
+from edgellm.backends.timing import Samples, best_seconds, in_turns, repeated
+from edgellm.backends.trace import TaskRecord, bubble_rate
+from edgellm.engine import costs
+from edgellm.engine.engine import Engine
+from edgellm.engine.measured import MeasuredPrompt
+from edgellm.engine.planner import Piece
+from edgellm.engine.prefill import ChunkedPrefill, Hooks, Prefill
+
+# For whole prompts, to be measured more than once.
+_PROMPTS_S = 6.0
+
+
+@dataclass(frozen=True)
+class Profile:
+    """Seconds measured on this machine, before the prompt is run.
+
+    Attributes:
+        steps: those of every chunk.
+        shallow, deep: of each step, by chunk size, at the start of a sequence and after `depth`
+            tokens; in between they grow evenly, as attention does.
+        host: of pieces that the host computes, by their tokens.
+        head: of the LM head for one row.
+    """
+
+    steps: Sequence[Step]
+    shallow: Mapping[int, Sequence[float]]
+    deep: Mapping[int, Sequence[float]]
+    depth: int
+    host: Mapping[int, float]
+    head: float
+
+    def seconds(self, size: int, step: int, start: int) -> float:
+        share = min(1.0, start / self.depth) if self.depth else 0.0
+        low, high = self.shallow[size][step], self.deep[size][step]
+        return low + max(0.0, high - low) * share
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """Of the time to the first token, and of the accelerator's idle share."""
+
+    seconds: float
+    bubbles: float
+
+
+def profile(engine: Engine, prefill: ChunkedPrefill, pieces: Sequence[Piece]) -> Profile:
+    """Time the parts of a plan, each once or a few times."""
+    model, sequence = prefill.model, engine.cache.sequence()
+    sizes = sorted({piece.size for piece in pieces if piece.size is not None})
+    depth = max(0, sum(piece.count for piece in pieces) - max(sizes, default=0))
+
+    def step_seconds(size: int, start: int) -> list[float]:
+        tokens = [0] * min(size, engine.ctx_size - start)
+        runs = repeated(lambda: model.profile(tokens, sequence, size=size, start=start))
+        return [min(times) for times in zip(*(steps for _, steps in runs), strict=True)]
+
+    def host_seconds(count: int) -> float:
+        def run() -> None:
+            try:
+                engine.decoder.forward([0] * count, sequence)
+            finally:
+                sequence.truncate(0)
+
+        return best_seconds(run)
+
+    row = model.head.embed([0])
+    return Profile(
+        model.steps,
+        {size: step_seconds(size, 0) for size in sizes},
+        {size: step_seconds(size, depth) for size in sizes},
+        depth,
+        {n: host_seconds(n) for n in sorted({p.count for p in pieces if p.size is None})},
+        best_seconds(lambda: model.head.logits(row)),
+    )
+
+
+def predict(
+    found: Profile, pieces: Sequence[Piece], policy: Policy, *, accelerator_speed: float = 1.0
+) -> Prediction:
+    """Simulate a plan; `accelerator_speed` times as fast an accelerator as the one measured."""
+    start, now = 0, 0.0
+    records: list[TaskRecord] = []
+    for on_host, group in itertools.groupby(pieces, lambda piece: piece.size is None):
+        chunks = list(group)
+        if on_host:
+            now += sum(found.host[piece.count] for piece in chunks)
+            start += sum(piece.count for piece in chunks)
+            continue
+        starts = list(itertools.accumulate((piece.count for piece in chunks), initial=start))
+        seconds = _task_seconds(found, chunks, starts, accelerator_speed)
+        done = simulate(found.steps, len(chunks), policy=policy, seconds=seconds)
+        for task, begin, end in done:
+            step = found.steps[task.step]
+            times = (now + begin, now + end)
+            records.append(TaskRecord(step.name, task.chunk, step.processor, *times))
+        start, now = starts[-1], now + done[-1][2]
+    return Prediction(now + found.head, bubble_rate(records))
+
+
+def _task_seconds(
+    found: Profile, chunks: Sequence[Piece], starts: Sequence[int], speed: float
+) -> Callable[[Task], float]:
+    def seconds(task: Task) -> float:
+        size = chunks[task.chunk].size
+        assert size is not None
+        taken = found.seconds(size, task.step, starts[task.chunk])
+        return taken / speed if found.steps[task.step].processor == "accelerator" else taken
+
+    return seconds
+
+
+def measure(engine: Engine, count: int, *prefills: Prefill) -> list[tuple[Samples, float]]:
+    """Seconds to the logits after a prompt of `count` tokens, through each prefill in turns, and
+    the accelerator's idle share."""
+    tokens = [(31 * i + 7) % engine.config.vocab_size for i in range(count)]
+    bubbles = [0.0] * len(prefills)
+
+    def run(index: int) -> None:
+        sequence, records = engine.cache.sequence(), list[TaskRecord]()
+        try:
+            prefills[index].run(tokens, sequence, Hooks(on_tasks=records.extend))
+        finally:
+            sequence.truncate(0)
+        bubbles[index] = bubble_rate(records)
+
+    runs = {index: partial(run, index) for index in range(len(prefills))}
+    samples = in_turns(runs, times=3, limit_s=_PROMPTS_S)
+    return [(samples[index], bubbles[index]) for index in runs]
+
+
+def keep_prompt(engine: Engine, prompt: MeasuredPrompt) -> None:
+    """Let `--prefill auto` know what a whole prompt took; see `costs.keep_prompt`."""
+    if isinstance(engine.prefill, ChunkedPrefill) and engine.options.flavour is None:
+        model, threads = engine.prefill.model, engine.threads
+        costs.keep_prompt(engine.bundle.path, model, engine.decoder, prompt, threads=threads)

@@ -1,0 +1,195 @@
+"""What rounding costs: how far a loaded model is from float32 on the weights that its file holds.
+
+The judge is the checkpoint in float32, one segment at a time, so that it takes little memory beside
+the model; its attention keeps K and V in float32. Log-probabilities are compared some rows at a
+time.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from edgellm.engine.engine import Engine
+from edgellm.engine.sampling import log_softmax
+from edgellm.errors import NumericError
+from edgellm.measure.perplexity import flavour_of, next_logprobs, text_windows, window_logits
+from edgellm.measure.sample_text import sample_text
+from edgellm.store.bundle import ExportProgress
+
+Floats = NDArray[np.float32]
+
+
+@dataclass(frozen=True)
+class QualityResult:
+    """The result and what it was measured with.
+
+    Attributes:
+        perplexity: of what runs.
+        float_perplexity: of float32 on the same tokens.
+        kl_mean: Kullback-Leibler divergence of float32's next-token distribution to that of what
+            runs, in nats: the mean over all tokens that are scored.
+        kl_mean_error: the standard error of that mean.
+        kl_99: what 99 % of them do not exceed.
+        same_top: the share of them for which both find the same token the likeliest.
+        tokens: how many were scored.
+        through: prefill or decode.
+        flavour: precision of that path.
+        text_sha256: of the text.
+    """
+
+    perplexity: float
+    float_perplexity: float
+    kl_mean: float
+    kl_mean_error: float
+    kl_99: float
+    same_top: float
+    tokens: int
+    windows: int
+    window: int
+    through: str
+    flavour: str
+    kv_format: str
+    text_sha256: str
+
+    @property
+    def perplexity_change(self) -> float:
+        """By how much perplexity is above float32's, over float32's."""
+        return self.perplexity / self.float_perplexity - 1
+
+    def to_json(self) -> dict[str, Any]:
+        return {**asdict(self), "perplexity_change": self.perplexity_change}
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Two models on the same tokens, of each token that was scored.
+
+    Attributes:
+        logprobs, exact_logprobs: what the model and the judge give to the token that came.
+        divergences: of the judge's distribution to the model's.
+        same_top: whether the likeliest token is the same.
+    """
+
+    logprobs: NDArray[np.float64]
+    exact_logprobs: NDArray[np.float64]
+    divergences: NDArray[np.float64]
+    same_top: NDArray[np.bool_]
+
+    @classmethod
+    def of(cls, logits: Floats, exact: Floats, tokens: Sequence[int], begin: int) -> Comparison:
+        """`logits` and the judge's, `[rows, V]`, after each of `tokens` from `begin` on.
+
+        Raises:
+            NumericError: one is not a number.
+        """
+        found, judge = log_softmax(logits), log_softmax(exact)
+        divergences = (np.exp(judge) * (judge - found)).sum(axis=-1)
+        if not np.isfinite(divergences).all():
+            raise NumericError(
+                f"the logits after token {begin} or a little later are infinite or not a number; "
+                "`edgellm doctor` says what is damaged"
+            )
+        return cls(
+            next_logprobs(found, tokens, begin),
+            next_logprobs(judge, tokens, begin),
+            np.maximum(divergences, 0.0),  # rounding may take one that is 0 below it
+            logits.argmax(axis=-1) == exact.argmax(axis=-1),
+        )
+
+    @classmethod
+    def joined(cls, parts: Sequence[Comparison]) -> Comparison:
+        return cls(
+            np.concatenate([part.logprobs for part in parts]),
+            np.concatenate([part.exact_logprobs for part in parts]),
+            np.concatenate([part.divergences for part in parts]),
+            np.concatenate([part.same_top for part in parts]),
+        )
+
+
+def quality(
+    engine: Engine,
+    text: str | None = None,
+    *,
+    window: int = 512,
+    max_windows: int | None = 16,
+    through: str = "prefill",
+    progress: ExportProgress | None = None,
+) -> QualityResult:
+    """Compare a loaded model with float32 on its checkpoint's own, dequantized weights.
+
+    The text is cut into windows that do not overlap, each on an empty cache, as `perplexity` does:
+    a begin token stands before each window if the model asks for one, every token of a window but
+    the first is scored, and a remainder shorter than a window is left out, unless it is all there
+    is. (llama.cpp's `perplexity --kl-divergence` has the same windows and scores the second half
+    of each, so its figures are a little lower.)
+
+    In memory are, beside the model, all windows' hidden states, one segment's weights in float32
+    and then those of the LM head.
+
+    Args:
+        text: None takes `sample_text`, which no model is calibrated on.
+        max_windows: None takes the whole text.
+        through: `prefill` or `decode`.
+        progress: called with a label, steps done and steps in all.
+
+    Raises:
+        OptionError: a window of fewer than 2 tokens or longer than the context, or too short a
+            text.
+        SourceError: the checkpoint is gone, or changed.
+        NumericError: the model's logits are not numbers.
+    """
+    from edgellm.export.float_segments import float_hidden  # 0.4 s, and rarely needed
+    from edgellm.export.source_checkpoint import open_source
+
+    given = sample_text() if text is None else text
+    windows = text_windows(engine, given, window=window, max_windows=max_windows, through=through)
+    checkpoint = open_source(engine.bundle, progress=progress)
+    segments = engine.config.layers + 1
+
+    def step(label: str, done: int, total: int) -> None:
+        if progress is not None:
+            progress(label, done, total)
+
+    hidden = float_hidden(
+        checkpoint,
+        windows,
+        threads=engine.threads,
+        on_segment=lambda i: step(f"float32: segment {i}", i + 1, segments),
+    )
+    tied = engine.config.tied_embedding
+    head = checkpoint.tensor("embedding" if tied else "head").float32().T
+    parts = []
+    for done, (tokens, states) in enumerate(zip(windows, hidden, strict=True), 1):
+        for begin, logits in window_logits(engine, tokens, through=through):
+            exact = states[begin : begin + len(logits)] @ head
+            parts.append(Comparison.of(logits, exact, tokens, begin))
+        step(f"comparing: window {done}", done, len(windows))
+    return _result(Comparison.joined(parts), engine, given, len(windows), window, through)
+
+
+def _result(
+    found: Comparison, engine: Engine, text: str, windows: int, window: int, through: str
+) -> QualityResult:
+    count = len(found.divergences)
+    return QualityResult(
+        perplexity=math.exp(-found.logprobs.mean()),
+        float_perplexity=math.exp(-found.exact_logprobs.mean()),
+        kl_mean=float(found.divergences.mean()),
+        kl_mean_error=float(found.divergences.std() / math.sqrt(count)),
+        kl_99=float(np.quantile(found.divergences, 0.99)),
+        same_top=float(found.same_top.mean()),
+        tokens=count,
+        windows=windows,
+        window=window,
+        through=through,
+        flavour=flavour_of(engine, through),
+        kv_format=engine.options.kv_format,
+        text_sha256=hashlib.sha256(text.encode()).hexdigest(),
+    )

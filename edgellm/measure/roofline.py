@@ -1,0 +1,154 @@
+"""The two limits of a language model: arithmetic in prefill, memory in decode.
+
+Williams et al., "Roofline", CACM 2009.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+import numpy as np
+from threadpoolctl import threadpool_limits
+
+from edgellm.backends.timing import best_seconds
+from edgellm.graphs.config import ModelConfig
+from edgellm.graphs.contract import WEIGHTS_FILE
+from edgellm.kernels.gpu.device import device_name, require
+from edgellm.kernels.kv_blocks import BLOCK, KVFormat, block_bytes
+from edgellm.kernels.linear import native as native_linear
+from edgellm.kernels.linear import to_panels
+from edgellm.kernels.native import library
+from edgellm.kernels.quantized import GROUP, KINDS, QuantizedWeight
+from edgellm.store.bundle import PANELS, Bundle
+from edgellm.store.import_summary import imported
+
+_REPEATS = 5
+_READ_BYTES = 256 << 20  # more than any cache holds
+_FLOAT_SIZE = 1024
+_INT4_SHAPE = (256, 2048, 2048)  # rows, outputs, inputs
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What a processor can do at best, measured.
+
+    Attributes:
+        flops: operations a second in a large product.
+        kind: of which numbers, and where.
+        read_bytes: bytes a second from its memory.
+    """
+
+    flops: float
+    kind: str
+    read_bytes: float
+
+
+@dataclass(frozen=True)
+class Work:
+    """What a model asks for.
+
+    Attributes:
+        prefill_flops: a token of a prompt, on average, without the LM head.
+        decode_bytes: weights and KV cache that one decode step reads.
+        weight_share: of those weights in the file they were imported from: 1 is as many bytes; None
+            where that is not known.
+    """
+
+    prefill_flops: float
+    decode_bytes: int
+    weight_share: float | None = None
+
+
+def measure_cpu(threads: int, *, int4: bool) -> Machine:
+    """With the native int4 kernel, where there is one, or with float32 in numpy's BLAS.
+
+    Takes about a second.
+    """
+    flops = _int4_flops(threads) if int4 else None
+    if flops is None:
+        return Machine(_float_flops(threads), "float32, CPU", _read_bytes(threads))
+    return Machine(flops, "int4 kernel, CPU", _read_bytes(threads))
+
+
+def measure_gpu() -> Machine:
+    """With halves, which is what Triton kernels multiply, in torch's own product and copy.
+
+    Raises:
+        ProviderError: there is none.
+    """
+    device = require()
+    import torch  # seconds
+
+    def seconds(run: Callable[[], object]) -> float:
+        def finished() -> None:
+            run()
+            if device != "cpu":
+                torch.cuda.synchronize()
+
+        finished()
+        return best_seconds(finished, times=_REPEATS)
+
+    size = 64 if device == "cpu" else 8 * _FLOAT_SIZE
+    a = torch.ones((size, size), dtype=torch.float16, device=device)
+    source = torch.ones(_READ_BYTES, dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    return Machine(
+        2 * size**3 / seconds(lambda: a @ a),
+        f"float16, {device_name()}",
+        2 * _READ_BYTES / seconds(lambda: target.copy_(source)),
+    )
+
+
+def work_of(bundle: Bundle, tokens: int, *, flavour: str, kv_format: KVFormat) -> Work:
+    """Of a prompt of `tokens`, and of a decode step after it with the weights of `flavour`."""
+    config = bundle.config
+    block = block_bytes(
+        format=kv_format,
+        layers=config.layers,
+        kv_heads=config.kv_heads,
+        head_dim=config.head_dim,
+    )
+    cached = block * tokens // BLOCK
+    if flavour == PANELS:
+        summary = imported(bundle, flavour)
+        share = summary.decode_bytes / summary.file_bytes if summary.file_bytes else None
+        return Work(_flops(config, tokens), summary.decode_bytes + cached, share)
+    folders = (flavour, f"head-{bundle.flavour(flavour).head}")
+    weights = sum(bundle.manifest.files[f"{folder}/{WEIGHTS_FILE}"].bytes for folder in folders)
+    return Work(_flops(config, tokens), weights + cached)
+
+
+def _flops(config: ModelConfig, tokens: int) -> float:
+    """A multiplication and an addition for each weight; attention over half of the prompt."""
+    attention = config.attention_size
+    weights = config.hidden_size * (attention + config.qkv_size + 3 * config.intermediate_size)
+    return 2.0 * config.layers * (weights + attention * tokens)
+
+
+def _float_flops(threads: int) -> float:
+    a = np.ones((_FLOAT_SIZE, _FLOAT_SIZE), np.float32)
+    with threadpool_limits(threads, user_api="blas"):
+        return 2 * _FLOAT_SIZE**3 / best_seconds(lambda: a @ a, times=_REPEATS)
+
+
+def _int4_flops(threads: int) -> float | None:
+    compiled = library()
+    if compiled is None:
+        return None
+    rows, outputs, inputs = _INT4_SHAPE
+    codes = np.full((outputs, inputs), 7, np.uint8)
+    scale = np.ones((outputs, inputs // GROUP), np.float16)
+    panels = to_panels(QuantizedWeight(KINDS["int4_symmetric"], codes, scale))
+    x = np.ones((rows, inputs), np.float32)
+    seconds = best_seconds(
+        lambda: native_linear.linear(compiled, x, panels, threads=threads), times=_REPEATS
+    )
+    return 2 * rows * outputs * inputs / seconds
+
+
+def _read_bytes(threads: int) -> float:
+    parts = np.array_split(np.ones(_READ_BYTES // 8), threads)
+    with ThreadPoolExecutor(threads) as pool:
+        return _READ_BYTES / best_seconds(lambda: list(pool.map(np.max, parts)), times=_REPEATS)

@@ -1,0 +1,128 @@
+"""The self-test of models in panels: does a fused step compute what it should?
+
+`self_test.py` asks the same of graphs. A step goes through all layers in one call, so the matrices
+of each layer are tried one by one, through the same kernels, on what float32 had there; then the
+step itself, on prompts of every edge and one token at a time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from edgellm.backends.self_test import HEAD_LIMIT, WRONG, Check
+from edgellm.backends.step_model import StepModel
+from edgellm.cache.kv_cache import KVCache
+from edgellm.graphs import contract
+from edgellm.kernels.kv_blocks import BLOCK
+from edgellm.kernels.step import LayerWeights, Weights
+from edgellm.quantize.error import worst_row_error
+from edgellm.store.import_summary import ImportSummary
+from edgellm.store.reference import Reference, segment_error
+
+Floats = NDArray[np.float32]
+# Tokens that come one at a time.
+_SINGLE = 20
+# What int8 activations and KV cache leave: measured 0.034 in the worst segment and 0.051 in the
+# worst hidden state of 257 tokens (SmolLM2-135M in Q4_1, all weights as in the file).
+_SEGMENT, _PROMPT = 0.05, 0.1
+# What weights add that were rounded again, in their mean error. With 0.082 (Qwen2.5-Coder-0.5B in
+# Q4_K_M as int4) a segment was 0.36 off and a prompt 0.27, with 0.069 (random, two layers, a
+# sliding window) 0.33 and 0.50.
+_ROUNDED_SEGMENT, _ROUNDED_PROMPT = 5.0, 7.5
+# What an int4 cache adds: 0.20 in the worst of 257 tokens (SmolLM2-135M).
+_INT4_CACHE = 0.3
+# So much is wrong in any case; a prompt goes through all layers, and what is garbage has 1.4.
+_WRONG_PROMPT = 0.75
+
+
+def check_layers(
+    reference: Reference, model: StepModel, weights: Weights, imported: ImportSummary
+) -> Iterator[Check]:
+    """The matrices and norms before, between and behind every two attentions."""
+    limit = segment_limit(imported)
+    for index, rows in enumerate(reference.segments):
+
+        def run(inputs: Mapping[str, Floats], index: int = index) -> Sequence[Floats]:
+            return _segment(model, weights, index, inputs)
+
+        yield Check(f"segment {index} in panels", segment_error(rows, run, None), limit)
+
+
+def check_step(
+    reference: Reference, model: StepModel, cache: KVCache, imported: ImportSummary
+) -> Iterator[Check]:
+    """Prompts around a tile of 16 rows and a block of the cache, tokens by themselves, the head.
+
+    No longer ones than the context holds, or than the reference is.
+    """
+    longest = min(len(reference.tokens), cache.ctx_size)
+    limit = prompt_limit(imported, cache.blocks.format)
+    edges = {1, 2, 15, 16, 17, BLOCK - 1, BLOCK, BLOCK + 1, longest}
+    for count in sorted(edge for edge in edges if edge <= longest):
+        found = _hidden(model, cache, [reference.tokens[:count]])
+        error = worst_row_error(reference.hidden[:count], found)
+        yield Check(f"prompt of {count}", error, limit)
+    singles = [[token] for token in reference.tokens[: min(_SINGLE, longest)]]
+    error = worst_row_error(reference.hidden[: len(singles)], _hidden(model, cache, singles))
+    yield Check(f"{len(singles)} tokens one at a time", error, limit)
+    logits = model.logits(reference.hidden[-1:])
+    yield Check("head", worst_row_error(reference.logits, logits), HEAD_LIMIT)
+
+
+def segment_limit(imported: ImportSummary) -> float:
+    """What the worst row or column of a segment may be off by."""
+    return min(WRONG, _SEGMENT + _ROUNDED_SEGMENT * imported.mean_relative_error)
+
+
+def prompt_limit(imported: ImportSummary, kv_format: str) -> float:
+    """What the worst hidden state of a prompt may be off by."""
+    cache = _INT4_CACHE if kv_format == "int4" else 0.0
+    return min(_WRONG_PROMPT, _PROMPT + _ROUNDED_PROMPT * imported.mean_relative_error + cache)
+
+
+def _hidden(model: StepModel, cache: KVCache, parts: Sequence[list[int]]) -> Floats:
+    """Hidden states `[n, E]` of tokens that come in parts."""
+    sequence = cache.sequence()
+    try:
+        return np.concatenate([model.forward(part, sequence)[0].copy() for part in parts])
+    finally:
+        sequence.truncate(0)
+
+
+def _segment(
+    model: StepModel, weights: Weights, index: int, inputs: Mapping[str, Floats]
+) -> Sequence[Floats]:
+    """What a graph of this segment would give; see `graphs/contract.py`."""
+    if index == 0:
+        residual = np.asarray(inputs[contract.X])
+    else:
+        residual = _mlp(model, weights, weights.layers[index - 1], inputs)
+    if index == len(weights.layers):
+        return [_norm(residual, weights.final_norm, weights.epsilon)]
+    layer = weights.layers[index]
+    normed = _norm(residual, layer.attention_norm, weights.epsilon)
+    parts = [model.linear(normed, layer.q), model.linear(normed, layer.k)]
+    parts.append(model.linear(normed, layer.v, fine=True))
+    qkv = np.concatenate(parts, axis=-1)
+    return [residual, qkv if layer.qkv_bias is None else qkv + layer.qkv_bias]
+
+
+def _mlp(
+    model: StepModel, weights: Weights, layer: LayerWeights, inputs: Mapping[str, Floats]
+) -> Floats:
+    """The residual after a layer whose attention is there."""
+    residual = inputs[contract.RESIDUAL] + model.linear(inputs[contract.ATTENTION], layer.o)
+    normed = _norm(residual, layer.mlp_norm, weights.epsilon)
+    gate, up = model.linear(normed, layer.gate), model.linear(normed, layer.up)
+    with np.errstate(over="ignore", invalid="ignore"):  # damaged weights give whatever they like
+        activated = gate / (1 + np.exp(-gate)) * up
+    after: Floats = residual + model.linear(activated, layer.down)
+    return after
+
+
+def _norm(x: Floats, weight: Floats, epsilon: float) -> Floats:
+    normed: Floats = x / np.sqrt((x * x).mean(axis=-1, keepdims=True) + epsilon) * weight
+    return normed

@@ -1,0 +1,1 @@
+"""Where models come from and are kept: sources, downloads, bundles, EDGELLM_HOME."""

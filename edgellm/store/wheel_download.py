@@ -1,0 +1,189 @@
+"""Wheels from a package index, by the index's own protocol (PEP 503 and 691), without pip.
+
+Nothing of a wheel is run or installed; `wheel_member.py` reads one file of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from functools import partial
+from io import BytesIO
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+from urllib.request import url2pathname
+
+import requests
+from packaging.tags import sys_tags
+from packaging.utils import InvalidWheelFilename, parse_wheel_filename
+from packaging.version import InvalidVersion, Version
+from pypi_simple import (
+    DigestMismatchError,
+    DistributionPackage,
+    NoSuchProjectError,
+    PyPISimple,
+    UnsupportedRepoVersionError,
+)
+from requests.adapters import HTTPAdapter
+from urllib3 import HTTPResponse
+
+from edgellm.errors import SourceError, first_line
+from edgellm.store.package_index import certificates, index_urls
+
+_TIMEOUT_S = 30
+_CONNECTION_RETRIES = 2
+_VERSIONS_SHOWN = 8
+
+
+def download_wheel(
+    package: str,
+    version: str,
+    folder: Path,
+    *,
+    progress: Callable[[str, int, int], None] | None = None,
+) -> Path:
+    """Download the wheel of a version that fits this machine, from the first index that has it.
+
+    Args:
+        progress: called with a label, bytes done and bytes in all.
+
+    Raises:
+        SourceError: no index has it, or none can be reached.
+    """
+    try:
+        wanted = Version(version)
+    except InvalidVersion:
+        raise SourceError(f"{package}=={version}: {version} is not a version") from None
+    problems, without = [], []
+    for url in index_urls():
+        with _session() as session, PyPISimple(url, session=session) as index:
+            try:
+                wheel = _choose(
+                    index.get_project_page(package, timeout=_TIMEOUT_S).packages, wanted
+                )
+                target = folder / Path(wheel.filename).name
+                index.download_package(
+                    wheel,
+                    target,
+                    verify=bool(wheel.digests),
+                    progress=partial(_Progress, f"downloading {package} {version}", progress),
+                    timeout=_TIMEOUT_S,
+                )
+                return target
+            except NoSuchProjectError:
+                without.append(_shown(url))
+            except SourceError as error:
+                problems.append(f"{_shown(url)} {error}")
+            except (requests.RequestException, UnsupportedRepoVersionError, ValueError) as error:
+                problems.append(f"{_shown(url)} {_reason(error)}")
+    why = "; ".join(problems) or f"no package of that name at {', '.join(without)}"
+    raise SourceError(f"{package}=={version} cannot be downloaded: {why}")
+
+
+def _choose(packages: Iterable[DistributionPackage], wanted: Version) -> DistributionPackage:
+    """The wheel that an installer would take.
+
+    Raises:
+        SourceError: none; says what there is.
+    """
+    wheels = [(package, *_parsed(package.filename)) for package in packages]
+    offered = [wheel for wheel in wheels if not wheel[0].is_yanked]
+    known = sorted({version for _, version, _ in offered if version is not None})
+    there_are = ", ".join(map(str, known[-_VERSIONS_SHOWN:])) or "none"
+    if wanted not in known:
+        withdrawn = [wheel for wheel, version, _ in wheels if version == wanted]
+        why = f"has withdrawn {wanted}" if withdrawn else f"has no wheel of version {wanted}"
+        reasons = {wheel.yanked_reason for wheel in withdrawn if wheel.yanked_reason}
+        note = f" ({' '.join(reasons.pop().split())})" if reasons else ""
+        raise SourceError(f"{why}{note}; versions with wheels are {there_are}")
+    rank = {tag: i for i, tag in enumerate(sys_tags())}
+    fitting = [
+        (min(rank.get(tag, len(rank)) for tag in tags), wheel.filename, wheel)
+        for wheel, version, tags in offered
+        if version == wanted and not rank.keys().isdisjoint(tags)
+    ]
+    if not fitting:
+        raise SourceError(f"has {wanted} for other machines only; versions are {there_are}")
+    return min(fitting, key=lambda candidate: candidate[:2])[2]
+
+
+def _parsed(filename: str) -> tuple[Version | None, frozenset[Any]]:
+    """Version and tags of a wheel; None for whatever else an index offers."""
+    try:
+        _, version, _, tags = parse_wheel_filename(filename)
+    except (InvalidWheelFilename, InvalidVersion):
+        return None, frozenset()
+    return version, tags
+
+
+def _session() -> requests.Session:
+    session = requests.Session()
+    session.verify = certificates() or True
+    session.mount("https://", HTTPAdapter(max_retries=_CONNECTION_RETRIES))
+    session.mount("http://", HTTPAdapter(max_retries=_CONNECTION_RETRIES))
+    session.mount("file://", _LocalFiles())
+    return session
+
+
+def _shown(url: str) -> str:
+    """An address without the name and password that may be in it."""
+    parts = urlsplit(url)
+    return parts._replace(netloc=parts.netloc.rpartition("@")[2]).geturl()
+
+
+def _reason(error: Exception) -> str:
+    """One line; the libraries' own have addresses with passwords, and objects' names, in them."""
+    if isinstance(error, requests.HTTPError) and error.response is not None:
+        return f"answers {error.response.status_code} {error.response.reason}"
+    if isinstance(error, requests.exceptions.SSLError):
+        return "has a TLS certificate that is not trusted (PIP_CERT names the trusted ones)"
+    if isinstance(error, requests.Timeout):
+        return f"does not answer within {_TIMEOUT_S} s"
+    if isinstance(error, requests.exceptions.ChunkedEncodingError):
+        return "broke off the download"
+    if isinstance(error, requests.ConnectionError):
+        return "cannot be reached (check the network)"
+    if isinstance(error, DigestMismatchError):
+        return "sent a file that is not the one it lists (another checksum)"
+    return f"sends what is not understood: {first_line(error)}"
+
+
+class _Progress:
+    """What pypi_simple calls for each piece."""
+
+    def __init__(
+        self, label: str, progress: Callable[[str, int, int], None] | None, total: int | None
+    ) -> None:
+        self._label = label
+        self._done = 0
+        self._total = total
+        self._progress = progress
+
+    def update(self, increment: int) -> None:
+        self._done += increment
+        if self._progress is not None and self._total:
+            self._progress(self._label, min(self._done, self._total), self._total)
+
+    def __enter__(self) -> _Progress:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+
+class _LocalFiles(HTTPAdapter):  # type: ignore[misc]  # requests is untyped
+    """Answers for `file://` addresses, which requests itself does not know."""
+
+    def send(self, request: requests.PreparedRequest, *_: Any, **__: Any) -> requests.Response:
+        path = Path(url2pathname(urlsplit(request.url or "").path))
+        if path.is_dir():
+            path /= "index.html"
+        if not path.is_file():
+            nothing = HTTPResponse(BytesIO(), status=404, preload_content=False)
+            return self.build_response(request, nothing)
+        headers = {
+            "Content-Length": str(path.stat().st_size),
+            "Content-Type": "text/html; charset=utf-8",
+        }
+        answer = HTTPResponse(path.open("rb"), headers, status=200, preload_content=False)
+        return self.build_response(request, answer)

@@ -1,0 +1,122 @@
+"""Answers that are JSON of a given schema, by ruling out tokens that would break it.
+
+The grammar engine is `llguidance` (the extra `edgellm[json]`); it tells at each step which tokens
+can still lead to a valid document.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from edgellm.errors import OptionError
+from edgellm.text.tokenizer import Tokenizer
+
+# Without a bound, a model may go on with spaces for ever.
+_WHITESPACE = r"[ \n]{0,12}"
+
+
+class JsonGrammars:
+    """JSON schemas for the vocabulary of one tokenizer, which is prepared once (0.3 s).
+
+    Raises:
+        OptionError: llguidance cannot be imported.
+    """
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._llguidance = _import_llguidance()
+        self._vocabulary = self._llguidance.LLTokenizer(
+            tokenizer.to_json(), eos_token=sorted(tokenizer.eos_ids)
+        )
+
+    def filter(self, schema: str) -> JsonFilter:
+        """A logit filter; see `JsonFilter`."""
+        return JsonFilter(self, schema)
+
+    def matcher(self, schema: str) -> Any:
+        """llguidance's matcher at the beginning of a document.
+
+        Raises:
+            OptionError: the schema is wrong, or llguidance does not know what it asks for.
+        """
+        matchers = self._llguidance.LLMatcher
+        try:
+            json.loads(schema)
+            grammar = matchers.grammar_from_json_schema(
+                schema, overrides={"whitespace_pattern": _WHITESPACE}
+            )
+        except json.JSONDecodeError as error:
+            raise OptionError(f"the JSON schema is not JSON: {error}") from None
+        except RecursionError:
+            raise OptionError("the JSON schema cannot be used: it is nested too deep") from None
+        except ValueError as error:
+            raise OptionError(f"the JSON schema cannot be used: {error}") from None
+        matcher = matchers(self._vocabulary, grammar, log_level=0)
+        if problem := matcher.get_error():
+            raise OptionError(f"the JSON schema cannot be used: {problem}")
+        return matcher
+
+
+class JsonFilter:
+    """A logit filter; for one answer at a time, and from the beginning for the next.
+
+    Args:
+        grammars: those of the model, or its tokenizer, for which they are made then.
+        schema: a JSON schema as text; `{}` allows any JSON.
+
+    Raises:
+        OptionError: llguidance cannot be imported, or the schema is wrong.
+    """
+
+    def __init__(self, grammars: JsonGrammars | Tokenizer, schema: str) -> None:
+        if isinstance(grammars, Tokenizer):
+            grammars = JsonGrammars(grammars)
+        self._grammars = grammars
+        self._schema = schema
+        self._matcher = grammars.matcher(schema)
+        self._consumed: list[int] = []
+
+    def __call__(self, logits: NDArray[np.float32], tokens: Sequence[int]) -> None:
+        """Set the logits `[V]` of impossible tokens to -inf, in place.
+
+        Args:
+            tokens: those of the answer so far.
+
+        Raises:
+            OptionError: the schema leaves nothing that could come next.
+        """
+        self._follow(list(tokens))
+        bits = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
+        allowed = np.unpackbits(bits, bitorder="little")[: logits.shape[0]].astype(np.bool_)
+        problem = self._matcher.get_error()  # with an error, the end alone is allowed
+        if problem or not allowed.any():
+            raise OptionError(
+                f"the JSON schema allows nothing after the {len(tokens)} tokens of the answer so "
+                f"far{problem and f' ({problem.splitlines()[0]})'}; loosen the schema"
+            )
+        logits[: allowed.shape[0]][~allowed] = -np.inf
+        logits[allowed.shape[0] :] = -np.inf
+
+    def _follow(self, tokens: list[int]) -> None:
+        """Bring the matcher behind `tokens`; from the start if they are those of another answer."""
+        known = len(self._consumed)
+        if tokens[:known] != self._consumed:
+            self._matcher = self._grammars.matcher(self._schema)
+            known = 0
+        self._matcher.consume_tokens(tokens[known:])
+        self._consumed = tokens
+
+
+def _import_llguidance() -> Any:
+    try:
+        import llguidance
+    except ImportError as error:
+        raise OptionError(
+            f"a JSON schema needs llguidance, which cannot be imported ({error}); install it with: "
+            'pip install "edgellm[json]"'
+        ) from None
+    return llguidance
