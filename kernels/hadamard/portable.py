@@ -30,8 +30,8 @@ def transform(x: NDArray[np.float32]) -> NDArray[np.float32]:
     """Rows `[..., D]`, each in blocks of the largest power of two that divides `D`."""
     width = x.shape[-1]
     size = power_of_two_factor(width, limit=width)
-    # Rows side by side, so that sums run over long vectors: 4 times as fast as along each row. No
-    # matrix product: a row must have the same bits however many others come with it.
+    # Rows side by side, so that sums run over long vectors: for 512 rows of 3 heads 0.7 ms instead
+    # of 2.6. No matrix product: a row must have the same bits however many others come with it.
     columns = np.array(x.reshape(-1, width).T, np.float32, order="C")
     other = np.empty_like(columns)
     half = 1
