@@ -18,6 +18,7 @@ from edgellm.export import (
     DEFAULT_FLAVOURS,
     check_chunk_sizes,
     check_flavours,
+    default_flavours,
 )
 from edgellm.export.calibrate import ROUNDINGS, CalibrationOptions, Rounding
 from edgellm.export.flavours import FLAVOURS
@@ -96,9 +97,8 @@ def calibration_options(command: Callable[..., None]) -> Callable[..., None]:
 )  # fmt: skip
 @click.option(
     "--flavours",
-    default=",".join(DEFAULT_FLAVOURS),
-    show_default=True,
-    help=f"Precisions to export, from {', '.join(FLAVOURS)}.",
+    help=f"Precisions to export, from {', '.join(FLAVOURS)}.  [default: "
+    f"{','.join(DEFAULT_FLAVOURS)}, or f32 for w8a8 where a model cannot be rotated]",
 )
 @click.option(
     "--weights",
@@ -115,22 +115,22 @@ def export(
     *,
     name: str,
     output: Path | None,
-    flavours: str,
+    flavours: str | None,
     weights: str | None,
     chunk_sizes: str | None,
     calibration: CalibrationOptions,
     force: bool,
 ) -> None:
     """Export MODEL to a bundle: static-shape ONNX graphs, decode weights, tokenizer."""
-    wanted = flavours.split(",")
     sizes = None if chunk_sizes is None else _sizes(chunk_sizes)
-    check_flavours(wanted)
+    names = [*DEFAULT_FLAVOURS] if flavours is None else flavours.split(",")
+    check_flavours(names)
     if sizes is not None:
-        check_chunk_sizes(sizes, wanted)
+        check_chunk_sizes(sizes, names)
     with export_progress() as progress:
         bundle = prepare(
             name,
-            flavours=wanted,
+            flavours=default_flavours if flavours is None else names,
             out=output,
             chunk_sizes=sizes,
             weights=weights,

@@ -12,6 +12,7 @@ from edgellm.cli.options import model_argument
 from edgellm.cli.progress import export_progress
 from edgellm.engine.engine import planned_memory
 from edgellm.errors import BundleError, EdgeLLMError, SourceError
+from edgellm.graphs.tensors import parameters
 from edgellm.options import EngineOptions
 from edgellm.store.bundle import Bundle, open_bundle, read_manifest
 from edgellm.store.bundle_state import check_sizes
@@ -131,11 +132,11 @@ def _description(bundle: Bundle) -> list[tuple[str, str]]:
         ("source", manifest.source),
         ("bundle", f"{bundle.path} ({bundle.bytes / 1e6:.1f} MB)"),
         ("architecture", config.model_type),
-        ("parameters", f"{config.parameters / 1e6:.1f} M"),
+        ("parameters", f"{parameters(config) / 1e6:.1f} M"),
         ("context", f"{config.context_length} tokens"),
         (
             "shape",
-            f"{config.layers} layers, hidden {config.hidden_size}, heads {config.heads}, "
+            f"{config.layer_count} layers, hidden {config.hidden_size}, heads {config.heads}, "
             f"kv_heads {config.kv_heads}, head_dim {config.head_dim}, vocab {config.vocab_size}",
         ),
         ("end tokens", " ".join(manifest.tokenizer.eos) or "none"),
@@ -145,7 +146,7 @@ def _description(bundle: Bundle) -> list[tuple[str, str]]:
         uses = [
             use
             for use, chosen in (
-                ("default prefill", defaults.prefill_flavour),
+                ("default prefill", defaults.prefill_flavour(config)),
                 ("default decode", defaults.decode_flavour),
             )
             if chosen == name

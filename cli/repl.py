@@ -14,7 +14,7 @@ from edgellm.cli.output import end_shown_line, report, write
 from edgellm.cli.progress import count_progress
 from edgellm.cli.prompt_input import PromptInput
 from edgellm.engine.sampling import MAY_BE_NONE
-from edgellm.errors import ContextOverflowError, EdgeLLMError, OptionError
+from edgellm.errors import CancelledError, ContextOverflowError, EdgeLLMError, OptionError
 from edgellm.llm import LLM, SamplingArguments
 from edgellm.text.prompt import Message
 
@@ -109,7 +109,7 @@ class _Repl:
                 self._answer(line.removeprefix(_QUOTES).removesuffix(_QUOTES).strip("\n"))
         except ContextOverflowError:
             click.echo(f"edgellm: {_CONTEXT_FULL}", err=True)
-        except EdgeLLMError as error:
+        except (EdgeLLMError, CancelledError) as error:
             click.echo(f"edgellm: {error}", err=True)
 
     def _read(self) -> str:

@@ -29,10 +29,13 @@ from edgellm.errors import (
 
 if TYPE_CHECKING:
     from edgellm.chat import Chat
+    from edgellm.engine.answer import LogitFilter
     from edgellm.engine.sampling import SamplingOptions
     from edgellm.llm import LLM, load
+    from edgellm.options import EngineOptions
     from edgellm.results import Completion, Piece, Stats
     from edgellm.session import Session
+    from edgellm.text.prompt import Message
 
 __version__ = "0.1.0"
 
@@ -40,7 +43,10 @@ __version__ = "0.1.0"
 _LAZY = {
     "Chat": "edgellm.chat",
     "Completion": "edgellm.results",
+    "EngineOptions": "edgellm.options",
     "LLM": "edgellm.llm",
+    "LogitFilter": "edgellm.engine.answer",
+    "Message": "edgellm.text.prompt",
     "Piece": "edgellm.results",
     "SamplingOptions": "edgellm.engine.sampling",
     "Session": "edgellm.session",
@@ -57,8 +63,11 @@ __all__ = [
     "Completion",
     "ContextOverflowError",
     "EdgeLLMError",
+    "EngineOptions",
     "ExportError",
+    "LogitFilter",
     "MemoryEstimateError",
+    "Message",
     "ModelFormatError",
     "NumericError",
     "OptionError",

@@ -14,8 +14,9 @@
     ├── MemoryEstimateError    the model and its context would not fit into memory
     ├── ProviderError          an execution provider that is missing or does not take a segment
     ├── SessionFileError       a saved session that is damaged or of another model
-    ├── NumericError           NaN or infinite logits
-    └── CancelledError         the caller asked to stop
+    └── NumericError           NaN or infinite logits
+
+    CancelledError(Exception)  the caller asked to stop, which is no error of anybody's
 
 A message says what was asked, what is allowed and what to do.
 """
@@ -83,7 +84,7 @@ class NumericError(EdgeLLMError):
     """The model produced NaN or infinite logits."""
 
 
-class CancelledError(EdgeLLMError):
+class CancelledError(Exception):
     """The caller asked to stop; the session stays as it was before the step."""
 
 

@@ -18,6 +18,7 @@ from edgellm.engine.auto_prefill import faster_provider
 from edgellm.engine.engine import Engine
 from edgellm.engine.prefill import Progress
 from edgellm.engine.sampling import ContextPolicy, SamplingOptions
+from edgellm.errors import OptionError
 from edgellm.infill import stream_infill
 from edgellm.kernels.kv_blocks import KVFormat
 from edgellm.named_prefix import keep_prefix, open_prefix
@@ -121,16 +122,40 @@ def load(
 
 
 class LLM:
-    """A loaded model."""
+    """A loaded model.
+
+    `close` gives its memory back, as do `with` and, later, the garbage collector.
+    """
 
     def __init__(self, engine: Engine) -> None:
-        self.engine = engine
+        self._engine: Engine | None = engine
+
+    @property
+    def engine(self) -> Engine:
+        """
+        Raises:
+            OptionError: the model was closed.
+        """
+        if self._engine is None:
+            raise OptionError("this model was closed; load it again")
+        return self._engine
+
+    def close(self) -> None:
+        """Let go of weights and KV cache. Sessions and chats that are still open keep both, and
+        go on working, until they are closed as well."""
+        self._engine = None
+
+    def __enter__(self) -> LLM:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
     @property
     def notes(self) -> list[str]:
         """What is not as the model file has it: a line for each precision in use whose weights were
         rounded again."""
-        return list(rounding_notes(self.engine.bundle, self.engine.options.flavours))
+        return list(rounding_notes(self.engine.bundle, self.engine.flavours))
 
     def generate(
         self,

@@ -10,10 +10,13 @@ from edgellm.backends.providers import AUTO, CPU, CUDA, NATIVE, PROVIDERS, TRITO
 from edgellm.backends.schedule import POLICIES, Policy
 from edgellm.checks import check_choice, check_flag, check_number, check_text
 from edgellm.errors import OptionError
+from edgellm.graphs.config import ModelConfig
 from edgellm.kernels.gpu import device
 from edgellm.kernels.kv_blocks import KV_FORMATS, KVFormat
 from edgellm.kernels.native import library
 from edgellm.store.bundle import PANELS
+from edgellm.store.flavour_support import first_supported, why_not
+from edgellm.store.flavour_support import require as require_support
 
 PREFILL_FLAVOURS = tuple(dict.fromkeys(f for p in PROVIDERS.values() for f in p.flavours))
 DECODE_BACKENDS = (AUTO, NATIVE, TRITON, "portable", "reference")
@@ -27,8 +30,9 @@ class EngineOptions:
 
     Attributes:
         flavour: precision of the graphs that prefill runs; None is that of the native kernels where
-            they run it, else the provider's usual one (see `providers.py`); on a CPU that does not
-            multiply int8 exactly (see `int8_support.py`), float32.
+            they run it, else the first of the provider's that can compute the model (see
+            `providers.py`, `flavour_support.py`); on a CPU that does not multiply int8 exactly (see
+            `int8_support.py`), float32.
         decode: `native` (int4 in C++), `triton` (int4 in Triton kernels on a GPU), `portable`
             (int4 in ONNX Runtime), `reference` (float32), or `auto`: triton where there is a GPU
             for it, else native where the kernels were built, else portable.
@@ -120,19 +124,28 @@ class EngineOptions:
                 + (", ".join(allowed) or "none, the kernels have their own")
             )
 
-    @property
-    def prefill_flavour(self) -> str:
+    def prefill_flavour(self, config: ModelConfig) -> str:
+        """The one that prefill runs a model in.
+
+        Raises:
+            UnsupportedModelError: the one that was asked for cannot compute the model, or none of
+                the provider's can.
+        """
+        backend = self.prefill_backend
         if self.flavour is not None:
+            allowed = PROVIDERS[backend].flavours if backend in PROVIDERS else PREFILL_FLAVOURS
+            require_support(self.flavour, config, among=allowed)
             return self.flavour
-        if self.prefill_backend in STEPS:
+        if backend in STEPS:
             return PANELS
-        if self.prefill_backend != CPU:
-            return PROVIDERS[self.prefill_backend].flavours[0]
+        if backend != CPU:
+            return first_supported(PROVIDERS[backend].flavours, config)
         from edgellm.backends.int8_support import (
             int8_products_are_exact,  # 0.4 s, and rarely needed
         )
 
-        return "w8a8" if int8_products_are_exact() else "f32"
+        rounded = why_not("w8a8", config) is None and int8_products_are_exact()
+        return "w8a8" if rounded else "f32"
 
     @property
     def decode_backend(self) -> str:
@@ -168,6 +181,6 @@ class EngineOptions:
         backend = self.decode_backend
         return PANELS if backend in STEPS else {"portable": "int4", "reference": "f32"}[backend]
 
-    @property
-    def flavours(self) -> set[str]:
-        return {self.prefill_flavour, self.decode_flavour}
+    def flavours(self, config: ModelConfig) -> set[str]:
+        """Those that a model is run in; see `prefill_flavour`."""
+        return {self.prefill_flavour(config), self.decode_flavour}

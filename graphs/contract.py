@@ -4,10 +4,12 @@ A *segment* is everything between two attentions. It knows the chunk size and no
 or past length, so `layers + 1` static graphs serve every chunk of every prompt (the chunk-sharing
 graph of llm.npu, Xu et al., arXiv:2407.05858, taken to its end). All tensors are float32:
 
-    segment 0       x [C, E]                            -> residual [C, E], qkv [C, (H + 2 Hkv) * D]
+    segment 0       x [C, E], rows of the embedding     -> residual [C, E], qkv [C, (H + 2 Hkv) * D]
     segment i       attention [C, H * D], residual      -> residual, qkv
     segment layers  attention, residual                 -> hidden [C, E], after the final norm
     head            hidden [rows, E]                    -> logits [rows, V]
+
+Norms of Q and K, RoPE and all that is done to scores come between segments.
 
 A segment may be cut in two before down_proj, where the host then adds what the accelerator clips
 off (see `quantize/shadow.py`):
@@ -56,7 +58,7 @@ class Part:
 def parts(config: ModelConfig, cut: Collection[int] = ()) -> list[Part]:
     """All graphs in the order in which a chunk goes through them; those in `cut` have halves."""
     found = []
-    for index in range(config.layers + 1):
+    for index in range(config.layer_count + 1):
         found += [Part(index, "up"), Part(index, "down")] if index in cut else [Part(index)]
     return found
 
@@ -74,7 +76,7 @@ def part_outputs(config: ModelConfig, part: Part) -> dict[str, int]:
     """Output names of a graph and their widths."""
     if part.half == "up":
         return {RESIDUAL_OUT: config.hidden_size, ACTIVATED: config.intermediate_size}
-    if part.index == config.layers:
+    if part.index == config.layer_count:
         return {HIDDEN: config.hidden_size}
     return {RESIDUAL_OUT: config.hidden_size, QKV: config.qkv_size}
 

@@ -6,22 +6,34 @@ Quantized tensors are taken over code by code where one of our kinds holds their
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
 from edgellm.errors import ModelFormatError, UnsupportedModelError
-from edgellm.graphs.checkpoint import Tensor, architecture, checked, file_name
-from edgellm.graphs.config import Fields
+from edgellm.graphs.architecture import (
+    GGUF_FUSED_QKV,
+    Architecture,
+    GGUFHeader,
+    architecture,
+    model_type_of,
+)
+from edgellm.graphs.config import ModelConfig
+from edgellm.graphs.fields import Fields
 from edgellm.graphs.gguf_blocks import FORMATS, weight_of
 from edgellm.graphs.gguf_file import GGUFFile, StoredTensor
+from edgellm.graphs.tensor import Tensor, checked
+from edgellm.graphs.translation import Translation
 from edgellm.kernels.quantized import row_slices
+
+_EMBEDDING, _FUSED_QKV = "token_embd.weight", "blk.0.attn_qkv.weight"
+# Keys that sound as if they computed: written beside the one that holds for the model's norms.
+_HARMLESS = ("attention.layer_norm_epsilon", "attention.layer_norm_rms_epsilon")
 
 
 class GGUFCheckpoint:
-    """A memory-mapped GGUF file."""
+    """A memory-mapped GGUF file, or all parts of one that was split."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -31,52 +43,62 @@ class GGUFCheckpoint:
         kind = fields.optional(str, "general.type")
         if kind not in (None, "model"):
             raise UnsupportedModelError(f"{path}: a GGUF file of type {kind!r} is not a model")
-        model_type = fields.read(str, "general.architecture")
-        model = architecture(model_type, origin=str(path))
-        if not hasattr(model, "config_from_gguf"):
-            raise UnsupportedModelError(f"{path}: {model_type} is not supported in GGUF files")
-        self._templates: Mapping[str, str] = model.GGUF_TENSORS
-        self._interleaved: bool = model.GGUF_INTERLEAVED_ROPE
-        factors = self._tensors.get("rope_freqs.weight")
-        self.config = model.config_from_gguf(
-            self.metadata,
-            vocab_size=self.tensor("embedding").shape[0],
-            tied_embedding=self._templates["head"] not in self._tensors,
-            rope_factors=None if factors is None else factors.data.tolist(),
-            origin=str(path),
+        name = fields.read(str, "general.architecture")
+        family = architecture(name, gguf=True, origin=str(path))
+        header = self._header(name)
+        self.config = _config(family, header)
+        fused = GGUF_FUSED_QKV if _FUSED_QKV in self._tensors else {}
+        self._translation = Translation(
+            config=self.config,
+            names={**family.gguf_names, **fused},
+            interleaved=family.gguf_interleaved_rope,
+            stored=self._stored,
+            fold=lambda name, tensor: (
+                tensor
+                if family.gguf_fold is None
+                else family.gguf_fold(name, tensor, header.fields)
+            ),
         )
 
     def tensor(self, name: str) -> Tensor:
-        key = file_name(name, self._templates)
+        return self._translation.tensor(name)
+
+    def _header(self, name: str) -> GGUFHeader:
+        shape = self._stored(_EMBEDDING).shape
+        return GGUFHeader(
+            model_type=model_type_of(name, gguf=True),
+            fields=Fields(self.metadata, origin=str(self.path), prefix=f"{name}."),
+            vocab_size=shape[0] if shape else 0,
+            tensors=self._tensors.keys(),
+            vector=self._vector,
+        )
+
+    def _vector(self, key: str) -> list[float] | None:
+        if key not in self._tensors:
+            return None
+        values: list[float] = self._stored(key).float32().reshape(-1).tolist()
+        return values
+
+    def _stored(self, key: str) -> Tensor:
         if key not in self._tensors:
             raise ModelFormatError(f"{self.path}: tensor {key} is missing")
         entry = self._tensors[key]
-        shape = entry.shape
         storage = entry.tensor_type.name
-        rows: NDArray[np.intp] | slice = slice(None)
-        if self._interleaved and name.endswith((".q", ".k")):
-            heads = self.config.heads if name.endswith(".q") else self.config.kv_heads
-            rows = _half_split_order(shape[0], heads)
         tensor = Tensor(
-            shape,
+            entry.shape,
             storage,
-            float32=lambda: _dequantize(entry, str(self.path))[rows],
-            quantized=(lambda: weight_of(entry.data[rows], storage))
-            if storage in FORMATS
-            else None,
+            float32=lambda: _dequantize(entry, str(self.path)),
+            quantized=(lambda: weight_of(entry.data, storage)) if storage in FORMATS else None,
             nbytes=entry.data.nbytes,
         )
         return checked(tensor, f"{self.path}: tensor {key}")
 
 
-def _half_split_order(rows: int, heads: int) -> NDArray[np.intp]:
-    """Row order that undoes the converter's permutation of q and k, head by head."""
-    if rows % (2 * heads):
-        raise ModelFormatError(
-            f"{rows} rows of a q or k projection do not split into {heads} heads"
-        )
-    order: NDArray[np.intp] = np.arange(rows).reshape(heads, rows // heads // 2, 2)
-    return order.transpose(0, 2, 1).reshape(-1)
+def _config(family: Architecture, header: GGUFHeader) -> ModelConfig:
+    assert family.config_from_gguf is not None
+    config = family.config_from_gguf(header)
+    header.fields.refuse_unread(harmless=_HARMLESS)
+    return config
 
 
 def _dequantize(entry: StoredTensor, origin: str) -> NDArray[np.float32]:

@@ -41,8 +41,8 @@ _NAMES = {
     41: "Q1_0",
     42: "Q2_0",
 }
-# As llama-gguf-split names its files.
-_PART = re.compile(r"-(?P<part>\d{5})-of-(?P<count>\d{5})\.gguf$")
+# As llama-gguf-split names its files, from part 1 on.
+_PART = re.compile(r"^(?P<name>.*)-(?P<part>\d{5})-of-(?P<count>\d{5})\.gguf$")
 
 
 @dataclass(frozen=True)
@@ -77,18 +77,36 @@ class StoredTensor:
 class GGUFFile:
     """A mapped GGUF file whose header is in order and whose tensors lie within it.
 
+    Of a model that was split into several files, whichever part is named, all are mapped; the
+    metadata is that of the first.
+
     Raises:
-        ModelFormatError: another kind of file, or a damaged or truncated one.
-        UnsupportedModelError: one part of a split model, or a tensor type that is not known.
+        ModelFormatError: another kind of file, a damaged or truncated one, or parts that are
+            missing or belong to another model.
+        UnsupportedModelError: a part of a split model under another name, or a tensor type that
+            is not known.
     """
 
     def __init__(self, path: Path) -> None:
+        self.metadata: Mapping[str, Any] = {}
+        self.tensors: dict[str, StoredTensor] = {}
+        parts = _parts(path)
+        for number, part in enumerate(parts):
+            metadata = self._add(part)
+            _check_part(part, metadata, number, len(parts))
+            if number == 0:
+                self.metadata = metadata
+        total = self.metadata.get("split.tensors.count")
+        if len(parts) > 1 and isinstance(total, int) and total != len(self.tensors):
+            raise ModelFormatError(
+                f"{path}: its parts hold {len(self.tensors)} tensors, and the first says {total}; "
+                "download them again"
+            )
+
+    def _add(self, path: Path) -> Mapping[str, Any]:
         data = _mapped(path)
         header = read_header(data, origin=str(path))
-        _check_whole(path, header.metadata)
-        self.metadata: Mapping[str, Any] = header.metadata
         bytes_of_file = np.frombuffer(data, np.uint8)
-        self.tensors: dict[str, StoredTensor] = {}
         for entry in header.tensors:
             if entry.name in self.tensors:
                 raise ModelFormatError(
@@ -96,6 +114,25 @@ class GGUFFile:
                     "again"
                 )
             self.tensors[entry.name] = _stored(entry, header, bytes_of_file, str(path))
+        return header.metadata
+
+
+def _parts(path: Path) -> list[Path]:
+    """All files of a model, by the name of one."""
+    named = _PART.match(path.name)
+    if named is None or int(named["count"]) < 2:
+        return [path]
+    count = int(named["count"])
+    parts = [
+        path.with_name(f"{named['name']}-{number:05d}-of-{count:05d}.gguf")
+        for number in range(1, count + 1)
+    ]
+    for number, part in enumerate(parts, start=1):
+        if not part.exists():
+            raise ModelFormatError(
+                f"{path}: part {number} of {count} is missing: {part.name} must lie beside it"
+            )
+    return parts
 
 
 def _mapped(path: Path) -> mmap.mmap:
@@ -156,17 +193,27 @@ def _type_of(entry: TensorEntry, origin: str) -> tuple[Any, int, int]:
     return kind, block, block_bytes
 
 
-def _check_whole(path: Path, metadata: Mapping[str, Any]) -> None:
-    """Refuse one part of a model that was split into several files, and say how to join them."""
-    number, count = metadata.get("split.no"), metadata.get("split.count")
-    named = _PART.search(path.name)
-    if isinstance(count, int) and count > 1:
-        part = number + 1 if isinstance(number, int) else "?"
-    elif count is None and named is not None and int(named["count"]) > 1:
-        part, count = int(named["part"]), int(named["count"])
-    else:
+def _check_part(path: Path, metadata: Mapping[str, Any], number: int, count: int) -> None:
+    """Refuse a file that says that it is another part than its name does.
+
+    Args:
+        number: which it is by its name, from 0 on.
+        count: how many there are by its name.
+    """
+    said = metadata.get("split.count", count)
+    if not isinstance(said, int) or max(said, 1) == count:
+        if count > 1 and metadata.get("split.no", number) != number:
+            raise ModelFormatError(
+                f"{path}: its name says part {number + 1} of {count}, and the file says part "
+                f"{metadata['split.no']!r}, counted from 0; download it again"
+            )
         return
+    if count > 1:
+        raise ModelFormatError(
+            f"{path}: its name says {count} parts, and the file {said}; download it again"
+        )
     raise UnsupportedModelError(
-        f"{path}: part {part} of {count} of a split model; put the parts together with llama.cpp's "
-        "`llama-gguf-split --merge FIRST_PART.gguf MODEL.gguf` and take MODEL.gguf"
+        f"{path}: one of {said} parts of a split model; name them as llama.cpp does, "
+        f"NAME-00001-of-{said:05d}.gguf, or put them together with "
+        "`llama-gguf-split --merge FIRST_PART.gguf MODEL.gguf`"
     )

@@ -1,22 +1,39 @@
-"""RoPE frequencies of a model, with the scaling that its config asks for."""
+"""RoPE of a model, with the scaling that its file asks for.
+
+The rules are those of transformers (`modeling_rope_utils.py`) and llama.cpp.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from edgellm.errors import ModelFormatError, UnsupportedModelError
-from edgellm.graphs.config import Fields
+from edgellm.graphs.architecture import GGUFHeader
+from edgellm.graphs.fields import Fields
+from edgellm.graphs.layer_config import Rope
+from edgellm.graphs.layer_kinds import SLIDING
+
+Frequencies = NDArray[np.float64]
 
 # Checked before the frequencies are computed, which is before the config as a whole is.
 _MAX_DIM = 1 << 12
+_THETA = 10000.0
+# Keys of `rope_scaling` that some of its types have, and that the others leave alone.
+_KEYS = (
+    "attention_factor", "attn_factor", "beta_fast", "beta_slow", "factor", "high_freq_factor",
+    "llama_4_scaling_beta", "long_factor", "low_freq_factor", "max_position_embeddings",
+    "mrope_section", "mscale", "mscale_all_dim", "original_max_position_embeddings",
+    "rope_theta", "rope_type", "short_factor", "truncate", "type",
+)  # fmt: skip
+_LONGROPE = ("longrope", "su")
 
 
-def base_frequencies(dim: int, theta: float) -> NDArray[np.float64]:
+def base_frequencies(dim: int, theta: float) -> Frequencies:
     """`theta ** (-2i / dim)` for the `dim / 2` rotated pairs (arXiv:2104.09864, eq. 15)."""
     if not 0 < dim <= _MAX_DIM or dim % 2 or theta <= 0:
         raise ModelFormatError(
@@ -26,12 +43,12 @@ def base_frequencies(dim: int, theta: float) -> NDArray[np.float64]:
     return theta ** (-np.arange(0, dim, 2, dtype=np.float64) / dim)
 
 
-def scale_linear(inv_freq: NDArray[np.float64], factor: float) -> NDArray[np.float64]:
+def scale_linear(inv_freq: Frequencies, factor: float) -> Frequencies:
     """Position interpolation (arXiv:2306.15595)."""
     return inv_freq / _positive(factor, "factor")
 
 
-def scale_llama3(inv_freq: NDArray[np.float64], fields: Fields) -> NDArray[np.float64]:
+def scale_llama3(inv_freq: Frequencies, fields: Fields) -> Frequencies:
     """Llama 3.1's rule: low frequencies are divided by `factor`, high ones kept, between blended.
 
     As in Meta's reference code (llama_models, `apply_scaling`) and transformers' "llama3" type.
@@ -47,37 +64,281 @@ def scale_llama3(inv_freq: NDArray[np.float64], fields: Fields) -> NDArray[np.fl
     return (1 - smooth) * inv_freq / factor + smooth * inv_freq
 
 
+def scale_yarn(
+    inv_freq: Frequencies,
+    *,
+    theta: float,
+    factor: float,
+    original: int,
+    beta_fast: float = 32.0,
+    beta_slow: float = 1.0,
+    truncate: bool = True,
+) -> Frequencies:
+    """YaRN (arXiv:2309.00071, section 3.2): slow pairs are interpolated, fast ones kept.
+
+    Args:
+        original: the context that the model was trained with before.
+        beta_fast, beta_slow: turns in that context from which on a pair is kept, and up to which
+            it is interpolated.
+        truncate: whether the pairs between which is blended are rounded outwards.
+    """
+    if theta <= 1 or original < 1 or beta_fast <= 0 or beta_slow <= 0:
+        raise ModelFormatError(
+            f"rope_scaling: YaRN with base {theta}, original context {original}, beta_fast "
+            f"{beta_fast} and beta_slow {beta_slow}: a base above 1 and positive numbers are "
+            "expected"
+        )
+    pairs = len(inv_freq)
+
+    def pair_of(turns: float) -> float:
+        return pairs * math.log(original / (turns * 2 * math.pi)) / math.log(theta)
+
+    low, high = pair_of(beta_fast), pair_of(beta_slow)
+    if truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, 2 * pairs - 1)
+    if low == high:
+        high += 0.001
+    interpolated = ((np.arange(pairs) - low) / (high - low)).clip(0, 1)
+    factor = _positive(factor, "factor")
+    scaled: Frequencies = inv_freq / factor * interpolated + inv_freq * (1 - interpolated)
+    return scaled
+
+
 def scale_by_factors(
-    inv_freq: NDArray[np.float64], factors: Sequence[float]
-) -> NDArray[np.float64]:
-    """GGUF's `rope_freqs.weight`: one divisor a pair, which holds the llama3 rule precomputed."""
-    divisors = np.asarray(factors, np.float64)
+    inv_freq: Frequencies, factors: Sequence[float], name: str = "rope_freqs.weight"
+) -> Frequencies:
+    """One divisor a pair: LongRoPE (arXiv:2402.13753), or GGUF's llama3 rule precomputed."""
+    try:
+        divisors = np.asarray(factors, np.float64)
+    except (TypeError, ValueError):
+        divisors = np.zeros(0)
     if divisors.shape != inv_freq.shape or not (np.isfinite(divisors) & (divisors > 0)).all():
         raise ModelFormatError(
-            f"rope_freqs.weight has shape {divisors.shape}; expected {inv_freq.shape[0]} "
-            "positive numbers"
+            f"{name} has shape {divisors.shape}; expected {inv_freq.shape[0]} positive numbers"
         )
     return inv_freq / divisors
 
 
-def from_hf(values: Mapping[str, Any], *, dim: int, origin: str) -> tuple[float, ...]:
-    """Frequencies from a `config.json`: `rope_parameters`, or `rope_theta` and `rope_scaling`."""
-    fields = Fields(values, origin=origin)
-    scaling = fields.optional(dict, "rope_parameters") or fields.optional(dict, "rope_scaling")
-    scaling_fields = Fields(scaling or {}, origin=f"{origin}: rope_scaling")
-    theta = scaling_fields.optional(float, "rope_theta") or fields.optional(float, "rope_theta")
-    inv_freq = base_frequencies(dim, theta or 10000.0)
-    kind = (scaling or {}).get("rope_type", (scaling or {}).get("type", "default"))
+def plain(dim: int, theta: float) -> Rope:
+    """RoPE without scaling."""
+    return _rope(base_frequencies(dim, theta))
+
+
+def no_rotation(like: Rope) -> Rope:
+    """For layers without positions (NoPE, arXiv:2305.19466): every angle is 0."""
+    return Rope(inv_freq=(0.0,) * len(like.inv_freq))
+
+
+def hf_settings(
+    fields: Fields, layer_type: str | None = None, theta: float | None = None
+) -> Fields:
+    """What a `config.json` says of RoPE, in one place: all that `rope_parameters` may hold.
+
+    Args:
+        layer_type: takes the part for layers of this type, where it has one for each.
+        theta: what `rope_theta` is in that part if it has none, in place of the one outside.
+
+    Raises:
+        UnsupportedModelError: there is a part for each type, and none was asked for.
+    """
+    nested = fields.optional(dict, "rope_parameters") or fields.optional(dict, "rope_scaling") or {}
+    fields.ignore("rope_scaling")
+    origin = f"{fields.origin}: rope_scaling"
+    if layer_type in nested:
+        nested, origin = nested[layer_type] or {}, f"{origin}: {layer_type}"
+        if not isinstance(nested, dict):
+            raise ModelFormatError(f"{origin} is {nested!r}; expected an object")
+    for key, value in nested.items():
+        if isinstance(value, dict):
+            raise UnsupportedModelError(
+                f"{origin} has settings of its own for {key!r}; supported are the same for all "
+                "layers"
+            )
+    values: dict[str, Any] = {
+        "rope_theta": theta or fields.optional(float, "rope_theta") or _THETA,
+        "partial_rotary_factor": fields.optional(float, "partial_rotary_factor"),
+        "original_max_position_embeddings": fields.optional(int, "max_position_embeddings"),
+        **{key: value for key, value in nested.items() if value is not None},
+    }
+    values["rope_type"] = values.get("rope_type", values.get("type", "default"))
+    outer = fields.optional(int, "original_max_position_embeddings")
+    if outer is not None:
+        values["original_max_position_embeddings"] = outer
+    return Fields(values, origin=origin)
+
+
+def from_hf(
+    fields: Fields, *, head_dim: int, layer_type: str | None = None, theta: float | None = None
+) -> Rope:
+    """RoPE of a `config.json`: `rope_parameters`, or `rope_theta` and `rope_scaling`.
+
+    Args:
+        layer_type, theta: as in `hf_settings`.
+    """
+    settings = hf_settings(fields, layer_type, theta)
+    partial = settings.optional(float, "partial_rotary_factor")
+    dim = head_dim if partial is None else int(head_dim * partial)
+    theta = settings.read(float, "rope_theta")
+    kind = settings.read(str, "rope_type")
+    magnitude = 1.0
+    if kind == "dynamic" and "alpha" in settings:
+        # Hunyuan's: fixed, whatever the length
+        theta *= _positive(settings.read(float, "alpha"), "alpha") ** (dim / max(dim - 2, 1))
+    inv_freq = base_frequencies(dim, theta)
     if kind == "linear":
-        inv_freq = scale_linear(inv_freq, scaling_fields.read(float, "factor"))
+        inv_freq = scale_linear(inv_freq, settings.read(float, "factor"))
     elif kind == "llama3":
-        inv_freq = scale_llama3(inv_freq, scaling_fields)
-    elif kind != "default":
+        inv_freq = scale_llama3(inv_freq, settings)
+    elif kind == "yarn":
+        inv_freq, magnitude = _yarn_of_hf(inv_freq, settings, theta)
+    elif kind in _LONGROPE:
+        inv_freq = scale_by_factors(inv_freq, settings.read(list, "short_factor"), "short_factor")
+        magnitude = _longrope_magnitude(settings, fields)
+    # the dynamic rule changes nothing up to max_position_embeddings, and there we end
+    elif kind not in ("default", "dynamic"):
         raise UnsupportedModelError(
-            f"{origin}: RoPE scaling {kind!r} is not supported; supported are default, linear "
-            "and llama3"
+            f"{fields.origin}: RoPE scaling {kind!r} is not supported; supported are default, "
+            "linear, dynamic, llama3, yarn and longrope"
         )
-    return tuple(inv_freq.tolist())
+    settings.refuse_unread(harmless=_KEYS)
+    return _rope(inv_freq, magnitude)
+
+
+def local_from_hf(fields: Fields, *, head_dim: int, theta: float) -> Rope:
+    """RoPE of the layers with a window in families where settings outside are for the others."""
+    if SLIDING in (fields.optional(dict, "rope_parameters") or {}):
+        return from_hf(fields, head_dim=head_dim, layer_type=SLIDING, theta=theta)
+    return plain(head_dim, theta)
+
+
+def context_of_hf(fields: Fields, *, layer_type: str | None = None) -> int:
+    """Positions that a model of a `config.json` is used for.
+
+    LongRoPE has other frequencies for sequences beyond the original context. What the cache holds
+    then has been turned with the wrong ones, so that is where we end. And that is up to where the
+    factor `1 + beta * ln(1 + floor(position / original))`, by which Ministral 3 multiplies Q, is 1.
+    """
+    context = fields.read(int, "max_position_embeddings")
+    settings = hf_settings(fields, layer_type)
+    beta = settings.optional(float, "llama_4_scaling_beta")
+    if settings.read(str, "rope_type") in _LONGROPE or beta:
+        return min(context, settings.read(int, "original_max_position_embeddings"))
+    return context
+
+
+def from_gguf(header: GGUFHeader, *, head_dim: int) -> Rope:
+    """RoPE of a GGUF file's `rope.*` keys and of its tensors of factors."""
+    fields = header.fields
+    dim = fields.optional(int, "rope.dimension_count") or head_dim
+    theta = fields.optional(float, "rope.freq_base") or _THETA
+    inv_freq = base_frequencies(dim, theta)
+    kind = _gguf_kind(fields)
+    magnitude = 1.0
+    if kind == "yarn":
+        inv_freq, magnitude = _yarn_of_gguf(inv_freq, fields, theta)
+    elif kind == "linear":
+        # "none" is written with a factor of 1 or 0, by some without a type and with a factor
+        factor = fields.optional(float, "rope.scaling.factor")
+        old = fields.optional(float, "rope.scale_linear")
+        inv_freq = scale_linear(inv_freq, factor or old or 1.0)
+    elif kind not in ("none", "longrope"):
+        raise UnsupportedModelError(
+            f"{fields.origin}: RoPE scaling {kind!r} is not supported; supported are none, "
+            "linear, yarn and longrope"
+        )
+    for name in ("rope_freqs.weight", "rope_factors_short.weight"):
+        factors = header.vector(name)
+        if factors is not None:
+            inv_freq = scale_by_factors(inv_freq, factors, name)
+    fields.ignore("rope.scaling.factor", "rope.scaling.finetuned", "rope.scale_linear")
+    fields.ignore("rope.scaling.original_context_length")
+    attention_factor = fields.optional(float, "rope.scaling.attn_factor")
+    if attention_factor is not None:
+        magnitude *= _positive(attention_factor, "attn_factor")
+    return _rope(inv_freq, magnitude)
+
+
+def context_of_gguf(header: GGUFHeader) -> int:
+    """As `context_of_hf`, of a GGUF file."""
+    context = header.fields.read(int, "context_length")
+    beta = header.fields.optional(float, "attention.temperature_scale")
+    if "rope_factors_short.weight" in header.tensors or beta:
+        return min(context, header.fields.read(int, "rope.scaling.original_context_length"))
+    return context
+
+
+def _gguf_kind(fields: Fields) -> str:
+    kind = fields.optional(str, "rope.scaling.type")
+    # files without a type scale linearly if they have a factor, as in llama.cpp
+    return "linear" if kind is None else kind
+
+
+def _yarn_of_hf(inv_freq: Frequencies, settings: Fields, theta: float) -> tuple[Frequencies, float]:
+    factor = _positive(settings.read(float, "factor"), "factor")
+    truncate = settings.optional(bool, "truncate")
+    magnitude = settings.optional(float, "attention_factor")
+    mscale = settings.optional(float, "mscale")
+    mscale_all_dim = settings.optional(float, "mscale_all_dim")
+    if magnitude is None:
+        magnitude = _yarn_magnitude(factor)
+        if mscale and mscale_all_dim:
+            magnitude = _yarn_magnitude(factor, mscale) / _yarn_magnitude(factor, mscale_all_dim)
+    scaled = scale_yarn(
+        inv_freq,
+        theta=theta,
+        factor=factor,
+        original=settings.read(int, "original_max_position_embeddings"),
+        beta_fast=settings.optional(float, "beta_fast") or 32.0,
+        beta_slow=settings.optional(float, "beta_slow") or 1.0,
+        truncate=truncate is not False,
+    )
+    return scaled, magnitude
+
+
+def _yarn_of_gguf(inv_freq: Frequencies, fields: Fields, theta: float) -> tuple[Frequencies, float]:
+    fields.require("rope.scaling.yarn_ext_factor", 1.0)
+    factor = _positive(fields.read(float, "rope.scaling.factor"), "factor")
+    original = fields.optional(int, "rope.scaling.original_context_length")
+    multiplier = fields.optional(float, "rope.scaling.yarn_log_multiplier")
+    magnitude = fields.optional(float, "rope.scaling.yarn_attn_factor")
+    if magnitude is None:
+        magnitude = _yarn_magnitude(factor)
+        if multiplier:
+            magnitude /= _yarn_magnitude(factor, multiplier)
+    scaled = scale_yarn(
+        inv_freq,
+        theta=theta,
+        factor=factor,
+        original=fields.read(int, "context_length") if original is None else original,
+        beta_fast=fields.optional(float, "rope.scaling.yarn_beta_fast") or 32.0,
+        beta_slow=fields.optional(float, "rope.scaling.yarn_beta_slow") or 1.0,
+    )
+    return scaled, magnitude
+
+
+def _yarn_magnitude(factor: float, mscale: float = 1.0) -> float:
+    """Paper, eq. 22; with the multiplier of DeepSeek-V2."""
+    return 0.1 * mscale * math.log(factor) + 1.0 if factor > 1 else 1.0
+
+
+def _longrope_magnitude(settings: Fields, fields: Fields) -> float:
+    attention_factor = settings.optional(float, "attention_factor")
+    original = settings.read(int, "original_max_position_embeddings")
+    factor = settings.optional(float, "factor")
+    if attention_factor is not None:
+        return attention_factor
+    if original < 2:
+        raise ModelFormatError(
+            f"rope_scaling: original_max_position_embeddings is {original}; it must be above 1"
+        )
+    if factor is None:
+        factor = fields.read(int, "max_position_embeddings") / original
+    return math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 else 1.0
+
+
+def _rope(inv_freq: Frequencies, magnitude: float = 1.0) -> Rope:
+    return Rope(inv_freq=tuple(inv_freq.tolist()), magnitude=float(magnitude))
 
 
 def _positive(value: float, name: str) -> float:

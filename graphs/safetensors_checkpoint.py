@@ -11,13 +11,30 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgellm.errors import ModelFormatError
-from edgellm.graphs.checkpoint import Tensor, architecture, checked, file_name
-from edgellm.graphs.config import Fields
+from edgellm.graphs.architecture import Architecture, architecture, model_type_of
+from edgellm.graphs.config import ModelConfig
+from edgellm.graphs.fields import Fields
 from edgellm.graphs.hf_quantization.registry import quantization_of
 from edgellm.graphs.safetensors_folder import DTYPES, FLOATS, SafetensorsFolder, read_json
+from edgellm.graphs.tensor import Tensor, checked
+from edgellm.graphs.translation import Translation
 
 # What files of quantized weights have beside or in place of a weight.
 _QUANTIZED_PARTS = (".qweight", ".weight_packed", ".scales", ".weight_scale", ".weight_scale_inv")
+# What stands before the names of a text model's tensors, and before that of its LM head: alone,
+# and in models that see or hear as well, as new and old versions of transformers write them.
+_PREFIXES = {
+    "model.": "",
+    "model.language_model.": "",
+    "language_model.model.": "language_model.",
+}
+# Settings that sound as if they computed, and that only training or output depends on.
+_HARMLESS = (
+    "activation_dropout",
+    "initializer_factor",
+    "output_router_logits",
+    "residual_dropout",
+)
 
 
 class SafetensorsCheckpoint:
@@ -28,15 +45,34 @@ class SafetensorsCheckpoint:
         self.metadata: Mapping[str, Any] = {}
         origin = str(path / "config.json")
         values = read_json(path / "config.json")
-        model_type = Fields(values, origin=origin).read(str, "model_type")
-        model = architecture(model_type, origin=origin)
-        self.config = model.config_from_hf(values, origin=origin)
-        self._templates: Mapping[str, str] = model.HF_TENSORS
+        fields = _text_fields(values, origin)
+        model_type = fields.read(str, "model_type")
+        family = architecture(model_type, gguf=False, origin=origin)
         self._folder = SafetensorsFolder(path)
-        self._quantization = quantization_of(values, self._folder, origin=origin)
+        self._prefix = next((p for p in _PREFIXES if f"{p}norm.weight" in self._folder), "model.")
+        if fields.origin != origin:
+            _assume_tied(fields, tied=self._file_name("lm_head.weight") not in self._folder)
+        self.config = _config(family, fields)
+        self._quantization = quantization_of(
+            values if _quantized(values) else values.get("text_config") or {},
+            self._folder,
+            origin=origin,
+        )
+        self._translation = Translation(
+            config=self.config,
+            names=family.hf_names,
+            interleaved=family.hf_interleaved_rope,
+            stored=self._stored,
+            fold=lambda name, tensor: (
+                tensor if family.hf_fold is None else family.hf_fold(name, tensor, fields)
+            ),
+        )
 
     def tensor(self, name: str) -> Tensor:
-        key = file_name(name, self._templates)
+        return self._translation.tensor(name)
+
+    def _stored(self, name: str) -> Tensor:
+        key = self._file_name(name)
         module = key.removesuffix(".weight")
         if module != key:
             weight = self._quantized(module)
@@ -51,6 +87,12 @@ class SafetensorsCheckpoint:
         tensor = Tensor(entry.shape, entry.dtype, float32, nbytes=nbytes)
         return checked(tensor, f"{entry.file}: tensor {key}")
 
+    def _file_name(self, name: str) -> str:
+        """As the folder has it, of the name in a folder of a text model alone."""
+        if name.startswith("model."):
+            return self._prefix + name.removeprefix("model.")
+        return _PREFIXES[self._prefix] + name
+
     def _quantized(self, module: str) -> Tensor | None:
         """The weight of a module whose weight is quantized."""
         if self._quantization is not None:
@@ -63,3 +105,32 @@ class SafetensorsCheckpoint:
                     "weights come from"
                 )
         return None
+
+
+def _text_fields(values: Mapping[str, Any], origin: str) -> Fields:
+    """The settings of the text model, which are nested in those of models that see as well."""
+    outer = Fields(values, origin=origin)
+    text = outer.optional(dict, "text_config")
+    if text is None:
+        return outer
+    nested = dict(text)
+    nested.setdefault("model_type", model_type_of(outer.read(str, "model_type"), gguf=False))
+    tied = outer.optional(bool, "tie_word_embeddings")
+    if tied is not None:
+        nested["tie_word_embeddings"] = tied
+    return Fields(nested, origin=f"{origin}: text_config")
+
+
+def _assume_tied(fields: Fields, *, tied: bool) -> None:
+    fields.assume({"tie_word_embeddings": tied})
+
+
+def _config(family: Architecture, fields: Fields) -> ModelConfig:
+    assert family.config_from_hf is not None
+    config = family.config_from_hf(fields)
+    fields.refuse_unread(harmless=_HARMLESS)
+    return config
+
+
+def _quantized(values: Mapping[str, Any]) -> bool:
+    return any(values.get(key) is not None for key in ("quantization", "quantization_config"))

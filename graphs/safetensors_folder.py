@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
 
 from edgellm.errors import ModelFormatError, UnsupportedModelError
-from edgellm.graphs.config import Fields
+from edgellm.graphs.fields import Fields
 
 DTYPES: Mapping[str, Any] = {
     "F32": np.float32,

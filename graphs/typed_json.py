@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import MISSING, fields
 from functools import cache
 from types import NoneType, UnionType
-from typing import Any, TypeVar, get_args, get_origin, get_type_hints
+from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 from edgellm.errors import ModelFormatError
 
@@ -60,6 +60,10 @@ def typed(kind: Any, value: Any, *, where: str) -> Any:
             return None
         (kind,) = (part for part in arguments if part is not NoneType)
         return typed(kind, value, where=where)
+    if origin is Literal:
+        if value not in arguments or isinstance(value, bool):
+            raise _wrong(where, value, " or ".join(map(repr, arguments)))
+        return value
     if origin is tuple:
         if not isinstance(value, list | tuple):
             raise _wrong(where, value, "a list")

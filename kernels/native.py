@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import os
 import sysconfig
+import warnings
 from functools import cache
 from importlib.resources import files
 from pathlib import Path
@@ -34,6 +35,7 @@ def library() -> ctypes.CDLL | None:
     name = f"{_NAME}{sysconfig.get_config_var('EXT_SUFFIX')}"
     path = Path(str(files("edgellm.kernels").joinpath(name)))
     if not path.exists():
+        _warn_in_source_tree(path.parent.resolve().parent)
         return None
     found = ctypes.CDLL(str(path))
     found.edgellm_isa.restype = ctypes.c_char_p
@@ -58,6 +60,18 @@ def library() -> ctypes.CDLL | None:
             "have it"
         )
     return found
+
+
+def _warn_in_source_tree(root: Path) -> None:
+    """Someone who works in a clone has a compiler as a rule, and wonders why it is slow."""
+    if (root / "pyproject.toml").exists():
+        warnings.warn(
+            f"edgellm is imported from its sources in {root}, where its kernels are not compiled; "
+            "numpy and ONNX Runtime take their place and are several times slower. "
+            "`pip install -e .` in that folder compiles them",
+            RuntimeWarning,
+            stacklevel=2,
+        )
 
 
 def isa() -> str | None:

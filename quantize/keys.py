@@ -19,7 +19,7 @@ _LARGEST_EXPONENT = 8
 
 
 def common_part(
-    bias: NDArray[np.floating], inv_freq: Sequence[float]
+    bias: NDArray[np.floating], inv_freq: Sequence[float], *, magnitude: float = 1.0
 ) -> NDArray[np.float64]:  # [Hkv, D] -> [Hkv, D]
     """The mean over positions of what a bias adds to keys, after RoPE.
 
@@ -28,10 +28,11 @@ def common_part(
     Args:
         inv_freq: RoPE's frequencies, in radians per position; channel `c` is turned with `c` plus
             as many.
+        magnitude: what RoPE's cosines and sines are multiplied by.
     """
     half = len(inv_freq)
     angles = np.arange(_POSITIONS, dtype=np.float64)[:, None] * np.asarray(inv_freq)
-    turn = np.exp(1j * angles).mean(axis=0)
+    turn = magnitude * np.exp(1j * angles).mean(axis=0)
     pairs = (bias[:, :half] + 1j * bias[:, half : 2 * half].astype(np.float64)) * turn
     return np.concatenate((pairs.real, pairs.imag, bias[:, 2 * half :]), axis=1)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 import shutil
 import subprocess
@@ -17,6 +16,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tiny_families import save_tokenizer
 
 from edgellm.engine.prefill import Hooks
 from edgellm.export import export
@@ -227,7 +227,6 @@ def make_tiny_model(folder: Path, **changes: Any) -> Path:
     """
     import torch
     import transformers
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
     torch.manual_seed(0)
     settings = {
@@ -255,21 +254,7 @@ def make_tiny_model(folder: Path, **changes: Any) -> Path:
         if parameter_name.endswith(".bias"):
             torch.nn.init.normal_(parameter)
     model.save_pretrained(folder, max_shard_size=shard)
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    tokenizer = Tokenizer(models.BPE({c: i for i, c in enumerate(alphabet)}, []))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens(["<s>", "</s>", "<|user|>"])
-    tokenizer.save(str(folder / "tokenizer.json"))
-    (folder / "tokenizer_config.json").write_text(
-        json.dumps(
-            {
-                "bos_token": "<s>",
-                "eos_token": {"content": "</s>"},
-                "chat_template": "{% for m in messages %}<|user|>{{ m.content }}{% endfor %}",
-            }
-        )
-    )
+    save_tokenizer(folder)
     return folder
 
 

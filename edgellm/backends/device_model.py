@@ -15,15 +15,15 @@ import torch
 from numpy.typing import NDArray
 
 from edgellm.backends.forward import Model, RunningChunk
+from edgellm.backends.host_attention import HostAttention
 from edgellm.backends.providers import CPU, CUDA
 from edgellm.backends.segments import ModelHead, Run, Segments
 from edgellm.cache.mirror import Mirror
 from edgellm.cache.sequence import Sequence
 from edgellm.kernels.attention.gpu import Partials, attend
 from edgellm.kernels.gpu.device import on_device
-from edgellm.kernels.kv_append.gpu import append_rotated
+from edgellm.kernels.kv_append.gpu import DeviceNorms, append_rotated
 from edgellm.kernels.kv_blocks import BLOCK
-from edgellm.kernels.rope import RopeTable
 from edgellm.store.bundle import Bundle
 
 Floats = NDArray[np.float32]
@@ -113,19 +113,28 @@ class DeviceModel(Model):
         self,
         segments: DeviceSegments,
         head: ModelHead,
-        table: RopeTable,
+        attention: HostAttention,
         *,
         mirror: Mirror,
         queue: Queue,
     ) -> None:
-        super().__init__(segments, head, table, threads=1)
-        device = queue.device
+        """Copy RoPE tables and norms of `attention` to the device."""
+        super().__init__(segments, head, attention, threads=1)
+        config, device = self.config, queue.device
         self._queue = queue
         self._blocks = mirror.device
-        self._cos, self._sin = (on_device(part, device) for part in table)
+        self._ropes = [
+            (on_device(table.cos, device), on_device(table.sin, device))
+            for table in attention.ropes
+        ]
+        self._norms = [
+            None if norms is None else DeviceNorms.of(norms, config.head_dim, device)
+            for norms in attention.norms
+        ]
         self._start = torch.zeros(1, dtype=torch.int32, device=device)
-        self._ids = torch.zeros(-(-len(table.cos) // BLOCK), dtype=torch.int64, device=device)
-        config, rows = self.config, max(segments.chunk_sizes)
+        positions = len(attention.ropes[0].cos)
+        self._ids = torch.zeros(-(-positions // BLOCK), dtype=torch.int64, device=device)
+        rows = max(segments.chunk_sizes)
         self._q = torch.empty((rows, config.heads, config.head_dim), device=device)
         self._partials = Partials.empty(
             tokens=rows,
@@ -149,17 +158,19 @@ class DeviceModel(Model):
         buffers.attention[count:] = 0
 
     def attend(self, layer: int, chunk: RunningChunk, _: Sequence) -> None:
-        config, count = self.config, len(chunk.tokens)
-        heads = -1, config.head_dim
+        attention, count = self.config.layers[layer].attention, len(chunk.tokens)
+        heads = -1, attention.head_dim
+        cos, sin = self._ropes[attention.rope]
         append_rotated(
             self._blocks,
             self._ids,
             layer,
             self._start,
             chunk.buffers.qkv[:count].view(count, *heads),
-            self._cos,
-            self._sin,
+            cos,
+            sin,
             self._q[:count],
+            norms=self._norms[layer],
         )
         attend(
             self._blocks,
@@ -169,7 +180,9 @@ class DeviceModel(Model):
             self._start,
             chunk.buffers.attention[:count].view(count, *heads),
             self._partials,
-            window=config.sliding_window,
+            window=attention.window,
+            scale=attention.scale,
+            softcap=attention.softcap,
         )
 
     def hidden(self, chunk: RunningChunk) -> Floats:

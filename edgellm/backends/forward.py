@@ -14,13 +14,11 @@ from numpy.typing import NDArray
 from threadpoolctl import ThreadpoolController
 
 from edgellm.backends.executor import execute
+from edgellm.backends.host_attention import HostAttention
 from edgellm.backends.schedule import WINDOW, Policy, Step, Task
 from edgellm.backends.segments import ChunkBuffers, ModelHead, Segments
 from edgellm.backends.trace import TaskRecord
 from edgellm.cache.sequence import Sequence
-from edgellm.kernels import rope
-from edgellm.kernels.attention import attend
-from edgellm.kernels.kv_append import append_rotated
 
 Floats = NDArray[np.float32]
 Done = Callable[[Floats], None]
@@ -44,15 +42,16 @@ class RunningChunk:
 
 
 class Model:
-    """A flavour ready to run: segments, embedding and head, and a RoPE table for the context."""
+    """A flavour ready to run: segments, embedding and head, and what is between segments."""
 
     def __init__(
-        self, segments: Segments, head: ModelHead, table: rope.RopeTable, *, threads: int
+        self, segments: Segments, head: ModelHead, attention: HostAttention, *, threads: int
     ) -> None:
+        """`attention` has RoPE tables for the whole context."""
         self.segments = segments
         self.config = segments.config
         self.head = head
-        self._table = table
+        self._attention = attention
         self._threads = threads
         self._blas = ThreadpoolController()
         self._actions = self._program()
@@ -184,26 +183,15 @@ class Model:
 
     def attend(self, layer: int, chunk: RunningChunk, sequence: Sequence) -> None:
         """RoPE, append to the cache, attend; the padding of the chunk takes no part."""
-        config, count = self.config, len(chunk.tokens)
-        q = append_rotated(
+        count = len(chunk.tokens)
+        chunk.buffers.attention[:count] = self._attention(
+            layer,
             sequence.blocks,
             sequence.table,
-            layer,
             chunk.start,
-            chunk.buffers.qkv[:count].reshape(count, -1, config.head_dim),
-            self._table,
+            chunk.buffers.qkv[:count],
             threads=self._threads,
         )
-        attended = attend(
-            sequence.blocks,
-            sequence.table,
-            layer,
-            q,
-            chunk.start,
-            window=config.sliding_window,
-            threads=self._threads,
-        )
-        chunk.buffers.attention[:count] = attended.reshape(count, -1)
 
     def _shadow(self, segment: int, residual: int, chunk: RunningChunk, _: Sequence) -> None:
         """What the grid of down_proj clips, into the residual that its product is added to."""

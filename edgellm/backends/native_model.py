@@ -10,6 +10,7 @@ from collections.abc import Sequence as SequenceOf
 import numpy as np
 from numpy.typing import NDArray
 
+from edgellm.backends.softcap import softcapped
 from edgellm.cache.sequence import Sequence
 from edgellm.errors import CancelledError
 from edgellm.kernels.linear import Panels, rows_of
@@ -38,19 +39,20 @@ class PanelHead:
     def logits(self, hidden: Floats) -> Floats:
         """`[rows, E]` to `[rows, V]`."""
         head = self._weights.head
-        return linear(self._library, hidden, head, fine=True, threads=self._threads)
+        logits = linear(self._library, hidden, head, fine=True, threads=self._threads)
+        return softcapped(logits, self._weights.logit_softcap)
 
 
 class NativeModel:
     """Runs tokens through the fused step on the shared KV cache."""
 
     def __init__(
-        self, library: ctypes.CDLL, weights: Weights, table: RopeTable, *, threads: int
+        self, library: ctypes.CDLL, weights: Weights, ropes: SequenceOf[RopeTable], *, threads: int
     ) -> None:
+        """`ropes`: the tables that layers name by their index, for the whole context."""
         self.head = PanelHead(library, weights, threads=threads)
         self._library = library
-        self._step = FusedStep(library, weights)
-        self._table = table
+        self._step = FusedStep(library, weights, ropes)
         self._threads = threads
 
     def forward(
@@ -66,7 +68,6 @@ class NativeModel:
             found = self._step.run(
                 sequence.blocks,
                 sequence.table,
-                self._table,
                 tokens,
                 len(sequence),
                 logit_rows=logit_rows,

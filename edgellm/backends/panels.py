@@ -1,44 +1,71 @@
-"""The weights of the native kernels in a bundle: all linear layers in panels, and the norms."""
+"""The weights of the native kernels in a bundle: matrices in panels, and vectors."""
 
 from __future__ import annotations
 
-from edgellm.graphs.checkpoint import shapes
+from collections.abc import Mapping
+from typing import Any
+
+from numpy.typing import NDArray
+
+from edgellm.backends.host_attention import head_norms
+from edgellm.graphs.tensors import TensorSpec, layer_tensors, model_tensors
+from edgellm.kernels.kv_append import HeadNorms
 from edgellm.kernels.linear import Panels
 from edgellm.kernels.quantized import KINDS
 from edgellm.kernels.step import LayerWeights, Weights
 from edgellm.store.bundle import PANELS, Bundle, map_arrays
-
-# The linear layers of a layer, in the order in which a token needs them.
-LINEAR = ("q", "k", "v", "o", "gate", "up", "down")
+from edgellm.store.key_basis import is_head_norm, open_head_norms
 
 
 def open_panels(bundle: Bundle) -> Weights:
     """Map the weights; pages are read when they are used."""
     config = bundle.config
-    entry = bundle.flavour(PANELS)
-    arrays = map_arrays(bundle.path, entry.arrays)
-    sizes = shapes(config)
+    mapped = _Mapped(bundle)
+    norms = head_norms(config, open_head_norms(bundle.path, bundle.manifest.keys).__getitem__)
+    embedding = mapped.panels("embedding")
+    return Weights(
+        layers=[mapped.layer(i, norms[i]) for i in range(config.layer_count)],
+        final_norm=mapped.arrays["final_norm"],
+        final_norm_bias=mapped.arrays.get("final_norm_bias"),
+        embedding=embedding,
+        head=embedding if config.tied_embedding else mapped.panels("head"),
+        heads=config.heads,
+        epsilon=config.norm_eps,
+        embedding_scale=config.embedding_scale,
+        logit_softcap=config.logit_softcap,
+    )
 
-    def panels(name: str) -> Panels:
-        outputs, inputs = sizes[name]
-        return Panels(arrays[name], outputs, inputs, KINDS[entry.kinds[name]])
 
-    def layer(index: int) -> LayerWeights:
-        prefix = f"layers.{index}."
+class _Mapped:
+    """The arrays of a bundle's panels."""
+
+    def __init__(self, bundle: Bundle) -> None:
+        entry = bundle.flavour(PANELS)
+        self.arrays: Mapping[str, NDArray[Any]] = map_arrays(bundle.path, entry.arrays)
+        self._config = bundle.config
+        self._kinds = entry.kinds
+        self._specs = model_tensors(bundle.config)
+
+    def panels(self, name: str) -> Panels:
+        outputs, inputs = self._specs[name].shape
+        return Panels(self.arrays[name], outputs, inputs, KINDS[self._kinds[name]])
+
+    def layer(self, index: int, norms: HeadNorms | None) -> LayerWeights:
+        layer = self._config.layers[index]
+        parts: dict[str, Any] = {
+            spec.name: self._part(f"layers.{index}.{spec.name}", spec)
+            for spec in layer_tensors(self._config, index)
+            if not is_head_norm(spec.name)
+        }
         return LayerWeights(
-            attention_norm=arrays[prefix + "attention_norm"],
-            mlp_norm=arrays[prefix + "mlp_norm"],
-            qkv_bias=arrays.get(prefix + "qkv_bias"),
-            **{name: panels(prefix + name) for name in LINEAR},
+            **parts,
+            head_norms=norms,
+            activation=layer.mlp.activation,
+            rope=layer.attention.rope,
+            window=layer.attention.window,
+            scale=layer.attention.scale,
+            softcap=layer.attention.softcap,
         )
 
-    embedding = panels("embedding")
-    return Weights(
-        layers=[layer(i) for i in range(config.layers)],
-        final_norm=arrays["final_norm"],
-        embedding=embedding,
-        head=embedding if config.tied_embedding else panels("head"),
-        heads=config.heads,
-        window=config.sliding_window,
-        epsilon=config.rms_norm_eps,
-    )
+    def _part(self, name: str, spec: TensorSpec) -> Panels | NDArray[Any]:
+        return self.arrays[name] if spec.role == "vector" else self.panels(name)

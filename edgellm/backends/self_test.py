@@ -118,7 +118,7 @@ def check_once(bundle: Bundle, segments: Segments, progress: ExportProgress | No
 def _counted(
     checks: Iterator[Check], segments: Segments, progress: ExportProgress
 ) -> Iterator[Check]:
-    total = len(segments.chunk_sizes) * (segments.config.layers + 1)
+    total = len(segments.chunk_sizes) * (segments.config.layer_count + 1)
     for done, check in enumerate(checks, 1):
         progress("self-test", done, total)
         yield check

@@ -24,15 +24,20 @@ Floats = NDArray[np.float32]
 class TritonModel:
     """Runs tokens through the fused step on the device's side of the KV cache."""
 
-    def __init__(self, weights: Weights, table: RopeTable, cache: KVCache, *, device: str) -> None:
+    def __init__(
+        self, weights: Weights, ropes: SequenceOf[RopeTable], cache: KVCache, *, device: str
+    ) -> None:
         """Copy the weights to the device.
+
+        Args:
+            ropes: the tables that layers name by their index, for the whole context.
 
         Raises:
             MemoryEstimateError: they and the cache do not fit there.
         """
         _check_fits(weights, cache, device)
         self._embedding = weights.embedding
-        self._step = DeviceStep(weights, table, cache.on_device(device).device, device)
+        self._step = DeviceStep(weights, ropes, cache.on_device(device).device, device)
 
     def forward(
         self,

@@ -71,7 +71,7 @@ class KVCache:
         self.blocks: KVBlocks = allocate(
             format=format,
             blocks=blocks,
-            layers=config.layers,
+            layers=config.layer_count,
             kv_heads=config.kv_heads,
             head_dim=config.head_dim,
             key_offset=key_offset,
@@ -80,7 +80,7 @@ class KVCache:
         self.disk: DiskCache | None = None
         self.lock = threading.Lock()
         self._deferred: deque[Callable[[], None]] = deque()
-        self.inv_freq = config.inv_freq
+        self.turns: list[tuple[float, ...]] | None = _turns(config)
         self._index = PrefixIndex(fingerprint)
         self._pool = BlockPool(blocks, self._index)
 
@@ -159,10 +159,17 @@ class KVCache:
                 sequence.commit(tokens[index * BLOCK : (index + 1) * BLOCK])
 
 
+def _turns(config: ModelConfig) -> list[tuple[float, ...]] | None:
+    """See `Store.turns`."""
+    if config.attention.qk_norm == "head_after_rope":
+        return None
+    return [config.rope_of(layer).inv_freq for layer in range(config.layer_count)]
+
+
 def cache_bytes(config: ModelConfig, *, format: KVFormat, blocks: int) -> int:
     """Memory of a pool when every block is in use."""
     return blocks * block_bytes(
-        format=format, layers=config.layers, kv_heads=config.kv_heads, head_dim=config.head_dim
+        format=format, layers=config.layer_count, kv_heads=config.kv_heads, head_dim=config.head_dim
     )
 
 

@@ -13,7 +13,12 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Protocol
 
 from edgellm.cache.prefix_index import BlockPool, PrefixIndex
-from edgellm.errors import CacheFullError, ContextOverflowError, OptionError
+from edgellm.errors import (
+    CacheFullError,
+    ContextOverflowError,
+    OptionError,
+    UnsupportedModelError,
+)
 from edgellm.kernels.kv_blocks import BLOCK, KVBlocks
 from edgellm.kernels.kv_shift import move
 
@@ -22,12 +27,17 @@ if TYPE_CHECKING:
 
 
 class Store(Protocol):
-    """Where the K and V of sequences are; see `KVCache`."""
+    """Where the K and V of sequences are; see `KVCache`.
+
+    Attributes:
+        turns: RoPE's frequencies in each layer, in radians per position; None where keys are not as
+            RoPE left them.
+    """
 
     ctx_size: int
     blocks: KVBlocks
     mirror: Mirror | None
-    inv_freq: tuple[float, ...]
+    turns: list[tuple[float, ...]] | None
 
     def soon(self, change: Callable[[], None]) -> None: ...
 
@@ -149,8 +159,16 @@ class Sequence:
         Their keys are turned back by as many positions (see `kernels/kv_shift`).
 
         Raises:
+            UnsupportedModelError: the model's keys cannot be turned.
             CacheFullError: no block is free to move to; what has moved by then stays.
         """
+        turns = self._cache.turns
+        if turns is None:
+            raise UnsupportedModelError(
+                "a full context cannot forget its older tokens: this model scales keys after RoPE, "
+                "so they cannot be turned to other positions; take `context_policy` error, or a "
+                "larger `ctx_size`"
+            )
         blocks = self.blocks
         old, tokens = self.table, self.tokens[:keep] + self.tokens[keep + discard :]
         first = released = keep // BLOCK
@@ -169,7 +187,7 @@ class Sequence:
                     target=block,
                     row=start - begin,
                     distance=discard,
-                    inv_freq=self._cache.inv_freq,
+                    inv_freq=turns,
                 )
                 self.table.append(block)
                 self.tokens.extend(tokens[begin:end])

@@ -12,6 +12,7 @@ from edgellm.engine.measured import MARGIN, Measured
 from edgellm.errors import ProviderError
 from edgellm.options import STEPS, EngineOptions
 from edgellm.store.bundle import Bundle
+from edgellm.store.flavour_support import why_not
 
 
 @dataclass(frozen=True)
@@ -64,8 +65,9 @@ def _known(bundle: Bundle, options: EngineOptions) -> Iterator[tuple[str, Measur
     """The accelerators that an earlier start measured."""
     threads = thread_pool.size(options.threads)
     for name, provider in PROVIDERS.items():
-        flavour = provider.flavours[0]
-        if name == CPU or flavour not in bundle.manifest.flavours:
+        usable = (f for f in provider.flavours if why_not(f, bundle.config) is None)
+        flavour = next(usable, None)
+        if name == CPU or flavour is None or flavour not in bundle.manifest.flavours:
             continue
         sizes = bundle.flavour(flavour).chunk_sizes
         try:

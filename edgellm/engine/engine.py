@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from edgellm.backends import thread_pool
 from edgellm.backends.decode import DecodeBackend, SegmentDecoder, StepDecoder
 from edgellm.backends.forward import Model
+from edgellm.backends.host_attention import HostAttention, head_norms, rope_tables
 from edgellm.backends.native_model import NativeModel
 from edgellm.backends.panels import open_panels
 from edgellm.backends.providers import CPU, CUDA, NATIVE, TRITON
@@ -22,10 +23,10 @@ from edgellm.engine.costs import load_or_measure
 from edgellm.engine.prefill import ChunkedPrefill, Prefill, StepPrefill
 from edgellm.errors import OptionError, UnsupportedModelError
 from edgellm.graphs.contract import WEIGHTS_FILE
-from edgellm.kernels import rope
 from edgellm.kernels.gpu.device import require
 from edgellm.kernels.kv_blocks import LAYOUT_VERSION
 from edgellm.kernels.native import MAX_HEAD_DIM, isa, library
+from edgellm.kernels.rope import RopeTable
 from edgellm.options import EngineOptions
 from edgellm.store import key_basis
 from edgellm.store.bundle import CHAT_TEMPLATE, PANELS, Bundle, ExportProgress
@@ -78,20 +79,20 @@ class Engine:
             self.cache.disk = DiskCache(
                 options.kv_cache_dir, budget=options.kv_cache_bytes, blocks=self.cache.blocks
             )
-        graphs = options.flavours - {PANELS}
+        graphs = self.flavours - {PANELS}
         spare = int(options.shares_cpu)
         self.threads = thread_pool.size(options.threads)
         if graphs:
             self.threads = thread_pool.start(options.threads, spare=spare)
-        table = rope.table(self.config.inv_freq, self.ctx_size)
+        ropes = rope_tables(self.config, self.ctx_size)
         backends = (options.decode_backend, options.prefill_backend)
-        native = self._native_model(table) if NATIVE in backends else None
+        native = self._native_model(ropes) if NATIVE in backends else None
         self.native_prefill = None if native is None else StepPrefill(native, name=NATIVE)
         steps: dict[str, StepModel] = {} if native is None else {NATIVE: native}
         head: ModelHead | None = None if native is None else native.head
         if TRITON in backends:
-            steps[TRITON] = head = self._triton_model(table)
-        models = self._segment_models(sorted(graphs), table, head, progress)
+            steps[TRITON] = head = self._triton_model(ropes)
+        models = self._segment_models(sorted(graphs), ropes, head, progress)
         self.decoder: DecodeBackend
         if options.decode_backend in steps:
             self.decoder = StepDecoder(steps[options.decode_backend], name=options.decode_backend)
@@ -106,7 +107,7 @@ class Engine:
             name = options.prefill_backend
             self.prefill = StepPrefill(steps[name], name=name)
         else:
-            model = models[options.prefill_flavour]
+            model = models[options.prefill_flavour(self.config)]
             # a precision that was asked for is not mixed with another one
             mixed = bool(steps) and options.flavour is None
             step = self.decoder if mixed else None
@@ -114,6 +115,11 @@ class Engine:
             self.prefill = ChunkedPrefill(
                 model, self.decoder, costs, policy=options.policy, tails_only=tails_only
             )
+
+    @property
+    def flavours(self) -> set[str]:
+        """The precisions in use."""
+        return self.options.flavours(self.config)
 
     @property
     def fingerprint(self) -> str:
@@ -128,12 +134,12 @@ class Engine:
     @property
     def arithmetic(self) -> str:
         """What else K and V depend on: another back end's are near, and not the same bits."""
-        files = (f"{flavour}/{WEIGHTS_FILE}" for flavour in sorted(self.options.flavours))
+        files = (f"{flavour}/{WEIGHTS_FILE}" for flavour in sorted(self.flavours))
         weights = (self.bundle.manifest.files[file].sha256 for file in files)
         backends = (self.options.prefill_backend, self.options.decode_backend)
         return "|".join((*backends, str(isa()), *weights))
 
-    def _native_model(self, table: rope.RopeTable) -> NativeModel:
+    def _native_model(self, ropes: Sequence[RopeTable]) -> NativeModel:
         compiled = library()
         assert compiled is not None
         if self.config.head_dim > MAX_HEAD_DIM:
@@ -141,18 +147,18 @@ class Engine:
                 f"head_dim is {self.config.head_dim}; the native kernels take at most "
                 f"{MAX_HEAD_DIM}. Take `decode` portable and `prefill` cpu"
             )
-        return NativeModel(compiled, open_panels(self.bundle), table, threads=self.threads)
+        return NativeModel(compiled, open_panels(self.bundle), ropes, threads=self.threads)
 
-    def _triton_model(self, table: rope.RopeTable) -> TritonModel:
+    def _triton_model(self, ropes: Sequence[RopeTable]) -> TritonModel:
         device = require()
         from edgellm.backends.triton_model import TritonModel  # imports torch and triton
 
-        return TritonModel(open_panels(self.bundle), table, self.cache, device=device)
+        return TritonModel(open_panels(self.bundle), ropes, self.cache, device=device)
 
     def _segment_models(
         self,
         flavours: Sequence[str],
-        table: rope.RopeTable,
+        ropes: Sequence[RopeTable],
         int8_head: ModelHead | None,
         progress: ExportProgress | None,
     ) -> dict[str, Model]:
@@ -162,12 +168,15 @@ class Engine:
             assert kind is not None
             own = int8_head if kind == "int8" else None
             heads[kind] = own or Head(self.bundle, kind)
+        norms = key_basis.open_head_norms(self.bundle.path, self.bundle.manifest.keys)
+        weights = head_norms(self.config, norms.__getitem__)
+        attention = HostAttention(self.config, ropes, weights)
         models = {}
         for flavour in flavours:
             head = heads[self.bundle.flavour(flavour).head or ""]
-            runs_prefill = flavour == self.options.prefill_flavour
+            runs_prefill = flavour == self.options.prefill_flavour(self.config)
             if runs_prefill and self.options.prefill_backend == CUDA:
-                models[flavour] = self._device_model(flavour, table, head)
+                models[flavour] = self._device_model(flavour, attention, head)
                 continue
             segments = Segments(
                 self.bundle,
@@ -181,10 +190,10 @@ class Engine:
             check_once(self.bundle, segments, progress)
             on_one = runs_prefill and self.options.shares_cpu
             threads = 1 if on_one else self.threads
-            models[flavour] = Model(segments, head, table, threads=threads)
+            models[flavour] = Model(segments, head, attention, threads=threads)
         return models
 
-    def _device_model(self, flavour: str, table: rope.RopeTable, head: ModelHead) -> Model:
+    def _device_model(self, flavour: str, attention: HostAttention, head: ModelHead) -> Model:
         device = require()
         from edgellm.backends.device_model import (  # imports torch
             DeviceModel,
@@ -201,7 +210,8 @@ class Engine:
             provider_options=self.options.provider_options,
             allow_fallback=self.options.allow_fallback,
         )
-        return DeviceModel(segments, head, table, mirror=self.cache.on_device(device), queue=queue)
+        mirror = self.cache.on_device(device)
+        return DeviceModel(segments, head, attention, mirror=mirror, queue=queue)
 
 
 def planned_memory(bundle: Bundle, options: EngineOptions) -> memory.MemoryEstimate:
@@ -209,7 +219,7 @@ def planned_memory(bundle: Bundle, options: EngineOptions) -> memory.MemoryEstim
     blocks = _cache_blocks(options, _ctx_size(options, bundle.config.context_length))
     return memory.estimate(
         bundle,
-        flavours=options.flavours,
+        flavours=options.flavours(bundle.config),
         kv_cache_bytes=cache_bytes(bundle.config, format=options.kv_format, blocks=blocks),
     )
 

@@ -5,6 +5,7 @@ from edgellm.export.exporter import (
     DEFAULT_FLAVOURS,
     check_chunk_sizes,
     check_flavours,
+    default_flavours,
     export,
 )
 
@@ -13,5 +14,6 @@ __all__ = [
     "DEFAULT_FLAVOURS",
     "check_chunk_sizes",
     "check_flavours",
+    "default_flavours",
     "export",
 ]

@@ -19,7 +19,7 @@ from edgellm.export.float_segments import session_on_all_cores
 from edgellm.export.layerwise import WindowAttention
 from edgellm.graphs import contract
 from edgellm.graphs.builder import WeightFile
-from edgellm.graphs.config import ModelConfig
+from edgellm.graphs.checkpoint import Checkpoint
 from edgellm.graphs.contract import HOST_TOKENS, Grid
 from edgellm.graphs.segment import Segment, author_segment
 from edgellm.graphs.static_linear import input_name, is_input
@@ -140,7 +140,7 @@ class Calibrator:
 
     def __init__(
         self,
-        config: ModelConfig,
+        checkpoint: Checkpoint,
         embedded: Floats,
         options: CalibrationOptions,
         *,
@@ -149,14 +149,14 @@ class Calibrator:
     ) -> None:
         """`embedded` holds the windows' embeddings, `[windows, window, E]`; `bits` of inputs; in
         `file` are the weights of the segment that is looked at."""
-        self._config = config
+        self._config = checkpoint.config
         self._options = options
         self._bits = bits
         self._inputs = [
             {contract.X: windows.reshape(-1, windows.shape[-1])}
             for windows in np.split(embedded, range(_BATCH, len(embedded), _BATCH))
         ]
-        self._attention = WindowAttention(config, options.window)
+        self._attention = WindowAttention.of(checkpoint, options.window)
         self.file = file
         self.observations: dict[str, Observation] = {}
 
@@ -195,7 +195,7 @@ class Calibrator:
         if self._bits != 8:
             return {}
         entries = {}
-        for layer in range(self._config.layers):
+        for layer in range(self._config.layer_count):
             name = f"layers.{layer}.down"
             seen = self.observations[input_name(name)]
             far = reach(
@@ -206,7 +206,7 @@ class Calibrator:
             if saved > 0:
                 entries[name] = ShadowEntry(*self._grid(input_name(name), far), saved)
         ranked = sorted(entries, key=lambda name: entries[name].importance, reverse=True)
-        count = math.ceil(self._options.shadow_share * self._config.layers)
+        count = math.ceil(self._options.shadow_share * self._config.layer_count)
         return {name: entries[name] for name in ranked[:count]}
 
     def _grid(self, name: str, reach: float) -> Grid:
@@ -238,9 +238,9 @@ class Calibrator:
                 self.observations.setdefault(name, Observation.of(rows.shape[-1])).add(rows)
                 if is_input(name) and self._options.rounding == "gptq":
                     moments[name] = moments.get(name, np.float32(0)) + rows.T @ rows
-            if index < self._config.layers:
+            if index < self._config.layer_count:
                 self._inputs[i] = {
-                    contract.ATTENTION: self._attended(outputs[contract.QKV]),
+                    contract.ATTENTION: self._attended(index, outputs[contract.QKV]),
                     contract.RESIDUAL: outputs[contract.RESIDUAL_OUT],
                 }
         rows_seen = self._options.windows * (self._options.window - HOST_TOKENS)
@@ -250,6 +250,6 @@ class Calibrator:
         windows = rows.reshape(-1, self._options.window, rows.shape[-1])
         return windows[:, HOST_TOKENS:].reshape(-1, rows.shape[-1])
 
-    def _attended(self, qkv: Floats) -> Floats:
+    def _attended(self, layer: int, qkv: Floats) -> Floats:
         windows = qkv.reshape(-1, self._options.window, qkv.shape[-1])
-        return np.concatenate([self._attention(window) for window in windows])
+        return np.concatenate([self._attention(layer, window) for window in windows])

@@ -11,18 +11,32 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgellm.graphs.builder import WeightFile
-from edgellm.graphs.checkpoint import Checkpoint, Tensor
+from edgellm.graphs.checkpoint import Checkpoint
 from edgellm.graphs.config import ModelConfig
 from edgellm.graphs.contract import StoredArray
+from edgellm.graphs.tensor import Tensor
+from edgellm.graphs.tensors import model_tensors
 from edgellm.kernels.quantized import QuantizedWeight
 from edgellm.quantize.keys import common_part, pair_exponents
-from edgellm.store.key_basis import EXPONENTS, FOLDER, OFFSET, KeyBasis
+from edgellm.store.key_basis import (
+    EXPONENTS,
+    FOLDER,
+    OFFSET,
+    KeyBasis,
+    has_offset,
+    is_head_norm,
+)
 
 Exponents = NDArray[np.int8]
+# What the powers of two are in.
+_PROJECTIONS = ("q", "k", "q_bias", "k_bias")
+_NORMS = ("q_norm", "k_norm")
+# Norms that have one weight for all heads.
+_SHARED = ("head", "head_after_rope")
 
 
 class EqualizedCheckpoint:
-    """A checkpoint in a key basis: the same model, with other rows of Q and K."""
+    """A checkpoint in a key basis: the same model, with other rows of Q and K, or other norms."""
 
     def __init__(self, checkpoint: Checkpoint, basis: KeyBasis) -> None:
         self.path: Path = checkpoint.path
@@ -32,17 +46,20 @@ class EqualizedCheckpoint:
         self._basis = basis
 
     def tensor(self, name: str) -> Tensor:
-        """Rows of K are divided and rows of Q multiplied, weights and biases; all else is as it
-        was."""
+        """Rows of K are divided and rows of Q multiplied, weights and biases, or the weights of
+        their norms where they have some; all else is as it was."""
         tensor = self._checkpoint.tensor(name)
-        part = name.rpartition(".")[2].removesuffix("_bias")
-        if part not in ("q", "k"):
+        layer, _, part = name.rpartition(".")
+        kind = self.config.attention.qk_norm
+        if part not in (_PROJECTIONS if kind == "none" else _NORMS):
             return tensor
-        exponents = self._basis.exponents[int(name.split(".")[1])]
-        by_row = _of_rows(exponents, self.config, heads=self.config.kv_heads)
-        if part == "k":
-            return scaled_rows(tensor, -by_row)
-        return scaled_rows(tensor, _of_rows(exponents, self.config, heads=self.config.heads))
+        exponents = self._basis.exponents[int(layer.split(".")[1])]
+        if part.startswith("k"):
+            exponents = -exponents
+        if kind in _SHARED:
+            return scaled_rows(tensor, _of_channels(exponents, self.config)[0])
+        heads = self.config.heads if part.startswith("q") else self.config.kv_heads
+        return scaled_rows(tensor, _of_rows(exponents, self.config, heads=heads))
 
 
 def scaled_rows(tensor: Tensor, exponents: Exponents) -> Tensor:
@@ -76,38 +93,50 @@ def scaled_rows(tensor: Tensor, exponents: Exponents) -> Tensor:
 def choose_basis(checkpoint: Checkpoint) -> KeyBasis:
     """The basis for a model's keys, from its weights alone."""
     config = checkpoint.config
-    exponents = [_exponents(checkpoint, layer) for layer in range(config.layers)]
+    exponents = [_exponents(checkpoint, layer) for layer in range(config.layer_count)]
     basis = KeyBasis(np.stack(exponents), None)
-    if not config.qkv_bias:
+    if not has_offset(config):
         return basis
     equalized = EqualizedCheckpoint(checkpoint, basis)
-    offsets = [_offset(equalized, layer) for layer in range(config.layers)]
+    offsets = [
+        _offset(equalized, layer, magnitude=config.rope_of(layer).magnitude)
+        for layer in range(config.layer_count)
+    ]
     return replace(basis, offset=np.stack(offsets).astype(np.float32))
 
 
-def store_basis(basis: KeyBasis, root: Path) -> dict[str, StoredArray]:
-    """Write a basis into the bundle at `root`; what `open_key_basis` reads."""
+def store_basis(basis: KeyBasis, checkpoint: Checkpoint, root: Path) -> dict[str, StoredArray]:
+    """Write a basis into the bundle at `root`; what `open_key_basis` and `open_head_norms` read.
+
+    Args:
+        checkpoint: the one that is already in the basis.
+    """
     (root / FOLDER).mkdir()
     with WeightFile(root / FOLDER) as file:
         file.add(EXPONENTS, basis.exponents)
         if basis.offset is not None:
             file.add(OFFSET, basis.offset)
+        for name in model_tensors(checkpoint.config):
+            if is_head_norm(name):
+                file.add(name, checkpoint.tensor(name).float32())
     return file.arrays
 
 
 def _exponents(checkpoint: Checkpoint, layer: int) -> Exponents:
     config = checkpoint.config
-    key = _energy(checkpoint, layer, "k")
-    if config.qkv_bias:
-        bias = _bias(checkpoint, layer, "k")
+    key, query = (_energy(checkpoint, layer, part) for part in "kq")
+    if has_offset(config):
         # of what the bias adds, the cache leaves out the common part
-        key += bias**2 - _offset(checkpoint, layer) ** 2
-    query = _energy(checkpoint, layer, "q")
-    if config.qkv_bias:
-        query += _bias(checkpoint, layer, "q") ** 2
+        key -= _offset(checkpoint, layer) ** 2
     query = query.reshape(config.kv_heads, -1, config.head_dim).mean(axis=1)
+    if config.attention.qk_norm in _SHARED:
+        # one weight for all heads
+        key, query = (np.broadcast_to(e.mean(axis=0), e.shape) for e in (key, query))
     pairs = (np.sqrt(np.maximum(_of_pairs(energy, config), 0)) for energy in (key, query))
-    return within_halves(pair_exponents(*pairs), checkpoint, layer)
+    exponents = pair_exponents(*pairs)
+    if config.attention.qk_norm != "none":
+        return exponents  # for float32 weights
+    return within_halves(exponents, checkpoint, layer)
 
 
 def within_halves(exponents: Exponents, checkpoint: Checkpoint, layer: int) -> Exponents:
@@ -141,32 +170,61 @@ def _halves(tensor: Tensor) -> NDArray[np.float32]:
 
 
 def _energy(checkpoint: Checkpoint, layer: int, part: str) -> NDArray[np.float64]:
-    """Mean squares `[heads, D]` of Q or K without bias, for inputs whose channels are alike."""
+    """Mean squares `[heads, D]` of Q or K before RoPE, for inputs whose channels are alike."""
+    config = checkpoint.config
     weight = checkpoint.tensor(f"layers.{layer}.{part}").float32()
-    norm = checkpoint.tensor(f"layers.{layer}.attention_norm").float32()
-    energy: NDArray[np.float64] = np.square(weight * norm).sum(axis=1, dtype=np.float64)
-    return energy.reshape(-1, checkpoint.config.head_dim)
+    if config.layers[layer].norms_inputs:
+        weight = weight * checkpoint.tensor(f"layers.{layer}.attention_norm").float32()
+    energy: NDArray[np.float64] = np.square(weight).sum(axis=1, dtype=np.float64)
+    energy = energy.reshape(-1, config.head_dim) + _constant(checkpoint, layer, part) ** 2
+    kind = config.attention.qk_norm
+    if kind == "none":
+        return energy
+    # what a norm gives: its weight, and the channel's share of what it divides by
+    norm = checkpoint.tensor(f"layers.{layer}.{part}_norm").float32().astype(np.float64)
+    mean = energy.mean() if kind == "width" else energy.mean(axis=1, keepdims=True)
+    shares = energy / np.where(mean > 0, mean, 1)
+    return shares * np.square(norm).reshape(-1, config.head_dim)
 
 
-def _bias(checkpoint: Checkpoint, layer: int, part: str) -> NDArray[np.float64]:
-    bias = checkpoint.tensor(f"layers.{layer}.{part}_bias").float32()
-    return bias.reshape(-1, checkpoint.config.head_dim).astype(np.float64)
+def _constant(checkpoint: Checkpoint, layer: int, part: str) -> NDArray[np.float64]:
+    """What is added to Q or K whatever the input is, `[heads, D]`; zeros without biases."""
+    config, name = checkpoint.config, f"layers.{layer}.{part}"
+    heads = config.heads if part == "q" else config.kv_heads
+    added = np.zeros(heads * config.head_dim)
+    if config.norm == "layer" and config.layers[layer].norms_inputs:
+        bias = checkpoint.tensor(f"layers.{layer}.attention_norm_bias").float32()
+        added += checkpoint.tensor(name).float32() @ bias
+    if config.attention.qkv_bias:
+        added += checkpoint.tensor(f"{name}_bias").float32()
+    return added.reshape(heads, config.head_dim)
 
 
-def _offset(checkpoint: Checkpoint, layer: int) -> NDArray[np.float64]:
-    return common_part(_bias(checkpoint, layer, "k"), checkpoint.config.inv_freq)
+def _offset(checkpoint: Checkpoint, layer: int, *, magnitude: float = 1.0) -> NDArray[np.float64]:
+    """`[Hkv, D]`; zeros where scores are capped, which shows what is added to all of them."""
+    constant = _constant(checkpoint, layer, "k")
+    if checkpoint.config.layers[layer].attention.softcap is not None:
+        return np.zeros_like(constant)
+    inv_freq = checkpoint.config.rope_of(layer).inv_freq
+    return common_part(constant, inv_freq, magnitude=magnitude)
+
+
+def _of_channels(exponents: Exponents, config: ModelConfig) -> Exponents:
+    """`[Hkv, P]` to `[Hkv, D]`; channels that do not turn have 0."""
+    channels = np.zeros((config.kv_heads, config.head_dim), np.int8)
+    half = exponents.shape[1]
+    channels[:, :half] = channels[:, half : 2 * half] = exponents
+    return channels
 
 
 def _of_rows(exponents: Exponents, config: ModelConfig, *, heads: int) -> Exponents:
-    """`[Hkv, P]` to the rows `[heads * D]` of a projection; channels that do not turn have 0."""
-    rows = np.zeros((config.kv_heads, config.head_dim), np.int8)
-    half = exponents.shape[1]
-    rows[:, :half] = rows[:, half : 2 * half] = exponents
-    return np.repeat(rows, heads // config.kv_heads, axis=0).reshape(-1)
+    """`[Hkv, P]` to the rows `[heads * D]` of a projection."""
+    channels = _of_channels(exponents, config)
+    return np.repeat(channels, heads // config.kv_heads, axis=0).reshape(-1)
 
 
 def _of_pairs(channels: NDArray[Any], config: ModelConfig) -> NDArray[np.float64]:
     """Sums `[Hkv, P]` of the two channels of each pair."""
-    half = len(config.inv_freq)
+    half = config.rope_pairs
     values = channels.astype(np.float64)
     return values[:, :half] + values[:, half : 2 * half]

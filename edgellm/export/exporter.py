@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import shutil
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -29,10 +29,12 @@ from edgellm.export.tokenizer_import import import_tokenizer
 from edgellm.export.weight_reader import FLOAT_WEIGHTS, WeightReader
 from edgellm.graphs.builder import WeightFile
 from edgellm.graphs.checkpoint import Checkpoint, open_checkpoint
+from edgellm.graphs.config import ModelConfig
 from edgellm.graphs.contract import StoredArray
 from edgellm.store import bundle as bundles
 from edgellm.store.bundle import PANELS, Bundle, ExportProgress, FlavourEntry, Manifest
 from edgellm.store.bundle_check import MAX_CHUNK
+from edgellm.store.flavour_support import Flavours, names_of, require, why_not
 from edgellm.store.home import delete_abandoned, locked, partial_folder, replacing_folder
 from edgellm.store.key_basis import KeyBasis, open_key_basis
 from edgellm.store.reference import FOLDER as REFERENCE
@@ -40,6 +42,7 @@ from edgellm.store.reference import open_reference
 from edgellm.text.tokenizer import Tokenizer
 
 DEFAULT_CHUNK_SIZES = (32, 128)
+# For the native kernels, for chunks and for tokens in ONNX Runtime; see `default_flavours`.
 DEFAULT_FLAVOURS = (PANELS, "w8a8", "int4")
 _TOOLS = ("edgellm", "onnxruntime", "onnx-ir", "gguf", "safetensors", "tokenizers", "numpy")
 
@@ -50,7 +53,7 @@ def export(
     *,
     name: str,
     source: str,
-    flavours: Sequence[str] = DEFAULT_FLAVOURS,
+    flavours: Flavours | None = None,
     chunk_sizes: Sequence[int] | None = None,
     calibration: CalibrationOptions | None = None,
     weights: str | None = None,
@@ -65,7 +68,8 @@ def export(
 
     Args:
         name, source: recorded in the manifest.
-        flavours: names from `FLAVOURS`.
+        flavours: names from `FLAVOURS`, or what gives them for a model; None is
+            `default_flavours`.
         chunk_sizes: static sizes to export; None keeps those of a bundle that is there.
         calibration: for the flavours with static scales.
         weights: what linear layers of float tensors become; None keeps what a bundle that is there
@@ -76,18 +80,20 @@ def export(
         progress: called with a label, steps done and steps in all.
 
     Raises:
-        ModelFormatError, UnsupportedModelError: see `open_checkpoint`.
+        ModelFormatError: see `open_checkpoint`.
+        UnsupportedModelError: see there; or a flavour cannot compute the model.
         OptionError: unknown flavours or weights, or chunk sizes that cannot be, or others than the
             bundle has.
         BundleError: something else is at `out`, or a damaged bundle and neither `force` nor `mend`
             is set.
         ExportError: the disk is full or not writable.
     """
-    check_flavours(flavours)
+    wanted: Flavours = default_flavours if flavours is None else flavours
+    if not callable(wanted):
+        wanted = tuple(wanted)
+        check_request(wanted, chunk_sizes)
     if weights is not None and weights not in FLOAT_WEIGHTS:
         raise OptionError(f"`weights` {weights}: allowed are {', '.join(FLOAT_WEIGHTS)}")
-    if chunk_sizes is not None:
-        check_chunk_sizes(chunk_sizes, flavours)
     out = out.absolute()
     with disk_errors(out):
         out.parent.mkdir(parents=True, exist_ok=True)
@@ -98,14 +104,15 @@ def export(
                 check_same_sizes(out, present, chunk_sizes)
             if present is not None and weights is not None:
                 check_same_weights(out, present, weights)
-            missing = [f for f in flavours if present is None or f not in present.flavours]
-            if missing:
+            checkpoint: Checkpoint | None = None
+            if present is None:
                 checkpoint = open_checkpoint(checkpoint_path)
-                if present is None:
-                    basis = choose_basis(checkpoint)
-                else:
-                    check_same_model(out, present, checkpoint.config)
-                    basis = open_key_basis(out, present.keys)
+                missing = _missing(wanted, checkpoint.config, (), chunk_sizes)
+            else:
+                missing = _missing(wanted, present.config, present.flavours, chunk_sizes)
+                checkpoint = open_checkpoint(checkpoint_path) if missing else None
+            if checkpoint is not None:
+                basis = _basis(out, present, checkpoint)
                 exporter = _Exporter(
                     EqualizedCheckpoint(checkpoint, basis),
                     basis,
@@ -121,6 +128,34 @@ def export(
     return bundles.open_bundle(out)
 
 
+def default_flavours(config: ModelConfig) -> list[str]:
+    """Those that a model is exported in where nothing else is asked for: of one that cannot be
+    rotated, chunks in float32."""
+    return [f if why_not(f, config) is None else "f32" for f in DEFAULT_FLAVOURS]
+
+
+def _missing(
+    flavours: Flavours,
+    config: ModelConfig,
+    present: Collection[str],
+    chunk_sizes: Sequence[int] | None,
+) -> list[str]:
+    """Those of the flavours that are not present yet, after a look at all that was asked for."""
+    names = names_of(flavours, config)
+    check_request(names, chunk_sizes)
+    for name in names:
+        require(name, config, among=tuple(FLAVOURS))
+    return [name for name in names if name not in present]
+
+
+def _basis(out: Path, present: Manifest | None, checkpoint: Checkpoint) -> KeyBasis:
+    """Of the bundle that is there, or a new one."""
+    if present is None:
+        return choose_basis(checkpoint)
+    check_same_model(out, present, checkpoint.config)
+    return open_key_basis(out, present.keys)
+
+
 class _Steps:
     """Counts segments for the progress callback."""
 
@@ -132,7 +167,7 @@ class _Steps:
         graphs = [f for f in map(FLAVOURS.__getitem__, flavours) if f.segments is not None]
         measured = sum(not flavour.token_by_token for flavour in graphs)
         rounds = len(flavours) + measured + (measured > 0)  # the reference is made once
-        self._total = rounds * (checkpoint.config.layers + 1)
+        self._total = rounds * (checkpoint.config.layer_count + 1)
 
     def step(self, label: str) -> None:
         self._done += 1
@@ -178,7 +213,7 @@ class _Exporter:
                 flavours={},
                 heads={},
                 files={},
-                keys=store_basis(self._basis, folder),
+                keys=store_basis(self._basis, self._checkpoint, folder),
             )
             for flavour in flavours:
                 manifest = self._flavour(folder, manifest, flavour, base=folder)
@@ -241,7 +276,7 @@ class _Exporter:
     ) -> Mapping[str, float]:
         config, new = self._checkpoint.config, (root / REFERENCE).exists()
         return measure_errors(
-            config,
+            self._checkpoint,
             open_reference(root if new else base, config, arrays),
             name,
             entry,
@@ -273,6 +308,18 @@ class _Exporter:
             kinds=kinds,
         )
         return replace(manifest, flavours={**manifest.flavours, PANELS: entry})
+
+
+def check_request(flavours: Iterable[str], chunk_sizes: Sequence[int] | None) -> None:
+    """Refuse unknown flavours, none at all, and chunk sizes that cannot be.
+
+    Raises:
+        OptionError: names what is wrong.
+    """
+    names = list(flavours)
+    check_flavours(names)
+    if chunk_sizes is not None:
+        check_chunk_sizes(chunk_sizes, names)
 
 
 def check_flavours(flavours: Collection[str]) -> None:

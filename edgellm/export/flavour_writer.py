@@ -81,7 +81,7 @@ def _calibrator(
         return None
     windows = choose_windows(tokenizer, calibration)
     embedded = checkpoint.tensor("embedding").float32()[windows]
-    return Calibrator(checkpoint.config, embedded, calibration, bits=bits, file=unrounded)
+    return Calibrator(checkpoint, embedded, calibration, bits=bits, file=unrounded)
 
 
 def _write_graphs(

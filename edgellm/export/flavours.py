@@ -36,7 +36,9 @@ from edgellm.graphs.builder import WeightFile
 from edgellm.graphs.checkpoint import Checkpoint, qkv_bias
 from edgellm.graphs.half_linear import HalfInt4Linear, HalfLinear
 from edgellm.graphs.linear import BiasedLinear, ConcatLinear, FloatLinear, GroupLinear, Linear
+from edgellm.graphs.norm import Array, Norm
 from edgellm.graphs.segment import Mlp, Segment
+from edgellm.graphs.tensors import model_tensors
 from edgellm.kernels.quantized import concatenate
 from edgellm.quantize.error import relative_error
 from edgellm.store.bundle import PANELS
@@ -131,7 +133,7 @@ def _plain(store: Callable[..., Linear]) -> Authors:
         observer: Observer | None = None,
     ) -> Iterator[Segment]:
         checkpoint, linear = reader.checkpoint, partial(store, reader, file)
-        for index in range(checkpoint.config.layers + 1):
+        for index in range(checkpoint.config.layer_count + 1):
             yield _plain_segment(index, checkpoint, file, linear)
 
     return segments
@@ -140,35 +142,64 @@ def _plain(store: Callable[..., Linear]) -> Authors:
 def _plain_segment(
     index: int, checkpoint: Checkpoint, file: WeightFile, linear: Callable[..., Linear]
 ) -> Segment:
-    last = index == checkpoint.config.layers
-    norm = "final_norm" if last else f"layers.{index}.attention_norm"
+    """The layer before, and Q, K and V of the next one, each part where the model has it."""
+    parts = _Parts(checkpoint, file, linear)
+    last = index == checkpoint.config.layer_count
     here, before = f"layers.{index}", f"layers.{index - 1}"
     return Segment(
         index,
-        norm=file.add(norm, checkpoint.tensor(norm).float32()),
-        output=linear(f"{before}.o", f"{before}.o") if index else None,
-        mlp=Mlp(
-            norm=file.add(f"{before}.mlp_norm", checkpoint.tensor(f"{before}.mlp_norm").float32()),
-            gate=linear(f"{before}.gate", f"{before}.gate"),
-            up=linear(f"{before}.up", f"{before}.up"),
-            down=linear(f"{before}.down", f"{before}.down"),
-        )
-        if index
-        else None,
-        qkv=None
-        if last
-        else _biased(
-            checkpoint,
-            file,
-            index,
-            linear(f"{here}.qkv", f"{here}.q", f"{here}.k", f"{here}.v"),
-        ),
+        norm=parts.norm("final_norm" if last else f"{here}.attention_norm"),
+        output=parts.linear(f"{before}.o") if index else None,
+        output_norm=parts.norm(f"{before}.post_attention_norm"),
+        mlp=parts.mlp(index - 1) if index else None,
+        qkv=None if last else parts.qkv(index),
     )
 
 
-def _biased(checkpoint: Checkpoint, file: WeightFile, layer: int, qkv: Linear) -> Linear:
-    bias = qkv_bias(checkpoint, layer)
-    return qkv if bias is None else BiasedLinear(qkv, file.add(f"layers.{layer}.qkv_bias", bias))
+class _Parts:
+    """The parts of plain segments, by the names of `graphs/tensors.py`; None for what is absent."""
+
+    def __init__(
+        self, checkpoint: Checkpoint, file: WeightFile, linear: Callable[..., Linear]
+    ) -> None:
+        self._checkpoint = checkpoint
+        self._specs = model_tensors(checkpoint.config)
+        self._file = file
+        self._linear = linear
+
+    def norm(self, name: str) -> Norm | None:
+        weight = self._vector(name)
+        return None if weight is None else Norm(weight, self._vector(f"{name}_bias"))
+
+    def linear(self, name: str) -> Linear:
+        return self._biased(self._linear(name, name), self._vector(f"{name}_bias"))
+
+    def mlp(self, layer: int) -> Mlp:
+        mlp, name = self._checkpoint.config.layers[layer].mlp, f"layers.{layer}"
+        return Mlp(
+            gate=self.linear(f"{name}.gate") if mlp.gated else None,
+            up=self.linear(f"{name}.up"),
+            down=self.linear(f"{name}.down"),
+            norm=self.norm(f"{name}.mlp_norm"),
+            post_norm=self.norm(f"{name}.post_mlp_norm"),
+            activation=mlp.activation,
+        )
+
+    def qkv(self, layer: int) -> Linear:
+        name, bias = f"layers.{layer}", qkv_bias(self._checkpoint, layer)
+        layers = self._linear(f"{name}.qkv", *(f"{name}.{part}" for part in "qkv"))
+        return self._biased(
+            layers, None if bias is None else self._file.add(f"{name}.qkv_bias", bias)
+        )
+
+    def _vector(self, name: str) -> Array | None:
+        if name not in self._specs:
+            return None
+        return self._file.add(name, self._checkpoint.tensor(name).float32())
+
+    @staticmethod
+    def _biased(layer: Linear, bias: Array | None) -> Linear:
+        return layer if bias is None else BiasedLinear(layer, bias)
 
 
 FLAVOURS = {

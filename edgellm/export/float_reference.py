@@ -42,7 +42,7 @@ def float_reference(
 
     def done(index: int) -> None:
         if progress is not None:
-            progress(f"computing in float32: segment {index}", index + 1, config.layers + 1)
+            progress(f"computing in float32: segment {index}", index + 1, config.layer_count + 1)
 
     with TemporaryDirectory() as folder:
         arrays = store_reference(checkpoint, tokens, Path(folder), on_segment=done)

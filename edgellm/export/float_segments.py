@@ -70,15 +70,14 @@ def float_hidden(
     Raises:
         ModelFormatError: a value is infinite or not a number.
     """
-    config = checkpoint.config
     table = checkpoint.tensor("embedding").float32()
     inputs = [{contract.X: table[np.asarray(window, np.int64)]} for window in windows]
     del table
-    attention = WindowAttention(config, max(map(len, windows)))
+    attention = WindowAttention.of(checkpoint, max(map(len, windows)))
     with closing(float_segments(checkpoint, threads=threads)) as segments:
         for index, run in enumerate(segments):
             for i, values in enumerate(inputs):
-                inputs[i] = next_inputs(run(values), attention)
+                inputs[i] = next_inputs(index, run(values), attention)
             if on_segment is not None:
                 on_segment(index)
     hidden = [values[contract.HIDDEN] for values in inputs]
@@ -90,12 +89,15 @@ def float_hidden(
     return hidden
 
 
-def next_inputs(outputs: dict[str, Floats], attention: WindowAttention) -> dict[str, Floats]:
-    """What a segment gives for a whole text, as the next one takes it; the last one's as it is."""
+def next_inputs(
+    index: int, outputs: dict[str, Floats], attention: WindowAttention
+) -> dict[str, Floats]:
+    """What segment `index` gives for a whole text, as the next one takes it; the last one's as it
+    is."""
     if contract.QKV not in outputs:
         return outputs
     return {
-        contract.ATTENTION: attention(outputs[contract.QKV]),
+        contract.ATTENTION: attention(index, outputs[contract.QKV]),
         contract.RESIDUAL: outputs[contract.RESIDUAL_OUT],
     }
 

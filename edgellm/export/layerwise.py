@@ -9,10 +9,8 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from edgellm.graphs.config import ModelConfig
-from edgellm.kernels import rope
-from edgellm.kernels.attention import attend
-from edgellm.kernels.kv_append import append_rotated
+from edgellm.backends.host_attention import HostAttention, head_norms, rope_tables
+from edgellm.graphs.checkpoint import Checkpoint
 from edgellm.kernels.kv_blocks import BLOCK, KVBlocks, allocate
 
 Floats = NDArray[np.float32]
@@ -21,9 +19,9 @@ Floats = NDArray[np.float32]
 class WindowAttention:
     """Attention within one text of up to `window` tokens; K and V are not rounded."""
 
-    def __init__(self, config: ModelConfig, window: int) -> None:
-        self._config = config
-        self._rope = rope.table(config.inv_freq, window)
+    def __init__(self, attention: HostAttention, window: int) -> None:
+        config = attention.config
+        self._attention = attention
         self._blocks: KVBlocks = allocate(
             format="f32",
             blocks=-(-window // BLOCK),
@@ -32,10 +30,14 @@ class WindowAttention:
             head_dim=config.head_dim,
         )
 
-    def __call__(self, qkv: Floats) -> Floats:
+    @classmethod
+    def of(cls, checkpoint: Checkpoint, window: int) -> WindowAttention:
+        """That of a checkpoint's layers."""
+        config = checkpoint.config
+        norms = head_norms(config, lambda name: checkpoint.tensor(name).float32())
+        return cls(HostAttention(config, rope_tables(config, window), norms), window)
+
+    def __call__(self, layer: int, qkv: Floats) -> Floats:
         """`[n, (H + 2 Hkv) * D]` of a text's first n tokens to `[n, H * D]`."""
-        config, table = self._config, range(self._blocks.count)
-        heads = qkv.reshape(len(qkv), -1, config.head_dim)
-        q = append_rotated(self._blocks, table, 0, 0, heads, self._rope)
-        found = attend(self._blocks, table, 0, q, 0, window=config.sliding_window)
-        return found.reshape(len(qkv), -1)
+        table = range(self._blocks.count)
+        return self._attention(layer, self._blocks, table, 0, qkv, stored_as=0)

@@ -4,44 +4,65 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from edgellm.backends.panels import LINEAR
 from edgellm.export.weight_reader import WeightReader
 from edgellm.graphs.builder import WeightFile
-from edgellm.graphs.checkpoint import qkv_bias
+from edgellm.graphs.tensors import layer_tensors, model_tensors
 from edgellm.kernels.linear import to_panels
 from edgellm.kernels.quantized import QuantizedWeight
+from edgellm.store.key_basis import is_head_norm
 
 
 def store_panels(
     reader: WeightReader, file: WeightFile, *, on_layer: Callable[[int], None]
 ) -> dict[str, str]:
-    """Write all weights, in the order in which a token needs them; gives the kind of each."""
-    checkpoint = reader.checkpoint
-    config = checkpoint.config
-    kinds, read = {}, []
+    """Write all weights, in the order in which a token needs them; gives the kind of each matrix.
 
-    def add(name: str, weight: QuantizedWeight) -> None:
-        kinds[name] = weight.kind.name
-        panels = to_panels(weight)
-        file.add(name, panels.data)
-        if name == "embedding" and not config.tied_embedding:
-            return  # of which a token needs a row
-        read.append((checkpoint.tensor(name).nbytes, panels.data.nbytes))
-
-    for layer in range(config.layers):
-        prefix = f"layers.{layer}."
-        for norm in ("attention_norm", "mlp_norm"):
-            file.add(prefix + norm, checkpoint.tensor(prefix + norm).float32())
-        for name in LINEAR:
-            add(prefix + name, reader.linear(prefix + name))
-        bias = qkv_bias(checkpoint, layer)
-        if bias is not None:
-            file.add(f"{prefix}qkv_bias", bias)
+    Norms of Q and K are beside the keys, for all flavours (see `key_basis.py`).
+    """
+    writer = _Writer(reader, file)
+    config = reader.checkpoint.config
+    for layer in range(config.layer_count):
+        for spec in layer_tensors(config, layer):
+            name = f"layers.{layer}.{spec.name}"
+            if spec.role == "linear":
+                writer.matrix(name, reader.linear(name))
+            elif not is_head_norm(spec.name):
+                writer.vector(name)
         on_layer(layer)
-    file.add("final_norm", checkpoint.tensor("final_norm").float32())
-    for name in ("embedding",) if config.tied_embedding else ("embedding", "head"):
-        add(name, reader.table(name))
-    reader.report.decode_bytes = sum(nbytes for _, nbytes in read)
-    if all(in_file for in_file, _ in read):
-        reader.report.file_bytes = sum(in_file for in_file, _ in read)
-    return kinds
+    for name, spec in model_tensors(config).items():
+        if name.startswith("layers."):
+            continue
+        if spec.role == "vector":
+            writer.vector(name)
+        else:
+            writer.matrix(name, reader.table(name))
+    reader.report.decode_bytes = sum(nbytes for _, nbytes in writer.read)
+    if all(in_file for in_file, _ in writer.read):
+        reader.report.file_bytes = sum(in_file for in_file, _ in writer.read)
+    return writer.kinds
+
+
+class _Writer:
+    """Writes tensors one by one.
+
+    Attributes:
+        kinds: of the matrices that were written.
+        read: bytes in the file and in panels of each matrix that a token reads.
+    """
+
+    def __init__(self, reader: WeightReader, file: WeightFile) -> None:
+        self._checkpoint = reader.checkpoint
+        self._file = file
+        self.kinds: dict[str, str] = {}
+        self.read: list[tuple[int, int]] = []
+
+    def vector(self, name: str) -> None:
+        self._file.add(name, self._checkpoint.tensor(name).float32())
+
+    def matrix(self, name: str, weight: QuantizedWeight) -> None:
+        self.kinds[name] = weight.kind.name
+        panels = to_panels(weight)
+        self._file.add(name, panels.data)
+        if name == "embedding" and not self._checkpoint.config.tied_embedding:
+            return  # of which a token needs a row
+        self.read.append((self._checkpoint.tensor(name).nbytes, panels.data.nbytes))

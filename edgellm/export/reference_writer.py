@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from edgellm.backends.placement import open_session
 from edgellm.backends.providers import CPU
 from edgellm.backends.segments import read_shadows
+from edgellm.backends.softcap import softcapped
 from edgellm.errors import ExportError
 from edgellm.export.calibration_text import default_text
 from edgellm.export.float_segments import float_segments, next_inputs
@@ -74,7 +75,8 @@ def store_reference(
         hidden = _store_segments(checkpoint, table[ids], file, root, on_segment=on_segment)
         file.add("hidden", hidden)
         head = table if checkpoint.config.tied_embedding else checkpoint.tensor("head").float32()
-        file.add("logits", hidden[-1:] @ head.T)
+        logits = softcapped(hidden[-1:] @ head.T, checkpoint.config.logit_softcap)
+        file.add("logits", logits)
     return file.arrays
 
 
@@ -94,8 +96,7 @@ def _store_segments(
     Returns:
         The hidden states `[n, E]`.
     """
-    config = checkpoint.config
-    attention = WindowAttention(config, len(embedded))
+    attention = WindowAttention.of(checkpoint, len(embedded))
     inputs = {contract.X: embedded}
 
     def keep(index: int, name: str, rows: Floats) -> None:
@@ -108,13 +109,13 @@ def _store_segments(
             for name, rows in (*inputs.items(), *outputs.items()):
                 if name != contract.RESIDUAL:
                     keep(index, name, rows)
-            inputs = next_inputs(outputs, attention)
+            inputs = next_inputs(index, outputs, attention)
             on_segment(index)
     return outputs[contract.HIDDEN]
 
 
 def measure_errors(
-    config: ModelConfig,
+    checkpoint: Checkpoint,
     reference: Reference,
     flavour: str,
     entry: FlavourEntry,
@@ -133,7 +134,7 @@ def measure_errors(
     """
     host, shadows = entry.host_tokens, read_shadows(root, entry)
     rotation = read_rotation(root, entry)
-    attention = WindowAttention(config, len(reference.tokens))
+    attention = WindowAttention.of(checkpoint, len(reference.tokens))
     inputs = {contract.X: reference.embedded[host:]}
     errors = {}
     for index, rows in enumerate(reference.segments):
@@ -141,9 +142,12 @@ def measure_errors(
         errors[error_name(index)] = segment_error(rows, run, rotation)
         outputs = run(inputs)
         _check_finite(flavour, index, outputs)
-        if index < config.layers:
+        if index < checkpoint.config.layer_count:
             qkv = np.concatenate([reference.host_qkv[index][:host], outputs[1]])
-            inputs = {contract.ATTENTION: attention(qkv)[host:], contract.RESIDUAL: outputs[0]}
+            inputs = {
+                contract.ATTENTION: attention(index, qkv)[host:],
+                contract.RESIDUAL: outputs[0],
+            }
         on_segment(index)
     errors[PROMPT] = worst_row_error(reference.hidden[host:], outputs[0])
     return {name: round(error, 4) for name, error in errors.items()}

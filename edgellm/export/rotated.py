@@ -27,8 +27,10 @@ from edgellm.graphs.linear import (
     Int8PairLinear,
     Linear,
 )
-from edgellm.graphs.segment import Array, Mlp, Segment
+from edgellm.graphs.norm import Array, Norm
+from edgellm.graphs.segment import Mlp, Segment
 from edgellm.graphs.static_linear import ObservedLinear, StaticLinear, input_name
+from edgellm.graphs.tensors import model_tensors
 from edgellm.kernels import hadamard
 from edgellm.quantize.error import relative_error
 from edgellm.quantize.gptq import quantize_channels_for
@@ -68,7 +70,7 @@ def dynamic_segments(
     """int8 weights, and activations whose scales are found at run time."""
     layers = _RotatedLayers(reader.checkpoint, static=False)
     store = _Rounded(file, reader.report, Int8Linear, layers.storage)
-    for index in range(reader.checkpoint.config.layers + 1):
+    for index in range(reader.checkpoint.config.layer_count + 1):
         yield layers.segment(index, layers.weights(index), store)
 
 
@@ -88,7 +90,7 @@ class StaticSegments:
         """Without an observer, each weight is rounded to the nearest."""
         layers = _RotatedLayers(reader.checkpoint, static=True, mixes_runs=self._mixes_runs)
         store = _Rounded(file, reader.report, StaticLinear, layers.storage)
-        for index in range(reader.checkpoint.config.layers + 1):
+        for index in range(reader.checkpoint.config.layer_count + 1):
             weights = layers.weights(index)
             if observer is not None:
                 unrounded = layers.segment(index, weights, _Unrounded(observer.file))
@@ -180,6 +182,7 @@ class _RotatedLayers:
         self._static = static
         self._mixes_runs = mixes_runs
         self._config = checkpoint.config
+        self._specs = model_tensors(checkpoint.config)
         self._rotation = random_rotation(self._config.hidden_size, seed=_ROTATION_SEED)
 
     def weights(self, index: int) -> dict[str, Floats]:
@@ -189,9 +192,10 @@ class _RotatedLayers:
             before = f"layers.{index - 1}"
             weights[f"{before}.o"] = self._writes(f"{before}.o", config.attention_size)
             for name in (f"{before}.gate", f"{before}.up"):
-                weights[name] = self._reads(f"{before}.mlp_norm", name)
+                if name in self._specs:
+                    weights[name] = self._reads(f"{before}.mlp_norm", name)
             weights[f"{before}.down"] = self._writes(f"{before}.down", config.intermediate_size)
-        if index < config.layers:
+        if index < config.layer_count:
             here = f"layers.{index}"
             norm = f"{here}.attention_norm"
             weights[f"{here}.qk"] = self._reads(norm, f"{here}.q", f"{here}.k")
@@ -207,28 +211,42 @@ class _RotatedLayers:
 
     def segment(self, index: int, weights: Mapping[str, Floats], store: _Store) -> Segment:
         """A segment of its `weights`."""
-        ones = store.array("ones", np.ones(self._config.hidden_size))
+        last = index == self._config.layer_count
+        ones = Norm(store.array("ones", np.ones(self._config.hidden_size)))
         return Segment(
             index,
             norm=ones,
             output=self._output(index - 1, weights, store) if index else None,
             mlp=self._mlp(index - 1, weights, store, ones) if index else None,
-            qkv=None if index == self._config.layers else self._qkv(index, weights, store),
+            qkv=None if last else self._qkv(index, weights, store),
             enter=None if index else store.array(ROTATION, self._rotation),
-            leave=store.array("leave", self._leave()) if index == self._config.layers else None,
+            leave=store.array("leave", self._leave()) if last else None,
         )
 
     def _output(self, layer: int, weights: Mapping[str, Floats], store: _Store) -> Linear:
         name = f"layers.{layer}.o"
-        return self._block_rotated(store.linear(name, weights[name]), store, weights[name].shape[1])
+        linear = self._biased(name, weights, store)
+        return self._block_rotated(linear, store, weights[name].shape[1])
 
-    def _mlp(self, layer: int, weights: Mapping[str, Floats], store: _Store, ones: Array) -> Mlp:
-        gate, up, down = (
-            store.linear(name, weights[name])
-            for name in (f"layers.{layer}.gate", f"layers.{layer}.up", f"layers.{layer}.down")
+    def _mlp(self, layer: int, weights: Mapping[str, Floats], store: _Store, ones: Norm) -> Mlp:
+        gate, name = f"layers.{layer}.gate", f"layers.{layer}.down"
+        down = self._biased(name, weights, store)
+        return Mlp(
+            gate=self._biased(gate, weights, store) if gate in weights else None,
+            up=self._biased(f"layers.{layer}.up", weights, store),
+            down=self._block_rotated(down, store, weights[name].shape[1]),
+            norm=ones,
+            activation=self._config.layers[layer].mlp.activation,
         )
-        width = self._config.intermediate_size
-        return Mlp(norm=ones, gate=gate, up=up, down=self._block_rotated(down, store, width))
+
+    def _biased(self, name: str, weights: Mapping[str, Floats], store: _Store) -> Linear:
+        """A layer and its bias, if it has one; what is added to the residual is rotated with it."""
+        layer, bias = store.linear(name, weights[name]), f"{name}_bias"
+        if bias not in self._specs:
+            return layer
+        values = self._floats(bias)
+        writes = name.endswith((".o", ".down"))
+        return BiasedLinear(layer, store.array(bias, values @ self._rotation if writes else values))
 
     def _qkv(self, layer: int, weights: Mapping[str, Floats], store: _Store) -> Linear:
         query_key, value = f"layers.{layer}.qk", f"layers.{layer}.v"

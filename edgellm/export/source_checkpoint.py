@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import glob
 import hashlib
+import re
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -43,7 +45,10 @@ def open_source(bundle: Bundle, *, progress: ExportProgress | None = None) -> Ch
 def weight_files(checkpoint: Checkpoint) -> list[Path]:
     """The files that hold a checkpoint's weights."""
     path = checkpoint.path
-    return sorted(path.glob("*.safetensors")) if path.is_dir() else [path]
+    if path.is_dir():
+        return sorted(path.glob("*.safetensors"))
+    # all parts of a split model have the same name but for their number
+    return sorted(path.parent.glob(re.sub(r"-\d{5}-of-", "-?????-of-", glob.escape(path.name))))
 
 
 def digest_of(files: Sequence[Path]) -> str:

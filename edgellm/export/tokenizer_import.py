@@ -13,7 +13,7 @@ from edgellm.errors import ModelFormatError, TokenizerError
 from edgellm.export.end_tokens import end_tokens
 from edgellm.export.tokenizer_gguf import adds_bos, build_tokenizer
 from edgellm.graphs.checkpoint import Checkpoint
-from edgellm.graphs.config import Fields
+from edgellm.graphs.fields import Fields
 from edgellm.graphs.safetensors_folder import read_json
 from edgellm.store.bundle import CHAT_TEMPLATE, GENERATION, TOKENIZER, TokenizerEntry
 from edgellm.text.tokenizer import check_ids, tokenizer_errors

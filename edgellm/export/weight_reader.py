@@ -8,7 +8,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgellm.export.import_report import ImportReport
-from edgellm.graphs.checkpoint import Checkpoint, Tensor
+from edgellm.graphs.checkpoint import Checkpoint
+from edgellm.graphs.tensor import Tensor
 from edgellm.kernels.quantized import KINDS, QuantizedWeight, dequantize
 from edgellm.quantize.error import relative_error
 from edgellm.quantize.int4 import quantize_int4

@@ -20,6 +20,7 @@ from edgellm.cache.sequence import Sequence
 from edgellm.engine.engine import Engine
 from edgellm.engine.memory import peak_memory_bytes
 from edgellm.errors import OptionError
+from edgellm.graphs.tensors import parameters
 
 Progress = Callable[[str, int, int], None]
 
@@ -107,7 +108,7 @@ def environment(engine: Engine) -> dict[str, Any]:
         "threads": engine.threads,
         "model": manifest.name,
         "model_size": manifest.source_bytes,
-        "model_n_params": manifest.config.parameters,
+        "model_n_params": parameters(manifest.config),
         "prefill": engine.prefill.placement.provider,
         "prefill_flavour": engine.prefill.flavour,
         "decode": engine.decoder.name,

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from edgellm.backends.softcap import softcapped
 from edgellm.engine.engine import Engine
 from edgellm.engine.sampling import log_softmax
 from edgellm.errors import NumericError
@@ -151,7 +152,7 @@ def quality(
     given = sample_text() if text is None else text
     windows = text_windows(engine, given, window=window, max_windows=max_windows, through=through)
     checkpoint = open_source(engine.bundle, progress=progress)
-    segments = engine.config.layers + 1
+    segments = engine.config.layer_count + 1
 
     def step(label: str, done: int, total: int) -> None:
         if progress is not None:
@@ -169,6 +170,7 @@ def quality(
     for done, (tokens, states) in enumerate(zip(windows, hidden, strict=True), 1):
         for begin, logits in window_logits(engine, tokens, through=through):
             exact = states[begin : begin + len(logits)] @ head
+            exact = softcapped(exact, engine.config.logit_softcap)
             parts.append(Comparison.of(logits, exact, tokens, begin))
         step(f"comparing: window {done}", done, len(windows))
     return _result(Comparison.joined(parts), engine, given, len(windows), window, through)

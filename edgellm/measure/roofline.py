@@ -15,6 +15,7 @@ from threadpoolctl import threadpool_limits
 from edgellm.backends.timing import best_seconds
 from edgellm.graphs.config import ModelConfig
 from edgellm.graphs.contract import WEIGHTS_FILE
+from edgellm.graphs.tensors import linear_parameters
 from edgellm.kernels.gpu.device import device_name, require
 from edgellm.kernels.kv_blocks import BLOCK, KVFormat, block_bytes
 from edgellm.kernels.linear import native as native_linear
@@ -105,12 +106,9 @@ def work_of(bundle: Bundle, tokens: int, *, flavour: str, kv_format: KVFormat) -
     """Of a prompt of `tokens`, and of a decode step after it with the weights of `flavour`."""
     config = bundle.config
     block = block_bytes(
-        format=kv_format,
-        layers=config.layers,
-        kv_heads=config.kv_heads,
-        head_dim=config.head_dim,
+        format=kv_format, layers=1, kv_heads=config.kv_heads, head_dim=config.head_dim
     )
-    cached = block * tokens // BLOCK
+    cached = sum(block * _seen(config, i, tokens) // BLOCK for i in range(config.layer_count))
     if flavour == PANELS:
         summary = imported(bundle, flavour)
         share = summary.decode_bytes / summary.file_bytes if summary.file_bytes else None
@@ -121,10 +119,23 @@ def work_of(bundle: Bundle, tokens: int, *, flavour: str, kv_format: KVFormat) -
 
 
 def _flops(config: ModelConfig, tokens: int) -> float:
-    """A multiplication and an addition for each weight; attention over half of the prompt."""
-    attention = config.attention_size
-    weights = config.hidden_size * (attention + config.qkv_size + 3 * config.intermediate_size)
-    return 2.0 * config.layers * (weights + attention * tokens)
+    """A multiplication and an addition for each weight, and for each channel of what a token sees,
+    in scores and in their sums of values."""
+    seen = sum(_mean_seen(config, layer, tokens) for layer in range(config.layer_count))
+    return 2.0 * (linear_parameters(config) + 2 * config.attention_size * seen)
+
+
+def _seen(config: ModelConfig, layer: int, tokens: int) -> int:
+    """Positions that a token after `tokens` of them sees in a layer."""
+    window = config.layers[layer].attention.window
+    return tokens if window is None else min(tokens, window)
+
+
+def _mean_seen(config: ModelConfig, layer: int, tokens: int) -> float:
+    """Positions that the tokens of a prompt see in a layer, on average: half of it, or nearly a
+    window where that is shorter."""
+    seen = _seen(config, layer, tokens)
+    return seen * (tokens - seen / 2) / max(tokens, 1)
 
 
 def _float_flops(threads: int) -> float:

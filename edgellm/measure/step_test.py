@@ -17,7 +17,10 @@ from edgellm.backends.step_model import StepModel
 from edgellm.cache.kv_cache import KVCache
 from edgellm.graphs import contract
 from edgellm.kernels.kv_blocks import BLOCK
+from edgellm.kernels.linear import Panels
 from edgellm.kernels.step import LayerWeights, Weights
+from edgellm.kernels.step.reference import activate, norm
+from edgellm.kernels.step.weights import Activation
 from edgellm.quantize.error import worst_row_error
 from edgellm.store.import_summary import ImportSummary
 from edgellm.store.reference import Reference, segment_error
@@ -97,32 +100,53 @@ def _segment(
 ) -> Sequence[Floats]:
     """What a graph of this segment would give; see `graphs/contract.py`."""
     if index == 0:
-        residual = np.asarray(inputs[contract.X])
+        residual = np.asarray(inputs[contract.X]) * np.float32(weights.embedding_scale)
     else:
-        residual = _mlp(model, weights, weights.layers[index - 1], inputs)
+        residual = _after_layer(model, weights, weights.layers[index - 1], inputs)
     if index == len(weights.layers):
-        return [_norm(residual, weights.final_norm, weights.epsilon)]
+        return [_norm(residual, weights, weights.final_norm, weights.final_norm_bias)]
     layer = weights.layers[index]
-    normed = _norm(residual, layer.attention_norm, weights.epsilon)
-    parts = [model.linear(normed, layer.q), model.linear(normed, layer.k)]
-    parts.append(model.linear(normed, layer.v, fine=True))
-    qkv = np.concatenate(parts, axis=-1)
-    return [residual, qkv if layer.qkv_bias is None else qkv + layer.qkv_bias]
+    normed = _norm(residual, weights, layer.attention_norm, layer.attention_norm_bias)
+    parts = [
+        _linear(model, normed, layer.q, layer.q_bias),
+        _linear(model, normed, layer.k, layer.k_bias),
+        _linear(model, normed, layer.v, layer.v_bias, fine=True),
+    ]
+    return [residual, np.concatenate(parts, axis=-1)]
 
 
-def _mlp(
+def _after_layer(
     model: StepModel, weights: Weights, layer: LayerWeights, inputs: Mapping[str, Floats]
 ) -> Floats:
     """The residual after a layer whose attention is there."""
-    residual = inputs[contract.RESIDUAL] + model.linear(inputs[contract.ATTENTION], layer.o)
-    normed = _norm(residual, layer.mlp_norm, weights.epsilon)
-    gate, up = model.linear(normed, layer.gate), model.linear(normed, layer.up)
-    with np.errstate(over="ignore", invalid="ignore"):  # damaged weights give whatever they like
-        activated = gate / (1 + np.exp(-gate)) * up
-    after: Floats = residual + model.linear(activated, layer.down)
+    added = _linear(model, inputs[contract.ATTENTION], layer.o, layer.o_bias)
+    added = _norm(added, weights, layer.post_attention_norm, layer.post_attention_norm_bias)
+    residual = inputs[contract.RESIDUAL] + added
+    normed = _norm(residual, weights, layer.mlp_norm, layer.mlp_norm_bias)
+    activated = _linear(model, normed, layer.up, layer.up_bias)
+    if layer.gate is None:
+        activated = _activation(activated, layer.activation)
+    else:
+        gate = _linear(model, normed, layer.gate, layer.gate_bias)
+        with np.errstate(over="ignore", invalid="ignore"):  # damaged weights give what they like
+            activated = _activation(gate, layer.activation) * activated
+    added = _linear(model, activated, layer.down, layer.down_bias)
+    after: Floats = residual + _norm(added, weights, layer.post_mlp_norm, layer.post_mlp_norm_bias)
     return after
 
 
-def _norm(x: Floats, weight: Floats, epsilon: float) -> Floats:
-    normed: Floats = x / np.sqrt((x * x).mean(axis=-1, keepdims=True) + epsilon) * weight
-    return normed
+def _linear(
+    model: StepModel, x: Floats, weight: Panels, bias: Floats | None, *, fine: bool = False
+) -> Floats:
+    product = model.linear(x, weight, fine=fine)
+    return product if bias is None else product + bias
+
+
+def _activation(x: Floats, name: Activation) -> Floats:
+    with np.errstate(over="ignore", invalid="ignore"):  # damaged weights give what they like
+        return activate(x.astype(np.float64), name).astype(np.float32)
+
+
+def _norm(x: Floats, weights: Weights, weight: Floats | None, bias: Floats | None) -> Floats:
+    normed = norm(x.astype(np.float64), weight, bias, weights.epsilon)
+    return normed.astype(np.float32)

@@ -7,7 +7,8 @@
     head-<kind>/             head.onnx, weights.bin with the embedding
     panels/                  weights.bin for the native kernels, embedding and head among them
     reference/               weights.bin: a text in float32, to compare graphs with
-    keys/                    weights.bin: what was done to keys (see key_basis.py)
+    keys/                    weights.bin: what was done to keys, and norms of Q and K (see
+                             key_basis.py)
 
 Graphs of a folder share its weights.bin, which ONNX Runtime and numpy map into memory.
 """
@@ -32,7 +33,7 @@ from edgellm.store.home import replacing_file, sha256_of
 
 FORMAT = "edgellm-bundle"
 # Goes up when the layout or the recipe of a flavour changes, so that old bundles are made again.
-FORMAT_VERSION = 5
+FORMAT_VERSION = 6
 MANIFEST = "manifest.json"
 TOKENIZER = "tokenizer.json"
 CHAT_TEMPLATE = "chat_template.jinja"
@@ -151,7 +152,8 @@ class Manifest:
     Attributes:
         weights: what linear layers of float tensors have become (see `WeightReader`).
         reference: arrays of a text in float32 (see `reference.py`), if there are graphs of chunks.
-        keys: arrays of the basis of keys in all flavours (see `key_basis.py`).
+        keys: arrays of the basis of keys in all flavours, and norms of Q and K (see
+            `key_basis.py`).
     """
 
     name: str

@@ -15,9 +15,9 @@ import numpy as np
 
 from edgellm.errors import BundleError, EdgeLLMError
 from edgellm.graphs import contract
-from edgellm.graphs.checkpoint import shapes
 from edgellm.graphs.config import ModelConfig
 from edgellm.graphs.contract import StoredArray
+from edgellm.graphs.tensors import model_tensors
 from edgellm.graphs.typed_json import typed
 from edgellm.kernels.linear import panels_shape
 from edgellm.kernels.quantized import GROUP, KINDS
@@ -91,8 +91,12 @@ class _Checker:
 
     def check_panels(self, entry: FlavourEntry) -> None:
         """The weights of the native kernels and the kinds that they are said to be of."""
-        sizes = shapes(self._config)
-        weights = {name for name, shape in sizes.items() if len(shape) == 2}
+        matrices = {
+            name: spec.shape
+            for name, spec in model_tensors(self._config).items()
+            if spec.role != "vector"
+        }
+        weights = set(matrices)
         if set(entry.kinds) != weights:
             name = min(set(entry.kinds) ^ weights)
             missing = "missing" if name in weights else "of no weight of this config"
@@ -103,9 +107,9 @@ class _Checker:
                     f"{PANELS}: {name} is of the unknown kind {kind!r}; known are "
                     + ", ".join(KINDS)
                 )
-            if sizes[name][1] % KINDS[kind].inputs_multiple:
+            if matrices[name][1] % KINDS[kind].inputs_multiple:
                 raise self._error(
-                    f"{PANELS}: {name} has {sizes[name][1]} inputs; {kind} needs a multiple of "
+                    f"{PANELS}: {name} has {matrices[name][1]} inputs; {kind} needs a multiple of "
                     f"{KINDS[kind].inputs_multiple}"
                 )
         needs = _panel_needs(self._config, entry.kinds)
@@ -142,7 +146,7 @@ class _Checker:
             )
         if entry.head not in self._manifest.heads:
             raise self._error(f"{name}: its head {entry.head} is not in the bundle")
-        measured = [*map(error_name, range(self._config.layers + 1)), PROMPT]
+        measured = [*map(error_name, range(self._config.layer_count + 1)), PROMPT]
         if entry.any_size and not entry.errors.keys() >= set(measured):
             raise self._error(f"{name}: errors of {', '.join(measured)} are needed")
         self._check_shadows(name, entry)
@@ -160,7 +164,7 @@ class _Checker:
         self.compare("reference: array", arrays, _reference_needs(self._config, tokens.shape[0]))
 
     def _check_shadows(self, name: str, entry: FlavourEntry) -> None:
-        layers = {f"layers.{layer}.down" for layer in range(self._config.layers)}
+        layers = {f"layers.{layer}.down" for layer in range(self._config.layer_count)}
         for layer, shadow in entry.shadows.items():
             if layer not in layers:
                 raise self._error(f"{name}: shadow {layer} is of no layer of this config")
@@ -194,15 +198,12 @@ def _key_needs(config: ModelConfig) -> dict[str, _Need]:
 
 def _panel_needs(config: ModelConfig, kinds: Mapping[str, str]) -> dict[str, _Need]:
     needs: dict[str, _Need] = {}
-    for name, shape in shapes(config).items():
+    for name, spec in model_tensors(config).items():
         if name in kinds:
-            outputs, inputs = shape
+            outputs, inputs = spec.shape
             needs[name] = "uint8", (panels_shape(outputs, inputs, KINDS[kinds[name]]),)
-        elif not name.endswith("_bias"):
-            needs[name] = _floats(*shape)
-    if config.qkv_bias:
-        for layer in range(config.layers):
-            needs[f"layers.{layer}.qkv_bias"] = _floats(config.qkv_size)
+        elif not key_basis.is_head_norm(name):
+            needs[name] = _floats(*spec.shape)
     return needs
 
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import logging
 import shlex
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from edgellm.errors import BundleError, ModelFormatError
 from edgellm.store.bundle import Bundle, ExportProgress, is_bundle, open_bundle
 from edgellm.store.bundle_state import is_newer, recorded_source
+from edgellm.store.flavour_support import Flavours, names_of
 from edgellm.store.home import bundles_dir, delete_abandoned_at_home
 from edgellm.store.sources import Source, resolve
 
@@ -23,7 +24,7 @@ _log = logging.getLogger(__name__)
 def prepare(
     name: str,
     *,
-    flavours: Iterable[str],
+    flavours: Flavours,
     out: Path | None = None,
     chunk_sizes: Sequence[int] | None = None,
     weights: str | None = None,
@@ -38,7 +39,7 @@ def prepare(
 
     Args:
         name: see `sources.py`; the folder of a bundle is opened as it is.
-        flavours: exported if they are not there yet.
+        flavours: exported if they are not there yet; names, or what gives them for a model.
         out: the folder of the bundle; None is one in EDGELLM_HOME.
         chunk_sizes, weights, calibration, progress: see `export`; of a download, in bytes.
         force: export again.
@@ -46,7 +47,7 @@ def prepare(
     Raises:
         SourceError, ModelFormatError, UnsupportedModelError, BundleError, ExportError, OptionError
     """
-    wanted = sorted(set(flavours))
+    wanted = flavours if callable(flavours) else tuple(flavours)
     delete_abandoned_at_home()
     source = resolve(name, progress=progress)
     if out is None and is_bundle(source.path):
@@ -87,7 +88,7 @@ def prepare(
         return export_once()
 
 
-def _open_if_complete(path: Path, flavours: Iterable[str]) -> Bundle | None:
+def _open_if_complete(path: Path, flavours: Flavours) -> Bundle | None:
     """The bundle at `path`; None if it has to be exported, wholly or in part."""
     if not path.exists():
         return None
@@ -97,7 +98,8 @@ def _open_if_complete(path: Path, flavours: Iterable[str]) -> Bundle | None:
         if is_newer(path):
             raise
         return None
-    return bundle if set(flavours) <= set(bundle.manifest.flavours) else None
+    wanted = names_of(flavours, bundle.config)
+    return bundle if set(wanted) <= set(bundle.manifest.flavours) else None
 
 
 def _download_again(source: Source, why: str, progress: ExportProgress | None) -> None:
@@ -106,12 +108,12 @@ def _download_again(source: Source, why: str, progress: ExportProgress | None) -
     source.member.fetch(again=True, progress=progress)
 
 
-def _open_given(source: Source, flavours: Sequence[str]) -> Bundle:
+def _open_given(source: Source, flavours: Flavours) -> Bundle:
     try:
         bundle = open_bundle(source.path)
     except BundleError as error:
         raise BundleError(f"{error}: {_export_command(source.path)} --force`") from None
-    missing = sorted(set(flavours) - set(bundle.manifest.flavours))
+    missing = sorted({*names_of(flavours, bundle.config)} - set(bundle.manifest.flavours))
     if missing:
         raise BundleError(
             f"{source.path}: flavour {', '.join(missing)} is not in this bundle; export it with "

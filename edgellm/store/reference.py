@@ -67,7 +67,7 @@ def open_reference(root: Path, config: ModelConfig, arrays: Mapping[str, StoredA
     found = map_arrays(root, arrays)
     rest = slice(HOST_TOKENS, None)
     segments = []
-    for index in range(config.layers + 1):
+    for index in range(config.layer_count + 1):
         part = contract.Part(index)
         sources = {contract.RESIDUAL: array_name(index - 1, contract.RESIDUAL_OUT)}
         inputs, outputs = (
@@ -76,7 +76,7 @@ def open_reference(root: Path, config: ModelConfig, arrays: Mapping[str, StoredA
         )
         segments.append(SegmentRows(inputs, outputs))
     host_qkv = [
-        found[array_name(layer, contract.QKV)][:HOST_TOKENS] for layer in range(config.layers)
+        found[array_name(layer, contract.QKV)][:HOST_TOKENS] for layer in range(config.layer_count)
     ]
     return Reference(
         found["tokens"].tolist(),

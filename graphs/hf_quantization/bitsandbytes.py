@@ -18,12 +18,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgellm.errors import ModelFormatError, UnsupportedModelError
-from edgellm.graphs.checkpoint import Tensor
-from edgellm.graphs.config import Fields
+from edgellm.graphs.fields import Fields
 from edgellm.graphs.hf_quantization.groups import Groups
 from edgellm.graphs.hf_quantization.packing import unpack, unsigned
 from edgellm.graphs.hf_quantization.scales import read_scales
 from edgellm.graphs.safetensors_folder import FLOATS, SafetensorsFolder
+from edgellm.graphs.tensor import Tensor
 
 _TYPES = ("nf4", "fp4")
 _LARGEST_INT8 = 127

@@ -19,7 +19,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgellm.errors import ModelFormatError
-from edgellm.graphs.checkpoint import Tensor
 from edgellm.graphs.hf_quantization import fp8
 from edgellm.graphs.hf_quantization.gptq import read_group_index
 from edgellm.graphs.hf_quantization.groups import Groups
@@ -28,6 +27,7 @@ from edgellm.graphs.hf_quantization.packing import Bytes, unpack, unsigned
 from edgellm.graphs.hf_quantization.scales import read_scales
 from edgellm.graphs.hf_quantization.schemes import read_schemes
 from edgellm.graphs.safetensors_folder import FLOATS, SafetensorsFolder
+from edgellm.graphs.tensor import Tensor
 
 _BITS = (4, 8)
 

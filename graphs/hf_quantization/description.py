@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from edgellm.errors import ModelFormatError, UnsupportedModelError
-from edgellm.graphs.config import Fields
+from edgellm.graphs.fields import Fields
 
 
 def read_choice(fields: Fields, key: str, allowed: Sequence[int], *, origin: str) -> int:

@@ -14,10 +14,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgellm.errors import ModelFormatError
-from edgellm.graphs.checkpoint import Tensor
-from edgellm.graphs.config import Fields
+from edgellm.graphs.fields import Fields
 from edgellm.graphs.hf_quantization.scales import read_powers_of_two, read_scales
 from edgellm.graphs.safetensors_folder import FLOATS, SafetensorsFolder
+from edgellm.graphs.tensor import Tensor
 
 DTYPE = "F8_E4M3"
 

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from edgellm.graphs.checkpoint import Tensor
 from edgellm.graphs.hf_quantization.packing import Bytes
+from edgellm.graphs.tensor import Tensor
 from edgellm.kernels.quantized import GROUP, KINDS, Kind, QuantizedWeight
 
 Floats = NDArray[np.float32]

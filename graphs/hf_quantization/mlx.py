@@ -13,14 +13,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from edgellm.errors import ModelFormatError, UnsupportedModelError
-from edgellm.graphs.checkpoint import Tensor
-from edgellm.graphs.config import Fields
+from edgellm.graphs.fields import Fields
 from edgellm.graphs.hf_quantization.description import read_choice
 from edgellm.graphs.hf_quantization.groups import Groups
 from edgellm.graphs.hf_quantization.mxfp4 import mxfp4_tensor
 from edgellm.graphs.hf_quantization.packing import unpack
 from edgellm.graphs.hf_quantization.scales import read_powers_of_two, read_scales
 from edgellm.graphs.safetensors_folder import FLOATS, SafetensorsFolder
+from edgellm.graphs.tensor import Tensor
 
 # Mode -> the bits and group sizes that it has.
 _MODES = {"affine": ((2, 3, 4, 5, 6, 8), (32, 64, 128)), "mxfp4": ((4,), (32,))}

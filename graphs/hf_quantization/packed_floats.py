@@ -11,11 +11,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgellm.errors import ModelFormatError
-from edgellm.graphs.checkpoint import Tensor
 from edgellm.graphs.hf_quantization.mxfp4 import e2m1, mxfp4_tensor
 from edgellm.graphs.hf_quantization.packing import unpack
 from edgellm.graphs.hf_quantization.scales import read_powers_of_two, read_scales
 from edgellm.graphs.safetensors_folder import SafetensorsFolder
+from edgellm.graphs.tensor import Tensor
 
 _BITS = 4
 _MX_GROUP, _NV_GROUP = 32, 16

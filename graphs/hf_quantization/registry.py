@@ -7,9 +7,9 @@ from collections.abc import Mapping
 from typing import Any, Protocol
 
 from edgellm.errors import ModelFormatError, UnsupportedModelError
-from edgellm.graphs.checkpoint import Tensor
-from edgellm.graphs.config import Fields
+from edgellm.graphs.fields import Fields
 from edgellm.graphs.safetensors_folder import SafetensorsFolder
+from edgellm.graphs.tensor import Tensor
 
 # `quant_method` -> the file of this folder whose `Reader` reads it.
 _METHODS = {

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from edgellm.errors import UnsupportedModelError
-from edgellm.graphs.config import Fields
+from edgellm.graphs.fields import Fields
 from edgellm.graphs.hf_quantization.fp8 import read_block
 
 _FORMATS = (

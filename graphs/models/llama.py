@@ -1,109 +1,127 @@
-"""Llama 2 and 3 and the many models of the same shape (SmolLM2, TinyLlama, Yi ...)."""
+"""Llama 2 and 3 and the many models of the same shape (SmolLM2, MiniCPM5, TinyLlama, Yi ...)."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from dataclasses import replace
 
+from edgellm.errors import UnsupportedModelError
 from edgellm.graphs import rope_scaling
-from edgellm.graphs.config import Fields, ModelConfig
+from edgellm.graphs.architecture import Architecture, GGUFHeader, with_layers
+from edgellm.graphs.config import ModelConfig, repeated
+from edgellm.graphs.fields import Fields
+from edgellm.graphs.layer_config import Activation, Attention, LayerConfig, Mlp
 
-HF_TENSORS = {
-    "embedding": "model.embed_tokens.weight",
-    "final_norm": "model.norm.weight",
-    "head": "lm_head.weight",
-    "layers.attention_norm": "model.layers.{}.input_layernorm.weight",
-    "layers.q": "model.layers.{}.self_attn.q_proj.weight",
-    "layers.k": "model.layers.{}.self_attn.k_proj.weight",
-    "layers.v": "model.layers.{}.self_attn.v_proj.weight",
-    "layers.o": "model.layers.{}.self_attn.o_proj.weight",
-    "layers.mlp_norm": "model.layers.{}.post_attention_layernorm.weight",
-    "layers.gate": "model.layers.{}.mlp.gate_proj.weight",
-    "layers.up": "model.layers.{}.mlp.up_proj.weight",
-    "layers.down": "model.layers.{}.mlp.down_proj.weight",
+# Names that config files have for the activations that we compute.
+_ACTIVATIONS: dict[str, Activation] = {
+    "silu": "silu",
+    "swish": "silu",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "gelu_new": "gelu_tanh",
 }
 
-GGUF_TENSORS = {
-    "embedding": "token_embd.weight",
-    "final_norm": "output_norm.weight",
-    "head": "output.weight",
-    "layers.attention_norm": "blk.{}.attn_norm.weight",
-    "layers.q": "blk.{}.attn_q.weight",
-    "layers.k": "blk.{}.attn_k.weight",
-    "layers.v": "blk.{}.attn_v.weight",
-    "layers.o": "blk.{}.attn_output.weight",
-    "layers.mlp_norm": "blk.{}.ffn_norm.weight",
-    "layers.gate": "blk.{}.ffn_gate.weight",
-    "layers.up": "blk.{}.ffn_up.weight",
-    "layers.down": "blk.{}.ffn_down.weight",
-}
 
-# llama.cpp's converter reorders the rows of q and k for its interleaved RoPE.
-GGUF_INTERLEAVED_ROPE = True
+def config_from_hf(
+    fields: Fields,
+    *,
+    norm_eps: str = "rms_norm_eps",
+    intermediate: str = "intermediate_size",
+    activation: Activation | None = None,
+    layer_type: str | None = None,
+) -> ModelConfig:
+    """A `config.json` as a ModelConfig, as far as Llama's fields go; other families change it.
 
-
-def config_from_hf(values: Mapping[str, Any], *, origin: str) -> ModelConfig:
-    """A `config.json` as a ModelConfig; what this file does not compute is refused by name."""
-    fields = Fields(values, origin=origin)
-    fields.require("hidden_act", "silu")
-    fields.require("attention_bias", False)
-    fields.require("mlp_bias", False)
+    Args:
+        norm_eps, intermediate: what the family calls these two.
+        activation: in place of the one that the file names.
+        layer_type: whose RoPE is taken where types of layers have one each.
+    """
     hidden_size, heads = fields.read(int, "hidden_size"), fields.read(int, "num_attention_heads")
     head_dim = fields.optional(int, "head_dim") or hidden_size // max(heads, 1)
+    bias = fields.optional(bool, "attention_bias") or False
+    layer = LayerConfig(
+        attention=Attention(
+            heads=heads,
+            kv_heads=fields.optional(int, "num_key_value_heads") or heads,
+            head_dim=head_dim,
+            qkv_bias=bias,
+            output_bias=bias,
+        ),
+        mlp=Mlp(
+            intermediate=fields.read(int, intermediate),
+            activation=activation or _activation(fields, "hidden_act"),
+            bias=fields.optional(bool, "mlp_bias") or False,
+        ),
+    )
     return ModelConfig(
         model_type=fields.read(str, "model_type"),
         vocab_size=fields.read(int, "vocab_size"),
         hidden_size=hidden_size,
-        intermediate_size=fields.read(int, "intermediate_size"),
-        layers=fields.read(int, "num_hidden_layers"),
-        heads=heads,
-        kv_heads=fields.optional(int, "num_key_value_heads") or heads,
-        head_dim=head_dim,
-        rms_norm_eps=fields.read(float, "rms_norm_eps"),
-        context_length=fields.read(int, "max_position_embeddings"),
-        inv_freq=rope_scaling.from_hf(values, dim=head_dim, origin=origin),
-        sliding_window=None,
+        layers=repeated(layer, fields.read(int, "num_hidden_layers")),
+        ropes=(rope_scaling.from_hf(fields, head_dim=head_dim, layer_type=layer_type),),
+        norm_eps=fields.read(float, norm_eps),
+        context_length=rope_scaling.context_of_hf(fields, layer_type=layer_type),
         tied_embedding=fields.optional(bool, "tie_word_embeddings") or False,
     )
 
 
 def config_from_gguf(
-    metadata: Mapping[str, Any],
-    *,
-    vocab_size: int,
-    tied_embedding: bool,
-    rope_factors: list[float] | None,
-    origin: str,
+    header: GGUFHeader, *, norm_eps: str = "attention.layer_norm_rms_epsilon"
 ) -> ModelConfig:
-    """GGUF's `llama.*` keys as a ModelConfig."""
-    fields = Fields(metadata, origin=origin)
-    fields.require("llama.expert_count", 0)
-    fields.require("llama.rope.scaling.type", "none", "linear")
-    hidden_size = fields.read(int, "llama.embedding_length")
-    heads = fields.read(int, "llama.attention.head_count")
-    head_dim = fields.optional(int, "llama.attention.key_length") or hidden_size // max(heads, 1)
-    fields.require("llama.attention.value_length", head_dim)
-    inv_freq = rope_scaling.base_frequencies(
-        fields.optional(int, "llama.rope.dimension_count") or head_dim,
-        fields.optional(float, "llama.rope.freq_base") or 10000.0,
+    """A GGUF file's keys as a ModelConfig, as far as Llama's go; other families change it."""
+    fields = header.fields
+    fields.require("expert_count", 0)
+    fields.require("attention.causal", True)
+    hidden_size, heads = (
+        fields.read(int, "embedding_length"),
+        fields.uniform("attention.head_count"),
     )
-    if fields.optional(str, "llama.rope.scaling.type") == "linear":
-        factor = fields.read(float, "llama.rope.scaling.factor")
-        inv_freq = rope_scaling.scale_linear(inv_freq, factor)
-    if rope_factors is not None:
-        inv_freq = rope_scaling.scale_by_factors(inv_freq, rope_factors)
+    head_dim = fields.optional(int, "attention.key_length") or hidden_size // max(heads, 1)
+    fields.require("attention.value_length", head_dim)
+    biases = {x for x in ("q", "qkv", "output") if f"blk.0.attn_{x}.bias" in header.tensors}
+    layer = LayerConfig(
+        attention=Attention(
+            heads=heads,
+            kv_heads=fields.uniform("attention.head_count_kv", default=heads),
+            head_dim=head_dim,
+            # written as 0 where there is none
+            window=fields.optional(int, "attention.sliding_window") or None,
+            qkv_bias="q" in biases or "qkv" in biases,
+            output_bias="output" in biases,
+        ),
+        mlp=Mlp(
+            intermediate=fields.uniform("feed_forward_length"),
+            bias="blk.0.ffn_down.bias" in header.tensors,
+        ),
+    )
     return ModelConfig(
-        model_type="llama",
-        vocab_size=vocab_size,
+        model_type=header.model_type,
+        vocab_size=header.vocab_size,
         hidden_size=hidden_size,
-        intermediate_size=fields.read(int, "llama.feed_forward_length"),
-        layers=fields.read(int, "llama.block_count"),
-        heads=heads,
-        kv_heads=fields.optional(int, "llama.attention.head_count_kv") or heads,
-        head_dim=head_dim,
-        rms_norm_eps=fields.read(float, "llama.attention.layer_norm_rms_epsilon"),
-        context_length=fields.read(int, "llama.context_length"),
-        inv_freq=tuple(inv_freq.tolist()),
-        sliding_window=None,
-        tied_embedding=tied_embedding,
+        layers=repeated(layer, fields.read(int, "block_count")),
+        ropes=(rope_scaling.from_gguf(header, head_dim=head_dim),),
+        norm_eps=fields.read(float, norm_eps),
+        context_length=rope_scaling.context_of_gguf(header),
+        tied_embedding="output.weight" not in header.tensors,
     )
+
+
+def with_activation(config: ModelConfig, activation: Activation) -> ModelConfig:
+    """The config with another activation, which GGUF files do not name."""
+    return with_layers(config, lambda _, x: replace(x, mlp=replace(x.mlp, activation=activation)))
+
+
+def _activation(fields: Fields, key: str) -> Activation:
+    name = fields.optional(str, key) or "silu"
+    if name not in _ACTIVATIONS:
+        raise UnsupportedModelError(
+            f"{fields.origin}: {key} = {name!r} is not supported; supported are "
+            + ", ".join(_ACTIVATIONS)
+        )
+    return _ACTIVATIONS[name]
+
+
+ARCHITECTURE = Architecture(
+    config_from_hf=config_from_hf,
+    config_from_gguf=config_from_gguf,
+    gguf_interleaved_rope=True,  # llama.cpp's converter reorders the rows of q and k
+)

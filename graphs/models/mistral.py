@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import replace
-from typing import Any
-
-from edgellm.graphs.config import Fields, ModelConfig
+from edgellm.graphs.architecture import Architecture
+from edgellm.graphs.config import ModelConfig
+from edgellm.graphs.fields import Fields
+from edgellm.graphs.layer_kinds import with_windows
 from edgellm.graphs.models import llama
 
-HF_TENSORS = llama.HF_TENSORS
+
+def config_from_hf(fields: Fields, *, norm_eps: str = "rms_norm_eps") -> ModelConfig:
+    """Llama's, and a window in all layers. (`norm_eps`: as in Llama's.)"""
+    window = fields.optional(int, "sliding_window")
+    config = llama.config_from_hf(fields, norm_eps=norm_eps)
+    return with_windows(config, [window is not None] * config.layer_count, window)
 
 
-def config_from_hf(values: Mapping[str, Any], *, origin: str) -> ModelConfig:
-    window = Fields(values, origin=origin).optional(int, "sliding_window")
-    return replace(llama.config_from_hf(values, origin=origin), sliding_window=window)
+ARCHITECTURE = Architecture(config_from_hf=config_from_hf)

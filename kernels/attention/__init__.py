@@ -20,9 +20,11 @@ def attend(
     start: int,
     *,
     window: int | None = None,
+    scale: float | None = None,
+    softcap: float | None = None,
     threads: int = 1,
 ) -> NDArray[np.float32]:
-    """Softmax(q k^T / sqrt(D)) v over the cached tokens `0 .. start + C`, C of them just appended.
+    """Softmax(scale q k^T) v over the cached tokens `0 .. start + C`, C of them just appended.
 
     Runs in C++ where that was built, else in numpy. In C++ a query's result has the same bits
     however many others come with it, and on int8 blocks queries and weights are rounded as well
@@ -32,6 +34,8 @@ def attend(
         blocks, table: the pool and the sequence's block ids.
         q: queries after RoPE, `[C, H, D]` float32, at positions `start ..`.
         window: a query sees its own and the `window - 1` positions before it, or all if None.
+        scale: of the scores; None is `D ** -0.5`.
+        softcap: scores `s` become `softcap * tanh(s / softcap)`, if any.
         threads: cores that the C++ version may use.
 
     Returns:
@@ -39,5 +43,18 @@ def attend(
     """
     compiled = library_for(blocks)
     if compiled is None:
-        return portable.attend(blocks, table, layer, q, start, window=window)
-    return native.attend(compiled, blocks, table, layer, q, start, window=window, threads=threads)
+        return portable.attend(
+            blocks, table, layer, q, start, window=window, scale=scale, softcap=softcap
+        )
+    return native.attend(
+        compiled,
+        blocks,
+        table,
+        layer,
+        q,
+        start,
+        window=window,
+        scale=scale,
+        softcap=softcap,
+        threads=threads,
+    )

@@ -9,6 +9,7 @@ namespace edgellm {
 struct Queries {
     const float* q;  // [tokens, heads, head_dim], after RoPE
     int32_t heads, tokens, start, window;
+    float scale, softcap;  // of the scores; softcap 0: none
 };
 
 // Arguments of one call; the same fields, in the same order, as in native.py.

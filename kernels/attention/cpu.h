@@ -98,11 +98,10 @@ public:
     }
 
     void run() {
-        const float norm = 1.0f / std::sqrt(static_cast<float>(kv_.head_dim));
         for (int r = 0; r < task_.rows; ++r) {
             const int row = task_.first + r, head = task_.kv_head * group_ + row % group_;
             const size_t at = size_t(row / group_) * queries_.heads + head;
-            rows_.set_query(r, queries_.q + at * kv_.head_dim, norm);
+            rows_.set_query(r, queries_.q + at * kv_.head_dim, queries_.scale);
             task_.parts[size_t(r) * (kv_.head_dim + 2) + 1] = 0;
         }
         for (int s = task_.from; s < task_.to; ++s) stretch(s * edgellm::STRETCH);
@@ -162,6 +161,8 @@ private:
         if (count <= 0) return;
         const int width = (count + LANES - 1) / LANES * LANES;
         rows_.template score<R, AHEAD>(r, width, scores_);
+        if (queries_.softcap > 0)
+            for (int i = 0; i < R; ++i) soft_cap(scores_ + i * edgellm::BLOCK, width, queries_.softcap);
         for (int i = 0; i < R; ++i) mask(r + i, base, width, scores_ + i * edgellm::BLOCK);
         TileState state{scores_, values_ + size_t(r) * step_, {}};
         soften<R>(scores_, width, maximum_ + r, total_ + r, state.shrink);

@@ -18,8 +18,9 @@ import triton
 import triton.language as tl
 
 from edgellm.kernels.gpu.device import aligned, interpreted
+from edgellm.kernels.gpu.elementwise import soft_capped
 from edgellm.kernels.gpu.kv_blocks import DeviceBlocks
-from edgellm.kernels.hadamard.gpu import hadamard_matrix
+from edgellm.kernels.hadamard.gpu import spread
 from edgellm.kernels.kv_append.gpu import hadamard_size
 from edgellm.kernels.kv_blocks import BLOCK, SPREAD_VALUES
 
@@ -108,9 +109,11 @@ def attention_kernel(
     layers: tl.tensor,
     window: tl.tensor,
     scale: tl.tensor,
+    cap: tl.tensor,
     GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     FORMAT: tl.constexpr,
+    CAP: tl.constexpr,
     WIDTH: tl.constexpr,
     ROWS: tl.constexpr,
     KEYS: tl.constexpr,
@@ -120,6 +123,7 @@ def attention_kernel(
     FOUR_BIT: tl.constexpr = FORMAT == "int4"
     SCALED: tl.constexpr = FORMAT == "int4" or FORMAT == "int8"
     ROW: tl.constexpr = HEAD_DIM // 2 if FOUR_BIT else HEAD_DIM
+    LOG2_E: tl.constexpr = 1.4426950408889634  # exp2 takes the place of exp
     kv_head, split, splits = tl.program_id(1), tl.program_id(2), tl.num_programs(2)
     r = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     there = r < tokens * GROUP
@@ -136,12 +140,14 @@ def attention_kernel(
     if FOUR_BIT:
         q_high = tl.load(q_ptr + at + ROW, mask=inside, other=0.0)
         q_size = tl.maximum(q_size, tl.max(tl.abs(q_high), axis=1))
+    if not CAP:
+        scale *= LOG2_E
     if FORMAT != "f32":
         divisor = tl.where(q_size > 0, q_size, 1.0)[:, None]
         q, q_high = (q / divisor).to(tl.float16), (q_high / divisor).to(tl.float16)
-        factor = q_size * (scale * 1.4426950408889634)  # exp2 takes the place of exp
+        factor = q_size * scale
     else:
-        factor = tl.full([ROWS], 1.4426950408889634, tl.float32) * scale
+        factor = tl.full([ROWS], 1.0, tl.float32) * scale
 
     # the keys that any query of this tile sees, in tiles, and this split's share of them
     first_token = tl.program_id(0) * ROWS // GROUP
@@ -174,6 +180,8 @@ def attention_kernel(
         written = key < end
         if SCALED:
             score *= tl.load(k_scale_ptr + at_scale, mask=written, other=0.0)[None, :]
+        if CAP:
+            score = soft_capped(score, cap) * LOG2_E
         seen = (key[None, :] <= position[:, None]) & (key[None, :] > position[:, None] - window)
         score = tl.where(seen & written[None, :], score, float("-inf"))
         now = tl.maximum(largest, tl.max(score, axis=1))
@@ -240,7 +248,7 @@ def combine_kernel(
         largest = now
     total /= weight
     if HADAMARD > 0:
-        total = tl.sum(hadamard_matrix(d[:, None], d[None, :], HADAMARD) * total[None, :], axis=1)
+        total = spread(total, HADAMARD)
     tl.store(out_ptr + row * HEAD_DIM + d, total, mask=d < HEAD_DIM)
 
 
@@ -254,19 +262,25 @@ def attend(
     partials: Partials,
     *,
     window: int | None = None,
+    scale: float | None = None,
+    softcap: float | None = None,
 ) -> None:
-    """Softmax(q k^T / sqrt(D)) v over the cached tokens `0 .. start + C`, C of them just appended.
+    """Softmax(scale * q k^T) v over the cached tokens `0 .. start + C`, C of them just appended.
 
     Args:
         table: block ids, int64; `start`: one int32. Both are read on the device.
         q: `[C, H, D]` float32 from `append_rotated`; `out` likewise.
         partials: room for `C` tokens or more.
+        window: a query sees its own and the `window - 1` positions before it, or all if None.
+        scale: None is `D ** -0.5`.
+        softcap: scores `s` become `softcap * tanh(s / softcap)`, if any.
     """
     host = blocks.host
     tokens, heads, head_dim = q.shape
     group = heads // host.kv_heads
-    # float32 is for reference: its products are not for tensor cores, and its tiles are large
-    largest = 16 if blocks.format == "f32" else ROWS
+    # float32 is for reference: its products are not for tensor cores, and its tiles are large;
+    # tiles of wide heads would not fit into registers
+    largest = 16 if blocks.format == "f32" else ROWS if head_dim <= 128 else ROWS // 2
     rows = min(largest, max(16, aligned(tokens * group)))
     width = max(16, aligned(blocks.row))
     tiles = triton.cdiv(tokens * group, rows)
@@ -288,10 +302,12 @@ def attend(
         layer,
         host.layers,
         window or 1 << 30,
-        head_dim**-0.5,
+        head_dim**-0.5 if scale is None else scale,
+        0.0 if softcap is None else softcap,
         GROUP=group,
         HEAD_DIM=head_dim,
         FORMAT=blocks.format,
+        CAP=softcap is not None,
         WIDTH=width,
         ROWS=rows,
         KEYS=16 if blocks.format == "f32" else KEYS if head_dim <= 128 else KEYS // 2,

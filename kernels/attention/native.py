@@ -19,6 +19,7 @@ class _Call(ctypes.Structure):
         ("kv", KV),
         ("q", ctypes.c_void_p),
         *((name, ctypes.c_int32) for name in ("heads", "tokens", "start", "window")),
+        *((name, ctypes.c_float) for name in ("scale", "softcap")),
         ("out", ctypes.c_void_p),
         *((name, ctypes.c_int32) for name in ("layer", "threads")),
     ]
@@ -33,6 +34,8 @@ def attend(
     start: int,
     *,
     window: int | None = None,
+    scale: float | None = None,
+    softcap: float | None = None,
     threads: int = 1,
 ) -> NDArray[np.float32]:
     """See `attend` in `__init__.py`; `library` holds the compiled kernels."""
@@ -52,6 +55,8 @@ def attend(
         tokens,
         start,
         window or 0,
+        blocks.head_dim**-0.5 if scale is None else scale,
+        softcap or 0.0,
         address(out),
         layer,
         threads,

@@ -21,6 +21,8 @@ def attend(
     start: int,
     *,
     window: int | None = None,
+    scale: float | None = None,
+    softcap: float | None = None,
 ) -> NDArray[np.float32]:
     """See `attend` in `__init__.py`."""
     tokens, heads, head_dim = q.shape
@@ -33,7 +35,7 @@ def attend(
         .transpose(1, 0, 2)
         .reshape(kv_heads, group * tokens, head_dim)
     )
-    queries = queries * np.float32(head_dim**-0.5)
+    queries = queries * np.float32(head_dim**-0.5 if scale is None else scale)
     step = max(1, _SCORE_BYTES // (4 * group * tokens * length))
     for first in range(0, kv_heads, step):
         part = slice(first, min(first + step, kv_heads))
@@ -42,6 +44,8 @@ def attend(
         scores = queries[part] @ k.transpose(0, 2, 1)  # [h, G*C, length]
         if k_scale is not None:
             scores *= k_scale[:, None, :]
+        if softcap is not None:
+            scores = np.float32(softcap) * np.tanh(scores / np.float32(softcap))
         _mask(scores.reshape(-1, group, tokens, length), start, window)
         scores -= scores.max(axis=-1, keepdims=True)
         np.exp(scores, out=scores)

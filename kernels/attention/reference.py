@@ -13,19 +13,24 @@ def attend(
     start: int,
     *,
     window: int | None = None,
+    scale: float | None = None,
+    softcap: float | None = None,
 ) -> NDArray[np.float64]:
-    """Softmax(q k^T / sqrt(D)) v, where query `c` sees the keys up to position `start + c`.
+    """Softmax(scale q k^T) v, where query `c` sees the keys up to position `start + c`.
 
     Args:
         q: queries `[C, H, D]` at positions `start ..`.
         k, v: keys and values `[start + C, Hkv, D]`; head `h` reads KV head `h // (H / Hkv)`.
         window: a query sees its own and the `window - 1` positions before it, or all if None.
+        scale: of the scores; None is `D ** -0.5`.
+        softcap: scores `s` become `softcap * tanh(s / softcap)`, if any.
 
     Returns:
         `[C, H, D]` float64.
     """
     tokens, heads, head_dim = q.shape
     group = heads // k.shape[1]
+    factor = head_dim**-0.5 if scale is None else scale
     out = np.empty(q.shape, np.float64)
     for token in range(tokens):
         end = start + token + 1
@@ -33,7 +38,9 @@ def attend(
         for head in range(heads):
             keys = k[begin:end, head // group].astype(np.float64)
             values = v[begin:end, head // group].astype(np.float64)
-            scores = keys @ q[token, head].astype(np.float64) / np.sqrt(head_dim)
+            scores = keys @ q[token, head].astype(np.float64) * factor
+            if softcap is not None:
+                scores = softcap * np.tanh(scores / softcap)
             weights = np.exp(scores - scores.max())
             out[token, head] = weights @ values / weights.sum()
     return out

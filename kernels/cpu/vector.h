@@ -168,6 +168,28 @@ inline Vec exp_negative(Vec x) {
     return underflow ? Vec{} : result;
 }
 
+inline Vec tanh_of(Vec x) {
+    const Vec e = exp_negative(magnitude(x) * splat(-2.0f));
+    const Vec t = (splat(1.0f) - e) / (splat(1.0f) + e);
+    return x < Vec{} ? -t : t;
+}
+
+// x = cap * tanh(x / cap) for `n` numbers, a multiple of LANES.
+inline void soft_cap(float* x, int n, float cap) {
+    for (int i = 0; i < n; i += LANES)
+        store(x + i, tanh_of(load(x + i) * splat(1.0f / cap)) * splat(cap));
+}
+
+// 1 / sqrt(mean square of n numbers + epsilon)
+inline float inverse_rms(const float* x, int n, float epsilon) {
+    Vec squares = {};
+    int i = 0;
+    for (; i + LANES <= n; i += LANES) squares += load(x + i) * load(x + i);
+    float sum = sum_of(squares);
+    for (; i < n; ++i) sum += x[i] * x[i];
+    return 1.0f / std::sqrt(sum / static_cast<float>(n) + epsilon);
+}
+
 inline float float_of_half(uint16_t half) {
     const uint32_t sign = uint32_t(half & 0x8000) << 16, rest = half & 0x7fff;
     uint32_t bits;

@@ -20,17 +20,20 @@ from functools import cache, partial
 from itertools import cycle
 from multiprocessing import get_context
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, Literal, get_args
 
 import click
 import numpy as np
 import torch
 import triton
+from numpy.typing import NDArray
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
+from edgellm.kernels.gpu.elementwise import Activation
 from edgellm.kernels.gpu.kv_blocks import DeviceBlocks
+from edgellm.kernels.kv_append import HeadNorms
 from edgellm.kernels.kv_blocks import KVFormat, allocate
 from edgellm.kernels.linear.panels import Panels, panels_shape
 from edgellm.kernels.quantized import KINDS, Kind
@@ -52,13 +55,27 @@ _WARPS = 4
 
 @dataclass(frozen=True)
 class Shape:
-    """Of one layer."""
+    """Of one layer, and what it has that Llama's has not; see `LayerWeights`.
+
+    Attributes:
+        post_norms: norms of what is added to the residual.
+        layer_norm: layer norms in place of RMS norms.
+        head_norms: of Q and K, in the order of `DeviceNorms`.
+        softcap: whether scores and logits are capped.
+    """
 
     hidden: int
     intermediate: int
     heads: int
     kv_heads: int
     head_dim: int
+    post_norms: bool = False
+    layer_norm: bool = False
+    head_norms: Literal["each", "whole", "after_rope"] | None = None
+    activation: Activation = "silu"
+    gated: bool = True
+    biases: bool = False
+    softcap: bool = False
 
     def fits(self, kind: Kind) -> bool:
         """Whether weights of these shapes can be of the kind."""
@@ -69,6 +86,18 @@ class Shape:
 SHAPES = {
     "SmolLM2-135M": Shape(576, 1536, 9, 3, 64),
     "Llama-3-8B": Shape(4096, 14336, 32, 8, 128),
+    "Gemma-2-2B": Shape(
+        2304, 9216, 8, 4, 256, post_norms=True, activation="gelu_tanh", softcap=True
+    ),
+    "Gemma-3-1B": Shape(
+        1152, 6912, 4, 1, 256, post_norms=True, activation="gelu_tanh", head_norms="each"
+    ),
+    "OLMo-2-1B": Shape(2048, 8192, 16, 16, 128, post_norms=True, head_norms="whole"),
+    "Hunyuan-1.8B": Shape(2048, 6144, 16, 4, 128, head_norms="after_rope"),
+    "StarCoder2-3B": Shape(
+        3072, 12288, 24, 2, 128, layer_norm=True, activation="gelu_tanh", gated=False, biases=True
+    ),
+    "Llama-with-biases": Shape(2048, 8192, 16, 4, 128, biases=True),
 }
 
 
@@ -239,30 +268,18 @@ def _usage(cubin: bytes, shared: int) -> Usage:
 
 def _step(shape: Shape, format: KVFormat, kinds: Sequence[Kind]) -> DeviceStep:
     turns = cycle(kinds)
-
-    def panels(outputs: int, inputs: int) -> Panels:
-        return _zeros(outputs, inputs, next(turns))
-
-    hidden, intermediate, width = shape.hidden, shape.intermediate, shape.heads * shape.head_dim
-    kv = shape.kv_heads * shape.head_dim
-    norm = np.ones(hidden, np.float32)
-    layers = [
-        LayerWeights(
-            attention_norm=norm,
-            mlp_norm=norm,
-            q=panels(width, hidden),
-            k=panels(kv, hidden),
-            v=panels(kv, hidden),
-            o=panels(hidden, width),
-            gate=panels(intermediate, hidden),
-            up=panels(intermediate, hidden),
-            down=panels(hidden, intermediate),
-        )
-        for _ in range(max(2, -(-len(kinds) // 7)))
-    ]
-    embedding = _zeros(256, hidden, kinds[-1])
-    head = _zeros(256, hidden, KINDS["int8_symmetric"])
-    weights = Weights(layers, norm, embedding, head, shape.heads, None, 1e-5)
+    layers = [_layer(shape, turns) for _ in range(max(2, -(-len(kinds) // 7)))]
+    hidden = shape.hidden
+    weights = Weights(
+        layers=layers,
+        final_norm=np.ones(hidden, np.float32),
+        final_norm_bias=np.ones(hidden, np.float32) if shape.layer_norm else None,
+        embedding=_zeros(256, hidden, kinds[-1]),
+        head=_zeros(256, hidden, KINDS["int8_symmetric"]),
+        heads=shape.heads,
+        epsilon=1e-5,
+        logit_softcap=30.0 if shape.softcap else None,
+    )
     angles = np.zeros((512, shape.head_dim // 2), np.float32)
     host = allocate(
         format=format,
@@ -271,7 +288,51 @@ def _step(shape: Shape, format: KVFormat, kinds: Sequence[Kind]) -> DeviceStep:
         kv_heads=shape.kv_heads,
         head_dim=shape.head_dim,
     )
-    return DeviceStep(weights, RopeTable(angles, angles), DeviceBlocks.like(host, "cpu"), "cpu")
+    return DeviceStep(weights, [RopeTable(angles, angles)], DeviceBlocks.like(host, "cpu"), "cpu")
+
+
+def _layer(shape: Shape, turns: Iterator[Kind]) -> LayerWeights:
+    def panels(outputs: int, inputs: int) -> Panels:
+        return _zeros(outputs, inputs, next(turns))
+
+    def vector(size: int, there: bool) -> NDArray[np.float32] | None:
+        return np.ones(size, np.float32) if there else None
+
+    hidden, intermediate, width = shape.hidden, shape.intermediate, shape.heads * shape.head_dim
+    kv = shape.kv_heads * shape.head_dim
+    post, mean, biases = shape.post_norms, shape.layer_norm, shape.biases
+    return LayerWeights(
+        attention_norm=vector(hidden, True),
+        attention_norm_bias=vector(hidden, mean),
+        q=panels(width, hidden),
+        k=panels(kv, hidden),
+        v=panels(kv, hidden),
+        o=panels(hidden, width),
+        q_bias=vector(width, biases),
+        o_bias=vector(hidden, biases),
+        post_attention_norm=vector(hidden, post),
+        mlp_norm=vector(hidden, True),
+        mlp_norm_bias=vector(hidden, mean),
+        gate=panels(intermediate, hidden) if shape.gated else None,
+        gate_bias=vector(intermediate, biases and shape.gated),
+        up=panels(intermediate, hidden),
+        up_bias=vector(intermediate, biases),
+        down=panels(hidden, intermediate),
+        down_bias=vector(hidden, biases),
+        post_mlp_norm=vector(hidden, post),
+        head_norms=_head_norms(shape),
+        activation=shape.activation,
+        softcap=50.0 if shape.softcap else None,
+    )
+
+
+def _head_norms(shape: Shape) -> HeadNorms | None:
+    order = shape.head_norms
+    if order is None:
+        return None
+    heads = (shape.heads, shape.kv_heads) if order == "whole" else (1, 1)
+    q, k = (np.ones(count * shape.head_dim, np.float32) for count in heads)
+    return HeadNorms(q=q, k=k, epsilon=1e-5, after_rope=order == "after_rope")
 
 
 def _zeros(outputs: int, inputs: int, kind: Kind) -> Panels:

@@ -1,4 +1,4 @@
-"""The Walsh-Hadamard transform inside Triton kernels: a product with its matrix, never stored."""
+"""The Walsh-Hadamard transform inside Triton kernels."""
 
 from __future__ import annotations
 
@@ -7,11 +7,16 @@ import triton.language as tl
 
 
 @triton.jit
-def hadamard_matrix(i: tl.tensor, j: tl.tensor, SIZE: tl.constexpr) -> tl.tensor:
-    """Elements `(i, j)` of the block-diagonal matrix with blocks of SIZE (Sylvester's order)."""
-    common = i & j & (SIZE - 1)
-    common ^= common >> 4
-    common ^= common >> 2
-    common ^= common >> 1
-    sign = (1 - 2 * (common & 1)).to(tl.float32)
-    return tl.where(i // SIZE == j // SIZE, sign * (SIZE**-0.5), 0.0)
+def spread(x: tl.tensor, SIZE: tl.constexpr) -> tl.tensor:
+    """The transform of each SIZE neighbours of `[WIDTH]` (Sylvester's order), powers of two.
+
+    Sums and differences at distances 1, 2, 4 ...: about a hundred instructions for 128 numbers,
+    where a product with the matrix has thousands, and takes all registers from 256 on.
+    """
+    WIDTH: tl.constexpr = x.shape[0]
+    for level in tl.static_range(16):
+        if 1 << level < SIZE:
+            pairs = tl.reshape(x, [WIDTH // (2 << level), 2, 1 << level])
+            a, b = tl.split(tl.permute(pairs, [0, 2, 1]))
+            x = tl.reshape(tl.permute(tl.join(a + b, a - b), [0, 2, 1]), [WIDTH])
+    return x * (SIZE**-0.5)

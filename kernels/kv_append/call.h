@@ -5,10 +5,19 @@
 
 namespace edgellm {
 
+// RMS norms of Q and K; see norms.py.
+struct HeadNorms {
+    const float *q, *k;  // [head_dim] of each head, or of all heads one after the other; or null
+    float epsilon;
+    int32_t whole;       // all heads together
+    int32_t after_rope;
+};
+
 // Arguments of one call; the same fields, in the same order, as in native.py.
 struct AppendCall {
     KV kv;
     Rope rope;
+    HeadNorms norms;
     const float* qkv;  // [tokens, heads + 2 kv_heads, head_dim]
     float* q;          // [tokens, heads, head_dim], the rotated queries
     int32_t layer, heads, tokens, start, threads;

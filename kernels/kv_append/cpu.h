@@ -11,6 +11,40 @@ inline void rotate(const edgellm::Rope& rope, const float* x, int head_dim, int 
     for (int i = 2 * rope.half; i < head_dim; ++i) out[i] = x[i];
 }
 
+// The heads of Q or K of one token, one after the other: normalized, and turned to a position.
+class Heads {
+public:
+    // `weight` of their norm, or null.
+    Heads(const edgellm::Rope& rope, const edgellm::HeadNorms& norms, const float* weight, const float* x,
+          int heads, int head_dim, int position)
+        : rope_(rope), norms_(norms), weight_(weight), x_(x), head_dim_(head_dim), position_(position) {
+        if (weight && norms.whole) scale_ = inverse_rms(x, heads * head_dim, norms.epsilon);
+    }
+
+    void prepare(int head, float* out) const {
+        const float* x = x_ + size_t(head) * head_dim_;
+        if (weight_ && !norms_.after_rope) {
+            normalize(x, head, out);
+            x = out;
+        }
+        rotate(rope_, x, head_dim_, position_, out);
+        if (weight_ && norms_.after_rope) normalize(out, head, out);
+    }
+
+private:
+    void normalize(const float* x, int head, float* out) const {
+        const float* weight = weight_ + (norms_.whole ? size_t(head) * head_dim_ : 0);
+        const float scale = norms_.whole ? scale_ : inverse_rms(x, head_dim_, norms_.epsilon);
+        for (int d = 0; d < head_dim_; ++d) out[d] = x[d] * scale * weight[d];
+    }
+
+    const edgellm::Rope& rope_;
+    const edgellm::HeadNorms& norms_;
+    const float *weight_, *x_;
+    const int head_dim_, position_;
+    float scale_ = 0;
+};
+
 // Write one row of bytes at its places in a block.
 inline void write_bytes(const edgellm::KV& kv, bool key, const int8_t* codes, size_t first_row, int row) {
     int8_t* out = static_cast<int8_t*>(key ? kv.k : kv.v) + first_row * kv.head_dim;
@@ -49,18 +83,20 @@ inline void write_row(const edgellm::KV& kv, bool key, float* x, size_t first_ro
 }
 
 // One token: `qkv` is [heads + 2 kv_heads, head_dim]; the rotated queries go to `q`.
-inline void append_token(const edgellm::KV& kv, const edgellm::Rope& rope, int layer, int heads,
-                         int position, const float* qkv, float* q) {
+inline void append_token(const edgellm::KV& kv, const edgellm::Rope& rope, const edgellm::HeadNorms& norms,
+                         int layer, int heads, int position, const float* qkv, float* q) {
     const int head_dim = kv.head_dim;
     float* row = static_cast<float*>(edgellm::scratch(size_t(head_dim) * 5));
     int8_t* codes = reinterpret_cast<int8_t*>(row + head_dim);
-    for (int h = 0; h < heads; ++h, qkv += head_dim)
-        rotate(rope, qkv, head_dim, position, q + size_t(h) * head_dim);
+    const Heads queries(rope, norms, norms.q, qkv, heads, head_dim, position);
+    for (int h = 0; h < heads; ++h) queries.prepare(h, q + size_t(h) * head_dim);
+    qkv += size_t(heads) * head_dim;
+    const Heads keys(rope, norms, norms.k, qkv, kv.kv_heads, head_dim, position);
     for (int h = 0; h < 2 * kv.kv_heads; ++h, qkv += head_dim) {
         const bool key = h < kv.kv_heads;
         const size_t first = kv.first_row(position, layer, key ? h : h - kv.kv_heads);
         if (key) {
-            rotate(rope, qkv, head_dim, position, row);
+            keys.prepare(h, row);
             if (kv.key_offset) {
                 const float* offset = kv.key_offset + (size_t(layer) * kv.kv_heads + h) * head_dim;
                 for (int d = 0; d < head_dim; ++d) row[d] -= offset[d];
@@ -79,7 +115,7 @@ inline void append(const edgellm::AppendCall& call) {
         const int end = (task + 1) * edgellm::TOKENS_PER_TASK;
         for (int t = task * edgellm::TOKENS_PER_TASK; t < end && t < call.tokens; ++t) {
             const size_t width = size_t(call.heads) + 2 * kv.kv_heads;
-            append_token(kv, call.rope, call.layer, call.heads, call.start + t,
+            append_token(kv, call.rope, call.norms, call.layer, call.heads, call.start + t,
                          call.qkv + t * width * kv.head_dim,
                          call.q + size_t(t) * call.heads * kv.head_dim);
         }

@@ -1,18 +1,47 @@
-"""KV append in Triton: RoPE, rounding and the block table for one token and head a program."""
+"""KV append in Triton: head norms, RoPE, rounding and the block table.
+
+A program has one token and head.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
 
+import numpy as np
 import torch
 import triton
 import triton.language as tl
 
-from edgellm.kernels.gpu.device import aligned
+from edgellm.kernels.gpu.device import aligned, on_device
 from edgellm.kernels.gpu.kv_blocks import DeviceBlocks
 from edgellm.kernels.hadamard import power_of_two_factor
-from edgellm.kernels.hadamard.gpu import hadamard_matrix
+from edgellm.kernels.hadamard.gpu import spread
+from edgellm.kernels.kv_append.norms import HeadNorms
 from edgellm.kernels.kv_blocks import BLOCK, SCALED
+
+
+@dataclass(frozen=True)
+class DeviceNorms:
+    """`HeadNorms` in device memory.
+
+    Attributes:
+        weights: of Q, then of K: `[2 D]` of each head, `[(H + Hkv) D]` of all heads together.
+        order: whether each head is normalized before RoPE, all heads together before RoPE, or each
+            head after RoPE.
+    """
+
+    weights: torch.Tensor
+    epsilon: float
+    order: Literal["each", "whole", "after_rope"]
+
+    @classmethod
+    def of(cls, norms: HeadNorms, head_dim: int, device: str) -> DeviceNorms:
+        weights = on_device(np.concatenate([norms.q, norms.k]), device)
+        if norms.after_rope:
+            return cls(weights, norms.epsilon, "after_rope")
+        return cls(weights, norms.epsilon, "whole" if norms.whole(head_dim) else "each")
 
 
 @triton.jit
@@ -22,26 +51,63 @@ def round_half_even(x: tl.tensor) -> tl.tensor:
 
 
 @triton.jit
+def biased(
+    row_ptr: tl.tensor, bias_ptr: tl.tensor, at: tl.tensor, there: tl.tensor, BIAS: tl.constexpr
+) -> tl.tensor:
+    """Elements `at` of a row and its bias, zeros where not `there`."""
+    x = tl.load(row_ptr + at, mask=there, other=0.0)
+    if BIAS:
+        x += tl.load(bias_ptr + at, mask=there, other=0.0)
+    return x
+
+
+@triton.jit
+def inverse_rms(
+    row_ptr: tl.tensor,
+    bias_ptr: tl.tensor,
+    size: tl.tensor,
+    epsilon: tl.tensor,
+    BIAS: tl.constexpr,
+    SPAN: tl.constexpr,
+) -> tl.tensor:
+    """What an RMS norm multiplies `size` numbers by, read SPAN at a time."""
+    squares = tl.zeros([SPAN], tl.float32)
+    for first in range(0, size, SPAN):
+        k = first + tl.arange(0, SPAN)
+        x = biased(row_ptr, bias_ptr, k, k < size, BIAS)
+        squares += x * x
+    return 1.0 / tl.sqrt(tl.sum(squares, axis=0) / size + epsilon)
+
+
+@triton.jit
 def rotated(
     row_ptr: tl.tensor,
     bias_ptr: tl.tensor,
+    norm_ptr: tl.tensor,
     cos_ptr: tl.tensor,
     sin_ptr: tl.tensor,
     d: tl.tensor,
     inside: tl.tensor,
     half: tl.tensor,
+    factor: tl.tensor,
+    normed: tl.tensor,
     BIAS: tl.constexpr,
+    NORMED: tl.constexpr,
 ) -> tl.tensor:
-    """Elements `d` of a head's row after RoPE; `cos` and `sin` are those of its position."""
-    x = tl.load(row_ptr + d, mask=inside, other=0.0)
-    if BIAS:
-        x += tl.load(bias_ptr + d, mask=inside, other=0.0)
+    """Elements `d` of a head's row after RoPE; `cos` and `sin` are those of its position.
+
+    Args:
+        factor: what the norm before RoPE multiplies the row by, besides its weights.
+        normed: elements that it has weights for, from the first on; where NORMED.
+    """
+    x = biased(row_ptr, bias_ptr, d, inside, BIAS)
     turns = inside & (d < 2 * half)
     second = d >= half
     other = tl.where(second, d - half, d + half)
-    partner = tl.load(row_ptr + other, mask=turns, other=0.0)
-    if BIAS:
-        partner += tl.load(bias_ptr + other, mask=turns, other=0.0)
+    partner = biased(row_ptr, bias_ptr, other, turns, BIAS)
+    if NORMED:
+        x *= factor * tl.load(norm_ptr + d, mask=d < normed, other=1.0)
+        partner *= factor * tl.load(norm_ptr + other, mask=turns & (other < normed), other=1.0)
     angle = tl.where(second, d - half, d)
     cos = tl.load(cos_ptr + angle, mask=turns, other=1.0)
     sin = tl.load(sin_ptr + angle, mask=turns, other=0.0)
@@ -53,6 +119,7 @@ def rotated(
 def append_kernel(
     qkv_ptr: tl.tensor,
     bias_ptr: tl.tensor,
+    norm_ptr: tl.tensor,
     cos_ptr: tl.tensor,
     sin_ptr: tl.tensor,
     q_ptr: tl.tensor,
@@ -68,15 +135,20 @@ def append_kernel(
     half: tl.tensor,
     layer: tl.tensor,
     layers: tl.tensor,
+    epsilon: tl.tensor,
     HEAD_DIM: tl.constexpr,
     WIDTH: tl.constexpr,
     FORMAT: tl.constexpr,
     HADAMARD: tl.constexpr,
     BIAS: tl.constexpr,
+    NORM: tl.constexpr,
     OFFSET: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
-    """The grid counts tokens, then heads: those of Q, of K, of V. WIDTH is a power of two."""
+    """The grid counts tokens, then heads: those of Q, of K, of V. WIDTH is a power of two.
+
+    NORM is the order of `DeviceNorms`, or None.
+    """
     token, head = tl.program_id(0), tl.program_id(1)
     position = tl.load(start_ptr) + token
     row_ptr = qkv_ptr + (token.to(tl.int64) * (heads + 2 * kv_heads) + head) * HEAD_DIM
@@ -85,15 +157,49 @@ def append_kernel(
     cos_ptr += position.to(tl.int64) * half
     sin_ptr += position.to(tl.int64) * half
     is_value = head >= heads + kv_heads
+    is_query = head < heads
     turning = tl.where(is_value, 0, half)
-    x = rotated(row_ptr, bias_ptr + head * HEAD_DIM, cos_ptr, sin_ptr, d, inside, turning, BIAS)
+    normed = tl.where(is_value, 0, HEAD_DIM)
+    factor = 1.0
+    if NORM == "whole":
+        norm_ptr += head * HEAD_DIM
+        # a program for each head adds up all of them: what they share is in the cache
+        first_head = tl.where(is_query, 0, heads)
+        size = tl.where(is_query, heads, kv_heads) * HEAD_DIM
+        all_ptr = row_ptr + (first_head - head) * HEAD_DIM
+        factor = inverse_rms(all_ptr, bias_ptr + first_head * HEAD_DIM, size, epsilon, BIAS, 1024)
+    elif NORM is not None:
+        norm_ptr += tl.where(is_query, 0, HEAD_DIM)
+    bias_ptr += head * HEAD_DIM
+    if NORM == "each":
+        factor = inverse_rms(row_ptr, bias_ptr, HEAD_DIM, epsilon, BIAS, WIDTH)
+    if NORM is not None:
+        factor = tl.where(is_value, 1.0, factor)
+    x = rotated(
+        row_ptr,
+        bias_ptr,
+        norm_ptr,
+        cos_ptr,
+        sin_ptr,
+        d,
+        inside,
+        turning,
+        factor,
+        normed,
+        BIAS,
+        NORM == "each" or NORM == "whole",
+    )
+    if NORM == "after_rope":
+        factor = 1.0 / tl.sqrt(tl.sum(x * x, axis=0) / HEAD_DIM + epsilon)
+        factor *= tl.load(norm_ptr + d, mask=d < normed, other=1.0)
+        x *= tl.where(is_value, 1.0, factor)
     if OFFSET:
         shifted = tl.where(is_value | (head < heads), 0, HEAD_DIM)
         offset_ptr += (layer * kv_heads + head - heads) * HEAD_DIM
         x -= tl.load(offset_ptr + d, mask=d < shifted, other=0.0)
     if HADAMARD > 0:
-        spread = tl.sum(hadamard_matrix(d[:, None], d[None, :], HADAMARD) * x[None, :], axis=1)
-        x = tl.where(is_value, x, spread) if FORMAT == "int8" else spread
+        after = spread(x, HADAMARD)
+        x = tl.where(is_value, x, after) if FORMAT == "int8" else after
     if head < heads:
         out = (token.to(tl.int64) * heads + head) * HEAD_DIM + d
         tl.store(q_ptr + out, x, mask=inside)
@@ -114,10 +220,8 @@ def append_kernel(
             step = 2.0 * tl.maximum(scale, 1.1754944e-38)
             code = tl.minimum(tl.maximum(tl.floor(x / step) + 8.0, 0.0), 15.0)
             # element e of the first half beside element e of the second one
-            first = d[None, :] == e[:, None]
-            second = d[None, :] == (e + ROW)[:, None]
-            both = tl.where(first, 1.0, tl.where(second, 16.0, 0.0)) * code[None, :]
-            stored = tl.sum(both, axis=1).to(tl.uint8)
+            both = tl.gather(code, e, 0) + 16.0 * tl.gather(code, e + ROW, 0)
+            stored = both.to(tl.uint8)
         elif FORMAT == "f16":
             stored = x.to(tl.float16)
         else:
@@ -145,8 +249,9 @@ def append_rotated(
     q: torch.Tensor,
     *,
     bias: torch.Tensor | None = None,
+    norms: DeviceNorms | None = None,
 ) -> None:
-    """Apply RoPE to Q and K, write K and V at positions `start ..`, and Q to `q`.
+    """Normalize Q and K, apply RoPE to them, write K and V at positions `start ..`, and Q to `q`.
 
     Args:
         table: block ids, int64; `start`: one int32. Both are read on the device.
@@ -154,12 +259,14 @@ def append_rotated(
         cos, sin: `[positions, half]` float32.
         q: `[C, H, D]` float32; for int8 and int4 blocks after the Hadamard transform.
         bias: added to `qkv` before that, `[H + 2 Hkv, D]` float32, if anything.
+        norms: of Q and K, if any.
     """
     host, head_dim = blocks.host, blocks.host.head_dim
     tokens, heads = qkv.shape[0], qkv.shape[1] - 2 * host.kv_heads
     append_kernel[(tokens, qkv.shape[1])](
         qkv,
         qkv if bias is None else bias,
+        qkv if norms is None else norms.weights,
         cos,
         sin,
         q,
@@ -175,11 +282,13 @@ def append_rotated(
         cos.shape[1],
         layer,
         host.layers,
+        0.0 if norms is None else norms.epsilon,
         HEAD_DIM=head_dim,
         WIDTH=aligned(head_dim),
         FORMAT=blocks.format,
         HADAMARD=hadamard_size(blocks, SCALED),
         BIAS=bias is not None,
+        NORM=None if norms is None else norms.order,
         OFFSET=blocks.key_offset is not None,
         BLOCK=BLOCK,
         num_warps=4 if blocks.format in SCALED else 1,

@@ -8,9 +8,30 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgellm.kernels.checks import block_ids, check_rope, floats
+from edgellm.kernels.kv_append.norms import HeadNorms
 from edgellm.kernels.kv_blocks import BlockTable, KVBlocks
 from edgellm.kernels.native import KV, Rope, address
 from edgellm.kernels.rope import RopeTable
+
+
+class NormPointers(ctypes.Structure):
+    """HeadNorms; the same fields, in the same order, as in call.h."""
+
+    _fields_ = [
+        ("q", ctypes.c_void_p),
+        ("k", ctypes.c_void_p),
+        ("epsilon", ctypes.c_float),
+        ("whole", ctypes.c_int32),
+        ("after_rope", ctypes.c_int32),
+    ]
+
+    @classmethod
+    def of(cls, norms: HeadNorms | None, head_dim: int) -> NormPointers:
+        """Points at the weights, which must outlive it; null pointers for none."""
+        if norms is None:
+            return cls()
+        whole = norms.whole(head_dim)
+        return cls(address(norms.q), address(norms.k), norms.epsilon, whole, norms.after_rope)
 
 
 class _Call(ctypes.Structure):
@@ -19,6 +40,7 @@ class _Call(ctypes.Structure):
     _fields_ = [
         ("kv", KV),
         ("rope", Rope),
+        ("norms", NormPointers),
         ("qkv", ctypes.c_void_p),
         ("q", ctypes.c_void_p),
         *((name, ctypes.c_int32) for name in ("layer", "heads", "tokens", "start", "threads")),
@@ -34,6 +56,7 @@ def append_rotated(
     qkv: NDArray[np.float32],
     rope_table: RopeTable,
     *,
+    norms: HeadNorms | None = None,
     threads: int = 1,
 ) -> NDArray[np.float32]:
     """See `append_rotated` in `__init__.py`; `library` holds the compiled kernels."""
@@ -45,12 +68,15 @@ def append_rotated(
             f"{blocks.layers} layers"
         )
     source = floats(qkv, (tokens, rows, blocks.head_dim), "qkv")
+    if norms is not None:
+        norms.check(heads, blocks.kv_heads, head_dim)
     ids = block_ids(table, blocks.count, start=start, tokens=tokens)
     check_rope(rope_table, head_dim, start + tokens)
     q = np.empty((tokens, heads, head_dim), np.float32)
     call = _Call(
         KV.of(blocks, ids),
         Rope.of(rope_table),
+        NormPointers.of(norms, head_dim),
         address(source),
         address(q),
         layer,

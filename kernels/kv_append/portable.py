@@ -8,6 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgellm.kernels import hadamard, rope
+from edgellm.kernels.kv_append.norms import HeadNorms
 from edgellm.kernels.kv_blocks import SPREAD_VALUES, BlockTable, KVBlocks, slots
 
 _TINY = np.float32(np.finfo(np.float32).tiny)
@@ -40,13 +41,33 @@ def append_rotated(
     start: int,
     qkv: NDArray[np.float32],
     rope_table: rope.RopeTable,
+    *,
+    norms: HeadNorms | None = None,
 ) -> NDArray[np.float32]:
     """See `append_rotated` in `__init__.py`."""
     kv_heads = blocks.kv_heads
     heads = qkv.shape[1] - 2 * kv_heads
-    rotated = rope.apply(qkv[:, : heads + kv_heads], rope_table, start)
-    append(blocks, table, layer, start, rotated[:, heads:], qkv[:, heads + kv_heads :])
-    return rotated[:, :heads]
+    q, k, v = np.split(qkv, (heads, heads + kv_heads), axis=1)
+    if norms is not None:
+        norms.check(heads, kv_heads, qkv.shape[2])
+        if not norms.after_rope:
+            q, k = normalized(q, norms.q, norms.epsilon), normalized(k, norms.k, norms.epsilon)
+    q, k = rope.apply(q, rope_table, start), rope.apply(k, rope_table, start)
+    if norms is not None and norms.after_rope:
+        q, k = normalized(q, norms.q, norms.epsilon), normalized(k, norms.k, norms.epsilon)
+    append(blocks, table, layer, start, k, v)
+    return q
+
+
+def normalized(
+    x: NDArray[np.float32], weight: NDArray[np.float32], epsilon: float
+) -> NDArray[np.float32]:
+    """RMS norm of heads `[C, H, D]`: of each with a weight `[D]`, or of all with one `[H*D]`."""
+    tokens, heads, head_dim = x.shape
+    rows = x if len(weight) == head_dim else x.reshape(tokens, 1, heads * head_dim)
+    squares = np.square(rows).mean(axis=-1, keepdims=True)
+    scaled: NDArray[np.float32] = rows / np.sqrt(squares + np.float32(epsilon)) * weight
+    return scaled.reshape(x.shape)
 
 
 def stored(

@@ -20,7 +20,7 @@ def move(
     target: int,
     row: int,
     distance: int,
-    inv_freq: Sequence[float],
+    inv_freq: Sequence[Sequence[float]],
 ) -> None:
     """Write `count` tokens from position `start` of a sequence into rows `row ..` of a block.
 
@@ -28,16 +28,13 @@ def move(
         blocks, table: the pool and the sequence's block ids.
         target: id of the block, none of those that are read.
         distance: positions that the tokens move up.
-        inv_freq: RoPE's frequencies, in radians per position.
+        inv_freq: RoPE's frequencies in each layer, in radians per position.
     """
     ids = table[start // BLOCK : -(-(start + count) // BLOCK)]
     rows = slice(start % BLOCK, start % BLOCK + count)
-    angle = -distance * np.asarray(inv_freq, np.float64)
-    turn = rope.RopeTable(
-        np.tile(np.cos(angle).astype(np.float32), (count, 1)),
-        np.tile(np.sin(angle).astype(np.float32), (count, 1)),
-    )
+    turns = {tuple(layer): _turn(layer, distance, count) for layer in inv_freq}
     for layer in range(blocks.layers):
+        turn = turns[tuple(inv_freq[layer])]
         codes, values = blocks.read(ids, layer, slice(None), rows.stop)
         keys = codes[:, rows].astype(np.float32)  # [h, count, D]
         if blocks.k_scale is not None and blocks.v_scale is not None:
@@ -53,3 +50,15 @@ def move(
         blocks.write([target], layer, row, k, values[:, rows].transpose(1, 0, 2))
         if blocks.k_scale is not None and scale is not None:
             blocks.k_scale[target, layer, :, row : row + count] = scale.T
+
+
+def _turn(inv_freq: Sequence[float], distance: int, count: int) -> rope.RopeTable:
+    """Back by `distance`, the same for each of `count` tokens.
+
+    Without RoPE's magnitude, which keys have in them already.
+    """
+    angle = -distance * np.asarray(inv_freq, np.float64)
+    return rope.RopeTable(
+        np.tile(np.cos(angle).astype(np.float32), (count, 1)),
+        np.tile(np.sin(angle).astype(np.float32), (count, 1)),
+    )

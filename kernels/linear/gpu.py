@@ -10,6 +10,7 @@ import torch
 import triton
 
 from edgellm.kernels.gpu.device import aligned, interpreted, on_device
+from edgellm.kernels.gpu.elementwise import Activation
 from edgellm.kernels.linear.gpu_gemm import gemm_kernel, rows_kernel
 from edgellm.kernels.linear.gpu_gemv import gemv_kernel
 from edgellm.kernels.linear.gpu_panels import embed_kernel
@@ -88,18 +89,24 @@ def linear(
     *,
     norm: torch.Tensor | None = None,
     epsilon: float = 0.0,
+    bias: torch.Tensor | None = None,
+    activation: Activation | None = None,
     up: DevicePanels | None = None,
+    up_bias: torch.Tensor | None = None,
+    softcap: float | None = None,
     add: bool = False,
     peaks: Peaks | None = None,
 ) -> None:
-    """y = f(x) W^T for rows `x` `[M, K]` float32 and `y` `[M, N]` float32.
+    """y = activation(f(x) W^T + bias) for rows `x` `[M, K]` float32 and `y` `[M, N]` float32.
 
     `y` may be some columns of a wider array.
 
     Args:
         rows: room for `x` as halves, where M is more than 1.
         norm: weights `[K]` of an RMSNorm of each row before the product.
-        up: a second weight: y = SiLU(f(x) W^T) * (f(x) up^T).
+        bias, up_bias: `[N]` float32, if any.
+        up: a second weight: what comes from the first is multiplied by f(x) up^T + up_bias.
+        softcap: outputs `y` become `softcap * tanh(y / softcap)`, if any.
         add: to what is in `y`.
         peaks: filled for one row.
 
@@ -123,14 +130,21 @@ def linear(
             weight.table,
             second.data,
             second.table,
+            y if bias is None else bias,
+            y if up_bias is None else up_bias,
             y,
             y if peaks is None else peaks.largest,
             y if peaks is None else peaks.share,
             weight.inputs,
             weight.outputs,
             epsilon,
+            0.0 if softcap is None else softcap,
             NORM=norm is not None,
+            BIAS=bias is not None,
+            ACTIVATION=activation,
             GATED=up is not None,
+            UP_BIAS=up_bias is not None,
+            CAP=softcap is not None,
             ADD=add,
             PEAKS=peaks is not None,
             KIND=weight.kind,
@@ -151,12 +165,19 @@ def linear(
         weight.table,
         second.data,
         second.table,
+        y if bias is None else bias,
+        y if up_bias is None else up_bias,
         y,
         x.shape[0],
         weight.inputs,
         weight.outputs,
         y.stride(0),
+        0.0 if softcap is None else softcap,
+        BIAS=bias is not None,
+        ACTIVATION=activation,
         GATED=up is not None,
+        UP_BIAS=up_bias is not None,
+        CAP=softcap is not None,
         ADD=add,
         KIND=weight.kind,
         UP_KIND=second.kind,
@@ -172,11 +193,13 @@ def _groups(kind: Kind) -> int:
     return 32 if kind.bits == 4 else 16
 
 
-def embed(weight: DevicePanels, tokens: torch.Tensor, x: torch.Tensor) -> None:
-    """Rows `tokens` `[M]` of a weight into `x` `[M, K]` float32."""
+def embed(
+    weight: DevicePanels, tokens: torch.Tensor, x: torch.Tensor, *, scale: float = 1.0
+) -> None:
+    """Rows `tokens` `[M]` of a weight, times `scale`, into `x` `[M, K]` float32."""
     block = min(1024, triton.next_power_of_2(weight.inputs))
     embed_kernel[(x.shape[0], triton.cdiv(weight.inputs, block))](
-        tokens, weight.data, weight.table, x, weight.inputs, KIND=weight.kind, BLOCK=block
+        tokens, weight.data, weight.table, x, weight.inputs, scale, KIND=weight.kind, BLOCK=block
     )
 
 

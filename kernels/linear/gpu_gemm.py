@@ -9,6 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from edgellm.kernels.linear.gpu_epilogue import epilogue
 from edgellm.kernels.linear.gpu_panels import group_start, looked_up, offsets, scales
 
 
@@ -145,12 +146,19 @@ def gemm_kernel(
     table_ptr: tl.tensor,
     up_data_ptr: tl.tensor,
     up_table_ptr: tl.tensor,
+    bias_ptr: tl.tensor,
+    up_bias_ptr: tl.tensor,
     y_ptr: tl.tensor,
     rows: tl.tensor,
     inputs: tl.tensor,
     outputs: tl.tensor,
     y_stride: tl.tensor,
+    cap: tl.tensor,
+    BIAS: tl.constexpr,
+    ACTIVATION: tl.constexpr,
     GATED: tl.constexpr,
+    UP_BIAS: tl.constexpr,
+    CAP: tl.constexpr,
     ADD: tl.constexpr,
     KIND: tl.constexpr,
     UP_KIND: tl.constexpr,
@@ -160,7 +168,7 @@ def gemm_kernel(
 ) -> None:
     """ROWS rows of `rows_kernel` times 16 * PANELS outputs; the grid counts panels, then rows.
 
-    Rows of y begin `y_stride` numbers after each other.
+    Rows of y begin `y_stride` numbers after each other. See `epilogue`.
     """
     panel = tl.program_id(0) * PANELS + tl.arange(0, PANELS)
     row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
@@ -182,10 +190,21 @@ def gemm_kernel(
             w = weight_tile(up_data_ptr, up_table_ptr, panel, group, panels, groups, UP_KIND)
             up = tl.dot(x, w, up)
     scale = tl.load(scale_ptr + row, mask=row < rows, other=0.0)[:, None]
-    y = acc * scale
-    if GATED:
-        y = y / (1.0 + tl.exp(-y)) * (up * scale)
     output = tl.program_id(0) * PANELS * 16 + tl.arange(0, PANELS * 16)
+    y = epilogue(
+        acc * scale,
+        up * scale,
+        bias_ptr,
+        up_bias_ptr,
+        output[None, :],
+        outputs,
+        cap,
+        BIAS,
+        ACTIVATION,
+        GATED,
+        UP_BIAS,
+        CAP,
+    )
     there = (row < rows)[:, None] & (output < outputs)[None, :]
     place = row[:, None].to(tl.int64) * y_stride + output[None, :]
     if ADD:

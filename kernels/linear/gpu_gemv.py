@@ -10,6 +10,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from edgellm.kernels.linear.gpu_epilogue import epilogue
 from edgellm.kernels.linear.gpu_panels import (
     code_float,
     group_start,
@@ -168,14 +169,21 @@ def gemv_kernel(
     table_ptr: tl.tensor,
     up_data_ptr: tl.tensor,
     up_table_ptr: tl.tensor,
+    bias_ptr: tl.tensor,
+    up_bias_ptr: tl.tensor,
     y_ptr: tl.tensor,
     peak_ptr: tl.tensor,
     share_ptr: tl.tensor,
     inputs: tl.tensor,
     outputs: tl.tensor,
     epsilon: tl.tensor,
+    cap: tl.tensor,
     NORM: tl.constexpr,
+    BIAS: tl.constexpr,
+    ACTIVATION: tl.constexpr,
     GATED: tl.constexpr,
+    UP_BIAS: tl.constexpr,
+    CAP: tl.constexpr,
     ADD: tl.constexpr,
     PEAKS: tl.constexpr,
     KIND: tl.constexpr,
@@ -183,7 +191,7 @@ def gemv_kernel(
     PANELS: tl.constexpr,
     GROUPS: tl.constexpr,
 ) -> None:
-    """16 * PANELS outputs of one row; the grid counts through the panels."""
+    """16 * PANELS outputs of one row; the grid counts through the panels. See `epilogue`."""
     panel = tl.program_id(0) * PANELS + tl.arange(0, PANELS)
     panels = tl.cdiv(outputs, 16)
     groups = inputs // 32
@@ -213,13 +221,28 @@ def gemv_kernel(
             x = tl.load(x_ptr + k, mask=k < inputs, other=0.0)
             squares += x * x
     y = tl.sum(tl.sum(acc, axis=2), axis=1)
-    factor = 1.0
+    second = y
+    if GATED:
+        second = tl.sum(tl.sum(up, axis=2), axis=1)
     if NORM:
         factor = 1.0 / tl.sqrt(tl.sum(squares, axis=0) / inputs + epsilon)
         y *= factor
-    if GATED:
-        y = y / (1.0 + tl.exp(-y)) * (tl.sum(tl.sum(up, axis=2), axis=1) * factor)
+        second *= factor
     output = panel[:, None] * 16 + tl.arange(0, 16)[None, :]
+    y = epilogue(
+        y,
+        second,
+        bias_ptr,
+        up_bias_ptr,
+        output,
+        outputs,
+        cap,
+        BIAS,
+        ACTIVATION,
+        GATED,
+        UP_BIAS,
+        CAP,
+    )
     if ADD:
         y += tl.load(y_ptr + output, mask=output < outputs, other=0.0)
     tl.store(y_ptr + output, y, mask=output < outputs)

@@ -112,10 +112,11 @@ def embed_kernel(
     table_ptr: tl.tensor,
     x_ptr: tl.tensor,
     inputs: tl.tensor,
+    scale: tl.tensor,
     KIND: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
-    """Rows of a weight; the grid counts tokens, then blocks of inputs."""
+    """Rows of a weight times `scale`; the grid counts tokens, then blocks of inputs."""
     token = tl.load(tokens_ptr + tl.program_id(0)).to(tl.int64)
     k = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     there = k < inputs
@@ -137,4 +138,4 @@ def embed_kernel(
     x *= scales(data_ptr, panel, group, groups, lane, part, there, KIND)
     if KIND.affine:
         x += offsets(data_ptr, panel, group, groups, lane, there, KIND)
-    tl.store(x_ptr + tl.program_id(0).to(tl.int64) * inputs + k, x, mask=there)
+    tl.store(x_ptr + tl.program_id(0).to(tl.int64) * inputs + k, x * scale, mask=there)

@@ -16,10 +16,14 @@ class RopeTable(NamedTuple):
     sin: NDArray[np.float32]
 
 
-def table(inv_freq: Sequence[float], positions: int) -> RopeTable:
-    """Angles in float64: a float32 product is off by 6e-5 rad at position 1000."""
+def table(inv_freq: Sequence[float], positions: int, *, magnitude: float = 1.0) -> RopeTable:
+    """The table for positions `0 ..`, cosines and sines times `magnitude`.
+
+    Angles in float64: a float32 product is off by 6e-5 rad at position 1000.
+    """
     angles = np.arange(positions, dtype=np.float64)[:, None] * np.asarray(inv_freq)
-    return RopeTable(np.cos(angles).astype(np.float32), np.sin(angles).astype(np.float32))
+    cos, sin = magnitude * np.cos(angles), magnitude * np.sin(angles)
+    return RopeTable(cos.astype(np.float32), sin.astype(np.float32))
 
 
 def apply(

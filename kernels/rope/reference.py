@@ -10,9 +10,10 @@ from numpy.typing import NDArray
 
 
 def apply(
-    x: NDArray[np.floating], inv_freq: Sequence[float], start: int
+    x: NDArray[np.floating], inv_freq: Sequence[float], start: int, magnitude: float = 1.0
 ) -> NDArray[np.float64]:  # [C, H, D] -> [C, H, D]
-    """Rotate the heads of tokens at positions `start ..`."""
+    """Rotate the heads of tokens at positions `start ..`; rotated channels come out times
+    `magnitude`."""
     out = x.astype(np.float64)
     half = len(inv_freq)
     for token in range(x.shape[0]):
@@ -20,6 +21,7 @@ def apply(
             for i, frequency in enumerate(inv_freq):
                 angle = (start + token) * frequency
                 a, b = float(x[token, head, i]), float(x[token, head, half + i])
-                out[token, head, i] = a * math.cos(angle) - b * math.sin(angle)
-                out[token, head, half + i] = b * math.cos(angle) + a * math.sin(angle)
+                cos, sin = magnitude * math.cos(angle), magnitude * math.sin(angle)
+                out[token, head, i] = a * cos - b * sin
+                out[token, head, half + i] = b * cos + a * sin
     return out

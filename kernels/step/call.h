@@ -7,29 +7,44 @@
 
 namespace edgellm {
 
+enum Activation : int32_t { SILU, GELU_TANH };
+
+// Of a row of the residual: an RMS norm, or with a bias a layer norm; without a weight none.
+struct Norm {
+    const float *weight, *bias;  // [hidden]
+};
+
+// The same fields, in the same order, as in native.py; vectors that are not there are null.
 struct Layer {
-    const float *attention_norm, *mlp_norm;  // [hidden]
-    const float* qkv_bias;                   // [outputs of q, k and v], or null
-    Linear q, k, v, o, gate, up, down;
+    Linear q, k, v, o, gate, up, down;  // gate without panels where there is none
+    Norm attention_norm;
+    const float *q_bias, *k_bias, *v_bias, *o_bias;
+    Norm post_attention_norm, mlp_norm;
+    const float *gate_bias, *up_bias, *down_bias;
+    Norm post_mlp_norm;
+    HeadNorms head_norms;
+    float scale, softcap;  // of the scores; softcap 0: none
+    int32_t window, rope, activation;
 
     int qkv_outputs() const { return q.outputs + k.outputs + v.outputs; }
+    bool gated() const { return gate.panels != nullptr; }
     bool any_fine() const { return q.fine || k.fine || v.fine; }
 };
 
 // A decoder-only transformer; the same fields, in the same order, as in native.py.
 struct Transformer {
     const Layer* layers;  // layer_count
-    const float* final_norm;  // [hidden]
-    Linear embedding, head;   // the same panels where they are tied
-    int32_t layer_count, hidden, intermediate, heads, window;
-    float epsilon;
+    Norm final_norm;
+    Linear embedding, head;  // the same panels where they are tied
+    int32_t layer_count, hidden, intermediate, heads;
+    float epsilon, embedding_scale, logit_softcap;  // the last one 0: none
 };
 
 // Arguments of one step; the same fields, in the same order, as in native.py.
 struct StepCall {
     const Transformer* model;
     KV kv;
-    Rope rope;
+    const Rope* ropes;      // those that layers name by their index
     const int64_t* tokens;  // [count]
     float* states;          // [count, hidden], after the final norm
     float* logits;          // [logit_rows, outputs of the head padded to panels]

@@ -3,7 +3,7 @@
 // Buffers of a step, cut out of the caller's workspace. Each begins with a cache line, so that threads
 // do not write to each other's.
 struct Buffers {
-    float *residual, *qkv, *q, *parts;
+    float *residual, *branch, *qkv, *q, *parts;  // branch: what a norm takes before it is added
     edgellm::Rows x, attended, activated;
     int splits;  // key stretches that are computed apart from each other
 
@@ -20,6 +20,9 @@ struct Buffers {
         const auto floats = [&](size_t count) { return reinterpret_cast<float*>(take(4 * count)); };
         splits = splits_of(call);
         residual = floats(size_t(rows) * m.hidden);
+        const edgellm::Layer& layer = m.layers[0];
+        const bool behind = layer.post_attention_norm.weight || layer.post_mlp_norm.weight;
+        branch = behind ? floats(size_t(rows) * m.hidden) : nullptr;
         qkv = floats(size_t(rows) * (width + 2 * call.kv.kv_heads * call.kv.head_dim));
         q = floats(size_t(rows) * width);
         parts = floats(size_t(splits) * rows * m.heads * (call.kv.head_dim + 2));
@@ -38,18 +41,35 @@ struct Buffers {
     }
 };
 
-inline void scaled_norm(const float* x, const float* weight, int n, float epsilon, float* out) {
-    Vec squares = {};
-    for (int i = 0; i < n; i += LANES) squares += load(x + i) * load(x + i);
-    const Vec scale = splat(1.0f / std::sqrt(sum_of(squares) / static_cast<float>(n) + epsilon));
-    for (int i = 0; i < n; i += LANES) store(out + i, load(x + i) * scale * load(weight + i));
+// `n` is a multiple of the widest vector.
+inline void scaled_norm(const float* x, const edgellm::Norm& norm, int n, float epsilon, float* out) {
+    if (!norm.bias) {
+        const Vec scale = splat(inverse_rms(x, n, epsilon));
+        for (int i = 0; i < n; i += LANES) store(out + i, load(x + i) * scale * load(norm.weight + i));
+        return;
+    }
+    Vec sum = {};
+    for (int i = 0; i < n; i += LANES) sum += load(x + i);
+    const Vec mean = splat(sum_of(sum) / static_cast<float>(n));
+    for (int i = 0; i < n; i += LANES) store(out + i, load(x + i) - mean);
+    const Vec scale = splat(inverse_rms(out, n, epsilon));
+    for (int i = 0; i < n; i += LANES)
+        store(out + i, load(out + i) * scale * load(norm.weight + i) + load(norm.bias + i));
 }
 
-// silu(gate) * up
-inline Vec gated(Vec gate, Vec up) {
-    const Vec e = exp_negative(-magnitude(gate));
-    const Vec share = (gate < Vec{} ? e : splat(1.0f)) / (splat(1.0f) + e);
-    return gate * share * up;
+inline void add_to(float* x, const float* y, size_t n) {
+    for (size_t i = 0; i < n; i += LANES) store(x + i, load(x + i) + load(y + i));
+}
+
+// x * sigmoid(t); t is x itself for SiLU, and 2 sqrt(2 / pi) (x + 0.044715 x^3) for GELU as tanh has it
+// (Hendrycks and Gimpel, arXiv:1606.08415).
+inline Vec activated(Vec x, int activation) {
+    Vec t = x;
+    if (activation == edgellm::GELU_TANH)
+        t = x * (splat(1.5957691216f) + splat(0.0713548163f) * x * x);
+    const Vec e = exp_negative(-magnitude(t));
+    const Vec share = (t < Vec{} ? e : splat(1.0f)) / (splat(1.0f) + e);
+    return x * share;
 }
 
 class Step {
@@ -57,10 +77,9 @@ public:
     Step(const edgellm::StepCall& call, const Buffers& buffers)
         : call_(call), model_(*call.model), b_(buffers), rows_(call.count),
           width_(model_.heads * call.kv.head_dim), group_(model_.heads / call.kv.kv_heads),
-          queries_{buffers.q, model_.heads, call.count, call.start, model_.window},
           caller_(std::this_thread::get_id()) {}
 
-    static int phases(const edgellm::Transformer& model) { return 9 * model.layer_count + 4; }
+    static int phases(const edgellm::Transformer& model) { return 9 * model.layer_count + 5; }
 
     bool stopped() const { return stop_; }
 
@@ -70,7 +89,11 @@ public:
             if (must_stop()) return;
             const edgellm::Layer& layer = model_.layers[l];
             every_row(
-                crew, [&](int r) { normalize(layer.attention_norm, r, layer.any_fine()); },
+                crew,
+                [&](int r) {
+                    if (l > 0) complete(r, model_.layers[l - 1].down_bias, model_.layers[l - 1].post_mlp_norm);
+                    normalize(layer.attention_norm, r, layer.any_fine());
+                },
                 weights(layer.q));
             const int outputs = layer.qkv_outputs();
             multiply(crew, {{&layer.q, b_.qkv},
@@ -79,25 +102,29 @@ public:
                      b_.x, outputs, false);
             every_row(crew, [&](int r) {
                 float* qkv = b_.qkv + size_t(r) * outputs;
-                if (layer.qkv_bias)
-                    for (int i = 0; i < outputs; ++i) qkv[i] += layer.qkv_bias[i];
-                append_token(call_.kv, call_.rope, l, model_.heads, call_.start + r, qkv,
-                             b_.q + size_t(r) * width_);
+                add_biases(layer, qkv);
+                append_token(call_.kv, call_.ropes[layer.rope], layer.head_norms, l, model_.heads,
+                             call_.start + r, qkv, b_.q + size_t(r) * width_);
             });
             attention(crew, l);
             every_row(crew, [&](int r) { join_splits(r); }, weights(layer.o));
-            multiply(crew, {{&layer.o, b_.residual}}, b_.attended, model_.hidden, true);
+            add_product(crew, layer.o, b_.attended, layer.post_attention_norm);
             every_row(
-                crew, [&](int r) { normalize(layer.mlp_norm, r, false); },
-                weights(layer.gate, 2 * groups_at_once(layer)));
+                crew,
+                [&](int r) {
+                    complete(r, layer.o_bias, layer.post_attention_norm);
+                    normalize(layer.mlp_norm, r, false);
+                },
+                weights(layer.gated() ? layer.gate : layer.up, 2 * groups_at_once(layer)));
             activate(crew, layer);
-            multiply(crew, {{&layer.down, b_.residual}}, b_.activated, model_.hidden, true);
+            add_product(crew, layer.down, b_.activated, layer.post_mlp_norm);
         }
         every_row(crew, [&](int r) { finish(r); }, weights(model_.head));
         const int skipped = rows_ - call_.logit_rows;
-        if (call_.logit_rows > 0)
-            multiply(crew, {{&model_.head, call_.logits}}, b_.x.from(skipped),
-                     size_t(model_.head.count()) * edgellm::PANEL, false, call_.logit_rows);
+        if (call_.logit_rows == 0) return;
+        multiply(crew, {{&model_.head, call_.logits}}, b_.x.from(skipped),
+                 size_t(model_.head.count()) * edgellm::PANEL, false, call_.logit_rows);
+        if (model_.logit_softcap > 0) cap_logits(crew);
     }
 
 private:
@@ -117,7 +144,7 @@ private:
         return weights(linear, panels_at_once(linear, rows_, call_.threads));
     }
     int groups_at_once(const edgellm::Layer& layer) const {
-        return std::max(1, panels_at_once(layer.gate, rows_, call_.threads) / 2);
+        return std::max(1, panels_at_once(layer.up, rows_, call_.threads) / 2);
     }
 
     // Many rows are taken some at a time: neighbours share a cache line at their ends.
@@ -154,19 +181,72 @@ private:
         });
     }
 
+    // What the residual adds, now or, where a norm comes before that, in `complete`.
+    void add_product(edgellm::Member& crew, const edgellm::Linear& linear, const edgellm::Rows& x,
+                     const edgellm::Norm& post) const {
+        if (post.weight)
+            multiply(crew, {{&linear, b_.branch}}, x, model_.hidden, false);
+        else
+            multiply(crew, {{&linear, b_.residual}}, x, model_.hidden, true);
+    }
+
+    void complete(int r, const float* bias, const edgellm::Norm& post) const {
+        float* residual = b_.residual + size_t(r) * model_.hidden;
+        if (!post.weight) {
+            if (bias) add_to(residual, bias, model_.hidden);
+            return;
+        }
+        float* branch = b_.branch + size_t(r) * model_.hidden;
+        if (bias) add_to(branch, bias, model_.hidden);
+        float* normed = static_cast<float*>(edgellm::scratch(4 * size_t(model_.hidden)));
+        scaled_norm(branch, post, model_.hidden, model_.epsilon, normed);
+        add_to(residual, normed, model_.hidden);
+    }
+
+    void add_biases(const edgellm::Layer& layer, float* qkv) const {
+        const auto add = [&](const float* bias, int outputs) {
+            for (int i = 0; bias && i < outputs; ++i) qkv[i] += bias[i];
+            qkv += outputs;
+        };
+        add(layer.q_bias, layer.q.outputs);
+        add(layer.k_bias, layer.k.outputs);
+        add(layer.v_bias, layer.v.outputs);
+    }
+
     // A token's row of the table: one lane of its panel.
     void embed(int r) const {
         const int64_t token = call_.tokens[r];
-        read_row(model_.embedding, static_cast<int>(token), b_.residual + size_t(r) * model_.hidden);
+        float* x = b_.residual + size_t(r) * model_.hidden;
+        read_row(model_.embedding, static_cast<int>(token), x);
+        if (model_.embedding_scale == 1) return;
+        for (int i = 0; i < model_.hidden; i += LANES)
+            store(x + i, load(x + i) * splat(model_.embedding_scale));
     }
 
-    void normalize(const float* weight, int r, bool fine) const {
-        float* normed = static_cast<float*>(edgellm::scratch(4 * size_t(model_.hidden)));
-        scaled_norm(b_.residual + size_t(r) * model_.hidden, weight, model_.hidden, model_.epsilon, normed);
-        quantize_groups(normed, 0, model_.hidden / edgellm::GROUP, b_.x, r, fine);
+    void normalize(const edgellm::Norm& norm, int r, bool fine) const {
+        const float* x = b_.residual + size_t(r) * model_.hidden;
+        if (norm.weight) {
+            float* normed = static_cast<float*>(edgellm::scratch(4 * size_t(model_.hidden)));
+            scaled_norm(x, norm, model_.hidden, model_.epsilon, normed);
+            x = normed;
+        }
+        quantize_groups(x, 0, model_.hidden / edgellm::GROUP, b_.x, r, fine);
+    }
+
+    void cap_logits(edgellm::Member& crew) const {
+        constexpr int RUN = 64;  // panels
+        const int panels = model_.head.count(), runs = (panels + RUN - 1) / RUN;
+        crew.each(runs * call_.logit_rows, [&](int item) {
+            const int first = item % runs * RUN, end = std::min(panels, first + RUN);
+            float* row = call_.logits + size_t(item / runs) * panels * edgellm::PANEL;
+            soft_cap(row + size_t(first) * edgellm::PANEL, (end - first) * edgellm::PANEL,
+                     model_.logit_softcap);
+        });
     }
 
     void finish(int r) const {
+        const edgellm::Layer& last = model_.layers[model_.layer_count - 1];
+        complete(r, last.down_bias, last.post_mlp_norm);
         float* out = call_.states + size_t(r) * model_.hidden;
         scaled_norm(b_.residual + size_t(r) * model_.hidden, model_.final_norm, model_.hidden,
                     model_.epsilon, out);
@@ -180,6 +260,9 @@ private:
     }
 
     void attention(edgellm::Member& crew, int layer) const {
+        const edgellm::Layer& here = model_.layers[layer];
+        const edgellm::Queries queries{b_.q,        model_.heads, rows_,       call_.start,
+                                       here.window, here.scale,   here.softcap};
         const int all = rows_ * group_;
         const int runs = (all + edgellm::ROWS_PER_TASK - 1) / edgellm::ROWS_PER_TASK;
         const int items = call_.kv.kv_heads * runs * b_.splits;
@@ -195,7 +278,7 @@ private:
             if (b_.splits == 1)
                 task.to = edgellm::stretches(call_.start + (task.first + task.rows - 1) / group_ + 1);
             task.parts = part(split, task.kv_head, task.first);
-            attend_rows(call_.kv, queries_, task);
+            attend_rows(call_.kv, queries, task);
         });
     }
 
@@ -220,12 +303,20 @@ private:
             const size_t width = size_t(end - first) * edgellm::GROUP;
             float* gate = static_cast<float*>(edgellm::scratch(rows_ * width * 8));
             float* up = gate + rows_ * width;
-            multiply_panels(layer.gate, 2 * first, 2 * end, b_.x, rows_, gate, width, false);
-            multiply_panels(layer.up, 2 * first, 2 * end, b_.x, rows_, up, width, false);
+            const auto product = [&](const edgellm::Linear& linear, const float* bias, float* y) {
+                multiply_panels(linear, 2 * first, 2 * end, b_.x, rows_, y, width, false);
+                for (int r = 0; bias && r < rows_; ++r)
+                    add_to(y + r * width, bias + size_t(first) * edgellm::GROUP, width);
+            };
+            if (layer.gated()) product(layer.gate, layer.gate_bias, gate);
+            product(layer.up, layer.up_bias, up);
             for (int r = 0; r < rows_; ++r) {
                 float *y = gate + r * width, *factor = up + r * width;
-                for (size_t i = 0; i < width; i += LANES)
-                    store(y + i, gated(load(y + i), load(factor + i)));
+                for (size_t i = 0; i < width; i += LANES) {
+                    const Vec linear = load(factor + i);
+                    store(y + i, layer.gated() ? activated(load(y + i), layer.activation) * linear
+                                               : activated(linear, layer.activation));
+                }
                 quantize_groups(y, first, end, b_.activated, r, false);
             }
         });
@@ -235,7 +326,6 @@ private:
     const edgellm::Transformer& model_;
     const Buffers& b_;
     const int rows_, width_, group_;
-    const edgellm::Queries queries_;
     const std::thread::id caller_;
     std::atomic<bool> stop_{false};
 };

@@ -1,101 +1,35 @@
-"""The fused step in Triton: embedding to logits for one token or some, seven launches a layer.
+"""The fused step in Triton: embedding to logits for one token or some; `gpu_layer.py` has a layer.
 
-Q, K and V are one launch where their weights are of one kind, else two or three. The launches of
-one token, and of a whole chunk, are captured in CUDA graphs: tokens, position and block table stand
-in device memory, so one capture serves every step. The best tokens after one can be found there
-too.
+The launches of one token, and of a whole chunk, are captured in CUDA graphs: tokens, position and
+block table stand in device memory, so one capture serves every step. The best tokens after one can
+be found there too.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from edgellm.kernels.attention.gpu import Partials, attend
 from edgellm.kernels.checks import block_ids, check_rope, indices
 from edgellm.kernels.gpu.capture import Captured
 from edgellm.kernels.gpu.device import on_device
 from edgellm.kernels.gpu.kv_blocks import DeviceBlocks
-from edgellm.kernels.kv_append.gpu import append_rotated
 from edgellm.kernels.kv_blocks import BLOCK, BlockTable
-from edgellm.kernels.linear.gpu import DevicePanels, Rows, embed, linear, stackable
+from edgellm.kernels.linear.gpu import DevicePanels, Peaks, embed, linear
 from edgellm.kernels.linear.panels import Panels
 from edgellm.kernels.rope import RopeTable
 from edgellm.kernels.sampling import Logits
 from edgellm.kernels.sampling.gpu import LogitRow
-from edgellm.kernels.step.weights import (
-    LayerWeights,
-    Weights,
-    check_blocks,
-    check_rows,
-    check_weights,
-)
+from edgellm.kernels.step.gpu_layer import Buffers, DeviceLayer, DeviceRope, Place
+from edgellm.kernels.step.gpu_norm import DeviceNorm, normalize
+from edgellm.kernels.step.weights import Weights, check_blocks, check_rows, check_weights
 
 Floats = NDArray[np.float32]
 # Tokens in one call at most: what the buffers are made for.
 MAX_ROWS = 512
-
-
-@dataclass(frozen=True)
-class _Layer:
-    """A layer's weights in device memory; see `LayerWeights`.
-
-    Attributes:
-        projections: Q, K and V, neighbours stacked where that can be done.
-    """
-
-    attention_norm: torch.Tensor
-    mlp_norm: torch.Tensor
-    projections: Sequence[DevicePanels]
-    o: DevicePanels
-    gate: DevicePanels
-    up: DevicePanels
-    down: DevicePanels
-    qkv_bias: torch.Tensor | None
-
-    @classmethod
-    def of(cls, layer: LayerWeights, device: str) -> _Layer:
-        return cls(
-            on_device(layer.attention_norm, device),
-            on_device(layer.mlp_norm, device),
-            _stacked([layer.q, layer.k, layer.v], device),
-            DevicePanels.of(layer.o, device),
-            DevicePanels.of(layer.gate, device),
-            DevicePanels.of(layer.up, device),
-            DevicePanels.of(layer.down, device),
-            None if layer.qkv_bias is None else on_device(layer.qkv_bias, device),
-        )
-
-
-@dataclass(frozen=True)
-class _Buffers:
-    """Room for `rows` tokens on their way through the layers."""
-
-    x: torch.Tensor
-    qkv: torch.Tensor
-    q: torch.Tensor
-    attended: torch.Tensor
-    activated: torch.Tensor
-    states: torch.Tensor
-    halves: Rows
-    partials: Partials
-
-    def of(self, rows: int) -> _Buffers:
-        """The part for the first `rows` tokens."""
-        return _Buffers(
-            self.x[:rows],
-            self.qkv[:rows],
-            self.q[:rows],
-            self.attended[:rows],
-            self.activated[:rows],
-            self.states[:rows],
-            self.halves,
-            self.partials,
-        )
 
 
 class _Inputs:
@@ -141,24 +75,40 @@ class DeviceStep:
     """A model in device memory, ready for `run` on the blocks of one pool."""
 
     def __init__(
-        self, weights: Weights, rope_table: RopeTable, blocks: DeviceBlocks, device: str
+        self,
+        weights: Weights,
+        rope_tables: Sequence[RopeTable],
+        blocks: DeviceBlocks,
+        device: str,
     ) -> None:
-        check_weights(weights)
+        """Copy the weights to the device.
+
+        Args:
+            rope_tables: those that `LayerWeights.rope` counts.
+
+        Raises:
+            ValueError: a part that does not fit the others.
+        """
+        check_weights(weights, ropes=len(rope_tables))
         check_blocks(weights, blocks.host)
-        check_rope(rope_table, blocks.host.head_dim, 0)
+        for table in rope_tables:
+            check_rope(table, blocks.host.head_dim, 0)
         self._weights = weights
-        self._blocks = blocks
         self._device = device
-        self._layers = [_Layer.of(layer, device) for layer in weights.layers]
-        self._final_norm = on_device(weights.final_norm, device)
+        ropes = [DeviceRope.of(table, device) for table in rope_tables]
+        count = len(weights.layers)
+        self._layers = [DeviceLayer.of(weights, index, ropes, device) for index in range(count)]
+        self._final_norm = DeviceNorm.of(weights.final_norm, weights.final_norm_bias, device)
         self._embedding = DevicePanels.of(weights.embedding, device)
         tied = weights.head is weights.embedding
         self._head = self._embedding if tied else DevicePanels.of(weights.head, device)
-        self._cos, self._sin = (on_device(part, device) for part in rope_table)
-        self._positions = len(rope_table.cos)
+        self._positions = min(len(table.cos) for table in rope_tables)
         tables = -(-self._positions // BLOCK)
         self._inputs = _Inputs(weights.embedding.outputs, blocks.host.count, tables, device)
-        self._buffers = self._allocate(MAX_ROWS)
+        self._place = Place(blocks, self._inputs.table, self._inputs.start)
+        self._buffers = Buffers.empty(
+            weights, rows=MAX_ROWS, kv_heads=blocks.host.kv_heads, device=device
+        )
         self._row = LogitRow.empty(weights.head.outputs, device)
         self._one = Captured(self._launch_one, device)
         self._chunk = Captured(self._launch_chunk, device)
@@ -202,7 +152,7 @@ class DeviceStep:
             return None
         logits = torch.empty((logit_rows, self._head.outputs), device=self._device)
         if logit_rows:
-            linear(buffers.states[count - logit_rows :], self._head, logits, buffers.halves)
+            self._head_into(buffers.states[count - logit_rows :], logits)
         return _host(buffers.states), _host(logits)
 
     def best(self, table: BlockTable, token: int, start: int) -> Logits:
@@ -215,13 +165,13 @@ class DeviceStep:
 
     def logits(self, hidden: Floats) -> Floats:
         """The LM head on states `[rows, E]`: `[rows, V]`."""
-        found = []
+        parts = []
         for first in range(0, len(hidden), MAX_ROWS):
             states = on_device(hidden[first : first + MAX_ROWS], self._device)
             logits = torch.empty((len(states), self._head.outputs), device=self._device)
-            linear(states, self._head, logits, self._buffers.halves)
-            found.append(_host(logits))
-        return np.concatenate(found)
+            self._head_into(states, logits)
+            parts.append(_host(logits))
+        return np.concatenate(parts)
 
     def linear(self, x: Floats, weight: Panels) -> Floats:
         """Some rows `[M, K]` through a weight that is copied for it: `[M, N]`."""
@@ -240,97 +190,28 @@ class DeviceStep:
     def _launch_one(self) -> None:
         buffers = self._buffers.of(1)
         self._through_layers(buffers, None)
-        row = self._row
-        linear(buffers.states, self._head, row.logits, buffers.halves, peaks=row.peaks)
+        self._head_into(buffers.states, self._row.logits, peaks=self._row.peaks)
 
-    def _through_layers(self, buffers: _Buffers, should_stop: Callable[[], bool] | None) -> bool:
+    def _through_layers(self, buffers: Buffers, should_stop: Callable[[], bool] | None) -> bool:
         """Tokens to states; False if it was stopped on the way."""
-        weights, epsilon, x = self._weights, self._weights.epsilon, buffers.x
-        embed(self._embedding, self._inputs.tokens, x)
-        for index, layer in enumerate(self._layers):
+        weights = self._weights
+        embed(self._embedding, self._inputs.tokens, buffers.x, scale=weights.embedding_scale)
+        for layer in self._layers:
             if should_stop is not None and should_stop():
                 return False
-            rows = buffers.halves
-            qkv = buffers.qkv.view(len(x), -1)
-            first = 0
-            for weight in layer.projections:
-                part = qkv[:, first : first + weight.outputs]
-                linear(x, weight, part, rows, norm=layer.attention_norm, epsilon=epsilon)
-                first += weight.outputs
-            append_rotated(
-                self._blocks,
-                self._inputs.table,
-                index,
-                self._inputs.start,
-                buffers.qkv,
-                self._cos,
-                self._sin,
-                buffers.q,
-                bias=layer.qkv_bias,
-            )
-            attend(
-                self._blocks,
-                self._inputs.table,
-                index,
-                buffers.q,
-                self._inputs.start,
-                buffers.attended,
-                buffers.partials,
-                window=weights.window,
-            )
-            linear(buffers.attended.view(len(x), -1), layer.o, x, rows, add=True)
-            linear(
-                x,
-                layer.gate,
-                buffers.activated,
-                rows,
-                norm=layer.mlp_norm,
-                epsilon=epsilon,
-                up=layer.up,
-            )
-            linear(buffers.activated, layer.down, x, rows, add=True)
-        normed = torch.nn.functional.rms_norm(x, x.shape[1:], self._final_norm, epsilon)
-        buffers.states.copy_(normed)
+            layer.run(buffers, self._place)
+        normalize(buffers.x, self._final_norm, buffers.states, epsilon=weights.epsilon)
         return True
 
-    def _allocate(self, rows: int) -> _Buffers:
-        weights, host = self._weights, self._blocks.host
-        hidden, intermediate = weights.embedding.inputs, weights.layers[0].gate.outputs
-        heads, head_dim, kv_heads = weights.heads, host.head_dim, host.kv_heads
-        inputs = max(hidden, intermediate, heads * head_dim)
-
-        def empty(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-            return torch.empty(shape, dtype=dtype, device=self._device)
-
-        return _Buffers(
-            x=empty(rows, hidden),
-            qkv=empty(rows, heads + 2 * kv_heads, head_dim),
-            q=empty(rows, heads, head_dim),
-            attended=empty(rows, heads, head_dim),
-            activated=empty(rows, intermediate),
-            states=empty(rows, hidden),
-            halves=Rows(empty(rows, inputs, dtype=torch.float16), empty(rows)),
-            partials=Partials.empty(
-                tokens=rows,
-                heads=heads,
-                kv_heads=kv_heads,
-                head_dim=head_dim,
-                device=self._device,
-            ),
-        )
-
-
-def _stacked(parts: Sequence[Panels], device: str) -> list[DevicePanels]:
-    runs = [[parts[0]]]
-    for panels in parts[1:]:
-        if stackable(runs[-1][-1], panels):
-            runs[-1].append(panels)
-        else:
-            runs.append([panels])
-    return [DevicePanels.stacked(run, device) for run in runs]
+    def _head_into(
+        self, states: torch.Tensor, logits: torch.Tensor, *, peaks: Peaks | None = None
+    ) -> None:
+        """The LM head on states `[rows, E]`, into `logits` `[rows, V]`; see `linear`."""
+        cap = self._weights.logit_softcap
+        linear(states, self._head, logits, self._buffers.halves, softcap=cap, peaks=peaks)
 
 
 def _host(tensor: torch.Tensor) -> Floats:
     """A copy on the host, also where the device is the host."""
-    found: Floats = tensor.cpu().numpy().copy()
-    return found
+    copy: Floats = tensor.cpu().numpy().copy()
+    return copy

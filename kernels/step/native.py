@@ -9,12 +9,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgellm.kernels.checks import block_ids, check_rope, indices
+from edgellm.kernels.kv_append.native import NormPointers
 from edgellm.kernels.kv_blocks import BlockTable, KVBlocks
 from edgellm.kernels.linear import PANEL
 from edgellm.kernels.linear.native import LinearLayer, layer_of
 from edgellm.kernels.native import KV, Rope, address
 from edgellm.kernels.rope import RopeTable
 from edgellm.kernels.step.weights import (
+    ACTIVATIONS,
+    VECTORS,
     LayerWeights,
     Weights,
     check_blocks,
@@ -32,10 +35,12 @@ class _Layer(ctypes.Structure):
     """The same fields, in the same order, as in call.h."""
 
     _fields_ = [
-        ("attention_norm", ctypes.c_void_p),
-        ("mlp_norm", ctypes.c_void_p),
-        ("qkv_bias", ctypes.c_void_p),
         *((name, LinearLayer) for name in ("q", "k", "v", "o", "gate", "up", "down")),
+        *((name, ctypes.c_void_p) for name in VECTORS),
+        ("head_norms", NormPointers),
+        ("scale", ctypes.c_float),
+        ("softcap", ctypes.c_float),
+        *((name, ctypes.c_int32) for name in ("window", "rope", "activation")),
     ]
 
 
@@ -45,13 +50,11 @@ class _Transformer(ctypes.Structure):
     _fields_ = [
         ("layers", ctypes.POINTER(_Layer)),
         ("final_norm", ctypes.c_void_p),
+        ("final_norm_bias", ctypes.c_void_p),
         ("embedding", LinearLayer),
         ("head", LinearLayer),
-        *(
-            (name, ctypes.c_int32)
-            for name in ("layer_count", "hidden", "intermediate", "heads", "window")
-        ),
-        ("epsilon", ctypes.c_float),
+        *((name, ctypes.c_int32) for name in ("layer_count", "hidden", "intermediate", "heads")),
+        *((name, ctypes.c_float) for name in ("epsilon", "embedding_scale", "logit_softcap")),
     ]
 
 
@@ -61,14 +64,14 @@ class _Call(ctypes.Structure):
     _fields_ = [
         ("model", ctypes.POINTER(_Transformer)),
         ("kv", KV),
-        ("rope", Rope),
+        ("ropes", ctypes.POINTER(Rope)),
         *((name, ctypes.c_void_p) for name in ("tokens", "states", "logits", "workspace")),
         ("should_stop", _ShouldStop),
         *((name, ctypes.c_int32) for name in ("count", "start", "logit_rows", "threads")),
     ]
 
 
-def _layer(layer: LayerWeights) -> _Layer:
+def _layer(layer: LayerWeights, head_dim: int) -> _Layer:
     """V and the LM head take 16-bit activations.
 
     Of what rounding all inputs to 8 bits costs (KL divergence to float32 0.0030, SmolLM2-135M,
@@ -76,13 +79,20 @@ def _layer(layer: LayerWeights) -> _Layer:
     3 % of a prompt's work.
     """
     return _Layer(
-        address(layer.attention_norm),
-        address(layer.mlp_norm),
-        address(layer.qkv_bias),
         layer_of(layer.q),
         layer_of(layer.k),
         layer_of(layer.v, fine=True),
-        *(layer_of(weight) for weight in (layer.o, layer.gate, layer.up, layer.down)),
+        layer_of(layer.o),
+        LinearLayer() if layer.gate is None else layer_of(layer.gate),
+        layer_of(layer.up),
+        layer_of(layer.down),
+        *(address(getattr(layer, name)) for name in VECTORS),
+        NormPointers.of(layer.head_norms, head_dim),
+        head_dim**-0.5 if layer.scale is None else layer.scale,
+        layer.softcap or 0.0,
+        layer.window or 0,
+        layer.rope,
+        ACTIVATIONS.index(layer.activation),
     )
 
 
@@ -109,22 +119,29 @@ def _answers(should_stop: Callable[[], bool], errors: list[BaseException]) -> It
 class FusedStep:
     """A model ready for `run`; keeps its weights alive."""
 
-    def __init__(self, library: ctypes.CDLL, weights: Weights) -> None:
-        check_weights(weights)
+    def __init__(self, library: ctypes.CDLL, weights: Weights, ropes: Sequence[RopeTable]) -> None:
+        """`ropes` are the tables that layers name by their index."""
+        check_weights(weights, ropes=len(ropes))
         self._library = library
         self._weights = weights
-        self._layers = (_Layer * len(weights.layers))(*map(_layer, weights.layers))
+        self._ropes = list(ropes)
+        self._rope_pointers = (Rope * len(ropes))(*map(Rope.of, ropes))
+        head_dim = weights.layers[0].o.inputs // weights.heads
+        layers = [_layer(layer, head_dim) for layer in weights.layers]
+        self._layers = (_Layer * len(layers))(*layers)
         self._model = _Transformer(
             self._layers,
             address(weights.final_norm),
+            address(weights.final_norm_bias),
             layer_of(weights.embedding),
             layer_of(weights.head, fine=True),
             len(weights.layers),
             weights.embedding.inputs,
-            weights.layers[0].gate.outputs,
+            weights.layers[0].up.outputs,
             weights.heads,
-            weights.window or 0,
             weights.epsilon,
+            weights.embedding_scale,
+            weights.logit_softcap or 0.0,
         )
         self._workspace = np.empty(0, np.uint8)
 
@@ -132,7 +149,6 @@ class FusedStep:
         self,
         blocks: KVBlocks,
         table: BlockTable,
-        rope_table: RopeTable,
         tokens: Sequence[int],
         start: int,
         *,
@@ -160,7 +176,8 @@ class FusedStep:
         check_blocks(weights, blocks)
         ids = indices(tokens, weights.embedding.outputs, "token id")
         blocks_of = block_ids(table, blocks.count, start=start, tokens=count)
-        check_rope(rope_table, blocks.head_dim, start + count)
+        for rope_table in self._ropes:
+            check_rope(rope_table, blocks.head_dim, start + count)
         check_rows(count, logit_rows)
         errors: list[BaseException] = []
         callback = _ShouldStop()
@@ -174,7 +191,7 @@ class FusedStep:
         call = _Call(
             ctypes.pointer(self._model),
             KV.of(blocks, blocks_of),
-            Rope.of(rope_table),
+            self._rope_pointers,
             address(ids),
             address(states),
             address(logits),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,67 +12,131 @@ from edgellm.kernels.kv_append import reference as kv_append
 from edgellm.kernels.kv_blocks import KVFormat
 from edgellm.kernels.linear.reference import linear as int8_linear
 from edgellm.kernels.rope import reference as rope
+from edgellm.kernels.step.weights import Activation, LayerWeights, Weights
 
 Floats = NDArray[np.float64]
+Matrices = Mapping[str, NDArray[np.float32]]
+# Multiplies rows by the matrix of a name.
+_Product = Callable[[Floats, str], Floats]
 
 
 def forward(
-    weights: Mapping[str, NDArray[np.float32]],
+    weights: Weights,
+    matrices: Matrices,
     tokens: Sequence[int],
-    inv_freq: Sequence[float],
+    ropes: Sequence[tuple[Sequence[float], float]],
     *,
-    layers: int,
-    heads: int,
-    kv_heads: int,
-    epsilon: float,
     format: KVFormat,
-    window: int | None = None,
     rounded: bool = True,
 ) -> tuple[Floats, Floats]:
     """All tokens of a sequence from its start.
 
     Args:
-        weights: dequantized, `[N, K]`, under the names of `Weights` and `LayerWeights`, those of a
-            layer as `layers.0.q`.
+        matrices: the panels of `weights`, dequantized, `[N, K]`, under the names of `Weights` and
+            `LayerWeights`, those of a layer as `layers.0.q`.
+        ropes: frequencies and magnitude of each RoPE.
         rounded: whether linear layers round their inputs, as those in C++ do.
 
     Returns:
         Hidden states after the final norm `[C, E]` and logits `[C, V]`.
     """
-    linear = _rounded if rounded else _exact
-    x = weights["embedding"][list(tokens)].astype(np.float64)
-    for layer in range(layers):
-        part = {n: w for n, w in weights.items() if n.startswith(f"layers.{layer}.")}
-        w = {name.split(".")[2]: value for name, value in part.items()}
-        normed = _norm(x, w["attention_norm"], epsilon)
-        head_dim = w["o"].shape[1] // heads
-        first_value = (heads + kv_heads) * head_dim
-        bias = w.get("qkv_bias", np.zeros(first_value + kv_heads * head_dim, np.float32))
-        qk = linear(normed, np.concatenate([w["q"], w["k"]])) + bias[:first_value]
-        v = normed @ w["v"].T.astype(np.float64) + bias[first_value:]
-        v = v.reshape(-1, kv_heads, head_dim)
-        rotated = rope.apply(qk.reshape(len(tokens), -1, head_dim), inv_freq, 0)
-        k = kv_append.round_trip(rotated[:, heads:], format, key=True)
-        v = kv_append.round_trip(v, format, key=False)
-        attended = attention.attend(rotated[:, :heads], k, v, 0, window=window)
-        x = x + linear(attended.reshape(len(tokens), -1), w["o"])
-        normed = _norm(x, w["mlp_norm"], epsilon)
-        gate = linear(normed, w["gate"])
-        activated = gate / (1 + np.exp(-gate)) * linear(normed, w["up"])
-        x = x + linear(activated, w["down"])
-    states = _norm(x, weights["final_norm"], epsilon)
-    return states, states @ weights["head"].T.astype(np.float64)
+    x = matrices["embedding"][list(tokens)].astype(np.float64) * weights.embedding_scale
+    for index, layer in enumerate(weights.layers):
+        product = _products(matrices, f"layers.{index}.", rounded)
+        normed = norm(x, layer.attention_norm, layer.attention_norm_bias, weights.epsilon)
+        attended = _attention(normed, layer, product, ropes[layer.rope], weights.heads, format)
+        o = _biased(product(attended, "o"), layer.o_bias)
+        post = layer.post_attention_norm, layer.post_attention_norm_bias
+        x = x + norm(o, *post, weights.epsilon)
+        normed = norm(x, layer.mlp_norm, layer.mlp_norm_bias, weights.epsilon)
+        down = _biased(product(_mlp(normed, layer, product), "down"), layer.down_bias)
+        post = layer.post_mlp_norm, layer.post_mlp_norm_bias
+        x = x + norm(down, *post, weights.epsilon)
+    states = norm(x, weights.final_norm, weights.final_norm_bias, weights.epsilon)
+    logits = states @ matrices["head"].T.astype(np.float64)
+    if weights.logit_softcap is not None:
+        logits = weights.logit_softcap * np.tanh(logits / weights.logit_softcap)
+    return states, logits
 
 
-def _rounded(x: Floats, weight: NDArray[np.float32]) -> Floats:
-    return int8_linear(x.astype(np.float32), weight)
+def _attention(
+    x: Floats,
+    layer: LayerWeights,
+    product: _Product,
+    turn: tuple[Sequence[float], float],
+    heads: int,
+    format: KVFormat,
+) -> Floats:
+    head_dim = layer.o.inputs // heads
+    q, k = (
+        _biased(product(x, name), bias).reshape(len(x), -1, head_dim)
+        for name, bias in (("q", layer.q_bias), ("k", layer.k_bias))
+    )
+    v = _biased(product(x, "v"), layer.v_bias).reshape(len(x), -1, head_dim)
+    inv_freq, magnitude = turn
+    norms = layer.head_norms
+    if norms is not None and not norms.after_rope:
+        q, k = head_norm(q, norms.q, norms.epsilon), head_norm(k, norms.k, norms.epsilon)
+    q, k = (rope.apply(rows, inv_freq, 0, magnitude) for rows in (q, k))
+    if norms is not None and norms.after_rope:
+        q, k = head_norm(q, norms.q, norms.epsilon), head_norm(k, norms.k, norms.epsilon)
+    attended = attention.attend(
+        q,
+        kv_append.round_trip(k, format, key=True),
+        kv_append.round_trip(v, format, key=False),
+        0,
+        window=layer.window,
+        scale=layer.scale,
+        softcap=layer.softcap,
+    )
+    return attended.reshape(len(x), -1)
 
 
-def _exact(x: Floats, weight: NDArray[np.float32]) -> Floats:
-    return x @ weight.T.astype(np.float64)
+def _mlp(x: Floats, layer: LayerWeights, product: _Product) -> Floats:
+    up = _biased(product(x, "up"), layer.up_bias)
+    if layer.gate is None:
+        return activate(up, layer.activation)
+    return activate(_biased(product(x, "gate"), layer.gate_bias), layer.activation) * up
 
 
-def _norm(x: Floats, weight: NDArray[np.float32], epsilon: float) -> Floats:
-    """RMSNorm (Zhang and Sennrich, arXiv:1910.07467)."""
-    normed: Floats = x / np.sqrt((x * x).mean(axis=-1, keepdims=True) + epsilon) * weight
-    return normed
+def _products(matrices: Matrices, prefix: str, rounded: bool) -> _Product:
+    """V takes its input as it is: the kernels round it to 16 bits."""
+
+    def product(x: Floats, name: str) -> Floats:
+        weight = matrices[prefix + name]
+        if rounded and name != "v":
+            return int8_linear(x.astype(np.float32), weight)
+        return x @ weight.T.astype(np.float64)
+
+    return product
+
+
+def activate(x: Floats, activation: Activation) -> Floats:
+    """SiLU, or GELU as tanh has it (Hendrycks and Gimpel, arXiv:1606.08415)."""
+    if activation == "silu":
+        return np.asarray(x / (1 + np.exp(-x)))
+    return np.asarray(0.5 * x * (1 + np.tanh(np.sqrt(2 / np.pi) * (x + 0.044715 * x**3))))
+
+
+def norm(
+    x: Floats,
+    weight: NDArray[np.float32] | None,
+    bias: NDArray[np.float32] | None,
+    epsilon: float,
+) -> Floats:
+    """RMSNorm (arXiv:1910.07467), with a bias LayerNorm (arXiv:1607.06450), or none."""
+    if weight is None:
+        return x
+    if bias is not None:
+        x = x - x.mean(axis=-1, keepdims=True)
+    return _biased(x / np.sqrt((x * x).mean(axis=-1, keepdims=True) + epsilon) * weight, bias)
+
+
+def head_norm(x: Floats, weight: NDArray[np.float32], epsilon: float) -> Floats:
+    """RMSNorm of heads `[C, H, D]`: of each with a weight `[D]`, or of all with one `[H*D]`."""
+    rows = x if len(weight) == x.shape[2] else x.reshape(len(x), 1, -1)
+    return norm(rows, weight, None, epsilon).reshape(x.shape)
+
+
+def _biased(x: Floats, bias: NDArray[np.float32] | None) -> Floats:
+    return x if bias is None else x + bias

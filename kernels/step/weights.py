@@ -4,50 +4,102 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
+from edgellm.kernels.kv_append.norms import HeadNorms
 from edgellm.kernels.kv_blocks import KVBlocks
 from edgellm.kernels.linear import PANEL, Panels
 
 Floats = NDArray[np.float32]
+Activation = Literal["silu", "gelu_tanh"]
+ACTIVATIONS: tuple[Activation, ...] = ("silu", "gelu_tanh")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class LayerWeights:
-    """One layer: norm weights `[E]` and linear layers.
+    """One layer: linear layers, and vectors of the residual's width `[E]` or of their outputs'.
 
     Attributes:
-        qkv_bias: added to the outputs of q, k and v, `[their number]`, or None.
+        attention_norm, mlp_norm: before attention and MLP; None where they read the residual as it
+            is.
+        post_attention_norm, post_mlp_norm: of what attention and MLP add to the residual.
+        attention_norm_bias ...: a norm with one is a layer norm, else it is an RMS norm.
+        head_norms: of Q and K, or None.
+        gate: None where the MLP is `down(activation(up(x)))`.
+        rope: which of the RoPE tables turns Q and K.
+        window: a token sees so many positions, or all if None.
+        scale: of the scores; None is `D ** -0.5`.
+        softcap: of the scores, or None.
     """
 
-    attention_norm: Floats
-    mlp_norm: Floats
     q: Panels
     k: Panels
     v: Panels
     o: Panels
-    gate: Panels
     up: Panels
     down: Panels
-    qkv_bias: Floats | None = None
+    gate: Panels | None = None
+    attention_norm: Floats | None = None
+    attention_norm_bias: Floats | None = None
+    q_bias: Floats | None = None
+    k_bias: Floats | None = None
+    v_bias: Floats | None = None
+    o_bias: Floats | None = None
+    post_attention_norm: Floats | None = None
+    post_attention_norm_bias: Floats | None = None
+    mlp_norm: Floats | None = None
+    mlp_norm_bias: Floats | None = None
+    gate_bias: Floats | None = None
+    up_bias: Floats | None = None
+    down_bias: Floats | None = None
+    post_mlp_norm: Floats | None = None
+    post_mlp_norm_bias: Floats | None = None
+    head_norms: HeadNorms | None = None
+    activation: Activation = "silu"
+    rope: int = 0
+    window: int | None = None
+    scale: float | None = None
+    softcap: float | None = None
 
     @property
     def linears(self) -> tuple[Panels, ...]:
-        return self.q, self.k, self.v, self.o, self.gate, self.up, self.down
+        gate = () if self.gate is None else (self.gate,)
+        return self.q, self.k, self.v, self.o, *gate, self.up, self.down
 
 
-@dataclass(frozen=True)
+# Fields of LayerWeights that are vectors, with what has as many elements.
+VECTORS = {
+    "attention_norm": "hidden",
+    "attention_norm_bias": "hidden",
+    "q_bias": "q",
+    "k_bias": "k",
+    "v_bias": "v",
+    "o_bias": "hidden",
+    "post_attention_norm": "hidden",
+    "post_attention_norm_bias": "hidden",
+    "mlp_norm": "hidden",
+    "mlp_norm_bias": "hidden",
+    "gate_bias": "up",
+    "up_bias": "up",
+    "down_bias": "hidden",
+    "post_mlp_norm": "hidden",
+    "post_mlp_norm_bias": "hidden",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
 class Weights:
     """All weights of a model; `head` is `embedding` where they are tied.
 
     Attributes:
         embedding, head: `[V, E]`.
         heads: query heads.
-        window: sliding window, or None.
-        epsilon: of the RMS norms.
+        epsilon: of the norms of the residual.
+        embedding_scale: what rows of the embedding are multiplied by.
+        logit_softcap: of the logits, or None.
     """
 
     layers: Sequence[LayerWeights]
@@ -55,8 +107,10 @@ class Weights:
     embedding: Panels
     head: Panels
     heads: int
-    window: int | None
     epsilon: float
+    final_norm_bias: Floats | None = None
+    embedding_scale: float = 1.0
+    logit_softcap: float | None = None
 
     @property
     def nbytes(self) -> int:
@@ -66,20 +120,27 @@ class Weights:
         return sum(panels.data.nbytes for panels in (*tables.values(), *linears))
 
 
-def check_weights(weights: Weights) -> None:
+def check_weights(weights: Weights, *, ropes: int) -> None:
     """Refuse weights whose shapes are not those of one model.
+
+    Args:
+        ropes: how many RoPE tables there are.
 
     Raises:
         ValueError: names the part that does not fit.
     """
     hidden, vocabulary = weights.embedding.inputs, weights.embedding.outputs
     _require_floats("final_norm", weights.final_norm, hidden)
+    if weights.final_norm_bias is not None:
+        _require_floats("final_norm_bias", weights.final_norm_bias, hidden)
     for name, table in (("embedding", weights.embedding), ("head", weights.head)):
         _require(name, (table.outputs, table.inputs), (vocabulary, hidden))
     if not weights.layers:
         raise ValueError("weights without a layer")
     for layer in weights.layers:
-        _check_layer(layer, hidden, weights.layers[0].gate.outputs, weights.heads)
+        _check_layer(layer, hidden, weights.layers[0].up.outputs, weights.heads)
+        if not 0 <= layer.rope < ropes:
+            raise ValueError(f"RoPE table {layer.rope} of {ropes}")
 
 
 def _check_layer(layer: LayerWeights, hidden: int, intermediate: int, heads: int) -> None:
@@ -89,18 +150,27 @@ def _check_layer(layer: LayerWeights, hidden: int, intermediate: int, heads: int
     _require("k", layer.k.inputs, hidden)
     _require("o", layer.o.outputs, hidden)
     for name, linear in (("gate", layer.gate), ("up", layer.up)):
-        _require(name, (linear.outputs, linear.inputs), (intermediate, hidden))
+        if linear is not None:
+            _require(name, (linear.outputs, linear.inputs), (intermediate, hidden))
     _require("down", (layer.down.outputs, layer.down.inputs), (hidden, intermediate))
-    _require_floats("attention_norm", layer.attention_norm, hidden)
-    _require_floats("mlp_norm", layer.mlp_norm, hidden)
-    if layer.qkv_bias is not None:
-        _require_floats("qkv_bias", layer.qkv_bias, width + 2 * layer.v.outputs)
+    sizes = {"hidden": hidden, "q": width, "k": layer.k.outputs, "v": layer.v.outputs}
+    for name, of in VECTORS.items():
+        vector = getattr(layer, name)
+        if vector is not None:
+            _require_floats(name, vector, sizes.get(of, intermediate))
+    for name in VECTORS:
+        lacks_norm = getattr(layer, name.removesuffix("_bias"), 0) is None
+        if name.endswith("norm_bias") and lacks_norm and getattr(layer, name) is not None:
+            raise ValueError(f"{name} without a norm")
     # a row of Q ends where K begins: a padded panel would write over it
     if width % heads or width % PANEL or layer.v.outputs % PANEL:
         raise ValueError(
             f"Q has {width} outputs, K and V {layer.v.outputs}; needed are whole panels of {PANEL} "
             f"and {heads} heads"
         )
+    if layer.head_norms is not None:
+        head_dim = width // heads
+        layer.head_norms.check(heads, layer.k.outputs // head_dim, head_dim)
 
 
 def check_blocks(weights: Weights, blocks: KVBlocks) -> None:

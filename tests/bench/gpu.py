@@ -109,7 +109,14 @@ def random_weights(shape: Shape, kind: Kind) -> Weights:
         down=random_panels(rng, shape.hidden, shape.intermediate, kind),
     )
     table = random_panels(rng, shape.vocabulary, shape.hidden, KINDS["int8_symmetric"])
-    return Weights([layer] * shape.layers, norm, table, table, shape.heads, None, 1e-5)
+    return Weights(
+        layers=[layer] * shape.layers,
+        final_norm=norm,
+        embedding=table,
+        head=table,
+        heads=shape.heads,
+        epsilon=1e-5,
+    )
 
 
 def pool(shape: Shape, tokens: int, format: KVFormat, device: str, *, layers: int) -> DeviceBlocks:
@@ -184,7 +191,7 @@ def show_model(
     rope_table = rope.table(frequencies, longest)
     for format in ("int8", "f16"):
         blocks = pool(shape, longest, format, device, layers=shape.layers)
-        step = DeviceStep(weights, rope_table, blocks, device)
+        step = DeviceStep(weights, [rope_table], blocks, device)
         table = list(range(len(blocks.k)))
         for depth in depths:
             run = _bound(step.best, table, 1, depth)

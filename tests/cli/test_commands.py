@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from edgellm.options import EngineOptions
-from edgellm.store.bundle import Bundle
+from edgellm.store.bundle import Bundle, open_bundle
 
 Cli = Callable[..., subprocess.CompletedProcess[str]]
 QUESTION = "Name the capital of France."
@@ -52,15 +52,15 @@ def test_answers_with_paris(cli: Cli, arguments: list[str], stdin: str) -> None:
     assert found.stderr == ""
 
 
-@pytest.mark.usefixtures("smollm2")
-def test_json_and_stats(cli: Cli) -> None:
+def test_json_and_stats(cli: Cli, smollm2: Bundle) -> None:
     found = cli("run", "-p", QUESTION, *GREEDY, "--json", "-n", "4", "-s", "7")
     result = json.loads(found.stdout)
     assert result["generation_tokens"] == 4
     assert result["seed"] == 7
     assert result["prefill"] == {DEFAULTS.prefill_backend: 36}
     found = cli("run", "-p", QUESTION, *GREEDY, "-n", "1", "--stats")
-    assert f"36 on {DEFAULTS.prefill_backend} {DEFAULTS.prefill_flavour}" in found.stderr
+    flavour = DEFAULTS.prefill_flavour(smollm2.config)
+    assert f"36 on {DEFAULTS.prefill_backend} {flavour}" in found.stderr
 
 
 @pytest.mark.usefixtures("smollm2")
@@ -223,7 +223,8 @@ def test_perplexity_json(cli: Cli, tiny_bundle: str, tmp_path: Path) -> None:
     found = cli("perplexity", str(tmp_path / "text"), "-m", tiny_bundle, "--window", "64", "--json")
     result = json.loads(found.stdout)
     assert result["tokens"] == 15 * 63
-    assert (result["flavour"], result["kv_format"]) == (DEFAULTS.prefill_flavour, "int8")
+    flavour = DEFAULTS.prefill_flavour(open_bundle(Path(tiny_bundle)).config)
+    assert (result["flavour"], result["kv_format"]) == (flavour, "int8")
     # random weights know nothing: about as many choices as there are tokens
     assert 200 < result["perplexity"] < 2000
     decode = cli(

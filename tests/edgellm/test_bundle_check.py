@@ -20,6 +20,28 @@ Change = tuple[str, Any]
 PANEL = "flavours/panels/arrays/"
 K = PANEL + "layers.0.k/"
 KINDS = "flavours/panels/kinds/layers.0."
+LAYERS = "config/layers"
+ROPES = "config/ropes"
+
+
+def every(part: str | None = None, **changes: Any) -> Callable[[list[Any]], list[Any]]:
+    """Changes each layer or RoPE of a config, or a part of each."""
+
+    def change(entries: list[Any]) -> list[Any]:
+        for entry in entries:
+            (entry if part is None else entry[part]).update(changes)
+        return entries
+
+    change.__name__ = ",".join(f"{name}={value}" for name, value in changes.items())
+    return change
+
+
+def attention(**changes: Any) -> Change:
+    return LAYERS, every("attention", **changes)
+
+
+def mlp(**changes: Any) -> Change:
+    return LAYERS, every("mlp", **changes)
 
 
 @pytest.fixture(scope="module")
@@ -57,38 +79,60 @@ def test_the_bundle_as_it_was_exported_is_fine(changed: Callable[..., Path]) -> 
     assert open_bundle(changed(), verify=True).config.vocab_size == 320
 
 
+def _id(place: str, value: Any) -> str:
+    return f"{place}={value.__name__ if callable(value) else value}"[:60]
+
+
 @pytest.mark.parametrize(
     ("change", "words"),
     [
         # sizes of the config that the arrays do not have
-        (("config/heads", 12), r"layers\.0\.q is uint8 \[6, 3, 544\].*needs uint8 \[12, 3, 544\]"),
-        (("config/kv_heads", 6), r"layers\.0\.k is uint8 \[2, 3, 544\].*needs uint8 \[6, 3"),
-        (("config/kv_heads", 1), r"layers\.0\.k"),
-        (("config/head_dim", 32), "quarter of them|the config needs"),
+        (attention(heads=12), r"layers\.0\.q is uint8 \[6, 3, 544\].*needs uint8 \[12, 3, 544\]"),
+        (attention(kv_heads=6), r"layers\.0\.k is uint8 \[2, 3, 544\].*needs uint8 \[6, 3"),
+        (attention(kv_heads=1), r"layers\.0\.k"),
+        (attention(head_dim=32), "quarter of them|the config needs"),
         (("config/hidden_size", 64), "the config needs"),
         (("config/hidden_size", 1152), "the config needs"),
-        (("config/intermediate_size", 320), r"layers\.0\.gate"),
+        (mlp(intermediate=320), r"layers\.0\.gate"),
         (("config/vocab_size", 10), "embedding is uint8"),
         (("config/vocab_size", 50000), r"embedding is uint8 \[20, 3, 544\].*\[3125, 3, 544\]"),
         (("config/vocab_size", 10**9), "vocab_size is 1000000000; 1 to 16777216 is allowed"),
-        (("config/layers", 1), r"the kind of layers\.1\..* is of no weight"),
-        (("config/layers", 3), r"the kind of layers\.2\..* is missing"),
+        ((LAYERS, lambda layers: layers[:1]), r"the kind of layers\.1\..* is of no weight"),
+        (
+            (LAYERS, lambda layers: layers + layers[:1]),
+            r"the kind of layers\.2\..* is missing|errors of 000, 001, 002, 003",
+        ),
         (("config/tied_embedding", True), "the kind of head is of no weight"),
-        (("config/qkv_bias", True), r"layers\.0\.qkv_bias is missing"),
+        (attention(qkv_bias=True), r"layers\.0\.q_bias is missing"),
+        (attention(output_bias=True), r"layers\.0\.o_bias is missing"),
+        (attention(qk_norm="head"), r"keys: array layers\.0\.q_norm is missing"),
+        (mlp(bias=True), r"layers\.0\.gate_bias is missing"),
+        (mlp(gated=False), r"the kind of layers\.0\.gate is of no weight"),
+        ((LAYERS, every(norms="sandwich")), r"layers\.0\.post_attention_norm is missing"),
+        (("config/norm", "layer"), r"layers\.0\.attention_norm_bias is missing"),
         # numbers that no model has
-        (("config/layers", 0), "layers is 0; 1 to"),
-        (("config/layers", -1), "layers is -1"),
-        (("config/layers", 10**9), "layers is 1000000000; 1 to 4096"),
+        ((LAYERS, []), "layer_count is 0; 1 to"),
+        ((LAYERS, -1), "expected a list"),
+        ((LAYERS, lambda layers: layers * 3000), "layer_count is 6000; 1 to 4096"),
         (("config/hidden_size", 10**30), "hidden_size"),
-        (("config/head_dim", 18), "multiple of 4"),
+        (attention(head_dim=18), "multiple of 4"),
         (("config/context_length", 1 << 31), "context_length"),
-        (("config/sliding_window", 0), "sliding_window is 0"),
-        (("config/rms_norm_eps", float("nan")), "rms_norm_eps"),
-        (("config/rms_norm_eps", 0), "rms_norm_eps"),
-        (("config/inv_freq", []), "rotates 0 dimensions"),
-        (("config/inv_freq", [1.0]), "rotates 2 dimensions"),
-        (("config/inv_freq", [float("inf")] * 8), "finite number"),
-        (("config/inv_freq", [-1.0] * 8), "positive"),
+        (attention(window=0), "window is 0"),
+        (attention(softcap=-1.0), r"softcap is -1\.0; it must be positive"),
+        (attention(scale=0), "scale is 0"),
+        (attention(rope=1), "names RoPE 1 of 1"),
+        (attention(qk_norm="both"), "qk_norm is 'both'; expected 'none' or"),
+        (mlp(activation="relu"), "activation is 'relu'"),
+        (("config/norm_eps", float("nan")), "norm_eps"),
+        (("config/norm_eps", 0), "norm_eps"),
+        (("config/embedding_scale", 0), "embedding_scale is 0"),
+        (("config/logit_softcap", float("inf")), "logit_softcap"),
+        ((ROPES, []), "names RoPE 0 of 0"),
+        ((ROPES, every(inv_freq=[])), "rotates 0 dimensions"),
+        ((ROPES, every(inv_freq=[1.0])), "rotates 2 dimensions"),
+        ((ROPES, every(inv_freq=[float("inf")] * 8)), "finite number"),
+        ((ROPES, every(inv_freq=[-1.0] * 8)), "negative"),
+        ((ROPES, every(magnitude=0)), "magnitude of RoPE is 0"),
         # arrays
         ((KINDS + "q", "int3"), "q is of the unknown kind 'int3'; known are int4_symmetric, int4"),
         ((KINDS + "q", "int6_k"), "q has 96 inputs; int6_k needs a multiple of 256"),
@@ -144,7 +188,7 @@ def test_the_bundle_as_it_was_exported_is_fine(changed: Callable[..., Path]) -> 
         (("generation", {"speed": 1}), "unknown key 'speed'"),
         (("generation", {"top_k": "4"}), "generation.top_k is '4'; expected an integer"),
     ],
-    ids=lambda value: value[0] + "=" + str(value[1])[:20] if isinstance(value, tuple) else "",
+    ids=lambda value: _id(*value) if isinstance(value, tuple) else "",
 )
 def test_what_does_not_fit_the_config_is_refused(
     changed: Callable[..., Path], change: Change, words: str

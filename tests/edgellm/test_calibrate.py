@@ -7,8 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import onnx_ir as ir
 import onnxruntime as ort
 import pytest
+from random_checkpoint import CONFIGS, RandomCheckpoint, after_attention, attend, normed
 
 import edgellm.export.calibrate
 from edgellm import ExportError, OptionError
@@ -20,10 +22,11 @@ from edgellm.export.calibrate import CalibrationOptions, Calibrator, Rounding
 from edgellm.export.flavours import FLAVOURS
 from edgellm.export.layerwise import WindowAttention
 from edgellm.export.weight_reader import WeightReader
+from edgellm.graphs import contract
 from edgellm.graphs.builder import WeightFile
 from edgellm.graphs.checkpoint import open_checkpoint
 from edgellm.graphs.contract import HOST_TOKENS
-from edgellm.graphs.segment import Segment
+from edgellm.graphs.segment import Segment, author_segment
 from edgellm.llm import LLM, load
 from edgellm.measure.perplexity import perplexity
 from edgellm.quantize.int8 import quantize_channels
@@ -120,8 +123,8 @@ def test_values_that_overflow_are_noticed(
     export_static: Export, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class Endless(WindowAttention):
-        def __call__(self, qkv: np.ndarray) -> np.ndarray:
-            return super().__call__(qkv) * np.inf
+        def __call__(self, layer: int, qkv: np.ndarray) -> np.ndarray:
+            return super().__call__(layer, qkv) * np.inf
 
     monkeypatch.setattr(edgellm.export.calibrate, "WindowAttention", Endless)
     with pytest.raises(ExportError, match="calibration: segment 1 gives a value that is infinite"):
@@ -148,13 +151,13 @@ def test_weights_are_rounded_for_the_inputs_that_were_seen(
     options = CalibrationOptions(windows=19, window=12)
     (tmp_path / "unrounded").mkdir()
     with WeightFile(tmp_path) as file, WeightFile(tmp_path / "unrounded") as unrounded:
-        noted = Noted(config, embedded, options, bits=16, file=unrounded)
+        noted = Noted(checkpoint, embedded, options, bits=16, file=unrounded)
         segments = FLAVOURS[STATIC].segments
         assert segments is not None
-        assert len(list(segments(WeightReader(checkpoint), file, noted))) == config.layers + 1
+        assert len(list(segments(WeightReader(checkpoint), file, noted))) == config.layer_count + 1
         stored = file.arrays
     x = embedded[:, HOST_TOKENS:].reshape(-1, config.hidden_size).astype(np.float64)
-    x /= np.sqrt(np.square(x).mean(axis=1, keepdims=True) + config.rms_norm_eps)
+    x /= np.sqrt(np.square(x).mean(axis=1, keepdims=True) + config.norm_eps)
     x = x @ random_rotation(config.hidden_size, seed=0)
     np.testing.assert_allclose(found["layers.0.qk.input"], x.T @ x / len(x), atol=1e-4)
 
@@ -170,6 +173,42 @@ def test_weights_are_rounded_for_the_inputs_that_were_seen(
     codes, scale = quantize_channels(exact)
     ours, nearest = (x @ (w - exact).T for w in (rounded, codes * scale[:, None]))
     assert np.linalg.norm(ours) < np.linalg.norm(nearest)
+
+
+@pytest.mark.parametrize("name", ["biases", "gelu", "ungated", "gemma", "head_norms"])
+@pytest.mark.parametrize("flavour", [STATIC, "w8a8-qdq"])
+def test_every_part_that_can_be_rotated(flavour: str, name: str, tmp_path: Path) -> None:
+    """Graphs with static scales against float64, on the text that they are calibrated on."""
+    checkpoint = RandomCheckpoint(CONFIGS[name])
+    config = checkpoint.config
+    tokens = np.random.default_rng(0).integers(0, config.vocab_size, (9, 16))
+    embedded = checkpoint.tensor("embedding").float32()[tokens]
+    options = CalibrationOptions(windows=9, window=16, shadow_share=0, rounding="nearest")
+    (tmp_path / "unrounded").mkdir()
+    residual = embedded[0].astype(np.float64) * config.embedding_scale
+    inputs, attended = {contract.X: embedded[0]}, np.zeros((16, config.attention_size))
+    authors = FLAVOURS[flavour].segments
+    assert authors is not None
+    with WeightFile(tmp_path) as file, WeightFile(tmp_path / "unrounded") as unrounded:
+        calibrator = Calibrator(checkpoint, embedded, options, bits=16, file=unrounded)
+        segments = list(authors(WeightReader(checkpoint), file, calibrator))
+    for segment in segments:
+        path = tmp_path / contract.part_file(contract.Part(segment.index), 16)
+        grids = calibrator.grids({})
+        ir.save(author_segment(segment, config, chunk=16, grids=grids), path)
+        session = ort.InferenceSession(path, session_options(), providers=["CPUExecutionProvider"])
+        outputs = session.run(None, inputs)
+        if segment.index:
+            residual = after_attention(checkpoint, segment.index - 1, attended, residual)
+        if segment.index < config.layer_count:
+            attended = attend(checkpoint, segment.index, residual)
+            inputs = {
+                contract.ATTENTION: attended.astype(np.float32),
+                contract.RESIDUAL: outputs[0],
+            }
+    expected = normed(checkpoint, "final_norm", residual)
+    error = np.abs(outputs[0] - expected)[HOST_TOKENS:].max() / np.abs(expected).max()
+    assert error < 0.05
 
 
 def test_16_bits_are_computed_as_such(bundle_path: Path) -> None:

@@ -8,17 +8,19 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from random_checkpoint import CONFIGS
 
 from edgellm.backends.forward import Model
+from edgellm.backends.host_attention import HostAttention, head_norms, rope_tables
 from edgellm.backends.providers import CPU, PROVIDERS
 from edgellm.backends.segments import Head, Segments
 from edgellm.engine.planner import Costs
 from edgellm.engine.prefill import ChunkedPrefill, Hooks, Prefill
 from edgellm.errors import CancelledError, OptionError, ProviderError
 from edgellm.export import export
-from edgellm.kernels import rope
 from edgellm.llm import LLM, load
 from edgellm.options import EngineOptions
+from edgellm.store.key_basis import open_head_norms
 
 # the interpreter computes in numpy, which warns of the NaN in memory that was never written
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
@@ -49,7 +51,7 @@ def on_device(llm: LLM, flavour: str) -> Prefill:
     engine, queue = llm.engine, Queue("cpu")
     segments = DeviceSegments(engine.bundle, flavour, queue=queue, threads=1, provider_options={})
     mirror = engine.cache.on_device("cpu")
-    model = DeviceModel(segments, *head_and_table(llm, flavour), mirror=mirror, queue=queue)
+    model = DeviceModel(segments, *head_and_attention(llm, flavour), mirror=mirror, queue=queue)
     return ChunkedPrefill(model, engine.decoder, Costs(dict.fromkeys(segments.chunk_sizes, 1.0)))
 
 
@@ -57,14 +59,16 @@ def on_host(llm: LLM, flavour: str) -> Prefill:
     """Prefill of a flavour by ONNX Runtime's CPU provider and the C++ kernels."""
     engine = llm.engine
     segments = Segments(engine.bundle, flavour, provider=CPU, threads=1)
-    model = Model(segments, *head_and_table(llm, flavour), threads=1)
+    model = Model(segments, *head_and_attention(llm, flavour), threads=1)
     return ChunkedPrefill(model, engine.decoder, Costs(dict.fromkeys(segments.chunk_sizes, 1.0)))
 
 
-def head_and_table(llm: LLM, flavour: str) -> tuple[Head, rope.RopeTable]:
-    bundle = llm.engine.bundle
+def head_and_attention(llm: LLM, flavour: str) -> tuple[Head, HostAttention]:
+    bundle, config = llm.engine.bundle, llm.engine.config
     head = Head(bundle, bundle.flavour(flavour).head or "")
-    return head, rope.table(bundle.config.inv_freq, llm.engine.ctx_size)
+    norms = open_head_norms(bundle.path, bundle.manifest.keys)
+    ropes = rope_tables(config, llm.engine.ctx_size)
+    return head, HostAttention(config, ropes, head_norms(config, norms.__getitem__))
 
 
 def states(prefill: Prefill, llm: LLM, tokens: Sequence[int]) -> np.ndarray:
@@ -81,7 +85,12 @@ def states(prefill: Prefill, llm: LLM, tokens: Sequence[int]) -> np.ndarray:
 
 @pytest.mark.parametrize(
     ("llm", "flavour"),
-    [*(("llama", flavour) for flavour in FLAVOURS), ("qwen2", "f32")],
+    [
+        *(("llama", flavour) for flavour in FLAVOURS),
+        ("qwen2", "f32"),
+        ("qwen3", "f32"),
+        ("gemma2", "f32"),
+    ],
     indirect=["llm"],
 )
 def test_like_the_host(llm: LLM, flavour: str) -> None:
@@ -120,4 +129,5 @@ def test_cuda_is_not_in_this_build(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_cuda_takes_chunks_one_by_one() -> None:
     with pytest.raises(OptionError, match="the host has no part"):
         EngineOptions(prefill="cuda", schedule="out-of-order")
-    assert EngineOptions(prefill=CPU, flavour="w4a16").prefill_flavour == "w4a16"
+    options = EngineOptions(prefill=CPU, flavour="w4a16")
+    assert options.prefill_flavour(CONFIGS["llama"]) == "w4a16"

@@ -4,22 +4,26 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from random_checkpoint import CONFIGS, RandomCheckpoint
 from random_weights import random_weight
 
 from edgellm.engine.prefill import Hooks
 from edgellm.errors import BundleError
 from edgellm.export import export, exporter
 from edgellm.export.equalized import EqualizedCheckpoint, choose_basis, scaled_rows, within_halves
-from edgellm.graphs.checkpoint import Checkpoint, Tensor, open_checkpoint
+from edgellm.graphs.checkpoint import Checkpoint, open_checkpoint
 from edgellm.graphs.config import ModelConfig
+from edgellm.graphs.layer_config import Attention, LayerConfig, Mlp, Rope
+from edgellm.graphs.tensor import Tensor
 from edgellm.kernels import rope
 from edgellm.kernels.quantized import KINDS, dequantize
+from edgellm.kernels.rope import reference as rope_reference
 from edgellm.llm import LLM, load
 from edgellm.quantize.int4 import quantize_int4
 from edgellm.quantize.int8 import quantize_groups
@@ -49,17 +53,16 @@ def memory(*, rotated: int = 16, scale: float = 1.0) -> Memory:
         model_type="qwen2",
         vocab_size=320,
         hidden_size=64,
-        intermediate_size=96,
-        layers=1,
-        heads=6,
-        kv_heads=2,
-        head_dim=16,
-        rms_norm_eps=1e-5,
+        layers=(
+            LayerConfig(
+                attention=Attention(heads=6, kv_heads=2, head_dim=16, qkv_bias=True),
+                mlp=Mlp(intermediate=96),
+            ),
+        ),
+        ropes=(Rope(inv_freq=tuple(1e6 ** (-np.arange(0, rotated, 2) / rotated))),),
+        norm_eps=1e-5,
         context_length=1024,
-        inv_freq=tuple(1e6 ** (-np.arange(0, rotated, 2) / rotated)),
-        sliding_window=None,
         tied_embedding=True,
-        qkv_bias=True,
     )
     spread = np.exp2(rng.integers(-3, 4, (96, 1))) * scale
     q = quantize_int4((rng.standard_normal((96, 64)) * spread).astype(np.float32))
@@ -78,7 +81,7 @@ def memory(*, rotated: int = 16, scale: float = 1.0) -> Memory:
 def scores(checkpoint: Checkpoint) -> np.ndarray:
     """Of 5 tokens by 5, `[H, 5, 5]` float64."""
     config, x = checkpoint.config, np.random.default_rng(2).standard_normal((5, 64))
-    table = rope.table(config.inv_freq, 5)
+    table = rope.table(config.ropes[0].inv_freq, 5)
     q, k = (
         rope.apply(
             (
@@ -102,6 +105,48 @@ def test_scores_are_the_same(rotated: int) -> None:
     exact = scores(checkpoint)
     found = scores(EqualizedCheckpoint(checkpoint, basis))
     np.testing.assert_allclose(found, exact, atol=1e-5 * np.abs(exact).max(), rtol=0)
+
+
+@pytest.mark.parametrize("name", ["head_norms", "width_norms", "norms_after_rope", "olmo2"])
+def test_powers_are_in_the_norms(name: str) -> None:
+    """Projections stay as they are; one weight for all heads has one set of powers."""
+    checkpoint = RandomCheckpoint(CONFIGS[name])
+    basis = choose_basis(checkpoint)
+    equalized = EqualizedCheckpoint(checkpoint, basis)
+    shared = checkpoint.config.attention.qk_norm != "width"
+    assert basis.offset is None
+    for part in ("q", "k"):
+        before, after = (
+            source.tensor(f"layers.0.{part}_norm").float32().reshape(-1, 16)
+            for source in (checkpoint, equalized)
+        )
+        assert len(before) == (1 if shared else {"q": 6, "k": 2}[part])
+        powers = np.log2(np.abs(after / before))
+        heads = np.concatenate([basis.exponents[0]] * 2, axis=1)
+        expected = heads[:1] if shared else np.repeat(heads, len(before) // 2, axis=0)
+        np.testing.assert_array_equal(powers, expected if part == "q" else -expected)
+        for tensor in (f"layers.0.{part}", "layers.0.v"):
+            assert equalized.tensor(tensor).float32().tolist() == (
+                checkpoint.tensor(tensor).float32().tolist()
+            )
+    if shared:
+        np.testing.assert_array_equal(basis.exponents[:, 0], basis.exponents[:, 1])
+
+
+def test_what_keys_have_in_common() -> None:
+    """After RoPE, its magnitude as well, and only where softmax does not see it."""
+    config = CONFIGS["magnitude"]
+    checkpoint = RandomCheckpoint(config)
+    basis = choose_basis(checkpoint)
+    bias = EqualizedCheckpoint(checkpoint, basis).tensor("layers.0.k_bias").float32()
+    turn = config.ropes[0]
+    everywhere = np.broadcast_to(bias.reshape(1, 2, 16), (4096, 2, 16))
+    exact = rope_reference.apply(everywhere, turn.inv_freq, 0, turn.magnitude).mean(axis=0)
+    assert basis.offset is not None
+    np.testing.assert_allclose(basis.offset[0], exact, atol=1e-5)
+    attention = replace(config.attention, softcap=4.0)
+    capped = replace(config, layers=(replace(config.layers[0], attention=attention),))
+    assert not np.any(choose_basis(RandomCheckpoint(capped)).offset)
 
 
 def test_quantized_rows_are_scaled_exactly() -> None:

@@ -9,11 +9,23 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from random_checkpoint import CONFIGS, RandomCheckpoint
 
-from edgellm import BundleError, ExportError, ModelFormatError, OptionError
+from edgellm import (
+    BundleError,
+    ExportError,
+    ModelFormatError,
+    OptionError,
+    UnsupportedModelError,
+    load,
+)
 from edgellm.export import export
+from edgellm.export.flavours import FLAVOURS
+from edgellm.export.source_checkpoint import weight_files
+from edgellm.graphs.checkpoint import open_checkpoint
 from edgellm.store import bundle
 from edgellm.store.bundle import MANIFEST, open_bundle
+from edgellm.store.flavour_support import ROTATED, first_supported, why_not
 from edgellm.store.prepare import prepare
 
 MakeModel = Callable[..., Path]
@@ -41,6 +53,42 @@ def test_manifest_says_what_is_there(bundle_path: Path) -> None:
     assert set(manifest["files"]) == on_disk - {MANIFEST, ".checked.json"}
     for chunk in (".c32", ".c128", ""):
         assert f"w8a8/002{chunk}.onnx" in manifest["files"]
+
+
+def test_what_cannot_be_rotated_is_refused_by_name(
+    make_model: MakeModel, edgellm_home: Path, tmp_path: Path
+) -> None:
+    model = make_model(model_type="olmo2")
+    for flavour in ROTATED:
+        with pytest.raises(
+            UnsupportedModelError, match=rf"flavour {flavour} .*olmo2.*take f32 or .*int4"
+        ):
+            export_tiny(model, tmp_path / "bundle", flavours=[flavour])
+    assert not (tmp_path / "bundle").exists()
+    export_tiny(model, tmp_path / "bundle")
+    assert set(open_bundle(tmp_path / "bundle").manifest.flavours) == {"panels", "f32", "int4"}
+    with pytest.raises(UnsupportedModelError, match=r"flavour w8a8 .*take f32 or f16"):
+        load(str(model), flavour="w8a8")
+    with pytest.raises(UnsupportedModelError, match="no other one is allowed here"):
+        first_supported(("w8a16-qdq",), open_bundle(tmp_path / "bundle").config)
+
+
+@pytest.mark.parametrize("model_type", ["starcoder2", "gemma2"])
+def test_why_a_model_cannot_be_rotated(make_model: MakeModel, model_type: str) -> None:
+    config = open_checkpoint(make_model(model_type=model_type)).config
+    reason = why_not("w8a8", config)
+    assert reason is not None
+    assert ("take a mean" if model_type == "starcoder2" else "add to the residual") in reason
+    assert all(why_not(flavour, config) is None for flavour in set(FLAVOURS) - {*ROTATED})
+
+
+def test_all_files_of_a_split_model_count(tmp_path: Path) -> None:
+    names = ["m [1]-00001-of-00002.gguf", "m [1]-00002-of-00002.gguf"]
+    for name in (*names, "m [1]-00001-of-00003.gguf", "m [1].gguf", "m 1.gguf"):
+        (tmp_path / name).touch()
+    for given, expected in ((names[0], names), ("m [1].gguf", ["m [1].gguf"])):
+        checkpoint = RandomCheckpoint(CONFIGS["llama"], path=tmp_path / given)
+        assert [path.name for path in weight_files(checkpoint)] == expected
 
 
 def test_two_exports_are_the_same(tiny_model: Path, tmp_path: Path) -> None:
@@ -92,7 +140,7 @@ def test_damaged_files_are_refused_and_rebuilt(
         ("[]", "not the manifest"),
         ('{"format": "other"}', "not the manifest"),
         ('{"format": "edgellm-bundle", "format_version": 99}', "format 99"),
-        ('{"format": "edgellm-bundle", "format_version": 5}', "damaged manifest"),
+        ('{"format": "edgellm-bundle", "format_version": 6}', "damaged manifest"),
         ("{" * 100_000, "damaged manifest"),
     ],
 )

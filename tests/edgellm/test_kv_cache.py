@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 
 import numpy as np
@@ -9,10 +10,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from edgellm import CacheFullError, ContextOverflowError, OptionError
+from edgellm import (
+    CacheFullError,
+    ContextOverflowError,
+    OptionError,
+    UnsupportedModelError,
+)
 from edgellm.cache.kv_cache import KVCache
 from edgellm.cache.sequence import Sequence
 from edgellm.graphs.config import ModelConfig
+from edgellm.graphs.layer_config import Attention, LayerConfig, Mlp, Rope
 from edgellm.kernels.kv_append import append
 from edgellm.kernels.kv_blocks import BLOCK
 
@@ -20,15 +27,16 @@ CONFIG = ModelConfig(
     model_type="llama",
     vocab_size=320,
     hidden_size=32,
-    intermediate_size=32,
-    layers=2,
-    heads=2,
-    kv_heads=1,
-    head_dim=16,
-    rms_norm_eps=1e-5,
+    layers=tuple(
+        LayerConfig(
+            attention=Attention(heads=2, kv_heads=1, head_dim=16, rope=rope),
+            mlp=Mlp(intermediate=32),
+        )
+        for rope in (0, 1)
+    ),
+    ropes=(Rope(inv_freq=(1.0, 0.1), magnitude=1.3), Rope(inv_freq=(0.5, 0.0))),
+    norm_eps=1e-5,
     context_length=1024,
-    inv_freq=(1.0, 0.1),
-    sliding_window=None,
     tied_embedding=True,
 )
 
@@ -43,7 +51,7 @@ def extend(sequence: Sequence, tokens: list[int]) -> None:
         sequence.reserve(1)
         value = key([*sequence.tokens, token])
         rows = np.full((1, CONFIG.kv_heads, CONFIG.head_dim), value, np.float32)
-        for layer in range(CONFIG.layers):
+        for layer in range(CONFIG.layer_count):
             append(sequence.blocks, sequence.table, layer, len(sequence), rows, rows)
         sequence.commit([token])
 
@@ -57,7 +65,7 @@ def check(sequence: Sequence) -> None:
     for position in range(len(sequence)):
         block, row = sequence.table[position // BLOCK], position % BLOCK
         expected = key(sequence.tokens[: position + 1])
-        for layer in range(CONFIG.layers):
+        for layer in range(CONFIG.layer_count):
             assert (sequence.blocks.key_rows(block, layer, row) == expected).all(), position
             assert (sequence.blocks.value_rows(block, layer, row) == expected).all(), position
 
@@ -124,7 +132,12 @@ def test_unknown_format() -> None:
 
 
 def test_int4_takes_heads_of_a_multiple_of_8() -> None:
-    odd = replace(CONFIG, heads=8, kv_heads=8, head_dim=20, inv_freq=(1.0, 0.1, 0.01))
+    attention = Attention(heads=8, kv_heads=8, head_dim=20)
+    odd = replace(
+        CONFIG,
+        layers=(replace(CONFIG.layers[0], attention=attention),),
+        ropes=(Rope(inv_freq=(1.0, 0.1, 0.01)),),
+    )
     with pytest.raises(OptionError, match="head_dim is 20"):
         KVCache(odd, format="int4", ctx_size=1, blocks=1, fingerprint=b"")
 
@@ -179,8 +192,8 @@ def test_shift_moves_values_and_turns_keys(count: int, keep: int, discard: int) 
     tokens = list(sequence.tokens)
     sequence.shift(keep=keep, discard=discard)
     assert sequence.tokens == tokens[:keep] + tokens[keep + discard :]
-    angles = -discard * np.array(CONFIG.inv_freq)
-    for position in range(len(sequence)):
+    for layer, position in itertools.product(range(2), range(len(sequence))):
+        angles = -discard * np.array(CONFIG.rope_of(layer).inv_freq)
         block, row = sequence.table[position // BLOCK], position % BLOCK
         stays = position < keep
         value = before[position if stays else position + discard]
@@ -188,10 +201,23 @@ def test_shift_moves_values_and_turns_keys(count: int, keep: int, discard: int) 
         if not stays:
             turned[:2] = value * (np.cos(angles) - np.sin(angles))
             turned[2:4] = value * (np.cos(angles) + np.sin(angles))
-        assert (cache.blocks.value_rows(block, 1, row) == np.float32(value)).all()
-        np.testing.assert_allclose(cache.blocks.key_rows(block, 1, row)[0], turned, atol=0.02)
+        assert (cache.blocks.value_rows(block, layer, row) == np.float32(value)).all()
+        np.testing.assert_allclose(cache.blocks.key_rows(block, layer, row)[0], turned, atol=0.02)
     sequence.close()
     assert cache.used_blocks == 0
+
+
+def test_keys_that_are_scaled_after_rope_do_not_turn() -> None:
+    layers = tuple(
+        replace(layer, attention=replace(layer.attention, qk_norm="head_after_rope"))
+        for layer in CONFIG.layers
+    )
+    config = replace(CONFIG, layers=layers)
+    cache = KVCache(config, format="f32", ctx_size=600, blocks=12, fingerprint=b"x")
+    sequence = filled(cache, 300)
+    with pytest.raises(UnsupportedModelError, match=r"scales keys after RoPE.*`context_policy`"):
+        sequence.shift(keep=4, discard=100)
+    check(sequence)
 
 
 def test_what_was_shifted_is_found_by_nobody() -> None:

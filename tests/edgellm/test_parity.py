@@ -151,8 +151,12 @@ def replace_runs(buffers: Any, runs: Any) -> Any:
         {"model_type": "qwen2", "head_dim": 16},
         {"tie_word_embeddings": True, "num_key_value_heads": 6},
         {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}},
+        {"model_type": "qwen3"},
+        {"model_type": "gemma2", "sliding_window": 40},
+        {"model_type": "olmo2"},
+        {"model_type": "starcoder2"},
     ],
-    ids=["llama", "mistral window", "qwen2 bias", "tied, one group", "linear rope"],
+    ids=lambda changes: ", ".join(f"{name} {value}" for name, value in changes.items())[:40],
 )
 def test_random_models(
     make_model: Callable[..., Path], edgellm_home: Path, changes: dict[str, Any]
@@ -180,6 +184,23 @@ def test_quantized_weights_agree_with_float_on_random_weights(
     )
     assert np.abs(exact - int8).max() < 0.1 * np.abs(exact).max()
     assert np.abs(exact - int4).mean() < 0.2 * np.abs(exact).mean()
+
+
+@pytest.mark.parametrize("model_type", ["qwen3", "gemma2", "olmo2", "starcoder2"])
+@pytest.mark.parametrize("backends", [{"prefill": "cpu", "decode": "portable"}, {}])
+def test_every_part_in_every_back_end(
+    make_model: Callable[..., Path], edgellm_home: Path, model_type: str, backends: dict[str, str]
+) -> None:
+    """Prefill and decode as `auto` chooses them, on an int8 cache."""
+    folder = make_model(model_type=model_type)
+    tokens = np.random.default_rng(0).integers(0, 320, 170).tolist()
+    exact = prefill_logits(load(str(folder), flavour="f32", decode="reference"), tokens)
+    llm = load(str(folder), **backends)  # type: ignore[arg-type]
+    assert np.abs(exact - prefill_logits(llm, tokens)).mean() < 0.1 * np.abs(exact).mean()
+    sequence = llm.engine.cache.sequence()
+    decoded = [llm.engine.decoder.step(token, sequence) for token in tokens[:20]]
+    sequence.truncate(0)
+    assert np.abs(exact[:20] - np.stack(decoded)).mean() < 0.2 * np.abs(exact[:20]).mean()
 
 
 # How far below the other back end's best logit a greedy token may be, to count as a near-tie. The

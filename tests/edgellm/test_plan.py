@@ -2,12 +2,15 @@ from __future__ import annotations
 
 import subprocess
 from collections.abc import Callable
+from pathlib import Path
 
+import numpy as np
 import pytest
 
 from edgellm.backends.schedule import POLICIES, Policy, Step
 from edgellm.engine.planner import Piece
 from edgellm.engine.prefill import ChunkedPrefill
+from edgellm.export import export
 from edgellm.kernels.native import library
 from edgellm.llm import LLM, load
 from edgellm.measure.plan import Profile, measure, predict, profile
@@ -75,6 +78,20 @@ def test_work_of_the_default_model(smollm2: Bundle) -> None:
     deep = work_of(smollm2, 1280, flavour="panels", kv_format="int8")
     assert deep.decode_bytes - work.decode_bytes == 1280 * 12240  # codes, and a float32 each 64
     assert deep.prefill_flops - work.prefill_flops == 2 * 30 * 576 * 1280
+
+
+def test_work_in_a_window(make_model: Callable[..., Path], tmp_path: Path) -> None:
+    """Only what a token sees is multiplied and read."""
+    work = {}
+    for window in (64, 1024):
+        model = make_model(model_type="mistral", sliding_window=window)
+        bundle = export(model, tmp_path / str(window), name="m", source="m", flavours=["panels"])
+        work[window] = work_of(bundle, 256, flavour="panels", kv_format="f16")
+    row = 2 * 2 * 2 * 16 * 2  # layers, K and V, KV heads, channels, bytes
+    assert work[1024].decode_bytes - work[64].decode_bytes == (256 - 64) * row
+    seen = [np.minimum(np.arange(256) + 0.5, window).mean() for window in (64, 1024)]
+    flops = 2 * 2 * 2 * 96 * (seen[1] - seen[0])
+    assert work[1024].prefill_flops - work[64].prefill_flops == pytest.approx(flops, rel=1e-2)
 
 
 @pytest.mark.parametrize("int4", [False, True])

@@ -3,13 +3,15 @@ from __future__ import annotations
 import subprocess
 import sys
 import types
+from dataclasses import replace
 from pathlib import Path
 from textwrap import dedent
 from typing import Any
 
 import pytest
+from random_checkpoint import CONFIGS
 
-from edgellm import OptionError, ProviderError
+from edgellm import OptionError, ProviderError, UnsupportedModelError
 from edgellm.backends import thread_pool
 from edgellm.backends.int8_support import int8_products_are_exact
 from edgellm.backends.providers import PROVIDERS, require, statuses
@@ -132,5 +134,14 @@ def test_saturating_products_turn_int8_off(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(ort.InferenceSession, "run", saturated)
     assert not int8_products_are_exact.__wrapped__()
     monkeypatch.setattr(int8_support, "int8_products_are_exact", lambda: False)
-    assert EngineOptions(prefill="cpu").prefill_flavour == "f32"
-    assert EngineOptions(flavour="w8a8").prefill_flavour == "w8a8"
+    config = CONFIGS["llama"]
+    assert EngineOptions(prefill="cpu").prefill_flavour(config) == "f32"
+    assert EngineOptions(flavour="w8a8").prefill_flavour(config) == "w8a8"
+
+
+def test_auto_takes_what_can_compute_the_model() -> None:
+    config = CONFIGS["gemma3"]
+    options = EngineOptions(prefill="cpu", decode="portable")
+    assert options.flavours(config) == {"f32", "int4"}
+    with pytest.raises(UnsupportedModelError, match=r"flavour w8a8 .*take f32 or f16 or w4a16"):
+        replace(options, flavour="w8a8").prefill_flavour(config)

@@ -6,21 +6,22 @@ from dataclasses import replace
 import pytest
 
 from edgellm.errors import ModelFormatError, UnsupportedModelError
-from edgellm.graphs.config import Fields, ModelConfig
+from edgellm.graphs.config import ModelConfig, repeated
+from edgellm.graphs.fields import Fields
+from edgellm.graphs.layer_config import Attention, LayerConfig, Mlp, Rope
+from edgellm.graphs.tensors import linear_parameters, parameters
 
+LAYER = LayerConfig(
+    attention=Attention(heads=6, kv_heads=2, head_dim=16), mlp=Mlp(intermediate=160)
+)
 CONFIG = ModelConfig(
     model_type="llama",
     vocab_size=320,
     hidden_size=96,
-    intermediate_size=160,
-    layers=2,
-    heads=6,
-    kv_heads=2,
-    head_dim=16,
-    rms_norm_eps=1e-5,
+    layers=repeated(LAYER, 2),
+    ropes=(Rope(inv_freq=(1.0, 0.1)),),
+    norm_eps=1e-5,
     context_length=1024,
-    inv_freq=(1.0, 0.1),
-    sliding_window=None,
     tied_embedding=True,
 )
 
@@ -33,35 +34,80 @@ def test_sizes() -> None:
     assert CONFIG.attention_size == 96
     assert CONFIG.qkv_size == 96 + 2 * 32
     per_layer = 96 * 160 + 96 * 96 + 3 * 96 * 160
-    assert CONFIG.parameters == 2 * per_layer + 320 * 96 + 5 * 96
+    assert linear_parameters(CONFIG) == 2 * per_layer
+    assert parameters(CONFIG) == 2 * per_layer + 320 * 96 + 5 * 96
 
 
 @pytest.mark.parametrize(
     ("changes", "error", "words"),
     [
-        ({"layers": 0}, ModelFormatError, "layers is 0"),
-        ({"heads": 5}, ModelFormatError, "multiple of"),
-        ({"inv_freq": (1.0,) * 9}, ModelFormatError, "18 dimensions"),
-        ({"inv_freq": ()}, ModelFormatError, "0 dimensions"),
-        ({"inv_freq": (1.0,)}, ModelFormatError, "2 dimensions"),
-        ({"inv_freq": (1.0, float("nan"))}, ModelFormatError, "inv_freq"),
         ({"hidden_size": 100}, UnsupportedModelError, "multiple of 32"),
+        ({"hidden_size": 10**30}, ModelFormatError, "hidden_size is 10+; 1 to"),
+        ({"hidden_size": 1 << 10**5}, ModelFormatError, "a number of 100001 bits"),
+        ({"norm_eps": float("nan")}, ModelFormatError, "norm_eps is nan"),
+        ({"norm_eps": 0.0}, ModelFormatError, "norm_eps"),
+        ({"embedding_scale": 0.0}, ModelFormatError, "embedding_scale is 0"),
+        ({"logit_softcap": -1.0}, ModelFormatError, "logit_softcap is -1"),
+    ],
+)
+def test_impossible_models_are_refused(changes: dict, error: type, words: str) -> None:
+    with pytest.raises(error, match=words):
+        replace(CONFIG, **changes)
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "words"),
+    [
+        ({"heads": 5}, ModelFormatError, "multiple of"),
         ({"head_dim": 10}, UnsupportedModelError, "head_dim is 10; it must be a multiple of 4"),
         (
             {"heads": 7, "kv_heads": 1, "head_dim": 12},
             UnsupportedModelError,
             r"kv_heads \* head_dim is 12; it must be a multiple of 8",
         ),
-        ({"layers": 4097}, ModelFormatError, "layers is 4097; 1 to 4096 is allowed"),
-        ({"hidden_size": 10**30}, ModelFormatError, "hidden_size is 10+; 1 to"),
-        ({"hidden_size": 1 << 10**5}, ModelFormatError, "a number of 100001 bits"),
-        ({"rms_norm_eps": float("nan")}, ModelFormatError, "rms_norm_eps is nan"),
-        ({"rms_norm_eps": 0.0}, ModelFormatError, "rms_norm_eps"),
+        ({"window": 0}, ModelFormatError, "window is 0; 1 to"),
+        ({"scale": 0.0}, ModelFormatError, "scale is 0"),
+        ({"softcap": float("inf")}, ModelFormatError, "softcap is inf"),
     ],
 )
-def test_impossible_shapes_are_refused(changes: dict, error: type, words: str) -> None:
+def test_impossible_attention_is_refused(changes: dict, error: type, words: str) -> None:
     with pytest.raises(error, match=words):
-        replace(CONFIG, **changes)
+        replace(LAYER.attention, **changes)
+
+
+@pytest.mark.parametrize(
+    ("inv_freq", "words"),
+    [
+        ((1.0,) * 9, "18 dimensions"),
+        ((), "0 dimensions"),
+        ((1.0,), "2 dimensions"),
+        ((1.0, float("nan")), "inv_freq"),
+        ((1.0, -1.0), "inv_freq"),
+    ],
+)
+def test_impossible_ropes_are_refused(inv_freq: tuple[float, ...], words: str) -> None:
+    with pytest.raises(ModelFormatError, match=words):
+        replace(CONFIG, ropes=(Rope(inv_freq=inv_freq),))
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"head_dim": 32}, "layer 1 has head_dim 32 and layer 0 16"),
+        ({"qk_norm": "head"}, "layer 1 has qk_norm head"),
+        ({"rope": 1}, "layer 1 names RoPE 1 of 1"),
+    ],
+)
+def test_layers_that_differ_are_refused(changes: dict, words: str) -> None:
+    other = replace(LAYER, attention=replace(LAYER.attention, **changes))
+    with pytest.raises((ModelFormatError, UnsupportedModelError), match=words):
+        replace(CONFIG, layers=(LAYER, other))
+
+
+@pytest.mark.parametrize("count", [0, 4097, 10**40])
+def test_impossible_numbers_of_layers_are_refused(count: int) -> None:
+    with pytest.raises(ModelFormatError, match=r"layers is .*; 1 to 4096 is allowed"):
+        repeated(LAYER, count)
 
 
 def test_unknown_field_in_json_is_refused() -> None:
@@ -94,3 +140,37 @@ def test_integers_are_numbers() -> None:
 def test_require_names_the_feature() -> None:
     with pytest.raises(UnsupportedModelError, match=r"hidden_act = 'gelu'.*'silu'"):
         Fields({"hidden_act": "gelu"}, origin="config.json").require("hidden_act", "silu")
+
+
+@pytest.mark.parametrize("value", [1, 1.5, True, "x", [0]])
+def test_settings_that_nobody_has_read_are_refused_by_name(value: object) -> None:
+    fields = Fields({"head_scale": value, "torch_dtype": "x", "head": 0}, origin="config.json")
+    with pytest.raises(UnsupportedModelError, match=r"config\.json: head_scale = .*not understood"):
+        fields.refuse_unread()
+    fields.refuse_unread(harmless=("head_scale",))
+    fields.ignore("head_scale")
+    fields.refuse_unread()
+
+
+def test_assumed_values_stand_for_absent_ones_only() -> None:
+    fields = Fields({"m.window": None, "m.heads": 3}, origin="", prefix="m.")
+    fields.assume({"window": 8, "heads": 4, "layers": 5})
+    assert fields.optional(int, "window") is None
+    assert fields.read(int, "heads") == 3
+    assert fields.read(int, "layers") == 5
+
+
+def test_lists_with_an_entry_for_each_layer() -> None:
+    fields = Fields({"same": [3, 3], "other": [1, 2], "one": 4, "kinds": ["a", 2]}, origin="")
+    assert fields.uniform("same") == 3
+    assert fields.uniform("one") == 4
+    assert fields.uniform("none", default=7) == 7
+    with pytest.raises(UnsupportedModelError, match="same in all layers"):
+        fields.uniform("other")
+    with pytest.raises(ModelFormatError, match="missing"):
+        fields.uniform("none")
+    assert fields.entries(int, "other", 2) == [1, 2]
+    with pytest.raises(ModelFormatError, match="2 entries, and the model has 3 layers"):
+        fields.entries(int, "other", 3)
+    with pytest.raises(ModelFormatError, match="holds 2; expected str"):
+        fields.entries(str, "kinds", 2)

@@ -12,6 +12,7 @@ from edgellm.errors import EdgeLLMError, ModelFormatError, UnsupportedModelError
 from edgellm.graphs.checkpoint import open_checkpoint
 from edgellm.graphs.gguf_checkpoint import _dequantize
 from edgellm.graphs.gguf_file import GGUFFile
+from edgellm.graphs.tensors import parameters
 from edgellm.kernels.quantized import dequantize
 
 
@@ -80,9 +81,9 @@ def write_gguf(
 
 def test_default_model(smollm2_gguf: Path) -> None:
     config = open_checkpoint(smollm2_gguf).config
-    assert (config.layers, config.heads, config.kv_heads, config.head_dim) == (30, 9, 3, 64)
+    assert (config.layer_count, config.heads, config.kv_heads, config.head_dim) == (30, 9, 3, 64)
     assert config.tied_embedding
-    assert config.parameters == 134_515_008
+    assert parameters(config) == 134_515_008
 
 
 @pytest.mark.parametrize(
@@ -115,7 +116,7 @@ def test_qwen2_has_biases_and_rows_as_they_are(tmp_path: Path) -> None:
     path = write_gguf(tmp_path / "model.gguf", architecture="qwen2")
     checkpoint = open_checkpoint(path)
     assert checkpoint.config.model_type == "qwen2"
-    assert checkpoint.config.qkv_bias
+    assert checkpoint.config.attention.qkv_bias
     stored = {tensor.name: tensor for tensor in gguf.GGUFReader(path).tensors}
     for name in ("q", "k", "v"):
         bias = checkpoint.tensor(f"layers.0.{name}_bias").float32()
@@ -161,13 +162,21 @@ def test_wrong_magic(tmp_path: Path) -> None:
         ({"llama.attention.head_count_kv": 3}, ModelFormatError, "multiple"),
         ({"llama.attention.layer_norm_rms_epsilon": "x"}, ModelFormatError, "expected float"),
         ({"llama.expert_count": 8}, UnsupportedModelError, "expert_count"),
-        ({"llama.rope.scaling.type": "yarn"}, UnsupportedModelError, "yarn"),
+        ({"llama.rope.scaling.type": "yarn"}, ModelFormatError, "rope.scaling.factor"),
         ({"general.type": "adapter"}, UnsupportedModelError, "adapter"),
         ({"llama.block_count": (1 << 32) - 1}, ModelFormatError, "layers is 4294967295; 1 to 4096"),
-        ({"llama.embedding_length": (1 << 32) - 1}, ModelFormatError, "RoPE dimension"),
-        ({"llama.attention.key_length": 10**9}, ModelFormatError, "RoPE dimension 1000000000"),
-        ({"split.count": 3, "split.no": 0}, UnsupportedModelError, "part 1 of 3.*--merge"),
-        ({"split.count": 3, "split.no": 2}, UnsupportedModelError, "part 3 of 3"),
+        (
+            {"llama.embedding_length": (1 << 32) - 1},
+            ModelFormatError,
+            "head_dim is 1073741823; 1 to",
+        ),
+        (
+            {"llama.attention.key_length": 10**9},
+            ModelFormatError,
+            "head_dim is 1000000000; 1 to 4096",
+        ),
+        ({"split.count": 3, "split.no": 0}, UnsupportedModelError, "one of 3 parts.*--merge"),
+        ({"split.count": 3, "split.no": 2}, UnsupportedModelError, "NAME-00001-of-00003"),
     ],
 )
 def test_config_that_does_not_fit(
@@ -188,7 +197,7 @@ def test_unknown_architecture_lists_the_known(tmp_path: Path) -> None:
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.close()
-    with pytest.raises(UnsupportedModelError, match=r"mamba.*llama, mistral, qwen2"):
+    with pytest.raises(UnsupportedModelError, match=r"mamba.*llama, .*mistral, .*qwen2"):
         open_checkpoint(path)
 
 
@@ -209,10 +218,10 @@ def test_flipped_header_bytes_never_escape_as_other_errors(tmp_path: Path) -> No
 
 def test_part_of_a_split_model_is_known_by_its_name(tmp_path: Path) -> None:
     path = write_gguf(tmp_path / "m-00002-of-00003.gguf", drop="output_norm.weight")
-    with pytest.raises(UnsupportedModelError, match=r"part 2 of 3.*llama-gguf-split --merge"):
+    with pytest.raises(ModelFormatError, match=r"part 1 of 3 is missing: m-00001-of-00003\.gguf"):
         open_checkpoint(path)
     whole = write_gguf(tmp_path / "m-00001-of-00001.gguf", {"split.count": 1})
-    assert open_checkpoint(whole).config.layers == 1
+    assert open_checkpoint(whole).config.layer_count == 1
 
 
 @pytest.mark.parametrize(

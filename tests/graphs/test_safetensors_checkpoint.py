@@ -9,7 +9,8 @@ import pytest
 
 from edgellm.errors import ModelFormatError, UnsupportedModelError
 from edgellm.export import export
-from edgellm.graphs.checkpoint import open_checkpoint, shapes
+from edgellm.graphs.checkpoint import open_checkpoint
+from edgellm.graphs.tensors import model_tensors
 
 MakeModel = Callable[..., Path]
 
@@ -19,7 +20,7 @@ def test_single_file_and_shards_read_the_same(make_model: MakeModel, dtype: str)
     import torch
 
     single = open_checkpoint(make_model(dtype=getattr(torch, dtype)))
-    expected = {name: single.tensor(name).float32() for name in shapes(single.config)}
+    expected = {name: single.tensor(name).float32() for name in model_tensors(single.config)}
     folder = single.path
     (folder / "model.safetensors").unlink()
     make_model(dtype=getattr(torch, dtype), max_shard_size="100KB")
@@ -33,7 +34,7 @@ def test_single_file_and_shards_read_the_same(make_model: MakeModel, dtype: str)
 def test_mistral_has_a_sliding_window(make_model: MakeModel) -> None:
     config = open_checkpoint(make_model(model_type="mistral", sliding_window=64)).config
     assert config.model_type == "mistral"
-    assert config.sliding_window == 64
+    assert {layer.attention.window for layer in config.layers} == {64}
 
 
 @pytest.mark.parametrize(
@@ -42,13 +43,14 @@ def test_mistral_has_a_sliding_window(make_model: MakeModel) -> None:
         ({"model_type": "mamba"}, UnsupportedModelError, "mamba"),
         ({"model_type": "../llama"}, UnsupportedModelError, "llama"),
         ({"hidden_act": "gelu"}, UnsupportedModelError, "hidden_act"),
-        ({"attention_bias": True}, UnsupportedModelError, "attention_bias"),
+        ({"attention_bias": True}, ModelFormatError, r"self_attn\.q_proj\.bias is missing"),
+        ({"qk_norm": True}, UnsupportedModelError, "qk_norm = True is not understood"),
         ({"num_hidden_layers": 3}, ModelFormatError, r"layers\.2"),
         ({"intermediate_size": 192}, ModelFormatError, "asks for"),
         ({"vocab_size": "many"}, ModelFormatError, "expected int"),
         ({"rms_norm_eps": None}, ModelFormatError, "rms_norm_eps"),
         ({"num_hidden_layers": 10**9}, ModelFormatError, "layers is 1000000000; 1 to 4096"),
-        ({"head_dim": 10**9}, ModelFormatError, "RoPE dimension 1000000000"),
+        ({"head_dim": 10**9}, ModelFormatError, "head_dim is 1000000000; 1 to 4096"),
         ({"hidden_size": 10**30}, ModelFormatError, "hidden_size"),
         ({"vocab_size": 10**12}, ModelFormatError, "vocab_size"),
         ({"max_position_embeddings": 10**18}, ModelFormatError, "context_length"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ import numpy as np
 import onnx_ir as ir
 import onnxruntime as ort
 import pytest
+from random_checkpoint import CONFIGS, RandomCheckpoint, after_attention, normed, product
 
 from edgellm.backends.thread_pool import session_options
 from edgellm.export.flavours import FLAVOURS
@@ -16,39 +18,44 @@ from edgellm.export.weight_reader import WeightReader
 from edgellm.graphs import contract
 from edgellm.graphs.builder import WeightFile
 from edgellm.graphs.checkpoint import Checkpoint, open_checkpoint
-from edgellm.graphs.segment import author_segment
+from edgellm.graphs.linear import FloatLinear
+from edgellm.graphs.segment import author_head, author_segment
+from edgellm.store.flavour_support import why_not
 
 # Largest error over largest value that the precision allows on random layers.
 TOLERANCE = {"f32": 2e-6, "f16": 2e-3, "w8a8": 3e-2, "w4a16": 2e-1, "int4": 2e-1}
-
-
-def rms_norm(x: np.ndarray, weight: np.ndarray, epsilon: float) -> np.ndarray:
-    return x / np.sqrt((x**2).mean(axis=-1, keepdims=True) + epsilon) * weight
 
 
 class NumpySegments:
     """The definition of a segment, in float64."""
 
     def __init__(self, checkpoint: Checkpoint) -> None:
-        self.config = checkpoint.config
-        self.weights = lambda name: checkpoint.tensor(name).float32().astype(np.float64)
+        self.checkpoint = checkpoint
 
     def qkv(self, layer: int, residual: np.ndarray) -> np.ndarray:
-        w, name = self.weights, f"layers.{layer}."
-        x = rms_norm(residual, w(name + "attention_norm"), self.config.rms_norm_eps)
-        return np.concatenate([x @ w(name + part).T for part in "qkv"], axis=-1)
+        x = normed(self.checkpoint, f"layers.{layer}.attention_norm", residual)
+        parts = [product(self.checkpoint, f"layers.{layer}.{part}", x) for part in "qkv"]
+        return np.concatenate(parts, axis=-1)
 
     def run(self, index: int, inputs: dict[str, np.ndarray]) -> list[np.ndarray]:
         if index == 0:
-            return [inputs[contract.X], self.qkv(0, inputs[contract.X])]
-        w, name = self.weights, f"layers.{index - 1}."
-        residual = inputs[contract.RESIDUAL] + inputs[contract.ATTENTION] @ w(name + "o").T
-        x = rms_norm(residual, w(name + "mlp_norm"), self.config.rms_norm_eps)
-        gate, up = x @ w(name + "gate").T, x @ w(name + "up").T
-        residual = residual + (gate / (1 + np.exp(-gate)) * up) @ w(name + "down").T
-        if index == self.config.layers:
-            return [rms_norm(residual, w("final_norm"), self.config.rms_norm_eps)]
+            residual = inputs[contract.X] * self.checkpoint.config.embedding_scale
+            return [residual, self.qkv(0, residual)]
+        attended, residual = inputs[contract.ATTENTION], inputs[contract.RESIDUAL]
+        residual = after_attention(self.checkpoint, index - 1, attended, residual)
+        if index == self.checkpoint.config.layer_count:
+            return [normed(self.checkpoint, "final_norm", residual)]
         return [residual, self.qkv(index, residual)]
+
+    def walk(self, x: np.ndarray, attention: np.ndarray) -> list[np.ndarray]:
+        """See `walk` below."""
+        outputs = self.run(0, {contract.X: x.astype(np.float64)})
+        shown = [outputs[1]]
+        for index in range(1, self.checkpoint.config.layer_count + 1):
+            inputs = {contract.ATTENTION: attention, contract.RESIDUAL: outputs[0]}
+            outputs = self.run(index, inputs)
+            shown.append(outputs[-1])
+        return shown
 
 
 def sessions(folder: Path, flavour: str, checkpoint: Checkpoint, chunk: int | None) -> list[Any]:
@@ -64,7 +71,7 @@ def sessions(folder: Path, flavour: str, checkpoint: Checkpoint, chunk: int | No
             session_options(),
             providers=["CPUExecutionProvider"],
         )
-        for index in range(checkpoint.config.layers + 1)
+        for index in range(checkpoint.config.layer_count + 1)
     ]
 
 
@@ -84,13 +91,7 @@ def test_matches_numpy(flavour: str, chunk: int, tiny_model: Path, tmp_path: Pat
     checkpoint = open_checkpoint(tiny_model)
     rng = np.random.default_rng(chunk)
     x, attention = rng.standard_normal((2, chunk, 96)).astype(np.float32)
-    expected, judge = [], NumpySegments(checkpoint)
-    outputs = judge.run(0, {contract.X: x.astype(np.float64)})
-    expected.append(outputs[1])
-    for index in (1, 2):
-        inputs = {contract.ATTENTION: attention, contract.RESIDUAL: outputs[0]}
-        outputs = judge.run(index, inputs)
-        expected.append(outputs[-1])
+    expected = NumpySegments(checkpoint).walk(x, attention)
     for size in (chunk, None):
         for found, wanted in zip(
             walk(sessions(tmp_path / str(size), flavour, checkpoint, size), x, attention),
@@ -99,6 +100,39 @@ def test_matches_numpy(flavour: str, chunk: int, tiny_model: Path, tmp_path: Pat
         ):
             error = np.abs(found - wanted).max() / np.abs(wanted).max()
             assert error < TOLERANCE[flavour]
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("flavour", TOLERANCE)
+def test_every_part_matches_numpy(flavour: str, name: str, tmp_path: Path) -> None:
+    """Static graphs have their norms written out, others do not."""
+    checkpoint = RandomCheckpoint(CONFIGS[name])
+    if why_not(flavour, checkpoint.config) is not None:
+        pytest.skip("refused, see test_export.py")
+    x, attention = np.random.default_rng(1).standard_normal((2, 5, 96)).astype(np.float32)
+    expected = NumpySegments(checkpoint).walk(x, attention)
+    for size in (5, None):
+        ours = walk(sessions(tmp_path / str(size), flavour, checkpoint, size), x, attention)
+        for found, wanted in zip(ours, expected, strict=True):
+            error = np.abs(found - wanted).max() / np.abs(wanted).max()
+            assert error < TOLERANCE[flavour]
+
+
+@pytest.mark.parametrize("cap", [None, 3.0])
+def test_head(cap: float | None, tmp_path: Path) -> None:
+    checkpoint = RandomCheckpoint(replace(CONFIGS["llama"], logit_softcap=cap))
+    head = checkpoint.tensor("head").float32()
+    with WeightFile(tmp_path) as file:
+        model = author_head(FloatLinear.store(file, "head", head), checkpoint.config)
+        ir.save(model, tmp_path / contract.HEAD_FILE)
+    hidden = 5 * np.random.default_rng(1).standard_normal((4, 96)).astype(np.float32)
+    path = tmp_path / contract.HEAD_FILE
+    session = ort.InferenceSession(path, session_options(), providers=["CPUExecutionProvider"])
+    expected = hidden.astype(np.float64) @ head.T
+    if cap is not None:
+        expected = cap * np.tanh(expected / cap)
+    found = session.run(None, {contract.HIDDEN: hidden})[0]
+    np.testing.assert_allclose(found, expected, atol=1e-5)
 
 
 @pytest.mark.parametrize("flavour", TOLERANCE)

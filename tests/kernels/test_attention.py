@@ -56,7 +56,14 @@ def implementation(request: pytest.FixtureRequest) -> Attend:
 
 
 def compare(
-    attend: Attend, shape: tuple[int, ...], format: str, window: int | None, tolerance: float
+    attend: Attend,
+    shape: tuple[int, ...],
+    format: str,
+    window: int | None,
+    tolerance: float,
+    *,
+    scale: float | None = None,
+    softcap: float | None = None,
 ) -> None:
     start, tokens, heads, kv_heads, head_dim = shape
     if format == "int4" and head_dim % 8:
@@ -68,9 +75,10 @@ def compare(
     k, v = rng.standard_normal((2, length, kv_heads, head_dim)).astype(np.float32)
     q = rng.standard_normal((tokens, heads, head_dim)).astype(np.float32)
     append(blocks, table, 1, 0, k, v)
-    found = attend(blocks, table, 1, q, start, window=window)
+    rules = {"window": window, "scale": scale, "softcap": softcap}
+    found = attend(blocks, table, 1, q, start, **rules)
     stored = [read_back(blocks, table, values, length) for values in ("k", "v")]
-    expected = reference.attend(q, *stored, start, window=window)
+    expected = reference.attend(q, *stored, start, **rules)
     np.testing.assert_allclose(found, expected, atol=tolerance, rtol=0)
 
 
@@ -91,6 +99,24 @@ def test_matches_reference(implementation: Attend, shape: tuple[int, ...], forma
 @pytest.mark.usefixtures("poisoned")
 def test_sliding_window(implementation: Attend, shape: tuple[int, ...], window: int) -> None:
     compare(implementation, shape, "int8", window, tolerance(implementation, "int8"))
+
+
+@pytest.mark.parametrize("format", ["int8", "f32"])
+@pytest.mark.parametrize(("scale", "softcap"), [(0.06, None), (None, 2.0), (0.2, 1.5)])
+@pytest.mark.usefixtures("poisoned")
+def test_scale_and_softcap(
+    implementation: Attend, format: str, scale: float | None, softcap: float | None
+) -> None:
+    for window in (None, 40):
+        compare(
+            implementation,
+            (100, 131, 8, 2, 96),
+            format,
+            window,
+            tolerance(implementation, format),
+            scale=scale,
+            softcap=softcap,
+        )
 
 
 @pytest.mark.usefixtures("poisoned")

@@ -30,6 +30,8 @@ def run(
     length: int,
     tokens: int,
     window: int | None = None,
+    scale: float | None = None,
+    softcap: float | None = None,
     size: float = 1.0,
 ) -> tuple[np.ndarray, np.ndarray]:
     """The last `tokens` of `length` tokens attend; ours, and the reference on what the cache holds.
@@ -48,7 +50,8 @@ def run(
     append(host, TABLE, 1, 0, k, v)
     q = size * rng.standard_normal((tokens, heads, head_dim)).astype(np.float32)
     held = round_trip(k, format, key=True), round_trip(v, format, key=False)
-    expected = reference.attend(q, *held, length - tokens, window=window)
+    options = {"window": window, "scale": scale, "softcap": softcap}
+    expected = reference.attend(q, *held, length - tokens, **options)
     blocks = DeviceBlocks.like(host, device)
     blocks.fetch(range(6))
     ours = torch.tensor(hadamard.transform(q) if format in SCALED else q, device=device)
@@ -60,7 +63,7 @@ def run(
         part.fill_(float("nan"))
     start = torch.tensor([length - tokens], dtype=torch.int32, device=device)
     ids = torch.tensor(TABLE, device=device)
-    gpu.attend(blocks, ids, 1, ours, start, out, partials, window=window)
+    gpu.attend(blocks, ids, 1, ours, start, out, partials, **options)
     return out.cpu().numpy(), expected
 
 
@@ -81,7 +84,7 @@ def test_matches_reference(triton_device: str, format: KVFormat, length: int, to
 @pytest.mark.parametrize("format", KV_FORMATS)
 @pytest.mark.parametrize(
     ("heads", "kv_heads", "head_dim"),
-    [(1, 1, 80), (8, 1, 96), (4, 4, 128), (14, 2, 32), (2, 1, 256)],
+    [(1, 1, 80), (8, 1, 96), (4, 4, 128), (14, 2, 32), (2, 1, 256), (8, 1, 256)],
 )
 def test_shapes(
     triton_device: str, format: KVFormat, heads: int, kv_heads: int, head_dim: int
@@ -105,6 +108,26 @@ def test_sliding_window(triton_device: str, window: int, tokens: int) -> None:
     shape = {"heads": 6, "kv_heads": 2, "head_dim": 64}
     found = run(triton_device, "int8", length=290, tokens=tokens, window=window, **shape)
     check(*found, "int8")
+
+
+@pytest.mark.parametrize("format", KV_FORMATS)
+@pytest.mark.parametrize("tokens", [1, 20])
+@pytest.mark.parametrize(("scale", "softcap"), [(0.3, None), (None, 1.5), (0.3, 2.0)])
+def test_scale_and_softcap(
+    triton_device: str, format: KVFormat, tokens: int, scale: float | None, softcap: float | None
+) -> None:
+    """Small caps, which most scores are beyond."""
+    shape = {"heads": 6, "kv_heads": 2, "head_dim": 64}
+    options = {"window": 90, "scale": scale, "softcap": softcap}
+    check(*run(triton_device, format, length=150, tokens=tokens, **options, **shape), format)
+
+
+@pytest.mark.parametrize("size", [0.0, 1e-20, 1e4])
+def test_capped_scores_stay_finite(triton_device: str, size: float) -> None:
+    shape = {"heads": 3, "kv_heads": 1, "head_dim": 64}
+    for format in KV_FORMATS:
+        result = run(triton_device, format, length=70, tokens=2, size=size, softcap=50.0, **shape)
+        assert np.isfinite(result[0]).all()
 
 
 @pytest.mark.parametrize("size", [0.0, 1e-20, 1e4])

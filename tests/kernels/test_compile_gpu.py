@@ -16,6 +16,8 @@ pytest.importorskip("torch")
 pytest.importorskip("triton")
 
 KERNELS = Path(edgellm.kernels.gpu.device.__file__).parent.parent
+# Models that together have every part of a layer that a kernel is compiled for.
+MODELS = "Gemma-2-2B,Gemma-3-1B,OLMo-2-1B,Hunyuan-1.8B,StarCoder2-3B,Llama-with-biases"
 # Kinds of weights with the most to do, a weight of a layer each; the others do a part of that.
 KINDS = "int8_affine,int5_affine,int4_k,int5_k,int6_k,iq4_nl,iq4_xs"
 
@@ -45,6 +47,22 @@ def test_every_kernel_compiles_and_spills_nothing(tmp_path: Path) -> None:
     kernels = set(re.findall(r"def (\w+_kernel)\(", written))
     assert len(kernels) >= 7
     assert {(line[0], line[2]) for line in lines} == {(k, t) for k in kernels for t in targets}
+
+
+@pytest.mark.slow
+def test_parts_of_models_compile_and_spill_nothing(tmp_path: Path) -> None:
+    lines = report(tmp_path, f"--models={MODELS}", "--formats=int8", "--kinds=int4_affine", "sm_80")
+    settings = {word for line in lines for word in line[6:]}
+    parts = {
+        "NORM=each",
+        "NORM=whole",
+        "NORM=after_rope",
+        "ACTIVATION=gelu_tanh",
+        "ACTIVATION=silu",
+    }
+    switches = {f"{name}=True" for name in ("CAP", "BIAS", "UP_BIAS", "GATED", "LAYER", "ADD")}
+    assert parts | switches <= settings
+    assert {"attention_kernel", "gemv_kernel"} <= {line[0] for line in lines if "CAP=True" in line}
 
 
 @pytest.mark.slow

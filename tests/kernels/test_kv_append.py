@@ -8,7 +8,14 @@ import pytest
 
 from edgellm.kernels import rope
 from edgellm.kernels.hadamard import reference as hadamard
-from edgellm.kernels.kv_append import append, append_rotated, native, portable, reference
+from edgellm.kernels.kv_append import (
+    HeadNorms,
+    append,
+    append_rotated,
+    native,
+    portable,
+    reference,
+)
 from edgellm.kernels.kv_blocks import (
     BLOCK,
     KV_FORMATS,
@@ -19,6 +26,7 @@ from edgellm.kernels.kv_blocks import (
 )
 from edgellm.kernels.native import ISAS
 from edgellm.kernels.rope import reference as rope_reference
+from edgellm.kernels.step import reference as step_reference
 
 AppendRotated = Callable[..., np.ndarray]
 
@@ -179,6 +187,47 @@ def test_rotated_rows(
                 np.testing.assert_allclose(scale[:, 0], np.abs(exact).max(-1) / steps, rtol=1e-5)
                 found, allowed = found * scale, {"int8": 0.501, "int4": 1.001}[format] * scale
             assert (np.abs(found - exact) <= allowed).all()
+
+
+@pytest.mark.parametrize("head_dim", [16, 36, 80])
+@pytest.mark.parametrize("kind", ["head", "width", "head_after_rope"])
+@pytest.mark.usefixtures("poisoned")
+def test_norms_of_q_and_k(implementation: AppendRotated, kind: str, head_dim: int) -> None:
+    """As if rows had been normalized before, or behind RoPE; values are as they were."""
+    rng = np.random.default_rng(head_dim)
+    heads, kv_heads, tokens, start = 6, 2, 70, 100
+    qkv = rng.standard_normal((tokens, heads + 2 * kv_heads, head_dim)).astype(np.float32)
+    sizes = (heads * head_dim, kv_heads * head_dim) if kind == "width" else (head_dim, head_dim)
+    q_weight, k_weight = (rng.standard_normal(size).astype(np.float32) for size in sizes)
+    after = kind == "head_after_rope"
+    norms = HeadNorms(q=q_weight, k=k_weight, epsilon=0.1, after_rope=after)
+    inv_freq = (100.0 ** (-np.arange(0, 12, 2) / 12)).tolist()
+    table = rope.table(inv_freq, start + tokens, magnitude=1.5)
+    blocks = allocate(format="f32", blocks=3, layers=2, kv_heads=kv_heads, head_dim=head_dim)
+    q = implementation(blocks, [2, 0], 1, start, qkv, table, norms=norms)
+    expected = []
+    for rows, weight in ((qkv[:, :heads], q_weight), (qkv[:, heads:-kv_heads], k_weight)):
+        exact = rows if after else step_reference.head_norm(rows.astype(float), weight, 0.1)
+        exact = rope_reference.apply(exact, inv_freq, start, 1.5)
+        expected.append(step_reference.head_norm(exact, weight, 0.1) if after else exact)
+    np.testing.assert_allclose(q, expected[0], atol=1e-5)
+    for name, exact in (("k", expected[1]), ("v", qkv[:, -kv_heads:])):
+        for t in range(tokens):
+            block, row = [2, 0][(start + t) // BLOCK], (start + t) % BLOCK
+            np.testing.assert_allclose(stored_row(blocks, name, block, row), exact[t], atol=1e-5)
+
+
+def test_norms_that_do_not_fit_are_refused(implementation: AppendRotated) -> None:
+    blocks = allocate(format="f32", blocks=1, layers=1, kv_heads=1, head_dim=16)
+    qkv = np.ones((1, 4, 16), np.float32)
+    ones = {size: np.ones(size, np.float32) for size in (16, 32)}
+    for norms in (
+        HeadNorms(q=ones[16], k=ones[32], epsilon=1e-5),
+        HeadNorms(q=ones[32], k=ones[16], epsilon=1e-5, after_rope=True),
+        HeadNorms(q=ones[16].astype(np.float64), k=ones[16], epsilon=1e-5),
+    ):
+        with pytest.raises(ValueError, match="norms of Q and K"):
+            implementation(blocks, [0], 0, 0, qkv, rope.table([1.0] * 8, 1), norms=norms)
 
 
 @pytest.mark.parametrize("format", KV_FORMATS)

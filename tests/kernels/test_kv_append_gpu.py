@@ -10,7 +10,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 
 from edgellm.kernels import hadamard, rope  # noqa: E402
 from edgellm.kernels.gpu.kv_blocks import DeviceBlocks  # noqa: E402
-from edgellm.kernels.kv_append import gpu, portable  # noqa: E402
+from edgellm.kernels.kv_append import HeadNorms, gpu, portable  # noqa: E402
 from edgellm.kernels.kv_blocks import (  # noqa: E402
     KV_FORMATS,
     SCALED,
@@ -92,6 +92,112 @@ def test_matches_portable(
     if host.k_scale is not None:
         np.testing.assert_allclose(twin.k_scale, host.k_scale, rtol=1e-6)
         np.testing.assert_allclose(twin.v_scale, host.v_scale, rtol=1e-6)
+
+
+NORMS = ["each", "whole", "after_rope"]
+
+
+def head_norms(order: str, heads: int, kv_heads: int, head_dim: int) -> HeadNorms:
+    """Weights that differ from each other: those of another channel or head would show."""
+    rng = np.random.default_rng(heads)
+    sizes = (heads * head_dim, kv_heads * head_dim) if order == "whole" else (head_dim, head_dim)
+    q, k = (rng.uniform(0.5, 2.0, size).astype("f4") for size in sizes)
+    return HeadNorms(q=q, k=k, epsilon=0.05, after_rope=order == "after_rope")
+
+
+@pytest.mark.parametrize("order", NORMS)
+@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "head_dim", "half"),
+    [(9, 3, 64, 32), (1, 1, 80, 40), (4, 2, 96, 24), (20, 1, 64, 16)],
+)
+def test_head_norms_match_portable(
+    triton_device: str,
+    order: str,
+    biased: bool,
+    heads: int,
+    kv_heads: int,
+    head_dim: int,
+    half: int,
+) -> None:
+    """With a RoPE that makes what it turns larger; V is left alone."""
+    rng = np.random.default_rng(head_dim)
+    norms = head_norms(order, heads, kv_heads, head_dim)
+    frequencies = (10000.0 ** (-np.arange(half) / half)).tolist()
+    table = rope.table(frequencies, 300, magnitude=1.7)
+    cos, sin = (torch.tensor(part, device=triton_device) for part in table)
+    ids = torch.tensor(TABLE, device=triton_device)
+    ours_norms = gpu.DeviceNorms.of(norms, head_dim, triton_device)
+    assert ours_norms.order == ("each" if heads == 1 and order == "whole" else order)
+    host, twin = (pool("f32", kv_heads, head_dim) for _ in range(2))
+    device = DeviceBlocks.like(twin, triton_device)
+    for start, count in ((0, 1), (126, 4)):
+        shape = (count, heads + 2 * kv_heads, head_dim)
+        # heads of unlike sizes: a mean over others would show
+        qkv = rng.uniform(0.1, 3, (*shape[:2], 1)) * rng.standard_normal(shape)
+        qkv = qkv.astype(np.float32)
+        bias = 0.5 * rng.standard_normal(shape[1:]).astype(np.float32) if biased else None
+        before = qkv if bias is None else qkv + bias
+        expected = portable.append_rotated(host, TABLE, LAYER, start, before, table, norms=norms)
+        q = torch.full(expected.shape, float("nan"), device=triton_device)
+        gpu.append_rotated(
+            device,
+            ids,
+            LAYER,
+            torch.tensor([start], dtype=torch.int32, device=triton_device),
+            torch.tensor(qkv, device=triton_device),
+            cos,
+            sin,
+            q,
+            bias=None if bias is None else torch.tensor(bias, device=triton_device),
+            norms=ours_norms,
+        )
+        np.testing.assert_allclose(q.cpu().numpy(), expected, atol=1e-5)
+        device.give(range(5))
+        for head in range(kv_heads):
+            rows = slice(head, head + 1)
+            for ours, theirs in zip(
+                twin.read(TABLE, LAYER, rows, start + count),
+                host.read(TABLE, LAYER, rows, start + count),
+                strict=True,
+            ):
+                np.testing.assert_allclose(ours[start:], theirs[start:], atol=1e-5)
+
+
+@pytest.mark.parametrize("order", NORMS)
+@pytest.mark.parametrize("format", ["int8", "int4"])
+def test_rounding_comes_after_head_norms(triton_device: str, order: str, format: KVFormat) -> None:
+    """Codes of keys as they are without norms, where these change nothing."""
+    rng = np.random.default_rng(1)
+    heads, kv_heads, head_dim = 2, 1, 64
+    qkv = rng.choice([-1.0, 1.0], (3, heads + 2 * kv_heads, head_dim)).astype(np.float32)
+    larger = qkv.copy()
+    larger[:, : heads + kv_heads] *= 3
+    cos, sin = torch.ones((9, 32), device=triton_device), torch.zeros((9, 32), device=triton_device)
+    sizes = (128, 64) if order == "whole" else (64, 64)
+    ones, more = (np.ones(size, np.float32) for size in sizes)
+    norms = HeadNorms(q=ones, k=more, epsilon=0.0, after_rope=order == "after_rope")
+    ours = gpu.DeviceNorms.of(norms, head_dim, triton_device)
+    codes = []
+    for rows, chosen in ((qkv, None), (larger, ours)):
+        device = DeviceBlocks.like(pool(format, kv_heads, head_dim), triton_device)
+        for block in (device.k, device.v):
+            block.zero_()
+        q = torch.full((3, heads, head_dim), float("nan"), device=triton_device)
+        gpu.append_rotated(
+            device,
+            torch.tensor(TABLE, device=triton_device),
+            LAYER,
+            torch.zeros(1, dtype=torch.int32, device=triton_device),
+            torch.tensor(rows, device=triton_device),
+            cos,
+            sin,
+            q,
+            norms=chosen,
+        )
+        codes.append((device.k.cpu().numpy(), device.v.cpu().numpy(), q.cpu().numpy()))
+    for plain, normed in zip(*codes, strict=True):
+        np.testing.assert_allclose(normed, plain, atol=1e-6)
 
 
 def test_nothing_else_is_written(triton_device: str) -> None:

@@ -8,7 +8,7 @@ from edgellm.kernels.kv_append import append
 from edgellm.kernels.kv_blocks import BLOCK, KV_FORMATS, KVBlocks, allocate
 from edgellm.kernels.kv_shift import move, reference
 
-INV_FREQ = (1.0, 0.3, 0.01)  # 6 of 16 dimensions are rotated
+INV_FREQ = ((1.0, 0.3, 0.01), (0.7, 0.0, 0.2))  # by layer; 6 of 16 dimensions are rotated
 # Of a row's scale, how far rounding to a code can be off; the float formats have no scale.
 HALF_STEP = {"int8": 0.501, "int4": 1.0}
 
@@ -44,7 +44,7 @@ def test_rows_are_what_they_would_be_there(
             block, at = table[(start + i) // BLOCK], (start + i) % BLOCK
             before, _ = keys(blocks, block, layer, at)
             after, error = keys(blocks, 2, layer, row + i)
-            expected = reference.move(before[None], distance, INV_FREQ)[0]
+            expected = reference.move(before[None], distance, INV_FREQ[layer])[0]
             assert (np.abs(after - expected).max(axis=1) <= error).all()
             assert (
                 blocks.value_rows(2, layer, row + i) == blocks.value_rows(block, layer, at)
@@ -76,7 +76,7 @@ def test_nothing_else_is_written() -> None:
     blocks = allocate(format="f32", blocks=3, layers=1, kv_heads=1, head_dim=8)
     ones = np.ones((128, 1, 8), np.float32)
     append(blocks, [0], 0, 0, ones, ones)
-    move(blocks, [0], 10, 4, target=2, row=3, distance=7, inv_freq=(1.0,))
+    move(blocks, [0], 10, 4, target=2, row=3, distance=7, inv_freq=[(1.0,)])
     written = np.isfinite(blocks.v[2, 0]).transpose(0, 1, 3, 2).reshape(BLOCK, 8).all(axis=1)
     assert np.flatnonzero(written).tolist() == [3, 4, 5, 6]
     assert np.isnan(blocks.v[1]).all()

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 import pytest
 
@@ -101,16 +103,100 @@ def test_norm_gate_and_sum(triton_device: str, kinds: tuple[str, str], rows: int
     x, norm = (rng.standard_normal(shape).astype(np.float32) for shape in ((rows, inputs), inputs))
     on_device = torch.tensor(norm, device=triton_device)
     options = {"norm": on_device, "epsilon": EPSILON}
+    gated_options = {**options, "activation": "silu"}
     a, b = (normed(x, norm) @ dense.T for dense in (dense_gate, dense_up))
     check(run(triton_device, x, ours[0], **options), a)
     for gated, first, second in (
         (a / (1 + np.exp(-a)) * b, *ours),
         (b / (1 + np.exp(-b)) * a, *reversed(ours)),
     ):
-        found = run(triton_device, x, first, up=second, **options)
+        found = run(triton_device, x, first, up=second, **gated_options)
         check(found, gated, 2 * np.abs(gated).max())
     before = rng.standard_normal((rows, 50)).astype(np.float32)
     check(run(triton_device, x, ours[0], add=True, y=before), before + x @ dense_gate.T)
+
+
+def gelu(x: np.ndarray) -> np.ndarray:
+    return 0.5 * x * (1 + np.tanh(np.sqrt(2 / np.pi) * (x + 0.044715 * x**3)))
+
+
+def silu(x: np.ndarray) -> np.ndarray:
+    return x / (1 + np.exp(-x))
+
+
+@pytest.mark.parametrize("rows", [1, 5])
+@pytest.mark.parametrize("biases", ["none", "both", "gate", "up"])
+@pytest.mark.parametrize(("activation", "curve"), [("silu", silu), ("gelu_tanh", gelu)])
+def test_activations_and_biases(
+    triton_device: str, rows: int, biases: str, activation: str, curve: Callable[..., np.ndarray]
+) -> None:
+    """A gated MLP, and the activation of one product; after a norm and without one."""
+    rng = np.random.default_rng(rows)
+    (gate, dense_gate), (up, dense_up) = (
+        make(rng, kind, 50, 96) for kind in ("int4_affine", "int8_symmetric")
+    )
+    ours = [gpu.DevicePanels.of(panels, triton_device) for panels in (gate, up)]
+    x, norm, first, second = (
+        rng.standard_normal(shape).astype(np.float32) for shape in ((rows, 96), 96, 50, 50)
+    )
+    gate_bias, up_bias = (
+        torch.tensor(bias, device=triton_device) if biases in ("both", name) else None
+        for name, bias in (("gate", first), ("up", second))
+    )
+    normed_options = {"norm": torch.tensor(norm, device=triton_device), "epsilon": EPSILON}
+    for options, inputs in (({}, x.astype(np.float64)), (normed_options, normed(x, norm))):
+        a = inputs @ dense_gate.T + (0 if gate_bias is None else first)
+        b = inputs @ dense_up.T + (0 if up_bias is None else second)
+        options = {**options, "activation": activation, "bias": gate_bias}
+        alone = run(triton_device, x, ours[0], **options)
+        check(alone, curve(a), 2 * np.abs(a).max())
+        gated = run(triton_device, x, ours[0], up=ours[1], up_bias=up_bias, **options)
+        check(gated, curve(a) * b, 2 * np.abs(curve(a) * b).max())
+
+
+@pytest.mark.parametrize("rows", [1, 5])
+def test_bias_is_added_with_what_was_there(triton_device: str, rows: int) -> None:
+    rng = np.random.default_rng(8)
+    panels, dense = make(rng, "int4_affine", 50, 96)
+    x, before, bias = (
+        rng.standard_normal(shape).astype(np.float32) for shape in ((rows, 96), (rows, 50), 50)
+    )
+    weight = gpu.DevicePanels.of(panels, triton_device)
+    added = torch.tensor(bias, device=triton_device)
+    result = run(triton_device, x, weight, bias=added, add=True, y=before)
+    check(result, before + x @ dense.T + bias)
+
+
+@pytest.mark.parametrize("size", [1e-4, 1.0, 1e30])
+@pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
+def test_activations_of_tiny_and_huge_numbers(
+    triton_device: str, activation: str, size: float
+) -> None:
+    """They go to zero on one side and to the number itself on the other, and are never NaN."""
+    panels, dense = make(np.random.default_rng(0), "int8_symmetric", 40, 32)
+    x = np.full((1, 32), size, np.float32)
+    weight = gpu.DevicePanels.of(panels, triton_device)
+    result = run(triton_device, x, weight, activation=activation)[0]
+    product = x[0].astype(np.float64) @ dense.T
+    with np.errstate(over="ignore"):
+        expected = (silu if activation == "silu" else gelu)(product)
+    np.testing.assert_allclose(result / size, expected / size, atol=1e-5)
+
+
+@pytest.mark.parametrize("rows", [1, 5])
+def test_softcap_and_peaks(triton_device: str, rows: int) -> None:
+    rng = np.random.default_rng(9)
+    panels, dense = make(rng, "int8_symmetric", 50, 64)
+    x = (10 * rng.standard_normal((rows, 64))).astype(np.float32)
+    peaks = gpu.Peaks(*(nan(triton_device, 4) for _ in range(2))) if rows == 1 else None
+    weight = gpu.DevicePanels.of(panels, triton_device)
+    result = run(triton_device, x, weight, softcap=6.0, peaks=peaks)
+    expected = 6 * np.tanh(x.astype(np.float64) @ dense.T / 6)
+    assert np.abs(expected).max() > 5.5
+    check(result, expected, 3 * np.abs(expected).max())
+    if peaks is not None:
+        largest = np.pad(result[0], (0, 14), constant_values=-np.inf).reshape(4, 16).max(axis=1)
+        np.testing.assert_array_equal(peaks.largest.cpu(), largest)
 
 
 @pytest.mark.parametrize("rows", [1, 5])
@@ -183,14 +269,15 @@ def test_peaks_of_panels(triton_device: str, outputs: int) -> None:
     np.testing.assert_allclose(peaks.share.cpu(), share, rtol=1e-5)
 
 
+@pytest.mark.parametrize("scale", [1.0, 33.9])
 @pytest.mark.parametrize("kind", KINDS)
-def test_embedding_rows(triton_device: str, kind: str) -> None:
+def test_embedding_rows(triton_device: str, kind: str, scale: float) -> None:
     panels, _ = make(np.random.default_rng(3), kind, 70, 768)
     tokens = [0, 69, 15, 16, 3, 3]
     x = nan(triton_device, len(tokens), 768)
     weight = gpu.DevicePanels.of(panels, triton_device)
-    gpu.embed(weight, torch.tensor(tokens, device=triton_device), x)
-    expected = rows_of(panels, tokens)
+    gpu.embed(weight, torch.tensor(tokens, device=triton_device), x, scale=scale)
+    expected = scale * rows_of(panels, tokens)
     # a GPU rounds once where numpy rounds a product and a sum
     size = np.abs(expected).max()
     np.testing.assert_allclose(x.cpu().numpy() / size, expected / size, atol=1e-6)

@@ -11,6 +11,7 @@ import pytest
 from random_weights import random_weight
 
 from edgellm.kernels import rope
+from edgellm.kernels.kv_append import HeadNorms
 from edgellm.kernels.kv_blocks import KV_FORMATS, KVBlocks, allocate
 from edgellm.kernels.linear import Panels, to_panels
 from edgellm.kernels.native import library
@@ -23,6 +24,23 @@ TABLE = [3, 0, 4, 1]
 
 
 @dataclass(frozen=True)
+class Parts:
+    """What a layer has beside, or in place of, Llama's parts; see `LayerWeights`."""
+
+    norms: str = "pre"
+    layer_norm: bool = False
+    biases: bool = False
+    qk_norm: str = "none"
+    activation: str = "silu"
+    gated: bool = True
+    scale: float | None = None
+    softcap: float | None = None
+    embedding_scale: float = 1.0
+    logit_softcap: float | None = None
+    ropes: tuple[float, ...] = (1.0,)  # magnitudes; layers take turns
+
+
+@dataclass(frozen=True)
 class Shape:
     heads: int
     kv_heads: int
@@ -32,6 +50,7 @@ class Shape:
     layers: int = 1
     window: int | None = None
     bias: bool = False
+    parts: Parts = Parts()
 
 
 SHAPES = [
@@ -44,6 +63,45 @@ SHAPES = [
     Shape(7, 1, 128, hidden=32, window=130),
     Shape(6, 2, 32, bias=True),
 ]
+GEMMA2 = Parts(
+    norms="sandwich",
+    activation="gelu_tanh",
+    scale=0.07,
+    softcap=5.0,
+    embedding_scale=3.5,
+    logit_softcap=8.0,
+)
+PARTS = {
+    "gemma2": Shape(4, 2, 64, layers=2, window=50, parts=GEMMA2),
+    "gemma3": Shape(
+        4,
+        1,
+        64,
+        hidden=64,
+        layers=2,
+        window=60,
+        parts=Parts(norms="sandwich", qk_norm="head", activation="gelu_tanh", ropes=(1.0, 0.0)),
+    ),
+    "olmo2": Shape(3, 3, 32, layers=2, parts=Parts(norms="post", qk_norm="width")),
+    "hunyuan": Shape(4, 2, 48, parts=Parts(qk_norm="head_after_rope", ropes=(1.3,))),
+    "starcoder2": Shape(
+        6,
+        2,
+        32,
+        bias=True,
+        layers=2,
+        parts=Parts(layer_norm=True, biases=True, gated=False, activation="gelu_tanh"),
+    ),
+    "everything": Shape(
+        8,
+        4,
+        36,
+        hidden=192,
+        bias=True,
+        layers=2,
+        parts=replace(GEMMA2, layer_norm=True, biases=True, qk_norm="width", ropes=(0.7, 1.0)),
+    ),
+}
 # Wide enough for kinds with blocks of 256.
 WIDE = Shape(8, 2, 32, hidden=256, intermediate=512, bias=True)
 # One after the other for embedding, head, q, k, v, o, gate, up and down.
@@ -80,41 +138,73 @@ class Model:
             prefix = f"layers.{layer}."
             layers.append(
                 LayerWeights(
-                    attention_norm=self._norm(prefix + "attention_norm"),
-                    mlp_norm=self._norm(prefix + "mlp_norm"),
                     q=self._linear(prefix + "q", width, shape.hidden),
                     k=self._linear(prefix + "k", kv, shape.hidden),
                     v=self._linear(prefix + "v", kv, shape.hidden),
                     o=self._linear(prefix + "o", shape.hidden, width),
-                    gate=self._linear(prefix + "gate", shape.intermediate, shape.hidden),
+                    gate=self._linear(prefix + "gate", shape.intermediate, shape.hidden)
+                    if shape.parts.gated
+                    else None,
                     up=self._linear(prefix + "up", shape.intermediate, shape.hidden),
                     down=self._linear(prefix + "down", shape.hidden, shape.intermediate),
-                    qkv_bias=self._bias(prefix + "qkv_bias", width + 2 * kv),
+                    head_norms=self._head_norms(width, kv),
+                    activation=shape.parts.activation,
+                    rope=layer % len(shape.parts.ropes),
+                    window=None if layer % 2 else shape.window,
+                    scale=shape.parts.scale,
+                    softcap=shape.parts.softcap,
+                    **self._vectors(width, kv),
                 )
             )
         self.weights = Weights(
             layers=layers,
-            final_norm=self._norm("final_norm"),
+            final_norm=self._vector(shape.hidden, around=1.0),
+            final_norm_bias=self._vector(shape.hidden) if shape.parts.layer_norm else None,
             embedding=self._linear("embedding", VOCABULARY, shape.hidden, size=1.0),
             head=self._linear("head", VOCABULARY, shape.hidden, size=1.0),
             heads=shape.heads,
-            window=shape.window,
             epsilon=EPSILON,
+            embedding_scale=shape.parts.embedding_scale,
+            logit_softcap=shape.parts.logit_softcap,
         )
         half = shape.head_dim // 2
-        self.inv_freq = (10000.0 ** (-np.arange(half) / half)).tolist()
-        self.rope = rope.table(self.inv_freq, 512)
+        inv_freq = 10000.0 ** (-np.arange(half) / half)
+        # magnitude 0 stands for a RoPE that does not turn
+        self.turns = [(((m > 0) * inv_freq).tolist(), m or 1.0) for m in shape.parts.ropes]
+        self.ropes = [rope.table(freq, 512, magnitude=m) for freq, m in self.turns]
         self.tokens = self._rng.integers(0, VOCABULARY, 300).tolist()
 
-    def _norm(self, name: str) -> np.ndarray:
-        self.floats[name] = (1 + 0.1 * self._rng.standard_normal(self.shape.hidden)).astype("f4")
-        return self.floats[name]
+    def _vector(self, size: int, *, around: float = 0.0) -> np.ndarray:
+        return (around + 0.2 * self._rng.standard_normal(size)).astype("f4")
 
-    def _bias(self, name: str, outputs: int) -> np.ndarray | None:
-        if not self.shape.bias:
+    def _vectors(self, width: int, kv: int) -> dict[str, np.ndarray]:
+        """Norm weights and biases of a layer, as far as it has them."""
+        shape, parts = self.shape, self.shape.parts
+        names = []
+        if parts.norms != "post":
+            names += ["attention_norm", "mlp_norm"]
+        if parts.norms != "pre":
+            names += ["post_attention_norm", "post_mlp_norm"]
+        vectors = {name: self._vector(shape.hidden, around=1.0) for name in names}
+        if parts.layer_norm:
+            vectors |= {f"{name}_bias": self._vector(shape.hidden) for name in names}
+        if shape.bias:
+            sizes = {"q_bias": width, "k_bias": kv, "v_bias": kv}
+            vectors |= {name: 5 * self._vector(size) for name, size in sizes.items()}
+        if parts.biases:
+            sizes = {"o_bias": shape.hidden, "down_bias": shape.hidden}
+            sizes |= {"up_bias": shape.intermediate}
+            sizes |= {"gate_bias": shape.intermediate} if parts.gated else {}
+            vectors |= {name: self._vector(size) for name, size in sizes.items()}
+        return vectors
+
+    def _head_norms(self, width: int, kv: int) -> HeadNorms | None:
+        kind, head_dim = self.shape.parts.qk_norm, self.shape.head_dim
+        if kind == "none":
             return None
-        self.floats[name] = self._rng.standard_normal(outputs).astype("f4")
-        return self.floats[name]
+        sizes = (width, kv) if kind == "width" else (head_dim, head_dim)
+        q, k = (self._vector(size, around=1.0) for size in sizes)
+        return HeadNorms(q=q, k=k, epsilon=EPSILON, after_rope=kind == "head_after_rope")
 
     def _linear(self, name: str, outputs: int, inputs: int, *, size: float | None = None) -> Panels:
         order = ("embedding", "head", "q", "k", "v", "o", "gate", "up", "down")
@@ -137,17 +227,12 @@ class Model:
     def reference(
         self, length: int, format: str, *, rounded: bool = True
     ) -> tuple[np.ndarray, np.ndarray]:
-        shape = self.shape
         return reference.forward(
+            self.weights,
             self.floats,
             self.tokens[:length],
-            self.inv_freq,
-            layers=shape.layers,
-            heads=shape.heads,
-            kv_heads=shape.kv_heads,
-            epsilon=EPSILON,
+            self.turns,
             format=format,
-            window=shape.window,
             rounded=rounded,
         )
 
@@ -155,14 +240,12 @@ class Model:
         self, library: ctypes.CDLL, cuts: list[int], format: str, *, threads: int = 2
     ) -> tuple[np.ndarray, np.ndarray]:
         """States and logits of all tokens, in calls that end at `cuts`."""
-        step, blocks = FusedStep(library, self.weights), self.cache(format)
+        step, blocks = FusedStep(library, self.weights, self.ropes), self.cache(format)
         found = []
         for start, end in zip([0, *cuts], cuts, strict=False):
             tokens = self.tokens[start:end]
             found.append(
-                step.run(
-                    blocks, TABLE, self.rope, tokens, start, logit_rows=end - start, threads=threads
-                )
+                step.run(blocks, TABLE, tokens, start, logit_rows=end - start, threads=threads)
             )
         states, logits = zip(*found, strict=True)
         return np.concatenate(states), np.concatenate(logits)
@@ -196,7 +279,13 @@ def test_wide_model_matches_reference(compiled: ctypes.CDLL, mixture: str) -> No
     assert_near_reference(compiled, Model(WIDE, mixture))
 
 
-@pytest.mark.parametrize("shape", [SHAPES[0], SHAPES[3]], ids=str)
+@pytest.mark.parametrize("name", PARTS)
+@pytest.mark.usefixtures("poisoned")
+def test_other_parts_match_reference(compiled: ctypes.CDLL, name: str) -> None:
+    assert_near_reference(compiled, Model(PARTS[name]))
+
+
+@pytest.mark.parametrize("shape", [SHAPES[0], SHAPES[3], PARTS["everything"]], ids=str)
 @pytest.mark.parametrize("format", ["int8", "f32"])
 def test_cuts_and_threads_make_no_difference(
     compiled: ctypes.CDLL, shape: Shape, format: str
@@ -215,11 +304,11 @@ def test_logits_of_the_last_rows_only() -> None:
     if found is None:
         pytest.skip("installed without a compiler")
     model = Model(SHAPES[1])
-    step = FusedStep(found, model.weights)
-    every = step.run(model.cache("int8"), TABLE, model.rope, model.tokens[:5], 0, logit_rows=5)[1]
+    step = FusedStep(found, model.weights, model.ropes)
+    every = step.run(model.cache("int8"), TABLE, model.tokens[:5], 0, logit_rows=5)[1]
     for rows in (0, 1, 3):
         blocks = model.cache("int8")
-        part = step.run(blocks, TABLE, model.rope, model.tokens[:5], 0, logit_rows=rows)[1]
+        part = step.run(blocks, TABLE, model.tokens[:5], 0, logit_rows=rows)[1]
         np.testing.assert_array_equal(part, every[5 - rows :])
 
 
@@ -248,7 +337,7 @@ def test_triton_matches_reference(triton_device: str, shape: Shape, format: str)
 
     model = Model(shape)
     blocks = DeviceBlocks.like(model.cache(format), triton_device)
-    step = DeviceStep(model.weights, model.rope, blocks, triton_device)
+    step = DeviceStep(model.weights, model.ropes, blocks, triton_device)
     found = []
     for start, end in ((0, 1), (1, 20), (20, 23), (23, 24)):
         tokens = model.tokens[start:end]
@@ -267,7 +356,7 @@ def test_triton_stops_between_layers(triton_device: str) -> None:
 
     model = Model(SHAPES[1])
     blocks = DeviceBlocks.like(model.cache("int8"), triton_device)
-    step = DeviceStep(model.weights, model.rope, blocks, triton_device)
+    step = DeviceStep(model.weights, model.ropes, blocks, triton_device)
     asked = iter([False, True])
     assert step.run(TABLE, [1, 2], 0, logit_rows=1, should_stop=lambda: next(asked)) is None
     assert list(asked) == []
@@ -294,13 +383,12 @@ def test_calls_out_of_range_are_refused(changes: dict[str, Any], words: str) -> 
     if found is None:
         pytest.skip("installed without a compiler")
     model = Model(SHAPES[1])
-    step, blocks = FusedStep(found, model.weights), model.cache("int8")
+    step, blocks = FusedStep(found, model.weights, model.ropes), model.cache("int8")
     call = {"table": [3], "tokens": [1, 2], "start": 0, "logit_rows": 1} | changes
     with pytest.raises(ValueError, match=words):
         step.run(
             blocks,
             call["table"],
-            model.rope,
             call["tokens"],
             call["start"],
             logit_rows=call["logit_rows"],
@@ -312,19 +400,20 @@ def test_blocks_of_another_model_are_refused() -> None:
     if found is None:
         pytest.skip("installed without a compiler")
     model = Model(SHAPES[1])
-    step = FusedStep(found, model.weights)
+    step = FusedStep(found, model.weights, model.ropes)
     for change in ({"layers": 2}, {"kv_heads": 2}, {"head_dim": 32}):
         sizes = {"layers": 3, "kv_heads": 1, "head_dim": 64} | change
         blocks = allocate(format="int8", blocks=5, **sizes)
         with pytest.raises(ValueError, match="needed are"):
-            step.run(blocks, TABLE, model.rope, [1], 0, logit_rows=1)
+            step.run(blocks, TABLE, [1], 0, logit_rows=1)
 
 
 def test_weights_that_do_not_fit_each_other_are_refused() -> None:
     found = library()
     if found is None:
         pytest.skip("installed without a compiler")
-    weights, other = Model(SHAPES[0]).weights, Model(SHAPES[2]).weights
+    model, other = Model(SHAPES[0]), Model(SHAPES[2]).weights
+    weights = model.weights
     layer = weights.layers[0]
     wrong_layers = [
         replace(layer, q=other.layers[0].q),
@@ -335,7 +424,12 @@ def test_weights_that_do_not_fit_each_other_are_refused() -> None:
         replace(layer, down=layer.up),
         replace(layer, mlp_norm=layer.mlp_norm[1:]),
         replace(layer, attention_norm=layer.attention_norm.astype(np.float64)),
-        replace(layer, qkv_bias=np.zeros(3, np.float32)),
+        replace(layer, q_bias=np.zeros(3, np.float32)),
+        replace(layer, down_bias=np.zeros(3, np.float32)),
+        replace(layer, rope=1),
+        replace(layer, rope=-1),
+        replace(layer, post_mlp_norm_bias=layer.mlp_norm),
+        replace(layer, head_norms=HeadNorms(q=layer.mlp_norm, k=layer.mlp_norm, epsilon=1e-5)),
     ]
     for wrong in (
         *(replace(weights, layers=[layer]) for layer in wrong_layers),
@@ -345,8 +439,8 @@ def test_weights_that_do_not_fit_each_other_are_refused() -> None:
         replace(weights, embedding=layer.o),
         replace(weights, final_norm=other.final_norm),
     ):
-        with pytest.raises(ValueError, match=r"needed|without a layer"):
-            FusedStep(found, wrong)
+        with pytest.raises(ValueError, match=r"needed|without a (layer|norm)|RoPE table"):
+            FusedStep(found, wrong, model.ropes)
 
 
 def test_projections_that_end_within_a_panel_are_refused() -> None:
@@ -354,8 +448,9 @@ def test_projections_that_end_within_a_panel_are_refused() -> None:
     found = library()
     if found is None:
         pytest.skip("installed without a compiler")
+    model = Model(Shape(8, 1, 12, hidden=32))
     with pytest.raises(ValueError, match="whole panels of 16"):
-        FusedStep(found, Model(Shape(8, 1, 12, hidden=32)).weights)
+        FusedStep(found, model.weights, model.ropes)
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
@@ -366,7 +461,7 @@ def test_triton_refuses_the_same(triton_device: str, changes: dict[str, Any], wo
 
     model = Model(SHAPES[1])
     blocks = DeviceBlocks.like(model.cache("int8"), triton_device)
-    step = DeviceStep(model.weights, model.rope, blocks, triton_device)
+    step = DeviceStep(model.weights, model.ropes, blocks, triton_device)
     call = {"table": [3], "tokens": [1, 2], "start": 0, "logit_rows": 1} | changes
     with pytest.raises(ValueError, match=words):
         step.run(call["table"], call["tokens"], call["start"], logit_rows=call["logit_rows"])

@@ -2,26 +2,30 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 
-pytest.importorskip("torch")
+torch = pytest.importorskip("torch")
 pytest.importorskip("triton")
 # the interpreter computes in numpy, which warns of the NaN in memory that was never written
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 
+import test_step  # noqa: E402
 from random_weights import random_weight  # noqa: E402
+from test_step import Parts  # noqa: E402
 
 from edgellm.kernels import rope  # noqa: E402
 from edgellm.kernels.gpu.kv_blocks import DeviceBlocks  # noqa: E402
-from edgellm.kernels.kv_blocks import allocate  # noqa: E402
+from edgellm.kernels.kv_blocks import KVFormat, allocate  # noqa: E402
 from edgellm.kernels.linear import Panels, to_panels  # noqa: E402
 from edgellm.kernels.quantized import KINDS, dequantize  # noqa: E402
-from edgellm.kernels.step import LayerWeights, Weights, reference  # noqa: E402
-from edgellm.kernels.step import gpu as step_gpu  # noqa: E402
+from edgellm.kernels.step import LayerWeights, Weights, gpu_layer, gpu_norm, reference  # noqa: E402  # noqa: E402
+from edgellm.kernels.step.gpu import DeviceStep  # noqa: E402
 
 HIDDEN, INTERMEDIATE, HEADS, KV_HEADS, HEAD_DIM = 256, 512, 2, 1, 128
 VOCABULARY = 70
@@ -55,11 +59,10 @@ class Model:
         *layer, embedding, head = kinds
         self.weights = Weights(
             layers=[self._layer("layers.0.", layer)],
-            final_norm=self._norm("final_norm"),
+            final_norm=self._norm(),
             embedding=self._linear("embedding", embedding, VOCABULARY, HIDDEN),
             head=self._linear("head", head, VOCABULARY, HIDDEN),
             heads=HEADS,
-            window=None,
             epsilon=EPSILON,
         )
 
@@ -69,34 +72,30 @@ class Model:
             for name, kind in zip(SHAPES, kinds, strict=True)
         }
         return LayerWeights(
-            attention_norm=self._norm(prefix + "attention_norm"),
-            mlp_norm=self._norm(prefix + "mlp_norm"),
+            attention_norm=self._norm(),
+            mlp_norm=self._norm(),
             **linears,
         )
 
-    def _norm(self, name: str) -> np.ndarray:
-        self.floats[name] = (1 + 0.1 * self._rng.standard_normal(HIDDEN)).astype("f4")
-        return self.floats[name]
+    def _norm(self) -> np.ndarray:
+        return (1 + 0.1 * self._rng.standard_normal(HIDDEN)).astype("f4")
 
     def _linear(self, name: str, kind: str, outputs: int, inputs: int) -> Panels:
         weight = random_weight(KINDS[kind], outputs, inputs, self._rng)
         self.floats[name] = dequantize(weight)
         return to_panels(weight)
 
-    def step(self, device: str) -> step_gpu.DeviceStep:
+    def step(self, device: str) -> DeviceStep:
         sizes = {"layers": 1, "kv_heads": KV_HEADS, "head_dim": HEAD_DIM}
         blocks = DeviceBlocks.like(allocate(format="f32", blocks=3, **sizes), device)
-        return step_gpu.DeviceStep(self.weights, rope.table(INV_FREQ, 256), blocks, device)
+        return DeviceStep(self.weights, [rope.table(INV_FREQ, 256)], blocks, device)
 
     def reference(self) -> tuple[np.ndarray, np.ndarray]:
         return reference.forward(
+            self.weights,
             self.floats,
             self.tokens,
-            INV_FREQ,
-            layers=1,
-            heads=HEADS,
-            kv_heads=KV_HEADS,
-            epsilon=EPSILON,
+            [(INV_FREQ, 1.0)],
             format="f32",
             rounded=False,
         )
@@ -107,11 +106,11 @@ def test_mixed_kinds_match_reference(triton_device: str, kinds: str) -> None:
     """One token by one, some at once, and one again."""
     model = Model(kinds.split())
     step = model.step(triton_device)
-    found = []
+    results = []
     for start, end in ((0, 1), (1, 9), (9, 10)):
         tokens = model.tokens[start:end]
-        found.append(step.run(TABLE, tokens, start, logit_rows=end - start))
-    for ours, theirs in zip(zip(*found, strict=True), model.reference(), strict=True):
+        results.append(step.run(TABLE, tokens, start, logit_rows=end - start))
+    for ours, theirs in zip(zip(*results, strict=True), model.reference(), strict=True):
         assert np.abs(np.concatenate(ours) - theirs).mean() / np.abs(theirs).mean() < 4e-3
 
 
@@ -129,13 +128,147 @@ def test_neighbours_of_one_kind_are_one_launch(
 ) -> None:
     model = Model([*kinds, *["int4_affine"] * 6])
     step = model.step(triton_device)
-    seen: list[int] = []
-    linear = step_gpu.linear
-
-    def counted(*arguments: Any, **options: Any) -> None:
-        seen.append(1)
-        linear(*arguments, **options)
-
-    monkeypatch.setattr(step_gpu, "linear", counted)
+    counts = counted(monkeypatch)
     step.run(TABLE, model.tokens[:2], 0, logit_rows=0)
-    assert len(seen) == launches
+    assert counts["linear"] == launches
+
+
+def counted(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
+    """How often a layer calls what launches kernels."""
+    counts: Counter[str] = Counter()
+    for name in ("linear", "append_rotated", "attend", "normalize"):
+        launch = getattr(gpu_layer, name)
+
+        def call(*arguments: Any, name: str = name, launch: Any = launch, **options: Any) -> None:
+            counts[name] += 1
+            launch(*arguments, **options)
+
+        monkeypatch.setattr(gpu_layer, name, call)
+    return counts
+
+
+def device_step(model: test_step.Model, format: KVFormat, device: str) -> DeviceStep:
+    """With blocks and buffers that hold NaN or the largest code."""
+    host = model.cache(format)
+    for array in (host.k, host.v, host.k_scale, host.v_scale):
+        if array is not None:
+            array.fill(np.nan if array.dtype.kind == "f" else np.iinfo(array.dtype).max)
+    blocks = DeviceBlocks.like(host, device)
+    blocks.fetch(range(len(host.k)))
+    return DeviceStep(model.weights, model.ropes, blocks, device)
+
+
+@pytest.fixture
+def poisoned_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fresh float tensors hold NaN, so what was never written shows."""
+    empty = torch.empty
+
+    def poison(*shape: Any, **options: Any) -> torch.Tensor:
+        tensor = empty(*shape, **options)
+        return tensor.fill_(float("nan")) if tensor.is_floating_point() else tensor
+
+    monkeypatch.setattr(torch, "empty", poison)
+
+
+PARTS = {
+    "gelu": Parts(activation="gelu_tanh"),
+    "ungated": Parts(gated=False),
+    "biases": Parts(biases=True),
+    "layer norms": Parts(layer_norm=True),
+    "post norms": Parts(norms="post"),
+    "sandwich": Parts(norms="sandwich"),
+    "head norms": Parts(qk_norm="head"),
+    "norms of all heads": Parts(qk_norm="width"),
+    "head norms after RoPE": Parts(qk_norm="head_after_rope"),
+    "scale": Parts(scale=0.3),
+    "softcap": Parts(softcap=2.0, scale=0.3),
+    "embedding scale": Parts(embedding_scale=0.2),
+    "logit softcap": Parts(logit_softcap=4.0),
+    "ropes": Parts(ropes=(1.4, 0.0)),
+}
+SMALL = test_step.Shape(4, 2, 32, hidden=64, intermediate=96, layers=2, window=6)
+ALONE = {name: replace(SMALL, parts=parts) for name, parts in PARTS.items()}
+
+
+@pytest.mark.parametrize(
+    ("name", "format"),
+    [
+        *((name, "f32") for name in ALONE),
+        *((name, "int8") for name in test_step.PARTS),
+        ("everything", "f32"),
+    ],
+)
+@pytest.mark.usefixtures("poisoned_tensors")
+def test_parts_match_reference(triton_device: str, name: str, format: KVFormat) -> None:
+    """Each part on its own, and those of families of models: one token, some, and one again."""
+    model = test_step.Model((ALONE | test_step.PARTS)[name])
+    step = device_step(model, format, triton_device)
+    results = []
+    for start, end in ((0, 1), (1, 19), (19, 20)):
+        tokens = model.tokens[start:end]
+        results.append(step.run(test_step.TABLE, tokens, start, logit_rows=end - start))
+    expected = model.reference(20, format, rounded=False)
+    allowed = 1.5e-2 if format == "int8" else 4e-3
+    for ours, theirs in zip(zip(*results, strict=True), expected, strict=True):
+        assert np.abs(np.concatenate(ours) - theirs).mean() / np.abs(theirs).mean() < allowed
+
+
+@pytest.mark.parametrize("name", ["logit softcap", "gemma2"])
+def test_the_best_logits_are_capped_as_well(triton_device: str, name: str) -> None:
+    model = test_step.Model((ALONE | test_step.PARTS)[name])
+    step = device_step(model, "f32", triton_device)
+    _, logits = step.run(test_step.TABLE, model.tokens[:1], 0, logit_rows=1)
+    best = step.best(test_step.TABLE, model.tokens[0], 0)
+    np.testing.assert_array_equal(best.scores, logits[0, best.ids])
+    assert np.abs(logits).max() < model.weights.logit_softcap
+    np.testing.assert_allclose(best.log_sum_exp, np.log(np.exp(logits).sum()), rtol=1e-5)
+    states, _ = step.run(test_step.TABLE, model.tokens[:1], 0, logit_rows=0)
+    np.testing.assert_allclose(step.logits(states), logits, atol=0.02)
+
+
+@pytest.mark.parametrize(
+    ("parts", "linears", "norms"),
+    [
+        (Parts(), 4, 0),
+        (Parts(qk_norm="head", biases=True, activation="gelu_tanh", softcap=3.0), 4, 0),
+        (Parts(norms="post"), 4, 2),
+        (Parts(norms="sandwich"), 4, 2),
+        (Parts(layer_norm=True, gated=False), 4, 2),
+    ],
+)
+def test_only_norms_that_no_product_computes_are_launches(
+    triton_device: str,
+    monkeypatch: pytest.MonkeyPatch,
+    parts: Parts,
+    linears: int,
+    norms: int,
+) -> None:
+    model = test_step.Model(replace(SMALL, layers=1, parts=parts))
+    step = device_step(model, "f32", triton_device)
+    counts = counted(monkeypatch)
+    step.run(test_step.TABLE, model.tokens[:1], 0, logit_rows=0)
+    launches = {"linear": linears, "append_rotated": 1, "attend": 1, "normalize": norms}
+    assert counts == Counter(launches)
+
+
+@pytest.mark.parametrize("add", [False, True])
+@pytest.mark.parametrize("layer", [False, True])
+@pytest.mark.parametrize("width", [32, 96, 5000])
+def test_norms_match_reference(triton_device: str, width: int, layer: bool, add: bool) -> None:
+    """Of rows whose mean is far from zero, wider than a block as well."""
+    rng = np.random.default_rng(width)
+    x, before = (rng.standard_normal((3, width)).astype("f4") + 20 for _ in range(2))
+    weight, bias = (rng.standard_normal(width).astype("f4") for _ in range(2))
+    norm = gpu_norm.DeviceNorm.of(weight, bias if layer else None, triton_device)
+    y = torch.tensor(before if add else np.full_like(before, np.nan), device=triton_device)
+    ours = torch.tensor(x, device=triton_device)
+    gpu_norm.normalize(ours, norm, y, epsilon=EPSILON, add=add)
+    expected = reference.norm(x.astype(np.float64), weight, bias if layer else None, EPSILON)
+    np.testing.assert_allclose(y.cpu().numpy(), expected + add * before, atol=5e-5)
+
+
+def test_layers_that_name_a_rope_that_is_not_there_are_refused(triton_device: str) -> None:
+    model = test_step.Model(ALONE["ropes"])
+    blocks = DeviceBlocks.like(model.cache("f32"), triton_device)
+    with pytest.raises(ValueError, match="RoPE table 1 of 1"):
+        DeviceStep(model.weights, model.ropes[:1], blocks, triton_device)

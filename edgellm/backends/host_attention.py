@@ -1,0 +1,102 @@
+"""What the host computes between two segments, on KV blocks in its own memory.
+
+Segments know nothing of positions, so all that depends on them is here: norms of Q and K, RoPE, the
+append to the cache, and attention.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from edgellm.graphs.config import ModelConfig
+from edgellm.kernels import rope
+from edgellm.kernels.attention import attend
+from edgellm.kernels.kv_append import HeadNorms, append_rotated
+from edgellm.kernels.kv_blocks import BlockTable, KVBlocks
+from edgellm.kernels.rope import RopeTable
+
+Floats = NDArray[np.float32]
+
+
+@dataclass(frozen=True)
+class HostAttention:
+    """The attention of every layer of a model.
+
+    Attributes:
+        ropes: one table for each of `config.ropes`.
+        norms: of Q and K, one for each layer, or None.
+    """
+
+    config: ModelConfig
+    ropes: Sequence[RopeTable]
+    norms: Sequence[HeadNorms | None]
+
+    def __call__(
+        self,
+        layer: int,
+        blocks: KVBlocks,
+        table: BlockTable,
+        start: int,
+        qkv: Floats,
+        *,
+        stored_as: int | None = None,
+        threads: int = 1,
+    ) -> Floats:
+        """Write K and V of new tokens at positions `start ..` and attend from there.
+
+        Args:
+            qkv: `[C, (H + 2 Hkv) * D]`, as a segment gives it.
+            stored_as: the layer of `blocks` that K and V are in, where it is not `layer`.
+
+        Returns:
+            `[C, H * D]`, as the next segment takes it.
+        """
+        attention = self.config.layers[layer].attention
+        place = layer if stored_as is None else stored_as
+        heads = qkv.reshape(len(qkv), -1, attention.head_dim)
+        rope_table, norms = self.ropes[attention.rope], self.norms[layer]
+        q = append_rotated(
+            blocks, table, place, start, heads, rope_table, norms=norms, threads=threads
+        )
+        attended = attend(
+            blocks,
+            table,
+            place,
+            q,
+            start,
+            window=attention.window,
+            scale=attention.scale,
+            softcap=attention.softcap,
+            threads=threads,
+        )
+        return attended.reshape(len(qkv), -1)
+
+
+def rope_tables(config: ModelConfig, positions: int) -> list[RopeTable]:
+    """One for each of `config.ropes`, for positions `0 ..`."""
+    return [rope.table(each.inv_freq, positions, magnitude=each.magnitude) for each in config.ropes]
+
+
+def head_norms(config: ModelConfig, weight: Callable[[str], Floats]) -> list[HeadNorms | None]:
+    """Of each layer.
+
+    Args:
+        weight: gives a tensor by its canonical name, `layers.0.q_norm`.
+    """
+
+    def of(layer: int) -> HeadNorms | None:
+        kind = config.layers[layer].attention.qk_norm
+        if kind == "none":
+            return None
+        return HeadNorms(
+            q=weight(f"layers.{layer}.q_norm"),
+            k=weight(f"layers.{layer}.k_norm"),
+            epsilon=config.norm_eps,
+            after_rope=kind == "head_after_rope",
+        )
+
+    return [of(layer) for layer in range(config.layer_count)]

@@ -1,0 +1,195 @@
+"""What a file of `graphs/models/` says: how configs are read, and what tensors are called.
+
+Tensors have their format's usual names where nothing else is said.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from edgellm.errors import UnsupportedModelError
+from edgellm.graphs.config import ModelConfig
+from edgellm.graphs.fields import Fields
+from edgellm.graphs.layer_config import Attention, LayerConfig
+from edgellm.graphs.tensor import Tensor
+
+
+@dataclass(frozen=True)
+class Fused:
+    """The rows of one tensor among those of others in a tensor of the file.
+
+    Attributes:
+        name: of the file's tensor.
+        parts: the tensors of a layer whose rows it holds, in their order.
+    """
+
+    name: str
+    parts: tuple[str, ...]
+
+
+Names = Mapping[str, str | Fused]
+
+HF_NAMES: Names = {
+    "embedding": "model.embed_tokens.weight",
+    "final_norm": "model.norm.weight",
+    "head": "lm_head.weight",
+    "attention_norm": "model.layers.{}.input_layernorm.weight",
+    **{x: f"model.layers.{{}}.self_attn.{x}_proj.weight" for x in "qkvo"},
+    **{f"{x}_bias": f"model.layers.{{}}.self_attn.{x}_proj.bias" for x in "qkvo"},
+    **{f"{x}_norm": f"model.layers.{{}}.self_attn.{x}_norm.weight" for x in "qk"},
+    "mlp_norm": "model.layers.{}.post_attention_layernorm.weight",
+    **{x: f"model.layers.{{}}.mlp.{x}_proj.weight" for x in ("gate", "up", "down")},
+    **{f"{x}_bias": f"model.layers.{{}}.mlp.{x}_proj.bias" for x in ("gate", "up", "down")},
+}
+# With norms on both sides, in files of Gemma 2 and after: what Llama calls the norm after
+# attention is one here, and that before the MLP has its own name.
+HF_SANDWICH_NAMES: Names = {
+    **HF_NAMES,
+    "post_attention_norm": "model.layers.{}.post_attention_layernorm.weight",
+    "mlp_norm": "model.layers.{}.pre_feedforward_layernorm.weight",
+    "post_mlp_norm": "model.layers.{}.post_feedforward_layernorm.weight",
+}
+
+GGUF_NAMES: Names = {
+    "embedding": "token_embd.weight",
+    "final_norm": "output_norm.weight",
+    "final_norm_bias": "output_norm.bias",
+    "head": "output.weight",
+    "attention_norm": "blk.{}.attn_norm.weight",
+    "attention_norm_bias": "blk.{}.attn_norm.bias",
+    **{x: f"blk.{{}}.attn_{x}.weight" for x in "qkv"},
+    **{f"{x}_bias": f"blk.{{}}.attn_{x}.bias" for x in "qkv"},
+    **{f"{x}_norm": f"blk.{{}}.attn_{x}_norm.weight" for x in "qk"},
+    "o": "blk.{}.attn_output.weight",
+    "o_bias": "blk.{}.attn_output.bias",
+    "post_attention_norm": "blk.{}.post_attention_norm.weight",
+    "mlp_norm": "blk.{}.ffn_norm.weight",
+    "mlp_norm_bias": "blk.{}.ffn_norm.bias",
+    **{x: f"blk.{{}}.ffn_{x}.weight" for x in ("gate", "up", "down")},
+    **{f"{x}_bias": f"blk.{{}}.ffn_{x}.bias" for x in ("gate", "up", "down")},
+    "post_mlp_norm": "blk.{}.post_ffw_norm.weight",
+}
+_QKV, _GATE_UP = ("q", "k", "v"), ("gate", "up")
+# llama.cpp's converter fuses Q, K and V of any architecture if it is asked to.
+GGUF_FUSED_QKV: Names = {
+    **{x: Fused("blk.{}.attn_qkv.weight", _QKV) for x in _QKV},
+    **{f"{x}_bias": Fused("blk.{}.attn_qkv.bias", _QKV) for x in _QKV},
+}
+# What one tensor called `up` holds in architectures that fuse gate and up.
+GGUF_FUSED_MLP: Names = {x: Fused("blk.{}.ffn_up.weight", _GATE_UP) for x in _GATE_UP}
+HF_FUSED_QKV: Names = {x: Fused("model.layers.{}.self_attn.qkv_proj.weight", _QKV) for x in _QKV}
+HF_FUSED_MLP: Names = {
+    x: Fused("model.layers.{}.mlp.gate_up_proj.weight", _GATE_UP) for x in _GATE_UP
+}
+
+# `general.architecture` of GGUF files whose file here is named otherwise, as the `model_type` is.
+_GGUF_ARCHITECTURES: Mapping[str, str] = {
+    "gemma3": "gemma3_text",
+    "hunyuan-dense": "hunyuan_v1_dense",
+    "mistral3": "ministral3",
+}
+# `model_type` of Hugging Face models that wrap a text model or are another one's equal.
+_HF_MODEL_TYPES: Mapping[str, str] = {"gemma3": "gemma3_text"}
+
+
+@dataclass(frozen=True)
+class GGUFHeader:
+    """What a GGUF file says of its model.
+
+    Attributes:
+        model_type: names the file in `graphs/models/`.
+        fields: its keys behind the architecture's name.
+        vocab_size: rows of the embedding.
+        tensors: the names of its tensors.
+        vector: a small tensor of the file by its name there, or None where it has no such one.
+    """
+
+    model_type: str
+    fields: Fields
+    vocab_size: int
+    tensors: Collection[str]
+    vector: Callable[[str], list[float] | None]
+
+
+Fold = Callable[[str, Tensor, Fields], Tensor]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Architecture:
+    """A family of models.
+
+    Attributes:
+        config_from_hf, config_from_gguf: None where the family has no such files.
+        hf_names, gguf_names: of tensors, by the names of `tensors.py` without `layers.I.`; `{}`
+            stands for the layer.
+        hf_interleaved_rope, gguf_interleaved_rope: whether RoPE turns neighbours, so that rows of
+            Q and K are put in another order when they are read.
+        hf_fold: makes of a tensor of a Hugging Face folder, by its canonical name, what ModelConfig
+            means by it. It has the fields that the config was made of.
+        gguf_fold: the same of a tensor of a GGUF file.
+    """
+
+    config_from_hf: Callable[[Fields], ModelConfig] | None = None
+    config_from_gguf: Callable[[GGUFHeader], ModelConfig] | None = None
+    hf_names: Names = field(default_factory=lambda: HF_NAMES)
+    gguf_names: Names = field(default_factory=lambda: GGUF_NAMES)
+    hf_interleaved_rope: bool = False
+    gguf_interleaved_rope: bool = False
+    hf_fold: Fold | None = None
+    gguf_fold: Fold | None = None
+
+
+def supported() -> list[str]:
+    """The model types that have a file in `graphs/models/`."""
+    return sorted(p.stem for p in (Path(__file__).parent / "models").glob("[a-z]*.py"))
+
+
+def model_type_of(name: str, *, gguf: bool) -> str:
+    """The name of the file in `graphs/models/`, if there is one.
+
+    Args:
+        name: `model_type` of a config.json, or `general.architecture` of a GGUF file.
+    """
+    return (_GGUF_ARCHITECTURES if gguf else _HF_MODEL_TYPES).get(name, name)
+
+
+def architecture(name: str, *, gguf: bool, origin: str) -> Architecture:
+    """The one that a file names.
+
+    Args:
+        name: as in `model_type_of`.
+
+    Raises:
+        UnsupportedModelError: there is none, or none in this format.
+    """
+    model_type = model_type_of(name, gguf=gguf)
+    if model_type not in supported():
+        raise UnsupportedModelError(
+            f"{origin}: architecture {name!r} is not supported; supported are "
+            + ", ".join(supported())
+        )
+    module = importlib.import_module(f"edgellm.graphs.models.{model_type}")
+    family: Architecture = module.ARCHITECTURE
+    if (family.config_from_gguf if gguf else family.config_from_hf) is None:
+        format = "GGUF files" if gguf else "Hugging Face folders"
+        raise UnsupportedModelError(f"{origin}: {name} is not supported in {format}")
+    return family
+
+
+def with_layers(
+    config: ModelConfig, change: Callable[[int, LayerConfig], LayerConfig]
+) -> ModelConfig:
+    """The config with layers changed one by one, each given with its index."""
+    return replace(config, layers=tuple(change(i, layer) for i, layer in enumerate(config.layers)))
+
+
+def with_attention(
+    config: ModelConfig, change: Callable[[int, Attention], Attention]
+) -> ModelConfig:
+    """The config with the attention of its layers changed, each given with its index."""
+    return with_layers(
+        config, lambda i, layer: replace(layer, attention=change(i, layer.attention))
+    )

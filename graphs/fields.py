@@ -1,0 +1,158 @@
+"""Typed reads from a config file, and what nobody read."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Mapping
+from typing import Any, TypeVar
+
+from edgellm.errors import ModelFormatError, UnsupportedModelError
+from edgellm.graphs.layer_config import shown
+
+T = TypeVar("T")
+# Words in the names of settings that change what a model computes.
+_COMPUTES = (
+    "act", "alibi", "alpha", "beta", "bias", "bidirectional", "cap", "clamp", "clip", "conv",
+    "expert", "factor", "gate", "head", "layer_type", "logit", "lora", "mamba", "moe",
+    "multiplier", "nextn", "norm", "parallel", "pattern", "residual", "rope", "rotary", "scal",
+    "sink", "sliding", "window",
+)  # fmt: skip
+
+
+class Fields:
+    """Typed reads from a config file: `fields.read(int, "num_attention_heads")`."""
+
+    def __init__(self, values: Mapping[str, Any], *, origin: str, prefix: str = "") -> None:
+        """`prefix` stands before every key: `llama.` in GGUF files."""
+        self.origin = origin
+        self.prefix = prefix
+        self._values = values
+        self._read: set[str] = set()
+
+    def __contains__(self, key: str) -> bool:
+        """Whether it is there and not null."""
+        return self._values.get(self.prefix + key) is not None
+
+    def holds(self, kind: type, key: str) -> bool:
+        """Whether a key has a value of a type."""
+        return isinstance(self._value(key), kind)
+
+    def assume(self, values: Mapping[str, Any]) -> None:
+        """What keys are that the file does not have. (Those that it has as null stay null.)"""
+        self._values = {**{self.prefix + key: v for key, v in values.items()}, **self._values}
+
+    def read(self, kind: type[T], key: str) -> T:
+        """The value of a required key."""
+        value = self.optional(kind, key)
+        if value is None:
+            raise ModelFormatError(f"{self.origin}: key {self.prefix + key!r} is missing")
+        return value
+
+    def optional(self, kind: type[T], key: str) -> T | None:
+        """The value of a key, or None where it is absent or null."""
+        value = self._value(key)
+        if value is None:
+            return None
+        if isinstance(value, int) and abs(value) >= 1 << 63:
+            raise ModelFormatError(
+                f"{self.origin}: key {self.prefix + key!r} is {shown(value)}; a number below 2^63 "
+                "is allowed"
+            )
+        if kind is float and isinstance(value, int) and not isinstance(value, bool):
+            value = float(value)
+        if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
+            raise ModelFormatError(
+                f"{self.origin}: key {self.prefix + key!r} is {value!r}; expected {kind.__name__}"
+            )
+        if isinstance(value, float) and not math.isfinite(value):
+            raise ModelFormatError(
+                f"{self.origin}: key {self.prefix + key!r} is {value!r}; expected a number"
+            )
+        return value
+
+    def positive(self, key: str) -> float:
+        """The value of a required key that must be above 0."""
+        value = self.read(float, key)
+        if value <= 0:
+            raise ModelFormatError(
+                f"{self.origin}: key {self.prefix + key!r} is {value}; a number above 0 is allowed"
+            )
+        return value
+
+    def uniform(self, key: str, *, default: int | None = None) -> int:
+        """The value of a key that may be a list with an entry for every layer.
+
+        Raises:
+            ModelFormatError: it is missing, and there is no default.
+            UnsupportedModelError: the entries differ.
+        """
+        value = self._value(key)
+        if not isinstance(value, list):
+            return self.read(int, key) if value is not None or default is None else default
+        if not value or any(entry != value[0] for entry in value):
+            raise UnsupportedModelError(
+                f"{self.origin}: {self.prefix}{key} = {value!r} is not supported; supported is "
+                "the same in all layers"
+            )
+        return Fields({key: value[0]}, origin=self.origin).read(int, key)
+
+    def entries(self, kind: type[T], key: str, count: int) -> list[T] | None:
+        """The values of a key that has one for every layer, or None.
+
+        Raises:
+            ModelFormatError: there are not as many as layers, or one is of another type.
+        """
+        values = self.optional(list, key)
+        if values is None:
+            return None
+        if len(values) != count:
+            raise ModelFormatError(
+                f"{self.origin}: key {self.prefix + key!r} has {len(values)} entries, and the "
+                f"model has {count} layers"
+            )
+        for value in values:
+            if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
+                raise ModelFormatError(
+                    f"{self.origin}: key {self.prefix + key!r} holds {value!r}; expected "
+                    f"{kind.__name__}"
+                )
+        return values
+
+    def require(self, key: str, *allowed: object) -> None:
+        """Refuse a checkpoint that asks for something this version does not compute."""
+        value = self._value(key)
+        if value is not None and value not in allowed:
+            names = " or ".join(repr(a) for a in allowed)
+            raise UnsupportedModelError(
+                f"{self.origin}: {self.prefix}{key} = {value!r} is not supported; supported is "
+                + (names or "a model without it")
+            )
+
+    def ignore(self, *keys: str) -> None:
+        """Say that keys are known, and that nothing here depends on them."""
+        self._read.update(self.prefix + key for key in keys)
+
+    def refuse_unread(self, *, harmless: Collection[str] = ()) -> None:
+        """Refuse settings that nobody has read and that say by their name that they compute.
+
+        Nothing that is null, false, 0 or empty is refused.
+
+        Args:
+            harmless: keys that are known to change nothing, whatever their value.
+
+        Raises:
+            UnsupportedModelError: names the first one.
+        """
+        for key, value in self._values.items():
+            name = key.removeprefix(self.prefix)
+            if not key.startswith(self.prefix) or key in self._read or name in harmless:
+                continue
+            if value and any(word in name for word in _COMPUTES):
+                raise UnsupportedModelError(
+                    f"{self.origin}: {key} = {value!r} is not understood, and leaving it out could "
+                    "change what the model computes"
+                )
+
+    def _value(self, key: str) -> Any:
+        self._read.add(self.prefix + key)
+        return self._values.get(self.prefix + key)

@@ -1,0 +1,177 @@
+"""What one layer is: its parts and their numbers, and nothing of how they are computed.
+
+Defaults are Llama's. What folds exactly into weights or numbers when a model is read (norm weights
+around one, scaled residuals) is folded there and has no field here.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+from edgellm.errors import ModelFormatError, UnsupportedModelError
+
+# Far above every model there is. What is larger is damage, and would take hours and all memory
+# before anything else refuses it.
+_LARGEST = {
+    "intermediate": 1 << 20,
+    "heads": 1 << 12,
+    "kv_heads": 1 << 12,
+    "head_dim": 1 << 12,
+    "window": (1 << 31) - 1,
+}
+
+QKNorm = Literal["none", "head", "head_after_rope", "width"]
+Norms = Literal["pre", "post", "sandwich"]
+Activation = Literal["silu", "gelu_tanh"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rope:
+    """Rotary position embedding (arXiv:2104.09864), scaling already applied.
+
+    Attributes:
+        inv_freq: angle per position of each rotated pair; 0 for one that does not turn.
+        magnitude: what cosines and sines are multiplied by (YaRN, arXiv:2309.00071, section 3.4).
+    """
+
+    inv_freq: tuple[float, ...]
+    magnitude: float = 1.0
+
+    def __post_init__(self) -> None:
+        if not all(math.isfinite(angle) and angle >= 0 for angle in self.inv_freq):
+            raise ModelFormatError(
+                "model config: inv_freq must be finite numbers and none of them negative"
+            )
+        if not (math.isfinite(self.magnitude) and self.magnitude > 0):
+            raise ModelFormatError(
+                f"model config: the magnitude of RoPE is {self.magnitude}; it must be positive"
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Attention:
+    """Softmax attention over the cache, `heads / kv_heads` queries for each key.
+
+    Attributes:
+        rope: index into `ModelConfig.ropes`.
+        window: a token attends to this many positions, itself among them, or to all if None.
+        scale: of the scores; None is `head_dim ** -0.5`.
+        qk_norm: RMS norms of Q and K: of each head before RoPE or after it, with one weight
+            `[head_dim]` for all heads, or of all heads together before RoPE.
+        softcap: scores `s` become `softcap * tanh(s / softcap)`.
+        qkv_bias: whether something is added to Q, K and V before norms and RoPE.
+        output_bias: whether something is added to the output projection.
+    """
+
+    heads: int
+    kv_heads: int
+    head_dim: int
+    rope: int = 0
+    window: int | None = None
+    scale: float | None = None
+    qk_norm: QKNorm = "none"
+    softcap: float | None = None
+    qkv_bias: bool = False
+    output_bias: bool = False
+
+    def __post_init__(self) -> None:
+        check_sizes(self, _LARGEST)
+        if self.heads % self.kv_heads:
+            raise ModelFormatError(
+                f"model config: heads ({self.heads}) must be a multiple of "
+                f"kv_heads ({self.kv_heads})"
+            )
+        if self.head_dim % 4:
+            raise UnsupportedModelError(
+                f"model config: head_dim is {self.head_dim}; it must be a multiple of 4"
+            )
+        # so that Q, K and V of the fused projection together fill whole panels of 16 outputs
+        if self.kv_size % 8:
+            raise UnsupportedModelError(
+                f"model config: kv_heads * head_dim is {self.kv_size}; it must be a multiple of 8"
+            )
+        for name in ("scale", "softcap"):
+            value = getattr(self, name)
+            if value is not None and not (math.isfinite(value) and value > 0):
+                raise ModelFormatError(f"model config: {name} is {value}; it must be positive")
+
+    @property
+    def size(self) -> int:
+        """Width of the attention output, `heads * head_dim`."""
+        return self.heads * self.head_dim
+
+    @property
+    def kv_size(self) -> int:
+        return self.kv_heads * self.head_dim
+
+    @property
+    def qkv_size(self) -> int:
+        """Width of the fused projection: all query heads, then K, then V."""
+        return self.size + 2 * self.kv_size
+
+    @property
+    def score_scale(self) -> float:
+        """What the products of Q and K are multiplied by."""
+        return self.head_dim**-0.5 if self.scale is None else self.scale
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mlp:
+    """`down(activation(gate(x)) * up(x))`, or `down(activation(up(x)))` without a gate.
+
+    Attributes:
+        bias: whether each of its linear layers has one.
+    """
+
+    intermediate: int
+    activation: Activation = "silu"
+    gated: bool = True
+    bias: bool = False
+
+    def __post_init__(self) -> None:
+        check_sizes(self, _LARGEST)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerConfig:
+    """One layer.
+
+    Attributes:
+        norms: before attention and MLP, behind them (before their outputs are added to the
+            residual), or both.
+    """
+
+    attention: Attention
+    mlp: Mlp
+    norms: Norms = "pre"
+
+    @property
+    def norms_inputs(self) -> bool:
+        """Whether what attention and MLP read is normalized."""
+        return self.norms != "post"
+
+    @property
+    def norms_outputs(self) -> bool:
+        """Whether what attention and MLP add to the residual is normalized."""
+        return self.norms != "pre"
+
+
+def check_sizes(config: object, largest: dict[str, int]) -> None:
+    """Refuse numbers below 1 or above what is allowed.
+
+    Raises:
+        ModelFormatError: names the field.
+    """
+    for name, limit in largest.items():
+        value = getattr(config, name, None)
+        if value is not None and not 1 <= value <= limit:
+            raise ModelFormatError(
+                f"model config: {name} is {shown(value)}; 1 to {limit} is allowed"
+            )
+
+
+def shown(value: int) -> str:
+    """Digits of a number, unless there are hundreds of them."""
+    return str(value) if abs(value) < 1 << 128 else f"a number of {value.bit_length()} bits"

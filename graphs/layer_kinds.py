@@ -1,0 +1,98 @@
+"""Which layers have a window, as files say it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from edgellm.errors import ModelFormatError, UnsupportedModelError
+from edgellm.graphs.architecture import with_attention
+from edgellm.graphs.config import ModelConfig
+from edgellm.graphs.fields import Fields
+from edgellm.graphs.layer_config import Rope
+
+FULL, SLIDING = "full_attention", "sliding_attention"
+
+
+def sliding_of_hf(fields: Fields, count: int, *, period: int) -> list[bool]:
+    """For each layer of a `config.json`, whether it has a window.
+
+    Args:
+        period: where the file does not say it, every so many layers the last one has none.
+
+    Raises:
+        ModelFormatError: `layer_types` has not as many entries as there are layers.
+        UnsupportedModelError: layers of another type.
+    """
+    period = _period(fields) or period
+    # written by some versions of transformers beside layer_types
+    fields.ignore("_sliding_window_pattern")
+    types = fields.entries(str, "layer_types", count)
+    if types is None:
+        return by_period(count, period)
+    for layer_type in types:
+        if layer_type not in (FULL, SLIDING):
+            raise UnsupportedModelError(
+                f"{fields.origin}: layer_types has {layer_type!r}; supported are {FULL} and "
+                f"{SLIDING}"
+            )
+    return [layer_type == SLIDING for layer_type in types]
+
+
+def sliding_of_gguf(fields: Fields, count: int, *, period: int) -> list[bool]:
+    """The same of a GGUF file, whose key is a period or a list."""
+    key = "attention.sliding_window_pattern"
+    if not fields.holds(list, key):
+        return by_period(count, fields.optional(int, key) or period)
+    return fields.entries(bool, key, count) or []
+
+
+def by_period(count: int, period: int) -> list[bool]:
+    """True, and False for the last of every `period` layers."""
+    if period < 1:
+        raise ModelFormatError(f"model config: a period of {period} layers; 1 is the least")
+    return [index % period != period - 1 for index in range(count)]
+
+
+def with_windows(
+    config: ModelConfig,
+    sliding: Sequence[bool],
+    window: int | None,
+    *,
+    local: Rope | None = None,
+) -> ModelConfig:
+    """The config with a window in some of its layers.
+
+    Args:
+        local: RoPE of these layers, where it is another than that of the others.
+
+    Raises:
+        ModelFormatError: layers have one, and nothing says how long it is.
+    """
+    if any(sliding) and window is None:
+        raise ModelFormatError(
+            "model config: layers have sliding windows, and sliding_window is missing"
+        )
+    if local is not None:
+        config = replace(config, ropes=(config.ropes[0], local))
+    rope = len(config.ropes) - 1
+    return with_attention(
+        config,
+        lambda i, a: replace(
+            a, window=window if sliding[i] else None, rope=rope if sliding[i] else 0
+        ),
+    )
+
+
+def _period(fields: Fields) -> int | None:
+    """A key that has a number, or a word such as LLLG: local layers, and a global one."""
+    key = "sliding_window_pattern"
+    if not fields.holds(str, key):
+        return fields.optional(int, key)
+    pattern = fields.read(str, key)
+    if pattern != "L" * (len(pattern) - 1) + "G":
+        raise UnsupportedModelError(
+            f"{fields.origin}: {key} = {pattern!r} is not supported; supported are numbers, and "
+            "one G behind some L"
+        )
+    return len(pattern)

@@ -1,0 +1,51 @@
+"""GLM-4-0414: norms on both sides, half of a head rotated in pairs of neighbours."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from edgellm.graphs.architecture import (
+    GGUF_FUSED_MLP,
+    GGUF_NAMES,
+    HF_FUSED_MLP,
+    HF_NAMES,
+    Architecture,
+    GGUFHeader,
+    with_attention,
+    with_layers,
+)
+from edgellm.graphs.config import ModelConfig
+from edgellm.graphs.fields import Fields
+from edgellm.graphs.models import llama
+
+
+def config_from_hf(fields: Fields) -> ModelConfig:
+    fields.assume({"attention_bias": True, "head_dim": 128, "partial_rotary_factor": 0.5})
+    config = llama.config_from_hf(fields)
+    return _sandwich(with_attention(config, lambda _, a: replace(a, output_bias=False)))
+
+
+def config_from_gguf(header: GGUFHeader) -> ModelConfig:
+    # files for models that see have the rows of Q and K in another order
+    header.fields.require("rope.dimension_sections")
+    header.fields.require("nextn_predict_layers", 0)
+    return _sandwich(llama.config_from_gguf(header))
+
+
+def _sandwich(config: ModelConfig) -> ModelConfig:
+    return with_layers(config, lambda _, layer: replace(layer, norms="sandwich"))
+
+
+ARCHITECTURE = Architecture(
+    config_from_hf=config_from_hf,
+    config_from_gguf=config_from_gguf,
+    hf_names={
+        **HF_NAMES,
+        **HF_FUSED_MLP,
+        "post_attention_norm": "model.layers.{}.post_self_attn_layernorm.weight",
+        "post_mlp_norm": "model.layers.{}.post_mlp_layernorm.weight",
+    },
+    gguf_names={**GGUF_NAMES, **GGUF_FUSED_MLP},
+    hf_interleaved_rope=True,
+    gguf_interleaved_rope=True,
+)

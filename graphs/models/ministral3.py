@@ -1,0 +1,20 @@
+"""Ministral 3: Llama with YaRN, as far as the context that it had before."""
+
+from __future__ import annotations
+
+from edgellm.graphs.architecture import Architecture
+from edgellm.graphs.config import ModelConfig
+from edgellm.graphs.fields import Fields
+from edgellm.graphs.models import llama, mistral
+
+
+def config_from_hf(fields: Fields) -> ModelConfig:
+    fields.read(dict, "rope_parameters")  # what it is by default is not Llama's
+    return mistral.config_from_hf(fields)
+
+
+ARCHITECTURE = Architecture(
+    config_from_hf=config_from_hf,
+    config_from_gguf=llama.config_from_gguf,
+    gguf_interleaved_rope=True,
+)

@@ -1,0 +1,50 @@
+"""OLMo 2: norms only behind attention and MLP, and of all heads of Q, and of K, together."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from edgellm.graphs import rope_scaling
+from edgellm.graphs.architecture import (
+    HF_SANDWICH_NAMES,
+    Architecture,
+    GGUFHeader,
+    with_attention,
+    with_layers,
+)
+from edgellm.graphs.config import ModelConfig
+from edgellm.graphs.fields import Fields
+from edgellm.graphs.layer_kinds import sliding_of_gguf, with_windows
+from edgellm.graphs.models import llama
+
+PERIOD = 4
+
+
+def config_from_hf(fields: Fields) -> ModelConfig:
+    return normed(llama.config_from_hf(fields))
+
+
+def config_from_gguf(header: GGUFHeader) -> ModelConfig:
+    """Of OLMo 3 too, whose files have the same architecture, and a window."""
+    fields = header.fields
+    config = normed(llama.config_from_gguf(header))
+    window = config.attention.window
+    if window is None:
+        return config
+    theta = fields.optional(float, "rope.freq_base_swa") or fields.read(float, "rope.freq_base")
+    sliding = sliding_of_gguf(fields, config.layer_count, period=PERIOD)
+    local = rope_scaling.plain(config.head_dim, theta)
+    return with_windows(config, sliding, window, local=local)
+
+
+def normed(config: ModelConfig) -> ModelConfig:
+    """The config with the norms of these families."""
+    config = with_attention(config, lambda _, a: replace(a, qk_norm="width"))
+    return with_layers(config, lambda _, layer: replace(layer, norms="post"))
+
+
+ARCHITECTURE = Architecture(
+    config_from_hf=config_from_hf,
+    config_from_gguf=config_from_gguf,
+    hf_names=HF_SANDWICH_NAMES,
+)

@@ -1,0 +1,83 @@
+"""From the tensors of a file to those of `tensors.py`: by names, out of fused rows and pairs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from edgellm.errors import ModelFormatError
+from edgellm.graphs.architecture import Fused, Names
+from edgellm.graphs.config import ModelConfig
+from edgellm.graphs.tensor import Tensor, half_split_order, rows_of_tensor
+from edgellm.graphs.tensors import layer_tensors
+
+# What RoPE turns, and norms of it.
+_ROTATED = ("q", "k", "q_bias", "k_bias", "q_norm", "k_norm")
+
+
+@dataclass(frozen=True)
+class Translation:
+    """Makes the tensors of a model from those of its file.
+
+    Attributes:
+        names: what the file calls them.
+        interleaved: whether the file has RoPE turn neighbours.
+        stored: a tensor of the file by its name there.
+        fold: what is done with each at last.
+    """
+
+    config: ModelConfig
+    names: Names
+    interleaved: bool
+    stored: Callable[[str], Tensor]
+    fold: Callable[[str, Tensor], Tensor]
+
+    def tensor(self, canonical: str) -> Tensor:
+        """The tensor of a canonical name.
+
+        Raises:
+            ModelFormatError: the file lacks it, or it does not fit the config.
+        """
+        name = file_name(canonical, self.names)
+        tensor = self._part(canonical, name) if isinstance(name, Fused) else self.stored(name)
+        if self.interleaved and canonical.split(".")[-1] in _ROTATED:
+            rows = tensor.shape[0] if tensor.shape else 0
+            heads = max(rows // self.config.head_dim, 1)
+            order = half_split_order(rows, heads, 2 * self.config.rope_pairs)
+            tensor = rows_of_tensor(tensor, order)
+        return self.fold(canonical, tensor)
+
+    def _part(self, canonical: str, fused: Fused) -> Tensor:
+        _, layer, part = canonical.split(".")
+        rows = {spec.name: spec.shape[0] for spec in layer_tensors(self.config, int(layer))}
+        counts = [rows[name] for name in fused.parts]
+        tensor = self.stored(fused.name)
+        if not tensor.shape or tensor.shape[0] != sum(counts):
+            raise ModelFormatError(
+                f"tensor {fused.name} has shape {list(tensor.shape)}, but the config asks for "
+                f"{sum(counts)} rows"
+            )
+        index = fused.parts.index(part.removesuffix("_bias"))
+        first = sum(counts[:index])
+        return rows_of_tensor(tensor, slice(first, first + counts[index]))
+
+
+def file_name(canonical: str, names: Names) -> str | Fused:
+    """A file's own name of a tensor: `layers.3.q` -> `blk.3.attn_q.weight`."""
+    if not canonical.startswith("layers."):
+        return names[canonical]
+    _, layer, part = canonical.split(".")
+    name = names[part]
+    if isinstance(name, Fused):
+        return replace(name, name=name.name.format(layer))
+    return name.format(layer)
+
+
+def with_values(
+    tensor: Tensor, change: Callable[[NDArray[np.float32]], NDArray[np.float32]]
+) -> Tensor:
+    """A tensor whose numbers are made of those of another, and which is held in no other way."""
+    return replace(tensor, float32=lambda: change(tensor.float32()), quantized=None)

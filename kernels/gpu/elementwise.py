@@ -1,0 +1,34 @@
+"""Functions of single numbers inside Triton kernels.
+
+All of them come down to one exponential, whose overflow gives the right limit.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import triton
+import triton.language as tl
+
+Activation = Literal["silu", "gelu_tanh"]
+
+
+@triton.jit
+def activated(x: tl.tensor, ACTIVATION: tl.constexpr) -> tl.tensor:
+    """An `Activation` of x; x itself for None.
+
+    GELU (arXiv:1606.08415, section 2) is 0.5 x (1 + tanh u) = x / (1 + exp(-2 u)).
+    """
+    y = x
+    if ACTIVATION == "silu":
+        y = x / (1.0 + tl.exp(-x))
+    if ACTIVATION == "gelu_tanh":
+        # 2 sqrt(2 / pi) = 1.5957691
+        y = x / (1.0 + tl.exp(-1.5957691216057308 * (x + 0.044715 * x * x * x)))
+    return y
+
+
+@triton.jit
+def soft_capped(x: tl.tensor, cap: tl.tensor) -> tl.tensor:
+    """cap * tanh(x / cap), off by at most 1e-7 cap."""
+    return cap - 2.0 * cap / (1.0 + tl.exp(2.0 * x / cap))

@@ -1,0 +1,44 @@
+"""RMS norms of Q and K, of each head by itself or of all heads together."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+
+@dataclass(frozen=True, kw_only=True)
+class HeadNorms:
+    """Norms of Q and K between their projection and the cache.
+
+    Attributes:
+        q, k: weights float32, `[D]` of each head by itself, or `[H*D]` and `[Hkv*D]` of all heads
+            together.
+        epsilon: added to the mean square.
+        after_rope: whether they come after RoPE; of each head by itself only.
+    """
+
+    q: NDArray[np.float32]
+    k: NDArray[np.float32]
+    epsilon: float
+    after_rope: bool = False
+
+    def whole(self, head_dim: int) -> bool:
+        """Whether all heads are normalized together."""
+        return len(self.q) != head_dim or len(self.k) != head_dim
+
+    def check(self, heads: int, kv_heads: int, head_dim: int) -> None:
+        """Refuse weights that do not fit the heads.
+
+        Raises:
+            ValueError: names what is needed.
+        """
+        each, whole = ((head_dim,),) * 2, ((heads * head_dim,), (kv_heads * head_dim,))
+        shapes = self.q.shape, self.k.shape
+        if shapes not in (each, whole) or (shapes != each and self.after_rope):
+            raise ValueError(
+                f"norms of Q and K have weights {shapes}; needed are {each}, or {whole} before RoPE"
+            )
+        if self.q.dtype != np.float32 or self.k.dtype != np.float32:
+            raise ValueError(f"norms of Q and K are {self.q.dtype}; needed is float32")

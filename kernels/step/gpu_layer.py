@@ -1,0 +1,267 @@
+"""One layer of the fused step in Triton, from its parts.
+
+What a layer does not have costs nothing: seven launches where nothing but RMS norms and products
+are there, one more for each norm behind a product and each layer norm.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from edgellm.kernels.attention.gpu import Partials, attend
+from edgellm.kernels.gpu.device import on_device
+from edgellm.kernels.gpu.kv_blocks import DeviceBlocks
+from edgellm.kernels.kv_append.gpu import DeviceNorms, append_rotated
+from edgellm.kernels.linear.gpu import DevicePanels, Rows, linear, stackable
+from edgellm.kernels.linear.panels import Panels
+from edgellm.kernels.rope import RopeTable
+from edgellm.kernels.step.gpu_norm import DeviceNorm, normalize
+from edgellm.kernels.step.weights import Floats, LayerWeights, Weights
+
+
+class DeviceRope(NamedTuple):
+    """A `RopeTable` in device memory."""
+
+    cos: torch.Tensor
+    sin: torch.Tensor
+
+    @classmethod
+    def of(cls, table: RopeTable, device: str) -> DeviceRope:
+        return cls(on_device(table.cos, device), on_device(table.sin, device))
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where K and V of the tokens go: blocks, a table of their ids, the first token's position."""
+
+    blocks: DeviceBlocks
+    table: torch.Tensor
+    start: torch.Tensor
+
+
+@dataclass(frozen=True)
+class Buffers:
+    """Room for `rows` tokens on their way through the layers.
+
+    Attributes:
+        x: the residual `[rows, E]`.
+        states: `[rows, E]`; hidden states in the end, and until then what a layer norm or a
+            product leaves for the next launch.
+    """
+
+    x: torch.Tensor
+    qkv: torch.Tensor
+    q: torch.Tensor
+    attended: torch.Tensor
+    activated: torch.Tensor
+    states: torch.Tensor
+    halves: Rows
+    partials: Partials
+
+    @classmethod
+    def empty(cls, weights: Weights, *, rows: int, kv_heads: int, device: str) -> Buffers:
+        layer, heads = weights.layers[0], weights.heads
+        hidden, intermediate, width = layer.up.inputs, layer.up.outputs, layer.o.inputs
+        head_dim = width // heads
+
+        def empty(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+            return torch.empty(shape, dtype=dtype, device=device)
+
+        inputs = max(hidden, intermediate, width)
+        return cls(
+            x=empty(rows, hidden),
+            qkv=empty(rows, heads + 2 * kv_heads, head_dim),
+            q=empty(rows, heads, head_dim),
+            attended=empty(rows, heads, head_dim),
+            activated=empty(rows, intermediate),
+            states=empty(rows, hidden),
+            halves=Rows(empty(rows, inputs, dtype=torch.float16), empty(rows)),
+            partials=Partials.empty(
+                tokens=rows, heads=heads, kv_heads=kv_heads, head_dim=head_dim, device=device
+            ),
+        )
+
+    def of(self, rows: int) -> Buffers:
+        """The part for the first `rows` tokens."""
+        return Buffers(
+            self.x[:rows],
+            self.qkv[:rows],
+            self.q[:rows],
+            self.attended[:rows],
+            self.activated[:rows],
+            self.states[:rows],
+            self.halves,
+            self.partials,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeviceLayer:
+    """A layer's weights in device memory, ready to `run`; see `LayerWeights`.
+
+    Attributes:
+        index: of the layer, among those of the blocks.
+        host: the same weights on the host, for numbers and for what is absent.
+        epsilon: of the norms of the residual.
+        projections: Q, K and V, neighbours stacked where that can be done.
+    """
+
+    index: int
+    host: LayerWeights
+    epsilon: float
+    rope: DeviceRope
+    attention_norm: DeviceNorm | None
+    projections: Sequence[DevicePanels]
+    qkv_bias: torch.Tensor | None
+    head_norms: DeviceNorms | None
+    o: DevicePanels
+    o_bias: torch.Tensor | None
+    post_attention_norm: DeviceNorm | None
+    mlp_norm: DeviceNorm | None
+    gate: DevicePanels | None
+    gate_bias: torch.Tensor | None
+    up: DevicePanels
+    up_bias: torch.Tensor | None
+    down: DevicePanels
+    down_bias: torch.Tensor | None
+    post_mlp_norm: DeviceNorm | None
+
+    @classmethod
+    def of(
+        cls, weights: Weights, index: int, ropes: Sequence[DeviceRope], device: str
+    ) -> DeviceLayer:
+        layer = weights.layers[index]
+        norms, head_dim = layer.head_norms, layer.o.inputs // weights.heads
+
+        def norm(weight: Floats | None, bias: Floats | None) -> DeviceNorm | None:
+            return None if weight is None else DeviceNorm.of(weight, bias, device)
+
+        def vector(array: Floats | None) -> torch.Tensor | None:
+            return None if array is None else on_device(array, device)
+
+        return cls(
+            index=index,
+            host=layer,
+            epsilon=weights.epsilon,
+            rope=ropes[layer.rope],
+            attention_norm=norm(layer.attention_norm, layer.attention_norm_bias),
+            projections=_stacked([layer.q, layer.k, layer.v], device),
+            qkv_bias=vector(_qkv_bias(layer)),
+            head_norms=None if norms is None else DeviceNorms.of(norms, head_dim, device),
+            o=DevicePanels.of(layer.o, device),
+            o_bias=vector(layer.o_bias),
+            post_attention_norm=norm(layer.post_attention_norm, layer.post_attention_norm_bias),
+            mlp_norm=norm(layer.mlp_norm, layer.mlp_norm_bias),
+            gate=None if layer.gate is None else DevicePanels.of(layer.gate, device),
+            gate_bias=vector(layer.gate_bias),
+            up=DevicePanels.of(layer.up, device),
+            up_bias=vector(layer.up_bias),
+            down=DevicePanels.of(layer.down, device),
+            down_bias=vector(layer.down_bias),
+            post_mlp_norm=norm(layer.post_mlp_norm, layer.post_mlp_norm_bias),
+        )
+
+    def run(self, buffers: Buffers, place: Place) -> None:
+        """Add what the layer computes to the residual."""
+        self._attend(buffers, place)
+        rows = len(buffers.x)
+        attended = buffers.attended.view(rows, -1)
+        self._add(attended, self.o, self.o_bias, self.post_attention_norm, buffers)
+        self._activate(buffers)
+        self._add(buffers.activated, self.down, self.down_bias, self.post_mlp_norm, buffers)
+
+    def _attend(self, buffers: Buffers, place: Place) -> None:
+        inputs, norm = self._inputs(self.attention_norm, buffers)
+        qkv, first = buffers.qkv.view(len(inputs), -1), 0
+        for weight in self.projections:
+            part = qkv[:, first : first + weight.outputs]
+            linear(inputs, weight, part, buffers.halves, norm=norm, epsilon=self.epsilon)
+            first += weight.outputs
+        append_rotated(
+            place.blocks,
+            place.table,
+            self.index,
+            place.start,
+            buffers.qkv,
+            *self.rope,
+            buffers.q,
+            bias=self.qkv_bias,
+            norms=self.head_norms,
+        )
+        attend(
+            place.blocks,
+            place.table,
+            self.index,
+            buffers.q,
+            place.start,
+            buffers.attended,
+            buffers.partials,
+            window=self.host.window,
+            scale=self.host.scale,
+            softcap=self.host.softcap,
+        )
+
+    def _activate(self, buffers: Buffers) -> None:
+        """The MLP up to where `down` begins."""
+        inputs, norm = self._inputs(self.mlp_norm, buffers)
+        gated = self.gate is not None
+        linear(
+            inputs,
+            self.up if self.gate is None else self.gate,
+            buffers.activated,
+            buffers.halves,
+            norm=norm,
+            epsilon=self.epsilon,
+            bias=self.gate_bias if gated else self.up_bias,
+            activation=self.host.activation,
+            up=self.up if gated else None,
+            up_bias=self.up_bias if gated else None,
+        )
+
+    def _inputs(
+        self, norm: DeviceNorm | None, buffers: Buffers
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Rows for the next product, and the weights of the RMS norm that it computes itself."""
+        if norm is None or norm.bias is None:
+            return buffers.x, None if norm is None else norm.weight
+        normalize(buffers.x, norm, buffers.states, epsilon=self.epsilon)
+        return buffers.states, None
+
+    def _add(
+        self,
+        inputs: torch.Tensor,
+        weight: DevicePanels,
+        bias: torch.Tensor | None,
+        norm: DeviceNorm | None,
+        buffers: Buffers,
+    ) -> None:
+        """Add a product, normalized if there is a norm, to the residual."""
+        out = buffers.x if norm is None else buffers.states
+        linear(inputs, weight, out, buffers.halves, bias=bias, add=norm is None)
+        if norm is not None:
+            normalize(out, norm, buffers.x, epsilon=self.epsilon, add=True)
+
+
+def _qkv_bias(layer: LayerWeights) -> Floats | None:
+    """Of Q, K and V, zeros for one that has none; None if none of them has one."""
+    parts = ((layer.q, layer.q_bias), (layer.k, layer.k_bias), (layer.v, layer.v_bias))
+    if all(bias is None for _, bias in parts):
+        return None
+    return np.concatenate(
+        [np.zeros(of.outputs, np.float32) if bias is None else bias for of, bias in parts]
+    )
+
+
+def _stacked(parts: Sequence[Panels], device: str) -> list[DevicePanels]:
+    runs = [[parts[0]]]
+    for panels in parts[1:]:
+        if stackable(runs[-1][-1], panels):
+            runs[-1].append(panels)
+        else:
+            runs.append([panels])
+    return [DevicePanels.stacked(run, device) for run in runs]

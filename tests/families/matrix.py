@@ -1,0 +1,119 @@
+"""Every family in every back end that takes it, beside what transformers computes.
+
+    python -P tests/families/matrix.py        writes the table of docs/models.md
+
+Models are tiny and random (see `tiny_families.py`); each is exported in four precisions and runs
+prompts shorter and longer than a chunk and than its windows, and some tokens behind them.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import tempfile
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from tiny_families import FAMILIES, logits, make, save_tokenizer
+
+from edgellm.engine.prefill import Hooks
+from edgellm.errors import UnsupportedModelError
+from edgellm.export import export
+from edgellm.kernels.gpu import device
+from edgellm.kernels.native import library
+from edgellm.llm import LLM, load
+
+CHUNK = 8
+LENGTHS = (1, CHUNK - 1, CHUNK, CHUNK + 1, 2 * CHUNK + 3)
+DECODED = 3
+# Column -> flavours of the bundle, and options of `load`.
+BACKENDS: Mapping[str, tuple[tuple[str, ...], Mapping[str, Any]]] = {
+    "f32": (("f32",), {"flavour": "f32", "decode": "reference", "kv_format": "f32"}),
+    "w8a8": (("w8a8", "int4"), {"flavour": "w8a8", "decode": "portable"}),
+    "int4": (("f32", "int4"), {"flavour": "f32", "decode": "portable"}),
+    "C++": (("panels",), {"decode": "native"}),
+    "Triton": (("panels",), {"decode": "triton"}),
+}
+# What is far from the rounding of 8 bits, and what a part that is left out would exceed.
+ALLOWED = {"f32": 1e-4, "w8a8": 0.12, "int4": 0.12, "C++": 0.12, "Triton": 0.12}
+PAGE = Path(__file__).parent.parent.parent / "docs" / "models.md"
+_BEGIN, _END = "<!-- matrix -->\n", "<!-- end of matrix -->\n"
+
+
+def usable(backend: str) -> bool:
+    """Whether this machine has the back end, or an interpreter of it."""
+    if backend == "C++":
+        return library() is not None
+    return backend != "Triton" or device.why_not() is None
+
+
+def errors(name: str, folder: Path, backends: Iterable[str]) -> dict[str, float | str]:
+    """The largest error of a family in each of the back ends that is usable, over the largest
+    logit.
+
+    A back end that does not take the family has the reason in its place.
+    """
+    model = make(name, folder, vocab_size=320)
+    save_tokenizer(folder)
+    found: dict[str, float | str] = {}
+    for backend in filter(usable, backends):
+        flavours, options = BACKENDS[backend]
+        try:
+            found[backend] = _error(model, folder, backend, flavours, options)
+        except UnsupportedModelError as error:
+            found[backend] = str(error)
+    return found
+
+
+def _error(
+    model: Any, folder: Path, backend: str, flavours: tuple[str, ...], options: Mapping[str, Any]
+) -> float:
+    bundle = export(
+        folder,
+        folder / "bundle",
+        name="tiny",
+        source=str(folder),
+        flavours=flavours,
+        chunk_sizes=None if flavours == ("panels",) or (folder / "bundle").exists() else (CHUNK,),
+    )
+    lengths = LENGTHS[-1:] if backend == "Triton" and device.interpreted() else LENGTHS
+    with load(str(bundle.path), threads=1, **options) as llm:
+        return max(_error_of_prompt(model, llm, length) for length in lengths)
+
+
+def _error_of_prompt(model: Any, llm: LLM, length: int) -> float:
+    """Of the logits after a prompt, and after each of some tokens behind it."""
+    tokens = np.random.default_rng(length).integers(3, 256, length + DECODED).tolist()
+    expected = logits(model, tokens)[length - 1 :]
+    sequence = llm.engine.cache.sequence()
+    rows = [llm.engine.prefill.run(tokens[:length], sequence, Hooks())]
+    rows += [llm.engine.decoder.step(token, sequence) for token in tokens[length:]]
+    sequence.close()
+    return float(np.abs(np.stack(rows) - expected).max() / np.abs(expected).max())
+
+
+def table() -> str:
+    """A row for each family."""
+    columns = [backend for backend in BACKENDS if usable(backend)]
+    lines = [f"| family | {' | '.join(columns)} |", "|---" * (len(columns) + 1) + "|"]
+    for name in FAMILIES:
+        with tempfile.TemporaryDirectory() as folder:
+            cells = errors(name, Path(folder), columns)
+        shown = ("no" if isinstance(cells[c], str) else f"{cells[c]:.1e}" for c in columns)
+        lines.append(f"| {name} | {' | '.join(shown)} |")
+        print(lines[-1], file=sys.stderr)
+    return "\n".join(lines) + "\n"
+
+
+def main() -> None:
+    if device.why_not() is not None:
+        os.environ["TRITON_INTERPRET"] = "1"
+    before, _, rest = PAGE.read_text(encoding="utf-8").partition(_BEGIN)
+    after = rest.partition(_END)[2]
+    PAGE.write_text(before + _BEGIN + "\n" + table() + "\n" + _END + after, encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,203 @@
+"""Random checkpoints of every kind of layer, and what they compute in float64."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from edgellm.graphs.config import ModelConfig
+from edgellm.graphs.layer_config import Attention, LayerConfig, Mlp, Rope
+from edgellm.graphs.tensor import Tensor
+from edgellm.graphs.tensors import model_tensors
+from edgellm.kernels.attention import reference as attention
+from edgellm.kernels.rope import reference as rope
+from edgellm.kernels.step.reference import activate, head_norm, norm
+
+_ATTENTION = Attention(heads=6, kv_heads=2, head_dim=16)
+_MLP = Mlp(intermediate=160)
+
+
+def _rope(theta: float, *, pairs: int = 8, magnitude: float = 1.0) -> Rope:
+    angles = theta ** (-np.arange(pairs) / pairs)
+    return Rope(inv_freq=tuple(angles.tolist()), magnitude=magnitude)
+
+
+def config_of(*layers: LayerConfig, **changes: Any) -> ModelConfig:
+    """A small model of these layers."""
+    values = {
+        "model_type": "random",
+        "vocab_size": 320,
+        "hidden_size": 96,
+        "ropes": (_rope(10000.0),),
+        "norm_eps": 1e-5,
+        "context_length": 512,
+        "tied_embedding": False,
+        **changes,
+    }
+    return ModelConfig(layers=layers, **values)
+
+
+def _layer(norms: Any = "pre", *, mlp: Mlp = _MLP, **changes: Any) -> LayerConfig:
+    return LayerConfig(attention=replace(_ATTENTION, **changes), mlp=mlp, norms=norms)
+
+
+_GELU = replace(_MLP, activation="gelu_tanh")
+_BIASES = {"qkv_bias": True, "output_bias": True}
+# Each new part on its own, and as families have them together.
+CONFIGS = {
+    "llama": config_of(_layer(), _layer()),
+    "biases": config_of(_layer(mlp=replace(_MLP, bias=True), **_BIASES)),
+    "gelu": config_of(_layer(mlp=_GELU)),
+    "ungated": config_of(_layer(mlp=replace(_MLP, gated=False))),
+    "window": config_of(_layer(window=9), _layer()),
+    "scale": config_of(_layer(scale=0.07)),
+    "softcap": config_of(_layer(softcap=2.0), logit_softcap=3.0),
+    "head_norms": config_of(_layer(qk_norm="head"), _layer(qk_norm="head")),
+    "width_norms": config_of(_layer(qk_norm="width")),
+    "norms_after_rope": config_of(_layer(qk_norm="head_after_rope")),
+    "normed_biases": config_of(_layer(qk_norm="head", qkv_bias=True)),
+    "magnitude": config_of(_layer(qkv_bias=True), ropes=(_rope(10000.0, pairs=6, magnitude=1.2),)),
+    "no_positions": config_of(
+        _layer(), _layer(rope=1), ropes=(_rope(10000.0), Rope(inv_freq=(0.0,) * 8))
+    ),
+    "gemma": config_of(_layer(mlp=_GELU), embedding_scale=96**0.5, tied_embedding=True),
+    "gemma2": config_of(
+        _layer("sandwich", mlp=_GELU, window=16, scale=0.3, softcap=5.0),
+        _layer("sandwich", mlp=_GELU, scale=0.3, softcap=5.0),
+        embedding_scale=96**0.5,
+        logit_softcap=30.0,
+    ),
+    "gemma3": config_of(
+        _layer("sandwich", mlp=_GELU, qk_norm="head", window=16),
+        _layer("sandwich", mlp=_GELU, qk_norm="head", rope=1),
+        ropes=(_rope(10000.0), _rope(1e6)),
+        embedding_scale=96**0.5,
+        tied_embedding=True,
+    ),
+    "olmo2": config_of(_layer("post", qk_norm="width"), _layer("post", qk_norm="width")),
+    "starcoder2": config_of(
+        *2 * [_layer(mlp=replace(_GELU, gated=False, bias=True), window=20, **_BIASES)],
+        norm="layer",
+    ),
+}
+
+
+@dataclass(frozen=True)
+class RandomCheckpoint:
+    """Numbers of a size at which every part of a layer shows; no norm weight is 1, no bias 0."""
+
+    config: ModelConfig
+    path: Path = Path("random")
+    metadata: Mapping[str, Any] = field(default_factory=dict)
+
+    def tensor(self, name: str) -> Tensor:
+        spec = model_tensors(self.config)[name]
+        rng = np.random.default_rng(zlib.crc32(name.encode()))
+        values = rng.standard_normal(spec.shape).astype(np.float32)
+        if spec.role != "vector":
+            values /= np.float32(np.sqrt(spec.shape[1]))
+        elif name.endswith("_norm"):
+            values = 1 + values / 4
+        else:
+            values /= 2
+        if spread := self._spread(name):
+            values = (values.T * np.resize(spread, len(values))).T.astype(np.float32)
+        return Tensor(spec.shape, "F32", lambda: values)
+
+    def _spread(self, name: str) -> list[float]:
+        """Factors of the channels of a head: large keys meet small queries."""
+        part, kind = name.rpartition(".")[2], self.config.attention.qk_norm
+        parts = ("k", "k_bias", "q", "q_bias") if kind == "none" else ("k_norm", "q_norm")
+        if part not in parts:
+            return []
+        pairs, sign = self.config.rope_pairs, 1 if part.startswith("k") else -1
+        sizes = [2.0 ** (sign * (pair % 4 - 1)) for pair in range(pairs)]
+        return sizes + sizes + [1.0] * (self.config.head_dim - 2 * pairs)
+
+
+def vector(checkpoint: Any, name: str) -> np.ndarray | None:
+    """A vector of a checkpoint as float64, or None where its model has none of that name."""
+    if name not in model_tensors(checkpoint.config):
+        return None
+    return checkpoint.tensor(name).float32().astype(np.float64)
+
+
+def product(checkpoint: Any, name: str, x: np.ndarray) -> np.ndarray:
+    """A linear layer with its bias, if it has one."""
+    bias = vector(checkpoint, f"{name}_bias")
+    weight = checkpoint.tensor(name).float32().astype(np.float64)
+    return x @ weight.T + (0 if bias is None else bias)
+
+
+def normed(checkpoint: Any, name: str, x: np.ndarray) -> np.ndarray:
+    """A norm, or `x` where the model has none there."""
+    weight, bias = vector(checkpoint, name), vector(checkpoint, f"{name}_bias")
+    return norm(x, weight, bias, checkpoint.config.norm_eps)
+
+
+def after_attention(
+    checkpoint: Any, layer: int, attended: np.ndarray, residual: np.ndarray
+) -> np.ndarray:
+    """The residual behind a layer."""
+    name, mlp = f"layers.{layer}", checkpoint.config.layers[layer].mlp
+    added = product(checkpoint, f"{name}.o", attended)
+    residual = residual + normed(checkpoint, f"{name}.post_attention_norm", added)
+    x = normed(checkpoint, f"{name}.mlp_norm", residual)
+    up = product(checkpoint, f"{name}.up", x)
+    if mlp.gated:
+        inner = activate(product(checkpoint, f"{name}.gate", x), mlp.activation) * up
+    else:
+        inner = activate(up, mlp.activation)
+    added = product(checkpoint, f"{name}.down", inner)
+    return residual + normed(checkpoint, f"{name}.post_mlp_norm", added)
+
+
+def attend(checkpoint: Any, layer: int, residual: np.ndarray) -> np.ndarray:
+    """Attention of a whole text, before the output projection, `[n, H * D]`."""
+    config, name = checkpoint.config, f"layers.{layer}"
+    here, turn = config.layers[layer].attention, config.rope_of(layer)
+    x = normed(checkpoint, f"{name}.attention_norm", residual)
+    q, k, v = (
+        product(checkpoint, f"{name}.{part}", x).reshape(len(x), -1, here.head_dim)
+        for part in "qkv"
+    )
+
+    def rotated(rows: np.ndarray, part: str) -> np.ndarray:
+        weight = vector(checkpoint, f"{name}.{part}_norm")
+        if weight is not None and here.qk_norm != "head_after_rope":
+            rows = head_norm(rows, weight, config.norm_eps)
+        rows = rope.apply(rows, turn.inv_freq, 0, turn.magnitude)
+        if weight is not None and here.qk_norm == "head_after_rope":
+            rows = head_norm(rows, weight, config.norm_eps)
+        return rows
+
+    attended = attention.attend(
+        rotated(q, "q"),
+        rotated(k, "k"),
+        v,
+        0,
+        window=here.window,
+        scale=here.scale,
+        softcap=here.softcap,
+    )
+    return attended.reshape(len(x), -1)
+
+
+def exact(checkpoint: Any, tokens: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
+    """Hidden states `[n, E]` and logits `[n, V]` of a text."""
+    config = checkpoint.config
+    table = checkpoint.tensor("embedding").float32().astype(np.float64)
+    x = table[list(tokens)] * config.embedding_scale
+    for layer in range(config.layer_count):
+        x = after_attention(checkpoint, layer, attend(checkpoint, layer, x), x)
+    hidden = normed(checkpoint, "final_norm", x)
+    head = table if config.tied_embedding else checkpoint.tensor("head").float32()
+    logits = hidden @ head.T.astype(np.float64)
+    if config.logit_softcap is not None:
+        logits = config.logit_softcap * np.tanh(logits / config.logit_softcap)
+    return hidden, logits

@@ -1,0 +1,24 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from matrix import ALLOWED, BACKENDS, errors
+from tiny_families import FAMILIES
+
+# Triton's interpreter takes 15 s for each; these have all parts between them.
+TRITON = ("gemma3_text", "olmo2", "starcoder2", "hunyuan_v1_dense")
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+@pytest.mark.parametrize("name", FAMILIES)
+def test_every_back_end_computes_what_transformers_computes(
+    tmp_path: Path, edgellm_home: Path, name: str
+) -> None:
+    backends = [b for b in BACKENDS if b != "Triton" or name in TRITON]
+    for backend, error in errors(name, tmp_path, backends).items():
+        if isinstance(error, str):
+            assert backend == "w8a8"
+            assert "does not bear" in error
+        else:
+            assert error < ALLOWED[backend], backend

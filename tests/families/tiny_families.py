@@ -1,0 +1,181 @@
+"""Tiny random models of all families, as transformers makes and saves them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+_SMALL: Mapping[str, Any] = {
+    "vocab_size": 128,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
+_THETA = {"rope_theta": 5000.0}
+_DEFAULT = {"rope_type": "default", **_THETA}
+_YARN = {
+    "rope_type": "yarn",
+    "factor": 4.0,
+    "original_max_position_embeddings": 64,
+    "beta_fast": 4.0,
+    "beta_slow": 1.0,
+    **_THETA,
+}
+_MULTIPLIERS = {
+    "embedding_multiplier": 3.0,
+    "residual_multiplier": 0.4,
+    "attention_multiplier": 0.15,
+    "logits_scaling": 2.5,
+}
+_WINDOWS = ["sliding_attention", "sliding_attention", "sliding_attention", "full_attention"]
+# Name -> class of transformers without `Config` and `ForCausalLM`, and what its config says.
+FAMILIES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
+    "llama": ("Llama", {"attention_bias": True, "mlp_bias": True, "rope_parameters": _DEFAULT}),
+    "mistral": ("Mistral", {"sliding_window": 8, "head_dim": 32}),
+    "qwen2": ("Qwen2", {"tie_word_embeddings": True}),
+    "qwen3": ("Qwen3", {"head_dim": 32}),
+    "gemma": ("Gemma", {"head_dim": 32}),
+    "gemma2": ("Gemma2", {"head_dim": 32, "sliding_window": 8, "query_pre_attn_scalar": 24}),
+    "gemma2_capped": (
+        "Gemma2",
+        {"head_dim": 16, "attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0},
+    ),
+    "gemma3_text": (
+        "Gemma3Text",
+        {
+            "num_hidden_layers": 6,
+            "head_dim": 32,
+            "sliding_window": 8,
+            "query_pre_attn_scalar": 32,
+            "rope_parameters": {
+                "full_attention": {"rope_type": "linear", "factor": 4.0, "rope_theta": 2e4},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 300.0},
+            },
+        },
+    ),
+    "phi3": ("Phi3", {"sliding_window": 24, "rope_parameters": _DEFAULT}),
+    "phi3_longrope": (
+        "Phi3",
+        {
+            "num_attention_heads": 2,
+            "original_max_position_embeddings": 64,
+            "rope_parameters": {
+                "rope_type": "longrope",
+                "partial_rotary_factor": 0.75,
+                "short_factor": [1.0 + i / 8 for i in range(12)],
+                "long_factor": [2.0 + i for i in range(12)],
+                **_THETA,
+            },
+        },
+    ),
+    "granite": ("Granite", _MULTIPLIERS),
+    "granitemoehybrid": (
+        "GraniteMoeHybrid",
+        {
+            **_MULTIPLIERS,
+            "num_local_experts": 0,
+            "num_experts_per_tok": 0,
+            "shared_intermediate_size": 96,
+            "layer_types": ["full_attention"] * 4,
+            "position_embedding_type": "rope",
+            "mamba_n_heads": 8,
+            "tie_word_embeddings": True,
+        },
+    ),
+    "smollm3": ("SmolLM3", {"num_hidden_layers": 5}),
+    "olmo2": ("Olmo2", {"rope_parameters": _DEFAULT}),
+    "olmo3": (
+        "Olmo3",
+        {
+            "sliding_window": 8,
+            "rope_parameters": {"full_attention": _YARN, "sliding_attention": _DEFAULT},
+        },
+    ),
+    "ministral3": (
+        "Ministral3",
+        {
+            "head_dim": 32,
+            "rope_parameters": {
+                **_YARN,
+                "mscale": 1.0,
+                "mscale_all_dim": 0.5,
+                "llama_4_scaling_beta": 0.1,
+            },
+        },
+    ),
+    "exaone4": ("Exaone4", {"sliding_window": None, "layer_types": ["full_attention"] * 4}),
+    "exaone4_windows": ("Exaone4", {"sliding_window": 8, "layer_types": _WINDOWS}),
+    "hunyuan_v1_dense": (
+        "HunYuanDenseV1",
+        {
+            "head_dim": 32,
+            "rope_parameters": {
+                "rope_type": "dynamic",
+                "alpha": 1000.0,
+                "factor": 1.0,
+                "rope_theta": 10000.0,
+            },
+        },
+    ),
+    "ernie4_5": ("Ernie4_5", {"head_dim": 32, "use_bias": True}),
+    "glm4": ("Glm4", {"head_dim": 32}),
+    "starcoder2": ("Starcoder2", {"sliding_window": 8}),
+}
+
+
+def make(name: str, folder: Path, **changes: Any) -> Any:
+    """A model of a family, saved into a folder: no norm, bias or gate is what it was made with."""
+    import torch
+    import transformers
+
+    kind, values = FAMILIES[name]
+    config = getattr(transformers, f"{kind}Config")(**{**_SMALL, **values, **changes})
+    torch.manual_seed(0)
+    text = kind.removesuffix("Text")
+    model = getattr(transformers, f"{text}ForCausalLM")(config).eval()
+    with torch.no_grad():
+        for key, weight in model.named_parameters():
+            if weight.ndim == 1:
+                weight += 0.3 * torch.randn_like(weight)
+            else:
+                spread = 0.5 if "embed" in key else 1.2 / weight.shape[1] ** 0.5
+                weight.copy_(spread * torch.randn_like(weight))
+    model.save_pretrained(folder)
+    return model
+
+
+def save_tokenizer(folder: Path) -> None:
+    """A tokenizer of bytes and three special tokens beside a model."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE({c: i for i, c in enumerate(alphabet)}, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(["<s>", "</s>", "<|user|>"])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text(
+        json.dumps(
+            {
+                "bos_token": "<s>",
+                "eos_token": {"content": "</s>"},
+                "chat_template": "{% for m in messages %}<|user|>{{ m.content }}{% endfor %}",
+            }
+        )
+    )
+
+
+def logits(model: Any, tokens: list[int]) -> Any:
+    """What transformers makes of a text, `[n, V]` float64."""
+    import torch
+
+    with torch.no_grad():
+        return model(torch.tensor([tokens])).logits[0].double().numpy()

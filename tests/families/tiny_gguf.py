@@ -1,0 +1,194 @@
+"""GGUF files of the tiny models, as llama.cpp's converter writes them.
+
+Names of tensors and keys are the `gguf` package's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+from safetensors.numpy import load_file
+
+Tensors = dict[str, np.ndarray]
+Keys = Callable[[gguf.GGUFWriter], None]
+ARCH = gguf.MODEL_ARCH
+
+
+def nothing(writer: gguf.GGUFWriter) -> None:
+    """Beside the keys that all files have."""
+
+
+def theta(value: float) -> Keys:
+    return lambda w: w.add_rope_freq_base(value)
+
+
+def gemma2(w: gguf.GGUFWriter) -> None:
+    w.add_attn_logit_softcapping(50.0)
+    w.add_final_logit_softcapping(30.0)
+    w.add_sliding_window(8)
+
+
+def gemma3(w: gguf.GGUFWriter) -> None:
+    w.add_rope_freq_base(2e4)
+    w.add_rope_freq_base_swa(300.0)
+    w.add_rope_scaling_type(gguf.RopeScalingType.LINEAR)
+    w.add_rope_scaling_factor(4.0)
+    w.add_sliding_window(8)
+
+
+def granite(w: gguf.GGUFWriter) -> None:
+    w.add_expert_shared_feed_forward_length(96)
+    w.add_ssm_conv_kernel(4)
+    w.add_attention_scale(0.15)
+    w.add_embedding_scale(3.0)
+    w.add_residual_scale(0.4)
+    w.add_logit_scale(2.5)
+
+
+def yarn(w: gguf.GGUFWriter) -> None:
+    w.add_rope_freq_base(5000.0)
+    w.add_rope_scaling_type(gguf.RopeScalingType.YARN)
+    w.add_rope_scaling_factor(4.0)
+    w.add_rope_scaling_orig_ctx_len(64)
+    w.add_rope_scaling_yarn_beta_fast(4.0)
+    w.add_rope_scaling_yarn_beta_slow(1.0)
+
+
+def olmo3(w: gguf.GGUFWriter) -> None:
+    yarn(w)
+    windows(w)
+
+
+def windows(w: gguf.GGUFWriter) -> None:
+    w.add_sliding_window(8)
+    w.add_sliding_window_pattern([True, True, True, False])
+
+
+def ministral3(w: gguf.GGUFWriter) -> None:
+    yarn(w)
+    w.add_rope_scaling_yarn_log_mul(0.5)
+    w.add_attn_temperature_scale(0.1)
+
+
+def phi3(w: gguf.GGUFWriter) -> None:
+    w.add_rope_freq_base(5000.0)
+    w.add_sliding_window(24)
+    w.add_rope_scaling_orig_ctx_len(4096)
+
+
+def longrope(w: gguf.GGUFWriter) -> None:
+    w.add_rope_freq_base(5000.0)
+    w.add_sliding_window(0)
+    w.add_rope_dimension_count(24)
+    w.add_rope_scaling_orig_ctx_len(64)
+    w.add_rope_scaling_attn_factors((1 + np.log(4) / np.log(64)) ** 0.5)
+    w.add_tensor("rope_factors_short.weight", (1 + np.arange(12) / 8).astype(np.float32))
+    w.add_tensor("rope_factors_long.weight", (2 + np.arange(12)).astype(np.float32))
+
+
+def glm4(w: gguf.GGUFWriter) -> None:
+    w.add_rope_dimension_count(16)
+
+
+# Family -> architecture, keys, and what the folder differs in where a file cannot say it.
+FILES: Mapping[str, tuple[gguf.MODEL_ARCH, Keys, Mapping[str, Any]]] = {
+    "llama": (ARCH.LLAMA, theta(5000.0), {}),
+    "qwen2": (ARCH.QWEN2, nothing, {}),
+    "qwen3": (ARCH.QWEN3, nothing, {}),
+    "gemma": (ARCH.GEMMA, nothing, {}),
+    "gemma2": (ARCH.GEMMA2, gemma2, {"query_pre_attn_scalar": 32}),
+    "gemma3_text": (ARCH.GEMMA3, gemma3, {}),
+    "phi3": (ARCH.PHI3, phi3, {}),
+    "phi3_longrope": (ARCH.PHI3, longrope, {}),
+    "granite": (ARCH.GRANITE, granite, {}),
+    "smollm3": (ARCH.SMOLLM3, theta(2e6), {}),
+    "olmo2": (ARCH.OLMO2, theta(5000.0), {}),
+    "olmo3": (ARCH.OLMO2, olmo3, {}),
+    "ministral3": (ARCH.MISTRAL3, ministral3, {}),
+    "exaone4": (ARCH.EXAONE4, nothing, {}),
+    "exaone4_windows": (ARCH.EXAONE4, windows, {}),
+    "hunyuan_v1_dense": (ARCH.HUNYUAN_DENSE, theta(10000 * 1000 ** (32 / 30)), {}),
+    "ernie4_5": (ARCH.ERNIE4_5, theta(5e5), {}),
+    "glm4": (ARCH.GLM4, glm4, {}),
+    "starcoder2": (ARCH.STARCODER2, nothing, {"sliding_window": None}),
+}
+PERMUTED = (ARCH.LLAMA, ARCH.GRANITE, ARCH.SMOLLM3, ARCH.MISTRAL3)
+PLUS_ONE = (ARCH.GEMMA, ARCH.GEMMA2, ARCH.GEMMA3)
+
+
+def convert(
+    folder: Path,
+    path: Path,
+    arch: gguf.MODEL_ARCH,
+    keys: Keys,
+    *,
+    fuse: bool = False,
+    kind: gguf.GGMLQuantizationType = gguf.GGMLQuantizationType.F32,
+) -> Path:
+    """A GGUF file of a folder, its matrices stored as `kind`."""
+    from transformers import AutoConfig
+
+    config = AutoConfig.from_pretrained(folder)
+    writer = gguf.GGUFWriter(path, gguf.MODEL_ARCH_NAMES[arch])
+    add_sizes(writer, config)
+    keys(writer)
+    names = gguf.get_tensor_name_map(arch, config.num_hidden_layers)
+    tensors: Tensors = {}
+    for key, values in load_file(folder / "model.safetensors").items():
+        name = names.get_name(key, try_suffixes=(".weight", ".bias"))
+        assert name is not None, key
+        if arch in PERMUTED and key.split(".")[-2] in ("q_proj", "k_proj"):
+            heads = config.num_attention_heads if ".q_" in key else config.num_key_value_heads
+            values = permuted(values, heads)
+        tensors[name] = values + 1 if arch in PLUS_ONE and key.endswith("norm.weight") else values
+    for name, values in (fused(tensors, config.num_hidden_layers) if fuse else tensors).items():
+        stored = gguf.GGMLQuantizationType.F32 if values.ndim == 1 else kind
+        writer.add_tensor(
+            name, gguf.quantize(np.ascontiguousarray(values), stored), raw_dtype=stored
+        )
+    write(writer)
+    return path
+
+
+def write(writer: gguf.GGUFWriter) -> None:
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def add_sizes(writer: gguf.GGUFWriter, config: Any) -> None:
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_head_count_kv(config.num_key_value_heads)
+    if hasattr(config, "norm_epsilon"):
+        writer.add_layer_norm_eps(config.norm_epsilon)
+    else:
+        writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    if getattr(config, "head_dim", None):
+        writer.add_key_length(config.head_dim)
+        writer.add_value_length(config.head_dim)
+
+
+def permuted(values: np.ndarray, heads: int) -> np.ndarray:
+    """As `LlamaModel.permute` of the converter."""
+    split = values.reshape(heads, 2, values.shape[0] // heads // 2, *values.shape[1:])
+    return split.swapaxes(1, 2).reshape(values.shape)
+
+
+def fused(tensors: Tensors, layers: int) -> Tensors:
+    """With one tensor for Q, K and V, and one for their biases."""
+    left = dict(tensors)
+    for layer in range(layers):
+        for kind in ("weight", "bias"):
+            parts = [left.pop(f"blk.{layer}.attn_{x}.{kind}", None) for x in "qkv"]
+            if parts[0] is not None:
+                left[f"blk.{layer}.attn_qkv.{kind}"] = np.concatenate(parts)
+    return left

@@ -1,0 +1,245 @@
+"""Folders as transformers saves them: what they compute is what transformers computes."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from random_checkpoint import exact
+from safetensors.numpy import load_file, save_file
+from tiny_families import FAMILIES, logits, make
+
+from edgellm.errors import ModelFormatError, UnsupportedModelError
+from edgellm.graphs.architecture import supported
+from edgellm.graphs.checkpoint import open_checkpoint
+from edgellm.graphs.config import ModelConfig
+
+# Longer than any window.
+TOKENS = np.random.default_rng(0).integers(3, 128, 40).tolist()
+
+
+def test_every_family_is_here() -> None:
+    assert set(supported()) <= set(FAMILIES)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_logits_are_those_of_transformers(tmp_path: Path, name: str) -> None:
+    model = make(name, tmp_path)
+    _, found = exact(open_checkpoint(tmp_path), TOKENS)
+    expected = logits(model, TOKENS)
+    assert np.abs(expected).max() > 1
+    assert np.square(found - expected).mean() < 1e-10 * np.square(expected).mean()
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_config_with_all_its_defaults_is_the_same(tmp_path: Path, name: str) -> None:
+    model = make(name, tmp_path)
+    config = open_checkpoint(tmp_path).config
+    values = json.dumps(model.config.to_dict(), default=str)
+    (tmp_path / "config.json").write_text(values.replace("Infinity", "1e9"))
+    assert open_checkpoint(tmp_path).config == config
+
+
+def halves(rows: np.ndarray, head_dim: int, rotated: int) -> np.ndarray:
+    """Of each head even rotated channels, then odd ones, then the rest."""
+    heads = rows.reshape(-1, head_dim, *rows.shape[1:])
+    parts = heads[:, 0:rotated:2], heads[:, 1:rotated:2], heads[:, rotated:]
+    return np.concatenate(parts, axis=1).reshape(rows.shape)
+
+
+State = Mapping[str, np.ndarray]
+LAYER = "model.layers.1."
+MADE: Mapping[str, Mapping[str, Callable[[State], np.ndarray]]] = {
+    "qwen3": {
+        "embedding": lambda s: s["model.embed_tokens.weight"],
+        "head": lambda s: s["lm_head.weight"],
+        "layers.1.q": lambda s: s[LAYER + "self_attn.q_proj.weight"],
+        "layers.1.k_norm": lambda s: s[LAYER + "self_attn.k_norm.weight"],
+        "layers.1.mlp_norm": lambda s: s[LAYER + "post_attention_layernorm.weight"],
+    },
+    "gemma2": {
+        "final_norm": lambda s: s["model.norm.weight"] + 1,
+        "layers.1.post_attention_norm": lambda s: s[LAYER + "post_attention_layernorm.weight"] + 1,
+        "layers.1.mlp_norm": lambda s: s[LAYER + "pre_feedforward_layernorm.weight"] + 1,
+        "layers.1.down": lambda s: s[LAYER + "mlp.down_proj.weight"],
+    },
+    "phi3": {
+        "layers.1.q": lambda s: s[LAYER + "self_attn.qkv_proj.weight"][:64],
+        "layers.1.k": lambda s: s[LAYER + "self_attn.qkv_proj.weight"][64:96],
+        "layers.1.v": lambda s: s[LAYER + "self_attn.qkv_proj.weight"][96:],
+        "layers.1.gate": lambda s: s[LAYER + "mlp.gate_up_proj.weight"][:96],
+        "layers.1.up": lambda s: s[LAYER + "mlp.gate_up_proj.weight"][96:],
+    },
+    "granite": {
+        "final_norm": lambda s: s["model.norm.weight"] / np.float32(2.5),
+        "layers.1.o": lambda s: s[LAYER + "self_attn.o_proj.weight"],
+    },
+    "ernie4_5": {
+        "layers.1.q": lambda s: halves(s[LAYER + "self_attn.q_proj.weight"], 32, 32),
+        "layers.1.k_bias": lambda s: halves(s[LAYER + "self_attn.k_proj.bias"], 32, 32),
+        "layers.1.v_bias": lambda s: s[LAYER + "self_attn.v_proj.bias"],
+    },
+    "glm4": {
+        "layers.1.k": lambda s: halves(s[LAYER + "self_attn.k_proj.weight"], 32, 16),
+        "layers.1.q_bias": lambda s: halves(s[LAYER + "self_attn.q_proj.bias"], 32, 16),
+        "layers.1.post_mlp_norm": lambda s: s[LAYER + "post_mlp_layernorm.weight"],
+    },
+    "starcoder2": {
+        "layers.1.up_bias": lambda s: s[LAYER + "mlp.c_fc.bias"],
+        "final_norm_bias": lambda s: s["model.norm.bias"],
+    },
+}
+
+
+@pytest.mark.parametrize("name", MADE)
+def test_tensors_are_made_of_those_of_the_folder(tmp_path: Path, name: str) -> None:
+    make(name, tmp_path)
+    state = load_file(tmp_path / "model.safetensors")
+    checkpoint = open_checkpoint(tmp_path)
+    for canonical, expected in MADE[name].items():
+        np.testing.assert_array_equal(checkpoint.tensor(canonical).float32(), expected(state))
+
+
+def attention_of(config: ModelConfig, name: str) -> list[Any]:
+    return [getattr(layer.attention, name) for layer in config.layers]
+
+
+def test_what_configs_become(tmp_path: Path) -> None:
+    def config(name: str) -> ModelConfig:
+        make(name, tmp_path)
+        return open_checkpoint(tmp_path).config
+
+    gemma = config("gemma3_text")
+    assert attention_of(gemma, "window") == [8, 8, 8, 8, 8, None]
+    assert attention_of(gemma, "rope") == [1, 1, 1, 1, 1, 0]
+    assert gemma.ropes[0].inv_freq[0] == 1 / 4
+    assert gemma.ropes[1].inv_freq[:2] == (1.0, pytest.approx(300 ** (-1 / 16)))
+    assert gemma.tied_embedding
+    assert config("gemma2").attention.scale == pytest.approx(24**-0.5)
+    smollm = config("smollm3")
+    assert attention_of(smollm, "rope") == [0, 0, 0, 1, 0]
+    assert set(smollm.ropes[1].inv_freq) == {0.0}
+    granite = config("granite")
+    assert granite.embedding_scale == pytest.approx(3 / 0.4)
+    assert granite.norm_eps == pytest.approx(1e-6 / 0.16)
+    assert config("glm4").rope_pairs == 8
+    # a longer context would have other frequencies, or queries scaled by their position
+    assert config("phi3_longrope").context_length == 64
+    assert config("ministral3").context_length == 64
+    assert config("exaone4_windows").layers[3].attention.rope == 1
+    assert config("starcoder2").norm == "layer"
+    assert config("olmo3").layers[0].norms == "post"
+
+
+def wrap(folder: Path, outer: str, prefix: str, head: str, **top: Any) -> None:
+    """Make of a text model's folder one of a model that also sees."""
+    values = json.loads((folder / "config.json").read_text())
+    tied = values.pop("tie_word_embeddings", None)
+    wrapper = {"model_type": outer, "text_config": values, "vision_config": {"mlp_bias": True}}
+    if tied is not None:
+        top = {"tie_word_embeddings": tied, **top}
+    (folder / "config.json").write_text(json.dumps({**wrapper, **top}))
+    state = load_file(folder / "model.safetensors")
+    renamed = {
+        prefix + key.removeprefix("model.") if key.startswith("model.") else head + key: value
+        for key, value in state.items()
+    }
+    renamed["vision_tower.norm.weight"] = np.zeros(3, np.float32)
+    save_file(renamed, folder / "model.safetensors")
+
+
+@pytest.mark.parametrize(
+    ("prefix", "head"),
+    [("model.language_model.", ""), ("language_model.model.", "language_model.")],
+)
+@pytest.mark.parametrize(
+    ("name", "outer"),
+    [("gemma3_text", "gemma3"), ("ministral3", "mistral3"), ("mistral", "mistral3")],
+)
+def test_text_models_are_found_in_models_that_see(
+    tmp_path: Path, name: str, outer: str, prefix: str, head: str
+) -> None:
+    model = make(name, tmp_path)
+    alone = open_checkpoint(tmp_path).config
+    wrap(tmp_path, outer, prefix, head)
+    checkpoint = open_checkpoint(tmp_path)
+    assert checkpoint.config == alone
+    _, found = exact(checkpoint, TOKENS)
+    np.testing.assert_allclose(found, logits(model, TOKENS), atol=1e-4)
+
+
+def test_a_wrapper_that_says_nothing_has_the_head_that_is_there(tmp_path: Path) -> None:
+    make("ministral3", tmp_path)
+    wrap(tmp_path, "mistral3", "model.language_model.", "", tie_word_embeddings=None)
+    assert not open_checkpoint(tmp_path).config.tied_embedding
+    state = load_file(tmp_path / "model.safetensors")
+    del state["lm_head.weight"]
+    save_file(state, tmp_path / "model.safetensors")
+    assert open_checkpoint(tmp_path).config.tied_embedding
+
+
+def test_a_wrapper_has_quantized_weights(tmp_path: Path) -> None:
+    make("ministral3", tmp_path)
+    unknown = {"quant_method": "unknown"}
+    wrap(tmp_path, "mistral3", "model.language_model.", "", quantization_config=unknown)
+    with pytest.raises(UnsupportedModelError, match="quant_method 'unknown' is not read"):
+        open_checkpoint(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "error", "words"),
+    [
+        ("gemma2", {"layer_types": ["full_attention"]}, ModelFormatError, "1 entries.*4 layers"),
+        ("gemma2", {"layer_types": ["chunked"] * 4}, UnsupportedModelError, "'chunked'"),
+        ("gemma2", {"layer_types": [0] * 4}, ModelFormatError, "holds 0; expected str"),
+        ("gemma2", {"sliding_window": None}, ModelFormatError, "sliding_window is missing"),
+        ("gemma2", {"sliding_window": 0}, ModelFormatError, "window is 0; 1 to"),
+        ("gemma2", {"query_pre_attn_scalar": 0}, ModelFormatError, "query_pre_attn_scalar"),
+        ("gemma2", {"attn_logit_softcapping": -1.0}, ModelFormatError, "softcap is -1"),
+        ("gemma2", {"hidden_activation": "relu"}, UnsupportedModelError, "relu"),
+        ("gemma3_text", {"use_bidirectional_attention": True}, UnsupportedModelError, "bidirect"),
+        ("mistral", {"sliding_window": 0}, ModelFormatError, "window is 0"),
+        ("llama", {"num_key_value_heads": 3}, ModelFormatError, "multiple of"),
+        ("llama", {"num_attention_heads": 0}, ModelFormatError, "heads is 0"),
+        ("llama", {"residual_multiplier": 0.5}, UnsupportedModelError, "residual_multiplier"),
+        ("llama", {"sliding_window": 64}, UnsupportedModelError, "sliding_window"),
+        ("llama", {"num_local_experts": 8}, UnsupportedModelError, "num_local_experts"),
+        ("llama", {"rope_parameters": {"rope_type": "cubic"}}, UnsupportedModelError, "cubic"),
+        ("granite", {"residual_multiplier": 0.0}, ModelFormatError, "residual_multiplier"),
+        ("granite", {"logits_scaling": 0}, ModelFormatError, "logits_scaling"),
+        ("granite", {"norm_kind": "rms"}, UnsupportedModelError, "norm_kind = 'rms' is not under"),
+        (
+            "granitemoehybrid",
+            {"layer_types": ["mamba"] + ["attention"] * 3},
+            UnsupportedModelError,
+            "'mamba'; supported is attention",
+        ),
+        ("granitemoehybrid", {"num_local_experts": 4}, UnsupportedModelError, "experts"),
+        ("smollm3", {"no_rope_layers": [1, 1]}, ModelFormatError, "2 entries.*5 layers"),
+        ("smollm3", {"use_sliding_window": True}, UnsupportedModelError, "use_sliding_window"),
+        ("exaone4", {"sliding_window": 8, "layer_types": None, "sliding_window_pattern": "GL"},
+         UnsupportedModelError, "'GL'"),
+        ("exaone4", {"sliding_window": 8, "layer_types": None, "sliding_window_pattern": -1},
+         ModelFormatError, "-1 layers"),
+        ("ministral3", {"rope_parameters": None}, ModelFormatError, "rope_parameters' is missing"),
+        ("olmo2", {"rope_parameters": {"full_attention": {}}}, UnsupportedModelError, "full_att"),
+        ("olmo3", {"rope_parameters": {"full_attention": 3}}, ModelFormatError, "is 3; expected"),
+        ("phi3_longrope", {"num_attention_heads": 4}, ModelFormatError, "short_factor"),
+        ("phi3", {"num_key_value_heads": 4}, ModelFormatError, "qkv_proj.*192 rows"),
+        ("glm4", {"partial_rotary_factor": 0.1, "rope_parameters": None}, ModelFormatError, "RoPE"),
+        ("hunyuan_v1_dense", {"use_cla": True}, UnsupportedModelError, "use_cla"),
+        ("starcoder2", {"norm_type": "rms"}, UnsupportedModelError, "norm_type"),
+    ],
+)  # fmt: skip
+def test_configs_that_are_refused(
+    tmp_path: Path, name: str, changes: Mapping[str, Any], error: type, words: str
+) -> None:
+    make(name, tmp_path)
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+    with pytest.raises(error, match=rf"(?s){tmp_path}.*{words}"):
+        open_checkpoint(tmp_path)

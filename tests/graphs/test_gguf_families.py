@@ -1,0 +1,219 @@
+"""GGUF files as llama.cpp's converter writes them, beside the folders that they are made of."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import pytest
+from tiny_families import make
+from tiny_gguf import FILES, Keys, convert, write
+
+from edgellm.errors import EdgeLLMError, ModelFormatError, UnsupportedModelError
+from edgellm.graphs.checkpoint import Checkpoint, open_checkpoint
+from edgellm.graphs.config import ModelConfig
+from edgellm.graphs.tensors import model_tensors
+from edgellm.kernels.quantized import dequantize
+
+
+def same_config(found: ModelConfig, expected: ModelConfig) -> None:
+    """Numbers of GGUF files are in single precision."""
+
+    def compare(left: Any, right: Any, where: str) -> None:
+        if isinstance(left, dict):
+            for key in left:
+                compare(left[key], right[key], f"{where}.{key}")
+        elif isinstance(left, tuple):
+            assert len(left) == len(right), where
+            for index, (a, b) in enumerate(zip(left, right, strict=True)):
+                compare(a, b, f"{where}[{index}]")
+        elif isinstance(left, float) and right is not None:
+            assert left == pytest.approx(right, rel=1e-6), where
+        else:
+            assert left == right, where
+
+    compare(found.to_json(), expected.to_json(), "config")
+
+
+def same_tensors(found: Checkpoint, expected: Checkpoint) -> None:
+    for name in model_tensors(expected.config):
+        np.testing.assert_allclose(
+            found.tensor(name).float32(), expected.tensor(name).float32(), rtol=1e-6, err_msg=name
+        )
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_files_are_what_their_folders_are(tmp_path: Path, name: str) -> None:
+    arch, keys, changes = FILES[name]
+    make(name, tmp_path, **changes)
+    expected = open_checkpoint(tmp_path)
+    found = open_checkpoint(convert(tmp_path, tmp_path / "model.gguf", arch, keys))
+    config = found.config.to_json()
+    if name == "olmo3":
+        # files of both families have one architecture
+        config["model_type"] = "olmo3"
+    # a scale that a folder says although it is the usual one
+    for layer in config["layers"]:
+        if layer["attention"]["scale"] is None:
+            layer["attention"]["scale"] = expected.config.attention.scale
+    same_config(ModelConfig.from_json(config), expected.config)
+    same_tensors(found, expected)
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen2", "ernie4_5"])
+def test_fused_projections_are_cut(tmp_path: Path, name: str) -> None:
+    arch, keys, changes = FILES[name]
+    make(name, tmp_path, **changes)
+    path = convert(tmp_path, tmp_path / "model.gguf", arch, keys, fuse=True)
+    assert "blk.0.attn_qkv.weight" in {tensor.name for tensor in gguf.GGUFReader(path).tensors}
+    found, expected = open_checkpoint(path), open_checkpoint(tmp_path)
+    assert found.config.attention == expected.config.attention
+    same_tensors(found, expected)
+
+
+@pytest.mark.parametrize("kind", ["Q4_0", "Q4_1", "Q8_0"])
+def test_rows_of_quantized_tensors_are_taken_over_code_by_code(tmp_path: Path, kind: str) -> None:
+    """Cut out of fused ones, and in the order of halves."""
+    arch, keys, _ = FILES["llama"]
+    make("llama", tmp_path)
+    stored = gguf.GGMLQuantizationType[kind]
+    whole = convert(tmp_path, tmp_path / "m.gguf", arch, keys, kind=stored)
+    fused = convert(tmp_path, tmp_path / "f.gguf", arch, keys, kind=stored, fuse=True)
+    file = {tensor.name: tensor for tensor in gguf.GGUFReader(whole).tensors}
+    for part, heads in (("q", 4), ("k", 2), ("v", None)):
+        rows = gguf.dequantize(file[f"blk.1.attn_{part}.weight"].data, stored)
+        if heads is not None:
+            rows = rows.reshape(heads, -1, 2, 64).swapaxes(1, 2).reshape(rows.shape)
+        for path in (whole, fused):
+            tensor = open_checkpoint(path).tensor(f"layers.1.{part}")
+            assert tensor.quantized is not None
+            assert tensor.nbytes == file[f"blk.1.attn_{part}.weight"].n_bytes
+            np.testing.assert_array_equal(tensor.float32(), rows)
+            np.testing.assert_array_equal(dequantize(tensor.quantized()), rows)
+
+
+def with_key(key: str, value: Any, keys: Keys) -> Keys:
+    def add(writer: gguf.GGUFWriter) -> None:
+        keys(writer)
+        name = f"{writer.arch}.{key}"
+        writer.kv_data[0].pop(name, None)
+        writer.add_key_value(name, value, gguf.GGUFValueType.get_type(value))
+
+    return add
+
+
+@pytest.mark.parametrize(
+    ("name", "key", "value", "error", "words"),
+    [
+        ("llama", "attention.scale", 0.5, UnsupportedModelError, "attention.scale = 0.5 is not un"),
+        ("llama", "attention.causal", False, UnsupportedModelError, "causal = False"),
+        ("llama", "attention.head_count", [4, 4, 2, 4], UnsupportedModelError, "in all layers"),
+        ("llama", "rope.scaling.type", "cubic", UnsupportedModelError, "'cubic'"),
+        ("llama", "rope.freq_base", -1.0, ModelFormatError, "base -1"),
+        ("gemma2", "attention.sliding_window_pattern", [True], ModelFormatError, "1 entries.*4 la"),
+        ("gemma2", "attention.sliding_window_pattern", -1, ModelFormatError, "-1 layers"),
+        ("granite", "residual_scale", 0.0, ModelFormatError, "residual_scale"),
+        ("granite", "logit_scale", 0.0, ModelFormatError, "logit_scale"),
+        ("phi3_longrope", "rope.dimension_count", 32, ModelFormatError, "rope_factors_short"),
+        ("phi3_longrope", "rope.scaling.attn_factor", 0.0, ModelFormatError, "attn_factor"),
+        ("ministral3", "rope.scaling.factor", -4.0, ModelFormatError, "factor is -4"),
+        ("glm4", "nextn_predict_layers", 1, UnsupportedModelError, "nextn_predict_layers"),
+        ("glm4", "rope.dimension_sections", [8, 12, 12, 0], UnsupportedModelError, "sections"),
+        ("starcoder2", "attention.layer_norm_epsilon", 0.0, ModelFormatError, "norm_eps is 0"),
+    ],
+)
+def test_files_that_are_refused(
+    tmp_path: Path, name: str, key: str, value: Any, error: type, words: str
+) -> None:
+    arch, keys, changes = FILES[name]
+    make(name, tmp_path, **changes)
+    path = convert(tmp_path, tmp_path / "model.gguf", arch, with_key(key, value, keys))
+    with pytest.raises(error, match=rf"model\.gguf.*{words}"):
+        open_checkpoint(path)
+
+
+def test_lists_of_equal_numbers_are_one_number(tmp_path: Path) -> None:
+    arch, keys, changes = FILES["llama"]
+    make("llama", tmp_path, **changes)
+    keys = with_key("attention.head_count_kv", [2, 2, 2, 2], keys)
+    assert open_checkpoint(convert(tmp_path, tmp_path / "m.gguf", arch, keys)).config.kv_heads == 2
+
+
+def test_granite_without_rotation(tmp_path: Path) -> None:
+    arch, keys, _ = FILES["granite"]
+    make("granite", tmp_path)
+    keys = with_key("rope.scaling.finetuned", False, keys)
+    config = open_checkpoint(convert(tmp_path, tmp_path / "m.gguf", arch, keys)).config
+    assert set(config.ropes[0].inv_freq) == {0.0}
+
+
+def split(path: Path, count: int) -> list[Path]:
+    """As `llama-gguf-split` does it: metadata in the first part, tensors in all."""
+    reader = gguf.GGUFReader(path)
+    parts = []
+    for number in range(count):
+        part = path.with_name(f"{path.stem}-{number + 1:05d}-of-{count:05d}.gguf")
+        arch = reader.fields["general.architecture"].contents() if number == 0 else ""
+        writer = gguf.GGUFWriter(part, arch)
+        for key, field in reader.fields.items() if number == 0 else ():
+            if not key.startswith("GGUF.") and key != "general.architecture":
+                writer.add_key_value(key, field.contents(), field.types[0])
+        writer.add_uint16("split.no", number)
+        writer.add_uint16("split.count", count)
+        writer.add_int32("split.tensors.count", len(reader.tensors))
+        for tensor in reader.tensors[number::count]:
+            writer.add_tensor(tensor.name, tensor.data)
+        write(writer)
+        parts.append(part)
+    return parts
+
+
+@pytest.fixture
+def parts(tmp_path: Path) -> list[Path]:
+    arch, keys, changes = FILES["qwen3"]
+    make("qwen3", tmp_path, **changes)
+    return split(convert(tmp_path, tmp_path / "model.gguf", arch, keys), 3)
+
+
+@pytest.mark.parametrize("named", [0, 2])
+def test_all_parts_of_a_split_file_are_read(parts: list[Path], named: int) -> None:
+    whole, found = open_checkpoint(parts[0].with_name("model.gguf")), open_checkpoint(parts[named])
+    assert found.config == whole.config
+    assert found.metadata["general.architecture"] == "qwen3"
+    same_tensors(found, whole)
+
+
+def test_a_missing_part_is_named(parts: list[Path]) -> None:
+    parts[1].unlink()
+    with pytest.raises(ModelFormatError, match=r"part 2 of 3.*model-00002-of-00003\.gguf"):
+        open_checkpoint(parts[0])
+
+
+def test_parts_that_are_others_than_their_names_say(parts: list[Path]) -> None:
+    second = parts[1].read_bytes()
+    parts[1].write_bytes(parts[2].read_bytes())
+    with pytest.raises(
+        ModelFormatError, match=r"00002-of-00003.*says part 2 of 3.*part 2, counted"
+    ):
+        open_checkpoint(parts[0])
+    parts[1].write_bytes(parts[0].read_bytes())
+    with pytest.raises(ModelFormatError, match="occurs twice"):
+        open_checkpoint(parts[0])
+    parts[1].write_bytes(second[: len(second) // 2])
+    with pytest.raises(EdgeLLMError, match=r"00002-of-00003\.gguf.*(truncated|damaged)"):
+        open_checkpoint(parts[0])
+
+
+def test_a_part_under_another_name_says_how_to_name_it(parts: list[Path]) -> None:
+    other = parts[0].rename(parts[0].with_name("first.gguf"))
+    with pytest.raises(UnsupportedModelError, match=r"one of 3 parts.*-00001-of-00003\.gguf"):
+        open_checkpoint(other)
+
+
+def test_parts_of_another_number_of_parts(parts: list[Path]) -> None:
+    first, _ = split(parts[0].with_name("model.gguf"), 2)
+    parts[0].write_bytes(first.read_bytes())
+    with pytest.raises(ModelFormatError, match=r"its name says 3 parts, and the file 2"):
+        open_checkpoint(parts[0])
