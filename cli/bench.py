@@ -6,12 +6,13 @@ import sys
 
 import click
 
-from edgellm.cli.options import LoadArguments, load_options, model_argument
+from edgellm.cli.options import load_options, model_argument
 from edgellm.cli.progress import export_progress
 from edgellm.engine.engine import DEFAULT_CTX_SIZE
 from edgellm.llm import load
 from edgellm.measure.benchmark import bench as measure
 from edgellm.measure.benchmark import to_json, to_markdown
+from edgellm.options import EngineArguments
 
 
 def _sizes(_: click.Context, __: click.Parameter, text: str) -> list[int]:
@@ -47,7 +48,7 @@ def _sizes(_: click.Context, __: click.Parameter, text: str) -> list[int]:
 def bench(
     *,
     name: str,
-    load_arguments: LoadArguments,
+    load_arguments: EngineArguments,
     prompts: list[int],
     generations: list[int],
     depths: list[int],

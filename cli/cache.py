@@ -6,12 +6,13 @@ from pathlib import Path
 
 import click
 
-from edgellm.cli.options import LoadArguments, load_options, model_argument
+from edgellm.cli.options import load_options, model_argument
 from edgellm.cli.progress import count_progress, export_progress
 from edgellm.cli.text import read_text
 from edgellm.errors import OptionError
 from edgellm.llm import load
 from edgellm.named_prefix import forget_prefix, keep_prefix, kept_prefixes
+from edgellm.options import EngineArguments
 
 
 @click.group()
@@ -32,7 +33,7 @@ def add(
     *,
     prefix: str,
     name: str,
-    load_arguments: LoadArguments,
+    load_arguments: EngineArguments,
     text: str | None,
     file: Path | None,
     raw: bool,

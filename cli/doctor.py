@@ -10,12 +10,13 @@ from edgellm.backends.decode import StepDecoder
 from edgellm.backends.panels import open_panels
 from edgellm.backends.self_test import Check, check_prompts, check_segments
 from edgellm.backends.step_model import StepModel
-from edgellm.cli.options import LoadArguments, load_options, model_argument
+from edgellm.cli.options import load_options, model_argument
 from edgellm.cli.progress import export_progress
 from edgellm.engine.engine import Engine
 from edgellm.engine.prefill import ChunkedPrefill, StepPrefill
 from edgellm.llm import load
 from edgellm.measure.step_test import check_layers, check_step
+from edgellm.options import EngineArguments
 from edgellm.store.bundle import PANELS, ExportProgress
 from edgellm.store.import_summary import imported
 
@@ -23,7 +24,7 @@ from edgellm.store.import_summary import imported
 @click.command()
 @model_argument
 @load_options
-def doctor(*, name: str, load_arguments: LoadArguments) -> int:
+def doctor(*, name: str, load_arguments: EngineArguments) -> int:
     """Check that what runs computes what it should: every segment, and prompts of every edge.
 
     The judge is what the model gave in float32 when it was exported or, where there are no graphs

@@ -7,11 +7,12 @@ from pathlib import Path
 
 import click
 
-from edgellm.cli.options import LoadArguments, load_options, model_argument, sampling_options
+from edgellm.cli.options import load_options, model_argument, sampling_options
 from edgellm.cli.run import fill
 from edgellm.cli.text import read_text
 from edgellm.errors import OptionError
 from edgellm.llm import SamplingArguments
+from edgellm.options import EngineArguments
 from edgellm.text.fim import ORDERS, Gap, Order
 
 _FILE = click.Path(path_type=Path, allow_dash=True)
@@ -44,7 +45,7 @@ _FILE = click.Path(path_type=Path, allow_dash=True)
 def infill(
     *,
     name: str,
-    load_arguments: LoadArguments,
+    load_arguments: EngineArguments,
     sampling: SamplingArguments,
     prefix: str | None,
     suffix: str | None,

@@ -54,7 +54,8 @@ class _Commands(click.Group):
     def invoke(self, ctx: click.Context) -> Any:
         try:
             return super().invoke(ctx)
-        except CancelledError:
+        except CancelledError as error:
+            _say(str(error))
             return INTERRUPTED
         except EdgeLLMError as error:
             command = self.get_command(ctx, ctx.invoked_subcommand or "")

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import click
 
+from edgellm.backends.selection import select
 from edgellm.cli.export import report
 from edgellm.cli.options import model_argument
 from edgellm.cli.progress import export_progress
@@ -34,7 +35,7 @@ from edgellm.store.sources import bundle_label, local_path, resolve_here
 def pull(*, name: str) -> None:
     """Download MODEL and export it, so that the next run starts at once."""
     with export_progress() as progress:
-        bundle = prepare(name, flavours=EngineOptions().flavours, progress=progress)
+        bundle = prepare(name, flavours=select(EngineOptions()).flavours, progress=progress)
     report(bundle)
 
 
@@ -64,7 +65,7 @@ def ls() -> None:
 def show(*, name: str, verify: bool) -> None:
     """Show what MODEL is, its flavours and the memory that it needs."""
     with export_progress() as progress:
-        bundle = prepare(name, flavours=EngineOptions().flavours, progress=progress)
+        bundle = prepare(name, flavours=select(EngineOptions()).flavours, progress=progress)
     if verify:
         bundle = open_bundle(bundle.path, verify=True)
     for label, value in _description(bundle):
@@ -141,13 +142,14 @@ def _description(bundle: Bundle) -> list[tuple[str, str]]:
         ),
         ("end tokens", " ".join(manifest.tokenizer.eos) or "none"),
     ]
-    defaults = EngineOptions()
+    options = EngineOptions()
+    selection = select(options)
     for name, flavour in manifest.flavours.items():
         uses = [
             use
             for use, chosen in (
-                ("default prefill", defaults.prefill_flavour(config)),
-                ("default decode", defaults.decode_flavour),
+                ("default prefill", selection.prefill_flavour(config)),
+                ("default decode", selection.decode_flavour),
             )
             if chosen == name
         ]
@@ -160,7 +162,7 @@ def _description(bundle: Bundle) -> list[tuple[str, str]]:
             ("flavour", f"{name}{mark}: {size / 1e6:.1f} MB, {flavour.description}{chunks}"),
             ("  weights", imported(bundle, name).details()),
         ]
-    needed = planned_memory(bundle, defaults)
+    needed = planned_memory(bundle, options, selection.flavours(config))
     lines.append(
         (
             "memory",

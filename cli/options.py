@@ -5,37 +5,21 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TypedDict, cast
+from typing import Any, cast
 
 import click
 
-from edgellm.backends.schedule import POLICIES, Policy
+from edgellm.backends.schedule import POLICIES
 from edgellm.engine.sampling import CONTEXT_POLICIES
 from edgellm.errors import OptionError
-from edgellm.kernels.kv_blocks import KV_FORMATS, KVFormat
+from edgellm.kernels.kv_blocks import KV_FORMATS
 from edgellm.llm import SamplingArguments
-from edgellm.options import DECODE_BACKENDS, PREFILL_FLAVOURS
+from edgellm.options import DECODE_BACKENDS, PREFILL_FLAVOURS, EngineArguments
 from edgellm.store.sources import DEFAULT_MODEL
 
 Command = Callable[..., Any]
 # Stands for standard input in the place of a file, a prompt or, in front of one, a model.
 STDIN = "-"
-
-
-class LoadArguments(TypedDict):
-    """The arguments of `edgellm.load` that come from the command line."""
-
-    flavour: str | None
-    decode: str
-    prefill: str
-    kv_format: KVFormat
-    ctx_size: int | None
-    threads: int | None
-    schedule: Policy | None
-    provider_options: dict[str, str]
-    allow_fallback: bool
-    kv_cache_dir: Path | None
-    kv_cache_bytes: int
 
 
 def model_argument(command: Command) -> Command:
@@ -113,8 +97,8 @@ def load_options(command: Command) -> Command:
     @functools.wraps(command)
     def wrapped(*, provider_option: tuple[str, ...], **given: Any) -> Any:
         given["provider_options"] = dict(map(_parse_option, provider_option))
-        values = {name: given.pop(name) for name in LoadArguments.__annotations__}
-        return command(load_arguments=cast(LoadArguments, values), **given)
+        values = {n: given.pop(n) for n in EngineArguments.__annotations__ if n in given}
+        return command(load_arguments=cast(EngineArguments, values), **given)
 
     return wrapped
 

@@ -7,12 +7,13 @@ from pathlib import Path
 
 import click
 
-from edgellm.cli.options import LoadArguments, load_options, model_argument
+from edgellm.cli.options import load_options, model_argument
 from edgellm.cli.progress import count_progress, export_progress
 from edgellm.cli.text import read_text
 from edgellm.llm import load
 from edgellm.measure.perplexity import PATHS
 from edgellm.measure.perplexity import perplexity as measure
+from edgellm.options import EngineArguments
 
 
 @click.command()
@@ -33,7 +34,7 @@ def perplexity(
     *,
     name: str,
     file: Path,
-    load_arguments: LoadArguments,
+    load_arguments: EngineArguments,
     window: int,
     max_windows: int | None,
     through: str,

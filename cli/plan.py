@@ -11,7 +11,7 @@ import click
 from edgellm.backends.providers import AUTO, CUDA, NATIVE, TRITON
 from edgellm.backends.schedule import POLICIES
 from edgellm.backends.timing import Samples
-from edgellm.cli.options import LoadArguments, load_options
+from edgellm.cli.options import load_options
 from edgellm.cli.progress import export_progress
 from edgellm.engine.auto_prefill import auto_choice
 from edgellm.engine.engine import DEFAULT_CTX_SIZE, Engine
@@ -22,6 +22,7 @@ from edgellm.errors import OptionError
 from edgellm.llm import load
 from edgellm.measure.plan import Prediction, keep_prompt, measure, predict, profile
 from edgellm.measure.roofline import Machine, measure_cpu, measure_gpu, work_of
+from edgellm.options import EngineArguments
 from edgellm.store.bundle import PANELS
 from edgellm.store.sources import DEFAULT_MODEL
 
@@ -32,7 +33,7 @@ _SPEEDS = (1, 5, 10)
 @click.argument("prompt_length", type=click.IntRange(min=1))
 @click.option("-m", "--model", "name", default=DEFAULT_MODEL, help="As with `edgellm run`.")
 @load_options
-def plan(*, prompt_length: int, name: str, load_arguments: LoadArguments) -> None:
+def plan(*, prompt_length: int, name: str, load_arguments: EngineArguments) -> None:
     """Explain how a prompt of PROMPT_LENGTH tokens is prefilled, and what limits it."""
     if load_arguments["ctx_size"] is None and prompt_length > DEFAULT_CTX_SIZE:
         load_arguments["ctx_size"] = prompt_length
@@ -72,7 +73,7 @@ def _show_chunks(engine: Engine, prefill: ChunkedPrefill, count: int) -> None:
 def _show_measured(engine: Engine, count: int) -> None:
     """The prompt as it is prefilled and, if that is something else, through the native kernels."""
     prefill, native = engine.prefill, engine.native_prefill
-    label, name = f"measured, {engine.options.policy}", prefill.placement.provider
+    label, name = f"measured, {engine.selection.policy}", prefill.placement.provider
     if native is None or name == NATIVE:
         ((seconds, bubbles),) = measure(engine, count, prefill)
         click.echo(_line(label, Prediction(min(seconds), bubbles), count))

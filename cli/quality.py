@@ -7,7 +7,7 @@ from pathlib import Path
 
 import click
 
-from edgellm.cli.options import STDIN, LoadArguments, load_options, model_argument
+from edgellm.cli.options import STDIN, load_options, model_argument
 from edgellm.cli.progress import export_progress
 from edgellm.cli.text import read_text
 from edgellm.errors import OptionError
@@ -15,6 +15,7 @@ from edgellm.llm import load
 from edgellm.measure.perplexity import PATHS
 from edgellm.measure.quality import QualityResult
 from edgellm.measure.quality import quality as measure
+from edgellm.options import EngineArguments
 from edgellm.store.sources import DEFAULT_MODEL
 
 
@@ -46,7 +47,7 @@ def quality(
     name: str,
     text: Path | None,
     file: Path | None,
-    load_arguments: LoadArguments,
+    load_arguments: EngineArguments,
     window: int,
     max_windows: int,
     through: str,

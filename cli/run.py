@@ -15,7 +15,6 @@ from edgellm.backends.trace import write_trace
 from edgellm.cli.interrupt import INTERRUPTED, cancel_on_interrupt
 from edgellm.cli.options import (
     STDIN,
-    LoadArguments,
     load_options,
     model_argument,
     sampling_options,
@@ -27,6 +26,7 @@ from edgellm.engine.answer import LogitFilter
 from edgellm.errors import OptionError, SourceError
 from edgellm.llm import LLM, SamplingArguments, load
 from edgellm.named_prefix import open_prefix
+from edgellm.options import EngineArguments
 from edgellm.results import Completion
 from edgellm.store.sources import ALIASES, DEFAULT_MODEL, resolve_here
 from edgellm.text.fim import Gap, Order
@@ -68,7 +68,7 @@ def run(
     prompt: str | None,
     prompt_option: str | None,
     file: Path | None,
-    load_arguments: LoadArguments,
+    load_arguments: EngineArguments,
     sampling: SamplingArguments,
     system: str | None,
     cache: str | None,
@@ -275,7 +275,7 @@ def _code(answer: Completion) -> int:
 def fill(
     name: str,
     gap: Gap,
-    load_arguments: LoadArguments,
+    load_arguments: EngineArguments,
     sampling: SamplingArguments,
     *,
     order: Order | None = None,

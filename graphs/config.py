@@ -32,7 +32,7 @@ class ModelConfig:
         layers: from the first to the last.
         ropes: those that layers name by their index; all of one length.
         norm: RMS norms (arXiv:1910.07467), or layer norms with biases.
-        norm_eps: what is added to mean squares, or to the variance.
+        norm_eps: what is added to mean squares, or to the variance, also of heads of Q and K.
         embedding_scale: what rows of the embedding are multiplied by before the first layer.
         logit_softcap: logits `x` become `logit_softcap * tanh(x / logit_softcap)`.
     """

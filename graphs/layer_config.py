@@ -87,7 +87,7 @@ class Attention:
             raise UnsupportedModelError(
                 f"model config: head_dim is {self.head_dim}; it must be a multiple of 4"
             )
-        # so that Q, K and V of the fused projection together fill whole panels of 16 outputs
+        # what cache blocks and projections of all back ends have in common
         if self.kv_size % 8:
             raise UnsupportedModelError(
                 f"model config: kv_heads * head_dim is {self.kv_size}; it must be a multiple of 8"
@@ -110,11 +110,6 @@ class Attention:
     def qkv_size(self) -> int:
         """Width of the fused projection: all query heads, then K, then V."""
         return self.size + 2 * self.kv_size
-
-    @property
-    def score_scale(self) -> float:
-        """What the products of Q and K are multiplied by."""
-        return self.head_dim**-0.5 if self.scale is None else self.scale
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -31,6 +31,8 @@ _KEYS = (
     "rope_theta", "rope_type", "short_factor", "truncate", "type",
 )  # fmt: skip
 _LONGROPE = ("longrope", "su")
+# Far above every model there is, and what a float can still raise to a power.
+_MAX_ALPHA = 1e12
 
 
 def base_frequencies(dim: int, theta: float) -> Frequencies:
@@ -142,8 +144,14 @@ def hf_settings(
     Raises:
         UnsupportedModelError: there is a part for each type, and none was asked for.
     """
-    nested = fields.optional(dict, "rope_parameters") or fields.optional(dict, "rope_scaling") or {}
-    fields.ignore("rope_scaling")
+    nested = fields.optional(dict, "rope_parameters") or {}
+    older = fields.optional(dict, "rope_scaling") or {}
+    if nested and older and nested != older:
+        raise ModelFormatError(
+            f"{fields.origin}: rope_parameters and rope_scaling differ; take config.json from "
+            "where the weights come from"
+        )
+    nested = nested or older
     origin = f"{fields.origin}: rope_scaling"
     if layer_type in nested:
         nested, origin = nested[layer_type] or {}, f"{origin}: {layer_type}"
@@ -168,6 +176,16 @@ def hf_settings(
     return Fields(values, origin=origin)
 
 
+def _alpha(settings: Fields) -> float:
+    """Of Hunyuan's rule; no model has one anywhere near the largest."""
+    alpha = _positive(settings.read(float, "alpha"), "alpha")
+    if alpha > _MAX_ALPHA:
+        raise ModelFormatError(
+            f"{settings.origin}: alpha is {alpha}; at most {_MAX_ALPHA:g} is allowed"
+        )
+    return alpha
+
+
 def from_hf(
     fields: Fields, *, head_dim: int, layer_type: str | None = None, theta: float | None = None
 ) -> Rope:
@@ -184,7 +202,7 @@ def from_hf(
     magnitude = 1.0
     if kind == "dynamic" and "alpha" in settings:
         # Hunyuan's: fixed, whatever the length
-        theta *= _positive(settings.read(float, "alpha"), "alpha") ** (dim / max(dim - 2, 1))
+        theta *= _alpha(settings) ** (dim / max(dim - 2, 1))
     inv_freq = base_frequencies(dim, theta)
     if kind == "linear":
         inv_freq = scale_linear(inv_freq, settings.read(float, "factor"))

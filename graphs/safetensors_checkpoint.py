@@ -51,7 +51,8 @@ class SafetensorsCheckpoint:
         self._folder = SafetensorsFolder(path)
         self._prefix = next((p for p in _PREFIXES if f"{p}norm.weight" in self._folder), "model.")
         if fields.origin != origin:
-            _assume_tied(fields, tied=self._file_name("lm_head.weight") not in self._folder)
+            tied = self._file_name("lm_head.weight") not in self._folder
+            fields.assume({"tie_word_embeddings": tied})
         self.config = _config(family, fields)
         self._quantization = quantization_of(
             values if _quantized(values) else values.get("text_config") or {},
@@ -119,10 +120,6 @@ def _text_fields(values: Mapping[str, Any], origin: str) -> Fields:
     if tied is not None:
         nested["tie_word_embeddings"] = tied
     return Fields(nested, origin=f"{origin}: text_config")
-
-
-def _assume_tied(fields: Fields, *, tied: bool) -> None:
-    fields.assume({"tie_word_embeddings": tied})
 
 
 def _config(family: Architecture, fields: Fields) -> ModelConfig:

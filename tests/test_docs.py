@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from edgellm.backends.selection import select
 from edgellm.cli.main import COMMANDS
 from edgellm.options import EngineOptions
 
@@ -31,7 +32,7 @@ def test_python_example() -> None:
     )
     assert found.returncode == 0, found.stderr
     assert "Paris" in found.stdout
-    assert f"{{'{EngineOptions().prefill_backend}':" in found.stdout
+    assert f"{{'{select(EngineOptions()).prefill}':" in found.stdout
 
 
 def test_test_command() -> None:

@@ -162,13 +162,7 @@ class Sequence:
             UnsupportedModelError: the model's keys cannot be turned.
             CacheFullError: no block is free to move to; what has moved by then stays.
         """
-        turns = self._cache.turns
-        if turns is None:
-            raise UnsupportedModelError(
-                "a full context cannot forget its older tokens: this model scales keys after RoPE, "
-                "so they cannot be turned to other positions; take `context_policy` error, or a "
-                "larger `ctx_size`"
-            )
+        turns = required_turns(self._cache.turns)
         blocks = self.blocks
         old, tokens = self.table, self.tokens[:keep] + self.tokens[keep + discard :]
         first = released = keep // BLOCK
@@ -228,3 +222,18 @@ class Sequence:
             gc.collect()
             self._cache.collect()
             return self._pool.allocate()
+
+
+def required_turns(turns: list[tuple[float, ...]] | None) -> list[tuple[float, ...]]:
+    """What turns keys to other positions; see `Store.turns`.
+
+    Raises:
+        UnsupportedModelError: nothing does.
+    """
+    if turns is None:
+        raise UnsupportedModelError(
+            "a full context cannot forget its older tokens: this model scales keys after RoPE, "
+            "so they cannot be turned to other positions; take `context_policy` error, or a "
+            "larger `ctx_size`"
+        )
+    return turns

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from edgellm.backends import thread_pool
 from edgellm.backends.providers import AUTO, CPU, NATIVE, PROVIDERS, status
+from edgellm.backends.selection import select
 from edgellm.engine.costs import known_costs
 from edgellm.engine.measured import MARGIN, Measured
 from edgellm.errors import ProviderError
@@ -25,7 +26,7 @@ class AutoChoice:
 
 def faster_provider(bundle: Bundle, options: EngineOptions) -> str | None:
     """The provider that takes the place of the native kernels, if `auto` may choose."""
-    if options.prefill != AUTO or options.prefill_backend != NATIVE:
+    if options.prefill != AUTO or select(options).prefill != NATIVE:
         return None
     choice = auto_choice(bundle, options)
     return None if choice.prefill == NATIVE else choice.prefill
@@ -40,7 +41,7 @@ def auto_choice(bundle: Bundle, options: EngineOptions) -> AutoChoice:
     out. Short prompts stay native all the same (see `planner.py`). The CPU provider is no
     accelerator: it has the same cores, and rounds more.
     """
-    backend = options.prefill_backend
+    backend = select(options).prefill
     if backend != NATIVE:
         why = "as decode" if backend in STEPS else "the native kernels have no part in decode"
         return AutoChoice(backend, why)

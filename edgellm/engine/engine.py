@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from edgellm.backends import thread_pool
@@ -14,6 +15,7 @@ from edgellm.backends.native_model import NativeModel
 from edgellm.backends.panels import open_panels
 from edgellm.backends.providers import CPU, CUDA, NATIVE, TRITON
 from edgellm.backends.segments import Head, ModelHead, Segments
+from edgellm.backends.selection import select
 from edgellm.backends.self_test import check_once
 from edgellm.backends.step_model import StepModel
 from edgellm.cache.disk_cache import DiskCache
@@ -25,6 +27,7 @@ from edgellm.errors import OptionError, UnsupportedModelError
 from edgellm.graphs.contract import WEIGHTS_FILE
 from edgellm.kernels.gpu.device import require
 from edgellm.kernels.kv_blocks import LAYOUT_VERSION
+from edgellm.kernels.linear import PANEL
 from edgellm.kernels.native import MAX_HEAD_DIM, isa, library
 from edgellm.kernels.rope import RopeTable
 from edgellm.options import EngineOptions
@@ -42,6 +45,7 @@ DEFAULT_CTX_SIZE = 4096
 class Engine:
     """Prefill and decode over one KV cache.
 
+    `selection` says which back ends it has, `flavours` in which precisions.
     `native_prefill` is there beside an accelerator's `prefill` where decode is native.
 
     Steps of different sessions take turns under `lock`: they share buffers and the cache.
@@ -61,7 +65,9 @@ class Engine:
         self.options = options
         self.config = bundle.config
         self.ctx_size = _ctx_size(options, self.config.context_length)
-        memory.check_fits(planned_memory(bundle, options))
+        self.selection = select(options)
+        self.flavours = self.selection.flavours(self.config)
+        memory.check_fits(planned_memory(bundle, options, self.flavours))
         self.tokenizer = Tokenizer(
             bundle.path, bundle.manifest.tokenizer, rows=self.config.vocab_size
         )
@@ -77,49 +83,44 @@ class Engine:
         self.lock = self.cache.lock
         if options.kv_cache_dir is not None:
             self.cache.disk = DiskCache(
-                options.kv_cache_dir, budget=options.kv_cache_bytes, blocks=self.cache.blocks
+                Path(options.kv_cache_dir), budget=options.kv_cache_bytes, blocks=self.cache.blocks
             )
         graphs = self.flavours - {PANELS}
-        spare = int(options.shares_cpu)
+        spare = int(self.selection.shares_cpu)
         self.threads = thread_pool.size(options.threads)
         if graphs:
             self.threads = thread_pool.start(options.threads, spare=spare)
         ropes = rope_tables(self.config, self.ctx_size)
-        backends = (options.decode_backend, options.prefill_backend)
-        native = self._native_model(ropes) if NATIVE in backends else None
+        decode, prefill = self.selection.decode, self.selection.prefill
+        native = self._native_model(ropes) if NATIVE in (decode, prefill) else None
         self.native_prefill = None if native is None else StepPrefill(native, name=NATIVE)
         steps: dict[str, StepModel] = {} if native is None else {NATIVE: native}
         head: ModelHead | None = None if native is None else native.head
-        if TRITON in backends:
+        if TRITON in (decode, prefill):
             steps[TRITON] = head = self._triton_model(ropes)
         models = self._segment_models(sorted(graphs), ropes, head, progress)
         self.decoder: DecodeBackend
-        if options.decode_backend in steps:
-            self.decoder = StepDecoder(steps[options.decode_backend], name=options.decode_backend)
+        if decode in steps:
+            self.decoder = StepDecoder(steps[decode], name=decode)
         else:
-            self.decoder = SegmentDecoder(
-                models[options.decode_flavour],
-                name=options.decode_backend,
-                flavour=options.decode_flavour,
-            )
+            flavour = self.selection.decode_flavour
+            self.decoder = SegmentDecoder(models[flavour], name=decode, flavour=flavour)
         self.prefill: Prefill
-        if options.prefill_backend in steps:
-            name = options.prefill_backend
-            self.prefill = StepPrefill(steps[name], name=name)
+        if prefill in steps:
+            self.prefill = StepPrefill(steps[prefill], name=prefill)
         else:
-            model = models[options.prefill_flavour(self.config)]
+            model = models[self.selection.prefill_flavour(self.config)]
             # a precision that was asked for is not mixed with another one
             mixed = bool(steps) and options.flavour is None
             step = self.decoder if mixed else None
             costs = load_or_measure(bundle.path, model, step, self.cache, threads=self.threads)
             self.prefill = ChunkedPrefill(
-                model, self.decoder, costs, policy=options.policy, tails_only=tails_only
+                model,
+                self.decoder,
+                costs,
+                policy=self.selection.policy,
+                tails_only=tails_only,
             )
-
-    @property
-    def flavours(self) -> set[str]:
-        """The precisions in use."""
-        return self.options.flavours(self.config)
 
     @property
     def fingerprint(self) -> str:
@@ -136,7 +137,7 @@ class Engine:
         """What else K and V depend on: another back end's are near, and not the same bits."""
         files = (f"{flavour}/{WEIGHTS_FILE}" for flavour in sorted(self.flavours))
         weights = (self.bundle.manifest.files[file].sha256 for file in files)
-        backends = (self.options.prefill_backend, self.options.decode_backend)
+        backends = (self.selection.prefill, self.selection.decode)
         return "|".join((*backends, str(isa()), *weights))
 
     def _native_model(self, ropes: Sequence[RopeTable]) -> NativeModel:
@@ -146,6 +147,11 @@ class Engine:
             raise UnsupportedModelError(
                 f"head_dim is {self.config.head_dim}; the native kernels take at most "
                 f"{MAX_HEAD_DIM}. Take `decode` portable and `prefill` cpu"
+            )
+        if self.config.kv_size % PANEL:
+            raise UnsupportedModelError(
+                f"kv_heads * head_dim is {self.config.kv_size}; the native kernels take multiples "
+                f"of {PANEL}. Take `decode` portable and `prefill` cpu"
             )
         return NativeModel(compiled, open_panels(self.bundle), ropes, threads=self.threads)
 
@@ -174,21 +180,21 @@ class Engine:
         models = {}
         for flavour in flavours:
             head = heads[self.bundle.flavour(flavour).head or ""]
-            runs_prefill = flavour == self.options.prefill_flavour(self.config)
-            if runs_prefill and self.options.prefill_backend == CUDA:
+            runs_prefill = flavour == self.selection.prefill_flavour(self.config)
+            if runs_prefill and self.selection.prefill == CUDA:
                 models[flavour] = self._device_model(flavour, attention, head)
                 continue
             segments = Segments(
                 self.bundle,
                 flavour,
-                provider=self.options.prefill_backend if runs_prefill else CPU,
+                provider=self.selection.prefill if runs_prefill else CPU,
                 threads=self.threads,
                 provider_options=self.options.provider_options if runs_prefill else {},
                 allow_fallback=self.options.allow_fallback,
                 progress=progress,
             )
             check_once(self.bundle, segments, progress)
-            on_one = runs_prefill and self.options.shares_cpu
+            on_one = runs_prefill and self.selection.shares_cpu
             threads = 1 if on_one else self.threads
             models[flavour] = Model(segments, head, attention, threads=threads)
         return models
@@ -214,12 +220,15 @@ class Engine:
         return DeviceModel(segments, head, attention, mirror=mirror, queue=queue)
 
 
-def planned_memory(bundle: Bundle, options: EngineOptions) -> memory.MemoryEstimate:
-    """What a model loaded with these options will take when its cache is full."""
+def planned_memory(
+    bundle: Bundle, options: EngineOptions, flavours: set[str]
+) -> memory.MemoryEstimate:
+    """What a model loaded with these options, in these precisions, will take when its cache is
+    full."""
     blocks = _cache_blocks(options, _ctx_size(options, bundle.config.context_length))
     return memory.estimate(
         bundle,
-        flavours=options.flavours(bundle.config),
+        flavours=flavours,
         kv_cache_bytes=cache_bytes(bundle.config, format=options.kv_format, blocks=blocks),
     )
 

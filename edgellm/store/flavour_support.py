@@ -41,14 +41,8 @@ def require(flavour: str, config: ModelConfig, *, among: Sequence[str]) -> None:
     Raises:
         UnsupportedModelError: it cannot.
     """
-    reason = why_not(flavour, config)
-    if reason is not None:
-        others = [other for other in among if why_not(other, config) is None]
-        advice = f"take {' or '.join(others)}" if others else "no other one is allowed here"
-        raise UnsupportedModelError(
-            f"flavour {flavour} rotates the residual, which {config.model_type} does not bear: "
-            f"{reason}; {advice}"
-        )
+    if why_not(flavour, config) is not None:
+        raise _refusal(flavour, config, among)
 
 
 def first_supported(flavours: Sequence[str], config: ModelConfig) -> str:
@@ -57,8 +51,17 @@ def first_supported(flavours: Sequence[str], config: ModelConfig) -> str:
     Raises:
         UnsupportedModelError: none can.
     """
-    for flavour in flavours:
-        if why_not(flavour, config) is None:
-            return flavour
-    require(flavours[0], config, among=())
-    raise AssertionError("one of them was refused")
+    usable = (flavour for flavour in flavours if why_not(flavour, config) is None)
+    flavour = next(usable, None)
+    if flavour is None:
+        raise _refusal(flavours[0], config, flavours)
+    return flavour
+
+
+def _refusal(flavour: str, config: ModelConfig, among: Sequence[str]) -> UnsupportedModelError:
+    others = [other for other in among if why_not(other, config) is None]
+    advice = " or ".join(others) or "another `prefill`: native, cpu, openvino"
+    return UnsupportedModelError(
+        f"flavour {flavour} rotates the residual, which {config.model_type} does not bear: "
+        f"{why_not(flavour, config)}; take {advice}"
+    )

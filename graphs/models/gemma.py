@@ -11,14 +11,14 @@ from edgellm.graphs.models import llama
 from edgellm.graphs.tensor import Tensor
 from edgellm.graphs.translation import with_values
 
-# Files of the first Gemma say "gelu" and mean the approximation.
-_GELU = ("gelu", "gelu_pytorch_tanh")
+_TANH = "gelu_pytorch_tanh"
 
 
 def config_from_hf(fields: Fields, *, layer_type: str | None = None) -> ModelConfig:
     """Of Gemma, and what Gemma 2 and 3 have of it. (`layer_type`: as in Llama's.)"""
-    fields.require("hidden_act", *_GELU)
-    fields.require("hidden_activation", *_GELU)
+    # files of the first Gemma say "gelu" here and mean the approximation
+    fields.require("hidden_act", "gelu", _TANH)
+    fields.require("hidden_activation", _TANH)
     fields.require("use_bidirectional_attention", False)
     fields.assume({"head_dim": 256, "rms_norm_eps": 1e-6, "tie_word_embeddings": True})
     return _scaled(llama.config_from_hf(fields, activation="gelu_tanh", layer_type=layer_type))

@@ -64,7 +64,7 @@ def _multiplied(config: ModelConfig, fields: Fields, keys: Sequence[str]) -> Mod
     return replace(
         config,
         embedding_scale=embedding / residual,
-        norm_eps=config.norm_eps / residual**2,
+        norm_eps=config.norm_eps / residual / residual,
     )
 
 

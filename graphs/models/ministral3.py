@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from edgellm.errors import ModelFormatError
 from edgellm.graphs.architecture import Architecture
 from edgellm.graphs.config import ModelConfig
 from edgellm.graphs.fields import Fields
@@ -9,7 +10,10 @@ from edgellm.graphs.models import llama, mistral
 
 
 def config_from_hf(fields: Fields) -> ModelConfig:
-    fields.read(dict, "rope_parameters")  # what it is by default is not Llama's
+    if "rope_parameters" not in fields and "rope_scaling" not in fields:
+        raise ModelFormatError(
+            f"{fields.origin}: rope_parameters is missing; Ministral 3 has no usual ones"
+        )
     return mistral.config_from_hf(fields)
 
 

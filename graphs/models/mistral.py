@@ -16,4 +16,9 @@ def config_from_hf(fields: Fields, *, norm_eps: str = "rms_norm_eps") -> ModelCo
     return with_windows(config, [window is not None] * config.layer_count, window)
 
 
-ARCHITECTURE = Architecture(config_from_hf=config_from_hf)
+def _config_from_hf(fields: Fields) -> ModelConfig:
+    fields.assume({"sliding_window": 4096})
+    return config_from_hf(fields)
+
+
+ARCHITECTURE = Architecture(config_from_hf=_config_from_hf)

@@ -40,5 +40,8 @@ class HeadNorms:
             raise ValueError(
                 f"norms of Q and K have weights {shapes}; needed are {each}, or {whole} before RoPE"
             )
-        if self.q.dtype != np.float32 or self.k.dtype != np.float32:
-            raise ValueError(f"norms of Q and K are {self.q.dtype}; needed is float32")
+        for weight in (self.q, self.k):
+            if weight.dtype != np.float32 or not weight.flags.c_contiguous:
+                raise ValueError(
+                    f"norms of Q and K are {weight.dtype}; needed is float32 without gaps"
+                )

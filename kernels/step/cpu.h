@@ -310,12 +310,14 @@ private:
             };
             if (layer.gated()) product(layer.gate, layer.gate_bias, gate);
             product(layer.up, layer.up_bias, up);
+            const bool gated = layer.gated();  // read once: a store of a vector may change all else
+            const int activation = layer.activation;
             for (int r = 0; r < rows_; ++r) {
                 float *y = gate + r * width, *factor = up + r * width;
                 for (size_t i = 0; i < width; i += LANES) {
                     const Vec linear = load(factor + i);
-                    store(y + i, layer.gated() ? activated(load(y + i), layer.activation) * linear
-                                               : activated(linear, layer.activation));
+                    store(y + i, gated ? activated(load(y + i), activation) * linear
+                                       : activated(linear, activation));
                 }
                 quantize_groups(y, first, end, b_.activated, r, false);
             }

@@ -137,10 +137,20 @@ def check_weights(weights: Weights, *, ropes: int) -> None:
         _require(name, (table.outputs, table.inputs), (vocabulary, hidden))
     if not weights.layers:
         raise ValueError("weights without a layer")
+    first = weights.layers[0]
     for layer in weights.layers:
+        if _parts(layer) != _parts(first):
+            raise ValueError("layers have other parts than the first one; needed are the same")
         _check_layer(layer, hidden, weights.layers[0].up.outputs, weights.heads)
         if not 0 <= layer.rope < ropes:
             raise ValueError(f"RoPE table {layer.rope} of {ropes}")
+
+
+def _parts(layer: LayerWeights) -> list[object]:
+    """Which parts there are, and of what size: what buffers are made for."""
+    vectors = [name for name in VECTORS if getattr(layer, name) is not None]
+    sizes = [(linear.outputs, linear.inputs) for linear in layer.linears]
+    return [*vectors, *sizes, layer.gate is None, layer.head_norms is None]
 
 
 def _check_layer(layer: LayerWeights, hidden: int, intermediate: int, heads: int) -> None:

@@ -14,13 +14,14 @@ from pathlib import Path
 
 import pytest
 
+from edgellm.backends.selection import select
 from edgellm.options import EngineOptions
 from edgellm.store.bundle import Bundle, open_bundle
 
 Cli = Callable[..., subprocess.CompletedProcess[str]]
 QUESTION = "Name the capital of France."
 GREEDY = ("--temp", "0")
-DEFAULTS = EngineOptions()
+DEFAULTS = select(EngineOptions())
 
 
 @pytest.fixture(scope="module")
@@ -57,10 +58,10 @@ def test_json_and_stats(cli: Cli, smollm2: Bundle) -> None:
     result = json.loads(found.stdout)
     assert result["generation_tokens"] == 4
     assert result["seed"] == 7
-    assert result["prefill"] == {DEFAULTS.prefill_backend: 36}
+    assert result["prefill"] == {DEFAULTS.prefill: 36}
     found = cli("run", "-p", QUESTION, *GREEDY, "-n", "1", "--stats")
     flavour = DEFAULTS.prefill_flavour(smollm2.config)
-    assert f"36 on {DEFAULTS.prefill_backend} {flavour}" in found.stderr
+    assert f"36 on {DEFAULTS.prefill} {flavour}" in found.stderr
 
 
 @pytest.mark.usefixtures("smollm2")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import json
 from collections.abc import Callable
@@ -13,7 +14,9 @@ import pytest
 
 from edgellm import EdgeLLMError, OptionError, SessionFileError
 from edgellm.cache.session_file import MAGIC
-from edgellm.llm import LLM, load
+from edgellm.engine.sampling import SamplingOptions
+from edgellm.llm import LLM, SamplingArguments, load
+from edgellm.options import EngineArguments, EngineOptions
 
 WRONG_TOKENS: list[Any] = [
     [320],
@@ -201,3 +204,10 @@ def _nothing_left(logits: Any, tokens: Any) -> None:
 def test_calls(tiny: LLM, name: str, call: Callable[[LLM], object]) -> None:
     with pytest.raises(EdgeLLMError, match=f"`{name}`"):
         call(tiny)
+
+
+def test_arguments_are_the_fields_of_options() -> None:
+    fields = {field.name for field in dataclasses.fields(EngineOptions)}
+    assert set(EngineArguments.__annotations__) == fields
+    fields = {field.name for field in dataclasses.fields(SamplingOptions)}
+    assert set(SamplingArguments.__annotations__) == fields

@@ -14,6 +14,7 @@ from edgellm.backends.forward import Model
 from edgellm.backends.host_attention import HostAttention, head_norms, rope_tables
 from edgellm.backends.providers import CPU, PROVIDERS
 from edgellm.backends.segments import Head, Segments
+from edgellm.backends.selection import select
 from edgellm.engine.planner import Costs
 from edgellm.engine.prefill import ChunkedPrefill, Hooks, Prefill
 from edgellm.errors import CancelledError, OptionError, ProviderError
@@ -123,11 +124,11 @@ def test_cuda_is_not_in_this_build(monkeypatch: pytest.MonkeyPatch) -> None:
     if PROVIDERS["cuda"].ort_name in onnxruntime.get_available_providers():
         pytest.skip("it is")
     with pytest.raises(ProviderError, match="onnxruntime-gpu"):
-        EngineOptions(prefill="cuda")
+        select(EngineOptions(prefill="cuda"))
 
 
 def test_cuda_takes_chunks_one_by_one() -> None:
     with pytest.raises(OptionError, match="the host has no part"):
         EngineOptions(prefill="cuda", schedule="out-of-order")
     options = EngineOptions(prefill=CPU, flavour="w4a16")
-    assert options.prefill_flavour(CONFIGS["llama"]) == "w4a16"
+    assert select(options).prefill_flavour(CONFIGS["llama"]) == "w4a16"

@@ -22,8 +22,8 @@ def test_segments_compute_what_transformers_computes(tmp_path: Path, name: str) 
     config = checkpoint.config
     head = checkpoint.tensor("embedding" if config.tied_embedding else "head").float32()
     for tokens, hidden in zip(TEXTS, float_hidden(checkpoint, TEXTS, threads=1), strict=True):
-        found = hidden @ head.T
+        computed = hidden @ head.T
         if config.logit_softcap is not None:
-            found = config.logit_softcap * np.tanh(found / config.logit_softcap)
+            computed = config.logit_softcap * np.tanh(computed / config.logit_softcap)
         expected = logits(model, tokens)
-        np.testing.assert_allclose(found, expected, rtol=0, atol=1e-5 * np.abs(expected).max())
+        np.testing.assert_allclose(computed, expected, rtol=0, atol=1e-5 * np.abs(expected).max())

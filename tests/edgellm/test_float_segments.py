@@ -15,9 +15,9 @@ TEXTS = [np.random.default_rng(n).integers(0, 320, n).tolist() for n in (40, 1, 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_every_part_matches_float64(name: str) -> None:
     checkpoint = RandomCheckpoint(CONFIGS[name])
-    for tokens, found in zip(TEXTS, float_hidden(checkpoint, TEXTS, threads=1), strict=True):
+    for tokens, computed in zip(TEXTS, float_hidden(checkpoint, TEXTS, threads=1), strict=True):
         hidden, _ = exact(checkpoint, tokens)
-        np.testing.assert_allclose(found, hidden, atol=3e-6 * np.abs(hidden).max(), rtol=0)
+        np.testing.assert_allclose(computed, hidden, atol=3e-6 * np.abs(hidden).max(), rtol=0)
 
 
 @pytest.mark.parametrize("name", CONFIGS)
@@ -25,6 +25,6 @@ def test_another_key_basis_is_the_same_model(name: str) -> None:
     checkpoint = RandomCheckpoint(CONFIGS[name])
     basis = choose_basis(checkpoint)
     assert basis.exponents.any()
-    (found,) = float_hidden(EqualizedCheckpoint(checkpoint, basis), TEXTS[:1], threads=1)
+    (computed,) = float_hidden(EqualizedCheckpoint(checkpoint, basis), TEXTS[:1], threads=1)
     hidden, _ = exact(checkpoint, TEXTS[0])
-    np.testing.assert_allclose(found, hidden, atol=3e-6 * np.abs(hidden).max(), rtol=0)
+    np.testing.assert_allclose(computed, hidden, atol=3e-6 * np.abs(hidden).max(), rtol=0)

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from edgellm.backends.schedule import POLICIES, Policy, Step
+from edgellm.backends.selection import select
 from edgellm.engine.planner import Piece
 from edgellm.engine.prefill import ChunkedPrefill
 from edgellm.export import export
@@ -23,7 +24,7 @@ STEPS = [
     Step("attention 0", "host", ordered=True),
     Step("segment 1", "accelerator"),
 ]
-DEFAULTS = EngineOptions()
+DEFAULTS = select(EngineOptions())
 # Attention takes 1 s at the start of a sequence and 3 s after 100 tokens.
 FOUND = Profile(STEPS, {50: [2.0, 1.0, 2.0]}, {50: [2.0, 3.0, 2.0]}, 100, {1: 0.5}, 0.25)
 
@@ -115,9 +116,9 @@ def test_command(smollm2: Bundle, cli: Callable[..., subprocess.CompletedProcess
     assert "with an accelerator 10 times" in found.stdout
     assert found.stdout.count("predicted, out-of-order") == 3
     assert "measured, serial" in found.stdout
-    compared = library() is not None and DEFAULTS.decode_backend == "native"
+    compared = library() is not None and DEFAULTS.decode == "native"
     assert ("faster at this length: " in found.stdout) == compared
-    assert f"--prefill auto takes {DEFAULTS.prefill_backend}: " in found.stdout
+    assert f"--prefill auto takes {DEFAULTS.prefill}: " in found.stdout
     assert "GB/s" in found.stdout
     refused = cli("plan", "9000", *model)
     assert refused.returncode == 2

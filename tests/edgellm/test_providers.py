@@ -15,6 +15,7 @@ from edgellm import OptionError, ProviderError, UnsupportedModelError
 from edgellm.backends import thread_pool
 from edgellm.backends.int8_support import int8_products_are_exact
 from edgellm.backends.providers import PROVIDERS, require, statuses
+from edgellm.backends.selection import select
 from edgellm.llm import LLM, load
 from edgellm.options import EngineOptions
 
@@ -135,13 +136,13 @@ def test_saturating_products_turn_int8_off(monkeypatch: pytest.MonkeyPatch) -> N
     assert not int8_products_are_exact.__wrapped__()
     monkeypatch.setattr(int8_support, "int8_products_are_exact", lambda: False)
     config = CONFIGS["llama"]
-    assert EngineOptions(prefill="cpu").prefill_flavour(config) == "f32"
-    assert EngineOptions(flavour="w8a8").prefill_flavour(config) == "w8a8"
+    assert select(EngineOptions(prefill="cpu")).prefill_flavour(config) == "f32"
+    assert select(EngineOptions(flavour="w8a8")).prefill_flavour(config) == "w8a8"
 
 
 def test_auto_takes_what_can_compute_the_model() -> None:
     config = CONFIGS["gemma3"]
     options = EngineOptions(prefill="cpu", decode="portable")
-    assert options.flavours(config) == {"f32", "int4"}
+    assert select(options).flavours(config) == {"f32", "int4"}
     with pytest.raises(UnsupportedModelError, match=r"flavour w8a8 .*take f32 or f16 or w4a16"):
-        replace(options, flavour="w8a8").prefill_flavour(config)
+        select(replace(options, flavour="w8a8")).prefill_flavour(config)

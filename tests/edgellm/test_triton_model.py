@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from edgellm.backends.selection import select
 from edgellm.cache.mirror import Mirror
 from edgellm.cache.sequence import Sequence as CachedSequence
 from edgellm.engine.prefill import Hooks
@@ -219,8 +220,8 @@ def test_no_device_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
         pytest.skip("there is a GPU")
     for options in ({"decode": "triton"}, {"prefill": "triton"}):
         with pytest.raises(ProviderError, match="triton: "):
-            EngineOptions(**options)
-    assert EngineOptions().decode_backend != "triton"
+            select(EngineOptions(**options))
+    assert select(EngineOptions()).decode != "triton"
 
 
 def test_panels_have_no_other_flavour() -> None:

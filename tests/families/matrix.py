@@ -37,7 +37,7 @@ BACKENDS: Mapping[str, tuple[tuple[str, ...], Mapping[str, Any]]] = {
     "Triton": (("panels",), {"decode": "triton"}),
 }
 # What is far from the rounding of 8 bits, and what a part that is left out would exceed.
-ALLOWED = {"f32": 1e-4, "w8a8": 0.12, "int4": 0.12, "C++": 0.12, "Triton": 0.12}
+ALLOWED = {"f32": 1e-4, "w8a8": 0.2, "int4": 0.2, "C++": 0.2, "Triton": 0.2}
 PAGE = Path(__file__).parent.parent.parent / "docs" / "models.md"
 _BEGIN, _END = "<!-- matrix -->\n", "<!-- end of matrix -->\n"
 
@@ -57,14 +57,14 @@ def errors(name: str, folder: Path, backends: Iterable[str]) -> dict[str, float 
     """
     model = make(name, folder, vocab_size=320)
     save_tokenizer(folder)
-    found: dict[str, float | str] = {}
+    largest: dict[str, float | str] = {}
     for backend in filter(usable, backends):
         flavours, options = BACKENDS[backend]
         try:
-            found[backend] = _error(model, folder, backend, flavours, options)
+            largest[backend] = _error(model, folder, backend, flavours, options)
         except UnsupportedModelError as error:
-            found[backend] = str(error)
-    return found
+            largest[backend] = str(error)
+    return largest
 
 
 def _error(
@@ -79,7 +79,7 @@ def _error(
         chunk_sizes=None if flavours == ("panels",) or (folder / "bundle").exists() else (CHUNK,),
     )
     lengths = LENGTHS[-1:] if backend == "Triton" and device.interpreted() else LENGTHS
-    with load(str(bundle.path), threads=1, **options) as llm:
+    with load(str(bundle.path), **options) as llm:
         return max(_error_of_prompt(model, llm, length) for length in lengths)
 
 

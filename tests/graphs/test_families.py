@@ -29,10 +29,10 @@ def test_every_family_is_here() -> None:
 @pytest.mark.parametrize("name", FAMILIES)
 def test_logits_are_those_of_transformers(tmp_path: Path, name: str) -> None:
     model = make(name, tmp_path)
-    _, found = exact(open_checkpoint(tmp_path), TOKENS)
+    _, computed = exact(open_checkpoint(tmp_path), TOKENS)
     expected = logits(model, TOKENS)
     assert np.abs(expected).max() > 1
-    assert np.square(found - expected).mean() < 1e-10 * np.square(expected).mean()
+    assert np.square(computed - expected).mean() < 1e-10 * np.square(expected).mean()
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -168,8 +168,8 @@ def test_text_models_are_found_in_models_that_see(
     wrap(tmp_path, outer, prefix, head)
     checkpoint = open_checkpoint(tmp_path)
     assert checkpoint.config == alone
-    _, found = exact(checkpoint, TOKENS)
-    np.testing.assert_allclose(found, logits(model, TOKENS), atol=1e-4)
+    _, computed = exact(checkpoint, TOKENS)
+    np.testing.assert_allclose(computed, logits(model, TOKENS), atol=1e-4)
 
 
 def test_a_wrapper_that_says_nothing_has_the_head_that_is_there(tmp_path: Path) -> None:
@@ -225,7 +225,21 @@ def test_a_wrapper_has_quantized_weights(tmp_path: Path) -> None:
          UnsupportedModelError, "'GL'"),
         ("exaone4", {"sliding_window": 8, "layer_types": None, "sliding_window_pattern": -1},
          ModelFormatError, "-1 layers"),
-        ("ministral3", {"rope_parameters": None}, ModelFormatError, "rope_parameters' is missing"),
+        ("ministral3", {"rope_parameters": None}, ModelFormatError, "rope_parameters is missing"),
+        (
+            "hunyuan_v1_dense",
+            {"rope_parameters": {"rope_type": "dynamic", "alpha": 1e300, "rope_theta": 1e4}},
+            ModelFormatError,
+            "alpha is 1e\\+300",
+        ),
+        ("granite", {"residual_multiplier": 1e-200}, ModelFormatError, "is inf"),
+        ("gemma2", {"hidden_activation": "gelu"}, UnsupportedModelError, "hidden_activation"),
+        (
+            "llama",
+            {"rope_scaling": {"rope_type": "linear", "factor": 2.0}},
+            ModelFormatError,
+            "rope_parameters and rope_scaling differ",
+        ),
         ("olmo2", {"rope_parameters": {"full_attention": {}}}, UnsupportedModelError, "full_att"),
         ("olmo3", {"rope_parameters": {"full_attention": 3}}, ModelFormatError, "is 3; expected"),
         ("phi3_longrope", {"num_attention_heads": 4}, ModelFormatError, "short_factor"),
@@ -243,3 +257,14 @@ def test_configs_that_are_refused(
     path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
     with pytest.raises(error, match=rf"(?s){tmp_path}.*{words}"):
         open_checkpoint(tmp_path)
+
+
+def test_mistral_without_a_word_of_its_window_has_the_first_ones(tmp_path: Path) -> None:
+    """As in transformers: v0.1 has 4096, and later ones say null."""
+    make("mistral", tmp_path)
+    path = tmp_path / "config.json"
+    values = json.loads(path.read_text())
+    for change, window in (({"sliding_window": None}, None), ({}, 4096)):
+        values.pop("sliding_window", None)
+        path.write_text(json.dumps({**values, **change}))
+        assert open_checkpoint(tmp_path).config.attention.window == window

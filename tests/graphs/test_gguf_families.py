@@ -18,7 +18,7 @@ from edgellm.graphs.tensors import model_tensors
 from edgellm.kernels.quantized import dequantize
 
 
-def same_config(found: ModelConfig, expected: ModelConfig) -> None:
+def same_config(opened: ModelConfig, expected: ModelConfig) -> None:
     """Numbers of GGUF files are in single precision."""
 
     def compare(left: Any, right: Any, where: str) -> None:
@@ -34,13 +34,16 @@ def same_config(found: ModelConfig, expected: ModelConfig) -> None:
         else:
             assert left == right, where
 
-    compare(found.to_json(), expected.to_json(), "config")
+    compare(opened.to_json(), expected.to_json(), "config")
 
 
-def same_tensors(found: Checkpoint, expected: Checkpoint) -> None:
+def same_tensors(opened: Checkpoint, expected: Checkpoint) -> None:
     for name in model_tensors(expected.config):
         np.testing.assert_allclose(
-            found.tensor(name).float32(), expected.tensor(name).float32(), rtol=1e-6, err_msg=name
+            opened.tensor(name).float32(),
+            expected.tensor(name).float32(),
+            rtol=1e-6,
+            err_msg=name,
         )
 
 
@@ -49,8 +52,8 @@ def test_files_are_what_their_folders_are(tmp_path: Path, name: str) -> None:
     arch, keys, changes = FILES[name]
     make(name, tmp_path, **changes)
     expected = open_checkpoint(tmp_path)
-    found = open_checkpoint(convert(tmp_path, tmp_path / "model.gguf", arch, keys))
-    config = found.config.to_json()
+    opened = open_checkpoint(convert(tmp_path, tmp_path / "model.gguf", arch, keys))
+    config = opened.config.to_json()
     if name == "olmo3":
         # files of both families have one architecture
         config["model_type"] = "olmo3"
@@ -59,7 +62,7 @@ def test_files_are_what_their_folders_are(tmp_path: Path, name: str) -> None:
         if layer["attention"]["scale"] is None:
             layer["attention"]["scale"] = expected.config.attention.scale
     same_config(ModelConfig.from_json(config), expected.config)
-    same_tensors(found, expected)
+    same_tensors(opened, expected)
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen2", "ernie4_5"])
@@ -68,9 +71,9 @@ def test_fused_projections_are_cut(tmp_path: Path, name: str) -> None:
     make(name, tmp_path, **changes)
     path = convert(tmp_path, tmp_path / "model.gguf", arch, keys, fuse=True)
     assert "blk.0.attn_qkv.weight" in {tensor.name for tensor in gguf.GGUFReader(path).tensors}
-    found, expected = open_checkpoint(path), open_checkpoint(tmp_path)
-    assert found.config.attention == expected.config.attention
-    same_tensors(found, expected)
+    opened, expected = open_checkpoint(path), open_checkpoint(tmp_path)
+    assert opened.config.attention == expected.config.attention
+    same_tensors(opened, expected)
 
 
 @pytest.mark.parametrize("kind", ["Q4_0", "Q4_1", "Q8_0"])
@@ -179,10 +182,13 @@ def parts(tmp_path: Path) -> list[Path]:
 
 @pytest.mark.parametrize("named", [0, 2])
 def test_all_parts_of_a_split_file_are_read(parts: list[Path], named: int) -> None:
-    whole, found = open_checkpoint(parts[0].with_name("model.gguf")), open_checkpoint(parts[named])
-    assert found.config == whole.config
-    assert found.metadata["general.architecture"] == "qwen3"
-    same_tensors(found, whole)
+    whole, opened = (
+        open_checkpoint(parts[0].with_name("model.gguf")),
+        open_checkpoint(parts[named]),
+    )
+    assert opened.config == whole.config
+    assert opened.metadata["general.architecture"] == "qwen3"
+    same_tensors(opened, whole)
 
 
 def test_a_missing_part_is_named(parts: list[Path]) -> None:

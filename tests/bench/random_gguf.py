@@ -1,6 +1,6 @@
-"""A GGUF file of random Q4_0 weights in the shape of TinyLlama (1.1 B) or Llama 3 8B, for timings.
+"""A GGUF file of random Q4_0 weights in the shape of a known model, for timings.
 
-    python tests/bench/random_llama.py OUT.gguf [1b|8b]
+    python tests/bench/random_gguf.py OUT.gguf [1b|8b|qwen3]     # TinyLlama, Llama 3 8B, Qwen3-0.6B
     python tests/bench/peers.py --model OUT.gguf
 
 Its tokens are bytes and numbered words: it is made to be fast or slow, not to be read.
@@ -28,11 +28,14 @@ class Shape:
     layers: int
     heads: int
     kv_heads: int
+    head_dim: int
+    architecture: str = "llama"
 
 
 SHAPES = {
-    "1b": Shape(32_000, 2048, 5632, 22, 32, 4),
-    "8b": Shape(128_256, 4096, 14336, 32, 32, 8),
+    "1b": Shape(32_000, 2048, 5632, 22, 32, 4, 64),
+    "qwen3": Shape(151_936, 1024, 3072, 28, 16, 8, 128, "qwen3"),
+    "8b": Shape(128_256, 4096, 14336, 32, 32, 8, 128),
 }
 
 
@@ -67,11 +70,11 @@ def vocabulary(size: int) -> tuple[list[str], list[int]]:
 
 def main() -> None:
     target = Path(sys.argv[1])
-    size = sys.argv[2] if len(sys.argv) > 2 else "1b"
-    shape = SHAPES[size]
+    name = sys.argv[2] if len(sys.argv) > 2 else "1b"
+    shape = SHAPES[name]
     partial = target.with_suffix(".partial")
-    writer = gguf.GGUFWriter(partial, "llama")
-    writer.add_name(f"random-llama-{size}")
+    writer = gguf.GGUFWriter(partial, shape.architecture)
+    writer.add_name(f"random-{name}")
     writer.add_file_type(gguf.LlamaFileType.MOSTLY_Q4_0)  # OpenVINO GenAI asks for it
     writer.add_context_length(CONTEXT)
     writer.add_embedding_length(shape.hidden)
@@ -80,7 +83,9 @@ def main() -> None:
     writer.add_head_count(shape.heads)
     writer.add_head_count_kv(shape.kv_heads)
     writer.add_layer_norm_rms_eps(1e-5)
-    writer.add_rope_dimension_count(shape.hidden // shape.heads)
+    writer.add_key_length(shape.head_dim)
+    writer.add_value_length(shape.head_dim)
+    writer.add_rope_dimension_count(shape.head_dim)
     writer.add_rope_freq_base(10000.0)
     writer.add_vocab_size(shape.vocabulary)
     tokens, types = vocabulary(shape.vocabulary)
@@ -98,20 +103,24 @@ def main() -> None:
         kind = gguf.GGMLQuantizationType.Q4_0
         writer.add_tensor(f"{name}.weight", q4_0(rng, rows, columns), raw_dtype=kind)
 
-    for name in ("token_embd", "output"):
+    for table in ("token_embd", "output"):
         kind = gguf.GGMLQuantizationType.Q8_0
         writer.add_tensor(
-            f"{name}.weight", q8_0(rng, shape.vocabulary, shape.hidden), raw_dtype=kind
+            f"{table}.weight", q8_0(rng, shape.vocabulary, shape.hidden), raw_dtype=kind
         )
     for layer in range(shape.layers):
         block = f"blk.{layer}"
-        kv_size = shape.hidden // shape.heads * shape.kv_heads
+        size, kv_size = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
         for norm in ("attn_norm", "ffn_norm"):
             writer.add_tensor(f"{block}.{norm}.weight", np.ones(shape.hidden, np.float32))
-        add(f"{block}.attn_q", shape.hidden, shape.hidden)
+        if shape.architecture == "qwen3":
+            for norm in ("attn_q_norm", "attn_k_norm"):
+                ones = np.ones(shape.head_dim, np.float32)
+                writer.add_tensor(f"{block}.{norm}.weight", ones)
+        add(f"{block}.attn_q", size, shape.hidden)
         add(f"{block}.attn_k", kv_size, shape.hidden)
         add(f"{block}.attn_v", kv_size, shape.hidden)
-        add(f"{block}.attn_output", shape.hidden, shape.hidden)
+        add(f"{block}.attn_output", shape.hidden, size)
         add(f"{block}.ffn_gate", shape.intermediate, shape.hidden)
         add(f"{block}.ffn_up", shape.intermediate, shape.hidden)
         add(f"{block}.ffn_down", shape.hidden, shape.intermediate)

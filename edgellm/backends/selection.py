@@ -1,0 +1,112 @@
+"""What runs a model on this machine: the back ends and precisions that options come to.
+
+The one place that probes for it; options themselves are values.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from edgellm.backends.providers import AUTO, CPU, CUDA, NATIVE, PROVIDERS, TRITON, require
+from edgellm.backends.schedule import Policy
+from edgellm.errors import OptionError
+from edgellm.graphs.config import ModelConfig
+from edgellm.kernels.gpu import device
+from edgellm.kernels.native import library
+from edgellm.options import PREFILL_FLAVOURS, STEPS, EngineOptions
+from edgellm.store.bundle import PANELS
+from edgellm.store.flavour_support import first_supported, why_not
+from edgellm.store.flavour_support import require as require_support
+
+_DECODE_FLAVOURS = {"portable": "int4", "reference": "f32", NATIVE: PANELS, TRITON: PANELS}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Selection:
+    """Names of back ends, none of them `auto`.
+
+    Attributes:
+        policy: how chunks share the accelerator and the host.
+        flavour: the precision that was asked for, if any.
+    """
+
+    prefill: str
+    decode: str
+    policy: Policy
+    flavour: str | None = None
+
+    @property
+    def shares_cpu(self) -> bool:
+        """Whether the CPU provider runs beside the host, and not before and after it."""
+        return self.prefill == CPU and self.policy != "serial"
+
+    @property
+    def decode_flavour(self) -> str:
+        return _DECODE_FLAVOURS[self.decode]
+
+    def prefill_flavour(self, config: ModelConfig) -> str:
+        """The one that prefill runs a model in.
+
+        Raises:
+            UnsupportedModelError: the one that was asked for cannot compute the model, or none of
+                the provider's can.
+        """
+        if self.flavour is not None:
+            allowed = PREFILL_FLAVOURS
+            if self.prefill in PROVIDERS:
+                allowed = PROVIDERS[self.prefill].flavours
+            require_support(self.flavour, config, among=allowed)
+            return self.flavour
+        if self.prefill in STEPS:
+            return PANELS
+        if self.prefill != CPU:
+            return first_supported(PROVIDERS[self.prefill].flavours, config)
+        from edgellm.backends.int8_support import (
+            int8_products_are_exact,  # 0.4 s, and rarely needed
+        )
+
+        rounded = why_not("w8a8", config) is None and int8_products_are_exact()
+        return "w8a8" if rounded else "f32"
+
+    def flavours(self, config: ModelConfig) -> set[str]:
+        """Those that a model is run in; see `prefill_flavour`."""
+        return {self.prefill_flavour(config), self.decode_flavour}
+
+
+def select(options: EngineOptions) -> Selection:
+    """What options come to here.
+
+    Raises:
+        OptionError: a back end that is not there, or a schedule that it does not have.
+        ProviderError: the execution provider cannot be used here.
+    """
+    _check_usable(options)
+    decode = options.decode if options.decode != AUTO else _usual_decode()
+    prefill = options.prefill
+    if prefill == AUTO:
+        prefill = decode if decode in STEPS and options.flavour is None else CPU
+    policy = options.schedule
+    if policy is None:
+        policy = "serial" if prefill in (CPU, CUDA, *STEPS) else "out-of-order"
+    return Selection(prefill=prefill, decode=decode, policy=policy, flavour=options.flavour)
+
+
+def _usual_decode() -> str:
+    if device.why_not() is None and not device.interpreted():
+        return TRITON
+    return "portable" if library() is None else NATIVE
+
+
+def _check_usable(options: EngineOptions) -> None:
+    asked = options.decode, options.prefill
+    if NATIVE in asked and library() is None:
+        raise OptionError(
+            "`decode` or `prefill` is 'native': the kernels were not built when edgellm was "
+            "installed; install a C++ compiler and reinstall, or take `decode` portable and "
+            "`prefill` cpu"
+        )
+    # with CUDA segments, attention is Triton's
+    if TRITON in asked or options.prefill == CUDA:
+        device.require()
+    if options.prefill not in (AUTO, *STEPS):
+        require(options.prefill)
