@@ -127,6 +127,7 @@ FAMILIES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     ),
     "ernie4_5": ("Ernie4_5", {"head_dim": 32, "use_bias": True}),
     "glm4": ("Glm4", {"head_dim": 32}),
+    "seed_oss": ("SeedOss", {"head_dim": 32, "attention_out_bias": True}),
     "starcoder2": ("Starcoder2", {"sliding_window": 8}),
 }
 
