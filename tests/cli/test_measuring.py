@@ -74,7 +74,7 @@ def test_an_interrupt_ends_the_command(
     command = [sys.executable, "-m", "edgellm.cli.main", *given, "-m", str(smollm2.path)]
     files = {path for path in smollm2.path.rglob("*") if path.name.startswith(".partial")}
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-    time.sleep(2)
+    time.sleep(1)
     process.send_signal(signal.SIGINT)
     _, err = process.communicate(timeout=30)
     # 130 for a shell in both cases; the second is Python's own end, in the import of an extension

@@ -88,7 +88,6 @@ def states(prefill: Prefill, llm: LLM, tokens: Sequence[int]) -> np.ndarray:
     ("llm", "flavour"),
     [
         *(("llama", flavour) for flavour in FLAVOURS),
-        ("qwen2", "f32"),
         ("qwen3", "f32"),
         ("gemma2", "f32"),
     ],

@@ -69,7 +69,7 @@ def test_what_cannot_be_rotated_is_refused_by_name(
     assert set(open_bundle(tmp_path / "bundle").manifest.flavours) == {"panels", "f32", "int4"}
     with pytest.raises(UnsupportedModelError, match=r"flavour w8a8 .*take f32 or f16"):
         load(str(model), flavour="w8a8")
-    with pytest.raises(UnsupportedModelError, match="no other one is allowed here"):
+    with pytest.raises(UnsupportedModelError, match="take another `prefill`: native"):
         first_supported(("w8a16-qdq",), open_bundle(tmp_path / "bundle").config)
 
 
