@@ -15,9 +15,9 @@ pytest.importorskip("triton")
 # the interpreter computes in numpy, which warns of the NaN in memory that was never written
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 
-import test_step  # noqa: E402
+import random_model  # noqa: E402
+from random_model import Parts  # noqa: E402
 from random_weights import random_weight  # noqa: E402
-from test_step import Parts  # noqa: E402
 
 from edgellm.kernels import rope  # noqa: E402
 from edgellm.kernels.gpu.kv_blocks import DeviceBlocks  # noqa: E402
@@ -147,7 +147,7 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     return counts
 
 
-def device_step(model: test_step.Model, format: KVFormat, device: str) -> DeviceStep:
+def device_step(model: random_model.Model, format: KVFormat, device: str) -> DeviceStep:
     """With blocks and buffers that hold NaN or the largest code."""
     host = model.cache(format)
     for array in (host.k, host.v, host.k_scale, host.v_scale):
@@ -186,7 +186,7 @@ PARTS = {
     "logit softcap": Parts(logit_softcap=4.0),
     "ropes": Parts(ropes=(1.4, 0.0)),
 }
-SMALL = test_step.Shape(4, 2, 32, hidden=64, intermediate=96, layers=2, window=6)
+SMALL = random_model.Shape(4, 2, 32, hidden=64, intermediate=96, layers=2, window=6)
 ALONE = {name: replace(SMALL, parts=parts) for name, parts in PARTS.items()}
 
 
@@ -194,19 +194,19 @@ ALONE = {name: replace(SMALL, parts=parts) for name, parts in PARTS.items()}
     ("name", "format"),
     [
         *((name, "f32") for name in ALONE),
-        *((name, "int8") for name in test_step.PARTS),
+        *((name, "int8") for name in random_model.PARTS),
         ("everything", "f32"),
     ],
 )
 @pytest.mark.usefixtures("poisoned_tensors")
 def test_parts_match_reference(triton_device: str, name: str, format: KVFormat) -> None:
     """Each part on its own, and those of families of models: one token, some, and one again."""
-    model = test_step.Model((ALONE | test_step.PARTS)[name])
+    model = random_model.Model((ALONE | random_model.PARTS)[name])
     step = device_step(model, format, triton_device)
     results = []
     for start, end in ((0, 1), (1, 9), (9, 10)):
         tokens = model.tokens[start:end]
-        results.append(step.run(test_step.TABLE, tokens, start, logit_rows=end - start))
+        results.append(step.run(random_model.TABLE, tokens, start, logit_rows=end - start))
     expected = model.reference(10, format, rounded=False)
     allowed = 1.5e-2 if format == "int8" else 4e-3
     for ours, theirs in zip(zip(*results, strict=True), expected, strict=True):
@@ -215,14 +215,14 @@ def test_parts_match_reference(triton_device: str, name: str, format: KVFormat) 
 
 @pytest.mark.parametrize("name", ["logit softcap", "gemma2"])
 def test_the_best_logits_are_capped_as_well(triton_device: str, name: str) -> None:
-    model = test_step.Model((ALONE | test_step.PARTS)[name])
+    model = random_model.Model((ALONE | random_model.PARTS)[name])
     step = device_step(model, "f32", triton_device)
-    _, logits = step.run(test_step.TABLE, model.tokens[:1], 0, logit_rows=1)
-    best = step.best(test_step.TABLE, model.tokens[0], 0)
+    _, logits = step.run(random_model.TABLE, model.tokens[:1], 0, logit_rows=1)
+    best = step.best(random_model.TABLE, model.tokens[0], 0)
     np.testing.assert_array_equal(best.scores, logits[0, best.ids])
     assert np.abs(logits).max() < model.weights.logit_softcap
     np.testing.assert_allclose(best.log_sum_exp, np.log(np.exp(logits).sum()), rtol=1e-5)
-    states, _ = step.run(test_step.TABLE, model.tokens[:1], 0, logit_rows=0)
+    states, _ = step.run(random_model.TABLE, model.tokens[:1], 0, logit_rows=0)
     np.testing.assert_allclose(step.logits(states), logits, atol=0.02)
 
 
@@ -243,10 +243,10 @@ def test_only_norms_that_no_product_computes_are_launches(
     linears: int,
     norms: int,
 ) -> None:
-    model = test_step.Model(replace(SMALL, layers=1, parts=parts))
+    model = random_model.Model(replace(SMALL, layers=1, parts=parts))
     step = device_step(model, "f32", triton_device)
     counts = counted(monkeypatch)
-    step.run(test_step.TABLE, model.tokens[:1], 0, logit_rows=0)
+    step.run(random_model.TABLE, model.tokens[:1], 0, logit_rows=0)
     launches = {"linear": linears, "append_rotated": 1, "attend": 1, "normalize": norms}
     assert counts == Counter(launches)
 
@@ -268,7 +268,7 @@ def test_norms_match_reference(triton_device: str, width: int, layer: bool, add:
 
 
 def test_layers_that_name_a_rope_that_is_not_there_are_refused(triton_device: str) -> None:
-    model = test_step.Model(ALONE["ropes"])
+    model = random_model.Model(ALONE["ropes"])
     blocks = DeviceBlocks.like(model.cache("f32"), triton_device)
     with pytest.raises(ValueError, match="RoPE table 1 of 1"):
         DeviceStep(model.weights, model.ropes[:1], blocks, triton_device)

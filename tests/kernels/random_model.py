@@ -1,0 +1,248 @@
+"""Random models of every part that a layer may have, and what the reference makes of them."""
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import dataclass, replace
+
+import numpy as np
+from random_weights import random_weight
+
+from edgellm.kernels import rope
+from edgellm.kernels.kv_append import HeadNorms
+from edgellm.kernels.kv_blocks import KVBlocks, allocate
+from edgellm.kernels.linear import Panels, to_panels
+from edgellm.kernels.quantized import dequantize
+from edgellm.kernels.step import FusedStep, LayerWeights, Weights, reference
+
+EPSILON = 1e-5
+VOCABULARY = 70
+TABLE = [3, 0, 4, 1]
+
+
+@dataclass(frozen=True)
+class Parts:
+    """What a layer has beside, or in place of, Llama's parts; see `LayerWeights`."""
+
+    norms: str = "pre"
+    layer_norm: bool = False
+    biases: bool = False
+    qk_norm: str = "none"
+    activation: str = "silu"
+    gated: bool = True
+    scale: float | None = None
+    softcap: float | None = None
+    embedding_scale: float = 1.0
+    logit_softcap: float | None = None
+    ropes: tuple[float, ...] = (1.0,)  # magnitudes; layers take turns
+
+
+@dataclass(frozen=True)
+class Shape:
+    heads: int
+    kv_heads: int
+    head_dim: int
+    hidden: int = 96
+    intermediate: int = 160
+    layers: int = 1
+    window: int | None = None
+    bias: bool = False
+    parts: Parts = Parts()
+
+
+SHAPES = [
+    Shape(9, 3, 64, hidden=192),
+    Shape(1, 1, 64, layers=3),
+    Shape(8, 1, 96),
+    Shape(4, 4, 80, window=40),
+    Shape(10, 2, 32, intermediate=96),
+    Shape(2, 1, 256),
+    Shape(7, 1, 128, hidden=32, window=130),
+    Shape(6, 2, 32, bias=True),
+]
+GEMMA2 = Parts(
+    norms="sandwich",
+    activation="gelu_tanh",
+    scale=0.07,
+    softcap=5.0,
+    embedding_scale=3.5,
+    logit_softcap=8.0,
+)
+PARTS = {
+    "gemma2": Shape(4, 2, 64, layers=2, window=50, parts=GEMMA2),
+    "gemma3": Shape(
+        4,
+        1,
+        64,
+        hidden=64,
+        layers=2,
+        window=60,
+        parts=Parts(norms="sandwich", qk_norm="head", activation="gelu_tanh", ropes=(1.0, 0.0)),
+    ),
+    "olmo2": Shape(3, 3, 32, layers=2, parts=Parts(norms="post", qk_norm="width")),
+    "hunyuan": Shape(4, 2, 48, parts=Parts(qk_norm="head_after_rope", ropes=(1.3,))),
+    "starcoder2": Shape(
+        6,
+        2,
+        32,
+        bias=True,
+        layers=2,
+        parts=Parts(layer_norm=True, biases=True, gated=False, activation="gelu_tanh"),
+    ),
+    "everything": Shape(
+        8,
+        4,
+        36,
+        hidden=192,
+        bias=True,
+        layers=2,
+        parts=replace(GEMMA2, layer_norm=True, biases=True, qk_norm="width", ropes=(0.7, 1.0)),
+    ),
+}
+# Wide enough for kinds with blocks of 256.
+WIDE = Shape(8, 2, 32, hidden=256, intermediate=512, bias=True)
+# One after the other for embedding, head, q, k, v, o, gate, up and down.
+MIXTURES = {
+    "affine": ("int8_symmetric", "int8_symmetric", *["int4_affine"] * 7),
+    "symmetric": ("int8_symmetric", "int8_symmetric", *["int4_symmetric"] * 7),
+    "Q4_K_M": (
+        *("int6_k", "int6_k", "int4_k", "int4_k", "int6_k"),
+        *("int4_k", "int4_k", "int4_k", "int6_k"),
+    ),
+    "narrow": (
+        *("int8_symmetric", "int8_affine", "int5_symmetric", "int5_affine", "int8_symmetric"),
+        *("iq4_nl", "mxfp4", "int4_symmetric", "int8_affine"),
+    ),
+    "others": (
+        *("iq4_xs", "int5_k", "iq4_xs", "int5_k", "int4_affine"),
+        *("int5_k", "int4_k", "int6_k", "iq4_xs"),
+    ),
+}
+NARROW = ("affine", "symmetric", "narrow")
+
+
+class Model:
+    """Random weights, dequantized ones beside them."""
+
+    def __init__(self, shape: Shape, mixture: str = "affine") -> None:
+        self.shape = shape
+        self._rng = np.random.default_rng(shape.heads * shape.head_dim)
+        self._kinds = MIXTURES[mixture]
+        self.floats: dict[str, np.ndarray] = {}
+        width, kv = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
+        layers = []
+        for layer in range(shape.layers):
+            prefix = f"layers.{layer}."
+            layers.append(
+                LayerWeights(
+                    q=self._linear(prefix + "q", width, shape.hidden),
+                    k=self._linear(prefix + "k", kv, shape.hidden),
+                    v=self._linear(prefix + "v", kv, shape.hidden),
+                    o=self._linear(prefix + "o", shape.hidden, width),
+                    gate=self._linear(prefix + "gate", shape.intermediate, shape.hidden)
+                    if shape.parts.gated
+                    else None,
+                    up=self._linear(prefix + "up", shape.intermediate, shape.hidden),
+                    down=self._linear(prefix + "down", shape.hidden, shape.intermediate),
+                    head_norms=self._head_norms(width, kv),
+                    activation=shape.parts.activation,
+                    rope=layer % len(shape.parts.ropes),
+                    window=None if layer % 2 else shape.window,
+                    scale=shape.parts.scale,
+                    softcap=shape.parts.softcap,
+                    **self._vectors(width, kv),
+                )
+            )
+        self.weights = Weights(
+            layers=layers,
+            final_norm=self._vector(shape.hidden, around=1.0),
+            final_norm_bias=self._vector(shape.hidden) if shape.parts.layer_norm else None,
+            embedding=self._linear("embedding", VOCABULARY, shape.hidden, size=1.0),
+            head=self._linear("head", VOCABULARY, shape.hidden, size=1.0),
+            heads=shape.heads,
+            epsilon=EPSILON,
+            embedding_scale=shape.parts.embedding_scale,
+            logit_softcap=shape.parts.logit_softcap,
+        )
+        half = shape.head_dim // 2
+        inv_freq = 10000.0 ** (-np.arange(half) / half)
+        # magnitude 0 stands for a RoPE that does not turn
+        self.turns = [(((m > 0) * inv_freq).tolist(), m or 1.0) for m in shape.parts.ropes]
+        self.ropes = [rope.table(freq, 512, magnitude=m) for freq, m in self.turns]
+        self.tokens = self._rng.integers(0, VOCABULARY, 300).tolist()
+
+    def _vector(self, size: int, *, around: float = 0.0) -> np.ndarray:
+        return (around + 0.2 * self._rng.standard_normal(size)).astype("f4")
+
+    def _vectors(self, width: int, kv: int) -> dict[str, np.ndarray]:
+        """Norm weights and biases of a layer, as far as it has them."""
+        shape, parts = self.shape, self.shape.parts
+        names = []
+        if parts.norms != "post":
+            names += ["attention_norm", "mlp_norm"]
+        if parts.norms != "pre":
+            names += ["post_attention_norm", "post_mlp_norm"]
+        vectors = {name: self._vector(shape.hidden, around=1.0) for name in names}
+        if parts.layer_norm:
+            vectors |= {f"{name}_bias": self._vector(shape.hidden) for name in names}
+        if shape.bias:
+            sizes = {"q_bias": width, "k_bias": kv, "v_bias": kv}
+            vectors |= {name: 5 * self._vector(size) for name, size in sizes.items()}
+        if parts.biases:
+            sizes = {"o_bias": shape.hidden, "down_bias": shape.hidden}
+            sizes |= {"up_bias": shape.intermediate}
+            sizes |= {"gate_bias": shape.intermediate} if parts.gated else {}
+            vectors |= {name: self._vector(size) for name, size in sizes.items()}
+        return vectors
+
+    def _head_norms(self, width: int, kv: int) -> HeadNorms | None:
+        kind, head_dim = self.shape.parts.qk_norm, self.shape.head_dim
+        if kind == "none":
+            return None
+        sizes = (width, kv) if kind == "width" else (head_dim, head_dim)
+        q, k = (self._vector(size, around=1.0) for size in sizes)
+        return HeadNorms(q=q, k=k, epsilon=EPSILON, after_rope=kind == "head_after_rope")
+
+    def _linear(self, name: str, outputs: int, inputs: int, *, size: float | None = None) -> Panels:
+        order = ("embedding", "head", "q", "k", "v", "o", "gate", "up", "down")
+        kind = self._kinds[order.index(name.split(".")[-1])]
+        size = 3 / np.sqrt(inputs) if size is None else size
+        weight = random_weight(kind, outputs, inputs, self._rng, size=size)
+        self.floats[name] = dequantize(weight)
+        return to_panels(weight)
+
+    def cache(self, format: str) -> KVBlocks:
+        shape = self.shape
+        return allocate(
+            format=format,
+            blocks=5,
+            layers=shape.layers,
+            kv_heads=shape.kv_heads,
+            head_dim=shape.head_dim,
+        )
+
+    def reference(
+        self, length: int, format: str, *, rounded: bool = True
+    ) -> tuple[np.ndarray, np.ndarray]:
+        return reference.forward(
+            self.weights,
+            self.floats,
+            self.tokens[:length],
+            self.turns,
+            format=format,
+            rounded=rounded,
+        )
+
+    def run(
+        self, library: ctypes.CDLL, cuts: list[int], format: str, *, threads: int = 2
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """States and logits of all tokens, in calls that end at `cuts`."""
+        step, blocks = FusedStep(library, self.weights, self.ropes), self.cache(format)
+        found = []
+        for start, end in zip([0, *cuts], cuts, strict=False):
+            tokens = self.tokens[start:end]
+            found.append(
+                step.run(blocks, TABLE, tokens, start, logit_rows=end - start, threads=threads)
+            )
+        states, logits = zip(*found, strict=True)
+        return np.concatenate(states), np.concatenate(logits)
