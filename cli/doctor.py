@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import click
 
 from edgellm.backends.decode import StepDecoder
-from edgellm.backends.panels import open_panels
+from edgellm.backends.packed_weights import open_packed_weights
 from edgellm.backends.self_test import Check, check_prompts, check_segments
 from edgellm.backends.step_model import StepModel
 from edgellm.cli.options import load_options, model_argument
@@ -17,7 +17,7 @@ from edgellm.engine.prefill import ChunkedPrefill, StepPrefill
 from edgellm.llm import load
 from edgellm.measure.step_test import check_layers, check_step
 from edgellm.options import EngineArguments
-from edgellm.store.bundle import PANELS, ExportProgress
+from edgellm.store.bundle import PACKED, ExportProgress
 from edgellm.store.import_summary import imported
 
 
@@ -50,7 +50,7 @@ def doctor(*, name: str, load_arguments: EngineArguments) -> int:
 def _checks(engine: Engine, progress: ExportProgress) -> Iterator[Check]:
     if isinstance(engine.prefill, ChunkedPrefill):
         model = engine.prefill.model
-        click.echo(f"{model.segments.flavour} on {engine.prefill.placement}")
+        click.echo(f"{model.segments.precision} on {engine.prefill.placement}")
         yield from check_segments(engine.bundle, model.segments)
         with engine.lock:
             yield from check_prompts(engine.bundle, model, engine.cache, engine.decoder)
@@ -59,17 +59,17 @@ def _checks(engine: Engine, progress: ExportProgress) -> Iterator[Check]:
         return
     from edgellm.export.float_reference import float_reference  # 0.4 s
 
-    weights, summary = open_panels(engine.bundle), imported(engine.bundle, PANELS)
+    weights, summary = open_packed_weights(engine.bundle), imported(engine.bundle, PACKED)
     with float_reference(engine.bundle, progress=progress) as reference:
         for name, step in steps.items():
-            click.echo(f"{PANELS} on {name}")
+            click.echo(f"{PACKED} on {name}")
             yield from check_layers(reference, step, weights, summary)
             with engine.lock:
                 yield from check_step(reference, step, engine.cache, summary)
 
 
 def _steps(engine: Engine) -> dict[str, StepModel]:
-    """The models in panels that prefill or decode is on, by the names of their back ends."""
+    """The models of packed weights that prefill or decode runs on, by their back ends' names."""
     steps = {}
     if isinstance(engine.prefill, StepPrefill):
         steps[engine.prefill.placement.provider] = engine.prefill.model

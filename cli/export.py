@@ -15,13 +15,13 @@ from edgellm.cli.text import read_text
 from edgellm.errors import OptionError
 from edgellm.export import (
     DEFAULT_CHUNK_SIZES,
-    DEFAULT_FLAVOURS,
+    DEFAULT_PRECISIONS,
     check_chunk_sizes,
-    check_flavours,
-    default_flavours,
+    check_precisions,
+    default_precisions,
 )
 from edgellm.export.calibrate import ROUNDINGS, CalibrationOptions, Rounding
-from edgellm.export.flavours import FLAVOURS
+from edgellm.export.precisions import PRECISIONS
 from edgellm.export.weight_reader import FLOAT_WEIGHTS
 from edgellm.quantize.calibration import METHODS, Method
 from edgellm.store.bundle import Bundle
@@ -34,7 +34,7 @@ def calibration_options(command: Callable[..., None]) -> Callable[..., None]:
 
     @click.option(
         "--calibration-text", type=click.Path(path_type=Path),
-        help="File to calibrate static flavours on.  [default: Python's manual and library]",
+        help="File to calibrate static precisions on.  [default: Python's manual and library]",
     )  # fmt: skip
     @click.option("--calibration-windows", type=int, default=128, show_default=True)
     @click.option(
@@ -96,9 +96,9 @@ def calibration_options(command: Callable[..., None]) -> Callable[..., None]:
     "  [default: inside EDGELLM_HOME]",
 )  # fmt: skip
 @click.option(
-    "--flavours",
-    help=f"Precisions to export, from {', '.join(FLAVOURS)}.  [default: "
-    f"{','.join(DEFAULT_FLAVOURS)}, or f32 for w8a8 where a model cannot be rotated]",
+    "--precisions",
+    help=f"Precisions to export, from {', '.join(PRECISIONS)}.  [default: "
+    f"{','.join(DEFAULT_PRECISIONS)}, or f32 for w8a8 where a model cannot be rotated]",
 )
 @click.option(
     "--weights",
@@ -115,7 +115,7 @@ def export(
     *,
     name: str,
     output: Path | None,
-    flavours: str | None,
+    precisions: str | None,
     weights: str | None,
     chunk_sizes: str | None,
     calibration: CalibrationOptions,
@@ -123,14 +123,14 @@ def export(
 ) -> None:
     """Export MODEL to a bundle: static-shape ONNX graphs, decode weights, tokenizer."""
     sizes = None if chunk_sizes is None else _sizes(chunk_sizes)
-    names = [*DEFAULT_FLAVOURS] if flavours is None else flavours.split(",")
-    check_flavours(names)
+    names = [*DEFAULT_PRECISIONS] if precisions is None else precisions.split(",")
+    check_precisions(names)
     if sizes is not None:
         check_chunk_sizes(sizes, names)
     with export_progress() as progress:
         bundle = prepare(
             name,
-            flavours=default_flavours if flavours is None else names,
+            precisions=default_precisions if precisions is None else names,
             out=output,
             chunk_sizes=sizes,
             weights=weights,
@@ -142,8 +142,8 @@ def export(
 
 
 def report(bundle: Bundle) -> None:
-    """One line for each flavour, and where the bundle is."""
-    for name in bundle.manifest.flavours:
+    """One line for each precision, and where the bundle is."""
+    for name in bundle.manifest.precisions:
         click.echo(f"{name}: {imported(bundle, name).details()}", err=True)
     click.echo(f"{bundle.path} ({bundle.bytes / 1e6:.1f} MB)")
 

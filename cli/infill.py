@@ -11,7 +11,7 @@ from edgellm.cli.options import load_options, model_argument, sampling_options
 from edgellm.cli.run import fill
 from edgellm.cli.text import read_text
 from edgellm.errors import OptionError
-from edgellm.llm import SamplingArguments
+from edgellm.llm import GenerationArguments
 from edgellm.options import EngineArguments
 from edgellm.text.fim import ORDERS, Gap, Order
 
@@ -46,7 +46,7 @@ def infill(
     *,
     name: str,
     load_arguments: EngineArguments,
-    sampling: SamplingArguments,
+    sampling: GenerationArguments,
     prefix: str | None,
     suffix: str | None,
     prefix_file: Path | None,

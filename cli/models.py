@@ -17,7 +17,6 @@ from edgellm.graphs.tensors import parameters
 from edgellm.options import EngineOptions
 from edgellm.store.bundle import Bundle, open_bundle, read_manifest
 from edgellm.store.bundle_state import check_sizes
-from edgellm.store.flavour_removal import remove_flavours
 from edgellm.store.home import (
     bundles_dir,
     delete_abandoned,
@@ -26,6 +25,7 @@ from edgellm.store.home import (
     locked,
 )
 from edgellm.store.import_summary import imported
+from edgellm.store.precision_removal import remove_precisions
 from edgellm.store.prepare import prepare
 from edgellm.store.sources import bundle_label, local_path, resolve_here
 
@@ -35,7 +35,7 @@ from edgellm.store.sources import bundle_label, local_path, resolve_here
 def pull(*, name: str) -> None:
     """Download MODEL and export it, so that the next run starts at once."""
     with export_progress() as progress:
-        bundle = prepare(name, flavours=select(EngineOptions()).flavours, progress=progress)
+        bundle = prepare(name, precisions=select(EngineOptions()).precisions, progress=progress)
     report(bundle)
 
 
@@ -54,7 +54,7 @@ def ls() -> None:
             continue
         size = sum(entry.bytes for entry in manifest.files.values())
         click.echo(
-            f"{manifest.name:32}  {size / 1e6:8.1f} MB  {', '.join(manifest.flavours):16}  "
+            f"{manifest.name:32}  {size / 1e6:8.1f} MB  {', '.join(manifest.precisions):16}  "
             f"{folder.name}"
         )
 
@@ -63,9 +63,9 @@ def ls() -> None:
 @model_argument
 @click.option("--verify", is_flag=True, help="Read and check every file of the bundle.")
 def show(*, name: str, verify: bool) -> None:
-    """Show what MODEL is, its flavours and the memory that it needs."""
+    """Show what MODEL is, its precisions and the memory that it needs."""
     with export_progress() as progress:
-        bundle = prepare(name, flavours=select(EngineOptions()).flavours, progress=progress)
+        bundle = prepare(name, precisions=select(EngineOptions()).precisions, progress=progress)
     if verify:
         bundle = open_bundle(bundle.path, verify=True)
     for label, value in _description(bundle):
@@ -75,15 +75,17 @@ def show(*, name: str, verify: bool) -> None:
 @click.command()
 @click.argument("names", metavar="MODEL...", nargs=-1, required=True)
 @click.option(
-    "--flavour", "flavours", multiple=True, help="Delete only this precision; may be repeated."
+    "--precision", "precisions", multiple=True, help="Delete only this precision; may be repeated."
 )
-def rm(*, names: tuple[str, ...], flavours: tuple[str, ...]) -> None:
+def rm(*, names: tuple[str, ...], precisions: tuple[str, ...]) -> None:
     """Delete exported models, by name or by folder as `ls` prints them, and their downloads."""
     for name in names:
         folders = [folder for folder in _bundle_folders() if _is_named(folder, name)]
-        if flavours:
-            freed = sum(remove_flavours(folder, flavours) for folder in folders)
-            deleted = [f"{', '.join(flavours)} of {name}, {freed / 1e6:.1f} MB"] if folders else []
+        if precisions:
+            freed = sum(remove_precisions(folder, precisions) for folder in folders)
+            deleted = (
+                [f"{', '.join(precisions)} of {name}, {freed / 1e6:.1f} MB"] if folders else []
+            )
         else:
             deleted = [str(path) for path in _delete(name, folders)]
         if not deleted:
@@ -144,25 +146,25 @@ def _description(bundle: Bundle) -> list[tuple[str, str]]:
     ]
     options = EngineOptions()
     selection = select(options)
-    for name, flavour in manifest.flavours.items():
+    for name, precision in manifest.precisions.items():
         uses = [
             use
             for use, chosen in (
-                ("default prefill", selection.prefill_flavour(config)),
-                ("default decode", selection.decode_flavour),
+                ("default prefill", selection.prefill_precision(config)),
+                ("default decode", selection.decode_precision),
             )
             if chosen == name
         ]
-        sizes = ", ".join(map(str, flavour.chunk_sizes))
+        sizes = ", ".join(map(str, precision.chunk_sizes))
         chunks = f"; chunks of {sizes}" if sizes else ""
         mark = f" ({', '.join(uses)})" if uses else ""
         files = manifest.files.items()
         size = sum(entry.bytes for file, entry in files if file.startswith(f"{name}/"))
         lines += [
-            ("flavour", f"{name}{mark}: {size / 1e6:.1f} MB, {flavour.description}{chunks}"),
+            ("precision", f"{name}{mark}: {size / 1e6:.1f} MB, {precision.description}{chunks}"),
             ("  weights", imported(bundle, name).details()),
         ]
-    needed = planned_memory(bundle, options, selection.flavours(config))
+    needed = planned_memory(bundle, options, selection.precisions(config))
     lines.append(
         (
             "memory",

@@ -13,8 +13,8 @@ from edgellm.backends.schedule import POLICIES
 from edgellm.engine.sampling import CONTEXT_POLICIES
 from edgellm.errors import OptionError
 from edgellm.kernels.kv_blocks import KV_FORMATS
-from edgellm.llm import SamplingArguments
-from edgellm.options import DECODE_BACKENDS, PREFILL_FLAVOURS, EngineArguments
+from edgellm.llm import GenerationArguments
+from edgellm.options import DECODE_BACKENDS, PREFILL_PRECISIONS, EngineArguments
 from edgellm.store.sources import DEFAULT_MODEL
 
 Command = Callable[..., Any]
@@ -69,8 +69,8 @@ def load_options(command: Command) -> Command:
         help="Decode back end: C++ kernels, ONNX Runtime, or float32.",
     )
     @click.option(
-        "--flavour",
-        type=click.Choice(PREFILL_FLAVOURS),
+        "--precision",
+        type=click.Choice(PREFILL_PRECISIONS),
         help="Precision of prefill in ONNX Runtime.  [default: int8, or what the provider takes]",
     )
     @click.option(
@@ -105,7 +105,7 @@ def load_options(command: Command) -> Command:
 
 def sampling_options(command: Command) -> Command:
     """How tokens are chosen; those given are passed on as `sampling`."""
-    names = list(SamplingArguments.__annotations__)
+    names = list(GenerationArguments.__annotations__)
 
     @click.option(
         "-n", "--predict", "--max-tokens", "max_tokens", type=int,

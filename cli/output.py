@@ -80,7 +80,7 @@ def stats_line(stats: Stats, reason: FinishReason) -> str:
     ended = f" | ended: {_ENDED[reason]}" if reason in _ENDED else ""
     return (
         f"[ prompt: {stats.prompt_tokens} tokens ({stats.cached_tokens} cached, {where} "
-        f"{stats.prefill_flavour}), {stats.prompt_tokens_per_second:.1f} t/s | "
+        f"{stats.prefill_precision}), {stats.prompt_tokens_per_second:.1f} t/s | "
         f"first token: {stats.ttft_s * 1000:.0f} ms | "
         f"generation: {stats.generation_tokens} tokens, "
         f"{stats.generation_tokens_per_second:.1f} t/s{dropped} | "

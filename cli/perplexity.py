@@ -62,6 +62,6 @@ def perplexity(
     else:
         click.echo(
             f"perplexity {result.perplexity:.4f} over {result.tokens} tokens "
-            f"({result.windows} windows of {result.window}, {result.through} {result.flavour}, "
+            f"({result.windows} windows of {result.window}, {result.through} {result.precision}, "
             f"KV cache {result.kv_format})"
         )

@@ -16,14 +16,14 @@ from edgellm.cli.progress import export_progress
 from edgellm.engine.auto_prefill import auto_choice
 from edgellm.engine.engine import DEFAULT_CTX_SIZE, Engine
 from edgellm.engine.measured import MeasuredPrompt
-from edgellm.engine.planner import Piece
+from edgellm.engine.planner import PlannedChunk
 from edgellm.engine.prefill import ChunkedPrefill
 from edgellm.errors import OptionError
 from edgellm.llm import load
 from edgellm.measure.plan import Prediction, keep_prompt, measure, predict, profile
 from edgellm.measure.roofline import Machine, measure_cpu, measure_gpu, work_of
 from edgellm.options import EngineArguments
-from edgellm.store.bundle import PANELS
+from edgellm.store.bundle import PACKED
 from edgellm.store.sources import DEFAULT_MODEL
 
 _SPEEDS = (1, 5, 10)
@@ -47,26 +47,26 @@ def plan(*, prompt_length: int, name: str, load_arguments: EngineArguments) -> N
     prefill = engine.prefill
     click.echo(
         f"{engine.bundle.manifest.name}, {prompt_length} tokens: prefill {prefill.placement} "
-        f"({prefill.flavour}), decode {engine.decoder.name}, {engine.threads} threads"
+        f"({prefill.precision}), decode {engine.decoder.name}, {engine.threads} threads"
     )
     with engine.lock:
         if isinstance(prefill, ChunkedPrefill):
             _show_chunks(engine, prefill, prompt_length)
         _show_measured(engine, prompt_length)
         _show_limits(engine, prompt_length)
-    choice = auto_choice(engine.bundle, replace(engine.options, prefill=AUTO, flavour=None))
+    choice = auto_choice(engine.bundle, replace(engine.options, prefill=AUTO, precision=None))
     click.echo(f"--prefill auto takes {choice.prefill}: {choice.reason}")
 
 
 def _show_chunks(engine: Engine, prefill: ChunkedPrefill, count: int) -> None:
-    pieces = prefill.plan(count)
-    click.echo(f"pieces: {_pieces(pieces)}")
-    profiled = profile(engine, prefill, pieces)
+    chunks = prefill.plan(count)
+    click.echo(f"chunks: {_plan_text(chunks)}")
+    profiled = profile(engine, prefill, chunks)
     for speed in _SPEEDS:
         if speed > 1:
             click.echo(f"with an accelerator {speed} times as fast:")
         for policy in POLICIES:
-            prediction = predict(profiled, pieces, policy, accelerator_speed=speed)
+            prediction = predict(profiled, chunks, policy, accelerator_speed=speed)
             click.echo(_line(f"predicted, {policy}", prediction, count))
 
 
@@ -93,22 +93,22 @@ def _faster(samples: Mapping[str, Samples]) -> str:
 
 
 def _show_limits(engine: Engine, count: int) -> None:
-    def machine(provider: str, flavour: str) -> Machine:
+    def machine(provider: str, precision: str) -> Machine:
         if provider in (TRITON, CUDA):
             return measure_gpu()
-        return measure_cpu(engine.threads, int4=flavour == PANELS)
+        return measure_cpu(engine.threads, int4=precision == PACKED)
 
     prefill, decoder = engine.prefill, engine.decoder
     work = work_of(
-        engine.bundle, count, flavour=decoder.flavour, kv_format=engine.options.kv_format
+        engine.bundle, count, precision=decoder.precision, kv_format=engine.options.kv_format
     )
-    limits = machine(prefill.placement.provider, prefill.flavour)
+    limits = machine(prefill.placement.provider, prefill.precision)
     click.echo(
         f"limits: prefill {limits.flops / 1e9:.0f} GFLOP/s ({limits.kind}), "
         f"{work.prefill_flops / 1e9:.3f} GFLOP a token: "
         f"{limits.flops / work.prefill_flops:.0f} t/s"
     )
-    limits, share = machine(decoder.name, decoder.flavour), work.weight_share
+    limits, share = machine(decoder.name, decoder.precision), work.weight_share
     click.echo(
         f"        decode {limits.read_bytes / 1e9:.1f} GB/s, "
         f"{work.decode_bytes / 1e6:.1f} MB a token: "
@@ -117,9 +117,9 @@ def _show_limits(engine: Engine, count: int) -> None:
     )
 
 
-def _pieces(pieces: Sequence[Piece]) -> str:
+def _plan_text(chunks: Sequence[PlannedChunk]) -> str:
     parts = []
-    for (size, count), run in groupby(pieces, lambda piece: (piece.size, piece.count)):
+    for (size, count), run in groupby(chunks, lambda chunk: (chunk.size, chunk.count)):
         times = len(list(run))
         padding = "" if size in (None, count) else f" of {size}"
         where = "host" if size is None else "accelerator"

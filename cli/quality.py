@@ -96,5 +96,5 @@ def _lines(result: QualityResult) -> list[str]:
         f"99 % of tokens at most {result.kl_99:.4f}",
         f"same top token    {result.same_top:.2%}",
         f"measured on       {result.tokens} tokens ({result.windows} windows of {result.window}), "
-        f"{result.through} {result.flavour}, KV cache {result.kv_format}",
+        f"{result.through} {result.precision}, KV cache {result.kv_format}",
     ]

@@ -15,7 +15,7 @@ from edgellm.cli.progress import count_progress
 from edgellm.cli.prompt_input import PromptInput
 from edgellm.engine.sampling import MAY_BE_NONE
 from edgellm.errors import CancelledError, ContextOverflowError, EdgeLLMError, OptionError
-from edgellm.llm import LLM, SamplingArguments
+from edgellm.llm import LLM, GenerationArguments
 from edgellm.text.prompt import Message
 
 # Kinds of sampling options that /set can change, and those that may also be none.
@@ -45,7 +45,7 @@ _CONTEXT_FULL = (
 )
 
 
-def chat(llm: LLM, *, sampling: SamplingArguments, system: str | None, show_stats: bool) -> int:
+def chat(llm: LLM, *, sampling: GenerationArguments, system: str | None, show_stats: bool) -> int:
     """Talk until the user leaves; gives the exit code."""
     with exit_on_terminate(), llm.chat(system=system, **sampling) as conversation:
         return _Repl(llm, conversation, sampling, show_stats).run()
@@ -53,7 +53,7 @@ def chat(llm: LLM, *, sampling: SamplingArguments, system: str | None, show_stat
 
 class _Repl:
     def __init__(
-        self, llm: LLM, conversation: Chat, sampling: SamplingArguments, show_stats: bool
+        self, llm: LLM, conversation: Chat, sampling: GenerationArguments, show_stats: bool
     ) -> None:
         self._llm = llm
         self._chat = conversation
@@ -194,7 +194,7 @@ class _Repl:
         if name not in settable or not value.strip():
             raise OptionError(f"write /set NAME VALUE with NAME one of {', '.join(settable)}")
         new = _parsed(name, value.strip(), current[name])
-        given: SamplingArguments = {**self._sampling, name: new}  # type: ignore[misc]
+        given: GenerationArguments = {**self._sampling, name: new}  # type: ignore[misc]
         self._chat.options, self._sampling = self._llm.sampling(**given), given
         click.echo(f"{name} is {new}", err=True)
 
@@ -202,8 +202,8 @@ class _Repl:
         engine = self._llm.engine
         click.echo(
             f"model    {engine.bundle.manifest.name}\n"
-            f"prefill  {engine.prefill.placement}, {engine.prefill.flavour}\n"
-            f"decode   {engine.decoder.name} {engine.decoder.flavour}\n"
+            f"prefill  {engine.prefill.placement}, {engine.prefill.precision}\n"
+            f"decode   {engine.decoder.name} {engine.decoder.precision}\n"
             f"context  {len(self._chat.tokens)} of {engine.ctx_size} tokens, KV cache "
             f"{engine.options.kv_format}\n"
             + "\n".join(f"{name:18} {v}" for name, v in asdict(self._chat.options).items()),

@@ -24,7 +24,7 @@ from edgellm.cli.progress import count_progress, export_progress
 from edgellm.cli.text import read_text
 from edgellm.engine.answer import LogitFilter
 from edgellm.errors import OptionError, SourceError
-from edgellm.llm import LLM, SamplingArguments, load
+from edgellm.llm import LLM, GenerationArguments, load
 from edgellm.named_prefix import open_prefix
 from edgellm.options import EngineArguments
 from edgellm.results import Completion
@@ -69,7 +69,7 @@ def run(
     prompt_option: str | None,
     file: Path | None,
     load_arguments: EngineArguments,
-    sampling: SamplingArguments,
+    sampling: GenerationArguments,
     system: str | None,
     cache: str | None,
     escape: bool,
@@ -235,7 +235,7 @@ def _answer(
     llm: LLM,
     text: str,
     *,
-    sampling: SamplingArguments,
+    sampling: GenerationArguments,
     system: str | None,
     raw: bool,
     logit_filter: LogitFilter | None,
@@ -276,7 +276,7 @@ def fill(
     name: str,
     gap: Gap,
     load_arguments: EngineArguments,
-    sampling: SamplingArguments,
+    sampling: GenerationArguments,
     *,
     order: Order | None = None,
     single_line: bool = False,

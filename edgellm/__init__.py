@@ -30,7 +30,7 @@ from edgellm.errors import (
 if TYPE_CHECKING:
     from edgellm.chat import Chat
     from edgellm.engine.answer import LogitFilter
-    from edgellm.engine.sampling import SamplingOptions
+    from edgellm.engine.sampling import GenerationOptions
     from edgellm.llm import LLM, load
     from edgellm.options import EngineOptions
     from edgellm.results import Completion, Piece, Stats
@@ -48,7 +48,7 @@ _LAZY = {
     "LogitFilter": "edgellm.engine.answer",
     "Message": "edgellm.text.prompt",
     "Piece": "edgellm.results",
-    "SamplingOptions": "edgellm.engine.sampling",
+    "GenerationOptions": "edgellm.engine.sampling",
     "Session": "edgellm.session",
     "Stats": "edgellm.results",
     "load": "edgellm.llm",
@@ -65,6 +65,7 @@ __all__ = [
     "EdgeLLMError",
     "EngineOptions",
     "ExportError",
+    "GenerationOptions",
     "LogitFilter",
     "MemoryEstimateError",
     "Message",
@@ -73,7 +74,6 @@ __all__ = [
     "OptionError",
     "Piece",
     "ProviderError",
-    "SamplingOptions",
     "Session",
     "SessionFileError",
     "SourceError",

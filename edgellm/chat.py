@@ -14,7 +14,7 @@ from edgellm.checks import check_text
 from edgellm.engine.answer import LogitFilter
 from edgellm.engine.engine import Engine
 from edgellm.engine.prefill import Progress
-from edgellm.engine.sampling import SamplingOptions
+from edgellm.engine.sampling import GenerationOptions
 from edgellm.errors import OptionError
 from edgellm.results import Completion, Piece, Stats, completion
 from edgellm.session import Session
@@ -32,7 +32,7 @@ class Chat:
     """
 
     def __init__(
-        self, engine: Engine, options: SamplingOptions, *, system: str | None = None
+        self, engine: Engine, options: GenerationOptions, *, system: str | None = None
     ) -> None:
         self._engine = engine
         self._session = Session(engine)

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from edgellm.engine.engine import Engine
 from edgellm.engine.prefill import Progress
-from edgellm.engine.sampling import SamplingOptions
+from edgellm.engine.sampling import GenerationOptions
 from edgellm.errors import OptionError
 from edgellm.results import Piece
 from edgellm.session import Session
@@ -47,7 +47,7 @@ def infill_tokens(
     )
 
 
-def infill_options(engine: Engine, options: SamplingOptions) -> SamplingOptions:
+def infill_options(engine: Engine, options: GenerationOptions) -> GenerationOptions:
     """The options with what ends an answer in the model's family."""
     tokenizer = engine.tokenizer
     family = require_family(tokenizer.vocabulary, tokenizer.fim, model=engine.bundle.manifest.name)
@@ -62,7 +62,7 @@ def infill_options(engine: Engine, options: SamplingOptions) -> SamplingOptions:
 def stream_infill(
     engine: Engine,
     gap: Gap,
-    options: SamplingOptions,
+    options: GenerationOptions,
     *,
     order: Order | None = None,
     template: bool = False,

@@ -17,7 +17,7 @@ from edgellm.engine.answer import LogitFilter
 from edgellm.engine.auto_prefill import faster_provider
 from edgellm.engine.engine import Engine
 from edgellm.engine.prefill import Progress
-from edgellm.engine.sampling import ContextPolicy, SamplingOptions
+from edgellm.engine.sampling import ContextPolicy, GenerationOptions
 from edgellm.errors import OptionError
 from edgellm.infill import stream_infill
 from edgellm.named_prefix import keep_prefix, open_prefix
@@ -37,8 +37,8 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 
-class SamplingArguments(TypedDict, total=False):
-    """The fields of `SamplingOptions` as keyword arguments."""
+class GenerationArguments(TypedDict, total=False):
+    """The fields of `GenerationOptions` as keyword arguments."""
 
     temperature: float
     top_k: int
@@ -85,7 +85,7 @@ def load(
     """
     check_text("name", name)
     chosen = EngineOptions(**options)
-    bundle = prepare(name, flavours=select(chosen).flavours, progress=export_progress)
+    bundle = prepare(name, precisions=select(chosen).precisions, progress=export_progress)
     faster = faster_provider(bundle, chosen)
     if faster is not None:
         chosen = replace(chosen, prefill=faster)
@@ -129,7 +129,7 @@ class LLM:
     def notes(self) -> list[str]:
         """What is not as the model file has it: a line for each precision in use whose weights were
         rounded again."""
-        return list(rounding_notes(self.engine.bundle, self.engine.flavours))
+        return list(rounding_notes(self.engine.bundle, self.engine.precisions))
 
     def generate(
         self,
@@ -138,7 +138,7 @@ class LLM:
         cancel: threading.Event | None = None,
         progress: Progress | None = None,
         logit_filter: LogitFilter | None = None,
-        **options: Unpack[SamplingArguments],
+        **options: Unpack[GenerationArguments],
     ) -> Completion:
         """Continue a text, or token ids, without chat template; see `chat` for questions.
 
@@ -146,7 +146,7 @@ class LLM:
 
         Args:
             cancel, progress, logit_filter: see `Session.stream`.
-            options: fields of `SamplingOptions`.
+            options: fields of `GenerationOptions`.
         """
         with self.session() as session:
             session.append(prompt, parse_special=True)
@@ -164,7 +164,7 @@ class LLM:
         cancel: threading.Event | None = None,
         progress: Progress | None = None,
         logit_filter: LogitFilter | None = None,
-        **options: Unpack[SamplingArguments],
+        **options: Unpack[GenerationArguments],
     ) -> Iterator[Piece]:
         """`generate`, piece by piece."""
         with self.session() as session:
@@ -189,7 +189,7 @@ class LLM:
         template: bool = False,
         cancel: threading.Event | None = None,
         progress: Progress | None = None,
-        **options: Unpack[SamplingArguments],
+        **options: Unpack[GenerationArguments],
     ) -> Completion:
         """The text that belongs between a prefix and a suffix; greedy unless told otherwise.
 
@@ -202,7 +202,7 @@ class LLM:
             single_line: stop at the end of the line.
             template: ask in words through the chat template; for models without infill tokens.
             cancel, progress: see `Session.stream`.
-            options: fields of `SamplingOptions`, `min_indent` and `time_limit_ms` among them.
+            options: fields of `GenerationOptions`, `min_indent` and `time_limit_ms` among them.
 
         Raises:
             UnsupportedModelError: the model has no infill tokens, and `template` is not set.
@@ -235,7 +235,7 @@ class LLM:
         template: bool = False,
         cancel: threading.Event | None = None,
         progress: Progress | None = None,
-        **options: Unpack[SamplingArguments],
+        **options: Unpack[GenerationArguments],
     ) -> Iterator[Piece]:
         """`infill`, piece by piece."""
         for argument, value in (("prefix", prefix), ("suffix", suffix), ("path", path)):
@@ -255,7 +255,7 @@ class LLM:
             progress=progress,
         )
 
-    def chat(self, *, system: str | None = None, **options: Unpack[SamplingArguments]) -> Chat:
+    def chat(self, *, system: str | None = None, **options: Unpack[GenerationArguments]) -> Chat:
         """A conversation through the model's chat template."""
         return Chat(self.engine, self.sampling(**options), system=system)
 
@@ -310,7 +310,7 @@ class LLM:
 
         return JsonGrammars(self.engine.tokenizer)
 
-    def sampling(self, **options: Unpack[SamplingArguments]) -> SamplingOptions:
+    def sampling(self, **options: Unpack[GenerationArguments]) -> GenerationOptions:
         """Sampling options: those given, else the model's own, else those tried, else llama.cpp's.
 
         Those tried (see `generation_defaults.py`) are for models whose files name none, and do not
@@ -318,4 +318,4 @@ class LLM:
         """
         manifest = self.engine.bundle.manifest
         tried = {} if options.get("temperature") == 0 else tried_defaults(manifest.source)
-        return SamplingOptions(**{**tried, **manifest.generation, **options})
+        return GenerationOptions(**{**tried, **manifest.generation, **options})

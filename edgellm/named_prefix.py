@@ -18,7 +18,7 @@ from typing import Literal
 
 from edgellm.engine.engine import Engine
 from edgellm.engine.prefill import Progress
-from edgellm.engine.sampling import SamplingOptions
+from edgellm.engine.sampling import GenerationOptions
 from edgellm.errors import CancelledError, OptionError, SessionFileError, TemplateError
 from edgellm.session import Session
 from edgellm.store.home import delete_folder, file_safe, locked, prefixes_dir, replacing_folder
@@ -118,7 +118,7 @@ def _compute(
     # others find the end of what is computed, which fills no block, when a session is closed
     with Session(engine) as session:
         session.replace(tokens)
-        answer = session.generate(SamplingOptions(max_tokens=0), progress=progress)
+        answer = session.generate(GenerationOptions(max_tokens=0), progress=progress)
         if answer.finish_reason != "length":
             raise CancelledError(f"prefix {about.name!r}: {answer.finish_reason}; nothing is kept")
         try:

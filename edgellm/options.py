@@ -16,16 +16,16 @@ from edgellm.checks import check_choice, check_flag, check_number, check_path, c
 from edgellm.errors import OptionError
 from edgellm.kernels.kv_blocks import KV_FORMATS, KVFormat
 
-PREFILL_FLAVOURS = tuple(dict.fromkeys(f for p in PROVIDERS.values() for f in p.flavours))
+PREFILL_PRECISIONS = tuple(dict.fromkeys(f for p in PROVIDERS.values() for f in p.precisions))
 DECODE_BACKENDS = (AUTO, NATIVE, TRITON, "portable", "reference")
-# Back ends that take the weights in panels, through all layers in one call.
+# Back ends that take the weights in packed weights, through all layers in one call.
 STEPS = (NATIVE, TRITON)
 
 
 class EngineArguments(TypedDict, total=False):
     """The fields of `EngineOptions` as keyword arguments."""
 
-    flavour: str | None
+    precision: str | None
     decode: str
     prefill: str
     kv_format: KVFormat
@@ -44,15 +44,15 @@ class EngineOptions:
     """How a model is loaded.
 
     Attributes:
-        flavour: precision of the graphs that prefill runs; None is that of the native kernels where
-            they run it, else the first of the provider's that can compute the model (see
-            `providers.py`, `flavour_support.py`); on a CPU that does not multiply int8 exactly (see
+        precision: of the graphs that prefill runs; None is that of the native kernels where they
+            run it, else the first of the provider's that can compute the model (see `providers.py`,
+            `precision_support.py`); on a CPU that does not multiply int8 exactly (see
             `int8_support.py`), float32.
         decode: `native` (int4 in C++), `triton` (int4 in Triton kernels on a GPU), `portable`
             (int4 in ONNX Runtime), `reference` (float32), or `auto`: triton where there is a GPU
             for it, else native where the kernels were built, else portable.
         prefill: `native`, `triton`, an execution provider, or `auto`: as decode where that is
-            native or triton and no flavour was asked for, else the CPU provider. When a model is
+            native or triton and no precision was asked for, else the CPU provider. When a model is
             loaded, an accelerator takes the place of native if it is known to be faster (see
             `auto_prefill.py`).
         kv_format: how the KV cache is stored.
@@ -68,7 +68,7 @@ class EngineOptions:
         kv_cache_bytes: size of the folder at most; what was not used for longest is deleted.
     """
 
-    flavour: str | None = None
+    precision: str | None = None
     decode: str = AUTO
     prefill: str = AUTO
     kv_format: KVFormat = "int8"
@@ -93,7 +93,7 @@ class EngineOptions:
                 f"`schedule` is {self.schedule!r}: with `prefill` cuda the host has no part; "
                 "leave it out"
             )
-        self._check_flavour()
+        self._check_precision()
 
     def _check_values(self) -> None:
         check_choice("kv_format", self.kv_format, KV_FORMATS)
@@ -116,14 +116,14 @@ class EngineOptions:
                 f"`provider_options` is {self.provider_options!r}; a dict of texts is expected"
             )
 
-    def _check_flavour(self) -> None:
-        allowed = PREFILL_FLAVOURS
+    def _check_precision(self) -> None:
+        allowed = PREFILL_PRECISIONS
         if self.prefill in PROVIDERS:
-            allowed = PROVIDERS[self.prefill].flavours
+            allowed = PROVIDERS[self.prefill].precisions
         elif self.prefill in STEPS:
             allowed = ()
-        if self.flavour is not None and self.flavour not in allowed:
+        if self.precision is not None and self.precision not in allowed:
             raise OptionError(
-                f"`flavour` is {self.flavour!r}; allowed with `prefill` {self.prefill} are "
+                f"`precision` is {self.precision!r}; allowed with `prefill` {self.prefill} are "
                 + (", ".join(allowed) or "none, the kernels have their own")
             )

@@ -24,7 +24,7 @@ class Stats:
         generation_tokens_per_second: decode steps over their time; 0 if there was none.
         peak_memory_bytes: largest resident size of the process so far.
         prefill: tokens prefilled on each provider, e.g. `{"cpu": 41}`.
-        prefill_flavour, decode: what computed them.
+        prefill_precision, decode: what computed them.
         seed: of the sampler.
         drafted_tokens, accepted_tokens: guessed from what was there before, and right among them.
         dropped_tokens: forgotten because the context was full.
@@ -39,7 +39,7 @@ class Stats:
     generation_tokens_per_second: float
     peak_memory_bytes: int
     prefill: Mapping[str, int]
-    prefill_flavour: str
+    prefill_precision: str
     decode: str
     seed: int
     drafted_tokens: int = 0

@@ -19,7 +19,7 @@ from edgellm.checks import check_hooks, check_number, check_path, check_token_id
 from edgellm.engine.answer import Answer, LogitFilter
 from edgellm.engine.engine import Engine
 from edgellm.engine.prefill import Hooks, Progress
-from edgellm.engine.sampling import SamplingOptions
+from edgellm.engine.sampling import GenerationOptions
 from edgellm.errors import CacheFullError, ContextOverflowError, OptionError, SessionFileError
 from edgellm.kernels.sampling import Logits
 from edgellm.results import Completion, Piece, Stats, completion
@@ -70,7 +70,7 @@ class Session:
         ids = self._checked("tokens", tokens)
         with self._engine.lock:
             self._engine.cache.collect()
-            self._sequence.truncate(len(self._sequence.tokens[: self._sequence.exact]))
+            self._sequence.truncate(len(self._sequence.tokens[: self._sequence.shareable]))
         self._set(ids)
 
     def fork(self) -> Session:
@@ -126,7 +126,7 @@ class Session:
         engine, path = self._engine, check_path("path", path)
         with engine.lock:
             engine.cache.collect()
-            computed, exact = len(self._sequence), self._sequence.exact
+            computed, shareable = len(self._sequence), self._sequence.shareable
             blocks = pack(self._sequence.blocks, self._sequence.table, tokens=computed)
         saved = SavedSession(
             model=engine.bundle.manifest.name,
@@ -134,7 +134,7 @@ class Session:
             kv_format=engine.options.kv_format,
             tokens=self._tokens,
             computed=computed,
-            exact=exact,
+            shareable=shareable,
             arithmetic=engine.arithmetic,
         )
         write_session(path, saved, blocks)
@@ -157,7 +157,7 @@ class Session:
                     raise SessionFileError(f"{path}: damaged or truncated; save the session again")
                 # another back end's bits are for this session, and not for others to find
                 same = saved.arithmetic == engine.arithmetic
-                self._sequence.exact = saved.exact if same else 0
+                self._sequence.shareable = saved.shareable if same else 0
                 self._sequence.commit(tokens[: saved.computed])
         self._tokens = tokens
 
@@ -174,7 +174,7 @@ class Session:
 
     def generate(
         self,
-        options: SamplingOptions,
+        options: GenerationOptions,
         *,
         cancel: threading.Event | None = None,
         progress: Progress | None = None,
@@ -186,7 +186,7 @@ class Session:
 
     def stream(
         self,
-        options: SamplingOptions,
+        options: GenerationOptions,
         *,
         cancel: threading.Event | None = None,
         progress: Progress | None = None,

@@ -17,7 +17,7 @@ off (see `quantize/shadow.py`):
     i.up            attention, residual                 -> residual, activated [C, I]
     i.down          activated, residual                 -> residual, qkv, or hidden
 
-`residual` and `activated` are private to a flavour: they may be in a rotated basis.
+`residual` and `activated` are private to a precision: they may be in a rotated basis.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ ACTIVATED = "activated"
 HIDDEN = "hidden"
 LOGITS = "logits"
 
-# The first token of a sequence collects attention that has nowhere else to go. Flavours with fixed
-# scales leave it to the host: its activations are the outliers of outliers (SmolLM2-135M: 3,006
-# before down_proj of layer 11, where no other token exceeds 10), and a grid that reaches them is
-# useless for the rest (PrefixQuant, Chen et al., arXiv:2410.05265).
+# The first token of a sequence collects attention that has nowhere else to go. Precisions with
+# fixed scales leave it to the host: its activations are the outliers of outliers (SmolLM2-135M:
+# 3,006 before down_proj of layer 11, where no other token exceeds 10), and a grid that reaches them
+# is useless for the rest (PrefixQuant, Chen et al., arXiv:2410.05265).
 HOST_TOKENS = 1
 
 CHUNK_DIM = "chunk"
@@ -93,7 +93,7 @@ WEIGHTS_FILE = "weights.bin"
 
 
 class Grid(NamedTuple):
-    """The fixed points that a tensor of a static flavour is rounded to, symmetric around 0.
+    """The fixed points that a tensor of a static precision is rounded to, symmetric around 0.
 
     Attributes:
         scale: the step; `value = (code - 2^(bits - 1)) * scale`.

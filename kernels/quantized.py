@@ -49,7 +49,7 @@ class Kind:
 
     @property
     def group_bytes(self) -> int:
-        """Of 32 inputs of 16 outputs in panels, without what they share with other groups."""
+        """Of 32 inputs of 16 packed outputs, without what they share with other groups."""
         each = 16 if self.blocked else 32
         return 64 * self.bits + each * (GROUP // self.group + self.affine)
 

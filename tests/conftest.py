@@ -49,8 +49,8 @@ def smollm2_gguf() -> Path:
 
 @pytest.fixture(scope="session")
 def smollm2() -> Bundle:
-    """The default model's bundle with all flavours."""
-    return prepare(DEFAULT_MODEL, flavours=("f32", "int4", "panels", "w8a16-qdq", "w8a8"))
+    """The default model's bundle with all precisions."""
+    return prepare(DEFAULT_MODEL, precisions=("f32", "int4", "packed", "w8a16-qdq", "w8a8"))
 
 
 @pytest.fixture(scope="session")
@@ -73,7 +73,7 @@ def portable_llm(smollm2: Bundle) -> LLM:
 @pytest.fixture(scope="session")
 def reference_llm(smollm2: Bundle) -> LLM:
     """The default model in float32 throughout."""
-    return load(str(smollm2.path), flavour="f32", decode="reference", kv_format="f32")
+    return load(str(smollm2.path), precision="f32", decode="reference", kv_format="f32")
 
 
 def files_of(package: str, pattern: str, target: Path, *options: str) -> Path:
@@ -119,7 +119,7 @@ def export_static(tiny_model: Path) -> Callable[..., Path]:
 
     def run(out: Path, *, model: Path = tiny_model, **options: Any) -> Path:
         defaults = {
-            "flavours": ("f32", "int4", "panels", "w8a16-qdq"),
+            "precisions": ("f32", "int4", "packed", "w8a16-qdq"),
             "calibration": CalibrationOptions(windows=8, window=32),
         }
         export(model, out, name="tiny", source=str(model), **{**defaults, **options})

@@ -1,7 +1,7 @@
 """Graphs compiled for an accelerator, kept in EDGELLM_HOME/compiled.
 
 A vendor's compiler takes seconds to minutes and may crash, so it runs in a process of its own and
-its results are kept: one folder for each bundle, flavour, provider and everything else that they
+its results are kept: one folder for each bundle, precision, provider and everything else that they
 depend on. A folder appears when it is complete, and a file that has changed since is noticed.
 """
 
@@ -41,14 +41,14 @@ class _Task:
 
 def compiled(
     bundle: Bundle,
-    flavour: str,
+    precision: str,
     *,
     provider: str,
     provider_options: Mapping[str, str],
     allow_fallback: bool = False,
     progress: ExportProgress | None = None,
 ) -> Path:
-    """The folder with the compiled segments of a flavour, under the names of the segments.
+    """The folder with the compiled segments of a precision, under the names of the segments.
 
     Args:
         allow_fallback: keep what the compiler does not take as it is, for the CPU.
@@ -57,8 +57,8 @@ def compiled(
     Raises:
         ProviderError: the compiler fails or crashes, or leaves a part of a graph to others.
     """
-    key = _key(bundle, flavour, provider, provider_options, allow_fallback)
-    folder = compiled_dir() / f"{file_safe(bundle.manifest.name)}-{flavour}-{provider}-{key}"
+    key = _key(bundle, precision, provider, provider_options, allow_fallback)
+    folder = compiled_dir() / f"{file_safe(bundle.manifest.name)}-{precision}-{provider}-{key}"
     if _intact(folder):
         return folder
     folder.parent.mkdir(parents=True, exist_ok=True)
@@ -68,13 +68,13 @@ def compiled(
             with replacing_folder(folder) as partial:
                 tasks = [
                     _Task(
-                        bundle.path / flavour / name,
+                        bundle.path / precision / name,
                         partial / name,
                         provider,
                         provider_options,
                         allow_fallback,
                     )
-                    for name in _names(bundle, flavour)
+                    for name in _names(bundle, precision)
                 ]
                 _compile_all(tasks, progress)
                 sums = {path.name: sha256_of(path) for path in sorted(partial.iterdir())}
@@ -82,15 +82,15 @@ def compiled(
     return folder
 
 
-def _names(bundle: Bundle, flavour: str) -> list[str]:
-    entry = bundle.flavour(flavour)
+def _names(bundle: Bundle, precision: str) -> list[str]:
+    entry = bundle.precision(precision)
     graphs = parts(bundle.config, entry.cut_segments)
     return [part_file(part, size) for size in entry.chunk_sizes for part in graphs]
 
 
 def _key(
     bundle: Bundle,
-    flavour: str,
+    precision: str,
     provider: str,
     provider_options: Mapping[str, str],
     allow_fallback: bool,
@@ -98,7 +98,7 @@ def _key(
     """Changes with the graphs and their weights, the versions of all tools, and the device."""
     import onnxruntime
 
-    prefix = f"{flavour}/"
+    prefix = f"{precision}/"
     files = {n: f.sha256 for n, f in bundle.manifest.files.items() if n.startswith(prefix)}
     versions = [onnxruntime.__version__, version(provider)]
     found = [files, *versions, dict(provider_options), allow_fallback]

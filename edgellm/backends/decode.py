@@ -14,7 +14,7 @@ from edgellm.backends.providers import NATIVE
 from edgellm.backends.step_model import StepModel
 from edgellm.cache.sequence import Sequence
 from edgellm.kernels.sampling import Logits
-from edgellm.store.bundle import PANELS
+from edgellm.store.bundle import PACKED
 
 Floats = NDArray[np.float32]
 
@@ -24,13 +24,13 @@ class DecodeBackend(Protocol):
 
     Attributes:
         name: as in `--decode`.
-        flavour: the precision of its weights.
+        precision: of its weights.
         exact_rows: whether a token's result has the same bits however many come with it, and some
             of them take less than each alone: whether drafts can be checked.
     """
 
     name: str
-    flavour: str
+    precision: str
     exact_rows: bool
 
     def forward(
@@ -62,10 +62,10 @@ class SegmentDecoder:
 
     exact_rows = False
 
-    def __init__(self, model: Model, *, name: str, flavour: str) -> None:
+    def __init__(self, model: Model, *, name: str, precision: str) -> None:
         self._model = model
         self.name = name
-        self.flavour = flavour
+        self.precision = precision
 
     def forward(
         self,
@@ -95,7 +95,7 @@ class SegmentDecoder:
 class StepDecoder:
     """The fused step: all layers of a token in one call, in C++ or in Triton kernels."""
 
-    flavour = PANELS
+    precision = PACKED
 
     def __init__(self, model: StepModel, *, name: str) -> None:
         self.model = model

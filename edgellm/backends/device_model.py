@@ -18,7 +18,7 @@ from edgellm.backends.forward import Model, RunningChunk
 from edgellm.backends.host_attention import HostAttention
 from edgellm.backends.providers import CPU, CUDA
 from edgellm.backends.segments import ModelHead, Run, Segments
-from edgellm.cache.mirror import Mirror
+from edgellm.cache.replica import Replica
 from edgellm.cache.sequence import Sequence
 from edgellm.kernels.attention.gpu import Partials, attend
 from edgellm.kernels.gpu.device import on_device
@@ -67,7 +67,7 @@ class DeviceSegments(Segments):
     def __init__(
         self,
         bundle: Bundle,
-        flavour: str,
+        precision: str,
         *,
         queue: Queue,
         threads: int,
@@ -77,7 +77,7 @@ class DeviceSegments(Segments):
         self._device = torch.device(queue.device)
         super().__init__(
             bundle,
-            flavour,
+            precision,
             provider=queue.provider,
             threads=threads,
             provider_options={**queue.settings, **provider_options},
@@ -115,14 +115,14 @@ class DeviceModel(Model):
         head: ModelHead,
         attention: HostAttention,
         *,
-        mirror: Mirror,
+        replica: Replica,
         queue: Queue,
     ) -> None:
         """Copy RoPE tables and norms of `attention` to the device."""
         super().__init__(segments, head, attention, threads=1)
         config, device = self.config, queue.device
         self._queue = queue
-        self._blocks = mirror.device
+        self._blocks = replica.device
         self._ropes = [
             (on_device(table.cos, device), on_device(table.sin, device))
             for table in attention.ropes

@@ -42,7 +42,7 @@ class RunningChunk:
 
 
 class Model:
-    """A flavour ready to run: segments, embedding and head, and what is between segments."""
+    """A precision ready to run: segments, embedding and head, and what is between segments."""
 
     def __init__(
         self, segments: Segments, head: ModelHead, attention: HostAttention, *, threads: int

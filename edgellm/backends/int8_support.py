@@ -2,7 +2,7 @@
 
 On x86 before AVX-512 VNNI and AVX-VNNI, ONNX Runtime multiplies uint8 by int8 with VPMADDUBSW,
 which clips the sum of two products to 16 bits (see "U8S8 saturation" in its quantization guide).
-The w8a8 flavour uses all 8 bits and would lose its accuracy there.
+The w8a8 precision uses all 8 bits and would lose its accuracy there.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from edgellm.backends.softcap import softcapped
 from edgellm.cache.sequence import Sequence
 from edgellm.errors import CancelledError
-from edgellm.kernels.linear import Panels, rows_of
+from edgellm.kernels.linear import PackedWeights, rows_of
 from edgellm.kernels.linear.native import linear
 from edgellm.kernels.rope import RopeTable
 from edgellm.kernels.sampling import Logits
@@ -24,8 +24,8 @@ Floats = NDArray[np.float32]
 _MANY = 64
 
 
-class PanelHead:
-    """The LM head and the embedding in panels; see `Head` in `segments.py`."""
+class PackedHead:
+    """The LM head and the embedding in packed weights; see `Head` in `segments.py`."""
 
     def __init__(self, library: ctypes.CDLL, weights: Weights, *, threads: int) -> None:
         self._library = library
@@ -50,7 +50,7 @@ class NativeModel:
         self, library: ctypes.CDLL, weights: Weights, ropes: SequenceOf[RopeTable], *, threads: int
     ) -> None:
         """`ropes`: the tables that layers name by their index, for the whole context."""
-        self.head = PanelHead(library, weights, threads=threads)
+        self.head = PackedHead(library, weights, threads=threads)
         self._library = library
         self._step = FusedStep(library, weights, ropes)
         self._threads = threads
@@ -83,7 +83,7 @@ class NativeModel:
         """None: all logits are in memory at once."""
         return None
 
-    def linear(self, x: Floats, weight: Panels, *, fine: bool = False) -> Floats:
+    def linear(self, x: Floats, weight: PackedWeights, *, fine: bool = False) -> Floats:
         """See `StepModel.linear`."""
         return linear(self._library, x, weight, fine=fine, threads=self._threads)
 

@@ -40,14 +40,14 @@ class Provider:
         package: what to install for it.
         plugin: the module that brings it as a library of its own; None where it is part of
             onnxruntime.
-        flavours: those that it takes, the usual one first.
+        precisions: those that it takes, the usual one first.
         compiled: whether its graphs are compiled once and kept (see `compile_cache.py`).
     """
 
     ort_name: str
     package: str
     plugin: str | None = None
-    flavours: tuple[str, ...] = ("f32",)
+    precisions: tuple[str, ...] = ("f32",)
     compiled: bool = False
 
 

@@ -1,4 +1,4 @@
-"""The graphs of one flavour, opened, and the buffers that they are bound to."""
+"""The graphs of one precision, opened, and the buffers that they are bound to."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from edgellm.errors import BundleError
 from edgellm.graphs import contract
 from edgellm.kernels.checks import indices
 from edgellm.quantize.shadow import ShadowLinear
-from edgellm.store.bundle import Bundle, ExportProgress, FlavourEntry, map_arrays
+from edgellm.store.bundle import Bundle, ExportProgress, PrecisionEntry, map_arrays
 
 Floats = NDArray[np.float32]
 # The code that stands for 0 in a table of bytes.
@@ -53,7 +53,7 @@ class ChunkBuffers:
 
 
 class Segments:
-    """The graphs of a flavour on one provider: `layers + 1` segments, some of them in two halves.
+    """The graphs of a precision on one provider: `layers + 1` segments, some of them in two halves.
 
     The CPU provider takes one session of symbolic size for all chunk sizes, because each session
     keeps its own repacked copy of the weights; other providers get a static graph a size, compiled
@@ -68,7 +68,7 @@ class Segments:
     def __init__(
         self,
         bundle: Bundle,
-        flavour: str,
+        precision: str,
         *,
         provider: str,
         threads: int,
@@ -76,16 +76,16 @@ class Segments:
         allow_fallback: bool = False,
         progress: ExportProgress | None = None,
     ) -> None:
-        entry = bundle.flavour(flavour)
+        entry = bundle.precision(precision)
         self.config = bundle.config
-        self.flavour = flavour
+        self.precision = precision
         self.chunk_sizes = entry.chunk_sizes
         self.host_tokens = entry.host_tokens
         self.parts = contract.parts(bundle.config, entry.cut_segments)
         self.shadows = read_shadows(bundle.path, entry)
         self._provider_options = provider_options or {}
         self._allow_fallback = allow_fallback
-        self._folder = bundle.path / flavour
+        self._folder = bundle.path / precision
         self.compiled: Path | None = None
         self._provider = provider
         self._threads = threads
@@ -96,7 +96,7 @@ class Segments:
         if PROVIDERS[provider].compiled:
             self._folder = self.compiled = compiled(
                 bundle,
-                flavour,
+                precision,
                 provider=provider,
                 provider_options=self._provider_options,
                 allow_fallback=allow_fallback,
@@ -228,7 +228,7 @@ def _runner(session: Any, binding: Any, inputs: Mapping[str, Any]) -> Run:
     return run
 
 
-def read_shadows(root: Path, entry: FlavourEntry) -> dict[int, ShadowLinear]:
+def read_shadows(root: Path, entry: PrecisionEntry) -> dict[int, ShadowLinear]:
     """The host's side of down_proj, by the segment that it cuts.
 
     Args:

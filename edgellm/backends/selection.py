@@ -13,12 +13,12 @@ from edgellm.errors import OptionError
 from edgellm.graphs.config import ModelConfig
 from edgellm.kernels.gpu import device
 from edgellm.kernels.native import library
-from edgellm.options import PREFILL_FLAVOURS, STEPS, EngineOptions
-from edgellm.store.bundle import PANELS
-from edgellm.store.flavour_support import first_supported, why_not
-from edgellm.store.flavour_support import require as require_support
+from edgellm.options import PREFILL_PRECISIONS, STEPS, EngineOptions
+from edgellm.store.bundle import PACKED
+from edgellm.store.precision_support import first_supported, why_not
+from edgellm.store.precision_support import require as require_support
 
-_DECODE_FLAVOURS = {"portable": "int4", "reference": "f32", NATIVE: PANELS, TRITON: PANELS}
+_DECODE_PRECISIONS = {"portable": "int4", "reference": "f32", NATIVE: PACKED, TRITON: PACKED}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,13 +27,13 @@ class Selection:
 
     Attributes:
         policy: how chunks share the accelerator and the host.
-        flavour: the precision that was asked for, if any.
+        precision: the precision that was asked for, if any.
     """
 
     prefill: str
     decode: str
     policy: Policy
-    flavour: str | None = None
+    precision: str | None = None
 
     @property
     def shares_cpu(self) -> bool:
@@ -41,26 +41,26 @@ class Selection:
         return self.prefill == CPU and self.policy != "serial"
 
     @property
-    def decode_flavour(self) -> str:
-        return _DECODE_FLAVOURS[self.decode]
+    def decode_precision(self) -> str:
+        return _DECODE_PRECISIONS[self.decode]
 
-    def prefill_flavour(self, config: ModelConfig) -> str:
+    def prefill_precision(self, config: ModelConfig) -> str:
         """The one that prefill runs a model in.
 
         Raises:
             UnsupportedModelError: the one that was asked for cannot compute the model, or none of
                 the provider's can.
         """
-        if self.flavour is not None:
-            allowed = PREFILL_FLAVOURS
+        if self.precision is not None:
+            allowed = PREFILL_PRECISIONS
             if self.prefill in PROVIDERS:
-                allowed = PROVIDERS[self.prefill].flavours
-            require_support(self.flavour, config, among=allowed)
-            return self.flavour
+                allowed = PROVIDERS[self.prefill].precisions
+            require_support(self.precision, config, among=allowed)
+            return self.precision
         if self.prefill in STEPS:
-            return PANELS
+            return PACKED
         if self.prefill != CPU:
-            return first_supported(PROVIDERS[self.prefill].flavours, config)
+            return first_supported(PROVIDERS[self.prefill].precisions, config)
         from edgellm.backends.int8_support import (
             int8_products_are_exact,  # 0.4 s, and rarely needed
         )
@@ -68,9 +68,9 @@ class Selection:
         rounded = why_not("w8a8", config) is None and int8_products_are_exact()
         return "w8a8" if rounded else "f32"
 
-    def flavours(self, config: ModelConfig) -> set[str]:
-        """Those that a model is run in; see `prefill_flavour`."""
-        return {self.prefill_flavour(config), self.decode_flavour}
+    def precisions(self, config: ModelConfig) -> set[str]:
+        """Those that a model is run in; see `prefill_precision`."""
+        return {self.prefill_precision(config), self.decode_precision}
 
 
 def select(options: EngineOptions) -> Selection:
@@ -84,11 +84,11 @@ def select(options: EngineOptions) -> Selection:
     decode = options.decode if options.decode != AUTO else _usual_decode()
     prefill = options.prefill
     if prefill == AUTO:
-        prefill = decode if decode in STEPS and options.flavour is None else CPU
+        prefill = decode if decode in STEPS and options.precision is None else CPU
     policy = options.schedule
     if policy is None:
         policy = "serial" if prefill in (CPU, CUDA, *STEPS) else "out-of-order"
-    return Selection(prefill=prefill, decode=decode, policy=policy, flavour=options.flavour)
+    return Selection(prefill=prefill, decode=decode, policy=policy, precision=options.precision)
 
 
 def _usual_decode() -> str:

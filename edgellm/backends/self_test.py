@@ -68,7 +68,7 @@ class Check:
 
 def check_segments(bundle: Bundle, segments: Segments) -> Iterator[Check]:
     """Every segment of every chunk size, with what the host does in the middle of it."""
-    reference, entry = _reference(bundle), bundle.flavour(segments.flavour)
+    reference, entry = _reference(bundle), bundle.precision(segments.precision)
     rotation = read_rotation(bundle.path, entry)
     for chunk in segments.chunk_sizes:
         for index, kept in enumerate(reference.segments):
@@ -85,9 +85,9 @@ def check_prompts(
 
     No longer ones than the context holds, or than the reference is.
 
-    `host` computes the first tokens where the flavour leaves them to it.
+    `host` computes the first tokens where the precision leaves them to it.
     """
-    reference, entry = _reference(bundle), bundle.flavour(model.segments.flavour)
+    reference, entry = _reference(bundle), bundle.precision(model.segments.precision)
     start = entry.host_tokens
     longest = min(len(reference.tokens), cache.ctx_size) - start
     limit = _limit(entry.errors[PROMPT], _PROMPT_SLACK)

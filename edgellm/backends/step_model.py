@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgellm.cache.sequence import Sequence
-from edgellm.kernels.linear import Panels
+from edgellm.kernels.linear import PackedWeights
 from edgellm.kernels.sampling import Logits
 
 Floats = NDArray[np.float32]
@@ -41,7 +41,7 @@ class StepModel(Protocol):
     def best(self, token: int, sequence: Sequence) -> Logits | None:
         """See `DecodeBackend.best`."""
 
-    def linear(self, x: Floats, weight: Panels, *, fine: bool = False) -> Floats:
+    def linear(self, x: Floats, weight: PackedWeights, *, fine: bool = False) -> Floats:
         """A product `[rows, K]` to `[rows, N]` as the step computes it, for the self-test.
 
         Args:

@@ -12,7 +12,7 @@ from edgellm.cache.kv_cache import KVCache
 from edgellm.cache.sequence import Sequence
 from edgellm.errors import CancelledError, MemoryEstimateError
 from edgellm.kernels.gpu.device import free_bytes
-from edgellm.kernels.linear import Panels, rows_of
+from edgellm.kernels.linear import PackedWeights, rows_of
 from edgellm.kernels.rope import RopeTable
 from edgellm.kernels.sampling import Logits
 from edgellm.kernels.step import Weights
@@ -81,7 +81,7 @@ class TritonModel:
         """See `ModelHead.embed`."""
         return rows_of(self._embedding, tokens)
 
-    def linear(self, x: Floats, weight: Panels, *, fine: bool = False) -> Floats:
+    def linear(self, x: Floats, weight: PackedWeights, *, fine: bool = False) -> Floats:
         """See `StepModel.linear`; the weight is copied to the device."""
         return self._step.linear(x, weight)
 

@@ -31,7 +31,7 @@ from edgellm.kernels.kv_blocks import (
 )
 
 if TYPE_CHECKING:
-    from edgellm.cache.mirror import Mirror  # imports torch
+    from edgellm.cache.replica import Replica  # imports torch
 
 
 class KVCache:
@@ -45,7 +45,7 @@ class KVCache:
         key_offset: of the model's keys, see `kernels/kv_blocks.py`.
 
     Attributes:
-        mirror: the same blocks in a device's memory, if some of the work is done there.
+        replica: the same blocks in a device's memory, if some of the work is done there.
         lock: for whoever uses the cache. No context manager of Python's own stands around it: an
             interrupt in one would leave it taken.
         disk: full blocks that outlive the process, if they are kept.
@@ -76,7 +76,7 @@ class KVCache:
             head_dim=config.head_dim,
             key_offset=key_offset,
         )
-        self.mirror: Mirror | None = None
+        self.replica: Replica | None = None
         self.disk: DiskCache | None = None
         self.lock = threading.Lock()
         self._deferred: deque[Callable[[], None]] = deque()
@@ -106,13 +106,13 @@ class KVCache:
         while self._deferred:
             self._deferred.popleft()()
 
-    def on_device(self, device: str) -> Mirror:
+    def on_device(self, device: str) -> Replica:
         """The same blocks in a device's memory, made on the first call."""
-        if self.mirror is None:
-            from edgellm.cache.mirror import Mirror
+        if self.replica is None:
+            from edgellm.cache.replica import Replica
 
-            self.mirror = Mirror(self.blocks, device)
-        return self.mirror
+            self.replica = Replica(self.blocks, device)
+        return self.replica
 
     def sequence(self, tokens: SequenceOf[int] = ()) -> Sequence:
         """A sequence that starts with the longest cached prefix of `tokens`."""
@@ -140,7 +140,7 @@ class KVCache:
         """Write a sequence's full blocks to disk, if blocks are kept there."""
         if self.disk is not None and len(sequence) >= BLOCK:
             sequence.use_host()
-            names = self._index.names(sequence.tokens[: sequence.exact])
+            names = self._index.names(sequence.tokens[: sequence.shareable])
             self.disk.save(zip(names, sequence.table, strict=False))
 
     def _read_on(self, sequence: Sequence, tokens: SequenceOf[int], disk: DiskCache) -> None:

@@ -23,7 +23,7 @@ from edgellm.kernels.kv_blocks import BLOCK, KVBlocks
 from edgellm.kernels.kv_shift import move
 
 if TYPE_CHECKING:
-    from edgellm.cache.mirror import Mirror  # imports torch
+    from edgellm.cache.replica import Replica  # imports torch
 
 
 class Store(Protocol):
@@ -36,7 +36,7 @@ class Store(Protocol):
 
     ctx_size: int
     blocks: KVBlocks
-    mirror: Mirror | None
+    replica: Replica | None
     turns: list[tuple[float, ...]] | None
 
     def soon(self, change: Callable[[], None]) -> None: ...
@@ -50,8 +50,9 @@ class Sequence:
     One that is dropped without `close` is closed then, or by whoever uses the cache next.
 
     Attributes:
-        exact: so many of the first tokens have the K and V that they alone determine, and may be
-            found by others; None is all. What was behind a gap remembers what stood in it.
+        shareable: number of leading tokens whose K and V are position-exact: other sequences
+            may begin with them. None: all. Tokens that moved up over a gap still remember what
+            stood in it.
     """
 
     def __init__(
@@ -67,7 +68,7 @@ class Sequence:
         self._index = index
         self.table = table
         self.tokens = tokens
-        self.exact: int | None = None
+        self.shareable: int | None = None
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -85,13 +86,13 @@ class Sequence:
 
     def use_host(self) -> None:
         """Bring the sequence to the host, to attend to it and to write behind it there."""
-        if self._cache.mirror is not None:
-            self._cache.mirror.use("host", self.table, len(self))
+        if self._cache.replica is not None:
+            self._cache.replica.use("host", self.table, len(self))
 
     def use_device(self) -> None:
         """Bring the sequence to the device, to attend to it and to write behind it there."""
-        if self._cache.mirror is not None:
-            self._cache.mirror.use("device", self.table, len(self))
+        if self._cache.replica is not None:
+            self._cache.replica.use("device", self.table, len(self))
 
     def reserve(self, count: int) -> None:
         """Make the next `count` positions writable.
@@ -125,7 +126,7 @@ class Sequence:
         """Count tokens whose K and V have been written in every layer."""
         first = len(self) // BLOCK
         self.tokens.extend(tokens)
-        for i in range(first, len(self.tokens[: self.exact]) // BLOCK):
+        for i in range(first, len(self.tokens[: self.shareable]) // BLOCK):
             self._index.insert(self.tokens, i, self.table[i])
 
     def truncate(self, length: int) -> None:
@@ -136,8 +137,8 @@ class Sequence:
                 f"0 to {len(self)} is allowed"
             )
         del self.tokens[length:]
-        if self.exact is not None and length <= self.exact:
-            self.exact = None
+        if self.shareable is not None and length <= self.shareable:
+            self.shareable = None
         keep = -(-length // BLOCK)
         # the last one first: blocks are reused in the order of release, and a block is found only
         # while all before it are there
@@ -150,7 +151,7 @@ class Sequence:
         for block in self.table:
             self._pool.retain(block)
         other = Sequence(self._cache, self._pool, self._index, list(self.table), list(self.tokens))
-        other.exact = self.exact
+        other.shareable = self.shareable
         return other
 
     def shift(self, *, keep: int, discard: int) -> None:
@@ -167,7 +168,7 @@ class Sequence:
         old, tokens = self.table, self.tokens[:keep] + self.tokens[keep + discard :]
         first = released = keep // BLOCK
         self.table, self.tokens = old[:first], tokens[: first * BLOCK]
-        self.exact = len(tokens[:keep][: self.exact])
+        self.shareable = len(tokens[:keep][: self.shareable])
         try:
             for begin in range(first * BLOCK, len(tokens), BLOCK):
                 block = self._pool.allocate()
@@ -193,14 +194,14 @@ class Sequence:
             for used in old[released:]:
                 self._pool.release(used)
             self.truncate(len(self))
-            if self._cache.mirror is not None:
-                self._cache.mirror.use("host", self.table, first * BLOCK)
+            if self._cache.replica is not None:
+                self._cache.replica.use("host", self.table, first * BLOCK)
 
     def close(self) -> None:
         """Give the blocks back; what they hold can still be found until it is overwritten."""
         last = len(self) // BLOCK
         rows = len(self) % BLOCK
-        if rows and self.exact is None and not self._index.holds(self.table[last]):
+        if rows and self.shareable is None and not self._index.holds(self.table[last]):
             self._index.insert(self.tokens, last, self.table[last])
         self.truncate(0)
 
@@ -210,7 +211,7 @@ class Sequence:
         if self._pool.references(last) == 1 and not self._index.holds(last):
             return
         copy = self._allocate()
-        (self._cache.mirror or self._cache.blocks).copy_rows(last, copy, rows)
+        (self._cache.replica or self._cache.blocks).copy_rows(last, copy, rows)
         self.table[-1] = copy
         self._pool.release(last)
 

@@ -29,7 +29,7 @@ class SavedSession:
         model: its name, for people.
         fingerprint: of its weights and the KV format.
         computed: of the tokens, so many from the beginning are in the blocks.
-        exact: see `Sequence`.
+        shareable: see `Sequence`.
         arithmetic: of the back end that computed them (`Engine.arithmetic`).
     """
 
@@ -38,7 +38,7 @@ class SavedSession:
     kv_format: str
     tokens: list[int]
     computed: int
-    exact: int | None = None
+    shareable: int | None = None
     arithmetic: str = ""
 
 
@@ -96,8 +96,8 @@ def _header(path: Path, text: bytes) -> SavedSession:
     words = (saved.model, saved.fingerprint, saved.kv_format, saved.arithmetic)
     right = all(isinstance(word, str) for word in words) and isinstance(saved.tokens, list)
     right = right and type(saved.computed) is int and 0 <= saved.computed <= len(saved.tokens)
-    if saved.exact is not None:
-        right = right and type(saved.exact) is int and 0 <= saved.exact <= saved.computed
+    if saved.shareable is not None:
+        right = right and type(saved.shareable) is int and 0 <= saved.shareable <= saved.computed
     if not right:
         raise SessionFileError(f"{path}: its header is damaged; save the session again")
     return saved

@@ -18,7 +18,7 @@ from edgellm.engine.engine import Engine
 from edgellm.engine.memory import peak_memory_bytes
 from edgellm.engine.prefill import Hooks, Progress
 from edgellm.engine.repetition import RepetitionGuard
-from edgellm.engine.sampling import Sampler, SamplingOptions, best_will_do
+from edgellm.engine.sampling import GenerationOptions, Sampler, best_will_do
 from edgellm.engine.speculation import Speculation
 from edgellm.errors import CancelledError, OptionError
 from edgellm.kernels.sampling import Logits, log_sum_exp
@@ -70,7 +70,7 @@ class Decoding(Protocol):
 class Answer:
     """The state of one `Session.stream` call."""
 
-    def __init__(self, engine: Engine, session: Decoding, options: SamplingOptions) -> None:
+    def __init__(self, engine: Engine, session: Decoding, options: GenerationOptions) -> None:
         self._engine = engine
         self._session = session
         self._options = options
@@ -201,8 +201,8 @@ class Answer:
             generation_tokens_per_second=_rate(self._steps, self._decode_s),
             peak_memory_bytes=peak_memory_bytes(),
             prefill=self._places or {self._engine.prefill.placement.provider: 0},
-            prefill_flavour=self._engine.prefill.flavour,
-            decode=f"{self._engine.decoder.name} {self._engine.decoder.flavour}",
+            prefill_precision=self._engine.prefill.precision,
+            decode=f"{self._engine.decoder.name} {self._engine.decoder.precision}",
             seed=self._options.seed or 0,
             drafted_tokens=self._speculation.drafted,
             accepted_tokens=self._speculation.accepted,

@@ -13,7 +13,7 @@ from edgellm.engine.measured import MARGIN, Measured
 from edgellm.errors import ProviderError
 from edgellm.options import STEPS, EngineOptions
 from edgellm.store.bundle import Bundle
-from edgellm.store.flavour_support import why_not
+from edgellm.store.precision_support import why_not
 
 
 @dataclass(frozen=True)
@@ -66,13 +66,13 @@ def _known(bundle: Bundle, options: EngineOptions) -> Iterator[tuple[str, Measur
     """The accelerators that an earlier start measured."""
     threads = thread_pool.size(options.threads)
     for name, provider in PROVIDERS.items():
-        usable = (f for f in provider.flavours if why_not(f, bundle.config) is None)
-        flavour = next(usable, None)
-        if name == CPU or flavour is None or flavour not in bundle.manifest.flavours:
+        usable = (f for f in provider.precisions if why_not(f, bundle.config) is None)
+        precision = next(usable, None)
+        if name == CPU or precision is None or precision not in bundle.manifest.precisions:
             continue
-        sizes = bundle.flavour(flavour).chunk_sizes
+        sizes = bundle.precision(precision).chunk_sizes
         try:
-            measured = known_costs(bundle.path, name, flavour, sizes, threads=threads)
+            measured = known_costs(bundle.path, name, precision, sizes, threads=threads)
         except ProviderError:
             continue
         if measured is not None:

@@ -64,7 +64,7 @@ def keep_prompt(
 
 
 def known_costs(
-    folder: Path, provider: str, flavour: str, chunk_sizes: Sequence[int], *, threads: int
+    folder: Path, provider: str, precision: str, chunk_sizes: Sequence[int], *, threads: int
 ) -> Measured | None:
     """What an earlier start measured of a provider that runs segments whole, beside a native step.
 
@@ -74,7 +74,9 @@ def known_costs(
     known = _read(folder)
     if not any(_provider_of(key) == provider for key in known):
         return None
-    measured = from_json(known.get(_key(provider, provider, flavour, NATIVE, threads)), chunk_sizes)
+    measured = from_json(
+        known.get(_key(provider, provider, precision, NATIVE, threads)), chunk_sizes
+    )
     return measured if measured is not None and measured.step else None
 
 
@@ -89,7 +91,7 @@ def measure(model: Model, step: DecodeBackend | None, cache: KVCache) -> Measure
         runs |= {(False, count): step.forward for count in (max(1, min(_FEW, many // 2)), many)}
 
     def timed(count: int, forward: Callable[..., object]) -> None:
-        sequence.exact = 0  # nobody else's sequence is to begin with these
+        sequence.shareable = 0  # nobody else's sequence is to begin with these
         try:
             forward([0] * min(count, cache.ctx_size), sequence=sequence)  # padding costs as much
         finally:
@@ -105,13 +107,13 @@ def measure(model: Model, step: DecodeBackend | None, cache: KVCache) -> Measure
 
 def _key_of(model: Model, step: DecodeBackend | None, *, threads: int) -> str:
     placement, host = model.segments.placement, None if step is None else step.name
-    flavour = model.segments.flavour
-    return _key(placement.provider, placement.place, flavour, host, threads)
+    precision = model.segments.precision
+    return _key(placement.provider, placement.place, precision, host, threads)
 
 
-def _key(provider: str, place: str, flavour: str, host: str | None, threads: int) -> str:
-    """Of everything that costs depend on; `host` is what takes short pieces, if any does."""
-    parts = [place, cpu_name(), threads, version(provider), flavour, host]
+def _key(provider: str, place: str, precision: str, host: str | None, threads: int) -> str:
+    """Everything that costs depend on; `host` is what takes short chunks, if any does."""
+    parts = [place, cpu_name(), threads, version(provider), precision, host]
     return " | ".join(map(str, [*parts, importlib.metadata.version("edgellm")]))
 
 

@@ -12,7 +12,7 @@ from edgellm.backends.decode import DecodeBackend, SegmentDecoder, StepDecoder
 from edgellm.backends.forward import Model
 from edgellm.backends.host_attention import HostAttention, head_norms, rope_tables
 from edgellm.backends.native_model import NativeModel
-from edgellm.backends.panels import open_panels
+from edgellm.backends.packed_weights import open_packed_weights
 from edgellm.backends.providers import CPU, CUDA, NATIVE, TRITON
 from edgellm.backends.segments import Head, ModelHead, Segments
 from edgellm.backends.selection import select
@@ -32,7 +32,7 @@ from edgellm.kernels.native import MAX_HEAD_DIM, isa, library
 from edgellm.kernels.rope import RopeTable
 from edgellm.options import EngineOptions
 from edgellm.store import key_basis
-from edgellm.store.bundle import CHAT_TEMPLATE, PANELS, Bundle, ExportProgress
+from edgellm.store.bundle import CHAT_TEMPLATE, PACKED, Bundle, ExportProgress
 from edgellm.text.template import ChatTemplate
 from edgellm.text.tokenizer import Tokenizer
 
@@ -45,7 +45,7 @@ DEFAULT_CTX_SIZE = 4096
 class Engine:
     """Prefill and decode over one KV cache.
 
-    `selection` says which back ends it has, `flavours` in which precisions.
+    `selection` says which back ends it has, `precisions` in which precisions.
     `native_prefill` is there beside an accelerator's `prefill` where decode is native.
 
     Steps of different sessions take turns under `lock`: they share buffers and the cache.
@@ -66,8 +66,8 @@ class Engine:
         self.config = bundle.config
         self.ctx_size = _ctx_size(options, self.config.context_length)
         self.selection = select(options)
-        self.flavours = self.selection.flavours(self.config)
-        memory.check_fits(planned_memory(bundle, options, self.flavours))
+        self.precisions = self.selection.precisions(self.config)
+        memory.check_fits(planned_memory(bundle, options, self.precisions))
         self.tokenizer = Tokenizer(
             bundle.path, bundle.manifest.tokenizer, rows=self.config.vocab_size
         )
@@ -85,7 +85,7 @@ class Engine:
             self.cache.disk = DiskCache(
                 Path(options.kv_cache_dir), budget=options.kv_cache_bytes, blocks=self.cache.blocks
             )
-        graphs = self.flavours - {PANELS}
+        graphs = self.precisions - {PACKED}
         spare = int(self.selection.shares_cpu)
         self.threads = thread_pool.size(options.threads)
         if graphs:
@@ -103,15 +103,15 @@ class Engine:
         if decode in steps:
             self.decoder = StepDecoder(steps[decode], name=decode)
         else:
-            flavour = self.selection.decode_flavour
-            self.decoder = SegmentDecoder(models[flavour], name=decode, flavour=flavour)
+            precision = self.selection.decode_precision
+            self.decoder = SegmentDecoder(models[precision], name=decode, precision=precision)
         self.prefill: Prefill
         if prefill in steps:
             self.prefill = StepPrefill(steps[prefill], name=prefill)
         else:
-            model = models[self.selection.prefill_flavour(self.config)]
+            model = models[self.selection.prefill_precision(self.config)]
             # a precision that was asked for is not mixed with another one
-            mixed = bool(steps) and options.flavour is None
+            mixed = bool(steps) and options.precision is None
             step = self.decoder if mixed else None
             costs = load_or_measure(bundle.path, model, step, self.cache, threads=self.threads)
             self.prefill = ChunkedPrefill(
@@ -135,7 +135,7 @@ class Engine:
     @property
     def arithmetic(self) -> str:
         """What else K and V depend on: another back end's are near, and not the same bits."""
-        files = (f"{flavour}/{WEIGHTS_FILE}" for flavour in sorted(self.flavours))
+        files = (f"{precision}/{WEIGHTS_FILE}" for precision in sorted(self.precisions))
         weights = (self.bundle.manifest.files[file].sha256 for file in files)
         backends = (self.selection.prefill, self.selection.decode)
         return "|".join((*backends, str(isa()), *weights))
@@ -153,24 +153,24 @@ class Engine:
                 f"kv_heads * head_dim is {self.config.kv_size}; the native kernels take multiples "
                 f"of {PANEL}. Take `decode` portable and `prefill` cpu"
             )
-        return NativeModel(compiled, open_panels(self.bundle), ropes, threads=self.threads)
+        return NativeModel(compiled, open_packed_weights(self.bundle), ropes, threads=self.threads)
 
     def _triton_model(self, ropes: Sequence[RopeTable]) -> TritonModel:
         device = require()
         from edgellm.backends.triton_model import TritonModel  # imports torch and triton
 
-        return TritonModel(open_panels(self.bundle), ropes, self.cache, device=device)
+        return TritonModel(open_packed_weights(self.bundle), ropes, self.cache, device=device)
 
     def _segment_models(
         self,
-        flavours: Sequence[str],
+        precisions: Sequence[str],
         ropes: Sequence[RopeTable],
         int8_head: ModelHead | None,
         progress: ExportProgress | None,
     ) -> dict[str, Model]:
-        """The flavours in use that are graphs; one that serves both ends is opened once."""
+        """The precisions in use that are graphs; one that serves both ends is opened once."""
         heads: dict[str, ModelHead] = {}
-        for kind in {self.bundle.flavour(f).head for f in flavours}:
+        for kind in {self.bundle.precision(f).head for f in precisions}:
             assert kind is not None
             own = int8_head if kind == "int8" else None
             heads[kind] = own or Head(self.bundle, kind)
@@ -178,15 +178,15 @@ class Engine:
         weights = head_norms(self.config, norms.__getitem__)
         attention = HostAttention(self.config, ropes, weights)
         models = {}
-        for flavour in flavours:
-            head = heads[self.bundle.flavour(flavour).head or ""]
-            runs_prefill = flavour == self.selection.prefill_flavour(self.config)
+        for precision in precisions:
+            head = heads[self.bundle.precision(precision).head or ""]
+            runs_prefill = precision == self.selection.prefill_precision(self.config)
             if runs_prefill and self.selection.prefill == CUDA:
-                models[flavour] = self._device_model(flavour, attention, head)
+                models[precision] = self._device_model(precision, attention, head)
                 continue
             segments = Segments(
                 self.bundle,
-                flavour,
+                precision,
                 provider=self.selection.prefill if runs_prefill else CPU,
                 threads=self.threads,
                 provider_options=self.options.provider_options if runs_prefill else {},
@@ -196,10 +196,10 @@ class Engine:
             check_once(self.bundle, segments, progress)
             on_one = runs_prefill and self.selection.shares_cpu
             threads = 1 if on_one else self.threads
-            models[flavour] = Model(segments, head, attention, threads=threads)
+            models[precision] = Model(segments, head, attention, threads=threads)
         return models
 
-    def _device_model(self, flavour: str, attention: HostAttention, head: ModelHead) -> Model:
+    def _device_model(self, precision: str, attention: HostAttention, head: ModelHead) -> Model:
         device = require()
         from edgellm.backends.device_model import (  # imports torch
             DeviceModel,
@@ -210,25 +210,25 @@ class Engine:
         queue = Queue(device)
         segments = DeviceSegments(
             self.bundle,
-            flavour,
+            precision,
             queue=queue,
             threads=self.threads,
             provider_options=self.options.provider_options,
             allow_fallback=self.options.allow_fallback,
         )
-        mirror = self.cache.on_device(device)
-        return DeviceModel(segments, head, attention, mirror=mirror, queue=queue)
+        replica = self.cache.on_device(device)
+        return DeviceModel(segments, head, attention, replica=replica, queue=queue)
 
 
 def planned_memory(
-    bundle: Bundle, options: EngineOptions, flavours: set[str]
+    bundle: Bundle, options: EngineOptions, precisions: set[str]
 ) -> memory.MemoryEstimate:
     """What a model loaded with these options, in these precisions, will take when its cache is
     full."""
     blocks = _cache_blocks(options, _ctx_size(options, bundle.config.context_length))
     return memory.estimate(
         bundle,
-        flavours=flavours,
+        precisions=precisions,
         kv_cache_bytes=cache_bytes(bundle.config, format=options.kv_format, blocks=blocks),
     )
 

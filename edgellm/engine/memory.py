@@ -10,7 +10,7 @@ import psutil
 
 from edgellm.errors import MemoryEstimateError
 from edgellm.graphs.contract import WEIGHTS_FILE
-from edgellm.store.bundle import PANELS, Bundle
+from edgellm.store.bundle import PACKED, Bundle
 
 # A process with all libraries imported and no model: 110 MB on Linux with Python 3.11.
 _BASE_BYTES = 110 << 20
@@ -29,19 +29,19 @@ class MemoryEstimate:
         return self.weights + self.kv_cache + self.base
 
 
-def estimate(bundle: Bundle, *, flavours: set[str], kv_cache_bytes: int) -> MemoryEstimate:
-    """What loading these flavours takes.
+def estimate(bundle: Bundle, *, precisions: set[str], kv_cache_bytes: int) -> MemoryEstimate:
+    """What loading these precisions takes.
 
     ONNX Runtime keeps a repacked copy of each weight beside the mapped file, so its weights count
     twice. That is an upper bound: the default model, with 222 MB of weights, took 323 MB.
     """
-    heads = {bundle.flavour(flavour).head for flavour in flavours}
-    if PANELS in flavours:
-        heads -= {"int8"}  # the panels have one
-    folders = [*flavours, *(f"head-{head}" for head in heads if head is not None)]
+    heads = {bundle.precision(precision).head for precision in precisions}
+    if PACKED in precisions:
+        heads -= {"int8"}  # packed weights have one
+    folders = [*precisions, *(f"head-{head}" for head in heads if head is not None)]
     files = bundle.manifest.files
     weights = sum(
-        files[f"{folder}/{WEIGHTS_FILE}"].bytes * (1 if folder == PANELS else 2)
+        files[f"{folder}/{WEIGHTS_FILE}"].bytes * (1 if folder == PACKED else 2)
         for folder in folders
     )
     return MemoryEstimate(weights, kv_cache_bytes)

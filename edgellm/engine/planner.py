@@ -22,15 +22,15 @@ class Costs:
 
 
 @dataclass(frozen=True)
-class Piece:
+class PlannedChunk:
     """Tokens computed together; `size` is the static chunk, or None for the host."""
 
     size: int | None
     count: int
 
 
-def plan_chunks(tokens: int, costs: Costs, *, tails_only: bool = True) -> list[Piece]:
-    """The cheapest way through `tokens`; only the last piece is padded, or on the host.
+def plan_chunks(tokens: int, costs: Costs, *, tails_only: bool = True) -> list[PlannedChunk]:
+    """The cheapest way through `tokens`; only the last chunk is padded, or on the host.
 
     Whole chunks of the size that is cheapest a token while more than two of the largest are left;
     the rest is tried in every combination.
@@ -41,27 +41,29 @@ def plan_chunks(tokens: int, costs: Costs, *, tails_only: bool = True) -> list[P
     """
     best_size = min(costs.chunks, key=lambda size: (costs.chunks[size] / size, -size))
     whole = max(0, (tokens - 2 * max(costs.chunks)) // best_size)
-    return [Piece(best_size, best_size)] * whole + _cheapest(
+    return [PlannedChunk(best_size, best_size)] * whole + _cheapest(
         tokens - whole * best_size,
         costs,
         host_limit=min(costs.chunks) - 1 if tails_only else tokens,
     )
 
 
-def _cheapest(tokens: int, costs: Costs, *, host_limit: int) -> list[Piece]:
+def _cheapest(tokens: int, costs: Costs, *, host_limit: int) -> list[PlannedChunk]:
     """Dynamic programming over what has been computed so far."""
     seconds = [0.0] + [float("inf")] * tokens
-    before: list[Piece] = [Piece(None, 0)] * (tokens + 1)
+    before: list[PlannedChunk] = [PlannedChunk(None, 0)] * (tokens + 1)
     for done in range(tokens):
         left = tokens - done
-        choices = [(Piece(size, min(size, left)), cost) for size, cost in costs.chunks.items()]
+        choices = [
+            (PlannedChunk(size, min(size, left)), cost) for size, cost in costs.chunks.items()
+        ]
         if costs.call is not None and left <= host_limit:
-            choices.append((Piece(None, left), costs.call + costs.token * left))
-        for piece, cost in choices:
-            if seconds[done] + cost <= seconds[done + piece.count]:
-                seconds[done + piece.count] = seconds[done] + cost
-                before[done + piece.count] = piece
-    plan: list[Piece] = []
+            choices.append((PlannedChunk(None, left), costs.call + costs.token * left))
+        for chunk, cost in choices:
+            if seconds[done] + cost <= seconds[done + chunk.count]:
+                seconds[done + chunk.count] = seconds[done] + cost
+                before[done + chunk.count] = chunk
+    plan: list[PlannedChunk] = []
     while tokens:
         plan.append(before[tokens])
         tokens -= before[tokens].count

@@ -21,9 +21,9 @@ from edgellm.backends.schedule import Policy
 from edgellm.backends.step_model import StepModel
 from edgellm.backends.trace import TaskRecord
 from edgellm.cache.sequence import Sequence
-from edgellm.engine.planner import Costs, Piece, plan_chunks
+from edgellm.engine.planner import Costs, PlannedChunk, plan_chunks
 from edgellm.errors import OptionError
-from edgellm.store.bundle import PANELS
+from edgellm.store.bundle import PACKED
 
 Floats = NDArray[np.float32]
 Progress = Callable[[int, int], None]
@@ -78,10 +78,10 @@ class Prefill(Protocol):
 
     Attributes:
         placement: where it runs.
-        flavour: the precision of its weights.
+        precision: of its weights.
     """
 
-    flavour: str
+    precision: str
 
     @property
     def placement(self) -> Placement: ...
@@ -106,7 +106,7 @@ class ChunkedPrefill:
     """Chunks of static size through the segments of an execution provider.
 
     Args:
-        host: takes the first tokens of a sequence where the flavour leaves them to the host, and
+        host: takes the first tokens of a sequence where the precision leaves them to the host, and
             what is too short for a chunk where `costs` say so.
         costs: of the chunks and of `host`.
         policy: how the chunks of a prompt share the accelerator and the host.
@@ -127,7 +127,7 @@ class ChunkedPrefill:
         self._host = host
         self._policy = policy
         self._tails_only = tails_only
-        self.flavour = model.segments.flavour
+        self.precision = model.segments.precision
 
     @property
     def placement(self) -> Placement:
@@ -143,8 +143,8 @@ class ChunkedPrefill:
             last = hidden[-1:].copy()
             hooks.chunk_done(place, hidden, done, len(tokens))
 
-        pieces = self.plan(len(tokens), len(sequence))
-        for on_host, group in itertools.groupby(pieces, lambda piece: piece.size is None):
+        plan = self.plan(len(tokens), len(sequence))
+        for on_host, group in itertools.groupby(plan, lambda chunk: chunk.size is None):
             chunks = list(_chunks(tokens[done:], group))
             if on_host:
                 for i, chunk in enumerate(chunks, index):
@@ -164,11 +164,11 @@ class ChunkedPrefill:
         logits: Floats = self.logits(last)[0]
         return logits
 
-    def plan(self, count: int, start: int = 0) -> list[Piece]:
+    def plan(self, count: int, start: int = 0) -> list[PlannedChunk]:
         """How `count` tokens are cut that come after `start` others."""
         first = min(count, max(0, self.model.segments.host_tokens - start))
         rest = plan_chunks(count - first, self.costs, tails_only=self._tails_only)
-        return [Piece(None, first), *rest] if first else rest
+        return [PlannedChunk(None, first), *rest] if first else rest
 
     def logits(self, hidden: Floats) -> Floats:
         return self.model.head.logits(hidden)
@@ -177,7 +177,7 @@ class ChunkedPrefill:
 class StepPrefill:
     """The fused step on many tokens at once, in C++ or in Triton kernels; nothing is padded."""
 
-    flavour = PANELS
+    precision = PACKED
 
     def __init__(self, model: StepModel, *, name: str) -> None:
         self.model = model
@@ -211,8 +211,8 @@ def _check_not_empty(tokens: SequenceOf[int]) -> None:
         raise OptionError("there are no tokens to evaluate; prefill takes 1 or more")
 
 
-def _chunks(tokens: SequenceOf[int], pieces: Iterator[Piece]) -> Iterator[Chunk]:
-    """The tokens of each piece; one of the host, which has no size, takes as many as it has."""
-    for piece in pieces:
-        yield Chunk(tokens[: piece.count], piece.size or piece.count)
-        tokens = tokens[piece.count :]
+def _chunks(tokens: SequenceOf[int], plan: Iterator[PlannedChunk]) -> Iterator[Chunk]:
+    """The tokens of each chunk; one of the host, which has no size, takes as many as it has."""
+    for chunk in plan:
+        yield Chunk(tokens[: chunk.count], chunk.size or chunk.count)
+        tokens = tokens[chunk.count :]

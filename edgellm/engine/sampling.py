@@ -43,7 +43,7 @@ _MOST_BIAS = 1_000_000
 
 
 @dataclass(frozen=True, kw_only=True)
-class SamplingOptions:
+class GenerationOptions:
     """How tokens are chosen and when to stop. The defaults are llama.cpp's.
 
     Attributes:
@@ -136,7 +136,7 @@ class Sampler:
         banned: tokens that are never taken.
     """
 
-    def __init__(self, options: SamplingOptions, *, banned: Sequence[int] = ()) -> None:
+    def __init__(self, options: GenerationOptions, *, banned: Sequence[int] = ()) -> None:
         self._options = options
         self._banned = list(banned)
         self._random = np.random.default_rng(options.seed)
@@ -192,7 +192,7 @@ class Sampler:
         return int(self._random.choice(places, p=probabilities))
 
 
-def best_will_do(options: SamplingOptions, *, ends: int) -> bool:
+def best_will_do(options: GenerationOptions, *, ends: int) -> bool:
     """Whether the `MOST_CANDIDATES` best logits lead to the same token as all of them.
 
     They do if nothing but lowering some of them is done, and as many as are needed are left.
@@ -211,13 +211,13 @@ def best_will_do(options: SamplingOptions, *, ends: int) -> bool:
     return max(needed + ends, options.logprobs) <= MOST_CANDIDATES
 
 
-def _penalizes(options: SamplingOptions) -> bool:
+def _penalizes(options: GenerationOptions) -> bool:
     """Whether recent tokens have other scores."""
     none = (1, 0, 0)
     return none != (options.repeat_penalty, options.presence_penalty, options.frequency_penalty)
 
 
-def apply_penalties(scores: Floats, recent: Sequence[int], options: SamplingOptions) -> None:
+def apply_penalties(scores: Floats, recent: Sequence[int], options: GenerationOptions) -> None:
     """Lower the scores `[V]` of recent tokens, in place."""
     if not recent:
         return

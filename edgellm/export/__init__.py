@@ -2,18 +2,18 @@
 
 from edgellm.export.exporter import (
     DEFAULT_CHUNK_SIZES,
-    DEFAULT_FLAVOURS,
+    DEFAULT_PRECISIONS,
     check_chunk_sizes,
-    check_flavours,
-    default_flavours,
+    check_precisions,
+    default_precisions,
     export,
 )
 
 __all__ = [
     "DEFAULT_CHUNK_SIZES",
-    "DEFAULT_FLAVOURS",
+    "DEFAULT_PRECISIONS",
     "check_chunk_sizes",
-    "check_flavours",
-    "default_flavours",
+    "check_precisions",
+    "default_precisions",
     "export",
 ]

@@ -11,9 +11,9 @@ from pathlib import Path
 from edgellm.errors import OptionError
 from edgellm.export.calibrate import CalibrationOptions
 from edgellm.export.equalized import EqualizedCheckpoint, choose_basis, store_basis
-from edgellm.export.flavour_writer import write_flavour, write_head
-from edgellm.export.flavours import FLAVOURS
-from edgellm.export.panel_writer import store_panels
+from edgellm.export.packed_writer import store_panels
+from edgellm.export.precision_writer import write_head, write_precision
+from edgellm.export.precisions import PRECISIONS
 from edgellm.export.reference_writer import measure_errors, reference_tokens, store_reference
 from edgellm.export.source_checkpoint import digest_of, weight_files
 from edgellm.export.target import (
@@ -32,18 +32,18 @@ from edgellm.graphs.checkpoint import Checkpoint, open_checkpoint
 from edgellm.graphs.config import ModelConfig
 from edgellm.graphs.contract import StoredArray
 from edgellm.store import bundle as bundles
-from edgellm.store.bundle import PANELS, Bundle, ExportProgress, FlavourEntry, Manifest
+from edgellm.store.bundle import PACKED, Bundle, ExportProgress, Manifest, PrecisionEntry
 from edgellm.store.bundle_check import MAX_CHUNK
-from edgellm.store.flavour_support import Flavours, names_of, require, why_not
 from edgellm.store.home import delete_abandoned, locked, partial_folder, replacing_folder
 from edgellm.store.key_basis import KeyBasis, open_key_basis
+from edgellm.store.precision_support import Precisions, names_of, require, why_not
 from edgellm.store.reference import FOLDER as REFERENCE
 from edgellm.store.reference import open_reference
 from edgellm.text.tokenizer import Tokenizer
 
 DEFAULT_CHUNK_SIZES = (32, 128)
-# For the native kernels, for chunks and for tokens in ONNX Runtime; see `default_flavours`.
-DEFAULT_FLAVOURS = (PANELS, "w8a8", "int4")
+# For the native kernels, for chunks and for tokens in ONNX Runtime; see `default_precisions`.
+DEFAULT_PRECISIONS = (PACKED, "w8a8", "int4")
 _TOOLS = ("edgellm", "onnxruntime", "onnx-ir", "gguf", "safetensors", "tokenizers", "numpy")
 
 
@@ -53,7 +53,7 @@ def export(
     *,
     name: str,
     source: str,
-    flavours: Flavours | None = None,
+    precisions: Precisions | None = None,
     chunk_sizes: Sequence[int] | None = None,
     calibration: CalibrationOptions | None = None,
     weights: str | None = None,
@@ -61,17 +61,17 @@ def export(
     mend: bool = False,
     progress: ExportProgress | None = None,
 ) -> Bundle:
-    """Export a checkpoint to the bundle folder `out`, or add missing flavours to the bundle there.
+    """Export a checkpoint to the bundle folder `out`, or add precisions to the bundle there.
 
     Two processes may do this at once: the second one waits and finds the work done. Nothing
     appears under `out` before it is complete.
 
     Args:
         name, source: recorded in the manifest.
-        flavours: names from `FLAVOURS`, or what gives them for a model; None is
-            `default_flavours`.
+        precisions: names from `PRECISIONS`, or what gives them for a model; None is
+            `default_precisions`.
         chunk_sizes: static sizes to export; None keeps those of a bundle that is there.
-        calibration: for the flavours with static scales.
+        calibration: for the precisions with static scales.
         weights: what linear layers of float tensors become; None keeps what a bundle that is there
             has, and is `auto` for a new one.
         force: replace the bundle at `out`.
@@ -81,14 +81,14 @@ def export(
 
     Raises:
         ModelFormatError: see `open_checkpoint`.
-        UnsupportedModelError: see there; or a flavour cannot compute the model.
-        OptionError: unknown flavours or weights, or chunk sizes that cannot be, or others than the
+        UnsupportedModelError: see there; or a precision cannot compute the model.
+        OptionError: unknown precisions or weights, chunk sizes that cannot be, or others than the
             bundle has.
         BundleError: something else is at `out`, or a damaged bundle and neither `force` nor `mend`
             is set.
         ExportError: the disk is full or not writable.
     """
-    wanted: Flavours = default_flavours if flavours is None else flavours
+    wanted: Precisions = default_precisions if precisions is None else precisions
     if not callable(wanted):
         wanted = tuple(wanted)
         check_request(wanted, chunk_sizes)
@@ -109,7 +109,7 @@ def export(
                 checkpoint = open_checkpoint(checkpoint_path)
                 missing = _missing(wanted, checkpoint.config, (), chunk_sizes)
             else:
-                missing = _missing(wanted, present.config, present.flavours, chunk_sizes)
+                missing = _missing(wanted, present.config, present.precisions, chunk_sizes)
                 checkpoint = open_checkpoint(checkpoint_path) if missing else None
             if checkpoint is not None:
                 basis = _basis(out, present, checkpoint)
@@ -128,23 +128,23 @@ def export(
     return bundles.open_bundle(out)
 
 
-def default_flavours(config: ModelConfig) -> list[str]:
+def default_precisions(config: ModelConfig) -> list[str]:
     """Those that a model is exported in where nothing else is asked for: of one that cannot be
     rotated, chunks in float32."""
-    return [f if why_not(f, config) is None else "f32" for f in DEFAULT_FLAVOURS]
+    return [f if why_not(f, config) is None else "f32" for f in DEFAULT_PRECISIONS]
 
 
 def _missing(
-    flavours: Flavours,
+    precisions: Precisions,
     config: ModelConfig,
     present: Collection[str],
     chunk_sizes: Sequence[int] | None,
 ) -> list[str]:
-    """Those of the flavours that are not present yet, after a look at all that was asked for."""
-    names = names_of(flavours, config)
+    """Those of the precisions that are not present yet, after a look at all that was asked for."""
+    names = names_of(precisions, config)
     check_request(names, chunk_sizes)
     for name in names:
-        require(name, config, among=tuple(FLAVOURS))
+        require(name, config, among=tuple(PRECISIONS))
     return [name for name in names if name not in present]
 
 
@@ -160,13 +160,13 @@ class _Steps:
     """Counts segments for the progress callback."""
 
     def __init__(
-        self, checkpoint: Checkpoint, flavours: Sequence[str], progress: ExportProgress | None
+        self, checkpoint: Checkpoint, precisions: Sequence[str], progress: ExportProgress | None
     ) -> None:
         self._progress = progress
         self._done = 0
-        graphs = [f for f in map(FLAVOURS.__getitem__, flavours) if f.segments is not None]
-        measured = sum(not flavour.token_by_token for flavour in graphs)
-        rounds = len(flavours) + measured + (measured > 0)  # the reference is made once
+        graphs = [f for f in map(PRECISIONS.__getitem__, precisions) if f.segments is not None]
+        measured = sum(not precision.token_by_token for precision in graphs)
+        rounds = len(precisions) + measured + (measured > 0)  # the reference is made once
         self._total = rounds * (checkpoint.config.layer_count + 1)
 
     def step(self, label: str) -> None:
@@ -176,7 +176,7 @@ class _Steps:
 
 
 class _Exporter:
-    """Writes the parts of a bundle, one flavour after the other."""
+    """Writes the parts of a bundle, one precision after the other."""
 
     def __init__(
         self,
@@ -195,7 +195,7 @@ class _Exporter:
         self._calibration = calibration
         self._steps = steps
 
-    def new(self, out: Path, name: str, source: str, flavours: Sequence[str]) -> None:
+    def new(self, out: Path, name: str, source: str, precisions: Sequence[str]) -> None:
         """A whole bundle at `out`."""
         with replacing_folder(out) as folder:
             imported = import_tokenizer(self._checkpoint)
@@ -210,40 +210,40 @@ class _Exporter:
                 generation=imported.generation,
                 versions={tool: _version(tool) for tool in _TOOLS},
                 weights=self._weights,
-                flavours={},
+                precisions={},
                 heads={},
                 files={},
                 keys=store_basis(self._basis, self._checkpoint, folder),
             )
-            for flavour in flavours:
-                manifest = self._flavour(folder, manifest, flavour, base=folder)
+            for precision in precisions:
+                manifest = self._precision(folder, manifest, precision, base=folder)
             publish(out, folder, manifest)
 
-    def add(self, out: Path, present: Manifest, flavours: Sequence[str]) -> None:
+    def add(self, out: Path, present: Manifest, precisions: Sequence[str]) -> None:
         """Export into a scratch folder, move the new folders over, and last of all the manifest."""
         with partial_folder(out.parent, of=out.name) as scratch:
             manifest = present
-            for flavour in flavours:
-                manifest = self._flavour(scratch, manifest, flavour, base=out)
+            for precision in precisions:
+                manifest = self._precision(scratch, manifest, precision, base=out)
             for folder in scratch.iterdir():
                 shutil.rmtree(out / folder.name, ignore_errors=True)
                 folder.replace(out / folder.name)
             publish(out, out, manifest)
 
-    def _flavour(self, root: Path, manifest: Manifest, name: str, *, base: Path) -> Manifest:
-        """A flavour's folder in `root`; the bundle's tokenizer, and what else it has already, is in
+    def _precision(self, root: Path, manifest: Manifest, name: str, *, base: Path) -> Manifest:
+        """A precision's folder in `root`; the bundle's tokenizer, and what else it has, is in
         the folder `base`."""
-        flavour = FLAVOURS[name]
-        if flavour.segments is None:
+        precision = PRECISIONS[name]
+        if precision.segments is None:
             return self._panels(root, manifest)
         tokenizer = Tokenizer(base, manifest.tokenizer, rows=manifest.config.vocab_size)
         arrays = manifest.reference
-        if not (arrays or flavour.token_by_token):
+        if not (arrays or precision.token_by_token):
             arrays = self._reference(root, tokenizer)
         heads = dict(manifest.heads)
-        if flavour.head is not None and flavour.head not in heads:
-            heads[flavour.head] = write_head(self._reader(), root, flavour.head)
-        entry = write_flavour(
+        if precision.head is not None and precision.head not in heads:
+            heads[precision.head] = write_head(self._reader(), root, precision.head)
+        entry = write_precision(
             self._reader(),
             name,
             root,
@@ -252,10 +252,10 @@ class _Exporter:
             calibration=self._calibration,
             on_segment=lambda i: self._steps.step(f"exporting {name}: segment {i}"),
         )
-        if not flavour.token_by_token:
+        if not precision.token_by_token:
             entry = replace(entry, errors=self._errors(root, base, name, entry, arrays))
-        flavours = {**manifest.flavours, name: entry}
-        return replace(manifest, flavours=flavours, heads=heads, reference=arrays)
+        precisions = {**manifest.precisions, name: entry}
+        return replace(manifest, precisions=precisions, heads=heads, reference=arrays)
 
     def _reference(self, root: Path, tokenizer: Tokenizer) -> Mapping[str, StoredArray]:
         tokens = reference_tokens(tokenizer, self._checkpoint.config, chunk=max(self._chunk_sizes))
@@ -271,7 +271,7 @@ class _Exporter:
         root: Path,
         base: Path,
         name: str,
-        entry: FlavourEntry,
+        entry: PrecisionEntry,
         arrays: Mapping[str, StoredArray],
     ) -> Mapping[str, float]:
         config, new = self._checkpoint.config, (root / REFERENCE).exists()
@@ -289,17 +289,17 @@ class _Exporter:
         return WeightReader(self._checkpoint, self._weights)
 
     def _panels(self, root: Path, manifest: Manifest) -> Manifest:
-        folder = root / PANELS
+        folder = root / PACKED
         folder.mkdir()
         reader = self._reader()
         with WeightFile(folder) as file:
             kinds = store_panels(
                 reader,
                 file,
-                on_layer=lambda i: self._steps.step(f"exporting {PANELS}: layer {i}"),
+                on_layer=lambda i: self._steps.step(f"exporting {PACKED}: layer {i}"),
             )
-        entry = FlavourEntry(
-            FLAVOURS[PANELS].description,
+        entry = PrecisionEntry(
+            PRECISIONS[PACKED].description,
             None,
             (),
             False,
@@ -307,37 +307,39 @@ class _Exporter:
             arrays=dict(file.arrays),
             kinds=kinds,
         )
-        return replace(manifest, flavours={**manifest.flavours, PANELS: entry})
+        return replace(manifest, precisions={**manifest.precisions, PACKED: entry})
 
 
-def check_request(flavours: Iterable[str], chunk_sizes: Sequence[int] | None) -> None:
-    """Refuse unknown flavours, none at all, and chunk sizes that cannot be.
+def check_request(precisions: Iterable[str], chunk_sizes: Sequence[int] | None) -> None:
+    """Refuse unknown precisions, none at all, and chunk sizes that cannot be.
 
     Raises:
         OptionError: names what is wrong.
     """
-    names = list(flavours)
-    check_flavours(names)
+    names = list(precisions)
+    check_precisions(names)
     if chunk_sizes is not None:
         check_chunk_sizes(chunk_sizes, names)
 
 
-def check_flavours(flavours: Collection[str]) -> None:
-    """Refuse names that no flavour has, and none at all."""
-    unknown = sorted(set(flavours) - set(FLAVOURS))
-    if unknown or not flavours:
+def check_precisions(precisions: Collection[str]) -> None:
+    """Refuse names that no precision has, and none at all."""
+    unknown = sorted(set(precisions) - set(PRECISIONS))
+    if unknown or not precisions:
         raise OptionError(
-            f"flavours {', '.join(unknown) or 'none'}: allowed are {', '.join(FLAVOURS)}"
+            f"precisions {', '.join(unknown) or 'none'}: allowed are {', '.join(PRECISIONS)}"
         )
 
 
-def check_chunk_sizes(chunk_sizes: Sequence[int], flavours: Collection[str]) -> None:
-    """Refuse sizes that cannot be, or that no flavour has a use for."""
+def check_chunk_sizes(chunk_sizes: Sequence[int], precisions: Collection[str]) -> None:
+    """Refuse sizes that cannot be, or that no precision has a use for."""
     asked = f"`chunk_sizes` {', '.join(map(str, chunk_sizes))}"
     if not chunk_sizes or any(not 1 <= size <= MAX_CHUNK for size in chunk_sizes):
         raise OptionError(f"{asked}: numbers from 1 to {MAX_CHUNK} are allowed")
-    if not any(FLAVOURS[f].segments and not FLAVOURS[f].token_by_token for f in flavours):
-        raise OptionError(f"{asked}: {', '.join(flavours)} is exported without chunks of any size")
+    if not any(PRECISIONS[f].segments and not PRECISIONS[f].token_by_token for f in precisions):
+        raise OptionError(
+            f"{asked}: {', '.join(precisions)} is exported without chunks of any size"
+        )
 
 
 def _version(tool: str) -> str:

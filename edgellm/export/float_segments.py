@@ -19,8 +19,8 @@ from numpy.typing import NDArray
 
 from edgellm.backends import thread_pool
 from edgellm.errors import ModelFormatError
-from edgellm.export.flavours import FLAVOURS
 from edgellm.export.layerwise import WindowAttention
+from edgellm.export.precisions import PRECISIONS
 from edgellm.export.weight_reader import WeightReader
 from edgellm.graphs import contract
 from edgellm.graphs.builder import WeightFile
@@ -44,7 +44,7 @@ def float_segments(
             system for such files.
         threads: None takes all usable cores; a pool that the process has already has its own.
     """
-    authors = FLAVOURS["f32"].segments
+    authors = PRECISIONS["f32"].segments
     assert authors is not None
     with TemporaryDirectory(dir=root) as scratch, WeightFile(Path(scratch)) as weights:
         for segment in authors(WeightReader(checkpoint), weights):

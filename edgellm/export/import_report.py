@@ -1,4 +1,4 @@
-"""How the weights of a flavour were obtained, noted while it is exported."""
+"""How the weights of a precision were obtained, noted while it is exported."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class ImportReport:
         exact: matrices taken over with every value as it is.
         requantized: relative error of every one that was rounded again, by its name.
         file_bytes, decode_bytes: what the matrices that a decode step reads take in the file and in
-            panels; 0 where that is not known.
+            packed weights; 0 where that is not known.
         taken: how many the file holds in a type and are written in a kind: `[type, kind]`.
     """
 

@@ -1,4 +1,4 @@
-"""A text through a checkpoint in float32, and how far an exported flavour is from it.
+"""A text through a checkpoint in float32, and how far an exported precision is from it.
 
 Both go segment by segment, so that a model whose weights do not fit into memory can be exported.
 """
@@ -28,7 +28,7 @@ from edgellm.graphs.config import ModelConfig
 from edgellm.graphs.contract import HOST_TOKENS, Part, StoredArray, part_file
 from edgellm.quantize.error import worst_row_error
 from edgellm.quantize.shadow import ShadowLinear
-from edgellm.store.bundle import FlavourEntry
+from edgellm.store.bundle import PrecisionEntry
 from edgellm.store.reference import (
     FOLDER,
     PROMPT,
@@ -117,13 +117,13 @@ def _store_segments(
 def measure_errors(
     checkpoint: Checkpoint,
     reference: Reference,
-    flavour: str,
-    entry: FlavourEntry,
+    precision: str,
+    entry: PrecisionEntry,
     root: Path,
     *,
     on_segment: OnSegment,
 ) -> dict[str, float]:
-    """How far a flavour in the bundle at `root` is from float32 on the CPU provider.
+    """How far a precision in the bundle at `root` is from float32 on the CPU provider.
 
     Returns:
         The error of each segment (see `segment_error`) by its three digits, and that of the worst
@@ -138,10 +138,10 @@ def measure_errors(
     inputs = {contract.X: reference.embedded[host:]}
     errors = {}
     for index, rows in enumerate(reference.segments):
-        run = _opened(root / flavour, index, shadows.get(index))
+        run = _opened(root / precision, index, shadows.get(index))
         errors[error_name(index)] = segment_error(rows, run, rotation)
         outputs = run(inputs)
-        _check_finite(flavour, index, outputs)
+        _check_finite(precision, index, outputs)
         if index < checkpoint.config.layer_count:
             qkv = np.concatenate([reference.host_qkv[index][:host], outputs[1]])
             inputs = {
@@ -153,11 +153,11 @@ def measure_errors(
     return {name: round(error, 4) for name, error in errors.items()}
 
 
-def _check_finite(flavour: str, index: int, outputs: Iterable[Floats]) -> None:
+def _check_finite(precision: str, index: int, outputs: Iterable[Floats]) -> None:
     if not all(np.isfinite(rows).all() for rows in outputs):
         raise ExportError(
-            f"{flavour}: segment {index} gives a value that is infinite or not a number: the "
-            "weights are damaged, or their activations are too large for this flavour"
+            f"{precision}: segment {index} gives a value that is infinite or not a number: the "
+            "weights are damaged, or their activations are too large for this precision"
         )
 
 

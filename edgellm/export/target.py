@@ -43,7 +43,7 @@ def present_at(out: Path, source: str, *, force: bool, mend: bool) -> Manifest |
 
 
 def check_same_model(out: Path, present: Manifest, config: ModelConfig) -> None:
-    """Refuse to add flavours of one model to the bundle of another."""
+    """Refuse to add precisions of one model to the bundle of another."""
     if present.config != config:
         raise BundleError(f"{out}: the bundle is of another model; `force` replaces it")
 
@@ -67,8 +67,8 @@ def check_same_weights(out: Path, present: Manifest, weights: str) -> None:
 
 
 def sizes_of(present: Manifest | None) -> Sequence[int]:
-    """The chunk sizes that all flavours of a bundle with chunks have; none without a bundle."""
-    entries = present.flavours.values() if present is not None else ()
+    """The chunk sizes that all precisions of a bundle with chunks have; none without a bundle."""
+    entries = present.precisions.values() if present is not None else ()
     return next((entry.chunk_sizes for entry in entries if entry.any_size), ())
 
 

@@ -1,4 +1,4 @@
-"""Weights of a checkpoint as a flavour needs them: as they are, or rounded and reported."""
+"""Weights of a checkpoint as a precision needs them: as they are, or rounded and reported."""
 
 from __future__ import annotations
 

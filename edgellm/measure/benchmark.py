@@ -110,9 +110,9 @@ def environment(engine: Engine) -> dict[str, Any]:
         "model_size": manifest.source_bytes,
         "model_n_params": parameters(manifest.config),
         "prefill": engine.prefill.placement.provider,
-        "prefill_flavour": engine.prefill.flavour,
+        "prefill_precision": engine.prefill.precision,
         "decode": engine.decoder.name,
-        "decode_flavour": engine.decoder.flavour,
+        "decode_precision": engine.decoder.precision,
         "kv_format": engine.options.kv_format,
         "ctx_size": engine.ctx_size,
         "peak_memory_bytes": peak_memory_bytes(),
@@ -128,8 +128,8 @@ def to_markdown(results: SequenceOf[BenchResult], engine: Engine) -> str:
     head = "| model | params | backend | kv | threads | test | t/s |"
     lines = [head, "|---|---|---|---|---|---|---|"]
     backend = (
-        f"{found['prefill']} {found['prefill_flavour']} + {found['decode']} "
-        f"{found['decode_flavour']}"
+        f"{found['prefill']} {found['prefill_precision']} + {found['decode']} "
+        f"{found['decode_precision']}"
     )
     for result in results:
         lines.append(

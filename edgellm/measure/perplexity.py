@@ -30,7 +30,7 @@ class PerplexityResult:
         perplexity: exp of the mean negative log-likelihood of the scored tokens.
         tokens: how many were scored.
         through: prefill or decode.
-        flavour: precision of that path.
+        precision: of that path.
     """
 
     perplexity: float
@@ -38,7 +38,7 @@ class PerplexityResult:
     windows: int
     window: int
     through: str
-    flavour: str
+    precision: str
     kv_format: str
 
     def to_json(self) -> dict[str, Any]:
@@ -77,7 +77,7 @@ def perplexity(
         len(windows),
         window,
         through,
-        flavour_of(engine, through),
+        precision_of(engine, through),
         engine.options.kv_format,
     )
 
@@ -131,9 +131,9 @@ def next_logprobs(
     return found
 
 
-def flavour_of(engine: Engine, through: str) -> str:
+def precision_of(engine: Engine, through: str) -> str:
     """The precision of the weights on one of `PATHS`."""
-    return engine.prefill.flavour if through == "prefill" else engine.decoder.flavour
+    return engine.prefill.precision if through == "prefill" else engine.decoder.precision
 
 
 def _parts(tokens: list[int], size: int, limit: int | None) -> list[list[int]]:

@@ -13,7 +13,7 @@ from edgellm.backends.trace import TaskRecord, bubble_rate
 from edgellm.engine import costs
 from edgellm.engine.engine import Engine
 from edgellm.engine.measured import MeasuredPrompt
-from edgellm.engine.planner import Piece
+from edgellm.engine.planner import PlannedChunk
 from edgellm.engine.prefill import ChunkedPrefill, Hooks, Prefill
 
 # For whole prompts, to be measured more than once.
@@ -28,7 +28,7 @@ class Profile:
         steps: those of every chunk.
         shallow, deep: of each step, by chunk size, at the start of a sequence and after `depth`
             tokens; in between they grow evenly, as attention does.
-        host: of pieces that the host computes, by their tokens.
+        host: of plan that the host computes, by their tokens.
         head: of the LM head for one row.
     """
 
@@ -53,11 +53,11 @@ class Prediction:
     bubbles: float
 
 
-def profile(engine: Engine, prefill: ChunkedPrefill, pieces: Sequence[Piece]) -> Profile:
+def profile(engine: Engine, prefill: ChunkedPrefill, plan: Sequence[PlannedChunk]) -> Profile:
     """Time the parts of a plan, each once or a few times."""
     model, sequence = prefill.model, engine.cache.sequence()
-    sizes = sorted({piece.size for piece in pieces if piece.size is not None})
-    depth = max(0, sum(piece.count for piece in pieces) - max(sizes, default=0))
+    sizes = sorted({chunk.size for chunk in plan if chunk.size is not None})
+    depth = max(0, sum(chunk.count for chunk in plan) - max(sizes, default=0))
 
     def step_seconds(size: int, start: int) -> list[float]:
         tokens = [0] * min(size, engine.ctx_size - start)
@@ -79,24 +79,24 @@ def profile(engine: Engine, prefill: ChunkedPrefill, pieces: Sequence[Piece]) ->
         {size: step_seconds(size, 0) for size in sizes},
         {size: step_seconds(size, depth) for size in sizes},
         depth,
-        {n: host_seconds(n) for n in sorted({p.count for p in pieces if p.size is None})},
+        {n: host_seconds(n) for n in sorted({p.count for p in plan if p.size is None})},
         best_seconds(lambda: model.head.logits(row)),
     )
 
 
 def predict(
-    found: Profile, pieces: Sequence[Piece], policy: Policy, *, accelerator_speed: float = 1.0
+    found: Profile, plan: Sequence[PlannedChunk], policy: Policy, *, accelerator_speed: float = 1.0
 ) -> Prediction:
     """Simulate a plan; `accelerator_speed` times as fast an accelerator as the one measured."""
     start, now = 0, 0.0
     records: list[TaskRecord] = []
-    for on_host, group in itertools.groupby(pieces, lambda piece: piece.size is None):
+    for on_host, group in itertools.groupby(plan, lambda chunk: chunk.size is None):
         chunks = list(group)
         if on_host:
-            now += sum(found.host[piece.count] for piece in chunks)
-            start += sum(piece.count for piece in chunks)
+            now += sum(found.host[chunk.count] for chunk in chunks)
+            start += sum(chunk.count for chunk in chunks)
             continue
-        starts = list(itertools.accumulate((piece.count for piece in chunks), initial=start))
+        starts = list(itertools.accumulate((chunk.count for chunk in chunks), initial=start))
         seconds = _task_seconds(found, chunks, starts, accelerator_speed)
         done = simulate(found.steps, len(chunks), policy=policy, seconds=seconds)
         for task, begin, end in done:
@@ -108,7 +108,7 @@ def predict(
 
 
 def _task_seconds(
-    found: Profile, chunks: Sequence[Piece], starts: Sequence[int], speed: float
+    found: Profile, chunks: Sequence[PlannedChunk], starts: Sequence[int], speed: float
 ) -> Callable[[Task], float]:
     def seconds(task: Task) -> float:
         size = chunks[task.chunk].size
@@ -140,6 +140,6 @@ def measure(engine: Engine, count: int, *prefills: Prefill) -> list[tuple[Sample
 
 def keep_prompt(engine: Engine, prompt: MeasuredPrompt) -> None:
     """Let `--prefill auto` know what a whole prompt took; see `costs.keep_prompt`."""
-    if isinstance(engine.prefill, ChunkedPrefill) and engine.options.flavour is None:
+    if isinstance(engine.prefill, ChunkedPrefill) and engine.options.precision is None:
         model, threads = engine.prefill.model, engine.threads
         costs.keep_prompt(engine.bundle.path, model, engine.decoder, prompt, threads=threads)

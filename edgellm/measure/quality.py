@@ -20,7 +20,7 @@ from edgellm.backends.softcap import softcapped
 from edgellm.engine.engine import Engine
 from edgellm.engine.sampling import log_softmax
 from edgellm.errors import NumericError
-from edgellm.measure.perplexity import flavour_of, next_logprobs, text_windows, window_logits
+from edgellm.measure.perplexity import next_logprobs, precision_of, text_windows, window_logits
 from edgellm.measure.sample_text import sample_text
 from edgellm.store.bundle import ExportProgress
 
@@ -41,7 +41,7 @@ class QualityResult:
         same_top: the share of them for which both find the same token the likeliest.
         tokens: how many were scored.
         through: prefill or decode.
-        flavour: precision of that path.
+        precision: of that path.
         text_sha256: of the text.
     """
 
@@ -55,7 +55,7 @@ class QualityResult:
     windows: int
     window: int
     through: str
-    flavour: str
+    precision: str
     kv_format: str
     text_sha256: str
 
@@ -191,7 +191,7 @@ def _result(
         windows=windows,
         window=window,
         through=through,
-        flavour=flavour_of(engine, through),
+        precision=precision_of(engine, through),
         kv_format=engine.options.kv_format,
         text_sha256=hashlib.sha256(text.encode()).hexdigest(),
     )

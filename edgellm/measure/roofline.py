@@ -19,10 +19,10 @@ from edgellm.graphs.tensors import linear_parameters
 from edgellm.kernels.gpu.device import device_name, require
 from edgellm.kernels.kv_blocks import BLOCK, KVFormat, block_bytes
 from edgellm.kernels.linear import native as native_linear
-from edgellm.kernels.linear import to_panels
+from edgellm.kernels.linear import pack_weight
 from edgellm.kernels.native import library
 from edgellm.kernels.quantized import GROUP, KINDS, QuantizedWeight
-from edgellm.store.bundle import PANELS, Bundle
+from edgellm.store.bundle import PACKED, Bundle
 from edgellm.store.import_summary import imported
 
 _REPEATS = 5
@@ -102,18 +102,18 @@ def measure_gpu() -> Machine:
     )
 
 
-def work_of(bundle: Bundle, tokens: int, *, flavour: str, kv_format: KVFormat) -> Work:
-    """Of a prompt of `tokens`, and of a decode step after it with the weights of `flavour`."""
+def work_of(bundle: Bundle, tokens: int, *, precision: str, kv_format: KVFormat) -> Work:
+    """Of a prompt of `tokens`, and of a decode step after it with the weights of `precision`."""
     config = bundle.config
     block = block_bytes(
         format=kv_format, layers=1, kv_heads=config.kv_heads, head_dim=config.head_dim
     )
     cached = sum(block * _seen(config, i, tokens) // BLOCK for i in range(config.layer_count))
-    if flavour == PANELS:
-        summary = imported(bundle, flavour)
+    if precision == PACKED:
+        summary = imported(bundle, precision)
         share = summary.decode_bytes / summary.file_bytes if summary.file_bytes else None
         return Work(_flops(config, tokens), summary.decode_bytes + cached, share)
-    folders = (flavour, f"head-{bundle.flavour(flavour).head}")
+    folders = (precision, f"head-{bundle.precision(precision).head}")
     weights = sum(bundle.manifest.files[f"{folder}/{WEIGHTS_FILE}"].bytes for folder in folders)
     return Work(_flops(config, tokens), weights + cached)
 
@@ -151,10 +151,10 @@ def _int4_flops(threads: int) -> float | None:
     rows, outputs, inputs = _INT4_SHAPE
     codes = np.full((outputs, inputs), 7, np.uint8)
     scale = np.ones((outputs, inputs // GROUP), np.float16)
-    panels = to_panels(QuantizedWeight(KINDS["int4_symmetric"], codes, scale))
+    weight = pack_weight(QuantizedWeight(KINDS["int4_symmetric"], codes, scale))
     x = np.ones((rows, inputs), np.float32)
     seconds = best_seconds(
-        lambda: native_linear.linear(compiled, x, panels, threads=threads), times=_REPEATS
+        lambda: native_linear.linear(compiled, x, weight, threads=threads), times=_REPEATS
     )
     return 2 * rows * outputs * inputs / seconds
 

@@ -1,4 +1,4 @@
-"""The self-test of models in panels: does a fused step compute what it should?
+"""The self-test of models in packed weights: does a fused step compute what it should?
 
 `self_test.py` asks the same of graphs. A step goes through all layers in one call, so the matrices
 of each layer are tried one by one, through the same kernels, on what float32 had there; then the
@@ -17,7 +17,7 @@ from edgellm.backends.step_model import StepModel
 from edgellm.cache.kv_cache import KVCache
 from edgellm.graphs import contract
 from edgellm.kernels.kv_blocks import BLOCK
-from edgellm.kernels.linear import Panels
+from edgellm.kernels.linear import PackedWeights
 from edgellm.kernels.step import LayerWeights, Weights
 from edgellm.kernels.step.reference import activate, norm
 from edgellm.kernels.step.weights import Activation
@@ -51,7 +51,7 @@ def check_layers(
         def run(inputs: Mapping[str, Floats], index: int = index) -> Sequence[Floats]:
             return _segment(model, weights, index, inputs)
 
-        yield Check(f"segment {index} in panels", segment_error(rows, run, None), limit)
+        yield Check(f"segment {index} in packed weights", segment_error(rows, run, None), limit)
 
 
 def check_step(
@@ -136,7 +136,7 @@ def _after_layer(
 
 
 def _linear(
-    model: StepModel, x: Floats, weight: Panels, bias: Floats | None, *, fine: bool = False
+    model: StepModel, x: Floats, weight: PackedWeights, bias: Floats | None, *, fine: bool = False
 ) -> Floats:
     product = model.linear(x, weight, fine=fine)
     return product if bias is None else product + bias

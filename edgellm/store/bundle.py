@@ -3,9 +3,9 @@
     manifest.json            what is here, with the size and sha256 of every file
     tokenizer.json           for the `tokenizers` library
     chat_template.jinja      if the model has one
-    <flavour>/               NNN.onnx (any chunk size), NNN.cC.onnx (static), weights.bin
+    <precision>/               NNN.onnx (any chunk size), NNN.cC.onnx (static), weights.bin
     head-<kind>/             head.onnx, weights.bin with the embedding
-    panels/                  weights.bin for the native kernels, embedding and head among them
+    packed/                  weights.bin for the native kernels, embedding and head among them
     reference/               weights.bin: a text in float32, to compare graphs with
     keys/                    weights.bin: what was done to keys, and norms of Q and K (see
                              key_basis.py)
@@ -32,14 +32,14 @@ from edgellm.graphs.typed_json import parse
 from edgellm.store.home import replacing_file, sha256_of
 
 FORMAT = "edgellm-bundle"
-# Goes up when the layout or the recipe of a flavour changes, so that old bundles are made again.
-FORMAT_VERSION = 6
+# Goes up when the layout or the recipe of a precision changes, so that old bundles are made again.
+FORMAT_VERSION = 7
 MANIFEST = "manifest.json"
 TOKENIZER = "tokenizer.json"
 CHAT_TEMPLATE = "chat_template.jinja"
-# The flavour that the native kernels read; all others are graphs.
-PANELS = "panels"
-# Defaults of a model that a manifest may hold, by the names of `SamplingOptions`.
+# The precision that the native kernels read; all others are graphs.
+PACKED = "packed"
+# Defaults of a model that a manifest may hold, by the names of `GenerationOptions`.
 GENERATION: dict[str, type] = {
     "temperature": float,
     "top_p": float,
@@ -79,15 +79,15 @@ class ShadowEntry:
 
 
 @dataclass(frozen=True)
-class FlavourEntry:
-    """One exported precision (see `export/flavours.py`).
+class PrecisionEntry:
+    """One exported precision (see `export/precisions.py`).
 
     Attributes:
         chunk_sizes: the static sizes.
         any_size: whether graphs for any chunk size are there as well.
         import_report: how its weights came in (see `ImportSummary`).
         arrays: weights that are read by name; those of graphs are not.
-        kinds: how arrays of panels are written, by the names of `kernels/quantized.py`.
+        kinds: how packed arrays are written, by the names of `kernels/quantized.py`.
         host_tokens: the first so many tokens of a sequence are not for these graphs (see
             `export/calibrate.py`).
         calibration: how static scales were found (see `CalibrationOptions`); empty without them.
@@ -121,7 +121,7 @@ class HeadEntry:
 
     Attributes:
         embedding: `codes` and `scale` (int8 groups) or `values` (float32), in the weights file.
-        import_report: as of a flavour.
+        import_report: as of a precision.
     """
 
     embedding: Mapping[str, StoredArray]
@@ -152,7 +152,7 @@ class Manifest:
     Attributes:
         weights: what linear layers of float tensors have become (see `WeightReader`).
         reference: arrays of a text in float32 (see `reference.py`), if there are graphs of chunks.
-        keys: arrays of the basis of keys in all flavours, and norms of Q and K (see
+        keys: arrays of the basis of keys in all precisions, and norms of Q and K (see
             `key_basis.py`).
     """
 
@@ -163,7 +163,7 @@ class Manifest:
     tokenizer: TokenizerEntry
     generation: Mapping[str, Any]
     versions: Mapping[str, str]
-    flavours: Mapping[str, FlavourEntry]
+    precisions: Mapping[str, PrecisionEntry]
     heads: Mapping[str, HeadEntry]
     files: Mapping[str, FileEntry]
     source_sha256: str = ""
@@ -206,13 +206,13 @@ class Bundle:
         """Size on disk, without the manifest."""
         return sum(entry.bytes for entry in self.manifest.files.values())
 
-    def flavour(self, name: str) -> FlavourEntry:
-        if name not in self.manifest.flavours:
+    def precision(self, name: str) -> PrecisionEntry:
+        if name not in self.manifest.precisions:
             raise BundleError(
-                f"{self.path}: flavour {name} is not in this bundle; it has "
-                + ", ".join(self.manifest.flavours)
+                f"{self.path}: precision {name} is not in this bundle; it has "
+                + ", ".join(self.manifest.precisions)
             )
-        return self.manifest.flavours[name]
+        return self.manifest.precisions[name]
 
 
 def map_arrays(root: Path, arrays: Mapping[str, StoredArray]) -> dict[str, NDArray[Any]]:

@@ -19,10 +19,10 @@ from edgellm.graphs.config import ModelConfig
 from edgellm.graphs.contract import StoredArray
 from edgellm.graphs.tensors import model_tensors
 from edgellm.graphs.typed_json import typed
-from edgellm.kernels.linear import panels_shape
+from edgellm.kernels.linear import packed_shape
 from edgellm.kernels.quantized import GROUP, KINDS
 from edgellm.store import key_basis
-from edgellm.store.bundle import GENERATION, PANELS, TOKENIZER, FlavourEntry, Manifest
+from edgellm.store.bundle import GENERATION, PACKED, TOKENIZER, Manifest, PrecisionEntry
 from edgellm.store.import_summary import ImportSummary
 from edgellm.store.reference import PROMPT, ROTATION, ROWS, array_name, error_name
 
@@ -42,8 +42,8 @@ def check_manifest(manifest: Manifest, *, origin: str) -> None:
     checker = _Checker(manifest, origin)
     checker.require_file(TOKENIZER)
     checker.check_generation()
-    for name, entry in manifest.flavours.items():
-        if name == PANELS:
+    for name, entry in manifest.precisions.items():
+        if name == PACKED:
             checker.check_panels(entry)
         else:
             checker.check_graphs(name, entry)
@@ -53,7 +53,7 @@ def check_manifest(manifest: Manifest, *, origin: str) -> None:
         checker.compare(f"head-{kind}: array", head.embedding, needs)
         checker.require_file(f"head-{kind}/{contract.HEAD_FILE}")
         checker.check_report(f"head-{kind}", head.import_report)
-    if any(entry.any_size for entry in manifest.flavours.values()):
+    if any(entry.any_size for entry in manifest.precisions.values()):
         checker.check_reference()
     checker.compare("keys: array", manifest.keys, _key_needs(manifest.config))
 
@@ -89,7 +89,7 @@ class _Checker:
         if unknown:
             raise self._error(f"{what} {unknown[0]} belongs to no part of this config")
 
-    def check_panels(self, entry: FlavourEntry) -> None:
+    def check_panels(self, entry: PrecisionEntry) -> None:
         """The weights of the native kernels and the kinds that they are said to be of."""
         matrices = {
             name: spec.shape
@@ -100,20 +100,20 @@ class _Checker:
         if set(entry.kinds) != weights:
             name = min(set(entry.kinds) ^ weights)
             missing = "missing" if name in weights else "of no weight of this config"
-            raise self._error(f"{PANELS}: the kind of {name} is {missing}")
+            raise self._error(f"{PACKED}: the kind of {name} is {missing}")
         for name, kind in entry.kinds.items():
             if kind not in KINDS:
                 raise self._error(
-                    f"{PANELS}: {name} is of the unknown kind {kind!r}; known are "
+                    f"{PACKED}: {name} is of the unknown kind {kind!r}; known are "
                     + ", ".join(KINDS)
                 )
             if matrices[name][1] % KINDS[kind].inputs_multiple:
                 raise self._error(
-                    f"{PANELS}: {name} has {matrices[name][1]} inputs; {kind} needs a multiple of "
+                    f"{PACKED}: {name} has {matrices[name][1]} inputs; {kind} needs a multiple of "
                     f"{KINDS[kind].inputs_multiple}"
                 )
         needs = _panel_needs(self._config, entry.kinds)
-        self.compare(f"{PANELS}: array", entry.arrays, needs)
+        self.compare(f"{PACKED}: array", entry.arrays, needs)
 
     def check_generation(self) -> None:
         for name, value in self._manifest.generation.items():
@@ -132,8 +132,8 @@ class _Checker:
         except EdgeLLMError as error:
             raise self._error(f"{name}: {error}") from None
 
-    def check_graphs(self, name: str, entry: FlavourEntry) -> None:
-        """The files and arrays of a flavour for ONNX Runtime."""
+    def check_graphs(self, name: str, entry: PrecisionEntry) -> None:
+        """The files and arrays of a precision for ONNX Runtime."""
         sizes = entry.chunk_sizes
         if not sizes or not all(1 <= size <= MAX_CHUNK for size in sizes):
             raise self._error(
@@ -163,7 +163,7 @@ class _Checker:
             raise self._error("reference: array tokens is missing or not a list of tokens")
         self.compare("reference: array", arrays, _reference_needs(self._config, tokens.shape[0]))
 
-    def _check_shadows(self, name: str, entry: FlavourEntry) -> None:
+    def _check_shadows(self, name: str, entry: PrecisionEntry) -> None:
         layers = {f"layers.{layer}.down" for layer in range(self._config.layer_count)}
         for layer, shadow in entry.shadows.items():
             if layer not in layers:
@@ -201,7 +201,7 @@ def _panel_needs(config: ModelConfig, kinds: Mapping[str, str]) -> dict[str, _Ne
     for name, spec in model_tensors(config).items():
         if name in kinds:
             outputs, inputs = spec.shape
-            needs[name] = "uint8", (panels_shape(outputs, inputs, KINDS[kinds[name]]),)
+            needs[name] = "uint8", (packed_shape(outputs, inputs, KINDS[kinds[name]]),)
         elif not key_basis.is_head_norm(name):
             needs[name] = _floats(*spec.shape)
     return needs
@@ -218,7 +218,7 @@ def _head_needs(config: ModelConfig, kind: str) -> dict[str, _Need]:
     }
 
 
-def _graph_needs(config: ModelConfig, entry: FlavourEntry) -> dict[str, _Need]:
+def _graph_needs(config: ModelConfig, entry: PrecisionEntry) -> dict[str, _Need]:
     needs: dict[str, _Need] = {}
     for name in entry.shadows:
         needs[name] = "int8", ((config.intermediate_size, config.hidden_size),)

@@ -1,4 +1,4 @@
-"""How a flavour's weights came into the bundle, as people are told."""
+"""How a precision's weights came into the bundle, as people are told."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ class ImportSummary:
 
     Attributes:
         mean_relative_error, worst_relative_error: of the matrices that were rounded again.
-        file_bytes, decode_bytes: of the matrices that a decode step of panels reads, in the file
-            and in the bundle; 0 where that is not known.
+        file_bytes, decode_bytes: of the matrices that a decode step reads, in the file and packed;
+            0 where that is not known.
         taken: how many matrices the file holds in a type and the bundle in a kind, by both.
     """
 
@@ -99,21 +99,21 @@ class ImportSummary:
         return f"{self}{mean}{': ' if pairs else ''}{', '.join(pairs)}"
 
 
-def imported(bundle: Bundle, flavour: str) -> ImportSummary:
-    """How a flavour's weights came in, those of its LM head and embedding among them."""
-    entry = bundle.flavour(flavour)
+def imported(bundle: Bundle, precision: str) -> ImportSummary:
+    """How a precision's weights came in, those of its LM head and embedding among them."""
+    entry = bundle.precision(precision)
     summary = ImportSummary.of(entry.import_report)
     if entry.head is None:
         return summary
     return summary.joined(ImportSummary.of(bundle.manifest.heads[entry.head].import_report))
 
 
-def rounding_notes(bundle: Bundle, flavours: Collection[str]) -> Iterator[str]:
-    """A line for each flavour whose weights are not all as in the file."""
-    for flavour in sorted(flavours):
-        summary = imported(bundle, flavour)
+def rounding_notes(bundle: Bundle, precisions: Collection[str]) -> Iterator[str]:
+    """A line for each precision whose weights are not all as in the file."""
+    for precision in sorted(precisions):
+        summary = imported(bundle, precision)
         if summary.requantized_tensors:
-            of = "" if len(flavours) == 1 else f" of {flavour}"
+            of = "" if len(precisions) == 1 else f" of {precision}"
             yield f"weights{of}: {summary}"
 
 

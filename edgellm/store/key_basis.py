@@ -2,11 +2,11 @@
 
 Exported K is divided by powers of two, one for each RoPE pair of a KV head, and Q is multiplied by
 them; and a vector that all keys have in common is for the cache to leave out. Neither changes what
-attention computes (see `quantize/keys.py`). It is the same for all flavours of a bundle: they write
-to one cache. With K biases, as in Qwen2, it is what 8 bits are enough for.
+attention computes (see `quantize/keys.py`). It is the same for all precisions of a bundle: they
+write to one cache. With K biases, as in Qwen2, it is what 8 bits are enough for.
 
 Norms of Q and K stand between projections and the cache, so they are here as well, once for all
-flavours; in a model that has them the powers of two are in their weights.
+precisions; in a model that has them the powers of two are in their weights.
 """
 
 from __future__ import annotations

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 from edgellm.errors import BundleError, ModelFormatError
 from edgellm.store.bundle import Bundle, ExportProgress, is_bundle, open_bundle
 from edgellm.store.bundle_state import is_newer, recorded_source
-from edgellm.store.flavour_support import Flavours, names_of
 from edgellm.store.home import bundles_dir, delete_abandoned_at_home
+from edgellm.store.precision_support import Precisions, names_of
 from edgellm.store.sources import Source, resolve
 
 if TYPE_CHECKING:
@@ -24,7 +24,7 @@ _log = logging.getLogger(__name__)
 def prepare(
     name: str,
     *,
-    flavours: Flavours,
+    precisions: Precisions,
     out: Path | None = None,
     chunk_sizes: Sequence[int] | None = None,
     weights: str | None = None,
@@ -39,7 +39,7 @@ def prepare(
 
     Args:
         name: see `sources.py`; the folder of a bundle is opened as it is.
-        flavours: exported if they are not there yet; names, or what gives them for a model.
+        precisions: exported if they are not there yet; names, or what gives them for a model.
         out: the folder of the bundle; None is one in EDGELLM_HOME.
         chunk_sizes, weights, calibration, progress: see `export`; of a download, in bytes.
         force: export again.
@@ -47,7 +47,7 @@ def prepare(
     Raises:
         SourceError, ModelFormatError, UnsupportedModelError, BundleError, ExportError, OptionError
     """
-    wanted = flavours if callable(flavours) else tuple(flavours)
+    wanted = precisions if callable(precisions) else tuple(precisions)
     delete_abandoned_at_home()
     source = resolve(name, progress=progress)
     if out is None and is_bundle(source.path):
@@ -65,7 +65,7 @@ def prepare(
             out or at_home,
             name=name,
             source=source.spec,
-            flavours=wanted,
+            precisions=wanted,
             chunk_sizes=chunk_sizes,
             weights=weights,
             calibration=calibration,
@@ -88,7 +88,7 @@ def prepare(
         return export_once()
 
 
-def _open_if_complete(path: Path, flavours: Flavours) -> Bundle | None:
+def _open_if_complete(path: Path, precisions: Precisions) -> Bundle | None:
     """The bundle at `path`; None if it has to be exported, wholly or in part."""
     if not path.exists():
         return None
@@ -98,8 +98,8 @@ def _open_if_complete(path: Path, flavours: Flavours) -> Bundle | None:
         if is_newer(path):
             raise
         return None
-    wanted = names_of(flavours, bundle.config)
-    return bundle if set(wanted) <= set(bundle.manifest.flavours) else None
+    wanted = names_of(precisions, bundle.config)
+    return bundle if set(wanted) <= set(bundle.manifest.precisions) else None
 
 
 def _download_again(source: Source, why: str, progress: ExportProgress | None) -> None:
@@ -108,16 +108,16 @@ def _download_again(source: Source, why: str, progress: ExportProgress | None) -
     source.member.fetch(again=True, progress=progress)
 
 
-def _open_given(source: Source, flavours: Flavours) -> Bundle:
+def _open_given(source: Source, precisions: Precisions) -> Bundle:
     try:
         bundle = open_bundle(source.path)
     except BundleError as error:
         raise BundleError(f"{error}: {_export_command(source.path)} --force`") from None
-    missing = sorted({*names_of(flavours, bundle.config)} - set(bundle.manifest.flavours))
+    missing = sorted({*names_of(precisions, bundle.config)} - set(bundle.manifest.precisions))
     if missing:
         raise BundleError(
-            f"{source.path}: flavour {', '.join(missing)} is not in this bundle; export it with "
-            f"{_export_command(source.path)} --flavours {','.join(missing)}`"
+            f"{source.path}: precision {', '.join(missing)} is not in this bundle; export it with "
+            f"{_export_command(source.path)} --precisions {','.join(missing)}`"
         )
     return bundle
 

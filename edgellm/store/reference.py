@@ -18,7 +18,7 @@ from edgellm.graphs.config import ModelConfig
 from edgellm.graphs.contract import HOST_TOKENS, StoredArray
 from edgellm.quantize.error import worst_line_error
 from edgellm.quantize.shadow import ShadowLinear
-from edgellm.store.bundle import FlavourEntry, map_arrays
+from edgellm.store.bundle import PrecisionEntry, map_arrays
 
 Floats = NDArray[np.float32]
 # Runs one graph on inputs by name.
@@ -27,7 +27,7 @@ Run = Callable[[Mapping[str, Floats]], Sequence[Floats]]
 FOLDER = "reference"
 # Of each segment's inputs and outputs; 4 MB in all for SmolLM2-135M.
 ROWS = 16
-# The weight that takes embeddings to a basis of the flavour's own.
+# The weight that takes embeddings to a basis of the precision's own.
 ROTATION = "enter"
 # What a whole text's error is called among those of segments.
 PROMPT = "prompt"
@@ -98,8 +98,8 @@ def error_name(index: int) -> str:
     return f"{index:03d}"
 
 
-def read_rotation(root: Path, entry: FlavourEntry) -> Floats | None:
-    """`[E, E]` to the basis of a flavour's residual, if it has one of its own."""
+def read_rotation(root: Path, entry: PrecisionEntry) -> Floats | None:
+    """`[E, E]` to the basis of a precision's residual, if it has one of its own."""
     enter = entry.arrays.get(ROTATION)
     return None if enter is None else map_arrays(root, {ROTATION: enter})[ROTATION]
 
@@ -111,7 +111,7 @@ def segment_error(rows: SegmentRows, run: Run, rotation: Floats | None) -> float
 
     Args:
         rows: with as many rows as `run` takes.
-        rotation: `[E, E]` to the basis of the flavour's residual, if it has one of its own.
+        rotation: `[E, E]` to the basis of the precision's residual, if it has one of its own.
     """
     inputs = {
         name: _rotated(value, rotation) if name == contract.RESIDUAL else value

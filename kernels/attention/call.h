@@ -20,13 +20,13 @@ struct AttendCall {
     int32_t layer, threads;
 };
 
-// Keys are taken in stretches of this many, each with a softmax of its own, which are then joined in
-// order: a row has the same bits whoever computes its stretches and however many rows there are.
-constexpr int STRETCH = 512;
+// Keys are taken in splits of this many, each with a softmax of its own, which are then joined in
+// order: a row has the same bits whoever computes its splits and however many rows there are.
+constexpr int SPLIT = 512;
 // Rows that share one walk over the keys.
 constexpr int ROWS_PER_TASK = 96;
 constexpr int MAX_HEAD_DIM = 256;
 
-inline int stretches(int keys) { return (keys + STRETCH - 1) / STRETCH; }
+inline int split_count(int keys) { return (keys + SPLIT - 1) / SPLIT; }
 
 }  // namespace edgellm

@@ -1,6 +1,6 @@
 // Chunk attention over KV blocks; included once for each instruction set.
 //
-// A task is one KV head, a run of query rows and a run of key stretches. Row `r` of a KV head is token
+// A task is one KV head, a run of query rows and a run of key splits. Row `r` of a KV head is token
 // r / group, head r % group. A task walks over the key blocks once, four rows at a time, with the
 // online softmax of FlashAttention (Dao et al., arXiv:2205.14135). On int8 blocks both products are
 // made of integers:
@@ -18,7 +18,7 @@ constexpr int COLUMNS = 2;  // vectors of keys beside each other in a tile of sc
 constexpr int COLUMNS = 1;
 #endif
 
-// What one row of a stretch, or of several, comes to: largest score, sum of weights, weighted values.
+// What one row of a split, or of several, comes to: largest score, sum of weights, weighted values.
 // In memory: maximum, total, values[head_dim].
 inline void join(float* into, const float* part, int head_dim) {
     if (part[1] == 0) return;
@@ -74,7 +74,7 @@ struct TileState {
 #include "int8_rows.h"
 #include "float_rows.h"
 
-// Rows first .. first + rows of a KV head over key stretches from .. to; `parts` [rows, head_dim + 2].
+// Rows first .. first + rows of a KV head over key splits from .. to; `parts` [rows, head_dim + 2].
 // `next_row` of the pool is where this thread will likely go on afterwards.
 struct AttendTask {
     int layer, kv_head, first, rows, from, to;
@@ -104,7 +104,7 @@ public:
             rows_.set_query(r, queries_.q + at * kv_.head_dim, queries_.scale);
             task_.parts[size_t(r) * (kv_.head_dim + 2) + 1] = 0;
         }
-        for (int s = task_.from; s < task_.to; ++s) stretch(s * edgellm::STRETCH);
+        for (int s = task_.from; s < task_.to; ++s) split(s * edgellm::SPLIT);
     }
 
 private:
@@ -116,8 +116,8 @@ private:
 
     int position(int r) const { return queries_.start + (task_.first + r) / group_; }
 
-    void stretch(int begin) {
-        const int end = std::min(begin + edgellm::STRETCH, position(task_.rows - 1) + 1);
+    void split(int begin) {
+        const int end = std::min(begin + edgellm::SPLIT, position(task_.rows - 1) + 1);
         for (int r = 0; r < task_.rows; ++r) {
             maximum_[r] = -INFINITY;
             total_[r] = 0;
@@ -129,7 +129,7 @@ private:
         for (int base = low; base < end; base += edgellm::BLOCK) {
             const int count = std::min(edgellm::BLOCK, end - base);
             const int next = base + edgellm::BLOCK;
-            const bool last = next >= end && (begin / edgellm::STRETCH + 1 == task_.to);
+            const bool last = next >= end && (begin / edgellm::SPLIT + 1 == task_.to);
             rows_.open(kv_.first_row(base, task_.layer, task_.kv_head),
                        last ? task_.next_row : kv_.first_row(next, task_.layer, task_.kv_head), count);
             tiles<true>(0, std::min(TILE, task_.rows), base, count);
@@ -211,7 +211,7 @@ inline void attend(const edgellm::AttendCall& call) {
         AttendTask task{call.layer, index / tasks, index % tasks * edgellm::ROWS_PER_TASK, 0, 0, 0, parts, 0};
         task.next_row = call.kv.first_row(0, call.layer, task.kv_head);
         task.rows = std::min(edgellm::ROWS_PER_TASK, all - task.first);
-        task.to = edgellm::stretches(queries.start + (task.first + task.rows - 1) / group + 1);
+        task.to = edgellm::split_count(queries.start + (task.first + task.rows - 1) / group + 1);
         attend_rows(call.kv, queries, task);
         for (int r = 0; r < task.rows; ++r) {
             const int row = task.first + r, head = task.kv_head * group + row % group;

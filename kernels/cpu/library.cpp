@@ -221,16 +221,16 @@ void relax(int turn) {
 #endif
 }
 
-void crew(int threads, int phases, const std::function<void(Member&)>& job) {
+void run_team(int threads, int phases, const std::function<void(Worker&)>& job) {
     const std::unique_ptr<Phase[]> shared(new Phase[phases]);
     threads = std::min(threads, cores());
     if (threads <= 1) {
-        Member alone(shared.get());
+        Worker alone(shared.get());
         return job(alone);
     }
     pool().run(threads, threads, true, [&](int) {
-        Member member(shared.get());
-        job(member);
+        Worker worker(shared.get());
+        job(worker);
     });
 }
 

@@ -16,7 +16,7 @@ void parallel(int count, int threads, const std::function<void(int)>& task);
 // at every call.
 void* scratch(size_t bytes);
 
-// One stretch of work that several threads share; a cache line each.
+// One phase of work that several threads share; a cache line each.
 struct alignas(64) Phase {
     std::atomic<int> next{0}, done{0};
 };
@@ -24,18 +24,18 @@ struct alignas(64) Phase {
 // Lets the calling thread rest a moment while it waits for others; `turn` counts its waits.
 void relax(int turn);
 
-// What a member may bring into its cache while it waits: the memory of the next phase's items.
+// What a worker may bring into its cache while it waits: the memory of the next phase's items.
 struct Ahead {
     const uint8_t* data = nullptr;
     size_t item = 0, items = 0;  // bytes of one, and how many
 };
 
-// A thread's way through the phases of one job. All members go through the same phases in the same
-// order, so the job reads like a program for one thread. Nobody waits for a member that has nothing in
+// A thread's way through the phases of one job. All workers go through the same phases in the same
+// order, so the job reads like a program for one thread. Nobody waits for a worker that has nothing in
 // hand: one that comes late finds the phases done and catches up.
-class Member {
+class Worker {
 public:
-    explicit Member(Phase* phases) : phase_(phases) {}
+    explicit Worker(Phase* phases) : phase_(phases) {}
 
     // Run item(0) .. item(count - 1), shared out among the members; returns when all are done.
     template <typename Item>
@@ -64,6 +64,6 @@ private:
 
 // Run `job` on `threads` threads; it goes through at most `phases` phases. Afterwards the workers
 // stay awake for a moment, because the next token follows soon.
-void crew(int threads, int phases, const std::function<void(Member&)>& job);
+void run_team(int threads, int phases, const std::function<void(Worker&)>& job);
 
 }  // namespace edgellm

@@ -35,7 +35,7 @@ from edgellm.kernels.gpu.elementwise import Activation
 from edgellm.kernels.gpu.kv_blocks import DeviceBlocks
 from edgellm.kernels.kv_append import HeadNorms
 from edgellm.kernels.kv_blocks import KVFormat, allocate
-from edgellm.kernels.linear.panels import Panels, panels_shape
+from edgellm.kernels.linear.packed import PackedWeights, packed_shape
 from edgellm.kernels.quantized import KINDS, Kind
 from edgellm.kernels.rope import RopeTable
 from edgellm.kernels.step.gpu import DeviceStep
@@ -292,7 +292,7 @@ def _step(shape: Shape, format: KVFormat, kinds: Sequence[Kind]) -> DeviceStep:
 
 
 def _layer(shape: Shape, turns: Iterator[Kind]) -> LayerWeights:
-    def panels(outputs: int, inputs: int) -> Panels:
+    def panels(outputs: int, inputs: int) -> PackedWeights:
         return _zeros(outputs, inputs, next(turns))
 
     def vector(size: int, there: bool) -> NDArray[np.float32] | None:
@@ -335,8 +335,10 @@ def _head_norms(shape: Shape) -> HeadNorms | None:
     return HeadNorms(q=q, k=k, epsilon=1e-5, after_rope=order == "after_rope")
 
 
-def _zeros(outputs: int, inputs: int, kind: Kind) -> Panels:
-    return Panels(np.zeros(panels_shape(outputs, inputs, kind), np.uint8), outputs, inputs, kind)
+def _zeros(outputs: int, inputs: int, kind: Kind) -> PackedWeights:
+    return PackedWeights(
+        np.zeros(packed_shape(outputs, inputs, kind), np.uint8), outputs, inputs, kind
+    )
 
 
 if __name__ == "__main__":

@@ -1,12 +1,12 @@
-"""Quantized linear layers in panels: weights of 4 to 8 bits, int8 activations in groups of 32."""
+"""Quantized linear layers: packed weights of 4 to 8 bits, int8 activations in groups of 32."""
 
-from edgellm.kernels.linear.panels import (
+from edgellm.kernels.linear.packed import (
     PANEL,
-    Panels,
-    from_panels,
-    panels_shape,
+    PackedWeights,
+    pack_weight,
+    packed_shape,
     rows_of,
-    to_panels,
+    unpack_weight,
 )
 
-__all__ = ["PANEL", "Panels", "from_panels", "panels_shape", "rows_of", "to_panels"]
+__all__ = ["PANEL", "PackedWeights", "pack_weight", "packed_shape", "rows_of", "unpack_weight"]

@@ -127,20 +127,20 @@ inline void all_rows(const Weights& weights, int groups, const edgellm::Rows& x,
     run(Count<1>{});
 }
 
-// Panels first .. end for many rows: a stretch of two panels at a time stays in the first cache while all
+// Panels first .. end for many rows: a tile of two panels at a time stays in the first cache while all
 // rows pass by.
 template <int KIND, bool FINE>
 inline void many_rows(const edgellm::Linear& linear, int first, int end, const edgellm::Rows& x, int rows,
                       float* y, size_t step, bool add) {
     using Wide = Shared<arithmetic(KIND)>;
-    Unpacked unpacked[WIDE_PANELS * STRETCH];
-    const int groups = x.width / edgellm::GROUP, parts = (groups + STRETCH - 1) / STRETCH;
-    const int stretch = (groups + parts - 1) / parts;
-    for (int g = 0; g < groups; g += stretch) {
-        const int count = std::min(stretch, groups - g);
+    Unpacked unpacked[WIDE_PANELS * K_TILE];
+    const int groups = x.width / edgellm::GROUP, parts = (groups + K_TILE - 1) / K_TILE;
+    const int tile = (groups + parts - 1) / parts;
+    for (int g = 0; g < groups; g += tile) {
+        const int count = std::min(tile, groups - g);
         for (int p = first; p < end; p += WIDE_PANELS) {
             for (int i = 0; i < WIDE_PANELS; ++i)  // without a second one the first again
-                Wide::fill(unpacked + i * STRETCH,
+                Wide::fill(unpacked + i * K_TILE,
                            Packed<KIND>{linear.panel(std::min(p + i, end - 1))}, g, count);
             all_rows<FINE>(Wide{unpacked, std::min(WIDE_PANELS, end - p), start_of(KIND)}, count,
                            x.from_group(g), rows, y + size_t(p - first) * edgellm::PANEL, step,

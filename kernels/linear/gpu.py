@@ -1,4 +1,4 @@
-"""A quantized linear layer in Triton, on the same panels as the C++ kernels (`panels.py`)."""
+"""A quantized linear layer in Triton, on the same panels as the C++ kernels (`packed.py`)."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from edgellm.kernels.gpu.device import aligned, interpreted, on_device
 from edgellm.kernels.gpu.elementwise import Activation
 from edgellm.kernels.linear.gpu_gemm import gemm_kernel, rows_kernel
 from edgellm.kernels.linear.gpu_gemv import gemv_kernel
-from edgellm.kernels.linear.gpu_panels import embed_kernel
-from edgellm.kernels.linear.panels import PANEL, Panels
+from edgellm.kernels.linear.gpu_packed import embed_kernel
+from edgellm.kernels.linear.packed import PANEL, PackedWeights
 from edgellm.kernels.quantized import GROUP, Kind
 
 # The interpreter takes as long for a small tile as for a large one.
@@ -22,11 +22,11 @@ _INTERPRETED_PANELS = 128
 
 
 @dataclass(frozen=True)
-class DevicePanels:
-    """Panels in device memory.
+class DevicePackedWeights:
+    """PackedWeights in device memory.
 
     Attributes:
-        data: bytes as in `Panels`.
+        data: bytes as in `PackedWeights`.
         table: what codes stand for, `[16]` float32; `data` for kinds without, so that kernels have
             something to point at.
     """
@@ -38,11 +38,11 @@ class DevicePanels:
     kind: Kind
 
     @classmethod
-    def of(cls, panels: Panels, device: str) -> DevicePanels:
+    def of(cls, panels: PackedWeights, device: str) -> DevicePackedWeights:
         return cls.stacked([panels], device)
 
     @classmethod
-    def stacked(cls, parts: Sequence[Panels], device: str) -> DevicePanels:
+    def stacked(cls, parts: Sequence[PackedWeights], device: str) -> DevicePackedWeights:
         """Weights that `stackable` lets through on top of each other, as one."""
         first = parts[0]
         array = first.data if len(parts) == 1 else np.concatenate([part.data for part in parts])
@@ -54,7 +54,7 @@ class DevicePanels:
         return cls(data, table, outputs, first.inputs, first.kind)
 
 
-def stackable(upper: Panels, lower: Panels) -> bool:
+def stackable(upper: PackedWeights, lower: PackedWeights) -> bool:
     """Whether the panels of one weight can follow those of another as if they were one weight's."""
     same = (upper.kind, upper.inputs) == (lower.kind, lower.inputs)
     return same and upper.outputs % PANEL == 0
@@ -83,7 +83,7 @@ def panels_a_program(panels: int) -> int:
 
 def linear(
     x: torch.Tensor,
-    weight: DevicePanels,
+    weight: DevicePackedWeights,
     y: torch.Tensor,
     rows: Rows,
     *,
@@ -91,7 +91,7 @@ def linear(
     epsilon: float = 0.0,
     bias: torch.Tensor | None = None,
     activation: Activation | None = None,
-    up: DevicePanels | None = None,
+    up: DevicePackedWeights | None = None,
     up_bias: torch.Tensor | None = None,
     softcap: float | None = None,
     add: bool = False,
@@ -194,7 +194,7 @@ def _groups(kind: Kind) -> int:
 
 
 def embed(
-    weight: DevicePanels, tokens: torch.Tensor, x: torch.Tensor, *, scale: float = 1.0
+    weight: DevicePackedWeights, tokens: torch.Tensor, x: torch.Tensor, *, scale: float = 1.0
 ) -> None:
     """Rows `tokens` `[M]` of a weight, times `scale`, into `x` `[M, K]` float32."""
     block = min(1024, triton.next_power_of_2(weight.inputs))

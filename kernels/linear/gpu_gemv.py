@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from edgellm.kernels.linear.gpu_epilogue import epilogue
-from edgellm.kernels.linear.gpu_panels import (
+from edgellm.kernels.linear.gpu_packed import (
     code_float,
     group_start,
     looked_up,

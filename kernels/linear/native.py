@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgellm.kernels.checks import floats
-from edgellm.kernels.linear.panels import PANEL, Panels
+from edgellm.kernels.linear.packed import PANEL, PackedWeights
 from edgellm.kernels.native import address
 from edgellm.kernels.quantized import KINDS
 
@@ -17,7 +17,7 @@ class LinearLayer(ctypes.Structure):
     """A weight as the kernels see it; the same fields, in the same order, as in call.h."""
 
     _fields_ = [
-        ("panels", ctypes.c_void_p),
+        ("packed", ctypes.c_void_p),
         ("outputs", ctypes.c_int32),
         ("inputs", ctypes.c_int32),
         ("kind", ctypes.c_int32),
@@ -37,7 +37,7 @@ class _Call(ctypes.Structure):
     ]
 
 
-def layer_of(panels: Panels, *, fine: bool = False) -> LinearLayer:
+def layer_of(panels: PackedWeights, *, fine: bool = False) -> LinearLayer:
     """The structure that points at a weight, which must outlive it.
 
     Args:
@@ -50,7 +50,7 @@ def layer_of(panels: Panels, *, fine: bool = False) -> LinearLayer:
 def linear(
     library: ctypes.CDLL,
     x: NDArray[np.float32],
-    panels: Panels,
+    panels: PackedWeights,
     *,
     fine: bool = False,
     threads: int = 1,

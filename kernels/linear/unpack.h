@@ -18,7 +18,7 @@ constexpr bool is_rare(int kind) {
            edgellm::TRAITS[kind].table;
 }
 
-constexpr int STRETCH = 24;  // groups; with two panels 30 KB of unpacked codes and scales
+constexpr int K_TILE = 24;  // groups; with two panels 30 KB of unpacked codes and scales
 // A core's own prefetcher stops at the end of a page, and a page is read in less time than the next one
 // takes to come: so far ahead, one core read int4 weights at 0.9 of the rate of a plain read, and at
 // 0.67 without (Intel Xeon, Sapphire Rapids, 400 MB).
@@ -163,12 +163,12 @@ struct alignas(64) Unpacked {
     float scale[2][edgellm::PANEL], offset[edgellm::PANEL];
 };
 
-// A stretch of two panels that many rows share: unpacking is done once, and a row's codes are loaded
+// A tile of two panels that many rows share: unpacking is done once, and a row's codes are loaded
 // once for both.
 template <int ARITHMETIC_>
 struct Shared {
     static constexpr int ARITHMETIC = ARITHMETIC_, PANELS = WIDE_PANELS, ROWS = WIDE_ROWS;
-    Unpacked* groups;  // [PANELS, STRETCH]
+    Unpacked* groups;  // [PANELS, K_TILE]
     int panels;        // that are kept
     int start;
 
@@ -201,7 +201,7 @@ struct Shared {
             const int part = i / 4 * (parts_of(ARITHMETIC) - 1);
             Bytes weights[PANELS];
             for (int p = 0; p < PANELS; ++p)
-                weights[p] = load_bytes(groups[p * STRETCH + g].codes + 64 * i + 4 * lane);
+                weights[p] = load_bytes(groups[p * K_TILE + g].codes + 64 * i + 4 * lane);
             for (int r = 0; r < ROWS; ++r) {
                 const Bytes quad = splat_quad(codes + r * width + 4 * i);
                 for (int p = 0; p < PANELS; ++p)
@@ -210,7 +210,7 @@ struct Shared {
         }
     }
     Vec scale(int p, int g, int lane, int part) const {
-        return load(groups[p * STRETCH + g].scale[part] + lane);
+        return load(groups[p * K_TILE + g].scale[part] + lane);
     }
-    Vec offset(int p, int g, int lane) const { return load(groups[p * STRETCH + g].offset + lane); }
+    Vec offset(int p, int g, int lane) const { return load(groups[p * K_TILE + g].offset + lane); }
 };

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from edgellm.kernels.linear.gpu import Peaks
-from edgellm.kernels.linear.panels import PANEL
+from edgellm.kernels.linear.packed import PANEL
 from edgellm.kernels.sampling import MOST_CANDIDATES, Logits
 
 

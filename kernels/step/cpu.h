@@ -5,7 +5,7 @@
 struct Buffers {
     float *residual, *branch, *qkv, *q, *parts;  // branch: what a norm takes before it is added
     edgellm::Rows x, attended, activated;
-    int splits;  // key stretches that are computed apart from each other
+    int splits;  // key splits that are computed apart from each other
 
     static size_t aligned(size_t bytes) { return (bytes + 63) / 64 * 64; }
 
@@ -34,10 +34,10 @@ struct Buffers {
         activated = quantized(m.intermediate);
     }
 
-    // Few rows over many keys: every stretch is a task of its own. Many rows are tasks enough.
+    // Few rows over many keys: every split is a task of its own. Many rows are tasks enough.
     static int splits_of(const edgellm::StepCall& call) {
         const int rows = call.count * (call.model->heads / call.kv.kv_heads);
-        return rows > edgellm::ROWS_PER_TASK ? 1 : edgellm::stretches(call.start + call.count);
+        return rows > edgellm::ROWS_PER_TASK ? 1 : edgellm::split_count(call.start + call.count);
     }
 };
 
@@ -83,52 +83,52 @@ public:
 
     bool stopped() const { return stop_; }
 
-    void run(edgellm::Member& crew) {
-        every_row(crew, [&](int r) { embed(r); });
+    void run(edgellm::Worker& worker) {
+        every_row(worker, [&](int r) { embed(r); });
         for (int l = 0; l < model_.layer_count; ++l) {
             if (must_stop()) return;
             const edgellm::Layer& layer = model_.layers[l];
             every_row(
-                crew,
+                worker,
                 [&](int r) {
                     if (l > 0) complete(r, model_.layers[l - 1].down_bias, model_.layers[l - 1].post_mlp_norm);
                     normalize(layer.attention_norm, r, layer.any_fine());
                 },
                 weights(layer.q));
             const int outputs = layer.qkv_outputs();
-            multiply(crew, {{&layer.q, b_.qkv},
+            multiply(worker, {{&layer.q, b_.qkv},
                             {&layer.k, b_.qkv + layer.q.outputs},
                             {&layer.v, b_.qkv + layer.q.outputs + layer.k.outputs}},
                      b_.x, outputs, false);
-            every_row(crew, [&](int r) {
+            every_row(worker, [&](int r) {
                 float* qkv = b_.qkv + size_t(r) * outputs;
                 add_biases(layer, qkv);
                 append_token(call_.kv, call_.ropes[layer.rope], layer.head_norms, l, model_.heads,
                              call_.start + r, qkv, b_.q + size_t(r) * width_);
             });
-            attention(crew, l);
-            every_row(crew, [&](int r) { join_splits(r); }, weights(layer.o));
-            add_product(crew, layer.o, b_.attended, layer.post_attention_norm);
+            attention(worker, l);
+            every_row(worker, [&](int r) { join_splits(r); }, weights(layer.o));
+            add_product(worker, layer.o, b_.attended, layer.post_attention_norm);
             every_row(
-                crew,
+                worker,
                 [&](int r) {
                     complete(r, layer.o_bias, layer.post_attention_norm);
                     normalize(layer.mlp_norm, r, false);
                 },
                 weights(layer.gated() ? layer.gate : layer.up, 2 * groups_at_once(layer)));
-            activate(crew, layer);
-            add_product(crew, layer.down, b_.activated, layer.post_mlp_norm);
+            activate(worker, layer);
+            add_product(worker, layer.down, b_.activated, layer.post_mlp_norm);
         }
-        every_row(crew, [&](int r) { finish(r); }, weights(model_.head));
+        every_row(worker, [&](int r) { finish(r); }, weights(model_.head));
         const int skipped = rows_ - call_.logit_rows;
         if (call_.logit_rows == 0) return;
-        multiply(crew, {{&model_.head, call_.logits}}, b_.x.from(skipped),
+        multiply(worker, {{&model_.head, call_.logits}}, b_.x.from(skipped),
                  size_t(model_.head.count()) * edgellm::PANEL, false, call_.logit_rows);
-        if (model_.logit_softcap > 0) cap_logits(crew);
+        if (model_.logit_softcap > 0) cap_logits(worker);
     }
 
 private:
-    // A member that has not noticed yet does the others' share of the layer and leaves at the next.
+    // A worker that has not noticed yet does the others' share of the layer and leaves at the next.
     bool must_stop() {
         const bool asks = call_.should_stop != nullptr && std::this_thread::get_id() == caller_;
         if (asks && !stop_ && call_.should_stop()) stop_ = true;
@@ -149,9 +149,9 @@ private:
 
     // Many rows are taken some at a time: neighbours share a cache line at their ends.
     template <typename Row>
-    void every_row(edgellm::Member& crew, const Row& row, const edgellm::Ahead& ahead = {}) const {
+    void every_row(edgellm::Worker& worker, const Row& row, const edgellm::Ahead& ahead = {}) const {
         const int run = std::max(1, std::min(8, rows_ / (4 * call_.threads)));
-        crew.each(
+        worker.each(
             (rows_ + run - 1) / run,
             [&](int item) {
                 for (int r = item * run; r < std::min(rows_, (item + 1) * run); ++r) row(r);
@@ -165,14 +165,14 @@ private:
     };
 
     // Products of the same rows, one after the other.
-    void multiply(edgellm::Member& crew, std::initializer_list<Product> products, const edgellm::Rows& x,
+    void multiply(edgellm::Worker& worker, std::initializer_list<Product> products, const edgellm::Rows& x,
                   size_t step, bool add, int rows = 0) const {
         if (rows == 0) rows = rows_;
         const auto run_of = [&](const Product& p) { return panels_at_once(*p.linear, rows, call_.threads); };
         const auto items = [&](const Product& p) { return (p.linear->count() + run_of(p) - 1) / run_of(p); };
         int count = 0;
         for (const Product& p : products) count += items(p);
-        crew.each(count, [&](int item) {
+        worker.each(count, [&](int item) {
             const Product* p = products.begin();
             for (; item >= items(*p); ++p) item -= items(*p);
             const int run = run_of(*p), first = item * run;
@@ -182,12 +182,12 @@ private:
     }
 
     // What the residual adds, now or, where a norm comes before that, in `complete`.
-    void add_product(edgellm::Member& crew, const edgellm::Linear& linear, const edgellm::Rows& x,
+    void add_product(edgellm::Worker& worker, const edgellm::Linear& linear, const edgellm::Rows& x,
                      const edgellm::Norm& post) const {
         if (post.weight)
-            multiply(crew, {{&linear, b_.branch}}, x, model_.hidden, false);
+            multiply(worker, {{&linear, b_.branch}}, x, model_.hidden, false);
         else
-            multiply(crew, {{&linear, b_.residual}}, x, model_.hidden, true);
+            multiply(worker, {{&linear, b_.residual}}, x, model_.hidden, true);
     }
 
     void complete(int r, const float* bias, const edgellm::Norm& post) const {
@@ -233,10 +233,10 @@ private:
         quantize_groups(x, 0, model_.hidden / edgellm::GROUP, b_.x, r, fine);
     }
 
-    void cap_logits(edgellm::Member& crew) const {
+    void cap_logits(edgellm::Worker& worker) const {
         constexpr int RUN = 64;  // panels
         const int panels = model_.head.count(), runs = (panels + RUN - 1) / RUN;
-        crew.each(runs * call_.logit_rows, [&](int item) {
+        worker.each(runs * call_.logit_rows, [&](int item) {
             const int first = item % runs * RUN, end = std::min(panels, first + RUN);
             float* row = call_.logits + size_t(item / runs) * panels * edgellm::PANEL;
             soft_cap(row + size_t(first) * edgellm::PANEL, (end - first) * edgellm::PANEL,
@@ -259,24 +259,24 @@ private:
         return b_.parts + at * (call_.kv.head_dim + 2);
     }
 
-    void attention(edgellm::Member& crew, int layer) const {
+    void attention(edgellm::Worker& worker, int layer) const {
         const edgellm::Layer& here = model_.layers[layer];
         const edgellm::Queries queries{b_.q,        model_.heads, rows_,       call_.start,
                                        here.window, here.scale,   here.softcap};
         const int all = rows_ * group_;
         const int runs = (all + edgellm::ROWS_PER_TASK - 1) / edgellm::ROWS_PER_TASK;
         const int items = call_.kv.kv_heads * runs * b_.splits;
-        crew.each(items, [&](int item) {
+        worker.each(items, [&](int item) {
             const int split = item % b_.splits, run = item / b_.splits % runs;
             AttendTask task{layer, item / b_.splits / runs, run * edgellm::ROWS_PER_TASK,
                                      0,     split,                   split + 1, nullptr, 0};
             // threads that are equally fast take turns
             const int next = std::min(item + call_.threads, items - 1);
-            task.next_row = call_.kv.first_row(next % b_.splits * edgellm::STRETCH, layer,
+            task.next_row = call_.kv.first_row(next % b_.splits * edgellm::SPLIT, layer,
                                                next / b_.splits / runs);
             task.rows = std::min(edgellm::ROWS_PER_TASK, all - task.first);
             if (b_.splits == 1)
-                task.to = edgellm::stretches(call_.start + (task.first + task.rows - 1) / group_ + 1);
+                task.to = edgellm::split_count(call_.start + (task.first + task.rows - 1) / group_ + 1);
             task.parts = part(split, task.kv_head, task.first);
             attend_rows(call_.kv, queries, task);
         });
@@ -295,10 +295,10 @@ private:
     }
 
     // Two panels of gate and up make one group of the next layer's input.
-    void activate(edgellm::Member& crew, const edgellm::Layer& layer) const {
+    void activate(edgellm::Worker& worker, const edgellm::Layer& layer) const {
         const int groups = model_.intermediate / edgellm::GROUP;
         const int run = groups_at_once(layer);
-        crew.each((groups + run - 1) / run, [&](int item) {
+        worker.each((groups + run - 1) / run, [&](int item) {
             const int first = item * run, end = std::min(groups, first + run);
             const size_t width = size_t(end - first) * edgellm::GROUP;
             float* gate = static_cast<float*>(edgellm::scratch(rows_ * width * 8));
@@ -338,7 +338,7 @@ inline int32_t step(const edgellm::StepCall& call) {
     const size_t before = reinterpret_cast<uintptr_t>(call.workspace) % 64;
     const Buffers buffers(call, call.workspace + (64 - before), bytes);
     Step job(call, buffers);
-    edgellm::crew(call.threads, Step::phases(*call.model), [&](edgellm::Member& crew) { job.run(crew); });
+    edgellm::run_team(call.threads, Step::phases(*call.model), [&](edgellm::Worker& worker) { job.run(worker); });
     return !job.stopped();
 }
 

@@ -18,8 +18,8 @@ from edgellm.kernels.gpu.capture import Captured
 from edgellm.kernels.gpu.device import on_device
 from edgellm.kernels.gpu.kv_blocks import DeviceBlocks
 from edgellm.kernels.kv_blocks import BLOCK, BlockTable
-from edgellm.kernels.linear.gpu import DevicePanels, Peaks, embed, linear
-from edgellm.kernels.linear.panels import Panels
+from edgellm.kernels.linear.gpu import DevicePackedWeights, Peaks, embed, linear
+from edgellm.kernels.linear.packed import PackedWeights
 from edgellm.kernels.rope import RopeTable
 from edgellm.kernels.sampling import Logits
 from edgellm.kernels.sampling.gpu import LogitRow
@@ -99,9 +99,9 @@ class DeviceStep:
         count = len(weights.layers)
         self._layers = [DeviceLayer.of(weights, index, ropes, device) for index in range(count)]
         self._final_norm = DeviceNorm.of(weights.final_norm, weights.final_norm_bias, device)
-        self._embedding = DevicePanels.of(weights.embedding, device)
+        self._embedding = DevicePackedWeights.of(weights.embedding, device)
         tied = weights.head is weights.embedding
-        self._head = self._embedding if tied else DevicePanels.of(weights.head, device)
+        self._head = self._embedding if tied else DevicePackedWeights.of(weights.head, device)
         self._positions = min(len(table.cos) for table in rope_tables)
         tables = -(-self._positions // BLOCK)
         self._inputs = _Inputs(weights.embedding.outputs, blocks.host.count, tables, device)
@@ -173,11 +173,11 @@ class DeviceStep:
             parts.append(_host(logits))
         return np.concatenate(parts)
 
-    def linear(self, x: Floats, weight: Panels) -> Floats:
+    def linear(self, x: Floats, weight: PackedWeights) -> Floats:
         """Some rows `[M, K]` through a weight that is copied for it: `[M, N]`."""
         rows = on_device(x, self._device)
         out = torch.empty((len(x), weight.outputs), device=self._device)
-        linear(rows, DevicePanels.of(weight, self._device), out, self._buffers.halves)
+        linear(rows, DevicePackedWeights.of(weight, self._device), out, self._buffers.halves)
         return _host(out)
 
     def _check_positions(self, end: int) -> None:

@@ -17,8 +17,8 @@ from edgellm.kernels.attention.gpu import Partials, attend
 from edgellm.kernels.gpu.device import on_device
 from edgellm.kernels.gpu.kv_blocks import DeviceBlocks
 from edgellm.kernels.kv_append.gpu import DeviceNorms, append_rotated
-from edgellm.kernels.linear.gpu import DevicePanels, Rows, linear, stackable
-from edgellm.kernels.linear.panels import Panels
+from edgellm.kernels.linear.gpu import DevicePackedWeights, Rows, linear, stackable
+from edgellm.kernels.linear.packed import PackedWeights
 from edgellm.kernels.rope import RopeTable
 from edgellm.kernels.step.gpu_norm import DeviceNorm, normalize
 from edgellm.kernels.step.weights import Floats, LayerWeights, Weights
@@ -116,18 +116,18 @@ class DeviceLayer:
     epsilon: float
     rope: DeviceRope
     attention_norm: DeviceNorm | None
-    projections: Sequence[DevicePanels]
+    projections: Sequence[DevicePackedWeights]
     qkv_bias: torch.Tensor | None
     head_norms: DeviceNorms | None
-    o: DevicePanels
+    o: DevicePackedWeights
     o_bias: torch.Tensor | None
     post_attention_norm: DeviceNorm | None
     mlp_norm: DeviceNorm | None
-    gate: DevicePanels | None
+    gate: DevicePackedWeights | None
     gate_bias: torch.Tensor | None
-    up: DevicePanels
+    up: DevicePackedWeights
     up_bias: torch.Tensor | None
-    down: DevicePanels
+    down: DevicePackedWeights
     down_bias: torch.Tensor | None
     post_mlp_norm: DeviceNorm | None
 
@@ -153,15 +153,15 @@ class DeviceLayer:
             projections=_stacked([layer.q, layer.k, layer.v], device),
             qkv_bias=vector(_qkv_bias(layer)),
             head_norms=None if norms is None else DeviceNorms.of(norms, head_dim, device),
-            o=DevicePanels.of(layer.o, device),
+            o=DevicePackedWeights.of(layer.o, device),
             o_bias=vector(layer.o_bias),
             post_attention_norm=norm(layer.post_attention_norm, layer.post_attention_norm_bias),
             mlp_norm=norm(layer.mlp_norm, layer.mlp_norm_bias),
-            gate=None if layer.gate is None else DevicePanels.of(layer.gate, device),
+            gate=None if layer.gate is None else DevicePackedWeights.of(layer.gate, device),
             gate_bias=vector(layer.gate_bias),
-            up=DevicePanels.of(layer.up, device),
+            up=DevicePackedWeights.of(layer.up, device),
             up_bias=vector(layer.up_bias),
-            down=DevicePanels.of(layer.down, device),
+            down=DevicePackedWeights.of(layer.down, device),
             down_bias=vector(layer.down_bias),
             post_mlp_norm=norm(layer.post_mlp_norm, layer.post_mlp_norm_bias),
         )
@@ -235,7 +235,7 @@ class DeviceLayer:
     def _add(
         self,
         inputs: torch.Tensor,
-        weight: DevicePanels,
+        weight: DevicePackedWeights,
         bias: torch.Tensor | None,
         norm: DeviceNorm | None,
         buffers: Buffers,
@@ -257,11 +257,11 @@ def _qkv_bias(layer: LayerWeights) -> Floats | None:
     )
 
 
-def _stacked(parts: Sequence[Panels], device: str) -> list[DevicePanels]:
+def _stacked(parts: Sequence[PackedWeights], device: str) -> list[DevicePackedWeights]:
     runs = [[parts[0]]]
     for panels in parts[1:]:
         if stackable(runs[-1][-1], panels):
             runs[-1].append(panels)
         else:
             runs.append([panels])
-    return [DevicePanels.stacked(run, device) for run in runs]
+    return [DevicePackedWeights.stacked(run, device) for run in runs]

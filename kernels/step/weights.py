@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from edgellm.kernels.kv_append.norms import HeadNorms
 from edgellm.kernels.kv_blocks import KVBlocks
-from edgellm.kernels.linear import PANEL, Panels
+from edgellm.kernels.linear import PANEL, PackedWeights
 
 Floats = NDArray[np.float32]
 Activation = Literal["silu", "gelu_tanh"]
@@ -35,13 +35,13 @@ class LayerWeights:
         softcap: of the scores, or None.
     """
 
-    q: Panels
-    k: Panels
-    v: Panels
-    o: Panels
-    up: Panels
-    down: Panels
-    gate: Panels | None = None
+    q: PackedWeights
+    k: PackedWeights
+    v: PackedWeights
+    o: PackedWeights
+    up: PackedWeights
+    down: PackedWeights
+    gate: PackedWeights | None = None
     attention_norm: Floats | None = None
     attention_norm_bias: Floats | None = None
     q_bias: Floats | None = None
@@ -65,7 +65,7 @@ class LayerWeights:
     softcap: float | None = None
 
     @property
-    def linears(self) -> tuple[Panels, ...]:
+    def linears(self) -> tuple[PackedWeights, ...]:
         gate = () if self.gate is None else (self.gate,)
         return self.q, self.k, self.v, self.o, *gate, self.up, self.down
 
@@ -104,8 +104,8 @@ class Weights:
 
     layers: Sequence[LayerWeights]
     final_norm: Floats
-    embedding: Panels
-    head: Panels
+    embedding: PackedWeights
+    head: PackedWeights
     heads: int
     epsilon: float
     final_norm_bias: Floats | None = None

@@ -40,18 +40,18 @@ BARS: dict[str, tuple[str, Policy, bool]] = {
 
 def work(bar: str, length: int, folder: Path) -> dict[str, Any]:
     """One bar at one length; building is what has to be done anew for a prompt of that length."""
-    flavour, schedule, rebuilt = BARS[bar]
+    precision, schedule, rebuilt = BARS[bar]
     begin = time.perf_counter()
     path = folder / "shared"
     if rebuilt:
         path = folder / f"length-{length}"
         source = resolve(DEFAULT_MODEL)
-        flavours = (flavour, "panels", "int4")
+        precisions = (precision, "packed", "int4")
         export(
-            source.path, path, name="ablation", source=source.spec, flavours=flavours,
+            source.path, path, name="ablation", source=source.spec, precisions=precisions,
             chunk_sizes=(length,),
         )  # fmt: skip
-    engine = load(str(path), prefill="cpu", flavour=flavour, schedule=schedule).engine
+    engine = load(str(path), prefill="cpu", precision=precision, schedule=schedule).engine
     build_s = time.perf_counter() - begin if rebuilt else 0.0
     assert isinstance(engine.prefill, ChunkedPrefill)
     seconds, records = measure(engine, length)
@@ -75,7 +75,7 @@ def main() -> None:
         print(json.dumps(work(bar, int(length), Path(folder))))
         return
     with tempfile.TemporaryDirectory() as folder:
-        source = prepare(DEFAULT_MODEL, flavours=("panels", "int4", "f32", "w8a8-qdq"))
+        source = prepare(DEFAULT_MODEL, precisions=("packed", "int4", "f32", "w8a8-qdq"))
         (Path(folder) / "shared").symlink_to(source.path)
         print("| | tokens | t/s | t/s with building | building, s | graphs | peak MB | idle |")
         print("|---" * 8 + "|")

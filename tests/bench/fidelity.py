@@ -43,7 +43,7 @@ RUNTIMES = (
     "edgellm kv_format=f32",
     "edgellm kv_format=int4",
     "edgellm through=decode",
-    "edgellm prefill=cpu flavour=w8a8",
+    "edgellm prefill=cpu precision=w8a8",
     "llama.cpp",
     "llama.cpp kv=q8_0",
 )
@@ -175,7 +175,7 @@ def windows_of(model: str, text: str, count: int) -> list[list[int]]:
     from edgellm.store.prepare import prepare
     from edgellm.text.tokenizer import Tokenizer
 
-    bundle = prepare(model, flavours=("panels",))
+    bundle = prepare(model, precisions=("packed",))
     tokenizer = Tokenizer(bundle.path, bundle.manifest.tokenizer, rows=bundle.config.vocab_size)
     bos = [t for t in tokenizer.encode("")[:1] if t == tokenizer.bos_id]
     size = WINDOW - len(bos)

@@ -31,8 +31,8 @@ from edgellm.kernels.attention.gpu import Partials, attend
 from edgellm.kernels.gpu.device import device_name, interpreted, require
 from edgellm.kernels.gpu.kv_blocks import DeviceBlocks
 from edgellm.kernels.kv_blocks import BLOCK, KVFormat, allocate
-from edgellm.kernels.linear.gpu import DevicePanels, Rows, linear
-from edgellm.kernels.linear.panels import Panels, panels_shape
+from edgellm.kernels.linear.gpu import DevicePackedWeights, Rows, linear
+from edgellm.kernels.linear.packed import PackedWeights, packed_shape
 from edgellm.kernels.quantized import KINDS, Kind
 from edgellm.kernels.step.gpu import DeviceStep
 from edgellm.kernels.step.weights import LayerWeights, Weights
@@ -77,15 +77,15 @@ def seconds(run: Callable[[], object]) -> float:
     return float(triton.testing.do_bench(run, return_mode="median")) / 1e3
 
 
-def random_panels(rng: np.random.Generator, outputs: int, inputs: int, kind: Kind) -> Panels:
+def random_panels(rng: np.random.Generator, outputs: int, inputs: int, kind: Kind) -> PackedWeights:
     """Random weights, about 1 / sqrt(inputs) each."""
-    data = rng.integers(0, 256, panels_shape(outputs, inputs, kind), dtype=np.uint8)
+    data = rng.integers(0, 256, packed_shape(outputs, inputs, kind), dtype=np.uint8)
     size = 1.6 / 2 ** (kind.bits - 1) / np.sqrt(inputs)
     if kind.blocked:
         data[..., : kind.block_bytes] = _bytes(size / 64, kind.block_bytes)
     else:
         data[..., 64 * kind.bits :] = _bytes(size, kind.group_bytes - 64 * kind.bits)
-    return Panels(data, outputs, inputs, kind)
+    return PackedWeights(data, outputs, inputs, kind)
 
 
 def _bytes(value: float, count: int) -> np.ndarray:
@@ -149,7 +149,7 @@ def show_linear(shape: Shape, kind: Kind, device: str, bandwidth: float) -> None
     parts = {name: [getattr(layer, name)] for name in ("o", "gate", "down")}
     qkv = [layer.q, layer.k, layer.v]
     for name, stacked in {"qkv": qkv, **parts, "head": [weights.head]}.items():
-        weight = DevicePanels.stacked(stacked, device)
+        weight = DevicePackedWeights.stacked(stacked, device)
         for count in (1, 16):
             x = torch.randn((count, weight.inputs), device=device)
             y = torch.empty((count, weight.outputs), device=device)
@@ -242,9 +242,9 @@ def show_provider() -> None:
     if reason:
         print(f"CUDA provider: left out, {reason}")
         return
-    for prefill, flavour in ((TRITON, None), (CUDA, "f16"), (CUDA, "w4a16")):
+    for prefill, precision in ((TRITON, None), (CUDA, "f16"), (CUDA, "w4a16")):
         try:
-            llm = load(prefill=prefill, flavour=flavour, decode=TRITON, ctx_size=2 * PROMPT)
+            llm = load(prefill=prefill, precision=precision, decode=TRITON, ctx_size=2 * PROMPT)
         except EdgeLLMError as error:
             print(f"  {prefill}: left out, {error}")
             continue
@@ -255,7 +255,8 @@ def show_provider() -> None:
             sequence.truncate(0)
 
         print(
-            f"  prefill {prefill} {flavour or ''} pp{PROMPT} {PROMPT / seconds(run):8.0f} tokens/s"
+            f"  prefill {prefill} {precision or ''} pp{PROMPT} "
+            f"{PROMPT / seconds(run):8.0f} tokens/s"
         )
 
 

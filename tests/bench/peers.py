@@ -232,7 +232,7 @@ def reading(model: str, speeds: dict[str, dict[str, float]], threads: int) -> st
     for test, row in speeds.items():
         prompt, generated = parse(test)
         if generated:
-            work = work_of(bundle, prompt + generated // 2, flavour="panels", kv_format="int8")
+            work = work_of(bundle, prompt + generated // 2, precision="packed", kv_format="int8")
             rate = work.decode_bytes * row["edgellm"]
             share = f"{work.weight_share:.3f}" if work.weight_share else ""
             cells = (

@@ -60,8 +60,8 @@ def test_json_and_stats(cli: Cli, smollm2: Bundle) -> None:
     assert result["seed"] == 7
     assert result["prefill"] == {DEFAULTS.prefill: 36}
     found = cli("run", "-p", QUESTION, *GREEDY, "-n", "1", "--stats")
-    flavour = DEFAULTS.prefill_flavour(smollm2.config)
-    assert f"36 on {DEFAULTS.prefill} {flavour}" in found.stderr
+    precision = DEFAULTS.prefill_precision(smollm2.config)
+    assert f"36 on {DEFAULTS.prefill} {precision}" in found.stderr
 
 
 @pytest.mark.usefixtures("smollm2")
@@ -110,7 +110,7 @@ def test_raw_and_escape(cli: Cli, tiny_bundle: str) -> None:
         (["perplexity", "/no/such/file"], 2, "No such file"),
         (["bench", "-p", "x"], 2, "512,2048"),
         (["bench", "-p", "100000"], 2, "trained for at most"),
-        (["export", "--flavours", "w1"], 2, "w1"),
+        (["export", "--precisions", "w1"], 2, "w1"),
         (["export", "--chunk-sizes", "big", "-o", "out"], 2, "32,128"),
         (["rm", "no-such-model"], 1, "edgellm ls"),
         (["nonsense"], 2, "No such command"),
@@ -224,15 +224,15 @@ def test_perplexity_json(cli: Cli, tiny_bundle: str, tmp_path: Path) -> None:
     found = cli("perplexity", str(tmp_path / "text"), "-m", tiny_bundle, "--window", "64", "--json")
     result = json.loads(found.stdout)
     assert result["tokens"] == 15 * 63
-    flavour = DEFAULTS.prefill_flavour(open_bundle(Path(tiny_bundle)).config)
-    assert (result["flavour"], result["kv_format"]) == (flavour, "int8")
+    precision = DEFAULTS.prefill_precision(open_bundle(Path(tiny_bundle)).config)
+    assert (result["precision"], result["kv_format"]) == (precision, "int8")
     # random weights know nothing: about as many choices as there are tokens
     assert 200 < result["perplexity"] < 2000
     decode = cli(
         "perplexity", str(tmp_path / "text"), "-m", tiny_bundle, "--window", "64", "--json",
         "--through", "decode", "--max-windows", "1",
     )  # fmt: skip
-    assert json.loads(decode.stdout)["flavour"] == DEFAULTS.decode_flavour
+    assert json.loads(decode.stdout)["precision"] == DEFAULTS.decode_precision
 
 
 def test_bench_outputs(cli: Cli, tiny_bundle: str) -> None:
@@ -240,7 +240,7 @@ def test_bench_outputs(cli: Cli, tiny_bundle: str) -> None:
     results = json.loads(cli(*arguments, "-o", "json").stdout)
     assert [r["test"] for r in results] == ["pp40", "tg3", "pp40 @ d16", "tg3 @ d16"]
     for result in results:
-        assert {"commit", "cpu", "threads", "prefill_flavour", "decode_flavour"} <= set(result)
+        assert {"commit", "cpu", "threads", "prefill_precision", "decode_precision"} <= set(result)
         assert len(result["samples_s"]) == 2
         assert result["tokens_per_second"] > 0
     assert "| pp40 @ d16 |" in cli(*arguments).stdout
@@ -248,7 +248,7 @@ def test_bench_outputs(cli: Cli, tiny_bundle: str) -> None:
 
 @pytest.mark.parametrize("schedule", ["serial", "in-order", "out-of-order"])
 def test_trace_of_every_schedule(cli: Cli, tiny_bundle: str, tmp_path: Path, schedule: str) -> None:
-    where = ("--prefill", "cpu", "--flavour", "w8a8", "--schedule", schedule, "-t", "2")
+    where = ("--prefill", "cpu", "--precision", "w8a8", "--schedule", schedule, "-t", "2")
     trace = tmp_path / "trace.json"
     prompt = ("--raw", "-p", "abc " * 60, "-n", "1", *GREEDY)
     found = cli("run", tiny_bundle, *where, *prompt, "--trace", str(trace), "--json")

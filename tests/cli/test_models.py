@@ -25,7 +25,7 @@ Cli = Callable[..., subprocess.CompletedProcess[str]]
 def exported(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """An EDGELLM_HOME with the tiny model."""
     home = tmp_path_factory.mktemp("exported")
-    command = ["export", str(tiny_model), "--flavours", "panels,w8a8,int4,f32"]
+    command = ["export", str(tiny_model), "--precisions", "packed,w8a8,int4,f32"]
     environment = {**os.environ, "EDGELLM_HOME": str(home)}
     subprocess.run(
         [sys.executable, "-m", "edgellm.cli.main", *command], env=environment, check=True
@@ -51,38 +51,38 @@ def test_no_models(cli: Cli, edgellm_home: Path) -> None:
     assert "no models yet; `edgellm pull`" in found.stderr
 
 
-def test_size_of_each_flavour(cli: Cli, tiny_model: Path, bundle_path: Path) -> None:
+def test_size_of_each_precision(cli: Cli, tiny_model: Path, bundle_path: Path) -> None:
     shown = cli("show", str(tiny_model)).stdout
-    sizes = dict(re.findall(r"^flavour +(\w+).*?: ([\d.]+) MB,", shown, re.M))
-    assert set(sizes) == {"panels", "w8a8", "int4", "f32"}
+    sizes = dict(re.findall(r"^precision +(\w+).*?: ([\d.]+) MB,", shown, re.M))
+    assert set(sizes) == {"packed", "w8a8", "int4", "f32"}
     for name, size in sizes.items():
         files = [f.stat().st_size for f in (bundle_path / name).iterdir()]
         assert float(size) == pytest.approx(sum(files) / 1e6, abs=0.06)
 
 
-def test_flavours_are_removed_one_by_one(cli: Cli, tiny_model: Path, bundle_path: Path) -> None:
-    """With the heads and the reference that no other flavour uses."""
+def test_precisions_are_removed_one_by_one(cli: Cli, tiny_model: Path, bundle_path: Path) -> None:
+    """With the heads and the reference that no other precision uses."""
     model = str(tiny_model)
     assert folders(bundle_path) == {
-        "panels", "w8a8", "int4", "f32", "head-int8", "head-f32", "keys", "reference",
+        "packed", "w8a8", "int4", "f32", "head-int8", "head-f32", "keys", "reference",
     }  # fmt: skip
-    found = cli("rm", model, "--flavour", "f32")
+    found = cli("rm", model, "--precision", "f32")
     assert found.returncode == 0, found.stderr
     assert "deleted f32 of" in found.stderr
-    assert folders(bundle_path) == {"panels", "w8a8", "int4", "head-int8", "keys", "reference"}
+    assert folders(bundle_path) == {"packed", "w8a8", "int4", "head-int8", "keys", "reference"}
     bundle = open_bundle(bundle_path, verify=True)
-    assert set(bundle.manifest.flavours) == {"panels", "w8a8", "int4"}
-    assert cli("rm", model, "--flavour", "w8a8", "--flavour", "int4").returncode == 0
-    assert folders(bundle_path) == {"panels", "keys"}
+    assert set(bundle.manifest.precisions) == {"packed", "w8a8", "int4"}
+    assert cli("rm", model, "--precision", "w8a8", "--precision", "int4").returncode == 0
+    assert folders(bundle_path) == {"packed", "keys"}
     assert cli("run", model, "Hi", "-n", "2").returncode == 0
-    for flavour, words in (("f32", "it has panels"), ("panels", "is all that this bundle has")):
-        found = cli("rm", model, "--flavour", flavour)
+    for precision, words in (("f32", "it has packed"), ("packed", "is all that this bundle has")):
+        found = cli("rm", model, "--precision", precision)
         assert found.returncode == 1
         assert words in found.stderr
-        assert folders(bundle_path) == {"panels", "keys"}
+        assert folders(bundle_path) == {"packed", "keys"}
     # and back again
     assert (
-        cli("run", model, "Hi", "-n", "2", "--flavour", "f32", "--prefill", "cpu").returncode == 0
+        cli("run", model, "Hi", "-n", "2", "--precision", "f32", "--prefill", "cpu").returncode == 0
     )
     assert "reference" in folders(bundle_path)
     open_bundle(bundle_path, verify=True)
@@ -102,7 +102,7 @@ def test_rm_takes_any_spelling_of_the_path(
         command = [sys.executable, "-m", "edgellm.cli.main", *arguments]
         return subprocess.run(command, cwd=here, capture_output=True, text=True)
 
-    assert run("export", "tiny", "--flavours", "panels").returncode == 0
+    assert run("export", "tiny", "--precisions", "packed").returncode == 0
     (path,) = (edgellm_home / "bundles").iterdir()
     name = {"bundle": str(path), "folder": path.name}.get(spelling, spelling)
     found = run("rm", name)
@@ -150,7 +150,7 @@ def test_rm_deletes_the_download_and_what_was_left(
         "import os, signal, sys; from edgellm.store.prepare import prepare\n"
         "def kill(label, done, total):\n"
         "    if label.startswith(sys.argv[2]): os.kill(os.getpid(), signal.SIGKILL)\n"
-        "prepare(sys.argv[1], flavours=('panels',), progress=kill)"
+        "prepare(sys.argv[1], precisions=('packed',), progress=kill)"
     )
     for when in ("exporting", "downloading"):
         assert subprocess.run([sys.executable, "-c", code, name, when]).returncode < 0
@@ -191,11 +191,11 @@ def test_pull_shows_one_bar_on_a_terminal(
     text = written.decode()
     assert process.returncode == 0, text
     assert "downloading a-model 1.0" in text
-    assert "exporting panels" in text
+    assert "exporting packed" in text
     # one line that is drawn over and over; only the report stays
     lines = text.replace("\r\n", "\n").strip("\n").split("\n")
     assert [line.rpartition("\r")[2] for line in lines] == [
-        "panels: all 211 tensors as in the file: 210 Q4_1 as int4_affine, 1 Q8_0 as int8_symmetric"
+        "packed: all 211 tensors as in the file: 210 Q4_1 as int4_affine, 1 Q8_0 as int8_symmetric"
     ]
     assert str(edgellm_home) in out
 

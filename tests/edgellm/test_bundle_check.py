@@ -17,9 +17,9 @@ from edgellm.store.bundle import MANIFEST, TOKENIZER, open_bundle
 from edgellm.store.home import sha256_of
 
 Change = tuple[str, Any]
-PANEL = "flavours/panels/arrays/"
+PANEL = "precisions/packed/arrays/"
 K = PANEL + "layers.0.k/"
-KINDS = "flavours/panels/kinds/layers.0."
+KINDS = "precisions/packed/kinds/layers.0."
 LAYERS = "config/layers"
 ROPES = "config/ropes"
 
@@ -48,7 +48,7 @@ def mlp(**changes: Any) -> Change:
 def exported(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The tiny model for the native kernels, for ONNX Runtime, and with both kinds of heads."""
     out = tmp_path_factory.mktemp("exported") / "bundle"
-    export(tiny_model, out, name="t", source="t", flavours=("panels", "f32", "int4"))
+    export(tiny_model, out, name="t", source="t", precisions=("packed", "f32", "int4"))
     return out
 
 
@@ -147,7 +147,7 @@ def _id(place: str, value: Any) -> str:
         ((K + "offset", -64), "lies at bytes -64"),
         ((K + "offset", 1), "multiple of 64"),
         ((K + "offset", 1 << 40), "lies at bytes 1099511627776"),
-        ((K + "file", "panels/other.bin"), r"panels/other\.bin is needed and not listed"),
+        ((K + "file", "packed/other.bin"), r"packed/other\.bin is needed and not listed"),
         ((K + "file", "../manifest.json"), "not listed"),
         ((PANEL + "embedding/shape", [20, 3, 320]), r"needs uint8 \[20, 3, 544\]"),
         ((PANEL + "final_norm/shape", [95]), r"needs float32 \[96\]"),
@@ -162,27 +162,27 @@ def _id(place: str, value: Any) -> str:
         (("keys/exponents/shape", [2, 2, 7]), r"needs int8 \[2, 2, 8\]"),
         (("reference/logits/shape", [1, 319]), r"needs float32 \[1, 320\]"),
         (("reference", {}), "tokens is missing"),
-        # files and flavours
+        # files and precisions
         (("files", {}), r"tokenizer\.json is needed and not listed"),
-        (("files/panels\\weights.bin", KeyError), r"panels/weights\.bin is needed"),
+        (("files/packed\weights.bin", KeyError), r"packed/weights\.bin is needed"),
         (("files/f32\\001.onnx", KeyError), r"f32/001\.onnx is needed"),
         (("files/head-f32\\head.onnx", KeyError), r"head\.onnx is needed"),
-        (("flavours/f32/head", "f64"), "head f64 is not in the bundle"),
-        (("flavours/f32/chunk_sizes", [0]), "chunk sizes"),
-        (("flavours/f32/chunk_sizes", []), "chunk sizes"),
-        (("flavours/f32/chunk_sizes", [7]), r"c7\.onnx is needed"),
-        (("flavours/f32/host_tokens", 2), "host_tokens is 2"),
-        (("flavours/f32/errors", {}), "errors of 000"),
+        (("precisions/f32/head", "f64"), "head f64 is not in the bundle"),
+        (("precisions/f32/chunk_sizes", [0]), "chunk sizes"),
+        (("precisions/f32/chunk_sizes", []), "chunk sizes"),
+        (("precisions/f32/chunk_sizes", [7]), r"c7\.onnx is needed"),
+        (("precisions/f32/host_tokens", 2), "host_tokens is 2"),
+        (("precisions/f32/errors", {}), "errors of 000"),
         (
-            ("flavours/f32/shadows", {"x": {"scale": 1, "bits": 8, "importance": 1}}),
+            ("precisions/f32/shadows", {"x": {"scale": 1, "bits": 8, "importance": 1}}),
             "shadow x is of no layer",
         ),
         (
-            ("flavours/f32/shadows", {"layers.0.down": {"scale": 1, "bits": 8, "importance": 1}}),
+            ("precisions/f32/shadows", {"layers.0.down": {"scale": 1, "bits": 8, "importance": 1}}),
             r"layers\.0\.down is missing",
         ),
         (
-            ("flavours/f32/shadows", {"layers.0.down": {"scale": 1, "bits": 3, "importance": 1}}),
+            ("precisions/f32/shadows", {"layers.0.down": {"scale": 1, "bits": 3, "importance": 1}}),
             "3 bits",
         ),
         (("generation", {"speed": 1}), "unknown key 'speed'"),

@@ -19,8 +19,8 @@ from edgellm.backends.thread_pool import session_options
 from edgellm.engine.planner import Costs
 from edgellm.engine.prefill import ChunkedPrefill
 from edgellm.export.calibrate import CalibrationOptions, Calibrator, Rounding
-from edgellm.export.flavours import FLAVOURS
 from edgellm.export.layerwise import WindowAttention
+from edgellm.export.precisions import PRECISIONS
 from edgellm.export.weight_reader import WeightReader
 from edgellm.graphs import contract
 from edgellm.graphs.builder import WeightFile
@@ -49,8 +49,10 @@ def test_close_to_float_at_every_edge_of_a_chunk(
 ) -> None:
     """The first token is left to the host; int8 weights are as far off for every count."""
     tokens = np.random.default_rng(count).integers(0, 256, count).tolist()
-    exact, _ = logits_and_places(load(str(bundle_path), flavour="f32", decode="reference"), tokens)
-    static = load(str(bundle_path), prefill="cpu", flavour=STATIC, decode="reference")
+    exact, _ = logits_and_places(
+        load(str(bundle_path), precision="f32", decode="reference"), tokens
+    )
+    static = load(str(bundle_path), prefill="cpu", precision=STATIC, decode="reference")
     found, places = logits_and_places(static, tokens)
     assert places == {"reference": 1, **({"cpu": count - 1} if count > 1 else {})}
     assert np.abs(found - exact).max() < 0.08 * np.abs(exact).max()
@@ -60,7 +62,7 @@ def test_close_to_float_at_every_edge_of_a_chunk(
 def test_the_first_token_and_a_short_tail_are_both_the_hosts(bundle_path: Path, count: int) -> None:
     """Nothing is left out where two pieces of the host come one after the other."""
     tokens = np.random.default_rng(count).integers(0, 256, count).tolist()
-    engine = load(str(bundle_path), prefill="cpu", flavour=STATIC, decode="reference").engine
+    engine = load(str(bundle_path), prefill="cpu", precision=STATIC, decode="reference").engine
     assert isinstance(engine.prefill, ChunkedPrefill)
     results = []
     for costs in (Costs({32: 1.0, 128: 3.0}, 0.0, 0.001), engine.prefill.costs):
@@ -77,8 +79,8 @@ def test_two_calibrations_are_the_same_and_seeds_differ(
 ) -> None:
     def graphs(name: str, seed: int) -> tuple[bytes, dict[str, Any]]:
         options = CalibrationOptions(windows=2, window=16, seed=seed)
-        out = export_static(tmp_path / name, flavours=(STATIC,), calibration=options)
-        entry = json.loads((out / MANIFEST).read_text())["flavours"][STATIC]
+        out = export_static(tmp_path / name, precisions=(STATIC,), calibration=options)
+        entry = json.loads((out / MANIFEST).read_text())["precisions"][STATIC]
         return (out / STATIC / "001.c32.onnx").read_bytes(), entry
 
     first, entry = graphs("a", 0)
@@ -92,7 +94,7 @@ def test_two_calibrations_are_the_same_and_seeds_differ(
 def test_nothing_of_the_calibration_run_is_left(bundle_path: Path) -> None:
     folders = {path.name for path in bundle_path.iterdir() if path.is_dir()}
     heads = {"head-f32", "head-int8"}
-    assert folders == {"f32", "int4", "panels", STATIC, *heads, "keys", "reference"}
+    assert folders == {"f32", "int4", "packed", STATIC, *heads, "keys", "reference"}
 
 
 @pytest.mark.parametrize(
@@ -128,7 +130,7 @@ def test_values_that_overflow_are_noticed(
 
     monkeypatch.setattr(edgellm.export.calibrate, "WindowAttention", Endless)
     with pytest.raises(ExportError, match="calibration: segment 1 gives a value that is infinite"):
-        export_static(tmp_path / "bundle", flavours=(STATIC,))
+        export_static(tmp_path / "bundle", precisions=(STATIC,))
     assert not (tmp_path / "bundle").exists()
 
 
@@ -152,7 +154,7 @@ def test_weights_are_rounded_for_the_inputs_that_were_seen(
     (tmp_path / "unrounded").mkdir()
     with WeightFile(tmp_path) as file, WeightFile(tmp_path / "unrounded") as unrounded:
         noted = Noted(checkpoint, embedded, options, bits=16, file=unrounded)
-        segments = FLAVOURS[STATIC].segments
+        segments = PRECISIONS[STATIC].segments
         assert segments is not None
         assert len(list(segments(WeightReader(checkpoint), file, noted))) == config.layer_count + 1
         stored = file.arrays
@@ -176,8 +178,8 @@ def test_weights_are_rounded_for_the_inputs_that_were_seen(
 
 
 @pytest.mark.parametrize("name", ["biases", "gelu", "ungated", "gemma", "head_norms"])
-@pytest.mark.parametrize("flavour", [STATIC, "w8a8-qdq"])
-def test_every_part_that_can_be_rotated(flavour: str, name: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("precision", [STATIC, "w8a8-qdq"])
+def test_every_part_that_can_be_rotated(precision: str, name: str, tmp_path: Path) -> None:
     """Graphs with static scales against float64, on the text that they are calibrated on."""
     checkpoint = RandomCheckpoint(CONFIGS[name])
     config = checkpoint.config
@@ -187,7 +189,7 @@ def test_every_part_that_can_be_rotated(flavour: str, name: str, tmp_path: Path)
     (tmp_path / "unrounded").mkdir()
     residual = embedded[0].astype(np.float64) * config.embedding_scale
     inputs, attended = {contract.X: embedded[0]}, np.zeros((16, config.attention_size))
-    authors = FLAVOURS[flavour].segments
+    authors = PRECISIONS[precision].segments
     assert authors is not None
     with WeightFile(tmp_path) as file, WeightFile(tmp_path / "unrounded") as unrounded:
         calibrator = Calibrator(checkpoint, embedded, options, bits=16, file=unrounded)
@@ -227,8 +229,8 @@ def test_16_bits_are_computed_as_such(bundle_path: Path) -> None:
 def test_weights_to_the_nearest(export_static: Export, tmp_path: Path) -> None:
     def exported(rounding: Rounding) -> tuple[dict[str, Any], bytes]:
         options = CalibrationOptions(windows=2, window=16, rounding=rounding)
-        out = export_static(tmp_path / rounding, flavours=(STATIC,), calibration=options)
-        entry = json.loads((out / MANIFEST).read_text())["flavours"][STATIC]
+        out = export_static(tmp_path / rounding, precisions=(STATIC,), calibration=options)
+        entry = json.loads((out / MANIFEST).read_text())["precisions"][STATIC]
         assert entry["calibration"]["rounding"] == rounding
         return entry, (out / STATIC / "weights.bin").read_bytes()
 
@@ -246,6 +248,6 @@ def test_real_model_loses_nothing(smollm2: Bundle, reference_llm: LLM) -> None:
 
     text = inspect.getsource(argparse)
     exact = perplexity(reference_llm.engine, text, max_windows=3)
-    static = load(str(smollm2.path), prefill="cpu", flavour=STATIC).engine
+    static = load(str(smollm2.path), prefill="cpu", precision=STATIC).engine
     found = perplexity(static, text, max_windows=3)
     assert found.perplexity == pytest.approx(exact.perplexity, rel=1e-2)

@@ -14,8 +14,8 @@ import pytest
 
 from edgellm import EdgeLLMError, OptionError, SessionFileError
 from edgellm.cache.session_file import MAGIC
-from edgellm.engine.sampling import SamplingOptions
-from edgellm.llm import LLM, SamplingArguments, load
+from edgellm.engine.sampling import GenerationOptions
+from edgellm.llm import LLM, GenerationArguments, load
 from edgellm.options import EngineArguments, EngineOptions
 
 WRONG_TOKENS: list[Any] = [
@@ -209,5 +209,5 @@ def test_calls(tiny: LLM, name: str, call: Callable[[LLM], object]) -> None:
 def test_arguments_are_the_fields_of_options() -> None:
     fields = {field.name for field in dataclasses.fields(EngineOptions)}
     assert set(EngineArguments.__annotations__) == fields
-    fields = {field.name for field in dataclasses.fields(SamplingOptions)}
-    assert set(SamplingArguments.__annotations__) == fields
+    fields = {field.name for field in dataclasses.fields(GenerationOptions)}
+    assert set(GenerationArguments.__annotations__) == fields

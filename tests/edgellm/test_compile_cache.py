@@ -58,7 +58,7 @@ def test_every_segment_runs_whole_on_the_htp(
     placement = htp.engine.prefill.placement
     assert placement.complete
     assert placement.nodes == {"QNNExecutionProvider": 2 * 3}
-    cpu = load(str(bundle_path), prefill="cpu", flavour=STATIC, decode="reference")
+    cpu = load(str(bundle_path), prefill="cpu", precision=STATIC, decode="reference")
     for count in (1, 2, 33, 34, 140):
         tokens = np.random.default_rng(count).integers(0, 256, count).tolist()
         (found, places), (expected, _) = (logits_and_places(llm, tokens) for llm in (htp, cpu))

@@ -27,7 +27,7 @@ from edgellm.store.key_basis import open_head_norms
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 
 TOKENS = [7 * i % 50 + 3 for i in range(90)]
-FLAVOURS = ("f32", "f16", "w4a16")
+PRECISIONS = ("f32", "f16", "w4a16")
 
 
 @pytest.fixture(params=["llama"])
@@ -39,34 +39,34 @@ def llm(request: pytest.FixtureRequest, make_model: Callable[..., Path], tmp_pat
         out,
         name="tiny",
         source="tiny",
-        flavours=FLAVOURS,
+        precisions=PRECISIONS,
         chunk_sizes=(16, 32),
     )
-    return load(str(out), flavour="f32", prefill="cpu", decode="reference", kv_format="f32")
+    return load(str(out), precision="f32", prefill="cpu", decode="reference", kv_format="f32")
 
 
-def on_device(llm: LLM, flavour: str) -> Prefill:
-    """Prefill of a flavour through device memory; the CPU stands in for the device."""
+def on_device(llm: LLM, precision: str) -> Prefill:
+    """Prefill of a precision through device memory; the CPU stands in for the device."""
     from edgellm.backends.device_model import DeviceModel, DeviceSegments, Queue
 
     engine, queue = llm.engine, Queue("cpu")
-    segments = DeviceSegments(engine.bundle, flavour, queue=queue, threads=1, provider_options={})
-    mirror = engine.cache.on_device("cpu")
-    model = DeviceModel(segments, *head_and_attention(llm, flavour), mirror=mirror, queue=queue)
+    segments = DeviceSegments(engine.bundle, precision, queue=queue, threads=1, provider_options={})
+    replica = engine.cache.on_device("cpu")
+    model = DeviceModel(segments, *head_and_attention(llm, precision), replica=replica, queue=queue)
     return ChunkedPrefill(model, engine.decoder, Costs(dict.fromkeys(segments.chunk_sizes, 1.0)))
 
 
-def on_host(llm: LLM, flavour: str) -> Prefill:
-    """Prefill of a flavour by ONNX Runtime's CPU provider and the C++ kernels."""
+def on_host(llm: LLM, precision: str) -> Prefill:
+    """Prefill of a precision by ONNX Runtime's CPU provider and the C++ kernels."""
     engine = llm.engine
-    segments = Segments(engine.bundle, flavour, provider=CPU, threads=1)
-    model = Model(segments, *head_and_attention(llm, flavour), threads=1)
+    segments = Segments(engine.bundle, precision, provider=CPU, threads=1)
+    model = Model(segments, *head_and_attention(llm, precision), threads=1)
     return ChunkedPrefill(model, engine.decoder, Costs(dict.fromkeys(segments.chunk_sizes, 1.0)))
 
 
-def head_and_attention(llm: LLM, flavour: str) -> tuple[Head, HostAttention]:
+def head_and_attention(llm: LLM, precision: str) -> tuple[Head, HostAttention]:
     bundle, config = llm.engine.bundle, llm.engine.config
-    head = Head(bundle, bundle.flavour(flavour).head or "")
+    head = Head(bundle, bundle.precision(precision).head or "")
     norms = open_head_norms(bundle.path, bundle.manifest.keys)
     ropes = rope_tables(config, llm.engine.ctx_size)
     return head, HostAttention(config, ropes, head_norms(config, norms.__getitem__))
@@ -85,18 +85,18 @@ def states(prefill: Prefill, llm: LLM, tokens: Sequence[int]) -> np.ndarray:
 
 
 @pytest.mark.parametrize(
-    ("llm", "flavour"),
+    ("llm", "precision"),
     [
-        *(("llama", flavour) for flavour in FLAVOURS),
+        *(("llama", precision) for precision in PRECISIONS),
         ("qwen3", "f32"),
         ("gemma2", "f32"),
     ],
     indirect=["llm"],
 )
-def test_like_the_host(llm: LLM, flavour: str) -> None:
-    prefills = (on_host(llm, flavour), on_device(llm, flavour))
+def test_like_the_host(llm: LLM, precision: str) -> None:
+    prefills = (on_host(llm, precision), on_device(llm, precision))
     expected, ours = (states(prefill, llm, TOKENS) for prefill in prefills)
-    np.testing.assert_allclose(ours, expected, atol=1e-4 if flavour == "f32" else 1e-2)
+    np.testing.assert_allclose(ours, expected, atol=1e-4 if precision == "f32" else 1e-2)
 
 
 def test_decode_goes_on_where_the_device_stopped(llm: LLM) -> None:
@@ -129,5 +129,5 @@ def test_cuda_is_not_in_this_build(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_cuda_takes_chunks_one_by_one() -> None:
     with pytest.raises(OptionError, match="the host has no part"):
         EngineOptions(prefill="cuda", schedule="out-of-order")
-    options = EngineOptions(prefill=CPU, flavour="w4a16")
-    assert select(options).prefill_flavour(CONFIGS["llama"]) == "w4a16"
+    options = EngineOptions(prefill=CPU, precision="w4a16")
+    assert select(options).prefill_precision(CONFIGS["llama"]) == "w4a16"

@@ -224,7 +224,7 @@ def logits(llm: LLM, tokens: list[int]) -> np.ndarray:
 
 
 def float_llm(folder: Path, kv_format: str) -> LLM:
-    return load(str(folder), flavour="f32", decode="reference", kv_format=kv_format)
+    return load(str(folder), precision="f32", decode="reference", kv_format=kv_format)
 
 
 def lost(folder: Path, kv_format: str) -> float:
@@ -261,8 +261,8 @@ def test_huge_keys_as_they_are_lose_far_more(
     assert lost(huge_keys, "int8") > 0.03
 
 
-def test_flavours_share_a_cache(huge_keys: Path) -> None:
-    """A prompt in one flavour and tokens in another, on the same keys."""
+def test_precisions_share_a_cache(huge_keys: Path) -> None:
+    """A prompt in one precision and tokens in another, on the same keys."""
     whole = logits(float_llm(huge_keys, "int8"), TOKENS)[-1]
     for options in ({"prefill": "cpu", "decode": "portable"}, {}):
         llm = load(str(huge_keys), kv_format="int8", **options)
@@ -273,18 +273,18 @@ def test_flavours_share_a_cache(huge_keys: Path) -> None:
         assert np.abs(found - whole).mean() < 0.25 * whole.std()
 
 
-def exported(folder: Path, out: Path, *flavours: str) -> Bundle:
-    return export(folder, out, name="m", source="m", flavours=flavours)
+def exported(folder: Path, out: Path, *precisions: str) -> Bundle:
+    return export(folder, out, name="m", source="m", precisions=precisions)
 
 
-def test_flavours_that_are_added_take_the_basis_that_is_there(
+def test_precisions_that_are_added_take_the_basis_that_is_there(
     huge_keys: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     out = tmp_path / "bundle"
-    before = exported(huge_keys, out, "panels").manifest
+    before = exported(huge_keys, out, "packed").manifest
     monkeypatch.setattr(exporter, "choose_basis", lambda _: pytest.fail("chosen twice"))
     after = exported(huge_keys, out, "int4").manifest
-    assert set(after.flavours) == {"panels", "int4"}
+    assert set(after.precisions) == {"packed", "int4"}
     assert after.keys == before.keys
     basis = open_key_basis(out, after.keys)
     assert basis.offset is not None
@@ -295,18 +295,18 @@ def test_another_basis_is_another_cache(
     huge_keys: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Sessions and prefixes on disk are only for keys that are stored alike."""
-    first = load(str(exported(huge_keys, tmp_path / "a", "panels", "int4", "w8a8").path))
+    first = load(str(exported(huge_keys, tmp_path / "a", "packed", "int4", "w8a8").path))
     monkeypatch.setattr(
         exporter,
         "choose_basis",
         lambda c: KeyBasis(0 * choose_basis(c).exponents, choose_basis(c).offset),
     )
-    second = load(str(exported(huge_keys, tmp_path / "b", "panels", "int4", "w8a8").path))
+    second = load(str(exported(huge_keys, tmp_path / "b", "packed", "int4", "w8a8").path))
     assert first.engine.fingerprint != second.engine.fingerprint
 
 
 def test_a_bundle_without_its_keys_is_refused(huge_keys: Path, tmp_path: Path) -> None:
-    path = exported(huge_keys, tmp_path / "bundle", "panels").path
+    path = exported(huge_keys, tmp_path / "bundle", "packed").path
     shutil.rmtree(path / "keys")
     with pytest.raises(BundleError, match=r"keys/weights\.bin is missing"):
         open_bundle(path)

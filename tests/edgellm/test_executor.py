@@ -27,7 +27,7 @@ COUNT = 500
 
 @pytest.fixture(scope="module")
 def model_llm(smollm2: Bundle) -> LLM:
-    return load(str(smollm2.path), prefill="cpu", flavour="f32", kv_format="int8")
+    return load(str(smollm2.path), prefill="cpu", precision="f32", kv_format="int8")
 
 
 @pytest.fixture

@@ -20,12 +20,12 @@ from edgellm import (
     load,
 )
 from edgellm.export import export
-from edgellm.export.flavours import FLAVOURS
+from edgellm.export.precisions import PRECISIONS
 from edgellm.export.source_checkpoint import weight_files
 from edgellm.graphs.checkpoint import open_checkpoint
 from edgellm.store import bundle
 from edgellm.store.bundle import MANIFEST, open_bundle
-from edgellm.store.flavour_support import ROTATED, first_supported, why_not
+from edgellm.store.precision_support import ROTATED, first_supported, why_not
 from edgellm.store.prepare import prepare
 
 MakeModel = Callable[..., Path]
@@ -44,9 +44,9 @@ def bundle_path(tiny_model: Path, tmp_path: Path) -> Path:
 def test_manifest_says_what_is_there(bundle_path: Path) -> None:
     manifest = json.loads((bundle_path / MANIFEST).read_text())
     assert manifest["format"] == "edgellm-bundle"
-    assert manifest["flavours"]["w8a8"]["chunk_sizes"] == [32, 128]
-    assert manifest["flavours"]["int4"]["import_report"]["requantized_tensors"] == 14
-    assert 0 < manifest["flavours"]["int4"]["import_report"]["mean_relative_error"] < 0.15
+    assert manifest["precisions"]["w8a8"]["chunk_sizes"] == [32, 128]
+    assert manifest["precisions"]["int4"]["import_report"]["requantized_tensors"] == 14
+    assert 0 < manifest["precisions"]["int4"]["import_report"]["mean_relative_error"] < 0.15
     assert manifest["tokenizer"] == {"bos": "<s>", "add_bos": False, "eos": ["</s>"], "fim": {}}
     assert manifest["versions"]["onnxruntime"]
     on_disk = {str(p.relative_to(bundle_path)) for p in bundle_path.rglob("*") if p.is_file()}
@@ -59,16 +59,16 @@ def test_what_cannot_be_rotated_is_refused_by_name(
     make_model: MakeModel, edgellm_home: Path, tmp_path: Path
 ) -> None:
     model = make_model(model_type="olmo2")
-    for flavour in ROTATED:
+    for precision in ROTATED:
         with pytest.raises(
-            UnsupportedModelError, match=rf"flavour {flavour} .*olmo2.*take f32 or .*int4"
+            UnsupportedModelError, match=rf"precision {precision} .*olmo2.*take f32 or .*int4"
         ):
-            export_tiny(model, tmp_path / "bundle", flavours=[flavour])
+            export_tiny(model, tmp_path / "bundle", precisions=[precision])
     assert not (tmp_path / "bundle").exists()
     export_tiny(model, tmp_path / "bundle")
-    assert set(open_bundle(tmp_path / "bundle").manifest.flavours) == {"panels", "f32", "int4"}
-    with pytest.raises(UnsupportedModelError, match=r"flavour w8a8 .*take f32 or f16"):
-        load(str(model), flavour="w8a8")
+    assert set(open_bundle(tmp_path / "bundle").manifest.precisions) == {"packed", "f32", "int4"}
+    with pytest.raises(UnsupportedModelError, match=r"precision w8a8 .*take f32 or f16"):
+        load(str(model), precision="w8a8")
     with pytest.raises(UnsupportedModelError, match="take another `prefill`: native"):
         first_supported(("w8a16-qdq",), open_bundle(tmp_path / "bundle").config)
 
@@ -79,7 +79,7 @@ def test_why_a_model_cannot_be_rotated(make_model: MakeModel, model_type: str) -
     reason = why_not("w8a8", config)
     assert reason is not None
     assert ("take a mean" if model_type == "starcoder2" else "add to the residual") in reason
-    assert all(why_not(flavour, config) is None for flavour in set(FLAVOURS) - {*ROTATED})
+    assert all(why_not(precision, config) is None for precision in set(PRECISIONS) - {*ROTATED})
 
 
 def test_all_files_of_a_split_model_count(tmp_path: Path) -> None:
@@ -99,14 +99,14 @@ def test_two_exports_are_the_same(tiny_model: Path, tmp_path: Path) -> None:
     assert manifests[0] == manifests[1]
 
 
-def test_flavours_are_added_without_touching_the_others(
+def test_precisions_are_added_without_touching_the_others(
     tiny_model: Path, bundle_path: Path
 ) -> None:
     before = (bundle_path / "w8a8" / "weights.bin").stat()
-    export_tiny(tiny_model, bundle_path, flavours=["w8a8", "f32"])
+    export_tiny(tiny_model, bundle_path, precisions=["w8a8", "f32"])
     manifest = open_bundle(bundle_path, verify=True).manifest
-    assert set(manifest.flavours) == {"panels", "w8a8", "int4", "f32"}
-    assert manifest.flavours["f32"].chunk_sizes == (32, 128)
+    assert set(manifest.precisions) == {"packed", "w8a8", "int4", "f32"}
+    assert manifest.precisions["f32"].chunk_sizes == (32, 128)
     assert (bundle_path / "w8a8" / "weights.bin").stat() == before
     assert [p.name for p in bundle_path.parent.iterdir()] == ["bundle"]
 
@@ -178,8 +178,8 @@ def test_other_folders_are_never_replaced(tiny_model: Path, tmp_path: Path) -> N
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"flavours": ["w3"]}, "w3: allowed are f32, f16, w4a16, w8a8, int4, w8a16-qdq"),
-        ({"flavours": []}, "allowed are"),
+        ({"precisions": ["w3"]}, "w3: allowed are f32, f16, w4a16, w8a8, int4, w8a16-qdq"),
+        ({"precisions": []}, "allowed are"),
         ({"chunk_sizes": [0]}, "1 to 4096"),
         ({"chunk_sizes": []}, "1 to 4096"),
     ],
@@ -253,7 +253,7 @@ def test_killed_export_leaves_no_bundle(smollm2_gguf: Path, tmp_path: Path) -> N
     process.kill()
     process.communicate()
     assert not out.exists()
-    export(smollm2_gguf, out, name="x", source="x", flavours=["int4"])
+    export(smollm2_gguf, out, name="x", source="x", precisions=["int4"])
     open_bundle(out, verify=True)
 
 
@@ -264,7 +264,7 @@ def test_default_model_exports_within_its_budget(smollm2_gguf: Path, tmp_path: P
         "import sys; from pathlib import Path; from edgellm.export import export;"
         "from edgellm.engine.memory import peak_memory_bytes;"
         "b = export(Path(sys.argv[1]), Path(sys.argv[2]), name='x', source='x');"
-        "print(b.manifest.flavours['int4'].import_report['exact_tensors'],"
+        "print(b.manifest.precisions['int4'].import_report['exact_tensors'],"
         " peak_memory_bytes())"
     )
     found = subprocess.run(
@@ -283,14 +283,14 @@ def test_default_model_exports_within_its_budget(smollm2_gguf: Path, tmp_path: P
 def test_bundle_of_an_earlier_format_is_made_again(
     tiny_model: Path, edgellm_home: Path, change: int, again: bool
 ) -> None:
-    path = prepare(str(tiny_model), flavours=("f32",)).path / MANIFEST
+    path = prepare(str(tiny_model), precisions=("f32",)).path / MANIFEST
     manifest = json.loads(path.read_text())
     manifest["format_version"] += change
     manifest["name"] = "before"
     path.write_text(json.dumps(manifest))
     if change > 0:
         with pytest.raises(BundleError, match="this edgellm reads format"):
-            prepare(str(tiny_model), flavours=("f32",))
+            prepare(str(tiny_model), precisions=("f32",))
     else:
-        name = prepare(str(tiny_model), flavours=("f32",)).manifest.name
+        name = prepare(str(tiny_model), precisions=("f32",)).manifest.name
         assert (name != "before") == again

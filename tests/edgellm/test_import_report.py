@@ -23,8 +23,8 @@ from edgellm.store.import_summary import ImportSummary, imported, rounding_notes
 @pytest.fixture(scope="module")
 def bundle(export_static: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Bundle:
     out = tmp_path_factory.mktemp("report") / "bundle"
-    flavours = ("f32", "f16", "w8a8", "int4", "panels")
-    return open_bundle(export_static(out, flavours=flavours))
+    precisions = ("f32", "f16", "w8a8", "int4", "packed")
+    return open_bundle(export_static(out, precisions=precisions))
 
 
 def report_of(*rows: tuple[str, str, str, float | None]) -> ImportSummary:
@@ -66,20 +66,20 @@ def test_two_reports_as_one() -> None:
         assert found.taken == {"F16": {"int4": 1, "int8": 1}, "F32": {"f32": 1}}
 
 
-def test_each_flavour(bundle: Bundle) -> None:
+def test_each_precision(bundle: Bundle) -> None:
     """Two layers of seven matrices, embedding and head; w8a8 has Q and K as one."""
-    kinds = {name: imported(bundle, name).kinds for name in bundle.manifest.flavours}
+    kinds = {name: imported(bundle, name).kinds for name in bundle.manifest.precisions}
     assert kinds == {
         "f32": {"f32": 16},
         "f16": {"f16": 14, "int8_symmetric": 2},
         "w8a8": {"int8": 2 * 5, "int16": 2, "int8_symmetric": 2},
         "int4": {"int8_symmetric": 16},
-        "panels": {"int8_symmetric": 16},
+        "packed": {"int8_symmetric": 16},
     }
-    errors = {n: imported(bundle, n).worst_relative_error for n in bundle.manifest.flavours}
-    assert errors["f32"] == 0 < errors["f16"] <= errors["panels"] <= errors["w8a8"] < 0.02
-    assert errors["int4"] == errors["panels"]
-    assert imported(bundle, "panels").storage == {"F32": 16}
+    errors = {n: imported(bundle, n).worst_relative_error for n in bundle.manifest.precisions}
+    assert errors["f32"] == 0 < errors["f16"] <= errors["packed"] <= errors["w8a8"] < 0.02
+    assert errors["int4"] == errors["packed"]
+    assert imported(bundle, "packed").storage == {"F32": 16}
 
 
 def test_errors_are_those_of_what_was_written(bundle: Bundle) -> None:
@@ -87,7 +87,7 @@ def test_errors_are_those_of_what_was_written(bundle: Bundle) -> None:
     from edgellm.quantize.int8 import quantize_groups
 
     checkpoint = open_checkpoint(Path(bundle.manifest.source))
-    summary = imported(bundle, "panels")
+    summary = imported(bundle, "packed")
     exact = checkpoint.tensor(str(summary.worst_tensor)).float32()
     rounded = dequantize(quantize_groups(exact))
     error = np.linalg.norm(rounded - exact) / np.linalg.norm(exact)
@@ -98,31 +98,31 @@ def test_halves_are_exact_in_halves(
     export_static: Callable[..., Path], make_model: Callable[..., Path], tmp_path: Path
 ) -> None:
     model = make_model(dtype=torch.float16)
-    path = export_static(tmp_path / "bundle", model=model, flavours=("f16",))
+    path = export_static(tmp_path / "bundle", model=model, precisions=("f16",))
     found = imported(open_bundle(path), "f16")
     assert (found.exact_tensors, found.requantized_tensors) == (14, 2)
     assert found.taken == {"F16": {"f16": 14, "int8_symmetric": 2}}
 
 
-def test_notes_name_the_flavour_where_there_are_two(bundle: Bundle) -> None:
-    (note,) = rounding_notes(bundle, {"f32"} | {"panels"})
-    assert note.startswith("weights of panels: 0 of 16 tensors as in the file, 16 rounded again")
-    (note,) = rounding_notes(bundle, {"panels"})
+def test_notes_name_the_precision_where_there_are_two(bundle: Bundle) -> None:
+    (note,) = rounding_notes(bundle, {"f32"} | {"packed"})
+    assert note.startswith("weights of packed: 0 of 16 tensors as in the file, 16 rounded again")
+    (note,) = rounding_notes(bundle, {"packed"})
     assert note.startswith("weights: 0 of 16 ")
     assert list(rounding_notes(bundle, {"f32"})) == []
 
 
 def test_loading_says_it(bundle: Bundle, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "edgellm")
-    load(str(bundle.path), prefill="cpu", flavour="f32", decode="reference")
+    load(str(bundle.path), prefill="cpu", precision="f32", decode="reference")
     assert caplog.records == []
-    load(str(bundle.path), prefill="cpu", flavour="f32", decode="portable")
+    load(str(bundle.path), prefill="cpu", precision="f32", decode="portable")
     (record,) = caplog.records
     assert record.getMessage().startswith("tiny: weights of int4: 0 of 16 tensors as in")
 
 
 def test_the_commands_say_it(bundle: Bundle, cli: Callable[..., Any]) -> None:
-    flags = ("--prefill", "cpu", "--flavour", "f32", "--decode", "portable")
+    flags = ("--prefill", "cpu", "--precision", "f32", "--decode", "portable")
     found = cli("run", str(bundle.path), "-p", "Hello", "--raw", "-n", "2", "--stats", *flags)
     *_, note, stats = found.stderr.splitlines()
     assert note.startswith("[ weights of int4: 0 of 16 tensors as in the file, 16 rounded again")
@@ -140,7 +140,7 @@ def test_the_commands_say_it(bundle: Bundle, cli: Callable[..., Any]) -> None:
 )
 def test_a_report_that_is_none(bundle: Bundle, tmp_path: Path, key: str, value: object) -> None:
     manifest = json.loads((bundle.path / MANIFEST).read_text())
-    manifest["flavours"]["f32"]["import_report"][key] = value
+    manifest["precisions"]["f32"]["import_report"][key] = value
     for file in bundle.path.rglob("*"):
         if file.is_file() and file.name != MANIFEST:
             copy = tmp_path / file.relative_to(bundle.path)

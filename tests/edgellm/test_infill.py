@@ -59,7 +59,7 @@ def test_as_many_gaps_as_the_reference_fills(tiny_fim: LLM, cases: list[Case]) -
     assert exact(tiny_fim, without_suffix) < 30
 
 
-@pytest.mark.parametrize("options", [{"prefill": "cpu", "flavour": "f32", "decode": "reference"}])
+@pytest.mark.parametrize("options", [{"prefill": "cpu", "precision": "f32", "decode": "reference"}])
 def test_float_graphs_fill_them_too(model: Path, cases: list[Case], options: dict) -> None:
     assert exact(load(str(model), **options), cases[:60]) >= 58
 

@@ -13,11 +13,11 @@ import pytest
 
 from edgellm import CacheFullError
 from edgellm.cache.disk_cache import pack
-from edgellm.engine.sampling import SamplingOptions
+from edgellm.engine.sampling import GenerationOptions
 from edgellm.kernels.kv_blocks import BLOCK, KV_FORMATS, allocate
 from edgellm.llm import LLM, load
 
-ONE = SamplingOptions(temperature=0.0, max_tokens=1, ignore_eos=True)
+ONE = GenerationOptions(temperature=0.0, max_tokens=1, ignore_eos=True)
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from edgellm.engine.prefill import Hooks
-from edgellm.engine.sampling import SamplingOptions
+from edgellm.engine.sampling import GenerationOptions
 from edgellm.llm import LLM, load
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -23,7 +23,7 @@ PROMPTS = [
     "Water boils at 100 degrees because",
     "The three laws of motion were described by",
 ]
-GREEDY = SamplingOptions(temperature=0.0, max_tokens=64)
+GREEDY = GenerationOptions(temperature=0.0, max_tokens=64)
 
 
 @pytest.fixture(scope="module")
@@ -108,11 +108,11 @@ def test_chunk_size_makes_no_difference(reference_llm: LLM) -> None:
         np.testing.assert_allclose(other, results[0], atol=1e-3, rtol=0)
 
 
-@pytest.mark.parametrize("flavour", ["f32", "w8a8"])
+@pytest.mark.parametrize("precision", ["f32", "w8a8"])
 def test_poisoned_padding_never_shows(
-    smollm2: Any, flavour: str, monkeypatch: pytest.MonkeyPatch
+    smollm2: Any, precision: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    llm = load(str(smollm2.path), prefill="cpu", flavour=flavour)
+    llm = load(str(smollm2.path), prefill="cpu", precision=precision)
     tokens = text_tokens(llm, 45)
     model = llm.engine.prefill.model
     buffers = model.segments.buffers(32)
@@ -166,7 +166,7 @@ def test_random_models(
 
     folder = make_model(**changes)
     judge = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-    llm = load(str(folder), flavour="f32", decode="reference", kv_format="f32")
+    llm = load(str(folder), precision="f32", decode="reference", kv_format="f32")
     tokens = np.random.default_rng(0).integers(0, 320, 170).tolist()
     expected = judge_logits(judge, tokens)
     np.testing.assert_allclose(prefill_logits(llm, tokens), expected, atol=2e-4, rtol=0)
@@ -180,7 +180,7 @@ def test_quantized_weights_agree_with_float_on_random_weights(
     tokens = np.random.default_rng(0).integers(0, 320, 170).tolist()
     exact, int8, int4 = (
         prefill_logits(load(str(folder), **options), tokens)
-        for options in ({"flavour": "f32"}, {"flavour": "w8a8"}, {})
+        for options in ({"precision": "f32"}, {"precision": "w8a8"}, {})
     )
     assert np.abs(exact - int8).max() < 0.1 * np.abs(exact).max()
     assert np.abs(exact - int4).mean() < 0.2 * np.abs(exact).mean()
@@ -194,7 +194,7 @@ def test_every_part_in_every_back_end(
     """Prefill and decode as `auto` chooses them, on an int8 cache."""
     folder = make_model(model_type=model_type)
     tokens = np.random.default_rng(0).integers(0, 320, 170).tolist()
-    exact = prefill_logits(load(str(folder), flavour="f32", decode="reference"), tokens)
+    exact = prefill_logits(load(str(folder), precision="f32", decode="reference"), tokens)
     llm = load(str(folder), **backends)  # type: ignore[arg-type]
     assert np.abs(exact - prefill_logits(llm, tokens)).mean() < 0.1 * np.abs(exact).mean()
     sequence = llm.engine.cache.sequence()

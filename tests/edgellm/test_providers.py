@@ -46,17 +46,17 @@ def test_plugin_that_is_not_installed_or_does_not_load(monkeypatch: pytest.Monke
 
 
 @pytest.mark.parametrize(
-    ("prefill", "flavour", "words"),
+    ("prefill", "precision", "words"),
     [
         ("qnn", "w8a8", "w8a16-qdq"),
-        ("cpu", "panels", "w8a8, f32"),
+        ("cpu", "packed", "w8a8, f32"),
         ("auto", "f64", "w8a8, f32"),
         ("native", "f32", "none"),
     ],
 )
-def test_flavour_that_a_provider_does_not_take(prefill: str, flavour: str, words: str) -> None:
+def test_precision_that_a_provider_does_not_take(prefill: str, precision: str, words: str) -> None:
     with pytest.raises(OptionError, match=words):
-        EngineOptions(prefill=prefill, flavour=flavour)
+        EngineOptions(prefill=prefill, precision=precision)
 
 
 def test_options_for_a_provider_without_any(tiny_model: Path) -> None:
@@ -136,13 +136,13 @@ def test_saturating_products_turn_int8_off(monkeypatch: pytest.MonkeyPatch) -> N
     assert not int8_products_are_exact.__wrapped__()
     monkeypatch.setattr(int8_support, "int8_products_are_exact", lambda: False)
     config = CONFIGS["llama"]
-    assert select(EngineOptions(prefill="cpu")).prefill_flavour(config) == "f32"
-    assert select(EngineOptions(flavour="w8a8")).prefill_flavour(config) == "w8a8"
+    assert select(EngineOptions(prefill="cpu")).prefill_precision(config) == "f32"
+    assert select(EngineOptions(precision="w8a8")).prefill_precision(config) == "w8a8"
 
 
 def test_auto_takes_what_can_compute_the_model() -> None:
     config = CONFIGS["gemma3"]
     options = EngineOptions(prefill="cpu", decode="portable")
-    assert select(options).flavours(config) == {"f32", "int4"}
-    with pytest.raises(UnsupportedModelError, match=r"flavour w8a8 .*take f32 or f16 or w4a16"):
-        select(replace(options, flavour="w8a8")).prefill_flavour(config)
+    assert select(options).precisions(config) == {"f32", "int4"}
+    with pytest.raises(UnsupportedModelError, match=r"precision w8a8 .*take f32 or f16 or w4a16"):
+        select(replace(options, precision="w8a8")).prefill_precision(config)

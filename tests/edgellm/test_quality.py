@@ -25,7 +25,7 @@ from edgellm.measure.sample_text import sample_text
 from edgellm.store.bundle import MANIFEST, Bundle
 
 TEXT = sample_text()[:1000]
-FLOAT = {"flavour": "f32", "prefill": "cpu", "decode": "reference", "kv_format": "f32"}
+FLOAT = {"precision": "f32", "prefill": "cpu", "decode": "reference", "kv_format": "f32"}
 
 
 @pytest.fixture(scope="module")
@@ -33,7 +33,7 @@ def bundle_path(
     export_static: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory
 ) -> Path:
     out = tmp_path_factory.mktemp("quality") / "bundle"
-    return export_static(out, flavours=("f32", "int4", "panels"))
+    return export_static(out, precisions=("f32", "int4", "packed"))
 
 
 def changed(bundle: Path, copy: Path, change: Callable[[np.ndarray], None]) -> Path:
@@ -57,7 +57,7 @@ def test_float32_is_like_itself(bundle_path: Path, through: str) -> None:
     assert found.kl_mean <= found.kl_99 < 1e-9
     assert found.same_top == 1.0
     assert found.perplexity == pytest.approx(found.float_perplexity, rel=1e-5)
-    assert (found.tokens, found.windows, found.flavour) == (3 * 99, 3, "f32")
+    assert (found.tokens, found.windows, found.precision) == (3 * 99, 3, "f32")
     assert engine.cache.used_blocks == 0
 
 
@@ -68,10 +68,10 @@ def test_roundings_cost_more_the_coarser_they_are(bundle_path: Path) -> None:
         divergences.append(quality(engine, TEXT, window=100, max_windows=3).kl_mean)
     exact, int8, int4 = divergences
     assert exact < 1e-9 < 1e-7 < int8 < int4 < 0.1
-    engine = load(str(bundle_path), decode="portable", prefill="cpu", flavour="f32").engine
+    engine = load(str(bundle_path), decode="portable", prefill="cpu", precision="f32").engine
     weights = quality(engine, TEXT, window=100, max_windows=3, through="decode")
     assert int8 < weights.kl_mean < int4
-    assert weights.flavour == "int4"
+    assert weights.precision == "int4"
 
 
 def test_a_damaged_layer_shows(bundle_path: Path, tmp_path: Path) -> None:
@@ -170,7 +170,7 @@ def test_a_checkpoint_that_is_gone_or_changed(
     export_static: Callable[..., Path], make_model: Callable[..., Path], tmp_path: Path
 ) -> None:
     model = make_model()
-    path = export_static(tmp_path / "bundle", model=model, flavours=("f32",))
+    path = export_static(tmp_path / "bundle", model=model, precisions=("f32",))
     engine = load(str(path), **FLOAT).engine
     weights = model / "model.safetensors"
     data = bytearray(weights.read_bytes())

@@ -31,9 +31,9 @@ CHANGES = {
 }
 
 
-def bundle_of(model: Path, out: Path, *flavours: str) -> Bundle:
-    sizes = None if flavours == ("panels",) else (16, 32)
-    return export(model, out, name="tiny", source="tiny", flavours=flavours, chunk_sizes=sizes)
+def bundle_of(model: Path, out: Path, *precisions: str) -> Bundle:
+    sizes = None if precisions == ("packed",) else (16, 32)
+    return export(model, out, name="tiny", source="tiny", precisions=precisions, chunk_sizes=sizes)
 
 
 def reference_of(bundle: Bundle) -> Reference:
@@ -73,9 +73,9 @@ def test_against_transformers(
     assert all(len(rows) == HOST_TOKENS for rows in reference.host_qkv)
 
 
-def test_errors_of_flavours(tiny_model: Path, tmp_path: Path) -> None:
+def test_errors_of_precisions(tiny_model: Path, tmp_path: Path) -> None:
     bundle = bundle_of(tiny_model, tmp_path / "bundle", "f32", "f16", "w8a8", "w4a16", "int4")
-    errors = {name: entry.errors for name, entry in bundle.manifest.flavours.items()}
+    errors = {name: entry.errors for name, entry in bundle.manifest.precisions.items()}
     assert errors.pop("int4") == {}
     assert all(found.keys() == {"000", "001", "002", PROMPT} for found in errors.values())
     worst = {name: max(found.values()) for name, found in errors.items()}
@@ -93,7 +93,7 @@ def test_a_model_that_would_overflow(tiny_model: Path, tmp_path: Path) -> None:
     assert not (tmp_path / "bundle").exists()
 
 
-def test_a_flavour_that_overflows(
+def test_a_precision_that_overflows(
     tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def quantize(weight: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -106,24 +106,24 @@ def test_a_flavour_that_overflows(
     assert not (tmp_path / "bundle").exists()
 
 
-def test_a_flavour_that_is_added_is_measured_by_the_same_text(
+def test_a_precision_that_is_added_is_measured_by_the_same_text(
     tiny_model: Path, tmp_path: Path
 ) -> None:
     out = tmp_path / "bundle"
-    assert bundle_of(tiny_model, out, "panels").manifest.reference == {}
-    first = bundle_of(tiny_model, out, "panels", "f32")
+    assert bundle_of(tiny_model, out, "packed").manifest.reference == {}
+    first = bundle_of(tiny_model, out, "packed", "f32")
     before = (out / "reference" / "weights.bin").stat()
     second = bundle_of(tiny_model, out, "f32", "w8a8")
     assert second.manifest.reference == first.manifest.reference
     assert (out / "reference" / "weights.bin").stat() == before
-    assert second.flavour("w8a8").errors[PROMPT] > 0
+    assert second.precision("w8a8").errors[PROMPT] > 0
     assert open_bundle(out, verify=True).manifest == second.manifest
     assert sorted(path.name for path in out.iterdir() if path.is_dir()) == [
         "f32",
         "head-f32",
         "head-int8",
         "keys",
-        "panels",
+        "packed",
         "reference",
         "w8a8",
     ]

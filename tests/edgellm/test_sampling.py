@@ -7,8 +7,8 @@ import pytest
 
 from edgellm import NumericError, OptionError
 from edgellm.engine.sampling import (
+    GenerationOptions,
     Sampler,
-    SamplingOptions,
     apply_penalties,
     best_will_do,
     keep_min_p,
@@ -21,15 +21,15 @@ from edgellm.llm import load
 LOGITS = np.log(np.array([0.5, 0.3, 0.15, 0.05], np.float32))
 
 
-def draw(options: SamplingOptions, count: int = 2000, logits: np.ndarray = LOGITS) -> np.ndarray:
+def draw(options: GenerationOptions, count: int = 2000, logits: np.ndarray = LOGITS) -> np.ndarray:
     sampler = Sampler(options)
     tokens = [sampler.sample(logits, []) for _ in range(count)]
     return np.bincount(tokens, minlength=logits.shape[0]) / count
 
 
-def plain(**changes: object) -> SamplingOptions:
+def plain(**changes: object) -> GenerationOptions:
     neutral = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "seed": 1}
-    return SamplingOptions(**{**neutral, **changes})
+    return GenerationOptions(**{**neutral, **changes})
 
 
 def test_frequencies_follow_the_probabilities() -> None:
@@ -136,7 +136,7 @@ def test_bias_outside_the_vocabulary() -> None:
 )
 def test_bad_values_are_refused_by_name(changes: dict) -> None:
     with pytest.raises(OptionError, match=next(iter(changes))):
-        SamplingOptions(**changes)
+        GenerationOptions(**changes)
 
 
 ENOUGH = [
@@ -164,7 +164,7 @@ NOT_ENOUGH = [
 def test_the_best_lead_to_the_same_token_as_all(changes: dict) -> None:
     rng = np.random.default_rng(0)
     banned = [] if changes.get("top_k") == 128 else [7, 2999]
-    options = SamplingOptions(seed=3, **changes)
+    options = GenerationOptions(seed=3, **changes)
     assert best_will_do(options, ends=len(banned))
     all_of_them, few = Sampler(options, banned=banned), Sampler(options, banned=banned)
     tokens: list[int] = []
@@ -180,7 +180,7 @@ def test_the_best_lead_to_the_same_token_as_all(changes: dict) -> None:
 
 @pytest.mark.parametrize("changes", NOT_ENOUGH)
 def test_when_all_are_needed(changes: dict) -> None:
-    assert not best_will_do(SamplingOptions(**changes), ends=1)
+    assert not best_will_do(GenerationOptions(**changes), ends=1)
 
 
 def test_defaults_of_the_default_model(smollm2_gguf: Path) -> None:
@@ -188,5 +188,5 @@ def test_defaults_of_the_default_model(smollm2_gguf: Path) -> None:
     assert (tried.temperature, tried.top_p, tried.repeat_penalty) == (0.2, 0.9, 1.1)
     assert load().sampling(temperature=0.5).repeat_penalty == 1.1
     # greedy is plain, and other files have llama.cpp's
-    assert load().sampling(temperature=0) == SamplingOptions(temperature=0)
-    assert load(str(smollm2_gguf)).sampling() == SamplingOptions()
+    assert load().sampling(temperature=0) == GenerationOptions(temperature=0)
+    assert load(str(smollm2_gguf)).sampling() == GenerationOptions()

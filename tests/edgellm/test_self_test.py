@@ -39,7 +39,7 @@ def bundle_path(
 
 
 def static(path: Path, *, ctx_size: int | None = None) -> Engine:
-    options = {"prefill": "cpu", "flavour": "w8a16-qdq", "decode": "reference"}
+    options = {"prefill": "cpu", "precision": "w8a16-qdq", "decode": "reference"}
     return load(str(path), ctx_size=ctx_size, **options).engine
 
 
@@ -143,7 +143,7 @@ def test_damage_that_no_checksum_shows(
     file = f"{name}/weights.bin"
     middle = (bundle_path / file).stat().st_size // 2
     path = damaged(bundle_path, tmp_path / "damaged", file, middle, 512)
-    options = ("--prefill", "cpu", "--flavour", "w8a16-qdq", "--decode", "reference")
+    options = ("--prefill", "cpu", "--precision", "w8a16-qdq", "--decode", "reference")
     found = cli("doctor", str(path), *options)
     assert found.returncode == 1
     assert words in found.stdout
@@ -153,26 +153,26 @@ def test_damage_that_no_checksum_shows(
 @pytest.mark.parametrize("layer", [0, 14, 29])
 def test_damage_of_a_page_of_real_weights(smollm2: Bundle, tmp_path: Path, layer: int) -> None:
     """4 KB of down_proj's 885 KB: an error of a sixth in its product."""
-    flavour = "w8a16-qdq"
-    weights = f"{flavour}/weights.bin"
-    model = onnx_ir.load(smollm2.path / flavour / f"{layer + 1:03d}.onnx")
+    precision = "w8a16-qdq"
+    weights = f"{precision}/weights.bin"
+    model = onnx_ir.load(smollm2.path / precision / f"{layer + 1:03d}.onnx")
     tensor = model.graph.initializers[f"layers.{layer}.down"].const_value
     assert isinstance(tensor, onnx_ir.ExternalTensor)
     path = damaged(smollm2.path, tmp_path / "damaged", weights, tensor.offset + 200_000, 4096)
     bundle = open_bundle(path)
-    segments = Segments(bundle, flavour, provider=CPU, threads=2)
+    segments = Segments(bundle, precision, provider=CPU, threads=2)
     wrong = [f"segment {layer + 1} in chunks of {chunk}" for chunk in (32, 128)]
     assert failed(check_segments(bundle, segments)) == wrong
 
 
 def test_an_export_that_is_wrong_is_no_measure(bundle_path: Path) -> None:
-    """However large the error was when a flavour was exported, it does not excuse garbage."""
+    """However large the error was when a precision was exported, it does not excuse garbage."""
     engine = static(bundle_path)
     model, bundle = engine.prefill.model, engine.bundle
-    entry = bundle.flavour("w8a16-qdq")
+    entry = bundle.precision("w8a16-qdq")
     wrong = replace(entry, errors=dict.fromkeys(entry.errors, 1.4))
-    flavours = {**bundle.manifest.flavours, "w8a16-qdq": wrong}
-    bundle = replace(bundle, manifest=replace(bundle.manifest, flavours=flavours))
+    precisions = {**bundle.manifest.precisions, "w8a16-qdq": wrong}
+    bundle = replace(bundle, manifest=replace(bundle.manifest, precisions=precisions))
     checks = [*check_segments(bundle, model.segments)]
     checks += check_prompts(bundle, model, engine.cache, engine.decoder)
     assert max(check.limit for check in checks) <= 0.5

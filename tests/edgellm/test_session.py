@@ -10,15 +10,15 @@ from edgellm import (
     CacheFullError,
     CancelledError,
     ContextOverflowError,
+    GenerationOptions,
     NumericError,
     OptionError,
-    SamplingOptions,
 )
 from edgellm.backends.providers import TRITON
 from edgellm.engine.prefill import STEP_CHUNK, Hooks, StepPrefill
 from edgellm.llm import LLM, load
 
-GREEDY = SamplingOptions(temperature=0.0, max_tokens=24)
+GREEDY = GenerationOptions(temperature=0.0, max_tokens=24)
 TEXT = "In the year 1969 three men flew to the moon. " * 8
 
 
@@ -76,7 +76,7 @@ def test_stop_text_is_cut_off(llm: LLM) -> None:
 def test_max_tokens_zero_only_fills_the_cache(llm: LLM) -> None:
     with llm.session() as session:
         session.append("Some words to remember")
-        found = session.generate(SamplingOptions(max_tokens=0))
+        found = session.generate(GenerationOptions(max_tokens=0))
         assert found.tokens == ()
         assert found.finish_reason == "length"
         assert session.cached == len(session.tokens)
@@ -86,7 +86,7 @@ def test_max_tokens_zero_only_fills_the_cache(llm: LLM) -> None:
 @pytest.mark.parametrize("kind", ["reference_llm", "chosen_llm"])
 def test_cached_prefix_changes_nothing(kind: str, at: int, request: pytest.FixtureRequest) -> None:
     llm: LLM = request.getfixturevalue(kind)
-    if llm.engine.prefill.flavour != llm.engine.decoder.flavour:
+    if llm.engine.prefill.precision != llm.engine.decoder.precision:
         pytest.skip("prefill and decode round differently without the native kernels")
     tokens = llm.engine.tokenizer.encode(TEXT * 2)[:180]
     with llm.session() as cold:
@@ -96,7 +96,7 @@ def test_cached_prefix_changes_nothing(kind: str, at: int, request: pytest.Fixtu
         expected = cold.generate(GREEDY)
     with llm.session() as warm:
         warm.append([*tokens[:at], 5, 6, 7])
-        warm.generate(SamplingOptions(max_tokens=0))
+        warm.generate(GenerationOptions(max_tokens=0))
         warm.replace(tokens)
         found = warm.generate(GREEDY)
     assert found.stats.cached_tokens >= at
@@ -272,7 +272,7 @@ def test_two_sessions_in_two_threads(llm: LLM) -> None:
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"flavour": "w2"}, "w8a8, f32, f16, w4a16, w8a16-qdq"),
+        ({"precision": "w2"}, "w8a8, f32, f16, w4a16, w8a16-qdq"),
         ({"decode": "fast"}, "native, triton, portable, reference"),
         ({"prefill": "tpu"}, "auto, native, triton, cpu, cuda"),
         ({"kv_format": "int3"}, "int8, int4, f16, f32"),

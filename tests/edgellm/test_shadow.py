@@ -32,14 +32,14 @@ def bundle_path(
     def path(share: float) -> Path:
         out = folder / f"share-{share}"
         options = CalibrationOptions(windows=8, window=32, percentile=98.0, shadow_share=share)
-        flavours = ("f32", "int4", "panels", STATIC)
-        return export_static(out, flavours=flavours, calibration=options)
+        precisions = ("f32", "int4", "packed", STATIC)
+        return export_static(out, precisions=precisions, calibration=options)
 
     return path
 
 
 def static(path: Path) -> LLM:
-    return load(str(path), prefill="cpu", flavour=STATIC, decode="reference")
+    return load(str(path), prefill="cpu", precision=STATIC, decode="reference")
 
 
 def tokens(count: int) -> list[int]:
@@ -99,7 +99,7 @@ def test_shadows_bring_back_what_clipping_takes(bundle_path: Callable[[float], P
         return np.concatenate(rows)
 
     paths = [bundle_path(share) for share in (0.0, 0.5, 1.0)]
-    exact = hidden(load(str(paths[0]), prefill="cpu", flavour="f32", decode="reference"))
+    exact = hidden(load(str(paths[0]), prefill="cpu", precision="f32", decode="reference"))
     errors = [float(np.square(hidden(static(path)) - exact).mean()) for path in paths]
     assert errors[2] < 0.95 * errors[0]
     assert errors[2] < errors[1] < errors[0]
@@ -119,7 +119,7 @@ def test_every_schedule_gives_the_same_bits(
 
 
 def test_pruning_keeps_the_most_important_layers(bundle_path: Callable[[float], Path]) -> None:
-    entries = [open_bundle(bundle_path(s)).flavour(STATIC) for s in (0.0, 0.3, 1.0)]
+    entries = [open_bundle(bundle_path(s)).precision(STATIC) for s in (0.0, 0.3, 1.0)]
     assert [len(entry.shadows) for entry in entries] == [0, 1, 2]
     assert [len(entry.cut_segments) for entry in entries] == [0, 1, 2]
     (kept,) = entries[1].shadows
@@ -135,8 +135,8 @@ def test_self_test_takes_halves_together(
     options = CalibrationOptions(
         windows=8, window=32, shadow_share=1.0, shadow_percentile=80.0, percentile=99.9
     )
-    flavours = ("f32", "int4", "panels", STATIC)
-    path = export_static(tmp_path / "bundle", flavours=flavours, calibration=options)
+    precisions = ("f32", "int4", "packed", STATIC)
+    path = export_static(tmp_path / "bundle", precisions=precisions, calibration=options)
     engine = static(path).engine
     model = engine.prefill.model
     checks = [*check_segments(engine.bundle, model.segments)]

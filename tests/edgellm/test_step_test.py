@@ -1,4 +1,4 @@
-"""The self-test of models in panels: what is whole passes, what is damaged is named."""
+"""The self-test of models in packed weights: what is whole passes, what is damaged is named."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from edgellm import SourceError
-from edgellm.backends.panels import open_panels
+from edgellm.backends.packed_weights import open_packed_weights
 from edgellm.backends.self_test import Check
 from edgellm.engine.engine import Engine
 from edgellm.engine.prefill import StepPrefill
@@ -23,7 +23,7 @@ from edgellm.graphs.contract import StoredArray
 from edgellm.kernels.native import library
 from edgellm.llm import load
 from edgellm.measure.step_test import check_layers, check_step, prompt_limit, segment_limit
-from edgellm.store.bundle import MANIFEST, PANELS, Bundle, open_bundle
+from edgellm.store.bundle import MANIFEST, PACKED, Bundle, open_bundle
 from edgellm.store.import_summary import ImportSummary, imported
 from edgellm.store.reference import Reference
 
@@ -36,15 +36,15 @@ def bundle_path(
 ) -> Path:
     """Without graphs, so without a reference of its own."""
     out = tmp_path_factory.mktemp("step-test") / "bundle"
-    return export_static(out, flavours=("panels",))
+    return export_static(out, precisions=("packed",))
 
 
 def checks_of(path: Path, backend: str = "native", *, limit: int | None = None) -> list[Check]:
     """All checks, of prompts no longer than `limit`; 0: those of layers alone."""
     engine: Engine = load(str(path), prefill=backend, decode=backend, ctx_size=256).engine
     assert isinstance(engine.prefill, StepPrefill)
-    model, weights = engine.prefill.model, open_panels(engine.bundle)
-    summary = imported(engine.bundle, PANELS)
+    model, weights = engine.prefill.model, open_packed_weights(engine.bundle)
+    summary = imported(engine.bundle, PACKED)
     with float_reference(engine.bundle) as reference:
         reference = first_tokens(reference, limit)
         found = [*check_layers(reference, model, weights, summary)]
@@ -81,7 +81,7 @@ def damaged(bundle: Bundle, copy: Path, array: StoredArray, begin: int, count: i
 def test_what_is_whole_passes(bundle_path: Path) -> None:
     checks = checks_of(bundle_path)
     assert [check.name for check in checks] == [
-        *(f"segment {index} in panels" for index in range(3)),
+        *(f"segment {index} in packed weights" for index in range(3)),
         *(f"prompt of {count}" for count in (1, 2, 15, 16, 17, 127, 128, 129, 256)),
         "20 tokens one at a time",
         "head",
@@ -102,9 +102,9 @@ def test_triton_is_checked_as_well(bundle_path: Path, tmp_path: Path, triton_dev
     assert failed(checks) == []
     assert all(check.error > 0 for check in checks)
     bundle = open_bundle(bundle_path)
-    array = bundle.flavour(PANELS).arrays["layers.0.down"]
+    array = bundle.precision(PACKED).arrays["layers.0.down"]
     path = damaged(bundle, tmp_path / "damaged", array, 0, 4096)
-    assert failed(checks_of(path, "triton", limit=0)) == ["segment 1 in panels"]
+    assert failed(checks_of(path, "triton", limit=0)) == ["segment 1 in packed weights"]
 
 
 @needs_native
@@ -114,7 +114,7 @@ def test_every_part_passes(
 ) -> None:
     changes: dict[str, Any] = {"sliding_window": 16} if kind in ("mistral", "gemma2") else {}
     model = make_model(model_type=kind, **changes)
-    path = export_static(tmp_path / "bundle", model=model, flavours=("panels",))
+    path = export_static(tmp_path / "bundle", model=model, precisions=("packed",))
     assert failed(checks_of(path)) == []
 
 
@@ -134,9 +134,9 @@ def test_damage_is_found_and_named(
     bundle_path: Path, tmp_path: Path, name: str, segment: int
 ) -> None:
     bundle = open_bundle(bundle_path)
-    path = damaged(bundle, tmp_path / "damaged", bundle.flavour(PANELS).arrays[name], 0, 4096)
+    path = damaged(bundle, tmp_path / "damaged", bundle.precision(PACKED).arrays[name], 0, 4096)
     found = failed(checks_of(path))
-    assert f"segment {segment} in panels" in found
+    assert f"segment {segment} in packed weights" in found
     segments = [check for check in found if check.startswith("segment")]
     # a norm is shorter than what is damaged, so what lies behind it is as well
     assert len(segments) == 1 or "norm" in name
@@ -146,22 +146,22 @@ def test_damage_is_found_and_named(
 @pytest.mark.parametrize("layer", [0, 14, 29])
 def test_a_page_of_real_weights(smollm2: Bundle, tmp_path: Path, layer: int) -> None:
     """4 KB of down_proj's 553 KB, in a model whose weights are as in the file."""
-    array = smollm2.flavour(PANELS).arrays[f"layers.{layer}.down"]
+    array = smollm2.precision(PACKED).arrays[f"layers.{layer}.down"]
     path = damaged(smollm2, tmp_path / "damaged", array, 200_000 // 64 * 64, 4096)
     bundle = open_bundle(path)
     engine = load(str(path), ctx_size=256).engine
     assert isinstance(engine.prefill, StepPrefill)
     with float_reference(bundle) as reference:
         checks = check_layers(
-            reference, engine.prefill.model, open_panels(bundle), imported(bundle, PANELS)
+            reference, engine.prefill.model, open_packed_weights(bundle), imported(bundle, PACKED)
         )
-        assert failed(checks) == [f"segment {layer + 1} in panels"]
+        assert failed(checks) == [f"segment {layer + 1} in packed weights"]
 
 
 @needs_native
 def test_a_damaged_head_is_found(bundle_path: Path, tmp_path: Path) -> None:
     bundle = open_bundle(bundle_path)
-    array = bundle.flavour(PANELS).arrays["head"]
+    array = bundle.precision(PACKED).arrays["head"]
     assert failed(checks_of(damaged(bundle, tmp_path / "x", array, 0, 2048))) == ["head"]
 
 
@@ -176,8 +176,8 @@ def test_a_reference_that_is_kept_is_taken(
     export_static: Callable[..., Path], make_model: Callable[..., Path], tmp_path: Path
 ) -> None:
     model = make_model()
-    kept = open_bundle(export_static(tmp_path / "kept", model=model, flavours=("f32", "panels")))
-    without = open_bundle(export_static(tmp_path / "bundle", model=model, flavours=("panels",)))
+    kept = open_bundle(export_static(tmp_path / "kept", model=model, precisions=("f32", "packed")))
+    without = open_bundle(export_static(tmp_path / "bundle", model=model, precisions=("packed",)))
     with float_reference(kept) as first, float_reference(without) as second:
         assert first.tokens == second.tokens
         np.testing.assert_array_equal(first.hidden, second.hidden)
@@ -195,12 +195,12 @@ def test_doctor_checks_the_native_kernels(
 ) -> None:
     found = cli("doctor", str(bundle_path), "--prefill", "native", "--decode", "native")
     assert found.returncode == 0, found.stdout
-    assert found.stdout.startswith("panels on native\nok    segment 0 in panels: error 0.")
+    assert found.stdout.startswith("packed on native\nok    segment 0 in packed weights: error 0.")
     assert found.stdout.endswith("all 14 checks passed\n")
     bundle = open_bundle(bundle_path)
-    array = bundle.flavour(PANELS).arrays["layers.1.up"]
+    array = bundle.precision(PACKED).arrays["layers.1.up"]
     path = damaged(bundle, tmp_path / "damaged", array, 0, 4096)
     found = cli("doctor", str(path))
     assert found.returncode == 1
-    assert "WRONG segment 2 in panels" in found.stdout
-    assert "checks failed: segment 2 in panels" in found.stdout
+    assert "WRONG segment 2 in packed weights" in found.stdout
+    assert "checks failed: segment 2 in packed weights" in found.stdout

@@ -119,7 +119,7 @@ def test_gguf_chat_template_that_is_a_number(tmp_path: Path) -> None:
     writer.write_tensors_to_file()
     writer.close()
     with pytest.raises(EdgeLLMError, match=r"chat_template|damaged vocabulary"):
-        export(path, tmp_path / "out", name="x", source="x", flavours=["panels"])
+        export(path, tmp_path / "out", name="x", source="x", precisions=["packed"])
 
 
 PANICS: dict[str, dict[str, Any]] = {

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from edgellm.backends.selection import select
-from edgellm.cache.mirror import Mirror
+from edgellm.cache.replica import Replica
 from edgellm.cache.sequence import Sequence as CachedSequence
 from edgellm.engine.prefill import Hooks
 from edgellm.errors import CancelledError, MemoryEstimateError, OptionError, ProviderError
@@ -33,7 +33,7 @@ CPU_DECODE = "native" if library() is not None else "portable"
 @pytest.fixture(scope="module")
 def bundle(tiny_model: Path) -> Bundle:
     pytest.importorskip("triton")
-    return prepare(str(tiny_model), flavours=("panels", "f32", "int4", "w8a8"))
+    return prepare(str(tiny_model), precisions=("packed", "f32", "int4", "w8a8"))
 
 
 @pytest.fixture(scope="module")
@@ -88,7 +88,7 @@ def test_whole_chunks_and_a_rest(bundle: Bundle, monkeypatch: pytest.MonkeyPatch
 )
 def test_host_and_device_hand_over(bundle: Bundle, prefill: str, decode: str) -> None:
     """Prefill on one side, decode on the other, prefill again: each needs what the other wrote."""
-    options = {"flavour": "f32"} if prefill == "cpu" else {}
+    options = {"precision": "f32"} if prefill == "cpu" else {}
     mixed = load(str(bundle.path), prefill=prefill, decode=decode, **options)
     host = "cpu" if prefill == "cpu" else CPU
     on_cpu = load(str(bundle.path), prefill=host, decode=CPU_DECODE, **options)
@@ -121,18 +121,18 @@ def test_a_cached_prefix_serves_the_other_side(bundle: Bundle) -> None:
     assert again.stats.cached_tokens == 141
     assert again.tokens == first.tokens[2:]
     assert again.stats.prefill == {CPU: 1}
-    assert again.stats.decode == "triton panels"
+    assert again.stats.decode == "triton packed"
 
 
 @pytest.mark.skipif(CPU == "cpu", reason="chunks of graphs read blocks as they go")
 def test_blocks_are_copied_once(bundle: Bundle, monkeypatch: pytest.MonkeyPatch) -> None:
     llm = load(str(bundle.path), prefill=CPU, decode="triton")
-    mirror = llm.engine.cache.mirror
-    assert isinstance(mirror, Mirror)
+    replica = llm.engine.cache.replica
+    assert isinstance(replica, Replica)
     fetched: list[int] = []
-    fetch = mirror.device.fetch
+    fetch = replica.device.fetch
     monkeypatch.setattr(
-        type(mirror.device), "fetch", lambda _, ids: (fetched.extend(ids), fetch(ids))[1]
+        type(replica.device), "fetch", lambda _, ids: (fetched.extend(ids), fetch(ids))[1]
     )
     sequence = llm.engine.cache.sequence()
     logits_after(llm, TOKENS[:260], sequence=sequence)
@@ -224,10 +224,10 @@ def test_no_device_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     assert select(EngineOptions()).decode != "triton"
 
 
-def test_panels_have_no_other_flavour() -> None:
+def test_panels_have_no_other_precision() -> None:
     pytest.importorskip("triton")
     with pytest.raises(OptionError, match="none, the kernels have their own"):
-        EngineOptions(prefill="triton", flavour="f32")
+        EngineOptions(prefill="triton", precision="f32")
 
 
 def test_too_little_device_memory(bundle: Bundle, monkeypatch: pytest.MonkeyPatch) -> None:

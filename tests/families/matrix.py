@@ -28,13 +28,13 @@ from edgellm.llm import LLM, load
 CHUNK = 8
 LENGTHS = (1, CHUNK - 1, CHUNK, CHUNK + 1, 2 * CHUNK + 3)
 DECODED = 3
-# Column -> flavours of the bundle, and options of `load`.
+# Column -> precisions of the bundle, and options of `load`.
 BACKENDS: Mapping[str, tuple[tuple[str, ...], Mapping[str, Any]]] = {
-    "f32": (("f32",), {"flavour": "f32", "decode": "reference", "kv_format": "f32"}),
-    "w8a8": (("w8a8", "int4"), {"flavour": "w8a8", "decode": "portable"}),
-    "int4": (("f32", "int4"), {"flavour": "f32", "decode": "portable"}),
-    "C++": (("panels",), {"decode": "native"}),
-    "Triton": (("panels",), {"decode": "triton"}),
+    "f32": (("f32",), {"precision": "f32", "decode": "reference", "kv_format": "f32"}),
+    "w8a8": (("w8a8", "int4"), {"precision": "w8a8", "decode": "portable"}),
+    "int4": (("f32", "int4"), {"precision": "f32", "decode": "portable"}),
+    "C++": (("packed",), {"decode": "native"}),
+    "Triton": (("packed",), {"decode": "triton"}),
 }
 # What is far from the rounding of 8 bits, and what a part that is left out would exceed.
 ALLOWED = {"f32": 1e-4, "w8a8": 0.2, "int4": 0.2, "C++": 0.2, "Triton": 0.2}
@@ -59,24 +59,24 @@ def errors(name: str, folder: Path, backends: Iterable[str]) -> dict[str, float 
     save_tokenizer(folder)
     largest: dict[str, float | str] = {}
     for backend in filter(usable, backends):
-        flavours, options = BACKENDS[backend]
+        precisions, options = BACKENDS[backend]
         try:
-            largest[backend] = _error(model, folder, backend, flavours, options)
+            largest[backend] = _error(model, folder, backend, precisions, options)
         except UnsupportedModelError as error:
             largest[backend] = str(error)
     return largest
 
 
 def _error(
-    model: Any, folder: Path, backend: str, flavours: tuple[str, ...], options: Mapping[str, Any]
+    model: Any, folder: Path, backend: str, precisions: tuple[str, ...], options: Mapping[str, Any]
 ) -> float:
     bundle = export(
         folder,
         folder / "bundle",
         name="tiny",
         source=str(folder),
-        flavours=flavours,
-        chunk_sizes=None if flavours == ("panels",) or (folder / "bundle").exists() else (CHUNK,),
+        precisions=precisions,
+        chunk_sizes=None if precisions == ("packed",) or (folder / "bundle").exists() else (CHUNK,),
     )
     lengths = LENGTHS[-1:] if backend == "Triton" and device.interpreted() else LENGTHS
     with load(str(bundle.path), **options) as llm:

@@ -134,4 +134,4 @@ def test_values_that_are_no_weights_name_the_tensor(
     tensors[name].reshape(-1)[-1] = value
     save_file(tensors, folder / "model.safetensors")
     with pytest.raises(ModelFormatError, match=rf"tensor {name} holds a value that is not"):
-        export(folder, tmp_path / "out", name="x", source="x", flavours=["panels"])
+        export(folder, tmp_path / "out", name="x", source="x", precisions=["packed"])

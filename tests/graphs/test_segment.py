@@ -13,14 +13,14 @@ import pytest
 from random_checkpoint import CONFIGS, RandomCheckpoint, after_attention, normed, product
 
 from edgellm.backends.thread_pool import session_options
-from edgellm.export.flavours import FLAVOURS
+from edgellm.export.precisions import PRECISIONS
 from edgellm.export.weight_reader import WeightReader
 from edgellm.graphs import contract
 from edgellm.graphs.builder import WeightFile
 from edgellm.graphs.checkpoint import Checkpoint, open_checkpoint
 from edgellm.graphs.linear import FloatLinear
 from edgellm.graphs.segment import author_head, author_segment
-from edgellm.store.flavour_support import why_not
+from edgellm.store.precision_support import why_not
 
 # Largest error over largest value that the precision allows on random layers.
 TOLERANCE = {"f32": 2e-6, "f16": 2e-3, "w8a8": 3e-2, "w4a16": 2e-1, "int4": 2e-1}
@@ -58,11 +58,11 @@ class NumpySegments:
         return shown
 
 
-def sessions(folder: Path, flavour: str, checkpoint: Checkpoint, chunk: int | None) -> list[Any]:
+def sessions(folder: Path, precision: str, checkpoint: Checkpoint, chunk: int | None) -> list[Any]:
     folder.mkdir(exist_ok=True)
-    basic_norms = FLAVOURS[flavour].basic_norms and chunk is not None
+    basic_norms = PRECISIONS[precision].basic_norms and chunk is not None
     with WeightFile(folder) as file:
-        for segment in FLAVOURS[flavour].segments(WeightReader(checkpoint), file):
+        for segment in PRECISIONS[precision].segments(WeightReader(checkpoint), file):
             model = author_segment(segment, checkpoint.config, chunk=chunk, basic_norms=basic_norms)
             ir.save(model, folder / contract.part_file(contract.Part(segment.index), chunk))
     return [
@@ -85,37 +85,37 @@ def walk(found: list[Any], x: np.ndarray, attention: np.ndarray) -> list[np.ndar
     return shown
 
 
-@pytest.mark.parametrize("flavour", TOLERANCE)
+@pytest.mark.parametrize("precision", TOLERANCE)
 @pytest.mark.parametrize("chunk", [1, 5, 32])
-def test_matches_numpy(flavour: str, chunk: int, tiny_model: Path, tmp_path: Path) -> None:
+def test_matches_numpy(precision: str, chunk: int, tiny_model: Path, tmp_path: Path) -> None:
     checkpoint = open_checkpoint(tiny_model)
     rng = np.random.default_rng(chunk)
     x, attention = rng.standard_normal((2, chunk, 96)).astype(np.float32)
     expected = NumpySegments(checkpoint).walk(x, attention)
     for size in (chunk, None):
         for found, wanted in zip(
-            walk(sessions(tmp_path / str(size), flavour, checkpoint, size), x, attention),
+            walk(sessions(tmp_path / str(size), precision, checkpoint, size), x, attention),
             expected,
             strict=True,
         ):
             error = np.abs(found - wanted).max() / np.abs(wanted).max()
-            assert error < TOLERANCE[flavour]
+            assert error < TOLERANCE[precision]
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-@pytest.mark.parametrize("flavour", TOLERANCE)
-def test_every_part_matches_numpy(flavour: str, name: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("precision", TOLERANCE)
+def test_every_part_matches_numpy(precision: str, name: str, tmp_path: Path) -> None:
     """Static graphs have their norms written out, others do not."""
     checkpoint = RandomCheckpoint(CONFIGS[name])
-    if why_not(flavour, checkpoint.config) is not None:
+    if why_not(precision, checkpoint.config) is not None:
         pytest.skip("refused, see test_export.py")
     x, attention = np.random.default_rng(1).standard_normal((2, 5, 96)).astype(np.float32)
     expected = NumpySegments(checkpoint).walk(x, attention)
     for size in (5, None):
-        ours = walk(sessions(tmp_path / str(size), flavour, checkpoint, size), x, attention)
+        ours = walk(sessions(tmp_path / str(size), precision, checkpoint, size), x, attention)
         for found, wanted in zip(ours, expected, strict=True):
             error = np.abs(found - wanted).max() / np.abs(wanted).max()
-            assert error < TOLERANCE[flavour]
+            assert error < TOLERANCE[precision]
 
 
 @pytest.mark.parametrize("cap", [None, 3.0])
@@ -135,10 +135,10 @@ def test_head(cap: float | None, tmp_path: Path) -> None:
     np.testing.assert_allclose(found, expected, atol=1e-5)
 
 
-@pytest.mark.parametrize("flavour", TOLERANCE)
-def test_poisoned_padding_never_shows(flavour: str, tiny_model: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("precision", TOLERANCE)
+def test_poisoned_padding_never_shows(precision: str, tiny_model: Path, tmp_path: Path) -> None:
     checkpoint = open_checkpoint(tiny_model)
-    found = sessions(tmp_path / flavour, flavour, checkpoint, 32)
+    found = sessions(tmp_path / precision, precision, checkpoint, 32)
     x, attention = np.random.default_rng(0).standard_normal((2, 32, 96)).astype(np.float32)
     clean = walk(found, x, attention)
     for poison in (np.nan, np.inf, 1e30):

@@ -11,7 +11,7 @@ from random_weights import random_weight
 from edgellm.kernels import rope
 from edgellm.kernels.kv_append import HeadNorms
 from edgellm.kernels.kv_blocks import KVBlocks, allocate
-from edgellm.kernels.linear import Panels, to_panels
+from edgellm.kernels.linear import PackedWeights, pack_weight
 from edgellm.kernels.quantized import dequantize
 from edgellm.kernels.step import FusedStep, LayerWeights, Weights, reference
 
@@ -203,13 +203,15 @@ class Model:
         q, k = (self._vector(size, around=1.0) for size in sizes)
         return HeadNorms(q=q, k=k, epsilon=EPSILON, after_rope=kind == "head_after_rope")
 
-    def _linear(self, name: str, outputs: int, inputs: int, *, size: float | None = None) -> Panels:
+    def _linear(
+        self, name: str, outputs: int, inputs: int, *, size: float | None = None
+    ) -> PackedWeights:
         order = ("embedding", "head", "q", "k", "v", "o", "gate", "up", "down")
         kind = self._kinds[order.index(name.split(".")[-1])]
         size = 3 / np.sqrt(inputs) if size is None else size
         weight = random_weight(kind, outputs, inputs, self._rng, size=size)
         self.floats[name] = dequantize(weight)
-        return to_panels(weight)
+        return pack_weight(weight)
 
     def cache(self, format: str) -> KVBlocks:
         shape = self.shape

@@ -13,7 +13,7 @@ from random_weights import random_weight
 from edgellm.kernels import attention, kv_append, rope
 from edgellm.kernels.checks import block_ids, check_rope, floats, indices
 from edgellm.kernels.kv_blocks import BLOCK, allocate
-from edgellm.kernels.linear import Panels, native, rows_of, to_panels
+from edgellm.kernels.linear import PackedWeights, native, pack_weight, rows_of
 from edgellm.kernels.native import library
 from edgellm.kernels.quantized import KINDS
 from edgellm.kernels.sampling.native import log_sum_exp, top_k
@@ -116,8 +116,8 @@ def test_wrappers_of_attention_and_append(compiled: Any) -> None:
         append([0, 1, 2], start=299)
 
 
-def some_panels() -> Panels:
-    return to_panels(random_weight("int8_symmetric", 70, 64, np.random.default_rng(0)))
+def some_panels() -> PackedWeights:
+    return pack_weight(random_weight("int8_symmetric", 70, 64, np.random.default_rng(0)))
 
 
 def test_panels_of_another_size() -> None:
@@ -128,7 +128,7 @@ def test_panels_of_another_size() -> None:
         (70, 64, "int4_affine"),
     ):
         with pytest.raises(ValueError, match=f"panels of {outputs} x {inputs}"):
-            Panels(panels.data, outputs, inputs, KINDS[kind])
+            PackedWeights(panels.data, outputs, inputs, KINDS[kind])
     for data in (panels.data.astype(np.int16), panels.data[..., ::-1]):
         with pytest.raises(ValueError, match="panels of 70 x 64"):
             replace(panels, data=data)

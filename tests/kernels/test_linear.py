@@ -6,19 +6,26 @@ import numpy as np
 import pytest
 from random_weights import random_weight
 
-from edgellm.kernels.linear import Panels, from_panels, panels_shape, reference, rows_of, to_panels
+from edgellm.kernels.linear import (
+    PackedWeights,
+    pack_weight,
+    packed_shape,
+    reference,
+    rows_of,
+    unpack_weight,
+)
 from edgellm.kernels.linear.native import linear
 from edgellm.kernels.quantized import KINDS, dequantize
 
 
 def panels_and_weight(
     kind: str, outputs: int, groups: int, *, seed: int = 0
-) -> tuple[Panels, np.ndarray]:
-    """Panels of so many groups of inputs, or of whole blocks, and the weight in float32."""
+) -> tuple[PackedWeights, np.ndarray]:
+    """PackedWeights of so many groups of inputs, or of whole blocks, and the weight in float32."""
     multiple = KINDS[kind].inputs_multiple
     inputs = -(-groups * 32 // multiple) * multiple
     weight = random_weight(kind, outputs, inputs, np.random.default_rng(seed + outputs + inputs))
-    return to_panels(weight), dequantize(weight)
+    return pack_weight(weight), dequantize(weight)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -29,7 +36,7 @@ def panels_and_weight(
         *((1, 2, rows) for rows in (1, 5)),
         *((33, 3, rows) for rows in (1, 2, 3, 4, 7, 16, 21, 51)),
         (100, 18, 30),
-        (289, 33, 27),  # more than one stretch of inputs, more than one run of panels
+        (289, 33, 27),  # more than one tile of inputs, more than one run of panels
     ],
 )
 @pytest.mark.usefixtures("poisoned")
@@ -95,11 +102,11 @@ def test_panels_keep_every_number(kind: str, outputs: int) -> None:
     traits = KINDS[kind]
     rng = np.random.default_rng(outputs)
     weight = random_weight(kind, outputs, 2 * traits.inputs_multiple, rng)
-    panels = to_panels(weight)
-    back = from_panels(panels).arrays()
+    panels = pack_weight(weight)
+    back = unpack_weight(panels).arrays()
     for name, array in weight.arrays().items():
         np.testing.assert_array_equal(back[name], array)
-    assert panels.data.shape == panels_shape(*weight.shape, traits)
+    assert panels.data.shape == packed_shape(*weight.shape, traits)
     padded = -(-outputs // 16) * 16
     assert panels.data.nbytes * 8 == padded * weight.shape[1] * traits.bits_per_weight
     index = [outputs - 1, 0, outputs // 2, outputs // 2]
@@ -115,6 +122,6 @@ def test_panels_of_another_size() -> None:
         panels.data.view("i1"),
     ):
         with pytest.raises(ValueError, match="panels of 32 x 64 int5_symmetric"):
-            Panels(data, 32, 64, panels.kind)
+            PackedWeights(data, 32, 64, panels.kind)
     with pytest.raises(ValueError, match="64 inputs are not groups of 256, as int4_k has them"):
-        Panels(panels.data, 32, 64, KINDS["int4_k"])
+        PackedWeights(panels.data, 32, 64, KINDS["int4_k"])

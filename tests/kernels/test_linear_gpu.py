@@ -12,7 +12,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 
 from random_weights import random_weight  # noqa: E402
 
-from edgellm.kernels.linear import Panels, gpu, rows_of, to_panels  # noqa: E402
+from edgellm.kernels.linear import PackedWeights, gpu, pack_weight, rows_of  # noqa: E402
 from edgellm.kernels.quantized import KINDS, dequantize  # noqa: E402
 
 EPSILON = 1e-5
@@ -27,17 +27,19 @@ ROWS = [
 
 def make(
     rng: np.random.Generator, name: str, outputs: int, inputs: int
-) -> tuple[Panels, np.ndarray]:
-    """A weight in panels, and what it stands for."""
+) -> tuple[PackedWeights, np.ndarray]:
+    """A weight in packed weights, and what it stands for."""
     weight = random_weight(KINDS[name], outputs, inputs, rng)
-    return to_panels(weight), dequantize(weight)
+    return pack_weight(weight), dequantize(weight)
 
 
 def nan(device: str, *shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     return torch.full(shape, float("nan"), dtype=dtype, device=device)
 
 
-def run(device: str, x: np.ndarray, weight: gpu.DevicePanels, **options: object) -> np.ndarray:
+def run(
+    device: str, x: np.ndarray, weight: gpu.DevicePackedWeights, **options: object
+) -> np.ndarray:
     rows = gpu.Rows(nan(device, *x.shape, dtype=torch.float16), nan(device, len(x)))
     y = options.pop("y", None)
     y = nan(device, len(x), weight.outputs) if y is None else torch.tensor(y, device=device)
@@ -70,7 +72,7 @@ def test_matches_reference(triton_device: str, kind: str, rows: int) -> None:
         rng = np.random.default_rng(outputs)
         panels, dense = make(rng, kind, outputs, inputs)
         x = rng.standard_normal((rows, inputs)).astype(np.float32)
-        found = run(triton_device, x, gpu.DevicePanels.of(panels, triton_device))
+        found = run(triton_device, x, gpu.DevicePackedWeights.of(panels, triton_device))
         check(found, x.astype(np.float64) @ dense.T.astype(np.float64), np.abs(x) @ np.abs(dense.T))
 
 
@@ -78,7 +80,7 @@ def test_matches_reference(triton_device: str, kind: str, rows: int) -> None:
 def test_matches_reference_on_one_input_at_a_time(triton_device: str, kind: str) -> None:
     """No other weight can hide a wrong one."""
     panels, dense = make(np.random.default_rng(4), kind, 20, 256)
-    weight = gpu.DevicePanels.of(panels, triton_device)
+    weight = gpu.DevicePackedWeights.of(panels, triton_device)
     size = np.abs(dense).max()
     for first in (0, 16, 240):
         some = np.eye(256, dtype=np.float32)[first : first + 16]
@@ -99,7 +101,7 @@ def test_norm_gate_and_sum(triton_device: str, kinds: tuple[str, str], rows: int
     rng = np.random.default_rng(rows)
     inputs = max(96, *(KINDS[kind].inputs_multiple for kind in kinds))
     (gate, dense_gate), (up, dense_up) = (make(rng, kind, 50, inputs) for kind in kinds)
-    ours = [gpu.DevicePanels.of(panels, triton_device) for panels in (gate, up)]
+    ours = [gpu.DevicePackedWeights.of(panels, triton_device) for panels in (gate, up)]
     x, norm = (rng.standard_normal(shape).astype(np.float32) for shape in ((rows, inputs), inputs))
     on_device = torch.tensor(norm, device=triton_device)
     options = {"norm": on_device, "epsilon": EPSILON}
@@ -135,7 +137,7 @@ def test_activations_and_biases(
     (gate, dense_gate), (up, dense_up) = (
         make(rng, kind, 50, 96) for kind in ("int4_affine", "int8_symmetric")
     )
-    ours = [gpu.DevicePanels.of(panels, triton_device) for panels in (gate, up)]
+    ours = [gpu.DevicePackedWeights.of(panels, triton_device) for panels in (gate, up)]
     x, norm, first, second = (
         rng.standard_normal(shape).astype(np.float32) for shape in ((rows, 96), 96, 50, 50)
     )
@@ -161,7 +163,7 @@ def test_bias_is_added_with_what_was_there(triton_device: str, rows: int) -> Non
     x, before, bias = (
         rng.standard_normal(shape).astype(np.float32) for shape in ((rows, 96), (rows, 50), 50)
     )
-    weight = gpu.DevicePanels.of(panels, triton_device)
+    weight = gpu.DevicePackedWeights.of(panels, triton_device)
     added = torch.tensor(bias, device=triton_device)
     result = run(triton_device, x, weight, bias=added, add=True, y=before)
     check(result, before + x @ dense.T + bias)
@@ -175,7 +177,7 @@ def test_activations_of_tiny_and_huge_numbers(
     """They go to zero on one side and to the number itself on the other, and are never NaN."""
     panels, dense = make(np.random.default_rng(0), "int8_symmetric", 40, 32)
     x = np.full((1, 32), size, np.float32)
-    weight = gpu.DevicePanels.of(panels, triton_device)
+    weight = gpu.DevicePackedWeights.of(panels, triton_device)
     result = run(triton_device, x, weight, activation=activation)[0]
     product = x[0].astype(np.float64) @ dense.T
     with np.errstate(over="ignore"):
@@ -189,7 +191,7 @@ def test_softcap_and_peaks(triton_device: str, rows: int) -> None:
     panels, dense = make(rng, "int8_symmetric", 50, 64)
     x = (10 * rng.standard_normal((rows, 64))).astype(np.float32)
     peaks = gpu.Peaks(*(nan(triton_device, 4) for _ in range(2))) if rows == 1 else None
-    weight = gpu.DevicePanels.of(panels, triton_device)
+    weight = gpu.DevicePackedWeights.of(panels, triton_device)
     result = run(triton_device, x, weight, softcap=6.0, peaks=peaks)
     expected = 6 * np.tanh(x.astype(np.float64) @ dense.T / 6)
     assert np.abs(expected).max() > 5.5
@@ -208,7 +210,7 @@ def test_columns_of_a_wider_array(triton_device: str, rows: int) -> None:
     y = nan(triton_device, rows, 80)
     room = gpu.Rows(nan(triton_device, rows, 256, dtype=torch.float16), nan(triton_device, rows))
     for (panels, _), first in zip(parts, (0, 48), strict=True):
-        weight = gpu.DevicePanels.of(panels, triton_device)
+        weight = gpu.DevicePackedWeights.of(panels, triton_device)
         part = y[:, first : first + weight.outputs]
         gpu.linear(torch.tensor(x, device=triton_device), weight, part, room)
     check(y[:, :69].cpu().numpy(), x @ np.concatenate([dense for _, dense in parts]).T)
@@ -223,7 +225,7 @@ def test_stacked_weights(triton_device: str, rows: int) -> None:
     assert gpu.stackable(every[0], every[1])
     assert not gpu.stackable(every[2], every[0])  # ends within a panel
     assert not gpu.stackable(every[0], make(rng, "int5_k", 16, 256)[0])
-    weight = gpu.DevicePanels.stacked(every, triton_device)
+    weight = gpu.DevicePackedWeights.stacked(every, triton_device)
     x = rng.standard_normal((rows, 256)).astype(np.float32)
     check(run(triton_device, x, weight), x @ np.concatenate([dense for _, dense in parts]).T)
 
@@ -234,7 +236,7 @@ def test_a_second_weight_of_another_shape_is_refused(
 ) -> None:
     rng = np.random.default_rng(7)
     gate, up = (
-        gpu.DevicePanels.of(make(rng, "int4_affine", *shape)[0], triton_device)
+        gpu.DevicePackedWeights.of(make(rng, "int4_affine", *shape)[0], triton_device)
         for shape in ((50, 96), wrong)
     )
     with pytest.raises(ValueError, match="another shape"):
@@ -249,7 +251,7 @@ def test_tiny_and_huge_rows_stay_finite(
 ) -> None:
     panels, dense = make(np.random.default_rng(0), kind, 17, 256)
     x = np.full((rows, 256), size, np.float32)
-    found = run(triton_device, x, gpu.DevicePanels.of(panels, triton_device))
+    found = run(triton_device, x, gpu.DevicePackedWeights.of(panels, triton_device))
     assert np.isfinite(found).all()
     if size > 1:
         check(found, x.astype(np.float64) @ dense.T)
@@ -260,7 +262,7 @@ def test_peaks_of_panels(triton_device: str, outputs: int) -> None:
     panels, _ = make(np.random.default_rng(1), "int8_symmetric", outputs, 64)
     x = np.random.default_rng(2).standard_normal((1, 64)).astype(np.float32)
     peaks = gpu.Peaks(*(nan(triton_device, len(panels.data)) for _ in range(2)))
-    found = run(triton_device, x, gpu.DevicePanels.of(panels, triton_device), peaks=peaks)
+    found = run(triton_device, x, gpu.DevicePackedWeights.of(panels, triton_device), peaks=peaks)
     padded = np.full(16 * len(panels.data), -np.inf)
     padded[:outputs] = found[0]
     rows = padded.reshape(-1, 16)
@@ -275,7 +277,7 @@ def test_embedding_rows(triton_device: str, kind: str, scale: float) -> None:
     panels, _ = make(np.random.default_rng(3), kind, 70, 768)
     tokens = [0, 69, 15, 16, 3, 3]
     x = nan(triton_device, len(tokens), 768)
-    weight = gpu.DevicePanels.of(panels, triton_device)
+    weight = gpu.DevicePackedWeights.of(panels, triton_device)
     gpu.embed(weight, torch.tensor(tokens, device=triton_device), x, scale=scale)
     expected = scale * rows_of(panels, tokens)
     # a GPU rounds once where numpy rounds a product and a sum

@@ -8,7 +8,7 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("triton")
 
-from edgellm.kernels.linear.panels import PANEL  # noqa: E402
+from edgellm.kernels.linear.packed import PANEL  # noqa: E402
 from edgellm.kernels.sampling import MOST_CANDIDATES, Logits, reference  # noqa: E402
 from edgellm.kernels.sampling.gpu import LogitRow  # noqa: E402
 

@@ -22,7 +22,7 @@ from random_weights import random_weight  # noqa: E402
 from edgellm.kernels import rope  # noqa: E402
 from edgellm.kernels.gpu.kv_blocks import DeviceBlocks  # noqa: E402
 from edgellm.kernels.kv_blocks import KVFormat, allocate  # noqa: E402
-from edgellm.kernels.linear import Panels, to_panels  # noqa: E402
+from edgellm.kernels.linear import PackedWeights, pack_weight  # noqa: E402
 from edgellm.kernels.quantized import KINDS, dequantize  # noqa: E402
 from edgellm.kernels.step import LayerWeights, Weights, gpu_layer, gpu_norm, reference  # noqa: E402  # noqa: E402
 from edgellm.kernels.step.gpu import DeviceStep  # noqa: E402
@@ -80,10 +80,10 @@ class Model:
     def _norm(self) -> np.ndarray:
         return (1 + 0.1 * self._rng.standard_normal(HIDDEN)).astype("f4")
 
-    def _linear(self, name: str, kind: str, outputs: int, inputs: int) -> Panels:
+    def _linear(self, name: str, kind: str, outputs: int, inputs: int) -> PackedWeights:
         weight = random_weight(KINDS[kind], outputs, inputs, self._rng)
         self.floats[name] = dequantize(weight)
-        return to_panels(weight)
+        return pack_weight(weight)
 
     def step(self, device: str) -> DeviceStep:
         sizes = {"layers": 1, "kv_heads": KV_HEADS, "head_dim": HEAD_DIM}

@@ -1,4 +1,4 @@
-"""The weights of the native kernels in a bundle: matrices in panels, and vectors."""
+"""The weights of the native kernels in a bundle: matrices in packed weights, and vectors."""
 
 from __future__ import annotations
 
@@ -10,25 +10,25 @@ from numpy.typing import NDArray
 from edgellm.backends.host_attention import head_norms
 from edgellm.graphs.tensors import TensorSpec, layer_tensors, model_tensors
 from edgellm.kernels.kv_append import HeadNorms
-from edgellm.kernels.linear import Panels
+from edgellm.kernels.linear import PackedWeights
 from edgellm.kernels.quantized import KINDS
 from edgellm.kernels.step import LayerWeights, Weights
-from edgellm.store.bundle import PANELS, Bundle, map_arrays
+from edgellm.store.bundle import PACKED, Bundle, map_arrays
 from edgellm.store.key_basis import is_head_norm, open_head_norms
 
 
-def open_panels(bundle: Bundle) -> Weights:
+def open_packed_weights(bundle: Bundle) -> Weights:
     """Map the weights; pages are read when they are used."""
     config = bundle.config
     mapped = _Mapped(bundle)
     norms = head_norms(config, open_head_norms(bundle.path, bundle.manifest.keys).__getitem__)
-    embedding = mapped.panels("embedding")
+    embedding = mapped.weights("embedding")
     return Weights(
         layers=[mapped.layer(i, norms[i]) for i in range(config.layer_count)],
         final_norm=mapped.arrays["final_norm"],
         final_norm_bias=mapped.arrays.get("final_norm_bias"),
         embedding=embedding,
-        head=embedding if config.tied_embedding else mapped.panels("head"),
+        head=embedding if config.tied_embedding else mapped.weights("head"),
         heads=config.heads,
         epsilon=config.norm_eps,
         embedding_scale=config.embedding_scale,
@@ -37,18 +37,18 @@ def open_panels(bundle: Bundle) -> Weights:
 
 
 class _Mapped:
-    """The arrays of a bundle's panels."""
+    """The packed weights of a bundle."""
 
     def __init__(self, bundle: Bundle) -> None:
-        entry = bundle.flavour(PANELS)
+        entry = bundle.precision(PACKED)
         self.arrays: Mapping[str, NDArray[Any]] = map_arrays(bundle.path, entry.arrays)
         self._config = bundle.config
         self._kinds = entry.kinds
         self._specs = model_tensors(bundle.config)
 
-    def panels(self, name: str) -> Panels:
+    def weights(self, name: str) -> PackedWeights:
         outputs, inputs = self._specs[name].shape
-        return Panels(self.arrays[name], outputs, inputs, KINDS[self._kinds[name]])
+        return PackedWeights(self.arrays[name], outputs, inputs, KINDS[self._kinds[name]])
 
     def layer(self, index: int, norms: HeadNorms | None) -> LayerWeights:
         layer = self._config.layers[index]
@@ -67,5 +67,5 @@ class _Mapped:
             softcap=layer.attention.softcap,
         )
 
-    def _part(self, name: str, spec: TensorSpec) -> Panels | NDArray[Any]:
-        return self.arrays[name] if spec.role == "vector" else self.panels(name)
+    def _part(self, name: str, spec: TensorSpec) -> PackedWeights | NDArray[Any]:
+        return self.arrays[name] if spec.role == "vector" else self.weights(name)

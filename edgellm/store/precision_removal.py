@@ -1,4 +1,4 @@
-"""Taking a flavour out of a bundle: its folder, and what no other flavour uses."""
+"""Taking a precision out of a bundle: its folder, and what no other precision uses."""
 
 from __future__ import annotations
 
@@ -13,25 +13,25 @@ from edgellm.store.home import delete_abandoned, delete_folder, locked
 from edgellm.store.reference import FOLDER as REFERENCE
 
 
-def remove_flavours(path: Path, flavours: Collection[str]) -> int:
-    """Remove flavours from the bundle at `path`; gives how many bytes that were.
+def remove_precisions(path: Path, precisions: Collection[str]) -> int:
+    """Remove precisions from the bundle at `path`; gives how many bytes that were.
 
     Whoever reads the bundle meanwhile finds a manifest whose files are all there.
 
     Raises:
-        BundleError: no such flavour in it, or no other.
+        BundleError: no such precision in it, or no other.
     """
     with locked(path):
         delete_abandoned(path)  # what a process killed here has left
         manifest = read_manifest(path)
-        unknown = sorted(set(flavours) - set(manifest.flavours))
-        there_are = ", ".join(manifest.flavours)
+        unknown = sorted(set(precisions) - set(manifest.precisions))
+        there_are = ", ".join(manifest.precisions)
         if unknown:
             raise BundleError(
-                f"{path}: no flavour {', '.join(unknown)} in this bundle; it has {there_are}"
+                f"{path}: no precision {', '.join(unknown)} in this bundle; it has {there_are}"
             )
-        smaller = _without(manifest, flavours)
-        if not smaller.flavours:
+        smaller = _without(manifest, precisions)
+        if not smaller.precisions:
             raise BundleError(
                 f"{path}: {there_are} is all that this bundle has; remove the model as a whole"
             )
@@ -43,17 +43,17 @@ def remove_flavours(path: Path, flavours: Collection[str]) -> int:
         return sum(entry.bytes for entry in gone.values())
 
 
-def _without(manifest: Manifest, flavours: Collection[str]) -> Manifest:
-    left = {name: entry for name, entry in manifest.flavours.items() if name not in flavours}
+def _without(manifest: Manifest, precisions: Collection[str]) -> Manifest:
+    left = {name: entry for name, entry in manifest.precisions.items() if name not in precisions}
     heads = {
         kind: head
         for kind, head in manifest.heads.items()
         if any(entry.head == kind for entry in left.values())
     }
-    # only flavours with errors were compared with it
+    # only precisions with errors were compared with it
     reference = manifest.reference if any(entry.errors for entry in left.values()) else {}
-    gone = {f"head-{kind}" for kind in manifest.heads.keys() - heads.keys()} | set(flavours)
+    gone = {f"head-{kind}" for kind in manifest.heads.keys() - heads.keys()} | set(precisions)
     if manifest.reference and not reference:
         gone.add(REFERENCE)
     files = {n: entry for n, entry in manifest.files.items() if n.partition("/")[0] not in gone}
-    return replace(manifest, flavours=left, heads=heads, reference=reference, files=files)
+    return replace(manifest, precisions=left, heads=heads, reference=reference, files=files)

@@ -1,4 +1,4 @@
-"""The folders of a bundle that hold graphs: a flavour's segments, and an LM head."""
+"""The folders of a bundle that hold graphs: a precision's segments, and an LM head."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ from tempfile import TemporaryDirectory
 import onnx_ir as ir
 
 from edgellm.export.calibrate import CalibrationOptions, Calibrator, choose_windows
-from edgellm.export.flavours import FLAVOURS, Flavour
+from edgellm.export.precisions import PRECISIONS, Precision
 from edgellm.export.weight_reader import WeightReader
 from edgellm.graphs.builder import WeightFile
 from edgellm.graphs.checkpoint import Checkpoint
 from edgellm.graphs.contract import HEAD_FILE, HOST_TOKENS, part_file, parts
 from edgellm.graphs.linear import FloatLinear, GroupLinear, Linear
 from edgellm.graphs.segment import Segment, author_head, author_segment
-from edgellm.store.bundle import FlavourEntry, HeadEntry
+from edgellm.store.bundle import HeadEntry, PrecisionEntry
 from edgellm.store.reference import ROTATION
 from edgellm.text.tokenizer import Tokenizer
 
 
-def write_flavour(
+def write_precision(
     reader: WeightReader,
     name: str,
     root: Path,
@@ -30,16 +30,16 @@ def write_flavour(
     chunk_sizes: Sequence[int],
     calibration: CalibrationOptions,
     on_segment: Callable[[int], None],
-) -> FlavourEntry:
-    """A flavour's folder in `root`.
+) -> PrecisionEntry:
+    """A precision's folder in `root`.
 
     Args:
         tokenizer: of the calibration text.
         on_segment: called with the number of each segment whose weights are written.
     """
-    flavour = FLAVOURS[name]
-    assert flavour.segments is not None
-    static = (1,) if flavour.token_by_token else tuple(sorted(set(chunk_sizes)))
+    precision = PRECISIONS[name]
+    assert precision.segments is not None
+    static = (1,) if precision.token_by_token else tuple(sorted(set(chunk_sizes)))
     checkpoint, segments = reader.checkpoint, []
     folder = root / name
     folder.mkdir()
@@ -48,35 +48,35 @@ def write_flavour(
         WeightFile(Path(scratch)) as unrounded,
         WeightFile(folder) as file,
     ):
-        calibrator = _calibrator(checkpoint, flavour, tokenizer, calibration, unrounded)
-        for segment in flavour.segments(reader, file, calibrator):
+        calibrator = _calibrator(checkpoint, precision, tokenizer, calibration, unrounded)
+        for segment in precision.segments(reader, file, calibrator):
             segments.append(segment)
             on_segment(segment.index)
     shadows = calibrator.shadows() if calibrator else {}
     read_by_name = [*(n for s in shadows for n in (s, f"{s}.scale")), ROTATION]
-    entry = FlavourEntry(
-        flavour.description,
-        flavour.head,
+    entry = PrecisionEntry(
+        precision.description,
+        precision.head,
         static,
-        not flavour.token_by_token,
+        not precision.token_by_token,
         reader.report.to_json(),
         arrays={n: file.arrays[n] for n in read_by_name if n in file.arrays},
         host_tokens=HOST_TOKENS if calibrator else 0,
         calibration=calibration.to_json() if calibrator else {},
         shadows=shadows,
     )
-    _write_graphs(checkpoint, flavour, entry, segments, calibrator, folder)
+    _write_graphs(checkpoint, precision, entry, segments, calibrator, folder)
     return entry
 
 
 def _calibrator(
     checkpoint: Checkpoint,
-    flavour: Flavour,
+    precision: Precision,
     tokenizer: Tokenizer,
     calibration: CalibrationOptions,
     unrounded: WeightFile,
 ) -> Calibrator | None:
-    bits = flavour.calibrated_bits
+    bits = precision.calibrated_bits
     if bits is None:
         return None
     windows = choose_windows(tokenizer, calibration)
@@ -86,13 +86,13 @@ def _calibrator(
 
 def _write_graphs(
     checkpoint: Checkpoint,
-    flavour: Flavour,
-    entry: FlavourEntry,
+    precision: Precision,
+    entry: PrecisionEntry,
     segments: Sequence[Segment],
     calibrator: Calibrator | None,
     folder: Path,
 ) -> None:
-    """Every part for every static size, and for any size where the flavour has that."""
+    """Every part for every static size, and for any size where the precision has that."""
     config, grids = checkpoint.config, calibrator.grids(entry.shadows) if calibrator else None
     for part in parts(config, entry.cut_segments):
         for chunk in (*entry.chunk_sizes, *([None] if entry.any_size else [])):
@@ -102,7 +102,7 @@ def _write_graphs(
                 chunk=chunk,
                 half=part.half,
                 grids=grids,
-                basic_norms=flavour.basic_norms and chunk is not None,
+                basic_norms=precision.basic_norms and chunk is not None,
             )
             ir.save(model, folder / part_file(part, chunk))
 

@@ -1,4 +1,4 @@
-"""Where the parts of panels lie in device memory, in Triton; see `panels.py`.
+"""Where the parts of panels lie in device memory, in Triton; see `packed.py`.
 
 A kernel is compiled for a `Kind`, which it gets as a constant, and reads its attributes.
 """

@@ -42,7 +42,7 @@ Bytes = NDArray[Any]  # uint8
 
 
 @dataclass(frozen=True)
-class Panels:
+class PackedWeights:
     """A weight `[outputs, inputs]`; `data` is `[panels, inputs/32, bytes]` uint8.
 
     In blocked kinds `data` is `[panels, inputs/256, bytes]`.
@@ -62,7 +62,7 @@ class Panels:
                 f"{self.inputs} inputs are not groups of {self.kind.inputs_multiple}, as "
                 f"{self.kind.name} has them"
             )
-        shape = panels_shape(self.outputs, self.inputs, self.kind)
+        shape = packed_shape(self.outputs, self.inputs, self.kind)
         data = self.data
         if data.dtype != np.uint8 or data.shape != shape or not data.flags.c_contiguous:
             raise ValueError(
@@ -71,7 +71,7 @@ class Panels:
             )
 
 
-def panels_shape(outputs: int, inputs: int, kind: Kind) -> tuple[int, int, int]:
+def packed_shape(outputs: int, inputs: int, kind: Kind) -> tuple[int, int, int]:
     """The shape of the panels of a weight `[outputs, inputs]`."""
     panels = -(-outputs // PANEL)
     if kind.blocked:
@@ -79,17 +79,17 @@ def panels_shape(outputs: int, inputs: int, kind: Kind) -> tuple[int, int, int]:
     return panels, inputs // GROUP, kind.group_bytes
 
 
-def to_panels(weight: QuantizedWeight) -> Panels:
-    """A weight in panels, the same numbers."""
+def pack_weight(weight: QuantizedWeight) -> PackedWeights:
+    """A weight in packed weights, the same numbers."""
     outputs, inputs = weight.shape
-    data = np.empty(panels_shape(outputs, inputs, weight.kind), np.uint8)
+    data = np.empty(packed_shape(outputs, inputs, weight.kind), np.uint8)
     for rows in row_slices(outputs, inputs):
         data[rows.start // PANEL : -(-rows.stop // PANEL)] = _packed(weight.rows(rows))
-    return Panels(data, outputs, inputs, weight.kind)
+    return PackedWeights(data, outputs, inputs, weight.kind)
 
 
-def from_panels(panels: Panels) -> QuantizedWeight:
-    """The weight that lies in panels."""
+def unpack_weight(panels: PackedWeights) -> QuantizedWeight:
+    """The weight that lies in packed weights."""
     kind, groups = panels.kind, panels.inputs // GROUP
     data = panels.data
     block = data[:, :, : kind.block_bytes]
@@ -110,7 +110,7 @@ def from_panels(panels: Panels) -> QuantizedWeight:
     return QuantizedWeight(kind, *cut)
 
 
-def rows_of(panels: Panels, rows: Sequence[int]) -> NDArray[np.float32]:
+def rows_of(panels: PackedWeights, rows: Sequence[int]) -> NDArray[np.float32]:
     """Rows of a weight as float32, `[len(rows), inputs]`.
 
     Raises:
@@ -118,9 +118,9 @@ def rows_of(panels: Panels, rows: Sequence[int]) -> NDArray[np.float32]:
     """
     index = indices(rows, panels.outputs, "row")
     data = panels.data[index // PANEL]
-    each = Panels(data, len(data) * PANEL, panels.inputs, panels.kind)
+    each = PackedWeights(data, len(data) * PANEL, panels.inputs, panels.kind)
     lanes = np.arange(len(data)) * PANEL + index % PANEL
-    return dequantize(from_panels(each).rows(lanes))
+    return dequantize(unpack_weight(each).rows(lanes))
 
 
 def _packed(weight: QuantizedWeight) -> Bytes:

@@ -1,4 +1,4 @@
-"""The exporter's side of the native kernels' weights (see `panels.py`)."""
+"""The exporter's side of the native kernels' weights (see `packed_weights.py`)."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Callable
 from edgellm.export.weight_reader import WeightReader
 from edgellm.graphs.builder import WeightFile
 from edgellm.graphs.tensors import layer_tensors, model_tensors
-from edgellm.kernels.linear import to_panels
+from edgellm.kernels.linear import pack_weight
 from edgellm.kernels.quantized import QuantizedWeight
 from edgellm.store.key_basis import is_head_norm
 
@@ -17,7 +17,7 @@ def store_panels(
 ) -> dict[str, str]:
     """Write all weights, in the order in which a token needs them; gives the kind of each matrix.
 
-    Norms of Q and K are beside the keys, for all flavours (see `key_basis.py`).
+    Norms of Q and K are beside the keys, for all precisions (see `key_basis.py`).
     """
     writer = _Writer(reader, file)
     config = reader.checkpoint.config
@@ -47,7 +47,7 @@ class _Writer:
 
     Attributes:
         kinds: of the matrices that were written.
-        read: bytes in the file and in panels of each matrix that a token reads.
+        read: bytes in the file and packed, of each matrix that a token reads.
     """
 
     def __init__(self, reader: WeightReader, file: WeightFile) -> None:
@@ -61,8 +61,8 @@ class _Writer:
 
     def matrix(self, name: str, weight: QuantizedWeight) -> None:
         self.kinds[name] = weight.kind.name
-        panels = to_panels(weight)
-        self._file.add(name, panels.data)
+        packed = pack_weight(weight)
+        self._file.add(name, packed.data)
         if name == "embedding" and not self._checkpoint.config.tied_embedding:
             return  # of which a token needs a row
-        self.read.append((self._checkpoint.tensor(name).nbytes, panels.data.nbytes))
+        self.read.append((self._checkpoint.tensor(name).nbytes, packed.data.nbytes))

@@ -11,7 +11,7 @@ from edgellm.kernels.kv_blocks import BLOCK, KVBlocks
 Side = Literal["host", "device"]
 
 
-class Mirror:
+class Replica:
     """Knows of each block which side wrote to it last.
 
     Blocks have the same numbers and the same bytes on both sides, so a sequence's table serves

@@ -6,8 +6,8 @@ w8a8   int8 weights (a scale a channel) and int8 activations (a scale a row, fou
 f16    float16 weights and inputs of linear layers, float32 between them, for GPUs.
 w4a16  the same with int4 group-32 affine weights.
 int4   quantized weights as the file has them, in 4 or 8 bits, for decoding one token at a time.
-panels quantized weights as the file has them, for the native kernels instead of ONNX Runtime (see
-       `panels.py`).
+packed quantized weights as the file has them, for the native kernels instead of ONNX Runtime (see
+       `packed_weights.py`).
 
 w8a16-qdq
        int8 weights (a scale a channel) and 16-bit activations with scales from a calibration run
@@ -41,7 +41,7 @@ from edgellm.graphs.segment import Mlp, Segment
 from edgellm.graphs.tensors import model_tensors
 from edgellm.kernels.quantized import concatenate
 from edgellm.quantize.error import relative_error
-from edgellm.store.bundle import PANELS
+from edgellm.store.bundle import PACKED
 
 
 class Authors(Protocol):
@@ -56,7 +56,7 @@ class Authors(Protocol):
 
 
 @dataclass(frozen=True)
-class Flavour:
+class Precision:
     """A way to export segments.
 
     Attributes:
@@ -202,56 +202,56 @@ class _Parts:
         return layer if bias is None else BiasedLinear(layer, bias)
 
 
-FLAVOURS = {
-    "f32": Flavour(
+PRECISIONS = {
+    "f32": Precision(
         "float32 weights and activations",
         "f32",
         False,
         _plain(partial(_float_linear, FloatLinear)),
         basic_norms=True,
     ),
-    "f16": Flavour(
+    "f16": Precision(
         "float16 weights and inputs of linear layers, float32 between them",
         "int8",
         False,
         _plain(partial(_float_linear, HalfLinear)),
         basic_norms=True,
     ),
-    "w4a16": Flavour(
+    "w4a16": Precision(
         "int4 group-32 affine weights, float16 inputs of linear layers",
         "int8",
         False,
         _plain(_half_int4_linear),
         basic_norms=True,
     ),
-    "w8a8": Flavour(
+    "w8a8": Precision(
         "int8 weights per channel (V: 16 bits), int8 activations per row, rotated residual, "
         "Hadamard blocks before o_proj and down_proj",
         "int8",
         False,
         dynamic_segments,
     ),
-    "int4": Flavour(
+    "int4": Precision(
         "weights as in the file, in codes of 4 or 8 bits, int8 activations per group",
         "int8",
         True,
         _plain(_group_linear),
     ),
-    "w8a16-qdq": Flavour(
+    "w8a16-qdq": Precision(
         "int8 weights per channel, 16-bit activations with calibrated scales",
         "int8",
         False,
         StaticSegments(mixes_runs=False),
         calibrated_bits=16,
     ),
-    "w8a8-qdq": Flavour(
+    "w8a8-qdq": Precision(
         "as w8a16-qdq with 8-bit inputs, shadow outliers before down_proj",
         "int8",
         False,
         StaticSegments(mixes_runs=True),
         calibrated_bits=8,
     ),
-    PANELS: Flavour(
+    PACKED: Precision(
         "weights as in the file, int8 activations per group, for the native kernels",
         None,
         True,
