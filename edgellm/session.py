@@ -13,7 +13,6 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from edgellm.cache.disk_cache import pack, unpack
 from edgellm.cache.session_file import SavedSession, read_session, write_session
 from edgellm.checks import check_hooks, check_number, check_path, check_token_ids
 from edgellm.engine.answer import Answer, LogitFilter
@@ -110,12 +109,20 @@ class Session:
             with engine.lock:
                 engine.cache.collect()
                 if len(self._sequence) > end:
-                    self._sequence.shift(keep=keep, discard=end - keep)
+                    self._shift(keep, end - keep)
         except CacheFullError:
             self._set(self._tokens)
             raise
         self._set(self._tokens[:keep] + self._tokens[end:])
         return end - keep
+
+    def _shift(self, keep: int, discard: int) -> None:
+        """Have the cache forget tokens, and compute again what it could not move up."""
+        length = len(self._sequence) - discard
+        tokens = self._sequence.tokens[:keep] + self._sequence.tokens[keep + discard :]
+        self._sequence.shift(keep=keep, discard=discard)
+        if len(self._sequence) < length:
+            self._engine.prefill.run(tokens[len(self._sequence) :], self._sequence)
 
     def save(self, path: str | Path) -> None:
         """Write tokens and KV cache to a file; `LLM.load_session` reads it.
@@ -127,7 +134,7 @@ class Session:
         with engine.lock:
             engine.cache.collect()
             computed, shareable = len(self._sequence), self._sequence.shareable
-            blocks = pack(self._sequence.blocks, self._sequence.table, tokens=computed)
+            blocks = engine.cache.pack(self._sequence)
         saved = SavedSession(
             model=engine.bundle.manifest.name,
             fingerprint=engine.fingerprint,
@@ -152,8 +159,9 @@ class Session:
         with engine.lock:
             engine.cache.collect()
             self._sequence.truncate(0)
-            with self._sequence.reserved(saved.computed):
-                if not unpack(self._sequence.blocks, self._sequence.table, data):
+            with self._sequence.reserved(saved.computed, windowed=False):
+                self._sequence.open(saved.computed, restoring=True)
+                if not engine.cache.unpack(self._sequence, data):
                     raise SessionFileError(f"{path}: damaged or truncated; save the session again")
                 # another back end's bits are for this session, and not for others to find
                 same = saved.arithmetic == engine.arithmetic

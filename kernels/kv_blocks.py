@@ -50,7 +50,7 @@ SCALED = ("int8", "int4")
 # Those whose values are as well.
 SPREAD_VALUES = ("int4",)
 # Of what the bytes of a block mean: blocks that were kept under another number are not read.
-LAYOUT_VERSION = 2
+LAYOUT_VERSION = 3
 
 BlockTable = Sequence[int]
 
@@ -173,6 +173,17 @@ class KVBlocks:
             return rows
         codes = np.concatenate((rows & 15, rows >> 4), axis=-1).astype(np.int8)
         return np.asarray(2 * codes - 15, np.int8)
+
+
+@dataclass(frozen=True)
+class KVView:
+    """One sequence's part of a pool.
+
+    What is never read, as it lies behind the window of every layer, may be any block in `table`.
+    """
+
+    blocks: KVBlocks
+    table: BlockTable
 
 
 def allocate(

@@ -18,7 +18,7 @@ from edgellm.backends.forward import Model, RunningChunk
 from edgellm.backends.host_attention import HostAttention
 from edgellm.backends.providers import CPU, CUDA
 from edgellm.backends.segments import ModelHead, Run, Segments
-from edgellm.cache.replica import Replica
+from edgellm.cache.kv_cache import KVCache
 from edgellm.cache.sequence import Sequence
 from edgellm.kernels.attention.gpu import Partials, attend
 from edgellm.kernels.gpu.device import on_device
@@ -115,14 +115,16 @@ class DeviceModel(Model):
         head: ModelHead,
         attention: HostAttention,
         *,
-        replica: Replica,
+        cache: KVCache,
         queue: Queue,
     ) -> None:
         """Copy RoPE tables and norms of `attention` to the device."""
         super().__init__(segments, head, attention, threads=1)
         config, device = self.config, queue.device
         self._queue = queue
-        self._blocks = replica.device
+        cache.use_device(device)
+        self._places = cache.places
+        self._pools = [group.replica.device for group in cache.groups if group.replica is not None]
         self._ropes = [
             (on_device(table.cos, device), on_device(table.sin, device))
             for table in attention.ropes
@@ -133,7 +135,8 @@ class DeviceModel(Model):
         ]
         self._start = torch.zeros(1, dtype=torch.int32, device=device)
         positions = len(attention.ropes[0].cos)
-        self._ids = torch.zeros(-(-positions // BLOCK), dtype=torch.int64, device=device)
+        room = len(self._pools), -(-positions // BLOCK)
+        self._tables = torch.zeros(room, dtype=torch.int64, device=device)
         rows = max(segments.chunk_sizes)
         self._q = torch.empty((rows, config.heads, config.head_dim), device=device)
         self._partials = Partials.empty(
@@ -150,9 +153,11 @@ class DeviceModel(Model):
 
     def embed(self, chunk: RunningChunk, sequence: Sequence) -> None:
         buffers, count = chunk.buffers, len(chunk.tokens)
+        sequence.open(chunk.start + count)
         sequence.use_device()
         self._start.fill_(chunk.start)
-        self._ids[: len(sequence.table)] = torch.tensor(sequence.table, dtype=torch.int64)
+        for row, view in zip(self._tables, sequence.views, strict=True):
+            row[: len(view.table)] = torch.tensor(view.table, dtype=torch.int64)
         buffers.x[:count] = torch.from_numpy(self.head.embed(chunk.tokens)).to(self._q.device)
         buffers.x[count:] = 0
         buffers.attention[count:] = 0
@@ -160,11 +165,12 @@ class DeviceModel(Model):
     def attend(self, layer: int, chunk: RunningChunk, _: Sequence) -> None:
         attention, count = self.config.layers[layer].attention, len(chunk.tokens)
         heads = -1, attention.head_dim
+        pool, slot = self._places[layer]
         cos, sin = self._ropes[attention.rope]
         append_rotated(
-            self._blocks,
-            self._ids,
-            layer,
+            self._pools[pool],
+            self._tables[pool],
+            slot,
             self._start,
             chunk.buffers.qkv[:count].view(count, *heads),
             cos,
@@ -173,9 +179,9 @@ class DeviceModel(Model):
             norms=self._norms[layer],
         )
         attend(
-            self._blocks,
-            self._ids,
-            layer,
+            self._pools[pool],
+            self._tables[pool],
+            slot,
             self._q[:count],
             self._start,
             chunk.buffers.attention[:count].view(count, *heads),

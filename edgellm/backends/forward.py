@@ -115,7 +115,7 @@ class Model:
         with (
             self.queue(),
             self._blas.limit(limits=1, user_api="blas"),
-            sequence.reserved(start - len(sequence)),
+            sequence.reserved(start - len(sequence), windowed=False),
         ):
             records = execute(
                 self.steps,
@@ -150,7 +150,8 @@ class Model:
             sequence.reserved(count),
         ):
             # memory that is touched for the first time would cost more than attention
-            sequence.blocks.clear(sequence.table)
+            for view in sequence.views:
+                view.blocks.clear(view.table)
             records = execute(self.steps[:-1], 1, act, policy="serial", seconds=lambda _: 0.0)
         return [*(record.end_s - record.start_s for record in records), 0.0]
 
@@ -175,8 +176,11 @@ class Model:
         """Around what is launched on a device; nothing on the host."""
         return nullcontext()
 
-    def embed(self, chunk: RunningChunk, _: Sequence) -> None:
+    def embed(self, chunk: RunningChunk, sequence: Sequence) -> None:
+        """The first step of a chunk: room in the cache, and rows of the embedding."""
         buffers, count = chunk.buffers, len(chunk.tokens)
+        sequence.open(chunk.start + count)
+        sequence.use_host()
         buffers.x[:count] = self.head.embed(chunk.tokens)
         buffers.x[count:] = 0
         buffers.attention[count:] = 0
@@ -186,8 +190,7 @@ class Model:
         count = len(chunk.tokens)
         chunk.buffers.attention[:count] = self._attention(
             layer,
-            sequence.blocks,
-            sequence.table,
+            *sequence.view(layer),
             chunk.start,
             chunk.buffers.qkv[:count],
             threads=self._threads,

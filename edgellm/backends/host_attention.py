@@ -16,7 +16,7 @@ from edgellm.graphs.config import ModelConfig
 from edgellm.kernels import rope
 from edgellm.kernels.attention import attend
 from edgellm.kernels.kv_append import HeadNorms, append_rotated
-from edgellm.kernels.kv_blocks import BlockTable, KVBlocks
+from edgellm.kernels.kv_blocks import KVView
 from edgellm.kernels.rope import RopeTable
 
 Floats = NDArray[np.float32]
@@ -38,34 +38,39 @@ class HostAttention:
     def __call__(
         self,
         layer: int,
-        blocks: KVBlocks,
-        table: BlockTable,
+        view: KVView,
+        slot: int,
         start: int,
         qkv: Floats,
         *,
-        stored_as: int | None = None,
         threads: int = 1,
     ) -> Floats:
         """Write K and V of new tokens at positions `start ..` and attend from there.
 
         Args:
+            view, slot: where the layer's K and V are, and which layer of these blocks they are.
             qkv: `[C, (H + 2 Hkv) * D]`, as a segment gives it.
-            stored_as: the layer of `blocks` that K and V are in, where it is not `layer`.
 
         Returns:
             `[C, H * D]`, as the next segment takes it.
         """
         attention = self.config.layers[layer].attention
-        place = layer if stored_as is None else stored_as
         heads = qkv.reshape(len(qkv), -1, attention.head_dim)
         rope_table, norms = self.ropes[attention.rope], self.norms[layer]
         q = append_rotated(
-            blocks, table, place, start, heads, rope_table, norms=norms, threads=threads
+            view.blocks,
+            view.table,
+            slot,
+            start,
+            heads,
+            rope_table,
+            norms=norms,
+            threads=threads,
         )
         attended = attend(
-            blocks,
-            table,
-            place,
+            view.blocks,
+            view.table,
+            slot,
             q,
             start,
             window=attention.window,

@@ -65,9 +65,9 @@ class NativeModel:
     ) -> tuple[Floats, Floats]:
         """See `StepModel.forward`."""
         with sequence.reserved(len(tokens)):
+            sequence.use_host()
             found = self._step.run(
-                sequence.blocks,
-                sequence.table,
+                sequence.views,
                 tokens,
                 len(sequence),
                 logit_rows=logit_rows,

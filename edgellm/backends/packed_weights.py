@@ -1,4 +1,4 @@
-"""The weights of the native kernels in a bundle: matrices in packed weights, and vectors."""
+"""The weights of the native kernels in a bundle: packed matrices, and vectors."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 from numpy.typing import NDArray
 
 from edgellm.backends.host_attention import head_norms
+from edgellm.cache.groups import cache_groups, places
 from edgellm.graphs.tensors import TensorSpec, layer_tensors, model_tensors
 from edgellm.kernels.kv_append import HeadNorms
 from edgellm.kernels.linear import PackedWeights
@@ -45,6 +46,7 @@ class _Mapped:
         self._config = bundle.config
         self._kinds = entry.kinds
         self._specs = model_tensors(bundle.config)
+        self._pools = [group for group, _ in places(cache_groups(bundle.config))]
 
     def weights(self, name: str) -> PackedWeights:
         outputs, inputs = self._specs[name].shape
@@ -62,6 +64,7 @@ class _Mapped:
             head_norms=norms,
             activation=layer.mlp.activation,
             rope=layer.attention.rope,
+            pool=self._pools[index],
             window=layer.attention.window,
             scale=layer.attention.scale,
             softcap=layer.attention.softcap,

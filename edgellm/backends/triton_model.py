@@ -12,6 +12,8 @@ from edgellm.cache.kv_cache import KVCache
 from edgellm.cache.sequence import Sequence
 from edgellm.errors import CancelledError, MemoryEstimateError
 from edgellm.kernels.gpu.device import free_bytes
+from edgellm.kernels.gpu.kv_blocks import DeviceBlocks
+from edgellm.kernels.kv_blocks import BlockTable
 from edgellm.kernels.linear import PackedWeights, rows_of
 from edgellm.kernels.rope import RopeTable
 from edgellm.kernels.sampling import Logits
@@ -37,7 +39,7 @@ class TritonModel:
         """
         _check_fits(weights, cache, device)
         self._embedding = weights.embedding
-        self._step = DeviceStep(weights, ropes, cache.on_device(device).device, device)
+        self._step = DeviceStep(weights, ropes, _pools(cache, device), device)
 
     def forward(
         self,
@@ -51,11 +53,12 @@ class TritonModel:
         start, states, logits = len(sequence), [], []
         with sequence.reserved(len(tokens)):
             sequence.use_device()
+            tables = _tables(sequence)
             for first in range(0, len(tokens), MAX_ROWS):
                 part = tokens[first : first + MAX_ROWS]
                 left = len(tokens) - first - len(part)
                 found = self._step.run(
-                    sequence.table,
+                    tables,
                     part,
                     start + first,
                     logit_rows=min(len(part), max(0, logit_rows - left)),
@@ -73,7 +76,7 @@ class TritonModel:
         start = len(sequence)
         with sequence.reserved(1):
             sequence.use_device()
-            found = self._step.best(sequence.table, token, start)
+            found = self._step.best(_tables(sequence), token, start)
             sequence.commit([token])
         return found
 
@@ -90,12 +93,21 @@ class TritonModel:
         return self._step.logits(hidden)
 
 
+def _pools(cache: KVCache, device: str) -> list[DeviceBlocks]:
+    cache.use_device(device)
+    return [group.replica.device for group in cache.groups if group.replica is not None]
+
+
+def _tables(sequence: Sequence) -> list[BlockTable]:
+    return [view.table for view in sequence.views]
+
+
 def _check_fits(weights: Weights, cache: KVCache, device: str) -> None:
     free = free_bytes(device)
-    needed = weights.nbytes + cache.blocks.nbytes
+    needed = weights.nbytes + cache.nbytes
     if free is not None and needed > free:
         raise MemoryEstimateError(
             f"the device has {free >> 20} MiB free; weights take {weights.nbytes >> 20} MiB and "
-            f"the KV cache {cache.blocks.nbytes >> 20} MiB. Choose a smaller `ctx_size`, "
+            f"the KV cache {cache.nbytes >> 20} MiB. Choose a smaller `ctx_size`, "
             "`cache_size` or another `kv_format`, or `decode` native"
         )

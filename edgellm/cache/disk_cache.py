@@ -1,7 +1,8 @@
 """KV blocks on disk: a prefix that was computed once is not computed again after a restart.
 
-A file holds one full block, which never changes, and is called by the block's name: the hash of the
-model, the KV format and all tokens up to the end of the block (see `prefix_index.py`).
+A file holds one full block of one cache group, which never changes, and is called by the block's
+name: the hash of the model, the KV format and all tokens up to the end of the block (see
+`prefix_index.py`), and of the group's number where it is not the first.
 
     16 bytes   magic and version
     32 bytes   SHA-256 of everything behind it
@@ -35,16 +36,15 @@ _log = logging.getLogger(__name__)
 
 
 class DiskCache:
-    """Blocks of one pool in a folder, at most `budget` bytes of them, the last used are kept.
+    """Blocks in a folder, at most `budget` bytes of them, the last used are kept.
 
     Raises:
         OptionError: the folder cannot be made.
     """
 
-    def __init__(self, folder: Path, *, budget: int, blocks: KVBlocks) -> None:
+    def __init__(self, folder: Path, *, budget: int) -> None:
         self._folder = folder
         self._budget = budget
-        self._blocks = blocks
         try:
             folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
@@ -54,8 +54,8 @@ class DiskCache:
     def holds(self, name: bytes) -> bool:
         return self._path(name).exists()
 
-    def load(self, name: bytes, block: int) -> bool:
-        """Read a block into the pool; False if it is not there, damaged or another one's.
+    def load(self, blocks: KVBlocks, name: bytes, block: int) -> bool:
+        """Read a block into a pool; False if it is not there, damaged or another one's.
 
         A damaged file is deleted.
         """
@@ -68,23 +68,23 @@ class DiskCache:
             return False
         body = memoryview(data)[len(MAGIC) + _DIGEST :]
         whole = data.startswith(MAGIC) and _digest(body) == data[len(MAGIC) :][:_DIGEST]
-        if not (whole and body[:_DIGEST] == name and unpack(self._blocks, [block], body[_DIGEST:])):
+        if not (whole and body[:_DIGEST] == name and unpack(blocks, [block], body[_DIGEST:])):
             _log.warning("%s is damaged or another model's; deleted", path)
             path.unlink(missing_ok=True)
             return False
         return True
 
-    def save(self, blocks: Iterable[tuple[bytes, int]]) -> None:
-        """Write blocks that are not there yet, given as name and number in the pool.
+    def save(self, blocks: KVBlocks, kept: Iterable[tuple[bytes, int]]) -> None:
+        """Write those of some blocks that are not there yet, given as name and number in the pool.
 
         A full or read-only disk is no error: what could not be written is computed again.
         """
         written = False
         try:
-            for name, block in blocks:
+            for name, block in kept:
                 if self.holds(name):
                     continue
-                body = name + pack(self._blocks, [block])
+                body = name + pack(blocks, [block])
                 with replacing_file(self._path(name), private=True) as partial:
                     partial.write_bytes(MAGIC + _digest(body) + body)
                 written = True

@@ -1,51 +1,49 @@
-"""The KV cache: one pool of blocks that all sequences of a model share.
+"""The KV cache: pools of blocks that all sequences of a model share, one per cache group.
 
 A prefix that any earlier sequence computed is found again at any token, in memory or on disk.
 """
 
 from __future__ import annotations
 
-import itertools
+import hashlib
 import threading
 from collections import deque
 from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
-from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
-from edgellm.cache.disk_cache import DiskCache
-from edgellm.cache.prefix_index import BlockPool, PrefixIndex
+from edgellm.cache.block_pool import BlockPool
+from edgellm.cache.disk_cache import DiskCache, pack, unpack
+from edgellm.cache.group_table import GroupBlocks, GroupTable
+from edgellm.cache.groups import cache_groups, places, resident_blocks, rows_at_once
+from edgellm.cache.prefix_index import Match, PrefixIndex
 from edgellm.cache.sequence import Sequence
 from edgellm.checks import check_choice
-from edgellm.errors import OptionError
+from edgellm.errors import CacheFullError, OptionError
 from edgellm.graphs.config import ModelConfig
-from edgellm.kernels.kv_blocks import (
-    BLOCK,
-    KV_FORMATS,
-    KVBlocks,
-    KVFormat,
-    allocate,
-    block_bytes,
-)
-
-if TYPE_CHECKING:
-    from edgellm.cache.replica import Replica  # imports torch
+from edgellm.kernels.kv_blocks import BLOCK, KV_FORMATS, KVFormat, allocate
 
 
 class KVCache:
-    """The pool of one loaded model.
+    """The pools of one loaded model.
 
     Args:
         format: how K and V are stored.
         ctx_size: tokens that one sequence may hold.
-        blocks: blocks in the pool, at least what one full sequence needs.
+        blocks: blocks in each pool, at least what one full sequence needs. Of groups with a window
+            only what so many tokens in full sequences need has memory, unless many short sequences
+            are open at once.
         fingerprint: names the model and format in block hashes.
         key_offset: of the model's keys, see `kernels/kv_blocks.py`.
 
     Attributes:
-        replica: the same blocks in a device's memory, if some of the work is done there.
+        groups: the layers that share blocks, with their blocks.
+        rows_at_once: tokens that one step should add to a sequence at most.
+        places: for each layer its group, and which of the group's layers it is.
+        rope_frequencies: in each layer, in radians per position; None where keys are not as RoPE
+            left them.
         lock: for whoever uses the cache. No context manager of Python's own stands around it: an
             interrupt in one would leave it taken.
         disk: full blocks that outlive the process, if they are kept.
@@ -68,26 +66,49 @@ class KVCache:
                 "takes multiples of 8; int8 takes any"
             )
         self.ctx_size = ctx_size
-        self.blocks: KVBlocks = allocate(
-            format=format,
-            blocks=blocks,
-            layers=config.layer_count,
-            kv_heads=config.kv_heads,
-            head_dim=config.head_dim,
-            key_offset=key_offset,
-        )
-        self.replica: Replica | None = None
+        self.format = format
+        groups = cache_groups(config)
+        self.places = places(groups)
+        self.index = PrefixIndex(fingerprint, groups)
+        self.rows_at_once = rows_at_once(groups, ctx_size)
+        resident = resident_blocks(groups, ctx_size=ctx_size, blocks=blocks)
+        self.groups = [
+            GroupBlocks(
+                number=number,
+                group=group,
+                blocks=allocate(
+                    format=format,
+                    blocks=blocks,
+                    layers=len(group.layers),
+                    kv_heads=config.kv_heads,
+                    head_dim=config.head_dim,
+                    key_offset=None if key_offset is None else key_offset[list(group.layers)],
+                ),
+                pool=BlockPool(blocks, self.index, group=number, resident=resident[number]),
+                index=self.index,
+            )
+            for number, group in enumerate(groups)
+        ]
+        self.rope_frequencies = _rope_frequencies(config)
         self.disk: DiskCache | None = None
         self.lock = threading.Lock()
         self._deferred: deque[Callable[[], None]] = deque()
-        self.turns: list[tuple[float, ...]] | None = _turns(config)
-        self._index = PrefixIndex(fingerprint)
-        self._pool = BlockPool(blocks, self._index)
+
+    @property
+    def nbytes(self) -> int:
+        """Memory of the pools when every block is in use."""
+        return sum(group.blocks.nbytes for group in self.groups)
+
+    @property
+    def touched_bytes(self) -> int:
+        """Memory of the blocks that have been used."""
+        each = ((g.blocks.nbytes // g.blocks.count, g.pool.touched) for g in self.groups)
+        return sum(size * count for size, count in each)
 
     @property
     def used_blocks(self) -> int:
         """Blocks that sequences hold; cached prefixes that nobody holds do not count."""
-        return self._pool.used
+        return sum(group.pool.used for group in self.groups)
 
     def soon(self, change: Callable[[], None]) -> None:
         """Change the cache under the lock: now if it is free, else when its next holder collects.
@@ -106,73 +127,127 @@ class KVCache:
         while self._deferred:
             self._deferred.popleft()()
 
-    def on_device(self, device: str) -> Replica:
-        """The same blocks in a device's memory, made on the first call."""
-        if self.replica is None:
-            from edgellm.cache.replica import Replica
+    def use_device(self, device: str) -> None:
+        """Have the same blocks in a device's memory as well, from the first call on."""
+        from edgellm.cache.replica import Replica  # imports torch
 
-            self.replica = Replica(self.blocks, device)
-        return self.replica
+        for group in self.groups:
+            group.replica = group.replica or Replica(group.blocks, device)
 
     def sequence(self, tokens: SequenceOf[int] = ()) -> Sequence:
         """A sequence that starts with the longest cached prefix of `tokens`."""
-        table, length = [], 0
-        for block, rows in self._index.match(tokens):
-            self._pool.retain(block)
-            table.append(block)
-            length += rows
-        found = Sequence(self, self._pool, self._index, table, list(tokens[:length]))
+        match = self.index.match(tokens)
         if self.disk is not None:
-            self._read_on(found, tokens, self.disk)
-        return found
+            longer = self._read_on(match, tokens, self.disk)
+            if longer is not None:
+                return longer
+        return self._holding(match, tokens, match.length)
 
     def cached_prefix(self, tokens: SequenceOf[int]) -> int:
         """Tokens that `sequence(tokens)` would find."""
-        found = sum(rows for _, rows in self._index.match(tokens))
-        if self.disk is not None:
-            for name in itertools.islice(self._index.names(tokens), found // BLOCK, None):
-                if not self.disk.holds(name):
-                    break
-                found = (found // BLOCK + 1) * BLOCK
-        return found
+        match = self.index.match(tokens)
+        if self.disk is None:
+            return match.length
+        return max(match.length, BLOCK * self._blocks_on_disk(match, tokens, self.disk))
 
     def keep(self, sequence: Sequence) -> None:
         """Write a sequence's full blocks to disk, if blocks are kept there."""
-        if self.disk is not None and len(sequence) >= BLOCK:
-            sequence.use_host()
-            names = self._index.names(sequence.tokens[: sequence.shareable])
-            self.disk.save(zip(names, sequence.table, strict=False))
+        if self.disk is None or len(sequence) < BLOCK:
+            return
+        sequence.use_host()
+        names = list(self.index.names(sequence.tokens[: sequence.shareable]))
+        for table in sequence.tables:
+            held = [(group_name(name, table), table.at(i)) for i, name in enumerate(names)]
+            self.disk.save(
+                table.store.blocks, [(n, block) for n, block in held if block is not None]
+            )
 
-    def _read_on(self, sequence: Sequence, tokens: SequenceOf[int], disk: DiskCache) -> None:
-        """Extend a sequence by the blocks of `tokens` that are on disk."""
-        first = len(sequence) // BLOCK
-        for index, name in enumerate(
-            itertools.islice(self._index.names(tokens), first, None), first
-        ):
-            if not disk.holds(name) or self._pool.available == 0:
-                return
-            sequence.truncate(index * BLOCK)
-            with sequence.reserved(BLOCK):
+    def pack(self, sequence: Sequence) -> bytes:
+        """The K and V of a sequence as bytes, group by group, without what windows have passed."""
+        sequence.use_host()
+        parts = []
+        for table in sequence.tables:
+            table.pass_window(len(sequence))
+            rows = max(0, len(sequence) - table.first * BLOCK)
+            parts.append(pack(table.store.blocks, table.held, tokens=rows))
+        return b"".join(parts)
+
+    def unpack(self, sequence: Sequence, data: memoryview) -> bool:
+        """Fill the blocks that a sequence has reserved to restore; False if the size differs."""
+        sequence.use_host()
+        for table in sequence.tables:
+            blocks = table.store.blocks
+            size = len(table.held) * (blocks.nbytes // blocks.count)
+            if not unpack(blocks, table.held, data[:size]):
+                return False
+            data = data[size:]
+        return len(data) == 0
+
+    def _holding(self, match: Match, tokens: SequenceOf[int], length: int) -> Sequence:
+        """A sequence of the first `length` tokens of a match."""
+        count = -(-length // BLOCK)
+        tables = [
+            GroupTable(group, blocks[:count])
+            for group, blocks in zip(self.groups, match.tables, strict=True)
+        ]
+        return Sequence(self, tables, list(tokens[:length]))
+
+    def _read_on(self, match: Match, tokens: SequenceOf[int], disk: DiskCache) -> Sequence | None:
+        """A sequence of the full blocks of a match and those on disk, if it is a longer one."""
+        end = self._blocks_on_disk(match, tokens, disk)
+        while end * BLOCK > match.length:
+            sequence = self._holding(match, tokens, match.length // BLOCK * BLOCK)
+            if self._fill(sequence, tokens[: end * BLOCK], disk):
+                return sequence
+            sequence.close()
+            end = self._blocks_on_disk(match, tokens[: (end - 1) * BLOCK], disk)
+        return None
+
+    def _fill(self, sequence: Sequence, tokens: SequenceOf[int], disk: DiskCache) -> bool:
+        """Read the blocks of `tokens` that a sequence lacks; False if one is damaged, or the pool
+        full."""
+        begin, end = len(sequence) // BLOCK, len(tokens) // BLOCK
+        names = list(self.index.names(tokens))
+        try:
+            with sequence.reserved(len(tokens) - len(sequence), windowed=False):
+                sequence.open(len(tokens), restoring=True)
                 sequence.use_host()
-                if not disk.load(name, sequence.table[index]):
-                    return
-                sequence.commit(tokens[index * BLOCK : (index + 1) * BLOCK])
+                for table in sequence.tables:
+                    for i in range(max(begin, table.first), end):
+                        name = group_name(names[i], table)
+                        if not disk.load(table.store.blocks, name, table.ids[i]):
+                            return False
+                sequence.commit(tokens[begin * BLOCK :])
+        except CacheFullError:
+            return False
+        return True
+
+    def _blocks_on_disk(self, match: Match, tokens: SequenceOf[int], disk: DiskCache) -> int:
+        """How many full blocks of `tokens` are there, in memory and behind those on disk."""
+        names = list(self.index.names(tokens))
+        begin = match.length // BLOCK
+        there = []  # for each group, which blocks
+        for group, blocks in zip(self.groups, match.tables, strict=True):
+            in_memory = [block is not None for block in blocks[:begin]]
+            there.append(
+                [*in_memory, *(disk.holds(group_name(name, group)) for name in names[begin:])]
+            )
+        limit = begin + min(group.pool.available for group in self.groups)
+        for end in range(min(len(names), limit), begin, -1):
+            firsts = [group.group.first_block(end * BLOCK) for group in self.groups]
+            if all(all(t[first:end]) for t, first in zip(there, firsts, strict=True)):
+                return end
+        return begin
 
 
-def _turns(config: ModelConfig) -> list[tuple[float, ...]] | None:
-    """See `Store.turns`."""
+def group_name(name: bytes, of: GroupBlocks | GroupTable) -> bytes:
+    """The name of a group's part of a block."""
+    group = of.store if isinstance(of, GroupTable) else of
+    return name if group.number == 0 else hashlib.sha256(name + bytes([group.number])).digest()
+
+
+def _rope_frequencies(config: ModelConfig) -> list[tuple[float, ...]] | None:
+    """See `KVCache.rope_frequencies`."""
     if config.attention.qk_norm == "head_after_rope":
         return None
     return [config.rope_of(layer).inv_freq for layer in range(config.layer_count)]
-
-
-def cache_bytes(config: ModelConfig, *, format: KVFormat, blocks: int) -> int:
-    """Memory of a pool when every block is in use."""
-    return blocks * block_bytes(
-        format=format, layers=config.layer_count, kv_heads=config.kv_heads, head_dim=config.head_dim
-    )
-
-
-def blocks_for(ctx_size: int) -> int:
-    """Blocks of a pool for one full sequence and the copy that a rewound tail needs."""
-    return -(-ctx_size // BLOCK) + 1

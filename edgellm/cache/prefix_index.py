@@ -1,147 +1,157 @@
-"""Which blocks are free, and which hold a prefix that someone may ask for again. Pure Python."""
+"""Which blocks hold a prefix that someone may ask for again. Pure Python."""
 
 from __future__ import annotations
 
 import hashlib
 from array import array
-from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from edgellm.errors import CacheFullError
+from edgellm.cache.groups import CacheGroup
 from edgellm.kernels.kv_blocks import BLOCK
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Entry:
-    """A block and the tokens in it, under the hash of everything before it."""
+    """Tokens of one block under the hash of everything before them.
+
+    Attributes:
+        blocks: the block of each group; None where its memory is in use for something else.
+    """
 
     parent: bytes
     tokens: tuple[int, ...]
-    block: int
+    blocks: list[int | None]
+
+
+@dataclass(frozen=True)
+class Match:
+    """A cached prefix.
+
+    Attributes:
+        length: its tokens.
+        tables: the blocks of each group, first to last, with None for those that a window has
+            passed.
+    """
+
+    length: int
+    tables: list[list[int | None]]
 
 
 class PrefixIndex:
     """Blocks by content. A block is named by a hash chain over its tokens and all before it."""
 
-    def __init__(self, fingerprint: bytes) -> None:
+    def __init__(self, fingerprint: bytes, groups: Sequence[CacheGroup]) -> None:
+        self._groups = groups
         self._root = hashlib.sha256(fingerprint).digest()
         self._children: dict[bytes, list[_Entry]] = {}
-        self._entries: dict[int, _Entry] = {}
+        self._entries: list[dict[int, _Entry]] = [{} for _ in groups]
+
+    @property
+    def root(self) -> bytes:
+        """The name of what is before a sequence."""
+        return self._root
 
     def names(self, tokens: Sequence[int]) -> Iterator[bytes]:
         """The names of the full blocks of a sequence, first to last."""
         name = self._root
         for end in range(BLOCK, len(tokens) + 1, BLOCK):
-            name = _chain(name, tokens[end - BLOCK : end])
+            name = chain(name, tokens[end - BLOCK : end])
             yield name
 
-    def holds(self, block: int) -> bool:
-        return block in self._entries
+    def holds(self, group: int, block: int) -> bool:
+        return block in self._entries[group]
 
-    def match(self, tokens: Sequence[int]) -> list[tuple[int, int]]:
-        """Blocks of the longest known prefix of `tokens`, each with how many tokens of it count."""
-        found: list[tuple[int, int]] = []
-        parent, start = self._root, 0
-        while start < len(tokens):
-            wanted = tuple(tokens[start : start + BLOCK])
-            best, rows = None, 0
-            for entry in self._children.get(parent, ()):
-                common = _common_prefix(entry.tokens, wanted)
-                if common > rows:
-                    best, rows = entry, common
-            if best is None:
-                break
-            found.append((best.block, rows))
-            if rows < BLOCK:
-                break
-            parent, start = _chain(parent, best.tokens), start + BLOCK
-        return found
+    def match(self, tokens: Sequence[int]) -> Match:
+        """The longest prefix of `tokens` that every group still has what it needs of."""
+        full, parents = self._full_blocks(tokens)
+        for count in range(len(full), -1, -1):
+            parent = parents[count]
+            wanted = tuple(tokens[count * BLOCK : (count + 1) * BLOCK])
+            tails = [(_common_prefix(e.tokens, wanted), e) for e in self._children.get(parent, ())]
+            for rows, tail in sorted(tails, key=lambda tail: -tail[0]):
+                if rows == 0 or (rows == BLOCK and count < len(full)):
+                    continue  # as long as what was tried before
+                found = self._tables([*full[:count], tail], count * BLOCK + rows)
+                if found is not None:
+                    return found
+            found = self._tables(full[:count], count * BLOCK)
+            if found is not None:
+                return found
+        return Match(0, [[] for _ in self._groups])
 
-    def insert(self, tokens: Sequence[int], position: int, block: int) -> None:
-        """Remember block number `position` of a sequence of `tokens`."""
-        parent = self._root
-        for i in range(position):
-            parent = _chain(parent, tokens[i * BLOCK : (i + 1) * BLOCK])
-        held = tuple(tokens[position * BLOCK : (position + 1) * BLOCK])
+    def insert(self, parent: bytes, tokens: Sequence[int], blocks: Sequence[int | None]) -> None:
+        """Remember a block of each group, of those that have it.
+
+        Args:
+            parent: names what is before it.
+            tokens: those in it.
+        """
+        held = tuple(tokens)
         siblings = self._children.setdefault(parent, [])
-        if any(entry.tokens[: len(held)] == held for entry in siblings):
+        entry = next((e for e in siblings if e.tokens[: len(held)] == held), None)
+        if entry is None or (len(entry.tokens) > len(held) and None in entry.blocks):
+            entry = _Entry(parent, held, [None] * len(self._groups))
+            siblings.append(entry)
+        elif len(entry.tokens) > len(held):
             return
-        self.remove(block)
-        entry = _Entry(parent, held, block)
-        siblings.append(entry)
-        self._entries[block] = entry
+        for group, block in enumerate(blocks):
+            if block is None or self.holds(group, block):
+                continue
+            if entry.blocks[group] is None:
+                entry.blocks[group] = block
+                self._entries[group][block] = entry
+        if all(block is None for block in entry.blocks):
+            self._forget(entry)
 
-    def remove(self, block: int) -> None:
+    def remove(self, group: int, block: int) -> None:
         """Forget a block whose memory is about to be used again."""
-        entry = self._entries.pop(block, None)
+        entry = self._entries[group].pop(block, None)
         if entry is None:
             return
+        entry.blocks[group] = None
+        if all(block is None for block in entry.blocks):
+            self._forget(entry)
+
+    def _forget(self, entry: _Entry) -> None:
         siblings = self._children[entry.parent]
         siblings.remove(entry)
         if not siblings:
             del self._children[entry.parent]
 
+    def _full_blocks(self, tokens: Sequence[int]) -> tuple[list[_Entry | None], list[bytes]]:
+        """The entries of full blocks, and the name of what is before each and behind the last.
 
-class BlockPool:
-    """Reference counts.
-
-    A block that nobody holds but the index knows is reused last, the oldest first.
-    """
-
-    def __init__(self, blocks: int, index: PrefixIndex) -> None:
-        self._index = index
-        self._references = [0] * blocks
-        self._free = list(range(blocks - 1, -1, -1))
-        self._idle: OrderedDict[int, None] = OrderedDict()
-
-    @property
-    def used(self) -> int:
-        return len(self._references) - len(self._free) - len(self._idle)
-
-    @property
-    def available(self) -> int:
-        """Blocks that `allocate` can give."""
-        return len(self._free) + len(self._idle)
-
-    def references(self, block: int) -> int:
-        return self._references[block]
-
-    def allocate(self) -> int:
-        """A block to write to, held once.
-
-        Raises:
-            CacheFullError: sequences hold every block.
+        They end where a group that sees all positions has none.
         """
-        if self._free:
-            block = self._free.pop()
-        elif self._idle:
-            block, _ = self._idle.popitem(last=False)
-            self._index.remove(block)
-        else:
-            raise CacheFullError(
-                f"all {len(self._references)} blocks of {BLOCK} tokens are held by open sessions "
-                "and running answers; close sessions that are done, run fewer answers at once, or "
-                "load the model with a larger `cache_size` (tokens of all sessions together)"
-            )
-        self._references[block] = 1
-        return block
+        full: list[_Entry | None] = []
+        parents = [self._root]
+        everywhere = [g for g, group in enumerate(self._groups) if group.window is None]
+        for begin in range(0, len(tokens) - BLOCK + 1, BLOCK):
+            held = tuple(tokens[begin : begin + BLOCK])
+            siblings = self._children.get(parents[-1], ())
+            entry = next((e for e in siblings if e.tokens == held), None)
+            if everywhere and (entry is None or any(entry.blocks[g] is None for g in everywhere)):
+                break
+            full.append(entry)
+            parents.append(chain(parents[-1], held))
+        return full, parents
 
-    def retain(self, block: int) -> None:
-        self._idle.pop(block, None)
-        self._references[block] += 1
-
-    def release(self, block: int) -> None:
-        self._references[block] -= 1
-        if self._references[block]:
-            return
-        if self._index.holds(block):
-            self._idle[block] = None
-        else:
-            self._free.append(block)
+    def _tables(self, entries: Sequence[_Entry | None], length: int) -> Match | None:
+        """The tables of a prefix of so many tokens, unless a group lacks something."""
+        tables: list[list[int | None]] = []
+        for g, group in enumerate(self._groups):
+            first = min(group.first_block(length), len(entries))
+            blocks = [None if entry is None else entry.blocks[g] for entry in entries[first:]]
+            if None in blocks:
+                return None
+            passed: list[int | None] = [None] * first
+            tables.append(passed + blocks)
+        return Match(length, tables)
 
 
-def _chain(parent: bytes, tokens: Sequence[int]) -> bytes:
+def chain(parent: bytes, tokens: Sequence[int]) -> bytes:
+    """The name of a full block, from that of the one before it."""
     return hashlib.sha256(parent + array("q", tokens).tobytes()).digest()
 
 

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal
 
+from edgellm.cache.group_table import Side
 from edgellm.kernels.gpu.kv_blocks import DeviceBlocks
 from edgellm.kernels.kv_blocks import BLOCK, KVBlocks
-
-Side = Literal["host", "device"]
 
 
 class Replica:

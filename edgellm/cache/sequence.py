@@ -1,7 +1,8 @@
-"""A sequence of tokens: a block table over the pool that all sequences share.
+"""A sequence of tokens: in each cache group a block table over the pool that all sequences share.
 
 Full blocks are immutable and shared; only a sequence's last block is written to, and it is copied
-first if anyone else can see it. So fork and rewind copy at most one block.
+first if anyone else can see it. So fork and rewind copy at most one block of each group. Blocks
+behind a group's window are given back; the index knows them until their memory is needed.
 """
 
 from __future__ import annotations
@@ -10,34 +11,31 @@ import gc
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as SequenceOf
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
-from edgellm.cache.prefix_index import BlockPool, PrefixIndex
-from edgellm.errors import (
-    CacheFullError,
-    ContextOverflowError,
-    OptionError,
-    UnsupportedModelError,
-)
-from edgellm.kernels.kv_blocks import BLOCK, KVBlocks
-from edgellm.kernels.kv_shift import move
-
-if TYPE_CHECKING:
-    from edgellm.cache.replica import Replica  # imports torch
+from edgellm.cache.block_pool import BlockPool
+from edgellm.cache.context_shift import ShiftingTable
+from edgellm.cache.group_table import GroupTable
+from edgellm.cache.prefix_index import Match, PrefixIndex, chain
+from edgellm.errors import CacheFullError, ContextOverflowError, OptionError
+from edgellm.kernels.kv_blocks import BLOCK, KVView
 
 
 class Store(Protocol):
     """Where the K and V of sequences are; see `KVCache`.
 
     Attributes:
-        turns: RoPE's frequencies in each layer, in radians per position; None where keys are not as
-            RoPE left them.
+        rows_at_once: tokens that one step should add to a sequence at most.
+        places: for each layer its group, and which of the group's layers it is.
+        rope_frequencies: in each layer, in radians per position; None where keys are not as RoPE
+            left them.
     """
 
     ctx_size: int
-    blocks: KVBlocks
-    replica: Replica | None
-    turns: list[tuple[float, ...]] | None
+    rows_at_once: int
+    places: list[tuple[int, int]]
+    rope_frequencies: list[tuple[float, ...]] | None
+    index: PrefixIndex
 
     def soon(self, change: Callable[[], None]) -> None: ...
 
@@ -50,23 +48,17 @@ class Sequence:
     One that is dropped without `close` is closed then, or by whoever uses the cache next.
 
     Attributes:
+        tables: the blocks, one table per cache group.
         shareable: number of leading tokens whose K and V are position-exact: other sequences
             may begin with them. None: all. Tokens that moved up over a gap still remember what
             stood in it.
     """
 
-    def __init__(
-        self,
-        cache: Store,
-        pool: BlockPool,
-        index: PrefixIndex,
-        table: list[int],
-        tokens: list[int],
-    ) -> None:
+    def __init__(self, cache: Store, tables: list[GroupTable], tokens: list[int]) -> None:
         self._cache = cache
-        self._pool = pool
-        self._index = index
-        self.table = table
+        self._index = cache.index
+        self._names = [cache.index.root]  # of what is before each block
+        self.tables = tables
         self.tokens = tokens
         self.shareable: int | None = None
 
@@ -75,27 +67,40 @@ class Sequence:
 
     def __del__(self) -> None:
         # not simply closed: the garbage collector may run in the middle of a change to the pool
-        if self.table:
+        if any(table.held for table in self.tables):
             self._cache.soon(self.close)
 
     @property
-    def blocks(self) -> KVBlocks:
-        """The blocks on the host, to attend to this sequence and to write behind it."""
-        self.use_host()
-        return self._cache.blocks
+    def rows_at_once(self) -> int:
+        """Tokens that one step should add at most, so that windows stay small."""
+        return self._cache.rows_at_once
+
+    @property
+    def views(self) -> list[KVView]:
+        """The sequence in the pool of each group."""
+        return [KVView(table.store.blocks, table.ids) for table in self.tables]
+
+    def view(self, layer: int) -> tuple[KVView, int]:
+        """Where a layer's K and V are: blocks and table, and which layer of these blocks."""
+        group, slot = self._cache.places[layer]
+        table = self.tables[group]
+        return KVView(table.store.blocks, table.ids), slot
 
     def use_host(self) -> None:
         """Bring the sequence to the host, to attend to it and to write behind it there."""
-        if self._cache.replica is not None:
-            self._cache.replica.use("host", self.table, len(self))
+        for table in self.tables:
+            table.use("host", len(self))
 
     def use_device(self) -> None:
         """Bring the sequence to the device, to attend to it and to write behind it there."""
-        if self._cache.replica is not None:
-            self._cache.replica.use("device", self.table, len(self))
+        for table in self.tables:
+            table.use("device", len(self))
 
-    def reserve(self, count: int) -> None:
-        """Make the next `count` positions writable.
+    def reserve(self, count: int, *, windowed: bool = True) -> None:
+        """Make the next `count` positions writable, and give back what lies behind windows.
+
+        Args:
+            windowed: in groups with a window, too; else see `open`.
 
         Raises:
             ContextOverflowError: they do not fit into the context.
@@ -108,16 +113,33 @@ class Sequence:
                 "shorten the prompt or raise `ctx_size`"
             )
         rows = len(self) % BLOCK
-        if rows:
-            self._own_last_block(rows)
-        while len(self.table) * BLOCK < end:
-            self.table.append(self._allocate())
+        for table in self.tables:
+            table.pass_window(len(self))
+            if rows:
+                table.own_last(rows, self._allocate)
+            if windowed or table.store.group.window is None:
+                table.grow(end, self._allocate)
+
+    def open(self, end: int, *, restoring: bool = False) -> None:
+        """Make positions up to `end` writable in groups with a window, after a `reserve` without.
+
+        Args:
+            restoring: only those that tokens behind `end` see, as nothing is to be computed.
+
+        Raises:
+            CacheFullError: no block is free.
+        """
+        for table in self.tables:
+            if restoring:
+                table.skip_window(end)
+            table.pass_window(len(self))
+            table.grow(end, self._allocate)
 
     @contextmanager
-    def reserved(self, count: int) -> Iterator[None]:
+    def reserved(self, count: int, *, windowed: bool = True) -> Iterator[None]:
         """As `reserve`; what has not been committed at the end is given back."""
         try:
-            self.reserve(count)
+            self.reserve(count, windowed=windowed)
             yield
         finally:
             self.truncate(len(self))
@@ -126,115 +148,123 @@ class Sequence:
         """Count tokens whose K and V have been written in every layer."""
         first = len(self) // BLOCK
         self.tokens.extend(tokens)
-        for i in range(first, len(self.tokens[: self.shareable]) // BLOCK):
-            self._index.insert(self.tokens, i, self.table[i])
+        for position in range(first, self._shareable // BLOCK):
+            self._insert(position)
 
     def truncate(self, length: int) -> None:
-        """Forget all tokens from position `length` on."""
+        """Forget all tokens from position `length` on.
+
+        What a window had passed comes back if its memory was not needed since; else the sequence
+        becomes the longest prefix that every group still has.
+        """
         if not 0 <= length <= len(self):
             raise OptionError(
                 f"rewind to {length}: the sequence has {len(self)} tokens; "
                 f"0 to {len(self)} is allowed"
             )
         del self.tokens[length:]
+        del self._names[length // BLOCK + 1 :]
         if self.shareable is not None and length <= self.shareable:
             self.shareable = None
-        keep = -(-length // BLOCK)
-        # the last one first: blocks are reused in the order of release, and a block is found only
-        # while all before it are there
-        for block in reversed(self.table[keep:]):
-            self._pool.release(block)
-        del self.table[keep:]
+        for table in self.tables:
+            table.cut(length)
+        if any(table.lacks(length) for table in self.tables):
+            self._become(self._index.match(self.tokens))
 
     def fork(self) -> Sequence:
         """Another sequence with the same tokens, sharing every block."""
-        for block in self.table:
-            self._pool.retain(block)
-        other = Sequence(self._cache, self._pool, self._index, list(self.table), list(self.tokens))
+        cached = [[table.at(i) for i in range(len(table.ids))] for table in self.tables]
+        tables = [
+            GroupTable(table.store, blocks)
+            for table, blocks in zip(self.tables, cached, strict=True)
+        ]
+        other = Sequence(self._cache, tables, list(self.tokens))
         other.shareable = self.shareable
         return other
 
     def shift(self, *, keep: int, discard: int) -> None:
         """Forget the `discard` tokens after the first `keep`; those behind them move up.
 
-        Their keys are turned back by as many positions (see `kernels/kv_shift`).
+        Their keys are turned back by as many positions (see `kernels/kv_shift`). Where that cannot
+        be, or kept tokens that a window has passed would be seen again, the sequence keeps at most
+        its first `keep` tokens, and what follows is to be computed again.
 
         Raises:
-            UnsupportedModelError: the model's keys cannot be turned.
             CacheFullError: no block is free to move to; what has moved by then stays.
         """
-        turns = required_turns(self._cache.turns)
-        blocks = self.blocks
-        old, tokens = self.table, self.tokens[:keep] + self.tokens[keep + discard :]
-        first = released = keep // BLOCK
-        self.table, self.tokens = old[:first], tokens[: first * BLOCK]
-        self.shareable = len(tokens[:keep][: self.shareable])
+        inv_freq = self._cache.rope_frequencies
+        tokens = self.tokens[:keep] + self.tokens[keep + discard :]
+        lacking = (ShiftingTable.lacks_kept(t, keep=keep, length=len(tokens)) for t in self.tables)
+        if inv_freq is None or any(lacking):
+            return self.truncate(keep)
+        self.use_host()
+        shifting = [
+            ShiftingTable(
+                table,
+                keep=keep,
+                discard=discard,
+                length=len(tokens),
+                inv_freq=[inv_freq[layer] for layer in table.store.group.layers],
+            )
+            for table in self.tables
+        ]
+        first = keep // BLOCK
+        self.shareable = min(keep, self._shareable)
+        self.tokens = tokens[: first * BLOCK]
+        del self._names[first + 1 :]
         try:
             for begin in range(first * BLOCK, len(tokens), BLOCK):
-                block = self._pool.allocate()
-                start, end = max(begin, keep), min(begin + BLOCK, len(tokens))
-                blocks.copy_rows(old[first], block, start - begin)
-                move(
-                    blocks,
-                    old,
-                    start + discard,
-                    end - start,
-                    target=block,
-                    row=start - begin,
-                    distance=discard,
-                    inv_freq=turns,
-                )
-                self.table.append(block)
+                end = min(begin + BLOCK, len(tokens))
+                for table in shifting:
+                    table.move(begin, end, self._allocate)
                 self.tokens.extend(tokens[begin:end])
-                moved = (end + discard) // BLOCK
-                for used in old[released:moved]:
-                    self._pool.release(used)
-                released = moved
         finally:
-            for used in old[released:]:
-                self._pool.release(used)
+            for table in shifting:
+                table.finish()
             self.truncate(len(self))
-            if self._cache.replica is not None:
-                self._cache.replica.use("host", self.table, first * BLOCK)
 
     def close(self) -> None:
         """Give the blocks back; what they hold can still be found until it is overwritten."""
         last = len(self) // BLOCK
-        rows = len(self) % BLOCK
-        if rows and self.shareable is None and not self._index.holds(self.table[last]):
-            self._index.insert(self.tokens, last, self.table[last])
+        if len(self) % BLOCK and self.shareable is None:
+            self._insert(last)
         self.truncate(0)
 
-    def _own_last_block(self, rows: int) -> None:
-        """Copy the last block's `rows` tokens if another sequence or the index knows it."""
-        last = self.table[-1]
-        if self._pool.references(last) == 1 and not self._index.holds(last):
-            return
-        copy = self._allocate()
-        (self._cache.replica or self._cache.blocks).copy_rows(last, copy, rows)
-        self.table[-1] = copy
-        self._pool.release(last)
+    @property
+    def _shareable(self) -> int:
+        return len(self) if self.shareable is None else min(len(self), self.shareable)
 
-    def _allocate(self) -> int:
+    def _name(self, position: int) -> bytes:
+        """Of what is before a block."""
+        while len(self._names) <= position:
+            begin = (len(self._names) - 1) * BLOCK
+            self._names.append(chain(self._names[-1], self.tokens[begin : begin + BLOCK]))
+        return self._names[position]
+
+    def _insert(self, position: int) -> None:
+        """Let others find a block, in the groups that hold it."""
+        blocks = [table.at(position) for table in self.tables]
+        held = self.tokens[position * BLOCK : (position + 1) * BLOCK]
+        self._index.insert(self._name(position), held, blocks)
+
+    def _become(self, match: Match) -> None:
+        """Hold a cached prefix in place of what is held."""
+        tables = [
+            GroupTable(table.store, blocks)
+            for table, blocks in zip(self.tables, match.tables, strict=True)
+        ]
+        for table in self.tables:
+            table.cut(0)
+        self.tables = tables
+        self.shareable = None
+        del self.tokens[match.length :]
+        del self._names[match.length // BLOCK + 1 :]
+
+    def _allocate(self, pool: BlockPool) -> int:
         """A block to write to, if need be one of a sequence that nobody can reach any more."""
         try:
-            return self._pool.allocate()
+            return pool.allocate()
         except CacheFullError:
             gc.collect()
             self._cache.collect()
-            return self._pool.allocate()
-
-
-def required_turns(turns: list[tuple[float, ...]] | None) -> list[tuple[float, ...]]:
-    """What turns keys to other positions; see `Store.turns`.
-
-    Raises:
-        UnsupportedModelError: nothing does.
-    """
-    if turns is None:
-        raise UnsupportedModelError(
-            "a full context cannot forget its older tokens: this model scales keys after RoPE, "
-            "so they cannot be turned to other positions; take `context_policy` error, or a "
-            "larger `ctx_size`"
-        )
-    return turns
+            return pool.allocate()

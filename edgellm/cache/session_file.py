@@ -17,7 +17,7 @@ from pathlib import Path
 from edgellm.errors import OptionError, SessionFileError
 from edgellm.store.home import delete_abandoned, replacing_file
 
-MAGIC = b"edgellm session 2".ljust(20, b"\0")
+MAGIC = b"edgellm session 3".ljust(20, b"\0")
 _DIGEST = 32
 
 

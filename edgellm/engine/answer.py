@@ -13,7 +13,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgellm.backends.trace import TaskRecord
-from edgellm.cache.sequence import required_turns
 from edgellm.engine.engine import Engine
 from edgellm.engine.memory import peak_memory_bytes
 from edgellm.engine.prefill import Hooks, Progress
@@ -101,8 +100,6 @@ class Answer:
         logit_filter: LogitFilter | None,
     ) -> Iterator[Piece]:
         cancel = _Limit(cancel, self._start, self._options.time_limit_ms)
-        if self._options.context_policy == "shift":
-            required_turns(self._engine.cache.turns)  # now, and not after thousands of tokens
         self._make_room()
         self._cached = self._session.find_prefix()
         began = time.perf_counter()

@@ -19,7 +19,8 @@ from edgellm.backends.selection import select
 from edgellm.backends.self_test import check_once
 from edgellm.backends.step_model import StepModel
 from edgellm.cache.disk_cache import DiskCache
-from edgellm.cache.kv_cache import KVCache, blocks_for, cache_bytes
+from edgellm.cache.groups import blocks_for, cache_bytes
+from edgellm.cache.kv_cache import KVCache
 from edgellm.engine import memory
 from edgellm.engine.costs import load_or_measure
 from edgellm.engine.prefill import ChunkedPrefill, Prefill, StepPrefill
@@ -82,9 +83,7 @@ class Engine:
         )
         self.lock = self.cache.lock
         if options.kv_cache_dir is not None:
-            self.cache.disk = DiskCache(
-                Path(options.kv_cache_dir), budget=options.kv_cache_bytes, blocks=self.cache.blocks
-            )
+            self.cache.disk = DiskCache(Path(options.kv_cache_dir), budget=options.kv_cache_bytes)
         graphs = self.precisions - {PACKED}
         spare = int(self.selection.shares_cpu)
         self.threads = thread_pool.size(options.threads)
@@ -216,8 +215,7 @@ class Engine:
             provider_options=self.options.provider_options,
             allow_fallback=self.options.allow_fallback,
         )
-        replica = self.cache.on_device(device)
-        return DeviceModel(segments, head, attention, replica=replica, queue=queue)
+        return DeviceModel(segments, head, attention, cache=self.cache, queue=queue)
 
 
 def planned_memory(
@@ -225,11 +223,14 @@ def planned_memory(
 ) -> memory.MemoryEstimate:
     """What a model loaded with these options, in these precisions, will take when its cache is
     full."""
-    blocks = _cache_blocks(options, _ctx_size(options, bundle.config.context_length))
+    ctx_size = _ctx_size(options, bundle.config.context_length)
+    blocks = _cache_blocks(options, ctx_size)
     return memory.estimate(
         bundle,
         precisions=precisions,
-        kv_cache_bytes=cache_bytes(bundle.config, format=options.kv_format, blocks=blocks),
+        kv_cache_bytes=cache_bytes(
+            bundle.config, format=options.kv_format, ctx_size=ctx_size, blocks=blocks
+        ),
     )
 
 

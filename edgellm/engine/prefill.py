@@ -27,9 +27,6 @@ from edgellm.store.bundle import PACKED
 
 Floats = NDArray[np.float32]
 Progress = Callable[[int, int], None]
-# Tokens in one call of the fused step, which takes any number; buffers grow with it. A prompt of
-# 512 at once was 9 % faster than 128 at a time (SmolLM2-135M, two cores, C++).
-STEP_CHUNK = 512
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -189,9 +186,10 @@ class StepPrefill:
 
     def run(self, tokens: SequenceOf[int], sequence: Sequence, hooks: Hooks = NO_HOOKS) -> Floats:
         _check_not_empty(tokens)
-        for start in range(0, len(tokens), STEP_CHUNK):
-            end = min(start + STEP_CHUNK, len(tokens))
-            with hooks.host_task(self._name, start // STEP_CHUNK):
+        rows = sequence.rows_at_once
+        for start in range(0, len(tokens), rows):
+            end = min(start + rows, len(tokens))
+            with hooks.host_task(self._name, start // rows):
                 hidden, logits = self.model.forward(
                     tokens[start:end],
                     sequence,

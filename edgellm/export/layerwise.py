@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from edgellm.backends.host_attention import HostAttention, head_norms, rope_tables
 from edgellm.graphs.checkpoint import Checkpoint
-from edgellm.kernels.kv_blocks import BLOCK, KVBlocks, allocate
+from edgellm.kernels.kv_blocks import BLOCK, KVView, allocate
 
 Floats = NDArray[np.float32]
 
@@ -22,13 +22,15 @@ class WindowAttention:
     def __init__(self, attention: HostAttention, window: int) -> None:
         config = attention.config
         self._attention = attention
-        self._blocks: KVBlocks = allocate(
+        count = -(-window // BLOCK)
+        blocks = allocate(
             format="f32",
-            blocks=-(-window // BLOCK),
+            blocks=count,
             layers=1,
             kv_heads=config.kv_heads,
             head_dim=config.head_dim,
         )
+        self._view = KVView(blocks, range(count))
 
     @classmethod
     def of(cls, checkpoint: Checkpoint, window: int) -> WindowAttention:
@@ -39,5 +41,4 @@ class WindowAttention:
 
     def __call__(self, layer: int, qkv: Floats) -> Floats:
         """`[n, (H + 2 Hkv) * D]` of a text's first n tokens to `[n, H * D]`."""
-        table = range(self._blocks.count)
-        return self._attention(layer, self._blocks, table, 0, qkv, stored_as=0)
+        return self._attention(layer, self._view, 0, 0, qkv)

@@ -62,7 +62,7 @@ def check_step(
     No longer ones than the context holds, or than the reference is.
     """
     longest = min(len(reference.tokens), cache.ctx_size)
-    limit = prompt_limit(imported, cache.blocks.format)
+    limit = prompt_limit(imported, cache.format)
     edges = {1, 2, 15, 16, 17, BLOCK - 1, BLOCK, BLOCK + 1, longest}
     for count in sorted(edge for edge in edges if edge <= longest):
         found = _hidden(model, cache, [reference.tokens[:count]])

@@ -142,7 +142,7 @@ def launches(shape: Shape, format: KVFormat, kinds: Sequence[Kind]) -> list[Laun
     table = [0, 1, 2, 3]
     with _recorded() as found:
         for count in (1, 5, 100):
-            step.run(table, [0] * count, 0, logit_rows=1)
+            step.run([table], [0] * count, 0, logit_rows=1)
         step.logits(np.zeros((1, shape.hidden), np.float32))
     return _once(reversed(found))
 
@@ -288,7 +288,7 @@ def _step(shape: Shape, format: KVFormat, kinds: Sequence[Kind]) -> DeviceStep:
         kv_heads=shape.kv_heads,
         head_dim=shape.head_dim,
     )
-    return DeviceStep(weights, [RopeTable(angles, angles)], DeviceBlocks.like(host, "cpu"), "cpu")
+    return DeviceStep(weights, [RopeTable(angles, angles)], [DeviceBlocks.like(host, "cpu")], "cpu")
 
 
 def _layer(shape: Shape, turns: Iterator[Kind]) -> LayerWeights:

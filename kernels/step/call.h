@@ -25,6 +25,7 @@ struct Layer {
     HeadNorms head_norms;
     float scale, softcap;  // of the scores; softcap 0: none
     int32_t window, rope, activation;
+    int32_t pool, slot;  // which of the call's pools has its K and V, and as which layer
 
     int qkv_outputs() const { return q.outputs + k.outputs + v.outputs; }
     bool gated() const { return gate.panels != nullptr; }
@@ -43,7 +44,7 @@ struct Transformer {
 // Arguments of one step; the same fields, in the same order, as in native.py.
 struct StepCall {
     const Transformer* model;
-    KV kv;
+    const KV* pools;        // those that layers name by their index; heads of all are alike
     const Rope* ropes;      // those that layers name by their index
     const int64_t* tokens;  // [count]
     float* states;          // [count, hidden], after the final norm

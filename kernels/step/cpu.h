@@ -11,7 +11,8 @@ struct Buffers {
 
     Buffers(const edgellm::StepCall& call, char* memory, size_t& bytes) {
         const edgellm::Transformer& m = *call.model;
-        const int width = m.heads * call.kv.head_dim, rows = call.count;
+        const edgellm::KV& kv = call.pools[0];
+        const int width = m.heads * kv.head_dim, rows = call.count;
         const auto take = [&](size_t size) {
             char* taken = memory + bytes;
             bytes += aligned(size);
@@ -23,9 +24,9 @@ struct Buffers {
         const edgellm::Layer& layer = m.layers[0];
         const bool behind = layer.post_attention_norm.weight || layer.post_mlp_norm.weight;
         branch = behind ? floats(size_t(rows) * m.hidden) : nullptr;
-        qkv = floats(size_t(rows) * (width + 2 * call.kv.kv_heads * call.kv.head_dim));
+        qkv = floats(size_t(rows) * (width + 2 * kv.kv_heads * kv.head_dim));
         q = floats(size_t(rows) * width);
-        parts = floats(size_t(splits) * rows * m.heads * (call.kv.head_dim + 2));
+        parts = floats(size_t(splits) * rows * m.heads * (kv.head_dim + 2));
         const auto quantized = [&](int columns) {
             return edgellm::Rows::in(take(edgellm::Rows::bytes(rows, columns)), rows, columns);
         };
@@ -36,7 +37,7 @@ struct Buffers {
 
     // Few rows over many keys: every split is a task of its own. Many rows are tasks enough.
     static int splits_of(const edgellm::StepCall& call) {
-        const int rows = call.count * (call.model->heads / call.kv.kv_heads);
+        const int rows = call.count * (call.model->heads / call.pools[0].kv_heads);
         return rows > edgellm::ROWS_PER_TASK ? 1 : edgellm::split_count(call.start + call.count);
     }
 };
@@ -76,7 +77,8 @@ class Step {
 public:
     Step(const edgellm::StepCall& call, const Buffers& buffers)
         : call_(call), model_(*call.model), b_(buffers), rows_(call.count),
-          width_(model_.heads * call.kv.head_dim), group_(model_.heads / call.kv.kv_heads),
+          kv_heads_(call.pools[0].kv_heads), head_dim_(call.pools[0].head_dim),
+          width_(model_.heads * head_dim_), group_(model_.heads / kv_heads_),
           caller_(std::this_thread::get_id()) {}
 
     static int phases(const edgellm::Transformer& model) { return 9 * model.layer_count + 5; }
@@ -103,11 +105,11 @@ public:
             every_row(worker, [&](int r) {
                 float* qkv = b_.qkv + size_t(r) * outputs;
                 add_biases(layer, qkv);
-                append_token(call_.kv, call_.ropes[layer.rope], layer.head_norms, l, model_.heads,
-                             call_.start + r, qkv, b_.q + size_t(r) * width_);
+                append_token(kv_of(layer), call_.ropes[layer.rope], layer.head_norms, layer.slot,
+                             model_.heads, call_.start + r, qkv, b_.q + size_t(r) * width_);
             });
-            attention(worker, l);
-            every_row(worker, [&](int r) { join_splits(r); }, weights(layer.o));
+            attention(worker, layer);
+            every_row(worker, [&](int r) { join_splits(kv_of(layer), r); }, weights(layer.o));
             add_product(worker, layer.o, b_.attended, layer.post_attention_norm);
             every_row(
                 worker,
@@ -254,42 +256,43 @@ private:
             quantize_groups(out, 0, model_.hidden / edgellm::GROUP, b_.x, r, true);
     }
 
+    const edgellm::KV& kv_of(const edgellm::Layer& layer) const { return call_.pools[layer.pool]; }
+
     float* part(int split, int kv_head, int row) const {
-        const size_t at = (size_t(split) * call_.kv.kv_heads + kv_head) * rows_ * group_ + row;
-        return b_.parts + at * (call_.kv.head_dim + 2);
+        const size_t at = (size_t(split) * kv_heads_ + kv_head) * rows_ * group_ + row;
+        return b_.parts + at * (head_dim_ + 2);
     }
 
-    void attention(edgellm::Worker& worker, int layer) const {
-        const edgellm::Layer& here = model_.layers[layer];
+    void attention(edgellm::Worker& worker, const edgellm::Layer& layer) const {
+        const edgellm::KV& kv = kv_of(layer);
         const edgellm::Queries queries{b_.q,        model_.heads, rows_,       call_.start,
-                                       here.window, here.scale,   here.softcap};
+                                       layer.window, layer.scale, layer.softcap};
         const int all = rows_ * group_;
         const int runs = (all + edgellm::ROWS_PER_TASK - 1) / edgellm::ROWS_PER_TASK;
-        const int items = call_.kv.kv_heads * runs * b_.splits;
+        const int items = kv_heads_ * runs * b_.splits;
         worker.each(items, [&](int item) {
             const int split = item % b_.splits, run = item / b_.splits % runs;
-            AttendTask task{layer, item / b_.splits / runs, run * edgellm::ROWS_PER_TASK,
+            AttendTask task{layer.slot, item / b_.splits / runs, run * edgellm::ROWS_PER_TASK,
                                      0,     split,                   split + 1, nullptr, 0};
             // threads that are equally fast take turns
             const int next = std::min(item + call_.threads, items - 1);
-            task.next_row = call_.kv.first_row(next % b_.splits * edgellm::SPLIT, layer,
-                                               next / b_.splits / runs);
+            task.next_row = kv.first_row(next % b_.splits * edgellm::SPLIT, layer.slot,
+                                         next / b_.splits / runs);
             task.rows = std::min(edgellm::ROWS_PER_TASK, all - task.first);
             if (b_.splits == 1)
                 task.to = edgellm::split_count(call_.start + (task.first + task.rows - 1) / group_ + 1);
             task.parts = part(split, task.kv_head, task.first);
-            attend_rows(call_.kv, queries, task);
+            attend_rows(kv, queries, task);
         });
     }
 
-    void join_splits(int r) const {
-        const int head_dim = call_.kv.head_dim;
+    void join_splits(const edgellm::KV& kv, int r) const {
         float* out = static_cast<float*>(edgellm::scratch(4 * size_t(width_)));
         for (int head = 0; head < model_.heads; ++head) {
             const int row = r * group_ + head % group_;
             float* sum = part(0, head / group_, row);
-            for (int s = 1; s < b_.splits; ++s) join(sum, part(s, head / group_, row), head_dim);
-            finish_row(call_.kv, sum, out + head * head_dim);
+            for (int s = 1; s < b_.splits; ++s) join(sum, part(s, head / group_, row), head_dim_);
+            finish_row(kv, sum, out + head * head_dim_);
         }
         quantize_groups(out, 0, width_ / edgellm::GROUP, b_.attended, r, false);
     }
@@ -327,7 +330,7 @@ private:
     const edgellm::StepCall& call_;
     const edgellm::Transformer& model_;
     const Buffers& b_;
-    const int rows_, width_, group_;
+    const int rows_, kv_heads_, head_dim_, width_, group_;
     const std::thread::id caller_;
     std::atomic<bool> stop_{false};
 };

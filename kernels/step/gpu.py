@@ -25,7 +25,7 @@ from edgellm.kernels.sampling import Logits
 from edgellm.kernels.sampling.gpu import LogitRow
 from edgellm.kernels.step.gpu_layer import Buffers, DeviceLayer, DeviceRope, Place
 from edgellm.kernels.step.gpu_norm import DeviceNorm, normalize
-from edgellm.kernels.step.weights import Weights, check_blocks, check_rows, check_weights
+from edgellm.kernels.step.weights import Weights, check_pools, check_rows, check_weights
 
 Floats = NDArray[np.float32]
 # Tokens in one call at most: what the buffers are made for.
@@ -38,35 +38,38 @@ class _Inputs:
     Attributes:
         start: `[1]` int32.
         tokens: `[MAX_ROWS]`.
-        table: block ids.
+        tables: block ids in each pool, `[pools, blocks]`.
     """
 
-    def __init__(self, vocabulary: int, pool: int, blocks: int, device: str) -> None:
-        """`pool` is how many blocks there are, `blocks` how many a table may have."""
+    def __init__(self, vocabulary: int, pools: Sequence[int], blocks: int, device: str) -> None:
+        """`pools` is how many blocks each of them has, `blocks` how many a table may have."""
         self._vocabulary = vocabulary
-        self._pool = pool
-        self._host = torch.zeros(1 + MAX_ROWS + blocks, dtype=torch.int64)
+        self._pools = pools
+        self._first = 1 + MAX_ROWS  # of the tables
+        self._host = torch.zeros(self._first + len(pools) * blocks, dtype=torch.int64)
         self._device = self._host.to(device, copy=True)
         self.start = self._device[:1].view(torch.int32)[:1]
-        self.tokens = self._device[1 : 1 + MAX_ROWS]
-        self.table = self._device[1 + MAX_ROWS :]
+        self.tokens = self._device[1 : self._first]
+        self.tables = self._device[self._first :].view(len(pools), blocks)
 
-    def set(self, table: BlockTable, tokens: Sequence[int], start: int) -> None:
+    def set(self, tables: Sequence[BlockTable], tokens: Sequence[int], start: int) -> None:
         """Copy them to the device.
 
         Raises:
             ValueError: a token, a block or a position that is not there, or too many of them.
         """
-        if not 1 <= len(tokens) <= MAX_ROWS or len(table) > len(self.table):
+        room = self.tables.shape[1]
+        longest = max(map(len, tables))
+        if not 1 <= len(tokens) <= MAX_ROWS or longest > room or len(tables) != len(self.tables):
             raise ValueError(
-                f"{len(tokens)} tokens in a table of {len(table)} blocks; there is room for 1 to "
-                f"{MAX_ROWS} and for {len(self.table)}"
+                f"{len(tokens)} tokens in {len(tables)} tables of {longest} blocks; there is room "
+                f"for 1 to {MAX_ROWS}, and for {len(self.tables)} tables of {room}"
             )
         host = self._host.numpy()
         host[1 : 1 + len(tokens)] = indices(tokens, self._vocabulary, "token id")
-        host[1 + MAX_ROWS : 1 + MAX_ROWS + len(table)] = block_ids(
-            table, self._pool, start=start, tokens=len(tokens)
-        )
+        rows = host[self._first :].reshape(self.tables.shape)
+        for row, table, blocks in zip(rows, tables, self._pools, strict=True):
+            row[: len(table)] = block_ids(table, blocks, start=start, tokens=len(tokens))
         host[0] = start
         self._device.copy_(self._host)
 
@@ -78,21 +81,23 @@ class DeviceStep:
         self,
         weights: Weights,
         rope_tables: Sequence[RopeTable],
-        blocks: DeviceBlocks,
+        pools: Sequence[DeviceBlocks],
         device: str,
     ) -> None:
         """Copy the weights to the device.
 
         Args:
             rope_tables: those that `LayerWeights.rope` counts.
+            pools: those that `LayerWeights.pool` counts.
 
         Raises:
             ValueError: a part that does not fit the others.
         """
         check_weights(weights, ropes=len(rope_tables))
-        check_blocks(weights, blocks.host)
+        check_pools(weights, [pool.host for pool in pools])
+        head_dim, kv_heads = pools[0].host.head_dim, pools[0].host.kv_heads
         for table in rope_tables:
-            check_rope(table, blocks.host.head_dim, 0)
+            check_rope(table, head_dim, 0)
         self._weights = weights
         self._device = device
         ropes = [DeviceRope.of(table, device) for table in rope_tables]
@@ -104,11 +109,13 @@ class DeviceStep:
         self._head = self._embedding if tied else DevicePackedWeights.of(weights.head, device)
         self._positions = min(len(table.cos) for table in rope_tables)
         tables = -(-self._positions // BLOCK)
-        self._inputs = _Inputs(weights.embedding.outputs, blocks.host.count, tables, device)
-        self._place = Place(blocks, self._inputs.table, self._inputs.start)
-        self._buffers = Buffers.empty(
-            weights, rows=MAX_ROWS, kv_heads=blocks.host.kv_heads, device=device
-        )
+        counts = [pool.host.count for pool in pools]
+        self._inputs = _Inputs(weights.embedding.outputs, counts, tables, device)
+        self._places = [
+            Place(pool, table, self._inputs.start)
+            for pool, table in zip(pools, self._inputs.tables, strict=True)
+        ]
+        self._buffers = Buffers.empty(weights, rows=MAX_ROWS, kv_heads=kv_heads, device=device)
         self._row = LogitRow.empty(weights.head.outputs, device)
         self._one = Captured(self._launch_one, device)
         self._chunk = Captured(self._launch_chunk, device)
@@ -116,7 +123,7 @@ class DeviceStep:
 
     def run(
         self,
-        table: BlockTable,
+        tables: Sequence[BlockTable],
         tokens: Sequence[int],
         start: int,
         *,
@@ -126,7 +133,7 @@ class DeviceStep:
         """Write K and V of `tokens` at positions `start ..` and compute what follows them.
 
         Args:
-            table: the sequence's block ids, those of the new positions among them.
+            tables: the sequence's block ids in each pool, those of the new positions among them.
             logit_rows: the last so many tokens go through the LM head.
             should_stop: asked before each layer of more than one token, or before all of them for
                 `MAX_ROWS`.
@@ -141,7 +148,7 @@ class DeviceStep:
         count = len(tokens)
         check_rows(count, logit_rows)
         self._check_positions(start + count)
-        self._inputs.set(table, tokens, start)
+        self._inputs.set(tables, tokens, start)
         if count == 1 and logit_rows == 1:
             self._one()
             return _host(self._buffers.states[:1]), _host(self._row.logits)
@@ -155,10 +162,10 @@ class DeviceStep:
             self._head_into(buffers.states[count - logit_rows :], logits)
         return _host(buffers.states), _host(logits)
 
-    def best(self, table: BlockTable, token: int, start: int) -> Logits:
+    def best(self, tables: Sequence[BlockTable], token: int, start: int) -> Logits:
         """`run` for one token; of the logits, the best come to the host and not all."""
         self._check_positions(start + 1)
-        self._inputs.set(table, [token], start)
+        self._inputs.set(tables, [token], start)
         self._one()
         self._pack()
         return self._row.best()
@@ -199,7 +206,7 @@ class DeviceStep:
         for layer in self._layers:
             if should_stop is not None and should_stop():
                 return False
-            layer.run(buffers, self._place)
+            layer.run(buffers, self._places)
         normalize(buffers.x, self._final_norm, buffers.states, epsilon=weights.epsilon)
         return True
 

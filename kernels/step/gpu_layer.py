@@ -105,13 +105,13 @@ class DeviceLayer:
     """A layer's weights in device memory, ready to `run`; see `LayerWeights`.
 
     Attributes:
-        index: of the layer, among those of the blocks.
+        slot: of the layer, among those of its pool.
         host: the same weights on the host, for numbers and for what is absent.
         epsilon: of the norms of the residual.
         projections: Q, K and V, neighbours stacked where that can be done.
     """
 
-    index: int
+    slot: int
     host: LayerWeights
     epsilon: float
     rope: DeviceRope
@@ -145,7 +145,7 @@ class DeviceLayer:
             return None if array is None else on_device(array, device)
 
         return cls(
-            index=index,
+            slot=weights.slots[index],
             host=layer,
             epsilon=weights.epsilon,
             rope=ropes[layer.rope],
@@ -166,9 +166,9 @@ class DeviceLayer:
             post_mlp_norm=norm(layer.post_mlp_norm, layer.post_mlp_norm_bias),
         )
 
-    def run(self, buffers: Buffers, place: Place) -> None:
-        """Add what the layer computes to the residual."""
-        self._attend(buffers, place)
+    def run(self, buffers: Buffers, places: Sequence[Place]) -> None:
+        """Add what the layer computes to the residual; `places` are those in each pool."""
+        self._attend(buffers, places[self.host.pool])
         rows = len(buffers.x)
         attended = buffers.attended.view(rows, -1)
         self._add(attended, self.o, self.o_bias, self.post_attention_norm, buffers)
@@ -185,7 +185,7 @@ class DeviceLayer:
         append_rotated(
             place.blocks,
             place.table,
-            self.index,
+            self.slot,
             place.start,
             buffers.qkv,
             *self.rope,
@@ -196,7 +196,7 @@ class DeviceLayer:
         attend(
             place.blocks,
             place.table,
-            self.index,
+            self.slot,
             buffers.q,
             place.start,
             buffers.attended,

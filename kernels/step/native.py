@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from edgellm.kernels.checks import block_ids, check_rope, indices
 from edgellm.kernels.kv_append.native import NormPointers
-from edgellm.kernels.kv_blocks import BlockTable, KVBlocks
+from edgellm.kernels.kv_blocks import KVView
 from edgellm.kernels.linear import PANEL
 from edgellm.kernels.linear.native import LinearLayer, layer_of
 from edgellm.kernels.native import KV, Rope, address
@@ -20,7 +20,7 @@ from edgellm.kernels.step.weights import (
     VECTORS,
     LayerWeights,
     Weights,
-    check_blocks,
+    check_pools,
     check_rows,
     check_weights,
 )
@@ -40,7 +40,7 @@ class _Layer(ctypes.Structure):
         ("head_norms", NormPointers),
         ("scale", ctypes.c_float),
         ("softcap", ctypes.c_float),
-        *((name, ctypes.c_int32) for name in ("window", "rope", "activation")),
+        *((name, ctypes.c_int32) for name in ("window", "rope", "activation", "pool", "slot")),
     ]
 
 
@@ -63,7 +63,7 @@ class _Call(ctypes.Structure):
 
     _fields_ = [
         ("model", ctypes.POINTER(_Transformer)),
-        ("kv", KV),
+        ("pools", ctypes.POINTER(KV)),
         ("ropes", ctypes.POINTER(Rope)),
         *((name, ctypes.c_void_p) for name in ("tokens", "states", "logits", "workspace")),
         ("should_stop", _ShouldStop),
@@ -71,7 +71,7 @@ class _Call(ctypes.Structure):
     ]
 
 
-def _layer(layer: LayerWeights, head_dim: int) -> _Layer:
+def _layer(layer: LayerWeights, slot: int, head_dim: int) -> _Layer:
     """V and the LM head take 16-bit activations.
 
     Of what rounding all inputs to 8 bits costs (KL divergence to float32 0.0030, SmolLM2-135M,
@@ -93,6 +93,8 @@ def _layer(layer: LayerWeights, head_dim: int) -> _Layer:
         layer.window or 0,
         layer.rope,
         ACTIVATIONS.index(layer.activation),
+        layer.pool,
+        slot,
     )
 
 
@@ -127,7 +129,8 @@ class FusedStep:
         self._ropes = list(ropes)
         self._rope_pointers = (Rope * len(ropes))(*map(Rope.of, ropes))
         head_dim = weights.layers[0].o.inputs // weights.heads
-        layers = [_layer(layer, head_dim) for layer in weights.layers]
+        slots = weights.slots
+        layers = [_layer(*each, head_dim) for each in zip(weights.layers, slots, strict=True)]
         self._layers = (_Layer * len(layers))(*layers)
         self._model = _Transformer(
             self._layers,
@@ -147,8 +150,7 @@ class FusedStep:
 
     def run(
         self,
-        blocks: KVBlocks,
-        table: BlockTable,
+        views: Sequence[KVView],
         tokens: Sequence[int],
         start: int,
         *,
@@ -161,7 +163,7 @@ class FusedStep:
         A token's results have the same bits however many others come with it.
 
         Args:
-            blocks, table: the pool and the sequence's block ids, the new positions among them.
+            views: the sequence in each pool, with blocks for the new positions.
             logit_rows: the last so many tokens go through the LM head.
             should_stop: asked before each layer; what it raises stops the step and is raised again.
 
@@ -173,11 +175,12 @@ class FusedStep:
             ValueError: a token, a block or a position that is not there.
         """
         weights, count = self._weights, len(tokens)
-        check_blocks(weights, blocks)
+        check_pools(weights, [view.blocks for view in views])
         ids = indices(tokens, weights.embedding.outputs, "token id")
-        blocks_of = block_ids(table, blocks.count, start=start, tokens=count)
+        tables = [block_ids(v.table, v.blocks.count, start=start, tokens=count) for v in views]
+        pools = [KV.of(view.blocks, table) for view, table in zip(views, tables, strict=True)]
         for rope_table in self._ropes:
-            check_rope(rope_table, blocks.head_dim, start + count)
+            check_rope(rope_table, views[0].blocks.head_dim, start + count)
         check_rows(count, logit_rows)
         errors: list[BaseException] = []
         callback = _ShouldStop()
@@ -190,7 +193,7 @@ class FusedStep:
         logits = np.empty((logit_rows, width), np.float32)
         call = _Call(
             ctypes.pointer(self._model),
-            KV.of(blocks, blocks_of),
+            (KV * len(pools))(*pools),
             self._rope_pointers,
             address(ids),
             address(states),

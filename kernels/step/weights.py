@@ -30,6 +30,7 @@ class LayerWeights:
         head_norms: of Q and K, or None.
         gate: None where the MLP is `down(activation(up(x)))`.
         rope: which of the RoPE tables turns Q and K.
+        pool: which of the pools has its K and V, as the next of that pool's layers.
         window: a token sees so many positions, or all if None.
         scale: of the scores; None is `D ** -0.5`.
         softcap: of the scores, or None.
@@ -60,6 +61,7 @@ class LayerWeights:
     head_norms: HeadNorms | None = None
     activation: Activation = "silu"
     rope: int = 0
+    pool: int = 0
     window: int | None = None
     scale: float | None = None
     softcap: float | None = None
@@ -111,6 +113,12 @@ class Weights:
     final_norm_bias: Floats | None = None
     embedding_scale: float = 1.0
     logit_softcap: float | None = None
+
+    @property
+    def slots(self) -> list[int]:
+        """For each layer, which of the layers of its pool it is."""
+        pools = [layer.pool for layer in self.layers]
+        return [pools[:index].count(pool) for index, pool in enumerate(pools)]
 
     @property
     def nbytes(self) -> int:
@@ -183,18 +191,22 @@ def _check_layer(layer: LayerWeights, hidden: int, intermediate: int, heads: int
         layer.head_norms.check(heads, layer.k.outputs // head_dim, head_dim)
 
 
-def check_blocks(weights: Weights, blocks: KVBlocks) -> None:
-    """Refuse a pool that was made for another model.
+def check_pools(weights: Weights, pools: Sequence[KVBlocks]) -> None:
+    """Refuse pools that were made for another model.
 
     Raises:
-        ValueError: its layers or heads are others.
+        ValueError: there are more or fewer, or their layers, heads or formats are others.
     """
     layer = weights.layers[0]
     head_dim = layer.o.inputs // weights.heads
-    needed = len(weights.layers), layer.v.outputs // head_dim, head_dim
-    there = blocks.layers, blocks.kv_heads, blocks.head_dim
+    pool_of = [layer.pool for layer in weights.layers]
+    layers = [pool_of.count(pool) for pool in range(max(pool_of) + 1)]
+    needed = [(count, layer.v.outputs // head_dim, head_dim) for count in layers]
+    there = [(blocks.layers, blocks.kv_heads, blocks.head_dim) for blocks in pools]
     if there != needed:
-        raise ValueError(f"blocks of layers, KV heads and head_dim {there}; needed are {needed}")
+        raise ValueError(f"pools of layers, KV heads and head_dim {there}; needed are {needed}")
+    if len({blocks.format for blocks in pools}) > 1:
+        raise ValueError("pools of several formats; needed is one")
 
 
 def check_rows(tokens: int, logit_rows: int) -> None:

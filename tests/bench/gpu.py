@@ -191,10 +191,10 @@ def show_model(
     rope_table = rope.table(frequencies, longest)
     for format in ("int8", "f16"):
         blocks = pool(shape, longest, format, device, layers=shape.layers)
-        step = DeviceStep(weights, [rope_table], blocks, device)
+        step = DeviceStep(weights, [rope_table], [blocks], device)
         table = list(range(len(blocks.k)))
         for depth in depths:
-            run = _bound(step.best, table, 1, depth)
+            run = _bound(step.best, [table], 1, depth)
             taken = seconds(run)
             size = weights.nbytes + blocks.host.nbytes * depth // (len(blocks.k) * BLOCK)
             print(
@@ -263,7 +263,7 @@ def show_provider() -> None:
 def _prompt(step: DeviceStep, table: SequenceOf[int], count: int) -> None:
     for start in range(0, count, 512):
         size = min(512, count - start)
-        step.run(table, [1] * size, start, logit_rows=int(start + size == count))
+        step.run([table], [1] * size, start, logit_rows=int(start + size == count))
 
 
 def _bound(call: Callable[..., object], *args: object, **options: object) -> Callable[[], object]:

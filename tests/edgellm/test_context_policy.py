@@ -26,13 +26,14 @@ def llm(smollm2: Bundle) -> LLM:
 def first_layer(session: Session) -> tuple[np.ndarray, np.ndarray]:
     """K and V of the first layer, `[Hkv, tokens, D]`: they depend on token and position alone."""
     sequence = session._sequence
-    k, v = sequence.blocks.read(sequence.table, 0, slice(None), len(sequence))
-    ids = sequence.table
-    scales = sequence.blocks.k_scale, sequence.blocks.v_scale
+    view, slot = sequence.view(0)
+    k, v = view.blocks.read(view.table, slot, slice(None), len(sequence))
+    ids = list(view.table)
+    scales = view.blocks.k_scale, view.blocks.v_scale
     found = []
     for codes, scale in zip((k, v), scales, strict=True):
         assert scale is not None
-        by_token = scale[ids, 0].transpose(1, 0, 2).reshape(codes.shape[0], -1)
+        by_token = scale[ids, slot].transpose(1, 0, 2).reshape(codes.shape[0], -1)
         found.append(codes * by_token[:, : len(sequence), None])
     return found[0], found[1]
 

@@ -196,7 +196,7 @@ def test_killed_while_writing(start: Callable[..., LLM], tiny_model: Path, folde
     llm = start()
     disk, pool = llm.engine.cache.disk, llm.engine.cache
     assert disk is not None
-    assert all(disk.load(bytes.fromhex(path.stem), 0) for path in found)
+    assert all(disk.load(pool.groups[0].blocks, bytes.fromhex(path.stem), 0) for path in found)
     assert pool.used_blocks == 0
     # what a killed process left unfinished goes when it is old
     left = folder / ".partial-left"

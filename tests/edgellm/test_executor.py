@@ -52,8 +52,8 @@ def test_every_policy_gives_the_same_bits(model_llm: LLM, sequence: Sequence) ->
     results = []
     for policy in POLICIES:
         logits = prefill(model_llm, policy).run(tokens(model_llm), sequence)
-        read = sequence.blocks.read
-        cache = [read(sequence.table, layer, slice(None), COUNT) for layer in (0, 29)]
+        (view,) = sequence.views
+        cache = [view.blocks.read(view.table, layer, slice(None), COUNT) for layer in (0, 29)]
         results.append((logits, cache))
         sequence.truncate(0)
     for logits, cache in results[1:]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from dataclasses import replace
 
 import numpy as np
@@ -14,7 +13,6 @@ from edgellm import (
     CacheFullError,
     ContextOverflowError,
     OptionError,
-    UnsupportedModelError,
 )
 from edgellm.cache.kv_cache import KVCache
 from edgellm.cache.sequence import Sequence
@@ -23,17 +21,19 @@ from edgellm.graphs.layer_config import Attention, LayerConfig, Mlp, Rope
 from edgellm.kernels.kv_append import append
 from edgellm.kernels.kv_blocks import BLOCK
 
+
+def layer(rope: int, window: int | None = None) -> LayerConfig:
+    return LayerConfig(
+        attention=Attention(heads=2, kv_heads=1, head_dim=16, rope=rope, window=window),
+        mlp=Mlp(intermediate=32),
+    )
+
+
 CONFIG = ModelConfig(
     model_type="llama",
     vocab_size=320,
     hidden_size=32,
-    layers=tuple(
-        LayerConfig(
-            attention=Attention(heads=2, kv_heads=1, head_dim=16, rope=rope),
-            mlp=Mlp(intermediate=32),
-        )
-        for rope in (0, 1)
-    ),
+    layers=(layer(0), layer(1)),
     ropes=(Rope(inv_freq=(1.0, 0.1), magnitude=1.3), Rope(inv_freq=(0.5, 0.0))),
     norm_eps=1e-5,
     context_length=1024,
@@ -41,8 +41,27 @@ CONFIG = ModelConfig(
 )
 
 
-def make(ctx_size: int = 600, blocks: int = 12) -> KVCache:
-    return KVCache(CONFIG, format="f32", ctx_size=ctx_size, blocks=blocks, fingerprint=b"x")
+CONFIGS = {
+    "all positions": CONFIG,
+    "one window": replace(CONFIG, layers=(layer(0, 40), layer(1, 40))),
+    "mixed": replace(CONFIG, layers=(layer(0, 130), layer(1), layer(0, 130))),
+    "two windows": replace(CONFIG, layers=(layer(1, 1), layer(0, 300))),
+}
+
+
+@pytest.fixture(params=CONFIGS)
+def config(request: pytest.FixtureRequest) -> ModelConfig:
+    return CONFIGS[request.param]
+
+
+def make(ctx_size: int = 600, blocks: int = 12, config: ModelConfig = CONFIG) -> KVCache:
+    return KVCache(config, format="f32", ctx_size=ctx_size, blocks=blocks, fingerprint=b"x")
+
+
+def of(sequence: Sequence) -> KVCache:
+    cache = sequence._cache
+    assert isinstance(cache, KVCache)
+    return cache
 
 
 def extend(sequence: Sequence, tokens: list[int]) -> None:
@@ -51,8 +70,9 @@ def extend(sequence: Sequence, tokens: list[int]) -> None:
         sequence.reserve(1)
         value = key([*sequence.tokens, token])
         rows = np.full((1, CONFIG.kv_heads, CONFIG.head_dim), value, np.float32)
-        for layer in range(CONFIG.layer_count):
-            append(sequence.blocks, sequence.table, layer, len(sequence), rows, rows)
+        for index in range(len(of(sequence).places)):
+            view, slot = sequence.view(index)
+            append(view.blocks, view.table, slot, len(sequence), rows, rows)
         sequence.commit([token])
 
 
@@ -61,13 +81,17 @@ def key(tokens: list[int]) -> float:
 
 
 def check(sequence: Sequence) -> None:
-    """Every row is what this sequence's own tokens make it."""
-    for position in range(len(sequence)):
-        block, row = sequence.table[position // BLOCK], position % BLOCK
-        expected = key(sequence.tokens[: position + 1])
-        for layer in range(CONFIG.layer_count):
-            assert (sequence.blocks.key_rows(block, layer, row) == expected).all(), position
-            assert (sequence.blocks.value_rows(block, layer, row) == expected).all(), position
+    """Every row that the next token sees is what this sequence's own tokens make it."""
+    for index, (group, _) in enumerate(of(sequence).places):
+        view, slot = sequence.view(index)
+        window = of(sequence).groups[group].group.window
+        seen = len(sequence) if window is None else min(len(sequence), window - 1)
+        for position in range(len(sequence) - seen, len(sequence)):
+            block, row = view.table[position // BLOCK], position % BLOCK
+            expected = key(sequence.tokens[: position + 1])
+            assert sequence.tables[group].at(position // BLOCK) == block
+            assert (view.blocks.key_rows(block, slot, row) == expected).all(), position
+            assert (view.blocks.value_rows(block, slot, row) == expected).all(), position
 
 
 def test_prefix_is_shared_and_the_tail_is_copied() -> None:
@@ -87,12 +111,13 @@ def test_prefix_is_shared_and_the_tail_is_copied() -> None:
 
 
 @pytest.mark.parametrize("at", [0, 1, 127, 128, 129, 255, 256])
-def test_fork_and_rewind_at_any_token(at: int) -> None:
-    cache = make()
+def test_fork_and_rewind_at_any_token(at: int, config: ModelConfig) -> None:
+    cache = make(config=config)
     trunk = cache.sequence()
     extend(trunk, list(range(300)))
     branch = trunk.fork()
     branch.truncate(at)
+    assert len(branch) <= at
     extend(branch, [9000 + i for i in range(40)])
     check(trunk)
     check(branch)
@@ -142,6 +167,7 @@ def test_int4_takes_heads_of_a_multiple_of_8() -> None:
         KVCache(odd, format="int4", ctx_size=1, blocks=1, fingerprint=b"")
 
 
+@pytest.mark.parametrize("name", CONFIGS)
 @settings(max_examples=60, deadline=None)
 @given(
     steps=st.lists(
@@ -153,8 +179,10 @@ def test_int4_takes_heads_of_a_multiple_of_8() -> None:
         max_size=25,
     )
 )
-def test_any_history_keeps_every_sequence_whole(steps: list[tuple[str, int, int]]) -> None:
-    cache = make(ctx_size=300, blocks=40)
+def test_any_history_keeps_every_sequence_whole(
+    name: str, steps: list[tuple[str, int, int]]
+) -> None:
+    cache = make(ctx_size=300, blocks=40, config=CONFIGS[name])
     open_sequences = [cache.sequence()]
     for action, which, number in steps:
         sequence = open_sequences[which % len(open_sequences)]
@@ -185,26 +213,45 @@ def filled(cache: KVCache, count: int) -> Sequence:
     ("count", "keep", "discard"),
     [(600, 4, 298), (600, 0, 1), (600, 128, 128), (600, 130, 300), (300, 200, 99), (140, 4, 130)],
 )
-def test_shift_moves_values_and_turns_keys(count: int, keep: int, discard: int) -> None:
-    cache = make()
+def test_shift_moves_values_and_turns_keys(
+    count: int, keep: int, discard: int, config: ModelConfig
+) -> None:
+    cache = make(config=config)
     sequence = filled(cache, count)
     before = [key(sequence.tokens[: i + 1]) for i in range(count)]
     tokens = list(sequence.tokens)
+    left = count - discard
     sequence.shift(keep=keep, discard=discard)
+    if len(sequence) <= keep:  # kept tokens that a window has passed would be seen again
+        assert any(layer.attention.window not in (None, 1) for layer in config.layers)
+        return check(sequence)
     assert sequence.tokens == tokens[:keep] + tokens[keep + discard :]
-    for layer, position in itertools.product(range(2), range(len(sequence))):
-        angles = -discard * np.array(CONFIG.rope_of(layer).inv_freq)
-        block, row = sequence.table[position // BLOCK], position % BLOCK
-        stays = position < keep
-        value = before[position if stays else position + discard]
-        turned = np.full(CONFIG.head_dim, value)
-        if not stays:
-            turned[:2] = value * (np.cos(angles) - np.sin(angles))
-            turned[2:4] = value * (np.cos(angles) + np.sin(angles))
-        assert (cache.blocks.value_rows(block, layer, row) == np.float32(value)).all()
-        np.testing.assert_allclose(cache.blocks.key_rows(block, layer, row)[0], turned, atol=0.02)
+    for index, (group, _) in enumerate(cache.places):
+        window = config.layers[index].attention.window
+        seen = left if window is None else min(left, window - 1)
+        angles = -discard * np.array(config.rope_of(index).inv_freq)
+        view, slot = sequence.view(index)
+        for position in range(left - seen, left):
+            block, row = view.table[position // BLOCK], position % BLOCK
+            assert sequence.tables[group].at(position // BLOCK) == block
+            stays = position < keep
+            value = before[position if stays else position + discard]
+            turned = np.full(config.head_dim, value)
+            if not stays:
+                turned[:2] = value * (np.cos(angles) - np.sin(angles))
+                turned[2:4] = value * (np.cos(angles) + np.sin(angles))
+            assert (view.blocks.value_rows(block, slot, row) == np.float32(value)).all()
+            np.testing.assert_allclose(view.blocks.key_rows(block, slot, row)[0], turned, atol=0.02)
     sequence.close()
     assert cache.used_blocks == 0
+
+
+def test_some_shifts_move_and_some_start_again() -> None:
+    config = CONFIGS["mixed"]
+    for keep, moves in ((4, True), (250, False)):
+        sequence = filled(make(config=config), 600)
+        sequence.shift(keep=keep, discard=300)
+        assert len(sequence) == 300 if moves else len(sequence) <= keep
 
 
 def test_keys_that_are_scaled_after_rope_do_not_turn() -> None:
@@ -212,12 +259,58 @@ def test_keys_that_are_scaled_after_rope_do_not_turn() -> None:
         replace(layer, attention=replace(layer.attention, qk_norm="head_after_rope"))
         for layer in CONFIG.layers
     )
-    config = replace(CONFIG, layers=layers)
-    cache = KVCache(config, format="f32", ctx_size=600, blocks=12, fingerprint=b"x")
+    cache = make(config=replace(CONFIG, layers=layers))
     sequence = filled(cache, 300)
-    with pytest.raises(UnsupportedModelError, match=r"scales keys after RoPE.*`context_policy`"):
-        sequence.shift(keep=4, discard=100)
+    sequence.shift(keep=140, discard=100)
+    assert len(sequence) == 140  # the rest is to be computed again
     check(sequence)
+
+
+@pytest.mark.parametrize("window", [1, 2, 127, 128, 129, 130, 300])
+def test_blocks_behind_the_window_are_given_back(window: int) -> None:
+    config = replace(CONFIG, layers=(layer(0, window), layer(1)))
+    cache = make(config=config)
+    sequence = cache.sequence()
+    for _ in range(60):
+        extend(sequence, [len(sequence) % 7] * 10)
+        check(sequence)
+        windowed, whole = (group.pool.used for group in cache.groups)
+        assert windowed <= -(-(window - 1) // BLOCK) + 1
+        assert whole == -(-len(sequence) // BLOCK)
+
+
+def test_memory_of_windows_stays_small_until_many_sequences_need_it() -> None:
+    config = replace(CONFIG, layers=(layer(0, 100), layer(1)))
+    cache = make(ctx_size=1000, blocks=18, config=config)
+    windowed, whole = cache.groups
+    for start in (0, 1000):
+        sequence = cache.sequence()
+        extend(sequence, [start + i for i in range(1000)])
+        sequence.close()
+    assert whole.pool.touched == 16
+    few = windowed.pool.touched
+    assert few <= 7
+    sequences = [cache.sequence() for _ in range(16)]
+    for number, sequence in enumerate(sequences):
+        extend(sequence, [number + 5000, 1, 2])
+    assert windowed.pool.touched == 16 > few
+    for sequence in sequences:
+        check(sequence)
+
+
+def test_a_prefix_is_found_as_far_as_a_window_reaches_back() -> None:
+    config = replace(CONFIG, layers=(layer(0, 100), layer(1)))
+    cache = make(ctx_size=1000, blocks=40, config=config)
+    tokens = [(7 * i) % 300 for i in range(1000)]
+    sequence = cache.sequence()
+    extend(sequence, tokens)
+    sequence.close()
+    assert cache.cached_prefix(tokens) == 1000
+    assert cache.cached_prefix(tokens[:990]) == 990
+    # what lies further back lost its blocks to what came behind it
+    other = cache.sequence([*tokens[:300], 5, 6])
+    assert len(other) in (0, 128, 256, 300)
+    check(other)
 
 
 def test_what_was_shifted_is_found_by_nobody() -> None:

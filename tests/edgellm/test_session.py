@@ -15,7 +15,8 @@ from edgellm import (
     OptionError,
 )
 from edgellm.backends.providers import TRITON
-from edgellm.engine.prefill import STEP_CHUNK, Hooks, StepPrefill
+from edgellm.cache.groups import STEP_ROWS
+from edgellm.engine.prefill import Hooks, StepPrefill
 from edgellm.llm import LLM, load
 
 GREEDY = GenerationOptions(temperature=0.0, max_tokens=24)
@@ -141,7 +142,7 @@ def test_cancel_in_prefill_keeps_the_session(llm: LLM) -> None:
         found = session.generate(GREEDY, cancel=cancel, progress=progress)
         assert found.finish_reason == "cancelled"
         assert found.tokens == ()
-        chunk = STEP_CHUNK if isinstance(llm.engine.prefill, StepPrefill) else 128
+        chunk = STEP_ROWS if isinstance(llm.engine.prefill, StepPrefill) else 128
         assert seen == [(chunk, len(session.tokens))]
         assert session.cached == found.stats.cached_tokens + chunk == chunk
         assert found.stats.prefill == {backend(llm): chunk}

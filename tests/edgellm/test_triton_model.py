@@ -127,7 +127,7 @@ def test_a_cached_prefix_serves_the_other_side(bundle: Bundle) -> None:
 @pytest.mark.skipif(CPU == "cpu", reason="chunks of graphs read blocks as they go")
 def test_blocks_are_copied_once(bundle: Bundle, monkeypatch: pytest.MonkeyPatch) -> None:
     llm = load(str(bundle.path), prefill=CPU, decode="triton")
-    replica = llm.engine.cache.replica
+    replica = llm.engine.cache.groups[0].replica
     assert isinstance(replica, Replica)
     fetched: list[int] = []
     fetch = replica.device.fetch
@@ -138,7 +138,7 @@ def test_blocks_are_copied_once(bundle: Bundle, monkeypatch: pytest.MonkeyPatch)
     logits_after(llm, TOKENS[:260], sequence=sequence)
     for token in TOKENS[:3]:
         llm.engine.decoder.step(token, sequence)
-    assert sorted(fetched) == sorted(sequence.table)
+    assert sorted(fetched) == sorted(sequence.tables[0].held)
 
 
 def test_a_shifted_context_goes_on(bundle: Bundle) -> None:

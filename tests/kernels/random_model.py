@@ -10,7 +10,7 @@ from random_weights import random_weight
 
 from edgellm.kernels import rope
 from edgellm.kernels.kv_append import HeadNorms
-from edgellm.kernels.kv_blocks import KVBlocks, allocate
+from edgellm.kernels.kv_blocks import BLOCK, KVView, allocate
 from edgellm.kernels.linear import PackedWeights, pack_weight
 from edgellm.kernels.quantized import dequantize
 from edgellm.kernels.step import FusedStep, LayerWeights, Weights, reference
@@ -18,6 +18,8 @@ from edgellm.kernels.step import FusedStep, LayerWeights, Weights, reference
 EPSILON = 1e-5
 VOCABULARY = 70
 TABLE = [3, 0, 4, 1]
+# Of the layers with a window, where others have none.
+OTHER_TABLE = [1, 3, 0, 2]
 
 
 @dataclass(frozen=True)
@@ -48,6 +50,11 @@ class Shape:
     window: int | None = None
     bias: bool = False
     parts: Parts = Parts()
+
+    @property
+    def mixed(self) -> bool:
+        """Whether some layers have a window and others not."""
+        return self.window is not None and self.layers > 1
 
 
 SHAPES = [
@@ -148,6 +155,7 @@ class Model:
                     activation=shape.parts.activation,
                     rope=layer % len(shape.parts.ropes),
                     window=None if layer % 2 else shape.window,
+                    pool=int(shape.mixed and layer % 2 == 0),
                     scale=shape.parts.scale,
                     softcap=shape.parts.softcap,
                     **self._vectors(width, kv),
@@ -213,15 +221,30 @@ class Model:
         self.floats[name] = dequantize(weight)
         return pack_weight(weight)
 
-    def cache(self, format: str) -> KVBlocks:
-        shape = self.shape
-        return allocate(
-            format=format,
-            blocks=5,
-            layers=shape.layers,
-            kv_heads=shape.kv_heads,
-            head_dim=shape.head_dim,
-        )
+    def views(self, format: str) -> list[KVView]:
+        """Empty pools of blocks, and a sequence's tables in them."""
+        pools = [layer.pool for layer in self.weights.layers]
+        return [
+            KVView(
+                allocate(
+                    format=format,
+                    blocks=5,
+                    layers=pools.count(pool),
+                    kv_heads=self.shape.kv_heads,
+                    head_dim=self.shape.head_dim,
+                ),
+                table,
+            )
+            for pool, table in zip(sorted(set(pools)), (TABLE, OTHER_TABLE), strict=False)
+        ]
+
+    def poison(self, views: list[KVView], start: int) -> None:
+        """What lies behind the windows of a whole pool must not be read any more."""
+        if self.shape.mixed and self.shape.window is not None:
+            view = views[1]
+            for block in view.table[: max(0, start + 1 - self.shape.window) // BLOCK]:
+                for array in view.blocks.block(block):
+                    array[...] = np.nan if array.dtype.kind == "f" else 77
 
     def reference(
         self, length: int, format: str, *, rounded: bool = True
@@ -239,12 +262,11 @@ class Model:
         self, library: ctypes.CDLL, cuts: list[int], format: str, *, threads: int = 2
     ) -> tuple[np.ndarray, np.ndarray]:
         """States and logits of all tokens, in calls that end at `cuts`."""
-        step, blocks = FusedStep(library, self.weights, self.ropes), self.cache(format)
+        step, views = FusedStep(library, self.weights, self.ropes), self.views(format)
         found = []
         for start, end in zip([0, *cuts], cuts, strict=False):
             tokens = self.tokens[start:end]
-            found.append(
-                step.run(blocks, TABLE, tokens, start, logit_rows=end - start, threads=threads)
-            )
+            self.poison(views, start)
+            found.append(step.run(views, tokens, start, logit_rows=end - start, threads=threads))
         states, logits = zip(*found, strict=True)
         return np.concatenate(states), np.concatenate(logits)

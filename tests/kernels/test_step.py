@@ -21,7 +21,7 @@ from random_model import (
 )
 
 from edgellm.kernels.kv_append import HeadNorms
-from edgellm.kernels.kv_blocks import KV_FORMATS, allocate
+from edgellm.kernels.kv_blocks import KV_FORMATS, KVView, allocate
 from edgellm.kernels.native import library
 from edgellm.kernels.step import FusedStep
 
@@ -60,7 +60,9 @@ def test_other_parts_match_reference(compiled: ctypes.CDLL, name: str) -> None:
     assert_near_reference(compiled, Model(PARTS[name]))
 
 
-@pytest.mark.parametrize("shape", [SHAPES[0], SHAPES[3], PARTS["everything"]], ids=str)
+@pytest.mark.parametrize(
+    "shape", [SHAPES[0], SHAPES[3], PARTS["everything"], PARTS["gemma2"]], ids=str
+)
 @pytest.mark.parametrize("format", ["int8", "f32"])
 def test_cuts_and_threads_make_no_difference(
     compiled: ctypes.CDLL, shape: Shape, format: str
@@ -80,10 +82,9 @@ def test_logits_of_the_last_rows_only() -> None:
         pytest.skip("installed without a compiler")
     model = Model(SHAPES[1])
     step = FusedStep(found, model.weights, model.ropes)
-    every = step.run(model.cache("int8"), TABLE, model.tokens[:5], 0, logit_rows=5)[1]
+    every = step.run(model.views("int8"), model.tokens[:5], 0, logit_rows=5)[1]
     for rows in (0, 1, 3):
-        blocks = model.cache("int8")
-        part = step.run(blocks, TABLE, model.tokens[:5], 0, logit_rows=rows)[1]
+        part = step.run(model.views("int8"), model.tokens[:5], 0, logit_rows=rows)[1]
         np.testing.assert_array_equal(part, every[5 - rows :])
 
 
@@ -111,12 +112,14 @@ def test_triton_matches_reference(triton_device: str, shape: Shape, format: str)
     from edgellm.kernels.step.gpu import DeviceStep
 
     model = Model(shape)
-    blocks = DeviceBlocks.like(model.cache(format), triton_device)
-    step = DeviceStep(model.weights, model.ropes, blocks, triton_device)
+    views = model.views(format)
+    pools = [DeviceBlocks.like(view.blocks, triton_device) for view in views]
+    step = DeviceStep(model.weights, model.ropes, pools, triton_device)
     found = []
     for start, end in ((0, 1), (1, 20), (20, 23), (23, 24)):
         tokens = model.tokens[start:end]
-        found.append(step.run(TABLE, tokens, start, logit_rows=end - start))
+        tables = [view.table for view in views]
+        found.append(step.run(tables, tokens, start, logit_rows=end - start))
     states, logits = (np.concatenate(part) for part in zip(*found, strict=True))
     expected = model.reference(24, format, rounded=False)
     allowed = 8e-3 if format == "int8" else 4e-3
@@ -130,10 +133,11 @@ def test_triton_stops_between_layers(triton_device: str) -> None:
     from edgellm.kernels.step.gpu import DeviceStep
 
     model = Model(SHAPES[1])
-    blocks = DeviceBlocks.like(model.cache("int8"), triton_device)
-    step = DeviceStep(model.weights, model.ropes, blocks, triton_device)
+    (view,) = model.views("int8")
+    blocks = DeviceBlocks.like(view.blocks, triton_device)
+    step = DeviceStep(model.weights, model.ropes, [blocks], triton_device)
     asked = iter([False, True])
-    assert step.run(TABLE, [1, 2], 0, logit_rows=1, should_stop=lambda: next(asked)) is None
+    assert step.run([TABLE], [1, 2], 0, logit_rows=1, should_stop=lambda: next(asked)) is None
     assert list(asked) == []
 
 
@@ -158,12 +162,12 @@ def test_calls_out_of_range_are_refused(changes: dict[str, Any], words: str) -> 
     if found is None:
         pytest.skip("installed without a compiler")
     model = Model(SHAPES[1])
-    step, blocks = FusedStep(found, model.weights, model.ropes), model.cache("int8")
+    step = FusedStep(found, model.weights, model.ropes)
+    (view,) = model.views("int8")
     call = {"table": [3], "tokens": [1, 2], "start": 0, "logit_rows": 1} | changes
     with pytest.raises(ValueError, match=words):
         step.run(
-            blocks,
-            call["table"],
+            [replace(view, table=call["table"])],
             call["tokens"],
             call["start"],
             logit_rows=call["logit_rows"],
@@ -180,7 +184,7 @@ def test_blocks_of_another_model_are_refused() -> None:
         sizes = {"layers": 3, "kv_heads": 1, "head_dim": 64} | change
         blocks = allocate(format="int8", blocks=5, **sizes)
         with pytest.raises(ValueError, match="needed are"):
-            step.run(blocks, TABLE, [1], 0, logit_rows=1)
+            step.run([KVView(blocks, TABLE)], [1], 0, logit_rows=1)
 
 
 def test_weights_that_do_not_fit_each_other_are_refused() -> None:
@@ -235,11 +239,12 @@ def test_triton_refuses_the_same(triton_device: str, changes: dict[str, Any], wo
     from edgellm.kernels.step.gpu import DeviceStep
 
     model = Model(SHAPES[1])
-    blocks = DeviceBlocks.like(model.cache("int8"), triton_device)
-    step = DeviceStep(model.weights, model.ropes, blocks, triton_device)
+    (view,) = model.views("int8")
+    blocks = DeviceBlocks.like(view.blocks, triton_device)
+    step = DeviceStep(model.weights, model.ropes, [blocks], triton_device)
     call = {"table": [3], "tokens": [1, 2], "start": 0, "logit_rows": 1} | changes
     with pytest.raises(ValueError, match=words):
-        step.run(call["table"], call["tokens"], call["start"], logit_rows=call["logit_rows"])
+        step.run([call["table"]], call["tokens"], call["start"], logit_rows=call["logit_rows"])
     for token, table, start in ((VOCABULARY, [3], 0), (1, [5], 0), (1, [3], 128)):
         with pytest.raises(ValueError, match=r"token id|block id|position"):
-            step.best(table, token, start)
+            step.best([table], token, start)

@@ -88,7 +88,7 @@ class Model:
     def step(self, device: str) -> DeviceStep:
         sizes = {"layers": 1, "kv_heads": KV_HEADS, "head_dim": HEAD_DIM}
         blocks = DeviceBlocks.like(allocate(format="f32", blocks=3, **sizes), device)
-        return DeviceStep(self.weights, [rope.table(INV_FREQ, 256)], blocks, device)
+        return DeviceStep(self.weights, [rope.table(INV_FREQ, 256)], [blocks], device)
 
     def reference(self) -> tuple[np.ndarray, np.ndarray]:
         return reference.forward(
@@ -109,7 +109,7 @@ def test_mixed_kinds_match_reference(triton_device: str, kinds: str) -> None:
     results = []
     for start, end in ((0, 1), (1, 9), (9, 10)):
         tokens = model.tokens[start:end]
-        results.append(step.run(TABLE, tokens, start, logit_rows=end - start))
+        results.append(step.run([TABLE], tokens, start, logit_rows=end - start))
     for ours, theirs in zip(zip(*results, strict=True), model.reference(), strict=True):
         assert np.abs(np.concatenate(ours) - theirs).mean() / np.abs(theirs).mean() < 4e-3
 
@@ -129,7 +129,7 @@ def test_neighbours_of_one_kind_are_one_launch(
     model = Model([*kinds, *["int4_affine"] * 6])
     step = model.step(triton_device)
     counts = counted(monkeypatch)
-    step.run(TABLE, model.tokens[:2], 0, logit_rows=0)
+    step.run([TABLE], model.tokens[:2], 0, logit_rows=0)
     assert counts["linear"] == launches
 
 
@@ -149,13 +149,17 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
 
 def device_step(model: random_model.Model, format: KVFormat, device: str) -> DeviceStep:
     """With blocks and buffers that hold NaN or the largest code."""
-    host = model.cache(format)
-    for array in (host.k, host.v, host.k_scale, host.v_scale):
-        if array is not None:
+    pools = []
+    for view in model.views(format):
+        for array in view.blocks.arrays:
             array.fill(np.nan if array.dtype.kind == "f" else np.iinfo(array.dtype).max)
-    blocks = DeviceBlocks.like(host, device)
-    blocks.fetch(range(len(host.k)))
-    return DeviceStep(model.weights, model.ropes, blocks, device)
+        pools.append(DeviceBlocks.like(view.blocks, device))
+        pools[-1].fetch(range(view.blocks.count))
+    return DeviceStep(model.weights, model.ropes, pools, device)
+
+
+def tables(model: random_model.Model) -> list[list[int]]:
+    return [list(view.table) for view in model.views("f32")]
 
 
 @pytest.fixture
@@ -206,7 +210,7 @@ def test_parts_match_reference(triton_device: str, name: str, format: KVFormat) 
     results = []
     for start, end in ((0, 1), (1, 9), (9, 10)):
         tokens = model.tokens[start:end]
-        results.append(step.run(random_model.TABLE, tokens, start, logit_rows=end - start))
+        results.append(step.run(tables(model), tokens, start, logit_rows=end - start))
     expected = model.reference(10, format, rounded=False)
     allowed = 1.5e-2 if format == "int8" else 4e-3
     for ours, theirs in zip(zip(*results, strict=True), expected, strict=True):
@@ -217,12 +221,12 @@ def test_parts_match_reference(triton_device: str, name: str, format: KVFormat) 
 def test_the_best_logits_are_capped_as_well(triton_device: str, name: str) -> None:
     model = random_model.Model((ALONE | random_model.PARTS)[name])
     step = device_step(model, "f32", triton_device)
-    _, logits = step.run(random_model.TABLE, model.tokens[:1], 0, logit_rows=1)
-    best = step.best(random_model.TABLE, model.tokens[0], 0)
+    _, logits = step.run(tables(model), model.tokens[:1], 0, logit_rows=1)
+    best = step.best(tables(model), model.tokens[0], 0)
     np.testing.assert_array_equal(best.scores, logits[0, best.ids])
     assert np.abs(logits).max() < model.weights.logit_softcap
     np.testing.assert_allclose(best.log_sum_exp, np.log(np.exp(logits).sum()), rtol=1e-5)
-    states, _ = step.run(random_model.TABLE, model.tokens[:1], 0, logit_rows=0)
+    states, _ = step.run(tables(model), model.tokens[:1], 0, logit_rows=0)
     np.testing.assert_allclose(step.logits(states), logits, atol=0.02)
 
 
@@ -246,7 +250,7 @@ def test_only_norms_that_no_product_computes_are_launches(
     model = random_model.Model(replace(SMALL, layers=1, parts=parts))
     step = device_step(model, "f32", triton_device)
     counts = counted(monkeypatch)
-    step.run(random_model.TABLE, model.tokens[:1], 0, logit_rows=0)
+    step.run(tables(model), model.tokens[:1], 0, logit_rows=0)
     launches = {"linear": linears, "append_rotated": 1, "attend": 1, "normalize": norms}
     assert counts == Counter(launches)
 
@@ -269,6 +273,6 @@ def test_norms_match_reference(triton_device: str, width: int, layer: bool, add:
 
 def test_layers_that_name_a_rope_that_is_not_there_are_refused(triton_device: str) -> None:
     model = random_model.Model(ALONE["ropes"])
-    blocks = DeviceBlocks.like(model.cache("f32"), triton_device)
+    pools = [DeviceBlocks.like(view.blocks, triton_device) for view in model.views("f32")]
     with pytest.raises(ValueError, match="RoPE table 1 of 1"):
-        DeviceStep(model.weights, model.ropes[:1], blocks, triton_device)
+        DeviceStep(model.weights, model.ropes[:1], pools, triton_device)

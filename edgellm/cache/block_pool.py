@@ -1,0 +1,86 @@
+"""Which blocks of a group are free. Pure Python."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+
+from edgellm.cache.prefix_index import PrefixIndex
+from edgellm.errors import CacheFullError
+from edgellm.kernels.kv_blocks import BLOCK
+
+
+class BlockPool:
+    """Reference counts of one group's blocks.
+
+    A block that nobody holds but the index knows is reused last, the oldest first; memory that was
+    never touched is touched before that only up to `resident` blocks.
+    """
+
+    def __init__(
+        self, blocks: int, index: PrefixIndex, *, group: int = 0, resident: int | None = None
+    ) -> None:
+        self._index = index
+        self._group = group
+        self._resident = blocks if resident is None else min(blocks, resident)
+        self._references = [0] * blocks
+        self._touched = 0
+        self._free: list[int] = []
+        self._idle: OrderedDict[int, None] = OrderedDict()
+
+    @property
+    def used(self) -> int:
+        """Blocks that sequences hold; cached prefixes that nobody holds do not count."""
+        return self._touched - len(self._free) - len(self._idle)
+
+    @property
+    def touched(self) -> int:
+        """Blocks that have memory."""
+        return self._touched
+
+    @property
+    def available(self) -> int:
+        """Blocks that `allocate` can give."""
+        return len(self._references) - self.used
+
+    def references(self, block: int) -> int:
+        return self._references[block]
+
+    def allocate(self) -> int:
+        """A block to write to, held once.
+
+        Raises:
+            CacheFullError: sequences hold every block.
+        """
+        block = self._next()
+        self._references[block] = 1
+        return block
+
+    def retain(self, block: int) -> None:
+        self._idle.pop(block, None)
+        self._references[block] += 1
+
+    def release(self, block: int) -> None:
+        self._references[block] -= 1
+        if self._references[block]:
+            return
+        if self._index.holds(self._group, block):
+            self._idle[block] = None
+        else:
+            self._free.append(block)
+
+    def _next(self) -> int:
+        if self._free:
+            return self._free.pop()
+        left = len(self._references) - self._touched
+        if left and (self._touched < self._resident or not self._idle):
+            self._touched += 1
+            return self._touched - 1
+        if self._idle:
+            block, _ = self._idle.popitem(last=False)
+            self._index.remove(self._group, block)
+            return block
+        raise CacheFullError(
+            f"all {len(self._references)} blocks of {BLOCK} tokens are held by open sessions "
+            "and running answers; close sessions that are done, run fewer answers at once, or "
+            "load the model with a larger `cache_size` (tokens of all sessions together)"
+        )

@@ -1,0 +1,94 @@
+"""One group's part of a context shift: tokens behind a gap move up, block by block.
+
+The blocks that have been moved are given back at once, so that a full pool has room for the next.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from edgellm.cache.block_pool import BlockPool
+from edgellm.cache.group_table import GroupTable
+from edgellm.kernels.kv_blocks import BLOCK
+from edgellm.kernels.kv_shift import move
+
+Frequencies = Sequence[tuple[float, ...]]
+
+
+class ShiftingTable:
+    """A table while the tokens behind its first `keep` and a gap of `discard` move up.
+
+    Args:
+        length: tokens that are left.
+        inv_freq: RoPE's frequencies in each layer of the group, in radians per position.
+    """
+
+    def __init__(
+        self, table: GroupTable, *, keep: int, discard: int, length: int, inv_freq: Frequencies
+    ) -> None:
+        self._table = table
+        self._keep = keep
+        self._discard = discard
+        self._inv_freq = inv_freq
+        self._old = table.ids
+        self._oldest = table.first * BLOCK
+        self._first = table.store.group.first_block(length)
+        kept = self._kept = keep // BLOCK
+        self._done = max(kept, table.first)  # old blocks that are not held any more
+        self._release(table.first, min(kept, self._first))
+        table.ids = self._old[:kept]
+        table.first = min(kept, max(table.first, self._first))
+
+    @staticmethod
+    def lacks_kept(table: GroupTable, *, keep: int, length: int) -> bool:
+        """Whether kept tokens that the window has passed would be seen again."""
+        first = table.store.group.first_block(length)
+        return first < -(-keep // BLOCK) and table.first > first
+
+    def move(self, begin: int, end: int, allocate: Callable[[BlockPool], int]) -> None:
+        """Fill the block of the new positions `begin .. end`.
+
+        Raises:
+            CacheFullError: no block is free.
+        """
+        table = self._table
+        if begin // BLOCK < self._first:
+            table.ids.append(self._old[0])
+            table.first = len(table.ids)
+        else:
+            table.ids.append(self._filled(begin, end, allocate(table.store.pool)))
+        moved = (end + self._discard) // BLOCK
+        self._release(self._done, moved)
+        self._done = max(self._done, moved)
+
+    def finish(self) -> None:
+        """Give back the old blocks that are left."""
+        self._release(self._done, len(self._old))
+        self._done = len(self._old)
+        table = self._table
+        if table.store.replica is not None:
+            table.store.replica.use("host", table.held, max(0, self._kept - table.first) * BLOCK)
+
+    def _filled(self, begin: int, end: int, block: int) -> int:
+        blocks, start = self._table.store.blocks, max(begin, self._keep)
+        oldest = min(end, self._oldest - self._discard)
+        if oldest > start:  # nobody sees what is before it
+            blocks.clear([block])
+            start = oldest
+        elif start > begin:
+            blocks.copy_rows(self._old[begin // BLOCK], block, start - begin)
+        move(
+            blocks,
+            self._old,
+            start + self._discard,
+            end - start,
+            target=block,
+            row=start - begin,
+            distance=self._discard,
+            inv_freq=self._inv_freq,
+        )
+        return block
+
+    def _release(self, first: int, end: int) -> None:
+        for block in self._old[first:end]:
+            self._table.store.pool.release(block)
