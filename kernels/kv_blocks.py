@@ -5,8 +5,8 @@
     k_scale, v_scale  [blocks, layers, kv_heads, BLOCK]                   f32; int8 and int4 only
     key_offset        [layers, kv_heads, head_dim]                          f32, or none
 
-A block is one contiguous record over all layers, so that it can be written to disk or sent to a
-device as it is. Four dimensions of a key lie side by side, and four tokens of a value: a score sums
+A block is one contiguous record over all layers of the pool, so that it can be written to disk or
+sent to a device as it is. Four dimensions of a key lie side by side, and four tokens of a value: a score sums
 over dimensions and an output over tokens, and the processors' dot products of bytes take four at a
 time. Sixteen keys share a panel, so that attention reads memory from front to back.
 

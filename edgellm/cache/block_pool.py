@@ -12,8 +12,11 @@ from edgellm.kernels.kv_blocks import BLOCK
 class BlockPool:
     """Reference counts of one group's blocks.
 
-    A block that nobody holds but the index knows is reused last, the oldest first; memory that was
-    never touched is touched before that only up to `resident` blocks.
+    A block that nobody holds but the index knows is reused last, the oldest first.
+
+    Attributes:
+        resident: so many blocks have memory before one that the index knows is reused; more only
+            if sequences hold them all.
     """
 
     def __init__(
@@ -21,7 +24,7 @@ class BlockPool:
     ) -> None:
         self._index = index
         self._group = group
-        self._resident = blocks if resident is None else min(blocks, resident)
+        self.resident = blocks if resident is None else min(blocks, resident)
         self._references = [0] * blocks
         self._touched = 0
         self._free: list[int] = []
@@ -72,7 +75,7 @@ class BlockPool:
         if self._free:
             return self._free.pop()
         left = len(self._references) - self._touched
-        if left and (self._touched < self._resident or not self._idle):
+        if left and (self._touched < self.resident or not self._idle):
             self._touched += 1
             return self._touched - 1
         if self._idle:

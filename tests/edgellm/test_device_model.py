@@ -51,8 +51,8 @@ def on_device(llm: LLM, precision: str) -> Prefill:
 
     engine, queue = llm.engine, Queue("cpu")
     segments = DeviceSegments(engine.bundle, precision, queue=queue, threads=1, provider_options={})
-    replica = engine.cache.on_device("cpu")
-    model = DeviceModel(segments, *head_and_attention(llm, precision), replica=replica, queue=queue)
+    head, attention = head_and_attention(llm, precision)
+    model = DeviceModel(segments, head, attention, cache=engine.cache, queue=queue)
     return ChunkedPrefill(model, engine.decoder, Costs(dict.fromkeys(segments.chunk_sizes, 1.0)))
 
 
