@@ -6,9 +6,9 @@
     key_offset        [layers, kv_heads, head_dim]                          f32, or none
 
 A block is one contiguous record over all layers of the pool, so that it can be written to disk or
-sent to a device as it is. Four dimensions of a key lie side by side, and four tokens of a value: a score sums
-over dimensions and an output over tokens, and the processors' dot products of bytes take four at a
-time. Sixteen keys share a panel, so that attention reads memory from front to back.
+sent to a device as it is. Four dimensions of a key lie side by side, and four tokens of a value: a
+score sums over dimensions and an output over tokens, and the processors' dot products of bytes take
+four at a time. Sixteen keys share a panel, so that attention reads memory from front to back.
 
 K is stored after RoPE and less `key_offset`, if the model has one. The same vector for all keys
 changes each query's scores by one number, and so no softmax; taken from a part that all keys have
