@@ -12,6 +12,7 @@ from dataclasses import replace
 
 from edgellm.checks import check_text
 from edgellm.engine.answer import LogitFilter
+from edgellm.engine.context import Context
 from edgellm.engine.engine import Engine
 from edgellm.engine.prefill import Progress
 from edgellm.engine.sampling import GenerationOptions
@@ -35,7 +36,7 @@ class Chat:
         self, engine: Engine, options: GenerationOptions, *, system: str | None = None
     ) -> None:
         self._engine = engine
-        self._session = Session(engine)
+        self._session = Session(Context(engine))
         self._forgotten: list[Message] = []  # behind the system prompt; the model sees them no more
         self._dropped = 0  # tokens of them, with the last answer
         self.options = options

@@ -6,6 +6,7 @@ import threading
 from collections.abc import Iterator
 from dataclasses import replace
 
+from edgellm.engine.context import Context
 from edgellm.engine.engine import Engine
 from edgellm.engine.prefill import Progress
 from edgellm.engine.sampling import GenerationOptions
@@ -87,7 +88,7 @@ def stream_infill(
         model = engine.bundle.manifest.name
         tokens = infill_tokens(engine.tokenizer, gap, model=model, order=order)
         options = infill_options(engine, options)
-    with Session(engine) as session:
+    with Session(Context(engine)) as session:
         session.replace(tokens)
         yield from session.stream(options, cancel=cancel, progress=progress)
 

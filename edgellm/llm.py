@@ -15,6 +15,7 @@ from edgellm.chat import Chat
 from edgellm.checks import check_path, check_text
 from edgellm.engine.answer import LogitFilter
 from edgellm.engine.auto_prefill import faster_provider
+from edgellm.engine.context import Context
 from edgellm.engine.engine import Engine
 from edgellm.engine.prefill import Progress
 from edgellm.engine.sampling import ContextPolicy, GenerationOptions
@@ -261,7 +262,7 @@ class LLM:
 
     def session(self) -> Session:
         """An empty session: append, generate, fork, rewind."""
-        return Session(self.engine)
+        return Session(Context(self.engine))
 
     def load_session(self, path: str | Path) -> Session:
         """A session that `Session.save` wrote, in this process or another, on any back end.
@@ -269,9 +270,9 @@ class LLM:
         Raises:
             SessionFileError: damaged, or of another model or KV format.
         """
-        session = Session(self.engine)
-        session.restore(check_path("path", path))
-        return session
+        context = Context(self.engine)
+        context.restore(check_path("path", path))
+        return Session(context)
 
     def prefix(self, name: str, text: str | None = None, *, system: bool = False) -> Session:
         """A session that begins with a named text, whose KV cache is kept in EDGELLM_HOME.

@@ -16,6 +16,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal
 
+from edgellm.engine.context import Context
 from edgellm.engine.engine import Engine
 from edgellm.engine.prefill import Progress
 from edgellm.engine.sampling import GenerationOptions
@@ -66,8 +67,10 @@ def open_prefix(engine: Engine, name: str) -> tuple[NamedPrefix, Session]:
             "`edgellm cache add` keeps one"
         )
     try:
-        with Session(engine) as session:
-            session.restore(_folder(engine, name) / _SESSION)
+        context = Context(engine)
+        context.restore(_folder(engine, name) / _SESSION)
+        # others find the end of what is computed, which fills no block, when a session is closed
+        with Session(context) as session:
             return prefix, session.fork()
     except SessionFileError as error:
         _log.warning("%s; computed again", error)
@@ -115,8 +118,7 @@ def _compute(
     engine: Engine, about: NamedPrefix, tokens: list[int], progress: Progress | None
 ) -> Session:
     folder = _folder(engine, about.name)
-    # others find the end of what is computed, which fills no block, when a session is closed
-    with Session(engine) as session:
+    with Session(Context(engine)) as session:
         session.replace(tokens)
         answer = session.generate(GenerationOptions(max_tokens=0), progress=progress)
         if answer.finish_reason != "length":

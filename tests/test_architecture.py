@@ -129,6 +129,16 @@ def test_exported_names_exist() -> None:
         edgellm.nothing  # noqa: B018
 
 
+def test_sessions_and_chats_show_what_a_user_needs() -> None:
+    def public(of: type) -> set[str]:
+        return {name for name in dir(of) if not name.startswith("_")}
+
+    answers = {"close", "stats", "stream", "tokens"}
+    session = {"append", "replace", "fork", "rewind", "save", "generate", "cached"}
+    assert public(edgellm.Session) == (answers | session) - {"stats"}  # an attribute
+    assert public(edgellm.Chat) == answers | {"send", "regenerate"}
+
+
 def test_every_error_is_exported() -> None:
     from edgellm import errors
 

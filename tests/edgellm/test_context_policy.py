@@ -25,7 +25,7 @@ def llm(smollm2: Bundle) -> LLM:
 
 def first_layer(session: Session) -> tuple[np.ndarray, np.ndarray]:
     """K and V of the first layer, `[Hkv, tokens, D]`: they depend on token and position alone."""
-    sequence = session._sequence
+    sequence = session._context.sequence
     k, v = sequence.blocks.read(sequence.table, 0, slice(None), len(sequence))
     ids = sequence.table
     scales = sequence.blocks.k_scale, sequence.blocks.v_scale
@@ -60,7 +60,7 @@ def test_shifted_keys_are_those_of_the_new_positions(llm: LLM) -> None:
         session.append(TEXT[:700])
         session.generate(llm.sampling(temperature=0, max_tokens=1))
         session.rewind(session.cached)
-        assert session.make_room(4) > 0
+        assert session._context.make_room(4) > 0
         assert session.cached == len(session.tokens)
         fresh.replace(session.tokens)
         fresh.generate(llm.sampling(temperature=0, max_tokens=0))
@@ -74,7 +74,7 @@ def test_another_text_takes_nothing_from_behind_a_gap(llm: LLM) -> None:
     with llm.session() as session:
         session.append(TEXT[:700])
         session.generate(llm.sampling(temperature=0, max_tokens=1))
-        session.make_room(4)
+        session._context.make_room(4)
         session.replace([*session.tokens, 5])
         assert session.cached == 4
 
