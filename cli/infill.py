@@ -10,8 +10,8 @@ import click
 from edgellm.cli.options import load_options, model_argument, sampling_options
 from edgellm.cli.run import fill
 from edgellm.cli.text import read_text
+from edgellm.engine.generation_options import GenerationArguments
 from edgellm.errors import OptionError
-from edgellm.llm import GenerationArguments
 from edgellm.options import EngineArguments
 from edgellm.text.fim import ORDERS, Gap, Order
 

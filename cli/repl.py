@@ -13,9 +13,9 @@ from edgellm.cli.interrupt import INTERRUPTED, cancel_on_interrupt, exit_on_term
 from edgellm.cli.output import end_shown_line, report, write
 from edgellm.cli.progress import count_progress
 from edgellm.cli.prompt_input import PromptInput
-from edgellm.engine.sampling import MAY_BE_NONE
+from edgellm.engine.generation_options import MAY_BE_NONE, GenerationArguments
 from edgellm.errors import CancelledError, ContextOverflowError, EdgeLLMError, OptionError
-from edgellm.llm import LLM, GenerationArguments
+from edgellm.llm import LLM
 from edgellm.text.prompt import Message
 
 # Kinds of sampling options that /set can change, and those that may also be none.
@@ -195,7 +195,7 @@ class _Repl:
             raise OptionError(f"write /set NAME VALUE with NAME one of {', '.join(settable)}")
         new = _parsed(name, value.strip(), current[name])
         given: GenerationArguments = {**self._sampling, name: new}  # type: ignore[misc]
-        self._chat.options, self._sampling = self._llm.sampling(**given), given
+        self._chat.options, self._sampling = self._llm.generation_options(**given), given
         click.echo(f"{name} is {new}", err=True)
 
     def _show(self) -> None:

@@ -23,8 +23,9 @@ from edgellm.cli.output import end_shown_line, report, write
 from edgellm.cli.progress import count_progress, export_progress
 from edgellm.cli.text import read_text
 from edgellm.engine.answer import LogitFilter
+from edgellm.engine.generation_options import GenerationArguments
 from edgellm.errors import OptionError, SourceError
-from edgellm.llm import LLM, GenerationArguments, load
+from edgellm.llm import LLM, load
 from edgellm.named_prefix import open_prefix
 from edgellm.options import EngineArguments
 from edgellm.results import Completion
@@ -248,10 +249,7 @@ def _answer(
             session = llm.session()
             session.append(text, parse_special=True)
             pieces = session.stream(
-                llm.sampling(**sampling),
-                cancel=cancel,
-                progress=progress,
-                logit_filter=logit_filter,
+                cancel=cancel, progress=progress, logit_filter=logit_filter, **sampling
             )
         else:
             conversation = llm.chat(system=system, **sampling)

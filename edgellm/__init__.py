@@ -30,7 +30,7 @@ from edgellm.errors import (
 if TYPE_CHECKING:
     from edgellm.chat import Chat
     from edgellm.engine.answer import LogitFilter
-    from edgellm.engine.sampling import GenerationOptions
+    from edgellm.engine.generation_options import GenerationOptions
     from edgellm.llm import LLM, load
     from edgellm.options import EngineOptions
     from edgellm.results import Completion, Piece, Stats
@@ -48,7 +48,7 @@ _LAZY = {
     "LogitFilter": "edgellm.engine.answer",
     "Message": "edgellm.text.prompt",
     "Piece": "edgellm.results",
-    "GenerationOptions": "edgellm.engine.sampling",
+    "GenerationOptions": "edgellm.engine.generation_options",
     "Session": "edgellm.session",
     "Stats": "edgellm.results",
     "load": "edgellm.llm",

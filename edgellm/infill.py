@@ -8,8 +8,8 @@ from dataclasses import replace
 
 from edgellm.engine.context import Context
 from edgellm.engine.engine import Engine
+from edgellm.engine.generation_options import GenerationOptions
 from edgellm.engine.prefill import Progress
-from edgellm.engine.sampling import GenerationOptions
 from edgellm.errors import OptionError
 from edgellm.results import Piece
 from edgellm.session import Session
@@ -90,7 +90,7 @@ def stream_infill(
         options = infill_options(engine, options)
     with Session(Context(engine)) as session:
         session.replace(tokens)
-        yield from session.stream(options, cancel=cancel, progress=progress)
+        yield from session.stream(options=options, cancel=cancel, progress=progress)
 
 
 def _in_words(engine: Engine, gap: Gap) -> list[int]:

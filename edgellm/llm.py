@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, TypedDict, Unpack
+from typing import TYPE_CHECKING, Unpack
 
 from edgellm.backends.selection import select
 from edgellm.chat import Chat
@@ -17,8 +17,12 @@ from edgellm.engine.answer import LogitFilter
 from edgellm.engine.auto_prefill import faster_provider
 from edgellm.engine.context import Context
 from edgellm.engine.engine import Engine
+from edgellm.engine.generation_options import (
+    GenerationArguments,
+    GenerationOptions,
+    chosen_options,
+)
 from edgellm.engine.prefill import Progress
-from edgellm.engine.sampling import ContextPolicy, GenerationOptions
 from edgellm.errors import OptionError
 from edgellm.infill import stream_infill
 from edgellm.named_prefix import keep_prefix, open_prefix
@@ -26,7 +30,6 @@ from edgellm.options import EngineArguments, EngineOptions
 from edgellm.results import Completion, Piece, completion
 from edgellm.session import Session
 from edgellm.store.bundle import ExportProgress
-from edgellm.store.generation_defaults import tried_defaults
 from edgellm.store.import_summary import rounding_notes
 from edgellm.store.prepare import prepare
 from edgellm.store.sources import DEFAULT_MODEL
@@ -36,32 +39,6 @@ if TYPE_CHECKING:
     from edgellm.text.json_schema import JsonGrammars
 
 _log = logging.getLogger(__name__)
-
-
-class GenerationArguments(TypedDict, total=False):
-    """The fields of `GenerationOptions` as keyword arguments."""
-
-    temperature: float
-    top_k: int
-    top_p: float
-    min_p: float
-    repeat_penalty: float
-    presence_penalty: float
-    frequency_penalty: float
-    repeat_last_n: int
-    logit_bias: dict[int, float]
-    seed: int | None
-    max_tokens: int | None
-    context_policy: ContextPolicy
-    keep: int
-    stop: list[str]
-    stop_tokens: list[int]
-    min_indent: int
-    time_limit_ms: int | None
-    logprobs: int
-    ignore_eos: bool
-    repetition_limit: int
-    speculate: bool
 
 
 def load(
@@ -136,45 +113,49 @@ class LLM:
         self,
         prompt: str | Sequence[int],
         *,
+        options: GenerationOptions | None = None,
         cancel: threading.Event | None = None,
         progress: Progress | None = None,
         logit_filter: LogitFilter | None = None,
-        **options: Unpack[GenerationArguments],
+        **arguments: Unpack[GenerationArguments],
     ) -> Completion:
         """Continue a text, or token ids, without chat template; see `chat` for questions.
 
         A special token that is written out in the text, such as `<|im_end|>`, is that token.
 
         Args:
-            cancel, progress, logit_filter: see `Session.stream`.
-            options: fields of `GenerationOptions`.
+            options, cancel, progress, logit_filter: see `Session.stream`.
+            arguments: fields of `GenerationOptions`, over those of `options`.
         """
         with self.session() as session:
             session.append(prompt, parse_special=True)
             return session.generate(
-                self.sampling(**options),
+                options=options,
                 cancel=cancel,
                 progress=progress,
                 logit_filter=logit_filter,
+                **arguments,
             )
 
     def stream(
         self,
         prompt: str | Sequence[int],
         *,
+        options: GenerationOptions | None = None,
         cancel: threading.Event | None = None,
         progress: Progress | None = None,
         logit_filter: LogitFilter | None = None,
-        **options: Unpack[GenerationArguments],
+        **arguments: Unpack[GenerationArguments],
     ) -> Iterator[Piece]:
         """`generate`, piece by piece."""
         with self.session() as session:
             session.append(prompt, parse_special=True)
             yield from session.stream(
-                self.sampling(**options),
+                options=options,
                 cancel=cancel,
                 progress=progress,
                 logit_filter=logit_filter,
+                **arguments,
             )
 
     def infill(
@@ -188,9 +169,10 @@ class LLM:
         order: Order | None = None,
         single_line: bool = False,
         template: bool = False,
+        options: GenerationOptions | None = None,
         cancel: threading.Event | None = None,
         progress: Progress | None = None,
-        **options: Unpack[GenerationArguments],
+        **arguments: Unpack[GenerationArguments],
     ) -> Completion:
         """The text that belongs between a prefix and a suffix; greedy unless told otherwise.
 
@@ -202,8 +184,8 @@ class LLM:
                 the suffix keeps its place in the KV cache while the prefix grows.
             single_line: stop at the end of the line.
             template: ask in words through the chat template; for models without infill tokens.
-            cancel, progress: see `Session.stream`.
-            options: fields of `GenerationOptions`, `min_indent` and `time_limit_ms` among them.
+            options, cancel, progress: see `Session.stream`.
+            arguments: fields of `GenerationOptions`, `min_indent` and `time_limit_ms` among them.
 
         Raises:
             UnsupportedModelError: the model has no infill tokens, and `template` is not set.
@@ -217,9 +199,10 @@ class LLM:
             order=order,
             single_line=single_line,
             template=template,
+            options=options,
             cancel=cancel,
             progress=progress,
-            **options,
+            **arguments,
         )
         return completion(list(pieces))
 
@@ -234,31 +217,45 @@ class LLM:
         order: Order | None = None,
         single_line: bool = False,
         template: bool = False,
+        options: GenerationOptions | None = None,
         cancel: threading.Event | None = None,
         progress: Progress | None = None,
-        **options: Unpack[GenerationArguments],
+        **arguments: Unpack[GenerationArguments],
     ) -> Iterator[Piece]:
         """`infill`, piece by piece."""
         for argument, value in (("prefix", prefix), ("suffix", suffix), ("path", path)):
             check_text(argument, value)
         gap = Gap(prefix=prefix, suffix=suffix, extra=extra, path=path, repository=repository)
-        options.setdefault("temperature", 0.0)
-        sampling = self.sampling(**options)
+        if options is None:
+            arguments.setdefault("temperature", 0.0)
+        chosen = chosen_options(self.engine.bundle.manifest, options, arguments)
         if single_line:
-            sampling = replace(sampling, stop=[*sampling.stop, "\n"])
+            chosen = replace(chosen, stop=[*chosen.stop, "\n"])
         return stream_infill(
             self.engine,
             gap,
-            sampling,
+            chosen,
             order=order,
             template=template,
             cancel=cancel,
             progress=progress,
         )
 
-    def chat(self, *, system: str | None = None, **options: Unpack[GenerationArguments]) -> Chat:
-        """A conversation through the model's chat template."""
-        return Chat(self.engine, self.sampling(**options), system=system)
+    def chat(
+        self,
+        *,
+        system: str | None = None,
+        options: GenerationOptions | None = None,
+        **arguments: Unpack[GenerationArguments],
+    ) -> Chat:
+        """A conversation through the model's chat template.
+
+        Args:
+            system: what the model is told first.
+            options, arguments: of all answers, see `Session.stream`; each can have its own.
+        """
+        chosen = chosen_options(self.engine.bundle.manifest, options, arguments)
+        return Chat(self.engine, chosen, system=system)
 
     def session(self) -> Session:
         """An empty session: append, generate, fork, rewind."""
@@ -311,12 +308,7 @@ class LLM:
 
         return JsonGrammars(self.engine.tokenizer)
 
-    def sampling(self, **options: Unpack[GenerationArguments]) -> GenerationOptions:
-        """Sampling options: those given, else the model's own, else those tried, else llama.cpp's.
-
-        Those tried (see `generation_defaults.py`) are for models whose files name none, and do not
-        count with `temperature=0`, which is plain greedy.
-        """
-        manifest = self.engine.bundle.manifest
-        tried = {} if options.get("temperature") == 0 else tried_defaults(manifest.source)
-        return GenerationOptions(**{**tried, **manifest.generation, **options})
+    def generation_options(self, **arguments: Unpack[GenerationArguments]) -> GenerationOptions:
+        """The options of an answer: those given, else the model's own, else those tried for it,
+        else llama.cpp's."""
+        return chosen_options(self.engine.bundle.manifest, None, arguments)

@@ -19,7 +19,6 @@ from typing import Literal
 from edgellm.engine.context import Context
 from edgellm.engine.engine import Engine
 from edgellm.engine.prefill import Progress
-from edgellm.engine.sampling import GenerationOptions
 from edgellm.errors import CancelledError, OptionError, SessionFileError, TemplateError
 from edgellm.session import Session
 from edgellm.store.home import delete_folder, file_safe, locked, prefixes_dir, replacing_folder
@@ -120,7 +119,7 @@ def _compute(
     folder = _folder(engine, about.name)
     with Session(Context(engine)) as session:
         session.replace(tokens)
-        answer = session.generate(GenerationOptions(max_tokens=0), progress=progress)
+        answer = session.generate(max_tokens=0, progress=progress)
         if answer.finish_reason != "length":
             raise CancelledError(f"prefix {about.name!r}: {answer.finish_reason}; nothing is kept")
         try:

@@ -8,12 +8,17 @@ from collections.abc import Iterator
 from collections.abc import Sequence as SequenceOf
 from dataclasses import replace
 from pathlib import Path
+from typing import Unpack
 
 from edgellm.checks import check_hooks, check_number, check_path
 from edgellm.engine.answer import Answer, LogitFilter
 from edgellm.engine.context import Context
+from edgellm.engine.generation_options import (
+    GenerationArguments,
+    GenerationOptions,
+    chosen_options,
+)
 from edgellm.engine.prefill import Progress
-from edgellm.engine.sampling import GenerationOptions
 from edgellm.results import Completion, Piece, Stats, completion
 
 
@@ -91,38 +96,50 @@ class Session:
 
     def generate(
         self,
-        options: GenerationOptions,
         *,
+        options: GenerationOptions | None = None,
         cancel: threading.Event | None = None,
         progress: Progress | None = None,
         logit_filter: LogitFilter | None = None,
+        **arguments: Unpack[GenerationArguments],
     ) -> Completion:
         """The whole answer at once; see `stream`."""
-        pieces = self.stream(options, cancel=cancel, progress=progress, logit_filter=logit_filter)
+        pieces = self.stream(
+            options=options,
+            cancel=cancel,
+            progress=progress,
+            logit_filter=logit_filter,
+            **arguments,
+        )
         return completion(list(pieces))
 
     def stream(
         self,
-        options: GenerationOptions,
         *,
+        options: GenerationOptions | None = None,
         cancel: threading.Event | None = None,
         progress: Progress | None = None,
         logit_filter: LogitFilter | None = None,
+        **arguments: Unpack[GenerationArguments],
     ) -> Iterator[Piece]:
         """Answer piece by piece; the last piece has a finish_reason and the stats.
 
         Args:
+            options: how tokens are chosen and when to stop; None is what `LLM.generation_options`
+                gives.
             cancel: set it from anywhere to stop, also in the middle of prefill; the session stays
                 valid and keeps what was computed.
             progress: called during prefill with tokens done and in all.
             logit_filter: rules tokens out at each step.
+            arguments: fields of `GenerationOptions`, over those of `options`.
 
         Raises:
-            OptionError: the session is empty.
+            OptionError: the session is empty, or an option is not allowed.
             ContextOverflowError: the tokens do not fit into the context.
             CacheFullError: open sessions hold the whole cache.
         """
         check_hooks(cancel, progress, logit_filter)
+        options = chosen_options(self._context.engine.bundle.manifest, options, arguments)
         seed = secrets.randbits(32) if options.seed is None else options.seed
         answer, dropped = Answer(self._context, replace(options, seed=seed)), False
         try:

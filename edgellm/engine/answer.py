@@ -14,10 +14,11 @@ from numpy.typing import NDArray
 from edgellm.backends.trace import TaskRecord
 from edgellm.cache.sequence import required_turns
 from edgellm.engine.context import Context
+from edgellm.engine.generation_options import GenerationOptions
 from edgellm.engine.memory import peak_memory_bytes
 from edgellm.engine.prefill import Hooks, Progress
 from edgellm.engine.repetition import RepetitionGuard
-from edgellm.engine.sampling import GenerationOptions, Sampler, best_will_do
+from edgellm.engine.sampling import Sampler, best_will_do
 from edgellm.engine.speculation import Speculation
 from edgellm.errors import CancelledError, OptionError
 from edgellm.kernels.sampling import Logits, log_sum_exp

@@ -12,10 +12,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from edgellm import EdgeLLMError, OptionError, SessionFileError
+from edgellm import EdgeLLMError, GenerationOptions, OptionError, SessionFileError
 from edgellm.cache.session_file import MAGIC
-from edgellm.engine.sampling import GenerationOptions
-from edgellm.llm import LLM, GenerationArguments, load
+from edgellm.engine.generation_options import GenerationArguments
+from edgellm.llm import LLM, load
 from edgellm.options import EngineArguments, EngineOptions
 
 WRONG_TOKENS: list[Any] = [
@@ -81,7 +81,7 @@ def test_session_files_with_a_fitting_checksum(
     path = tmp_path / "session"
     with tiny.session() as session:
         session.append([5, 6, 7, 8])
-        session.generate(tiny.sampling(max_tokens=1, temperature=0))
+        session.generate(max_tokens=1, temperature=0)
         session.save(path)
     data = path.read_bytes()
     body = data[len(MAGIC) + 32 :]
