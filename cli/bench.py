@@ -6,8 +6,9 @@ import sys
 
 import click
 
+from edgellm import Progress
 from edgellm.cli.options import load_options, model_argument
-from edgellm.cli.progress import export_progress
+from edgellm.cli.progress import progress_bar
 from edgellm.engine.engine import DEFAULT_CTX_SIZE
 from edgellm.llm import load
 from edgellm.measure.benchmark import bench as measure
@@ -59,12 +60,13 @@ def bench(
     needed = max([*prompts, *generations]) + max(depths)
     if load_arguments["ctx_size"] is None and needed > DEFAULT_CTX_SIZE:
         load_arguments["ctx_size"] = needed
-    with export_progress() as exporting:
-        llm = load(name, **load_arguments, export_progress=exporting)
+    with progress_bar() as progress:
+        llm = load(name, **load_arguments, progress=progress)
 
-    def show(test: str, done: int, total: int) -> None:
+    def show(test: Progress) -> None:
         if sys.stderr.isatty():
-            click.echo(f"\r{test}: {done}/{total}  ", err=True, nl=done == total)
+            end = test.done == test.total
+            click.echo(f"\r{test.label}: {test.done}/{test.total}  ", err=True, nl=end)
 
     results = measure(
         llm.engine,

@@ -7,7 +7,7 @@ from pathlib import Path
 import click
 
 from edgellm.cli.options import load_options, model_argument
-from edgellm.cli.progress import count_progress, export_progress
+from edgellm.cli.progress import progress_bar
 from edgellm.cli.text import read_text
 from edgellm.errors import OptionError
 from edgellm.llm import load
@@ -42,9 +42,9 @@ def add(
     if (text is None) == (file is None):
         raise OptionError("give the text with -p or with -f, and not with both")
     text = read_text(file) if file is not None else text or ""
-    with export_progress() as exporting:
-        llm = load(name, **load_arguments, export_progress=exporting)
-    with count_progress("prefill") as progress:
+    with progress_bar() as progress:
+        llm = load(name, **load_arguments, progress=progress)
+    with progress_bar() as progress:
         session = keep_prefix(
             llm.engine, prefix, text, kind="text" if raw else "system", progress=progress
         )

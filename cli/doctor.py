@@ -11,13 +11,14 @@ from edgellm.backends.packed_weights import open_packed_weights
 from edgellm.backends.self_test import Check, check_prompts, check_segments
 from edgellm.backends.step_model import StepModel
 from edgellm.cli.options import load_options, model_argument
-from edgellm.cli.progress import export_progress
+from edgellm.cli.progress import progress_bar
 from edgellm.engine.engine import Engine
 from edgellm.engine.prefill import ChunkedPrefill, StepPrefill
 from edgellm.llm import load
 from edgellm.measure.step_test import check_layers, check_step
 from edgellm.options import EngineArguments
-from edgellm.store.bundle import PACKED, ExportProgress
+from edgellm.progress import ProgressCallback
+from edgellm.store.bundle import PACKED
 from edgellm.store.import_summary import imported
 
 
@@ -33,8 +34,8 @@ def doctor(*, name: str, load_arguments: EngineArguments) -> int:
     the native and Triton kernels among it. (ONNX Runtime is, as far as prefill runs there.)
     """
     checks: list[Check] = []
-    with export_progress() as progress:
-        engine = load(name, **load_arguments, export_progress=progress).engine
+    with progress_bar() as progress:
+        engine = load(name, **load_arguments, progress=progress).engine
         for check in _checks(engine, progress):
             _show(check)
             checks.append(check)
@@ -47,7 +48,7 @@ def doctor(*, name: str, load_arguments: EngineArguments) -> int:
     return 1 if failed else 0
 
 
-def _checks(engine: Engine, progress: ExportProgress) -> Iterator[Check]:
+def _checks(engine: Engine, progress: ProgressCallback) -> Iterator[Check]:
     if isinstance(engine.prefill, ChunkedPrefill):
         model = engine.prefill.model
         click.echo(f"{model.segments.precision} on {engine.prefill.placement}")

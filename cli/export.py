@@ -10,7 +10,7 @@ from typing import Any
 import click
 
 from edgellm.cli.options import model_argument
-from edgellm.cli.progress import export_progress
+from edgellm.cli.progress import progress_bar
 from edgellm.cli.text import read_text
 from edgellm.errors import OptionError
 from edgellm.export import (
@@ -127,7 +127,7 @@ def export(
     check_precisions(names)
     if sizes is not None:
         check_chunk_sizes(sizes, names)
-    with export_progress() as progress:
+    with progress_bar() as progress:
         bundle = prepare(
             name,
             precisions=default_precisions if precisions is None else names,

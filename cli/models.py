@@ -10,7 +10,7 @@ import click
 from edgellm.backends.selection import select
 from edgellm.cli.export import report
 from edgellm.cli.options import model_argument
-from edgellm.cli.progress import export_progress
+from edgellm.cli.progress import progress_bar
 from edgellm.engine.engine import planned_memory
 from edgellm.errors import BundleError, EdgeLLMError, SourceError
 from edgellm.graphs.tensors import parameters
@@ -34,7 +34,7 @@ from edgellm.store.sources import bundle_label, local_path, resolve_here
 @model_argument
 def pull(*, name: str) -> None:
     """Download MODEL and export it, so that the next run starts at once."""
-    with export_progress() as progress:
+    with progress_bar() as progress:
         bundle = prepare(name, precisions=select(EngineOptions()).precisions, progress=progress)
     report(bundle)
 
@@ -64,7 +64,7 @@ def ls() -> None:
 @click.option("--verify", is_flag=True, help="Read and check every file of the bundle.")
 def show(*, name: str, verify: bool) -> None:
     """Show what MODEL is, its precisions and the memory that it needs."""
-    with export_progress() as progress:
+    with progress_bar() as progress:
         bundle = prepare(name, precisions=select(EngineOptions()).precisions, progress=progress)
     if verify:
         bundle = open_bundle(bundle.path, verify=True)

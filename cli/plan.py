@@ -12,7 +12,7 @@ from edgellm.backends.providers import AUTO, CUDA, NATIVE, TRITON
 from edgellm.backends.schedule import POLICIES
 from edgellm.backends.timing import Samples
 from edgellm.cli.options import load_options
-from edgellm.cli.progress import export_progress
+from edgellm.cli.progress import progress_bar
 from edgellm.engine.auto_prefill import auto_choice
 from edgellm.engine.engine import DEFAULT_CTX_SIZE, Engine
 from edgellm.engine.measured import MeasuredPrompt
@@ -37,8 +37,8 @@ def plan(*, prompt_length: int, name: str, load_arguments: EngineArguments) -> N
     """Explain how a prompt of PROMPT_LENGTH tokens is prefilled, and what limits it."""
     if load_arguments["ctx_size"] is None and prompt_length > DEFAULT_CTX_SIZE:
         load_arguments["ctx_size"] = prompt_length
-    with export_progress() as exporting:
-        engine = load(name, **load_arguments, export_progress=exporting).engine
+    with progress_bar() as progress:
+        engine = load(name, **load_arguments, progress=progress).engine
     if prompt_length > engine.ctx_size:
         raise OptionError(
             f"a prompt of {prompt_length} tokens does not fit into a context of "

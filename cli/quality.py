@@ -8,7 +8,7 @@ from pathlib import Path
 import click
 
 from edgellm.cli.options import STDIN, load_options, model_argument
-from edgellm.cli.progress import export_progress
+from edgellm.cli.progress import progress_bar
 from edgellm.cli.text import read_text
 from edgellm.errors import OptionError
 from edgellm.llm import load
@@ -72,8 +72,8 @@ def quality(
         raise OptionError("the text is given twice, as TEXT and with --file")
     path = text or file
     content = None if path is None else read_text(path)
-    with export_progress() as progress:
-        llm = load(name, **load_arguments, export_progress=progress)
+    with progress_bar() as progress:
+        llm = load(name, **load_arguments, progress=progress)
         result = measure(
             llm.engine,
             content,

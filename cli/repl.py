@@ -11,7 +11,7 @@ from edgellm.chat import Chat
 from edgellm.cli.conversation_file import read_conversation, write_conversation
 from edgellm.cli.interrupt import INTERRUPTED, cancel_on_interrupt, exit_on_terminate
 from edgellm.cli.output import end_shown_line, report, write
-from edgellm.cli.progress import count_progress
+from edgellm.cli.progress import progress_bar
 from edgellm.cli.prompt_input import PromptInput
 from edgellm.engine.generation_options import MAY_BE_NONE, GenerationArguments
 from edgellm.errors import CancelledError, ContextOverflowError, EdgeLLMError, OptionError
@@ -129,7 +129,7 @@ class _Repl:
 
     def _answer(self, text: str | None) -> None:
         """Answer a message, or the last one again if it is None."""
-        with cancel_on_interrupt() as cancel, count_progress("prefill") as progress:
+        with cancel_on_interrupt() as cancel, progress_bar() as progress:
             if text is None:
                 pieces = self._chat.regenerate(cancel=cancel, progress=progress)
             else:

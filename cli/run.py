@@ -20,7 +20,7 @@ from edgellm.cli.options import (
     sampling_options,
 )
 from edgellm.cli.output import end_shown_line, report, write
-from edgellm.cli.progress import count_progress, export_progress
+from edgellm.cli.progress import progress_bar
 from edgellm.cli.text import read_text
 from edgellm.engine.answer import LogitFilter
 from edgellm.engine.generation_options import GenerationArguments
@@ -113,8 +113,8 @@ def run(
         text = _process_escapes(text)
     if text is not None and not text.strip():
         raise OptionError("the prompt is empty; give a text with -p, -f or a pipe")
-    with export_progress() as exporting:
-        llm = load(name, **load_arguments, export_progress=exporting)
+    with progress_bar() as progress:
+        llm = load(name, **load_arguments, progress=progress)
     if cache is not None:
         system, text, raw = _begin_with(llm, cache, system, text, raw)
     if raw and system is not None:
@@ -244,7 +244,7 @@ def _answer(
     trace: Path | None,
     as_json: bool,
 ) -> int:
-    with cancel_on_interrupt() as cancel, count_progress("prefill") as progress:
+    with cancel_on_interrupt() as cancel, progress_bar() as progress:
         if raw:
             session = llm.session()
             session.append(text, parse_special=True)
@@ -285,11 +285,11 @@ def fill(
     """Write what belongs into a gap to stdout, exactly as it is."""
     if not gap.prefix and not gap.suffix:
         raise OptionError("nothing stands around the gap; give --prefix or --suffix")
-    with export_progress() as exporting:
-        llm = load(name, **load_arguments, export_progress=exporting)
+    with progress_bar() as progress:
+        llm = load(name, **load_arguments, progress=progress)
     if template:
         click.echo("[ asked in words: this is no fill-in-the-middle ]", err=True)
-    with cancel_on_interrupt() as cancel, count_progress("prefill") as progress:
+    with cancel_on_interrupt() as cancel, progress_bar() as progress:
         pieces = llm.stream_infill(
             gap.prefix,
             gap.suffix,

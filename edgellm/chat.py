@@ -21,8 +21,8 @@ from edgellm.engine.generation_options import (
     GenerationOptions,
     changed_options,
 )
-from edgellm.engine.prefill import Progress
 from edgellm.errors import OptionError
+from edgellm.progress import ProgressCallback
 from edgellm.results import Completion, Piece, Stats, completion
 from edgellm.session import Session
 from edgellm.text.prompt import Message, encode_conversation
@@ -68,14 +68,14 @@ class Chat:
         *,
         options: GenerationOptions | None = None,
         cancel: threading.Event | None = None,
-        progress: Progress | None = None,
+        progress: ProgressCallback | None = None,
         logit_filter: LogitFilter | None = None,
         **arguments: Unpack[GenerationArguments],
     ) -> Completion:
         """Say something and get the whole answer; see `stream`.
 
-        One that ended before its first token (`finish_reason` says why) is empty, and the
-        conversation is as it was.
+        An answer that was stopped is one as well, see `Session.generate`; one that ended before its
+        first token is empty, and the conversation is as it was.
         """
         pieces = self.stream(
             text,
@@ -93,7 +93,7 @@ class Chat:
         *,
         options: GenerationOptions | None = None,
         cancel: threading.Event | None = None,
-        progress: Progress | None = None,
+        progress: ProgressCallback | None = None,
         logit_filter: LogitFilter | None = None,
         **arguments: Unpack[GenerationArguments],
     ) -> Iterator[Piece]:
@@ -123,7 +123,7 @@ class Chat:
         *,
         options: GenerationOptions | None = None,
         cancel: threading.Event | None = None,
-        progress: Progress | None = None,
+        progress: ProgressCallback | None = None,
         logit_filter: LogitFilter | None = None,
         **arguments: Unpack[GenerationArguments],
     ) -> Iterator[Piece]:
@@ -152,7 +152,7 @@ class Chat:
         self,
         options: GenerationOptions,
         cancel: threading.Event | None,
-        progress: Progress | None,
+        progress: ProgressCallback | None,
         logit_filter: LogitFilter | None,
     ) -> Iterator[Piece]:
         self._session.replace(self._prompt(options.context_policy))

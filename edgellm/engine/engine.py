@@ -31,8 +31,9 @@ from edgellm.kernels.linear import PANEL
 from edgellm.kernels.native import MAX_HEAD_DIM, isa, library
 from edgellm.kernels.rope import RopeTable
 from edgellm.options import EngineOptions
+from edgellm.progress import ProgressCallback
 from edgellm.store import key_basis
-from edgellm.store.bundle import CHAT_TEMPLATE, PACKED, Bundle, ExportProgress
+from edgellm.store.bundle import CHAT_TEMPLATE, PACKED, Bundle
 from edgellm.text.template import ChatTemplate
 from edgellm.text.tokenizer import Tokenizer
 
@@ -57,7 +58,7 @@ class Engine:
         options: EngineOptions,
         *,
         tails_only: bool = True,
-        progress: ExportProgress | None = None,
+        progress: ProgressCallback | None = None,
     ) -> None:
         """`tails_only`: see `ChunkedPrefill`; `progress` is called while graphs are compiled for an
         accelerator."""
@@ -166,7 +167,7 @@ class Engine:
         precisions: Sequence[str],
         ropes: Sequence[RopeTable],
         int8_head: ModelHead | None,
-        progress: ExportProgress | None,
+        progress: ProgressCallback | None,
     ) -> dict[str, Model]:
         """The precisions in use that are graphs; one that serves both ends is opened once."""
         heads: dict[str, ModelHead] = {}

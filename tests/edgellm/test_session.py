@@ -13,6 +13,7 @@ from edgellm import (
     GenerationOptions,
     NumericError,
     OptionError,
+    Progress,
 )
 from edgellm.backends.providers import TRITON
 from edgellm.engine.prefill import STEP_CHUNK, Hooks, StepPrefill
@@ -130,10 +131,10 @@ def test_fork_and_rewind(llm: LLM) -> None:
 
 def test_cancel_in_prefill_keeps_the_session(llm: LLM) -> None:
     cancel = threading.Event()
-    seen: list[tuple[int, int]] = []
+    seen: list[Progress] = []
 
-    def progress(done: int, total: int) -> None:
-        seen.append((done, total))
+    def progress(news: Progress) -> None:
+        seen.append(news)
         cancel.set()
 
     with llm.session() as session:
@@ -142,7 +143,7 @@ def test_cancel_in_prefill_keeps_the_session(llm: LLM) -> None:
         assert found.finish_reason == "cancelled"
         assert found.tokens == ()
         chunk = STEP_CHUNK if isinstance(llm.engine.prefill, StepPrefill) else 128
-        assert seen == [(chunk, len(session.tokens))]
+        assert seen == [Progress("prefill", chunk, len(session.tokens), "tokens")]
         assert session.cached == found.stats.cached_tokens + chunk == chunk
         assert found.stats.prefill == {backend(llm): chunk}
         resumed = session.generate(options=GREEDY)
