@@ -9,11 +9,12 @@ from typing import Any, cast
 
 import click
 
+from edgellm.backends.registry import DECODE_BACKENDS
 from edgellm.backends.schedule import POLICIES
 from edgellm.engine.generation_options import CONTEXT_POLICIES, GenerationArguments
 from edgellm.errors import OptionError
 from edgellm.kernels.kv_blocks import KV_FORMATS
-from edgellm.options import DECODE_BACKENDS, PREFILL_PRECISIONS, EngineArguments
+from edgellm.options import PREFILL_PRECISIONS, EngineArguments
 from edgellm.store.sources import DEFAULT_MODEL
 
 Command = Callable[..., Any]

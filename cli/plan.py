@@ -8,7 +8,8 @@ from itertools import groupby
 
 import click
 
-from edgellm.backends.providers import AUTO, CUDA, NATIVE, TRITON
+from edgellm.backends.providers import CUDA
+from edgellm.backends.registry import AUTO, NATIVE, TRITON
 from edgellm.backends.schedule import POLICIES
 from edgellm.backends.timing import Samples
 from edgellm.cli.options import load_options

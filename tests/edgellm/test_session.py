@@ -15,7 +15,7 @@ from edgellm import (
     OptionError,
     Progress,
 )
-from edgellm.backends.providers import TRITON
+from edgellm.backends.registry import TRITON
 from edgellm.engine.prefill import STEP_CHUNK, Hooks, StepPrefill
 from edgellm.llm import LLM, load
 

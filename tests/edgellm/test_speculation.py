@@ -65,10 +65,7 @@ def test_a_session_goes_on_where_it_was_left(native: LLM) -> None:
             assert session.cached <= len(session.tokens)
             again = session.generate(options=options).tokens
             plain.replace(session.tokens[: -len(again)])
-            without = native.generation_options(
-                temperature=0, max_tokens=40, ignore_eos=True, speculate=False
-            )
-            assert plain.generate(without).tokens == again
+            assert plain.generate(options=options, speculate=False).tokens == again
 
 
 @pytest.mark.parametrize("change", ["close", "rewind"])
