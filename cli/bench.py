@@ -6,14 +6,12 @@ import sys
 
 import click
 
-from edgellm import Progress
+from edgellm import Progress, load
 from edgellm.cli.options import load_options, model_argument
 from edgellm.cli.progress import progress_bar
-from edgellm.engine.engine import DEFAULT_CTX_SIZE
-from edgellm.llm import load
 from edgellm.measure.benchmark import bench as measure
 from edgellm.measure.benchmark import to_json, to_markdown
-from edgellm.options import EngineArguments
+from edgellm.options import DEFAULT_CTX_SIZE, EngineArguments
 
 
 def _sizes(_: click.Context, __: click.Parameter, text: str) -> list[int]:

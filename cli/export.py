@@ -16,17 +16,18 @@ from edgellm.errors import OptionError
 from edgellm.export import (
     DEFAULT_CHUNK_SIZES,
     DEFAULT_PRECISIONS,
+    FLOAT_WEIGHTS,
+    METHODS,
+    PRECISIONS,
+    ROUNDINGS,
+    CalibrationOptions,
+    Method,
+    Rounding,
     check_chunk_sizes,
     check_precisions,
     default_precisions,
 )
-from edgellm.export.calibrate import ROUNDINGS, CalibrationOptions, Rounding
-from edgellm.export.precisions import PRECISIONS
-from edgellm.export.weight_reader import FLOAT_WEIGHTS
-from edgellm.quantize.calibration import METHODS, Method
-from edgellm.store.bundle import Bundle
-from edgellm.store.import_summary import imported
-from edgellm.store.prepare import prepare
+from edgellm.models import Bundle, imported, prepare
 
 
 def calibration_options(command: Callable[..., None]) -> Callable[..., None]:

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import click
 
+from edgellm import load
 from edgellm.cli.options import load_options, model_argument
 from edgellm.cli.progress import progress_bar
 from edgellm.cli.text import read_text
-from edgellm.llm import load
 from edgellm.measure.perplexity import PATHS
 from edgellm.measure.perplexity import perplexity as measure
 from edgellm.options import EngineArguments

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import click
 
-from edgellm.backends.trace import write_trace
+from edgellm import LLM, Completion, GenerationArguments, LogitFilter, load
 from edgellm.cli.interrupt import INTERRUPTED, cancel_on_interrupt
 from edgellm.cli.options import (
     STDIN,
@@ -22,15 +22,11 @@ from edgellm.cli.options import (
 from edgellm.cli.output import end_shown_line, report, write
 from edgellm.cli.progress import progress_bar
 from edgellm.cli.text import read_text
-from edgellm.engine.answer import LogitFilter
-from edgellm.engine.generation_options import GenerationArguments
 from edgellm.errors import OptionError, SourceError
-from edgellm.llm import LLM, load
+from edgellm.infill import Gap, Order
+from edgellm.models import ALIASES, DEFAULT_MODEL, is_here
 from edgellm.named_prefix import open_prefix
 from edgellm.options import EngineArguments
-from edgellm.results import Completion
-from edgellm.store.sources import ALIASES, DEFAULT_MODEL, resolve_here
-from edgellm.text.fim import Gap, Order
 
 # Until it is said that standard input is waited for.
 _PATIENCE_S = 2.0
@@ -160,7 +156,7 @@ def _check_model_name(name: str, *, asked: bool) -> None:
     Args:
         asked: there is a prompt in its own place.
     """
-    if name.startswith(("hf:", "pypi:")) or resolve_here(name) is not None:
+    if name.startswith(("hf:", "pypi:")) or is_here(name):
         return
     advice = f". To ask the default model, write: edgellm run -p {shlex.quote(name)}"
     like_a_file = "/" in name or name.endswith(".gguf")
@@ -259,7 +255,7 @@ def _answer(
         answer = write(pieces, quiet=as_json, live=show_stats)
     report(answer, show_stats=show_stats, as_json=as_json, notes=llm.notes)
     if trace is not None:
-        write_trace(trace, answer.stats.tasks)
+        answer.stats.write_trace(trace)
     if logit_filter is not None and answer.finish_reason != "stop":
         click.echo(f"edgellm: the JSON is cut off ({answer.finish_reason})", err=True)
         return _code(answer) or 1

@@ -30,7 +30,7 @@ from edgellm.errors import (
 if TYPE_CHECKING:
     from edgellm.chat import Chat
     from edgellm.engine.answer import LogitFilter
-    from edgellm.engine.generation_options import GenerationArguments, GenerationOptions
+    from edgellm.generation_options import GenerationArguments, GenerationOptions
     from edgellm.kernels.kv_blocks import KVFormat
     from edgellm.llm import LLM, load
     from edgellm.options import EngineArguments, EngineOptions
@@ -49,8 +49,8 @@ _LAZY = {
     "EngineArguments": "edgellm.options",
     "EngineOptions": "edgellm.options",
     "FinishReason": "edgellm.results",
-    "GenerationArguments": "edgellm.engine.generation_options",
-    "GenerationOptions": "edgellm.engine.generation_options",
+    "GenerationArguments": "edgellm.generation_options",
+    "GenerationOptions": "edgellm.generation_options",
     "JsonFilter": "edgellm.text.json_schema",
     "KVFormat": "edgellm.kernels.kv_blocks",
     "LLM": "edgellm.llm",

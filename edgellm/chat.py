@@ -15,13 +15,13 @@ from edgellm.checks import check_text
 from edgellm.engine.answer import LogitFilter
 from edgellm.engine.context import Context
 from edgellm.engine.engine import Engine
-from edgellm.engine.generation_options import (
+from edgellm.errors import OptionError
+from edgellm.generation_options import (
     ContextPolicy,
     GenerationArguments,
     GenerationOptions,
     changed_options,
 )
-from edgellm.errors import OptionError
 from edgellm.progress import ProgressCallback
 from edgellm.results import Completion, Piece, Stats, completion
 from edgellm.session import Session

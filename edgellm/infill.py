@@ -8,14 +8,16 @@ from dataclasses import replace
 
 from edgellm.engine.context import Context
 from edgellm.engine.engine import Engine
-from edgellm.engine.generation_options import GenerationOptions
 from edgellm.errors import OptionError
+from edgellm.generation_options import GenerationOptions
 from edgellm.progress import ProgressCallback
 from edgellm.results import Piece
 from edgellm.session import Session
 from edgellm.text.fim import ORDERS, Gap, Order, assemble, require_family
 from edgellm.text.prompt import Message, encode_conversation
 from edgellm.text.tokenizer import Tokenizer
+
+__all__ = ["ORDERS", "Gap", "Order", "infill_options", "infill_tokens", "stream_infill"]
 
 _REQUEST = (
     "Text is missing at the mark <gap/>. Answer with the missing text alone: no explanation, no "

@@ -17,12 +17,12 @@ from edgellm.engine.answer import LogitFilter
 from edgellm.engine.auto_prefill import faster_provider
 from edgellm.engine.context import Context
 from edgellm.engine.engine import Engine
-from edgellm.engine.generation_options import (
+from edgellm.errors import OptionError
+from edgellm.generation_options import (
     GenerationArguments,
     GenerationOptions,
     chosen_options,
 )
-from edgellm.errors import OptionError
 from edgellm.infill import stream_infill
 from edgellm.named_prefix import Kind, keep_prefix, open_prefix
 from edgellm.options import EngineArguments, EngineOptions
@@ -83,7 +83,8 @@ class LLM:
 
     @property
     def engine(self) -> Engine:
-        """
+        """What runs it: for `edgellm.measure` and `edgellm.named_prefix`.
+
         Raises:
             OptionError: the model was closed.
         """
@@ -101,6 +102,36 @@ class LLM:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+    @property
+    def name(self) -> str:
+        """The model's, as it was loaded or its file has it."""
+        return self.engine.bundle.manifest.name
+
+    @property
+    def options(self) -> EngineOptions:
+        """How it was loaded."""
+        return self.engine.options
+
+    @property
+    def ctx_size(self) -> int:
+        """How many tokens a session holds at most."""
+        return self.engine.ctx_size
+
+    @property
+    def threads(self) -> int:
+        """How many CPU threads it computes with."""
+        return self.engine.threads
+
+    @property
+    def prefill(self) -> str:
+        """What computes prompts, and in which precision."""
+        return f"{self.engine.prefill.placement}, {self.engine.prefill.precision}"
+
+    @property
+    def decode(self) -> str:
+        """What computes answers, and in which precision."""
+        return f"{self.engine.decoder.name} {self.engine.decoder.precision}"
 
     @property
     def notes(self) -> list[str]:

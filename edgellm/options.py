@@ -17,6 +17,18 @@ from edgellm.checks import check_choice, check_flag, check_number, check_path, c
 from edgellm.errors import OptionError
 from edgellm.kernels.kv_blocks import KV_FORMATS, KVFormat
 
+__all__ = [
+    "DECODE_BACKENDS",
+    "DEFAULT_CTX_SIZE",
+    "KV_FORMATS",
+    "POLICIES",
+    "PREFILL_PRECISIONS",
+    "EngineArguments",
+    "EngineOptions",
+]
+
+# Tokens of context where the model allows them and nothing is asked for.
+DEFAULT_CTX_SIZE = 4096
 PREFILL_PRECISIONS = tuple(dict.fromkeys(f for p in PROVIDERS.values() for f in p.precisions))
 
 

@@ -13,7 +13,7 @@ from typing import Unpack
 from edgellm.checks import check_hooks, check_number, check_path
 from edgellm.engine.answer import Answer, LogitFilter
 from edgellm.engine.context import Context
-from edgellm.engine.generation_options import (
+from edgellm.generation_options import (
     GenerationArguments,
     GenerationOptions,
     chosen_options,

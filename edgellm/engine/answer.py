@@ -14,13 +14,13 @@ from numpy.typing import NDArray
 from edgellm.backends.trace import TaskRecord
 from edgellm.cache.sequence import required_turns
 from edgellm.engine.context import Context
-from edgellm.engine.generation_options import GenerationOptions
 from edgellm.engine.memory import peak_memory_bytes
 from edgellm.engine.prefill import Hooks
 from edgellm.engine.repetition import RepetitionGuard
 from edgellm.engine.sampling import Sampler, best_will_do
 from edgellm.engine.speculation import Speculation
 from edgellm.errors import CancelledError, OptionError
+from edgellm.generation_options import GenerationOptions
 from edgellm.kernels.sampling import Logits, log_sum_exp
 from edgellm.progress import ProgressCallback
 from edgellm.results import FinishReason, Piece, Stats

@@ -19,14 +19,12 @@ from edgellm.errors import OptionError
 from edgellm.graphs.contract import WEIGHTS_FILE
 from edgellm.kernels.kv_blocks import LAYOUT_VERSION
 from edgellm.kernels.native import isa
-from edgellm.options import EngineOptions
+from edgellm.options import DEFAULT_CTX_SIZE, EngineOptions
 from edgellm.progress import ProgressCallback
 from edgellm.store import key_basis
 from edgellm.store.bundle import CHAT_TEMPLATE, PACKED, Bundle
 from edgellm.text.template import ChatTemplate
 from edgellm.text.tokenizer import Tokenizer
-
-DEFAULT_CTX_SIZE = 4096
 
 
 class Engine:

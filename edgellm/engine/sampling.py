@@ -8,8 +8,8 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from edgellm.engine.generation_options import GenerationOptions
 from edgellm.errors import NumericError, OptionError
+from edgellm.generation_options import GenerationOptions
 from edgellm.kernels.sampling import MOST_CANDIDATES, top_k
 
 Floats = NDArray[np.float32]

@@ -14,7 +14,7 @@ import pytest
 
 from edgellm import EdgeLLMError, GenerationOptions, OptionError, SessionFileError
 from edgellm.cache.session_file import MAGIC
-from edgellm.engine.generation_options import GenerationArguments
+from edgellm.generation_options import GenerationArguments
 from edgellm.llm import LLM, load
 from edgellm.options import EngineArguments, EngineOptions
 
