@@ -158,8 +158,7 @@ class LLM:
             options, cancel, progress, logit_filter: see `Session.stream`.
             arguments: fields of `GenerationOptions`, over those of `options`.
         """
-        with self.session() as session:
-            session.append(prompt, parse_special=True)
+        with self._begun_with(prompt) as session:
             return session.generate(
                 options=options,
                 cancel=cancel,
@@ -179,8 +178,7 @@ class LLM:
         **arguments: Unpack[GenerationArguments],
     ) -> Iterator[Piece]:
         """`generate`, piece by piece."""
-        with self.session() as session:
-            session.append(prompt, parse_special=True)
+        with self._begun_with(prompt) as session:
             yield from session.stream(
                 options=options,
                 cancel=cancel,
@@ -291,6 +289,11 @@ class LLM:
     def session(self) -> Session:
         """An empty session: append, generate, fork, rewind."""
         return Session(Context(self.engine))
+
+    def _begun_with(self, prompt: str | Sequence[int]) -> Session:
+        context = Context(self.engine)
+        context.append("prompt", prompt, parse_special=True)
+        return Session(context)
 
     def load_session(self, path: str | Path) -> Session:
         """A session that `Session.save` wrote, in this process or another, on any back end.

@@ -51,13 +51,7 @@ class Session:
         Raises:
             OptionError: a token id that is not in the vocabulary.
         """
-        context = self._context
-        if isinstance(text, str):
-            add_bos = None if not context.tokens else False
-            text = context.engine.tokenizer.encode(
-                text, add_bos=add_bos, parse_special=parse_special
-            )
-        context.set([*context.tokens, *context.checked("text", text)])
+        self._context.append("text", text, parse_special=parse_special)
 
     def replace(self, tokens: SequenceOf[int]) -> None:
         """Become another sequence of tokens, keeping what it shares with this one.

@@ -44,6 +44,13 @@ class Context:
             self._truncate_to(tokens)
         self.tokens = tokens
 
+    def append(self, name: str, text: str | SequenceOf[int], *, parse_special: bool) -> None:
+        """Add what a caller gave for the parameter `name`; see `Session.append`."""
+        if isinstance(text, str):
+            add_bos = None if not self.tokens else False
+            text = self.engine.tokenizer.encode(text, add_bos=add_bos, parse_special=parse_special)
+        self.set([*self.tokens, *self.checked(name, text)])
+
     def replace(self, tokens: SequenceOf[int]) -> None:
         """As `set` with what a caller gave; what was behind a gap (`make_room`) does not stay,
         because it remembers what stood there."""
