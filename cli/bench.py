@@ -6,13 +6,12 @@ import sys
 
 import click
 
+from edgellm import Progress, load
 from edgellm.cli.options import load_options, model_argument
-from edgellm.cli.progress import export_progress
-from edgellm.engine.engine import DEFAULT_CTX_SIZE
-from edgellm.llm import load
+from edgellm.cli.progress import progress_bar
 from edgellm.measure.benchmark import bench as measure
 from edgellm.measure.benchmark import to_json, to_markdown
-from edgellm.options import EngineArguments
+from edgellm.options import DEFAULT_CTX_SIZE, EngineArguments
 
 
 def _sizes(_: click.Context, __: click.Parameter, text: str) -> list[int]:
@@ -59,12 +58,13 @@ def bench(
     needed = max([*prompts, *generations]) + max(depths)
     if load_arguments["ctx_size"] is None and needed > DEFAULT_CTX_SIZE:
         load_arguments["ctx_size"] = needed
-    with export_progress() as exporting:
-        llm = load(name, **load_arguments, export_progress=exporting)
+    with progress_bar() as progress:
+        llm = load(name, **load_arguments, progress=progress)
 
-    def show(test: str, done: int, total: int) -> None:
+    def show(test: Progress) -> None:
         if sys.stderr.isatty():
-            click.echo(f"\r{test}: {done}/{total}  ", err=True, nl=done == total)
+            end = test.done == test.total
+            click.echo(f"\r{test.label}: {test.done}/{test.total}  ", err=True, nl=end)
 
     results = measure(
         llm.engine,

@@ -6,12 +6,12 @@ from pathlib import Path
 
 import click
 
+from edgellm import load
 from edgellm.cli.options import load_options, model_argument
-from edgellm.cli.progress import count_progress, export_progress
+from edgellm.cli.progress import progress_bar
 from edgellm.cli.text import read_text
 from edgellm.errors import OptionError
-from edgellm.llm import load
-from edgellm.named_prefix import forget_prefix, keep_prefix, kept_prefixes
+from edgellm.named_prefix import forget_prefix, kept_prefixes
 from edgellm.options import EngineArguments
 
 
@@ -42,12 +42,10 @@ def add(
     if (text is None) == (file is None):
         raise OptionError("give the text with -p or with -f, and not with both")
     text = read_text(file) if file is not None else text or ""
-    with export_progress() as exporting:
-        llm = load(name, **load_arguments, export_progress=exporting)
-    with count_progress("prefill") as progress:
-        session = keep_prefix(
-            llm.engine, prefix, text, kind="text" if raw else "system", progress=progress
-        )
+    with progress_bar() as progress:
+        llm = load(name, **load_arguments, progress=progress)
+    with progress_bar() as progress:
+        session = llm.prefix(prefix, text, system=not raw, progress=progress)
     click.echo(f"{prefix}: {len(session.tokens)} tokens", err=True)
 
 

@@ -6,9 +6,9 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
+from edgellm import Message
 from edgellm.errors import OptionError
 from edgellm.store.home import replacing_file
-from edgellm.text.prompt import Message
 
 _ROLES = ("system", "user", "assistant")
 # Far above any conversation that fits into a context.

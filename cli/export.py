@@ -10,23 +10,24 @@ from typing import Any
 import click
 
 from edgellm.cli.options import model_argument
-from edgellm.cli.progress import export_progress
+from edgellm.cli.progress import progress_bar
 from edgellm.cli.text import read_text
 from edgellm.errors import OptionError
 from edgellm.export import (
     DEFAULT_CHUNK_SIZES,
     DEFAULT_PRECISIONS,
+    FLOAT_WEIGHTS,
+    METHODS,
+    PRECISIONS,
+    ROUNDINGS,
+    CalibrationOptions,
+    Method,
+    Rounding,
     check_chunk_sizes,
     check_precisions,
     default_precisions,
 )
-from edgellm.export.calibrate import ROUNDINGS, CalibrationOptions, Rounding
-from edgellm.export.precisions import PRECISIONS
-from edgellm.export.weight_reader import FLOAT_WEIGHTS
-from edgellm.quantize.calibration import METHODS, Method
-from edgellm.store.bundle import Bundle
-from edgellm.store.import_summary import imported
-from edgellm.store.prepare import prepare
+from edgellm.models import Bundle, imported, prepare
 
 
 def calibration_options(command: Callable[..., None]) -> Callable[..., None]:
@@ -127,7 +128,7 @@ def export(
     check_precisions(names)
     if sizes is not None:
         check_chunk_sizes(sizes, names)
-    with export_progress() as progress:
+    with progress_bar() as progress:
         bundle = prepare(
             name,
             precisions=default_precisions if precisions is None else names,

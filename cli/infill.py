@@ -7,13 +7,13 @@ from pathlib import Path
 
 import click
 
+from edgellm import GenerationArguments
 from edgellm.cli.options import load_options, model_argument, sampling_options
 from edgellm.cli.run import fill
 from edgellm.cli.text import read_text
 from edgellm.errors import OptionError
-from edgellm.llm import GenerationArguments
+from edgellm.infill import ORDERS, Gap, Order
 from edgellm.options import EngineArguments
-from edgellm.text.fim import ORDERS, Gap, Order
 
 _FILE = click.Path(path_type=Path, allow_dash=True)
 

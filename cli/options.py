@@ -9,13 +9,16 @@ from typing import Any, cast
 
 import click
 
-from edgellm.backends.schedule import POLICIES
-from edgellm.engine.sampling import CONTEXT_POLICIES
 from edgellm.errors import OptionError
-from edgellm.kernels.kv_blocks import KV_FORMATS
-from edgellm.llm import GenerationArguments
-from edgellm.options import DECODE_BACKENDS, PREFILL_PRECISIONS, EngineArguments
-from edgellm.store.sources import DEFAULT_MODEL
+from edgellm.generation_options import CONTEXT_POLICIES, GenerationArguments
+from edgellm.models import DEFAULT_MODEL
+from edgellm.options import (
+    DECODE_BACKENDS,
+    KV_FORMATS,
+    POLICIES,
+    PREFILL_PRECISIONS,
+    EngineArguments,
+)
 
 Command = Callable[..., Any]
 # Stands for standard input in the place of a file, a prompt or, in front of one, a model.

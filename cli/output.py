@@ -9,8 +9,9 @@ from collections.abc import Iterable
 
 import click
 
+from edgellm import Completion, FinishReason, Piece, Stats
 from edgellm.cli.live_line import LiveLine
-from edgellm.results import Completion, FinishReason, Piece, Stats, completion
+from edgellm.results import completion
 
 # Why an answer ended, where that is not its own end.
 _ENDED: dict[FinishReason, str] = {

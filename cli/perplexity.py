@@ -7,10 +7,10 @@ from pathlib import Path
 
 import click
 
+from edgellm import load
 from edgellm.cli.options import load_options, model_argument
-from edgellm.cli.progress import count_progress, export_progress
+from edgellm.cli.progress import progress_bar
 from edgellm.cli.text import read_text
-from edgellm.llm import load
 from edgellm.measure.perplexity import PATHS
 from edgellm.measure.perplexity import perplexity as measure
 from edgellm.options import EngineArguments
@@ -46,16 +46,16 @@ def perplexity(
     window is not scored.
     """
     text = read_text(file)
-    with export_progress() as exporting:
-        llm = load(name, **load_arguments, export_progress=exporting)
-    with count_progress("windows") as counting:
+    with progress_bar() as progress:
+        llm = load(name, **load_arguments, progress=progress)
+    with progress_bar() as progress:
         result = measure(
             llm.engine,
             text,
             window=window,
             max_windows=max_windows,
             through=through,
-            progress=counting,
+            progress=progress,
         )
     if as_json:
         click.echo(json.dumps(result.to_json()))

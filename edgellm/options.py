@@ -10,16 +10,26 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypedDict
 
-from edgellm.backends.providers import AUTO, CUDA, NATIVE, PROVIDERS, TRITON
+from edgellm.backends.providers import CUDA, PROVIDERS
+from edgellm.backends.registry import AUTO, DECODE_BACKENDS, STEPS
 from edgellm.backends.schedule import POLICIES, Policy
 from edgellm.checks import check_choice, check_flag, check_number, check_path, check_text
 from edgellm.errors import OptionError
 from edgellm.kernels.kv_blocks import KV_FORMATS, KVFormat
 
+__all__ = [
+    "DECODE_BACKENDS",
+    "DEFAULT_CTX_SIZE",
+    "KV_FORMATS",
+    "POLICIES",
+    "PREFILL_PRECISIONS",
+    "EngineArguments",
+    "EngineOptions",
+]
+
+# Tokens of context where the model allows them and nothing is asked for.
+DEFAULT_CTX_SIZE = 4096
 PREFILL_PRECISIONS = tuple(dict.fromkeys(f for p in PROVIDERS.values() for f in p.precisions))
-DECODE_BACKENDS = (AUTO, NATIVE, TRITON, "portable", "reference")
-# Back ends that take the weights in packed weights, through all layers in one call.
-STEPS = (NATIVE, TRITON)
 
 
 class EngineArguments(TypedDict, total=False):

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
 from typing import Any, Literal
 
-from edgellm.backends.trace import TaskRecord, bubble_rate
+from edgellm.backends.trace import TaskRecord, bubble_rate, write_trace
 
 FinishReason = Literal["stop", "length", "time", "repetition", "cancelled"]
 
@@ -46,6 +47,14 @@ class Stats:
     accepted_tokens: int = 0
     dropped_tokens: int = 0
     tasks: tuple[TaskRecord, ...] = field(default=(), repr=False)
+
+    def write_trace(self, path: Path) -> None:
+        """Write what ran when during prefill, for chrome://tracing or ui.perfetto.dev.
+
+        Raises:
+            OptionError: it cannot be written there.
+        """
+        write_trace(path, self.tasks)
 
     def to_json(self) -> dict[str, Any]:
         """All but the tasks, and the share of time in which the accelerator waited among them."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import importlib
 import os
 import subprocess
 import sys
@@ -22,12 +23,32 @@ MAY_IMPORT = {
     "quantize": {"edgellm.errors", "edgellm.kernels"},
     "graphs": {"edgellm.errors", "edgellm.kernels"},
     "edgellm": {"edgellm.graphs", "edgellm.kernels", "edgellm.quantize"},
-    "cli": {"edgellm", "edgellm.graphs", "edgellm.kernels", "edgellm.quantize"},
+    "cli": {"edgellm"},
+}
+# What a program may build on, and all that the command line may: CONTRIBUTING.md lists it.
+PUBLIC = {
+    "edgellm",
+    "edgellm.devices",
+    "edgellm.errors",
+    "edgellm.export",
+    "edgellm.generation_options",
+    "edgellm.infill",
+    "edgellm.measure.benchmark",
+    "edgellm.measure.doctor",
+    "edgellm.measure.explain",
+    "edgellm.measure.perplexity",
+    "edgellm.measure.quality",
+    "edgellm.models",
+    "edgellm.named_prefix",
+    "edgellm.options",
+    "edgellm.progress",
+    "edgellm.results",
+    "edgellm.store.home",
 }
 # Packages of edgellm/, each of which may import those before it; the modules beside them are the
 # public API, which may import all, and these, which anyone may.
 LAYERS = ("store", "text", "cache", "backends", "engine", "measure")
-SHARED = {"checks", "errors", "options", "results"}
+SHARED = {"checks", "errors", "generation_options", "options", "progress", "results"}
 
 
 def python_files(folder: str) -> Iterator[Path]:
@@ -67,6 +88,33 @@ def test_imports_run_one_way(folder: str) -> None:
     assert not wrong, "\n".join(wrong)
 
 
+def test_the_command_line_is_made_of_the_public_api() -> None:
+    wrong = []
+    for path in python_files("cli"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.ImportFrom) and node.module:
+                names = [(node.module, alias.name) for alias in node.names]
+            elif isinstance(node, ast.Import):
+                names = [(alias.name, "") for alias in node.names]
+            elif isinstance(node, ast.Attribute) and ast.unparse(node.value).endswith(".engine"):
+                names = [("edgellm.engine", node.attr)]  # what is inside is not for others
+            else:
+                continue
+            for module, name in names:
+                if module.split(".")[0] != "edgellm" or module.startswith("edgellm.cli"):
+                    continue
+                exported = importlib.import_module(module).__dict__.get("__all__")
+                shown = name in exported if exported is not None else not name.startswith("_")
+                if module not in PUBLIC or not shown:
+                    wrong.append(f"{path.relative_to(ROOT)}:{node.lineno}: {module}.{name}")
+    assert not wrong, "\n".join(wrong)
+
+
+def test_the_public_modules_are_listed() -> None:
+    text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    assert {name for name in PUBLIC if f"`{name}`" not in text} == set()
+
+
 @pytest.mark.parametrize("layer", LAYERS)
 def test_packages_import_those_below(layer: str) -> None:
     allowed = {*LAYERS[: LAYERS.index(layer) + 1], *SHARED, "export", *FOLDERS[1:4]}
@@ -82,7 +130,8 @@ def test_packages_import_those_below(layer: str) -> None:
 def test_the_runtime_does_without_the_exporter() -> None:
     wrong = []
     for path in python_files("edgellm"):
-        exports = path.parent.name == "export" or path.name in ("prepare.py", "quality.py")
+        alone = path.name in ("doctor.py", "prepare.py", "quality.py")
+        exports = path.parent.name == "export" or alone
         for line, module in imported_modules(path):
             if module.startswith("edgellm.export") and not exports:
                 wrong.append(f"{path.relative_to(ROOT)}:{line}: {module}")
@@ -127,6 +176,16 @@ def test_exported_names_exist() -> None:
         assert getattr(edgellm, name) is not None
     with pytest.raises(AttributeError, match="no attribute 'nothing'"):
         edgellm.nothing  # noqa: B018
+
+
+def test_sessions_and_chats_show_what_a_user_needs() -> None:
+    def public(of: type) -> set[str]:
+        return {name for name in dir(of) if not name.startswith("_")}
+
+    answers = {"close", "stats", "stream", "tokens"}
+    session = {"append", "replace", "fork", "rewind", "save", "generate", "cached"}
+    assert public(edgellm.Session) == (answers | session) - {"stats"}  # an attribute
+    assert public(edgellm.Chat) == answers | {"send", "regenerate"}
 
 
 def test_every_error_is_exported() -> None:

@@ -22,7 +22,8 @@ from edgellm.backends.providers import PROVIDERS, add_provider, version
 from edgellm.backends.thread_pool import session_options
 from edgellm.errors import ProviderError, first_line
 from edgellm.graphs.contract import part_file, parts
-from edgellm.store.bundle import Bundle, ExportProgress
+from edgellm.progress import Progress, ProgressCallback
+from edgellm.store.bundle import Bundle
 from edgellm.store.home import compiled_dir, file_safe, locked, replacing_folder, sha256_of
 
 _CHECKSUMS = "sha256.json"
@@ -46,7 +47,7 @@ def compiled(
     provider: str,
     provider_options: Mapping[str, str],
     allow_fallback: bool = False,
-    progress: ExportProgress | None = None,
+    progress: ProgressCallback | None = None,
 ) -> Path:
     """The folder with the compiled segments of a precision, under the names of the segments.
 
@@ -113,13 +114,13 @@ def _intact(folder: Path) -> bool:
         return False
 
 
-def _compile_all(tasks: Sequence[_Task], progress: ExportProgress | None) -> None:
+def _compile_all(tasks: Sequence[_Task], progress: ProgressCallback | None) -> None:
     """One process after the other would pay for the compiler's start with every graph."""
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(1, mp_context=context, initializer=_print_to_stderr) as pool:
         for done, task in enumerate(tasks):
             if progress is not None:
-                progress(f"compiling {task.source.name}", done, len(tasks))
+                progress(Progress(f"compiling {task.source.name}", done, len(tasks)))
             try:
                 problem = pool.submit(_compile, task).result()
             except BrokenProcessPool:
@@ -127,7 +128,7 @@ def _compile_all(tasks: Sequence[_Task], progress: ExportProgress | None) -> Non
             if problem:
                 raise ProviderError(f"{task.provider}: {task.source}: {problem}")
     if progress is not None:
-        progress("compiled", len(tasks), len(tasks))
+        progress(Progress("compiled", len(tasks), len(tasks)))
 
 
 def _print_to_stderr() -> None:

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgellm.backends.forward import Model
-from edgellm.backends.providers import NATIVE
+from edgellm.backends.registry import NATIVE
 from edgellm.backends.step_model import StepModel
 from edgellm.cache.sequence import Sequence
 from edgellm.kernels.sampling import Logits

@@ -14,17 +14,13 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from edgellm.backends.registry import AUTO, NATIVE, TRITON
 from edgellm.backends.thread_pool import session_options
 from edgellm.errors import OptionError, ProviderError, first_line
 
 CPU = "cpu"
 CUDA = "cuda"
 QNN = "qnn"
-AUTO = "auto"
-# Not a provider: prefill in the native kernels, without ONNX Runtime.
-NATIVE = "native"
-# Likewise, in Triton kernels on a GPU.
-TRITON = "triton"
 # Of devices, the best first.
 _KINDS = ("NPU", "GPU", "CPU")
 # Plug-ins warn about features of machines that this one is not.

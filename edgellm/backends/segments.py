@@ -18,8 +18,9 @@ from edgellm.backends.providers import CPU, PROVIDERS
 from edgellm.errors import BundleError
 from edgellm.graphs import contract
 from edgellm.kernels.checks import indices
+from edgellm.progress import ProgressCallback
 from edgellm.quantize.shadow import ShadowLinear
-from edgellm.store.bundle import Bundle, ExportProgress, PrecisionEntry, map_arrays
+from edgellm.store.bundle import Bundle, PrecisionEntry, map_arrays
 
 Floats = NDArray[np.float32]
 # The code that stands for 0 in a table of bytes.
@@ -74,7 +75,7 @@ class Segments:
         threads: int,
         provider_options: Mapping[str, str] | None = None,
         allow_fallback: bool = False,
-        progress: ExportProgress | None = None,
+        progress: ProgressCallback | None = None,
     ) -> None:
         entry = bundle.precision(precision)
         self.config = bundle.config

@@ -7,18 +7,26 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from edgellm.backends.providers import AUTO, CPU, CUDA, NATIVE, PROVIDERS, TRITON, require
+from edgellm.backends.providers import CPU, CUDA, PROVIDERS
+from edgellm.backends.registry import (
+    AUTO,
+    NATIVE,
+    PORTABLE,
+    REFERENCE,
+    STEPS,
+    TRITON,
+    backend_file,
+)
 from edgellm.backends.schedule import Policy
-from edgellm.errors import OptionError
 from edgellm.graphs.config import ModelConfig
 from edgellm.kernels.gpu import device
 from edgellm.kernels.native import library
-from edgellm.options import PREFILL_PRECISIONS, STEPS, EngineOptions
+from edgellm.options import PREFILL_PRECISIONS, EngineOptions
 from edgellm.store.bundle import PACKED
 from edgellm.store.precision_support import first_supported, why_not
 from edgellm.store.precision_support import require as require_support
 
-_DECODE_PRECISIONS = {"portable": "int4", "reference": "f32", NATIVE: PACKED, TRITON: PACKED}
+_DECODE_PRECISIONS = {PORTABLE: "int4", REFERENCE: "f32", NATIVE: PACKED, TRITON: PACKED}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,6 +80,10 @@ class Selection:
         """Those that a model is run in; see `prefill_precision`."""
         return {self.prefill_precision(config), self.decode_precision}
 
+    def graph_precisions(self, config: ModelConfig) -> list[str]:
+        """Those of `precisions` that are graphs of ONNX Runtime."""
+        return sorted(self.precisions(config) - {PACKED})
+
 
 def select(options: EngineOptions) -> Selection:
     """What options come to here.
@@ -80,7 +92,10 @@ def select(options: EngineOptions) -> Selection:
         OptionError: a back end that is not there, or a schedule that it does not have.
         ProviderError: the execution provider cannot be used here.
     """
-    _check_usable(options)
+    # whoever decodes in graphs needs nothing: they run on the CPU
+    for name in dict.fromkeys((options.decode, options.prefill)):
+        if name != AUTO and (name in STEPS or name == options.prefill):
+            backend_file(name).require(name)
     decode = options.decode if options.decode != AUTO else _usual_decode()
     prefill = options.prefill
     if prefill == AUTO:
@@ -94,19 +109,4 @@ def select(options: EngineOptions) -> Selection:
 def _usual_decode() -> str:
     if device.why_not() is None and not device.interpreted():
         return TRITON
-    return "portable" if library() is None else NATIVE
-
-
-def _check_usable(options: EngineOptions) -> None:
-    asked = options.decode, options.prefill
-    if NATIVE in asked and library() is None:
-        raise OptionError(
-            "`decode` or `prefill` is 'native': the kernels were not built when edgellm was "
-            "installed; install a C++ compiler and reinstall, or take `decode` portable and "
-            "`prefill` cpu"
-        )
-    # with CUDA segments, attention is Triton's
-    if TRITON in asked or options.prefill == CUDA:
-        device.require()
-    if options.prefill not in (AUTO, *STEPS):
-        require(options.prefill)
+    return PORTABLE if library() is None else NATIVE

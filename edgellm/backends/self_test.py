@@ -19,8 +19,9 @@ from edgellm.backends.forward import Model
 from edgellm.backends.segments import Segments
 from edgellm.cache.kv_cache import KVCache
 from edgellm.errors import ProviderError
+from edgellm.progress import Progress, ProgressCallback
 from edgellm.quantize.error import worst_row_error
-from edgellm.store.bundle import Bundle, ExportProgress
+from edgellm.store.bundle import Bundle
 from edgellm.store.reference import (
     PROMPT,
     Reference,
@@ -102,7 +103,7 @@ def check_prompts(
     yield Check("head", worst_row_error(reference.logits, logits), HEAD_LIMIT)
 
 
-def check_once(bundle: Bundle, segments: Segments, progress: ExportProgress | None) -> None:
+def check_once(bundle: Bundle, segments: Segments, progress: ProgressCallback | None) -> None:
     """Check the segments of a provider that compiles, the first time after a compilation.
 
     Raises:
@@ -116,11 +117,11 @@ def check_once(bundle: Bundle, segments: Segments, progress: ExportProgress | No
 
 
 def _counted(
-    checks: Iterator[Check], segments: Segments, progress: ExportProgress
+    checks: Iterator[Check], segments: Segments, progress: ProgressCallback
 ) -> Iterator[Check]:
     total = len(segments.chunk_sizes) * (segments.config.layer_count + 1)
     for done, check in enumerate(checks, 1):
-        progress("self-test", done, total)
+        progress(Progress("self-test", done, total))
         yield check
 
 

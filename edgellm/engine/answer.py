@@ -7,20 +7,21 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as SequenceOf
-from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from edgellm.backends.trace import TaskRecord
-from edgellm.engine.engine import Engine
+from edgellm.engine.context import Context
 from edgellm.engine.memory import peak_memory_bytes
-from edgellm.engine.prefill import Hooks, Progress
+from edgellm.engine.prefill import Hooks
 from edgellm.engine.repetition import RepetitionGuard
-from edgellm.engine.sampling import GenerationOptions, Sampler, best_will_do
+from edgellm.engine.sampling import Sampler, best_will_do
 from edgellm.engine.speculation import Speculation
 from edgellm.errors import CancelledError, OptionError
+from edgellm.generation_options import GenerationOptions
 from edgellm.kernels.sampling import Logits, log_sum_exp
+from edgellm.progress import ProgressCallback
 from edgellm.results import FinishReason, Piece, Stats
 from edgellm.text.stop_text import StopText
 from edgellm.text.tokenizer import TextStream
@@ -30,64 +31,28 @@ Floats = NDArray[np.float32]
 LogitFilter = Callable[[NDArray[np.float32], SequenceOf[int]], None]
 
 
-class Decoding(Protocol):
-    """What an answer does with its session.
-
-    Attributes:
-        tokens: everything appended and generated.
-        cached: how many of them are in the KV cache.
-    """
-
-    @property
-    def tokens(self) -> SequenceOf[int]: ...
-
-    @property
-    def cached(self) -> int: ...
-
-    def find_prefix(self) -> int:
-        """Take over the longest cached prefix, the last token left out; gives its length."""
-
-    def prefill(self, hooks: Hooks) -> NDArray[np.float32]:
-        """Compute the tokens that are not cached; gives the logits after the last one, `[V]`."""
-
-    def steps(self, tokens: SequenceOf[int]) -> NDArray[np.float32]:
-        """Compute tokens that come next; gives the logits after each, `[n, V]`."""
-
-    def best(self, token: int) -> Logits | None:
-        """Compute a token that comes next; see `DecodeBackend.best`."""
-
-    def forget(self, count: int) -> None:
-        """Take the last `count` computed tokens out of the KV cache."""
-
-    def extend(self, token: int) -> None:
-        """Count a token that was sampled."""
-
-    def make_room(self, keep: int) -> int:
-        """Forget tokens behind the first `keep`; gives how many."""
-
-
 class Answer:
     """The state of one `Session.stream` call."""
 
-    def __init__(self, engine: Engine, session: Decoding, options: GenerationOptions) -> None:
-        self._engine = engine
-        self._session = session
+    def __init__(self, context: Context, options: GenerationOptions) -> None:
+        self._engine = engine = context.engine
+        self._context = context
         self._options = options
         self._ends = engine.tokenizer.eos_ids | set(options.stop_tokens)
         self._sampler = Sampler(options, banned=sorted(self._ends) if options.ignore_eos else ())
         self._stop = StopText(options.stop, min_indent=options.min_indent)
         endless = options.max_tokens is None and not options.ignore_eos
         self._repetition = RepetitionGuard(options.repetition_limit if endless else 0)
-        self._text = TextStream(engine.tokenizer, session.tokens)
+        self._text = TextStream(engine.tokenizer, context.tokens)
         self._start = time.perf_counter()
-        self._prompt_tokens = len(session.tokens)
+        self._prompt_tokens = len(context.tokens)
         self._cached = self._computed = 0
         self._prefill_s = self._decode_s = self._ttft_s = 0.0
         self._steps = self._dropped = 0
         self._sampled: list[int] = []
         drafts = options.speculate and engine.decoder.exact_rows
         self._speculation = Speculation(
-            session.steps, session.forget, session.tokens if drafts else None
+            context.steps, context.forget, context.tokens if drafts else None
         )
         self._best_will_do = best_will_do(options, ends=len(self._ends))
         self._places: dict[str, int] = {}
@@ -96,12 +61,12 @@ class Answer:
     def run(
         self,
         cancel: threading.Event | None,
-        progress: Progress | None,
+        progress: ProgressCallback | None,
         logit_filter: LogitFilter | None,
     ) -> Iterator[Piece]:
         cancel = _Limit(cancel, self._start, self._options.time_limit_ms)
         self._make_room()
-        self._cached = self._session.find_prefix()
+        self._cached = self._context.find_prefix()
         began = time.perf_counter()
         try:
             hooks = Hooks(
@@ -110,13 +75,13 @@ class Answer:
                 on_place=self._count,
                 on_tasks=self._tasks.extend,
             )
-            logits: Floats | Logits = self._session.prefill(hooks)
+            logits: Floats | Logits = self._context.prefill(hooks)
         except CancelledError:
             yield Piece("", finish_reason=cancel.reason)
             return
         finally:
             self._prefill_s = time.perf_counter() - began
-            self._computed = self._session.cached - self._cached
+            self._computed = self._context.cached - self._cached
         while True:
             reason = self._limit(cancel)
             if reason is not None:
@@ -137,18 +102,18 @@ class Answer:
 
     def _after(self, token: int, *, best: bool) -> Floats | Logits:
         """The logits after a token that was sampled; `best`: the best of them will do."""
-        logits = self._session.best(token) if best else None
+        logits = self._context.best(token) if best else None
         return self._speculation.after(token, room=self._room()) if logits is None else logits
 
     def _make_room(self) -> None:
         """Go on in a full context, if that was asked for."""
-        full = len(self._session.tokens) > self._engine.ctx_size
+        full = len(self._context.tokens) > self._engine.ctx_size
         if full and self._options.context_policy == "shift":
-            self._dropped += self._session.make_room(self._options.keep)
+            self._dropped += self._context.make_room(self._options.keep)
 
     def _room(self) -> int:
         """Tokens that may come after the last one."""
-        in_context = self._engine.ctx_size - len(self._session.tokens)
+        in_context = self._engine.ctx_size - len(self._context.tokens)
         limit = self._options.max_tokens
         return in_context if limit is None else min(in_context, limit - len(self._sampled))
 
@@ -159,7 +124,7 @@ class Answer:
         if cancel is not None and cancel.is_set():
             return cancel.reason
         limit = self._options.max_tokens
-        full = len(self._session.tokens) > self._engine.ctx_size
+        full = len(self._context.tokens) > self._engine.ctx_size
         full = full and self._options.context_policy == "error"
         if full or len(self._sampled) == limit:
             return "length"
@@ -172,11 +137,11 @@ class Answer:
             logit_filter(scores, self._sampled)
             if scores.max() == -math.inf < logits.scores.max():
                 raise OptionError("`logit_filter` ruled out every token; at least one must be left")
-        token = self._sampler.sample(scores, self._session.tokens, ids=logits.ids)
+        token = self._sampler.sample(scores, self._context.tokens, ids=logits.ids)
         if not self._sampled:
             self._ttft_s = time.perf_counter() - self._start
         self._sampled.append(token)
-        self._session.extend(token)
+        self._context.extend(token)
         logprob = logits.log_probability(token)
         top = logits.best(self._options.logprobs) or None
         if token in self._ends:

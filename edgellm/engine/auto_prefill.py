@@ -6,12 +6,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from edgellm.backends import thread_pool
-from edgellm.backends.providers import AUTO, CPU, NATIVE, PROVIDERS, status
+from edgellm.backends.providers import CPU, PROVIDERS, status
+from edgellm.backends.registry import AUTO, NATIVE, STEPS
 from edgellm.backends.selection import select
 from edgellm.engine.costs import known_costs
 from edgellm.engine.measured import MARGIN, Measured
 from edgellm.errors import ProviderError
-from edgellm.options import STEPS, EngineOptions
+from edgellm.options import EngineOptions
 from edgellm.store.bundle import Bundle
 from edgellm.store.precision_support import why_not
 

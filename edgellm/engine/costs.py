@@ -11,7 +11,8 @@ from typing import Any
 
 from edgellm.backends.decode import DecodeBackend
 from edgellm.backends.forward import Model
-from edgellm.backends.providers import NATIVE, cpu_name, version
+from edgellm.backends.providers import cpu_name, version
+from edgellm.backends.registry import NATIVE
 from edgellm.backends.timing import Samples, in_turns
 from edgellm.cache.kv_cache import KVCache
 from edgellm.engine.measured import Measured, MeasuredPrompt, from_json, to_json

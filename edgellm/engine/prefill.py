@@ -23,10 +23,10 @@ from edgellm.backends.trace import TaskRecord
 from edgellm.cache.sequence import Sequence
 from edgellm.engine.planner import Costs, PlannedChunk, plan_chunks
 from edgellm.errors import OptionError
+from edgellm.progress import Progress, ProgressCallback
 from edgellm.store.bundle import PACKED
 
 Floats = NDArray[np.float32]
-Progress = Callable[[int, int], None]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,14 +34,14 @@ class Hooks:
     """What a caller has done between chunks.
 
     Attributes:
-        progress: called with tokens done and in all.
+        progress: told the tokens that are done.
         cancel: set it to stop; finished chunks stay in the sequence.
         on_hidden: called with each chunk's hidden states `[n, E]`, padding left out.
         on_place: called with where a chunk ran, as in `--prefill` and `--decode`, and its tokens.
         on_tasks: called with what ran when, some tasks at a time.
     """
 
-    progress: Progress | None = None
+    progress: ProgressCallback | None = None
     cancel: threading.Event | None = None
     on_hidden: Callable[[Floats], None] | None = None
     on_place: Callable[[str, int], None] | None = None
@@ -53,7 +53,7 @@ class Hooks:
         if self.on_hidden is not None:
             self.on_hidden(hidden)
         if self.progress is not None:
-            self.progress(done, total)
+            self.progress(Progress("prefill", done, total, "tokens"))
 
     def tasks_done(self, records: SequenceOf[TaskRecord]) -> None:
         if self.on_tasks is not None:

@@ -1,5 +1,6 @@
 """Checkpoint in, bundle out. The runtime needs nothing of it but for a model's first use."""
 
+from edgellm.export.calibrate import ROUNDINGS, CalibrationOptions, Rounding
 from edgellm.export.exporter import (
     DEFAULT_CHUNK_SIZES,
     DEFAULT_PRECISIONS,
@@ -8,10 +9,20 @@ from edgellm.export.exporter import (
     default_precisions,
     export,
 )
+from edgellm.export.precisions import PRECISIONS
+from edgellm.export.weight_reader import FLOAT_WEIGHTS
+from edgellm.quantize.calibration import METHODS, Method
 
 __all__ = [
     "DEFAULT_CHUNK_SIZES",
     "DEFAULT_PRECISIONS",
+    "FLOAT_WEIGHTS",
+    "METHODS",
+    "PRECISIONS",
+    "ROUNDINGS",
+    "CalibrationOptions",
+    "Method",
+    "Rounding",
     "check_chunk_sizes",
     "check_precisions",
     "default_precisions",

@@ -31,8 +31,9 @@ from edgellm.graphs.builder import WeightFile
 from edgellm.graphs.checkpoint import Checkpoint, open_checkpoint
 from edgellm.graphs.config import ModelConfig
 from edgellm.graphs.contract import StoredArray
+from edgellm.progress import Progress, ProgressCallback
 from edgellm.store import bundle as bundles
-from edgellm.store.bundle import PACKED, Bundle, ExportProgress, Manifest, PrecisionEntry
+from edgellm.store.bundle import PACKED, Bundle, Manifest, PrecisionEntry
 from edgellm.store.bundle_check import MAX_CHUNK
 from edgellm.store.home import delete_abandoned, locked, partial_folder, replacing_folder
 from edgellm.store.key_basis import KeyBasis, open_key_basis
@@ -59,7 +60,7 @@ def export(
     weights: str | None = None,
     force: bool = False,
     mend: bool = False,
-    progress: ExportProgress | None = None,
+    progress: ProgressCallback | None = None,
 ) -> Bundle:
     """Export a checkpoint to the bundle folder `out`, or add precisions to the bundle there.
 
@@ -77,7 +78,7 @@ def export(
         force: replace the bundle at `out`.
         mend: replace what is at `out`, which is a folder of edgellm's own, if it is damaged or of
             an earlier format.
-        progress: called with a label, steps done and steps in all.
+        progress: see `Progress`.
 
     Raises:
         ModelFormatError: see `open_checkpoint`.
@@ -160,7 +161,7 @@ class _Steps:
     """Counts segments for the progress callback."""
 
     def __init__(
-        self, checkpoint: Checkpoint, precisions: Sequence[str], progress: ExportProgress | None
+        self, checkpoint: Checkpoint, precisions: Sequence[str], progress: ProgressCallback | None
     ) -> None:
         self._progress = progress
         self._done = 0
@@ -172,7 +173,7 @@ class _Steps:
     def step(self, label: str) -> None:
         self._done += 1
         if self._progress is not None:
-            self._progress(label, min(self._done, self._total), self._total)
+            self._progress(Progress(label, min(self._done, self._total), self._total))
 
 
 class _Exporter:

@@ -10,7 +10,8 @@ from tempfile import TemporaryDirectory
 from edgellm.export.equalized import EqualizedCheckpoint
 from edgellm.export.reference_writer import reference_tokens, store_reference
 from edgellm.export.source_checkpoint import open_source
-from edgellm.store.bundle import Bundle, ExportProgress
+from edgellm.progress import Progress, ProgressCallback
+from edgellm.store.bundle import Bundle
 from edgellm.store.key_basis import open_key_basis
 from edgellm.store.reference import Reference, open_reference
 from edgellm.text.tokenizer import Tokenizer
@@ -21,12 +22,12 @@ _CHUNK = 128
 
 @contextmanager
 def float_reference(
-    bundle: Bundle, *, progress: ExportProgress | None = None
+    bundle: Bundle, *, progress: ProgressCallback | None = None
 ) -> Iterator[Reference]:
     """The reference of a bundle; one without graphs of chunks keeps none, and its checkpoint says.
 
     Args:
-        progress: called with a label, steps done and steps in all.
+        progress: see `Progress`.
 
     Raises:
         SourceError: it keeps none and the checkpoint is gone, or changed.
@@ -42,7 +43,8 @@ def float_reference(
 
     def done(index: int) -> None:
         if progress is not None:
-            progress(f"computing in float32: segment {index}", index + 1, config.layer_count + 1)
+            label = f"computing in float32: segment {index}"
+            progress(Progress(label, index + 1, config.layer_count + 1))
 
     with TemporaryDirectory() as folder:
         arrays = store_reference(checkpoint, tokens, Path(folder), on_segment=done)

@@ -10,16 +10,17 @@ from pathlib import Path
 
 from edgellm.errors import SourceError
 from edgellm.graphs.checkpoint import Checkpoint, open_checkpoint
-from edgellm.store.bundle import Bundle, ExportProgress
+from edgellm.progress import ProgressCallback
+from edgellm.store.bundle import Bundle
 from edgellm.store.sources import resolve
 
 
-def open_source(bundle: Bundle, *, progress: ExportProgress | None = None) -> Checkpoint:
+def open_source(bundle: Bundle, *, progress: ProgressCallback | None = None) -> Checkpoint:
     """Open the checkpoint that the bundle's manifest names; one that has a place to be downloaded
     from is, if it is not on this machine.
 
     Args:
-        progress: called with a label, bytes done and bytes in all of a download.
+        progress: see `Progress` of a download.
 
     Raises:
         SourceError: it is not there any more, or has other weights by now.

@@ -7,7 +7,6 @@ import json
 import statistics
 import subprocess
 import time
-from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -21,8 +20,7 @@ from edgellm.engine.engine import Engine
 from edgellm.engine.memory import peak_memory_bytes
 from edgellm.errors import OptionError
 from edgellm.graphs.tensors import parameters
-
-Progress = Callable[[str, int, int], None]
+from edgellm.progress import Progress, ProgressCallback
 
 
 @dataclass(frozen=True)
@@ -51,7 +49,7 @@ def bench(
     generations: SequenceOf[int] = (128,),
     depths: SequenceOf[int] = (0,),
     repetitions: int = 5,
-    progress: Progress | None = None,
+    progress: ProgressCallback | None = None,
 ) -> list[BenchResult]:
     """Time prefill of each prompt size and decode of each generation size at each depth.
 
@@ -81,7 +79,8 @@ def bench(
             if repetition:
                 samples.append(seconds)
             if progress is not None:
-                progress(_name(prompt, generation, depth), repetition + 1, repetitions + 1)
+                label = _name(prompt, generation, depth)
+                progress(Progress(label, repetition + 1, repetitions + 1))
         rates = [(prompt + generation) / seconds for seconds in samples]
         results.append(
             BenchResult(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -14,10 +14,10 @@ from edgellm.engine.engine import Engine
 from edgellm.engine.prefill import Hooks
 from edgellm.engine.sampling import log_softmax
 from edgellm.errors import OptionError
+from edgellm.progress import Progress, ProgressCallback
 
 Floats = NDArray[np.float32]
 PATHS = ("prefill", "decode")
-Progress = Callable[[int, int], None]
 # Through the LM head at a time: an interrupt waits for no more, and a row takes 400 KB.
 _HEAD_ROWS = 64
 
@@ -52,7 +52,7 @@ def perplexity(
     window: int = 512,
     max_windows: int | None = None,
     through: str = "prefill",
-    progress: Progress | None = None,
+    progress: ProgressCallback | None = None,
 ) -> PerplexityResult:
     """Score a text in windows that do not overlap, each on an empty cache.
 
@@ -70,7 +70,7 @@ def perplexity(
             total += float(next_logprobs(log_softmax(logits), tokens, begin).sum())
             count += len(logits)
         if progress is not None:
-            progress(done, len(windows))
+            progress(Progress("windows", done, len(windows)))
     return PerplexityResult(
         math.exp(-total / count),
         count,

@@ -22,7 +22,7 @@ from edgellm.engine.sampling import log_softmax
 from edgellm.errors import NumericError
 from edgellm.measure.perplexity import next_logprobs, precision_of, text_windows, window_logits
 from edgellm.measure.sample_text import sample_text
-from edgellm.store.bundle import ExportProgress
+from edgellm.progress import Progress, ProgressCallback
 
 Floats = NDArray[np.float32]
 
@@ -121,7 +121,7 @@ def quality(
     window: int = 512,
     max_windows: int | None = 16,
     through: str = "prefill",
-    progress: ExportProgress | None = None,
+    progress: ProgressCallback | None = None,
 ) -> QualityResult:
     """Compare a loaded model with float32 on its checkpoint's own, dequantized weights.
 
@@ -138,7 +138,7 @@ def quality(
         text: None takes `sample_text`, which no model is calibrated on.
         max_windows: None takes the whole text.
         through: `prefill` or `decode`.
-        progress: called with a label, steps done and steps in all.
+        progress: see `Progress`.
 
     Raises:
         OptionError: a window of fewer than 2 tokens or longer than the context, or too short a
@@ -156,7 +156,7 @@ def quality(
 
     def step(label: str, done: int, total: int) -> None:
         if progress is not None:
-            progress(label, done, total)
+            progress(Progress(label, done, total))
 
     hidden = float_hidden(
         checkpoint,

@@ -47,8 +47,6 @@ GENERATION: dict[str, type] = {
     "top_k": int,
     "repeat_penalty": float,
 }
-# Called with a label, steps done and steps in all.
-ExportProgress = Callable[[str, int, int], None]
 # Remembers which size and time of change each file had when its sha256 was last found right, so
 # that a start reads no weights it does not use; not part of the bundle.
 _CHECKED = ".checked.json"

@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from edgellm.errors import BundleError, ModelFormatError
-from edgellm.store.bundle import Bundle, ExportProgress, is_bundle, open_bundle
+from edgellm.progress import ProgressCallback
+from edgellm.store.bundle import Bundle, is_bundle, open_bundle
 from edgellm.store.bundle_state import is_newer, recorded_source
 from edgellm.store.home import bundles_dir, delete_abandoned_at_home
 from edgellm.store.precision_support import Precisions, names_of
@@ -29,7 +30,7 @@ def prepare(
     chunk_sizes: Sequence[int] | None = None,
     weights: str | None = None,
     calibration: CalibrationOptions | None = None,
-    progress: ExportProgress | None = None,
+    progress: ProgressCallback | None = None,
     force: bool = False,
 ) -> Bundle:
     """The bundle of a model, exported on first use.
@@ -102,7 +103,7 @@ def _open_if_complete(path: Path, precisions: Precisions) -> Bundle | None:
     return bundle if set(wanted) <= set(bundle.manifest.precisions) else None
 
 
-def _download_again(source: Source, why: str, progress: ExportProgress | None) -> None:
+def _download_again(source: Source, why: str, progress: ProgressCallback | None) -> None:
     assert source.member is not None
     _log.warning("%s: damaged (%s); downloading it again", source.path, why)
     source.member.fetch(again=True, progress=progress)

@@ -12,11 +12,11 @@ from __future__ import annotations
 import hashlib
 import os
 import re
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from edgellm.errors import SourceError, first_line
+from edgellm.progress import ProgressCallback
 from edgellm.store.home import file_safe
 from edgellm.store.wheel_member import WheelMember
 
@@ -60,11 +60,11 @@ class Source:
         return f"{bundle_label(self.name)}-{digest[:12]}"
 
 
-def resolve(name: str, *, progress: Callable[[str, int, int], None] | None = None) -> Source:
+def resolve(name: str, *, progress: ProgressCallback | None = None) -> Source:
     """Find a model, downloading it if it is not on this machine yet.
 
     Args:
-        progress: called with a label, bytes done and bytes in all.
+        progress: see `Progress`.
 
     Raises:
         SourceError: unknown name, failed download, or a download that fails its checksum.

@@ -5,7 +5,7 @@ Nothing of a wheel is run or installed; `wheel_member.py` reads one file of it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from functools import partial
 from io import BytesIO
 from pathlib import Path
@@ -28,6 +28,7 @@ from requests.adapters import HTTPAdapter
 from urllib3 import HTTPResponse
 
 from edgellm.errors import SourceError, first_line
+from edgellm.progress import Progress, ProgressCallback
 from edgellm.store.package_index import certificates, index_urls
 
 _TIMEOUT_S = 30
@@ -40,12 +41,12 @@ def download_wheel(
     version: str,
     folder: Path,
     *,
-    progress: Callable[[str, int, int], None] | None = None,
+    progress: ProgressCallback | None = None,
 ) -> Path:
     """Download the wheel of a version that fits this machine, from the first index that has it.
 
     Args:
-        progress: called with a label, bytes done and bytes in all.
+        progress: see `Progress`.
 
     Raises:
         SourceError: no index has it, or none can be reached.
@@ -151,9 +152,7 @@ def _reason(error: Exception) -> str:
 class _Progress:
     """What pypi_simple calls for each piece."""
 
-    def __init__(
-        self, label: str, progress: Callable[[str, int, int], None] | None, total: int | None
-    ) -> None:
+    def __init__(self, label: str, progress: ProgressCallback | None, total: int | None) -> None:
         self._label = label
         self._done = 0
         self._total = total
@@ -162,7 +161,8 @@ class _Progress:
     def update(self, increment: int) -> None:
         self._done += increment
         if self._progress is not None and self._total:
-            self._progress(self._label, min(self._done, self._total), self._total)
+            done = min(self._done, self._total)
+            self._progress(Progress(self._label, done, self._total, "bytes"))
 
     def __enter__(self) -> _Progress:
         return self

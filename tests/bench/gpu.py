@@ -23,7 +23,8 @@ import numpy as np
 import torch
 import triton
 
-from edgellm.backends.providers import CUDA, TRITON, status
+from edgellm.backends.providers import CUDA, status
+from edgellm.backends.registry import TRITON
 from edgellm.cache.sequence import Sequence
 from edgellm.errors import EdgeLLMError
 from edgellm.kernels import rope

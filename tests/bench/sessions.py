@@ -91,13 +91,13 @@ def show_branches() -> None:
     cache = llm.engine.cache
     session = llm.session()
     session.append(llm.engine.tokenizer.encode(system_prompt(llm))[:2000])
-    options = llm.sampling(temperature=0, max_tokens=8, ignore_eos=True)
-    session.generate(options)
+    options = llm.generation_options(temperature=0, max_tokens=8, ignore_eos=True)
+    session.generate(options=options)
     alone = cache.used_blocks
     branches = [session.fork() for _ in range(8)]
     for i, branch in enumerate(branches):
         branch.append(f" Number {i}:")
-        branch.generate(options)
+        branch.generate(options=options)
     print(f"8 branches of 2,000 tokens hold {cache.used_blocks} blocks, one holds {alone}")
 
 

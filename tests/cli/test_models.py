@@ -148,8 +148,8 @@ def test_rm_deletes_the_download_and_what_was_left(
     assert cli("rm", name).returncode == 1
     code = (
         "import os, signal, sys; from edgellm.store.prepare import prepare\n"
-        "def kill(label, done, total):\n"
-        "    if label.startswith(sys.argv[2]): os.kill(os.getpid(), signal.SIGKILL)\n"
+        "def kill(progress):\n"
+        "    if progress.label.startswith(sys.argv[2]): os.kill(os.getpid(), signal.SIGKILL)\n"
         "prepare(sys.argv[1], precisions=('packed',), progress=kill)"
     )
     for when in ("exporting", "downloading"):

@@ -64,7 +64,7 @@ def native(folder: Path, threads: int | None = None) -> LLM:
 def places(llm: LLM, tokens: int) -> dict[str, int]:
     with llm.session() as session:
         session.append([(i + tokens) % 50 for i in range(tokens)])
-        return session.generate(llm.sampling(max_tokens=1, temperature=0)).stats.prefill
+        return session.generate(max_tokens=1, temperature=0).stats.prefill
 
 
 def test_a_faster_provider_takes_long_prompts(folder: Path) -> None:

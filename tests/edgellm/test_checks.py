@@ -12,10 +12,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from edgellm import EdgeLLMError, OptionError, SessionFileError
+from edgellm import EdgeLLMError, GenerationOptions, OptionError, SessionFileError
 from edgellm.cache.session_file import MAGIC
-from edgellm.engine.sampling import GenerationOptions
-from edgellm.llm import LLM, GenerationArguments, load
+from edgellm.generation_options import GenerationArguments
+from edgellm.llm import LLM, load
 from edgellm.options import EngineArguments, EngineOptions
 
 WRONG_TOKENS: list[Any] = [
@@ -48,7 +48,7 @@ def test_token_ids(tiny: LLM, tokens: Any) -> None:
             with pytest.raises(OptionError, match=r"`(text|tokens)`"):
                 call(tokens)
         assert session.tokens == (1, 2)
-    with pytest.raises(OptionError, match="`text`"):
+    with pytest.raises(OptionError, match="`prompt`"):
         tiny.generate(tokens, max_tokens=1)
 
 
@@ -81,7 +81,7 @@ def test_session_files_with_a_fitting_checksum(
     path = tmp_path / "session"
     with tiny.session() as session:
         session.append([5, 6, 7, 8])
-        session.generate(tiny.sampling(max_tokens=1, temperature=0))
+        session.generate(max_tokens=1, temperature=0)
         session.save(path)
     data = path.read_bytes()
     body = data[len(MAGIC) + 32 :]
@@ -186,6 +186,10 @@ CALLS: list[tuple[str, Callable[[LLM], object]]] = [
     ("cancel", lambda llm: llm.generate("a", cancel=True)),  # type: ignore[arg-type]
     ("progress", lambda llm: llm.generate("a", progress=3)),  # type: ignore[arg-type]
     ("logit_filter", lambda llm: llm.generate("a", logit_filter="x")),  # type: ignore[arg-type]
+    ("prompt", lambda llm: llm.generate([5, 10**6])),
+    ("prompt", lambda llm: next(llm.stream(None))),  # type: ignore[arg-type]
+    ("text", lambda llm: llm.session().append([-1])),
+    ("options", lambda llm: llm.infill("a", "b", options=3)),  # type: ignore[arg-type]
     ("text", lambda llm: llm.chat().send(None)),  # type: ignore[arg-type]
     ("system", lambda llm: llm.chat(system=5)),  # type: ignore[arg-type]
     ("prefix", lambda llm: llm.infill(None, "b")),  # type: ignore[arg-type]

@@ -17,6 +17,7 @@ from edgellm.backends.placement import open_session
 from edgellm.backends.providers import status
 from edgellm.graphs.builder import GraphBuilder
 from edgellm.llm import LLM, load
+from edgellm.progress import Progress
 from edgellm.store.bundle import open_bundle
 from edgellm.store.home import compiled_dir
 
@@ -67,7 +68,7 @@ def test_every_segment_runs_whole_on_the_htp(
 
 
 def test_compiled_once(bundle_path: Path, edgellm_home: Path) -> None:
-    steps: list[tuple[str, int, int]] = []
+    steps: list[Progress] = []
     bundle = open_bundle(bundle_path)
 
     def compiled() -> Path:
@@ -76,12 +77,12 @@ def test_compiled_once(bundle_path: Path, edgellm_home: Path) -> None:
             STATIC,
             provider="qnn",
             provider_options={},
-            progress=lambda *step: steps.append(step),
+            progress=steps.append,
         )
 
     folder = compiled()
-    assert steps[0] == ("compiling 000.c32.onnx", 0, 6)
-    assert steps[-1] == ("compiled", 6, 6)
+    assert steps[0] == Progress("compiling 000.c32.onnx", 0, 6)
+    assert steps[-1] == Progress("compiled", 6, 6)
     before = {path.name: path.stat().st_mtime_ns for path in folder.iterdir()}
     steps.clear()
     assert compiled() == folder
@@ -90,14 +91,14 @@ def test_compiled_once(bundle_path: Path, edgellm_home: Path) -> None:
     content = damaged.read_bytes()
     damaged.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
     assert compiled() == folder
-    assert steps[-1] == ("compiled", 6, 6)
+    assert steps[-1] == Progress("compiled", 6, 6)
     assert {path.name for path in folder.iterdir()} == set(before)
     assert damaged.read_bytes() != content[:-1] + bytes([content[-1] ^ 1])
 
 
 def test_interrupted_compilation_leaves_nothing(bundle_path: Path, edgellm_home: Path) -> None:
-    def interrupt(label: str, done: int, total: int) -> None:
-        if done == 2:
+    def interrupt(news: Progress) -> None:
+        if news.done == 2:
             raise KeyboardInterrupt
 
     bundle = open_bundle(bundle_path)

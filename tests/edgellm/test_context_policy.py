@@ -25,7 +25,7 @@ def llm(smollm2: Bundle) -> LLM:
 
 def first_layer(session: Session) -> tuple[np.ndarray, np.ndarray]:
     """K and V of the first layer, `[Hkv, tokens, D]`: they depend on token and position alone."""
-    sequence = session._sequence
+    sequence = session._context.sequence
     view, slot = sequence.view(0)
     k, v = view.blocks.read(view.table, slot, slice(None), len(sequence))
     ids = list(view.table)
@@ -42,10 +42,10 @@ def test_an_answer_goes_on_behind_the_end_of_the_context(llm: LLM) -> None:
     with llm.session() as session:
         session.append(TEXT[:400])
         prompt = len(session.tokens)
-        sampling = llm.sampling(
+        sampling = llm.generation_options(
             temperature=0, max_tokens=400, ignore_eos=True, context_policy="shift", keep=8
         )
-        answer = session.generate(sampling)
+        answer = session.generate(options=sampling)
         assert answer.finish_reason == "length"
         assert len(answer.tokens) == 400
         kept = prompt + 400 - answer.stats.dropped_tokens
@@ -59,12 +59,12 @@ def test_an_answer_goes_on_behind_the_end_of_the_context(llm: LLM) -> None:
 def test_shifted_keys_are_those_of_the_new_positions(llm: LLM) -> None:
     with llm.session() as session, llm.session() as fresh:
         session.append(TEXT[:700])
-        session.generate(llm.sampling(temperature=0, max_tokens=1))
+        session.generate(temperature=0, max_tokens=1)
         session.rewind(session.cached)
-        assert session.make_room(4) > 0
+        assert session._context.make_room(4) > 0
         assert session.cached == len(session.tokens)
         fresh.replace(session.tokens)
-        fresh.generate(llm.sampling(temperature=0, max_tokens=0))
+        fresh.generate(temperature=0, max_tokens=0)
         for moved, computed in zip(first_layer(session), first_layer(fresh), strict=True):
             # keys are rounded twice, after a transform that spreads the error over the row
             error, size = (np.linalg.norm(rows, axis=-1) for rows in (moved - computed, computed))
@@ -74,8 +74,8 @@ def test_shifted_keys_are_those_of_the_new_positions(llm: LLM) -> None:
 def test_another_text_takes_nothing_from_behind_a_gap(llm: LLM) -> None:
     with llm.session() as session:
         session.append(TEXT[:700])
-        session.generate(llm.sampling(temperature=0, max_tokens=1))
-        session.make_room(4)
+        session.generate(temperature=0, max_tokens=1)
+        session._context.make_room(4)
         session.replace([*session.tokens, 5])
         assert session.cached == 4
 
@@ -91,33 +91,35 @@ def test_a_prompt_that_is_too_long(llm: LLM) -> None:
     assert seen == 4 + (CTX - 4) // 2
     with llm.session() as session:
         session.replace(tokens[:4] + tokens[-(seen - 4) :])
-        assert session.generate(llm.sampling(max_tokens=4, temperature=0)).text == answer.text
+        assert session.generate(max_tokens=4, temperature=0).text == answer.text
 
 
 def test_what_was_there_is_used_when_a_session_grows_too_long(llm: LLM) -> None:
     with llm.session() as session:
         tokens = llm.engine.tokenizer.encode(TEXT)
         session.append(tokens[:250])
-        sampling = llm.sampling(temperature=0, max_tokens=0, context_policy="shift")
-        session.generate(sampling)
+        sampling = llm.generation_options(temperature=0, max_tokens=0, context_policy="shift")
+        session.generate(options=sampling)
         session.append(tokens[250:300])
-        answer = session.generate(sampling)
+        answer = session.generate(options=sampling)
         assert answer.stats.dropped_tokens == 300 - 4 - 126
         assert answer.stats.cached_tokens == 250 - answer.stats.dropped_tokens
         assert sum(answer.stats.prefill.values()) == 50
 
 
 def test_saved_and_restored(llm: LLM, tmp_path: Path) -> None:
-    sampling = llm.sampling(temperature=0, max_tokens=300, ignore_eos=True, context_policy="shift")
+    sampling = llm.generation_options(
+        temperature=0, max_tokens=300, ignore_eos=True, context_policy="shift"
+    )
     with llm.session() as session:
         session.append(TEXT[:300])
-        session.generate(sampling)
+        session.generate(options=sampling)
         session.save(tmp_path / "session")
         tokens = session.tokens
-        expected = session.generate(sampling).tokens
+        expected = session.generate(options=sampling).tokens
     with llm.load_session(tmp_path / "session") as restored:
         assert restored.tokens == tokens
-        assert restored.generate(sampling).tokens == expected
+        assert restored.generate(options=sampling).tokens == expected
     # what was shifted is nobody else's
     assert llm.engine.cache.cached_prefix(tokens) < BLOCK
 
@@ -130,7 +132,7 @@ def test_no_room_behind_what_is_kept(llm: LLM, keep: int) -> None:
 
 def test_a_policy_that_there_is_not(llm: LLM) -> None:
     with pytest.raises(OptionError, match="error, shift"):
-        llm.sampling(context_policy="forget")  # type: ignore[arg-type]
+        llm.generation_options(context_policy="forget")  # type: ignore[arg-type]
 
 
 def test_a_chat_forgets_whole_turns(llm: LLM) -> None:

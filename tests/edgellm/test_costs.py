@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 
+from edgellm.backends.registry import STEPS
 from edgellm.engine import costs
 from edgellm.engine.measured import MeasuredPrompt, from_json
 from edgellm.engine.planner import Costs
 from edgellm.engine.prefill import ChunkedPrefill, Hooks
 from edgellm.llm import load
 from edgellm.measure.plan import keep_prompt
-from edgellm.options import STEPS
 from edgellm.store.bundle import COSTS, Bundle, open_bundle
 
 

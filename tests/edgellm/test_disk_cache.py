@@ -41,7 +41,7 @@ def start(tiny_model: Path, folder: Path) -> Callable[..., LLM]:
 def ask(llm: LLM, tokens: list[int] = PROMPT) -> Completion:
     with llm.session() as session:
         session.append(tokens)
-        return session.generate(llm.sampling(max_tokens=8, temperature=0, ignore_eos=True))
+        return session.generate(max_tokens=8, temperature=0, ignore_eos=True)
 
 
 def files(folder: Path) -> list[Path]:
@@ -171,7 +171,7 @@ print("go", flush=True)
 for i in range(100000):
     with llm.session() as session:
         session.append([i % 300 + 3, i // 300 + 3, *([5, 6, 7] * 90)])
-        session.generate(llm.sampling(max_tokens=1))
+        session.generate(max_tokens=1)
 """
 
 

@@ -19,6 +19,7 @@ from edgellm.cache.sequence import Sequence
 from edgellm.engine.prefill import ChunkedPrefill, Hooks
 from edgellm.errors import CancelledError, OptionError
 from edgellm.llm import LLM, load
+from edgellm.progress import Progress
 from edgellm.store.bundle import Bundle
 
 STEPS = [Step("a", "accelerator"), Step("b", "host", ordered=True), Step("c", "accelerator")]
@@ -66,8 +67,8 @@ def test_chunks_are_reported_in_their_order(model_llm: LLM, sequence: Sequence) 
     records: list[TaskRecord] = []
     threads = set()
 
-    def progress(done: int, total: int) -> None:
-        seen.append(done)
+    def progress(news: Progress) -> None:
+        seen.append(news.done)
         threads.add(threading.current_thread())
 
     hooks = Hooks(progress=progress, on_tasks=records.extend)

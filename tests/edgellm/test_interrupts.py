@@ -51,7 +51,7 @@ def test_in_prefill_the_exception_reaches_the_caller(llm: LLM, delay: float) -> 
         signal.setitimer(signal.ITIMER_REAL, delay)
         start = time.perf_counter()
         with pytest.raises(AlarmError):
-            session.generate(llm.sampling(max_tokens=1))
+            session.generate(max_tokens=1)
         assert time.perf_counter() - start < 30  # a whole prompt would go on for long after it
         assert session.cached < len(session.tokens)
     answer = llm.generate("The capital of France is", temperature=0, max_tokens=4)

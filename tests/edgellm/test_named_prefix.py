@@ -27,17 +27,17 @@ def llm(smollm2: Bundle, edgellm_home: Path) -> LLM:
 
 def test_a_document_is_there_after_a_restart(llm: LLM, smollm2: Bundle) -> None:
     question = "Who built the lighthouse?"
-    sampling = llm.sampling(temperature=0, max_tokens=8)
+    sampling = llm.generation_options(temperature=0, max_tokens=8)
     with llm.prefix("orle", DOCUMENT) as document:
         tokens = document.tokens
         document.append(question)
-        expected = document.generate(sampling).text
+        expected = document.generate(options=sampling).text
     other = load(str(smollm2.path), ctx_size=1024)
     with other.prefix("orle") as document, document.fork() as asked:
         assert document.tokens == tokens
         assert document.cached == len(tokens)
         asked.append(question)
-        answer = asked.generate(sampling)
+        answer = asked.generate(options=sampling)
         assert answer.text == expected
         assert answer.stats.cached_tokens == len(tokens)
     assert [(p.name, p.kind, p.tokens) for p, _ in kept_prefixes()] == [

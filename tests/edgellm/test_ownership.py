@@ -11,9 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from edgellm import CacheFullError
+from edgellm import CacheFullError, GenerationOptions
 from edgellm.cache.disk_cache import pack
-from edgellm.engine.sampling import GenerationOptions
 from edgellm.kernels.kv_blocks import BLOCK, KV_FORMATS, allocate
 from edgellm.llm import LLM, load
 
@@ -40,10 +39,10 @@ def test_dropped_sessions_chats_and_streams_give_their_blocks_back(small: LLM) -
     for i in range(40):
         session = small.session()
         session.append(prompt(i % 250))
-        session.generate(ONE)
+        session.generate(options=ONE)
         small.chat(temperature=0, max_tokens=1).send(f"{i} " * 80)
         branch = session.fork()
-        stream = branch.stream(small.sampling(temperature=0, max_tokens=3, ignore_eos=True))
+        stream = branch.stream(temperature=0, max_tokens=3, ignore_eos=True)
         next(stream)
         del stream, branch
     del session
@@ -57,7 +56,7 @@ def test_dropped_in_a_reference_cycle(small: LLM) -> None:
         for i in range(8):
             session = small.session()
             session.append(prompt(i))
-            session.generate(ONE)
+            session.generate(options=ONE)
             session.itself = session  # type: ignore[attr-defined]
         del session
         assert small.generate(prompt(99, 700), max_tokens=1).stats.prompt_tokens == 700
@@ -69,7 +68,7 @@ def test_held_sessions_still_fill_the_cache(small: LLM) -> None:
     held = [small.session() for _ in range(3)]
     for i, session in enumerate(held):
         session.append(prompt(i))
-        session.generate(ONE)
+        session.generate(options=ONE)
     with pytest.raises(CacheFullError, match="close sessions"):
         small.generate(prompt(99, 700), max_tokens=1)
 
@@ -83,7 +82,7 @@ def test_a_stream_that_is_collected_under_the_lock_waits_for_nobody(small: LLM) 
         cycle = Cycle()
         session = small.session()
         session.append(prompt(1))
-        cycle.stream = session.stream(small.sampling(temperature=0, ignore_eos=True))
+        cycle.stream = session.stream(temperature=0, ignore_eos=True)
         cycle.itself = cycle
         next(cycle.stream)
         del session, cycle
@@ -113,7 +112,7 @@ def test_a_dropped_answer_is_kept_on_disk_though_the_cache_is_busy(
 def test_closing_waits_for_no_prefill(small: LLM) -> None:
     session = small.session()
     session.append(prompt(1))
-    session.generate(ONE)
+    session.generate(options=ONE)
     with small.engine.lock:  # as another thread's prompt would
         closed = threading.Thread(target=session.close, daemon=True)
         closed.start()
@@ -138,7 +137,7 @@ def test_a_model_is_freed_with_its_last_reference(tiny_model: Path) -> None:
         llm.generate(prompt(1, 100), max_tokens=2)
         session = llm.session()
         session.append(prompt(2, 100))
-        session.generate(ONE)
+        session.generate(options=ONE)
         cache = weakref.ref(llm.engine.cache)
         del session, llm
         assert cache() is None
@@ -173,7 +172,7 @@ def test_a_session_file_holds_its_own_tokens_alone(tiny_model: Path, tmp_path: P
     def saved(llm: LLM, name: str) -> bytes:
         with llm.session() as session:
             session.append(prompt(7, 140))
-            session.generate(ONE)
+            session.generate(options=ONE)
             session.save(tmp_path / name)
         return (tmp_path / name).read_bytes()
 

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from edgellm import GenerationOptions
 from edgellm.engine.prefill import Hooks
-from edgellm.engine.sampling import GenerationOptions
 from edgellm.llm import LLM, load
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -90,7 +90,7 @@ def test_greedy_tokens(reference_llm: LLM, judge: Any, prompt: str) -> None:
     )[0, len(tokens) :].tolist()
     with reference_llm.session() as session:
         session.append(tokens)
-        found = list(session.generate(GREEDY).tokens)
+        found = list(session.generate(options=GREEDY).tokens)
     assert found == expected
 
 

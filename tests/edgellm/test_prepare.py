@@ -17,6 +17,7 @@ import pytest
 
 from edgellm import BundleError, ExportError, ModelFormatError, OptionError
 from edgellm.export import export
+from edgellm.progress import Progress
 from edgellm.store import sources
 from edgellm.store.bundle import MANIFEST, Bundle, open_bundle
 from edgellm.store.prepare import prepare
@@ -103,8 +104,8 @@ def test_export_whose_files_vanish_publishes_nothing(
     if added:
         export(tiny_model, out, name="x", source="x", precisions=["packed"])
 
-    def delete(label: str, done: int, total: int) -> None:
-        if done == 2:
+    def delete(progress: Progress) -> None:
+        if progress.done == 2:
             shutil.rmtree(tmp_path / "bundles")
 
     with pytest.raises(ExportError):

@@ -5,9 +5,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from edgellm import NumericError, OptionError
+from edgellm import GenerationOptions, NumericError, OptionError
 from edgellm.engine.sampling import (
-    GenerationOptions,
     Sampler,
     apply_penalties,
     best_will_do,
@@ -184,9 +183,9 @@ def test_when_all_are_needed(changes: dict) -> None:
 
 
 def test_defaults_of_the_default_model(smollm2_gguf: Path) -> None:
-    tried = load().sampling()
+    tried = load().generation_options()
     assert (tried.temperature, tried.top_p, tried.repeat_penalty) == (0.2, 0.9, 1.1)
-    assert load().sampling(temperature=0.5).repeat_penalty == 1.1
+    assert load().generation_options(temperature=0.5).repeat_penalty == 1.1
     # greedy is plain, and other files have llama.cpp's
-    assert load().sampling(temperature=0) == GenerationOptions(temperature=0)
-    assert load(str(smollm2_gguf)).sampling() == GenerationOptions()
+    assert load().generation_options(temperature=0) == GenerationOptions(temperature=0)
+    assert load(str(smollm2_gguf)).generation_options() == GenerationOptions()

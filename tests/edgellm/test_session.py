@@ -13,8 +13,9 @@ from edgellm import (
     GenerationOptions,
     NumericError,
     OptionError,
+    Progress,
 )
-from edgellm.backends.providers import TRITON
+from edgellm.backends.registry import TRITON
 from edgellm.cache.groups import STEP_ROWS
 from edgellm.engine.prefill import Hooks, StepPrefill
 from edgellm.llm import LLM, load
@@ -77,7 +78,7 @@ def test_stop_text_is_cut_off(llm: LLM) -> None:
 def test_max_tokens_zero_only_fills_the_cache(llm: LLM) -> None:
     with llm.session() as session:
         session.append("Some words to remember")
-        found = session.generate(GenerationOptions(max_tokens=0))
+        found = session.generate(max_tokens=0)
         assert found.tokens == ()
         assert found.finish_reason == "length"
         assert session.cached == len(session.tokens)
@@ -94,12 +95,12 @@ def test_cached_prefix_changes_nothing(kind: str, at: int, request: pytest.Fixtu
         cold.append([7, *tokens])
         cold.rewind(0)
         cold.append(tokens)
-        expected = cold.generate(GREEDY)
+        expected = cold.generate(options=GREEDY)
     with llm.session() as warm:
         warm.append([*tokens[:at], 5, 6, 7])
-        warm.generate(GenerationOptions(max_tokens=0))
+        warm.generate(max_tokens=0)
         warm.replace(tokens)
-        found = warm.generate(GREEDY)
+        found = warm.generate(options=GREEDY)
     assert found.stats.cached_tokens >= at
     assert found.tokens == expected.tokens
 
@@ -116,14 +117,14 @@ def test_fork_and_rewind(llm: LLM) -> None:
     with llm.session() as trunk:
         trunk.append(TEXT)
         length = len(trunk.tokens)
-        first = trunk.generate(GREEDY)
+        first = trunk.generate(options=GREEDY)
         with trunk.fork() as branch:
             assert branch.tokens == trunk.tokens
             branch.rewind(length)
-            assert branch.generate(GREEDY).tokens == first.tokens
+            assert branch.generate(options=GREEDY).tokens == first.tokens
             branch.rewind(length - 3)
             branch.append(" Suddenly")
-            branch.generate(GREEDY)
+            branch.generate(options=GREEDY)
         assert trunk.tokens[length:] == first.tokens
         with pytest.raises(OptionError, match="length"):
             trunk.rewind(10**6)
@@ -131,27 +132,27 @@ def test_fork_and_rewind(llm: LLM) -> None:
 
 def test_cancel_in_prefill_keeps_the_session(llm: LLM) -> None:
     cancel = threading.Event()
-    seen: list[tuple[int, int]] = []
+    seen: list[Progress] = []
 
-    def progress(done: int, total: int) -> None:
-        seen.append((done, total))
+    def progress(news: Progress) -> None:
+        seen.append(news)
         cancel.set()
 
     with llm.session() as session:
         session.append([11, *llm.engine.tokenizer.encode(TEXT * 8)])
-        found = session.generate(GREEDY, cancel=cancel, progress=progress)
+        found = session.generate(options=GREEDY, cancel=cancel, progress=progress)
         assert found.finish_reason == "cancelled"
         assert found.tokens == ()
         chunk = STEP_ROWS if isinstance(llm.engine.prefill, StepPrefill) else 128
-        assert seen == [(chunk, len(session.tokens))]
+        assert seen == [Progress("prefill", chunk, len(session.tokens), "tokens")]
         assert session.cached == found.stats.cached_tokens + chunk == chunk
         assert found.stats.prefill == {backend(llm): chunk}
-        resumed = session.generate(GREEDY)
+        resumed = session.generate(options=GREEDY)
         assert resumed.stats.cached_tokens == chunk
         expected = session.tokens[: resumed.stats.prompt_tokens]
     with llm.session() as other:
         other.append(expected)
-        assert other.generate(GREEDY).tokens == resumed.tokens
+        assert other.generate(options=GREEDY).tokens == resumed.tokens
 
 
 def test_cancel_between_layers_leaves_the_sequence_as_it_was(llm: LLM) -> None:
@@ -194,12 +195,12 @@ def test_cancel_while_answering(llm: LLM) -> None:
 def test_abandoned_stream_keeps_the_session_valid(llm: LLM) -> None:
     with llm.session() as session:
         session.append(TEXT)
-        stream = session.stream(GREEDY)
+        stream = session.stream(options=GREEDY)
         first = next(stream)
         stream.close()
         assert session.tokens[-1] == first.token
         assert session.stats is not None
-        assert session.generate(GREEDY).tokens
+        assert session.generate(options=GREEDY).tokens
 
 
 def test_context_that_is_too_small(smollm2: Any) -> None:
@@ -212,7 +213,7 @@ def test_context_that_is_too_small(smollm2: Any) -> None:
     exact = llm.engine.tokenizer.encode(TEXT)[:64]
     with llm.session() as session:
         session.append(exact)
-        assert len(session.generate(GREEDY).tokens) == 1
+        assert len(session.generate(options=GREEDY).tokens) == 1
 
 
 def test_all_blocks_held(smollm2: Any) -> None:
@@ -220,12 +221,12 @@ def test_all_blocks_held(smollm2: Any) -> None:
     sessions = [llm.session() for _ in range(3)]
     for i, session in enumerate(sessions):
         session.append([i, 100, 200])
-    sessions[0].generate(GREEDY)
-    sessions[1].generate(GREEDY)
+    sessions[0].generate(options=GREEDY)
+    sessions[1].generate(options=GREEDY)
     with pytest.raises(CacheFullError, match="close sessions"):
-        sessions[2].generate(GREEDY)
+        sessions[2].generate(options=GREEDY)
     sessions[0].close()
-    assert sessions[2].generate(GREEDY).tokens
+    assert sessions[2].generate(options=GREEDY).tokens
 
 
 def test_empty_prompt(llm: LLM) -> None:
@@ -319,7 +320,7 @@ def test_broken_weights_are_noticed(llm: LLM, monkeypatch: pytest.MonkeyPatch) -
 def test_answers_that_end_before_they_begin(chosen_llm: LLM) -> None:
     chat = chosen_llm.chat(temperature=0, max_tokens=0)
     assert (chat.send("Hello").text, chat.send("Hello").finish_reason) == ("", "length")
-    chat.options = chosen_llm.sampling(time_limit_ms=1)
+    chat.options = chosen_llm.generation_options(time_limit_ms=1)
     assert chat.send("Hello " * 500).finish_reason == "time"
     cancelled = threading.Event()
     cancelled.set()

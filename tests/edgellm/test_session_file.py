@@ -24,7 +24,7 @@ def tiny(tiny_model: Path) -> LLM:
 
 
 def greedy(llm: LLM, session: Session, count: int = 6) -> tuple[int, ...]:
-    return session.generate(llm.sampling(max_tokens=count, temperature=0, ignore_eos=True)).tokens
+    return session.generate(max_tokens=count, temperature=0, ignore_eos=True).tokens
 
 
 def test_goes_on_in_another_process(tiny: LLM, tiny_model: Path, tmp_path: Path) -> None:

@@ -117,7 +117,7 @@ def test_three_processes_download_once(edgellm_home: Path) -> None:
     code = (
         "from edgellm.store.sources import resolve\n"
         "steps = []\n"
-        f"source = resolve({SPEC!r}, progress=lambda *step: steps.append(step))\n"
+        f"source = resolve({SPEC!r}, progress=steps.append)\n"
         "assert source.path.read_bytes() == b'GGUF weights'\n"
         "print(len(steps) > 0, source.downloaded_now)"
     )

@@ -56,19 +56,16 @@ def test_copying_is_foreseen(native: LLM) -> None:
 
 def test_a_session_goes_on_where_it_was_left(native: LLM) -> None:
     """An answer that is dropped in the middle of a draft, and then another one."""
-    options = native.sampling(temperature=0, max_tokens=40, ignore_eos=True)
+    options = native.generation_options(temperature=0, max_tokens=40, ignore_eos=True)
     for taken in (3, 8, 9, 10, 17):
         with native.session() as session, native.session() as plain:
             for s in (session, plain):
                 s.append(COPY)
-            list(itertools.islice(session.stream(options), taken))
+            list(itertools.islice(session.stream(options=options), taken))
             assert session.cached <= len(session.tokens)
-            again = session.generate(options).tokens
+            again = session.generate(options=options).tokens
             plain.replace(session.tokens[: -len(again)])
-            without = native.sampling(
-                temperature=0, max_tokens=40, ignore_eos=True, speculate=False
-            )
-            assert plain.generate(without).tokens == again
+            assert plain.generate(options=options, speculate=False).tokens == again
 
 
 @pytest.mark.parametrize("change", ["close", "rewind"])
@@ -79,7 +76,7 @@ def test_a_session_that_changes_under_an_answer(
     monkeypatch.setattr(Speculation, "_draft", lambda *_: [7, 8])
     session = native.session()
     session.append(COPY)
-    answer = session.stream(native.sampling(temperature=0, max_tokens=40, ignore_eos=True))
+    answer = session.stream(temperature=0, max_tokens=40, ignore_eos=True)
     list(itertools.islice(answer, 3))
     session.close() if change == "close" else session.rewind(5)
     answer.close()
@@ -93,7 +90,7 @@ def test_wrong_drafts_leave_no_trace(native: LLM, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(Speculation, "_draft", lambda *_: [7, 8])
     with native.session() as session:
         session.append(PLAIN)
-        found = session.generate(native.sampling(**options))
+        found = session.generate(**options)
         assert found.tokens == expected
         assert found.stats.drafted_tokens > 0
         assert session.cached <= len(session.tokens)

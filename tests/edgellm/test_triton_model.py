@@ -114,10 +114,10 @@ def test_a_cached_prefix_serves_the_other_side(bundle: Bundle) -> None:
     llm = load(str(bundle.path), prefill=CPU, decode="triton")
     with llm.session() as session:
         session.append(TOKENS[:140])
-        first = session.generate(llm.sampling(max_tokens=4, temperature=0))
+        first = session.generate(max_tokens=4, temperature=0)
     with llm.session() as session:
         session.append([*TOKENS[:140], *first.tokens[:2]])
-        again = session.generate(llm.sampling(max_tokens=2, temperature=0))
+        again = session.generate(max_tokens=2, temperature=0)
     assert again.stats.cached_tokens == 141
     assert again.tokens == first.tokens[2:]
     assert again.stats.prefill == {CPU: 1}
@@ -168,7 +168,7 @@ def test_the_best_logits_lead_to_the_same_answer_as_all(
     def answer() -> Completion:
         with on_gpu.session() as session:
             session.append(TOKENS[:9])
-            return session.generate(on_gpu.sampling(max_tokens=4, ignore_eos=True, **options))
+            return session.generate(max_tokens=4, ignore_eos=True, **options)
 
     answer()  # from here on, all but the prompt's last token is cached
     decoder = type(on_gpu.engine.decoder)
@@ -208,7 +208,7 @@ def test_smollm2_takes_the_same_greedy_tokens(smollm2: Bundle) -> None:
     with cpu.session() as session:
         session.append("The capital of France is")
         prompt = session.tokens
-        tokens = session.generate(cpu.sampling(max_tokens=9, temperature=0)).tokens
+        tokens = session.generate(max_tokens=9, temperature=0).tokens
     sequence = triton.engine.cache.sequence()
     logits = triton.engine.decoder.steps([*prompt, *tokens[:8]], sequence)
     assert logits.argmax(-1).tolist()[-9:] == list(tokens)

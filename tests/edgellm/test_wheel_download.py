@@ -17,6 +17,7 @@ import pytest
 from pypi_simple import PYPI_SIMPLE_ENDPOINT
 
 from edgellm import SourceError
+from edgellm.progress import Progress
 from edgellm.store.package_index import certificates, index_urls
 from edgellm.store.wheel_download import download_wheel
 
@@ -113,16 +114,16 @@ def server(wheel_index: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[Server
 
 
 def test_download_with_progress(server: Server, tmp_path: Path) -> None:
-    steps: list[tuple[str, int, int]] = []
+    steps: list[Progress] = []
     path = download_wheel(
-        "Some_Model", "1", tmp_path, progress=lambda *step: steps.append(step)
+        "Some_Model", "1", tmp_path, progress=steps.append
     )  # names and versions have several spellings
     assert path.name == NAME
     assert path.read_bytes() == WHEEL
     assert server.seen == ["/simple/some-model/", f"/files/{NAME}"]
     assert len(steps) > 1
-    assert steps[-1] == ("downloading Some_Model 1", len(WHEEL), len(WHEEL))
-    done = [step[1] for step in steps]
+    assert steps[-1] == Progress("downloading Some_Model 1", len(WHEEL), len(WHEEL), "bytes")
+    done = [step.done for step in steps]
     assert done == sorted(done)
 
 

@@ -84,7 +84,7 @@ def test_long_prompts_are_what_transformers_computes(
 def answer(llm: LLM, tokens: list[int]) -> tuple[int, ...]:
     with llm.session() as session:
         session.append(tokens)
-        return session.generate(llm.sampling(**GREEDY)).tokens
+        return session.generate(**GREEDY).tokens
 
 
 @pytest.mark.parametrize("length", [690, 640, 500, 300, 129, 90])
@@ -92,12 +92,12 @@ def test_rewound_and_continued_is_as_if_it_had_been_new(start: Start, length: in
     llm = start()
     with llm.session() as session:
         session.append(TOKENS[:LENGTH])
-        session.generate(llm.sampling(**GREEDY))
+        session.generate(**GREEDY)
         fork = session.fork()
         session.rewind(length)
         session.append(TOKENS[900:])
-        found = session.generate(llm.sampling(**GREEDY)).tokens
-        assert fork.generate(llm.sampling(**GREEDY)).stats.cached_tokens >= LENGTH
+        found = session.generate(**GREEDY).tokens
+        assert fork.generate(**GREEDY).stats.cached_tokens >= LENGTH
     assert found == answer(start(), [*TOKENS[:length], *TOKENS[900:]])
 
 
@@ -106,7 +106,7 @@ def test_a_prefix_is_found_again(start: Start) -> None:
     first = answer(llm, TOKENS[:LENGTH])
     with llm.session() as session:
         session.append([*TOKENS[:LENGTH], *first, 5, 6])
-        again = session.generate(llm.sampling(**GREEDY))
+        again = session.generate(**GREEDY)
     assert again.stats.cached_tokens >= LENGTH
     assert again.tokens == answer(start(), [*TOKENS[:LENGTH], *first, 5, 6])
 
@@ -115,13 +115,13 @@ def test_sessions_are_saved_without_what_windows_have_passed(start: Start, tmp_p
     llm = start()
     with llm.session() as session:
         session.append(TOKENS[:LENGTH])
-        session.generate(llm.sampling(temperature=0, max_tokens=0))
+        session.generate(temperature=0, max_tokens=0)
         session.save(tmp_path / "saved")
-        expected = session.generate(llm.sampling(**GREEDY)).tokens
+        expected = session.generate(**GREEDY).tokens
     other = start()
     with other.load_session(tmp_path / "saved") as session:
         assert session.cached == LENGTH
-        answered = session.generate(other.sampling(**GREEDY))
+        answered = session.generate(**GREEDY)
     assert answered.tokens == expected
     assert answered.stats.cached_tokens == LENGTH - 1
     whole, windowed = (
@@ -137,7 +137,7 @@ def test_blocks_on_disk_outlive_the_process(start: Start, tmp_path: Path) -> Non
     with llm.session() as session:
         session.append(TOKENS[:LENGTH])
         assert llm.engine.cache.cached_prefix(TOKENS[:LENGTH]) == 640
-        answered = session.generate(llm.sampling(**GREEDY))
+        answered = session.generate(**GREEDY)
     assert answered.tokens == expected
     assert answered.stats.cached_tokens == 640
 
@@ -148,14 +148,13 @@ def test_a_full_context_goes_on(start: Start, keep: int) -> None:
     llm = start()
     with llm.session() as session:
         session.append(TOKENS[:1000])
-        options = llm.sampling(
+        answered = session.generate(
             temperature=0, max_tokens=80, ignore_eos=True, context_policy="shift", keep=keep
         )
-        answered = session.generate(options)
         assert len(answered.tokens) == 80
         assert answered.stats.dropped_tokens > 0
         assert session.cached >= len(session.tokens) - 1
-        again = session.generate(llm.sampling(**GREEDY))
+        again = session.generate(**GREEDY)
     assert len(again.tokens) == 12
 
 
@@ -166,8 +165,8 @@ def test_drafts_change_nothing(start: Start) -> None:
         llm = start()
         with llm.session() as session:
             session.append(tokens)
-            options = llm.sampling(
+            answered = session.generate(
                 temperature=0, max_tokens=100, ignore_eos=True, speculate=speculate
             )
-            answers.append(session.generate(options).tokens)
+            answers.append(answered.tokens)
     assert answers[0] == answers[1]

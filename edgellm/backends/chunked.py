@@ -1,0 +1,87 @@
+"""Graphs of ONNX Runtime, chunk by chunk, on any execution provider, with attention on the host.
+
+It needs a provider that is there and runs a small graph; on the CPU, nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from edgellm.backends import providers
+from edgellm.backends.forward import Model
+from edgellm.backends.host_attention import HostAttention, head_norms
+from edgellm.backends.providers import CPU, CUDA
+from edgellm.backends.registry import Parts
+from edgellm.backends.segments import Head, ModelHead, Segments
+from edgellm.backends.self_test import check_once
+from edgellm.store import key_basis
+
+
+def require(name: str) -> None:
+    """See `BackendFile.require`."""
+    providers.require(name)
+
+
+def open_models(
+    parts: Parts, precisions: Sequence[str], int8_head: ModelHead | None
+) -> dict[str, Model]:
+    """Models by their precisions.
+
+    Args:
+        int8_head: one that is open already, for precisions whose head is in int8.
+    """
+    bundle, selection = parts.bundle, parts.selection
+    prefill_precision = selection.prefill_precision(bundle.config)
+    heads = _heads(parts, precisions, int8_head)
+    norms = key_basis.open_head_norms(bundle.path, bundle.manifest.keys)
+    weights = head_norms(bundle.config, norms.__getitem__)
+    attention = HostAttention(bundle.config, parts.ropes, weights)
+    models: dict[str, Model] = {}
+    for precision in precisions:
+        head = heads[bundle.precision(precision).head or ""]
+        runs_prefill = precision == prefill_precision
+        if runs_prefill and selection.prefill == CUDA:
+            from edgellm.backends import cuda
+
+            models[precision] = cuda.open_model(parts, precision, head=head, attention=attention)
+        else:
+            models[precision] = _open_model(
+                parts, precision, head=head, attention=attention, runs_prefill=runs_prefill
+            )
+    return models
+
+
+def _open_model(
+    parts: Parts,
+    precision: str,
+    *,
+    head: ModelHead,
+    attention: HostAttention,
+    runs_prefill: bool,
+) -> Model:
+    """A precision on the provider of prefill, or on the CPU if only decode runs it."""
+    options, selection = parts.options, parts.selection
+    segments = Segments(
+        parts.bundle,
+        precision,
+        provider=selection.prefill if runs_prefill else CPU,
+        threads=parts.threads,
+        provider_options=options.provider_options if runs_prefill else {},
+        allow_fallback=options.allow_fallback,
+        progress=parts.progress,
+    )
+    check_once(parts.bundle, segments, parts.progress)
+    on_one = runs_prefill and selection.shares_cpu
+    return Model(segments, head, attention, threads=1 if on_one else parts.threads)
+
+
+def _heads(
+    parts: Parts, precisions: Sequence[str], int8_head: ModelHead | None
+) -> Mapping[str, ModelHead]:
+    """LM heads by their kinds."""
+    heads: dict[str, ModelHead] = {}
+    for kind in {parts.bundle.precision(precision).head for precision in precisions}:
+        assert kind is not None
+        own = int8_head if kind == "int8" else None
+        heads[kind] = own or Head(parts.bundle, kind)
+    return heads

@@ -1,0 +1,46 @@
+"""The CUDA back end: chunks through graphs of ONNX Runtime, attention in Triton, on one device.
+
+It needs onnxruntime-gpu beside torch and triton.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from edgellm.backends import providers
+from edgellm.backends.host_attention import HostAttention
+from edgellm.backends.registry import Parts
+from edgellm.backends.segments import ModelHead
+from edgellm.kernels.gpu import device
+
+if TYPE_CHECKING:
+    from edgellm.backends.device_model import DeviceModel
+
+
+def require(name: str) -> None:
+    """See `BackendFile.require`."""
+    device.require()
+    providers.require(name)
+
+
+def open_model(
+    parts: Parts, precision: str, *, head: ModelHead, attention: HostAttention
+) -> DeviceModel:
+    """A precision on the device.
+
+    Args:
+        attention: its RoPE tables and norms are copied there.
+    """
+    place = device.require()
+    from edgellm.backends.device_model import DeviceModel, DeviceSegments, Queue  # imports torch
+
+    queue = Queue(place)
+    segments = DeviceSegments(
+        parts.bundle,
+        precision,
+        queue=queue,
+        threads=parts.threads,
+        provider_options=parts.options.provider_options,
+        allow_fallback=parts.options.allow_fallback,
+    )
+    return DeviceModel(segments, head, attention, cache=parts.cache, queue=queue)

@@ -1,0 +1,67 @@
+"""Whether what a model runs on computes what it should: every segment, prompts of every edge."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from edgellm.backends.decode import StepDecoder
+from edgellm.backends.packed_weights import open_packed_weights
+from edgellm.backends.self_test import Check, check_prompts, check_segments
+from edgellm.backends.step_model import StepModel
+from edgellm.engine.engine import Engine
+from edgellm.engine.prefill import ChunkedPrefill, StepPrefill
+from edgellm.measure.step_test import check_layers, check_step
+from edgellm.progress import ProgressCallback
+from edgellm.store.bundle import PACKED
+from edgellm.store.import_summary import imported
+
+__all__ = ["Check", "Examined", "examine"]
+
+
+@dataclass(frozen=True)
+class Examined:
+    """What is checked next, in words, such as `w8a8 on cpu`."""
+
+    subject: str
+
+
+def examine(
+    engine: Engine, *, progress: ProgressCallback | None = None
+) -> Iterator[Examined | Check]:
+    """Check prefill and decode of a loaded model (`LLM.engine`); each subject before its checks.
+
+    The judge is what the model gave in float32 when it was exported or, where there are no graphs
+    to be exported, gives now.
+
+    Raises:
+        SourceError: the model file is needed, and gone or changed.
+    """
+    if isinstance(engine.prefill, ChunkedPrefill):
+        model = engine.prefill.model
+        yield Examined(f"{model.segments.precision} on {engine.prefill.placement}")
+        yield from check_segments(engine.bundle, model.segments)
+        with engine.lock:
+            yield from check_prompts(engine.bundle, model, engine.cache, engine.decoder)
+    steps = _steps(engine)
+    if not steps:
+        return
+    from edgellm.export.float_reference import float_reference  # 0.4 s
+
+    weights, summary = open_packed_weights(engine.bundle), imported(engine.bundle, PACKED)
+    with float_reference(engine.bundle, progress=progress) as reference:
+        for name, step in steps.items():
+            yield Examined(f"{PACKED} on {name}")
+            yield from check_layers(reference, step, weights, summary)
+            with engine.lock:
+                yield from check_step(reference, step, engine.cache, summary)
+
+
+def _steps(engine: Engine) -> dict[str, StepModel]:
+    """The models of packed weights that prefill or decode runs on, by their back ends' names."""
+    steps = {}
+    if isinstance(engine.prefill, StepPrefill):
+        steps[engine.prefill.placement.provider] = engine.prefill.model
+    if isinstance(engine.decoder, StepDecoder):
+        steps[engine.decoder.name] = engine.decoder.model
+    return steps

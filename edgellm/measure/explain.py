@@ -1,0 +1,134 @@
+"""How a loaded model prefills a prompt, and what limits it: what `edgellm plan` tells.
+
+Every function takes `LLM.engine`, and takes its lock while it measures.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from edgellm.backends.providers import CUDA
+from edgellm.backends.registry import AUTO, NATIVE, TRITON
+from edgellm.backends.schedule import POLICIES, Policy
+from edgellm.backends.timing import Samples
+from edgellm.engine.auto_prefill import AutoChoice, auto_choice
+from edgellm.engine.engine import Engine
+from edgellm.engine.measured import MeasuredPrompt
+from edgellm.engine.planner import PlannedChunk
+from edgellm.engine.prefill import ChunkedPrefill
+from edgellm.measure.plan import Prediction, keep_prompt, measure, predict, profile
+from edgellm.measure.roofline import Machine, Work, measure_cpu, measure_gpu, work_of
+from edgellm.store.bundle import PACKED
+
+# How many times as fast an accelerator is imagined.
+_SPEEDS = (1, 5, 10)
+
+__all__ = [
+    "Forecast",
+    "Limits",
+    "PlannedChunk",
+    "TimedPrompt",
+    "chunks_of",
+    "forecasts",
+    "limits",
+    "time_prompt",
+    "usual_choice",
+]
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """What a prompt will take under a schedule, with an accelerator so many times as fast."""
+
+    schedule: Policy
+    accelerator_speed: int
+    prediction: Prediction
+
+
+@dataclass(frozen=True)
+class TimedPrompt:
+    """What a prompt took.
+
+    Attributes:
+        prefill: the back end.
+        schedule: how its chunks shared accelerator and host; None where there are none.
+        seconds: of each time.
+        bubbles: the accelerator's idle share.
+    """
+
+    prefill: str
+    schedule: Policy | None
+    seconds: Samples
+    bubbles: float
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What the processors of prefill and decode can do, and what the model asks of them."""
+
+    prefill: Machine
+    decode: Machine
+    work: Work
+
+
+def chunks_of(engine: Engine, count: int) -> list[PlannedChunk]:
+    """How `count` tokens are cut; none where they go through all layers at once."""
+    prefill = engine.prefill
+    return prefill.plan(count) if isinstance(prefill, ChunkedPrefill) else []
+
+
+def forecasts(engine: Engine, chunks: Sequence[PlannedChunk]) -> Iterator[Forecast]:
+    """Measure the parts of a prompt, and simulate it under every schedule."""
+    if not isinstance(engine.prefill, ChunkedPrefill):
+        return
+    with engine.lock:
+        profiled = profile(engine, engine.prefill, chunks)
+    for speed in _SPEEDS:
+        for schedule in POLICIES:
+            prediction = predict(profiled, chunks, schedule, accelerator_speed=speed)
+            yield Forecast(schedule, speed, prediction)
+
+
+def time_prompt(engine: Engine, count: int) -> list[TimedPrompt]:
+    """Run a prompt as it is prefilled and, if that is something else, in turns with the native
+    kernels; then `prefill` auto knows next time which of them was faster."""
+    prefill, native = engine.prefill, engine.native_prefill
+    name, schedule = prefill.placement.provider, engine.selection.policy
+    with engine.lock:
+        if native is None or name == NATIVE:
+            ((seconds, bubbles),) = measure(engine, count, prefill)
+            return [TimedPrompt(name, schedule, seconds, bubbles)]
+        (seconds, bubbles), (alone, _) = measure(engine, count, prefill, native)
+        keep_prompt(engine, MeasuredPrompt(count, seconds, alone))
+    return [
+        TimedPrompt(name, schedule, seconds, bubbles),
+        TimedPrompt(NATIVE, None, alone, 0.0),
+    ]
+
+
+def limits(engine: Engine, count: int) -> Limits:
+    """Measure arithmetic and memory of what prefill and decode run on."""
+    prefill, decoder = engine.prefill, engine.decoder
+
+    def machine(backend: str, precision: str) -> Machine:
+        if backend in (TRITON, CUDA):
+            return measure_gpu()
+        return measure_cpu(engine.threads, int4=precision == PACKED)
+
+    with engine.lock:
+        return Limits(
+            machine(prefill.placement.provider, prefill.precision),
+            machine(decoder.name, decoder.precision),
+            work_of(
+                engine.bundle,
+                count,
+                precision=decoder.precision,
+                kv_format=engine.options.kv_format,
+            ),
+        )
+
+
+def usual_choice(engine: Engine) -> AutoChoice:
+    """What `prefill` auto takes for this model, and why."""
+    return auto_choice(engine.bundle, replace(engine.options, prefill=AUTO, precision=None))

@@ -1,0 +1,214 @@
+"""The models in EDGELLM_HOME: which there are, what each is and needs, and how one is deleted.
+
+`prepare` makes the bundle of a model, and downloads it if need be; `edgellm.load` does so as well.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from edgellm.backends.selection import Selection, select
+from edgellm.engine.engine import planned_memory
+from edgellm.engine.memory import MemoryEstimate
+from edgellm.errors import BundleError, EdgeLLMError, SourceError
+from edgellm.graphs.tensors import parameters
+from edgellm.options import EngineOptions
+from edgellm.progress import ProgressCallback
+from edgellm.store.bundle import Bundle, open_bundle, read_manifest
+from edgellm.store.bundle_state import check_sizes
+from edgellm.store.home import (
+    bundles_dir,
+    delete_abandoned,
+    delete_abandoned_at_home,
+    delete_folder,
+    locked,
+)
+from edgellm.store.import_summary import imported
+from edgellm.store.precision_removal import remove_precisions
+from edgellm.store.prepare import prepare
+from edgellm.store.sources import ALIASES, DEFAULT_MODEL, bundle_label, local_path, resolve_here
+
+__all__ = [
+    "ALIASES",
+    "DEFAULT_MODEL",
+    "Bundle",
+    "ModelDescription",
+    "PrecisionDescription",
+    "StoredModel",
+    "delete_model",
+    "describe",
+    "imported",
+    "is_here",
+    "list_models",
+    "prepare",
+    "pull",
+]
+
+
+@dataclass(frozen=True)
+class StoredModel:
+    """A folder of EDGELLM_HOME that ought to be a bundle.
+
+    Attributes:
+        damage: what is wrong with it; then the folder is all that is known.
+    """
+
+    folder: Path
+    name: str = ""
+    bytes: int = 0
+    precisions: tuple[str, ...] = ()
+    damage: str = ""
+
+
+@dataclass(frozen=True)
+class PrecisionDescription:
+    """One precision of a bundle.
+
+    Attributes:
+        uses: what runs in it where nothing else is asked for: prefill, decode.
+        weights: how they came from the model file, in words.
+    """
+
+    name: str
+    description: str
+    bytes: int
+    chunk_sizes: tuple[int, ...]
+    uses: tuple[str, ...]
+    weights: str
+
+
+@dataclass(frozen=True)
+class ModelDescription:
+    """A bundle, and what it needs with the usual options.
+
+    Attributes:
+        memory: with a full KV cache.
+    """
+
+    bundle: Bundle
+    parameters: int
+    precisions: tuple[PrecisionDescription, ...]
+    memory: MemoryEstimate
+
+
+def pull(name: str = DEFAULT_MODEL, *, progress: ProgressCallback | None = None) -> Bundle:
+    """Download a model and export it, so that `edgellm.load` finds it there.
+
+    Raises:
+        EdgeLLMError: see `prepare`.
+    """
+    return prepare(name, precisions=select(EngineOptions()).precisions, progress=progress)
+
+
+def is_here(name: str) -> bool:
+    """Whether a name means a model that is known without asking the network."""
+    return resolve_here(name) is not None
+
+
+def list_models() -> list[StoredModel]:
+    """All that is there, by folder."""
+    return [_stored(folder) for folder in _bundle_folders()]
+
+
+def describe(
+    name: str = DEFAULT_MODEL, *, verify: bool = False, progress: ProgressCallback | None = None
+) -> ModelDescription:
+    """What a model is and needs; see `pull`.
+
+    Args:
+        verify: read every file and check it.
+
+    Raises:
+        BundleError: a file is damaged.
+    """
+    bundle = pull(name, progress=progress)
+    if verify:
+        bundle = open_bundle(bundle.path, verify=True)
+    options = EngineOptions()
+    selection = select(options)
+    needed = planned_memory(bundle, options, selection.precisions(bundle.config))
+    precisions = tuple(_precisions(bundle, selection))
+    return ModelDescription(bundle, parameters(bundle.config), precisions, needed)
+
+
+def delete_model(name: str, *, precisions: Sequence[str] = ()) -> list[str]:
+    """Delete a model's bundles and its download; gives what was deleted, in words.
+
+    Args:
+        name: as with `edgellm.load`, or the name of a folder in EDGELLM_HOME.
+        precisions: delete only these, and keep the rest.
+
+    Raises:
+        SourceError: there is no such model.
+    """
+    folders = [folder for folder in _bundle_folders() if _is_named(folder, name)]
+    if not precisions:
+        deleted = [str(path) for path in _delete(name, folders)]
+    else:
+        freed = sum(remove_precisions(folder, precisions) for folder in folders)
+        deleted = [f"{', '.join(precisions)} of {name}, {freed / 1e6:.1f} MB"] if folders else []
+    if not deleted:
+        raise SourceError(f"{name}: no exported model of that name; see `edgellm ls`")
+    delete_abandoned_at_home()
+    return deleted
+
+
+def _stored(folder: Path) -> StoredModel:
+    try:
+        manifest = read_manifest(folder)
+        check_sizes(folder, manifest)
+    except EdgeLLMError as error:
+        return StoredModel(folder, damage=str(error))
+    size = sum(entry.bytes for entry in manifest.files.values())
+    return StoredModel(folder, manifest.name, size, tuple(manifest.precisions))
+
+
+def _precisions(bundle: Bundle, selection: Selection) -> Iterator[PrecisionDescription]:
+    used = {
+        "prefill": selection.prefill_precision(bundle.config),
+        "decode": selection.decode_precision,
+    }
+    for name, entry in bundle.manifest.precisions.items():
+        files = bundle.manifest.files.items()
+        yield PrecisionDescription(
+            name=name,
+            description=entry.description,
+            bytes=sum(file.bytes for path, file in files if path.startswith(f"{name}/")),
+            chunk_sizes=tuple(entry.chunk_sizes),
+            uses=tuple(use for use, precision in used.items() if precision == name),
+            weights=imported(bundle, name).details(),
+        )
+
+
+def _delete(name: str, folders: Sequence[Path]) -> list[Path]:
+    """Delete bundles, the model's download, and what killed processes have left of both."""
+    for folder in folders:
+        with locked(folder):
+            delete_folder(folder)
+    source = resolve_here(name)
+    if source is None:
+        return list(folders)
+    with locked(bundles_dir() / source.key):
+        delete_abandoned(bundles_dir(), of=source.key, abandoned_s=0)
+    return [*folders, *(source.member.delete() if source.member is not None else [])]
+
+
+def _bundle_folders() -> list[Path]:
+    root = bundles_dir()
+    if not root.exists():
+        return []
+    return sorted(f for f in root.iterdir() if f.is_dir() and not f.name.startswith("."))
+
+
+def _is_named(folder: Path, name: str) -> bool:
+    here = local_path(name)
+    if folder.name == name or folder.resolve() == here:
+        return True
+    try:
+        manifest = read_manifest(folder)
+    except BundleError:
+        # nothing says any more which model it was, only its folder name how it was called
+        return folder.name.rpartition("-")[0] == bundle_label(name)
+    return name in (manifest.name, manifest.source) or manifest.source == str(here)
