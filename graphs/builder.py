@@ -156,6 +156,6 @@ class GraphBuilder:
         return ir.Model(graph, ir_version=IR_VERSION, producer_name="edgellm")
 
     def _observe(self, name: str, value: ir.Value) -> ir.Value:
-        found = self.op("Identity", value)
-        found.name, found.type = name, ir.TensorType(ir.DataType.FLOAT)
-        return found
+        copy = self.op("Identity", value)
+        copy.name, copy.type = name, ir.TensorType(ir.DataType.FLOAT)
+        return copy

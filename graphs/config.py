@@ -17,7 +17,8 @@ _LARGEST = {
     "layer_count": 1 << 12,
     "context_length": (1 << 31) - 1,
 }
-# Of a head at least this share is rotated; the least that models have is a quarter (GPT-NeoX).
+# At least one channel in this many is rotated; the fewest that models have are a quarter of a head
+# (GPT-NeoX).
 _ROTATED_SHARE = 4
 # What all layers have in common, as far as every back end has one size for it.
 _UNIFORM_ATTENTION = ("heads", "kv_heads", "head_dim", "qk_norm", "qkv_bias", "output_bias")
@@ -159,7 +160,7 @@ class ModelConfig:
 
 
 def repeated(layer: LayerConfig, count: int) -> tuple[LayerConfig, ...]:
-    """So many layers that are the same.
+    """`count` layers that are the same.
 
     Raises:
         ModelFormatError: there are none, or more than any model has.

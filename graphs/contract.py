@@ -57,10 +57,10 @@ class Part:
 
 def parts(config: ModelConfig, cut: Collection[int] = ()) -> list[Part]:
     """All graphs in the order in which a chunk goes through them; those in `cut` have halves."""
-    found = []
+    graph_parts = []
     for index in range(config.layer_count + 1):
-        found += [Part(index, "up"), Part(index, "down")] if index in cut else [Part(index)]
-    return found
+        graph_parts += [Part(index, "up"), Part(index, "down")] if index in cut else [Part(index)]
+    return graph_parts
 
 
 def part_inputs(config: ModelConfig, part: Part) -> dict[str, int]:

@@ -191,7 +191,7 @@ class _Walk:
         return int(number)
 
     def _skip(self, count: int, size: int, what: str) -> int:
-        """Go on behind so many values, and give where they begin."""
+        """Skip `count` values; returns where they begin."""
         self._need(count, size, what)
         start = self._at
         self._at += count * size

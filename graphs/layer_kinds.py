@@ -18,7 +18,7 @@ def sliding_of_hf(fields: Fields, count: int, *, period: int) -> list[bool]:
     """For each layer of a `config.json`, whether it has a window.
 
     Args:
-        period: where the file does not say it, every so many layers the last one has none.
+        period: where the file does not say it: the last of this many layers has no window.
 
     Raises:
         ModelFormatError: `layer_types` has not as many entries as there are layers.

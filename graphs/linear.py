@@ -1,4 +1,4 @@
-"""Linear layers as sub-graphs, one class a precision.
+"""Linear layers as sub-graphs, one class per precision.
 
 `activation` prepares an input once (quantizes it, sums its groups); `apply` multiplies. Layers that
 share an input, such as gate and up, share the prepared one.
@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from edgellm.graphs.builder import GraphBuilder, WeightFile
 from edgellm.kernels.quantized import GROUP, QuantizedWeight
 
-# A row of zeros must not divide by zero; any positive scale gives the right zeros.
+# A row of zeros must not divide by zero; any positive scale yields the right zeros.
 _SMALLEST_SCALE = 1e-12
 _UINT8_ZERO_POINT = 128
 
@@ -55,7 +55,7 @@ class FloatLinear:
 
 @dataclass(frozen=True)
 class Int8Linear:
-    """int8 weight `[K, N]` with a scale a column; uint8 activations with a scale a row.
+    """int8 weight `[K, N]` with a scale per column; uint8 activations with a scale per row.
 
     Activations are unsigned around 128 because ORT's x86 kernel for signed ones is 13 times
     slower (67 against 880 GOP/s at 128 x 576 x 3072 with AVX-512 VNNI), and MatMulIntegerToFloat
@@ -69,7 +69,7 @@ class Int8Linear:
     def store(
         cls, file: WeightFile, name: str, weight: NDArray[np.int8], scale: NDArray[np.float32]
     ) -> Int8Linear:
-        """From codes `[N, K]` and scales `[N]`."""
+        """Store codes `[N, K]` and scales `[N]` of a layer."""
         return cls(file.add(name, weight.T), file.add(f"{name}.scale", scale))
 
     def activation(self, graph: GraphBuilder, x: ir.Value) -> Activation:
@@ -196,7 +196,7 @@ class GroupLinear:
     def store(
         cls, file: WeightFile, name: str, weight: QuantizedWeight, *, whole_bytes: bool = False
     ) -> GroupLinear:
-        """Codes as `name`, scales as `name.scale`.
+        """Store codes as `name` and scales as `name.scale`.
 
         Args:
             whole_bytes: for each code, as a table of embeddings is read.

@@ -110,7 +110,7 @@ def scale_yarn(
 def scale_by_factors(
     inv_freq: Frequencies, factors: Sequence[float], name: str = "rope_freqs.weight"
 ) -> Frequencies:
-    """One divisor a pair: LongRoPE (arXiv:2402.13753), or GGUF's llama3 rule precomputed."""
+    """One divisor per pair: LongRoPE (arXiv:2402.13753), or GGUF's llama3 rule precomputed."""
     try:
         divisors = np.asarray(factors, np.float64)
     except (TypeError, ValueError):
@@ -128,7 +128,7 @@ def plain(dim: int, theta: float) -> Rope:
 
 
 def no_rotation(like: Rope) -> Rope:
-    """For layers without positions (NoPE, arXiv:2305.19466): every angle is 0."""
+    """The RoPE of layers without positions (NoPE, arXiv:2305.19466): every angle is 0."""
     return Rope(inv_freq=(0.0,) * len(like.inv_freq))
 
 
@@ -177,7 +177,7 @@ def hf_settings(
 
 
 def _alpha(settings: Fields) -> float:
-    """Of Hunyuan's rule; no model has one anywhere near the largest."""
+    """Alpha of Hunyuan's rule; released models stay far below the largest that is allowed."""
     alpha = _positive(settings.read(float, "alpha"), "alpha")
     if alpha > _MAX_ALPHA:
         raise ModelFormatError(
@@ -278,7 +278,7 @@ def from_gguf(header: GGUFHeader, *, head_dim: int) -> Rope:
 
 
 def context_of_gguf(header: GGUFHeader) -> int:
-    """As `context_of_hf`, of a GGUF file."""
+    """Positions that a model of a GGUF file is used for."""
     context = header.fields.read(int, "context_length")
     beta = header.fields.optional(float, "attention.temperature_scale")
     if "rope_factors_short.weight" in header.tensors or beta:

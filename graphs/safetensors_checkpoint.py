@@ -89,7 +89,7 @@ class SafetensorsCheckpoint:
         return checked(tensor, f"{entry.file}: tensor {key}")
 
     def _file_name(self, name: str) -> str:
-        """As the folder has it, of the name in a folder of a text model alone."""
+        """The name in this folder of a tensor whose name in a text model's own folder is `name`."""
         if name.startswith("model."):
             return self._prefix + name.removeprefix("model.")
         return _PREFIXES[self._prefix] + name

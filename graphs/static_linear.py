@@ -26,7 +26,7 @@ def is_input(name: str) -> bool:
 
 @dataclass(frozen=True)
 class StaticLinear:
-    """int8 weight `[K, N]` with a scale a column, between rounded inputs and outputs.
+    """int8 weight `[K, N]` with a scale per column, between rounded inputs and outputs.
 
     The QDQ form that Qualcomm's HTP takes as one integer product: DequantizeLinear on both sides of
     a MatMul, QuantizeLinear behind it. What lies between two linear layers (norm, SiLU, the
@@ -46,7 +46,7 @@ class StaticLinear:
     def store(
         cls, file: WeightFile, name: str, weight: NDArray[np.int8], scale: NDArray[np.float32]
     ) -> StaticLinear:
-        """From codes `[N, K]` and scales `[N]`."""
+        """Store codes `[N, K]` and scales `[N]` of a layer."""
         return cls(
             name,
             file.add(name, weight.T),
@@ -70,7 +70,7 @@ class StaticLinear:
 
 @dataclass(frozen=True)
 class ObservedLinear:
-    """A layer whose grids are still to be found; named like the `StaticLinear` that it becomes."""
+    """A layer whose grids are not chosen yet; named like the `StaticLinear` that it becomes."""
 
     name: str
     linear: Linear

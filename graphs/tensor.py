@@ -34,7 +34,7 @@ class Tensor:
 
 
 def checked(tensor: Tensor, origin: str) -> Tensor:
-    """The same tensor; what it gives are numbers that half precision holds.
+    """The same tensor, whose values are refused where half precision does not hold them.
 
     Scales are stored in half precision, so larger values would turn into infinity on their way.
 

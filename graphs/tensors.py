@@ -32,7 +32,7 @@ class TensorSpec:
 
 
 def layer_tensors(config: ModelConfig, layer: int) -> tuple[TensorSpec, ...]:
-    """Those of a layer, in the order in which a token needs them, by their names within it.
+    """The tensors of a layer, in the order in which a token needs them, by their names within it.
 
         attention_norm [E]    q [H*D, E]    k, v [Hkv*D, E]    q_norm, k_norm [D] or [H*D], [Hkv*D]
         o [E, H*D]    post_attention_norm [E]
@@ -79,7 +79,7 @@ def layer_tensors(config: ModelConfig, layer: int) -> tuple[TensorSpec, ...]:
 
 
 def model_tensors(config: ModelConfig) -> dict[str, TensorSpec]:
-    """All of them by their canonical names, the tables last."""
+    """All tensors of a model by their canonical names, the tables last."""
     specs = {
         f"layers.{layer}.{spec.name}": spec
         for layer in range(config.layer_count)

@@ -1,4 +1,4 @@
-"""From the tensors of a file to those of `tensors.py`: by names, out of fused rows and pairs."""
+"""Maps the tensors of a file to those of `tensors.py`: names, fused rows, pairs of channels."""
 
 from __future__ import annotations
 

@@ -96,8 +96,10 @@ def error_share(seen: Observation, reach: float, *, bits: int, clips: bool = Tru
 def _sizes() -> NDArray[np.float64]:
     """The middle of each bin."""
     low = (np.arange(_BINS, dtype=np.uint32) << _SHIFT) | (1 << _SHIFT - 1)
-    found = low.view(np.float32)
-    return np.where(np.isfinite(found), found, 0.0).astype(np.float64)  # others are never counted
+    middles = low.view(np.float32)
+    return np.where(np.isfinite(middles), middles, 0.0).astype(
+        np.float64
+    )  # others are never counted
 
 
 def _squared_error(

@@ -18,7 +18,7 @@ from edgellm.quantize.int8 import channel_scale
 
 # Columns whose errors are moved one by one; onto those behind them they are moved together.
 _BLOCK = 64
-# Of the mean square input, added to each: directions that were hardly seen must not be free.
+# Share of the mean square input that is added to each: directions hardly seen must not be free.
 _DAMPING = 0.01
 
 

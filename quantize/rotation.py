@@ -29,7 +29,7 @@ def random_rotation(size: int, *, seed: int) -> NDArray[np.float64]:
 def rotate_input(
     weight: NDArray[np.float32], rotation: NDArray[np.float64]
 ) -> NDArray[np.float32]:  # [N, K], [K, K] -> [N, K]
-    """The weight that takes `x @ rotation` and gives what `weight` gives for `x`."""
+    """The weight that yields for `x @ rotation` what `weight` yields for `x`."""
     return np.asarray(weight @ rotation, np.float32)
 
 

@@ -42,8 +42,8 @@ class ShadowLinear:
 
     Attributes:
         scale, bits: of the grid of its input.
-        codes: int8 weight `[K, N]`, an input a row; mapped from a file, so that rows are in memory
-            once they have been needed.
+        codes: int8 weight `[K, N]`, one input per row; mapped from a file, so that rows are in
+            memory once they have been needed.
         weight_scale: `[N]`.
     """
 
@@ -54,7 +54,7 @@ class ShadowLinear:
 
     def correction(self, x: Floats) -> Floats | None:
         """What the layer's output `[rows, N]` lacks for input `[rows, K]`; None where nothing."""
-        found = excess_of(x, self.scale, bits=self.bits)
-        if not len(found.columns):
+        excess = excess_of(x, self.scale, bits=self.bits)
+        if not len(excess.columns):
             return None
-        return found.values @ self.codes[found.columns].astype(np.float32) * self.weight_scale
+        return excess.values @ self.codes[excess.columns].astype(np.float32) * self.weight_scale

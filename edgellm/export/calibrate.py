@@ -45,7 +45,7 @@ _BATCH = 16
 
 @dataclass(frozen=True, kw_only=True)
 class CalibrationOptions:
-    """How static scales are found.
+    """How static scales are chosen.
 
     Attributes:
         text: None takes Python's manual and library (see `calibration_text.py`).
@@ -99,7 +99,7 @@ class CalibrationOptions:
             raise OptionError(f"calibration shadow share is {self.shadow_share}; allowed is 0 to 1")
 
     def to_json(self) -> dict[str, Any]:
-        """For the manifest; of the text, its hash."""
+        """The options as the manifest has them, with the text's hash in place of the text."""
         text = default_text() if self.text is None else self.text
         return {
             "text": "default" if self.text is None else "given",
@@ -181,7 +181,7 @@ class Calibrator:
             self.file.clear()
 
     def grids(self, shadows: Mapping[str, ShadowEntry]) -> dict[str, Grid]:
-        """Of all that has been observed; those of layers with a shadow are narrower."""
+        """Grids of all that has been observed; those of layers with a shadow are narrower."""
         plain = {name: self._grid(name, self._reach(name)) for name in self.observations}
         return plain | {input_name(n): Grid(s.scale, s.bits) for n, s in shadows.items()}
 

@@ -40,7 +40,7 @@ _TEXTS = (
 
 
 def is_end_text(text: str) -> bool:
-    """Whether a token of this text ends an answer, whatever type a file gives it."""
+    """Whether a token of this text ends an answer, whatever type it has in the file."""
     return text in _TEXTS and text != _STRIKE
 
 

@@ -140,7 +140,7 @@ def _exponents(checkpoint: Checkpoint, layer: int) -> Exponents:
 
 
 def within_halves(exponents: Exponents, checkpoint: Checkpoint, layer: int) -> Exponents:
-    """Nearer to 0 where a scale would not be a half any more."""
+    """The exponents, moved towards 0 where a scale would not be a half any more."""
     config = checkpoint.config
     halves = {part: _halves(checkpoint.tensor(f"layers.{layer}.{part}")) for part in "qk"}
     heads = {"q": config.heads, "k": config.kv_heads}
@@ -160,8 +160,7 @@ def within_halves(exponents: Exponents, checkpoint: Checkpoint, layer: int) -> E
 
 
 def _halves(tensor: Tensor) -> NDArray[np.float32]:
-    """What is stored of a weight in half precision, `[N, n]`; nothing of one that is still to be
-    rounded."""
+    """Numbers `[N, n]` that a weight stores in half precision; none if it is not quantized yet."""
     if tensor.quantized is None:
         return np.zeros((tensor.shape[0], 0), np.float32)
     arrays = tensor.quantized().arrays().values()
@@ -180,7 +179,7 @@ def _energy(checkpoint: Checkpoint, layer: int, part: str) -> NDArray[np.float64
     kind = config.attention.qk_norm
     if kind == "none":
         return energy
-    # what a norm gives: its weight, and the channel's share of what it divides by
+    # the output of a norm: its weight, and the channel's share of what it divides by
     norm = checkpoint.tensor(f"layers.{layer}.{part}_norm").float32().astype(np.float64)
     mean = energy.mean() if kind == "width" else energy.mean(axis=1, keepdims=True)
     shares = energy / np.where(mean > 0, mean, 1)
@@ -201,7 +200,7 @@ def _constant(checkpoint: Checkpoint, layer: int, part: str) -> NDArray[np.float
 
 
 def _offset(checkpoint: Checkpoint, layer: int, *, magnitude: float = 1.0) -> NDArray[np.float64]:
-    """`[Hkv, D]`; zeros where scores are capped, which shows what is added to all of them."""
+    """The common part of keys, `[Hkv, D]`; zeros where scores are capped: they would change."""
     constant = _constant(checkpoint, layer, "k")
     if checkpoint.config.layers[layer].attention.softcap is not None:
         return np.zeros_like(constant)

@@ -11,7 +11,7 @@ from pathlib import Path
 from edgellm.errors import OptionError
 from edgellm.export.calibrate import CalibrationOptions
 from edgellm.export.equalized import EqualizedCheckpoint, choose_basis, store_basis
-from edgellm.export.packed_writer import store_panels
+from edgellm.export.packed_writer import store_packed_weights
 from edgellm.export.precision_writer import write_head, write_precision
 from edgellm.export.precisions import PRECISIONS
 from edgellm.export.reference_writer import measure_errors, reference_tokens, store_reference
@@ -69,7 +69,7 @@ def export(
 
     Args:
         name, source: recorded in the manifest.
-        precisions: names from `PRECISIONS`, or what gives them for a model; None is
+        precisions: names from `PRECISIONS`, or a function of the config that returns them; None is
             `default_precisions`.
         chunk_sizes: static sizes to export; None keeps those of a bundle that is there.
         calibration: for the precisions with static scales.
@@ -130,8 +130,8 @@ def export(
 
 
 def default_precisions(config: ModelConfig) -> list[str]:
-    """Those that a model is exported in where nothing else is asked for: of one that cannot be
-    rotated, chunks in float32."""
+    """The precisions of an export that names none; models that cannot be rotated have float32
+    chunks."""
     return [f if why_not(f, config) is None else "f32" for f in DEFAULT_PRECISIONS]
 
 
@@ -141,7 +141,7 @@ def _missing(
     present: Collection[str],
     chunk_sizes: Sequence[int] | None,
 ) -> list[str]:
-    """Those of the precisions that are not present yet, after a look at all that was asked for."""
+    """The precisions that are not present yet, after a check of all that were asked for."""
     names = names_of(precisions, config)
     check_request(names, chunk_sizes)
     for name in names:
@@ -150,7 +150,7 @@ def _missing(
 
 
 def _basis(out: Path, present: Manifest | None, checkpoint: Checkpoint) -> KeyBasis:
-    """Of the bundle that is there, or a new one."""
+    """The key basis of the bundle that is there, or a new one."""
     if present is None:
         return choose_basis(checkpoint)
     check_same_model(out, present, checkpoint.config)
@@ -232,11 +232,10 @@ class _Exporter:
             publish(out, out, manifest)
 
     def _precision(self, root: Path, manifest: Manifest, name: str, *, base: Path) -> Manifest:
-        """A precision's folder in `root`; the bundle's tokenizer, and what else it has, is in
-        the folder `base`."""
+        """Write a precision's folder into `root`; the tokenizer and other files are in `base`."""
         precision = PRECISIONS[name]
         if precision.segments is None:
-            return self._panels(root, manifest)
+            return self._packed(root, manifest)
         tokenizer = Tokenizer(base, manifest.tokenizer, rows=manifest.config.vocab_size)
         arrays = manifest.reference
         if not (arrays or precision.token_by_token):
@@ -286,15 +285,15 @@ class _Exporter:
         )
 
     def _reader(self) -> WeightReader:
-        """With a report of its own."""
+        """A reader whose import report is its own."""
         return WeightReader(self._checkpoint, self._weights)
 
-    def _panels(self, root: Path, manifest: Manifest) -> Manifest:
+    def _packed(self, root: Path, manifest: Manifest) -> Manifest:
         folder = root / PACKED
         folder.mkdir()
         reader = self._reader()
         with WeightFile(folder) as file:
-            kinds = store_panels(
+            kinds = store_packed_weights(
                 reader,
                 file,
                 on_layer=lambda i: self._steps.step(f"exporting {PACKED}: layer {i}"),

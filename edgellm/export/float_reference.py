@@ -16,7 +16,7 @@ from edgellm.store.key_basis import open_key_basis
 from edgellm.store.reference import Reference, open_reference
 from edgellm.text.tokenizer import Tokenizer
 
-# Of the text where no graphs have chunks of a size.
+# Tokens of a chunk of the text where no graphs have a chunk size.
 _CHUNK = 128
 
 

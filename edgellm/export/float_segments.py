@@ -92,8 +92,8 @@ def float_hidden(
 def next_inputs(
     index: int, outputs: dict[str, Floats], attention: WindowAttention
 ) -> dict[str, Floats]:
-    """What segment `index` gives for a whole text, as the next one takes it; the last one's as it
-    is."""
+    """Inputs of the next segment, from the outputs of segment `index` for a whole text; the last
+    segment's outputs as they are."""
     if contract.QKV not in outputs:
         return outputs
     return {

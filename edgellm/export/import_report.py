@@ -40,7 +40,7 @@ class ImportReport:
             self.exact += 1
 
     def to_json(self) -> dict[str, Any]:
-        """See `ImportSummary`, which reads it."""
+        """The values that `ImportSummary` reads."""
         errors = self.requantized
         worst = max(errors, key=errors.__getitem__) if errors else None
         taken: dict[str, dict[str, int]] = {}

@@ -34,7 +34,7 @@ class WindowAttention:
 
     @classmethod
     def of(cls, checkpoint: Checkpoint, window: int) -> WindowAttention:
-        """That of a checkpoint's layers."""
+        """The attention of a checkpoint's layers."""
         config = checkpoint.config
         norms = head_norms(config, lambda name: checkpoint.tensor(name).float32())
         return cls(HostAttention(config, rope_tables(config, window), norms), window)

@@ -12,10 +12,10 @@ from edgellm.kernels.quantized import QuantizedWeight
 from edgellm.store.key_basis import is_head_norm
 
 
-def store_panels(
+def store_packed_weights(
     reader: WeightReader, file: WeightFile, *, on_layer: Callable[[int], None]
 ) -> dict[str, str]:
-    """Write all weights, in the order in which a token needs them; gives the kind of each matrix.
+    """Write all weights, in the order in which a token needs them; returns each matrix's kind.
 
     Norms of Q and K are beside the keys, for all precisions (see `key_basis.py`).
     """
@@ -47,7 +47,7 @@ class _Writer:
 
     Attributes:
         kinds: of the matrices that were written.
-        read: bytes in the file and packed, of each matrix that a token reads.
+        read: size in the file and packed, of each matrix that a token reads.
     """
 
     def __init__(self, reader: WeightReader, file: WeightFile) -> None:

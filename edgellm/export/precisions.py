@@ -1,8 +1,8 @@
 """The precisions in which segments are exported.
 
 f32    float32 weights and activations: the reference.
-w8a8   int8 weights (a scale a channel) and int8 activations (a scale a row, found at run time),
-       rotated so that no channel is an outlier (see `rotated.py`).
+w8a8   int8 weights (a scale per channel) and int8 activations (a scale per row, computed at run
+       time), rotated so that no channel is an outlier (see `rotated.py`).
 f16    float16 weights and inputs of linear layers, float32 between them, for GPUs.
 w4a16  the same with int4 group-32 affine weights.
 int4   quantized weights as the file has them, in 4 or 8 bits, for decoding one token at a time.
@@ -10,7 +10,7 @@ packed quantized weights as the file has them, for the native kernels instead of
        `packed_weights.py`).
 
 w8a16-qdq
-       int8 weights (a scale a channel) and 16-bit activations with scales from a calibration run
+       int8 weights (a scale per channel) and 16-bit activations with scales from a calibration run
        (see `calibrate.py`), for accelerators that want them known beforehand. Weights are rounded
        for the inputs of that run (`quantize/gptq.py`).
 w8a8-qdq
@@ -65,7 +65,7 @@ class Precision:
         token_by_token: exported at chunk size 1 alone, instead of at the bundle's sizes.
         segments: None where there are no graphs.
         calibrated_bits: of the inputs of linear layers, whose scales come from a calibration run;
-            None where scales are found at run time or there are none.
+            None where scales are computed at run time or there are none.
         basic_norms: of its graphs of static size, see `author_segment`.
     """
 

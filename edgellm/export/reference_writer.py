@@ -50,7 +50,7 @@ _CHARACTERS_PER_TOKEN = 20
 
 
 def reference_tokens(tokenizer: Tokenizer, config: ModelConfig, *, chunk: int) -> list[int]:
-    """What fills two chunks after the host's tokens, or the model's context."""
+    """Tokens that fill two chunks after the host's, or the model's context."""
     count = min(HOST_TOKENS + 2 * chunk, config.context_length)
     return tokenizer.encode(default_text()[: _CHARACTERS_PER_TOKEN * count])[:count]
 

@@ -45,7 +45,7 @@ from edgellm.quantize.rotation import (
 from edgellm.store.reference import ROTATION
 
 Floats = NDArray[np.float32]
-# Any seed gives a valid rotation; a fixed one makes two exports of a model the same.
+# Any seed makes a valid rotation; a fixed one makes two exports of a model the same.
 _ROTATION_SEED = 0
 # Runs of 64 mix nearly as well as longer ones (KL divergence 0.0049 against 0.0046 with runs of 512
 # before down_proj, simulated for SmolLM2-135M) and are an eighth of their float product.
@@ -57,7 +57,7 @@ class Observer(Protocol):
 
     @property
     def file(self) -> WeightFile:
-        """Where those weights are meanwhile."""
+        """The file that holds the weights before they are rounded."""
 
     def observe(self, segment: Segment) -> Mapping[str, Floats]:
         """Second moments `[K, K]` of the inputs of its layers, by `input_name`, as far as their
@@ -67,7 +67,7 @@ class Observer(Protocol):
 def dynamic_segments(
     reader: WeightReader, file: WeightFile, observer: Observer | None = None
 ) -> Iterator[Segment]:
-    """int8 weights, and activations whose scales are found at run time."""
+    """int8 weights, and activations whose scales are computed at run time."""
     layers = _RotatedLayers(reader.checkpoint, static=False)
     store = _Rounded(file, reader.report, Int8Linear, layers.storage)
     for index in range(reader.checkpoint.config.layer_count + 1):
@@ -87,7 +87,7 @@ class StaticSegments:
     def __call__(
         self, reader: WeightReader, file: WeightFile, observer: Observer | None = None
     ) -> Iterator[Segment]:
-        """Without an observer, each weight is rounded to the nearest."""
+        """Segments of a checkpoint; without an observer, weights are rounded to the nearest."""
         layers = _RotatedLayers(reader.checkpoint, static=True, mixes_runs=self._mixes_runs)
         store = _Rounded(file, reader.report, StaticLinear, layers.storage)
         for index in range(reader.checkpoint.config.layer_count + 1):
@@ -106,7 +106,7 @@ class _Store(ABC):
         self._arrays: dict[str, Array] = {}
 
     def array(self, name: str, values: NDArray[np.float64] | Floats) -> Array:
-        """As float32; one that several layers have in common is stored once."""
+        """Store an array as float32, once for all layers that share its name."""
         if name not in self._arrays:
             self._arrays[name] = self._file.add(name, values.astype(np.float32))
         return self._arrays[name]

@@ -53,9 +53,9 @@ def weight_files(checkpoint: Checkpoint) -> list[Path]:
 
 
 def digest_of(files: Sequence[Path]) -> str:
-    """SHA-256 of the files' own, which names a model whatever was exported of it."""
-    found = hashlib.sha256()
+    """SHA-256 over the files' SHA-256s: it names a model, whatever was exported of it."""
+    digest = hashlib.sha256()
     for path in files:
         with path.open("rb") as file:
-            found.update(hashlib.file_digest(file, "sha256").digest())
-    return found.hexdigest()
+            digest.update(hashlib.file_digest(file, "sha256").digest())
+    return digest.hexdigest()

@@ -84,9 +84,9 @@ def _from_gguf(metadata: Mapping[str, Any], *, origin: str) -> ImportedTokenizer
         add_bos=adds_bos(metadata) if add_bos is None else add_bos,
         eos=end_tokens(tokenizer, [text("eos"), text("eot"), text("eom")]),
         fim={
-            role: found
+            role: token
             for role, keys in _FIM_KEYS.items()
-            if (found := next(filter(None, map(text, keys)), None)) is not None
+            if (token := next(filter(None, map(text, keys)), None)) is not None
         },
     )
     template = fields.optional(str, "tokenizer.chat_template")

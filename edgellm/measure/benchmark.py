@@ -123,20 +123,22 @@ def to_json(results: SequenceOf[BenchResult], engine: Engine) -> str:
 
 
 def to_markdown(results: SequenceOf[BenchResult], engine: Engine) -> str:
-    found = environment(engine)
+    setting = environment(engine)
     head = "| model | params | backend | kv | threads | test | t/s |"
     lines = [head, "|---|---|---|---|---|---|---|"]
     backend = (
-        f"{found['prefill']} {found['prefill_precision']} + {found['decode']} "
-        f"{found['decode_precision']}"
+        f"{setting['prefill']} {setting['prefill_precision']} + {setting['decode']} "
+        f"{setting['decode_precision']}"
     )
     for result in results:
         lines.append(
-            f"| {found['model']} | {found['model_n_params'] / 1e6:.1f} M | {backend} | "
-            f"{found['kv_format']} | {found['threads']} | {result.test} | "
+            f"| {setting['model']} | {setting['model_n_params'] / 1e6:.1f} M | {backend} | "
+            f"{setting['kv_format']} | {setting['threads']} | {result.test} | "
             f"{result.tokens_per_second:.1f} ± {result.stddev:.1f} |"
         )
-    lines.append(f"\n{found['cpu']}, edgellm {found['version']} ({found['commit'] or 'no commit'})")
+    lines.append(
+        f"\n{setting['cpu']}, edgellm {setting['version']} ({setting['commit'] or 'no commit'})"
+    )
     return "\n".join(lines)
 
 
@@ -174,10 +176,10 @@ def _run(engine: Engine, prompt: int, generation: int, depth: int) -> float:
 
 def _greedy(decoder: DecodeBackend, token: int, sequence: Sequence) -> int:
     """The most likely next one."""
-    found = decoder.best(token, sequence)
-    if found is None:
+    candidates = decoder.best(token, sequence)
+    if candidates is None:
         return int(decoder.step(token, sequence).argmax())
-    return next(iter(found.best(1)))
+    return next(iter(candidates.best(1)))
 
 
 def _commit() -> str | None:
@@ -190,11 +192,11 @@ def _commit() -> str | None:
         return str(origin["vcs_info"].get("commit_id"))
     folder = Path(unquote(urlparse(origin.get("url", "")).path))
     try:
-        found = subprocess.run(
+        completed = subprocess.run(
             ["git", "-C", str(folder), "rev-parse", "--short=12", "HEAD"],
             capture_output=True,
             text=True,
         )
     except OSError:
         return None
-    return found.stdout.strip() or None
+    return completed.stdout.strip() or None

@@ -110,7 +110,7 @@ def window_logits(
     """Logits after each token of a window but the last, some rows at a time, on an empty cache.
 
     Yields:
-        The position of the first row, and `[rows, V]`; the engine is not locked meanwhile.
+        The position of the first row, and `[rows, V]`; the engine is not locked between them.
     """
     if through == "decode":
         yield from _decode_logits(engine, tokens)
@@ -125,10 +125,10 @@ def window_logits(
 def next_logprobs(
     logprobs: NDArray[np.float64], tokens: Sequence[int], begin: int
 ) -> NDArray[np.float64]:
-    """Of `logprobs` `[rows, V]` from position `begin` on, those of the tokens that follow."""
+    """The log-probability of each token that follows, from `logprobs` `[rows, V]` after `begin`."""
     rows = np.arange(len(logprobs))
-    found: NDArray[np.float64] = logprobs[rows, tokens[begin + 1 : begin + 1 + len(rows)]]
-    return found
+    chosen: NDArray[np.float64] = logprobs[rows, tokens[begin + 1 : begin + 1 + len(rows)]]
+    return chosen
 
 
 def precision_of(engine: Engine, through: str) -> str:
@@ -159,7 +159,7 @@ def _prefill_hidden(engine: Engine, tokens: Sequence[int]) -> Floats:
 
 
 def _decode_logits(engine: Engine, tokens: Sequence[int]) -> Iterator[tuple[int, Floats]]:
-    """One token at a time through the decode back end."""
+    """Logits through the decode back end, one token at a time."""
     sequence = engine.cache.sequence()
     try:
         for begin in range(0, len(tokens) - 1, _HEAD_ROWS):

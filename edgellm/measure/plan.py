@@ -47,7 +47,7 @@ class Profile:
 
 @dataclass(frozen=True)
 class Prediction:
-    """Of the time to the first token, and of the accelerator's idle share."""
+    """Predicted seconds to the first token, and the accelerator's idle share."""
 
     seconds: float
     bubbles: float
@@ -85,7 +85,11 @@ def profile(engine: Engine, prefill: ChunkedPrefill, plan: Sequence[PlannedChunk
 
 
 def predict(
-    found: Profile, plan: Sequence[PlannedChunk], policy: Policy, *, accelerator_speed: float = 1.0
+    measured: Profile,
+    plan: Sequence[PlannedChunk],
+    policy: Policy,
+    *,
+    accelerator_speed: float = 1.0,
 ) -> Prediction:
     """Simulate a plan; `accelerator_speed` times as fast an accelerator as the one measured."""
     start, now = 0, 0.0
@@ -93,28 +97,28 @@ def predict(
     for on_host, group in itertools.groupby(plan, lambda chunk: chunk.size is None):
         chunks = list(group)
         if on_host:
-            now += sum(found.host[chunk.count] for chunk in chunks)
+            now += sum(measured.host[chunk.count] for chunk in chunks)
             start += sum(chunk.count for chunk in chunks)
             continue
         starts = list(itertools.accumulate((chunk.count for chunk in chunks), initial=start))
-        seconds = _task_seconds(found, chunks, starts, accelerator_speed)
-        done = simulate(found.steps, len(chunks), policy=policy, seconds=seconds)
+        seconds = _task_seconds(measured, chunks, starts, accelerator_speed)
+        done = simulate(measured.steps, len(chunks), policy=policy, seconds=seconds)
         for task, begin, end in done:
-            step = found.steps[task.step]
+            step = measured.steps[task.step]
             times = (now + begin, now + end)
             records.append(TaskRecord(step.name, task.chunk, step.processor, *times))
         start, now = starts[-1], now + done[-1][2]
-    return Prediction(now + found.head, bubble_rate(records))
+    return Prediction(now + measured.head, bubble_rate(records))
 
 
 def _task_seconds(
-    found: Profile, chunks: Sequence[PlannedChunk], starts: Sequence[int], speed: float
+    measured: Profile, chunks: Sequence[PlannedChunk], starts: Sequence[int], speed: float
 ) -> Callable[[Task], float]:
     def seconds(task: Task) -> float:
         size = chunks[task.chunk].size
         assert size is not None
-        taken = found.seconds(size, task.step, starts[task.chunk])
-        return taken / speed if found.steps[task.step].processor == "accelerator" else taken
+        taken = measured.seconds(size, task.step, starts[task.chunk])
+        return taken / speed if measured.steps[task.step].processor == "accelerator" else taken
 
     return seconds
 

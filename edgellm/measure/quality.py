@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -20,7 +20,13 @@ from edgellm.backends.softcap import softcapped
 from edgellm.engine.engine import Engine
 from edgellm.engine.sampling import log_softmax
 from edgellm.errors import NumericError
-from edgellm.measure.perplexity import next_logprobs, precision_of, text_windows, window_logits
+from edgellm.measure.perplexity import (
+    PerplexityResult,
+    next_logprobs,
+    precision_of,
+    text_windows,
+    window_logits,
+)
 from edgellm.measure.sample_text import sample_text
 from edgellm.progress import Progress, ProgressCallback
 
@@ -28,52 +34,41 @@ Floats = NDArray[np.float32]
 
 
 @dataclass(frozen=True)
-class QualityResult:
-    """The result and what it was measured with.
+class QualityResult(PerplexityResult):
+    """A perplexity, and how far the model is from float32 on the same tokens.
 
     Attributes:
-        perplexity: of what runs.
-        float_perplexity: of float32 on the same tokens.
+        float_perplexity: float32's.
         kl_mean: Kullback-Leibler divergence of float32's next-token distribution to that of what
             runs, in nats: the mean over all tokens that are scored.
         kl_mean_error: the standard error of that mean.
         kl_99: what 99 % of them do not exceed.
         same_top: the share of them for which both find the same token the likeliest.
-        tokens: how many were scored.
-        through: prefill or decode.
-        precision: of that path.
         text_sha256: of the text.
     """
 
-    perplexity: float
     float_perplexity: float
     kl_mean: float
     kl_mean_error: float
     kl_99: float
     same_top: float
-    tokens: int
-    windows: int
-    window: int
-    through: str
-    precision: str
-    kv_format: str
     text_sha256: str
 
     @property
     def perplexity_change(self) -> float:
-        """By how much perplexity is above float32's, over float32's."""
+        """Relative change of the perplexity from float32's."""
         return self.perplexity / self.float_perplexity - 1
 
     def to_json(self) -> dict[str, Any]:
-        return {**asdict(self), "perplexity_change": self.perplexity_change}
+        return {**super().to_json(), "perplexity_change": self.perplexity_change}
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """Two models on the same tokens, of each token that was scored.
+    """A model beside its judge, for each token that was scored.
 
     Attributes:
-        logprobs, exact_logprobs: what the model and the judge give to the token that came.
+        logprobs, exact_logprobs: of the token that came, by the model and by the judge.
         divergences: of the judge's distribution to the model's.
         same_top: whether the likeliest token is the same.
     """
@@ -85,20 +80,20 @@ class Comparison:
 
     @classmethod
     def of(cls, logits: Floats, exact: Floats, tokens: Sequence[int], begin: int) -> Comparison:
-        """`logits` and the judge's, `[rows, V]`, after each of `tokens` from `begin` on.
+        """Compare `logits` with the judge's, `[rows, V]`, after each of `tokens` from `begin` on.
 
         Raises:
             NumericError: one is not a number.
         """
-        found, judge = log_softmax(logits), log_softmax(exact)
-        divergences = (np.exp(judge) * (judge - found)).sum(axis=-1)
+        logprobs, judge = log_softmax(logits), log_softmax(exact)
+        divergences = (np.exp(judge) * (judge - logprobs)).sum(axis=-1)
         if not np.isfinite(divergences).all():
             raise NumericError(
                 f"the logits after token {begin} or a little later are infinite or not a number; "
                 "`edgellm doctor` says what is damaged"
             )
         return cls(
-            next_logprobs(found, tokens, begin),
+            next_logprobs(logprobs, tokens, begin),
             next_logprobs(judge, tokens, begin),
             np.maximum(divergences, 0.0),  # rounding may take one that is 0 below it
             logits.argmax(axis=-1) == exact.argmax(axis=-1),
@@ -177,16 +172,16 @@ def quality(
 
 
 def _result(
-    found: Comparison, engine: Engine, text: str, windows: int, window: int, through: str
+    comparison: Comparison, engine: Engine, text: str, windows: int, window: int, through: str
 ) -> QualityResult:
-    count = len(found.divergences)
+    count = len(comparison.divergences)
     return QualityResult(
-        perplexity=math.exp(-found.logprobs.mean()),
-        float_perplexity=math.exp(-found.exact_logprobs.mean()),
-        kl_mean=float(found.divergences.mean()),
-        kl_mean_error=float(found.divergences.std() / math.sqrt(count)),
-        kl_99=float(np.quantile(found.divergences, 0.99)),
-        same_top=float(found.same_top.mean()),
+        perplexity=math.exp(-comparison.logprobs.mean()),
+        float_perplexity=math.exp(-comparison.exact_logprobs.mean()),
+        kl_mean=float(comparison.divergences.mean()),
+        kl_mean_error=float(comparison.divergences.std() / math.sqrt(count)),
+        kl_99=float(np.quantile(comparison.divergences, 0.99)),
+        same_top=float(comparison.same_top.mean()),
         tokens=count,
         windows=windows,
         window=window,

@@ -48,7 +48,7 @@ class Machine:
 
 @dataclass(frozen=True)
 class Work:
-    """What a model asks for.
+    """The work that a model asks for.
 
     Attributes:
         prefill_flops: a token of a prompt, on average, without the LM head.
@@ -63,7 +63,7 @@ class Work:
 
 
 def measure_cpu(threads: int, *, int4: bool) -> Machine:
-    """With the native int4 kernel, where there is one, or with float32 in numpy's BLAS.
+    """Measure the native int4 kernel, where there is one, or float32 in numpy's BLAS.
 
     Takes about a second.
     """
@@ -74,7 +74,7 @@ def measure_cpu(threads: int, *, int4: bool) -> Machine:
 
 
 def measure_gpu() -> Machine:
-    """With halves, which is what Triton kernels multiply, in torch's own product and copy.
+    """Measure torch's product of halves, which is what Triton kernels multiply, and its copy.
 
     Raises:
         ProviderError: there is none.
@@ -103,7 +103,7 @@ def measure_gpu() -> Machine:
 
 
 def work_of(bundle: Bundle, tokens: int, *, precision: str, kv_format: KVFormat) -> Work:
-    """Of a prompt of `tokens`, and of a decode step after it with the weights of `precision`."""
+    """The work of a prompt of `tokens`, and of a decode step after it in a precision."""
     config = bundle.config
     block = block_bytes(
         format=kv_format, layers=1, kv_heads=config.kv_heads, head_dim=config.head_dim

@@ -11,7 +11,7 @@ from edgellm.errors import OptionError
 # Chapters of the manual; none that models are calibrated on (see `export/calibration_text.py`).
 _TOPICS = ("typesseq", "objects", "exceptions", "formatstrings", "debugger")
 _MODULES = (argparse, dataclasses)
-# Prose and code take turns after so many characters, some four windows of 512 tokens.
+# Prose and code alternate after this many characters, some four windows of 512 tokens.
 _PIECE = 8000
 
 

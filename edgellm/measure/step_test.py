@@ -1,4 +1,4 @@
-"""The self-test of models in packed weights: does a fused step compute what it should?
+"""The self-test of packed weights: does a fused step compute what it should?
 
 `self_test.py` asks the same of graphs. A step goes through all layers in one call, so the matrices
 of each layer are tried one by one, through the same kernels, on what float32 had there; then the
@@ -59,14 +59,14 @@ def check_step(
 ) -> Iterator[Check]:
     """Prompts around a tile of 16 rows and a block of the cache, tokens by themselves, the head.
 
-    No longer ones than the context holds, or than the reference is.
+    None is longer than the context or than the reference.
     """
     longest = min(len(reference.tokens), cache.ctx_size)
     limit = prompt_limit(imported, cache.format)
     edges = {1, 2, 15, 16, 17, BLOCK - 1, BLOCK, BLOCK + 1, longest}
     for count in sorted(edge for edge in edges if edge <= longest):
-        found = _hidden(model, cache, [reference.tokens[:count]])
-        error = worst_row_error(reference.hidden[:count], found)
+        hidden = _hidden(model, cache, [reference.tokens[:count]])
+        error = worst_row_error(reference.hidden[:count], hidden)
         yield Check(f"prompt of {count}", error, limit)
     singles = [[token] for token in reference.tokens[: min(_SINGLE, longest)]]
     error = worst_row_error(reference.hidden[: len(singles)], _hidden(model, cache, singles))
@@ -76,12 +76,12 @@ def check_step(
 
 
 def segment_limit(imported: ImportSummary) -> float:
-    """What the worst row or column of a segment may be off by."""
+    """The error that the worst row or column of a segment may have."""
     return min(WRONG, _SEGMENT + _ROUNDED_SEGMENT * imported.mean_relative_error)
 
 
 def prompt_limit(imported: ImportSummary, kv_format: str) -> float:
-    """What the worst hidden state of a prompt may be off by."""
+    """The error that the worst hidden state of a prompt may have."""
     cache = _INT4_CACHE if kv_format == "int4" else 0.0
     return min(_WRONG_PROMPT, _PROMPT + _ROUNDED_PROMPT * imported.mean_relative_error + cache)
 
@@ -98,7 +98,7 @@ def _hidden(model: StepModel, cache: KVCache, parts: Sequence[list[int]]) -> Flo
 def _segment(
     model: StepModel, weights: Weights, index: int, inputs: Mapping[str, Floats]
 ) -> Sequence[Floats]:
-    """What a graph of this segment would give; see `graphs/contract.py`."""
+    """Outputs that a graph of this segment would have; see `graphs/contract.py`."""
     if index == 0:
         residual = np.asarray(inputs[contract.X]) * np.float32(weights.embedding_scale)
     else:

@@ -47,7 +47,7 @@ GENERATION: dict[str, type] = {
     "top_k": int,
     "repeat_penalty": float,
 }
-# Remembers which size and time of change each file had when its sha256 was last found right, so
+# Remembers which size and time of change each file had when its sha256 was last right, so
 # that a start reads no weights it does not use; not part of the bundle.
 _CHECKED = ".checked.json"
 # What chunks cost on this machine (see costs.py); not part of the bundle either.
@@ -86,9 +86,9 @@ class PrecisionEntry:
         import_report: how its weights came in (see `ImportSummary`).
         arrays: weights that are read by name; those of graphs are not.
         kinds: how packed arrays are written, by the names of `kernels/quantized.py`.
-        host_tokens: the first so many tokens of a sequence are not for these graphs (see
+        host_tokens: how many of a sequence's first tokens are not for these graphs (see
             `export/calibrate.py`).
-        calibration: how static scales were found (see `CalibrationOptions`); empty without them.
+        calibration: how static scales were chosen (see `CalibrationOptions`); empty without them.
         shadows: layers whose segments are cut for the host, by their names.
         errors: how far each segment was from float32 when it was exported, and a whole text (see
             `measure_errors`).
@@ -190,7 +190,7 @@ class Manifest:
 
 @dataclass(frozen=True)
 class Bundle:
-    """A bundle whose files have been found complete and unchanged."""
+    """A bundle whose files are complete and unchanged."""
 
     path: Path
     manifest: Manifest
@@ -219,12 +219,12 @@ def map_arrays(root: Path, arrays: Mapping[str, StoredArray]) -> dict[str, NDArr
         name: np.memmap(root / name, dtype=np.uint8, mode="r")
         for name in {array.file for array in arrays.values()}
     }
-    found = {}
+    mapped = {}
     for name, array in arrays.items():
         count = math.prod(array.shape) * np.dtype(array.dtype).itemsize
         data = np.asarray(files[array.file])[array.offset : array.offset + count]
-        found[name] = data.view(array.dtype).reshape(array.shape)
-    return found
+        mapped[name] = data.view(array.dtype).reshape(array.shape)
+    return mapped
 
 
 def is_bundle(path: Path) -> bool:
@@ -243,7 +243,7 @@ def open_bundle(path: Path, *, verify: bool = False) -> Bundle:
     """
     manifest = read_manifest(path)
     checked = {} if verify else _read_checked(path)
-    found = {}
+    stamps = {}
     for name, entry in manifest.files.items():
         if Path(name).is_absolute() or ".." in Path(name).parts or "\0" in name:
             raise BundleError(f"{path}: the manifest names a file outside the bundle: {name}")
@@ -258,9 +258,9 @@ def open_bundle(path: Path, *, verify: bool = False) -> Bundle:
                     f"{path}: {name} is damaged (its sha256 is not the manifest's); "
                     "export the model again"
                 )
-        found[name] = [entry.sha256, *stamp]
-    if found != checked:
-        _write_checked(path, found)
+        stamps[name] = [entry.sha256, *stamp]
+    if stamps != checked:
+        _write_checked(path, stamps)
     return Bundle(path, manifest)
 
 

@@ -44,7 +44,7 @@ def check_manifest(manifest: Manifest, *, origin: str) -> None:
     checker.check_generation()
     for name, entry in manifest.precisions.items():
         if name == PACKED:
-            checker.check_panels(entry)
+            checker.check_packed_weights(entry)
         else:
             checker.check_graphs(name, entry)
         checker.check_report(name, entry.import_report)
@@ -89,7 +89,7 @@ class _Checker:
         if unknown:
             raise self._error(f"{what} {unknown[0]} belongs to no part of this config")
 
-    def check_panels(self, entry: PrecisionEntry) -> None:
+    def check_packed_weights(self, entry: PrecisionEntry) -> None:
         """The weights of the native kernels and the kinds that they are said to be of."""
         matrices = {
             name: spec.shape

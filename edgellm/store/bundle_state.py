@@ -1,4 +1,4 @@
-"""What is the matter with a folder that ought to be a bundle, without reading its weights."""
+"""What is wrong with a folder that should be a bundle, without reading its weights."""
 
 from __future__ import annotations
 

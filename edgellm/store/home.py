@@ -141,7 +141,7 @@ def delete_abandoned(
 
     Args:
         of: only what was to become the file or folder of this name.
-        abandoned_s: what nobody has touched for so long; 0 where a lock says that nobody writes.
+        abandoned_s: age in seconds from which files are abandoned; 0 where a lock excludes writers.
     """
     begin = _PARTIAL if of is None else _partial_path(folder, of).name.rpartition("-")[0]
     with contextlib.suppress(OSError):

@@ -17,8 +17,8 @@ class ImportSummary:
 
     Attributes:
         mean_relative_error, worst_relative_error: of the matrices that were rounded again.
-        file_bytes, decode_bytes: of the matrices that a decode step reads, in the file and packed;
-            0 where that is not known.
+        file_bytes, decode_bytes: size of the matrices that a decode step reads, in the file and
+            packed; 0 where that is not known.
         taken: how many matrices the file holds in a type and the bundle in a kind, by both.
     """
 
@@ -58,7 +58,7 @@ class ImportSummary:
         return dict(counts)
 
     def joined(self, other: ImportSummary) -> ImportSummary:
-        """Of both together."""
+        """The summary of both together."""
         count = self.requantized_tensors + other.requantized_tensors
         sums = (s.mean_relative_error * s.requantized_tensors for s in (self, other))
         worst = max(self, other, key=lambda s: s.worst_relative_error)

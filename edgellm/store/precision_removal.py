@@ -14,9 +14,9 @@ from edgellm.store.reference import FOLDER as REFERENCE
 
 
 def remove_precisions(path: Path, precisions: Collection[str]) -> int:
-    """Remove precisions from the bundle at `path`; gives how many bytes that were.
+    """Remove precisions from the bundle at `path`; returns how many bytes that were.
 
-    Whoever reads the bundle meanwhile finds a manifest whose files are all there.
+    At every moment all files of the manifest are there for other readers.
 
     Raises:
         BundleError: no such precision in it, or no other.

@@ -9,12 +9,12 @@ from edgellm.graphs.config import ModelConfig
 
 # Those around a rotated residual stream (see `export/rotated.py`).
 ROTATED = ("w8a8", "w8a16-qdq", "w8a8-qdq")
-# Names, or what gives those that suit a model.
+# Names, or a function of a config that returns those that suit it.
 Precisions = Iterable[str] | Callable[[ModelConfig], Iterable[str]]
 
 
 def names_of(precisions: Precisions, config: ModelConfig) -> list[str]:
-    """Those for a model, each once, in the order of the alphabet."""
+    """The precisions for a model, each once, in the order of the alphabet."""
     return sorted(set(precisions(config) if callable(precisions) else precisions))
 
 
@@ -46,7 +46,7 @@ def require(precision: str, config: ModelConfig, *, among: Sequence[str]) -> Non
 
 
 def first_supported(precisions: Sequence[str], config: ModelConfig) -> str:
-    """The first one that can compute a model.
+    """The first precision that can compute a model.
 
     Raises:
         UnsupportedModelError: none can.

@@ -40,7 +40,7 @@ def prepare(
 
     Args:
         name: see `sources.py`; the folder of a bundle is opened as it is.
-        precisions: exported if they are not there yet; names, or what gives them for a model.
+        precisions: exported if they are not there yet; names, or a function of the config.
         out: the folder of the bundle; None is one in EDGELLM_HOME.
         chunk_sizes, weights, calibration, progress: see `export`; of a download, in bytes.
         force: export again.

@@ -25,7 +25,7 @@ Floats = NDArray[np.float32]
 Run = Callable[[Mapping[str, Floats]], Sequence[Floats]]
 
 FOLDER = "reference"
-# Of each segment's inputs and outputs; 4 MB in all for SmolLM2-135M.
+# Rows kept of each segment's inputs and outputs; 4 MB in all for SmolLM2-135M.
 ROWS = 16
 # The weight that takes embeddings to a basis of the precision's own.
 ROTATION = "enter"
@@ -64,37 +64,37 @@ class Reference:
 
 def open_reference(root: Path, config: ModelConfig, arrays: Mapping[str, StoredArray]) -> Reference:
     """Map what `export/reference_writer.py` has stored in the bundle at `root`."""
-    found = map_arrays(root, arrays)
+    stored = map_arrays(root, arrays)
     rest = slice(HOST_TOKENS, None)
     segments = []
     for index in range(config.layer_count + 1):
         part = contract.Part(index)
         sources = {contract.RESIDUAL: array_name(index - 1, contract.RESIDUAL_OUT)}
         inputs, outputs = (
-            {name: found[sources.get(name, array_name(index, name))][rest] for name in names}
+            {name: stored[sources.get(name, array_name(index, name))][rest] for name in names}
             for names in (contract.part_inputs(config, part), contract.part_outputs(config, part))
         )
         segments.append(SegmentRows(inputs, outputs))
     host_qkv = [
-        found[array_name(layer, contract.QKV)][:HOST_TOKENS] for layer in range(config.layer_count)
+        stored[array_name(layer, contract.QKV)][:HOST_TOKENS] for layer in range(config.layer_count)
     ]
     return Reference(
-        found["tokens"].tolist(),
-        found["embedded"],
+        stored["tokens"].tolist(),
+        stored["embedded"],
         segments,
         host_qkv,
-        found["hidden"],
-        found["logits"],
+        stored["hidden"],
+        stored["logits"],
     )
 
 
 def array_name(index: int, name: str) -> str:
-    """Of a segment's input or output; a residual that goes in is the one that came out before."""
+    """Array of a segment's input or output; the input residual is the output of the one before."""
     return f"{index:03d}.{name}"
 
 
 def error_name(index: int) -> str:
-    """What a segment's error is called in the manifest."""
+    """The key of a segment's error in the manifest."""
     return f"{index:03d}"
 
 
@@ -118,12 +118,12 @@ def segment_error(rows: SegmentRows, run: Run, rotation: Floats | None) -> float
         for name, value in rows.inputs.items()
     }
     errors = []
-    for (name, exact), found in zip(rows.outputs.items(), run(inputs), strict=True):
+    for (name, exact), output in zip(rows.outputs.items(), run(inputs), strict=True):
         if name == contract.RESIDUAL_OUT:
             before = inputs.get(contract.RESIDUAL, np.float32(0))
-            errors.append(worst_line_error(_rotated(exact, rotation) - before, found - before))
+            errors.append(worst_line_error(_rotated(exact, rotation) - before, output - before))
         else:
-            errors.append(worst_line_error(exact, found))
+            errors.append(worst_line_error(exact, output))
     return max(errors)
 
 

@@ -42,7 +42,7 @@ class WheelMember:
 
     @classmethod
     def parse(cls, spec: str, *, sha256: str | None = None) -> WheelMember | None:
-        """None if that is not the name of one."""
+        """The member that a model name stands for; None for other names."""
         match = _SPEC.fullmatch(spec)
         if match is None or {"", ".", ".."} & set(match["member"].split("/")):
             return None
@@ -50,13 +50,13 @@ class WheelMember:
 
     @property
     def path(self) -> Path:
-        """Where it is kept; no two files share a path."""
+        """Where the file is kept; no two files share a path."""
         parts = (f"{self.package}=={self.version}", *self.member.split("/"))
         return models_dir().joinpath(*(quote(part, safe="=!+ ()[],@") for part in parts))
 
     @property
     def path_before(self) -> Path:
-        """Where it was kept by edgellm 0.1.0, by its last name alone."""
+        """Where edgellm 0.1.0 kept the file: under its last name alone."""
         folder = file_safe(f"{self.package}=={self.version}")
         return models_dir() / folder / Path(self.member).name
 

@@ -83,7 +83,7 @@ _TAGS = Family(
     stops=("<fim_pad>", "<filename>"),
 )
 
-# Of families with the same three tokens the more particular one stands first.
+# The more particular one of families with the same three tokens stands first.
 FAMILIES = (
     replace(
         _BARS,
@@ -170,7 +170,7 @@ class Gap:
     """What is around a gap.
 
     Attributes:
-        extra: other files, each a path and its text.
+        extra: other files, as pairs of path and text.
         path: of the file with the gap; it counts where there are other files.
         repository: its name.
     """
@@ -210,7 +210,7 @@ def find_family(vocabulary: Mapping[str, int], named: Mapping[str, str]) -> Fami
 def require_family(
     vocabulary: Mapping[str, int], named: Mapping[str, str], *, model: str
 ) -> Family:
-    """As `find_family`.
+    """The family whose tokens a vocabulary has, with what this model has of them.
 
     Raises:
         UnsupportedModelError: there is none.

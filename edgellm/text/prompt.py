@@ -1,4 +1,4 @@
-"""From a conversation to token ids, without letting message text pass for special tokens."""
+"""Conversations as token ids; message text never passes for special tokens."""
 
 from __future__ import annotations
 

@@ -41,7 +41,7 @@ class StopText:
         return shown
 
     def finish(self) -> str:
-        """What was held back and turned out to be ordinary text."""
+        """The text that was held back and turned out to be ordinary."""
         held, self._held = self._held, ""
         return held
 

@@ -14,7 +14,7 @@ _SHORT = 64
 
 
 def formatted_size(text: str, values: Iterable[Any], *, largest_argument: int) -> int:
-    """Of `text % values` and `text.format(*values)`: all widths, and the longest value each time.
+    """Size of `text % values` and `text.format(*values)`: all widths, the longest value each time.
 
     Every number in the text counts as a width, wherever it stands.
     """
@@ -26,17 +26,17 @@ def formatted_size(text: str, values: Iterable[Any], *, largest_argument: int) -
 
 
 def joined_size(separator: str, texts: Sequence[str]) -> int:
-    """Of `separator.join(texts)`."""
+    """Size of `separator.join(texts)`."""
     return sum(map(len, texts)) + len(separator) * max(0, len(texts) - 1)
 
 
 def replaced_size(text: str, old: str, new: str) -> int:
-    """Of `text.replace(old, new)`."""
+    """Size of `text.replace(old, new)`."""
     return len(text) + text.count(old) * max(0, len(new) - len(old))
 
 
 def method_size(text: str, name: str, arguments: Sequence[Any], *, largest_argument: int) -> int:
-    """Of what a method of a string makes, where that can be far more than it is given."""
+    """Size of what a method of a string makes, where that can be far more than it is given."""
     known: Mapping[str, Callable[[], int]] = {
         "format": lambda: formatted_size(text, arguments, largest_argument=largest_argument),
         "format_map": lambda: formatted_size(text, arguments, largest_argument=largest_argument),

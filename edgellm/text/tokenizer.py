@@ -168,7 +168,7 @@ class TextStream:
         return text
 
     def finish(self) -> str:
-        """What was held back; bytes that never became a character are U+FFFD."""
+        """The text that was held back; bytes that never became a character are U+FFFD."""
         text = self._new_text()
         self._shown, self._pending = [*self._shown, *self._pending], []
         return text

@@ -49,7 +49,7 @@ class Groups:
     group_of: NDArray[np.intp] | None = None
 
     def tensor(self) -> Tensor:
-        """As a Tensor, with `quantized` where a kind holds the codes and halves hold the scales.
+        """The weight as a Tensor; `quantized` where a kind holds the codes and halves the scales.
 
         Codes are taken over as they are. Scales and offsets, which are `-zero * scale` where the
         file has zeros, are rounded to halves: 2^-11 of them at most, or `quantized` is None.

@@ -75,7 +75,7 @@ class Reader:
         ).tensor()
 
     def _scheme(self, module: str) -> _Scheme:
-        """A module's own, where the description has one under its name."""
+        """The scheme of a module: its own, where the description has one under its name."""
         own = self._values.get(module)
         if own is None or own is True:
             return self._default

@@ -62,7 +62,7 @@ class Quantization:
         self._origin = origin
 
     def tensor(self, module: str) -> Tensor | None:
-        """As `Reader.tensor`."""
+        """The weight of a module; see `Reader.tensor`."""
         tensor = self._reader.tensor(module)
         if tensor is not None:
             for name in self._excluded:

@@ -23,7 +23,7 @@ _FORMATS = (
 
 @dataclass(frozen=True)
 class Scheme:
-    """Of the weights of one config group.
+    """How the weights of one config group are quantized.
 
     Attributes:
         group_size: inputs that share a scale; None where outputs have one, blocks, or all.

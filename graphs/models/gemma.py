@@ -15,7 +15,7 @@ _TANH = "gelu_pytorch_tanh"
 
 
 def config_from_hf(fields: Fields, *, layer_type: str | None = None) -> ModelConfig:
-    """Of Gemma, and what Gemma 2 and 3 have of it. (`layer_type`: as in Llama's.)"""
+    """The config of Gemma, and what Gemma 2 and 3 share with it. (`layer_type`: as in Llama's.)"""
     # files of the first Gemma say "gelu" here and mean the approximation
     fields.require("hidden_act", "gelu", _TANH)
     fields.require("hidden_activation", _TANH)

@@ -19,7 +19,7 @@ from edgellm.graphs.models import gemma
 
 _PERIOD = 2
 _WINDOW = 4096
-# Of the one size whose scores are not scaled by its head_dim, which its GGUF file does not say.
+# Layers of the one size whose scores are not scaled by its head_dim; its GGUF file does not say so.
 _LAYERS_27B = 46
 
 
@@ -69,7 +69,7 @@ def capped(
 
 
 def gguf_scale(config: ModelConfig, *, layers_27b: int) -> float:
-    """As in llama.cpp, which knows the 27B models by their number of layers."""
+    """The scale of scores; the 27B models, known by their layer count, have another one."""
     whole = config.layer_count == layers_27b
     return math.sqrt(1 / (config.hidden_size // config.heads if whole else config.head_dim))
 

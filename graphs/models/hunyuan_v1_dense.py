@@ -9,7 +9,7 @@ from edgellm.graphs.config import ModelConfig
 from edgellm.graphs.fields import Fields
 from edgellm.graphs.models import llama
 
-# Of what the family's other models have, in the files of all.
+# Keys in the files of all models that only others of the family use.
 _UNUSED = (
     "attention_head_dim", "cla_share_factor", "kv_lora_rank", "moe_topk", "norm_topk_prob",
     "num_shared_expert", "q_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim",

@@ -25,7 +25,7 @@ def config_from_hf(fields: Fields) -> ModelConfig:
 
 
 def config_from_gguf(header: GGUFHeader) -> ModelConfig:
-    """Of OLMo 3 too, whose files have the same architecture, and a window."""
+    """The config of OLMo 2, and of OLMo 3, whose files name the same architecture and a window."""
     fields = header.fields
     config = normed(llama.config_from_gguf(header))
     window = config.attention.window

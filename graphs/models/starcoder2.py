@@ -9,7 +9,7 @@ from edgellm.graphs.config import ModelConfig
 from edgellm.graphs.fields import Fields
 from edgellm.graphs.models import llama, mistral
 
-# Of the first StarCoder, in released files.
+# Keys of the first StarCoder that released files still have.
 _UNUSED = (
     "activation_function",
     "layer_norm_epsilon",

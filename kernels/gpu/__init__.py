@@ -1,1 +1,1 @@
-"""What Triton kernels share: the device, and the KV cache in its memory."""
+"""The parts that Triton kernels share: the device, and the KV cache in its memory."""

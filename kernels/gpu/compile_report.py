@@ -55,7 +55,7 @@ _WARPS = 4
 
 @dataclass(frozen=True)
 class Shape:
-    """Of one layer, and what it has that Llama's has not; see `LayerWeights`.
+    """Sizes of a layer, and the parts that it has and Llama's has not; see `LayerWeights`.
 
     Attributes:
         post_norms: norms of what is added to the residual.
@@ -125,7 +125,7 @@ class Launch:
 
 @dataclass(frozen=True)
 class Usage:
-    """Of a thread: registers, bytes that did not fit into them; of a program: shared memory."""
+    """Registers of a thread, bytes that did not fit into them, and shared memory of a program."""
 
     registers: int
     spilled: int
@@ -140,11 +140,11 @@ def launches(shape: Shape, format: KVFormat, kinds: Sequence[Kind]) -> list[Laun
     """
     step = _step(shape, format, kinds)
     table = [0, 1, 2, 3]
-    with _recorded() as found:
+    with _recorded() as recorded:
         for count in (1, 5, 100):
             step.run([table], [0] * count, 0, logit_rows=1)
         step.logits(np.zeros((1, shape.hidden), np.float32))
-    return _once(reversed(found))
+    return _once(reversed(recorded))
 
 
 def compile_for(launch: Launch, target: str) -> Usage:
@@ -171,8 +171,8 @@ def main(*, models: str, formats: str, kinds: str, targets: Sequence[str]) -> No
     every = {model: _all_launches(model, formats, kinds) for model in models.split(",")}
     tasks = [
         (model, index, target)
-        for model, found in every.items()
-        for index in range(len(found))
+        for model, launched in every.items()
+        for index in range(len(launched))
         for target in targets or TARGETS
     ]
     print(f"{'kernel':18} {'model':13} {'target':7} registers spilled shared  settings")
@@ -191,7 +191,7 @@ def main(*, models: str, formats: str, kinds: str, targets: Sequence[str]) -> No
 
 @cache
 def _all_launches(model: str, formats: str, kinds: str) -> list[Launch]:
-    """Of all formats, those that they have in common once; always in the same order."""
+    """Launches of all formats, each once; always in the same order."""
     shape = SHAPES[model]
     fitting = [KINDS[name] for name in kinds.split(",") if shape.fits(KINDS[name])]
     return _once(
@@ -215,15 +215,15 @@ def _compile_task(task: tuple[str, int, str], *, formats: str, kinds: str) -> Us
 @contextmanager
 def _recorded() -> Iterator[list[Launch]]:
     """Launches go into the list instead of to a device."""
-    found: list[Launch] = []
+    recorded: list[Launch] = []
 
     def record(kernel: JITFunction[Any], *args: Any, **options: Any) -> None:
-        found.append(_launch(kernel, args, options))
+        recorded.append(_launch(kernel, args, options))
 
     original = JITFunction.run
     JITFunction.run = record
     try:
-        yield found
+        yield recorded
     finally:
         JITFunction.run = original
 
@@ -254,7 +254,7 @@ def _names(launch: Launch) -> Sequence[str]:
 
 
 def _usage(cubin: bytes, shared: int) -> Usage:
-    """From NVIDIA's own tool, which Triton brings along."""
+    """What NVIDIA's own tool, which Triton brings along, says of a kernel."""
     tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)

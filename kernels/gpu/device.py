@@ -38,10 +38,10 @@ def why_not() -> str | None:
     count = ctypes.c_int(0)
     if driver.cuInit(0) or driver.cuDeviceGetCount(ctypes.byref(count)) or not count.value:
         return "the NVIDIA driver finds no device"
-    found = _capability(driver)
-    if found < OLDEST:
+    capability = _capability(driver)
+    if capability < OLDEST:
         return (
-            f"the device has compute capability {found[0]}.{found[1]}; "
+            f"the device has compute capability {capability[0]}.{capability[1]}; "
             f"{OLDEST[0]}.{OLDEST[1]} or newer is needed"
         )
     return None
@@ -66,7 +66,7 @@ def require() -> str:
 
 
 def device_name() -> str:
-    """What kernels run on, in words."""
+    """The device that kernels run on, in words."""
     if interpreted():
         return "this CPU, interpreted: for tests, not for speed"
     import torch

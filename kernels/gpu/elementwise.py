@@ -1,6 +1,6 @@
 """Functions of single numbers inside Triton kernels.
 
-All of them come down to one exponential, whose overflow gives the right limit.
+All of them come down to one exponential, whose overflow yields the right limit.
 """
 
 from __future__ import annotations

@@ -38,7 +38,7 @@ class DeviceBlocks:
 
     @classmethod
     def like(cls, host: KVBlocks, device: str) -> DeviceBlocks:
-        """As many blocks as the host has, without what is in them."""
+        """As many blocks as the host has, with undefined contents."""
         dtype = _DTYPES[host.format]
         k, v = (torch.empty(a.shape, dtype=dtype, device=device) for a in (host.k, host.v))
         offset = None if host.key_offset is None else torch.tensor(host.key_offset, device=device)

@@ -62,7 +62,7 @@ def stackable(upper: PackedWeights, lower: PackedWeights) -> bool:
 
 @dataclass(frozen=True)
 class Peaks:
-    """Of each panel's outputs y: the largest, and the sum of exp(y - largest); `[panels]` both."""
+    """Maxima of each panel's outputs y, and sums of exp(y - largest); `[panels]` both."""
 
     largest: torch.Tensor
     share: torch.Tensor
@@ -76,8 +76,8 @@ class Rows:
     scale: torch.Tensor
 
 
-def panels_a_program(panels: int) -> int:
-    """On a device one: it takes hundreds of programs to keep its memory busy."""
+def panels_per_program(panels: int) -> int:
+    """How many panels a program takes: one on a device, whose memory needs hundreds of programs."""
     return min(_INTERPRETED_PANELS, triton.next_power_of_2(panels)) if interpreted() else 1
 
 
@@ -121,7 +121,7 @@ def linear(
     panels = -(-weight.outputs // PANEL)
     kinds = (weight.kind,) if up is None else (weight.kind, up.kind)
     if x.shape[0] == 1:
-        each = panels_a_program(panels)
+        each = panels_per_program(panels)
         most = min(_groups(kind) for kind in kinds) // len(kinds)
         gemv_kernel[(triton.cdiv(panels, each),)](
             x,
@@ -157,7 +157,7 @@ def linear(
     _prepare(x, norm, epsilon, rows)
     tile = 16 if x.shape[0] <= 16 else 64
     wide = 8 if tile > 16 and up is None else 4
-    each = panels_a_program(panels) if interpreted() else min(wide, aligned(panels))
+    each = panels_per_program(panels) if interpreted() else min(wide, aligned(panels))
     gemm_kernel[(triton.cdiv(panels, each), triton.cdiv(x.shape[0], tile))](
         rows.halves,
         rows.scale,

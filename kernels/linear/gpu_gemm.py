@@ -1,4 +1,4 @@
-"""Some rows times packed on tensor cores, in Triton; `gpu.py` calls it.
+"""Some rows times packed weights on tensor cores, in Triton; `gpu.py` calls it.
 
 Weights and activations become halves, each row of activations divided by its largest value, so that
 no half overflows.
@@ -91,7 +91,7 @@ def weight_tile(
     groups: tl.tensor,
     KIND: tl.constexpr,
 ) -> tl.tensor:
-    """The weights of packed `[P]` and groups `[G]` as halves `[32 G, 16 P]`."""
+    """The weights of panels `[P]` and groups `[G]` as halves `[32 G, 16 P]`."""
     P: tl.constexpr = panel.shape[0]
     G: tl.constexpr = group.shape[0]
     LINES: tl.constexpr = 8 if KIND.bits == 8 else 4

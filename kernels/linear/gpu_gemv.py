@@ -1,4 +1,4 @@
-"""One row times panels, in Triton; `gpu.py` calls it.
+"""One row times packed weights, in Triton; `gpu.py` calls it.
 
 Each weight is read once, four bytes of a panel at a time. No code is turned into a float with the
 conversion instruction, see `code_float`. RMSNorm before the product costs nothing: the root mean

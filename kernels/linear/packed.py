@@ -10,7 +10,7 @@ byte to its last. A group of a panel lies in memory as
     6 bits         2 x 64 bytes: bits 2i and 2i + 1 of a byte of the first are bits 4 and 5 of the
                    code of quad i, of the second of quad i + 4
     8 bits         8 x 64 bytes: for quad i, output n: the codes of inputs 4i .. 4i + 3, less 128
-    scale          16 halves, one an output; 16 bytes for each 16 or 32 inputs in blocked kinds
+    scale          16 halves, one per output; 16 bytes for each 16 or 32 inputs in blocked kinds
     offset         the same, affine kinds only
 
 Before the 8 groups of a block, blocked kinds have the 16 halves of `block_scale` and, if they are
@@ -48,7 +48,7 @@ class PackedWeights:
     In blocked kinds `data` is `[panels, inputs/256, bytes]`.
 
     Raises:
-        ValueError: `data` is not the panels of such a weight.
+        ValueError: `data` has another shape than such a weight takes.
     """
 
     data: Bytes
@@ -72,7 +72,7 @@ class PackedWeights:
 
 
 def packed_shape(outputs: int, inputs: int, kind: Kind) -> tuple[int, int, int]:
-    """The shape of the panels of a weight `[outputs, inputs]`."""
+    """The shape of `PackedWeights.data` of a weight `[outputs, inputs]`."""
     panels = -(-outputs // PANEL)
     if kind.blocked:
         return panels, inputs // BLOCK, kind.block_bytes + _BLOCK_GROUPS * kind.group_bytes
@@ -80,7 +80,7 @@ def packed_shape(outputs: int, inputs: int, kind: Kind) -> tuple[int, int, int]:
 
 
 def pack_weight(weight: QuantizedWeight) -> PackedWeights:
-    """A weight in packed weights, the same numbers."""
+    """The same numbers in panels."""
     outputs, inputs = weight.shape
     data = np.empty(packed_shape(outputs, inputs, weight.kind), np.uint8)
     for rows in row_slices(outputs, inputs):
@@ -89,7 +89,7 @@ def pack_weight(weight: QuantizedWeight) -> PackedWeights:
 
 
 def unpack_weight(panels: PackedWeights) -> QuantizedWeight:
-    """The weight that lies in packed weights."""
+    """The weight that was packed."""
     kind, groups = panels.kind, panels.inputs // GROUP
     data = panels.data
     block = data[:, :, : kind.block_bytes]

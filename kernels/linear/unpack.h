@@ -1,4 +1,4 @@
-// Panels as products read them: as they lie in memory, or unpacked to a byte a code; included once for each
+// Panels as products read them: as they lie in memory, or unpacked to a byte per code; included once for each
 // instruction set.
 
 // Rows that are computed together: as many as the sums find registers for, of a panel as it lies in

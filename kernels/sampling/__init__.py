@@ -12,21 +12,20 @@ from edgellm.kernels.sampling import native, portable
 
 __all__ = ["MOST_CANDIDATES", "Logits", "log_sum_exp", "top_k"]
 
-# Of many, a full sort finds as fast as anything else.
+# Of more than these, a full sort is as fast as anything else.
 _FEW = 1024
-# Of the best tokens, so many at most are found on a device: the usual 40, after the penalties of 64
-# recent ones.
+# The most tokens that are selected on a device: the usual 40, after penalties of 64 recent ones.
 MOST_CANDIDATES = 128
 
 
 @dataclass(frozen=True)
 class Logits:
-    """What a model gives the tokens that may come next.
+    """Scores of the tokens that may come next.
 
     Attributes:
         scores: `[n]` float32.
         log_sum_exp: of all tokens' scores; one of them minus it is a log-probability.
-        ids: `[n]`, ascending: of which tokens they are, the best ones of all; None: of all.
+        ids: `[n]`, ascending: which tokens they belong to, the best ones of all; None: all tokens.
     """
 
     scores: NDArray[np.float32]
@@ -34,7 +33,7 @@ class Logits:
     ids: NDArray[np.intp] | None = None
 
     def log_probability(self, token: int) -> float:
-        """Of a token that is among them."""
+        """The log-probability of a token that is among them."""
         place = token if self.ids is None else int(np.searchsorted(self.ids, token))
         return float(self.scores[place]) - self.log_sum_exp
 

@@ -11,7 +11,7 @@ struct Scored {
     int64_t id;
 };
 
-// Keeps up to 4 k candidates and now and then throws all but the best k away. Equal scores: those that
+// Keeps up to 4 k candidates and throws all but the best k away when they are full. Equal scores: those that
 // came first are better. Not compiled for each instruction set: it sees few of the scores.
 class Best {
 public:
@@ -21,12 +21,12 @@ public:
     bool full() const { return full_; }
     void offer(float score, int64_t id);
     int64_t finish();
-    const std::vector<Scored>& found() const { return found_; }
+    const std::vector<Scored>& candidates() const { return candidates_; }
 
 private:
     void shrink();
 
-    std::vector<Scored> found_;
+    std::vector<Scored> candidates_;
     size_t k_;
     bool full_ = false;
 };

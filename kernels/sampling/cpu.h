@@ -18,7 +18,7 @@ inline double log_sum_exp(const float* scores, int64_t count) {
     return top + std::log(total);
 }
 
-// Collect what is above the k-th best score so far. `keep` is called with a full buffer and gives how
+// Collect what is above the k-th best score so far. `keep` is called with a full buffer and returns how
 // many are left in it, the best k, and the lowest of their scores.
 inline int64_t best_of(const float* scores, int64_t count, edgellm::Best& best) {
     int64_t i = 0;

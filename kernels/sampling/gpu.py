@@ -1,4 +1,4 @@
-"""The best of a row of logits found where they are, so that few of them come to the host.
+"""Top-k of a row of logits on the device, so that few of them come to the host.
 
 The k highest logits lie in the k panels of 16 whose own highest are highest. The vector product
 that makes the logits writes those highest down; what is left is a search among one in sixteen.
@@ -18,7 +18,7 @@ from edgellm.kernels.sampling import MOST_CANDIDATES, Logits
 
 @dataclass(frozen=True)
 class LogitRow:
-    """Room for one row of logits and for what is found in it.
+    """Buffers for one row of logits and for its top k.
 
     Attributes:
         logits: `[1, V]` float32, the beginning of whole panels whose end is -inf.
@@ -55,7 +55,7 @@ class LogitRow:
         self.packed[1 + kept :] = rows.view(-1).view(torch.int32)
 
     def best(self) -> Logits:
-        """What has been packed, on the host."""
+        """The logits that `pack` has selected, on the host."""
         packed = self.packed.cpu().numpy()
         kept = (len(packed) - 1) // (1 + PANEL)
         panels = packed[1 : 1 + kept]

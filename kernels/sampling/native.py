@@ -23,5 +23,5 @@ def top_k(library: ctypes.CDLL, scores: NDArray[np.float32], k: int) -> NDArray[
     if k < 0:
         raise ValueError(f"k is {k}; it is 0 or more")
     ids = np.empty(k, np.int64)
-    found = library.edgellm_top_k(address(values), values.shape[0], k, address(ids))
-    return ids[:found].astype(np.intp)
+    count = library.edgellm_top_k(address(values), values.shape[0], k, address(ids))
+    return ids[:count].astype(np.intp)

@@ -1,6 +1,6 @@
 """Every family in every back end that takes it, beside what transformers computes.
 
-    python -P tests/families/matrix.py        writes the table of docs/models.md
+    python tests/families/matrix.py        writes the table of docs/models.md
 
 Models are tiny and random (see `tiny_families.py`); each is exported in four precisions and runs
 prompts shorter and longer than a chunk and than its windows, and some tokens behind them.
@@ -50,13 +50,20 @@ def usable(backend: str) -> bool:
 
 
 def errors(name: str, folder: Path, backends: Iterable[str]) -> dict[str, float | str]:
-    """The largest error of a family in each of the back ends that is usable, over the largest
-    logit.
-
-    A back end that does not take the family has the reason in its place.
-    """
+    """As `errors_of`, of a family's model that is made in the folder."""
     model = make(name, folder, vocab_size=320)
     save_tokenizer(folder)
+    return errors_of(model, folder, backends)
+
+
+def errors_of(model: Any, folder: Path, backends: Iterable[str]) -> dict[str, float | str]:
+    """The largest error of a logit in each of the back ends that is usable, over the largest logit.
+
+    A back end that does not take the model has the reason in its place.
+
+    Args:
+        model: what transformers has of the folder.
+    """
     largest: dict[str, float | str] = {}
     for backend in filter(usable, backends):
         precisions, options = BACKENDS[backend]
@@ -84,7 +91,7 @@ def _error(
 
 
 def _error_of_prompt(model: Any, llm: LLM, length: int) -> float:
-    """Of the logits after a prompt, and after each of some tokens behind it."""
+    """The error of the logits after a prompt, and after each of some tokens behind it."""
     tokens = np.random.default_rng(length).integers(3, 256, length + DECODED).tolist()
     expected = logits(model, tokens)[length - 1 :]
     sequence = llm.engine.cache.sequence()
@@ -107,13 +114,14 @@ def table() -> str:
     return "\n".join(lines) + "\n"
 
 
-def main() -> None:
-    if device.why_not() is not None:
-        os.environ["TRITON_INTERPRET"] = "1"
-    before, _, rest = PAGE.read_text(encoding="utf-8").partition(_BEGIN)
+def replace_table(page: Path, rows: str) -> None:
+    """Put a table between the marks of a page."""
+    before, _, rest = page.read_text(encoding="utf-8").partition(_BEGIN)
     after = rest.partition(_END)[2]
-    PAGE.write_text(before + _BEGIN + "\n" + table() + "\n" + _END + after, encoding="utf-8")
+    page.write_text(before + _BEGIN + "\n" + rows + "\n" + _END + after, encoding="utf-8")
 
 
 if __name__ == "__main__":
-    main()
+    if device.why_not() is not None:
+        os.environ["TRITON_INTERPRET"] = "1"
+    replace_table(PAGE, table())

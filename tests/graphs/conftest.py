@@ -10,6 +10,10 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
+from hf_weights import write_safetensors
+
+from edgellm.errors import EdgeLLMError
+from edgellm.graphs.checkpoint import open_checkpoint
 
 CONFIG = {
     "model_type": "llama",
@@ -36,40 +40,6 @@ WEIGHTS = {
     LAYER + "mlp.down_proj": (128, 256),
 }
 NORMS = (LAYER + "input_layernorm", LAYER + "post_attention_layernorm", "model.norm")
-# The names that the format has for types (github.com/huggingface/safetensors).
-NAMES = {
-    "float32": "F32",
-    "float16": "F16",
-    "bfloat16": "BF16",
-    "float8_e4m3fn": "F8_E4M3",
-    "float8_e5m2": "F8_E5M2",
-    "float8_e8m0fnu": "F8_E8M0",
-    "int64": "I64",
-    "int32": "I32",
-    "uint32": "U32",
-    "int8": "I8",
-    "uint8": "U8",
-}
-
-
-def write_safetensors(path: Path, tensors: Mapping[str, np.ndarray]) -> None:
-    """A file of tensors, also of types that the library cannot write from numpy."""
-    header, data = {}, b""
-    for name, tensor in tensors.items():
-        content = np.ascontiguousarray(tensor).tobytes()
-        header[name] = {
-            "dtype": NAMES[tensor.dtype.name],
-            "shape": list(tensor.shape),
-            "data_offsets": [len(data), len(data) + len(content)],
-        }
-        data += content
-    text = json.dumps(header).encode()
-    path.write_bytes(len(text).to_bytes(8, "little") + text + data)
-
-
-@pytest.fixture
-def save_tensors() -> Callable[[Path, Mapping[str, np.ndarray]], None]:
-    return write_safetensors
 
 
 @pytest.fixture
@@ -93,3 +63,21 @@ def write_model(tmp_path: Path) -> Callable[..., Path]:
         return folder
 
     return write
+
+
+@pytest.fixture
+def refuses(write_model: Callable[..., Path]) -> Callable[..., None]:
+    """Asserts that a model as of `write_model` is refused, with words and the folder's name."""
+
+    def check(
+        replaced: Mapping[str, Mapping[str, np.ndarray]],
+        config: Mapping[str, Any],
+        error: type[EdgeLLMError],
+        words: str,
+    ) -> None:
+        folder = write_model(replaced, config)
+        with pytest.raises(error, match=words) as caught:
+            open_checkpoint(folder)
+        assert str(folder) in str(caught.value)
+
+    return check

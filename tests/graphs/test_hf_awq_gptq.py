@@ -9,76 +9,24 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
+from hf_weights import Integers
 
 from edgellm.errors import ModelFormatError, UnsupportedModelError
 from edgellm.graphs.checkpoint import Tensor, open_checkpoint
 from edgellm.kernels.quantized import dequantize
 
 WriteModel = Callable[..., Path]
-Parts = dict[str, np.ndarray]
 
 KEY = "model.layers.0.self_attn.k_proj"
 DOWN = "model.layers.0.mlp.down_proj"
 SHAPES = {KEY: (64, 128), DOWN: (128, 256)}
-AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 
 
-def words(rows: list[list[int]], bits: int) -> np.ndarray:
-    """Rows of codes as 32-bit words, the first code in the lowest bits."""
-    per_word = 32 // bits
-    packed = []
-    for row in rows:
-        line = []
-        for first in range(0, len(row), per_word):
-            word = 0
-            for place, code in enumerate(row[first : first + per_word]):
-                word |= code << (bits * place)
-            line.append(word)
-        packed.append(line)
-    return np.array(packed, np.uint32).view(np.int32)
+class Weight(Integers):
+    """Random integers in the shape of a module."""
 
-
-class Weight:
-    """Random codes `[N, K]` with scales and zeros `[N, G]`, and what they stand for."""
-
-    def __init__(
-        self, module: str, *, bits: int = 4, group: int = 64, symmetric: bool = False
-    ) -> None:
-        rng = np.random.default_rng(len(module))
-        self.rows, self.columns = SHAPES[module]
-        self.bits, groups = bits, 1 if group == -1 else self.columns // group
-        self.group_of = [k // (self.columns // groups) for k in range(self.columns)]
-        self.codes = rng.integers(0, 1 << bits, (self.rows, self.columns))
-        self.zeros = rng.integers(0, 1 << bits, (self.rows, groups))
-        if symmetric:
-            self.zeros[:] = 1 << (bits - 1)
-        self.scales = rng.uniform(0.001, 0.01, (self.rows, groups)).astype(np.float16)
-
-    def values(self) -> np.ndarray:
-        steps = (self.codes - self.zeros[:, self.group_of]).astype(np.float32)
-        return steps * self.scales.astype(np.float32)[:, self.group_of]
-
-    def awq(self) -> Parts:
-        def ordered(row: np.ndarray) -> list[int]:
-            return [int(row[first + i]) for first in range(0, len(row), 8) for i in AWQ_ORDER]
-
-        return {
-            ".qweight": words([ordered(row) for row in self.codes.T], 4),
-            ".qzeros": words([ordered(row) for row in self.zeros.T], 4),
-            ".scales": self.scales.T,
-        }
-
-    def gptq(self, version: int = 1) -> Parts:
-        zeros = words(self.zeros.T.tolist(), self.bits)
-        if version == 1:
-            less = sum(1 << place for place in range(0, 32, self.bits))
-            zeros = np.array([[(int(w) - less) % 2**32 for w in row] for row in zeros], np.uint32)
-        return {
-            ".qweight": words(self.codes.tolist(), self.bits).T,
-            ".qzeros": zeros.view(np.int32),
-            ".scales": self.scales.T,
-            ".g_idx": np.array(self.group_of, np.int32),
-        }
+    def __init__(self, module: str, **options: Any) -> None:
+        super().__init__(np.random.default_rng(len(module)), *SHAPES[module], **options)
 
 
 def awq_config(**changes: Any) -> dict[str, Any]:

@@ -4,21 +4,19 @@ from __future__ import annotations
 
 import base64
 import contextlib
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from hf_golden import CASES, ROUNDED, array, write_tensors
 
 from edgellm.errors import EdgeLLMError, ModelFormatError
 from edgellm.graphs.hf_quantization.registry import quantization_of
-from edgellm.graphs.safetensors_folder import DTYPES, SafetensorsFolder
+from edgellm.graphs.safetensors_folder import SafetensorsFolder
 from edgellm.kernels.quantized import dequantize
 
-# Made by make_hf_golden.py.
-CASES = json.loads((Path(__file__).parent / "hf_golden.json").read_text())
 # What holds the codes of a case; float32 alone holds those of the others.
 KINDS = {
     "compressed-tensors pack-quantized int4": "int4_symmetric",
@@ -38,25 +36,6 @@ KINDS = {
     "mlx affine 8 bits, groups of 32": "int8_affine",
     "mlx mxfp4 4 bits, groups of 32": "mxfp4",
 }
-# What the libraries compute in half precision or in bfloat16.
-ROUNDED = {"bitsandbytes int8": 2**-10, "compressed-tensors nvfp4-pack-quantized": 2**-8}
-
-
-def write_tensors(path: Path, tensors: dict[str, dict[str, Any]]) -> None:
-    """A safetensors file of tensors as the golden file has them."""
-    header, data = {}, b""
-    for name, tensor in tensors.items():
-        content = base64.b64decode(tensor["data"])
-        offsets = [len(data), len(data) + len(content)]
-        described = {"dtype": tensor["dtype"], "shape": tensor["shape"], "data_offsets": offsets}
-        header[name], data = described, data + content
-    text = json.dumps(header).encode()
-    path.write_bytes(len(text).to_bytes(8, "little") + text + data)
-
-
-def array(tensor: dict[str, Any]) -> np.ndarray:
-    values = np.frombuffer(base64.b64decode(tensor["data"]), DTYPES[tensor["dtype"]])
-    return values.reshape(tensor["shape"])
 
 
 @pytest.mark.parametrize("name", CASES)
