@@ -164,7 +164,7 @@ def _id(place: str, value: Any) -> str:
         (("reference", {}), "tokens is missing"),
         # files and precisions
         (("files", {}), r"tokenizer\.json is needed and not listed"),
-        (("files/packed\weights.bin", KeyError), r"packed/weights\.bin is needed"),
+        (("files/packed\\weights.bin", KeyError), r"packed/weights\.bin is needed"),
         (("files/f32\\001.onnx", KeyError), r"f32/001\.onnx is needed"),
         (("files/head-f32\\head.onnx", KeyError), r"head\.onnx is needed"),
         (("precisions/f32/head", "f64"), "head f64 is not in the bundle"),
