@@ -81,17 +81,17 @@ def _faster(timed: Sequence[TimedPrompt]) -> str:
 
 
 def _show_limits(llm: LLM, count: int) -> None:
-    machine = limits(llm.engine, count)
-    work, share = machine.work, machine.work.weight_share
+    limit = limits(llm.engine, count)
+    work, share = limit.work, limit.work.weight_share
     click.echo(
-        f"limits: prefill {machine.prefill.flops / 1e9:.0f} GFLOP/s ({machine.prefill.kind}), "
+        f"limits: prefill {limit.prefill.flops / 1e9:.0f} GFLOP/s ({limit.prefill.kind}), "
         f"{work.prefill_flops / 1e9:.3f} GFLOP a token: "
-        f"{machine.prefill.flops / work.prefill_flops:.0f} t/s"
+        f"{limit.prefill.flops / work.prefill_flops:.0f} t/s"
     )
     click.echo(
-        f"        decode {machine.decode.read_bytes / 1e9:.1f} GB/s, "
+        f"        decode {limit.decode.read_bytes / 1e9:.1f} GB/s, "
         f"{work.decode_bytes / 1e6:.1f} MB a token: "
-        f"{machine.decode.read_bytes / work.decode_bytes:.0f} t/s"
+        f"{limit.decode.read_bytes / work.decode_bytes:.0f} t/s"
         + (f" (weights: {share:.2f} times their bytes in the file)" if share else "")
     )
 
