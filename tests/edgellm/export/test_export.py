@@ -140,7 +140,7 @@ def test_damaged_files_are_refused_and_rebuilt(
         ("[]", "not the manifest"),
         ('{"format": "other"}', "not the manifest"),
         ('{"format": "edgellm-bundle", "format_version": 99}', "format 99"),
-        ('{"format": "edgellm-bundle", "format_version": 6}', "damaged manifest"),
+        ('{"format": "edgellm-bundle", "format_version": 7}', "damaged manifest"),
         ("{" * 100_000, "damaged manifest"),
     ],
 )
