@@ -1,4 +1,4 @@
-"""Storage of the KV cache: fixed-size blocks in one pool, one table of block ids a sequence.
+"""Storage of the KV cache: fixed-size blocks in a pool, and a table of block ids per sequence.
 
     k                 [blocks, layers, kv_heads, BLOCK/16, row/4, 16, 4]  int8, f16, f32 or uint8
     v                 [blocks, layers, kv_heads, BLOCK/4, row, 4]

@@ -147,11 +147,13 @@ class Model:
         with (
             self.queue(),
             self._blas.limit(limits=1, user_api="blas"),
-            sequence.reserved(count),
+            sequence.reserved(count, windowed=False),
         ):
+            sequence.open_seen(start)
+            sequence.open(count)
             # memory that is touched for the first time would cost more than attention
-            for view in sequence.views:
-                view.blocks.clear(view.table)
+            for table in sequence.tables:
+                table.store.blocks.clear(table.held)
             records = execute(self.steps[:-1], 1, act, policy="serial", seconds=lambda _: 0.0)
         return [*(record.end_s - record.start_s for record in records), 0.0]
 

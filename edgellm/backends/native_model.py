@@ -46,6 +46,8 @@ class PackedHead:
 class NativeModel:
     """Runs tokens through the fused step on the shared KV cache."""
 
+    best_rows: int | None = None
+
     def __init__(
         self, library: ctypes.CDLL, weights: Weights, ropes: SequenceOf[RopeTable], *, threads: int
     ) -> None:

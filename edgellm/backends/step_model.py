@@ -17,7 +17,13 @@ Floats = NDArray[np.float32]
 
 
 class StepModel(Protocol):
-    """`NativeModel` or `TritonModel`."""
+    """`NativeModel` or `TritonModel`.
+
+    Attributes:
+        best_rows: tokens that one call computes best; None: what suits the cache.
+    """
+
+    best_rows: int | None
 
     def forward(
         self,

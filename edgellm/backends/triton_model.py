@@ -26,6 +26,8 @@ Floats = NDArray[np.float32]
 class TritonModel:
     """Runs tokens through the fused step on the device's side of the KV cache."""
 
+    best_rows: int | None = MAX_ROWS  # for which its launches are captured
+
     def __init__(
         self, weights: Weights, ropes: SequenceOf[RopeTable], cache: KVCache, *, device: str
     ) -> None:

@@ -12,7 +12,7 @@ from edgellm.kernels.kv_blocks import BLOCK
 class BlockPool:
     """Reference counts of one group's blocks.
 
-    A block that nobody holds but the index knows is reused last, the oldest first.
+    Of blocks that nobody holds, those that the index knows are reused last, the oldest first.
 
     Attributes:
         resident: so many blocks have memory before one that the index knows is reused; more only
@@ -44,6 +44,10 @@ class BlockPool:
     def available(self) -> int:
         """Blocks that `allocate` can give."""
         return len(self._references) - self.used
+
+    def __contains__(self, block: int) -> bool:
+        """Whether `allocate` could give the block, though the index knows it."""
+        return block in self._idle
 
     def references(self, block: int) -> int:
         return self._references[block]

@@ -60,9 +60,9 @@ class GroupTable:
     def held(self) -> list[int]:
         return self.ids[self.first :]
 
-    def at(self, position: int) -> int | None:
-        """Block number `position`, if it is held."""
-        return self.ids[position] if self.first <= position < len(self.ids) else None
+    def at(self, number: int) -> int | None:
+        """The block of that number, if it is held."""
+        return self.ids[number] if self.first <= number < len(self.ids) else None
 
     def lacks(self, length: int) -> bool:
         """Whether a sequence of `length` tokens needs blocks that were given back."""
@@ -75,18 +75,14 @@ class GroupTable:
 
     def pass_window(self, length: int) -> None:
         """Give back what no token from position `length` on sees."""
-        first = min(self.store.group.first_block(length), len(self.ids))
+        self.skip(min(self.store.group.first_block(length), len(self.ids)))
+
+    def skip(self, first: int) -> None:
+        """Do without the blocks before number `first`."""
         for block in self.ids[self.first : first]:
             self.store.pool.release(block)
+        self.ids.extend([0] * (first - len(self.ids)))
         self.first = max(self.first, first)
-
-    def skip_window(self, length: int) -> None:
-        """Do without what no token from position `length` on sees."""
-        self.pass_window(length)
-        missing = self.store.group.first_block(length) - len(self.ids)
-        if missing > 0:
-            self.ids.extend([0] * missing)
-            self.first = len(self.ids)
 
     def cut(self, length: int) -> None:
         """Give back what is only for positions from `length` on."""
@@ -111,4 +107,4 @@ class GroupTable:
     def use(self, side: Side, length: int) -> None:
         """Bring the sequence to `side`, to attend to it and to write behind it there."""
         if self.store.replica is not None:
-            self.store.replica.use(side, self.held, length - self.first * BLOCK)
+            self.store.replica.use(side, self.held, max(0, length - self.first * BLOCK))

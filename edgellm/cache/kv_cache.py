@@ -1,6 +1,7 @@
 """The KV cache: pools of blocks that all sequences of a model share, one per cache group.
 
-A prefix that any earlier sequence computed is found again at any token, in memory or on disk.
+A prefix that any earlier sequence computed is found again, in memory or on disk: at any token where
+all layers see all positions, else as far as the blocks of a window are still there.
 """
 
 from __future__ import annotations
@@ -136,11 +137,11 @@ class KVCache:
 
     def sequence(self, tokens: SequenceOf[int] = ()) -> Sequence:
         """A sequence that starts with the longest cached prefix of `tokens`."""
-        match = self.index.match(tokens)
         if self.disk is not None:
-            longer = self._read_on(match, tokens, self.disk)
+            longer = self._read_on(tokens, self.disk)
             if longer is not None:
                 return longer
+        match = self.index.match(tokens)
         return self._holding(match, tokens, match.length)
 
     def cached_prefix(self, tokens: SequenceOf[int]) -> int:
@@ -157,23 +158,35 @@ class KVCache:
         sequence.use_host()
         names = list(self.index.names(sequence.tokens[: sequence.shareable]))
         for table in sequence.tables:
-            held = [(group_name(name, table), table.at(i)) for i, name in enumerate(names)]
-            self.disk.save(
-                table.store.blocks, [(n, block) for n, block in held if block is not None]
-            )
+            known = [(i, block) for i, block in sequence.known(table) if i < len(names)]
+            named = [(group_name(names[i], table), block) for i, block in known]
+            self.disk.save(table.store.blocks, named)
 
-    def pack(self, sequence: Sequence) -> bytes:
-        """The K and V of a sequence as bytes, group by group, without what windows have passed."""
+    def pack(self, sequence: Sequence) -> tuple[list[int], bytes]:
+        """The K and V of a sequence as bytes, without most of what windows have passed.
+
+        Returns:
+            The number of the first block of each group, and the blocks, group by group.
+        """
         sequence.use_host()
-        parts = []
+        firsts, parts = [], []
         for table in sequence.tables:
-            table.pass_window(len(sequence))
-            rows = max(0, len(sequence) - table.first * BLOCK)
-            parts.append(pack(table.store.blocks, table.held, tokens=rows))
-        return b"".join(parts)
+            known = sequence.known(table)
+            firsts.append(known[0][0] if known else table.first)
+            rows = max(0, len(sequence) - firsts[-1] * BLOCK)
+            ids = [block for _, block in known]
+            parts.append(pack(table.store.blocks, ids, tokens=rows))
+        return firsts, b"".join(parts)
+
+    def can_begin(self, firsts: SequenceOf[int], length: int) -> bool:
+        """Whether `length` tokens can go on without the blocks before these of each group."""
+        limits = [group.group.first_block(length) for group in self.groups]
+        if len(firsts) != len(limits):
+            return False
+        return all(first <= limit for first, limit in zip(firsts, limits, strict=True))
 
     def unpack(self, sequence: Sequence, data: memoryview) -> bool:
-        """Fill the blocks that a sequence has reserved to restore; False if the size differs."""
+        """Fill the blocks that `Sequence.open_seen` reserved; False if the size differs."""
         sequence.use_host()
         for table in sequence.tables:
             blocks = table.store.blocks
@@ -192,16 +205,19 @@ class KVCache:
         ]
         return Sequence(self, tables, list(tokens[:length]))
 
-    def _read_on(self, match: Match, tokens: SequenceOf[int], disk: DiskCache) -> Sequence | None:
+    def _read_on(self, tokens: SequenceOf[int], disk: DiskCache) -> Sequence | None:
         """A sequence of the full blocks of a match and those on disk, if it is a longer one."""
-        end = self._blocks_on_disk(match, tokens, disk)
-        while end * BLOCK > match.length:
+        while True:
+            match = self.index.match(tokens)
+            end = self._blocks_on_disk(match, tokens, disk)
+            if end * BLOCK <= match.length:
+                return None
             sequence = self._holding(match, tokens, match.length // BLOCK * BLOCK)
             if self._fill(sequence, tokens[: end * BLOCK], disk):
                 return sequence
+            # what was reserved and given back may have taken blocks of the match
             sequence.close()
-            end = self._blocks_on_disk(match, tokens[: (end - 1) * BLOCK], disk)
-        return None
+            tokens = tokens[: (end - 1) * BLOCK]
 
     def _fill(self, sequence: Sequence, tokens: SequenceOf[int], disk: DiskCache) -> bool:
         """Read the blocks of `tokens` that a sequence lacks; False if one is damaged, or the pool
@@ -210,7 +226,7 @@ class KVCache:
         names = list(self.index.names(tokens))
         try:
             with sequence.reserved(len(tokens) - len(sequence), windowed=False):
-                sequence.open(len(tokens), restoring=True)
+                sequence.open_seen(len(tokens))
                 sequence.use_host()
                 for table in sequence.tables:
                     for i in range(max(begin, table.first), end):
@@ -232,7 +248,10 @@ class KVCache:
             there.append(
                 [*in_memory, *(disk.holds(group_name(name, group)) for name in names[begin:])]
             )
-        limit = begin + min(group.pool.available for group in self.groups)
+        limit = begin + min(
+            group.pool.available - sum(block in group.pool for block in blocks if block is not None)
+            for group, blocks in zip(self.groups, match.tables, strict=True)
+        )
         for end in range(min(len(names), limit), begin, -1):
             firsts = [group.group.first_block(end * BLOCK) for group in self.groups]
             if all(all(t[first:end]) for t, first in zip(there, firsts, strict=True)):

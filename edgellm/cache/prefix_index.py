@@ -80,6 +80,12 @@ class PrefixIndex:
                 return found
         return Match(0, [[] for _ in self._groups])
 
+    def find(self, parent: bytes, tokens: Sequence[int], group: int) -> int | None:
+        """A group's full block of `tokens` after what `parent` names, if it has it."""
+        held = tuple(tokens)
+        entries = (e for e in self._children.get(parent, ()) if e.tokens == held)
+        return next((e.blocks[group] for e in entries), None)
+
     def insert(self, parent: bytes, tokens: Sequence[int], blocks: Sequence[int | None]) -> None:
         """Remember a block of each group, of those that have it.
 
@@ -89,8 +95,10 @@ class PrefixIndex:
         """
         held = tuple(tokens)
         siblings = self._children.setdefault(parent, [])
-        entry = next((e for e in siblings if e.tokens[: len(held)] == held), None)
-        if entry is None or (len(entry.tokens) > len(held) and None in entry.blocks):
+        longer = [e for e in siblings if e.tokens[: len(held)] == held]
+        # one that is longer will do, if all groups have it
+        entry = next((e for e in longer if e.tokens == held or None not in e.blocks), None)
+        if entry is None:
             entry = _Entry(parent, held, [None] * len(self._groups))
             siblings.append(entry)
         elif len(entry.tokens) > len(held):

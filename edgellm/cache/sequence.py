@@ -117,22 +117,31 @@ class Sequence:
             table.pass_window(len(self))
             if rows:
                 table.own_last(rows, self._allocate)
-            if windowed or table.store.group.window is None:
+        growing = [t for t in self.tables if windowed or t.store.group.window is None]
+        # again where `_allocate` let a dropped answer of this sequence cut a table that had grown
+        while any(len(table.ids) * BLOCK < end for table in growing):
+            for table in growing:
                 table.grow(end, self._allocate)
 
-    def open(self, end: int, *, restoring: bool = False) -> None:
-        """Make positions up to `end` writable in groups with a window, after a `reserve` without.
-
-        Args:
-            restoring: only those that tokens behind `end` see, as nothing is to be computed.
+    def open(self, end: int) -> None:
+        """Make positions up to `end` writable in all groups, after a `reserve` without windows.
 
         Raises:
             CacheFullError: no block is free.
         """
         for table in self.tables:
-            if restoring:
-                table.skip_window(end)
             table.pass_window(len(self))
+            table.grow(end, self._allocate)
+
+    def open_seen(self, end: int, firsts: SequenceOf[int] | None = None) -> None:
+        """As `open`, but only blocks that tokens from position `end` on see: nothing is computed.
+
+        Args:
+            firsts: the first block of each group, instead of those.
+        """
+        for group, table in enumerate(self.tables):
+            seen = table.store.group.first_block(end)
+            table.skip(seen if firsts is None else firsts[group])
             table.grow(end, self._allocate)
 
     @contextmanager
@@ -148,8 +157,8 @@ class Sequence:
         """Count tokens whose K and V have been written in every layer."""
         first = len(self) // BLOCK
         self.tokens.extend(tokens)
-        for position in range(first, self._shareable // BLOCK):
-            self._insert(position)
+        for number in range(first, self._shareable // BLOCK):
+            self._insert(number)
 
     def truncate(self, length: int) -> None:
         """Forget all tokens from position `length` on.
@@ -190,7 +199,8 @@ class Sequence:
         its first `keep` tokens, and what follows is to be computed again.
 
         Raises:
-            CacheFullError: no block is free to move to; what has moved by then stays.
+            CacheFullError: no block is free to move to; of what has moved by then, as much stays as
+                every group has.
         """
         inv_freq = self._cache.rope_frequencies
         tokens = self.tokens[:keep] + self.tokens[keep + discard :]
@@ -234,18 +244,34 @@ class Sequence:
     def _shareable(self) -> int:
         return len(self) if self.shareable is None else min(len(self), self.shareable)
 
-    def _name(self, position: int) -> bytes:
+    def known(self, table: GroupTable) -> list[tuple[int, int]]:
+        """Numbers and ids of the blocks that the next token sees, and of the one before them.
+
+        Who goes back by some tokens needs that one. If the window has passed it, it is there only
+        as long as its memory is not needed.
+        """
+        oldest = max(0, table.store.group.first_block(len(self)) - 1)
+        numbers = range(max(oldest, table.first), len(table.ids))
+        held = [(number, table.ids[number]) for number in numbers]
+        last = table.first - 1
+        if last < oldest or (last + 1) * BLOCK > self._shareable:
+            return held
+        passed = self.tokens[last * BLOCK : (last + 1) * BLOCK]
+        block = self._index.find(self._name(last), passed, table.store.number)
+        return held if block is None else [(last, block), *held]
+
+    def _name(self, number: int) -> bytes:
         """Of what is before a block."""
-        while len(self._names) <= position:
+        while len(self._names) <= number:
             begin = (len(self._names) - 1) * BLOCK
             self._names.append(chain(self._names[-1], self.tokens[begin : begin + BLOCK]))
-        return self._names[position]
+        return self._names[number]
 
-    def _insert(self, position: int) -> None:
+    def _insert(self, number: int) -> None:
         """Let others find a block, in the groups that hold it."""
-        blocks = [table.at(position) for table in self.tables]
-        held = self.tokens[position * BLOCK : (position + 1) * BLOCK]
-        self._index.insert(self._name(position), held, blocks)
+        blocks = [table.at(number) for table in self.tables]
+        held = self.tokens[number * BLOCK : (number + 1) * BLOCK]
+        self._index.insert(self._name(number), held, blocks)
 
     def _become(self, match: Match) -> None:
         """Hold a cached prefix in place of what is held."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from edgellm.errors import OptionError, SessionFileError
@@ -30,6 +30,7 @@ class SavedSession:
         fingerprint: of its weights and the KV format.
         computed: of the tokens, so many from the beginning are in the blocks.
         shareable: see `Sequence`.
+        firsts: the number of the first block of each cache group.
         arithmetic: of the back end that computed them (`Engine.arithmetic`).
     """
 
@@ -40,6 +41,7 @@ class SavedSession:
     computed: int
     shareable: int | None = None
     arithmetic: str = ""
+    firsts: list[int] = field(default_factory=list)
 
 
 def write_session(path: Path, saved: SavedSession, blocks: bytes) -> None:
@@ -96,6 +98,8 @@ def _header(path: Path, text: bytes) -> SavedSession:
     words = (saved.model, saved.fingerprint, saved.kv_format, saved.arithmetic)
     right = all(isinstance(word, str) for word in words) and isinstance(saved.tokens, list)
     right = right and type(saved.computed) is int and 0 <= saved.computed <= len(saved.tokens)
+    right = right and isinstance(saved.firsts, list)
+    right = right and all(type(first) is int and first >= 0 for first in saved.firsts)
     if saved.shareable is not None:
         right = right and type(saved.shareable) is int and 0 <= saved.shareable <= saved.computed
     if not right:

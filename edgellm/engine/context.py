@@ -113,7 +113,7 @@ class Context:
         with engine.lock:
             engine.cache.collect()
             computed, shareable = len(self.sequence), self.sequence.shareable
-            blocks = engine.cache.pack(self.sequence)
+            firsts, blocks = engine.cache.pack(self.sequence)
         saved = SavedSession(
             model=engine.bundle.manifest.name,
             fingerprint=engine.fingerprint,
@@ -122,6 +122,7 @@ class Context:
             computed=computed,
             shareable=shareable,
             arithmetic=engine.arithmetic,
+            firsts=firsts,
         )
         write_session(path, saved, blocks)
 
@@ -135,11 +136,13 @@ class Context:
             tokens = self.checked("tokens", saved.tokens)
         except OptionError as error:
             raise SessionFileError(f"{path}: {error}") from None
+        if not engine.cache.can_begin(saved.firsts, saved.computed):
+            raise SessionFileError(f"{path}: its header is damaged; save the session again")
         with engine.lock:
             engine.cache.collect()
             self.sequence.truncate(0)
             with self.sequence.reserved(saved.computed, windowed=False):
-                self.sequence.open(saved.computed, restoring=True)
+                self.sequence.open_seen(saved.computed, saved.firsts)
                 if not engine.cache.unpack(self.sequence, data):
                     raise SessionFileError(f"{path}: damaged or truncated; save the session again")
                 # another back end's bits are for this session, and not for others to find

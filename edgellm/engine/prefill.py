@@ -186,7 +186,7 @@ class StepPrefill:
 
     def run(self, tokens: SequenceOf[int], sequence: Sequence, hooks: Hooks = NO_HOOKS) -> Floats:
         _check_not_empty(tokens)
-        rows = sequence.rows_at_once
+        rows = self.model.best_rows or sequence.rows_at_once
         for start in range(0, len(tokens), rows):
             end = min(start + rows, len(tokens))
             with hooks.host_task(self._name, start // rows):

@@ -25,6 +25,9 @@ def attend(
     softcap: float | None = None,
 ) -> NDArray[np.float32]:
     """See `attend` in `__init__.py`."""
+    if window is not None:  # what is before it may be any block, and need not be read
+        skipped = max(0, start + 1 - window) // BLOCK
+        table, start = table[skipped:], start - skipped * BLOCK
     tokens, heads, head_dim = q.shape
     kv_heads = blocks.kv_heads
     group = heads // kv_heads

@@ -75,7 +75,7 @@ class _Inputs:
 
 
 class DeviceStep:
-    """A model in device memory, ready for `run` on the blocks of one pool."""
+    """A model in device memory, ready for `run` on the blocks of its pools."""
 
     def __init__(
         self,

@@ -128,7 +128,7 @@ def test_sessions_are_saved_without_what_windows_have_passed(start: Start, tmp_p
         sum(array[0].nbytes for array in group.blocks.arrays)
         for group in sorted(other.engine.cache.groups, key=lambda g: g.group.window or 0)
     )
-    assert (tmp_path / "saved").stat().st_size < 6 * whole + 2 * windowed + 8000
+    assert (tmp_path / "saved").stat().st_size < 6 * whole + 3 * windowed + 8000
 
 
 def test_blocks_on_disk_outlive_the_process(start: Start, tmp_path: Path) -> None:

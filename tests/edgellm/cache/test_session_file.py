@@ -123,7 +123,7 @@ def test_a_session_of_another_layout_is_refused(
     with pytest.raises(SessionFileError, match="not this model"):
         tiny.load_session(path)
     monkeypatch.undo()
-    path.write_bytes(path.read_bytes().replace(b"edgellm session 2", b"edgellm session 1", 1))
+    path.write_bytes(path.read_bytes().replace(b"edgellm session 3", b"edgellm session 2", 1))
     with pytest.raises(SessionFileError, match="not a session that this edgellm saved"):
         tiny.load_session(path)
 

@@ -1,0 +1,198 @@
+"""Groups with a window beside others: disk, files, devices and damaged blocks."""
+
+from __future__ import annotations
+
+import contextlib
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from edgellm.cache.disk_cache import DiskCache
+from edgellm.cache.kv_cache import KVCache, group_name
+from edgellm.cache.sequence import Sequence
+from edgellm.errors import CacheFullError
+from edgellm.graphs.config import ModelConfig
+from edgellm.graphs.layer_config import Attention, LayerConfig, Mlp, Rope
+from edgellm.kernels.attention import portable
+from edgellm.kernels.kv_append import append
+from edgellm.kernels.kv_blocks import BLOCK, allocate
+
+CTX, VALUE = 1200, 8
+
+
+@pytest.fixture(params=[(None, None), (256, None), (130, None), (300, 300)], ids=str)
+def windows(request: pytest.FixtureRequest) -> tuple[int | None, ...]:
+    chosen: tuple[int | None, ...] = request.param
+    return chosen
+
+
+def make(windows: tuple[int | None, ...], folder: Path | None = None, blocks: int = 40) -> KVCache:
+    config = ModelConfig(
+        model_type="llama",
+        vocab_size=320,
+        hidden_size=32,
+        layers=tuple(
+            LayerConfig(
+                attention=Attention(heads=4, kv_heads=1, head_dim=VALUE, window=window),
+                mlp=Mlp(intermediate=32),
+            )
+            for window in windows
+        ),
+        ropes=(Rope(inv_freq=(1.0, 0.1)),),
+        norm_eps=1e-5,
+        context_length=2048,
+        tied_embedding=True,
+    )
+    cache = KVCache(config, format="f32", ctx_size=CTX, blocks=blocks, fingerprint=b"x")
+    if folder is not None:
+        cache.disk = DiskCache(folder, budget=1 << 30)
+    return cache
+
+
+def extend(cache: KVCache, sequence: Sequence, tokens: list[int]) -> None:
+    """Rows of a token hold the token."""
+    for begin in range(0, len(tokens), 50):
+        part = tokens[begin : begin + 50]
+        with sequence.reserved(len(part)):
+            sequence.use_host()
+            rows = np.repeat(np.array(part, np.float32), VALUE).reshape(-1, 1, VALUE)
+            for layer in range(len(cache.places)):
+                view, slot = sequence.view(layer)
+                append(view.blocks, view.table, slot, len(sequence), rows, rows)
+            sequence.commit(part)
+
+
+def check(cache: KVCache, sequence: Sequence) -> None:
+    """What the next token sees is right, and nothing is free that is held."""
+    for layer, (group, _) in enumerate(cache.places):
+        view, slot = sequence.view(layer)
+        window = cache.groups[group].group.window
+        first = 0 if window is None else max(0, len(sequence) + 1 - window)
+        for position in range(first, len(sequence)):
+            block = sequence.tables[group].at(position // BLOCK)
+            assert block is not None
+            row = view.blocks.value_rows(block, slot, position % BLOCK)
+            assert (row == sequence.tokens[position]).all(), (layer, position)
+    for store in cache.groups:
+        free = store.pool._free
+        assert len(set(free)) == len(free)
+        assert not any(store.pool.references(block) for block in free)
+
+
+def new(cache: KVCache, tokens: list[int]) -> Sequence:
+    sequence = cache.sequence()
+    extend(cache, sequence, tokens)
+    return sequence
+
+
+TOKENS = list(range(1000, 2100))
+
+
+@pytest.mark.parametrize("damaged", range(9))
+@pytest.mark.parametrize("group", [0, -1])
+def test_damaged_blocks_on_disk_leave_what_is_in_memory(
+    tmp_path: Path, windows: tuple[int | None, ...], damaged: int, group: int
+) -> None:
+    first = make(windows, tmp_path)
+    first.keep(new(first, TOKENS))
+    cache = make(windows, tmp_path, blocks=11)
+    begun, other = new(cache, TOKENS[:330]), new(cache, list(range(350)))
+    begun.close()
+    name = list(cache.index.names(TOKENS))[damaged - 1]
+    path = tmp_path / f"{group_name(name, cache.groups[group]).hex()}.kv"
+    if path.exists():
+        path.write_bytes(path.read_bytes()[:-1] + b"?")
+    found = cache.sequence(TOKENS)
+    check(cache, found)
+    check(cache, other)
+    with contextlib.suppress(CacheFullError):
+        check(cache, new(cache, [7] * 200))
+    for sequence in (found, other):
+        check(cache, sequence)
+
+
+@pytest.mark.parametrize("length", [1100, 1023, 1024, 1025, 1060, 1151])
+def test_all_full_blocks_come_back_from_disk(
+    tmp_path: Path, windows: tuple[int | None, ...], length: int
+) -> None:
+    tokens = [*TOKENS, *TOKENS][:length]
+    first = make(windows, tmp_path)
+    first.keep(new(first, tokens))
+    cache = make(windows, tmp_path)
+    found = cache.sequence(tokens)
+    assert len(found) == length // BLOCK * BLOCK == cache.cached_prefix(tokens)
+    check(cache, found)
+
+
+@pytest.mark.parametrize("back", [1, 2, 5, 100])
+@pytest.mark.parametrize("length", [1151, 1100, 385, 90])
+def test_who_restores_a_sequence_may_go_back(
+    windows: tuple[int | None, ...], length: int, back: int
+) -> None:
+    tokens = [*TOKENS, *TOKENS][:length]
+    first, cache = make(windows), make(windows)
+    saved = new(first, tokens)
+    firsts, data = first.pack(saved)
+    assert len(saved) == length
+    check(first, saved)
+    assert cache.can_begin(firsts, length)
+    restored = cache.sequence()
+    with restored.reserved(length, windowed=False):
+        restored.open_seen(length, firsts)
+        assert cache.unpack(restored, memoryview(data))
+        restored.commit(tokens)
+    check(cache, restored)
+    if back < length:
+        restored.truncate(length - back)
+        assert len(restored) == length - back
+        check(cache, restored)
+        extend(cache, restored, [5, 6, 7])
+        check(cache, restored)
+
+
+def test_devices_get_what_was_restored(windows: tuple[int | None, ...]) -> None:
+    torch = pytest.importorskip("torch")
+    first, cache = make(windows), make(windows)
+    tokens = TOKENS[:700]
+    firsts, data = first.pack(new(first, tokens))
+    cache.use_device("cpu")
+    restored = cache.sequence()
+    with restored.reserved(len(tokens), windowed=False):
+        restored.open_seen(len(tokens), firsts)
+        cache.unpack(restored, memoryview(data))
+        restored.commit(tokens)
+    restored.use_device()
+    for table in restored.tables:
+        replica = table.store.replica
+        assert replica is not None
+        for block in table.held:
+            host = torch.from_numpy(table.store.blocks.v[block])
+            assert torch.equal(host, replica.device.v[block])
+
+
+def test_a_short_tail_is_remembered_once() -> None:
+    cache = make((100, None))
+    long = new(cache, TOKENS[:240])
+    long.close()
+    again = cache.sequence(TOKENS[:240])
+    cache.index.remove(0, again.tables[0].ids[1])
+    again.close()
+    for _ in range(4):
+        tail = new(cache, TOKENS[:200])
+        tail.close()
+    siblings = [len(entries) for entries in cache.index._children.values()]
+    assert max(siblings) <= 2
+
+
+def test_portable_attention_reads_no_block_before_the_window() -> None:
+    rng = np.random.default_rng(0)
+    blocks = allocate(format="f32", blocks=4, layers=1, kv_heads=1, head_dim=VALUE)
+    rows = rng.standard_normal((400, 1, VALUE)).astype("f4")
+    append(blocks, [0, 1, 2, 3], 0, 0, rows, rows)
+    q = rng.standard_normal((3, 2, VALUE)).astype("f4")
+    expected = portable.attend(blocks, [0, 1, 2, 3], 0, q, 397, window=100)
+    for array in blocks.arrays:
+        array[:2] = np.nan
+    found = portable.attend(blocks, [0, 0, 2, 3], 0, q, 397, window=100)
+    np.testing.assert_array_equal(found, expected)
