@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from edgellm.kernels.checks import block_ids, check_rope, indices
 from edgellm.kernels.kv_append.native import NormPointers
-from edgellm.kernels.kv_blocks import KVView
+from edgellm.kernels.kv_blocks import KVBlocks, KVView
 from edgellm.kernels.linear import PANEL
 from edgellm.kernels.linear.native import LinearLayer, layer_of
 from edgellm.kernels.native import KV, Rope, address
@@ -147,6 +147,18 @@ class FusedStep:
             weights.logit_softcap or 0.0,
         )
         self._workspace = np.empty(0, np.uint8)
+        self._blocks: list[KVBlocks] = []
+        self._pools = (KV * 0)()
+
+    def _point_at(self, blocks: list[KVBlocks]) -> None:
+        """Check pools and take their addresses, once for all calls: 30 µs of 3 ms."""
+        same = len(blocks) == len(self._blocks)
+        if same and all(a is b for a, b in zip(blocks, self._blocks, strict=True)):
+            return
+        check_pools(self._weights, blocks)
+        none = np.empty(0, np.int64)
+        self._pools = (KV * len(blocks))(*(KV.of(pool, none) for pool in blocks))
+        self._blocks = blocks
 
     def run(
         self,
@@ -175,10 +187,11 @@ class FusedStep:
             ValueError: a token, a block or a position that is not there.
         """
         weights, count = self._weights, len(tokens)
-        check_pools(weights, [view.blocks for view in views])
+        self._point_at([view.blocks for view in views])
         ids = indices(tokens, weights.embedding.outputs, "token id")
         tables = [block_ids(v.table, v.blocks.count, start=start, tokens=count) for v in views]
-        pools = [KV.of(view.blocks, table) for view, table in zip(views, tables, strict=True)]
+        for pool, table in zip(self._pools, tables, strict=True):
+            pool.table = address(table)
         for rope_table in self._ropes:
             check_rope(rope_table, views[0].blocks.head_dim, start + count)
         check_rows(count, logit_rows)
@@ -193,7 +206,7 @@ class FusedStep:
         logits = np.empty((logit_rows, width), np.float32)
         call = _Call(
             ctypes.pointer(self._model),
-            (KV * len(pools))(*pools),
+            self._pools,
             self._rope_pointers,
             address(ids),
             address(states),
