@@ -31,6 +31,21 @@ def write(
         live: show the speed in the last line of a terminal meanwhile.
     """
     shown: list[Piece] = []
+    try:
+        _stream(pieces, shown, quiet=quiet, live=live)
+    except BaseException:  # also what ends the program: the shell's prompt begins a line
+        if not quiet:
+            end_shown_line("".join(piece.text for piece in shown))
+        raise
+    answer = completion(shown)
+    if not quiet and end_line and not answer.text.endswith("\n"):
+        sys.stdout.write("\n")
+        sys.stdout.flush()
+    return answer
+
+
+def _stream(pieces: Iterable[Piece], shown: list[Piece], *, quiet: bool, live: bool) -> None:
+    """Write pieces, and collect them in `shown`."""
     with LiveLine(enabled=live and not quiet) as line:
         start = time.monotonic()
         for count, piece in enumerate(pieces):
@@ -44,11 +59,6 @@ def write(
                 start = time.monotonic()  # the first token came with the prompt
             elif seconds > 0:
                 line.show(f"{count + 1} tokens, {count / seconds:.1f} tokens/s")
-    answer = completion(shown)
-    if not quiet and end_line and not answer.text.endswith("\n"):
-        sys.stdout.write("\n")
-        sys.stdout.flush()
-    return answer
 
 
 def report(
@@ -68,9 +78,9 @@ def report(
         click.echo(stats_line(answer.stats, answer.finish_reason), err=True)
 
 
-def end_shown_line(answer: Completion) -> None:
-    """Begin a new line on a terminal whose cursor stands behind an answer; stdout gets nothing."""
-    if answer.text and not answer.text.endswith("\n") and sys.stdout.isatty():
+def end_shown_line(text: str) -> None:
+    """Begin a new line on a terminal whose cursor stands behind a text; stdout gets nothing."""
+    if text and not text.endswith("\n") and sys.stdout.isatty():
         click.echo(err=True)
 
 

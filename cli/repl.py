@@ -162,7 +162,7 @@ class _Repl:
             raise OptionError(f"write /infill TEXT with a {_GAP} in it")
         with cancel_on_interrupt() as cancel:
             pieces = self._llm.stream_infill(prefix, suffix, cancel=cancel, max_tokens=256)
-            end_shown_line(write(pieces, end_line=False))
+            end_shown_line(write(pieces, end_line=False).text)
 
     def _system(self) -> str | None:
         first = self._chat.messages[:1]

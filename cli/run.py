@@ -301,6 +301,6 @@ def fill(
         )
         answer = write(pieces, quiet=as_json, end_line=False)
     if show_stats and not as_json:
-        end_shown_line(answer)
+        end_shown_line(answer.text)
     report(answer, show_stats=show_stats, as_json=as_json, notes=llm.notes)
     return _code(answer)

@@ -147,10 +147,10 @@ def test_a_shifted_context_goes_on(bundle: Bundle) -> None:
         prompt = backend if backend == "triton" else CPU
         llm = load(str(bundle.path), kv_format="f32", prefill=prompt, decode=backend)
         sequence = llm.engine.cache.sequence()
-        logits_after(llm, TOKENS[:200], sequence=sequence)
-        sequence.shift(keep=4, discard=90)
-        steps = [llm.engine.decoder.step(token, sequence) for token in TOKENS[200:206]]
-        assert len(sequence) == 116
+        logits_after(llm, TOKENS[:140], sequence=sequence)
+        sequence.shift(keep=4, discard=30)
+        steps = [llm.engine.decoder.step(token, sequence) for token in TOKENS[140:143]]
+        assert len(sequence) == 113
         found.append(np.concatenate(steps))
     assert close(*found)
 
