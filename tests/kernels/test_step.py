@@ -60,9 +60,7 @@ def test_other_parts_match_reference(compiled: ctypes.CDLL, name: str) -> None:
     assert_near_reference(compiled, Model(PARTS[name]))
 
 
-@pytest.mark.parametrize(
-    "shape", [SHAPES[0], SHAPES[3], PARTS["everything"]], ids=str
-)
+@pytest.mark.parametrize("shape", [SHAPES[0], SHAPES[3], PARTS["everything"]], ids=str)
 @pytest.mark.parametrize("format", ["int8", "f32"])
 def test_cuts_and_threads_make_no_difference(
     compiled: ctypes.CDLL, shape: Shape, format: str
