@@ -179,7 +179,7 @@ class KVBlocks:
 class KVView:
     """One sequence's part of a pool.
 
-    What is never read, as it lies behind the window of every layer, may be any block in `table`.
+    What is never read, as it lies before the window of every layer, may be any block in `table`.
     """
 
     blocks: KVBlocks

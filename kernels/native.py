@@ -37,29 +37,29 @@ def library() -> ctypes.CDLL | None:
     if not path.exists():
         _warn_in_source_tree(path.parent.resolve().parent)
         return None
-    found = ctypes.CDLL(str(path))
-    found.edgellm_isa.restype = ctypes.c_char_p
-    found.edgellm_set_isa.argtypes = [ctypes.c_char_p]
+    loaded = ctypes.CDLL(str(path))
+    loaded.edgellm_isa.restype = ctypes.c_char_p
+    loaded.edgellm_set_isa.argtypes = [ctypes.c_char_p]
     for name in ("attend", "append", "linear"):
-        found[f"edgellm_{name}"].restype = None
-    found.edgellm_step.restype = ctypes.c_int32
-    found.edgellm_step_workspace.restype = ctypes.c_size_t
-    found.edgellm_log_sum_exp.restype = ctypes.c_double
-    found.edgellm_log_sum_exp.argtypes = [ctypes.c_void_p, ctypes.c_int64]
-    found.edgellm_top_k.restype = ctypes.c_int64
-    found.edgellm_top_k.argtypes = [
+        loaded[f"edgellm_{name}"].restype = None
+    loaded.edgellm_step.restype = ctypes.c_int32
+    loaded.edgellm_step_workspace.restype = ctypes.c_size_t
+    loaded.edgellm_log_sum_exp.restype = ctypes.c_double
+    loaded.edgellm_log_sum_exp.argtypes = [ctypes.c_void_p, ctypes.c_int64]
+    loaded.edgellm_top_k.restype = ctypes.c_int64
+    loaded.edgellm_top_k.argtypes = [
         ctypes.c_void_p,
         ctypes.c_int64,
         ctypes.c_int64,
         ctypes.c_void_p,
     ]
     wanted = os.environ.get("EDGELLM_CPU_ISA")
-    if wanted and not found.edgellm_set_isa(wanted.encode()):
+    if wanted and not loaded.edgellm_set_isa(wanted.encode()):
         raise OptionError(
             f"EDGELLM_CPU_ISA is {wanted!r}; known are {', '.join(ISAS)}, and the processor must "
             "have it"
         )
-    return found
+    return loaded
 
 
 def _warn_in_source_tree(root: Path) -> None:
@@ -76,8 +76,8 @@ def _warn_in_source_tree(root: Path) -> None:
 
 def isa() -> str | None:
     """The instruction set in use, or None without compiled kernels."""
-    found = library()
-    return None if found is None else str(found.edgellm_isa().decode())
+    loaded = library()
+    return None if loaded is None else str(loaded.edgellm_isa().decode())
 
 
 def library_for(blocks: KVBlocks) -> ctypes.CDLL | None:

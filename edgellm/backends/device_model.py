@@ -193,5 +193,5 @@ class DeviceModel(Model):
 
     def hidden(self, chunk: RunningChunk) -> Floats:
         self._queue.done()
-        found: Floats = chunk.buffers.hidden[: len(chunk.tokens)].cpu().numpy()
-        return found
+        hidden: Floats = chunk.buffers.hidden[: len(chunk.tokens)].cpu().numpy()
+        return hidden

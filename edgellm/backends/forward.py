@@ -76,9 +76,9 @@ class Model:
             ContextOverflowError, CacheFullError: see `Sequence.reserve`.
             CancelledError: `cancel` was set; the sequence is as it was.
         """
-        found: list[Floats] = []
-        self.run([Chunk(tokens, chunk)], sequence, on_done=found.append, cancel=cancel)
-        return found[0]
+        states: list[Floats] = []
+        self.run([Chunk(tokens, chunk)], sequence, on_done=states.append, cancel=cancel)
+        return states[0]
 
     def run(
         self,
@@ -206,8 +206,8 @@ class Model:
             chunk.buffers.residuals[residual][:count] += correction
 
     def hidden(self, chunk: RunningChunk) -> Floats:
-        found: Floats = chunk.buffers.hidden[: len(chunk.tokens)]
-        return found
+        hidden: Floats = chunk.buffers.hidden[: len(chunk.tokens)]
+        return hidden
 
     def _learn(self, chunks: SequenceOf[Chunk], records: SequenceOf[TaskRecord]) -> None:
         step_of = {step.name: index for index, step in enumerate(self.steps)}

@@ -41,5 +41,5 @@ def int8_products_are_exact() -> bool:
         session_options(),
         providers=["CPUExecutionProvider"],
     )
-    found = session.run(None, {"x": np.full((_WIDTH, _WIDTH), 255, np.float32)})[0]
-    return bool((found == 255 * 127 * _WIDTH).all())
+    product = session.run(None, {"x": np.full((_WIDTH, _WIDTH), 255, np.float32)})[0]
+    return bool((product == 255 * 127 * _WIDTH).all())

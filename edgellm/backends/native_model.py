@@ -68,7 +68,7 @@ class NativeModel:
         """See `StepModel.forward`."""
         with sequence.reserved(len(tokens)):
             sequence.use_host()
-            found = self._step.run(
+            result = self._step.run(
                 sequence.views,
                 tokens,
                 len(sequence),
@@ -76,10 +76,10 @@ class NativeModel:
                 threads=self._threads,
                 should_stop=_stopped_by(cancel, len(tokens)),
             )
-            if found is None:
+            if result is None:
                 raise CancelledError("cancelled between two layers")
             sequence.commit(tokens)
-        return found
+        return result
 
     def best(self, token: int, sequence: Sequence) -> Logits | None:
         """None: all logits are in memory at once."""

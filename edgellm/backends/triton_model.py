@@ -59,17 +59,17 @@ class TritonModel:
             for first in range(0, len(tokens), MAX_ROWS):
                 part = tokens[first : first + MAX_ROWS]
                 left = len(tokens) - first - len(part)
-                found = self._step.run(
+                result = self._step.run(
                     tables,
                     part,
                     start + first,
                     logit_rows=min(len(part), max(0, logit_rows - left)),
                     should_stop=None if cancel is None else cancel.is_set,
                 )
-                if found is None:
+                if result is None:
                     raise CancelledError("cancelled between two layers")
-                states.append(found[0])
-                logits.append(found[1])
+                states.append(result[0])
+                logits.append(result[1])
             sequence.commit(tokens)
         return np.concatenate(states), np.concatenate(logits)
 
@@ -78,9 +78,9 @@ class TritonModel:
         start = len(sequence)
         with sequence.reserved(1):
             sequence.use_device()
-            found = self._step.best(_tables(sequence), token, start)
+            result = self._step.best(_tables(sequence), token, start)
             sequence.commit([token])
-        return found
+        return result
 
     def embed(self, tokens: SequenceOf[int]) -> Floats:
         """See `ModelHead.embed`."""

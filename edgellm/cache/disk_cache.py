@@ -111,8 +111,8 @@ class DiskCache:
         """Path, time of last use and size."""
         for path in self._folder.glob(f"*{_SUFFIX}"):
             with contextlib.suppress(OSError):
-                found = path.stat()
-                yield path, found.st_mtime, found.st_size
+                status = path.stat()
+                yield path, status.st_mtime, status.st_size
 
 
 def pack(blocks: KVBlocks, ids: Iterable[int], *, tokens: int | None = None) -> bytes:

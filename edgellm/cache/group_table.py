@@ -44,12 +44,12 @@ class GroupTable:
     """The blocks that a sequence holds in one group.
 
     Attributes:
-        ids: block ids, first to last. Those before `first` lie behind the window, are not held any
+        ids: block ids, first to last. Those before `first` lie before the window, are not held any
             more, and may be any block's.
     """
 
     def __init__(self, store: GroupBlocks, cached: SequenceOf[int | None] = ()) -> None:
-        """Hold cached blocks; None stands for those behind the window."""
+        """Hold cached blocks; None stands for those before the window."""
         self.store = store
         self.ids = [0 if block is None else block for block in cached]
         self.first = sum(block is None for block in cached)

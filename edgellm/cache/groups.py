@@ -1,7 +1,7 @@
 """Which layers share blocks, and which blocks of a sequence they still need. Pure Python.
 
 Layers that see the same positions form a group with a pool of its own, and a sequence has one block
-table per group. What lies behind the window of a group is given back, as in vLLM's hybrid KV cache
+table per group. What lies before the window of a group is given back, as in vLLM's hybrid KV cache
 manager; the record of a block holds that group's layers alone.
 """
 
@@ -16,7 +16,9 @@ from edgellm.kernels.kv_blocks import BLOCK, KVFormat, block_bytes
 # Tokens that one step adds to a sequence at most. A prompt of 512 at once was 9 % faster than 128
 # at a time (SmolLM2-135M, two cores, C++).
 STEP_ROWS = 512
-# The same where there are windows: rows add to the blocks that a window needs.
+# The same where there are windows: rows add to the blocks that a window needs. Gemma-3-270m takes
+# a quarter of the memory without windows at a context of 8,192, and did 1,544 tokens/s of a prompt;
+# with 512 rows it did 1,700 (two cores, C++).
 WINDOWED_ROWS = 256
 
 
@@ -33,7 +35,7 @@ class CacheGroup:
     window: int | None
 
     def first_block(self, length: int) -> int:
-        """The first block that the token at position `length` still sees, or those behind it."""
+        """The first block that the token at position `length`, or any later one, still sees."""
         return 0 if self.window is None else max(0, length + 1 - self.window) // BLOCK
 
     def blocks_for(self, ctx_size: int, *, rows: int) -> int:
@@ -76,11 +78,11 @@ def resident_blocks(groups: Sequence[CacheGroup], *, ctx_size: int, blocks: int)
     """
     resident = []
     for group in groups:
-        whole = group.blocks_for(ctx_size, rows=1)
+        each = group.blocks_for(ctx_size, rows=1)
         sequences = max(1, blocks * BLOCK // max(ctx_size, BLOCK))
-        growing = group.blocks_for(ctx_size, rows=rows_at_once(groups, ctx_size)) - whole
+        growing = group.blocks_for(ctx_size, rows=rows_at_once(groups, ctx_size)) - each
         resident.append(
-            blocks if group.window is None else min(blocks, sequences * whole + growing + 1)
+            blocks if group.window is None else min(blocks, sequences * each + growing + 1)
         )
     return resident
 
@@ -101,6 +103,6 @@ def cache_bytes(config: ModelConfig, *, format: KVFormat, ctx_size: int, blocks:
     )
 
 
-def blocks_for(ctx_size: int) -> int:
+def pool_blocks(ctx_size: int) -> int:
     """Blocks of a pool for one full sequence and the copy that a rewound tail needs."""
     return -(-ctx_size // BLOCK) + 1

@@ -159,7 +159,7 @@ class KVCache:
         names = list(self.index.names(sequence.tokens[: sequence.shareable]))
         for table in sequence.tables:
             known = [(i, block) for i, block in sequence.known(table) if i < len(names)]
-            named = [(group_name(names[i], table), block) for i, block in known]
+            named = [(group_name(names[i], table.store), block) for i, block in known]
             self.disk.save(table.store.blocks, named)
 
     def pack(self, sequence: Sequence) -> tuple[list[int], bytes]:
@@ -230,7 +230,7 @@ class KVCache:
                 sequence.use_host()
                 for table in sequence.tables:
                     for i in range(max(begin, table.first), end):
-                        name = group_name(names[i], table)
+                        name = group_name(names[i], table.store)
                         if not disk.load(table.store.blocks, name, table.ids[i]):
                             return False
                 sequence.commit(tokens[begin * BLOCK :])
@@ -259,9 +259,8 @@ class KVCache:
         return begin
 
 
-def group_name(name: bytes, of: GroupBlocks | GroupTable) -> bytes:
+def group_name(name: bytes, group: GroupBlocks) -> bytes:
     """The name of a group's part of a block."""
-    group = of.store if isinstance(of, GroupTable) else of
     return name if group.number == 0 else hashlib.sha256(name + bytes([group.number])).digest()
 
 

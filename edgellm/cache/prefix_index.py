@@ -72,12 +72,12 @@ class PrefixIndex:
             for rows, tail in sorted(tails, key=lambda tail: -tail[0]):
                 if rows == 0 or (rows == BLOCK and count < len(full)):
                     continue  # as long as what was tried before
-                found = self._tables([*full[:count], tail], count * BLOCK + rows)
-                if found is not None:
-                    return found
-            found = self._tables(full[:count], count * BLOCK)
-            if found is not None:
-                return found
+                match = self._tables([*full[:count], tail], count * BLOCK + rows)
+                if match is not None:
+                    return match
+            match = self._tables(full[:count], count * BLOCK)
+            if match is not None:
+                return match
         return Match(0, [[] for _ in self._groups])
 
     def find(self, parent: bytes, tokens: Sequence[int], group: int) -> int | None:

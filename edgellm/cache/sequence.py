@@ -2,7 +2,7 @@
 
 Full blocks are immutable and shared; only a sequence's last block is written to, and it is copied
 first if anyone else can see it. So fork and rewind copy at most one block of each group. Blocks
-behind a group's window are given back; the index knows them until their memory is needed.
+before a group's window are given back; the index knows them until their memory is needed.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ class Sequence:
             table.use("device", len(self))
 
     def reserve(self, count: int, *, windowed: bool = True) -> None:
-        """Make the next `count` positions writable, and give back what lies behind windows.
+        """Make the next `count` positions writable, and give back what windows have passed.
 
         Args:
             windowed: in groups with a window, too; else see `open`.

@@ -11,7 +11,7 @@ from edgellm.backends.host_attention import rope_tables
 from edgellm.backends.registry import NATIVE, OpenModels, Parts, open_models
 from edgellm.backends.selection import Selection, select
 from edgellm.cache.disk_cache import DiskCache
-from edgellm.cache.groups import blocks_for, cache_bytes
+from edgellm.cache.groups import cache_bytes, pool_blocks
 from edgellm.cache.kv_cache import KVCache
 from edgellm.engine import memory
 from edgellm.engine.costs import load_or_measure
@@ -171,12 +171,12 @@ def _ctx_size(options: EngineOptions, trained: int) -> int:
 
 def _cache_blocks(options: EngineOptions, ctx_size: int) -> int:
     if options.cache_size is None:
-        return 2 * blocks_for(ctx_size)
+        return 2 * pool_blocks(ctx_size)
     if options.cache_size < ctx_size:
         raise OptionError(
             f"`cache_size` is {options.cache_size}; it must hold one session of {ctx_size} tokens"
         )
-    return blocks_for(options.cache_size)
+    return pool_blocks(options.cache_size)
 
 
 def _template(bundle: Bundle, tokenizer: Tokenizer) -> ChatTemplate | None:

@@ -11,14 +11,14 @@ from numpy.typing import NDArray
 @cache
 def matrix(size: int) -> NDArray[np.float64]:
     """The normalized Hadamard matrix of a power-of-two `size`, in Sylvester's order; read-only."""
-    found = np.ones((1, 1))
-    while found.shape[0] < size:
-        found = np.block([[found, found], [found, -found]])
-    if found.shape[0] != size:
+    signs = np.ones((1, 1))
+    while signs.shape[0] < size:
+        signs = np.block([[signs, signs], [signs, -signs]])
+    if signs.shape[0] != size:
         raise ValueError(f"a Hadamard matrix of size {size} was asked for; sizes are powers of two")
-    found = np.asarray(found / np.sqrt(size), np.float64)
-    found.setflags(write=False)
-    return found
+    signs = np.asarray(signs / np.sqrt(size), np.float64)
+    signs.setflags(write=False)
+    return signs
 
 
 def power_of_two_factor(size: int, *, limit: int) -> int:

@@ -151,7 +151,7 @@ class FusedStep:
         self._pools = (KV * 0)()
 
     def _point_at(self, blocks: list[KVBlocks]) -> None:
-        """Check pools and take their addresses, once for all calls: 30 µs of 3 ms."""
+        """Check pools and take their addresses, once for all calls."""
         same = len(blocks) == len(self._blocks)
         if same and all(a is b for a, b in zip(blocks, self._blocks, strict=True)):
             return
