@@ -28,8 +28,9 @@ from edgellm.errors import (
 )
 
 if TYPE_CHECKING:
+    from edgellm.batch import BatchAnswer
     from edgellm.chat import Chat
-    from edgellm.engine.answer import LogitFilter
+    from edgellm.engine.request import LogitFilter
     from edgellm.generation_options import GenerationArguments, GenerationOptions
     from edgellm.kernels.kv_blocks import KVFormat
     from edgellm.llm import LLM, load
@@ -44,6 +45,7 @@ __version__ = "0.1.0"
 
 # Imported when first used: errors and version must not cost the import of numpy and tokenizers.
 _LAZY = {
+    "BatchAnswer": "edgellm.batch",
     "Chat": "edgellm.chat",
     "Completion": "edgellm.results",
     "EngineArguments": "edgellm.options",
@@ -54,7 +56,7 @@ _LAZY = {
     "JsonFilter": "edgellm.text.json_schema",
     "KVFormat": "edgellm.kernels.kv_blocks",
     "LLM": "edgellm.llm",
-    "LogitFilter": "edgellm.engine.answer",
+    "LogitFilter": "edgellm.engine.request",
     "Message": "edgellm.text.prompt",
     "Piece": "edgellm.results",
     "Progress": "edgellm.progress",
@@ -65,6 +67,7 @@ _LAZY = {
 
 __all__ = [
     "LLM",
+    "BatchAnswer",
     "BundleError",
     "CacheFullError",
     "CancelledError",

@@ -12,9 +12,9 @@ from dataclasses import replace
 from typing import Unpack
 
 from edgellm.checks import check_text
-from edgellm.engine.answer import LogitFilter
 from edgellm.engine.context import Context
 from edgellm.engine.engine import Engine
+from edgellm.engine.request import LogitFilter
 from edgellm.errors import OptionError
 from edgellm.generation_options import (
     ContextPolicy,

@@ -30,6 +30,7 @@ _RANGES: Mapping[str, tuple[float, float, bool]] = {
     "keep": (0, math.inf, True),
     "min_indent": (0, 1000, True),
     "time_limit_ms": (1, math.inf, True),
+    "priority": (-1000, 1000, True),
     "logprobs": (0, 100, True),
     "repetition_limit": (0, 65536, True),
 }
@@ -58,6 +59,7 @@ class GenerationArguments(TypedDict, total=False):
     stop_tokens: list[int]
     min_indent: int
     time_limit_ms: int | None
+    priority: int
     logprobs: int
     ignore_eos: bool
     repetition_limit: int
@@ -91,6 +93,7 @@ class GenerationOptions:
         stop_tokens: likewise, beside the model's own end tokens.
         min_indent: stop before a line that is indented by fewer characters; 0 never does.
         time_limit_ms: stop after this time, prefill included; None never does.
+        priority: among answers that are on their way at once, a larger one goes first.
         logprobs: report this many most likely tokens at each step.
         ignore_eos: never take an end token.
         repetition_limit: end an answer whose last so many tokens only say the same again and again,
@@ -116,6 +119,7 @@ class GenerationOptions:
     stop_tokens: Sequence[int] = ()
     min_indent: int = 0
     time_limit_ms: int | None = None
+    priority: int = 0
     logprobs: int = 0
     ignore_eos: bool = False
     repetition_limit: int = 256

@@ -90,7 +90,7 @@ def stream_infill(
         model = engine.bundle.manifest.name
         tokens = infill_tokens(engine.tokenizer, gap, model=model, order=order)
         options = infill_options(engine, options)
-    with Session(Context(engine)) as session:
+    with Session(Context(engine), closes=True) as session:
         session.replace(tokens)
         yield from session.stream(options=options, cancel=cancel, progress=progress)
 

@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Unpack
 from edgellm.backends.selection import select
 from edgellm.chat import Chat
 from edgellm.checks import check_hooks, check_path, check_text
-from edgellm.engine.answer import LogitFilter
 from edgellm.engine.auto_prefill import faster_provider
 from edgellm.engine.context import Context
 from edgellm.engine.engine import Engine
+from edgellm.engine.request import LogitFilter
 from edgellm.errors import OptionError
 from edgellm.generation_options import (
     GenerationArguments,
@@ -33,6 +33,7 @@ from edgellm.store.import_summary import rounding_notes
 from edgellm.store.prepare import prepare
 from edgellm.store.sources import DEFAULT_MODEL
 from edgellm.text.fim import Gap, Order
+from edgellm.text_generation import TextGeneration
 
 if TYPE_CHECKING:
     from edgellm.text.json_schema import JsonGrammars
@@ -72,7 +73,7 @@ def load(
     return llm
 
 
-class LLM:
+class LLM(TextGeneration):
     """A loaded model.
 
     `close` gives its memory back, as do `with` and, later, the garbage collector.
@@ -138,54 +139,6 @@ class LLM:
         """What is not as the model file has it: a line for each precision in use whose weights were
         rounded again."""
         return list(rounding_notes(self.engine.bundle, self.engine.precisions))
-
-    def generate(
-        self,
-        prompt: str | Sequence[int],
-        *,
-        options: GenerationOptions | None = None,
-        cancel: threading.Event | None = None,
-        progress: ProgressCallback | None = None,
-        logit_filter: LogitFilter | None = None,
-        **arguments: Unpack[GenerationArguments],
-    ) -> Completion:
-        """Continue a text, or token ids, without chat template; see `chat` for questions.
-
-        A special token that is written out in the text, such as `<|im_end|>`, is that token.
-        An answer that was stopped is one as well, see `Session.generate`.
-
-        Args:
-            options, cancel, progress, logit_filter: see `Session.stream`.
-            arguments: fields of `GenerationOptions`, over those of `options`.
-        """
-        with self._begun_with(prompt) as session:
-            return session.generate(
-                options=options,
-                cancel=cancel,
-                progress=progress,
-                logit_filter=logit_filter,
-                **arguments,
-            )
-
-    def stream(
-        self,
-        prompt: str | Sequence[int],
-        *,
-        options: GenerationOptions | None = None,
-        cancel: threading.Event | None = None,
-        progress: ProgressCallback | None = None,
-        logit_filter: LogitFilter | None = None,
-        **arguments: Unpack[GenerationArguments],
-    ) -> Iterator[Piece]:
-        """`generate`, piece by piece."""
-        with self._begun_with(prompt) as session:
-            yield from session.stream(
-                options=options,
-                cancel=cancel,
-                progress=progress,
-                logit_filter=logit_filter,
-                **arguments,
-            )
 
     def infill(
         self,
@@ -289,11 +242,6 @@ class LLM:
     def session(self) -> Session:
         """An empty session: append, generate, fork, rewind."""
         return Session(Context(self.engine))
-
-    def _begun_with(self, prompt: str | Sequence[int]) -> Session:
-        context = Context(self.engine)
-        context.append("prompt", prompt, parse_special=True)
-        return Session(context)
 
     def load_session(self, path: str | Path) -> Session:
         """A session that `Session.save` wrote, in this process or another, on any back end.

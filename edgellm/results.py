@@ -18,6 +18,7 @@ class Stats:
 
     Attributes:
         ttft_s: from the call to the first token, in seconds.
+        queued_s: of it, before the prompt was begun, because others were first.
         prompt_tokens: tokens before the answer, cached ones included.
         cached_tokens: those found in the KV cache and not computed again.
         prompt_tokens_per_second: the computed ones over the time of prefill; 0 if there was none.
@@ -29,6 +30,7 @@ class Stats:
         seed: of the sampler.
         drafted_tokens, accepted_tokens: guessed from what was there before, and right among them.
         dropped_tokens: forgotten because the context was full.
+        preempted: how often it had to give its place in the KV cache to others for a while.
         tasks: what ran when during prefill (see `trace.py`).
     """
 
@@ -46,6 +48,8 @@ class Stats:
     drafted_tokens: int = 0
     accepted_tokens: int = 0
     dropped_tokens: int = 0
+    queued_s: float = 0.0
+    preempted: int = 0
     tasks: tuple[TaskRecord, ...] = field(default=(), repr=False)
 
     def write_trace(self, path: Path) -> None:

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Unpack
 
 from edgellm.checks import check_hooks, check_number, check_path
-from edgellm.engine.answer import Answer, LogitFilter
 from edgellm.engine.context import Context
+from edgellm.engine.request import LogitFilter, Request
 from edgellm.generation_options import (
     GenerationArguments,
     GenerationOptions,
@@ -31,8 +31,10 @@ class Session:
     `close` gives its place in the cache back, as do `with` and, later, the garbage collector.
     """
 
-    def __init__(self, context: Context) -> None:
+    def __init__(self, context: Context, *, closes: bool = False) -> None:
+        """`closes`: with the end of its first answer."""
         self._context = context
+        self._closes = closes
         self.stats: Stats | None = None
 
     @property
@@ -140,14 +142,20 @@ class Session:
         check_hooks(cancel, progress, logit_filter)
         options = chosen_options(self._context.engine.bundle.manifest, options, arguments)
         seed = secrets.randbits(32) if options.seed is None else options.seed
-        answer, dropped = Answer(self._context, replace(options, seed=seed)), False
+        request = Request(
+            self._context,
+            replace(options, seed=seed),
+            cancel=cancel,
+            progress=progress,
+            logit_filter=logit_filter,
+            closes=self._closes,
+        )
+        dropped = False
         try:
-            for piece in answer.run(cancel, progress, logit_filter):
-                last = piece.finish_reason is not None
-                yield replace(piece, stats=answer.stats()) if last else piece
+            yield from self._context.engine.loop.pieces(request)
         except GeneratorExit:  # perhaps the garbage collector's
             dropped = True
             raise
         finally:
-            self.stats = answer.stats()
+            self.stats = request.stats()
             self._context.settle(dropped=dropped)

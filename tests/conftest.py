@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 from tiny_families import save_tokenizer
 
-from edgellm.engine.prefill import Hooks
+from edgellm.engine.one_sequence import Hooks, compute_prompt
 from edgellm.export import export
 from edgellm.export.calibrate import CalibrationOptions
 from edgellm.kernels.gpu import device
@@ -135,7 +135,7 @@ def logits_and_places() -> Callable[[LLM, list[int]], tuple[np.ndarray, dict[str
     def run(llm: LLM, tokens: list[int]) -> tuple[np.ndarray, dict[str, int]]:
         sequence, places = llm.engine.cache.sequence(), dict[str, int]()
         hooks = Hooks(on_place=lambda name, n: places.update({name: places.get(name, 0) + n}))
-        logits = llm.engine.prefill.run(tokens, sequence, hooks).copy()
+        logits = compute_prompt(llm.engine.prefill, tokens, sequence, hooks).copy()
         sequence.truncate(0)
         return logits, places
 

@@ -23,7 +23,8 @@ from edgellm.cache.sequence import Sequence
 from edgellm.kernels.attention.gpu import Partials, attend
 from edgellm.kernels.gpu.device import on_device
 from edgellm.kernels.kv_append.gpu import DeviceNorms, append_rotated
-from edgellm.kernels.kv_blocks import BLOCK
+from edgellm.kernels.step import StepSpan
+from edgellm.kernels.step.gpu_inputs import SpanInputs
 from edgellm.store.bundle import Bundle
 
 Floats = NDArray[np.float32]
@@ -124,7 +125,7 @@ class DeviceModel(Model):
         self._queue = queue
         cache.use_device(device)
         self._places = cache.places
-        self._pools = [group.replica.device for group in cache.groups if group.replica is not None]
+        pools = [group.replica.device for group in cache.groups if group.replica is not None]
         self._ropes = [
             (on_device(table.cos, device), on_device(table.sin, device))
             for table in attention.ropes
@@ -133,11 +134,15 @@ class DeviceModel(Model):
             None if norms is None else DeviceNorms.of(norms, config.head_dim, device)
             for norms in attention.norms
         ]
-        self._start = torch.zeros(1, dtype=torch.int32, device=device)
-        positions = len(attention.ropes[0].cos)
-        room = len(self._pools), -(-positions // BLOCK)
-        self._tables = torch.zeros(room, dtype=torch.int64, device=device)
         rows = max(segments.chunk_sizes)
+        self._inputs = SpanInputs(
+            pools,
+            heads=config.heads,
+            rows=rows,
+            positions=len(attention.ropes[0].cos),
+            vocabulary=config.vocab_size,
+            device=device,
+        )
         self._q = torch.empty((rows, config.heads, config.head_dim), device=device)
         self._partials = Partials.empty(
             tokens=rows,
@@ -155,9 +160,9 @@ class DeviceModel(Model):
         buffers, count = chunk.buffers, len(chunk.tokens)
         sequence.open(chunk.start + count)
         sequence.use_device()
-        self._start.fill_(chunk.start)
-        for row, view in zip(self._tables, sequence.views, strict=True):
-            row[: len(view.table)] = torch.tensor(view.table, dtype=torch.int64)
+        tables = sequence.block_tables
+        span = StepSpan(tables=tables, tokens=chunk.tokens, start=chunk.start, logit_rows=0)
+        self._inputs.set([span])
         buffers.x[:count] = torch.from_numpy(self.head.embed(chunk.tokens)).to(self._q.device)
         buffers.x[count:] = 0
         buffers.attention[count:] = 0
@@ -166,12 +171,13 @@ class DeviceModel(Model):
         attention, count = self.config.layers[layer].attention, len(chunk.tokens)
         heads = -1, attention.head_dim
         pool, slot = self._places[layer]
+        place, work = self._inputs.places[pool], self._inputs.work([count])
         cos, sin = self._ropes[attention.rope]
         append_rotated(
-            self._pools[pool],
-            self._tables[pool],
+            place.blocks,
+            place.tables,
             slot,
-            self._start,
+            work.rows,
             chunk.buffers.qkv[:count].view(count, *heads),
             cos,
             sin,
@@ -179,11 +185,11 @@ class DeviceModel(Model):
             norms=self._norms[layer],
         )
         attend(
-            self._pools[pool],
-            self._tables[pool],
+            place.blocks,
+            place.tables,
             slot,
             self._q[:count],
-            self._start,
+            work,
             chunk.buffers.attention[:count].view(count, *heads),
             self._partials,
             window=attention.window,

@@ -20,7 +20,7 @@ def execute(
     *,
     policy: Policy,
     seconds: Callable[[Task], float],
-    cancel: threading.Event | None = None,
+    should_stop: Callable[[], bool] | None = None,
 ) -> list[TaskRecord]:
     """Run every task; gives them in the order in which they ended.
 
@@ -28,11 +28,11 @@ def execute(
     needs no second one. Results do not depend on the policy.
 
     Raises:
-        CancelledError: `cancel` was set; no task is running any more.
+        CancelledError: `should_stop` said so; no task is running any more.
         BaseException: whatever `run` raised, or an interrupt that came while the host waited, once
             the other processor is idle.
     """
-    job = _Job(steps, run, cancel)
+    job = _Job(steps, run, should_stop)
     if policy == "serial":
         for chunk in range(chunks):
             for step in range(len(steps)):
@@ -43,14 +43,16 @@ def execute(
 
 
 class _Job:
-    def __init__(self, steps: Sequence[Step], run: Run, cancel: threading.Event | None) -> None:
+    def __init__(
+        self, steps: Sequence[Step], run: Run, should_stop: Callable[[], bool] | None
+    ) -> None:
         self._steps = steps
         self._run = run
-        self._cancel = cancel
+        self._should_stop = should_stop
         self.records: list[TaskRecord] = []
 
     def perform(self, task: Task) -> None:
-        if self._cancel is not None and self._cancel.is_set():
+        if self._should_stop is not None and self._should_stop():
             raise CancelledError("cancelled between two layers")
         start = time.perf_counter()
         self._run(task)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
 from contextlib import AbstractContextManager, nullcontext
@@ -64,7 +63,7 @@ class Model:
         sequence: Sequence,
         *,
         chunk: int,
-        cancel: threading.Event | None = None,
+        should_stop: Callable[[], bool] | None = None,
     ) -> Floats:
         """Run up to `chunk` tokens at the end of `sequence` and count them into it.
 
@@ -74,10 +73,10 @@ class Model:
 
         Raises:
             ContextOverflowError, CacheFullError: see `Sequence.reserve`.
-            CancelledError: `cancel` was set; the sequence is as it was.
+            CancelledError: `should_stop` said so; the sequence is as it was.
         """
         states: list[Floats] = []
-        self.run([Chunk(tokens, chunk)], sequence, on_done=states.append, cancel=cancel)
+        self.run([Chunk(tokens, chunk)], sequence, on_done=states.append, should_stop=should_stop)
         return states[0]
 
     def run(
@@ -87,7 +86,7 @@ class Model:
         *,
         policy: Policy = "serial",
         on_done: Done | None = None,
-        cancel: threading.Event | None = None,
+        should_stop: Callable[[], bool] | None = None,
     ) -> list[TaskRecord]:
         """Run chunks at the end of `sequence`, several at a time if the policy lets them.
 
@@ -97,7 +96,7 @@ class Model:
 
         Raises:
             ContextOverflowError, CacheFullError: see `Sequence.reserve`.
-            CancelledError: `cancel` was set; the sequence holds the chunks that were finished.
+            CancelledError: `should_stop` said so; the sequence holds the chunks that were finished.
         """
         start, jobs = len(sequence), []
         for index, chunk in enumerate(chunks):
@@ -123,7 +122,7 @@ class Model:
                 act,
                 policy=policy,
                 seconds=lambda task: self._seconds.get((chunks[task.chunk].size, task.step), 0.0),
-                cancel=cancel,
+                should_stop=should_stop,
             )
         self._learn(chunks, records)
         return records

@@ -31,7 +31,8 @@ def open_model(parts: Parts) -> tuple[NativeModel, PackedHead]:
     assert compiled is not None
     _check_sizes(parts.bundle.config)
     weights = open_packed_weights(parts.bundle)
-    model = NativeModel(compiled, weights, parts.ropes, threads=parts.threads)
+    pools = [group.blocks for group in parts.cache.groups]
+    model = NativeModel(compiled, weights, parts.ropes, pools, threads=parts.threads)
     return model, model.head
 
 

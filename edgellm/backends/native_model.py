@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import ctypes
-import threading
 from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
 
 import numpy as np
 from numpy.typing import NDArray
 
+from edgellm.backends.batch import Rows, Span, cut, reserved, step_span
 from edgellm.backends.softcap import softcapped
-from edgellm.cache.sequence import Sequence
 from edgellm.errors import CancelledError
+from edgellm.kernels.kv_blocks import KVBlocks
 from edgellm.kernels.linear import PackedWeights, rows_of
 from edgellm.kernels.linear.native import linear
 from edgellm.kernels.rope import RopeTable
-from edgellm.kernels.sampling import Logits
 from edgellm.kernels.step import FusedStep, Weights
 
 Floats = NDArray[np.float32]
@@ -49,41 +48,42 @@ class NativeModel:
     best_rows: int | None = None
 
     def __init__(
-        self, library: ctypes.CDLL, weights: Weights, ropes: SequenceOf[RopeTable], *, threads: int
+        self,
+        library: ctypes.CDLL,
+        weights: Weights,
+        ropes: SequenceOf[RopeTable],
+        pools: SequenceOf[KVBlocks],
+        *,
+        threads: int,
     ) -> None:
-        """`ropes`: the tables that layers name by their index, for the whole context."""
+        """Take over the weights.
+
+        Args:
+            ropes: the tables that layers name by their index, for the whole context.
+            pools: those that layers name by their index.
+        """
         self.head = PackedHead(library, weights, threads=threads)
         self._library = library
-        self._step = FusedStep(library, weights, ropes)
+        self._step = FusedStep(library, weights, ropes, pools)
         self._threads = threads
 
-    def forward(
-        self,
-        tokens: SequenceOf[int],
-        sequence: Sequence,
-        *,
-        logit_rows: int = 0,
-        cancel: threading.Event | None = None,
-    ) -> tuple[Floats, Floats]:
-        """See `StepModel.forward`."""
-        with sequence.reserved(len(tokens)):
-            sequence.use_host()
+    def run(
+        self, spans: SequenceOf[Span], *, should_stop: Callable[[], bool] | None = None
+    ) -> list[Rows]:
+        """See `StepModel.run`."""
+        with reserved(spans):
+            for span in spans:
+                span.sequence.use_host()
             result = self._step.run(
-                sequence.views,
-                tokens,
-                len(sequence),
-                logit_rows=logit_rows,
+                [step_span(span) for span in spans],
                 threads=self._threads,
-                should_stop=_stopped_by(cancel, len(tokens)),
+                should_stop=should_stop or _asked_of(spans),
             )
             if result is None:
                 raise CancelledError("cancelled between two layers")
-            sequence.commit(tokens)
-        return result
-
-    def best(self, token: int, sequence: Sequence) -> Logits | None:
-        """None: all logits are in memory at once."""
-        return None
+            for span in spans:
+                span.sequence.commit(span.tokens)
+        return cut(spans, *result)
 
     def linear(self, x: Floats, weight: PackedWeights, *, fine: bool = False) -> Floats:
         """See `StepModel.linear`."""
@@ -94,11 +94,9 @@ class NativeModel:
         return self.head.logits(hidden)
 
 
-def _stopped_by(cancel: threading.Event | None, tokens: int) -> Callable[[], bool] | None:
-    """What C++ asks between layers; many tokens ask in any case, to see an interrupt in between."""
-    if cancel is not None:
-        return cancel.is_set
-    return _never if tokens >= _MANY else None
+def _asked_of(spans: SequenceOf[Span]) -> Callable[[], bool] | None:
+    """What C++ asks between layers of many tokens, to see an interrupt in between."""
+    return _never if sum(len(span.tokens) for span in spans) >= _MANY else None
 
 
 def _never() -> bool:

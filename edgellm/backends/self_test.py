@@ -14,7 +14,8 @@ from functools import partial
 import numpy as np
 from numpy.typing import NDArray
 
-from edgellm.backends.decode import DecodeBackend
+from edgellm.backends.backend import Backend
+from edgellm.backends.batch import Span
 from edgellm.backends.forward import Model
 from edgellm.backends.segments import Segments
 from edgellm.cache.kv_cache import KVCache
@@ -79,9 +80,7 @@ def check_segments(bundle: Bundle, segments: Segments) -> Iterator[Check]:
             yield Check(f"segment {index} in chunks of {chunk}", error, limit)
 
 
-def check_prompts(
-    bundle: Bundle, model: Model, cache: KVCache, host: DecodeBackend
-) -> Iterator[Check]:
+def check_prompts(bundle: Bundle, model: Model, cache: KVCache, host: Backend) -> Iterator[Check]:
     """Prompts of 1, C-1, C, C+1 and 2C tokens for each chunk size C, and the LM head.
 
     No longer ones than the context holds, or than the reference is.
@@ -163,14 +162,12 @@ def _run(segments: Segments, index: int, chunk: int) -> Run:
     return joined(up, down[0], segments.shadows[index]) if down else up
 
 
-def _hidden(
-    model: Model, cache: KVCache, host: DecodeBackend, tokens: list[int], chunk: int
-) -> Floats:
+def _hidden(model: Model, cache: KVCache, host: Backend, tokens: list[int], chunk: int) -> Floats:
     """Hidden states of `tokens` but those that are the host's, `[n, E]`."""
     sequence, start = cache.sequence(), model.segments.host_tokens
     try:
         if start:
-            host.forward(tokens[:start], sequence)
+            host.run([Span(sequence, tokens[:start])])
         parts = [tokens[i : i + chunk] for i in range(start, len(tokens), chunk)]
         return np.concatenate([model.forward(p, sequence, chunk=chunk).copy() for p in parts])
     finally:

@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-import threading
+from collections.abc import Callable, Iterator
 from collections.abc import Sequence as SequenceOf
+from dataclasses import replace
 
 import numpy as np
 from numpy.typing import NDArray
 
+from edgellm.backends.batch import Rows, Span, cut, reserved, step_span
 from edgellm.cache.kv_cache import KVCache
-from edgellm.cache.sequence import Sequence
 from edgellm.errors import CancelledError, MemoryEstimateError
 from edgellm.kernels.gpu.device import free_bytes
 from edgellm.kernels.gpu.kv_blocks import DeviceBlocks
-from edgellm.kernels.kv_blocks import BlockTable
 from edgellm.kernels.linear import PackedWeights, rows_of
 from edgellm.kernels.rope import RopeTable
-from edgellm.kernels.sampling import Logits
-from edgellm.kernels.step import Weights
+from edgellm.kernels.step import StepSpan, Weights
 from edgellm.kernels.step.gpu import MAX_ROWS, DeviceStep
 
 Floats = NDArray[np.float32]
@@ -43,44 +42,34 @@ class TritonModel:
         self._embedding = weights.embedding
         self._step = DeviceStep(weights, ropes, _pools(cache, device), device)
 
-    def forward(
-        self,
-        tokens: SequenceOf[int],
-        sequence: Sequence,
-        *,
-        logit_rows: int = 0,
-        cancel: threading.Event | None = None,
-    ) -> tuple[Floats, Floats]:
-        """Run tokens at the end of `sequence` and count them into it; see `StepModel.forward`."""
-        start, states, logits = len(sequence), [], []
-        with sequence.reserved(len(tokens)):
-            sequence.use_device()
-            tables = _tables(sequence)
-            for first in range(0, len(tokens), MAX_ROWS):
-                part = tokens[first : first + MAX_ROWS]
-                left = len(tokens) - first - len(part)
-                result = self._step.run(
-                    tables,
-                    part,
-                    start + first,
-                    logit_rows=min(len(part), max(0, logit_rows - left)),
-                    should_stop=None if cancel is None else cancel.is_set,
-                )
-                if result is None:
-                    raise CancelledError("cancelled between two layers")
-                states.append(result[0])
-                logits.append(result[1])
-            sequence.commit(tokens)
-        return np.concatenate(states), np.concatenate(logits)
+    def run(
+        self, spans: SequenceOf[Span], *, should_stop: Callable[[], bool] | None = None
+    ) -> list[Rows]:
+        """See `StepModel.run`."""
+        with reserved(spans):
+            for span in spans:
+                span.sequence.use_device()
+            if len(spans) == 1 and spans[0].candidates and len(spans[0].tokens) == 1:
+                results = self._candidates(spans[0])
+            else:
+                results = self._rows(spans, should_stop)
+            for span in spans:
+                span.sequence.commit(span.tokens)
+        return results
 
-    def best(self, token: int, sequence: Sequence) -> Logits | None:
-        """See `StepModel.best`."""
-        start = len(sequence)
-        with sequence.reserved(1):
-            sequence.use_device()
-            result = self._step.best(_tables(sequence), token, start)
-            sequence.commit([token])
-        return result
+    def _rows(self, spans: SequenceOf[Span], should_stop: Callable[[], bool] | None) -> list[Rows]:
+        states, logits = [], []
+        for call in _calls(spans):
+            result = self._step.run(call, should_stop=should_stop)
+            if result is None:
+                raise CancelledError("cancelled between two layers")
+            states.append(result[0])
+            logits.append(result[1])
+        return cut(spans, np.concatenate(states), np.concatenate(logits))
+
+    def _candidates(self, span: Span) -> list[Rows]:
+        best = self._step.best(step_span(span))
+        return [Rows(np.empty((1, 0), np.float32), [best])]
 
     def embed(self, tokens: SequenceOf[int]) -> Floats:
         """See `ModelHead.embed`."""
@@ -100,8 +89,24 @@ def _pools(cache: KVCache, device: str) -> list[DeviceBlocks]:
     return [group.replica.device for group in cache.groups if group.replica is not None]
 
 
-def _tables(sequence: Sequence) -> list[BlockTable]:
-    return [view.table for view in sequence.views]
+def _calls(spans: SequenceOf[Span]) -> Iterator[list[StepSpan]]:
+    """The spans in calls of at most `MAX_ROWS` rows, cut where one is full."""
+    call: list[StepSpan] = []
+    room = MAX_ROWS
+    for span in spans:
+        whole, first = step_span(span), 0
+        while first < len(span.tokens):
+            part = span.tokens[first : first + room]
+            left = len(span.tokens) - first - len(part)
+            rows = min(len(part), max(0, span.logit_rows - left))
+            start = whole.start + first
+            call.append(replace(whole, tokens=part, start=start, logit_rows=rows))
+            first, room = first + len(part), room - len(part)
+            if room == 0:
+                yield call
+                call, room = [], MAX_ROWS
+    if call:
+        yield call
 
 
 def _check_fits(weights: Weights, cache: KVCache, device: str) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from collections.abc import Sequence as SequenceOf
 
 import numpy as np
@@ -150,6 +150,18 @@ class KVCache:
         if self.disk is None:
             return match.length
         return max(match.length, BLOCK * self._blocks_on_disk(match, tokens, self.disk))
+
+    def has_room(self, growing: Iterable[tuple[Sequence, int]]) -> bool:
+        """Whether sequences can all grow to so many tokens, and one more, at the same time."""
+        needed = [0] * len(self.groups)
+        for sequence, length in growing:
+            end = length // BLOCK + 1
+            for number, table in enumerate(sequence.tables):
+                first = max(table.first, table.store.group.first_block(length))
+                needed[number] += max(0, end - max(first, len(table.ids)))
+        return all(
+            count <= group.pool.available for count, group in zip(needed, self.groups, strict=True)
+        )
 
     def keep(self, sequence: Sequence) -> None:
         """Write a sequence's full blocks to disk, if blocks are kept there."""

@@ -76,9 +76,9 @@ class Sequence:
         return self._cache.rows_at_once
 
     @property
-    def views(self) -> list[KVView]:
-        """The sequence in the pool of each group."""
-        return [KVView(table.store.blocks, table.ids) for table in self.tables]
+    def block_tables(self) -> list[list[int]]:
+        """The sequence's block ids in each group."""
+        return [table.ids for table in self.tables]
 
     def view(self, layer: int) -> tuple[KVView, int]:
         """Where a layer's K and V are: blocks and table, and which layer of these blocks."""

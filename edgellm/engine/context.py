@@ -3,25 +3,40 @@
 from __future__ import annotations
 
 from collections.abc import Sequence as SequenceOf
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-
-import numpy as np
-from numpy.typing import NDArray
 
 from edgellm.cache.session_file import SavedSession, read_session, write_session
 from edgellm.checks import check_token_ids
 from edgellm.engine.engine import Engine
-from edgellm.engine.prefill import Hooks
 from edgellm.errors import CacheFullError, ContextOverflowError, OptionError, SessionFileError
-from edgellm.kernels.sampling import Logits
+
+
+@dataclass(frozen=True)
+class _Swapped:
+    """What was in the KV cache, out of it.
+
+    Attributes:
+        firsts: the number of the first block of each cache group; see `KVCache.pack`.
+    """
+
+    tokens: list[int]
+    shareable: int | None
+    firsts: list[int]
+    blocks: bytes
 
 
 class Context:
-    """What a session and its answers work on; every change to the KV cache takes the engine's lock.
+    """What a session and its answers work on.
+
+    What a session calls takes the engine's lock for its change of the KV cache; what an answer on
+    its way calls, from `begin` on, is called under the lock.
 
     Attributes:
         tokens: everything appended and generated, for others to read.
+        changes: how often a session became another one; an answer on its way ends then.
+        answering: whether there is one.
         sequence: the tokens that are in the KV cache: the first ones of `tokens`, and behind them
             for a while those of a draft.
     """
@@ -29,7 +44,10 @@ class Context:
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
         self.tokens: list[int] = []
+        self.changes = 0
+        self.answering = False
         self.sequence = engine.cache.sequence()
+        self._swapped: _Swapped | None = None
 
     @property
     def cached(self) -> int:
@@ -38,9 +56,13 @@ class Context:
 
     def set(self, tokens: list[int]) -> None:
         """Become another list of tokens; of the KV cache, what both begin with stays."""
+        self.changes += 1
         with self.engine.lock:
             self.engine.cache.collect()
-            self._truncate_to(tokens)
+            self._set(tokens)
+
+    def _set(self, tokens: list[int]) -> None:
+        self._truncate_to(tokens)
         self.tokens = tokens
 
     def append(self, name: str, text: str | SequenceOf[int], *, parse_special: bool) -> None:
@@ -67,45 +89,6 @@ class Context:
             self.engine.cache.collect()
             other.sequence = self.sequence.fork()
         return other
-
-    def make_room(self, keep: int) -> int:
-        """Forget the oldest half of what a full context can hold behind its first `keep` tokens.
-
-        What is in the KV cache is not computed again, unless a window had passed what it would see
-        or keys cannot be moved. Returns how many tokens were forgotten.
-
-        Raises:
-            OptionError: `keep` leaves no room.
-            CacheFullError: open sessions hold the whole cache.
-        """
-        engine = self.engine
-        window = (engine.ctx_size - keep) // 2
-        if window < 1:
-            raise OptionError(
-                f"`keep` is {keep}; in a context of {engine.ctx_size} tokens 0 to "
-                f"{engine.ctx_size - 2} is allowed"
-            )
-        end = len(self.tokens) - window
-        if end <= keep:
-            return 0
-        try:
-            with engine.lock:
-                engine.cache.collect()
-                if len(self.sequence) > end:
-                    self._shift(keep, end - keep)
-        except CacheFullError:
-            self.set(self.tokens)
-            raise
-        self.set(self.tokens[:keep] + self.tokens[end:])
-        return end - keep
-
-    def _shift(self, keep: int, discard: int) -> None:
-        """Have the cache forget tokens, and compute again what it could not move up."""
-        sequence = self.sequence
-        tokens = sequence.tokens[:keep] + sequence.tokens[keep + discard :]
-        sequence.shift(keep=keep, discard=discard)
-        if len(sequence) < len(tokens):
-            self.engine.prefill.run(tokens[len(sequence) :], sequence)
 
     def save(self, path: Path) -> None:
         """Write tokens and KV cache to a file; see `Session.save`."""
@@ -141,23 +124,45 @@ class Context:
         with engine.lock:
             engine.cache.collect()
             self.sequence.truncate(0)
-            with self.sequence.reserved(saved.computed, windowed=False):
-                self.sequence.open_seen(saved.computed, saved.firsts)
-                if not engine.cache.unpack(self.sequence, data):
-                    raise SessionFileError(f"{path}: damaged or truncated; save the session again")
-                # another back end's bits are for this session, and not for others to find
-                same = saved.arithmetic == engine.arithmetic
-                self.sequence.shareable = saved.shareable if same else 0
-                self.sequence.commit(tokens[: saved.computed])
+            # another back end's bits are for this session, and not for others to find
+            same = saved.arithmetic == engine.arithmetic
+            shareable = saved.shareable if same else 0
+            if not self._fill(tokens[: saved.computed], shareable, saved.firsts, data):
+                raise SessionFileError(f"{path}: damaged or truncated; save the session again")
         self.tokens = tokens
+
+    def _fill(
+        self, tokens: list[int], shareable: int | None, firsts: list[int], blocks: memoryview
+    ) -> bool:
+        """Put what `KVCache.pack` gave back into an empty sequence; False if the size differs."""
+        sequence = self.sequence
+        with sequence.reserved(len(tokens), windowed=False):
+            sequence.open_seen(len(tokens), firsts)
+            if not self.engine.cache.unpack(sequence, blocks):
+                return False
+            sequence.shareable = shareable
+            sequence.commit(tokens)
+        return True
 
     def close(self) -> None:
         """Give the memory back. Others can still find the prefix until it is needed."""
+        self.changes += 1
         self.tokens = []
         self.engine.cache.soon(self.sequence.close)
 
-    def find_prefix(self) -> int:
-        """Take over the longest cached prefix, the last token left out; gives its length."""
+    def close_now(self) -> None:
+        """`close`, for whoever has the lock; what it holds goes to the cache on disk before."""
+        self.engine.cache.keep(self.sequence)
+        self._swapped = None
+        self.sequence.close()
+
+    def check_prompt(self) -> None:
+        """Refuse what no answer can begin with.
+
+        Raises:
+            OptionError: there are no tokens.
+            ContextOverflowError: they do not fit into the context.
+        """
         engine = self.engine
         if not self.tokens:
             raise OptionError("the prompt is empty; give at least one token")
@@ -167,34 +172,73 @@ class Context:
                 f"{engine.ctx_size}; shorten it, raise `ctx_size` (the model was trained for "
                 f"{engine.config.context_length}) or take `context_policy` shift"
             )
-        with engine.lock:
-            engine.cache.collect()
-            prefix = self.tokens[:-1]
-            if engine.cache.cached_prefix(prefix) > len(self.sequence):
-                self.sequence.close()
-                self.sequence = engine.cache.sequence(prefix)
-            self.sequence.truncate(min(len(self.sequence), len(prefix)))
+
+    def begin(self) -> int:
+        """Take over the longest cached prefix, the last token left out; gives its length."""
+        cache, prefix = self.engine.cache, self.tokens[:-1]
+        if self._swapped is not None:
+            swapped = self._swapped
+            blocks = memoryview(swapped.blocks)
+            self._fill(swapped.tokens, swapped.shareable, swapped.firsts, blocks)
+            self._swapped = None
+            return len(self.sequence)
+        if cache.cached_prefix(prefix) > len(self.sequence):
+            self.sequence.close()
+            self.sequence = cache.sequence(prefix)
+        self.sequence.truncate(min(len(self.sequence), len(prefix)))
         return len(self.sequence)
 
-    def prefill(self, hooks: Hooks) -> NDArray[np.float32]:
-        """Compute the tokens that are not cached; gives the logits after the last one, `[V]`."""
-        new = self.tokens[len(self.sequence) :]
-        with self.engine.lock:
-            return self.engine.prefill.run(new, self.sequence, hooks)
+    def make_room(self, keep: int) -> int:
+        """Forget the oldest half of what a full context can hold behind its first `keep` tokens.
 
-    def steps(self, tokens: SequenceOf[int]) -> NDArray[np.float32]:
-        """Compute tokens that come next; gives the logits after each, `[n, V]`."""
-        with self.engine.lock:
-            return self.engine.decoder.steps(tokens, self.sequence)
+        What is in the KV cache need not be computed again, unless a window had passed what it would
+        see or keys cannot be moved. Returns how many tokens were forgotten.
 
-    def best(self, token: int) -> Logits | None:
-        """Compute a token that comes next; see `DecodeBackend.best`."""
-        with self.engine.lock:
-            return self.engine.decoder.best(token, self.sequence)
+        Raises:
+            OptionError: `keep` leaves no room.
+            CacheFullError: open sessions hold the whole cache.
+        """
+        ctx_size = self.engine.ctx_size
+        window = (ctx_size - keep) // 2
+        if window < 1:
+            raise OptionError(
+                f"`keep` is {keep}; in a context of {ctx_size} tokens 0 to {ctx_size - 2} is "
+                "allowed"
+            )
+        end = len(self.tokens) - window
+        if end <= keep:
+            return 0
+        try:
+            if len(self.sequence) > end:
+                self.sequence.shift(keep=keep, discard=end - keep)
+        except CacheFullError:
+            self._set(self.tokens)
+            raise
+        self._set(self.tokens[:keep] + self.tokens[end:])
+        return end - keep
+
+    def become(self, other: Context) -> None:
+        """Share what another one has computed, and begin with no more."""
+        self.sequence.close()
+        self.sequence = other.sequence.fork()
+        self.tokens = list(self.sequence.tokens)
+
+    def give_back(self) -> None:
+        """Let go of the blocks until `begin`.
+
+        What would be other bits if it were computed again is kept outside the cache: what another
+        kernel would compute, and what remembers tokens that a full context has forgotten.
+        """
+        cache, sequence = self.engine.cache, self.sequence
+        if not self.engine.recomputes_exactly or sequence.shareable is not None:
+            firsts, blocks = cache.pack(sequence)
+            self._swapped = _Swapped(list(sequence.tokens), sequence.shareable, firsts, blocks)
+        sequence.close()
+        self.sequence = cache.sequence()
 
     def forget(self, count: int) -> None:
         """Take the last `count` computed tokens out of the KV cache."""
-        with self.engine.lock:
+        if count:
             self.sequence.truncate(len(self.sequence) - count)
 
     def extend(self, token: int) -> None:

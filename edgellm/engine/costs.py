@@ -9,14 +9,16 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from edgellm.backends.decode import DecodeBackend
+from edgellm.backends.backend import Backend
+from edgellm.backends.batch import Span
 from edgellm.backends.forward import Model
+from edgellm.backends.planner import Costs
 from edgellm.backends.providers import cpu_name, version
 from edgellm.backends.registry import NATIVE
 from edgellm.backends.timing import Samples, in_turns
 from edgellm.cache.kv_cache import KVCache
+from edgellm.cache.sequence import Sequence as CachedSequence
 from edgellm.engine.measured import Measured, MeasuredPrompt, from_json, to_json
-from edgellm.engine.planner import Costs
 from edgellm.store.bundle import COSTS
 from edgellm.store.home import replacing_file
 
@@ -27,7 +29,7 @@ _FEW, _MANY = 8, 128
 
 
 def load_or_measure(
-    folder: Path, model: Model, step: DecodeBackend | None, cache: KVCache, *, threads: int
+    folder: Path, model: Model, step: Backend | None, cache: KVCache, *, threads: int
 ) -> Costs:
     """The costs of a model's chunks, from an earlier start if nothing has changed since.
 
@@ -45,7 +47,7 @@ def load_or_measure(
 def keep_prompt(
     folder: Path,
     model: Model,
-    step: DecodeBackend | None,
+    step: Backend | None,
     prompt: MeasuredPrompt,
     *,
     threads: int,
@@ -81,7 +83,7 @@ def known_costs(
     return measured if measured is not None and measured.step else None
 
 
-def measure(model: Model, step: DecodeBackend | None, cache: KVCache) -> Measured:
+def measure(model: Model, step: Backend | None, cache: KVCache) -> Measured:
     """Time each chunk size and, if there is one, the decode step on an empty sequence."""
     sequence, sizes = cache.sequence(), model.segments.chunk_sizes
     runs: dict[tuple[bool, int], Callable[..., object]] = {
@@ -89,7 +91,8 @@ def measure(model: Model, step: DecodeBackend | None, cache: KVCache) -> Measure
     }
     if step is not None:
         many = min(max(_MANY, *sizes), cache.ctx_size)
-        runs |= {(False, count): step.forward for count in (max(1, min(_FEW, many // 2)), many)}
+        counts = (max(1, min(_FEW, many // 2)), many)
+        runs |= {(False, count): partial(_run, step) for count in counts}
 
     def timed(count: int, forward: Callable[..., object]) -> None:
         sequence.shareable = 0  # nobody else's sequence is to begin with these
@@ -106,7 +109,11 @@ def measure(model: Model, step: DecodeBackend | None, cache: KVCache) -> Measure
     return Measured(of(True), of(False))
 
 
-def _key_of(model: Model, step: DecodeBackend | None, *, threads: int) -> str:
+def _run(backend: Backend, tokens: Sequence[int], *, sequence: CachedSequence) -> None:
+    backend.run([Span(sequence, tokens)])
+
+
+def _key_of(model: Model, step: Backend | None, *, threads: int) -> str:
     placement, host = model.segments.placement, None if step is None else step.name
     precision = model.segments.precision
     return _key(placement.provider, placement.place, precision, host, threads)

@@ -6,16 +6,18 @@ import hashlib
 from pathlib import Path
 
 from edgellm.backends import thread_pool
-from edgellm.backends.decode import DecodeBackend, SegmentDecoder, StepDecoder
+from edgellm.backends.backend import Backend
+from edgellm.backends.chunked_backend import ChunkedBackend, TokenBackend
 from edgellm.backends.host_attention import rope_tables
 from edgellm.backends.registry import NATIVE, OpenModels, Parts, open_models
 from edgellm.backends.selection import Selection, select
+from edgellm.backends.step_backend import StepBackend
 from edgellm.cache.disk_cache import DiskCache
 from edgellm.cache.groups import cache_bytes, pool_blocks
 from edgellm.cache.kv_cache import KVCache
 from edgellm.engine import memory
 from edgellm.engine.costs import load_or_measure
-from edgellm.engine.prefill import ChunkedPrefill, Prefill, StepPrefill
+from edgellm.engine.loop import Loop
 from edgellm.errors import OptionError
 from edgellm.graphs.contract import WEIGHTS_FILE
 from edgellm.kernels.kv_blocks import LAYOUT_VERSION
@@ -34,7 +36,7 @@ class Engine:
     `selection` says which back ends it has, `precisions` in which precisions.
     `native_prefill` is there beside an accelerator's `prefill` where decode is native.
 
-    Steps of different sessions take turns under `lock`: they share buffers and the cache.
+    `lock` is held for one step of the `loop` at a time, and by whoever else changes the cache.
     """
 
     def __init__(
@@ -64,8 +66,14 @@ class Engine:
         models = self._open_models(progress)
         self.decoder = _decoder(models, self.selection)
         native = models.steps.get(NATIVE)
-        self.native_prefill = None if native is None else StepPrefill(native, name=NATIVE)
+        self.native_prefill = None if native is None else StepBackend(native, name=NATIVE)
         self.prefill = self._make_prefill(models, tails_only=tails_only)
+        self.loop = Loop(self.cache, prefill=self.prefill, decoder=self.decoder)
+
+    @property
+    def recomputes_exactly(self) -> bool:
+        """Whether tokens that were sampled one by one have the same bits computed as a prompt."""
+        return self.prefill is self.decoder and self.decoder.exact_rows
 
     @property
     def fingerprint(self) -> str:
@@ -112,15 +120,17 @@ class Engine:
             )
         )
 
-    def _make_prefill(self, models: OpenModels, *, tails_only: bool) -> Prefill:
+    def _make_prefill(self, models: OpenModels, *, tails_only: bool) -> Backend:
         name = self.selection.prefill
+        if name == self.decoder.name:
+            return self.decoder
         if name in models.steps:
-            return StepPrefill(models.steps[name], name=name)
+            return StepBackend(models.steps[name], name=name)
         model = models.graphs[self.selection.prefill_precision(self.config)]
         # a precision that was asked for is not mixed with another one
         mixed = bool(models.steps) and self.options.precision is None
         step = self.decoder if mixed else None
-        return ChunkedPrefill(
+        return ChunkedBackend(
             model,
             self.decoder,
             load_or_measure(self.bundle.path, model, step, self.cache, threads=self.threads),
@@ -136,11 +146,11 @@ def _start_threads(options: EngineOptions, selection: Selection, *, graphs: bool
     return thread_pool.start(options.threads, spare=int(selection.shares_cpu))
 
 
-def _decoder(models: OpenModels, selection: Selection) -> DecodeBackend:
-    name, precision = selection.decode, selection.decode_precision
+def _decoder(models: OpenModels, selection: Selection) -> Backend:
+    name = selection.decode
     if name in models.steps:
-        return StepDecoder(models.steps[name], name=name)
-    return SegmentDecoder(models.graphs[precision], name=name, precision=precision)
+        return StepBackend(models.steps[name], name=name)
+    return TokenBackend(models.graphs[selection.decode_precision], name=name)
 
 
 def planned_memory(

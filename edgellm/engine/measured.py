@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from edgellm.backends.planner import Costs
 from edgellm.backends.timing import Samples
-from edgellm.engine.planner import Costs
 
 # How many times faster a provider must be, at the least that its times allow. Chunks were measured
 # on an empty sequence and the native step at 128 tokens: 512 at once are 9 % faster.

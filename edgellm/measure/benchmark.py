@@ -13,11 +13,10 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, urlparse
 
-from edgellm.backends.decode import DecodeBackend
 from edgellm.backends.providers import cpu_name
-from edgellm.cache.sequence import Sequence
 from edgellm.engine.engine import Engine
 from edgellm.engine.memory import peak_memory_bytes
+from edgellm.engine.one_sequence import best_next, compute_prompt
 from edgellm.errors import OptionError
 from edgellm.graphs.tensors import parameters
 from edgellm.progress import Progress, ProgressCallback
@@ -162,24 +161,16 @@ def _run(engine: Engine, prompt: int, generation: int, depth: int) -> float:
     with engine.lock:
         try:
             if depth:
-                engine.prefill.run(tokens[:depth], sequence)
+                compute_prompt(engine.prefill, tokens[:depth], sequence)
             start = time.perf_counter()
             if prompt:
-                engine.prefill.run(tokens[depth:], sequence)
+                compute_prompt(engine.prefill, tokens[depth:], sequence)
             token = tokens[-1]
             for _ in range(generation):
-                token = _greedy(engine.decoder, token, sequence)
+                token = best_next(engine.decoder, token, sequence)
             return time.perf_counter() - start
         finally:
             sequence.truncate(0)
-
-
-def _greedy(decoder: DecodeBackend, token: int, sequence: Sequence) -> int:
-    """The most likely next one."""
-    candidates = decoder.best(token, sequence)
-    if candidates is None:
-        return int(decoder.step(token, sequence).argmax())
-    return next(iter(candidates.best(1)))
 
 
 def _commit() -> str | None:

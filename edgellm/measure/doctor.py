@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from edgellm.backends.decode import StepDecoder
+from edgellm.backends.chunked_backend import ChunkedBackend
 from edgellm.backends.packed_weights import open_packed_weights
 from edgellm.backends.self_test import Check, check_prompts, check_segments
+from edgellm.backends.step_backend import StepBackend
 from edgellm.backends.step_model import StepModel
 from edgellm.engine.engine import Engine
-from edgellm.engine.prefill import ChunkedPrefill, StepPrefill
 from edgellm.measure.step_test import check_layers, check_step
 from edgellm.progress import ProgressCallback
 from edgellm.store.bundle import PACKED
@@ -37,7 +37,7 @@ def examine(
     Raises:
         SourceError: the model file is needed, and gone or changed.
     """
-    if isinstance(engine.prefill, ChunkedPrefill):
+    if isinstance(engine.prefill, ChunkedBackend):
         model = engine.prefill.model
         yield Examined(f"{model.segments.precision} on {engine.prefill.placement}")
         yield from check_segments(engine.bundle, model.segments)
@@ -60,8 +60,7 @@ def examine(
 def _steps(engine: Engine) -> dict[str, StepModel]:
     """The models of packed weights that prefill or decode runs on, by their back ends' names."""
     steps = {}
-    if isinstance(engine.prefill, StepPrefill):
-        steps[engine.prefill.placement.provider] = engine.prefill.model
-    if isinstance(engine.decoder, StepDecoder):
-        steps[engine.decoder.name] = engine.decoder.model
+    for backend in (engine.prefill, engine.decoder):
+        if isinstance(backend, StepBackend):
+            steps[backend.name] = backend.model
     return steps

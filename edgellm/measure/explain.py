@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
+from edgellm.backends.chunked_backend import ChunkedBackend
+from edgellm.backends.planner import PlannedChunk
 from edgellm.backends.providers import CUDA
 from edgellm.backends.registry import AUTO, NATIVE, TRITON
 from edgellm.backends.schedule import POLICIES, Policy
@@ -15,8 +17,6 @@ from edgellm.backends.timing import Samples
 from edgellm.engine.auto_prefill import AutoChoice, auto_choice
 from edgellm.engine.engine import Engine
 from edgellm.engine.measured import MeasuredPrompt
-from edgellm.engine.planner import PlannedChunk
-from edgellm.engine.prefill import ChunkedPrefill
 from edgellm.measure.plan import Prediction, keep_prompt, measure, predict, profile
 from edgellm.measure.roofline import Machine, Work, measure_cpu, measure_gpu, work_of
 from edgellm.store.bundle import PACKED
@@ -75,12 +75,12 @@ class Limits:
 def chunks_of(engine: Engine, count: int) -> list[PlannedChunk]:
     """How `count` tokens are cut; none where they go through all layers at once."""
     prefill = engine.prefill
-    return prefill.plan(count) if isinstance(prefill, ChunkedPrefill) else []
+    return prefill.plan(count) if isinstance(prefill, ChunkedBackend) else []
 
 
 def forecasts(engine: Engine, chunks: Sequence[PlannedChunk]) -> Iterator[Forecast]:
     """Measure the parts of a prompt, and simulate it under every schedule."""
-    if not isinstance(engine.prefill, ChunkedPrefill):
+    if not isinstance(engine.prefill, ChunkedBackend):
         return
     with engine.lock:
         profiled = profile(engine, engine.prefill, chunks)

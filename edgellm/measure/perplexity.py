@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgellm.engine.engine import Engine
-from edgellm.engine.prefill import Hooks
+from edgellm.engine.one_sequence import Hooks, compute_prompt, compute_tokens
 from edgellm.engine.sampling import log_softmax
 from edgellm.errors import OptionError
 from edgellm.progress import Progress, ProgressCallback
@@ -152,7 +152,7 @@ def _prefill_hidden(engine: Engine, tokens: Sequence[int]) -> Floats:
     keep = Hooks(on_hidden=lambda rows: hidden.append(rows.copy()))
     with engine.lock:
         try:
-            engine.prefill.run(tokens, sequence, keep)
+            compute_prompt(engine.prefill, tokens, sequence, keep)
         finally:
             sequence.truncate(0)
     return np.concatenate(hidden)[: len(tokens) - 1]
@@ -165,7 +165,9 @@ def _decode_logits(engine: Engine, tokens: Sequence[int]) -> Iterator[tuple[int,
         for begin in range(0, len(tokens) - 1, _HEAD_ROWS):
             part = tokens[begin : min(begin + _HEAD_ROWS, len(tokens) - 1)]
             with engine.lock:
-                logits = np.stack([engine.decoder.step(t, sequence).copy() for t in part])
+                logits = np.concatenate(
+                    [compute_tokens(engine.decoder, [t], sequence) for t in part]
+                )
             yield begin, logits
     finally:
         engine.cache.soon(lambda: sequence.truncate(0))

@@ -7,14 +7,17 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
+from edgellm.backends.backend import Backend
+from edgellm.backends.batch import Span
+from edgellm.backends.chunked_backend import ChunkedBackend
+from edgellm.backends.planner import PlannedChunk
 from edgellm.backends.schedule import Policy, Step, Task, simulate
 from edgellm.backends.timing import Samples, best_seconds, in_turns, repeated
 from edgellm.backends.trace import TaskRecord, bubble_rate
 from edgellm.engine import costs
 from edgellm.engine.engine import Engine
 from edgellm.engine.measured import MeasuredPrompt
-from edgellm.engine.planner import PlannedChunk
-from edgellm.engine.prefill import ChunkedPrefill, Hooks, Prefill
+from edgellm.engine.one_sequence import Hooks, compute_prompt
 
 # For whole prompts, to be measured more than once.
 _PROMPTS_S = 6.0
@@ -53,9 +56,9 @@ class Prediction:
     bubbles: float
 
 
-def profile(engine: Engine, prefill: ChunkedPrefill, plan: Sequence[PlannedChunk]) -> Profile:
+def profile(engine: Engine, backend: ChunkedBackend, plan: Sequence[PlannedChunk]) -> Profile:
     """Time the parts of a plan, each once or a few times."""
-    model, sequence = prefill.model, engine.cache.sequence()
+    model, sequence = backend.model, engine.cache.sequence()
     sizes = sorted({chunk.size for chunk in plan if chunk.size is not None})
     depth = max(0, sum(chunk.count for chunk in plan) - max(sizes, default=0))
 
@@ -67,7 +70,7 @@ def profile(engine: Engine, prefill: ChunkedPrefill, plan: Sequence[PlannedChunk
     def host_seconds(count: int) -> float:
         def run() -> None:
             try:
-                engine.decoder.forward([0] * count, sequence)
+                engine.decoder.run([Span(sequence, [0] * count)])
             finally:
                 sequence.truncate(0)
 
@@ -123,27 +126,27 @@ def _task_seconds(
     return seconds
 
 
-def measure(engine: Engine, count: int, *prefills: Prefill) -> list[tuple[Samples, float]]:
-    """Seconds to the logits after a prompt of `count` tokens, through each prefill in turns, and
+def measure(engine: Engine, count: int, *backends: Backend) -> list[tuple[Samples, float]]:
+    """Seconds to the logits after a prompt of `count` tokens, through each back end in turns, and
     the accelerator's idle share."""
     tokens = [(31 * i + 7) % engine.config.vocab_size for i in range(count)]
-    bubbles = [0.0] * len(prefills)
+    bubbles = [0.0] * len(backends)
 
     def run(index: int) -> None:
         sequence, records = engine.cache.sequence(), list[TaskRecord]()
         try:
-            prefills[index].run(tokens, sequence, Hooks(on_tasks=records.extend))
+            compute_prompt(backends[index], tokens, sequence, Hooks(on_tasks=records.extend))
         finally:
             sequence.truncate(0)
         bubbles[index] = bubble_rate(records)
 
-    runs = {index: partial(run, index) for index in range(len(prefills))}
+    runs = {index: partial(run, index) for index in range(len(backends))}
     samples = in_turns(runs, times=3, limit_s=_PROMPTS_S)
     return [(samples[index], bubbles[index]) for index in runs]
 
 
 def keep_prompt(engine: Engine, prompt: MeasuredPrompt) -> None:
     """Let `--prefill auto` know what a whole prompt took; see `costs.keep_prompt`."""
-    if isinstance(engine.prefill, ChunkedPrefill) and engine.options.precision is None:
+    if isinstance(engine.prefill, ChunkedBackend) and engine.options.precision is None:
         model, threads = engine.prefill.model, engine.threads
         costs.keep_prompt(engine.bundle.path, model, engine.decoder, prompt, threads=threads)

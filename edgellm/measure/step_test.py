@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from edgellm.backends.batch import Span
 from edgellm.backends.self_test import HEAD_LIMIT, WRONG, Check
 from edgellm.backends.step_model import StepModel
 from edgellm.cache.kv_cache import KVCache
@@ -90,7 +91,8 @@ def _hidden(model: StepModel, cache: KVCache, parts: Sequence[list[int]]) -> Flo
     """Hidden states `[n, E]` of tokens that come in parts."""
     sequence = cache.sequence()
     try:
-        return np.concatenate([model.forward(part, sequence)[0].copy() for part in parts])
+        spans = (Span(sequence, part) for part in parts)
+        return np.concatenate([model.run([span])[0].hidden for span in spans])
     finally:
         sequence.truncate(0)
 

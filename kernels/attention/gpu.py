@@ -1,12 +1,12 @@
 """Attention over KV blocks in Triton: one kernel for a token, some tokens and a chunk of a prompt.
 
-The queries of a KV head, `tokens x group` of them, are rows of one tile. Keys are read 32 or 64 at
-a time through the block table, straight from the cache's own layout, and shared among splits, each
-of which writes its sum, largest score and weight (flash-decoding, Dao et al., 2023);
-`combine_kernel` adds them up. How long the sequence is stands in device memory, so that a captured
-CUDA graph serves every step. Products run on tensor cores in halves: codes are exact there, queries
-are divided by their largest element and value scales by the largest of their tile, so that nothing
-overflows.
+The queries of a KV head and span, `tokens x group` of them, are rows of tiles. Keys are read 32 or
+64 at a time through the block table, straight from the cache's own layout, and shared among splits,
+each of which writes its sum, largest score and weight (flash-decoding, Dao et al., 2023);
+`combine_kernel` adds them up. Which sequence a tile is of, and how long that is, stands in device
+memory (`gpu_tiles.py`), so that a captured CUDA graph serves every step. Products run on tensor
+cores in halves: codes are exact there, queries are divided by their largest element and value
+scales by the largest of their tile, so that nothing overflows.
 """
 
 from __future__ import annotations
@@ -17,26 +17,27 @@ import torch
 import triton
 import triton.language as tl
 
-from edgellm.kernels.gpu.device import aligned, interpreted
+from edgellm.kernels.attention.gpu_tiles import (
+    JOB_FIELDS,
+    ROW_FIELDS,
+    ROWS,
+    SPLITS,
+    Tiling,
+    Work,
+)
+from edgellm.kernels.gpu.device import aligned
 from edgellm.kernels.gpu.elementwise import soft_capped
 from edgellm.kernels.gpu.kv_blocks import DeviceBlocks
 from edgellm.kernels.hadamard.gpu import spread
 from edgellm.kernels.kv_append.gpu import hadamard_size
 from edgellm.kernels.kv_blocks import BLOCK, SPREAD_VALUES
 
-# Of a tile: keys, a divisor of BLOCK, and query rows at most.
-KEYS = 64
-ROWS = 64
-# Programs that share a KV head's keys, where there is one tile of queries.
-SPLITS = 32
-_INTERPRETED_SPLITS = 2
-
 
 @dataclass(frozen=True)
 class Partials:
     """Room for what each split finds: sums `[rows, D]`, largest score and weight `[rows]`.
 
-    A row is a split, token and head.
+    A row is a token, one of its splits, and a head.
     """
 
     sums: torch.Tensor
@@ -47,8 +48,9 @@ class Partials:
     def empty(
         cls, *, tokens: int, heads: int, kv_heads: int, head_dim: int, device: str
     ) -> Partials:
-        """For up to `tokens` tokens."""
-        rows = heads * max(tokens, SPLITS * ROWS * kv_heads // heads)
+        """For up to `tokens` tokens, of any number of sequences."""
+        # one split of each token, or SPLITS tiles full of them where keys are split
+        rows = heads * (tokens + -(-SPLITS * ROWS * kv_heads // heads))
         return cls(
             torch.empty((rows, head_dim), dtype=torch.float32, device=device),
             torch.empty(rows, dtype=torch.float32, device=device),
@@ -99,11 +101,11 @@ def attention_kernel(
     k_scale_ptr: tl.tensor,
     v_scale_ptr: tl.tensor,
     table_ptr: tl.tensor,
-    start_ptr: tl.tensor,
+    job_ptr: tl.tensor,
     sums_ptr: tl.tensor,
     largest_ptr: tl.tensor,
     weight_ptr: tl.tensor,
-    tokens: tl.tensor,
+    table_stride: tl.tensor,
     kv_heads: tl.tensor,
     layer: tl.tensor,
     layers: tl.tensor,
@@ -118,19 +120,27 @@ def attention_kernel(
     ROWS: tl.constexpr,
     KEYS: tl.constexpr,
     BLOCK: tl.constexpr,
+    FIELDS: tl.constexpr,
 ) -> None:
-    """The grid counts tiles of queries, KV heads and splits. WIDTH is a padded row of the cache."""
+    """The grid counts jobs, see `Work`, and KV heads. WIDTH is a padded row of the cache."""
     FOUR_BIT: tl.constexpr = FORMAT == "int4"
     SCALED: tl.constexpr = FORMAT == "int4" or FORMAT == "int8"
     ROW: tl.constexpr = HEAD_DIM // 2 if FOUR_BIT else HEAD_DIM
     LOG2_E: tl.constexpr = 1.4426950408889634  # exp2 takes the place of exp
-    kv_head, split, splits = tl.program_id(1), tl.program_id(2), tl.num_programs(2)
-    r = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    kv_head = tl.program_id(1)
+    job_ptr += tl.program_id(0) * FIELDS
+    first_row, tokens = tl.load(job_ptr), tl.load(job_ptr + 1)
+    start, table = tl.load(job_ptr + 2), tl.load(job_ptr + 3)
+    first_query, split = tl.load(job_ptr + 4), tl.load(job_ptr + 5)
+    splits, parts_before = tl.load(job_ptr + 6), tl.load(job_ptr + 7)
+    if tokens == 0:
+        return
+    table_ptr += table * table_stride
+    r = first_query + tl.arange(0, ROWS)
     there = r < tokens * GROUP
-    start = tl.load(start_ptr)
     position = start + r // GROUP
     heads = kv_heads * GROUP
-    query = (r // GROUP) * heads + kv_head * GROUP + r % GROUP
+    query = (first_row + r // GROUP) * heads + kv_head * GROUP + r % GROUP
     e = tl.arange(0, WIDTH)
     at = query[:, None] * HEAD_DIM + e[None, :]
     inside = there[:, None] & (e < ROW)[None, :]
@@ -150,8 +160,8 @@ def attention_kernel(
         factor = tl.full([ROWS], 1.0, tl.float32) * scale
 
     # the keys that any query of this tile sees, in tiles, and this split's share of them
-    first_token = tl.program_id(0) * ROWS // GROUP
-    last_token = tl.minimum((tl.program_id(0) * ROWS + ROWS - 1) // GROUP, tokens - 1)
+    first_token = first_query // GROUP
+    last_token = tl.minimum((first_query + ROWS - 1) // GROUP, tokens - 1)
     end = start + last_token + 1
     begin = tl.maximum(start + first_token - window + 1, 0) // KEYS * KEYS
     share = tl.cdiv(tl.cdiv(end - begin, KEYS), splits) * KEYS
@@ -209,7 +219,7 @@ def attention_kernel(
             found = tl.dot(p.to(tl.float16), codes.to(tl.float16))
             low = low * keep[:, None] + found * v_size
 
-    out = split * tokens * heads + query
+    out = (parts_before + split * tokens) * heads + query
     at = out[:, None].to(tl.int64) * HEAD_DIM + e[None, :]
     tl.store(sums_ptr + at, low, mask=inside)
     if FOUR_BIT:
@@ -224,20 +234,24 @@ def combine_kernel(
     largest_ptr: tl.tensor,
     weight_ptr: tl.tensor,
     out_ptr: tl.tensor,
-    rows: tl.tensor,
-    splits: tl.tensor,
+    row_ptr: tl.tensor,
+    heads: tl.tensor,
     HEAD_DIM: tl.constexpr,
     WIDTH: tl.constexpr,
     HADAMARD: tl.constexpr,
+    FIELDS: tl.constexpr,
 ) -> None:
-    """Add up the splits of one query and head; the grid counts these."""
+    """Add up the splits of one token and head; the grid counts these, see `Work` for rows."""
     row = tl.program_id(0).to(tl.int64)
+    token, head = row // heads, row % heads
+    row_ptr += token * FIELDS
+    first, splits, tokens = tl.load(row_ptr + 2), tl.load(row_ptr + 3), tl.load(row_ptr + 4)
     d = tl.arange(0, WIDTH)
     largest = float("-inf")
     weight = 0.0
     total = tl.zeros([WIDTH], tl.float32)
     for split in range(splits):
-        at = row + split * rows
+        at = (first + split * tokens).to(tl.int64) * heads + head
         score = tl.load(largest_ptr + at)
         now = tl.maximum(largest, score)
         safe = tl.where(now == float("-inf"), 0.0, now)
@@ -254,10 +268,10 @@ def combine_kernel(
 
 def attend(
     blocks: DeviceBlocks,
-    table: torch.Tensor,
+    tables: torch.Tensor,
     layer: int,
     q: torch.Tensor,
-    start: torch.Tensor,
+    work: Work,
     out: torch.Tensor,
     partials: Partials,
     *,
@@ -265,11 +279,12 @@ def attend(
     scale: float | None = None,
     softcap: float | None = None,
 ) -> None:
-    """Softmax(scale * q k^T) v over the cached tokens `0 .. start + C`, C of them just appended.
+    """Softmax(scale * q k^T) v over the cached tokens of each sequence, up to each query's own.
 
     Args:
-        table: block ids, int64; `start`: one int32. Both are read on the device.
-        q: `[C, H, D]` float32 from `append_rotated`; `out` likewise.
+        tables: block ids of each sequence `[S, blocks]` int64, read on the device like `work`.
+        q: `[C, H, D]` float32 from `append_rotated`, the rows of all spans; `out` likewise.
+        work: from `Tiling.plan` for these blocks and heads.
         partials: room for `C` tokens or more.
         window: a query sees its own and the `window - 1` positions before it, or all if None.
         scale: None is `D ** -0.5`.
@@ -277,52 +292,45 @@ def attend(
     """
     host = blocks.host
     tokens, heads, head_dim = q.shape
-    group = heads // host.kv_heads
-    # float32 is for reference: its products are not for tensor cores, and its tiles are large;
-    # tiles of wide heads would not fit into registers
-    largest = 16 if blocks.format == "f32" else ROWS if head_dim <= 128 else ROWS // 2
-    rows = min(largest, max(16, aligned(tokens * group)))
-    width = max(16, aligned(blocks.row))
-    tiles = triton.cdiv(tokens * group, rows)
-    # many tiles keep a device busy by themselves
-    splits = max(1, (_INTERPRETED_SPLITS if interpreted() else SPLITS) // tiles)
-    attention_kernel[(tiles, host.kv_heads, splits)](
+    attention_kernel[(len(work.jobs), host.kv_heads)](
         q,
         blocks.k,
         blocks.v,
         blocks.k_scale,
         blocks.v_scale,
-        table,
-        start,
+        tables,
+        work.jobs,
         partials.sums,
         partials.largest,
         partials.weight,
-        tokens,
+        tables.stride(0),
         host.kv_heads,
         layer,
         host.layers,
         window or 1 << 30,
         head_dim**-0.5 if scale is None else scale,
         0.0 if softcap is None else softcap,
-        GROUP=group,
+        GROUP=heads // host.kv_heads,
         HEAD_DIM=head_dim,
         FORMAT=blocks.format,
         CAP=softcap is not None,
-        WIDTH=width,
-        ROWS=rows,
-        KEYS=16 if blocks.format == "f32" else KEYS if head_dim <= 128 else KEYS // 2,
+        WIDTH=max(16, aligned(blocks.row)),
+        ROWS=work.tile,
+        KEYS=Tiling.of(blocks, heads).keys,
         BLOCK=BLOCK,
-        num_warps=8 if rows == ROWS or (blocks.format == "f32" and head_dim > 64) else 4,
+        FIELDS=JOB_FIELDS,
+        num_warps=8 if work.tile == ROWS or (blocks.format == "f32" and head_dim > 64) else 4,
     )
     combine_kernel[(tokens * heads,)](
         partials.sums,
         partials.largest,
         partials.weight,
         out,
-        tokens * heads,
-        splits,
+        work.rows,
+        heads,
         HEAD_DIM=head_dim,
         WIDTH=aligned(head_dim),
         HADAMARD=hadamard_size(blocks, SPREAD_VALUES),
+        FIELDS=ROW_FIELDS,
         num_warps=4 if blocks.format in SPREAD_VALUES else 1,
     )

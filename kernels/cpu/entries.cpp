@@ -7,8 +7,10 @@
 #include <thread>
 #include <type_traits>
 #include <utility>
+#include <vector>
 
 #include "../step/call.h"
+#include "../step/places.h"
 #include "threads.h"
 
 #define EDGELLM_KERNEL "../step/parts.h"

@@ -39,6 +39,7 @@ from edgellm.kernels.linear.packed import PackedWeights, packed_shape
 from edgellm.kernels.quantized import KINDS, Kind
 from edgellm.kernels.rope import RopeTable
 from edgellm.kernels.step.gpu import DeviceStep
+from edgellm.kernels.step.span import StepSpan
 from edgellm.kernels.step.weights import LayerWeights, Weights
 
 TARGETS = ("sm_80", "sm_86", "sm_90")
@@ -133,18 +134,21 @@ class Usage:
 
 
 def launches(shape: Shape, format: KVFormat, kinds: Sequence[Kind]) -> list[Launch]:
-    """Everything that a step of one token, some tokens and a prompt launches, once each.
+    """Everything that a step of one token, some tokens, a prompt and sequences launches, once each.
 
     Args:
         kinds: of weights, which take turns in the layers.
     """
     step = _step(shape, format, kinds)
-    table = [0, 1, 2, 3]
     with _recorded() as recorded:
-        for count in (1, 5, 100):
-            step.run([table], [0] * count, 0, logit_rows=1)
+        for counts in ([1], [5], [100], [1, 1], [1, 100]):
+            step.run([_span(count) for count in counts])
         step.logits(np.zeros((1, shape.hidden), np.float32))
     return _once(reversed(recorded))
+
+
+def _span(count: int) -> StepSpan:
+    return StepSpan(tables=[[0, 1, 2, 3]], tokens=[0] * count, start=0, logit_rows=1)
 
 
 def compile_for(launch: Launch, target: str) -> Usage:

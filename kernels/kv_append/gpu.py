@@ -129,7 +129,9 @@ def append_kernel(
     v_scale_ptr: tl.tensor,
     offset_ptr: tl.tensor,
     table_ptr: tl.tensor,
-    start_ptr: tl.tensor,
+    place_ptr: tl.tensor,
+    table_stride: tl.tensor,
+    place_stride: tl.tensor,
     heads: tl.tensor,
     kv_heads: tl.tensor,
     half: tl.tensor,
@@ -150,7 +152,9 @@ def append_kernel(
     NORM is the order of `DeviceNorms`, or None.
     """
     token, head = tl.program_id(0), tl.program_id(1)
-    position = tl.load(start_ptr) + token
+    place_ptr += token * place_stride
+    position = tl.load(place_ptr)
+    table_ptr += tl.load(place_ptr + 1) * table_stride
     row_ptr = qkv_ptr + (token.to(tl.int64) * (heads + 2 * kv_heads) + head) * HEAD_DIM
     d = tl.arange(0, WIDTH)
     inside = d < HEAD_DIM
@@ -240,9 +244,9 @@ def append_kernel(
 
 def append_rotated(
     blocks: DeviceBlocks,
-    table: torch.Tensor,
+    tables: torch.Tensor,
     layer: int,
-    start: torch.Tensor,
+    rows: torch.Tensor,
     qkv: torch.Tensor,
     cos: torch.Tensor,
     sin: torch.Tensor,
@@ -251,10 +255,11 @@ def append_rotated(
     bias: torch.Tensor | None = None,
     norms: DeviceNorms | None = None,
 ) -> None:
-    """Normalize Q and K, apply RoPE to them, write K and V at positions `start ..`, and Q to `q`.
+    """Normalize Q and K, apply RoPE to them, write K and V at their positions, and Q to `q`.
 
     Args:
-        table: block ids, int64; `start`: one int32. Both are read on the device.
+        tables: block ids of each sequence `[S, blocks]` int64, read on the device like `rows`.
+        rows: `[C, 2 or more]` int32; of each token its position and the number of its table.
         qkv: `[C, H + 2 Hkv, D]` float32.
         cos, sin: `[positions, half]` float32.
         q: `[C, H, D]` float32; for int8 and int4 blocks after the Hadamard transform.
@@ -275,8 +280,10 @@ def append_rotated(
         blocks.k_scale,
         blocks.v_scale,
         blocks.k if blocks.key_offset is None else blocks.key_offset,
-        table,
-        start,
+        tables,
+        rows,
+        tables.stride(0),
+        rows.stride(0),
         heads,
         host.kv_heads,
         cos.shape[1],

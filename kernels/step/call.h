@@ -41,17 +41,25 @@ struct Transformer {
     float epsilon, embedding_scale, logit_softcap;  // the last one 0: none
 };
 
+// Rows of a step that are consecutive tokens of one sequence; the same fields as in native.py.
+struct Span {
+    const int64_t* const* tables;  // the sequence's block ids in each pool
+    int32_t rows, start;           // they stand at positions start ..
+    int32_t logit_rows;            // the last so many of them go through the head
+};
+
 // Arguments of one step; the same fields, in the same order, as in native.py.
 struct StepCall {
     const Transformer* model;
-    const KV* pools;        // those that layers name by their index; heads of all are alike
+    const KV* pools;        // those that layers name by their index, without a table; heads of all are alike
     const Rope* ropes;      // those that layers name by their index
+    const Span* spans;      // span_count; their rows come one after the other
     const int64_t* tokens;  // [count]
     float* states;          // [count, hidden], after the final norm
     float* logits;          // [logit_rows, outputs of the head padded to panels]
     char* workspace;        // edgellm_step_workspace bytes
     int32_t (*should_stop)();  // asked before each layer, in the calling thread; may be null
-    int32_t count, start, logit_rows, threads;
+    int32_t span_count, count, logit_rows, threads;  // rows of all spans together
 };
 
 }  // namespace edgellm

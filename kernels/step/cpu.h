@@ -5,11 +5,10 @@
 struct Buffers {
     float *residual, *branch, *qkv, *q, *parts;  // branch: what a norm takes before it is added
     edgellm::Rows x, attended, activated;
-    int splits;  // key splits that are computed apart from each other
 
     static size_t aligned(size_t bytes) { return (bytes + 63) / 64 * 64; }
 
-    Buffers(const edgellm::StepCall& call, char* memory, size_t& bytes) {
+    Buffers(const edgellm::StepCall& call, size_t part_count, char* memory, size_t& bytes) {
         const edgellm::Transformer& m = *call.model;
         const edgellm::KV& kv = call.pools[0];
         const int width = m.heads * kv.head_dim, rows = call.count;
@@ -19,26 +18,19 @@ struct Buffers {
             return taken;
         };
         const auto floats = [&](size_t count) { return reinterpret_cast<float*>(take(4 * count)); };
-        splits = splits_of(call);
         residual = floats(size_t(rows) * m.hidden);
         const edgellm::Layer& layer = m.layers[0];
         const bool behind = layer.post_attention_norm.weight || layer.post_mlp_norm.weight;
         branch = behind ? floats(size_t(rows) * m.hidden) : nullptr;
         qkv = floats(size_t(rows) * (width + 2 * kv.kv_heads * kv.head_dim));
         q = floats(size_t(rows) * width);
-        parts = floats(size_t(splits) * rows * m.heads * (kv.head_dim + 2));
+        parts = floats(part_count * (kv.head_dim + 2));
         const auto quantized = [&](int columns) {
             return edgellm::Rows::in(take(edgellm::Rows::bytes(rows, columns)), rows, columns);
         };
         x = quantized(m.hidden);
         attended = quantized(width);
         activated = quantized(m.intermediate);
-    }
-
-    // Few rows over many keys: every split is a task of its own. Many rows are tasks enough.
-    static int splits_of(const edgellm::StepCall& call) {
-        const int rows = call.count * (call.model->heads / call.pools[0].kv_heads);
-        return rows > edgellm::ROWS_PER_TASK ? 1 : edgellm::split_count(call.start + call.count);
     }
 };
 
@@ -75,11 +67,14 @@ inline Vec activated(Vec x, int activation) {
 
 class Step {
 public:
-    Step(const edgellm::StepCall& call, const Buffers& buffers)
-        : call_(call), model_(*call.model), b_(buffers), rows_(call.count),
+    Step(const edgellm::StepCall& call, const std::vector<edgellm::Place>& places, const Buffers& buffers)
+        : call_(call), model_(*call.model), places_(places), b_(buffers), rows_(call.count),
           kv_heads_(call.pools[0].kv_heads), head_dim_(call.pools[0].head_dim),
-          width_(model_.heads * head_dim_), group_(model_.heads / kv_heads_),
-          caller_(std::this_thread::get_id()) {}
+          width_(model_.heads * head_dim_), group_(model_.heads / kv_heads_), span_of_(rows_),
+          caller_(std::this_thread::get_id()) {
+        for (int s = 0; s < call.span_count; ++s)
+            for (int r = places[s].row; r < places[s + 1].row; ++r) span_of_[r] = s;
+    }
 
     static int phases(const edgellm::Transformer& model) { return 9 * model.layer_count + 5; }
 
@@ -105,11 +100,11 @@ public:
             every_row(worker, [&](int r) {
                 float* qkv = b_.qkv + size_t(r) * outputs;
                 add_biases(layer, qkv);
-                append_token(kv_of(layer), call_.ropes[layer.rope], layer.head_norms, layer.slot,
-                             model_.heads, call_.start + r, qkv, b_.q + size_t(r) * width_);
+                append_token(kv_of(layer, span_of_[r]), call_.ropes[layer.rope], layer.head_norms,
+                             layer.slot, model_.heads, position(r), qkv, b_.q + size_t(r) * width_);
             });
             attention(worker, layer);
-            every_row(worker, [&](int r) { join_splits(kv_of(layer), r); }, weights(layer.o));
+            every_row(worker, [&](int r) { join_splits(call_.pools[layer.pool], r); }, weights(layer.o));
             add_product(worker, layer.o, b_.attended, layer.post_attention_norm);
             every_row(
                 worker,
@@ -122,9 +117,8 @@ public:
             add_product(worker, layer.down, b_.activated, layer.post_mlp_norm);
         }
         every_row(worker, [&](int r) { finish(r); }, weights(model_.head));
-        const int skipped = rows_ - call_.logit_rows;
         if (call_.logit_rows == 0) return;
-        multiply(worker, {{&model_.head, call_.logits}}, b_.x.from(skipped),
+        multiply(worker, {{&model_.head, call_.logits}}, b_.x,
                  size_t(model_.head.count()) * edgellm::PANEL, false, call_.logit_rows);
         if (model_.logit_softcap > 0) cap_logits(worker);
     }
@@ -252,46 +246,82 @@ private:
         float* out = call_.states + size_t(r) * model_.hidden;
         scaled_norm(b_.residual + size_t(r) * model_.hidden, model_.final_norm, model_.hidden,
                     model_.epsilon, out);
-        if (r >= rows_ - call_.logit_rows)
-            quantize_groups(out, 0, model_.hidden / edgellm::GROUP, b_.x, r, true);
+        // a place that no later row has: nobody reads x any more
+        const edgellm::Place& next = places_[span_of_[r] + 1];
+        const int logit = next.logit - (next.row - r);
+        if (logit >= places_[span_of_[r]].logit)
+            quantize_groups(out, 0, model_.hidden / edgellm::GROUP, b_.x, logit, true);
     }
 
-    const edgellm::KV& kv_of(const edgellm::Layer& layer) const { return call_.pools[layer.pool]; }
+    // The cache as a span sees it.
+    edgellm::KV kv_of(const edgellm::Layer& layer, int span) const {
+        edgellm::KV kv = call_.pools[layer.pool];
+        kv.table = call_.spans[span].tables[layer.pool];
+        return kv;
+    }
 
-    float* part(int split, int kv_head, int row) const {
-        const size_t at = (size_t(split) * kv_heads_ + kv_head) * rows_ * group_ + row;
+    int position(int r) const {
+        const int span = span_of_[r];
+        return call_.spans[span].start + r - places_[span].row;
+    }
+
+    // What row `row` of a KV head of a span comes to over a split of the keys.
+    float* part(int span, int split, int kv_head, int row) const {
+        const size_t head = size_t(split) * kv_heads_ + kv_head;
+        const size_t at = places_[span].part + head * call_.spans[span].rows * group_ + row;
         return b_.parts + at * (head_dim_ + 2);
     }
 
+    // A task of attention: rows of a KV head of a span, over one split of the keys or, where there is one
+    // task for all of them, over those from 0 on.
+    struct Attention {
+        int span, split, run, kv_head;
+    };
+
+    Attention attention_of(int item) const {
+        int span = call_.span_count - 1;
+        while (places_[span].task > item) --span;
+        const edgellm::Place& place = places_[span];
+        item -= place.task;
+        return {span, item % place.splits, item / place.splits % place.runs, item / place.splits / place.runs};
+    }
+
     void attention(edgellm::Worker& worker, const edgellm::Layer& layer) const {
-        const edgellm::KV& kv = kv_of(layer);
-        const edgellm::Queries queries{b_.q,        model_.heads, rows_,       call_.start,
-                                       layer.window, layer.scale, layer.softcap};
-        const int all = rows_ * group_;
-        const int runs = (all + edgellm::ROWS_PER_TASK - 1) / edgellm::ROWS_PER_TASK;
-        const int items = kv_heads_ * runs * b_.splits;
+        const int items = places_.back().task;
         worker.each(items, [&](int item) {
-            const int split = item % b_.splits, run = item / b_.splits % runs;
-            AttendTask task{layer.slot, item / b_.splits / runs, run * edgellm::ROWS_PER_TASK,
-                                     0,     split,                   split + 1, nullptr, 0};
+            const Attention at = attention_of(item);
+            const edgellm::Span& span = call_.spans[at.span];
+            const int first = at.run * edgellm::ROWS_PER_TASK, all = span.rows * group_;
+            const int rows = std::min(edgellm::ROWS_PER_TASK, all - first);
+            const int from = places_[at.span].splits == 1 ? 0 : at.split;
+            const int to = places_[at.span].splits == 1
+                               ? edgellm::split_count(span.start + (first + rows - 1) / group_ + 1)
+                               : from + 1;
             // threads that are equally fast take turns
-            const int next = std::min(item + call_.threads, items - 1);
-            task.next_row = kv.first_row(next % b_.splits * edgellm::SPLIT, layer.slot,
-                                         next / b_.splits / runs);
-            task.rows = std::min(edgellm::ROWS_PER_TASK, all - task.first);
-            if (b_.splits == 1)
-                task.to = edgellm::split_count(call_.start + (task.first + task.rows - 1) / group_ + 1);
-            task.parts = part(split, task.kv_head, task.first);
-            attend_rows(kv, queries, task);
+            const Attention next = attention_of(std::min(item + call_.threads, items - 1));
+            const size_t next_row = kv_of(layer, next.span)
+                                        .first_row(next.split * edgellm::SPLIT, layer.slot, next.kv_head);
+            const edgellm::Queries queries{b_.q + size_t(places_[at.span].row) * width_,
+                                           model_.heads,
+                                           span.rows,
+                                           span.start,
+                                           layer.window,
+                                           layer.scale,
+                                           layer.softcap};
+            attend_rows(kv_of(layer, at.span), queries,
+                        {layer.slot, at.kv_head, first, rows, from, to,
+                         part(at.span, at.split, at.kv_head, first), next_row});
         });
     }
 
     void join_splits(const edgellm::KV& kv, int r) const {
         float* out = static_cast<float*>(edgellm::scratch(4 * size_t(width_)));
+        const int span = span_of_[r];
         for (int head = 0; head < model_.heads; ++head) {
-            const int row = r * group_ + head % group_;
-            float* sum = part(0, head / group_, row);
-            for (int s = 1; s < b_.splits; ++s) join(sum, part(s, head / group_, row), head_dim_);
+            const int kv_head = head / group_, row = (r - places_[span].row) * group_ + head % group_;
+            float* sum = part(span, 0, kv_head, row);
+            for (int s = 1; s < places_[span].splits; ++s)
+                join(sum, part(span, s, kv_head, row), head_dim_);
             finish_row(kv, sum, out + head * head_dim_);
         }
         quantize_groups(out, 0, width_ / edgellm::GROUP, b_.attended, r, false);
@@ -329,8 +359,10 @@ private:
 
     const edgellm::StepCall& call_;
     const edgellm::Transformer& model_;
+    const std::vector<edgellm::Place>& places_;
     const Buffers& b_;
     const int rows_, kv_heads_, head_dim_, width_, group_;
+    std::vector<int> span_of_;  // of each row
     const std::thread::id caller_;
     std::atomic<bool> stop_{false};
 };
@@ -339,14 +371,15 @@ private:
 inline int32_t step(const edgellm::StepCall& call) {
     size_t bytes = 0;
     const size_t before = reinterpret_cast<uintptr_t>(call.workspace) % 64;
-    const Buffers buffers(call, call.workspace + (64 - before), bytes);
-    Step job(call, buffers);
+    const std::vector<edgellm::Place> places = edgellm::places_of(call);
+    const Buffers buffers(call, places.back().part, call.workspace + (64 - before), bytes);
+    Step job(call, places, buffers);
     edgellm::run_team(call.threads, Step::phases(*call.model), [&](edgellm::Worker& worker) { job.run(worker); });
     return !job.stopped();
 }
 
 inline size_t workspace(const edgellm::StepCall& call) {
     size_t bytes = 0;
-    Buffers(call, nullptr, bytes);
+    Buffers(call, edgellm::places_of(call).back().part, nullptr, bytes);
     return bytes + 64;
 }

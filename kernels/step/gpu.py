@@ -1,77 +1,39 @@
-"""The fused step in Triton: embedding to logits for one token or some; `gpu_layer.py` has a layer.
+"""The fused step in Triton: embedding to logits for rows of sequences; `gpu_layer.py` has a layer.
 
-The launches of one token, and of a whole chunk, are captured in CUDA graphs: tokens, position and
-block table stand in device memory, so one capture serves every step. The best tokens after one can
-be found there too.
+The launches of a token of each of some sequences, and of a whole chunk of one, are captured in CUDA
+graphs: tokens, positions and block tables stand in device memory, so one capture serves every step.
+The best tokens after one can be found there too.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from edgellm.kernels.checks import block_ids, check_rope, indices
+from edgellm.kernels.checks import check_rope
 from edgellm.kernels.gpu.capture import Captured
 from edgellm.kernels.gpu.device import on_device
 from edgellm.kernels.gpu.kv_blocks import DeviceBlocks
-from edgellm.kernels.kv_blocks import BLOCK, BlockTable
 from edgellm.kernels.linear.gpu import DevicePackedWeights, Peaks, embed, linear
 from edgellm.kernels.linear.packed import PackedWeights
 from edgellm.kernels.rope import RopeTable
 from edgellm.kernels.sampling import Logits
 from edgellm.kernels.sampling.gpu import LogitRow
-from edgellm.kernels.step.gpu_layer import Buffers, DeviceLayer, DeviceRope, Place
+from edgellm.kernels.step.gpu_inputs import SpanInputs
+from edgellm.kernels.step.gpu_layer import Buffers, DeviceLayer, DeviceRope
 from edgellm.kernels.step.gpu_norm import DeviceNorm, normalize
-from edgellm.kernels.step.weights import Weights, check_pools, check_rows, check_weights
+from edgellm.kernels.step.span import StepSpan
+from edgellm.kernels.step.weights import Weights, check_pools, check_weights
 
 Floats = NDArray[np.float32]
 # Tokens in one call at most: what the buffers are made for.
 MAX_ROWS = 512
-
-
-class _Inputs:
-    """What changes from step to step, in one piece of device memory and so in one copy.
-
-    Attributes:
-        start: `[1]` int32.
-        tokens: `[MAX_ROWS]`.
-        tables: block ids in each pool, `[pools, blocks]`.
-    """
-
-    def __init__(self, vocabulary: int, pools: Sequence[int], blocks: int, device: str) -> None:
-        """`pools` is how many blocks each of them has, `blocks` how many a table may have."""
-        self._vocabulary = vocabulary
-        self._pools = pools
-        self._first = 1 + MAX_ROWS  # of the tables
-        self._host = torch.zeros(self._first + len(pools) * blocks, dtype=torch.int64)
-        self._device = self._host.to(device, copy=True)
-        self.start = self._device[:1].view(torch.int32)[:1]
-        self.tokens = self._device[1 : self._first]
-        self.tables = self._device[self._first :].view(len(pools), blocks)
-
-    def set(self, tables: Sequence[BlockTable], tokens: Sequence[int], start: int) -> None:
-        """Copy them to the device.
-
-        Raises:
-            ValueError: a token, a block or a position that is not there, or too many of them.
-        """
-        room = self.tables.shape[1]
-        longest = max(map(len, tables))
-        if not 1 <= len(tokens) <= MAX_ROWS or longest > room or len(tables) != len(self.tables):
-            raise ValueError(
-                f"{len(tokens)} tokens in {len(tables)} tables of {longest} blocks; there is room "
-                f"for 1 to {MAX_ROWS}, and for {len(self.tables)} tables of {room}"
-            )
-        host = self._host.numpy()
-        host[1 : 1 + len(tokens)] = indices(tokens, self._vocabulary, "token id")
-        rows = host[self._first :].reshape(self.tables.shape)
-        for row, table, blocks in zip(rows, tables, self._pools, strict=True):
-            row[: len(table)] = block_ids(table, blocks, start=start, tokens=len(tokens))
-        host[0] = start
-        self._device.copy_(self._host)
+# Sequences at most whose next tokens are captured together.
+DECODE_ROWS = 32
 
 
 class DeviceStep:
@@ -107,66 +69,77 @@ class DeviceStep:
         self._embedding = DevicePackedWeights.of(weights.embedding, device)
         tied = weights.head is weights.embedding
         self._head = self._embedding if tied else DevicePackedWeights.of(weights.head, device)
-        self._positions = min(len(table.cos) for table in rope_tables)
-        tables = -(-self._positions // BLOCK)
-        counts = [pool.host.count for pool in pools]
-        self._inputs = _Inputs(weights.embedding.outputs, counts, tables, device)
-        self._places = [
-            Place(pool, table, self._inputs.start)
-            for pool, table in zip(pools, self._inputs.tables, strict=True)
-        ]
+        positions = min(len(table.cos) for table in rope_tables)
+
+        def inputs(rows: int) -> SpanInputs:
+            return SpanInputs(
+                pools,
+                heads=weights.heads,
+                rows=rows,
+                positions=positions,
+                vocabulary=weights.embedding.outputs,
+                device=device,
+            )
+
+        # decode has its own, which are small and nearly the same from step to step
+        self._inputs, self._decode_inputs = inputs(MAX_ROWS), inputs(DECODE_ROWS)
         self._buffers = Buffers.empty(weights, rows=MAX_ROWS, kv_heads=kv_heads, device=device)
         self._row = LogitRow.empty(weights.head.outputs, device)
-        self._one = Captured(self._launch_one, device)
+        self._logits = torch.empty((DECODE_ROWS, weights.head.outputs), device=device)
         self._chunk = Captured(self._launch_chunk, device)
+        self._decode: dict[int, Captured] = {}  # by rows
         self._pack = Captured(self._row.pack, device)
 
     def run(
-        self,
-        tables: Sequence[BlockTable],
-        tokens: Sequence[int],
-        start: int,
-        *,
-        logit_rows: int,
-        should_stop: Callable[[], bool] | None = None,
+        self, spans: Sequence[StepSpan], *, should_stop: Callable[[], bool] | None = None
     ) -> tuple[Floats, Floats] | None:
-        """Write K and V of `tokens` at positions `start ..` and compute what follows them.
+        """Write K and V of the tokens of each span and compute what follows them.
 
         Args:
-            tables: the sequence's block ids in each pool, those of the new positions among them.
-            logit_rows: the last so many tokens go through the LM head.
-            should_stop: asked before each layer of more than one token, or before all of them for
-                `MAX_ROWS`.
+            spans: of different sequences, or of what does not see each other's new tokens; up to
+                `MAX_ROWS` tokens together.
+            should_stop: asked before each layer; once for `MAX_ROWS` tokens of one sequence, and
+                not for the next tokens of up to `DECODE_ROWS` of them.
 
         Returns:
-            Hidden states after the final norm `[len(tokens), E]` and logits `[logit_rows, V]`; None
-            if it was stopped.
+            Hidden states after the final norm `[tokens, E]` and logits `[logit_rows, V]`, span
+            after span; None if it was stopped.
 
         Raises:
-            ValueError: a token, a block or a position that is not there.
+            ValueError: a token, a block or a position that is not there, or too many tokens.
         """
-        count = len(tokens)
-        check_rows(count, logit_rows)
-        self._check_positions(start + count)
-        self._inputs.set(tables, tokens, start)
-        if count == 1 and logit_rows == 1:
-            self._one()
-            return _host(self._buffers.states[:1]), _host(self._row.logits)
-        buffers = self._buffers.of(count)
-        if count == MAX_ROWS and not (should_stop is not None and should_stop()):
+        counts = [len(span.tokens) for span in spans]
+        next_tokens = all(len(span.tokens) == 1 == span.logit_rows for span in spans)
+        if next_tokens and 1 <= len(spans) <= min(DECODE_ROWS, MAX_ROWS):
+            self._next(spans)
+            logits = self._row.logits if len(spans) == 1 else self._logits[: len(spans)]
+            return _host(self._buffers.states[: len(spans)]), _host(logits)
+        self._inputs.set(spans)
+        buffers = self._buffers.of(sum(counts))
+        if counts == [MAX_ROWS]:
+            if should_stop is not None and should_stop():
+                return None
             self._chunk()
-        elif not self._through_layers(buffers, should_stop):
+        elif not self._through_layers(self._inputs, counts, buffers, should_stop):
             return None
-        logits = torch.empty((logit_rows, self._head.outputs), device=self._device)
-        if logit_rows:
-            self._head_into(buffers.states[count - logit_rows :], logits)
+        states = _last_rows(buffers.states, spans)
+        logits = torch.empty((len(states), self._head.outputs), device=self._device)
+        if len(states):
+            self._head_into(states, logits)
         return _host(buffers.states), _host(logits)
 
-    def best(self, tables: Sequence[BlockTable], token: int, start: int) -> Logits:
-        """`run` for one token; of the logits, the best come to the host and not all."""
-        self._check_positions(start + 1)
-        self._inputs.set(tables, [token], start)
-        self._one()
+    def best(self, span: StepSpan) -> Logits:
+        """`run` for one token; of the logits, the best come to the host and not all.
+
+        Raises:
+            ValueError: as in `run`, or the span has more tokens than one, or no row of logits.
+        """
+        if len(span.tokens) != 1 or span.logit_rows != 1:
+            raise ValueError(
+                f"{len(span.tokens)} tokens and {span.logit_rows} rows of logits; the best are "
+                "found for one token and row"
+            )
+        self._next([span])
         self._pack()
         return self._row.best()
 
@@ -187,26 +160,39 @@ class DeviceStep:
         linear(rows, DevicePackedWeights.of(weight, self._device), out, self._buffers.halves)
         return _host(out)
 
-    def _check_positions(self, end: int) -> None:
-        if end > self._positions:
-            raise ValueError(f"position {end} is beyond the {self._positions} of the RoPE table")
+    def _next(self, spans: Sequence[StepSpan]) -> None:
+        """A token of each span, by a capture for as many; states and logits stay on the device."""
+        rows = len(spans)
+        self._decode_inputs.set(spans)
+        if rows not in self._decode:
+            self._decode[rows] = Captured(partial(self._launch_next, rows), self._device)
+        self._decode[rows]()
+
+    def _launch_next(self, rows: int) -> None:
+        buffers = self._buffers.of(rows)
+        self._through_layers(self._decode_inputs, [1] * rows, buffers, None)
+        if rows == 1:
+            self._head_into(buffers.states, self._row.logits, peaks=self._row.peaks)
+        else:
+            self._head_into(buffers.states, self._logits[:rows])
 
     def _launch_chunk(self) -> None:
-        self._through_layers(self._buffers, None)
+        self._through_layers(self._inputs, [MAX_ROWS], self._buffers, None)
 
-    def _launch_one(self) -> None:
-        buffers = self._buffers.of(1)
-        self._through_layers(buffers, None)
-        self._head_into(buffers.states, self._row.logits, peaks=self._row.peaks)
-
-    def _through_layers(self, buffers: Buffers, should_stop: Callable[[], bool] | None) -> bool:
-        """Tokens to states; False if it was stopped on the way."""
-        weights = self._weights
-        embed(self._embedding, self._inputs.tokens, buffers.x, scale=weights.embedding_scale)
+    def _through_layers(
+        self,
+        inputs: SpanInputs,
+        counts: Sequence[int],
+        buffers: Buffers,
+        should_stop: Callable[[], bool] | None,
+    ) -> bool:
+        """Tokens to states, for spans of so many tokens; False if it was stopped on the way."""
+        weights, work = self._weights, inputs.work(counts)
+        embed(self._embedding, inputs.tokens, buffers.x, scale=weights.embedding_scale)
         for layer in self._layers:
             if should_stop is not None and should_stop():
                 return False
-            layer.run(buffers, self._places)
+            layer.run(buffers, inputs.places, work)
         normalize(buffers.x, self._final_norm, buffers.states, epsilon=weights.epsilon)
         return True
 
@@ -216,6 +202,16 @@ class DeviceStep:
         """The LM head on states `[rows, E]`, into `logits` `[rows, V]`; see `linear`."""
         cap = self._weights.logit_softcap
         linear(states, self._head, logits, self._buffers.halves, softcap=cap, peaks=peaks)
+
+
+def _last_rows(states: torch.Tensor, spans: Sequence[StepSpan]) -> torch.Tensor:
+    """States `[logit_rows, E]` that go through the LM head, of those of all tokens."""
+    parts, end = [], 0
+    for span in spans:
+        end += len(span.tokens)
+        if span.logit_rows:
+            parts.append(states[end - span.logit_rows : end])
+    return torch.cat(parts) if len(parts) > 1 else parts[0] if parts else states[:0]
 
 
 def _host(tensor: torch.Tensor) -> Floats:

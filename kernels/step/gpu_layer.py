@@ -14,12 +14,13 @@ import numpy as np
 import torch
 
 from edgellm.kernels.attention.gpu import Partials, attend
+from edgellm.kernels.attention.gpu_tiles import Work
 from edgellm.kernels.gpu.device import on_device
-from edgellm.kernels.gpu.kv_blocks import DeviceBlocks
 from edgellm.kernels.kv_append.gpu import DeviceNorms, append_rotated
 from edgellm.kernels.linear.gpu import DevicePackedWeights, Rows, linear, stackable
 from edgellm.kernels.linear.packed import PackedWeights
 from edgellm.kernels.rope import RopeTable
+from edgellm.kernels.step.gpu_inputs import Place
 from edgellm.kernels.step.gpu_norm import DeviceNorm, normalize
 from edgellm.kernels.step.weights import Floats, LayerWeights, Weights
 
@@ -33,15 +34,6 @@ class DeviceRope(NamedTuple):
     @classmethod
     def of(cls, table: RopeTable, device: str) -> DeviceRope:
         return cls(on_device(table.cos, device), on_device(table.sin, device))
-
-
-@dataclass(frozen=True)
-class Place:
-    """Where K and V of the tokens go: blocks, a table of their ids, the first token's position."""
-
-    blocks: DeviceBlocks
-    table: torch.Tensor
-    start: torch.Tensor
 
 
 @dataclass(frozen=True)
@@ -166,16 +158,16 @@ class DeviceLayer:
             post_mlp_norm=norm(layer.post_mlp_norm, layer.post_mlp_norm_bias),
         )
 
-    def run(self, buffers: Buffers, places: Sequence[Place]) -> None:
+    def run(self, buffers: Buffers, places: Sequence[Place], work: Work) -> None:
         """Add what the layer computes to the residual; `places` are those in each pool."""
-        self._attend(buffers, places[self.host.pool])
+        self._attend(buffers, places[self.host.pool], work)
         rows = len(buffers.x)
         attended = buffers.attended.view(rows, -1)
         self._add(attended, self.o, self.o_bias, self.post_attention_norm, buffers)
         self._activate(buffers)
         self._add(buffers.activated, self.down, self.down_bias, self.post_mlp_norm, buffers)
 
-    def _attend(self, buffers: Buffers, place: Place) -> None:
+    def _attend(self, buffers: Buffers, place: Place, work: Work) -> None:
         inputs, norm = self._inputs(self.attention_norm, buffers)
         qkv, first = buffers.qkv.view(len(inputs), -1), 0
         for weight in self.projections:
@@ -184,9 +176,9 @@ class DeviceLayer:
             first += weight.outputs
         append_rotated(
             place.blocks,
-            place.table,
+            place.tables,
             self.slot,
-            place.start,
+            work.rows,
             buffers.qkv,
             *self.rope,
             buffers.q,
@@ -195,10 +187,10 @@ class DeviceLayer:
         )
         attend(
             place.blocks,
-            place.table,
+            place.tables,
             self.slot,
             buffers.q,
-            place.start,
+            work,
             buffers.attended,
             buffers.partials,
             window=self.host.window,

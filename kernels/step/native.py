@@ -10,18 +10,18 @@ from numpy.typing import NDArray
 
 from edgellm.kernels.checks import block_ids, check_rope, indices
 from edgellm.kernels.kv_append.native import NormPointers
-from edgellm.kernels.kv_blocks import KVBlocks, KVView
+from edgellm.kernels.kv_blocks import KVBlocks
 from edgellm.kernels.linear import PANEL
 from edgellm.kernels.linear.native import LinearLayer, layer_of
 from edgellm.kernels.native import KV, Rope, address
 from edgellm.kernels.rope import RopeTable
+from edgellm.kernels.step.span import StepSpan, check_spans
 from edgellm.kernels.step.weights import (
     ACTIVATIONS,
     VECTORS,
     LayerWeights,
     Weights,
     check_pools,
-    check_rows,
     check_weights,
 )
 
@@ -58,6 +58,15 @@ class _Transformer(ctypes.Structure):
     ]
 
 
+class _Span(ctypes.Structure):
+    """The same fields, in the same order, as in call.h."""
+
+    _fields_ = [
+        ("tables", ctypes.c_void_p),
+        *((name, ctypes.c_int32) for name in ("rows", "start", "logit_rows")),
+    ]
+
+
 class _Call(ctypes.Structure):
     """The same fields, in the same order, as in call.h."""
 
@@ -65,9 +74,10 @@ class _Call(ctypes.Structure):
         ("model", ctypes.POINTER(_Transformer)),
         ("pools", ctypes.POINTER(KV)),
         ("ropes", ctypes.POINTER(Rope)),
+        ("spans", ctypes.POINTER(_Span)),
         *((name, ctypes.c_void_p) for name in ("tokens", "states", "logits", "workspace")),
         ("should_stop", _ShouldStop),
-        *((name, ctypes.c_int32) for name in ("count", "start", "logit_rows", "threads")),
+        *((name, ctypes.c_int32) for name in ("span_count", "count", "logit_rows", "threads")),
     ]
 
 
@@ -119,15 +129,36 @@ def _answers(should_stop: Callable[[], bool], errors: list[BaseException]) -> It
 
 
 class FusedStep:
-    """A model ready for `run`; keeps its weights alive."""
+    """A model ready for `run` on the blocks of its pools; keeps its weights alive."""
 
-    def __init__(self, library: ctypes.CDLL, weights: Weights, ropes: Sequence[RopeTable]) -> None:
-        """`ropes` are the tables that layers name by their index."""
+    def __init__(
+        self,
+        library: ctypes.CDLL,
+        weights: Weights,
+        ropes: Sequence[RopeTable],
+        pools: Sequence[KVBlocks],
+    ) -> None:
+        """Take the addresses of all parts.
+
+        Args:
+            ropes: the tables that `LayerWeights.rope` counts.
+            pools: those that `LayerWeights.pool` counts.
+
+        Raises:
+            ValueError: a part that does not fit the others.
+        """
         check_weights(weights, ropes=len(ropes))
+        check_pools(weights, pools)
+        for table in ropes:
+            check_rope(table, pools[0].head_dim, 0)
         self._library = library
         self._weights = weights
         self._ropes = list(ropes)
+        self._positions = min(len(table.cos) for table in ropes)
         self._rope_pointers = (Rope * len(ropes))(*map(Rope.of, ropes))
+        self._pools = list(pools)
+        no_table = np.empty(0, np.int64)
+        self._pool_pointers = (KV * len(pools))(*(KV.of(pool, no_table) for pool in pools))
         head_dim = weights.layers[0].o.inputs // weights.heads
         slots = weights.slots
         layers = [_layer(*each, head_dim) for each in zip(weights.layers, slots, strict=True)]
@@ -147,75 +178,63 @@ class FusedStep:
             weights.logit_softcap or 0.0,
         )
         self._workspace = np.empty(0, np.uint8)
-        self._blocks: list[KVBlocks] = []
-        self._pools = (KV * 0)()
-
-    def _point_at(self, blocks: list[KVBlocks]) -> None:
-        """Check pools and take their addresses, once for all calls."""
-        same = len(blocks) == len(self._blocks)
-        if same and all(a is b for a, b in zip(blocks, self._blocks, strict=True)):
-            return
-        check_pools(self._weights, blocks)
-        none = np.empty(0, np.int64)
-        self._pools = (KV * len(blocks))(*(KV.of(pool, none) for pool in blocks))
-        self._blocks = blocks
 
     def run(
         self,
-        views: Sequence[KVView],
-        tokens: Sequence[int],
-        start: int,
+        spans: Sequence[StepSpan],
         *,
-        logit_rows: int,
         threads: int = 1,
         should_stop: Callable[[], bool] | None = None,
     ) -> tuple[Floats, Floats] | None:
-        """Write K and V of `tokens` at positions `start ..` and compute what follows them.
+        """Write K and V of the tokens of each span and compute what follows them.
 
         A token's results have the same bits however many others come with it.
 
         Args:
-            views: the sequence in each pool, with blocks for the new positions.
-            logit_rows: the last so many tokens go through the LM head.
+            spans: of different sequences, or of what does not see each other's new tokens.
             should_stop: asked before each layer; what it raises stops the step and is raised again.
 
         Returns:
-            Hidden states after the final norm `[len(tokens), E]` and logits `[logit_rows, V]`; None
-            if it was stopped.
+            Hidden states after the final norm `[tokens, E]` and logits `[logit_rows, V]`, span
+            after span; None if it was stopped.
 
         Raises:
             ValueError: a token, a block or a position that is not there.
         """
-        weights, count = self._weights, len(tokens)
-        self._point_at([view.blocks for view in views])
+        weights = self._weights
+        check_spans(spans, pools=len(self._pools))
+        tokens = [token for span in spans for token in span.tokens]
         ids = indices(tokens, weights.embedding.outputs, "token id")
-        tables = [block_ids(v.table, v.blocks.count, start=start, tokens=count) for v in views]
-        for pool, table in zip(self._pools, tables, strict=True):
-            pool.table = address(table)
-        for rope_table in self._ropes:
-            check_rope(rope_table, views[0].blocks.head_dim, start + count)
-        check_rows(count, logit_rows)
+        tables = [self._tables(span) for span in spans]
+        pointers = [np.array([address(table) for table in each], np.uint64) for each in tables]
+        rows = sum(span.logit_rows for span in spans)
         errors: list[BaseException] = []
         callback = _ShouldStop()
         if should_stop is not None:
             answers = _answers(should_stop, errors)
             next(answers)
             callback = _ShouldStop(answers.__next__)
-        states = np.empty((count, weights.embedding.inputs), np.float32)
+        states = np.empty((len(ids), weights.embedding.inputs), np.float32)
         width = -(-weights.head.outputs // PANEL) * PANEL
-        logits = np.empty((logit_rows, width), np.float32)
+        logits = np.empty((rows, width), np.float32)
         call = _Call(
             ctypes.pointer(self._model),
-            self._pools,
+            self._pool_pointers,
             self._rope_pointers,
+            (_Span * len(spans))(
+                *(
+                    _Span(address(at), len(span.tokens), span.start, span.logit_rows)
+                    for span, at in zip(spans, pointers, strict=True)
+                )
+            ),
             address(ids),
             address(states),
             address(logits),
             None,
             callback,
-            count,
-            start,
-            logit_rows,
+            len(spans),
+            len(ids),
+            rows,
             threads,
         )
         needed = self._library.edgellm_step_workspace(ctypes.byref(call))
@@ -228,3 +247,15 @@ class FusedStep:
         if not done:
             return None
         return states, logits[:, : weights.head.outputs]
+
+    def _tables(self, span: StepSpan) -> list[NDArray[np.int64]]:
+        """A span's block ids in each pool, checked."""
+        count = len(span.tokens)
+        if span.start + count > self._positions:
+            raise ValueError(
+                f"position {span.start + count} is beyond the {self._positions} of the RoPE table"
+            )
+        return [
+            block_ids(table, pool.count, start=span.start, tokens=count)
+            for table, pool in zip(span.tables, self._pools, strict=True)
+        ]

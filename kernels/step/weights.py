@@ -209,16 +209,6 @@ def check_pools(weights: Weights, pools: Sequence[KVBlocks]) -> None:
         raise ValueError("pools of several formats; needed is one")
 
 
-def check_rows(tokens: int, logit_rows: int) -> None:
-    """Refuse a call without tokens, or for logits of more than there are.
-
-    Raises:
-        ValueError: it is one.
-    """
-    if tokens < 1 or not 0 <= logit_rows <= tokens:
-        raise ValueError(f"{tokens} tokens and {logit_rows} rows of logits")
-
-
 def _require(name: str, value: object, needed: object) -> None:
     if value != needed:
         raise ValueError(f"{name} is {value}; needed is {needed}")

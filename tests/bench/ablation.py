@@ -18,10 +18,10 @@ import time
 from pathlib import Path
 from typing import Any
 
+from edgellm.backends.chunked_backend import ChunkedBackend
 from edgellm.backends.schedule import Policy
 from edgellm.backends.trace import bubble_rate
 from edgellm.engine.memory import peak_memory_bytes
-from edgellm.engine.prefill import ChunkedPrefill
 from edgellm.export import export
 from edgellm.llm import load
 from edgellm.measure.plan import measure
@@ -53,7 +53,7 @@ def work(bar: str, length: int, folder: Path) -> dict[str, Any]:
         )  # fmt: skip
     engine = load(str(path), prefill="cpu", precision=precision, schedule=schedule).engine
     build_s = time.perf_counter() - begin if rebuilt else 0.0
-    assert isinstance(engine.prefill, ChunkedPrefill)
+    assert isinstance(engine.prefill, ChunkedBackend)
     seconds, records = measure(engine, length)
     return {
         "tokens_per_second": length / seconds,

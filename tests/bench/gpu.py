@@ -26,6 +26,7 @@ import triton
 from edgellm.backends.providers import CUDA, status
 from edgellm.backends.registry import TRITON
 from edgellm.cache.sequence import Sequence
+from edgellm.engine.one_sequence import compute_prompt
 from edgellm.errors import EdgeLLMError
 from edgellm.kernels import rope
 from edgellm.kernels.attention.gpu import Partials, attend
@@ -35,7 +36,9 @@ from edgellm.kernels.kv_blocks import BLOCK, KVFormat, allocate
 from edgellm.kernels.linear.gpu import DevicePackedWeights, Rows, linear
 from edgellm.kernels.linear.packed import PackedWeights, packed_shape
 from edgellm.kernels.quantized import KINDS, Kind
-from edgellm.kernels.step.gpu import DeviceStep
+from edgellm.kernels.step import StepSpan
+from edgellm.kernels.step.gpu import DECODE_ROWS, MAX_ROWS, DeviceStep
+from edgellm.kernels.step.gpu_inputs import SpanInputs
 from edgellm.kernels.step.weights import LayerWeights, Weights
 from edgellm.llm import LLM, load
 
@@ -170,9 +173,12 @@ def show_attention(shape: Shape, depth: int, device: str, bandwidth: float) -> N
             head_dim=shape.head_dim,
             device=device,
         )
-        start = torch.full((1,), depth, dtype=torch.int32, device=device)
-        table = torch.arange(len(blocks.k), device=device)
-        run = _bound(attend, blocks, table, 0, q, start, torch.empty_like(q), partials)
+        inputs = SpanInputs(
+            [blocks], heads=shape.heads, rows=1, positions=depth + 1, vocabulary=2, device=device
+        )
+        inputs.set([_span(range(len(blocks.k)), 1, depth)])
+        tables, work = inputs.places[0].tables, inputs.work([1])
+        run = _bound(attend, blocks, tables, 0, q, work, torch.empty_like(q), partials)
         size = blocks.host.nbytes * depth // (len(blocks.k) * BLOCK)
         show_kernel(f"attention {format} @{depth}", seconds(run), size, bandwidth)
 
@@ -185,7 +191,7 @@ def show_kernel(name: str, taken: float, size: int, bandwidth: float) -> None:
 def show_model(
     shape: Shape, kind: Kind, depths: SequenceOf[int], device: str, bandwidth: float
 ) -> None:
-    """Decode at each depth, and a prompt."""
+    """Decode at each depth and of several sequences, and a prompt."""
     weights = random_weights(shape, kind)
     longest = max(*depths, PROMPT if not interpreted() else 0) + BLOCK
     frequencies = (10000.0 ** (-np.arange(shape.head_dim // 2) / (shape.head_dim // 2))).tolist()
@@ -195,13 +201,22 @@ def show_model(
         step = DeviceStep(weights, [rope_table], [blocks], device)
         table = list(range(len(blocks.k)))
         for depth in depths:
-            run = _bound(step.best, [table], 1, depth)
+            run = _bound(step.best, _span(table, 1, depth))
             taken = seconds(run)
             size = weights.nbytes + blocks.host.nbytes * depth // (len(blocks.k) * BLOCK)
             print(
                 f"  decode {format} @{depth:<6} {1 / taken:8.0f} tokens/s  "
                 f"{size / taken / bandwidth:4.0%} of the bandwidth"
             )
+        for rows in (8, DECODE_ROWS):
+            each = len(table) // rows
+            if each == 0:
+                continue
+            tables = [table[first * each : (first + 1) * each] for first in range(rows)]
+            depth = each * BLOCK - 1
+            spans = [_span(blocks_of_one, 1, depth) for blocks_of_one in tables]
+            taken = seconds(_bound(step.run, spans))
+            print(f"  decode {format} {rows} @{depth:<6} {rows / taken:8.0f} tokens/s")
         count = 16 if interpreted() else PROMPT
         taken = seconds(lambda step=step, table=table, count=count: _prompt(step, table, count))
         print(f"  prefill {format} pp{count:<6} {count / taken:8.0f} tokens/s")
@@ -252,7 +267,7 @@ def show_provider() -> None:
         sequence = llm.engine.cache.sequence()
 
         def run(llm: LLM = llm, sequence: Sequence = sequence) -> None:
-            llm.engine.prefill.run([1] * PROMPT, sequence)
+            compute_prompt(llm.engine.prefill, [1] * PROMPT, sequence)
             sequence.truncate(0)
 
         print(
@@ -262,9 +277,13 @@ def show_provider() -> None:
 
 
 def _prompt(step: DeviceStep, table: SequenceOf[int], count: int) -> None:
-    for start in range(0, count, 512):
-        size = min(512, count - start)
-        step.run([table], [1] * size, start, logit_rows=int(start + size == count))
+    for start in range(0, count, MAX_ROWS):
+        size = min(MAX_ROWS, count - start)
+        step.run([_span(table, size, start, logit_rows=int(start + size == count))])
+
+
+def _span(table: SequenceOf[int], count: int, start: int, *, logit_rows: int = 1) -> StepSpan:
+    return StepSpan(tables=[table], tokens=[1] * count, start=start, logit_rows=logit_rows)
 
 
 def _bound(call: Callable[..., object], *args: object, **options: object) -> Callable[[], object]:

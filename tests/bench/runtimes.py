@@ -9,6 +9,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from edgellm.engine.one_sequence import compute_prompt
+
 
 @dataclass(frozen=True)
 class Run:
@@ -35,7 +37,7 @@ class EdgeLLM:
         engine, sequence = self.engine, self.engine.cache.sequence()
         with engine.lock:
             start = time.perf_counter()
-            tokens = [int(engine.prefill.run(prompt, sequence).argmax())]
+            tokens = [int(compute_prompt(engine.prefill, prompt, sequence).argmax())]
             middle = time.perf_counter()
             for _ in range(count):
                 tokens.append(int(engine.decoder.step(tokens[-1], sequence).argmax()))

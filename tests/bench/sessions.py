@@ -23,6 +23,7 @@ from pydoc_data import topics
 
 import psutil
 
+from edgellm.engine.one_sequence import compute_prompt, compute_tokens
 from edgellm.kernels.sampling import log_sum_exp
 from edgellm.llm import LLM, load
 from edgellm.store.sources import DEFAULT_MODEL
@@ -133,10 +134,10 @@ def show_shift() -> None:
                     sequence.shift(keep=keep, discard=discard)
                 else:
                     sequence.truncate(0)
-                    engine.prefill.run(kept, sequence)
+                    compute_prompt(engine.prefill, kept, sequence)
                 seconds += time.perf_counter() - began
                 times += 1
-            logits = engine.decoder.steps(tokens[start : start + STRIDE], sequence)
+            logits = compute_tokens(engine.decoder, tokens[start : start + STRIDE], sequence)
             for row, token in zip(logits, tokens[start + 1 :], strict=False):
                 loss += log_sum_exp(row) - float(row[token])
         sequence.close()

@@ -49,7 +49,7 @@ def test_token_ids(tiny: LLM, tokens: Any) -> None:
                 call(tokens)
         assert session.tokens == (1, 2)
     with pytest.raises(OptionError, match="`prompt`"):
-        tiny.generate(tokens, max_tokens=1)
+        next(tiny.stream(tokens, max_tokens=1))
 
 
 def test_right_token_ids(tiny: LLM) -> None:
@@ -215,3 +215,22 @@ def test_arguments_are_the_fields_of_options() -> None:
     assert set(EngineArguments.__annotations__) == fields
     fields = {field.name for field in dataclasses.fields(GenerationOptions)}
     assert set(GenerationArguments.__annotations__) == fields
+
+
+def test_lists_of_prompts(tiny: LLM) -> None:
+    answers = tiny.generate([[1, 2], [3]], max_tokens=2, ignore_eos=True, seed=1)
+    assert [len(answer.tokens) for answer in answers] == [2, 2]
+    assert [a.text for a in tiny.generate("a", n=1, max_tokens=0)] == [""]
+    for wrong in (["a", 3], [[1], [1 << 40]], [[]], []):
+        with pytest.raises(OptionError):
+            tiny.generate(wrong, max_tokens=1)  # type: ignore[call-overload]
+    with pytest.raises(OptionError, match="`n`"):
+        tiny.generate("a", n=0)
+
+
+def test_one_wrong_prompt_of_a_batch(tiny: LLM) -> None:
+    prompts = [[1, 2], [1 << 40], [3] * (tiny.ctx_size + 1), [4]]
+    answers = sorted(tiny.batch(prompts, max_tokens=1, seed=1), key=lambda a: a.index)
+    assert [answer.error is None for answer in answers] == [True, False, False, True]
+    with pytest.raises(OptionError, match="`prompt`"):
+        answers[1].result()

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import math
 import threading
 from typing import Any
 
@@ -15,9 +16,12 @@ from edgellm import (
     OptionError,
     Progress,
 )
+from edgellm.backends.batch import Rows
 from edgellm.backends.registry import TRITON
+from edgellm.backends.step_backend import StepBackend
 from edgellm.cache.groups import STEP_ROWS
-from edgellm.engine.prefill import Hooks, StepPrefill
+from edgellm.engine.one_sequence import Hooks, compute_prompt
+from edgellm.kernels.sampling import Logits
 from edgellm.llm import LLM, load
 
 GREEDY = GenerationOptions(temperature=0.0, max_tokens=24)
@@ -143,7 +147,7 @@ def test_cancel_in_prefill_keeps_the_session(llm: LLM) -> None:
         found = session.generate(options=GREEDY, cancel=cancel, progress=progress)
         assert found.finish_reason == "cancelled"
         assert found.tokens == ()
-        chunk = STEP_ROWS if isinstance(llm.engine.prefill, StepPrefill) else 128
+        chunk = STEP_ROWS if isinstance(llm.engine.prefill, StepBackend) else 128
         assert seen == [Progress("prefill", chunk, len(session.tokens), "tokens")]
         assert session.cached == found.stats.cached_tokens + chunk == chunk
         assert found.stats.prefill == {backend(llm): chunk}
@@ -166,16 +170,18 @@ def test_cancel_between_layers_leaves_the_sequence_as_it_was(llm: LLM) -> None:
             return self.asked > 3
 
     sequence = llm.engine.cache.sequence()
-    before = llm.engine.prefill.run([1, 2, 3], sequence)
+    before = compute_prompt(llm.engine.prefill, [1, 2, 3], sequence)
     sequence.truncate(2)
     cancel = Later()
     with pytest.raises(CancelledError, match="between two layers"):
-        llm.engine.prefill.run([4, 5, 6], sequence, Hooks(cancel=cancel))
+        compute_prompt(llm.engine.prefill, [4, 5, 6], sequence, Hooks(cancel=cancel))
     assert cancel.asked == 4
     assert sequence.tokens == [1, 2]
     # on a GPU a single row has a kernel of its own, which adds up in another order
     allowed = 0.1 if backend(llm) == TRITON else 0.0
-    np.testing.assert_allclose(llm.engine.prefill.run([3], sequence), before, atol=allowed, rtol=0)
+    np.testing.assert_allclose(
+        compute_prompt(llm.engine.prefill, [3], sequence), before, atol=allowed, rtol=0
+    )
     sequence.truncate(0)
 
 
@@ -312,7 +318,8 @@ def test_too_little_memory(smollm2: Any, monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_broken_weights_are_noticed(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     broken = np.full(llm.engine.config.vocab_size, np.nan, np.float32)
-    monkeypatch.setattr(llm.engine.prefill, "run", lambda *_, **__: broken)
+    rows = Rows(broken[None], [Logits(broken, math.nan)])
+    monkeypatch.setattr(llm.engine.prefill, "run", lambda *_, **__: [rows])
     with pytest.raises(NumericError, match="not finite"):
         llm.generate("Hello")
 

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 from tiny_families import FAMILIES, logits, make, save_tokenizer
 
-from edgellm.engine.prefill import Hooks
+from edgellm.engine.one_sequence import Hooks, compute_prompt, compute_tokens
 from edgellm.errors import UnsupportedModelError
 from edgellm.export import export
 from edgellm.kernels.gpu import device
@@ -95,8 +95,8 @@ def _error_of_prompt(model: Any, llm: LLM, length: int) -> float:
     tokens = np.random.default_rng(length).integers(3, 256, length + DECODED).tolist()
     expected = logits(model, tokens)[length - 1 :]
     sequence = llm.engine.cache.sequence()
-    rows = [llm.engine.prefill.run(tokens[:length], sequence, Hooks())]
-    rows += [llm.engine.decoder.step(token, sequence) for token in tokens[length:]]
+    rows = [compute_prompt(llm.engine.prefill, tokens[:length], sequence, Hooks())]
+    rows += [compute_tokens(llm.engine.decoder, [token], sequence)[0] for token in tokens[length:]]
     sequence.close()
     return float(np.abs(np.stack(rows) - expected).max() / np.abs(expected).max())
 

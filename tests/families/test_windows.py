@@ -12,7 +12,7 @@ from matrix import ALLOWED, BACKENDS, CHUNK, usable
 from tiny_families import logits, make, save_tokenizer
 
 from edgellm.cache.group_table import GroupTable
-from edgellm.engine.prefill import Hooks
+from edgellm.engine.one_sequence import Hooks, compute_prompt, compute_tokens
 from edgellm.export import export
 from edgellm.llm import LLM, load
 
@@ -74,8 +74,10 @@ def test_long_prompts_are_what_transformers_computes(
     chosen = {} if backend == "C++" else {"schedule": schedule}
     with start(**BACKENDS[backend][1], **chosen) as llm:
         sequence = llm.engine.cache.sequence()
-        rows = [llm.engine.prefill.run(tokens[:LENGTH], sequence, Hooks())]
-        rows += [llm.engine.decoder.step(token, sequence) for token in tokens[LENGTH:]]
+        rows = [compute_prompt(llm.engine.prefill, tokens[:LENGTH], sequence, Hooks())]
+        rows += [
+            compute_tokens(llm.engine.decoder, [token], sequence)[0] for token in tokens[LENGTH:]
+        ]
         used = {group.group.window: group.pool.used for group in llm.engine.cache.groups}
     assert used == {WINDOW: 2, None: 6}
     assert np.abs(np.stack(rows) - expected).max() < ALLOWED[backend] * np.abs(expected).max()

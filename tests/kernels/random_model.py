@@ -13,7 +13,7 @@ from edgellm.kernels.kv_append import HeadNorms
 from edgellm.kernels.kv_blocks import BLOCK, KVView, allocate
 from edgellm.kernels.linear import PackedWeights, pack_weight
 from edgellm.kernels.quantized import dequantize
-from edgellm.kernels.step import FusedStep, LayerWeights, Weights, reference
+from edgellm.kernels.step import FusedStep, LayerWeights, StepSpan, Weights, reference
 
 EPSILON = 1e-5
 VOCABULARY = 70
@@ -176,7 +176,7 @@ class Model:
         inv_freq = 10000.0 ** (-np.arange(half) / half)
         # magnitude 0 stands for a RoPE that does not turn
         self.turns = [(((m > 0) * inv_freq).tolist(), m or 1.0) for m in shape.parts.ropes]
-        self.ropes = [rope.table(freq, 512, magnitude=m) for freq, m in self.turns]
+        self.ropes = [rope.table(freq, 1100, magnitude=m) for freq, m in self.turns]
         self.tokens = self._rng.integers(0, VOCABULARY, 300).tolist()
 
     def _vector(self, size: int, *, around: float = 0.0) -> np.ndarray:
@@ -258,15 +258,23 @@ class Model:
             rounded=rounded,
         )
 
+    def step(self, library: ctypes.CDLL, views: list[KVView]) -> FusedStep:
+        return FusedStep(library, self.weights, self.ropes, [view.blocks for view in views])
+
     def run(
         self, library: ctypes.CDLL, cuts: list[int], format: str, *, threads: int = 2
     ) -> tuple[np.ndarray, np.ndarray]:
         """States and logits of all tokens, in calls that end at `cuts`."""
-        step, views = FusedStep(library, self.weights, self.ropes), self.views(format)
-        found = []
+        views = self.views(format)
+        step, found = self.step(library, views), []
         for start, end in zip([0, *cuts], cuts, strict=False):
-            tokens = self.tokens[start:end]
             self.poison(views, start)
-            found.append(step.run(views, tokens, start, logit_rows=end - start, threads=threads))
+            span = span_of(views, self.tokens[start:end], start, logit_rows=end - start)
+            found.append(step.run([span], threads=threads))
         states, logits = zip(*found, strict=True)
         return np.concatenate(states), np.concatenate(logits)
+
+
+def span_of(views: list[KVView], tokens: list[int], start: int, *, logit_rows: int) -> StepSpan:
+    tables = [view.table for view in views]
+    return StepSpan(tables=tables, tokens=tokens, start=start, logit_rows=logit_rows)

@@ -1,5 +1,8 @@
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 import numpy as np
 import pytest
 
@@ -9,62 +12,104 @@ pytest.importorskip("triton")
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 
 from edgellm.kernels import hadamard  # noqa: E402
-from edgellm.kernels.attention import gpu, reference  # noqa: E402
+from edgellm.kernels.attention import gpu, gpu_tiles, reference  # noqa: E402
 from edgellm.kernels.gpu.kv_blocks import DeviceBlocks  # noqa: E402
 from edgellm.kernels.kv_append import append  # noqa: E402
 from edgellm.kernels.kv_append.reference import round_trip  # noqa: E402
 from edgellm.kernels.kv_blocks import KV_FORMATS, SCALED, KVFormat, allocate  # noqa: E402
+from edgellm.kernels.step import StepSpan  # noqa: E402
+from edgellm.kernels.step.gpu_inputs import SpanInputs  # noqa: E402
 
-TABLE = [3, 0, 5, 1, 4]
+# Of sequences, one after the other.
+TABLES = [[3, 0, 5, 1, 4], [9, 2], [6, 11, 8], [7], [10]]
 # Relative to the largest output: halves for queries, weights and sums of codes.
 ALLOWED = {"int8": 2e-3, "int4": 2e-3, "f16": 2e-3, "f32": 2e-6}
 
 
 def run(
-    device: str,
-    format: KVFormat,
-    *,
-    heads: int,
-    kv_heads: int,
-    head_dim: int,
-    length: int,
-    tokens: int,
-    window: int | None = None,
-    scale: float | None = None,
-    softcap: float | None = None,
-    size: float = 1.0,
+    device: str, format: KVFormat, *, length: int, tokens: int, **options: Any
 ) -> tuple[np.ndarray, np.ndarray]:
     """The last `tokens` of `length` tokens attend; ours, and the reference on what the cache holds.
 
     Memory that was never written holds NaN, or the largest code.
     """
-    rng = np.random.default_rng(head_dim + length)
-    host = allocate(format=format, blocks=6, layers=2, kv_heads=kv_heads, head_dim=head_dim)
-    for array in (host.k, host.v, host.k_scale, host.v_scale):
-        if array is not None:
+    return Sequences(device, format, [(length, tokens)], **options).attend([0])[0]
+
+
+class Sequences:
+    """Several in one pool, of each its length and how many of its last tokens attend."""
+
+    def __init__(
+        self,
+        device: str,
+        format: KVFormat,
+        lengths: Sequence[tuple[int, int]],
+        *,
+        heads: int,
+        kv_heads: int,
+        head_dim: int,
+        size: float = 1.0,
+        **options: Any,
+    ) -> None:
+        self._lengths = lengths
+        self._options = options
+        self._device = device
+        blocks = 6 if len(lengths) == 1 else 12
+        host = allocate(
+            format=format, blocks=blocks, layers=2, kv_heads=kv_heads, head_dim=head_dim
+        )
+        for array in host.arrays:
             array.fill(np.nan if array.dtype.kind == "f" else np.iinfo(array.dtype).max)
-    k, v = (
-        size * rng.standard_normal((length, kv_heads, head_dim)).astype(np.float32)
-        for _ in range(2)
-    )
-    append(host, TABLE, 1, 0, k, v)
-    q = size * rng.standard_normal((tokens, heads, head_dim)).astype(np.float32)
-    held = round_trip(k, format, key=True), round_trip(v, format, key=False)
-    options = {"window": window, "scale": scale, "softcap": softcap}
-    expected = reference.attend(q, *held, length - tokens, **options)
-    blocks = DeviceBlocks.like(host, device)
-    blocks.fetch(range(6))
-    ours = torch.tensor(hadamard.transform(q) if format in SCALED else q, device=device)
-    out = torch.full(q.shape, float("nan"), device=device)
-    partials = gpu.Partials.empty(
-        tokens=tokens, heads=heads, kv_heads=kv_heads, head_dim=head_dim, device=device
-    )
-    for part in (partials.sums, partials.largest, partials.weight):
-        part.fill_(float("nan"))
-    start = torch.tensor([length - tokens], dtype=torch.int32, device=device)
-    ids = torch.tensor(TABLE, device=device)
-    gpu.attend(blocks, ids, 1, ours, start, out, partials, **options)
-    return out.cpu().numpy(), expected
+        self._queries, self._expected = [], []
+        for (length, tokens), table in zip(lengths, TABLES, strict=False):
+            rng = np.random.default_rng(head_dim + length)
+            k, v = (
+                size * rng.standard_normal((length, kv_heads, head_dim)).astype(np.float32)
+                for _ in range(2)
+            )
+            append(host, table, 1, 0, k, v)
+            q = size * rng.standard_normal((tokens, heads, head_dim)).astype(np.float32)
+            held = round_trip(k, format, key=True), round_trip(v, format, key=False)
+            self._expected.append(reference.attend(q, *held, length - tokens, **options))
+            self._queries.append(hadamard.transform(q) if format in SCALED else q)
+        self._blocks = DeviceBlocks.like(host, device)
+        self._blocks.fetch(range(blocks))
+        self._inputs = SpanInputs(
+            [self._blocks],
+            heads=heads,
+            rows=sum(tokens for _, tokens in lengths),
+            positions=640,
+            vocabulary=1,
+            device=device,
+        )
+
+    def attend(self, numbers: Sequence[int]) -> list[tuple[np.ndarray, np.ndarray]]:
+        """These of them in one call; see `run`."""
+        blocks, device = self._blocks, self._device
+        q = torch.tensor(np.concatenate([self._queries[n] for n in numbers]), device=device)
+        rows, heads, head_dim = q.shape
+        inputs = self._inputs
+        counts = [self._lengths[n][1] for n in numbers]
+        inputs.set([self._span(n) for n in numbers])
+        partials = gpu.Partials.empty(
+            tokens=rows,
+            heads=heads,
+            kv_heads=blocks.host.kv_heads,
+            head_dim=head_dim,
+            device=device,
+        )
+        for part in (partials.sums, partials.largest, partials.weight):
+            part.fill_(float("nan"))
+        out = torch.full(q.shape, float("nan"), device=device)
+        tables, work = inputs.places[0].tables, inputs.work(counts)
+        gpu.attend(blocks, tables, 1, q, work, out, partials, **self._options)
+        found = np.split(out.cpu().numpy(), np.cumsum(counts)[:-1])
+        return list(zip(found, [self._expected[n] for n in numbers], strict=True))
+
+    def _span(self, number: int) -> StepSpan:
+        length, tokens = self._lengths[number]
+        start, table = length - tokens, TABLES[number]
+        return StepSpan(tables=[table], tokens=[0] * tokens, start=start, logit_rows=0)
 
 
 def check(found: np.ndarray, expected: np.ndarray, format: str) -> None:
@@ -135,3 +180,86 @@ def test_tiny_and_huge_values_stay_finite(triton_device: str, size: float) -> No
     shape = {"heads": 3, "kv_heads": 1, "head_dim": 64}
     found, _ = run(triton_device, "int8", length=70, tokens=2, size=size, **shape)
     assert np.isfinite(found).all()
+
+
+@pytest.mark.parametrize(
+    ("format", "window"), [("int8", 40), ("int4", None), ("f16", 40), ("f32", None)]
+)
+def test_spans_of_several_sequences(
+    triton_device: str, format: KVFormat, window: int | None
+) -> None:
+    """Next tokens of short and long sequences beside parts of prompts, of several tiles too.
+
+    And then fewer of them: the programs that nothing is left for do nothing.
+    """
+    lengths = [(200, 1), (130, 5), (70, 23), (1, 1)]
+    shape = {"heads": 3, "kv_heads": 1, "head_dim": 64, "window": window}
+    sequences = Sequences(triton_device, format, lengths, **shape)
+    for numbers in ([3, 0, 2, 1], [2, 1]):
+        for found, expected in sequences.attend(numbers):
+            check(found, expected, format)
+
+
+@pytest.mark.parametrize("format", ["int4", "f32"])
+def test_a_span_has_the_same_bits_in_company(triton_device: str, format: KVFormat) -> None:
+    """With the same tiles, and keys too few to be split."""
+    shape = {"heads": 6, "kv_heads": 2, "head_dim": 64}
+    sequences = Sequences(triton_device, format, [(14, 5), (1, 1), (16, 3), (9, 4)], **shape)
+    together = sequences.attend([2, 0, 3, 1])
+    for number, (found, _) in zip([2, 0, 3, 1], together, strict=True):
+        np.testing.assert_array_equal(found, sequences.attend([number])[0][0])
+
+
+@pytest.mark.parametrize(
+    ("format", "group", "head_dim"),
+    [
+        ("int8", 1, 64),
+        ("f16", 3, 64),
+        ("int4", 4, 256),
+        ("f32", 71, 32),
+        ("int8", 8, 128),
+    ],
+)
+def test_every_query_has_its_keys_and_a_place_for_its_sums(
+    monkeypatch: pytest.MonkeyPatch, format: KVFormat, group: int, head_dim: int
+) -> None:
+    """As many splits as on a device: none is missing, and no two write to one place."""
+    monkeypatch.setattr(gpu_tiles, "interpreted", lambda: False)
+    host = allocate(format=format, blocks=1, layers=1, kv_heads=2, head_dim=head_dim)
+    tiling = gpu_tiles.Tiling.of(DeviceBlocks.like(host, "cpu"), 2 * group)
+    rng = np.random.default_rng(group)
+    for spans in (1, 1, 1, 2, 3, 8, 32, 100):
+        counts = rng.integers(1, rng.choice([2, 9, 512 // spans + 1]), spans).tolist()
+        starts = (10 ** rng.uniform(0, 5, spans)).astype(int).tolist()
+        keys = tiling.key_tiles(counts, starts)
+        plan, splits = tiling.plan(counts, keys), tiling.splits(counts, keys)
+        assert len(plan.jobs) == tiling.jobs(counts) <= tiling.most_jobs(sum(counts))
+        tile, places = tiling.tile(counts), []
+        for first, count, _, _, query, split, of, before in plan.jobs[plan.jobs[:, 1] > 0].tolist():
+            assert 0 <= split < of
+            own = np.arange(query, min(query + tile, count * group))
+            token = own // group
+            part = before + first + token + split * count
+            places += zip(part.tolist(), (own % group).tolist(), strict=True)
+            rows = plan.rows[first + token]
+            np.testing.assert_array_equal(rows[:, 2] + split * rows[:, 4], part)
+            assert (rows[:, 3] == of).all()
+        parts = sum(count * of for count, of in zip(counts, splits, strict=True))
+        assert sorted(places) == [(part, head) for part in range(parts) for head in range(group)]
+        room = gpu.Partials.empty(
+            tokens=sum(counts), heads=2 * group, kv_heads=2, head_dim=1, device="cpu"
+        )
+        assert 2 * group * parts <= len(room.weight)
+
+
+def test_one_sequence_alone_has_as_many_splits_as_keep_a_device_busy(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """And one among others as many as its keys are of all."""
+    monkeypatch.setattr(gpu_tiles, "interpreted", lambda: False)
+    tiling = gpu_tiles.Tiling(group=4, most=64, keys=64)
+    for count, start, expected in ((1, 9000, 32), (1, 300, 5), (40, 9000, 10), (512, 9000, 1)):
+        assert tiling.splits([count], tiling.key_tiles([count], [start])) == [expected]
+    assert tiling.splits([1, 1], [79, 79]) == [16, 16]
+    assert tiling.splits([1, 512], tiling.key_tiles([1, 512], [32000, 0])) == [21, 1]
+    assert tiling.jobs([1]) == 32

@@ -36,6 +36,12 @@ def pool(
     )
 
 
+def rows_at(start: int, count: int, device: str) -> torch.Tensor:
+    """Tokens of the only sequence."""
+    rows = [(position, 0) for position in range(start, start + count)]
+    return torch.tensor(rows, dtype=torch.int32, device=device)
+
+
 @pytest.mark.parametrize("format", KV_FORMATS)
 @pytest.mark.parametrize(
     ("heads", "kv_heads", "head_dim", "half", "shifted"),
@@ -59,7 +65,7 @@ def test_matches_portable(
     rng = np.random.default_rng(head_dim)
     table = rope.table((10000.0 ** (-np.arange(half) / half)).tolist(), 300)
     cos, sin = (torch.tensor(part, device=triton_device) for part in table)
-    ids = torch.tensor(TABLE, device=triton_device)
+    ids = torch.tensor([TABLE], device=triton_device)
     offset = rng.standard_normal((LAYERS, kv_heads, head_dim)).astype("f4") if shifted else None
     host, twin = (pool(format, kv_heads, head_dim, offset) for _ in range(2))
     for array in (host.k, host.v, host.k_scale, host.v_scale):
@@ -75,7 +81,7 @@ def test_matches_portable(
         if format in SCALED:
             expected = hadamard.transform(expected)
         q = torch.full(expected.shape, float("nan"), device=triton_device)
-        at = torch.tensor([start], dtype=torch.int32, device=triton_device)
+        at = rows_at(start, count, triton_device)
         ours = torch.tensor(qkv, device=triton_device)
         gpu.append_rotated(device, ids, LAYER, at, ours, cos, sin, q)
         np.testing.assert_allclose(q.cpu().numpy(), expected, atol=2e-6)
@@ -126,7 +132,7 @@ def test_head_norms_match_portable(
     frequencies = (10000.0 ** (-np.arange(half) / half)).tolist()
     table = rope.table(frequencies, 300, magnitude=1.7)
     cos, sin = (torch.tensor(part, device=triton_device) for part in table)
-    ids = torch.tensor(TABLE, device=triton_device)
+    ids = torch.tensor([TABLE], device=triton_device)
     ours_norms = gpu.DeviceNorms.of(norms, head_dim, triton_device)
     assert ours_norms.order == ("each" if heads == 1 and order == "whole" else order)
     host, twin = (pool("f32", kv_heads, head_dim) for _ in range(2))
@@ -144,7 +150,7 @@ def test_head_norms_match_portable(
             device,
             ids,
             LAYER,
-            torch.tensor([start], dtype=torch.int32, device=triton_device),
+            rows_at(start, count, triton_device),
             torch.tensor(qkv, device=triton_device),
             cos,
             sin,
@@ -186,9 +192,9 @@ def test_rounding_comes_after_head_norms(triton_device: str, order: str, format:
         q = torch.full((3, heads, head_dim), float("nan"), device=triton_device)
         gpu.append_rotated(
             device,
-            torch.tensor(TABLE, device=triton_device),
+            torch.tensor([TABLE], device=triton_device),
             LAYER,
-            torch.zeros(1, dtype=torch.int32, device=triton_device),
+            rows_at(0, 3, triton_device),
             torch.tensor(rows, device=triton_device),
             cos,
             sin,
@@ -208,9 +214,9 @@ def test_nothing_else_is_written(triton_device: str) -> None:
     qkv = torch.randn((3, 6, 64), device=triton_device)
     q = torch.empty((3, 2, 64), device=triton_device)
     ones = torch.ones((200, 32), device=triton_device)
-    start = torch.tensor([127], dtype=torch.int32, device=triton_device)
-    ids = torch.tensor(TABLE, device=triton_device)
-    gpu.append_rotated(device, ids, LAYER, start, qkv, ones, 0 * ones, q)
+    rows = rows_at(127, 3, triton_device)
+    ids = torch.tensor([TABLE], device=triton_device)
+    gpu.append_rotated(device, ids, LAYER, rows, qkv, ones, 0 * ones, q)
     device.give(range(5))
     written = np.zeros((5, LAYERS, 2, 128), bool)
     written[4, LAYER, :, 127] = written[1, LAYER, :, :2] = True
@@ -218,3 +224,55 @@ def test_nothing_else_is_written(triton_device: str) -> None:
     assert (untouched == 99).all()
     untouched = host.v.transpose(0, 1, 2, 3, 5, 4).reshape(5, LAYERS, 2, 128, -1)[~written]
     assert (untouched == 99).all()
+
+
+@pytest.mark.parametrize("format", KV_FORMATS)
+def test_rows_of_several_sequences_go_to_their_own_tables(
+    triton_device: str, format: KVFormat
+) -> None:
+    """Tables lie within wider ones, as those of a pool among several do."""
+    rng = np.random.default_rng(5)
+    table = rope.table((10000.0 ** (-np.arange(32) / 32)).tolist(), 300)
+    cos, sin = (torch.tensor(part, device=triton_device) for part in table)
+    spans = [([0], 3, 2), ([4, 1], 127, 3), ([3], 90, 1)]
+    wide = torch.full((3, 2, 2), 2, device=triton_device)
+    for number, (blocks, _, _) in enumerate(spans):
+        wide[number, 1, : len(blocks)] = torch.tensor(blocks)
+    rows = [
+        (start + token, number)
+        for number, (_, start, count) in enumerate(spans)
+        for token in range(count)
+    ]
+    hosts = [pool(format, 2, 64) for _ in range(2)]
+    for host in hosts:
+        for array in host.arrays:
+            array.fill(9)
+    expected, ours = hosts
+    device = DeviceBlocks.like(ours, triton_device)
+    device.fetch(range(5))
+    qkv = rng.standard_normal((len(rows), 8, 64)).astype(np.float32)
+    first, queries = 0, []
+    for blocks, start, count in spans:
+        part = qkv[first : first + count]
+        queries.append(portable.append_rotated(expected, blocks, LAYER, start, part, table))
+        first += count
+    q = torch.full((len(rows), 4, 64), float("nan"), device=triton_device)
+    gpu.append_rotated(
+        device,
+        wide[:, 1],
+        LAYER,
+        torch.tensor(rows, dtype=torch.int32, device=triton_device),
+        torch.tensor(qkv, device=triton_device),
+        cos,
+        sin,
+        q,
+    )
+    rotated = np.concatenate(queries)
+    rotated = hadamard.transform(rotated) if format in SCALED else rotated
+    np.testing.assert_allclose(q.cpu().numpy(), rotated, atol=2e-6)
+    device.give(range(5))
+    for found, wanted in zip(ours.arrays, expected.arrays, strict=True):
+        steps = np.abs(found.astype(np.float64) - wanted)
+        # a code may differ by one, or by one in the high half of a byte of two
+        assert steps.max() <= {"int8": 1, "int4": 17, "f16": 4e-3, "f32": 2e-6}[format]
+        assert (steps > 2e-6).mean() < 1e-3

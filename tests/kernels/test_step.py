@@ -18,12 +18,13 @@ from random_model import (
     WIDE,
     Model,
     Shape,
+    span_of,
 )
 
 from edgellm.kernels.kv_append import HeadNorms
-from edgellm.kernels.kv_blocks import KV_FORMATS, KVView, allocate
+from edgellm.kernels.kv_blocks import BLOCK, KV_FORMATS, KVBlocks, allocate
 from edgellm.kernels.native import library
-from edgellm.kernels.step import FusedStep
+from edgellm.kernels.step import FusedStep, StepSpan
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
@@ -79,11 +80,92 @@ def test_logits_of_the_last_rows_only() -> None:
     if found is None:
         pytest.skip("installed without a compiler")
     model = Model(SHAPES[1])
-    step = FusedStep(found, model.weights, model.ropes)
-    every = step.run(model.views("int8"), model.tokens[:5], 0, logit_rows=5)[1]
+
+    def logits(rows: int) -> np.ndarray:
+        views = model.views("int8")
+        span = span_of(views, model.tokens[:5], 0, logit_rows=rows)
+        return model.step(found, views).run([span])[1]
+
+    every = logits(5)
     for rows in (0, 1, 3):
-        part = step.run(model.views("int8"), model.tokens[:5], 0, logit_rows=rows)[1]
-        np.testing.assert_array_equal(part, every[5 - rows :])
+        np.testing.assert_array_equal(logits(rows), every[5 - rows :])
+
+
+# Of each sequence: tokens that are in the cache, tokens of the batch, and how many logits.
+BATCHES = {
+    "chunks and tokens": [(200, 1, 1), (3, 40, 1), (130, 2, 2), (0, 5, 0), (127, 2, 1)],
+    "past a split of the keys": [(0, 131, 1), (131, 1, 1), (530, 1, 1), (1, 1, 0)],
+    "tokens": [(2, 1, 1)] * 16,
+}
+
+
+@pytest.mark.parametrize(
+    ("batch", "shape", "format"),
+    [
+        ("chunks and tokens", SHAPES[0], "int8"),
+        ("chunks and tokens", PARTS["everything"], "f32"),
+        ("past a split of the keys", SHAPES[1], "int8"),
+        ("tokens", PARTS["gemma3"], "int8"),
+    ],
+    ids=str,
+)
+@pytest.mark.usefixtures("poisoned")
+def test_rows_of_many_sequences_are_as_alone(
+    compiled: ctypes.CDLL, batch: str, shape: Shape, format: str
+) -> None:
+    """Each sequence by itself, and all of them in one call with other threads: the same bits."""
+    model = Sequences(shape, BATCHES[batch])
+    together, apart = model.pools(format), model.pools(format)
+    for pools in (together, apart):
+        step = model.step(compiled, pools)
+        for span in model.before:
+            step.run([span], threads=2)
+    states, logits = model.step(compiled, together).run(model.spans, threads=3)
+    alone = [model.step(compiled, apart).run([span], threads=1) for span in model.spans]
+    np.testing.assert_array_equal(states, np.concatenate([each for each, _ in alone]))
+    np.testing.assert_array_equal(logits, np.concatenate([each for _, each in alone]))
+    for ours, theirs in zip(together, apart, strict=True):
+        for block in {block for span in model.spans for block in span.tables[0]}:
+            for a, b in zip(ours.block(block), theirs.block(block), strict=True):
+                np.testing.assert_array_equal(a, b)
+
+
+class Sequences:
+    """Sequences of random tokens in shuffled blocks of the same pools."""
+
+    def __init__(self, shape: Shape, batch: list[tuple[int, int, int]]) -> None:
+        self.model = Model(shape)
+        rng = np.random.default_rng(len(batch))
+        ids = iter(rng.permutation(sum(-(-(s + n) // BLOCK) for s, n, _ in batch)).tolist())
+        self.before: list[StepSpan] = []  # what is in the cache
+        self.spans: list[StepSpan] = []
+        for start, count, rows in batch:
+            table = [next(ids) for _ in range(-(-(start + count) // BLOCK))]
+            tables = [table] * (1 + shape.mixed)
+            tokens = rng.integers(0, VOCABULARY, start + count).tolist()
+            if start:
+                self.before.append(
+                    StepSpan(tables=tables, tokens=tokens[:start], start=0, logit_rows=0)
+                )
+            self.spans.append(
+                StepSpan(tables=tables, tokens=tokens[start:], start=start, logit_rows=rows)
+            )
+        self._blocks = sum(len(span.tables[0]) for span in self.spans)
+
+    def pools(self, format: str) -> list[KVBlocks]:
+        return [
+            allocate(
+                format=format,
+                blocks=self._blocks,
+                layers=view.blocks.layers,
+                kv_heads=view.blocks.kv_heads,
+                head_dim=view.blocks.head_dim,
+            )
+            for view in self.model.views(format)
+        ]
+
+    def step(self, library: ctypes.CDLL, pools: list[KVBlocks]) -> FusedStep:
+        return FusedStep(library, self.model.weights, self.model.ropes, pools)
 
 
 @pytest.mark.usefixtures("eight_cores")
@@ -107,6 +189,7 @@ def test_any_number_of_threads(threads: int) -> None:
 def test_triton_matches_reference(triton_device: str, shape: Shape, format: str) -> None:
     """One token by one, then some at once, then one again; activations are not rounded to int8."""
     from edgellm.kernels.gpu.kv_blocks import DeviceBlocks
+    from edgellm.kernels.step import StepSpan
     from edgellm.kernels.step.gpu import DeviceStep
 
     model = Model(shape)
@@ -115,9 +198,13 @@ def test_triton_matches_reference(triton_device: str, shape: Shape, format: str)
     step = DeviceStep(model.weights, model.ropes, pools, triton_device)
     found = []
     for start, end in ((0, 1), (1, 20), (20, 23), (23, 24)):
-        tokens = model.tokens[start:end]
-        tables = [view.table for view in views]
-        found.append(step.run(tables, tokens, start, logit_rows=end - start))
+        span = StepSpan(
+            tables=[view.table for view in views],
+            tokens=model.tokens[start:end],
+            start=start,
+            logit_rows=end - start,
+        )
+        found.append(step.run([span]))
     states, logits = (np.concatenate(part) for part in zip(*found, strict=True))
     expected = model.reference(24, format, rounded=False)
     allowed = 8e-3 if format == "int8" else 4e-3
@@ -128,6 +215,7 @@ def test_triton_matches_reference(triton_device: str, shape: Shape, format: str)
 
 def test_triton_stops_between_layers(triton_device: str) -> None:
     from edgellm.kernels.gpu.kv_blocks import DeviceBlocks
+    from edgellm.kernels.step import StepSpan
     from edgellm.kernels.step.gpu import DeviceStep
 
     model = Model(SHAPES[1])
@@ -135,7 +223,8 @@ def test_triton_stops_between_layers(triton_device: str) -> None:
     blocks = DeviceBlocks.like(view.blocks, triton_device)
     step = DeviceStep(model.weights, model.ropes, [blocks], triton_device)
     asked = iter([False, True])
-    assert step.run([TABLE], [1, 2], 0, logit_rows=1, should_stop=lambda: next(asked)) is None
+    span = StepSpan(tables=[TABLE], tokens=[1, 2], start=0, logit_rows=1)
+    assert step.run([span], should_stop=lambda: next(asked)) is None
     assert list(asked) == []
 
 
@@ -160,16 +249,31 @@ def test_calls_out_of_range_are_refused(changes: dict[str, Any], words: str) -> 
     if found is None:
         pytest.skip("installed without a compiler")
     model = Model(SHAPES[1])
-    step = FusedStep(found, model.weights, model.ropes)
-    (view,) = model.views("int8")
+    step = model.step(found, model.views("int8"))
     call = {"table": [3], "tokens": [1, 2], "start": 0, "logit_rows": 1} | changes
-    with pytest.raises(ValueError, match=words):
-        step.run(
-            [replace(view, table=call["table"])],
-            call["tokens"],
-            call["start"],
-            logit_rows=call["logit_rows"],
-        )
+    span = StepSpan(
+        tables=[call["table"]],
+        tokens=call["tokens"],
+        start=call["start"],
+        logit_rows=call["logit_rows"],
+    )
+    good = StepSpan(tables=[[2]], tokens=[4], start=0, logit_rows=1)
+    for spans in ([span], [good, span], [span, good]):
+        with pytest.raises(ValueError, match=words):
+            step.run(spans)
+
+
+def test_spans_without_rows_or_tables_are_refused() -> None:
+    found = library()
+    if found is None:
+        pytest.skip("installed without a compiler")
+    model = Model(SHAPES[1])
+    step = model.step(found, model.views("int8"))
+    with pytest.raises(ValueError, match="0 spans"):
+        step.run([])
+    for tables in ([], [[3], [3]]):
+        with pytest.raises(ValueError, match="tables"):
+            step.run([StepSpan(tables=tables, tokens=[1], start=0, logit_rows=1)])
 
 
 def test_blocks_of_another_model_are_refused() -> None:
@@ -177,12 +281,11 @@ def test_blocks_of_another_model_are_refused() -> None:
     if found is None:
         pytest.skip("installed without a compiler")
     model = Model(SHAPES[1])
-    step = FusedStep(found, model.weights, model.ropes)
     for change in ({"layers": 2}, {"kv_heads": 2}, {"head_dim": 32}):
         sizes = {"layers": 3, "kv_heads": 1, "head_dim": 64} | change
         blocks = allocate(format="int8", blocks=5, **sizes)
         with pytest.raises(ValueError, match="needed are"):
-            step.run([KVView(blocks, TABLE)], [1], 0, logit_rows=1)
+            FusedStep(found, model.weights, model.ropes, [blocks])
 
 
 def test_weights_that_do_not_fit_each_other_are_refused() -> None:
@@ -190,7 +293,7 @@ def test_weights_that_do_not_fit_each_other_are_refused() -> None:
     if found is None:
         pytest.skip("installed without a compiler")
     model, other = Model(SHAPES[0]), Model(SHAPES[2]).weights
-    weights = model.weights
+    weights, pools = model.weights, [view.blocks for view in model.views("int8")]
     layer = weights.layers[0]
     wrong_layers = [
         replace(layer, q=other.layers[0].q),
@@ -217,7 +320,7 @@ def test_weights_that_do_not_fit_each_other_are_refused() -> None:
         replace(weights, final_norm=other.final_norm),
     ):
         with pytest.raises(ValueError, match=r"needed|without a (layer|norm)|RoPE table"):
-            FusedStep(found, wrong, model.ropes)
+            FusedStep(found, wrong, model.ropes, pools)
 
 
 def test_projections_that_end_within_a_panel_are_refused() -> None:
@@ -227,13 +330,14 @@ def test_projections_that_end_within_a_panel_are_refused() -> None:
         pytest.skip("installed without a compiler")
     model = Model(Shape(8, 1, 12, hidden=32))
     with pytest.raises(ValueError, match="whole panels of 16"):
-        FusedStep(found, model.weights, model.ropes)
+        model.step(found, model.views("int8"))
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
 @pytest.mark.parametrize(("changes", "words"), BAD_CALLS, ids=lambda v: str(v)[:40])
 def test_triton_refuses_the_same(triton_device: str, changes: dict[str, Any], words: str) -> None:
     from edgellm.kernels.gpu.kv_blocks import DeviceBlocks
+    from edgellm.kernels.step import StepSpan
     from edgellm.kernels.step.gpu import DeviceStep
 
     model = Model(SHAPES[1])
@@ -242,7 +346,7 @@ def test_triton_refuses_the_same(triton_device: str, changes: dict[str, Any], wo
     step = DeviceStep(model.weights, model.ropes, [blocks], triton_device)
     call = {"table": [3], "tokens": [1, 2], "start": 0, "logit_rows": 1} | changes
     with pytest.raises(ValueError, match=words):
-        step.run([call["table"]], call["tokens"], call["start"], logit_rows=call["logit_rows"])
+        step.run([StepSpan(tables=[call.pop("table")], **call)])
     for token, table, start in ((VOCABULARY, [3], 0), (1, [5], 0), (1, [3], 128)):
         with pytest.raises(ValueError, match=r"token id|block id|position"):
-            step.best([table], token, start)
+            step.best(StepSpan(tables=[table], tokens=[token], start=start, logit_rows=1))

@@ -10,13 +10,15 @@ import numpy as np
 import pytest
 from random_checkpoint import CONFIGS
 
+from edgellm.backends.backend import Backend
+from edgellm.backends.chunked_backend import ChunkedBackend
 from edgellm.backends.forward import Model
 from edgellm.backends.host_attention import HostAttention, head_norms, rope_tables
+from edgellm.backends.planner import Costs
 from edgellm.backends.providers import CPU, PROVIDERS
 from edgellm.backends.segments import Head, Segments
 from edgellm.backends.selection import select
-from edgellm.engine.planner import Costs
-from edgellm.engine.prefill import ChunkedPrefill, Hooks, Prefill
+from edgellm.engine.one_sequence import Hooks, compute_prompt, compute_tokens
 from edgellm.errors import CancelledError, OptionError, ProviderError
 from edgellm.export import export
 from edgellm.llm import LLM, load
@@ -45,7 +47,7 @@ def llm(request: pytest.FixtureRequest, make_model: Callable[..., Path], tmp_pat
     return load(str(out), precision="f32", prefill="cpu", decode="reference", kv_format="f32")
 
 
-def on_device(llm: LLM, precision: str) -> Prefill:
+def on_device(llm: LLM, precision: str) -> Backend:
     """Prefill of a precision through device memory; the CPU stands in for the device."""
     from edgellm.backends.device_model import DeviceModel, DeviceSegments, Queue
 
@@ -53,15 +55,15 @@ def on_device(llm: LLM, precision: str) -> Prefill:
     segments = DeviceSegments(engine.bundle, precision, queue=queue, threads=1, provider_options={})
     head, attention = head_and_attention(llm, precision)
     model = DeviceModel(segments, head, attention, cache=engine.cache, queue=queue)
-    return ChunkedPrefill(model, engine.decoder, Costs(dict.fromkeys(segments.chunk_sizes, 1.0)))
+    return ChunkedBackend(model, engine.decoder, Costs(dict.fromkeys(segments.chunk_sizes, 1.0)))
 
 
-def on_host(llm: LLM, precision: str) -> Prefill:
+def on_host(llm: LLM, precision: str) -> Backend:
     """Prefill of a precision by ONNX Runtime's CPU provider and the C++ kernels."""
     engine = llm.engine
     segments = Segments(engine.bundle, precision, provider=CPU, threads=1)
     model = Model(segments, *head_and_attention(llm, precision), threads=1)
-    return ChunkedPrefill(model, engine.decoder, Costs(dict.fromkeys(segments.chunk_sizes, 1.0)))
+    return ChunkedBackend(model, engine.decoder, Costs(dict.fromkeys(segments.chunk_sizes, 1.0)))
 
 
 def head_and_attention(llm: LLM, precision: str) -> tuple[Head, HostAttention]:
@@ -72,14 +74,16 @@ def head_and_attention(llm: LLM, precision: str) -> tuple[Head, HostAttention]:
     return head, HostAttention(config, ropes, head_norms(config, norms.__getitem__))
 
 
-def states(prefill: Prefill, llm: LLM, tokens: Sequence[int]) -> np.ndarray:
+def states(prefill: Backend, llm: LLM, tokens: Sequence[int]) -> np.ndarray:
     """Hidden states of a sequence of its own, prefilled in two parts."""
     found: list[np.ndarray] = []
     hooks = Hooks(on_hidden=lambda rows: found.append(rows.copy()))
     sequence = llm.engine.cache.sequence()
-    prefill.run(tokens[:40], sequence, hooks)
-    prefill.run(tokens[40:], sequence, hooks)
-    llm.engine.decoder.step(5, sequence)  # the host takes over what the device computed
+    compute_prompt(prefill, tokens[:40], sequence, hooks)
+    compute_prompt(prefill, tokens[40:], sequence, hooks)
+    compute_tokens(
+        llm.engine.decoder, [5], sequence
+    )  # the host takes over what the device computed
     sequence.close()
     return np.concatenate(found)
 
@@ -103,8 +107,8 @@ def test_decode_goes_on_where_the_device_stopped(llm: LLM) -> None:
     logits = []
     for prefill in (llm.engine.prefill, on_device(llm, "f32")):
         sequence = llm.engine.cache.sequence()
-        prefill.run(TOKENS, sequence, Hooks())
-        logits.append(llm.engine.decoder.step(5, sequence))
+        compute_prompt(prefill, TOKENS, sequence, Hooks())
+        logits.append(compute_tokens(llm.engine.decoder, [5], sequence)[0])
     np.testing.assert_allclose(logits[1], logits[0], atol=1e-4)
 
 
@@ -113,7 +117,7 @@ def test_cancelled_prefill_keeps_whole_chunks(llm: LLM) -> None:
     sequence = llm.engine.cache.sequence()
     hooks = Hooks(cancel=cancel, on_hidden=lambda _: cancel.set())
     with pytest.raises(CancelledError):
-        on_device(llm, "f32").run([3, 1] * 40, sequence, hooks)
+        compute_prompt(on_device(llm, "f32"), [3, 1] * 40, sequence, hooks)
     assert 0 < len(sequence) < 80
 
 

@@ -12,14 +12,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from edgellm.backends.chunked_backend import ChunkedBackend
 from edgellm.backends.executor import execute
+from edgellm.backends.forward import Chunk
 from edgellm.backends.schedule import POLICIES, Policy, Processor, Schedule, Step, Task
 from edgellm.backends.trace import TaskRecord, bubble_rate, chrome_trace, write_trace
 from edgellm.cache.sequence import Sequence
-from edgellm.engine.prefill import ChunkedPrefill, Hooks
+from edgellm.engine.one_sequence import compute_prompt
 from edgellm.errors import CancelledError, OptionError
 from edgellm.llm import LLM, load
-from edgellm.progress import Progress
 from edgellm.store.bundle import Bundle
 
 STEPS = [Step("a", "accelerator"), Step("b", "host", ordered=True), Step("c", "accelerator")]
@@ -38,10 +39,15 @@ def sequence(model_llm: LLM) -> Iterator[Sequence]:
     found.truncate(0)
 
 
-def prefill(llm: LLM, policy: Policy) -> ChunkedPrefill:
+def scheduled(llm: LLM, policy: Policy) -> ChunkedBackend:
     found = llm.engine.prefill
-    assert isinstance(found, ChunkedPrefill)
-    return ChunkedPrefill(found.model, llm.engine.decoder, found.costs, policy=policy)
+    assert isinstance(found, ChunkedBackend)
+    return ChunkedBackend(found.model, llm.engine.decoder, found.costs, policy=policy)
+
+
+def chunks_of(llm: LLM) -> list[Chunk]:
+    whole = tokens(llm)
+    return [Chunk(whole[i : i + 128], 128) for i in range(0, len(whole), 128)]
 
 
 def tokens(llm: LLM) -> list[int]:
@@ -52,8 +58,8 @@ def test_every_policy_gives_the_same_bits(model_llm: LLM, sequence: Sequence) ->
     """Four chunks at once: the logits, and keys and values of the first and the last layer."""
     results = []
     for policy in POLICIES:
-        logits = prefill(model_llm, policy).run(tokens(model_llm), sequence)
-        (view,) = sequence.views
+        logits = compute_prompt(scheduled(model_llm, policy), tokens(model_llm), sequence)
+        view, _ = sequence.view(0)
         cache = [view.blocks.read(view.table, layer, slice(None), COUNT) for layer in (0, 29)]
         results.append((logits, cache))
         sequence.truncate(0)
@@ -64,15 +70,14 @@ def test_every_policy_gives_the_same_bits(model_llm: LLM, sequence: Sequence) ->
 
 def test_chunks_are_reported_in_their_order(model_llm: LLM, sequence: Sequence) -> None:
     seen: list[int] = []
-    records: list[TaskRecord] = []
     threads = set()
 
-    def progress(news: Progress) -> None:
-        seen.append(news.done)
+    def done(_: np.ndarray) -> None:
+        seen.append(len(sequence))
         threads.add(threading.current_thread())
 
-    hooks = Hooks(progress=progress, on_tasks=records.extend)
-    prefill(model_llm, "out-of-order").run(tokens(model_llm), sequence, hooks)
+    model = scheduled(model_llm, "out-of-order").model
+    records = model.run(chunks_of(model_llm), sequence, policy="out-of-order", on_done=done)
     assert seen == sorted(seen)
     assert seen[-1] == len(sequence) == COUNT
     assert threads == {threading.main_thread()}
@@ -88,24 +93,29 @@ def test_cancel_keeps_whole_chunks_and_no_other_block(
     model_llm: LLM, sequence: Sequence, policy: Policy
 ) -> None:
     cancel = threading.Event()
-    hooks = Hooks(cancel=cancel, progress=lambda *_: cancel.set())
     before = model_llm.engine.cache.used_blocks
     with pytest.raises(CancelledError):
-        prefill(model_llm, policy).run(tokens(model_llm), sequence, hooks)
+        scheduled(model_llm, policy).model.run(
+            chunks_of(model_llm),
+            sequence,
+            policy=policy,
+            on_done=lambda _: cancel.set(),
+            should_stop=cancel.is_set,
+        )
     assert len(sequence) == 128
     assert model_llm.engine.cache.used_blocks == before + 1
-    found = prefill(model_llm, policy).run(tokens(model_llm)[128:], sequence)
+    found = compute_prompt(scheduled(model_llm, policy), tokens(model_llm)[128:], sequence)
     sequence.truncate(0)
     np.testing.assert_array_equal(
-        prefill(model_llm, policy).run(tokens(model_llm), sequence), found
+        compute_prompt(scheduled(model_llm, policy), tokens(model_llm), sequence), found
     )
 
 
 def test_no_tokens_are_refused(model_llm: LLM, smollm2: Bundle, sequence: Sequence) -> None:
     native = load(str(smollm2.path), prefill="auto").engine.prefill
-    for refusing in (prefill(model_llm, "serial"), native):
+    for refusing in (scheduled(model_llm, "serial"), native):
         with pytest.raises(OptionError, match="no tokens"):
-            refusing.run([], sequence)
+            compute_prompt(refusing, [], sequence)
     assert len(sequence) == 0
 
 
@@ -183,6 +193,7 @@ def test_an_interrupted_process_ends(interrupts: int) -> None:
     script = f"""
 import signal, threading, time
 from edgellm.backends.executor import execute
+from edgellm.backends.forward import Chunk
 from edgellm.backends.schedule import Step, Task
 
 def run(task):

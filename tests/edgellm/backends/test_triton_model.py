@@ -12,7 +12,7 @@ import pytest
 from edgellm.backends.selection import select
 from edgellm.cache.replica import Replica
 from edgellm.cache.sequence import Sequence as CachedSequence
-from edgellm.engine.prefill import Hooks
+from edgellm.engine.one_sequence import Hooks, compute_prompt, compute_tokens
 from edgellm.errors import CancelledError, MemoryEstimateError, OptionError, ProviderError
 from edgellm.kernels.gpu import device
 from edgellm.kernels.native import library
@@ -42,7 +42,7 @@ def on_gpu(bundle: Bundle) -> LLM:
 
 
 def logits_after(llm: LLM, tokens: Sequence[int], *, sequence: CachedSequence) -> np.ndarray:
-    return llm.engine.prefill.run(tokens, sequence, Hooks())
+    return compute_prompt(llm.engine.prefill, tokens, sequence, Hooks())
 
 
 def close(ours: np.ndarray, theirs: np.ndarray) -> bool:
@@ -61,7 +61,9 @@ def test_like_the_cpu(bundle: Bundle, format: str) -> None:
         llm = load(str(bundle.path), kv_format=format, prefill=CPU, decode=decode)
         sequence = llm.engine.cache.sequence()
         logits.append(logits_after(llm, TOKENS[:126], sequence=sequence))
-        logits += [llm.engine.decoder.step(token, sequence) for token in TOKENS[126:130]]
+        logits += [
+            compute_tokens(llm.engine.decoder, [token], sequence)[0] for token in TOKENS[126:130]
+        ]
         found.append(np.stack(logits))
     assert close(*found)
 
@@ -77,7 +79,7 @@ def test_whole_chunks_and_a_rest(bundle: Bundle, monkeypatch: pytest.MonkeyPatch
         cancel = threading.Event()
         cancel.set()
         with pytest.raises(CancelledError):
-            llm.engine.prefill.run(tokens, sequence, Hooks(cancel=cancel))
+            compute_prompt(llm.engine.prefill, tokens, sequence, Hooks(cancel=cancel))
         assert len(sequence) == 0
         found.append(logits_after(llm, tokens, sequence=sequence))
     assert close(*found)
@@ -96,13 +98,13 @@ def test_host_and_device_hand_over(bundle: Bundle, prefill: str, decode: str) ->
     for llm in (mixed, on_cpu):
         sequence = llm.engine.cache.sequence()
         decoder = llm.engine.decoder
-        decoder.forward(TOKENS[:3], sequence)
+        compute_tokens(decoder, TOKENS[:3], sequence)
         logits = [logits_after(llm, TOKENS[3:20], sequence=sequence)]
-        logits += [decoder.step(token, sequence) for token in TOKENS[20:23]]
+        logits += [compute_tokens(decoder, [token], sequence)[0] for token in TOKENS[20:23]]
         logits.append(logits_after(llm, TOKENS[23:30], sequence=sequence))
         fork = sequence.fork()
-        logits.append(decoder.step(5, sequence))
-        logits.append(decoder.step(6, fork))
+        logits.append(compute_tokens(decoder, [5], sequence)[0])
+        logits.append(compute_tokens(decoder, [6], fork)[0])
         logits.append(logits_after(llm, TOKENS[30:33], sequence=fork))
         found.append(np.stack(logits))
         sequence.close()
@@ -137,7 +139,7 @@ def test_blocks_are_copied_once(bundle: Bundle, monkeypatch: pytest.MonkeyPatch)
     sequence = llm.engine.cache.sequence()
     logits_after(llm, TOKENS[:260], sequence=sequence)
     for token in TOKENS[:3]:
-        llm.engine.decoder.step(token, sequence)
+        compute_tokens(llm.engine.decoder, [token], sequence)[0]
     assert sorted(fetched) == sorted(sequence.tables[0].held)
 
 
@@ -149,7 +151,9 @@ def test_a_shifted_context_goes_on(bundle: Bundle) -> None:
         sequence = llm.engine.cache.sequence()
         logits_after(llm, TOKENS[:140], sequence=sequence)
         sequence.shift(keep=4, discard=30)
-        steps = [llm.engine.decoder.step(token, sequence) for token in TOKENS[140:143]]
+        steps = [
+            compute_tokens(llm.engine.decoder, [token], sequence)[0] for token in TOKENS[140:143]
+        ]
         assert len(sequence) == 113
         found.append(np.concatenate(steps))
     assert close(*found)
@@ -171,15 +175,15 @@ def test_the_best_logits_lead_to_the_same_answer_as_all(
             return session.generate(max_tokens=4, ignore_eos=True, **options)
 
     answer()  # from here on, all but the prompt's last token is cached
-    decoder = type(on_gpu.engine.decoder)
+    model = on_gpu.engine.decoder.model
     asked: list[int] = []
-    best = decoder.best
+    best = model._candidates
     monkeypatch.setattr(
-        decoder, "best", lambda self, token, s: (asked.append(token), best(self, token, s))[1]
+        model, "_candidates", lambda span: (asked.append(span.tokens[0]), best(span))[1]
     )
     first = answer()
     assert asked == list(first.tokens[:-1])
-    monkeypatch.setattr(decoder, "best", lambda *_: None)
+    monkeypatch.setattr(model, "_candidates", lambda span: model._rows([span], None))
     again = answer()
     assert again.tokens == first.tokens
     assert again.logprobs == pytest.approx(first.logprobs, abs=1e-4)
@@ -190,7 +194,7 @@ def test_cancelled_prefill_leaves_the_sequence(on_gpu: LLM) -> None:
     cancel.set()
     sequence = on_gpu.engine.cache.sequence()
     with pytest.raises(CancelledError):
-        on_gpu.engine.prefill.run(TOKENS, sequence, Hooks(cancel=cancel))
+        compute_prompt(on_gpu.engine.prefill, TOKENS, sequence, Hooks(cancel=cancel))
     assert len(sequence) == 0
 
 
@@ -210,7 +214,7 @@ def test_smollm2_takes_the_same_greedy_tokens(smollm2: Bundle) -> None:
         prompt = session.tokens
         tokens = session.generate(max_tokens=9, temperature=0).tokens
     sequence = triton.engine.cache.sequence()
-    logits = triton.engine.decoder.steps([*prompt, *tokens[:8]], sequence)
+    logits = compute_tokens(triton.engine.decoder, [*prompt, *tokens[:8]], sequence)
     assert logits.argmax(-1).tolist()[-9:] == list(tokens)
 
 

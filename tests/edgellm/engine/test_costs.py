@@ -8,11 +8,12 @@ from typing import Any
 
 import pytest
 
+from edgellm.backends.chunked_backend import ChunkedBackend
+from edgellm.backends.planner import Costs
 from edgellm.backends.registry import STEPS
 from edgellm.engine import costs
 from edgellm.engine.measured import MeasuredPrompt, from_json
-from edgellm.engine.planner import Costs
-from edgellm.engine.prefill import ChunkedPrefill, Hooks
+from edgellm.engine.one_sequence import Hooks, compute_prompt
 from edgellm.llm import load
 from edgellm.measure.plan import keep_prompt
 from edgellm.store.bundle import COSTS, Bundle, open_bundle
@@ -117,7 +118,7 @@ def test_damaged_values_are_measured_again(folder: str, damage: dict[str, Any] |
 
 def test_the_longest_whole_prompt_is_kept(folder: str) -> None:
     engine = load(folder, prefill="cpu").engine
-    assert isinstance(engine.prefill, ChunkedPrefill)
+    assert isinstance(engine.prefill, ChunkedBackend)
     found = []
     for tokens, seconds in ((20, 9.0), (200, 1.0), (150, 9.0), (200, 2.0), (300, 3.0)):
         keep_prompt(engine, MeasuredPrompt(tokens, (seconds,), (0.5, 0.75)))
@@ -141,8 +142,11 @@ def test_the_plan_is_followed(smollm2: Bundle, monkeypatch: pytest.MonkeyPatch) 
         monkeypatch.setattr(engine.prefill, "costs", planned)
         sequence = engine.cache.sequence()
         seen: list[tuple[str, int]] = []
-        logits = engine.prefill.run(
-            tokens, sequence, Hooks(on_place=lambda *place, seen=seen: seen.append(place))
+        logits = compute_prompt(
+            engine.prefill,
+            tokens,
+            sequence,
+            Hooks(on_place=lambda *place, seen=seen: seen.append(place)),
         )
         assert seen == [("cpu", 128), ("native" if planned.call else "cpu", 12)]
         assert len(sequence) == 140

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from edgellm import GenerationOptions
-from edgellm.engine.prefill import Hooks
+from edgellm.engine.one_sequence import Hooks, compute_prompt, compute_tokens
 from edgellm.llm import LLM, load
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -48,8 +48,11 @@ def prefill_logits(llm: LLM, tokens: list[int]) -> np.ndarray:
     """Logits of every position through the chunked prefill executor."""
     rows: list[np.ndarray] = []
     sequence = llm.engine.cache.sequence()
-    llm.engine.prefill.run(
-        tokens, sequence, Hooks(on_hidden=lambda hidden: rows.append(hidden.copy()))
+    compute_prompt(
+        llm.engine.prefill,
+        tokens,
+        sequence,
+        Hooks(on_hidden=lambda hidden: rows.append(hidden.copy())),
     )
     sequence.truncate(0)
     return llm.engine.prefill.logits(np.concatenate(rows))
@@ -71,7 +74,7 @@ def test_prefill_logits(reference_llm: LLM, judge: Any, length: int) -> None:
 def test_decode_logits(reference_llm: LLM, judge: Any) -> None:
     tokens = text_tokens(reference_llm, 140)
     sequence = reference_llm.engine.cache.sequence()
-    found = [reference_llm.engine.decoder.step(token, sequence) for token in tokens]
+    found = [compute_tokens(reference_llm.engine.decoder, [token], sequence)[0] for token in tokens]
     sequence.truncate(0)
     assert np.abs(np.stack(found) - judge_logits(judge, tokens)).max() < 2e-3
 
@@ -198,7 +201,7 @@ def test_every_part_in_every_back_end(
     llm = load(str(folder), **backends)  # type: ignore[arg-type]
     assert np.abs(exact - prefill_logits(llm, tokens)).mean() < 0.1 * np.abs(exact).mean()
     sequence = llm.engine.cache.sequence()
-    decoded = [llm.engine.decoder.step(token, sequence) for token in tokens[:20]]
+    decoded = [compute_tokens(llm.engine.decoder, [token], sequence)[0] for token in tokens[:20]]
     sequence.truncate(0)
     assert np.abs(exact[:20] - np.stack(decoded)).mean() < 0.2 * np.abs(exact[:20]).mean()
 
@@ -220,10 +223,10 @@ def test_native_and_portable_agree_up_to_near_ties(
     tokens = chosen_llm.generate(prompt, temperature=0, max_tokens=64, ignore_eos=True).tokens
     engine = portable_llm.engine
     sequence = engine.cache.sequence()
-    logits = engine.prefill.run(start, sequence)
+    logits = compute_prompt(engine.prefill, start, sequence)
     ends = sorted(engine.tokenizer.eos_ids)
     for token in tokens:
         logits[ends] = -np.inf
         assert logits.max() - logits[token] < NEAR_TIE
-        logits = engine.decoder.step(token, sequence)
+        logits = compute_tokens(engine.decoder, [token], sequence)[0]
     sequence.truncate(0)

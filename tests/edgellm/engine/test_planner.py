@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from edgellm.engine.planner import Costs, PlannedChunk, plan_chunks
+from edgellm.backends.planner import Costs, PlannedChunk, plan_chunks
 
 # SmolLM2-135M in int8 on two cores with AVX-512 VNNI: 11.7 ms for 32 rows, 29.6 ms for 128.
 CHUNKS = {32: 11.7, 128: 29.6}

@@ -5,12 +5,14 @@ from __future__ import annotations
 import itertools
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from edgellm.engine.draft import DraftPolicy, PromptLookup
 from edgellm.engine.speculation import Speculation
+from edgellm.kernels.sampling import Logits
 from edgellm.llm import LLM, load
 
 COPY = (
@@ -73,7 +75,7 @@ def test_a_session_that_changes_under_an_answer(
     native: LLM, change: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Someone holds the answer, a wrong draft on its way, and goes back behind it."""
-    monkeypatch.setattr(Speculation, "_draft", lambda *_: [7, 8])
+    monkeypatch.setattr(Speculation, "_guess", lambda *_: [7, 8])
     session = native.session()
     session.append(COPY)
     answer = session.stream(temperature=0, max_tokens=40, ignore_eos=True)
@@ -87,7 +89,7 @@ def test_a_session_that_changes_under_an_answer(
 def test_wrong_drafts_leave_no_trace(native: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     options = {"temperature": 0, "max_tokens": 12, "ignore_eos": True}
     expected = native.generate(PLAIN, speculate=False, **options).tokens
-    monkeypatch.setattr(Speculation, "_draft", lambda *_: [7, 8])
+    monkeypatch.setattr(Speculation, "_guess", lambda *_: [7, 8])
     with native.session() as session:
         session.append(PLAIN)
         found = session.generate(**options)
@@ -138,23 +140,18 @@ def test_drafts_rest_when_they_do_not_pay() -> None:
 )
 def test_rows_belong_to_their_tokens(text: list[int], prompt: int) -> None:
     """A model that goes on with `text` whatever happens: each row says where it was computed."""
-    import numpy as np
-
-    computed = list(text[:prompt])
-
-    def steps(tokens: list[int]) -> np.ndarray:
-        rows = []
-        for token in tokens:
-            computed.append(token)
-            rows.append([len(computed), sum(computed)])
-        return np.array(rows, np.float32)
-
-    def forget(count: int) -> None:
-        del computed[len(computed) - count :]
-
-    speculation = Speculation(steps, forget, text[:prompt])
+    computed, speculation = list(text[:prompt]), Speculation(text[:prompt])
+    ahead: Logits | None = None
     for at in range(prompt, len(text)):
-        row = speculation.after(text[at], room=len(text) - at - 1)
-        assert row.tolist() == [at + 1, sum(text[: at + 1])]
+        if ahead is None:
+            del computed[len(computed) - speculation.settle() :]
+            rows = []
+            for token in (text[at], *speculation.draft(len(text) - at - 1)):
+                computed.append(token)
+                rows.append(Logits(np.array([len(computed), sum(computed)], np.float32), 0.0))
+            speculation.computed(rows[1:], seconds=1.0)
+            ahead = rows[0]
+        assert ahead.scores.tolist() == [at + 1, sum(text[: at + 1])]
         assert len(computed) <= len(text)
+        ahead = speculation.after(text[at + 1]) if at + 1 < len(text) else None
     assert computed[: len(text)] == text

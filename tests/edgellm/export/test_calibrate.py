@@ -14,10 +14,11 @@ from random_checkpoint import CONFIGS, RandomCheckpoint, after_attention, attend
 
 import edgellm.export.calibrate
 from edgellm import ExportError, OptionError
+from edgellm.backends.chunked_backend import ChunkedBackend
 from edgellm.backends.placement import open_session
+from edgellm.backends.planner import Costs
 from edgellm.backends.thread_pool import session_options
-from edgellm.engine.planner import Costs
-from edgellm.engine.prefill import ChunkedPrefill
+from edgellm.engine.one_sequence import compute_prompt
 from edgellm.export.calibrate import CalibrationOptions, Calibrator, Rounding
 from edgellm.export.layerwise import WindowAttention
 from edgellm.export.precisions import PRECISIONS
@@ -63,12 +64,12 @@ def test_the_first_token_and_a_short_tail_are_both_the_hosts(bundle_path: Path, 
     """Nothing is left out where two pieces of the host come one after the other."""
     tokens = np.random.default_rng(count).integers(0, 256, count).tolist()
     engine = load(str(bundle_path), prefill="cpu", precision=STATIC, decode="reference").engine
-    assert isinstance(engine.prefill, ChunkedPrefill)
+    assert isinstance(engine.prefill, ChunkedBackend)
     results = []
     for costs in (Costs({32: 1.0, 128: 3.0}, 0.0, 0.001), engine.prefill.costs):
         sequence = engine.cache.sequence()
-        prefill = ChunkedPrefill(engine.prefill.model, engine.decoder, costs)
-        results.append(prefill.run(tokens, sequence))
+        prefill = ChunkedBackend(engine.prefill.model, engine.decoder, costs)
+        results.append(compute_prompt(prefill, tokens, sequence))
         assert sequence.tokens == tokens
         sequence.truncate(0)
     assert np.abs(results[0] - results[1]).max() < 0.08 * np.abs(results[1]).max()

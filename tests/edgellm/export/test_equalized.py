@@ -13,7 +13,7 @@ import pytest
 from random_checkpoint import CONFIGS, RandomCheckpoint
 from random_weights import random_weight
 
-from edgellm.engine.prefill import Hooks
+from edgellm.engine.one_sequence import Hooks, compute_prompt, compute_tokens
 from edgellm.errors import BundleError
 from edgellm.export import export, exporter
 from edgellm.export.equalized import EqualizedCheckpoint, choose_basis, scaled_rows, within_halves
@@ -218,7 +218,9 @@ def logits(llm: LLM, tokens: list[int]) -> np.ndarray:
     """Of every position."""
     rows: list[np.ndarray] = []
     sequence = llm.engine.cache.sequence()
-    llm.engine.prefill.run(tokens, sequence, Hooks(on_hidden=lambda r: rows.append(r.copy())))
+    compute_prompt(
+        llm.engine.prefill, tokens, sequence, Hooks(on_hidden=lambda r: rows.append(r.copy()))
+    )
     sequence.truncate(0)
     return llm.engine.prefill.logits(np.concatenate(rows))
 
@@ -267,9 +269,9 @@ def test_precisions_share_a_cache(huge_keys: Path) -> None:
     for options in ({"prefill": "cpu", "decode": "portable"}, {}):
         llm = load(str(huge_keys), kv_format="int8", **options)
         sequence = llm.engine.cache.sequence()
-        llm.engine.prefill.run(TOKENS[:-20], sequence, Hooks())
+        compute_prompt(llm.engine.prefill, TOKENS[:-20], sequence, Hooks())
         for token in TOKENS[-20:]:
-            found = llm.engine.decoder.step(token, sequence)
+            found = compute_tokens(llm.engine.decoder, [token], sequence)[0]
         assert np.abs(found - whole).mean() < 0.25 * whole.std()
 
 

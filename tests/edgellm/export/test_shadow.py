@@ -8,10 +8,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from edgellm.backends.chunked_backend import ChunkedBackend
 from edgellm.backends.schedule import POLICIES, Policy
 from edgellm.backends.self_test import check_prompts, check_segments
 from edgellm.backends.trace import TaskRecord
-from edgellm.engine.prefill import ChunkedPrefill, Hooks
+from edgellm.engine.one_sequence import Hooks, compute_prompt
 from edgellm.export.calibrate import CalibrationOptions
 from edgellm.graphs import contract
 from edgellm.llm import LLM, load
@@ -48,12 +49,12 @@ def tokens(count: int) -> list[int]:
 
 def run(llm: LLM, count: int, policy: Policy = "serial") -> tuple[np.ndarray, list[TaskRecord]]:
     engine, records = llm.engine, list[TaskRecord]()
-    assert isinstance(engine.prefill, ChunkedPrefill)
-    prefill = ChunkedPrefill(
+    assert isinstance(engine.prefill, ChunkedBackend)
+    prefill = ChunkedBackend(
         engine.prefill.model, engine.decoder, engine.prefill.costs, policy=policy
     )
     sequence = engine.cache.sequence()
-    logits = prefill.run(tokens(count), sequence, Hooks(on_tasks=records.extend))
+    logits = compute_prompt(prefill, tokens(count), sequence, Hooks(on_tasks=records.extend))
     sequence.truncate(0)
     return logits, records
 
@@ -94,7 +95,7 @@ def test_shadows_bring_back_what_clipping_takes(bundle_path: Callable[[float], P
         rows: list[np.ndarray] = []
         hooks = Hooks(on_hidden=lambda chunk: rows.append(chunk.copy()))
         sequence = llm.engine.cache.sequence()
-        llm.engine.prefill.run(tokens(300), sequence, hooks)
+        compute_prompt(llm.engine.prefill, tokens(300), sequence, hooks)
         sequence.truncate(0)
         return np.concatenate(rows)
 

@@ -32,11 +32,11 @@ def test_sizes_that_are_not_allowed(llm: LLM, options: dict[str, Any], words: st
 def test_an_interrupt_leaves_no_block_behind(llm: LLM) -> None:
     before = llm.engine.cache.used_blocks
 
-    def interrupt(*_: object) -> None:
+    def interrupt(*_: object, **__: object) -> None:
         raise KeyboardInterrupt
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(llm.engine.decoder, "best", interrupt)
+        patch.setattr(llm.engine.decoder, "run", interrupt)
         with pytest.raises(KeyboardInterrupt):
             bench(llm.engine, prompts=[0], generations=[5], depths=[3], repetitions=1)
     assert llm.engine.cache.used_blocks == before

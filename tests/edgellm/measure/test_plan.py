@@ -7,10 +7,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from edgellm.backends.chunked_backend import ChunkedBackend
+from edgellm.backends.planner import PlannedChunk
 from edgellm.backends.schedule import POLICIES, Policy, Step
 from edgellm.backends.selection import select
-from edgellm.engine.planner import PlannedChunk
-from edgellm.engine.prefill import ChunkedPrefill
 from edgellm.export import export
 from edgellm.kernels.native import library
 from edgellm.llm import LLM, load
@@ -58,7 +58,7 @@ def test_a_faster_accelerator_leaves_the_host_as_it_is() -> None:
 
 def test_profile_leaves_no_trace(chunked_llm: LLM) -> None:
     engine = chunked_llm.engine
-    assert isinstance(engine.prefill, ChunkedPrefill)
+    assert isinstance(engine.prefill, ChunkedBackend)
     chunks = [*engine.prefill.plan(300), PlannedChunk(None, 2)]
     before = engine.cache.used_blocks
     found = profile(engine, engine.prefill, chunks)

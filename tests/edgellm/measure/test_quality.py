@@ -16,6 +16,7 @@ import torch
 import transformers
 
 from edgellm import NumericError, OptionError, SourceError
+from edgellm.engine.one_sequence import compute_tokens
 from edgellm.export.calibration_text import default_text
 from edgellm.export.float_segments import float_hidden
 from edgellm.graphs.checkpoint import open_checkpoint
@@ -146,7 +147,7 @@ def test_real_weights_against_transformers(smollm2: Bundle, smollm2_gguf: Path) 
         hidden: list[np.ndarray] = []
         sequence = engine.cache.sequence()
         for token in tokens[:-1]:
-            hidden.append(engine.decoder.step(token, sequence).astype(np.float64))
+            hidden.append(compute_tokens(engine.decoder, [token], sequence)[0].astype(np.float64))
         sequence.truncate(0)
         logits = np.array(hidden)
         logprobs = logits - np.logaddexp.reduce(logits, axis=-1, keepdims=True)

@@ -16,8 +16,8 @@ import pytest
 from edgellm import SourceError
 from edgellm.backends.packed_weights import open_packed_weights
 from edgellm.backends.self_test import Check
+from edgellm.backends.step_backend import StepBackend
 from edgellm.engine.engine import Engine
-from edgellm.engine.prefill import StepPrefill
 from edgellm.export.float_reference import float_reference
 from edgellm.graphs.contract import StoredArray
 from edgellm.kernels.native import library
@@ -42,7 +42,7 @@ def bundle_path(
 def checks_of(path: Path, backend: str = "native", *, limit: int | None = None) -> list[Check]:
     """All checks, of prompts no longer than `limit`; 0: those of layers alone."""
     engine: Engine = load(str(path), prefill=backend, decode=backend, ctx_size=256).engine
-    assert isinstance(engine.prefill, StepPrefill)
+    assert isinstance(engine.prefill, StepBackend)
     model, weights = engine.prefill.model, open_packed_weights(engine.bundle)
     summary = imported(engine.bundle, PACKED)
     with float_reference(engine.bundle) as reference:
@@ -150,7 +150,7 @@ def test_a_page_of_real_weights(smollm2: Bundle, tmp_path: Path, layer: int) -> 
     path = damaged(smollm2, tmp_path / "damaged", array, 200_000 // 64 * 64, 4096)
     bundle = open_bundle(path)
     engine = load(str(path), ctx_size=256).engine
-    assert isinstance(engine.prefill, StepPrefill)
+    assert isinstance(engine.prefill, StepBackend)
     with float_reference(bundle) as reference:
         checks = check_layers(
             reference, engine.prefill.model, open_packed_weights(bundle), imported(bundle, PACKED)

@@ -1,0 +1,52 @@
+"""The fused step as a back end: all layers of all rows in one call, in C++ or in Triton kernels."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from collections.abc import Sequence as SequenceOf
+from dataclasses import replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from edgellm.backends.batch import Rows, Span
+from edgellm.backends.placement import Placement
+from edgellm.backends.registry import NATIVE
+from edgellm.backends.step_model import StepModel
+from edgellm.backends.trace import TaskRecord
+from edgellm.cache.sequence import Sequence
+from edgellm.store.bundle import PACKED
+
+Floats = NDArray[np.float32]
+
+
+class StepBackend:
+    """See `Backend`; nothing is padded."""
+
+    precision = PACKED
+
+    def __init__(self, model: StepModel, *, name: str) -> None:
+        self.model = model
+        self.name = name
+        self.exact_rows = name == NATIVE  # on a GPU one row has a kernel of its own
+
+    @property
+    def placement(self) -> Placement:
+        return Placement(self.name, {})
+
+    def rows_at_once(self, sequence: Sequence) -> int:
+        return self.model.best_rows or sequence.rows_at_once
+
+    def run(
+        self, spans: SequenceOf[Span], *, should_stop: Callable[[], bool] | None = None
+    ) -> list[Rows]:
+        start = time.perf_counter()
+        results = self.model.run(spans, should_stop=should_stop)
+        task = TaskRecord(f"{self.name} step", 0, "host", start, time.perf_counter())
+        return [
+            replace(rows, places={self.name: len(rows.hidden)}, tasks=(task,)) for rows in results
+        ]
+
+    def logits(self, hidden: Floats) -> Floats:
+        return self.model.logits(hidden)

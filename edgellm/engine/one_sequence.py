@@ -1,0 +1,86 @@
+"""One sequence by itself: what measures the engine computes with, beside the loop."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from collections.abc import Sequence as SequenceOf
+from dataclasses import dataclass, replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from edgellm.backends.backend import Backend
+from edgellm.backends.batch import Span
+from edgellm.backends.trace import TaskRecord
+from edgellm.cache.sequence import Sequence
+from edgellm.errors import OptionError
+from edgellm.kernels.sampling import Logits
+
+Floats = NDArray[np.float32]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Hooks:
+    """What a caller has done between steps.
+
+    Attributes:
+        cancel: set it to stop; finished steps stay in the sequence.
+        on_hidden: called with each step's hidden states `[n, E]`, padding left out.
+        on_place: called with where tokens ran, as in `prefill` and `decode`, and how many.
+        on_tasks: called with what ran when, some tasks at a time.
+    """
+
+    cancel: threading.Event | None = None
+    on_hidden: Callable[[Floats], None] | None = None
+    on_place: Callable[[str, int], None] | None = None
+    on_tasks: Callable[[SequenceOf[TaskRecord]], None] | None = None
+
+
+NO_HOOKS = Hooks()
+
+
+def compute_prompt(
+    backend: Backend, tokens: SequenceOf[int], sequence: Sequence, hooks: Hooks = NO_HOOKS
+) -> Floats:
+    """Compute `tokens` at the end of `sequence`, for whoever has the engine's lock.
+
+    Returns:
+        The logits after the last token, `[V]`; no other row goes through the LM head.
+
+    Raises:
+        OptionError: there are none.
+        ContextOverflowError, CacheFullError: they do not fit.
+        CancelledError: `hooks.cancel` was set.
+    """
+    if len(tokens) == 0:
+        raise OptionError("there are no tokens to evaluate; prefill takes 1 or more")
+    should_stop = None if hooks.cancel is None else hooks.cancel.is_set
+    logits: SequenceOf[Logits] = []
+    rows, chunks = backend.rows_at_once(sequence), 0
+    for start in range(0, len(tokens), rows):
+        part = tokens[start : start + rows]
+        span = Span(sequence, part, logit_rows=int(start + len(part) == len(tokens)))
+        (computed,) = backend.run([span], should_stop=should_stop)
+        logits = computed.logits
+        if hooks.on_place is not None:
+            for place, count in computed.places.items():
+                hooks.on_place(place, count)
+        if hooks.on_hidden is not None:
+            hooks.on_hidden(computed.hidden)
+        if hooks.on_tasks is not None:
+            hooks.on_tasks([replace(task, chunk=chunks + task.chunk) for task in computed.tasks])
+        chunks += 1 + max((task.chunk for task in computed.tasks), default=0)
+    return logits[0].scores
+
+
+def compute_tokens(backend: Backend, tokens: SequenceOf[int], sequence: Sequence) -> Floats:
+    """Compute tokens in one step; gives the logits after each, `[n, V]`."""
+    (computed,) = backend.run([Span(sequence, tokens, logit_rows=len(tokens))])
+    return np.stack([logits.scores for logits in computed.logits])
+
+
+def best_next(backend: Backend, token: int, sequence: Sequence) -> int:
+    """Compute a token; gives the most likely one after it."""
+    (computed,) = backend.run([Span(sequence, [token], logit_rows=1, candidates=True)])
+    return next(iter(computed.logits[0].best(1)))

@@ -1,0 +1,121 @@
+"""In which order prompts are computed, and how many rows a step may have. Pure Python."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+from edgellm.checks import check_number
+from edgellm.errors import OptionError
+
+# Seconds of a step in which nobody decodes but several have prompts, in time targets: who arrives
+# during it waits for its end, and is to begin within two.
+_NOBODY_DECODES = 1.5
+
+
+class Prompt(NamedTuple):
+    """What the order of a prompt follows from.
+
+    Attributes:
+        arrival: its number; who came first has the smallest.
+        priority: larger is more urgent.
+        preempted: it had been admitted before, and lost what was computed.
+        left: tokens that are not computed, at least 1.
+        waited: prompt tokens that the engine computed, of whomever, since this one arrived.
+    """
+
+    arrival: int
+    priority: int
+    preempted: bool
+    left: int
+    waited: int
+
+
+class StepBudget(NamedTuple):
+    """Bounds of one step: `seconds` give way to `min_rows` of prompts, never to `max_rows`."""
+
+    seconds: float
+    min_rows: int
+    max_rows: int
+
+
+class SchedulingPolicy(Protocol):
+    """What the scheduler asks.
+
+    Attributes:
+        max_running: requests that are admitted at once.
+        max_decodes: requests that decode in one step; with more, they take turns.
+    """
+
+    @property
+    def max_running(self) -> int: ...
+
+    @property
+    def max_decodes(self) -> int: ...
+
+    def rank(self, prompt: Prompt) -> tuple[float, ...]:
+        """The smallest goes first; no two prompts have the same."""
+
+    def budget(self, *, decodes: int, requests: int) -> StepBudget:
+        """Of a step in which so many of all requests (running or waiting) decode."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Serial:
+    """One request after another to its end, first come, first served."""
+
+    max_rows: int = 512
+    max_running = max_decodes = 1
+
+    def __post_init__(self) -> None:
+        check_number("max_rows", self.max_rows, 1, whole=True)
+
+    def rank(self, prompt: Prompt) -> tuple[float, ...]:
+        return (prompt.arrival,)
+
+    def budget(self, *, decodes: int, requests: int) -> StepBudget:
+        return StepBudget(math.inf, 1, self.max_rows)
+
+
+@dataclass(frozen=True, kw_only=True)
+class StallFree:
+    """Decodes in each step, and as much of prompts as the time target leaves (Sarathi-Serve).
+
+    The order is that of the highest response ratio in tokens (HRRN): short prompts go first, and
+    who waits grows more urgent, without a clock. Ageing stays within a priority. See
+    arXiv:2403.02310.
+
+    Attributes:
+        time_target: seconds that a step may take in which somebody decodes: the gap in a stream.
+        min_rows: of prompts, even where decodes alone take as long: prompts always progress.
+        max_rows: of a step, all that it has while a single prompt has the engine for itself.
+    """
+
+    time_target: float = 0.100
+    min_rows: int = 32
+    max_rows: int = 512
+    max_running: int = 64
+    max_decodes: int = 64
+
+    def __post_init__(self) -> None:
+        check_number("time_target", self.time_target, 0.001)
+        for name in ("min_rows", "max_rows", "max_running", "max_decodes"):
+            check_number(name, getattr(self, name), 1, whole=True)
+        if self.min_rows + self.max_decodes > self.max_rows:
+            raise OptionError(
+                f"`max_rows` is {self.max_rows}, but `max_decodes` ({self.max_decodes}) and "
+                f"`min_rows` ({self.min_rows}) together are more; raise it or lower one of them"
+            )
+
+    def rank(self, prompt: Prompt) -> tuple[float, ...]:
+        ratio = (prompt.waited + prompt.left) / prompt.left
+        return (-prompt.priority, not prompt.preempted, -ratio, prompt.left, prompt.arrival)
+
+    def budget(self, *, decodes: int, requests: int) -> StepBudget:
+        seconds = math.inf
+        if decodes:
+            seconds = self.time_target
+        elif requests > 1:
+            seconds = _NOBODY_DECODES * self.time_target
+        return StepBudget(seconds, self.min_rows, self.max_rows)

@@ -1,0 +1,152 @@
+"""What a step of many sequences will take: a law of few parts, learnt while the engine runs."""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+# Few rows are bound by reading the weights, many by arithmetic: the slope has a knee between them.
+_KNEE = 16
+# Seconds of each part before anything was learnt: the call, a row up to the knee, a row beyond it,
+# a span (its row of logits), 1,000 positions that rows attend to. 100 ms hold 64 rows and a decode.
+_FIRST_GUESS = (4e-3, 1.43e-3, 1.43e-3, 0.5e-3, 0.5e-3)
+_PARTS = range(len(_FIRST_GUESS))
+# A step says this much less with each later step that resembles it: some 30 count.
+_FORGETTING = 0.97
+# How little the first guess is worth beside a measured step (a variance).
+_DOUBT = 100.0
+# So many steps in a row, each so many times slower (or faster) than predicted, are no hiccup:
+# something has changed, and little of what is known holds.
+_OFF, _STEPS_OFF = 1.5, 4
+# A step that was as many times faster than predicted only halves all that is predicted.
+_TOO_FAST = 4.0
+# Less was not measured: a clock was too coarse.
+_SHORTEST = 1e-8
+
+
+class StepLoad(NamedTuple):
+    """What the time of a step follows from.
+
+    Attributes:
+        rows: tokens of all spans.
+        positions: over all rows, the sum of the tokens that lie before.
+        spans: sequences that have rows in the step.
+    """
+
+    rows: int = 0
+    positions: int = 0
+    spans: int = 0
+
+    def plus(self, rows: int, position: int) -> StepLoad:
+        """With a span of `rows` from `position` on."""
+        positions = self.positions + rows * position + rows * (rows - 1) // 2
+        return StepLoad(self.rows + rows, positions, self.spans + 1)
+
+
+class StepCosts:
+    """Predicts the seconds of a step, and learns from each that was run.
+
+    Seconds are a sum of five parts, each a slope that is never negative: the call, rows up to a
+    knee, rows beyond it, spans, positions. They are fitted by recursive least squares of relative
+    errors. As an error is taken relative to what was measured, a step that took ten times as long
+    weighs no more than one that was 10 % off, and one that was fast is believed. Only what
+    resembles the new step is forgotten (directional forgetting): thousands of decode steps leave
+    untouched what is known of prompts.
+    """
+
+    def __init__(self) -> None:
+        self._weights = [1.0] * len(_FIRST_GUESS)  # multiples of the first guess
+        self._covariance = _no_knowledge()
+        self._steps_off = 0  # in a row; negative: that were faster
+
+    def seconds(self, load: StepLoad) -> float:
+        """What a step would take."""
+        return _dot(self._weights, _parts(load)) if load.rows else 0.0
+
+    def rows_within(self, seconds: float, position: int, *, beside: StepLoad, limit: int) -> int:
+        """Rows, at most `limit`, of one more span from `position` on that keep a step in `seconds`.
+
+        Args:
+            beside: what the step computes anyway.
+        """
+        if limit < 1 or self.seconds(beside.plus(limit, position)) <= seconds:
+            return max(limit, 0)
+        fitting, too_many = 0, limit
+        while too_many - fitting > 1:
+            middle = (fitting + too_many) // 2
+            if self.seconds(beside.plus(middle, position)) <= seconds:
+                fitting = middle
+            else:
+                too_many = middle
+        return fitting
+
+    def learn(self, load: StepLoad, seconds: float) -> None:
+        """Take in what a step took; a time that no clock can have measured is left out."""
+        if load.rows < 1 or not _SHORTEST < seconds < math.inf:
+            return
+        parts = [part / seconds for part in _parts(load)]
+        predicted = _dot(self._weights, parts)  # 1 would be right
+        if self._has_changed(predicted):
+            self._start_again(1 / predicted if predicted else 1.0)
+            predicted = _dot(self._weights, parts)
+        if predicted > _TOO_FAST:
+            self._weights = [weight / 2 for weight in self._weights]
+            return
+        spread = [_dot(row, parts) for row in self._covariance]
+        doubt = _dot(parts, spread)
+        self._move(spread, (1 - predicted) / (1 + doubt), parts)
+        self._narrow(spread, doubt)
+
+    def _move(self, spread: Sequence[float], gain: float, parts: Sequence[float]) -> None:
+        """To weights that fit a step better; what those at 0 cannot give, all others do."""
+        moved = [weight + gain * s for weight, s in zip(self._weights, spread, strict=True)]
+        if min(moved) >= 0:
+            self._weights = moved
+            return
+        self._weights = [max(0.0, weight) for weight in moved]
+        wanted, predicted = _dot(moved, parts), _dot(self._weights, parts)
+        if 0 < wanted < predicted:
+            self._weights = [weight * wanted / predicted for weight in self._weights]
+
+    def _has_changed(self, predicted: float) -> bool:
+        """Whether several steps in a row were off to the same side."""
+        side = 1 if predicted * _OFF < 1 else -1 if predicted > _OFF else 0
+        self._steps_off = self._steps_off + side if side * self._steps_off > 0 else side
+        return abs(self._steps_off) >= _STEPS_OFF
+
+    def _start_again(self, factor: float) -> None:
+        """The machine is so many times slower, as far as is known now; what follows shows it."""
+        self._weights = [weight * factor for weight in self._weights]
+        self._covariance, self._steps_off = _no_knowledge(), 0
+
+    def _narrow(self, spread: list[float], doubt: float) -> None:
+        """Less doubt in the direction of a step, and what was known of it before is forgotten."""
+        factor = (_FORGETTING - (1 - _FORGETTING) / doubt) / (_FORGETTING * (1 + doubt))
+        for i in _PARTS:
+            row, scaled = self._covariance[i], factor * spread[i]
+            for j in _PARTS:
+                row[j] -= scaled * spread[j]
+
+
+def _parts(load: StepLoad) -> tuple[float, float, float, float, float]:
+    """Seconds of each part by the first guess."""
+    call, few, many, span, positions = _FIRST_GUESS
+    rows = load.rows
+    return (
+        call,
+        few * min(rows, _KNEE),
+        many * max(rows - _KNEE, 0),
+        span * load.spans,
+        positions * load.positions / 1000,
+    )
+
+
+def _dot(a: Sequence[float], b: Sequence[float]) -> float:
+    products: Iterable[float] = map(operator.mul, a, b)
+    return sum(products)
+
+
+def _no_knowledge() -> list[list[float]]:
+    return [[_DOUBT if i == j else 0.0 for j in _PARTS] for i in _PARTS]

@@ -1,0 +1,175 @@
+"""Texts that are continued: one, several answers to one, or many together."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable, Iterator, Sequence, Sized
+from typing import Unpack, overload
+
+from edgellm.batch import BatchAnswer, is_many
+from edgellm.batch import answers as stream_answers
+from edgellm.checks import check_hooks, check_number
+from edgellm.engine.context import Context
+from edgellm.engine.engine import Engine
+from edgellm.engine.request import LogitFilter
+from edgellm.generation_options import (
+    GenerationArguments,
+    GenerationOptions,
+    chosen_options,
+)
+from edgellm.progress import Progress, ProgressCallback
+from edgellm.results import Completion, Piece
+from edgellm.session import Session
+
+
+class TextGeneration:
+    """What `LLM` does with prompts that have no chat template."""
+
+    @property
+    def engine(self) -> Engine:
+        """What runs the model."""
+        raise NotImplementedError
+
+    @overload
+    def generate(
+        self,
+        prompt: str | Sequence[int],
+        *,
+        n: None = None,
+        options: GenerationOptions | None = None,
+        cancel: threading.Event | None = None,
+        progress: ProgressCallback | None = None,
+        logit_filter: LogitFilter | None = None,
+        **arguments: Unpack[GenerationArguments],
+    ) -> Completion: ...
+
+    @overload
+    def generate(
+        self,
+        prompt: str | Sequence[int],
+        *,
+        n: int,
+        options: GenerationOptions | None = None,
+        cancel: threading.Event | None = None,
+        progress: ProgressCallback | None = None,
+        logit_filter: LogitFilter | None = None,
+        **arguments: Unpack[GenerationArguments],
+    ) -> list[Completion]: ...
+
+    @overload
+    def generate(
+        self,
+        prompt: list[str] | list[list[int]],
+        *,
+        n: int | None = None,
+        options: GenerationOptions | None = None,
+        cancel: threading.Event | None = None,
+        progress: ProgressCallback | None = None,
+        logit_filter: LogitFilter | None = None,
+        **arguments: Unpack[GenerationArguments],
+    ) -> list[Completion]: ...
+
+    def generate(
+        self,
+        prompt: str | Sequence[int] | list[str] | list[list[int]],
+        *,
+        n: int | None = None,
+        options: GenerationOptions | None = None,
+        cancel: threading.Event | None = None,
+        progress: ProgressCallback | None = None,
+        logit_filter: LogitFilter | None = None,
+        **arguments: Unpack[GenerationArguments],
+    ) -> Completion | list[Completion]:
+        """Continue a text, or token ids, without chat template; see `chat` for questions.
+
+        A special token that is written out in the text, such as `<|im_end|>`, is that token.
+        An answer that was stopped is one as well, see `Session.generate`.
+
+        Args:
+            prompt: or a list of them, which are answered together: what `batch` gives, in order.
+            n: answers to each prompt, which is computed once; with a seed, answer i has the seed
+                that is larger by i. They come as a list, those to the same prompt one after the
+                other.
+            options, cancel, logit_filter: see `Session.stream`.
+            progress: told how far a single prompt is, or how many answers are there.
+            arguments: fields of `GenerationOptions`, over those of `options`.
+        """
+        if n is not None or is_many(prompt):
+            prompts = prompt if is_many(prompt) else [prompt]
+            answers = self.batch(
+                prompts,  # type: ignore[arg-type]
+                n=1 if n is None else n,
+                options=options,
+                cancel=cancel,
+                progress=progress,
+                logit_filter=logit_filter,
+                **arguments,
+            )
+            ordered = sorted(answers, key=lambda answer: (answer.index, answer.sample))
+            return [answer.result() for answer in ordered]
+        with self._begun_with(prompt) as session:  # type: ignore[arg-type]
+            return session.generate(
+                options=options,
+                cancel=cancel,
+                progress=progress,
+                logit_filter=logit_filter,
+                **arguments,
+            )
+
+    def stream(
+        self,
+        prompt: str | Sequence[int],
+        *,
+        options: GenerationOptions | None = None,
+        cancel: threading.Event | None = None,
+        progress: ProgressCallback | None = None,
+        logit_filter: LogitFilter | None = None,
+        **arguments: Unpack[GenerationArguments],
+    ) -> Iterator[Piece]:
+        """`generate`, piece by piece."""
+        with self._begun_with(prompt) as session:
+            yield from session.stream(
+                options=options,
+                cancel=cancel,
+                progress=progress,
+                logit_filter=logit_filter,
+                **arguments,
+            )
+
+    def batch(
+        self,
+        prompts: Iterable[str | Sequence[int]],
+        *,
+        n: int = 1,
+        options: GenerationOptions | None = None,
+        cancel: threading.Event | None = None,
+        progress: ProgressCallback | None = None,
+        logit_filter: LogitFilter | None = None,
+        **arguments: Unpack[GenerationArguments],
+    ) -> Iterator[BatchAnswer]:
+        """Continue many prompts together, each as `generate` would; answers come as they finish.
+
+        One that fails, for example because it is too long, has an error in its answer.
+
+        Args:
+            prompts: may be a generator; some are taken ahead.
+            n, options, cancel, logit_filter: see `generate`.
+            progress: told how many answers are there.
+            arguments: fields of `GenerationOptions`, over those of `options`.
+        """
+        check_hooks(cancel, progress, logit_filter)
+        check_number("n", n, 1, 1024, whole=True)
+        chosen = chosen_options(self.engine.bundle.manifest, options, arguments)
+        total = n * len(prompts) if isinstance(prompts, Sized) else None
+        running = stream_answers(
+            self.engine, prompts, chosen, n=n, cancel=cancel, logit_filter=logit_filter
+        )
+        for done, answer in enumerate(running, 1):
+            if progress is not None:
+                progress(Progress("answers", done, total or done))
+            yield answer
+
+    def _begun_with(self, prompt: str | Sequence[int]) -> Session:
+        context = Context(self.engine)
+        context.append("prompt", prompt, parse_special=True)
+        return Session(context, closes=True)

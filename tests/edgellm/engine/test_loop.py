@@ -1,0 +1,281 @@
+"""Many answers at once: each as alone, whoever else is there."""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from edgellm import CacheFullError, Completion, OptionError
+from edgellm.backends.batch import Rows, Span
+from edgellm.kernels.kv_blocks import BLOCK
+from edgellm.llm import LLM, load
+
+
+def prompt(seed: int, length: int) -> list[int]:
+    return np.random.default_rng(seed).integers(3, 250, length).tolist()
+
+
+# Of each request: its prompt's tokens, and how it is answered.
+REQUESTS: list[tuple[list[int], dict[str, Any]]] = [
+    (
+        prompt(i % 23, (5, 60, 130, 300, 513, 40)[i % 6] + i),
+        {
+            "temperature": (0.0, 0.8, 1.5)[i % 3],
+            "seed": i,
+            "max_tokens": 4 + 5 * (i % 7),
+            "ignore_eos": True,
+            "repeat_penalty": 1.0 + 0.1 * (i % 2),
+            "logprobs": i % 3,
+        },
+    )
+    for i in range(30)
+]
+
+
+def alone(llm: LLM, requests: Sequence[tuple[list[int], dict[str, Any]]]) -> list[Completion]:
+    return [llm.generate(tokens, **options) for tokens, options in requests]
+
+
+def together(llm: LLM, requests: Sequence[tuple[list[int], dict[str, Any]]]) -> list[Completion]:
+    """Each in a thread of its own."""
+    with ThreadPoolExecutor(len(requests)) as pool:
+        answers = [pool.submit(llm.generate, tokens, **options) for tokens, options in requests]
+        return [answer.result(timeout=120) for answer in answers]
+
+
+def assert_same(found: Sequence[Completion], expected: Sequence[Completion]) -> None:
+    for ours, theirs in zip(found, expected, strict=True):
+        assert ours.tokens == theirs.tokens
+        assert ours.logprobs == theirs.logprobs
+        assert ours.text == theirs.text
+        assert ours.finish_reason == theirs.finish_reason
+
+
+SHIFT: dict[str, Any] = {"context_policy": "shift", "keep": 9}
+# Short prompts and long answers: what was admitted does not fit any more.
+GROWING: list[tuple[list[int], dict[str, Any]]] = [
+    (prompt(i, 100), {"seed": i, "max_tokens": 250, "ignore_eos": True}) for i in range(9)
+]
+
+
+@pytest.fixture
+def portable_tiny(tiny_model: Path) -> LLM:
+    return load(
+        str(tiny_model),
+        ctx_size=4 * BLOCK,
+        cache_size=64 * BLOCK,
+        prefill="cpu",
+        decode="portable",
+    )
+
+
+@pytest.fixture
+def native(tiny_model: Path) -> LLM:
+    llm = load(str(tiny_model), ctx_size=8 * BLOCK, cache_size=64 * BLOCK)
+    if not llm.engine.decoder.exact_rows:
+        pytest.skip("needs the native kernels")
+    return llm
+
+
+def used_blocks(llm: LLM) -> int:
+    with llm.engine.lock:
+        llm.engine.cache.collect()
+        return llm.engine.cache.used_blocks
+
+
+def test_thirty_answers_together_are_as_alone(native: LLM) -> None:
+    expected = alone(native, REQUESTS)
+    fresh = load(str(native.engine.bundle.path), ctx_size=8 * BLOCK, cache_size=64 * BLOCK)
+    assert_same(together(fresh, REQUESTS), expected)
+    assert used_blocks(fresh) == 0
+
+
+def test_with_a_small_pool_some_are_preempted_and_all_finish(native: LLM) -> None:
+    expected = alone(native, GROWING)
+    small = load(str(native.engine.bundle.path), ctx_size=4 * BLOCK, cache_size=8 * BLOCK)
+    found = together(small, GROWING)
+    assert_same(found, expected)
+    assert sum(answer.stats.preempted for answer in found) > 0
+    assert used_blocks(small) == 0
+
+
+def test_preempted_where_computing_again_gives_other_bits(
+    portable_tiny: LLM,
+) -> None:
+    """What graphs of single tokens computed is kept, and not computed again in chunks."""
+    expected = alone(portable_tiny, GROWING[:4])
+    small = load(
+        str(portable_tiny.engine.bundle.path),
+        ctx_size=4 * BLOCK,
+        cache_size=4 * BLOCK,
+        prefill="cpu",
+        decode="portable",
+    )
+    found = together(small, GROWING[:4])
+    assert_same(found, expected)
+    assert sum(answer.stats.preempted for answer in found) > 0
+    assert used_blocks(small) == 0
+
+
+def test_answers_in_a_full_context_are_as_alone(native: LLM) -> None:
+    """Contexts that shift, which cannot be computed again, give their places to each other."""
+    requests = [
+        (prompt(i, 100), {"seed": i, "max_tokens": 300, "ignore_eos": True, **SHIFT})
+        for i in range(5)
+    ]
+    options: dict[str, Any] = {"ctx_size": 2 * BLOCK}
+    path = str(native.engine.bundle.path)
+    expected = alone(load(path, cache_size=64 * BLOCK, **options), requests)
+    small = load(path, cache_size=4 * BLOCK, **options)
+    found = together(small, requests)
+    assert_same(found, expected)
+    assert all(answer.stats.dropped_tokens > 0 for answer in found)
+    assert sum(answer.stats.preempted for answer in found) > 0
+
+
+def test_other_answers_to_one_prompt_are_as_their_seeds(native: LLM) -> None:
+    tokens = prompt(7, 200)
+    options: dict[str, Any] = {"max_tokens": 20, "ignore_eos": True}
+    requests = [(tokens, {"seed": 40 + i, **options}) for i in range(4)]
+    expected = alone(native, requests)
+    fresh = load(str(native.engine.bundle.path), ctx_size=8 * BLOCK)
+    found = fresh.generate(tokens, n=4, seed=40, **options)
+    assert_same(found, expected)
+    assert [answer.stats.cached_tokens for answer in found] == [0, 200, 200, 200]
+    assert used_blocks(fresh) == 0
+
+
+def test_a_stream_goes_on_while_others_begin(native: LLM) -> None:
+    """One thread, two streams in turns: the steps of one are steps of the other."""
+    (first, one), (second, two) = REQUESTS[4], REQUESTS[9]
+    expected = [native.generate(first, **one).tokens, native.generate(second, **two).tokens]
+    streams = [native.stream(first, **one), native.stream(second, **two)]
+    found: list[list[int]] = [[], []]
+    left = [0, 1]
+    while left:
+        for i in list(left):
+            piece = next(streams[i], None)
+            if piece is None:
+                left.remove(i)
+            elif piece.token is not None:
+                found[i].append(piece.token)
+    assert [tuple(tokens) for tokens in found] == expected
+
+
+def test_a_reader_that_never_comes_back_holds_nobody_up(native: LLM) -> None:
+    stream = native.stream(prompt(1, 40), temperature=0, ignore_eos=True, max_tokens=600)
+    assert next(stream).token is not None
+    expected = native.generate(prompt(2, 40), temperature=0, max_tokens=300, ignore_eos=True)
+    assert len(expected.tokens) == 300
+    assert native.engine.loop.counts.decode_rows < 600  # the other one waits for its reader
+    assert len(list(stream)) >= 599
+    assert used_blocks(native) == 0
+
+
+def test_a_reader_that_never_comes_back_gives_its_place_to_others(tiny_model: Path) -> None:
+    small = load(str(tiny_model), ctx_size=4 * BLOCK, cache_size=4 * BLOCK)
+    options = {"temperature": 0, "max_tokens": 200, "ignore_eos": True}
+    expected = load(str(tiny_model)).generate(prompt(1, 2 * BLOCK), **options)
+    stream = small.stream(prompt(1, 2 * BLOCK), **options)
+    pieces = [next(stream)]
+    assert small.generate(prompt(2, 3 * BLOCK), **options).tokens
+    pieces += stream
+    assert tuple(p.token for p in pieces if p.token is not None) == expected.tokens
+    assert pieces[-1].stats.preempted > 0
+    assert used_blocks(small) == 0
+
+
+def test_one_that_fails_fails_alone(native: LLM) -> None:
+    def broken(scores: np.ndarray, tokens: Sequence[int]) -> None:
+        if len(tokens) == 5:
+            raise RuntimeError("no more")
+
+    def answer(i: int) -> Completion:
+        tokens, options = REQUESTS[i]
+        return native.generate(tokens, logit_filter=broken if i == 4 else None, **options)
+
+    expected = alone(native, REQUESTS[:10])
+    with ThreadPoolExecutor(10) as pool:
+        answers = [pool.submit(answer, i) for i in range(10)]
+        with pytest.raises(RuntimeError, match="no more"):
+            answers[4].result(timeout=60)
+        found = [a.result(timeout=60) for i, a in enumerate(answers) if i != 4]
+    assert_same(found, expected[:4] + expected[5:])
+    assert used_blocks(native) == 0
+
+
+def test_a_step_that_fails_is_tried_with_each_by_itself(
+    native: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A back end that cannot compute one token: its request fails, the others are as alone."""
+    expected = alone(native, REQUESTS[:6])
+    end = REQUESTS[4][0][-3:]
+
+    def picky(spans: Sequence[Span], **options: Any) -> list[Rows]:
+        if any(list(span.tokens[-3:]) == end for span in spans):
+            raise ValueError("a kernel says no")
+        return run(spans, **options)
+
+    fresh = load(str(native.engine.bundle.path), ctx_size=8 * BLOCK)
+    run = fresh.engine.decoder.run
+    monkeypatch.setattr(fresh.engine.decoder, "run", picky)
+    with ThreadPoolExecutor(6) as pool:
+        answers = [pool.submit(fresh.generate, tokens, **o) for tokens, o in REQUESTS[:6]]
+        with pytest.raises(ValueError, match="says no"):
+            answers[4].result(timeout=60)
+        found = [a.result(timeout=60) for i, a in enumerate(answers) if i != 4]
+    assert_same(found, [*expected[:4], expected[5]])
+
+
+def test_cancelled_at_random(native: LLM) -> None:
+    """While waiting, in prefill, in decode: blocks are back, and nobody else notices."""
+    rng, expected = random.Random(3), alone(native, REQUESTS[:3])
+    threads = threading.active_count()
+
+    def cancelled(i: int) -> None:
+        cancel = threading.Event()
+        timer = threading.Timer(rng.random() * 0.02, cancel.set)
+        timer.start()
+        tokens = prompt(1000 + i, rng.randint(2, 900))
+        answer = native.generate(tokens, cancel=cancel, max_tokens=100, ignore_eos=True)
+        assert answer.finish_reason in ("cancelled", "length")
+        timer.join()
+
+    with ThreadPoolExecutor(12) as pool:
+        cancels = [pool.submit(cancelled, i) for i in range(200)]
+        found = alone(native, REQUESTS[:3])
+        for each in cancels:
+            each.result(timeout=120)
+    assert_same(found, expected)
+    assert used_blocks(native) == 0
+    assert threading.active_count() == threads
+
+
+def test_a_session_that_answers_is_not_changed(native: LLM) -> None:
+    with native.session() as session:
+        session.append(prompt(3, 50))
+        stream = session.stream(temperature=0, max_tokens=50, ignore_eos=True)
+        next(stream)
+        with pytest.raises(OptionError, match="already answering"):
+            next(session.stream(max_tokens=1))
+        session.rewind(20)
+        with pytest.raises(OptionError, match="was changed"):
+            list(stream)
+        assert session.generate(max_tokens=2, ignore_eos=True).finish_reason == "length"
+
+
+def test_what_never_fits_is_an_error_at_once(native: LLM) -> None:
+    small = load(str(native.engine.bundle.path), ctx_size=4 * BLOCK, cache_size=4 * BLOCK)
+    with small.session() as held:
+        held.append(prompt(1, 3 * BLOCK + 5))
+        held.generate(max_tokens=1)
+        with pytest.raises(CacheFullError, match="held by open sessions"):
+            small.generate(prompt(2, 3 * BLOCK), max_tokens=1)
+    assert small.generate(prompt(2, 3 * BLOCK), max_tokens=1).tokens
