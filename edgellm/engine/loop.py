@@ -86,11 +86,12 @@ class Loop:
         self.submit(request)
         try:
             while True:
+                finished = request.finished  # before the last pieces are taken
                 while request.pieces:
                     yield request.pieces.popleft()
                 if request.error is not None:
                     raise request.error
-                if request.finished:
+                if finished:
                     return
                 self.advance([request])
         finally:
@@ -263,10 +264,12 @@ class Loop:
 
     def _take_in(self) -> None:
         """Let the scheduler know of the requests that came, or came back, since the last step."""
-        back = [each for each in self._parked if id(each) in self._live and not each.paused]
-        self._parked = [each for each in self._parked if each.paused]
-        for request in back:
-            self._scheduler.add(request)
+        parked, self._parked = self._parked, []
+        for request in parked:
+            if request.paused and id(request) in self._live:
+                self._parked.append(request)
+            elif id(request) in self._live:
+                self._scheduler.add(request)
         while self._submitted:
             request = self._submitted[0]
             if id(request) not in self._live and not request.withdrawn:

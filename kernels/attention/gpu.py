@@ -132,7 +132,7 @@ def attention_kernel(
     first_row, tokens = tl.load(job_ptr), tl.load(job_ptr + 1)
     start, table = tl.load(job_ptr + 2), tl.load(job_ptr + 3)
     first_query, split = tl.load(job_ptr + 4), tl.load(job_ptr + 5)
-    splits, parts_before = tl.load(job_ptr + 6), tl.load(job_ptr + 7)
+    splits = tl.load(job_ptr + 6)
     if tokens == 0:
         return
     table_ptr += table * table_stride
@@ -219,7 +219,8 @@ def attention_kernel(
             found = tl.dot(p.to(tl.float16), codes.to(tl.float16))
             low = low * keep[:, None] + found * v_size
 
-    out = (parts_before + split * tokens) * heads + query
+    # read here, so that no register holds it in the loop
+    out = (tl.load(job_ptr + 7) + split * tokens) * heads + query
     at = out[:, None].to(tl.int64) * HEAD_DIM + e[None, :]
     tl.store(sums_ptr + at, low, mask=inside)
     if FOUR_BIT:

@@ -415,7 +415,7 @@ def test_bad_spans_are_refused(triton_device: str) -> None:
         ([good[0], replace(good[1], tables=[[1], [7]])], "block id"),
         ([good[0], replace(good[1], tables=[[1], []])], "positions 1 to 2"),
         ([good[0], replace(good[1], start=BLOCK)], "positions 128 to 129"),
-        ([good[0], replace(good[1], start=512)], "position 513"),
+        ([good[0], replace(good[1], start=512)], "positions 512 to 513"),
         ([good[0], replace(good[1], tables=[[1]])], "1 tables"),
         ([long, long], "514 tokens; there is room for 1 to 512"),
     ):

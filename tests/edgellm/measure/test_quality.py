@@ -138,10 +138,10 @@ def test_real_weights_against_transformers(smollm2: Bundle, smollm2_gguf: Path) 
     ).eval()
     engine = load(str(smollm2.path)).engine
     text = sample_text()
-    found = quality(engine, text, max_windows=2)
-    ids = engine.tokenizer.encode(text)[: 2 * 512]
+    found = quality(engine, text, window=256, max_windows=2)
+    ids = engine.tokenizer.encode(text)[: 2 * 256]
     losses, divergences, same = [], [], []
-    for tokens in (ids[:512], ids[512:]):
+    for tokens in (ids[:256], ids[256:]):
         with torch.no_grad():
             exact = judge(torch.tensor([tokens])).logits[0].double().log_softmax(-1)[:-1].numpy()
         hidden: list[np.ndarray] = []
@@ -151,7 +151,7 @@ def test_real_weights_against_transformers(smollm2: Bundle, smollm2_gguf: Path) 
         sequence.truncate(0)
         logits = np.array(hidden)
         logprobs = logits - np.logaddexp.reduce(logits, axis=-1, keepdims=True)
-        losses.append(-exact[np.arange(511), tokens[1:]])
+        losses.append(-exact[np.arange(255), tokens[1:]])
         divergences.append((np.exp(exact) * (exact - logprobs)).sum(-1))
         same.append(exact.argmax(-1) == logprobs.argmax(-1))
     assert found.float_perplexity == pytest.approx(math.exp(np.mean(losses)), rel=5e-4)
