@@ -145,7 +145,7 @@ def export(
 def report(bundle: Bundle) -> None:
     """One line for each precision, and where the bundle is."""
     for name in bundle.manifest.precisions:
-        click.echo(f"{name}: {imported(bundle, name).details()}", err=True)
+        click.echo(f"{name}: {imported(bundle.manifest, name).details()}", err=True)
     click.echo(f"{bundle.path} ({bundle.bytes / 1e6:.1f} MB)")
 
 

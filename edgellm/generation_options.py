@@ -9,8 +9,8 @@ from typing import Literal, TypedDict, get_args
 
 from edgellm.checks import check_choice, check_flag, check_number, check_texts
 from edgellm.errors import OptionError
-from edgellm.store.bundle import Manifest
 from edgellm.store.generation_defaults import tried_defaults
+from edgellm.store.manifest import Manifest
 
 ContextPolicy = Literal["error", "shift"]
 CONTEXT_POLICIES: tuple[str, ...] = get_args(ContextPolicy)

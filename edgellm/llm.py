@@ -138,7 +138,7 @@ class LLM(TextGeneration):
     def notes(self) -> list[str]:
         """What is not as the model file has it: a line for each precision in use whose weights were
         rounded again."""
-        return list(rounding_notes(self.engine.bundle, self.engine.precisions))
+        return list(rounding_notes(self.engine.bundle.manifest, self.engine.precisions))
 
     def infill(
         self,

@@ -178,7 +178,7 @@ def _precisions(bundle: Bundle, selection: Selection) -> Iterator[PrecisionDescr
             bytes=sum(file.bytes for path, file in files if path.startswith(f"{name}/")),
             chunk_sizes=tuple(entry.chunk_sizes),
             uses=tuple(use for use, precision in used.items() if precision == name),
-            weights=imported(bundle, name).details(),
+            weights=imported(bundle.manifest, name).details(),
         )
 
 

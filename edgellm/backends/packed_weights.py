@@ -14,8 +14,9 @@ from edgellm.kernels.kv_append import HeadNorms
 from edgellm.kernels.linear import PackedWeights
 from edgellm.kernels.quantized import KINDS
 from edgellm.kernels.step import LayerWeights, Weights
-from edgellm.store.bundle import PACKED, Bundle, map_arrays
+from edgellm.store.bundle import Bundle
 from edgellm.store.key_basis import is_head_norm, open_head_norms
+from edgellm.store.manifest import PACKED, map_arrays
 
 
 def open_packed_weights(bundle: Bundle) -> Weights:

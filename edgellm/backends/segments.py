@@ -20,7 +20,8 @@ from edgellm.graphs import contract
 from edgellm.kernels.checks import indices
 from edgellm.progress import ProgressCallback
 from edgellm.quantize.shadow import ShadowLinear
-from edgellm.store.bundle import Bundle, PrecisionEntry, map_arrays
+from edgellm.store.bundle import Bundle
+from edgellm.store.manifest import PrecisionEntry, map_arrays
 
 Floats = NDArray[np.float32]
 # The code that stands for 0 in a table of bytes.

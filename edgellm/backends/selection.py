@@ -22,7 +22,7 @@ from edgellm.graphs.config import ModelConfig
 from edgellm.kernels.gpu import device
 from edgellm.kernels.native import library
 from edgellm.options import PREFILL_PRECISIONS, EngineOptions
-from edgellm.store.bundle import PACKED
+from edgellm.store.manifest import PACKED
 from edgellm.store.precision_support import first_supported, why_not
 from edgellm.store.precision_support import require as require_support
 

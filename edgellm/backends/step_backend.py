@@ -16,7 +16,7 @@ from edgellm.backends.registry import NATIVE
 from edgellm.backends.step_model import StepModel
 from edgellm.backends.trace import TaskRecord
 from edgellm.cache.sequence import Sequence
-from edgellm.store.bundle import PACKED
+from edgellm.store.manifest import PACKED
 
 Floats = NDArray[np.float32]
 

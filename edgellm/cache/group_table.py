@@ -5,17 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 from edgellm.cache.block_pool import BlockPool
-from edgellm.cache.groups import CacheGroup
+from edgellm.cache.groups import CacheGroup, Side
 from edgellm.cache.prefix_index import PrefixIndex
 from edgellm.kernels.kv_blocks import BLOCK, KVBlocks
 
 if TYPE_CHECKING:
     from edgellm.cache.replica import Replica  # imports torch
-
-Side = Literal["host", "device"]
 
 
 @dataclass

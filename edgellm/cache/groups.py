@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 from edgellm.graphs.config import ModelConfig
 from edgellm.kernels.kv_blocks import BLOCK, KVFormat, block_bytes
@@ -20,6 +21,8 @@ STEP_ROWS = 512
 # a quarter of the memory without windows at a context of 8,192, and did 1,544 tokens/s of a prompt;
 # with 512 rows it did 1,700 (two cores, C++).
 WINDOWED_ROWS = 256
+# Whose memory a block is written in.
+Side = Literal["host", "device"]
 
 
 @dataclass(frozen=True)

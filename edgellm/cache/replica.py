@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from edgellm.cache.group_table import Side
+from edgellm.cache.groups import Side
 from edgellm.kernels.gpu.kv_blocks import DeviceBlocks
 from edgellm.kernels.kv_blocks import BLOCK, KVBlocks
 

@@ -25,7 +25,8 @@ from edgellm.kernels.native import isa
 from edgellm.options import DEFAULT_CTX_SIZE, EngineOptions
 from edgellm.progress import ProgressCallback
 from edgellm.store import key_basis
-from edgellm.store.bundle import CHAT_TEMPLATE, PACKED, Bundle
+from edgellm.store.bundle import Bundle
+from edgellm.store.manifest import CHAT_TEMPLATE, PACKED
 from edgellm.text.template import ChatTemplate
 from edgellm.text.tokenizer import Tokenizer
 

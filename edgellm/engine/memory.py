@@ -10,7 +10,8 @@ import psutil
 
 from edgellm.errors import MemoryEstimateError
 from edgellm.graphs.contract import WEIGHTS_FILE
-from edgellm.store.bundle import PACKED, Bundle
+from edgellm.store.bundle import Bundle
+from edgellm.store.manifest import PACKED
 
 # A process with all libraries imported and no model: 110 MB on Linux with Python 3.11.
 _BASE_BYTES = 110 << 20

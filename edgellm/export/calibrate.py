@@ -31,7 +31,7 @@ from edgellm.quantize.calibration import (
     grid_scale,
     reach,
 )
-from edgellm.store.bundle import ShadowEntry
+from edgellm.store.manifest import ShadowEntry
 from edgellm.text.tokenizer import Tokenizer
 
 Floats = NDArray[np.float32]

@@ -33,10 +33,11 @@ from edgellm.graphs.config import ModelConfig
 from edgellm.graphs.contract import StoredArray
 from edgellm.progress import Progress, ProgressCallback
 from edgellm.store import bundle as bundles
-from edgellm.store.bundle import PACKED, Bundle, Manifest, PrecisionEntry
+from edgellm.store.bundle import Bundle
 from edgellm.store.bundle_check import MAX_CHUNK
 from edgellm.store.home import delete_abandoned, locked, partial_folder, replacing_folder
 from edgellm.store.key_basis import KeyBasis, open_key_basis
+from edgellm.store.manifest import PACKED, Manifest, PrecisionEntry
 from edgellm.store.precision_support import Precisions, names_of, require, why_not
 from edgellm.store.reference import FOLDER as REFERENCE
 from edgellm.store.reference import open_reference

@@ -16,7 +16,7 @@ from edgellm.graphs.checkpoint import Checkpoint
 from edgellm.graphs.contract import HEAD_FILE, HOST_TOKENS, part_file, parts
 from edgellm.graphs.linear import FloatLinear, GroupLinear, Linear
 from edgellm.graphs.segment import Segment, author_head, author_segment
-from edgellm.store.bundle import HeadEntry, PrecisionEntry
+from edgellm.store.manifest import HeadEntry, PrecisionEntry
 from edgellm.store.reference import ROTATION
 from edgellm.text.tokenizer import Tokenizer
 

@@ -41,7 +41,7 @@ from edgellm.graphs.segment import Mlp, Segment
 from edgellm.graphs.tensors import model_tensors
 from edgellm.kernels.quantized import concatenate
 from edgellm.quantize.error import relative_error
-from edgellm.store.bundle import PACKED
+from edgellm.store.manifest import PACKED
 
 
 class Authors(Protocol):

@@ -28,7 +28,7 @@ from edgellm.graphs.config import ModelConfig
 from edgellm.graphs.contract import HOST_TOKENS, Part, StoredArray, part_file
 from edgellm.quantize.error import worst_row_error
 from edgellm.quantize.shadow import ShadowLinear
-from edgellm.store.bundle import PrecisionEntry
+from edgellm.store.manifest import PrecisionEntry
 from edgellm.store.reference import (
     FOLDER,
     PROMPT,

@@ -15,7 +15,7 @@ from edgellm.export.tokenizer_gguf import adds_bos, build_tokenizer
 from edgellm.graphs.checkpoint import Checkpoint
 from edgellm.graphs.fields import Fields
 from edgellm.graphs.safetensors_folder import read_json
-from edgellm.store.bundle import CHAT_TEMPLATE, GENERATION, TOKENIZER, TokenizerEntry
+from edgellm.store.manifest import CHAT_TEMPLATE, GENERATION, TOKENIZER, TokenizerEntry
 from edgellm.text.tokenizer import check_ids, tokenizer_errors
 
 # GGUF's names of infill tokens, the newer one first -> ours (see `fim.py`).

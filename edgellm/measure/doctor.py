@@ -13,8 +13,8 @@ from edgellm.backends.step_model import StepModel
 from edgellm.engine.engine import Engine
 from edgellm.measure.step_test import check_layers, check_step
 from edgellm.progress import ProgressCallback
-from edgellm.store.bundle import PACKED
 from edgellm.store.import_summary import imported
+from edgellm.store.manifest import PACKED
 
 __all__ = ["Check", "Examined", "examine"]
 
@@ -48,7 +48,7 @@ def examine(
         return
     from edgellm.export.float_reference import float_reference  # 0.4 s
 
-    weights, summary = open_packed_weights(engine.bundle), imported(engine.bundle, PACKED)
+    weights, summary = open_packed_weights(engine.bundle), imported(engine.bundle.manifest, PACKED)
     with float_reference(engine.bundle, progress=progress) as reference:
         for name, step in steps.items():
             yield Examined(f"{PACKED} on {name}")

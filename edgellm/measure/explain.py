@@ -19,7 +19,7 @@ from edgellm.engine.engine import Engine
 from edgellm.engine.measured import MeasuredPrompt
 from edgellm.measure.plan import Prediction, keep_prompt, measure, predict, profile
 from edgellm.measure.roofline import Machine, Work, measure_cpu, measure_gpu, work_of
-from edgellm.store.bundle import PACKED
+from edgellm.store.manifest import PACKED
 
 # How many times as fast an accelerator is imagined.
 _SPEEDS = (1, 5, 10)

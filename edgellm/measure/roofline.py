@@ -22,8 +22,9 @@ from edgellm.kernels.linear import native as native_linear
 from edgellm.kernels.linear import pack_weight
 from edgellm.kernels.native import library
 from edgellm.kernels.quantized import GROUP, KINDS, QuantizedWeight
-from edgellm.store.bundle import PACKED, Bundle
+from edgellm.store.bundle import Bundle
 from edgellm.store.import_summary import imported
+from edgellm.store.manifest import PACKED
 
 _REPEATS = 5
 _READ_BYTES = 256 << 20  # more than any cache holds
@@ -110,7 +111,7 @@ def work_of(bundle: Bundle, tokens: int, *, precision: str, kv_format: KVFormat)
     )
     cached = sum(block * _seen(config, i, tokens) // BLOCK for i in range(config.layer_count))
     if precision == PACKED:
-        summary = imported(bundle, precision)
+        summary = imported(bundle.manifest, precision)
         share = summary.decode_bytes / summary.file_bytes if summary.file_bytes else None
         return Work(_flops(config, tokens), summary.decode_bytes + cached, share)
     folders = (precision, f"head-{bundle.precision(precision).head}")

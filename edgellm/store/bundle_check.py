@@ -22,8 +22,8 @@ from edgellm.graphs.typed_json import typed
 from edgellm.kernels.linear import packed_shape
 from edgellm.kernels.quantized import GROUP, KINDS
 from edgellm.store import key_basis
-from edgellm.store.bundle import GENERATION, PACKED, TOKENIZER, Manifest, PrecisionEntry
 from edgellm.store.import_summary import ImportSummary
+from edgellm.store.manifest import GENERATION, PACKED, TOKENIZER, Manifest, PrecisionEntry
 from edgellm.store.reference import PROMPT, ROTATION, ROWS, array_name, error_name
 
 # Offsets that `WeightFile` makes; the kernels load whole cache lines.

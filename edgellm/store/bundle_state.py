@@ -6,7 +6,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-from edgellm.store.bundle import FORMAT, FORMAT_VERSION, MANIFEST, Manifest, stamp_of
+from edgellm.store.bundle import stamp_of
+from edgellm.store.manifest import FORMAT, FORMAT_VERSION, MANIFEST, Manifest
 
 
 def is_outdated(path: Path) -> bool:

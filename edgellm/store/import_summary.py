@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from edgellm.graphs.typed_json import parse
-from edgellm.store.bundle import Bundle
+from edgellm.store.manifest import Manifest
 
 
 @dataclass(frozen=True)
@@ -99,19 +99,19 @@ class ImportSummary:
         return f"{self}{mean}{': ' if pairs else ''}{', '.join(pairs)}"
 
 
-def imported(bundle: Bundle, precision: str) -> ImportSummary:
+def imported(manifest: Manifest, precision: str) -> ImportSummary:
     """How a precision's weights came in, those of its LM head and embedding among them."""
-    entry = bundle.precision(precision)
+    entry = manifest.precisions[precision]
     summary = ImportSummary.of(entry.import_report)
     if entry.head is None:
         return summary
-    return summary.joined(ImportSummary.of(bundle.manifest.heads[entry.head].import_report))
+    return summary.joined(ImportSummary.of(manifest.heads[entry.head].import_report))
 
 
-def rounding_notes(bundle: Bundle, precisions: Collection[str]) -> Iterator[str]:
+def rounding_notes(manifest: Manifest, precisions: Collection[str]) -> Iterator[str]:
     """A line for each precision whose weights are not all as in the file."""
     for precision in sorted(precisions):
-        summary = imported(bundle, precision)
+        summary = imported(manifest, precision)
         if summary.requantized_tensors:
             of = "" if len(precisions) == 1 else f" of {precision}"
             yield f"weights{of}: {summary}"

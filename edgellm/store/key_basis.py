@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from edgellm.graphs.config import ModelConfig
 from edgellm.graphs.contract import StoredArray
 from edgellm.graphs.tensors import model_tensors
-from edgellm.store.bundle import Manifest, map_arrays
+from edgellm.store.manifest import Manifest, map_arrays
 
 FOLDER = "keys"
 EXPONENTS = "exponents"

@@ -8,8 +8,9 @@ from dataclasses import replace
 from pathlib import Path
 
 from edgellm.errors import BundleError
-from edgellm.store.bundle import Manifest, read_manifest, write_manifest
+from edgellm.store.bundle import read_manifest, write_manifest
 from edgellm.store.home import delete_abandoned, delete_folder, locked
+from edgellm.store.manifest import Manifest
 from edgellm.store.reference import FOLDER as REFERENCE
 
 

@@ -18,7 +18,7 @@ from edgellm.graphs.config import ModelConfig
 from edgellm.graphs.contract import HOST_TOKENS, StoredArray
 from edgellm.quantize.error import worst_line_error
 from edgellm.quantize.shadow import ShadowLinear
-from edgellm.store.bundle import PrecisionEntry, map_arrays
+from edgellm.store.manifest import PrecisionEntry, map_arrays
 
 Floats = NDArray[np.float32]
 # Runs one graph on inputs by name.

@@ -13,7 +13,7 @@ from pathlib import Path
 from tokenizers import Tokenizer as HFTokenizer
 
 from edgellm.errors import EdgeLLMError, TokenizerError
-from edgellm.store.bundle import TOKENIZER, TokenizerEntry
+from edgellm.store.manifest import TOKENIZER, TokenizerEntry
 
 _REPLACEMENT = "\ufffd"
 

@@ -22,8 +22,9 @@ from edgellm.backends.self_test import Check, check_prompts, check_segments
 from edgellm.cache.sequence import Sequence
 from edgellm.engine.engine import Engine
 from edgellm.llm import load
-from edgellm.store.bundle import MANIFEST, Bundle, open_bundle
+from edgellm.store.bundle import Bundle, open_bundle
 from edgellm.store.home import compiled_dir
+from edgellm.store.manifest import MANIFEST
 
 needs_qnn = pytest.mark.skipif(
     importlib.util.find_spec("onnxruntime_qnn") is None,

@@ -32,7 +32,8 @@ from edgellm.llm import LLM, load
 from edgellm.measure.perplexity import perplexity
 from edgellm.quantize.int8 import quantize_channels
 from edgellm.quantize.rotation import random_rotation
-from edgellm.store.bundle import MANIFEST, Bundle
+from edgellm.store.bundle import Bundle
+from edgellm.store.manifest import MANIFEST
 
 STATIC = "w8a16-qdq"
 Export = Callable[..., Path]

@@ -24,7 +24,8 @@ from edgellm.export.precisions import PRECISIONS
 from edgellm.export.source_checkpoint import weight_files
 from edgellm.graphs.checkpoint import open_checkpoint
 from edgellm.store import bundle
-from edgellm.store.bundle import MANIFEST, open_bundle
+from edgellm.store.bundle import open_bundle
+from edgellm.store.manifest import MANIFEST
 from edgellm.store.precision_support import ROTATED, first_supported, why_not
 from edgellm.store.prepare import prepare
 

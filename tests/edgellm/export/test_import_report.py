@@ -16,8 +16,9 @@ from edgellm import BundleError
 from edgellm.export.import_report import ImportReport
 from edgellm.graphs.checkpoint import open_checkpoint
 from edgellm.llm import load
-from edgellm.store.bundle import MANIFEST, Bundle, open_bundle
+from edgellm.store.bundle import Bundle, open_bundle
 from edgellm.store.import_summary import ImportSummary, imported, rounding_notes
+from edgellm.store.manifest import MANIFEST
 
 
 @pytest.fixture(scope="module")
@@ -68,7 +69,7 @@ def test_two_reports_as_one() -> None:
 
 def test_each_precision(bundle: Bundle) -> None:
     """Two layers of seven matrices, embedding and head; w8a8 has Q and K as one."""
-    kinds = {name: imported(bundle, name).kinds for name in bundle.manifest.precisions}
+    kinds = {name: imported(bundle.manifest, name).kinds for name in bundle.manifest.precisions}
     assert kinds == {
         "f32": {"f32": 16},
         "f16": {"f16": 14, "int8_symmetric": 2},
@@ -76,10 +77,12 @@ def test_each_precision(bundle: Bundle) -> None:
         "int4": {"int8_symmetric": 16},
         "packed": {"int8_symmetric": 16},
     }
-    errors = {n: imported(bundle, n).worst_relative_error for n in bundle.manifest.precisions}
+    errors = {
+        n: imported(bundle.manifest, n).worst_relative_error for n in bundle.manifest.precisions
+    }
     assert errors["f32"] == 0 < errors["f16"] <= errors["packed"] <= errors["w8a8"] < 0.02
     assert errors["int4"] == errors["packed"]
-    assert imported(bundle, "packed").storage == {"F32": 16}
+    assert imported(bundle.manifest, "packed").storage == {"F32": 16}
 
 
 def test_errors_are_those_of_what_was_written(bundle: Bundle) -> None:
@@ -87,7 +90,7 @@ def test_errors_are_those_of_what_was_written(bundle: Bundle) -> None:
     from edgellm.quantize.int8 import quantize_groups
 
     checkpoint = open_checkpoint(Path(bundle.manifest.source))
-    summary = imported(bundle, "packed")
+    summary = imported(bundle.manifest, "packed")
     exact = checkpoint.tensor(str(summary.worst_tensor)).float32()
     rounded = dequantize(quantize_groups(exact))
     error = np.linalg.norm(rounded - exact) / np.linalg.norm(exact)
@@ -99,17 +102,17 @@ def test_halves_are_exact_in_halves(
 ) -> None:
     model = make_model(dtype=torch.float16)
     path = export_static(tmp_path / "bundle", model=model, precisions=("f16",))
-    found = imported(open_bundle(path), "f16")
+    found = imported(open_bundle(path).manifest, "f16")
     assert (found.exact_tensors, found.requantized_tensors) == (14, 2)
     assert found.taken == {"F16": {"f16": 14, "int8_symmetric": 2}}
 
 
 def test_notes_name_the_precision_where_there_are_two(bundle: Bundle) -> None:
-    (note,) = rounding_notes(bundle, {"f32"} | {"packed"})
+    (note,) = rounding_notes(bundle.manifest, {"f32"} | {"packed"})
     assert note.startswith("weights of packed: 0 of 16 tensors as in the file, 16 rounded again")
-    (note,) = rounding_notes(bundle, {"packed"})
+    (note,) = rounding_notes(bundle.manifest, {"packed"})
     assert note.startswith("weights: 0 of 16 ")
-    assert list(rounding_notes(bundle, {"f32"})) == []
+    assert list(rounding_notes(bundle.manifest, {"f32"})) == []
 
 
 def test_loading_says_it(bundle: Bundle, caplog: pytest.LogCaptureFixture) -> None:

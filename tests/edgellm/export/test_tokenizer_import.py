@@ -16,7 +16,7 @@ from edgellm.errors import EdgeLLMError, ModelFormatError, TokenizerError
 from edgellm.export import export
 from edgellm.export.tokenizer_import import import_tokenizer
 from edgellm.graphs.checkpoint import open_checkpoint
-from edgellm.store.bundle import TokenizerEntry
+from edgellm.store.manifest import TokenizerEntry
 from edgellm.text.tokenizer import Tokenizer
 
 MakeModel = Callable[..., Path]

@@ -23,7 +23,8 @@ from edgellm.graphs.checkpoint import open_checkpoint
 from edgellm.llm import load
 from edgellm.measure.quality import Comparison, quality
 from edgellm.measure.sample_text import sample_text
-from edgellm.store.bundle import MANIFEST, Bundle
+from edgellm.store.bundle import Bundle
+from edgellm.store.manifest import MANIFEST
 
 TEXT = sample_text()[:1000]
 FLOAT = {"precision": "f32", "prefill": "cpu", "decode": "reference", "kv_format": "f32"}

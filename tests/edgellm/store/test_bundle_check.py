@@ -13,8 +13,9 @@ import pytest
 
 from edgellm import BundleError, TokenizerError, load
 from edgellm.export import export
-from edgellm.store.bundle import MANIFEST, TOKENIZER, open_bundle
+from edgellm.store.bundle import open_bundle
 from edgellm.store.home import sha256_of
+from edgellm.store.manifest import MANIFEST, TOKENIZER
 
 Change = tuple[str, Any]
 PANEL = "precisions/packed/arrays/"

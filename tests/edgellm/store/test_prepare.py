@@ -19,7 +19,8 @@ from edgellm import BundleError, ExportError, ModelFormatError, OptionError
 from edgellm.export import export
 from edgellm.progress import Progress
 from edgellm.store import sources
-from edgellm.store.bundle import MANIFEST, Bundle, open_bundle
+from edgellm.store.bundle import Bundle, open_bundle
+from edgellm.store.manifest import MANIFEST
 from edgellm.store.prepare import prepare
 
 

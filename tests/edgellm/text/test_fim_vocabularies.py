@@ -17,7 +17,7 @@ from sentencepiece import SentencePieceProcessor
 
 from edgellm.export.tokenizer_gguf import build_tokenizer
 from edgellm.infill import infill_tokens
-from edgellm.store.bundle import TOKENIZER, TokenizerEntry
+from edgellm.store.manifest import TOKENIZER, TokenizerEntry
 from edgellm.text.fim import Gap, Order, require_family
 from edgellm.text.tokenizer import Tokenizer
 

@@ -12,7 +12,7 @@ from edgellm.errors import TemplateError
 from edgellm.export.tokenizer_gguf import build_tokenizer
 from edgellm.graphs.gguf_file import GGUFFile
 from edgellm.llm import LLM
-from edgellm.store.bundle import TokenizerEntry
+from edgellm.store.manifest import TokenizerEntry
 from edgellm.text.prompt import Message, _protect, encode_conversation
 from edgellm.text.template import ChatTemplate
 from edgellm.text.tokenizer import Tokenizer

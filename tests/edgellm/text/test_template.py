@@ -10,7 +10,8 @@ import time
 import pytest
 
 from edgellm.errors import TemplateError
-from edgellm.store.bundle import CHAT_TEMPLATE, Bundle
+from edgellm.store.bundle import Bundle
+from edgellm.store.manifest import CHAT_TEMPLATE
 from edgellm.text.template import ChatTemplate
 
 CHAT = [

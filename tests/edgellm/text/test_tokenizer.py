@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 
 from edgellm.errors import TokenizerError
 from edgellm.export.tokenizer_gguf import build_tokenizer
-from edgellm.store.bundle import Bundle, TokenizerEntry
+from edgellm.store.bundle import Bundle
+from edgellm.store.manifest import TokenizerEntry
 from edgellm.text.tokenizer import TextStream, Tokenizer
 
 TEXTS = [
