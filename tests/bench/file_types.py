@@ -45,7 +45,7 @@ def measure(path: Path, *, windows: int) -> list[str]:
     llm = load(str(path), ctx_size=1024)
     result = quality(llm.engine, max_windows=windows)
     (speed,) = bench(llm.engine, prompts=[0], generations=[64], depths=[0], repetitions=3)
-    summary = imported(llm.engine.bundle, "packed")
+    summary = imported(llm.engine.bundle.manifest, "packed")
     return [
         f"{result.kl_mean:.5f}",
         f"{result.same_top:.2%}",

@@ -9,8 +9,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from edgellm.engine.one_sequence import compute_prompt
-
 
 @dataclass(frozen=True)
 class Run:
@@ -29,18 +27,21 @@ class Runtime(Protocol):
 
 class EdgeLLM:
     def __init__(self, model: str, *, ctx_size: int, threads: int, kv: str, genai: str) -> None:
+        from edgellm.engine import one_sequence
         from edgellm.llm import load
 
+        self.one_sequence = one_sequence
         self.engine = load(model, ctx_size=ctx_size, threads=threads).engine
 
     def run(self, prompt: list[int], count: int) -> Run:
         engine, sequence = self.engine, self.engine.cache.sequence()
         with engine.lock:
             start = time.perf_counter()
-            tokens = [int(compute_prompt(engine.prefill, prompt, sequence).argmax())]
+            logits = self.one_sequence.compute_prompt(engine.prefill, prompt, sequence)
+            tokens = [int(logits.argmax())]
             middle = time.perf_counter()
             for _ in range(count):
-                tokens.append(int(engine.decoder.step(tokens[-1], sequence).argmax()))
+                tokens.append(self.one_sequence.best_next(engine.decoder, tokens[-1], sequence))
             end = time.perf_counter()
             sequence.truncate(0)
         return Run(middle - start, end - middle, tokens)
