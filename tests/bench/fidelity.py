@@ -23,17 +23,17 @@ from __future__ import annotations
 
 import argparse
 import ctypes
-import json
 import os
-import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from workers import Message, Worker, serve, started
 
 if TYPE_CHECKING:
     from edgellm.measure.quality import Comparison
@@ -99,56 +99,35 @@ CLASSES: dict[str, type[EdgeLLM] | type[LlamaCpp]] = {"edgellm": EdgeLLM, "llama
 
 
 def work(runtime: str, model: str, threads: int) -> None:
-    """The worker's side: load, say so, then answer windows of tokens, one JSON line each."""
-    answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # whatever a library prints does not get between the answers
-    name, *options = runtime.split()
-    loaded = CLASSES[name](model, threads, dict(option.split("=") for option in options))
-    print("{}", file=answers, flush=True)
-    for line in sys.stdin:
-        question = json.loads(line)
-        logits = loaded.logits(question["tokens"])
-        logits.astype(np.float32, copy=False).tofile(question["out"])
-        print(json.dumps({"shape": logits.shape}), file=answers, flush=True)
+    """The worker's side; see `serve`."""
+
+    def load() -> tuple[Callable[[Message], Message], Message]:
+        name, *options = runtime.split()
+        loaded = CLASSES[name](model, threads, dict(option.split("=") for option in options))
+
+        def answer(question: Message) -> Message:
+            logits = loaded.logits(question["tokens"])
+            logits.astype(np.float32, copy=False).tofile(question["out"])
+            return {"shape": logits.shape}
+
+        return answer, {}
+
+    serve(load)
 
 
-class Worker:
+class LogitWorker(Worker):
     """A runtime's process, seen from here."""
 
     def __init__(self, name: str, model: str, arguments: argparse.Namespace) -> None:
-        self.name = name
-        own = name.startswith("edgellm")
-        command = [sys.executable if own else arguments.python, __file__, model, "--work", name]
-        self._process = subprocess.Popen(
-            [*command, "--threads", str(arguments.threads)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            text=True,
-        )
-        self._read()
+        python = sys.executable if name.startswith("edgellm") else arguments.python
+        command = [python, __file__, model, "--work", name, "--threads", str(arguments.threads)]
+        super().__init__(name, command)
 
     @contextmanager
     def logits(self, tokens: list[int]) -> Iterator[np.ndarray]:
-        assert self._process.stdin is not None
         with tempfile.NamedTemporaryFile() as file:
-            print(json.dumps({"tokens": tokens, "out": file.name}), file=self._process.stdin)
-            self._process.stdin.flush()
-            shape = tuple(self._read()["shape"])
+            shape = tuple(self.ask({"tokens": tokens, "out": file.name})["shape"])
             yield np.memmap(file.name, np.float32, "r", shape=shape)
-
-    def close(self) -> None:
-        assert self._process.stdin is not None
-        self._process.stdin.close()
-        self._process.wait()
-
-    def _read(self) -> dict[str, Any]:
-        assert self._process.stdout is not None
-        line = self._process.stdout.readline()
-        if not line:
-            raise RuntimeError(f"{self.name} ended")
-        answer: dict[str, Any] = json.loads(line)
-        return answer
 
 
 class Judge:
@@ -184,7 +163,7 @@ def windows_of(model: str, text: str, count: int) -> list[list[int]]:
 
 
 def compare(
-    judge: Judge, workers: Sequence[Worker], windows: Sequence[list[int]]
+    judge: Judge, workers: Sequence[LogitWorker], windows: Sequence[list[int]]
 ) -> dict[str, Comparison]:
     """Everyone beside the judge on the same windows."""
     from edgellm.measure.quality import Comparison
@@ -246,19 +225,12 @@ def main() -> None:
             name: windows_of(model, text, arguments.windows)
             for name, text in (texts or default_texts()).items()
         }
-        with ExitStack() as stack:
-            workers = []
-            for name in arguments.runtimes.split(","):
-                try:
-                    workers.append(Worker(name, model, arguments))
-                except RuntimeError:
-                    print(f"{name}: not installed, or it does not take this; left out", flush=True)
-                else:
-                    stack.callback(workers[-1].close)
+        start = partial(LogitWorker, model=model, arguments=arguments)
+        with started(arguments.runtimes.split(","), start) as workers:
             judge = Judge(Path(model))
-            found = {name: compare(judge, workers, parts) for name, parts in windows.items()}
+            comparisons = {name: compare(judge, workers, parts) for name, parts in windows.items()}
         counts = ", ".join(f"{len(parts)} of {name}" for name, parts in windows.items())
-        print(f"\n{Path(model).name}, windows of {WINDOW} tokens: {counts}\n\n{table(found)}")
+        print(f"\n{Path(model).name}, windows of {WINDOW} tokens: {counts}\n\n{table(comparisons)}")
 
 
 if __name__ == "__main__":

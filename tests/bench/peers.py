@@ -18,18 +18,17 @@ clean.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 from runtimes import CLASSES, Run, Runtime
+from workers import Message, Worker, serve, started
 
 TESTS = ("pp20", "pp512", "pp2048", "pp4096", "tg128", "tg64@2048", "tg64@4096")
 RUNTIMES = ("edgellm", "llama.cpp", "llama.cpp no-fa", "llama.cpp q8_0", "openvino", "genai")
@@ -40,25 +39,27 @@ TEXT = "The history of the steam engine begins in the first century, when"
 
 
 def work(arguments: argparse.Namespace) -> None:
-    """The worker's side: load, say so, then answer questions, one JSON line each."""
-    answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # whatever a library prints does not get between the answers
+    """The worker's side; see `serve`."""
     name, _, kv = arguments.work.partition(" ")
     begin = time.perf_counter()
-    runtime: Runtime = CLASSES[name](
-        arguments.model,
-        ctx_size=arguments.ctx_size,
-        threads=arguments.threads,
-        kv=kv,
-        genai=arguments.genai,
-    )
-    _answer(answers, {"load_s": time.perf_counter() - begin})
-    for line in sys.stdin:
-        question = json.loads(line)
-        if "prompt" in question:
-            _answer(answers, vars(runtime.run(question["prompt"], question["count"])))
-        else:
-            _answer(answers, {"peak_rss": _peak_rss()})
+
+    def load() -> tuple[Callable[[Message], Message], Message]:
+        runtime: Runtime = CLASSES[name](
+            arguments.model,
+            ctx_size=arguments.ctx_size,
+            threads=arguments.threads,
+            kv=kv,
+            genai=arguments.genai,
+        )
+
+        def answer(question: Message) -> Message:
+            if "prompt" in question:
+                return vars(runtime.run(question["prompt"], question["count"]))
+            return {"peak_rss": _peak_rss()}
+
+        return answer, {"load_s": time.perf_counter() - begin}
+
+    serve(load)
 
 
 def _peak_rss() -> int:
@@ -67,32 +68,20 @@ def _peak_rss() -> int:
     return int(status.partition("VmHWM:")[2].split()[0]) * 1024
 
 
-def _answer(stream: Any, values: dict[str, Any]) -> None:
-    stream.write(json.dumps(values) + "\n")
-    stream.flush()
-
-
-class Worker:
+class PeerWorker(Worker):
     """A runtime's process, seen from here."""
 
     def __init__(self, name: str, arguments: argparse.Namespace, *, ctx_size: int) -> None:
-        self.name = name
-        own = name == "edgellm"
-        command = [sys.executable if own else arguments.python, __file__, "--work", name]
+        python = sys.executable if name == "edgellm" else arguments.python
+        command = [python, __file__, "--work", name]
         command += ["--model", arguments.model, "--ctx-size", str(ctx_size)]
         command += ["--threads", str(arguments.threads), "--genai", arguments.genai]
         self._start = time.perf_counter()
-        self._process = subprocess.Popen(
-            command,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            text=True,
-        )
-        self.load_s = float(self._read()["load_s"])
+        super().__init__(name, command)
+        self.load_s = float(self.loaded["load_s"])
 
     def run(self, prompt: list[int], count: int) -> Run:
-        return Run(**self._ask({"prompt": prompt, "count": count}))
+        return Run(**self.ask({"prompt": prompt, "count": count}))
 
     def first_token_s(self, prompt: list[int]) -> float:
         """Seconds from the start of the process to its first token; to be called first."""
@@ -100,44 +89,7 @@ class Worker:
         return time.perf_counter() - self._start
 
     def peak_rss(self) -> int:
-        return int(self._ask({})["peak_rss"])
-
-    def close(self) -> None:
-        assert self._process.stdin is not None
-        self._process.stdin.close()
-        self._process.wait()
-
-    def _ask(self, question: dict[str, Any]) -> dict[str, Any]:
-        assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps(question) + "\n")
-        self._process.stdin.flush()
-        return self._read()
-
-    def _read(self) -> dict[str, Any]:
-        assert self._process.stdout is not None
-        line = self._process.stdout.readline()
-        if not line:
-            raise RuntimeError(f"{self.name} ended")
-        answer: dict[str, Any] = json.loads(line)
-        return answer
-
-
-@contextmanager
-def started(
-    names: Sequence[str], arguments: argparse.Namespace, ctx_size: int
-) -> Iterator[list[Worker]]:
-    """A worker for each runtime that works here; the others are named."""
-    workers = []
-    for name in names:
-        try:
-            workers.append(Worker(name, arguments, ctx_size=ctx_size))
-        except RuntimeError:
-            print(f"{name}: not installed, or it does not take this model; left out", flush=True)
-    try:
-        yield workers
-    finally:
-        for worker in workers:
-            worker.close()
+        return int(self.ask({})["peak_rss"])
 
 
 def parse(test: str) -> tuple[int, int]:
@@ -148,7 +100,7 @@ def parse(test: str) -> tuple[int, int]:
     return int(depth or 8), int(generated)
 
 
-def gate(workers: Sequence[Worker], prompt: list[int]) -> list[str]:
+def gate(workers: Sequence[PeerWorker], prompt: list[int]) -> list[str]:
     """Everyone continues real text; the lines say after how many tokens who goes another way.
 
     Roundings differ, so near-ties do too; a first token that differs means another model or another
@@ -169,14 +121,14 @@ def gate(workers: Sequence[Worker], prompt: list[int]) -> list[str]:
 
 
 def measure(
-    workers: Sequence[Worker], tests: Sequence[str], ids: list[int], rounds: int
+    workers: Sequence[PeerWorker], tests: Sequence[str], ids: list[int], rounds: int
 ) -> dict[str, dict[str, float]]:
     """Median tokens per second, by test and runtime."""
     rates: dict[str, dict[str, list[float]]] = {t: {w.name: [] for w in workers} for t in tests}
     for round_ in range(rounds + 1):
         for test in tests:
             prompt, generated = parse(test)
-            for worker in workers[round_ % len(workers) :] + workers[: round_ % len(workers)]:
+            for worker in [*workers[round_ % len(workers) :], *workers[: round_ % len(workers)]]:
                 time.sleep(PAUSE_S)
                 run = worker.run(ids[:prompt], generated)
                 rate = generated / run.decode_s if generated else prompt / run.prefill_s
@@ -192,7 +144,7 @@ def starts(
     measured: dict[str, list[list[float]]] = {name: [] for name in names}
     for _ in range(arguments.rounds + 1):
         for name in names:
-            worker = Worker(name, arguments, ctx_size=2048)
+            worker = PeerWorker(name, arguments, ctx_size=2048)
             first = worker.first_token_s(ids[:20])
             worker.run(ids[:1900], 100)
             measured[name].append([first, worker.load_s, worker.peak_rss() / 1e6])
@@ -291,7 +243,8 @@ def main() -> None:
     text = Path(__file__).read_text(encoding="utf-8") * 3
     ids = tokenizer.encode(text)[:4096]
     tests = [t for t in arguments.tests.split(",") if t]
-    with started(arguments.runtimes.split(","), arguments, 8192) as workers:
+    start = partial(PeerWorker, arguments=arguments, ctx_size=8192)
+    with started(arguments.runtimes.split(","), start) as workers:
         names = [worker.name for worker in workers]
         print("\n".join(gate(workers, gate_ids)), flush=True)
         speeds = measure(workers, tests, ids, arguments.rounds)

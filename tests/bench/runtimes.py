@@ -51,10 +51,20 @@ class LlamaCpp:
     """The C interface, without the Python wrapper's own loop.
 
     `kv` is `q8_0` for the KV cache in 8 bits, or `no-fa` for one in halves without flash attention,
-    which is slower in prefill and two to four times as fast in decode at depth (0.3.36).
+    which is slower in prefill and two to four times as fast in decode at depth (0.3.36). The
+    context is shared by `sequences`, each of which has its part.
     """
 
-    def __init__(self, model: str, *, ctx_size: int, threads: int, kv: str, genai: str) -> None:
+    def __init__(
+        self,
+        model: str,
+        *,
+        ctx_size: int,
+        threads: int,
+        kv: str,
+        genai: str,
+        sequences: int = 1,
+    ) -> None:
         import llama_cpp
         import numpy as np
 
@@ -66,6 +76,7 @@ class LlamaCpp:
         self.model = llama_cpp.llama_model_load_from_file(model.encode(), parameters)
         context = llama_cpp.llama_context_default_params()
         context.n_ctx, context.n_batch, context.n_ubatch = ctx_size, 512, 512
+        context.n_seq_max = sequences
         context.n_threads = context.n_threads_batch = threads
         if kv == "no-fa":
             context.flash_attn_type = llama_cpp.LLAMA_FLASH_ATTN_TYPE_DISABLED
@@ -75,18 +86,43 @@ class LlamaCpp:
         vocabulary = llama_cpp.llama_model_get_vocab(self.model)
         self.vocab_size = llama_cpp.llama_vocab_n_tokens(vocabulary)
 
-    def _eval(self, tokens: Sequence[int]) -> int:
-        array = (self.api.llama_token * len(tokens))(*tokens)
-        if self.api.llama_decode(self.context, self.api.llama_batch_get_one(array, len(tokens))):
+    def clear(self) -> None:
+        """Forget all tokens."""
+        self.api.llama_memory_clear(self.api.llama_get_memory(self.context), True)
+
+    def eval_many(self, spans: Sequence[tuple[int, int, Sequence[int]]]) -> list[int]:
+        """The most likely token behind each span: a sequence, its next position, its tokens."""
+        batch = self.api.llama_batch_init(sum(len(tokens) for _, _, tokens in spans), 0, 1)
+        row, last = 0, []
+        for sequence, start, tokens in spans:
+            for position, token in enumerate(tokens, start):
+                batch.token[row], batch.pos[row], batch.logits[row] = token, position, 0
+                batch.n_seq_id[row], batch.seq_id[row][0] = 1, sequence
+                row += 1
+            batch.logits[row - 1] = 1
+            last.append(row - 1)
+        batch.n_tokens = row
+        failed = self.api.llama_decode(self.context, batch)
+        self.api.llama_batch_free(batch)
+        if failed:
             raise RuntimeError("llama_decode failed")
-        pointer = self.api.llama_get_logits_ith(self.context, -1)
+        return [self._best(row) for row in last]
+
+    def _best(self, row: int) -> int:
+        pointer = self.api.llama_get_logits_ith(self.context, row)
         logits = self.numpy.ctypeslib.as_array(
             ctypes.cast(pointer, ctypes.POINTER(ctypes.c_float)), (self.vocab_size,)
         )
         return int(logits.argmax())
 
+    def _eval(self, tokens: Sequence[int]) -> int:
+        array = (self.api.llama_token * len(tokens))(*tokens)
+        if self.api.llama_decode(self.context, self.api.llama_batch_get_one(array, len(tokens))):
+            raise RuntimeError("llama_decode failed")
+        return self._best(-1)
+
     def run(self, prompt: list[int], count: int) -> Run:
-        self.api.llama_memory_clear(self.api.llama_get_memory(self.context), True)
+        self.clear()
         start = time.perf_counter()
         for i in range(0, len(prompt), 512):
             token = self._eval(prompt[i : i + 512])
