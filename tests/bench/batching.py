@@ -183,8 +183,7 @@ def batching(arguments: argparse.Namespace) -> str:
 def gaps(llm: LLM, arguments: argparse.Namespace) -> str:
     """The largest gap of streams while long prompts come one by one, and when those begin."""
     vocabulary, length = llm.engine.config.vocab_size, arguments.prompt
-    rest = {"max_tokens": 1, "speculate": False}
-    alone = llm.generate(prompt(999, length, vocabulary), **rest).stats.ttft_s
+    alone = llm.generate(prompt(999, length, vocabulary), max_tokens=1).stats.ttft_s
     stop, watching = threading.Event(), threading.Event()
     largest, usual = [0.0] * arguments.streams, list[float]()
 
@@ -212,9 +211,8 @@ def gaps(llm: LLM, arguments: argparse.Namespace) -> str:
         thread.start()
     time.sleep(2.0)
     watching.set()
-    firsts = [
-        llm.generate(prompt(500 + i, length, vocabulary), **rest).stats.ttft_s for i in range(3)
-    ]
+    long = [prompt(500 + i, length, vocabulary) for i in range(3)]
+    firsts = [llm.generate(ids, max_tokens=1).stats.ttft_s for ids in long]
     watching.clear()
     stop.set()
     for thread in threads:

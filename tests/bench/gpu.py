@@ -18,6 +18,7 @@ import time
 from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import torch
@@ -218,7 +219,7 @@ def show_model(
             taken = seconds(_bound(step.run, spans))
             print(f"  decode {format} {rows} @{depth:<6} {rows / taken:8.0f} tokens/s")
         count = 16 if interpreted() else PROMPT
-        taken = seconds(lambda step=step, table=table, count=count: _prompt(step, table, count))
+        taken = seconds(partial(_prompt, step, table, count))
         print(f"  prefill {format} pp{count:<6} {count / taken:8.0f} tokens/s")
         del step, blocks
 

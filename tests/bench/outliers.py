@@ -19,7 +19,8 @@ import numpy as np
 import torch
 from transformers import AutoModelForCausalLM
 
-from edgellm.export.calibrate import HOST_TOKENS, CalibrationOptions, choose_windows
+from edgellm.export.calibrate import CalibrationOptions, choose_windows
+from edgellm.graphs.contract import HOST_TOKENS
 from edgellm.kernels import hadamard
 from edgellm.llm import load
 from edgellm.quantize.calibration import Observation, error_share, reach

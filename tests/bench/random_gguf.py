@@ -17,7 +17,7 @@ import numpy as np
 
 CONTEXT = 8192
 # The merges that a byte-pair vocabulary must have some of.
-PAIRS = ["th", "he", "in", "er", "an", "re"]
+PAIRS = [("t", "h"), ("h", "e"), ("i", "n"), ("e", "r"), ("a", "n"), ("r", "e")]
 
 
 @dataclass(frozen=True)

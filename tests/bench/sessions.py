@@ -26,6 +26,7 @@ import psutil
 from edgellm.engine.one_sequence import compute_prompt, compute_tokens
 from edgellm.kernels.sampling import log_sum_exp
 from edgellm.llm import LLM, load
+from edgellm.options import EngineArguments
 from edgellm.store.sources import DEFAULT_MODEL
 
 SYSTEM_TOKENS = 2950
@@ -56,7 +57,7 @@ def ask(llm: LLM, question: str = QUESTION) -> tuple[float, int, str]:
 
 
 def show_reuse(folder: Path) -> None:
-    options = {"ctx_size": 4096, "kv_cache_dir": folder}
+    options: EngineArguments = {"ctx_size": 4096, "kv_cache_dir": folder}
     llm = load(DEFAULT_MODEL, **options)
     chat = llm.chat(system=system_prompt(llm), temperature=0, max_tokens=24)
     cold = chat.send(QUESTION)
