@@ -98,9 +98,9 @@ def kept_prefixes() -> list[tuple[NamedPrefix, Path]]:
     """All of them, of all models, by name."""
     root = prefixes_dir()
     folders = root.glob("[!.]*")  # those with a dot are being written, or were when killed
-    found = [(_read(folder), folder) for folder in folders]
+    read = [(_read(folder), folder) for folder in folders]
     return sorted(
-        ((prefix, folder) for prefix, folder in found if prefix is not None),
+        ((prefix, folder) for prefix, folder in read if prefix is not None),
         key=lambda pair: (pair[0].name, pair[0].model, pair[0].kv_format),
     )
 

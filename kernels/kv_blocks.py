@@ -78,8 +78,8 @@ class KVBlocks:
     @property
     def arrays(self) -> tuple[NDArray[Any], ...]:
         """Those that there are; the first dimension counts blocks."""
-        found = (self.k, self.v, self.k_scale, self.v_scale)
-        return tuple(array for array in found if array is not None)
+        every = (self.k, self.v, self.k_scale, self.v_scale)
+        return tuple(array for array in every if array is not None)
 
     @property
     def nbytes(self) -> int:

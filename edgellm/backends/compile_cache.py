@@ -102,8 +102,8 @@ def _key(
     prefix = f"{precision}/"
     files = {n: f.sha256 for n, f in bundle.manifest.files.items() if n.startswith(prefix)}
     versions = [onnxruntime.__version__, version(provider)]
-    found = [files, *versions, dict(provider_options), allow_fallback]
-    return hashlib.sha256(json.dumps(found, sort_keys=True).encode()).hexdigest()[:16]
+    inputs = [files, *versions, dict(provider_options), allow_fallback]
+    return hashlib.sha256(json.dumps(inputs, sort_keys=True).encode()).hexdigest()[:16]
 
 
 def _intact(folder: Path) -> bool:

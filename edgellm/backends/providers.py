@@ -113,9 +113,9 @@ def require(name: str) -> None:
             f"`prefill` is {name!r}; allowed are {', '.join((AUTO, NATIVE, TRITON, *PROVIDERS))}; "
             "`edgellm devices` shows which are usable"
         )
-    found = status(name)
-    if not found.usable:
-        raise ProviderError(f"`prefill` {name}: {found.reason}")
+    provider = status(name)
+    if not provider.usable:
+        raise ProviderError(f"`prefill` {name}: {provider.reason}")
 
 
 def add_provider(options: Any, name: str, settings: Mapping[str, str]) -> list[Any] | None:
@@ -144,8 +144,8 @@ def version(name: str) -> str:
     provider = PROVIDERS[name]
     if provider.plugin is None:
         return f"onnxruntime {onnxruntime.__version__}"
-    found = getattr(_plugin(name), "__version__", "unknown")
-    return f"{provider.plugin} {found} {_settings(name)}"
+    plugin_version = getattr(_plugin(name), "__version__", "unknown")
+    return f"{provider.plugin} {plugin_version} {_settings(name)}"
 
 
 def _device(name: str) -> str:
@@ -191,10 +191,10 @@ def _plugin_device(name: str) -> Any:
             reason = first_line(error)
             if "already registered" not in reason:
                 raise ProviderError(f"its library does not load: {reason}") from None
-    found = devices()
-    if not found:
+    suitable = devices()
+    if not suitable:
         raise ProviderError("no device of its kind in this machine")
-    return min(found, key=lambda device: _KINDS.index(device.device.type.name))
+    return min(suitable, key=lambda device: _KINDS.index(device.device.type.name))
 
 
 def _emulated() -> bool:
@@ -206,14 +206,14 @@ def _settings(name: str) -> dict[str, str]:
     """A plug-in's options where the user gives none."""
     if name != QNN:
         return {}
-    found = {
+    settings = {
         "backend_path": _plugin(name).get_qnn_htp_path(),
         # what lies between integer products; quantization at a segment's ends on the device as well
         "enable_htp_fp16_precision": "1",
         "offload_graph_io_quantization": "0",
     }
     # a device knows what it is, the emulator has to be told (Snapdragon 8 Gen 2)
-    return {**found, "htp_arch": "73", "soc_model": "60"} if _emulated() else found
+    return {**settings, "htp_arch": "73", "soc_model": "60"} if _emulated() else settings
 
 
 def _probe(name: str) -> None:

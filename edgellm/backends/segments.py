@@ -236,13 +236,13 @@ def read_shadows(root: Path, entry: PrecisionEntry) -> dict[int, ShadowLinear]:
     Args:
         root: folder of the bundle.
     """
-    found = {}
+    shadows = {}
     for segment, name in entry.cut_segments.items():
-        shadow = entry.shadows[name]
+        stored = entry.shadows[name]
         arrays = map_arrays(root, {n: entry.arrays[n] for n in (name, f"{name}.scale")})
         weight = arrays[name], arrays[f"{name}.scale"]
-        found[segment] = ShadowLinear(shadow.scale, shadow.bits, *weight)
-    return found
+        shadows[segment] = ShadowLinear(stored.scale, stored.bits, *weight)
+    return shadows
 
 
 class ModelHead(Protocol):

@@ -19,15 +19,15 @@ _ROUNDS_S = 3.0
 
 def repeated(run: Callable[[], Result], *, times: int = 3) -> list[tuple[float, Result]]:
     """Seconds and result of each of some calls; of one if it takes long."""
-    found = []
+    results = []
     for _ in range(times):
         begin = time.perf_counter()
         result = run()
         seconds = time.perf_counter() - begin
-        found.append((seconds, result))
+        results.append((seconds, result))
         if seconds > _LONG_S:
             break
-    return found
+    return results
 
 
 def best_seconds(run: Callable[[], object], *, times: int = 3) -> float:

@@ -157,5 +157,5 @@ def _places(tokens: Sequence[int], ids: NDArray[np.intp] | None) -> Sequence[int
         return tokens
     wanted = np.asarray(tokens)
     places = np.searchsorted(ids, wanted).clip(max=len(ids) - 1)
-    found: list[int] = places[ids[places] == wanted].tolist()
-    return found
+    there: list[int] = places[ids[places] == wanted].tolist()
+    return there

@@ -67,9 +67,9 @@ def key_tile(
     panel = first // 16 + tl.arange(0, PANELS)
     e = tl.arange(0, QUADS * 64)
     offset = panel[:, None] * (16 * ROW) + e[None, :]
-    found = tl.load(k_ptr + offset, mask=(e < 16 * ROW)[None, :], other=0)
-    found = tl.reshape(found, [PANELS, QUADS, 16, 4])
-    return tl.reshape(tl.permute(found, [1, 3, 0, 2]), [QUADS * 4, PANELS * 16])
+    codes = tl.load(k_ptr + offset, mask=(e < 16 * ROW)[None, :], other=0)
+    codes = tl.reshape(codes, [PANELS, QUADS, 16, 4])
+    return tl.reshape(tl.permute(codes, [1, 3, 0, 2]), [QUADS * 4, PANELS * 16])
 
 
 @triton.jit
@@ -81,9 +81,9 @@ def value_tile(
     quad = first // 4 + tl.arange(0, QUADS)
     e = tl.arange(0, WIDTH * 4)
     offset = quad[:, None] * (4 * ROW) + e[None, :]
-    found = tl.load(v_ptr + offset, mask=(e < 4 * ROW)[None, :], other=0)
-    found = tl.reshape(found, [QUADS, WIDTH, 4])
-    return tl.reshape(tl.permute(found, [0, 2, 1]), [QUADS * 4, WIDTH])
+    codes = tl.load(v_ptr + offset, mask=(e < 4 * ROW)[None, :], other=0)
+    codes = tl.reshape(codes, [QUADS, WIDTH, 4])
+    return tl.reshape(tl.permute(codes, [0, 2, 1]), [QUADS * 4, WIDTH])
 
 
 @triton.jit
@@ -216,8 +216,7 @@ def attention_kernel(
         elif FORMAT == "f32":
             low = low * keep[:, None] + tl.dot(p, codes, input_precision="ieee")
         else:
-            found = tl.dot(p.to(tl.float16), codes.to(tl.float16))
-            low = low * keep[:, None] + found * v_size
+            low = low * keep[:, None] + tl.dot(p.to(tl.float16), codes.to(tl.float16)) * v_size
 
     # read here, so that no register holds it in the loop
     out = (tl.load(job_ptr + 7) + split * tokens) * heads + query
@@ -257,8 +256,8 @@ def combine_kernel(
         now = tl.maximum(largest, score)
         safe = tl.where(now == float("-inf"), 0.0, now)
         keep, share = tl.exp2(largest - safe), tl.exp2(score - safe)
-        found = tl.load(sums_ptr + at * HEAD_DIM + d, mask=d < HEAD_DIM, other=0.0)
-        total = total * keep + found * share
+        part = tl.load(sums_ptr + at * HEAD_DIM + d, mask=d < HEAD_DIM, other=0.0)
+        total = total * keep + part * share
         weight = weight * keep + tl.load(weight_ptr + at) * share
         largest = now
     total /= weight

@@ -57,8 +57,8 @@ def attend(
         if v_scale is not None:
             scores *= v_scale[:, None, :]
         out[part] = ((scores @ v) / total).reshape(-1, group, tokens, head_dim)
-    found = out.transpose(2, 0, 1, 3).reshape(tokens, heads, head_dim)
-    return hadamard.transform(found) if blocks.format in SPREAD_VALUES else found
+    attended = out.transpose(2, 0, 1, 3).reshape(tokens, heads, head_dim)
+    return hadamard.transform(attended) if blocks.format in SPREAD_VALUES else attended
 
 
 def _scales(
