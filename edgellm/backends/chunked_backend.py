@@ -90,6 +90,7 @@ class ChunkedBackend:
         self._tails_only = tails_only
         self.name = model.segments.placement.provider
         self.precision = model.segments.precision
+        self.row_multiple = min(model.segments.chunk_sizes)
         if host is None and model.segments.host_tokens:
             raise BundleError(
                 f"precision {self.precision} leaves the first {model.segments.host_tokens} tokens "
