@@ -1,6 +1,6 @@
 """Decode rows that ride in the chunks of prompts, against chunks of their own in turns with them.
 
-    python tests/bench/riding.py [MODEL] [--prefill cpu] [--precision w8a8] [--streams 4,16]
+    python tests/bench/riding.py [MODEL] [--prefill cpu] [--precision w8a8] [--streams 8,16]
                                  [--prompts 2] [--length 300] [--rounds 2]
 
 Some streams decode while prompts are prefilled, on the same model and provider. Riding: rows of all
@@ -81,7 +81,7 @@ def main() -> None:
     parser.add_argument("model", nargs="?", default=DEFAULT_MODEL)
     parser.add_argument("--prefill", default="cpu")
     parser.add_argument("--precision")
-    parser.add_argument("--streams", default="4,16")
+    parser.add_argument("--streams", default="8")
     parser.add_argument("--prompts", type=int, default=2)
     parser.add_argument("--length", type=int, default=300)
     parser.add_argument("--rounds", type=int, default=2)

@@ -175,6 +175,14 @@ def test_rows_on_an_npu(tiny_bundle: Path, edgellm_home: Path) -> None:
     llm = chunked(tiny_bundle, prefill="qnn", schedule="serial")
     assert backend_of(llm).placement.complete
     assert_rows_as_alone(llm)
+    prompts = [prompt(i, length) for i, length in enumerate((3, 40, 90))]
+    options: dict[str, Any] = {"temperature": 0, "max_tokens": 4, "ignore_eos": True}
+    expected = [llm.generate(tokens, **options) for tokens in prompts]
+    fresh = chunked(tiny_bundle, prefill="qnn")  # out of order
+    found = sorted(fresh.batch(prompts, **options), key=lambda answer: answer.index)
+    assert [answer.result().tokens for answer in found] == [each.tokens for each in expected]
+    assert found[0].result().stats.decode == "qnn w8a16-qdq"
+    assert fresh.engine.cache.used_blocks == 0
 
 
 @pytest.mark.usefixtures("poisoned")
