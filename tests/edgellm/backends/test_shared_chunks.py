@@ -26,6 +26,7 @@ from edgellm.export import export
 from edgellm.export.calibrate import CalibrationOptions
 from edgellm.export.precisions import PRECISIONS
 from edgellm.llm import LLM, load
+from edgellm.measure.doctor import Check, Examined, examine
 from edgellm.options import EngineOptions
 from edgellm.store.precision_support import STATIC
 
@@ -300,9 +301,21 @@ def test_what_is_open_where_decode_rides_in_chunks(
         host, others = "portable", {"int4"}
     assert (backend.host.name if backend.host else None) == host
     assert engine.precisions == {precision, *others}
+    assert engine.selection.decode_precision(engine.config) == precision
     answer = llm.generate(prompt(1, 40), max_tokens=3, ignore_eos=True)
     assert answer.stats.decode == f"cpu {precision}"
     assert answer.stats.prefill == ({host: 1, "cpu": 39} if host else {"cpu": 40})
+
+
+def test_doctor_examines_what_is_open(tiny_bundle: Path) -> None:
+    llm = chunked(tiny_bundle, precision="w8a16-qdq")
+    backend = backend_of(llm)
+    assert backend.host is not None
+    results = list(examine(llm.engine))
+    subjects = [each.subject for each in results if isinstance(each, Examined)]
+    assert subjects[0].startswith("w8a16-qdq on cpu")
+    assert subjects[1:] == (["packed on native"] if backend.host.name == "native" else [])
+    assert all(each.passed for each in results if isinstance(each, Check))
 
 
 def test_static_precisions_are_those_that_are_calibrated() -> None:
