@@ -188,7 +188,8 @@ class ChunkedBackend:
 
         records = self.model.run(
             [Chunk(group.parts, group.size or 0) for group in groups],
-            policy=self._policy,
+            # one has nothing to overlap with; handing it over costs 0.2 ms a layer (of two)
+            policy=self._policy if len(groups) > 1 else "serial",
             on_done=on_done,
             should_stop=should_stop,
         )
