@@ -111,8 +111,9 @@ class ChunkedBackend:
     ) -> list[Rows]:
         computed = [_Computed() for _ in spans]
         first = 0
-        for on_host, stretch in itertools.groupby(self._groups(spans), lambda g: g.size is None):
-            groups = list(stretch)
+        planned = self._groups(spans)
+        for on_host, neighbours in itertools.groupby(planned, lambda group: group.size is None):
+            groups = list(neighbours)
             compute = self._on_host if on_host else self._in_chunks
             compute(groups, first, computed, should_stop)
             first += len(groups)
