@@ -69,7 +69,8 @@ def load_options(command: Command) -> Command:
         type=click.Choice(DECODE_BACKENDS),
         default="auto",
         show_default=True,
-        help="Decode back end: C++ kernels, ONNX Runtime, or float32.",
+        help="Decode back end: C++ kernels, Triton's, ONNX Runtime, float32, or chunked: in the "
+        "chunks of prefill.",
     )
     @click.option(
         "--precision",

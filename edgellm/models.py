@@ -168,7 +168,7 @@ def _stored(folder: Path) -> StoredModel:
 def _precisions(bundle: Bundle, selection: Selection) -> Iterator[PrecisionDescription]:
     used = {
         "prefill": selection.prefill_precision(bundle.config),
-        "decode": selection.decode_precision,
+        "decode": selection.decode_precision(bundle.config),
     }
     for name, entry in bundle.manifest.precisions.items():
         files = bundle.manifest.files.items()

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TypedDict
 
 from edgellm.backends.providers import CUDA, PROVIDERS
-from edgellm.backends.registry import AUTO, DECODE_BACKENDS, STEPS
+from edgellm.backends.registry import AUTO, CHUNKED, DECODE_BACKENDS, STEPS
 from edgellm.backends.schedule import POLICIES, Policy
 from edgellm.checks import check_choice, check_flag, check_number, check_path, check_text
 from edgellm.errors import OptionError
@@ -59,8 +59,10 @@ class EngineOptions:
             `precision_support.py`); on a CPU that does not multiply int8 exactly (see
             `int8_support.py`), float32.
         decode: `native` (int4 in C++), `triton` (int4 in Triton kernels on a GPU), `portable`
-            (int4 in ONNX Runtime), `reference` (float32), or `auto`: triton where there is a GPU
-            for it, else native where the kernels were built, else portable.
+            (int4 in ONNX Runtime), `reference` (float32), `chunked` (the execution provider of
+            prefill: tokens that are decoded ride in its chunks, beside rows of prompts), or
+            `auto`: triton where there is a GPU for it, else native where the kernels were built,
+            else portable.
         prefill: `native`, `triton`, an execution provider, or `auto`: as decode where that is
             native or triton and no precision was asked for, else the CPU provider. When a model is
             loaded, an accelerator takes the place of native if it is known to be faster (see
@@ -102,6 +104,11 @@ class EngineOptions:
             raise OptionError(
                 f"`schedule` is {self.schedule!r}: with `prefill` cuda the host has no part; "
                 "leave it out"
+            )
+        if self.decode == CHUNKED and self.prefill in STEPS:
+            raise OptionError(
+                f"`decode` is 'chunked' and `prefill` {self.prefill!r}, which has no chunks; take "
+                f"an execution provider as `prefill`, or {self.prefill} as `decode`"
             )
         self._check_precision()
 

@@ -24,11 +24,13 @@ class Backend(Protocol):
         precision: of its weights.
         exact_rows: whether a token's result has the same bits however many come with it, and some
             of them take less than each alone: whether drafts can be checked.
+        row_multiple: a batch computes a multiple of so many rows; what they lack is padding.
     """
 
     name: str
     precision: str
     exact_rows: bool
+    row_multiple: int
 
     @property
     def placement(self) -> Placement:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from collections.abc import Sequence as SequenceOf
 from contextlib import ExitStack, contextmanager
@@ -52,15 +53,21 @@ class Rows:
 
 
 @contextmanager
-def reserved(spans: SequenceOf[Span]) -> Iterator[None]:
+def reserved(spans: SequenceOf[Span], *, windowed: bool = True) -> Iterator[None]:
     """Make room for the tokens of all spans; what has not been committed at the end is given back.
+
+    Args:
+        windowed: see `Sequence.reserve`.
 
     Raises:
         ContextOverflowError, CacheFullError: see `Sequence.reserve`.
     """
+    counts: Counter[Sequence] = Counter()
+    for span in spans:
+        counts[span.sequence] += len(span.tokens)
     with ExitStack() as stack:
-        for span in spans:
-            stack.enter_context(span.sequence.reserved(len(span.tokens)))
+        for sequence, count in counts.items():
+            stack.enter_context(sequence.reserved(count, windowed=windowed))
         yield
 
 

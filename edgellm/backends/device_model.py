@@ -14,12 +14,12 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from edgellm.backends.forward import Model, RunningChunk
+from edgellm.backends.chunk import RunningChunk, RunningSpan
+from edgellm.backends.forward import Model
 from edgellm.backends.host_attention import HostAttention
 from edgellm.backends.providers import CPU, CUDA
 from edgellm.backends.segments import ModelHead, Run, Segments
 from edgellm.cache.kv_cache import KVCache
-from edgellm.cache.sequence import Sequence
 from edgellm.kernels.attention.gpu import Partials, attend
 from edgellm.kernels.gpu.device import on_device
 from edgellm.kernels.kv_append.gpu import DeviceNorms, append_rotated
@@ -156,22 +156,22 @@ class DeviceModel(Model):
         """Tasks are launched one after the other; their times are those of launching them."""
         return self._queue.current()
 
-    def embed(self, chunk: RunningChunk, sequence: Sequence) -> None:
+    def embed(self, chunk: RunningChunk) -> None:
+        for span in chunk.spans:
+            span.sequence.open(span.start + len(span.tokens))
+            span.sequence.use_device()
+        self._inputs.set([_step_span(span) for span in chunk.spans])
         buffers, count = chunk.buffers, len(chunk.tokens)
-        sequence.open(chunk.start + count)
-        sequence.use_device()
-        tables = sequence.block_tables
-        span = StepSpan(tables=tables, tokens=chunk.tokens, start=chunk.start, logit_rows=0)
-        self._inputs.set([span])
         buffers.x[:count] = torch.from_numpy(self.head.embed(chunk.tokens)).to(self._q.device)
         buffers.x[count:] = 0
         buffers.attention[count:] = 0
 
-    def attend(self, layer: int, chunk: RunningChunk, _: Sequence) -> None:
+    def attend(self, layer: int, chunk: RunningChunk) -> None:
         attention, count = self.config.layers[layer].attention, len(chunk.tokens)
         heads = -1, attention.head_dim
         pool, slot = self._places[layer]
-        place, work = self._inputs.places[pool], self._inputs.work([count])
+        place = self._inputs.places[pool]
+        work = self._inputs.work([len(span.tokens) for span in chunk.spans])
         cos, sin = self._ropes[attention.rope]
         append_rotated(
             place.blocks,
@@ -201,3 +201,8 @@ class DeviceModel(Model):
         self._queue.done()
         hidden: Floats = chunk.buffers.hidden[: len(chunk.tokens)].cpu().numpy()
         return hidden
+
+
+def _step_span(span: RunningSpan) -> StepSpan:
+    tables = span.sequence.block_tables
+    return StepSpan(tables=tables, tokens=span.tokens, start=span.start, logit_rows=0)

@@ -5,39 +5,23 @@ from __future__ import annotations
 from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
 from threadpoolctl import ThreadpoolController
 
+from edgellm.backends.batch import Span, reserved
+from edgellm.backends.chunk import Chunk, RunningChunk, RunningSpan, begun
 from edgellm.backends.executor import execute
 from edgellm.backends.host_attention import HostAttention
 from edgellm.backends.schedule import WINDOW, Policy, Step, Task
-from edgellm.backends.segments import ChunkBuffers, ModelHead, Segments
+from edgellm.backends.segments import ModelHead, Segments
 from edgellm.backends.trace import TaskRecord
 from edgellm.cache.sequence import Sequence
 
 Floats = NDArray[np.float32]
 Done = Callable[[Floats], None]
-
-
-@dataclass(frozen=True)
-class Chunk:
-    """Tokens that go through segments of a static size together."""
-
-    tokens: SequenceOf[int]
-    size: int
-
-
-@dataclass(frozen=True)
-class RunningChunk:
-    """A chunk on its way: its tokens, the position of the first one, and its buffers."""
-
-    tokens: SequenceOf[int]
-    start: int
-    buffers: ChunkBuffers
 
 
 class Model:
@@ -76,36 +60,36 @@ class Model:
             CancelledError: `should_stop` said so; the sequence is as it was.
         """
         states: list[Floats] = []
-        self.run([Chunk(tokens, chunk)], sequence, on_done=states.append, should_stop=should_stop)
+        only = Chunk([Span(sequence, tokens)], chunk)
+        self.run([only], on_done=states.append, should_stop=should_stop)
         return states[0]
 
     def run(
         self,
         chunks: SequenceOf[Chunk],
-        sequence: Sequence,
         *,
         policy: Policy = "serial",
         on_done: Done | None = None,
         should_stop: Callable[[], bool] | None = None,
     ) -> list[TaskRecord]:
-        """Run chunks at the end of `sequence`, several at a time if the policy lets them.
+        """Run chunks at the end of their sequences, several at a time if the policy lets them.
+
+        Spans of one sequence in chunks that follow each other go one behind the other.
 
         Args:
             on_done: called with each chunk's hidden states `[n, E]`, in their order, once it has
-                been counted into the sequence; overwritten when it returns.
+                been counted into its sequences; overwritten when it returns.
 
         Raises:
             ContextOverflowError, CacheFullError: see `Sequence.reserve`.
-            CancelledError: `should_stop` said so; the sequence holds the chunks that were finished.
+            CancelledError: `should_stop` said so; sequences hold the chunks that were finished.
         """
-        start, jobs = len(sequence), []
-        for index, chunk in enumerate(chunks):
-            buffers = self.segments.buffers(chunk.size, slot=index % WINDOW)
-            jobs.append(RunningChunk(chunk.tokens, start, buffers))
-            start += len(chunk.tokens)
+        jobs = begun(
+            chunks, lambda index: self.segments.buffers(chunks[index].size, slot=index % WINDOW)
+        )
 
         def act(task: Task) -> None:
-            self._actions[task.step][1](jobs[task.chunk], sequence)
+            self._actions[task.step][1](jobs[task.chunk])
             if on_done is not None and task.step == len(self.steps) - 1:
                 on_done(self.hidden(jobs[task.chunk]))
 
@@ -114,7 +98,7 @@ class Model:
         with (
             self.queue(),
             self._blas.limit(limits=1, user_api="blas"),
-            sequence.reserved(start - len(sequence), windowed=False),
+            reserved([span for chunk in chunks for span in chunk.spans], windowed=False),
         ):
             records = execute(
                 self.steps,
@@ -137,10 +121,11 @@ class Model:
         Args:
             sequence: an empty one, which it is afterwards as well.
         """
-        chunk = RunningChunk(tokens, start, self.segments.buffers(size))
+        span = RunningSpan(sequence, tokens, start, slice(0, len(tokens)))
+        chunk = RunningChunk([span], self.segments.buffers(size))
 
         def act(task: Task) -> None:
-            self._actions[task.step][1](chunk, sequence)
+            self._actions[task.step][1](chunk)
 
         count = start + len(tokens)
         with (
@@ -156,9 +141,9 @@ class Model:
             records = execute(self.steps[:-1], 1, act, policy="serial", seconds=lambda _: 0.0)
         return [*(record.end_s - record.start_s for record in records), 0.0]
 
-    def _program(self) -> list[tuple[Step, Callable[[RunningChunk, Sequence], None]]]:
+    def _program(self) -> list[tuple[Step, Callable[[RunningChunk], None]]]:
         """The steps of a chunk, and what is done in each."""
-        actions: list[tuple[Step, Callable[[RunningChunk, Sequence], None]]] = []
+        actions: list[tuple[Step, Callable[[RunningChunk], None]]] = []
         actions.append((Step("embedding", "host"), self.embed))
         for position, part in enumerate(self.segments.parts):
             layer = part.index - 1
@@ -177,32 +162,35 @@ class Model:
         """Around what is launched on a device; nothing on the host."""
         return nullcontext()
 
-    def embed(self, chunk: RunningChunk, sequence: Sequence) -> None:
+    def embed(self, chunk: RunningChunk) -> None:
         """The first step of a chunk: room in the cache, and rows of the embedding."""
+        for span in chunk.spans:
+            span.sequence.open(span.start + len(span.tokens))
+            span.sequence.use_host()
         buffers, count = chunk.buffers, len(chunk.tokens)
-        sequence.open(chunk.start + count)
-        sequence.use_host()
         buffers.x[:count] = self.head.embed(chunk.tokens)
         buffers.x[count:] = 0
         buffers.attention[count:] = 0
 
-    def attend(self, layer: int, chunk: RunningChunk, sequence: Sequence) -> None:
+    def attend(self, layer: int, chunk: RunningChunk) -> None:
         """RoPE, append to the cache, attend; the padding of the chunk takes no part."""
-        count = len(chunk.tokens)
-        chunk.buffers.attention[:count] = self._attention(
-            layer,
-            *sequence.view(layer),
-            chunk.start,
-            chunk.buffers.qkv[:count],
-            threads=self._threads,
-        )
+        for span in chunk.spans:
+            chunk.buffers.attention[span.rows] = self._attention(
+                layer,
+                *span.sequence.view(layer),
+                span.start,
+                chunk.buffers.qkv[span.rows],
+                threads=self._threads,
+            )
 
-    def _shadow(self, segment: int, residual: int, chunk: RunningChunk, _: Sequence) -> None:
+    def _shadow(self, segment: int, residual: int, chunk: RunningChunk) -> None:
         """What the grid of down_proj clips, into the residual that its product is added to."""
-        count = len(chunk.tokens)
-        correction = self.segments.shadows[segment].correction(chunk.buffers.activated[:count])
-        if correction is not None:
-            chunk.buffers.residuals[residual][:count] += correction
+        # span by span: the inputs that a product takes are those that any of its rows needs
+        for span in chunk.spans:
+            activated = chunk.buffers.activated[span.rows]
+            correction = self.segments.shadows[segment].correction(activated)
+            if correction is not None:
+                chunk.buffers.residuals[residual][span.rows] += correction
 
     def hidden(self, chunk: RunningChunk) -> Floats:
         hidden: Floats = chunk.buffers.hidden[: len(chunk.tokens)]
@@ -215,9 +203,10 @@ class Model:
             self._seconds[key] = record.end_s - record.start_s
 
 
-def _segment(position: int, chunk: RunningChunk, _: Sequence) -> None:
+def _segment(position: int, chunk: RunningChunk) -> None:
     chunk.buffers.segments[position]()
 
 
-def _commit(chunk: RunningChunk, sequence: Sequence) -> None:
-    sequence.commit(chunk.tokens)
+def _commit(chunk: RunningChunk) -> None:
+    for span in chunk.spans:
+        span.sequence.commit(span.tokens)

@@ -1,8 +1,8 @@
-"""How a prompt is cut into chunks, from what they cost on this machine. Pure Python."""
+"""How rows are cut into chunks, from what they cost on this machine. Pure Python."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 
@@ -46,6 +46,29 @@ def plan_chunks(tokens: int, costs: Costs, *, tails_only: bool = True) -> list[P
         costs,
         host_limit=min(costs.chunks) - 1 if tails_only else tokens,
     )
+
+
+def shares_of_chunks(
+    plan: Sequence[PlannedChunk], counts: Sequence[int]
+) -> list[list[tuple[int, int]]]:
+    """Whose rows each chunk takes, where spans of `counts` tokens lie one behind the other.
+
+    Returns:
+        For each chunk the spans in it by their number, and how many rows each has there.
+    """
+    shares: list[list[tuple[int, int]]] = []
+    number, used = 0, 0
+    for chunk in plan:
+        free, shared = chunk.count, list[tuple[int, int]]()
+        while free:
+            rows = min(free, counts[number] - used)
+            if rows:
+                shared.append((number, rows))
+            free, used = free - rows, used + rows
+            if used == counts[number]:
+                number, used = number + 1, 0
+        shares.append(shared)
+    return shares
 
 
 def _cheapest(tokens: int, costs: Costs, *, host_limit: int) -> list[PlannedChunk]:

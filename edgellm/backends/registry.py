@@ -27,9 +27,11 @@ NATIVE = "native"
 TRITON = "triton"
 PORTABLE = "portable"
 REFERENCE = "reference"
+CHUNKED = "chunked"
 # These take packed weights.
 STEPS = (NATIVE, TRITON)
-DECODE_BACKENDS = (AUTO, NATIVE, TRITON, PORTABLE, REFERENCE)
+# All but the last compute tokens apart from prefill, where that is not theirs as well.
+DECODE_BACKENDS = (AUTO, NATIVE, TRITON, PORTABLE, REFERENCE, CHUNKED)
 
 _FILES = {
     NATIVE: "edgellm.backends.native",
@@ -37,7 +39,7 @@ _FILES = {
     "cuda": "edgellm.backends.cuda",
 }
 # Of all other execution providers, and of decode in graphs.
-_CHUNKED = "edgellm.backends.chunked"
+_GRAPHS = "edgellm.backends.chunked"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,13 +103,13 @@ class StepBackendFile(BackendFile, Protocol):
 
 def backend_file(name: str) -> BackendFile:
     """The file of a back end, imported."""
-    return cast(BackendFile, importlib.import_module(_FILES.get(name, _CHUNKED)))
+    return cast(BackendFile, importlib.import_module(_FILES.get(name, _GRAPHS)))
 
 
 def open_models(parts: Parts) -> OpenModels:
     """Open what was selected; a model that serves both prefill and decode is opened once."""
     selection, config = parts.selection, parts.bundle.config
-    chosen = {selection.prefill, selection.decode}
+    chosen = {selection.prefill, selection.host(config)}
     steps: dict[str, StepModel] = {}
     head: ModelHead | None = None
     for name in STEPS:

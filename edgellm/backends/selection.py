@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from edgellm.backends.providers import CPU, CUDA, PROVIDERS
 from edgellm.backends.registry import (
     AUTO,
+    CHUNKED,
     NATIVE,
     PORTABLE,
     REFERENCE,
@@ -23,10 +24,10 @@ from edgellm.kernels.gpu import device
 from edgellm.kernels.native import library
 from edgellm.options import PREFILL_PRECISIONS, EngineOptions
 from edgellm.store.manifest import PACKED
-from edgellm.store.precision_support import first_supported, why_not
+from edgellm.store.precision_support import STATIC, first_supported, why_not
 from edgellm.store.precision_support import require as require_support
 
-_DECODE_PRECISIONS = {PORTABLE: "int4", REFERENCE: "f32", NATIVE: PACKED, TRITON: PACKED}
+_HOST_PRECISIONS = {PORTABLE: "int4", REFERENCE: "f32", NATIVE: PACKED, TRITON: PACKED}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,9 +49,23 @@ class Selection:
         """Whether the CPU provider runs beside the host, and not before and after it."""
         return self.prefill == CPU and self.policy != "serial"
 
-    @property
-    def decode_precision(self) -> str:
-        return _DECODE_PRECISIONS[self.decode]
+    def host(self, config: ModelConfig) -> str | None:
+        """What computes tokens beside an execution provider: decode or, where decode rides in the
+        chunks of prefill, only what the precision leaves to the host, if that is anything."""
+        if self.decode != CHUNKED:
+            return self.decode
+        return _usual_host() if self.prefill_precision(config) in STATIC else None
+
+    def host_precision(self, config: ModelConfig) -> str | None:
+        """The one of `host`."""
+        host = self.host(config)
+        return None if host is None else _HOST_PRECISIONS[host]
+
+    def decode_precision(self, config: ModelConfig) -> str:
+        """The one that decode runs a model in; see `prefill_precision`."""
+        if self.decode == CHUNKED:
+            return self.prefill_precision(config)
+        return _HOST_PRECISIONS[self.decode]
 
     def prefill_precision(self, config: ModelConfig) -> str:
         """The one that prefill runs a model in.
@@ -78,7 +93,8 @@ class Selection:
 
     def precisions(self, config: ModelConfig) -> set[str]:
         """Those that a model is run in; see `prefill_precision`."""
-        return {self.prefill_precision(config), self.decode_precision}
+        host = self.host_precision(config)
+        return {self.prefill_precision(config), *(() if host is None else (host,))}
 
     def graph_precisions(self, config: ModelConfig) -> list[str]:
         """Those of `precisions` that are graphs of ONNX Runtime."""
@@ -109,4 +125,8 @@ def select(options: EngineOptions) -> Selection:
 def _usual_decode() -> str:
     if device.why_not() is None and not device.interpreted():
         return TRITON
+    return _usual_host()
+
+
+def _usual_host() -> str:
     return PORTABLE if library() is None else NATIVE

@@ -80,12 +80,14 @@ def check_segments(bundle: Bundle, segments: Segments) -> Iterator[Check]:
             yield Check(f"segment {index} in chunks of {chunk}", error, limit)
 
 
-def check_prompts(bundle: Bundle, model: Model, cache: KVCache, host: Backend) -> Iterator[Check]:
+def check_prompts(
+    bundle: Bundle, model: Model, cache: KVCache, host: Backend | None
+) -> Iterator[Check]:
     """Prompts of 1, C-1, C, C+1 and 2C tokens for each chunk size C, and the LM head.
 
     No longer ones than the context holds, or than the reference is.
 
-    `host` computes the first tokens where the precision leaves them to it.
+    `host` computes the first tokens where the precision leaves them to it; else it is not needed.
     """
     reference, entry = _reference(bundle), bundle.precision(model.segments.precision)
     start = entry.host_tokens
@@ -162,11 +164,14 @@ def _run(segments: Segments, index: int, chunk: int) -> Run:
     return joined(up, down[0], segments.shadows[index]) if down else up
 
 
-def _hidden(model: Model, cache: KVCache, host: Backend, tokens: list[int], chunk: int) -> Floats:
+def _hidden(
+    model: Model, cache: KVCache, host: Backend | None, tokens: list[int], chunk: int
+) -> Floats:
     """Hidden states of `tokens` but those that are the host's, `[n, E]`."""
     sequence, start = cache.sequence(), model.segments.host_tokens
     try:
         if start:
+            assert host is not None
             host.run([Span(sequence, tokens[:start])])
         parts = [tokens[i : i + chunk] for i in range(start, len(tokens), chunk)]
         return np.concatenate([model.forward(p, sequence, chunk=chunk).copy() for p in parts])

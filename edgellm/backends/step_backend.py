@@ -25,6 +25,7 @@ class StepBackend:
     """See `Backend`; nothing is padded."""
 
     precision = PACKED
+    row_multiple = 1
 
     def __init__(self, model: StepModel, *, name: str) -> None:
         self.model = model

@@ -7,11 +7,12 @@ from pathlib import Path
 
 from edgellm.backends import thread_pool
 from edgellm.backends.backend import Backend
-from edgellm.backends.chunked_backend import ChunkedBackend, TokenBackend
+from edgellm.backends.chunked_backend import ChunkedBackend
 from edgellm.backends.host_attention import rope_tables
-from edgellm.backends.registry import NATIVE, OpenModels, Parts, open_models
+from edgellm.backends.registry import CHUNKED, NATIVE, OpenModels, Parts, open_models
 from edgellm.backends.selection import Selection, select
 from edgellm.backends.step_backend import StepBackend
+from edgellm.backends.token_backend import TokenBackend
 from edgellm.cache.disk_cache import DiskCache
 from edgellm.cache.groups import cache_bytes, pool_blocks
 from edgellm.cache.kv_cache import KVCache
@@ -35,7 +36,8 @@ class Engine:
     """Prefill and decode over one KV cache.
 
     `selection` says which back ends it has, `precisions` in which precisions.
-    `native_prefill` is there beside an accelerator's `prefill` where decode is native.
+    `native_prefill` is there beside an accelerator's `prefill` where decode is native; where decode
+    is chunked, `decoder` is `prefill` itself.
 
     `lock` is held for one step of the `loop` at a time, and by whoever else changes the cache.
     """
@@ -48,7 +50,7 @@ class Engine:
         tails_only: bool = True,
         progress: ProgressCallback | None = None,
     ) -> None:
-        """`tails_only`: see `ChunkedPrefill`; `progress` is told while graphs are compiled for an
+        """`tails_only`: see `ChunkedBackend`; `progress` is told while graphs are compiled for an
         accelerator."""
         self.bundle = bundle
         self.options = options
@@ -65,10 +67,11 @@ class Engine:
         self.lock = self.cache.lock
         self.threads = _start_threads(options, self.selection, graphs=self.precisions != {PACKED})
         models = self._open_models(progress)
-        self.decoder = _decoder(models, self.selection)
-        native = models.steps.get(NATIVE)
+        host, chunked = self._open_host(models), self.selection.decode == CHUNKED
+        self.prefill = self._make_prefill(models, host, tails_only=tails_only)
+        self.decoder = host if host is not None and not chunked else self.prefill
+        native = None if chunked else models.steps.get(NATIVE)
         self.native_prefill = None if native is None else StepBackend(native, name=NATIVE)
-        self.prefill = self._make_prefill(models, tails_only=tails_only)
         self.loop = Loop(self.cache, prefill=self.prefill, decoder=self.decoder)
 
     @property
@@ -121,19 +124,32 @@ class Engine:
             )
         )
 
-    def _make_prefill(self, models: OpenModels, *, tails_only: bool) -> Backend:
-        name = self.selection.prefill
-        if name == self.decoder.name:
-            return self.decoder
+    def _open_host(self, models: OpenModels) -> Backend | None:
+        """What computes tokens beside an execution provider; see `Selection.host`."""
+        name = self.selection.host(self.config)
+        precision = self.selection.host_precision(self.config)
+        if name is None or precision is None:
+            return None
         if name in models.steps:
             return StepBackend(models.steps[name], name=name)
-        model = models.graphs[self.selection.prefill_precision(self.config)]
+        return TokenBackend(models.graphs[precision], name=name)
+
+    def _make_prefill(
+        self, models: OpenModels, host: Backend | None, *, tails_only: bool
+    ) -> Backend:
+        selection = self.selection
+        name = selection.prefill
+        if host is not None and name == host.name:
+            return host
+        if name in models.steps:
+            return StepBackend(models.steps[name], name=name)
+        model = models.graphs[selection.prefill_precision(self.config)]
         # a precision that was asked for is not mixed with another one
         mixed = bool(models.steps) and self.options.precision is None
-        step = self.decoder if mixed else None
+        step = host if mixed and selection.decode != CHUNKED else None
         return ChunkedBackend(
             model,
-            self.decoder,
+            host,
             load_or_measure(self.bundle.path, model, step, self.cache, threads=self.threads),
             policy=self.selection.policy,
             tails_only=tails_only,
@@ -145,13 +161,6 @@ def _start_threads(options: EngineOptions, selection: Selection, *, graphs: bool
     if not graphs:
         return thread_pool.size(options.threads)
     return thread_pool.start(options.threads, spare=int(selection.shares_cpu))
-
-
-def _decoder(models: OpenModels, selection: Selection) -> Backend:
-    name = selection.decode
-    if name in models.steps:
-        return StepBackend(models.steps[name], name=name)
-    return TokenBackend(models.graphs[selection.decode_precision], name=name)
 
 
 def planned_memory(

@@ -58,7 +58,9 @@ class Loop:
         self._cache = cache
         self._prefill = prefill
         self._decoder = decoder
-        self._costs = StepCosts()
+        # of decode and prompts together, where both are in the same chunks
+        self._row_multiple = prefill.row_multiple if prefill is decoder else 1
+        self._costs = StepCosts(row_multiple=self._row_multiple)
         self._scheduler = self._new_scheduler()
         self._submitted: deque[Request] = deque()
         self._live: dict[int, Request] = {}
@@ -304,7 +306,10 @@ class Loop:
     def _new_scheduler(self) -> Scheduler[Request]:
         rows = self._prefill.rows_at_once(self._cache.sequence())
         policy = StallFree(
-            max_rows=rows, min_rows=min(_MIN_ROWS, rows // 2), max_decodes=min(_DECODES, rows // 2)
+            max_rows=rows,
+            min_rows=min(_MIN_ROWS, rows // 2),
+            max_decodes=min(_DECODES, rows // 2),
+            row_multiple=self._row_multiple,
         )
         return Scheduler(policy=policy, costs=self._costs, block_size=BLOCK)
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 from edgellm.checks import check_number
+from edgellm.engine.step_costs import nearest_multiple
 from edgellm.errors import OptionError
 
 # Seconds of a step in which nobody decodes but several have prompts, in time targets: who arrives
@@ -90,6 +91,7 @@ class StallFree:
         time_target: seconds that a step may take in which somebody decodes: the gap in a stream.
         min_rows: of prompts, even where decodes alone take as long: prompts always progress.
         max_rows: of a step, all that it has while a single prompt has the engine for itself.
+        row_multiple: of a step's rows; `min_rows` are as many as come nearest to it.
     """
 
     time_target: float = 0.100
@@ -97,10 +99,11 @@ class StallFree:
     max_rows: int = 512
     max_running: int = 64
     max_decodes: int = 64
+    row_multiple: int = 1
 
     def __post_init__(self) -> None:
         check_number("time_target", self.time_target, 0.001)
-        for name in ("min_rows", "max_rows", "max_running", "max_decodes"):
+        for name in ("min_rows", "max_rows", "max_running", "max_decodes", "row_multiple"):
             check_number(name, getattr(self, name), 1, whole=True)
         if self.min_rows + self.max_decodes > self.max_rows:
             raise OptionError(
@@ -118,4 +121,5 @@ class StallFree:
             seconds = self.time_target
         elif requests > 1:
             seconds = _NOBODY_DECODES * self.time_target
-        return StepBudget(seconds, self.min_rows, self.max_rows)
+        rows = nearest_multiple(decodes + self.min_rows, self.row_multiple) - decodes
+        return StepBudget(seconds, rows if rows > 0 else rows + self.row_multiple, self.max_rows)

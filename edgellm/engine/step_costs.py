@@ -56,7 +56,9 @@ class StepCosts:
     untouched what is known of prompts.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, row_multiple: int = 1) -> None:
+        """`row_multiple`: a step computes a multiple of so many rows, padding among them."""
+        self._row_multiple = row_multiple
         self._weights = [1.0] * len(_FIRST_GUESS)  # multiples of the first guess
         self._covariance = _no_knowledge()
         self._steps_off = 0  # in a row; negative: that were faster
@@ -68,9 +70,16 @@ class StepCosts:
     def rows_within(self, seconds: float, position: int, *, beside: StepLoad, limit: int) -> int:
         """Rows, at most `limit`, of one more span from `position` on that keep a step in `seconds`.
 
+        As near to it as rows without padding come.
+
         Args:
             beside: what the step computes anyway.
         """
+        fitting = self._fitting(seconds, position, beside=beside, limit=limit)
+        whole = nearest_multiple(beside.rows + fitting, self._row_multiple)
+        return max(0, min(whole - beside.rows, limit))
+
+    def _fitting(self, seconds: float, position: int, *, beside: StepLoad, limit: int) -> int:
         if limit < 1 or self.seconds(beside.plus(limit, position)) <= seconds:
             return max(limit, 0)
         fitting, too_many = 0, limit
@@ -128,6 +137,11 @@ class StepCosts:
             row, scaled = self._covariance[i], factor * spread[i]
             for j in _PARTS:
                 row[j] -= scaled * spread[j]
+
+
+def nearest_multiple(rows: int, of: int) -> int:
+    """Of two that are equally near, the larger."""
+    return (rows + of // 2) // of * of
 
 
 def _parts(load: StepLoad) -> tuple[float, float, float, float, float]:

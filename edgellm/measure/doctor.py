@@ -42,7 +42,7 @@ def examine(
         yield Examined(f"{model.segments.precision} on {engine.prefill.placement}")
         yield from check_segments(engine.bundle, model.segments)
         with engine.lock:
-            yield from check_prompts(engine.bundle, model, engine.cache, engine.decoder)
+            yield from check_prompts(engine.bundle, model, engine.cache, engine.prefill.host)
     steps = _steps(engine)
     if not steps:
         return
@@ -58,9 +58,10 @@ def examine(
 
 
 def _steps(engine: Engine) -> dict[str, StepModel]:
-    """The models of packed weights that prefill or decode runs on, by their back ends' names."""
-    steps = {}
-    for backend in (engine.prefill, engine.decoder):
+    """The models of packed weights that anything runs on, by their back ends' names."""
+    steps, prefill = {}, engine.prefill
+    host = prefill.host if isinstance(prefill, ChunkedBackend) else None
+    for backend in (prefill, engine.decoder, host):
         if isinstance(backend, StepBackend):
             steps[backend.name] = backend.model
     return steps

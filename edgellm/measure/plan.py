@@ -69,8 +69,9 @@ def profile(engine: Engine, backend: ChunkedBackend, plan: Sequence[PlannedChunk
 
     def host_seconds(count: int) -> float:
         def run() -> None:
+            assert backend.host is not None
             try:
-                engine.decoder.run([Span(sequence, [0] * count)])
+                backend.host.run([Span(sequence, [0] * count)])
             finally:
                 sequence.truncate(0)
 

@@ -9,6 +9,8 @@ from edgellm.graphs.config import ModelConfig
 
 # Those around a rotated residual stream (see `export/rotated.py`).
 ROTATED = ("w8a8", "w8a16-qdq", "w8a8-qdq")
+# Those with static scales, found without a sequence's first tokens, which are the host's.
+STATIC = ("w8a16-qdq", "w8a8-qdq")
 # Names, or a function of a config that returns those that suit it.
 Precisions = Iterable[str] | Callable[[ModelConfig], Iterable[str]]
 

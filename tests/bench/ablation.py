@@ -3,7 +3,7 @@
     python tests/bench/ablation.py [--lengths 64,256,1024]
 
 An accelerator is played by ONNX Runtime's CPU provider on all cores but one; the last core is the
-host's. The first bar has all cores. Each bar is a process of its own; times are of a second run.
+host's. The first bar has all cores. Each bar is a process of its own; times are of its best run.
 `edgellm plan` simulates faster accelerators.
 """
 
@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -55,7 +54,7 @@ def work(bar: str, length: int, folder: Path) -> dict[str, Any]:
     build_s = time.perf_counter() - begin if rebuilt else 0.0
     assert isinstance(engine.prefill, ChunkedBackend)
     ((samples, idle),) = measure(engine, length, engine.prefill)
-    seconds = statistics.median(samples)
+    seconds = min(samples)
     return {
         "tokens_per_second": length / seconds,
         "with_build": length / (seconds + build_s),

@@ -232,7 +232,8 @@ def test_perplexity_json(cli: Cli, tiny_bundle: str, tmp_path: Path) -> None:
         "perplexity", str(tmp_path / "text"), "-m", tiny_bundle, "--window", "64", "--json",
         "--through", "decode", "--max-windows", "1",
     )  # fmt: skip
-    assert json.loads(decode.stdout)["precision"] == DEFAULTS.decode_precision
+    expected = DEFAULTS.decode_precision(open_bundle(Path(tiny_bundle)).config)
+    assert json.loads(decode.stdout)["precision"] == expected
 
 
 def test_bench_outputs(cli: Cli, tiny_bundle: str) -> None:

@@ -11,6 +11,7 @@ import pytest
 from random_checkpoint import CONFIGS
 
 from edgellm.backends.backend import Backend
+from edgellm.backends.batch import Span
 from edgellm.backends.chunked_backend import ChunkedBackend
 from edgellm.backends.forward import Model
 from edgellm.backends.host_attention import HostAttention, head_norms, rope_tables
@@ -110,6 +111,28 @@ def test_decode_goes_on_where_the_device_stopped(llm: LLM) -> None:
         compute_prompt(prefill, TOKENS, sequence, Hooks())
         logits.append(compute_tokens(llm.engine.decoder, [5], sequence)[0])
     np.testing.assert_allclose(logits[1], logits[0], atol=1e-4)
+
+
+@pytest.mark.parametrize("llm", ["gemma2"], indirect=True)
+def test_many_sequences_in_a_chunk_like_the_host(llm: LLM) -> None:
+    """Spans of three sequences, two of which go on, over two chunks."""
+    lengths, counts = (0, 5, 12), (9, 1, 8)
+    found = []
+    for prefill in (on_host(llm, "f32"), on_device(llm, "f32")):
+        spans = []
+        for length, count in zip(lengths, counts, strict=True):
+            sequence = llm.engine.cache.sequence()
+            if length:
+                prefill.run([Span(sequence, TOKENS[:length])])
+            spans.append(Span(sequence, TOKENS[length : length + count], 1))
+        results = prefill.run(spans)
+        found.append([(rows.hidden, rows.logits[0].scores) for rows in results])
+        for span, length, count in zip(spans, lengths, counts, strict=True):
+            assert span.sequence.tokens == TOKENS[: length + count]
+            span.sequence.truncate(0)
+    for theirs, ours in zip(*found, strict=True):
+        np.testing.assert_allclose(ours[0], theirs[0], atol=1e-4)
+        np.testing.assert_allclose(ours[1], theirs[1], atol=1e-3)
 
 
 def test_cancelled_prefill_keeps_whole_chunks(llm: LLM) -> None:

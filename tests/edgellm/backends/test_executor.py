@@ -12,9 +12,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from edgellm.backends.batch import Span
+from edgellm.backends.chunk import Chunk
 from edgellm.backends.chunked_backend import ChunkedBackend
 from edgellm.backends.executor import execute
-from edgellm.backends.forward import Chunk
 from edgellm.backends.schedule import POLICIES, Policy, Processor, Schedule, Step, Task
 from edgellm.backends.trace import TaskRecord, bubble_rate, chrome_trace, write_trace
 from edgellm.cache.sequence import Sequence
@@ -45,9 +46,10 @@ def scheduled(llm: LLM, policy: Policy) -> ChunkedBackend:
     return ChunkedBackend(found.model, llm.engine.decoder, found.costs, policy=policy)
 
 
-def chunks_of(llm: LLM) -> list[Chunk]:
+def chunks_of(llm: LLM, sequence: Sequence) -> list[Chunk]:
     whole = tokens(llm)
-    return [Chunk(whole[i : i + 128], 128) for i in range(0, len(whole), 128)]
+    parts = [whole[i : i + 128] for i in range(0, len(whole), 128)]
+    return [Chunk([Span(sequence, part)], 128) for part in parts]
 
 
 def tokens(llm: LLM) -> list[int]:
@@ -77,7 +79,7 @@ def test_chunks_are_reported_in_their_order(model_llm: LLM, sequence: Sequence) 
         threads.add(threading.current_thread())
 
     model = scheduled(model_llm, "out-of-order").model
-    records = model.run(chunks_of(model_llm), sequence, policy="out-of-order", on_done=done)
+    records = model.run(chunks_of(model_llm, sequence), policy="out-of-order", on_done=done)
     assert seen == sorted(seen)
     assert seen[-1] == len(sequence) == COUNT
     assert threads == {threading.main_thread()}
@@ -96,8 +98,7 @@ def test_cancel_keeps_whole_chunks_and_no_other_block(
     before = model_llm.engine.cache.used_blocks
     with pytest.raises(CancelledError):
         scheduled(model_llm, policy).model.run(
-            chunks_of(model_llm),
-            sequence,
+            chunks_of(model_llm, sequence),
             policy=policy,
             on_done=lambda _: cancel.set(),
             should_stop=cancel.is_set,
@@ -193,7 +194,6 @@ def test_an_interrupted_process_ends(interrupts: int) -> None:
     script = f"""
 import signal, threading, time
 from edgellm.backends.executor import execute
-from edgellm.backends.forward import Chunk
 from edgellm.backends.schedule import Step, Task
 
 def run(task):

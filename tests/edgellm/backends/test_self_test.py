@@ -15,11 +15,11 @@ import onnx_ir
 import pytest
 
 from edgellm import ProviderError
-from edgellm.backends.forward import Model, RunningChunk
+from edgellm.backends.chunk import RunningChunk
+from edgellm.backends.forward import Model
 from edgellm.backends.providers import CPU
 from edgellm.backends.segments import Segments
 from edgellm.backends.self_test import Check, check_prompts, check_segments
-from edgellm.cache.sequence import Sequence
 from edgellm.engine.engine import Engine
 from edgellm.llm import load
 from edgellm.store.bundle import Bundle, open_bundle
@@ -107,8 +107,8 @@ def test_garbage_at_the_edge_of_a_chunk_is_caught(
     engine = static(bundle_path)
     model = engine.prefill.model
 
-    def attend(layer: int, chunk: RunningChunk, sequence: Sequence) -> None:
-        Model.attend(model, layer, chunk, sequence)
+    def attend(layer: int, chunk: RunningChunk) -> None:
+        Model.attend(model, layer, chunk)
         if len(chunk.tokens) == chunk.buffers.attention.shape[0]:
             chunk.buffers.attention[-1] = 0
 

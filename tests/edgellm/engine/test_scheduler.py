@@ -409,6 +409,41 @@ def test_no_step_for_a_few_rows(prompt: int) -> None:
     assert len(rows) == 1 or rows[-1] > rows[-2] // 9
 
 
+@pytest.mark.parametrize(
+    ("decodes", "fit", "expected"),
+    [
+        (0, 10, 128),  # alone
+        (8, 10, 24),  # and not 32, which would be another chunk for 8 rows
+        (20, 10, 44),
+        (33, 10, 31),
+        (5, 70, 59),
+        (5, 80, 91),
+        (64, 500, 64),  # all that a step takes
+    ],
+)
+def test_rows_fill_static_chunks(decodes: int, fit: int, expected: int) -> None:
+    """Prompts take what decodes leave of as many chunks of 32 as come nearest to the target."""
+    costs = StepCosts(row_multiple=32)
+    for _ in range(60):  # 1 ms a row
+        for rows in (1, 8, 33, 64, 128):
+            costs.learn(StepLoad(rows, 0, 1), rows * 1e-3)
+    policy = StallFree(
+        time_target=(decodes + fit) * 1e-3, max_rows=128, max_running=128, row_multiple=32
+    )
+    scheduler: Scheduler[Request] = Scheduler(policy=policy, costs=costs)
+    streams = [Request([1, i], computed=1) for i in range(decodes)]
+    for stream in streams:
+        scheduler.add(stream)
+    while scheduler.waiting:
+        scheduler.next(lambda _: True)
+    for stream in streams:
+        stream.sampled = 1
+    scheduler.add(Request(numbers(10_000)))
+    shares = scheduler.next(lambda _: True)
+    assert [share.rows for share in shares if not share.decode] == [expected]
+    assert sum(share.rows for share in shares) % 32 == 0
+
+
 def test_what_a_prompt_leaves_of_a_step_goes_to_the_next() -> None:
     engine = Engine(StallFree(time_target=TARGET))
     engine.run([Request(numbers(n, start=n)) for n in (90, 100, 110, 120)])

@@ -1,0 +1,137 @@
+"""Answers whose decode rides in the chunks of prefill: each as alone, whoever else is there."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from edgellm import Completion
+from edgellm.backends.chunk import Chunk
+from edgellm.backends.chunked_backend import ChunkedBackend
+from edgellm.backends.forward import Model
+from edgellm.backends.planner import Costs
+from edgellm.kernels.kv_blocks import BLOCK
+from edgellm.llm import LLM, load
+
+
+def prompt(seed: int, length: int) -> list[int]:
+    return np.random.default_rng(seed).integers(3, 250, length).tolist()
+
+
+# Short ones decode while long ones are prefilled.
+PROMPTS = [prompt(i, length) for i, length in enumerate((5, 9, 300, 30, 411, 17, 128, 260))]
+GREEDY: dict[str, Any] = {"temperature": 0, "max_tokens": 12, "ignore_eos": True}
+# How many decoded tokens, and how many tokens of prompts, are in each chunk that was run.
+Counts = list[tuple[int, int]]
+
+
+@pytest.fixture(scope="module")
+def bundle_path(
+    export_static: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory
+) -> Path:
+    precisions = ("f32", "int4", "packed", "w8a8", "w8a16-qdq")
+    return export_static(tmp_path_factory.mktemp("decode") / "bundle", precisions=precisions)
+
+
+@pytest.fixture
+def chunks_run(monkeypatch: pytest.MonkeyPatch) -> Counts:
+    counts: Counts = []
+    run = Model.run
+
+    def counting(model: Model, chunks: Sequence[Chunk], **options: Any) -> Any:
+        for chunk in chunks:
+            lengths = [len(span.tokens) for span in chunk.spans]
+            counts.append((lengths.count(1), sum(lengths) - lengths.count(1)))
+        return run(model, chunks, **options)
+
+    monkeypatch.setattr(Model, "run", counting)
+    return counts
+
+
+def start(path: Path, **options: Any) -> LLM:
+    """Chunks cost what they cost on a quiet machine."""
+    llm = load(str(path), **{"prefill": "cpu", "decode": "chunked", "ctx_size": 512, **options})
+    assert isinstance(llm.engine.prefill, ChunkedBackend)
+    llm.engine.prefill.costs = Costs({32: 1.0, 128: 3.0})
+    return llm
+
+
+def answers(llm: LLM, prompts: Sequence[list[int]], **options: Any) -> list[Completion]:
+    found = sorted(llm.batch(prompts, **{**GREEDY, **options}), key=lambda answer: answer.index)
+    return [answer.result() for answer in found]
+
+
+def alone(llm: LLM, prompts: Sequence[list[int]], **options: Any) -> list[Completion]:
+    return [llm.generate(tokens, **{**GREEDY, **options}) for tokens in prompts]
+
+
+@pytest.mark.parametrize("schedule", ["serial", "out-of-order"])
+@pytest.mark.parametrize("precision", ["f32", "w8a8", "w8a16-qdq"])
+def test_together_as_alone(
+    bundle_path: Path, chunks_run: Counts, precision: str, schedule: str
+) -> None:
+    expected = alone(start(bundle_path, precision=precision, schedule=schedule), PROMPTS)
+    chunks_run.clear()
+    llm = start(bundle_path, precision=precision, schedule=schedule)
+    chunks_run.clear()  # what loading measures
+    found = answers(llm, PROMPTS)
+    assert [answer.tokens for answer in found] == [answer.tokens for answer in expected]
+    riding = [(decoded, prefilled) for decoded, prefilled in chunks_run if decoded and prefilled]
+    assert max(decoded for decoded, _ in riding) >= 2
+    assert max(decoded for decoded, prefilled in chunks_run if not prefilled) >= 5
+    assert len(chunks_run) < 40  # one by one they are 8 * 11 of decode, and 14 of prefill
+    assert llm.engine.cache.used_blocks == 0
+
+
+def test_prompts_fill_what_decode_leaves_of_a_chunk(
+    bundle_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A machine so slow that a step has room for few rows: never for 3 more than a chunk."""
+    llm, rows = start(bundle_path), list[int]()
+    run = Model.run
+
+    def slowly(model: Model, chunks: Sequence[Chunk], **options: Any) -> Any:
+        rows.append(sum(len(span.tokens) for chunk in chunks for span in chunk.spans))
+        time.sleep(0.1 * len(chunks))
+        return run(model, chunks, **options)
+
+    streams = [llm.stream(prompt(i, 6), **{**GREEDY, "max_tokens": 40}) for i in range(3)]
+    for stream in streams:
+        next(stream)
+    monkeypatch.setattr(Model, "run", slowly)
+    answers(llm, [prompt(9, 500)], max_tokens=1)
+    for stream in streams:
+        stream.close()
+    assert len(rows) > 4
+    assert {count % 32 for count in rows[:-1]} == {0}
+
+
+def test_preempted_as_alone(bundle_path: Path) -> None:
+    """More than fits: what was decoded in chunks is kept, and not computed again."""
+    prompts, options = [prompt(i, 120) for i in range(5)], {"max_tokens": 30}
+    expected = alone(start(bundle_path), prompts, **options)
+    small = start(bundle_path, cache_size=4 * BLOCK)
+    found = answers(small, prompts, **options)
+    assert [answer.tokens for answer in found] == [answer.tokens for answer in expected]
+    assert sum(answer.stats.preempted for answer in found) > 0
+    assert small.engine.cache.used_blocks == 0
+
+
+def test_one_token_takes_the_smallest_chunk(bundle_path: Path) -> None:
+    llm = start(bundle_path)
+    sizes: list[int] = []
+    run = Model.run
+
+    def noting(model: Model, chunks: Sequence[Chunk], **options: Any) -> Any:
+        sizes.extend(chunk.size for chunk in chunks)
+        return run(model, chunks, **options)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Model, "run", noting)
+        llm.generate(prompt(1, 20), **GREEDY)
+    assert sizes == [32] * 12
