@@ -18,6 +18,7 @@ from edgellm.cache.kv_cache import KVCache
 from edgellm.engine import memory
 from edgellm.engine.costs import load_or_measure
 from edgellm.engine.loop import Loop
+from edgellm.engine.pump import Pump
 from edgellm.errors import OptionError
 from edgellm.graphs.contract import WEIGHTS_FILE
 from edgellm.kernels.kv_blocks import LAYOUT_VERSION
@@ -69,6 +70,7 @@ class Engine:
         self.native_prefill = None if native is None else StepBackend(native, name=NATIVE)
         self.prefill = self._make_prefill(models, tails_only=tails_only)
         self.loop = Loop(self.cache, prefill=self.prefill, decoder=self.decoder)
+        self.pump = Pump(self.loop)
 
     @property
     def recomputes_exactly(self) -> bool:
