@@ -69,7 +69,7 @@ class Engine:
         native = models.steps.get(NATIVE)
         self.native_prefill = None if native is None else StepBackend(native, name=NATIVE)
         self.prefill = self._make_prefill(models, tails_only=tails_only)
-        self.loop = Loop(self.cache, prefill=self.prefill, decoder=self.decoder)
+        self.loop = Loop(self.cache, options, prefill=self.prefill, decoder=self.decoder)
         self.pump = Pump(self.loop)
 
     @property

@@ -17,11 +17,12 @@ from edgellm.backends.backend import Backend
 from edgellm.backends.batch import Rows, Span
 from edgellm.cache.kv_cache import KVCache
 from edgellm.engine.pending import WORKING, Pending, Waiting
-from edgellm.engine.policies import StallFree
+from edgellm.engine.policies import chosen_policy
 from edgellm.engine.scheduler import Scheduler, SchedulerCounts, Share
 from edgellm.engine.step_costs import StepCosts
 from edgellm.errors import CacheFullError, CancelledError, EdgeLLMError, OptionError
 from edgellm.kernels.kv_blocks import BLOCK
+from edgellm.options import EngineOptions
 from edgellm.results import Piece
 
 if TYPE_CHECKING:
@@ -30,8 +31,6 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 # How long someone waits who may have missed the end of another thread's change, in seconds.
 _PATIENCE = 0.005
-# Of a step: rows of prompts at least, and sequences that decode at most.
-_MIN_ROWS, _DECODES = 32, 64
 # Rows for which asking between layers whether to stop, 0.5 µs, is nothing.
 _MANY_ROWS = 64
 
@@ -56,8 +55,11 @@ class _Work:
 class Loop:
     """All answers that are on their way, and the steps that bring them forward."""
 
-    def __init__(self, cache: KVCache, *, prefill: Backend, decoder: Backend) -> None:
+    def __init__(
+        self, cache: KVCache, options: EngineOptions, *, prefill: Backend, decoder: Backend
+    ) -> None:
         self._cache = cache
+        self._options = options
         self._prefill = prefill
         self._decoder = decoder
         self._costs = StepCosts()
@@ -317,8 +319,10 @@ class Loop:
 
     def _new_scheduler(self) -> Scheduler[Request]:
         rows = self._prefill.rows_at_once(self._cache.sequence())
-        policy = StallFree(
-            max_rows=rows, min_rows=min(_MIN_ROWS, rows // 2), max_decodes=min(_DECODES, rows // 2)
+        policy = chosen_policy(
+            self._options.scheduling,
+            time_target=self._options.time_target_ms / 1000,
+            max_rows=rows,
         )
         return Scheduler(policy=policy, costs=self._costs, block_size=BLOCK)
 

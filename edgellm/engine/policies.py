@@ -12,6 +12,8 @@ from edgellm.errors import OptionError
 # Seconds of a step in which nobody decodes but several have prompts, in time targets: who arrives
 # during it waits for its end, and is to begin within two.
 _NOBODY_DECODES = 1.5
+# Of a step: rows of prompts at least, and sequences that decode at most.
+_MIN_ROWS, _DECODES = 32, 64
 
 
 class Prompt(NamedTuple):
@@ -119,3 +121,15 @@ class StallFree:
         elif requests > 1:
             seconds = _NOBODY_DECODES * self.time_target
         return StepBudget(seconds, self.min_rows, self.max_rows)
+
+
+def chosen_policy(scheduling: str, *, time_target: float, max_rows: int) -> SchedulingPolicy:
+    """What `EngineOptions.scheduling` means for steps of so many rows at most."""
+    if scheduling == "serial":
+        return Serial(max_rows=max_rows)
+    return StallFree(
+        time_target=time_target,
+        max_rows=max_rows,
+        min_rows=min(_MIN_ROWS, max_rows // 2),
+        max_decodes=min(_DECODES, max_rows // 2),
+    )
