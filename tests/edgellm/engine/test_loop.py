@@ -145,6 +145,19 @@ def test_with_a_small_pool_some_are_preempted_and_all_finish(native: LLM) -> Non
     assert used_blocks(small) == 0
 
 
+@pytest.mark.parametrize("distinct", [1, 70])
+def test_short_prompts_that_begin_alike_wait_until_there_is_room(
+    tiny_model: Path, distinct: int
+) -> None:
+    """Each takes a copy of the block with its beginning; nobody is begun without room for it."""
+    small = load(str(tiny_model), ctx_size=4 * BLOCK, cache_size=8 * BLOCK)
+    prompts = [[1, 2 + i % distinct, 3] for i in range(70)]
+    answers = list(small.batch(prompts, max_tokens=3, ignore_eos=True, temperature=0))
+    assert [answer.error for answer in answers] == [None] * 70
+    assert small.engine.loop.counts.preempted == 0
+    assert used_blocks(small) == 0
+
+
 def test_preempted_where_computing_again_gives_other_bits(
     portable_tiny: LLM,
 ) -> None:
