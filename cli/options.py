@@ -17,7 +17,9 @@ from edgellm.options import (
     KV_FORMATS,
     POLICIES,
     PREFILL_PRECISIONS,
+    SCHEDULING,
     EngineArguments,
+    EngineOptions,
 )
 
 Command = Callable[..., Any]
@@ -82,6 +84,15 @@ def load_options(command: Command) -> Command:
         type=click.Choice(POLICIES),
         help="How chunks share accelerator and host.  [default: out-of-order; on a CPU serial]",
     )
+    @click.option(
+        "--scheduling", type=click.Choice(SCHEDULING),
+        default=EngineOptions.scheduling, show_default=True,
+        help="Of answers on their way at once: in the same steps, or one after the other.",
+    )  # fmt: skip
+    @click.option(
+        "--time-target-ms", type=float, default=EngineOptions.time_target_ms, show_default=True,
+        help="With stall_free: what a step may take while others begin.",
+    )  # fmt: skip
     @click.option(
         "--provider-option", "provider_option", multiple=True, metavar="KEY=VALUE",
         help="An option of the execution provider itself; may be repeated.",

@@ -12,6 +12,7 @@ from pathlib import Path
 import click
 
 from edgellm import LLM, Completion, GenerationArguments, LogitFilter, load
+from edgellm.cli.batch import batch_options
 from edgellm.cli.interrupt import INTERRUPTED, cancel_on_interrupt
 from edgellm.cli.options import (
     STDIN,
@@ -37,6 +38,7 @@ _PATIENCE_S = 2.0
 @click.argument("prompt", required=False)
 @load_options
 @sampling_options
+@batch_options
 @click.option("-p", "--prompt", "prompt_option", metavar="TEXT", help="The same as PROMPT.")
 @click.option(
     "-f", "--file", type=click.Path(path_type=Path, allow_dash=True), help="Read the prompt there."

@@ -28,7 +28,7 @@ from edgellm.errors import (
 )
 
 if TYPE_CHECKING:
-    from edgellm.batch import BatchAnswer
+    from edgellm.batch import BatchAnswer, BatchRequest
     from edgellm.chat import Chat
     from edgellm.engine.request import LogitFilter
     from edgellm.generation_options import GenerationArguments, GenerationOptions
@@ -46,6 +46,7 @@ __version__ = "0.1.0"
 # Imported when first used: errors and version must not cost the import of numpy and tokenizers.
 _LAZY = {
     "BatchAnswer": "edgellm.batch",
+    "BatchRequest": "edgellm.batch",
     "Chat": "edgellm.chat",
     "Completion": "edgellm.results",
     "EngineArguments": "edgellm.options",
@@ -68,6 +69,7 @@ _LAZY = {
 __all__ = [
     "LLM",
     "BatchAnswer",
+    "BatchRequest",
     "BundleError",
     "CacheFullError",
     "CancelledError",

@@ -4,20 +4,40 @@ from __future__ import annotations
 
 import secrets
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field, replace
 
+from edgellm.checks import check_hooks, check_token_ids
 from edgellm.engine.context import Context
 from edgellm.engine.engine import Engine
+from edgellm.engine.pending import WORKING, Pending, Waiting
 from edgellm.engine.request import LogitFilter, Request
-from edgellm.errors import EdgeLLMError
+from edgellm.errors import EdgeLLMError, OptionError
 from edgellm.generation_options import GenerationOptions
+from edgellm.infill import infill_options, infill_tokens
 from edgellm.results import Completion, Piece, completion
+from edgellm.text.fim import Gap
+from edgellm.text.prompt import Message, encode_conversation
 
-Prompt = str | SequenceOf[int]
+# A text or token ids, to be continued; messages, for the chat template; a gap, to be filled.
+Prompt = str | SequenceOf[int] | SequenceOf[Message] | Gap
 # Prompts in the hands of the loop at once; the rest is not even encoded.
 _AT_ONCE = 64
+
+
+@dataclass(frozen=True, kw_only=True)
+class BatchRequest:
+    """A prompt of a batch that is not answered as the others are.
+
+    Attributes:
+        options: in the place of the batch's; None: the batch's.
+        logit_filter: likewise.
+    """
+
+    prompt: Prompt
+    options: GenerationOptions | None = None
+    logit_filter: LogitFilter | None = None
 
 
 @dataclass(frozen=True)
@@ -72,13 +92,13 @@ class _Running:
 
 def answers(
     engine: Engine,
-    prompts: Iterable[Prompt],
+    prompts: Iterable[Prompt | BatchRequest],
     options: GenerationOptions,
     *,
     n: int = 1,
     cancel: threading.Event | None = None,
     logit_filter: LogitFilter | None = None,
-) -> Iterator[BatchAnswer]:
+) -> Pending[BatchAnswer]:
     """Answer prompts, `n` times each, as they finish.
 
     A prompt that fails does so in its own answers.
@@ -89,19 +109,21 @@ def answers(
     """
     waiting = enumerate(prompts)
     running: list[_Running] = []
+    common = BatchRequest(prompt="", options=options, logit_filter=logit_filter)
     try:
         while True:
             while len(running) < _AT_ONCE:
+                yield WORKING
                 index, prompt = next(waiting, (-1, ""))
                 if index < 0:
                     break
                 try:
-                    running += _started(engine, index, prompt, options, n, cancel, logit_filter)
+                    running += _started(engine, index, _request(prompt, common), n, cancel)
                 except (EdgeLLMError, ValueError) as error:
                     yield from (BatchAnswer(index, sample, None, error) for sample in range(n))
             if not running:
                 return
-            engine.loop.advance([each.request for each in running])
+            yield Waiting([each.request for each in running])
             for each in list(running):
                 answer = each.read()
                 if answer is not None:
@@ -112,27 +134,40 @@ def answers(
             engine.loop.withdraw(each.request)
 
 
+def _request(prompt: Prompt | BatchRequest, common: BatchRequest) -> BatchRequest:
+    """A prompt with the options of all, unless it has its own."""
+    if not isinstance(prompt, BatchRequest):
+        return replace(common, prompt=prompt)
+    check_hooks(None, None, prompt.logit_filter)
+    if prompt.options is not None and not isinstance(prompt.options, GenerationOptions):
+        raise OptionError(
+            f"`options` is {prompt.options!r}; an edgellm.GenerationOptions is expected"
+        )
+    return replace(
+        prompt,
+        options=prompt.options or common.options,
+        logit_filter=prompt.logit_filter or common.logit_filter,
+    )
+
+
 def _started(
-    engine: Engine,
-    index: int,
-    prompt: Prompt,
-    options: GenerationOptions,
-    n: int,
-    cancel: threading.Event | None,
-    logit_filter: LogitFilter | None,
+    engine: Engine, index: int, asked: BatchRequest, n: int, cancel: threading.Event | None
 ) -> list[_Running]:
     """The answers to a prompt, all but the first of which begin where it has been computed."""
+    options = asked.options
+    assert options is not None
+    tokens = prompt_tokens(engine, asked.prompt)
+    if isinstance(asked.prompt, Gap):
+        options = infill_options(engine, options)
     seeds = [secrets.randbits(32) if options.seed is None else options.seed + i for i in range(n)]
     requests = []
     for seed in seeds:
-        context = Context(engine)
-        context.append("prompt", prompt, parse_special=True)
         requests.append(
             Request(
-                context,
+                Context(engine, tokens),
                 replace(options, seed=seed),
                 cancel=cancel,
-                logit_filter=logit_filter,
+                logit_filter=asked.logit_filter,
                 closes=True,
             )
         )
@@ -143,8 +178,26 @@ def _started(
     return [_Running(index, sample, request) for sample, request in enumerate(requests)]
 
 
+def prompt_tokens(engine: Engine, prompt: Prompt) -> list[int]:
+    """The tokens that a prompt is computed as.
+
+    Raises:
+        OptionError: it is no prompt, or a token id is not in the vocabulary.
+        TemplateError, UnsupportedModelError: the model is for neither chat nor infill.
+    """
+    if isinstance(prompt, Gap):
+        return infill_tokens(engine.tokenizer, prompt, model=engine.bundle.manifest.name)
+    if isinstance(prompt, SequenceOf) and prompt and isinstance(prompt[0], Message):
+        if not all(isinstance(m, Message) and isinstance(m.content, str) for m in prompt):
+            raise OptionError("`prompt` is no list of edgellm.Message alone, each with a text")
+        return encode_conversation(prompt, engine.template, engine.tokenizer)  # type: ignore[arg-type]
+    if isinstance(prompt, str):
+        return engine.tokenizer.encode(prompt, parse_special=True)
+    return check_token_ids("prompt", prompt, vocab_size=engine.config.vocab_size)
+
+
 def is_many(prompt: object) -> bool:
     """Whether it is a list of prompts and not one prompt, which is a text or token ids."""
     if isinstance(prompt, str) or not isinstance(prompt, SequenceOf) or not prompt:
         return False
-    return all(isinstance(each, (str, list, tuple)) for each in prompt)
+    return all(isinstance(each, (str, list, tuple, BatchRequest, Gap)) for each in prompt)

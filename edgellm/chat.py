@@ -7,13 +7,16 @@ never: when less than a quarter of the context is left, until half of it is.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import AsyncGenerator, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Unpack
 
+from edgellm.asynchronous import driven
 from edgellm.checks import check_text
 from edgellm.engine.context import Context
 from edgellm.engine.engine import Engine
+from edgellm.engine.pending import Pending
 from edgellm.engine.request import LogitFilter
 from edgellm.errors import OptionError
 from edgellm.generation_options import (
@@ -45,6 +48,7 @@ class Chat:
         self._session = Session(Context(engine))
         self._forgotten: list[Message] = []  # behind the system prompt; the model sees them no more
         self._dropped = 0  # tokens of them, with the last answer
+        self._turn = threading.Lock()  # of an answer that is on its way
         self.options = options
         self.messages: list[Message] = []
         if system is not None:
@@ -107,16 +111,36 @@ class Chat:
             cancel, progress, logit_filter: see `Session.stream`.
             arguments: fields of `GenerationOptions` for this answer, over those of `options`.
         """
-        chosen = changed_options(self.options if options is None else options, arguments)
-        check_text("text", text)
-        if not text.strip():
-            raise OptionError("the message is empty")
-        self.messages.append(Message("user", text))
-        try:
-            yield from self._answer(chosen, cancel, progress, logit_filter)
-        finally:
-            if self.messages[-1].role == "user":
-                self.messages.pop()
+        pending = self._say(text, options, cancel, progress, logit_filter, arguments)
+        return self._engine.loop.drive(pending)
+
+    async def asend(
+        self,
+        text: str,
+        *,
+        options: GenerationOptions | None = None,
+        cancel: threading.Event | None = None,
+        progress: ProgressCallback | None = None,
+        logit_filter: LogitFilter | None = None,
+        **arguments: Unpack[GenerationArguments],
+    ) -> Completion:
+        """`send` for asyncio; see `astream`."""
+        pending = self._say(text, options, cancel, progress, logit_filter, arguments)
+        return completion([piece async for piece in driven(self._engine, pending)])
+
+    def astream(
+        self,
+        text: str,
+        *,
+        options: GenerationOptions | None = None,
+        cancel: threading.Event | None = None,
+        progress: ProgressCallback | None = None,
+        logit_filter: LogitFilter | None = None,
+        **arguments: Unpack[GenerationArguments],
+    ) -> AsyncGenerator[Piece, None]:
+        """`stream` for asyncio; see `Session.astream`."""
+        pending = self._say(text, options, cancel, progress, logit_filter, arguments)
+        return driven(self._engine, pending)
 
     def regenerate(
         self,
@@ -128,15 +152,21 @@ class Chat:
         **arguments: Unpack[GenerationArguments],
     ) -> Iterator[Piece]:
         """Answer the last message once more, differently if the seed is open; see `stream`."""
-        chosen = changed_options(self.options if options is None else options, arguments)
-        if [message.role for message in self.messages[-2:]] != ["user", "assistant"]:
-            raise OptionError("there is no answer to generate again")
-        previous = self.messages.pop()
-        try:
-            yield from self._answer(chosen, cancel, progress, logit_filter)
-        finally:
-            if self.messages[-1].role != "assistant":
-                self.messages.append(previous)
+        pending = self._say_again(options, cancel, progress, logit_filter, arguments)
+        return self._engine.loop.drive(pending)
+
+    def aregenerate(
+        self,
+        *,
+        options: GenerationOptions | None = None,
+        cancel: threading.Event | None = None,
+        progress: ProgressCallback | None = None,
+        logit_filter: LogitFilter | None = None,
+        **arguments: Unpack[GenerationArguments],
+    ) -> AsyncGenerator[Piece, None]:
+        """`regenerate` for asyncio; see `Session.astream`."""
+        pending = self._say_again(options, cancel, progress, logit_filter, arguments)
+        return driven(self._engine, pending)
 
     def close(self) -> None:
         """Give the memory back; the messages stay."""
@@ -148,23 +178,75 @@ class Chat:
     def __exit__(self, *_: object) -> None:
         self.close()
 
+    def _say(
+        self,
+        text: str,
+        options: GenerationOptions | None,
+        cancel: threading.Event | None,
+        progress: ProgressCallback | None,
+        logit_filter: LogitFilter | None,
+        arguments: GenerationArguments,
+    ) -> Pending[Piece]:
+        chosen = changed_options(self.options if options is None else options, arguments)
+        check_text("text", text)
+        if not text.strip():
+            raise OptionError("the message is empty")
+        with self._taking_turns():
+            self.messages.append(Message("user", text))
+            try:
+                yield from self._answer(chosen, cancel, progress, logit_filter)
+            finally:
+                if self.messages[-1].role == "user":
+                    self.messages.pop()
+
+    def _say_again(
+        self,
+        options: GenerationOptions | None,
+        cancel: threading.Event | None,
+        progress: ProgressCallback | None,
+        logit_filter: LogitFilter | None,
+        arguments: GenerationArguments,
+    ) -> Pending[Piece]:
+        chosen = changed_options(self.options if options is None else options, arguments)
+        with self._taking_turns():
+            if [message.role for message in self.messages[-2:]] != ["user", "assistant"]:
+                raise OptionError("there is no answer to generate again")
+            previous = self.messages.pop()
+            try:
+                yield from self._answer(chosen, cancel, progress, logit_filter)
+            finally:
+                if self.messages[-1].role != "assistant":
+                    self.messages.append(previous)
+
+    @contextmanager
+    def _taking_turns(self) -> Iterator[None]:
+        """One answer at a time."""
+        if not self._turn.acquire(blocking=False):
+            raise OptionError(
+                "the chat is already answering; take that answer to its end or close its stream, "
+                "or open another chat"
+            )
+        try:
+            yield
+        finally:
+            self._turn.release()
+
     def _answer(
         self,
         options: GenerationOptions,
         cancel: threading.Event | None,
         progress: ProgressCallback | None,
         logit_filter: LogitFilter | None,
-    ) -> Iterator[Piece]:
+    ) -> Pending[Piece]:
         self._session.replace(self._prompt(options.context_policy))
         pieces: list[Piece] = []
         try:
-            for piece in self._session.stream(
-                options=options, cancel=cancel, progress=progress, logit_filter=logit_filter
-            ):
-                if piece.stats is not None:
-                    piece = replace(piece, stats=self._counted(piece.stats))
-                pieces.append(piece)
-                yield piece
+            for item in self._session._pending(options, cancel, progress, logit_filter, {}):
+                if isinstance(item, Piece):
+                    if item.stats is not None:
+                        item = replace(item, stats=self._counted(item.stats))
+                    pieces.append(item)
+                yield item
         finally:
             self._keep(pieces)
 

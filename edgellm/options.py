@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TypedDict
+from typing import Literal, TypedDict, get_args
 
 from edgellm.backends.providers import CUDA, PROVIDERS
 from edgellm.backends.registry import AUTO, CHUNKED, DECODE_BACKENDS, STEPS
@@ -23,12 +23,16 @@ __all__ = [
     "KV_FORMATS",
     "POLICIES",
     "PREFILL_PRECISIONS",
+    "SCHEDULING",
     "EngineArguments",
     "EngineOptions",
+    "Scheduling",
 ]
 
 # Tokens of context where the model allows them and nothing is asked for.
 DEFAULT_CTX_SIZE = 4096
+Scheduling = Literal["stall_free", "serial"]
+SCHEDULING: tuple[str, ...] = get_args(Scheduling)
 PREFILL_PRECISIONS = tuple(dict.fromkeys(f for p in PROVIDERS.values() for f in p.precisions))
 
 
@@ -43,6 +47,8 @@ class EngineArguments(TypedDict, total=False):
     cache_size: int | None
     threads: int | None
     schedule: Policy | None
+    scheduling: Scheduling
+    time_target_ms: float
     provider_options: Mapping[str, str]
     allow_fallback: bool
     kv_cache_dir: str | Path | None
@@ -74,6 +80,11 @@ class EngineOptions:
         schedule: how chunks share the accelerator and the host (see `schedule.py`); None is
             `out-of-order` on an accelerator and `serial` on CPU and CUDA. With another one there,
             the CPU provider plays the accelerator on all cores but one, which is the host's.
+        scheduling: of answers that are on their way at once. stall_free: all that have begun go on
+            in each step, with as much of new prompts beside them as `time_target_ms` leaves;
+            serial: one after the other, each as fast as it can be. The answers are the same.
+        time_target_ms: with stall_free, what a step may take, and so the gap between the pieces of
+            a stream while others begin.
         provider_options: the execution provider's own options, by their names.
         allow_fallback: let the CPU run what the provider does not take, instead of an error.
         kv_cache_dir: keep computed blocks in this folder, for other processes and later ones.
@@ -88,6 +99,8 @@ class EngineOptions:
     cache_size: int | None = None
     threads: int | None = None
     schedule: Policy | None = None
+    scheduling: Scheduling = "stall_free"
+    time_target_ms: float = 100
     provider_options: Mapping[str, str] = field(default_factory=dict)
     allow_fallback: bool = False
     kv_cache_dir: str | Path | None = None
@@ -122,6 +135,8 @@ class EngineOptions:
         check_number("kv_cache_bytes", self.kv_cache_bytes, 1 << 20, whole=True)
         if self.schedule is not None:
             check_choice("schedule", self.schedule, POLICIES)
+        check_choice("scheduling", self.scheduling, SCHEDULING)
+        check_number("time_target_ms", self.time_target_ms, 1, 60_000)
         if self.ctx_size is not None:
             check_number("ctx_size", self.ctx_size, 0, whole=True)
         if self.cache_size is not None:

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import secrets
 import threading
-from collections.abc import Iterator
+from collections.abc import AsyncGenerator, Iterator
 from collections.abc import Sequence as SequenceOf
 from dataclasses import replace
 from pathlib import Path
 from typing import Unpack
 
+from edgellm.asynchronous import driven
 from edgellm.checks import check_hooks, check_number, check_path
 from edgellm.engine.context import Context
+from edgellm.engine.pending import Pending
 from edgellm.engine.request import LogitFilter, Request
 from edgellm.generation_options import (
     GenerationArguments,
@@ -139,6 +141,47 @@ class Session:
             ContextOverflowError: the tokens do not fit into the context.
             CacheFullError: open sessions hold the whole cache.
         """
+        pending = self._pending(options, cancel, progress, logit_filter, arguments)
+        return self._context.engine.loop.drive(pending)
+
+    async def agenerate(
+        self,
+        *,
+        options: GenerationOptions | None = None,
+        cancel: threading.Event | None = None,
+        progress: ProgressCallback | None = None,
+        logit_filter: LogitFilter | None = None,
+        **arguments: Unpack[GenerationArguments],
+    ) -> Completion:
+        """`generate` for asyncio; see `astream`."""
+        pending = self._pending(options, cancel, progress, logit_filter, arguments)
+        return completion([piece async for piece in driven(self._context.engine, pending)])
+
+    def astream(
+        self,
+        *,
+        options: GenerationOptions | None = None,
+        cancel: threading.Event | None = None,
+        progress: ProgressCallback | None = None,
+        logit_filter: LogitFilter | None = None,
+        **arguments: Unpack[GenerationArguments],
+    ) -> AsyncGenerator[Piece, None]:
+        """`stream` for asyncio: `async for piece in session.astream()`.
+
+        A task that is cancelled, and a loop that is left, withdraw the answer, as `cancel` would.
+        `progress` and `logit_filter` are called in other threads.
+        """
+        pending = self._pending(options, cancel, progress, logit_filter, arguments)
+        return driven(self._context.engine, pending)
+
+    def _pending(
+        self,
+        options: GenerationOptions | None,
+        cancel: threading.Event | None,
+        progress: ProgressCallback | None,
+        logit_filter: LogitFilter | None,
+        arguments: GenerationArguments,
+    ) -> Pending[Piece]:
         check_hooks(cancel, progress, logit_filter)
         options = chosen_options(self._context.engine.bundle.manifest, options, arguments)
         seed = secrets.randbits(32) if options.seed is None else options.seed

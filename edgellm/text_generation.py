@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Iterator, Sequence, Sized
+from collections.abc import AsyncGenerator, Iterable, Iterator, Sequence, Sized
 from typing import Unpack, overload
 
-from edgellm.batch import BatchAnswer, is_many
-from edgellm.batch import answers as stream_answers
+from edgellm.asynchronous import driven
+from edgellm.batch import BatchAnswer, BatchRequest, Prompt, answers, is_many, prompt_tokens
 from edgellm.checks import check_hooks, check_number
 from edgellm.engine.context import Context
 from edgellm.engine.engine import Engine
+from edgellm.engine.pending import Pending
 from edgellm.engine.request import LogitFilter
 from edgellm.generation_options import (
     GenerationArguments,
@@ -18,7 +19,7 @@ from edgellm.generation_options import (
     chosen_options,
 )
 from edgellm.progress import Progress, ProgressCallback
-from edgellm.results import Completion, Piece
+from edgellm.results import Completion, Piece, completion
 from edgellm.session import Session
 
 
@@ -105,16 +106,16 @@ class TextGeneration:
                 logit_filter=logit_filter,
                 **arguments,
             )
-            ordered = sorted(answers, key=lambda answer: (answer.index, answer.sample))
-            return [answer.result() for answer in ordered]
-        with self._begun_with(prompt) as session:  # type: ignore[arg-type]
-            return session.generate(
-                options=options,
-                cancel=cancel,
-                progress=progress,
-                logit_filter=logit_filter,
-                **arguments,
-            )
+            return _in_order(answers)
+        pieces = self.stream(
+            prompt,  # type: ignore[arg-type]
+            options=options,
+            cancel=cancel,
+            progress=progress,
+            logit_filter=logit_filter,
+            **arguments,
+        )
+        return completion(list(pieces))
 
     def stream(
         self,
@@ -127,18 +128,12 @@ class TextGeneration:
         **arguments: Unpack[GenerationArguments],
     ) -> Iterator[Piece]:
         """`generate`, piece by piece."""
-        with self._begun_with(prompt) as session:
-            yield from session.stream(
-                options=options,
-                cancel=cancel,
-                progress=progress,
-                logit_filter=logit_filter,
-                **arguments,
-            )
+        pending = self._pending(prompt, options, cancel, progress, logit_filter, arguments)
+        return self.engine.loop.drive(pending)
 
     def batch(
         self,
-        prompts: Iterable[str | Sequence[int]],
+        prompts: Iterable[Prompt | BatchRequest],
         *,
         n: int = 1,
         options: GenerationOptions | None = None,
@@ -157,19 +152,151 @@ class TextGeneration:
             progress: told how many answers are there.
             arguments: fields of `GenerationOptions`, over those of `options`.
         """
+        pending = self._batch(prompts, n, options, cancel, progress, logit_filter, arguments)
+        return self.engine.loop.drive(pending)
+
+    @overload
+    async def agenerate(
+        self,
+        prompt: str | Sequence[int],
+        *,
+        n: None = None,
+        options: GenerationOptions | None = None,
+        cancel: threading.Event | None = None,
+        progress: ProgressCallback | None = None,
+        logit_filter: LogitFilter | None = None,
+        **arguments: Unpack[GenerationArguments],
+    ) -> Completion: ...
+
+    @overload
+    async def agenerate(
+        self,
+        prompt: str | Sequence[int],
+        *,
+        n: int,
+        options: GenerationOptions | None = None,
+        cancel: threading.Event | None = None,
+        progress: ProgressCallback | None = None,
+        logit_filter: LogitFilter | None = None,
+        **arguments: Unpack[GenerationArguments],
+    ) -> list[Completion]: ...
+
+    @overload
+    async def agenerate(
+        self,
+        prompt: list[str] | list[list[int]],
+        *,
+        n: int | None = None,
+        options: GenerationOptions | None = None,
+        cancel: threading.Event | None = None,
+        progress: ProgressCallback | None = None,
+        logit_filter: LogitFilter | None = None,
+        **arguments: Unpack[GenerationArguments],
+    ) -> list[Completion]: ...
+
+    async def agenerate(
+        self,
+        prompt: str | Sequence[int] | list[str] | list[list[int]],
+        *,
+        n: int | None = None,
+        options: GenerationOptions | None = None,
+        cancel: threading.Event | None = None,
+        progress: ProgressCallback | None = None,
+        logit_filter: LogitFilter | None = None,
+        **arguments: Unpack[GenerationArguments],
+    ) -> Completion | list[Completion]:
+        """`generate` for asyncio; see `Session.astream`."""
+        if n is not None or is_many(prompt):
+            prompts = prompt if is_many(prompt) else [prompt]
+            answers = self.abatch(
+                prompts,  # type: ignore[arg-type]
+                n=1 if n is None else n,
+                options=options,
+                cancel=cancel,
+                progress=progress,
+                logit_filter=logit_filter,
+                **arguments,
+            )
+            return _in_order([answer async for answer in answers])
+        pieces = self.astream(
+            prompt,  # type: ignore[arg-type]
+            options=options,
+            cancel=cancel,
+            progress=progress,
+            logit_filter=logit_filter,
+            **arguments,
+        )
+        return completion([piece async for piece in pieces])
+
+    def astream(
+        self,
+        prompt: str | Sequence[int],
+        *,
+        options: GenerationOptions | None = None,
+        cancel: threading.Event | None = None,
+        progress: ProgressCallback | None = None,
+        logit_filter: LogitFilter | None = None,
+        **arguments: Unpack[GenerationArguments],
+    ) -> AsyncGenerator[Piece, None]:
+        """`stream` for asyncio; see `Session.astream`."""
+        pending = self._pending(prompt, options, cancel, progress, logit_filter, arguments)
+        return driven(self.engine, pending)
+
+    def abatch(
+        self,
+        prompts: Iterable[Prompt | BatchRequest],
+        *,
+        n: int = 1,
+        options: GenerationOptions | None = None,
+        cancel: threading.Event | None = None,
+        progress: ProgressCallback | None = None,
+        logit_filter: LogitFilter | None = None,
+        **arguments: Unpack[GenerationArguments],
+    ) -> AsyncGenerator[BatchAnswer, None]:
+        """`batch` for asyncio, which takes the prompts in another thread; see `Session.astream`."""
+        pending = self._batch(prompts, n, options, cancel, progress, logit_filter, arguments)
+        return driven(self.engine, pending)
+
+    def _pending(
+        self,
+        prompt: str | Sequence[int],
+        options: GenerationOptions | None,
+        cancel: threading.Event | None,
+        progress: ProgressCallback | None,
+        logit_filter: LogitFilter | None,
+        arguments: GenerationArguments,
+    ) -> Pending[Piece]:
+        context = Context(self.engine, prompt_tokens(self.engine, prompt))
+        with Session(context, closes=True) as session:
+            yield from session._pending(options, cancel, progress, logit_filter, arguments)
+
+    def _batch(
+        self,
+        prompts: Iterable[Prompt | BatchRequest],
+        n: int,
+        options: GenerationOptions | None,
+        cancel: threading.Event | None,
+        progress: ProgressCallback | None,
+        logit_filter: LogitFilter | None,
+        arguments: GenerationArguments,
+    ) -> Pending[BatchAnswer]:
         check_hooks(cancel, progress, logit_filter)
         check_number("n", n, 1, 1024, whole=True)
         chosen = chosen_options(self.engine.bundle.manifest, options, arguments)
         total = n * len(prompts) if isinstance(prompts, Sized) else None
-        running = stream_answers(
+        done = 0
+        running = answers(
             self.engine, prompts, chosen, n=n, cancel=cancel, logit_filter=logit_filter
         )
-        for done, answer in enumerate(running, 1):
-            if progress is not None:
-                progress(Progress("answers", done, total or done))
-            yield answer
+        for item in running:
+            if isinstance(item, BatchAnswer):
+                done += 1
+                if progress is not None:
+                    progress(Progress("answers", done, total or done))
+            yield item
 
-    def _begun_with(self, prompt: str | Sequence[int]) -> Session:
-        context = Context(self.engine)
-        context.append("prompt", prompt, parse_special=True)
-        return Session(context, closes=True)
+
+def _in_order(answers: Iterable[BatchAnswer]) -> list[Completion]:
+    """The completions, in the order of their prompts."""
+    ordered = sorted(answers, key=lambda answer: (answer.index, answer.sample))
+    return [answer.result() for answer in ordered]

@@ -182,10 +182,10 @@ def test_sessions_and_chats_show_what_a_user_needs() -> None:
     def public(of: type) -> set[str]:
         return {name for name in dir(of) if not name.startswith("_")}
 
-    answers = {"close", "stats", "stream", "tokens"}
-    session = {"append", "replace", "fork", "rewind", "save", "generate", "cached"}
+    answers = {"close", "stats", "stream", "astream", "tokens"}
+    session = {"append", "replace", "fork", "rewind", "save", "generate", "agenerate", "cached"}
     assert public(edgellm.Session) == (answers | session) - {"stats"}  # an attribute
-    assert public(edgellm.Chat) == answers | {"send", "regenerate"}
+    assert public(edgellm.Chat) == answers | {"send", "asend", "regenerate", "aregenerate"}
 
 
 def test_every_error_is_exported() -> None:

@@ -92,11 +92,24 @@ class GroupTable:
         del self.ids[keep:]
         self.first = min(self.first, keep)
 
+    def copies_last(self, length: int) -> bool:
+        """Whether a sequence of `length` tokens takes a block more to grow: a copy of its last one.
+
+        One that has not begun may begin with a part of somebody else's block.
+        """
+        if length % BLOCK == 0:
+            return length == 0
+        return not self._owns_last()
+
+    def _owns_last(self) -> bool:
+        last, store = self.ids[-1], self.store
+        return store.pool.references(last) == 1 and not store.index.holds(store.number, last)
+
     def own_last(self, rows: int, allocate: Callable[[BlockPool], int]) -> None:
         """Copy the last block's `rows` tokens if another sequence or the index knows it."""
-        last, store = self.ids[-1], self.store
-        if store.pool.references(last) == 1 and not store.index.holds(store.number, last):
+        if self._owns_last():
             return
+        last, store = self.ids[-1], self.store
         copy = allocate(store.pool)
         store.copy_rows(last, copy, rows)
         self.ids[-1] = copy

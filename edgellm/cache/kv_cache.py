@@ -159,6 +159,7 @@ class KVCache:
             for number, table in enumerate(sequence.tables):
                 first = max(table.first, table.store.group.first_block(length))
                 needed[number] += max(0, end - max(first, len(table.ids)))
+                needed[number] += table.copies_last(len(sequence))
         return all(
             count <= group.pool.available for count, group in zip(needed, self.groups, strict=True)
         )

@@ -41,9 +41,9 @@ class Context:
             for a while those of a draft.
     """
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: Engine, tokens: SequenceOf[int] = ()) -> None:
         self.engine = engine
-        self.tokens: list[int] = []
+        self.tokens = list(tokens)
         self.changes = 0
         self.answering = False
         self.sequence = engine.cache.sequence()

@@ -19,6 +19,7 @@ from edgellm.cache.kv_cache import KVCache
 from edgellm.engine import memory
 from edgellm.engine.costs import load_or_measure
 from edgellm.engine.loop import Loop
+from edgellm.engine.pump import Pump
 from edgellm.errors import OptionError
 from edgellm.graphs.contract import WEIGHTS_FILE
 from edgellm.kernels.kv_blocks import LAYOUT_VERSION
@@ -72,7 +73,8 @@ class Engine:
         self.decoder = host if host is not None and not chunked else self.prefill
         native = None if chunked else models.steps.get(NATIVE)
         self.native_prefill = None if native is None else StepBackend(native, name=NATIVE)
-        self.loop = Loop(self.cache, prefill=self.prefill, decoder=self.decoder)
+        self.loop = Loop(self.cache, options, prefill=self.prefill, decoder=self.decoder)
+        self.pump = Pump(self.loop)
 
     @property
     def recomputes_exactly(self) -> bool:

@@ -11,25 +11,26 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from edgellm.backends.backend import Backend
 from edgellm.backends.batch import Rows, Span
 from edgellm.cache.kv_cache import KVCache
-from edgellm.engine.policies import StallFree
+from edgellm.engine.pending import WORKING, Pending, Waiting
+from edgellm.engine.policies import chosen_policy
 from edgellm.engine.scheduler import Scheduler, SchedulerCounts, Share
 from edgellm.engine.step_costs import StepCosts
 from edgellm.errors import CacheFullError, CancelledError, EdgeLLMError, OptionError
 from edgellm.kernels.kv_blocks import BLOCK
+from edgellm.options import EngineOptions
 from edgellm.results import Piece
 
 if TYPE_CHECKING:
     from edgellm.engine.request import Request  # of a context, which is of an engine with a loop
 
+T = TypeVar("T")
 # How long someone waits who may have missed the end of another thread's change, in seconds.
 _PATIENCE = 0.005
-# Of a step: rows of prompts at least, and sequences that decode at most.
-_MIN_ROWS, _DECODES = 32, 64
 # Rows for which asking between layers whether to stop, 0.5 µs, is nothing.
 _MANY_ROWS = 64
 
@@ -54,8 +55,11 @@ class _Work:
 class Loop:
     """All answers that are on their way, and the steps that bring them forward."""
 
-    def __init__(self, cache: KVCache, *, prefill: Backend, decoder: Backend) -> None:
+    def __init__(
+        self, cache: KVCache, options: EngineOptions, *, prefill: Backend, decoder: Backend
+    ) -> None:
         self._cache = cache
+        self._options = options
         self._prefill = prefill
         self._decoder = decoder
         # of decode and prompts together, where both are in the same chunks
@@ -78,8 +82,19 @@ class Loop:
         """What was computed so far."""
         return self._scheduler.counts
 
-    def pieces(self, request: Request) -> Iterator[Piece]:
-        """Submit a request, and step until all its pieces are there.
+    def drive(self, pending: Pending[T]) -> Iterator[T]:
+        """What there is to have, with a step wherever it waits for one."""
+        try:
+            for item in pending:
+                if isinstance(item, Waiting):
+                    self.advance(item.requests)
+                elif item is not WORKING:
+                    yield item
+        finally:
+            pending.close()
+
+    def pieces(self, request: Request) -> Pending[Piece]:
+        """Submit a request, and take its pieces.
 
         Raises:
             Exception: what its own work raised.
@@ -91,11 +106,12 @@ class Loop:
                 finished = request.finished  # before the last pieces are taken
                 while request.pieces:
                     yield request.pieces.popleft()
-                if request.error is not None:
-                    raise request.error
                 if finished:
-                    return
-                self.advance([request])
+                    break
+                yield Waiting([request])
+            yield WORKING
+            if request.error is not None:
+                raise request.error
         finally:
             self.withdraw(request)
 
@@ -115,11 +131,11 @@ class Loop:
         lock = self._cache.lock
         if lock.locked():
             with self._bell_lock:
-                if lock.locked() and not _have_news(requests):
+                if lock.locked() and not have_news(requests):
                     self._bell.wait(_PATIENCE)
             return
         with lock:
-            if not _have_news(requests):
+            if not have_news(requests):
                 self.step()
         with self._bell_lock:
             self._bell.notify_all()
@@ -305,10 +321,10 @@ class Loop:
 
     def _new_scheduler(self) -> Scheduler[Request]:
         rows = self._prefill.rows_at_once(self._cache.sequence())
-        policy = StallFree(
+        policy = chosen_policy(
+            self._options.scheduling,
+            time_target=self._options.time_target_ms / 1000,
             max_rows=rows,
-            min_rows=min(_MIN_ROWS, rows // 2),
-            max_decodes=min(_DECODES, rows // 2),
             row_multiple=self._row_multiple,
         )
         return Scheduler(policy=policy, costs=self._costs, block_size=BLOCK)
@@ -328,7 +344,8 @@ class Loop:
             self._scheduler.add(request)
 
 
-def _have_news(requests: Sequence[Request]) -> bool:
+def have_news(requests: Sequence[Request]) -> bool:
+    """Whether there is something to take of one of them."""
     return any(request.pieces or request.finished for request in requests)
 
 

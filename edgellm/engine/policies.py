@@ -13,6 +13,8 @@ from edgellm.errors import OptionError
 # Seconds of a step in which nobody decodes but several have prompts, in time targets: who arrives
 # during it waits for its end, and is to begin within two.
 _NOBODY_DECODES = 1.5
+# Of a step: rows of prompts at least, and sequences that decode at most.
+_MIN_ROWS, _DECODES = 32, 64
 
 
 class Prompt(NamedTuple):
@@ -123,3 +125,18 @@ class StallFree:
             seconds = _NOBODY_DECODES * self.time_target
         rows = nearest_multiple(decodes + self.min_rows, self.row_multiple) - decodes
         return StepBudget(seconds, rows if rows > 0 else rows + self.row_multiple, self.max_rows)
+
+
+def chosen_policy(
+    scheduling: str, *, time_target: float, max_rows: int, row_multiple: int
+) -> SchedulingPolicy:
+    """What `EngineOptions.scheduling` means for steps of so many rows at most."""
+    if scheduling == "serial":
+        return Serial(max_rows=max_rows)
+    return StallFree(
+        time_target=time_target,
+        max_rows=max_rows,
+        min_rows=min(_MIN_ROWS, max_rows // 2),
+        max_decodes=min(_DECODES, max_rows // 2),
+        row_multiple=row_multiple,
+    )

@@ -50,8 +50,8 @@ def loops(engine: Engine) -> dict[str, Loop]:
     policy = engine.selection.policy
     decoder = ChunkedBackend(prefill.model, prefill.host, prefill.costs, policy=policy)
     return {
-        "riding": Loop(engine.cache, prefill=prefill, decoder=prefill),
-        "in turns": Loop(engine.cache, prefill=prefill, decoder=decoder),
+        "riding": Loop(engine.cache, engine.options, prefill=prefill, decoder=prefill),
+        "in turns": Loop(engine.cache, engine.options, prefill=prefill, decoder=decoder),
     }
 
 

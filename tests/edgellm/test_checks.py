@@ -5,14 +5,21 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from edgellm import EdgeLLMError, GenerationOptions, OptionError, SessionFileError
+from edgellm import (
+    BatchRequest,
+    EdgeLLMError,
+    GenerationOptions,
+    Message,
+    OptionError,
+    SessionFileError,
+)
 from edgellm.cache.session_file import MAGIC
 from edgellm.generation_options import GenerationArguments
 from edgellm.llm import LLM, load
@@ -226,6 +233,39 @@ def test_lists_of_prompts(tiny: LLM) -> None:
             tiny.generate(wrong, max_tokens=1)  # type: ignore[call-overload]
     with pytest.raises(OptionError, match="`n`"):
         tiny.generate("a", n=0)
+
+
+def test_a_batch_takes_its_prompts_as_there_is_room(tiny: LLM) -> None:
+    taken = 0
+
+    def prompts() -> Iterator[list[int]]:
+        nonlocal taken
+        for _ in range(10_000):
+            taken += 1
+            yield [1, 2]
+
+    answers = tiny.batch(prompts(), max_tokens=1, seed=1)
+    for done in range(1, 200):
+        next(answers)
+        assert taken <= done + 64
+    answers.close()  # type: ignore[attr-defined]
+    assert taken < 300
+
+
+def test_wrong_requests_of_a_batch(tiny: LLM) -> None:
+    hello = Message("user", "Hello")
+    wrong: list[Any] = [
+        BatchRequest(prompt=[hello, 3]),  # type: ignore[list-item]
+        [Message("user", 3)],  # type: ignore[arg-type]
+        BatchRequest(prompt="a", options={"seed": 1}),  # type: ignore[arg-type]
+        BatchRequest(prompt="a", logit_filter=3),  # type: ignore[arg-type]
+        None,
+        7,
+    ]
+    right = BatchRequest(prompt="a", options=GenerationOptions(max_tokens=2, ignore_eos=True))
+    answers = sorted(tiny.batch([*wrong, right, "a"], max_tokens=1), key=lambda a: a.index)
+    assert [type(answer.error) for answer in answers] == [OptionError] * 6 + [type(None)] * 2
+    assert [len(answer.result().tokens) for answer in answers[6:]] == [2, 1]
 
 
 def test_one_wrong_prompt_of_a_batch(tiny: LLM) -> None:

@@ -12,7 +12,10 @@ from pathlib import Path
 
 import pytest
 
+from edgellm.batch import BatchRequest, Prompt
 from edgellm.errors import OptionError, UnsupportedModelError
+from edgellm.generation_options import GenerationOptions
+from edgellm.infill import Gap
 from edgellm.llm import LLM, load
 
 ROOT = Path(__file__).parents[2]
@@ -51,6 +54,19 @@ def exact(llm: LLM, cases: list[Case], **options: object) -> int:
         llm.infill(case["prefix"], case["suffix"], max_tokens=32, **options).text == case["middle"]
         for case in cases
     )
+
+
+def test_gaps_and_other_prompts_in_one_batch(tiny_fim: LLM, cases: list[Case]) -> None:
+    gaps: list[Prompt | BatchRequest] = [
+        Gap(prefix=case["prefix"], suffix=case["suffix"]) for case in cases[:5]
+    ]
+    greedy = GenerationOptions(temperature=0, max_tokens=3)
+    answers = tiny_fim.batch([*gaps, BatchRequest(prompt="def", options=greedy)], max_tokens=32,
+                             temperature=0)  # fmt: skip
+    texts = {answer.index: answer.result().text for answer in answers}
+    for i, case in enumerate(cases[:5]):
+        assert texts[i] == tiny_fim.infill(case["prefix"], case["suffix"], max_tokens=32).text
+    assert texts[5] == tiny_fim.generate("def", options=greedy).text
 
 
 def test_as_many_gaps_as_the_reference_fills(tiny_fim: LLM, cases: list[Case]) -> None:

@@ -12,8 +12,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from edgellm import CacheFullError, Completion, OptionError
+from edgellm import BatchRequest, CacheFullError, Completion, GenerationOptions, OptionError
 from edgellm.backends.batch import Rows, Span
+from edgellm.engine.policies import StallFree
 from edgellm.kernels.kv_blocks import BLOCK
 from edgellm.llm import LLM, load
 
@@ -97,12 +98,63 @@ def test_thirty_answers_together_are_as_alone(native: LLM) -> None:
     assert used_blocks(fresh) == 0
 
 
+@pytest.mark.parametrize("scheduling", ["serial", "stall_free"])
+def test_scheduling_changes_no_answer(native: LLM, scheduling: Any) -> None:
+    requests = [(tokens, {**options, "speculate": False}) for tokens, options in REQUESTS[:12]]
+    expected = alone(native, requests)
+    options: dict[str, Any] = {"ctx_size": 8 * BLOCK, "scheduling": scheduling}
+    fresh = load(str(native.engine.bundle.path), time_target_ms=20, **options)
+    answers = list(
+        fresh.batch((BatchRequest(prompt=t, options=GenerationOptions(**o)) for t, o in requests))
+    )
+    answers.sort(key=lambda answer: answer.index)
+    assert_same([answer.result() for answer in answers], expected)
+    steps, tokens = fresh.engine.loop.counts.steps, sum(len(a.tokens) for a in expected)
+    assert (steps >= tokens) == (scheduling == "serial")
+    three = fresh.generate(requests[3][0], n=3, **requests[3][1])
+    assert_same(three[:1], expected[3:4])
+    assert used_blocks(fresh) == 0
+
+
+def test_the_time_target_reaches_the_policy(tiny_model: Path) -> None:
+    policy = load(str(tiny_model), time_target_ms=20).engine.loop._scheduler.policy
+    assert isinstance(policy, StallFree)
+    assert policy.time_target == pytest.approx(0.02)
+
+
+def test_one_after_the_other_a_reader_that_never_comes_back_holds_nobody_up(
+    tiny_model: Path,
+) -> None:
+    serial = load(str(tiny_model), ctx_size=8 * BLOCK, scheduling="serial")
+    options: dict[str, Any] = {"temperature": 0, "max_tokens": 300, "ignore_eos": True}
+    expected = [serial.generate(prompt(i, 2 * BLOCK), **options).tokens for i in (1, 2)]
+    stream = serial.stream(prompt(1, 2 * BLOCK), **options)
+    pieces = [next(stream)]
+    assert serial.generate(prompt(2, 2 * BLOCK), **options).tokens == expected[1]
+    pieces += stream
+    assert tuple(p.token for p in pieces if p.token is not None) == expected[0]
+    assert used_blocks(serial) == 0
+
+
 def test_with_a_small_pool_some_are_preempted_and_all_finish(native: LLM) -> None:
     expected = alone(native, GROWING)
     small = load(str(native.engine.bundle.path), ctx_size=4 * BLOCK, cache_size=8 * BLOCK)
     found = together(small, GROWING)
     assert_same(found, expected)
     assert sum(answer.stats.preempted for answer in found) > 0
+    assert used_blocks(small) == 0
+
+
+@pytest.mark.parametrize("distinct", [1, 70])
+def test_short_prompts_that_begin_alike_wait_until_there_is_room(
+    tiny_model: Path, distinct: int
+) -> None:
+    """Each takes a copy of the block with its beginning; nobody is begun without room for it."""
+    small = load(str(tiny_model), ctx_size=4 * BLOCK, cache_size=8 * BLOCK)
+    prompts = [[1, 2 + i % distinct, 3] for i in range(70)]
+    answers = list(small.batch(prompts, max_tokens=3, ignore_eos=True, temperature=0))
+    assert [answer.error for answer in answers] == [None] * 70
+    assert small.engine.loop.counts.preempted == 0
     assert used_blocks(small) == 0
 
 

@@ -1,0 +1,238 @@
+"""`edgellm run --batch`: many prompts from a file, answered together."""
+
+from __future__ import annotations
+
+import functools
+import json
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO, Any
+
+import click
+
+from edgellm import LLM, BatchAnswer, BatchRequest, GenerationArguments, Message, Progress, load
+from edgellm.cli.batch_file import BatchLine, check_batch, open_batch, read_batch
+from edgellm.cli.interrupt import INTERRUPTED, cancel_on_interrupt
+from edgellm.cli.options import Command
+from edgellm.cli.progress import progress_bar
+from edgellm.errors import OptionError
+from edgellm.infill import Gap
+from edgellm.options import EngineArguments
+
+# Parameters of `run` that a batch has no use for.
+_OF_ONE = {
+    "prompt": "PROMPT",
+    "prompt_option": "-p",
+    "file": "-f",
+    "cache": "--cache",
+    "escape": "-e",
+    "prefix": "--prefix",
+    "suffix": "--suffix",
+    "trace": "--trace",
+}
+
+
+def batch_options(command: Command) -> Command:
+    """Let a command for one prompt answer many, with the options of one."""
+
+    @click.option(
+        "--batch", type=click.Path(path_type=Path, allow_dash=True, dir_okay=False),
+        help='Answer the lines of a file: JSON objects with a "prompt" (what -p would be), '
+        '"messages", or "prefix" and "suffix", and if wanted an "id" and options by their names in '
+        'Python ("max_tokens"), in the place of those given here. Answers and errors come as they '
+        "finish; a file with a wrong line is refused before.",
+    )  # fmt: skip
+    @click.option(
+        "-o", "--output", type=click.Path(path_type=Path, dir_okay=False),
+        help="Where the answers of --batch go.  [default: standard output]",
+    )  # fmt: skip
+    @click.option("--force", is_flag=True, help="Replace an output that is there.")
+    @functools.wraps(command)
+    def wrapped(*, batch: Path | None, output: Path | None, force: bool, **given: Any) -> Any:
+        if batch is None:
+            if output is not None or force:
+                raise OptionError("--output and --force are for --batch; `>` keeps an answer")
+            return command(**given)
+        unused = [flag for name, flag in _OF_ONE.items() if given[name] not in (None, False)]
+        if unused:
+            raise OptionError(f"--batch has all prompts in its file; leave out {', '.join(unused)}")
+        return run_batch(
+            given["name"],
+            batch,
+            output=output,
+            force=force,
+            load_arguments=given["load_arguments"],
+            sampling=given["sampling"],
+            system=given["system"],
+            raw=given["raw"],
+            json_schema=given["json_schema"],
+            show_stats=sys.stderr.isatty() if given["stats"] is None else given["stats"],
+        )
+
+    return wrapped
+
+
+@dataclass
+class _Batch:
+    """What lines are asked with, and what has come of them.
+
+    Attributes:
+        ids: of lines that are on their way, by their place among the lines.
+        tokens: sampled for all answers.
+    """
+
+    llm: LLM
+    sampling: GenerationArguments
+    system: str | None
+    raw: bool
+    json_schema: str | None
+    ids: dict[int, str | int | None] = field(default_factory=dict)
+    done: int = 0
+    failed: int = 0
+    tokens: int = 0
+
+    def request(self, line: BatchLine) -> BatchRequest:
+        """A line with the options of the command line behind its own."""
+        arguments: GenerationArguments = {**self.sampling, **line.arguments}
+        prompt, schema = line.prompt, self.json_schema
+        if isinstance(prompt, Gap):
+            arguments.setdefault("temperature", 0.0)  # as `edgellm infill`
+        elif isinstance(prompt, list) or not self.raw:
+            prompt = self._conversation(prompt)
+        return BatchRequest(
+            prompt=prompt,
+            options=self.llm.generation_options(**arguments),
+            logit_filter=None if schema is None else self.llm.json_filter(schema),
+        )
+
+    def _conversation(self, prompt: str | list[Message]) -> list[Message]:
+        messages = [Message("user", prompt)] if isinstance(prompt, str) else prompt
+        if self.system is None or messages[0].role == "system":
+            return messages
+        return [Message("system", self.system), *messages]
+
+    def line(self, answer: BatchAnswer) -> dict[str, Any]:
+        """What is written of an answer."""
+        identity = self.ids.pop(answer.index)
+        values = {"index": answer.index} if identity is None else {"id": identity}
+        self.done += 1
+        if answer.completion is None:
+            self.failed += 1
+            return {**values, "error": str(answer.error)}
+        text, stats = answer.completion.text, answer.completion.stats
+        self.tokens += stats.generation_tokens
+        reason = answer.completion.finish_reason
+        return {**values, "text": text, "finish_reason": reason, **stats.to_json()}
+
+
+def run_batch(
+    name: str,
+    path: Path,
+    *,
+    output: Path | None,
+    force: bool,
+    load_arguments: EngineArguments,
+    sampling: GenerationArguments,
+    system: str | None,
+    raw: bool,
+    json_schema: str | None,
+    show_stats: bool,
+) -> int:
+    """Answer the lines of a file, each in a line of JSON as it finishes.
+
+    Returns:
+        The exit code: 1 if a line failed.
+    """
+    if raw and system is not None:
+        raise OptionError("--raw has no place for a system prompt; put it into the prompts")
+    _check_output(path, output, force=force)
+    with open_batch(path) as file:
+        count = check_batch(file, sampling)
+        with progress_bar() as progress:
+            llm = load(name, **load_arguments, progress=progress)
+        batch = _Batch(llm, sampling, system, raw, json_schema)
+        if json_schema is not None:
+            llm.json_filter(json_schema)  # a wrong one is no line's error
+        with _output(output, force=force) as out:
+            return _answer_all(batch, file, out, count=count, show_stats=show_stats)
+
+
+def _answer_all(
+    batch: _Batch, file: IO[bytes], out: IO[bytes], *, count: int, show_stats: bool
+) -> int:
+    start = time.monotonic()
+    with cancel_on_interrupt() as cancel, progress_bar() as progress:
+
+        def requests() -> Iterator[BatchRequest]:
+            for index, (_, line) in enumerate(read_batch(file)):
+                if cancel.is_set():
+                    return
+                batch.ids[index] = line.id
+                yield batch.request(line)
+
+        for answer in batch.llm.batch(requests(), cancel=cancel):
+            if answer.completion is None or answer.completion.finish_reason != "cancelled":
+                _write_line(out, batch.line(answer))
+                progress(Progress("answers", batch.done, count))
+    if batch.failed:
+        click.echo(f"edgellm: {batch.failed} of {count} lines failed, see their errors", err=True)
+    if show_stats:
+        seconds = time.monotonic() - start
+        rate = batch.tokens / seconds
+        click.echo(
+            f"[ {batch.done} answers | generation: {batch.tokens} tokens, {rate:.1f} t/s | "
+            f"{seconds:.1f} s ]",
+            err=True,
+        )
+    if cancel.is_set():
+        click.echo(f"edgellm: interrupted; {batch.done} of {count} lines were answered", err=True)
+        return INTERRUPTED
+    return 1 if batch.failed else 0
+
+
+def _check_output(path: Path, output: Path | None, *, force: bool) -> None:
+    """Refuse what could not be written to, or would be lost, before anything is computed."""
+    if output is None:
+        return
+    if not output.parent.is_dir():
+        raise OptionError(f"{output}: there is no folder {output.parent}; make it first")
+    if not output.exists():
+        return
+    if path.exists() and output.samefile(path):
+        raise OptionError(f"{output} is the file with the prompts; write the answers to another")
+    if not force:
+        raise OptionError(f"{output} is there already; --force replaces it")
+
+
+@contextmanager
+def _output(output: Path | None, *, force: bool) -> Iterator[IO[bytes]]:
+    """Where lines go, unbuffered; standard output without a path."""
+    if output is None:
+        sys.stdout.flush()
+        yield sys.stdout.buffer
+        return
+    try:
+        file = output.open("wb" if force else "xb", buffering=0)
+    except OSError as error:
+        raise OptionError(f"{output}: {error.strerror}") from None
+    with file:
+        yield file
+
+
+def _write_line(out: IO[bytes], values: dict[str, Any]) -> None:
+    """Write a whole line, or none of it to a file."""
+    text = json.dumps(values, ensure_ascii=False) + "\n"
+    data = text.encode("utf-8", "backslashreplace")  # half of a surrogate pair, as JSON writes it
+    start = out.tell() if out.seekable() else None
+    try:
+        while data:
+            data = data[out.write(data) :]
+        out.flush()
+    except BaseException:
+        if start is not None:
+            out.truncate(start)
+        raise

@@ -1,0 +1,33 @@
+"""Answers as generators that say where they wait, so that they run with and without asyncio.
+
+`Loop.drive` steps where one waits; `edgellm/asynchronous.py` lets others do something meanwhile.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import TYPE_CHECKING, Literal, TypeAlias, TypeVar
+
+if TYPE_CHECKING:
+    from edgellm.engine.request import Request  # of a context, which is of an engine with a loop
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Waiting:
+    """Nothing is there before one of the requests has news, which takes a step."""
+
+    requests: Sequence[Request]
+
+
+class _Marker(Enum):
+    WORKING = "working"
+
+
+# What follows takes long: it encodes a text, waits for the cache's lock, writes to disk, or is the
+# caller's. So does what comes before the first item.
+WORKING = _Marker.WORKING
+Pending: TypeAlias = Generator[T | Waiting | Literal[_Marker.WORKING], None, None]

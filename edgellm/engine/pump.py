@@ -1,0 +1,100 @@
+"""Steps for readers that do not step themselves: one thread, while there are any.
+
+It runs ahead of them, until an answer has more unread pieces than it may (`Request.paused`).
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+from edgellm.engine.loop import Loop, have_news
+
+if TYPE_CHECKING:
+    from edgellm.engine.request import Request
+
+# Called in the pump's thread, with an error that was nobody's own.
+Wake = Callable[[Exception | None], None]
+
+
+class Reader:
+    """Someone who waits for news of requests.
+
+    Attributes:
+        requests: those that are on their way.
+        wake: called once when there are news; None: nobody waits.
+    """
+
+    def __init__(self) -> None:
+        self.requests: Sequence[Request] = ()
+        self.wake: Wake | None = None
+        self._thread = threading.current_thread()
+
+    @property
+    def done(self) -> bool:
+        """Whether no step brings it anything."""
+        return all(r.finished or r.withdrawn or r.paused for r in self.requests)
+
+    def withdraw(self) -> None:
+        """Want no more; the step that is on its way ends early, and the next one forgets them."""
+        for request in self.requests:
+            request.withdrawn = True
+
+    def withdraw_if_dead(self) -> None:
+        """`withdraw` where the thread that would read is no more: nobody will."""
+        if not self._thread.is_alive():
+            self.withdraw()
+
+
+class Pump:
+    """The thread of one engine; there is none while nobody waits or reads."""
+
+    def __init__(self, loop: Loop) -> None:
+        self._loop = loop
+        self._lock = threading.Lock()
+        self._readers: set[Reader] = set()
+        self._thread: threading.Thread | None = None
+
+    def watch(self, reader: Reader, requests: Sequence[Request], wake: Wake) -> bool:
+        """Step for requests until they are finished, and wake their reader when there are news.
+
+        Returns:
+            False if there are some already; nobody is woken then.
+        """
+        with self._lock:
+            reader.requests = requests
+            self._readers.add(reader)
+            news = have_news(requests)
+            reader.wake = None if news else wake
+            if self._thread is None:
+                # no daemon: the end of the program waits for a step, and not the other way round
+                thread = threading.Thread(target=self._run, name="edgellm-pump")
+                thread.start()
+                self._thread = thread
+        return not news
+
+    def _run(self) -> None:
+        idle = False
+        while not idle:
+            idle = not self._readers  # a last step gives back what was withdrawn
+            error = None
+            try:
+                self._loop.advance(())
+            except Exception as raised:
+                error = raised
+            with self._lock:
+                self._wake(error)
+                idle = idle and not self._readers
+                if idle:
+                    self._thread = None
+
+    def _wake(self, error: Exception | None) -> None:
+        """Tell readers what is new, and let go of those that need no step."""
+        for reader in list(self._readers):
+            reader.withdraw_if_dead()
+            if reader.wake is not None and (error is not None or have_news(reader.requests)):
+                wake, reader.wake = reader.wake, None
+                wake(error)
+            if reader.done or error is not None:
+                self._readers.discard(reader)
