@@ -62,7 +62,7 @@ class _Running:
         request = self.request
         finished = request.finished  # before its last piece is taken
         while request.pieces:
-            self.pieces.append(request.pieces.popleft())
+            self.pieces.append(request.next_piece())
         if not finished:
             return None
         if request.error is not None:
@@ -96,9 +96,12 @@ def answers(
                 if index < 0:
                     break
                 try:
-                    running += _started(engine, index, prompt, options, n, cancel, logit_filter)
+                    begun = _begun(engine, index, prompt, options, n, cancel, logit_filter)
                 except (EdgeLLMError, ValueError) as error:
                     yield from (BatchAnswer(index, sample, None, error) for sample in range(n))
+                else:
+                    running += begun  # before it is submitted: an interrupt may come in between
+                    engine.loop.submit(begun[0].request)
             if not running:
                 return
             engine.loop.advance([each.request for each in running])
@@ -112,7 +115,7 @@ def answers(
             engine.loop.withdraw(each.request)
 
 
-def _started(
+def _begun(
     engine: Engine,
     index: int,
     prompt: Prompt,
@@ -139,7 +142,6 @@ def _started(
     first, *others = requests
     first.check()
     first.forks = others
-    engine.loop.submit(first)
     return [_Running(index, sample, request) for sample, request in enumerate(requests)]
 
 

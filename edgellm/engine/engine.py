@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import threading
 from pathlib import Path
 
 from edgellm.backends import thread_pool
@@ -36,7 +37,6 @@ class Engine:
     `selection` says which back ends it has, `precisions` in which precisions.
     `native_prefill` is there beside an accelerator's `prefill` where decode is native.
 
-    `lock` is held for one step of the `loop` at a time, and by whoever else changes the cache.
     """
 
     def __init__(
@@ -61,7 +61,6 @@ class Engine:
         )
         self.template = _template(bundle, self.tokenizer)
         self.cache = self._make_cache()
-        self.lock = self.cache.lock
         self.threads = _start_threads(options, self.selection, graphs=self.precisions != {PACKED})
         models = self._open_models(progress)
         self.decoder = _decoder(models, self.selection)
@@ -69,6 +68,11 @@ class Engine:
         self.native_prefill = None if native is None else StepBackend(native, name=NATIVE)
         self.prefill = self._make_prefill(models, tails_only=tails_only)
         self.loop = Loop(self.cache, prefill=self.prefill, decoder=self.decoder)
+
+    @property
+    def lock(self) -> threading.Lock:
+        """Held for one step of the `loop` at a time, and by whoever else changes the cache."""
+        return self.cache.lock
 
     @property
     def recomputes_exactly(self) -> bool:

@@ -85,8 +85,7 @@ def native(tiny_model: Path) -> LLM:
 
 
 def used_blocks(llm: LLM) -> int:
-    with llm.engine.lock:
-        llm.engine.cache.collect()
+    with llm.engine.lock, llm.engine.cache.change():
         return llm.engine.cache.used_blocks
 
 
