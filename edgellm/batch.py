@@ -82,7 +82,7 @@ class _Running:
         request = self.request
         finished = request.finished  # before its last piece is taken
         while request.pieces:
-            self.pieces.append(request.pieces.popleft())
+            self.pieces.append(request.next_piece())
         if not finished:
             return None
         if request.error is not None:
@@ -118,9 +118,12 @@ def answers(
                 if index < 0:
                     break
                 try:
-                    running += _started(engine, index, _request(prompt, common), n, cancel)
+                    begun = _begun(engine, index, _request(prompt, common), n, cancel)
                 except (EdgeLLMError, ValueError) as error:
                     yield from (BatchAnswer(index, sample, None, error) for sample in range(n))
+                else:
+                    running += begun  # before it is submitted: an interrupt may come in between
+                    engine.loop.submit(begun[0].request)
             if not running:
                 return
             yield Waiting([each.request for each in running])
@@ -150,7 +153,7 @@ def _request(prompt: Prompt | BatchRequest, common: BatchRequest) -> BatchReques
     )
 
 
-def _started(
+def _begun(
     engine: Engine, index: int, asked: BatchRequest, n: int, cancel: threading.Event | None
 ) -> list[_Running]:
     """The answers to a prompt, all but the first of which begin where it has been computed."""
@@ -174,7 +177,6 @@ def _started(
     first, *others = requests
     first.check()
     first.forks = others
-    engine.loop.submit(first)
     return [_Running(index, sample, request) for sample, request in enumerate(requests)]
 
 

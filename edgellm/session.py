@@ -41,12 +41,14 @@ class Session:
 
     @property
     def tokens(self) -> tuple[int, ...]:
-        """Everything appended and generated."""
+        """Everything appended and generated, as far as it was read."""
+        self._context.catch_up()
         return tuple(self._context.tokens)
 
     @property
     def cached(self) -> int:
         """How many of them are in the KV cache."""
+        self._context.catch_up()
         return self._context.cached
 
     def append(self, text: str | SequenceOf[int], *, parse_special: bool = False) -> None:
@@ -70,6 +72,7 @@ class Session:
 
     def rewind(self, length: int) -> None:
         """Forget all tokens from position `length` on."""
+        self._context.catch_up()
         tokens = self._context.tokens
         check_number("length", length, 0, len(tokens), whole=True)
         self._context.set(tokens[:length])
@@ -126,6 +129,8 @@ class Session:
         **arguments: Unpack[GenerationArguments],
     ) -> Iterator[Piece]:
         """Answer piece by piece; the last piece has a finish_reason and the stats.
+
+        Tokens of a stream that is closed before they were read are no part of the session.
 
         Args:
             options: how tokens are chosen and when to stop; None is what `LLM.generation_options`
@@ -185,6 +190,7 @@ class Session:
         check_hooks(cancel, progress, logit_filter)
         options = chosen_options(self._context.engine.bundle.manifest, options, arguments)
         seed = secrets.randbits(32) if options.seed is None else options.seed
+        self._context.catch_up()
         request = Request(
             self._context,
             replace(options, seed=seed),

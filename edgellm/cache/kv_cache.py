@@ -7,8 +7,8 @@ all layers see all positions, else as far as the blocks of a window are still th
 from __future__ import annotations
 
 import hashlib
+import os
 import threading
-from collections import deque
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as SequenceOf
 
@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgellm.cache.block_pool import BlockPool
+from edgellm.cache.change import Changes
 from edgellm.cache.disk_cache import DiskCache, pack, unpack
 from edgellm.cache.group_table import GroupBlocks, GroupTable
 from edgellm.cache.groups import cache_groups, places, resident_blocks, rows_at_once
@@ -45,8 +46,6 @@ class KVCache:
         places: for each layer its group, and which of the group's layers it is.
         rope_frequencies: in each layer, in radians per position; None where keys are not as RoPE
             left them.
-        lock: for whoever uses the cache. No context manager of Python's own stands around it: an
-            interrupt in one would leave it taken.
         disk: full blocks that outlive the process, if they are kept.
     """
 
@@ -92,8 +91,27 @@ class KVCache:
         ]
         self.rope_frequencies = _rope_frequencies(config)
         self.disk: DiskCache | None = None
-        self.lock = threading.Lock()
-        self._deferred: deque[Callable[[], None]] = deque()
+        self._lock = threading.Lock()
+        self._process = os.getpid()
+        self._changes = Changes(self.groups, self.index)
+
+    @property
+    def lock(self) -> threading.Lock:
+        """For whoever uses the cache.
+
+        Raises:
+            OptionError: the process was forked while another thread had it.
+        """
+        # no context manager of Python's own stands around it: an interrupt in one would leave it
+        # taken
+        if self._process != os.getpid():
+            if self._lock.locked():
+                raise OptionError(
+                    "this process was forked while another thread used the model, and has half of "
+                    "a change; load the model in the new process, or fork while nothing is answered"
+                )
+            self._process = os.getpid()
+        return self._lock
 
     @property
     def nbytes(self) -> int:
@@ -111,22 +129,43 @@ class KVCache:
         """Blocks that sequences hold; cached prefixes that nobody holds do not count."""
         return sum(group.pool.used for group in self.groups)
 
+    def change(self) -> Changes:
+        """A context manager around changes, for whoever has the lock; those deferred come first."""
+        return self._changes
+
     def soon(self, change: Callable[[], None]) -> None:
-        """Change the cache under the lock: now if it is free, else when its next holder collects.
+        """Change the cache under the lock: now if it is free, else when its next holder begins.
 
-        For whatever the garbage collector may call, in a thread that has the lock already.
+        For whatever the garbage collector may call, in a thread that has the lock already. The
+        change may be made twice, if an interrupt comes.
         """
-        self._deferred.append(change)
-        if self.lock.acquire(blocking=False):
-            try:
-                self.collect()
-            finally:
-                self.lock.release()
+        self._changes.defer(change)
+        self._change_now()
 
-    def collect(self) -> None:
-        """Make the changes that were deferred; for whoever has the lock, before anything else."""
-        while self._deferred:
-            self._deferred.popleft()()
+    def drop(self, sequence: Sequence) -> None:
+        """Close a sequence that nobody can reach any more, likewise; if need be sooner."""
+        self._changes.drop(sequence)
+        self._change_now()
+
+    def close_dropped(self) -> None:
+        """Close those, in the middle of a change."""
+        self._changes.close_dropped()
+
+    def register(self, sequence: Sequence) -> None:
+        """Know of a sequence that may hold blocks."""
+        self._changes.register(sequence)
+
+    def _change_now(self) -> None:
+        """Make what was deferred, unless somebody has the lock."""
+        # An interrupt comes after a call, and would leave what `acquire` has taken locked. `for`
+        # has it in a variable without one.
+        for taken in map(self._lock.acquire, (False,)):
+            if taken:
+                try:
+                    with self._changes:
+                        pass
+                finally:
+                    self._lock.release()
 
     def use_device(self, device: str) -> None:
         """Have the same blocks in a device's memory as well, from the first call on."""

@@ -8,7 +8,7 @@ before a group's window are given back; the index knows them until their memory 
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from collections.abc import Sequence as SequenceOf
 from contextlib import contextmanager
 from typing import Protocol
@@ -37,9 +37,11 @@ class Store(Protocol):
     rope_frequencies: list[tuple[float, ...]] | None
     index: PrefixIndex
 
-    def soon(self, change: Callable[[], None]) -> None: ...
+    def register(self, sequence: Sequence) -> None: ...
 
-    def collect(self) -> None: ...
+    def drop(self, sequence: Sequence) -> None: ...
+
+    def close_dropped(self) -> None: ...
 
 
 class Sequence:
@@ -55,12 +57,13 @@ class Sequence:
     """
 
     def __init__(self, cache: Store, tables: list[GroupTable], tokens: list[int]) -> None:
+        self.tables = tables
         self._cache = cache
         self._index = cache.index
         self._names = [cache.index.root]  # of what is before each block
-        self.tables = tables
         self.tokens = tokens
         self.shareable: int | None = None
+        cache.register(self)
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -68,7 +71,7 @@ class Sequence:
     def __del__(self) -> None:
         # not simply closed: the garbage collector may run in the middle of a change to the pool
         if any(table.held for table in self.tables):
-            self._cache.soon(self.close)
+            self._cache.drop(self)
 
     @property
     def rows_at_once(self) -> int:
@@ -118,10 +121,8 @@ class Sequence:
             if rows:
                 table.own_last(rows, self._allocate)
         growing = [t for t in self.tables if windowed or t.store.group.window is None]
-        # again where `_allocate` let a dropped answer of this sequence cut a table that had grown
-        while any(len(table.ids) * BLOCK < end for table in growing):
-            for table in growing:
-                table.grow(end, self._allocate)
+        for table in growing:
+            table.grow(end, self._allocate)
 
     def open(self, end: int) -> None:
         """Make positions up to `end` writable in all groups, after a `reserve` without windows.
@@ -240,6 +241,11 @@ class Sequence:
             self._insert(last)
         self.truncate(0)
 
+    def settle(self) -> None:
+        """Have tables and tokens agree again, after an interrupt in the middle of a change."""
+        there = min(len(table.ids) * BLOCK for table in self.tables)
+        self.truncate(min(len(self), there))
+
     @property
     def _shareable(self) -> int:
         return len(self) if self.shareable is None else min(len(self), self.shareable)
@@ -279,12 +285,13 @@ class Sequence:
             GroupTable(table.store, blocks)
             for table, blocks in zip(self.tables, match.tables, strict=True)
         ]
+        # first what says that there are more: an interrupt may come in between
+        del self.tokens[match.length :]
+        del self._names[match.length // BLOCK + 1 :]
         for table in self.tables:
             table.cut(0)
         self.tables = tables
         self.shareable = None
-        del self.tokens[match.length :]
-        del self._names[match.length // BLOCK + 1 :]
 
     def _allocate(self, pool: BlockPool) -> int:
         """A block to write to, if need be one of a sequence that nobody can reach any more."""
@@ -292,5 +299,6 @@ class Sequence:
             return pool.allocate()
         except CacheFullError:
             gc.collect()
-            self._cache.collect()
+            # and nothing else that was deferred: it may concern a sequence of the same step
+            self._cache.close_dropped()
             return pool.allocate()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 from edgellm.cache.session_file import SavedSession, read_session, write_session
@@ -36,7 +35,9 @@ class Context:
     Attributes:
         tokens: everything appended and generated, for others to read.
         changes: how often a session became another one; an answer on its way ends then.
-        answering: whether there is one.
+        answering: who has claimed it, from its check until its reader has the end.
+        unsettled: it was closed, or an answer that nobody reads any more is to leave, and `tokens`
+            are not yet as they will be.
         sequence: the tokens that are in the KV cache: the first ones of `tokens`, and behind them
             for a while those of a draft.
     """
@@ -45,7 +46,8 @@ class Context:
         self.engine = engine
         self.tokens = list(tokens)
         self.changes = 0
-        self.answering = False
+        self.answering: object | None = None
+        self.unsettled = False
         self.sequence = engine.cache.sequence()
         self._swapped: _Swapped | None = None
 
@@ -56,10 +58,15 @@ class Context:
 
     def set(self, tokens: list[int]) -> None:
         """Become another list of tokens; of the KV cache, what both begin with stays."""
-        self.changes += 1
-        with self.engine.lock:
-            self.engine.cache.collect()
+        with self.engine.lock, self.engine.cache.change():
+            self.changes += 1
             self._set(tokens)
+
+    def catch_up(self) -> None:
+        """Wait until `tokens` are as they should be, at most for a step."""
+        if self.unsettled:
+            with self.engine.lock, self.engine.cache.change():
+                pass  # what was deferred is done
 
     def _set(self, tokens: list[int]) -> None:
         self._truncate_to(tokens)
@@ -67,6 +74,7 @@ class Context:
 
     def append(self, name: str, text: str | SequenceOf[int], *, parse_special: bool) -> None:
         """Add what a caller gave for the parameter `name`; see `Session.append`."""
+        self.catch_up()
         if isinstance(text, str):
             add_bos = None if not self.tokens else False
             text = self.engine.tokenizer.encode(text, add_bos=add_bos, parse_special=parse_special)
@@ -76,32 +84,30 @@ class Context:
         """As `set` with what a caller gave; what was behind a gap (`make_room`) does not stay,
         because it remembers what stood there."""
         ids = self.checked("tokens", tokens)
-        with self.engine.lock:
-            self.engine.cache.collect()
+        with self.engine.lock, self.engine.cache.change():
             self.sequence.truncate(len(self.sequence.tokens[: self.sequence.shareable]))
         self.set(ids)
 
     def fork(self) -> Context:
         """Another one with the same tokens; nothing is copied before one of them grows."""
         other = Context(self.engine)
-        other.tokens = list(self.tokens)
-        with self.engine.lock:
-            self.engine.cache.collect()
+        with self.engine.lock, self.engine.cache.change():
+            other.tokens = list(self.tokens)
             other.sequence = self.sequence.fork()
         return other
 
     def save(self, path: Path) -> None:
         """Write tokens and KV cache to a file; see `Session.save`."""
         engine = self.engine
-        with engine.lock:
-            engine.cache.collect()
+        with engine.lock, engine.cache.change():
+            tokens = list(self.tokens)
             computed, shareable = len(self.sequence), self.sequence.shareable
             firsts, blocks = engine.cache.pack(self.sequence)
         saved = SavedSession(
             model=engine.bundle.manifest.name,
             fingerprint=engine.fingerprint,
             kv_format=engine.options.kv_format,
-            tokens=self.tokens,
+            tokens=tokens,
             computed=computed,
             shareable=shareable,
             arithmetic=engine.arithmetic,
@@ -121,8 +127,7 @@ class Context:
             raise SessionFileError(f"{path}: {error}") from None
         if not engine.cache.can_begin(saved.firsts, saved.computed):
             raise SessionFileError(f"{path}: its header is damaged; save the session again")
-        with engine.lock:
-            engine.cache.collect()
+        with engine.lock, engine.cache.change():
             self.sequence.truncate(0)
             # another back end's bits are for this session, and not for others to find
             same = saved.arithmetic == engine.arithmetic
@@ -147,8 +152,14 @@ class Context:
     def close(self) -> None:
         """Give the memory back. Others can still find the prefix until it is needed."""
         self.changes += 1
+        self.unsettled = True
+        self.engine.cache.soon(self._close)
+
+    def _close(self) -> None:
         self.tokens = []
-        self.engine.cache.soon(self.sequence.close)
+        self._swapped = None
+        self.sequence.close()
+        self.unsettled = False
 
     def close_now(self) -> None:
         """`close`, for whoever has the lock; what it holds goes to the cache on disk before."""
@@ -176,17 +187,25 @@ class Context:
     def begin(self) -> int:
         """Take over the longest cached prefix, the last token left out; gives its length."""
         cache, prefix = self.engine.cache, self.tokens[:-1]
-        if self._swapped is not None:
-            swapped = self._swapped
-            blocks = memoryview(swapped.blocks)
-            self._fill(swapped.tokens, swapped.shareable, swapped.firsts, blocks)
-            self._swapped = None
-            return len(self.sequence)
         if cache.cached_prefix(prefix) > len(self.sequence):
             self.sequence.close()
             self.sequence = cache.sequence(prefix)
         self.sequence.truncate(min(len(self.sequence), len(prefix)))
         return len(self.sequence)
+
+    def take_back(self) -> None:
+        """Put what `give_back` kept into the cache again, if it did, before anything else changes.
+
+        Raises:
+            CacheFullError: there is no room.
+        """
+        swapped = self._swapped
+        if swapped is not None:
+            self.sequence.truncate(0)
+            blocks = memoryview(swapped.blocks)
+            self._fill(swapped.tokens, swapped.shareable, swapped.firsts, blocks)
+            self._swapped = None
+            self._truncate_to(self.tokens)  # the session may have become another one
 
     def make_room(self, keep: int) -> int:
         """Forget the oldest half of what a full context can hold behind its first `keep` tokens.
@@ -230,7 +249,8 @@ class Context:
         kernel would compute, and what remembers tokens that a full context has forgotten.
         """
         cache, sequence = self.engine.cache, self.sequence
-        if not self.engine.recomputes_exactly or sequence.shareable is not None:
+        exact = self.engine.recomputes_exactly and sequence.shareable is None
+        if len(sequence) and not exact:
             firsts, blocks = cache.pack(sequence)
             self._swapped = _Swapped(list(sequence.tokens), sequence.shareable, firsts, blocks)
         sequence.close()
@@ -240,6 +260,11 @@ class Context:
         """Take the last `count` computed tokens out of the KV cache."""
         if count:
             self.sequence.truncate(len(self.sequence) - count)
+
+    def cut(self, count: int) -> None:
+        """Take back the last `count` tokens that were sampled."""
+        if count:
+            self._set(self.tokens[:-count])
 
     def extend(self, token: int) -> None:
         """Count a token that was sampled."""
@@ -254,13 +279,13 @@ class Context:
                 the middle of a change to the cache, so it is done with the next one.
         """
         if dropped:
-            self.engine.cache.soon(partial(self._settle, list(self.tokens)))
+            self.engine.cache.soon(self._settle)
         else:
-            with self.engine.lock:
-                self._settle(self.tokens)
+            with self.engine.lock, self.engine.cache.change():
+                self._settle()
 
-    def _settle(self, tokens: list[int]) -> None:
-        self._truncate_to(tokens)
+    def _settle(self) -> None:
+        self._truncate_to(self.tokens)
         self.engine.cache.keep(self.sequence)
 
     def _truncate_to(self, tokens: list[int]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import threading
 from pathlib import Path
 
 from edgellm.backends import thread_pool
@@ -40,7 +41,6 @@ class Engine:
     `native_prefill` is there beside an accelerator's `prefill` where decode is native; where decode
     is chunked, `decoder` is `prefill` itself.
 
-    `lock` is held for one step of the `loop` at a time, and by whoever else changes the cache.
     """
 
     def __init__(
@@ -65,7 +65,6 @@ class Engine:
         )
         self.template = _template(bundle, self.tokenizer)
         self.cache = self._make_cache()
-        self.lock = self.cache.lock
         self.threads = _start_threads(options, self.selection, graphs=self.precisions != {PACKED})
         models = self._open_models(progress)
         host, chunked = self._open_host(models), self.selection.decode == CHUNKED
@@ -75,6 +74,11 @@ class Engine:
         self.native_prefill = None if native is None else StepBackend(native, name=NATIVE)
         self.loop = Loop(self.cache, options, prefill=self.prefill, decoder=self.decoder)
         self.pump = Pump(self.loop)
+
+    @property
+    def lock(self) -> threading.Lock:
+        """Held for one step of the `loop` at a time, and by whoever else changes the cache."""
+        return self.cache.lock
 
     @property
     def recomputes_exactly(self) -> bool:

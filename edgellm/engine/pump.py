@@ -39,7 +39,7 @@ class Reader:
     def withdraw(self) -> None:
         """Want no more; the step that is on its way ends early, and the next one forgets them."""
         for request in self.requests:
-            request.withdrawn = True
+            request.withdraw()
 
     def withdraw_if_dead(self) -> None:
         """`withdraw` where the thread that would read is no more: nobody will."""

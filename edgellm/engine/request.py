@@ -1,4 +1,4 @@
-"""An answer on its way: what it still wants computed, and what it makes of the logits."""
+"""An answer on its way: what it still wants computed, and how far it is."""
 
 from __future__ import annotations
 
@@ -6,30 +6,22 @@ import math
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
 from dataclasses import replace
 
-import numpy as np
-from numpy.typing import NDArray
-
 from edgellm.backends.batch import Rows, Span
-from edgellm.backends.trace import TaskRecord
+from edgellm.engine.answer import Answer, LogitFilter
+from edgellm.engine.answer_stats import AnswerStats
 from edgellm.engine.context import Context
-from edgellm.engine.memory import peak_memory_bytes
-from edgellm.engine.repetition import RepetitionGuard
-from edgellm.engine.sampling import Sampler, best_will_do
 from edgellm.engine.speculation import Speculation
 from edgellm.errors import OptionError
 from edgellm.generation_options import GenerationOptions
 from edgellm.kernels.sampling import Logits
 from edgellm.progress import Progress, ProgressCallback
 from edgellm.results import FinishReason, Piece, Stats
-from edgellm.text.stop_text import StopText
-from edgellm.text.tokenizer import TextStream
 
-# Sets the scores of tokens that must not come next to -inf; called with the tokens sampled so far.
-LogitFilter = Callable[[NDArray[np.float32], SequenceOf[int]], None]
+__all__ = ["LogitFilter", "Request"]
+
 # Pieces that nobody has asked for yet, beyond which an answer waits for its reader.
 _MOST_UNREAD = 64
 
@@ -37,15 +29,15 @@ _MOST_UNREAD = 64
 class Request:
     """One `Session.stream` call, in the hands of the loop.
 
-    Everything here but `pieces`, `error` and `withdrawn` is the loop's, which calls it under the
-    engine's lock.
+    `check`, `next_piece`, `withdraw` and `stats` are for its reader; all else is the loop's, which
+    calls it under the engine's lock.
 
     Attributes:
-        pieces: what the caller has not taken yet.
+        pieces: what the reader has not taken yet.
         error: what is raised when they are taken; there will be no more.
         forks: other answers to the same prompt, which begin where it ends.
         finished: whether the last piece is there, or an error.
-        withdrawn: the caller is gone.
+        withdrawn: the reader is gone.
     """
 
     def __init__(
@@ -65,9 +57,7 @@ class Request:
         """
         engine = context.engine
         self.context = context
-        self._changes = context.changes
         self.priority = options.priority
-        self._closes = closes
         self.pieces: deque[Piece] = deque()
         self.error: Exception | None = None
         self.forks: list[Request] = []
@@ -76,28 +66,58 @@ class Request:
         self._options = options
         self._cancel = cancel
         self._progress = progress
-        self._logit_filter = logit_filter
-        self._ends = engine.tokenizer.eos_ids | set(options.stop_tokens)
-        self._sampler = Sampler(options, banned=sorted(self._ends) if options.ignore_eos else ())
-        self._stop = StopText(options.stop, min_indent=options.min_indent)
-        endless = options.max_tokens is None and not options.ignore_eos
-        self._repetition = RepetitionGuard(options.repetition_limit if endless else 0)
-        self._text = TextStream(engine.tokenizer, context.tokens)
+        self._closes = closes
+        self._changes = context.changes
+        self._claims = False
+        self._taken = 0  # tokens of the answer that its reader has
+        prompt = list(context.tokens)
+        self._answer = Answer(engine.tokenizer, options, prompt, logit_filter=logit_filter)
         drafts = options.speculate and engine.decoder.exact_rows
-        self._speculation = Speculation(context.tokens if drafts else None)
-        self._best_will_do = logit_filter is None and best_will_do(options, ends=len(self._ends))
-        self._sampled: list[int] = []
-        self._start = time.perf_counter()
+        self._speculation = Speculation(prompt if drafts else None)
+        self._stats = AnswerStats(len(prompt))
         self._deadline = math.inf
         if options.time_limit_ms is not None:
-            self._deadline = self._start + options.time_limit_ms / 1000
-        self._prompt_tokens = len(context.tokens)
-        self._begun_s: float | None = None
-        self._cached = self._computed = self._steps = self._dropped = 0
-        self._prefill_s = self._decode_s = self._ttft_s = 0.0
-        self._preempted = 0
-        self._places: dict[str, int] = {}
-        self._tasks: list[TaskRecord] = []
+            self._deadline = self._stats.start + options.time_limit_ms / 1000
+
+    # its reader
+
+    def check(self) -> None:
+        """Refuse a prompt that no answer can begin with; see `Context.check_prompt`.
+
+        Raises:
+            OptionError: or a session that is answering already.
+        """
+        if self.context.answering is not None:
+            raise _answering()
+        if self._options.context_policy == "error" or not self.tokens:
+            self.context.check_prompt()
+        self._claims = True
+        self.context.answering = self
+
+    def next_piece(self) -> Piece:
+        """Take the piece that is there."""
+        piece = self.pieces.popleft()
+        self._taken += piece.token is not None
+        if piece.finish_reason is not None:
+            self._disclaim()
+        return piece
+
+    def withdraw(self) -> bool:
+        """The reader is gone; whether something is left for `leave` to do."""
+        self._disclaim()
+        if self.finished and self._taken == len(self._answer.sampled):
+            return False
+        self.withdrawn = self.context.unsettled = True
+        return True
+
+    def stats(self) -> Stats:
+        """Timings and counts so far."""
+        return self._stats.result(
+            self._engine,
+            self._speculation,
+            tokens=len(self._answer.sampled),
+            seed=self._options.seed or 0,
+        )
 
     # what the scheduler looks at
 
@@ -109,35 +129,20 @@ class Request:
     @property
     def computed(self) -> int:
         """How many of the tokens are in the KV cache; the last one is wanted for its logits."""
-        return min(self.context.cached, len(self.tokens) - 1)
+        context = self.context
+        return min(len(context.sequence.tokens), len(context.tokens) - 1)  # asked 8 times a step
 
     @property
     def decoding(self) -> bool:
         """Whether only the token that was sampled last has to be computed."""
-        return bool(self._sampled) and self.computed == len(self.tokens) - 1
+        return bool(self._answer.sampled) and self.computed == len(self.tokens) - 1
 
     @property
     def paused(self) -> bool:
         """Whether it waits for its reader."""
         return len(self.pieces) >= _MOST_UNREAD
 
-    @property
-    def changed(self) -> bool:
-        """Whether its session has become another one."""
-        return self.context.changes != self._changes
-
     # what the loop does with it
-
-    def check(self) -> None:
-        """Refuse a prompt that no answer can begin with; see `Context.check_prompt`."""
-        if self.context.answering:
-            raise OptionError(
-                "the session is already answering; finish or close that stream, or `fork` the "
-                "session"
-            )
-        if self._options.context_policy == "error" or not self.tokens:
-            self.context.check_prompt()
-        self.context.answering = True
 
     def begin(self) -> None:
         """Take over the longest cached prefix, at the beginning and after a preemption.
@@ -146,35 +151,39 @@ class Request:
             OptionError, ContextOverflowError: see `Context.check_prompt`.
             CacheFullError: what was given back does not fit any more.
         """
+        self.context.take_back()
         self._make_room()
         self.context.check_prompt()
-        cached = self.context.begin()
-        if self._begun_s is None:
-            self._begun_s = time.perf_counter() - self._start
-            self._cached = cached
+        self._stats.begun(self.context.begin())
 
     def begin_at(self, other: Request) -> None:
         """Begin with the prompt of another request, of which nothing else is computed yet."""
         self.context.become(other.context)
-        self._begun_s = time.perf_counter() - self._start
-        self._cached = self.context.cached
+        self._stats.begun(self.context.cached)
 
     def preempt(self) -> None:
         """Give the blocks back until it is begun again."""
-        self._preempted += 1
+        self._stats.preempted += 1
         self.context.give_back()
 
-    def end_reason(self) -> FinishReason | None:
-        """Why the answer is over before its next token, if it is."""
-        if self._cancel is not None and self._cancel.is_set():
-            return "cancelled"
-        if time.perf_counter() >= self._deadline:
-            return "time"
-        return self._limit()
+    def end(self) -> bool:
+        """End it if no token may follow; whether that was so.
+
+        Raises:
+            OptionError: its session has become another one, or is answering somebody else.
+        """
+        if self.context.changes != self._changes:
+            raise OptionError("the session was changed while it answered")
+        if self._claims and self.context.answering is not self:
+            raise _answering()
+        reason = self._end_reason()
+        if reason is not None:
+            self._finish(reason)
+        return reason is not None
 
     def stop_now(self) -> bool:
         """Whether nobody needs the end of a step."""
-        return self.withdrawn or self.end_reason() in ("cancelled", "time")
+        return self.withdrawn or self._end_reason() in ("cancelled", "time")
 
     def span(self, rows: int, *, alone: bool) -> Span:
         """The next `rows` tokens, and with them a draft where no other request is in the step.
@@ -195,7 +204,7 @@ class Request:
             self.context.sequence,
             [*tokens, *draft],
             logit_rows=1 + len(draft),
-            candidates=alone and self._best_will_do,
+            candidates=alone and self._answer.best_will_do,
         )
 
     def take(self, rows: Rows, *, decoded: bool, alone: bool, seconds: float) -> None:
@@ -206,7 +215,11 @@ class Request:
             alone: whether no other request was in the step.
             seconds: what the step took.
         """
-        self._note(rows, decoded=decoded, seconds=seconds)
+        if decoded:
+            self._stats.decoded(seconds)
+        else:
+            self._stats.prefilled(rows, seconds)
+            self._report(len(rows.hidden))
         logits = rows.logits
         if not logits:
             return
@@ -215,116 +228,85 @@ class Request:
         following: Logits | None = logits[0]
         while following is not None and not self.finished:
             self._sample(following)
-            following = self._speculation.after(self._sampled[-1]) if self._sampled else None
-            self._steps += following is not None
+            sampled = self._answer.sampled
+            following = self._speculation.after(sampled[-1]) if sampled else None
+            self._stats.steps += following is not None
         self.context.forget(self._speculation.settle())
 
     def leave(self) -> None:
-        """Give back what is not needed when the loop has done with it."""
-        self.context.answering = False
+        """Give back what is not needed when the loop has done with it; what nobody has read of an
+        answer is no part of its session."""
+        context = self.context
+        if self.withdrawn:
+            unread = len(self._answer.sampled) - self._taken
+            if context.answering is None and context.changes == self._changes:
+                context.cut(unread)
+            self._taken += unread
+            context.unsettled = False
         if self._closes:
-            self.context.close_now()
-
-    def finish(self, reason: FinishReason) -> None:
-        """End it with the text that was held back."""
-        self._put(Piece(self._held_back(), finish_reason=reason))
+            context.close_now()
 
     def fail(self, error: Exception) -> None:
         """End it with an exception for the caller."""
         self.error = error
         self.finished = True
 
-    def stats(self) -> Stats:
-        """Timings and counts so far."""
-        engine = self._engine
-        return Stats(
-            ttft_s=self._ttft_s,
-            queued_s=self._begun_s or 0.0,
-            prompt_tokens=self._prompt_tokens,
-            cached_tokens=self._cached,
-            prompt_tokens_per_second=_rate(self._computed, self._prefill_s),
-            generation_tokens=len(self._sampled),
-            generation_tokens_per_second=_rate(self._steps, self._decode_s),
-            peak_memory_bytes=peak_memory_bytes(),
-            prefill=self._places or {engine.prefill.placement.provider: 0},
-            prefill_precision=engine.prefill.precision,
-            decode=f"{engine.decoder.name} {engine.decoder.precision}",
-            seed=self._options.seed or 0,
-            drafted_tokens=self._speculation.drafted,
-            accepted_tokens=self._speculation.accepted,
-            dropped_tokens=self._dropped,
-            preempted=self._preempted,
-            tasks=tuple(self._tasks),
-        )
+    def _disclaim(self) -> None:
+        """Let the session answer somebody else."""
+        if self.context.answering is self:
+            self.context.answering = None
 
-    def _note(self, rows: Rows, *, decoded: bool, seconds: float) -> None:
-        """Count what a step computed."""
-        if decoded:
-            self._decode_s += seconds
-            self._steps += 1
-            return
-        self._prefill_s += seconds
-        self._computed += len(rows.hidden)
-        for place, count in rows.places.items():
-            self._places[place] = self._places.get(place, 0) + count
-        first = 1 + max((task.chunk for task in self._tasks), default=-1)
-        self._tasks.extend(replace(task, chunk=first + task.chunk) for task in rows.tasks)
-        if self._progress is not None and len(rows.hidden):
-            total = max(len(self.tokens) - self._cached, self._computed)
-            self._progress(Progress("prefill", self._computed, total, "tokens"))
+    def _finish(self, reason: FinishReason) -> None:
+        """End it with the text that was held back."""
+        self._put(Piece(self._answer.rest(), finish_reason=reason))
+
+    def _report(self, count: int) -> None:
+        if self._progress is not None and count:
+            done = self._stats.computed
+            total = max(len(self.tokens) - (self._stats.cached or 0), done)
+            self._progress(Progress("prefill", done, total, "tokens"))
 
     def _make_room(self) -> None:
         """Go on in a full context, if that was asked for."""
         full = len(self.tokens) > self._engine.ctx_size
         if full and self._options.context_policy == "shift":
-            self._dropped += self.context.make_room(self._options.keep)
+            self._stats.dropped += self.context.make_room(self._options.keep)
 
     def _room(self) -> int:
         """Tokens that may come after the last one."""
         in_context = self._engine.ctx_size - len(self.tokens)
         limit = self._options.max_tokens
-        return in_context if limit is None else min(in_context, limit - len(self._sampled))
+        return in_context if limit is None else min(in_context, limit - len(self._answer.sampled))
+
+    def _end_reason(self) -> FinishReason | None:
+        """Why the answer is over before its next token, if it is."""
+        if self._cancel is not None and self._cancel.is_set():
+            return "cancelled"
+        if time.perf_counter() >= self._deadline:
+            return "time"
+        return self._limit()
 
     def _limit(self) -> FinishReason | None:
-        limit = self._options.max_tokens
         full = len(self.tokens) > self._engine.ctx_size
         full = full and self._options.context_policy == "error"
         # a prompt is computed also where nothing is to be sampled
-        none = limit == 0 and self.context.cached == len(self.tokens)
-        if full or none or (self._sampled and len(self._sampled) == limit):
-            return "length"
-        return "repetition" if self._repetition.loops(self._sampled) else None
+        none = self._options.max_tokens == 0 and self.context.cached == len(self.tokens)
+        return "length" if full or none else self._answer.limit()
 
     def _sample(self, logits: Logits) -> None:
         """Draw a token, and put its piece there; and another one if it was the last."""
-        reason = self.end_reason()
+        reason = self._end_reason()
         if reason is not None:
-            return self.finish(reason)
-        piece = self._piece(logits)
+            return self._finish(reason)
+        token = self._answer.draw(logits, self.tokens)
+        if not self._answer.sampled:
+            self._stats.first_token()
+        self.context.extend(token)
+        piece = self._answer.add(token, logits)
         self._put(piece)
         reason = None if piece.finish_reason else self._limit()
         if reason is not None:
-            self.finish(reason)
-
-    def _piece(self, logits: Logits) -> Piece:
-        scores = logits.scores
-        if self._logit_filter is not None:
-            scores = scores.copy()
-            self._logit_filter(scores, self._sampled)
-            if scores.max() == -math.inf < logits.scores.max():
-                raise OptionError("`logit_filter` ruled out every token; at least one must be left")
-        token = self._sampler.sample(scores, self.tokens, ids=logits.ids)
-        if not self._sampled:
-            self._ttft_s = time.perf_counter() - self._start
-        self._sampled.append(token)
-        self.context.extend(token)
-        logprob = logits.log_probability(token)
-        top = logits.best(self._options.logprobs) or None
-        if token in self._ends:
-            return Piece(self._held_back(), token, logprob, top, "stop")
-        text = self._stop.add(self._text.add(token))
-        reason: FinishReason | None = "stop" if self._stop.found else None
-        return Piece(text, token, logprob, top, reason)
+            self._finish(reason)
 
     def _put(self, piece: Piece) -> None:
         if piece.finish_reason is not None:
@@ -332,9 +314,8 @@ class Request:
         self.pieces.append(piece)
         self.finished = piece.finish_reason is not None
 
-    def _held_back(self) -> str:
-        return self._stop.add(self._text.finish()) + self._stop.finish()
 
-
-def _rate(count: int, seconds: float) -> float:
-    return count / seconds if seconds > 0 else 0.0
+def _answering() -> OptionError:
+    return OptionError(
+        "the session is already answering; finish or close that stream, or `fork` the session"
+    )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Sequence
 
 import numpy as np
@@ -75,7 +76,10 @@ class Sampler:
         kept = kept & keep_min_p(probabilities, options.min_p)
         places = places[kept]
         probabilities = softmax(scores[places] / np.float32(options.temperature))
-        return int(self._random.choice(places, p=probabilities))
+        # what `Generator.choice` does, without its checks of 12 µs
+        sums = probabilities.cumsum()
+        drawn = int((sums / sums[-1]).searchsorted(self._random.random(), side="right"))
+        return int(places[drawn])
 
 
 def best_will_do(options: GenerationOptions, *, ends: int) -> bool:
@@ -107,13 +111,16 @@ def apply_penalties(scores: Floats, recent: Sequence[int], options: GenerationOp
     """Lower the scores `[V]` of recent tokens, in place."""
     if not recent:
         return
-    ids, counts = np.unique(np.asarray(recent, np.intp), return_counts=True)
+    times = Counter(recent)  # 64 tokens: 20 µs less than `np.unique`
+    ids = np.fromiter(times, np.intp, len(times))
     values = scores[ids]
     if options.repeat_penalty != 1:
         penalty = np.float32(options.repeat_penalty)
         values = np.where(values > 0, values / penalty, values * penalty)
     values -= np.float32(options.presence_penalty)
-    values -= np.float32(options.frequency_penalty) * counts.astype(np.float32)
+    if options.frequency_penalty:
+        counts = np.fromiter(times.values(), np.float32, len(times))
+        values -= np.float32(options.frequency_penalty) * counts
     scores[ids] = values
 
 

@@ -62,7 +62,8 @@ class JsonGrammars:
 
 
 class JsonFilter:
-    """A logit filter; for one answer at a time, and from the beginning for the next.
+    """A logit filter; each answer has the document that is its own, also if several are on their
+    way.
 
     Args:
         grammars: those of the model, or its tokenizer, for which they are made then.
@@ -75,21 +76,43 @@ class JsonFilter:
     def __init__(self, grammars: JsonGrammars | Tokenizer, schema: str) -> None:
         if isinstance(grammars, Tokenizer):
             grammars = JsonGrammars(grammars)
-        self._grammars = grammars
-        self._schema = schema
-        self._matcher = grammars.matcher(schema)
-        self._consumed: list[int] = []
+        self._beginning = grammars.matcher(schema)
+        self._document = self.for_answer()
+
+    def for_answer(self) -> _Document:
+        """A filter for one answer: it reads on from where it was."""
+        return _Document(self._beginning.deep_copy())
 
     def __call__(self, logits: NDArray[np.float32], tokens: Sequence[int]) -> None:
         """Set the logits `[V]` of impossible tokens to -inf, in place.
 
         Args:
-            tokens: those of the answer so far.
+            tokens: those of the answer so far; others than before begin another document.
 
         Raises:
             OptionError: the schema leaves nothing that could come next.
         """
-        self._follow(list(tokens))
+        if not self._document.goes_on(tokens):
+            self._document = self.for_answer()
+        self._document(logits, tokens)
+
+
+class _Document:
+    """A document as far as an answer has come."""
+
+    def __init__(self, matcher: Any) -> None:
+        self._matcher = matcher
+        self._read: list[int] = []
+
+    def goes_on(self, tokens: Sequence[int]) -> bool:
+        """Whether `tokens` begin with what was read."""
+        return list(tokens[: len(self._read)]) == self._read
+
+    def __call__(self, logits: NDArray[np.float32], tokens: Sequence[int]) -> None:
+        """See `JsonFilter`; `tokens` are those that were read, and what has come since."""
+        new = list(tokens[len(self._read) :])
+        self._matcher.consume_tokens(new)
+        self._read += new
         bits = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
         allowed = np.unpackbits(bits, bitorder="little")[: logits.shape[0]].astype(np.bool_)
         problem = self._matcher.get_error()  # with an error, the end alone is allowed
@@ -100,15 +123,6 @@ class JsonFilter:
             )
         logits[: allowed.shape[0]][~allowed] = -np.inf
         logits[allowed.shape[0] :] = -np.inf
-
-    def _follow(self, tokens: list[int]) -> None:
-        """Bring the matcher behind `tokens`; from the start if they are those of another answer."""
-        known = len(self._consumed)
-        if tokens[:known] != self._consumed:
-            self._matcher = self._grammars.matcher(self._schema)
-            known = 0
-        self._matcher.consume_tokens(tokens[known:])
-        self._consumed = tokens
 
 
 def _import_llguidance() -> Any:

@@ -66,13 +66,12 @@ def assert_no_thread_is_left(before: set[threading.Thread]) -> None:
 
 
 def used_blocks(llm: LLM) -> int:
-    with llm.engine.lock:
-        llm.engine.cache.collect()
+    with llm.engine.lock, llm.engine.cache.change():
         return llm.engine.cache.used_blocks
 
 
 def live_requests(llm: LLM) -> int:
-    return len(llm.engine.loop._live)
+    return len(llm.engine.loop._batcher._live)
 
 
 async def until(condition: Callable[[], bool]) -> None:
@@ -240,7 +239,7 @@ def test_errors_reach_whoever_waits(tiny: LLM, monkeypatch: pytest.MonkeyPatch) 
         monkeypatch.undo()
         raise RuntimeError("a step that cannot be")
 
-    monkeypatch.setattr(tiny.engine.loop, "_take_in", broken)
+    monkeypatch.setattr(tiny.engine.loop._batcher, "_take_in", broken)
     with pytest.raises(RuntimeError, match="cannot be"):
         asyncio.run(tiny.agenerate("Hello", **LONG))
     assert tiny.generate("Hello", max_tokens=1).tokens

@@ -30,8 +30,7 @@ def prompt(first: int, length: int = 300) -> list[int]:
 
 
 def used_blocks(llm: LLM) -> int:
-    with llm.engine.lock:
-        llm.engine.cache.collect()  # what was dropped while the lock was taken
+    with llm.engine.lock, llm.engine.cache.change():  # what was dropped under the lock goes first
         return llm.engine.cache.used_blocks
 
 

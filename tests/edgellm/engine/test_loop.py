@@ -86,8 +86,7 @@ def native(tiny_model: Path) -> LLM:
 
 
 def used_blocks(llm: LLM) -> int:
-    with llm.engine.lock:
-        llm.engine.cache.collect()
+    with llm.engine.lock, llm.engine.cache.change():
         return llm.engine.cache.used_blocks
 
 
@@ -117,7 +116,7 @@ def test_scheduling_changes_no_answer(native: LLM, scheduling: Any) -> None:
 
 
 def test_the_time_target_reaches_the_policy(tiny_model: Path) -> None:
-    policy = load(str(tiny_model), time_target_ms=20).engine.loop._scheduler.policy
+    policy = load(str(tiny_model), time_target_ms=20).engine.loop._batcher._scheduler.policy
     assert isinstance(policy, StallFree)
     assert policy.time_target == pytest.approx(0.02)
 

@@ -34,6 +34,7 @@ class Request:
     sampled: int = 0
     blocks: int = 0
     failed: bool = False
+    paused: bool = False
     prefilled: int = 0
     began: float | None = None
     times: list[float] = field(default_factory=list)
@@ -384,10 +385,45 @@ def test_the_rest_of_a_long_prompt_costs_more_rows_than_a_beginning() -> None:
 
 
 def test_nobody_decodes_and_nobody_waits() -> None:
-    """A prompt alone is computed in the largest steps, whatever they take."""
+    """A prompt alone is computed in steps of a size that costs it nothing, whatever they take."""
     engine = Engine(StallFree(time_target=0.001))
+    engine.run([Request(numbers(700))])
+    rows = [share.rows for shares, _ in engine.steps for share in shares]
+    assert rows == [128, 128, 128, 128, 128, 60]
+    engine = Engine(StallFree(time_target=0.001, lone_rows=512))
     engine.run([Request(numbers(1300))])
     assert [share.rows for shares, _ in engine.steps for share in shares] == [512, 512, 276]
+
+
+@pytest.mark.parametrize("arrival", [0.3, 1.1, 1.9, 2.7])
+def test_who_comes_while_a_long_prompt_is_alone_begins_within_two_targets(arrival: float) -> None:
+    engine = Engine(StallFree())
+    long, short = Request(numbers(4000)), Request(numbers(40, 1), arrival=arrival)
+    engine.run([long, short])
+    assert short.began is not None
+    assert short.times[0] < long.times[0]
+    assert short.times[0] - arrival <= 2 * (2 * TARGET)  # it begins within two, and takes a step
+    assert short.began - arrival <= 2 * TARGET
+
+
+def test_whose_reader_is_slow_takes_no_part() -> None:
+    """Not in steps, not in what they may take, and its place is for those who wait."""
+    policy = StallFree(max_running=2)
+    scheduler: Scheduler[Request] = Scheduler(policy=policy, costs=taught())
+    slow, other, third = (Request(numbers(5, i), 9) for i in range(3))
+    for request in (slow, other):
+        scheduler.add(request)
+    assert len(scheduler.next(lambda _: True)) == 2
+    for request in (slow, other):
+        request.computed, request.sampled = 5, 1
+        request.tokens.append(-1)
+    slow.paused = True
+    scheduler.add(third)
+    assert [share.request for share in scheduler.next(lambda _: True)] == [other]
+    assert scheduler.wants_room
+    assert scheduler.preempt() is slow
+    assert [share.request for share in scheduler.next(lambda _: True)] == [other, third]
+    assert not scheduler.wants_room  # who waits for its reader does not ask for a place
 
 
 def test_decodes_longer_than_the_target_leave_a_few_rows_to_prompts() -> None:

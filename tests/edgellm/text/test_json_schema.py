@@ -94,6 +94,36 @@ def test_a_second_answer_begins_anew(tokenizer: Tokenizer, grammars: JsonGrammar
     assert "true" in allowed_after(schema_filter, tokenizer, "")
 
 
+def test_answers_that_take_turns_read_each_token_once(
+    llm: LLM, grammars: JsonGrammars, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And have what they have alone."""
+    schema_filter, read = grammars.filter(json.dumps(SCHEMA)), []
+    options = {"temperature": 1.2, "max_tokens": 40, "logit_filter": schema_filter}
+    expected = [llm.generate("A story:", seed=seed, **options).tokens for seed in range(4)]
+    for_answer = schema_filter.for_answer
+
+    def counted() -> object:
+        document = for_answer()
+        consume = document._matcher.consume_tokens
+
+        class Matcher:
+            def __getattr__(self, name: str) -> object:
+                return getattr(inner, name)
+
+            def consume_tokens(self, tokens: list[int]) -> object:
+                read.extend(tokens)
+                return consume(tokens)
+
+        inner, document._matcher = document._matcher, Matcher()
+        return document
+
+    monkeypatch.setattr(schema_filter, "for_answer", counted)
+    answers = llm.generate("A story:", n=4, seed=0, **options)
+    assert [answer.tokens for answer in answers] == expected
+    assert len(read) <= sum(len(tokens) for tokens in expected)
+
+
 def test_a_dead_end_is_an_error(tokenizer: Tokenizer, grammars: JsonGrammars) -> None:
     """A value that must contain itself, and an answer that is not of the schema."""
     with pytest.raises(OptionError, match=r"allows nothing after the 0 tokens"):

@@ -1,0 +1,103 @@
+"""What an answer makes of logits: tokens, and their text piece by piece."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from collections.abc import Sequence as SequenceOf
+from typing import Protocol, runtime_checkable
+
+import numpy as np
+from numpy.typing import NDArray
+
+from edgellm.engine.repetition import RepetitionGuard
+from edgellm.engine.sampling import Sampler, best_will_do
+from edgellm.errors import OptionError
+from edgellm.generation_options import GenerationOptions
+from edgellm.kernels.sampling import Logits
+from edgellm.results import FinishReason, Piece
+from edgellm.text.stop_text import StopText
+from edgellm.text.tokenizer import TextStream, Tokenizer
+
+# Sets the scores of tokens that must not come next to -inf; called with the tokens sampled so far.
+LogitFilter = Callable[[NDArray[np.float32], SequenceOf[int]], None]
+
+
+@runtime_checkable
+class FilterOfAnswers(Protocol):
+    """A logit filter that keeps something of the answer it is called for."""
+
+    def for_answer(self) -> LogitFilter:
+        """Such a filter for one answer, which keeps it apart from others that are on their way."""
+
+
+class Answer:
+    """The tokens of an answer so far.
+
+    Args:
+        context: the tokens before it.
+
+    Attributes:
+        sampled: its tokens.
+        best_will_do: see `best_will_do` in `sampling.py`.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        options: GenerationOptions,
+        context: SequenceOf[int],
+        *,
+        logit_filter: LogitFilter | None,
+    ) -> None:
+        if isinstance(logit_filter, FilterOfAnswers):
+            logit_filter = logit_filter.for_answer()
+        self.sampled: list[int] = []
+        self._options = options
+        self._logit_filter = logit_filter
+        self._ends = tokenizer.eos_ids | set(options.stop_tokens)
+        self._sampler = Sampler(options, banned=sorted(self._ends) if options.ignore_eos else ())
+        self._stop = StopText(options.stop, min_indent=options.min_indent)
+        endless = options.max_tokens is None and not options.ignore_eos
+        self._repetition = RepetitionGuard(options.repetition_limit if endless else 0)
+        self._text = TextStream(tokenizer, context)
+        self.best_will_do = logit_filter is None and best_will_do(options, ends=len(self._ends))
+
+    def draw(self, logits: Logits, tokens: SequenceOf[int]) -> int:
+        """The token after `tokens`, which are the context and all that was sampled.
+
+        Raises:
+            OptionError: nothing is left to choose.
+            NumericError: the logits are not finite.
+        """
+        return self._sampler.sample(self._filtered(logits), tokens, ids=logits.ids)
+
+    def add(self, token: int, logits: Logits) -> Piece:
+        """The piece of a token that was drawn."""
+        self.sampled.append(token)
+        logprob = logits.log_probability(token)
+        top = logits.best(self._options.logprobs) or None
+        if token in self._ends:
+            return Piece(self.rest(), token, logprob, top, "stop")
+        text = self._stop.add(self._text.add(token))
+        reason: FinishReason | None = "stop" if self._stop.found else None
+        return Piece(text, token, logprob, top, reason)
+
+    def rest(self) -> str:
+        """The text that was held back, at the end."""
+        return self._stop.add(self._text.finish()) + self._stop.finish()
+
+    def limit(self) -> FinishReason | None:
+        """Why no token may follow, if so."""
+        if self.sampled and len(self.sampled) == self._options.max_tokens:
+            return "length"
+        return "repetition" if self._repetition.loops(self.sampled) else None
+
+    def _filtered(self, logits: Logits) -> NDArray[np.float32]:
+        if self._logit_filter is None:
+            return logits.scores
+        scores = logits.scores.copy()
+        self._logit_filter(scores, self.sampled)
+        if scores.max() == -math.inf < logits.scores.max():
+            raise OptionError("`logit_filter` ruled out every token; at least one must be left")
+        return scores

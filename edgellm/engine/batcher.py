@@ -1,0 +1,310 @@
+"""A step: the scheduler says who is next, a back end computes, each request gets its piece."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from edgellm.backends.backend import Backend
+from edgellm.backends.batch import Rows, Span
+from edgellm.cache.kv_cache import KVCache
+from edgellm.engine.policies import chosen_policy
+from edgellm.engine.scheduler import Scheduler, SchedulerCounts, Share
+from edgellm.engine.step_costs import StepCosts
+from edgellm.errors import CacheFullError, CancelledError
+from edgellm.kernels.kv_blocks import BLOCK
+from edgellm.options import EngineOptions
+
+if TYPE_CHECKING:
+    from edgellm.engine.request import Request  # of a context, which is of an engine with a loop
+
+# Of a prompt that has the engine for itself, in native steps; see `StallFree`.
+_LONE_ROWS = 128
+# Rows for which asking between layers whether to stop, 0.5 µs, is nothing.
+_MANY_ROWS = 64
+
+
+@dataclass(frozen=True)
+class _Work:
+    """A request's part of a step.
+
+    Attributes:
+        decoded: whether it is the token sampled last, and its draft.
+    """
+
+    share: Share[Request]
+    span: Span
+    decoded: bool
+
+    @property
+    def request(self) -> Request:
+        return self.share.request
+
+
+class Batcher:
+    """Requests from when they are submitted until they leave.
+
+    All but `submit` is for whoever has the cache's lock. What a request's own work raises is the
+    request's, whoever steps; other exceptions end a step in the middle, and so does an interrupt
+    anywhere: the next step begins all requests again.
+    """
+
+    def __init__(
+        self, cache: KVCache, options: EngineOptions, *, prefill: Backend, decoder: Backend
+    ) -> None:
+        self._cache = cache
+        self._options = options
+        self._prefill = prefill
+        self._decoder = decoder
+        # of decode and prompts together, where both are in the same chunks
+        self._row_multiple = prefill.row_multiple if prefill is decoder else 1
+        self._costs = StepCosts(row_multiple=self._row_multiple)
+        self._scheduler = self._new_scheduler()
+        self._submitted: deque[Request] = deque()
+        self._live: dict[int, Request] = {}
+        self._refused: list[tuple[Request, Exception]] = []
+        self._parked: list[Request] = []
+        self._taking: Request | None = None
+        self._whole = True
+
+    @property
+    def counts(self) -> SchedulerCounts:
+        """What was computed so far."""
+        return self._scheduler.counts
+
+    def submit(self, request: Request) -> None:
+        """Have a request taken in with the next step; from any thread."""
+        self._submitted.append(request)
+
+    def step(self) -> None:
+        """Compute a batch, and give each request its piece."""
+        if not self._whole:
+            self._repair()
+        self._whole = False
+        self._take_in()
+        self._end()
+        shares = self._scheduler.next(self._admit)
+        self._fail_refused()
+        if self._scheduler.wants_room:
+            self._park()
+        together = self._prefill is self._decoder
+        decoding = [share for share in shares if together or share.request.decoding]
+        others = [share for share in shares if not (together or share.request.decoding)]
+        start = time.perf_counter()
+        done = self._compute(self._decoder, decoding, alone=len(shares) == 1)
+        done += self._compute(self._prefill, others, alone=len(shares) == 1)
+        if done:
+            self._scheduler.done(done, time.perf_counter() - start)
+        self._whole = True
+
+    def leave(self, request: Request) -> None:
+        """Forget a request; answers that wanted to begin at its end begin by themselves."""
+        self._scheduler.remove(request)
+        self._live.pop(id(request), None)
+        self._submitted.extend(request.forks)
+        request.forks = []
+        request.leave()
+
+    def _fail(self, request: Request, error: Exception) -> None:
+        request.fail(error)
+        self.leave(request)
+
+    def _park(self) -> None:
+        """Take the place of one whose reader is slow, for others that wait for one."""
+        request = next((each for each in self._scheduler.running if each.paused), None)
+        if request is not None:
+            self._scheduler.remove(request)
+            self._parked.append(request)
+            request.preempt()
+
+    def _admit(self, request: Request) -> bool:
+        """Whether there is room for a waiting request's whole prompt; it is begun then."""
+        running = self._scheduler.running
+        growing = [(each.context.sequence, len(each.tokens)) for each in (*running, request)]
+        if running and not self._cache.has_room(growing):
+            return False
+        try:
+            request.begin()
+        except Exception as error:
+            if not (running and isinstance(error, CacheFullError)):
+                self._refused.append((request, error))
+            return False
+        return True
+
+    def _fail_refused(self) -> None:
+        """End those that could not begin; not while the scheduler was looking at them."""
+        for request, error in self._refused:
+            self._fail(request, error)
+        self._refused = []
+
+    def _compute(
+        self, backend: Backend, shares: Sequence[Share[Request]], *, alone: bool
+    ) -> list[Share[Request]]:
+        """Run the shares of a step in one batch, without the newest where the cache is full.
+
+        Where the batch fails, each runs by itself: the bits are the same, and one that is at fault
+        fails alone. Returns the shares that were computed.
+        """
+        while shares:
+            work: list[_Work] = []
+            start = time.perf_counter()
+            try:
+                work = self._work(shares, alone=alone)
+                if not work:
+                    break
+                results = backend.run([part.span for part in work], should_stop=_should_stop(work))
+            except CancelledError:
+                break
+            except CacheFullError as error:
+                if not any(len(part.span.tokens) > part.share.rows for part in work):
+                    shares = self._without_newest(shares, error)
+                alone = False  # and without a draft
+            except Exception as error:
+                if len(work) > 1:
+                    apart = (self._compute(backend, [share], alone=False) for share in shares)
+                    return [share for done in apart for share in done]
+                self._fail(work[0].request, error)
+                break
+            else:
+                seconds = time.perf_counter() - start
+                for part, rows in zip(work, results, strict=True):
+                    self._take(part, rows, alone=alone, seconds=seconds)
+                return [part.share for part in work]
+        return []
+
+    def _work(self, shares: Sequence[Share[Request]], *, alone: bool) -> list[_Work]:
+        """What is to be run.
+
+        Raises:
+            CacheFullError: a full context has no room to move up.
+        """
+        work = []
+        for share in shares:
+            request = share.request
+            if request.finished:
+                continue
+            try:
+                span = request.span(share.rows, alone=alone)
+            except CacheFullError:
+                raise
+            except Exception as error:
+                self._fail(request, error)
+            else:
+                work.append(_Work(share, span, decoded=request.decoding))
+        return work
+
+    def _without_newest(
+        self, shares: Sequence[Share[Request]], error: CacheFullError
+    ) -> list[Share[Request]]:
+        """The shares to go on with when the cache is full: without the newest request, whose blocks
+        are given back."""
+        newest = self._scheduler.preempt()
+        if newest is None:
+            newest = shares[0].request
+            self._fail(newest, error)
+        else:
+            newest.preempt()
+        return [share for share in shares if share.request is not newest]
+
+    def _take(self, part: _Work, rows: Rows, *, alone: bool, seconds: float) -> None:
+        request = self._taking = part.request
+        try:
+            request.take(rows, decoded=part.decoded, alone=alone, seconds=seconds)
+        except Exception as error:
+            self._fail(request, error)
+        self._taking = None
+        if rows.logits:
+            self._begin_forks(request, rows)
+        if request.finished:
+            self.leave(request)
+
+    def _begin_forks(self, request: Request, rows: Rows) -> None:
+        """Let other answers to a prompt begin where it ends."""
+        rows = Rows(rows.hidden[:0], rows.logits)
+        while request.forks:
+            fork = self._taking = request.forks[-1]
+            try:
+                if not fork.withdrawn:
+                    fork.begin_at(request)
+                    fork.take(rows, decoded=False, alone=False, seconds=0.0)
+            except Exception as error:
+                fork.fail(error)
+            if fork.finished:
+                fork.leave()
+            else:
+                self.submit(fork)
+            self._taking = None
+            request.forks.pop()
+
+    def _take_in(self) -> None:
+        """Let the scheduler know of the requests that came, or came back, since the last step."""
+        for request in list(self._parked):
+            if id(request) not in self._live:
+                self._parked.remove(request)
+            elif not request.paused:
+                self._scheduler.add(request)
+                self._parked.remove(request)
+        while self._submitted:
+            request = self._submitted[0]
+            if id(request) not in self._live and not (request.withdrawn or request.finished):
+                self._live[id(request)] = request
+                self._scheduler.add(request)
+            self._submitted.popleft()
+
+    def _end(self) -> None:
+        """End what was cancelled, or ran out of time, or is of another session by now."""
+        for request in list(self._live.values()):
+            if request.withdrawn or request.finished:
+                self.leave(request)
+                continue
+            try:
+                ended = request.end()
+            except Exception as error:
+                self._fail(request, error)
+            else:
+                if ended:
+                    self.leave(request)
+
+    def _new_scheduler(self) -> Scheduler[Request]:
+        rows = self._prefill.rows_at_once(self._cache.sequence())
+        policy = chosen_policy(
+            self._options.scheduling,
+            time_target=self._options.time_target_ms / 1000,
+            max_rows=rows,
+            # chunks of a static size, or of a GPU, lose more by an earlier end
+            lone_rows=_LONE_ROWS if self._prefill.exact_rows else rows,
+            row_multiple=self._row_multiple,
+        )
+        return Scheduler(policy=policy, costs=self._costs, block_size=BLOCK)
+
+    def _repair(self) -> None:
+        """After an interrupt, which may have come anywhere: begin all requests again.
+
+        One that was about to take its piece may have lost it.
+        """
+        broken = self._taking
+        if broken is not None and not broken.finished:
+            broken.fail(CancelledError("interrupted by an exception of a signal handler"))
+        if broken is not None:
+            self.leave(broken)
+        self._taking = None
+        self._scheduler.start_again()
+        self._refused, self._parked = [], []
+        for request in list(self._live.values()):
+            if request.finished or request.withdrawn:
+                self.leave(request)
+            else:
+                request.preempt()  # who waits holds no blocks
+                self._scheduler.add(request)
+                self._submitted.extend(request.forks)  # it may have passed the end of its prompt
+                request.forks = []
+
+
+def _should_stop(work: Sequence[_Work]) -> Callable[[], bool] | None:
+    """Asked between layers of a long step: whether nobody needs the end of it."""
+    if sum(len(part.span.tokens) for part in work) < _MANY_ROWS:
+        return None
+    return lambda: all(part.request.stop_now() for part in work)

@@ -1,0 +1,185 @@
+"""Rows of prompts in one step, and who is admitted for them. Pure Python."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Generic
+
+from edgellm.engine.admission import Admission, Entry, RequestT
+from edgellm.engine.policies import Prompt, SchedulingPolicy, StepBudget
+from edgellm.engine.step_costs import StepCosts, StepLoad
+
+
+@dataclass(frozen=True, slots=True)
+class Share(Generic[RequestT]):
+    """Rows of a request in the next step: `tokens[start : start + rows]`, decoded or prefilled."""
+
+    request: RequestT
+    start: int
+    rows: int
+    decode: bool
+
+
+# In the order of a heap: rank, what is left, and whose it is. No two ranks are the same.
+_Ranked = tuple[tuple[float, ...], int, Entry[RequestT]]
+
+
+class PromptRows(Generic[RequestT]):
+    """Adds shares of prompts to those of one step, and admits requests on the way.
+
+    Args:
+        shares: of the step so far.
+        reserve: see `admit` of `Scheduler.next`.
+    """
+
+    def __init__(
+        self,
+        admission: Admission[RequestT],
+        policy: SchedulingPolicy,
+        costs: StepCosts,
+        budget: StepBudget,
+        shares: list[Share[RequestT]],
+        *,
+        reserve: Callable[[RequestT], bool],
+        block_size: int,
+    ) -> None:
+        self._admission, self._policy, self._costs = admission, policy, costs
+        self._budget, self._shares = budget, shares
+        self._reserve, self._block_size = reserve, block_size
+        self._rows = 0
+        self._load = StepLoad()
+        self._served: set[int] = set()
+        self._open = True  # until somebody finds no room
+        for share in shares:
+            self._load = self._load.plus(share.rows, share.start)
+
+    def add(self, prompts: list[Entry[RequestT]]) -> None:
+        """Serve the first in line until the step is full."""
+        line = self._line(prompts)
+        while line:
+            _, left, entry = heapq.heappop(line)
+            position = entry.request.computed
+            room = self._room(position)
+            # a few rows that are left of a step are no beginning for a long prompt
+            if room < 1 or (self._rows and room < min(left, self._budget.min_rows // 2)):
+                return
+            entry = self._computing_prefix_of(entry) or entry
+            if entry.arrival in self._served:
+                continue
+            if not self._admit(entry, first=True):
+                line = [item for item in line if item[2].request in self._admission.running]
+                heapq.heapify(line)
+                continue
+            if entry.request.computed != position:
+                room = self._room(entry.request.computed)
+            if entry.left > room // 2 and self._let_short_ones_ride(line, room, entry.left):
+                room = self._room(entry.request.computed)
+            self._serve(entry, room)
+
+    def _line(self, entries: list[Entry[RequestT]]) -> list[_Ranked[RequestT]]:
+        """A heap by rank of those that have something left to compute."""
+        rank, clock = self._policy.rank, self._admission.counts.prefill_rows
+        line = []
+        for entry in entries:
+            left = entry.left
+            if left > 0:
+                prompt = Prompt(
+                    entry.arrival, entry.priority, entry.preempted, left, clock - entry.clock
+                )
+                line.append((rank(prompt), left, entry))
+        heapq.heapify(line)
+        return line
+
+    def _room(self, position: int) -> int:
+        """Rows from `position` on that the step still has."""
+        limit = self._budget.max_rows - self._load.rows
+        rows = self._costs.rows_within(
+            self._budget.seconds, position, beside=self._load, limit=limit
+        )
+        return max(rows, min(self._budget.min_rows - self._rows, limit))
+
+    def _serve(self, entry: Entry[RequestT], room: int) -> None:
+        """Give a prompt the room, or its rest if that is at most an eighth more.
+
+        An extra step for a few rows would cost a call, and the prompt's first token would wait
+        for it. An eighth is within what a prediction is wrong by.
+        """
+        limit = self._budget.max_rows - self._load.rows
+        start, left = entry.request.computed, entry.left
+        rows = left if left <= min(room + room // 8, limit) else min(left, room)
+        if rows < 1:
+            return
+        self._shares.append(Share(entry.request, start, rows, decode=False))
+        self._load = self._load.plus(rows, start)
+        self._rows += rows
+        self._served.add(entry.arrival)
+
+    def _let_short_ones_ride(
+        self, line: list[_Ranked[RequestT]], room: int, first_left: int
+    ) -> bool:
+        """Give half of the room to prompts much shorter than the first; whether there were any.
+
+        By rank alone they would wait while the rest of a long prompt that has waited long is
+        computed: some steps. So they begin with the next step, and the long one keeps going. Who
+        needs only half as much again is finished.
+        """
+        short = min(room, first_left * 2 // 3)
+        half, rows_before = room // 2, self._rows
+        for _, _, entry in sorted(item for item in line if item[1] <= short):
+            if half < 1:
+                break
+            is_waiting = entry.request in self._admission.waiting
+            if is_waiting and (self._admission.refused or self._computing_prefix_of(entry)):
+                continue
+            if entry.arrival in self._served or not self._admit(entry, first=False):
+                continue
+            rows = entry.left if entry.left <= half + half // 2 else half
+            # the rest of a long prompt takes longer for as many rows
+            rows = min(rows, self._room(entry.request.computed) * 3 // 4)
+            self._serve(entry, rows)
+            half -= rows
+        return self._rows > rows_before
+
+    def _admit(self, entry: Entry[RequestT], *, first: bool) -> bool:
+        """Whether it is running now. Who finds no room ends the admission of all behind it.
+
+        Until the first in line finds room, nobody takes a ride in front of it in later steps.
+        """
+        admission = self._admission
+        if entry.request in admission.running:
+            return True
+        if not self._open or admission.full:
+            return False
+        self._open = admission.admit(entry, self._reserve, first=first)
+        return self._open
+
+    def _computing_prefix_of(self, entry: Entry[RequestT]) -> Entry[RequestT] | None:
+        """The running prompt that a waiting one waits for, as it computes blocks that both have.
+
+        It is given rows in the place of the one that waits, which by that gives it its rank.
+        """
+        admission = self._admission
+        if entry.request in admission.running:
+            return None
+        for other in admission.running.values():
+            if other.request.decoding:
+                continue
+            common = self._common(entry, other)
+            gain = common - entry.request.computed
+            if other.request.computed < common and gain >= self._block_size:
+                admission.counts.waited_for_prefix += not entry.waited_for_prefix
+                entry.waited_for_prefix = True
+                return other
+        return None
+
+    def _common(self, entry: Entry[RequestT], other: Entry[RequestT]) -> int:
+        """Tokens of the full blocks that both begin with; compared once for each pair."""
+        if other.arrival not in entry.common:
+            size, a, b = self._block_size, entry.request.tokens, other.request.tokens
+            end = 0
+            while end + size <= min(len(a), len(b)) and a[end : end + size] == b[end : end + size]:
+                end += size
+            entry.common[other.arrival] = end
+        return entry.common[other.arrival]
