@@ -14,7 +14,6 @@ from typing import Unpack
 
 from edgellm.asynchronous import driven
 from edgellm.checks import check_text
-from edgellm.engine.context import Context
 from edgellm.engine.engine import Engine
 from edgellm.engine.pending import Pending
 from edgellm.engine.request import LogitFilter
@@ -45,7 +44,7 @@ class Chat:
         self, engine: Engine, options: GenerationOptions, *, system: str | None = None
     ) -> None:
         self._engine = engine
-        self._session = Session(Context(engine))
+        self._session = Session(engine)
         self._forgotten: list[Message] = []  # behind the system prompt; the model sees them no more
         self._dropped = 0  # tokens of them, with the last answer
         self._turn = threading.Lock()  # of an answer that is on its way

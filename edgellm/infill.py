@@ -6,7 +6,6 @@ import threading
 from collections.abc import Iterator
 from dataclasses import replace
 
-from edgellm.engine.context import Context
 from edgellm.engine.engine import Engine
 from edgellm.errors import OptionError
 from edgellm.generation_options import GenerationOptions
@@ -90,7 +89,7 @@ def stream_infill(
         model = engine.bundle.manifest.name
         tokens = infill_tokens(engine.tokenizer, gap, model=model, order=order)
         options = infill_options(engine, options)
-    with Session(Context(engine), closes=True) as session:
+    with Session(engine, closes=True) as session:
         session.replace(tokens)
         yield from session.stream(options=options, cancel=cancel, progress=progress)
 

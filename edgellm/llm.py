@@ -241,7 +241,7 @@ class LLM(TextGeneration):
 
     def session(self) -> Session:
         """An empty session: append, generate, fork, rewind."""
-        return Session(Context(self.engine))
+        return Session(self.engine)
 
     def load_session(self, path: str | Path) -> Session:
         """A session that `Session.save` wrote, in this process or another, on any back end.
@@ -251,7 +251,7 @@ class LLM(TextGeneration):
         """
         context = Context(self.engine)
         context.restore(check_path("path", path))
-        return Session(context)
+        return Session(self.engine, context)
 
     def prefix(
         self,

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from edgellm.backends.selection import Selection, select
-from edgellm.engine.engine import planned_memory
+from edgellm.engine.loaded_model import planned_memory
 from edgellm.engine.memory import MemoryEstimate
 from edgellm.errors import BundleError, EdgeLLMError, SourceError
 from edgellm.graphs.tensors import parameters

@@ -69,7 +69,7 @@ def open_prefix(engine: Engine, name: str) -> tuple[NamedPrefix, Session]:
         context = Context(engine)
         context.restore(_folder(engine, name) / _SESSION)
         # others find the end of what is computed, which fills no block, when a session is closed
-        with Session(context) as session:
+        with Session(engine, context) as session:
             return prefix, session.fork()
     except SessionFileError as error:
         _log.warning("%s; computed again", error)
@@ -117,7 +117,7 @@ def _compute(
     engine: Engine, about: NamedPrefix, tokens: list[int], progress: ProgressCallback | None
 ) -> Session:
     folder = _folder(engine, about.name)
-    with Session(Context(engine)) as session:
+    with Session(engine) as session:
         session.replace(tokens)
         answer = session.generate(max_tokens=0, progress=progress)
         if answer.finish_reason != "length":

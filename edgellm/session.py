@@ -13,6 +13,7 @@ from typing import Unpack
 from edgellm.asynchronous import driven
 from edgellm.checks import check_hooks, check_number, check_path
 from edgellm.engine.context import Context
+from edgellm.engine.engine import Engine
 from edgellm.engine.pending import Pending
 from edgellm.engine.request import LogitFilter, Request
 from edgellm.generation_options import (
@@ -33,9 +34,12 @@ class Session:
     `close` gives its place in the cache back, as do `with` and, later, the garbage collector.
     """
 
-    def __init__(self, context: Context, *, closes: bool = False) -> None:
-        """`closes`: with the end of its first answer."""
-        self._context = context
+    def __init__(
+        self, engine: Engine, context: Context | None = None, *, closes: bool = False
+    ) -> None:
+        """`context`: None is an empty one; `closes`: with the end of its first answer."""
+        self._engine = engine
+        self._context = Context(engine) if context is None else context
         self._closes = closes
         self.stats: Stats | None = None
 
@@ -68,7 +72,7 @@ class Session:
 
     def fork(self) -> Session:
         """Another session with the same tokens; nothing is copied before one of them grows."""
-        return Session(self._context.fork())
+        return Session(self._engine, self._context.fork())
 
     def rewind(self, length: int) -> None:
         """Forget all tokens from position `length` on."""
@@ -147,7 +151,7 @@ class Session:
             CacheFullError: open sessions hold the whole cache.
         """
         pending = self._pending(options, cancel, progress, logit_filter, arguments)
-        return self._context.engine.loop.drive(pending)
+        return self._engine.loop.drive(pending)
 
     async def agenerate(
         self,
@@ -160,7 +164,7 @@ class Session:
     ) -> Completion:
         """`generate` for asyncio; see `astream`."""
         pending = self._pending(options, cancel, progress, logit_filter, arguments)
-        return completion([piece async for piece in driven(self._context.engine, pending)])
+        return completion([piece async for piece in driven(self._engine, pending)])
 
     def astream(
         self,
@@ -177,7 +181,7 @@ class Session:
         `progress` and `logit_filter` are called in other threads.
         """
         pending = self._pending(options, cancel, progress, logit_filter, arguments)
-        return driven(self._context.engine, pending)
+        return driven(self._engine, pending)
 
     def _pending(
         self,
@@ -188,7 +192,7 @@ class Session:
         arguments: GenerationArguments,
     ) -> Pending[Piece]:
         check_hooks(cancel, progress, logit_filter)
-        options = chosen_options(self._context.engine.bundle.manifest, options, arguments)
+        options = chosen_options(self._engine.bundle.manifest, options, arguments)
         seed = secrets.randbits(32) if options.seed is None else options.seed
         self._context.catch_up()
         request = Request(
@@ -201,7 +205,7 @@ class Session:
         )
         dropped = False
         try:
-            yield from self._context.engine.loop.pieces(request)
+            yield from self._engine.loop.pieces(request)
         except GeneratorExit:  # perhaps the garbage collector's
             dropped = True
             raise

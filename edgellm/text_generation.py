@@ -267,7 +267,7 @@ class TextGeneration:
         arguments: GenerationArguments,
     ) -> Pending[Piece]:
         context = Context(self.engine, prompt_tokens(self.engine, prompt))
-        with Session(context, closes=True) as session:
+        with Session(self.engine, context, closes=True) as session:
             yield from session._pending(options, cancel, progress, logit_filter, arguments)
 
     def _batch(

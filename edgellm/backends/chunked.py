@@ -10,8 +10,8 @@ from collections.abc import Mapping, Sequence
 from edgellm.backends import providers
 from edgellm.backends.forward import Model
 from edgellm.backends.host_attention import HostAttention, head_norms
+from edgellm.backends.parts import Parts
 from edgellm.backends.providers import CPU, CUDA
-from edgellm.backends.registry import Parts
 from edgellm.backends.segments import Head, ModelHead, Segments
 from edgellm.backends.self_test import check_once
 from edgellm.store import key_basis

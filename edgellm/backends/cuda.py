@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from edgellm.backends import providers
 from edgellm.backends.host_attention import HostAttention
-from edgellm.backends.registry import Parts
+from edgellm.backends.parts import Parts
 from edgellm.backends.segments import ModelHead
 from edgellm.kernels.gpu import device
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from edgellm.backends.native_model import NativeModel, PackedHead
 from edgellm.backends.packed_weights import open_packed_weights
-from edgellm.backends.registry import Parts
+from edgellm.backends.parts import Parts
 from edgellm.errors import OptionError, UnsupportedModelError
 from edgellm.graphs.config import ModelConfig
 from edgellm.kernels.linear import PANEL

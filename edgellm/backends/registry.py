@@ -7,20 +7,7 @@ layers in one call, the others run graphs of ONNX Runtime with attention between
 from __future__ import annotations
 
 import importlib
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol, cast
-
-if TYPE_CHECKING:
-    from edgellm.backends.forward import Model
-    from edgellm.backends.segments import ModelHead
-    from edgellm.backends.selection import Selection
-    from edgellm.backends.step_model import StepModel
-    from edgellm.cache.kv_cache import KVCache
-    from edgellm.kernels.rope import RopeTable
-    from edgellm.options import EngineOptions
-    from edgellm.progress import ProgressCallback
-    from edgellm.store.bundle import Bundle
+from typing import Protocol, cast
 
 AUTO = "auto"
 NATIVE = "native"
@@ -42,38 +29,6 @@ _FILES = {
 _GRAPHS = "edgellm.backends.chunked"
 
 
-@dataclass(frozen=True, kw_only=True)
-class Parts:
-    """What the back ends of one engine are opened with.
-
-    Attributes:
-        ropes: the tables that layers name by their index, for the whole context.
-        threads: of the process.
-        progress: told while graphs are compiled for an accelerator.
-    """
-
-    bundle: Bundle
-    options: EngineOptions
-    selection: Selection
-    cache: KVCache
-    ropes: Sequence[RopeTable]
-    threads: int
-    progress: ProgressCallback | None
-
-
-@dataclass(frozen=True)
-class OpenModels:
-    """The models that prefill and decode run on.
-
-    Attributes:
-        steps: those of packed weights, by back end.
-        graphs: the others, by precision.
-    """
-
-    steps: Mapping[str, StepModel]
-    graphs: Mapping[str, Model]
-
-
 class BackendFile(Protocol):
     """What the file of a back end has."""
 
@@ -89,36 +44,6 @@ class BackendFile(Protocol):
         """
 
 
-class StepBackendFile(BackendFile, Protocol):
-    """The file of a back end that takes packed weights."""
-
-    def open_model(self, parts: Parts) -> tuple[StepModel, ModelHead]:
-        """The model, and its LM head and embedding by themselves.
-
-        Raises:
-            UnsupportedModelError: its kernels do not take the model's sizes.
-            MemoryEstimateError: it does not fit on the device.
-        """
-
-
 def backend_file(name: str) -> BackendFile:
     """The file of a back end, imported."""
     return cast(BackendFile, importlib.import_module(_FILES.get(name, _GRAPHS)))
-
-
-def open_models(parts: Parts) -> OpenModels:
-    """Open what was selected; a model that serves both prefill and decode is opened once."""
-    selection, config = parts.selection, parts.bundle.config
-    chosen = {selection.prefill, selection.host(config)}
-    steps: dict[str, StepModel] = {}
-    head: ModelHead | None = None
-    for name in STEPS:
-        if name in chosen:
-            file = cast(StepBackendFile, backend_file(name))
-            steps[name], head = file.open_model(parts)
-    precisions = selection.graph_precisions(config)
-    if not precisions:
-        return OpenModels(steps, {})
-    from edgellm.backends import chunked
-
-    return OpenModels(steps, chunked.open_models(parts, precisions, head))

@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from edgellm.backends.packed_weights import open_packed_weights
-from edgellm.backends.registry import Parts
+from edgellm.backends.parts import Parts
 from edgellm.kernels.gpu import device
 
 if TYPE_CHECKING:

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from edgellm.backends.batch import Rows
 from edgellm.backends.trace import TaskRecord
-from edgellm.engine.engine import Engine
+from edgellm.engine.loaded_model import LoadedModel
 from edgellm.engine.memory import peak_memory_bytes
 from edgellm.engine.speculation import Speculation
 from edgellm.results import Stats
@@ -56,7 +56,9 @@ class AnswerStats:
         first = 1 + max((task.chunk for task in self._tasks), default=-1)
         self._tasks.extend(replace(task, chunk=first + task.chunk) for task in rows.tasks)
 
-    def result(self, engine: Engine, speculation: Speculation, *, tokens: int, seed: int) -> Stats:
+    def result(
+        self, engine: LoadedModel, speculation: Speculation, *, tokens: int, seed: int
+    ) -> Stats:
         """So far; `tokens` were sampled."""
         return Stats(
             ttft_s=self._ttft_s,

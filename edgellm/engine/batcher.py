@@ -6,20 +6,17 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from edgellm.backends.backend import Backend
 from edgellm.backends.batch import Rows, Span
 from edgellm.cache.kv_cache import KVCache
 from edgellm.engine.policies import chosen_policy
+from edgellm.engine.request import Request
 from edgellm.engine.scheduler import Scheduler, SchedulerCounts, Share
 from edgellm.engine.step_costs import StepCosts
 from edgellm.errors import CacheFullError, CancelledError
 from edgellm.kernels.kv_blocks import BLOCK
 from edgellm.options import EngineOptions
-
-if TYPE_CHECKING:
-    from edgellm.engine.request import Request  # of a context, which is of an engine with a loop
 
 # Of a prompt that has the engine for itself, in native steps; see `StallFree`.
 _LONE_ROWS = 128

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from edgellm.cache.session_file import SavedSession, read_session, write_session
 from edgellm.checks import check_token_ids
-from edgellm.engine.engine import Engine
+from edgellm.engine.loaded_model import LoadedModel
 from edgellm.errors import CacheFullError, ContextOverflowError, OptionError, SessionFileError
 
 
@@ -42,7 +42,7 @@ class Context:
             for a while those of a draft.
     """
 
-    def __init__(self, engine: Engine, tokens: SequenceOf[int] = ()) -> None:
+    def __init__(self, engine: LoadedModel, tokens: SequenceOf[int] = ()) -> None:
         self.engine = engine
         self.tokens = list(tokens)
         self.changes = 0

@@ -1,46 +1,20 @@
-"""A loaded model: everything that sessions share."""
+"""A loaded model at work: the loop that brings all of its answers forward."""
 
 from __future__ import annotations
 
-import hashlib
-import threading
-from pathlib import Path
-
-from edgellm.backends import thread_pool
-from edgellm.backends.backend import Backend
-from edgellm.backends.chunked_backend import ChunkedBackend
-from edgellm.backends.host_attention import rope_tables
-from edgellm.backends.registry import CHUNKED, NATIVE, OpenModels, Parts, open_models
-from edgellm.backends.selection import Selection, select
-from edgellm.backends.step_backend import StepBackend
-from edgellm.backends.token_backend import TokenBackend
-from edgellm.cache.disk_cache import DiskCache
-from edgellm.cache.groups import cache_bytes, pool_blocks
-from edgellm.cache.kv_cache import KVCache
-from edgellm.engine import memory
-from edgellm.engine.costs import load_or_measure
+from edgellm.engine.loaded_model import LoadedModel
 from edgellm.engine.loop import Loop
 from edgellm.engine.pump import Pump
-from edgellm.errors import OptionError
-from edgellm.graphs.contract import WEIGHTS_FILE
-from edgellm.kernels.kv_blocks import LAYOUT_VERSION
-from edgellm.kernels.native import isa
-from edgellm.options import DEFAULT_CTX_SIZE, EngineOptions
+from edgellm.options import EngineOptions
 from edgellm.progress import ProgressCallback
-from edgellm.store import key_basis
 from edgellm.store.bundle import Bundle
-from edgellm.store.manifest import CHAT_TEMPLATE, PACKED
-from edgellm.text.template import ChatTemplate
-from edgellm.text.tokenizer import Tokenizer
 
 
-class Engine:
-    """Prefill and decode over one KV cache.
+class Engine(LoadedModel):
+    """What sessions work with.
 
-    `selection` says which back ends it has, `precisions` in which precisions.
-    `native_prefill` is there beside an accelerator's `prefill` where decode is native; where decode
-    is chunked, `decoder` is `prefill` itself.
-
+    `loop` steps in the threads of those who wait; `pump` has one for those who must not, such as an
+    event loop of asyncio. It is there while it has something to do.
     """
 
     def __init__(
@@ -51,163 +25,7 @@ class Engine:
         tails_only: bool = True,
         progress: ProgressCallback | None = None,
     ) -> None:
-        """`tails_only`: see `ChunkedBackend`; `progress` is told while graphs are compiled for an
-        accelerator."""
-        self.bundle = bundle
-        self.options = options
-        self.config = bundle.config
-        self.ctx_size = _ctx_size(options, self.config.context_length)
-        self.selection = select(options)
-        self.precisions = self.selection.precisions(self.config)
-        memory.check_fits(planned_memory(bundle, options, self.precisions))
-        self.tokenizer = Tokenizer(
-            bundle.path, bundle.manifest.tokenizer, rows=self.config.vocab_size
-        )
-        self.template = _template(bundle, self.tokenizer)
-        self.cache = self._make_cache()
-        self.threads = _start_threads(options, self.selection, graphs=self.precisions != {PACKED})
-        models = self._open_models(progress)
-        host, chunked = self._open_host(models), self.selection.decode == CHUNKED
-        self.prefill = self._make_prefill(models, host, tails_only=tails_only)
-        self.decoder = host if host is not None and not chunked else self.prefill
-        native = None if chunked else models.steps.get(NATIVE)
-        self.native_prefill = None if native is None else StepBackend(native, name=NATIVE)
+        """See `LoadedModel`."""
+        super().__init__(bundle, options, tails_only=tails_only, progress=progress)
         self.loop = Loop(self.cache, options, prefill=self.prefill, decoder=self.decoder)
         self.pump = Pump(self.loop)
-
-    @property
-    def lock(self) -> threading.Lock:
-        """Held for one step of the `loop` at a time, and by whoever else changes the cache."""
-        return self.cache.lock
-
-    @property
-    def recomputes_exactly(self) -> bool:
-        """Whether tokens that were sampled one by one have the same bits computed as a prompt."""
-        return self.prefill is self.decoder and self.decoder.exact_rows
-
-    @property
-    def fingerprint(self) -> str:
-        """Of the weights and of how K and V are stored: whose KV cache fits."""
-        manifest = self.bundle.manifest
-        values = (
-            f"{manifest.source_sha256 or manifest.files}{self.options.kv_format}/{LAYOUT_VERSION}"
-            f"{key_basis.fingerprint(manifest)}"
-        )
-        return hashlib.sha256(values.encode()).hexdigest()
-
-    @property
-    def arithmetic(self) -> str:
-        """What else K and V depend on: another back end's are near, and not the same bits."""
-        files = (f"{precision}/{WEIGHTS_FILE}" for precision in sorted(self.precisions))
-        weights = (self.bundle.manifest.files[file].sha256 for file in files)
-        backends = (self.selection.prefill, self.selection.decode)
-        return "|".join((*backends, str(isa()), *weights))
-
-    def _make_cache(self) -> KVCache:
-        bundle, options = self.bundle, self.options
-        cache = KVCache(
-            self.config,
-            format=options.kv_format,
-            ctx_size=self.ctx_size,
-            blocks=_cache_blocks(options, self.ctx_size),
-            key_offset=key_basis.open_key_basis(bundle.path, bundle.manifest.keys).offset,
-            fingerprint=f"{self.fingerprint}|{self.arithmetic}".encode(),
-        )
-        if options.kv_cache_dir is not None:
-            cache.disk = DiskCache(Path(options.kv_cache_dir), budget=options.kv_cache_bytes)
-        return cache
-
-    def _open_models(self, progress: ProgressCallback | None) -> OpenModels:
-        return open_models(
-            Parts(
-                bundle=self.bundle,
-                options=self.options,
-                selection=self.selection,
-                cache=self.cache,
-                ropes=rope_tables(self.config, self.ctx_size),
-                threads=self.threads,
-                progress=progress,
-            )
-        )
-
-    def _open_host(self, models: OpenModels) -> Backend | None:
-        """What computes tokens beside an execution provider; see `Selection.host`."""
-        name = self.selection.host(self.config)
-        precision = self.selection.host_precision(self.config)
-        if name is None or precision is None:
-            return None
-        if name in models.steps:
-            return StepBackend(models.steps[name], name=name)
-        return TokenBackend(models.graphs[precision], name=name)
-
-    def _make_prefill(
-        self, models: OpenModels, host: Backend | None, *, tails_only: bool
-    ) -> Backend:
-        selection = self.selection
-        name = selection.prefill
-        if host is not None and name == host.name:
-            return host
-        if name in models.steps:
-            return StepBackend(models.steps[name], name=name)
-        model = models.graphs[selection.prefill_precision(self.config)]
-        # a precision that was asked for is not mixed with another one
-        mixed = bool(models.steps) and self.options.precision is None
-        step = host if mixed and selection.decode != CHUNKED else None
-        return ChunkedBackend(
-            model,
-            host,
-            load_or_measure(self.bundle.path, model, step, self.cache, threads=self.threads),
-            policy=self.selection.policy,
-            tails_only=tails_only,
-        )
-
-
-def _start_threads(options: EngineOptions, selection: Selection, *, graphs: bool) -> int:
-    """How many CPU threads there are; those of ONNX Runtime are started if it runs `graphs`."""
-    if not graphs:
-        return thread_pool.size(options.threads)
-    return thread_pool.start(options.threads, spare=int(selection.shares_cpu))
-
-
-def planned_memory(
-    bundle: Bundle, options: EngineOptions, precisions: set[str]
-) -> memory.MemoryEstimate:
-    """What a model loaded with these options, in these precisions, will take when its cache is
-    full."""
-    ctx_size = _ctx_size(options, bundle.config.context_length)
-    blocks = _cache_blocks(options, ctx_size)
-    return memory.estimate(
-        bundle,
-        precisions=precisions,
-        kv_cache_bytes=cache_bytes(
-            bundle.config, format=options.kv_format, ctx_size=ctx_size, blocks=blocks
-        ),
-    )
-
-
-def _ctx_size(options: EngineOptions, trained: int) -> int:
-    if options.ctx_size is None:
-        return min(DEFAULT_CTX_SIZE, trained)
-    if options.ctx_size > trained:
-        raise OptionError(
-            f"`ctx_size` is {options.ctx_size}; this model was trained for at most {trained}"
-        )
-    return options.ctx_size or trained
-
-
-def _cache_blocks(options: EngineOptions, ctx_size: int) -> int:
-    if options.cache_size is None:
-        return 2 * pool_blocks(ctx_size)
-    if options.cache_size < ctx_size:
-        raise OptionError(
-            f"`cache_size` is {options.cache_size}; it must hold one session of {ctx_size} tokens"
-        )
-    return pool_blocks(options.cache_size)
-
-
-def _template(bundle: Bundle, tokenizer: Tokenizer) -> ChatTemplate | None:
-    path = bundle.path / CHAT_TEMPLATE
-    if not path.exists():
-        return None
-    end = tokenizer.eos[0] if tokenizer.eos else None
-    return ChatTemplate(path.read_text(encoding="utf-8"), bos=tokenizer.bos, eos=end)

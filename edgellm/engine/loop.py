@@ -5,23 +5,23 @@ Whoever waits for a piece steps, and what a step computes is for all. No thread 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
 from edgellm.backends.backend import Backend
 from edgellm.cache.kv_cache import KVCache
 from edgellm.engine.batcher import Batcher
 from edgellm.engine.bell import Bell
 from edgellm.engine.pending import WORKING, Pending, Waiting
+from edgellm.engine.request import Request
 from edgellm.engine.scheduler import SchedulerCounts
 from edgellm.options import EngineOptions
 from edgellm.results import Piece
 
-if TYPE_CHECKING:
-    from edgellm.engine.request import Request  # of a context, which is of an engine with a loop
-
 T = TypeVar("T")
+# Before a thread that waits for the lock looks again whether another one steps.
+_MOMENT_S = 0.002
 
 
 class Loop:
@@ -95,19 +95,30 @@ class Loop:
         def busy() -> bool:
             return self._stepping and lock.locked()
 
-        if busy():
-            return self._bell.wait(has_news, busy=busy)
+        while not has_news():
+            if busy():
+                return self._bell.wait(has_news, busy=busy)
+            # Who has the lock and does not step has it for a moment. Who steps takes it again at
+            # once: a thread that waited for it without an end would get it after seconds. `for` has
+            # the answer in a variable before an interrupt can come.
+            for taken in map(lock.acquire, (True,), (_MOMENT_S,)):
+                if taken:
+                    try:  # no call before it: an interrupt could come there
+                        self._step(has_news)
+                    finally:
+                        lock.release()
+                        self._bell.ring()
+                    return
+
+    def _step(self, has_news: Callable[[], bool]) -> None:
+        """Step, for whoever has the lock."""
         try:
-            # one that has the lock and does not step has it for a moment
-            with lock, self._cache.change():
-                try:
-                    if not has_news():
-                        self._stepping = True
-                        self._batcher.step()
-                finally:
-                    self._stepping = False
+            with self._cache.change():
+                if not has_news():
+                    self._stepping = True
+                    self._batcher.step()
         finally:
-            self._bell.ring()
+            self._stepping = False
 
 
 def have_news(requests: Sequence[Request]) -> bool:

@@ -8,10 +8,9 @@ from __future__ import annotations
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import TYPE_CHECKING, Literal, TypeAlias, TypeVar
+from typing import Literal, TypeAlias, TypeVar
 
-if TYPE_CHECKING:
-    from edgellm.engine.request import Request  # of a context, which is of an engine with a loop
+from edgellm.engine.request import Request
 
 T = TypeVar("T")
 

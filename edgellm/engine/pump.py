@@ -7,12 +7,9 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
 
 from edgellm.engine.loop import Loop, have_news
-
-if TYPE_CHECKING:
-    from edgellm.engine.request import Request
+from edgellm.engine.request import Request
 
 # Called in the pump's thread, with an error that was nobody's own.
 Wake = Callable[[Exception | None], None]

@@ -369,6 +369,57 @@ def test_given_back_and_then_another_text(tiny_model: Path) -> None:
         assert session.generate(max_tokens=5, **GREEDY).tokens == expected
 
 
+class UnfairLock:
+    """Whoever waits for it looks seldom, as threads do whose cores are busy."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self.locked, self.release = self._lock.locked, self._lock.release
+
+    def acquire(self, blocking: bool = True, timeout: float = -1) -> bool:
+        start = time.monotonic()
+        while not self._lock.acquire(blocking=False):
+            if not blocking or 0 <= timeout < time.monotonic() - start:
+                return False
+            time.sleep(0.04 if timeout < 0 else timeout)
+        return True
+
+    def __enter__(self) -> bool:
+        return self.acquire()
+
+    def __exit__(self, *_: object) -> None:
+        self.release()
+
+
+def test_readers_take_their_pieces_while_others_step(
+    tiny: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever waits for the lock of a loop that never stops stepping has to get away from it."""
+    batcher, cache = tiny.engine.loop._batcher, tiny.engine.cache
+    step, change = batcher.step, cache.change
+    monkeypatch.setattr(cache, "_lock", UnfairLock())
+    # others look at the loop while one has the lock and does not step yet
+    monkeypatch.setattr(cache, "change", lambda: (time.sleep(0.001), change())[1])
+    monkeypatch.setattr(batcher, "step", lambda: (time.sleep(0.01), step())[1])
+    counts, unread = tiny.engine.loop.counts, list[int]()
+
+    def read(seed: int) -> None:
+        requests = tiny.stream(
+            prompt(seed, 40), max_tokens=150, ignore_eos=True, speculate=False, seed=1
+        )
+        first = 0
+        for taken, _ in enumerate(requests):
+            first = first or counts.steps
+            unread.append(counts.steps - first - taken)
+
+    threads = [threading.Thread(target=read, args=(seed,)) for seed in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert max(unread) < 12, sorted(unread)[-9:]
+
+
 def test_a_slow_reader_gives_its_place_while_others_decode(folder: str) -> None:
     small = load(folder, ctx_size=4 * BLOCK, cache_size=5 * BLOCK)
     slow = small.stream(prompt(1, 2 * BLOCK), max_tokens=200, **GREEDY)

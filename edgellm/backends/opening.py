@@ -1,0 +1,56 @@
+"""Opens the models that were selected, each in the file of its back end."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Protocol, cast
+
+from edgellm.backends.forward import Model
+from edgellm.backends.parts import Parts
+from edgellm.backends.registry import STEPS, BackendFile, backend_file
+from edgellm.backends.segments import ModelHead
+from edgellm.backends.step_model import StepModel
+
+
+@dataclass(frozen=True)
+class OpenModels:
+    """The models that prefill and decode run on.
+
+    Attributes:
+        steps: those of packed weights, by back end.
+        graphs: the others, by precision.
+    """
+
+    steps: Mapping[str, StepModel]
+    graphs: Mapping[str, Model]
+
+
+class StepBackendFile(BackendFile, Protocol):
+    """The file of a back end that takes packed weights."""
+
+    def open_model(self, parts: Parts) -> tuple[StepModel, ModelHead]:
+        """The model, and its LM head and embedding by themselves.
+
+        Raises:
+            UnsupportedModelError: its kernels do not take the model's sizes.
+            MemoryEstimateError: it does not fit on the device.
+        """
+
+
+def open_models(parts: Parts) -> OpenModels:
+    """Open what was selected; a model that serves both prefill and decode is opened once."""
+    selection, config = parts.selection, parts.bundle.config
+    chosen = {selection.prefill, selection.host(config)}
+    steps: dict[str, StepModel] = {}
+    head: ModelHead | None = None
+    for name in STEPS:
+        if name in chosen:
+            file = cast(StepBackendFile, backend_file(name))
+            steps[name], head = file.open_model(parts)
+    precisions = selection.graph_precisions(config)
+    if not precisions:
+        return OpenModels(steps, {})
+    from edgellm.backends import chunked
+
+    return OpenModels(steps, chunked.open_models(parts, precisions, head))
