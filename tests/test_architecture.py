@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import graphlib
 import importlib
 import os
 import subprocess
@@ -86,6 +87,23 @@ def test_imports_run_one_way(folder: str) -> None:
             if not any(module == a or module.startswith(f"{a}.") for a in allowed):
                 wrong.append(f"{path.relative_to(ROOT)}:{line}: {folder} must not import {module}")
     assert not wrong, "\n".join(wrong)
+
+
+def test_no_files_import_each_other_in_a_circle() -> None:
+    """Not for types either: what one file is made of can be read without the other."""
+    files = {
+        ("" if folder == "edgellm" else "edgellm.")
+        + ".".join(path.relative_to(ROOT).with_suffix("").parts): path
+        for folder in FOLDERS
+        for path in python_files(folder)
+        if path.name != "__init__.py"  # hands names on
+    }
+    imports = {
+        name: {module for _, module in imported_modules(path) if module in files} - {name}
+        for name, path in files.items()
+    }
+    assert sum(map(len, imports.values())) > 500
+    graphlib.TopologicalSorter(imports).prepare()  # names the circle
 
 
 def test_the_command_line_is_made_of_the_public_api() -> None:
