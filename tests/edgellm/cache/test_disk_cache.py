@@ -77,7 +77,7 @@ def test_blocks_of_another_layout_are_not_read(
     start: Callable[..., LLM], folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with monkeypatch.context() as patched:
-        patched.setattr("edgellm.engine.engine.LAYOUT_VERSION", 1)
+        patched.setattr("edgellm.engine.loaded_model.LAYOUT_VERSION", 1)
         ask(start())
     assert ask(start()).stats.cached_tokens == 0
     assert len(files(folder)) == 4

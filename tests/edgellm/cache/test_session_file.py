@@ -119,7 +119,7 @@ def test_a_session_of_another_layout_is_refused(
     tiny: LLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = saved(tiny, tmp_path / "session")
-    monkeypatch.setattr("edgellm.engine.engine.LAYOUT_VERSION", 1)
+    monkeypatch.setattr("edgellm.engine.loaded_model.LAYOUT_VERSION", 1)
     with pytest.raises(SessionFileError, match="not this model"):
         tiny.load_session(path)
     monkeypatch.undo()

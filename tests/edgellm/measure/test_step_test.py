@@ -45,7 +45,7 @@ def checks_of(path: Path, backend: str = "native", *, limit: int | None = None) 
     engine: Engine = load(str(path), prefill=backend, decode=backend, ctx_size=256).engine
     assert isinstance(engine.prefill, StepBackend)
     model, weights = engine.prefill.model, open_packed_weights(engine.bundle)
-    summary = imported(engine.bundle, PACKED)
+    summary = imported(engine.bundle.manifest, PACKED)
     with float_reference(engine.bundle) as reference:
         reference = first_tokens(reference, limit)
         found = [*check_layers(reference, model, weights, summary)]
@@ -154,7 +154,10 @@ def test_a_page_of_real_weights(smollm2: Bundle, tmp_path: Path, layer: int) -> 
     assert isinstance(engine.prefill, StepBackend)
     with float_reference(bundle) as reference:
         checks = check_layers(
-            reference, engine.prefill.model, open_packed_weights(bundle), imported(bundle, PACKED)
+            reference,
+            engine.prefill.model,
+            open_packed_weights(bundle),
+            imported(bundle.manifest, PACKED),
         )
         assert failed(checks) == [f"segment {layer + 1} in packed weights"]
 
