@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 from tiny_families import FAMILIES, logits, make, save_tokenizer
 
+from edgellm.backends.int8_support import int8_products_are_exact
 from edgellm.engine.one_sequence import Hooks, compute_prompt, compute_tokens
 from edgellm.errors import UnsupportedModelError
 from edgellm.export import export
@@ -44,6 +45,8 @@ _BEGIN, _END = "<!-- matrix -->\n", "<!-- end of matrix -->\n"
 
 def usable(backend: str) -> bool:
     """Whether this machine has the back end, or an interpreter of it."""
+    if backend == "w8a8":
+        return int8_products_are_exact()
     if backend == "C++":
         return library() is not None
     return backend != "Triton" or device.why_not() is None

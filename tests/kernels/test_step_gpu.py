@@ -20,6 +20,7 @@ from random_model import Parts  # noqa: E402
 from random_weights import random_weight  # noqa: E402
 
 from edgellm.kernels import rope  # noqa: E402
+from edgellm.kernels.gpu.device import interpreted  # noqa: E402
 from edgellm.kernels.gpu.kv_blocks import DeviceBlocks  # noqa: E402
 from edgellm.kernels.kv_append import append  # noqa: E402
 from edgellm.kernels.kv_blocks import (  # noqa: E402
@@ -366,7 +367,8 @@ def test_spans_give_what_each_gives_alone(
     """Parts of three sequences, and next tokens of two, one of them in its second block.
 
     The parts have the same bits, as products and attention have the same tiles and their keys are
-    too few to be split; a token alone goes through vector products.
+    too few to be split; a token alone goes through vector products. In the
+    interpreter they are only near: numpy's products depend on the rows on some processors.
     """
     ranges = [(0, 4), (8, 11), (5, 7), (130, 131), (3, 4)]
     conversations = Conversations(ranges, format=format, device=triton_device)
@@ -380,7 +382,7 @@ def test_spans_give_what_each_gives_alone(
     for each, found, (states, logits) in zip(spans, together, expected, strict=True):
         last = logits[len(logits) - each.logit_rows :]
         for ours, theirs in zip(found, (states, last), strict=True):
-            if len(each.tokens) > 1:
+            if len(each.tokens) > 1 and not interpreted():
                 np.testing.assert_array_equal(ours, theirs)
             assert near(ours, theirs, format)
 
