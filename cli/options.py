@@ -52,6 +52,10 @@ def load_options(command: Command) -> Command:
         type=int,
         help="Tokens of context; 0 takes the model's own.  [default: at most 4096]",
     )
+    @click.option(
+        "--cache-size", type=int,
+        help="Tokens that the KV cache holds of all answers.  [default: two contexts]",
+    )  # fmt: skip
     @click.option("-t", "--threads", type=int, help="CPU threads.  [default: all cores]")
     @click.option(
         "--kv-format",
