@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -39,14 +41,30 @@ def test_steps_in_which_somebody_decodes_keep_to_the_target(
 @pytest.mark.parametrize("decoding", [0, 5])
 @pytest.mark.parametrize("later", [i * 0.37 for i in range(20)])
 def test_a_short_prompt_behind_three_long_ones(decoding: int, later: float) -> None:
-    """Begins within two time targets, whenever it comes."""
+    """Has its first token within two time targets, whenever it comes, but for what steps vary."""
     long = [Request(numbers(4000, start=10 + i), 2, arrival=1.0) for i in range(3)]
     short = Request(numbers(40, start=99), 2, arrival=1.0 + later)
     engine = Engine(StallFree(time_target=TARGET), noise=0.05)
     engine.run([*streams(decoding), *long, short])
     assert short.began is not None
-    assert short.began - short.arrival < 2 * TARGET
+    assert short.times[0] - short.arrival < 2.1 * TARGET
     assert all(finished(request) for request in long)
+
+
+@pytest.mark.parametrize("waiting", [1, 2, 3])
+def test_only_a_lone_prompt_takes_longer_than_the_target(waiting: int) -> None:
+    """Where nobody decodes; prompts are computed one after the other, and the last one is alone."""
+    prompts = [Request(numbers(1500, start=i)) for i in range(waiting)]
+    engine = Engine(StallFree(time_target=TARGET), noise=0.05)
+    engine.run(prompts)
+    for earlier, later in itertools.pairwise(prompts):
+        assert earlier.times[0] < later.times[0]
+    left, alone, together = waiting, [], []
+    for shares, seconds in engine.steps:
+        (alone if left == 1 else together).append(seconds)
+        left -= sum(share.start + share.rows == 1500 for share in shares)
+    assert max(together, default=0) < 1.2 * TARGET
+    assert max(alone) > 1.3 * TARGET
 
 
 def test_streams_do_not_stall_while_long_prompts_arrive() -> None:
@@ -142,9 +160,8 @@ def test_rows_fill_static_chunks(decodes: int, fit: int, expected: int) -> None:
     for stream in streams:
         scheduler.add(stream)
     while scheduler.waiting:
-        scheduler.next(lambda _: True)
-    for stream in streams:
-        stream.sampled = 1
+        for share in scheduler.next(lambda _: True):
+            share.request.sampled = 1
     scheduler.add(Request(numbers(10_000)))
     shares = scheduler.next(lambda _: True)
     assert [share.rows for share in shares if not share.decode] == [expected]
@@ -153,8 +170,8 @@ def test_rows_fill_static_chunks(decodes: int, fit: int, expected: int) -> None:
 
 def test_what_a_prompt_leaves_of_a_step_goes_to_the_next() -> None:
     engine = Engine(StallFree(time_target=TARGET))
-    engine.run([Request(numbers(n, start=n)) for n in (90, 100, 110, 120)])
-    assert [share.rows for share in engine.steps[0][0]][:3] == [90, 100, 110]
+    engine.run([Request(numbers(n, start=n)) for n in (50, 60, 70, 120)])
+    assert [share.rows for share in engine.steps[0][0]][:3] == [50, 60, 70]
     assert len(engine.steps) == 2
 
 
