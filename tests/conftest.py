@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -30,6 +31,10 @@ from edgellm.store.sources import DEFAULT_MODEL, resolve
 
 # Processes that tests start import the installed package, not the folder they are started in.
 os.environ["PYTHONSAFEPATH"] = "1"
+
+# A shell's job in the background ignores Ctrl-C, and so would all processes that tests start.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # Without a GPU, Triton kernels run in Triton's interpreter, which is chosen when they are imported.
 if device.why_not() is not None:

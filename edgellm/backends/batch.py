@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from collections.abc import Sequence as SequenceOf
@@ -13,7 +14,7 @@ from numpy.typing import NDArray
 
 from edgellm.backends.trace import TaskRecord
 from edgellm.cache.sequence import Sequence
-from edgellm.kernels.sampling import Logits, log_sum_exp
+from edgellm.kernels.sampling import Logits, rows_of_logits
 from edgellm.kernels.step import StepSpan
 
 Floats = NDArray[np.float32]
@@ -25,14 +26,14 @@ class Span:
 
     Attributes:
         logit_rows: the last so many of them go through the LM head.
-        candidates: the `MOST_CANDIDATES` best logits of its only row will do, where they are found
-            sooner.
+        candidates: so many of the best logits of each row will do, at most `MOST_CANDIDATES`; 0:
+            all are needed.
     """
 
     sequence: Sequence
     tokens: SequenceOf[int]
     logit_rows: int = 0
-    candidates: bool = False
+    candidates: int = 0
 
 
 @dataclass(frozen=True)
@@ -81,16 +82,20 @@ def step_span(span: Span) -> StepSpan:
     )
 
 
-def cut(spans: SequenceOf[Span], hidden: Floats, logits: Floats) -> list[Rows]:
+def cut(spans: SequenceOf[Span], hidden: Floats, logits: Floats, *, threads: int = 1) -> list[Rows]:
     """Hidden states `[rows, E]` and logits `[logit rows, V]` of a batch as those of each span."""
-    results, row, logit = [], 0, 0
-    for span in spans:
-        end, last = row + len(span.tokens), logit + span.logit_rows
-        results.append(Rows(hidden[row:end], with_sums(logits[logit:last])))
-        row, logit = end, last
+    results, row = [], 0
+    for span, after in zip(spans, logits_of(spans, logits, threads=threads), strict=True):
+        end = row + len(span.tokens)
+        results.append(Rows(hidden[row:end], after))
+        row = end
     return results
 
 
-def with_sums(logits: Floats) -> list[Logits]:
-    """Rows of logits `[n, V]`, each with what makes probabilities of it."""
-    return [Logits(row, log_sum_exp(row)) for row in logits]
+def logits_of(
+    spans: SequenceOf[Span], logits: Floats, *, threads: int = 1
+) -> list[SequenceOf[Logits]]:
+    """Rows of logits `[n, V]` of a batch as those of each span, or the best of them."""
+    wanted = [span.candidates for span in spans for _ in range(span.logit_rows)]
+    rows = iter(rows_of_logits(logits, wanted, threads=threads))
+    return [list(itertools.islice(rows, span.logit_rows)) for span in spans]

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgellm.backends.backend import Backend
-from edgellm.backends.batch import Rows, Span, with_sums
+from edgellm.backends.batch import Rows, Span, logits_of
 from edgellm.backends.chunk import Chunk
 from edgellm.backends.forward import Model
 from edgellm.backends.placement import Placement
@@ -207,5 +207,4 @@ class ChunkedBackend:
         ]
         if not any(map(len, last)):
             return [[] for _ in spans]
-        after = iter(with_sums(self.logits(np.concatenate(last))))
-        return [list(itertools.islice(after, len(rows))) for rows in last]
+        return logits_of(spans, self.logits(np.concatenate(last)))

@@ -83,7 +83,7 @@ class NativeModel:
                 raise CancelledError("cancelled between two layers")
             for span in spans:
                 span.sequence.commit(span.tokens)
-        return cut(spans, *result)
+        return cut(spans, *result, threads=self._threads)
 
     def linear(self, x: Floats, weight: PackedWeights, *, fine: bool = False) -> Floats:
         """See `StepModel.linear`."""

@@ -9,7 +9,7 @@ from collections.abc import Sequence as SequenceOf
 import numpy as np
 from numpy.typing import NDArray
 
-from edgellm.backends.batch import Rows, Span, with_sums
+from edgellm.backends.batch import Rows, Span, logits_of
 from edgellm.backends.forward import Model
 from edgellm.backends.placement import Placement
 from edgellm.backends.trace import TaskRecord
@@ -50,7 +50,7 @@ class TokenBackend:
             ]
         )
         last = states[len(states) - span.logit_rows :]
-        logits = with_sums(self.logits(last)) if span.logit_rows else []
+        (logits,) = logits_of([span], self.logits(last)) if span.logit_rows else [()]
         task = TaskRecord(f"{self.name} step", 0, "host", start, time.perf_counter())
         return Rows(states, logits, {self.name: len(states)}, [task])
 

@@ -49,7 +49,7 @@ class TritonModel:
         with reserved(spans):
             for span in spans:
                 span.sequence.use_device()
-            if len(spans) == 1 and spans[0].candidates and len(spans[0].tokens) == 1:
+            if _best_of_one_will_do(spans):
                 results = self._candidates(spans[0])
             else:
                 results = self._rows(spans, should_stop)
@@ -82,6 +82,12 @@ class TritonModel:
     def logits(self, hidden: Floats) -> Floats:
         """See `StepModel.logits`."""
         return self._step.logits(hidden)
+
+
+def _best_of_one_will_do(spans: SequenceOf[Span]) -> bool:
+    """Whether all that is wanted are the best logits after a single token."""
+    first = spans[0]
+    return len(spans) == len(first.tokens) == first.logit_rows == 1 and first.candidates > 0
 
 
 def _pools(cache: KVCache, device: str) -> list[DeviceBlocks]:

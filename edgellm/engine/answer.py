@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgellm.engine.repetition import RepetitionGuard
-from edgellm.engine.sampling import Sampler, best_will_do
+from edgellm.engine.sampling import Sampler, best_needed
 from edgellm.errors import OptionError
 from edgellm.generation_options import GenerationOptions
 from edgellm.kernels.sampling import Logits
@@ -39,7 +39,7 @@ class Answer:
 
     Attributes:
         sampled: its tokens.
-        best_will_do: see `best_will_do` in `sampling.py`.
+        best_needed: see `best_needed` in `sampling.py`.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class Answer:
         endless = options.max_tokens is None and not options.ignore_eos
         self._repetition = RepetitionGuard(options.repetition_limit if endless else 0)
         self._text = TextStream(tokenizer, context)
-        self.best_will_do = logit_filter is None and best_will_do(options, ends=len(self._ends))
+        self.best_needed = 0 if logit_filter else best_needed(options, ends=len(self._ends))
 
     def draw(self, logits: Logits, tokens: SequenceOf[int]) -> int:
         """The token after `tokens`, which are the context and all that was sampled.

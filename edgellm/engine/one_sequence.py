@@ -82,5 +82,5 @@ def compute_tokens(backend: Backend, tokens: SequenceOf[int], sequence: Sequence
 
 def best_next(backend: Backend, token: int, sequence: Sequence) -> int:
     """Compute a token; gives the most likely one after it."""
-    (computed,) = backend.run([Span(sequence, [token], logit_rows=1, candidates=True)])
+    (computed,) = backend.run([Span(sequence, [token], logit_rows=1, candidates=1)])
     return next(iter(computed.logits[0].best(1)))

@@ -10,9 +10,9 @@ from edgellm.checks import check_number
 from edgellm.engine.step_costs import nearest_multiple
 from edgellm.errors import OptionError
 
-# Seconds of a step in which nobody decodes, in time targets: who arrives during it waits for its
-# end, and is to begin within two.
-_NOBODY_DECODES = 1.5
+# Seconds of a step of a prompt that has the engine for itself, in time targets: who arrives during
+# it waits for its end, and is to begin within two.
+_LONE_PROMPT = 1.5
 # Of a step: rows of prompts at least, and sequences that decode at most.
 _MIN_ROWS, _DECODES = 32, 64
 
@@ -90,7 +90,8 @@ class StallFree:
     arXiv:2403.02310.
 
     Attributes:
-        time_target: seconds that a step may take in which somebody decodes: the gap in a stream.
+        time_target: seconds that a step may take for which somebody waits: the gap in a stream, and
+            half of what a short prompt waits for its first token behind long ones.
         min_rows: of prompts, even where decodes alone take as long: prompts always progress.
         max_rows: of a step.
         lone_rows: of a prompt that has the engine for itself, even where they take longer. 512 rows
@@ -129,11 +130,9 @@ class StallFree:
         return (-prompt.priority, not prompt.preempted, -ratio, prompt.left, prompt.arrival)
 
     def budget(self, *, decodes: int, requests: int) -> StepBudget:
-        if decodes:
-            seconds, rows = self.time_target, self.min_rows
-        else:
-            seconds = _NOBODY_DECODES * self.time_target
-            rows = self.min_rows if requests > 1 else self.lone_rows
+        seconds, rows = self.time_target, self.min_rows
+        if not decodes and requests == 1:
+            seconds, rows = _LONE_PROMPT * seconds, self.lone_rows
         rows = nearest_multiple(decodes + rows, self.row_multiple) - decodes
         if rows < 1:
             rows += self.row_multiple

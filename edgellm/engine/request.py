@@ -198,13 +198,15 @@ class Request:
         tokens = self.tokens[computed : computed + rows]
         last = computed + len(tokens) == end
         if not self.decoding:
-            return Span(self.context.sequence, tokens, logit_rows=int(last))
+            return Span(
+                self.context.sequence, tokens, logit_rows=int(last), candidates=self._candidates()
+            )
         draft = self._speculation.draft(self._room()) if alone else []
         return Span(
             self.context.sequence,
             [*tokens, *draft],
             logit_rows=1 + len(draft),
-            candidates=alone and self._answer.best_will_do,
+            candidates=self._candidates(),
         )
 
     def take(self, rows: Rows, *, decoded: bool, alone: bool, seconds: float) -> None:
@@ -277,6 +279,11 @@ class Request:
         in_context = self._engine.ctx_size - len(self.tokens)
         limit = self._options.max_tokens
         return in_context if limit is None else min(in_context, limit - len(self._answer.sampled))
+
+    def _candidates(self) -> int:
+        """How many of the best logits will do, for it and for those that begin where it ends."""
+        needed = [each._answer.best_needed for each in (self, *self.forks)]
+        return max(needed) if all(needed) else 0
 
     def _end_reason(self) -> FinishReason | None:
         """Why the answer is over before its next token, if it is."""

@@ -36,7 +36,7 @@ class Sampler:
         Args:
             logits: `[V]` float32; left as it is.
             tokens: everything so far, for the penalties.
-            ids: the tokens that `logits` are of, ascending, if not of all; see `best_will_do`.
+            ids: the tokens that `logits` are of, ascending, if not of all; see `best_needed`.
 
         Raises:
             NumericError: the logits are not finite.
@@ -82,10 +82,10 @@ class Sampler:
         return int(places[drawn])
 
 
-def best_will_do(options: GenerationOptions, *, ends: int) -> bool:
-    """Whether the `MOST_CANDIDATES` best logits lead to the same token as all of them.
+def best_needed(options: GenerationOptions, *, ends: int) -> int:
+    """How many of the best logits lead to the same token as all of them; 0: no few do.
 
-    They do if nothing but lowering some of them is done, and as many as are needed are left.
+    Some do if nothing but lowering some of them is done: then as many as are needed are left.
 
     Args:
         ends: tokens that may be banned.
@@ -93,12 +93,13 @@ def best_will_do(options: GenerationOptions, *, ends: int) -> bool:
     raising = min(options.repeat_penalty - 1, options.presence_penalty, options.frequency_penalty)
     needed = 1 if options.temperature == 0 else options.top_k
     if options.logit_bias or raising < 0 or needed == 0:
-        return False
+        return 0
     if _penalizes(options):
         if options.repeat_last_n < 0:
-            return False
+            return 0
         needed += options.repeat_last_n
-    return max(needed + ends, options.logprobs) <= MOST_CANDIDATES
+    needed = max(needed + ends, options.logprobs)
+    return needed if needed <= MOST_CANDIDATES else 0
 
 
 def _penalizes(options: GenerationOptions) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -10,11 +11,11 @@ from numpy.typing import NDArray
 from edgellm.kernels.native import library
 from edgellm.kernels.sampling import native, portable
 
-__all__ = ["MOST_CANDIDATES", "Logits", "log_sum_exp", "top_k"]
+__all__ = ["MOST_CANDIDATES", "Logits", "log_sum_exp", "rows_of_logits", "top_k"]
 
 # Of more than these, a full sort is as fast as anything else.
 _FEW = 1024
-# The most tokens that are selected on a device: the usual 40, after penalties of 64 recent ones.
+# The most tokens that are selected: the usual 40, after penalties of 64 recent ones.
 MOST_CANDIDATES = 128
 
 
@@ -61,3 +62,25 @@ def top_k(scores: NDArray[np.float32], k: int) -> NDArray[np.intp]:
     if compiled is None or not 0 < k <= _FEW or k >= scores.shape[0]:
         return portable.top_k(scores, k)
     return native.top_k(compiled, scores, k)
+
+
+def rows_of_logits(
+    logits: NDArray[np.float32], wanted: Sequence[int], *, threads: int = 1
+) -> list[Logits]:
+    """Rows `[n, V]` for sampling, each with all scores or with its best.
+
+    Args:
+        wanted: how many of the best of each row will do; 0: all of them. A row with scores that
+            are not a number, or infinite, has all.
+    """
+    if not wanted:
+        return []
+    compiled = library()
+    if compiled is None:
+        best = portable.candidates(logits, wanted)
+    else:
+        best = native.candidates(compiled, logits, wanted, threads=threads)
+    return [
+        Logits(row[ids], total, ids) if len(ids) else Logits(row, total)
+        for row, (total, ids) in zip(logits, best, strict=True)
+    ]

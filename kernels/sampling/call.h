@@ -1,34 +1,24 @@
-// The best k of many scores.
+// What a call for many rows of logits reads and writes.
 #pragma once
 
 #include <cstdint>
-#include <vector>
 
 namespace edgellm {
 
-struct Scored {
-    float score;
-    int64_t id;
+// Arguments of `edgellm_candidates`; the same fields, in the same order, as in native.py.
+struct CandidatesCall {
+    const float* logits;    // row r is logits[r * stride ..][0 .. count]
+    const int64_t* wanted;  // [rows], how many of the best are; 0: none
+    double* sums;           // [rows], the log-sum-exp of each
+    int64_t* ids;           // [rows, most], ascending
+    int64_t* kept;          // [rows], how many there are; 0 where the sum is not finite
+    int64_t stride, count, most;
+    int32_t rows, threads;
 };
 
-// Keeps up to 4 k candidates and throws all but the best k away when they are full. Equal scores: those that
-// came first are better. Not compiled for each instruction set: it sees few of the scores.
-class Best {
-public:
-    explicit Best(int64_t k);
-    float threshold;  // only scores above it are worth offering, once there are k
+// Scores that have one peak.
+constexpr int64_t RUN = 64;
 
-    bool full() const { return full_; }
-    void offer(float score, int64_t id);
-    int64_t finish();
-    const std::vector<Scored>& candidates() const { return candidates_; }
-
-private:
-    void shrink();
-
-    std::vector<Scored> candidates_;
-    size_t k_;
-    bool full_ = false;
-};
+inline int64_t runs_of(int64_t count) { return (count + RUN - 1) / RUN; }
 
 }  // namespace edgellm

@@ -3,12 +3,25 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Sequence
 
 import numpy as np
 from numpy.typing import NDArray
 
 from edgellm.kernels.checks import floats
 from edgellm.kernels.native import address
+
+Floats = NDArray[np.float32]
+
+
+class _Call(ctypes.Structure):
+    """The same fields, in the same order, as in call.h."""
+
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in ("logits", "wanted", "sums", "ids", "kept")),
+        *((name, ctypes.c_int64) for name in ("stride", "count", "most")),
+        *((name, ctypes.c_int32) for name in ("rows", "threads")),
+    ]
 
 
 def log_sum_exp(library: ctypes.CDLL, scores: NDArray[np.float32]) -> float:
@@ -25,3 +38,30 @@ def top_k(library: ctypes.CDLL, scores: NDArray[np.float32], k: int) -> NDArray[
     ids = np.empty(k, np.int64)
     count = library.edgellm_top_k(address(values), values.shape[0], k, address(ids))
     return ids[:count].astype(np.intp)
+
+
+def candidates(
+    library: ctypes.CDLL, logits: Floats, wanted: Sequence[int], *, threads: int = 1
+) -> list[tuple[float, NDArray[np.intp]]]:
+    """See `candidates` in `portable.py`."""
+    if logits.dtype != np.float32 or logits.ndim != 2 or logits.strides[1] != logits.itemsize:
+        raise ValueError(f"logits are float32 rows without gaps, not {logits.dtype}")
+    rows, count = logits.shape
+    if rows != len(wanted) or count < 1 or min(wanted, default=-1) < 0:
+        raise ValueError(f"logits are {logits.shape}, and of each row are wanted {list(wanted)}")
+    most = min(max(wanted), count)
+    k = np.minimum(wanted, most, dtype=np.int64)
+    sums, kept, ids = np.empty(rows), np.empty(rows, np.int64), np.empty((rows, most), np.int64)
+    call = _Call(
+        *(address(array) for array in (logits, k, sums, ids, kept)),
+        logits.strides[0] // logits.itemsize,
+        count,
+        most,
+        rows,
+        threads,
+    )
+    library.edgellm_candidates(ctypes.byref(call))
+    return [
+        (total, ids[r, :n].astype(np.intp, copy=False))
+        for r, (total, n) in enumerate(zip(sums.tolist(), kept.tolist(), strict=True))
+    ]

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -23,3 +26,18 @@ def top_k(scores: NDArray[np.float32], k: int) -> NDArray[np.intp]:
         ids = np.arange(count)
     order = np.argsort(-scores[ids], kind="stable")
     return ids[order][: k or None]
+
+
+def candidates(
+    logits: NDArray[np.float32], wanted: Sequence[int]
+) -> list[tuple[float, NDArray[np.intp]]]:
+    """The log-sum-exp of each row `[V]`, and ids of its `wanted` best, ascending.
+
+    There are none where the sum is not finite: of such a row all is needed.
+    """
+    results = []
+    for row, k in zip(logits, wanted, strict=True):
+        total = log_sum_exp(row)
+        searched = k > 0 and math.isfinite(total)
+        results.append((total, np.sort(top_k(row, k)) if searched else np.empty(0, np.intp)))
+    return results

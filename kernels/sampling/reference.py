@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,3 +18,17 @@ def log_sum_exp(scores: NDArray[np.floating]) -> float:
 def top_k(scores: NDArray[np.floating], k: int) -> list[int]:
     """Ids of the `k` highest scores, highest first, equal ones by id."""
     return sorted(range(len(scores)), key=lambda i: (-scores[i], i))[:k]
+
+
+def candidates(
+    logits: NDArray[np.floating], wanted: Sequence[int]
+) -> list[tuple[float, list[int]]]:
+    """The log-sum-exp of each row, and ids of its `wanted` best, ascending; of a row with scores
+    that are not finite there are none."""
+    results = []
+    for row, k in zip(logits, wanted, strict=True):
+        if all(score < math.inf for score in row) and max(row) > -math.inf:
+            results.append((log_sum_exp(row), sorted(top_k(row, k))))
+        else:
+            results.append((math.nan, []))
+    return results

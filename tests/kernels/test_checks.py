@@ -16,7 +16,7 @@ from edgellm.kernels.kv_blocks import BLOCK, allocate
 from edgellm.kernels.linear import PackedWeights, native, pack_weight, rows_of
 from edgellm.kernels.native import library
 from edgellm.kernels.quantized import KINDS
-from edgellm.kernels.sampling.native import log_sum_exp, top_k
+from edgellm.kernels.sampling.native import candidates, log_sum_exp, top_k
 
 HUGE = [-1, 70, 10**9, 1 << 31, 1 << 32, (1 << 63) - 1, 1 << 63, -(1 << 63), 10**30]
 
@@ -154,3 +154,13 @@ def test_scores_of_another_type(compiled: Any) -> None:
             log_sum_exp(compiled, scores)
     with pytest.raises(ValueError, match="k is -1"):
         top_k(compiled, np.zeros(9, np.float32), -1)
+
+
+def test_rows_of_logits_that_do_not_fit(compiled: Any) -> None:
+    rows = np.zeros((2, 9), np.float32)
+    for logits in (rows.astype(np.float64), rows[:, ::2], rows[0]):
+        with pytest.raises(ValueError, match="float32 rows"):
+            candidates(compiled, logits, [1, 1])
+    for wanted in ([1], [1, -1], []):
+        with pytest.raises(ValueError, match="wanted"):
+            candidates(compiled, rows, wanted)

@@ -8,7 +8,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from edgellm.kernels.native import library
-from edgellm.kernels.sampling import log_sum_exp, native, portable, reference, top_k
+from edgellm.kernels.sampling import (
+    log_sum_exp,
+    native,
+    portable,
+    reference,
+    rows_of_logits,
+    top_k,
+)
 
 SIZES = [1, 3, 16, 17, 1000, 49_153]
 
@@ -65,3 +72,62 @@ def test_all_of_them() -> None:
     scores = random_scores(70)
     assert top_k(scores, 0).tolist() == reference.top_k(scores, 70)
     assert np.isfinite(log_sum_exp(scores))
+
+
+def padded_rows(rows: int, size: int) -> np.ndarray:
+    """Logits as a step leaves them: rows with a gap behind each, which is nobody's."""
+    whole = np.full((rows, -(-size // 16) * 16 + 16), np.nan, np.float32)
+    whole[:, :size] = np.random.default_rng(rows * size).standard_normal((rows, size)) * 10
+    return whole[:, :size]
+
+
+@pytest.mark.usefixtures("eight_cores")
+@pytest.mark.parametrize("size", [*SIZES[:-1], 4097])
+@pytest.mark.parametrize("rows", [1, 2, 7, 33])
+@pytest.mark.parametrize("threads", [1, 3])
+def test_candidates(compiled: ctypes.CDLL, rows: int, size: int, threads: int) -> None:
+    logits, wanted = padded_rows(rows, size), [(40, 0, 128, 1, 2000)[r % 5] for r in range(rows)]
+    expected = reference.candidates(logits, wanted)
+    ours = native.candidates(compiled, logits, wanted, threads=threads)
+    for results in (ours, portable.candidates(logits, wanted)):
+        for (total, ids), (expected_total, expected_ids) in zip(results, expected, strict=True):
+            assert total == pytest.approx(expected_total, abs=1e-6)
+            assert ids.tolist() == expected_ids
+    assert [total for total, _ in ours] == [log_sum_exp(row) for row in logits]  # the same bits
+
+
+@pytest.mark.parametrize("size", [37, 200, 4096])
+@pytest.mark.parametrize("k", [1, 3, 40])
+@pytest.mark.parametrize("values", [[1.5], [-np.inf, 2.0], [-np.inf, 0.0, 0.5, 7.0]])
+def test_equal_candidates_go_by_id(
+    compiled: ctypes.CDLL, values: list[float], k: int, size: int
+) -> None:
+    logits = np.random.default_rng(k).choice(np.array(values, np.float32), (9, size))
+    expected = [ids for _, ids in reference.candidates(logits, [k] * 9)]
+    for results in (
+        native.candidates(compiled, logits, [k] * 9),
+        portable.candidates(logits, [k] * 9),
+    ):
+        assert [ids.tolist() for _, ids in results] == expected
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+@pytest.mark.parametrize("place", [0, 16, 99])
+def test_a_row_that_is_broken_comes_whole(bad: float, place: int, compiled: ctypes.CDLL) -> None:
+    """So that whoever samples from it sees it; its neighbours do not notice."""
+    logits = padded_rows(3, 100)
+    logits[1, place] = bad
+    for results in (
+        native.candidates(compiled, logits, [5, 5, 5]),
+        portable.candidates(logits, [5, 5, 5]),
+        reference.candidates(logits, [5, 5, 5]),
+    ):
+        assert [len(ids) for _, ids in results] == [5, 0, 5]
+    rows = rows_of_logits(logits, [5, 5, 0])
+    assert [row.scores.shape[0] for row in rows] == [5, 100, 100]
+    assert rows[0].best(3) == rows_of_logits(logits, [0, 0, 0])[0].best(3)
+
+
+def test_no_rows() -> None:
+    assert rows_of_logits(np.empty((0, 9), np.float32), []) == []

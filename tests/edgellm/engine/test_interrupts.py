@@ -2,38 +2,23 @@
 
 from __future__ import annotations
 
-import gc
 import signal
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from types import FrameType
 
 import pytest
+from loop_checks import AlarmError
 
 from edgellm.llm import LLM
 from edgellm.named_prefix import kept_prefixes
 
-pytestmark = pytest.mark.skipif(not hasattr(signal, "setitimer"), reason="needs a timer signal")
+pytestmark = [
+    pytest.mark.skipif(not hasattr(signal, "setitimer"), reason="needs a timer signal"),
+    pytest.mark.usefixtures("alarm"),
+]
 TEXT = "One two three four five six seven eight nine ten. " * 320
-
-
-class AlarmError(BaseException):
-    """What the handler raises; like KeyboardInterrupt it is no Exception."""
-
-
-@pytest.fixture(autouse=True)
-def alarm() -> Iterator[None]:
-    def handle(number: int, frame: FrameType | None) -> None:
-        raise AlarmError
-
-    previous = signal.signal(signal.SIGALRM, handle)
-    gc.disable()  # Python drops what is raised in a callback of its collector, hypothesis has one
-    yield
-    gc.enable()
-    signal.setitimer(signal.ITIMER_REAL, 0)
-    signal.signal(signal.SIGALRM, previous)
 
 
 @pytest.fixture(params=["chosen", "portable"])

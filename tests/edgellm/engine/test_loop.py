@@ -97,6 +97,31 @@ def test_thirty_answers_together_are_as_alone(native: LLM) -> None:
     assert used_blocks(fresh) == 0
 
 
+def test_the_best_logits_lead_to_the_same_answers_as_all(
+    native: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Apart, together, and from one prompt."""
+
+    def answers() -> list[Completion]:
+        forked = native.generate(REQUESTS[3][0], n=3, seed=1, max_tokens=9)
+        return [*alone(native, REQUESTS), *together(native, REQUESTS), *forked]
+
+    counts: list[int] = []
+    run = native.engine.decoder.run
+
+    def counted(spans: Sequence[Span], **options: Any) -> list[Rows]:
+        counts.extend(span.candidates for span in spans if span.logit_rows)
+        return run(spans, **options)
+
+    monkeypatch.setattr(native.engine.decoder, "run", counted)
+    few = answers()
+    assert min(counts) > 0
+    monkeypatch.setattr("edgellm.engine.answer.best_needed", lambda *_, **__: 0)
+    counts.clear()
+    assert_same(few, answers())
+    assert max(counts) == 0
+
+
 @pytest.mark.parametrize("scheduling", ["serial", "stall_free"])
 def test_scheduling_changes_no_answer(native: LLM, scheduling: Any) -> None:
     requests = [(tokens, {**options, "speculate": False}) for tokens, options in REQUESTS[:12]]

@@ -9,12 +9,13 @@ from edgellm import GenerationOptions, NumericError, OptionError
 from edgellm.engine.sampling import (
     Sampler,
     apply_penalties,
-    best_will_do,
+    best_needed,
     keep_min_p,
     keep_top_p,
     log_softmax,
     softmax,
 )
+from edgellm.kernels.sampling import MOST_CANDIDATES
 from edgellm.llm import load
 
 LOGITS = np.log(np.array([0.5, 0.3, 0.15, 0.05], np.float32))
@@ -164,13 +165,14 @@ def test_the_best_lead_to_the_same_token_as_all(changes: dict) -> None:
     rng = np.random.default_rng(0)
     banned = [] if changes.get("top_k") == 128 else [7, 2999]
     options = GenerationOptions(seed=3, **changes)
-    assert best_will_do(options, ends=len(banned))
+    needed = best_needed(options, ends=len(banned))
+    assert 0 < needed <= MOST_CANDIDATES
     all_of_them, few = Sampler(options, banned=banned), Sampler(options, banned=banned)
     tokens: list[int] = []
     for _ in range(150):
         logits = (rng.standard_normal(3000) * 3).astype(np.float32)
         logits[[7, *tokens[-64:]]] += 6
-        ids = np.sort(np.argsort(-logits)[:128])
+        ids = np.sort(np.argsort(-logits)[:needed])
         token = all_of_them.sample(logits, tokens)
         assert few.sample(logits[ids], tokens, ids=ids) == token
         tokens.append(token)
@@ -179,7 +181,7 @@ def test_the_best_lead_to_the_same_token_as_all(changes: dict) -> None:
 
 @pytest.mark.parametrize("changes", NOT_ENOUGH)
 def test_when_all_are_needed(changes: dict) -> None:
-    assert not best_will_do(GenerationOptions(**changes), ends=1)
+    assert not best_needed(GenerationOptions(**changes), ends=1)
 
 
 def test_defaults_of_the_default_model(smollm2_gguf: Path) -> None:

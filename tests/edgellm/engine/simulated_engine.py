@@ -1,0 +1,249 @@
+"""An engine without a model: virtual time, and a pool that only counts."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+
+from hypothesis import strategies as st
+
+from edgellm.engine.policies import SchedulingPolicy
+from edgellm.engine.scheduler import Scheduler, Share
+from edgellm.engine.step_costs import StepCosts, StepLoad
+
+BLOCK = 128
+
+
+TARGET = 0.1
+
+
+@dataclass(eq=False)
+class Request:
+    """A prompt of numbers and so many tokens of answer; `arrival` and `cancelled_at` in seconds."""
+
+    tokens: list[int]
+    answer: int = 1
+    arrival: float = 0.0
+    priority: int = 0
+    cancelled_at: float = float("inf")
+    computed: int = 0
+    sampled: int = 0
+    blocks: int = 0
+    failed: bool = False
+    paused: bool = False
+    prefilled: int = 0
+    began: float | None = None
+    times: list[float] = field(default_factory=list)
+
+    @property
+    def decoding(self) -> bool:
+        return self.sampled > 0 and len(self.tokens) - self.computed == 1
+
+    @property
+    def gap(self) -> float:
+        """The longest time between two of its tokens."""
+        return max((b - a for a, b in itertools.pairwise(self.times)), default=0.0)
+
+
+def two_cores(load: StepLoad) -> float:
+    """SmolLM2-135M: few rows are slower each than many are."""
+    few = 2.3e-3 + 0.86e-3 * load.rows
+    many = 10e-3 + 0.40e-3 * load.rows
+    return min(few, many) + 0.17e-6 * load.positions
+
+
+def numbers(length: int, start: int = 0) -> list[int]:
+    """A prompt that begins like no other with another start."""
+    return list(range(start * 10_000, start * 10_000 + length))
+
+
+class Engine:
+    """What the real one does around its scheduler; checks each step.
+
+    Args:
+        blocks: of the pool; a request that needs more alone fails.
+        watermark: blocks that an admission leaves free.
+        sharing: finished blocks of prompts are found by those that are admitted later.
+    """
+
+    def __init__(
+        self,
+        policy: SchedulingPolicy,
+        *,
+        blocks: int = 10**9,
+        watermark: int = 0,
+        sharing: bool = False,
+        law: Callable[[StepLoad], float] = two_cores,
+        noise: float = 0.0,
+        costs: StepCosts | None = None,
+    ) -> None:
+        self.scheduler: Scheduler[Request] = Scheduler(policy=policy, costs=costs or taught())
+        self.policy, self.law, self.noise = policy, law, noise
+        self.blocks, self.free, self.watermark = blocks, blocks, watermark
+        self.known: set[tuple[int, ...]] | None = set() if sharing else None
+        self.refused: Request | None = None  # who found no room last
+        self.now = 0.0
+        self.chance = random.Random(0)
+        self.steps: list[tuple[list[Share[Request]], float]] = []
+
+    def run(self, requests: Iterable[Request], *, until: float = float("inf")) -> None:
+        arriving = sorted(requests, key=lambda r: r.arrival)[::-1]
+        cancelled = sorted(
+            (r for r in arriving if r.cancelled_at < float("inf")),
+            key=lambda r: r.cancelled_at,
+            reverse=True,
+        )
+        while self.now < until:
+            self.arrive(arriving, cancelled)
+            chosen = self.scheduler.next(self.admit)
+            self.check(chosen)
+            shares = self.reserve(chosen)
+            if shares:
+                seconds = self.law(load_of(shares)) * self.chance.uniform(1, 1 + self.noise)
+                for share in shares:
+                    if share.request.began is None:
+                        share.request.began = self.now
+                self.now += seconds
+                self.arrive(arriving, cancelled)  # while the step is running
+                self.finish(shares, seconds)
+            elif chosen:
+                continue  # who was to be computed has failed
+            elif self.scheduler.waiting:  # the first in line does not fit, and nobody else runs
+                assert self.refused is not None
+                self.fail(self.refused)
+            elif arriving:
+                self.now = max(self.now, arriving[-1].arrival)
+            else:
+                return
+
+    def arrive(self, arriving: list[Request], cancelled: list[Request]) -> None:
+        while arriving and arriving[-1].arrival <= self.now:
+            self.scheduler.add(arriving.pop())
+        while cancelled and cancelled[-1].cancelled_at <= self.now:
+            request = cancelled.pop()
+            if request in arriving:
+                arriving.remove(request)
+            self.remove(request)
+
+    def admit(self, request: Request) -> bool:
+        needed = -(-len(request.tokens) // BLOCK)
+        if needed > self.free - (self.watermark if self.scheduler.running else 0):
+            self.refused = request
+            return False
+        self.free -= needed
+        request.blocks = needed
+        if self.known is not None:
+            end = BLOCK
+            while end < len(request.tokens) and tuple(request.tokens[:end]) in self.known:
+                request.computed = end
+                end += BLOCK
+        return True
+
+    def reserve(self, shares: list[Share[Request]]) -> list[Share[Request]]:
+        """Blocks for what is appended; preempts the newest until there are enough."""
+        dropped: set[Request] = set()
+        for share in shares:
+            needed = -(-(share.start + share.rows) // BLOCK)
+            while share.request not in dropped and needed > share.request.blocks:
+                if self.free:
+                    self.free -= 1
+                    share.request.blocks += 1
+                    continue
+                victim = self.scheduler.preempt()
+                if victim is None:
+                    victim = share.request
+                    self.fail(victim)
+                self.release(victim)
+                dropped.add(victim)
+        return [share for share in shares if share.request not in dropped]
+
+    def finish(self, shares: list[Share[Request]], seconds: float) -> None:
+        self.steps.append((shares, seconds))
+        for share in shares:
+            request = share.request
+            if request not in self.scheduler.running:
+                continue  # cancelled while the step ran
+            request.computed += share.rows
+            request.prefilled += 0 if share.decode else share.rows
+            if self.known is not None:
+                for end in range(BLOCK, request.computed + 1, BLOCK):
+                    self.known.add(tuple(request.tokens[:end]))
+            if request.computed == len(request.tokens):
+                request.tokens.append(-1 - request.sampled)
+                request.sampled += 1
+                request.times.append(self.now)
+                if request.sampled == request.answer:
+                    self.remove(request)
+        self.scheduler.done(shares, seconds)
+
+    def fail(self, request: Request) -> None:
+        request.failed = True
+        self.remove(request)
+
+    def remove(self, request: Request) -> None:
+        self.scheduler.remove(request)
+        self.release(request)
+
+    def release(self, request: Request) -> None:
+        self.free += request.blocks
+        request.blocks = request.computed = 0
+
+    def check(self, shares: Sequence[Share[Request]]) -> None:
+        running, waiting = self.scheduler.running, self.scheduler.waiting
+        assert len({share.request for share in shares}) == len(shares)
+        assert not running & waiting
+        assert len(running) <= self.policy.max_running
+        assert 0 <= self.free <= self.blocks
+        for share in shares:
+            assert share.request in running
+            assert share.start == share.request.computed
+            assert share.decode is share.request.decoding
+            assert 1 <= share.rows <= len(share.request.tokens) - share.start
+        decoding = sum(request.decoding for request in running)
+        assert sum(share.decode for share in shares) == min(decoding, self.policy.max_decodes)
+        assert sum(share.rows for share in shares) <= self.policy.budget(decodes=1, requests=2)[2]
+        assert shares or not running, "somebody runs, and nothing is computed"
+
+
+def load_of(shares: Iterable[Share[Request]]) -> StepLoad:
+    load = StepLoad()
+    for share in shares:
+        load = load.plus(share.rows, share.start)
+    return load
+
+
+def taught(law: Callable[[StepLoad], float] = two_cores, *, steps: int = 100) -> StepCosts:
+    costs, chance = StepCosts(), random.Random(0)
+    for _ in range(steps):
+        load = StepLoad()
+        for _ in range(chance.choice([0, 1, 5])):
+            load = load.plus(1, chance.randrange(4096))
+        rows = chance.choice([0, 1, 40, 100, 200, 400])
+        load = load.plus(rows, chance.randrange(4096)) if rows else load
+        costs.learn(load, law(load))
+    return costs
+
+
+def finished(request: Request) -> bool:
+    return request.sampled == request.answer and len(request.times) == request.answer
+
+
+requests_strategy = st.lists(
+    st.builds(
+        lambda prompt, answer, arrival, priority, cancelled: Request(
+            numbers(prompt), answer, arrival, priority, cancelled
+        ),
+        prompt=st.integers(1, 2000),
+        answer=st.integers(1, 40),
+        arrival=st.floats(0, 3),
+        priority=st.integers(-1, 1),
+        cancelled=st.just(float("inf")) | st.floats(0, 4),
+    ),
+    max_size=12,
+)
+
+
+def streams(count: int) -> list[Request]:
+    return [Request(numbers(100, start=i), 400) for i in range(count)]
