@@ -44,6 +44,7 @@ PUBLIC = {
     "edgellm.options",
     "edgellm.progress",
     "edgellm.results",
+    "edgellm.serve",
     "edgellm.store.home",
 }
 # Packages of edgellm/, each of which may import those before it; the modules beside them are the

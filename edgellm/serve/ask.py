@@ -1,0 +1,55 @@
+"""What a client wants, in no dialect."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from edgellm.generation_options import GenerationArguments
+from edgellm.text.fim import Gap, Order
+from edgellm.text.prompt import Message
+
+
+@dataclass(frozen=True, kw_only=True)
+class Conversation:
+    """Messages for the model's chat template.
+
+    Attributes:
+        template_arguments: what the template is told beside them, such as `enable_thinking`.
+    """
+
+    messages: tuple[Message, ...]
+    template_arguments: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Infill:
+    """A gap to be filled; `order`: see `LLM.infill`."""
+
+    gap: Gap
+    order: Order | None = None
+
+
+# A text (special tokens that are written out are those tokens) or token ids are continued.
+AskedPrompt = Conversation | Infill | str | tuple[int, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ask:
+    """An answer that is asked for.
+
+    Attributes:
+        model: None or "": the first one that is served.
+        arguments: fields of `GenerationOptions`; others are the model's own.
+        n: answers to the same prompt, which is computed once.
+        json_schema: as text; the answer is JSON of this schema. `{}`: any JSON.
+        reports: whether there is to be `PromptProgress` among the events.
+    """
+
+    model: str | None
+    prompt: AskedPrompt
+    arguments: GenerationArguments = field(default_factory=GenerationArguments)
+    n: int = 1
+    json_schema: str | None = None
+    reports: bool = True
