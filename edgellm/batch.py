@@ -177,8 +177,6 @@ def prompt_tokens(engine: Engine, prompt: Prompt) -> list[int]:
     if isinstance(prompt, Gap):
         return infill_tokens(engine.tokenizer, prompt, model=engine.bundle.manifest.name)
     if isinstance(prompt, SequenceOf) and prompt and isinstance(prompt[0], Message):
-        if not all(isinstance(m, Message) and isinstance(m.content, str) for m in prompt):
-            raise OptionError("`prompt` is no list of edgellm.Message alone, each with a text")
         return encode_conversation(prompt, engine.template, engine.tokenizer)  # type: ignore[arg-type]
     if isinstance(prompt, str):
         return engine.tokenizer.encode(prompt, parse_special=True)
