@@ -24,6 +24,8 @@ from edgellm.serve.ask import Ask, Conversation, Infill
 from edgellm.serve.metrics import Metrics
 from edgellm.serve.request_error import RequestError, request_error
 from edgellm.text.prompt import encode_conversation
+from edgellm.text.template import Scalar
+from edgellm.tool_use import ToolCallDelta
 
 if TYPE_CHECKING:
     from edgellm.engine.engine import Engine
@@ -77,11 +79,15 @@ class Delta:
         sample: which of the answers, from 0.
         text: to be shown; may be empty.
         pieces: its tokens, and what is known of each.
+        reasoning: what the model thinks, which is not in `text`.
+        calls: of tools, which are not either.
     """
 
     sample: int
     text: str
     pieces: tuple[Piece, ...]
+    reasoning: str = ""
+    calls: tuple[ToolCallDelta, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -275,6 +281,12 @@ class _Running:
         return End(sample, reason, stats)
 
 
+def _hints(engine: Engine, prompt: Conversation) -> dict[str, Scalar]:
+    """Those that the template reads."""
+    known = engine.template.arguments if engine.template is not None else frozenset()
+    return {name: value for name, value in prompt.template_hints.items() if name in known}
+
+
 def too_long(tokens: int, ctx_size: int) -> RequestError:
     return RequestError(
         "context_length",
@@ -294,7 +306,14 @@ def _prompt(llm: LLM, ask: Ask) -> tuple[list[int], GenerationOptions]:
         )
         return tokens, infill_options(engine, options)
     if isinstance(prompt, Conversation):
-        return encode_conversation(prompt.messages, engine.template, engine.tokenizer), options
+        tokens = encode_conversation(
+            prompt.messages,
+            engine.template,
+            engine.tokenizer,
+            tools=() if prompt.tool_choice == "none" else prompt.tools,
+            template_arguments={**_hints(engine, prompt), **prompt.template_arguments},
+        )
+        return tokens, options
     if isinstance(prompt, str):
         return engine.tokenizer.encode(prompt, parse_special=True), options
     largest = max(prompt, default=0)

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
 from edgellm.generation_options import GenerationArguments
 from edgellm.text.fim import Gap, Order
 from edgellm.text.prompt import Message
+from edgellm.text.template import Scalar
+from edgellm.tool_use import Tool, ToolChoice
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -16,11 +17,19 @@ class Conversation:
     """Messages for the model's chat template.
 
     Attributes:
+        tools: what the model may call.
+        tool_choice: whether it has to; see `edgellm/tool_use.py`.
+        parallel_tool_calls: whether it may make several calls in one answer.
         template_arguments: what the template is told beside them, such as `enable_thinking`.
+        template_hints: likewise, where the template reads it.
     """
 
     messages: tuple[Message, ...]
-    template_arguments: Mapping[str, Any] = field(default_factory=dict)
+    tools: tuple[Tool, ...] = ()
+    tool_choice: ToolChoice = "auto"
+    parallel_tool_calls: bool = True
+    template_arguments: Mapping[str, Scalar] = field(default_factory=dict)
+    template_hints: Mapping[str, Scalar] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -20,6 +20,7 @@ from edgellm.serve.ask import Ask
 from edgellm.serve.body import ClientGoneError, Fields, Receive, read_body, read_fields
 from edgellm.serve.request_error import RequestError, request_error
 from edgellm.serve.streaming import JSON, Frame, Frames, Reply, Send, StreamReply, json_reply
+from edgellm.tool_use import ToolCall, joined_calls
 
 Scope = MutableMapping[str, Any]
 CLIENT = "edgellm.client"  # where the guard leaves it in an ASGI scope
@@ -35,6 +36,14 @@ class Answered:
     @property
     def text(self) -> str:
         return "".join(delta.text for delta in self.deltas)
+
+    @property
+    def reasoning(self) -> str:
+        return "".join(delta.reasoning for delta in self.deltas)
+
+    @property
+    def calls(self) -> tuple[ToolCall, ...]:
+        return joined_calls([call for delta in self.deltas for call in delta.calls])
 
     @property
     def pieces(self) -> list[Piece]:
