@@ -12,7 +12,13 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route as StarletteRoute
 
-from edgellm.serve import health, openai_chat, openai_models
+from edgellm.serve import (
+    health,
+    openai_chat,
+    openai_completions,
+    openai_embeddings,
+    openai_models,
+)
 from edgellm.serve.answering import Answering
 from edgellm.serve.endpoint import Dialect, Endpoint, Route
 from edgellm.serve.guard import Guard
@@ -24,7 +30,13 @@ from edgellm.serve.streaming import BodyReply, Reply
 
 OPENAI = Dialect(
     name="openai",
-    routes=[*openai_chat.ROUTES, *openai_models.ROUTES, *health.ROUTES],
+    routes=[
+        *openai_chat.ROUTES,
+        *openai_completions.ROUTES,
+        *openai_embeddings.ROUTES,
+        *openai_models.ROUTES,
+        *health.ROUTES,
+    ],
     error_body=error_body,
     error_frames=error_frames,
 )
