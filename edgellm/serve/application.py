@@ -18,6 +18,7 @@ from edgellm.serve import (
     openai_completions,
     openai_embeddings,
     openai_models,
+    openai_responses,
 )
 from edgellm.serve.answering import Answering
 from edgellm.serve.endpoint import Dialect, Endpoint, Route
@@ -40,8 +41,14 @@ OPENAI = Dialect(
     error_body=error_body,
     error_frames=error_frames,
 )
+RESPONSES = Dialect(
+    name="responses",
+    routes=openai_responses.ROUTES,
+    error_body=error_body,
+    error_frames=openai_responses.error_frames,
+)
 # The first that owns a path writes errors of paths that no route has; else it is OpenAI's.
-DIALECTS: Sequence[Dialect] = (OPENAI,)
+DIALECTS: Sequence[Dialect] = (OPENAI, RESPONSES)
 
 
 def create_app(pool: ModelPool, options: ServeOptions | None = None) -> Starlette:
