@@ -6,7 +6,10 @@ from typing import Any
 
 import openai
 import pytest
-from serving import Running
+from serving import Running, running, served
+
+from edgellm import LLM
+from edgellm.serve import ModelPool, ServeOptions
 
 MESSAGES: Any = [{"role": "user", "content": "hello there"}]
 
@@ -50,23 +53,26 @@ def test_several_answers_are_those_of_their_seeds(client: openai.OpenAI) -> None
     reply = client.chat.completions.create(**asked, n=3, seed=5)
     alone = [client.chat.completions.create(**asked, seed=5 + i) for i in range(3)]
     texts = [choice.message.content for choice in reply.choices]
-    assert texts == [one.choices[0].message.content for one in alone]
-    assert [choice.index for choice in reply.choices] == [0, 1, 2]
+    sampled: Any = {"max_tokens": 5, "seed": 1, "temperature": 0.7, "top_p": 1}  # its own
+    assert texts == [server.llm.generate(prompt, **sampled).text for prompt in "ab"]
+    embedder = OpenAIEmbeddings(**common, check_embedding_ctx_length=False)
+    assert [len(vector) for vector in embedder.embed_documents(["a", "b"])] == [96, 96]
 
 
-def test_an_unknown_model_is_not_found(client: openai.OpenAI) -> None:
-    with pytest.raises(openai.NotFoundError, match="served are tiny") as raised:
-        client.chat.completions.create(model="gpt-5", messages=MESSAGES)
-    assert raised.value.code == "model_not_found"
-    assert client.chat.completions.create(model="", messages=MESSAGES, max_tokens=1).model == "tiny"
-
-
-def test_models(client: openai.OpenAI) -> None:
-    assert [model.id for model in client.models.list()] == ["tiny"]
-    assert client.models.retrieve("tiny").owned_by == "edgellm"
-    with pytest.raises(openai.NotFoundError):
-        client.models.retrieve("none")
-
-
-def test_health(server: Running) -> None:
-    assert server.get("/health").json() == {"status": "ok"}
+@pytest.mark.slow
+def test_the_default_model(chosen_llm: LLM) -> None:
+    options = ServeOptions(port=0, grace_s=1)
+    pool = ModelPool([served(chosen_llm, "smollm2")])
+    with (
+        running(pool, chosen_llm, options) as server,
+        openai.OpenAI(base_url=f"{server.url}/v1", api_key="x") as client,
+    ):
+        messages: Any = [{"role": "user", "content": "Name the capital of France."}]
+        reply = client.chat.completions.create(model="smollm2", messages=messages, temperature=0)
+        assert "Paris" in (reply.choices[0].message.content or "")
+        with client.responses.stream(
+            model="smollm2", input="Name the capital of France.", temperature=0
+        ) as stream:
+            for _ in stream:
+                pass
+            assert "Paris" in stream.get_final_response().output_text
