@@ -19,6 +19,7 @@ from edgellm.errors import CancelledError, EdgeLLMError, OptionError
 # Command -> module and one line of help; a module is imported when its command runs.
 COMMANDS = {
     "run": ("edgellm.cli.run", "Ask a model, or chat with it."),
+    "serve": ("edgellm.cli.serve", "Serve models over HTTP."),
     "infill": ("edgellm.cli.infill", "Fill the gap between a prefix and a suffix."),
     "export": ("edgellm.cli.export", "Export a model to a bundle."),
     "pull": ("edgellm.cli.models", "Download a model and export it."),

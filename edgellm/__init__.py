@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from edgellm.session import Session
     from edgellm.text.json_schema import JsonFilter
     from edgellm.text.prompt import Message
+    from edgellm.tool_use import Tool, ToolCall, ToolCallDelta, ToolChoice
 
 __version__ = "0.1.0"
 
@@ -63,6 +64,10 @@ _LAZY = {
     "Progress": "edgellm.progress",
     "Session": "edgellm.session",
     "Stats": "edgellm.results",
+    "Tool": "edgellm.tool_use",
+    "ToolCall": "edgellm.tool_use",
+    "ToolCallDelta": "edgellm.tool_use",
+    "ToolChoice": "edgellm.tool_use",
     "load": "edgellm.llm",
 }
 
@@ -100,6 +105,10 @@ __all__ = [
     "Stats",
     "TemplateError",
     "TokenizerError",
+    "Tool",
+    "ToolCall",
+    "ToolCallDelta",
+    "ToolChoice",
     "UnsupportedModelError",
     "__version__",
     "load",

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import secrets
 import threading
 from collections.abc import Iterable
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field, replace
 
 from edgellm.checks import check_hooks, check_token_ids
-from edgellm.engine.context import Context
 from edgellm.engine.engine import Engine
 from edgellm.engine.pending import WORKING, Pending, Waiting
 from edgellm.engine.request import LogitFilter, Request
@@ -17,6 +15,7 @@ from edgellm.errors import EdgeLLMError, OptionError
 from edgellm.generation_options import GenerationOptions
 from edgellm.infill import infill_options, infill_tokens
 from edgellm.results import Completion, Piece, completion
+from edgellm.samples import forked_requests
 from edgellm.text.fim import Gap
 from edgellm.text.prompt import Message, encode_conversation
 
@@ -162,21 +161,9 @@ def _begun(
     tokens = prompt_tokens(engine, asked.prompt)
     if isinstance(asked.prompt, Gap):
         options = infill_options(engine, options)
-    seeds = [secrets.randbits(32) if options.seed is None else options.seed + i for i in range(n)]
-    requests = []
-    for seed in seeds:
-        requests.append(
-            Request(
-                Context(engine, tokens),
-                replace(options, seed=seed),
-                cancel=cancel,
-                logit_filter=asked.logit_filter,
-                closes=True,
-            )
-        )
-    first, *others = requests
-    first.check()
-    first.forks = others
+    requests = forked_requests(
+        engine, tokens, options, n=n, cancel=cancel, logit_filters=[asked.logit_filter] * n
+    )
     return [_Running(index, sample, request) for sample, request in enumerate(requests)]
 
 
@@ -190,8 +177,6 @@ def prompt_tokens(engine: Engine, prompt: Prompt) -> list[int]:
     if isinstance(prompt, Gap):
         return infill_tokens(engine.tokenizer, prompt, model=engine.bundle.manifest.name)
     if isinstance(prompt, SequenceOf) and prompt and isinstance(prompt[0], Message):
-        if not all(isinstance(m, Message) and isinstance(m.content, str) for m in prompt):
-            raise OptionError("`prompt` is no list of edgellm.Message alone, each with a text")
         return encode_conversation(prompt, engine.template, engine.tokenizer)  # type: ignore[arg-type]
     if isinstance(prompt, str):
         return engine.tokenizer.encode(prompt, parse_special=True)

@@ -80,6 +80,7 @@ class Piece:
             `max_tokens` or the end of the context; time: `time_limit_ms`; repetition:
             `repetition_limit`; cancelled: the caller stopped it.
         stats: of the whole answer, in the last piece.
+        stop_text: which of the stop texts ended the answer, in its last piece, if one did.
     """
 
     text: str
@@ -88,6 +89,7 @@ class Piece:
     top_logprobs: Mapping[int, float] | None = None
     finish_reason: FinishReason | None = None
     stats: Stats | None = None
+    stop_text: str | None = None
 
 
 @dataclass(frozen=True)
@@ -98,7 +100,7 @@ class Completion:
         text: without stop text and end token.
         tokens: all sampled tokens, the end token included.
         logprobs: one for each token.
-        finish_reason: see `Piece`.
+        finish_reason, stop_text: see `Piece`.
     """
 
     text: str
@@ -106,6 +108,7 @@ class Completion:
     logprobs: tuple[float, ...]
     finish_reason: FinishReason
     stats: Stats
+    stop_text: str | None = None
 
 
 def completion(pieces: Sequence[Piece]) -> Completion:
@@ -119,4 +122,5 @@ def completion(pieces: Sequence[Piece]) -> Completion:
         logprobs=tuple(piece.logprob for piece in pieces if piece.logprob is not None),
         finish_reason=last.finish_reason,
         stats=last.stats,
+        stop_text=last.stop_text,
     )

@@ -44,12 +44,14 @@ PUBLIC = {
     "edgellm.options",
     "edgellm.progress",
     "edgellm.results",
+    "edgellm.serve",
     "edgellm.store.home",
+    "edgellm.tool_use",
 }
 # Packages of edgellm/, each of which may import those before it; the modules beside them are the
 # public API, which may import all, and these, which anyone may.
 LAYERS = ("store", "text", "cache", "backends", "engine", "measure")
-SHARED = {"checks", "errors", "generation_options", "options", "progress", "results"}
+SHARED = {"checks", "errors", "generation_options", "options", "progress", "results", "tool_use"}
 
 
 def python_files(folder: str) -> Iterator[Path]:

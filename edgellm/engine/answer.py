@@ -78,10 +78,11 @@ class Answer:
         logprob = logits.log_probability(token)
         top = logits.best(self._options.logprobs) or None
         if token in self._ends:
-            return Piece(self.rest(), token, logprob, top, "stop")
+            rest = self.rest()
+            return Piece(rest, token, logprob, top, "stop", stop_text=self._stop.stop)
         text = self._stop.add(self._text.add(token))
         reason: FinishReason | None = "stop" if self._stop.found else None
-        return Piece(text, token, logprob, top, reason)
+        return Piece(text, token, logprob, top, reason, stop_text=self._stop.stop)
 
     def rest(self) -> str:
         """The text that was held back, at the end."""

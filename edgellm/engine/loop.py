@@ -123,4 +123,4 @@ class Loop:
 
 def have_news(requests: Sequence[Request]) -> bool:
     """Whether there is something to take of one of them."""
-    return any(request.pieces or request.finished for request in requests)
+    return any(r.pieces or r.finished or r.report is not None for r in requests)

@@ -36,6 +36,7 @@ class Request:
         pieces: what the reader has not taken yet.
         error: what is raised when they are taken; there will be no more.
         forks: other answers to the same prompt, which begin where it ends.
+        report: how far the prompt is, until its reader takes it, if it wants reports.
         finished: whether the last piece is there, or an error.
         withdrawn: the reader is gone.
     """
@@ -49,11 +50,13 @@ class Request:
         progress: ProgressCallback | None = None,
         logit_filter: LogitFilter | None = None,
         closes: bool = False,
+        wants_reports: bool = False,
     ) -> None:
         """Take over the tokens of `context` as the prompt.
 
         Args:
             closes: the context is closed with the end of the answer.
+            wants_reports: `report` is news for the reader, as pieces are.
         """
         engine = context.engine
         self.context = context
@@ -61,12 +64,14 @@ class Request:
         self.pieces: deque[Piece] = deque()
         self.error: Exception | None = None
         self.forks: list[Request] = []
+        self.report: Progress | None = None
         self.finished = self.withdrawn = False
         self._engine = engine
         self._options = options
         self._cancel = cancel
         self._progress = progress
         self._closes = closes
+        self._wants_reports = wants_reports
         self._changes = context.changes
         self._claims = False
         self._taken = 0  # tokens of the answer that its reader has
@@ -263,10 +268,14 @@ class Request:
         self._put(Piece(self._answer.rest(), finish_reason=reason))
 
     def _report(self, count: int) -> None:
-        if self._progress is not None and count:
+        if count and (self._wants_reports or self._progress is not None):
             done = self._stats.computed
             total = max(len(self.tokens) - (self._stats.cached or 0), done)
-            self._progress(Progress("prefill", done, total, "tokens"))
+            report = Progress("prefill", done, total, "tokens")
+            if self._wants_reports:
+                self.report = report
+            if self._progress is not None:
+                self._progress(report)
 
     def _make_room(self) -> None:
         """Go on in a full context, if that was asked for."""

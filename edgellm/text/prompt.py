@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
-from edgellm.errors import TemplateError
-from edgellm.text.template import ChatTemplate
+from edgellm.errors import OptionError, TemplateError
+from edgellm.text.template import ChatTemplate, Scalar
 from edgellm.text.tokenizer import Tokenizer
+from edgellm.tool_use import Tool, ToolCall
 
+ROLES = ("system", "developer", "user", "assistant", "tool")
 # Private-use characters bracket the number of a part that the template must carry through as is.
 _OPEN, _CLOSE = "\ue0e0", "\ue0e1"
+
+Part = str | tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -18,46 +25,194 @@ class Message:
     """One turn.
 
     Attributes:
-        role: system, user or assistant.
+        role: system, developer, user, assistant or tool.
         tokens: the tokens of a generated answer; they are used as they are, because encoding
             their text again may give others and so miss the cache.
+        reasoning: what an assistant thought before the content; templates may leave it out.
+        tool_calls: an assistant's calls.
+        tool_call_id: of a tool's result, which call it is to.
+        name: of the tool, or of who speaks.
     """
 
     role: str
     content: str
     tokens: tuple[int, ...] | None = None
+    reasoning: str | None = None
+    tool_calls: tuple[ToolCall, ...] = ()
+    tool_call_id: str | None = None
+    name: str | None = None
+
+
+def check_messages(messages: Sequence[object]) -> None:
+    """Refuse what is no conversation.
+
+    Raises:
+        OptionError: which message is wrong, and why.
+    """
+    for i, message in enumerate(messages):
+        if not isinstance(message, Message):
+            raise OptionError(f"message {i} is {message!r:.60}; an edgellm.Message is expected")
+        if message.role not in ROLES:
+            raise OptionError(
+                f"message {i} has the role {message.role!r:.60}; allowed are {', '.join(ROLES)}"
+            )
+        if not isinstance(message.content, str):
+            raise OptionError(f"message {i} has the content {message.content!r:.60}, and no text")
+        texts = (message.reasoning, message.tool_call_id, message.name)
+        if any(not isinstance(text, str | None) for text in texts):
+            raise OptionError(f"message {i}: reasoning, tool_call_id and name are texts or None")
+        if message.role != "assistant" and (message.tool_calls or message.reasoning is not None):
+            raise OptionError(f"message {i}: only an assistant has tool calls and reasoning")
+        if message.role != "tool" and message.tool_call_id is not None:
+            raise OptionError(f"message {i}: `tool_call_id` is for the role tool")
+        if any(not isinstance(call, ToolCall) for call in message.tool_calls):
+            raise OptionError(f"message {i}: `tool_calls` are edgellm.ToolCall")
 
 
 def encode_conversation(
-    messages: Sequence[Message], template: ChatTemplate | None, tokenizer: Tokenizer
+    messages: Sequence[Message],
+    template: ChatTemplate | None,
+    tokenizer: Tokenizer,
+    *,
+    tools: Sequence[Tool] = (),
+    template_arguments: Mapping[str, Scalar] | None = None,
 ) -> list[int]:
     """Token ids of a conversation, up to where the answer begins.
 
+    Args:
+        tools: what the model may call.
+        template_arguments: variables that the template reads, such as `enable_thinking`.
+
     Raises:
-        TemplateError: the model has no template, or it does not take these messages.
+        TemplateError: the model has no template, or it does not take these messages or any tools.
+        OptionError: a message is wrong, or an argument that the template does not read.
     """
+    check_messages(messages)
     if template is None:
         raise TemplateError(
             "this model has no chat template; continue a text without one (`raw`), or take a model "
             "made for chat"
         )
-    parts: list[str | tuple[int, ...]] = []
+    if tools and not template.traits.takes_tools:
+        raise TemplateError(
+            "this model's chat template has no place for tools; take a model that was trained to "
+            "call them, such as Qwen3"
+        )
+    writer = _Writer(template, tokenizer)
     rendered = template.render(
-        [{"role": m.role, "content": _protect(m, tokenizer, parts)} for m in messages]
+        writer.values(messages),
+        tools=[writer.protect_all(tool.to_json()) for tool in tools],
+        template_arguments=template_arguments,
     )
-    ids: list[int] = []
-    for i, text in enumerate(rendered.replace(_CLOSE, _OPEN).split(_OPEN)):
-        if i % 2 == 0:
-            # the begin token stands before a part that the template begins with, too
-            if text or (i == 0 and parts):
-                ids += tokenizer.encode(text, add_bos=not ids and None, parse_special=True)
-            continue
-        part = parts[int(text)]
-        ids += tokenizer.encode(part, add_bos=False) if isinstance(part, str) else part
-    return ids
+    return writer.tokens(writer.with_generated(rendered, messages))
 
 
-def _protect(message: Message, tokenizer: Tokenizer, parts: list[str | tuple[int, ...]]) -> str:
+class _Writer:
+    """Messages as a template takes them, and what it makes of them as tokens.
+
+    Generated tokens and texts of special tokens go through the template as numbers of `parts`.
+    """
+
+    def __init__(self, template: ChatTemplate, tokenizer: Tokenizer) -> None:
+        self._template = template
+        self._tokenizer = tokenizer
+        self._parts: list[Part] = []
+
+    def values(self, messages: Sequence[Message]) -> list[dict[str, Any]]:
+        names = {call.id: call.name for message in messages for call in message.tool_calls}
+        return [self._value(message, names) for message in messages]
+
+    def protect(self, text: str) -> str:
+        return _protect(Message("user", text), self._tokenizer, self._parts)
+
+    def protect_all(self, value: Any) -> Any:
+        """A JSON value with all of its texts protected."""
+        if isinstance(value, str):
+            return self.protect(value)
+        if isinstance(value, Mapping):
+            return {self.protect(str(k)): self.protect_all(v) for k, v in value.items()}
+        if isinstance(value, list | tuple):
+            return [self.protect_all(v) for v in value]
+        return value
+
+    def with_generated(self, rendered: str, messages: Sequence[Message]) -> str:
+        """Put tokens of answers with reasoning or calls where the template wrote their text."""
+        at = 0
+        for message in messages:
+            if message.tokens is None or _is_plain(message):
+                continue
+            text = self._tokenizer.decode(message.tokens, skip_special=False)
+            begin = rendered.find(text, at) if text.strip() and _OPEN not in text else -1
+            if begin >= 0:
+                number = _number(message.tokens, self._parts)
+                rendered = rendered[:begin] + number + rendered[begin + len(text) :]
+                at = begin + len(number)
+        return rendered
+
+    def tokens(self, rendered: str) -> list[int]:
+        tokenizer, ids = self._tokenizer, list[int]()
+        for i, text in enumerate(rendered.replace(_CLOSE, _OPEN).split(_OPEN)):
+            if i % 2 == 0:
+                # the begin token stands before a part that the template begins with, too
+                if text or (i == 0 and self._parts):
+                    ids += tokenizer.encode(text, add_bos=not ids and None, parse_special=True)
+                continue
+            part = self._parts[int(text)]
+            ids += tokenizer.encode(part, add_bos=False) if isinstance(part, str) else part
+        return ids
+
+    def _value(self, message: Message, names: Mapping[str, str]) -> dict[str, Any]:
+        role = message.role
+        if role == "developer" and not self._template.traits.takes_developer:
+            role = "system"
+        if _is_plain(message):
+            content = _protect(message, self._tokenizer, self._parts)
+        else:
+            content = self.protect(message.content)
+        value: dict[str, Any] = {"role": role, "content": content}
+        if message.tool_calls:
+            calls = [self._call(call) for call in message.tool_calls]
+            value = self._template.traits.call_message(content, calls)
+        field = self._template.traits.reasoning_field
+        if message.reasoning is not None and field is not None:
+            value[field] = self.protect(message.reasoning)
+        name = message.name
+        if role == "tool" and message.tool_call_id is not None:
+            value["tool_call_id"] = self._id(message.tool_call_id)
+            name = name or names.get(message.tool_call_id)
+        if name is not None:
+            value["name"] = self.protect(name)
+        return value
+
+    def _call(self, call: ToolCall) -> dict[str, Any]:
+        try:
+            arguments = json.loads(call.arguments or "{}")
+        except (ValueError, RecursionError):
+            arguments = None
+        if not isinstance(arguments, dict):
+            raise OptionError(
+                f"the call {call.id!r:.60} of {call.name!r:.60} has the arguments "
+                f"{call.arguments!r:.60}; a JSON object is expected"
+            )
+        return {
+            "id": self._id(call.id),
+            "name": self.protect(call.name),
+            "arguments": self.protect_all(arguments),
+        }
+
+    def _id(self, text: str) -> str:
+        """An identifier as the template takes it; the same for a call and its result."""
+        if not self._template.traits.short_ids or (len(text) == 9 and text.isalnum()):
+            return self.protect(text)
+        return hashlib.sha256(text.encode(errors="replace")).hexdigest()[:9]
+
+
+def _is_plain(message: Message) -> bool:
+    """Whether its content is all that there is to generate."""
+    return message.reasoning is None and not message.tool_calls
+
+
+def _protect(message: Message, tokenizer: Tokenizer, parts: list[Part]) -> str:
     """The content with generated tokens and texts of special tokens replaced by their numbers."""
     if message.tokens is not None:
         return _number(message.tokens, parts)
@@ -66,6 +221,6 @@ def _protect(message: Message, tokenizer: Tokenizer, parts: list[str | tuple[int
     return content if pattern is None else pattern.sub(lambda m: _number(m[0], parts), content)
 
 
-def _number(part: str | tuple[int, ...], parts: list[str | tuple[int, ...]]) -> str:
+def _number(part: Part, parts: list[Part]) -> str:
     parts.append(part)
     return f"{_OPEN}{len(parts) - 1}{_CLOSE}"

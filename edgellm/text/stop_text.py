@@ -12,6 +12,10 @@ class StopText:
     Args:
         min_indent: a line that is indented by fewer characters, and is not blank, stops it as well,
             together with the line end before it.
+
+    Attributes:
+        found: whether something has stopped the text.
+        stop: which stop text it was; None: a line that is indented less.
     """
 
     def __init__(self, stops: Sequence[str], *, min_indent: int = 0) -> None:
@@ -21,19 +25,23 @@ class StopText:
         self._indent = re.compile(rf"\n[ \t]{{0,{less}}}\Z") if min_indent else None
         self._held = ""
         self.found = False
+        self.stop: str | None = None
 
     def add(self, text: str) -> str:
         """The text that is safe to show; after a stop text nothing more is."""
         if self.found:
             return ""
         self._held += text
-        hits = [at for at in map(self._held.find, self._stops) if at >= 0]
+        hits: list[tuple[int, str | None]] = [
+            (at, stop) for stop in self._stops if (at := self._held.find(stop)) >= 0
+        ]
         outdent = self._outdent and self._outdent.search(self._held)
         if outdent:
-            hits.append(outdent.start())
+            hits.append((outdent.start(), None))
         if hits:
+            at, self.stop = min(hits, key=lambda hit: hit[0])
             self.found = True
-            shown, self._held = self._held[: min(hits)], ""
+            shown, self._held = self._held[:at], ""
             return shown
         keep = self._unfinished()
         cut = len(self._held) - keep

@@ -12,27 +12,37 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from datetime import datetime
+from functools import cached_property
 from typing import Any, NoReturn, Self
 
 from jinja2 import TemplateError as JinjaError
-from jinja2 import nodes
+from jinja2 import meta, nodes
 from jinja2.ext import Extension, loopcontrols
 from jinja2.filters import make_attrgetter
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.visitor import NodeTransformer
 
-from edgellm.errors import TemplateError
+from edgellm.errors import OptionError, TemplateError
 from edgellm.text.template_limits import formatted_size, joined_size, method_size, replaced_size
+from edgellm.text.template_traits import TemplateTraits, probe_traits
+from edgellm.text.tool_format import AnswerFormat
+from edgellm.text.tool_probe import find_answer_format
 
 MAX_TEMPLATE_CHARACTERS = 1 << 20
 MAX_OUTPUT_CHARACTERS = 1 << 24
 TIME_LIMIT_S = 2.0
 # Widths, repetitions and ranges above this have no use in a prompt.
 _MAX_INTEGER_ARGUMENT = 1_000_000
+# What a caller's arguments must not stand for.
+_RESERVED = frozenset(
+    ["messages", "tools", "documents", "add_generation_prompt", "bos_token", "eos_token"]
+)
+_LONGEST_ARGUMENT = 1000
 # Until when the rendering that runs in this thread may take.
 _DEADLINE: ContextVar[float] = ContextVar("template deadline", default=0.0)
 
 Message = Mapping[str, Any]
+Scalar = bool | int | float | str | None
 
 
 class _LimitError(Exception):
@@ -67,6 +77,7 @@ class ChatTemplate:
         self._names = {"bos_token": bos or "", "eos_token": eos or ""}
         self._time_limit_s = time_limit_s
         self._environment = _Environment()
+        self.source = source
         try:
             tree = _Guard().visit(self._environment.parse(source))
             code = self._environment.compile(tree)
@@ -80,22 +91,52 @@ class ChatTemplate:
         except RecursionError:
             raise TemplateError("the chat template is nested too deeply") from None
 
-    def render(self, messages: Sequence[Message], *, add_generation_prompt: bool = True) -> str:
+    @cached_property
+    def arguments(self) -> frozenset[str]:
+        """Names of `template_arguments` that the template reads, such as `enable_thinking`."""
+        names = meta.find_undeclared_variables(self._environment.parse(self.source))
+        return frozenset(names) - _RESERVED - set(self._environment.globals)
+
+    @cached_property
+    def traits(self) -> TemplateTraits:
+        """What the template wants of tools and calls; some renderings, 5 ms."""
+        return probe_traits(self.render, self.source)
+
+    @cached_property
+    def answer_format(self) -> AnswerFormat:
+        """How the model writes reasoning and calls; some renderings, 5 ms."""
+        return find_answer_format(self.render, self.traits, self.source)
+
+    def render(
+        self,
+        messages: Sequence[Message],
+        *,
+        tools: Sequence[Mapping[str, Any]] = (),
+        template_arguments: Mapping[str, Scalar] | None = None,
+        add_generation_prompt: bool = True,
+    ) -> str:
         """The prompt text for a conversation of `{"role": ..., "content": ...}` messages.
+
+        Args:
+            tools: OpenAI's function objects.
+            template_arguments: variables that the template reads.
 
         Raises:
             TemplateError: the template refused the messages, failed, or passed a limit.
+            OptionError: the template does not read one of the arguments.
         """
         environment = self._environment
+        arguments = self._checked_arguments(template_arguments or {})
         deadline = _DEADLINE.set(time.monotonic() + self._time_limit_s)
         pieces, size = [], 0
         try:
             for piece in self._template.generate(
                 messages=[dict(m) for m in messages],
                 add_generation_prompt=add_generation_prompt,
-                tools=None,
+                tools=[dict(tool) for tool in tools] or None,
                 documents=None,
                 **self._names,
+                **arguments,
             ):
                 size += len(piece)
                 environment.check_size(size)
@@ -114,6 +155,22 @@ class ChatTemplate:
         finally:
             _DEADLINE.reset(deadline)
         return "".join(pieces)
+
+    def _checked_arguments(self, arguments: Mapping[str, Scalar]) -> Mapping[str, Scalar]:
+        for name, value in arguments.items():
+            if name not in self.arguments:
+                known = ", ".join(sorted(map(str, self.arguments))) or "none"
+                raise OptionError(
+                    f"`template_arguments`: {str(name)[:60]!r} is nothing that this model's chat "
+                    f"template reads; allowed are: {known}"
+                )
+            right = value is None or isinstance(value, bool | int | float | str)
+            if not right or len(str(value)) > _LONGEST_ARGUMENT:
+                raise OptionError(
+                    f"`template_arguments`: {name} has to be true, false, a number or a text of at "
+                    f"most {_LONGEST_ARGUMENT} characters"
+                )
+        return arguments
 
 
 class _Environment(ImmutableSandboxedEnvironment):

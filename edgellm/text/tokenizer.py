@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import threading
 from collections.abc import Iterator, Mapping, Sequence
@@ -14,6 +15,7 @@ from tokenizers import Tokenizer as HFTokenizer
 
 from edgellm.errors import EdgeLLMError, TokenizerError
 from edgellm.store.manifest import TOKENIZER, TokenizerEntry
+from edgellm.text.token_bytes import TokenBytes
 
 _REPLACEMENT = "\ufffd"
 
@@ -94,6 +96,14 @@ class Tokenizer:
     def text_of(self, token: int) -> str:
         """A token as its vocabulary entry, for display."""
         return self._tokenizer.id_to_token(token) or ""
+
+    def bytes_of(self, token: int) -> bytes:
+        """The bytes of a token by itself, which may be a part of a character."""
+        return self._token_bytes.bytes_of(self.text_of(token))
+
+    @cached_property
+    def _token_bytes(self) -> TokenBytes:
+        return TokenBytes(json.loads(self.to_json()))
 
     def to_json(self) -> str:
         """The content of tokenizer.json."""

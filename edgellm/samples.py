@@ -1,0 +1,119 @@
+"""Several answers to one prompt, which is computed once, piece by piece."""
+
+from __future__ import annotations
+
+import secrets
+import threading
+from collections.abc import Sequence as SequenceOf
+from dataclasses import dataclass, replace
+
+from edgellm.engine.context import Context
+from edgellm.engine.engine import Engine
+from edgellm.engine.pending import WORKING, Pending, Waiting
+from edgellm.engine.request import LogitFilter, Request
+from edgellm.generation_options import GenerationOptions
+from edgellm.progress import Progress
+from edgellm.results import Piece
+
+
+@dataclass(frozen=True)
+class SamplePieces:
+    """Pieces of one of the answers that are there at once.
+
+    Attributes:
+        sample: which answer, from 0.
+        pieces: at least one.
+    """
+
+    sample: int
+    pieces: tuple[Piece, ...]
+
+
+def sample_pieces(
+    engine: Engine,
+    tokens: SequenceOf[int],
+    options: GenerationOptions,
+    *,
+    n: int = 1,
+    cancel: threading.Event | None = None,
+    logit_filters: SequenceOf[LogitFilter | None] | None = None,
+    salt: str = "",
+) -> Pending[Progress | SamplePieces]:
+    """Answer a prompt `n` times; reports of its prefill come between.
+
+    Args:
+        options: of all answers; with a seed, answer i has the seed that is larger by i.
+        logit_filters: one for each answer.
+        salt: see `Context`.
+
+    Raises:
+        OptionError, ContextOverflowError: see `Request.check`.
+        Exception: what the work of one of the answers raised; the others end with it.
+    """
+    yield WORKING
+    requests = forked_requests(
+        engine,
+        tokens,
+        options,
+        n=n,
+        cancel=cancel,
+        logit_filters=logit_filters,
+        wants_reports=True,
+        salt=salt,
+    )
+    try:
+        engine.loop.submit(requests[0])
+        running = dict(enumerate(requests))
+        while running:
+            yield Waiting(list(running.values()))
+            for sample, request in list(running.items()):
+                finished = request.finished  # before its last piece is taken
+                report, request.report = request.report, None
+                if report is not None:
+                    yield report
+                pieces = tuple(request.next_piece() for _ in range(len(request.pieces)))
+                if pieces:
+                    yield SamplePieces(sample, pieces)
+                if finished:
+                    del running[sample]
+                    if request.error is not None:
+                        raise request.error
+    finally:
+        for request in requests:
+            engine.loop.withdraw(request)
+
+
+def forked_requests(
+    engine: Engine,
+    tokens: SequenceOf[int],
+    options: GenerationOptions,
+    *,
+    n: int,
+    cancel: threading.Event | None = None,
+    logit_filters: SequenceOf[LogitFilter | None] | None = None,
+    wants_reports: bool = False,
+    salt: str = "",
+) -> list[Request]:
+    """Requests for `n` answers to a prompt; the first one is to be submitted, and the others begin
+    where it has been computed.
+
+    Raises:
+        OptionError, ContextOverflowError: see `Request.check`.
+    """
+    seeds = [secrets.randbits(32) if options.seed is None else options.seed + i for i in range(n)]
+    filters = logit_filters or [None] * n
+    requests = [
+        Request(
+            Context(engine, tokens, salt=salt),
+            replace(options, seed=seed),
+            cancel=cancel,
+            logit_filter=logit_filter,
+            closes=True,
+            wants_reports=wants_reports,
+        )
+        for seed, logit_filter in zip(seeds, filters, strict=True)
+    ]
+    first, *others = requests
+    first.check()
+    first.forks = others
+    return requests

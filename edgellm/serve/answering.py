@@ -1,0 +1,209 @@
+"""From an ask to the events of its answers.
+
+A dialect makes its JSON of them. Whoever closes the stream of events, or is cancelled while it
+waits, withdraws the ask: its blocks are given back with the next step.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
+from dataclasses import replace
+from typing import TYPE_CHECKING, TypeAlias
+
+from edgellm.asynchronous import driven
+from edgellm.engine.embedding import embeddings
+from edgellm.progress import Progress
+from edgellm.samples import SamplePieces, sample_pieces
+from edgellm.serve.ask import Ask
+from edgellm.serve.asked_prompt import asked_prompt, continued, too_long
+from edgellm.serve.events import Begun, Client, Delta, Embeddings, End, Event, PromptProgress
+from edgellm.serve.metrics import Metrics
+from edgellm.serve.queue_limits import Counted, QueueLimits
+from edgellm.serve.request_error import RequestError, request_error
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+    from edgellm.engine.engine import Engine
+    from edgellm.engine.pending import Pending
+    from edgellm.generation_options import GenerationOptions
+    from edgellm.llm import LLM
+    from edgellm.serve.model_pool import ModelPool
+    from edgellm.serve.options import ServeOptions
+
+_Item: TypeAlias = Begun | Progress | SamplePieces
+
+
+class Answering:
+    """Answers asks with the models of a pool, as many as its limits allow.
+
+    Attributes:
+        metrics: what it has done so far.
+    """
+
+    def __init__(self, pool: ModelPool, options: ServeOptions) -> None:
+        self.pool = pool
+        self.options = options
+        self.metrics = Metrics()
+        self._limits = QueueLimits(options, self.metrics)
+        self._stop = threading.Event()
+
+    @property
+    def stopping(self) -> bool:
+        """Whether answers are being ended."""
+        return self._stop.is_set()
+
+    def stop(self) -> None:
+        """End all answers that are on their way with an error that says so."""
+        self._stop.set()
+
+    async def answer(self, ask: Ask, client: Client) -> AsyncGenerator[Event, None]:
+        """The events of an ask, `Begun` first.
+
+        Raises:
+            RequestError: it cannot be answered, or not now, or the server is told to stop.
+        """
+        counted = self._take_in()
+        try:
+            async with self.pool.use(ask.model) as llm:
+                model = self.pool.resolve(ask.model)
+                pending = self._pending(llm, model, ask, client, counted.arrival)
+                async with aclosing(_driven(llm.engine, pending)) as items:
+                    async for item in items:
+                        for event in _events(item, counted):
+                            yield event
+        except RequestError:
+            raise
+        except Exception as error:
+            raise request_error(error) from error
+        finally:
+            counted.leave()
+
+    async def embed(
+        self, model: str | None, prompts: Sequence[str | tuple[int, ...]], client: Client
+    ) -> Embeddings:
+        """The embeddings of texts or token ids.
+
+        Raises:
+            RequestError: as with `answer`.
+        """
+        counted = self._take_in()
+        vectors: list[NDArray[np.float32]] = []
+        counts: list[int] = []
+        try:
+            async with self.pool.use(model) as llm:
+                pending = self._embedding(llm, prompts, client)
+                async with aclosing(_embedded(llm.engine, pending)) as items:
+                    async for item in items:
+                        if isinstance(item, list):
+                            counts = item
+                            counted.take_tokens(sum(counts))
+                        else:
+                            vectors.append(item)
+                return Embeddings(self.pool.resolve(model), vectors, counts)
+        except RequestError:
+            raise
+        except Exception as error:
+            raise request_error(error) from error
+        finally:
+            counted.leave()
+
+    def _take_in(self) -> Counted:
+        if self._stop.is_set():
+            raise _stopping()
+        return self._limits.take_in()
+
+    def _pending(
+        self, llm: LLM, model: str, ask: Ask, client: Client, arrival: float
+    ) -> Pending[_Item]:
+        """What takes long about an ask, its prompt first; see `pending.py`."""
+        engine = llm.engine
+        tokens, options = asked_prompt(llm, ask)
+        options = self._limited(options, arrival)
+        if options.context_policy == "error" and len(tokens) > engine.ctx_size:
+            raise too_long(len(tokens), engine.ctx_size)
+        filters = None
+        if ask.json_schema is not None:
+            filters = [llm.json_filter(ask.json_schema)] * ask.n
+        yield Begun(model, tuple(tokens), options, engine)
+        yield from sample_pieces(
+            engine,
+            tokens,
+            options,
+            n=ask.n,
+            cancel=self._stop,
+            logit_filters=filters,
+            salt=client.salt,
+        )
+
+    def _embedding(
+        self, llm: LLM, prompts: Sequence[str | tuple[int, ...]], client: Client
+    ) -> Pending[list[int] | NDArray[np.float32]]:
+        """The tokens of each prompt in a list, then the vectors."""
+        engine, pooling = llm.engine, self.options.pooling
+        tokens = []
+        for prompt in prompts:
+            ids = continued(engine, prompt, parse_special=False)
+            if pooling == "last" and engine.tokenizer.eos:
+                # what models that were trained for it end their texts with
+                ids.append(min(engine.tokenizer.eos_ids))
+            if len(ids) > engine.ctx_size:
+                raise too_long(len(ids), engine.ctx_size)
+            tokens.append(ids)
+        yield [len(ids) for ids in tokens]
+        yield from embeddings(engine, tokens, pooling=pooling, salt=client.salt)
+
+    def _limited(self, options: GenerationOptions, arrival: float) -> GenerationOptions:
+        """The options within the server's limits; time counts from the arrival."""
+        most, limit = self.options.max_tokens, self.options.time_limit_ms
+        if most is not None:
+            most = most if options.max_tokens is None else min(most, options.max_tokens)
+            options = replace(options, max_tokens=most)
+        if options.time_limit_ms is not None:
+            limit = options.time_limit_ms if limit is None else min(limit, options.time_limit_ms)
+        if limit is not None:
+            waited_ms = int((time.perf_counter() - arrival) * 1000)
+            options = replace(options, time_limit_ms=max(1, limit - waited_ms))
+        return options
+
+
+def _events(item: _Item, counted: Counted) -> list[Event]:
+    """What an item of the loop says."""
+    if isinstance(item, Begun):
+        counted.take_tokens(len(item.prompt))
+        return [item]
+    if isinstance(item, Progress):
+        return [PromptProgress(item.done, item.total)]
+    counted.progressed()
+    events: list[Event] = []
+    text = "".join(piece.text for piece in item.pieces)
+    if text or any(piece.token is not None for piece in item.pieces):
+        events.append(Delta(item.sample, text, item.pieces))
+    last = item.pieces[-1]
+    if last.finish_reason == "cancelled":
+        raise _stopping()
+    if last.finish_reason is not None and last.stats is not None:
+        counted.answered(last.stats, last.finish_reason, sample=item.sample)
+        events.append(End(item.sample, last.finish_reason, last.stats))
+    return events
+
+
+def _stopping() -> RequestError:
+    return RequestError("unavailable", "the server is stopping", retry_after_s=1)
+
+
+# with the types of what is driven
+
+
+def _driven(engine: Engine, pending: Pending[_Item]) -> AsyncGenerator[_Item, None]:
+    return driven(engine, pending)
+
+
+def _embedded(
+    engine: Engine, pending: Pending[list[int] | NDArray[np.float32]]
+) -> AsyncGenerator[list[int] | NDArray[np.float32], None]:
+    return driven(engine, pending)

@@ -1,0 +1,106 @@
+"""The ASGI application: all dialects behind one guard."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route as StarletteRoute
+
+from edgellm.serve import (
+    health,
+    openai_chat,
+    openai_completions,
+    openai_embeddings,
+    openai_models,
+    openai_responses,
+)
+from edgellm.serve.answering import Answering
+from edgellm.serve.endpoint import Dialect, Endpoint, Route
+from edgellm.serve.guard import Guard
+from edgellm.serve.model_pool import ModelPool
+from edgellm.serve.openai_error import error_body, error_frames
+from edgellm.serve.options import ServeOptions
+from edgellm.serve.request_error import RequestError
+from edgellm.serve.streaming import BodyReply, Reply
+
+OPENAI = Dialect(
+    name="openai",
+    routes=[
+        *openai_chat.ROUTES,
+        *openai_completions.ROUTES,
+        *openai_embeddings.ROUTES,
+        *openai_models.ROUTES,
+        *health.ROUTES,
+    ],
+    error_body=error_body,
+    error_frames=error_frames,
+)
+RESPONSES = Dialect(
+    name="responses",
+    routes=openai_responses.ROUTES,
+    error_body=error_body,
+    error_frames=openai_responses.error_frames,
+)
+# The first that owns a path writes errors of paths that no route has; else it is OpenAI's.
+DIALECTS: Sequence[Dialect] = (OPENAI, RESPONSES)
+
+
+def create_app(pool: ModelPool, options: ServeOptions | None = None) -> Starlette:
+    """An application for an ASGI server; `app.state.answering` is its `Answering`.
+
+    Its life span loads the first model and unloads all at its end.
+    """
+    answering = Answering(pool, options or ServeOptions())
+
+    @asynccontextmanager
+    async def life_span(app: Starlette) -> AsyncIterator[None]:
+        await pool.start()
+        try:
+            yield
+        finally:
+            answering.stop()
+            await pool.close()
+
+    app = Starlette(
+        routes=[
+            StarletteRoute(
+                route.path, Endpoint(route, dialect, answering), methods=list(route.handlers)
+            )
+            for dialect in DIALECTS
+            for route in dialect.routes
+        ],
+        middleware=[Middleware(Guard, options=answering.options, error=_error)],
+        exception_handlers={HTTPException: _no_route},
+        lifespan=life_span,
+    )
+    app.state.answering = answering
+    return app
+
+
+def _error(path: str, error: RequestError) -> Reply:
+    """An error of a path, in the dialect that it belongs to."""
+    for dialect in DIALECTS:
+        if dialect.owns(path) or any(route.path == path for route in dialect.routes):
+            return dialect.error(error)
+    return OPENAI.error(error)
+
+
+async def _no_route(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    if error.status_code == 405:
+        wrong = RequestError("method_not_allowed", f"{request.method} is not for this path")
+    else:
+        wrong = RequestError("not_found", "there is nothing at this path")
+    reply = _error(request.url.path, wrong)
+    assert isinstance(reply, BodyReply)
+    headers = {**reply.headers, **(error.headers or {})}
+    return Response(reply.body, wrong.status, headers, reply.media_type)
+
+
+__all__ = ["DIALECTS", "OPENAI", "Route", "create_app"]

@@ -1,0 +1,59 @@
+"""Log probabilities of tokens, as OpenAI writes them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from edgellm.results import Piece
+from edgellm.text.tokenizer import Tokenizer
+
+
+def chat_logprobs(tokenizer: Tokenizer, pieces: Iterable[Piece]) -> dict[str, Any]:
+    """Of a chat: a token, its bytes, and the most likely ones."""
+    return {"content": [_entry(tokenizer, piece) for piece in pieces if piece.token is not None]}
+
+
+def _entry(tokenizer: Tokenizer, piece: Piece) -> dict[str, Any]:
+    assert piece.token is not None
+    top = piece.top_logprobs or {}
+    return {
+        **token_logprob(tokenizer, piece.token, piece.logprob),
+        "top_logprobs": [token_logprob(tokenizer, id, value) for id, value in top.items()],
+    }
+
+
+def token_logprob(tokenizer: Tokenizer, token: int, logprob: float | None) -> dict[str, Any]:
+    """A token by itself: its text, and the bytes that this is of."""
+    data = tokenizer.bytes_of(token)
+    return {
+        "token": data.decode(errors="replace"),
+        "logprob": logprob,
+        "bytes": list(data),
+    }
+
+
+def completion_logprobs(
+    tokenizer: Tokenizer, pieces: Sequence[Piece], *, offset: int = 0
+) -> dict[str, Any]:
+    """Of a text that is continued, in lists.
+
+    Args:
+        offset: characters of the answer before these pieces.
+    """
+    sampled = [piece for piece in pieces if piece.token is not None]
+    texts, tops, offsets = [], [], []
+    for piece in sampled:
+        assert piece.token is not None
+        text = tokenizer.bytes_of(piece.token).decode(errors="replace")
+        top = (piece.top_logprobs or {}).items()
+        texts.append(text)
+        tops.append({tokenizer.bytes_of(id).decode(errors="replace"): lp for id, lp in top})
+        offsets.append(offset)
+        offset += len(text)
+    return {
+        "tokens": texts,
+        "token_logprobs": [piece.logprob for piece in sampled],
+        "top_logprobs": tops,
+        "text_offset": offsets,
+    }

@@ -1,0 +1,284 @@
+"""The models that are served: loaded when somebody asks for them, unloaded when nobody does."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import re
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
+
+from edgellm.backends.selection import select
+from edgellm.engine.loaded_model import planned_memory
+from edgellm.errors import MemoryEstimateError, OptionError
+from edgellm.llm import LLM, load
+from edgellm.options import EngineArguments, EngineOptions
+from edgellm.serve.request_error import RequestError, load_error
+from edgellm.store.prepare import prepare
+
+T = TypeVar("T")
+_log = logging.getLogger(__name__)
+_WITH_ID = re.compile(r"([\w.:-]+)=(?!=)")  # not the version in pypi:package==version
+# After which a client may ask again for a model that has no room now.
+_RETRY_S = 5
+
+
+@dataclass(frozen=True)
+class ServedModel:
+    """A model that clients may name.
+
+    Attributes:
+        id: what they call it.
+        open: loads it; takes seconds, or minutes where it is exported first.
+        needed_bytes: what it will take, as estimated; may take as long.
+    """
+
+    id: str
+    open: Callable[[], LLM]
+    needed_bytes: Callable[[], int] = lambda: 0
+
+
+def served_model(name: str, arguments: EngineArguments) -> ServedModel:
+    """A model as the command line names it.
+
+    Args:
+        name: as with `edgellm.load`; `ID=NAME` gives it another id. Else that is the name, or of a
+            path the last part.
+    """
+    with_id = _WITH_ID.match(name)
+    given, source = ("", name) if with_id is None else (with_id[1], name[with_id.end() :])
+    if not source:
+        raise OptionError(f"model {name!r}: write ID=NAME or NAME")
+    options = EngineOptions(**arguments)
+
+    def needed_bytes() -> int:
+        bundle = prepare(source, precisions=select(options).precisions)
+        precisions = select(options).precisions(bundle.config)
+        estimate = planned_memory(bundle, options, precisions)
+        return estimate.weights + estimate.kv_cache
+
+    return ServedModel(given or _public_id(source), lambda: load(source, **arguments), needed_bytes)
+
+
+def _public_id(source: str) -> str:
+    """A name without the folders of this machine."""
+    if source.startswith("hf:"):
+        return source.removeprefix("hf:").partition("@")[0]
+    last = Path(source.rpartition("!")[2]).name if "/" in source or "!" in source else source
+    return last.removesuffix(".gguf") or source
+
+
+@dataclass(eq=False)
+class _Slot:
+    """A model and its state.
+
+    Attributes:
+        users: requests that have it in use.
+        used_at: when the last one let go, on the clock of `time.monotonic`.
+    """
+
+    model: ServedModel
+    llm: LLM | None = None
+    loading: asyncio.Task[LLM] | None = None
+    bytes: int = 0
+    users: int = 0
+    used_at: float = 0.0
+
+
+class ModelPool:
+    """Models by their ids.
+
+    All but `ids` is for one event loop.
+
+    Args:
+        memory_limit_bytes: of all that are loaded; None: what is available.
+        idle_unload_s: None: none is unloaded but for another one.
+    """
+
+    def __init__(
+        self,
+        models: Sequence[ServedModel],
+        *,
+        memory_limit_bytes: int | None = None,
+        idle_unload_s: float | None = None,
+    ) -> None:
+        ids = [model.id for model in models]
+        if not ids or len(set(ids)) < len(ids):
+            raise OptionError(
+                f"models to serve are {', '.join(ids) or 'none'}; at least one is needed, and each "
+                "under an id of its own (`ID=NAME`)"
+            )
+        self.started_at = int(time.time())
+        self._slots = {model.id: _Slot(model) for model in models}
+        self._memory_limit_bytes = memory_limit_bytes
+        self._idle_unload_s = idle_unload_s
+        self._threads = ThreadPoolExecutor(1, "edgellm-load")
+        self._one_load = asyncio.Lock()
+        self._watch: asyncio.Task[None] | None = None
+
+    @property
+    def ids(self) -> list[str]:
+        """Those that clients may name, the default first."""
+        return list(self._slots)
+
+    def loaded(self) -> dict[str, LLM]:
+        """Those that are in memory now."""
+        return {id: slot.llm for id, slot in self._slots.items() if slot.llm is not None}
+
+    def idle_since(self, id: str) -> float | None:
+        """When it was last in use, on the clock of `time.monotonic`; None: it is now."""
+        slot = self._slots[id]
+        return None if slot.users else slot.used_at
+
+    def resolve(self, name: str | None) -> str:
+        """The id that a client means; nothing is the first one, and `:latest` (Ollama's) is as
+        without.
+
+        Raises:
+            RequestError: there is no such model.
+        """
+        if not name:
+            return self.ids[0]
+        for id in (name, name.removesuffix(":latest")):
+            if id in self._slots:
+                return id
+        raise RequestError(
+            "not_found",
+            f"there is no model {name[:100]!r} here; served are {', '.join(self.ids)}",
+            param="model",
+            code="model_not_found",
+        )
+
+    @asynccontextmanager
+    async def use(self, name: str | None) -> AsyncIterator[LLM]:
+        """A model that stays loaded meanwhile.
+
+        Raises:
+            RequestError: there is none of that name, no room for it, or it cannot be loaded.
+        """
+        slot = self._slots[self.resolve(name)]
+        slot.users += 1
+        try:
+            yield slot.llm if slot.llm is not None else await self._loaded(slot)
+        finally:
+            slot.users -= 1
+            slot.used_at = time.monotonic()
+
+    def put(self, id: str, llm: LLM) -> None:
+        """Have a model that was loaded already."""
+        slot = self._slots[id]
+        slot.llm, slot.used_at = llm, time.monotonic()
+
+    async def start(self) -> None:
+        """Load the first model, and watch for idle ones.
+
+        Raises:
+            EdgeLLMError: it cannot be loaded.
+        """
+        await self._load(self._slots[self.ids[0]])
+        if self._idle_unload_s is not None:
+            self._watch = asyncio.create_task(self._unload_idle(self._idle_unload_s))
+
+    async def close(self) -> None:
+        """Unload all."""
+        tasks: list[asyncio.Task[LLM] | asyncio.Task[None]] = [
+            slot.loading for slot in self._slots.values() if slot.loading is not None
+        ]
+        if self._watch is not None:
+            self._watch.cancel()
+            tasks.append(self._watch)
+        await asyncio.gather(*tasks, return_exceptions=True)
+        for slot in self._slots.values():
+            self._unload(slot)
+        self._threads.shutdown(wait=False)
+
+    async def _loaded(self, slot: _Slot) -> LLM:
+        """Load a model once, for all who ask meanwhile, also when they have gone."""
+        if slot.loading is None:
+            slot.loading = asyncio.create_task(self._load(slot))
+            slot.loading.add_done_callback(lambda task: _done(slot, task))
+        try:
+            return await asyncio.shield(slot.loading)
+        except asyncio.CancelledError:
+            raise
+        except Exception as error:
+            raise load_error(slot.model.id, error) from None
+
+    async def _load(self, slot: _Slot) -> LLM:
+        async with self._one_load:
+            if slot.llm is None:
+                slot.bytes = await self._in_thread(slot.model.needed_bytes)
+                self._make_room(slot)
+                slot.llm = await self._opened(slot)
+                slot.used_at = time.monotonic()
+            return slot.llm
+
+    async def _opened(self, slot: _Slot) -> LLM:
+        """Load, without idle models if there is no memory beside them."""
+        while True:
+            try:
+                return await self._in_thread(slot.model.open)
+            except MemoryEstimateError:
+                if not self._unload_oldest():
+                    raise
+
+    def _make_room(self, slot: _Slot) -> None:
+        limit = self._memory_limit_bytes
+        if limit is None:
+            return
+        if slot.bytes > limit:
+            raise RequestError(
+                "not_supported",
+                f"the model {slot.model.id!r} needs about {slot.bytes >> 20} MiB; this server has "
+                f"{limit >> 20} for models",
+            )
+        while slot.bytes + sum(s.bytes for s in self._slots.values() if s.llm is not None) > limit:
+            if not self._unload_oldest():
+                raise RequestError(
+                    "overloaded",
+                    f"other models are in use, and beside them is no room for {slot.model.id!r}",
+                    retry_after_s=_RETRY_S,
+                )
+
+    def _unload_oldest(self) -> bool:
+        """Unload what nobody has used for longest, if there is something."""
+        idle = [s for s in self._slots.values() if s.llm is not None and not s.users]
+        if not idle:
+            return False
+        self._unload(min(idle, key=lambda slot: slot.used_at))
+        return True
+
+    def _unload(self, slot: _Slot) -> None:
+        if slot.llm is not None:
+            _log.info("unloading %s", slot.model.id)
+            slot.llm.close()
+            slot.llm = None
+
+    async def unload(self, id: str) -> bool:
+        """Unload a model that nobody uses now; whether that was so."""
+        slot = self._slots[id]
+        if slot.users or slot.loading is not None:
+            return False
+        self._unload(slot)
+        return True
+
+    async def _unload_idle(self, after_s: float) -> None:
+        while True:
+            await asyncio.sleep(min(after_s / 4, 10))
+            for slot in self._slots.values():
+                if not slot.users and time.monotonic() - slot.used_at >= after_s:
+                    self._unload(slot)
+
+    async def _in_thread(self, function: Callable[[], T]) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self._threads, function)
+
+
+def _done(slot: _Slot, task: asyncio.Task[LLM]) -> None:
+    slot.loading = None
+    with suppress(asyncio.CancelledError):
+        task.exception()  # whoever asked may have gone

@@ -1,0 +1,123 @@
+"""How a server behaves: what the user chooses, checked."""
+
+from __future__ import annotations
+
+import ipaddress
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+from edgellm.checks import check_choice, check_flag, check_number, check_text, check_texts
+from edgellm.errors import OptionError
+
+Pooling = Literal["mean", "last"]
+POOLING: tuple[str, ...] = get_args(Pooling)
+# Lowest and highest value, and whether it is a whole number.
+_RANGES: dict[str, tuple[float, float, bool]] = {
+    "port": (0, 65535, True),
+    "max_body_bytes": (1024, 1 << 32, True),
+    "read_timeout_s": (0.05, 3600, False),
+    "write_timeout_s": (0.05, 86400, False),
+    "max_waiting": (1, 100_000, True),
+    "max_waiting_tokens": (1, 1 << 40, True),
+    "max_n": (1, 1024, True),
+    "max_tokens": (1, 1 << 40, True),
+    "time_limit_ms": (1, 1 << 40, True),
+    "heartbeat_s": (0.05, 3600, False),
+    "grace_s": (0, 3600, False),
+    "memory_limit_bytes": (1, 1 << 60, True),
+    "idle_unload_s": (0.05, 1 << 30, False),
+}
+_MAY_BE_NONE = ("max_tokens", "time_limit_ms", "memory_limit_bytes", "idle_unload_s")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServeOptions:
+    """How a server behaves.
+
+    Attributes:
+        host: address to listen at, or the path of a Unix socket (`*.sock`).
+        port: 0 takes a free one.
+        api_keys: one of them has to be sent on every route but `/health` and the page. With
+            several, clients with different keys do not find each other's prompts in the KV cache.
+        insecure: listen at an address that others can reach without keys.
+        allowed_hosts: names that a request may give as `Host`, beside those of this machine.
+        allowed_origins: web pages (`https://app.example`) that may call the server and read its
+            answers (CORS), beside programs and pages of this machine, which may call it.
+        max_body_bytes: of a request.
+        read_timeout_s: in which headers and body of a request have to be there.
+        write_timeout_s: in which a client has to read on; then its answer is ended.
+        max_waiting: answers that have no first token yet; more are refused with 503.
+        max_waiting_tokens: tokens of their prompts, likewise.
+        max_n: answers to one prompt.
+        max_tokens: of one answer, at most; None: what the context holds.
+        time_limit_ms: for one answer, from its arrival; None: none.
+        heartbeat_s: after which a stream with nothing to say sends a comment.
+        grace_s: in which answers may end when the server is told to stop.
+        memory_limit_bytes: of all loaded models together, as estimated; None: what is available.
+        idle_unload_s: after which a model that nobody asks is unloaded; None: never.
+        pooling: what is the embedding of a text: the mean of its tokens' states, or the last one.
+        metrics: whether `/metrics` is there.
+    """
+
+    host: str = "127.0.0.1"
+    port: int = 8080
+    api_keys: tuple[str, ...] = ()
+    insecure: bool = False
+    allowed_hosts: tuple[str, ...] = ()
+    allowed_origins: tuple[str, ...] = ()
+    max_body_bytes: int = 16 << 20
+    read_timeout_s: float = 30
+    write_timeout_s: float = 300
+    max_waiting: int = 64
+    max_waiting_tokens: int = 1 << 17
+    max_n: int = 16
+    max_tokens: int | None = None
+    time_limit_ms: int | None = None
+    heartbeat_s: float = 15
+    grace_s: float = 30
+    memory_limit_bytes: int | None = None
+    idle_unload_s: float | None = None
+    pooling: Pooling = "mean"
+    metrics: bool = True
+
+    def __post_init__(self) -> None:
+        """Check the values.
+
+        Raises:
+            OptionError: one is not allowed, or others could reach the server without a key.
+        """
+        for name, (low, high, whole) in _RANGES.items():
+            value = getattr(self, name)
+            if value is not None or name not in _MAY_BE_NONE:
+                check_number(name, value, low, high, whole=whole)
+        check_text("host", self.host)
+        check_flag("insecure", self.insecure)
+        check_flag("metrics", self.metrics)
+        check_choice("pooling", self.pooling, POOLING)
+        for name in ("api_keys", "allowed_hosts", "allowed_origins"):
+            check_texts(name, getattr(self, name))
+        if not (self.api_keys or self.insecure or self.is_local):
+            raise OptionError(
+                f"`host` is {self.host!r}, which others can reach: give them a key with "
+                "`api_keys`, or take `insecure`"
+            )
+
+    @property
+    def is_socket(self) -> bool:
+        """Whether `host` is the path of a Unix socket."""
+        return self.host.endswith(".sock")
+
+    @property
+    def is_local(self) -> bool:
+        """Whether only this machine can reach it."""
+        return self.is_socket or is_loopback(self.host)
+
+
+def is_loopback(host: str) -> bool:
+    """Whether a name or address means this machine."""
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False

@@ -1,0 +1,193 @@
+"""uvicorn around the application: its socket, its signals, and time limits that it has not."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import socket
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import FrameType
+from typing import Any
+
+import h11
+import uvicorn
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from edgellm.errors import OptionError
+from edgellm.serve.answering import Answering
+from edgellm.serve.application import create_app
+from edgellm.serve.model_pool import ModelPool
+from edgellm.serve.options import ServeOptions
+
+# Beyond the grace time, for answers to end when they are told to.
+_MARGIN_S = 10
+
+
+def serve(
+    pool: ModelPool,
+    options: ServeOptions,
+    *,
+    started: Callable[[str], None] | None = None,
+) -> None:
+    """Serve until a signal comes.
+
+    The first SIGINT or SIGTERM lets answers end within the grace time, the second ends the process
+    at once.
+
+    Args:
+        started: called with the address when clients can connect.
+
+    Raises:
+        OptionError: the address cannot be had.
+    """
+    with _bound(options) as listener:
+        app = create_app(pool, options)
+        server = Server(app, listener, started=started)
+        server.run(sockets=[listener])
+
+
+class Server(uvicorn.Server):
+    """uvicorn's, with another idea of signals.
+
+    Args:
+        app: what `create_app` made.
+        listener: a bound socket.
+    """
+
+    def __init__(
+        self,
+        app: Any,
+        listener: socket.socket,
+        *,
+        started: Callable[[str], None] | None = None,
+    ) -> None:
+        self._answering: Answering = app.state.answering
+        options = self._answering.options
+        self._address = address(listener, options)
+        self._started = started
+        super().__init__(
+            uvicorn.Config(
+                app,
+                http=_protocol(options.read_timeout_s),
+                ws="none",
+                lifespan="on",
+                loop="asyncio",
+                log_level="warning",
+                access_log=False,
+                server_header=False,
+                proxy_headers=False,
+                timeout_graceful_shutdown=int(options.grace_s + _MARGIN_S),
+            )
+        )
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets=sockets)
+        if self._started is not None:
+            self._started(self._address)
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        grace_s = self._answering.options.grace_s
+        end = asyncio.get_running_loop().call_later(grace_s, self._answering.stop)
+        await super().shutdown(sockets=sockets)
+        end.cancel()
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        signals = (signal.SIGINT, signal.SIGTERM)
+        previous = {number: signal.signal(number, self.handle_exit) for number in signals}
+        try:
+            yield
+        finally:
+            for number, handler in previous.items():
+                signal.signal(number, handler)
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        if self.should_exit:
+            sys.stdout.flush()
+            os._exit(128 + sig)  # without waiting for steps, downloads and clients
+        self.should_exit = True
+
+
+def address(listener: socket.socket, options: ServeOptions) -> str:
+    """Where clients find the server."""
+    if options.is_socket:
+        return f"unix:{options.host}"
+    host, port = listener.getsockname()[:2]
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+@contextmanager
+def _bound(options: ServeOptions) -> Iterator[socket.socket]:
+    """A socket at the address that was asked for."""
+    try:
+        listener = _socket(options)
+    except OSError as error:
+        where = options.host if options.is_socket else f"{options.host}:{options.port}"
+        raise OptionError(f"cannot listen at {where}: {error.strerror or error}") from None
+    try:
+        yield listener
+    finally:
+        listener.close()
+        if options.is_socket:
+            with_suffix = options.host
+            if os.path.exists(with_suffix):
+                os.unlink(with_suffix)
+
+
+def _socket(options: ServeOptions) -> socket.socket:
+    if options.is_socket:
+        listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        before = os.umask(0o177)  # for its owner alone
+        try:
+            listener.bind(options.host)
+        finally:
+            os.umask(before)
+        return listener
+    family = socket.AF_INET6 if ":" in options.host else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind((options.host, options.port))
+    except OSError:
+        listener.close()
+        raise
+    return listener
+
+
+def _protocol(read_timeout_s: float) -> type[H11Protocol]:
+    """uvicorn's HTTP, that closes connections whose headers do not come to their end."""
+
+    class Protocol(H11Protocol):
+        _headers_end: asyncio.TimerHandle | None = None
+
+        def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+            super().connection_made(transport)
+            self._wait_for_headers()
+
+        def data_received(self, data: bytes) -> None:
+            super().data_received(data)
+            if self.conn.their_state is not h11.IDLE:
+                self._stop_waiting()
+            elif self._headers_end is None:
+                self._wait_for_headers()
+
+        def connection_lost(self, exc: Exception | None) -> None:
+            self._stop_waiting()
+            super().connection_lost(exc)
+
+        def _wait_for_headers(self) -> None:
+            self._headers_end = self.loop.call_later(read_timeout_s, self.transport.close)
+
+        def _stop_waiting(self) -> None:
+            if self._headers_end is not None:
+                self._headers_end.cancel()
+                self._headers_end = None
+
+    return Protocol

@@ -1,0 +1,151 @@
+"""What a chat template wants of tools, tool calls and reasoning, found by rendering probes.
+
+Templates differ in how they take the same message: arguments as an object or as JSON text, a
+message that only calls as empty or as null content, identifiers of nine characters. Each probe
+renders a call with names that occur nowhere else, and looks for them in the prompt.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from operator import itemgetter
+from typing import Any, Protocol
+
+from edgellm.errors import TemplateError
+
+# Fields of an assistant's message that templates take the reasoning from, the usual one first.
+_REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")
+# An identifier like those of OpenAI, and one like those of Mistral.
+_IDS = ("call_edgellm00a", "edgeLLM0a")
+
+PROBE_TOOL: Mapping[str, Any] = {
+    "type": "function",
+    "function": {
+        "name": "edge_listed",
+        "description": "A probe",
+        "parameters": {
+            "type": "object",
+            "properties": {"edge_field": {"type": "string", "description": "A field"}},
+            "required": ["edge_field"],
+        },
+    },
+}
+PROBE_USER: Mapping[str, Any] = {"role": "user", "content": "edge question"}
+_PROBE_NAME, _PROBE_KEY, _PROBE_VALUE = "edge_called", "edge_key", "edge value"
+
+
+class Render(Protocol):
+    """`ChatTemplate.render`."""
+
+    def __call__(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        tools: Sequence[Mapping[str, Any]] = (),
+        add_generation_prompt: bool = True,
+    ) -> str: ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class TemplateTraits:
+    """How a template takes what is not just text.
+
+    Attributes:
+        takes_tools: whether tools are in the prompt.
+        renders_calls: why calls are not, if so; None: they are.
+        arguments_as_text: whether a call's arguments are JSON text, and no object.
+        null_content: whether a message that only calls has the content null, and not "".
+        short_ids: whether a call's identifier must have nine letters and digits.
+        reasoning_field: where the reasoning of an answer is taken from; None: nowhere.
+        takes_developer: whether there is a role `developer`; else it is the system's.
+    """
+
+    takes_tools: bool
+    renders_calls: str | None
+    arguments_as_text: bool = False
+    null_content: bool = False
+    short_ids: bool = False
+    reasoning_field: str | None = None
+    takes_developer: bool = False
+
+    def call_message(self, content: str, calls: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+        """An assistant's message with calls `{"id", "name", "arguments": object}`."""
+        return {
+            "role": "assistant",
+            "content": None if self.null_content and not content else content,
+            "tool_calls": [self._call(call) for call in calls],
+        }
+
+    def _call(self, call: Mapping[str, Any]) -> dict[str, Any]:
+        arguments = call["arguments"]
+        if self.arguments_as_text and not isinstance(arguments, str):
+            arguments = json.dumps(arguments, ensure_ascii=False)
+        function = {"name": call["name"], "arguments": arguments}
+        return {"id": call["id"], "type": "function", "function": function}
+
+
+def probe_traits(render: Render, source: str) -> TemplateTraits:
+    """What a template wants.
+
+    Args:
+        source: its text, in which fields of messages are looked for.
+    """
+    fields = (f for f in _REASONING_FIELDS if re.search(rf"(?:\.|\[['\"]|get\(['\"]){f}\b", source))
+    plain, listing = (_rendered(render, [PROBE_USER], tools=tools) for tools in ((), (PROBE_TOOL,)))
+    takes_tools = listing is not None and listing != plain and "edge_listed" in listing
+    common = {
+        "takes_tools": takes_tools,
+        "reasoning_field": next(fields, None),
+        "takes_developer": re.search(r"['\"]developer['\"]", source) is not None,
+    }
+    # identifiers of nine characters, and arguments as text, are for those that take no others
+    for short, as_text in itertools.product((False, True), repeat=2):
+        found: list[tuple[int, TemplateTraits]] = []
+        for null in (False, True):
+            traits = TemplateTraits(
+                **common,  # type: ignore[arg-type]
+                renders_calls=None,
+                arguments_as_text=as_text,
+                null_content=null,
+                short_ids=short,
+            )
+            rendered = _rendered_call(render, traits)
+            if rendered is not None:
+                found.append((len(rendered), traits))
+        if found:
+            return min(found, key=itemgetter(0))[1]
+    reason = "the chat template does not render tool calls"
+    return TemplateTraits(**common, renders_calls=reason)  # type: ignore[arg-type]
+
+
+def _rendered_call(render: Render, traits: TemplateTraits) -> str | None:
+    """A conversation with a call, if it is rendered with its name and arguments as they are."""
+    call = {
+        "id": _IDS[traits.short_ids],
+        "name": _PROBE_NAME,
+        "arguments": {_PROBE_KEY: _PROBE_VALUE},
+    }
+    message = traits.call_message("", [call])
+    text = _rendered(render, [PROBE_USER, message], tools=(PROBE_TOOL,), prompt=False)
+    if text is None or _PROBE_NAME not in text or _PROBE_VALUE not in text:
+        return None
+    # Python's own notation of a dict, and JSON text inside a JSON text
+    wrong = (f"{{'{_PROBE_KEY}'", f'\\"{_PROBE_KEY}', f'"{{"{_PROBE_KEY}', f'{{{{"{_PROBE_KEY}')
+    return None if any(form in text for form in wrong) else text
+
+
+def _rendered(
+    render: Render,
+    messages: Sequence[Mapping[str, Any]],
+    *,
+    tools: Sequence[Mapping[str, Any]],
+    prompt: bool = True,
+) -> str | None:
+    try:
+        return render(messages, tools=tools, add_generation_prompt=prompt)
+    except TemplateError:
+        return None

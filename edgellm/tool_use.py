@@ -1,0 +1,231 @@
+"""Tools that a model may call, and its calls: OpenAI's terms.
+
+A tool is described by a JSON schema of its parameters; a call names it and has arguments as JSON
+text. How a model writes a call is found from its chat template, see `text/tool_format.py`.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from edgellm.checks import check_text
+from edgellm.errors import OptionError
+
+# A tool's name chooses that tool.
+ToolChoice = Literal["auto", "none", "required"] | Mapping[str, str]
+
+MAX_TOOLS = 128
+MAX_SCHEMA_CHARACTERS = 1 << 18
+MAX_DESCRIPTION_CHARACTERS = 1 << 16
+_MAX_DEPTH = 64
+_NAME = re.compile(r"[A-Za-z0-9_.-]{1,128}")
+_CHOICES = ("auto", "none", "required")
+
+
+@dataclass(frozen=True)
+class Tool:
+    """A function that the model may ask for.
+
+    Attributes:
+        name: letters, digits, `_`, `-` and `.`, at most 128.
+        description: when to call it, for the model.
+        parameters: a JSON schema of type object; empty: there are none.
+
+    Raises:
+        OptionError: one of them is not allowed.
+    """
+
+    name: str
+    description: str = ""
+    parameters: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        """Check the values, which a client may have sent."""
+        check_text("name", self.name)
+        if not _NAME.fullmatch(self.name):
+            raise OptionError(
+                f"tool {self.name[:60]!r}: a name has 1 to 128 letters, digits, `_`, `-` and `.`"
+            )
+        check_text("description", self.description)
+        if len(self.description) > MAX_DESCRIPTION_CHARACTERS:
+            raise OptionError(
+                f"tool {self.name}: the description has {len(self.description)} characters; "
+                f"{MAX_DESCRIPTION_CHARACTERS} are allowed"
+            )
+        _check_schema(self.name, self.parameters)
+
+    @classmethod
+    def from_json(cls, value: object) -> Tool:
+        """A tool from OpenAI's `{"type": "function", "function": {...}}`, or from the function
+        alone.
+
+        Raises:
+            OptionError: it is none.
+        """
+        function = value.get("function", value) if isinstance(value, Mapping) else None
+        if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+            raise OptionError(
+                'a tool is {"type": "function", "function": {"name": ..., "description": ..., '
+                f'"parameters": {{...}}}}}}; this is {_shown(value)}'
+            )
+        kind = value.get("type", "function") if isinstance(value, Mapping) else None
+        if "function" in value and kind != "function":  # type: ignore[operator]
+            raise OptionError(f"a tool of type {_shown(kind)}; only functions can be called")
+        description, parameters = function.get("description"), function.get("parameters")
+        return cls(
+            function["name"],
+            "" if description is None else description,
+            {} if parameters is None else parameters,
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        """What `from_json` reads, with a schema of an object in any case."""
+        return {
+            "type": "function",
+            "function": {
+                "name": self.name,
+                "description": self.description,
+                "parameters": self.schema,
+            },
+        }
+
+    @property
+    def schema(self) -> dict[str, Any]:
+        """The JSON schema of the arguments."""
+        return {"type": "object", "properties": {}, **self.parameters}
+
+
+@dataclass(frozen=True)
+class ToolCall:
+    """A call that the model made.
+
+    Attributes:
+        id: what the tool's result names.
+        arguments: JSON text; of an answer that was cut off, as far as it came.
+    """
+
+    id: str
+    name: str
+    arguments: str = "{}"
+
+    def to_json(self) -> dict[str, Any]:
+        """OpenAI's form."""
+        function = {"name": self.name, "arguments": self.arguments}
+        return {"id": self.id, "type": "function", "function": function}
+
+
+@dataclass(frozen=True)
+class ToolCallDelta:
+    """What came of a call.
+
+    Attributes:
+        index: of the call in its answer, from 0.
+        id, name: in the first delta of a call, which has no arguments; else None.
+        arguments: a fragment of JSON text.
+    """
+
+    index: int
+    id: str | None = None
+    name: str | None = None
+    arguments: str = ""
+
+
+def joined_calls(deltas: Sequence[ToolCallDelta]) -> tuple[ToolCall, ...]:
+    """The calls that deltas make up."""
+    calls: list[ToolCall] = []
+    for delta in deltas:
+        if delta.name is not None:
+            calls.append(ToolCall(delta.id or "", delta.name, ""))
+        else:
+            last = calls[delta.index]
+            calls[delta.index] = ToolCall(last.id, last.name, last.arguments + delta.arguments)
+    return tuple(calls)
+
+
+def checked_tools(tools: object) -> tuple[Tool, ...]:
+    """The tools of a list of `Tool` and of OpenAI's JSON objects.
+
+    Raises:
+        OptionError: one of them is none, or two have one name, or there are too many.
+    """
+    if isinstance(tools, str | bytes | Mapping) or not isinstance(tools, Sequence):
+        raise OptionError(f"`tools` is {_shown(tools)}; a list of tools is expected")
+    if len(tools) > MAX_TOOLS:
+        raise OptionError(f"`tools` has {len(tools)}; at most {MAX_TOOLS} are allowed")
+    checked = tuple(tool if isinstance(tool, Tool) else Tool.from_json(tool) for tool in tools)
+    names = [tool.name for tool in checked]
+    twice = {name for name in names if names.count(name) > 1}
+    if twice:
+        raise OptionError(f"`tools` has the name {min(twice)!r} twice; each tool needs its own")
+    return checked
+
+
+def checked_choice(choice: object, tools: Sequence[Tool]) -> ToolChoice:
+    """A tool choice as text, or as `{"name": NAME}`.
+
+    Args:
+        choice: or OpenAI's `{"type": "function", "function": {"name": NAME}}`.
+
+    Raises:
+        OptionError: it is none, or there is no such tool.
+    """
+    if isinstance(choice, str) and choice in _CHOICES:
+        if choice == "required" and not tools:
+            raise OptionError("`tool_choice` is 'required', but there are no tools; give `tools`")
+        return choice  # type: ignore[return-value]
+    function = choice.get("function", choice) if isinstance(choice, Mapping) else None
+    name = function.get("name") if isinstance(function, Mapping) else None
+    if not isinstance(name, str):
+        raise OptionError(
+            f"`tool_choice` is {_shown(choice)}; allowed are {', '.join(_CHOICES)} and "
+            '{"name": ...} with the name of a tool'
+        )
+    if all(tool.name != name for tool in tools):
+        names = ", ".join(tool.name for tool in tools) or "none"
+        raise OptionError(f"`tool_choice` names the tool {name!r}; the tools are: {names}")
+    return {"name": name}
+
+
+def _check_schema(name: str, schema: object) -> None:
+    if not isinstance(schema, Mapping):
+        raise OptionError(f"tool {name}: `parameters` is {_shown(schema)}; a JSON schema is wanted")
+    if schema.get("type", "object") != "object":
+        raise OptionError(
+            f"tool {name}: `parameters` is a schema of type {_shown(schema['type'])}; arguments "
+            'have names, so it has to be "object"'
+        )
+    properties = schema.get("properties", {})
+    if not isinstance(properties, Mapping) or not all(isinstance(key, str) for key in properties):
+        raise OptionError(f"tool {name}: `properties` is no JSON object")
+    if _depth(schema) > _MAX_DEPTH:
+        raise OptionError(
+            f"tool {name}: `parameters` is nested deeper than {_MAX_DEPTH} levels; make it flatter"
+        )
+    try:
+        size = len(json.dumps(schema, allow_nan=False))
+    except (TypeError, ValueError) as error:
+        raise OptionError(f"tool {name}: `parameters` is no JSON: {error}") from None
+    if size > MAX_SCHEMA_CHARACTERS:
+        raise OptionError(
+            f"tool {name}: `parameters` has {size} characters of JSON; "
+            f"{MAX_SCHEMA_CHARACTERS} are allowed"
+        )
+
+
+def _depth(value: object) -> int:
+    """How many levels of lists and objects there are, counted up to one too many."""
+    levels, inner = 0, [value]
+    while inner and levels <= _MAX_DEPTH:
+        nested = [v for v in inner if isinstance(v, Mapping | list | tuple)]
+        inner = [i for v in nested for i in (v.values() if isinstance(v, Mapping) else v)]
+        levels += bool(nested)
+    return levels
+
+
+def _shown(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."

@@ -1,0 +1,66 @@
+"""Servers of the tiny model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+from serving import Running, running, served, until
+
+from edgellm.kernels.kv_blocks import BLOCK
+from edgellm.llm import LLM, load
+from edgellm.serve import ModelPool, ServeOptions
+
+
+@pytest.fixture(scope="session")
+def tiny(tiny_model: Path) -> LLM:
+    llm = load(str(tiny_model), ctx_size=8 * BLOCK, cache_size=64 * BLOCK)
+    if not llm.engine.decoder.exact_rows:
+        pytest.skip("needs the native kernels")
+    return llm
+
+
+@pytest.fixture
+def serving(tiny: LLM) -> Iterator[Callable[..., Running]]:
+    """Starts servers of the tiny model: `serving(api_keys=("a",))`."""
+    with ExitStack() as stack:
+
+        def start(**options: Any) -> Running:
+            chosen = ServeOptions(**{"port": 0, "grace_s": 1, **options})
+            return stack.enter_context(running(ModelPool([served(tiny)]), tiny, chosen))
+
+        yield start
+
+
+@pytest.fixture(scope="module")
+def server(tiny: LLM) -> Iterator[Running]:
+    """A server of the tiny model, for all tests of a file."""
+    options = ServeOptions(port=0, grace_s=1)
+    with running(ModelPool([served(tiny)]), tiny, options) as one:
+        yield one
+
+
+@pytest.fixture
+def client(server: Running) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
+        yield client
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_left(request: pytest.FixtureRequest) -> Iterator[None]:
+    """No test leaves an answer that is on its way, or a block that somebody holds."""
+    yield
+    if "tiny" not in request.fixturenames and "server" not in request.fixturenames:
+        return
+    llm: LLM = request.getfixturevalue("tiny")
+    cache = llm.engine.cache
+
+    def idle() -> bool:
+        with llm.engine.lock, cache.change():
+            return not llm.engine.loop._batcher._live and cache.used_blocks == 0
+
+    until(idle)

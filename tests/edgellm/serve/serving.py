@@ -1,0 +1,84 @@
+"""Servers in threads, as clients find them."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import httpx
+
+from edgellm.llm import LLM
+from edgellm.serve import ModelPool, ServedModel, ServeOptions, create_app
+from edgellm.serve.answering import Answering
+from edgellm.serve.server import Server, _bound
+
+
+@dataclass
+class Running:
+    """A server that runs."""
+
+    url: str
+    llm: LLM
+    answering: Answering
+    server: Server
+
+    @property
+    def used_blocks(self) -> int:
+        with self.llm.engine.lock, self.llm.engine.cache.change():
+            return self.llm.engine.cache.used_blocks
+
+    @property
+    def live(self) -> int:
+        """Requests in the hands of the loop."""
+        return len(self.llm.engine.loop._batcher._live)
+
+    def client(self, **options: Any) -> httpx.Client:
+        return httpx.Client(base_url=self.url, timeout=60, trust_env=False, **options)
+
+    def post(self, path: str, body: Any, **options: Any) -> httpx.Response:
+        with self.client() as client:
+            return client.post(path, json=body, **options)
+
+    def get(self, path: str, **options: Any) -> httpx.Response:
+        with self.client() as client:
+            return client.get(path, **options)
+
+
+@contextmanager
+def running(pool: ModelPool, llm: LLM, options: ServeOptions) -> Iterator[Running]:
+    """Serve in a thread until the block ends."""
+    with _bound(options) as listener:
+        app = create_app(pool, options)
+        started = threading.Event()
+        addresses: list[str] = []
+
+        def note(address: str) -> None:
+            addresses.append(address)
+            started.set()
+
+        server = Server(app, listener, started=note)
+        thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
+        thread.start()
+        try:
+            assert started.wait(60)
+            yield Running(addresses[0], llm, app.state.answering, server)
+        finally:
+            server.should_exit = True
+            thread.join(60)
+            assert not thread.is_alive()
+
+
+def served(llm: LLM, id: str = "tiny") -> ServedModel:
+    """A model that is loaded already; unloading it leaves it to others."""
+    return ServedModel(id, lambda: LLM(llm.engine))
+
+
+def until(condition: Callable[[], bool], *, seconds: float = 20) -> None:
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "it did not come to be"
+        time.sleep(0.002)
