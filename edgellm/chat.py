@@ -346,7 +346,7 @@ class Chat:
             names = ", ".join(f"{call.id} ({call.name})" for call in waiting)
             raise OptionError(f"calls wait for their results: {names}; see `add_tool_result`")
         if going_on and (not self.messages or self.messages[-1].role not in ("user", "tool")):
-            raise OptionError("there is nothing to answer; give a text, or results of tools")
+            raise OptionError("there is nothing to answer; give a `text`, or results of tools")
 
     def _calls_without_result(self) -> list[ToolCall]:
         """Of the last answer."""

@@ -152,6 +152,11 @@ class Request:
         return bool(self._answer.sampled) and self.computed == len(self.tokens) - 1
 
     @property
+    def salt(self) -> str:
+        """Of its prefixes in the KV cache."""
+        return self.context.salt
+
+    @property
     def paused(self) -> bool:
         """Whether it waits for its reader."""
         return len(self.pieces) >= _MOST_UNREAD

@@ -179,11 +179,14 @@ def main() -> None:
         for name in options.runtimes.split(","):
             kind = HttpServer if name in HttpServer.COMMANDS else InProcess
             try:
-                runtime = kind(name, options.model, clients=most, options=options)
+                runtime: HttpServer | InProcess = kind(
+                    name, options.model, clients=most, options=options
+                )
             except RuntimeError as error:
                 print(f"{name}: left out: {error}", flush=True)
                 continue
-            runtimes.append(stack.enter_context(runtime))
+            stack.enter_context(runtime)
+            runtimes.append(runtime)
         if not options.gaps:
             return print(load_table(runtimes, ids, options))
         for runtime in runtimes:

@@ -33,6 +33,7 @@ class Request:
     blocks: int = 0
     failed: bool = False
     paused: bool = False
+    salt: str = ""
     prefilled: int = 0
     began: float | None = None
     times: list[float] = field(default_factory=list)

@@ -47,6 +47,15 @@ def test_less_than_a_block_is_not_waited_for() -> None:
     assert engine.scheduler.counts.waited_for_prefix == 0
 
 
+def test_other_salts_are_not_waited_for() -> None:
+    requests = twins(3)
+    for i, request in enumerate(requests):
+        request.salt = str(i)
+    engine = Engine(StallFree(time_target=TARGET), sharing=False)
+    engine.run(requests)
+    assert engine.scheduler.counts.waited_for_prefix == 0
+
+
 def test_the_one_waited_for_is_cancelled() -> None:
     requests = twins(3)
     requests[0].cancelled_at = 0.01
