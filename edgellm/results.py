@@ -77,9 +77,10 @@ class Piece:
         logprob: natural logarithm of the token's probability before any filter.
         top_logprobs: the most likely tokens and theirs, as many as were asked for.
         finish_reason: None but in the last piece; stop: an end token or stop text; length:
-            `max_tokens` or the end of the context; time: `time_limit_ms`; repetition:
-            `repetition_limit`; cancelled: the caller stopped it.
+            `max_tokens` or the end of the context; time: `time_limit_ms` or `line_limit_ms`;
+            repetition: `repetition_limit`; cancelled: the caller stopped it.
         stats: of the whole answer, in the last piece.
+        stop_text: which of the stop texts ended the answer, if one did.
     """
 
     text: str
@@ -88,6 +89,7 @@ class Piece:
     top_logprobs: Mapping[int, float] | None = None
     finish_reason: FinishReason | None = None
     stats: Stats | None = None
+    stop_text: str | None = None
 
 
 @dataclass(frozen=True)

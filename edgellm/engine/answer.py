@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
 from typing import Protocol, runtime_checkable
@@ -61,6 +62,7 @@ class Answer:
         endless = options.max_tokens is None and not options.ignore_eos
         self._repetition = RepetitionGuard(options.repetition_limit if endless else 0)
         self._text = TextStream(tokenizer, context)
+        self._line_deadline = math.inf
         self.best_will_do = logit_filter is None and best_will_do(options, ends=len(self._ends))
 
     def draw(self, logits: Logits, tokens: SequenceOf[int]) -> int:
@@ -74,6 +76,8 @@ class Answer:
 
     def add(self, token: int, logits: Logits) -> Piece:
         """The piece of a token that was drawn."""
+        if not self.sampled and self._options.line_limit_ms is not None:
+            self._line_deadline = time.perf_counter() + self._options.line_limit_ms / 1000
         self.sampled.append(token)
         logprob = logits.log_probability(token)
         top = logits.best(self._options.logprobs) or None
@@ -81,7 +85,9 @@ class Answer:
             return Piece(self.rest(), token, logprob, top, "stop")
         text = self._stop.add(self._text.add(token))
         reason: FinishReason | None = "stop" if self._stop.found else None
-        return Piece(text, token, logprob, top, reason)
+        if reason is None and "\n" in text and time.perf_counter() > self._line_deadline:
+            reason, text = "time", text + self.rest()
+        return Piece(text, token, logprob, top, reason, stop_text=self._stop.stop)
 
     def rest(self) -> str:
         """The text that was held back, at the end."""

@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, TypeAlias
 
 from edgellm.asynchronous import driven
+from edgellm.engine.infill_sampler import InfillSampler
 from edgellm.infill import infill_options, infill_tokens
 from edgellm.progress import Progress
 from edgellm.results import FinishReason, Piece, Stats
@@ -23,6 +24,7 @@ from edgellm.samples import SamplePieces, sample_pieces
 from edgellm.serve.ask import Ask, Conversation, Infill
 from edgellm.serve.metrics import Metrics
 from edgellm.serve.request_error import RequestError, request_error
+from edgellm.text.fim_budget import budget
 from edgellm.text.prompt import encode_conversation
 from edgellm.text.template import Scalar
 from edgellm.tool_use import ToolCallDelta
@@ -30,6 +32,7 @@ from edgellm.tool_use import ToolCallDelta
 if TYPE_CHECKING:
     from edgellm.engine.engine import Engine
     from edgellm.engine.pending import Pending
+    from edgellm.engine.request import LogitFilter
     from edgellm.generation_options import GenerationOptions
     from edgellm.llm import LLM
     from edgellm.serve.model_pool import ModelPool
@@ -152,14 +155,14 @@ class Answering:
     ) -> Pending[_Item]:
         """What takes long about an ask, its prompt first; see `pending.py`."""
         engine = llm.engine
-        tokens, options = _prompt(llm, ask)
+        tokens, options = _prompt(llm, model, ask)
         options = self._limited(options, arrival)
         if options.context_policy == "error" and len(tokens) > engine.ctx_size:
             raise too_long(len(tokens), engine.ctx_size)
-        filters = None
-        if ask.json_schema is not None:
-            filters = [llm.json_filter(ask.json_schema)] * ask.n
+        filters = _filters(llm, ask, options)
         yield Begun(model, tuple(tokens), options, engine)
+        if ask.infill_sampler:  # which has cut by these already
+            options = replace(options, top_p=1.0, min_p=0.0)
         yield from sample_pieces(
             engine, tokens, options, n=ask.n, cancel=self._stop, logit_filters=filters
         )
@@ -287,6 +290,17 @@ def _hints(engine: Engine, prompt: Conversation) -> dict[str, Scalar]:
     return {name: value for name, value in prompt.template_hints.items() if name in known}
 
 
+def conversation_tokens(engine: Engine, prompt: Conversation) -> list[int]:
+    """A conversation as the model reads it."""
+    return encode_conversation(
+        prompt.messages,
+        engine.template,
+        engine.tokenizer,
+        tools=() if prompt.tool_choice == "none" else prompt.tools,
+        template_arguments={**_hints(engine, prompt), **prompt.template_arguments},
+    )
+
+
 def too_long(tokens: int, ctx_size: int) -> RequestError:
     return RequestError(
         "context_length",
@@ -296,24 +310,31 @@ def too_long(tokens: int, ctx_size: int) -> RequestError:
     )
 
 
-def _prompt(llm: LLM, ask: Ask) -> tuple[list[int], GenerationOptions]:
+def _filters(llm: LLM, ask: Ask, options: GenerationOptions) -> list[LogitFilter] | None:
+    """What the answers may consist of, one for each."""
+    if ask.json_schema is not None:
+        return [llm.json_filter(ask.json_schema)] * ask.n
+    if ask.infill_sampler:
+        return [InfillSampler(llm.engine.tokenizer, options)] * ask.n
+    return None
+
+
+def _prompt(llm: LLM, model: str, ask: Ask) -> tuple[list[int], GenerationOptions]:
     """The tokens of a prompt, and how it is answered."""
     engine, prompt = llm.engine, ask.prompt
     options = llm.generation_options(**ask.arguments)
     if isinstance(prompt, Infill):
+        fitted = budget(engine.ctx_size, max_tokens=options.max_tokens)
         tokens = infill_tokens(
-            engine.tokenizer, prompt.gap, model=engine.bundle.manifest.name, order=prompt.order
+            engine.tokenizer,
+            prompt.gap,
+            model=model,
+            order=prompt.order,
+            budget=fitted if prompt.fitted else None,
         )
         return tokens, infill_options(engine, options)
     if isinstance(prompt, Conversation):
-        tokens = encode_conversation(
-            prompt.messages,
-            engine.template,
-            engine.tokenizer,
-            tools=() if prompt.tool_choice == "none" else prompt.tools,
-            template_arguments={**_hints(engine, prompt), **prompt.template_arguments},
-        )
-        return tokens, options
+        return conversation_tokens(engine, prompt), options
     if isinstance(prompt, str):
         return engine.tokenizer.encode(prompt, parse_special=True), options
     largest = max(prompt, default=0)

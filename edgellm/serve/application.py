@@ -12,7 +12,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route as StarletteRoute
 
-from edgellm.serve import health, openai_chat, openai_models
+from edgellm.serve import health, llama_cpp, llama_cpp_error, openai_chat, openai_models, page
 from edgellm.serve.answering import Answering
 from edgellm.serve.endpoint import Dialect, Endpoint, Route
 from edgellm.serve.guard import Guard
@@ -24,12 +24,19 @@ from edgellm.serve.streaming import BodyReply, Reply
 
 OPENAI = Dialect(
     name="openai",
-    routes=[*openai_chat.ROUTES, *openai_models.ROUTES, *health.ROUTES],
+    routes=[*openai_chat.ROUTES, *openai_models.ROUTES, *health.ROUTES, *page.ROUTES],
     error_body=error_body,
     error_frames=error_frames,
 )
+LLAMA_CPP = Dialect(
+    name="llama.cpp",
+    routes=llama_cpp.ROUTES,
+    error_body=llama_cpp_error.error_body,
+    error_frames=llama_cpp_error.error_frames,
+    status=llama_cpp_error.error_status,
+)
 # The first that owns a path writes errors of paths that no route has; else it is OpenAI's.
-DIALECTS: Sequence[Dialect] = (OPENAI,)
+DIALECTS: Sequence[Dialect] = (OPENAI, LLAMA_CPP)
 
 
 def create_app(pool: ModelPool, options: ServeOptions | None = None) -> Starlette:
@@ -81,7 +88,7 @@ async def _no_route(request: Request, error: Exception) -> Response:
     reply = _error(request.url.path, wrong)
     assert isinstance(reply, BodyReply)
     headers = {**reply.headers, **(error.headers or {})}
-    return Response(reply.body, wrong.status, headers, reply.media_type)
+    return Response(reply.body, reply.status, headers, reply.media_type)
 
 
-__all__ = ["DIALECTS", "OPENAI", "Route", "create_app"]
+__all__ = ["DIALECTS", "LLAMA_CPP", "OPENAI", "Route", "create_app"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from operator import itemgetter
 
 
 class StopText:
@@ -12,6 +13,10 @@ class StopText:
     Args:
         min_indent: a line that is indented by fewer characters, and is not blank, stops it as well,
             together with the line end before it.
+
+    Attributes:
+        found: whether it was stopped.
+        stop: by which of the stop texts.
     """
 
     def __init__(self, stops: Sequence[str], *, min_indent: int = 0) -> None:
@@ -21,19 +26,23 @@ class StopText:
         self._indent = re.compile(rf"\n[ \t]{{0,{less}}}\Z") if min_indent else None
         self._held = ""
         self.found = False
+        self.stop: str | None = None
 
     def add(self, text: str) -> str:
         """The text that is safe to show; after a stop text nothing more is."""
         if self.found:
             return ""
         self._held += text
-        hits = [at for at in map(self._held.find, self._stops) if at >= 0]
+        hits: list[tuple[int, str | None]] = [
+            (at, stop) for stop in self._stops if (at := self._held.find(stop)) >= 0
+        ]
         outdent = self._outdent and self._outdent.search(self._held)
         if outdent:
-            hits.append(outdent.start())
+            hits.append((outdent.start(), None))
         if hits:
             self.found = True
-            shown, self._held = self._held[: min(hits)], ""
+            at, self.stop = min(hits, key=itemgetter(0))
+            shown, self._held = self._held[:at], ""
             return shown
         keep = self._unfinished()
         cut = len(self._held) - keep
