@@ -12,7 +12,17 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route as StarletteRoute
 
-from edgellm.serve import health, llama_cpp, llama_cpp_error, openai_chat, openai_models, page
+from edgellm.serve import (
+    health,
+    llama_cpp,
+    llama_cpp_error,
+    openai_chat,
+    openai_completions,
+    openai_embeddings,
+    openai_models,
+    openai_responses,
+    page,
+)
 from edgellm.serve.answering import Answering
 from edgellm.serve.endpoint import Dialect, Endpoint, Route
 from edgellm.serve.guard import Guard
@@ -24,9 +34,22 @@ from edgellm.serve.streaming import BodyReply, Reply
 
 OPENAI = Dialect(
     name="openai",
-    routes=[*openai_chat.ROUTES, *openai_models.ROUTES, *health.ROUTES, *page.ROUTES],
+    routes=[
+        *openai_chat.ROUTES,
+        *openai_completions.ROUTES,
+        *openai_embeddings.ROUTES,
+        *openai_models.ROUTES,
+        *health.ROUTES,
+        *page.ROUTES,
+    ],
     error_body=error_body,
     error_frames=error_frames,
+)
+RESPONSES = Dialect(
+    name="responses",
+    routes=openai_responses.ROUTES,
+    error_body=error_body,
+    error_frames=openai_responses.error_frames,
 )
 LLAMA_CPP = Dialect(
     name="llama.cpp",
@@ -36,7 +59,7 @@ LLAMA_CPP = Dialect(
     status=llama_cpp_error.error_status,
 )
 # The first that owns a path writes errors of paths that no route has; else it is OpenAI's.
-DIALECTS: Sequence[Dialect] = (OPENAI, LLAMA_CPP)
+DIALECTS: Sequence[Dialect] = (OPENAI, RESPONSES, LLAMA_CPP)
 
 
 def create_app(pool: ModelPool, options: ServeOptions | None = None) -> Starlette:
@@ -91,4 +114,4 @@ async def _no_route(request: Request, error: Exception) -> Response:
     return Response(reply.body, reply.status, headers, reply.media_type)
 
 
-__all__ = ["DIALECTS", "LLAMA_CPP", "OPENAI", "Route", "create_app"]
+__all__ = ["DIALECTS", "OPENAI", "Route", "create_app"]

@@ -11,10 +11,10 @@ from typing import Any
 
 from edgellm.generation_options import GenerationArguments
 from edgellm.serve import llama_cpp_metrics, llama_cpp_state, llama_cpp_text
-from edgellm.serve.answering import Begun
 from edgellm.serve.ask import Ask, Infill
 from edgellm.serve.body import Fields
 from edgellm.serve.endpoint import Answered, Call, Route
+from edgellm.serve.events import Begun
 from edgellm.serve.llama_cpp_answer import Shown, frames, result_object
 from edgellm.serve.llama_cpp_fields import (
     INT32_MAX,

@@ -10,8 +10,8 @@ from typing import Any
 
 from edgellm.generation_options import GenerationOptions
 from edgellm.results import FinishReason, Piece, Stats
-from edgellm.serve.answering import Begun, Delta, End, Event, PromptProgress
 from edgellm.serve.endpoint import Answered
+from edgellm.serve.events import Begun, Delta, End, Event, PromptProgress
 from edgellm.serve.logprobs import token_logprob
 from edgellm.serve.streaming import Comment, Frame, Frames
 from edgellm.serve.usage import placement, timings

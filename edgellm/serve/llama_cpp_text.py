@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from edgellm.llm import LLM
-from edgellm.serve.answering import conversation_tokens
+from edgellm.serve.asked_prompt import conversation_tokens
 from edgellm.serve.body import Fields
 from edgellm.serve.endpoint import Call, Route
 from edgellm.serve.llama_cpp_fields import INT32_MAX, field_error, shown
