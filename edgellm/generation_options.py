@@ -30,11 +30,12 @@ _RANGES: Mapping[str, tuple[float, float, bool]] = {
     "keep": (0, math.inf, True),
     "min_indent": (0, 1000, True),
     "time_limit_ms": (1, math.inf, True),
+    "line_limit_ms": (1, math.inf, True),
     "priority": (-1000, 1000, True),
     "logprobs": (0, 100, True),
     "repetition_limit": (0, 65536, True),
 }
-MAY_BE_NONE = ("seed", "max_tokens", "time_limit_ms")
+MAY_BE_NONE = ("seed", "max_tokens", "time_limit_ms", "line_limit_ms")
 # Beyond it a bias would drown float32 scores.
 _MOST_BIAS = 1_000_000
 
@@ -59,6 +60,7 @@ class GenerationArguments(TypedDict, total=False):
     stop_tokens: list[int]
     min_indent: int
     time_limit_ms: int | None
+    line_limit_ms: int | None
     priority: int
     logprobs: int
     ignore_eos: bool
@@ -93,6 +95,8 @@ class GenerationOptions:
         stop_tokens: likewise, beside the model's own end tokens.
         min_indent: stop before a line that is indented by fewer characters; 0 never does.
         time_limit_ms: stop after this time, prefill included; None never does.
+        line_limit_ms: stop with the first end of a line later than this after the first token; None
+            never does.
         priority: among answers that are on their way at once, a larger one goes first.
         logprobs: report this many most likely tokens at each step.
         ignore_eos: never take an end token.
@@ -119,6 +123,7 @@ class GenerationOptions:
     stop_tokens: Sequence[int] = ()
     min_indent: int = 0
     time_limit_ms: int | None = None
+    line_limit_ms: int | None = None
     priority: int = 0
     logprobs: int = 0
     ignore_eos: bool = False

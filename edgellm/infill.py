@@ -13,6 +13,7 @@ from edgellm.progress import ProgressCallback
 from edgellm.results import Piece
 from edgellm.session import Session
 from edgellm.text.fim import ORDERS, Gap, Order, assemble, require_family
+from edgellm.text.fim_budget import Budget
 from edgellm.text.prompt import Message, encode_conversation
 from edgellm.text.tokenizer import Tokenizer
 
@@ -25,12 +26,18 @@ _REQUEST = (
 
 
 def infill_tokens(
-    tokenizer: Tokenizer, gap: Gap, *, model: str, order: Order | None = None
+    tokenizer: Tokenizer,
+    gap: Gap,
+    *,
+    model: str,
+    order: Order | None = None,
+    budget: Budget | None = None,
 ) -> list[int]:
     """The prompt for a gap, in the tokens of the model's family (see `fim.py`).
 
     Args:
         model: its name, for the error.
+        budget: of tokens for each part; None takes all of them.
 
     Raises:
         UnsupportedModelError: the model has no tokens for it.
@@ -46,6 +53,7 @@ def infill_tokens(
         vocabulary=tokenizer.vocabulary,
         bos=tokenizer.bos_id if tokenizer.adds_bos else None,
         order=order,
+        budget=budget,
     )
 
 

@@ -79,7 +79,8 @@ class Piece:
         top_logprobs: the most likely tokens and theirs, as many as were asked for.
         finish_reason: None but in the last piece; stop: an end token or stop text; tool_calls:
             likewise, behind calls; length: `max_tokens` or the end of the context; time:
-            `time_limit_ms`; repetition: `repetition_limit`; cancelled: the caller stopped it.
+            `time_limit_ms` or `line_limit_ms`; repetition: `repetition_limit`; cancelled: the
+            caller stopped it.
         stats: of the whole answer, in the last piece.
         stop_text: which of the stop texts ended the answer, in its last piece, if one did.
         reasoning: what can be shown now of the thoughts before the answer; `text` has none of them.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable, Collection
 from collections.abc import Sequence as SequenceOf
 from typing import Protocol, runtime_checkable
@@ -63,6 +64,7 @@ class Answer:
         endless = options.max_tokens is None and not options.ignore_eos
         self._repetition = RepetitionGuard(options.repetition_limit if endless else 0)
         self._text = TextStream(tokenizer, context, shown_special=shown_special)
+        self._line_deadline = math.inf
         self.best_needed = 0 if logit_filter else best_needed(options, ends=len(self._ends))
 
     def draw(self, logits: Logits, tokens: SequenceOf[int]) -> int:
@@ -76,6 +78,8 @@ class Answer:
 
     def add(self, token: int, logits: Logits) -> Piece:
         """The piece of a token that was drawn."""
+        if not self.sampled and self._options.line_limit_ms is not None:
+            self._line_deadline = time.perf_counter() + self._options.line_limit_ms / 1000
         self.sampled.append(token)
         logprob = logits.log_probability(token)
         top = logits.best(self._options.logprobs) or None
@@ -84,6 +88,8 @@ class Answer:
             return Piece(rest, token, logprob, top, "stop", stop_text=self._stop.stop)
         text = self._stop.add(self._text.add(token))
         reason: FinishReason | None = "stop" if self._stop.found else None
+        if reason is None and "\n" in text and time.perf_counter() > self._line_deadline:
+            reason, text = "time", text + self.rest()
         return Piece(text, token, logprob, top, reason, stop_text=self._stop.stop)
 
     def rest(self) -> str:

@@ -18,7 +18,7 @@ from edgellm.engine.embedding import embeddings
 from edgellm.progress import Progress
 from edgellm.samples import SamplePieces, sample_pieces
 from edgellm.serve.ask import Ask
-from edgellm.serve.asked_prompt import asked_prompt, continued, too_long
+from edgellm.serve.asked_prompt import asked_filters, asked_prompt, continued, too_long
 from edgellm.serve.events import Begun, Client, Delta, Embeddings, End, Event, PromptProgress
 from edgellm.serve.metrics import Metrics
 from edgellm.serve.queue_limits import Counted, QueueLimits
@@ -122,14 +122,14 @@ class Answering:
     ) -> Pending[_Item]:
         """What takes long about an ask, its prompt first; see `pending.py`."""
         engine = llm.engine
-        tokens, options = asked_prompt(llm, ask)
+        tokens, options = asked_prompt(llm, model, ask)
         options = self._limited(options, arrival)
         if options.context_policy == "error" and len(tokens) > engine.ctx_size:
             raise too_long(len(tokens), engine.ctx_size)
-        filters = None
-        if ask.json_schema is not None:
-            filters = [llm.json_filter(ask.json_schema)] * ask.n
+        filters = asked_filters(llm, ask, options)
         yield Begun(model, tuple(tokens), options, engine)
+        if ask.infill_sampler:  # which has cut by these already
+            options = replace(options, top_p=1.0, min_p=0.0)
         yield from sample_pieces(
             engine,
             tokens,

@@ -14,11 +14,14 @@ from starlette.routing import Route as StarletteRoute
 
 from edgellm.serve import (
     health,
+    llama_cpp,
+    llama_cpp_error,
     openai_chat,
     openai_completions,
     openai_embeddings,
     openai_models,
     openai_responses,
+    page,
 )
 from edgellm.serve.answering import Answering
 from edgellm.serve.endpoint import Dialect, Endpoint, Route
@@ -37,6 +40,7 @@ OPENAI = Dialect(
         *openai_embeddings.ROUTES,
         *openai_models.ROUTES,
         *health.ROUTES,
+        *page.ROUTES,
     ],
     error_body=error_body,
     error_frames=error_frames,
@@ -47,8 +51,15 @@ RESPONSES = Dialect(
     error_body=error_body,
     error_frames=openai_responses.error_frames,
 )
+LLAMA_CPP = Dialect(
+    name="llama.cpp",
+    routes=llama_cpp.ROUTES,
+    error_body=llama_cpp_error.error_body,
+    error_frames=llama_cpp_error.error_frames,
+    status=llama_cpp_error.error_status,
+)
 # The first that owns a path writes errors of paths that no route has; else it is OpenAI's.
-DIALECTS: Sequence[Dialect] = (OPENAI, RESPONSES)
+DIALECTS: Sequence[Dialect] = (OPENAI, RESPONSES, LLAMA_CPP)
 
 
 def create_app(pool: ModelPool, options: ServeOptions | None = None) -> Starlette:
@@ -100,7 +111,7 @@ async def _no_route(request: Request, error: Exception) -> Response:
     reply = _error(request.url.path, wrong)
     assert isinstance(reply, BodyReply)
     headers = {**reply.headers, **(error.headers or {})}
-    return Response(reply.body, wrong.status, headers, reply.media_type)
+    return Response(reply.body, reply.status, headers, reply.media_type)
 
 
 __all__ = ["DIALECTS", "OPENAI", "Route", "create_app"]

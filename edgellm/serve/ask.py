@@ -34,10 +34,16 @@ class Conversation:
 
 @dataclass(frozen=True, kw_only=True)
 class Infill:
-    """A gap to be filled; `order`: see `LLM.infill`."""
+    """A gap to be filled.
+
+    Attributes:
+        order: see `LLM.infill`.
+        fitted: whether what is around the gap is cut so that it fits (see `fim_budget.py`).
+    """
 
     gap: Gap
     order: Order | None = None
+    fitted: bool = False
 
 
 # A text (special tokens that are written out are those tokens) or token ids are continued.
@@ -53,6 +59,8 @@ class Ask:
         arguments: fields of `GenerationOptions`; others are the model's own.
         n: answers to the same prompt, which is computed once.
         json_schema: as text; the answer is JSON of this schema. `{}`: any JSON.
+        infill_sampler: choose tokens as llama.cpp's sampler of this name does (see
+            `infill_sampler.py`).
         reports: whether there is to be `PromptProgress` among the events.
     """
 
@@ -61,4 +69,5 @@ class Ask:
     arguments: GenerationArguments = field(default_factory=GenerationArguments)
     n: int = 1
     json_schema: str | None = None
+    infill_sampler: bool = False
     reports: bool = True

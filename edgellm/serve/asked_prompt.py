@@ -4,37 +4,62 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from edgellm.engine.infill_sampler import InfillSampler
 from edgellm.infill import infill_options, infill_tokens
 from edgellm.serve.ask import Ask, Conversation, Infill
 from edgellm.serve.request_error import RequestError
+from edgellm.text.fim_budget import budget
 from edgellm.text.prompt import encode_conversation
 from edgellm.text.template import Scalar
 
 if TYPE_CHECKING:
     from edgellm.engine.engine import Engine
+    from edgellm.engine.request import LogitFilter
     from edgellm.generation_options import GenerationOptions
     from edgellm.llm import LLM
 
 
-def asked_prompt(llm: LLM, ask: Ask) -> tuple[list[int], GenerationOptions]:
-    """The tokens of a prompt, and how it is answered."""
+def asked_prompt(llm: LLM, model: str, ask: Ask) -> tuple[list[int], GenerationOptions]:
+    """The tokens of a prompt, and how it is answered.
+
+    Args:
+        model: what clients call it.
+    """
     engine, prompt = llm.engine, ask.prompt
     options = llm.generation_options(**ask.arguments)
     if isinstance(prompt, Infill):
+        fitted = budget(engine.ctx_size, max_tokens=options.max_tokens)
         tokens = infill_tokens(
-            engine.tokenizer, prompt.gap, model=engine.bundle.manifest.name, order=prompt.order
+            engine.tokenizer,
+            prompt.gap,
+            model=model,
+            order=prompt.order,
+            budget=fitted if prompt.fitted else None,
         )
         return tokens, infill_options(engine, options)
     if isinstance(prompt, Conversation):
-        tokens = encode_conversation(
-            prompt.messages,
-            engine.template,
-            engine.tokenizer,
-            tools=() if prompt.tool_choice == "none" else prompt.tools,
-            template_arguments={**_hints(engine, prompt), **prompt.template_arguments},
-        )
-        return tokens, options
+        return conversation_tokens(engine, prompt), options
     return continued(engine, prompt, parse_special=True), options
+
+
+def conversation_tokens(engine: Engine, prompt: Conversation) -> list[int]:
+    """A conversation as the model reads it."""
+    return encode_conversation(
+        prompt.messages,
+        engine.template,
+        engine.tokenizer,
+        tools=() if prompt.tool_choice == "none" else prompt.tools,
+        template_arguments={**_hints(engine, prompt), **prompt.template_arguments},
+    )
+
+
+def asked_filters(llm: LLM, ask: Ask, options: GenerationOptions) -> list[LogitFilter] | None:
+    """What the answers may consist of, one for each."""
+    if ask.json_schema is not None:
+        return [llm.json_filter(ask.json_schema)] * ask.n
+    if ask.infill_sampler:
+        return [InfillSampler(llm.engine.tokenizer, options)] * ask.n
+    return None
 
 
 def continued(engine: Engine, prompt: str | tuple[int, ...], *, parse_special: bool) -> list[int]:

@@ -145,6 +145,7 @@ class Dialect:
     Attributes:
         error_body: of an error.
         error_frames: of an error in mid-stream.
+        status: of an error, where a dialect has its own.
         owns: whether errors of a path that no route has are written in this dialect.
     """
 
@@ -152,11 +153,13 @@ class Dialect:
     routes: Sequence[Route]
     error_body: Callable[[RequestError], JSON]
     error_frames: Callable[[RequestError], list[Frame]]
+    status: Callable[[RequestError], int] = lambda error: error.status
     owns: Callable[[str], bool] = lambda _: False
 
     def error(self, error: RequestError) -> Reply:
         """An error as a reply."""
-        return json_reply(self.error_body(error), status=error.status, headers=error.headers)
+        body = self.error_body(error)
+        return json_reply(body, status=self.status(error), headers=error.headers)
 
 
 class Endpoint:

@@ -13,14 +13,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal, get_args
+from typing import Literal, TypeVar, get_args
 
 from edgellm.errors import UnsupportedModelError
+from edgellm.text.fim_budget import Budget
 
 Order = Literal["psm", "spm"]
 ORDERS: tuple[str, ...] = get_args(Order)
 # Text to token ids, special tokens in it as plain text.
 Encode = Callable[[str], list[int]]
+# Text of so many characters for each token that a budget allows is cut before it is encoded, which
+# takes a second for some megabytes.
+_LONG = 32
+SequenceT = TypeVar("SequenceT", str, list[int])
 # Something that no vocabulary joins with what follows, see `_bare`.
 _GUARD = "\u263a"
 
@@ -173,6 +178,7 @@ class Gap:
         extra: other files, as pairs of path and text.
         path: of the file with the gap; it counts where there are other files.
         repository: its name.
+        tail: what stands between `prefix` and the gap; a budget does not cut it.
     """
 
     prefix: str
@@ -180,6 +186,7 @@ class Gap:
     extra: Sequence[tuple[str, str]] = ()
     path: str = "main"
     repository: str | None = None
+    tail: str = ""
 
 
 def find_family(vocabulary: Mapping[str, int], named: Mapping[str, str]) -> Family | None:
@@ -237,6 +244,7 @@ def assemble(
     vocabulary: Mapping[str, int],
     bos: int | None,
     order: Order | None = None,
+    budget: Budget | None = None,
 ) -> list[int]:
     """The prompt for a gap.
 
@@ -244,13 +252,18 @@ def assemble(
         encode: text to ids, without a begin token.
         bos: the begin token, where the model wants one.
         order: None is the family's own.
+        budget: None takes all of the parts.
     """
-    suffix_text = _bare(encode, gap.suffix) if family.bare_suffix else encode(gap.suffix)
-    prefix = [vocabulary[family.prefix]]
-    suffix = [vocabulary[family.suffix], *suffix_text]
-    middle = [] if family.middle is None else [vocabulary[family.middle]]
     context, lead = _other_files(family, gap, encode, vocabulary)
-    before = encode(lead + gap.prefix)
+    if budget is None:
+        before, behind = encode(lead + gap.prefix + gap.tail), _suffix(family, gap.suffix, encode)
+    else:
+        context = _end(context, budget.extra)
+        before, behind = _within(budget, family, gap, encode)
+        before = _end(encode(_end(lead, budget.extra * _LONG)), budget.extra) + before
+    prefix = [vocabulary[family.prefix]]
+    suffix = [vocabulary[family.suffix], *behind]
+    middle = [] if family.middle is None else [vocabulary[family.middle]]
     if (order or family.order) == "psm":
         parts = [*prefix, *before, *suffix, *middle]
     elif family.middle_before_prefix:
@@ -258,6 +271,25 @@ def assemble(
     else:
         parts = [*suffix, *prefix, *before, *middle]
     return [*([] if bos is None else [bos]), *context, *parts]
+
+
+def _within(
+    budget: Budget, family: Family, gap: Gap, encode: Encode
+) -> tuple[list[int], list[int]]:
+    """The tokens before and behind a gap that a budget allows; the tail counts as suffix."""
+    tail = len(encode(gap.tail))
+    prefix = _end(gap.prefix, budget.prefix * _LONG)
+    before = _end(encode(prefix + gap.tail), budget.prefix + tail)
+    count = max(0, budget.suffix - tail)
+    return before, _suffix(family, gap.suffix[: count * _LONG], encode)[:count]
+
+
+def _end(values: SequenceT, count: int) -> SequenceT:
+    return values[max(0, len(values) - count) :]
+
+
+def _suffix(family: Family, text: str, encode: Encode) -> list[int]:
+    return _bare(encode, text) if family.bare_suffix else encode(text)
 
 
 def _other_files(

@@ -71,3 +71,14 @@ def test_a_line_that_is_indented_less_ends_it(text: str, shown: str) -> None:
         pieces = [stop.add(text[i : i + size]) for i in range(0, len(text), size)]
         assert "".join(pieces) + stop.finish() == shown
         assert stop.found == (shown != text)
+
+
+def test_which_text_stopped_it() -> None:
+    stop = StopText(["END", "\n\n"], min_indent=1)
+    stop.add("a\n")
+    assert (stop.found, stop.stop) == (False, None)
+    stop.add("\nEND")
+    assert (stop.found, stop.stop) == (True, "\n\n")
+    outdent = StopText(["END"], min_indent=1)
+    outdent.add("a\nb END")
+    assert (outdent.found, outdent.stop) == (True, None)

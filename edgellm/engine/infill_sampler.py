@@ -1,0 +1,90 @@
+"""llama.cpp's `infill` sampler: an answer that fills a gap ends early rather than late.
+
+Of the tokens that `top_k`, `top_p` and `min_p` leave, the end tokens are taken if they are somewhat
+probable, tokens that begin alike count as one, and improbable ones are left out.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from edgellm.engine.sampling import keep_min_p, keep_top_p, softmax
+from edgellm.generation_options import GenerationOptions
+from edgellm.kernels.sampling import top_k
+from edgellm.text.tokenizer import Tokenizer
+
+# Tokens that go on with the text and are less probable than this are left out.
+_LEAST = 0.2
+
+
+class InfillSampler:
+    """A logit filter that leaves what the sampler leaves.
+
+    Args:
+        options: of the answer; what is left is drawn from with its temperature.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, options: GenerationOptions) -> None:
+        self._tokenizer = tokenizer
+        self._options = options
+        self._ends = sorted(tokenizer.eos_ids | set(options.stop_tokens))
+
+    def __call__(self, scores: NDArray[np.float32], sampled: Sequence[int]) -> None:
+        """Set the scores `[V]` of all other tokens to -inf."""
+        options = self._options
+        if options.ignore_eos:
+            scores[self._ends] = -math.inf
+        ids = top_k(scores, options.top_k)
+        probabilities = softmax(scores[ids])
+        kept = keep_top_p(probabilities, options.top_p)
+        kept &= keep_min_p(probabilities, options.min_p)
+        ids, probabilities = ids[kept], softmax(scores[ids[kept]])
+        ends = np.isin(ids, self._ends)
+        chosen = _chosen(probabilities, ends, [self._text(int(token)) for token in ids])
+        if not chosen.any():
+            end = max(self._ends, key=lambda token: float(scores[token]))
+            ids, chosen = np.array([end]), np.ones(1)
+        scores.fill(-math.inf)
+        left = chosen > 0
+        scores[ids[left]] = np.log(chosen[left])
+
+    def _text(self, token: int) -> str:
+        return self._tokenizer.decode([token], skip_special=False)
+
+
+def _chosen(
+    probabilities: NDArray[np.float64], ends: NDArray[np.bool_], texts: Sequence[str]
+) -> NDArray[np.float64]:
+    """Weights of the candidates, most probable first; all 0 where an end token has to be taken that
+    is none of them."""
+    chosen = probabilities.copy()
+    if 3 * chosen[ends].sum() * len(chosen) > chosen[~ends].sum():
+        chosen[~ends] = 0
+        return chosen
+    _join(chosen, ends, texts)
+    chosen[~ends & (chosen < _LEAST)] = 0
+    others = np.count_nonzero(chosen[~ends])
+    if others == 0:
+        return chosen * ends
+    chosen /= chosen.sum()
+    chosen[~ends & (chosen < 1 / (others + 1))] = 0
+    return chosen
+
+
+def _join(chosen: NDArray[np.float64], ends: NDArray[np.bool_], texts: Sequence[str]) -> None:
+    """Give the probability of a token to a more probable one, where one begins as the other."""
+    for i, text in enumerate(texts):
+        for j in range(i + 1, len(texts)):
+            if ends[i] or ends[j] or not chosen[i] or not chosen[j]:
+                continue
+            # parts of characters say nothing
+            if "\ufffd" in text + texts[j] or not (text and texts[j]):
+                continue
+            if texts[j].startswith(text) or text.startswith(texts[j]):
+                more, less = (i, j) if chosen[i] >= chosen[j] else (j, i)
+                chosen[more] += chosen[less]
+                chosen[less] = 0
