@@ -37,12 +37,14 @@ def sample_pieces(
     n: int = 1,
     cancel: threading.Event | None = None,
     logit_filters: SequenceOf[LogitFilter | None] | None = None,
+    salt: str = "",
 ) -> Pending[Progress | SamplePieces]:
     """Answer a prompt `n` times; reports of its prefill come between.
 
     Args:
         options: of all answers; with a seed, answer i has the seed that is larger by i.
         logit_filters: one for each answer.
+        salt: see `Context`.
 
     Raises:
         OptionError, ContextOverflowError: see `Request.check`.
@@ -57,6 +59,7 @@ def sample_pieces(
         cancel=cancel,
         logit_filters=logit_filters,
         wants_reports=True,
+        salt=salt,
     )
     try:
         engine.loop.submit(requests[0])
@@ -89,6 +92,7 @@ def forked_requests(
     cancel: threading.Event | None = None,
     logit_filters: SequenceOf[LogitFilter | None] | None = None,
     wants_reports: bool = False,
+    salt: str = "",
 ) -> list[Request]:
     """Requests for `n` answers to a prompt; the first one is to be submitted, and the others begin
     where it has been computed.
@@ -100,7 +104,7 @@ def forked_requests(
     filters = logit_filters or [None] * n
     requests = [
         Request(
-            Context(engine, tokens),
+            Context(engine, tokens, salt=salt),
             replace(options, seed=seed),
             cancel=cancel,
             logit_filter=logit_filter,

@@ -37,6 +37,8 @@ if device.why_not() is not None:
 
 # Its source distribution carries vocabularies with expected tokens, llama.cpp's own tests.
 _VOCABULARIES = "llama-cpp-python==0.3.16"
+# A newer one carries the chat templates of 70 models.
+_TEMPLATES = "llama-cpp-python==0.3.36"
 # Its wheel carries SentencePiece models.
 _MISTRAL_VOCABULARIES = "mistral-common==1.13.1"
 
@@ -99,6 +101,13 @@ def llama_cpp_vocabularies() -> Path:
     target = models_dir() / "llama-cpp-vocabularies"
     from_source = ("--no-binary", "llama-cpp-python")
     return files_of(_VOCABULARIES, "ggml-vocab-*", target, *from_source)
+
+
+@pytest.fixture(scope="session")
+def llama_cpp_templates() -> Path:
+    """Folder with llama.cpp's collection of released chat templates, *.jinja."""
+    from_source = ("--no-binary", "llama-cpp-python")
+    return files_of(_TEMPLATES, "*.jinja", models_dir() / "llama-cpp-templates", *from_source)
 
 
 @pytest.fixture(scope="session")

@@ -174,21 +174,25 @@ class KVCache:
         for group in self.groups:
             group.replica = group.replica or Replica(group.blocks, device)
 
-    def sequence(self, tokens: SequenceOf[int] = ()) -> Sequence:
-        """A sequence that starts with the longest cached prefix of `tokens`."""
+    def sequence(self, tokens: SequenceOf[int] = (), *, root: bytes | None = None) -> Sequence:
+        """A sequence that starts with the longest cached prefix of `tokens`.
+
+        Args:
+            root: what is before them; see `PrefixIndex.salted_root`.
+        """
         if self.disk is not None:
-            longer = self._read_on(tokens, self.disk)
+            longer = self._read_on(tokens, self.disk, root)
             if longer is not None:
                 return longer
-        match = self.index.match(tokens)
-        return self._holding(match, tokens, match.length)
+        match = self.index.match(tokens, root=root)
+        return self._holding(match, tokens, match.length, root)
 
-    def cached_prefix(self, tokens: SequenceOf[int]) -> int:
+    def cached_prefix(self, tokens: SequenceOf[int], *, root: bytes | None = None) -> int:
         """Tokens that `sequence(tokens)` would find."""
-        match = self.index.match(tokens)
+        match = self.index.match(tokens, root=root)
         if self.disk is None:
             return match.length
-        return max(match.length, BLOCK * self._blocks_on_disk(match, tokens, self.disk))
+        return max(match.length, BLOCK * self._blocks_on_disk(match, tokens, self.disk, root))
 
     def has_room(self, growing: Iterable[tuple[Sequence, int]]) -> bool:
         """Whether sequences can all grow to so many tokens, and one more, at the same time."""
@@ -208,7 +212,8 @@ class KVCache:
         if self.disk is None or len(sequence) < BLOCK:
             return
         sequence.use_host()
-        names = list(self.index.names(sequence.tokens[: sequence.shareable]))
+        shared = sequence.tokens[: sequence.shareable]
+        names = list(self.index.names(shared, root=sequence.root))
         for table in sequence.tables:
             known = [(i, block) for i, block in sequence.known(table) if i < len(names)]
             named = [(group_name(names[i], table.store), block) for i, block in known]
@@ -248,23 +253,27 @@ class KVCache:
             data = data[size:]
         return len(data) == 0
 
-    def _holding(self, match: Match, tokens: SequenceOf[int], length: int) -> Sequence:
+    def _holding(
+        self, match: Match, tokens: SequenceOf[int], length: int, root: bytes | None
+    ) -> Sequence:
         """A sequence of the first `length` tokens of a match."""
         count = -(-length // BLOCK)
         tables = [
             GroupTable(group, blocks[:count])
             for group, blocks in zip(self.groups, match.tables, strict=True)
         ]
-        return Sequence(self, tables, list(tokens[:length]))
+        return Sequence(self, tables, list(tokens[:length]), root=root)
 
-    def _read_on(self, tokens: SequenceOf[int], disk: DiskCache) -> Sequence | None:
+    def _read_on(
+        self, tokens: SequenceOf[int], disk: DiskCache, root: bytes | None
+    ) -> Sequence | None:
         """A sequence of the full blocks of a match and those on disk, if it is a longer one."""
         while True:
-            match = self.index.match(tokens)
-            end = self._blocks_on_disk(match, tokens, disk)
+            match = self.index.match(tokens, root=root)
+            end = self._blocks_on_disk(match, tokens, disk, root)
             if end * BLOCK <= match.length:
                 return None
-            sequence = self._holding(match, tokens, match.length // BLOCK * BLOCK)
+            sequence = self._holding(match, tokens, match.length // BLOCK * BLOCK, root)
             if self._fill(sequence, tokens[: end * BLOCK], disk):
                 return sequence
             # what was reserved and given back may have taken blocks of the match
@@ -275,7 +284,7 @@ class KVCache:
         """Read the blocks of `tokens` that a sequence lacks; False if one is damaged, or the pool
         full."""
         begin, end = len(sequence) // BLOCK, len(tokens) // BLOCK
-        names = list(self.index.names(tokens))
+        names = list(self.index.names(tokens, root=sequence.root))
         try:
             with sequence.reserved(len(tokens) - len(sequence), windowed=False):
                 sequence.open_seen(len(tokens))
@@ -290,9 +299,11 @@ class KVCache:
             return False
         return True
 
-    def _blocks_on_disk(self, match: Match, tokens: SequenceOf[int], disk: DiskCache) -> int:
+    def _blocks_on_disk(
+        self, match: Match, tokens: SequenceOf[int], disk: DiskCache, root: bytes | None
+    ) -> int:
         """How many full blocks of `tokens` are there, in memory and behind those on disk."""
-        names = list(self.index.names(tokens))
+        names = list(self.index.names(tokens, root=root))
         begin = match.length // BLOCK
         there = []  # for each group, which blocks
         for group, blocks in zip(self.groups, match.tables, strict=True):

@@ -52,9 +52,13 @@ class PrefixIndex:
         """The name of what is before a sequence."""
         return self._root
 
-    def names(self, tokens: Sequence[int]) -> Iterator[bytes]:
+    def salted_root(self, salt: str) -> bytes:
+        """Likewise, for those alone who have the same salt; "" is none."""
+        return hashlib.sha256(self._root + salt.encode()).digest() if salt else self._root
+
+    def names(self, tokens: Sequence[int], *, root: bytes | None = None) -> Iterator[bytes]:
         """The names of the full blocks of a sequence, first to last."""
-        name = self._root
+        name = root or self._root
         for end in range(BLOCK, len(tokens) + 1, BLOCK):
             name = chain(name, tokens[end - BLOCK : end])
             yield name
@@ -62,9 +66,13 @@ class PrefixIndex:
     def holds(self, group: int, block: int) -> bool:
         return block in self._entries[group]
 
-    def match(self, tokens: Sequence[int]) -> Match:
-        """The longest prefix of `tokens` that every group still has what it needs of."""
-        full, parents = self._full_blocks(tokens)
+    def match(self, tokens: Sequence[int], *, root: bytes | None = None) -> Match:
+        """The longest prefix of `tokens` that every group still has what it needs of.
+
+        Args:
+            root: what is before them; see `salted_root`.
+        """
+        full, parents = self._full_blocks(tokens, root or self._root)
         for count in range(len(full), -1, -1):
             parent = parents[count]
             wanted = tuple(tokens[count * BLOCK : (count + 1) * BLOCK])
@@ -139,13 +147,15 @@ class PrefixIndex:
         if not siblings:
             del self._children[entry.parent]
 
-    def _full_blocks(self, tokens: Sequence[int]) -> tuple[list[_Entry | None], list[bytes]]:
+    def _full_blocks(
+        self, tokens: Sequence[int], root: bytes
+    ) -> tuple[list[_Entry | None], list[bytes]]:
         """The entries of full blocks, and the name of what is before each and behind the last.
 
         They end where a group that sees all positions has none.
         """
         full: list[_Entry | None] = []
-        parents = [self._root]
+        parents = [root]
         everywhere = [g for g, group in enumerate(self._groups) if group.window is None]
         for begin in range(0, len(tokens) - BLOCK + 1, BLOCK):
             held = tuple(tokens[begin : begin + BLOCK])

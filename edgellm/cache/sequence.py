@@ -56,14 +56,26 @@ class Sequence:
             stood in it.
     """
 
-    def __init__(self, cache: Store, tables: list[GroupTable], tokens: list[int]) -> None:
+    def __init__(
+        self,
+        cache: Store,
+        tables: list[GroupTable],
+        tokens: list[int],
+        *,
+        root: bytes | None = None,
+    ) -> None:
         self.tables = tables
         self._cache = cache
         self._index = cache.index
-        self._names = [cache.index.root]  # of what is before each block
+        self._names = [root or cache.index.root]  # of what is before each block
         self.tokens = tokens
         self.shareable: int | None = None
         cache.register(self)
+
+    @property
+    def root(self) -> bytes:
+        """The name of what is before it; see `PrefixIndex.salted_root`."""
+        return self._names[0]
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -179,7 +191,7 @@ class Sequence:
         for table in self.tables:
             table.cut(length)
         if any(table.lacks(length) for table in self.tables):
-            self._become(self._index.match(self.tokens))
+            self._become(self._index.match(self.tokens, root=self.root))
 
     def fork(self) -> Sequence:
         """Another sequence with the same tokens, sharing every block."""
@@ -188,7 +200,7 @@ class Sequence:
             GroupTable(table.store, blocks)
             for table, blocks in zip(self.tables, cached, strict=True)
         ]
-        other = Sequence(self._cache, tables, list(self.tokens))
+        other = Sequence(self._cache, tables, list(self.tokens), root=self.root)
         other.shareable = self.shareable
         return other
 

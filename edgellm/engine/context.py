@@ -42,13 +42,18 @@ class Context:
             for a while those of a draft.
     """
 
-    def __init__(self, engine: LoadedModel, tokens: SequenceOf[int] = ()) -> None:
+    def __init__(
+        self, engine: LoadedModel, tokens: SequenceOf[int] = (), *, salt: str = ""
+    ) -> None:
+        """`salt`: only contexts with the same one find each other's tokens in the KV cache."""
         self.engine = engine
         self.tokens = list(tokens)
         self.changes = 0
         self.answering: object | None = None
         self.unsettled = False
-        self.sequence = engine.cache.sequence()
+        self._salt = salt
+        self._root = engine.cache.index.salted_root(salt)
+        self.sequence = engine.cache.sequence(root=self._root)
         self._swapped: _Swapped | None = None
 
     @property
@@ -90,7 +95,7 @@ class Context:
 
     def fork(self) -> Context:
         """Another one with the same tokens; nothing is copied before one of them grows."""
-        other = Context(self.engine)
+        other = Context(self.engine, salt=self._salt)
         with self.engine.lock, self.engine.cache.change():
             other.tokens = list(self.tokens)
             other.sequence = self.sequence.fork()
@@ -187,9 +192,9 @@ class Context:
     def begin(self) -> int:
         """Take over the longest cached prefix, the last token left out; gives its length."""
         cache, prefix = self.engine.cache, self.tokens[:-1]
-        if cache.cached_prefix(prefix) > len(self.sequence):
+        if cache.cached_prefix(prefix, root=self._root) > len(self.sequence):
             self.sequence.close()
-            self.sequence = cache.sequence(prefix)
+            self.sequence = cache.sequence(prefix, root=self._root)
         self.sequence.truncate(min(len(self.sequence), len(prefix)))
         return len(self.sequence)
 
@@ -254,7 +259,7 @@ class Context:
             firsts, blocks = cache.pack(sequence)
             self._swapped = _Swapped(list(sequence.tokens), sequence.shareable, firsts, blocks)
         sequence.close()
-        self.sequence = cache.sequence()
+        self.sequence = cache.sequence(root=self._root)
 
     def forget(self, count: int) -> None:
         """Take the last `count` computed tokens out of the KV cache."""

@@ -12,7 +12,14 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route as StarletteRoute
 
-from edgellm.serve import health, openai_chat, openai_models
+from edgellm.serve import (
+    health,
+    openai_chat,
+    openai_completions,
+    openai_embeddings,
+    openai_models,
+    openai_responses,
+)
 from edgellm.serve.answering import Answering
 from edgellm.serve.endpoint import Dialect, Endpoint, Route
 from edgellm.serve.guard import Guard
@@ -24,12 +31,24 @@ from edgellm.serve.streaming import BodyReply, Reply
 
 OPENAI = Dialect(
     name="openai",
-    routes=[*openai_chat.ROUTES, *openai_models.ROUTES, *health.ROUTES],
+    routes=[
+        *openai_chat.ROUTES,
+        *openai_completions.ROUTES,
+        *openai_embeddings.ROUTES,
+        *openai_models.ROUTES,
+        *health.ROUTES,
+    ],
     error_body=error_body,
     error_frames=error_frames,
 )
+RESPONSES = Dialect(
+    name="responses",
+    routes=openai_responses.ROUTES,
+    error_body=error_body,
+    error_frames=openai_responses.error_frames,
+)
 # The first that owns a path writes errors of paths that no route has; else it is OpenAI's.
-DIALECTS: Sequence[Dialect] = (OPENAI,)
+DIALECTS: Sequence[Dialect] = (OPENAI, RESPONSES)
 
 
 def create_app(pool: ModelPool, options: ServeOptions | None = None) -> Starlette:

@@ -15,9 +15,10 @@ from typing import Any, Literal
 from urllib.parse import parse_qs
 
 from edgellm.results import FinishReason, Piece, Stats
-from edgellm.serve.answering import Answering, Begun, Client, Delta, End, Event
+from edgellm.serve.answering import Answering
 from edgellm.serve.ask import Ask
 from edgellm.serve.body import ClientGoneError, Fields, Receive, read_body, read_fields
+from edgellm.serve.events import Begun, Client, Delta, End, Event
 from edgellm.serve.request_error import RequestError, request_error
 from edgellm.serve.streaming import JSON, Frame, Frames, Reply, Send, StreamReply, json_reply
 from edgellm.tool_use import ToolCall, joined_calls

@@ -15,9 +15,9 @@ import socket
 from collections.abc import Awaitable, Callable, Mapping
 from urllib.parse import urlsplit
 
-from edgellm.serve.answering import Client
 from edgellm.serve.body import Receive, too_large
 from edgellm.serve.endpoint import CLIENT, Scope
+from edgellm.serve.events import Client
 from edgellm.serve.options import ServeOptions
 from edgellm.serve.request_error import RequestError
 from edgellm.serve.streaming import BodyReply, Reply, Send

@@ -12,10 +12,10 @@ from typing import Any
 
 from edgellm.generation_options import GenerationArguments
 from edgellm.results import Piece, Stats
-from edgellm.serve.answering import Begun, Delta, End, Event, PromptProgress
 from edgellm.serve.ask import Ask
 from edgellm.serve.body import Fields
 from edgellm.serve.endpoint import Answered, Call, Route
+from edgellm.serve.events import Begun, Delta, End, Event, PromptProgress
 from edgellm.serve.logprobs import chat_logprobs
 from edgellm.serve.openai_messages import read_conversation
 from edgellm.serve.openai_sampling import max_tokens, sampling_arguments

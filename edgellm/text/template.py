@@ -25,6 +25,8 @@ from jinja2.visitor import NodeTransformer
 from edgellm.errors import OptionError, TemplateError
 from edgellm.text.template_limits import formatted_size, joined_size, method_size, replaced_size
 from edgellm.text.template_traits import TemplateTraits, probe_traits
+from edgellm.text.tool_format import AnswerFormat
+from edgellm.text.tool_probe import find_answer_format
 
 MAX_TEMPLATE_CHARACTERS = 1 << 20
 MAX_OUTPUT_CHARACTERS = 1 << 24
@@ -99,6 +101,11 @@ class ChatTemplate:
     def traits(self) -> TemplateTraits:
         """What the template wants of tools and calls; some renderings, 5 ms."""
         return probe_traits(self.render, self.source)
+
+    @cached_property
+    def answer_format(self) -> AnswerFormat:
+        """How the model writes reasoning and calls; some renderings, 5 ms."""
+        return find_answer_format(self.render, self.traits, self.source)
 
     def render(
         self,

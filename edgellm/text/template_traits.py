@@ -12,6 +12,7 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from operator import itemgetter
 from typing import Any, Protocol
 
 from edgellm.errors import TemplateError
@@ -101,22 +102,22 @@ def probe_traits(render: Render, source: str) -> TemplateTraits:
         "reasoning_field": next(fields, None),
         "takes_developer": re.search(r"['\"]developer['\"]", source) is not None,
     }
-    best: tuple[int, TemplateTraits] | None = None
-    for short, null, as_text in itertools.product((False, True), repeat=3):
-        traits = TemplateTraits(
-            **common,  # type: ignore[arg-type]
-            renders_calls=None,
-            arguments_as_text=as_text,
-            null_content=null,
-            short_ids=short,
-        )
-        rendered = _rendered_call(render, traits)
-        if rendered is not None and (best is None or len(rendered) < best[0]):
-            best = len(rendered), traits
-        if short is False and null and as_text and best is not None:
-            break  # identifiers of nine characters are for those that take no others
-    if best is not None:
-        return best[1]
+    # identifiers of nine characters, and arguments as text, are for those that take no others
+    for short, as_text in itertools.product((False, True), repeat=2):
+        found: list[tuple[int, TemplateTraits]] = []
+        for null in (False, True):
+            traits = TemplateTraits(
+                **common,  # type: ignore[arg-type]
+                renders_calls=None,
+                arguments_as_text=as_text,
+                null_content=null,
+                short_ids=short,
+            )
+            rendered = _rendered_call(render, traits)
+            if rendered is not None:
+                found.append((len(rendered), traits))
+        if found:
+            return min(found, key=itemgetter(0))[1]
     reason = "the chat template does not render tool calls"
     return TemplateTraits(**common, renders_calls=reason)  # type: ignore[arg-type]
 

@@ -7,6 +7,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+import openai
 import pytest
 from serving import Running, running, served, until
 
@@ -41,6 +42,12 @@ def server(tiny: LLM) -> Iterator[Running]:
     options = ServeOptions(port=0, grace_s=1)
     with running(ModelPool([served(tiny)]), tiny, options) as one:
         yield one
+
+
+@pytest.fixture
+def client(server: Running) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
+        yield client
 
 
 @pytest.fixture(autouse=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import openai
@@ -10,12 +9,6 @@ import pytest
 from serving import Running
 
 MESSAGES: Any = [{"role": "user", "content": "hello there"}]
-
-
-@pytest.fixture
-def client(server: Running) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
-        yield client
 
 
 def test_an_answer_is_the_librarys(server: Running, client: openai.OpenAI) -> None:

@@ -1,0 +1,89 @@
+"""The embedding of a text: its tokens' states behind the final norm, pooled."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as SequenceOf
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from edgellm.backends.batch import Rows
+from edgellm.engine.context import Context
+from edgellm.engine.engine import Engine
+from edgellm.engine.pending import WORKING, Pending, Waiting
+from edgellm.engine.request import Request
+from edgellm.generation_options import GenerationOptions
+
+Pooling = Literal["mean", "last"]
+
+
+class EmbeddingRequest(Request):
+    """A prompt that is computed for its states alone, in the same steps as answers.
+
+    Attributes:
+        embedding: `[E]` float32 of length 1; None before the end.
+    """
+
+    def __init__(self, context: Context, *, pooling: Pooling) -> None:
+        options = GenerationOptions(max_tokens=0, speculate=False, seed=0)
+        super().__init__(context, options, closes=True)
+        self.embedding: NDArray[np.float32] | None = None
+        self._pooling = pooling
+        self._sum: NDArray[np.float64] | None = None
+
+    def begin(self) -> None:
+        """As an answer's, but what is cached has no states, and a mean needs all."""
+        super().begin()
+        self._sum = None
+        if self._pooling == "mean":
+            self.context.sequence.truncate(0)
+
+    def take(self, rows: Rows, *, decoded: bool, alone: bool, seconds: float) -> None:
+        """Go on with the states of a step's rows."""
+        hidden = rows.hidden.astype(np.float64)
+        if len(hidden) and self._pooling == "last":
+            self._sum = hidden[-1]
+        elif len(hidden):
+            # row by row behind those before: the same bits however steps cut the prompt
+            before = np.zeros_like(hidden[:1]) if self._sum is None else self._sum[None]
+            self._sum = np.add.reduce(np.concatenate([before, hidden]), axis=0)
+        if rows.logits and self._sum is not None:
+            length = float(np.linalg.norm(self._sum))
+            self.embedding = (self._sum / (length or 1.0)).astype(np.float32)
+        super().take(rows, decoded=decoded, alone=alone, seconds=seconds)
+
+
+def embeddings(
+    engine: Engine,
+    prompts: SequenceOf[SequenceOf[int]],
+    *,
+    pooling: Pooling,
+    salt: str = "",
+) -> Pending[NDArray[np.float32]]:
+    """Embed prompts of token ids; they come in their order, `[E]` float32 each.
+
+    Raises:
+        OptionError, ContextOverflowError: see `Request.check`.
+    """
+    yield WORKING
+    requests: list[EmbeddingRequest] = []
+    try:
+        for prompt in prompts:
+            request = EmbeddingRequest(Context(engine, prompt, salt=salt), pooling=pooling)
+            request.check()
+            requests.append(request)
+        for request in requests:
+            engine.loop.submit(request)
+        for request in requests:
+            while not request.finished:
+                yield Waiting([request])
+            while request.pieces:
+                request.next_piece()
+            if request.error is not None:
+                raise request.error
+            assert request.embedding is not None
+            yield request.embedding
+    finally:
+        for request in requests:
+            engine.loop.withdraw(request)

@@ -1,0 +1,150 @@
+"""Arguments that models write otherwise than as JSON, as JSON. Pure Python."""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+from collections.abc import Mapping
+from typing import Any
+
+_PYTHON_WORDS = {"True": True, "False": False, "None": None}
+_BARE_KEY = re.compile(r"\s*([^\s:{}\[\],]+)\s*:")
+_CDATA = re.compile(r"<!\[CDATA\[(.*)\]\]>", re.DOTALL)  # XML's way to quote
+_PYTHON_TEXT = re.compile(r"'(?:[^'\\]|\\.)*'|\"(?:[^\"\\]|\\.)*\"", re.DOTALL)
+_SCALAR = re.compile(r"[^,}\]]*")
+_MAX_DEPTH = 64
+
+
+def tagged_value(text: str, schema: Mapping[str, Any] | None, *, is_json: bool) -> str:
+    """The JSON of an argument that was written between tags.
+
+    Args:
+        schema: of this argument; None where there is none. A text stays one if it may be one.
+        is_json: whether the tags say that it is no text.
+    """
+    quoted = _CDATA.fullmatch(text)
+    if quoted is not None:
+        return json.dumps(quoted[1], ensure_ascii=False)
+    if not is_json and schema is not None and "string" in _types(schema):
+        return json.dumps(text, ensure_ascii=False)
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError):
+        value = _PYTHON_WORDS.get(text.strip(), text)
+        if isinstance(value, str) and text.strip()[:1] in ("{", "["):
+            value = _python_literal(text)
+    if isinstance(value, str) and not is_json:
+        value = text
+    return json.dumps(value, ensure_ascii=False)
+
+
+def python_arguments(text: str) -> dict[str, Any]:
+    """The arguments of `name(key=literal, ...)`, from behind the name.
+
+    Raises:
+        ValueError: they are something else.
+    """
+    escaped = _PYTHON_TEXT.sub(lambda m: m[0].replace("\n", "\\n").replace("\r", "\\r"), text)
+    try:
+        call = _JsonWords().visit(ast.parse(f"f{escaped}", mode="eval")).body
+    except (SyntaxError, RecursionError, MemoryError):
+        raise ValueError("no call") from None
+    if not isinstance(call, ast.Call) or call.args:
+        raise ValueError("no call with names for its arguments")
+    values: dict[str, Any] = {}
+    for keyword in call.keywords:
+        if keyword.arg is None:
+            raise ValueError("an argument without a name")
+        values[keyword.arg] = ast.literal_eval(keyword.value)
+    json.dumps(values)  # no sets, no complex numbers
+    return values
+
+
+class _JsonWords(ast.NodeTransformer):
+    """JSON's words, which models write among Python's."""
+
+    _WORDS: Mapping[str, bool | None] = {"true": True, "false": False, "null": None}
+
+    def visit_Name(self, node: ast.Name) -> ast.expr:
+        return ast.Constant(self._WORDS[node.id]) if node.id in self._WORDS else node
+
+
+def brace_arguments(text: str, quote: str) -> dict[str, Any]:
+    """The arguments of `{key:value,...}` with texts between `quote`.
+
+    Raises:
+        ValueError: they are something else.
+    """
+    value, end = _brace_value(text, 0, quote, 0)
+    if end != len(text) or not isinstance(value, dict):
+        raise ValueError("no arguments")
+    return value
+
+
+def _brace_value(text: str, at: int, quote: str, depth: int) -> tuple[Any, int]:
+    if depth > _MAX_DEPTH:
+        raise ValueError("nested too deep")
+    at = _behind_space(text, at)
+    if text.startswith(quote, at):
+        end = text.index(quote, at + len(quote))
+        return text[at + len(quote) : end], end + len(quote)
+    if text.startswith("{", at):
+        return _brace_items(text, at + 1, quote, depth, "}")
+    if text.startswith("[", at):
+        return _brace_items(text, at + 1, quote, depth, "]")
+    match = _SCALAR.match(text, at)
+    assert match is not None
+    return json.loads(match[0]), match.end()
+
+
+def _brace_items(text: str, at: int, quote: str, depth: int, closer: str) -> tuple[Any, int]:
+    values: dict[str, Any] = {}
+    while True:
+        at = _behind_space(text, at)
+        if text.startswith(closer, at):
+            return (values if closer == "}" else list(values.values())), at + 1
+        if values:
+            if not text.startswith(",", at):
+                raise ValueError("no comma")
+            at = _behind_space(text, at + 1)
+        key = str(len(values))
+        if closer == "}":
+            key, at = _brace_key(text, at, quote)
+        values[key], at = _brace_value(text, at, quote, depth + 1)
+
+
+def _brace_key(text: str, at: int, quote: str) -> tuple[str, int]:
+    if text.startswith(quote, at):
+        end = text.index(quote, at + len(quote))
+        return text[at + len(quote) : end], text.index(":", end) + 1
+    match = _BARE_KEY.match(text, at)
+    if match is None:
+        raise ValueError("no key")
+    return match[1], match.end()
+
+
+def _behind_space(text: str, at: int) -> int:
+    while at < len(text) and text[at].isspace():
+        at += 1
+    return at
+
+
+def _python_literal(text: str) -> Any:
+    try:
+        value = ast.literal_eval(text.strip())
+        json.dumps(value)
+    except (ValueError, SyntaxError, TypeError, RecursionError, MemoryError):
+        return text
+    return value
+
+
+def _types(schema: Mapping[str, Any]) -> set[str]:
+    """What a value may be, as far as the schema says so plainly."""
+    kind = schema.get("type")
+    types = {kind} if isinstance(kind, str) else set(kind or ())
+    if "enum" in schema:
+        types |= {"string"} if any(isinstance(v, str) for v in schema["enum"]) else set()
+    for part in (*schema.get("anyOf", ()), *schema.get("oneOf", ())):
+        types |= _types(part) if isinstance(part, Mapping) else set()
+    return types

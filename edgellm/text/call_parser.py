@@ -1,0 +1,383 @@
+"""Tool calls out of an answer's text, as they come. Pure Python.
+
+Each method reads one part of a call and yields where it needs more text; False: it is not there.
+"""
+
+from __future__ import annotations
+
+import json
+import secrets
+import string
+from collections.abc import Callable, Generator, Mapping, Sequence
+from typing import Any
+
+from edgellm.text.argument_values import brace_arguments, python_arguments, tagged_value
+from edgellm.text.json_scanner import JsonScanner
+from edgellm.text.marker_reader import MarkerReader, Reading
+from edgellm.text.tool_format import ID_SLOT, KEY_SLOT, NAME_SLOT, CallFormat
+from edgellm.tool_use import Tool, ToolCallDelta
+
+_NAME = frozenset(string.ascii_letters + string.digits + "_.-")
+_LONGEST_NAME = 128
+_LONGEST_KEY = 1000
+
+
+class CallParser:
+    """Reads calls at the place where one may begin.
+
+    Args:
+        emit: takes what came of the calls.
+        short_ids: identifiers have nine letters and digits, as Mistral's templates want them.
+    """
+
+    def __init__(
+        self,
+        format: CallFormat,
+        reader: MarkerReader,
+        emit: Callable[[ToolCallDelta], None],
+        *,
+        tools: Sequence[Tool] = (),
+        short_ids: bool = False,
+    ) -> None:
+        self._format = format
+        self._reader = reader
+        self._emit = emit
+        self._schemas = {tool.name: tool.schema.get("properties", {}) for tool in tools}
+        self._short_ids = short_ids
+        self._index = -1
+
+    @property
+    def count(self) -> int:
+        """How many calls have begun."""
+        return self._index + 1
+
+    def calls(self) -> Reading:
+        """All calls of a section; False: there is none, and nothing is read."""
+        reader, form, begin = self._reader, self._format, self._reader.at
+        before = self._index
+        if not (yield from reader.marker(form.section)):
+            reader.at = begin
+            return False
+        going_on = True
+        while going_on:
+            at, known = reader.at, self._index
+            complete = yield from self._call()
+            if self._index == known:
+                reader.at = at if self._index > before else begin
+                return self._index > before
+            going_on = complete and (yield from self._next())
+        return True
+
+    def _call(self) -> Reading:
+        """One call, and whether it is complete."""
+        reader, form = self._reader, self._format
+        reader.slots = {}
+        if form.open and not (yield from reader.marker(f" {form.open}")):
+            return False
+        if form.kind == "object":
+            complete = yield from self._object()
+        else:
+            read = {
+                "json": self._json,
+                "tagged": self._tagged,
+                "python": self._python,
+                "braces": self._braces,
+            }[form.kind]
+            name = yield from self._name()
+            complete = name is not None and (yield from read(name))
+        if complete and form.kind != "tagged":
+            yield from reader.marker(form.close, unfinished=True)
+        return complete
+
+    def _next(self) -> Reading:
+        """Read what stands between two calls, or behind the last one; whether a call follows."""
+        reader, form = self._reader, self._format
+        begin = reader.at
+        if form.section_close.strip() and (
+            yield from reader.marker(f" {form.section_close}", unfinished=True)
+        ):
+            return False
+        if form.between.strip():
+            if not (yield from reader.marker(f" {form.between}")):
+                return False
+        elif not form.section.strip() and form.begin.strip():
+            return False  # its first marker is looked for everywhere
+        elif not form.begin.strip():
+            yield from reader.marker(" ;" if (yield from self._semicolon()) else " ")
+        at = reader.at
+        if form.open.strip():
+            follows = yield from reader.marker(f" {form.open}")
+        else:
+            follows = (yield from reader.space()) and (
+                form.kind != "object" or reader.text[reader.at] == "{"
+            )
+        reader.at = at if follows else begin
+        return follows
+
+    def _semicolon(self) -> Reading:
+        """Whether a semicolon comes next, as between the calls of Llama 3."""
+        reader, at = self._reader, self._reader.at
+        follows = (yield from reader.space()) and reader.text[reader.at] == ";"
+        reader.at = at
+        return follows
+
+    def _name(self) -> Generator[None, None, str | None]:
+        reader = self._reader
+        begin = reader.at
+        while True:
+            while not reader.empty and reader.text[reader.at] in _NAME:
+                reader.at += 1
+            name = reader.text[begin : reader.at]
+            if not reader.empty or len(name) > _LONGEST_NAME:
+                break
+            if not (yield from reader.more()):
+                break
+        if not name or len(name) > _LONGEST_NAME:
+            return None
+        reader.slots[NAME_SLOT] = name
+        return name
+
+    # kinds of calls, from behind their names
+
+    def _json(self, name: str) -> Reading:
+        reader = self._reader
+        if not (yield from reader.marker(self._format.middle)) or not (yield from reader.space()):
+            return False
+        if reader.text[reader.at] != "{":
+            return False
+        self._announce(name, reader.slots.get(ID_SLOT))
+        return (yield from self._arguments())
+
+    def _tagged(self, name: str) -> Reading:
+        reader, form = self._reader, self._format
+        tags = form.tags
+        assert tags is not None
+        if not (yield from reader.marker(form.middle)):
+            return False
+        comma, close, known = "{", f" {form.close}", self._index
+        while not (yield from reader.marker(close, unfinished=comma != "{")):
+            if not (yield from reader.marker(f" {tags.key_open}")):
+                return False
+            if self._index == known:
+                self._announce(name, reader.slots.get(ID_SLOT))
+            item = yield from self._parameter(self._schemas.get(name, {}))
+            if item is None:
+                return False
+            self._fragment(f"{comma}{item}")
+            comma = ", "
+        if self._index == known:
+            self._announce(name, reader.slots.get(ID_SLOT))
+        self._fragment("{}" if comma == "{" else "}")
+        return True
+
+    def _parameter(self, properties: Mapping[str, Any]) -> Generator[None, None, str | None]:
+        """One argument as `"key": value`, from behind the marker of its key."""
+        reader, tags = self._reader, self._format.tags
+        assert tags is not None
+        reader.slots.pop(KEY_SLOT, None)
+        behind = (*tags.texts, *tags.values)
+        first = behind[0].split()[0] if behind[0].split() else behind[0]
+        key = yield from reader.until(first, limit=_LONGEST_KEY)
+        if key is None:
+            return None
+        key = key.strip()
+        reader.slots[KEY_SLOT] = key
+        which = yield from reader.first_of([marker.rstrip() for marker in behind])
+        if which < 0:
+            return None
+        close = tags.value_close.replace(KEY_SLOT, key)
+        value = yield from reader.until(close.strip())
+        if value is None or not (yield from reader.marker(close.lstrip())):
+            return None
+        opened = behind[which]
+        lead = opened[len(opened.rstrip()) :]
+        tail = close[: len(close) - len(close.lstrip())]
+        value = value.removeprefix(lead).removesuffix(tail)
+        schema = properties.get(key) if isinstance(properties, Mapping) else None
+        is_json = which >= len(tags.texts) and tags.values != tags.texts
+        known = schema if isinstance(schema, Mapping) else None
+        if tags.values != tags.texts and not is_json:
+            known = {"type": "string"}
+        return f"{json.dumps(key, ensure_ascii=False)}: " + tagged_value(
+            value, known, is_json=is_json
+        )
+
+    def _python(self, name: str) -> Reading:
+        text = yield from self._enclosed("(", quotes="'\"")
+        return self._whole(name, text, python_arguments)
+
+    def _braces(self, name: str) -> Reading:
+        quote = self._format.quote
+        text = yield from self._enclosed("{", quotes=(quote,))
+        return self._whole(name, text, lambda body: brace_arguments(body, quote))
+
+    def _whole(
+        self, name: str, text: str | None, arguments: Callable[[str], dict[str, Any]]
+    ) -> bool:
+        """A call whose arguments are read at once."""
+        try:
+            values = None if text is None else arguments(text)
+        except (ValueError, TypeError, RecursionError):
+            values = None
+        if values is None:
+            return False
+        self._announce(name, self._reader.slots.get(ID_SLOT))
+        self._fragment(json.dumps(values, ensure_ascii=False))
+        return True
+
+    def _enclosed(self, opener: str, *, quotes: Sequence[str]) -> Generator[None, None, str | None]:
+        """A text from a bracket to the one that closes it, whatever stands between quotes."""
+        reader = self._reader
+        begin = at = reader.at
+        longest = max(map(len, quotes))
+        depth, quote = 0, ""
+        while True:
+            rest = reader.text[at : at + longest]
+            begun = any(q.startswith(rest) and q != rest for q in quotes)
+            if begun and (yield from reader.more()):
+                continue
+            if not rest:
+                return None
+            if rest[0] == "\\" and len(quote) == 1:
+                at += 2
+                continue
+            mark = quote or next((q for q in quotes if rest.startswith(q)), "")
+            if mark and rest.startswith(mark):
+                quote = "" if quote else mark
+                at += len(mark)
+                continue
+            if not quote:
+                depth += (rest[0] in "([{") - (rest[0] in ")]}")
+            at += 1
+            if depth <= 0 and not quote:
+                reader.at = at
+                return reader.text[begin:at] if reader.text[begin] == opener else None
+
+    def _object(self) -> Reading:
+        """A call that is a JSON object."""
+        reader, keys = self._reader, self._format.keys
+        assert keys is not None
+        call = _ObjectCall(self, wait_for_id=keys.id is not None and keys.id_last)
+        if not (yield from reader.marker(" { ")):
+            return False
+        while not (yield from reader.marker(" }")):
+            if call.values and not (yield from reader.marker(" , ")):
+                return False
+            key = yield from self._value()
+            if key is None or not key.startswith('"') or not (yield from reader.marker(" : ")):
+                return False
+            label = str(json.loads(key))
+            call.values += 1
+            if keys.name is None:
+                call.name = label
+            if label == keys.arguments or keys.name is None:
+                complete = yield from call.read_arguments()
+                if not complete:
+                    return False
+                continue
+            value = yield from self._value()
+            if value is None:
+                return False
+            if label == keys.name or label == keys.id:
+                text = json.loads(value)
+                if label == keys.name and not _is_name(text):
+                    return False
+                call.take(is_name=label == keys.name, text=str(text))
+        return call.end()
+
+    def _value(self) -> Generator[None, None, str | None]:
+        """Any JSON value at once."""
+        reader, scanner, taken = self._reader, JsonScanner(), ""
+        while True:
+            text, reader.at = scanner.feed(reader.text, reader.at)
+            taken += text
+            if scanner.done:
+                return taken.strip()
+            if scanner.failed:
+                return None
+            if not (yield from reader.more()):
+                return None
+
+    def _arguments(self) -> Reading:
+        """The arguments of a call that has begun, as they come."""
+        reader, scanner = self._reader, JsonScanner()
+        while True:
+            text, reader.at = scanner.feed(reader.text, reader.at)
+            self._fragment(text)
+            if scanner.done or scanner.failed:
+                return scanner.done
+            if not (yield from reader.more()):
+                return False
+
+    def _announce(self, name: str, own_id: str | None) -> None:
+        self._index += 1
+        usable = own_id is not None and own_id.strip()
+        identifier = own_id if usable else new_call_id(short=self._short_ids)
+        self._emit(ToolCallDelta(self._index, identifier, name))
+
+    def _fragment(self, text: str) -> None:
+        if text:
+            self._emit(ToolCallDelta(self._index, arguments=text))
+
+
+class _ObjectCall:
+    """A call as its object is read: it begins with its name, the identifier if that is before the
+    arguments, and no sooner."""
+
+    def __init__(self, parser: CallParser, *, wait_for_id: bool) -> None:
+        self.name: str | None = None
+        self.values = 0
+        self._parser = parser
+        self._id: str | None = None
+        self._held: str | None = None  # arguments that came too early
+        self._wait = wait_for_id
+        self._begun = False
+
+    def take(self, *, is_name: bool, text: str) -> None:
+        if is_name:
+            self.name = text
+        else:
+            self._id = text
+
+    def read_arguments(self) -> Reading:
+        parser = self._parser
+        reader = parser._reader
+        if not (yield from reader.space()):
+            return False
+        if self.name is not None and not _is_name(self.name):
+            return False
+        if self.name is not None and not self._wait and reader.text[reader.at] == "{":
+            self._begin()
+            return (yield from parser._arguments())
+        value = yield from parser._value()
+        if value is None:
+            return False
+        if value.startswith('"'):  # JSON text in JSON
+            value = str(json.loads(value))
+        self._held = value
+        return value.lstrip().startswith("{")
+
+    def end(self) -> bool:
+        """Whether it is a call, which has begun at the latest now."""
+        if self.name is None or not _is_name(self.name):
+            return False
+        if not self._begun:
+            self._begin()
+            self._parser._fragment(self._held or "{}")
+        return True
+
+    def _begin(self) -> None:
+        assert self.name is not None
+        self._begun = True
+        self._parser._announce(self.name, self._id)
+
+
+def new_call_id(*, short: bool = False) -> str:
+    """An identifier of a call."""
+    letters = string.ascii_letters + string.digits
+    drawn = "".join(secrets.choice(letters) for _ in range(9 if short else 24))
+    return drawn if short else f"call_{drawn}"
+
+
+def _is_name(text: object) -> bool:
+    return isinstance(text, str) and 0 < len(text) <= _LONGEST_NAME and set(text) <= _NAME

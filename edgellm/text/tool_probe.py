@@ -1,0 +1,202 @@
+"""The format of a model's answers, found by rendering probes through its own chat template.
+
+Conversations that differ in one thing (content or a call, one call or two, a text or a number as an
+argument, with and without reasoning) are rendered, and what differs is taken apart. Nothing is
+known of particular models; what does not come apart is no format, with a reason. The idea is that
+of llama.cpp's differential parser.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from edgellm.errors import TemplateError
+from edgellm.text.answer_parser import AnswerParser
+from edgellm.text.call_shapes import NotUnderstood, find_shape, probe_call
+from edgellm.text.rendering_diff import common_end, common_head, segments
+from edgellm.text.template_traits import PROBE_TOOL, PROBE_USER, Render, TemplateTraits
+from edgellm.text.tool_format import AnswerFormat, CallFormat, Marks
+from edgellm.tool_use import joined_calls
+
+# Texts that no template has, and that begin and end with what nothing else does.
+_CONTENT, _REASONING = "\u03a9content\u03a9", "\u03a9reason\u03a9"
+_TAG = re.compile(r"<[^<>\s][^<>]*>|\[/?[A-Z_]+\]")
+_LAST_TAG = re.compile(rf"({_TAG.pattern})\w{{0,20}}\s*\Z")
+_LONGEST_MARK = 80
+_MARKUP = re.compile(r"[^\w\s.,=]")
+
+
+def find_answer_format(render: Render, traits: TemplateTraits, source: str) -> AnswerFormat:
+    """What a template says of the answers that its model was trained on."""
+    probe = _Probe(render, traits)
+    answer = probe.answer(_CONTENT)
+    if answer is None or _CONTENT not in answer:
+        reason = "the chat template does not render an answer's content"
+        return AnswerFormat(calls=None, no_calls=reason)
+    called = None if traits.renders_calls else probe.answer("", [probe_call(1)])
+    other = probe.answer("other") if called is None else called
+    head, end = common_head(answer, other or ""), common_end(answer, other or "")
+    begin, _, behind = answer.partition(_CONTENT)
+    content = Marks(begin.removeprefix(head).strip(), behind.removesuffix(end).strip())
+    reasoning = _find_reasoning(probe, source, head, content)
+    if reasoning is not None and not _reads_back(probe, reasoning, content, head, end):
+        reasoning = None
+    if reasoning is not None and reasoning.open in content.open:
+        content = Marks("", content.close)
+    if called is None:
+        reason = traits.renders_calls or "the chat template does not render a call"
+        return AnswerFormat(calls=None, no_calls=reason, reasoning=reasoning, content=content)
+    plain = AnswerFormat(calls=None, reasoning=reasoning, content=content)
+    try:
+        calls = _find_calls(probe, called, head, end)
+        if not calls.section.strip() and calls.section_close.strip():
+            plain = replace(plain, ends=(calls.section_close.strip(),))
+            calls = replace(calls, section_close="")
+        form = replace(plain, calls=_without_reasoning(calls, reasoning))
+        _check_calls(probe, form, head, end)
+    except NotUnderstood as error:
+        return replace(plain, no_calls=str(error))
+    return form
+
+
+@dataclass(frozen=True)
+class _Probe:
+    render: Render
+    traits: TemplateTraits
+
+    def answer(
+        self,
+        content: str,
+        calls: Sequence[Mapping[str, Any]] = (),
+        *,
+        reasoning: str | None = None,
+    ) -> str | None:
+        """A conversation with one answer; None: the template refuses it."""
+        message: dict[str, Any] = {"role": "assistant", "content": content}
+        if calls:
+            if self.traits.renders_calls:
+                return None
+            message = self.traits.call_message(content, calls)
+        if reasoning is not None:
+            if self.traits.reasoning_field is None:
+                return None
+            message[self.traits.reasoning_field] = reasoning
+        return self._rendered([PROBE_USER, message], prompt=False)
+
+    def prompt(self) -> str:
+        """What stands before an answer."""
+        return self._rendered([PROBE_USER], prompt=True) or ""
+
+    def _rendered(self, messages: Sequence[Mapping[str, Any]], *, prompt: bool) -> str | None:
+        for tools in ((PROBE_TOOL,), ()):  # some templates take no others
+            try:
+                return self.render(messages, tools=tools, add_generation_prompt=prompt)
+            except TemplateError:
+                continue
+        return None
+
+
+def _find_calls(probe: _Probe, called: str, head: str, end: str) -> CallFormat:
+    one = called[len(head) : len(called) - len(end)]
+    numbers = probe.answer("", [probe_call(1, edgekey1=7, edgekey2="edgevalue2")])
+    typed = "" if numbers is None else numbers[len(head) : len(numbers) - len(end)]
+    shape = find_shape(one, typed, probe_call(1))
+    both = probe.answer("", [probe_call(1), probe_call(2)])
+    two = None if both is None else both[len(head) : len(both) - len(end)]
+    form = shape.form(one, two)
+    if not form.begin and form.kind != "object":
+        raise NotUnderstood("nothing marks the beginning of a call")
+    if form.trigger and not _MARKUP.search(form.trigger):
+        raise NotUnderstood(f"a call begins with the plain text {form.trigger!r}")
+    return form
+
+
+def _without_reasoning(calls: CallFormat, reasoning: Marks | None) -> CallFormat:
+    """Calls before which some templates write an empty reasoning."""
+    if reasoning is None:
+        return calls
+    section = calls.section.lstrip().removeprefix(reasoning.open).lstrip()
+    if not section.startswith(reasoning.close):
+        return calls
+    return replace(calls, section=section.removeprefix(reasoning.close))
+
+
+def _check_calls(probe: _Probe, form: AnswerFormat, head: str, end: str) -> None:
+    """Read the probes with a format.
+
+    Raises:
+        NotUnderstood: that does not give back what was rendered.
+    """
+    for numbers in ([1], [1, 2])[: 1 + (form.calls is not None and form.calls.parallel)]:
+        asked = [probe_call(number) for number in numbers]
+        text = (probe.answer("", asked) or "").removeprefix(head).removesuffix(end)
+        parser = AnswerParser(form, tools=())
+        deltas = (parser.add(text), parser.finish())
+        calls = joined_calls([call for delta in deltas for call in delta.tool_calls])
+        found = [(call.name, _json(call.arguments)) for call in calls]
+        expected = [(call["name"], call["arguments"]) for call in asked]
+        if found != expected or any(delta.content.strip() for delta in deltas):
+            raise NotUnderstood("the calls that the chat template renders do not read back")
+
+
+def _json(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError:
+        return None
+
+
+def _find_reasoning(probe: _Probe, source: str, head: str, content: Marks) -> Marks | None:
+    """Markers around the reasoning, from how it is rendered before content or a call, from the
+    prompt's end, or from what the template cuts off old answers."""
+    for text, follows in (
+        (probe.answer(_CONTENT, reasoning=_REASONING), _CONTENT),
+        (probe.answer("", [probe_call(1)], reasoning=_REASONING), ""),
+    ):
+        before, found, behind = (text or "").partition(_REASONING)
+        if not found or (follows and follows not in behind):
+            continue
+        close = behind.partition(follows)[0].strip() if follows else behind
+        close = close.removesuffix(content.open).strip()
+        if not follows:
+            tags = [segment for segment in segments(close.lstrip()) if len(segment) > 1]
+            close = tags[0] if tags else ""
+        opened = before.removeprefix(head).strip() if before.startswith(head) else ""
+        tag = _LAST_TAG.search(before)
+        tail = probe.prompt().removeprefix(head).strip()
+        if not close:
+            continue
+        if _TAG.match(opened):
+            return Marks(opened, close)
+        if tail and not _TAG.search(tail) and not _twins(tag, close):
+            return Marks(tail, close)  # some prompts begin it in words
+        if tag is not None:
+            return Marks(tag[0].strip(), close)
+    tag = _LAST_TAG.search(probe.prompt())
+    for opening in ([tag[1]] if tag else []) + ["<think>", "[THINK]"]:
+        closing = f"{opening[0]}/{opening[1:]}"
+        if opening in source and closing in source:
+            return Marks(opening, closing)
+    return None
+
+
+def _reads_back(probe: _Probe, reasoning: Marks, content: Marks, head: str, end: str) -> bool:
+    """Whether reasoning and content of the rendered probe come apart, if there is one."""
+    text = probe.answer(_CONTENT, reasoning=_REASONING)
+    if text is None or _REASONING not in text:
+        return max(len(reasoning.open), len(reasoning.close)) < _LONGEST_MARK
+    begin = text.index(_REASONING)
+    form = AnswerFormat(calls=None, reasoning=reasoning, content=content)
+    parser = AnswerParser(form, in_reasoning=True)
+    deltas = (parser.add(text[begin:].removesuffix(end)), parser.finish())
+    shown = "".join(delta.content for delta in deltas).strip()
+    return shown == _CONTENT and len(reasoning.open) < _LONGEST_MARK
+
+
+def _twins(tag: re.Match[str] | None, close: str) -> bool:
+    """Whether a tag is closed by one of its name."""
+    return tag is not None and f"{tag[1][0]}/{tag[1][1:]}" == close

@@ -1,0 +1,93 @@
+"""`/v1/completions`, as OpenAI's own client sees it."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import openai
+import pytest
+from serving import Running
+
+ASKED: Any = {"model": "tiny", "max_tokens": 11, "temperature": 0.9, "seed": 4}
+
+
+def test_an_answer_is_the_librarys(server: Running, client: openai.OpenAI) -> None:
+    reply = client.completions.create(prompt="once upon", **ASKED)
+    expected = server.llm.generate("once upon", max_tokens=11, temperature=0.9, seed=4)
+    assert reply.choices[0].text == expected.text
+    assert reply.object == "text_completion"
+    assert reply.usage is not None
+    assert reply.usage.completion_tokens == len(expected.tokens)
+
+
+def test_lists_of_prompts(server: Running, client: openai.OpenAI) -> None:
+    prompts = ["once upon", "a time", "there"]
+    reply = client.completions.create(prompt=prompts, n=2, **ASKED)
+    alone = [client.completions.create(prompt=prompt, n=2, **ASKED) for prompt in prompts]
+    assert [c.text for c in reply.choices] == [c.text for one in alone for c in one.choices]
+    assert [c.index for c in reply.choices] == list(range(6))
+    counts = [one.usage.prompt_tokens for one in alone if one.usage is not None]
+    assert reply.usage is not None
+    assert reply.usage.prompt_tokens == sum(counts)
+
+    texts = [""] * 6
+    for chunk in client.completions.create(prompt=prompts, n=2, stream=True, **ASKED):
+        for choice in chunk.choices:
+            texts[choice.index] += choice.text
+    assert texts == [choice.text for choice in reply.choices]
+
+
+def test_token_ids(server: Running, client: openai.OpenAI) -> None:
+    ids = server.llm.engine.tokenizer.encode("once upon")
+    texts = [
+        client.completions.create(prompt=prompt, **ASKED).choices[0].text
+        for prompt in ("once upon", ids, [ids])
+    ]
+    assert len(set(texts)) == 1
+
+
+def test_log_probabilities_in_the_old_shape(server: Running, client: openai.OpenAI) -> None:
+    reply = client.completions.create(prompt="once upon", logprobs=3, **ASKED)
+    expected = server.llm.generate("once upon", max_tokens=11, temperature=0.9, seed=4)
+    logprobs = reply.choices[0].logprobs
+    assert logprobs is not None
+    assert logprobs.token_logprobs == pytest.approx(expected.logprobs)
+    assert logprobs.tokens is not None
+    assert len(logprobs.tokens) == len(expected.tokens)
+    assert logprobs.top_logprobs is not None
+    assert all(len(top) <= 3 for top in logprobs.top_logprobs)
+    assert all(math.isfinite(lp) for top in logprobs.top_logprobs for lp in top.values())
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {},
+        {"prompt": None},
+        {"prompt": 3},
+        {"prompt": []},
+        {"prompt": [[]]},
+        {"prompt": [["a"]]},
+        {"prompt": [1.5]},
+        {"prompt": [-1]},
+        {"prompt": [2**31]},
+        {"prompt": [319, 400]},
+        {"prompt": {"a": 1}},
+        {"prompt": "a", "echo": True},
+        {"prompt": "a", "best_of": 3},
+        {"prompt": "a", "logprobs": 99},
+        {"prompt": [1, 2], "suffix": "b"},
+        {"prompt": "a", "suffix": "b"},  # no model for infill
+        {"prompt": "a", "suffix": 4},
+    ],
+)
+def test_wrong_fields(server: Running, wrong: dict[str, Any]) -> None:
+    reply = server.post("/v1/completions", {"max_tokens": 1, **wrong})
+    assert reply.status_code == 400, reply.text
+    assert reply.json()["error"]["message"]
+
+
+def test_null_is_absent(server: Running) -> None:
+    body = {"prompt": "a", "max_tokens": 1, "suffix": None, "logprobs": None, "seed": None}
+    assert server.post("/v1/completions", {**body, "stop": None, "x": 1}).status_code == 200
