@@ -14,6 +14,9 @@ from starlette.routing import Route as StarletteRoute
 
 from edgellm.serve import (
     health,
+    ollama,
+    ollama_embeddings,
+    ollama_models,
     openai_chat,
     openai_completions,
     openai_embeddings,
@@ -24,6 +27,8 @@ from edgellm.serve.answering import Answering
 from edgellm.serve.endpoint import Dialect, Endpoint, Route
 from edgellm.serve.guard import Guard
 from edgellm.serve.model_pool import ModelPool
+from edgellm.serve.ollama_error import error_body as ollama_error_body
+from edgellm.serve.ollama_error import error_frames as ollama_error_frames
 from edgellm.serve.openai_error import error_body, error_frames
 from edgellm.serve.options import ServeOptions
 from edgellm.serve.request_error import RequestError
@@ -47,8 +52,15 @@ RESPONSES = Dialect(
     error_body=error_body,
     error_frames=openai_responses.error_frames,
 )
+OLLAMA = Dialect(
+    name="ollama",
+    routes=[*ollama.ROUTES, *ollama_embeddings.ROUTES, *ollama_models.ROUTES],
+    error_body=ollama_error_body,
+    error_frames=ollama_error_frames,
+    owns=lambda path: path.startswith("/api/"),
+)
 # The first that owns a path writes errors of paths that no route has; else it is OpenAI's.
-DIALECTS: Sequence[Dialect] = (OPENAI, RESPONSES)
+DIALECTS: Sequence[Dialect] = (OPENAI, RESPONSES, OLLAMA)
 
 
 def create_app(pool: ModelPool, options: ServeOptions | None = None) -> Starlette:
