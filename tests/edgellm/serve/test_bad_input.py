@@ -1,0 +1,204 @@
+"""Bodies and fields that are wrong: one error that names the field, and the server goes on."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from serving import Running
+
+PATH = "/v1/chat/completions"
+MESSAGES: Any = [{"role": "user", "content": "hi"}]
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"",
+        b"{",
+        b'{"messages": [',
+        b"[]",
+        b"3",
+        b'"text"',
+        b"null",
+        b"\xff\xfe{}",
+        b'{"messages": "\xc3\x28"}',
+        b'{"a": 1, "a": 2}',
+        b'{"messages": [{"role": "user", "role": "system", "content": "a"}]}',
+        b'{"temperature": NaN}',
+        b'{"temperature": -Infinity}',
+        b'{"seed": ' + b"9" * 5000 + b"}",
+        b"[" * 10_000,
+        b'{"a":' * 10_000,
+        b"[" * 10_000 + b"]" * 10_000,
+        b'{"x": ' + b"[" * 100 + b"]" * 100 + b"}",
+        b'{"messages": [{"role": "user", "content": "\\ud800"}]}',
+        b'{"\\udc00": 1}',
+        b"{}" * 2,
+        b"\xef\xbb\xbf{}",
+    ],
+)
+def test_bodies(server: Running, body: bytes) -> None:
+    with server.client() as client:
+        reply = client.post(PATH, content=body)
+    assert reply.status_code == 400
+    error = reply.json()["error"]
+    assert error["type"] == "invalid_request_error"
+    assert len(error["message"]) < 400
+    assert "Traceback" not in reply.text
+    assert "/" not in error["message"].replace("and/or", "")
+
+
+def schema(**schema: Any) -> Any:
+    return {"type": "json_schema", "json_schema": {"schema": schema}}
+
+
+WRONG: list[tuple[str, Any]] = [
+    ("messages", None),
+    ("messages", []),
+    ("messages", "hi"),
+    ("messages", {}),
+    ("messages", [3]),
+    ("messages", [{"content": "a"}]),
+    ("messages", [{"role": "robot", "content": "a"}]),
+    ("messages", [{"role": "user", "content": 3}]),
+    ("messages", [{"role": "user", "content": [3]}]),
+    ("messages", [{"role": "user", "content": [{"type": "text"}]}]),
+    (
+        "messages",
+        [{"role": "user", "content": [{"type": "image_url", "image_url": "file:///etc/passwd"}]}],
+    ),
+    ("messages", [{"role": "user", "content": [{"type": "input_audio"}]}]),
+    ("messages", [{"role": "assistant", "tool_calls": [{}]}]),
+    ("messages", [{"role": "assistant", "tool_calls": [{"function": {"name": 3}}]}]),
+    ("messages", [{"role": "assistant", "tool_calls": "x"}]),
+    ("messages", [{"role": "user", "content": "a"}] * 10_001),
+    ("model", 3),
+    ("model", ["tiny"]),
+    ("max_tokens", -2),
+    ("max_tokens", "12"),
+    ("max_tokens", True),
+    ("max_tokens", 1.5),
+    ("max_tokens", 10**30),
+    ("max_completion_tokens", -5),
+    ("temperature", -1),
+    ("temperature", "hot"),
+    ("temperature", 1e400),
+    ("temperature", [1]),
+    ("top_p", 1.1),
+    ("top_p", -0.1),
+    ("min_p", 2),
+    ("top_k", -1),
+    ("presence_penalty", 1000),
+    ("seed", 2**64),
+    ("seed", -(2**63) - 1),
+    ("seed", 1.5),
+    ("stop", 3),
+    ("stop", [""]),
+    ("stop", ["a"] * 1000),
+    ("stop", ["x" * 1001]),
+    ("stop", [None]),
+    ("n", 0),
+    ("n", 17),
+    ("n", 10**9),
+    ("n", "2"),
+    ("logit_bias", [1]),
+    ("logit_bias", {"a": 1}),
+    ("logit_bias", {"-1": 1}),
+    ("logit_bias", {"99999": 1}),
+    ("logit_bias", {"9" * 40: 1}),
+    ("logit_bias", {"1": "x"}),
+    ("logit_bias", {"1": 1e30}),
+    ("stream", "yes"),
+    ("stream_options", 3),
+    ("logprobs", 3),
+    ("top_logprobs", 3),
+    ("response_format", "json"),
+    ("response_format", {"type": "xml"}),
+    ("response_format", {"type": "json_schema"}),
+    ("response_format", schema(type="wrong")),
+    (
+        "response_format",
+        schema(pattern="^?[0-9]$"),
+    ),
+    ("response_format", schema(**{"$ref": "http://x/y"})),
+    ("response_format", schema(**{"$ref": "#"})),
+    ("response_format", {"type": "json_object", "schema": 3}),
+    ("tools", 3),
+    ("tools", [3]),
+    ("tools", [{"type": "function"}]),
+    ("tools", [{"type": "code_interpreter"}]),
+    ("tools", [{"type": "function", "function": {"name": "a b"}}]),
+    ("tools", [{"type": "function", "function": {"name": "f"}}] * 2),
+    ("tools", [{"type": "function", "function": {"name": f"f{i}"}} for i in range(200)]),
+    ("tool_choice", "sometimes"),
+    ("tool_choice", "required"),
+    ("tool_choice", {"type": "function", "function": {"name": "none"}}),
+    ("chat_template_kwargs", 3),
+    ("chat_template_kwargs", {"tokenize": True}),
+    ("chat_template_kwargs", {"messages": "x"}),
+    ("chat_template_kwargs", {"a": {"b": 1}}),
+    ("time_limit_ms", 0),
+    ("priority", 10**6),
+]
+
+
+@pytest.mark.parametrize(("name", "value"), WRONG, ids=lambda value: repr(value)[:40])
+def test_fields(server: Running, name: str, value: object) -> None:
+    body = {"messages": MESSAGES, "max_tokens": 1, name: value}
+    with server.client() as client:
+        data = json.dumps(body).replace("Infinity", "1e999").encode()
+        reply = client.post(PATH, content=data)
+    assert reply.status_code == 400, reply.text
+    message = reply.json()["error"]["message"]
+    assert 0 < len(message) < 600
+    assert "/tmp" not in message
+    assert "/work" not in message
+
+
+def test_null_is_absent_and_unknown_fields_are_ignored(server: Running) -> None:
+    names = {name for name, _ in WRONG} - {"messages", "max_tokens"}
+    body = {"messages": MESSAGES, "max_tokens": 1, **dict.fromkeys(names)}
+    assert server.post(PATH, {**body, "samplers": ["x"], "user": "me"}).status_code == 200
+
+
+def test_a_prompt_that_is_too_long(server: Running) -> None:
+    body = {"messages": [{"role": "user", "content": "x" * 2000}]}
+    for stream in (False, True):
+        reply = server.post(PATH, {**body, "stream": stream})
+        assert reply.status_code == 400
+        error = reply.json()["error"]
+        assert error["code"] == "context_length_exceeded"
+        assert error["type"] == "exceed_context_size_error"
+        assert error["n_prompt_tokens"] == 2001
+        assert error["n_ctx"] == 1024
+
+
+def test_paths_and_methods(server: Running) -> None:
+    for path in ("/none", "/v1/none", "/v1/chat", "/../etc/passwd", "/v1/chat/completions/x"):
+        reply = server.get(path)
+        assert reply.status_code == 404, path
+        assert reply.json()["error"]["type"] == "not_found_error"
+    with server.client() as client:
+        for method in ("GET", "PUT", "DELETE", "PATCH", "OPTIONS"):
+            reply = client.request(method, PATH)
+            assert reply.status_code == 405, method
+            assert reply.headers["allow"] == "POST"
+        assert client.head("/health").status_code == 200
+
+
+def test_unknown_errors_say_nothing(
+    server: Running, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise RuntimeError("/home/user/secret")
+
+    monkeypatch.setattr("edgellm.serve.answering.asked_prompt", fail)
+    reply = server.post(PATH, {"messages": MESSAGES})
+    assert reply.status_code == 500
+    assert reply.json()["error"]["type"] == "server_error"
+    assert "secret" not in reply.text
+    assert "/home/user/secret" in caplog.text  # in the log
+    monkeypatch.undo()
+    assert server.post(PATH, {"messages": MESSAGES, "max_tokens": 1}).status_code == 200

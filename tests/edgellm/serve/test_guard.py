@@ -1,0 +1,223 @@
+"""Who may ask: keys, hosts, origins, sizes and times."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import socket
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from serving import Running
+
+from edgellm import OptionError
+from edgellm.serve import ServeOptions
+from edgellm.serve.application import DIALECTS
+
+CHAT = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 1}
+PATH = "/v1/chat/completions"
+
+
+def raw(server: Running, data: bytes, *, seconds: float = 5) -> bytes:
+    """What comes back for bytes, until the server closes."""
+    host, port = server.url.removeprefix("http://").split(":")
+    with socket.create_connection((host, int(port)), timeout=seconds) as connection:
+        connection.sendall(data)
+        parts = []
+        while part := connection.recv(65536):
+            parts.append(part)
+        return b"".join(parts)
+
+
+def test_every_route_but_health_needs_a_key(serving: Callable[..., Running]) -> None:
+    server = serving(api_keys=("secret", "other"))
+    for dialect in DIALECTS:
+        for route in dialect.routes:
+            for method in route.handlers:
+                with server.client() as client:
+                    reply = client.request(method, route.path.replace("{model:path}", "tiny"))
+                public = route.path in ("/", "/health", "/v1/health") and method == "GET"
+                assert reply.status_code == (200 if public else 401), route.path
+    assert server.get("/none").status_code == 401
+    assert server.get("/v1/models").headers["www-authenticate"] == "Bearer"
+
+
+@pytest.mark.parametrize(
+    ("headers", "status"),
+    [
+        ({}, 401),
+        ({"Authorization": "Bearer secret"}, 200),
+        ({"authorization": "bearer other"}, 200),
+        ({"X-Api-Key": "secret"}, 200),
+        ({"Authorization": "Bearer"}, 401),
+        ({"Authorization": "Basic secret"}, 401),
+        ({"Authorization": "Bearer secre"}, 401),
+        ({"Authorization": "Bearer secrets"}, 401),
+        ({"X-Api-Key": ""}, 401),
+        ({"X-Api-Key": "x" * 5000}, 401),
+    ],
+)
+def test_keys(serving: Callable[..., Running], headers: dict[str, str], status: int) -> None:
+    server = serving(api_keys=("secret", "other"))
+    assert server.get("/v1/models", headers=headers).status_code == status
+
+
+@pytest.mark.parametrize("header", [b"Authorization: Bearer \r\n", b"Authorization: Bearer x\r\n"])
+def test_where_none_is_needed_any_key_will_do(server: Running, header: bytes) -> None:
+    """llama.vim always sends an empty one."""
+    data = json.dumps(CHAT).encode()
+    head = f"POST {PATH} HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n".encode()
+    length = f"Content-Length: {len(data)}\r\n\r\n".encode()
+    assert raw(server, head + header + length + data).startswith(b"HTTP/1.1 200")
+
+
+@pytest.mark.parametrize(
+    ("host", "status"),
+    [
+        ("localhost", 200),
+        ("localhost:1234", 200),
+        ("127.0.0.1:8080", 200),
+        ("[::1]:8080", 200),
+        ("192.168.1.5", 200),
+        ("box.local", 200),
+        ("a.internal", 200),
+        ("attacker.example", 403),
+        ("localhost.attacker.example", 403),
+        ("127.0.0.1.nip.io", 403),
+        ("8.8.8.8", 403),
+        ("user@localhost@evil.example", 403),
+        ("[::1", 403),
+        ("", 403),
+    ],
+)
+def test_hosts(server: Running, host: str, status: int) -> None:
+    """DNS rebinding: a page's own name that points here."""
+    assert server.get("/v1/models", headers={"Host": host}).status_code == status
+
+
+def test_hosts_and_origins_can_be_allowed(serving: Callable[..., Running]) -> None:
+    server = serving(allowed_hosts=("me.example",), allowed_origins=("https://app.example",))
+    assert server.get("/v1/models", headers={"Host": "me.example"}).status_code == 200
+    headers = {"Origin": "https://app.example", "Sec-Fetch-Site": "cross-site"}
+    reply = server.post(PATH, CHAT, headers=headers)
+    assert reply.status_code == 200
+    assert reply.headers["access-control-allow-origin"] == "https://app.example"
+    assert reply.headers["vary"] == "Origin"
+    with server.client() as client:
+        preflight = client.options(PATH, headers=headers)
+        foreign = client.options(PATH, headers={"Origin": "https://evil.example"})
+    assert preflight.status_code == 204
+    assert "POST" in preflight.headers["access-control-allow-methods"]
+    assert foreign.status_code == 403
+
+
+@pytest.mark.parametrize(
+    ("headers", "status"),
+    [
+        ({"Origin": "http://localhost:3000"}, 200),
+        ({"Origin": "http://127.0.0.1:8080"}, 200),
+        ({"Origin": "http://[::1]:8080"}, 200),
+        ({"Origin": "https://evil.example"}, 403),
+        ({"Origin": "http://localhost.evil.example"}, 403),
+        ({"Origin": "null"}, 403),
+        ({"Origin": "file://"}, 403),
+        ({"Origin": "http://[::1"}, 403),
+        ({"Sec-Fetch-Site": "cross-site"}, 403),
+        ({"Sec-Fetch-Site": "same-origin"}, 200),
+        ({"Sec-Fetch-Mode": "cors"}, 200),  # node sends it
+    ],
+)
+def test_origins(server: Running, headers: dict[str, str], status: int) -> None:
+    reply = server.post(PATH, CHAT, headers=headers)
+    assert reply.status_code == status
+    assert "access-control-allow-origin" not in reply.headers  # nobody asked for CORS
+    if status == 403:
+        assert server.answering.metrics.waiting == 0
+
+
+def test_a_browser_has_to_say_that_it_is_json(server: Running) -> None:
+    data = json.dumps(CHAT).encode()
+    with server.client() as client:
+        for content_type, status in (("text/plain", 415), ("application/json; charset=utf-8", 200)):
+            headers = {"Origin": "http://localhost:1", "Content-Type": content_type}
+            assert client.post(PATH, content=data, headers=headers).status_code == status
+        # curl -d
+        form = {"Content-Type": "application/x-www-form-urlencoded"}
+        assert client.post(PATH, content=data, headers=form).status_code == 200
+
+
+def test_large_bodies(serving: Callable[..., Running]) -> None:
+    server = serving(max_body_bytes=2000)
+    assert server.post(PATH, {**CHAT, "user": "x" * 3000}).status_code == 413
+
+    def chunks() -> Any:
+        for _ in range(100):
+            yield b" " * 100
+
+    with server.client() as client:
+        assert client.post(PATH, content=chunks()).status_code == 413
+    head = f"POST {PATH} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {1 << 60}\r\n\r\n"
+    assert raw(server, head.encode()).startswith(b"HTTP/1.1 413")
+    assert server.post(PATH, CHAT).status_code == 200
+
+
+def test_compressed_bodies(server: Running) -> None:
+    headers = {"Content-Encoding": "gzip"}
+    assert server.post(PATH, CHAT, headers=headers).status_code == 415
+
+
+def test_large_headers(server: Running) -> None:
+    data = b"GET /health HTTP/1.1\r\nHost: localhost\r\nX: " + b"x" * (1 << 17) + b"\r\n\r\n"
+    with contextlib.suppress(ConnectionError):  # closed while it is being sent
+        assert raw(server, data).startswith(b"HTTP/1.1 4")
+    assert server.get("/health").status_code == 200
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"",
+        b"GET /health HT",
+        b"GET /health HTTP/1.1\r\nHost: localhost\r\nX: ",
+        b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 90\r\n\r\n{",
+    ],
+)
+def test_requests_that_never_end(serving: Callable[..., Running], data: bytes) -> None:
+    server = serving(read_timeout_s=0.3)
+    begin = time.monotonic()
+    reply = raw(server, data)
+    assert 0.2 < time.monotonic() - begin < 3
+    assert reply == b"" or reply.startswith(b"HTTP/1.1 408")
+    assert server.post(PATH, CHAT).status_code == 200
+
+
+def test_nonsense_is_no_http(server: Running) -> None:
+    assert raw(server, b"\x16\x03\x01\x02\x00\x01\x00\r\n\r\n").startswith(b"HTTP/1.1 400")
+
+
+def test_others_need_a_key() -> None:
+    for host in ("0.0.0.0", "::", "192.168.0.2", "box.example"):
+        with pytest.raises(OptionError, match="which others can reach"):
+            ServeOptions(host=host)
+        ServeOptions(host=host, api_keys=("k",))
+        ServeOptions(host=host, insecure=True)
+    for host in ("127.0.0.1", "::1", "localhost", "x.sock"):
+        ServeOptions(host=host)
+
+
+def test_keys_share_no_prefixes(serving: Callable[..., Running]) -> None:
+    """Else the time of an answer, or its counts, tell what others have asked."""
+    server = serving(api_keys=("one", "two"))
+    question = "a secret of many words " * 12
+    body = {"messages": [{"role": "user", "content": question}], "max_tokens": 1}
+
+    def cached(key: str) -> int:
+        reply = server.post(PATH, body, headers={"X-Api-Key": key}).json()
+        count: int = reply["usage"]["prompt_tokens_details"]["cached_tokens"]
+        return count
+
+    assert [cached("one"), cached("two")] == [0, 0]
+    assert cached("one") > 200
+    assert cached("two") > 200
