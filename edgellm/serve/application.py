@@ -13,6 +13,7 @@ from starlette.responses import Response
 from starlette.routing import Route as StarletteRoute
 
 from edgellm.serve import (
+    anthropic,
     health,
     ollama,
     ollama_embeddings,
@@ -24,6 +25,8 @@ from edgellm.serve import (
     openai_responses,
 )
 from edgellm.serve.answering import Answering
+from edgellm.serve.anthropic_error import error_body as anthropic_error_body
+from edgellm.serve.anthropic_error import error_frames as anthropic_error_frames
 from edgellm.serve.endpoint import Dialect, Endpoint, Route
 from edgellm.serve.guard import Guard
 from edgellm.serve.model_pool import ModelPool
@@ -59,8 +62,15 @@ OLLAMA = Dialect(
     error_frames=ollama_error_frames,
     owns=lambda path: path.startswith("/api/"),
 )
+ANTHROPIC = Dialect(
+    name="anthropic",
+    routes=anthropic.ROUTES,
+    error_body=anthropic_error_body,
+    error_frames=anthropic_error_frames,
+    owns=lambda path: path.startswith("/v1/messages"),
+)
 # The first that owns a path writes errors of paths that no route has; else it is OpenAI's.
-DIALECTS: Sequence[Dialect] = (OPENAI, RESPONSES, OLLAMA)
+DIALECTS: Sequence[Dialect] = (OPENAI, RESPONSES, OLLAMA, ANTHROPIC)
 
 
 def create_app(pool: ModelPool, options: ServeOptions | None = None) -> Starlette:
