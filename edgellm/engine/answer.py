@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from collections.abc import Sequence as SequenceOf
 from typing import Protocol, runtime_checkable
 
@@ -36,6 +36,7 @@ class Answer:
 
     Args:
         context: the tokens before it.
+        shown_special: see `TextStream`.
 
     Attributes:
         sampled: its tokens.
@@ -49,6 +50,7 @@ class Answer:
         context: SequenceOf[int],
         *,
         logit_filter: LogitFilter | None,
+        shown_special: Collection[int] = (),
     ) -> None:
         if isinstance(logit_filter, FilterOfAnswers):
             logit_filter = logit_filter.for_answer()
@@ -60,7 +62,7 @@ class Answer:
         self._stop = StopText(options.stop, min_indent=options.min_indent)
         endless = options.max_tokens is None and not options.ignore_eos
         self._repetition = RepetitionGuard(options.repetition_limit if endless else 0)
-        self._text = TextStream(tokenizer, context)
+        self._text = TextStream(tokenizer, context, shown_special=shown_special)
         self.best_will_do = logit_filter is None and best_will_do(options, ends=len(self._ends))
 
     def draw(self, logits: Logits, tokens: SequenceOf[int]) -> int:
