@@ -13,9 +13,13 @@ from starlette.responses import Response
 from starlette.routing import Route as StarletteRoute
 
 from edgellm.serve import (
+    anthropic,
     health,
     llama_cpp,
     llama_cpp_error,
+    ollama,
+    ollama_embeddings,
+    ollama_models,
     openai_chat,
     openai_completions,
     openai_embeddings,
@@ -24,9 +28,13 @@ from edgellm.serve import (
     page,
 )
 from edgellm.serve.answering import Answering
+from edgellm.serve.anthropic_error import error_body as anthropic_error_body
+from edgellm.serve.anthropic_error import error_frames as anthropic_error_frames
 from edgellm.serve.endpoint import Dialect, Endpoint, Route
 from edgellm.serve.guard import Guard
 from edgellm.serve.model_pool import ModelPool
+from edgellm.serve.ollama_error import error_body as ollama_error_body
+from edgellm.serve.ollama_error import error_frames as ollama_error_frames
 from edgellm.serve.openai_error import error_body, error_frames
 from edgellm.serve.options import ServeOptions
 from edgellm.serve.request_error import RequestError
@@ -58,8 +66,22 @@ LLAMA_CPP = Dialect(
     error_frames=llama_cpp_error.error_frames,
     status=llama_cpp_error.error_status,
 )
+OLLAMA = Dialect(
+    name="ollama",
+    routes=[*ollama.ROUTES, *ollama_embeddings.ROUTES, *ollama_models.ROUTES],
+    error_body=ollama_error_body,
+    error_frames=ollama_error_frames,
+    owns=lambda path: path.startswith("/api/"),
+)
+ANTHROPIC = Dialect(
+    name="anthropic",
+    routes=anthropic.ROUTES,
+    error_body=anthropic_error_body,
+    error_frames=anthropic_error_frames,
+    owns=lambda path: path.startswith("/v1/messages"),
+)
 # The first that owns a path writes errors of paths that no route has; else it is OpenAI's.
-DIALECTS: Sequence[Dialect] = (OPENAI, RESPONSES, LLAMA_CPP)
+DIALECTS: Sequence[Dialect] = (OPENAI, RESPONSES, LLAMA_CPP, OLLAMA, ANTHROPIC)
 
 
 def create_app(pool: ModelPool, options: ServeOptions | None = None) -> Starlette:

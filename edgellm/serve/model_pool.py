@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import re
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
@@ -80,6 +81,7 @@ class _Slot:
     Attributes:
         users: requests that have it in use.
         used_at: when the last one let go, on the clock of `time.monotonic`.
+        keep_s: for how long a client wants it to stay then, instead of what all models do.
     """
 
     model: ServedModel
@@ -88,6 +90,7 @@ class _Slot:
     bytes: int = 0
     users: int = 0
     used_at: float = 0.0
+    keep_s: float | None = None
 
 
 class ModelPool:
@@ -181,8 +184,7 @@ class ModelPool:
             EdgeLLMError: it cannot be loaded.
         """
         await self._load(self._slots[self.ids[0]])
-        if self._idle_unload_s is not None:
-            self._watch = asyncio.create_task(self._unload_idle(self._idle_unload_s))
+        self._watch = asyncio.create_task(self._unload_idle())
 
     async def close(self) -> None:
         """Unload all."""
@@ -267,11 +269,36 @@ class ModelPool:
         self._unload(slot)
         return True
 
-    async def _unload_idle(self, after_s: float) -> None:
+    def keep(self, name: str | None, seconds: float) -> None:
+        """Unload a model when nobody has used it for so long, instead of after `idle_unload_s`;
+        infinite: never. It still makes room for others.
+
+        Raises:
+            RequestError: there is none of that name.
+        """
+        slot = self._slots[self.resolve(name)]
+        slot.keep_s = seconds
+        if seconds == 0 and not slot.users and slot.loading is None:
+            self._unload(slot)
+
+    def unloads_in(self, id: str) -> float:
+        """In how many seconds a model is unloaded if nobody asks for it; infinite: never."""
+        slot = self._slots[id]
+        idle_s = 0.0 if slot.users else time.monotonic() - slot.used_at
+        return max(0.0, self._stays_s(slot) - idle_s)
+
+    def _stays_s(self, slot: _Slot) -> float:
+        if slot.keep_s is not None:
+            return slot.keep_s
+        return math.inf if self._idle_unload_s is None else self._idle_unload_s
+
+    async def _unload_idle(self) -> None:
+        every_s = min(1.0, (self._idle_unload_s or 4.0) / 4)
         while True:
-            await asyncio.sleep(min(after_s / 4, 10))
+            await asyncio.sleep(every_s)
             for slot in self._slots.values():
-                if not slot.users and time.monotonic() - slot.used_at >= after_s:
+                idle = not slot.users and slot.loading is None
+                if idle and time.monotonic() - slot.used_at >= self._stays_s(slot):
                     self._unload(slot)
 
     async def _in_thread(self, function: Callable[[], T]) -> T:

@@ -1,0 +1,80 @@
+"""Ollama's `/api/embed`, and `/api/embeddings` before it."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Sequence
+
+from edgellm.serve.asked_prompt import continued
+from edgellm.serve.body import Fields
+from edgellm.serve.endpoint import Call, Route
+from edgellm.serve.events import Embeddings
+from edgellm.serve.ollama_options import read_keep_alive
+from edgellm.serve.openai_embeddings import shortened
+from edgellm.serve.streaming import Reply, json_reply
+
+_MOST_DIMENSIONS = 1 << 20
+_MOST_TEXTS = 2048
+
+
+async def embed(call: Call) -> Reply:
+    started = time.perf_counter()
+    fields = await call.fields()
+    dimensions = fields.whole("dimensions", 1, _MOST_DIMENSIONS)
+    texts = fields.texts("input", _MOST_TEXTS)
+    if texts != [""] and not all(texts):
+        raise fields.wrong("input", "texts that are not empty")
+    embedded = await _embedded(call, fields, [text for text in texts if text])
+    vectors = [shortened(vector, dimensions).tolist() for vector in embedded.vectors]
+    return json_reply(
+        {
+            "model": fields.text("model") or embedded.model,
+            "embeddings": vectors,
+            "total_duration": int((time.perf_counter() - started) * 1e9),
+            "load_duration": 0,
+            "prompt_eval_count": sum(embedded.tokens),
+        }
+    )
+
+
+async def embeddings(call: Call) -> Reply:
+    fields = await call.fields()
+    prompt = fields.text("prompt")
+    embedded = await _embedded(call, fields, [prompt] if prompt else [])
+    return json_reply({"embedding": embedded.vectors[0].tolist() if embedded.vectors else []})
+
+
+async def _embedded(call: Call, fields: Fields, texts: Sequence[str]) -> Embeddings:
+    """The embeddings of texts; none: the model is only loaded."""
+    pool, model = call.answering.pool, fields.text("model")
+    keep_alive_s = read_keep_alive(fields)
+    prompts: Sequence[str | tuple[int, ...]] = texts
+    if fields.flag("truncate"):
+        prompts = await _truncated(call, model, texts)
+    try:
+        if texts:
+            return await call.answering.embed(model, prompts, call.client)
+        async with pool.use(model):
+            return Embeddings(pool.resolve(model), [], [])
+    finally:
+        if keep_alive_s is not None:
+            pool.keep(model, keep_alive_s)
+
+
+async def _truncated(call: Call, model: str | None, texts: Sequence[str]) -> list[tuple[int, ...]]:
+    """The tokens of each text that the context holds."""
+    async with call.answering.pool.use(model) as llm:
+        room = llm.ctx_size - (call.answering.options.pooling == "last")  # for the end token
+
+        def tokens() -> list[tuple[int, ...]]:
+            encoded = (continued(llm.engine, text, parse_special=False) for text in texts)
+            return [tuple(ids[:room]) for ids in encoded]
+
+        return await asyncio.to_thread(tokens)
+
+
+ROUTES = (
+    Route("/api/embed", {"POST": embed}),
+    Route("/api/embeddings", {"POST": embeddings}),
+)

@@ -1,0 +1,313 @@
+"""Ollama's API, as Ollama's own client sees it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import ollama
+import pytest
+from serving import Running, until
+
+MESSAGES: Any = [{"role": "user", "content": "hello there"}]
+OPTIONS: Any = {"num_predict": 12, "temperature": 0.8, "seed": 7}
+SCHEMA: Any = {
+    "type": "object",
+    "properties": {"ok": {"type": "boolean"}},
+    "required": ["ok"],
+    "additionalProperties": False,
+}
+
+
+@pytest.fixture(scope="module")
+def client(server: Running) -> Iterator[ollama.Client]:
+    with ollama.Client(host=server.url, trust_env=False) as client:
+        yield client
+
+
+def lines(reply: httpx.Response) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in reply.text.splitlines()]
+
+
+def test_a_chat_is_the_librarys(server: Running, client: ollama.Client) -> None:
+    reply = client.chat(model="tiny", messages=MESSAGES, options=OPTIONS)
+    expected = server.llm.chat(max_tokens=12, temperature=0.8, seed=7).send("hello there")
+    assert reply.message.content == expected.text
+    assert reply.message.role == "assistant"
+    assert reply.done
+    assert reply.done_reason == expected.finish_reason == "length"
+    assert reply.eval_count == len(expected.tokens)
+    # cached tokens are counted, as Ollama does
+    assert reply.prompt_eval_count == expected.stats.prompt_tokens
+    assert reply.total_duration is not None
+    assert reply.eval_duration is not None
+    assert reply.total_duration > reply.eval_duration > 1
+    again = client.chat(model="tiny", messages=MESSAGES, options=OPTIONS)
+    assert again.prompt_eval_count == reply.prompt_eval_count
+
+
+def test_a_stream_has_the_same_text(client: ollama.Client) -> None:
+    asked: Any = {"model": "tiny:latest", "messages": MESSAGES, "options": OPTIONS}
+    whole = client.chat(**asked)
+    parts = list(client.chat(**asked, stream=True))
+    assert "".join(part.message.content or "" for part in parts) == whole.message.content
+    assert [part.done for part in parts] == [False] * (len(parts) - 1) + [True]
+    assert parts[-1].done_reason == whole.done_reason
+    assert parts[-1].eval_count == whole.eval_count
+    assert len(parts) > 2
+    assert {part.model for part in parts} == {"tiny:latest"}
+
+
+def test_streams_are_lines_and_the_default(server: Running) -> None:
+    reply = server.post("/api/generate", {"model": "tiny", "prompt": "a", "options": OPTIONS})
+    assert reply.headers["content-type"].startswith("application/x-ndjson")
+    assert [line["done"] for line in lines(reply)][-1] is True
+    assert all(line["created_at"].endswith("Z") for line in lines(reply))
+
+
+def test_generate_goes_through_the_template(server: Running, client: ollama.Client) -> None:
+    reply = client.generate(model="tiny", prompt="hello there", system="be kind", options=OPTIONS)
+    chat = server.llm.chat(system="be kind", max_tokens=12, temperature=0.8, seed=7)
+    assert reply.response == chat.send("hello there").text
+
+
+def test_raw_prompts_are_taken_as_they_are(server: Running, client: ollama.Client) -> None:
+    reply = client.generate(model="tiny", prompt="once upon", raw=True, options=OPTIONS)
+    expected = server.llm.generate("once upon", max_tokens=12, temperature=0.8, seed=7)
+    assert reply.response == expected.text
+    assert reply.prompt_eval_count == expected.stats.prompt_tokens
+
+
+def test_answers_of_a_schema(client: ollama.Client) -> None:
+    for stream in (False, True):
+        asked: Any = {"model": "tiny", "messages": MESSAGES, "format": SCHEMA, "stream": stream}
+        reply = client.chat(**asked, options={"temperature": 0})
+        parts = list(reply) if stream else [reply]
+        text = "".join(part.message.content or "" for part in parts)
+        assert set(json.loads(text)) == {"ok"}
+        assert parts[-1].done_reason == "stop"
+    anything = client.generate(
+        model="tiny", prompt="a", format="json", options={"temperature": 0, "num_predict": 20}
+    )
+    assert anything.response is not None
+    assert anything.response.lstrip().startswith("{")
+
+
+def test_log_probabilities(server: Running, client: ollama.Client) -> None:
+    reply = client.generate(
+        model="tiny", prompt="a", raw=True, options=OPTIONS, logprobs=True, top_logprobs=2
+    )
+    expected = server.llm.generate("a", max_tokens=12, temperature=0.8, seed=7)
+    assert reply.logprobs is not None
+    assert [entry.logprob for entry in reply.logprobs] == pytest.approx(expected.logprobs)
+    assert all(len(entry.top_logprobs or ()) == 2 for entry in reply.logprobs)
+
+
+def test_stop_and_limits(client: ollama.Client) -> None:
+    asked: Any = {"model": "tiny", "prompt": "once upon", "raw": True}
+    whole = client.generate(**asked, options={**OPTIONS, "num_predict": 30}).response
+    assert whole is not None
+    stop = whole[8:11]
+    cut = client.generate(**asked, options={**OPTIONS, "num_predict": 30, "stop": [stop]})
+    assert cut.response == whole[: whole.index(stop)]
+    assert cut.done_reason == "stop"
+
+
+def test_embeddings(server: Running, client: ollama.Client) -> None:
+    one = client.embed(model="tiny", input="some text")
+    two = client.embed(model="tiny", input=["some text", "another"], dimensions=8)
+    openai = server.post("/v1/embeddings", {"input": "some text"}).json()["data"][0]["embedding"]
+    assert one.embeddings[0] == pytest.approx(openai)
+    assert [len(vector) for vector in two.embeddings] == [8, 8]
+    assert one.prompt_eval_count is not None
+    assert 0 < one.prompt_eval_count < (two.prompt_eval_count or 0)
+    assert client.embeddings(model="tiny", prompt="some text").embedding == pytest.approx(openai)
+    assert client.embed(model="tiny", input="").embeddings == []
+
+
+def test_texts_to_embed_are_cut_only_when_asked(server: Running, client: ollama.Client) -> None:
+    text = "ab cd " * server.llm.ctx_size
+    with pytest.raises(ollama.ResponseError, match="shorten it") as raised:
+        client.embed(model="tiny", input=text)
+    assert raised.value.status_code == 400
+    cut = client.embed(model="tiny", input=text, truncate=True)
+    assert cut.prompt_eval_count == server.llm.ctx_size
+
+
+def test_models(server: Running, client: ollama.Client) -> None:
+    (listed,) = client.list().models
+    assert listed.model == "tiny:latest"
+    assert listed.details is not None
+    assert listed.details.family == "llama"
+    (loaded,) = client.ps().models
+    assert loaded.name == "tiny:latest"
+    assert loaded.context_length == server.llm.ctx_size
+    assert loaded.expires_at is not None
+    shown = client.show("tiny")
+    assert shown.modelinfo is not None
+    assert shown.modelinfo["llama.context_length"] == server.llm.ctx_size
+    assert shown.modelinfo["general.architecture"] == "llama"
+    assert shown.capabilities is not None
+    assert "completion" in shown.capabilities
+    assert "insert" not in shown.capabilities
+    assert ".Suffix" not in (shown.template or "")
+    assert server.post("/api/show", {"name": "tiny"}).json()["details"]["family"] == "llama"
+
+
+def test_what_clients_look_for(server: Running) -> None:
+    version = server.get("/api/version").json()["version"]
+    assert len([int(part) for part in version.split(".")]) == 3
+    assert server.get("/").text == "Ollama is running"
+    with server.client() as client:
+        head = client.head("/")
+    assert (head.status_code, head.content) == (200, b"")
+
+
+def test_models_are_loaded_and_unloaded(server: Running, client: ollama.Client) -> None:
+    pool = server.answering.pool
+    assert client.generate(model="tiny", keep_alive=0).done_reason == "unload"
+    assert client.ps().models == []
+    assert client.generate(model="tiny", prompt="").done_reason == "load"
+    assert len(client.ps().models) == 1
+    assert client.chat(model="tiny", messages=[], keep_alive="5m").done_reason == "load"
+    assert 290 < pool.unloads_in("tiny") <= 300
+    assert client.chat(model="tiny", messages=MESSAGES, options=OPTIONS, keep_alive=0).done
+    until(lambda: not pool.loaded())
+    reply = server.post("/api/chat", {"messages": MESSAGES, "keep_alive": 0, "options": OPTIONS})
+    assert lines(reply)[-1]["done"]
+    until(lambda: not pool.loaded())
+    client.generate(model="tiny", prompt="a", keep_alive=-1, options=OPTIONS)
+    assert pool.unloads_in("tiny") == float("inf")
+    (loaded,) = client.ps().models
+    assert loaded.expires_at is not None
+    assert loaded.expires_at.year == 9999
+
+
+def test_gaps_need_a_model_for_them(client: ollama.Client) -> None:
+    with pytest.raises(ollama.ResponseError, match="does not support insert") as raised:
+        client.generate(model="tiny", prompt="def f(", suffix="return 1")
+    assert raised.value.status_code == 400
+
+
+def test_unknown_models_are_not_found(client: ollama.Client) -> None:
+    for ask in (
+        lambda: client.chat(model="none", messages=MESSAGES),
+        lambda: client.generate(model="none", prompt="a", stream=True).__next__(),
+        lambda: client.embed(model="none", input="a"),
+        lambda: client.show("none"),
+    ):
+        with pytest.raises(ollama.ResponseError, match="not found") as raised:
+            ask()
+        assert raised.value.status_code == 404
+
+
+def test_nothing_is_changed_over_http(client: ollama.Client) -> None:
+    for change in (
+        lambda: client.pull("qwen3"),
+        lambda: client.push("tiny"),
+        lambda: client.create("mine", from_="tiny"),
+        lambda: client.copy("tiny", "mine"),
+        lambda: client.delete("tiny"),
+    ):
+        with pytest.raises(ollama.ResponseError, match="not changed over HTTP") as raised:
+            change()
+        assert raised.value.status_code == 400
+
+
+@pytest.mark.parametrize(
+    ("path", "wrong", "why"),
+    [
+        ("generate", {"prompt": 3}, "`prompt`"),
+        ("generate", {"prompt": "a", "images": ["aGk="]}, "`images`"),
+        ("generate", {"prompt": "a", "template": "{{ .Prompt }}"}, "`template`"),
+        ("generate", {"prompt": "a", "context": [1, 2]}, "`context`"),
+        ("generate", {"prompt": "a", "raw": True, "system": "b"}, "`system`"),
+        ("generate", {"prompt": "a", "suffix": "b", "system": "c"}, "`system`"),
+        ("generate", {"prompt": "a", "format": "yaml"}, "`format`"),
+        ("generate", {"prompt": "a", "format": {"type": 3}}, "schema"),
+        ("generate", {"prompt": "a", "options": {"temperature": "hot"}}, "`options.temperature`"),
+        ("generate", {"prompt": "a", "options": {"num_predict": -3}}, "`options.num_predict`"),
+        ("generate", {"prompt": "a", "options": {"mirostat": 2}}, "`options.mirostat`"),
+        ("generate", {"prompt": "a", "options": []}, "`options`"),
+        ("generate", {"prompt": "a", "options": {"stop": [""]}}, "`options.stop`"),
+        ("generate", {"prompt": "a", "keep_alive": "soon"}, "`keep_alive`"),
+        ("generate", {"prompt": "a", "keep_alive": True}, "`keep_alive`"),
+        ("generate", {"prompt": "a", "think": "much"}, "`think`"),
+        ("generate", {"prompt": "a", "think": True}, "does not support thinking"),
+        ("generate", {"prompt": "a", "stream": "yes"}, "`stream`"),
+        ("chat", {"messages": "a"}, "`messages`"),
+        ("chat", {"messages": [{"role": "king", "content": "a"}]}, r"`messages\[0\].role`"),
+        ("chat", {"messages": [{"content": "a"}]}, r"`messages\[0\].role`"),
+        (
+            "chat",
+            {"messages": [{"role": "user", "content": "a", "images": ["aGk="]}]},
+            r"`messages\[0\].images`",
+        ),
+        ("chat", {"messages": [*MESSAGES], "tools": [{"type": "x"}]}, "tool"),
+        (
+            "chat",
+            {"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": 1}}]}]},
+            r"tool_calls\[0\]",
+        ),
+        ("embed", {"input": [1]}, "`input`"),
+        ("embed", {"input": ["a", ""]}, "`input`"),
+        ("embed", {"input": "a", "dimensions": 4096}, "`dimensions`"),
+        ("embeddings", {"prompt": ["a"]}, "`prompt`"),
+        ("show", {"model": 3}, "`model`"),
+    ],
+)
+def test_wrong_fields_are_named(
+    server: Running, path: str, wrong: dict[str, Any], why: str
+) -> None:
+    reply = server.post(f"/api/{path}", {"model": "tiny", **wrong})
+    assert reply.status_code == 400
+    assert set(reply.json()) == {"error"}
+    with pytest.raises(AssertionError, match=why):
+        raise AssertionError(reply.json()["error"])
+
+
+def test_prompts_that_are_too_long(server: Running, client: ollama.Client) -> None:
+    with pytest.raises(ollama.ResponseError, match="context holds"):
+        client.generate(model="tiny", prompt="ab " * server.llm.ctx_size, stream=False)
+    with pytest.raises(ollama.ResponseError, match="context holds") as raised:
+        list(client.generate(model="tiny", prompt="ab " * server.llm.ctx_size, stream=True))
+    assert raised.value.status_code == 400  # before the stream began
+
+
+def test_unknown_paths_are_told_in_ollamas_way(server: Running) -> None:
+    reply = server.get("/api/nothing")
+    assert (reply.status_code, set(reply.json())) == (404, {"error"})
+
+
+def test_who_goes_away_is_forgotten(server: Running) -> None:
+    body = {"model": "tiny", "prompt": "a", "options": {"num_predict": 900, "ignore_eos": True}}
+    with server.client() as client, client.stream("POST", "/api/generate", json=body) as reply:
+        next(reply.iter_lines())
+        until(lambda: server.live == 1)
+    until(lambda: server.live == 0 and server.used_blocks == 0)
+
+
+def test_an_error_in_mid_stream_is_the_last_line(
+    server: Running, client: ollama.Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from edgellm.engine.answer import Answer
+
+    draw = Answer.draw
+
+    def failing(self: Answer, logits: Any, tokens: Any) -> int:
+        if len(self.sampled) > 8:
+            raise RuntimeError("/secret/path")
+        return draw(self, logits, tokens)
+
+    monkeypatch.setattr(Answer, "draw", failing)
+    asked: Any = {"model": "tiny", "prompt": "a", "options": {"ignore_eos": True}}
+    reply = server.post("/api/generate", asked)
+    assert reply.status_code == 200
+    *parts, last = lines(reply)
+    assert parts[0]["response"]
+    assert set(last) == {"error"}
+    assert "secret" not in last["error"]
+    with pytest.raises(ollama.ResponseError, match="log says why"):
+        list(client.generate(**asked, stream=True))
