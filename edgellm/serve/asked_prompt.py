@@ -2,39 +2,65 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from edgellm.chat_prompt import ChatPrompt, ToolOptions, chat_prompt
 from edgellm.infill import infill_options, infill_tokens
 from edgellm.serve.ask import Ask, Conversation, Infill
 from edgellm.serve.request_error import RequestError
-from edgellm.text.prompt import encode_conversation
 from edgellm.text.template import Scalar
 
 if TYPE_CHECKING:
     from edgellm.engine.engine import Engine
+    from edgellm.engine.request import LogitFilter
     from edgellm.generation_options import GenerationOptions
     from edgellm.llm import LLM
 
 
-def asked_prompt(llm: LLM, ask: Ask) -> tuple[list[int], GenerationOptions]:
-    """The tokens of a prompt, and how it is answered."""
+@dataclass(frozen=True, kw_only=True)
+class AskedPrompt:
+    """A prompt, and how it is answered.
+
+    Attributes:
+        logit_filter: of each answer.
+        chat: how answers are taken apart; None: they are text.
+    """
+
+    tokens: list[int]
+    options: GenerationOptions
+    logit_filter: LogitFilter | None
+    chat: ChatPrompt | None = None
+
+
+def asked_prompt(llm: LLM, ask: Ask) -> AskedPrompt:
+    """What an ask means for a model.
+
+    Raises:
+        EdgeLLMError: the model is not for such asks, or a part of it is wrong.
+    """
     engine, prompt = llm.engine, ask.prompt
     options = llm.generation_options(**ask.arguments)
+    json_filter = None if ask.json_schema is None else llm.json_filter(ask.json_schema)
+    if isinstance(prompt, Conversation):
+        tools = ToolOptions(
+            tools=prompt.tools,
+            tool_choice=prompt.tool_choice,
+            parallel_tool_calls=prompt.parallel_tool_calls,
+            template_arguments={**_hints(engine, prompt), **prompt.template_arguments},
+        )
+        chat = chat_prompt(engine, prompt.messages, tools, logit_filter=json_filter)
+        return AskedPrompt(
+            tokens=chat.tokens, options=options, logit_filter=chat.logit_filter, chat=chat
+        )
     if isinstance(prompt, Infill):
         tokens = infill_tokens(
             engine.tokenizer, prompt.gap, model=engine.bundle.manifest.name, order=prompt.order
         )
-        return tokens, infill_options(engine, options)
-    if isinstance(prompt, Conversation):
-        tokens = encode_conversation(
-            prompt.messages,
-            engine.template,
-            engine.tokenizer,
-            tools=() if prompt.tool_choice == "none" else prompt.tools,
-            template_arguments={**_hints(engine, prompt), **prompt.template_arguments},
-        )
-        return tokens, options
-    return continued(engine, prompt, parse_special=True), options
+        options = infill_options(engine, options)
+    else:
+        tokens = continued(engine, prompt, parse_special=True)
+    return AskedPrompt(tokens=tokens, options=options, logit_filter=json_filter)
 
 
 def continued(engine: Engine, prompt: str | tuple[int, ...], *, parse_special: bool) -> list[int]:
