@@ -36,8 +36,8 @@ async def count_tokens(call: Call) -> Reply:
     """The tokens of a prompt, as the model of the request counts them."""
     ask = read_ask(await call.fields(), counts=True)
     async with call.answering.pool.use(ask.model) as llm:
-        tokens, _ = await asyncio.to_thread(asked_prompt, llm, ask)
-    return json_reply({"input_tokens": len(tokens)})
+        prompt = await asyncio.to_thread(asked_prompt, llm, ask.model or "", ask)
+    return json_reply({"input_tokens": len(prompt.tokens)})
 
 
 def read_ask(fields: Fields, *, counts: bool = False) -> Ask:
