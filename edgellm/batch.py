@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field, replace
 
+from edgellm.chat_prompt import AnswerReader, ToolOptions, chat_prompt
 from edgellm.checks import check_hooks, check_token_ids
 from edgellm.engine.engine import Engine
 from edgellm.engine.pending import WORKING, Pending, Waiting
@@ -32,11 +33,13 @@ class BatchRequest:
     Attributes:
         options: in the place of the batch's; None: the batch's.
         logit_filter: likewise.
+        tool_options: of a prompt that is messages: what may be called.
     """
 
     prompt: Prompt
     options: GenerationOptions | None = None
     logit_filter: LogitFilter | None = None
+    tool_options: ToolOptions | None = None
 
 
 @dataclass(frozen=True)
@@ -74,6 +77,7 @@ class _Running:
     index: int
     sample: int
     request: Request
+    reader: AnswerReader | None = None
     pieces: list[Piece] = field(default_factory=list)
 
     def read(self) -> BatchAnswer | None:
@@ -81,7 +85,8 @@ class _Running:
         request = self.request
         finished = request.finished  # before its last piece is taken
         while request.pieces:
-            self.pieces.append(request.next_piece())
+            piece = request.next_piece()
+            self.pieces.append(piece if self.reader is None else self.reader.read(piece))
         if not finished:
             return None
         if request.error is not None:
@@ -158,13 +163,31 @@ def _begun(
     """The answers to a prompt, all but the first of which begin where it has been computed."""
     options = asked.options
     assert options is not None
-    tokens = prompt_tokens(engine, asked.prompt)
+    chat, logit_filter = None, asked.logit_filter
+    if is_conversation(asked.prompt):
+        chat = chat_prompt(
+            engine,
+            asked.prompt,  # type: ignore[arg-type]
+            asked.tool_options or ToolOptions(),
+            logit_filter=logit_filter,
+        )
+        logit_filter = chat.logit_filter
+    tokens = prompt_tokens(engine, asked.prompt) if chat is None else chat.tokens
     if isinstance(asked.prompt, Gap):
         options = infill_options(engine, options)
     requests = forked_requests(
-        engine, tokens, options, n=n, cancel=cancel, logit_filters=[asked.logit_filter] * n
+        engine,
+        tokens,
+        options,
+        n=n,
+        cancel=cancel,
+        logit_filters=[logit_filter] * n,
+        shown_special=() if chat is None else chat.shown_special,
     )
-    return [_Running(index, sample, request) for sample, request in enumerate(requests)]
+    return [
+        _Running(index, sample, request, None if chat is None else chat.reader())
+        for sample, request in enumerate(requests)
+    ]
 
 
 def prompt_tokens(engine: Engine, prompt: Prompt) -> list[int]:
@@ -176,11 +199,16 @@ def prompt_tokens(engine: Engine, prompt: Prompt) -> list[int]:
     """
     if isinstance(prompt, Gap):
         return infill_tokens(engine.tokenizer, prompt, model=engine.bundle.manifest.name)
-    if isinstance(prompt, SequenceOf) and prompt and isinstance(prompt[0], Message):
+    if is_conversation(prompt):
         return encode_conversation(prompt, engine.template, engine.tokenizer)  # type: ignore[arg-type]
     if isinstance(prompt, str):
         return engine.tokenizer.encode(prompt, parse_special=True)
     return check_token_ids("prompt", prompt, vocab_size=engine.config.vocab_size)
+
+
+def is_conversation(prompt: object) -> bool:
+    """Whether it is a list that begins with a message."""
+    return isinstance(prompt, SequenceOf) and bool(prompt) and isinstance(prompt[0], Message)
 
 
 def is_many(prompt: object) -> bool:

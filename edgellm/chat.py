@@ -346,7 +346,9 @@ class Chat:
             names = ", ".join(f"{call.id} ({call.name})" for call in waiting)
             raise OptionError(f"calls wait for their results: {names}; see `add_tool_result`")
         if going_on and (not self.messages or self.messages[-1].role not in ("user", "tool")):
-            raise OptionError("there is nothing to answer; give a `text`, or results of tools")
+            raise OptionError(
+                "`text` is None, but no tool's result waits for an answer; give a text"
+            )
 
     def _calls_without_result(self) -> list[ToolCall]:
         """Of the last answer."""

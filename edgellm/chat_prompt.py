@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TypedDict
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,27 +22,11 @@ from edgellm.text.template import ChatTemplate, Scalar
 from edgellm.text.tokenizer import Tokenizer
 from edgellm.text.tool_format import AnswerFormat
 from edgellm.text.tool_grammar import tool_grammar
-from edgellm.tool_use import Tool, ToolChoice, checked_choice, checked_tools
+from edgellm.tool_use import Tool, ToolArguments, ToolChoice, checked_choice, checked_tools
 
 # Tokens at a prompt's end in which the beginning of the reasoning is looked for.
 _TAIL = 32
 _SCHEMAS = "the tools' parameters"  # in messages
-
-
-class ToolArguments(TypedDict, total=False):
-    """What an answer may do besides text, and how the template writes the prompt.
-
-    tools: what the model may call: `Tool`s, or OpenAI's function objects.
-    tool_choice: "auto": the model chooses; "none": no call; "required": a call in any case;
-        {"name": NAME}: a call of this tool.
-    parallel_tool_calls: whether one answer may have several calls.
-    template_arguments: variables of the chat template, such as {"enable_thinking": False}.
-    """
-
-    tools: Sequence[Tool | Mapping[str, object]]
-    tool_choice: ToolChoice
-    parallel_tool_calls: bool
-    template_arguments: Mapping[str, Scalar]
 
 
 class ChatArguments(GenerationArguments, ToolArguments, total=False):

@@ -10,7 +10,7 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, TypedDict
 
 from edgellm.checks import check_text
 from edgellm.errors import OptionError
@@ -140,6 +140,22 @@ class ToolCallDelta:
     id: str | None = None
     name: str | None = None
     arguments: str = ""
+
+
+class ToolArguments(TypedDict, total=False):
+    """What an answer in a chat may do besides text, and how the template writes the prompt.
+
+    tools: what the model may call: `Tool`s, or OpenAI's function objects.
+    tool_choice: "auto": the model chooses; "none": no call; "required": a call in any case;
+        {"name": NAME}: a call of this tool.
+    parallel_tool_calls: whether one answer may have several calls.
+    template_arguments: variables of the chat template, such as {"enable_thinking": False}.
+    """
+
+    tools: Sequence[Tool | Mapping[str, object]]
+    tool_choice: ToolChoice
+    parallel_tool_calls: bool
+    template_arguments: Mapping[str, bool | int | float | str | None]
 
 
 def joined_calls(deltas: Sequence[ToolCallDelta]) -> tuple[ToolCall, ...]:

@@ -14,7 +14,17 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from edgellm import LLM, Message, OptionError, TemplateError, Tool, ToolCall, load
+from edgellm import (
+    LLM,
+    BatchRequest,
+    Message,
+    OptionError,
+    TemplateError,
+    Tool,
+    ToolCall,
+    load,
+)
+from edgellm.chat_prompt import ToolOptions
 from edgellm.text.template import ChatTemplate
 
 TOOLS = [
@@ -130,7 +140,7 @@ def test_calls_and_their_results_are_a_conversation(hermes: LLM) -> None:
     assert final.stats.cached_tokens > len(text)  # the call is where it was
     assert [message.role for message in chat.messages] == ["user", "assistant", "tool", "assistant"]
     assert chat.messages[2] == Message("tool", "ok", tool_call_id=call.id, name="turn")
-    with pytest.raises(OptionError, match="nothing to answer"):
+    with pytest.raises(OptionError, match="`text` is None"):
         chat.send()
     again = list(chat.regenerate(logit_filter=Dictated(hermes, "It is.")))
     assert "".join(piece.text for piece in again) == "It is."
@@ -251,3 +261,18 @@ def test_tools_without_the_grammar_engine() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "f"
+
+
+def test_conversations_of_a_batch_are_read_likewise(hermes: LLM) -> None:
+    text = '<think>Hm.</think>So.<call>{"name": "name", "arguments": {"to": "y"}}</call>'
+    options = ToolOptions().changed({"tools": TOOLS})
+    hello, dictated = [Message("user", "Hi")], Dictated(hermes, text)
+    requests = [
+        BatchRequest(prompt=hello, logit_filter=dictated, tool_options=options),
+        BatchRequest(prompt=hello, logit_filter=dictated),
+    ]
+    answers = sorted(hermes.batch(requests, max_tokens=200), key=lambda a: a.index)
+    first, second = (answer.result() for answer in answers)
+    assert (first.reasoning, first.text, first.finish_reason) == ("Hm.", "So.", "tool_calls")
+    assert [call.name for call in first.tool_calls] == ["name"]
+    assert (second.reasoning, second.text) == ("Hm.", text.removeprefix("<think>Hm.</think>"))

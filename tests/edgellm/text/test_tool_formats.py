@@ -206,11 +206,14 @@ def test_identifiers_of_the_model(templates: dict[str, ChatTemplate]) -> None:
 
 
 def test_grammars_allow_what_templates_render(templates: dict[str, ChatTemplate]) -> None:
-    # \u escapes, indented JSON, and objects in Python's notation are read, but not asked for
+    # \u escapes, indented JSON, objects in Python's notation and an empty line in the place of
+    # arguments are read, but not asked for
     otherwise = {
         "ByteDance-Seed-OSS",
         "CohereForAI-c4ai-command-r-plus-tool_use",
         "Reka-Edge",
+        "deepseek-ai-DeepSeek-V4",
+        "deepseek-ai-DeepSeek-V4-Flash-0731",
         "openbmb-MiniCPM5-1B",
     }
     vocabulary = llguidance.LLTokenizer("byte")
