@@ -49,7 +49,13 @@ def asked_prompt(llm: LLM, ask: Ask) -> AskedPrompt:
             parallel_tool_calls=prompt.parallel_tool_calls,
             template_arguments={**_hints(engine, prompt), **prompt.template_arguments},
         )
-        chat = chat_prompt(engine, prompt.messages, tools, logit_filter=json_filter)
+        chat = chat_prompt(
+            engine,
+            prompt.messages,
+            tools,
+            logit_filter=json_filter,
+            continue_last=_continues(prompt),
+        )
         return AskedPrompt(
             tokens=chat.tokens, options=options, logit_filter=chat.logit_filter, chat=chat
         )
@@ -61,6 +67,18 @@ def asked_prompt(llm: LLM, ask: Ask) -> AskedPrompt:
     else:
         tokens = continued(engine, prompt, parse_special=True)
     return AskedPrompt(tokens=tokens, options=options, logit_filter=json_filter)
+
+
+def _continues(prompt: Conversation) -> bool:
+    """Whether the answer goes on with an assistant's text at the end, as llama-server's does."""
+    roles = [message.role for message in prompt.messages[-2:]]
+    if roles == ["assistant", "assistant"]:
+        raise RequestError(
+            "invalid_request",
+            "`messages` end with two of the assistant; one is continued",
+            param="messages",
+        )
+    return roles[-1:] == ["assistant"] and not prompt.messages[-1].tool_calls
 
 
 def continued(engine: Engine, prompt: str | tuple[int, ...], *, parse_special: bool) -> list[int]:
