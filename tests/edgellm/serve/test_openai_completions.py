@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import math
+import shutil
+from pathlib import Path
 from typing import Any
 
 import openai
 import pytest
-from serving import Running
+from serving import Running, running, served
+from tokenizers import Tokenizer
+
+from edgellm.llm import load
+from edgellm.serve import ModelPool, ServeOptions
 
 ASKED: Any = {"model": "tiny", "max_tokens": 11, "temperature": 0.9, "seed": 4}
 
@@ -91,3 +97,29 @@ def test_wrong_fields(server: Running, wrong: dict[str, Any]) -> None:
 def test_null_is_absent(server: Running) -> None:
     body = {"prompt": "a", "max_tokens": 1, "suffix": None, "logprobs": None, "seed": None}
     assert server.post("/v1/completions", {**body, "stop": None, "x": 1}).status_code == 200
+
+
+def test_a_suffix_has_its_gap_filled(tiny_model: Path, tmp_path: Path) -> None:
+    """With a model that has infill tokens; also as a stream, and several times."""
+    folder = tmp_path / "fim"
+    shutil.copytree(tiny_model, folder)
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    tokenizer.add_special_tokens(["<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>"])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    llm = load(str(folder), ctx_size=512)
+    expected = llm.infill("def f(", "):", max_tokens=9)
+    pool = ModelPool([served(llm)])
+    asked: Any = {"model": "tiny", "prompt": "def f(", "suffix": "):", "max_tokens": 9}
+    with (
+        running(pool, llm, ServeOptions(port=0, grace_s=1)) as server,
+        openai.OpenAI(base_url=f"{server.url}/v1", api_key="x", max_retries=0) as client,
+    ):
+        reply = client.completions.create(**asked, n=2)
+        assert [choice.text for choice in reply.choices] == [expected.text] * 2
+        assert reply.usage is not None
+        assert reply.usage.prompt_tokens == expected.stats.prompt_tokens
+        chunks = client.completions.create(**asked, stream=True)
+        text = "".join(choice.text for chunk in chunks for choice in chunk.choices)
+        assert text == expected.text
+        warm = server.post("/v1/completions", {"prompt": "", "suffix": "", "max_tokens": 0})
+        assert warm.status_code == 200
