@@ -1,0 +1,154 @@
+"""The chat page, in a headless Chromium."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from browser import CHROMIUM, Browser, browser
+from serving import Running, until
+
+needs_chromium = pytest.mark.skipif(
+    CHROMIUM is None, reason="no chromium (apt-get install chromium)"
+)
+
+
+def test_the_policy_lets_nothing_else_in(server: Running) -> None:
+    first, second = server.get("/"), server.get("/")
+    policy = first.headers["content-security-policy"]
+    (nonce,) = set(re.findall(r"'nonce-([^']+)'", policy))
+    assert policy.startswith("default-src 'none'; ")
+    assert "unsafe" not in policy
+    assert first.text.count(f'nonce="{nonce}"') == 2
+    assert nonce not in second.text
+    assert first.headers["x-frame-options"] == "DENY"
+    assert first.headers["x-content-type-options"] == "nosniff"
+    assert "innerHTML" not in first.text
+    assert re.findall(r"https?://(?!www\.w3\.org/2000/svg)", first.text) == []
+    with server.client() as client:
+        head = client.head("/")
+    assert (head.status_code, head.content) == (200, b"")
+
+
+@pytest.fixture
+def tab(server: Running, tmp_path: Path) -> Iterator[Browser]:
+    with browser(tmp_path / "profile") as tab:
+        tab.open(server.url)
+        tab.until("$('model').value")
+        yield tab
+
+
+def ask(tab: Browser, text: str) -> None:
+    tab.type("#text", text)
+    tab.click("#send")
+
+
+def content(tab: Browser) -> str:
+    tab.until("!running && document.querySelector('.answer .meta')")
+    text: str = tab.evaluate("current.messages.at(-1).content")
+    return text
+
+
+@pytest.mark.slow
+@needs_chromium
+def test_a_question_and_its_answer(server: Running, tab: Browser, tmp_path: Path) -> None:
+    tab.evaluate("change({ seed: 7, temperature: 0.8, max_tokens: 12, system: 'Be brief.' })")
+    chat = server.llm.chat(system="Be brief.", seed=7, temperature=0.8, max_tokens=12)
+    expected = chat.send("hello there")
+    ask(tab, "hello there")
+    assert content(tab) == expected.text
+    shown = tab.evaluate("document.querySelector('.meta').textContent")
+    assert f"{len(expected.tokens)} tokens" in shown
+    assert re.search(r"\d tokens/s.*first after \d.*prompt tokens cached.*on native", shown)
+    tab.click("#again")
+    assert content(tab) == expected.text
+    assert tab.evaluate("current.messages.length") == 2
+    ask(tab, "and now")
+    content(tab)
+    assert tab.evaluate("current.messages.length") == 4
+
+    tab.open(server.url)  # it is kept
+    tab.until("$('model').value")
+    assert tab.evaluate("conversations[0].title") == "hello there"
+    assert tab.evaluate("document.querySelectorAll('.answer').length") == 2
+    for name, width, scheme in (("desk", 1280, "light"), ("phone", 390, "dark")):
+        tab.look(width, 800, scheme=scheme, mobile=name == "phone")
+        assert len(tab.screenshot(tmp_path / f"{name}.png")) > 10_000
+        assert tab.evaluate("document.documentElement.scrollWidth <= innerWidth")
+    assert tab.complaints == []
+
+
+@pytest.mark.slow
+@needs_chromium
+def test_stop(server: Running, tab: Browser) -> None:
+    seed = next(
+        seed
+        for seed in range(100)
+        if len(server.llm.chat(seed=seed, max_tokens=400).send("go on").tokens) == 400
+    )
+    tab.evaluate(f"change({{ seed: {seed} }})")
+    stopped = """new Promise((done) => new MutationObserver((_, seen) => {
+        if (!current.messages.at(-1)?.content) return;
+        seen.disconnect();
+        $("stop").click();
+        done(true);
+    }).observe($("log"), { childList: true, subtree: true, characterData: true }))"""
+    tab.evaluate(f"window.stopped = {stopped}; 0")
+    ask(tab, "go on")
+    tab.evaluate("window.stopped")
+    until(lambda: server.live == 0)
+    whole = server.llm.chat(seed=seed, max_tokens=400).send("go on").text
+    text = content(tab)
+    assert text
+    assert len(text) < len(whole)
+    assert tab.evaluate("current.messages.at(-1).stopped")
+    assert "stopped" in tab.evaluate("document.querySelector('.meta').textContent")
+    ask(tab, "again")
+    assert tab.evaluate("Boolean(running) || current.messages.length === 4")
+    tab.until("!running")
+
+
+@pytest.mark.slow
+@needs_chromium
+def test_a_key_is_asked_for(serving: Callable[..., Running], tmp_path: Path) -> None:
+    server = serving(api_keys=("secret",))
+    with browser(tmp_path / "profile") as tab:
+        tab.open(server.url)
+        tab.until("$('key-dialog').open")
+        tab.type("#key", "wrong")
+        tab.click("#key-dialog .main")
+        tab.until("$('key-dialog').open")
+        tab.evaluate("$('key').value = ''")
+        tab.type("#key", "secret")
+        tab.click("#key-dialog .main")
+        tab.until("$('model').value === 'tiny'")
+
+
+MARKDOWN = {
+    "a **b** *c* `d`": "<p>a <strong>b</strong> <em>c</em> <code>d</code></p>",
+    "# T\ntext\nmore\n\nnext": "<h3>T</h3><p>text\nmore</p><p>next</p>",
+    "- a\n  - b\n- c": "<ul><li>a<ul><li>b</li></ul></li><li>c</li></ul>",
+    "2. x\n3. y": '<ol start="2"><li>x</li><li>y</li></ol>',
+    "```py\na <b>\n  c\n```\nz": '<div class="block"><pre><code>a &lt;b&gt;\n  c</code></pre>'
+    '<button type="button">Copy</button></div><p>z</p>',
+    "```\nopen": '<div class="block"><pre><code>open</code></pre>'
+    '<button type="button">Copy</button></div>',
+    "<img src=x onerror=alert(1)>": "<p>&lt;img src=x onerror=alert(1)&gt;</p>",
+    "[x](javascript:alert(1))": "<p>[x](javascript:alert(1))</p>",
+    "[x](https://e.org/a)": '<p><a href="https://e.org/a" target="_blank" '
+    'rel="noopener noreferrer">x</a></p>',
+    "2 * 3 * 4 and a_b_c": "<p>2 * 3 * 4 and a_b_c</p>",
+    "> said": "<blockquote>said</blockquote>",
+}
+
+
+@pytest.mark.slow
+@needs_chromium
+def test_markdown(tab: Browser) -> None:
+    for text, expected in MARKDOWN.items():
+        shown = f"make('div', {{}}, ...markdown({json.dumps(text)})).innerHTML"
+        assert tab.evaluate(shown) == expected
+    assert tab.complaints == []
