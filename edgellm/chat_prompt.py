@@ -130,11 +130,13 @@ def chat_prompt(
     options: ToolOptions,
     *,
     logit_filter: LogitFilter | None = None,
+    continue_last: bool = False,
 ) -> ChatPrompt:
     """The prompt for a conversation, and how the answer is read.
 
     Args:
         logit_filter: the caller's own, applied besides.
+        continue_last: see `encode_conversation`.
 
     Raises:
         TemplateError: the template does not take these messages or any tools.
@@ -156,6 +158,7 @@ def chat_prompt(
         tokenizer,
         tools=() if generic else options.tools,
         template_arguments=options.template_arguments,
+        continue_last=continue_last,
     )
     if not options.callable_tools:
         form = replace(form, calls=None)

@@ -18,7 +18,7 @@ from edgellm.engine.embedding import embeddings
 from edgellm.progress import Progress
 from edgellm.samples import SamplePieces, sample_pieces
 from edgellm.serve.ask import Ask
-from edgellm.serve.asked_prompt import asked_prompt, continued, too_long
+from edgellm.serve.asked_prompt import asked_prompt, check_size, continued, too_long
 from edgellm.serve.events import Begun, Client, Delta, Embeddings, End, Event, PromptProgress
 from edgellm.serve.metrics import Metrics
 from edgellm.serve.queue_limits import Counted, QueueLimits
@@ -150,6 +150,7 @@ class Answering:
         engine, pooling = llm.engine, self.options.pooling
         tokens = []
         for prompt in prompts:
+            check_size(engine, len(prompt) if isinstance(prompt, str) else 0)
             ids = continued(engine, prompt, parse_special=False)
             if pooling == "last" and engine.tokenizer.eos:
                 # what models that were trained for it end their texts with

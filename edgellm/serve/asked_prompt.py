@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from edgellm.chat_prompt import ChatPrompt, ToolOptions, chat_prompt
 from edgellm.infill import infill_options, infill_tokens
-from edgellm.serve.ask import Ask, Conversation, Infill
+from edgellm.serve.ask import Ask, AskedPrompt, Conversation, Infill
 from edgellm.serve.request_error import RequestError
 from edgellm.text.template import Scalar
 
@@ -17,9 +17,12 @@ if TYPE_CHECKING:
     from edgellm.generation_options import GenerationOptions
     from edgellm.llm import LLM
 
+# Of a token; up to so many there is nothing to be looked up.
+_USUAL_CHARACTERS = 8
+
 
 @dataclass(frozen=True, kw_only=True)
-class AskedPrompt:
+class EncodedPrompt:
     """A prompt, and how it is answered.
 
     Attributes:
@@ -33,7 +36,7 @@ class AskedPrompt:
     chat: ChatPrompt | None = None
 
 
-def asked_prompt(llm: LLM, ask: Ask) -> AskedPrompt:
+def asked_prompt(llm: LLM, ask: Ask) -> EncodedPrompt:
     """What an ask means for a model.
 
     Raises:
@@ -41,6 +44,8 @@ def asked_prompt(llm: LLM, ask: Ask) -> AskedPrompt:
     """
     engine, prompt = llm.engine, ask.prompt
     options = llm.generation_options(**ask.arguments)
+    if options.context_policy == "error":
+        check_size(engine, _characters(prompt))
     json_filter = None if ask.json_schema is None else llm.json_filter(ask.json_schema)
     if isinstance(prompt, Conversation):
         tools = ToolOptions(
@@ -49,8 +54,14 @@ def asked_prompt(llm: LLM, ask: Ask) -> AskedPrompt:
             parallel_tool_calls=prompt.parallel_tool_calls,
             template_arguments={**_hints(engine, prompt), **prompt.template_arguments},
         )
-        chat = chat_prompt(engine, prompt.messages, tools, logit_filter=json_filter)
-        return AskedPrompt(
+        chat = chat_prompt(
+            engine,
+            prompt.messages,
+            tools,
+            logit_filter=json_filter,
+            continue_last=_continues(prompt),
+        )
+        return EncodedPrompt(
             tokens=chat.tokens, options=options, logit_filter=chat.logit_filter, chat=chat
         )
     if isinstance(prompt, Infill):
@@ -60,7 +71,47 @@ def asked_prompt(llm: LLM, ask: Ask) -> AskedPrompt:
         options = infill_options(engine, options)
     else:
         tokens = continued(engine, prompt, parse_special=True)
-    return AskedPrompt(tokens=tokens, options=options, logit_filter=json_filter)
+    return EncodedPrompt(tokens=tokens, options=options, logit_filter=json_filter)
+
+
+def _continues(prompt: Conversation) -> bool:
+    """Whether the answer goes on with an assistant's text at the end, as llama-server's does."""
+    roles = [message.role for message in prompt.messages[-2:]]
+    if roles == ["assistant", "assistant"]:
+        raise RequestError(
+            "invalid_request",
+            "`messages` end with two of the assistant; one is continued",
+            param="messages",
+        )
+    return roles[-1:] == ["assistant"] and not prompt.messages[-1].tool_calls
+
+
+def _characters(prompt: AskedPrompt) -> int:
+    if isinstance(prompt, Conversation):
+        return sum(len(message.content) for message in prompt.messages)
+    if isinstance(prompt, Infill):
+        gap = prompt.gap
+        return len(gap.prefix) + len(gap.suffix) + sum(len(text) for _, text in gap.extra)
+    return len(prompt) if isinstance(prompt, str) else 0
+
+
+def check_size(engine: Engine, characters: int) -> None:
+    """Refuse a text that is too long for the context whatever its tokens are: a tokenizer takes
+    seconds for megabytes, while others wait for it.
+
+    Raises:
+        RequestError: it is.
+    """
+    if characters <= _USUAL_CHARACTERS * engine.ctx_size:
+        return
+    if characters > max(map(len, engine.tokenizer.vocabulary)) * engine.ctx_size:
+        raise RequestError(
+            "context_length",
+            f"the prompt has {characters} characters, which do not fit into a context of "
+            f"{engine.ctx_size} tokens; shorten it",
+            code="context_length_exceeded",
+            details={"n_ctx": engine.ctx_size},
+        )
 
 
 def continued(engine: Engine, prompt: str | tuple[int, ...], *, parse_special: bool) -> list[int]:

@@ -76,12 +76,14 @@ def encode_conversation(
     *,
     tools: Sequence[Tool] = (),
     template_arguments: Mapping[str, Scalar] | None = None,
+    continue_last: bool = False,
 ) -> list[int]:
     """Token ids of a conversation, up to where the answer begins.
 
     Args:
         tools: what the model may call.
         template_arguments: variables that the template reads, such as `enable_thinking`.
+        continue_last: the last message is an assistant's, and the answer goes on with its content.
 
     Raises:
         TemplateError: the model has no template, or it does not take these messages or any tools.
@@ -99,11 +101,23 @@ def encode_conversation(
             "call them, such as Qwen3"
         )
     writer = _Writer(template, tokenizer)
+    values, end = writer.values(messages), ""
+    if continue_last:
+        end = writer.mark()
+        values[-1]["content"] = f"{values[-1]['content'] or ''}{end}"
     rendered = template.render(
-        writer.values(messages),
+        values,
         tools=[writer.protect_all(tool.to_json()) for tool in tools],
         template_arguments=template_arguments,
+        add_generation_prompt=not continue_last,
     )
+    if continue_last:
+        rendered, shown, _ = rendered.rpartition(end)
+        if not shown:
+            raise TemplateError(
+                "this model's chat template does not show the last answer as it is, so it cannot "
+                "be continued; end the conversation with a user's message"
+            )
     return writer.tokens(writer.with_generated(rendered, messages))
 
 
@@ -121,6 +135,10 @@ class _Writer:
     def values(self, messages: Sequence[Message]) -> list[dict[str, Any]]:
         names = {call.id: call.name for message in messages for call in message.tool_calls}
         return [self._value(message, names) for message in messages]
+
+    def mark(self) -> str:
+        """A place in the prompt, which is no token."""
+        return _number((), self._parts)
 
     def protect(self, text: str) -> str:
         return _protect(Message("user", text), self._tokenizer, self._parts)

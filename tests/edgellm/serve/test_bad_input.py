@@ -8,6 +8,8 @@ from typing import Any
 import pytest
 from serving import Running
 
+from edgellm.text.tokenizer import Tokenizer
+
 PATH = "/v1/chat/completions"
 MESSAGES: Any = [{"role": "user", "content": "hi"}]
 
@@ -173,6 +175,31 @@ def test_a_prompt_that_is_too_long(server: Running) -> None:
         assert error["type"] == "exceed_context_size_error"
         assert error["n_prompt_tokens"] == 2001
         assert error["n_ctx"] == 1024
+
+
+def test_megabytes_are_refused_without_a_look_at_their_tokens(
+    server: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    encoded: list[int] = []
+    encode = Tokenizer.encode
+
+    def noting(self: Tokenizer, text: str, **options: Any) -> list[int]:
+        encoded.append(len(text))
+        return encode(self, text, **options)
+
+    monkeypatch.setattr(Tokenizer, "encode", noting)
+    text = "x" * (5 << 20)
+    for path, body in (
+        (PATH, {"messages": [{"role": "user", "content": text}]}),
+        ("/v1/completions", {"prompt": text}),
+        ("/v1/completions", {"prompt": "a", "suffix": text}),
+        ("/v1/responses", {"input": text}),
+        ("/v1/embeddings", {"input": text}),
+    ):
+        reply = server.post(path, body)
+        assert reply.status_code == 400
+        assert reply.json()["error"]["code"] == "context_length_exceeded"
+    assert max(encoded, default=0) < 1 << 20
 
 
 def test_paths_and_methods(server: Running) -> None:

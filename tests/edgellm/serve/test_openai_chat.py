@@ -156,6 +156,17 @@ def test_parts_and_roles(client: openai.OpenAI) -> None:
     assert tokens([*MESSAGES, {"role": "assistant", "content": None}, *MESSAGES]) > 20
 
 
+def test_the_assistants_last_message_goes_on(server: Running, client: openai.OpenAI) -> None:
+    begun: Any = [*MESSAGES, {"role": "assistant", "content": "I am"}]
+    asked: Any = {"model": "tiny", "max_tokens": 8, "seed": 2}
+    reply = client.chat.completions.create(messages=begun, **asked)
+    prompt = "<|user|>hello there<|user|>I am"
+    expected = server.llm.generate(prompt, max_tokens=8, seed=2)
+    assert reply.choices[0].message.content == expected.text
+    with pytest.raises(openai.BadRequestError, match="two of the assistant"):
+        client.chat.completions.create(messages=[*begun, begun[-1]], **asked)
+
+
 def test_usage_says_what_was_cached(client: openai.OpenAI) -> None:
     messages: Any = [{"role": "user", "content": "many words of a long question " * 9}]
     asked: Any = {"model": "tiny", "messages": messages, "max_tokens": 1}

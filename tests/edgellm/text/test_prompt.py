@@ -196,6 +196,19 @@ def test_generated_tokens_of_a_call_are_used_as_they_are(llm: LLM) -> None:
     assert ",".join(map(str, tokens)) not in ",".join(map(str, found))
 
 
+def test_an_answer_that_goes_on(llm: LLM) -> None:
+    """It begins right behind what is there, also behind a space and half a word."""
+    tokenizer, template = llm.engine.tokenizer, llm.engine.template
+    for begun in ("The capital of Fra", "The ", "", "a<|im_end|>"):
+        messages = [Message("user", "Hi"), Message("assistant", begun)]
+        prompt = encode_conversation(messages, template, tokenizer, continue_last=True)
+        question = encode(llm, messages[0])
+        assert prompt == [*question, *tokenizer.encode(begun, add_bos=False)]
+    trimming = ChatTemplate("{% for m in messages %}{{ m.role }}{% endfor %}")
+    with pytest.raises(TemplateError, match="cannot be continued"):
+        encode_conversation(messages, trimming, tokenizer, continue_last=True)
+
+
 def test_arguments_of_the_template(llm: LLM) -> None:
     tokenizer, template = llm.engine.tokenizer, ChatTemplate(CALLING)
     hi = [Message("user", "Hi")]
