@@ -104,9 +104,10 @@ def _fill(block: dict[str, Any], text: str) -> None:
         block[block["type"]] = text
         return
     try:
-        block["input"] = json.loads(text or "{}")
-    except ValueError:  # cut off by the limit: clients of a stream get it as it is, too
-        block["input"] = {}
+        arguments = json.loads(text or "{}")
+    except ValueError:  # cut off by a limit
+        arguments = {}
+    block["input"] = arguments if isinstance(arguments, dict) else {}
 
 
 async def message_frames(events: AsyncGenerator[Event, None], ask: Ask) -> Frames:
@@ -135,7 +136,6 @@ class _MessageFrames:
         self._blocks = 0
         self._open: str | None = None  # the type of the block that is open
         self._stop_text: str | None = None
-        self._called = False
 
     def begin(self) -> list[Frame]:
         """Before anything was computed; what was cached is known at the end."""
@@ -178,7 +178,6 @@ class _MessageFrames:
     def _call(self, call: ToolCallDelta) -> list[Frame]:
         if call.name is None:
             return [self._block_delta("input_json_delta", partial_json=call.arguments)]
-        self._called = True
         fields: dict[str, Any] = {"id": call.id, "name": call.name, "input": {}}
         return [*self._end_block(), *self._begin_block("tool_use", fields)]
 
@@ -208,8 +207,6 @@ class _MessageFrames:
 
     def _end(self, event: End) -> list[Frame]:
         stop = self._stop_text if event.finish_reason == "stop" else None
-        if stop not in self._ask.arguments.get("stop", ()):
-            stop = None
         delta = {"stop_reason": self._reason(event, stop), "stop_sequence": stop}
         return [
             *self._end_block(),
@@ -218,10 +215,10 @@ class _MessageFrames:
         ]
 
     def _reason(self, event: End, stop: str | None) -> str:
+        if event.finish_reason == "tool_calls":
+            return "tool_use"
         if event.finish_reason == "stop":
-            if stop is not None:
-                return "stop_sequence"
-            return "tool_use" if self._called else "end_turn"
+            return "end_turn" if stop is None else "stop_sequence"
         limit = self._begun.options.max_tokens
         full = limit is None or event.stats.generation_tokens < limit
         if event.finish_reason == "length" and full:

@@ -46,7 +46,7 @@ async def chat(call: Call) -> Reply:
     if not conversation.messages:
         return await _load(call, asked)
     wanted = ["thinking"] if fields.get("think") else []
-    if conversation.tools:
+    if conversation.tools and conversation.tool_choice == "auto":
         wanted.append("tools")
     if wanted:
         await usable_model(call, asked.model, wanted)
@@ -197,14 +197,14 @@ async def _parts(
                     begun, loaded = event, time.perf_counter()
                     yield begun.model, _Part(), {"done": False}  # nothing can be refused any more
                 elif isinstance(event, Delta):
-                    part = _Part(event.text, event.reasoning, calls.add(event.calls))
+                    complete, wrong = calls.add(event.calls)
+                    part = _Part(event.text + wrong, event.reasoning, complete)
                     if asked.with_logprobs:
                         part.logprobs = _logprobs(begun, event.pieces)
                     yield begun.model, part, {"done": False}
                 elif isinstance(event, End):
-                    rest, cut = calls.finish()
-                    if rest or cut:
-                        yield begun.model, _Part(cut, calls=rest), {"done": False}
+                    complete, wrong = calls.finish()
+                    yield begun.model, _Part(wrong, calls=complete), {"done": False}
                     load_s = loaded - asked.started
                     yield begun.model, _Part(), {"done": True, **_counts(event, asked, load_s)}
     finally:
@@ -220,8 +220,9 @@ def _counts(end: End, asked: _Asked, load_s: float) -> dict[str, Any]:
     """Why an answer ended, its tokens, and times in nanoseconds. The whole prompt is counted, what
     the KV cache had of it included."""
     times = timings(end.stats)
+    called = end.finish_reason == "tool_calls"
     return {
-        "done_reason": finish_reason(end.finish_reason),
+        "done_reason": "stop" if called else finish_reason(end.finish_reason),
         "total_duration": int((time.perf_counter() - asked.started) * 1e9),
         "load_duration": int(load_s * 1e9),
         "prompt_eval_count": end.stats.prompt_tokens,

@@ -11,7 +11,7 @@ from edgellm.serve.body import Fields
 from edgellm.serve.ollama_options import refuse, thinking_hints
 from edgellm.serve.openai_messages import MAX_MESSAGES, read_choice, read_tools
 from edgellm.text.prompt import ROLES, Message
-from edgellm.tool_use import ToolCall, ToolCallDelta, joined_calls
+from edgellm.tool_use import ToolCall, ToolCallDelta
 
 _MAX_CALLS = 128
 _NO_IMAGES = "the models here read texts alone"
@@ -84,36 +84,40 @@ def _call(fields: Fields, index: int) -> ToolCall:
 
 
 class CallCollector:
-    """Calls that come in parts; they are told when they are complete."""
+    """Calls that come in parts, each told when it is complete.
+
+    Both methods give calls and a text: those that are no calls, because the answer was cut off in
+    one or the model got its arguments wrong, as the model wrote them.
+    """
 
     def __init__(self) -> None:
         self._deltas: list[ToolCallDelta] = []
-        self._told = 0
+        self._index = 0
 
-    def add(self, deltas: Sequence[ToolCallDelta]) -> list[dict[str, Any]]:
-        """The calls that are complete because the next one has begun."""
-        self._deltas += deltas
-        calls = joined_calls(self._deltas)
-        return self._tell(calls[self._told : -1])
+    def add(self, deltas: Sequence[ToolCallDelta]) -> tuple[list[dict[str, Any]], str]:
+        """Those behind which another one has begun."""
+        objects, text = list[dict[str, Any]](), ""
+        for delta in deltas:
+            if delta.name is not None:
+                complete, wrong = self.finish()
+                objects += complete
+                text += wrong
+            self._deltas.append(delta)
+        return objects, text
 
     def finish(self) -> tuple[list[dict[str, Any]], str]:
-        """The last call, or what there is of it, as text, if the answer was cut off in it."""
-        calls = joined_calls(self._deltas)[self._told :]
+        """The one that nothing more comes of."""
+        if not self._deltas:
+            return [], ""
+        first, *others = self._deltas
+        self._deltas = []
+        name, text = first.name or "", "".join(delta.arguments for delta in others)
         try:
-            return self._tell(calls), ""
+            arguments = json.loads(text or "{}")
         except ValueError:
-            call = calls[-1]
-            return [], f'{{"name": {json.dumps(call.name)}, "arguments": {call.arguments}'
-
-    def _tell(self, calls: Sequence[ToolCall]) -> list[dict[str, Any]]:
-        told = [_call_object(call, self._told + i) for i, call in enumerate(calls)]
-        self._told += len(told)
-        return told
-
-
-def _call_object(call: ToolCall, index: int) -> dict[str, Any]:
-    arguments = json.loads(call.arguments or "{}")
-    return {
-        "id": call.id,
-        "function": {"index": index, "name": call.name, "arguments": arguments},
-    }
+            arguments = None
+        if not isinstance(arguments, dict):
+            return [], f'{{"name": {json.dumps(name)}, "arguments": {text}'
+        function = {"index": self._index, "name": name, "arguments": arguments}
+        self._index += 1
+        return [{"id": first.id, "function": function}], ""

@@ -181,13 +181,11 @@ def _described(llm: LLM) -> dict[str, Any]:
 def _capabilities(llm: LLM) -> list[str]:
     """What a model can do, as Ollama names it."""
     template, can = llm.engine.template, ["completion"]
-    if template is not None and template.traits.takes_tools:
+    if template is not None and template.traits.takes_tools and template.answer_format.calls:
         can.append("tools")
     if _gap_template(llm):
         can.append("insert")
-    if template is not None and (
-        template.traits.reasoning_field is not None or "enable_thinking" in template.arguments
-    ):
+    if template is not None and template.answer_format.reasoning is not None:
         can.append("thinking")
     return can
 

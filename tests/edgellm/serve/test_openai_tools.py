@@ -3,76 +3,24 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
-import numpy as np
 import openai
 import pytest
-from numpy.typing import NDArray
+from calling import TOOLS, Dictated, assert_valid, tool_template
 from serving import Running
 
 from edgellm import LLM
-from edgellm.text.template import ChatTemplate
 
-TEMPLATE = """\
-{%- for tool in tools or [] %}{{ tool.function.name }} {% endfor %}
-{%- for m in messages %}<|user|>{{ m.role[0] }}:
-{%- if m.reasoning_content %}<think>{{ m.reasoning_content }}</think>{% endif %}{{ m.content }}
-{%- for c in m.tool_calls or [] %}<call>{"name": "{{ c.function.name }}", "arguments": {{
-c.function.arguments | tojson }}}</call>{% endfor %}{{ '\n' }}{% endfor %}<|user|>a:"""
-TOOLS: Any = [
-    {
-        "type": "function",
-        "function": {
-            "name": "turn",
-            "description": "Turn the light",
-            "strict": True,
-            "parameters": {
-                "type": "object",
-                "properties": {"on": {"type": "boolean"}},
-                "required": ["on"],
-                "additionalProperties": False,
-            },
-        },
-    },
-    {
-        "type": "function",
-        "function": {
-            "name": "move",
-            "parameters": {
-                "type": "object",
-                "properties": {"to": {"type": "string", "enum": ["x", "y"]}},
-                "required": ["to"],
-            },
-        },
-    },
-]
 MESSAGES: Any = [{"role": "user", "content": "go"}]
 ASKED: Any = {"model": "tiny", "messages": MESSAGES, "tools": TOOLS, "max_tokens": 200}
 
 
 @pytest.fixture(autouse=True)
 def with_tools(tiny: LLM) -> Iterator[None]:
-    before, tiny.engine.template = tiny.engine.template, ChatTemplate(TEMPLATE)
-    yield
-    tiny.engine.template = before
-
-
-class Dictated:
-    """A logit filter that leaves one text."""
-
-    def __init__(self, llm: LLM, text: str) -> None:
-        tokenizer = llm.engine.tokenizer
-        self._tokens = tokenizer.encode(text, add_bos=False, parse_special=True)
-        self._end = min(tokenizer.eos_ids)
-
-    def __call__(self, logits: NDArray[np.float32], tokens: Sequence[int]) -> None:
-        at = len(tokens)
-        token = self._tokens[at] if at < len(self._tokens) else self._end
-        kept = logits[token]
-        logits[:] = -np.inf
-        logits[token] = kept
+    with tool_template(tiny):
+        yield
 
 
 @pytest.fixture
@@ -84,13 +32,6 @@ def dictate(tiny: LLM, monkeypatch: pytest.MonkeyPatch) -> Any:
         return {**ASKED, "response_format": {"type": "json_object"}}
 
     return say
-
-
-def assert_valid(name: str, arguments: str) -> None:
-    allowed: dict[str, Any] = {"turn": {"on": (True, False)}, "move": {"to": ("x", "y")}}
-    values = json.loads(arguments)
-    assert values.keys() == allowed[name].keys()
-    assert all(value in allowed[name][key] for key, value in values.items())
 
 
 @pytest.mark.parametrize("seed", range(3))
