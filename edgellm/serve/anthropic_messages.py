@@ -32,13 +32,6 @@ def read_conversation(fields: Fields) -> Conversation:
         messages += _messages(each)
     if not messages or messages[-1].role == "system":
         raise fields.wrong("messages", "a list with a message of the user")
-    if messages[-1].role == "assistant":
-        raise RequestError(
-            "not_supported",
-            "`messages` ends with the assistant's; an answer cannot be begun for the model here, "
-            "end with the user's",
-            param="messages",
-        )
     tools = _tools(fields)
     choice, parallel = _choice(fields, tools)
     return Conversation(

@@ -157,6 +157,18 @@ def test_blocks_are_texts_one_behind_the_other(client: anthropic.Anthropic) -> N
     assert one.content == two.content
 
 
+def test_an_answer_is_gone_on_with(server: Running, client: anthropic.Anthropic) -> None:
+    begun: Any = [*MESSAGES, {"role": "assistant", "content": "Well"}]
+    reply = client.messages.create(**{**ASKED, "messages": begun}, **SEED)
+    prompt = "<|user|>hello there<|user|>Well"
+    tokens = server.llm.engine.tokenizer.encode(prompt, add_bos=False, parse_special=True)
+    assert reply.usage.input_tokens + (reply.usage.cache_read_input_tokens or 0) == len(tokens)
+    with server.llm.session() as session:
+        session.replace(tokens)
+        expected = session.generate(max_tokens=12, temperature=0.8, seed=7)
+    assert reply.content[0].text == expected.text
+
+
 def test_keys(serving: Callable[..., Running]) -> None:
     server = serving(api_keys=("secret",))
     with (
@@ -195,7 +207,7 @@ PDF = {"type": "document", "source": {"type": "base64", "data": "aGk="}}
         ({"messages": [{"role": "tool", "content": "a"}]}, "role"),
         ({"messages": [{"role": "user"}]}, "content"),
         ({"messages": [{"role": "user", "content": 3}]}, "content"),
-        ({"messages": [*MESSAGES, {"role": "assistant", "content": "He"}]}, "assistant"),
+        ({"messages": [{"role": "system", "content": "a"}]}, "`messages`"),
         (of(IMAGE), "'image'"),
         (of(PDF), "'document'"),
         (of({"type": "text"}), "text` is missing"),
