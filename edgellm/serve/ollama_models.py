@@ -14,7 +14,7 @@ from edgellm.graphs.tensors import parameters
 from edgellm.serve.endpoint import Call, Handler, Route
 from edgellm.serve.model_pool import ModelPool
 from edgellm.serve.request_error import RequestError
-from edgellm.serve.streaming import BodyReply, Reply, json_reply
+from edgellm.serve.streaming import Reply, json_reply
 from edgellm.text.fim import require_family
 
 if TYPE_CHECKING:
@@ -25,10 +25,6 @@ API_VERSION = "0.12.11"
 _NEVER = "9999-12-31T23:59:59Z"
 # Longer than anybody waits, and within what dates hold.
 _LONGEST_S = 1e9
-
-
-async def running(call: Call) -> Reply:
-    return BodyReply(b"Ollama is running", "text/plain; charset=utf-8")
 
 
 async def version(call: Call) -> Reply:
@@ -214,7 +210,6 @@ def _refused(what: str) -> Handler:
 
 
 ROUTES = (
-    Route("/", {"GET": running}),
     Route("/api/version", {"GET": version}),
     Route("/api/tags", {"GET": tags}),
     Route("/api/ps", {"GET": ps}),

@@ -14,7 +14,12 @@ _NONCE = "NONCE"
 
 
 async def page(call: Call) -> Reply:
-    """The page; what it runs is what stands in it, and it speaks to this server alone."""
+    """The page for browsers; what it runs is what stands in it, and it speaks to this server alone.
+
+    Others get what Ollama's clients look for there.
+    """
+    if "text/html" not in (call.header("accept") or ""):
+        return BodyReply(b"Ollama is running", "text/plain; charset=utf-8")
     nonce = base64.b64encode(secrets.token_bytes(18)).decode()
     policy = (
         f"default-src 'none'; script-src 'nonce-{nonce}'; style-src 'nonce-{nonce}'; "
