@@ -17,7 +17,7 @@ needs_chromium = pytest.mark.skipif(
 
 
 def test_the_policy_lets_nothing_else_in(server: Running) -> None:
-    first, second = server.get("/"), server.get("/")
+    first, second = (server.get("/", headers={"Accept": "text/html,*/*"}) for _ in range(2))
     policy = first.headers["content-security-policy"]
     (nonce,) = set(re.findall(r"'nonce-([^']+)'", policy))
     assert policy.startswith("default-src 'none'; ")
