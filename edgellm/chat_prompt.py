@@ -147,12 +147,10 @@ def chat_prompt(
         form = replace(form, calls=None)
     marks, parsed = form.reasoning, bool(form.calls or form.reasoning)
     tail = tokenizer.decode(tokens[-_TAIL:], skip_special=False).rstrip()
-    special = {text: tokenizer.vocabulary[text] for text in tokenizer.special_texts if text}
+    shown = [text for text in tokenizer.special_texts if parsed and text and text in form.markers]
     prompt = ChatPrompt(
         tokens=tokens,
-        shown_special=frozenset(
-            i for text, i in special.items() if parsed and text in form.markers
-        ),
+        shown_special=frozenset(tokenizer.added_tokens[text] for text in shown),
         logit_filter=logit_filter,
         format=form,
         tools=options.callable_tools,
@@ -167,7 +165,7 @@ def chat_prompt(
         required=options.required,
         parallel=options.parallel_tool_calls and form.calls is not None and form.calls.parallel,
         in_reasoning=prompt.in_reasoning,
-        special=special,
+        added=tokenizer.added_tokens,
     )
     held = GrammarFilter(engine.grammars.matcher(grammar, _SCHEMAS), _SCHEMAS)
     both = held if logit_filter is None else _Both(logit_filter, held)

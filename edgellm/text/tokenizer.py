@@ -43,9 +43,11 @@ class Tokenizer:
         self.eos_ids = frozenset(self._id(text) for text in entry.eos)
         self.fim = entry.fim
         self.adds_bos = entry.add_bos and self.bos_id is not None
-        added = self._tokenizer.get_added_tokens_decoder().values()
+        added = self._tokenizer.get_added_tokens_decoder()
+        # special or not, they are taken out of a text before it is split
+        self.added_tokens: Mapping[str, int] = {t.content: i for i, t in added.items()}
         self.special_texts = tuple(
-            sorted((token.content for token in added if token.special), key=len, reverse=True)
+            sorted((t.content for t in added.values() if t.special), key=len, reverse=True)
         )
 
     @cached_property

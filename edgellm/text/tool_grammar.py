@@ -39,7 +39,7 @@ def tool_grammar(
     required: bool,
     parallel: bool,
     in_reasoning: bool,
-    special: Mapping[str, int],
+    added: Mapping[str, int],
 ) -> str:
     """A grammar for answers.
 
@@ -48,10 +48,11 @@ def tool_grammar(
         required: whether the answer is a call.
         parallel: whether several calls may stand in one answer.
         in_reasoning: the prompt has begun the reasoning.
-        special: ids of special tokens by their texts.
+        added: ids of the vocabulary's added tokens by their texts; llguidance does not take them
+            for text.
     """
     assert format.calls is not None
-    return _Grammar(format, format.calls, special).text(
+    return _Grammar(format, format.calls, added).text(
         tools, required=required, parallel=parallel, in_reasoning=in_reasoning
     )
 
@@ -59,11 +60,11 @@ def tool_grammar(
 class _Grammar:
     """Rules as they are collected."""
 
-    def __init__(self, format: AnswerFormat, calls: CallFormat, special: Mapping[str, int]) -> None:
+    def __init__(self, format: AnswerFormat, calls: CallFormat, added: Mapping[str, int]) -> None:
         self._format = format
         self._calls = calls
-        self._special = special
-        texts = sorted((re.escape(text) for text in special if text), key=len, reverse=True)
+        self._added = added
+        texts = sorted((re.escape(text) for text in added if text), key=len, reverse=True)
         self._pattern = re.compile(f"({'|'.join(texts)})") if texts else None
         self._names: set[str] = set()
         self._rules = [f"TEXT: {_TEXT}", f"SPACE: {_SPACE}"]
@@ -101,20 +102,20 @@ class _Grammar:
         special = self._pattern.match(trigger) if self._pattern else None
         if special is not None:
             rest = self._listed_calls(begin[special.end() :], parallel=in_section)
-            return f"TEXT <[{self._special[special[0]]}]> {rest}"
+            return f"TEXT <[{self._added[special[0]]}]> {rest}"
         self._rule("trigger[lazy]", f"TEXT {_quoted(trigger)}")
         return f"trigger {self._listed_calls(begin[len(trigger) :], parallel=in_section)}"
 
     def literal(self, text: str) -> str:
-        """A marker: its special tokens as such, slots as patterns, all else as it is."""
+        """A marker: its added tokens as such, slots as patterns, all else as it is."""
         parts = []
         for chunk in re.split(f"([{SLOTS}])", text):
             if chunk in _PATTERNS:
                 parts.append(_PATTERNS[chunk])
                 continue
             for part in self._pattern.split(chunk) if self._pattern else [chunk]:
-                if part in self._special:
-                    parts.append(f"<[{self._special[part]}]>")
+                if part in self._added:
+                    parts.append(f"<[{self._added[part]}]>")
                 elif part:
                     parts.append(_quoted(part))
         return " ".join(parts)

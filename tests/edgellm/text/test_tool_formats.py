@@ -233,7 +233,7 @@ def test_grammars_allow_what_templates_render(templates: dict[str, ChatTemplate]
                 text = text.removeprefix(marks.open).lstrip().removeprefix(marks.close).lstrip()
             parallel, required = len(calls) > 1, content not in text or not content
             grammar = tool_grammar(
-                form, TOOLS, required=required, parallel=parallel, in_reasoning=False, special={}
+                form, TOOLS, required=required, parallel=parallel, in_reasoning=False, added={}
             )
             matcher = llguidance.LLMatcher(vocabulary, grammar)
             count = matcher.try_consume_tokens(vocabulary.tokenize_str(text.rstrip()))

@@ -1,0 +1,98 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from tiny_families import save_tokenizer
+from tokenizers import Tokenizer as HFTokenizer
+
+from edgellm.store.manifest import TokenizerEntry
+from edgellm.text.json_schema import Grammars
+from edgellm.text.tokenizer import Tokenizer
+from edgellm.text.tool_format import AnswerFormat, CallFormat, Marks, ObjectKeys
+from edgellm.text.tool_grammar import tool_grammar
+from edgellm.tool_use import Tool
+
+FORMAT = AnswerFormat(
+    calls=CallFormat(
+        kind="object",
+        open="<call>\n",
+        close="\n</call>",
+        between="\n",
+        keys=ObjectKeys(name="name", arguments="arguments"),
+    ),
+    reasoning=Marks("<think>", "</think>"),
+)
+TOOL = Tool("f", "", {"properties": {"n": {"type": "integer"}}, "required": ["n"]})
+CALL = '<call>\n{"name": "f", "arguments": {"n": 1}}\n</call>'
+
+
+@pytest.fixture(params=["text", "added", "special"])
+def tokenizer(request: pytest.FixtureRequest, tmp_path: Path) -> Tokenizer:
+    """Whose markers are text, added tokens as those of Qwen, or special ones as Mistral's."""
+    save_tokenizer(tmp_path)
+    path = str(tmp_path / "tokenizer.json")
+    whole = HFTokenizer.from_file(path)
+    markers = ["<call>", "</call>", "<think>", "</think>"]
+    if request.param == "added":
+        whole.add_tokens(markers)
+    elif request.param == "special":
+        whole.add_special_tokens(markers)
+    whole.save(path)
+    return Tokenizer(tmp_path, TokenizerEntry("<s>", False, ("</s>",)))
+
+
+@pytest.mark.parametrize(
+    ("text", "required", "in_reasoning", "ends"),
+    [
+        (CALL, True, False, True),
+        (CALL, False, False, True),
+        (f"{CALL}\n{CALL}", True, False, True),
+        (f"So. {CALL}", False, False, True),
+        ("So.", False, False, True),
+        (f"<think>Hm.</think>\n{CALL}", False, False, True),
+        (f"Hm.</think>\n{CALL}", True, True, True),
+        ("<think>Hm.</think>So.", False, False, True),
+        ("So.", True, False, None),
+        (f"<think>Hm.</think>{CALL}", True, False, None),
+        ('<call>\n{"name": "g"', False, False, None),
+        ('<call>\n{"name": "f", "arguments": {"n": "', False, False, None),
+        ('<call>\n{"name": "f", "arguments": {"m"', True, False, None),
+        ('<call>\n{"name": "f", "arguments": {', True, False, False),
+    ],
+)
+def test_what_an_answer_may_be(
+    tokenizer: Tokenizer, text: str, required: bool, in_reasoning: bool, ends: bool | None
+) -> None:
+    grammar = tool_grammar(
+        FORMAT,
+        [TOOL],
+        required=required,
+        parallel=True,
+        in_reasoning=in_reasoning,
+        added=tokenizer.added_tokens,
+    )
+    matcher = Grammars(tokenizer).matcher(grammar, "the grammar")
+    tokens = tokenizer.encode(text, add_bos=False, parse_special=True)
+    fits = matcher.try_consume_tokens(tokens) == len(tokens)
+    assert fits == (ends is not None)
+    if fits:
+        assert matcher.is_accepting() == ends
+
+
+@pytest.mark.parametrize("parallel", [True, False])
+def test_one_call_or_several(tokenizer: Tokenizer, parallel: bool) -> None:
+    for required in (True, False):
+        grammar = tool_grammar(
+            FORMAT,
+            [TOOL],
+            required=required,
+            parallel=parallel,
+            in_reasoning=False,
+            added=tokenizer.added_tokens,
+        )
+        matcher = Grammars(tokenizer).matcher(grammar, "the grammar")
+        tokens = tokenizer.encode(f"{CALL}\n<call>", add_bos=False, parse_special=True)
+        fits = matcher.try_consume_tokens(tokens) == len(tokens)
+        # what follows the only call may be any text, but no marker that is a token
+        assert fits == (parallel or (not required and not tokenizer.added_tokens.get("<call>")))
