@@ -13,21 +13,29 @@ from dataclasses import replace
 from typing import Unpack
 
 from edgellm.asynchronous import driven
-from edgellm.checks import check_text
+from edgellm.chat_prompt import (
+    AnswerReader,
+    ChatArguments,
+    ChatPrompt,
+    ToolOptions,
+    chat_prompt,
+    split_arguments,
+)
+from edgellm.checks import check_hooks, check_text
 from edgellm.engine.engine import Engine
 from edgellm.engine.pending import Pending
 from edgellm.engine.request import LogitFilter
 from edgellm.errors import OptionError
 from edgellm.generation_options import (
     ContextPolicy,
-    GenerationArguments,
     GenerationOptions,
     changed_options,
 )
 from edgellm.progress import ProgressCallback
 from edgellm.results import Completion, Piece, Stats, completion
 from edgellm.session import Session
-from edgellm.text.prompt import Message, encode_conversation
+from edgellm.text.prompt import Message
+from edgellm.tool_use import ToolCall, joined_calls
 
 
 class Chat:
@@ -38,10 +46,16 @@ class Chat:
     Attributes:
         messages: the conversation so far; may be changed between turns.
         options: how answers are sampled; may be changed between turns.
+        tool_options: what they may call; likewise.
     """
 
     def __init__(
-        self, engine: Engine, options: GenerationOptions, *, system: str | None = None
+        self,
+        engine: Engine,
+        options: GenerationOptions,
+        *,
+        system: str | None = None,
+        tool_options: ToolOptions | None = None,
     ) -> None:
         self._engine = engine
         self._session = Session(engine)
@@ -49,6 +63,7 @@ class Chat:
         self._dropped = 0  # tokens of them, with the last answer
         self._turn = threading.Lock()  # of an answer that is on its way
         self.options = options
+        self.tool_options = ToolOptions() if tool_options is None else tool_options
         self.messages: list[Message] = []
         if system is not None:
             check_text("system", system)
@@ -67,13 +82,13 @@ class Chat:
 
     def send(
         self,
-        text: str,
+        text: str | None = None,
         *,
         options: GenerationOptions | None = None,
         cancel: threading.Event | None = None,
         progress: ProgressCallback | None = None,
         logit_filter: LogitFilter | None = None,
-        **arguments: Unpack[GenerationArguments],
+        **arguments: Unpack[ChatArguments],
     ) -> Completion:
         """Say something and get the whole answer; see `stream`.
 
@@ -92,36 +107,41 @@ class Chat:
 
     def stream(
         self,
-        text: str,
+        text: str | None = None,
         *,
         options: GenerationOptions | None = None,
         cancel: threading.Event | None = None,
         progress: ProgressCallback | None = None,
         logit_filter: LogitFilter | None = None,
-        **arguments: Unpack[GenerationArguments],
+        **arguments: Unpack[ChatArguments],
     ) -> Iterator[Piece]:
         """Say something and get the answer piece by piece.
+
+        What the model thinks before it answers comes as `Piece.reasoning`, its calls of tools as
+        `Piece.tool_calls`; `Piece.text` is the answer alone, as llama-server's `content` is.
 
         An answer that is cancelled stays in the conversation as far as it got. If anything fails
         before the answer begins, the conversation is as it was.
 
         Args:
+            text: None goes on behind the results of tools.
             options: of this answer, in the place of the chat's.
             cancel, progress, logit_filter: see `Session.stream`.
-            arguments: fields of `GenerationOptions` for this answer, over those of `options`.
+            arguments: fields of `GenerationOptions` for this answer, over those of `options`, and
+                of `ToolArguments`, over the chat's.
         """
         pending = self._say(text, options, cancel, progress, logit_filter, arguments)
         return self._engine.loop.drive(pending)
 
     async def asend(
         self,
-        text: str,
+        text: str | None = None,
         *,
         options: GenerationOptions | None = None,
         cancel: threading.Event | None = None,
         progress: ProgressCallback | None = None,
         logit_filter: LogitFilter | None = None,
-        **arguments: Unpack[GenerationArguments],
+        **arguments: Unpack[ChatArguments],
     ) -> Completion:
         """`send` for asyncio; see `astream`."""
         pending = self._say(text, options, cancel, progress, logit_filter, arguments)
@@ -129,13 +149,13 @@ class Chat:
 
     def astream(
         self,
-        text: str,
+        text: str | None = None,
         *,
         options: GenerationOptions | None = None,
         cancel: threading.Event | None = None,
         progress: ProgressCallback | None = None,
         logit_filter: LogitFilter | None = None,
-        **arguments: Unpack[GenerationArguments],
+        **arguments: Unpack[ChatArguments],
     ) -> AsyncGenerator[Piece, None]:
         """`stream` for asyncio; see `Session.astream`."""
         pending = self._say(text, options, cancel, progress, logit_filter, arguments)
@@ -148,7 +168,7 @@ class Chat:
         cancel: threading.Event | None = None,
         progress: ProgressCallback | None = None,
         logit_filter: LogitFilter | None = None,
-        **arguments: Unpack[GenerationArguments],
+        **arguments: Unpack[ChatArguments],
     ) -> Iterator[Piece]:
         """Answer the last message once more, differently if the seed is open; see `stream`."""
         pending = self._say_again(options, cancel, progress, logit_filter, arguments)
@@ -161,11 +181,27 @@ class Chat:
         cancel: threading.Event | None = None,
         progress: ProgressCallback | None = None,
         logit_filter: LogitFilter | None = None,
-        **arguments: Unpack[GenerationArguments],
+        **arguments: Unpack[ChatArguments],
     ) -> AsyncGenerator[Piece, None]:
         """`regenerate` for asyncio; see `Session.astream`."""
         pending = self._say_again(options, cancel, progress, logit_filter, arguments)
         return driven(self._engine, pending)
+
+    def add_tool_result(self, call_id: str, text: str) -> None:
+        """Say what a call of the last answer gave; when all have a result, `stream()` or `send()`
+        without a text goes on.
+
+        Raises:
+            OptionError: no such call waits for its result.
+        """
+        check_text("call_id", call_id)
+        check_text("text", text)
+        waiting = {call.id: call for call in self._calls_without_result()}
+        if call_id not in waiting:
+            known = ", ".join(waiting) or "none"
+            raise OptionError(f"`call_id` is {call_id!r:.60}; calls without a result: {known}")
+        name = waiting[call_id].name
+        self.messages.append(Message("tool", text, tool_call_id=call_id, name=name))
 
     def close(self) -> None:
         """Give the memory back; the messages stay."""
@@ -179,23 +215,28 @@ class Chat:
 
     def _say(
         self,
-        text: str,
+        text: str | None,
         options: GenerationOptions | None,
         cancel: threading.Event | None,
         progress: ProgressCallback | None,
         logit_filter: LogitFilter | None,
-        arguments: GenerationArguments,
+        arguments: ChatArguments,
     ) -> Pending[Piece]:
-        chosen = changed_options(self.options if options is None else options, arguments)
-        check_text("text", text)
-        if not text.strip():
-            raise OptionError("the message is empty")
+        sampling, tools = split_arguments(arguments)
+        chosen = changed_options(self.options if options is None else options, sampling)
+        tool_options = self.tool_options.changed(tools)
+        if text is not None:
+            check_text("text", text)
+            if not text.strip():
+                raise OptionError("the message is empty")
         with self._taking_turns():
-            self.messages.append(Message("user", text))
+            self._check_results(going_on=text is None)
+            if text is not None:
+                self.messages.append(Message("user", text))
             try:
-                yield from self._answer(chosen, cancel, progress, logit_filter)
+                yield from self._answer(chosen, tool_options, cancel, progress, logit_filter)
             finally:
-                if self.messages[-1].role == "user":
+                if text is not None and self.messages[-1].role == "user":
                     self.messages.pop()
 
     def _say_again(
@@ -204,15 +245,18 @@ class Chat:
         cancel: threading.Event | None,
         progress: ProgressCallback | None,
         logit_filter: LogitFilter | None,
-        arguments: GenerationArguments,
+        arguments: ChatArguments,
     ) -> Pending[Piece]:
-        chosen = changed_options(self.options if options is None else options, arguments)
+        sampling, tools = split_arguments(arguments)
+        chosen = changed_options(self.options if options is None else options, sampling)
+        tool_options = self.tool_options.changed(tools)
         with self._taking_turns():
-            if [message.role for message in self.messages[-2:]] != ["user", "assistant"]:
+            roles = [message.role for message in self.messages[-2:]]
+            if roles not in (["user", "assistant"], ["tool", "assistant"]):
                 raise OptionError("there is no answer to generate again")
             previous = self.messages.pop()
             try:
-                yield from self._answer(chosen, cancel, progress, logit_filter)
+                yield from self._answer(chosen, tool_options, cancel, progress, logit_filter)
             finally:
                 if self.messages[-1].role != "assistant":
                     self.messages.append(previous)
@@ -233,56 +277,107 @@ class Chat:
     def _answer(
         self,
         options: GenerationOptions,
+        tool_options: ToolOptions,
         cancel: threading.Event | None,
         progress: ProgressCallback | None,
         logit_filter: LogitFilter | None,
     ) -> Pending[Piece]:
-        self._session.replace(self._prompt(options.context_policy))
+        check_hooks(cancel, progress, logit_filter)
+        prompt = self._prompt(options.context_policy, tool_options, logit_filter)
+        self._session.replace(prompt.tokens)
+        reader = prompt.reader()
         pieces: list[Piece] = []
+        pending = self._session._pending(
+            options,
+            cancel,
+            progress,
+            prompt.logit_filter,
+            {},
+            shown_special=prompt.shown_special,
+        )
         try:
-            for item in self._session._pending(options, cancel, progress, logit_filter, {}):
+            for item in pending:
                 if isinstance(item, Piece):
                     if item.stats is not None:
                         item = replace(item, stats=self._counted(item.stats))
+                    item = reader.read(item)
                     pieces.append(item)
                 yield item
         finally:
-            self._keep(pieces)
+            self._keep(pieces, reader)
 
-    def _prompt(self, context_policy: ContextPolicy) -> list[int]:
+    def _prompt(
+        self,
+        context_policy: ContextPolicy,
+        tool_options: ToolOptions,
+        logit_filter: LogitFilter | None,
+    ) -> ChatPrompt:
         """What the model sees of the conversation."""
         engine = self._engine
         first = int(self.messages[0].role == "system")
         turns = [i for i, m in enumerate(self.messages) if m.role == "user" and i > first]
 
-        def tokens() -> list[int]:
+        def asked() -> ChatPrompt:
             shown = self.messages[:first] + self.messages[first + len(self._forgotten) :]
-            return encode_conversation(shown, engine.template, engine.tokenizer)
+            return chat_prompt(engine, shown, tool_options, logit_filter=logit_filter)
 
         begin = self.messages[first : first + len(self._forgotten)]
         if context_policy == "error" or begin != self._forgotten:
             self._forgotten = []  # it may have become another conversation
-        prompt = tokens()
-        whole = len(prompt)
+        prompt = asked()
+        whole = len(prompt.tokens)
         if context_policy == "shift" and whole > engine.ctx_size * 3 // 4:
             for turn in turns:
                 seen = turn > first + len(self._forgotten)
-                if seen and len(prompt) > engine.ctx_size // 2:
+                if seen and len(prompt.tokens) > engine.ctx_size // 2:
                     self._forgotten = self.messages[first:turn]
-                    prompt = tokens()
-        self._dropped = whole - len(prompt)
+                    prompt = asked()
+        self._dropped = whole - len(prompt.tokens)
         return prompt
+
+    def _check_results(self, *, going_on: bool) -> None:
+        """Refuse to answer while calls have no results, or without anything to answer.
+
+        Raises:
+            OptionError: says what is missing.
+        """
+        waiting = self._calls_without_result()
+        if waiting:
+            names = ", ".join(f"{call.id} ({call.name})" for call in waiting)
+            raise OptionError(f"calls wait for their results: {names}; see `add_tool_result`")
+        if going_on and (not self.messages or self.messages[-1].role not in ("user", "tool")):
+            raise OptionError("there is nothing to answer; give a text, or results of tools")
+
+    def _calls_without_result(self) -> list[ToolCall]:
+        """Of the last answer."""
+        results = set()
+        for message in reversed(self.messages):
+            if message.role != "tool":
+                return [call for call in message.tool_calls if call.id not in results]
+            results.add(message.tool_call_id)
+        return []
 
     def _counted(self, stats: Stats) -> Stats:
         return replace(stats, dropped_tokens=stats.dropped_tokens + self._dropped)
 
-    def _keep(self, pieces: list[Piece]) -> None:
-        """Put the answer into the conversation, its end token and anything after it left out."""
+    def _keep(self, pieces: list[Piece], reader: AnswerReader) -> None:
+        """Put the answer into the conversation, its end token and anything after it left out.
+
+        A call that is not complete is left out as well: no template takes it.
+        """
         sampled = tuple(piece.token for piece in pieces if piece.token is not None)
         if not sampled:
             return
-        text = "".join(piece.text for piece in pieces)
         kept = sampled[:-1] if sampled[-1] in self._engine.tokenizer.eos_ids else sampled
+        text = "".join(piece.text for piece in pieces)
+        made = joined_calls([call for piece in pieces for call in piece.tool_calls])
+        calls = tuple(call for call in made if call.complete)
+        reasoning = "".join(piece.reasoning for piece in pieces) or None
         # a stop text is cut off the shown text, so its tokens are not the answer
-        exact = self._engine.tokenizer.decode(kept, skip_special=True) == text
-        self.messages.append(Message("assistant", text, kept if exact and kept else None))
+        exact = reader.is_text_of(kept, self._engine.tokenizer) and calls == made
+        if not calls and reasoning is None:
+            exact = exact and reader.raw == text
+        tokens = kept if exact and kept else None
+        self.messages.append(
+            Message("assistant", text, tokens, reasoning=reasoning, tool_calls=calls)
+        )

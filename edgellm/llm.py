@@ -6,12 +6,12 @@ import logging
 import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Unpack
+from typing import Unpack
 
 from edgellm.backends.selection import select
 from edgellm.chat import Chat
+from edgellm.chat_prompt import ChatArguments, ToolOptions, split_arguments
 from edgellm.checks import check_hooks, check_path, check_text
 from edgellm.engine.auto_prefill import faster_provider
 from edgellm.engine.context import Context
@@ -34,9 +34,6 @@ from edgellm.store.prepare import prepare
 from edgellm.store.sources import DEFAULT_MODEL
 from edgellm.text.fim import Gap, Order
 from edgellm.text_generation import TextGeneration
-
-if TYPE_CHECKING:
-    from edgellm.text.json_schema import JsonGrammars
 
 _log = logging.getLogger(__name__)
 
@@ -228,16 +225,19 @@ class LLM(TextGeneration):
         *,
         system: str | None = None,
         options: GenerationOptions | None = None,
-        **arguments: Unpack[GenerationArguments],
+        **arguments: Unpack[ChatArguments],
     ) -> Chat:
         """A conversation through the model's chat template.
 
         Args:
             system: what the model is told first.
-            options, arguments: of all answers, see `Session.stream`; each can have its own.
+            options: of all answers, see `Session.stream`; each can have its own.
+            arguments: fields of `GenerationOptions`, over those of `options`, and of
+                `ToolArguments`, also of all answers.
         """
-        chosen = chosen_options(self.engine.bundle.manifest, options, arguments)
-        return Chat(self.engine, chosen, system=system)
+        sampling, tools = split_arguments(arguments)
+        chosen = chosen_options(self.engine.bundle.manifest, options, sampling)
+        return Chat(self.engine, chosen, system=system, tool_options=ToolOptions().changed(tools))
 
     def session(self) -> Session:
         """An empty session: append, generate, fork, rewind."""
@@ -291,13 +291,7 @@ class LLM(TextGeneration):
             OptionError: llguidance is not installed, or the schema cannot be used.
         """
         check_text("schema", schema)
-        return self._json_grammars.filter(schema)
-
-    @cached_property
-    def _json_grammars(self) -> JsonGrammars:
-        from edgellm.text.json_schema import JsonGrammars  # imports an optional package
-
-        return JsonGrammars(self.engine.tokenizer)
+        return self.engine.grammars.filter(schema)
 
     def generation_options(self, **arguments: Unpack[GenerationArguments]) -> GenerationOptions:
         """The options of an answer: those given, else the model's own, else those tried for it,

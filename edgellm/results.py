@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 from edgellm.backends.trace import TaskRecord, bubble_rate, write_trace
+from edgellm.tool_use import ToolCall, ToolCallDelta, joined_calls
 
-FinishReason = Literal["stop", "length", "time", "repetition", "cancelled"]
+FinishReason = Literal["stop", "tool_calls", "length", "time", "repetition", "cancelled"]
 
 
 @dataclass(frozen=True)
@@ -76,11 +77,14 @@ class Piece:
         token: the sampled token; None for text that was only held back.
         logprob: natural logarithm of the token's probability before any filter.
         top_logprobs: the most likely tokens and theirs, as many as were asked for.
-        finish_reason: None but in the last piece; stop: an end token or stop text; length:
-            `max_tokens` or the end of the context; time: `time_limit_ms` or `line_limit_ms`;
-            repetition: `repetition_limit`; cancelled: the caller stopped it.
+        finish_reason: None but in the last piece; stop: an end token or stop text; tool_calls:
+            likewise, behind calls; length: `max_tokens` or the end of the context; time:
+            `time_limit_ms` or `line_limit_ms`; repetition: `repetition_limit`; cancelled: the
+            caller stopped it.
         stats: of the whole answer, in the last piece.
-        stop_text: which of the stop texts ended the answer, if one did.
+        stop_text: which of the stop texts ended the answer, in its last piece, if one did.
+        reasoning: what can be shown now of the thoughts before the answer; `text` has none of them.
+        tool_calls: what came of calls.
     """
 
     text: str
@@ -90,6 +94,8 @@ class Piece:
     finish_reason: FinishReason | None = None
     stats: Stats | None = None
     stop_text: str | None = None
+    reasoning: str = ""
+    tool_calls: tuple[ToolCallDelta, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -100,7 +106,10 @@ class Completion:
         text: without stop text and end token.
         tokens: all sampled tokens, the end token included.
         logprobs: one for each token.
-        finish_reason: see `Piece`.
+        finish_reason, stop_text: see `Piece`.
+        reasoning: of a chat's answer: the thoughts before it, if the model had any.
+        tool_calls: of a chat's answer: the calls in it. The arguments of one that was cut off, or
+            that the model got wrong, are no JSON.
     """
 
     text: str
@@ -108,6 +117,9 @@ class Completion:
     logprobs: tuple[float, ...]
     finish_reason: FinishReason
     stats: Stats
+    stop_text: str | None = None
+    reasoning: str | None = None
+    tool_calls: tuple[ToolCall, ...] = ()
 
 
 def completion(pieces: Sequence[Piece]) -> Completion:
@@ -121,4 +133,7 @@ def completion(pieces: Sequence[Piece]) -> Completion:
         logprobs=tuple(piece.logprob for piece in pieces if piece.logprob is not None),
         finish_reason=last.finish_reason,
         stats=last.stats,
+        stop_text=last.stop_text,
+        reasoning="".join(piece.reasoning for piece in pieces) or None,
+        tool_calls=joined_calls([call for piece in pieces for call in piece.tool_calls]),
     )

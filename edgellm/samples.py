@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import secrets
 import threading
+from collections.abc import Collection
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, replace
 
@@ -38,6 +39,7 @@ def sample_pieces(
     cancel: threading.Event | None = None,
     logit_filters: SequenceOf[LogitFilter | None] | None = None,
     salt: str = "",
+    shown_special: Collection[int] = (),
 ) -> Pending[Progress | SamplePieces]:
     """Answer a prompt `n` times; reports of its prefill come between.
 
@@ -45,6 +47,7 @@ def sample_pieces(
         options: of all answers; with a seed, answer i has the seed that is larger by i.
         logit_filters: one for each answer.
         salt: see `Context`.
+        shown_special: see `TextStream`.
 
     Raises:
         OptionError, ContextOverflowError: see `Request.check`.
@@ -60,6 +63,7 @@ def sample_pieces(
         logit_filters=logit_filters,
         wants_reports=True,
         salt=salt,
+        shown_special=shown_special,
     )
     try:
         engine.loop.submit(requests[0])
@@ -93,6 +97,7 @@ def forked_requests(
     logit_filters: SequenceOf[LogitFilter | None] | None = None,
     wants_reports: bool = False,
     salt: str = "",
+    shown_special: Collection[int] = (),
 ) -> list[Request]:
     """Requests for `n` answers to a prompt; the first one is to be submitted, and the others begin
     where it has been computed.
@@ -110,6 +115,7 @@ def forked_requests(
             logit_filter=logit_filter,
             closes=True,
             wants_reports=wants_reports,
+            shown_special=shown_special,
         )
         for seed, logit_filter in zip(seeds, filters, strict=True)
     ]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import secrets
 import threading
-from collections.abc import AsyncGenerator, Iterator
+from collections.abc import AsyncGenerator, Collection, Iterator
 from collections.abc import Sequence as SequenceOf
 from dataclasses import replace
 from pathlib import Path
@@ -190,6 +190,8 @@ class Session:
         progress: ProgressCallback | None,
         logit_filter: LogitFilter | None,
         arguments: GenerationArguments,
+        *,
+        shown_special: Collection[int] = (),
     ) -> Pending[Piece]:
         check_hooks(cancel, progress, logit_filter)
         options = chosen_options(self._engine.bundle.manifest, options, arguments)
@@ -202,6 +204,7 @@ class Session:
             progress=progress,
             logit_filter=logit_filter,
             closes=self._closes,
+            shown_special=shown_special,
         )
         dropped = False
         try:

@@ -112,6 +112,14 @@ class ToolCall:
     name: str
     arguments: str = "{}"
 
+    @property
+    def complete(self) -> bool:
+        """Whether the arguments are a JSON object."""
+        try:
+            return isinstance(json.loads(self.arguments), dict)
+        except (ValueError, RecursionError):
+            return False
+
     def to_json(self) -> dict[str, Any]:
         """OpenAI's form."""
         function = {"name": self.name, "arguments": self.arguments}

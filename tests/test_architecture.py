@@ -205,7 +205,8 @@ def test_sessions_and_chats_show_what_a_user_needs() -> None:
     answers = {"close", "stats", "stream", "astream", "tokens"}
     session = {"append", "replace", "fork", "rewind", "save", "generate", "agenerate", "cached"}
     assert public(edgellm.Session) == (answers | session) - {"stats"}  # an attribute
-    assert public(edgellm.Chat) == answers | {"send", "asend", "regenerate", "aregenerate"}
+    turns = {"send", "asend", "regenerate", "aregenerate", "add_tool_result"}
+    assert public(edgellm.Chat) == answers | turns
 
 
 def test_every_error_is_exported() -> None:

@@ -18,6 +18,7 @@ class Schedulable(Protocol):
             that it had is computed again.
         paused: its reader is slow, and nothing is to be computed for it now.
         priority: larger is more urgent; it does not change.
+        salt: only requests with the same one share what is computed of a prefix.
     """
 
     @property
@@ -34,6 +35,9 @@ class Schedulable(Protocol):
 
     @property
     def priority(self) -> int: ...
+
+    @property
+    def salt(self) -> str: ...
 
 
 RequestT = TypeVar("RequestT", bound=Schedulable)

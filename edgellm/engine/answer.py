@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from collections.abc import Sequence as SequenceOf
 from typing import Protocol, runtime_checkable
 
@@ -37,6 +37,7 @@ class Answer:
 
     Args:
         context: the tokens before it.
+        shown_special: see `TextStream`.
 
     Attributes:
         sampled: its tokens.
@@ -50,6 +51,7 @@ class Answer:
         context: SequenceOf[int],
         *,
         logit_filter: LogitFilter | None,
+        shown_special: Collection[int] = (),
     ) -> None:
         if isinstance(logit_filter, FilterOfAnswers):
             logit_filter = logit_filter.for_answer()
@@ -61,7 +63,7 @@ class Answer:
         self._stop = StopText(options.stop, min_indent=options.min_indent)
         endless = options.max_tokens is None and not options.ignore_eos
         self._repetition = RepetitionGuard(options.repetition_limit if endless else 0)
-        self._text = TextStream(tokenizer, context)
+        self._text = TextStream(tokenizer, context, shown_special=shown_special)
         self._line_deadline = math.inf
         self.best_will_do = logit_filter is None and best_will_do(options, ends=len(self._ends))
 
@@ -82,7 +84,8 @@ class Answer:
         logprob = logits.log_probability(token)
         top = logits.best(self._options.logprobs) or None
         if token in self._ends:
-            return Piece(self.rest(), token, logprob, top, "stop")
+            rest = self.rest()
+            return Piece(rest, token, logprob, top, "stop", stop_text=self._stop.stop)
         text = self._stop.add(self._text.add(token))
         reason: FinishReason | None = "stop" if self._stop.found else None
         if reason is None and "\n" in text and time.perf_counter() > self._line_deadline:

@@ -38,6 +38,7 @@ class Context:
         answering: who has claimed it, from its check until its reader has the end.
         unsettled: it was closed, or an answer that nobody reads any more is to leave, and `tokens`
             are not yet as they will be.
+        salt: only contexts with the same one find each other's tokens in the KV cache.
         sequence: the tokens that are in the KV cache: the first ones of `tokens`, and behind them
             for a while those of a draft.
     """
@@ -45,13 +46,12 @@ class Context:
     def __init__(
         self, engine: LoadedModel, tokens: SequenceOf[int] = (), *, salt: str = ""
     ) -> None:
-        """`salt`: only contexts with the same one find each other's tokens in the KV cache."""
         self.engine = engine
         self.tokens = list(tokens)
         self.changes = 0
         self.answering: object | None = None
         self.unsettled = False
-        self._salt = salt
+        self.salt = salt
         self._root = engine.cache.index.salted_root(salt)
         self.sequence = engine.cache.sequence(root=self._root)
         self._swapped: _Swapped | None = None
@@ -95,7 +95,7 @@ class Context:
 
     def fork(self) -> Context:
         """Another one with the same tokens; nothing is copied before one of them grows."""
-        other = Context(self.engine, salt=self._salt)
+        other = Context(self.engine, salt=self.salt)
         with self.engine.lock, self.engine.cache.change():
             other.tokens = list(self.tokens)
             other.sequence = self.sequence.fork()

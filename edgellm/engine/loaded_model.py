@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import threading
+from functools import cached_property
 from pathlib import Path
 
 from edgellm.backends import thread_pool
@@ -30,6 +31,7 @@ from edgellm.progress import ProgressCallback
 from edgellm.store import key_basis
 from edgellm.store.bundle import Bundle
 from edgellm.store.manifest import CHAT_TEMPLATE, PACKED
+from edgellm.text.json_schema import Grammars
 from edgellm.text.template import ChatTemplate
 from edgellm.text.tokenizer import Tokenizer
 
@@ -99,6 +101,15 @@ class LoadedModel:
         weights = (self.bundle.manifest.files[file].sha256 for file in files)
         backends = (self.selection.prefill, self.selection.decode)
         return "|".join((*backends, str(isa()), *weights))
+
+    @cached_property
+    def grammars(self) -> Grammars:
+        """Of the model's vocabulary, for schemas and tools.
+
+        Raises:
+            OptionError: llguidance cannot be imported.
+        """
+        return Grammars(self.tokenizer)
 
     def _make_cache(self) -> KVCache:
         bundle, options = self.bundle, self.options

@@ -164,7 +164,7 @@ class PromptRows(Generic[RequestT]):
         if entry.request in admission.running:
             return None
         for other in admission.running.values():
-            if other.request.decoding:
+            if other.request.decoding or other.request.salt != entry.request.salt:
                 continue
             common = self._common(entry, other)
             gain = common - entry.request.computed

@@ -6,6 +6,7 @@ import math
 import threading
 import time
 from collections import deque
+from collections.abc import Collection
 from collections.abc import Sequence as SequenceOf
 from dataclasses import replace
 
@@ -51,12 +52,14 @@ class Request:
         logit_filter: LogitFilter | None = None,
         closes: bool = False,
         wants_reports: bool = False,
+        shown_special: Collection[int] = (),
     ) -> None:
         """Take over the tokens of `context` as the prompt.
 
         Args:
             closes: the context is closed with the end of the answer.
             wants_reports: `report` is news for the reader, as pieces are.
+            shown_special: see `TextStream`.
         """
         engine = context.engine
         self.context = context
@@ -76,7 +79,13 @@ class Request:
         self._claims = False
         self._taken = 0  # tokens of the answer that its reader has
         prompt = list(context.tokens)
-        self._answer = Answer(engine.tokenizer, options, prompt, logit_filter=logit_filter)
+        self._answer = Answer(
+            engine.tokenizer,
+            options,
+            prompt,
+            logit_filter=logit_filter,
+            shown_special=shown_special,
+        )
         drafts = options.speculate and engine.decoder.exact_rows
         self._speculation = Speculation(prompt if drafts else None)
         self._stats = AnswerStats(len(prompt))
@@ -141,6 +150,11 @@ class Request:
     def decoding(self) -> bool:
         """Whether only the token that was sampled last has to be computed."""
         return bool(self._answer.sampled) and self.computed == len(self.tokens) - 1
+
+    @property
+    def salt(self) -> str:
+        """Of its prefixes in the KV cache."""
+        return self.context.salt
 
     @property
     def paused(self) -> bool:

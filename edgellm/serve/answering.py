@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import AsyncGenerator, Sequence
-from contextlib import aclosing
+from contextlib import aclosing, closing
 from dataclasses import replace
 from typing import TYPE_CHECKING, TypeAlias
 
@@ -18,7 +18,7 @@ from edgellm.engine.embedding import embeddings
 from edgellm.progress import Progress
 from edgellm.samples import SamplePieces, sample_pieces
 from edgellm.serve.ask import Ask
-from edgellm.serve.asked_prompt import asked_filters, asked_prompt, continued, too_long
+from edgellm.serve.asked_prompt import asked_prompt, continued, too_long
 from edgellm.serve.events import Begun, Client, Delta, Embeddings, End, Event, PromptProgress
 from edgellm.serve.metrics import Metrics
 from edgellm.serve.queue_limits import Counted, QueueLimits
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
+    from edgellm.chat_prompt import AnswerReader
     from edgellm.engine.engine import Engine
     from edgellm.engine.pending import Pending
     from edgellm.generation_options import GenerationOptions
@@ -122,23 +123,27 @@ class Answering:
     ) -> Pending[_Item]:
         """What takes long about an ask, its prompt first; see `pending.py`."""
         engine = llm.engine
-        tokens, options = asked_prompt(llm, model, ask)
-        options = self._limited(options, arrival)
+        prompt = asked_prompt(llm, model, ask)
+        tokens, options = prompt.tokens, self._limited(prompt.options, arrival)
         if options.context_policy == "error" and len(tokens) > engine.ctx_size:
             raise too_long(len(tokens), engine.ctx_size)
-        filters = asked_filters(llm, ask, options)
         yield Begun(model, tuple(tokens), options, engine)
         if ask.infill_sampler:  # which has cut by these already
             options = replace(options, top_p=1.0, min_p=0.0)
-        yield from sample_pieces(
+        pending = sample_pieces(
             engine,
             tokens,
             options,
             n=ask.n,
             cancel=self._stop,
-            logit_filters=filters,
+            logit_filters=[prompt.logit_filter] * ask.n,
             salt=client.salt,
+            shown_special=() if prompt.chat is None else prompt.chat.shown_special,
         )
+        if prompt.chat is None:
+            yield from pending
+        else:
+            yield from _read(pending, [prompt.chat.reader() for _ in range(ask.n)])
 
     def _embedding(
         self, llm: LLM, prompts: Sequence[str | tuple[int, ...]], client: Client
@@ -171,6 +176,18 @@ class Answering:
         return options
 
 
+def _read(
+    pending: Pending[Progress | SamplePieces], readers: Sequence[AnswerReader]
+) -> Pending[Progress | SamplePieces]:
+    """The pieces of each answer taken apart by its reader."""
+    with closing(pending):
+        for item in pending:
+            if isinstance(item, SamplePieces):
+                pieces = tuple(map(readers[item.sample].read, item.pieces))
+                item = SamplePieces(item.sample, pieces)
+            yield item
+
+
 def _events(item: _Item, counted: Counted) -> list[Event]:
     """What an item of the loop says."""
     if isinstance(item, Begun):
@@ -181,8 +198,10 @@ def _events(item: _Item, counted: Counted) -> list[Event]:
     counted.progressed()
     events: list[Event] = []
     text = "".join(piece.text for piece in item.pieces)
-    if text or any(piece.token is not None for piece in item.pieces):
-        events.append(Delta(item.sample, text, item.pieces))
+    reasoning = "".join(piece.reasoning for piece in item.pieces)
+    calls = tuple(call for piece in item.pieces for call in piece.tool_calls)
+    if text or reasoning or calls or any(piece.token is not None for piece in item.pieces):
+        events.append(Delta(item.sample, text, item.pieces, reasoning, calls))
     last = item.pieces[-1]
     if last.finish_reason == "cancelled":
         raise _stopping()

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from edgellm.chat_prompt import ChatPrompt, ToolOptions, chat_prompt
 from edgellm.engine.infill_sampler import InfillSampler
 from edgellm.infill import infill_options, infill_tokens
 from edgellm.serve.ask import Ask, Conversation, Infill
 from edgellm.serve.request_error import RequestError
 from edgellm.text.fim_budget import budget
-from edgellm.text.prompt import encode_conversation
 from edgellm.text.template import Scalar
 
 if TYPE_CHECKING:
@@ -19,14 +20,44 @@ if TYPE_CHECKING:
     from edgellm.llm import LLM
 
 
-def asked_prompt(llm: LLM, model: str, ask: Ask) -> tuple[list[int], GenerationOptions]:
-    """The tokens of a prompt, and how it is answered.
+@dataclass(frozen=True, kw_only=True)
+class AskedPrompt:
+    """A prompt, and how it is answered.
+
+    Attributes:
+        logit_filter: of each answer.
+        chat: how answers are taken apart; None: they are text.
+    """
+
+    tokens: list[int]
+    options: GenerationOptions
+    logit_filter: LogitFilter | None
+    chat: ChatPrompt | None = None
+
+
+def asked_prompt(llm: LLM, model: str, ask: Ask) -> AskedPrompt:
+    """What an ask means for a model.
 
     Args:
         model: what clients call it.
+
+    Raises:
+        EdgeLLMError: the model is not for such asks, or a part of it is wrong.
     """
     engine, prompt = llm.engine, ask.prompt
     options = llm.generation_options(**ask.arguments)
+    json_filter = None if ask.json_schema is None else llm.json_filter(ask.json_schema)
+    if isinstance(prompt, Conversation):
+        tools = ToolOptions(
+            tools=prompt.tools,
+            tool_choice=prompt.tool_choice,
+            parallel_tool_calls=prompt.parallel_tool_calls,
+            template_arguments={**_hints(engine, prompt), **prompt.template_arguments},
+        )
+        chat = chat_prompt(engine, prompt.messages, tools, logit_filter=json_filter)
+        return AskedPrompt(
+            tokens=chat.tokens, options=options, logit_filter=chat.logit_filter, chat=chat
+        )
     if isinstance(prompt, Infill):
         fitted = budget(engine.ctx_size, max_tokens=options.max_tokens)
         tokens = infill_tokens(
@@ -36,30 +67,13 @@ def asked_prompt(llm: LLM, model: str, ask: Ask) -> tuple[list[int], GenerationO
             order=prompt.order,
             budget=fitted if prompt.fitted else None,
         )
-        return tokens, infill_options(engine, options)
-    if isinstance(prompt, Conversation):
-        return conversation_tokens(engine, prompt), options
-    return continued(engine, prompt, parse_special=True), options
-
-
-def conversation_tokens(engine: Engine, prompt: Conversation) -> list[int]:
-    """A conversation as the model reads it."""
-    return encode_conversation(
-        prompt.messages,
-        engine.template,
-        engine.tokenizer,
-        tools=() if prompt.tool_choice == "none" else prompt.tools,
-        template_arguments={**_hints(engine, prompt), **prompt.template_arguments},
-    )
-
-
-def asked_filters(llm: LLM, ask: Ask, options: GenerationOptions) -> list[LogitFilter] | None:
-    """What the answers may consist of, one for each."""
-    if ask.json_schema is not None:
-        return [llm.json_filter(ask.json_schema)] * ask.n
-    if ask.infill_sampler:
-        return [InfillSampler(llm.engine.tokenizer, options)] * ask.n
-    return None
+        options = infill_options(engine, options)
+    else:
+        tokens = continued(engine, prompt, parse_special=True)
+    logit_filter = json_filter
+    if ask.infill_sampler and json_filter is None:
+        logit_filter = InfillSampler(engine.tokenizer, options)
+    return AskedPrompt(tokens=tokens, options=options, logit_filter=logit_filter)
 
 
 def continued(engine: Engine, prompt: str | tuple[int, ...], *, parse_special: bool) -> list[int]:

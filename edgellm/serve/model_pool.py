@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import re
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -22,6 +23,7 @@ from edgellm.store.prepare import prepare
 
 T = TypeVar("T")
 _log = logging.getLogger(__name__)
+_WITH_ID = re.compile(r"([\w.:-]+)=(?!=)")  # not the version in pypi:package==version
 # After which a client may ask again for a model that has no room now.
 _RETRY_S = 5
 
@@ -48,7 +50,8 @@ def served_model(name: str, arguments: EngineArguments) -> ServedModel:
         name: as with `edgellm.load`; `ID=NAME` gives it another id. Else that is the name, or of a
             path the last part.
     """
-    given, _, source = name.rpartition("=") if "=" in name.partition("/")[0] else ("", "", name)
+    with_id = _WITH_ID.match(name)
+    given, source = ("", name) if with_id is None else (with_id[1], name[with_id.end() :])
     if not source:
         raise OptionError(f"model {name!r}: write ID=NAME or NAME")
     options = EngineOptions(**arguments)

@@ -21,7 +21,7 @@ from edgellm.serve.openai_messages import read_conversation
 from edgellm.serve.openai_sampling import max_tokens, sampling_arguments
 from edgellm.serve.request_error import RequestError
 from edgellm.serve.streaming import Comment, Frame, Frames, Reply, json_reply
-from edgellm.serve.usage import finish_reason, placement, timings, usage
+from edgellm.serve.usage import finish_reason, placement, reasoning_tokens, timings, usage
 from edgellm.tool_use import ToolCallDelta
 
 _MOST_LOGPROBS = 20
@@ -112,20 +112,16 @@ def chat_object(begun: Begun, answers: list[Answered], asked: AskedChat) -> dict
                 "index": index,
                 "message": _message(answer),
                 "logprobs": _logprobs(begun, answer.pieces, asked),
-                "finish_reason": _reason(answer.finish_reason == "stop", answer),
+                "finish_reason": finish_reason(answer.finish_reason),
             }
             for index, answer in enumerate(answers)
         ],
-        usage=usage(stats),
+        usage=usage(
+            stats, reasoning_tokens=sum(reasoning_tokens(answer.pieces) for answer in answers)
+        ),
         timings=timings(stats[0]),
         placement=placement(stats[0]),
     )
-
-
-def _reason(by_itself: bool, answer: Answered) -> str:
-    if answer.calls and by_itself:
-        return "tool_calls"
-    return finish_reason(answer.finish_reason)
 
 
 def _message(answer: Answered) -> dict[str, Any]:
@@ -181,8 +177,7 @@ class _Chunks:
         self._asked = asked
         self._identity = _Identity(begun.model)
         self._shown: set[int] = set()
-        self._called: set[int] = set()
-        self._generated = 0
+        self._generated = self._thoughts = 0
         self.ended: list[Stats] = []
 
     def of(self, event: Delta | End) -> list[Frame]:
@@ -197,10 +192,12 @@ class _Chunks:
 
     def usage(self) -> Frame:
         """The counts of all, without a choice."""
-        values = self._identity.object("chat.completion.chunk", [], usage=usage(self.ended))
+        counts = usage(self.ended, reasoning_tokens=self._thoughts)
+        values = self._identity.object("chat.completion.chunk", [], usage=counts)
         return Frame(values)
 
     def _delta(self, event: Delta) -> list[Frame]:
+        self._thoughts += reasoning_tokens(event.pieces)
         self._generated += sum(piece.token is not None for piece in event.pieces)
         deltas: list[dict[str, Any]] = []
         if event.reasoning:
@@ -208,7 +205,6 @@ class _Chunks:
         if event.text:
             deltas.append({"content": event.text})
         for call in event.calls:
-            self._called.add(event.sample)
             deltas.append({"tool_calls": [call_delta(call)]})
         logprobs = _logprobs(self._begun, event.pieces, self._asked)
         if not deltas and logprobs is not None:
@@ -220,13 +216,10 @@ class _Chunks:
 
     def _end(self, event: End) -> Frame:
         self.ended.append(event.stats)
-        reason = finish_reason(event.finish_reason)
-        if event.sample in self._called and event.finish_reason == "stop":
-            reason = "tool_calls"
         return self._chunk(
             event.sample,
             {},
-            reason,
+            finish_reason(event.finish_reason),
             timings=timings(event.stats),
             placement=placement(event.stats),
         )

@@ -24,6 +24,7 @@ from edgellm.serve.streaming import Comment, Frame, Frames, Reply, json_reply
 from edgellm.serve.usage import placement, timings, usage
 from edgellm.text.template import Scalar
 
+_BY_ITSELF = ("stop", "tool_calls")
 # What would need a memory of earlier responses, and so is refused.
 _OF_A_STORE = ("previous_response_id", "conversation", "background", "store", "prompt")
 
@@ -161,7 +162,7 @@ class _Response:
     def _status(self) -> str:
         if self._end is None:
             return "in_progress"
-        return "completed" if self._end.finish_reason == "stop" else "incomplete"
+        return "completed" if self._end.finish_reason in _BY_ITSELF else "incomplete"
 
 
 def _usage(stats: Stats) -> dict[str, Any]:

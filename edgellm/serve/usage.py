@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
-from edgellm.results import FinishReason, Stats
+from edgellm.results import FinishReason, Piece, Stats
 
 # Why an answer ended, as OpenAI says it: by itself, or by a limit.
 FINISH = {
     "stop": "stop",
+    "tool_calls": "tool_calls",
     "length": "length",
     "time": "length",
     "repetition": "length",
@@ -19,6 +20,11 @@ FINISH = {
 
 def finish_reason(reason: FinishReason) -> str:
     return FINISH[reason]
+
+
+def reasoning_tokens(pieces: Iterable[Piece]) -> int:
+    """Tokens that were thoughts, without those held back for a moment."""
+    return sum(piece.token is not None and bool(piece.reasoning) for piece in pieces)
 
 
 def usage(answers: Sequence[Stats], *, reasoning_tokens: int = 0) -> dict[str, Any]:

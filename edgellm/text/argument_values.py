@@ -121,7 +121,7 @@ def _brace_key(text: str, at: int, quote: str) -> tuple[str, int]:
     match = _BARE_KEY.match(text, at)
     if match is None:
         raise ValueError("no key")
-    return match[1], match.end()
+    return match[1].strip('"'), match.end()
 
 
 def _behind_space(text: str, at: int) -> int:

@@ -119,7 +119,9 @@ class CallShape:
         value_close = self.tags.value_close.replace(KEY_SLOT, "edgekey2")
         if not close.startswith(value_close.rstrip()):
             raise NotUnderstood("the end of a call's last argument differs from the others'")
-        return replace(form, close=close[len(value_close.rstrip()) :].lstrip())
+        if not close.startswith(value_close):
+            value_close = value_close.rstrip()
+        return replace(form, close=close.removeprefix(value_close))
 
 
 def probe_call(number: int, **arguments: Any) -> Call:

@@ -1,4 +1,4 @@
-"""Answers that are JSON of a given schema, by ruling out tokens that would break it.
+"""Answers that follow a grammar, such as JSON of a schema, by ruling out tokens that break it.
 
 The grammar engine is `llguidance` (the extra `edgellm[json]`); it tells at each step which tokens
 can still lead to a valid document.
@@ -20,8 +20,8 @@ from edgellm.text.tokenizer import Tokenizer
 _WHITESPACE = r"[ \n]{0,12}"
 
 
-class JsonGrammars:
-    """JSON schemas for the vocabulary of one tokenizer, which is prepared once (0.3 s).
+class Grammars:
+    """Grammars for the vocabulary of one tokenizer, which is prepared once (0.3 s).
 
     Raises:
         OptionError: llguidance cannot be imported.
@@ -37,16 +37,15 @@ class JsonGrammars:
         """A logit filter; see `JsonFilter`."""
         return JsonFilter(self, schema)
 
-    def matcher(self, schema: str) -> Any:
+    def schema_matcher(self, schema: str) -> Any:
         """llguidance's matcher at the beginning of a document.
 
         Raises:
             OptionError: the schema is wrong, or llguidance does not know what it asks for.
         """
-        matchers = self._llguidance.LLMatcher
         try:
             json.loads(schema)
-            grammar = matchers.grammar_from_json_schema(
+            grammar = self._llguidance.LLMatcher.grammar_from_json_schema(
                 schema, overrides={"whitespace_pattern": _WHITESPACE}
             )
         except json.JSONDecodeError as error:
@@ -55,15 +54,53 @@ class JsonGrammars:
             raise OptionError("the JSON schema cannot be used: it is nested too deep") from None
         except ValueError as error:
             raise OptionError(f"the JSON schema cannot be used: {error}") from None
-        matcher = matchers(self._vocabulary, grammar, log_level=0)
+        return self.matcher(grammar, "the JSON schema")
+
+    def matcher(self, grammar: str, what: str) -> Any:
+        """llguidance's matcher at the beginning of a grammar of its own.
+
+        Raises:
+            OptionError: the grammar is wrong, or not known; it is called `what`.
+        """
+        matcher = self._llguidance.LLMatcher(self._vocabulary, grammar, log_level=0)
         if problem := matcher.get_error():
-            raise OptionError(f"the JSON schema cannot be used: {problem}")
+            raise OptionError(f"{what} cannot be used: {problem}")
         return matcher
 
 
-class JsonFilter:
-    """A logit filter; each answer has the document that is its own, also if several are on their
-    way.
+class GrammarFilter:
+    """A logit filter; each answer has the text that is its own, also if several are on their way.
+
+    Args:
+        matcher: at the beginning of a grammar.
+        what: the grammar's name in messages.
+    """
+
+    def __init__(self, matcher: Any, what: str) -> None:
+        self._beginning = matcher
+        self._what = what
+        self._answer = self.for_answer()
+
+    def for_answer(self) -> _Matched:
+        """A filter for one answer: it reads on from where it was."""
+        return _Matched(self._beginning.deep_copy(), self._what)
+
+    def __call__(self, logits: NDArray[np.float32], tokens: Sequence[int]) -> None:
+        """Set the logits `[V]` of impossible tokens to -inf, in place.
+
+        Args:
+            tokens: those of the answer so far; others than before begin another one.
+
+        Raises:
+            OptionError: the grammar leaves nothing that could come next.
+        """
+        if not self._answer.goes_on(tokens):
+            self._answer = self.for_answer()
+        self._answer(logits, tokens)
+
+
+class JsonFilter(GrammarFilter):
+    """A logit filter for documents of a JSON schema.
 
     Args:
         grammars: those of the model, or its tokenizer, for which they are made then.
@@ -73,35 +110,18 @@ class JsonFilter:
         OptionError: llguidance cannot be imported, or the schema is wrong.
     """
 
-    def __init__(self, grammars: JsonGrammars | Tokenizer, schema: str) -> None:
+    def __init__(self, grammars: Grammars | Tokenizer, schema: str) -> None:
         if isinstance(grammars, Tokenizer):
-            grammars = JsonGrammars(grammars)
-        self._beginning = grammars.matcher(schema)
-        self._document = self.for_answer()
-
-    def for_answer(self) -> _Document:
-        """A filter for one answer: it reads on from where it was."""
-        return _Document(self._beginning.deep_copy())
-
-    def __call__(self, logits: NDArray[np.float32], tokens: Sequence[int]) -> None:
-        """Set the logits `[V]` of impossible tokens to -inf, in place.
-
-        Args:
-            tokens: those of the answer so far; others than before begin another document.
-
-        Raises:
-            OptionError: the schema leaves nothing that could come next.
-        """
-        if not self._document.goes_on(tokens):
-            self._document = self.for_answer()
-        self._document(logits, tokens)
+            grammars = Grammars(grammars)
+        super().__init__(grammars.schema_matcher(schema), "the JSON schema")
 
 
-class _Document:
-    """A document as far as an answer has come."""
+class _Matched:
+    """A grammar as far as an answer has come."""
 
-    def __init__(self, matcher: Any) -> None:
+    def __init__(self, matcher: Any, what: str) -> None:
         self._matcher = matcher
+        self._what = what
         self._read: list[int] = []
 
     def goes_on(self, tokens: Sequence[int]) -> bool:
@@ -109,7 +129,7 @@ class _Document:
         return list(tokens[: len(self._read)]) == self._read
 
     def __call__(self, logits: NDArray[np.float32], tokens: Sequence[int]) -> None:
-        """See `JsonFilter`; `tokens` are those that were read, and what has come since."""
+        """See `GrammarFilter`; `tokens` are those that were read, and what has come since."""
         new = list(tokens[len(self._read) :])
         self._matcher.consume_tokens(new)
         self._read += new
@@ -118,8 +138,8 @@ class _Document:
         problem = self._matcher.get_error()  # with an error, the end alone is allowed
         if problem or not allowed.any():
             raise OptionError(
-                f"the JSON schema allows nothing after the {len(tokens)} tokens of the answer so "
-                f"far{problem and f' ({problem.splitlines()[0]})'}; loosen the schema"
+                f"{self._what} allows nothing after the {len(tokens)} tokens of the answer so "
+                f"far{problem and f' ({problem.splitlines()[0]})'}; loosen it"
             )
         logits[: allowed.shape[0]][~allowed] = -np.inf
         logits[allowed.shape[0] :] = -np.inf
@@ -130,7 +150,7 @@ def _import_llguidance() -> Any:
         import llguidance
     except ImportError as error:
         raise OptionError(
-            f"a JSON schema needs llguidance, which cannot be imported ({error}); install it with: "
-            'pip install "edgellm[json]"'
+            f"a JSON schema needs llguidance, as tools do, which cannot be imported ({error}); "
+            'install it with: pip install "edgellm[json]"'
         ) from None
     return llguidance

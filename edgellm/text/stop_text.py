@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from operator import itemgetter
 
 
 class StopText:
@@ -15,8 +14,8 @@ class StopText:
             together with the line end before it.
 
     Attributes:
-        found: whether it was stopped.
-        stop: by which of the stop texts.
+        found: whether something has stopped the text.
+        stop: which stop text it was; None: a line that is indented less.
     """
 
     def __init__(self, stops: Sequence[str], *, min_indent: int = 0) -> None:
@@ -40,8 +39,8 @@ class StopText:
         if outdent:
             hits.append((outdent.start(), None))
         if hits:
+            at, self.stop = min(hits, key=lambda hit: hit[0])
             self.found = True
-            at, self.stop = min(hits, key=itemgetter(0))
             shown, self._held = self._held[:at], ""
             return shown
         keep = self._unfinished()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property
 from operator import itemgetter
@@ -161,15 +161,27 @@ class TextStream:
 
     Only the tokens since the last complete text are decoded, behind those of the step before:
     decoders drop the space at the very beginning, and the earlier tokens take that place.
+
+    Args:
+        shown_special: ids of special tokens whose texts are shown as well.
     """
 
-    def __init__(self, tokenizer: Tokenizer, context: Sequence[int] = ()) -> None:
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        context: Sequence[int] = (),
+        *,
+        shown_special: Collection[int] = (),
+    ) -> None:
         self._tokenizer = tokenizer
+        self._shown_special = shown_special
         self._shown = self._complete_end(context)
         self._pending: list[int] = []
 
     def add(self, token: int) -> str:
         """The text that this token completes, possibly none."""
+        if token in self._shown_special:
+            return self.finish() + self._tokenizer.text_of(token)
         self._pending.append(token)
         text = self._new_text()
         if not text or text.endswith(_REPLACEMENT):

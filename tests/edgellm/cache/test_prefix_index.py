@@ -49,6 +49,20 @@ def test_longest_prefix_at_any_token(tokens: list[int], expected: tuple[int, lis
     assert filled().match(tokens) == Match(length, [blocks])
 
 
+def test_a_salt_has_prefixes_of_its_own() -> None:
+    index = filled()
+    salted = index.salted_root("a key")
+    assert index.salted_root("") == index.root
+    assert len({index.root, salted, index.salted_root("another")}) == 3
+    assert index.match(TOKENS, root=salted).length == 0
+    index.insert(salted, TOKENS[:BLOCK], [5])
+    assert index.match(TOKENS, root=salted) == Match(BLOCK, [[5]])
+    assert index.match(TOKENS).length == len(TOKENS)
+    plain, other = list(index.names(TOKENS)), list(index.names(TOKENS, root=salted))
+    assert len(plain) == len(other) == 2
+    assert not set(plain) & set(other)
+
+
 def test_branches_from_one_prefix() -> None:
     index = filled()
     other = [*TOKENS[:140], *range(200)]

@@ -35,6 +35,7 @@ class Request:
     blocks: int = 0
     failed: bool = False
     paused: bool = False
+    salt: str = ""
     prefilled: int = 0
     began: float | None = None
     times: list[float] = field(default_factory=list)
@@ -607,6 +608,15 @@ def test_a_prefix_is_waited_for_no_longer_than_needed() -> None:
 def test_less_than_a_block_is_not_waited_for() -> None:
     requests = [Request([*numbers(100), -i, *numbers(900, start=1)]) for i in range(3)]
     engine = Engine(StallFree(time_target=TARGET), sharing=True)
+    engine.run(requests)
+    assert engine.scheduler.counts.waited_for_prefix == 0
+
+
+def test_other_salts_are_not_waited_for() -> None:
+    requests = twins(3)
+    for i, request in enumerate(requests):
+        request.salt = str(i)
+    engine = Engine(StallFree(time_target=TARGET), sharing=False)
     engine.run(requests)
     assert engine.scheduler.counts.waited_for_prefix == 0
 

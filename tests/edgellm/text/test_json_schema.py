@@ -9,7 +9,7 @@ import pytest
 
 from edgellm import OptionError
 from edgellm.llm import LLM
-from edgellm.text.json_schema import JsonFilter, JsonGrammars
+from edgellm.text.json_schema import Grammars, JsonFilter
 from edgellm.text.tokenizer import Tokenizer
 
 SCHEMA = {
@@ -40,8 +40,8 @@ def tokenizer(chosen_llm: LLM) -> Tokenizer:
 
 
 @pytest.fixture(scope="module")
-def grammars(tokenizer: Tokenizer) -> JsonGrammars:
-    return JsonGrammars(tokenizer)
+def grammars(tokenizer: Tokenizer) -> Grammars:
+    return Grammars(tokenizer)
 
 
 def allowed_after(schema_filter: JsonFilter, tokenizer: Tokenizer, text: str) -> set[str]:
@@ -62,20 +62,20 @@ def allowed_after(schema_filter: JsonFilter, tokenizer: Tokenizer, text: str) ->
         '{"type": "string", "minLength": 5, "maxLength": 2}',
     ],
 )
-def test_bad_schemas(grammars: JsonGrammars, schema: str) -> None:
+def test_bad_schemas(grammars: Grammars, schema: str) -> None:
     with pytest.raises(OptionError, match="schema"):
         grammars.filter(schema)
 
 
 @pytest.mark.parametrize("depth", [200, 500, 3000, 100_000])
 @pytest.mark.parametrize("opening", ['{"properties":{"a":', '{"allOf":[', "["])
-def test_deep_schemas(grammars: JsonGrammars, depth: int, opening: str) -> None:
+def test_deep_schemas(grammars: Grammars, depth: int, opening: str) -> None:
     closing = "".join({"{": "}", "[": "]"}[c] for c in reversed(opening) if c in "{[")
     with pytest.raises(OptionError, match="the JSON schema cannot be used"):
         grammars.filter(opening * depth + "{}" + closing * depth)
 
 
-def test_a_vocabulary_serves_many_filters(tokenizer: Tokenizer, grammars: JsonGrammars) -> None:
+def test_a_vocabulary_serves_many_filters(tokenizer: Tokenizer, grammars: Grammars) -> None:
     """Of one after the other and of two at once, and the same as with one of its own."""
     truth, number = grammars.filter('{"type": "boolean"}'), grammars.filter('{"type": "integer"}')
     assert "true" in allowed_after(truth, tokenizer, "")
@@ -85,7 +85,7 @@ def test_a_vocabulary_serves_many_filters(tokenizer: Tokenizer, grammars: JsonGr
     assert allowed_after(alone, tokenizer, "t") == allowed_after(truth, tokenizer, "t")
 
 
-def test_a_second_answer_begins_anew(tokenizer: Tokenizer, grammars: JsonGrammars) -> None:
+def test_a_second_answer_begins_anew(tokenizer: Tokenizer, grammars: Grammars) -> None:
     schema_filter = grammars.filter('{"type": "boolean"}')
     first = allowed_after(schema_filter, tokenizer, "")
     allowed_after(schema_filter, tokenizer, "true")
@@ -95,7 +95,7 @@ def test_a_second_answer_begins_anew(tokenizer: Tokenizer, grammars: JsonGrammar
 
 
 def test_answers_that_take_turns_read_each_token_once(
-    llm: LLM, grammars: JsonGrammars, monkeypatch: pytest.MonkeyPatch
+    llm: LLM, grammars: Grammars, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """And have what they have alone."""
     schema_filter, read = grammars.filter(json.dumps(SCHEMA)), []
@@ -124,7 +124,7 @@ def test_answers_that_take_turns_read_each_token_once(
     assert len(read) <= sum(len(tokens) for tokens in expected)
 
 
-def test_a_dead_end_is_an_error(tokenizer: Tokenizer, grammars: JsonGrammars) -> None:
+def test_a_dead_end_is_an_error(tokenizer: Tokenizer, grammars: Grammars) -> None:
     """A value that must contain itself, and an answer that is not of the schema."""
     with pytest.raises(OptionError, match=r"allows nothing after the 0 tokens"):
         allowed_after(grammars.filter('{"$ref": "#"}'), tokenizer, "")
@@ -145,10 +145,10 @@ def test_what_is_not_installed(missing: str) -> None:
 import sys
 sys.modules["{missing}"] = None
 from edgellm import OptionError
-from edgellm.text.json_schema import JsonGrammars
+from edgellm.text.json_schema import Grammars
 from edgellm.llm import load
 try:
-    JsonGrammars(load().engine.tokenizer).filter("{{}}")
+    Grammars(load().engine.tokenizer).filter("{{}}")
 except OptionError as error:
     print(error)
 """

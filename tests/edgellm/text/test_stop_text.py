@@ -47,6 +47,14 @@ def test_pieces_make_no_difference(pieces: list[str], stops: list[str]) -> None:
         assert not any(s in shown for s in stops)
 
 
+def test_it_tells_which_one_it_was() -> None:
+    stop = StopText(["three", "two"], min_indent=2)
+    assert (stop.add("one tw"), stop.stop) == ("one ", None)
+    assert (stop.add("o three"), stop.stop) == ("", "two")
+    outdent = StopText(["two"], min_indent=2)
+    assert (outdent.add("one\ntwo"), outdent.found, outdent.stop) == ("one", True, None)
+
+
 @pytest.mark.parametrize(
     ("text", "shown"),
     [

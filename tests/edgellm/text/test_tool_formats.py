@@ -7,11 +7,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import llguidance
 import pytest
 
 from edgellm.text.answer_parser import AnswerParser
 from edgellm.text.rendering_diff import common_end, common_head
 from edgellm.text.template import ChatTemplate
+from edgellm.text.tool_grammar import tool_grammar
 from edgellm.tool_use import Tool, joined_calls
 
 # Templates that have no tool format, and why.
@@ -201,3 +203,37 @@ def test_identifiers_of_the_model(templates: dict[str, ChatTemplate]) -> None:
         deltas = [*map(parser.add, text), parser.finish()]
         (call,) = joined_calls([call for delta in deltas for call in delta.tool_calls])
         assert (call.id, call.name, call.arguments) == ("abcdef123", "add", "{}")
+
+
+def test_grammars_allow_what_templates_render(templates: dict[str, ChatTemplate]) -> None:
+    # \u escapes, indented JSON, and objects in Python's notation are read, but not asked for
+    otherwise = {
+        "ByteDance-Seed-OSS",
+        "CohereForAI-c4ai-command-r-plus-tool_use",
+        "Reka-Edge",
+        "openbmb-MiniCPM5-1B",
+    }
+    vocabulary = llguidance.LLTokenizer("byte")
+    refused = []
+    for name in sorted(templates.keys() - NO_FORMAT.keys() - otherwise):
+        template = templates[name]
+        form = template.answer_format
+        assert form.calls is not None
+        for calls, content, reasoning in answers(name, parallel=form.calls.parallel):
+            written = rendered(template, calls, content, reasoning)
+            if written is None or not calls or reasoning is not None or written[1]:
+                continue
+            text = written[0].lstrip()
+            for end in form.ends:
+                text = text.removesuffix(end)
+            for marks in (form.reasoning,) if form.reasoning else ():  # an empty one
+                text = text.removeprefix(marks.open).lstrip().removeprefix(marks.close).lstrip()
+            parallel, required = len(calls) > 1, content not in text or not content
+            grammar = tool_grammar(
+                form, TOOLS, required=required, parallel=parallel, in_reasoning=False, special={}
+            )
+            matcher = llguidance.LLMatcher(vocabulary, grammar)
+            count = matcher.try_consume_tokens(vocabulary.tokenize_str(text.rstrip()))
+            if count < len(text.rstrip().encode()):
+                refused.append((name, required, text, text.encode()[count:], grammar))
+    assert refused == []

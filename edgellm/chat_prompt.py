@@ -1,0 +1,267 @@
+"""From a conversation to what the engine is asked, and from its pieces to an answer's parts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TypedDict
+
+import numpy as np
+from numpy.typing import NDArray
+
+from edgellm.checks import check_flag
+from edgellm.engine.answer import FilterOfAnswers, LogitFilter
+from edgellm.engine.engine import Engine
+from edgellm.errors import OptionError, TemplateError
+from edgellm.generation_options import GenerationArguments
+from edgellm.results import Piece
+from edgellm.text.answer_parser import AnswerDelta, AnswerParser
+from edgellm.text.generic_tools import generic_format, in_words
+from edgellm.text.json_schema import GrammarFilter
+from edgellm.text.prompt import Message, encode_conversation
+from edgellm.text.template import ChatTemplate, Scalar
+from edgellm.text.tokenizer import Tokenizer
+from edgellm.text.tool_format import AnswerFormat
+from edgellm.text.tool_grammar import tool_grammar
+from edgellm.tool_use import Tool, ToolChoice, checked_choice, checked_tools
+
+# Tokens at a prompt's end in which the beginning of the reasoning is looked for.
+_TAIL = 32
+_SCHEMAS = "the tools' parameters"  # in messages
+
+
+class ToolArguments(TypedDict, total=False):
+    """What an answer may do besides text, and how the template writes the prompt.
+
+    tools: what the model may call: `Tool`s, or OpenAI's function objects.
+    tool_choice: "auto": the model chooses; "none": no call; "required": a call in any case;
+        {"name": NAME}: a call of this tool.
+    parallel_tool_calls: whether one answer may have several calls.
+    template_arguments: variables of the chat template, such as {"enable_thinking": False}.
+    """
+
+    tools: Sequence[Tool | Mapping[str, object]]
+    tool_choice: ToolChoice
+    parallel_tool_calls: bool
+    template_arguments: Mapping[str, Scalar]
+
+
+class ChatArguments(GenerationArguments, ToolArguments, total=False):
+    """Keyword arguments of an answer in a chat."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ToolOptions:
+    """`ToolArguments` that are checked."""
+
+    tools: tuple[Tool, ...] = ()
+    tool_choice: ToolChoice = "auto"
+    parallel_tool_calls: bool = True
+    template_arguments: Mapping[str, Scalar] | None = None
+
+    @property
+    def required(self) -> bool:
+        """Whether the answer is a call in any case."""
+        return self.tool_choice not in ("auto", "none")
+
+    @property
+    def callable_tools(self) -> tuple[Tool, ...]:
+        """Those that this answer may call."""
+        if isinstance(self.tool_choice, str):
+            return () if self.tool_choice == "none" else self.tools
+        return tuple(tool for tool in self.tools if tool.name == self.tool_choice["name"])
+
+    def changed(self, arguments: ToolArguments) -> ToolOptions:
+        """These options with other values in the fields that are given.
+
+        Raises:
+            OptionError: one is not allowed.
+        """
+        values = {**self.__dict__, **arguments}
+        tools = checked_tools(values["tools"])
+        check_flag("parallel_tool_calls", values["parallel_tool_calls"])
+        template_arguments = values["template_arguments"]
+        if template_arguments is not None and not isinstance(template_arguments, Mapping):
+            raise OptionError(
+                f"`template_arguments` is {template_arguments!r:.60}; a dict is expected"
+            )
+        return ToolOptions(
+            tools=tools,
+            tool_choice=checked_choice(values["tool_choice"], tools),
+            parallel_tool_calls=values["parallel_tool_calls"],
+            template_arguments=template_arguments,
+        )
+
+
+def split_arguments(arguments: ChatArguments) -> tuple[GenerationArguments, ToolArguments]:
+    """Those of sampling, and those of tools and template."""
+    names = ToolArguments.__annotations__
+    tools = {name: value for name, value in arguments.items() if name in names}
+    rest = {name: value for name, value in arguments.items() if name not in names}
+    return rest, tools  # type: ignore[return-value]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChatPrompt:
+    """What the engine is asked for an answer to a conversation.
+
+    Attributes:
+        tokens: the prompt.
+        shown_special: ids of special tokens that are part of the answer's text.
+        logit_filter: holds calls to their schemas; None: nothing is to be called.
+    """
+
+    tokens: list[int]
+    shown_special: frozenset[int]
+    logit_filter: LogitFilter | None
+    format: AnswerFormat
+    tools: tuple[Tool, ...]
+    in_reasoning: bool
+    short_ids: bool
+
+    def reader(self) -> AnswerReader:
+        """What takes one answer's pieces apart."""
+        return AnswerReader(self)
+
+
+def chat_prompt(
+    engine: Engine,
+    messages: Sequence[Message],
+    options: ToolOptions,
+    *,
+    logit_filter: LogitFilter | None = None,
+) -> ChatPrompt:
+    """The prompt for a conversation, and how the answer is read.
+
+    Args:
+        logit_filter: the caller's own, applied besides.
+
+    Raises:
+        TemplateError: the template does not take these messages or any tools.
+        OptionError: a message, a tool or an argument of the template is wrong.
+    """
+    template, tokenizer = engine.template, engine.tokenizer
+    if template is None:
+        encode_conversation(messages, None, tokenizer)
+        raise AssertionError("unreachable")
+    form = template.answer_format
+    generic = bool(options.tools) and not (template.traits.takes_tools and form.calls)
+    if generic:
+        if options.tool_choice == "auto":
+            raise _no_tools(template)
+        form, messages = generic_format(form), in_words(messages, options.tools)
+    tokens = encode_conversation(
+        messages,
+        template,
+        tokenizer,
+        tools=() if generic else options.tools,
+        template_arguments=options.template_arguments,
+    )
+    if not options.callable_tools:
+        form = replace(form, calls=None)
+    marks, parsed = form.reasoning, bool(form.calls or form.reasoning)
+    tail = tokenizer.decode(tokens[-_TAIL:], skip_special=False).rstrip()
+    special = {text: tokenizer.vocabulary[text] for text in tokenizer.special_texts if text}
+    prompt = ChatPrompt(
+        tokens=tokens,
+        shown_special=frozenset(
+            i for text, i in special.items() if parsed and text in form.markers
+        ),
+        logit_filter=logit_filter,
+        format=form,
+        tools=options.callable_tools,
+        in_reasoning=marks is not None and tail.endswith(marks.open),
+        short_ids=template.traits.short_ids,
+    )
+    if not prompt.tools:
+        return prompt
+    grammar = tool_grammar(
+        form,
+        prompt.tools,
+        required=options.required,
+        parallel=options.parallel_tool_calls and form.calls is not None and form.calls.parallel,
+        in_reasoning=prompt.in_reasoning,
+        special=special,
+    )
+    held = GrammarFilter(engine.grammars.matcher(grammar, _SCHEMAS), _SCHEMAS)
+    both = held if logit_filter is None else _Both(logit_filter, held)
+    return replace(prompt, logit_filter=both)
+
+
+class AnswerReader:
+    """Takes the pieces of one answer apart into content, reasoning and calls.
+
+    Attributes:
+        raw: the text as the model wrote it.
+    """
+
+    def __init__(self, prompt: ChatPrompt) -> None:
+        self.raw = ""
+        self._shown_special = prompt.shown_special
+        self._parser: AnswerParser | None = None
+        if prompt.format.calls is not None or prompt.format.reasoning is not None:
+            self._parser = AnswerParser(
+                prompt.format,
+                tools=prompt.tools or None,
+                in_reasoning=prompt.in_reasoning,
+                short_ids=prompt.short_ids,
+            )
+
+    def is_text_of(self, tokens: Sequence[int], tokenizer: Tokenizer) -> bool:
+        """Whether the text that was read is that of these tokens, and of no others."""
+        if not self._shown_special:
+            return tokenizer.decode(tokens) == self.raw
+        return tokenizer.decode(tokens, skip_special=False) == self.raw
+
+    def read(self, piece: Piece) -> Piece:
+        """The piece with its text taken apart; the last one has what was held back."""
+        self.raw += piece.text
+        if self._parser is None:
+            return piece
+        delta = self._parser.add(piece.text)
+        reason = piece.finish_reason
+        if reason is not None:
+            rest = self._parser.finish()
+            delta = AnswerDelta(
+                delta.content + rest.content,
+                delta.reasoning + rest.reasoning,
+                delta.tool_calls + rest.tool_calls,
+            )
+            if reason == "stop" and self._parser.calls:
+                reason = "tool_calls"
+        return replace(
+            piece,
+            text=delta.content,
+            reasoning=delta.reasoning,
+            tool_calls=delta.tool_calls,
+            finish_reason=reason,
+        )
+
+
+class _Both:
+    """Two logit filters, one after the other."""
+
+    def __init__(self, first: LogitFilter, second: LogitFilter) -> None:
+        self._filters = (first, second)
+
+    def for_answer(self) -> _Both:
+        """Both for one answer."""
+        return _Both(*map(_for_answer, self._filters))
+
+    def __call__(self, logits: NDArray[np.float32], tokens: Sequence[int]) -> None:
+        for each in self._filters:
+            each(logits, tokens)
+
+
+def _for_answer(logit_filter: LogitFilter) -> LogitFilter:
+    return logit_filter.for_answer() if isinstance(logit_filter, FilterOfAnswers) else logit_filter
+
+
+def _no_tools(template: ChatTemplate) -> TemplateError:
+    reason = template.answer_format.no_calls
+    if not template.traits.takes_tools:
+        reason = "this model's chat template has no place for tools"
+    return TemplateError(
+        f"{reason}, so the model was not trained to choose among them; take one that was, such as "
+        'Qwen3, or ask for a call with `tool_choice="required"` or the name of a tool'
+    )

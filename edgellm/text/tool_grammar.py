@@ -1,0 +1,282 @@
+"""Grammars in llguidance's Lark for answers with tool calls.
+
+Lazy: any text, until a call begins; from there on the call has the name of a tool and arguments of
+its schema. Where a call is required, it begins at once, or behind the reasoning.
+(https://github.com/guidance-ai/llguidance/blob/main/docs/syntax.md)
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from edgellm.text.tool_format import (
+    ID_SLOT,
+    INDEX_SLOT,
+    KEY_SLOT,
+    NAME_SLOT,
+    SLOTS,
+    TYPE_SLOT,
+    AnswerFormat,
+    CallFormat,
+)
+from edgellm.tool_use import Tool
+
+_TEXT = r"/(.|\n)*/"
+_SPACE = r"/[ \n]{0,4}/"
+_LAYOUT = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+# as JSON and Python write them; templates differ
+_BOOLEAN = '("true" | "false" | "True" | "False")'
+_PATTERNS = {ID_SLOT: "/[A-Za-z0-9]{9}/", INDEX_SLOT: "/[0-9]{1,3}/"}
+
+
+def tool_grammar(
+    format: AnswerFormat,
+    tools: Sequence[Tool],
+    *,
+    required: bool,
+    parallel: bool,
+    in_reasoning: bool,
+    special: Mapping[str, int],
+) -> str:
+    """A grammar for answers.
+
+    Args:
+        tools: those that may be called.
+        required: whether the answer is a call.
+        parallel: whether several calls may stand in one answer.
+        in_reasoning: the prompt has begun the reasoning.
+        special: ids of special tokens by their texts.
+    """
+    assert format.calls is not None
+    return _Grammar(format, format.calls, special).text(
+        tools, required=required, parallel=parallel, in_reasoning=in_reasoning
+    )
+
+
+class _Grammar:
+    """Rules as they are collected."""
+
+    def __init__(self, format: AnswerFormat, calls: CallFormat, special: Mapping[str, int]) -> None:
+        self._format = format
+        self._calls = calls
+        self._special = special
+        texts = sorted((re.escape(text) for text in special if text), key=len, reverse=True)
+        self._pattern = re.compile(f"({'|'.join(texts)})") if texts else None
+        self._names: set[str] = set()
+        self._rules = [f"TEXT: {_TEXT}", f"SPACE: {_SPACE}"]
+
+    def text(
+        self, tools: Sequence[Tool], *, required: bool, parallel: bool, in_reasoning: bool
+    ) -> str:
+        form = self._calls
+        self._rule("call", " | ".join(self._call(i, tool) for i, tool in enumerate(tools)))
+        reasoning = self._reasoning(in_reasoning=in_reasoning)
+        begin = form.begin
+        if required:
+            reasoning = reasoning if in_reasoning else ""
+            start = self._listed_calls(begin, parallel=parallel)
+        elif not begin:
+            self._rule("OTHER", r"/[^{](.|\n)*/")
+            start = f"({self._listed_calls(begin, parallel=parallel)} | OTHER)?"
+        else:
+            again = "*" if parallel and not form.section.strip() else "?"
+            start = f"({self._triggered(begin, parallel=parallel)}){again} TEXT"
+        rules = "\n".join(self._rules)
+        return f"%llguidance {{}}\nstart: {reasoning} {start}\n{rules}\n"
+
+    def _listed_calls(self, begin: str, *, parallel: bool) -> str:
+        """Calls one after the other, the first behind `begin`."""
+        form = self._calls
+        close = f"call {self.literal(form.close)}"
+        more = f"({self.literal(form.between + form.open)} {close})*" if parallel else ""
+        return f"{self.literal(begin)} {close} {more} {self.literal(form.section_close)}"
+
+    def _triggered(self, begin: str, *, parallel: bool) -> str:
+        """Text up to the first marker of a call, and the rest of the call."""
+        trigger = self._calls.trigger
+        in_section = parallel and bool(self._calls.section.strip())
+        special = self._pattern.match(trigger) if self._pattern else None
+        if special is not None:
+            rest = self._listed_calls(begin[special.end() :], parallel=in_section)
+            return f"TEXT <[{self._special[special[0]]}]> {rest}"
+        self._rule("trigger[lazy]", f"TEXT {_quoted(trigger)}")
+        return f"trigger {self._listed_calls(begin[len(trigger) :], parallel=in_section)}"
+
+    def literal(self, text: str) -> str:
+        """A marker: its special tokens as such, slots as patterns, all else as it is."""
+        parts = []
+        for chunk in re.split(f"([{SLOTS}])", text):
+            if chunk in _PATTERNS:
+                parts.append(_PATTERNS[chunk])
+                continue
+            for part in self._pattern.split(chunk) if self._pattern else [chunk]:
+                if part in self._special:
+                    parts.append(f"<[{self._special[part]}]>")
+                elif part:
+                    parts.append(_quoted(part))
+        return " ".join(parts)
+
+    def _reasoning(self, *, in_reasoning: bool) -> str:
+        marks = self._format.reasoning
+        if marks is None:
+            return ""
+        thoughts = f"{self._until(marks.close.strip(), 'thoughts')} SPACE"
+        if in_reasoning:
+            return thoughts
+        return f"(SPACE {self.literal(marks.open.strip())} {thoughts})?"
+
+    def _until(self, end: str, name: str) -> str:
+        """Any text and the marker that ends it."""
+        special = self._pattern.search(end) if self._pattern else None
+        if special is not None:
+            return f"TEXT {self.literal(end)}"
+        return self._rule(f"{name}[suffix={_quoted(end)}]", "TEXT").partition("[")[0]
+
+    def _call(self, i: int, tool: Tool) -> str:
+        write: Mapping[str, Callable[[int, Tool], str]] = {
+            "object": self._object,
+            "json": self._json,
+            "tagged": self._tagged,
+            "python": self._python,
+            "braces": self._braces,
+        }
+        return self._rule(f"call_{i}", write[self._calls.kind](i, tool))
+
+    def _object(self, i: int, tool: Tool) -> str:
+        keys = self._calls.keys
+        assert keys is not None
+        schema = _arguments(tool)
+        if keys.name is None:
+            return f'"{{" {_quoted(json.dumps(tool.name) + ": ")} {schema} "}}"'
+        items = [(key, '"\\"" /[A-Za-z0-9_]{1,40}/ "\\""') for key in keys.others]
+        items += [(keys.name, _quoted(json.dumps(tool.name))), (keys.arguments or "", schema)]
+        if keys.id is not None:
+            at = len(items) if keys.id_last else 0
+            items.insert(at, (keys.id, f'"\\"" {_PATTERNS[ID_SLOT]} "\\""'))
+        body = ' ", " '.join(f"{_quoted(json.dumps(key) + ': ')} {value}" for key, value in items)
+        return f'"{{" {body} "}}"'
+
+    def _json(self, i: int, tool: Tool) -> str:
+        middle = self.literal(self._calls.middle.replace(NAME_SLOT, tool.name))
+        return f"{_quoted(tool.name)} {middle} {_arguments(tool)}"
+
+    def _tagged(self, i: int, tool: Tool) -> str:
+        tags = self._calls.tags
+        assert tags is not None
+        parts = []
+        for j, (key, schema, required) in enumerate(_parameters(tool)):
+            close = tags.value_close.replace(KEY_SLOT, key)
+            text = _is_text(schema)
+            marker = (tags.texts or tags.values)[0] if text else tags.values[0]
+            if text and tags.texts:
+                value = self._text_value(schema, close, f"value_{i}_{j}")
+            else:
+                marker = next((m for m in tags.values if TYPE_SLOT not in m), marker)
+                value = _BOOLEAN if _is_boolean(schema) else _schema(schema)
+                value = f"{value} {self.literal(close)}"
+            item = f"{self.literal(tags.key_open)} {_quoted(key)} {self.literal(marker)} {value}"
+            parts.append(item if required else f"({item})?")
+        middle = self.literal(self._calls.middle.replace(NAME_SLOT, tool.name))
+        return f"{_quoted(tool.name)} {middle} {' '.join(parts)}"
+
+    def _text_value(self, schema: Mapping[str, Any], close: str, name: str) -> str:
+        choices = schema.get("enum")
+        if choices and all(isinstance(choice, str) for choice in choices):
+            return f"({' | '.join(map(_quoted, choices))}) {self.literal(close)}"
+        return self._until(close, name)
+
+    def _python(self, i: int, tool: Tool) -> str:
+        return f'{_quoted(tool.name)} "(" {self._listed(tool, "=", ", ", i)} ")"'
+
+    def _braces(self, i: int, tool: Tool) -> str:
+        return f'{_quoted(tool.name)} "{{" {self._listed(tool, ":", ",", i)} "}}"'
+
+    def _listed(self, tool: Tool, equals: str, comma: str, i: int) -> str:
+        """Arguments with commas between them, those that are required first."""
+        quote, parameters = self._calls.quote, _parameters(tool)
+        required: list[str] = []
+        optional: list[str] = []
+        for j, (key, schema, needed) in enumerate(parameters):
+            value = self._python_value(schema)
+            if quote:
+                value = self._brace_value(schema, f"value_{i}_{j}")
+            item = f"{_quoted(key + equals)} {value}"
+            (required if needed else optional).append(item)
+        between = f" {_quoted(comma)} "
+        if required:
+            tail = "".join(f"({between}{item})?" for item in optional)
+            return between.join(required) + tail
+        listed = ""
+        for item in reversed(optional):  # any of them, in their order
+            listed = f"({item} ({between}{listed})? | {listed})" if listed else item
+        return f"({listed})?" if listed else ""
+
+    def _python_value(self, schema: Mapping[str, Any]) -> str:
+        if _is_boolean(schema):
+            return _BOOLEAN
+        if not _is_text(schema):
+            return _schema(schema)
+        choices = schema.get("enum")
+        if not choices:
+            return r"""(/'([^'\\]|\\.)*'/ | /"([^"\\]|\\.)*"/)"""
+        quoted = [q for choice in choices for q in (repr(choice), json.dumps(choice))]
+        return f"({' | '.join(map(_quoted, quoted))})"
+
+    def _brace_value(self, schema: Mapping[str, Any], name: str) -> str:
+        quote = self._calls.quote
+        if _is_text(schema):
+            return f"{self.literal(quote)} {self._text_value(schema, quote, name)}"
+        if schema.get("type") in ("integer", "number", "boolean"):
+            return _schema(schema)
+        if "brace" not in self._names:
+            text = f"{self.literal(quote)} {self._until(quote, 'brace_text')}"
+            self._rule("BRACE_WORD", r"/-?[0-9]+(\.[0-9]+)?|true|false|null/")
+            self._rule("BRACE_KEY", "/[A-Za-z0-9_.$-]+/")
+            self._rule("brace_list", 'brace ("," brace)*')
+            self._rule("brace_items", 'BRACE_KEY ":" brace ("," BRACE_KEY ":" brace)*')
+            nested = '"[" brace_list? "]" | "{" brace_items? "}"'
+            self._rule("brace", f"BRACE_WORD | {text} | {nested}")
+        return "brace"
+
+    def _rule(self, name: str, body: str) -> str:
+        self._names.add(name)
+        self._rules.append(f"{name}: {body}")
+        return name
+
+
+def _quoted(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False) if text else ""
+
+
+def _schema(schema: Mapping[str, Any]) -> str:
+    """JSON as templates write it, so that the next prompt has the same text."""
+    return f"%json {json.dumps({**schema, 'x-guidance': _LAYOUT})}"
+
+
+def _arguments(tool: Tool) -> str:
+    return _schema({"additionalProperties": False, **tool.schema})
+
+
+def _parameters(tool: Tool) -> list[tuple[str, Mapping[str, Any], bool]]:
+    """Names, schemas, and whether they are required."""
+    schema = tool.schema
+    required = schema.get("required", ())
+    shared: dict[str, Any] = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
+    values: Mapping[str, Any] = schema["properties"]
+    return [
+        (key, {**value, **shared} if isinstance(value, Mapping) else {}, key in required)
+        for key, value in values.items()
+    ]
+
+
+def _is_boolean(schema: Mapping[str, Any]) -> bool:
+    return schema.get("type") == "boolean"
+
+
+def _is_text(schema: Mapping[str, Any]) -> bool:
+    return schema.get("type") == "string" or (
+        "type" not in schema and all(isinstance(v, str) for v in schema.get("enum", [None]))
+    )

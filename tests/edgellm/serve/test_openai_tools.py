@@ -1,0 +1,237 @@
+"""Tool calls and reasoning, as OpenAI's own client and langchain see them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import openai
+import pytest
+from numpy.typing import NDArray
+from serving import Running
+
+from edgellm import LLM
+from edgellm.text.template import ChatTemplate
+
+TEMPLATE = """\
+{%- for tool in tools or [] %}{{ tool.function.name }} {% endfor %}
+{%- for m in messages %}<|user|>{{ m.role[0] }}:
+{%- if m.reasoning_content %}<think>{{ m.reasoning_content }}</think>{% endif %}{{ m.content }}
+{%- for c in m.tool_calls or [] %}<call>{"name": "{{ c.function.name }}", "arguments": {{
+c.function.arguments | tojson }}}</call>{% endfor %}{{ '\n' }}{% endfor %}<|user|>a:"""
+TOOLS: Any = [
+    {
+        "type": "function",
+        "function": {
+            "name": "turn",
+            "description": "Turn the light",
+            "strict": True,
+            "parameters": {
+                "type": "object",
+                "properties": {"on": {"type": "boolean"}},
+                "required": ["on"],
+                "additionalProperties": False,
+            },
+        },
+    },
+    {
+        "type": "function",
+        "function": {
+            "name": "move",
+            "parameters": {
+                "type": "object",
+                "properties": {"to": {"type": "string", "enum": ["x", "y"]}},
+                "required": ["to"],
+            },
+        },
+    },
+]
+MESSAGES: Any = [{"role": "user", "content": "go"}]
+ASKED: Any = {"model": "tiny", "messages": MESSAGES, "tools": TOOLS, "max_tokens": 200}
+
+
+@pytest.fixture(autouse=True)
+def with_tools(tiny: LLM) -> Iterator[None]:
+    before, tiny.engine.template = tiny.engine.template, ChatTemplate(TEMPLATE)
+    yield
+    tiny.engine.template = before
+
+
+class Dictated:
+    """A logit filter that leaves one text."""
+
+    def __init__(self, llm: LLM, text: str) -> None:
+        tokenizer = llm.engine.tokenizer
+        self._tokens = tokenizer.encode(text, add_bos=False, parse_special=True)
+        self._end = min(tokenizer.eos_ids)
+
+    def __call__(self, logits: NDArray[np.float32], tokens: Sequence[int]) -> None:
+        at = len(tokens)
+        token = self._tokens[at] if at < len(self._tokens) else self._end
+        kept = logits[token]
+        logits[:] = -np.inf
+        logits[token] = kept
+
+
+@pytest.fixture
+def dictate(tiny: LLM, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """What the model says where JSON is asked for."""
+
+    def say(text: str) -> dict[str, Any]:
+        monkeypatch.setattr(LLM, "json_filter", lambda *_: Dictated(tiny, text))
+        return {**ASKED, "response_format": {"type": "json_object"}}
+
+    return say
+
+
+def assert_valid(name: str, arguments: str) -> None:
+    allowed: dict[str, Any] = {"turn": {"on": (True, False)}, "move": {"to": ("x", "y")}}
+    values = json.loads(arguments)
+    assert values.keys() == allowed[name].keys()
+    assert all(value in allowed[name][key] for key, value in values.items())
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_call_is_made_where_one_is_required(client: openai.OpenAI, seed: int) -> None:
+    reply = client.chat.completions.create(
+        **ASKED, tool_choice="required", parallel_tool_calls=False, seed=seed
+    )
+    choice = reply.choices[0]
+    assert choice.finish_reason == "tool_calls"
+    assert choice.message.content is None
+    assert choice.message.tool_calls is not None
+    (call,) = choice.message.tool_calls
+    assert call.type == "function"
+    assert call.id
+    assert_valid(call.function.name, call.function.arguments)
+
+
+def test_a_named_tool(client: openai.OpenAI) -> None:
+    choice: Any = {"type": "function", "function": {"name": "move"}}
+    reply = client.chat.completions.create(**ASKED, tool_choice=choice, parallel_tool_calls=False)
+    assert reply.choices[0].message.tool_calls is not None
+    call: Any = reply.choices[0].message.tool_calls[0]
+    assert call.function.name == "move"
+
+
+def test_a_call_comes_in_parts(client: openai.OpenAI, dictate: Any) -> None:
+    text = 'So.<call>{"name": "turn", "arguments": {"on": true}}</call>'
+    text += '<call>{"name": "move", "arguments": {"to": "x"}}</call>'
+    asked = dictate(text)
+    whole = client.chat.completions.create(**asked).choices[0]
+    assert whole.message.content == "So."
+    calls: dict[int, dict[str, str]] = {}
+    content, reason = "", None
+    for chunk in client.chat.completions.create(**asked, stream=True):
+        choice = chunk.choices[0]
+        content += choice.delta.content or ""
+        reason = choice.finish_reason or reason
+        for part in choice.delta.tool_calls or []:
+            assert part.function is not None
+            if part.id is not None:  # first the name, with no arguments
+                assert part.function.name
+                calls[part.index] = {"name": part.function.name, "arguments": ""}
+            calls[part.index]["arguments"] += part.function.arguments or ""
+    assert content == "So."
+    assert reason == "tool_calls" == whole.finish_reason
+    expected = {0: {"name": "turn", "arguments": '{"on": true}'}}
+    assert calls == {**expected, 1: {"name": "move", "arguments": '{"to": "x"}'}}
+    with client.chat.completions.stream(**asked) as stream:
+        for _ in stream:
+            pass
+        message = stream.get_final_completion().choices[0].message
+    assert message.tool_calls is not None
+    assert message.tool_calls[0].function.parsed_arguments == {"on": True}  # it is strict
+    assert message.tool_calls[1].function.arguments == '{"to": "x"}'
+
+
+def test_a_round_trip(server: Running, client: openai.OpenAI, dictate: Any) -> None:
+    asked = dictate('<call>{"name": "turn", "arguments": {"on": true}}</call>')
+    message = client.chat.completions.create(**asked).choices[0].message
+    assert message.tool_calls is not None
+    history: Any = [
+        *MESSAGES,
+        message.model_dump(exclude_none=True),
+        {"role": "tool", "tool_call_id": message.tool_calls[0].id, "content": "it is on"},
+    ]
+    reply = client.chat.completions.create(
+        model="tiny", messages=history, tools=TOOLS, tool_choice="none", max_tokens=5
+    )
+    # the tools themselves are not shown where none may be called
+    assert reply.choices[0].message.tool_calls is None
+    prompt = '<|user|>u:go\n<|user|>a:<call>{"name": "turn", "arguments": {"on": true}}</call>\n'
+    prompt += "<|user|>t:it is on\n<|user|>a:"
+    shown = server.llm.engine.tokenizer.encode("turn move " + prompt, parse_special=True)
+    bare = server.llm.engine.tokenizer.encode(prompt, parse_special=True)
+    assert reply.usage is not None
+    assert reply.usage.prompt_tokens in (len(shown), len(bare))
+
+
+def test_thoughts_are_apart(client: openai.OpenAI, dictate: Any) -> None:
+    asked = dictate("<think>Let me see.</think>Yes.")
+    reply = client.chat.completions.create(**asked)
+    message: Any = reply.choices[0].message
+    assert (message.content, message.reasoning_content) == ("Yes.", "Let me see.")
+    assert message.reasoning == message.reasoning_content
+    assert reply.usage is not None
+    assert reply.usage.completion_tokens_details is not None
+    assert reply.usage.completion_tokens_details.reasoning_tokens
+    parts = {"content": "", "reasoning_content": "", "reasoning": ""}
+    for chunk in client.chat.completions.create(**asked, stream=True):
+        for name in parts:
+            parts[name] += getattr(chunk.choices[0].delta, name, None) or ""
+    thoughts = "Let me see."
+    assert parts == {"content": "Yes.", "reasoning_content": thoughts, "reasoning": thoughts}
+
+
+def test_a_call_that_is_cut_off(client: openai.OpenAI, dictate: Any) -> None:
+    asked = dictate('<call>{"name": "turn", "arguments": {"on": true}}</call>')
+    reply = client.chat.completions.create(**{**asked, "max_tokens": 40})
+    assert reply.choices[0].finish_reason == "length"
+    assert reply.choices[0].message.tool_calls is not None
+    call: Any = reply.choices[0].message.tool_calls[0]
+    assert call.function.name == "turn"
+
+
+def test_responses(client: openai.OpenAI) -> None:
+    tools: Any = [{"type": "function", **tool["function"]} for tool in TOOLS]
+    asked: Any = {"model": "tiny", "tools": tools, "tool_choice": "required"}
+    asked |= {"parallel_tool_calls": False, "extra_body": {"seed": 1}}
+    reply = client.responses.create(input="go", **asked)
+    (call,) = reply.output
+    assert call.type == "function_call"
+    assert_valid(call.name, call.arguments)
+    assert reply.status == "completed"
+    with client.responses.stream(input="go", **asked) as stream:
+        kinds = [event.type for event in stream]
+        final = stream.get_final_response().output[0]
+    assert "response.function_call_arguments.delta" in kinds
+    assert final.type == "function_call"
+    assert final.arguments == call.arguments
+    items: Any = [
+        {"role": "user", "content": "go"},
+        call.model_dump(exclude_none=True),
+        {"type": "function_call_output", "call_id": call.call_id, "output": "done"},
+    ]
+    after = client.responses.create(model="tiny", input=items, max_output_tokens=3)
+    assert after.usage is not None
+    assert after.usage.output_tokens == 3
+
+
+def test_langchain(server: Running) -> None:
+    from langchain_core.messages import HumanMessage, ToolMessage
+    from langchain_openai import ChatOpenAI
+    from pydantic import SecretStr
+
+    chat = ChatOpenAI(
+        base_url=f"{server.url}/v1", api_key=SecretStr("x"), model="tiny", max_retries=0, seed=2
+    )
+    bound = chat.bind_tools(TOOLS, tool_choice="required", parallel_tool_calls=False)
+    answer = bound.invoke("go")
+    (call,) = answer.tool_calls
+    assert_valid(call["name"], json.dumps(call["args"]))
+    result = ToolMessage("done", tool_call_id=call["id"])
+    after = chat.bind(max_completion_tokens=3).invoke([HumanMessage("go"), answer, result])
+    assert isinstance(after.content, str)
