@@ -11,7 +11,6 @@ from edgellm.infill import infill_options, infill_tokens
 from edgellm.serve.ask import Ask, AskedPrompt, Conversation, Infill
 from edgellm.serve.request_error import RequestError
 from edgellm.text.fim_budget import budget
-from edgellm.text.prompt import encode_conversation
 from edgellm.text.template import Scalar
 
 if TYPE_CHECKING:
@@ -83,17 +82,6 @@ def asked_prompt(llm: LLM, model: str, ask: Ask) -> EncodedPrompt:
     else:
         tokens = continued(engine, prompt, parse_special=True)
     return EncodedPrompt(tokens=tokens, options=options, logit_filter=logit_filter)
-
-
-def conversation_tokens(engine: Engine, prompt: Conversation) -> list[int]:
-    """A conversation as the model reads it."""
-    return encode_conversation(
-        prompt.messages,
-        engine.template,
-        engine.tokenizer,
-        tools=() if prompt.tool_choice == "none" else prompt.tools,
-        template_arguments={**_hints(engine, prompt), **prompt.template_arguments},
-    )
 
 
 def _logit_filter(llm: LLM, ask: Ask, options: GenerationOptions) -> LogitFilter | None:

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from edgellm.llm import LLM
-from edgellm.serve.asked_prompt import conversation_tokens
+from edgellm.serve.ask import Ask
+from edgellm.serve.asked_prompt import asked_prompt
 from edgellm.serve.body import Fields
 from edgellm.serve.endpoint import Call, Route
 from edgellm.serve.llama_cpp_fields import INT32_MAX, field_error, shown
@@ -94,11 +95,12 @@ def _check_ids(llm: LLM, tokens: Sequence[Any]) -> None:
 
 async def apply_template(call: Call) -> Reply:
     fields = await call.fields()
-    conversation = read_conversation(fields)
-    async with call.answering.pool.use(model_id(call, fields)) as llm:
-        engine = llm.engine
-        tokens = await asyncio.to_thread(conversation_tokens, engine, conversation)
-        text = await asyncio.to_thread(engine.tokenizer.decode, tokens, skip_special=False)
+    model = model_id(call, fields)
+    ask = Ask(model=model, prompt=read_conversation(fields))
+    async with call.answering.pool.use(model) as llm:
+        prompt = await asyncio.to_thread(asked_prompt, llm, model, ask)
+        decode = llm.engine.tokenizer.decode
+        text = await asyncio.to_thread(decode, prompt.tokens, skip_special=False)
     return json_reply({"prompt": text})
 
 
