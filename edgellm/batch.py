@@ -7,16 +7,16 @@ from collections.abc import Iterable
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field, replace
 
-from edgellm.chat_prompt import AnswerReader, ToolOptions, chat_prompt
 from edgellm.checks import check_hooks, check_token_ids
+from edgellm.engine.chat_prompt import AnswerReader, ToolOptions, chat_prompt
 from edgellm.engine.engine import Engine
 from edgellm.engine.pending import WORKING, Pending, Waiting
 from edgellm.engine.request import LogitFilter, Request
+from edgellm.engine.samples import forked_requests
 from edgellm.errors import EdgeLLMError, OptionError
 from edgellm.generation_options import GenerationOptions
 from edgellm.infill import infill_options, infill_tokens
 from edgellm.results import Completion, Piece, completion
-from edgellm.samples import forked_requests
 from edgellm.text.fim import Gap
 from edgellm.text.prompt import Message, encode_conversation
 

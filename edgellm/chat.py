@@ -12,8 +12,9 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Unpack
 
-from edgellm.asynchronous import driven
-from edgellm.chat_prompt import (
+from edgellm.checks import check_hooks, check_text
+from edgellm.engine.asynchronous import driven
+from edgellm.engine.chat_prompt import (
     AnswerReader,
     ChatArguments,
     ChatPrompt,
@@ -21,7 +22,6 @@ from edgellm.chat_prompt import (
     chat_prompt,
     split_arguments,
 )
-from edgellm.checks import check_hooks, check_text
 from edgellm.engine.engine import Engine
 from edgellm.engine.pending import Pending
 from edgellm.engine.request import LogitFilter

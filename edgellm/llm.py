@@ -11,9 +11,9 @@ from typing import Unpack
 
 from edgellm.backends.selection import select
 from edgellm.chat import Chat
-from edgellm.chat_prompt import ChatArguments, ToolOptions, split_arguments
 from edgellm.checks import check_hooks, check_path, check_text
 from edgellm.engine.auto_prefill import faster_provider
+from edgellm.engine.chat_prompt import ChatArguments, ToolOptions, split_arguments
 from edgellm.engine.context import Context
 from edgellm.engine.engine import Engine
 from edgellm.engine.request import LogitFilter

@@ -10,8 +10,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Unpack
 
-from edgellm.asynchronous import driven
 from edgellm.checks import check_hooks, check_number, check_path
+from edgellm.engine.asynchronous import driven
 from edgellm.engine.context import Context
 from edgellm.engine.engine import Engine
 from edgellm.engine.pending import Pending

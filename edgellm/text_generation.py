@@ -6,9 +6,9 @@ import threading
 from collections.abc import AsyncGenerator, Iterable, Iterator, Sequence, Sized
 from typing import Unpack, overload
 
-from edgellm.asynchronous import driven
 from edgellm.batch import BatchAnswer, BatchRequest, Prompt, answers, is_many, prompt_tokens
 from edgellm.checks import check_hooks, check_number
+from edgellm.engine.asynchronous import driven
 from edgellm.engine.context import Context
 from edgellm.engine.engine import Engine
 from edgellm.engine.pending import Pending

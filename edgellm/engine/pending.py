@@ -1,6 +1,6 @@
 """Answers as generators that say where they wait, so that they run with and without asyncio.
 
-`Loop.drive` steps where one waits; `edgellm/asynchronous.py` lets others do something meanwhile.
+`Loop.drive` steps where one waits; `asynchronous.py` lets others do something meanwhile.
 """
 
 from __future__ import annotations

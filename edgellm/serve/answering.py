@@ -13,10 +13,10 @@ from contextlib import aclosing, closing
 from dataclasses import replace
 from typing import TYPE_CHECKING, TypeAlias
 
-from edgellm.asynchronous import driven
+from edgellm.engine.asynchronous import driven
 from edgellm.engine.embedding import embeddings
+from edgellm.engine.samples import SamplePieces, sample_pieces
 from edgellm.progress import Progress
-from edgellm.samples import SamplePieces, sample_pieces
 from edgellm.serve.ask import Ask
 from edgellm.serve.asked_prompt import asked_prompt, check_size, continued, too_long
 from edgellm.serve.events import Begun, Client, Delta, Embeddings, End, Event, PromptProgress
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-    from edgellm.chat_prompt import AnswerReader
+    from edgellm.engine.chat_prompt import AnswerReader
     from edgellm.engine.engine import Engine
     from edgellm.engine.pending import Pending
     from edgellm.generation_options import GenerationOptions

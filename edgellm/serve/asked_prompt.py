@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from edgellm.chat_prompt import ChatPrompt, ToolOptions, chat_prompt
+from edgellm.engine.chat_prompt import ChatPrompt, ToolOptions, chat_prompt
 from edgellm.engine.infill_sampler import InfillSampler
 from edgellm.infill import infill_options, infill_tokens
 from edgellm.serve.ask import Ask, AskedPrompt, Conversation, Infill

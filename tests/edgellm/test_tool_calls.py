@@ -24,7 +24,7 @@ from edgellm import (
     ToolCall,
     load,
 )
-from edgellm.chat_prompt import ToolOptions
+from edgellm.engine.chat_prompt import ToolOptions
 from edgellm.text.template import ChatTemplate
 
 TOOLS = [

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import numpy as np
 import pytest
@@ -58,3 +59,16 @@ def poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(np, "empty", lambda *a, **k: poison(empty(*a, **k)))
     monkeypatch.setattr(np, "empty_like", lambda *a, **k: poison(empty_like(*a, **k)))
+
+
+@pytest.fixture
+def poisoned_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fresh float tensors hold NaN, so what was never written shows."""
+    torch = pytest.importorskip("torch")
+    empty = torch.empty
+
+    def poison(*shape: Any, **options: Any) -> Any:
+        tensor = empty(*shape, **options)
+        return tensor.fill_(float("nan")) if tensor.is_floating_point() else tensor
+
+    monkeypatch.setattr(torch, "empty", poison)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 import pytest
@@ -16,17 +15,13 @@ pytest.importorskip("triton")
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 
 import random_model  # noqa: E402
+from gpu_steps import counted, device_step, span, tables  # noqa: E402
 from random_model import Parts  # noqa: E402
 from random_weights import random_weight  # noqa: E402
 
 from edgellm.kernels import rope  # noqa: E402
-from edgellm.kernels.gpu.device import interpreted  # noqa: E402
 from edgellm.kernels.gpu.kv_blocks import DeviceBlocks  # noqa: E402
-from edgellm.kernels.kv_append import append  # noqa: E402
 from edgellm.kernels.kv_blocks import (  # noqa: E402
-    BLOCK,
-    BlockTable,
-    KVBlocks,
     KVFormat,
     allocate,
 )
@@ -34,13 +29,11 @@ from edgellm.kernels.linear import PackedWeights, pack_weight  # noqa: E402
 from edgellm.kernels.quantized import KINDS, dequantize  # noqa: E402
 from edgellm.kernels.step import (  # noqa: E402
     LayerWeights,
-    StepSpan,
     Weights,
-    gpu_layer,
     gpu_norm,
     reference,
 )
-from edgellm.kernels.step.gpu import MAX_ROWS, DeviceStep  # noqa: E402
+from edgellm.kernels.step.gpu import DeviceStep  # noqa: E402
 
 HIDDEN, INTERMEDIATE, HEADS, KV_HEADS, HEAD_DIM = 256, 512, 2, 1, 128
 VOCABULARY = 70
@@ -147,65 +140,6 @@ def test_neighbours_of_one_kind_are_one_launch(
     assert counts["linear"] == launches
 
 
-def counted(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
-    """How often a layer calls what launches kernels."""
-    counts: Counter[str] = Counter()
-    for name in ("linear", "append_rotated", "attend", "normalize"):
-        launch = getattr(gpu_layer, name)
-
-        def call(*arguments: Any, name: str = name, launch: Any = launch, **options: Any) -> None:
-            counts[name] += 1
-            launch(*arguments, **options)
-
-        monkeypatch.setattr(gpu_layer, name, call)
-    return counts
-
-
-def poison(blocks: KVBlocks) -> None:
-    """Fill them with NaN or the largest code."""
-    for array in blocks.arrays:
-        array.fill(np.nan if array.dtype.kind == "f" else np.iinfo(array.dtype).max)
-
-
-def device_step(model: random_model.Model, format: KVFormat, device: str) -> DeviceStep:
-    """With blocks that hold NaN or the largest code."""
-    pools = []
-    for view in model.views(format):
-        poison(view.blocks)
-        pools.append(DeviceBlocks.like(view.blocks, device))
-        pools[-1].fetch(range(view.blocks.count))
-    return DeviceStep(model.weights, model.ropes, pools, device)
-
-
-def span(
-    tables: Sequence[BlockTable],
-    tokens: Sequence[int],
-    start: int,
-    end: int,
-    *,
-    logit_rows: int | None = None,
-) -> StepSpan:
-    """Those of `tokens` at positions `start .. end`; logits of all of them, or of the last ones."""
-    rows = end - start if logit_rows is None else logit_rows
-    return StepSpan(tables=tables, tokens=tokens[start:end], start=start, logit_rows=rows)
-
-
-def tables(model: random_model.Model) -> list[list[int]]:
-    return [list(view.table) for view in model.views("f32")]
-
-
-@pytest.fixture
-def poisoned_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fresh float tensors hold NaN, so what was never written shows."""
-    empty = torch.empty
-
-    def poison(*shape: Any, **options: Any) -> torch.Tensor:
-        tensor = empty(*shape, **options)
-        return tensor.fill_(float("nan")) if tensor.is_floating_point() else tensor
-
-    monkeypatch.setattr(torch, "empty", poison)
-
-
 PARTS = {
     "gelu": Parts(activation="gelu_tanh"),
     "ungated": Parts(gated=False),
@@ -307,123 +241,3 @@ def test_layers_that_name_a_rope_that_is_not_there_are_refused(triton_device: st
     pools = [DeviceBlocks.like(view.blocks, triton_device) for view in model.views("f32")]
     with pytest.raises(ValueError, match="RoPE table 1 of 1"):
         DeviceStep(model.weights, model.ropes[:1], pools, triton_device)
-
-
-class Conversations:
-    """Sequences of a model with windows and two pools, some of their K and V there already.
-
-    Attributes:
-        step: has the model, and a random past of each sequence in its pools.
-    """
-
-    SHAPE = random_model.Shape(2, 1, 32, hidden=64, intermediate=64, layers=2, window=6)
-    # Of each sequence, a table in each pool.
-    TABLES = ([[3], [1]], [[0], [4]], [[4], [0]], [[1, 6], [3, 5]], [[2], [2]])
-
-    def __init__(self, ranges: Sequence[tuple[int, int]], *, format: KVFormat, device: str) -> None:
-        """`ranges` are the positions of each one's span, the next it computes."""
-        model, rng = random_model.Model(self.SHAPE), np.random.default_rng(3)
-        sizes = {"layers": 1, "kv_heads": 1, "head_dim": 32}
-        self._hosts = [allocate(format=format, blocks=7, **sizes) for _ in range(2)]
-        for pool, host in enumerate(self._hosts):
-            poison(host)
-            for (start, _), tables in zip(ranges, self.TABLES, strict=False):
-                k, v = rng.standard_normal((2, start, 1, 32)).astype("f4")
-                append(host, tables[pool], 0, 0, k, v)
-        self._pools = [DeviceBlocks.like(host, device) for host in self._hosts]
-        self.step = DeviceStep(model.weights, model.ropes, self._pools, device)
-        self._tokens = [model.tokens[7 * number :] for number in range(len(ranges))]
-        self._ranges = ranges
-
-    def span(self, number: int) -> StepSpan:
-        """The next one of a sequence, with logits of all its tokens."""
-        return span(self.TABLES[number], self._tokens[number], *self._ranges[number])
-
-    def run(self, spans: Sequence[StepSpan]) -> list[tuple[np.ndarray, np.ndarray]]:
-        """States and logits of each, with what the cache held before any of them."""
-        for pool in self._pools:
-            pool.fetch(range(7))
-        result = self.step.run(spans)
-        assert result is not None
-        counts = ([len(each.tokens) for each in spans], [each.logit_rows for each in spans])
-        parts = (np.split(of, np.cumsum(n)) for of, n in zip(result, counts, strict=True))
-        *each, (nothing, none) = zip(*parts, strict=True)
-        assert nothing.size == none.size == 0
-        return each
-
-
-def near(ours: np.ndarray, theirs: np.ndarray, format: KVFormat) -> bool:
-    """As near as a token alone, with activations in float32, is to one with them in halves."""
-    assert ours.shape == theirs.shape
-    error = np.abs(ours - theirs).mean() / np.abs(theirs).mean()
-    return bool(error < (1.5e-2 if format == "int8" else 4e-3))
-
-
-@pytest.mark.parametrize("format", ["f32", "int8"])
-@pytest.mark.usefixtures("poisoned_tensors")
-def test_spans_give_what_each_gives_alone(
-    triton_device: str, monkeypatch: pytest.MonkeyPatch, format: KVFormat
-) -> None:
-    """Parts of three sequences, and next tokens of two, one of them in its second block.
-
-    The parts have the same bits, as products and attention have the same tiles and their keys are
-    too few to be split; a token alone goes through vector products. In the
-    interpreter they are only near: numpy's products depend on the rows on some processors.
-    """
-    ranges = [(0, 4), (8, 11), (5, 7), (130, 131), (3, 4)]
-    conversations = Conversations(ranges, format=format, device=triton_device)
-    numbers = (3, 1, 4, 0, 2)
-    spans = [conversations.span(number) for number in numbers]
-    expected = [conversations.run([each])[0] for each in spans]
-    spans[3] = replace(spans[3], logit_rows=2)
-    counts = counted(monkeypatch)
-    together = conversations.run(spans)
-    assert counts == Counter(linear=2 * 4, append_rotated=2, attend=2)
-    for each, found, (states, logits) in zip(spans, together, expected, strict=True):
-        last = logits[len(logits) - each.logit_rows :]
-        for ours, theirs in zip(found, (states, last), strict=True):
-            if len(each.tokens) > 1 and not interpreted():
-                np.testing.assert_array_equal(ours, theirs)
-            assert near(ours, theirs, format)
-
-
-def test_next_tokens_of_sequences_step_by_step(triton_device: str) -> None:
-    """More of them, then fewer, then others: nothing of the step before is left."""
-    ranges = [(1, 2), (70, 71), (6, 7), (140, 141)]
-    conversations = Conversations(ranges, format="f32", device=triton_device)
-    spans = [conversations.span(number) for number in range(4)]
-    alone = [conversations.run([each])[0] for each in spans]
-    for numbers in ((1, 3), (0, 1, 2, 3), (2, 0)):
-        together = conversations.run([spans[number] for number in numbers])
-        for number, found in zip(numbers, together, strict=True):
-            for ours, theirs in zip(found, alone[number], strict=True):
-                assert near(ours, theirs, "f32")
-
-
-def test_bad_spans_are_refused(triton_device: str) -> None:
-    """And the next call is as if they had not been there."""
-    ranges = [(2, 4), (1, 2)]
-    conversations = Conversations(ranges, format="f32", device=triton_device)
-    step, good = conversations.step, [conversations.span(0), conversations.span(1)]
-    expected = conversations.run(good)
-    half = MAX_ROWS // 2
-    long = replace(good[1], tables=[[0, 1, 2], [0, 1, 2]], tokens=[1] * (half + 1), logit_rows=0)
-    for wrong, words in (
-        ([], "0 spans"),
-        ([good[0], replace(good[1], tokens=[])], "0 tokens"),
-        ([good[0], replace(good[1], logit_rows=2)], "rows of logits"),
-        ([good[0], replace(good[1], logit_rows=-1)], "rows of logits"),
-        ([good[0], replace(good[1], tokens=[random_model.VOCABULARY])], "token id"),
-        ([good[0], replace(good[1], tables=[[1], [7]])], "block id"),
-        ([good[0], replace(good[1], tables=[[1], []])], "positions 1 to 2"),
-        ([good[0], replace(good[1], start=BLOCK)], "positions 128 to 129"),
-        ([good[0], replace(good[1], start=512)], "positions 512 to 513"),
-        ([good[0], replace(good[1], tables=[[1]])], "1 tables"),
-        ([long, long], "514 tokens; there is room for 1 to 512"),
-    ):
-        with pytest.raises(ValueError, match=words):
-            step.run(wrong)
-    with pytest.raises(ValueError, match="one token and row"):
-        step.best(good[0])
-    for ours, theirs in zip(conversations.run(good), expected, strict=True):
-        np.testing.assert_array_equal(np.concatenate(ours, 1), np.concatenate(theirs, 1))
