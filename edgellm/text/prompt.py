@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from edgellm.errors import TemplateError
-from edgellm.text.template import ChatTemplate
 from edgellm.text.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from edgellm.text.template import ChatTemplate
 
 # Private-use characters bracket the number of a part that the template must carry through as is.
 _OPEN, _CLOSE = "\ue0e0", "\ue0e1"
