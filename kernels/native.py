@@ -123,4 +123,11 @@ class Rope(ctypes.Structure):
 
 def address(array: NDArray[Any] | None) -> int | None:
     """Where an array's data lies; None is a null pointer."""
-    return None if array is None else array.ctypes.data
+    if array is None:
+        return None
+    try:
+        return ctypes.addressof(
+            ctypes.c_char.from_buffer(array.data)
+        )  # 1 us less than `array.ctypes`
+    except (TypeError, ValueError):  # it cannot be written, has gaps, or is empty
+        return int(array.ctypes.data)

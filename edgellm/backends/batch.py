@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import itertools
-from collections import Counter
 from collections.abc import Iterator, Mapping
 from collections.abc import Sequence as SequenceOf
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -63,13 +62,16 @@ def reserved(spans: SequenceOf[Span], *, windowed: bool = True) -> Iterator[None
     Raises:
         ContextOverflowError, CacheFullError: see `Sequence.reserve`.
     """
-    counts: Counter[Sequence] = Counter()
+    counts: dict[Sequence, int] = {}
     for span in spans:
-        counts[span.sequence] += len(span.tokens)
-    with ExitStack() as stack:
+        counts[span.sequence] = counts.get(span.sequence, 0) + len(span.tokens)
+    try:
         for sequence, count in counts.items():
-            stack.enter_context(sequence.reserved(count, windowed=windowed))
+            sequence.reserve(count, windowed=windowed)
         yield
+    finally:
+        for sequence in counts:
+            sequence.truncate(len(sequence))
 
 
 def step_span(span: Span) -> StepSpan:

@@ -9,12 +9,9 @@ from __future__ import annotations
 
 import hashlib
 import json
-import multiprocessing
 import os
 import shutil
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -116,6 +113,11 @@ def _intact(folder: Path) -> bool:
 
 def _compile_all(tasks: Sequence[_Task], progress: ProgressCallback | None) -> None:
     """One process after the other would pay for the compiler's start with every graph."""
+    # 12 ms that a load without an accelerator does not spend
+    import multiprocessing
+    from concurrent.futures import ProcessPoolExecutor
+    from concurrent.futures.process import BrokenProcessPool
+
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(1, mp_context=context, initializer=_print_to_stderr) as pool:
         for done, task in enumerate(tasks):

@@ -6,6 +6,7 @@ import hashlib
 import threading
 from functools import cached_property
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from edgellm.backends import thread_pool
 from edgellm.backends.backend import Backend
@@ -32,8 +33,10 @@ from edgellm.store import key_basis
 from edgellm.store.bundle import Bundle
 from edgellm.store.manifest import CHAT_TEMPLATE, PACKED
 from edgellm.text.json_schema import Grammars
-from edgellm.text.template import ChatTemplate
 from edgellm.text.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from edgellm.text.template import ChatTemplate
 
 
 class LoadedModel:
@@ -64,7 +67,6 @@ class LoadedModel:
         self.tokenizer = Tokenizer(
             bundle.path, bundle.manifest.tokenizer, rows=self.config.vocab_size
         )
-        self.template = _template(bundle, self.tokenizer)
         self.cache = self._make_cache()
         self.threads = _start_threads(options, self.selection, graphs=self.precisions != {PACKED})
         models = self._open_models(progress)
@@ -73,6 +75,21 @@ class LoadedModel:
         self.decoder = host if host is not None and not chunked else self.prefill
         native = None if chunked else models.steps.get(NATIVE)
         self.native_prefill = None if native is None else StepBackend(native, name=NATIVE)
+
+    @cached_property
+    def template(self) -> ChatTemplate | None:
+        """The chat template, if there is one.
+
+        Raises:
+            TemplateError: it is broken.
+        """
+        from edgellm.text.template import ChatTemplate  # Jinja's 30 ms are for those who chat
+
+        path = self.bundle.path / CHAT_TEMPLATE
+        if not path.exists():
+            return None
+        end = self.tokenizer.eos[0] if self.tokenizer.eos else None
+        return ChatTemplate(path.read_text(encoding="utf-8"), bos=self.tokenizer.bos, eos=end)
 
     @property
     def lock(self) -> threading.Lock:
@@ -211,11 +228,3 @@ def _cache_blocks(options: EngineOptions, ctx_size: int) -> int:
             f"`cache_size` is {options.cache_size}; it must hold one session of {ctx_size} tokens"
         )
     return pool_blocks(options.cache_size)
-
-
-def _template(bundle: Bundle, tokenizer: Tokenizer) -> ChatTemplate | None:
-    path = bundle.path / CHAT_TEMPLATE
-    if not path.exists():
-        return None
-    end = tokenizer.eos[0] if tokenizer.eos else None
-    return ChatTemplate(path.read_text(encoding="utf-8"), bos=tokenizer.bos, eos=end)

@@ -26,6 +26,8 @@ class Sampler:
     def __init__(self, options: GenerationOptions, *, banned: Sequence[int] = ()) -> None:
         self._options = options
         self._banned = list(banned)
+        changed = self._banned or options.logit_bias or _penalizes(options)
+        self._takes_best = options.temperature == 0 and not changed
         self._random = np.random.default_rng(options.seed)
 
     def sample(
@@ -43,10 +45,13 @@ class Sampler:
             OptionError: a biased token is not in the vocabulary, or nothing is left to choose.
         """
         options = self._options
-        if not math.isfinite(float(logits.max())):
+        place = int(logits.argmax())
+        if not math.isfinite(logits[place]):
             raise NumericError(
                 "the model's logits are not finite; the model file or a kernel is broken"
             )
+        if self._takes_best:
+            return place if ids is None else int(ids[place])
         scores = logits.copy()
         for token, bias in options.logit_bias.items():
             if not 0 <= token < scores.shape[0]:
@@ -57,19 +62,18 @@ class Sampler:
         scores[_places(self._banned, ids)] = -np.inf
         recent = _recent(tokens, options.repeat_last_n) if _penalizes(options) else ()
         apply_penalties(scores, _places(recent, ids), options)
-        if scores.max() == -math.inf:
+        best = int(scores.argmax())
+        if scores[best] == -math.inf:
             raise OptionError(
                 "no token is left to choose from: `logit_bias`, `ignore_eos` and the logit filter "
                 "rule out all of them"
             )
-        place = self._draw(scores)
+        place = best if options.temperature == 0 else self._draw(scores)
         return place if ids is None else int(ids[place])
 
     def _draw(self, scores: Floats) -> int:
-        """The place of the one that is taken."""
+        """The place of one that is drawn."""
         options = self._options
-        if options.temperature == 0:
-            return int(scores.argmax())
         places = top_k(scores, options.top_k)
         probabilities = softmax(scores[places])
         kept = keep_top_p(probabilities, options.top_p)
@@ -164,6 +168,6 @@ def _places(tokens: Sequence[int], ids: NDArray[np.intp] | None) -> Sequence[int
     if ids is None or not tokens:
         return tokens
     wanted = np.asarray(tokens)
-    places = np.searchsorted(ids, wanted).clip(max=len(ids) - 1)
+    places = np.minimum(ids.searchsorted(wanted), len(ids) - 1)
     there: list[int] = places[ids[places] == wanted].tolist()
     return there

@@ -6,12 +6,14 @@ import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from edgellm.errors import OptionError, TemplateError
-from edgellm.text.template import ChatTemplate, Scalar
 from edgellm.text.tokenizer import Tokenizer
 from edgellm.tool_use import Tool, ToolCall
+
+if TYPE_CHECKING:
+    from edgellm.text.template import ChatTemplate, Scalar
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 # Private-use characters bracket the number of a part that the template must carry through as is.

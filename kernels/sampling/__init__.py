@@ -35,13 +35,15 @@ class Logits:
 
     def log_probability(self, token: int) -> float:
         """The log-probability of a token that is among them."""
-        place = token if self.ids is None else int(np.searchsorted(self.ids, token))
+        place = token if self.ids is None else int(self.ids.searchsorted(token))
         return float(self.scores[place]) - self.log_sum_exp
 
     def best(self, count: int) -> dict[int, float]:
         """The log-probabilities of the `count` most likely tokens, from the first one on."""
-        places = top_k(self.scores, count) if count else ()
-        tokens = places if self.ids is None else self.ids[list(places)]
+        if count == 0:
+            return {}
+        places = top_k(self.scores, count)
+        tokens = places if self.ids is None else self.ids[places]
         return {int(token): self.log_probability(int(token)) for token in tokens}
 
 

@@ -13,17 +13,13 @@ inline void find_peaks(const float* scores, int64_t count, float* peaks) {
     }
 }
 
-// log(sum(exp(scores))), where the highest score is `top`.
-inline double log_sum_exp(const float* scores, int64_t count, float top) {
-    // a float sum of 50,000 terms would be off by 1e-4, so every 4,096 go into a double
-    double total = 0;
+// The sum of exp(score - top) over a part of the scores, none of which is above `top`. A float sum of all
+// 50,000 terms would be off by 1e-4, so those of parts are added as doubles.
+inline double sum_exp(const float* scores, int64_t count, float top) {
+    Vec sum = {};
     int64_t i = 0;
-    while (i + LANES <= count) {
-        const int64_t end = i + 4096 < count ? i + 4096 : count;
-        Vec sum = {};
-        for (; i + LANES <= end; i += LANES) sum += exp_negative(load(scores + i) - splat(top));
-        total += sum_of(sum);
-    }
+    for (; i + LANES <= count; i += LANES) sum += exp_negative(load(scores + i) - splat(top));
+    double total = sum_of(sum);
     for (; i < count; ++i) total += exp_negative(splat(scores[i] - top))[0];
-    return top + std::log(total);
+    return total;
 }

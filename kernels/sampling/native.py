@@ -18,7 +18,7 @@ class _Call(ctypes.Structure):
     """The same fields, in the same order, as in call.h."""
 
     _fields_ = [
-        *((name, ctypes.c_void_p) for name in ("logits", "wanted", "sums", "ids", "kept")),
+        *((name, ctypes.c_void_p) for name in ("logits", "kept", "sums", "ids")),
         *((name, ctypes.c_int64) for name in ("stride", "count", "most")),
         *((name, ctypes.c_int32) for name in ("rows", "threads")),
     ]
@@ -50,10 +50,12 @@ def candidates(
     if rows != len(wanted) or count < 1 or min(wanted, default=-1) < 0:
         raise ValueError(f"logits are {logits.shape}, and of each row are wanted {list(wanted)}")
     most = min(max(wanted), count)
-    k = np.minimum(wanted, most, dtype=np.int64)
-    sums, kept, ids = np.empty(rows), np.empty(rows, np.int64), np.empty((rows, most), np.int64)
+    kept, sums, ids = np.array(wanted, np.int64), np.empty(rows), np.empty((rows, most), np.int64)
     call = _Call(
-        *(address(array) for array in (logits, k, sums, ids, kept)),
+        address(logits),
+        address(kept),
+        address(sums),
+        address(ids),
         logits.strides[0] // logits.itemsize,
         count,
         most,
@@ -61,7 +63,4 @@ def candidates(
         threads,
     )
     library.edgellm_candidates(ctypes.byref(call))
-    return [
-        (total, ids[r, :n].astype(np.intp, copy=False))
-        for r, (total, n) in enumerate(zip(sums.tolist(), kept.tolist(), strict=True))
-    ]
+    return [(float(sums[r]), ids[r, : kept[r]]) for r in range(rows)]

@@ -179,6 +179,7 @@ assert "asyncio" not in sys.modules
 llm = edgellm.load({str(tiny.engine.bundle.path)!r})
 llm.generate("Hello", max_tokens=2)
 assert threading.active_count() == 1
+assert not {{"jinja2", "multiprocessing", "onnxruntime"}} & set(sys.modules)
 asyncio.run(llm.agenerate("Hello", max_tokens=2))
 event_loop = asyncio.new_event_loop()
 stream = llm.astream("Hello", max_tokens=400, ignore_eos=True)
