@@ -23,7 +23,14 @@ from edgellm.store.bundle import COSTS, Bundle, open_bundle
 def folder(tiny_model: Path, tmp_path: Path) -> str:
     from edgellm.export import export
 
-    export(tiny_model, tmp_path / "bundle", name="tiny", source=str(tiny_model))
+    export(
+        tiny_model,
+        tmp_path / "bundle",
+        name="tiny",
+        source=str(tiny_model),
+        # w8a8 or, where the processor's int8 products saturate, f32
+        precisions=("packed", "int4", "w8a8", "f32"),
+    )
     return str(tmp_path / "bundle")
 
 
