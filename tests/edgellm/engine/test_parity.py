@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from edgellm import GenerationOptions
+from edgellm.backends.int8_support import int8_products_are_exact
 from edgellm.engine.one_sequence import Hooks, compute_prompt, compute_tokens
 from edgellm.llm import LLM, load
 
@@ -185,7 +186,8 @@ def test_quantized_weights_agree_with_float_on_random_weights(
         prefill_logits(load(str(folder), **options), tokens)
         for options in ({"precision": "f32"}, {"precision": "w8a8"}, {})
     )
-    assert np.abs(exact - int8).max() < 0.1 * np.abs(exact).max()
+    if int8_products_are_exact():
+        assert np.abs(exact - int8).max() < 0.1 * np.abs(exact).max()
     assert np.abs(exact - int4).mean() < 0.2 * np.abs(exact).mean()
 
 
