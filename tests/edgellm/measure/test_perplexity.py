@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from edgellm import OptionError
+from edgellm.backends.int8_support import int8_products_are_exact
 from edgellm.llm import LLM, load
 from edgellm.measure.perplexity import perplexity
 
@@ -43,9 +44,10 @@ def test_two_windows_against_transformers(smollm2: Any, smollm2_gguf: Path) -> N
         ({"precision": "f32", "kv_format": "int8"}, "prefill", 3e-3),
         ({"precision": "f32", "kv_format": "f16"}, "prefill", 1e-3),
         ({"kv_format": "int4"}, "prefill", 1e-1),
-        ({"precision": "w8a8"}, "prefill", 1e-2),
         ({}, "decode", 2e-2),
     ]
+    if int8_products_are_exact():
+        bounds.append(({"precision": "w8a8"}, "prefill", 1e-2))
     for options, through, bound in bounds:
         engine = load(str(smollm2.path), **options).engine
         found = perplexity(engine, prose(), window=256, max_windows=2, through=through)
