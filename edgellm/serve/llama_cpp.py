@@ -12,7 +12,7 @@ from typing import Any
 from edgellm.generation_options import GenerationArguments
 from edgellm.serve import llama_cpp_metrics, llama_cpp_state, llama_cpp_text
 from edgellm.serve.ask import Ask, Infill
-from edgellm.serve.body import Fields
+from edgellm.serve.body import Fields, shown
 from edgellm.serve.endpoint import Answered, Call, Route
 from edgellm.serve.events import Begun
 from edgellm.serve.llama_cpp_answer import Shown, frames, result_object
@@ -22,7 +22,6 @@ from edgellm.serve.llama_cpp_fields import (
     generation_arguments,
     hard,
     logit_bias,
-    shown,
 )
 from edgellm.serve.llama_cpp_samplers import apply_samplers
 from edgellm.serve.llama_cpp_text import encode, model_id

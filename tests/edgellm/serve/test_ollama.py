@@ -244,6 +244,7 @@ def test_nothing_is_changed_over_http(client: ollama.Client) -> None:
         ("generate", {"prompt": "a", "options": {"stop": [""]}}, "`options.stop`"),
         ("generate", {"prompt": "a", "keep_alive": "soon"}, "`keep_alive`"),
         ("generate", {"prompt": "a", "keep_alive": True}, "`keep_alive`"),
+        ("generate", {"prompt": "a", "options": {"mirostat": 10**400}}, "`options.mirostat`"),
         ("generate", {"prompt": "a", "think": "much"}, "`think`"),
         ("generate", {"prompt": "a", "think": True}, "does not support thinking"),
         ("generate", {"prompt": "a", "stream": "yes"}, "`stream`"),
