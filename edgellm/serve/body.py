@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import math
 import re
 from collections.abc import Awaitable, Callable, Iterator, Mapping, MutableMapping, Sequence
 from typing import Any, NoReturn
@@ -19,6 +18,7 @@ MAX_DEPTH = 64
 MAX_STOPS = 64
 # Parsing less than this takes less than 3 ms.
 _LARGE = 1 << 18
+_JSON = json.JSONEncoder(ensure_ascii=False)
 _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 
 
@@ -93,9 +93,11 @@ def parse_fields(body: bytes) -> Fields:
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     values = dict(pairs)
     if len(values) < len(pairs):
-        keys = [key for key, _ in pairs]
-        twice = next(key for key in keys if keys.count(key) > 1)
-        raise RequestError("invalid_request", f"the body has the key {twice[:60]!r} twice")
+        seen: set[str] = set()
+        for key, _ in pairs:
+            if key in seen:
+                raise RequestError("invalid_request", f"the body has the key {key[:60]!r} twice")
+            seen.add(key)
     return values
 
 
@@ -189,7 +191,7 @@ class Fields:
         if value is None:
             return None
         right = isinstance(value, int | float) and not isinstance(value, bool)
-        if not right or not (math.isfinite(value) and low <= value <= high):
+        if not right or not low <= value <= high:
             raise self.wrong(name, f"a number from {low:g} to {high:g}")
         return float(value)
 
@@ -242,11 +244,20 @@ class Fields:
 
     def wrong(self, name: str, allowed: str) -> RequestError:
         """The error of a field that is something else."""
-        shown = json.dumps(self.get(name), ensure_ascii=False)
-        if len(shown) > 60:
-            shown = f"{shown[:57]}..."
         return RequestError(
             "invalid_request",
-            f"`{self.where}{name}` is {shown}; allowed is {allowed}",
+            f"`{self.where}{name}` is {shown(self.get(name))}; allowed is {allowed}",
             param=self.where + name,
         )
+
+
+def shown(value: Any) -> str:
+    """A value of a request as JSON, at most 60 characters; of a large one no more is written."""
+    text = ""
+    if isinstance(value, str):
+        value = value[:60]  # its quotes make it longer than that
+    for part in _JSON.iterencode(value):
+        text += part
+        if len(text) > 60:
+            return f"{text[:57]}..."
+    return text

@@ -21,8 +21,11 @@ from edgellm.serve.body import ClientGoneError, Fields, Receive, read_body, read
 from edgellm.serve.events import Begun, Client, Delta, End, Event
 from edgellm.serve.request_error import RequestError, request_error
 from edgellm.serve.streaming import JSON, Frame, Frames, Reply, Send, StreamReply, json_reply
+from edgellm.serve.together import together
 from edgellm.tool_use import ToolCall, joined_calls
 
+# Asks of one request that wait at once: the others of its prompts leave the queue to other clients.
+_MOST_WAITING = 4
 Scope = MutableMapping[str, Any]
 CLIENT = "edgellm.client"  # where the guard leaves it in an ASGI scope
 
@@ -102,18 +105,27 @@ class Call:
 
     async def answers(self, ask: Ask) -> tuple[Begun, list[Answered]]:
         """All of an ask's answers."""
-        answers = [Answered() for _ in range(ask.n)]
-        begun: Begun | None = None
-        async with aclosing(self.events(ask)) as events:
-            async for event in events:
+        (answers,) = await self.all_answers([ask])
+        return answers
+
+    def all_events(self, asks: Sequence[Ask]) -> AsyncGenerator[tuple[int, Event], None]:
+        """What comes of several asks, each event with the number of its ask."""
+        most_waiting = min(_MOST_WAITING, self.answering.options.max_waiting)
+        return together([self.events(ask) for ask in asks], most_waiting=most_waiting)
+
+    async def all_answers(self, asks: Sequence[Ask]) -> list[tuple[Begun, list[Answered]]]:
+        """All answers to each of several asks."""
+        answers = [[Answered() for _ in range(ask.n)] for ask in asks]
+        begun: dict[int, Begun] = {}
+        async with aclosing(self.all_events(asks)) as events:
+            async for number, event in events:
                 if isinstance(event, Begun):
-                    begun = event
+                    begun[number] = event
                 elif isinstance(event, Delta):
-                    answers[event.sample].deltas.append(event)
+                    answers[number][event.sample].deltas.append(event)
                 elif isinstance(event, End):
-                    answers[event.sample].end = event
-        assert begun is not None
-        return begun, answers
+                    answers[number][event.sample].end = event
+        return [(begun[number], of_one) for number, of_one in enumerate(answers)]
 
     def stream(self, frames: Frames, *, format: Literal["sse", "lines"] = "sse") -> StreamReply:
         """A stream of frames, within the server's limits."""

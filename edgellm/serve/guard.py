@@ -26,9 +26,9 @@ ASGI = Callable[[Scope, Receive, Send], Awaitable[None]]
 # What everybody may read: whether the server is up, and the page, which asks for a key itself.
 PUBLIC = ("/", "/health", "/v1/health")
 _LOCAL_SUFFIXES = (".localhost", ".local", ".internal")
+_HEADERS = "Authorization, Content-Type, X-Api-Key"
 _PREFLIGHT = {
     "access-control-allow-methods": "GET, POST, DELETE, OPTIONS",
-    "access-control-allow-headers": "Authorization, Content-Type, X-Api-Key",
     "access-control-max-age": "600",
 }
 
@@ -55,6 +55,7 @@ class Guard:
         headers = {key.decode("latin-1"): v.decode("latin-1") for key, v in scope["headers"]}
         origin = headers.get("origin")
         shared = self._cors(origin)
+        asked = headers.get("access-control-request-headers", "")
 
         async def sending(message: dict[str, object]) -> None:
             if message["type"] == "http.response.start" and shared:
@@ -66,7 +67,7 @@ class Guard:
         try:
             self._check(scope, headers)
             if scope["method"] == "OPTIONS" and shared:
-                reply = BodyReply(b"", "text/plain", 204, _PREFLIGHT)
+                reply = BodyReply(b"", "text/plain", 204, _preflight(asked))
             else:
                 scope[CLIENT] = self._client(scope, headers)
                 return await self._app(scope, receive, sending)  # type: ignore[arg-type]
@@ -83,15 +84,14 @@ class Guard:
                 f"the Host {host[:100]!r} is not this machine; `--allow-host` allows it",
             )
         origin = headers.get("origin")
-        allowed = origin is not None and origin in options.allowed_origins
-        if origin is not None and not (allowed or _is_local_origin(origin)):
+        if origin is not None and not (self._may_read(origin) or self._is_same(origin, host)):
             raise RequestError(
                 "permission",
                 f"pages of {origin[:100]!r} may not call this server; `--allow-origin` allows it",
             )
         site = headers.get("sec-fetch-site")
         page = scope["path"] in PUBLIC and scope["method"] in ("GET", "HEAD")
-        if site == "cross-site" and not (allowed or page):
+        if site == "cross-site" and origin is None and not page:
             raise RequestError("permission", "other sites may not call this server")
         if scope["method"] == "POST" and (origin is not None or site is not None):
             media_type = headers.get("content-type", "").partition(";")[0].strip().lower()
@@ -119,9 +119,21 @@ class Guard:
             return False
         return address.is_loopback or address.is_private
 
+    def _may_read(self, origin: str) -> bool:
+        """Whether pages of an origin may read answers: those of this machine and allowed ones."""
+        return origin in self._options.allowed_origins or _is_local_origin(origin)
+
+    def _is_same(self, origin: str, host: str) -> bool:
+        """Whether an origin is this server itself. A `Host` that is not this machine's proves
+        nothing, also where it is not checked otherwise: a page whose name was made to point here
+        sends its own in both."""
+        return origin.lower() in (f"http://{host}".lower(), f"https://{host}".lower()) and (
+            self._is_own(host)
+        )
+
     def _cors(self, origin: str | None) -> dict[str, str]:
-        """What lets a page read the answer, if that was allowed."""
-        if origin is None or origin not in self._options.allowed_origins:
+        """What lets a page read the answer, if it may."""
+        if origin is None or not self._may_read(origin):
             return {}
         return {"access-control-allow-origin": origin, "vary": "Origin"}
 
@@ -149,6 +161,12 @@ class Guard:
                 code="invalid_api_key",
             )
         return Client(salt=matches[0].hex() if len(self._digests) > 1 else "")
+
+
+def _preflight(asked: str) -> dict[str, str]:
+    """What a page may send: the headers that it asks for, of which clients have ever new ones."""
+    names = asked if asked.isascii() and asked.isprintable() else ""
+    return {**_PREFLIGHT, "access-control-allow-headers": names or _HEADERS}
 
 
 def _digest(key: str) -> bytes:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 from collections.abc import Sequence
 from contextlib import aclosing
@@ -12,9 +11,8 @@ from typing import Any
 from edgellm.generation_options import GenerationArguments
 from edgellm.serve import llama_cpp_metrics, llama_cpp_state, llama_cpp_text
 from edgellm.serve.ask import Ask, Infill
-from edgellm.serve.body import Fields
-from edgellm.serve.endpoint import Answered, Call, Route
-from edgellm.serve.events import Begun
+from edgellm.serve.body import Fields, shown
+from edgellm.serve.endpoint import Call, Route
 from edgellm.serve.llama_cpp_answer import Shown, frames, result_object
 from edgellm.serve.llama_cpp_fields import (
     INT32_MAX,
@@ -22,7 +20,6 @@ from edgellm.serve.llama_cpp_fields import (
     generation_arguments,
     hard,
     logit_bias,
-    shown,
 )
 from edgellm.serve.llama_cpp_samplers import apply_samplers
 from edgellm.serve.llama_cpp_text import encode, model_id
@@ -106,25 +103,11 @@ async def _wanted(call: Call, fields: Fields, model: str) -> _Wanted:
 async def _answer(call: Call, wanted: _Wanted) -> Reply:
     if wanted.stream:
         return call.stream(_all_frames(call, wanted))
-    async with asyncio.TaskGroup() as tasks:
-        answers = [tasks.create_task(_caught(call, ask)) for ask in wanted.asks]
     results: list[dict[str, Any]] = []
-    for task in answers:
-        outcome = task.result()
-        if isinstance(outcome, RequestError):
-            raise outcome
-        begun, samples = outcome
+    for begun, samples in await call.all_answers(wanted.asks):
         for answer in samples:
             results.append(result_object(begun, answer, wanted.shown, index=len(results)))
     return json_reply(results[0] if len(results) == 1 else results)
-
-
-async def _caught(call: Call, ask: Ask) -> tuple[Begun, list[Answered]] | RequestError:
-    """The answers, or what is wrong with the ask."""
-    try:
-        return await call.answers(ask)
-    except RequestError as error:
-        return error
 
 
 async def _all_frames(call: Call, wanted: _Wanted) -> Frames:

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from edgellm.generation_options import GenerationArguments
-from edgellm.serve.body import MAX_STOPS, Fields
+from edgellm.serve.body import MAX_STOPS, Fields, shown
 from edgellm.serve.request_error import RequestError
 
 INT32_MAX = 2**31 - 1
@@ -206,9 +206,3 @@ def unsupported(name: str, advice: str = "") -> RequestError:
 
 def field_error(name: str, message: str) -> RequestError:
     return RequestError("invalid_request", f"Field '{name}': {message}", param=name)
-
-
-def shown(value: object) -> str:
-    """A value of a request, cut short."""
-    text = repr(value)
-    return text if len(text) <= 60 else f"{text[:57]}..."

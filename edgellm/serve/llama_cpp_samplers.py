@@ -9,8 +9,8 @@ from __future__ import annotations
 from typing import Any
 
 from edgellm.generation_options import GenerationArguments
-from edgellm.serve.body import Fields
-from edgellm.serve.llama_cpp_fields import field_error, shown
+from edgellm.serve.body import Fields, shown
+from edgellm.serve.llama_cpp_fields import field_error
 
 # llama.cpp's names, and the one-letter ones.
 _LETTERS = {

@@ -9,9 +9,9 @@ from typing import Any
 from edgellm.llm import LLM
 from edgellm.serve.ask import Ask
 from edgellm.serve.asked_prompt import asked_prompt
-from edgellm.serve.body import Fields
+from edgellm.serve.body import Fields, shown
 from edgellm.serve.endpoint import Call, Route
-from edgellm.serve.llama_cpp_fields import INT32_MAX, field_error, shown
+from edgellm.serve.llama_cpp_fields import INT32_MAX, field_error
 from edgellm.serve.openai_messages import read_conversation
 from edgellm.serve.streaming import Reply, json_reply
 from edgellm.text.tokenizer import Tokenizer

@@ -173,8 +173,19 @@ class ModelPool:
             slot.used_at = time.monotonic()
 
     def put(self, id: str, llm: LLM) -> None:
-        """Have a model that was loaded already."""
-        slot = self._slots[id]
+        """Have a model that was loaded already.
+
+        Raises:
+            OptionError: it needs more than all may.
+        """
+        slot, limit = self._slots[id], self._memory_limit_bytes
+        if limit is not None:
+            slot.bytes = slot.model.needed_bytes()
+            if slot.bytes > limit:
+                raise OptionError(
+                    f"`memory_limit_bytes` is {limit}, but the model {id!r} needs about "
+                    f"{slot.bytes}; raise it or load a smaller one"
+                )
         slot.llm, slot.used_at = llm, time.monotonic()
 
     async def start(self) -> None:
@@ -260,6 +271,7 @@ class ModelPool:
             _log.info("unloading %s", slot.model.id)
             slot.llm.close()
             slot.llm = None
+        slot.keep_s = None
 
     async def unload(self, id: str) -> bool:
         """Unload a model that nobody uses now; whether that was so."""
@@ -269,9 +281,10 @@ class ModelPool:
         self._unload(slot)
         return True
 
-    def keep(self, name: str | None, seconds: float) -> None:
+    def keep(self, name: str | None, seconds: float | None) -> None:
         """Unload a model when nobody has used it for so long, instead of after `idle_unload_s`;
-        infinite: never. It still makes room for others.
+        infinite: never; None: as all models again. It still makes room for others. This holds until
+        it is unloaded.
 
         Raises:
             RequestError: there is none of that name.

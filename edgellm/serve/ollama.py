@@ -151,8 +151,7 @@ async def _load(call: Call, asked: _Asked) -> Reply:
 
 
 def _keep(call: Call, asked: _Asked) -> None:
-    if asked.keep_alive_s is not None:
-        call.answering.pool.keep(asked.model, asked.keep_alive_s)
+    call.answering.pool.keep(asked.model, asked.keep_alive_s)
 
 
 async def _answer(call: Call, asked: _Asked, prompt: AskedPrompt) -> Reply:

@@ -58,8 +58,7 @@ async def _embedded(call: Call, fields: Fields, texts: Sequence[str]) -> Embeddi
         async with pool.use(model):
             return Embeddings(pool.resolve(model), [], [])
     finally:
-        if keep_alive_s is not None:
-            pool.keep(model, keep_alive_s)
+        pool.keep(model, keep_alive_s)
 
 
 async def _truncated(call: Call, model: str | None, texts: Sequence[str]) -> list[tuple[int, ...]]:

@@ -54,7 +54,7 @@ async def show(call: Call) -> Reply:
     fields = await call.fields()
     name = fields.text("model") or fields.text("name")
     async with call.answering.pool.use(name) as llm:
-        described = await asyncio.to_thread(_described, llm)
+        described = await asyncio.to_thread(_described, llm, call.answering.pool.resolve(name))
     pool = call.answering.pool
     return json_reply(
         {
@@ -148,12 +148,12 @@ def _rounded(count: int) -> str:
     return str(count)
 
 
-def _described(llm: LLM) -> dict[str, Any]:
+def _described(llm: LLM, id: str) -> dict[str, Any]:
     engine, config = llm.engine, llm.engine.config
     family, template = config.model_type, engine.template
     options = llm.generation_options()
     return {
-        "modelfile": f"FROM {llm.name}\n",
+        "modelfile": f"FROM {id}\n",
         "parameters": "".join(
             f"{name} {getattr(options, name)}\n"
             for name in ("temperature", "top_k", "top_p", "min_p", "repeat_penalty")

@@ -29,7 +29,7 @@ def generation_arguments(fields: Fields) -> GenerationArguments:
     """
     options = fields.object("options") or Fields({}, "options.")
     for name, off in _ABSENT.items():
-        value = options.number(name, -math.inf, math.inf) if name in options else None
+        value = options.number(name, -_LARGEST, _LARGEST) if name in options else None
         if value not in (None, *off):
             raise options.wrong(name, f"{off[-1]}: there is no such sampler here")
     arguments = sampling_arguments(options)

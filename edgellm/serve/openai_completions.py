@@ -13,14 +13,13 @@ from edgellm.generation_options import GenerationArguments
 from edgellm.results import Piece, Stats
 from edgellm.serve.ask import Ask, AskedPrompt, Infill
 from edgellm.serve.body import Fields
-from edgellm.serve.endpoint import Answered, Call, Route
-from edgellm.serve.events import Begun, Delta, End, Event, PromptProgress
+from edgellm.serve.endpoint import Call, Route
+from edgellm.serve.events import Begun, Delta, Event, PromptProgress
 from edgellm.serve.logprobs import completion_logprobs
 from edgellm.serve.openai_chat import read_schema
 from edgellm.serve.openai_sampling import max_tokens, sampling_arguments
 from edgellm.serve.request_error import RequestError
 from edgellm.serve.streaming import Comment, Frame, Frames, Reply, json_reply
-from edgellm.serve.together import together
 from edgellm.serve.usage import finish_reason, placement, timings, usage
 from edgellm.text.fim import Gap
 
@@ -33,7 +32,7 @@ async def completions(call: Call) -> Reply:
     fields = await call.fields()
     asked = read_completion(fields, max_n=call.answering.options.max_n)
     if fields.flag("stream"):
-        return call.stream(completion_frames([call.events(ask) for ask in asked.asks], asked))
+        return call.stream(completion_frames(call.all_events(asked.asks), asked))
     return json_reply(await _whole(call, asked))
 
 
@@ -126,25 +125,17 @@ def _gap(fields: Fields, prompt: AskedPrompt, suffix: str) -> Infill:
 
 
 async def _whole(call: Call, asked: AskedCompletion) -> dict[str, Any]:
-    answers = [[Answered() for _ in range(ask.n)] for ask in asked.asks]
-    begun: dict[int, Begun] = {}
-    async with aclosing(together([call.events(ask) for ask in asked.asks])) as events:
-        async for number, event in events:
-            if isinstance(event, Begun):
-                begun[number] = event
-            elif isinstance(event, Delta):
-                answers[number][event.sample].deltas.append(event)
-            elif isinstance(event, End):
-                answers[number][event.sample].end = event
-    stats = [[answer.stats for answer in of_one] for of_one in answers]
-    flat = [answer for of_one in answers for answer in of_one]
-    return _Identity(begun[0].model).object(
+    answers = await call.all_answers(asked.asks)
+    begun, _ = answers[0]
+    stats = [[answer.stats for answer in of_one] for _, of_one in answers]
+    flat = [answer for _, of_one in answers for answer in of_one]
+    return _Identity(begun.model).object(
         [
             _choice(
                 index,
                 answer.text,
                 finish_reason(answer.finish_reason),
-                _logprobs(begun[0], answer.pieces, asked),
+                _logprobs(begun, answer.pieces, asked),
             )
             for index, answer in enumerate(flat)
         ],
@@ -200,14 +191,14 @@ class _Identity:
 
 
 async def completion_frames(
-    streams: Sequence[AsyncGenerator[Event, None]], asked: AskedCompletion
+    events: AsyncGenerator[tuple[int, Event], None], asked: AskedCompletion
 ) -> Frames:
     """The events of all asks as chunks."""
     identity: _Identity | None = None
     begun: dict[int, Begun] = {}
-    stats: list[list[Stats]] = [[] for _ in streams]
+    stats: list[list[Stats]] = [[] for _ in asked.asks]
     shown: dict[int, int] = {}  # characters of each choice's text
-    async with aclosing(together(streams)) as events:
+    async with aclosing(events):
         async for number, event in events:
             if isinstance(event, Begun):
                 begun[number] = event

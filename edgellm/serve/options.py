@@ -42,7 +42,7 @@ class ServeOptions:
         insecure: listen at an address that others can reach without keys.
         allowed_hosts: names that a request may give as `Host`, beside those of this machine.
         allowed_origins: web pages (`https://app.example`) that may call the server and read its
-            answers (CORS), beside programs and pages of this machine, which may call it.
+            answers (CORS), beside programs and pages of this machine (`http://localhost:3000`).
         max_body_bytes: of a request.
         read_timeout_s: in which headers and body of a request have to be there.
         write_timeout_s: in which a client has to read on; then its answer is ended.

@@ -6,27 +6,40 @@ import asyncio
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 
-from edgellm.serve.events import Event
+from edgellm.serve.events import Delta, End, Event
 
 
 async def together(
-    streams: Sequence[AsyncGenerator[Event, None]],
+    streams: Sequence[AsyncGenerator[Event, None]], *, most_waiting: int
 ) -> AsyncGenerator[tuple[int, Event], None]:
     """The events of all streams as they come, each with the number of its stream.
 
     When one fails, so does this, and the others are withdrawn.
+
+    Args:
+        most_waiting: streams that are begun and have nothing of an answer yet; the others are
+            begun when one of these has, so that a request of many prompts finds room in the queue.
     """
+    may_wait = asyncio.Semaphore(most_waiting)
     queue: asyncio.Queue[tuple[int, Event] | Exception | None] = asyncio.Queue(maxsize=1)
 
     async def forward(number: int, stream: AsyncGenerator[Event, None]) -> None:
+        await may_wait.acquire()
+        waits = True
         try:
             async with aclosing(stream):
                 async for event in stream:
+                    if waits and isinstance(event, Delta | End):
+                        may_wait.release()
+                        waits = False
                     await queue.put((number, event))
         except Exception as error:
             await queue.put(error)
         else:
             await queue.put(None)
+        finally:
+            if waits:
+                may_wait.release()
 
     tasks = [asyncio.create_task(forward(i, stream)) for i, stream in enumerate(streams)]
     try:

@@ -8,6 +8,8 @@ from typing import Any
 import pytest
 from serving import Running
 
+from edgellm.serve.body import parse_fields, shown
+from edgellm.serve.request_error import RequestError
 from edgellm.text.tokenizer import Tokenizer
 
 PATH = "/v1/chat/completions"
@@ -87,6 +89,7 @@ WRONG: list[tuple[str, Any]] = [
     ("temperature", -1),
     ("temperature", "hot"),
     ("temperature", 1e400),
+    ("temperature", 10**400),
     ("temperature", [1]),
     ("top_p", 1.1),
     ("top_p", -0.1),
@@ -200,6 +203,41 @@ def test_megabytes_are_refused_without_a_look_at_their_tokens(
         assert reply.status_code == 400
         assert reply.json()["error"]["code"] == "context_length_exceeded"
     assert max(encoded, default=0) < 1 << 20
+
+
+def test_a_key_that_is_there_twice_among_many() -> None:
+    """It is found in one pass: this took minutes."""
+    keys = [f'"{number}": 0' for number in range(100_000)]
+    with pytest.raises(RequestError, match="the key '99999' twice"):
+        parse_fields(f"{{{', '.join(keys)}, {keys[-1]}}}".encode())
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (None, "null"),
+        ([1, "ä"], '[1, "ä"]'),
+        ("x" * 58, f'"{"x" * 58}"'),
+        ("x" * 59, f'"{"x" * 56}...'),
+        ([0] * 100, f"[{'0, ' * 18}0,..."),
+    ],
+)
+def test_values_in_errors_are_cut(value: object, text: str) -> None:
+    assert shown(value) == text
+
+
+def test_only_what_is_shown_of_a_value_is_written() -> None:
+    class Counted(dict[str, int]):
+        read = 0
+
+        def items(self) -> Any:
+            for item in super().items():
+                self.read += 1
+                yield item
+
+    value = Counted({str(number): number for number in range(1000)})
+    assert len(shown(value)) == 60
+    assert value.read < 40
 
 
 def test_paths_and_methods(server: Running) -> None:

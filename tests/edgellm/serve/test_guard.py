@@ -125,6 +125,7 @@ def test_hosts_and_origins_can_be_allowed(serving: Callable[..., Running]) -> No
         ({"Origin": "file://"}, 403),
         ({"Origin": "http://[::1"}, 403),
         ({"Sec-Fetch-Site": "cross-site"}, 403),
+        ({"Origin": "http://localhost:3000", "Sec-Fetch-Site": "cross-site"}, 200),
         ({"Sec-Fetch-Site": "same-origin"}, 200),
         ({"Sec-Fetch-Mode": "cors"}, 200),  # node sends it
     ],
@@ -132,9 +133,60 @@ def test_hosts_and_origins_can_be_allowed(serving: Callable[..., Running]) -> No
 def test_origins(server: Running, headers: dict[str, str], status: int) -> None:
     reply = server.post(PATH, CHAT, headers=headers)
     assert reply.status_code == status
-    assert "access-control-allow-origin" not in reply.headers  # nobody asked for CORS
+    shared = headers.get("Origin") if status == 200 else None
+    assert reply.headers.get("access-control-allow-origin") == shared
     if status == 403:
         assert server.answering.metrics.waiting == 0
+
+
+SAME = [
+    ("192.168.1.5:8080", "http://192.168.1.5:8080", 200),
+    ("box.local", "https://box.local", 200),
+    ("me.example", "https://ME.example", 200),
+    ("192.168.1.5:8080", "http://192.168.1.5:3000", 403),
+    ("192.168.1.5:8080", "http://192.168.1.6:8080", 403),
+    ("192.168.1.5:8080", "ftp://192.168.1.5:8080", 403),
+    ("attacker.example", "http://attacker.example", 403),
+    ("", "http://", 403),
+]
+
+
+@pytest.mark.parametrize("others_reach_it", [False, True])
+def test_the_page_of_this_server_may_call_it(
+    serving: Callable[..., Running], others_reach_it: bool
+) -> None:
+    """But no page whose name was made to point here, also where `Host` is not checked."""
+    server = serving(
+        allowed_hosts=("me.example",),
+        insecure=others_reach_it,
+        host="0.0.0.0" if others_reach_it else "127.0.0.1",
+    )
+    for host, origin, status in SAME:
+        headers = {"Host": host, "Origin": origin, "Sec-Fetch-Site": "same-origin"}
+        assert server.post(PATH, CHAT, headers=headers).status_code == status, (host, origin)
+    if others_reach_it:
+        assert server.get("/v1/models", headers={"Host": "any.example"}).status_code == 200
+
+
+@pytest.mark.parametrize("origin", ["http://localhost:3000", "https://app.example"])
+def test_preflights_allow_the_headers_that_are_asked_for(
+    serving: Callable[..., Running], origin: str
+) -> None:
+    server = serving(allowed_origins=("https://app.example",))
+    names = "anthropic-version,content-type,x-stainless-lang"
+    headers = {"Origin": origin, "Access-Control-Request-Method": "POST"}
+    with server.client() as client:
+        usual = client.options(PATH, headers=headers)
+        asked = client.options(PATH, headers={**headers, "Access-Control-Request-Headers": names})
+        foreign = client.options(
+            PATH, headers={"Origin": "https://e.example", "Access-Control-Request-Headers": names}
+        )
+    assert usual.status_code == asked.status_code == 204
+    assert asked.headers["access-control-allow-origin"] == origin
+    assert "Content-Type" in usual.headers["access-control-allow-headers"]
+    assert asked.headers["access-control-allow-headers"] == names
+    assert foreign.status_code == 403
+    assert "access-control-allow-headers" not in foreign.headers
 
 
 def test_a_browser_has_to_say_that_it_is_json(server: Running) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -102,6 +103,36 @@ def test_a_model_larger_than_the_limit(loads: Loads) -> None:
         asyncio.run(use(pool, "a"))
     assert raised.value.status == 400
     assert loads.done == []
+
+
+def test_a_model_that_was_loaded_already_counts(loads: Loads) -> None:
+    pool = ModelPool([loads.model("a"), loads.model("b")], memory_limit_bytes=150)
+
+    async def asking() -> None:
+        pool.put("a", loads.model("a").open())
+        async with pool.use("a"):
+            with pytest.raises(RequestError, match="other models are in use"):
+                await use(pool, "b")
+        await use(pool, "b")
+        assert list(pool.loaded()) == ["b"]
+
+    asyncio.run(asking())
+    small = ModelPool([loads.model("a")], memory_limit_bytes=50)
+    with pytest.raises(OptionError, match="needs about 100"):
+        small.put("a", loads.model("a").open())
+
+
+def test_how_long_a_model_is_kept_is_forgotten_with_it(loads: Loads) -> None:
+    pool = ModelPool([loads.model("a")])
+
+    async def asking() -> None:
+        await use(pool, "a")
+        pool.keep("a", 0)
+        assert pool.loaded() == {}
+        await use(pool, "a")
+        assert pool.unloads_in("a") == math.inf
+
+    asyncio.run(asking())
 
 
 def test_no_memory_beside_idle_models(loads: Loads) -> None:

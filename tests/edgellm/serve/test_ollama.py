@@ -193,6 +193,14 @@ def test_models_are_loaded_and_unloaded(server: Running, client: ollama.Client) 
     (loaded,) = client.ps().models
     assert loaded.expires_at is not None
     assert loaded.expires_at.year == 9999
+    client.generate(model="tiny", prompt="a", keep_alive="5m", options=OPTIONS)
+    assert pool.unloads_in("tiny") <= 300
+    client.generate(model="tiny", prompt="a", options=OPTIONS)  # as the server has it again
+    assert pool.unloads_in("tiny") == float("inf")
+
+
+def test_a_description_names_the_model_as_clients_do(client: ollama.Client) -> None:
+    assert client.show("tiny").modelfile == "FROM tiny\n"
 
 
 def test_gaps_need_a_model_for_them(client: ollama.Client) -> None:
@@ -244,6 +252,7 @@ def test_nothing_is_changed_over_http(client: ollama.Client) -> None:
         ("generate", {"prompt": "a", "options": {"stop": [""]}}, "`options.stop`"),
         ("generate", {"prompt": "a", "keep_alive": "soon"}, "`keep_alive`"),
         ("generate", {"prompt": "a", "keep_alive": True}, "`keep_alive`"),
+        ("generate", {"prompt": "a", "options": {"mirostat": 10**400}}, "`options.mirostat`"),
         ("generate", {"prompt": "a", "think": "much"}, "`think`"),
         ("generate", {"prompt": "a", "think": True}, "does not support thinking"),
         ("generate", {"prompt": "a", "stream": "yes"}, "`stream`"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +43,18 @@ def test_lists_of_prompts(server: Running, client: openai.OpenAI) -> None:
         for choice in chunk.choices:
             texts[choice.index] += choice.text
     assert texts == [choice.text for choice in reply.choices]
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/completion"])
+def test_more_prompts_than_may_wait(serving: Callable[..., Running], path: str) -> None:
+    """They are begun one after the other, and none is refused."""
+    server = serving(max_waiting=2)
+    body = {"prompt": [f"{number} and" for number in range(9)], "max_tokens": 2, "seed": 1}
+    reply = server.post(path, body)
+    assert reply.status_code == 200, reply.text
+    answers = reply.json()
+    assert len(answers["choices"] if path == "/v1/completions" else answers) == 9
+    assert server.answering.metrics.rejected["requests"] == 0
 
 
 def test_token_ids(server: Running, client: openai.OpenAI) -> None:
