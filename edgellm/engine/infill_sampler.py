@@ -17,7 +17,7 @@ from edgellm.generation_options import GenerationOptions
 from edgellm.kernels.sampling import top_k
 from edgellm.text.tokenizer import Tokenizer
 
-# Candidates at most: they are decoded and compared in pairs, which takes 5 ms for so many.
+# Candidates at most: they are decoded and compared in pairs, which takes 12 ms for so many.
 _MOST_CANDIDATES = 256
 # Tokens that go on with the text and are less probable than this are left out.
 _LEAST = 0.2

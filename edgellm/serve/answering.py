@@ -19,7 +19,13 @@ from edgellm.engine.embedding import embeddings
 from edgellm.engine.samples import SamplePieces, sample_pieces
 from edgellm.progress import Progress
 from edgellm.serve.ask import Ask
-from edgellm.serve.asked_prompt import asked_prompt, check_size, continued, too_long
+from edgellm.serve.asked_prompt import (
+    asked_prompt,
+    check_begin,
+    check_size,
+    continued,
+    too_long,
+)
 from edgellm.serve.events import Begun, Client, Delta, Embeddings, End, Event, PromptProgress
 from edgellm.serve.metrics import Metrics
 from edgellm.serve.queue_limits import Counted, QueueLimits
@@ -128,6 +134,7 @@ class Answering:
         tokens, options = prompt.tokens, self._limited(prompt.options, arrival)
         if options.context_policy == "error" and len(tokens) > engine.ctx_size:
             raise too_long(len(tokens), engine.ctx_size)
+        check_begin(engine, tokens, options)
         yield Begun(model, tuple(tokens), options, engine)
         if ask.infill_sampler:  # which has cut by these already
             options = replace(options, top_p=1.0, min_p=0.0)

@@ -136,4 +136,4 @@ async def _no_route(request: Request, error: Exception) -> Response:
     return Response(reply.body, reply.status, headers, reply.media_type)
 
 
-__all__ = ["DIALECTS", "OPENAI", "Route", "create_app"]
+__all__ = ["DIALECTS", "OPENAI", "create_app"]
