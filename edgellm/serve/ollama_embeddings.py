@@ -76,7 +76,10 @@ async def _truncated(call: Call, model: str | None, texts: Sequence[str]) -> lis
         room = llm.ctx_size - (call.answering.options.pooling == "last")  # for the end token
 
         def tokens() -> list[tuple[int, ...]]:
-            encoded = (continued(llm.engine, text, parse_special=False) for text in texts)
+            # twice as much as a context holds if all tokens are the longest one: the tokens of
+            # megabytes take seconds
+            most = 2 * llm.ctx_size * max(map(len, llm.engine.tokenizer.vocabulary))
+            encoded = (continued(llm.engine, text[:most], parse_special=False) for text in texts)
             return [tuple(ids[:room]) for ids in encoded]
 
         return await asyncio.to_thread(tokens)
