@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -16,16 +17,17 @@ from edgellm.generation_options import GenerationArguments
 from edgellm.results import Piece
 from edgellm.text.answer_parser import AnswerDelta, AnswerParser
 from edgellm.text.generic_tools import generic_format, in_words
-from edgellm.text.json_schema import GrammarFilter
+from edgellm.text.json_schema import GrammarFilter, JsonFilter
 from edgellm.text.prompt import Message, encode_conversation
 from edgellm.text.template import ChatTemplate, Scalar
 from edgellm.text.tokenizer import Tokenizer
 from edgellm.text.tool_format import AnswerFormat
-from edgellm.text.tool_grammar import tool_grammar
+from edgellm.text.tool_grammar import schema_grammar, tool_grammar
 from edgellm.tool_use import Tool, ToolArguments, ToolChoice, checked_choice, checked_tools
 
 # Tokens at a prompt's end in which the beginning of the reasoning is looked for.
 _TAIL = 32
+_SCHEMA = "the JSON schema"
 _SCHEMAS = "the tools' parameters"  # in messages
 
 
@@ -118,7 +120,8 @@ def chat_prompt(
     """The prompt for a conversation, and how the answer is read.
 
     Args:
-        logit_filter: the caller's own, applied besides.
+        logit_filter: the caller's own, applied besides; a JSON schema holds what is behind the
+            reasoning that the prompt has begun, and no answer that may be a call.
         continue_last: see `encode_conversation`.
 
     Raises:
@@ -130,7 +133,10 @@ def chat_prompt(
         encode_conversation(messages, None, tokenizer)
         raise AssertionError("unreachable")
     form = template.answer_format
-    generic = bool(options.tools) and not (template.traits.takes_tools and form.calls)
+    takes_tools = bool(template.traits.takes_tools and form.calls)
+    # tools that this answer may not call are described only for the calls that were made
+    wanted = options.callable_tools or any(m.tool_calls or m.role == "tool" for m in messages)
+    generic = bool(options.tools and wanted) and not takes_tools
     if generic:
         if options.tool_choice == "auto":
             raise _no_tools(template)
@@ -139,7 +145,7 @@ def chat_prompt(
         messages,
         template,
         tokenizer,
-        tools=() if generic else options.tools,
+        tools=options.tools if takes_tools else (),
         template_arguments=options.template_arguments,
         continue_last=continue_last,
     )
@@ -157,6 +163,8 @@ def chat_prompt(
         in_reasoning=marks is not None and tail.endswith(marks.open),
         short_ids=template.traits.short_ids,
     )
+    if isinstance(logit_filter, JsonFilter):
+        return replace(prompt, logit_filter=_schema_filter(engine, prompt, logit_filter))
     if not prompt.tools:
         return prompt
     grammar = tool_grammar(
@@ -170,6 +178,20 @@ def chat_prompt(
     held = GrammarFilter(engine.grammars.matcher(grammar, _SCHEMAS), _SCHEMAS)
     both = held if logit_filter is None else _Both(logit_filter, held)
     return replace(prompt, logit_filter=both)
+
+
+def _schema_filter(engine: Engine, prompt: ChatPrompt, json_filter: JsonFilter) -> LogitFilter:
+    """A JSON schema's filter for what is behind the reasoning, if the prompt has begun it."""
+    if prompt.tools:
+        raise OptionError(
+            "an answer is either held to a JSON schema (`response_format`) or calls `tools`; leave "
+            'one of them out, or set `tool_choice` to "none"'
+        )
+    if not prompt.in_reasoning:
+        return json_filter
+    schema, added = json.loads(json_filter.schema), engine.tokenizer.added_tokens
+    grammar = schema_grammar(prompt.format, schema, added=added)
+    return GrammarFilter(engine.grammars.matcher(grammar, _SCHEMA), _SCHEMA)
 
 
 class AnswerReader:

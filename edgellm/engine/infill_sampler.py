@@ -17,6 +17,8 @@ from edgellm.generation_options import GenerationOptions
 from edgellm.kernels.sampling import top_k
 from edgellm.text.tokenizer import Tokenizer
 
+# Candidates at most: they are decoded and compared in pairs, which takes 12 ms for so many.
+_MOST_CANDIDATES = 256
 # Tokens that go on with the text and are less probable than this are left out.
 _LEAST = 0.2
 
@@ -38,7 +40,7 @@ class InfillSampler:
         options = self._options
         if options.ignore_eos:
             scores[self._ends] = -math.inf
-        ids = top_k(scores, options.top_k)
+        ids = top_k(scores, min(options.top_k or _MOST_CANDIDATES, _MOST_CANDIDATES))
         probabilities = softmax(scores[ids])
         kept = keep_top_p(probabilities, options.top_p)
         kept &= keep_min_p(probabilities, options.min_p)
@@ -77,14 +79,14 @@ def _chosen(
 
 def _join(chosen: NDArray[np.float64], ends: NDArray[np.bool_], texts: Sequence[str]) -> None:
     """Give the probability of a token to a more probable one, where one begins as the other."""
-    for i, text in enumerate(texts):
-        for j in range(i + 1, len(texts)):
-            if ends[i] or ends[j] or not chosen[i] or not chosen[j]:
+    # parts of characters say nothing
+    read = [i for i, text in enumerate(texts) if text and "\ufffd" not in text and not ends[i]]
+    for at, i in enumerate(read):
+        text = texts[i]
+        for j in read[at + 1 :]:
+            if not (texts[j].startswith(text) or text.startswith(texts[j])):
                 continue
-            # parts of characters say nothing
-            if "\ufffd" in text + texts[j] or not (text and texts[j]):
-                continue
-            if texts[j].startswith(text) or text.startswith(texts[j]):
+            if chosen[i] and chosen[j]:
                 more, less = (i, j) if chosen[i] >= chosen[j] else (j, i)
                 chosen[more] += chosen[less]
                 chosen[less] = 0

@@ -11,6 +11,7 @@ import time
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing, closing
 from dataclasses import replace
+from itertools import takewhile
 from typing import TYPE_CHECKING, TypeAlias
 
 from edgellm.engine.asynchronous import driven
@@ -18,7 +19,13 @@ from edgellm.engine.embedding import embeddings
 from edgellm.engine.samples import SamplePieces, sample_pieces
 from edgellm.progress import Progress
 from edgellm.serve.ask import Ask
-from edgellm.serve.asked_prompt import asked_prompt, check_size, continued, too_long
+from edgellm.serve.asked_prompt import (
+    asked_prompt,
+    check_begin,
+    check_size,
+    continued,
+    too_long,
+)
 from edgellm.serve.events import Begun, Client, Delta, Embeddings, End, Event, PromptProgress
 from edgellm.serve.metrics import Metrics
 from edgellm.serve.queue_limits import Counted, QueueLimits
@@ -127,6 +134,7 @@ class Answering:
         tokens, options = prompt.tokens, self._limited(prompt.options, arrival)
         if options.context_policy == "error" and len(tokens) > engine.ctx_size:
             raise too_long(len(tokens), engine.ctx_size)
+        check_begin(engine, tokens, options)
         yield Begun(model, tuple(tokens), options, engine)
         if ask.infill_sampler:  # which has cut by these already
             options = replace(options, top_p=1.0, min_p=0.0)
@@ -197,12 +205,7 @@ def _events(item: _Item, counted: Counted) -> list[Event]:
     if isinstance(item, Progress):
         return [PromptProgress(item.done, item.total)]
     counted.progressed()
-    events: list[Event] = []
-    text = "".join(piece.text for piece in item.pieces)
-    reasoning = "".join(piece.reasoning for piece in item.pieces)
-    calls = tuple(call for piece in item.pieces for call in piece.tool_calls)
-    if text or reasoning or calls or any(piece.token is not None for piece in item.pieces):
-        events.append(Delta(item.sample, text, item.pieces, reasoning, calls))
+    events: list[Event] = [*deltas(item)]
     last = item.pieces[-1]
     if last.finish_reason == "cancelled":
         raise _stopping()
@@ -210,6 +213,34 @@ def _events(item: _Item, counted: Counted) -> list[Event]:
         counted.answered(last.stats, last.finish_reason, sample=item.sample)
         events.append(End(item.sample, last.finish_reason, last.stats))
     return events
+
+
+def deltas(item: SamplePieces) -> list[Delta]:
+    """What pieces say. A delta's reasoning stands before its text, and this before its calls; what
+    comes in another order begins another delta."""
+    parts = [Delta(item.sample, "", ())]
+    for piece in item.pieces:
+        calls, last = piece.tool_calls, parts[-1]
+        if piece.text or piece.reasoning:
+            # the rest of a call that has begun stands before the text of the same token
+            begun = tuple(takewhile(lambda call: call.name is None, calls))
+            calls = calls[len(begun) :]
+            if last.calls or begun or (piece.reasoning and last.text):
+                parts[-1] = replace(last, calls=last.calls + begun)
+                parts.append(last := Delta(item.sample, "", ()))
+        parts[-1] = Delta(
+            item.sample,
+            last.text + piece.text,
+            (*last.pieces, piece),
+            last.reasoning + piece.reasoning,
+            last.calls + calls,
+        )
+    return [delta for delta in parts if _says(delta)]
+
+
+def _says(delta: Delta) -> bool:
+    shown = delta.text or delta.reasoning or delta.calls
+    return bool(shown) or any(piece.token is not None for piece in delta.pieces)
 
 
 def _stopping() -> RequestError:

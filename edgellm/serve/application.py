@@ -30,7 +30,7 @@ from edgellm.serve import (
 from edgellm.serve.answering import Answering
 from edgellm.serve.anthropic_error import error_body as anthropic_error_body
 from edgellm.serve.anthropic_error import error_frames as anthropic_error_frames
-from edgellm.serve.endpoint import Dialect, Endpoint, Route
+from edgellm.serve.endpoint import Dialect, Endpoint
 from edgellm.serve.guard import Guard
 from edgellm.serve.model_pool import ModelPool
 from edgellm.serve.ollama_error import error_body as ollama_error_body
@@ -136,4 +136,4 @@ async def _no_route(request: Request, error: Exception) -> Response:
     return Response(reply.body, reply.status, headers, reply.media_type)
 
 
-__all__ = ["DIALECTS", "OPENAI", "Route", "create_app"]
+__all__ = ["DIALECTS", "OPENAI", "create_app"]

@@ -61,7 +61,6 @@ class Ask:
         json_schema: as text; the answer is JSON of this schema. `{}`: any JSON.
         infill_sampler: choose tokens as llama.cpp's sampler of this name does (see
             `infill_sampler.py`).
-        reports: whether there is to be `PromptProgress` among the events.
     """
 
     model: str | None
@@ -70,4 +69,3 @@ class Ask:
     n: int = 1
     json_schema: str | None = None
     infill_sampler: bool = False
-    reports: bool = True

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -87,6 +88,13 @@ def asked_prompt(llm: LLM, model: str, ask: Ask) -> EncodedPrompt:
 def _logit_filter(llm: LLM, ask: Ask, options: GenerationOptions) -> LogitFilter | None:
     """What answers may consist of."""
     if ask.json_schema is not None:
+        if ask.infill_sampler:
+            raise RequestError(
+                "invalid_request",
+                "a JSON schema and the sampler `infill` cannot be used together; leave `infill` "
+                "out of `samplers`",
+                param="samplers",
+            )
         return llm.json_filter(ask.json_schema)
     if ask.infill_sampler:
         return InfillSampler(llm.engine.tokenizer, options)
@@ -135,19 +143,38 @@ def check_size(engine: Engine, characters: int) -> None:
         )
 
 
+def check_begin(engine: Engine, tokens: Sequence[int], options: GenerationOptions) -> None:
+    """Refuse, while there is no reply yet, what no answer can begin with.
+
+    Raises:
+        RequestError: the prompt is empty, or a biased token is not in the vocabulary.
+    """
+    if not tokens:
+        raise RequestError(
+            "invalid_request", "the prompt is empty; give at least one token", param="prompt"
+        )
+    largest = max(options.logit_bias, default=0)
+    if largest >= engine.config.vocab_size:
+        raise _not_in_vocabulary(engine, largest, "logit_bias")
+
+
 def continued(engine: Engine, prompt: str | tuple[int, ...], *, parse_special: bool) -> list[int]:
     """The tokens of a text, or token ids that are in the vocabulary."""
     if isinstance(prompt, str):
         return engine.tokenizer.encode(prompt, parse_special=parse_special)
     largest = max(prompt, default=0)
     if largest >= engine.config.vocab_size:
-        raise RequestError(
-            "invalid_request",
-            f"token {largest} is not in the vocabulary; allowed are whole numbers from 0 to "
-            f"{engine.config.vocab_size - 1}",
-            param="prompt",
-        )
+        raise _not_in_vocabulary(engine, largest, "prompt")
     return list(prompt)
+
+
+def _not_in_vocabulary(engine: Engine, token: int, name: str) -> RequestError:
+    return RequestError(
+        "invalid_request",
+        f"`{name}`: token {token} is not in the vocabulary; allowed are whole numbers from 0 to "
+        f"{engine.config.vocab_size - 1}",
+        param=name,
+    )
 
 
 def _hints(engine: Engine, prompt: Conversation) -> dict[str, Scalar]:

@@ -163,7 +163,6 @@ async def _answer(call: Call, asked: _Asked, prompt: AskedPrompt) -> Reply:
         prompt=prompt,
         arguments=arguments,
         json_schema=asked.json_schema,
-        reports=False,
     )
     if asked.streams:
         return call.stream(_lines(call, asked, ask), format="lines")

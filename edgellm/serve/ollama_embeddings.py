@@ -25,7 +25,9 @@ async def embed(call: Call) -> Reply:
     texts = fields.texts("input", _MOST_TEXTS)
     if texts != [""] and not all(texts):
         raise fields.wrong("input", "texts that are not empty")
-    embedded = await _embedded(call, fields, [text for text in texts if text])
+    truncates = fields.flag("truncate") is not False
+    given = [text for text in texts if text]
+    embedded = await _embedded(call, fields, given, truncates=truncates)
     vectors = [shortened(vector, dimensions).tolist() for vector in embedded.vectors]
     return json_reply(
         {
@@ -41,16 +43,22 @@ async def embed(call: Call) -> Reply:
 async def embeddings(call: Call) -> Reply:
     fields = await call.fields()
     prompt = fields.text("prompt")
-    embedded = await _embedded(call, fields, [prompt] if prompt else [])
+    embedded = await _embedded(call, fields, [prompt] if prompt else [], truncates=True)
     return json_reply({"embedding": embedded.vectors[0].tolist() if embedded.vectors else []})
 
 
-async def _embedded(call: Call, fields: Fields, texts: Sequence[str]) -> Embeddings:
-    """The embeddings of texts; none: the model is only loaded."""
+async def _embedded(
+    call: Call, fields: Fields, texts: Sequence[str], *, truncates: bool
+) -> Embeddings:
+    """The embeddings of texts; none: the model is only loaded.
+
+    Args:
+        truncates: a text that is too long for the context is cut.
+    """
     pool, model = call.answering.pool, fields.text("model")
     keep_alive_s = read_keep_alive(fields)
     prompts: Sequence[str | tuple[int, ...]] = texts
-    if fields.flag("truncate"):
+    if truncates:
         prompts = await _truncated(call, model, texts)
     try:
         if texts:
@@ -67,7 +75,10 @@ async def _truncated(call: Call, model: str | None, texts: Sequence[str]) -> lis
         room = llm.ctx_size - (call.answering.options.pooling == "last")  # for the end token
 
         def tokens() -> list[tuple[int, ...]]:
-            encoded = (continued(llm.engine, text, parse_special=False) for text in texts)
+            # twice as much as a context holds if all tokens are the longest one: the tokens of
+            # megabytes take seconds
+            most = 2 * llm.ctx_size * max(map(len, llm.engine.tokenizer.vocabulary))
+            encoded = (continued(llm.engine, text[:most], parse_special=False) for text in texts)
             return [tuple(ids[:room]) for ids in encoded]
 
         return await asyncio.to_thread(tokens)

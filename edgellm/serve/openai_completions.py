@@ -74,7 +74,7 @@ def read_completion(fields: Fields, *, max_n: int) -> AskedCompletion:
         arguments["logprobs"] = logprobs
     prompts = read_prompts(fields)
     suffix = fields.text("suffix")
-    if suffix is not None:
+    if suffix:  # "" is none, as clients send it
         arguments.setdefault("temperature", 0.0)  # as `LLM.infill`
         prompts = [_gap(fields, prompt, suffix) for prompt in prompts]
     schema = read_schema(fields)

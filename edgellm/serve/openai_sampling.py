@@ -27,7 +27,7 @@ def sampling_arguments(fields: Fields) -> GenerationArguments:
         if value is not None:
             arguments[name] = value  # type: ignore[literal-required]
     for name, low, high in (
-        ("top_k", 0, _MOST_TOKENS),
+        ("top_k", -1, _MOST_TOKENS),
         ("repeat_last_n", -1, _MOST_TOKENS),
         ("priority", -1000, 1000),
         ("time_limit_ms", 1, 1 << 40),
@@ -35,6 +35,8 @@ def sampling_arguments(fields: Fields) -> GenerationArguments:
         whole = fields.whole(name, int(low), int(high))
         if whole is not None:
             arguments[name] = whole  # type: ignore[literal-required]
+    if arguments.get("top_k") == -1:  # vLLM's "all of them"
+        arguments["top_k"] = 0
     stop = fields.texts("stop", MAX_STOPS)
     if stop:
         arguments["stop"] = stop_texts(fields, stop)

@@ -17,7 +17,7 @@ from edgellm.errors import OptionError
 from edgellm.text.tokenizer import Tokenizer
 
 # Without a bound, a model may go on with spaces for ever.
-_WHITESPACE = r"[ \n]{0,12}"
+WHITESPACE = r"[ \n]{0,12}"
 
 
 class Grammars:
@@ -46,7 +46,7 @@ class Grammars:
         try:
             json.loads(schema)
             grammar = self._llguidance.LLMatcher.grammar_from_json_schema(
-                schema, overrides={"whitespace_pattern": _WHITESPACE}
+                schema, overrides={"whitespace_pattern": WHITESPACE}
             )
         except json.JSONDecodeError as error:
             raise OptionError(f"the JSON schema is not JSON: {error}") from None
@@ -108,12 +108,16 @@ class JsonFilter(GrammarFilter):
 
     Raises:
         OptionError: llguidance cannot be imported, or the schema is wrong.
+
+    Attributes:
+        schema: as it was given.
     """
 
     def __init__(self, grammars: Grammars | Tokenizer, schema: str) -> None:
         if isinstance(grammars, Tokenizer):
             grammars = Grammars(grammars)
         super().__init__(grammars.schema_matcher(schema), "the JSON schema")
+        self.schema = schema
 
 
 class _Matched:

@@ -12,6 +12,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from edgellm.text.json_schema import WHITESPACE
 from edgellm.text.tool_format import (
     ID_SLOT,
     INDEX_SLOT,
@@ -57,24 +58,89 @@ def tool_grammar(
     )
 
 
-class _Grammar:
+def schema_grammar(
+    format: AnswerFormat, schema: Mapping[str, Any] | bool, *, added: Mapping[str, int]
+) -> str:
+    """A grammar for answers that are JSON of a schema behind the reasoning, which the prompt has
+    begun.
+
+    Args:
+        format: with marks of reasoning.
+        added: see `tool_grammar`.
+    """
+    rules = _Rules(format, added)
+    if not isinstance(schema, Mapping):
+        value = f"%json {json.dumps(schema)}"
+    else:
+        layout = {**schema.get("x-guidance", {}), "whitespace_pattern": WHITESPACE}
+        value = f"%json {json.dumps({**schema, 'x-guidance': layout})}"
+    return rules.grammar(f"{rules.reasoning(in_reasoning=True)} {value}")
+
+
+class _Rules:
     """Rules as they are collected."""
 
-    def __init__(self, format: AnswerFormat, calls: CallFormat, added: Mapping[str, int]) -> None:
+    def __init__(self, format: AnswerFormat, added: Mapping[str, int]) -> None:
         self._format = format
-        self._calls = calls
         self._added = added
         texts = sorted((re.escape(text) for text in added if text), key=len, reverse=True)
         self._pattern = re.compile(f"({'|'.join(texts)})") if texts else None
         self._names: set[str] = set()
         self._rules = [f"TEXT: {_TEXT}", f"SPACE: {_SPACE}"]
 
+    def grammar(self, start: str) -> str:
+        rules = "\n".join(self._rules)
+        return f"%llguidance {{}}\nstart: {start}\n{rules}\n"
+
+    def literal(self, text: str) -> str:
+        """A marker: its added tokens as such, slots as patterns, all else as it is."""
+        parts = []
+        for chunk in re.split(f"([{SLOTS}])", text):
+            if chunk in _PATTERNS:
+                parts.append(_PATTERNS[chunk])
+                continue
+            for part in self._pattern.split(chunk) if self._pattern else [chunk]:
+                if part in self._added:
+                    parts.append(f"<[{self._added[part]}]>")
+                elif part:
+                    parts.append(_quoted(part))
+        return " ".join(parts)
+
+    def reasoning(self, *, in_reasoning: bool) -> str:
+        marks = self._format.reasoning
+        if marks is None:
+            return ""
+        thoughts = f"{self._until(marks.close.strip(), 'thoughts')} SPACE"
+        if in_reasoning:
+            return thoughts
+        return f"(SPACE {self.literal(marks.open.strip())} {thoughts})?"
+
+    def _until(self, end: str, name: str) -> str:
+        """Any text and the marker that ends it."""
+        special = self._pattern.search(end) if self._pattern else None
+        if special is not None:
+            return f"TEXT {self.literal(end)}"
+        return self._rule(f"{name}[suffix={_quoted(end)}]", "TEXT").partition("[")[0]
+
+    def _rule(self, name: str, body: str) -> str:
+        self._names.add(name)
+        self._rules.append(f"{name}: {body}")
+        return name
+
+
+class _Grammar(_Rules):
+    """Rules of calls."""
+
+    def __init__(self, format: AnswerFormat, calls: CallFormat, added: Mapping[str, int]) -> None:
+        super().__init__(format, added)
+        self._calls = calls
+
     def text(
         self, tools: Sequence[Tool], *, required: bool, parallel: bool, in_reasoning: bool
     ) -> str:
         form = self._calls
         self._rule("call", " | ".join(self._call(i, tool) for i, tool in enumerate(tools)))
-        reasoning = self._reasoning(in_reasoning=in_reasoning)
+        reasoning = self.reasoning(in_reasoning=in_reasoning)
         begin = form.begin
         if required:
             reasoning = reasoning if in_reasoning else ""
@@ -85,8 +151,7 @@ class _Grammar:
         else:
             again = "*" if parallel and not form.section.strip() else "?"
             start = f"({self._triggered(begin, parallel=parallel)}){again} TEXT"
-        rules = "\n".join(self._rules)
-        return f"%llguidance {{}}\nstart: {reasoning} {start}\n{rules}\n"
+        return self.grammar(f"{reasoning} {start}")
 
     def _listed_calls(self, begin: str, *, parallel: bool) -> str:
         """Calls one after the other, the first behind `begin`."""
@@ -105,36 +170,6 @@ class _Grammar:
             return f"TEXT <[{self._added[special[0]]}]> {rest}"
         self._rule("trigger[lazy]", f"TEXT {_quoted(trigger)}")
         return f"trigger {self._listed_calls(begin[len(trigger) :], parallel=in_section)}"
-
-    def literal(self, text: str) -> str:
-        """A marker: its added tokens as such, slots as patterns, all else as it is."""
-        parts = []
-        for chunk in re.split(f"([{SLOTS}])", text):
-            if chunk in _PATTERNS:
-                parts.append(_PATTERNS[chunk])
-                continue
-            for part in self._pattern.split(chunk) if self._pattern else [chunk]:
-                if part in self._added:
-                    parts.append(f"<[{self._added[part]}]>")
-                elif part:
-                    parts.append(_quoted(part))
-        return " ".join(parts)
-
-    def _reasoning(self, *, in_reasoning: bool) -> str:
-        marks = self._format.reasoning
-        if marks is None:
-            return ""
-        thoughts = f"{self._until(marks.close.strip(), 'thoughts')} SPACE"
-        if in_reasoning:
-            return thoughts
-        return f"(SPACE {self.literal(marks.open.strip())} {thoughts})?"
-
-    def _until(self, end: str, name: str) -> str:
-        """Any text and the marker that ends it."""
-        special = self._pattern.search(end) if self._pattern else None
-        if special is not None:
-            return f"TEXT {self.literal(end)}"
-        return self._rule(f"{name}[suffix={_quoted(end)}]", "TEXT").partition("[")[0]
 
     def _call(self, i: int, tool: Tool) -> str:
         write: Mapping[str, Callable[[int, Tool], str]] = {
@@ -241,11 +276,6 @@ class _Grammar:
             nested = '"[" brace_list? "]" | "{" brace_items? "}"'
             self._rule("brace", f"BRACE_WORD | {text} | {nested}")
         return "brace"
-
-    def _rule(self, name: str, body: str) -> str:
-        self._names.add(name)
-        self._rules.append(f"{name}: {body}")
-        return name
 
 
 def _quoted(text: str) -> str:

@@ -24,7 +24,7 @@ from edgellm import (
     ToolCall,
     load,
 )
-from edgellm.engine.chat_prompt import ToolOptions
+from edgellm.engine.chat_prompt import ToolOptions, chat_prompt
 from edgellm.text.template import ChatTemplate
 
 TOOLS = [
@@ -241,6 +241,41 @@ def test_a_model_without_tools_calls_where_it_must(llm: LLM) -> None:
     final = chat.send(tool_choice="none")
     assert final.text
     assert final.stats.cached_tokens > 50
+
+
+def test_tools_that_must_not_be_called_are_not_told_a_model_without_tools(llm: LLM) -> None:
+    messages = [Message("user", "Hi")]
+    plain = chat_prompt(llm.engine, messages, ToolOptions())
+    none = ToolOptions().changed({"tools": TOOLS, "tool_choice": "none"})
+    assert chat_prompt(llm.engine, messages, none).tokens == plain.tokens
+
+
+def test_a_schema_holds_what_is_behind_the_reasoning(hermes: LLM) -> None:
+    engine, schema = hermes.engine, '{"type": "object"}'
+    options = ToolOptions(template_arguments={"thinking": True})
+    asked = {"messages": [Message("user", "Why?")], "logit_filter": hermes.json_filter(schema)}
+    prompt = chat_prompt(engine, options=options, **asked)
+    assert prompt.in_reasoning
+    x, brace = (engine.tokenizer.encode(text, add_bos=False)[-1] for text in ("x", "{"))
+
+    def allowed(text: str) -> tuple[bool, bool]:
+        logits = np.zeros(engine.config.vocab_size, np.float32)
+        tokens = engine.tokenizer.encode(text, add_bos=False, parse_special=True)
+        prompt.logit_filter(logits, tokens)
+        return bool(logits[x] == 0), bool(logits[brace] == 0)
+
+    assert allowed("Hm.") == (True, True)
+    assert allowed("Hm.</think>") == (False, True)
+    assert chat_prompt(engine, options=ToolOptions(), **asked).logit_filter is asked["logit_filter"]
+
+
+def test_a_schema_and_tools(hermes: LLM) -> None:
+    chat = hermes.chat(tools=TOOLS, max_tokens=5)
+    schema = hermes.json_filter('{"type": "object"}')
+    with pytest.raises(OptionError, match=r"`response_format`.*`tools`"):
+        chat.send("Go", logit_filter=schema)
+    answer = chat.send("Go", logit_filter=schema, tool_choice="none")
+    assert answer.text.lstrip().startswith("{")
 
 
 def test_tools_without_the_grammar_engine() -> None:

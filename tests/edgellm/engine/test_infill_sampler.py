@@ -64,3 +64,26 @@ def test_something_is_always_left(seed: int) -> None:
     scores = np.random.default_rng(seed).normal(size=len(TEXTS)).astype(np.float32) * 3
     InfillSampler(Words(), GenerationOptions(top_k=4))(scores, [])
     assert np.isfinite(scores).any()
+
+
+def test_a_large_vocabulary_is_cheap() -> None:
+    """Without a small `top_k`, only the best are decoded and compared."""
+    decoded: list[int] = []
+
+    class Many:
+        eos_ids = frozenset({0})
+
+        def decode(self, tokens: list[int], *, skip_special: bool = True) -> str:
+            decoded.extend(tokens)
+            return f"{tokens[0]:06d}"
+
+    best = np.arange(1000, 1300)
+    for top_k in (0, 50_000):
+        decoded.clear()
+        scores = np.zeros(100_000, np.float32)
+        scores[best] = 5
+        scores[7] = 12
+        InfillSampler(Many(), GenerationOptions(top_k=top_k, top_p=1, min_p=0))(scores, [])
+        assert len(decoded) == 256
+        assert set(decoded) <= {7, *best.tolist()}
+        assert np.flatnonzero(np.isfinite(scores)).tolist() == [7]

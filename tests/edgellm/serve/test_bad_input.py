@@ -94,7 +94,7 @@ WRONG: list[tuple[str, Any]] = [
     ("top_p", 1.1),
     ("top_p", -0.1),
     ("min_p", 2),
-    ("top_k", -1),
+    ("top_k", -2),
     ("presence_penalty", 1000),
     ("seed", 2**64),
     ("seed", -(2**63) - 1),
@@ -166,6 +166,49 @@ def test_null_is_absent_and_unknown_fields_are_ignored(server: Running) -> None:
     names = {name for name, _ in WRONG} - {"messages", "max_tokens"}
     body = {"messages": MESSAGES, "max_tokens": 1, **dict.fromkeys(names)}
     assert server.post(PATH, {**body, "samplers": ["x"], "user": "me"}).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "named"),
+    [
+        (PATH, {"messages": MESSAGES, "logit_bias": {"99999": 1}}, "`logit_bias`"),
+        ("/v1/completions", {"prompt": "a", "logit_bias": {"99999": 1}}, "`logit_bias`"),
+        (
+            PATH,
+            {
+                "messages": MESSAGES,
+                "response_format": {"type": "json_object"},
+                "tools": [{"type": "function", "function": {"name": "f"}}],
+                "tool_choice": "required",
+            },
+            "`response_format`",
+        ),
+        ("/completion", {"prompt": "a", "samplers": ["infill"], "json_schema": {}}, "`infill`"),
+    ],
+)
+def test_what_only_the_model_can_refuse_is_no_stream(
+    server: Running, path: str, body: dict[str, Any], named: str
+) -> None:
+    """Its status is an error's, not that of a reply which has begun."""
+    reply = server.post(path, {**body, "stream": True, "max_tokens": 2})
+    assert reply.status_code == 400, reply.text
+    assert named in reply.json()["error"]["message"]
+
+
+def test_an_empty_prompt_is_no_stream(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Tokenizer, "encode", lambda *_, **__: [])
+    for path in ("/v1/completions", "/completion"):
+        reply = server.post(path, {"prompt": "", "stream": True, "max_tokens": 2})
+        assert reply.status_code == 400, reply.text
+        assert "empty" in reply.json()["error"]["message"]
+
+
+def test_fields_that_mean_nothing(server: Running) -> None:
+    """vLLM's `top_k` of all tokens, and a suffix that is not there."""
+    asked = {"prompt": "a", "max_tokens": 3, "seed": 1, "temperature": 1}
+    plain = server.post("/v1/completions", {**asked, "top_k": 0}).json()
+    other = server.post("/v1/completions", {**asked, "top_k": -1, "suffix": ""}).json()
+    assert other["choices"] == plain["choices"]
 
 
 def test_a_prompt_that_is_too_long(server: Running) -> None:

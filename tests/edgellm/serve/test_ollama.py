@@ -137,13 +137,18 @@ def test_embeddings(server: Running, client: ollama.Client) -> None:
     assert client.embed(model="tiny", input="").embeddings == []
 
 
-def test_texts_to_embed_are_cut_only_when_asked(server: Running, client: ollama.Client) -> None:
+def test_texts_to_embed_are_cut(server: Running, client: ollama.Client) -> None:
+    """Unless that is forbidden; `/api/embeddings` knows no other way."""
     text = "ab cd " * server.llm.ctx_size
     with pytest.raises(ollama.ResponseError, match="shorten it") as raised:
-        client.embed(model="tiny", input=text)
+        client.embed(model="tiny", input=text, truncate=False)
     assert raised.value.status_code == 400
-    cut = client.embed(model="tiny", input=text, truncate=True)
+    cut = client.embed(model="tiny", input=text)
     assert cut.prompt_eval_count == server.llm.ctx_size
+    assert client.embed(model="tiny", input=text, truncate=True).embeddings == cut.embeddings
+    assert client.embed(model="tiny", input=text * 100).embeddings == cut.embeddings
+    older = client.embeddings(model="tiny", prompt=text)
+    assert older.embedding == pytest.approx(cut.embeddings[0])
 
 
 def test_models(server: Running, client: ollama.Client) -> None:

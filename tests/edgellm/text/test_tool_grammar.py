@@ -10,7 +10,7 @@ from edgellm.store.manifest import TokenizerEntry
 from edgellm.text.json_schema import Grammars
 from edgellm.text.tokenizer import Tokenizer
 from edgellm.text.tool_format import AnswerFormat, CallFormat, Marks, ObjectKeys
-from edgellm.text.tool_grammar import tool_grammar
+from edgellm.text.tool_grammar import schema_grammar, tool_grammar
 from edgellm.tool_use import Tool
 
 FORMAT = AnswerFormat(
@@ -96,3 +96,26 @@ def test_one_call_or_several(tokenizer: Tokenizer, parallel: bool) -> None:
         fits = matcher.try_consume_tokens(tokens) == len(tokens)
         # what follows the only call may be any text, but no marker that is a token
         assert fits == (parallel or (not required and not tokenizer.added_tokens.get("<call>")))
+
+
+@pytest.mark.parametrize(
+    ("text", "ends"),
+    [
+        ('Hm.</think>{"n": 1}', True),
+        ('Hm. {"n": "x"}</think>\n\n{ "n": 1}', True),
+        ('</think>{"n":1', False),
+        ("Hm.", False),
+        ('Hm.</think>{"n": "', None),
+        ("Hm.</think>So", None),
+    ],
+)
+def test_json_behind_the_reasoning(tokenizer: Tokenizer, text: str, ends: bool | None) -> None:
+    schema = {"type": "object", **TOOL.schema, "additionalProperties": False}
+    grammar = schema_grammar(FORMAT, schema, added=tokenizer.added_tokens)
+    matcher = Grammars(tokenizer).matcher(grammar, "the schema")
+    ids = tokenizer.encode(text, add_bos=False, parse_special=True)
+    taken = matcher.try_consume_tokens(ids)
+    if ends is None:
+        assert taken < len(ids)
+    else:
+        assert (taken, matcher.is_accepting()) == (len(ids), ends)
