@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence as SequenceOf
+from itertools import islice
 from typing import Literal
 
 import numpy as np
@@ -17,6 +19,9 @@ from edgellm.generation_options import GenerationOptions
 
 Pooling = Literal["mean", "last"]
 
+# Prompts that are with the loop at once: other requests come between those behind them.
+_WINDOW = 32
+
 
 class EmbeddingRequest(Request):
     """A prompt that is computed for its states alone, in the same steps as answers.
@@ -25,9 +30,11 @@ class EmbeddingRequest(Request):
         embedding: `[E]` float32 of length 1; None before the end.
     """
 
-    def __init__(self, context: Context, *, pooling: Pooling) -> None:
+    def __init__(
+        self, context: Context, *, pooling: Pooling, cancel: threading.Event | None = None
+    ) -> None:
         options = GenerationOptions(max_tokens=0, speculate=False, seed=0)
-        super().__init__(context, options, closes=True)
+        super().__init__(context, options, closes=True, cancel=cancel)
         self.embedding: NDArray[np.float32] | None = None
         self._pooling = pooling
         self._sum: NDArray[np.float64] | None = None
@@ -60,8 +67,12 @@ def embeddings(
     *,
     pooling: Pooling,
     salt: str = "",
+    cancel: threading.Event | None = None,
 ) -> Pending[NDArray[np.float32]]:
     """Embed prompts of token ids; they come in their order, `[E]` float32 each.
+
+    Args:
+        cancel: when it is set, there are no more.
 
     Raises:
         OptionError, ContextOverflowError: see `Request.check`.
@@ -70,10 +81,12 @@ def embeddings(
     requests: list[EmbeddingRequest] = []
     try:
         for prompt in prompts:
-            request = EmbeddingRequest(Context(engine, prompt, salt=salt), pooling=pooling)
+            context = Context(engine, prompt, salt=salt)
+            request = EmbeddingRequest(context, pooling=pooling, cancel=cancel)
             request.check()
             requests.append(request)
-        for request in requests:
+        following = iter(requests)
+        for request in islice(following, _WINDOW):
             engine.loop.submit(request)
         for request in requests:
             while not request.finished:
@@ -82,8 +95,12 @@ def embeddings(
                 request.next_piece()
             if request.error is not None:
                 raise request.error
-            assert request.embedding is not None
+            if request.embedding is None:  # cancelled
+                return
             yield request.embedding
+            yield WORKING
+            for later in islice(following, 1):
+                engine.loop.submit(later)
     finally:
         for request in requests:
             engine.loop.withdraw(request)

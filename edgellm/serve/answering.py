@@ -111,7 +111,10 @@ class Answering:
                             counts = item
                             counted.take_tokens(sum(counts))
                         else:
+                            counted.computed(counts[len(vectors)])
                             vectors.append(item)
+                if len(vectors) < len(prompts):
+                    raise _stopping()
                 return Embeddings(self.pool.resolve(model), vectors, counts)
         except RequestError:
             raise
@@ -169,7 +172,7 @@ class Answering:
                 raise too_long(len(ids), engine.ctx_size)
             tokens.append(ids)
         yield [len(ids) for ids in tokens]
-        yield from embeddings(engine, tokens, pooling=pooling, salt=client.salt)
+        yield from embeddings(engine, tokens, pooling=pooling, salt=client.salt, cancel=self._stop)
 
     def _limited(self, options: GenerationOptions, arrival: float) -> GenerationOptions:
         """The options within the server's limits; time counts from the arrival."""

@@ -44,6 +44,10 @@ class QueueLimits:
             raise self._refused("tokens", f"{others} tokens of prompts wait")
         self._tokens += count
 
+    def release_tokens(self, count: int) -> None:
+        """So many tokens of an ask that waits have been computed."""
+        self._tokens -= count
+
     def wait_no_more(self, tokens: int) -> None:
         """An ask of so many tokens has begun, or is over."""
         self.metrics.waiting -= 1
@@ -82,6 +86,11 @@ class Counted:
         """
         self._limits.add_tokens(count)
         self._tokens = count
+
+    def computed(self, count: int) -> None:
+        """So many tokens of its prompts wait no more."""
+        self._limits.release_tokens(count)
+        self._tokens -= count
 
     def progressed(self) -> None:
         """There are new pieces of an answer."""

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import base64
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import openai
 import pytest
 from serving import Running
 
+from edgellm.engine.embedding import EmbeddingRequest
 from edgellm.engine.one_sequence import Hooks, compute_prompt
 from edgellm.llm import LLM
 
@@ -47,6 +49,41 @@ def test_the_same_bits_again_in_company_and_cached(server: Running) -> None:
     for text, expected in zip(TEXTS, together, strict=True):
         alone = server.post("/v1/embeddings", {**body, "input": text}).json()["data"][0]
         assert alone["embedding"] == expected["embedding"]
+
+
+def test_many_texts_leave_room_for_others(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Few of them are with the loop at once, and those that are done wait no more."""
+    live, waiting, take = [], [], EmbeddingRequest.take
+
+    def noting(self: EmbeddingRequest, *arguments: Any, **options: Any) -> None:
+        live.append(server.live)
+        waiting.append(server.answering._limits._tokens)
+        take(self, *arguments, **options)
+
+    texts = [f"{number} cats" for number in range(9)]
+    expected = server.post("/v1/embeddings", {"input": texts}).json()
+    monkeypatch.setattr("edgellm.engine.embedding._WINDOW", 2)
+    monkeypatch.setattr(EmbeddingRequest, "take", noting)
+    assert server.post("/v1/embeddings", {"input": texts}).json() == expected
+    assert max(live) <= 2
+    assert waiting[-1] < waiting[0] / 2
+    assert server.answering._limits._tokens == 0
+
+
+def test_a_server_that_stops_ends_them(
+    serving: Callable[..., Running], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server, take = serving(), EmbeddingRequest.take
+
+    def stopping(self: EmbeddingRequest, *arguments: Any, **options: Any) -> None:
+        take(self, *arguments, **options)
+        server.answering.stop()
+
+    monkeypatch.setattr("edgellm.engine.embedding._WINDOW", 1)
+    monkeypatch.setattr(EmbeddingRequest, "take", stopping)
+    reply = server.post("/v1/embeddings", {"input": ["a cat"] * 5})
+    assert reply.status_code == 503
+    assert "stopping" in reply.text
 
 
 def test_base64_is_little_endian_float32(server: Running) -> None:
