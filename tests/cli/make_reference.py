@@ -22,7 +22,7 @@ def reference() -> str:
         "# The command line",
         "Written by `python -P tests/cli/make_reference.py` from what `--help` says.",
     ]
-    with click.Context(edgellm, info_name="edgellm") as parent:
+    with click.Context(edgellm, info_name="edgellm", **edgellm.context_settings) as parent:
         for name in COMMANDS:
             command = edgellm.get_command(parent, name)
             assert command is not None
