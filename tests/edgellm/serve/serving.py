@@ -77,7 +77,7 @@ def served(llm: LLM, id: str = "tiny") -> ServedModel:
     return ServedModel(id, lambda: LLM(llm.engine))
 
 
-def until(condition: Callable[[], bool], *, seconds: float = 20) -> None:
+def until(condition: Callable[[], bool], *, seconds: float = 60) -> None:
     end = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < end, "it did not come to be"
