@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,11 +20,13 @@ from edgellm.text.answer_parser import AnswerDelta, AnswerParser
 from edgellm.text.generic_tools import generic_format, in_words
 from edgellm.text.json_schema import GrammarFilter, JsonFilter
 from edgellm.text.prompt import Message, encode_conversation
-from edgellm.text.template import ChatTemplate, Scalar
 from edgellm.text.tokenizer import Tokenizer
 from edgellm.text.tool_format import AnswerFormat
 from edgellm.text.tool_grammar import schema_grammar, tool_grammar
 from edgellm.tool_use import Tool, ToolArguments, ToolChoice, checked_choice, checked_tools
+
+if TYPE_CHECKING:
+    from edgellm.text.template import ChatTemplate, Scalar
 
 # Tokens at a prompt's end in which the beginning of the reasoning is looked for.
 _TAIL = 32

@@ -24,7 +24,9 @@ def measured(tiny_model: Path, tmp_path: Path) -> Path:
     if library() is None:
         pytest.skip("installed without a compiler")
     out = tmp_path / "bundle"
-    export(tiny_model, out, name="tiny", source=str(tiny_model))
+    # w8a8 or, where the processor's int8 products saturate, f32
+    precisions = ("packed", "int4", "w8a8", "f32")
+    export(tiny_model, out, name="tiny", source=str(tiny_model), precisions=precisions)
     load(str(out), prefill="cpu", decode="native")
     return out
 
