@@ -91,7 +91,6 @@ class HttpServer:
     async def ask(self, client: httpx.AsyncClient, request: Request) -> Timing:
         """Read a stream to its end."""
         body = {
-            "model": "default",
             "prompt": request.prompt,
             "max_tokens": request.count,
             "temperature": 0,
