@@ -133,11 +133,6 @@ class ModelPool:
         """Those that are in memory now."""
         return {id: slot.llm for id, slot in self._slots.items() if slot.llm is not None}
 
-    def idle_since(self, id: str) -> float | None:
-        """When it was last in use, on the clock of `time.monotonic`; None: it is now."""
-        slot = self._slots[id]
-        return None if slot.users else slot.used_at
-
     def resolve(self, name: str | None) -> str:
         """The id that a client means; nothing is the first one, and `:latest` (Ollama's) is as
         without.
@@ -272,14 +267,6 @@ class ModelPool:
             slot.llm.close()
             slot.llm = None
         slot.keep_s = None
-
-    async def unload(self, id: str) -> bool:
-        """Unload a model that nobody uses now; whether that was so."""
-        slot = self._slots[id]
-        if slot.users or slot.loading is not None:
-            return False
-        self._unload(slot)
-        return True
 
     def keep(self, name: str | None, seconds: float | None) -> None:
         """Unload a model when nobody has used it for so long, instead of after `idle_unload_s`;

@@ -8,12 +8,11 @@ import re
 
 from edgellm.generation_options import GenerationArguments
 from edgellm.serve.body import Fields
-from edgellm.serve.openai_sampling import sampling_arguments
+from edgellm.serve.openai_sampling import MOST_LOGPROBS, sampling_arguments
 from edgellm.serve.request_error import RequestError
 from edgellm.text.template import Scalar
 
 _LARGEST = 1 << 31
-_MOST_LOGPROBS = 20
 _EFFORTS = ("low", "medium", "high")
 # Samplers that there are not, each with the values that switch it off.
 _ABSENT = {"mirostat": (0,), "typical_p": (0, 1), "tfs_z": (0, 1)}
@@ -41,7 +40,7 @@ def generation_arguments(fields: Fields) -> GenerationArguments:
         arguments["keep"] = keep
     if fields.flag("shift"):
         arguments["context_policy"] = "shift"
-    top = fields.whole("top_logprobs", 0, _MOST_LOGPROBS)
+    top = fields.whole("top_logprobs", 0, MOST_LOGPROBS)
     if top:
         arguments["logprobs"] = top
     return arguments

@@ -18,13 +18,11 @@ from edgellm.serve.endpoint import Answered, Call, Route
 from edgellm.serve.events import Begun, Delta, End, Event, PromptProgress
 from edgellm.serve.logprobs import chat_logprobs
 from edgellm.serve.openai_messages import read_conversation
-from edgellm.serve.openai_sampling import max_tokens, sampling_arguments
+from edgellm.serve.openai_sampling import MOST_LOGPROBS, max_tokens, sampling_arguments
 from edgellm.serve.request_error import RequestError
 from edgellm.serve.streaming import Comment, Frame, Frames, Reply, json_reply
 from edgellm.serve.usage import finish_reason, placement, reasoning_tokens, timings, usage
 from edgellm.tool_use import ToolCallDelta
-
-_MOST_LOGPROBS = 20
 
 
 async def chat_completions(call: Call) -> Reply:
@@ -58,7 +56,7 @@ def read_chat(fields: Fields, *, max_n: int) -> AskedChat:
         **sampling_arguments(fields),
         **max_tokens(fields, "max_completion_tokens", "max_tokens", "n_predict"),
     }
-    top = fields.whole("top_logprobs", 0, _MOST_LOGPROBS)
+    top = fields.whole("top_logprobs", 0, MOST_LOGPROBS)
     if top is not None and not with_logprobs:
         raise RequestError(
             "invalid_request", "`top_logprobs` needs `logprobs`: true", param="top_logprobs"

@@ -17,14 +17,13 @@ from edgellm.serve.endpoint import Call, Route
 from edgellm.serve.events import Begun, Delta, Event, PromptProgress
 from edgellm.serve.logprobs import completion_logprobs
 from edgellm.serve.openai_chat import read_schema
-from edgellm.serve.openai_sampling import max_tokens, sampling_arguments
+from edgellm.serve.openai_sampling import MOST_LOGPROBS, max_tokens, sampling_arguments
 from edgellm.serve.request_error import RequestError
 from edgellm.serve.streaming import Comment, Frame, Frames, Reply, json_reply
 from edgellm.serve.usage import finish_reason, placement, timings, usage
 from edgellm.text.fim import Gap
 
 MAX_PROMPTS = 256
-_MOST_LOGPROBS = 20
 _LARGEST_TOKEN = 2**31 - 1
 
 
@@ -69,7 +68,7 @@ def read_completion(fields: Fields, *, max_n: int) -> AskedCompletion:
         **sampling_arguments(fields),
         **max_tokens(fields, "max_tokens", "max_completion_tokens", "n_predict"),
     }
-    logprobs = fields.whole("logprobs", 0, _MOST_LOGPROBS)
+    logprobs = fields.whole("logprobs", 0, MOST_LOGPROBS)
     if logprobs:
         arguments["logprobs"] = logprobs
     prompts = read_prompts(fields)

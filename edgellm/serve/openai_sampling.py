@@ -17,6 +17,7 @@ _NUMBERS = {
     "frequency_penalty": (-100, 100),
 }
 _MOST_TOKENS = 1 << 31
+MOST_LOGPROBS = 20
 
 
 def sampling_arguments(fields: Fields) -> GenerationArguments:
