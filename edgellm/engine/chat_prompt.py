@@ -19,7 +19,12 @@ from edgellm.results import Piece
 from edgellm.text.answer_parser import AnswerDelta, AnswerParser
 from edgellm.text.generic_tools import generic_format, in_words
 from edgellm.text.json_schema import GrammarFilter, JsonFilter
-from edgellm.text.prompt import Message, encode_conversation
+from edgellm.text.prompt import (
+    Message,
+    check_messages,
+    encode_conversation,
+    required_template,
+)
 from edgellm.text.tokenizer import Tokenizer
 from edgellm.text.tool_format import AnswerFormat
 from edgellm.text.tool_grammar import schema_grammar, tool_grammar
@@ -131,10 +136,8 @@ def chat_prompt(
         TemplateError: the template does not take these messages or any tools.
         OptionError: a message, a tool or an argument of the template is wrong.
     """
-    template, tokenizer = engine.template, engine.tokenizer
-    if template is None:
-        encode_conversation(messages, None, tokenizer)
-        raise AssertionError("unreachable")
+    check_messages(messages)
+    template, tokenizer = required_template(engine.template), engine.tokenizer
     form = template.answer_format
     takes_tools = bool(template.traits.takes_tools and form.calls)
     # tools that this answer may not call are described only for the calls that were made

@@ -71,6 +71,20 @@ def check_messages(messages: Sequence[object]) -> None:
             raise OptionError(f"message {i}: `tool_calls` are edgellm.ToolCall")
 
 
+def required_template(template: ChatTemplate | None) -> ChatTemplate:
+    """The model's chat template.
+
+    Raises:
+        TemplateError: it has none.
+    """
+    if template is None:
+        raise TemplateError(
+            "this model has no chat template; continue a text without one (`raw`), or take a model "
+            "made for chat"
+        )
+    return template
+
+
 def encode_conversation(
     messages: Sequence[Message],
     template: ChatTemplate | None,
@@ -92,11 +106,7 @@ def encode_conversation(
         OptionError: a message is wrong, or an argument that the template does not read.
     """
     check_messages(messages)
-    if template is None:
-        raise TemplateError(
-            "this model has no chat template; continue a text without one (`raw`), or take a model "
-            "made for chat"
-        )
+    template = required_template(template)
     if tools and not template.traits.takes_tools:
         raise TemplateError(
             "this model's chat template has no place for tools; take a model that was trained to "

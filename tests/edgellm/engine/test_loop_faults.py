@@ -44,10 +44,10 @@ def test_a_beginning_that_fails_is_an_error_of_its_own_answer(
     cache, tokens = tiny.engine.cache, prompt(1, 40)
     cached_prefix = cache.cached_prefix
 
-    def unreadable(asked: Sequence[int]) -> int:
+    def unreadable(asked: Sequence[int], *, root: bytes | None = None) -> int:
         if list(asked) == tokens[:-1]:
             raise OSError("no disk")
-        return cached_prefix(asked)
+        return cached_prefix(asked, root=root)
 
     monkeypatch.setattr(cache, "cached_prefix", unreadable)
     failing = tiny.batch([tokens, prompt(2, 30)], max_tokens=5)
