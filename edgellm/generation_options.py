@@ -27,6 +27,7 @@ _RANGES: Mapping[str, tuple[float, float, bool]] = {
     "repeat_last_n": (-1, math.inf, True),
     "seed": (0, 2**64 - 1, True),
     "max_tokens": (0, math.inf, True),
+    "min_tokens": (0, math.inf, True),
     "keep": (0, math.inf, True),
     "min_indent": (0, 1000, True),
     "time_limit_ms": (1, math.inf, True),
@@ -54,6 +55,7 @@ class GenerationArguments(TypedDict, total=False):
     logit_bias: dict[int, float]
     seed: int | None
     max_tokens: int | None
+    min_tokens: int
     context_policy: ContextPolicy
     keep: int
     stop: list[str]
@@ -86,6 +88,8 @@ class GenerationOptions:
         seed: the same seed gives the same text; None draws one.
         max_tokens: stop after this many; None goes on to the end of the answer or of the context,
             or until it only repeats itself (`repetition_limit`).
+        min_tokens: take no end token before so many; stop texts and `max_tokens` end the answer all
+            the same.
         context_policy: what to do when the context is full. error: a prompt that is too long is an
             error, an answer ends. shift: forget half of what stands behind the first `keep` tokens,
             the oldest, and go on; `Stats.dropped_tokens` says how many were forgotten.
@@ -117,6 +121,7 @@ class GenerationOptions:
     logit_bias: Mapping[int, float] = field(default_factory=dict)
     seed: int | None = None
     max_tokens: int | None = None
+    min_tokens: int = 0
     context_policy: ContextPolicy = "error"
     keep: int = 4
     stop: Sequence[str] = ()
@@ -158,6 +163,10 @@ class GenerationOptions:
             )
         for token in self.stop_tokens:
             check_number("stop_tokens", token, 0, whole=True)
+
+    def may_end(self, sampled: int) -> bool:
+        """Whether an end token may come behind so many tokens of the answer."""
+        return not self.ignore_eos and sampled >= self.min_tokens
 
 
 def chosen_options(

@@ -136,8 +136,8 @@ def check_size(engine: Engine, characters: int) -> None:
     if characters > max(map(len, engine.tokenizer.vocabulary)) * engine.ctx_size:
         raise RequestError(
             "context_length",
-            f"the prompt has {characters} characters, which do not fit into a context of "
-            f"{engine.ctx_size} tokens; shorten it",
+            f"the prompt is too long: it has {characters} characters, and this model's maximum "
+            f"context length is {engine.ctx_size} tokens; shorten it",
             code="context_length_exceeded",
             details={"n_ctx": engine.ctx_size},
         )
@@ -186,7 +186,9 @@ def _hints(engine: Engine, prompt: Conversation) -> dict[str, Scalar]:
 def too_long(tokens: int, ctx_size: int) -> RequestError:
     return RequestError(
         "context_length",
-        f"the prompt has {tokens} tokens, but the context holds {ctx_size}; shorten it",
+        # litellm, pydantic-ai and others know the error by these words
+        f"the prompt is too long: it has {tokens} tokens, and this model's maximum context length "
+        f"is {ctx_size} tokens; shorten it",
         code="context_length_exceeded",
         details={"n_prompt_tokens": tokens, "n_ctx": ctx_size},
     )

@@ -30,6 +30,7 @@ def sampling_arguments(fields: Fields) -> GenerationArguments:
     for name, low, high in (
         ("top_k", -1, _MOST_TOKENS),
         ("repeat_last_n", -1, _MOST_TOKENS),
+        ("min_tokens", 0, _MOST_TOKENS),
         ("priority", -1000, 1000),
         ("time_limit_ms", 1, 1 << 40),
     ):
