@@ -188,29 +188,6 @@ def test_the_queue_is_limited_in_tokens(serving: Callable[..., Running]) -> None
     assert ask(99) == 200
 
 
-def test_slow_readers_block_nobody(serving: Callable[..., Running]) -> None:
-    server = serving(write_timeout_s=1)
-
-    async def slow() -> None:
-        reader, writer = await connect(server)
-        reader._transport.pause_reading()  # type: ignore[attr-defined]
-        body = {"prompt": "a", "n": 16, "stream": True, "logprobs": 20, **LONG}
-        writer.write(wire("/v1/completions", body))
-        await asyncio.sleep(0.5)
-        begin = time.monotonic()
-        async with httpx.AsyncClient(timeout=30, trust_env=False) as client:
-            reply = await client.post(server.url + PATH, json=chat("hi", max_tokens=5))
-        assert reply.status_code == 200
-        assert time.monotonic() - begin < 5
-        end = time.monotonic() + 20
-        while server.live and time.monotonic() < end:  # the slow one is ended
-            await asyncio.sleep(0.05)
-        assert server.live == 0
-        writer.transport.abort()
-
-    asyncio.run(slow())
-
-
 def test_time_limits_count_from_the_arrival(server: Running) -> None:
     begin = time.monotonic()
     reply = server.post(PATH, chat("hi", time_limit_ms=200, **LONG)).json()
