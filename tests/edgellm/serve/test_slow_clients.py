@@ -40,10 +40,6 @@ def connected(server: Running, *, room: int = 4096) -> Iterator[socket.socket]:
         yield connection
 
 
-def connections(server: Running) -> int:
-    return len(server.server.server_state.connections)
-
-
 @pytest.mark.parametrize(
     ("path", "body"),
     [
@@ -61,9 +57,9 @@ def test_a_client_that_never_reads(
     server = serving(write_timeout_s=1)
     with connected(server) as connection:
         connection.sendall(wire(path, body))
-        until(lambda: connections(server) == 1, seconds=10)
+        until(lambda: server.connections == 1, seconds=10)
         assert server.post(PATH, CHAT).status_code == 200
-        until(lambda: connections(server) == 0, seconds=30)
+        until(lambda: server.connections == 0, seconds=30)
         assert server.live == 0
         assert server.used_blocks == 0
         assert server.answering.metrics.running == 0
@@ -128,7 +124,7 @@ def test_many_who_send_a_little_at_a_time(serving: Callable[..., Running], data:
 
     for reply in asyncio.run(asyncio.wait_for(all_of_them(), 40)):
         assert reply.startswith(b"HTTP/1.1 408") or not reply
-    until(lambda: connections(server) == 0)
+    until(lambda: server.connections == 0)
 
 
 def test_bodies_that_break_off(server: Running) -> None:
@@ -138,7 +134,7 @@ def test_bodies_that_break_off(server: Running) -> None:
     for _ in range(50):
         with connected(server) as connection:
             connection.sendall(data[: chance.randrange(len(data))])
-    until(lambda: connections(server) == 0)
+    until(lambda: server.connections == 0)
     assert server.answering.metrics.waiting == waiting
     assert server.live == 0
     assert server.post(PATH, CHAT).status_code == 200
