@@ -52,7 +52,7 @@ class DiskCache:
         delete_abandoned(folder)
 
     def holds(self, name: bytes) -> bool:
-        return self._path(name).exists()
+        return os.path.exists(self._path(name))  # Path.exists raises where it may not look
 
     def load(self, blocks: KVBlocks, name: bytes, block: int) -> bool:
         """Read a block into a pool; False if it is not there, damaged or another one's.
@@ -70,17 +70,20 @@ class DiskCache:
         whole = data.startswith(MAGIC) and _digest(body) == data[len(MAGIC) :][:_DIGEST]
         if not (whole and body[:_DIGEST] == name and unpack(blocks, [block], body[_DIGEST:])):
             _log.warning("%s is damaged or another model's; deleted", path)
-            path.unlink(missing_ok=True)
+            with contextlib.suppress(OSError):
+                path.unlink()
             return False
         return True
 
     def save(self, blocks: KVBlocks, kept: Iterable[tuple[bytes, int]]) -> None:
         """Write those of some blocks that are not there yet, given as name and number in the pool.
 
-        A full or read-only disk is no error: what could not be written is computed again.
+        A full or read-only disk is no error: what could not be written is computed again. A folder
+        that was taken away is made again.
         """
         written = False
         try:
+            self._folder.mkdir(parents=True, exist_ok=True)
             for name, block in kept:
                 if self.holds(name):
                     continue

@@ -60,7 +60,7 @@ class LoadedModel:
         self.bundle = bundle
         self.options = options
         self.config = bundle.config
-        self.ctx_size = _ctx_size(options, self.config.context_length)
+        self.ctx_size = context_size(options, self.config.context_length)
         self.selection = select(options)
         self.precisions = self.selection.precisions(self.config)
         memory.check_fits(planned_memory(bundle, options, self.precisions))
@@ -83,13 +83,7 @@ class LoadedModel:
         Raises:
             TemplateError: it is broken.
         """
-        from edgellm.text.template import ChatTemplate  # Jinja's 30 ms are for those who chat
-
-        path = self.bundle.path / CHAT_TEMPLATE
-        if not path.exists():
-            return None
-        end = self.tokenizer.eos[0] if self.tokenizer.eos else None
-        return ChatTemplate(path.read_text(encoding="utf-8"), bos=self.tokenizer.bos, eos=end)
+        return open_template(self.bundle, self.tokenizer)
 
     @property
     def lock(self) -> threading.Lock:
@@ -187,6 +181,21 @@ class LoadedModel:
         )
 
 
+def open_template(bundle: Bundle, tokenizer: Tokenizer) -> ChatTemplate | None:
+    """The chat template of a model, if it has one.
+
+    Raises:
+        TemplateError: it is broken.
+    """
+    from edgellm.text.template import ChatTemplate  # Jinja's 30 ms are for those who chat
+
+    path = bundle.path / CHAT_TEMPLATE
+    if not path.exists():
+        return None
+    end = tokenizer.eos[0] if tokenizer.eos else None
+    return ChatTemplate(path.read_text(encoding="utf-8"), bos=tokenizer.bos, eos=end)
+
+
 def _start_threads(options: EngineOptions, selection: Selection, *, graphs: bool) -> int:
     """How many CPU threads there are; those of ONNX Runtime are started if it runs `graphs`."""
     if not graphs:
@@ -199,7 +208,7 @@ def planned_memory(
 ) -> memory.MemoryEstimate:
     """What a model loaded with these options, in these precisions, will take when its cache is
     full."""
-    ctx_size = _ctx_size(options, bundle.config.context_length)
+    ctx_size = context_size(options, bundle.config.context_length)
     blocks = _cache_blocks(options, ctx_size)
     return memory.estimate(
         bundle,
@@ -210,7 +219,12 @@ def planned_memory(
     )
 
 
-def _ctx_size(options: EngineOptions, trained: int) -> int:
+def context_size(options: EngineOptions, trained: int) -> int:
+    """Tokens of the context of a model that was trained for so many.
+
+    Raises:
+        OptionError: more are asked for.
+    """
     if options.ctx_size is None:
         return min(DEFAULT_CTX_SIZE, trained)
     if options.ctx_size > trained:

@@ -132,10 +132,19 @@ MARKDOWN = {
     "# T\ntext\nmore\n\nnext": "<h3>T</h3><p>text\nmore</p><p>next</p>",
     "- a\n  - b\n- c": "<ul><li>a<ul><li>b</li></ul></li><li>c</li></ul>",
     "2. x\n3. y": '<ol start="2"><li>x</li><li>y</li></ol>',
-    "```py\na <b>\n  c\n```\nz": '<div class="block"><pre><code>a &lt;b&gt;\n  c</code></pre>'
-    '<button type="button">Copy</button></div><p>z</p>',
-    "```\nopen": '<div class="block"><pre><code>open</code></pre>'
-    '<button type="button">Copy</button></div>',
+    "```py\na <b>\n  c\n```\nz": '<div class="block"><div class="bar"><span>py</span>'
+    '<button class="bare" type="button">Copy</button></div>'
+    "<pre><code>a &lt;b&gt;\n  c</code></pre></div><p>z</p>",
+    "```\nopen": '<div class="block"><div class="bar"><span></span>'
+    '<button class="bare" type="button">Copy</button></div><pre><code>open</code></pre></div>',
+    "x\n\n---\ny": "<p>x</p><hr><p>y</p>",
+    "* * *": "<hr>",
+    "| a | **b** |\n|---|--:|\n| 1 | `x\\|y` |\n| <i> |\nz": '<div class="table"><table><thead>'
+    '<tr><th>a</th><th class="end"><strong>b</strong></th></tr></thead><tbody>'
+    '<tr><td>1</td><td class="end"><code>x|y</code></td></tr>'
+    '<tr><td>&lt;i&gt;</td><td class="end"></td></tr></tbody></table></div><p>z</p>',
+    "a | b\nc | d": "<p>a | b\nc | d</p>",
+    "a | b\n---": "<p>a | b</p><hr>",
     "<img src=x onerror=alert(1)>": "<p>&lt;img src=x onerror=alert(1)&gt;</p>",
     "[x](javascript:alert(1))": "<p>[x](javascript:alert(1))</p>",
     "[x](https://e.org/a)": '<p><a href="https://e.org/a" target="_blank" '
