@@ -75,7 +75,7 @@ class Answering:
         Raises:
             RequestError: it cannot be answered, or not now, or the server is told to stop.
         """
-        counted = self._take_in()
+        counted = self._take_in(client)
         try:
             async with self.pool.use(ask.model) as llm:
                 model = self.pool.resolve(ask.model)
@@ -99,7 +99,7 @@ class Answering:
         Raises:
             RequestError: as with `answer`.
         """
-        counted = self._take_in()
+        counted = self._take_in(client)
         vectors: list[NDArray[np.float32]] = []
         counts: list[int] = []
         try:
@@ -123,10 +123,10 @@ class Answering:
         finally:
             counted.leave()
 
-    def _take_in(self) -> Counted:
+    def _take_in(self, client: Client) -> Counted:
         if self._stop.is_set():
             raise _stopping()
-        return self._limits.take_in()
+        return self._limits.take_in(client.owner)
 
     def _pending(
         self, llm: LLM, model: str, ask: Ask, client: Client, arrival: float
@@ -139,6 +139,7 @@ class Answering:
             raise too_long(len(tokens), engine.ctx_size)
         check_begin(engine, tokens, options)
         yield Begun(model, tuple(tokens), options, engine)
+        options = replace(options, owner=client.owner)
         if ask.infill_sampler:  # which has cut by these already
             options = replace(options, top_p=1.0, min_p=0.0)
         pending = sample_pieces(
@@ -172,7 +173,14 @@ class Answering:
                 raise too_long(len(ids), engine.ctx_size)
             tokens.append(ids)
         yield [len(ids) for ids in tokens]
-        yield from embeddings(engine, tokens, pooling=pooling, salt=client.salt, cancel=self._stop)
+        yield from embeddings(
+            engine,
+            tokens,
+            pooling=pooling,
+            salt=client.salt,
+            owner=client.owner,
+            cancel=self._stop,
+        )
 
     def _limited(self, options: GenerationOptions, arrival: float) -> GenerationOptions:
         """The options within the server's limits; time counts from the arrival."""
