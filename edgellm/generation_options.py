@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal, TypedDict, get_args
 
-from edgellm.checks import check_choice, check_flag, check_number, check_texts
+from edgellm.checks import check_choice, check_flag, check_number, check_text, check_texts
 from edgellm.errors import OptionError
 from edgellm.store.generation_defaults import tried_defaults
 from edgellm.store.manifest import Manifest
@@ -64,6 +64,7 @@ class GenerationArguments(TypedDict, total=False):
     time_limit_ms: int | None
     line_limit_ms: int | None
     priority: int
+    owner: str
     logprobs: int
     ignore_eos: bool
     repetition_limit: int
@@ -101,7 +102,10 @@ class GenerationOptions:
         time_limit_ms: stop after this time, prefill included; None never does.
         line_limit_ms: stop with the first end of a line later than this after the first token; None
             never does.
-        priority: among answers that are on their way at once, a larger one goes first.
+        priority: among answers of one owner that are on their way at once, a larger one goes first.
+        owner: whose answer it is, such as the user of a program that serves several. Those who have
+            answers on their way at once get equally many tokens computed, however many answers each
+            wants.
         logprobs: report this many most likely tokens at each step.
         ignore_eos: never take an end token.
         repetition_limit: end an answer whose last so many tokens only say the same again and again,
@@ -130,6 +134,7 @@ class GenerationOptions:
     time_limit_ms: int | None = None
     line_limit_ms: int | None = None
     priority: int = 0
+    owner: str = ""
     logprobs: int = 0
     ignore_eos: bool = False
     repetition_limit: int = 256
@@ -149,6 +154,7 @@ class GenerationOptions:
         check_flag("speculate", self.speculate)
         check_choice("context_policy", self.context_policy, CONTEXT_POLICIES)
         check_texts("stop", self.stop)
+        check_text("owner", self.owner)
         if not isinstance(self.logit_bias, Mapping):
             raise OptionError(
                 f"`logit_bias` is {self.logit_bias!r}; a dict of token ids and numbers is expected"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, KeysView, Sequence
 from typing import Generic
 
@@ -15,6 +16,9 @@ __all__ = ["Schedulable", "Scheduler", "SchedulerCounts", "Share"]
 
 class Scheduler(Generic[RequestT]):
     """Chooses each step's rows: decodes first, then prompts in the order of the policy.
+
+    Where requests have several owners, whoever was served the least goes first, whatever the
+    policy, which orders those of one owner.
 
     A request waits until there is room for its whole prompt, is then running, and leaves when it
     is removed, or goes back to waiting when it is preempted. No choice changes an answer.
@@ -66,7 +70,7 @@ class Scheduler(Generic[RequestT]):
     def start_again(self) -> None:
         """Forget all requests, but not what was counted."""
         admission: Admission[RequestT] = Admission(max_running=self.policy.max_running)
-        admission.counts = self.counts
+        admission.counts, admission.owners = self.counts, self._admission.owners
         self._admission = admission
 
     def next(self, admit: Callable[[RequestT], bool]) -> list[Share[RequestT]]:
@@ -102,20 +106,23 @@ class Scheduler(Generic[RequestT]):
     def preempt(self) -> RequestT | None:
         """The newest running request of the lowest priority goes back to the front of the line.
 
-        One whose reader is slow goes before all others. The caller frees its blocks. None if there
+        Of several owners it is one of who was served the most. One whose reader is slow goes before
+        all others. The caller frees its blocks. None if there
         is only one left.
         """
         return self._admission.preempt()
 
     def done(self, shares: Sequence[Share[RequestT]], seconds: float) -> None:
         """Learn from a step that has run; shares that were dropped before it are left out."""
-        load = StepLoad()
+        load, rows = StepLoad(), Counter[str]()
         for share in shares:
             load = load.plus(share.rows, share.start)
+            rows[share.request.owner] += share.rows
             if share.decode:
                 self.counts.decode_rows += share.rows
             else:
                 self.counts.prefill_rows += share.rows
+        self._admission.owners.serve(rows)
         self.costs.learn(load, seconds)
 
     def _decodes(self) -> list[Share[RequestT]]:

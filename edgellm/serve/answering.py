@@ -79,7 +79,7 @@ class Answering:
         Raises:
             RequestError: it cannot be answered, or not now, or the server is told to stop.
         """
-        with self._taken_in() as counted:
+        with self._taken_in(client) as counted:
             async with self.pool.use(ask.model) as llm:
                 model = self.pool.resolve(ask.model)
                 pending = self._pending(llm, model, ask, client, counted.arrival)
@@ -95,7 +95,7 @@ class Answering:
             RequestError: as with `answer`, or the time limit has passed.
         """
         limit_ms = self._time_limit_ms(ask.time_limit_ms)
-        with self._taken_in() as counted:
+        with self._taken_in(client) as counted:
             try:
                 async with asyncio.timeout(None if limit_ms is None else limit_ms / 1000):
                     return await self._embeddings(ask, client, counted)
@@ -125,7 +125,7 @@ class Answering:
         return Embeddings(self.pool.resolve(ask.model), vectors, counts)
 
     @contextmanager
-    def _taken_in(self) -> Iterator[Counted]:
+    def _taken_in(self, client: Client) -> Iterator[Counted]:
         """An ask on its way; whatever goes wrong with it is an error for its client.
 
         Raises:
@@ -133,7 +133,7 @@ class Answering:
         """
         if self._stop.is_set():
             raise _stopping()
-        counted = self._limits.take_in()
+        counted = self._limits.take_in(client.owner)
         try:
             yield counted
         except RequestError:
@@ -154,6 +154,7 @@ class Answering:
             raise too_long(len(tokens), engine.ctx_size)
         check_begin(engine, tokens, options)
         yield Begun(model, tuple(tokens), options, engine)
+        options = replace(options, owner=client.owner)
         if ask.infill_sampler:  # which has cut by these already
             options = replace(options, top_p=1.0, min_p=0.0)
         pending = sample_pieces(
@@ -181,7 +182,14 @@ class Answering:
             for prompt in ask.prompts
         ]
         yield [len(ids) for ids in tokens]
-        yield from embeddings(engine, tokens, pooling=pooling, salt=client.salt, cancel=self._stop)
+        yield from embeddings(
+            engine,
+            tokens,
+            pooling=pooling,
+            salt=client.salt,
+            owner=client.owner,
+            cancel=self._stop,
+        )
 
     def _limited(self, options: GenerationOptions, arrival: float) -> GenerationOptions:
         """The options within the server's limits; time counts from the arrival."""
