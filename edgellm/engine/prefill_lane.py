@@ -100,6 +100,11 @@ class PrefillLane:
         job = self._job
         return job is not None and not job.ended and not job.lost
 
+    @property
+    def free(self) -> bool:
+        """Whether there is none, also none that has ended and was not taken."""
+        return self._job is None
+
     def check(self) -> None:
         """Refuse to go on where the end of a job will never come.
 
@@ -113,9 +118,18 @@ class PrefillLane:
             )
 
     def begin(self, job: PrefillJob) -> None:
-        """Compute a job; there is no other one."""
+        """Compute a job, when `free`.
+
+        Raises:
+            RuntimeError: there can be no more threads.
+        """
         self._job = job
-        self.launch()
+        try:
+            self.launch()
+        except Exception:
+            self._job = None
+            job.growth.close()
+            raise
 
     def launch(self) -> None:
         """Start a thread for the job, if there is one; again where an interrupt may have come

@@ -19,8 +19,6 @@ from edgellm.engine.step_costs import StepCosts, StepLoad
 # may change until then.
 _FIRST_ALONE, _ALONE = 8, 2
 _TRUSTED_STEPS, _TRUSTED_ROWS = 100, 1.25
-# Decode steps whose allowance prefill may be ahead of decode, or behind it: the hysteresis.
-_BAND = 8
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,9 +83,9 @@ class Pace:
         self._owe(seconds - self._slowdown * expected, expected)
 
     def _owe(self, seconds: float, step: float) -> None:
-        band = _BAND * (self._slowdown - 1) * step
-        self._owed = max(-band, self._owed + seconds)
-        if self._owed > band:
+        # between a step's time too much and none there is hysteresis, and room for noise
+        self._owed = max(-step, self._owed + seconds)
+        if self._owed > step:
             self._spaced = True
         elif self._owed <= 0:
             self._spaced = False

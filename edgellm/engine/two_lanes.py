@@ -68,10 +68,11 @@ class TwoLaneBatcher(Batcher):
     def _next(self) -> list[Share[Request]]:
         self._take_over()
         shares = super()._next()
-        if not self._lane.busy and self._pace.may_prefill(decodes=bool(shares)):
+        if self._lane.free and self._pace.may_prefill(decodes=bool(shares)):
             self._prefill_next()
         self._beside = self._lane.busy
-        return shares
+        # to make room for a prompt, the newest may have lost its place
+        return [share for share in shares if share.request in self._scheduler.running]
 
     def _take_over(self) -> None:
         """Go on with what the lane has computed, where that is still wanted."""
@@ -104,13 +105,12 @@ class TwoLaneBatcher(Batcher):
         request = share.request
         try:
             rows = self._chunks.rows_within(self._options.time_target_ms / 1000)
-            job = PrefillJob(request, request.span(min(share.rows, rows), alone=False))
+            span = request.span(min(share.rows, rows), alone=False)
+            self._lane.begin(PrefillJob(request, span))
         except CacheFullError as error:
             self._without_newest([share], error)
         except Exception as error:
             self._fail(request, error)
-        else:
-            self._lane.begin(job)
 
     def _without_newest(
         self, shares: Sequence[Share[Request]], error: CacheFullError
