@@ -84,9 +84,10 @@ class TwoLaneBatcher(Batcher):
             return sequence.close()
         request, start = job.request, job.growth.start
         request.context.take_over(sequence)
-        if job.rows is None:
-            assert job.error is not None
-            return self._fail(request, job.error)
+        if job.error is not None:
+            # one that was stopped a moment ago ends as such with the next step
+            return None if request.stop_now() else self._fail(request, job.error)
+        assert job.rows is not None
         share = Share(request, start, len(job.span.tokens), decode=False)
         self._scheduler.count([share])
         work = Work(share, job.span, decoded=False)

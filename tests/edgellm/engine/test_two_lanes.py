@@ -275,7 +275,7 @@ def test_a_short_prompt_passes_a_long_one(tiny: LLM, monkeypatch: pytest.MonkeyP
         long = pool.submit(answer, "long", PROMPTS[4])
         assert gate.reached.wait(30)
         short = pool.submit(answer, "short", PROMPTS[0])
-        until(lambda: bool(tiny.engine.loop._batcher._submitted))
+        until(lambda: len(tiny.engine.loop._batcher._live) == 2)
         gate.opened.set()
         for each in (long, short):
             each.result(timeout=30)
@@ -337,7 +337,7 @@ def test_a_prompt_that_is_withdrawn_gives_its_blocks_back(
     tiny.engine.loop.submit(request)
     tiny.engine.loop.advance([request])
     assert gate.reached.wait(30)
-    assert tiny.engine.cache.used_blocks == 3
+    assert tiny.engine.cache.used_blocks == 1  # of the first chunk
     tiny.engine.loop.withdraw(request)
     until(lambda: gate.stopped)
     gate.opened.set()
