@@ -47,11 +47,9 @@ def load_options(command: Command) -> Command:
     """How a model is loaded; passed on as `load_arguments`."""
 
     @click.option(
-        "-c",
-        "--ctx-size",
-        type=int,
+        "-c", "--ctx-size", type=int,
         help="Tokens of context; 0 takes the model's own.  [default: at most 4096]",
-    )
+    )  # fmt: skip
     @click.option(
         "--cache-size", type=int,
         help="Tokens that the KV cache holds of all answers.  [default: two contexts]",
@@ -65,11 +63,9 @@ def load_options(command: Command) -> Command:
         help="How the KV cache is stored; int4 halves it and costs quality.",
     )
     @click.option(
-        "--prefill",
-        default="auto",
-        show_default=True,
+        "--prefill", default="auto", show_default=True,
         help="native, or an execution provider, see `edgellm devices`.",
-    )
+    )  # fmt: skip
     @click.option(
         "--decode",
         type=click.Choice(DECODE_BACKENDS),

@@ -34,7 +34,6 @@ from edgellm.backends.native_model import NativeModel
 from edgellm.backends.segments import ChunkBuffers
 from edgellm.backends.step_backend import StepBackend
 from edgellm.llm import LLM, load
-from edgellm.options import EngineArguments
 from edgellm.store.sources import DEFAULT_MODEL
 
 # Tokens of the prompts of streams, and of their answers.
@@ -49,7 +48,7 @@ def prompt(llm: LLM, seed: int, length: int) -> list[int]:
 def start(way: str, args: argparse.Namespace) -> LLM:
     """A model whose threads are where the row wants them."""
     cores = sorted(os.sched_getaffinity(0))
-    common: EngineArguments = {"ctx_size": 4096, "cache_size": 32768, "threads": len(cores)}
+    common: dict[str, Any] = {"ctx_size": 4096, "cache_size": 32768, "threads": len(cores)}
     if way == "stall_free":
         return load(args.model, **common)
     os.sched_setaffinity(0, set(cores[1:]))  # for the threads of ONNX Runtime's pool
