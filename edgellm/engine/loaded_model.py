@@ -44,7 +44,7 @@ class LoadedModel:
 
     `selection` says which back ends it has, `precisions` in which precisions.
     `native_prefill` is there beside an accelerator's `prefill` where decode is native; where decode
-    is chunked, `decoder` is `prefill` itself.
+    is chunked, `decoder` is `prefill` itself. `scheduling` is the one in use.
     """
 
     def __init__(
@@ -62,6 +62,7 @@ class LoadedModel:
         self.config = bundle.config
         self.ctx_size = context_size(options, self.config.context_length)
         self.selection = select(options)
+        self.scheduling = self.selection.scheduling(options.scheduling)
         self.precisions = self.selection.precisions(self.config)
         memory.check_fits(planned_memory(bundle, options, self.precisions))
         self.tokenizer = Tokenizer(
@@ -169,8 +170,9 @@ class LoadedModel:
         if name in models.steps:
             return StepBackend(models.steps[name], name=name)
         model = models.graphs[selection.prefill_precision(self.config)]
-        # a precision that was asked for is not mixed with another one
+        # a precision that was asked for is not mixed with another one, nor are two devices
         mixed = bool(models.steps) and self.options.precision is None
+        mixed = mixed and self.scheduling != "two_devices"
         step = host if mixed and selection.decode != CHUNKED else None
         return ChunkedBackend(
             model,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Generic
@@ -55,10 +56,10 @@ class PromptRows(Generic[RequestT]):
         for share in shares:
             self._load = self._load.plus(share.rows, share.start)
 
-    def add(self, prompts: list[Entry[RequestT]]) -> None:
-        """Serve the first in line until the step is full."""
+    def add(self, prompts: list[Entry[RequestT]], *, most: int = sys.maxsize) -> None:
+        """Serve the first in line, at most so many, until the step is full."""
         line = self._line(prompts)
-        while line:
+        while line and len(self._served) < most:
             _, left, entry = heapq.heappop(line)
             position = entry.request.computed
             room = self._room(position)

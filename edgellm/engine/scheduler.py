@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import math
+import sys
 from collections import Counter
 from collections.abc import Callable, KeysView, Sequence
 from typing import Generic
 
-from edgellm.engine.admission import Admission, RequestT, Schedulable, SchedulerCounts
-from edgellm.engine.policies import SchedulingPolicy
+from edgellm.engine.admission import Admission, Entry, RequestT, Schedulable, SchedulerCounts
+from edgellm.engine.policies import SchedulingPolicy, StepBudget
 from edgellm.engine.prompt_rows import PromptRows, Share
 from edgellm.engine.step_costs import StepCosts, StepLoad
 
 __all__ = ["Schedulable", "Scheduler", "SchedulerCounts", "Share"]
+
+_NO_BOUNDS = StepBudget(math.inf, 1, sys.maxsize)
 
 
 class Scheduler(Generic[RequestT]):
@@ -83,25 +87,23 @@ class Scheduler(Generic[RequestT]):
         admission = self._admission
         self.counts.steps += 1
         shares = self._decodes()
-        entries = [e for e in admission.running.values() if not e.request.decoding]
-        if not admission.full:
-            entries.extend(admission.waiting.values())
-        prompts = [entry for entry in entries if not entry.request.paused]
+        prompts = self._prompts()
         if prompts:
             running = sum(not request.paused for request in admission.running)
             requests = running + len(admission.waiting)
             budget = self.policy.budget(decodes=len(shares), requests=requests)
-            rows = PromptRows(
-                admission,
-                self.policy,
-                self.costs,
-                budget,
-                shares,
-                reserve=admit,
-                block_size=self._block_size,
-            )
-            rows.add(prompts)
+            self._prompt_rows(budget, shares, admit).add(prompts)
         return shares
+
+    def next_prompt(self, admit: Callable[[RequestT], bool]) -> Share[RequestT] | None:
+        """All that is left of the prompt that is first in line, for a device of its own.
+
+        Args:
+            admit: see `next`.
+        """
+        shares: list[Share[RequestT]] = []
+        self._prompt_rows(_NO_BOUNDS, shares, admit).add(self._prompts(), most=1)
+        return shares[0] if shares else None
 
     def preempt(self) -> RequestT | None:
         """The newest running request of the lowest priority goes back to the front of the line.
@@ -114,6 +116,10 @@ class Scheduler(Generic[RequestT]):
 
     def done(self, shares: Sequence[Share[RequestT]], seconds: float) -> None:
         """Learn from a step that has run; shares that were dropped before it are left out."""
+        self.costs.learn(self.count(shares), seconds)
+
+    def count(self, shares: Sequence[Share[RequestT]]) -> StepLoad:
+        """Count what was computed, and give its load."""
         load, rows = StepLoad(), Counter[str]()
         for share in shares:
             load = load.plus(share.rows, share.start)
@@ -123,7 +129,31 @@ class Scheduler(Generic[RequestT]):
             else:
                 self.counts.prefill_rows += share.rows
         self._admission.owners.serve(rows)
-        self.costs.learn(load, seconds)
+        return load
+
+    def _prompts(self) -> list[Entry[RequestT]]:
+        """Those that may have rows of prompts now."""
+        admission = self._admission
+        entries = [e for e in admission.running.values() if not e.request.decoding]
+        if not admission.full:
+            entries.extend(admission.waiting.values())
+        return [entry for entry in entries if not entry.request.paused]
+
+    def _prompt_rows(
+        self,
+        budget: StepBudget,
+        shares: list[Share[RequestT]],
+        admit: Callable[[RequestT], bool],
+    ) -> PromptRows[RequestT]:
+        return PromptRows(
+            self._admission,
+            self.policy,
+            self.costs,
+            budget,
+            shares,
+            reserve=admit,
+            block_size=self._block_size,
+        )
 
     def _decodes(self) -> list[Share[RequestT]]:
         """One share for each request that decodes; of too many for those that waited longest."""
