@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import aclosing, closing
 from dataclasses import replace
 from itertools import takewhile
@@ -44,18 +44,27 @@ if TYPE_CHECKING:
     from edgellm.serve.options import ServeOptions
 
 _Item: TypeAlias = Begun | Progress | SamplePieces
+# Has what others have computed of a prompt brought into the KV cache, if it is worth that; the
+# third is the salt of the prompt's blocks. Raises nothing: what is not there is computed.
+BringPrefix: TypeAlias = "Callable[[Engine, Sequence[int], str], Awaitable[None]]"
 
 
 class Answering:
     """Answers asks with the models of a pool, as many as its limits allow.
 
+    Args:
+        bring_prefix: called before a prompt is computed; None: no others compute prompts.
+
     Attributes:
         metrics: what it has done so far.
     """
 
-    def __init__(self, pool: ModelPool, options: ServeOptions) -> None:
+    def __init__(
+        self, pool: ModelPool, options: ServeOptions, *, bring_prefix: BringPrefix | None = None
+    ) -> None:
         self.pool = pool
         self.options = options
+        self._bring_prefix = bring_prefix
         self.metrics = Metrics()
         self._limits = QueueLimits(options, self.metrics)
         self._stop = threading.Event()
@@ -84,6 +93,8 @@ class Answering:
                     async for item in items:
                         for event in _events(item, counted):
                             yield event
+                        if isinstance(item, Begun) and self._bring_prefix is not None:
+                            await self._bring_prefix(llm.engine, item.prompt, client.salt)
         except RequestError:
             raise
         except Exception as error:
@@ -139,6 +150,7 @@ class Answering:
             raise too_long(len(tokens), engine.ctx_size)
         check_begin(engine, tokens, options)
         yield Begun(model, tuple(tokens), options, engine)
+        options = self._limited(prompt.options, arrival)  # some of the time may be over
         if ask.infill_sampler:  # which has cut by these already
             options = replace(options, top_p=1.0, min_p=0.0)
         pending = sample_pieces(
