@@ -27,20 +27,21 @@ class Arguments(BaseModel):
         most_ahead: requests that a replica may have more than the least busy one, and still be
             given one whose prefix it has.
         engine: fields of `EngineOptions`, all but `threads`.
-        server: fields of `ServeOptions`; `host` is where Ray Serve's proxy listens. `port` and
-            `grace_s` are Ray Serve's as well, and so are metrics, unless `metrics` is true.
+        server: fields of `ServeOptions`, all but `port`; `host` is where Ray Serve's proxy listens,
+            which is told so by itself. A replica has at most `max_waiting` requests, and as many
+            wait for one. `metrics` are one replica's, so they are off unless asked for.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     model: str = DEFAULT_MODEL
     threads: int = Field(ge=1)
-    replicas: int = Field(1, ge=1)
-    prefill_replicas: int = Field(0, ge=0)
-    prefill_min_tokens: int = Field(256, ge=1)
-    prefill_timeout_s: float = Field(30, gt=0)
-    hand_over_bytes: int = Field(512 << 20, ge=1)
-    most_ahead: int = Field(8, ge=0)
+    replicas: int = Field(default=1, ge=1)
+    prefill_replicas: int = Field(default=0, ge=0)
+    prefill_min_tokens: int = Field(default=256, ge=1)
+    prefill_timeout_s: float = Field(default=30, gt=0)
+    hand_over_bytes: int = Field(default=512 << 20, ge=1)
+    most_ahead: int = Field(default=8, ge=0)
     engine: dict[str, Any] = Field(default_factory=dict)
     server: dict[str, Any] = Field(default_factory=dict)
 
@@ -51,7 +52,7 @@ class Arguments(BaseModel):
             OptionError: a field that is not there, or a value that is not allowed.
         """
         _check_names("engine", self.engine, EngineOptions, "threads")
-        _check_names("server", self.server, ServeOptions, "port", "grace_s")
+        _check_names("server", self.server, ServeOptions, "port")
         EngineOptions(**self.engine_arguments)
         _ = self.serve_options
 

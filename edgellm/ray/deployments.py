@@ -8,8 +8,8 @@ reads a request and chooses its replica by what its prompt begins with.
 """
 # Ray Serve reads the type of the builder's argument, so annotations are not to be texts here.
 
+import asyncio
 from collections.abc import AsyncGenerator
-from contextlib import AbstractAsyncContextManager
 from typing import Any
 
 from ray import serve
@@ -59,8 +59,9 @@ class Front:
             raise RequestError(
                 "unavailable", "the replica is gone; try again", retry_after_s=1
             ) from None
-        finally:
+        except (asyncio.CancelledError, GeneratorExit):  # the client has gone
             answer.cancel()
+            raise
 
 
 class Replica:
@@ -82,19 +83,12 @@ class Replica:
                 timeout_s=arguments.prefill_timeout_s,
             )
         self._app = create_app(pool, arguments.serve_options, bring_prefix=remote)
-        self._life_span: AbstractAsyncContextManager[Any] = self._app.router.lifespan_context(
-            self._app
-        )
-        await self._life_span.__aenter__()
+        await pool.start()
 
     async def answer(self, request: ForwardedRequest) -> AsyncGenerator[list[Message], None]:
         """The ASGI messages of an answer, as they come."""
         async for messages in answered(self._app, request):
             yield messages
-
-    async def __del__(self) -> None:
-        """Called by Ray Serve when the replica is to end, and its requests have ended."""
-        await self._life_span.__aexit__(None, None, None)
 
 
 def application(arguments: Arguments) -> Any:
@@ -115,6 +109,7 @@ def application(arguments: Arguments) -> Any:
         serve.ingress()(Front),
         name="Front",
         ray_actor_options={"num_cpus": 0},
+        graceful_shutdown_timeout_s=options.grace_s,
         max_ongoing_requests=most,
         max_queued_requests=most,
     )
@@ -123,14 +118,15 @@ def application(arguments: Arguments) -> Any:
 
 def _deployment(replica: type, arguments: Arguments, count: int) -> Any:
     """So many replicas with as many CPUs as they have threads, chosen by prefix."""
-    waiting = arguments.serve_options.max_waiting
+    options = arguments.serve_options
     return serve.deployment(
         replica,
         name=replica.__name__,
         num_replicas=count,
         ray_actor_options={"num_cpus": arguments.threads},
-        max_ongoing_requests=waiting,
-        max_queued_requests=waiting,
+        graceful_shutdown_timeout_s=options.grace_s,
+        max_ongoing_requests=options.max_waiting,
+        max_queued_requests=options.max_waiting,
         max_constructor_retry_count=_STARTS,
         request_router_config=RequestRouterConfig(
             request_router_class=PrefixRouter,
