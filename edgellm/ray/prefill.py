@@ -25,9 +25,10 @@ from edgellm.engine.hand_over import (
     read_prefix,
     write_prefix,
 )
-from edgellm.llm import LLM, load
+from edgellm.llm import LLM
 from edgellm.options import EngineArguments
 from edgellm.ray.object_store import ObjectStore
+from edgellm.serve.model_pool import served_model
 from edgellm.session import Session
 
 _log = logging.getLogger(__name__)
@@ -54,12 +55,12 @@ class PrefillReplica:
     """Computes prompts, many at once, and keeps their blocks in Ray's object store.
 
     Args:
-        model, engine: as for `edgellm.load`.
+        model: as in `edgellm serve MODEL`.
         hand_over_bytes: of blocks that are kept for those who ask for them again.
     """
 
     def __init__(self, model: str, engine: EngineArguments, hand_over_bytes: int) -> None:
-        self._llm: LLM = load(model, **engine)
+        self._llm: LLM = served_model(model, engine).open()
         self._store = ObjectStore(budget=hand_over_bytes)
 
     async def compute(self, request: PrefillRequest) -> dict[bytes, ray.ObjectRef]:

@@ -5,9 +5,9 @@ Ray is half a GB, so it is not among what the tests install: `pip install -e ".[
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
-import signal
 import socket
 import time
 from collections.abc import Callable, Iterator
@@ -16,11 +16,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import httpx
+import psutil
 import pytest
 
 import edgellm.ray
 from edgellm.engine.context import Context
-from edgellm.engine.hand_over import block_names, full_prefix, read_prefix
+from edgellm.engine.hand_over import block_names, cached_tokens, full_prefix, read_prefix
 from edgellm.kernels.kv_blocks import BLOCK
 from edgellm.llm import LLM, load
 from edgellm.session import Session
@@ -32,14 +33,14 @@ SYSTEM = " ".join(f"rule {i}: be brief." for i in range(100))
 
 @pytest.fixture(scope="module")
 def ray() -> Iterator[Any]:
-    """Ray, with two CPUs, at the loopback address."""
+    """Ray at the loopback address: CPUs for two actors, and one for what feeds them."""
     # before it is imported: else its processes speak to each other over the machine's own address
     os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
     ray = pytest.importorskip("ray", reason='needs Ray, half a GB: pip install "edgellm[ray]"')
     pytest.importorskip("ray.serve", reason='needs Ray Serve: pip install "edgellm[ray]"')
     ray.init(
         address="local",
-        num_cpus=2,
+        num_cpus=3,
         object_store_memory=300 << 20,
         include_dashboard=False,
         log_to_driver=False,
@@ -107,11 +108,10 @@ def check_same(answer: dict[str, Any], llm: LLM, prompt: str) -> None:
     assert choice["logprobs"]["token_logprobs"] == pytest.approx(expected.logprobs, abs=0)
 
 
-def replica_pids(name: str) -> list[int]:
-    from ray.util.state import list_actors
-
-    actors = list_actors(filters=[("state", "=", "ALIVE")], limit=100)
-    return sorted(a.pid for a in actors if a.class_name.endswith(f":{name}"))
+def replicas(name: str) -> list[psutil.Process]:
+    """The processes of a deployment."""
+    children = psutil.Process().children(recursive=True)
+    return [child for child in children if f":{name}" in " ".join(child.cmdline())]
 
 
 def test_two_replicas_answer_as_one_alone(start: Callable[..., Served], alone: LLM) -> None:
@@ -184,10 +184,38 @@ def test_prompts_are_computed_by_one_and_answered_by_another(
         assert cached(answer) == len(full_prefix(tokens))
         check_same(answer, alone, prompt)
     assert cached(served.complete("a short one")) == 0
-    (pid,) = replica_pids("PrefillReplica")
-    os.kill(pid, signal.SIGKILL)
+    (process,) = replicas("PrefillReplica")
+    process.kill()
     answer = served.complete(prompts[2])
     check_same(answer, alone, prompts[2])
+
+
+def test_a_prompt_that_nobody_computes_is_computed_here(ray: Any, alone: LLM) -> None:
+    from edgellm.ray.prefill import RemotePrefill
+
+    class Replicas:
+        """A handle of a deployment that does not answer, or fails."""
+
+        def __init__(self, seconds: float) -> None:
+            self.compute = self
+            self.asked = 0
+            self._seconds = seconds
+
+        async def remote(self, request: Any) -> None:
+            self.asked += 1
+            await asyncio.sleep(self._seconds)
+            raise RuntimeError("out of order")
+
+    prompt = alone.engine.tokenizer.encode(f"nobody {SYSTEM}")
+    for replicas, min_tokens, asked in (
+        (Replicas(60), 1, 1),
+        (Replicas(0), 1, 1),
+        (Replicas(0), 10_000, 0),
+    ):
+        bring = RemotePrefill(replicas, min_tokens=min_tokens, timeout_s=0.1)
+        asyncio.run(bring(alone.engine, prompt, ""))
+        assert replicas.asked == asked
+        assert cached_tokens(alone.engine, prompt) < BLOCK
 
 
 def test_a_model_that_cannot_be_loaded(start: Callable[..., Served]) -> None:
@@ -204,13 +232,13 @@ def store(ray: Any) -> Any:
 
 def test_the_object_store_keeps_what_was_used_last(store: Any) -> None:
     names = [bytes([i]) * 32 for i in range(6)]
-    for name in names[:3]:
+    for name in names[:4]:
         assert store.write(name, name * 100)
-    assert [store.has(name) for name in names[:4]] == [False, True, True, False]
+    assert [store.has(name) for name in names[:5]] == [False, True, True, True, False]
     block = store.read(names[1], size=3200)
     assert bytes(block) == names[1] * 100
     with store.pin(names[1:2]):
-        for name in names[3:]:
+        for name in names[4:]:
             store.write(name, name * 100)
         assert store.has(names[1])
     assert sum(map(store.has, names)) == 3
@@ -225,7 +253,7 @@ def test_what_is_damaged_or_lost_in_the_object_store_is_not_there(ray: Any, stor
     (good,) = store.references(names).values()
     flipped = ray.get(good).copy()
     flipped[-1] ^= 1
-    references = {names[0]: good, names[1]: good, names[2]: ray.put(flipped)}
+    references = {names[0]: good, names[1]: ray.put(ray.get(good)), names[2]: ray.put(flipped)}
     other = ObjectStore(references=references)
     other.fetch(timeout_s=5)
     assert other.read(names[0], size=101) is None
