@@ -16,8 +16,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgellm.cache.block_pool import BlockPool
+from edgellm.cache.block_store import BlockStore, pack, packed_size, unpack
 from edgellm.cache.change import Changes
-from edgellm.cache.disk_cache import DiskCache, pack, unpack
 from edgellm.cache.group_table import GroupBlocks, GroupTable
 from edgellm.cache.groups import cache_groups, places, resident_blocks, rows_at_once
 from edgellm.cache.prefix_index import Match, PrefixIndex
@@ -46,7 +46,7 @@ class KVCache:
         places: for each layer its group, and which of the group's layers it is.
         rope_frequencies: in each layer, in radians per position; None where keys are not as RoPE
             left them.
-        disk: full blocks that outlive the process, if they are kept.
+        disk: where full blocks are kept that outlive the process, if they are.
     """
 
     def __init__(
@@ -90,7 +90,7 @@ class KVCache:
             for number, group in enumerate(groups)
         ]
         self.rope_frequencies = _rope_frequencies(config)
-        self.disk: DiskCache | None = None
+        self.disk: BlockStore | None = None
         self._lock = threading.Lock()
         self._process = os.getpid()
         self._changes = Changes(self.groups, self.index)
@@ -192,7 +192,7 @@ class KVCache:
         match = self.index.match(tokens, root=root)
         if self.disk is None:
             return match.length
-        return max(match.length, BLOCK * self._blocks_on_disk(match, tokens, self.disk, root))
+        return max(match.length, BLOCK * self._blocks_in(self.disk, match, tokens, root))
 
     def has_room(self, growing: Iterable[tuple[Sequence, int]]) -> bool:
         """Whether sequences can all grow to so many tokens, and one more, at the same time."""
@@ -209,7 +209,12 @@ class KVCache:
 
     def keep(self, sequence: Sequence) -> None:
         """Write a sequence's full blocks to disk, if blocks are kept there."""
-        if self.disk is None or len(sequence) < BLOCK:
+        if self.disk is not None:
+            self.write(sequence, self.disk)
+
+    def write(self, sequence: Sequence, store: BlockStore) -> None:
+        """Write those of a sequence's full blocks to a store that it has not, while it has room."""
+        if len(sequence) < BLOCK:
             return
         sequence.use_host()
         shared = sequence.tokens[: sequence.shareable]
@@ -217,7 +222,22 @@ class KVCache:
         for table in sequence.tables:
             known = [(i, block) for i, block in sequence.known(table) if i < len(names)]
             named = [(group_name(names[i], table.store), block) for i, block in known]
-            self.disk.save(table.store.blocks, named)
+            with store.pin(name for name, _ in named):
+                for name, block in named:
+                    if store.has(name) or store.write(name, pack(table.store.blocks, [block])):
+                        continue
+                    return
+
+    def read(self, tokens: SequenceOf[int], store: BlockStore, *, root: bytes | None = None) -> int:
+        """Read what a store has of a prefix and the pools have not, for sequences to come.
+
+        Returns:
+            How many of the tokens `sequence` finds in memory now.
+        """
+        sequence = self._read_on(tokens, store, root)
+        if sequence is not None:
+            sequence.close()
+        return self.index.match(tokens, root=root).length
 
     def pack(self, sequence: Sequence) -> tuple[list[int], bytes]:
         """The K and V of a sequence as bytes, without most of what windows have passed.
@@ -265,22 +285,22 @@ class KVCache:
         return Sequence(self, tables, list(tokens[:length]), root=root)
 
     def _read_on(
-        self, tokens: SequenceOf[int], disk: DiskCache, root: bytes | None
+        self, tokens: SequenceOf[int], store: BlockStore, root: bytes | None
     ) -> Sequence | None:
-        """A sequence of the full blocks of a match and those on disk, if it is a longer one."""
+        """A sequence of the full blocks of a match and those in a store, if it is a longer one."""
         while True:
             match = self.index.match(tokens, root=root)
-            end = self._blocks_on_disk(match, tokens, disk, root)
+            end = self._blocks_in(store, match, tokens, root)
             if end * BLOCK <= match.length:
                 return None
             sequence = self._holding(match, tokens, match.length // BLOCK * BLOCK, root)
-            if self._fill(sequence, tokens[: end * BLOCK], disk):
+            if self._fill(sequence, tokens[: end * BLOCK], store):
                 return sequence
             # what was reserved and given back may have taken blocks of the match
             sequence.close()
             tokens = tokens[: (end - 1) * BLOCK]
 
-    def _fill(self, sequence: Sequence, tokens: SequenceOf[int], disk: DiskCache) -> bool:
+    def _fill(self, sequence: Sequence, tokens: SequenceOf[int], store: BlockStore) -> bool:
         """Read the blocks of `tokens` that a sequence lacks; False if one is damaged, or the pool
         full."""
         begin, end = len(sequence) // BLOCK, len(tokens) // BLOCK
@@ -290,26 +310,28 @@ class KVCache:
                 sequence.open_seen(len(tokens))
                 sequence.use_host()
                 for table in sequence.tables:
+                    blocks = table.store.blocks
                     for i in range(max(begin, table.first), end):
                         name = group_name(names[i], table.store)
-                        if not disk.load(table.store.blocks, name, table.ids[i]):
+                        data = store.read(name, size=packed_size(blocks))
+                        if data is None or not unpack(blocks, [table.ids[i]], data):
                             return False
                 sequence.commit(tokens[begin * BLOCK :])
         except CacheFullError:
             return False
         return True
 
-    def _blocks_on_disk(
-        self, match: Match, tokens: SequenceOf[int], disk: DiskCache, root: bytes | None
+    def _blocks_in(
+        self, store: BlockStore, match: Match, tokens: SequenceOf[int], root: bytes | None
     ) -> int:
-        """How many full blocks of `tokens` are there, in memory and behind those on disk."""
+        """How many full blocks of `tokens` are there, in memory and behind those in a store."""
         names = list(self.index.names(tokens, root=root))
         begin = match.length // BLOCK
         there = []  # for each group, which blocks
         for group, blocks in zip(self.groups, match.tables, strict=True):
             in_memory = [block is not None for block in blocks[:begin]]
             there.append(
-                [*in_memory, *(disk.holds(group_name(name, group)) for name in names[begin:])]
+                [*in_memory, *(store.has(group_name(name, group)) for name in names[begin:])]
             )
         limit = begin + min(
             group.pool.available - sum(block in group.pool for block in blocks if block is not None)

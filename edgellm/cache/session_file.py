@@ -4,7 +4,7 @@
 32 bytes   SHA-256 of everything behind it
  4 bytes   length of the header, little-endian
 header     JSON: model, KV format, tokens, how many of them are in the blocks
-the rest   the blocks, see `disk_cache.py`
+the rest   the blocks, see `pack` in `block_store.py`
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import AsyncGenerator, Iterator, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Sequence
 from contextlib import aclosing, closing, contextmanager
 from dataclasses import replace
 from itertools import takewhile
@@ -45,19 +45,28 @@ if TYPE_CHECKING:
     from edgellm.serve.options import ServeOptions
 
 _Item: TypeAlias = Begun | Progress | SamplePieces
+# Has what others have computed of a prompt brought into the KV cache, if it is worth that; the
+# third is the salt of the prompt's blocks. Raises nothing: what is not there is computed.
+BringPrefix: TypeAlias = "Callable[[Engine, Sequence[int], str], Awaitable[None]]"
 
 
 class Answering:
     """Answers asks with the models of a pool, as many as its limits allow.
+
+    Args:
+        bring_prefix: called before a prompt is computed; None: no others compute prompts.
 
     Attributes:
         metrics: what it has done so far.
         text_work: for what is asked about texts, and is no answer.
     """
 
-    def __init__(self, pool: ModelPool, options: ServeOptions) -> None:
+    def __init__(
+        self, pool: ModelPool, options: ServeOptions, *, bring_prefix: BringPrefix | None = None
+    ) -> None:
         self.pool = pool
         self.options = options
+        self._bring_prefix = bring_prefix
         self.metrics = Metrics()
         self.text_work = TextWork(self.metrics)
         self._limits = QueueLimits(options, self.metrics)
@@ -87,6 +96,8 @@ class Answering:
                     async for item in items:
                         for event in _events(item, counted):
                             yield event
+                        if isinstance(item, Begun) and self._bring_prefix is not None:
+                            await self._bring_prefix(llm.engine, item.prompt, client.salt)
 
     async def embed(self, ask: EmbeddingAsk, client: Client) -> Embeddings:
         """The embeddings of texts or token ids.
@@ -154,7 +165,8 @@ class Answering:
             raise too_long(len(tokens), engine.ctx_size)
         check_begin(engine, tokens, options)
         yield Begun(model, tuple(tokens), options, engine)
-        options = replace(options, owner=client.owner)
+        limited = self._limited(prompt.options, arrival)  # some of the time may be over
+        options = replace(limited, owner=client.owner)
         if ask.infill_sampler:  # which has cut by these already
             options = replace(options, top_p=1.0, min_p=0.0)
         pending = sample_pieces(

@@ -28,7 +28,7 @@ from edgellm.serve import (
     openai_responses,
     page,
 )
-from edgellm.serve.answering import Answering
+from edgellm.serve.answering import Answering, BringPrefix
 from edgellm.serve.anthropic_error import error_body as anthropic_error_body
 from edgellm.serve.anthropic_error import error_frames as anthropic_error_frames
 from edgellm.serve.endpoint import Dialect, Endpoint
@@ -86,12 +86,20 @@ ANTHROPIC = Dialect(
 DIALECTS: Sequence[Dialect] = (OPENAI, RESPONSES, LLAMA_CPP, OLLAMA, ANTHROPIC)
 
 
-def create_app(pool: ModelPool, options: ServeOptions | None = None) -> Starlette:
+def create_app(
+    pool: ModelPool,
+    options: ServeOptions | None = None,
+    *,
+    bring_prefix: BringPrefix | None = None,
+) -> Starlette:
     """An application for an ASGI server; `app.state.answering` is its `Answering`.
 
     Its life span loads the first model and unloads all at its end.
+
+    Args:
+        bring_prefix: see `Answering`.
     """
-    answering = Answering(pool, options or ServeOptions())
+    answering = Answering(pool, options or ServeOptions(), bring_prefix=bring_prefix)
 
     @asynccontextmanager
     async def life_span(app: Starlette) -> AsyncIterator[None]:
@@ -110,7 +118,7 @@ def create_app(pool: ModelPool, options: ServeOptions | None = None) -> Starlett
             for dialect in DIALECTS
             for route in dialect.routes
         ],
-        middleware=[Middleware(Guard, options=answering.options, error=_error)],
+        middleware=[Middleware(Guard, options=answering.options, error=path_error)],
         exception_handlers={HTTPException: _no_route},
         lifespan=life_span,
     )
@@ -118,7 +126,7 @@ def create_app(pool: ModelPool, options: ServeOptions | None = None) -> Starlett
     return app
 
 
-def _error(path: str, error: RequestError) -> Reply:
+def path_error(path: str, error: RequestError) -> Reply:
     """An error of a path, in the dialect that it belongs to."""
     for dialect in DIALECTS:
         if dialect.owns(path) or any(route.path == path for route in dialect.routes):
@@ -132,10 +140,10 @@ async def _no_route(request: Request, error: Exception) -> Response:
         wrong = RequestError("method_not_allowed", f"{request.method} is not for this path")
     else:
         wrong = RequestError("not_found", "there is nothing at this path")
-    reply = _error(request.url.path, wrong)
+    reply = path_error(request.url.path, wrong)
     assert isinstance(reply, BodyReply)
     headers = {**reply.headers, **(error.headers or {})}
     return Response(reply.body, reply.status, headers, reply.media_type)
 
 
-__all__ = ["DIALECTS", "OPENAI", "create_app"]
+__all__ = ["DIALECTS", "OPENAI", "create_app", "path_error"]

@@ -8,7 +8,15 @@ it is cancelled when its client goes away, and with it all that it has asked for
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, MutableMapping, Sequence
+from collections.abc import (
+    AsyncGenerator,
+    Awaitable,
+    Callable,
+    Coroutine,
+    Mapping,
+    MutableMapping,
+    Sequence,
+)
 from contextlib import aclosing, suppress
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -194,16 +202,7 @@ class Endpoint:
             return await self._dialect.error(error).send(send)
         client = scope.get(CLIENT, Client())
         call = Call(self._answering, self._dialect, client, scope, body)
-        work = asyncio.create_task(self._work(call, send))
-        gone = asyncio.create_task(_gone(receive))
-        try:
-            await asyncio.wait({work, gone}, return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            gone.cancel()
-            work.cancel()
-            await asyncio.wait({work, gone})
-        if not work.cancelled():
-            work.result()
+        await while_connected(self._work(call, send), receive)
 
     async def _work(self, call: Call, send: Send) -> None:
         method = call.scope["method"]
@@ -228,6 +227,24 @@ class Endpoint:
                 raise
             with suppress(ClientGoneError):
                 await self._dialect.error(request_error(error)).send(noting)
+
+
+async def while_connected(work: Coroutine[Any, Any, None], receive: Receive) -> None:
+    """Do some work, which is cancelled when the client has gone.
+
+    Args:
+        receive: of ASGI, behind the body.
+    """
+    task = asyncio.create_task(work)
+    gone = asyncio.create_task(_gone(receive))
+    try:
+        await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        gone.cancel()
+        task.cancel()
+        await asyncio.wait({task, gone})
+    if not task.cancelled():
+        task.result()
 
 
 async def _gone(receive: Receive) -> None:

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from edgellm import CacheFullError, GenerationOptions
-from edgellm.cache.disk_cache import pack
+from edgellm.cache.block_store import pack
 from edgellm.kernels.kv_blocks import BLOCK, KV_FORMATS, allocate
 from edgellm.llm import LLM, load
 

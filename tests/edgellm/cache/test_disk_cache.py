@@ -15,6 +15,8 @@ from typing import Any
 
 import pytest
 
+from edgellm.cache.block_store import packed_size
+from edgellm.cache.disk_cache import DiskCache
 from edgellm.errors import OptionError
 from edgellm.llm import LLM, load
 from edgellm.results import Completion
@@ -194,13 +196,30 @@ def test_killed_while_writing(start: Callable[..., LLM], tiny_model: Path, folde
     found = files(folder)
     assert found
     llm = start()
-    disk, pool = llm.engine.cache.disk, llm.engine.cache
+    disk, cache = llm.engine.cache.disk, llm.engine.cache
     assert disk is not None
-    assert all(disk.load(pool.groups[0].blocks, bytes.fromhex(path.stem), 0) for path in found)
-    assert pool.used_blocks == 0
+    size = packed_size(cache.groups[0].blocks)
+    assert all(disk.read(bytes.fromhex(path.stem), size=size) is not None for path in found)
+    assert cache.used_blocks == 0
     # what a killed process left unfinished goes when it is old
     left = folder / ".partial-left"
     left.write_bytes(b"")
     os.utime(left, (0, 0))
     start()
     assert not left.exists()
+
+
+def test_what_is_pinned_is_not_deleted(folder: Path) -> None:
+    disk = DiskCache(folder, budget=5000)
+    names = [bytes([i]) * 32 for i in range(9)]
+    with disk.pin(names[:2]):
+        for name in names:
+            assert disk.write(name, bytes(1000))
+        assert len(files(folder)) == 9
+        with disk.pin(names[2:3]):
+            pass
+        assert [disk.has(name) for name in names] == [True] * 2 + [False] * 5 + [True] * 2
+    assert [disk.has(name) for name in names] == [True] * 2 + [False] * 5 + [True] * 2
+    disk.write(b"x" * 32, bytes(1000))
+    assert sum(file.stat().st_size for file in files(folder)) <= 5000
+    assert not disk.has(names[0])
