@@ -211,6 +211,20 @@ def test_a_prompt_of_a_whole_context_in_a_crowd(server: Running) -> None:
         assert set(threads.map(ask, range(12))) == {200}
 
 
+@pytest.mark.slow
+def test_a_request_larger_than_the_pool(server: Running) -> None:
+    """Its answers take turns, and each is the one that its seed gives alone."""
+    metrics, n = server.answering.metrics, 10
+    assert n * (900 // BLOCK + 1) > 64
+    before = metrics.preempted
+    body = {"prompt": words(3, 60), "seed": 5, "logprobs": 1, **LONG}
+    many = server.post("/v1/completions", {**body, "n": n}).json()["choices"]
+    assert metrics.preempted > before
+    for i in (0, n - 1):
+        (alone,) = server.post("/v1/completions", {**body, "seed": 5 + i}).json()["choices"]
+        assert {**many[i], "index": 0} == alone
+
+
 def test_one_that_fails_ends_no_other(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
     from edgellm.engine.answer import Answer
 
