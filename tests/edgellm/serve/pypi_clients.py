@@ -95,6 +95,7 @@ CLIENTS = {
         Client("litellm", ["litellm==1.106.2", "mcp==2.3.0"]),  # which it imports for tools
         Client("llama_index", ["llama-index-llms-openai-like==0.8.1"]),
         Client("llm", ["llm==0.36"]),
+        Client("mistralai", ["mistralai==3.7.0"]),
         Client("pydantic_ai", ["pydantic-ai-slim[openai]==2.68.0"]),
     )
 }

@@ -1,4 +1,4 @@
-"""litellm, llm, llama-index, pydantic-ai, instructor and aider, unchanged."""
+"""litellm, llm, llama-index, pydantic-ai, instructor, aider and mistralai, unchanged."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from calling import TEMPLATE, Dictated
 from pypi_clients import CLIENTS
-from serving import running, served
+from serving import Running, running, served
 
 from edgellm.engine.chat_prompt import ChatPrompt, chat_prompt
 from edgellm.llm import LLM, load
@@ -154,3 +154,10 @@ def test_aider(url: str, tmp_path: Path) -> None:
     )
     assert "Applied edit to greet.py" in told
     assert (tmp_path / "greet.py").read_text() == ADDED
+
+
+def test_mistralai(fim_server: Running, tmp_path: Path) -> None:
+    told = CLIENTS["mistralai"].run(tmp_path, fim_server.url, "fim")
+    expected = fim_server.llm.infill("def f(", "):\n", max_tokens=9, min_tokens=2)
+    answer = {"text": expected.text, "tokens": len(expected.tokens)}
+    assert told == {"whole": answer, "stream": answer, "unknown model": 404}
