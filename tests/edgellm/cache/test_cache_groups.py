@@ -7,83 +7,19 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from rows_of_tokens import VALUE, check, extend, make, new
 
-from edgellm.cache.disk_cache import DiskCache
-from edgellm.cache.kv_cache import KVCache, group_name
-from edgellm.cache.sequence import Sequence
+from edgellm.cache.kv_cache import group_name
 from edgellm.errors import CacheFullError
-from edgellm.graphs.config import ModelConfig
-from edgellm.graphs.layer_config import Attention, LayerConfig, Mlp, Rope
 from edgellm.kernels.attention import portable
 from edgellm.kernels.kv_append import append
 from edgellm.kernels.kv_blocks import BLOCK, allocate
-
-CTX, VALUE = 1200, 8
 
 
 @pytest.fixture(params=[(None, None), (256, None), (130, None), (300, 300)], ids=str)
 def windows(request: pytest.FixtureRequest) -> tuple[int | None, ...]:
     chosen: tuple[int | None, ...] = request.param
     return chosen
-
-
-def make(windows: tuple[int | None, ...], folder: Path | None = None, blocks: int = 40) -> KVCache:
-    config = ModelConfig(
-        model_type="llama",
-        vocab_size=320,
-        hidden_size=32,
-        layers=tuple(
-            LayerConfig(
-                attention=Attention(heads=4, kv_heads=1, head_dim=VALUE, window=window),
-                mlp=Mlp(intermediate=32),
-            )
-            for window in windows
-        ),
-        ropes=(Rope(inv_freq=(1.0, 0.1)),),
-        norm_eps=1e-5,
-        context_length=2048,
-        tied_embedding=True,
-    )
-    cache = KVCache(config, format="f32", ctx_size=CTX, blocks=blocks, fingerprint=b"x")
-    if folder is not None:
-        cache.disk = DiskCache(folder, budget=1 << 30)
-    return cache
-
-
-def extend(cache: KVCache, sequence: Sequence, tokens: list[int]) -> None:
-    """Rows of a token hold the token."""
-    for begin in range(0, len(tokens), 50):
-        part = tokens[begin : begin + 50]
-        with sequence.reserved(len(part)):
-            sequence.use_host()
-            rows = np.repeat(np.array(part, np.float32), VALUE).reshape(-1, 1, VALUE)
-            for layer in range(len(cache.places)):
-                view, slot = sequence.view(layer)
-                append(view.blocks, view.table, slot, len(sequence), rows, rows)
-            sequence.commit(part)
-
-
-def check(cache: KVCache, sequence: Sequence) -> None:
-    """What the next token sees is right, and nothing is free that is held."""
-    for layer, (group, _) in enumerate(cache.places):
-        view, slot = sequence.view(layer)
-        window = cache.groups[group].group.window
-        first = 0 if window is None else max(0, len(sequence) + 1 - window)
-        for position in range(first, len(sequence)):
-            block = sequence.tables[group].at(position // BLOCK)
-            assert block is not None
-            row = view.blocks.value_rows(block, slot, position % BLOCK)
-            assert (row == sequence.tokens[position]).all(), (layer, position)
-    for store in cache.groups:
-        free = store.pool._free
-        assert len(set(free)) == len(free)
-        assert not any(store.pool.references(block) for block in free)
-
-
-def new(cache: KVCache, tokens: list[int]) -> Sequence:
-    sequence = cache.sequence()
-    extend(cache, sequence, tokens)
-    return sequence
 
 
 TOKENS = list(range(1000, 2100))

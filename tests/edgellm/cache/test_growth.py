@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 
 import pytest
-from test_cache_groups import check, extend, make, new
+from rows_of_tokens import check, extend, make, new
 
 from edgellm.cache.growth import Growth
 from edgellm.cache.kv_cache import KVCache
@@ -25,8 +25,8 @@ def test_it_lands_as_if_it_had_grown_by_itself(windows: tuple[int | None, ...], 
     cache = make(windows)
     base = new(cache, TOKENS[:start])
     growth = Growth(base, 150)
-    held = used(cache)
     base.close()
+    held = used(cache)
     other = new(cache, [7] * 500)  # takes blocks that are free
     extend(cache, growth, TOKENS[start : start + 100])
     extend(cache, growth, TOKENS[start + 100 : start + 140])
