@@ -43,6 +43,7 @@ PUBLIC = {
     "edgellm.named_prefix",
     "edgellm.options",
     "edgellm.progress",
+    "edgellm.ray",
     "edgellm.results",
     "edgellm.serve",
     "edgellm.store.home",

@@ -30,6 +30,9 @@ class Arguments(BaseModel):
         server: fields of `ServeOptions`, all but `port`; `host` is where Ray Serve's proxy listens,
             which is told so by itself. A replica has at most `max_waiting` requests, and as many
             wait for one. `metrics` are one replica's, so they are off unless asked for.
+
+    Raises:
+        pydantic.ValidationError: a value that is not allowed, or a name that is not there.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -46,11 +49,7 @@ class Arguments(BaseModel):
     server: dict[str, Any] = Field(default_factory=dict)
 
     def model_post_init(self, context: Any) -> None:
-        """Check what is inside `engine` and `server`.
-
-        Raises:
-            OptionError: a field that is not there, or a value that is not allowed.
-        """
+        """Check what is inside `engine` and `server`; pydantic makes its own error of theirs."""
         _check_names("engine", self.engine, EngineOptions, "threads")
         _check_names("server", self.server, ServeOptions, "port")
         EngineOptions(**self.engine_arguments)

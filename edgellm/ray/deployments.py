@@ -92,11 +92,7 @@ class Replica:
 
 
 def application(arguments: Arguments) -> Any:
-    """An application for `serve.run`, `serve run` and Ray Serve's config files.
-
-    Raises:
-        OptionError: an argument that is not allowed.
-    """
+    """An application for `serve.run`, `serve run` and Ray Serve's config files."""
     options = arguments.serve_options
     prefill = None
     if arguments.prefill_replicas:
