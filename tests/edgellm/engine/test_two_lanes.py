@@ -446,6 +446,9 @@ def test_a_process_forked_in_the_middle_of_a_prompt_refuses(
     with ThreadPoolExecutor(1) as pool:
         answer = pool.submit(tiny.generate, PROMPTS[2], **SHORT)
         assert gate.reached.wait(30)
+        until(lambda: tiny.engine.loop._batcher.resting)
+        with tiny.engine.lock:  # whoever began the prompt has done with its step
+            pass
         assert "forked while another thread computed a prompt" in forked(in_child)
         gate.opened.set()
         assert len(answer.result(timeout=30).tokens) == 12
