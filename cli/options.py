@@ -47,11 +47,9 @@ def load_options(command: Command) -> Command:
     """How a model is loaded; passed on as `load_arguments`."""
 
     @click.option(
-        "-c",
-        "--ctx-size",
-        type=int,
+        "-c", "--ctx-size", type=int,
         help="Tokens of context; 0 takes the model's own.  [default: at most 4096]",
-    )
+    )  # fmt: skip
     @click.option(
         "--cache-size", type=int,
         help="Tokens that the KV cache holds of all answers.  [default: two contexts]",
@@ -65,11 +63,9 @@ def load_options(command: Command) -> Command:
         help="How the KV cache is stored; int4 halves it and costs quality.",
     )
     @click.option(
-        "--prefill",
-        default="auto",
-        show_default=True,
+        "--prefill", default="auto", show_default=True,
         help="native, or an execution provider, see `edgellm devices`.",
-    )
+    )  # fmt: skip
     @click.option(
         "--decode",
         type=click.Choice(DECODE_BACKENDS),
@@ -91,11 +87,16 @@ def load_options(command: Command) -> Command:
     @click.option(
         "--scheduling", type=click.Choice(SCHEDULING),
         default=EngineOptions.scheduling, show_default=True,
-        help="Of answers on their way at once: in the same steps, or one after the other.",
+        help="Of answers on their way at once: in the same steps, one after the other, or prompts "
+        "on an accelerator while others decode.",
     )  # fmt: skip
     @click.option(
         "--time-target-ms", type=float, default=EngineOptions.time_target_ms, show_default=True,
         help="With stall_free: what a step may take while others begin.",
+    )  # fmt: skip
+    @click.option(
+        "--decode-slowdown", type=float, default=EngineOptions.decode_slowdown, show_default=True,
+        help="With two_devices: how many times as long decode may take beside prompts.",
     )  # fmt: skip
     @click.option(
         "--provider-option", "provider_option", multiple=True, metavar="KEY=VALUE",

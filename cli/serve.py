@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
+from dataclasses import fields
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 import click
 
@@ -12,150 +15,111 @@ from edgellm.cli.progress import progress_bar
 from edgellm.errors import OptionError
 from edgellm.models import DEFAULT_MODEL
 from edgellm.options import EngineArguments
-
-if TYPE_CHECKING:
-    from edgellm.serve import ServeOptions
+from edgellm.serve import ServeOptions
 
 _MIB = 1 << 20
+_HINTS = get_type_hints(ServeOptions)
+Command = Callable[..., Any]
+
+
+def _field(name: str, help: str) -> Callable[[Command], Command]:
+    """A field of `ServeOptions` as an option of its name, its type and its default."""
+    kind, default = _HINTS[name], getattr(ServeOptions, name)
+    flag, one_of = "--" + name.replace("_", "-"), get_args(kind)
+    if kind is bool and default:
+        return click.option(f"{flag}/--no-{name}", default=default, show_default=True, help=help)
+    if kind is bool:
+        return click.option(flag, is_flag=True, help=help)
+    if get_origin(kind) is Literal:
+        kind = click.Choice(one_of)
+    elif one_of:
+        kind = next(one for one in one_of if one is not type(None))
+    return click.option(
+        flag, type=kind, default=default, show_default=default is not None, help=help
+    )
+
+
+def serve_options(command: Command) -> Command:
+    """How a server behaves; passed on as `options`."""
+
+    @_field(
+        "host",
+        "Address, or the path of a Unix socket (*.sock). Others than this machine need a key.",
+    )
+    @_field("port", "0 takes a free one.")
+    @click.option(
+        "--api-key", "api_keys", multiple=True, envvar="EDGELLM_API_KEY",
+        help="A key that clients have to send; may be repeated. Others of this machine can see it: "
+        "--api-key-file and the variable EDGELLM_API_KEY hide it.",
+    )  # fmt: skip
+    @click.option(
+        "--api-key-file",
+        type=click.Path(path_type=Path, dir_okay=False),
+        help="Keys, one in a line.",
+    )
+    @_field("insecure", "Let others than this machine in without a key.")
+    @click.option(
+        "--allow-host", "allowed_hosts", multiple=True, metavar="NAME",
+        help="A name of this machine that requests may give as Host; may be repeated.",
+    )  # fmt: skip
+    @click.option(
+        "--allow-origin", "allowed_origins", multiple=True, metavar="ORIGIN",
+        help="A web page that may call the server, as https://app.example; may be repeated.",
+    )  # fmt: skip
+    @_field("max_waiting", "Requests that may wait for their first token; more get 503.")
+    @_field("max_waiting_tokens", "Tokens of their prompts, likewise.")
+    @_field("max_tokens", "Of an answer, at most.  [default: the context]")
+    @_field("max_n", "Answers to one prompt.")
+    @_field("time_limit_ms", "For an answer, from when it is asked for.")
+    @_field("max_body_bytes", "Of a request.")
+    @_field("read_timeout_s", "In which a request has to be there.")
+    @_field("write_timeout_s", "In which a client has to read on.")
+    @_field("heartbeat_s", "Between comments in streams that have nothing to say.")
+    @_field("grace_s", "For answers to end, after the first Ctrl-C or SIGTERM.")
+    @click.option(
+        "--memory-limit-mib", type=int,
+        help="Of all loaded models, as estimated.  [default: what is available]",
+    )  # fmt: skip
+    @_field("idle_unload_s", "Unload models that nobody asked for so long.")
+    @_field("pooling", "What is the embedding of a text: of its tokens' states.")
+    @_field("metrics", "GET /metrics.")
+    @functools.wraps(command)
+    def wrapped(
+        *,
+        api_keys: tuple[str, ...],
+        api_key_file: Path | None,
+        memory_limit_mib: int | None,
+        **given: Any,
+    ) -> Any:
+        given["api_keys"] = (*api_keys, *_keys(api_key_file))
+        given["memory_limit_bytes"] = None if memory_limit_mib is None else memory_limit_mib * _MIB
+        options = ServeOptions(**{each.name: given.pop(each.name) for each in fields(ServeOptions)})
+        return command(options=options, **given)
+
+    return wrapped
 
 
 @click.command()
 @click.argument("models", metavar="[MODEL]...", nargs=-1)
-@click.option(
-    "--host", default="127.0.0.1", show_default=True,
-    help="Address, or the path of a Unix socket (*.sock). Others than this machine need a key.",
-)  # fmt: skip
-@click.option("--port", type=int, default=8080, show_default=True, help="0 takes a free one.")
-@click.option(
-    "--api-key", "api_keys", multiple=True, envvar="EDGELLM_API_KEY",
-    help="A key that clients have to send; may be repeated. Others of this machine can see it: "
-    "--api-key-file and the variable EDGELLM_API_KEY hide it.",
-)  # fmt: skip
-@click.option(
-    "--api-key-file", type=click.Path(path_type=Path, dir_okay=False), help="Keys, one in a line."
-)
-@click.option("--insecure", is_flag=True, help="Let others than this machine in without a key.")
-@click.option(
-    "--allow-host", "allowed_hosts", multiple=True, metavar="NAME",
-    help="A name of this machine that requests may give as Host; may be repeated.",
-)  # fmt: skip
-@click.option(
-    "--allow-origin", "allowed_origins", multiple=True, metavar="ORIGIN",
-    help="A web page that may call the server, as https://app.example; may be repeated.",
-)  # fmt: skip
-@click.option(
-    "--max-waiting", type=int, default=64, show_default=True,
-    help="Requests that may wait for their first token; more get 503.",
-)  # fmt: skip
-@click.option(
-    "--max-waiting-tokens", type=int, default=1 << 17, show_default=True,
-    help="Tokens of their prompts, likewise.",
-)  # fmt: skip
-@click.option("--max-tokens", type=int, help="Of an answer, at most.  [default: the context]")
-@click.option("--max-n", type=int, default=16, show_default=True, help="Answers to one prompt.")
-@click.option("--time-limit-ms", type=int, help="For an answer, from when it is asked for.")
-@click.option(
-    "--max-body-bytes", type=int, default=16 << 20, show_default=True, help="Of a request."
-)
-@click.option(
-    "--read-timeout-s", type=float, default=30, show_default=True,
-    help="In which a request has to be there.",
-)  # fmt: skip
-@click.option(
-    "--write-timeout-s", type=float, default=300, show_default=True,
-    help="In which a client has to read on.",
-)  # fmt: skip
-@click.option(
-    "--heartbeat-s", type=float, default=15, show_default=True,
-    help="Between comments in streams that have nothing to say.",
-)  # fmt: skip
-@click.option(
-    "--grace-s", type=float, default=30, show_default=True,
-    help="For answers to end, after the first Ctrl-C or SIGTERM.",
-)  # fmt: skip
-@click.option(
-    "--memory-limit-mib", type=int,
-    help="Of all loaded models, as estimated.  [default: what is available]",
-)  # fmt: skip
-@click.option("--idle-unload-s", type=float, help="Unload models that nobody asked for so long.")
-@click.option(
-    "--pooling", type=click.Choice(["mean", "last"]), default="mean", show_default=True,
-    help="What is the embedding of a text: of its tokens' states.",
-)  # fmt: skip
-@click.option("--metrics/--no-metrics", default=True, show_default=True, help="GET /metrics.")
+@serve_options
 @load_options
 def serve(
-    *,
-    models: tuple[str, ...],
-    host: str,
-    port: int,
-    api_keys: tuple[str, ...],
-    api_key_file: Path | None,
-    insecure: bool,
-    allowed_hosts: tuple[str, ...],
-    allowed_origins: tuple[str, ...],
-    max_waiting: int,
-    max_waiting_tokens: int,
-    max_tokens: int | None,
-    max_n: int,
-    time_limit_ms: int | None,
-    max_body_bytes: int,
-    read_timeout_s: float,
-    write_timeout_s: float,
-    heartbeat_s: float,
-    grace_s: float,
-    memory_limit_mib: int | None,
-    idle_unload_s: float | None,
-    pooling: str,
-    metrics: bool,
-    load_arguments: EngineArguments,
+    *, models: tuple[str, ...], options: ServeOptions, load_arguments: EngineArguments
 ) -> None:
     """Serve MODEL... over HTTP: OpenAI's API, and others.
 
     The first MODEL is loaded at once and answers requests that name none, the others when they are
     asked for. MODEL is as in `edgellm run`; ID=MODEL lets clients call it ID.
     """
-    options = _options(
-        host=host,
-        port=port,
-        api_keys=(*api_keys, *_keys(api_key_file)),
-        insecure=insecure,
-        allowed_hosts=allowed_hosts,
-        allowed_origins=allowed_origins,
-        max_waiting=max_waiting,
-        max_waiting_tokens=max_waiting_tokens,
-        max_tokens=max_tokens,
-        max_n=max_n,
-        time_limit_ms=time_limit_ms,
-        max_body_bytes=max_body_bytes,
-        read_timeout_s=read_timeout_s,
-        write_timeout_s=write_timeout_s,
-        heartbeat_s=heartbeat_s,
-        grace_s=grace_s,
-        memory_limit_bytes=None if memory_limit_mib is None else memory_limit_mib * _MIB,
-        idle_unload_s=idle_unload_s,
-        pooling=pooling,
-        metrics=metrics,
-    )
-    _run(models or (DEFAULT_MODEL,), options, load_arguments)
-
-
-def _options(**values: object) -> ServeOptions:
     try:
-        from edgellm.serve import ServeOptions
+        from edgellm.serve import ModelPool, served_model
+        from edgellm.serve import serve as run_server
     except ImportError as error:
         raise OptionError(
             f"serving needs starlette and uvicorn, which cannot be imported ({error}); install "
             'them with: pip install "edgellm[serve]"'
         ) from None
-    return ServeOptions(**values)  # type: ignore[arg-type]
-
-
-def _run(models: tuple[str, ...], options: ServeOptions, load_arguments: EngineArguments) -> None:
-    from edgellm.serve import ModelPool, served_model
-    from edgellm.serve import serve as run_server
-
-    served = [served_model(name, load_arguments) for name in models]
+    served = [served_model(name, load_arguments) for name in models or (DEFAULT_MODEL,)]
     pool = ModelPool(
         served,
         memory_limit_bytes=options.memory_limit_bytes,

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal, TypedDict, get_args
 
-from edgellm.checks import check_choice, check_flag, check_number, check_texts
+from edgellm.checks import check_choice, check_flag, check_number, check_text, check_texts
 from edgellm.errors import OptionError
 from edgellm.store.generation_defaults import tried_defaults
 from edgellm.store.manifest import Manifest
@@ -27,6 +27,7 @@ _RANGES: Mapping[str, tuple[float, float, bool]] = {
     "repeat_last_n": (-1, math.inf, True),
     "seed": (0, 2**64 - 1, True),
     "max_tokens": (0, math.inf, True),
+    "min_tokens": (0, math.inf, True),
     "keep": (0, math.inf, True),
     "min_indent": (0, 1000, True),
     "time_limit_ms": (1, math.inf, True),
@@ -54,6 +55,7 @@ class GenerationArguments(TypedDict, total=False):
     logit_bias: dict[int, float]
     seed: int | None
     max_tokens: int | None
+    min_tokens: int
     context_policy: ContextPolicy
     keep: int
     stop: list[str]
@@ -62,6 +64,7 @@ class GenerationArguments(TypedDict, total=False):
     time_limit_ms: int | None
     line_limit_ms: int | None
     priority: int
+    owner: str
     logprobs: int
     ignore_eos: bool
     repetition_limit: int
@@ -86,6 +89,8 @@ class GenerationOptions:
         seed: the same seed gives the same text; None draws one.
         max_tokens: stop after this many; None goes on to the end of the answer or of the context,
             or until it only repeats itself (`repetition_limit`).
+        min_tokens: take no end token before so many; stop texts and `max_tokens` end the answer all
+            the same.
         context_policy: what to do when the context is full. error: a prompt that is too long is an
             error, an answer ends. shift: forget half of what stands behind the first `keep` tokens,
             the oldest, and go on; `Stats.dropped_tokens` says how many were forgotten.
@@ -97,7 +102,10 @@ class GenerationOptions:
         time_limit_ms: stop after this time, prefill included; None never does.
         line_limit_ms: stop with the first end of a line later than this after the first token; None
             never does.
-        priority: among answers that are on their way at once, a larger one goes first.
+        priority: among answers of one owner that are on their way at once, a larger one goes first.
+        owner: whose answer it is, such as the user of a program that serves several. Those who have
+            answers on their way at once get equally many tokens computed, however many answers each
+            wants.
         logprobs: report this many most likely tokens at each step.
         ignore_eos: never take an end token.
         repetition_limit: end an answer whose last so many tokens only say the same again and again,
@@ -117,6 +125,7 @@ class GenerationOptions:
     logit_bias: Mapping[int, float] = field(default_factory=dict)
     seed: int | None = None
     max_tokens: int | None = None
+    min_tokens: int = 0
     context_policy: ContextPolicy = "error"
     keep: int = 4
     stop: Sequence[str] = ()
@@ -125,6 +134,7 @@ class GenerationOptions:
     time_limit_ms: int | None = None
     line_limit_ms: int | None = None
     priority: int = 0
+    owner: str = ""
     logprobs: int = 0
     ignore_eos: bool = False
     repetition_limit: int = 256
@@ -144,6 +154,7 @@ class GenerationOptions:
         check_flag("speculate", self.speculate)
         check_choice("context_policy", self.context_policy, CONTEXT_POLICIES)
         check_texts("stop", self.stop)
+        check_text("owner", self.owner)
         if not isinstance(self.logit_bias, Mapping):
             raise OptionError(
                 f"`logit_bias` is {self.logit_bias!r}; a dict of token ids and numbers is expected"
@@ -158,6 +169,10 @@ class GenerationOptions:
             )
         for token in self.stop_tokens:
             check_number("stop_tokens", token, 0, whole=True)
+
+    def may_end(self, sampled: int) -> bool:
+        """Whether an end token may come behind so many tokens of the answer."""
+        return not self.ignore_eos and sampled >= self.min_tokens
 
 
 def chosen_options(

@@ -46,7 +46,8 @@ def load(
 ) -> LLM:
     """Load a model; on first use it is downloaded and exported into EDGELLM_HOME.
 
-    What was rounded that is not so in the model file is logged (INFO); see `LLM.notes`.
+    What was rounded that is not so in the model file is logged (INFO), and what is not as it was
+    asked for (WARNING); see `LLM.notes`.
 
     Args:
         name: an alias, a `.gguf` file, a Hugging Face folder, a bundle, `hf:org/repo[@rev]` or
@@ -66,7 +67,8 @@ def load(
         chosen = replace(chosen, prefill=faster)
     llm = LLM(Engine(bundle, chosen, tails_only=faster is None, progress=progress))
     for note in llm.notes:
-        _log.info("%s: %s", bundle.manifest.name, note)
+        level = logging.WARNING if note == llm._fallback else logging.INFO
+        _log.log(level, "%s: %s", bundle.manifest.name, note)
     return llm
 
 
@@ -133,9 +135,19 @@ class LLM(TextGeneration):
 
     @property
     def notes(self) -> list[str]:
-        """What is not as the model file has it: a line for each precision in use whose weights were
-        rounded again."""
-        return list(rounding_notes(self.engine.bundle.manifest, self.engine.precisions))
+        """What is not as the model file has it, a line for each precision in use whose weights were
+        rounded again; and what is not as it was asked for."""
+        engine = self.engine
+        notes = list(rounding_notes(engine.bundle.manifest, engine.precisions))
+        return notes if self._fallback is None else [*notes, self._fallback]
+
+    @property
+    def _fallback(self) -> str | None:
+        """That another scheduling is used than the one that was asked for, and why."""
+        engine, asked = self.engine, self.options.scheduling
+        if engine.scheduling == asked:
+            return None
+        return f"scheduling {engine.scheduling}, not {asked}: {engine.selection.one_processor}"
 
     def infill(
         self,

@@ -31,7 +31,7 @@ __all__ = [
 
 # Tokens of context where the model allows them and nothing is asked for.
 DEFAULT_CTX_SIZE = 4096
-Scheduling = Literal["stall_free", "serial"]
+Scheduling = Literal["stall_free", "serial", "two_devices"]
 SCHEDULING: tuple[str, ...] = get_args(Scheduling)
 PREFILL_PRECISIONS = tuple(dict.fromkeys(f for p in PROVIDERS.values() for f in p.precisions))
 
@@ -49,6 +49,7 @@ class EngineArguments(TypedDict, total=False):
     schedule: Policy | None
     scheduling: Scheduling
     time_target_ms: float
+    decode_slowdown: float
     provider_options: Mapping[str, str]
     allow_fallback: bool
     kv_cache_dir: str | Path | None
@@ -83,8 +84,14 @@ class EngineOptions:
         scheduling: of answers that are on their way at once. stall_free: all that have begun go on
             in each step, with as much of new prompts beside them as `time_target_ms` leaves;
             serial: one after the other, each as fast as it can be. The answers are the same.
+            two_devices: prompts on the execution provider of `prefill`, all of them, while native
+            kernels decode; another arithmetic than theirs, and the same under any load. Where there
+            is one processor for both, stall_free takes its place, and `LLM.notes` says why.
         time_target_ms: with stall_free, what a step may take, and so the gap between the pieces of
-            a stream while others begin.
+            a stream while others begin; with two_devices, what a prompt computes before another
+            one may pass it.
+        decode_slowdown: with two_devices, how many times as long decode may take, on average, while
+            prompts are computed beside it; they wait in between where it would be more.
         provider_options: the execution provider's own options, by their names.
         allow_fallback: let the CPU run what the provider does not take, instead of an error.
         kv_cache_dir: keep computed blocks in this folder, for other processes and later ones.
@@ -101,6 +108,7 @@ class EngineOptions:
     schedule: Policy | None = None
     scheduling: Scheduling = "stall_free"
     time_target_ms: float = 100
+    decode_slowdown: float = 1.1
     provider_options: Mapping[str, str] = field(default_factory=dict)
     allow_fallback: bool = False
     kv_cache_dir: str | Path | None = None
@@ -137,6 +145,7 @@ class EngineOptions:
             check_choice("schedule", self.schedule, POLICIES)
         check_choice("scheduling", self.scheduling, SCHEDULING)
         check_number("time_target_ms", self.time_target_ms, 1, 60_000)
+        check_number("decode_slowdown", self.decode_slowdown, 1.01, 100)
         if self.ctx_size is not None:
             check_number("ctx_size", self.ctx_size, 0, whole=True)
         if self.cache_size is not None:

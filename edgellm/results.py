@@ -29,6 +29,7 @@ class Stats:
         prefill: tokens prefilled on each provider, e.g. `{"cpu": 41}`.
         prefill_precision, decode: what computed them.
         seed: of the sampler.
+        scheduling: of answers that are on their way at once, as it was in use.
         drafted_tokens, accepted_tokens: guessed from what was there before, and right among them.
         dropped_tokens: forgotten because the context was full.
         preempted: how often it had to give its place in the KV cache to others for a while.
@@ -46,6 +47,7 @@ class Stats:
     prefill_precision: str
     decode: str
     seed: int
+    scheduling: str = "stall_free"
     drafted_tokens: int = 0
     accepted_tokens: int = 0
     dropped_tokens: int = 0

@@ -147,7 +147,7 @@ class ToolArguments(TypedDict, total=False):
 
     tools: what the model may call: `Tool`s, or OpenAI's function objects.
     tool_choice: "auto": the model chooses; "none": no call; "required": a call in any case;
-        {"name": NAME}: a call of this tool.
+        {"name": NAME}: one call of this tool.
     parallel_tool_calls: whether one answer may have several calls.
     template_arguments: variables of the chat template, such as {"enable_thinking": False}.
     """

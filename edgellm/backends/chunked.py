@@ -71,7 +71,9 @@ def _open_model(
         progress=parts.progress,
     )
     check_once(parts.bundle, segments, parts.progress)
-    on_one = runs_prefill and selection.shares_cpu
+    # with two devices, attention has a thread of its own beside those of decode
+    two = selection.scheduling(options.scheduling) == "two_devices"
+    on_one = runs_prefill and (selection.shares_cpu or two)
     return Model(segments, head, attention, threads=1 if on_one else parts.threads)
 
 

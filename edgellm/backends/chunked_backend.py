@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import threading
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field, replace
@@ -88,6 +89,7 @@ class ChunkedBackend:
         self.host = host
         self._policy = policy
         self._tails_only = tails_only
+        self._turn = threading.Lock()  # one call has the buffers of the chunks
         self.name = model.segments.placement.provider
         self.precision = model.segments.precision
         self.row_multiple = min(model.segments.chunk_sizes)
@@ -106,9 +108,19 @@ class ChunkedBackend:
         chunks = 1 if self._policy == "serial" else _CHUNKS
         return chunks * max(self.model.segments.chunk_sizes)
 
+    def rows_within(self, seconds: float) -> int:
+        """Rows of as many whole chunks as take no longer; of one at least. Load does not matter."""
+        size = max(self.model.segments.chunk_sizes)
+        chunks = 1 if self._policy == "serial" else _CHUNKS
+        return size * max(1, min(int(seconds / self.costs.chunks[size]), chunks))
+
     def run(
         self, spans: SequenceOf[Span], *, should_stop: Callable[[], bool] | None = None
     ) -> list[Rows]:
+        with self._turn:
+            return self._run(spans, should_stop)
+
+    def _run(self, spans: SequenceOf[Span], should_stop: ShouldStop) -> list[Rows]:
         computed = [_Computed() for _ in spans]
         first = 0
         planned = self._groups(spans)

@@ -32,7 +32,11 @@ def open_model(parts: Parts) -> tuple[NativeModel, PackedHead]:
     _check_sizes(parts.bundle.config)
     weights = open_packed_weights(parts.bundle)
     pools = [group.blocks for group in parts.cache.groups]
-    model = NativeModel(compiled, weights, parts.ropes, pools, threads=parts.threads)
+    selection = parts.selection
+    # where the CPU plays the accelerator, one core is the host's
+    two = selection.scheduling(parts.options.scheduling) == "two_devices"
+    threads = 1 if two and selection.shares_cpu else parts.threads
+    model = NativeModel(compiled, weights, parts.ropes, pools, threads=threads)
     return model, model.head
 
 

@@ -22,7 +22,7 @@ from edgellm.backends.schedule import Policy
 from edgellm.graphs.config import ModelConfig
 from edgellm.kernels.gpu import device
 from edgellm.kernels.native import library
-from edgellm.options import PREFILL_PRECISIONS, EngineOptions
+from edgellm.options import PREFILL_PRECISIONS, EngineOptions, Scheduling
 from edgellm.store.manifest import PACKED
 from edgellm.store.precision_support import STATIC, first_supported, why_not
 from edgellm.store.precision_support import require as require_support
@@ -48,6 +48,25 @@ class Selection:
     def shares_cpu(self) -> bool:
         """Whether the CPU provider runs beside the host, and not before and after it."""
         return self.prefill == CPU and self.policy != "serial"
+
+    @property
+    def one_processor(self) -> str | None:
+        """Why prompts are not computed while native kernels decode; None: they can be."""
+        if self.decode != NATIVE:
+            return f"decode is {self.decode}, not native"
+        if self.prefill in STEPS:
+            return f"prefill is {self.prefill}, on the processor of decode"
+        if self.prefill == CUDA:
+            return "prefill is cuda, whose KV cache is copied between steps"
+        if self.prefill == CPU and not self.shares_cpu:
+            return "prefill is cpu, on the processor of decode"
+        return None
+
+    def scheduling(self, asked: Scheduling) -> Scheduling:
+        """What is used of the one that was asked for."""
+        if asked == "two_devices" and self.one_processor is not None:
+            return "stall_free"
+        return asked
 
     def host(self, config: ModelConfig) -> str | None:
         """What computes tokens beside an execution provider: decode or, where decode rides in the

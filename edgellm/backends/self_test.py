@@ -97,8 +97,8 @@ def check_prompts(
         edges = {1, max(1, chunk - 1), chunk, chunk + 1, 2 * chunk}
         for count in sorted({min(count, longest) for count in edges} - {0}):
             tokens = reference.tokens[: start + count]
-            found = _hidden(model, cache, host, tokens, chunk)
-            error = worst_row_error(reference.hidden[start : len(tokens)], found)
+            hidden = _hidden(model, cache, host, tokens, chunk)
+            error = worst_row_error(reference.hidden[start : len(tokens)], hidden)
             yield Check(f"prompt of {count} in chunks of {chunk}", error, limit)
     logits = model.head.logits(reference.hidden[-1:])
     yield Check("head", worst_row_error(reference.logits, logits), HEAD_LIMIT)

@@ -42,7 +42,7 @@ class DiskCache:
         delete_abandoned(folder)
 
     def has(self, name: bytes) -> bool:
-        return self._path(name).exists()
+        return os.path.exists(self._path(name))  # Path.exists raises where it may not look
 
     def read(self, name: bytes, *, size: int) -> memoryview | None:
         """See `BlockStore`. A damaged file is deleted."""
@@ -56,12 +56,15 @@ class DiskCache:
         block = opened(name, data, size=size)
         if block is None:
             _log.warning("%s is damaged or another model's; deleted", path)
-            path.unlink(missing_ok=True)
+            with contextlib.suppress(OSError):
+                path.unlink()
         return block
 
     def write(self, name: bytes, data: bytes) -> bool:
-        """See `BlockStore`. A full or read-only disk has no room."""
+        """See `BlockStore`. A full or read-only disk has no room; a folder that was taken away is
+        made again."""
         try:
+            self._folder.mkdir(parents=True, exist_ok=True)
             with replacing_file(self._path(name), private=True) as partial:
                 partial.write_bytes(sealed(name, data))
         except OSError as error:

@@ -195,12 +195,7 @@ class Sequence:
 
     def fork(self) -> Sequence:
         """Another sequence with the same tokens, sharing every block."""
-        cached = [[table.at(i) for i in range(len(table.ids))] for table in self.tables]
-        tables = [
-            GroupTable(table.store, blocks)
-            for table, blocks in zip(self.tables, cached, strict=True)
-        ]
-        other = Sequence(self._cache, tables, list(self.tokens), root=self.root)
+        other = Sequence(self._cache, self._shared_tables(), list(self.tokens), root=self.root)
         other.shareable = self.shareable
         return other
 
@@ -257,6 +252,13 @@ class Sequence:
         """Have tables and tokens agree again, after an interrupt in the middle of a change."""
         there = min(len(table.ids) * BLOCK for table in self.tables)
         self.truncate(min(len(self), there))
+
+    def _shared_tables(self) -> list[GroupTable]:
+        """Tables of the same blocks, for another sequence."""
+        return [
+            GroupTable(table.store, [table.at(i) for i in range(len(table.ids))])
+            for table in self.tables
+        ]
 
     @property
     def _shareable(self) -> int:

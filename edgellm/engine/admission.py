@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Generic, Protocol, TypeVar
+
+from edgellm.engine.owners import OwnerCounters
 
 
 class Schedulable(Protocol):
@@ -17,7 +20,8 @@ class Schedulable(Protocol):
             the token sampled last, and a draft behind it. Not so after a preemption, until all
             that it had is computed again.
         paused: its reader is slow, and nothing is to be computed for it now.
-        priority: larger is more urgent; it does not change.
+        owner: whose it is; it does not change.
+        priority: among those of its owner, larger is more urgent; it does not change.
         salt: only requests with the same one share what is computed of a prefix.
     """
 
@@ -32,6 +36,9 @@ class Schedulable(Protocol):
 
     @property
     def paused(self) -> bool: ...
+
+    @property
+    def owner(self) -> str: ...
 
     @property
     def priority(self) -> int: ...
@@ -62,6 +69,7 @@ class Entry(Generic[RequestT]):
     request: RequestT
     arrival: int
     clock: int
+    owner: str
     priority: int
     preempted: bool = False
     waited_for_prefix: bool = False
@@ -79,6 +87,7 @@ class Admission(Generic[RequestT]):
     Attributes:
         running: the last one admitted last.
         refused: who is first in line, and found no room.
+        owners: what was computed for whom.
     """
 
     def __init__(self, *, max_running: int) -> None:
@@ -86,6 +95,8 @@ class Admission(Generic[RequestT]):
         self.running: dict[RequestT, Entry[RequestT]] = {}
         self.waiting: dict[RequestT, Entry[RequestT]] = {}
         self.refused: Entry[RequestT] | None = None
+        self.owners = OwnerCounters()
+        self._present: Counter[str] = Counter()  # requests of each owner
         self._max_running = max_running
         self._arrivals = 0
 
@@ -100,14 +111,20 @@ class Admission(Generic[RequestT]):
         assert request not in self.waiting, "added twice"
         self._arrivals += 1
         clock = self.counts.prefill_rows
-        self.waiting[request] = Entry(request, self._arrivals, clock, request.priority)
+        entry = Entry(request, self._arrivals, clock, request.owner, request.priority)
+        self.owners.came(entry.owner, present=self._present)
+        self._present[entry.owner] += 1
+        self.waiting[request] = entry
 
     def remove(self, request: RequestT) -> None:
         """Forget a request; one that has gone already is no error."""
         if self.refused is not None and self.refused.request is request:
             self.refused = None
-        self.running.pop(request, None)
-        self.waiting.pop(request, None)
+        entry = self.running.pop(request, None) or self.waiting.pop(request, None)
+        if entry is not None:
+            self._present[entry.owner] -= 1
+            if not self._present[entry.owner]:
+                del self._present[entry.owner]
 
     def admit(
         self, entry: Entry[RequestT], reserve: Callable[[RequestT], bool], *, first: bool
@@ -134,7 +151,12 @@ class Admission(Generic[RequestT]):
             return None
         victim = min(
             self.running.values(),
-            key=lambda entry: (not entry.request.paused, entry.priority, -entry.arrival),
+            key=lambda entry: (
+                not entry.request.paused,
+                -self.owners.of(entry.owner),
+                entry.priority,
+                -entry.arrival,
+            ),
         )
         self.waiting[victim.request] = self.running.pop(victim.request)
         victim.preempted = True

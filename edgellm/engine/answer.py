@@ -59,7 +59,7 @@ class Answer:
         self._options = options
         self._logit_filter = logit_filter
         self._ends = tokenizer.eos_ids | set(options.stop_tokens)
-        self._sampler = Sampler(options, banned=sorted(self._ends) if options.ignore_eos else ())
+        self._sampler = Sampler(options)
         self._stop = StopText(options.stop, min_indent=options.min_indent)
         endless = options.max_tokens is None and not options.ignore_eos
         self._repetition = RepetitionGuard(options.repetition_limit if endless else 0)
@@ -74,7 +74,9 @@ class Answer:
             OptionError: nothing is left to choose.
             NumericError: the logits are not finite.
         """
-        return self._sampler.sample(self._filtered(logits), tokens, ids=logits.ids)
+        banned = () if self._options.may_end(len(self.sampled)) else sorted(self._ends)
+        scores = self._filtered(logits)
+        return self._sampler.sample(scores, tokens, ids=logits.ids, banned=banned)
 
     def add(self, token: int, logits: Logits) -> Piece:
         """The piece of a token that was drawn."""

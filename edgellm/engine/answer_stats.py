@@ -73,6 +73,7 @@ class AnswerStats:
             prefill_precision=engine.prefill.precision,
             decode=f"{engine.decoder.name} {engine.decoder.precision}",
             seed=seed,
+            scheduling=engine.scheduling,
             drafted_tokens=speculation.drafted,
             accepted_tokens=speculation.accepted,
             dropped_tokens=self.dropped,

@@ -25,7 +25,7 @@ _MANY_ROWS = 64
 
 
 @dataclass(frozen=True)
-class _Work:
+class Work:
     """A request's part of a step.
 
     Attributes:
@@ -76,6 +76,11 @@ class Batcher:
         """Have a request taken in with the next step; from any thread."""
         self._submitted.append(request)
 
+    @property
+    def resting(self) -> bool:
+        """Whether a step would have nothing to do, before somebody rings the bell."""
+        return False
+
     def step(self) -> None:
         """Compute a batch, and give each request its piece."""
         if not self._whole:
@@ -83,10 +88,7 @@ class Batcher:
         self._whole = False
         self._take_in()
         self._end()
-        shares = self._scheduler.next(self._admit)
-        self._fail_refused()
-        if self._scheduler.wants_room:
-            self._park()
+        shares = self._next()
         together = self._prefill is self._decoder
         decoding = [share for share in shares if together or share.request.decoding]
         others = [share for share in shares if not (together or share.request.decoding)]
@@ -94,7 +96,7 @@ class Batcher:
         done = self._compute(self._decoder, decoding, alone=len(shares) == 1)
         done += self._compute(self._prefill, others, alone=len(shares) == 1)
         if done:
-            self._scheduler.done(done, time.perf_counter() - start)
+            self._learn(done, time.perf_counter() - start)
         self._whole = True
 
     def leave(self, request: Request) -> None:
@@ -104,6 +106,17 @@ class Batcher:
         self._submitted.extend(request.forks)
         request.forks = []
         request.leave()
+
+    def _next(self) -> list[Share[Request]]:
+        """What this step computes."""
+        shares = self._scheduler.next(self._admit)
+        self._fail_refused()
+        if self._scheduler.wants_room:
+            self._park()
+        return shares
+
+    def _learn(self, done: Sequence[Share[Request]], seconds: float) -> None:
+        self._scheduler.done(done, seconds)
 
     def _fail(self, request: Request, error: Exception) -> None:
         request.fail(error)
@@ -146,7 +159,7 @@ class Batcher:
         fails alone. Returns the shares that were computed.
         """
         while shares:
-            work: list[_Work] = []
+            work: list[Work] = []
             start = time.perf_counter()
             try:
                 work = self._work(shares, alone=alone)
@@ -172,7 +185,7 @@ class Batcher:
                 return [part.share for part in work]
         return []
 
-    def _work(self, shares: Sequence[Share[Request]], *, alone: bool) -> list[_Work]:
+    def _work(self, shares: Sequence[Share[Request]], *, alone: bool) -> list[Work]:
         """What is to be run.
 
         Raises:
@@ -190,7 +203,7 @@ class Batcher:
             except Exception as error:
                 self._fail(request, error)
             else:
-                work.append(_Work(share, span, decoded=request.decoding))
+                work.append(Work(share, span, decoded=request.decoding))
         return work
 
     def _without_newest(
@@ -206,7 +219,7 @@ class Batcher:
             newest.preempt()
         return [share for share in shares if share.request is not newest]
 
-    def _take(self, part: _Work, rows: Rows, *, alone: bool, seconds: float) -> None:
+    def _take(self, part: Work, rows: Rows, *, alone: bool, seconds: float) -> None:
         request = self._taking = part.request
         try:
             request.take(rows, decoded=part.decoded, alone=alone, seconds=seconds)
@@ -300,7 +313,7 @@ class Batcher:
                 request.forks = []
 
 
-def _should_stop(work: Sequence[_Work]) -> Callable[[], bool] | None:
+def _should_stop(work: Sequence[Work]) -> Callable[[], bool] | None:
     """Asked between layers of a long step: whether nobody needs the end of it."""
     if sum(len(part.span.tokens) for part in work) < _MANY_ROWS:
         return None

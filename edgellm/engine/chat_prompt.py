@@ -58,6 +58,11 @@ class ToolOptions:
         return self.tool_choice not in ("auto", "none")
 
     @property
+    def parallel(self) -> bool:
+        """Whether the answer may have several calls; a tool that is named is called once."""
+        return self.parallel_tool_calls and isinstance(self.tool_choice, str)
+
+    @property
     def callable_tools(self) -> tuple[Tool, ...]:
         """Those that this answer may call."""
         if isinstance(self.tool_choice, str):
@@ -177,7 +182,7 @@ def chat_prompt(
         form,
         prompt.tools,
         required=options.required,
-        parallel=options.parallel_tool_calls and form.calls is not None and form.calls.parallel,
+        parallel=options.parallel and form.calls is not None and form.calls.parallel,
         in_reasoning=prompt.in_reasoning,
         added=tokenizer.added_tokens,
     )

@@ -6,6 +6,7 @@ from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 from pathlib import Path
 
+from edgellm.cache.sequence import Sequence
 from edgellm.cache.session_file import SavedSession, read_session, write_session
 from edgellm.checks import check_token_ids
 from edgellm.engine.loaded_model import LoadedModel
@@ -246,6 +247,11 @@ class Context:
         self.sequence.close()
         self.sequence = other.sequence.fork()
         self.tokens = list(self.sequence.tokens)
+
+    def take_over(self, sequence: Sequence) -> None:
+        """Go on with more of the tokens, which another thread has computed."""
+        self.sequence, before = sequence, self.sequence
+        before.truncate(0)
 
     def give_back(self) -> None:
         """Let go of the blocks until `begin`.

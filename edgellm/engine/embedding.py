@@ -31,9 +31,14 @@ class EmbeddingRequest(Request):
     """
 
     def __init__(
-        self, context: Context, *, pooling: Pooling, cancel: threading.Event | None = None
+        self,
+        context: Context,
+        *,
+        pooling: Pooling,
+        owner: str = "",
+        cancel: threading.Event | None = None,
     ) -> None:
-        options = GenerationOptions(max_tokens=0, speculate=False, seed=0)
+        options = GenerationOptions(max_tokens=0, owner=owner, speculate=False, seed=0)
         super().__init__(context, options, closes=True, cancel=cancel)
         self.embedding: NDArray[np.float32] | None = None
         self._pooling = pooling
@@ -67,11 +72,14 @@ def embeddings(
     *,
     pooling: Pooling,
     salt: str = "",
+    owner: str = "",
     cancel: threading.Event | None = None,
 ) -> Pending[NDArray[np.float32]]:
     """Embed prompts of token ids; they come in their order, `[E]` float32 each.
 
     Args:
+        salt: see `Context`.
+        owner: see `GenerationOptions`.
         cancel: when it is set, there are no more.
 
     Raises:
@@ -82,7 +90,7 @@ def embeddings(
     try:
         for prompt in prompts:
             context = Context(engine, prompt, salt=salt)
-            request = EmbeddingRequest(context, pooling=pooling, cancel=cancel)
+            request = EmbeddingRequest(context, pooling=pooling, owner=owner, cancel=cancel)
             request.check()
             requests.append(request)
         following = iter(requests)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from edgellm.engine.loaded_model import LoadedModel
 from edgellm.engine.loop import Loop
 from edgellm.engine.pump import Pump
@@ -27,5 +29,6 @@ class Engine(LoadedModel):
     ) -> None:
         """See `LoadedModel`."""
         super().__init__(bundle, options, tails_only=tails_only, progress=progress)
-        self.loop = Loop(self.cache, options, prefill=self.prefill, decoder=self.decoder)
+        used = replace(options, scheduling=self.scheduling)
+        self.loop = Loop(self.cache, used, prefill=self.prefill, decoder=self.decoder)
         self.pump = Pump(self.loop)

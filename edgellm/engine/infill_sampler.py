@@ -38,7 +38,8 @@ class InfillSampler:
     def __call__(self, scores: NDArray[np.float32], sampled: Sequence[int]) -> None:
         """Set the scores `[V]` of all other tokens to -inf."""
         options = self._options
-        if options.ignore_eos:
+        may_end = options.may_end(len(sampled))
+        if not may_end:
             scores[self._ends] = -math.inf
         ids = top_k(scores, min(options.top_k or _MOST_CANDIDATES, _MOST_CANDIDATES))
         probabilities = softmax(scores[ids])
@@ -47,7 +48,9 @@ class InfillSampler:
         ids, probabilities = ids[kept], softmax(scores[ids[kept]])
         ends = np.isin(ids, self._ends)
         chosen = _chosen(probabilities, ends, [self._text(int(token)) for token in ids])
-        if not chosen.any():
+        if not chosen.any() and not may_end:
+            ids, chosen = ids[:1], np.ones(1)
+        elif not chosen.any():
             end = max(self._ends, key=lambda token: float(scores[token]))
             ids, chosen = np.array([end]), np.ones(1)
         scores.fill(-math.inf)

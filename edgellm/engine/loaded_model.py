@@ -44,7 +44,7 @@ class LoadedModel:
 
     `selection` says which back ends it has, `precisions` in which precisions.
     `native_prefill` is there beside an accelerator's `prefill` where decode is native; where decode
-    is chunked, `decoder` is `prefill` itself.
+    is chunked, `decoder` is `prefill` itself. `scheduling` is the one in use.
     """
 
     def __init__(
@@ -60,8 +60,9 @@ class LoadedModel:
         self.bundle = bundle
         self.options = options
         self.config = bundle.config
-        self.ctx_size = _ctx_size(options, self.config.context_length)
+        self.ctx_size = context_size(options, self.config.context_length)
         self.selection = select(options)
+        self.scheduling = self.selection.scheduling(options.scheduling)
         self.precisions = self.selection.precisions(self.config)
         memory.check_fits(planned_memory(bundle, options, self.precisions))
         self.tokenizer = Tokenizer(
@@ -83,13 +84,7 @@ class LoadedModel:
         Raises:
             TemplateError: it is broken.
         """
-        from edgellm.text.template import ChatTemplate  # Jinja's 30 ms are for those who chat
-
-        path = self.bundle.path / CHAT_TEMPLATE
-        if not path.exists():
-            return None
-        end = self.tokenizer.eos[0] if self.tokenizer.eos else None
-        return ChatTemplate(path.read_text(encoding="utf-8"), bos=self.tokenizer.bos, eos=end)
+        return open_template(self.bundle, self.tokenizer)
 
     @property
     def lock(self) -> threading.Lock:
@@ -175,8 +170,9 @@ class LoadedModel:
         if name in models.steps:
             return StepBackend(models.steps[name], name=name)
         model = models.graphs[selection.prefill_precision(self.config)]
-        # a precision that was asked for is not mixed with another one
+        # a precision that was asked for is not mixed with another one, nor are two devices
         mixed = bool(models.steps) and self.options.precision is None
+        mixed = mixed and self.scheduling != "two_devices"
         step = host if mixed and selection.decode != CHUNKED else None
         return ChunkedBackend(
             model,
@@ -185,6 +181,21 @@ class LoadedModel:
             policy=self.selection.policy,
             tails_only=tails_only,
         )
+
+
+def open_template(bundle: Bundle, tokenizer: Tokenizer) -> ChatTemplate | None:
+    """The chat template of a model, if it has one.
+
+    Raises:
+        TemplateError: it is broken.
+    """
+    from edgellm.text.template import ChatTemplate  # Jinja's 30 ms are for those who chat
+
+    path = bundle.path / CHAT_TEMPLATE
+    if not path.exists():
+        return None
+    end = tokenizer.eos[0] if tokenizer.eos else None
+    return ChatTemplate(path.read_text(encoding="utf-8"), bos=tokenizer.bos, eos=end)
 
 
 def _start_threads(options: EngineOptions, selection: Selection, *, graphs: bool) -> int:
@@ -199,7 +210,7 @@ def planned_memory(
 ) -> memory.MemoryEstimate:
     """What a model loaded with these options, in these precisions, will take when its cache is
     full."""
-    ctx_size = _ctx_size(options, bundle.config.context_length)
+    ctx_size = context_size(options, bundle.config.context_length)
     blocks = _cache_blocks(options, ctx_size)
     return memory.estimate(
         bundle,
@@ -210,7 +221,12 @@ def planned_memory(
     )
 
 
-def _ctx_size(options: EngineOptions, trained: int) -> int:
+def context_size(options: EngineOptions, trained: int) -> int:
+    """Tokens of the context of a model that was trained for so many.
+
+    Raises:
+        OptionError: more are asked for.
+    """
     if options.ctx_size is None:
         return min(DEFAULT_CTX_SIZE, trained)
     if options.ctx_size > trained:

@@ -1,6 +1,7 @@
 """The loop: all answers that are on their way, and the threads that wait for them.
 
-Whoever waits for a piece steps, and what a step computes is for all. No thread is started.
+Whoever waits for a piece steps, and what a step computes is for all. No thread is started but that
+of a policy that has prompts computed elsewhere meanwhile (`prefill_lane.py`).
 """
 
 from __future__ import annotations
@@ -10,12 +11,14 @@ from functools import partial
 from typing import TypeVar
 
 from edgellm.backends.backend import Backend
+from edgellm.backends.chunked_backend import ChunkedBackend
 from edgellm.cache.kv_cache import KVCache
 from edgellm.engine.batcher import Batcher
 from edgellm.engine.bell import Bell
 from edgellm.engine.pending import WORKING, Pending, Waiting
 from edgellm.engine.request import Request
 from edgellm.engine.scheduler import SchedulerCounts
+from edgellm.engine.two_lanes import TwoLaneBatcher
 from edgellm.options import EngineOptions
 from edgellm.results import Piece
 
@@ -31,8 +34,8 @@ class Loop:
         self, cache: KVCache, options: EngineOptions, *, prefill: Backend, decoder: Backend
     ) -> None:
         self._cache = cache
-        self._batcher = Batcher(cache, options, prefill=prefill, decoder=decoder)
         self._bell = Bell()
+        self._batcher = self._new_batcher(options, prefill=prefill, decoder=decoder)
         self._stepping = False
 
     @property
@@ -93,7 +96,7 @@ class Loop:
         has_news = partial(have_news, requests)
 
         def busy() -> bool:
-            return self._stepping and lock.locked()
+            return (self._stepping and lock.locked()) or self._batcher.resting
 
         while not has_news():
             if busy():
@@ -109,6 +112,16 @@ class Loop:
                         lock.release()
                         self._bell.ring()
                     return
+
+    def _new_batcher(
+        self, options: EngineOptions, *, prefill: Backend, decoder: Backend
+    ) -> Batcher:
+        if options.scheduling != "two_devices":
+            return Batcher(self._cache, options, prefill=prefill, decoder=decoder)
+        assert isinstance(prefill, ChunkedBackend)  # see `Selection.scheduling`
+        return TwoLaneBatcher(
+            self._cache, options, prefill=prefill, decoder=decoder, on_news=self._bell.ring
+        )
 
     def _step(self, has_news: Callable[[], bool]) -> None:
         """Step, for whoever has the lock."""

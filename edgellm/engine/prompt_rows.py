@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Generic
@@ -55,10 +56,10 @@ class PromptRows(Generic[RequestT]):
         for share in shares:
             self._load = self._load.plus(share.rows, share.start)
 
-    def add(self, prompts: list[Entry[RequestT]]) -> None:
-        """Serve the first in line until the step is full."""
+    def add(self, prompts: list[Entry[RequestT]], *, most: int = sys.maxsize) -> None:
+        """Serve the first in line, at most so many, until the step is full."""
         line = self._line(prompts)
-        while line:
+        while line and len(self._served) < most:
             _, left, entry = heapq.heappop(line)
             position = entry.request.computed
             room = self._room(position)
@@ -79,7 +80,7 @@ class PromptRows(Generic[RequestT]):
             self._serve(entry, room)
 
     def _line(self, entries: list[Entry[RequestT]]) -> list[_Ranked[RequestT]]:
-        """A heap by rank of those that have something left to compute."""
+        """A heap of those with something left to compute: owners in turns, each one's by rank."""
         rank, clock = self._policy.rank, self._admission.counts.prefill_rows
         line = []
         for entry in entries:
@@ -89,6 +90,17 @@ class PromptRows(Generic[RequestT]):
                     entry.arrival, entry.priority, entry.preempted, left, clock - entry.clock
                 )
                 line.append((rank(prompt), left, entry))
+        return self._in_turns(sorted(line))
+
+    def _in_turns(self, ranked: list[_Ranked[RequestT]]) -> list[_Ranked[RequestT]]:
+        """Entries by how much their owner will have been served before them (start-time fair
+        queueing, Goyal et al. 1996): of a single owner, in the order that they have."""
+        served: dict[str, float] = {}
+        line = []
+        for rank, left, entry in ranked:
+            before = served.get(entry.owner, self._admission.owners.of(entry.owner))
+            line.append(((before, *rank), left, entry))
+            served[entry.owner] = before + left
         heapq.heapify(line)
         return line
 

@@ -63,7 +63,7 @@ class Request:
         """
         engine = context.engine
         self.context = context
-        self.priority = options.priority
+        self.owner, self.priority = options.owner, options.priority
         self.pieces: deque[Piece] = deque()
         self.error: Exception | None = None
         self.forks: list[Request] = []

@@ -17,21 +17,21 @@ Floats = NDArray[np.float32]
 
 
 class Sampler:
-    """Draws tokens for one answer.
+    """Draws tokens for one answer."""
 
-    Args:
-        banned: tokens that are never taken.
-    """
-
-    def __init__(self, options: GenerationOptions, *, banned: Sequence[int] = ()) -> None:
+    def __init__(self, options: GenerationOptions) -> None:
         self._options = options
-        self._banned = list(banned)
-        changed = self._banned or options.logit_bias or _penalizes(options)
+        changed = options.logit_bias or _penalizes(options)
         self._takes_best = options.temperature == 0 and not changed
         self._random = np.random.default_rng(options.seed)
 
     def sample(
-        self, logits: Floats, tokens: Sequence[int], *, ids: NDArray[np.intp] | None = None
+        self,
+        logits: Floats,
+        tokens: Sequence[int],
+        *,
+        ids: NDArray[np.intp] | None = None,
+        banned: Sequence[int] = (),
     ) -> int:
         """The next token.
 
@@ -39,6 +39,7 @@ class Sampler:
             logits: `[V]` float32; left as it is.
             tokens: everything so far, for the penalties.
             ids: the tokens that `logits` are of, ascending, if not of all; see `best_needed`.
+            banned: tokens that are not taken.
 
         Raises:
             NumericError: the logits are not finite.
@@ -50,7 +51,7 @@ class Sampler:
             raise NumericError(
                 "the model's logits are not finite; the model file or a kernel is broken"
             )
-        if self._takes_best:
+        if self._takes_best and not banned:
             return place if ids is None else int(ids[place])
         scores = logits.copy()
         for token, bias in options.logit_bias.items():
@@ -59,14 +60,15 @@ class Sampler:
                     f"`logit_bias`: token {token} is not in the vocabulary of {scores.shape[0]}"
                 )
             scores[token] += bias
-        scores[_places(self._banned, ids)] = -np.inf
+        if banned:
+            scores[_places(banned, ids)] = -np.inf
         recent = _recent(tokens, options.repeat_last_n) if _penalizes(options) else ()
         apply_penalties(scores, _places(recent, ids), options)
         best = int(scores.argmax())
         if scores[best] == -math.inf:
             raise OptionError(
-                "no token is left to choose from: `logit_bias`, `ignore_eos` and the logit filter "
-                "rule out all of them"
+                "no token is left to choose from: `logit_bias`, `ignore_eos`, `min_tokens` and the "
+                "logit filter rule out all of them"
             )
         place = best if options.temperature == 0 else self._draw(scores)
         return place if ids is None else int(ids[place])

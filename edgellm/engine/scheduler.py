@@ -2,19 +2,27 @@
 
 from __future__ import annotations
 
+import math
+import sys
+from collections import Counter
 from collections.abc import Callable, KeysView, Sequence
 from typing import Generic
 
-from edgellm.engine.admission import Admission, RequestT, Schedulable, SchedulerCounts
-from edgellm.engine.policies import SchedulingPolicy
+from edgellm.engine.admission import Admission, Entry, RequestT, Schedulable, SchedulerCounts
+from edgellm.engine.policies import SchedulingPolicy, StepBudget
 from edgellm.engine.prompt_rows import PromptRows, Share
 from edgellm.engine.step_costs import StepCosts, StepLoad
 
 __all__ = ["Schedulable", "Scheduler", "SchedulerCounts", "Share"]
 
+_NO_BOUNDS = StepBudget(math.inf, 1, sys.maxsize)
+
 
 class Scheduler(Generic[RequestT]):
     """Chooses each step's rows: decodes first, then prompts in the order of the policy.
+
+    Where requests have several owners, whoever was served the least goes first, whatever the
+    policy, which orders those of one owner.
 
     A request waits until there is room for its whole prompt, is then running, and leaves when it
     is removed, or goes back to waiting when it is preempted. No choice changes an answer.
@@ -66,7 +74,7 @@ class Scheduler(Generic[RequestT]):
     def start_again(self) -> None:
         """Forget all requests, but not what was counted."""
         admission: Admission[RequestT] = Admission(max_running=self.policy.max_running)
-        admission.counts = self.counts
+        admission.counts, admission.owners = self.counts, self._admission.owners
         self._admission = admission
 
     def next(self, admit: Callable[[RequestT], bool]) -> list[Share[RequestT]]:
@@ -79,44 +87,73 @@ class Scheduler(Generic[RequestT]):
         admission = self._admission
         self.counts.steps += 1
         shares = self._decodes()
-        entries = [e for e in admission.running.values() if not e.request.decoding]
-        if not admission.full:
-            entries.extend(admission.waiting.values())
-        prompts = [entry for entry in entries if not entry.request.paused]
+        prompts = self._prompts()
         if prompts:
             running = sum(not request.paused for request in admission.running)
             requests = running + len(admission.waiting)
             budget = self.policy.budget(decodes=len(shares), requests=requests)
-            rows = PromptRows(
-                admission,
-                self.policy,
-                self.costs,
-                budget,
-                shares,
-                reserve=admit,
-                block_size=self._block_size,
-            )
-            rows.add(prompts)
+            self._prompt_rows(budget, shares, admit).add(prompts)
         return shares
+
+    def next_prompt(self, admit: Callable[[RequestT], bool]) -> Share[RequestT] | None:
+        """All that is left of the prompt that is first in line, for a device of its own.
+
+        Args:
+            admit: see `next`.
+        """
+        shares: list[Share[RequestT]] = []
+        self._prompt_rows(_NO_BOUNDS, shares, admit).add(self._prompts(), most=1)
+        return shares[0] if shares else None
 
     def preempt(self) -> RequestT | None:
         """The newest running request of the lowest priority goes back to the front of the line.
 
-        One whose reader is slow goes before all others. The caller frees its blocks. None if there
+        Of several owners it is one of who was served the most. One whose reader is slow goes before
+        all others. The caller frees its blocks. None if there
         is only one left.
         """
         return self._admission.preempt()
 
     def done(self, shares: Sequence[Share[RequestT]], seconds: float) -> None:
         """Learn from a step that has run; shares that were dropped before it are left out."""
-        load = StepLoad()
+        self.costs.learn(self.count(shares), seconds)
+
+    def count(self, shares: Sequence[Share[RequestT]]) -> StepLoad:
+        """Count what was computed, and give its load."""
+        load, rows = StepLoad(), Counter[str]()
         for share in shares:
             load = load.plus(share.rows, share.start)
+            rows[share.request.owner] += share.rows
             if share.decode:
                 self.counts.decode_rows += share.rows
             else:
                 self.counts.prefill_rows += share.rows
-        self.costs.learn(load, seconds)
+        self._admission.owners.serve(rows)
+        return load
+
+    def _prompts(self) -> list[Entry[RequestT]]:
+        """Those that may have rows of prompts now."""
+        admission = self._admission
+        entries = [e for e in admission.running.values() if not e.request.decoding]
+        if not admission.full:
+            entries.extend(admission.waiting.values())
+        return [entry for entry in entries if not entry.request.paused]
+
+    def _prompt_rows(
+        self,
+        budget: StepBudget,
+        shares: list[Share[RequestT]],
+        admit: Callable[[RequestT], bool],
+    ) -> PromptRows[RequestT]:
+        return PromptRows(
+            self._admission,
+            self.policy,
+            self.costs,
+            budget,
+            shares,
+            reserve=admit,
+            block_size=self._block_size,
+        )
 
     def _decodes(self) -> list[Share[RequestT]]:
         """One share for each request that decodes; of too many for those that waited longest."""

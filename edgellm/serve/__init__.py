@@ -1,8 +1,33 @@
-"""`edgellm serve`: the HTTP dialects of the clients that people use, over the models' loops."""
+"""`edgellm serve`: the HTTP dialects of the clients that people use, over the models' loops.
 
-from edgellm.serve.application import create_app
-from edgellm.serve.model_pool import ModelPool, ServedModel, served_model
+All but `ServeOptions` needs starlette and uvicorn (`edgellm[serve]`), which are imported with it.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
 from edgellm.serve.options import ServeOptions
-from edgellm.serve.server import serve
+
+if TYPE_CHECKING:
+    from edgellm.serve.application import create_app
+    from edgellm.serve.model_pool import ModelPool, ServedModel, served_model
+    from edgellm.serve.server import serve
+
+_LAZY = {
+    "ModelPool": "edgellm.serve.model_pool",
+    "ServedModel": "edgellm.serve.model_pool",
+    "create_app": "edgellm.serve.application",
+    "serve": "edgellm.serve.server",
+    "served_model": "edgellm.serve.model_pool",
+}
 
 __all__ = ["ModelPool", "ServeOptions", "ServedModel", "create_app", "serve", "served_model"]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _LAZY:
+        raise AttributeError(f"module 'edgellm.serve' has no attribute {name!r}")
+    import importlib
+
+    return getattr(importlib.import_module(_LAZY[name]), name)

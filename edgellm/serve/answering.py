@@ -6,10 +6,11 @@ waits, withdraws the ask: its blocks are given back with the next step.
 
 from __future__ import annotations
 
+import asyncio
 import threading
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
-from contextlib import aclosing, closing
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Sequence
+from contextlib import aclosing, closing, contextmanager
 from dataclasses import replace
 from itertools import takewhile
 from typing import TYPE_CHECKING, TypeAlias
@@ -18,18 +19,18 @@ from edgellm.engine.asynchronous import driven
 from edgellm.engine.embedding import embeddings
 from edgellm.engine.samples import SamplePieces, sample_pieces
 from edgellm.progress import Progress
-from edgellm.serve.ask import Ask
+from edgellm.serve.ask import Ask, EmbeddingAsk
 from edgellm.serve.asked_prompt import (
     asked_prompt,
     check_begin,
-    check_size,
-    continued,
+    embedding_prompt,
     too_long,
 )
 from edgellm.serve.events import Begun, Client, Delta, Embeddings, End, Event, PromptProgress
 from edgellm.serve.metrics import Metrics
 from edgellm.serve.queue_limits import Counted, QueueLimits
 from edgellm.serve.request_error import RequestError, request_error
+from edgellm.serve.text_work import TextWork
 
 if TYPE_CHECKING:
     import numpy as np
@@ -57,6 +58,7 @@ class Answering:
 
     Attributes:
         metrics: what it has done so far.
+        text_work: for what is asked about texts, and is no answer.
     """
 
     def __init__(
@@ -66,6 +68,7 @@ class Answering:
         self.options = options
         self._bring_prefix = bring_prefix
         self.metrics = Metrics()
+        self.text_work = TextWork(self.metrics)
         self._limits = QueueLimits(options, self.metrics)
         self._stop = threading.Event()
 
@@ -77,6 +80,7 @@ class Answering:
     def stop(self) -> None:
         """End all answers that are on their way with an error that says so."""
         self._stop.set()
+        self.text_work.close()
 
     async def answer(self, ask: Ask, client: Client) -> AsyncGenerator[Event, None]:
         """The events of an ask, `Begun` first.
@@ -84,8 +88,7 @@ class Answering:
         Raises:
             RequestError: it cannot be answered, or not now, or the server is told to stop.
         """
-        counted = self._take_in()
-        try:
+        with self._taken_in(client) as counted:
             async with self.pool.use(ask.model) as llm:
                 model = self.pool.resolve(ask.model)
                 pending = self._pending(llm, model, ask, client, counted.arrival)
@@ -95,49 +98,61 @@ class Answering:
                             yield event
                         if isinstance(item, Begun) and self._bring_prefix is not None:
                             await self._bring_prefix(llm.engine, item.prompt, client.salt)
-        except RequestError:
-            raise
-        except Exception as error:
-            raise request_error(error) from error
-        finally:
-            counted.leave()
 
-    async def embed(
-        self, model: str | None, prompts: Sequence[str | tuple[int, ...]], client: Client
-    ) -> Embeddings:
+    async def embed(self, ask: EmbeddingAsk, client: Client) -> Embeddings:
         """The embeddings of texts or token ids.
 
         Raises:
-            RequestError: as with `answer`.
+            RequestError: as with `answer`, or the time limit has passed.
         """
-        counted = self._take_in()
+        limit_ms = self._time_limit_ms(ask.time_limit_ms)
+        with self._taken_in(client) as counted:
+            try:
+                async with asyncio.timeout(None if limit_ms is None else limit_ms / 1000):
+                    return await self._embeddings(ask, client, counted)
+            except TimeoutError:
+                raise RequestError(
+                    "unavailable",
+                    f"the embeddings were not there within {limit_ms} ms; send fewer texts, or "
+                    "try again when less is asked of the server",
+                    retry_after_s=1,
+                ) from None
+
+    async def _embeddings(self, ask: EmbeddingAsk, client: Client, counted: Counted) -> Embeddings:
         vectors: list[NDArray[np.float32]] = []
         counts: list[int] = []
+        async with self.pool.use(ask.model) as llm:
+            pending = self._embedding(llm, ask, client)
+            async with aclosing(_embedded(llm.engine, pending)) as items:
+                async for item in items:
+                    if isinstance(item, list):
+                        counts = item
+                        counted.take_tokens(sum(counts))
+                    else:
+                        counted.computed(counts[len(vectors)])
+                        vectors.append(item)
+        if len(vectors) < len(ask.prompts):
+            raise _stopping()
+        return Embeddings(self.pool.resolve(ask.model), vectors, counts)
+
+    @contextmanager
+    def _taken_in(self, client: Client) -> Iterator[Counted]:
+        """An ask on its way; whatever goes wrong with it is an error for its client.
+
+        Raises:
+            RequestError: too many are on their way, or the server is told to stop.
+        """
+        if self._stop.is_set():
+            raise _stopping()
+        counted = self._limits.take_in(client.owner)
         try:
-            async with self.pool.use(model) as llm:
-                pending = self._embedding(llm, prompts, client)
-                async with aclosing(_embedded(llm.engine, pending)) as items:
-                    async for item in items:
-                        if isinstance(item, list):
-                            counts = item
-                            counted.take_tokens(sum(counts))
-                        else:
-                            counted.computed(counts[len(vectors)])
-                            vectors.append(item)
-                if len(vectors) < len(prompts):
-                    raise _stopping()
-                return Embeddings(self.pool.resolve(model), vectors, counts)
+            yield counted
         except RequestError:
             raise
         except Exception as error:
             raise request_error(error) from error
         finally:
             counted.leave()
-
-    def _take_in(self) -> Counted:
-        if self._stop.is_set():
-            raise _stopping()
-        return self._limits.take_in()
 
     def _pending(
         self, llm: LLM, model: str, ask: Ask, client: Client, arrival: float
@@ -150,7 +165,8 @@ class Answering:
             raise too_long(len(tokens), engine.ctx_size)
         check_begin(engine, tokens, options)
         yield Begun(model, tuple(tokens), options, engine)
-        options = self._limited(prompt.options, arrival)  # some of the time may be over
+        limited = self._limited(prompt.options, arrival)  # some of the time may be over
+        options = replace(limited, owner=client.owner)
         if ask.infill_sampler:  # which has cut by these already
             options = replace(options, top_p=1.0, min_p=0.0)
         pending = sample_pieces(
@@ -169,35 +185,39 @@ class Answering:
             yield from _read(pending, [prompt.chat.reader() for _ in range(ask.n)])
 
     def _embedding(
-        self, llm: LLM, prompts: Sequence[str | tuple[int, ...]], client: Client
+        self, llm: LLM, ask: EmbeddingAsk, client: Client
     ) -> Pending[list[int] | NDArray[np.float32]]:
         """The tokens of each prompt in a list, then the vectors."""
         engine, pooling = llm.engine, self.options.pooling
-        tokens = []
-        for prompt in prompts:
-            check_size(engine, len(prompt) if isinstance(prompt, str) else 0)
-            ids = continued(engine, prompt, parse_special=False)
-            if pooling == "last" and engine.tokenizer.eos:
-                # what models that were trained for it end their texts with
-                ids.append(min(engine.tokenizer.eos_ids))
-            if len(ids) > engine.ctx_size:
-                raise too_long(len(ids), engine.ctx_size)
-            tokens.append(ids)
+        tokens = [
+            embedding_prompt(engine, prompt, pooling=pooling, truncates=ask.truncates)
+            for prompt in ask.prompts
+        ]
         yield [len(ids) for ids in tokens]
-        yield from embeddings(engine, tokens, pooling=pooling, salt=client.salt, cancel=self._stop)
+        yield from embeddings(
+            engine,
+            tokens,
+            pooling=pooling,
+            salt=client.salt,
+            owner=client.owner,
+            cancel=self._stop,
+        )
 
     def _limited(self, options: GenerationOptions, arrival: float) -> GenerationOptions:
         """The options within the server's limits; time counts from the arrival."""
-        most, limit = self.options.max_tokens, self.options.time_limit_ms
+        most, limit = self.options.max_tokens, self._time_limit_ms(options.time_limit_ms)
         if most is not None:
             most = most if options.max_tokens is None else min(most, options.max_tokens)
             options = replace(options, max_tokens=most)
-        if options.time_limit_ms is not None:
-            limit = options.time_limit_ms if limit is None else min(limit, options.time_limit_ms)
         if limit is not None:
             waited_ms = int((time.perf_counter() - arrival) * 1000)
             options = replace(options, time_limit_ms=max(1, limit - waited_ms))
         return options
+
+    def _time_limit_ms(self, asked: int | None) -> int | None:
+        """The shorter one of what is asked for and the server's."""
+        limits = [ms for ms in (asked, self.options.time_limit_ms) if ms is not None]
+        return min(limits, default=None)
 
 
 def _read(

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import secrets
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
+from functools import partial
 from typing import Any
 
 from edgellm.generation_options import GenerationArguments
@@ -17,11 +17,9 @@ from edgellm.serve.asked_prompt import asked_prompt
 from edgellm.serve.body import MAX_STOPS, Fields
 from edgellm.serve.endpoint import Call, Route
 from edgellm.serve.events import Begun, Delta, End, Event, PromptProgress
-from edgellm.serve.openai_sampling import sampling_arguments, stop_texts
+from edgellm.serve.openai_sampling import MOST_TOKENS, sampling_arguments, stop_texts
 from edgellm.serve.streaming import Comment, Frame, Frames, Reply, json_reply
 from edgellm.tool_use import ToolCallDelta
-
-_MOST_TOKENS = 1 << 31
 
 
 async def messages(call: Call) -> Reply:
@@ -36,7 +34,9 @@ async def count_tokens(call: Call) -> Reply:
     """The tokens of a prompt, as the model of the request counts them."""
     ask = read_ask(await call.fields(), counts=True)
     async with call.answering.pool.use(ask.model) as llm:
-        prompt = await asyncio.to_thread(asked_prompt, llm, ask.model or "", ask)
+        prompt = await call.answering.text_work.call(
+            partial(asked_prompt, llm, ask.model or "", ask)
+        )
     return json_reply({"input_tokens": len(prompt.tokens)})
 
 
@@ -47,7 +47,7 @@ def read_ask(fields: Fields, *, counts: bool = False) -> Ask:
         counts: only the prompt is to be counted, and `max_tokens` need not be there.
     """
     arguments: GenerationArguments = sampling_arguments(fields)
-    limit = fields.whole("max_tokens", 0, _MOST_TOKENS)
+    limit = fields.whole("max_tokens", 0, MOST_TOKENS)
     if not counts:
         fields.required("max_tokens", limit)
     arguments["max_tokens"] = limit

@@ -17,6 +17,7 @@ from edgellm.serve import (
     health,
     llama_cpp,
     llama_cpp_error,
+    mistral_fim,
     ollama,
     ollama_embeddings,
     ollama_models,
@@ -45,6 +46,7 @@ OPENAI = Dialect(
     routes=[
         *openai_chat.ROUTES,
         *openai_completions.ROUTES,
+        *mistral_fim.ROUTES,
         *openai_embeddings.ROUTES,
         *openai_models.ROUTES,
         *health.ROUTES,

@@ -69,3 +69,20 @@ class Ask:
     n: int = 1
     json_schema: str | None = None
     infill_sampler: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class EmbeddingAsk:
+    """Embeddings that are asked for.
+
+    Attributes:
+        model: None or "": the first one that is served.
+        prompts: texts or token ids.
+        truncates: whether a text that is too long for the context is cut; else it is an error.
+        time_limit_ms: for all of them, from their arrival; None: the server's.
+    """
+
+    model: str | None
+    prompts: tuple[str | tuple[int, ...], ...]
+    truncates: bool = False
+    time_limit_ms: int | None = None

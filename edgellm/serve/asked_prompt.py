@@ -15,6 +15,7 @@ from edgellm.text.fim_budget import budget
 from edgellm.text.template import Scalar
 
 if TYPE_CHECKING:
+    from edgellm.engine.embedding import Pooling
     from edgellm.engine.engine import Engine
     from edgellm.engine.request import LogitFilter
     from edgellm.generation_options import GenerationOptions
@@ -133,11 +134,11 @@ def check_size(engine: Engine, characters: int) -> None:
     """
     if characters <= _USUAL_CHARACTERS * engine.ctx_size:
         return
-    if characters > max(map(len, engine.tokenizer.vocabulary)) * engine.ctx_size:
+    if characters > engine.tokenizer.longest * engine.ctx_size:
         raise RequestError(
             "context_length",
-            f"the prompt has {characters} characters, which do not fit into a context of "
-            f"{engine.ctx_size} tokens; shorten it",
+            f"the prompt is too long: it has {characters} characters, and this model's maximum "
+            f"context length is {engine.ctx_size} tokens; shorten it",
             code="context_length_exceeded",
             details={"n_ctx": engine.ctx_size},
         )
@@ -168,6 +169,30 @@ def continued(engine: Engine, prompt: str | tuple[int, ...], *, parse_special: b
     return list(prompt)
 
 
+def embedding_prompt(
+    engine: Engine, prompt: str | tuple[int, ...], *, pooling: Pooling, truncates: bool
+) -> list[int]:
+    """The tokens of a text to be embedded, with an end token where its state is the embedding:
+    models that were trained for it end their texts so.
+
+    Args:
+        truncates: a text that is too long for the context is cut.
+
+    Raises:
+        RequestError: it is too long.
+    """
+    end = [min(engine.tokenizer.eos_ids)] if pooling == "last" and engine.tokenizer.eos else []
+    if isinstance(prompt, str) and truncates:
+        # twice as much as a context holds if all tokens are the longest one
+        text = prompt[: 2 * engine.ctx_size * engine.tokenizer.longest]
+        return continued(engine, text, parse_special=False)[: engine.ctx_size - len(end)] + end
+    check_size(engine, len(prompt) if isinstance(prompt, str) else 0)
+    tokens = continued(engine, prompt, parse_special=False) + end
+    if len(tokens) > engine.ctx_size:
+        raise too_long(len(tokens), engine.ctx_size)
+    return tokens
+
+
 def _not_in_vocabulary(engine: Engine, token: int, name: str) -> RequestError:
     return RequestError(
         "invalid_request",
@@ -186,7 +211,9 @@ def _hints(engine: Engine, prompt: Conversation) -> dict[str, Scalar]:
 def too_long(tokens: int, ctx_size: int) -> RequestError:
     return RequestError(
         "context_length",
-        f"the prompt has {tokens} tokens, but the context holds {ctx_size}; shorten it",
+        # litellm, pydantic-ai and others know the error by these words
+        f"the prompt is too long: it has {tokens} tokens, and this model's maximum context length "
+        f"is {ctx_size} tokens; shorten it",
         code="context_length_exceeded",
         details={"n_prompt_tokens": tokens, "n_ctx": ctx_size},
     )

@@ -17,7 +17,7 @@ from collections.abc import (
     MutableMapping,
     Sequence,
 )
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 from dataclasses import dataclass, field
 from typing import Any, Literal
 from urllib.parse import parse_qs
@@ -212,18 +212,21 @@ class Endpoint:
         async def noting(message: MutableMapping[str, Any]) -> None:
             nonlocal started
             started = True
-            await send(message)
+            try:
+                await send(message)
+            except OSError:  # as ASGI servers say it
+                raise ClientGoneError from None
 
         try:
             reply = await handler(call)
             await reply.send(noting)
-        except (ClientGoneError, OSError):
-            if not started:
-                raise
+        except ClientGoneError:
+            return
         except Exception as error:
             if started:
                 raise
-            await self._dialect.error(request_error(error)).send(send)
+            with suppress(ClientGoneError):
+                await self._dialect.error(request_error(error)).send(noting)
 
 
 async def while_connected(work: Coroutine[Any, Any, None], receive: Receive) -> None:

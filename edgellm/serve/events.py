@@ -25,9 +25,11 @@ class Client:
 
     Attributes:
         salt: of the names of its blocks in the KV cache: only asks with the same one find them.
+        owner: see `GenerationOptions`.
     """
 
     salt: str = ""
+    owner: str = ""
 
 
 @dataclass(frozen=True)

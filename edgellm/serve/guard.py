@@ -160,7 +160,8 @@ class Guard:
                 else "the API key is wrong",
                 code="invalid_api_key",
             )
-        return Client(salt=matches[0].hex() if len(self._digests) > 1 else "")
+        name = matches[0].hex() if len(self._digests) > 1 else ""
+        return Client(salt=name, owner=name)
 
 
 def _preflight(asked: str) -> dict[str, str]:

@@ -6,64 +6,69 @@ fit into it.
 
 from __future__ import annotations
 
+import asyncio
 from importlib.metadata import PackageNotFoundError, version
 
-from edgellm.llm import LLM
 from edgellm.serve.endpoint import Call, Route
 from edgellm.serve.llama_cpp_answer import settings
+from edgellm.serve.model_card import ModelCard, card_of
 from edgellm.serve.request_error import RequestError
 from edgellm.serve.streaming import Reply, json_reply
-from edgellm.store.manifest import CHAT_TEMPLATE
 
 
 async def props(call: Call) -> Reply:
     """Of the model of the parameter `model`, else of the first one."""
     pool = call.answering.pool
     model = pool.resolve(call.query("model"))
-    async with pool.use(model) as llm:
-        tokenizer, template = llm.engine.tokenizer, llm.engine.template
-        return json_reply(
-            {
-                "default_generation_settings": {
-                    "id": 0,
-                    "n_ctx": llm.ctx_size,
-                    "params": settings(llm.generation_options(), seed=None),
-                },
-                "total_slots": total_slots(llm),
-                "model_alias": model,
-                "model_path": llm.name.rpartition("/")[2],
-                "modalities": {"vision": False, "audio": False},
-                "chat_template": _template_text(llm),
-                "chat_template_caps": {
-                    "supports_tools": template is not None and template.traits.takes_tools
-                },
-                "bos_token": tokenizer.bos or "",
-                "eos_token": next(iter(tokenizer.eos), ""),
-                "build_info": f"edgellm {_version()}",
-                "is_sleeping": False,
-            }
-        )
+    card = await _card(call, model)
+    return json_reply(
+        {
+            "default_generation_settings": {
+                "id": 0,
+                "n_ctx": card.ctx_size,
+                "params": settings(card.options, seed=None),
+            },
+            "total_slots": card.slots,
+            "model_alias": model,
+            "model_path": card.name.rpartition("/")[2],
+            "modalities": {"vision": False, "audio": False},
+            "chat_template": card.template,
+            "chat_template_caps": {"supports_tools": card.takes_tools},
+            "bos_token": card.bos,
+            "eos_token": card.eos,
+            "build_info": f"edgellm {_version()}",
+            "is_sleeping": model not in pool.loaded(),
+        }
+    )
 
 
 async def slots(call: Call) -> Reply:
     """With `fail_on_no_slot`, an error where none is free."""
-    pool = call.answering.pool
+    card = await _card(call, call.query("model"))
     running = call.answering.metrics.running
-    async with pool.use(pool.resolve(call.query("model"))) as llm:
-        count = max(total_slots(llm), running)
-        if call.query("fail_on_no_slot") and running >= total_slots(llm):
-            raise RequestError("unavailable", "no slot available", retry_after_s=1)
-        return json_reply(
-            [
-                {
-                    "id": number,
-                    "n_ctx": llm.ctx_size,
-                    "speculative": True,
-                    "is_processing": number < running,
-                }
-                for number in range(count)
-            ]
-        )
+    if call.query("fail_on_no_slot") and running >= card.slots:
+        raise RequestError("unavailable", "no slot available", retry_after_s=1)
+    return json_reply(
+        [
+            {
+                "id": number,
+                "n_ctx": card.ctx_size,
+                "speculative": True,
+                "is_processing": number < running,
+            }
+            for number in range(max(card.slots, running))
+        ]
+    )
+
+
+async def _card(call: Call, model: str | None) -> ModelCard:
+    """What is known of a model. One that was never here is loaded, as llama.cpp's router does."""
+    pool = call.answering.pool
+    card = await pool.card(model)
+    if card is None:
+        async with pool.use(model) as llm:
+            card = await asyncio.to_thread(card_of, llm.engine)
+    return card
 
 
 async def change_slot(call: Call) -> Reply:
@@ -84,18 +89,6 @@ async def adapters(call: Call) -> Reply:
 
 async def change_adapters(call: Call) -> Reply:
     raise RequestError("not_supported", "This server has no LoRA adapters loaded.")
-
-
-def total_slots(llm: LLM) -> int:
-    """Answers that all may fill their contexts."""
-    cache = llm.options.cache_size
-    return max(1, cache // llm.ctx_size) if cache else 2  # the default, see `EngineOptions`
-
-
-def _template_text(llm: LLM) -> str:
-    """The source of the chat template."""
-    path = llm.engine.bundle.path / CHAT_TEMPLATE
-    return path.read_text(encoding="utf-8") if path.exists() else ""
 
 
 def _version() -> str:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 from edgellm.llm import LLM
@@ -13,7 +13,9 @@ from edgellm.serve.body import Fields, shown
 from edgellm.serve.endpoint import Call, Route
 from edgellm.serve.llama_cpp_fields import INT32_MAX, field_error
 from edgellm.serve.openai_messages import read_conversation
+from edgellm.serve.request_error import RequestError
 from edgellm.serve.streaming import Reply, json_reply
+from edgellm.serve.text_work import MOST_CHARACTERS, MOST_TOKENS
 from edgellm.text.tokenizer import Tokenizer
 
 
@@ -32,32 +34,52 @@ def model_id(call: Call, fields: Fields) -> str:
 async def encode(
     call: Call, model: str, text: str, *, add_bos: bool | None, parse_special: bool = True
 ) -> list[int]:
-    """The tokens of a text, not computed in the event loop."""
+    """The tokens of a text.
+
+    Raises:
+        RequestError: it is too long, or too many texts wait.
+    """
+    _check_length(text)
     async with call.answering.pool.use(model) as llm:
         tokenizer = llm.engine.tokenizer
-        return await asyncio.to_thread(
-            tokenizer.encode, text, add_bos=add_bos, parse_special=parse_special
+        return await call.answering.text_work.call(
+            partial(tokenizer.encode, text, add_bos=add_bos, parse_special=parse_special)
+        )
+
+
+def _check_length(text: str) -> None:
+    if len(text) > MOST_CHARACTERS:
+        raise RequestError(
+            "invalid_request",
+            f"a text has {len(text)} characters; at most {MOST_CHARACTERS} are read at once",
         )
 
 
 async def tokenize(call: Call) -> Reply:
     fields = await call.fields()
     model = model_id(call, fields)
-    add_special = fields.flag("add_special")
+    text = fields.required_text("content")
+    _check_length(text)
     special = fields.flag("parse_special")
-    tokens = await encode(
-        call,
-        model,
-        fields.required_text("content"),
-        # where a model wants no begin token there is none to add
-        add_bos=None if add_special else False,
-        parse_special=special is None or special,
-    )
-    if not fields.flag("with_pieces"):
-        return json_reply({"tokens": tokens})
     async with call.answering.pool.use(model) as llm:
-        pieces = await asyncio.to_thread(_pieces, llm.engine.tokenizer, tokens)
-    return json_reply({"tokens": pieces})
+        return await call.answering.text_work.call(
+            partial(
+                _tokenized,
+                llm.engine.tokenizer,
+                text,
+                # where a model wants no begin token there is none to add
+                add_bos=None if fields.flag("add_special") else False,
+                parse_special=special is None or special,
+                with_pieces=bool(fields.flag("with_pieces")),
+            )
+        )
+
+
+def _tokenized(
+    tokenizer: Tokenizer, text: str, *, add_bos: bool | None, parse_special: bool, with_pieces: bool
+) -> Reply:
+    tokens = tokenizer.encode(text, add_bos=add_bos, parse_special=parse_special)
+    return json_reply({"tokens": _pieces(tokenizer, tokens) if with_pieces else tokens})
 
 
 def _pieces(tokenizer: Tokenizer, tokens: Sequence[int]) -> list[dict[str, Any]]:
@@ -76,12 +98,19 @@ def _pieces(tokenizer: Tokenizer, tokens: Sequence[int]) -> list[dict[str, Any]]
 async def detokenize(call: Call) -> Reply:
     fields = await call.fields()
     tokens = fields.get("tokens")
-    if not isinstance(tokens, list):
-        raise field_error("tokens", f"a list of token ids is expected, but got {shown(tokens)}")
+    if not isinstance(tokens, list) or len(tokens) > MOST_TOKENS:
+        raise field_error(
+            "tokens",
+            f"a list of at most {MOST_TOKENS} token ids is expected, but got {shown(tokens)}",
+        )
     async with call.answering.pool.use(model_id(call, fields)) as llm:
-        _check_ids(llm, tokens)
-        decode = llm.engine.tokenizer.decode
-        return json_reply({"content": await asyncio.to_thread(decode, tokens, skip_special=False)})
+        text = await call.answering.text_work.call(partial(_text, llm, tokens))
+    return json_reply({"content": text})
+
+
+def _text(llm: LLM, tokens: Sequence[Any]) -> str:
+    _check_ids(llm, tokens)
+    return llm.engine.tokenizer.decode(tokens, skip_special=False)
 
 
 def _check_ids(llm: LLM, tokens: Sequence[Any]) -> None:
@@ -98,10 +127,13 @@ async def apply_template(call: Call) -> Reply:
     model = model_id(call, fields)
     ask = Ask(model=model, prompt=read_conversation(fields))
     async with call.answering.pool.use(model) as llm:
-        prompt = await asyncio.to_thread(asked_prompt, llm, model, ask)
-        decode = llm.engine.tokenizer.decode
-        text = await asyncio.to_thread(decode, prompt.tokens, skip_special=False)
+        text = await call.answering.text_work.call(partial(_rendered, llm, ask))
     return json_reply({"prompt": text})
+
+
+def _rendered(llm: LLM, ask: Ask) -> str:
+    tokens = asked_prompt(llm, ask.model or "", ask).tokens
+    return llm.engine.tokenizer.decode(tokens, skip_special=False)
 
 
 ROUTES = (

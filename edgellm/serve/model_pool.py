@@ -19,8 +19,9 @@ from edgellm.engine.loaded_model import planned_memory
 from edgellm.errors import MemoryEstimateError, OptionError
 from edgellm.llm import LLM, load
 from edgellm.options import EngineArguments, EngineOptions
+from edgellm.serve.model_card import ModelCard, card_of, card_on_disk
 from edgellm.serve.request_error import RequestError, load_error
-from edgellm.store.prepare import prepare
+from edgellm.store.prepare import prepare, prepared
 
 T = TypeVar("T")
 _log = logging.getLogger(__name__)
@@ -37,11 +38,14 @@ class ServedModel:
         id: what they call it.
         open: loads it; takes seconds, or minutes where it is exported first.
         needed_bytes: what it will take, as estimated; may take as long.
+        card: what is known of it before it is loaded, without a download or an export; may take a
+            second.
     """
 
     id: str
     open: Callable[[], LLM]
     needed_bytes: Callable[[], int] = lambda: 0
+    card: Callable[[], ModelCard | None] = lambda: None
 
 
 def served_model(name: str, arguments: EngineArguments) -> ServedModel:
@@ -63,7 +67,13 @@ def served_model(name: str, arguments: EngineArguments) -> ServedModel:
         estimate = planned_memory(bundle, options, precisions)
         return estimate.weights + estimate.kv_cache
 
-    return ServedModel(given or _public_id(source), lambda: load(source, **arguments), needed_bytes)
+    def card() -> ModelCard | None:
+        bundle = prepared(source, precisions=select(options).precisions)
+        return None if bundle is None else card_on_disk(bundle, options)
+
+    return ServedModel(
+        given or _public_id(source), lambda: load(source, **arguments), needed_bytes, card
+    )
 
 
 def _public_id(source: str) -> str:
@@ -86,6 +96,7 @@ class _Slot:
 
     model: ServedModel
     llm: LLM | None = None
+    card: ModelCard | None = None
     loading: asyncio.Task[LLM] | None = None
     bytes: int = 0
     users: int = 0
@@ -151,6 +162,29 @@ class ModelPool:
             param="model",
             code="model_not_found",
         )
+
+    def known(self, id: str) -> ModelCard | None:
+        """What is known of a model without looking: once it was loaded, or looked at."""
+        return self._slots[id].card
+
+    async def card(self, name: str | None) -> ModelCard | None:
+        """What is known of a model. It is not loaded for that, nor does it stay for longer.
+
+        Returns:
+            None where it would have to be downloaded or exported first.
+
+        Raises:
+            RequestError: there is none of that name.
+        """
+        slot = self._slots[self.resolve(name)]
+        if slot.llm is not None:
+            slot.card = await asyncio.to_thread(card_of, slot.llm.engine)
+        elif slot.card is None:
+            try:
+                slot.card = await asyncio.to_thread(slot.model.card)
+            except Exception as error:
+                raise load_error(slot.model.id, error) from None
+        return slot.card
 
     @asynccontextmanager
     async def use(self, name: str | None) -> AsyncIterator[LLM]:
@@ -224,6 +258,8 @@ class ModelPool:
                 self._make_room(slot)
                 slot.llm = await self._opened(slot)
                 slot.used_at = time.monotonic()
+            if slot.card is None:
+                slot.card = await asyncio.to_thread(card_of, slot.llm.engine)
             return slot.llm
 
     async def _opened(self, slot: _Slot) -> LLM:

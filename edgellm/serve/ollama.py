@@ -131,8 +131,8 @@ async def _prompt(call: Call, fields: Fields) -> AskedPrompt | None:
     if raw:
         refuse(fields, "system", "with `raw`, put it into the prompt")
         return prompt
-    llm = await usable_model(call, model, ["thinking"] if fields.get("think") else [])
-    if llm.engine.template is None and not system:
+    card = await usable_model(call, model, ["thinking"] if fields.get("think") else [])
+    if not card.template and not system:
         return prompt  # as Ollama has it: the template of such a model is the prompt alone
     messages = [Message("system", system)] if system else []
     return Conversation(messages=(*messages, Message("user", prompt)), template_hints=hints)

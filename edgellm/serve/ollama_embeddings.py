@@ -2,26 +2,25 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections.abc import Sequence
 
-from edgellm.serve.asked_prompt import continued
+from edgellm.serve.ask import EmbeddingAsk
 from edgellm.serve.body import Fields
 from edgellm.serve.endpoint import Call, Route
 from edgellm.serve.events import Embeddings
 from edgellm.serve.ollama_options import read_keep_alive
-from edgellm.serve.openai_embeddings import shortened
+from edgellm.serve.openai_embeddings import read_dimensions, shortened
+from edgellm.serve.openai_sampling import MOST_MS
 from edgellm.serve.streaming import Reply, json_reply
 
-_MOST_DIMENSIONS = 1 << 20
 _MOST_TEXTS = 2048
 
 
 async def embed(call: Call) -> Reply:
     started = time.perf_counter()
     fields = await call.fields()
-    dimensions = fields.whole("dimensions", 1, _MOST_DIMENSIONS)
+    dimensions = read_dimensions(fields)
     texts = fields.texts("input", _MOST_TEXTS)
     if texts != [""] and not all(texts):
         raise fields.wrong("input", "texts that are not empty")
@@ -57,31 +56,19 @@ async def _embedded(
     """
     pool, model = call.answering.pool, fields.text("model")
     keep_alive_s = read_keep_alive(fields)
-    prompts: Sequence[str | tuple[int, ...]] = texts
-    if truncates:
-        prompts = await _truncated(call, model, texts)
+    ask = EmbeddingAsk(
+        model=model,
+        prompts=tuple(texts),
+        truncates=truncates,
+        time_limit_ms=fields.whole("time_limit_ms", 1, MOST_MS),
+    )
     try:
         if texts:
-            return await call.answering.embed(model, prompts, call.client)
+            return await call.answering.embed(ask, call.client)
         async with pool.use(model):
             return Embeddings(pool.resolve(model), [], [])
     finally:
         pool.keep(model, keep_alive_s)
-
-
-async def _truncated(call: Call, model: str | None, texts: Sequence[str]) -> list[tuple[int, ...]]:
-    """The tokens of each text that the context holds."""
-    async with call.answering.pool.use(model) as llm:
-        room = llm.ctx_size - (call.answering.options.pooling == "last")  # for the end token
-
-        def tokens() -> list[tuple[int, ...]]:
-            # twice as much as a context holds if all tokens are the longest one: the tokens of
-            # megabytes take seconds
-            most = 2 * llm.ctx_size * max(map(len, llm.engine.tokenizer.vocabulary))
-            encoded = (continued(llm.engine, text[:most], parse_special=False) for text in texts)
-            return [tuple(ids[:room]) for ids in encoded]
-
-        return await asyncio.to_thread(tokens)
 
 
 ROUTES = (

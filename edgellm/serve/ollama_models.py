@@ -2,23 +2,17 @@
 
 from __future__ import annotations
 
-import asyncio
 import hashlib
 from collections.abc import Sequence
 from datetime import UTC, datetime, timedelta
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from edgellm.engine.loaded_model import planned_memory
-from edgellm.errors import UnsupportedModelError
 from edgellm.graphs.tensors import parameters
 from edgellm.serve.endpoint import Call, Handler, Route
+from edgellm.serve.model_card import ModelCard
 from edgellm.serve.model_pool import ModelPool
 from edgellm.serve.request_error import RequestError
 from edgellm.serve.streaming import Reply, json_reply
-from edgellm.text.fim import require_family
-
-if TYPE_CHECKING:
-    from edgellm.llm import LLM
 
 # The Ollama whose API this is: clients refuse older ones.
 API_VERSION = "0.12.11"
@@ -51,21 +45,22 @@ async def ps(call: Call) -> Reply:
 
 
 async def show(call: Call) -> Reply:
+    """Clients ask for all that is listed, to know what each can do: nothing is loaded for that."""
     fields = await call.fields()
-    name = fields.text("model") or fields.text("name")
-    async with call.answering.pool.use(name) as llm:
-        described = await asyncio.to_thread(_described, llm, call.answering.pool.resolve(name))
     pool = call.answering.pool
+    id = pool.resolve(fields.text("model") or fields.text("name"))
+    card = await pool.card(id)
     return json_reply(
         {
+            "modelfile": f"FROM {id}\n",
             "modified_at": _time(pool.started_at),
-            "details": _details(llm),
-            **described,
+            "details": _details(card),
+            **_described(card),
         }
     )
 
 
-async def usable_model(call: Call, name: str | None, wanted: Sequence[str]) -> LLM:
+async def usable_model(call: Call, name: str | None, wanted: Sequence[str]) -> ModelCard:
     """A model, loaded, that can do what is wanted.
 
     Args:
@@ -74,15 +69,19 @@ async def usable_model(call: Call, name: str | None, wanted: Sequence[str]) -> L
     Raises:
         RequestError: it cannot.
     """
-    async with call.answering.pool.use(name) as llm:
-        can = await asyncio.to_thread(_capabilities, llm)
-        for capability in wanted:
-            if capability not in can:
-                id = call.answering.pool.resolve(name)
-                raise RequestError(
-                    "not_supported", f"{id!r} does not support {capability}", param="model"
-                )
-        return llm
+    pool = call.answering.pool
+    async with pool.use(name):
+        card = await pool.card(name)
+    assert card is not None  # it is loaded
+    can = _capabilities(card)
+    for capability in wanted:
+        if capability not in can:
+            raise RequestError(
+                "not_supported",
+                f"{pool.resolve(name)!r} does not support {capability}",
+                param="model",
+            )
+    return card
 
 
 def now() -> str:
@@ -103,41 +102,29 @@ def _after(seconds: float) -> str:
 
 
 def _listed(pool: ModelPool, id: str) -> dict[str, Any]:
-    llm = pool.loaded().get(id)
+    card = pool.known(id)
     name = id if ":" in id.rpartition("/")[2] else f"{id}:latest"
     return {
         "name": name,
         "model": name,
         "modified_at": _time(pool.started_at),
-        "size": 0 if llm is None else _bytes(llm),
+        "size": 0 if card is None else card.memory_bytes,
         # of the name: a file's is not known before it is loaded
         "digest": hashlib.sha256(id.encode()).hexdigest(),
-        "details": _details(llm),
+        "details": _details(card),
     }
 
 
-def _bytes(llm: LLM) -> int:
-    """What it takes when its cache is full, as estimated."""
-    engine = llm.engine
-    estimate = planned_memory(engine.bundle, engine.options, engine.precisions)
-    return estimate.weights + estimate.kv_cache
-
-
-def _details(llm: LLM | None) -> dict[str, Any]:
-    """What is known of a model; of one that is not loaded, nothing."""
-    if llm is None:
-        family = size = precision = ""
-    else:
-        family = llm.engine.config.model_type
-        size = _rounded(parameters(llm.engine.config))
-        precision = llm.engine.decoder.precision
+def _details(card: ModelCard | None) -> dict[str, Any]:
+    """What is known of a model; of one that was not here yet, nothing."""
+    family = "" if card is None else card.config.model_type
     return {
         "parent_model": "",
         "format": "edgellm",
         "family": family,
         "families": [family] if family else [],
-        "parameter_size": size,
-        "quantization_level": precision,
+        "parameter_size": "" if card is None else _rounded(parameters(card.config)),
+        "quantization_level": "" if card is None else card.precision,
     }
 
 
@@ -148,50 +135,45 @@ def _rounded(count: int) -> str:
     return str(count)
 
 
-def _described(llm: LLM, id: str) -> dict[str, Any]:
-    engine, config = llm.engine, llm.engine.config
-    family, template = config.model_type, engine.template
-    options = llm.generation_options()
+def _described(card: ModelCard | None) -> dict[str, Any]:
+    if card is None:
+        return {"parameters": "", "template": "", "model_info": {}, "capabilities": ["completion"]}
+    config, family = card.config, card.config.model_type
     return {
-        "modelfile": f"FROM {id}\n",
         "parameters": "".join(
-            f"{name} {getattr(options, name)}\n"
+            f"{name} {getattr(card.options, name)}\n"
             for name in ("temperature", "top_k", "top_p", "min_p", "repeat_penalty")
         ),
-        "template": _gap_template(llm) + (template.source if template is not None else ""),
+        "template": _gap_template(card) + card.template,
         "model_info": {
             "general.architecture": family,
             "general.parameter_count": parameters(config),
             # what this server holds, which clients ask for as `num_ctx`
-            f"{family}.context_length": llm.ctx_size,
+            f"{family}.context_length": card.ctx_size,
             f"{family}.embedding_length": config.hidden_size,
             f"{family}.block_count": config.layer_count,
             f"{family}.attention.head_count": config.heads,
             f"{family}.attention.head_count_kv": config.kv_heads,
             f"{family}.vocab_size": config.vocab_size,
         },
-        "capabilities": _capabilities(llm),
+        "capabilities": _capabilities(card),
     }
 
 
-def _capabilities(llm: LLM) -> list[str]:
+def _capabilities(card: ModelCard) -> list[str]:
     """What a model can do, as Ollama names it."""
-    template, can = llm.engine.template, ["completion"]
-    if template is not None and template.traits.takes_tools and template.answer_format.calls:
-        can.append("tools")
-    if _gap_template(llm):
-        can.append("insert")
-    if template is not None and template.answer_format.reasoning is not None:
-        can.append("thinking")
-    return can
+    can = {
+        "tools": card.calls_tools,
+        "insert": card.infill is not None,
+        "thinking": card.reasons,
+    }
+    return ["completion", *(name for name, has in can.items() if has)]
 
 
-def _gap_template(llm: LLM) -> str:
+def _gap_template(card: ModelCard) -> str:
     """How the model is asked to fill a gap, in Ollama's terms: clients look for `.Suffix`."""
-    tokenizer = llm.engine.tokenizer
-    try:
-        family = require_family(tokenizer.vocabulary, tokenizer.fim, model=llm.name)
-    except UnsupportedModelError:
+    family = card.infill
+    if family is None:
         return ""
     prefix, suffix = f"{family.prefix}{{{{ .Prompt }}}}", f"{family.suffix}{{{{ .Suffix }}}}"
     parts = suffix + prefix if family.order == "spm" else prefix + suffix

@@ -44,9 +44,9 @@ class AskedChat:
     """
 
     ask: Ask
-    with_logprobs: bool
-    with_usage: bool
-    usage_always: bool
+    with_logprobs: bool = False
+    with_usage: bool = False
+    usage_always: bool = False
 
 
 def read_chat(fields: Fields, *, max_n: int) -> AskedChat:
@@ -103,7 +103,7 @@ def read_schema(fields: Fields) -> str | None:
 def chat_object(begun: Begun, answers: list[Answered], asked: AskedChat) -> dict[str, Any]:
     """All answers as one object."""
     stats = [answer.stats for answer in answers]
-    return _Identity(begun.model).object(
+    return ChatIdentity(begun.model).object(
         "chat.completion",
         [
             {
@@ -144,8 +144,8 @@ def _logprobs(begun: Begun, pieces: Iterable[Piece], asked: AskedChat) -> dict[s
 
 
 @dataclass
-class _Identity:
-    """What all objects of one reply have in common."""
+class ChatIdentity:
+    """What all objects of one reply in the shape of a chat have in common."""
 
     model: str
     id: str = field(default_factory=lambda: f"chatcmpl-{secrets.token_hex(12)}")
@@ -173,7 +173,7 @@ class _Chunks:
     def __init__(self, begun: Begun, asked: AskedChat) -> None:
         self._begun = begun
         self._asked = asked
-        self._identity = _Identity(begun.model)
+        self._identity = ChatIdentity(begun.model)
         self._shown: set[int] = set()
         self._generated = self._thoughts = 0
         self.ended: list[Stats] = []

@@ -8,9 +8,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from edgellm.serve.ask import EmbeddingAsk
 from edgellm.serve.body import Fields
 from edgellm.serve.endpoint import Call, Route
 from edgellm.serve.openai_completions import read_prompts
+from edgellm.serve.openai_sampling import MOST_MS
 from edgellm.serve.request_error import RequestError
 from edgellm.serve.streaming import Reply, json_reply
 
@@ -20,9 +22,13 @@ _MOST_DIMENSIONS = 1 << 20
 async def embeddings(call: Call) -> Reply:
     fields = await call.fields()
     in_base64 = fields.choice("encoding_format", ("float", "base64")) == "base64"
-    dimensions = fields.whole("dimensions", 1, _MOST_DIMENSIONS)
-    prompts = read_texts(fields, "input")
-    embedded = await call.answering.embed(fields.text("model"), prompts, call.client)
+    dimensions = read_dimensions(fields)
+    ask = EmbeddingAsk(
+        model=fields.text("model"),
+        prompts=read_texts(fields, "input"),
+        time_limit_ms=fields.whole("time_limit_ms", 1, MOST_MS),
+    )
+    embedded = await call.answering.embed(ask, call.client)
     data = []
     for index, vector in enumerate(embedded.vectors):
         cut = shortened(vector, dimensions)
@@ -38,12 +44,17 @@ async def embeddings(call: Call) -> Reply:
     )
 
 
-def read_texts(fields: Fields, name: str) -> list[str | tuple[int, ...]]:
+def read_dimensions(fields: Fields) -> int | None:
+    """How many numbers of each embedding are wanted."""
+    return fields.whole("dimensions", 1, _MOST_DIMENSIONS)
+
+
+def read_texts(fields: Fields, name: str) -> tuple[str | tuple[int, ...], ...]:
     """A text, token ids, or a list of one of them; none of them empty."""
     prompts = read_prompts(fields, name)
     if not all(prompts):
         raise fields.wrong(name, "texts that are not empty")
-    return [prompt for prompt in prompts if isinstance(prompt, str | tuple)]
+    return tuple(prompt for prompt in prompts if isinstance(prompt, str | tuple))
 
 
 def shortened(vector: NDArray[np.float32], dimensions: int | None) -> NDArray[np.float32]:

@@ -26,11 +26,11 @@ def _model(pool: ModelPool, id: str) -> dict[str, Any]:
         "created": pool.started_at,
         "owned_by": "edgellm",
     }
-    llm = pool.loaded().get(id)
-    if llm is not None:
-        config = llm.engine.config
+    card = pool.known(id)
+    if card is not None:
+        config = card.config
         model["meta"] = {
-            "n_ctx": llm.ctx_size,
+            "n_ctx": card.ctx_size,
             "n_ctx_train": config.context_length,
             "n_embd": config.hidden_size,
             "n_vocab": config.vocab_size,

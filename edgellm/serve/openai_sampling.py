@@ -16,7 +16,8 @@ _NUMBERS = {
     "presence_penalty": (-100, 100),
     "frequency_penalty": (-100, 100),
 }
-_MOST_TOKENS = 1 << 31
+MOST_TOKENS = 1 << 31
+MOST_MS = 1 << 40
 MOST_LOGPROBS = 20
 
 
@@ -28,10 +29,11 @@ def sampling_arguments(fields: Fields) -> GenerationArguments:
         if value is not None:
             arguments[name] = value  # type: ignore[literal-required]
     for name, low, high in (
-        ("top_k", -1, _MOST_TOKENS),
-        ("repeat_last_n", -1, _MOST_TOKENS),
+        ("top_k", -1, MOST_TOKENS),
+        ("repeat_last_n", -1, MOST_TOKENS),
+        ("min_tokens", 0, MOST_TOKENS),
         ("priority", -1000, 1000),
-        ("time_limit_ms", 1, 1 << 40),
+        ("time_limit_ms", 1, MOST_MS),
     ):
         whole = fields.whole(name, int(low), int(high))
         if whole is not None:
@@ -62,7 +64,7 @@ def stop_texts(fields: Fields, stop: list[str]) -> list[str]:
 def max_tokens(fields: Fields, *names: str) -> GenerationArguments:
     """The first of the names that is given; -1 is no limit."""
     for name in names:
-        value = fields.whole(name, -1, _MOST_TOKENS)
+        value = fields.whole(name, -1, MOST_TOKENS)
         if value is not None:
             return {"max_tokens": None if value == -1 else value}
     return {}

@@ -38,7 +38,8 @@ class ServeOptions:
         host: address to listen at, or the path of a Unix socket (`*.sock`).
         port: 0 takes a free one.
         api_keys: one of them has to be sent on every route but `/health` and the page. With
-            several, clients with different keys do not find each other's prompts in the KV cache.
+            several, clients with different keys do not find each other's prompts in the KV cache,
+            and get equally many tokens computed while they ask at once.
         insecure: listen at an address that others can reach without keys.
         allowed_hosts: names that a request may give as `Host`, beside those of this machine.
         allowed_origins: web pages (`https://app.example`) that may call the server and read its
@@ -46,7 +47,8 @@ class ServeOptions:
         max_body_bytes: of a request.
         read_timeout_s: in which headers and body of a request have to be there.
         write_timeout_s: in which a client has to read on; then its answer is ended.
-        max_waiting: answers that have no first token yet; more are refused with 503.
+        max_waiting: answers that have no first token yet; more are refused with 503. With several
+            keys, who has fewer than a key's share of them is never refused for what others have.
         max_waiting_tokens: tokens of their prompts, likewise.
         max_n: answers to one prompt.
         max_tokens: of one answer, at most; None: what the context holds.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 
 from edgellm.results import Stats
 from edgellm.serve.metrics import Metrics
@@ -15,48 +16,63 @@ _LONGEST_RETRY_S = 60.0
 
 
 class QueueLimits:
-    """Asks that have no first token yet, and the tokens of their prompts."""
+    """Asks that have no first token yet, and the tokens of their prompts.
+
+    Who has fewer than its share of what may wait, one key of several, is taken in even where others
+    have filled the queue.
+    """
 
     def __init__(self, options: ServeOptions, metrics: Metrics) -> None:
         self.metrics = metrics
         self._options = options
-        self._tokens = 0
+        self._owners = max(1, len(options.api_keys))
+        self._waiting: Counter[str] = Counter()
+        self._tokens: Counter[str] = Counter()
 
-    def take_in(self) -> Counted:
+    def take_in(self, owner: str) -> Counted:
         """Count an ask that waits.
 
         Raises:
             RequestError: too many do.
         """
-        if self.metrics.waiting >= self._options.max_waiting:
-            raise self._refused("requests", f"{self.metrics.waiting} requests wait")
+        limit, waiting = self._options.max_waiting, self.metrics.waiting
+        if waiting >= limit and self._waiting[owner] >= max(1, limit // self._owners):
+            raise self._refused("requests", f"{waiting} requests wait")
         self.metrics.waiting += 1
-        return Counted(self)
+        self._waiting[owner] += 1
+        return Counted(self, owner)
 
-    def add_tokens(self, count: int) -> None:
-        """Count the tokens of an ask that waits; the only one may have as many as it likes.
+    def add_tokens(self, owner: str, count: int) -> None:
+        """Count the tokens of an ask that waits; the only one of its owner may have as many as it
+        likes.
 
         Raises:
             RequestError: too many wait.
         """
-        others = self._tokens
-        if others and others + count > self._options.max_waiting_tokens:
-            raise self._refused("tokens", f"{others} tokens of prompts wait")
-        self._tokens += count
+        limit, own, all_tokens = self._options.max_waiting_tokens, self._tokens[owner], self.tokens
+        if own and all_tokens + count > limit and own + count > limit // self._owners:
+            raise self._refused("tokens", f"{all_tokens} tokens of prompts wait")
+        self._tokens[owner] += count
 
-    def release_tokens(self, count: int) -> None:
+    def release_tokens(self, owner: str, count: int) -> None:
         """So many tokens of an ask that waits have been computed."""
-        self._tokens -= count
+        self._tokens[owner] -= count
 
-    def wait_no_more(self, tokens: int) -> None:
+    def wait_no_more(self, owner: str, tokens: int) -> None:
         """An ask of so many tokens has begun, or is over."""
         self.metrics.waiting -= 1
-        self._tokens -= tokens
+        self._waiting[owner] -= 1
+        self._tokens[owner] -= tokens
+
+    @property
+    def tokens(self) -> int:
+        """Of all prompts that wait."""
+        return self._tokens.total()
 
     def _refused(self, why: str, what: str) -> RequestError:
         self.metrics.rejected[why] += 1
         rate = self.metrics.prompt_tokens_per_second or _PROMPT_RATE
-        retry_after_s = min(_LONGEST_RETRY_S, 1 + self._tokens / rate / 2)
+        retry_after_s = min(_LONGEST_RETRY_S, 1 + self.tokens / rate / 2)
         return RequestError(
             "overloaded",
             f"the server is busy: {what}; try again in {retry_after_s:.0f} seconds",
@@ -71,9 +87,10 @@ class Counted:
         arrival: on the clock of `time.perf_counter`.
     """
 
-    def __init__(self, limits: QueueLimits) -> None:
+    def __init__(self, limits: QueueLimits, owner: str) -> None:
         self.arrival = self._last = time.perf_counter()
         self._limits = limits
+        self._owner = owner
         self._metrics = limits.metrics
         self._tokens = 0
         self._waits, self._runs = True, False
@@ -84,19 +101,19 @@ class Counted:
         Raises:
             RequestError: too many wait.
         """
-        self._limits.add_tokens(count)
+        self._limits.add_tokens(self._owner, count)
         self._tokens = count
 
     def computed(self, count: int) -> None:
         """So many tokens of its prompts wait no more."""
-        self._limits.release_tokens(count)
+        self._limits.release_tokens(self._owner, count)
         self._tokens -= count
 
     def progressed(self) -> None:
         """There are new pieces of an answer."""
         now = time.perf_counter()
         if self._waits:
-            self._limits.wait_no_more(self._tokens)
+            self._limits.wait_no_more(self._owner, self._tokens)
             self._waits, self._runs = False, True
             self._metrics.running += 1
         else:
@@ -111,7 +128,7 @@ class Counted:
     def leave(self) -> None:
         """It is over, or its client has gone."""
         if self._waits:
-            self._limits.wait_no_more(self._tokens)
+            self._limits.wait_no_more(self._owner, self._tokens)
         if self._runs:
             self._metrics.running -= 1
         self._waits = self._runs = False

@@ -1,4 +1,4 @@
-"""uvicorn around the application: its socket, its signals, and time limits that it has not."""
+"""uvicorn around the application: its socket and its signals."""
 
 from __future__ import annotations
 
@@ -9,17 +9,16 @@ import socket
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import Any
 
-import h11
 import uvicorn
-from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from edgellm.errors import OptionError
 from edgellm.serve.answering import Answering
 from edgellm.serve.application import create_app
+from edgellm.serve.connection import protocol
 from edgellm.serve.model_pool import ModelPool
 from edgellm.serve.options import ServeOptions
 
@@ -72,7 +71,9 @@ class Server(uvicorn.Server):
         super().__init__(
             uvicorn.Config(
                 app,
-                http=_protocol(options.read_timeout_s),
+                http=protocol(
+                    read_timeout_s=options.read_timeout_s, write_timeout_s=options.write_timeout_s
+                ),
                 ws="none",
                 lifespan="on",
                 loop="asyncio",
@@ -136,9 +137,8 @@ def _bound(options: ServeOptions) -> Iterator[socket.socket]:
     finally:
         listener.close()
         if options.is_socket:
-            with_suffix = options.host
-            if os.path.exists(with_suffix):
-                os.unlink(with_suffix)
+            with suppress(FileNotFoundError):
+                os.unlink(options.host)
 
 
 def _socket(options: ServeOptions) -> socket.socket:
@@ -159,35 +159,3 @@ def _socket(options: ServeOptions) -> socket.socket:
         listener.close()
         raise
     return listener
-
-
-def _protocol(read_timeout_s: float) -> type[H11Protocol]:
-    """uvicorn's HTTP, that closes connections whose headers do not come to their end."""
-
-    class Protocol(H11Protocol):
-        _headers_end: asyncio.TimerHandle | None = None
-
-        def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-            super().connection_made(transport)
-            self._wait_for_headers()
-
-        def data_received(self, data: bytes) -> None:
-            super().data_received(data)
-            if self.conn.their_state is not h11.IDLE:
-                self._stop_waiting()
-            elif self._headers_end is None:
-                self._wait_for_headers()
-
-        def connection_lost(self, exc: Exception | None) -> None:
-            self._stop_waiting()
-            super().connection_lost(exc)
-
-        def _wait_for_headers(self) -> None:
-            self._headers_end = self.loop.call_later(read_timeout_s, self.transport.close)
-
-        def _stop_waiting(self) -> None:
-            if self._headers_end is not None:
-                self._headers_end.cancel()
-                self._headers_end = None
-
-    return Protocol

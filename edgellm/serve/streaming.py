@@ -105,14 +105,14 @@ class StreamReply:
                 await writer.write(first)
                 async for frame in frames:
                     await writer.write(frame)
-            except (ClientGoneError, OSError):
+            except ClientGoneError:
                 raise
             except Exception as error:
                 for frame in self.error(request_error(error)):
                     await writer.write(frame)
             finally:
                 beat.cancel()
-                with suppress(asyncio.CancelledError, ClientGoneError, OSError):
+                with suppress(asyncio.CancelledError, ClientGoneError):
                     await beat
         await send({"type": "http.response.body", "body": b""})
 

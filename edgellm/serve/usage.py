@@ -66,6 +66,7 @@ def placement(stats: Stats) -> dict[str, Any]:
         "prefill": dict(stats.prefill),
         "prefill_precision": stats.prefill_precision,
         "decode": stats.decode,
+        "scheduling": stats.scheduling,
         "seed": stats.seed,
         "queued_ms": round(1000 * stats.queued_s, 3),
         "ttft_ms": round(1000 * stats.ttft_s, 3),

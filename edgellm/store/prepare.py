@@ -14,7 +14,7 @@ from edgellm.store.bundle import Bundle, is_bundle, open_bundle
 from edgellm.store.bundle_state import is_newer, recorded_source
 from edgellm.store.home import bundles_dir, delete_abandoned_at_home
 from edgellm.store.precision_support import Precisions, names_of
-from edgellm.store.sources import Source, resolve
+from edgellm.store.sources import Source, resolve, resolve_here
 
 if TYPE_CHECKING:
     from edgellm.export.calibrate import CalibrationOptions
@@ -87,6 +87,20 @@ def prepare(
             raise
         _download_again(source, str(error), progress)
         return export_once()
+
+
+def prepared(name: str, *, precisions: Precisions) -> Bundle | None:
+    """The bundle of a model that has been prepared; nothing is downloaded or exported.
+
+    Raises:
+        BundleError: see `prepare`.
+    """
+    source = resolve_here(name)
+    if source is None:
+        return None
+    if is_bundle(source.path):
+        return _open_given(source, precisions)
+    return _open_if_complete(bundles_dir() / source.key, precisions)
 
 
 def _open_if_complete(path: Path, precisions: Precisions) -> Bundle | None:

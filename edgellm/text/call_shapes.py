@@ -51,8 +51,8 @@ class CallShape:
     def unit_of(self, text: str, call: Call) -> Unit | None:
         """Where a call stands in a text."""
         if self.kind == "object":
-            found = _object_around(text, call)
-            return None if found is None else Unit(found[0], found[1])
+            around = _object_around(text, call)
+            return None if around is None else Unit(around[0], around[1])
         name = text.find(call["name"])
         if name < 0:
             return None
@@ -142,9 +142,9 @@ def find_shape(text: str, typed: str, call: Call) -> CallShape:
     """
     if call["name"] not in text:
         raise NotUnderstood("the chat template does not render a call's name as it is")
-    found = _object_around(text, call)
-    if found is not None:
-        return CallShape(kind="object", keys=_object_keys(found[2], call))
+    around = _object_around(text, call)
+    if around is not None:
+        return CallShape(kind="object", keys=_object_keys(around[2], call))
     name = text.find(call["name"])
     arguments = _json_arguments(text, name, call)
     if arguments is not None:

@@ -103,7 +103,7 @@ class MarkerReader:
     def _match(self, parts: Sequence[str]) -> int:
         """Where the marker at the reading place ends, or `_NO`, or `_MORE`."""
         at, text = self.at, self.text
-        found: dict[str, str] = {}
+        filled: dict[str, str] = {}
         for i, part in enumerate(parts):
             if part == " ":
                 while at < len(text) and text[at].isspace():
@@ -115,13 +115,13 @@ class MarkerReader:
                 end = self._slot(part, parts[i + 1 : i + 2], at)
                 if end < 0:
                     return end
-                found[part] = text[at:end]
+                filled[part] = text[at:end]
                 at = end
                 continue
             if not text.startswith(part, at):
                 return _MORE if part.startswith(text[at:]) else _NO
             at += len(part)
-        self.slots.update(found)
+        self.slots.update(filled)
         return at
 
     def _slot(self, slot: str, following: Sequence[str], at: int) -> int:

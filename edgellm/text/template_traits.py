@@ -104,7 +104,7 @@ def probe_traits(render: Render, source: str) -> TemplateTraits:
     }
     # identifiers of nine characters, and arguments as text, are for those that take no others
     for short, as_text in itertools.product((False, True), repeat=2):
-        found: list[tuple[int, TemplateTraits]] = []
+        rendering: list[tuple[int, TemplateTraits]] = []
         for null in (False, True):
             traits = TemplateTraits(
                 **common,  # type: ignore[arg-type]
@@ -115,9 +115,9 @@ def probe_traits(render: Render, source: str) -> TemplateTraits:
             )
             rendered = _rendered_call(render, traits)
             if rendered is not None:
-                found.append((len(rendered), traits))
-        if found:
-            return min(found, key=itemgetter(0))[1]
+                rendering.append((len(rendered), traits))
+        if rendering:
+            return min(rendering, key=itemgetter(0))[1]
     reason = "the chat template does not render tool calls"
     return TemplateTraits(**common, renders_calls=reason)  # type: ignore[arg-type]
 

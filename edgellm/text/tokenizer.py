@@ -18,6 +18,9 @@ from edgellm.store.manifest import TOKENIZER, TokenizerEntry
 from edgellm.text.token_bytes import TokenBytes
 
 _REPLACEMENT = "\ufffd"
+# From so many characters or tokens on, those of `tokenizers` are called that let go of Python's
+# lock: of a text of 1 MiB, encoding holds it for 0.5 s, and nothing else in the process goes on.
+_LONG = 1 << 12
 
 
 class Tokenizer:
@@ -65,6 +68,11 @@ class Tokenizer:
         """Every token's text and id."""
         return self._tokenizer.get_vocab()
 
+    @cached_property
+    def longest(self) -> int:
+        """Characters of the longest token."""
+        return max(map(len, self.vocabulary))
+
     def encode(
         self, text: str, *, add_bos: bool | None = None, parse_special: bool = False
     ) -> list[int]:
@@ -81,7 +89,7 @@ class Tokenizer:
         try:
             with self._lock, tokenizer_errors("the tokenizer failed on this text"):
                 self._tokenizer.encode_special_tokens = not parse_special
-                ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids
+                ids = self._encoded(text)
         except (UnicodeEncodeError, TypeError) as error:
             raise TokenizerError(f"the text is not valid Unicode: {error}") from None
         self._check(max(ids, default=-1))
@@ -90,10 +98,23 @@ class Tokenizer:
             ids = [self.bos_id, *ids]
         return ids
 
+    def _encoded(self, text: str) -> list[int]:
+        if len(text) < _LONG:
+            encoding = self._tokenizer.encode(text, add_special_tokens=False)
+        else:
+            (encoding,) = self._tokenizer.encode_batch_fast([text], add_special_tokens=False)
+        ids: list[int] = encoding.ids
+        return ids
+
     def decode(self, tokens: Sequence[int], *, skip_special: bool = True) -> str:
         """The text of tokens; bytes that are not UTF-8 become U+FFFD."""
+        ids = list(tokens)
         with tokenizer_errors("the tokenizer failed on these tokens"):
-            return self._tokenizer.decode(list(tokens), skip_special_tokens=skip_special)
+            if len(ids) < _LONG:
+                return self._tokenizer.decode(ids, skip_special_tokens=skip_special)
+            with self._lock:  # `encode` changes what others must not be reading meanwhile
+                (text,) = self._tokenizer.decode_batch([ids], skip_special_tokens=skip_special)
+            return str(text)
 
     def text_of(self, token: int) -> str:
         """A token as its vocabulary entry, for display."""

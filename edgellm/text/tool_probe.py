@@ -137,9 +137,9 @@ def _check_calls(probe: _Probe, form: AnswerFormat, head: str, end: str) -> None
         parser = AnswerParser(form, tools=())
         deltas = (parser.add(text), parser.finish())
         calls = joined_calls([call for delta in deltas for call in delta.tool_calls])
-        found = [(call.name, _json(call.arguments)) for call in calls]
+        read = [(call.name, _json(call.arguments)) for call in calls]
         expected = [(call["name"], call["arguments"]) for call in asked]
-        if found != expected or any(delta.content.strip() for delta in deltas):
+        if read != expected or any(delta.content.strip() for delta in deltas):
             raise NotUnderstood("the calls that the chat template renders do not read back")
 
 
@@ -157,8 +157,8 @@ def _find_reasoning(probe: _Probe, source: str, head: str, content: Marks) -> Ma
         (probe.answer(_CONTENT, reasoning=_REASONING), _CONTENT),
         (probe.answer("", [probe_call(1)], reasoning=_REASONING), ""),
     ):
-        before, found, behind = (text or "").partition(_REASONING)
-        if not found or (follows and follows not in behind):
+        before, reasoning, behind = (text or "").partition(_REASONING)
+        if not reasoning or (follows and follows not in behind):
             continue
         close = behind.partition(follows)[0].strip() if follows else behind
         close = close.removesuffix(content.open).strip()

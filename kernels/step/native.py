@@ -129,7 +129,10 @@ def _answers(should_stop: Callable[[], bool], errors: list[BaseException]) -> It
 
 
 class FusedStep:
-    """A model ready for `run` on the blocks of its pools; keeps its weights alive."""
+    """A model ready for `run` on the blocks of its pools; keeps its weights alive.
+
+    Threads may run it at the same time, on blocks of their own.
+    """
 
     def __init__(
         self,
@@ -177,7 +180,7 @@ class FusedStep:
             weights.embedding_scale,
             weights.logit_softcap or 0.0,
         )
-        self._workspace = np.empty(0, np.uint8)
+        self._workspaces: list[NDArray[np.uint8]] = []  # of calls that have ended
 
     def run(
         self,
@@ -238,15 +241,23 @@ class FusedStep:
             threads,
         )
         needed = self._library.edgellm_step_workspace(ctypes.byref(call))
-        if self._workspace.nbytes < needed:
-            self._workspace = np.empty(needed, np.uint8)
-        call.workspace = address(self._workspace)
+        workspace = self._workspace(needed)
+        call.workspace = address(workspace)
         done = self._library.edgellm_step(ctypes.byref(call))
+        self._workspaces.append(workspace)
         if errors:
             raise errors.pop()
         if not done:
             return None
         return states, logits[:, : weights.head.outputs]
+
+    def _workspace(self, size: int) -> NDArray[np.uint8]:
+        """So many bytes at least, which no other call has."""
+        try:
+            workspace = self._workspaces.pop()
+        except IndexError:  # the first call, or another thread has it
+            workspace = np.empty(0, np.uint8)
+        return workspace if workspace.nbytes >= size else np.empty(size, np.uint8)
 
     def _tables(self, span: StepSpan) -> list[NDArray[np.int64]]:
         """A span's block ids in each pool, checked."""

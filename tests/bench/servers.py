@@ -84,7 +84,8 @@ class HttpServer:
 
     @asynccontextmanager
     async def client(self) -> AsyncIterator[httpx.AsyncClient]:
-        limits = httpx.Limits(max_connections=None)
+        # llama-server closes connections that were idle while another runtime had its turn
+        limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
         async with httpx.AsyncClient(base_url=self._url, timeout=600, limits=limits) as client:
             yield client
 

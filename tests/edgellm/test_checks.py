@@ -127,6 +127,8 @@ WRONG_OPTIONS: list[dict[str, Any]] = [
     {"max_tokens": 1.5},
     {"max_tokens": -1},
     {"max_tokens": "1"},
+    {"min_tokens": -1},
+    {"min_tokens": None},
     {"seed": 2**64},
     {"seed": "x"},
     {"logit_bias": [1]},

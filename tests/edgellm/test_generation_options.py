@@ -88,3 +88,15 @@ def test_options_that_are_something_else(tiny: LLM) -> None:
         with pytest.raises(OptionError, match="`max_tokens` is -3"):
             chat.send("a", max_tokens=-3)
         assert chat.messages == []
+
+
+def test_no_end_token_comes_before_the_least(tiny: LLM) -> None:
+    (end,) = tiny.engine.tokenizer.eos_ids
+    ending = {"logit_bias": {end: 1000.0}, "max_tokens": 9, "seed": 3}
+    for temperature in (0.0, 1.0):
+        answers = [
+            tiny.generate(PROMPT, temperature=temperature, min_tokens=least, **ending)
+            for least in (0, 1, 4, 9, 50)
+        ]
+        assert [len(answer.tokens) for answer in answers] == [1, 2, 5, 9, 9]
+        assert [end in answer.tokens for answer in answers] == [True, True, True, False, False]

@@ -89,6 +89,20 @@ def answer(llm: LLM, tokens: list[int]) -> tuple[int, ...]:
         return session.generate(**GREEDY).tokens
 
 
+@pytest.mark.usefixtures("poisoned")
+@pytest.mark.skipif(not usable("C++"), reason="decode is native: needs a compiler")
+def test_prompts_on_another_device_while_others_decode(start: Start) -> None:
+    prompts = [TOKENS[i : i + length] for i, length in enumerate((700, 30, 410, 150))]
+    options = {"prefill": "cpu", "precision": "f32", "decode": "native", "schedule": "in-order"}
+    alone = start(scheduling="serial", **options)
+    expected = [alone.generate(each, **GREEDY).tokens for each in prompts]
+    with start(scheduling="two_devices", cache_size=8192, **options) as llm:
+        assert llm.engine.scheduling == "two_devices"
+        found = {each.index: each.result().tokens for each in llm.batch(prompts, **GREEDY)}
+        assert [found[index] for index in range(4)] == expected
+        assert llm.engine.cache.used_blocks == 0
+
+
 @pytest.mark.parametrize("length", [690, 640, 500, 300, 129, 90])
 def test_rewound_and_continued_is_as_if_it_had_been_new(start: Start, length: int) -> None:
     llm = start()

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import ctypes
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -128,6 +129,27 @@ def test_rows_of_many_sequences_are_as_alone(
         for block in {block for span in model.spans for block in span.tables[0]}:
             for a, b in zip(ours.block(block), theirs.block(block), strict=True):
                 np.testing.assert_array_equal(a, b)
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.usefixtures("poisoned")
+def test_calls_at_the_same_time_are_as_one_after_the_other(
+    compiled: ctypes.CDLL, threads: int
+) -> None:
+    model = Sequences(SHAPES[0], BATCHES["chunks and tokens"])
+    step = model.step(compiled, model.pools("int8"))
+    for span in model.before:
+        step.run([span])
+
+    def run(span: StepSpan) -> Any:
+        return step.run([span], threads=threads)
+
+    expected = [run(span) for span in model.spans]
+    with ThreadPoolExecutor(len(expected)) as pool:
+        for _ in range(10):
+            for ours, theirs in zip(pool.map(run, model.spans), expected, strict=True):
+                np.testing.assert_array_equal(ours[0], theirs[0])
+                np.testing.assert_array_equal(ours[1], theirs[1])
 
 
 class Sequences:

@@ -34,6 +34,7 @@ class Request:
     failed: bool = False
     paused: bool = False
     salt: str = ""
+    owner: str = ""
     prefilled: int = 0
     began: float | None = None
     times: list[float] = field(default_factory=list)
@@ -233,14 +234,15 @@ def finished(request: Request) -> bool:
 
 requests_strategy = st.lists(
     st.builds(
-        lambda prompt, answer, arrival, priority, cancelled: Request(
-            numbers(prompt), answer, arrival, priority, cancelled
+        lambda prompt, answer, arrival, priority, cancelled, owner: Request(
+            numbers(prompt), answer, arrival, priority, cancelled, owner=owner
         ),
         prompt=st.integers(1, 2000),
         answer=st.integers(1, 40),
         arrival=st.floats(0, 3),
         priority=st.integers(-1, 1),
         cancelled=st.just(float("inf")) | st.floats(0, 4),
+        owner=st.sampled_from(["", "", "a", "b"]),
     ),
     max_size=12,
 )

@@ -57,6 +57,8 @@ def test_what_the_others_cut_off_is_not_there() -> None:
 
 def test_ends_that_are_banned() -> None:
     assert left({"</s>": 0.8, "x": 0.2}, ignore_eos=True) == {"x": 1}
+    assert left({"</s>": 0.8, "x": 0.2}, min_tokens=1) == {"x": 1}
+    assert len(left(dict.fromkeys("xyzuvw", 1 / 6), min_tokens=1).keys() - {"</s>"}) == 1
 
 
 @pytest.mark.parametrize("seed", range(20))

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import os
 import random
-import signal
 import threading
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
-from loop_checks import GREEDY, assert_idle, prompt
+from loop_checks import GREEDY, assert_idle, forked, prompt
 
 from edgellm import EdgeLLMError, OptionError, TokenizerError
 from edgellm.kernels.kv_blocks import BLOCK
@@ -173,20 +172,3 @@ def test_a_forked_process_answers_or_refuses(tiny: LLM) -> None:
         done.set()
         thread.join()
     assert tiny.generate(prompt(1, 40), max_tokens=5, **GREEDY).tokens == expected
-
-
-def forked(call: Any) -> str:
-    """What a call gives in a child, which has half a minute."""
-    reader, writer = os.pipe()
-    child = os.fork()
-    if child == 0:
-        try:
-            signal.alarm(30)
-            os.write(writer, call().encode())
-        finally:
-            os._exit(0)
-    os.close(writer)
-    with os.fdopen(reader) as file:
-        text = file.read()
-    os.waitpid(child, 0)
-    return text

@@ -4,20 +4,23 @@ from __future__ import annotations
 
 import os
 import random
-import signal
-import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import pytest
-from loop_checks import GREEDY, AlarmError, assert_idle, prompt, raising_once
+from loop_checks import (
+    GREEDY,
+    AlarmError,
+    alarm_after,
+    assert_idle,
+    interrupted_answers,
+    prompt,
+    raising_once,
+)
 
 from edgellm.engine.context import Context
 from edgellm.engine.request import Request
 from edgellm.errors import CancelledError
-from edgellm.kernels.kv_blocks import BLOCK
 from edgellm.llm import LLM, load
 
 
@@ -38,64 +41,6 @@ def test_no_interrupt_leaves_the_lock_of_a_deferred_change_taken(tiny: LLM) -> N
 
 def _nothing() -> None:
     pass
-
-
-@contextmanager
-def alarm_after(seconds: float) -> Iterator[None]:
-    """An AlarmError in what is done within, if that takes so long; none comes afterwards."""
-    try:
-        signal.setitimer(signal.ITIMER_REAL, seconds)
-        yield
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-
-
-def interrupted_answers(llm: LLM, *, seconds: float, seed: int) -> int:
-    """Answers in this thread with an alarm in the middle, while others have streams open."""
-    rng, alarms, stop = random.Random(seed), 0, threading.Event()
-    options = {**GREEDY, "max_tokens": 40}
-    expected = {i: llm.generate(prompt(i, 20 + 30 * i), **options).tokens for i in range(4)}
-    wrong: list[object] = []
-
-    def answer(i: int) -> None:
-        while not stop.is_set():
-            try:
-                tokens = llm.generate(prompt(i, 20 + 30 * i), **options).tokens
-            except CancelledError:
-                continue  # its piece was taken when the alarm came
-            except Exception as error:
-                wrong.append(error)
-                return
-            if tokens != expected[i]:
-                wrong.append((i, tokens))
-
-    threads = [threading.Thread(target=answer, args=(i,), daemon=True) for i in (1, 2, 3)]
-    for thread in threads:
-        thread.start()
-    session, long = llm.session(), prompt(99, 2 * BLOCK + 40)
-    ends = time.monotonic() + seconds
-    while time.monotonic() < ends and not wrong:
-        try:
-            with alarm_after(rng.uniform(1e-4, 0.02)):
-                for _ in range(50):
-                    assert llm.generate(prompt(0, 20), **options).tokens == expected[0]
-                    session.rewind(min(rng.randrange(BLOCK, 2 * BLOCK), len(session.tokens)))
-                    session.append(long[len(session.tokens) :])
-                    session.generate(**{**options, "max_tokens": 5})
-        except AlarmError:
-            alarms += 1
-        except CancelledError:
-            pass
-    stop.set()
-    for thread in threads:
-        thread.join(timeout=30)
-        assert not thread.is_alive()
-    assert not wrong
-    session.close()
-    del session
-    assert_idle(llm)
-    assert llm.generate(prompt(3, 110), **options).tokens == expected[3]
-    return alarms
 
 
 @pytest.mark.usefixtures("alarm")

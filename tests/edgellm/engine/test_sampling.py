@@ -81,8 +81,10 @@ def test_only_recent_tokens_are_penalized(last_n: int, expected: int) -> None:
 
 
 def test_banned_tokens_never_come() -> None:
-    sampler = Sampler(plain(), banned=[0, 1])
-    assert {sampler.sample(LOGITS, []) for _ in range(200)} == {2, 3}
+    sampler = Sampler(plain())
+    assert {sampler.sample(LOGITS, [], banned=[0, 1]) for _ in range(200)} == {2, 3}
+    greedy = Sampler(plain(temperature=0))
+    assert greedy.sample(LOGITS, [], banned=[greedy.sample(LOGITS, [])]) != int(LOGITS.argmax())
 
 
 def test_logits_are_left_alone() -> None:
@@ -167,14 +169,14 @@ def test_the_best_lead_to_the_same_token_as_all(changes: dict) -> None:
     options = GenerationOptions(seed=3, **changes)
     needed = best_needed(options, ends=len(banned))
     assert 0 < needed <= MOST_CANDIDATES
-    all_of_them, few = Sampler(options, banned=banned), Sampler(options, banned=banned)
+    all_of_them, few = Sampler(options), Sampler(options)
     tokens: list[int] = []
     for _ in range(150):
         logits = (rng.standard_normal(3000) * 3).astype(np.float32)
         logits[[7, *tokens[-64:]]] += 6
         ids = np.sort(np.argsort(-logits)[:needed])
-        token = all_of_them.sample(logits, tokens)
-        assert few.sample(logits[ids], tokens, ids=ids) == token
+        token = all_of_them.sample(logits, tokens, banned=banned)
+        assert few.sample(logits[ids], tokens, ids=ids, banned=banned) == token
         tokens.append(token)
     assert not set(tokens) & set(banned)
 

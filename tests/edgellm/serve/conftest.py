@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -10,10 +11,14 @@ from typing import Any
 import openai
 import pytest
 from serving import Running, running, served, until
+from tokenizers import Tokenizer
 
 from edgellm.kernels.kv_blocks import BLOCK
 from edgellm.llm import LLM, load
 from edgellm.serve import ModelPool, ServeOptions
+
+MARKERS = ("prefix", "suffix", "middle", "pad")
+FIM_TOKENS = [f"<|fim_{name}|>" for name in MARKERS] + ["<|repo_name|>", "<|file_sep|>"]
 
 
 @pytest.fixture(scope="session")
@@ -22,6 +27,28 @@ def tiny(tiny_model: Path) -> LLM:
     if not llm.engine.decoder.exact_rows:
         pytest.skip("needs the native kernels")
     return llm
+
+
+@pytest.fixture(scope="session")
+def tiny_fim(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> LLM:
+    """The tiny model with the infill tokens of Qwen2.5-Coder, which it does not understand."""
+    folder = tmp_path_factory.mktemp("fim") / "model"
+    shutil.copytree(tiny_model, folder)
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    tokenizer.add_special_tokens(FIM_TOKENS)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    llm = load(str(folder), ctx_size=8 * BLOCK, cache_size=64 * BLOCK)
+    if not llm.engine.decoder.exact_rows:
+        pytest.skip("needs the native kernels")
+    return llm
+
+
+@pytest.fixture(scope="module")
+def fim_server(tiny_fim: LLM) -> Iterator[Running]:
+    """A server of that model, under the names that editors call theirs."""
+    pool = ModelPool([served(tiny_fim, id) for id in ("fim", "m", "qwen2.5-coder")])
+    with running(pool, tiny_fim, ServeOptions(port=0, grace_s=1)) as one:
+        yield one
 
 
 @pytest.fixture

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -35,6 +38,10 @@ class Running:
     def live(self) -> int:
         """Requests in the hands of the loop."""
         return len(self.llm.engine.loop._batcher._live)
+
+    @property
+    def connections(self) -> int:
+        return len(self.server.server_state.connections)
 
     def client(self, **options: Any) -> httpx.Client:
         return httpx.Client(base_url=self.url, timeout=60, trust_env=False, **options)
@@ -82,3 +89,18 @@ def until(condition: Callable[[], bool], *, seconds: float = 60) -> None:
     while not condition():
         assert time.monotonic() < end, "it did not come to be"
         time.sleep(0.002)
+
+
+@contextmanager
+def start(folder: Path, *options: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """`edgellm serve` in a process of its own, and its address; no traceback comes of it."""
+    command = [sys.executable, "-m", "edgellm.cli.main", "serve", str(folder), "--port", "0"]
+    process = subprocess.Popen([*command, *options], stderr=subprocess.PIPE, text=True)
+    with process:
+        assert process.stderr is not None
+        try:
+            told = next(line for line in process.stderr if line.startswith("serving "))
+            yield process, told.split(" at ")[1].split(" ")[0]
+        finally:
+            process.kill()
+        assert "Traceback" not in process.stderr.read()

@@ -242,7 +242,7 @@ def test_wrong_fields_are_named(server: Running, wrong: dict[str, Any], why: str
 
 
 def test_other_errors(server: Running, client: anthropic.Anthropic) -> None:
-    with pytest.raises(anthropic.BadRequestError, match="context holds"):
+    with pytest.raises(anthropic.BadRequestError, match="prompt is too long"):
         client.messages.create(
             model="tiny",
             max_tokens=3,

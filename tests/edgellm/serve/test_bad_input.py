@@ -310,3 +310,53 @@ def test_unknown_errors_say_nothing(
     assert "/home/user/secret" in caplog.text  # in the log
     monkeypatch.undo()
     assert server.post(PATH, {"messages": MESSAGES, "max_tokens": 1}).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("path", "error"),
+    [
+        (PATH, {"type": "server_error", "param": None, "code": None}),
+        ("/v1/messages", {"type": "api_error"}),
+        ("/completion", {"type": "server_error", "code": 500}),
+        ("/api/chat", None),
+    ],
+)
+@pytest.mark.parametrize("stream", [False, True])
+def test_errors_of_files_are_in_the_dialect(
+    server: Running,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    path: str,
+    error: dict[str, Any] | None,
+    stream: bool,
+) -> None:
+    """A disk that fails, before there is anything of an answer."""
+
+    def fail(*_: object, **__: object) -> None:
+        raise OSError(5, "Input/output error", "/home/user/secret")
+
+    monkeypatch.setattr("edgellm.serve.answering.asked_prompt", fail)
+    body = {"messages": MESSAGES, "prompt": "a", "max_tokens": 3, "model": "tiny"}
+    reply = server.post(path, {**body, "stream": stream})
+    assert reply.status_code == 500
+    shown = reply.json()["error"]
+    assert "secret" not in reply.text
+    if error is None:
+        assert "its log says why" in shown
+    else:
+        assert {**error, "message": shown["message"]} == shown
+    assert "/home/user/secret" in caplog.text
+
+
+def test_errors_of_files_outside_of_answers(
+    server: Running, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise OSError(5, "Input/output error", "/home/user/secret")
+
+    monkeypatch.setattr("edgellm.serve.llama_cpp_text.asked_prompt", fail)
+    reply = server.post("/apply-template", {"messages": MESSAGES})
+    assert reply.status_code == 500
+    assert reply.json()["error"]["type"] == "server_error"
+    assert "secret" not in reply.text
+    assert "/home/user/secret" in caplog.text

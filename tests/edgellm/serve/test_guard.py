@@ -7,12 +7,14 @@ import json
 import socket
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
-from serving import Running
+from serving import Running, until
 
 from edgellm import OptionError
+from edgellm.engine.request import Request
 from edgellm.serve import ServeOptions
 from edgellm.serve.application import DIALECTS
 
@@ -273,3 +275,36 @@ def test_keys_share_no_prefixes(serving: Callable[..., Running]) -> None:
     assert [cached("one"), cached("two")] == [0, 0]
     assert cached("one") > 200
     assert cached("two") > 200
+
+
+def test_no_key_pushes_out_another(
+    serving: Callable[..., Running], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Though one has filled the queue: the other is taken in, and begins as its second."""
+    server = serving(api_keys=("many", "one"), max_waiting=12)
+    engine = server.llm.engine
+    begun: list[str] = []
+    begin = Request.begin
+
+    def noting(request: Request) -> None:
+        begun.append(request.owner)
+        begin(request)
+
+    monkeypatch.setattr(Request, "begin", noting)
+
+    def ask(i: int, key: str = "many") -> int:
+        body = {"messages": [{"role": "user", "content": f"{i} " * 200}], "max_tokens": 1}
+        return server.post(PATH, body, headers={"X-Api-Key": key}).status_code
+
+    with ThreadPoolExecutor(21) as threads:
+        with engine.lock:
+            asked = [threads.submit(ask, i) for i in range(20)]
+            until(lambda: sum(each.done() for each in asked) == 8)
+            until(lambda: len(engine.loop._batcher._submitted) == 12)
+            one = threads.submit(ask, 99, "one")
+            until(lambda: len(engine.loop._batcher._submitted) == 13)
+        assert one.result() == 200
+        assert sorted(each.result() for each in asked) == [200] * 12 + [503] * 8
+    owner = next(each for each in begun if begun.count(each) == 1)
+    assert begun.index(owner) <= 1
+    assert len(begun) == 13

@@ -1,75 +1,13 @@
-"""`/infill`, with what editors send."""
+"""`/infill`, beside what editors send (`test_editors.py`)."""
 
 from __future__ import annotations
 
-import json
-import re
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
-from serving import Running, running, served
+from serving import Running
 
-from edgellm.kernels.kv_blocks import BLOCK
-from edgellm.llm import LLM, load
-from edgellm.serve import ModelPool, ServeOptions
-
-REQUESTS: dict[str, dict[str, Any]] = json.loads(
-    Path(__file__).with_name("editor_requests.json").read_text(encoding="utf-8")
-)
-OURS = [name for name, each in REQUESTS.items() if each["path"] in ("/infill", "/completion")]
-MARKERS = ("prefix", "suffix", "middle", "pad")
-TOKENS = [f"<|fim_{name}|>" for name in MARKERS] + ["<|repo_name|>", "<|file_sep|>"]
 PLAIN: dict[str, Any] = {"input_prefix": "a = ", "input_suffix": "\n", "n_predict": 4}
-
-
-@pytest.fixture(scope="module")
-def tiny_fim(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> LLM:
-    """The tiny model with the infill tokens of Qwen2.5-Coder, which it does not understand."""
-    import shutil
-
-    from tokenizers import Tokenizer
-
-    folder = tmp_path_factory.mktemp("fim") / "model"
-    shutil.copytree(tiny_model, folder)
-    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
-    tokenizer.add_special_tokens(TOKENS)
-    tokenizer.save(str(folder / "tokenizer.json"))
-    llm = load(str(folder), ctx_size=8 * BLOCK, cache_size=64 * BLOCK)
-    if not llm.engine.decoder.exact_rows:
-        pytest.skip("needs the native kernels")
-    return llm
-
-
-@pytest.fixture(scope="module")
-def fim_server(tiny_fim: LLM) -> Iterator[Running]:
-    with running(ModelPool([served(tiny_fim, "fim")]), tiny_fim, ServeOptions(port=0)) as one:
-        yield one
-
-
-@pytest.mark.parametrize("name", OURS)
-def test_what_editors_send(fim_server: Running, name: str) -> None:
-    request, expected = REQUESTS[name], REQUESTS[name]["expect"]
-    headers = {name: value.strip() for name, value in request.get("headers", {}).items()}
-    reply = fim_server.post(request["path"], request["body"], headers=headers)
-    assert reply.status_code == expected.get("status", 200), reply.text
-    if request["body"].get("stream"):
-        lines = [line for line in reply.text.split("\n") if line.startswith("data: ")]
-        events = [json.loads(line.removeprefix("data: ")) for line in lines]
-        assert all(isinstance(event["content"], str) for event in events)
-        assert [event["stop"] for event in events] == [False] * (len(events) - 1) + [True]
-        return
-    if "raw_regex" in expected:
-        assert re.search(expected["raw_regex"], reply.text)
-    body = reply.json()
-    assert all(key in body for key in expected.get("keys", []))
-    if "body" in expected:
-        assert body == expected["body"]
-    if "shape" in expected:
-        answers = body if isinstance(body, list) else [body]
-        assert len(answers) == request["body"]["n_cmpl"]
-        assert all(isinstance(answer["content"], str) for answer in answers)
 
 
 def prompt(server: Running, **fields: Any) -> str:
@@ -148,6 +86,11 @@ def test_the_infill_sampler(fim_server: Running) -> None:
         ({"prompt": ["a"]}, "prompt"),
         ({"input_extra": "text"}, "input_extra"),
         ({"input_extra": [5]}, "input_extra"),
+        ({"input_extra": [{}]}, "input_extra[0].text"),
+        ({"input_extra": [{"filename": "ok"}]}, "input_extra[0].text"),
+        ({"input_extra": [{"filename": 123}]}, "input_extra[0].filename"),
+        ({"input_extra": [{"filename": 123, "text": "abc"}]}, "input_extra[0].filename"),
+        ({"input_extra": [{"filename": "ok", "text": 456}]}, "input_extra[0].text"),
         ({"input_extra": [{"text": "a"}] * 1025}, "1024"),
         ({"n_predict": -2}, "n_predict"),
     ],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import math
 import threading
 import time
@@ -11,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from serving import Running, running
+from serving import Running, running, served
 
 from edgellm import LLM, MemoryEstimateError, ModelFormatError, OptionError
 from edgellm.serve import ModelPool, ServedModel, ServeOptions, served_model
@@ -249,3 +250,66 @@ def test_real_models_within_a_limit(tiny_model: Path, make_model: Callable[..., 
         await pool.close()
 
     asyncio.run(asking())
+
+
+def known(server: Running, id: str) -> list[Any]:
+    """All that is told of a model."""
+    shown = server.post("/api/show", {"model": id})
+    assert shown.status_code == 200
+    return [
+        server.get("/props", params={"model": id}).json(),
+        server.get("/slots", params={"model": id}).json(),
+        shown.json(),
+        server.get(f"/v1/models/{id}").json(),
+        *(
+            each
+            for each in server.get("/api/tags").json()["models"]
+            if each["name"] == f"{id}:latest"
+        ),
+    ]
+
+
+def test_looking_at_models_loads_none(tiny: LLM, tiny_model: Path) -> None:
+    """Nor does it keep one: what a model is like is known before it is loaded, and afterwards."""
+    arguments: Any = {"ctx_size": tiny.ctx_size, "cache_size": 8 * tiny.ctx_size}
+    models = [served_model(f"{id}={tiny_model}", arguments) for id in ("m-one", "m-two")]
+    pool = ModelPool(models)
+    with running(pool, tiny, ServeOptions(port=0, grace_s=1)) as server:
+        used_at = pool._slots["m-one"].used_at
+        loaded, unloaded = known(server, "m-one"), known(server, "m-two")
+        assert list(pool.loaded()) == ["m-one"]
+        assert pool._slots["m-one"].used_at == used_at
+        assert loaded[0].pop("is_sleeping") is False
+        assert unloaded[0].pop("is_sleeping") is True
+        renamed = json.loads(json.dumps(unloaded).replace("m-two", "m-one"))
+        assert renamed[:3] == loaded[:3]
+        assert unloaded[0]["default_generation_settings"]["n_ctx"] == tiny.ctx_size
+        assert server.post("/api/generate", {"model": "m-one", "keep_alive": 0}).status_code == 200
+        assert pool.loaded() == {}
+        again = known(server, "m-one")
+        assert again[0].pop("is_sleeping") is True
+        assert again == loaded
+        assert pool.loaded() == {}
+
+
+def test_what_was_never_here(two: Running, loads: Loads) -> None:
+    """Nothing is exported or downloaded to tell what it is like, but for llama.cpp's clients, whose
+    server does that."""
+    shown = two.post("/api/show", {"model": "b"}).json()
+    assert shown["capabilities"] == ["completion"]
+    assert "meta" not in two.get("/v1/models/b").json()
+    assert loads.done == ["a"]
+    assert two.get("/props", params={"model": "b"}).json()["is_sleeping"] is False
+    assert loads.done == ["a", "b"]
+
+
+def test_a_model_that_cannot_be_looked_at(tiny: LLM, caplog: pytest.LogCaptureFixture) -> None:
+    def fail() -> None:
+        raise OSError(5, "Input/output error", "/home/user/secret")
+
+    pool = ModelPool([served(tiny, "a"), ServedModel("b", lambda: LLM(tiny.engine), card=fail)])
+    with running(pool, tiny, ServeOptions(port=0, grace_s=1)) as server:
+        reply = server.post("/api/show", {"model": "b"})
+    assert reply.status_code == 500
+    assert "secret" not in reply.text
+    assert "secret" in caplog.text

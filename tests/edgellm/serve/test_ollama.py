@@ -293,9 +293,9 @@ def test_wrong_fields_are_named(
 
 
 def test_prompts_that_are_too_long(server: Running, client: ollama.Client) -> None:
-    with pytest.raises(ollama.ResponseError, match="context holds"):
+    with pytest.raises(ollama.ResponseError, match="maximum context length"):
         client.generate(model="tiny", prompt="ab " * server.llm.ctx_size, stream=False)
-    with pytest.raises(ollama.ResponseError, match="context holds") as raised:
+    with pytest.raises(ollama.ResponseError, match="maximum context length") as raised:
         list(client.generate(model="tiny", prompt="ab " * server.llm.ctx_size, stream=True))
     assert raised.value.status_code == 400  # before the stream began
 

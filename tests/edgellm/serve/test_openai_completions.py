@@ -3,18 +3,12 @@
 from __future__ import annotations
 
 import math
-import shutil
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import openai
 import pytest
-from serving import Running, running, served
-from tokenizers import Tokenizer
-
-from edgellm.llm import load
-from edgellm.serve import ModelPool, ServeOptions
+from serving import Running
 
 ASKED: Any = {"model": "tiny", "max_tokens": 11, "temperature": 0.9, "seed": 4}
 
@@ -112,21 +106,11 @@ def test_null_is_absent(server: Running) -> None:
     assert server.post("/v1/completions", {**body, "stop": None, "x": 1}).status_code == 200
 
 
-def test_a_suffix_has_its_gap_filled(tiny_model: Path, tmp_path: Path) -> None:
+def test_a_suffix_has_its_gap_filled(fim_server: Running) -> None:
     """With a model that has infill tokens; also as a stream, and several times."""
-    folder = tmp_path / "fim"
-    shutil.copytree(tiny_model, folder)
-    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
-    tokenizer.add_special_tokens(["<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>"])
-    tokenizer.save(str(folder / "tokenizer.json"))
-    llm = load(str(folder), ctx_size=512)
-    expected = llm.infill("def f(", "):", max_tokens=9)
-    pool = ModelPool([served(llm)])
-    asked: Any = {"model": "tiny", "prompt": "def f(", "suffix": "):", "max_tokens": 9}
-    with (
-        running(pool, llm, ServeOptions(port=0, grace_s=1)) as server,
-        openai.OpenAI(base_url=f"{server.url}/v1", api_key="x", max_retries=0) as client,
-    ):
+    expected = fim_server.llm.infill("def f(", "):", max_tokens=9)
+    asked: Any = {"model": "fim", "prompt": "def f(", "suffix": "):", "max_tokens": 9}
+    with openai.OpenAI(base_url=f"{fim_server.url}/v1", api_key="x", max_retries=0) as client:
         reply = client.completions.create(**asked, n=2)
         assert [choice.text for choice in reply.choices] == [expected.text] * 2
         assert reply.usage is not None

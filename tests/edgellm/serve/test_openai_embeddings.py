@@ -112,3 +112,29 @@ def test_the_last_state(serving: Callable[..., Running], tiny: LLM) -> None:
 def test_wrong_inputs(server: Running, wrong: object) -> None:
     reply = server.post("/v1/embeddings", {"input": wrong})
     assert reply.status_code == 400, reply.text
+
+
+@pytest.mark.parametrize("route", ["/v1/embeddings", "/api/embed"])
+@pytest.mark.parametrize("asked", [True, False])
+def test_a_time_limit(
+    server: Running, serving: Callable[..., Running], route: str, asked: bool
+) -> None:
+    """Of the request or of the server; what was begun is withdrawn."""
+    texts = [f"{i} " + "the quick brown fox " * 40 for i in range(250)]
+    body: dict[str, Any] = {"input": texts}
+    if asked:
+        body["time_limit_ms"] = 30
+    else:
+        server = serving(time_limit_ms=30)
+    reply = server.post(route, body)
+    assert reply.status_code == 503, reply.text
+    assert reply.headers["retry-after"] == "1"
+    assert "30 ms" in reply.text
+    assert server.live == 0
+    assert server.used_blocks == 0
+    assert server.answering.metrics.waiting == 0
+    if asked:
+        body = {"input": "a", "time_limit_ms": 60_000}
+        assert server.post(route, body).status_code == 200
+    for wrong in (0, -1, "1", 1.5):
+        assert server.post(route, {"input": "a", "time_limit_ms": wrong}).status_code == 400

@@ -74,10 +74,63 @@ def test_a_question_and_its_answer(server: Running, tab: Browser, tmp_path: Path
     tab.until("$('model').value")
     assert tab.evaluate("conversations[0].title") == "hello there"
     assert tab.evaluate("document.querySelectorAll('.answer').length") == 2
-    for name, width, scheme in (("desk", 1280, "light"), ("phone", 390, "dark")):
-        tab.look(width, 800, scheme=scheme, mobile=name == "phone")
-        assert len(tab.screenshot(tmp_path / f"{name}.png")) > 10_000
-        assert tab.evaluate("document.documentElement.scrollWidth <= innerWidth")
+    assert tab.complaints == []
+
+
+LONG_ANSWER = """\
+Here is **code**:
+
+```python
+def pairs(text: str) -> Iterator[tuple[str, str]]:  # a line that is longer than any window is wide
+    for line in text.splitlines():
+        yield line.partition("=")[::2]
+```
+
+| a line | what it gives |
+|---|--:|
+| `a=1` | a pair |
+"""
+FACTS = ["312 tokens", "48.1 tokens/s", "first after 0.21 s", "on native"]
+SHOWN = [
+    {"role": "user", "content": "Write a parser " * 9},
+    {"role": "assistant", "content": LONG_ANSWER, "reasoning": "", "facts": FACTS},
+    {"role": "user", "content": "Go on"},
+    {"role": "assistant", "content": "It was", "reasoning": "Well", "stopped": True},
+    {"role": "user", "content": "Go on"},
+    {"role": "assistant", "content": "", "reasoning": "", "error": "the prompt is too long"},
+]
+
+
+@pytest.mark.slow
+@needs_chromium
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize(("name", "width"), [("desk", 1280), ("phone", 390)])
+def test_what_it_looks_like(
+    server: Running, tab: Browser, tmp_path: Path, name: str, width: int, scheme: str
+) -> None:
+    """A picture that is not blank and as wide as its window, on which all can be read."""
+    kept = json.dumps([{"id": "1", "title": "A parser", "messages": SHOWN}])
+    tab.evaluate(f"localStorage.setItem('edgellm.conversations', {json.dumps(kept)})")
+    tab.look(width, 800, scheme=scheme, mobile=name == "phone")
+    tab.open(server.url)
+    tab.until("$('model').value")
+    picture = tab.screenshot(tmp_path / f"{name}-{scheme}.png")
+    assert len(picture) > 15_000  # one colour alone takes 3 KB
+    assert tab.evaluate("[innerWidth, document.documentElement.scrollWidth]") == [width, width]
+    text = tab.evaluate("$('log').innerText")
+    for part in ("def pairs(text", "what it gives", "stopped", "he prompt is too long", *FACTS):
+        assert part in text
+    seen = """[...document.querySelectorAll(".answer .bad, .block .bar, td, #send")].filter((e) => {
+        e.scrollIntoView({ block: "center" });
+        const { top, bottom, left, right, width } = e.getBoundingClientRect();
+        return width && top >= 0 && bottom <= innerHeight && left >= 0 && right <= innerWidth;
+    }).length"""
+    assert tab.evaluate(seen) == 5
+    back = tab.evaluate("getComputedStyle(document.body).backgroundColor")
+    light = sum(map(int, re.findall(r"\d+", back)[:3])) > 3 * 128
+    assert light == (scheme == "light")
+    asked = "performance.getEntriesByType('resource').map((each) => new URL(each.name).origin)"
+    assert set(tab.evaluate(asked)) == {server.url}
     assert tab.complaints == []
 
 
@@ -132,10 +185,19 @@ MARKDOWN = {
     "# T\ntext\nmore\n\nnext": "<h3>T</h3><p>text\nmore</p><p>next</p>",
     "- a\n  - b\n- c": "<ul><li>a<ul><li>b</li></ul></li><li>c</li></ul>",
     "2. x\n3. y": '<ol start="2"><li>x</li><li>y</li></ol>',
-    "```py\na <b>\n  c\n```\nz": '<div class="block"><pre><code>a &lt;b&gt;\n  c</code></pre>'
-    '<button type="button">Copy</button></div><p>z</p>',
-    "```\nopen": '<div class="block"><pre><code>open</code></pre>'
-    '<button type="button">Copy</button></div>',
+    "```py\na <b>\n  c\n```\nz": '<div class="block"><div class="bar"><span>py</span>'
+    '<button class="bare" type="button">Copy</button></div>'
+    "<pre><code>a &lt;b&gt;\n  c</code></pre></div><p>z</p>",
+    "```\nopen": '<div class="block"><div class="bar"><span></span>'
+    '<button class="bare" type="button">Copy</button></div><pre><code>open</code></pre></div>',
+    "x\n\n---\ny": "<p>x</p><hr><p>y</p>",
+    "* * *": "<hr>",
+    "| a | **b** |\n|---|--:|\n| 1 | `x\\|y` |\n| <i> |\nz": '<div class="table"><table><thead>'
+    '<tr><th>a</th><th class="end"><strong>b</strong></th></tr></thead><tbody>'
+    '<tr><td>1</td><td class="end"><code>x|y</code></td></tr>'
+    '<tr><td>&lt;i&gt;</td><td class="end"></td></tr></tbody></table></div><p>z</p>',
+    "a | b\nc | d": "<p>a | b\nc | d</p>",
+    "a | b\n---": "<p>a | b</p><hr>",
     "<img src=x onerror=alert(1)>": "<p>&lt;img src=x onerror=alert(1)&gt;</p>",
     "[x](javascript:alert(1))": "<p>[x](javascript:alert(1))</p>",
     "[x](https://e.org/a)": '<p><a href="https://e.org/a" target="_blank" '

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -133,3 +135,38 @@ def test_damaged_file(tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_text('{"model": {"type": "Nothing"}}')
     with pytest.raises(TokenizerError, match=r"tokenizer\.json"):
         Tokenizer(tmp_path, TokenizerEntry(None, False, ()))
+
+
+@pytest.mark.parametrize("parse_special", [False, True])
+def test_long_texts_are_as_short_ones(tokenizer: Tokenizer, parse_special: bool) -> None:
+    """They go other ways through `tokenizers`, that let other threads go on."""
+    text = "The quick brown fox 日本語🙂 <|im_start|>\n" * 300
+    plain = tokenizer._tokenizer
+    ids = tokenizer.encode(text, add_bos=False, parse_special=parse_special)
+    assert ids == plain.encode(text, add_special_tokens=False).ids
+    assert (plain.token_to_id("<|im_start|>") in ids) == parse_special
+    for skip in (False, True):
+        expected = plain.decode(ids, skip_special_tokens=skip)
+        assert tokenizer.decode(ids, skip_special=skip) == expected
+    with pytest.raises(TokenizerError, match="not valid Unicode"):
+        tokenizer.encode(text + "\ud800")
+
+
+def test_other_threads_go_on_while_a_long_text_is_encoded(tokenizer: Tokenizer) -> None:
+    turns, done = 0, threading.Event()
+
+    def others() -> None:
+        nonlocal turns
+        while not done.is_set():
+            turns += 1
+            time.sleep(0.0005)
+
+    thread = threading.Thread(target=others)
+    thread.start()
+    try:
+        before = turns
+        tokenizer.encode("The quick brown fox jumps over the dog. " * 20_000)
+        assert turns - before > 20  # 1 or 2 where the text holds Python's lock
+    finally:
+        done.set()
+        thread.join()

@@ -1,0 +1,138 @@
+"""Steps that decode while an accelerator computes prompts, and the bridge between the two lanes."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+
+from edgellm.backends.backend import Backend
+from edgellm.backends.chunked_backend import ChunkedBackend
+from edgellm.cache.kv_cache import KVCache
+from edgellm.engine.batcher import Batcher, Work
+from edgellm.engine.prefill_lane import PrefillJob, PrefillLane
+from edgellm.engine.request import Request
+from edgellm.engine.scheduler import Scheduler, Share
+from edgellm.engine.step_costs import StepCosts
+from edgellm.engine.two_devices import Pace, TwoDevices
+from edgellm.errors import CacheFullError
+from edgellm.kernels.kv_blocks import BLOCK
+from edgellm.options import EngineOptions
+
+
+class TwoLaneBatcher(Batcher):
+    """A `Batcher` whose steps decode; rows of prompts go through a lane of their own meanwhile.
+
+    A step takes over what the lane has ended, gives it the next rows, and decodes. A prompt is cut
+    into the same chunks whatever the load, and its chunks hold no rows of others.
+    """
+
+    def __init__(
+        self,
+        cache: KVCache,
+        options: EngineOptions,
+        *,
+        prefill: ChunkedBackend,
+        decoder: Backend,
+        on_news: Callable[[], None],
+    ) -> None:
+        """`on_news` is called from another thread when a step has something to take over."""
+        super().__init__(cache, options, prefill=prefill, decoder=decoder)
+        self._chunks = prefill
+        self._lane = PrefillLane(cache, prefill, on_end=on_news)
+        self._pace = Pace(options.decode_slowdown)
+        self._beside = False  # this step runs beside prefill
+        self._start = 0.0
+
+    @property
+    def resting(self) -> bool:
+        """See `Batcher.resting`."""
+        if not (self._lane.busy and self._whole) or self._submitted:
+            return False
+        return not any(each.decoding and not each.paused for each in list(self._live.values()))
+
+    def step(self) -> None:
+        """See `Batcher.step`.
+
+        Raises:
+            OptionError: see `PrefillLane.check`.
+        """
+        self._lane.check()
+        self._start = time.perf_counter()
+        super().step()
+
+    def leave(self, request: Request) -> None:
+        """See `Batcher.leave`."""
+        super().leave(request)
+        self._lane.drop_obsolete()
+
+    def _next(self) -> list[Share[Request]]:
+        self._take_over()
+        shares = super()._next()
+        if self._lane.free and self._pace.may_prefill(decodes=bool(shares)):
+            self._prefill_next()
+        self._beside = self._lane.busy
+        # to make room for a prompt, the newest may have lost its place
+        return [share for share in shares if share.request in self._scheduler.running]
+
+    def _take_over(self) -> None:
+        """Go on with what the lane has computed, where that is still wanted."""
+        job = self._lane.take()
+        if job is None:
+            return
+        sequence = job.growth.land()
+        if job.obsolete:
+            return sequence.close()
+        request, start = job.request, job.growth.start
+        request.context.take_over(sequence)
+        if job.error is not None:
+            # one that was stopped a moment ago ends as such with the next step
+            return None if request.stop_now() else self._fail(request, job.error)
+        assert job.rows is not None
+        share = Share(request, start, len(job.span.tokens), decode=False)
+        self._scheduler.count([share])
+        work = Work(share, job.span, decoded=False)
+        self._take(work, job.rows, alone=False, seconds=job.seconds)
+
+    def _prefill_next(self) -> None:
+        """Give the lane rows of the prompt that is first in line."""
+        share = self._scheduler.next_prompt(self._admit)
+        self._fail_refused()
+        # one that was preempted may be back with all that it had
+        while share is not None and share.request.decoding:
+            share = self._scheduler.next_prompt(self._admit)
+            self._fail_refused()
+        if share is None:
+            return
+        request = share.request
+        try:
+            rows = self._chunks.rows_within(self._options.time_target_ms / 1000)
+            span = request.span(min(share.rows, rows), alone=False)
+            self._lane.begin(PrefillJob(request, span))
+        except CacheFullError as error:
+            self._without_newest([share], error)
+        except Exception as error:
+            self._fail(request, error)
+
+    def _without_newest(
+        self, shares: Sequence[Share[Request]], error: CacheFullError
+    ) -> list[Share[Request]]:
+        left = super()._without_newest(shares, error)
+        self._lane.stop_obsolete()
+        return left
+
+    def _learn(self, done: Sequence[Share[Request]], seconds: float) -> None:
+        """From the whole step: what is taken over and begun costs decode time as well."""
+        load = self._scheduler.count(done)
+        seconds = time.perf_counter() - self._start
+        if self._beside:
+            self._pace.beside(load, seconds)
+        else:
+            self._pace.alone(load, seconds)
+
+    def _new_scheduler(self) -> Scheduler[Request]:
+        policy = TwoDevices(time_target=self._options.time_target_ms / 1000)
+        return Scheduler(policy=policy, costs=StepCosts(), block_size=BLOCK)
+
+    def _repair(self) -> None:
+        self._lane.launch()
+        super()._repair()

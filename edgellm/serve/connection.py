@@ -1,0 +1,77 @@
+"""uvicorn's HTTP with time limits that it has not: for headers to come, and for a client to read.
+
+A transport that is closed stays until the client has read what was written, which may be never.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+
+import h11
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+# What the kernel keeps beyond what is on its way; else a client that reads slowly is not seen to
+# read before it has read megabytes.
+_MOST_UNSENT = 1 << 16
+
+
+def protocol(*, read_timeout_s: float, write_timeout_s: float) -> type[H11Protocol]:
+    """The class of connections.
+
+    Args:
+        read_timeout_s: in which the headers of a request have to be there.
+        write_timeout_s: in which a client has to read some of what was written for it, also behind
+            the end of the answer.
+    """
+
+    class Connection(H11Protocol):
+        _headers_end: asyncio.TimerHandle | None = None
+        _next_look: asyncio.TimerHandle | None = None
+        _unread = 0
+        _read_at = 0.0
+
+        def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+            super().connection_made(transport)
+            _keep_little(transport.get_extra_info("socket"))
+            self._wait_for_headers()
+            self._look_at_reader()
+
+        def data_received(self, data: bytes) -> None:
+            super().data_received(data)
+            if self.conn.their_state is not h11.IDLE:
+                self._stop_waiting()
+            elif self._headers_end is None:
+                self._wait_for_headers()
+
+        def connection_lost(self, exc: Exception | None) -> None:
+            self._stop_waiting()
+            if self._next_look is not None:
+                self._next_look.cancel()
+            super().connection_lost(exc)
+
+        def _wait_for_headers(self) -> None:
+            self._headers_end = self.loop.call_later(read_timeout_s, self.transport.close)
+
+        def _stop_waiting(self) -> None:
+            if self._headers_end is not None:
+                self._headers_end.cancel()
+                self._headers_end = None
+
+        def _look_at_reader(self) -> None:
+            """End the connection if what it has to send has not changed for too long."""
+            unread, now = self.transport.get_write_buffer_size(), self.loop.time()
+            if not unread or unread != self._unread:
+                self._unread, self._read_at = unread, now
+            elif now - self._read_at >= write_timeout_s:
+                self.transport.abort()
+                return
+            self._next_look = self.loop.call_later(write_timeout_s / 4, self._look_at_reader)
+
+    return Connection
+
+
+def _keep_little(connection: socket.socket) -> None:
+    option = getattr(socket, "TCP_NOTSENT_LOWAT", None)
+    if option is not None and connection.family in (socket.AF_INET, socket.AF_INET6):
+        connection.setsockopt(socket.IPPROTO_TCP, option, _MOST_UNSENT)

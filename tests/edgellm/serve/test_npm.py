@@ -1,0 +1,138 @@
+"""OpenAI's client and the AI SDK of npm, unchanged."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+from calling import tool_template
+from npm_clients import run
+from serving import Running, running, served
+
+from edgellm.llm import LLM
+from edgellm.serve import ModelPool, ServeOptions
+
+ANSWER: Any = {"max_tokens": 20, "temperature": 0.8, "seed": 7}
+
+
+@contextmanager
+def calling_server(tiny: LLM, tiny_fim: LLM) -> Iterator[Running]:
+    """A server of a model with tools, and of one for gaps."""
+    pool = ModelPool([served(tiny), served(tiny_fim, "fim")])
+    options = ServeOptions(port=0, grace_s=1)
+    with tool_template(tiny), running(pool, tiny, options) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def expected(tiny: LLM) -> str:
+    """What both ask for first."""
+    with tool_template(tiny):
+        return tiny.chat(**ANSWER).send("hello there").text
+
+
+@pytest.fixture(scope="module")
+def openai(tiny: LLM, tiny_fim: LLM, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    with calling_server(tiny, tiny_fim) as server:
+        return run("openai.mjs", server.url, tmp_path_factory.mktemp("openai"))
+
+
+@pytest.fixture(scope="module")
+def ai_sdk(tiny: LLM, tiny_fim: LLM, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    with calling_server(tiny, tiny_fim) as server:
+        return run("ai_sdk.mjs", server.url, tmp_path_factory.mktemp("ai_sdk"))
+
+
+def test_openai_chats(openai: dict[str, Any], expected: str) -> None:
+    choice = openai["chat"]["choices"][0]
+    assert choice["message"]["content"] == expected
+    assert openai["stream"]["text"] == expected
+    counts = {name: openai["chat"]["usage"][name] for name in ("prompt_tokens", "total_tokens")}
+    assert openai["stream"]["usage"].items() >= counts.items()
+
+
+def test_openai_calls_tools(openai: dict[str, Any]) -> None:
+    called = openai["call"]
+    assert called["finish_reason"] == "tool_calls"
+    (call,) = called["message"]["tool_calls"]
+    assert call["function"]["name"] == "turn"
+    assert call["function"]["parsed_arguments"]["on"] in (True, False)
+    assert called["fragments"] == call["function"]["arguments"]
+    after = openai["after the call"]
+    assert after["usage"]["completion_tokens"] == 5
+    assert after["usage"]["prompt_tokens"] > openai["chat"]["usage"]["prompt_tokens"]
+
+
+def test_openai_gaps_schemas_and_models(openai: dict[str, Any], tiny_fim: LLM) -> None:
+    assert openai["schema"].keys() == {"unit", "tall"}
+    assert openai["schema"]["unit"] in ("cm", "m")
+    assert openai["suffix"] == tiny_fim.infill("def f(", "):\n", max_tokens=9).text
+    assert openai["models"] == ["tiny", "fim"]
+
+
+def test_openai_responses(openai: dict[str, Any]) -> None:
+    events, final = openai["responses"]["events"], openai["responses"]["final"]
+    assert events[0] == "response.created"
+    assert events[-1] in ("response.completed", "response.incomplete")
+    assert "response.output_text.delta" in events
+    assert final["usage"]["output_tokens"] == 9
+
+
+def test_openai_errors(openai: dict[str, Any]) -> None:
+    unknown, wrong, long = (openai[name] for name in ("unknown model", "wrong field", "too long"))
+    assert (unknown["class"], unknown["status"]) == ("NotFoundError", 404)
+    assert unknown["code"] == "model_not_found"
+    assert (wrong["class"], wrong["status"]) == ("BadRequestError", 400)
+    assert "temperature" in wrong["message"]
+    assert (long["class"], long["code"]) == ("BadRequestError", "context_length_exceeded")
+    assert openai["left"]  # in mid-stream; `nothing_is_left` waits for its end
+
+
+def test_ai_sdk_chats(ai_sdk: dict[str, Any], openai: dict[str, Any], expected: str) -> None:
+    assert ai_sdk["chat"]["text"] == ai_sdk["stream"]["text"] == expected
+    tokens = openai["chat"]["usage"]["completion_tokens"]
+    assert ai_sdk["chat"]["usage"]["outputTokens"] == tokens
+    assert ai_sdk["stream"]["usage"]["outputTokens"] == tokens
+    assert ai_sdk["chat"]["finishReason"] == ai_sdk["stream"]["reason"]
+
+
+@pytest.mark.parametrize("name", ["tools", "tools in a stream"])
+def test_ai_sdk_calls_tools(ai_sdk: dict[str, Any], name: str) -> None:
+    first, second = ai_sdk[name]["steps"]
+    assert first["finishReason"] == "tool-calls"
+    assert first["outputs"] == ["it is on"]
+    assert first["inputs"][0] == ai_sdk[name]["calls"][-1]
+    assert first["inputs"][0]["on"] in (True, False)
+    assert second["finishReason"] in ("stop", "length")
+    assert second["inputs"] == []
+
+
+def test_ai_sdk_schemas(ai_sdk: dict[str, Any]) -> None:
+    assert ai_sdk["schema"].keys() == {"unit", "tall"}
+    assert ai_sdk["schema"]["unit"] in ("cm", "m")
+
+
+def test_ai_sdk_texts_and_responses(ai_sdk: dict[str, Any], tiny: LLM) -> None:
+    prompt = "user:\nonce upon\n\nassistant:\n"  # as the SDK writes it
+    text = tiny.generate(prompt, max_tokens=9, seed=3, stop=["\nuser:"]).text
+    assert ai_sdk["completion"] == text
+    assert ai_sdk["responses"]["usage"]["outputTokens"] == 20
+    assert ai_sdk["responses"]["reason"] == "length"
+
+
+def test_embeddings(openai: dict[str, Any], ai_sdk: dict[str, Any]) -> None:
+    """One asks for base64, the other for numbers."""
+    for mine, other in zip(openai["embeddings"], ai_sdk["embeddings"], strict=True):
+        assert mine == pytest.approx(other, abs=1e-6)
+        assert sum(value * value for value in mine) == pytest.approx(1, abs=1e-5)
+
+
+def test_ai_sdk_errors(ai_sdk: dict[str, Any]) -> None:
+    unknown, wrong = ai_sdk["unknown model"], ai_sdk["wrong field"]
+    assert (unknown["class"], unknown["statusCode"]) == ("AI_APICallError", 404)
+    assert "served are tiny, fim" in unknown["message"]
+    assert (wrong["statusCode"], wrong["isRetryable"]) == (400, False)
+    assert "temperature" in wrong["message"]
+    assert ai_sdk["error of a stream"] == [404]
