@@ -257,11 +257,11 @@ def test_other_errors(server: Running, client: anthropic.Anthropic) -> None:
 
 def test_a_busy_server_is_overloaded(serving: Callable[..., Running]) -> None:
     server = serving(max_waiting=1)
-    server.answering.metrics.waiting += 1
+    counted = server.answering._limits.take_in("")
     try:
         reply = server.post("/v1/messages", ASKED)
     finally:
-        server.answering.metrics.waiting -= 1
+        counted.leave()
     assert (reply.status_code, reply.json()["error"]["type"]) == (503, "overloaded_error")
     assert int(reply.headers["retry-after"]) >= 1
 
@@ -292,7 +292,7 @@ def test_an_error_in_mid_stream(
     parts: list[str] = []
 
     def read() -> None:
-        with client.messages.stream(**{**ASKED, "max_tokens": 100}) as stream:
+        with client.messages.stream(**{**ASKED, **SEED, "max_tokens": 100}) as stream:
             parts.extend(stream.text_stream)
 
     with pytest.raises(anthropic.APIStatusError, match="log says why") as raised:

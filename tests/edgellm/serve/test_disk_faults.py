@@ -92,12 +92,12 @@ def test_something_else_is_in_its_place(
 
 def test_files_vanish_between_two_looks(cached: Running, monkeypatch: pytest.MonkeyPatch) -> None:
     first = answers(cached, range(3))
-    load_block, chance = DiskCache.load, random.Random(0)
+    read, chance = DiskCache.read, random.Random(0)
 
-    def vanishing(self: DiskCache, *arguments: Any) -> bool:
-        return chance.random() < 0.7 and load_block(self, *arguments)
+    def vanishing(self: DiskCache, name: bytes, *, size: int) -> memoryview | None:
+        return read(self, name, size=size) if chance.random() < 0.7 else None
 
-    monkeypatch.setattr(DiskCache, "load", vanishing)
+    monkeypatch.setattr(DiskCache, "read", vanishing)
     for _ in range(5):
         assert answers(cached, range(3)) == first
 

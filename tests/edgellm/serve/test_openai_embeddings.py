@@ -57,7 +57,7 @@ def test_many_texts_leave_room_for_others(server: Running, monkeypatch: pytest.M
 
     def noting(self: EmbeddingRequest, *arguments: Any, **options: Any) -> None:
         live.append(server.live)
-        waiting.append(server.answering._limits._tokens)
+        waiting.append(server.answering._limits.tokens)
         take(self, *arguments, **options)
 
     texts = [f"{number} cats" for number in range(9)]
@@ -67,7 +67,7 @@ def test_many_texts_leave_room_for_others(server: Running, monkeypatch: pytest.M
     assert server.post("/v1/embeddings", {"input": texts}).json() == expected
     assert max(live) <= 2
     assert waiting[-1] < waiting[0] / 2
-    assert server.answering._limits._tokens == 0
+    assert server.answering._limits.tokens == 0
 
 
 def test_a_server_that_stops_ends_them(
