@@ -127,8 +127,19 @@ inline void all_rows(const Weights& weights, int groups, const edgellm::Rows& x,
     run(Count<1>{});
 }
 
+// One panel for few rows: a tile of it stays in the first cache while they pass by, MAX_ROWS at a time.
+template <int KIND, bool FINE>
+inline void few_rows(const Packed<KIND>& panel, const edgellm::Rows& x, int rows, float* y, size_t step,
+                     bool add) {
+    const int groups = x.width / edgellm::GROUP;
+    const int tile = rows > Packed<KIND>::ROWS ? FEW_TILE : groups;
+    for (int g = 0; g < groups; g += tile)
+        all_rows<FINE>(Packed<KIND>{panel.block(g)}, std::min(tile, groups - g), x.from_group(g), rows, y,
+                       step, add || g > 0);
+}
+
 // Panels first .. end for many rows: a tile of two panels at a time stays in the first cache while all
-// rows pass by.
+// rows pass by, and the next one comes meanwhile.
 template <int KIND, bool FINE>
 inline void many_rows(const edgellm::Linear& linear, int first, int end, const edgellm::Rows& x, int rows,
                       float* y, size_t step, bool add) {
@@ -139,9 +150,14 @@ inline void many_rows(const edgellm::Linear& linear, int first, int end, const e
     for (int g = 0; g < groups; g += tile) {
         const int count = std::min(tile, groups - g);
         for (int p = first; p < end; p += WIDE_PANELS) {
-            for (int i = 0; i < WIDE_PANELS; ++i)  // without a second one the first again
+            const bool last = p + WIDE_PANELS >= end;
+            for (int i = 0; i < WIDE_PANELS; ++i) {
+                const Packed<KIND> next{linear.panel((last ? first : p + WIDE_PANELS) + i)};
+                for (int h = 0; h < count; ++h) next.fetch((last ? g + tile : g) + h);
+                // without a second one the first again
                 Wide::fill(unpacked + i * K_TILE,
                            Packed<KIND>{linear.panel(std::min(p + i, end - 1))}, g, count);
+            }
             all_rows<FINE>(Wide{unpacked, std::min(WIDE_PANELS, end - p), start_of(KIND)}, count,
                            x.from_group(g), rows, y + size_t(p - first) * edgellm::PANEL, step,
                            add || g > 0);
@@ -152,14 +168,13 @@ inline void many_rows(const edgellm::Linear& linear, int first, int end, const e
 template <int KIND, bool FINE>
 inline void panels_of(const edgellm::Linear& linear, int first, int end, const edgellm::Rows& x, int rows,
                       float* y, size_t step, bool add) {
-    const bool many = rows > Packed<KIND>::ROWS;
+    const bool many = rows > few_rows_of(KIND);
     const int width = many ? PANELS_AT_ONCE : 1;
     for (int p = first; p < end; p += width, y += size_t(width) * edgellm::PANEL) {
         if (many)
             many_rows<KIND, FINE>(linear, p, std::min(end, p + width), x, rows, y, step, add);
         else
-            all_rows<FINE>(Packed<KIND>{linear.panel(p)}, x.width / edgellm::GROUP, x, rows, y, step,
-                           add);
+            few_rows<KIND, FINE>(Packed<KIND>{linear.panel(p)}, x, rows, y, step, add);
     }
 }
 
@@ -226,7 +241,7 @@ inline void read_row(const edgellm::Linear& linear, int row, float* out) {
 // Panels that are handed out at a time: some for every thread, none too small to be worth it.
 inline int panels_at_once(const edgellm::Linear& linear, int rows, int threads) {
     const int each = linear.count() / (4 * threads) + 1;
-    if (rows >= MANY_ROWS)  // in pairs, or one of each two would be thrown away
+    if (rows > few_rows_of(linear.kind))  // in pairs, or one of each two would be thrown away
         return std::min(PANELS_AT_ONCE, (each + WIDE_PANELS - 1) / WIDE_PANELS * WIDE_PANELS);
     return std::min(static_cast<int>(RUN_BYTES / (linear.panel_bytes() * rows) + 1), each);
 }

@@ -10,7 +10,6 @@ constexpr int WIDE_ROWS = 6;
 constexpr int WIDE_ROWS = 3;
 #endif
 constexpr int WIDE_PANELS = 2;
-constexpr int MANY_ROWS = MAX_ROWS + 1;  // from which on unpacking pays
 
 // Kinds that few files have are unpacked from two rows on: to compile them for more takes 40 s.
 constexpr bool is_rare(int kind) {
@@ -18,10 +17,18 @@ constexpr bool is_rare(int kind) {
            edgellm::TRAITS[kind].table;
 }
 
-constexpr int K_TILE = 24;  // groups; with two panels 30 KB of unpacked codes and scales
+// Up to so many rows read a panel as it lies in memory, MAX_ROWS at a time. To write an unpacked tile and
+// read it again pays later: 16 rows of int4 took 57 ns a group from memory and 86 unpacked, 8 rows 31 and
+// 62 (one core of an AMD EPYC, Zen 4).
+constexpr int few_rows_of(int kind) { return is_rare(kind) ? 1 : 16; }
+
+// Groups of a panel that stay in the first cache while its rows pass by; whole blocks.
+constexpr int FEW_TILE = 2 * edgellm::BLOCK_GROUPS;
+constexpr int K_TILE = 24;  // groups; with two panels 34 KB of unpacked codes and scales
 // A core's own prefetcher stops at the end of a page, and a page is read in less time than the next one
 // takes to come: so far ahead, one core read int4 weights at 0.9 of the rate of a plain read, and at
-// 0.67 without (Intel Xeon, Sapphire Rapids, 400 MB).
+// 0.67 without (Intel Xeon, Sapphire Rapids, 400 MB). What is fetched stops in the second cache, as the
+// first one waits for few lines at a time: 20 GB/s against 13.6 (Zen 4).
 constexpr size_t BYTES_AHEAD = 8 << 10;
 
 // What is computed with codes: kinds that differ only in how they are written share it.
@@ -114,10 +121,14 @@ struct Packed {
     }
     Codes<KIND> codes(int g, int lane) const { return Codes<KIND>(group(g) + 4 * lane); }
 
-    void fetch_ahead(int g) const {
-        const uint8_t* from = group(g) + BYTES_AHEAD;
-        for (size_t i = 0; i < edgellm::group_bytes(KIND); i += 64) __builtin_prefetch(from + i);
+    // A group, and what lies before it: of the first one of a block that is what all of it share. A line
+    // that is left out costs 9 ns a group.
+    void fetch(int g, size_t ahead = 0) const {
+        const uint8_t* from = group(g) - edgellm::block_bytes(KIND) + ahead;
+        for (size_t i = 0; i < edgellm::block_bytes(KIND) + edgellm::group_bytes(KIND); i += 64)
+            __builtin_prefetch(from + i, 0, 2);
     }
+    void fetch_ahead(int g) const { fetch(g, BYTES_AHEAD); }
 
     // Add the products of one group with ROWS rows of codes to `dots`.
     template <int ROWS>
@@ -167,7 +178,9 @@ struct alignas(64) Unpacked {
 // once for both.
 template <int ARITHMETIC_>
 struct Shared {
-    static constexpr int ARITHMETIC = ARITHMETIC_, PANELS = WIDE_PANELS, ROWS = WIDE_ROWS;
+    static constexpr int ARITHMETIC = ARITHMETIC_, PANELS = WIDE_PANELS;
+    // sums of halves need registers of their own
+    static constexpr int ROWS = parts_of(ARITHMETIC) == 2 ? (WIDE_ROWS + 2) / 2 : WIDE_ROWS;
     Unpacked* groups;  // [PANELS, K_TILE]
     int panels;        // that are kept
     int start;
@@ -197,8 +210,15 @@ struct Shared {
     template <int ROWS>
     void dot_group(int g, int lane, const int8_t* codes, size_t width,
                    IVec (*dots)[parts_of(ARITHMETIC)][ROWS]) const {
-        for (int i = 0; i < 8; ++i) {
-            const int part = i / 4 * (parts_of(ARITHMETIC) - 1);
+        dot_half<0, ROWS>(g, lane, codes, width, dots);
+        dot_half<1, ROWS>(g, lane, codes, width, dots);
+    }
+    // A part that is known when it is compiled: else GCC keeps the sums in memory, half as fast.
+    template <int HALF, int ROWS>
+    void dot_half(int g, int lane, const int8_t* codes, size_t width,
+                  IVec (*dots)[parts_of(ARITHMETIC)][ROWS]) const {
+        constexpr int part = HALF * (parts_of(ARITHMETIC) - 1);
+        for (int i = 4 * HALF; i < 4 * HALF + 4; ++i) {
             Bytes weights[PANELS];
             for (int p = 0; p < PANELS; ++p)
                 weights[p] = load_bytes(groups[p * K_TILE + g].codes + 64 * i + 4 * lane);

@@ -133,7 +133,7 @@ private:
 
     // A layer's panels, so many an item. Many rows wait for arithmetic and not for weights.
     edgellm::Ahead weights(const edgellm::Linear& linear, int run) const {
-        if (rows_ >= MANY_ROWS) return {};
+        if (rows_ > few_rows_of(linear.kind)) return {};
         return {linear.panels, run * linear.panel_bytes(), size_t(linear.count() / run)};
     }
     edgellm::Ahead weights(const edgellm::Linear& linear) const {
