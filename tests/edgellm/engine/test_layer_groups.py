@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 
 import pytest
 from hypothesis import given, settings
@@ -38,6 +39,11 @@ def layered(**options: float) -> Layered:
 def heavy(load: StepLoad) -> float:
     """A model of 1.5B: reading its weights takes as long as the arithmetic of 30 rows."""
     return 0.06 + 2e-3 * load.rows + 0.2e-6 * load.positions
+
+
+def experts(load: StepLoad) -> float:
+    """Few rows read few of the weights: each row takes one of 16 experts."""
+    return 0.002 + 0.06 * (1 - (15 / 16) ** load.rows) + 0.2e-3 * load.rows
 
 
 @settings(deadline=None, max_examples=60)
@@ -78,7 +84,7 @@ class Predicting(Engine):
 
 
 def test_a_long_prompt_goes_through_the_layers_in_groups() -> None:
-    """512 rows at once, each layer once, and in steps that all take as long."""
+    """Up to 512 rows at once, each layer once, and in steps that all take as long."""
     flowing, long = streams(5), Request(numbers(4000, start=9), 2, arrival=0.5)
     engine = Engine(layered(time_target=TARGET))
     engine.run([*flowing, long])
@@ -90,28 +96,31 @@ def test_a_long_prompt_goes_through_the_layers_in_groups() -> None:
     ]
     for (start, rows), piece in itertools.groupby(groups, key=lambda group: group[:2]):
         layers = [each[2] for each in piece]
-        assert rows == min(512, 4000 - start)
+        assert min(4000 - start, 300) <= rows <= 512
         assert (layers[0].first, layers[-1].end) == (0, LAYERS)
         assert all(a.end == b.first for a, b in itertools.pairwise(layers))
         sizes = [each.end - each.first for each in layers]
         assert max(sizes) - min(sizes) <= 2
-    assert len({start for start, *_ in groups}) == 8
+    assert len({start for start, *_ in groups}) <= 10
     assert max(seconds for *_, seconds in groups) < 1.2 * TARGET
     assert max(request.gap for request in flowing) < 1.2 * TARGET
 
 
-@pytest.mark.parametrize("law", [two_cores, heavy])
-def test_a_long_prompt_is_there_sooner_than_in_rows(law: object) -> None:
-    """At the same gap: weights are read once for 512 rows."""
+@pytest.mark.parametrize(("law", "times"), [(two_cores, 1.05), (heavy, 1.08), (experts, 0.85)])
+def test_a_long_prompt_beside_streams_against_one_in_rows(
+    law: Callable[[StepLoad], float], times: float
+) -> None:
+    """Decodes read all weights of a dense model anyway, and rows that ride with them read no more:
+    nothing is won. Where more rows read more weights, prompts come sooner at the same gap."""
     firsts = []
     for policy in (StallFree(time_target=TARGET), layered(time_target=TARGET)):
         flowing, long = streams(5), Request(numbers(4000, start=9), 2, arrival=0.5)
-        engine = Engine(policy, law=law, costs=taught(law))  # type: ignore[arg-type]
+        engine = Engine(policy, law=law, costs=taught(law))
         engine.run([*flowing, long])
         assert max(request.gap for request in flowing) < 2 * TARGET
         firsts.append(long.times[0])
     rows, layers = firsts
-    assert layers < rows * 1.05
+    assert layers - 0.5 < times * (rows - 0.5)
 
 
 @pytest.mark.parametrize("decoding", [0, 5])

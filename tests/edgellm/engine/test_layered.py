@@ -74,11 +74,13 @@ class Groups:
 
     Attributes:
         layers: of each call.
+        passed: rows that have passed the last layer.
         before: called with the number of a call, from 1 on, before it is made.
     """
 
     def __init__(self, llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
         self.layers: list[range] = []
+        self.passed = 0
         self.before: Callable[[int], object] = bool
         run = llm.engine.prefill.run
 
@@ -87,7 +89,10 @@ class Groups:
             if group is not None:
                 self.layers.append(group.layers)
                 self.before(len(self.layers))
-            return run(spans, **options)
+            results = run(spans, **options)
+            if group is not None and group.layers.stop == LAYERS:
+                self.passed += len(spans[0].tokens)
+            return results
 
         monkeypatch.setattr(llm.engine.prefill, "run", watched)
 
@@ -134,7 +139,10 @@ def test_what_is_told_of_a_prompt(tiny: LLM, expected: list[Completion]) -> None
     assert found.stats.prefill == {"native": 999}
     assert found.stats.scheduling == "layered"
     assert found.stats.prompt_tokens_per_second > 0
-    assert reports == [(512, 999), (999, 999)]
+    done = [each for each, _ in reports]
+    assert done == sorted(done)
+    assert reports[-1] == (999, 999)
+    assert 2 <= len(reports) <= 5
 
 
 def test_answers_to_one_prompt(tiny: LLM, groups: Groups) -> None:
@@ -207,8 +215,10 @@ def test_preempted_between_two_groups(
     assert_same([found], expected[9:])
     assert found.stats.preempted == 1
     firsts = [layers.start for layers in groups.layers]
+    ends = [layers.stop for layers in groups.layers]
     assert firsts[at] == 0
-    assert firsts.count(0) == 3
+    assert firsts.count(0) == ends.count(LAYERS) + (ends[at - 1] < LAYERS)
+    assert groups.passed == 999
 
 
 def test_too_little_room(folder: str) -> None:
@@ -243,7 +253,7 @@ def test_a_full_context_goes_on(folder: str) -> None:
     assert_idle(small)
 
 
-@pytest.mark.parametrize("at", [1, 4, 7])
+@pytest.mark.parametrize("at", [1, 2, 7])
 @pytest.mark.parametrize("how", ["cancelled", "closed", "withdrawn"])
 def test_nobody_wants_the_rest(tiny: LLM, groups: Groups, at: int, how: str) -> None:
     """Its blocks are back with the next step, and the rows that rested are found by nobody."""
@@ -271,8 +281,8 @@ def test_nobody_wants_the_rest(tiny: LLM, groups: Groups, at: int, how: str) -> 
         assert session.generate(cancel=cancel, **SHORT).finish_reason == "cancelled"
     assert len(groups.layers) == at
     session.close()
-    whole = (at - 1) // LAYERS * 512
-    assert tiny.engine.cache.cached_prefix(PROMPTS[9]) == whole
+    assert (groups.passed > 0) == (at == 7)
+    assert tiny.engine.cache.cached_prefix(PROMPTS[9]) == groups.passed
     stream.close()
 
 
