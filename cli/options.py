@@ -87,12 +87,13 @@ def load_options(command: Command) -> Command:
     @click.option(
         "--scheduling", type=click.Choice(SCHEDULING),
         default=EngineOptions.scheduling, show_default=True,
-        help="Of answers on their way at once: in the same steps, one after the other, or prompts "
-        "on an accelerator while others decode.",
+        help="Of answers on their way at once: in the same steps, with a few tokens of prompts or "
+        "(layered) a few layers, one after the other, or prompts on an accelerator while others "
+        "decode.",
     )  # fmt: skip
     @click.option(
         "--time-target-ms", type=float, default=EngineOptions.time_target_ms, show_default=True,
-        help="With stall_free: what a step may take while others begin.",
+        help="With stall_free and layered: what a step may take while others begin.",
     )  # fmt: skip
     @click.option(
         "--decode-slowdown", type=float, default=EngineOptions.decode_slowdown, show_default=True,

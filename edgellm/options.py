@@ -31,7 +31,7 @@ __all__ = [
 
 # Tokens of context where the model allows them and nothing is asked for.
 DEFAULT_CTX_SIZE = 4096
-Scheduling = Literal["stall_free", "serial", "two_devices"]
+Scheduling = Literal["stall_free", "layered", "serial", "two_devices"]
 SCHEDULING: tuple[str, ...] = get_args(Scheduling)
 PREFILL_PRECISIONS = tuple(dict.fromkeys(f for p in PROVIDERS.values() for f in p.precisions))
 
@@ -83,13 +83,15 @@ class EngineOptions:
             the CPU provider plays the accelerator on all cores but one, which is the host's.
         scheduling: of answers that are on their way at once. stall_free: all that have begun go on
             in each step, with as much of new prompts beside them as `time_target_ms` leaves;
-            serial: one after the other, each as fast as it can be. The answers are the same.
+            layered: likewise, but a long prompt goes through a few of the layers in each step, up
+            to 512 tokens at once, and not through all of them with fewer tokens; native kernels
+            only. serial: one after the other, each as fast as it can be. The answers are the same.
             two_devices: prompts on the execution provider of `prefill`, all of them, while native
             kernels decode; another arithmetic than theirs, and the same under any load. Where there
             is one processor for both, stall_free takes its place, and `LLM.notes` says why.
-        time_target_ms: with stall_free, what a step may take, and so the gap between the pieces of
-            a stream while others begin; with two_devices, what a prompt computes before another
-            one may pass it.
+        time_target_ms: with stall_free and layered, what a step may take, and so the gap between
+            the pieces of a stream while others begin; with two_devices, what a prompt computes
+            before another one may pass it.
         decode_slowdown: with two_devices, how many times as long decode may take, on average, while
             prompts are computed beside it; they wait in between where it would be more.
         provider_options: the execution provider's own options, by their names.

@@ -143,6 +143,12 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
+def deep_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The tiny model with more layers."""
+    return make_tiny_model(tmp_path_factory.mktemp("deep"), num_hidden_layers=6)
+
+
+@pytest.fixture(scope="session")
 def export_static(tiny_model: Path) -> Callable[..., Path]:
     """Exports the tiny model with static scales: `export_static(out)`, or with other options."""
 

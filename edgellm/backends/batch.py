@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from edgellm.backends.trace import TaskRecord
 from edgellm.cache.sequence import Sequence
 from edgellm.kernels.sampling import Logits, rows_of_logits
-from edgellm.kernels.step import StepSpan
+from edgellm.kernels.step import LayerGroup, StepSpan
 
 Floats = NDArray[np.float32]
 
@@ -27,12 +27,15 @@ class Span:
         logit_rows: the last so many of them go through the LM head.
         candidates: so many of the best logits of each row will do, at most `MOST_CANDIDATES`; 0:
             all are needed.
+        group: the layers that they go through, where others come before or after; None: all.
+            Only native kernels take one.
     """
 
     sequence: Sequence
     tokens: SequenceOf[int]
     logit_rows: int = 0
     candidates: int = 0
+    group: LayerGroup | None = None
 
 
 @dataclass(frozen=True)
@@ -40,7 +43,8 @@ class Rows:
     """What was computed of a span.
 
     Attributes:
-        hidden: states after the final norm `[tokens, E]`.
+        hidden: states after the final norm `[tokens, E]`; of a group of layers with others behind
+            it, what enters those.
         logits: after each of the last rows.
         places: how many tokens were computed where, as `prefill` and `decode` name it.
         tasks: what ran when.

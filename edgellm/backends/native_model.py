@@ -65,12 +65,15 @@ class NativeModel:
         self.head = PackedHead(library, weights, threads=threads)
         self._library = library
         self._step = FusedStep(library, weights, ropes, pools)
+        self._layers = len(weights.layers)
         self._threads = threads
 
     def run(
         self, spans: SequenceOf[Span], *, should_stop: Callable[[], bool] | None = None
     ) -> list[Rows]:
-        """See `StepModel.run`."""
+        """See `StepModel.run`. Spans of one call have the same group of layers."""
+        group = spans[0].group
+        assert all(span.group is group for span in spans)
         with reserved(spans):
             for span in spans:
                 span.sequence.use_host()
@@ -78,11 +81,13 @@ class NativeModel:
                 [step_span(span) for span in spans],
                 threads=self._threads,
                 should_stop=should_stop or _asked_of(spans),
+                group=group,
             )
             if result is None:
                 raise CancelledError("cancelled between two layers")
-            for span in spans:
-                span.sequence.commit(span.tokens)
+            if group is None or group.layers.stop == self._layers:
+                for span in spans:
+                    span.sequence.commit(span.tokens)
         return cut(spans, *result, threads=self._threads)
 
     def linear(self, x: Floats, weight: PackedWeights, *, fine: bool = False) -> Floats:

@@ -19,6 +19,7 @@ from edgellm.backends.registry import (
     backend_file,
 )
 from edgellm.backends.schedule import Policy
+from edgellm.errors import OptionError
 from edgellm.graphs.config import ModelConfig
 from edgellm.kernels.gpu import device
 from edgellm.kernels.native import library
@@ -124,7 +125,8 @@ def select(options: EngineOptions) -> Selection:
     """What options come to here.
 
     Raises:
-        OptionError: a back end that is not there, or a schedule that it does not have.
+        OptionError: a back end that is not there, or a schedule or scheduling that it does not
+            have.
         ProviderError: the execution provider cannot be used here.
     """
     # whoever decodes in graphs needs nothing: they run on the CPU
@@ -135,6 +137,11 @@ def select(options: EngineOptions) -> Selection:
     prefill = options.prefill
     if prefill == AUTO:
         prefill = decode if decode in STEPS and options.precision is None else CPU
+    if options.scheduling == "layered" and (prefill, decode) != (NATIVE, NATIVE):
+        raise OptionError(
+            f"`scheduling` is 'layered', `prefill` {prefill} and `decode` {decode}: only native "
+            "kernels stop between layers; take native for both, or `scheduling` stall_free"
+        )
     policy = options.schedule
     if policy is None:
         policy = "serial" if prefill in (CPU, CUDA, *STEPS) else "out-of-order"

@@ -9,7 +9,8 @@ from edgellm.errors import CacheFullError
 
 
 class Growth(Sequence):
-    """A fork of a sequence with room for tokens behind it, for a thread without the cache's lock.
+    """A fork of a sequence with room for tokens behind it, for a thread without the cache's lock or
+    for tokens that go through the layers in several steps.
 
     It is made under the lock, and `land` or `close` ends it there. What a back end calls in between
     changes no pool and no index, and the blocks stay its own whatever becomes of the sequence that

@@ -5,9 +5,16 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Generic, Protocol, TypeVar
+from typing import Generic, NamedTuple, Protocol, TypeVar
 
 from edgellm.engine.owners import OwnerCounters
+
+
+class Underway(NamedTuple):
+    """So many rows behind what is computed have passed so many layers, and rest there."""
+
+    rows: int
+    layers: int
 
 
 class Schedulable(Protocol):
@@ -16,6 +23,7 @@ class Schedulable(Protocol):
     Attributes:
         tokens: the prompt, and what was sampled.
         computed: how many of them are in the KV cache.
+        underway: rows of its prompt that rest between two layers, if some do.
         decoding: its prompt has been computed; all that is left goes into the next step, which is
             the token sampled last, and a draft behind it. Not so after a preemption, until all
             that it had is computed again.
@@ -30,6 +38,9 @@ class Schedulable(Protocol):
 
     @property
     def computed(self) -> int: ...
+
+    @property
+    def underway(self) -> Underway | None: ...
 
     @property
     def decoding(self) -> bool: ...

@@ -49,10 +49,14 @@ class AnswerStats:
 
     def prefilled(self, rows: Rows, seconds: float) -> None:
         """A step computed rows of the prompt."""
-        self._prefill_s += seconds
+        self.rested(rows, seconds)
         self.computed += len(rows.hidden)
         for place, count in rows.places.items():
             self._places[place] = self._places.get(place, 0) + count
+
+    def rested(self, rows: Rows, seconds: float) -> None:
+        """A step brought them through some of the layers."""
+        self._prefill_s += seconds
         first = 1 + max((task.chunk for task in self._tasks), default=-1)
         self._tasks.extend(replace(task, chunk=first + task.chunk) for task in rows.tasks)
 

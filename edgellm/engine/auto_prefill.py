@@ -46,6 +46,8 @@ def auto_choice(bundle: Bundle, options: EngineOptions) -> AutoChoice:
     if backend != NATIVE:
         why = "as decode" if backend in STEPS else "the native kernels have no part in decode"
         return AutoChoice(backend, why)
+    if options.scheduling == "layered":
+        return AutoChoice(NATIVE, "with `scheduling` layered prompts stop between native layers")
     known = dict(_known(bundle, options))
     ranked = sorted(known, key=lambda name: -known[name].advantage())
     if not ranked:

@@ -90,14 +90,25 @@ class Batcher:
         self._end()
         shares = self._next()
         together = self._prefill is self._decoder
-        decoding = [share for share in shares if together or share.request.decoding]
-        others = [share for share in shares if not (together or share.request.decoding)]
+        whole = [share for share in shares if share.layers is None]
+        decoding = [share for share in whole if together or share.request.decoding]
+        others = [share for share in whole if not (together or share.request.decoding)]
         start = time.perf_counter()
         done = self._compute(self._decoder, decoding, alone=len(shares) == 1)
         done += self._compute(self._prefill, others, alone=len(shares) == 1)
         if done:
             self._learn(done, time.perf_counter() - start)
+        for share in shares:
+            if share.layers is not None:
+                self._pass_group(share)
         self._whole = True
+
+    def _pass_group(self, share: Share[Request]) -> None:
+        """Bring rows of a prompt through a group of layers, if it was not preempted meanwhile."""
+        if share.request in self._scheduler.running:
+            start = time.perf_counter()
+            if self._compute(self._prefill, [share], alone=False):
+                self._scheduler.passed(share, time.perf_counter() - start)
 
     def leave(self, request: Request) -> None:
         """Forget a request; answers that wanted to begin at its end begin by themselves."""
@@ -133,7 +144,7 @@ class Batcher:
     def _admit(self, request: Request) -> bool:
         """Whether there is room for a waiting request's whole prompt; it is begun then."""
         running = self._scheduler.running
-        growing = [(each.context.sequence, len(each.tokens)) for each in (*running, request)]
+        growing = [(each.sequence, len(each.tokens)) for each in (*running, request)]
         if running and not self._cache.has_room(growing):
             return False
         try:
@@ -189,7 +200,7 @@ class Batcher:
         """What is to be run.
 
         Raises:
-            CacheFullError: a full context has no room to move up.
+            CacheFullError: see `Request.span`.
         """
         work = []
         for share in shares:
@@ -197,7 +208,7 @@ class Batcher:
             if request.finished:
                 continue
             try:
-                span = request.span(share.rows, alone=alone)
+                span = request.span(share.rows, alone=alone, layers=share.layers)
             except CacheFullError:
                 raise
             except Exception as error:
@@ -287,6 +298,7 @@ class Batcher:
             # chunks of a static size, or of a GPU, lose more by an earlier end
             lone_rows=_LONE_ROWS if self._prefill.exact_rows else rows,
             row_multiple=self._row_multiple,
+            layers=len(self._cache.places),
         )
         return Scheduler(policy=policy, costs=self._costs, block_size=BLOCK)
 

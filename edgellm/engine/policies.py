@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple, Protocol
 
 from edgellm.checks import check_number
@@ -36,11 +37,16 @@ class Prompt(NamedTuple):
 
 
 class StepBudget(NamedTuple):
-    """Bounds of one step: `seconds` give way to `min_rows` of prompts, never to `max_rows`."""
+    """Bounds of one step: `seconds` give way to `min_rows` of prompts, never to `max_rows`.
+
+    Attributes:
+        may_rest: rows of a prompt may go through some of the layers, and the others later.
+    """
 
     seconds: float
     min_rows: int
     max_rows: int
+    may_rest: bool = False
 
 
 class SchedulingPolicy(Protocol):
@@ -49,6 +55,7 @@ class SchedulingPolicy(Protocol):
     Attributes:
         max_running: requests that are admitted at once.
         max_decodes: requests that decode in one step; with more, they take turns.
+        layers: of the model, where rows of prompts may rest between them; else 1.
     """
 
     @property
@@ -56,6 +63,9 @@ class SchedulingPolicy(Protocol):
 
     @property
     def max_decodes(self) -> int: ...
+
+    @property
+    def layers(self) -> int: ...
 
     def rank(self, prompt: Prompt) -> tuple[float, ...]:
         """The smallest goes first; no two prompts have the same."""
@@ -69,7 +79,7 @@ class Serial:
     """One request after another to its end, first come, first served."""
 
     max_rows: int = 512
-    max_running = max_decodes = 1
+    max_running = max_decodes = layers = 1
 
     def __post_init__(self) -> None:
         check_number("max_rows", self.max_rows, 1, whole=True)
@@ -107,6 +117,7 @@ class StallFree:
     max_running: int = 64
     max_decodes: int = 64
     row_multiple: int = 1
+    layers = 1
 
     def __post_init__(self) -> None:
         check_number("time_target", self.time_target, 0.001)
@@ -139,13 +150,44 @@ class StallFree:
         return StepBudget(seconds, min(rows, self.max_rows), self.max_rows)
 
 
+@dataclass(frozen=True, kw_only=True)
+class Layered(StallFree):
+    """As `StallFree`, but a long prompt yields to others between layers (arXiv:2510.08055).
+
+    Of a step in which others decode or wait it has as many layers of up to `max_rows` rows as the
+    time target leaves. So a weight is read once for all these rows, and not once for the few that
+    go through all layers in as long.
+
+    Attributes:
+        layers: of the model.
+    """
+
+    layers: int
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_number("layers", self.layers, 1, whole=True)
+
+    def budget(self, *, decodes: int, requests: int) -> StepBudget:
+        budget = super().budget(decodes=decodes, requests=requests)
+        return budget._replace(may_rest=requests > 1)
+
+
 def chosen_policy(
-    scheduling: str, *, time_target: float, max_rows: int, lone_rows: int, row_multiple: int
+    scheduling: str,
+    *,
+    time_target: float,
+    max_rows: int,
+    lone_rows: int,
+    row_multiple: int,
+    layers: int,
 ) -> SchedulingPolicy:
-    """What `EngineOptions.scheduling` means for steps of so many rows at most."""
+    """What `EngineOptions.scheduling` means for a model of so many layers, and steps of so many
+    rows at most."""
     if scheduling == "serial":
         return Serial(max_rows=max_rows)
-    return StallFree(
+    chosen = partial(Layered, layers=layers) if scheduling == "layered" else StallFree
+    return chosen(
         time_target=time_target,
         max_rows=max_rows,
         lone_rows=lone_rows,

@@ -14,13 +14,36 @@ from edgellm.engine.step_costs import StepCosts, StepLoad
 
 
 @dataclass(frozen=True, slots=True)
+class Layers:
+    """Those of a model from `first` to before `end`, of so many in `all`."""
+
+    first: int
+    end: int
+    all: int
+
+    def part(self, amount: int) -> int:
+        """Their part of an amount; the parts of all groups add up to it."""
+        return amount * self.end // self.all - amount * self.first // self.all
+
+
+@dataclass(frozen=True, slots=True)
 class Share(Generic[RequestT]):
-    """Rows of a request in the next step: `tokens[start : start + rows]`, decoded or prefilled."""
+    """Rows of a request in the next step: `tokens[start : start + rows]`, decoded or prefilled.
+
+    Attributes:
+        layers: that they go through; None: all. They count as computed behind the last one.
+    """
 
     request: RequestT
     start: int
     rows: int
     decode: bool
+    layers: Layers | None = None
+
+    @property
+    def load(self) -> StepLoad:
+        """What they are by themselves, in all layers."""
+        return StepLoad().plus(self.rows, self.start)
 
 
 # In the order of a heap: rank, what is left, and whose it is. No two ranks are the same.
@@ -79,6 +102,10 @@ class PromptRows(Generic[RequestT]):
                 room = self._room(entry.request.computed)
             self._serve(entry, room)
 
+    def _serve(self, entry: Entry[RequestT], room: int) -> None:
+        """Give the first in line the room."""
+        self._compute(entry, room)
+
     def _line(self, entries: list[Entry[RequestT]]) -> list[_Ranked[RequestT]]:
         """A heap of those with something left to compute: owners in turns, each one's by rank."""
         rank, clock = self._policy.rank, self._admission.counts.prefill_rows
@@ -112,8 +139,8 @@ class PromptRows(Generic[RequestT]):
         )
         return max(rows, min(self._budget.min_rows - self._rows, limit))
 
-    def _serve(self, entry: Entry[RequestT], room: int) -> None:
-        """Give a prompt the room, or its rest if that is at most an eighth more.
+    def _compute(self, entry: Entry[RequestT], room: int) -> None:
+        """Give a prompt the room in all layers, or its rest if that is at most an eighth more.
 
         An extra step for a few rows would cost a call, and the prompt's first token would wait
         for it. An eighth is within what a prediction is wrong by.
@@ -145,12 +172,14 @@ class PromptRows(Generic[RequestT]):
             is_waiting = entry.request in self._admission.waiting
             if is_waiting and (self._admission.refused or self._computing_prefix_of(entry)):
                 continue
-            if entry.arrival in self._served or not self._admit(entry, first=False):
+            if entry.arrival in self._served or entry.request.underway is not None:
+                continue
+            if not self._admit(entry, first=False):
                 continue
             rows = entry.left if entry.left <= half + half // 2 else half
             # the rest of a long prompt takes longer for as many rows
             rows = min(rows, self._room(entry.request.computed) * 3 // 4)
-            self._serve(entry, rows)
+            self._compute(entry, rows)
             half -= rows
         return self._rows > rows_before
 

@@ -11,9 +11,13 @@ from collections.abc import Sequence as SequenceOf
 from dataclasses import replace
 
 from edgellm.backends.batch import Rows, Span
+from edgellm.cache.sequence import Sequence
+from edgellm.engine.admission import Underway
 from edgellm.engine.answer import Answer, LogitFilter
 from edgellm.engine.answer_stats import AnswerStats
 from edgellm.engine.context import Context
+from edgellm.engine.passage import Passage
+from edgellm.engine.prompt_rows import Layers
 from edgellm.engine.speculation import Speculation
 from edgellm.errors import OptionError
 from edgellm.generation_options import GenerationOptions
@@ -77,6 +81,7 @@ class Request:
         self._wants_reports = wants_reports
         self._changes = context.changes
         self._claims = False
+        self._passage: Passage | None = None
         self._taken = 0  # tokens of the answer that its reader has
         prompt = list(context.tokens)
         self._answer = Answer(
@@ -147,6 +152,20 @@ class Request:
         return min(len(context.sequence.tokens), len(context.tokens) - 1)  # asked 8 times a step
 
     @property
+    def underway(self) -> Underway | None:
+        """Rows that rest between two layers, unless the context has become another one."""
+        passage = self._passage
+        if passage is None or not passage.continues(self.context.sequence):
+            return None
+        return passage.underway
+
+    @property
+    def sequence(self) -> Sequence:
+        """What it has in the KV cache, rows that rest between two layers among it."""
+        passage = self._passage
+        return self.context.sequence if passage is None else passage.growth
+
+    @property
     def decoding(self) -> bool:
         """Whether only the token that was sampled last has to be computed."""
         return bool(self._answer.sampled) and self.computed == len(self.tokens) - 1
@@ -183,6 +202,7 @@ class Request:
     def preempt(self) -> None:
         """Give the blocks back until it is begun again."""
         self._stats.preempted += 1
+        self._drop_passage()
         self.context.give_back()
 
     def end(self) -> bool:
@@ -204,11 +224,15 @@ class Request:
         """Whether nobody needs the end of a step."""
         return self.withdrawn or self._end_reason() in ("cancelled", "time")
 
-    def span(self, rows: int, *, alone: bool) -> Span:
+    def span(self, rows: int, *, alone: bool, layers: Layers | None = None) -> Span:
         """The next `rows` tokens, and with them a draft where no other request is in the step.
 
+        Args:
+            layers: of a prompt, those that they go through; None: all.
+
         Raises:
-            CacheFullError: a full context has no room to move up.
+            CacheFullError: a full context has no room to move up, or there is none for rows that
+                rest between layers.
         """
         self._make_room()
         computed, end = self.computed, len(self.tokens)
@@ -216,6 +240,12 @@ class Request:
         self.context.forget(self.context.cached - computed)
         tokens = self.tokens[computed : computed + rows]
         last = computed + len(tokens) == end
+        if self.underway is None or layers is None:
+            self._drop_passage()
+        if layers is not None:
+            self._passage = self._passage or Passage(self.context.sequence, tokens)
+            candidates = self._candidates()
+            return self._passage.span(layers, logit_rows=int(last), candidates=candidates)
         if not self.decoding:
             return Span(
                 self.context.sequence, tokens, logit_rows=int(last), candidates=self._candidates()
@@ -236,6 +266,11 @@ class Request:
             alone: whether no other request was in the step.
             seconds: what the step took.
         """
+        if self._passage is not None:
+            if not self._passage.take(rows.hidden):
+                return self._stats.rested(rows, seconds)
+            self.context.take_over(self._passage.land())
+            self._passage = None
         if decoded:
             self._stats.decoded(seconds)
         else:
@@ -258,6 +293,7 @@ class Request:
         """Give back what is not needed when the loop has done with it; what nobody has read of an
         answer is no part of its session."""
         context = self.context
+        self._drop_passage()
         if self.withdrawn:
             unread = len(self._answer.sampled) - self._taken
             if context.answering is None and context.changes == self._changes:
@@ -271,6 +307,12 @@ class Request:
         """End it with an exception for the caller."""
         self.error = error
         self.finished = True
+
+    def _drop_passage(self) -> None:
+        """Begin again with rows that rest between two layers, if it goes on at all."""
+        if self._passage is not None:
+            self._passage.drop()
+            self._passage = None
 
     def _disclaim(self) -> None:
         """Let the session answer somebody else."""

@@ -9,6 +9,7 @@ from collections.abc import Callable, KeysView, Sequence
 from typing import Generic
 
 from edgellm.engine.admission import Admission, Entry, RequestT, Schedulable, SchedulerCounts
+from edgellm.engine.layer_groups import LayerGroups
 from edgellm.engine.policies import SchedulingPolicy, StepBudget
 from edgellm.engine.prompt_rows import PromptRows, Share
 from edgellm.engine.step_costs import StepCosts, StepLoad
@@ -118,17 +119,25 @@ class Scheduler(Generic[RequestT]):
         """Learn from a step that has run; shares that were dropped before it are left out."""
         self.costs.learn(self.count(shares), seconds)
 
+    def passed(self, share: Share[RequestT], seconds: float) -> None:
+        """Learn from rows that have passed a group of layers: all layers take as much longer."""
+        layers = share.layers
+        assert layers is not None
+        self.count([share])
+        self.costs.learn(share.load, seconds * layers.all / (layers.end - layers.first))
+
     def count(self, shares: Sequence[Share[RequestT]]) -> StepLoad:
-        """Count what was computed, and give its load."""
-        load, rows = StepLoad(), Counter[str]()
+        """Count what was computed, and give its load; of a group of layers a part of the rows."""
+        load, served = StepLoad(), Counter[str]()
         for share in shares:
             load = load.plus(share.rows, share.start)
-            rows[share.request.owner] += share.rows
+            rows = share.rows if share.layers is None else share.layers.part(share.rows)
+            served[share.request.owner] += rows
             if share.decode:
-                self.counts.decode_rows += share.rows
+                self.counts.decode_rows += rows
             else:
-                self.counts.prefill_rows += share.rows
-        self._admission.owners.serve(rows)
+                self.counts.prefill_rows += rows
+        self._admission.owners.serve(served)
         return load
 
     def _prompts(self) -> list[Entry[RequestT]]:
@@ -145,7 +154,8 @@ class Scheduler(Generic[RequestT]):
         shares: list[Share[RequestT]],
         admit: Callable[[RequestT], bool],
     ) -> PromptRows[RequestT]:
-        return PromptRows(
+        kind = PromptRows if self.policy.layers == 1 else LayerGroups
+        return kind(
             self._admission,
             self.policy,
             self.costs,

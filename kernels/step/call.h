@@ -55,11 +55,13 @@ struct StepCall {
     const Rope* ropes;      // those that layers name by their index
     const Span* spans;      // span_count; their rows come one after the other
     const int64_t* tokens;  // [count]
-    float* states;          // [count, hidden], after the final norm
+    const float* entering;  // [count, hidden], the residual before first_layer; not read where it is 0
+    float* states;          // [count, hidden], after the final norm, or the residual where layers are left
     float* logits;          // [logit_rows, outputs of the head padded to panels]
     char* workspace;        // edgellm_step_workspace bytes
     int32_t (*should_stop)();  // asked before each layer, in the calling thread; may be null
     int32_t span_count, count, logit_rows, threads;  // rows of all spans together
+    int32_t first_layer, last_layer;  // from the one to before the other; embedding and head are the ends'
 };
 
 }  // namespace edgellm

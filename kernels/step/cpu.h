@@ -81,14 +81,14 @@ public:
     bool stopped() const { return stop_; }
 
     void run(edgellm::Worker& worker) {
-        every_row(worker, [&](int r) { embed(r); });
-        for (int l = 0; l < model_.layer_count; ++l) {
+        every_row(worker, [&](int r) { enter(r); });
+        for (int l = call_.first_layer; l < call_.last_layer; ++l) {
             if (must_stop()) return;
             const edgellm::Layer& layer = model_.layers[l];
             every_row(
                 worker,
                 [&](int r) {
-                    if (l > 0) complete(r, model_.layers[l - 1].down_bias, model_.layers[l - 1].post_mlp_norm);
+                    if (l > call_.first_layer) complete(r, model_.layers[l - 1].down_bias, model_.layers[l - 1].post_mlp_norm);
                     normalize(layer.attention_norm, r, layer.any_fine());
                 },
                 weights(layer.q));
@@ -209,10 +209,14 @@ private:
         add(layer.v_bias, layer.v.outputs);
     }
 
-    // A token's row of the table: one lane of its panel.
-    void embed(int r) const {
+    // What the layers before have left or, before the first, a token's row of the table: one lane of its panel.
+    void enter(int r) const {
         const int64_t token = call_.tokens[r];
         float* x = b_.residual + size_t(r) * model_.hidden;
+        if (call_.first_layer > 0) {
+            std::memcpy(x, call_.entering + size_t(r) * model_.hidden, 4 * size_t(model_.hidden));
+            return;
+        }
         read_row(model_.embedding, static_cast<int>(token), x);
         if (model_.embedding_scale == 1) return;
         for (int i = 0; i < model_.hidden; i += LANES)
@@ -241,11 +245,15 @@ private:
     }
 
     void finish(int r) const {
-        const edgellm::Layer& last = model_.layers[model_.layer_count - 1];
+        const edgellm::Layer& last = model_.layers[call_.last_layer - 1];
         complete(r, last.down_bias, last.post_mlp_norm);
+        const float* x = b_.residual + size_t(r) * model_.hidden;
         float* out = call_.states + size_t(r) * model_.hidden;
-        scaled_norm(b_.residual + size_t(r) * model_.hidden, model_.final_norm, model_.hidden,
-                    model_.epsilon, out);
+        if (call_.last_layer < model_.layer_count) {
+            std::memcpy(out, x, 4 * size_t(model_.hidden));
+            return;
+        }
+        scaled_norm(x, model_.final_norm, model_.hidden, model_.epsilon, out);
         // a place that no later row has: nobody reads x any more
         const edgellm::Place& next = places_[span_of_[r] + 1];
         const int logit = next.logit - (next.row - r);

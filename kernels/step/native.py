@@ -15,7 +15,7 @@ from edgellm.kernels.linear import PANEL
 from edgellm.kernels.linear.native import LinearLayer, layer_of
 from edgellm.kernels.native import KV, Rope, address
 from edgellm.kernels.rope import RopeTable
-from edgellm.kernels.step.span import StepSpan, check_spans
+from edgellm.kernels.step.span import LayerGroup, StepSpan, check_group, check_spans
 from edgellm.kernels.step.weights import (
     ACTIVATIONS,
     VECTORS,
@@ -75,9 +75,11 @@ class _Call(ctypes.Structure):
         ("pools", ctypes.POINTER(KV)),
         ("ropes", ctypes.POINTER(Rope)),
         ("spans", ctypes.POINTER(_Span)),
-        *((name, ctypes.c_void_p) for name in ("tokens", "states", "logits", "workspace")),
+        *((name, ctypes.c_void_p) for name in ("tokens", "entering", "states", "logits")),
+        ("workspace", ctypes.c_void_p),
         ("should_stop", _ShouldStop),
         *((name, ctypes.c_int32) for name in ("span_count", "count", "logit_rows", "threads")),
+        *((name, ctypes.c_int32) for name in ("first_layer", "last_layer")),
     ]
 
 
@@ -188,21 +190,24 @@ class FusedStep:
         *,
         threads: int = 1,
         should_stop: Callable[[], bool] | None = None,
+        group: LayerGroup | None = None,
     ) -> tuple[Floats, Floats] | None:
         """Write K and V of the tokens of each span and compute what follows them.
 
-        A token's results have the same bits however many others come with it.
+        A token's results have the same bits however many others come with it, and in however many
+        groups of layers.
 
         Args:
             spans: of different sequences, or of what does not see each other's new tokens.
             should_stop: asked before each layer; what it raises stops the step and is raised again.
+            group: the layers that all spans go through; None: all.
 
         Returns:
-            Hidden states after the final norm `[tokens, E]` and logits `[logit_rows, V]`, span
-            after span; None if it was stopped.
+            Hidden states after the final norm `[tokens, E]`, or the residual that enters the layer
+            behind the group, and logits `[logit_rows, V]`, span after span; None if it was stopped.
 
         Raises:
-            ValueError: a token, a block or a position that is not there.
+            ValueError: a token, a block, a position or a layer that is not there.
         """
         weights = self._weights
         check_spans(spans, pools=len(self._pools))
@@ -211,13 +216,17 @@ class FusedStep:
         tables = [self._tables(span) for span in spans]
         pointers = [np.array([address(table) for table in each], np.uint64) for each in tables]
         rows = sum(span.logit_rows for span in spans)
+        layers, hidden = len(weights.layers), weights.embedding.inputs
+        if group is None:
+            group = LayerGroup(layers=range(layers))
+        check_group(group, layers=layers, rows=len(ids), hidden=hidden, logit_rows=rows)
         errors: list[BaseException] = []
         callback = _ShouldStop()
         if should_stop is not None:
             answers = _answers(should_stop, errors)
             next(answers)
             callback = _ShouldStop(answers.__next__)
-        states = np.empty((len(ids), weights.embedding.inputs), np.float32)
+        states = np.empty((len(ids), hidden), np.float32)
         width = -(-weights.head.outputs // PANEL) * PANEL
         logits = np.empty((rows, width), np.float32)
         call = _Call(
@@ -231,6 +240,7 @@ class FusedStep:
                 )
             ),
             address(ids),
+            address(group.entering),
             address(states),
             address(logits),
             None,
@@ -239,6 +249,8 @@ class FusedStep:
             len(ids),
             rows,
             threads,
+            group.layers.start,
+            group.layers.stop,
         )
         needed = self._library.edgellm_step_workspace(ctypes.byref(call))
         workspace = self._workspace(needed)

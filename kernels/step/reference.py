@@ -40,8 +40,34 @@ def forward(
     Returns:
         Hidden states after the final norm `[C, E]` and logits `[C, V]`.
     """
-    x = matrices["embedding"][list(tokens)].astype(np.float64) * weights.embedding_scale
-    for index, layer in enumerate(weights.layers):
+    x = embed(weights, matrices, tokens)
+    every = range(len(weights.layers))
+    x = through(weights, matrices, x, every, ropes, format=format, rounded=rounded)
+    states = norm(x, weights.final_norm, weights.final_norm_bias, weights.epsilon)
+    logits = states @ matrices["head"].T.astype(np.float64)
+    if weights.logit_softcap is not None:
+        logits = weights.logit_softcap * np.tanh(logits / weights.logit_softcap)
+    return states, logits
+
+
+def embed(weights: Weights, matrices: Matrices, tokens: Sequence[int]) -> Floats:
+    """The residual before the first layer `[C, E]`."""
+    return matrices["embedding"][list(tokens)].astype(np.float64) * weights.embedding_scale
+
+
+def through(
+    weights: Weights,
+    matrices: Matrices,
+    x: Floats,
+    layers: range,
+    ropes: Sequence[tuple[Sequence[float], float]],
+    *,
+    format: KVFormat,
+    rounded: bool = True,
+) -> Floats:
+    """The residual `[C, E]` of all tokens of a sequence behind some layers, from before them."""
+    for index in layers:
+        layer = weights.layers[index]
         product = _products(matrices, f"layers.{index}.", rounded)
         normed = norm(x, layer.attention_norm, layer.attention_norm_bias, weights.epsilon)
         attended = _attention(normed, layer, product, ropes[layer.rope], weights.heads, format)
@@ -52,11 +78,7 @@ def forward(
         down = _biased(product(_mlp(normed, layer, product), "down"), layer.down_bias)
         post = layer.post_mlp_norm, layer.post_mlp_norm_bias
         x = x + norm(down, *post, weights.epsilon)
-    states = norm(x, weights.final_norm, weights.final_norm_bias, weights.epsilon)
-    logits = states @ matrices["head"].T.astype(np.float64)
-    if weights.logit_softcap is not None:
-        logits = weights.logit_softcap * np.tanh(logits / weights.logit_softcap)
-    return states, logits
+    return x
 
 
 def _attention(

@@ -2,13 +2,16 @@
 
     python tests/bench/batching.py MODEL.gguf [--sequences 1,4,8,16] [--python INTERPRETER]
     python tests/bench/batching.py MODEL.gguf --gaps [--streams 5] [--prompt 4000]
+        [--scheduling stall_free,layered]
 
 Decode: sequences of `--context` tokens each, then `--tokens` more of each, greedily, with
 everyone's prompts in the KV cache before the clock starts. edgellm through `LLM.batch`; llama.cpp
 through its C interface, one `llama_batch` a step; OpenVINO GenAI through its
 `ContinuousBatchingPipeline`. Runtimes and numbers of sequences take turns; medians of `--rounds`.
 
-Gaps: streams decode while prompts come one by one, and a short one behind three long ones.
+Gaps: streams decode while prompts come one by one, and a short one behind three long ones, in
+each kind of scheduling; how often the weights were read while a prompt was computed, and by how
+many of these calls for the prompt alone.
 """
 
 from __future__ import annotations
@@ -19,7 +22,7 @@ import statistics
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -27,6 +30,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from workers import Message, Worker, serve, started
 
 if TYPE_CHECKING:
+    from edgellm.backends.batch import Rows, Span
     from edgellm.llm import LLM
 
 RUNTIMES = ("edgellm", "llama.cpp", "llama.cpp no-fa", "openvino")
@@ -180,6 +184,23 @@ def batching(arguments: argparse.Namespace) -> str:
     return "\n".join(lines)
 
 
+class WeightReads:
+    """Counts how often calls of a back end read all weights; a group of layers reads its part."""
+
+    def __init__(self, llm: LLM) -> None:
+        self.all = self.for_prompts = 0.0
+        self._layers, self._run = len(llm.engine.config.layers), llm.engine.prefill.run
+        vars(llm.engine.prefill)["run"] = self.run
+
+    def run(self, spans: Sequence[Span], **options: Any) -> list[Rows]:
+        group = spans[0].group
+        part = 1.0 if group is None else len(group.layers) / self._layers
+        self.all += part
+        if len(spans) == 1 and len(spans[0].tokens) > 1:
+            self.for_prompts += part
+        return self._run(spans, **options)
+
+
 def gaps(llm: LLM, arguments: argparse.Namespace) -> str:
     """The largest gap of streams while long prompts come one by one, and when those begin."""
     vocabulary, length = llm.engine.config.vocab_size, arguments.prompt
@@ -211,16 +232,19 @@ def gaps(llm: LLM, arguments: argparse.Namespace) -> str:
         thread.start()
     time.sleep(2.0)
     watching.set()
+    reads = WeightReads(llm)
     long = [prompt(500 + i, length, vocabulary) for i in range(3)]
     firsts = [llm.generate(ids, max_tokens=1).stats.ttft_s for ids in long]
     watching.clear()
+    read, alone_read = reads.all / len(long), reads.for_prompts / len(long)
     stop.set()
     for thread in threads:
         thread.join()
     return (
         f"largest gap of {arguments.streams} streams {1e3 * max(largest):.0f} ms (without prompts "
         f"{1e3 * statistics.median(usual):.0f}, median); first token of a prompt of {length} after "
-        f"{statistics.median(firsts):.2f} s, alone {alone:.2f} s"
+        f"{statistics.median(firsts):.2f} s, alone {alone:.2f} s; weights read "
+        f"{read:.0f} times for each, {alone_read:.0f} of them by calls of a prompt alone"
     )
 
 
@@ -256,6 +280,8 @@ def main() -> None:
     parser.add_argument("--context", type=int, default=128)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--gaps", action="store_true", help="streams and prompts, edgellm alone")
+    parser.add_argument("--scheduling", default="stall_free", help="of --gaps; several in a row")
+    parser.add_argument("--time-target-ms", type=float, default=100)
     parser.add_argument("--streams", type=int, default=5)
     parser.add_argument("--prompt", type=int, default=4000)
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
@@ -270,9 +296,17 @@ def main() -> None:
     print(f"{Path(arguments.model).name}, {cpu_name()}, {arguments.threads} threads\n")
     if not arguments.gaps:
         return print(batching(arguments))
-    llm = load(arguments.model, ctx_size=4096, cache_size=32768, threads=arguments.threads)
-    print(gaps(llm, arguments), flush=True)
-    print(short_behind_long(llm, arguments))
+    for scheduling in arguments.scheduling.split(","):
+        with load(
+            arguments.model,
+            ctx_size=4096,
+            cache_size=32768,
+            threads=arguments.threads,
+            scheduling=scheduling,
+            time_target_ms=arguments.time_target_ms,
+        ) as llm:
+            print(f"{scheduling}: {gaps(llm, arguments)}", flush=True)
+            print(f"{scheduling}: {short_behind_long(llm, arguments)}", flush=True)
 
 
 if __name__ == "__main__":

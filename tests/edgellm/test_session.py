@@ -291,7 +291,7 @@ def test_two_sessions_in_two_threads(llm: LLM) -> None:
         ({"ctx_size": 10**9}, "trained for at most 8192"),
         ({"cache_size": 5}, "`cache_size` is 5"),
         ({"threads": 0}, "1 to 1024"),
-        ({"scheduling": "fair"}, "stall_free, serial, two_devices"),
+        ({"scheduling": "fair"}, "stall_free, layered, serial, two_devices"),
         ({"decode_slowdown": 1}, "`decode_slowdown` is 1; allowed is a number, 1.01 to 100"),
         ({"time_target_ms": 0}, "`time_target_ms` is 0; allowed is a number, 1 to 60000"),
         ({"time_target_ms": "fast"}, "`time_target_ms` is 'fast'"),

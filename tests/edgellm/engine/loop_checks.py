@@ -8,13 +8,14 @@ import random
 import signal
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 
 from edgellm.cache.sequence import Sequence as CachedSequence
+from edgellm.engine.step_costs import StepCosts, StepLoad
 from edgellm.errors import CancelledError
 from edgellm.kernels.kv_blocks import BLOCK
 from edgellm.llm import LLM
@@ -24,6 +25,20 @@ GREEDY: dict[str, Any] = {"temperature": 0, "ignore_eos": True}
 
 class AlarmError(BaseException):
     """What a signal handler raises; like KeyboardInterrupt it is no Exception."""
+
+
+class FixedCosts(StepCosts):
+    """Predicts for ever that a row takes so many seconds: what steps have is the same anywhere."""
+
+    def __init__(self, row: float) -> None:
+        super().__init__()
+        self._row = row
+
+    def seconds(self, load: StepLoad) -> float:
+        return self._row * load.rows
+
+    def learn(self, load: StepLoad, seconds: float) -> None:
+        pass
 
 
 def prompt(seed: int, length: int) -> list[int]:
@@ -61,6 +76,34 @@ def assert_idle(llm: LLM) -> None:
     assert not batcher._live
     assert not batcher._scheduler.running
     assert not batcher._scheduler.waiting
+
+
+def poison_given_back(group: Any) -> None:
+    """Fill blocks with NaN when they are given back and nobody can find them, and when taken."""
+    pool, release, allocate = group.pool, group.pool.release, group.pool.allocate
+
+    def fill(block: int) -> None:
+        for array in group.blocks.block(block):
+            array[...] = np.nan
+
+    def released(block: int) -> None:
+        release(block)
+        if not pool.references(block) and block not in pool:
+            fill(block)
+
+    def allocated() -> int:
+        block: int = allocate()
+        fill(block)
+        return block
+
+    pool.release, pool.allocate = released, allocated
+
+
+def until(true: Callable[[], bool], *, seconds: float = 30) -> None:
+    ends = time.monotonic() + seconds
+    while not true():
+        assert time.monotonic() < ends
+        time.sleep(0.001)
 
 
 def raising_once(error: BaseException, *, at: int) -> Any:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 
 from hypothesis import strategies as st
 
+from edgellm.engine.admission import Underway
 from edgellm.engine.policies import SchedulingPolicy
 from edgellm.engine.scheduler import Scheduler, Share
 from edgellm.engine.step_costs import StepCosts, StepLoad
@@ -36,6 +37,7 @@ class Request:
     salt: str = ""
     owner: str = ""
     prefilled: int = 0
+    underway: Underway | None = None
     began: float | None = None
     times: list[float] = field(default_factory=list)
 
@@ -103,13 +105,13 @@ class Engine:
             self.check(chosen)
             shares = self.reserve(chosen)
             if shares:
-                seconds = self.law(load_of(shares)) * self.chance.uniform(1, 1 + self.noise)
                 for share in shares:
                     if share.request.began is None:
                         share.request.began = self.now
-                self.now += seconds
+                calls = [(call, self.seconds(call)) for call in calls_of(shares)]
+                self.now += sum(seconds for _, seconds in calls)
                 self.arrive(arriving, cancelled)  # while the step is running
-                self.finish(shares, seconds)
+                self.finish(shares, calls)
             elif chosen:
                 continue  # who was to be computed has failed
             elif self.scheduler.waiting:  # the first in line does not fit, and nobody else runs
@@ -161,12 +163,25 @@ class Engine:
                 dropped.add(victim)
         return [share for share in shares if share.request not in dropped]
 
-    def finish(self, shares: list[Share[Request]], seconds: float) -> None:
-        self.steps.append((shares, seconds))
+    def seconds(self, call: list[Share[Request]]) -> float:
+        """What a call takes."""
+        part = 1.0
+        if call[0].layers is not None:
+            part = (call[0].layers.end - call[0].layers.first) / call[0].layers.all
+        return self.law(load_of(call)) * part * self.chance.uniform(1, 1 + self.noise)
+
+    def finish(
+        self, shares: list[Share[Request]], calls: list[tuple[list[Share[Request]], float]]
+    ) -> None:
+        self.steps.append((shares, sum(seconds for _, seconds in calls)))
         for share in shares:
-            request = share.request
+            request, layers = share.request, share.layers
             if request not in self.scheduler.running:
                 continue  # cancelled while the step ran
+            request.underway = None
+            if layers is not None and layers.end < layers.all:
+                request.underway = Underway(share.rows, layers.end)
+                continue
             request.computed += share.rows
             request.prefilled += 0 if share.decode else share.rows
             if self.known is not None:
@@ -178,7 +193,11 @@ class Engine:
                 request.times.append(self.now)
                 if request.sampled == request.answer:
                     self.remove(request)
-        self.scheduler.done(shares, seconds)
+        for call, seconds in calls:
+            if call[0].layers is None:
+                self.scheduler.done(call, seconds)
+            else:
+                self.scheduler.passed(call[0], seconds)
 
     def fail(self, request: Request) -> None:
         request.failed = True
@@ -191,6 +210,7 @@ class Engine:
     def release(self, request: Request) -> None:
         self.free += request.blocks
         request.blocks = request.computed = 0
+        request.underway = None
 
     def check(self, shares: Sequence[Share[Request]]) -> None:
         running, waiting = self.scheduler.running, self.scheduler.waiting
@@ -203,10 +223,26 @@ class Engine:
             assert share.start == share.request.computed
             assert share.decode is share.request.decoding
             assert 1 <= share.rows <= len(share.request.tokens) - share.start
+            self.check_layers(share)
         decoding = sum(request.decoding for request in running)
         assert sum(share.decode for share in shares) == min(decoding, self.policy.max_decodes)
-        assert sum(share.rows for share in shares) <= self.policy.budget(decodes=1, requests=2)[2]
+        most = self.policy.budget(decodes=1, requests=2).max_rows
+        assert all(sum(share.rows for share in call) <= most for call in calls_of(shares))
         assert shares or not running, "somebody runs, and nothing is computed"
+
+    def check_layers(self, share: Share[Request]) -> None:
+        """Rows that rest between layers go on from there, and come with no others of theirs."""
+        underway, layers = share.request.underway, share.layers
+        if underway is not None:
+            assert layers is not None
+            assert (share.rows, layers.first) == underway
+        if layers is not None:
+            assert not share.decode
+            assert layers.all == self.policy.layers
+            assert (0 if underway is None else underway.layers) == layers.first < layers.end
+            assert layers.end <= layers.all
+        resting = sum(request.underway is not None for request in self.scheduler.running)
+        assert resting <= 4
 
 
 def load_of(shares: Iterable[Share[Request]]) -> StepLoad:
@@ -214,6 +250,12 @@ def load_of(shares: Iterable[Share[Request]]) -> StepLoad:
     for share in shares:
         load = load.plus(share.rows, share.start)
     return load
+
+
+def calls_of(shares: Iterable[Share[Request]]) -> list[list[Share[Request]]]:
+    """What a step computes in one call each: all that goes through all layers, and each group."""
+    whole = [share for share in shares if share.layers is None]
+    return [*([whole] if whole else []), *([s] for s in shares if s.layers is not None)]
 
 
 def taught(law: Callable[[StepLoad], float] = two_cores, *, steps: int = 100) -> StepCosts:

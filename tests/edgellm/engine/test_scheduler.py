@@ -5,6 +5,8 @@ from __future__ import annotations
 import itertools
 import random
 import statistics
+from collections.abc import Callable
+from functools import partial
 
 import pytest
 from hypothesis import given, settings
@@ -20,7 +22,7 @@ from simulated_engine import (
     taught,
 )
 
-from edgellm.engine.policies import SchedulingPolicy, Serial, StallFree
+from edgellm.engine.policies import Layered, SchedulingPolicy, Serial, StallFree
 from edgellm.engine.scheduler import Scheduler
 from edgellm.engine.step_costs import StepCosts
 from edgellm.errors import EdgeLLMError
@@ -34,7 +36,7 @@ from edgellm.errors import EdgeLLMError
     max_running=st.integers(1, 8),
     max_decodes=st.integers(1, 4),
     sharing=st.booleans(),
-    serial=st.booleans(),
+    kind=st.sampled_from(["serial", "stall_free", "layered"]),
 )
 def test_everybody_finishes(
     requests: list[Request],
@@ -43,13 +45,16 @@ def test_everybody_finishes(
     max_running: int,
     max_decodes: int,
     sharing: bool,
-    serial: bool,
+    kind: str,
 ) -> None:
     """Or fails because the pool is too small for it alone, or is cancelled."""
-    policy: SchedulingPolicy = StallFree(max_running=max_running, max_decodes=max_decodes)
-    engine = Engine(
-        Serial() if serial else policy, blocks=blocks, watermark=watermark, sharing=sharing
-    )
+    limits = {"max_running": max_running, "max_decodes": max_decodes}
+    policies: dict[str, SchedulingPolicy] = {
+        "serial": Serial(),
+        "stall_free": StallFree(**limits),
+        "layered": Layered(layers=30, **limits),
+    }
+    engine = Engine(policies[kind], blocks=blocks, watermark=watermark, sharing=sharing)
     engine.run(requests)
     assert engine.free == blocks
     assert not engine.scheduler.running
@@ -78,7 +83,8 @@ def test_serial_is_first_come_first_served(order: int) -> None:
 
 
 @pytest.mark.slow
-def test_ten_thousand_requests() -> None:
+@pytest.mark.parametrize("kind", [StallFree, partial(Layered, layers=30)], ids=["rows", "layers"])
+def test_ten_thousand_requests(kind: Callable[..., SchedulingPolicy]) -> None:
     """Nobody starves: who is long waits longer, yet in proportion, though the load is high."""
     chance = random.Random(5)
     requests, now = [], 0.0
@@ -86,7 +92,7 @@ def test_ten_thousand_requests() -> None:
         now += chance.expovariate(1 / 0.13)
         length = min(4000, 1 + int(chance.lognormvariate(4.6, 1.1)))
         requests.append(Request(numbers(length, start=i), 1 + int(chance.expovariate(1 / 12)), now))
-    engine = Engine(StallFree(max_running=32), blocks=400, watermark=32, noise=0.1)
+    engine = Engine(kind(max_running=32), blocks=400, watermark=32, noise=0.1)
     engine.run(requests)
     assert all(finished(request) for request in requests)
     busy = sum(seconds for _, seconds in engine.steps) / engine.now

@@ -15,7 +15,16 @@ from typing import Any
 
 import numpy as np
 import pytest
-from loop_checks import GREEDY, AlarmError, assert_idle, forked, interrupted_answers, prompt
+from loop_checks import (
+    GREEDY,
+    AlarmError,
+    assert_idle,
+    forked,
+    interrupted_answers,
+    poison_given_back,
+    prompt,
+    until,
+)
 
 from edgellm import Completion, OptionError
 from edgellm.backends.batch import Rows, Span
@@ -71,13 +80,6 @@ def assert_ended(llm: LLM) -> None:
     until(lambda: not any(t.name == "edgellm-prefill" for t in threading.enumerate()))
     assert_idle(llm)
     assert batcher._lane._job is None
-
-
-def until(true: Callable[[], bool], *, seconds: float = 30) -> None:
-    ends = time.monotonic() + seconds
-    while not true():
-        assert time.monotonic() < ends
-        time.sleep(0.001)
 
 
 def alone(llm: LLM, prompts: Sequence[list[int]] = PROMPTS, **options: Any) -> list[Completion]:
@@ -205,27 +207,6 @@ def test_blocks_are_its_own_until_the_thread_is_done(bundle_path: Path) -> None:
             for other in others:
                 other.result(timeout=60)
     assert_ended(llm)
-
-
-def poison_given_back(group: Any) -> None:
-    """Fill blocks with NaN when they are given back and nobody can find them, and when taken."""
-    pool, release, allocate = group.pool, group.pool.release, group.pool.allocate
-
-    def fill(block: int) -> None:
-        for array in group.blocks.block(block):
-            array[...] = np.nan
-
-    def released(block: int) -> None:
-        release(block)
-        if not pool.references(block) and block not in pool:
-            fill(block)
-
-    def allocated() -> int:
-        block: int = allocate()
-        fill(block)
-        return block
-
-    pool.release, pool.allocate = released, allocated
 
 
 # At the same time.

@@ -1,0 +1,78 @@
+"""Rows of prompts that go through the layers in groups, one group in each step. Pure Python."""
+
+from __future__ import annotations
+
+import math
+
+from edgellm.engine.admission import Entry, RequestT, Underway
+from edgellm.engine.policies import StepBudget
+from edgellm.engine.prompt_rows import Layers, PromptRows, Share
+from edgellm.engine.step_costs import StepLoad
+
+# Prompts with rows that rest between two layers: each holds blocks, and 4 bytes times the rows
+# times the model's width.
+_MOST_RESTING = 4
+# A group may take so much longer than what is left of a step: within what a prediction is wrong by.
+_SLACK = 1.125
+_FULL = StepBudget(0.0, 0, 0)
+# Of a step, where nothing is predicted to take any time.
+_SHORTEST = 1e-9
+
+
+class LayerGroups(PromptRows[RequestT]):
+    """As `PromptRows`; of a prompt that takes more than two steps, up to `max_rows` rows go through
+    as many layers as the step has time for, and through the next ones with the next steps.
+
+    What takes less goes through all layers together with the decodes, a few rows in a step, and so
+    do short prompts that pass a long one.
+    """
+
+    def _serve(self, entry: Entry[RequestT], room: int) -> None:
+        underway = entry.request.underway
+        if underway is None and self._budget.may_rest and entry.left > room + room // 8:
+            rows = self._rows_of(entry, room)
+            if rows > 2 * room and self._resting() < _MOST_RESTING:
+                underway = Underway(rows, 0)
+        if underway is None:
+            self._compute(entry, room)
+        elif room > 0:
+            self._pass_group(entry, underway, self._seconds_of(entry, room))
+
+    def _resting(self) -> int:
+        running = self._admission.running
+        return sum(request.underway is not None for request in running)
+
+    def _seconds_of(self, entry: Entry[RequestT], room: int) -> float:
+        """What the step has for a prompt: also where decodes alone take as long as it may."""
+        seconds, position = self._costs.seconds, entry.request.computed
+        return seconds(self._load.plus(room, position)) - seconds(self._load)
+
+    def _rows_of(self, entry: Entry[RequestT], room: int) -> int:
+        """So many that whole layers of them fill steps: of 512 in one layer and a half, fewer in
+        two. The rest of a prompt goes together, if a layer of it fits into a step."""
+        costs, start, layers = self._costs, entry.request.computed, self._policy.layers
+        step = max(self._seconds_of(entry, room), _SHORTEST)
+        most, in_each = min(entry.left, self._budget.max_rows), 1
+        if most < entry.left:
+            steps = int(costs.seconds(StepLoad().plus(most, start)) / step)
+            in_each = math.ceil(layers / min(max(steps, 1), layers))
+        return costs.rows_within(step * layers / in_each, start, beside=StepLoad(), limit=most)
+
+    def _pass_group(self, entry: Entry[RequestT], underway: Underway, seconds: float) -> None:
+        """Give a prompt its next layers: those that are left are shared among as few steps as they
+        take."""
+        start, count = entry.request.computed, self._policy.layers
+        rows, passed = underway
+        whole = self._costs.seconds(StepLoad().plus(rows, start))
+        left = count - passed
+        fitting = left if whole <= seconds else max(1, int(_SLACK * seconds / whole * count))
+        layers = Layers(passed, passed + math.ceil(left / math.ceil(left / fitting)), count)
+        self._shares.append(Share(entry.request, start, rows, decode=False, layers=layers))
+        self._served.add(entry.arrival)
+        if layers.end < count:
+            # what little time is left is not for another prompt: this one goes on all the sooner
+            self._budget = _FULL
+            return
+        spent = whole * (layers.end - layers.first) / count
+        self._budget = self._budget._replace(seconds=self._budget.seconds - spent)
+        self._rows += layers.part(rows)

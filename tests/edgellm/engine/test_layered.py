@@ -1,0 +1,396 @@
+"""Prompts whose rows rest between two layers: the same answers, whatever happens meanwhile."""
+
+from __future__ import annotations
+
+import os
+import random
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+from loop_checks import (
+    GREEDY,
+    AlarmError,
+    FixedCosts,
+    assert_idle,
+    check_pools,
+    interrupted_answers,
+    poison_given_back,
+    prompt,
+    until,
+)
+
+from edgellm import CacheFullError, Completion, OptionError
+from edgellm.backends.batch import Rows, Span
+from edgellm.engine.context import Context
+from edgellm.engine.policies import Layered
+from edgellm.engine.request import Request
+from edgellm.kernels.kv_blocks import BLOCK
+from edgellm.kernels.native import library
+from edgellm.llm import LLM, load
+
+pytestmark = pytest.mark.skipif(library() is None, reason="needs the native kernels")
+
+LAYERS = 6
+LENGTHS = (5, 900, 300, 40, 1, 700, 513, 130, 260, 999)
+PROMPTS = [prompt(i, length) for i, length in enumerate(LENGTHS)]
+SHORT: dict[str, Any] = {**GREEDY, "max_tokens": 12}
+STREAM: dict[str, Any] = {**GREEDY, "max_tokens": 400}
+NATIVE: dict[str, Any] = {"prefill": "native", "decode": "native", "ctx_size": 1024}
+
+
+@pytest.fixture(scope="module")
+def folder(deep_model: Path) -> str:
+    return str(load(str(deep_model)).engine.bundle.path)
+
+
+def start(folder: str, **options: Any) -> LLM:
+    """A step has room for 100 rows of prompts, whatever the machine."""
+    chosen = {"scheduling": "layered", "cache_size": 64 * BLOCK, **NATIVE, **options}
+    llm = load(folder, **chosen)
+    llm.engine.loop._batcher._scheduler.costs = FixedCosts(1e-3)
+    return llm
+
+
+@pytest.fixture
+def tiny(folder: str) -> Iterator[LLM]:
+    llm = start(folder)
+    yield llm
+    assert_idle(llm)
+
+
+@pytest.fixture(scope="module")
+def expected(folder: str) -> list[Completion]:
+    serial = load(folder, scheduling="serial", cache_size=64 * BLOCK, **NATIVE)
+    return [serial.generate(each, logprobs=3, **SHORT) for each in PROMPTS]
+
+
+class Groups:
+    """Watches the groups of layers that a model computes.
+
+    Attributes:
+        layers: of each call.
+        passed: rows that have passed the last layer.
+        before: called with the number of a call, from 1 on, before it is made.
+    """
+
+    def __init__(self, llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.layers: list[range] = []
+        self.passed = 0
+        self.before: Callable[[int], object] = bool
+        run = llm.engine.prefill.run
+
+        def watched(spans: Sequence[Span], **options: Any) -> list[Rows]:
+            group = spans[0].group
+            if group is not None:
+                self.layers.append(group.layers)
+                self.before(len(self.layers))
+            results = run(spans, **options)
+            if group is not None and group.layers.stop == LAYERS:
+                self.passed += len(spans[0].tokens)
+            return results
+
+        monkeypatch.setattr(llm.engine.prefill, "run", watched)
+
+
+@pytest.fixture
+def groups(tiny: LLM, monkeypatch: pytest.MonkeyPatch) -> Groups:
+    return Groups(tiny, monkeypatch)
+
+
+def together(llm: LLM, prompts: Sequence[list[int]] = PROMPTS, **options: Any) -> list[Completion]:
+    """Each in a thread of its own."""
+    with ThreadPoolExecutor(len(prompts)) as pool:
+        answers = [pool.submit(llm.generate, each, **{**SHORT, **options}) for each in prompts]
+        return [answer.result(timeout=60) for answer in answers]
+
+
+def assert_same(found: Sequence[Completion], expected: Sequence[Completion]) -> None:
+    assert [each.tokens for each in found] == [each.tokens for each in expected]
+    assert [each.logprobs for each in found] == [each.logprobs for each in expected]
+
+
+# What is computed.
+
+
+def test_the_bits_are_those_of_one_after_the_other(
+    tiny: LLM, groups: Groups, expected: list[Completion]
+) -> None:
+    """Whoever else is there, and whether rows rest or not."""
+    assert_same(together(tiny, logprobs=3), expected)
+    assert groups.layers.count(range(LAYERS - 1, LAYERS)) > 3
+    assert max(len(layers) for layers in groups.layers) < LAYERS
+    assert tiny.engine.loop.counts.prefill_rows >= sum(LENGTHS)
+    alone = [start(str(tiny.engine.bundle.path)).generate(p, logprobs=3, **SHORT) for p in PROMPTS]
+    assert_same(alone, expected)
+
+
+def test_what_is_told_of_a_prompt(tiny: LLM, expected: list[Completion]) -> None:
+    reports: list[tuple[int, int]] = []
+    stream = tiny.stream(prompt(77, 30), **STREAM)
+    next(stream)
+    found = tiny.generate(PROMPTS[9], progress=lambda p: reports.append((p.done, p.total)), **SHORT)
+    stream.close()
+    assert found.tokens == expected[9].tokens
+    assert found.stats.prefill == {"native": 999}
+    assert found.stats.scheduling == "layered"
+    assert found.stats.prompt_tokens_per_second > 0
+    done = [each for each, _ in reports]
+    assert done == sorted(done)
+    assert reports[-1] == (999, 999)
+    assert 2 <= len(reports) <= 5
+
+
+def test_answers_to_one_prompt(tiny: LLM, groups: Groups) -> None:
+    options = {**SHORT, "temperature": 1}
+    fresh = start(str(tiny.engine.bundle.path))
+    alone = [fresh.generate(PROMPTS[5], seed=i, **options).tokens for i in range(3)]
+    stream = tiny.stream(PROMPTS[3], **STREAM)
+    next(stream)
+    found = tiny.generate(PROMPTS[5], n=3, seed=0, **options)
+    stream.close()
+    assert groups.layers
+    assert [answer.tokens for answer in found] == alone
+    assert [answer.stats.cached_tokens for answer in found] == [0, 700, 700]
+
+
+def test_a_short_prompt_passes_one_that_rests(tiny: LLM, groups: Groups) -> None:
+    order: list[str] = []
+    arrived = threading.Event()
+
+    def answer(name: str, tokens: list[int]) -> None:
+        tiny.generate(tokens, max_tokens=1, **GREEDY)
+        order.append(name)
+
+    with ThreadPoolExecutor(2) as pool:
+        stream = tiny.stream(PROMPTS[3], **STREAM)
+        next(stream)
+        later: list[threading.Thread] = []
+
+        def wait(number: int) -> None:
+            arrived.set()
+            until(lambda: bool(later))
+
+        groups.before = wait
+        long = pool.submit(answer, "long", PROMPTS[9])
+        reading = pool.submit(lambda: list(stream))
+        assert arrived.wait(30)
+        later.append(threading.Thread(target=answer, args=("short", PROMPTS[0])))
+        later[0].start()
+        long.result(timeout=60)
+        later[0].join(60)
+        reading.result(timeout=60)
+    assert order == ["short", "long"]
+
+
+# What comes between two groups.
+
+
+def in_company(llm: LLM, tokens: list[int], **options: Any) -> Completion:
+    """An answer while another one decodes, so that its rows rest."""
+    stream = llm.stream(PROMPTS[3], **STREAM)
+    next(stream)
+    try:
+        return llm.generate(tokens, **{**SHORT, **options})
+    finally:
+        stream.close()
+
+
+@pytest.mark.parametrize("at", [1, 3, 8])
+def test_preempted_between_two_groups(
+    tiny: LLM, groups: Groups, expected: list[Completion], at: int
+) -> None:
+    """It begins again behind what was computed before, and finds that in the cache."""
+
+    def full(number: int) -> None:
+        if number == at:
+            raise CacheFullError("no room")
+
+    groups.before = full
+    found = in_company(tiny, PROMPTS[9], logprobs=3)
+    assert_same([found], expected[9:])
+    assert found.stats.preempted == 1
+    firsts = [layers.start for layers in groups.layers]
+    ends = [layers.stop for layers in groups.layers]
+    assert firsts[at] == 0
+    assert firsts.count(0) == ends.count(LAYERS) + (ends[at - 1] < LAYERS)
+    assert groups.passed == 999
+
+
+def test_too_little_room(folder: str) -> None:
+    """Blocks that were given back, or not yet written to, hold NaN; others get them meanwhile."""
+    options: dict[str, Any] = {"kv_format": "f32", "ctx_size": 5 * BLOCK}
+    prompts = [prompt(i, 100 + 40 * i) for i in range(8)]
+    serial = load(folder, scheduling="serial", cache_size=64 * BLOCK, **{**NATIVE, **options})
+    wanted = [serial.generate(each, **{**SHORT, "max_tokens": 200}).tokens for each in prompts]
+    small, preempted = start(folder, cache_size=8 * BLOCK, **options), 0
+    for group in small.engine.cache.groups:
+        poison_given_back(group)
+    rng = random.Random(1)
+    for _ in range(4):
+        order = rng.sample(range(len(prompts)), len(prompts))
+        found = together(small, [prompts[i] for i in order], max_tokens=200)
+        assert [each.tokens for each in found] == [wanted[i] for i in order]
+        preempted += sum(each.stats.preempted for each in found)
+    assert preempted
+    assert_idle(small)
+
+
+def test_a_full_context_goes_on(folder: str) -> None:
+    shifting = {"max_tokens": 150, "context_policy": "shift", "keep": 9}
+    prompts = [prompt(i, 90 + 110 * i) for i in range(5)]
+    options: dict[str, Any] = {"ctx_size": 4 * BLOCK}
+    serial = load(folder, scheduling="serial", **{**NATIVE, **options})
+    wanted = [serial.generate(each, **{**SHORT, **shifting}).tokens for each in prompts]
+    small = start(folder, cache_size=6 * BLOCK, **options)
+    found = together(small, prompts, **shifting)
+    assert [each.tokens for each in found] == wanted
+    assert any(each.stats.dropped_tokens for each in found)
+    assert_idle(small)
+
+
+@pytest.mark.parametrize("at", [1, 2, 7])
+@pytest.mark.parametrize("how", ["cancelled", "closed", "withdrawn"])
+def test_nobody_wants_the_rest(tiny: LLM, groups: Groups, at: int, how: str) -> None:
+    """Its blocks are back with the next step, and the rows that rested are found by nobody."""
+    cancel, session = threading.Event(), tiny.session()
+    session.append(PROMPTS[9])
+    context = Context(tiny.engine)
+    context.append("prompt", PROMPTS[9], parse_special=False)
+    request = Request(context, tiny.generation_options(max_tokens=4), closes=True)
+    stops: dict[str, Callable[[], object]] = {
+        "cancelled": cancel.set,
+        "closed": session.close,
+        "withdrawn": partial(tiny.engine.loop.withdraw, request),
+    }
+    groups.before = lambda number: stops[how]() if number == at else None
+    stream = tiny.stream(PROMPTS[3], **STREAM)
+    next(stream)
+    if how == "withdrawn":
+        tiny.engine.loop.submit(request)
+        for _ in range(20):
+            next(stream)
+    elif how == "closed":
+        with pytest.raises(OptionError, match="was changed"):
+            session.generate(**SHORT)
+    else:
+        assert session.generate(cancel=cancel, **SHORT).finish_reason == "cancelled"
+    assert len(groups.layers) == at
+    session.close()
+    assert (groups.passed > 0) == (at == 7)
+    assert tiny.engine.cache.cached_prefix(PROMPTS[9]) == groups.passed
+    stream.close()
+
+
+def test_a_session_that_goes_back_between_two_groups(tiny: LLM, groups: Groups) -> None:
+    with tiny.session() as session:
+        session.append(PROMPTS[9])
+        rewind = threading.Thread(target=session.rewind, args=(300,))
+        groups.before = lambda number: rewind.start() if number == 9 else None
+        stream = tiny.stream(PROMPTS[3], **STREAM)
+        next(stream)
+        with pytest.raises(OptionError, match="was changed"):
+            session.generate(**SHORT)
+        rewind.join(30)
+        stream.close()
+        assert session.tokens == tuple(PROMPTS[9][:300])
+        fresh = start(str(tiny.engine.bundle.path)).generate(PROMPTS[9][:300], **SHORT)
+        assert session.generate(**SHORT).tokens == fresh.tokens
+
+
+def test_one_that_fails_fails_alone(tiny: LLM, groups: Groups, expected: list[Completion]) -> None:
+    def broken(number: int) -> None:
+        if number == 4:
+            raise ValueError("a kernel says no")
+
+    groups.before = broken
+    with ThreadPoolExecutor(len(PROMPTS)) as pool:
+        answers = [pool.submit(tiny.generate, each, **SHORT) for each in PROMPTS]
+        errors = [answer.exception(timeout=60) for answer in answers]
+    assert [str(error) for error in errors if error is not None] == ["a kernel says no"]
+    found = [a.result().tokens for a, error in zip(answers, errors, strict=True) if error is None]
+    wanted = [e.tokens for e, error in zip(expected, errors, strict=True) if error is None]
+    assert found == wanted
+
+
+@pytest.mark.parametrize("at", [1, 3, 6, 9])
+def test_an_interrupt_between_two_groups(
+    tiny: LLM, groups: Groups, expected: list[Completion], at: int
+) -> None:
+    """It is for whoever steps; all others begin again and have the same tokens."""
+    interrupted: list[BaseException] = []
+
+    def alarm(number: int) -> None:
+        if number == at:
+            raise AlarmError
+
+    def answer(i: int) -> tuple[int, ...] | None:
+        try:
+            return tiny.generate(PROMPTS[i], **SHORT).tokens
+        except AlarmError as error:
+            interrupted.append(error)
+            return None
+
+    groups.before = alarm
+    with ThreadPoolExecutor(len(PROMPTS)) as pool:
+        found = list(pool.map(answer, range(len(PROMPTS))))
+    assert len(interrupted) == 1
+    assert found.count(None) == 1
+    for ours, theirs in zip(found, expected, strict=True):
+        assert ours in (None, theirs.tokens)
+    check_pools(tiny)
+
+
+def test_cancelled_at_random(tiny: LLM, expected: list[Completion]) -> None:
+    rng = random.Random(3)
+
+    def cancelled(i: int) -> None:
+        cancel = threading.Event()
+        timer = threading.Timer(rng.random() * 0.03, cancel.set)
+        timer.start()
+        tokens = prompt(1000 + i, rng.randint(2, 900))
+        answer = tiny.generate(tokens, cancel=cancel, max_tokens=60, ignore_eos=True)
+        assert answer.finish_reason in ("cancelled", "length")
+        timer.join()
+
+    with ThreadPoolExecutor(12) as pool:
+        cancels = [pool.submit(cancelled, i) for i in range(80)]
+        found = [tiny.generate(each, logprobs=3, **SHORT) for each in PROMPTS]
+        for each in cancels:
+            each.result(timeout=120)
+    assert_same(found, expected)
+
+
+@pytest.mark.usefixtures("alarm")
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.parametrize("seed", range(int(os.environ.get("SEEDS", 1))))
+def test_alarms_at_random(folder: str, seed: int) -> None:
+    llm = start(folder, ctx_size=4 * BLOCK, cache_size=16 * BLOCK)
+    llm.engine.loop._batcher._scheduler.costs = FixedCosts(4e-3)
+    assert interrupted_answers(llm, seconds=3, seed=seed) > 20
+
+
+# What is refused.
+
+
+def test_the_policy_has_the_layers_of_the_model(folder: str) -> None:
+    policy = start(folder, time_target_ms=20).engine.loop._batcher._scheduler.policy
+    assert isinstance(policy, Layered)
+    assert (policy.layers, policy.time_target) == (LAYERS, pytest.approx(0.02))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"prefill": "cpu", "decode": "native"},
+        {"prefill": "native", "decode": "portable"},
+        {"prefill": "cpu", "decode": "chunked"},
+    ],
+)
+def test_other_back_ends_are_refused(folder: str, options: dict[str, Any]) -> None:
+    with pytest.raises(OptionError, match="take native for both, or `scheduling` stall_free"):
+        load(folder, scheduling="layered", **options)
