@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from serving import Running
 
-from edgellm.serve.body import parse_fields, shown
+from edgellm.serve.http.body import parse_fields, shown
 from edgellm.serve.request_error import RequestError
 from edgellm.text.tokenizer import Tokenizer
 
@@ -354,7 +354,7 @@ def test_errors_of_files_outside_of_answers(
     def fail(*_: object, **__: object) -> None:
         raise OSError(5, "Input/output error", "/home/user/secret")
 
-    monkeypatch.setattr("edgellm.serve.llama_cpp_text.asked_prompt", fail)
+    monkeypatch.setattr("edgellm.serve.llama_cpp.text.asked_prompt", fail)
     reply = server.post("/apply-template", {"messages": MESSAGES})
     assert reply.status_code == 500
     assert reply.json()["error"]["type"] == "server_error"
