@@ -1,4 +1,4 @@
-"""OpenAI's `/v1/models`."""
+"""OpenAI's `/v1/models`, with what Mistral's client reads of it, and llama.cpp's."""
 
 from __future__ import annotations
 
@@ -25,10 +25,19 @@ def _model(pool: ModelPool, id: str) -> dict[str, Any]:
         "object": "model",
         "created": pool.started_at,
         "owned_by": "edgellm",
+        "type": "base",  # Mistral's client reads no others but fine-tuned ones
+        "capabilities": {},
     }
     card = pool.known(id)
     if card is not None:
         config = card.config
+        model["capabilities"] = {
+            "completion_chat": bool(card.template),
+            "completion_fim": card.infill is not None,
+            "function_calling": card.calls_tools,
+            "reasoning": card.reasons,
+        }
+        model["max_context_length"] = card.ctx_size
         model["meta"] = {
             "n_ctx": card.ctx_size,
             "n_ctx_train": config.context_length,
