@@ -12,7 +12,7 @@ from starlette.applications import Starlette
 from starlette.middleware import Middleware
 from starlette.routing import Mount
 
-from edgellm.ray.prefix_routing import request_prefix
+from edgellm.ray.request_prefix import request_prefix
 from edgellm.serve.application import path_error
 from edgellm.serve.http.body import ClientGoneError, Receive, parse_fields, read_body
 from edgellm.serve.http.endpoint import CLIENT, Scope, while_connected
@@ -35,7 +35,7 @@ class ForwardedRequest:
 
     Attributes:
         scope: of ASGI.
-        prefix: the names of the beginnings of its prompt (`prefix_routing.py`).
+        prefix: the names of the beginnings of its prompt (`request_prefix.py`).
     """
 
     scope: dict[str, Any]

@@ -3,45 +3,17 @@ that one has much more to do than others. Pure Python.
 
 A prompt is known by the names of its beginnings: each names a piece of it and all before it, as
 blocks of the KV cache are named (see `prefix_index.py`). Whoever has the tokens takes those names;
-who has but a request, those of `request_prefix`.
+who has but a request, those of `request_prefix.py`.
 """
 
 from __future__ import annotations
 
-import hashlib
-import json
 import random
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from edgellm.errors import OptionError
-
-# Bytes of a piece: about as many tokens as a block of the KV cache has.
-_PIECE = 512
-# Of one request; what comes behind them is not looked at.
-_MOST_PIECES = 256
-# What models read of a request, in all dialects, in the order in which templates have it.
-_READ = (
-    *("model", "system", "instructions", "tools", "input_extra"),
-    *("messages", "prompt", "input", "input_prefix"),
-)
-
-
-def request_prefix(fields: Mapping[str, object], *, salt: str = "") -> list[bytes]:
-    """The names of the beginnings of what a model reads of a request, shortest first.
-
-    Args:
-        fields: of its body.
-        salt: only requests with the same one have the same names.
-    """
-    read = [(name, fields[name]) for name in _READ if fields.get(name) is not None]
-    data = json.dumps(read, ensure_ascii=False).encode("utf-8", "surrogatepass")
-    names, name = [], hashlib.sha256(salt.encode()).digest()
-    for end in range(_PIECE, min(len(data), _PIECE * _MOST_PIECES) + 1, _PIECE):
-        name = hashlib.sha256(name + data[end - _PIECE : end]).digest()
-        names.append(name)
-    return names
 
 
 @dataclass

@@ -17,7 +17,7 @@ from edgellm.tool_use import MAX_TOOLS, Tool, ToolCall, ToolChoice, checked_choi
 _MAX_BLOCKS = 10_000
 _ROLES = ("user", "assistant", "system")
 # Claude Code's first block, which differs with each request: behind it nothing would be cached.
-_BILLING = "x-anthropic-billing-header:"
+BILLING = "x-anthropic-billing-header:"
 
 
 def read_conversation(fields: Fields) -> Conversation:
@@ -47,7 +47,7 @@ def _system(fields: Fields) -> str:
     if not isinstance(fields.get("system"), list):
         return fields.text("system") or ""
     texts = [_text(block) for block in fields.objects("system", _MAX_BLOCKS)]
-    return "\n\n".join(text for text in texts if not text.startswith(_BILLING))
+    return "\n\n".join(text for text in texts if not text.startswith(BILLING))
 
 
 def _messages(fields: Fields) -> list[Message]:

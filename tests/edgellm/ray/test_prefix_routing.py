@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from edgellm.errors import OptionError
-from edgellm.ray.prefix_routing import PrefixRouting, request_prefix
+from edgellm.ray.prefix_routing import PrefixRouting
 
 DRAW = random.Random(0)
 PREFIX = [b"a", b"ab", b"abc", b"abcd"]
@@ -102,39 +102,3 @@ def test_memory_is_bounded() -> None:
 def test_bad_limits(wrong: dict[str, Any]) -> None:
     with pytest.raises(OptionError, match=next(iter(wrong))):
         PrefixRouting(**wrong)
-
-
-def chat(*texts: str, **fields: Any) -> dict[str, Any]:
-    roles = ("system", "user", "assistant", "user")
-    messages = [{"role": r, "content": t} for r, t in zip(roles, texts, strict=False)]
-    return {**fields, "messages": messages}
-
-
-def test_a_conversation_that_goes_on_begins_alike() -> None:
-    first = request_prefix(chat("s" * 3000, "question", temperature=0.1, model="m"))
-    second = request_prefix(chat("s" * 3000, "question", "x" * 2000, "more", model="m", seed=4))
-    other = request_prefix(chat("t" * 3000, "question", model="m"))
-    assert len(first) == 6
-    assert second[:5] == first[:5]
-    assert len(second) == 10
-    assert not set(first) & set(other)
-    assert not set(first) & set(request_prefix(chat("s" * 3000, "question", model="n")))
-
-
-@pytest.mark.parametrize("field", ["prompt", "input", "input_prefix", "system", "instructions"])
-def test_prompts_of_all_dialects(field: str) -> None:
-    one, other = (request_prefix({field: "a" * 1500 + end * 500}) for end in "ab")
-    assert one[:2] == other[:2]
-    assert one[-1] != other[-1]
-
-
-def test_what_is_no_prompt_has_no_name() -> None:
-    assert request_prefix({"max_tokens": 3, "prompt": None, "tools": None}) == []
-    assert request_prefix({"messages": [{"role": "user", "content": "Hello"}]}) == []
-    assert request_prefix({"prompt": "\ud800" * 600})
-    assert len(request_prefix({"prompt": "a" * 10_000_000})) == 256
-
-
-def test_clients_with_other_keys_have_other_names() -> None:
-    fields = {"prompt": "a" * 2000}
-    assert not set(request_prefix(fields, salt="x")) & set(request_prefix(fields))
