@@ -15,8 +15,8 @@ from edgellm.serve.anthropic.messages import read_conversation
 from edgellm.serve.ask import Ask
 from edgellm.serve.asked_prompt import asked_prompt
 from edgellm.serve.events import Begun, Delta, End, Event, PromptProgress
-from edgellm.serve.http.body import MAX_STOPS, Fields
 from edgellm.serve.http.endpoint import Call, Route
+from edgellm.serve.http.fields import MAX_STOPS, Fields
 from edgellm.serve.http.streaming import Comment, Frame, Frames, Reply, json_reply
 from edgellm.serve.openai.sampling import MOST_TOKENS, sampling_arguments, stop_texts
 from edgellm.tool_use import ToolCallDelta

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from edgellm.serve.ask import Conversation
-from edgellm.serve.http.body import Fields
+from edgellm.serve.http.fields import Fields
 from edgellm.serve.openai.messages import MAX_MESSAGES, checked
 from edgellm.serve.request_error import RequestError
 from edgellm.text.prompt import Message

@@ -10,8 +10,8 @@ from typing import Any
 
 from edgellm.generation_options import GenerationArguments
 from edgellm.serve.ask import Ask, Infill
-from edgellm.serve.http.body import Fields, shown
 from edgellm.serve.http.endpoint import Call, Route
+from edgellm.serve.http.fields import Fields, shown
 from edgellm.serve.http.streaming import Frames, Reply, json_reply
 from edgellm.serve.llama_cpp.answer import Shown, frames, result_object
 from edgellm.serve.llama_cpp.fields import (

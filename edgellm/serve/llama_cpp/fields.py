@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from edgellm.generation_options import GenerationArguments
-from edgellm.serve.http.body import MAX_STOPS, Fields, shown
+from edgellm.serve.http.fields import MAX_STOPS, Fields, shown
 from edgellm.serve.request_error import RequestError
 
 INT32_MAX = 2**31 - 1

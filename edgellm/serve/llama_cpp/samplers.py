@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from edgellm.generation_options import GenerationArguments
-from edgellm.serve.http.body import Fields, shown
+from edgellm.serve.http.fields import Fields, shown
 from edgellm.serve.llama_cpp.fields import field_error
 
 # llama.cpp's names, and the one-letter ones.

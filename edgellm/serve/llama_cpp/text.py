@@ -9,8 +9,8 @@ from typing import Any
 from edgellm.llm import LLM
 from edgellm.serve.ask import Ask
 from edgellm.serve.asked_prompt import asked_prompt
-from edgellm.serve.http.body import Fields, shown
 from edgellm.serve.http.endpoint import Call, Route
+from edgellm.serve.http.fields import Fields, shown
 from edgellm.serve.http.streaming import Reply, json_reply
 from edgellm.serve.llama_cpp.fields import INT32_MAX, field_error
 from edgellm.serve.openai.messages import read_conversation

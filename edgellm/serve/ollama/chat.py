@@ -11,8 +11,8 @@ from typing import Any, Literal
 from edgellm.results import Piece
 from edgellm.serve.ask import Ask, AskedPrompt, Conversation, Infill
 from edgellm.serve.events import Begun, Delta, End
-from edgellm.serve.http.body import Fields
 from edgellm.serve.http.endpoint import Call, Route
+from edgellm.serve.http.fields import Fields
 from edgellm.serve.http.streaming import Comment, Frame, Frames, Reply, json_reply
 from edgellm.serve.ollama.messages import CallCollector, read_conversation, refuse_images
 from edgellm.serve.ollama.models import now, usable_model

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 
 from edgellm.serve.ask import EmbeddingAsk
 from edgellm.serve.events import Embeddings
-from edgellm.serve.http.body import Fields
 from edgellm.serve.http.endpoint import Call, Route
+from edgellm.serve.http.fields import Fields
 from edgellm.serve.http.streaming import Reply, json_reply
 from edgellm.serve.ollama.options import read_keep_alive
 from edgellm.serve.openai.embeddings import read_dimensions, shortened

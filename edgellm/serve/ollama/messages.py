@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from edgellm.serve.ask import Conversation
-from edgellm.serve.http.body import Fields
+from edgellm.serve.http.fields import Fields
 from edgellm.serve.ollama.options import refuse, thinking_hints
 from edgellm.serve.openai.messages import MAX_MESSAGES, read_choice, read_tools
 from edgellm.text.prompt import ROLES, Message

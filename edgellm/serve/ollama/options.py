@@ -7,7 +7,7 @@ import math
 import re
 
 from edgellm.generation_options import GenerationArguments
-from edgellm.serve.http.body import Fields
+from edgellm.serve.http.fields import Fields
 from edgellm.serve.openai.sampling import MOST_LOGPROBS, sampling_arguments
 from edgellm.serve.request_error import RequestError
 from edgellm.text.template import Scalar

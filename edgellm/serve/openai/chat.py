@@ -14,8 +14,8 @@ from edgellm.generation_options import GenerationArguments
 from edgellm.results import Piece, Stats
 from edgellm.serve.ask import Ask
 from edgellm.serve.events import Begun, Delta, End, Event, PromptProgress
-from edgellm.serve.http.body import Fields
 from edgellm.serve.http.endpoint import Answered, Call, Route
+from edgellm.serve.http.fields import Fields
 from edgellm.serve.http.streaming import Comment, Frame, Frames, Reply, json_reply
 from edgellm.serve.openai.logprobs import chat_logprobs
 from edgellm.serve.openai.messages import read_conversation

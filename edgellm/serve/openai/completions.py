@@ -13,8 +13,8 @@ from edgellm.generation_options import GenerationArguments
 from edgellm.results import Piece, Stats
 from edgellm.serve.ask import Ask, AskedPrompt, Infill
 from edgellm.serve.events import Begun, Delta, Event, PromptProgress
-from edgellm.serve.http.body import Fields
 from edgellm.serve.http.endpoint import Call, Route
+from edgellm.serve.http.fields import Fields
 from edgellm.serve.http.streaming import Comment, Frame, Frames, Reply, json_reply
 from edgellm.serve.openai.chat import read_schema
 from edgellm.serve.openai.logprobs import completion_logprobs

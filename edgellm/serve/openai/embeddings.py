@@ -9,8 +9,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgellm.serve.ask import EmbeddingAsk
-from edgellm.serve.http.body import Fields
 from edgellm.serve.http.endpoint import Call, Route
+from edgellm.serve.http.fields import Fields
 from edgellm.serve.http.streaming import Reply, json_reply
 from edgellm.serve.openai.completions import read_prompts
 from edgellm.serve.openai.sampling import MOST_MS

@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 
 from edgellm.errors import OptionError
 from edgellm.serve.ask import Conversation
-from edgellm.serve.http.body import Fields
+from edgellm.serve.http.fields import Fields
 from edgellm.serve.request_error import RequestError
 from edgellm.text.prompt import ROLES, Message
 from edgellm.text.template import Scalar

@@ -8,8 +8,8 @@ from contextlib import aclosing
 from edgellm.generation_options import GenerationArguments
 from edgellm.serve.ask import Ask, Infill
 from edgellm.serve.events import Begun, Delta, Event, PromptProgress
-from edgellm.serve.http.body import Fields
 from edgellm.serve.http.endpoint import Call, Route
+from edgellm.serve.http.fields import Fields
 from edgellm.serve.http.streaming import Comment, Frame, Frames, Reply, json_reply
 from edgellm.serve.openai.chat import AskedChat, ChatIdentity, chat_object
 from edgellm.serve.openai.sampling import max_tokens, sampling_arguments

@@ -13,8 +13,8 @@ from typing import Any
 from edgellm.results import Stats
 from edgellm.serve.ask import Ask, Conversation
 from edgellm.serve.events import Begun, Delta, End, Event, PromptProgress
-from edgellm.serve.http.body import Fields
 from edgellm.serve.http.endpoint import Call, Route
+from edgellm.serve.http.fields import Fields
 from edgellm.serve.http.streaming import Comment, Frame, Frames, Reply, json_reply
 from edgellm.serve.openai.error import error_body
 from edgellm.serve.openai.messages import read_choice, read_tools

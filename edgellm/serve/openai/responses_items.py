@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from edgellm.serve.events import Delta
-from edgellm.serve.http.body import Fields
+from edgellm.serve.http.fields import Fields
 from edgellm.serve.openai.messages import MAX_MESSAGES, content_text
 from edgellm.serve.request_error import RequestError
 from edgellm.text.prompt import Message

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 from edgellm.generation_options import GenerationArguments
-from edgellm.serve.http.body import MAX_STOPS, Fields
+from edgellm.serve.http.fields import MAX_STOPS, Fields
 from edgellm.serve.request_error import RequestError
 
 _NUMBERS = {
