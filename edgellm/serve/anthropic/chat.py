@@ -19,6 +19,7 @@ from edgellm.serve.http.endpoint import Call, Route
 from edgellm.serve.http.fields import MAX_STOPS, Fields
 from edgellm.serve.http.streaming import Comment, Frame, Frames, Reply, json_reply
 from edgellm.serve.openai.sampling import MOST_TOKENS, sampling_arguments, stop_texts
+from edgellm.serve.usage import placement, timings
 from edgellm.tool_use import ToolCallDelta
 
 
@@ -94,7 +95,8 @@ async def _whole(call: Call, ask: Ask) -> dict[str, Any]:
             elif event["type"] == "content_block_stop":
                 _fill(message["content"][-1], "".join(parts))
             elif event["type"] == "message_delta":
-                message |= {**event["delta"], "usage": event["usage"]}
+                told = {name: event[name] for name in ("usage", "timings", "placement")}
+                message |= {**event["delta"], **told}
     return message
 
 
@@ -210,7 +212,13 @@ class _MessageFrames:
         delta = {"stop_reason": self._reason(event, stop), "stop_sequence": stop}
         return [
             *self._end_block(),
-            _frame("message_delta", delta=delta, usage=_usage(event.stats)),
+            _frame(
+                "message_delta",
+                delta=delta,
+                usage=_usage(event.stats),
+                timings=timings(event.stats),
+                placement=placement(event.stats),
+            ),
             _frame("message_stop"),
         ]
 

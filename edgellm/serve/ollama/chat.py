@@ -24,7 +24,7 @@ from edgellm.serve.ollama.options import (
     thinking_hints,
 )
 from edgellm.serve.openai.logprobs import chat_logprobs
-from edgellm.serve.usage import finish_reason, timings
+from edgellm.serve.usage import finish_reason, placement, timings
 from edgellm.text.fim import Gap
 from edgellm.text.prompt import Message
 
@@ -215,8 +215,8 @@ def _logprobs(begun: Begun, pieces: tuple[Piece, ...]) -> list[dict[str, Any]]:
 
 
 def _counts(end: End, asked: _Asked, load_s: float) -> dict[str, Any]:
-    """Why an answer ended, its tokens, and times in nanoseconds. The whole prompt is counted, what
-    the KV cache had of it included."""
+    """Why an answer ended, its tokens, times in nanoseconds, and where it was computed. The whole
+    prompt is counted, what the KV cache had of it included."""
     times = timings(end.stats)
     called = end.finish_reason == "tool_calls"
     return {
@@ -228,6 +228,7 @@ def _counts(end: End, asked: _Asked, load_s: float) -> dict[str, Any]:
         "eval_count": end.stats.generation_tokens,
         # clients divide by it
         "eval_duration": max(1, int(times["predicted_ms"] * 1e6)),
+        "placement": placement(end.stats),
     }
 
 
