@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import sys
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
@@ -16,7 +17,8 @@ import llm
 from llm.parts import Part, ReasoningPart, StreamEvent, TextPart, ToolCallPart, ToolResultPart
 from pydantic import Field
 
-from edgellm.store.home import bundles_dir
+from edgellm.progress import Progress
+from edgellm.store.home import bundles_dir, models_dir
 from edgellm.store.sources import ALIASES
 from edgellm.tool_use import Tool, ToolCall, ToolCallDelta, joined_calls
 
@@ -90,8 +92,29 @@ class _Loaded:
 
         with self._lock:
             if self._llm is None:
-                self._llm = load(self._name)
+                self._llm = load(self._name, progress=_FirstUse(self._name).tell)
             return self._llm
+
+
+class _FirstUse:
+    """Says on stderr why the first answer of a model is late; `llm` itself shows nothing."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._told: set[str] = set()
+
+    def tell(self, progress: Progress) -> None:
+        what = progress.label.partition(":")[0]
+        if what in self._told:
+            return
+        self._told.add(what)
+        if progress.unit == "bytes":
+            self._write(f"{what}, {progress.total / 1e6:.0f} MB, to {models_dir()}")
+        elif what.startswith("exporting"):
+            self._write(f"{what} to {bundles_dir()}")
+
+    def _write(self, text: str) -> None:
+        print(f"edgellm: {self._name}: {text}, once", file=sys.stderr)
 
 
 class EdgeModel(llm.Model):

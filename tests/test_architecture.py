@@ -54,6 +54,15 @@ PUBLIC = {
 LAYERS = ("store", "text", "cache", "backends", "engine", "measure")
 SHARED = {"checks", "errors", "generation_options", "options", "progress", "results", "tool_use"}
 
+# Folders of edgellm/serve -> which of them each may import; the modules beside them import none,
+# but for those that put all of it together.
+SERVE = {
+    "http": {"http"},
+    "openai": {"http", "openai"},  # which others take messages, tools and options from
+    **{name: {"http", "openai", name} for name in ("anthropic", "llama_cpp", "ollama")},
+}
+SERVE_TOP = {"__init__", "application", "server"}
+
 
 def python_files(folder: str) -> Iterator[Path]:
     # os.walk does not follow the links edgellm/graphs -> ../graphs
@@ -145,6 +154,23 @@ def test_packages_import_those_below(layer: str) -> None:
             parts = module.split(".")
             if parts[0] == "edgellm" and len(parts) > 1 and parts[1] not in allowed:
                 wrong.append(f"{path.relative_to(ROOT)}:{line}: {layer} must not import {module}")
+    assert not wrong, "\n".join(wrong)
+
+
+def test_dialects_do_without_each_other() -> None:
+    root = ROOT / "edgellm" / "serve"
+    assert {path.parent.name for path in root.glob("*/__init__.py")} == set(SERVE)
+    wrong = []
+    for path in python_files("edgellm/serve"):
+        folder = path.relative_to(root).parts[0]
+        if path.parent == root and path.stem in SERVE_TOP:
+            continue
+        for line, module in imported_modules(path):
+            parts = module.split(".")
+            if parts[:2] != ["edgellm", "serve"] or len(parts) < 3:
+                continue
+            if parts[2] in SERVE_TOP or parts[2] in SERVE.keys() - SERVE.get(folder, set()):
+                wrong.append(f"{path.relative_to(ROOT)}:{line}: must not import {module}")
     assert not wrong, "\n".join(wrong)
 
 

@@ -12,14 +12,15 @@ from starlette.applications import Starlette
 from starlette.middleware import Middleware
 from starlette.routing import Mount
 
+from edgellm.ray.request_prefix import request_prefix
 from edgellm.serve.application import path_error
-from edgellm.serve.body import ClientGoneError, Receive, parse_fields, read_body
-from edgellm.serve.endpoint import CLIENT, Scope, while_connected
-from edgellm.serve.guard import Guard
+from edgellm.serve.http.body import ClientGoneError, Receive, read_body
+from edgellm.serve.http.endpoint import CLIENT, Scope, while_connected
+from edgellm.serve.http.guard import Guard
+from edgellm.serve.http.json_body import parse_fields
+from edgellm.serve.http.streaming import Send
 from edgellm.serve.options import ServeOptions
-from edgellm.serve.prefix_routing import request_prefix
 from edgellm.serve.request_error import RequestError, request_error
-from edgellm.serve.streaming import Send
 
 Message: TypeAlias = MutableMapping[str, Any]
 # What of an ASGI scope says what is asked, and can be sent.
@@ -35,7 +36,7 @@ class ForwardedRequest:
 
     Attributes:
         scope: of ASGI.
-        prefix: the names of the beginnings of its prompt (`prefix_routing.py`).
+        prefix: the names of the beginnings of its prompt (`request_prefix.py`).
     """
 
     scope: dict[str, Any]

@@ -1,4 +1,4 @@
-"""Ray Serve's request router that goes by `edgellm/serve/prefix_routing.py`."""
+"""Ray Serve's request router that goes by `edgellm/ray/prefix_routing.py`."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, RunningReplica
 
-from edgellm.serve.prefix_routing import PrefixRouting
+from edgellm.ray.prefix_routing import PrefixRouting
 
 
 class PrefixRouter(RequestRouter):  # type: ignore[misc]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import replace
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -12,78 +13,22 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route as StarletteRoute
 
-from edgellm.serve import (
-    anthropic,
-    health,
-    llama_cpp,
-    llama_cpp_error,
-    mistral_fim,
-    ollama,
-    ollama_embeddings,
-    ollama_models,
-    openai_chat,
-    openai_completions,
-    openai_embeddings,
-    openai_models,
-    openai_responses,
-    page,
-)
 from edgellm.serve.answering import Answering, BringPrefix
-from edgellm.serve.anthropic_error import error_body as anthropic_error_body
-from edgellm.serve.anthropic_error import error_frames as anthropic_error_frames
-from edgellm.serve.endpoint import Dialect, Endpoint
-from edgellm.serve.guard import Guard
+from edgellm.serve.anthropic.dialect import ANTHROPIC
+from edgellm.serve.http import health, page
+from edgellm.serve.http.endpoint import Dialect, Endpoint
+from edgellm.serve.http.guard import Guard
+from edgellm.serve.http.streaming import BodyReply, Reply
+from edgellm.serve.llama_cpp.dialect import LLAMA_CPP
 from edgellm.serve.model_pool import ModelPool
-from edgellm.serve.ollama_error import error_body as ollama_error_body
-from edgellm.serve.ollama_error import error_frames as ollama_error_frames
-from edgellm.serve.openai_error import error_body, error_frames
+from edgellm.serve.ollama.dialect import OLLAMA
+from edgellm.serve.openai.dialect import OPENAI, RESPONSES
 from edgellm.serve.options import ServeOptions
 from edgellm.serve.request_error import RequestError
-from edgellm.serve.streaming import BodyReply, Reply
 
-OPENAI = Dialect(
-    name="openai",
-    routes=[
-        *openai_chat.ROUTES,
-        *openai_completions.ROUTES,
-        *mistral_fim.ROUTES,
-        *openai_embeddings.ROUTES,
-        *openai_models.ROUTES,
-        *health.ROUTES,
-        *page.ROUTES,
-    ],
-    error_body=error_body,
-    error_frames=error_frames,
-)
-RESPONSES = Dialect(
-    name="responses",
-    routes=openai_responses.ROUTES,
-    error_body=error_body,
-    error_frames=openai_responses.error_frames,
-)
-LLAMA_CPP = Dialect(
-    name="llama.cpp",
-    routes=llama_cpp.ROUTES,
-    error_body=llama_cpp_error.error_body,
-    error_frames=llama_cpp_error.error_frames,
-    status=llama_cpp_error.error_status,
-)
-OLLAMA = Dialect(
-    name="ollama",
-    routes=[*ollama.ROUTES, *ollama_embeddings.ROUTES, *ollama_models.ROUTES],
-    error_body=ollama_error_body,
-    error_frames=ollama_error_frames,
-    owns=lambda path: path.startswith("/api/"),
-)
-ANTHROPIC = Dialect(
-    name="anthropic",
-    routes=anthropic.ROUTES,
-    error_body=anthropic_error_body,
-    error_frames=anthropic_error_frames,
-    owns=lambda path: path.startswith("/v1/messages"),
-)
+OWN = replace(OPENAI, name="edgellm", routes=[*health.ROUTES, *page.ROUTES])
 # The first that owns a path writes errors of paths that no route has; else it is OpenAI's.
-DIALECTS: Sequence[Dialect] = (OPENAI, RESPONSES, LLAMA_CPP, OLLAMA, ANTHROPIC)
+DIALECTS: Sequence[Dialect] = (OPENAI, RESPONSES, LLAMA_CPP, OLLAMA, ANTHROPIC, OWN)
 
 
 def create_app(
@@ -146,4 +91,4 @@ async def _no_route(request: Request, error: Exception) -> Response:
     return Response(reply.body, reply.status, headers, reply.media_type)
 
 
-__all__ = ["DIALECTS", "OPENAI", "create_app", "path_error"]
+__all__ = ["DIALECTS", "create_app", "path_error"]

@@ -18,7 +18,7 @@ import uvicorn
 from edgellm.errors import OptionError
 from edgellm.serve.answering import Answering
 from edgellm.serve.application import create_app
-from edgellm.serve.connection import protocol
+from edgellm.serve.http.connection import protocol
 from edgellm.serve.model_pool import ModelPool
 from edgellm.serve.options import ServeOptions
 

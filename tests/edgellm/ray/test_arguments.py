@@ -52,7 +52,7 @@ def test_what_is_wrong_is_named(wrong: dict[str, Any], says: str) -> None:
 
 def test_nothing_imports_ray_unless_asked() -> None:
     code = (
-        "import sys, edgellm.ray, edgellm.serve.prefix_routing, edgellm.engine.hand_over,"
+        "import sys, edgellm.ray, edgellm.ray.prefix_routing, edgellm.engine.hand_over,"
         "edgellm.ray.batch_inference, edgellm.ray.forwarding; print('ray' in sys.modules)"
     )
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -18,7 +18,7 @@ INSTALL = ("ci", "--ignore-scripts", "--no-audit", "--no-fund")
 
 
 def packages() -> Path:
-    """A folder with the `node_modules` of the lock file, 52 MB."""
+    """A folder with the `node_modules` of the lock file, 81 MB."""
     npm = shutil.which("npm")
     if npm is None or shutil.which("node") is None:
         pytest.skip("needs Node.js with npm")

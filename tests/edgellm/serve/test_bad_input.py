@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 from serving import Running
 
-from edgellm.serve.body import parse_fields, shown
+from edgellm.serve.http.fields import shown
+from edgellm.serve.http.json_body import parse_fields
 from edgellm.serve.request_error import RequestError
 from edgellm.text.tokenizer import Tokenizer
 
@@ -52,6 +53,39 @@ def test_bodies(server: Running, body: bytes) -> None:
     assert len(error["message"]) < 400
     assert "Traceback" not in reply.text
     assert "/" not in error["message"].replace("and/or", "")
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        "[]," * 140_000,
+        "{}," * 140_000,
+        '{"a": [1]},' * 70_000,
+        "1," * 1_200_000,
+        '"",' * 1_200_000,
+        '"\\\\","[{,]",' * 600_000,  # a backslash that hides no quote
+        f"{'[' * 60}{']' * 60}," * 2200,
+        "[" * 300_000,
+    ],
+)
+def test_more_values_than_are_read(values: str) -> None:
+    with pytest.raises(RequestError, match="more than the 1114112 values, 131072 of them lists"):
+        parse_fields(f'{{"a": [{values} 0]}}'.encode())
+
+
+@pytest.mark.parametrize(
+    "text", ["[{,", '[",', "[\\", '[\\"', '[\\\\",', '[\n,"', '\\"' * 7 + "[{"]
+)
+def test_what_stands_in_texts_is_not_counted(text: str) -> None:
+    """Wherever the parts end that bodies are counted in."""
+    for shift in range(3):
+        body = {"messages": ["x" * shift, text * (4_000_000 // len(text)), text], "b": [text]}
+        assert parse_fields(json.dumps(body).encode()).values == body
+
+
+def test_as_many_tokens_as_are_read_at_once() -> None:
+    tokens = list(range(1 << 20))
+    assert parse_fields(json.dumps({"tokens": tokens}).encode()).get("tokens") == tokens
 
 
 def schema(**schema: Any) -> Any:
@@ -354,7 +388,7 @@ def test_errors_of_files_outside_of_answers(
     def fail(*_: object, **__: object) -> None:
         raise OSError(5, "Input/output error", "/home/user/secret")
 
-    monkeypatch.setattr("edgellm.serve.llama_cpp_text.asked_prompt", fail)
+    monkeypatch.setattr("edgellm.serve.llama_cpp.text.asked_prompt", fail)
     reply = server.post("/apply-template", {"messages": MESSAGES})
     assert reply.status_code == 500
     assert reply.json()["error"]["type"] == "server_error"

@@ -230,6 +230,8 @@ def test_models_over_http(two: Running, loads: Loads) -> None:
     models = two.get("/v1/models").json()["data"]
     assert [model["id"] for model in models] == ["a", "b"]
     assert all(model["meta"]["n_ctx"] == 1024 for model in models)
+    assert all(model["max_context_length"] == 1024 for model in models)
+    assert all(model["capabilities"]["completion_chat"] for model in models)
 
 
 @pytest.mark.slow
@@ -297,7 +299,9 @@ def test_what_was_never_here(two: Running, loads: Loads) -> None:
     server does that."""
     shown = two.post("/api/show", {"model": "b"}).json()
     assert shown["capabilities"] == ["completion"]
-    assert "meta" not in two.get("/v1/models/b").json()
+    listed = two.get("/v1/models/b").json()
+    assert "meta" not in listed
+    assert (listed["type"], listed["capabilities"]) == ("base", {})
     assert loads.done == ["a"]
     assert two.get("/props", params={"model": "b"}).json()["is_sleeping"] is False
     assert loads.done == ["a", "b"]

@@ -160,4 +160,11 @@ def test_mistralai(fim_server: Running, tmp_path: Path) -> None:
     told = CLIENTS["mistralai"].run(tmp_path, fim_server.url, "fim")
     expected = fim_server.llm.infill("def f(", "):\n", max_tokens=9, min_tokens=2)
     answer = {"text": expected.text, "tokens": len(expected.tokens)}
-    assert told == {"whole": answer, "stream": answer, "unknown model": 404}
+    assert told["whole"] == told["stream"] == answer
+    chat = fim_server.llm.chat(max_tokens=9, temperature=0)
+    assert told["chat"] == chat.send("hello there").text
+    assert told["models"] == [["BaseModelCard", id] for id in ("fim", "m", "qwen2.5-coder")]
+    can = {name for name, has in told["model"]["capabilities"].items() if has}
+    assert can == {"completion_fim", "completion_chat"}
+    assert told["model"]["max_context_length"] == fim_server.llm.ctx_size
+    assert told["unknown model"] == 404

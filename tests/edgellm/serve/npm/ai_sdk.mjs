@@ -65,7 +65,7 @@ const gap = { prompt: "once upon", maxOutputTokens: 9, seed: 3, maxRetries: 0 };
 print("completion", (await generateText({ model: provider.completionModel("tiny"), ...gap })).text);
 
 const openai = createOpenAI({ baseURL, apiKey: "none" }); // it speaks of responses
-const items = streamText({ ...asked, seed: undefined, model: openai("tiny") });
+const items = streamText({ ...asked, seed: undefined, temperature: 0, model: openai("tiny") });
 let told = "";
 for await (const part of items.textStream) told += part;
 print("responses", { text: told, usage: await items.usage, reason: await items.finishReason });

@@ -58,7 +58,8 @@ print("embeddings", embeddings.data.map((each) => each.embedding));
 const gap = { model: "fim", prompt: "def f(", suffix: "):\n", max_tokens: 9 };
 print("suffix", (await client.completions.create(gap)).choices[0].text);
 
-const response = client.responses.stream({ model: "tiny", input: "go", max_output_tokens: 9 });
+const item = { model: "tiny", input: "hello there", max_output_tokens: 9, temperature: 0 };
+const response = client.responses.stream(item);
 const events = [];
 for await (const event of response) events.push(event.type);
 print("responses", { events, final: await response.finalResponse() });

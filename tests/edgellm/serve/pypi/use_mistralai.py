@@ -1,4 +1,4 @@
-"""Mistral's own client: gaps, whole and as a stream."""
+"""Mistral's own client: gaps, whole and as a stream, chats, and what models can do."""
 
 import json
 import sys
@@ -20,6 +20,13 @@ told("whole", {"text": reply.choices[0].message.content, "tokens": reply.usage.c
 chunks = [event.data for event in client.fim.stream(**gap)]
 text = "".join(chunk.choices[0].delta.content for chunk in chunks)
 told("stream", {"text": text, "tokens": chunks[-1].usage.completion_tokens})
+messages = [{"role": "user", "content": "hello there"}]
+chat = client.chat.complete(model=name, messages=messages, max_tokens=9, temperature=0)
+told("chat", chat.choices[0].message.content)
+models = client.models.list().data
+told("models", [[type(model).__name__, model.id] for model in models])
+retrieved = client.models.retrieve(model_id=name)
+told("model", retrieved.model_dump(include={"id", "capabilities", "max_context_length"}))
 try:
     client.fim.complete(model="none", prompt="a")
 except SDKError as error:

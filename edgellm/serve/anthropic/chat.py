@@ -1,0 +1,254 @@
+"""Anthropic's `/v1/messages`."""
+
+from __future__ import annotations
+
+import json
+import secrets
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from functools import partial
+from typing import Any
+
+from edgellm.generation_options import GenerationArguments
+from edgellm.results import Stats
+from edgellm.serve.anthropic.messages import read_conversation
+from edgellm.serve.ask import Ask
+from edgellm.serve.asked_prompt import asked_prompt
+from edgellm.serve.events import Begun, Delta, End, Event, PromptProgress
+from edgellm.serve.http.endpoint import Call, Route
+from edgellm.serve.http.fields import MAX_STOPS, Fields
+from edgellm.serve.http.streaming import Comment, Frame, Frames, Reply, json_reply
+from edgellm.serve.openai.sampling import MOST_TOKENS, sampling_arguments, stop_texts
+from edgellm.serve.usage import placement, timings
+from edgellm.tool_use import ToolCallDelta
+
+
+async def messages(call: Call) -> Reply:
+    fields = await call.fields()
+    ask = read_ask(fields)
+    if fields.flag("stream"):
+        return call.stream(message_frames(call.events(ask), ask))
+    return json_reply(await _whole(call, ask))
+
+
+async def count_tokens(call: Call) -> Reply:
+    """The tokens of a prompt, as the model of the request counts them."""
+    ask = read_ask(await call.fields(), counts=True)
+    async with call.answering.pool.use(ask.model) as llm:
+        prompt = await call.answering.text_work.call(
+            partial(asked_prompt, llm, ask.model or "", ask)
+        )
+    return json_reply({"input_tokens": len(prompt.tokens)})
+
+
+def read_ask(fields: Fields, *, counts: bool = False) -> Ask:
+    """What is asked for.
+
+    Args:
+        counts: only the prompt is to be counted, and `max_tokens` need not be there.
+    """
+    arguments: GenerationArguments = sampling_arguments(fields)
+    limit = fields.whole("max_tokens", 0, MOST_TOKENS)
+    if not counts:
+        fields.required("max_tokens", limit)
+    arguments["max_tokens"] = limit
+    stops = fields.texts("stop_sequences", MAX_STOPS)
+    if stops:
+        arguments["stop"] = stop_texts(fields, stops)
+    return Ask(
+        model=fields.text("model"),
+        prompt=read_conversation(fields),
+        arguments=arguments,
+        json_schema=_schema(fields),
+    )
+
+
+def _schema(fields: Fields) -> str | None:
+    """The JSON schema of `output_config.format`, or of `output_format` before it, as text."""
+    config = fields.object("output_config") or Fields({})
+    wanted = config.object("format") or fields.object("output_format")
+    if wanted is None:
+        return None
+    wanted.choice("type", ("json_schema",))
+    schema = wanted.required("schema", wanted.object("schema"))
+    assert isinstance(schema, Fields)
+    return json.dumps(schema.values)
+
+
+async def _whole(call: Call, ask: Ask) -> dict[str, Any]:
+    """The message of a stream, put together."""
+    message: dict[str, Any] = {}
+    parts: list[str] = []
+    async with aclosing(message_frames(call.events(ask), ask)) as frames:
+        async for frame in frames:
+            if isinstance(frame, Comment):
+                continue
+            event = frame.data
+            assert isinstance(event, dict)
+            if event["type"] == "message_start":
+                message = event["message"]
+            elif event["type"] == "content_block_start":
+                message["content"].append(event["content_block"])
+                parts = []
+            elif event["type"] == "content_block_delta":
+                parts += [text for key, text in event["delta"].items() if key != "type"]
+            elif event["type"] == "content_block_stop":
+                _fill(message["content"][-1], "".join(parts))
+            elif event["type"] == "message_delta":
+                told = {name: event[name] for name in ("usage", "timings", "placement")}
+                message |= {**event["delta"], **told}
+    return message
+
+
+def _fill(block: dict[str, Any], text: str) -> None:
+    """Put what its deltas said into a block."""
+    if block["type"] != "tool_use":
+        block[block["type"]] = text
+        return
+    try:
+        arguments = json.loads(text or "{}")
+    except ValueError:  # cut off by a limit
+        arguments = {}
+    block["input"] = arguments if isinstance(arguments, dict) else {}
+
+
+async def message_frames(events: AsyncGenerator[Event, None], ask: Ask) -> Frames:
+    """The events of an ask as those of a message."""
+    frames: _MessageFrames | None = None
+    async with aclosing(events):
+        async for event in events:
+            if isinstance(event, Begun):
+                frames = _MessageFrames(event, ask)
+                for frame in frames.begin():
+                    yield frame
+            elif isinstance(event, PromptProgress):
+                yield Comment(f"prompt {event.done}/{event.total}")
+            else:
+                assert frames is not None
+                for frame in frames.of(event):
+                    yield frame
+
+
+class _MessageFrames:
+    """The frames of a message: blocks one behind the other, each begun and ended."""
+
+    def __init__(self, begun: Begun, ask: Ask) -> None:
+        self._begun = begun
+        self._ask = ask
+        self._blocks = 0
+        self._open: str | None = None  # the type of the block that is open
+        self._stop_text: str | None = None
+
+    def begin(self) -> list[Frame]:
+        """Before anything was computed; what was cached is known at the end."""
+        begun = self._begun
+        message: dict[str, Any] = {
+            "id": f"msg_{secrets.token_hex(12)}",
+            "type": "message",
+            "role": "assistant",
+            "model": self._ask.model or begun.model,
+            "content": [],
+            "stop_reason": None,
+            "stop_sequence": None,
+            "usage": {
+                "input_tokens": len(begun.prompt),
+                "cache_creation_input_tokens": 0,
+                "cache_read_input_tokens": 0,
+                "output_tokens": 0,
+            },
+        }
+        return [_frame("message_start", message=message), _frame("ping")]
+
+    def of(self, event: Delta | End) -> list[Frame]:
+        """What an event becomes."""
+        return self._delta(event) if isinstance(event, Delta) else self._end(event)
+
+    def _delta(self, event: Delta) -> list[Frame]:
+        if event.pieces:
+            self._stop_text = event.pieces[-1].stop_text
+        frames = []
+        if event.reasoning:
+            frames += self._begin_block("thinking", {"thinking": "", "signature": ""})
+            frames.append(self._block_delta("thinking_delta", thinking=event.reasoning))
+        if event.text:
+            frames += self._begin_block("text", {"text": ""})
+            frames.append(self._block_delta("text_delta", text=event.text))
+        for call in event.calls:
+            frames += self._call(call)
+        return frames
+
+    def _call(self, call: ToolCallDelta) -> list[Frame]:
+        if call.name is None:
+            return [self._block_delta("input_json_delta", partial_json=call.arguments)]
+        fields: dict[str, Any] = {"id": call.id, "name": call.name, "input": {}}
+        return [*self._end_block(), *self._begin_block("tool_use", fields)]
+
+    def _begin_block(self, kind: str, fields: dict[str, Any]) -> list[Frame]:
+        """Begin a block if none of this type is open."""
+        if self._open == kind:
+            return []
+        frames = self._end_block()
+        self._open = kind
+        block = {"type": kind, **fields}
+        return [*frames, self._block("content_block_start", content_block=block)]
+
+    def _end_block(self) -> list[Frame]:
+        """End the block that is open, if there is one."""
+        if self._open is None:
+            return []
+        frames = [self._block("content_block_stop")]
+        self._open = None
+        self._blocks += 1
+        return frames
+
+    def _block_delta(self, kind: str, **fields: str) -> Frame:
+        return self._block("content_block_delta", delta={"type": kind, **fields})
+
+    def _block(self, kind: str, **fields: Any) -> Frame:
+        return _frame(kind, index=self._blocks, **fields)
+
+    def _end(self, event: End) -> list[Frame]:
+        stop = self._stop_text if event.finish_reason == "stop" else None
+        delta = {"stop_reason": self._reason(event, stop), "stop_sequence": stop}
+        return [
+            *self._end_block(),
+            _frame(
+                "message_delta",
+                delta=delta,
+                usage=_usage(event.stats),
+                timings=timings(event.stats),
+                placement=placement(event.stats),
+            ),
+            _frame("message_stop"),
+        ]
+
+    def _reason(self, event: End, stop: str | None) -> str:
+        if event.finish_reason == "tool_calls":
+            return "tool_use"
+        if event.finish_reason == "stop":
+            return "end_turn" if stop is None else "stop_sequence"
+        limit = self._begun.options.max_tokens
+        full = limit is None or event.stats.generation_tokens < limit
+        if event.finish_reason == "length" and full:
+            return "model_context_window_exceeded"
+        return "max_tokens"
+
+
+def _usage(stats: Stats) -> dict[str, int]:
+    """Anthropic counts what was cached apart from the rest of the prompt."""
+    return {
+        "input_tokens": stats.prompt_tokens - stats.cached_tokens,
+        "cache_creation_input_tokens": 0,
+        "cache_read_input_tokens": stats.cached_tokens,
+        "output_tokens": stats.generation_tokens,
+    }
+
+
+def _frame(kind: str, **fields: Any) -> Frame:
+    return Frame({"type": kind, **fields}, kind)
+
+
+ROUTES = (
+    Route("/v1/messages", {"POST": messages}),
+    Route("/v1/messages/count_tokens", {"POST": count_tokens}),
+)

@@ -1,0 +1,163 @@
+"""Messages, tools and calls as Anthropic writes them: content is a list of blocks."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from edgellm.serve.ask import Conversation
+from edgellm.serve.http.fields import Fields
+from edgellm.serve.openai.messages import MAX_MESSAGES, checked
+from edgellm.serve.request_error import RequestError
+from edgellm.text.prompt import Message
+from edgellm.text.template import Scalar
+from edgellm.tool_use import MAX_TOOLS, Tool, ToolCall, ToolChoice, checked_choice, checked_tools
+
+_MAX_BLOCKS = 10_000
+_ROLES = ("user", "assistant", "system")
+# Claude Code's first block, which differs with each request: behind it nothing would be cached.
+BILLING = "x-anthropic-billing-header:"
+
+
+def read_conversation(fields: Fields) -> Conversation:
+    """The fields `system`, `messages`, `tools`, `tool_choice` and `thinking`.
+
+    Raises:
+        RequestError: one of them is wrong, or asks for what no model here can do.
+    """
+    fields.required("messages", fields.get("messages"))
+    messages = [Message("system", text) for text in [_system(fields)] if text]
+    for each in fields.objects("messages", MAX_MESSAGES):
+        messages += _messages(each)
+    if not messages or messages[-1].role == "system":
+        raise fields.wrong("messages", "a list with a message of the user")
+    tools = _tools(fields)
+    choice, parallel = _choice(fields, tools)
+    return Conversation(
+        messages=tuple(messages),
+        tools=tools,
+        tool_choice=choice,
+        parallel_tool_calls=parallel,
+        template_hints=_thinking(fields),
+    )
+
+
+def _system(fields: Fields) -> str:
+    if not isinstance(fields.get("system"), list):
+        return fields.text("system") or ""
+    texts = [_text(block) for block in fields.objects("system", _MAX_BLOCKS)]
+    return "\n\n".join(text for text in texts if not text.startswith(BILLING))
+
+
+def _messages(fields: Fields) -> list[Message]:
+    """What a message becomes: results of tools are messages of their own, before what the user
+    says beside them."""
+    role = fields.required_text("role")
+    if role not in _ROLES:
+        raise fields.wrong("role", f"one of {', '.join(_ROLES)}")
+    content = fields.required("content", fields.get("content"))
+    if isinstance(content, str):
+        return [Message(role, content)]
+    if not isinstance(content, list):
+        raise fields.wrong("content", "a string, or a list of blocks")
+    blocks = fields.objects("content", _MAX_BLOCKS)
+    if role == "assistant":
+        return [_answer(blocks)]
+    results = [_result(block) for block in blocks if block.text("type") == "tool_result"]
+    texts = [_text(block) for block in blocks if block.text("type") != "tool_result"]
+    if texts or not results:
+        results.append(Message(role, "\n\n".join(texts)))
+    return results
+
+
+def _answer(blocks: Sequence[Fields]) -> Message:
+    texts, thoughts, calls = list[str](), list[str](), list[ToolCall]()
+    for block in blocks:
+        kind = block.text("type")
+        if kind == "thinking":
+            thoughts.append(block.text("thinking") or "")
+        elif kind == "tool_use":
+            calls.append(_call(block))
+        elif kind != "redacted_thinking":  # which only who wrote it can read
+            texts.append(_text(block))
+    reasoning = "\n\n".join(thought for thought in thoughts if thought) or None
+    content = "\n\n".join(texts)
+    return Message("assistant", content, reasoning=reasoning, tool_calls=tuple(calls))
+
+
+def _call(block: Fields) -> ToolCall:
+    arguments = block.object("input")
+    text = json.dumps({} if arguments is None else arguments.values, ensure_ascii=False)
+    return ToolCall(block.required_text("id"), block.required_text("name"), text)
+
+
+def _result(block: Fields) -> Message:
+    id = block.required_text("tool_use_id")
+    if isinstance(block.get("content"), list):
+        parts = [_text(part) for part in block.objects("content", _MAX_BLOCKS)]
+        text = "\n\n".join(parts)
+    else:
+        text = block.text("content") or ""
+    if block.flag("is_error"):
+        text = f"Error: {text}"
+    return Message("tool", text, tool_call_id=id)
+
+
+def _text(block: Fields) -> str:
+    """The text of a block; a document may be one too."""
+    kind = block.required_text("type")
+    if kind == "text":
+        return block.required_text("text")
+    source = block.object("source") if kind == "document" else None
+    if source is not None and source.text("type") == "text":
+        return source.required_text("data")
+    raise RequestError(
+        "not_supported",
+        f"`{block.where}type` is {kind[:40]!r}; the models here read texts alone",
+        param=f"{block.where}type",
+    )
+
+
+def _tools(fields: Fields) -> tuple[Tool, ...]:
+    given: list[Mapping[str, Any]] = []
+    for tool in fields.objects("tools", MAX_TOOLS):
+        kind = tool.text("type")
+        if kind not in (None, "custom"):
+            raise RequestError(
+                "not_supported",
+                f"`{tool.where}type` is {str(kind)[:40]!r}; only tools that the client runs can be "
+                "called",
+                param=f"{tool.where}type",
+            )
+        schema = tool.required("input_schema", tool.object("input_schema"))
+        assert isinstance(schema, Fields)
+        given.append(
+            {
+                "name": tool.required_text("name"),
+                "description": tool.text("description"),
+                "parameters": schema.values,
+            }
+        )
+    return checked("tools", lambda: checked_tools(given))
+
+
+def _choice(fields: Fields, tools: Sequence[Tool]) -> tuple[ToolChoice, bool]:
+    """The choice, and whether several tools may be called at once."""
+    given = fields.object("tool_choice")
+    if given is None:
+        return "auto", True
+    kind = given.choice("type", ("auto", "any", "tool", "none")) or "auto"
+    choice: object = {"any": "required", "tool": {"name": given.get("name")}}.get(kind, kind)
+    parallel = not given.flag("disable_parallel_tool_use")
+    return checked("tool_choice", lambda: checked_choice(choice, tools)), parallel
+
+
+def _thinking(fields: Fields) -> dict[str, Scalar]:
+    """What the template is told; a model thinks only where it is asked to."""
+    config = fields.object("output_config")
+    effort = None if config is None else config.text("effort")
+    hints: dict[str, Scalar] = {} if effort is None else {"reasoning_effort": effort}
+    given = fields.object("thinking")
+    kind = None if given is None else given.choice("type", ("enabled", "adaptive", "disabled"))
+    return {**hints, "enable_thinking": kind in ("enabled", "adaptive")}

@@ -1,0 +1,186 @@
+"""Who may ask: checked before any work, also for paths that are not there.
+
+A loopback address is no trust boundary: web pages that a user looks at can send requests to it. So
+a name in `Host` that is not this machine's (DNS rebinding), a foreign `Origin` and a cross-site
+request of a browser are refused, and a browser's POST has to say that it is JSON, which no page may
+send elsewhere without asking first.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import ipaddress
+import socket
+from collections.abc import Awaitable, Callable, Mapping
+from urllib.parse import urlsplit
+
+from edgellm.serve.events import Client
+from edgellm.serve.http.body import Receive, too_large
+from edgellm.serve.http.endpoint import CLIENT, Scope
+from edgellm.serve.http.streaming import BodyReply, Reply, Send
+from edgellm.serve.options import ServeOptions
+from edgellm.serve.request_error import RequestError
+
+ASGI = Callable[[Scope, Receive, Send], Awaitable[None]]
+# What everybody may read: whether the server is up, and the page, which asks for a key itself.
+PUBLIC = ("/", "/health", "/v1/health")
+_LOCAL_SUFFIXES = (".localhost", ".local", ".internal")
+_HEADERS = "Authorization, Content-Type, X-Api-Key"
+_PREFLIGHT = {
+    "access-control-allow-methods": "GET, POST, DELETE, OPTIONS",
+    "access-control-max-age": "600",
+}
+
+
+class Guard:
+    """ASGI middleware around the whole application.
+
+    Args:
+        error: an error of a path as a reply, in its dialect.
+    """
+
+    def __init__(
+        self, app: ASGI, options: ServeOptions, error: Callable[[str, RequestError], Reply]
+    ) -> None:
+        self._app = app
+        self._options = options
+        self._error = error
+        self._digests = [_digest(key) for key in options.api_keys]
+        self._own_name = socket.gethostname().lower()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            return await self._app(scope, receive, send)
+        headers = {key.decode("latin-1"): v.decode("latin-1") for key, v in scope["headers"]}
+        origin = headers.get("origin")
+        shared = self._cors(origin)
+        asked = headers.get("access-control-request-headers", "")
+
+        async def sending(message: dict[str, object]) -> None:
+            if message["type"] == "http.response.start" and shared:
+                pairs = [(name.encode(), value.encode()) for name, value in shared.items()]
+                message["headers"] = [*message["headers"], *pairs]  # type: ignore[misc]
+            await send(message)
+
+        reply: Reply
+        try:
+            self._check(scope, headers)
+            if scope["method"] == "OPTIONS" and shared:
+                reply = BodyReply(b"", "text/plain", 204, _preflight(asked))
+            else:
+                scope[CLIENT] = self._client(scope, headers)
+                return await self._app(scope, receive, sending)  # type: ignore[arg-type]
+        except RequestError as error:
+            reply = self._error(scope["path"], error)
+        await reply.send(sending)  # type: ignore[arg-type]
+
+    def _check(self, scope: Scope, headers: Mapping[str, str]) -> None:
+        options = self._options
+        host = headers.get("host", "")
+        if options.is_local and not options.is_socket and not self._is_own(host):
+            raise RequestError(
+                "permission",
+                f"the Host {host[:100]!r} is not this machine; `--allow-host` allows it",
+            )
+        origin = headers.get("origin")
+        if origin is not None and not (self._may_read(origin) or self._is_same(origin, host)):
+            raise RequestError(
+                "permission",
+                f"pages of {origin[:100]!r} may not call this server; `--allow-origin` allows it",
+            )
+        site = headers.get("sec-fetch-site")
+        page = scope["path"] in PUBLIC and scope["method"] in ("GET", "HEAD")
+        if site == "cross-site" and origin is None and not page:
+            raise RequestError("permission", "other sites may not call this server")
+        if scope["method"] == "POST" and (origin is not None or site is not None):
+            media_type = headers.get("content-type", "").partition(";")[0].strip().lower()
+            if media_type != "application/json":
+                raise RequestError("media_type", "a browser has to send application/json")
+        if headers.get("content-encoding", "identity").lower() != "identity":
+            raise RequestError("media_type", "the body must not be compressed")
+        length = headers.get("content-length", "0")
+        if length.isdecimal() and int(length) > options.max_body_bytes:
+            raise too_large(options.max_body_bytes)
+
+    def _is_own(self, host: str) -> bool:
+        """Whether a `Host` header means this machine."""
+        try:
+            name = (urlsplit(f"//{host}").hostname or "").lower().rstrip(".")
+        except ValueError:
+            return False
+        if name in self._options.allowed_hosts or name in ("localhost", self._own_name):
+            return True
+        if name.endswith(_LOCAL_SUFFIXES):
+            return True
+        try:
+            address = ipaddress.ip_address(name)
+        except ValueError:
+            return False
+        return address.is_loopback or address.is_private
+
+    def _may_read(self, origin: str) -> bool:
+        """Whether pages of an origin may read answers: those of this machine and allowed ones."""
+        return origin in self._options.allowed_origins or _is_local_origin(origin)
+
+    def _is_same(self, origin: str, host: str) -> bool:
+        """Whether an origin is this server itself. A `Host` that is not this machine's proves
+        nothing, also where it is not checked otherwise: a page whose name was made to point here
+        sends its own in both."""
+        return origin.lower() in (f"http://{host}".lower(), f"https://{host}".lower()) and (
+            self._is_own(host)
+        )
+
+    def _cors(self, origin: str | None) -> dict[str, str]:
+        """What lets a page read the answer, if it may."""
+        if origin is None or not self._may_read(origin):
+            return {}
+        return {"access-control-allow-origin": origin, "vary": "Origin"}
+
+    def _client(self, scope: Scope, headers: Mapping[str, str]) -> Client:
+        """Who asks, by its key.
+
+        Raises:
+            RequestError: a key is needed, and is not there or wrong.
+        """
+        public = scope["path"] in PUBLIC and scope["method"] in ("GET", "HEAD")
+        if not self._digests or public:
+            return Client()
+        scheme, _, key = headers.get("authorization", "").partition(" ")
+        given = key.strip() if scheme.lower() == "bearer" else ""
+        given = given or headers.get("x-api-key", "")
+        digest = _digest(given)
+        # all are compared, so that the time does not tell which one was near
+        matches = [known for known in self._digests if hmac.compare_digest(known, digest)]
+        if not given or not matches:
+            raise RequestError(
+                "authentication",
+                "an API key is needed, as `Authorization: Bearer KEY` or `X-Api-Key: KEY`"
+                if not given
+                else "the API key is wrong",
+                code="invalid_api_key",
+            )
+        name = matches[0].hex() if len(self._digests) > 1 else ""
+        return Client(salt=name, owner=name)
+
+
+def _preflight(asked: str) -> dict[str, str]:
+    """What a page may send: the headers that it asks for, of which clients have ever new ones."""
+    names = asked if asked.isascii() and asked.isprintable() else ""
+    return {**_PREFLIGHT, "access-control-allow-headers": names or _HEADERS}
+
+
+def _digest(key: str) -> bytes:
+    """Of one length, whatever the key's."""
+    return hashlib.sha256(key.encode("utf-8", "surrogateescape")).digest()
+
+
+def _is_local_origin(origin: str) -> bool:
+    try:
+        parts = urlsplit(origin)
+        host = parts.hostname or ""
+    except ValueError:
+        return False
+    return parts.scheme in ("http", "https") and (
+        host in ("localhost", "127.0.0.1", "::1") or host.endswith(".localhost")
+    )

@@ -1,0 +1,169 @@
+"""Replies: one JSON object, or a stream of them as server-sent events or as lines.
+
+Compact JSON: editors look for `"content":` without a space behind it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, MutableMapping
+from contextlib import aclosing, suppress
+from dataclasses import dataclass, field
+from typing import Any, Literal, Protocol, TypeAlias
+
+from edgellm.serve.http.body import ClientGoneError
+from edgellm.serve.request_error import RequestError, request_error
+
+Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
+JSON: TypeAlias = Mapping[str, Any] | list[Any]
+
+
+@dataclass(frozen=True)
+class Frame:
+    """One event of a stream: JSON, or a text as it is (`[DONE]`), with a name where the dialect
+    has names."""
+
+    data: JSON | str
+    name: str | None = None
+
+
+@dataclass(frozen=True)
+class Comment:
+    """What clients ignore; it keeps connections open and tells people how far a prompt is."""
+
+    text: str
+
+
+Frames: TypeAlias = AsyncGenerator[Frame | Comment, None]
+
+
+class Reply(Protocol):
+    """What an endpoint gives back."""
+
+    async def send(self, send: Send) -> None:
+        """Send all of it."""
+
+
+@dataclass(frozen=True)
+class BodyReply:
+    """A reply that is there at once."""
+
+    body: bytes
+    media_type: str
+    status: int = 200
+    headers: Mapping[str, str] = field(default_factory=dict)
+
+    async def send(self, send: Send) -> None:
+        headers = {"content-type": self.media_type, "content-length": str(len(self.body))}
+        await _start(send, self.status, {**headers, **self.headers})
+        await send({"type": "http.response.body", "body": self.body})
+
+
+def json_reply(
+    value: JSON, *, status: int = 200, headers: Mapping[str, str] | None = None
+) -> BodyReply:
+    """An object as a reply."""
+    return BodyReply(dump(value), "application/json", status, headers or {})
+
+
+def dump(value: JSON) -> bytes:
+    """Compact JSON in UTF-8."""
+    return json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode()
+
+
+@dataclass(frozen=True, kw_only=True)
+class StreamReply:
+    """A reply that grows.
+
+    Attributes:
+        frames: its first one is waited for before anything is sent, so that an error that comes
+            before it has a status of its own.
+        error: what of an error in mid-stream is sent.
+        format: server-sent events, or lines of JSON, which have no comments.
+        heartbeat_s: after which a comment is sent where nothing else is.
+        write_timeout_s: in which the client has to read on.
+    """
+
+    frames: Frames
+    error: Callable[[RequestError], list[Frame]]
+    format: Literal["sse", "lines"] = "sse"
+    heartbeat_s: float
+    write_timeout_s: float
+
+    async def send(self, send: Send) -> None:
+        async with aclosing(self.frames) as frames:
+            try:
+                first = await anext(frames)
+            except StopAsyncIteration:
+                first = Comment("")
+            writer = _Writer(send, self)
+            await writer.begin()
+            beat = asyncio.create_task(writer.beat())
+            try:
+                await writer.write(first)
+                async for frame in frames:
+                    await writer.write(frame)
+            except ClientGoneError:
+                raise
+            except Exception as error:
+                for frame in self.error(request_error(error)):
+                    await writer.write(frame)
+            finally:
+                beat.cancel()
+                with suppress(asyncio.CancelledError, ClientGoneError):
+                    await beat
+        await send({"type": "http.response.body", "body": b""})
+
+
+class _Writer:
+    """Sends frames, and comments when there are none."""
+
+    def __init__(self, send: Send, reply: StreamReply) -> None:
+        self._send = send
+        self._reply = reply
+        self._sse = reply.format == "sse"
+        self._sent_at = time.monotonic()
+
+    async def begin(self) -> None:
+        media_type = "text/event-stream" if self._sse else "application/x-ndjson"
+        headers = {
+            "content-type": f"{media_type}; charset=utf-8",
+            "cache-control": "no-cache",
+            "x-accel-buffering": "no",  # nginx would wait for more
+        }
+        await _start(self._send, 200, headers)
+
+    async def write(self, frame: Frame | Comment) -> None:
+        data = self._bytes(frame)
+        if not data:
+            return
+        try:
+            async with asyncio.timeout(self._reply.write_timeout_s):
+                await self._send({"type": "http.response.body", "body": data, "more_body": True})
+        except TimeoutError:
+            raise ClientGoneError from None
+        self._sent_at = time.monotonic()
+
+    async def beat(self) -> None:
+        """Send a comment whenever nothing was sent for long."""
+        seconds = self._reply.heartbeat_s
+        while self._sse:
+            await asyncio.sleep(max(0.0, self._sent_at + seconds - time.monotonic()))
+            if time.monotonic() - self._sent_at >= seconds:
+                await self.write(Comment("keep-alive"))
+
+    def _bytes(self, frame: Frame | Comment) -> bytes:
+        if isinstance(frame, Comment):
+            return f": {frame.text}\n\n".encode() if self._sse and frame.text else b""
+        data = frame.data.encode() if isinstance(frame.data, str) else dump(frame.data)
+        if not self._sse:
+            return data + b"\n"
+        name = b"" if frame.name is None else f"event: {frame.name}\n".encode()
+        return name + b"data: " + data + b"\n\n"
+
+
+async def _start(send: Send, status: int, headers: Mapping[str, str]) -> None:
+    pairs = [(name.lower().encode(), value.encode("latin-1")) for name, value in headers.items()]
+    await send({"type": "http.response.start", "status": status, "headers": pairs})

@@ -1,0 +1,260 @@
+"""Answers as llama.cpp's server shows them: one object, or a chunk for what has come at once."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, field
+from typing import Any
+
+from edgellm.generation_options import GenerationOptions
+from edgellm.results import FinishReason, Piece, Stats
+from edgellm.serve.events import Begun, Delta, End, Event, PromptProgress
+from edgellm.serve.http.endpoint import Answered
+from edgellm.serve.http.streaming import Comment, Frame, Frames
+from edgellm.serve.openai.logprobs import token_logprob
+from edgellm.serve.usage import placement, timings
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shown:
+    """What a client wants to see of an answer.
+
+    Attributes:
+        fields: slash paths of the last object; None shows all of it.
+        first: index of the first answer to this prompt.
+    """
+
+    tokens: bool = False
+    probabilities: bool = False
+    progress: bool = False
+    timings: bool = False
+    fields: tuple[str, ...] | None = None
+    id_slot: int = 0
+    first: int = 0
+
+
+@dataclass
+class _Count:
+    """An answer that is being streamed."""
+
+    tokens: list[Piece] = field(default_factory=list)
+    text: list[str] = field(default_factory=list)
+    started_at: float = 0.0
+
+
+def result_object(begun: Begun, answer: Answered, shown: Shown, *, index: int) -> dict[str, Any]:
+    """A whole answer."""
+    result = _result(
+        begun, answer.pieces, answer.text, answer.finish_reason, answer.stats, shown, index=index
+    )
+    result["content"] = answer.text
+    result["tokens"] = _ids(answer.pieces) if shown.tokens else []
+    if shown.probabilities:
+        result["completion_probabilities"] = _probabilities(answer.pieces, begun)
+    return _selected(result, shown.fields)
+
+
+async def frames(events: AsyncGenerator[Event, None], shown: Shown) -> Frames:
+    """The events of an ask as chunks; there is no `[DONE]`."""
+    counts: dict[int, _Count] = {}
+    begun: Begun | None = None
+    progress = PromptProgress(0, 0)
+    since = time.perf_counter()
+    async with aclosing(events):
+        async for event in events:
+            if isinstance(event, Begun):
+                begun, since = event, time.perf_counter()
+                yield Comment("begun")
+                continue
+            assert begun is not None
+            if isinstance(event, PromptProgress):
+                progress = event
+                if shown.progress:
+                    seconds = time.perf_counter() - since
+                    yield Frame(_progress_chunk(begun, event, shown, seconds=seconds))
+                else:
+                    yield Comment(f"prompt {event.done}/{event.total}")
+                continue
+            count = counts.setdefault(event.sample, _Count(started_at=time.perf_counter()))
+            if isinstance(event, Delta):
+                count.tokens += [piece for piece in event.pieces if piece.token is not None]
+                count.text.append(event.text)
+                yield Frame(_chunk(begun, event, shown, count, progress))
+            else:
+                yield Frame(_last_chunk(begun, event, shown, count))
+
+
+def _chunk(
+    begun: Begun, delta: Delta, shown: Shown, count: _Count, progress: PromptProgress
+) -> dict[str, Any]:
+    chunk: dict[str, Any] = {
+        "index": shown.first + delta.sample,
+        "content": delta.text,
+        "tokens": _ids(delta.pieces),
+        "stop": False,
+        "id_slot": shown.id_slot,
+        "tokens_predicted": len(count.tokens),
+        "tokens_evaluated": len(begun.prompt),
+    }
+    if shown.timings:
+        chunk["timings"] = _timings_so_far(begun, count, progress)
+    if shown.probabilities:
+        chunk["completion_probabilities"] = _probabilities(delta.pieces, begun)
+    return chunk
+
+
+def _progress_chunk(
+    begun: Begun, progress: PromptProgress, shown: Shown, *, seconds: float
+) -> dict[str, Any]:
+    total = len(begun.prompt)
+    cached = max(0, total - progress.total)
+    return {
+        "index": shown.first,
+        "content": "",
+        "tokens": [],
+        "stop": False,
+        "id_slot": shown.id_slot,
+        "tokens_predicted": 0,
+        "tokens_evaluated": total,
+        "prompt_progress": {
+            "total": total,
+            "cache": cached,
+            "processed": cached + progress.done,
+            "time_ms": round(1000 * seconds),
+        },
+    }
+
+
+def _last_chunk(begun: Begun, end: End, shown: Shown, count: _Count) -> dict[str, Any]:
+    text = "".join(count.text)
+    result = _result(
+        begun,
+        count.tokens,
+        text,
+        end.finish_reason,
+        end.stats,
+        shown,
+        index=shown.first + end.sample,
+    )
+    return _selected({**result, "content": "", "tokens": []}, shown.fields)
+
+
+def _timings_so_far(begun: Begun, count: _Count, progress: PromptProgress) -> dict[str, Any]:
+    """Of an answer that goes on; what its prompt took is in the last chunk."""
+    decoded = max(0, len(count.tokens) - 1)
+    seconds = time.perf_counter() - count.started_at
+    return {
+        "cache_n": max(0, len(begun.prompt) - progress.total),
+        "prompt_n": progress.total,
+        "predicted_n": len(count.tokens),
+        "predicted_ms": round(1000 * seconds, 3),
+        "predicted_per_token_ms": round(1000 * seconds / decoded, 3) if decoded else 0.0,
+        "predicted_per_second": round(decoded / seconds, 3) if seconds > 0 else 0.0,
+    }
+
+
+def _result(
+    begun: Begun,
+    pieces: Sequence[Piece],
+    text: str,
+    reason: FinishReason,
+    stats: Stats,
+    shown: Shown,
+    *,
+    index: int,
+) -> dict[str, Any]:
+    """All of the last object but text and tokens."""
+    stop_type, word = _stop(begun, pieces, reason)
+    count = stats.generation_tokens
+    cut = reason == "length" and count != begun.options.max_tokens
+    return {
+        "index": index,
+        "content": "",
+        "tokens": [],
+        "id_slot": shown.id_slot,
+        "stop": True,
+        "model": begun.model,
+        "tokens_predicted": count,
+        "tokens_evaluated": stats.prompt_tokens,
+        "generation_settings": settings(begun.options, seed=stats.seed),
+        "prompt": begun.engine.tokenizer.decode(begun.prompt, skip_special=False),
+        "has_new_line": "\n" in text,
+        "truncated": cut or stats.dropped_tokens > 0,
+        "stop_type": stop_type,
+        "stopping_word": word,
+        "tokens_cached": stats.prompt_tokens + max(0, count - 1),
+        "timings": timings(stats),
+        "placement": placement(stats),
+    }
+
+
+def _stop(begun: Begun, pieces: Sequence[Piece], reason: FinishReason) -> tuple[str, str]:
+    """llama.cpp's `stop_type` and `stopping_word`."""
+    last = next((piece for piece in reversed(pieces) if piece.token is not None), None)
+    if reason != "stop" or last is None:
+        return "limit", ""
+    if last.stop_text is not None:
+        return "word", last.stop_text
+    ends = begun.engine.tokenizer.eos_ids | set(begun.options.stop_tokens)
+    return ("eos" if last.token in ends else "limit"), ""
+
+
+def settings(options: GenerationOptions, *, seed: int | None) -> dict[str, Any]:
+    """The options of an answer under llama.cpp's names."""
+    return {
+        "n_predict": -1 if options.max_tokens is None else options.max_tokens,
+        "seed": -1 if seed is None else seed,
+        "temperature": options.temperature,
+        "top_k": options.top_k,
+        "top_p": options.top_p,
+        "min_p": options.min_p,
+        "repeat_last_n": options.repeat_last_n,
+        "repeat_penalty": options.repeat_penalty,
+        "presence_penalty": options.presence_penalty,
+        "frequency_penalty": options.frequency_penalty,
+        "n_indent": options.min_indent,
+        "n_probs": options.logprobs,
+        "t_max_predict_ms": options.line_limit_ms or -1,
+        "ignore_eos": options.ignore_eos,
+        "stop": list(options.stop),
+        "samplers": ["penalties", "top_k", "top_p", "min_p", "temperature"],
+    }
+
+
+def _ids(pieces: Sequence[Piece]) -> list[int]:
+    return [piece.token for piece in pieces if piece.token is not None]
+
+
+def _probabilities(pieces: Sequence[Piece], begun: Begun) -> list[dict[str, Any]]:
+    """Each token with the most probable ones in its place."""
+    tokenizer = begun.engine.tokenizer
+    return [
+        {
+            "id": piece.token,
+            **token_logprob(tokenizer, piece.token, piece.logprob),
+            "top_logprobs": [
+                {"id": token, **token_logprob(tokenizer, token, logprob)}
+                for token, logprob in (piece.top_logprobs or {}).items()
+            ],
+        }
+        for piece in pieces
+        if piece.token is not None
+    ]
+
+
+def _selected(result: dict[str, Any], paths: tuple[str, ...] | None) -> dict[str, Any]:
+    """The values at the paths that there are, each under its whole path."""
+    if not paths:
+        return result
+    selected: dict[str, Any] = {}
+    for path in paths:
+        value: Any = result
+        for key in path.split("/"):
+            if not isinstance(value, Mapping) or key not in value:
+                break
+            value = value[key]
+        else:
+            selected[path] = value
+    return selected

@@ -1,0 +1,208 @@
+"""The fields of `/completion` and `/infill` that say how an answer is made, by llama.cpp's rules.
+
+A number beyond a soft limit is moved to it, beyond a hard limit it is an error. What edgellm does
+not have is refused where it would change the answer, and else of no account.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from edgellm.generation_options import GenerationArguments
+from edgellm.serve.http.fields import MAX_STOPS, Fields, shown
+from edgellm.serve.request_error import RequestError
+
+INT32_MAX = 2**31 - 1
+_MOST_BIAS = 1_000_000
+# Seeds by which clients ask for any: -1, and what becomes of it in 32 and 64 bits without a sign.
+_ANY_SEED = (-1, 2**32 - 1, 2**64 - 1)
+# Name here and there, and soft limits.
+_SOFT: tuple[tuple[str, str, float, float], ...] = (
+    ("temperature", "temperature", 0, 100),
+    ("top_p", "top_p", 0, 1),
+    ("min_p", "min_p", 0, 1),
+    ("repeat_penalty", "repeat_penalty", 0.01, 100),
+    ("presence_penalty", "presence_penalty", -100, 100),
+    ("frequency_penalty", "frequency_penalty", -100, 100),
+)
+# Hard limits of whole numbers that change nothing here: contexts are not shifted and slots not
+# chosen, what a prompt has in common with earlier ones is always found, and a cut of candidates
+# always leaves one.
+_WITHOUT_EFFECT: Mapping[str, tuple[int, int]] = {
+    "id_slot": (-1, INT32_MAX),
+    "n_keep": (-1, INT32_MAX),
+    "n_discard": (0, INT32_MAX),
+    "n_cache_reuse": (0, INT32_MAX),
+    "sse_ping_interval": (-1, INT32_MAX),
+    "dry_allowed_length": (0, INT32_MAX),
+    "dry_penalty_last_n": (-1, INT32_MAX),
+}
+# Fields that change the answer unless they have one of these values; None stands for 0 or less.
+_NOT_HERE: Mapping[str, float | None] = {
+    "mirostat": 0,
+    "dry_multiplier": 0,
+    "xtc_probability": 0,
+    "dynatemp_range": 0,
+    "typical_p": 1,
+    "top_n_sigma": None,
+    "min_keep": 0,
+}
+
+
+def hard(fields: Fields, names: tuple[str, ...], low: int, high: int) -> int | None:
+    """The first of the names that is given, a whole number.
+
+    Raises:
+        RequestError: it is something else or beyond the limits.
+    """
+    for name in names:
+        value = fields.get(name)
+        if isinstance(value, float) and value.is_integer():
+            value = int(value)
+        if value is None:
+            continue
+        if not isinstance(value, int) or isinstance(value, bool):
+            raise field_error(name, f"a whole number is expected, but got {shown(value)}")
+        if not low <= value <= high:
+            raise field_error(
+                name, f"Value must be between {low} <= value <= {high}, but got {value}"
+            )
+        return value
+    return None
+
+
+def soft(fields: Fields, name: str, low: float, high: float) -> float | None:
+    """A number, moved to the nearest one that is allowed.
+
+    Raises:
+        RequestError: it is something else.
+    """
+    value = fields.get(name)
+    if value is None:
+        return None
+    if not isinstance(value, int | float) or isinstance(value, bool):
+        raise field_error(name, f"a number is expected, but got {shown(value)}")
+    # a literal of JSON may be too large for a float, or for nothing but a float
+    return min(high, max(low, value))
+
+
+def generation_arguments(fields: Fields) -> GenerationArguments:
+    """Options of the answers, as far as the fields name them.
+
+    Raises:
+        RequestError: a value is not allowed, or asks for what edgellm does not have.
+    """
+    refuse_unsupported(fields)
+    arguments: GenerationArguments = {}
+    for name, argument, low, high in _SOFT:
+        number = soft(fields, name, low, high)
+        if number is not None:
+            arguments[argument] = float(number)  # type: ignore[literal-required]
+    top_k = soft(fields, "top_k", 0, INT32_MAX)
+    if top_k is not None:
+        arguments["top_k"] = int(top_k)
+    n_probs = soft(fields, "n_probs" if "n_probs" in fields else "logprobs", 0, 100)
+    if n_probs is not None:
+        arguments["logprobs"] = int(n_probs)
+    last = hard(fields, ("repeat_last_n",), -1, INT32_MAX)
+    if last is not None:
+        arguments["repeat_last_n"] = last
+    seed = hard(fields, ("seed",), -(2**63), 2**64 - 1)
+    if seed is not None and seed not in _ANY_SEED:
+        arguments["seed"] = seed % 2**64
+    if fields.flag("ignore_eos"):
+        arguments["ignore_eos"] = True
+    return {**arguments, **_ends(fields)}
+
+
+def _ends(fields: Fields) -> GenerationArguments:
+    """What ends an answer."""
+    arguments: GenerationArguments = {}
+    count = hard(fields, ("n_predict", "max_completion_tokens", "max_tokens"), -1, INT32_MAX)
+    if count is not None:
+        arguments["max_tokens"] = None if count == -1 else count
+    indent = hard(fields, ("n_indent",), 0, INT32_MAX)
+    if indent:
+        arguments["min_indent"] = min(indent, 1000)
+    limit = hard(fields, ("t_max_predict_ms",), -1, 2**63 - 1)
+    if limit is not None and limit > 0:
+        arguments["line_limit_ms"] = limit
+    stop = [text for text in fields.texts("stop", MAX_STOPS) if text]
+    if any(len(text) > 1000 for text in stop):
+        raise fields.wrong("stop", "strings of at most 1000 characters")
+    if stop:
+        arguments["stop"] = stop
+    return arguments
+
+
+def refuse_unsupported(fields: Fields) -> None:
+    """Refuse what would change the answer and is not there."""
+    for name, (low, high) in _WITHOUT_EFFECT.items():
+        hard(fields, (name,), low, high)
+    for name, neutral in _NOT_HERE.items():
+        value = soft(fields, name, -math.inf, math.inf)
+        if value is not None and value != neutral and (neutral is not None or value > 0):
+            raise unsupported(name)
+    target = soft(fields, "adaptive_target", -math.inf, 1)
+    if target is not None and target >= 0:
+        raise unsupported("adaptive_target")
+    if fields.text("grammar"):
+        raise unsupported("grammar", "`json_schema` is there")
+    for name in ("echo", "post_sampling_probs", "grammar_lazy"):
+        if fields.flag(name):
+            raise unsupported(name)
+    for adapter in fields.objects("lora", 64):
+        if adapter.number("scale", -1000, 1000):
+            raise unsupported("lora", "no adapters are loaded")
+    for name in ("cache_prompt", "backend_sampling", "verbose"):
+        fields.flag(name)
+
+
+def logit_bias(fields: Fields) -> list[tuple[int | str, float]]:
+    """Pairs of a token, or a text all of whose tokens are meant, and what is added.
+
+    Raises:
+        RequestError: it is neither a list of pairs nor an object.
+    """
+    given = fields.get("logit_bias")
+    if given is None:
+        return []
+    pairs = list(given.items()) if isinstance(given, dict) else given
+    if not isinstance(pairs, list) or len(pairs) > 100_000:
+        raise field_error("logit_bias", "a list of pairs, or an object, is expected")
+    biases = []
+    for pair in pairs:
+        if not isinstance(pair, list | tuple) or len(pair) != 2:
+            raise field_error("logit_bias", f"a pair is expected, but got {shown(pair)}")
+        biases.append((_biased(pair[0], from_key=isinstance(given, dict)), _bias(pair[1])))
+    return biases
+
+
+def _biased(token: Any, *, from_key: bool) -> int | str:
+    if from_key and token.isdecimal() and len(token) <= 10:
+        return int(token)
+    if isinstance(token, str):
+        return token
+    if not isinstance(token, int) or isinstance(token, bool) or not 0 <= token <= INT32_MAX:
+        raise field_error("logit_bias", f"a token id is expected, but got {shown(token)}")
+    return token
+
+
+def _bias(value: Any) -> float:
+    if value is False:
+        return -math.inf
+    if not isinstance(value, int | float) or isinstance(value, bool):
+        raise field_error("logit_bias", f"a number or false is expected, but got {shown(value)}")
+    return float(min(_MOST_BIAS, max(-_MOST_BIAS, value)))
+
+
+def unsupported(name: str, advice: str = "") -> RequestError:
+    """The error of a field whose value edgellm has nothing for."""
+    message = f"Field '{name}': this value is not supported by this server; leave it out"
+    return RequestError("not_supported", message + (f"; {advice}" if advice else ""), param=name)
+
+
+def field_error(name: str, message: str) -> RequestError:
+    return RequestError("invalid_request", f"Field '{name}': {message}", param=name)

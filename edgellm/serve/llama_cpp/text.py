@@ -1,0 +1,143 @@
+"""llama.cpp's `/tokenize`, `/detokenize` and `/apply-template`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+from edgellm.llm import LLM
+from edgellm.serve.ask import Ask
+from edgellm.serve.asked_prompt import asked_prompt
+from edgellm.serve.http.endpoint import Call, Route
+from edgellm.serve.http.fields import Fields, shown
+from edgellm.serve.http.streaming import Reply, json_reply
+from edgellm.serve.llama_cpp.fields import INT32_MAX, field_error
+from edgellm.serve.openai.messages import read_conversation
+from edgellm.serve.request_error import RequestError
+from edgellm.serve.text_work import MOST_CHARACTERS, MOST_TOKENS
+from edgellm.text.tokenizer import Tokenizer
+
+
+def model_id(call: Call, fields: Fields) -> str:
+    """The model that a client means. Where there is only one, it is that one: editors send names
+    that their users have made up.
+
+    Raises:
+        RequestError: there are several, and none of that name.
+    """
+    name = fields.text("model")
+    pool = call.answering.pool
+    return pool.ids[0] if len(pool.ids) == 1 else pool.resolve(name)
+
+
+async def encode(
+    call: Call, model: str, text: str, *, add_bos: bool | None, parse_special: bool = True
+) -> list[int]:
+    """The tokens of a text.
+
+    Raises:
+        RequestError: it is too long, or too many texts wait.
+    """
+    _check_length(text)
+    async with call.answering.pool.use(model) as llm:
+        tokenizer = llm.engine.tokenizer
+        return await call.answering.text_work.call(
+            partial(tokenizer.encode, text, add_bos=add_bos, parse_special=parse_special)
+        )
+
+
+def _check_length(text: str) -> None:
+    if len(text) > MOST_CHARACTERS:
+        raise RequestError(
+            "invalid_request",
+            f"a text has {len(text)} characters; at most {MOST_CHARACTERS} are read at once",
+        )
+
+
+async def tokenize(call: Call) -> Reply:
+    fields = await call.fields()
+    model = model_id(call, fields)
+    text = fields.required_text("content")
+    _check_length(text)
+    special = fields.flag("parse_special")
+    async with call.answering.pool.use(model) as llm:
+        return await call.answering.text_work.call(
+            partial(
+                _tokenized,
+                llm.engine.tokenizer,
+                text,
+                # where a model wants no begin token there is none to add
+                add_bos=None if fields.flag("add_special") else False,
+                parse_special=special is None or special,
+                with_pieces=bool(fields.flag("with_pieces")),
+            )
+        )
+
+
+def _tokenized(
+    tokenizer: Tokenizer, text: str, *, add_bos: bool | None, parse_special: bool, with_pieces: bool
+) -> Reply:
+    tokens = tokenizer.encode(text, add_bos=add_bos, parse_special=parse_special)
+    return json_reply({"tokens": _pieces(tokenizer, tokens) if with_pieces else tokens})
+
+
+def _pieces(tokenizer: Tokenizer, tokens: Sequence[int]) -> list[dict[str, Any]]:
+    """Tokens with their texts, or with their bytes where those are part of a character."""
+    pieces = []
+    for token in tokens:
+        data = tokenizer.bytes_of(token)
+        try:
+            piece: str | list[int] = data.decode()
+        except UnicodeDecodeError:
+            piece = list(data)
+        pieces.append({"id": token, "piece": piece})
+    return pieces
+
+
+async def detokenize(call: Call) -> Reply:
+    fields = await call.fields()
+    tokens = fields.get("tokens")
+    if not isinstance(tokens, list) or len(tokens) > MOST_TOKENS:
+        raise field_error(
+            "tokens",
+            f"a list of at most {MOST_TOKENS} token ids is expected, but got {shown(tokens)}",
+        )
+    async with call.answering.pool.use(model_id(call, fields)) as llm:
+        text = await call.answering.text_work.call(partial(_text, llm, tokens))
+    return json_reply({"content": text})
+
+
+def _text(llm: LLM, tokens: Sequence[Any]) -> str:
+    _check_ids(llm, tokens)
+    return llm.engine.tokenizer.decode(tokens, skip_special=False)
+
+
+def _check_ids(llm: LLM, tokens: Sequence[Any]) -> None:
+    most = min(llm.engine.config.vocab_size - 1, INT32_MAX)
+    for token in tokens:
+        if not isinstance(token, int) or isinstance(token, bool) or not 0 <= token <= most:
+            raise field_error(
+                "tokens", f"token ids from 0 to {most} are expected, but got {shown(token)}"
+            )
+
+
+async def apply_template(call: Call) -> Reply:
+    fields = await call.fields()
+    model = model_id(call, fields)
+    ask = Ask(model=model, prompt=read_conversation(fields))
+    async with call.answering.pool.use(model) as llm:
+        text = await call.answering.text_work.call(partial(_rendered, llm, ask))
+    return json_reply({"prompt": text})
+
+
+def _rendered(llm: LLM, ask: Ask) -> str:
+    tokens = asked_prompt(llm, ask.model or "", ask).tokens
+    return llm.engine.tokenizer.decode(tokens, skip_special=False)
+
+
+ROUTES = (
+    Route("/tokenize", {"POST": tokenize}),
+    Route("/detokenize", {"POST": detokenize}),
+    Route("/apply-template", {"POST": apply_template}),
+)

@@ -1,0 +1,205 @@
+"""Ollama's `/api/tags`, `/api/ps`, `/api/show` and `/api/version`; what it is to be found by."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from datetime import UTC, datetime, timedelta
+from typing import Any
+
+from edgellm.graphs.tensors import parameters
+from edgellm.serve.http.endpoint import Call, Handler, Route
+from edgellm.serve.http.streaming import Reply, json_reply
+from edgellm.serve.model_card import ModelCard
+from edgellm.serve.model_pool import ModelPool
+from edgellm.serve.request_error import RequestError
+
+# The Ollama whose API this is: clients refuse older ones.
+API_VERSION = "0.12.11"
+_NEVER = "9999-12-31T23:59:59Z"
+# Longer than anybody waits, and within what dates hold.
+_LONGEST_S = 1e9
+
+
+async def version(call: Call) -> Reply:
+    return json_reply({"version": API_VERSION})
+
+
+async def tags(call: Call) -> Reply:
+    pool = call.answering.pool
+    return json_reply({"models": [_listed(pool, id) for id in pool.ids]})
+
+
+async def ps(call: Call) -> Reply:
+    pool = call.answering.pool
+    models = [
+        {
+            **_listed(pool, id),
+            "size_vram": 0,
+            "expires_at": _after(pool.unloads_in(id)),
+            "context_length": llm.ctx_size,
+        }
+        for id, llm in pool.loaded().items()
+    ]
+    return json_reply({"models": models})
+
+
+async def show(call: Call) -> Reply:
+    """Clients ask for all that is listed, to know what each can do: nothing is loaded for that."""
+    fields = await call.fields()
+    pool = call.answering.pool
+    id = pool.resolve(fields.text("model") or fields.text("name"))
+    card = await pool.card(id)
+    return json_reply(
+        {
+            "modelfile": f"FROM {id}\n",
+            "modified_at": _time(pool.started_at),
+            "details": _details(card),
+            **_described(card),
+        }
+    )
+
+
+async def usable_model(call: Call, name: str | None, wanted: Sequence[str]) -> ModelCard:
+    """A model, loaded, that can do what is wanted.
+
+    Args:
+        wanted: names of capabilities.
+
+    Raises:
+        RequestError: it cannot.
+    """
+    pool = call.answering.pool
+    async with pool.use(name):
+        card = await pool.card(name)
+    assert card is not None  # it is loaded
+    can = _capabilities(card)
+    for capability in wanted:
+        if capability not in can:
+            raise RequestError(
+                "not_supported",
+                f"{pool.resolve(name)!r} does not support {capability}",
+                param="model",
+            )
+    return card
+
+
+def now() -> str:
+    """The time, as Ollama writes it."""
+    return datetime.now(UTC).isoformat().replace("+00:00", "Z")
+
+
+def _time(seconds: float) -> str:
+    return datetime.fromtimestamp(seconds, UTC).isoformat().replace("+00:00", "Z")
+
+
+def _after(seconds: float) -> str:
+    """The time in so many seconds."""
+    if seconds > _LONGEST_S:
+        return _NEVER
+    moment = datetime.now(UTC) + timedelta(seconds=seconds)
+    return moment.isoformat().replace("+00:00", "Z")
+
+
+def _listed(pool: ModelPool, id: str) -> dict[str, Any]:
+    card = pool.known(id)
+    name = id if ":" in id.rpartition("/")[2] else f"{id}:latest"
+    return {
+        "name": name,
+        "model": name,
+        "modified_at": _time(pool.started_at),
+        "size": 0 if card is None else card.memory_bytes,
+        # of the name: a file's is not known before it is loaded
+        "digest": hashlib.sha256(id.encode()).hexdigest(),
+        "details": _details(card),
+    }
+
+
+def _details(card: ModelCard | None) -> dict[str, Any]:
+    """What is known of a model; of one that was not here yet, nothing."""
+    family = "" if card is None else card.config.model_type
+    return {
+        "parent_model": "",
+        "format": "edgellm",
+        "family": family,
+        "families": [family] if family else [],
+        "parameter_size": "" if card is None else _rounded(parameters(card.config)),
+        "quantization_level": "" if card is None else card.precision,
+    }
+
+
+def _rounded(count: int) -> str:
+    for unit, name in ((1e9, "B"), (1e6, "M"), (1e3, "K")):
+        if count >= unit:
+            return f"{count / unit:.1f}{name}"
+    return str(count)
+
+
+def _described(card: ModelCard | None) -> dict[str, Any]:
+    if card is None:
+        return {"parameters": "", "template": "", "model_info": {}, "capabilities": ["completion"]}
+    config, family = card.config, card.config.model_type
+    return {
+        "parameters": "".join(
+            f"{name} {getattr(card.options, name)}\n"
+            for name in ("temperature", "top_k", "top_p", "min_p", "repeat_penalty")
+        ),
+        "template": _gap_template(card) + card.template,
+        "model_info": {
+            "general.architecture": family,
+            "general.parameter_count": parameters(config),
+            # what this server holds, which clients ask for as `num_ctx`
+            f"{family}.context_length": card.ctx_size,
+            f"{family}.embedding_length": config.hidden_size,
+            f"{family}.block_count": config.layer_count,
+            f"{family}.attention.head_count": config.heads,
+            f"{family}.attention.head_count_kv": config.kv_heads,
+            f"{family}.vocab_size": config.vocab_size,
+        },
+        "capabilities": _capabilities(card),
+    }
+
+
+def _capabilities(card: ModelCard) -> list[str]:
+    """What a model can do, as Ollama names it."""
+    can = {
+        "tools": card.calls_tools,
+        "insert": card.infill is not None,
+        "thinking": card.reasons,
+    }
+    return ["completion", *(name for name, has in can.items() if has)]
+
+
+def _gap_template(card: ModelCard) -> str:
+    """How the model is asked to fill a gap, in Ollama's terms: clients look for `.Suffix`."""
+    family = card.infill
+    if family is None:
+        return ""
+    prefix, suffix = f"{family.prefix}{{{{ .Prompt }}}}", f"{family.suffix}{{{{ .Suffix }}}}"
+    parts = suffix + prefix if family.order == "spm" else prefix + suffix
+    return f"{{{{ if .Suffix }}}}{parts}{family.middle or ''}{{{{ end }}}}"
+
+
+def _refused(what: str) -> Handler:
+    async def refuse(call: Call) -> Reply:
+        raise RequestError(
+            "not_supported",
+            f"{what}: models are not changed over HTTP; name those to serve when you start the "
+            "server: `edgellm serve MODEL...`",
+        )
+
+    return refuse
+
+
+ROUTES = (
+    Route("/api/version", {"GET": version}),
+    Route("/api/tags", {"GET": tags}),
+    Route("/api/ps", {"GET": ps}),
+    Route("/api/show", {"POST": show}),
+    *(
+        Route(f"/api/{name}", {"POST": _refused(name)})
+        for name in ("pull", "push", "create", "copy")
+    ),
+    Route("/api/delete", {"DELETE": _refused("delete")}),
+    Route("/api/blobs/{digest}", {"GET": _refused("blobs"), "POST": _refused("blobs")}),
+)

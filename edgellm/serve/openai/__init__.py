@@ -1,0 +1,1 @@
+"""OpenAI's API, which other dialects take messages, tools and options from."""

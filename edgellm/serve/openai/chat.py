@@ -1,0 +1,276 @@
+"""OpenAI's `/v1/chat/completions`."""
+
+from __future__ import annotations
+
+import json
+import secrets
+import time
+from collections.abc import AsyncGenerator, Iterable
+from contextlib import aclosing
+from dataclasses import dataclass, field
+from typing import Any
+
+from edgellm.generation_options import GenerationArguments
+from edgellm.results import Piece, Stats
+from edgellm.serve.ask import Ask
+from edgellm.serve.events import Begun, Delta, End, Event, PromptProgress
+from edgellm.serve.http.endpoint import Answered, Call, Route
+from edgellm.serve.http.fields import Fields
+from edgellm.serve.http.streaming import Comment, Frame, Frames, Reply, json_reply
+from edgellm.serve.openai.logprobs import chat_logprobs
+from edgellm.serve.openai.messages import read_conversation
+from edgellm.serve.openai.sampling import MOST_LOGPROBS, max_tokens, sampling_arguments
+from edgellm.serve.request_error import RequestError
+from edgellm.serve.usage import finish_reason, placement, reasoning_tokens, timings, usage
+from edgellm.tool_use import ToolCallDelta
+
+
+async def chat_completions(call: Call) -> Reply:
+    fields = await call.fields()
+    asked = read_chat(fields, max_n=call.answering.options.max_n)
+    if fields.flag("stream"):
+        return call.stream(chat_frames(call.events(asked.ask), asked))
+    begun, answers = await call.answers(asked.ask)
+    return json_reply(chat_object(begun, answers, asked))
+
+
+@dataclass(frozen=True, kw_only=True)
+class AskedChat:
+    """What is asked for, and how it is to be told.
+
+    Attributes:
+        with_logprobs: of each token.
+        with_usage: counts at the end of a stream; `usage_always`: with each chunk.
+    """
+
+    ask: Ask
+    with_logprobs: bool = False
+    with_usage: bool = False
+    usage_always: bool = False
+
+
+def read_chat(fields: Fields, *, max_n: int) -> AskedChat:
+    """What is asked for."""
+    with_logprobs = bool(fields.flag("logprobs"))
+    arguments: GenerationArguments = {
+        **sampling_arguments(fields),
+        **max_tokens(fields, "max_completion_tokens", "max_tokens", "n_predict"),
+    }
+    top = fields.whole("top_logprobs", 0, MOST_LOGPROBS)
+    if top is not None and not with_logprobs:
+        raise RequestError(
+            "invalid_request", "`top_logprobs` needs `logprobs`: true", param="top_logprobs"
+        )
+    if top:
+        arguments["logprobs"] = top
+    stream_options = fields.object("stream_options") or Fields({})
+    return AskedChat(
+        ask=Ask(
+            model=fields.text("model"),
+            prompt=read_conversation(fields),
+            arguments=arguments,
+            n=fields.whole("n", 1, max_n) or 1,
+            json_schema=read_schema(fields),
+        ),
+        with_logprobs=with_logprobs,
+        with_usage=bool(stream_options.flag("include_usage")),
+        usage_always=bool(stream_options.flag("continuous_usage_stats")),
+    )
+
+
+def read_schema(fields: Fields) -> str | None:
+    """The JSON schema of `response_format`, as text."""
+    wanted = fields.object("response_format")
+    if wanted is None:
+        return None
+    kind = wanted.choice("type", ("text", "json_object", "json_schema"))
+    if kind == "json_object":
+        schema = wanted.object("schema")  # llama.cpp's
+        return json.dumps({"type": "object"} if schema is None else schema.values)
+    if kind != "json_schema":
+        return None
+    given = wanted.object("json_schema")
+    schema = None if given is None else given.object("schema")
+    if schema is None:
+        raise RequestError(
+            "invalid_request",
+            "`response_format.json_schema.schema` is missing",
+            param="response_format",
+        )
+    return json.dumps(schema.values)
+
+
+def chat_object(begun: Begun, answers: list[Answered], asked: AskedChat) -> dict[str, Any]:
+    """All answers as one object."""
+    stats = [answer.stats for answer in answers]
+    return ChatIdentity(begun.model).object(
+        "chat.completion",
+        [
+            {
+                "index": index,
+                "message": _message(answer),
+                "logprobs": _logprobs(begun, answer.pieces, asked),
+                "finish_reason": finish_reason(answer.finish_reason),
+            }
+            for index, answer in enumerate(answers)
+        ],
+        usage=usage(
+            stats, reasoning_tokens=sum(reasoning_tokens(answer.pieces) for answer in answers)
+        ),
+        timings=timings(stats[0]),
+        placement=placement(stats[0]),
+    )
+
+
+def _message(answer: Answered) -> dict[str, Any]:
+    message: dict[str, Any] = {"role": "assistant", "content": answer.text, "refusal": None}
+    if answer.reasoning:
+        message |= _reasoning(answer.reasoning)
+    if answer.calls:
+        message["content"] = answer.text or None
+        message["tool_calls"] = [call.to_json() for call in answer.calls]
+    return message
+
+
+def _reasoning(text: str) -> dict[str, str]:
+    """Under both names that clients read."""
+    return {"reasoning_content": text, "reasoning": text}
+
+
+def _logprobs(begun: Begun, pieces: Iterable[Piece], asked: AskedChat) -> dict[str, Any] | None:
+    if not asked.with_logprobs:
+        return None
+    return chat_logprobs(begun.engine.tokenizer, pieces)
+
+
+@dataclass
+class ChatIdentity:
+    """What all objects of one reply in the shape of a chat have in common."""
+
+    model: str
+    id: str = field(default_factory=lambda: f"chatcmpl-{secrets.token_hex(12)}")
+    created: int = field(default_factory=lambda: int(time.time()))
+
+    def object(self, kind: str, choices: list[dict[str, Any]], **more: Any) -> dict[str, Any]:
+        return {
+            "id": self.id,
+            "object": kind,
+            "created": self.created,
+            "model": self.model,
+            "system_fingerprint": "edgellm",
+            "choices": choices,
+            **more,
+        }
+
+
+class _Chunks:
+    """The chunks of a stream.
+
+    Attributes:
+        ended: the counts of answers that are complete.
+    """
+
+    def __init__(self, begun: Begun, asked: AskedChat) -> None:
+        self._begun = begun
+        self._asked = asked
+        self._identity = ChatIdentity(begun.model)
+        self._shown: set[int] = set()
+        self._generated = self._thoughts = 0
+        self.ended: list[Stats] = []
+
+    def of(self, event: Delta | End) -> list[Frame]:
+        """What an event becomes."""
+        frames = []
+        if event.sample not in self._shown:
+            self._shown.add(event.sample)
+            frames.append(self._chunk(event.sample, {"role": "assistant", "content": ""}))
+        if isinstance(event, Delta):
+            return frames + self._delta(event)
+        return [*frames, self._end(event)]
+
+    def usage(self) -> Frame:
+        """The counts of all, without a choice."""
+        counts = usage(self.ended, reasoning_tokens=self._thoughts)
+        values = self._identity.object("chat.completion.chunk", [], usage=counts)
+        return Frame(values)
+
+    def _delta(self, event: Delta) -> list[Frame]:
+        self._thoughts += reasoning_tokens(event.pieces)
+        self._generated += sum(piece.token is not None for piece in event.pieces)
+        deltas: list[dict[str, Any]] = []
+        if event.reasoning:
+            deltas.append(_reasoning(event.reasoning))
+        if event.text:
+            deltas.append({"content": event.text})
+        for call in event.calls:
+            deltas.append({"tool_calls": [call_delta(call)]})
+        logprobs = _logprobs(self._begun, event.pieces, self._asked)
+        if not deltas and logprobs is not None:
+            deltas.append({"content": ""})
+        frames = []
+        for i, delta in enumerate(deltas):
+            frames.append(self._chunk(event.sample, delta, logprobs=None if i else logprobs))
+        return frames
+
+    def _end(self, event: End) -> Frame:
+        self.ended.append(event.stats)
+        return self._chunk(
+            event.sample,
+            {},
+            finish_reason(event.finish_reason),
+            timings=timings(event.stats),
+            placement=placement(event.stats),
+        )
+
+    def _chunk(
+        self,
+        index: int,
+        delta: dict[str, Any],
+        reason: str | None = None,
+        *,
+        logprobs: dict[str, Any] | None = None,
+        **more: Any,
+    ) -> Frame:
+        choice = {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": reason}
+        if self._asked.usage_always:
+            prompt = len(self._begun.prompt)
+            more["usage"] = {
+                "prompt_tokens": prompt,
+                "completion_tokens": self._generated,
+                "total_tokens": prompt + self._generated,
+            }
+        return Frame(self._identity.object("chat.completion.chunk", [choice], **more))
+
+
+def call_delta(call: ToolCallDelta) -> dict[str, Any]:
+    """A part of a call: its name first, then its arguments as they come."""
+    if call.name is None:
+        return {"index": call.index, "function": {"arguments": call.arguments}}
+    function = {"name": call.name, "arguments": call.arguments}
+    return {"index": call.index, "id": call.id, "type": "function", "function": function}
+
+
+async def chat_frames(events: AsyncGenerator[Event, None], asked: AskedChat) -> Frames:
+    """The events of an ask as chunks."""
+    chunks: _Chunks | None = None
+    async with aclosing(events):
+        async for event in events:
+            if isinstance(event, Begun):
+                chunks = _Chunks(event, asked)
+                yield Comment("")  # the reply begins
+            elif isinstance(event, PromptProgress):
+                yield Comment(f"prompt {event.done}/{event.total}")
+            else:
+                assert chunks is not None
+                for frame in chunks.of(event):
+                    yield frame
+    assert chunks is not None
+    if asked.with_usage:
+        yield chunks.usage()
+    yield Frame("[DONE]")
+
+
+ROUTES = (
+    Route("/v1/chat/completions", {"POST": chat_completions}),
+    Route("/chat/completions", {"POST": chat_completions}),
+)

@@ -1,0 +1,133 @@
+"""Messages and tools as OpenAI writes them, and other dialects after it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from edgellm.errors import OptionError
+from edgellm.serve.ask import Conversation
+from edgellm.serve.http.fields import Fields
+from edgellm.serve.request_error import RequestError
+from edgellm.text.prompt import ROLES, Message
+from edgellm.text.template import Scalar
+from edgellm.tool_use import MAX_TOOLS, Tool, ToolCall, ToolChoice, checked_choice, checked_tools
+
+T = TypeVar("T")
+MAX_MESSAGES = 10_000
+_MAX_CALLS = 128
+_MAX_ARGUMENTS = 64
+
+
+def read_conversation(fields: Fields) -> Conversation:
+    """The fields `messages`, `tools` and what belongs to them.
+
+    Raises:
+        RequestError: there are no messages, or one is of a kind that no model here reads.
+    """
+    tools = read_tools(fields.get("tools"), "tools")
+    choice = read_choice(fields.get("tool_choice"), tools, "tool_choice")
+    parallel = fields.flag("parallel_tool_calls")
+    hints: dict[str, Scalar] = {}
+    effort = fields.text("reasoning_effort")
+    if effort is not None:
+        hints = {"enable_thinking": False} if effort == "none" else {"reasoning_effort": effort}
+    return Conversation(
+        messages=read_messages(fields),
+        tools=tools,
+        tool_choice=choice,
+        parallel_tool_calls=parallel is not False,
+        template_arguments=_template_arguments(fields),
+        template_hints=hints,
+    )
+
+
+def read_messages(fields: Fields) -> tuple[Message, ...]:
+    """The field `messages`; see `read_conversation`."""
+    fields.required("messages", fields.get("messages"))
+    messages = tuple(_message(each) for each in fields.objects("messages", MAX_MESSAGES))
+    if not messages:
+        raise fields.wrong("messages", "a list of at least one message")
+    return messages
+
+
+def read_tools(value: Any, param: str) -> tuple[Tool, ...]:
+    """A list of OpenAI's tools; null is none."""
+    if value is None:
+        return ()
+    if not isinstance(value, list) or len(value) > MAX_TOOLS:
+        raise RequestError(
+            "invalid_request", f"`{param}` is a list of at most {MAX_TOOLS} tools", param=param
+        )
+    return checked(param, lambda: checked_tools(value))
+
+
+def read_choice(value: Any, tools: tuple[Tool, ...], param: str) -> ToolChoice:
+    """OpenAI's `tool_choice`; null is auto."""
+    if value is None:
+        return "auto"
+    return checked(param, lambda: checked_choice(value, tools))
+
+
+def checked(param: str, read: Callable[[], T]) -> T:
+    """What is read of a field; a mistake in it names the field."""
+    try:
+        return read()
+    except OptionError as error:
+        raise RequestError("invalid_request", str(error), param=param) from None
+
+
+def _template_arguments(fields: Fields) -> dict[str, Scalar]:
+    """`chat_template_kwargs`: scalars; which names are allowed is the template's."""
+    given = fields.object("chat_template_kwargs")
+    if given is None:
+        return {}
+    right = all(v is None or isinstance(v, bool | int | float | str) for v in given.values.values())
+    if not right or len(given.values) > _MAX_ARGUMENTS:
+        raise fields.wrong("chat_template_kwargs", "an object of texts, numbers, true and false")
+    return dict(given.values)
+
+
+def _message(fields: Fields) -> Message:
+    role = fields.required_text("role")
+    if role not in ROLES:
+        raise fields.wrong("role", f"one of {', '.join(ROLES)}")
+    content = content_text(fields, "content")
+    if role == "tool":
+        return Message(
+            role, content, tool_call_id=fields.text("tool_call_id"), name=fields.text("name")
+        )
+    if role != "assistant":
+        return Message(role, content, name=fields.text("name"))
+    reasoning = fields.text("reasoning_content") or fields.text("reasoning")
+    calls = tuple(_call(each) for each in fields.objects("tool_calls", _MAX_CALLS))
+    return Message(role, content, reasoning=reasoning, tool_calls=calls, name=fields.text("name"))
+
+
+def _call(fields: Fields) -> ToolCall:
+    function = fields.required("function", fields.object("function"))
+    assert isinstance(function, Fields)
+    return ToolCall(
+        fields.text("id") or "", function.required_text("name"), function.text("arguments") or "{}"
+    )
+
+
+def content_text(fields: Fields, name: str) -> str:
+    """A string, null, or a list of parts that are texts."""
+    content = fields.get(name)
+    if content is None or isinstance(content, str):
+        return content or ""
+    if not isinstance(content, list):
+        raise fields.wrong(name, "a string, or a list of parts")
+    return "".join(_part(part) for part in fields.objects(name, MAX_MESSAGES))
+
+
+def _part(part: Fields) -> str:
+    kind = part.text("type") or "text"
+    if kind in ("text", "input_text", "output_text", "refusal"):
+        return part.required_text("refusal" if kind == "refusal" else "text")
+    raise RequestError(
+        "not_supported",
+        f"`{part.where}type` is {kind[:40]!r}; the models here read texts alone",
+        param=f"{part.where}type",
+    )

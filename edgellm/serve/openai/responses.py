@@ -1,0 +1,206 @@
+"""OpenAI's `/v1/responses`, of which nothing is kept: the client sends the whole conversation."""
+
+from __future__ import annotations
+
+import json
+import secrets
+import time
+from collections.abc import AsyncGenerator, Iterator, Mapping
+from contextlib import aclosing
+from dataclasses import dataclass, field
+from typing import Any
+
+from edgellm.results import Stats
+from edgellm.serve.ask import Ask, Conversation
+from edgellm.serve.events import Begun, Delta, End, Event, PromptProgress
+from edgellm.serve.http.endpoint import Call, Route
+from edgellm.serve.http.fields import Fields
+from edgellm.serve.http.streaming import Comment, Frame, Frames, Reply, json_reply
+from edgellm.serve.openai.error import error_body
+from edgellm.serve.openai.messages import read_choice, read_tools
+from edgellm.serve.openai.responses_items import OutputItems, read_input
+from edgellm.serve.openai.sampling import max_tokens, sampling_arguments
+from edgellm.serve.request_error import RequestError
+from edgellm.serve.usage import placement, timings, usage
+from edgellm.text.template import Scalar
+
+_BY_ITSELF = ("stop", "tool_calls")
+# What would need a memory of earlier responses, and so is refused.
+_OF_A_STORE = ("previous_response_id", "conversation", "background", "store", "prompt")
+
+
+async def responses(call: Call) -> Reply:
+    fields = await call.fields()
+    ask = read_response(fields)
+    response = _Response(fields.values)
+    if fields.flag("stream"):
+        return call.stream(response_frames(call.events(ask), response))
+    async with aclosing(call.events(ask)) as events:
+        async for event in events:
+            for _ in response.add(event):
+                pass
+    return json_reply(response.object())
+
+
+def read_response(fields: Fields) -> Ask:
+    """What is asked for."""
+    for name in _OF_A_STORE:
+        if fields.get(name):
+            raise RequestError(
+                "not_supported",
+                f"`{name}` is not supported: this server keeps no responses; send the whole "
+                "conversation as `input`",
+                param=name,
+            )
+    listed = fields.get("tools")
+    tools = read_tools(listed and _wrapped(listed), "tools")
+    reasoning = fields.object("reasoning")
+    effort = None if reasoning is None else reasoning.text("effort")
+    hints: dict[str, Scalar] = {}
+    if effort is not None:
+        hints = {"enable_thinking": False} if effort == "none" else {"reasoning_effort": effort}
+    return Ask(
+        model=fields.text("model"),
+        prompt=Conversation(
+            messages=read_input(fields),
+            tools=tools,
+            tool_choice=read_choice(fields.get("tool_choice"), tools, "tool_choice"),
+            parallel_tool_calls=fields.flag("parallel_tool_calls") is not False,
+            template_hints=hints,
+        ),
+        arguments={**sampling_arguments(fields), **max_tokens(fields, "max_output_tokens")},
+        json_schema=_schema(fields),
+    )
+
+
+def _wrapped(listed: Any) -> Any:
+    """Tools of this API, whose fields lie beside their type, as chats have them."""
+    if not isinstance(listed, list):
+        return listed
+    tools = []
+    for tool in listed:
+        if isinstance(tool, Mapping) and "function" not in tool:
+            function = {key: value for key, value in tool.items() if key != "type"}
+            tool = {"type": tool.get("type", "function"), "function": function}
+        tools.append(tool)
+    return tools
+
+
+def _schema(fields: Fields) -> str | None:
+    """The JSON schema of `text.format`, as text."""
+    text = fields.object("text")
+    wanted = None if text is None else text.object("format")
+    if wanted is None:
+        return None
+    kind = wanted.choice("type", ("text", "json_object", "json_schema"))
+    if kind == "json_schema":
+        schema = wanted.required("schema", wanted.object("schema"))
+        assert isinstance(schema, Fields)
+        return json.dumps(schema.values)
+    return json.dumps({"type": "object"}) if kind == "json_object" else None
+
+
+@dataclass
+class _Response:
+    """A response as it grows.
+
+    Attributes:
+        asked: fields of the request, some of which are shown again.
+    """
+
+    asked: Mapping[str, Any]
+    id: str = field(default_factory=lambda: f"resp_{secrets.token_hex(16)}")
+    created: int = field(default_factory=lambda: int(time.time()))
+    _model: str = ""
+    _items: OutputItems = field(default_factory=OutputItems)
+    _end: End | None = None
+
+    def add(self, event: Event) -> Iterator[dict[str, Any]]:
+        """What is told of an event."""
+        if isinstance(event, Begun):
+            self._model = event.model
+            yield {"type": "response.created", "response": self.object()}
+            yield {"type": "response.in_progress", "response": self.object()}
+        elif isinstance(event, Delta):
+            yield from self._items.add(event)
+        elif isinstance(event, End):
+            yield from self._items.end()
+            self._end = event
+            yield {"type": f"response.{self._status}", "response": self.object()}
+
+    def object(self) -> dict[str, Any]:
+        asked = self.asked
+        incomplete = self._status == "incomplete"
+        stats = None if self._end is None else self._end.stats
+        return {
+            "id": self.id,
+            "object": "response",
+            "created_at": self.created,
+            "status": self._status,
+            "error": None,
+            "incomplete_details": {"reason": "max_output_tokens"} if incomplete else None,
+            "instructions": asked.get("instructions"),
+            "max_output_tokens": asked.get("max_output_tokens"),
+            "metadata": asked.get("metadata") or {},
+            "model": self._model,
+            "output": list(self._items.done),
+            "parallel_tool_calls": asked.get("parallel_tool_calls") is not False,
+            "previous_response_id": None,
+            "reasoning": asked.get("reasoning") or {"effort": None, "summary": None},
+            "store": False,
+            "temperature": asked.get("temperature"),
+            "text": asked.get("text") or {"format": {"type": "text"}},
+            "tool_choice": asked.get("tool_choice") or "auto",
+            "tools": asked.get("tools") or [],
+            "top_p": asked.get("top_p"),
+            "truncation": "disabled",
+            "usage": None if stats is None else _usage(stats),
+            **({} if stats is None else _places(stats)),
+        }
+
+    @property
+    def _status(self) -> str:
+        if self._end is None:
+            return "in_progress"
+        return "completed" if self._end.finish_reason in _BY_ITSELF else "incomplete"
+
+
+def _usage(stats: Stats) -> dict[str, Any]:
+    counts = usage([stats])
+    return {
+        "input_tokens": counts["prompt_tokens"],
+        "input_tokens_details": counts["prompt_tokens_details"],
+        "output_tokens": counts["completion_tokens"],
+        "output_tokens_details": counts["completion_tokens_details"],
+        "total_tokens": counts["total_tokens"],
+    }
+
+
+def _places(stats: Stats) -> dict[str, Any]:
+    return {"timings": timings(stats), "placement": placement(stats)}
+
+
+async def response_frames(events: AsyncGenerator[Event, None], response: _Response) -> Frames:
+    """The events of an ask as this API tells them."""
+    number = 0
+    async with aclosing(events):
+        async for event in events:
+            if isinstance(event, PromptProgress):
+                yield Comment(f"prompt {event.done}/{event.total}")
+            for told in response.add(event):
+                yield Frame({**told, "sequence_number": number}, told["type"])
+                number += 1
+
+
+def error_frames(error: RequestError) -> list[Frame]:
+    """In mid-stream; clients raise what has the field `error`."""
+    body = error_body(error)
+    assert isinstance(body, Mapping)
+    described = {"code": error.code or error.kind, "message": error.message, "param": error.param}
+    return [Frame({"type": "error", **described, **body}, "error")]
+
+
+ROUTES = (
+    Route("/v1/responses", {"POST": responses}),
+    Route("/responses", {"POST": responses}),
+)

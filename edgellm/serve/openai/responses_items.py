@@ -1,0 +1,197 @@
+"""OpenAI's items, of which a response and its input are made."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from edgellm.serve.events import Delta
+from edgellm.serve.http.fields import Fields
+from edgellm.serve.openai.messages import MAX_MESSAGES, content_text
+from edgellm.serve.request_error import RequestError
+from edgellm.text.prompt import Message
+from edgellm.tool_use import ToolCall, ToolCallDelta
+
+_ROLES = ("system", "developer", "user", "assistant")
+
+
+def read_input(fields: Fields) -> tuple[Message, ...]:
+    """The conversation of `instructions` and `input`."""
+    messages: list[Message] = []
+    instructions = fields.text("instructions")
+    if instructions:
+        messages.append(Message("system", instructions))
+    given = fields.required("input", fields.get("input"))
+    if isinstance(given, str):
+        return (*messages, Message("user", given))
+    for item in fields.objects("input", MAX_MESSAGES):
+        _add(messages, item)
+    if not messages:
+        raise fields.wrong("input", "a string, or a list of items")
+    return tuple(messages)
+
+
+def _add(messages: list[Message], item: Fields) -> None:
+    """Add an item; an assistant's reasoning, text and calls are one message."""
+    kind = item.text("type") or "message"
+    if kind == "message":
+        role = item.choice("role", _ROLES)
+        text = content_text(item, "content")
+        if role == "assistant":
+            before = _assistant(messages)
+            messages.append(replace(before, content=before.content + text))
+        else:
+            messages.append(Message(item.required("role", role), text))
+    elif kind == "reasoning":
+        parts = item.objects("content", MAX_MESSAGES) or item.objects("summary", MAX_MESSAGES)
+        text = "".join(part.text("text") or "" for part in parts)
+        before = _assistant(messages)
+        messages.append(replace(before, reasoning=(before.reasoning or "") + text))
+    elif kind == "function_call":
+        call = ToolCall(
+            item.required_text("call_id"),
+            item.required_text("name"),
+            item.text("arguments") or "{}",
+        )
+        before = _assistant(messages)
+        messages.append(replace(before, tool_calls=(*before.tool_calls, call)))
+    elif kind == "function_call_output":
+        output = content_text(item, "output")
+        messages.append(Message("tool", output, tool_call_id=item.required_text("call_id")))
+    else:
+        raise RequestError(
+            "not_supported",
+            f"`{item.where}type` is {kind[:40]!r}; allowed are message, reasoning, function_call "
+            "and function_call_output",
+            param=f"{item.where}type",
+        )
+
+
+def _assistant(messages: list[Message]) -> Message:
+    """The assistant's message that goes on, taken off the list, or a new one."""
+    if messages and messages[-1].role == "assistant":
+        return messages.pop()
+    return Message("assistant", "")
+
+
+@dataclass
+class _Item:
+    """An item that is being written.
+
+    Attributes:
+        call: of a function call, its number in the answer.
+    """
+
+    kind: str
+    index: int
+    id: str
+    text: str = ""
+    call: int | None = None
+    call_id: str = ""
+    name: str = ""
+
+    def object(self, *, done: bool) -> dict[str, Any]:
+        status = "completed" if done else "in_progress"
+        head = {"id": self.id, "type": self.kind, "status": status}
+        if self.kind == "function_call":
+            return {**head, "call_id": self.call_id, "name": self.name, "arguments": self.text}
+        content = [self.part()] if done else []
+        if self.kind == "reasoning":
+            return {**head, "summary": [], "content": content}
+        return {**head, "role": "assistant", "content": content}
+
+    def part(self) -> dict[str, Any]:
+        if self.kind == "reasoning":
+            return {"type": "reasoning_text", "text": self.text}
+        return {"type": "output_text", "text": self.text, "annotations": [], "logprobs": []}
+
+    @property
+    def place(self) -> dict[str, Any]:
+        return {"item_id": self.id, "output_index": self.index}
+
+
+_PREFIXES = {"message": "msg", "reasoning": "rs", "function_call": "fc"}
+_TEXTS = {"message": "response.output_text", "reasoning": "response.reasoning_text"}
+
+
+@dataclass
+class OutputItems:
+    """The items of an answer as they grow, and the events that tell of it.
+
+    Attributes:
+        done: objects of the complete ones.
+    """
+
+    done: list[dict[str, Any]] = field(default_factory=list)
+    _open: _Item | None = None
+
+    def add(self, delta: Delta) -> Iterator[dict[str, Any]]:
+        """What a delta adds: each event without its sequence number."""
+        if delta.reasoning:
+            yield from self._text("reasoning", delta.reasoning)
+        if delta.text:
+            yield from self._text("message", delta.text)
+        for call in delta.calls:
+            yield from self._call(call)
+
+    def end(self) -> Iterator[dict[str, Any]]:
+        """Complete the item that is open."""
+        item, self._open = self._open, None
+        if item is None:
+            return
+        if item.kind == "function_call":
+            name = "response.function_call_arguments.done"
+            yield {"type": name, **item.place, "name": item.name, "arguments": item.text}
+        else:
+            place = {**item.place, "content_index": 0}
+            extra: dict[str, Any] = {"logprobs": []} if item.kind == "message" else {}
+            yield {"type": f"{_TEXTS[item.kind]}.done", **place, "text": item.text, **extra}
+            yield {"type": "response.content_part.done", **place, "part": item.part()}
+        self.done.append(item.object(done=True))
+        yield {
+            "type": "response.output_item.done",
+            "output_index": item.index,
+            "item": self.done[-1],
+        }
+
+    def _text(self, kind: str, text: str) -> Iterator[dict[str, Any]]:
+        if self._open is None or self._open.kind != kind:
+            yield from self._begin(kind)
+        item = self._open
+        assert item is not None
+        if not item.text:
+            place = {**item.place, "content_index": 0}
+            yield {"type": "response.content_part.added", **place, "part": item.part()}
+        item.text += text
+        extra: dict[str, Any] = {"logprobs": []} if kind == "message" else {}
+        yield {
+            "type": f"{_TEXTS[kind]}.delta",
+            **item.place,
+            "content_index": 0,
+            "delta": text,
+            **extra,
+        }
+
+    def _call(self, call: ToolCallDelta) -> Iterator[dict[str, Any]]:
+        if call.name is not None:
+            yield from self._begin(
+                "function_call", call=call.index, call_id=call.id or "", name=call.name
+            )
+        if call.arguments:
+            item = self._open
+            assert item is not None
+            item.text += call.arguments
+            name = "response.function_call_arguments.delta"
+            yield {"type": name, **item.place, "delta": call.arguments}
+
+    def _begin(self, kind: str, **values: Any) -> Iterator[dict[str, Any]]:
+        yield from self.end()
+        id = f"{_PREFIXES[kind]}_{secrets.token_hex(12)}"
+        self._open = _Item(kind, len(self.done), id, **values)
+        yield {
+            "type": "response.output_item.added",
+            "output_index": self._open.index,
+            "item": self._open.object(done=False),
+        }

@@ -1,0 +1,87 @@
+"""The fields of OpenAI's requests that say how tokens are chosen, and llama.cpp's beside them."""
+
+from __future__ import annotations
+
+import math
+
+from edgellm.generation_options import GenerationArguments
+from edgellm.serve.http.fields import MAX_STOPS, Fields
+from edgellm.serve.request_error import RequestError
+
+_NUMBERS = {
+    "temperature": (0, 100),
+    "top_p": (0, 1),
+    "min_p": (0, 1),
+    "repeat_penalty": (0.01, 100),
+    "presence_penalty": (-100, 100),
+    "frequency_penalty": (-100, 100),
+}
+MOST_TOKENS = 1 << 31
+MOST_MS = 1 << 40
+MOST_LOGPROBS = 20
+
+
+def sampling_arguments(fields: Fields) -> GenerationArguments:
+    """What is given of the options of an answer, within hard ranges."""
+    arguments: GenerationArguments = {}
+    for name, (low, high) in _NUMBERS.items():
+        value = fields.number(name, low, high)
+        if value is not None:
+            arguments[name] = value  # type: ignore[literal-required]
+    for name, low, high in (
+        ("top_k", -1, MOST_TOKENS),
+        ("repeat_last_n", -1, MOST_TOKENS),
+        ("min_tokens", 0, MOST_TOKENS),
+        ("priority", -1000, 1000),
+        ("time_limit_ms", 1, MOST_MS),
+    ):
+        whole = fields.whole(name, int(low), int(high))
+        if whole is not None:
+            arguments[name] = whole  # type: ignore[literal-required]
+    if arguments.get("top_k") == -1:  # vLLM's "all of them"
+        arguments["top_k"] = 0
+    stop = fields.texts("stop", MAX_STOPS)
+    if stop:
+        arguments["stop"] = stop_texts(fields, stop)
+    seed = fields.whole("seed", -(2**63), 2**64 - 1)
+    if seed is not None and seed != -1:
+        arguments["seed"] = seed % 2**64
+    if fields.flag("ignore_eos"):
+        arguments["ignore_eos"] = True
+    bias = logit_bias(fields)
+    if bias:
+        arguments["logit_bias"] = bias
+    return arguments
+
+
+def stop_texts(fields: Fields, stop: list[str]) -> list[str]:
+    """Texts that end an answer, none of them empty or very long."""
+    if any(not text or len(text) > 1000 for text in stop):
+        raise fields.wrong("stop", "strings of 1 to 1000 characters")
+    return stop
+
+
+def max_tokens(fields: Fields, *names: str) -> GenerationArguments:
+    """The first of the names that is given; -1 is no limit."""
+    for name in names:
+        value = fields.whole(name, -1, MOST_TOKENS)
+        if value is not None:
+            return {"max_tokens": None if value == -1 else value}
+    return {}
+
+
+def logit_bias(fields: Fields) -> dict[int, float]:
+    """OpenAI's: an object of token ids as strings, and numbers."""
+    given = fields.object("logit_bias")
+    bias: dict[int, float] = {}
+    for token in given.values if given is not None else ():
+        if not token.isdecimal() or len(token) > 10:
+            raise RequestError(
+                "invalid_request",
+                f"`logit_bias` has the key {token[:40]!r}; a token id is expected",
+                param="logit_bias",
+            )
+        value = given.number(token, -1_000_000, 1_000_000) if given is not None else None
+        if value is not None:
+            bias[int(token)] = -math.inf if value <= -100 else value
+    return bias
