@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from edgellm.engine.engine import Engine
-from edgellm.errors import OptionError
+from edgellm.errors import OptionError, UnsupportedModelError
 from edgellm.generation_options import GenerationOptions
 from edgellm.progress import ProgressCallback
 from edgellm.results import Piece
@@ -95,7 +95,10 @@ def stream_infill(
         tokens = _in_words(engine, gap)
     else:
         model = engine.bundle.manifest.name
-        tokens = infill_tokens(engine.tokenizer, gap, model=model, order=order)
+        try:
+            tokens = infill_tokens(engine.tokenizer, gap, model=model, order=order)
+        except UnsupportedModelError as error:
+            raise UnsupportedModelError(f"{error}, or ask it in words with `template`") from error
         options = infill_options(engine, options)
     with Session(engine, closes=True) as session:
         session.replace(tokens)

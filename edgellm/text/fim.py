@@ -227,7 +227,7 @@ def require_family(
         raise UnsupportedModelError(
             f"{model} has no fill-in-the-middle tokens (such as <|fim_prefix|>), so it cannot fill "
             "a gap; take a model that was trained for it, such as Qwen2.5-Coder, StarCoder2 or "
-            "CodeGemma, or ask this one in words with `template`"
+            "CodeGemma"
         )
     # tokens that only some models of a family have
     repository, file = (

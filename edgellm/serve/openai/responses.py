@@ -124,8 +124,8 @@ class _Response:
         elif isinstance(event, Delta):
             yield from self._items.add(event)
         elif isinstance(event, End):
-            yield from self._items.end()
             self._end = event
+            yield from self._items.end(self._status)
             yield {"type": f"response.{self._status}", "response": self.object()}
 
     def object(self) -> dict[str, Any]:

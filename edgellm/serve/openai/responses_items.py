@@ -92,8 +92,8 @@ class _Item:
     call_id: str = ""
     name: str = ""
 
-    def object(self, *, done: bool) -> dict[str, Any]:
-        status = "completed" if done else "in_progress"
+    def object(self, status: str) -> dict[str, Any]:
+        done = status != "in_progress"
         head = {"id": self.id, "type": self.kind, "status": status}
         if self.kind == "function_call":
             return {**head, "call_id": self.call_id, "name": self.name, "arguments": self.text}
@@ -121,7 +121,7 @@ class OutputItems:
     """The items of an answer as they grow, and the events that tell of it.
 
     Attributes:
-        done: objects of the complete ones.
+        done: objects of the closed ones.
     """
 
     done: list[dict[str, Any]] = field(default_factory=list)
@@ -136,8 +136,8 @@ class OutputItems:
         for call in delta.calls:
             yield from self._call(call)
 
-    def end(self) -> Iterator[dict[str, Any]]:
-        """Complete the item that is open."""
+    def end(self, status: str = "completed") -> Iterator[dict[str, Any]]:
+        """Close the item that is open; `status` is `incomplete` where the answer was cut off."""
         item, self._open = self._open, None
         if item is None:
             return
@@ -149,7 +149,7 @@ class OutputItems:
             extra: dict[str, Any] = {"logprobs": []} if item.kind == "message" else {}
             yield {"type": f"{_TEXTS[item.kind]}.done", **place, "text": item.text, **extra}
             yield {"type": "response.content_part.done", **place, "part": item.part()}
-        self.done.append(item.object(done=True))
+        self.done.append(item.object(status))
         yield {
             "type": "response.output_item.done",
             "output_index": item.index,
@@ -193,5 +193,5 @@ class OutputItems:
         yield {
             "type": "response.output_item.added",
             "output_index": self._open.index,
-            "item": self._open.object(done=False),
+            "item": self._open.object("in_progress"),
         }

@@ -19,6 +19,8 @@ def test_an_answer_is_that_of_a_chat(server: Running, client: openai.OpenAI) -> 
     assert reply.status == "incomplete"
     assert reply.incomplete_details is not None
     assert reply.incomplete_details.reason == "max_output_tokens"
+    message: Any = reply.output[-1]
+    assert message.status == "incomplete"
     assert reply.usage is not None
     assert reply.usage.output_tokens == len(expected.tokens)
 
@@ -45,6 +47,8 @@ def test_a_stream_tells_the_same(client: openai.OpenAI) -> None:
     assert text == whole.output_text
     last: Any = events[-1]
     assert last.response.output[0].content[0].text == text
+    item: Any = events[-2]
+    assert item.item.status == last.response.output[0].status == "incomplete"
 
 
 def test_a_stream_with_the_clients_helper(client: openai.OpenAI) -> None:
