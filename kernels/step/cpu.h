@@ -88,7 +88,8 @@ public:
             every_row(
                 worker,
                 [&](int r) {
-                    if (l > call_.first_layer) complete(r, model_.layers[l - 1].down_bias, model_.layers[l - 1].post_mlp_norm);
+                    if (l > call_.first_layer)
+                        complete(r, model_.layers[l - 1].down_bias, model_.layers[l - 1].post_mlp_norm);
                     normalize(layer.attention_norm, r, layer.any_fine());
                 },
                 weights(layer.q));
