@@ -144,5 +144,5 @@ def test_tokens_that_the_model_file_names() -> None:
     ],
 )
 def test_without_the_tokens_it_is_an_error(vocabulary: list[str]) -> None:
-    with pytest.raises(UnsupportedModelError, match=r"no fill-in-the-middle tokens.*`template`"):
+    with pytest.raises(UnsupportedModelError, match=r"no fill-in-the-middle tokens.*Qwen2.5-Coder"):
         require_family(Words(vocabulary).vocabulary, {}, model="smollm2")
