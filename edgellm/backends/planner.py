@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 
@@ -19,6 +19,15 @@ class Costs:
     chunks: Mapping[int, float]
     call: float | None = None
     token: float = 0.0
+
+    def seconds(self, plan: Iterable[PlannedChunk]) -> float:
+        """What all of a plan takes, one after the other."""
+        return sum(
+            (self.call or 0.0) + self.token * chunk.count
+            if chunk.size is None
+            else self.chunks[chunk.size]
+            for chunk in plan
+        )
 
 
 @dataclass(frozen=True)

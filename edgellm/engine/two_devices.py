@@ -14,6 +14,8 @@ from edgellm.checks import check_number
 from edgellm.engine.policies import StallFree, StepBudget
 from edgellm.engine.step_costs import StepCosts, StepLoad
 
+# How much of what is known of prefill's time a job leaves.
+_KEPT = 0.5
 # Of a pace: decode steps without prefill beside them that show what decode takes, at first and
 # later; steps beside prefill after which that is asked again, and by what factor the number of rows
 # may change until then.
@@ -31,6 +33,27 @@ class TwoDevices(StallFree):
 
     def budget(self, *, decodes: int, requests: int) -> StepBudget:
         return StepBudget(0.0, 0, 0)
+
+
+class JobTime:
+    """How long prefill may expect to take, so that a job ends within the time target.
+
+    Chunks were measured by themselves. Beside decode, which has the host's cores as well, they take
+    longer, and nobody knows by how much before.
+    """
+
+    def __init__(self) -> None:
+        self._stretch = 1.0  # times as long as expected
+
+    def expected_within(self, seconds: float) -> float:
+        """What a job should take by itself that may take so many seconds beside decode."""
+        return seconds / self._stretch
+
+    def learn(self, expected: float, seconds: float) -> None:
+        """A job took `seconds` that would have taken `expected` by itself."""
+        if expected > 0:
+            new = max(1.0, seconds / expected)
+            self._stretch = _KEPT * self._stretch + (1 - _KEPT) * new
 
 
 class Pace:

@@ -13,7 +13,7 @@ from edgellm.engine.prefill_lane import PrefillJob, PrefillLane
 from edgellm.engine.request import Request
 from edgellm.engine.scheduler import Scheduler, Share
 from edgellm.engine.step_costs import StepCosts
-from edgellm.engine.two_devices import Pace, TwoDevices
+from edgellm.engine.two_devices import JobTime, Pace, TwoDevices
 from edgellm.errors import CacheFullError
 from edgellm.kernels.kv_blocks import BLOCK
 from edgellm.options import EngineOptions
@@ -40,7 +40,8 @@ class TwoLaneBatcher(Batcher):
         self._chunks = prefill
         self._lane = PrefillLane(cache, prefill, on_end=on_news)
         self._pace = Pace(options.decode_slowdown)
-        self._beside = False  # this step runs beside prefill
+        self._job_time = JobTime()
+        self._beside = False  # this step runs beside prefill, or takes over from it
         self._start = 0.0
 
     @property
@@ -66,11 +67,13 @@ class TwoLaneBatcher(Batcher):
         self._lane.drop_obsolete()
 
     def _next(self) -> list[Share[Request]]:
+        ended = not self._lane.free and not self._lane.busy
         self._take_over()
         shares = super()._next()
         if self._lane.free and self._pace.may_prefill(decodes=bool(shares)):
             self._prefill_next()
-        self._beside = self._lane.busy
+        # what taking over costs is no part of decode alone
+        self._beside = ended or self._lane.busy
         # to make room for a prompt, the newest may have lost its place
         return [share for share in shares if share.request in self._scheduler.running]
 
@@ -88,6 +91,8 @@ class TwoLaneBatcher(Batcher):
             # one that was stopped a moment ago ends as such with the next step
             return None if request.stop_now() else self._fail(request, job.error)
         assert job.rows is not None
+        plan = self._chunks.plan(len(job.span.tokens), start)
+        self._job_time.learn(self._chunks.costs.seconds(plan), job.seconds)
         share = Share(request, start, len(job.span.tokens), decode=False)
         self._scheduler.count([share])
         work = Work(share, job.span, decoded=False)
@@ -105,7 +110,8 @@ class TwoLaneBatcher(Batcher):
             return
         request = share.request
         try:
-            rows = self._chunks.rows_within(self._options.time_target_ms / 1000)
+            target = self._job_time.expected_within(self._options.time_target_ms / 1000)
+            rows = self._chunks.rows_within(target)
             span = request.span(min(share.rows, rows), alone=False)
             self._lane.begin(PrefillJob(request, span))
         except CacheFullError as error:

@@ -13,7 +13,7 @@ Some streams decode; alone, and while one prompt after the other is computed, in
   computed from then on is nonsense, which takes as long.
 
 Each row is a process of its own. Slower: milliseconds of a decode step beside prompts over those of
-one alone, means of all rounds; the bound is `--slowdown`.
+one alone, before and after, means of all rounds; the bound is `--slowdown`.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ from edgellm.backends.step_backend import StepBackend
 from edgellm.llm import LLM, load
 from edgellm.store.sources import DEFAULT_MODEL
 
-# Tokens of the prompts of streams, and of their answers.
-SHORT, LONG = 24, 100_000
+# Tokens of the prompts of streams.
+SHORT = 24
 
 
 def prompt(llm: LLM, seed: int, length: int) -> list[int]:
@@ -148,42 +148,61 @@ def total(parts: Sequence[Counted]) -> Counted:
     return Counted(*(sum(values) for values in zip(*parts, strict=True)))
 
 
-def work(way: str, args: argparse.Namespace) -> dict[str, float]:
-    llm = start(way, args)
-    counts, stop = llm.engine.loop.counts, threading.Event()
-    streams = [
-        llm.stream(
-            prompt(llm, i, SHORT), cancel=stop, ignore_eos=True, seed=i, max_tokens=LONG,
-            context_policy="shift", repetition_limit=0, speculate=False,
-        )
-        for i in range(args.streams)
-    ]  # fmt: skip
+class Streams:
+    """Answers that are read in turns, each a token at a time."""
 
-    def decode(while_true: Callable[[float], bool]) -> Counted:
-        begin, decoded, prefilled = time.perf_counter(), counts.decode_rows, counts.prefill_rows
+    def __init__(self, llm: LLM, count: int) -> None:
+        self._counts, self._stop = llm.engine.loop.counts, threading.Event()
+        self._streams = [
+            llm.stream(
+                prompt(llm, i, SHORT), cancel=self._stop, ignore_eos=True, seed=i,
+                repetition_limit=0, speculate=False,
+            )
+            for i in range(count)
+        ]  # fmt: skip
+
+    def decode(self, while_true: Callable[[float], bool]) -> Counted:
+        counts, begin = self._counts, time.perf_counter()
+        decoded, prefilled = counts.decode_rows, counts.prefill_rows
         while while_true(time.perf_counter() - begin):
-            for stream in streams:
+            for stream in self._streams:
                 next(stream)
         seconds = time.perf_counter() - begin
         return Counted(seconds, counts.decode_rows - decoded, counts.prefill_rows - prefilled)
 
-    prompts, alone, beside = Prompts(llm, args.length), list[Counted](), list[Counted]()
-    for _ in range(args.rounds + 1):
-        decode(lambda seconds: seconds < 0.5 or not prompts.idle)
-        alone.append(decode(lambda seconds: seconds < args.seconds))
-        prompts.on.set()
-        beside.append(decode(lambda seconds: seconds < args.seconds))
-        prompts.on.clear()
-    stop.set()
-    for stream in streams:
-        list(stream)
+    def close(self) -> None:
+        self._stop.set()
+        for stream in self._streams:
+            list(stream)
+
+
+def one_round(llm: LLM, prompts: Prompts, args: argparse.Namespace) -> tuple[Counted, Counted]:
+    """Decode alone, and beside prompts. Streams begin anew, as steps grow with their positions;
+    alone is before and after, so that both are as deep on average."""
+    streams = Streams(llm, args.streams)
+    streams.decode(lambda seconds: seconds < 0.5)
+    before = streams.decode(lambda seconds: seconds < args.seconds / 2)
+    prompts.on.set()
+    beside = streams.decode(lambda seconds: seconds < args.seconds)
+    prompts.on.clear()
+    # what the last prompt owes is paid until it ends
+    rest = streams.decode(lambda _: not prompts.idle)
+    after = streams.decode(lambda seconds: seconds < args.seconds / 2)
+    streams.close()
+    return total([before, after]), total([beside, rest])
+
+
+def work(way: str, args: argparse.Namespace) -> dict[str, float]:
+    llm = start(way, args)
+    prompts = Prompts(llm, args.length)
+    rounds = [one_round(llm, prompts, args) for _ in range(args.rounds + 1)]
     prompts.close()
     # what takes how long is learnt in the first round
-    by_itself, together = total(alone[1:]), total(beside[1:])
+    alone, beside = (total(parts) for parts in zip(*rounds[1:], strict=True))
     return {
-        "alone": 1e3 * args.streams * by_itself.seconds / by_itself.decoded,
-        "beside": 1e3 * args.streams * together.seconds / together.decoded,
-        "prompts": together.prefilled / together.seconds,
+        "alone": 1e3 * args.streams * alone.seconds / alone.decoded,
+        "beside": 1e3 * args.streams * beside.seconds / beside.decoded,
+        "prompts": beside.prefilled / beside.seconds,
     }
 
 

@@ -12,7 +12,7 @@ from simulated_engine import Request, numbers, two_cores
 
 from edgellm.engine.scheduler import Scheduler, Share
 from edgellm.engine.step_costs import StepCosts, StepLoad
-from edgellm.engine.two_devices import Pace, TwoDevices
+from edgellm.engine.two_devices import JobTime, Pace, TwoDevices
 from edgellm.errors import OptionError
 
 # Of decode steps: their rows, by the number of the step.
@@ -268,3 +268,22 @@ def test_one_that_waits_for_a_prefix_hands_its_turn_on() -> None:
     share = engine.next_prompt(admit)
     assert share == Share(first, 128, 872, decode=False)
     assert list(engine.running) == [first]
+
+
+@pytest.mark.parametrize("stretch", [0.5, 1.0, 1.7, 6.0])
+def test_jobs_end_within_the_target_whatever_chunks_take_beside_decode(stretch: float) -> None:
+    """Chunks of 10 ms by themselves: as many as fit, once a few jobs were seen; one at least."""
+    job_time, target, chunk = JobTime(), 0.1, 0.01
+    assert job_time.expected_within(target) == target
+    for _ in range(12):
+        expected = chunk * max(1, int(job_time.expected_within(target) / chunk))
+        job_time.learn(expected, stretch * expected)
+    assert stretch * expected <= target * 1.001
+    if stretch >= 1:
+        assert stretch * (expected + chunk) > target
+
+
+def test_a_job_of_no_known_time_says_nothing() -> None:
+    job_time = JobTime()
+    job_time.learn(0.0, 3.0)
+    assert job_time.expected_within(0.1) == 0.1
