@@ -131,7 +131,14 @@ def serve(
     def started(address: str) -> None:
         click.echo(f"serving {', '.join(pool.ids)} at {address} (Ctrl-C ends)", err=True)
 
-    run_server(pool, options, started=started)
+    def stopping(count: int) -> None:
+        answers = "1 answer" if count == 1 else f"{count} answers"
+        click.echo(
+            f"waiting for {answers}, {options.grace_s:g} s at most (Ctrl-C again ends at once)",
+            err=True,
+        )
+
+    run_server(pool, options, started=started, stopping=stopping)
 
 
 def _keys(path: Path | None) -> list[str]:

@@ -62,7 +62,13 @@ class Running:
 
 
 @contextmanager
-def running(pool: ModelPool, llm: LLM, options: ServeOptions) -> Iterator[Running]:
+def running(
+    pool: ModelPool,
+    llm: LLM,
+    options: ServeOptions,
+    *,
+    stopping: Callable[[int], None] | None = None,
+) -> Iterator[Running]:
     """Serve in a thread until the block ends."""
     with _bound(options) as listener:
         app = create_app(pool, options)
@@ -73,7 +79,7 @@ def running(pool: ModelPool, llm: LLM, options: ServeOptions) -> Iterator[Runnin
             addresses.append(address)
             started.set()
 
-        server = Server(app, listener, started=note)
+        server = Server(app, listener, started=note, stopping=stopping)
         thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
         thread.start()
         try:
