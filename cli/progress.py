@@ -1,11 +1,16 @@
-"""Progress bars on stderr, silent where it is not a terminal."""
+"""Progress bars on stderr; where it is not a terminal, lines about downloads.
+
+A download may take minutes, and somebody may look at a log meanwhile.
+"""
 
 from __future__ import annotations
 
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+import click
 from tqdm import tqdm
 
 from edgellm import Progress
@@ -19,11 +24,33 @@ _UNITS = {"bytes": "B", "steps": "it", "tokens": "tok"}
 @contextmanager
 def progress_bar() -> Iterator[ProgressCallback]:
     """A callback for everything that takes `progress`."""
+    if not sys.stderr.isatty():
+        yield _Lines().show
+        return
     bar = _Bar()
     try:
         yield bar.show
     finally:
         bar.close()
+
+
+class _Lines:
+    """A line when a download begins, and one when it is there."""
+
+    def __init__(self) -> None:
+        self._label: str | None = None
+        self._began_at = 0.0
+
+    def show(self, progress: Progress) -> None:
+        if progress.unit != "bytes":
+            return
+        if progress.label != self._label:
+            self._label, self._began_at = progress.label, time.monotonic()
+            click.echo(f"{progress.label} ({progress.total / 1e6:.1f} MB)", err=True)
+        if progress.done >= progress.total:
+            seconds = time.monotonic() - self._began_at
+            click.echo(f"{progress.label}: done in {seconds:.0f} s", err=True)
+            self._label = None
 
 
 class _Bar:
@@ -39,7 +66,6 @@ class _Bar:
                 total=progress.total,
                 desc=what,
                 leave=False,
-                disable=not sys.stderr.isatty(),
                 delay=_DELAY_S,
                 unit=_UNITS[progress.unit],
                 unit_scale=progress.unit == "bytes",

@@ -119,19 +119,29 @@ def serve(
             f"serving needs starlette and uvicorn, which cannot be imported ({error}); install "
             'them with: pip install "edgellm[serve]"'
         ) from None
-    served = [served_model(name, load_arguments) for name in models or (DEFAULT_MODEL,)]
-    pool = ModelPool(
-        served,
-        memory_limit_bytes=options.memory_limit_bytes,
-        idle_unload_s=options.idle_unload_s,
-    )
-    with progress_bar():
+    with progress_bar() as progress:
+        served = [
+            served_model(name, load_arguments, progress=progress)
+            for name in models or (DEFAULT_MODEL,)
+        ]
+        pool = ModelPool(
+            served,
+            memory_limit_bytes=options.memory_limit_bytes,
+            idle_unload_s=options.idle_unload_s,
+        )
         pool.put(served[0].id, served[0].open())
 
-    def started(address: str) -> None:
-        click.echo(f"serving {', '.join(pool.ids)} at {address} (Ctrl-C ends)", err=True)
+        def started(address: str) -> None:
+            click.echo(f"serving {', '.join(pool.ids)} at {address} (Ctrl-C ends)", err=True)
 
-    run_server(pool, options, started=started)
+        def stopping(count: int) -> None:
+            answers = "1 answer" if count == 1 else f"{count} answers"
+            click.echo(
+                f"waiting for {answers}, {options.grace_s:g} s at most (Ctrl-C again ends at once)",
+                err=True,
+            )
+
+        run_server(pool, options, started=started, stopping=stopping)
 
 
 def _keys(path: Path | None) -> list[str]:

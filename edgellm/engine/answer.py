@@ -89,7 +89,7 @@ class Answer:
             rest = self.rest()
             return Piece(rest, token, logprob, top, "stop", stop_text=self._stop.stop)
         text = self._stop.add(self._text.add(token))
-        reason: FinishReason | None = "stop" if self._stop.found else None
+        reason: FinishReason | None = "stop" if self._stop.stopped else None
         if reason is None and "\n" in text and time.perf_counter() > self._line_deadline:
             reason, text = "time", text + self.rest()
         return Piece(text, token, logprob, top, reason, stop_text=self._stop.stop)

@@ -77,6 +77,11 @@ class Answering:
         """Whether answers are being ended."""
         return self._stop.is_set()
 
+    @property
+    def on_their_way(self) -> int:
+        """Asks that wait or are being answered."""
+        return self.metrics.waiting + self.metrics.running
+
     def stop(self) -> None:
         """End all answers that are on their way with an error that says so."""
         self._stop.set()

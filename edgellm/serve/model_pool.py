@@ -19,6 +19,7 @@ from edgellm.engine.loaded_model import planned_memory
 from edgellm.errors import MemoryEstimateError, OptionError
 from edgellm.llm import LLM, load
 from edgellm.options import EngineArguments, EngineOptions
+from edgellm.progress import ProgressCallback
 from edgellm.serve.model_card import ModelCard, card_of, card_on_disk
 from edgellm.serve.request_error import RequestError, load_error
 from edgellm.store.prepare import prepare, prepared
@@ -48,12 +49,15 @@ class ServedModel:
     card: Callable[[], ModelCard | None] = lambda: None
 
 
-def served_model(name: str, arguments: EngineArguments) -> ServedModel:
+def served_model(
+    name: str, arguments: EngineArguments, *, progress: ProgressCallback | None = None
+) -> ServedModel:
     """A model as the command line names it.
 
     Args:
         name: as with `edgellm.load`; `ID=NAME` gives it another id. Else that is the name, or of a
             path the last part.
+        progress: told how far its download and its export have come, whenever it is loaded.
     """
     with_id = _WITH_ID.match(name)
     given, source = ("", name) if with_id is None else (with_id[1], name[with_id.end() :])
@@ -62,7 +66,7 @@ def served_model(name: str, arguments: EngineArguments) -> ServedModel:
     options = EngineOptions(**arguments)
 
     def needed_bytes() -> int:
-        bundle = prepare(source, precisions=select(options).precisions)
+        bundle = prepare(source, precisions=select(options).precisions, progress=progress)
         precisions = select(options).precisions(bundle.config)
         estimate = planned_memory(bundle, options, precisions)
         return estimate.weights + estimate.kv_cache
@@ -72,7 +76,10 @@ def served_model(name: str, arguments: EngineArguments) -> ServedModel:
         return None if bundle is None else card_on_disk(bundle, options)
 
     return ServedModel(
-        given or _public_id(source), lambda: load(source, **arguments), needed_bytes, card
+        given or _public_id(source),
+        lambda: load(source, progress=progress, **arguments),
+        needed_bytes,
+        card,
     )
 
 

@@ -31,6 +31,7 @@ def serve(
     options: ServeOptions,
     *,
     started: Callable[[str], None] | None = None,
+    stopping: Callable[[int], None] | None = None,
 ) -> None:
     """Serve until a signal comes.
 
@@ -39,13 +40,14 @@ def serve(
 
     Args:
         started: called with the address when clients can connect.
+        stopping: called after the first signal with how many answers are waited for, if any.
 
     Raises:
         OptionError: the address cannot be had.
     """
     with _bound(options) as listener:
         app = create_app(pool, options)
-        server = Server(app, listener, started=started)
+        server = Server(app, listener, started=started, stopping=stopping)
         server.run(sockets=[listener])
 
 
@@ -55,6 +57,7 @@ class Server(uvicorn.Server):
     Args:
         app: what `create_app` made.
         listener: a bound socket.
+        started, stopping: see `serve`.
     """
 
     def __init__(
@@ -63,11 +66,12 @@ class Server(uvicorn.Server):
         listener: socket.socket,
         *,
         started: Callable[[str], None] | None = None,
+        stopping: Callable[[int], None] | None = None,
     ) -> None:
         self._answering: Answering = app.state.answering
         options = self._answering.options
         self._address = address(listener, options)
-        self._started = started
+        self._started, self._stopping = started, stopping
         super().__init__(
             uvicorn.Config(
                 app,
@@ -91,7 +95,9 @@ class Server(uvicorn.Server):
             self._started(self._address)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        grace_s = self._answering.options.grace_s
+        grace_s, count = self._answering.options.grace_s, self._answering.on_their_way
+        if self._stopping is not None and count:
+            self._stopping(count)
         end = asyncio.get_running_loop().call_later(grace_s, self._answering.stop)
         await super().shutdown(sockets=sockets)
         end.cancel()

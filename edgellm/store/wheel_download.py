@@ -67,7 +67,7 @@ def download_wheel(
                     wheel,
                     target,
                     verify=bool(wheel.digests),
-                    progress=partial(_Progress, f"downloading {package} {version}", progress),
+                    progress=partial(_Progress, _label(package, version, url), progress),
                     timeout=_TIMEOUT_S,
                 )
                 return target
@@ -124,6 +124,11 @@ def _session() -> requests.Session:
     session.mount("http://", HTTPAdapter(max_retries=_CONNECTION_RETRIES))
     session.mount("file://", _LocalFiles())
     return session
+
+
+def _label(package: str, version: str, url: str) -> str:
+    """What is told of a download."""
+    return f"downloading {package} {version} from {urlsplit(url).hostname or 'this machine'}"
 
 
 def _shown(url: str) -> str:

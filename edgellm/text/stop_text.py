@@ -14,7 +14,7 @@ class StopText:
             together with the line end before it.
 
     Attributes:
-        found: whether something has stopped the text.
+        stopped: whether something has stopped the text.
         stop: which stop text it was; None: a line that is indented less.
     """
 
@@ -24,12 +24,12 @@ class StopText:
         self._outdent = re.compile(rf"\n[ \t]{{0,{less}}}[^ \t\r\n]") if min_indent else None
         self._indent = re.compile(rf"\n[ \t]{{0,{less}}}\Z") if min_indent else None
         self._held = ""
-        self.found = False
+        self.stopped = False
         self.stop: str | None = None
 
     def add(self, text: str) -> str:
         """The text that is safe to show; after a stop text nothing more is."""
-        if self.found:
+        if self.stopped:
             return ""
         self._held += text
         hits: list[tuple[int, str | None]] = [
@@ -40,7 +40,7 @@ class StopText:
             hits.append((outdent.start(), None))
         if hits:
             at, self.stop = min(hits, key=lambda hit: hit[0])
-            self.found = True
+            self.stopped = True
             shown, self._held = self._held[:at], ""
             return shown
         keep = self._unfinished()

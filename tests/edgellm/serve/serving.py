@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import random
+import socket
 import subprocess
 import sys
 import threading
@@ -18,6 +21,9 @@ from edgellm.llm import LLM
 from edgellm.serve import ModelPool, ServedModel, ServeOptions, create_app
 from edgellm.serve.answering import Answering
 from edgellm.serve.server import Server, _bound
+
+PATH = "/v1/chat/completions"
+LONG: dict[str, Any] = {"max_tokens": 900, "ignore_eos": True}
 
 
 @dataclass
@@ -56,7 +62,13 @@ class Running:
 
 
 @contextmanager
-def running(pool: ModelPool, llm: LLM, options: ServeOptions) -> Iterator[Running]:
+def running(
+    pool: ModelPool,
+    llm: LLM,
+    options: ServeOptions,
+    *,
+    stopping: Callable[[int], None] | None = None,
+) -> Iterator[Running]:
     """Serve in a thread until the block ends."""
     with _bound(options) as listener:
         app = create_app(pool, options)
@@ -67,7 +79,7 @@ def running(pool: ModelPool, llm: LLM, options: ServeOptions) -> Iterator[Runnin
             addresses.append(address)
             started.set()
 
-        server = Server(app, listener, started=note)
+        server = Server(app, listener, started=note, stopping=stopping)
         thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
         thread.start()
         try:
@@ -89,6 +101,34 @@ def until(condition: Callable[[], bool], *, seconds: float = 60) -> None:
     while not condition():
         assert time.monotonic() < end, "it did not come to be"
         time.sleep(0.002)
+
+
+def chat(text: str, **options: Any) -> dict[str, Any]:
+    """The body of a chat of one message."""
+    return {"messages": [{"role": "user", "content": text}], **options}
+
+
+def words(seed: int, length: int) -> str:
+    """A text of so many characters, each a token of the tiny model."""
+    return "".join(random.Random(seed).choices("abcdefgh ", k=length))
+
+
+def wire(path: str, body: Any) -> bytes:
+    """A request as it goes over a connection."""
+    data = json.dumps(body).encode()
+    head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(data)}\r\n\r\n"
+    return head.encode() + data
+
+
+@contextmanager
+def connected(server: Running, *, room: int = 4096) -> Iterator[socket.socket]:
+    """A connection whose client has so much room for what comes."""
+    host, port = server.url.removeprefix("http://").split(":")
+    with socket.socket() as connection:
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, room)
+        connection.settimeout(60)
+        connection.connect((host, int(port)))
+        yield connection
 
 
 @contextmanager

@@ -14,26 +14,9 @@ from typing import Any
 import httpx
 import psutil
 import pytest
-from serving import Running, until
+from serving import LONG, PATH, Running, chat, until, wire, words
 
 from edgellm.kernels.kv_blocks import BLOCK
-
-PATH = "/v1/chat/completions"
-LONG: dict[str, Any] = {"max_tokens": 900, "ignore_eos": True}
-
-
-def chat(text: str, **options: Any) -> dict[str, Any]:
-    return {"messages": [{"role": "user", "content": text}], **options}
-
-
-def words(seed: int, length: int) -> str:
-    return "".join(random.Random(seed).choices("abcdefgh ", k=length))
-
-
-def wire(path: str, body: Any) -> bytes:
-    data = json.dumps(body).encode()
-    head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(data)}\r\n\r\n"
-    return head.encode() + data
 
 
 async def connect(server: Running) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:

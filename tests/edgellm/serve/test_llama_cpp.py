@@ -54,7 +54,7 @@ def test_compact_json_as_editors_match_it(server: Running) -> None:
 
 
 def test_a_second_request_finds_the_first_ones_prompt(server: Running) -> None:
-    prompt = "an own prompt of this test: " + "words " * 30
+    prompt = "~ an own prompt of this test: " + "words " * 30
     first = server.post("/completion", {**GREEDY, "prompt": prompt}).json()
     again = server.post("/completion", {**GREEDY, "prompt": prompt}).json()
     longer = server.post("/completion", {**GREEDY, "prompt": prompt + " and more"}).json()
@@ -106,8 +106,13 @@ def test_response_fields_have_their_paths_as_keys(server: Running) -> None:
     body = server.post("/completion", {**GREEDY, "response_fields": paths}).json()
     assert set(body) == {"content", "timings/prompt_n", "generation_settings/n_predict"}
     assert body["generation_settings/n_predict"] == 12
-    only = {**GREEDY, "n_predict": 0, "response_fields": [""]}
+    only = {**GREEDY, "n_predict": 0, "response_fields": [""]}  # as editors warm the cache up
     assert server.post("/completion", only).text == "{}"
+    last = chunks(server.post("/completion", {**GREEDY, "response_fields": [""], "stream": True}))
+    assert last[-1] == {}
+    assert "content" in last[0]
+    all_of_it = server.post("/completion", {**GREEDY, "response_fields": []}).json()
+    assert all_of_it.keys() == server.post("/completion", GREEDY).json().keys()
 
 
 def test_why_an_answer_ended(server: Running, tiny: LLM) -> None:
@@ -126,6 +131,19 @@ def test_why_an_answer_ended(server: Running, tiny: LLM) -> None:
     full = {"prompt": "f" * 1000, "temperature": 0, "ignore_eos": True}
     full = server.post("/completion", full).json()
     assert (full["stop_type"], full["truncated"]) == ("limit", True)
+
+
+@pytest.mark.parametrize("stop", [[], [""], ["", ""], ""])
+def test_nothing_stops_an_answer_where_no_text_is_given(server: Running, stop: Any) -> None:
+    """llama-server means to leave empty texts out as well; in 2026 they end an answer at once."""
+    whole = server.post("/completion", {**GREEDY, "ignore_eos": True}).json()
+    assert whole["generation_settings"]["stop"] == []
+    asked = {**GREEDY, "ignore_eos": True, "stop": stop}
+    body = server.post("/completion", asked).json()
+    for key in ("content", "tokens_predicted", "stop_type", "stopping_word"):
+        assert body[key] == whole[key], key
+    assert body["generation_settings"]["stop"] == []
+    assert (body["tokens_predicted"], body["stop_type"]) == (12, "limit")
 
 
 def test_lines(server: Running, tiny: LLM) -> None:

@@ -1,4 +1,4 @@
-"""`/props`, `/slots`, `/metrics`, `/tokenize` and the like."""
+"""`/props`, `/slots`, `/metrics`, `/tokenize`, `/embedding` and the like."""
 
 from __future__ import annotations
 
@@ -31,6 +31,34 @@ def test_options_of_tokenize(server: Running) -> None:
     assert added == server.llm.engine.tokenizer.encode("a")
     pieces = server.post("/tokenize", {"content": "hé", "with_pieces": True}).json()["tokens"]
     assert [each["piece"] for each in pieces] == ["h", [0xC3], [0xA9]]
+
+
+@pytest.mark.parametrize("name", ["content", "input"])
+def test_embeddings_are_openais(server: Running, name: str) -> None:
+    texts = ["a cat", "the quick brown fox", "x"]
+    data = server.post("/v1/embeddings", {"input": texts}).json()["data"]
+    expected = [{"index": i, "embedding": [one["embedding"]]} for i, one in enumerate(data)]
+    asked = {name: texts, "embd_normalize": 2, "model": "made up"}
+    assert server.post("/embedding", asked).json() == expected
+    tokens = server.post("/tokenize", {"content": texts[0], "add_special": True}).json()["tokens"]
+    for one in (texts[0], tokens):
+        assert server.post("/embedding", {name: one}).json() == expected[:1]
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "kind"),
+    [
+        ({}, 400, "invalid_request_error"),
+        ({"content": ""}, 400, "invalid_request_error"),
+        ({"content": []}, 400, "invalid_request_error"),
+        ({"input": ["a", 5]}, 400, "invalid_request_error"),
+        ({"content": "a", "embd_normalize": -2}, 400, "invalid_request_error"),
+        ({"content": "a", "embd_normalize": -1}, 501, "not_supported_error"),
+        ({"content": "a" * 2000}, 400, "exceed_context_size_error"),
+    ],
+)
+def test_wrong_embeddings(server: Running, body: dict[str, Any], status: int, kind: str) -> None:
+    assert refused(server.post("/embedding", body), status, kind)
 
 
 @pytest.mark.parametrize(

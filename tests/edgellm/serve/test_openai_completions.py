@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Callable
 from typing import Any
@@ -118,3 +119,24 @@ def test_a_suffix_has_its_gap_filled(fim_server: Running) -> None:
         chunks = client.completions.create(**asked, stream=True)
         text = "".join(choice.text for chunk in chunks for choice in chunk.choices)
         assert text == expected.text
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+def test_without_tokens_only_the_prompt_is_computed(
+    server: Running, path: str, stream: bool
+) -> None:
+    text = f"{path} {stream} warmed up " * 9
+    asked = {"prompt": text, "messages": [{"role": "user", "content": text}]}
+    reply = server.post(path, {**asked, "max_tokens": 0, "stream": stream})
+    if stream:
+        lines = [line[6:] for line in reply.text.splitlines() if line.startswith("data: {")]
+        choices = [choice for line in lines for choice in json.loads(line)["choices"]]
+    else:
+        choices = reply.json()["choices"]
+        assert reply.json()["usage"]["completion_tokens"] == 0
+    told = [choice.get("text") or choice.get("message", choice.get("delta")) for choice in choices]
+    assert not any(each.get("content") if isinstance(each, dict) else each for each in told)
+    assert [choice["finish_reason"] for choice in choices if choice["finish_reason"]] == ["length"]
+    counts = server.post(path, {**asked, "max_tokens": 1}).json()["usage"]
+    assert counts["prompt_tokens_details"]["cached_tokens"] == counts["prompt_tokens"] - 1

@@ -10,19 +10,16 @@ import sys
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
-from serving import Running, start, until
+from serving import LONG, PATH, Running, chat, running, served, start, until
 
-PATH = "/v1/chat/completions"
-LONG: dict[str, Any] = {"max_tokens": 900, "ignore_eos": True}
-
-
-def chat(text: str, **options: Any) -> dict[str, Any]:
-    return {"messages": [{"role": "user", "content": text}], **options}
+from edgellm.llm import LLM
+from edgellm.serve import ModelPool, ServeOptions
 
 
 @pytest.mark.slow
@@ -40,6 +37,10 @@ def test_a_signal_lets_answers_end(tiny_model: Path, number: signal.Signals) -> 
             rest = [line for line in lines if line]
         assert rest[-1] == "data: [DONE]"
         assert process.wait(20) == 0
+        assert process.stderr is not None
+        assert process.stderr.read().splitlines() == [
+            "waiting for 1 answer, 20 s at most (Ctrl-C again ends at once)"
+        ]
         with pytest.raises(httpx.ConnectError):
             client.get(url + "/health")
 
@@ -98,6 +99,26 @@ def test_an_address_that_is_taken(tiny_model: Path) -> None:
         )
     assert second.returncode == 2
     assert "cannot listen" in second.stderr
+
+
+def test_how_many_answers_are_waited_for(tiny: LLM) -> None:
+    """Also those that have no token yet; nothing is said where there are none."""
+    told: list[int] = []
+
+    def served_once() -> AbstractContextManager[Running]:
+        pool, options = ModelPool([served(tiny)]), ServeOptions(port=0, grace_s=0)
+        return running(pool, tiny, options, stopping=told.append)
+
+    with served_once() as server:
+        assert server.post(PATH, chat("hi", max_tokens=1)).status_code == 200
+    assert told == []
+    with ThreadPoolExecutor(20) as threads, served_once() as server:
+        bodies = [chat(f"{i} " + "x" * 900, stream=i % 2 > 0, **LONG) for i in range(20)]
+        for body in bodies:
+            threads.submit(server.post, PATH, body)
+        until(lambda: server.answering.on_their_way == 20)
+        assert server.answering.metrics.waiting > 0
+    assert told == [20]
 
 
 def last_event(text: str) -> Any:

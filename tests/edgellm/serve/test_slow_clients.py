@@ -4,40 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import random
-import socket
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import httpx
 import pytest
-from serving import Running, until
+from serving import LONG, PATH, Running, chat, connected, until, wire
 
-PATH = "/v1/chat/completions"
-CHAT: dict[str, Any] = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 3}
-LONG: dict[str, Any] = {"max_tokens": 900, "ignore_eos": True}
+CHAT = chat("hi", max_tokens=3)
 # Its reply of 13 MB is there at once.
 LARGE = ("/tokenize", {"content": "ab" * (1 << 17), "with_pieces": True})
-
-
-def wire(path: str, body: Any) -> bytes:
-    data = json.dumps(body).encode()
-    head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(data)}\r\n\r\n"
-    return head.encode() + data
-
-
-@contextmanager
-def connected(server: Running, *, room: int = 4096) -> Iterator[socket.socket]:
-    """A connection whose client has so much room for what comes."""
-    host, port = server.url.removeprefix("http://").split(":")
-    with socket.socket() as connection:
-        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, room)
-        connection.settimeout(60)
-        connection.connect((host, int(port)))
-        yield connection
 
 
 @pytest.mark.parametrize(

@@ -122,7 +122,8 @@ def test_download_with_progress(server: Server, tmp_path: Path) -> None:
     assert path.read_bytes() == WHEEL
     assert server.seen == ["/simple/some-model/", f"/files/{NAME}"]
     assert len(steps) > 1
-    assert steps[-1] == Progress("downloading Some_Model 1", len(WHEEL), len(WHEEL), "bytes")
+    label = "downloading Some_Model 1 from 127.0.0.1"
+    assert steps[-1] == Progress(label, len(WHEEL), len(WHEEL), "bytes")
     done = [step.done for step in steps]
     assert done == sorted(done)
 

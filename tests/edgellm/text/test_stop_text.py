@@ -11,7 +11,7 @@ def test_nothing_of_a_split_stop_text_shows() -> None:
     stop = StopText(["\n\nUser:"])
     shown = [stop.add(piece) for piece in ("Hi", "\n", "\nUs", "er", ": more", "!")]
     assert shown == ["Hi", "", "", "", "", ""]
-    assert stop.found
+    assert stop.stopped
 
 
 def test_held_back_text_comes_after_all() -> None:
@@ -20,7 +20,7 @@ def test_held_back_text_comes_after_all() -> None:
     assert stop.add("ART") == "START"
     assert stop.add("S") == ""
     assert stop.finish() == "S"
-    assert not stop.found
+    assert not stop.stopped
 
 
 def test_the_earliest_stop_wins() -> None:
@@ -40,9 +40,9 @@ def test_pieces_make_no_difference(pieces: list[str], stops: list[str]) -> None:
     ends = [(whole.find(s) + len(s), whole.find(s)) for s in stops if s in whole]
     if not ends:
         assert shown == whole
-        assert not stop.found
+        assert not stop.stopped
     else:
-        assert stop.found
+        assert stop.stopped
         assert whole.startswith(shown)
         assert not any(s in shown for s in stops)
 
@@ -52,7 +52,7 @@ def test_it_tells_which_one_it_was() -> None:
     assert (stop.add("one tw"), stop.stop) == ("one ", None)
     assert (stop.add("o three"), stop.stop) == ("", "two")
     outdent = StopText(["two"], min_indent=2)
-    assert (outdent.add("one\ntwo"), outdent.found, outdent.stop) == ("one", True, None)
+    assert (outdent.add("one\ntwo"), outdent.stopped, outdent.stop) == ("one", True, None)
 
 
 @pytest.mark.parametrize(
@@ -70,15 +70,15 @@ def test_a_line_that_is_indented_less_ends_it(text: str, shown: str) -> None:
         stop = StopText([], min_indent=4)
         pieces = [stop.add(text[i : i + size]) for i in range(0, len(text), size)]
         assert "".join(pieces) + stop.finish() == shown
-        assert stop.found == (shown != text)
+        assert stop.stopped == (shown != text)
 
 
 def test_which_text_stopped_it() -> None:
     stop = StopText(["END", "\n\n"], min_indent=1)
     stop.add("a\n")
-    assert (stop.found, stop.stop) == (False, None)
+    assert (stop.stopped, stop.stop) == (False, None)
     stop.add("\nEND")
-    assert (stop.found, stop.stop) == (True, "\n\n")
+    assert (stop.stopped, stop.stop) == (True, "\n\n")
     outdent = StopText(["END"], min_indent=1)
     outdent.add("a\nb END")
-    assert (outdent.found, outdent.stop) == (True, None)
+    assert (outdent.stopped, outdent.stop) == (True, None)
