@@ -204,8 +204,6 @@ def chosen_policy(
     resting_rows = max(resting_rows // chunk_rows, 1) * chunk_rows
     layered = partial(Layered, layers=layers, resting_rows=resting_rows, chunk_rows=chunk_rows)
     chosen = layered if scheduling == "layered" else StallFree
-    if scheduling == "layered":
-        max_rows = max(max_rows, resting_rows)  # they need not rest if the step has time for them
     return chosen(
         time_target=time_target,
         max_rows=max_rows,
