@@ -84,8 +84,9 @@ class EngineOptions:
         scheduling: of answers that are on their way at once. stall_free: all that have begun go on
             in each step, with as much of new prompts beside them as `time_target_ms` leaves;
             layered: likewise, but a long prompt goes through a few of the layers in each step, up
-            to 512 tokens at once, and not through all of them with fewer tokens; native kernels
-            only. serial: one after the other, each as fast as it can be. The answers are the same.
+            to 512 tokens at once, and not through all of them with fewer tokens; not where its KV
+            cache is on a GPU. serial: one after the other, each as fast as it can be. The answers
+            are the same.
             two_devices: prompts on the execution provider of `prefill`, all of them, while native
             kernels decode; another arithmetic than theirs, and the same under any load. Where there
             is one processor for both, stall_free takes its place, and `LLM.notes` says why.

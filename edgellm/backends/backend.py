@@ -25,12 +25,14 @@ class Backend(Protocol):
         exact_rows: whether a token's result has the same bits however many come with it, and some
             of them take less than each alone: whether drafts can be checked.
         row_multiple: a batch computes a multiple of so many rows; what they lack is padding.
+        chunk_rows: of its largest chunk; 1 where rows need none.
     """
 
     name: str
     precision: str
     exact_rows: bool
     row_multiple: int
+    chunk_rows: int
 
     @property
     def placement(self) -> Placement:

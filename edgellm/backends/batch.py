@@ -27,8 +27,9 @@ class Span:
         logit_rows: the last so many of them go through the LM head.
         candidates: so many of the best logits of each row will do, at most `MOST_CANDIDATES`; 0:
             all are needed.
-        group: the layers that they go through, where others come before or after; None: all.
-            Only native kernels take one.
+        group: the layers that they go through, where others come before or after; None: all. Then
+            nothing is counted into the sequence before the last one, which keeps its room
+            meanwhile (`Growth`). Native kernels and chunks take one.
     """
 
     sequence: Sequence
@@ -44,7 +45,7 @@ class Rows:
 
     Attributes:
         hidden: states after the final norm `[tokens, E]`; of a group of layers with others behind
-            it, what enters those.
+            it, what enters those, as the back end has it.
         logits: after each of the last rows.
         places: how many tokens were computed where, as `prefill` and `decode` name it.
         tasks: what ran when.

@@ -10,9 +10,14 @@ from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 from functools import cached_property
 
+import numpy as np
+from numpy.typing import NDArray
+
 from edgellm.backends.batch import Span
 from edgellm.backends.segments import ChunkBuffers
 from edgellm.cache.sequence import Sequence
+
+Floats = NDArray[np.float32]
 
 
 @dataclass(frozen=True)
@@ -20,7 +25,8 @@ class Chunk:
     """What is to go through segments of a static size.
 
     Attributes:
-        spans: of one sequence or of several, one behind the other; what is left is padding.
+        spans: of one sequence or of several, one behind the other; what is left is padding. All of
+            them go through the same layers.
     """
 
     spans: SequenceOf[Span]
@@ -29,12 +35,17 @@ class Chunk:
 
 @dataclass(frozen=True)
 class RunningSpan:
-    """A span of a chunk on its way: where its tokens are in their sequence and in the buffers."""
+    """A span of a chunk on its way: where its tokens are in their sequence and in the buffers.
+
+    Attributes:
+        entering: see `LayerGroup`.
+    """
 
     sequence: Sequence
     tokens: SequenceOf[int]
     start: int
     rows: slice
+    entering: Floats | None = None
 
 
 @dataclass(frozen=True)
@@ -62,7 +73,9 @@ def begun(chunks: SequenceOf[Chunk], buffers: Callable[[int], ChunkBuffers]) -> 
         spans, row = [], 0
         for span in chunk.spans:
             count, start = len(span.tokens), ends.get(span.sequence, len(span.sequence))
-            spans.append(RunningSpan(span.sequence, span.tokens, start, slice(row, row + count)))
+            entering = None if span.group is None else span.group.entering
+            rows = slice(row, row + count)
+            spans.append(RunningSpan(span.sequence, span.tokens, start, rows, entering))
             ends[span.sequence] = start + count
             row += count
         running.append(RunningChunk(spans, buffers(index)))

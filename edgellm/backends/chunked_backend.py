@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import itertools
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from collections.abc import Sequence as SequenceOf
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,11 +17,12 @@ from edgellm.backends.chunk import Chunk
 from edgellm.backends.forward import Model
 from edgellm.backends.placement import Placement
 from edgellm.backends.planner import Costs, PlannedChunk, plan_chunks, shares_of_chunks
+from edgellm.backends.portions import Computed, Portion, part_of
 from edgellm.backends.schedule import Policy
-from edgellm.backends.trace import TaskRecord
 from edgellm.cache.sequence import Sequence
 from edgellm.errors import BundleError
 from edgellm.kernels.sampling import Logits
+from edgellm.kernels.step import LayerGroup
 
 Floats = NDArray[np.float32]
 ShouldStop = Callable[[], bool] | None
@@ -30,37 +31,11 @@ ShouldStop = Callable[[], bool] | None
 _CHUNKS = 8
 
 
-@dataclass(frozen=True)
-class _Group:
-    """Rows of some spans that are computed together.
-
-    Attributes:
-        size: of the static chunk; None: on the host.
-        owners: the number of the span that each part is of.
-    """
-
-    size: int | None
-    owners: SequenceOf[int]
-    parts: SequenceOf[Span]
-
-
-@dataclass
-class _Computed:
-    """What is there of a span so far; see `Rows`."""
-
-    hidden: list[Floats] = field(default_factory=list)
-    places: dict[str, int] = field(default_factory=dict)
-    tasks: list[TaskRecord] = field(default_factory=list)
-
-    def add(self, place: str, rows: Floats) -> None:
-        self.hidden.append(rows)
-        self.places[place] = self.places.get(place, 0) + len(rows)
-
-
 class ChunkedBackend:
     """Chunks of static size through the segments of an execution provider; see `Backend`.
 
     Rows of all spans are laid one behind the other, so that a chunk holds those of many sequences.
+    A span that goes through a group of layers comes alone, in chunks of its own.
 
     Args:
         host: takes the first tokens of a sequence where the precision leaves them to the host, and
@@ -93,6 +68,7 @@ class ChunkedBackend:
         self.name = model.segments.placement.provider
         self.precision = model.segments.precision
         self.row_multiple = min(model.segments.chunk_sizes)
+        self.chunk_rows = max(model.segments.chunk_sizes)
         if host is None and model.segments.host_tokens:
             raise BundleError(
                 f"precision {self.precision} leaves the first {model.segments.host_tokens} tokens "
@@ -118,23 +94,65 @@ class ChunkedBackend:
         self, spans: SequenceOf[Span], *, should_stop: Callable[[], bool] | None = None
     ) -> list[Rows]:
         with self._turn:
+            if spans and spans[0].group is not None:
+                (span,) = spans
+                return [self._run_group(span, spans[0].group, should_stop)]
             return self._run(spans, should_stop)
 
     def _run(self, spans: SequenceOf[Span], should_stop: ShouldStop) -> list[Rows]:
-        computed = [_Computed() for _ in spans]
+        computed = [Computed() for _ in spans]
         first = 0
-        planned = self._groups(spans)
-        for on_host, neighbours in itertools.groupby(planned, lambda group: group.size is None):
-            groups = list(neighbours)
+        for on_host, portions in _by_place(self._portions(spans)):
             compute = self._on_host if on_host else self._in_chunks
-            compute(groups, first, computed, should_stop)
-            first += len(groups)
+            compute(portions, first, computed, should_stop)
+            first += len(portions)
         hidden = [np.concatenate(each.hidden) for each in computed]
         logits = self._logits_of(spans, hidden)
         return [
             Rows(rows, next_logits, each.places, each.tasks)
             for each, rows, next_logits in zip(computed, hidden, logits, strict=True)
         ]
+
+    def _run_group(self, span: Span, group: LayerGroup, should_stop: ShouldStop) -> Rows:
+        """One span through some layers, and nothing counted into its sequence but by the last ones.
+
+        The host takes its rows through all layers at once: those before the chunks with the first
+        group, so that these can attend to them, and those behind the chunks with the last one.
+        """
+        is_first = group.layers.start == 0
+        is_last = group.layers.stop == self.model.config.layer_count
+        start, computed, index, behind, done = len(span.sequence), Computed(), 0, False, False
+        try:
+            for on_host, portions in _by_place(self._portions([span])):
+                if not on_host:
+                    self._in_chunks(portions, index, [computed], should_stop)
+                    behind = True
+                elif is_last if behind else is_first:
+                    self._on_host(portions, index, [computed], should_stop)
+                else:
+                    self._wait(portions, span, computed, behind=behind)
+                index += len(portions)
+            done = is_last
+        finally:
+            if not done:
+                span.sequence.truncate(start)
+        hidden = computed.joined()
+        (logits,) = self._logits_of([span], [hidden])
+        return Rows(hidden, logits, computed.places, computed.tasks)
+
+    def _wait(
+        self, portions: SequenceOf[Portion], span: Span, computed: Computed, *, behind: bool
+    ) -> None:
+        """What the host has computed of a span, or is going to compute behind its chunks."""
+        assert self.host is not None
+        for tokens in (part.tokens for portion in portions for part in portion.parts):
+            rows = np.zeros((len(tokens), self.model.config.hidden_size), np.float32)
+            if not behind:
+                assert span.group is not None
+                assert span.group.entering is not None
+                rows[:] = span.group.entering[computed.count :][: len(tokens), : rows.shape[1]]
+                span.sequence.commit(tokens)
+            computed.add(self.host.name, rows)
 
     def plan(self, count: int, start: int = 0) -> list[PlannedChunk]:
         """How `count` tokens of one sequence are cut that come after `start` others."""
@@ -149,65 +167,66 @@ class ChunkedBackend:
         """How many of `count` tokens after `start` others the precision leaves to the host."""
         return min(count, max(0, self.model.segments.host_tokens - start))
 
-    def _plan(self, count: int) -> list[PlannedChunk]:
-        return plan_chunks(count, self.costs, tails_only=self._tails_only)
+    def _plan(self, count: int, *, tails_only: bool = False) -> list[PlannedChunk]:
+        return plan_chunks(count, self.costs, tails_only=tails_only or self._tails_only)
 
-    def _groups(self, spans: SequenceOf[Span]) -> Iterator[_Group]:
+    def _portions(self, spans: SequenceOf[Span]) -> Iterator[Portion]:
         """What is computed together, in this order: each sequence's tokens are in theirs."""
         done = [self._host_tokens(len(span.tokens), len(span.sequence)) for span in spans]
         if any(done):
             owners = [number for number, count in enumerate(done) if count]
-            parts = [Span(spans[n].sequence, spans[n].tokens[: done[n]]) for n in owners]
-            yield _Group(None, owners, parts)
+            parts = [part_of(spans[n], 0, done[n], on_host=True) for n in owners]
+            yield Portion(None, owners, parts)
         left = [len(span.tokens) - count for span, count in zip(spans, done, strict=True)]
-        plan = self._plan(sum(left))
+        # no step waits for more of a span that goes through some layers than a tail on the host
+        plan = self._plan(sum(left), tails_only=any(span.group is not None for span in spans))
         for chunk, shares in zip(plan, shares_of_chunks(plan, left), strict=True):
             parts = []
             for number, count in shares:
-                span, begin = spans[number], done[number]
-                parts.append(Span(span.sequence, span.tokens[begin : begin + count]))
-                done[number] = begin + count
-            yield _Group(chunk.size, [number for number, _ in shares], parts)
+                on_host = chunk.size is None
+                parts.append(part_of(spans[number], done[number], count, on_host=on_host))
+                done[number] += count
+            yield Portion(chunk.size, [number for number, _ in shares], parts)
 
     def _on_host(
         self,
-        groups: SequenceOf[_Group],
+        portions: SequenceOf[Portion],
         first: int,
-        computed: SequenceOf[_Computed],
+        computed: SequenceOf[Computed],
         should_stop: ShouldStop,
     ) -> None:
         assert self.host is not None
-        for index, group in enumerate(groups, first):
-            results = self.host.run(group.parts, should_stop=should_stop)
-            for owner, rows in zip(group.owners, results, strict=True):
+        for index, portion in enumerate(portions, first):
+            results = self.host.run(portion.parts, should_stop=should_stop)
+            for owner, rows in zip(portion.owners, results, strict=True):
                 computed[owner].add(self.host.name, rows.hidden.copy())
                 computed[owner].tasks += [replace(task, chunk=index) for task in rows.tasks]
 
     def _in_chunks(
         self,
-        groups: SequenceOf[_Group],
+        portions: SequenceOf[Portion],
         first: int,
-        computed: SequenceOf[_Computed],
+        computed: SequenceOf[Computed],
         should_stop: ShouldStop,
     ) -> None:
-        finished = iter(groups)
+        finished = iter(portions)
 
         def on_done(hidden: Floats) -> None:
-            group, row = next(finished), 0
-            for owner, part in zip(group.owners, group.parts, strict=True):
+            portion, row = next(finished), 0
+            for owner, part in zip(portion.owners, portion.parts, strict=True):
                 end = row + len(part.tokens)
                 computed[owner].add(self.placement.place, hidden[row:end].copy())
                 row = end
 
         records = self.model.run(
-            [Chunk(group.parts, group.size or 0) for group in groups],
+            [Chunk(portion.parts, portion.size or 0) for portion in portions],
             # one has nothing to overlap with; handing it over costs 0.2 ms a layer (of two)
-            policy=self._policy if len(groups) > 1 else "serial",
+            policy=self._policy if len(portions) > 1 else "serial",
             on_done=on_done,
             should_stop=should_stop,
         )
         for record in records:
-            for owner in groups[record.chunk].owners:
+            for owner in portions[record.chunk].owners:
                 computed[owner].tasks.append(replace(record, chunk=first + record.chunk))
 
     def _logits_of(
@@ -220,3 +239,9 @@ class ChunkedBackend:
         if not any(map(len, last)):
             return [[] for _ in spans]
         return logits_of(spans, self.logits(np.concatenate(last)))
+
+
+def _by_place(portions: Iterable[Portion]) -> Iterator[tuple[bool, list[Portion]]]:
+    """Neighbours that are all on the host, or all in chunks, and which of the two."""
+    for on_host, neighbours in itertools.groupby(portions, lambda portion: portion.size is None):
+        yield on_host, list(neighbours)

@@ -6,7 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 
-from edgellm.backends.schedule import Policy, Processor, Schedule, Step, Task
+from edgellm.backends.schedule import Policy, Processor, Schedule, Step, Task, one_by_one
 from edgellm.backends.trace import TaskRecord
 from edgellm.errors import CancelledError
 
@@ -20,12 +20,16 @@ def execute(
     *,
     policy: Policy,
     seconds: Callable[[Task], float],
+    together: int = 1,
     should_stop: Callable[[], bool] | None = None,
 ) -> list[TaskRecord]:
     """Run every task; gives them in the order in which they ended.
 
     The calling thread is the host, and a thread of its own waits for the accelerator; `serial`
     needs no second one. Results do not depend on the policy.
+
+    Args:
+        together: of `serial`, see `one_by_one`.
 
     Raises:
         CancelledError: `should_stop` said so; no task is running any more.
@@ -34,9 +38,8 @@ def execute(
     """
     job = _Job(steps, run, should_stop)
     if policy == "serial":
-        for chunk in range(chunks):
-            for step in range(len(steps)):
-                job.perform(Task(chunk, step))
+        for task in one_by_one(len(steps), chunks, together=together):
+            job.perform(task)
     elif chunks:
         _Shared(job, Schedule(steps, chunks, policy=policy, seconds=seconds)).run()
     return job.records

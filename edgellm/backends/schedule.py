@@ -9,7 +9,7 @@ arXiv:2407.05858, section 3.4).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, get_args
 
@@ -38,6 +38,17 @@ class Task(NamedTuple):
 
     chunk: int
     step: int
+
+
+def one_by_one(steps: int, chunks: int, *, together: int = 1) -> Iterator[Task]:
+    """The tasks of one prompt where one runs at a time.
+
+    Args:
+        together: chunks that go through a step before any of them begins the next one.
+    """
+    for first in range(0, chunks, together):
+        group = range(first, min(first + together, chunks))
+        yield from (Task(chunk, step) for step in range(steps) for chunk in group)
 
 
 class Schedule:

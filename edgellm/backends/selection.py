@@ -137,15 +137,22 @@ def select(options: EngineOptions) -> Selection:
     prefill = options.prefill
     if prefill == AUTO:
         prefill = decode if decode in STEPS and options.precision is None else CPU
-    if options.scheduling == "layered" and (prefill, decode) != (NATIVE, NATIVE):
+    if options.scheduling == "layered" and not (stops_between_layers(prefill) and decode != TRITON):
         raise OptionError(
-            f"`scheduling` is 'layered', `prefill` {prefill} and `decode` {decode}: only native "
-            "kernels stop between layers; take native for both, or `scheduling` stall_free"
+            f"`scheduling` is 'layered', `prefill` {prefill} and `decode` {decode}: prompts do not "
+            f"stop between layers where their KV cache is on a GPU; take {NATIVE} or an execution "
+            f"provider other than {CUDA} as `prefill` and {NATIVE}, {PORTABLE} or {CHUNKED} as "
+            "`decode`, or `scheduling` stall_free"
         )
     policy = options.schedule
     if policy is None:
         policy = "serial" if prefill in (CPU, CUDA, *STEPS) else "out-of-order"
     return Selection(prefill=prefill, decode=decode, policy=policy, precision=options.precision)
+
+
+def stops_between_layers(prefill: str) -> bool:
+    """Whether rows can rest between layers, as `scheduling` layered has it."""
+    return prefill not in (TRITON, CUDA)
 
 
 def _usual_decode() -> str:

@@ -25,7 +25,7 @@ class StepBackend:
     """See `Backend`; nothing is padded."""
 
     precision = PACKED
-    row_multiple = 1
+    row_multiple = chunk_rows = 1
 
     def __init__(self, model: StepModel, *, name: str) -> None:
         self.model = model

@@ -22,7 +22,7 @@ class TokenBackend:
     """Segments at chunk size 1 in ONNX Runtime, one token after the other; see `Backend`."""
 
     exact_rows = False
-    row_multiple = 1
+    row_multiple = chunk_rows = 1
 
     def __init__(self, model: Model, *, name: str) -> None:
         self._model = model

@@ -71,8 +71,10 @@ class Growth(Sequence):
             super().commit(tokens)
 
     def truncate(self, length: int) -> None:
-        """See `Sequence.truncate`; the room stays."""
-        if not self._away:
+        """See `Sequence.truncate`; the room stays, and what is written there."""
+        if self._away:
+            del self.tokens[length:]
+        else:
             super().truncate(length)
 
     def settle(self) -> None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from edgellm.backends import thread_pool
 from edgellm.backends.providers import CPU, PROVIDERS, status
 from edgellm.backends.registry import AUTO, NATIVE, STEPS
-from edgellm.backends.selection import select
+from edgellm.backends.selection import select, stops_between_layers
 from edgellm.engine.costs import known_costs
 from edgellm.engine.measured import MARGIN, Measured
 from edgellm.errors import ProviderError
@@ -46,10 +46,12 @@ def auto_choice(bundle: Bundle, options: EngineOptions) -> AutoChoice:
     if backend != NATIVE:
         why = "as decode" if backend in STEPS else "the native kernels have no part in decode"
         return AutoChoice(backend, why)
-    if options.scheduling == "layered":
-        return AutoChoice(NATIVE, "with `scheduling` layered prompts stop between native layers")
     known = dict(_known(bundle, options))
     ranked = sorted(known, key=lambda name: -known[name].advantage())
+    if options.scheduling == "layered":
+        ranked = [name for name in ranked if stops_between_layers(name)]
+    if known and not ranked:
+        return AutoChoice(NATIVE, "with `scheduling` layered no prompt is computed on cuda")
     if not ranked:
         return AutoChoice(NATIVE, "no accelerator was measured here with this model")
     for name in ranked:

@@ -298,6 +298,8 @@ class Batcher:
             # chunks of a static size, or of a GPU, lose more by an earlier end
             lone_rows=_LONE_ROWS if self._prefill.exact_rows else rows,
             row_multiple=self._row_multiple,
+            resting_rows=self._cache.rows_at_once,
+            chunk_rows=self._prefill.chunk_rows,
             layers=len(self._cache.places),
         )
         return Scheduler(policy=policy, costs=self._costs, block_size=BLOCK)

@@ -10,7 +10,7 @@ from edgellm.engine.prompt_rows import Layers, PromptRows, Share
 from edgellm.engine.step_costs import StepLoad
 
 # Prompts with rows that rest between two layers: each holds blocks, and 4 bytes times the rows
-# times the model's width.
+# times the model's width, with that of Q, K and V where the next layer has begun.
 _MOST_RESTING = 4
 # A group may take so much longer than what is left of a step: within what a prediction is wrong by.
 _SLACK = 1.125
@@ -20,8 +20,8 @@ _SHORTEST = 1e-9
 
 
 class LayerGroups(PromptRows[RequestT]):
-    """As `PromptRows`; of a prompt that takes more than two steps, up to `max_rows` rows go through
-    as many layers as the step has time for, and through the next ones with the next steps.
+    """As `PromptRows`; of a prompt that takes more than two steps, up to `resting_rows` rows go
+    through as many layers as the step has time for, and through the next ones with the next steps.
 
     What takes less goes through all layers together with the decodes, a few rows in a step, and so
     do short prompts that pass a long one.
@@ -29,7 +29,8 @@ class LayerGroups(PromptRows[RequestT]):
 
     def _serve(self, entry: Entry[RequestT], room: int) -> None:
         underway = entry.request.underway
-        if underway is None and self._budget.may_rest and entry.left > room + room // 8:
+        may_rest = self._budget.resting_rows > 0 and entry.left > room + room // 8
+        if underway is None and may_rest:
             rows = self._rows_of(entry, room)
             if rows > 2 * room and self._resting() < _MOST_RESTING:
                 underway = Underway(rows, 0)
@@ -52,11 +53,13 @@ class LayerGroups(PromptRows[RequestT]):
         two. The rest of a prompt goes together, if a layer of it fits into a step."""
         costs, start, layers = self._costs, entry.request.computed, self._policy.layers
         step = max(self._seconds_of(entry, room), _SHORTEST)
-        most, in_each = min(entry.left, self._budget.max_rows), 1
+        most, in_each = min(entry.left, self._budget.resting_rows), 1
         if most < entry.left:
             steps = int(costs.seconds(StepLoad().plus(most, start)) / step)
             in_each = math.ceil(layers / min(max(steps, 1), layers))
-        return costs.rows_within(step * layers / in_each, start, beside=StepLoad(), limit=most)
+        seconds, chunk = step * layers / in_each, self._budget.chunk_rows
+        rows = costs.rows_within(seconds, start, beside=StepLoad(), limit=most)
+        return rows if rows == entry.left else min(max(rows // chunk, 1) * chunk, entry.left)
 
     def _pass_group(self, entry: Entry[RequestT], underway: Underway, seconds: float) -> None:
         """Give a prompt its next layers: those that are left are shared among as few steps as they

@@ -40,13 +40,16 @@ class StepBudget(NamedTuple):
     """Bounds of one step: `seconds` give way to `min_rows` of prompts, never to `max_rows`.
 
     Attributes:
-        may_rest: rows of a prompt may go through some of the layers, and the others later.
+        resting_rows: so many of a prompt, at most, may go through some of the layers, and through
+            the others later; 0: none.
+        chunk_rows: those are a multiple of it, or all that is left of the prompt.
     """
 
     seconds: float
     min_rows: int
     max_rows: int
-    may_rest: bool = False
+    resting_rows: int = 0
+    chunk_rows: int = 1
 
 
 class SchedulingPolicy(Protocol):
@@ -154,23 +157,29 @@ class StallFree:
 class Layered(StallFree):
     """As `StallFree`, but a long prompt yields to others between layers (arXiv:2510.08055).
 
-    Of a step in which others decode or wait it has as many layers of up to `max_rows` rows as the
-    time target leaves. So a weight is read once for all these rows, and not once for the few that
-    go through all layers in as long.
+    Of a step in which others decode or wait it has as many layers of up to `resting_rows` rows as
+    the time target leaves. So a weight is read once for all these rows, or for each chunk of them,
+    and not once for the few that go through all layers in as long.
 
     Attributes:
         layers: of the model.
+        chunk_rows: of the chunks that rows are computed in. None but the last of a prompt is
+            padded, so that its rows are in the same chunks whatever the load.
     """
 
     layers: int
+    resting_rows: int = 512
+    chunk_rows: int = 1
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_number("layers", self.layers, 1, whole=True)
+        for name in ("layers", "resting_rows", "chunk_rows"):
+            check_number(name, getattr(self, name), 1, whole=True)
 
     def budget(self, *, decodes: int, requests: int) -> StepBudget:
         budget = super().budget(decodes=decodes, requests=requests)
-        return budget._replace(may_rest=requests > 1)
+        resting = self.resting_rows if requests > 1 else 0
+        return budget._replace(resting_rows=resting, chunk_rows=self.chunk_rows)
 
 
 def chosen_policy(
@@ -180,13 +189,21 @@ def chosen_policy(
     max_rows: int,
     lone_rows: int,
     row_multiple: int,
+    resting_rows: int,
+    chunk_rows: int,
     layers: int,
 ) -> SchedulingPolicy:
     """What `EngineOptions.scheduling` means for a model of so many layers, and steps of so many
-    rows at most."""
+    rows at most.
+
+    Args:
+        resting_rows: rows of a prompt that may rest between two layers.
+    """
     if scheduling == "serial":
         return Serial(max_rows=max_rows)
-    chosen = partial(Layered, layers=layers) if scheduling == "layered" else StallFree
+    resting_rows = max(resting_rows // chunk_rows, 1) * chunk_rows
+    layered = partial(Layered, layers=layers, resting_rows=resting_rows, chunk_rows=chunk_rows)
+    chosen = layered if scheduling == "layered" else StallFree
     return chosen(
         time_target=time_target,
         max_rows=max_rows,

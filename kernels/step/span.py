@@ -35,8 +35,8 @@ class LayerGroup:
 
     Attributes:
         layers: their indices, one after the other.
-        entering: the residual of each row before the first of them `[tokens, E]`; None before
-            layer 0, which begins with the embedding.
+        entering: the residual of each row before the first of them `[tokens, E]`, in segments with
+            Q, K and V beside it; None before layer 0, which begins with the embedding.
     """
 
     layers: range

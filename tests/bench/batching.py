@@ -2,7 +2,7 @@
 
     python tests/bench/batching.py MODEL.gguf [--sequences 1,4,8,16] [--python INTERPRETER]
     python tests/bench/batching.py MODEL.gguf --gaps [--streams 5] [--prompt 4000]
-        [--scheduling stall_free,layered]
+        [--scheduling stall_free,layered] [--prefill cpu --precision w8a8 --decode native]
 
 Decode: sequences of `--context` tokens each, then `--tokens` more of each, greedily, with
 everyone's prompts in the KV cache before the clock starts. edgellm through `LLM.batch`; llama.cpp
@@ -11,7 +11,7 @@ through its C interface, one `llama_batch` a step; OpenVINO GenAI through its
 
 Gaps: streams decode while prompts come one by one, and a short one behind three long ones, in
 each kind of scheduling; how often the weights were read while a prompt was computed, and by how
-many of these calls for the prompt alone.
+many of these calls for the prompt alone; in chunks, how many segments ran for it.
 """
 
 from __future__ import annotations
@@ -234,7 +234,9 @@ def gaps(llm: LLM, arguments: argparse.Namespace) -> str:
     watching.set()
     reads = WeightReads(llm)
     long = [prompt(500 + i, length, vocabulary) for i in range(3)]
-    firsts = [llm.generate(ids, max_tokens=1).stats.ttft_s for ids in long]
+    stats = [llm.generate(ids, max_tokens=1).stats for ids in long]
+    firsts = [each.ttft_s for each in stats]
+    ran = [sum(task.processor == "accelerator" for task in each.tasks) for each in stats]
     watching.clear()
     read, alone_read = reads.all / len(long), reads.for_prompts / len(long)
     stop.set()
@@ -245,6 +247,7 @@ def gaps(llm: LLM, arguments: argparse.Namespace) -> str:
         f"{1e3 * statistics.median(usual):.0f}, median); first token of a prompt of {length} after "
         f"{statistics.median(firsts):.2f} s, alone {alone:.2f} s; weights read "
         f"{read:.0f} times for each, {alone_read:.0f} of them by calls of a prompt alone"
+        + (f"; segments run {statistics.median(ran):.0f} times" if any(ran) else "")
     )
 
 
@@ -281,6 +284,9 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--gaps", action="store_true", help="streams and prompts, edgellm alone")
     parser.add_argument("--scheduling", default="stall_free", help="of --gaps; several in a row")
+    parser.add_argument("--prefill", default="auto", help="of --gaps")
+    parser.add_argument("--precision", help="of --gaps")
+    parser.add_argument("--decode", default="auto", help="of --gaps")
     parser.add_argument("--time-target-ms", type=float, default=100)
     parser.add_argument("--streams", type=int, default=5)
     parser.add_argument("--prompt", type=int, default=4000)
@@ -303,6 +309,9 @@ def main() -> None:
             cache_size=32768,
             threads=arguments.threads,
             scheduling=scheduling,
+            prefill=arguments.prefill,
+            precision=arguments.precision,
+            decode=arguments.decode,
             time_target_ms=arguments.time_target_ms,
         ) as llm:
             print(f"{scheduling}: {gaps(llm, arguments)}", flush=True)

@@ -10,6 +10,7 @@ from types import FrameType
 
 import pytest
 from loop_checks import AlarmError
+from tiny_families import make, save_tokenizer
 
 from edgellm.kernels.kv_blocks import BLOCK
 from edgellm.llm import LLM, load
@@ -39,3 +40,12 @@ def alarm() -> Iterator[None]:
     signal.setitimer(signal.ITIMER_REAL, 0)
     signal.signal(signal.SIGALRM, previous)
     gc.enable()
+
+
+@pytest.fixture(scope="session")
+def windowed_deep_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Six layers, of which all but the last see 100 tokens."""
+    folder = tmp_path_factory.mktemp("windowed")
+    make("gemma3_text", folder, sliding_window=100, max_position_embeddings=1024, vocab_size=320)
+    save_tokenizer(folder)
+    return folder

@@ -1,9 +1,12 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from layered_checks import PROMPTS, in_company
+from loop_checks import FixedCosts
 
 from edgellm.backends import int8_support
 from edgellm.backends.providers import CPU
@@ -135,3 +138,26 @@ def test_where_the_native_kernels_do_not_run(folder: Path) -> None:
     choice = auto_choice(open_bundle(folder), EngineOptions(decode="portable"))
     assert choice.prefill == "cpu"
     assert "no part in decode" in choice.reason
+
+
+def test_layered_prompts_in_chunks_where_those_are_faster(folder: Path) -> None:
+    rewrite(folder, chunk=0.010, token=0.001)
+    options = {"decode": "native", "cache_size": 4096, "ctx_size": 1024}
+    llm = load(str(folder), scheduling="layered", **options)
+    assert llm.engine.options.prefill == "cpu"
+    llm.engine.loop._batcher._scheduler.costs = FixedCosts(2e-3)
+    answer = in_company(llm, PROMPTS[1])
+    assert answer.stats.scheduling == "layered"
+    assert answer.stats.prefill.keys() <= {"cpu", "native"}
+    assert answer.stats.prefill["cpu"] > 800
+    rested = {task.name for task in answer.stats.tasks}
+    assert {"rest", "enter"} <= rested
+
+
+def test_no_layered_prompts_on_a_gpu(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rewrite(folder, chunk=0.010, token=0.001)
+    measured = dict(auto_prefill._known(open_bundle(folder), NATIVE))["cpu"]
+    monkeypatch.setattr(auto_prefill, "_known", lambda *_: [("cuda", measured)])
+    choice = auto_choice(open_bundle(folder), replace(NATIVE, scheduling="layered"))
+    assert choice.prefill == "native"
+    assert "no prompt is computed on cuda" in choice.reason

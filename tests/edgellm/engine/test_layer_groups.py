@@ -106,6 +106,27 @@ def test_a_long_prompt_goes_through_the_layers_in_groups() -> None:
     assert max(request.gap for request in flowing) < 1.2 * TARGET
 
 
+@pytest.mark.parametrize("chunk", [1, 32, 128, 300])
+@pytest.mark.parametrize("length", [4000, 3200, 700])
+def test_rows_rest_in_whole_chunks(chunk: int, length: int) -> None:
+    """At most `resting_rows`, fewer than a step may have; but for the end of a prompt."""
+    flowing, long = streams(3), Request(numbers(length, start=9), 2, arrival=0.5)
+    policy = layered(time_target=TARGET, max_rows=1024, resting_rows=300, chunk_rows=chunk)
+    engine = Engine(policy, law=heavy, costs=taught(heavy))
+    engine.run([*flowing, long])
+    resting = {
+        (share.start, share.rows)
+        for shares, _ in engine.steps
+        for share in shares
+        if share.request is long and share.layers is not None
+    }
+    assert len(resting) >= 2
+    for start, rows in resting:
+        assert rows <= 300
+        assert rows % chunk == 0 or start + rows == length
+    assert finished(long)
+
+
 @pytest.mark.parametrize(("law", "times"), [(two_cores, 1.05), (heavy, 1.08), (experts, 0.85)])
 def test_a_long_prompt_beside_streams_against_one_in_rows(
     law: Callable[[StepLoad], float], times: float
@@ -211,5 +232,8 @@ def test_parts_add_up(rows: int, ends: list[int]) -> None:
 def test_bad_options() -> None:
     with pytest.raises(EdgeLLMError, match="`layers`"):
         Layered(layers=0)
+    for name in ("resting_rows", "chunk_rows"):
+        with pytest.raises(EdgeLLMError, match=f"`{name}`"):
+            layered(**{name: 0})
     with pytest.raises(EdgeLLMError, match="`time_target`"):
         layered(time_target=0)

@@ -5,13 +5,26 @@ from __future__ import annotations
 import os
 import random
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
+from layered_checks import (
+    LAYERS,
+    LENGTHS,
+    PROMPTS,
+    SHORT,
+    STREAM,
+    Groups,
+    assert_same,
+    in_company,
+    start_layered,
+    together,
+)
 from loop_checks import (
     GREEDY,
     AlarmError,
@@ -25,7 +38,7 @@ from loop_checks import (
 )
 
 from edgellm import CacheFullError, Completion, OptionError
-from edgellm.backends.batch import Rows, Span
+from edgellm.backends import selection
 from edgellm.engine.context import Context
 from edgellm.engine.policies import Layered
 from edgellm.engine.request import Request
@@ -35,11 +48,6 @@ from edgellm.llm import LLM, load
 
 pytestmark = pytest.mark.skipif(library() is None, reason="needs the native kernels")
 
-LAYERS = 6
-LENGTHS = (5, 900, 300, 40, 1, 700, 513, 130, 260, 999)
-PROMPTS = [prompt(i, length) for i, length in enumerate(LENGTHS)]
-SHORT: dict[str, Any] = {**GREEDY, "max_tokens": 12}
-STREAM: dict[str, Any] = {**GREEDY, "max_tokens": 400}
 NATIVE: dict[str, Any] = {"prefill": "native", "decode": "native", "ctx_size": 1024}
 
 
@@ -48,12 +56,13 @@ def folder(deep_model: Path) -> str:
     return str(load(str(deep_model)).engine.bundle.path)
 
 
+@pytest.fixture(scope="module")
+def windowed_folder(windowed_deep_model: Path) -> str:
+    return str(load(str(windowed_deep_model)).engine.bundle.path)
+
+
 def start(folder: str, **options: Any) -> LLM:
-    """A step has room for 100 rows of prompts, whatever the machine."""
-    chosen = {"scheduling": "layered", "cache_size": 64 * BLOCK, **NATIVE, **options}
-    llm = load(folder, **chosen)
-    llm.engine.loop._batcher._scheduler.costs = FixedCosts(1e-3)
-    return llm
+    return start_layered(folder, **{**NATIVE, **options})
 
 
 @pytest.fixture
@@ -69,49 +78,9 @@ def expected(folder: str) -> list[Completion]:
     return [serial.generate(each, logprobs=3, **SHORT) for each in PROMPTS]
 
 
-class Groups:
-    """Watches the groups of layers that a model computes.
-
-    Attributes:
-        layers: of each call.
-        passed: rows that have passed the last layer.
-        before: called with the number of a call, from 1 on, before it is made.
-    """
-
-    def __init__(self, llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.layers: list[range] = []
-        self.passed = 0
-        self.before: Callable[[int], object] = bool
-        run = llm.engine.prefill.run
-
-        def watched(spans: Sequence[Span], **options: Any) -> list[Rows]:
-            group = spans[0].group
-            if group is not None:
-                self.layers.append(group.layers)
-                self.before(len(self.layers))
-            results = run(spans, **options)
-            if group is not None and group.layers.stop == LAYERS:
-                self.passed += len(spans[0].tokens)
-            return results
-
-        monkeypatch.setattr(llm.engine.prefill, "run", watched)
-
-
 @pytest.fixture
 def groups(tiny: LLM, monkeypatch: pytest.MonkeyPatch) -> Groups:
     return Groups(tiny, monkeypatch)
-
-
-def together(llm: LLM, prompts: Sequence[list[int]] = PROMPTS, **options: Any) -> list[Completion]:
-    """Each in a thread of its own."""
-    with ThreadPoolExecutor(len(prompts)) as pool:
-        answers = [pool.submit(llm.generate, each, **{**SHORT, **options}) for each in prompts]
-        return [answer.result(timeout=60) for answer in answers]
-
-
-def assert_same(found: Sequence[Completion], expected: Sequence[Completion]) -> None:
-    assert [each.tokens for each in found] == [each.tokens for each in expected]
-    assert [each.logprobs for each in found] == [each.logprobs for each in expected]
 
 
 # What is computed.
@@ -128,6 +97,22 @@ def test_the_bits_are_those_of_one_after_the_other(
     assert tiny.engine.loop.counts.prefill_rows >= sum(LENGTHS)
     alone = [start(str(tiny.engine.bundle.path)).generate(p, logprobs=3, **SHORT) for p in PROMPTS]
     assert_same(alone, expected)
+
+
+def test_windows_are_passed_while_rows_rest(windowed_folder: str) -> None:
+    """Three layers of six see 100 tokens; their blocks are given back when rows have landed."""
+    serial = load(windowed_folder, scheduling="serial", cache_size=64 * BLOCK, **NATIVE)
+    wanted = [serial.generate(each, logprobs=3, **SHORT) for each in PROMPTS]
+    llm = start(windowed_folder)
+    with pytest.MonkeyPatch.context() as patch:
+        groups = Groups(llm, patch)
+        assert_same(together(llm, logprobs=3), wanted)
+        assert_same(
+            [in_company(llm, PROMPTS[9][::-1])], [serial.generate(PROMPTS[9][::-1], **SHORT)]
+        )
+    assert sum(layers.stop == LAYERS for layers in groups.layers) > 3
+    assert max(len(layers) for layers in groups.layers) < LAYERS
+    assert_idle(llm)
 
 
 def test_what_is_told_of_a_prompt(tiny: LLM, expected: list[Completion]) -> None:
@@ -189,16 +174,6 @@ def test_a_short_prompt_passes_one_that_rests(tiny: LLM, groups: Groups) -> None
 
 
 # What comes between two groups.
-
-
-def in_company(llm: LLM, tokens: list[int], **options: Any) -> Completion:
-    """An answer while another one decodes, so that its rows rest."""
-    stream = llm.stream(PROMPTS[3], **STREAM)
-    next(stream)
-    try:
-        return llm.generate(tokens, **{**SHORT, **options})
-    finally:
-        stream.close()
 
 
 @pytest.mark.parametrize("at", [1, 3, 8])
@@ -387,11 +362,15 @@ def test_the_policy_has_the_layers_of_the_model(folder: str) -> None:
 @pytest.mark.parametrize(
     "options",
     [
-        {"prefill": "cpu", "decode": "native"},
-        {"prefill": "native", "decode": "portable"},
-        {"prefill": "cpu", "decode": "chunked"},
+        {"prefill": "triton", "decode": "triton"},
+        {"prefill": "cuda", "decode": "native"},
+        {"prefill": "cpu", "decode": "triton"},
     ],
 )
-def test_other_back_ends_are_refused(folder: str, options: dict[str, Any]) -> None:
-    with pytest.raises(OptionError, match="take native for both, or `scheduling` stall_free"):
+def test_gpus_are_refused(
+    folder: str, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where there is one."""
+    monkeypatch.setattr(selection, "backend_file", Mock())
+    with pytest.raises(OptionError, match=r"on a GPU; take native or .* or `scheduling` stall"):
         load(folder, scheduling="layered", **options)
