@@ -49,7 +49,8 @@ class HttpServer:
         port = _free_port()
         self._url = f"http://127.0.0.1:{port}"
         if name == "edgellm":
-            command = [sys.executable, "-m", "edgellm.cli.main", "serve", model]
+            # -P: the package that is installed, also where the working directory has its source
+            command = [sys.executable, "-P", "-m", "edgellm.cli.main", "serve", model]
             command += [
                 "--port",
                 str(port),
