@@ -129,6 +129,8 @@ def serve(
             memory_limit_bytes=options.memory_limit_bytes,
             idle_unload_s=options.idle_unload_s,
         )
+        for model in served:
+            model.check()
         pool.put(served[0].id, served[0].open())
 
         def started(address: str) -> None:

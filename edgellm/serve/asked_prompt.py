@@ -213,7 +213,7 @@ def too_long(tokens: int, ctx_size: int) -> RequestError:
         "context_length",
         # litellm, pydantic-ai and others know the error by these words
         f"the prompt is too long: it has {tokens} tokens, and this model's maximum context length "
-        f"is {ctx_size} tokens; shorten it",
+        f"is {ctx_size} tokens; shorten it, or serve the model with a larger `ctx_size`",
         code="context_length_exceeded",
         details={"n_prompt_tokens": tokens, "n_ctx": ctx_size},
     )

@@ -11,6 +11,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
@@ -23,6 +24,7 @@ from edgellm.progress import ProgressCallback
 from edgellm.serve.model_card import ModelCard, card_of, card_on_disk
 from edgellm.serve.request_error import RequestError, load_error
 from edgellm.store.prepare import prepare, prepared
+from edgellm.store.sources import check_name
 
 T = TypeVar("T")
 _log = logging.getLogger(__name__)
@@ -41,12 +43,14 @@ class ServedModel:
         needed_bytes: what it will take, as estimated; may take as long.
         card: what is known of it before it is loaded, without a download or an export; may take a
             second.
+        check: refuses what can never be loaded, at once.
     """
 
     id: str
     open: Callable[[], LLM]
     needed_bytes: Callable[[], int] = lambda: 0
     card: Callable[[], ModelCard | None] = lambda: None
+    check: Callable[[], None] = lambda: None
 
 
 def served_model(
@@ -80,6 +84,7 @@ def served_model(
         lambda: load(source, progress=progress, **arguments),
         needed_bytes,
         card,
+        partial(check_name, source),
     )
 
 

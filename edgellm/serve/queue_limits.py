@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections import Counter
 
@@ -72,10 +73,10 @@ class QueueLimits:
     def _refused(self, why: str, what: str) -> RequestError:
         self.metrics.rejected[why] += 1
         rate = self.metrics.prompt_tokens_per_second or _PROMPT_RATE
-        retry_after_s = min(_LONGEST_RETRY_S, 1 + self.tokens / rate / 2)
+        retry_after_s = math.ceil(min(_LONGEST_RETRY_S, 1 + self.tokens / rate / 2))
         return RequestError(
             "overloaded",
-            f"the server is busy: {what}; try again in {retry_after_s:.0f} seconds",
+            f"the server is busy: {what}; try again in {retry_after_s} s",
             retry_after_s=retry_after_s,
         )
 

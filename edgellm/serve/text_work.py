@@ -48,7 +48,7 @@ class TextWork:
             raise RequestError(
                 "overloaded",
                 f"the server is busy: {_MOST} texts wait to be read; try again in "
-                f"{_RETRY_S} second",
+                f"{_RETRY_S} s",
                 retry_after_s=_RETRY_S,
             )
         try:

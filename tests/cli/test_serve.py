@@ -35,6 +35,14 @@ def test_wrong_options(arguments: tuple[str, ...], message: str) -> None:
     assert result.return_value == 2  # the exit code
 
 
+@pytest.mark.parametrize("second", ["no-such-model", "b=no-such-model", "pypi:a", "hf:a"])
+def test_a_second_model_that_cannot_be(second: str) -> None:
+    """Before anything is loaded."""
+    result = CliRunner().invoke(edgellm, ["serve", "hf:a/first", second], standalone_mode=False)
+    assert f"{second.removeprefix('b=')}: no" in result.output
+    assert result.return_value == 1
+
+
 def test_a_file_without_keys(tmp_path: Path) -> None:
     keys = tmp_path / "keys"
     keys.write_text("\n  \n")

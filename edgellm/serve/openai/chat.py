@@ -19,7 +19,12 @@ from edgellm.serve.http.fields import Fields
 from edgellm.serve.http.streaming import Comment, Frame, Frames, Reply, json_reply
 from edgellm.serve.openai.logprobs import chat_logprobs
 from edgellm.serve.openai.messages import read_conversation
-from edgellm.serve.openai.sampling import MOST_LOGPROBS, max_tokens, sampling_arguments
+from edgellm.serve.openai.sampling import (
+    MOST_LOGPROBS,
+    max_tokens,
+    refuse_unsupported,
+    sampling_arguments,
+)
 from edgellm.serve.request_error import RequestError
 from edgellm.serve.usage import finish_reason, placement, reasoning_tokens, timings, usage
 from edgellm.tool_use import ToolCallDelta
@@ -51,6 +56,7 @@ class AskedChat:
 
 def read_chat(fields: Fields, *, max_n: int) -> AskedChat:
     """What is asked for."""
+    refuse_unsupported(fields)
     with_logprobs = bool(fields.flag("logprobs"))
     arguments: GenerationArguments = {
         **sampling_arguments(fields),
@@ -79,10 +85,11 @@ def read_chat(fields: Fields, *, max_n: int) -> AskedChat:
 
 
 def read_schema(fields: Fields) -> str | None:
-    """The JSON schema of `response_format`, as text."""
+    """The JSON schema of `response_format`, or llama.cpp's `json_schema`, as text."""
     wanted = fields.object("response_format")
     if wanted is None:
-        return None
+        schema = fields.object("json_schema")
+        return None if schema is None else json.dumps(schema.values)
     kind = wanted.choice("type", ("text", "json_object", "json_schema"))
     if kind == "json_object":
         schema = wanted.object("schema")  # llama.cpp's

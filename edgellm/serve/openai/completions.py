@@ -18,7 +18,13 @@ from edgellm.serve.http.fields import Fields
 from edgellm.serve.http.streaming import Comment, Frame, Frames, Reply, json_reply
 from edgellm.serve.openai.chat import read_schema
 from edgellm.serve.openai.logprobs import completion_logprobs
-from edgellm.serve.openai.sampling import MOST_LOGPROBS, max_tokens, sampling_arguments
+from edgellm.serve.openai.sampling import (
+    MOST_LOGPROBS,
+    max_tokens,
+    refuse_unsupported,
+    sampling_arguments,
+    unsupported,
+)
 from edgellm.serve.request_error import RequestError
 from edgellm.serve.usage import finish_reason, placement, timings, usage
 from edgellm.text.fim import Gap
@@ -56,11 +62,8 @@ class AskedCompletion:
 def read_completion(fields: Fields, *, max_n: int) -> AskedCompletion:
     """What is asked for."""
     if fields.flag("echo"):
-        raise RequestError(
-            "not_supported",
-            "`echo` is not supported; put the prompt before the answer",
-            param="echo",
-        )
+        raise unsupported("echo", "put the prompt before the answer")
+    refuse_unsupported(fields)
     n = fields.whole("n", 1, max_n) or 1
     if fields.whole("best_of", 1, n) not in (None, 1, n):
         raise fields.wrong("best_of", f"1 or `n`, which is {n}")

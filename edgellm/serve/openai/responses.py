@@ -78,7 +78,15 @@ def _wrapped(listed: Any) -> Any:
     if not isinstance(listed, list):
         return listed
     tools = []
-    for tool in listed:
+    for index, tool in enumerate(listed):
+        kind = tool.get("type", "function") if isinstance(tool, Mapping) else "function"
+        if kind != "function":
+            raise RequestError(
+                "not_supported",
+                f"`tools[{index}].type` is {str(kind)[:40]!r}; only tools that the client runs, of "
+                "type function, can be called",
+                param=f"tools[{index}].type",
+            )
         if isinstance(tool, Mapping) and "function" not in tool:
             function = {key: value for key, value in tool.items() if key != "type"}
             tool = {"type": tool.get("type", "function"), "function": function}

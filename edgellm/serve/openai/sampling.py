@@ -16,6 +16,21 @@ _NUMBERS = {
     "presence_penalty": (-100, 100),
     "frequency_penalty": (-100, 100),
 }
+# Fields of other servers that would change the answer, and what they have instead here. Values
+# that are false, 0 or empty ask for nothing.
+_NOT_HERE = {
+    "grammar": "use `response_format`",
+    "guided_json": "use `response_format`",
+    "guided_regex": "use `response_format` with a JSON schema that has a `pattern`",
+    "guided_choice": "use `response_format` with a JSON schema that has an `enum`",
+    "guided_grammar": "use `response_format`",
+    "structured_outputs": "use `response_format`",
+    "functions": "use `tools`",
+    "mirostat": "",
+    "dry_multiplier": "",
+    "xtc_probability": "",
+    "lora": "",
+}
 MOST_TOKENS = 1 << 31
 MOST_MS = 1 << 40
 MOST_LOGPROBS = 20
@@ -38,6 +53,10 @@ def sampling_arguments(fields: Fields) -> GenerationArguments:
         whole = fields.whole(name, int(low), int(high))
         if whole is not None:
             arguments[name] = whole  # type: ignore[literal-required]
+    if "repeat_penalty" not in arguments:
+        penalty = fields.number("repetition_penalty", *_NUMBERS["repeat_penalty"])  # vLLM's name
+        if penalty is not None:
+            arguments["repeat_penalty"] = penalty
     if arguments.get("top_k") == -1:  # vLLM's "all of them"
         arguments["top_k"] = 0
     stop = fields.texts("stop", MAX_STOPS)
@@ -52,6 +71,26 @@ def sampling_arguments(fields: Fields) -> GenerationArguments:
     if bias:
         arguments["logit_bias"] = bias
     return arguments
+
+
+def refuse_unsupported(fields: Fields) -> None:
+    """Refuse what would change the answer and is not there.
+
+    Raises:
+        RequestError: a field asks for it.
+    """
+    for name, advice in _NOT_HERE.items():
+        if fields.get(name):
+            raise unsupported(name, advice)
+    typical_p = fields.number("typical_p", 0, 1)
+    if typical_p not in (None, 1):
+        raise unsupported("typical_p")
+
+
+def unsupported(name: str, advice: str = "") -> RequestError:
+    """The error of a field that edgellm has nothing for."""
+    message = f"`{name}` is not supported; leave it out"
+    return RequestError("not_supported", message + (f", or {advice}" if advice else ""), param=name)
 
 
 def stop_texts(fields: Fields, stop: list[str]) -> list[str]:

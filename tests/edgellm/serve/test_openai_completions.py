@@ -102,6 +102,45 @@ def test_wrong_fields(server: Running, wrong: dict[str, Any]) -> None:
     assert reply.json()["error"]["message"]
 
 
+@pytest.mark.parametrize(
+    "field",
+    [
+        {"grammar": 'root ::= "x"'},
+        {"guided_json": {"type": "object"}},
+        {"structured_outputs": {"choice": ["a"]}},
+        {"functions": [{"name": "f"}]},
+        {"mirostat": 2},
+        {"typical_p": 0.5},
+        {"lora": [{"id": 0, "scale": 1.0}]},
+    ],
+)
+@pytest.mark.parametrize("route", ["/v1/completions", "/v1/chat/completions"])
+def test_what_would_change_the_answer_and_is_not_there(
+    server: Running, route: str, field: dict[str, Any]
+) -> None:
+    body = {"prompt": "a", "messages": [{"role": "user", "content": "a"}], "max_tokens": 1}
+    reply = server.post(route, {**body, **field})
+    (name,) = field
+    assert reply.status_code == 400, reply.text
+    assert reply.json()["error"]["param"] == name
+    off = {name: 1 if name == "typical_p" else type(field[name])()}
+    assert server.post(route, {**body, **off}).status_code == 200
+
+
+def test_names_of_others_for_what_is_there(server: Running) -> None:
+    """vLLM's penalty, llama.cpp's schema."""
+    body = {"prompt": "a a a a", "max_tokens": 8, "temperature": 0}
+
+    def text(**fields: Any) -> str:
+        reply = server.post("/v1/completions", {**body, **fields})
+        return str(reply.json()["choices"][0]["text"])
+
+    assert text(repetition_penalty=3.0) == text(repeat_penalty=3.0) != text(repeat_penalty=1.0)
+    schema = {"type": "array", "items": {"type": "integer"}, "maxItems": 1}
+    wanted = {"type": "json_schema", "json_schema": {"schema": schema}}
+    assert text(json_schema=schema) == text(response_format=wanted) != text()
+
+
 def test_null_is_absent(server: Running) -> None:
     body = {"prompt": "a", "max_tokens": 1, "suffix": None, "logprobs": None, "seed": None}
     assert server.post("/v1/completions", {**body, "stop": None, "x": 1}).status_code == 200

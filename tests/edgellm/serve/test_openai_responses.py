@@ -108,5 +108,7 @@ def test_json_of_a_schema(client: openai.OpenAI) -> None:
 def test_wrong_fields(server: Running, wrong: dict[str, Any]) -> None:
     reply = server.post("/v1/responses", {"max_output_tokens": 1, **wrong})
     assert reply.status_code == 400, reply.text
+    if "tools" in wrong:
+        assert "tools[0].type" in reply.json()["error"]["message"]
     names = {"previous_response_id", "conversation", "background", "store"} & wrong.keys()
     assert all(name in reply.json()["error"]["message"] for name in names)
