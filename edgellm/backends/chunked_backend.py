@@ -84,11 +84,18 @@ class ChunkedBackend:
         chunks = 1 if self._policy == "serial" else _CHUNKS
         return chunks * max(self.model.segments.chunk_sizes)
 
-    def rows_within(self, seconds: float) -> int:
-        """Rows of as many whole chunks as take no longer; of one at least. Load does not matter."""
-        size = max(self.model.segments.chunk_sizes)
+    def rows_within(self, seconds: float, *, count: int, start: int) -> int:
+        """Rows of as many chunks as take no longer, of one at least, of those that `count` tokens
+        after `start` others are cut into: where such a part ends changes none of them."""
         chunks = 1 if self._policy == "serial" else _CHUNKS
-        return size * max(1, min(int(seconds / self.costs.chunks[size]), chunks))
+        most, rows, in_chunks = chunks * max(self.model.segments.chunk_sizes), 0, 0
+        for chunk in self.plan(count, start):
+            seconds -= self.costs.seconds([chunk])
+            if in_chunks and (seconds < 0 or in_chunks + chunk.count > most):
+                break
+            rows += chunk.count
+            in_chunks += 0 if chunk.size is None else chunk.count
+        return rows
 
     def run(
         self, spans: SequenceOf[Span], *, should_stop: Callable[[], bool] | None = None

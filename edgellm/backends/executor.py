@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import _thread
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -69,33 +70,37 @@ class _Shared:
     def __init__(self, job: _Job, schedule: Schedule) -> None:
         self._job = job
         self._schedule = schedule
-        # Entered as the bare lock: `Condition.__enter__` is Python, and an interrupt on its last
-        # line would leave the lock taken.
-        self._lock = threading.RLock()
-        self._changed = threading.Condition(self._lock)
+        self._lock = threading.Lock()
+        # Free where there may be something new. Bare locks: `Condition` is Python, and an interrupt
+        # between two of its lines would leave its lock taken, or let go of twice.
+        self._news: dict[Processor, threading.Lock] = {
+            "accelerator": threading.Lock(),
+            "host": threading.Lock(),
+        }
         self._error: BaseException | None = None
-        self._accelerator_ended = False
+        self._accelerator_began = self._accelerator_ended = False
 
     def run(self) -> None:
         """Be the host, beside a thread for the accelerator, until both are idle."""
-        # a daemon: whatever happens here, a thread that waits must not keep the process
-        accelerator = threading.Thread(target=self._accelerate, daemon=True)
         try:
-            accelerator.start()
+            # no `threading.Thread`: it starts and goes in Python, where an interrupt comes out as
+            # an error of a lock, or is lost; and whatever happens here, it would keep the process
+            _thread.start_new_thread(self._accelerate, ())
             self._work("host")
             self._wait_for_accelerator()
-            accelerator.join()
         except BaseException as interrupt:
-            self._stop_all(interrupt, started=accelerator.ident is not None)
+            self._stop_all(interrupt)
             raise
         if self._error is not None:
             raise self._error
 
     def _accelerate(self) -> None:
+        with self._lock:
+            self._accelerator_began = True
         self._work("accelerator")
         with self._lock:
             self._accelerator_ended = True
-            self._changed.notify_all()
+            self._tell_both()
 
     def _work(self, processor: Processor) -> None:
         """Be this processor until all is done or something went wrong."""
@@ -104,39 +109,45 @@ class _Shared:
                 self._job.perform(task)
                 with self._lock:
                     self._schedule.finish(task)
-                    self._changed.notify_all()
+                    self._tell_both()
         except BaseException as error:
             self._stop(error)
 
     def _wait_for_task(self, processor: Processor) -> Task | None:
-        with self._lock:
-            while self._error is None and not self._schedule.finished:
+        while True:
+            with self._lock:
+                if self._error is not None or self._schedule.finished:
+                    return None
                 task = self._schedule.take(processor)
-                if task is not None:
-                    return task
-                self._changed.wait()
-        return None
+            if task is not None:
+                return task
+            self._news[processor].acquire()
+
+    def _tell_both(self) -> None:
+        """Have who waits look again, or who is about to; for whoever has the lock."""
+        for news in self._news.values():
+            if news.locked():
+                news.release()
 
     def _stop(self, error: BaseException) -> None:
         """Let no processor begin another task; the first error is the one that counts."""
         with self._lock:
             self._error = self._error or error
-            self._changed.notify_all()
+            self._tell_both()
 
-    def _stop_all(self, error: BaseException, *, started: bool) -> None:
+    def _stop_all(self, error: BaseException) -> None:
         """Stop, and wait for the task that runs, which uses buffers that the caller will use again;
         another interrupt changes nothing about that."""
         while True:
             try:
                 self._stop(error)
-                if started:
+                # one that begins later finds the error, and takes no task
+                if self._accelerator_began:
                     self._wait_for_accelerator()
                 return
             except BaseException:  # a signal handler's
                 continue
 
     def _wait_for_accelerator(self) -> None:
-        # not `Thread.join`: interrupted, it takes a thread that runs for one that has ended
-        with self._lock:
-            while not self._accelerator_ended:
-                self._changed.wait()
+        while not self._accelerator_ended:
+            self._news["host"].acquire()

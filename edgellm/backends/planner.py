@@ -42,7 +42,7 @@ def plan_chunks(tokens: int, costs: Costs, *, tails_only: bool = True) -> list[P
     """The cheapest way through `tokens`; only the last chunk is padded, or on the host.
 
     Whole chunks of the size that is cheapest a token while more than two of the largest are left;
-    the rest is tried in every combination.
+    the rest is tried in every combination. The largest chunks come first.
 
     Args:
         tails_only: the host takes no more than what is shorter than the smallest chunk, else as
@@ -50,11 +50,12 @@ def plan_chunks(tokens: int, costs: Costs, *, tails_only: bool = True) -> list[P
     """
     best_size = min(costs.chunks, key=lambda size: (costs.chunks[size] / size, -size))
     whole = max(0, (tokens - 2 * max(costs.chunks)) // best_size)
-    return [PlannedChunk(best_size, best_size)] * whole + _cheapest(
+    rest = _cheapest(
         tokens - whole * best_size,
         costs,
         host_limit=min(costs.chunks) - 1 if tails_only else tokens,
     )
+    return _largest_first([PlannedChunk(best_size, best_size)] * whole + rest)
 
 
 def shares_of_chunks(
@@ -100,3 +101,16 @@ def _cheapest(tokens: int, costs: Costs, *, host_limit: int) -> list[PlannedChun
         plan.append(before[tokens])
         tokens -= before[tokens].count
     return plan[::-1]
+
+
+def _largest_first(plan: Sequence[PlannedChunk]) -> list[PlannedChunk]:
+    """The same sizes in one order, so that a part of a plan is the plan of that part: orders cost
+    the same but for rounding. The host's tokens stay the last ones."""
+    sizes = [chunk.size for chunk in plan if chunk.size is not None]
+    left = sum(chunk.count for chunk in plan if chunk.size is not None)
+    ordered: list[PlannedChunk] = []
+    for size in sorted(sizes, reverse=True):
+        if left > 0:  # else there was room for these in what another one is padded by
+            ordered.append(PlannedChunk(size, min(size, left)))
+            left -= size
+    return ordered + [chunk for chunk in plan if chunk.size is None]

@@ -137,7 +137,7 @@ class PrefillLane:
         if self._job is not None and not self._job.ended:
             # no daemon: the end of the program waits for a chunk, and not the other way round
             thread = threading.Thread(target=self._run, args=(self._job,), name="edgellm-prefill")
-            thread.start()
+            _start(thread)
 
     def take(self) -> PrefillJob | None:
         """The job that has ended, if one has; it is the caller's."""
@@ -170,3 +170,22 @@ class PrefillLane:
             self._cache.soon(self._drop_obsolete)
         finally:
             self._on_end()
+
+
+def _start(thread: threading.Thread) -> None:
+    """Start it.
+
+    `Thread.start` waits in Python for the thread to run, and an interrupt between two lines of that
+    may come out as an error of a lock.
+
+    Raises:
+        BaseException: the interrupt; perhaps the thread runs.
+        RuntimeError: there can be no more threads.
+    """
+    try:
+        thread.start()
+    except RuntimeError as error:
+        interrupt = error.__context__
+        if interrupt is None or isinstance(interrupt, Exception):
+            raise
+        raise interrupt from None

@@ -111,8 +111,8 @@ class TwoLaneBatcher(Batcher):
         request = share.request
         try:
             target = self._job_time.expected_within(self._options.time_target_ms / 1000)
-            rows = self._chunks.rows_within(target)
-            span = request.span(min(share.rows, rows), alone=False)
+            rows = self._chunks.rows_within(target, count=share.rows, start=share.start)
+            span = request.span(rows, alone=False)
             self._lane.begin(PrefillJob(request, span))
         except CacheFullError as error:
             self._without_newest([share], error)

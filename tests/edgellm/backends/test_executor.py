@@ -1,6 +1,9 @@
 from __future__ import annotations
 
+import _thread
+import gc
 import json
+import random
 import signal
 import subprocess
 import sys
@@ -8,6 +11,7 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import FrameType
 
 import numpy as np
 import pytest
@@ -137,15 +141,17 @@ def test_an_error_ends_everything(policy: Policy, failing: Task) -> None:
     assert not running
 
 
-def assert_threads_end(before: set[threading.Thread]) -> None:
-    for thread in set(threading.enumerate()) - before:
-        thread.join(timeout=10)
-        assert not thread.is_alive()
+def assert_threads_end(before: int) -> None:
+    """All that began since; `threading` does not know them."""
+    ends = time.monotonic() + 10
+    while _thread._count() > before:
+        assert time.monotonic() < ends
+        time.sleep(0.001)
 
 
 def test_an_interrupt_while_the_host_waits_reaches_the_caller() -> None:
     """The task that runs on the accelerator is waited for, also when another interrupt comes."""
-    before, ended, interrupts = set(threading.enumerate()), threading.Event(), 3
+    before, ended, interrupts = _thread._count(), threading.Event(), 3
 
     def run(task: Task) -> None:
         if task == Task(0, 0):
@@ -162,7 +168,7 @@ def test_an_interrupt_while_the_host_waits_reaches_the_caller() -> None:
 
 
 def test_an_interrupt_while_the_accelerator_waits_reaches_the_caller() -> None:
-    before = set(threading.enumerate())
+    before = _thread._count()
 
     def run(task: Task) -> None:
         if task == Task(0, 1):
@@ -172,6 +178,46 @@ def test_an_interrupt_while_the_accelerator_waits_reaches_the_caller() -> None:
     with pytest.raises(KeyboardInterrupt):
         execute(STEPS, 1, run, policy="in-order", seconds=lambda _: 0.0)
     assert_threads_end(before)
+
+
+@pytest.mark.skipif(not hasattr(signal, "setitimer"), reason="needs a timer signal")
+@pytest.mark.parametrize("policy", ["in-order", "out-of-order"])
+def test_an_interrupt_anywhere_reaches_the_caller_as_itself(policy: Policy) -> None:
+    """Not as an error of a lock, and no task runs any more; also while the thread is started."""
+    steps = [Step("a", "host"), Step("b", "accelerator"), Step("c", "host", ordered=True)]
+    running, delays = set[Task](), random.Random(4)
+
+    class AlarmError(BaseException):
+        pass
+
+    def handle(number: int, frame: FrameType | None) -> None:
+        raise AlarmError
+
+    def run(task: Task) -> None:
+        running.add(task)
+        time.sleep(2e-5)
+        running.discard(task)
+
+    previous, interrupted, ends = signal.signal(signal.SIGALRM, handle), 0, time.monotonic() + 3
+    gc.disable()  # Python drops what is raised in its collector
+    try:
+        while time.monotonic() < ends:
+            try:
+                try:
+                    signal.setitimer(signal.ITIMER_REAL, delays.uniform(1e-5, 1.5e-3))
+                    execute(steps, 3, run, policy=policy, seconds=lambda _: 0.0)
+                finally:
+                    signal.setitimer(signal.ITIMER_REAL, 0)
+            except AlarmError:
+                interrupted += 1
+                before = set(running)
+                time.sleep(1e-4)
+                assert all(steps[task.step].processor == "host" for task in before)
+                running.clear()
+    finally:
+        gc.enable()
+        signal.signal(signal.SIGALRM, previous)
+    assert interrupted > 100
 
 
 def test_a_broken_schedule_ends_both(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -87,3 +87,24 @@ def test_without_a_host(tokens: int, expected: list[tuple[int, int]]) -> None:
 def test_short_tails_go_to_the_host(tokens: int, expected: list[tuple[int | None, int]]) -> None:
     costs = Costs(CHUNKS, call=4.0, token=0.75)
     assert [(p.size, p.count) for p in plan_chunks(tokens, costs)] == expected
+
+
+@given(
+    tokens=st.integers(1, 1500),
+    sizes=st.sampled_from([(32, 128), (32, 64, 128), (32, 64, 256), (48, 128), (128,)]),
+    data=st.data(),
+)
+def test_a_part_of_a_plan_is_the_plan_of_that_part(
+    tokens: int, sizes: tuple[int, ...], data: st.DataObject
+) -> None:
+    """So a row is in a chunk of the same size wherever a prompt is cut between its chunks."""
+    call = data.draw(st.floats(0, 3))
+    costs = Costs({size: call + size * data.draw(st.floats(0.02, 0.03)) for size in sizes})
+    plan = plan_chunks(tokens, costs)
+    at = data.draw(st.integers(0, len(plan)))
+    first, rest = (sum(chunk.count for chunk in part) for part in (plan[:at], plan[at:]))
+    parts = plan_chunks(first, costs) + plan_chunks(rest, costs)
+    assert [chunk.count for chunk in parts] == [chunk.count for chunk in plan] or cost(
+        parts, costs
+    ) == pytest.approx(cost(plan, costs))  # two that cost the same
+    assert sorted(plan, key=lambda chunk: -(chunk.size or 0)) == plan

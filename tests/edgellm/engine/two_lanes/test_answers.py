@@ -28,6 +28,8 @@ from lane_checks import (
 from loop_checks import GREEDY, poison_given_back, prompt, until
 
 from edgellm import Completion
+from edgellm.backends.chunked_backend import ChunkedBackend
+from edgellm.backends.planner import PlannedChunk
 from edgellm.engine.embedding import embeddings
 from edgellm.kernels.kv_blocks import BLOCK
 from edgellm.llm import LLM, load
@@ -204,3 +206,20 @@ def test_what_is_used_as_asked_for_needs_no_words(
     with caplog.at_level(logging.WARNING):
         assert not any("scheduling" in note for note in start(bundle_path).notes)
     assert caplog.records == []
+
+
+@pytest.mark.parametrize("precision", ["f32", "w8a16-qdq"])
+@pytest.mark.parametrize("count", [33, 161, 300, 411])
+def test_jobs_of_any_length_hold_the_chunks_of_the_whole_prompt(
+    bundle_path: Path, precision: str, count: int
+) -> None:
+    """How long a job may take depends on the load; which chunk a row is in does not."""
+    backend = start(bundle_path, precision=precision).engine.prefill
+    assert isinstance(backend, ChunkedBackend)
+    for seconds in (0.0, 4.0, 7.5, 100.0):
+        plan, at = list[PlannedChunk](), 0
+        while at < count:
+            rows = backend.rows_within(seconds, count=count - at, start=at)
+            plan += backend.plan(rows, at)
+            at += rows
+        assert plan == backend.plan(count)

@@ -193,3 +193,25 @@ def test_a_process_forked_in_the_middle_of_a_prompt_refuses(
         assert "forked while another thread computed a prompt" in forked(in_child)
         gate.opened.set()
         assert len(answer.result(timeout=30).tokens) == 12
+
+
+def test_an_interrupt_while_a_thread_starts_is_itself(
+    tiny: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`Thread.start` may make an error of a lock of it; the thread runs, and keeps its blocks."""
+    expected, began = alone(tiny, PROMPTS[4:5])[0].tokens, list[str]()
+    start_whole = threading.Thread.start
+
+    def interrupted(thread: threading.Thread) -> None:
+        start_whole(thread)
+        began.append(thread.name)
+        if began == ["edgellm-prefill"]:
+            try:
+                raise AlarmError
+            except AlarmError:
+                raise RuntimeError("release unlocked lock")  # noqa: B904
+
+    monkeypatch.setattr(threading.Thread, "start", interrupted)
+    with pytest.raises(AlarmError):
+        tiny.generate(prompt(77, 300), **SHORT)
+    assert tiny.generate(PROMPTS[4], **SHORT).tokens == expected
