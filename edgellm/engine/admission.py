@@ -24,6 +24,7 @@ class Schedulable(Protocol):
         tokens: the prompt, and what was sampled.
         computed: how many of them are in the KV cache.
         underway: rows of its prompt that rest between two layers, if some do.
+        may_rest: rows of its prompt may rest between two layers; not where that found no room.
         decoding: its prompt has been computed; all that is left goes into the next step, which is
             the token sampled last, and a draft behind it. Not so after a preemption, until all
             that it had is computed again.
@@ -41,6 +42,9 @@ class Schedulable(Protocol):
 
     @property
     def underway(self) -> Underway | None: ...
+
+    @property
+    def may_rest(self) -> bool: ...
 
     @property
     def decoding(self) -> bool: ...

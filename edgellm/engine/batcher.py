@@ -223,11 +223,14 @@ class Batcher:
         """The shares to go on with when the cache is full: without the newest request, whose blocks
         are given back."""
         newest = self._scheduler.preempt()
-        if newest is None:
-            newest = shares[0].request
-            self._fail(newest, error)
-        else:
+        if newest is not None:
             newest.preempt()
+        else:
+            newest = shares[0].request
+            if shares[0].layers is not None and newest.may_rest:
+                newest.may_rest = False  # it takes a block less where its rows do not rest
+            else:
+                self._fail(newest, error)
         return [share for share in shares if share.request is not newest]
 
     def _take(self, part: Work, rows: Rows, *, alone: bool, seconds: float) -> None:

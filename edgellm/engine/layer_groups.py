@@ -29,8 +29,8 @@ class LayerGroups(PromptRows[RequestT]):
 
     def _serve(self, entry: Entry[RequestT], room: int) -> None:
         underway = entry.request.underway
-        may_rest = self._budget.resting_rows > 0 and entry.left > room + room // 8
-        if underway is None and may_rest:
+        long = entry.left > room + room // 8
+        if underway is None and long and self._budget.resting_rows and entry.request.may_rest:
             rows = self._rows_of(entry, room)
             if rows > 2 * room and self._resting() < _MOST_RESTING:
                 underway = Underway(rows, 0)

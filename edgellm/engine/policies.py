@@ -163,8 +163,8 @@ class Layered(StallFree):
 
     Attributes:
         layers: of the model.
-        chunk_rows: of the chunks that rows are computed in. None but the last of a prompt is
-            padded, so that its rows are in the same chunks whatever the load.
+        chunk_rows: of the chunks that rows are computed in. Rows that rest are a multiple of it, or
+            the end of a prompt: in the same chunks whatever the load.
     """
 
     layers: int

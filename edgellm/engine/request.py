@@ -73,6 +73,7 @@ class Request:
         self.forks: list[Request] = []
         self.report: Progress | None = None
         self.finished = self.withdrawn = False
+        self.may_rest = True
         self._engine = engine
         self._options = options
         self._cancel = cancel

@@ -67,21 +67,19 @@ class TwoLaneBatcher(Batcher):
         self._lane.drop_obsolete()
 
     def _next(self) -> list[Share[Request]]:
-        ended = not self._lane.free and not self._lane.busy
-        self._take_over()
+        job = self._lane.take()
+        if job is not None:
+            self._take_over(job)
         shares = super()._next()
         if self._lane.free and self._pace.may_prefill(decodes=bool(shares)):
             self._prefill_next()
         # what taking over costs is no part of decode alone
-        self._beside = ended or self._lane.busy
+        self._beside = job is not None or self._lane.busy
         # to make room for a prompt, the newest may have lost its place
         return [share for share in shares if share.request in self._scheduler.running]
 
-    def _take_over(self) -> None:
+    def _take_over(self, job: PrefillJob) -> None:
         """Go on with what the lane has computed, where that is still wanted."""
-        job = self._lane.take()
-        if job is None:
-            return
         sequence = job.growth.land()
         if job.obsolete:
             return sequence.close()

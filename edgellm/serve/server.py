@@ -96,9 +96,10 @@ class Server(uvicorn.Server):
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         grace_s, count = self._answering.options.grace_s, self._answering.on_their_way
-        if self._stopping is not None and count:
-            self._stopping(count)
         end = asyncio.get_running_loop().call_later(grace_s, self._answering.stop)
+        if self._stopping is not None and count:
+            with suppress(OSError):  # whoever read stderr may be gone
+                self._stopping(count)
         await super().shutdown(sockets=sockets)
         end.cancel()
 

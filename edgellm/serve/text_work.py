@@ -47,8 +47,7 @@ class TextWork:
             self._metrics.rejected["texts"] += 1
             raise RequestError(
                 "overloaded",
-                f"the server is busy: {_MOST} texts wait to be read; try again in "
-                f"{_RETRY_S} s",
+                f"the server is busy: {_MOST} texts wait to be read; try again in {_RETRY_S} s",
                 retry_after_s=_RETRY_S,
             )
         try:

@@ -25,7 +25,6 @@ from edgellm.serve.openai.sampling import (
     sampling_arguments,
     unsupported,
 )
-from edgellm.serve.request_error import RequestError
 from edgellm.serve.usage import finish_reason, placement, timings, usage
 from edgellm.text.fim import Gap
 

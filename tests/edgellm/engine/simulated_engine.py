@@ -38,6 +38,7 @@ class Request:
     owner: str = ""
     prefilled: int = 0
     underway: Underway | None = None
+    may_rest: bool = True
     began: float | None = None
     times: list[float] = field(default_factory=list)
 

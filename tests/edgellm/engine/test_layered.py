@@ -176,6 +176,19 @@ def test_a_short_prompt_passes_one_that_rests(tiny: LLM, groups: Groups) -> None
 # What comes between two groups.
 
 
+def test_a_prompt_that_fills_the_cache(folder: str) -> None:
+    """Rows that rest behind a part of a block need a copy of it, for which there is no room."""
+    filling, short = prompt(90, 8 * BLOCK - 13), prompt(91, 300)
+    serial = load(folder, scheduling="serial", cache_size=64 * BLOCK, **NATIVE)
+    llm = start(folder, cache_size=8 * BLOCK)  # and a block, which the session holds
+    with llm.session() as session:
+        session.append(prompt(92, 100))
+        session.generate(max_tokens=1)
+        found = together(llm, [filling, short])
+        assert_same(found, [serial.generate(each, **SHORT) for each in (filling, short)])
+    assert_idle(llm)
+
+
 @pytest.mark.parametrize("at", [1, 3, 8])
 def test_preempted_between_two_groups(
     tiny: LLM, groups: Groups, expected: list[Completion], at: int
