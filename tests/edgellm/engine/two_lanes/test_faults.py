@@ -126,7 +126,8 @@ def test_preempted_as_alone(bundle_path: Path) -> None:
     """More than fits: places are given up also while rows are on their way, and nobody notices."""
     growing = [prompt(i, 100 + 20 * i) for i in range(7)]
     expected = tokens_of(alone(start(bundle_path), growing, max_tokens=200))
-    small, preempted = start(bundle_path, cache_size=5 * BLOCK), 0
+    # prompts do not wait for decode, so that several are there at once
+    small, preempted = start(bundle_path, cache_size=5 * BLOCK, decode_slowdown=100.0), 0
     for _ in range(5):  # whether two are there at once is a matter of time
         answers = together(small, growing, max_tokens=200)
         assert tokens_of(answers) == expected
