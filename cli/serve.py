@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import logging
 from collections.abc import Callable
 from dataclasses import fields
 from pathlib import Path
@@ -83,6 +84,11 @@ def serve_options(command: Command) -> Command:
     @_field("idle_unload_s", "Unload models that nobody asked for so long.")
     @_field("pooling", "What is the embedding of a text: of its tokens' states.")
     @_field("metrics", "GET /metrics.")
+    @click.option(
+        "--log-requests", is_flag=True,
+        help="A line on stderr for each request: how it ended and what it took, nothing of its "
+        "text.",
+    )  # fmt: skip
     @functools.wraps(command)
     def wrapped(
         *,
@@ -104,7 +110,11 @@ def serve_options(command: Command) -> Command:
 @serve_options
 @load_options
 def serve(
-    *, models: tuple[str, ...], options: ServeOptions, load_arguments: EngineArguments
+    *,
+    models: tuple[str, ...],
+    options: ServeOptions,
+    log_requests: bool,
+    load_arguments: EngineArguments,
 ) -> None:
     """Serve MODEL... over HTTP: OpenAI's API, and others.
 
@@ -143,7 +153,18 @@ def serve(
                 err=True,
             )
 
+        if log_requests:
+            _log_requests()
         run_server(pool, options, started=started, stopping=stopping)
+
+
+def _log_requests() -> None:
+    """Write what the server logs of requests to stderr."""
+    lines = logging.StreamHandler()
+    lines.setFormatter(logging.Formatter("%(asctime)s %(message)s"))
+    log = logging.getLogger("edgellm.requests")
+    log.addHandler(lines)
+    log.setLevel(logging.INFO)
 
 
 def _keys(path: Path | None) -> list[str]:

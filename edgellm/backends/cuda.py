@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 
 def require(name: str) -> None:
     """See `BackendFile.require`."""
-    device.require()
     providers.require(name)
+    device.require()
 
 
 def open_model(

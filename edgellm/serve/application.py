@@ -18,6 +18,7 @@ from edgellm.serve.anthropic.dialect import ANTHROPIC
 from edgellm.serve.http import health, page
 from edgellm.serve.http.endpoint import Dialect, Endpoint
 from edgellm.serve.http.guard import Guard
+from edgellm.serve.http.request_log import RequestLog
 from edgellm.serve.http.streaming import BodyReply, Reply
 from edgellm.serve.llama_cpp.dialect import LLAMA_CPP
 from edgellm.serve.model_pool import ModelPool
@@ -63,7 +64,10 @@ def create_app(
             for dialect in DIALECTS
             for route in dialect.routes
         ],
-        middleware=[Middleware(Guard, options=answering.options, error=path_error)],
+        middleware=[
+            Middleware(RequestLog),
+            Middleware(Guard, options=answering.options, error=path_error),
+        ],
         exception_handlers={HTTPException: _no_route},
         lifespan=life_span,
     )

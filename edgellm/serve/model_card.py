@@ -14,6 +14,8 @@ from edgellm.generation_options import GenerationOptions, chosen_options
 from edgellm.graphs.config import ModelConfig
 from edgellm.options import EngineOptions
 from edgellm.store.bundle import Bundle
+from edgellm.store.import_summary import imported
+from edgellm.store.manifest import Manifest
 from edgellm.text.fim import Family, require_family
 from edgellm.text.template import ChatTemplate
 from edgellm.text.tokenizer import Tokenizer
@@ -31,6 +33,7 @@ class ModelCard:
         slots: answers that all may fill their contexts.
         options: of answers whose requests say nothing of them.
         precision: that answers are computed in.
+        file_type: that most matrices of the model file have, as Q4_K.
         memory_bytes: that it takes when its cache is full, as estimated.
         bos, eos: texts of its begin and end tokens; "" where there is none.
         template: the source of its chat template; "" where there is none.
@@ -46,6 +49,7 @@ class ModelCard:
     slots: int
     options: GenerationOptions
     precision: str
+    file_type: str
     memory_bytes: int
     bos: str
     eos: str
@@ -83,6 +87,7 @@ def _card(
 ) -> ModelCard:
     config, selection = bundle.config, select(options)
     estimate = planned_memory(bundle, options, selection.precisions(config))
+    precision = selection.decode_precision(config)
     ctx_size = context_size(options, config.context_length)
     takes_tools = template is not None and template.traits.takes_tools
     form = None if template is None else template.answer_format
@@ -93,7 +98,8 @@ def _card(
         # a cache of the usual size holds two contexts, see `EngineOptions`
         slots=options.cache_size // ctx_size if options.cache_size else 2,
         options=chosen_options(bundle.manifest, None, {}),
-        precision=selection.decode_precision(config),
+        precision=precision,
+        file_type=_file_type(bundle.manifest, precision),
         memory_bytes=estimate.weights + estimate.kv_cache,
         bos=tokenizer.bos or "",
         eos=next(iter(tokenizer.eos), ""),
@@ -103,6 +109,13 @@ def _card(
         reasons=form is not None and form.reasoning is not None,
         infill=_infill(bundle, tokenizer),
     )
+
+
+def _file_type(manifest: Manifest, precision: str) -> str:
+    if precision not in manifest.precisions:  # it is exported when the model is loaded
+        return ""
+    storage = imported(manifest, precision).storage
+    return max(storage, key=storage.__getitem__, default="")
 
 
 def _infill(bundle: Bundle, tokenizer: Tokenizer) -> Family | None:

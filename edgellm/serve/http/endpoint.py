@@ -19,7 +19,7 @@ from collections.abc import (
 )
 from contextlib import aclosing, suppress
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias
 from urllib.parse import parse_qs
 
 from edgellm.results import FinishReason, Piece, Stats
@@ -38,6 +38,8 @@ from edgellm.tool_use import ToolCall, joined_calls
 _MOST_WAITING = 4
 Scope = MutableMapping[str, Any]
 CLIENT = "edgellm.client"  # where the guard leaves it in an ASGI scope
+ANSWERED = "edgellm.answered"  # where the request log wants a `LoggedAnswer` of each answer
+LoggedAnswer: TypeAlias = tuple[str, FinishReason, Stats]  # the model's id first
 
 
 @dataclass
@@ -111,7 +113,9 @@ class Call:
 
     def events(self, ask: Ask) -> AsyncGenerator[Event, None]:
         """What comes of an ask; see `Answering.answer`."""
-        return self.answering.answer(ask, self.client)
+        events = self.answering.answer(ask, self.client)
+        answered = self.scope.get(ANSWERED)
+        return events if answered is None else _noted(events, answered)
 
     async def answers(self, ask: Ask) -> tuple[Begun, list[Answered]]:
         """All of an ask's answers."""
@@ -229,6 +233,20 @@ class Endpoint:
                 raise
             with suppress(ClientGoneError):
                 await self._dialect.error(request_error(error)).send(noting)
+
+
+async def _noted(
+    events: AsyncGenerator[Event, None], answered: list[LoggedAnswer]
+) -> AsyncGenerator[Event, None]:
+    """The events, with a note of each answer's end."""
+    model = ""
+    async with aclosing(events):
+        async for event in events:
+            if isinstance(event, Begun):
+                model = event.model
+            elif isinstance(event, End):
+                answered.append((model, event.finish_reason, event.stats))
+            yield event
 
 
 async def while_connected(work: Coroutine[Any, Any, None], receive: Receive) -> None:

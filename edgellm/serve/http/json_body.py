@@ -38,7 +38,7 @@ def parse_fields(body: bytes) -> Fields:
     if len(body) > _LARGE:
         _check_count(body)
     try:
-        text = body.decode("utf-8")
+        text = body.decode("utf-8-sig")  # some of Windows' tools begin with a byte order mark
     except UnicodeDecodeError as error:
         raise RequestError(
             "invalid_request", f"the body is not UTF-8 at byte {error.start}"
@@ -49,8 +49,10 @@ def parse_fields(body: bytes) -> Fields:
         raise RequestError("invalid_request", f"the body is not JSON: {error}") from None
     except RecursionError:
         raise _too_deep() from None
-    except ValueError as error:  # a number of thousands of digits
-        raise RequestError("invalid_request", f"the body is not JSON: {error}") from None
+    except ValueError:
+        raise RequestError(
+            "invalid_request", "the body has a whole number of thousands of digits"
+        ) from None
     if not isinstance(value, dict):
         raise RequestError("invalid_request", "the body is no JSON object")
     _check_tree(value, texts=_SURROGATE.search(text) is not None)

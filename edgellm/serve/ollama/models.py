@@ -124,7 +124,7 @@ def _details(card: ModelCard | None) -> dict[str, Any]:
         "family": family,
         "families": [family] if family else [],
         "parameter_size": "" if card is None else _rounded(parameters(card.config)),
-        "quantization_level": "" if card is None else card.precision,
+        "quantization_level": "" if card is None else card.file_type,
     }
 
 

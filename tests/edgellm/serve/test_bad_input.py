@@ -55,6 +55,10 @@ def test_bodies(server: Running, body: bytes) -> None:
     assert "/" not in error["message"].replace("and/or", "")
 
 
+def test_a_byte_order_mark_changes_nothing() -> None:
+    assert parse_fields(b'\xef\xbb\xbf{"seed": 3}').whole("seed", 0, 9) == 3
+
+
 @pytest.mark.parametrize(
     "values",
     [

@@ -156,6 +156,7 @@ def test_models(server: Running, client: ollama.Client) -> None:
     assert listed.model == "tiny:latest"
     assert listed.details is not None
     assert listed.details.family == "llama"
+    assert listed.details.quantization_level == "F32"
     (loaded,) = client.ps().models
     assert loaded.name == "tiny:latest"
     assert loaded.context_length == server.llm.ctx_size

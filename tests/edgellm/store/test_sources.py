@@ -91,7 +91,7 @@ def test_member_that_is_not_there(edgellm_home: Path) -> None:
 def test_home_that_cannot_be_made(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     monkeypatch.setenv("EDGELLM_HOME", str(tmp_path / "file" / "home"))
-    with pytest.raises(SourceError, match="Not a directory"):
+    with pytest.raises(SourceError, match=r"Not a directory.*EDGELLM_HOME"):
         resolve(SPEC)
 
 
