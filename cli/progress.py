@@ -39,18 +39,20 @@ class _Lines:
 
     def __init__(self) -> None:
         self._label: str | None = None
+        self._done = 0
         self._began_at = 0.0
 
     def show(self, progress: Progress) -> None:
         if progress.unit != "bytes":
             return
-        if progress.label != self._label:
+        if progress.label != self._label or progress.done < self._done:  # or it begins again
             self._label, self._began_at = progress.label, time.monotonic()
             click.echo(f"{progress.label} ({progress.total / 1e6:.1f} MB)", err=True)
         if progress.done >= progress.total:
             seconds = time.monotonic() - self._began_at
             click.echo(f"{progress.label}: done in {seconds:.0f} s", err=True)
             self._label = None
+        self._done = progress.done
 
 
 class _Bar:

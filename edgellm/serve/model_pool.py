@@ -224,8 +224,9 @@ class ModelPool:
             slot.bytes = slot.model.needed_bytes()
             if slot.bytes > limit:
                 raise OptionError(
-                    f"`memory_limit_bytes` is {limit}, but the model {id!r} needs about "
-                    f"{slot.bytes}; raise it or load a smaller one"
+                    f"the model {id!r} needs about {-(-slot.bytes >> 20)} MiB, and all models may "
+                    f"take {limit >> 20}; raise `memory_limit_bytes` (--memory-limit-mib) or load "
+                    "a smaller one"
                 )
         slot.llm, slot.used_at = llm, time.monotonic()
 

@@ -65,6 +65,14 @@ def test_a_download_is_told_where_stderr_is_no_terminal(
     assert result.returncode == 1
 
 
+def test_a_download_that_begins_again(capsys: pytest.CaptureFixture[str]) -> None:
+    with progress_bar() as show:
+        for done in (10, 2_000_000, 10, 4_000_000):
+            show(Progress("downloading a", done, 4_000_000, "bytes"))
+    begin = "downloading a (4.0 MB)"
+    assert capsys.readouterr().err.splitlines() == [begin, begin, "downloading a: done in 0 s"]
+
+
 def test_lines_of_a_download(capsys: pytest.CaptureFixture[str]) -> None:
     """Each download has two, however often it is heard of; what is no download has none."""
     with progress_bar() as show:

@@ -119,7 +119,7 @@ def test_a_model_that_was_loaded_already_counts(loads: Loads) -> None:
 
     asyncio.run(asking())
     small = ModelPool([loads.model("a")], memory_limit_bytes=50)
-    with pytest.raises(OptionError, match="needs about 100"):
+    with pytest.raises(OptionError, match="needs about 1 MiB, and all models may take 0"):
         small.put("a", loads.model("a").open())
 
 
