@@ -299,3 +299,17 @@ def test_an_error_in_mid_stream(
         read()
     assert "secret" not in str(raised.value)
     assert "".join(parts)
+
+
+def test_models(server: Running, client: anthropic.Anthropic) -> None:
+    page = client.models.list()
+    assert [(model.id, model.type) for model in page.data] == [("tiny", "model")]
+    assert page.has_more is False
+    assert page.first_id == page.last_id == "tiny"
+    model = client.models.retrieve("tiny")
+    assert model == page.data[0]
+    assert model.created_at.tzinfo is not None
+    assert model.lifecycle == "active"
+    assert model.max_input_tokens == server.llm.ctx_size
+    with pytest.raises(anthropic.NotFoundError, match="elsewhere"):
+        client.models.retrieve("elsewhere")
