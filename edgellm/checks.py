@@ -7,10 +7,15 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import fields
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from edgellm.errors import OptionError
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
 
 
 def check_number(
@@ -99,3 +104,19 @@ def check_hooks(cancel: object, progress: object, logit_filter: object = None) -
     for name, value in (("progress", progress), ("logit_filter", logit_filter)):
         if value is not None and not callable(value):
             raise OptionError(f"`{name}` is {_shown(value)}; a function is expected")
+
+
+def check_names(values: Mapping[str, object], options: type[DataclassInstance]) -> None:
+    """Refuse what is no field of a class of options.
+
+    Raises:
+        TypeError: as of a function that has no such parameter.
+    """
+    names = [field.name for field in fields(options)]
+    for name in values:
+        if name not in names:
+            from difflib import get_close_matches  # rarely needed
+
+            close = get_close_matches(name, names, 1)
+            meant = f"`{close[0]}` may be meant; " if close else ""
+            raise TypeError(f"there is no option `{name}`; {meant}allowed are {', '.join(names)}")

@@ -7,7 +7,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal, TypedDict, get_args
 
-from edgellm.checks import check_choice, check_flag, check_number, check_text, check_texts
+from edgellm.checks import (
+    check_choice,
+    check_flag,
+    check_names,
+    check_number,
+    check_text,
+    check_texts,
+)
 from edgellm.errors import OptionError
 from edgellm.store.generation_defaults import tried_defaults
 from edgellm.store.manifest import Manifest
@@ -186,6 +193,7 @@ def chosen_options(
     """
     if options is not None:
         return changed_options(options, arguments)
+    check_names(arguments, GenerationOptions)
     tried = {} if arguments.get("temperature") == 0 else tried_defaults(manifest.source)
     return GenerationOptions(**{**tried, **manifest.generation, **arguments})
 
@@ -197,7 +205,9 @@ def changed_options(
 
     Raises:
         OptionError: the options are something else, or a value is not allowed.
+        TypeError: an argument is none of their fields.
     """
     if not isinstance(options, GenerationOptions):
         raise OptionError(f"`options` is {options!r}; an edgellm.GenerationOptions is expected")
+    check_names(arguments, GenerationOptions)
     return replace(options, **arguments)

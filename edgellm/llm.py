@@ -11,7 +11,7 @@ from typing import Unpack
 
 from edgellm.backends.selection import select
 from edgellm.chat import Chat
-from edgellm.checks import check_hooks, check_path, check_text
+from edgellm.checks import check_hooks, check_names, check_path, check_text
 from edgellm.engine.auto_prefill import faster_provider
 from edgellm.engine.chat_prompt import ChatArguments, ToolOptions, split_arguments
 from edgellm.engine.context import Context
@@ -60,6 +60,7 @@ def load(
     """
     check_text("name", name)
     check_hooks(None, progress)
+    check_names(options, EngineOptions)
     chosen = EngineOptions(**options)
     bundle = prepare(name, precisions=select(chosen).precisions, progress=progress)
     faster = faster_provider(bundle, chosen)

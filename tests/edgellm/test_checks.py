@@ -219,6 +219,21 @@ def test_calls(tiny: LLM, name: str, call: Callable[[LLM], object]) -> None:
         call(tiny)
 
 
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (lambda llm, **no: llm.generate("a", **no), "`max_tokens` may be meant; allowed are temp"),
+        (lambda llm, **no: llm.chat(**no), "`max_tokens` may be meant"),
+        (lambda llm, **no: llm.chat().send("a", **no), "`max_tokens` may be meant"),
+        (lambda llm, **no: llm.session().generate(**no), "`max_tokens` may be meant"),
+        (lambda _, **no: load("no model", **no), "; allowed are precision, "),
+    ],
+)
+def test_options_that_there_are_not(tiny: LLM, call: Callable[..., object], words: str) -> None:
+    with pytest.raises(TypeError, match=rf"there is no option `max_new_tokens`.*{words}"):
+        call(tiny, max_new_tokens=3)
+
+
 def test_arguments_are_the_fields_of_options() -> None:
     fields = {field.name for field in dataclasses.fields(EngineOptions)}
     assert set(EngineArguments.__annotations__) == fields
