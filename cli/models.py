@@ -71,7 +71,8 @@ def _lines(model: ModelDescription) -> Iterator[tuple[str, str]]:
     bundle, needed = model.bundle, model.memory
     manifest, config = bundle.manifest, bundle.config
     yield "name", manifest.name
-    yield "source", manifest.source
+    file_type = f" ({manifest.file_type})" if manifest.file_type else ""
+    yield "source", manifest.source + file_type
     yield "bundle", f"{bundle.path} ({bundle.bytes / 1e6:.1f} MB)"
     yield "architecture", config.model_type
     yield "parameters", f"{model.parameters / 1e6:.1f} M"

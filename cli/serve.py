@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import fields
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin, get_type_hints
@@ -153,18 +154,23 @@ def serve(
                 err=True,
             )
 
-        if log_requests:
-            _log_requests()
-        run_server(pool, options, started=started, stopping=stopping)
+        with _requests_on_stderr() if log_requests else nullcontext():
+            run_server(pool, options, started=started, stopping=stopping)
 
 
-def _log_requests() -> None:
+@contextmanager
+def _requests_on_stderr() -> Iterator[None]:
     """Write what the server logs of requests to stderr."""
-    lines = logging.StreamHandler()
+    log, lines = logging.getLogger("edgellm.requests"), logging.StreamHandler()
     lines.setFormatter(logging.Formatter("%(asctime)s %(message)s"))
-    log = logging.getLogger("edgellm.requests")
+    level = log.level
     log.addHandler(lines)
     log.setLevel(logging.INFO)
+    try:
+        yield
+    finally:
+        log.setLevel(level)
+        log.removeHandler(lines)
 
 
 def _keys(path: Path | None) -> list[str]:

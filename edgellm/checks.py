@@ -106,13 +106,15 @@ def check_hooks(cancel: object, progress: object, logit_filter: object = None) -
             raise OptionError(f"`{name}` is {_shown(value)}; a function is expected")
 
 
-def check_names(values: Mapping[str, object], options: type[DataclassInstance]) -> None:
-    """Refuse what is no field of a class of options.
+def check_names(
+    values: Mapping[str, object], options: type[DataclassInstance], *others: str
+) -> None:
+    """Refuse what is neither a field of a class of options nor one of the other names.
 
     Raises:
         TypeError: as of a function that has no such parameter.
     """
-    names = [field.name for field in fields(options)]
+    names = [*others, *(field.name for field in fields(options))]
     for name in values:
         if name not in names:
             from difflib import get_close_matches  # rarely needed

@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from edgellm.checks import check_flag
+from edgellm.checks import check_flag, check_names
 from edgellm.engine.answer import FilterOfAnswers, LogitFilter
 from edgellm.engine.engine import Engine
 from edgellm.errors import OptionError, TemplateError
-from edgellm.generation_options import GenerationArguments
+from edgellm.generation_options import GenerationArguments, GenerationOptions
 from edgellm.results import Piece
 from edgellm.text.answer_parser import AnswerDelta, AnswerParser
 from edgellm.text.generic_tools import generic_format, in_words
@@ -92,8 +92,13 @@ class ToolOptions:
 
 
 def split_arguments(arguments: ChatArguments) -> tuple[GenerationArguments, ToolArguments]:
-    """Those of sampling, and those of tools and template."""
+    """Those of sampling, and those of tools and template.
+
+    Raises:
+        TypeError: there is one that is neither.
+    """
     names = ToolArguments.__annotations__
+    check_names(arguments, GenerationOptions, *names)
     tools = {name: value for name, value in arguments.items() if name in names}
     rest = {name: value for name, value in arguments.items() if name not in names}
     return rest, tools  # type: ignore[return-value]

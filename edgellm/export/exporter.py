@@ -15,7 +15,7 @@ from edgellm.export.packed_writer import store_packed_weights
 from edgellm.export.precision_writer import write_head, write_precision
 from edgellm.export.precisions import PRECISIONS
 from edgellm.export.reference_writer import measure_errors, reference_tokens, store_reference
-from edgellm.export.source_checkpoint import digest_of, weight_files
+from edgellm.export.source_checkpoint import digest_of, file_type_of, weight_files
 from edgellm.export.target import (
     check_same_model,
     check_same_sizes,
@@ -207,6 +207,7 @@ class _Exporter:
                 source=source,
                 source_bytes=sum(file.stat().st_size for file in weight_files(self._checkpoint)),
                 source_sha256=digest_of(weight_files(self._checkpoint)),
+                file_type=file_type_of(self._checkpoint),
                 config=self._checkpoint.config,
                 tokenizer=imported.entry,
                 generation=imported.generation,

@@ -52,6 +52,20 @@ def weight_files(checkpoint: Checkpoint) -> list[Path]:
     return sorted(path.parent.glob(re.sub(r"-\d{5}-of-", "-?????-of-", glob.escape(path.name))))
 
 
+def file_type_of(checkpoint: Checkpoint) -> str:
+    """How a GGUF file says that it is quantized, as Q4_K_M; "" where nothing says so."""
+    number = checkpoint.metadata.get("general.file_type")
+    if number is None:
+        return ""
+    from gguf import LlamaFileType  # 0.1 s
+
+    try:
+        name: str = LlamaFileType(number).name
+    except ValueError:  # a newer one
+        return ""
+    return name.removeprefix("MOSTLY_").removeprefix("ALL_")
+
+
 def digest_of(files: Sequence[Path]) -> str:
     """SHA-256 over the files' SHA-256s: it names a model, whatever was exported of it."""
     digest = hashlib.sha256()

@@ -33,7 +33,8 @@ class ModelCard:
         slots: answers that all may fill their contexts.
         options: of answers whose requests say nothing of them.
         precision: that answers are computed in.
-        file_type: that most matrices of the model file have, as Q4_K.
+        file_type: how the model file is quantized, as Q4_K_M; of one that does not say so, what
+            most of its matrices are stored as.
         memory_bytes: that it takes when its cache is full, as estimated.
         bos, eos: texts of its begin and end tokens; "" where there is none.
         template: the source of its chat template; "" where there is none.
@@ -112,8 +113,8 @@ def _card(
 
 
 def _file_type(manifest: Manifest, precision: str) -> str:
-    if precision not in manifest.precisions:  # it is exported when the model is loaded
-        return ""
+    if manifest.file_type:
+        return manifest.file_type
     storage = imported(manifest, precision).storage
     return max(storage, key=storage.__getitem__, default="")
 

@@ -224,7 +224,7 @@ class ModelPool:
             slot.bytes = slot.model.needed_bytes()
             if slot.bytes > limit:
                 raise OptionError(
-                    f"the model {id!r} needs about {-(-slot.bytes >> 20)} MiB, and all models may "
+                    f"the model {id!r} needs about {_mib(slot.bytes)} MiB, and all models may "
                     f"take {limit >> 20}; raise `memory_limit_bytes` (--memory-limit-mib) or load "
                     "a smaller one"
                 )
@@ -291,7 +291,7 @@ class ModelPool:
         if slot.bytes > limit:
             raise RequestError(
                 "not_supported",
-                f"the model {slot.model.id!r} needs about {slot.bytes >> 20} MiB; this server has "
+                f"the model {slot.model.id!r} needs about {_mib(slot.bytes)} MiB; this server has "
                 f"{limit >> 20} for models",
             )
         while slot.bytes + sum(s.bytes for s in self._slots.values() if s.llm is not None) > limit:
@@ -358,3 +358,8 @@ def _done(slot: _Slot, task: asyncio.Task[LLM]) -> None:
     slot.loading = None
     with suppress(asyncio.CancelledError):
         task.exception()  # whoever asked may have gone
+
+
+def _mib(count: int) -> int:
+    """Bytes in MiB, rounded up."""
+    return -(-count >> 20)

@@ -128,6 +128,7 @@ class Manifest:
     """The content of manifest.json.
 
     Attributes:
+        file_type: how a GGUF file says that it is quantized, as Q4_K_M.
         weights: what linear layers of float tensors have become (see `WeightReader`).
         reference: arrays of a text in float32 (see `reference.py`), if there are graphs of chunks.
         keys: arrays of the basis of keys in all precisions, and norms of Q and K (see
@@ -145,6 +146,7 @@ class Manifest:
     heads: Mapping[str, HeadEntry]
     files: Mapping[str, FileEntry]
     source_sha256: str = ""
+    file_type: str = ""
     weights: str = "auto"
     reference: Mapping[str, StoredArray] = field(default_factory=dict)
     keys: Mapping[str, StoredArray] = field(default_factory=dict)

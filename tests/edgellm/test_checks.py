@@ -226,6 +226,7 @@ def test_calls(tiny: LLM, name: str, call: Callable[[LLM], object]) -> None:
         (lambda llm, **no: llm.chat(**no), "`max_tokens` may be meant"),
         (lambda llm, **no: llm.chat().send("a", **no), "`max_tokens` may be meant"),
         (lambda llm, **no: llm.session().generate(**no), "`max_tokens` may be meant"),
+        (lambda llm, **no: llm.chat(**no), "allowed are tools, tool_choice"),
         (lambda _, **no: load("no model", **no), "; allowed are precision, "),
     ],
 )

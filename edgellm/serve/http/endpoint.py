@@ -19,7 +19,7 @@ from collections.abc import (
 )
 from contextlib import aclosing, suppress
 from dataclasses import dataclass, field
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal
 from urllib.parse import parse_qs
 
 from edgellm.results import FinishReason, Piece, Stats
@@ -38,8 +38,22 @@ from edgellm.tool_use import ToolCall, joined_calls
 _MOST_WAITING = 4
 Scope = MutableMapping[str, Any]
 CLIENT = "edgellm.client"  # where the guard leaves it in an ASGI scope
-ANSWERED = "edgellm.answered"  # where the request log wants a `LoggedAnswer` of each answer
-LoggedAnswer: TypeAlias = tuple[str, FinishReason, Stats]  # the model's id first
+ANSWERED = "edgellm.answered"  # where the request log wants an `AnswerNote` of each answer
+
+
+@dataclass(frozen=True)
+class AnswerNote:
+    """What the request log tells of an answer.
+
+    Attributes:
+        end: why it ended, or went no further.
+        stats: None where it has no end.
+    """
+
+    model: str
+    prompt_tokens: int
+    end: str
+    stats: Stats | None = None
 
 
 @dataclass
@@ -115,7 +129,7 @@ class Call:
         """What comes of an ask; see `Answering.answer`."""
         events = self.answering.answer(ask, self.client)
         answered = self.scope.get(ANSWERED)
-        return events if answered is None else _noted(events, answered)
+        return events if answered is None else _noted(events, ask.n, answered)
 
     async def answers(self, ask: Ask) -> tuple[Begun, list[Answered]]:
         """All of an ask's answers."""
@@ -236,17 +250,30 @@ class Endpoint:
 
 
 async def _noted(
-    events: AsyncGenerator[Event, None], answered: list[LoggedAnswer]
+    events: AsyncGenerator[Event, None], count: int, answered: list[AnswerNote]
 ) -> AsyncGenerator[Event, None]:
-    """The events, with a note of each answer's end."""
-    model = ""
-    async with aclosing(events):
-        async for event in events:
-            if isinstance(event, Begun):
-                model = event.model
-            elif isinstance(event, End):
-                answered.append((model, event.finish_reason, event.stats))
-            yield event
+    """The events of so many answers, with a note of how each ended."""
+    begun: Begun | None = None
+    ended, end = 0, "not read to the end"
+    try:
+        async with aclosing(events):
+            async for event in events:
+                if isinstance(event, Begun):
+                    begun = event
+                elif isinstance(event, End):
+                    assert begun is not None
+                    ended += 1
+                    tokens = event.stats.prompt_tokens
+                    note = AnswerNote(begun.model, tokens, event.finish_reason, event.stats)
+                    answered.append(note)
+                yield event
+    except RequestError as error:
+        end = error.kind
+        raise
+    finally:
+        if begun is not None:
+            rest = AnswerNote(begun.model, len(begun.prompt), end)
+            answered.extend([rest] * (count - ended))
 
 
 async def while_connected(work: Coroutine[Any, Any, None], receive: Receive) -> None:

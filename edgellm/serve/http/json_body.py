@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import json
 import re
+import sys
+from codecs import BOM_UTF8
 from collections.abc import Iterator, Sequence
 from typing import Any, NoReturn
 
@@ -37,11 +39,12 @@ def parse_fields(body: bytes) -> Fields:
     """See `read_fields`."""
     if len(body) > _LARGE:
         _check_count(body)
+    mark = len(BOM_UTF8) if body.startswith(BOM_UTF8) else 0  # some of Windows' tools begin so
     try:
-        text = body.decode("utf-8-sig")  # some of Windows' tools begin with a byte order mark
+        text = body[mark:].decode("utf-8")
     except UnicodeDecodeError as error:
         raise RequestError(
-            "invalid_request", f"the body is not UTF-8 at byte {error.start}"
+            "invalid_request", f"the body is not UTF-8 at byte {mark + error.start}"
         ) from None
     try:
         value = json.loads(text, object_pairs_hook=_object, parse_constant=_constant)
@@ -51,7 +54,8 @@ def parse_fields(body: bytes) -> Fields:
         raise _too_deep() from None
     except ValueError:
         raise RequestError(
-            "invalid_request", "the body has a whole number of thousands of digits"
+            "invalid_request",
+            f"the body has a whole number of more than {sys.get_int_max_str_digits()} digits",
         ) from None
     if not isinstance(value, dict):
         raise RequestError("invalid_request", "the body is no JSON object")

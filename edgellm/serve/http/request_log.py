@@ -8,12 +8,12 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import MutableMapping, Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Literal
 from urllib.parse import quote
 
-from edgellm.results import FinishReason, Stats
 from edgellm.serve.http.body import Receive
-from edgellm.serve.http.endpoint import ANSWERED, LoggedAnswer, Scope
+from edgellm.serve.http.endpoint import ANSWERED, AnswerNote, Scope
 from edgellm.serve.http.guard import ASGI
 from edgellm.serve.http.streaming import Send
 
@@ -22,8 +22,21 @@ log = logging.getLogger("edgellm.requests")
 _QUIET = ("/health", "/v1/health", "/metrics")
 
 
+@dataclass
+class _Outcome:
+    """How a reply ended.
+
+    Attributes:
+        status: 0 before there is one.
+        end: failed: by an exception that nobody expected.
+    """
+
+    status: int = 0
+    end: Literal["whole", "cut off", "client gone", "failed"] = "cut off"
+
+
 class RequestLog:
-    """ASGI middleware around all other; lines have the level INFO."""
+    """ASGI middleware around the guard; lines have the level INFO."""
 
     def __init__(self, app: ASGI) -> None:
         self._app = app
@@ -32,41 +45,50 @@ class RequestLog:
         if scope["type"] != "http" or not log.isEnabledFor(logging.INFO):
             return await self._app(scope, receive, send)
         start = time.perf_counter()
-        answered: list[LoggedAnswer] = []
+        answered: list[AnswerNote] = []
         scope[ANSWERED] = answered
-        status, whole = 0, False
+        outcome = _Outcome()
 
-        async def noting(message: MutableMapping[str, Any]) -> None:
-            nonlocal status, whole
+        async def receiving() -> MutableMapping[str, Any]:
+            message = await receive()
+            if message["type"] == "http.disconnect" and outcome.end != "whole":
+                outcome.end = "client gone"
+            return message
+
+        async def sending(message: MutableMapping[str, Any]) -> None:
             await send(message)
             if message["type"] == "http.response.start":
-                status = message["status"]
-            else:
-                whole = not message.get("more_body", False)
+                outcome.status = message["status"]
+            elif not message.get("more_body", False):
+                outcome.end = "whole"
 
         try:
-            await self._app(scope, receive, noting)
+            await self._app(scope, receiving, sending)
+        except Exception:
+            outcome.end = "failed"
+            raise
         finally:
-            if status >= 400 or not whole or scope["path"] not in _QUIET:
+            good = outcome.end == "whole" and outcome.status < 400
+            if not (good and scope["path"] in _QUIET):
                 seconds = time.perf_counter() - start
-                log.info("%s", _line(scope, status, whole, seconds, answered))
+                log.info("%s", _line(scope, outcome, seconds, answered))
 
 
-def _line(
-    scope: Scope, status: int, whole: bool, seconds: float, answered: Sequence[LoggedAnswer]
-) -> str:
+def _line(scope: Scope, outcome: _Outcome, seconds: float, answered: Sequence[AnswerNote]) -> str:
     address = (scope.get("client") or ("-",))[0]
     # quoted: a line break in a path would look like another request
-    path = quote(scope["path"], safe="/:@+=~")[:200]
-    end = str(status) if whole else f"{status or '-'} client gone"
-    parts = [f"{address} {scope['method']} {path} {end} {seconds:.3f} s"]
-    parts += [_told(model, reason, stats) for model, reason, stats in answered]
-    return "; ".join(parts)
+    path = quote(scope["path"], safe="/:@+=~", errors="replace")[:200]
+    end = "" if outcome.end == "whole" else f" {outcome.end}"
+    request = f"{address} {scope['method'][:16]} {path} {outcome.status or '-'}{end}"
+    return "; ".join([f"{request} {seconds:.3f} s", *map(_told, answered)])
 
 
-def _told(model: str, reason: FinishReason, stats: Stats) -> str:
-    return (
-        f"{model}: {stats.prompt_tokens} prompt tokens, {stats.cached_tokens} of them cached, "
-        f"{stats.generation_tokens} generated, {stats.ttft_s:.3f} s to the first, then "
-        f"{stats.generation_tokens_per_second:.1f}/s, {reason}"
-    )
+def _told(note: AnswerNote) -> str:
+    told = f"{note.model}: {note.prompt_tokens} prompt tokens, "
+    stats = note.stats
+    if stats is not None:
+        told += (
+            f"{stats.cached_tokens} of them cached, {stats.generation_tokens} generated, "
+            f"{stats.ttft_s:.3f} s to the first, then {stats.generation_tokens_per_second:.1f}/s, "
+        )
+    return told + note.end

@@ -14,7 +14,7 @@ from edgellm.serve.model_pool import ModelPool
 async def list_models(call: Call) -> Reply:
     pool = call.answering.pool
     if _is_anthropic(call):
-        return json_reply(_anthropic_page(pool))
+        return json_reply(_anthropic_page(call))
     return json_reply({"object": "list", "data": [_model(pool, id) for id in pool.ids]})
 
 
@@ -22,7 +22,7 @@ async def show_model(call: Call) -> Reply:
     pool = call.answering.pool
     id = pool.resolve(call.path_values["model"])
     if _is_anthropic(call):
-        return json_reply(_anthropic_model(pool, id))
+        return json_reply(_anthropic_model(call, id))
     return json_reply(_model(pool, id))
 
 
@@ -59,16 +59,26 @@ def _is_anthropic(call: Call) -> bool:
     return call.header("anthropic-version") is not None
 
 
-def _anthropic_page(pool: ModelPool) -> dict[str, Any]:
+def _anthropic_page(call: Call) -> dict[str, Any]:
+    """The models between two ids, as many as are asked for."""
+    ids = list(call.answering.pool.ids)
+    after, before, limit = (call.query(name) for name in ("after_id", "before_id", "limit"))
+    if after in ids:
+        ids = ids[ids.index(after) + 1 :]
+    if before in ids:
+        ids = ids[: ids.index(before)]
+    most = int(limit) if limit is not None and limit.isdecimal() and len(limit) < 10 else len(ids)
+    page = ids[:most]
     return {
-        "data": [_anthropic_model(pool, id) for id in pool.ids],
-        "has_more": False,
-        "first_id": pool.ids[0],
-        "last_id": pool.ids[-1],
+        "data": [_anthropic_model(call, id) for id in page],
+        "has_more": len(page) < len(ids),
+        "first_id": page[0] if page else None,
+        "last_id": page[-1] if page else None,
     }
 
 
-def _anthropic_model(pool: ModelPool, id: str) -> dict[str, Any]:
+def _anthropic_model(call: Call, id: str) -> dict[str, Any]:
+    pool, most = call.answering.pool, call.answering.options.max_tokens
     created = datetime.fromtimestamp(pool.started_at, UTC).isoformat().replace("+00:00", "Z")
     card = pool.known(id)
     size = None if card is None else card.ctx_size
@@ -79,7 +89,7 @@ def _anthropic_model(pool: ModelPool, id: str) -> dict[str, Any]:
         "created_at": created,
         "lifecycle": "active",
         "max_input_tokens": size,
-        "max_tokens": size,
+        "max_tokens": min((each for each in (size, most) if each is not None), default=None),
     }
 
 

@@ -311,5 +311,7 @@ def test_models(server: Running, client: anthropic.Anthropic) -> None:
     assert model.created_at.tzinfo is not None
     assert model.lifecycle == "active"
     assert model.max_input_tokens == server.llm.ctx_size
+    assert client.models.list(after_id="tiny").data == []
+    assert client.models.list(before_id="elsewhere", limit=1).data == page.data
     with pytest.raises(anthropic.NotFoundError, match="elsewhere"):
         client.models.retrieve("elsewhere")

@@ -55,6 +55,18 @@ def test_bodies(server: Running, body: bytes) -> None:
     assert "/" not in error["message"].replace("and/or", "")
 
 
+@pytest.mark.parametrize(
+    ("body", "words"),
+    [
+        (b"\xef\xbb\xbf{\xff", "not UTF-8 at byte 4"),
+        (b'{"seed": ' + b"9" * 5000 + b"}", "a whole number of more than 4300 digits"),
+    ],
+)
+def test_what_is_wrong_with_a_body(body: bytes, words: str) -> None:
+    with pytest.raises(RequestError, match=words):
+        parse_fields(body)
+
+
 def test_a_byte_order_mark_changes_nothing() -> None:
     assert parse_fields(b'\xef\xbb\xbf{"seed": 3}').whole("seed", 0, 9) == 3
 

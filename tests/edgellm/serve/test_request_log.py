@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import re
+from collections.abc import MutableMapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
 from serving import LONG, PATH, Running, chat, start, until
 from stepping import asking
 
-from edgellm.serve.http import request_log
+from edgellm.serve import answering
+from edgellm.serve.http import endpoint, request_log
 
 ANSWER = (
     r"tiny: \d+ prompt tokens, \d+ of them cached, {} generated, \d\.\d{{3}} s to the first, "
@@ -20,8 +26,13 @@ ANSWER = (
 
 
 def until_told(caplog: pytest.LogCaptureFixture, count: int) -> list[str]:
-    until(lambda: len(caplog.messages) == count)
-    return caplog.messages
+    """So many lines, once they are there."""
+
+    def lines() -> list[str]:
+        return [r.getMessage() for r in caplog.records if r.name == request_log.log.name]
+
+    until(lambda: len(lines()) == count)
+    return lines()
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -54,14 +65,81 @@ def test_a_client_that_goes_away(server: Running, caplog: pytest.LogCaptureFixtu
     with asking(server, PATH, [chat("hi", stream=True, **LONG)]):
         until(lambda: server.live == 1)
     (line,) = until_told(caplog, 1)
-    assert re.match(rf"127.0.0.1 POST {PATH} (200|-) client gone \d", line)
+    assert re.fullmatch(
+        rf"127.0.0.1 POST {PATH} (200|-) client gone \d+\.\d+ s(; tiny: \d+ prompt tokens, not "
+        r"read to the end)?",
+        line,
+    )
 
 
-def test_without_a_reader_of_the_log_nothing_is_told(
-    server: Running, caplog: pytest.LogCaptureFixture
+def test_an_answer_that_fails_on_its_way(
+    server: Running, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    server.post(PATH, chat("hi", max_tokens=1))
-    assert caplog.messages == []
+    """Its status is sent already."""
+    caplog.set_level(logging.INFO, request_log.log.name)
+    monkeypatch.setattr(answering, "deltas", lambda _: 1 / 0)
+    body = chat("a secret", max_tokens=4, n=2, stream=True)
+    assert server.post(PATH, body).status_code == 200
+    (line,) = until_told(caplog, 1)
+    end = r"tiny: \d+ prompt tokens, internal"
+    assert re.fullmatch(rf"127.0.0.1 POST {PATH} 200 \d+\.\d+ s; {end}; {end}", line)
+
+
+@dataclass
+class App:
+    """An application that sends these messages, and fails or is cut off then."""
+
+    messages: Sequence[dict[str, Any]] = ()
+    error: BaseException | None = None
+    scope: MutableMapping[str, Any] | None = None
+
+    async def __call__(self, scope: MutableMapping[str, Any], _: Any, send: Any) -> None:
+        self.scope = scope
+        for message in self.messages:
+            await send(message)
+        if self.error is not None:
+            raise self.error
+
+
+STARTED = [{"type": "http.response.start", "status": 200}]
+
+
+def ask(app: App) -> None:
+    scope: Any = {"type": "http", "method": "M" * 99, "path": "/\udcff\n", "client": None}
+
+    async def ignore(_: Any) -> None:
+        pass
+
+    async def nothing() -> Any:
+        raise NotImplementedError
+
+    with suppress(type(app.error) if app.error else ZeroDivisionError):
+        asyncio.run(request_log.RequestLog(app)(scope, nothing, ignore))
+
+
+@pytest.mark.parametrize(
+    ("app", "end"),
+    [
+        (App(error=OSError()), "- failed"),
+        (App(STARTED, OSError()), "200 failed"),
+        (App(STARTED, asyncio.CancelledError()), "200 cut off"),
+        (App(STARTED), "200 cut off"),
+        (App([*STARTED, {"type": "http.response.body"}]), "200"),
+        (App([*STARTED, {"type": "http.response.body", "more_body": True}]), "200 cut off"),
+    ],
+)
+def test_ends(app: App, end: str, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, request_log.log.name)
+    ask(app)
+    (line,) = until_told(caplog, 1)
+    assert re.fullmatch(rf"- M{{16}} /%3F%0A {end} \d\.\d{{3}} s", line)
+
+
+def test_without_a_reader_of_the_log_nothing_is_noted() -> None:
+    app = App(STARTED)
+    ask(app)
+    assert app.scope is not None
+    assert endpoint.ANSWERED not in app.scope
 
 
 @pytest.mark.slow
