@@ -158,7 +158,8 @@ def test_responses(client: openai.OpenAI) -> None:
         call.model_dump(exclude_none=True),
         {"type": "function_call_output", "call_id": call.call_id, "output": "done"},
     ]
-    after = client.responses.create(model="tiny", input=items, max_output_tokens=3)
+    seeded: Any = {"extra_body": {"seed": 1}}
+    after = client.responses.create(model="tiny", input=items, max_output_tokens=3, **seeded)
     assert after.usage is not None
     assert after.usage.output_tokens == 3
 
