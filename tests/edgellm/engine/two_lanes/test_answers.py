@@ -31,6 +31,7 @@ from edgellm import Completion
 from edgellm.backends.chunked_backend import ChunkedBackend
 from edgellm.backends.planner import PlannedChunk
 from edgellm.engine.embedding import embeddings
+from edgellm.engine.request import Request
 from edgellm.kernels.kv_blocks import BLOCK
 from edgellm.llm import LLM, load
 
@@ -158,21 +159,23 @@ def test_nobody_computes_while_all_wait_for_the_provider(
 
 
 def test_a_short_prompt_passes_a_long_one(tiny: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    gate, order = Gate(tiny, monkeypatch), list[str]()
+    gate, batcher = Gate(tiny, monkeypatch), tiny.engine.loop._batcher
+    leave, ended = batcher.leave, list[int]()
 
-    def answer(name: str, tokens: list[int]) -> None:
-        tiny.generate(tokens, max_tokens=1, **GREEDY)
-        order.append(name)
+    def noted(request: Request) -> None:
+        ended.append(request.stats().prompt_tokens)
+        leave(request)
 
+    monkeypatch.setattr(batcher, "leave", noted)
     with ThreadPoolExecutor(2) as pool:
-        long = pool.submit(answer, "long", PROMPTS[4])
+        long = pool.submit(tiny.generate, PROMPTS[4], max_tokens=1, **GREEDY)
         assert gate.reached.wait(30)
-        short = pool.submit(answer, "short", PROMPTS[0])
-        until(lambda: len(tiny.engine.loop._batcher._live) == 2)
+        short = pool.submit(tiny.generate, PROMPTS[0], max_tokens=1, **GREEDY)
+        until(lambda: len(batcher._live) == 2)
         gate.opened.set()
         for each in (long, short):
             each.result(timeout=30)
-    assert order == ["short", "long"]
+    assert list(dict.fromkeys(ended)) == [len(PROMPTS[0]), len(PROMPTS[4])]
 
 
 # Where there is one processor.
