@@ -1,8 +1,9 @@
-"""Counts and timings of answers, as several dialects show them."""
+"""Counts, timings and times, as several dialects show them."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from datetime import datetime
 from typing import Any
 
 from edgellm.results import FinishReason, Piece, Stats
@@ -73,3 +74,8 @@ def placement(stats: Stats) -> dict[str, Any]:
         "preempted": stats.preempted,
         "dropped_tokens": stats.dropped_tokens,
     }
+
+
+def timestamp(moment: datetime) -> str:
+    """A time in UTC, as RFC 3339 has it."""
+    return moment.isoformat().replace("+00:00", "Z")

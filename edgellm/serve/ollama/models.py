@@ -13,6 +13,7 @@ from edgellm.serve.http.streaming import Reply, json_reply
 from edgellm.serve.model_card import ModelCard
 from edgellm.serve.model_pool import ModelPool
 from edgellm.serve.request_error import RequestError
+from edgellm.serve.usage import timestamp
 
 # The Ollama whose API this is: clients refuse older ones.
 API_VERSION = "0.12.11"
@@ -86,19 +87,18 @@ async def usable_model(call: Call, name: str | None, wanted: Sequence[str]) -> M
 
 def now() -> str:
     """The time, as Ollama writes it."""
-    return datetime.now(UTC).isoformat().replace("+00:00", "Z")
+    return timestamp(datetime.now(UTC))
 
 
 def _time(seconds: float) -> str:
-    return datetime.fromtimestamp(seconds, UTC).isoformat().replace("+00:00", "Z")
+    return timestamp(datetime.fromtimestamp(seconds, UTC))
 
 
 def _after(seconds: float) -> str:
     """The time in so many seconds."""
     if seconds > _LONGEST_S:
         return _NEVER
-    moment = datetime.now(UTC) + timedelta(seconds=seconds)
-    return moment.isoformat().replace("+00:00", "Z")
+    return timestamp(datetime.now(UTC) + timedelta(seconds=seconds))
 
 
 def _listed(pool: ModelPool, id: str) -> dict[str, Any]:

@@ -9,6 +9,7 @@ from typing import Any
 from edgellm.serve.http.endpoint import Call, Route
 from edgellm.serve.http.streaming import Reply, json_reply
 from edgellm.serve.model_pool import ModelPool
+from edgellm.serve.usage import timestamp
 
 
 async def list_models(call: Call) -> Reply:
@@ -79,14 +80,13 @@ def _anthropic_page(call: Call) -> dict[str, Any]:
 
 def _anthropic_model(call: Call, id: str) -> dict[str, Any]:
     pool, most = call.answering.pool, call.answering.options.max_tokens
-    created = datetime.fromtimestamp(pool.started_at, UTC).isoformat().replace("+00:00", "Z")
     card = pool.known(id)
     size = None if card is None else card.ctx_size
     return {
         "type": "model",
         "id": id,
         "display_name": id if card is None else card.name,
-        "created_at": created,
+        "created_at": timestamp(datetime.fromtimestamp(pool.started_at, UTC)),
         "lifecycle": "active",
         "max_input_tokens": size,
         "max_tokens": min((each for each in (size, most) if each is not None), default=None),
