@@ -17,16 +17,19 @@ from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import HealthCheck, settings
+from requirements import unavailable
 from tiny_families import save_tokenizer
 
 from edgellm.backends.int8_support import int8_products_are_exact
 from edgellm.engine.one_sequence import Hooks, compute_prompt
+from edgellm.errors import EdgeLLMError
 from edgellm.export import export
 from edgellm.export.calibrate import CalibrationOptions
 from edgellm.kernels.gpu import device
 from edgellm.llm import LLM, load
 from edgellm.store.bundle import Bundle
-from edgellm.store.home import models_dir, replacing_folder
+from edgellm.store.home import home, locked, models_dir, replacing_folder
 from edgellm.store.prepare import prepare
 from edgellm.store.sources import DEFAULT_MODEL, resolve
 
@@ -48,6 +51,27 @@ _TEMPLATES = "llama-cpp-python==0.3.36"
 # Its wheel carries SentencePiece models.
 _MISTRAL_VOCABULARIES = "mistral-common==1.13.1"
 
+# No clock decides about a property, and every run draws the same examples; `explore` draws others.
+_STEADY: dict[str, Any] = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow]}
+settings.register_profile("steady", derandomize=True, **_STEADY)
+settings.register_profile("explore", max_examples=2000, **_STEADY)
+settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "steady"))
+
+# What is downloaded once and kept, under the user's EDGELLM_HOME.
+_KEPT = ("models", "clients")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Give the tests a home of their own, whose bundles go with it; workers share it."""
+    if hasattr(config, "workerinput"):
+        return
+    kept, own = home(), Path(tempfile.mkdtemp(prefix="edgellm-tests-"))
+    for name in _KEPT:
+        (kept / name).mkdir(parents=True, exist_ok=True)
+        (own / name).symlink_to(kept / name, target_is_directory=True)
+    os.environ["EDGELLM_HOME"] = str(own)
+    config.add_cleanup(lambda: shutil.rmtree(own, ignore_errors=True))
+
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """Skip what has w8a8 for a parameter where it is not as near to float as it should be."""
@@ -66,13 +90,23 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 @pytest.fixture(scope="session")
 def smollm2_gguf() -> Path:
     """The real weights of the default model; downloaded once into EDGELLM_HOME."""
-    return resolve(DEFAULT_MODEL).path
+    try:
+        return resolve(DEFAULT_MODEL).path
+    except EdgeLLMError as error:
+        unavailable("model", f"the default model is not here and cannot be downloaded: {error}")
 
 
 @pytest.fixture(scope="session")
-def smollm2() -> Bundle:
-    """The default model's bundle with all precisions."""
-    return prepare(DEFAULT_MODEL, precisions=("f32", "int4", "packed", "w8a16-qdq", "w8a8"))
+def smollm2(smollm2_gguf: Path) -> Bundle:
+    """The default model's bundle as a user gets it, and its portable decode."""
+    return prepare(DEFAULT_MODEL, precisions=("int4", "packed"))
+
+
+@pytest.fixture(scope="session")
+def smollm2_all(smollm2_gguf: Path) -> Bundle:
+    """The default model's bundle with all precisions, of which some take a minute: for slow tests."""
+    precisions = ("f32", "int4", "packed", "w8a16-qdq", "w8a8")
+    return prepare(DEFAULT_MODEL, precisions=precisions, out=home() / "smollm2-all")
 
 
 @pytest.fixture(scope="session")
@@ -87,32 +121,39 @@ def llm(chosen_llm: LLM) -> LLM:
 
 
 @pytest.fixture(scope="session")
-def portable_llm(smollm2: Bundle) -> LLM:
+def portable_llm(smollm2_all: Bundle) -> LLM:
     """The default model without the native kernels' fused step: graphs in ONNX Runtime."""
-    return load(str(smollm2.path), prefill="cpu", decode="portable")
+    return load(str(smollm2_all.path), prefill="cpu", decode="portable")
 
 
 @pytest.fixture(scope="session")
-def reference_llm(smollm2: Bundle) -> LLM:
+def reference_llm(smollm2_all: Bundle) -> LLM:
     """The default model in float32 throughout."""
-    return load(str(smollm2.path), precision="f32", decode="reference", kv_format="f32")
+    return load(str(smollm2_all.path), precision="f32", decode="reference", kv_format="f32")
 
 
 def files_of(package: str, pattern: str, target: Path, *options: str) -> Path:
     """`target`, with those files of a package that match; downloaded if it is not there yet."""
-    if not target.exists():
-        with (
-            tempfile.TemporaryDirectory() as folder,
-            replacing_folder(target, make_parents=True) as partial,
-        ):
-            command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", *options]
-            subprocess.run([*command, "--dest", folder, package], check=True, capture_output=True)
-            (archive,) = Path(folder).iterdir()
-            kind = "zip" if archive.suffix == ".whl" else "gztar"
-            shutil.unpack_archive(archive, folder, kind)
-            for file in Path(folder).rglob(pattern):
-                shutil.copy(file, partial)
+    with locked(target):  # two workers may want it at once
+        if not target.exists():
+            _download_files(package, pattern, target, *options)
     return target
+
+
+def _download_files(package: str, pattern: str, target: Path, *options: str) -> None:
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        replacing_folder(target, make_parents=True) as partial,
+    ):
+        command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", *options]
+        result = subprocess.run([*command, "--dest", folder, package], capture_output=True)
+        if result.returncode:
+            unavailable("clients", f"no package index, or it has no {package}")
+        (archive,) = Path(folder).iterdir()
+        kind = "zip" if archive.suffix == ".whl" else "gztar"
+        shutil.unpack_archive(archive, folder, kind)
+        for file in Path(folder).rglob(pattern):
+            shutil.copy(file, partial)
 
 
 @pytest.fixture(scope="session")
