@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, settings
+from profiles import load_profile
 from requirements import unavailable
 from tiny_families import save_tokenizer
 
@@ -41,7 +41,8 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # Without a GPU, Triton kernels run in Triton's interpreter, which is chosen when they are imported.
-if device.why_not() is not None:
+_NO_GPU = "Triton's interpreter is chosen" if device.interpreted() else device.why_not()
+if _NO_GPU is not None:
     os.environ["TRITON_INTERPRET"] = "1"
 
 # Its source distribution carries vocabularies with expected tokens, llama.cpp's own tests.
@@ -51,11 +52,7 @@ _TEMPLATES = "llama-cpp-python==0.3.36"
 # Its wheel carries SentencePiece models.
 _MISTRAL_VOCABULARIES = "mistral-common==1.13.1"
 
-# No clock decides about a property, and every run draws the same examples; `explore` draws others.
-_STEADY: dict[str, Any] = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow]}
-settings.register_profile("steady", derandomize=True, **_STEADY)
-settings.register_profile("explore", max_examples=2000, **_STEADY)
-settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "steady"))
+load_profile()
 
 # What is downloaded once and kept, under the user's EDGELLM_HOME.
 _KEPT = ("models", "clients")
@@ -71,6 +68,18 @@ def pytest_configure(config: pytest.Config) -> None:
         (own / name).symlink_to(kept / name, target_is_directory=True)
     os.environ["EDGELLM_HOME"] = str(own)
     config.add_cleanup(lambda: shutil.rmtree(own, ignore_errors=True))
+
+
+@pytest.hookimpl(tryfirst=True)  # before those that are not wanted are left out
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Have tests of Triton kernels count as slow where they are interpreted, except a few."""
+    if _NO_GPU is None:
+        return
+    for item in items:
+        if item.get_closest_marker("gpu"):
+            item.add_marker(pytest.mark.skip(reason=f"needs a GPU: {_NO_GPU}"))
+        elif item.get_closest_marker("triton") and not item.get_closest_marker("smoke"):
+            item.add_marker(pytest.mark.slow)
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
@@ -104,7 +113,7 @@ def smollm2(smollm2_gguf: Path) -> Bundle:
 
 @pytest.fixture(scope="session")
 def smollm2_all(smollm2_gguf: Path) -> Bundle:
-    """The default model's bundle with all precisions, of which some take a minute: for slow tests."""
+    """The default model's bundle with all precisions, some of which take a minute."""
     precisions = ("f32", "int4", "packed", "w8a16-qdq", "w8a8")
     return prepare(DEFAULT_MODEL, precisions=precisions, out=home() / "smollm2-all")
 

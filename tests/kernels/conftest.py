@@ -8,30 +8,37 @@ from typing import Any
 
 import numpy as np
 import pytest
+from instruction_sets import HERE_OR_NONE
+from profiles import load_profile
+from requirements import unavailable
 
-from edgellm.kernels.native import ISAS, library
+from edgellm.kernels.native import library
+
+load_profile()
 
 UseISA = Callable[[str], ctypes.CDLL]
 
 
 @pytest.fixture
-def use_isa() -> Iterator[UseISA]:
-    """Gives the library with an instruction set until the test ends; skips where it is not here."""
-    found = library()
-    if found is None:
-        pytest.skip("installed without a compiler")
-    before = found.edgellm_isa()
+def native_library() -> ctypes.CDLL:
+    """The compiled kernels."""
+    return library() or unavailable("native", "installed without a compiler")
+
+
+@pytest.fixture
+def use_isa(native_library: ctypes.CDLL) -> Iterator[UseISA]:
+    """Gives the library with an instruction set of `instruction_sets.HERE` until the test ends."""
+    before = native_library.edgellm_isa()
 
     def use(isa: str) -> ctypes.CDLL:
-        if not found.edgellm_set_isa(isa.encode()):
-            pytest.skip(f"this processor has no {isa}")
-        return found
+        assert native_library.edgellm_set_isa(isa.encode())
+        return native_library
 
     yield use
-    found.edgellm_set_isa(before)
+    native_library.edgellm_set_isa(before)
 
 
-@pytest.fixture(params=ISAS)
+@pytest.fixture(params=HERE_OR_NONE)
 def compiled(request: pytest.FixtureRequest, use_isa: UseISA) -> ctypes.CDLL:
     """The library with each instruction set in turn."""
     return use_isa(request.param)
@@ -40,12 +47,12 @@ def compiled(request: pytest.FixtureRequest, use_isa: UseISA) -> ctypes.CDLL:
 @pytest.fixture
 def eight_cores() -> Iterator[None]:
     """Lets the kernels start up to eight threads, also where there are fewer cores."""
-    found = library()
-    if found is not None:
-        found.edgellm_assume_cores(8)
+    native = library()
+    if native is not None:
+        native.edgellm_assume_cores(8)
     yield
-    if found is not None:
-        found.edgellm_assume_cores(0)
+    if native is not None:
+        native.edgellm_assume_cores(0)
 
 
 @pytest.fixture

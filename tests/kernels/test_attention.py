@@ -2,19 +2,18 @@ from __future__ import annotations
 
 import functools
 import os
-import subprocess
-import sys
+import signal
 import threading
 from collections.abc import Callable
 
 import numpy as np
 import pytest
+from instruction_sets import HERE
 
 from edgellm.kernels.attention import attend, native, portable, reference
 from edgellm.kernels.hadamard import reference as hadamard
 from edgellm.kernels.kv_append import append
 from edgellm.kernels.kv_blocks import BLOCK, KV_FORMATS, SCALED, KVBlocks, allocate
-from edgellm.kernels.native import ISAS, library
 
 Attend = Callable[..., np.ndarray]
 
@@ -47,9 +46,9 @@ def read_back(blocks: KVBlocks, table: list[int], name: str, length: int) -> np.
     return np.stack(rows)
 
 
-@pytest.fixture(params=["portable", *ISAS])
+@pytest.fixture(params=["portable", *HERE])
 def implementation(request: pytest.FixtureRequest) -> Attend:
-    """Each implementation in turn; those that this machine does not have are skipped."""
+    """Each implementation that this machine has, in turn."""
     if request.param == "portable":
         return portable.attend
     return functools.partial(native.attend, request.getfixturevalue("use_isa")(request.param))
@@ -66,8 +65,6 @@ def compare(
     softcap: float | None = None,
 ) -> None:
     start, tokens, heads, kv_heads, head_dim = shape
-    if format == "int4" and head_dim % 8:
-        pytest.skip("int4 takes heads of a multiple of 8")
     rng = np.random.default_rng(sum(shape))
     length = start + tokens
     blocks = allocate(format=format, blocks=6, layers=2, kv_heads=kv_heads, head_dim=head_dim)
@@ -87,8 +84,12 @@ def tolerance(attend: Attend, format: str) -> float:
     return 3e-6 if format not in SCALED or attend is portable.attend else 3e-4
 
 
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize("format", KV_FORMATS)
+@pytest.mark.parametrize(
+    ("shape", "format"),
+    # int4 takes heads of a multiple of 8
+    [(s, format) for s in SHAPES for format in KV_FORMATS if format != "int4" or s[-1] % 8 == 0],
+    ids=str,
+)
 @pytest.mark.usefixtures("poisoned")
 def test_matches_reference(implementation: Attend, shape: tuple[int, ...], format: str) -> None:
     compare(implementation, shape, format, None, tolerance(implementation, format))
@@ -153,7 +154,7 @@ def random_call(seed: int) -> tuple[tuple, np.ndarray]:
     return arguments, attend(*arguments, threads=1)
 
 
-@pytest.mark.skipif(library() is None, reason="installed without a compiler")
+@pytest.mark.usefixtures("native_library")
 def test_company_makes_no_difference() -> None:
     (blocks, table, layer, q, start), expected = random_call(3)
     for first, count in ((0, 1), (1, 2), (3, 31), (34, 97), (131, 69)):
@@ -182,9 +183,8 @@ def test_calls_from_two_threads_at_once() -> None:
     for worker in workers:
         worker.start()
     for worker in workers:
-        worker.join(60)
+        worker.join()
     assert not wrong
-    assert not any(worker.is_alive() for worker in workers)
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork on this system")
@@ -194,20 +194,8 @@ def test_a_forked_child_computes_as_well() -> None:
     attend(*arguments, threads=2)
     child = os.fork()
     if child == 0:
+        signal.alarm(300)  # a child that hangs is ended, and has not computed as well
         same = np.array_equal(attend(*arguments, threads=2), expected)
         os._exit(0 if same else 1)
     _, status = os.waitpid(child, 0)
     assert os.waitstatus_to_exitcode(status) == 0
-
-
-@pytest.mark.skipif(library() is None, reason="installed without a compiler")
-def test_instruction_set_can_be_forced() -> None:
-    code = "from edgellm.kernels.native import isa; print(isa())"
-    for name, words in (("scalar", "scalar"), ("mmx", f"known are {', '.join(ISAS)}")):
-        found = subprocess.run(
-            [sys.executable, "-c", code],
-            capture_output=True,
-            text=True,
-            env={**os.environ, "EDGELLM_CPU_ISA": name},
-        )
-        assert words in found.stdout + found.stderr

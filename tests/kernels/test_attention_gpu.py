@@ -9,7 +9,7 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("triton")
 # the interpreter computes in numpy, which warns of the NaN in memory that was never written
-pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
+pytestmark = [pytest.mark.triton, pytest.mark.filterwarnings("ignore::RuntimeWarning")]
 
 from edgellm.kernels import hadamard  # noqa: E402
 from edgellm.kernels.attention import gpu, gpu_tiles, reference  # noqa: E402
@@ -200,6 +200,7 @@ def test_spans_of_several_sequences(
             check(found, expected, format)
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("format", ["int4", "f32"])
 def test_a_span_has_the_same_bits_in_company(triton_device: str, format: KVFormat) -> None:
     """With the same tiles, and keys too few to be split."""

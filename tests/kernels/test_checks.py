@@ -14,16 +14,10 @@ from edgellm.kernels import attention, kv_append, rope
 from edgellm.kernels.checks import block_ids, check_rope, floats, indices
 from edgellm.kernels.kv_blocks import BLOCK, allocate
 from edgellm.kernels.linear import PackedWeights, native, pack_weight, rows_of
-from edgellm.kernels.native import library
 from edgellm.kernels.quantized import KINDS
 from edgellm.kernels.sampling.native import candidates, log_sum_exp, top_k
 
 HUGE = [-1, 70, 10**9, 1 << 31, 1 << 32, (1 << 63) - 1, 1 << 63, -(1 << 63), 10**30]
-
-
-@pytest.fixture
-def compiled() -> Any:
-    return library() or pytest.skip("installed without a compiler")
 
 
 @pytest.mark.parametrize("values", [[], [0], [69], [3, 0, 69], (1, 2), np.array([5], np.int32)])
@@ -79,16 +73,16 @@ def test_rope_tables_that_do_not_fit() -> None:
         check_rope(rope.RopeTable(table.cos, table.sin[:5]), 16, 10)
 
 
-def test_wrappers_of_attention_and_append(compiled: Any) -> None:
+def test_wrappers_of_attention_and_append(native_library: Any) -> None:
     blocks = allocate(format="f32", blocks=3, layers=2, kv_heads=2, head_dim=16)
     q, table = np.zeros((2, 4, 16), np.float32), rope.table([1.0] * 8, 300)
     qkv = np.zeros((2, 8, 16), np.float32)
 
     def attend(table: list[int] = [0], layer: int = 0, q: Any = q, start: int = 0) -> None:  # noqa: B006
-        attention.native.attend(compiled, blocks, table, layer, q, start)
+        attention.native.attend(native_library, blocks, table, layer, q, start)
 
     def append(ids: list[int] = [0], layer: int = 0, qkv: Any = qkv, start: int = 0) -> None:  # noqa: B006
-        kv_append.native.append_rotated(compiled, blocks, ids, layer, start, qkv, table)
+        kv_append.native.append_rotated(native_library, blocks, ids, layer, start, qkv, table)
 
     append()
     attend()
@@ -140,27 +134,27 @@ def test_rows_that_a_weight_does_not_have(row: int) -> None:
         rows_of(some_panels(), [row])
 
 
-def test_rows_of_another_width(compiled: Any) -> None:
+def test_rows_of_another_width(native_library: Any) -> None:
     for x in (np.zeros((2, 32), np.float32), np.zeros((2, 64))):
         with pytest.raises(ValueError, match="x is float32"):
-            native.linear(compiled, x, some_panels())
+            native.linear(native_library, x, some_panels())
 
 
-def test_scores_of_another_type(compiled: Any) -> None:
+def test_scores_of_another_type(native_library: Any) -> None:
     for scores in (np.zeros(9), np.zeros((3, 3), np.float32)):
         with pytest.raises(ValueError, match="scores is float32"):
-            top_k(compiled, scores, 3)
+            top_k(native_library, scores, 3)
         with pytest.raises(ValueError, match="scores is float32"):
-            log_sum_exp(compiled, scores)
+            log_sum_exp(native_library, scores)
     with pytest.raises(ValueError, match="k is -1"):
-        top_k(compiled, np.zeros(9, np.float32), -1)
+        top_k(native_library, np.zeros(9, np.float32), -1)
 
 
-def test_rows_of_logits_that_do_not_fit(compiled: Any) -> None:
+def test_rows_of_logits_that_do_not_fit(native_library: Any) -> None:
     rows = np.zeros((2, 9), np.float32)
     for logits in (rows.astype(np.float64), rows[:, ::2], rows[0]):
         with pytest.raises(ValueError, match="float32 rows"):
-            candidates(compiled, logits, [1, 1])
+            candidates(native_library, logits, [1, 1])
     for wanted in ([1], [1, -1], []):
         with pytest.raises(ValueError, match="wanted"):
-            candidates(compiled, rows, wanted)
+            candidates(native_library, rows, wanted)

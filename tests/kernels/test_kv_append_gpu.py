@@ -6,7 +6,7 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("triton")
 # the interpreter computes in numpy, which warns of the NaN in memory that was never written
-pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
+pytestmark = [pytest.mark.triton, pytest.mark.filterwarnings("ignore::RuntimeWarning")]
 
 from edgellm.kernels import hadamard, rope  # noqa: E402
 from edgellm.kernels.gpu.kv_blocks import DeviceBlocks  # noqa: E402
@@ -206,6 +206,7 @@ def test_rounding_comes_after_head_norms(triton_device: str, order: str, format:
         np.testing.assert_allclose(normed, plain, atol=1e-6)
 
 
+@pytest.mark.smoke
 def test_nothing_else_is_written(triton_device: str) -> None:
     host = pool("int8", 2, 64)
     device = DeviceBlocks.like(host, triton_device)

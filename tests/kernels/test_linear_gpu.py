@@ -8,7 +8,7 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("triton")
 # the interpreter computes in numpy, which warns of the NaN in memory that was never written
-pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
+pytestmark = [pytest.mark.triton, pytest.mark.filterwarnings("ignore::RuntimeWarning")]
 
 from random_weights import random_weight  # noqa: E402
 
@@ -156,6 +156,7 @@ def test_activations_and_biases(
         check(gated, curve(a) * b, 2 * np.abs(curve(a) * b).max())
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("rows", [1, 5])
 def test_bias_is_added_with_what_was_there(triton_device: str, rows: int) -> None:
     rng = np.random.default_rng(8)

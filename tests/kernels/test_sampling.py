@@ -55,7 +55,7 @@ def test_equal_scores_go_by_id(values: list[float], k: int) -> None:
     assert top_k(scores, k).tolist() == reference.top_k(scores, k)
 
 
-@pytest.mark.skipif(library() is None, reason="installed without a compiler")
+@pytest.mark.usefixtures("native_library")
 def test_scores_that_rise_replace_all_before_them() -> None:
     scores = np.arange(10_000, dtype=np.float32)
     assert top_k(scores, 50).tolist() == list(range(9_999, 9_949, -1))

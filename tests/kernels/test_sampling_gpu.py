@@ -7,6 +7,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("triton")
+pytestmark = pytest.mark.triton
 
 from edgellm.kernels.linear.packed import PANEL  # noqa: E402
 from edgellm.kernels.sampling import MOST_CANDIDATES, Logits, reference  # noqa: E402
@@ -47,6 +48,7 @@ def test_the_best_are_there(triton_device: str, size: int) -> None:
     assert list(ours.values()) == pytest.approx(list(theirs.values()), abs=1e-5)
 
 
+@pytest.mark.smoke
 def test_one_panel_has_them_all(triton_device: str) -> None:
     logits = np.zeros(49_152, np.float32)
     logits[32_000:32_128] = np.arange(128, 0, -1)

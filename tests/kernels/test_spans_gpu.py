@@ -12,7 +12,7 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("triton")
 # the interpreter computes in numpy, which warns of the NaN in memory that was never written
-pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
+pytestmark = [pytest.mark.triton, pytest.mark.filterwarnings("ignore::RuntimeWarning")]
 
 import random_model  # noqa: E402
 from gpu_steps import counted, poison, span  # noqa: E402
@@ -109,6 +109,7 @@ def test_spans_give_what_each_gives_alone(
             assert near(ours, theirs, format)
 
 
+@pytest.mark.smoke
 def test_next_tokens_of_sequences_step_by_step(triton_device: str) -> None:
     """More of them, then fewer, then others: nothing of the step before is left."""
     ranges = [(1, 2), (70, 71), (6, 7), (140, 141)]

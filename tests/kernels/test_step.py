@@ -24,7 +24,6 @@ from random_model import (
 
 from edgellm.kernels.kv_append import HeadNorms
 from edgellm.kernels.kv_blocks import BLOCK, KV_FORMATS, KVBlocks, allocate
-from edgellm.kernels.native import library
 from edgellm.kernels.step import FusedStep, StepSpan
 
 
@@ -76,16 +75,13 @@ def test_cuts_and_threads_make_no_difference(
             np.testing.assert_array_equal(ours, theirs)
 
 
-def test_logits_of_the_last_rows_only() -> None:
-    found = library()
-    if found is None:
-        pytest.skip("installed without a compiler")
+def test_logits_of_the_last_rows_only(native_library: ctypes.CDLL) -> None:
     model = Model(SHAPES[1])
 
     def logits(rows: int) -> np.ndarray:
         views = model.views("int8")
         span = span_of(views, model.tokens[:5], 0, logit_rows=rows)
-        return model.step(found, views).run([span])[1]
+        return model.step(native_library, views).run([span])[1]
 
     every = logits(5)
     for rows in (0, 1, 3):
@@ -192,14 +188,11 @@ class Sequences:
 
 @pytest.mark.usefixtures("eight_cores")
 @pytest.mark.parametrize("threads", range(1, 9))
-def test_any_number_of_threads(threads: int) -> None:
-    found = library()
-    if found is None:
-        pytest.skip("installed without a compiler")
+def test_any_number_of_threads(native_library: ctypes.CDLL, threads: int) -> None:
     model = Model(SHAPES[0])
-    expected = model.run(found, list(range(1, 40)), "int8", threads=1)[1]
+    expected = model.run(native_library, list(range(1, 40)), "int8", threads=1)[1]
     for _ in range(5):
-        logits = model.run(found, list(range(1, 40)), "int8", threads=threads)[1]
+        logits = model.run(native_library, list(range(1, 40)), "int8", threads=threads)[1]
         np.testing.assert_array_equal(logits, expected)
     if sys.platform == "linux":
         assert len(list(Path("/proc/self/task").iterdir())) >= threads
@@ -266,12 +259,11 @@ BAD_CALLS: list[tuple[dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("changes", "words"), BAD_CALLS, ids=lambda v: str(v)[:40])
-def test_calls_out_of_range_are_refused(changes: dict[str, Any], words: str) -> None:
-    found = library()
-    if found is None:
-        pytest.skip("installed without a compiler")
+def test_calls_out_of_range_are_refused(
+    native_library: ctypes.CDLL, changes: dict[str, Any], words: str
+) -> None:
     model = Model(SHAPES[1])
-    step = model.step(found, model.views("int8"))
+    step = model.step(native_library, model.views("int8"))
     call = {"table": [3], "tokens": [1, 2], "start": 0, "logit_rows": 1} | changes
     span = StepSpan(
         tables=[call["table"]],
@@ -285,12 +277,9 @@ def test_calls_out_of_range_are_refused(changes: dict[str, Any], words: str) -> 
             step.run(spans)
 
 
-def test_spans_without_rows_or_tables_are_refused() -> None:
-    found = library()
-    if found is None:
-        pytest.skip("installed without a compiler")
+def test_spans_without_rows_or_tables_are_refused(native_library: ctypes.CDLL) -> None:
     model = Model(SHAPES[1])
-    step = model.step(found, model.views("int8"))
+    step = model.step(native_library, model.views("int8"))
     with pytest.raises(ValueError, match="0 spans"):
         step.run([])
     for tables in ([], [[3], [3]]):
@@ -298,22 +287,16 @@ def test_spans_without_rows_or_tables_are_refused() -> None:
             step.run([StepSpan(tables=tables, tokens=[1], start=0, logit_rows=1)])
 
 
-def test_blocks_of_another_model_are_refused() -> None:
-    found = library()
-    if found is None:
-        pytest.skip("installed without a compiler")
+def test_blocks_of_another_model_are_refused(native_library: ctypes.CDLL) -> None:
     model = Model(SHAPES[1])
     for change in ({"layers": 2}, {"kv_heads": 2}, {"head_dim": 32}):
         sizes = {"layers": 3, "kv_heads": 1, "head_dim": 64} | change
         blocks = allocate(format="int8", blocks=5, **sizes)
         with pytest.raises(ValueError, match="needed are"):
-            FusedStep(found, model.weights, model.ropes, [blocks])
+            FusedStep(native_library, model.weights, model.ropes, [blocks])
 
 
-def test_weights_that_do_not_fit_each_other_are_refused() -> None:
-    found = library()
-    if found is None:
-        pytest.skip("installed without a compiler")
+def test_weights_that_do_not_fit_each_other_are_refused(native_library: ctypes.CDLL) -> None:
     model, other = Model(SHAPES[0]), Model(SHAPES[2]).weights
     weights, pools = model.weights, [view.blocks for view in model.views("int8")]
     layer = weights.layers[0]
@@ -342,17 +325,14 @@ def test_weights_that_do_not_fit_each_other_are_refused() -> None:
         replace(weights, final_norm=other.final_norm),
     ):
         with pytest.raises(ValueError, match=r"needed|without a (layer|norm)|RoPE table"):
-            FusedStep(found, wrong, model.ropes, pools)
+            FusedStep(native_library, wrong, model.ropes, pools)
 
 
-def test_projections_that_end_within_a_panel_are_refused() -> None:
+def test_projections_that_end_within_a_panel_are_refused(native_library: ctypes.CDLL) -> None:
     """The padding of a row's last panel would be written over the next row's beginning."""
-    found = library()
-    if found is None:
-        pytest.skip("installed without a compiler")
     model = Model(Shape(8, 1, 12, hidden=32))
     with pytest.raises(ValueError, match="whole panels of 16"):
-        model.step(found, model.views("int8"))
+        model.step(native_library, model.views("int8"))
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")

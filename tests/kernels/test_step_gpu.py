@@ -12,7 +12,7 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("triton")
 # the interpreter computes in numpy, which warns of the NaN in memory that was never written
-pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
+pytestmark = [pytest.mark.triton, pytest.mark.filterwarnings("ignore::RuntimeWarning")]
 
 import random_model  # noqa: E402
 from gpu_steps import counted, device_step, span, tables  # noqa: E402
@@ -182,6 +182,7 @@ def test_parts_match_reference(triton_device: str, name: str, format: KVFormat) 
         assert np.abs(np.concatenate(ours) - theirs).mean() / np.abs(theirs).mean() < allowed
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("name", ["logit softcap", "gemma2"])
 def test_the_best_logits_are_capped_as_well(triton_device: str, name: str) -> None:
     model = random_model.Model((ALONE | random_model.PARTS)[name])

@@ -12,7 +12,6 @@ import pytest
 from random_model import PARTS, SHAPES, WIDE, Model, Shape, span_of
 
 from edgellm.kernels.kv_blocks import KVView
-from edgellm.kernels.native import library
 from edgellm.kernels.step import FusedStep, LayerGroup, StepSpan, reference
 
 # Three layers, so that there is one that is neither the first nor the last.
@@ -114,14 +113,11 @@ def test_many_sequences_in_one_group(compiled: ctypes.CDLL) -> None:
     np.testing.assert_array_equal(together[-1][:1], expected[0][100:101])
 
 
-def test_one_that_is_stopped_begins_its_group_again() -> None:
-    found = library()
-    if found is None:
-        pytest.skip("installed without a compiler")
+def test_one_that_is_stopped_begins_its_group_again(native_library: ctypes.CDLL) -> None:
     model = Model(DEEP[0])
-    expected, _ = model.run(found, [131], "int8")
+    expected, _ = model.run(native_library, [131], "int8")
     views = model.views("int8")
-    step = model.step(found, views)
+    step = model.step(native_library, views)
     span = span_of(views, model.tokens[:131], 0, logit_rows=0)
     begun = step.run([span], group=LayerGroup(layers=range(1)))
     assert begun is not None
@@ -155,13 +151,12 @@ ENTERING = np.zeros((2, 64), np.float32)
     ids=str,
 )
 def test_groups_out_of_range_are_refused(
-    layers: range, entering: Any, logit_rows: int, words: str
+    native_library: ctypes.CDLL, layers: range, entering: Any, logit_rows: int, words: str
 ) -> None:
-    found = library()
-    if found is None:
-        pytest.skip("installed without a compiler")
     model = Model(Shape(1, 1, 64, hidden=64, layers=3))
     views = model.views("int8")
     span = span_of(views, [1, 2], 0, logit_rows=logit_rows)
     with pytest.raises(ValueError, match=words):
-        model.step(found, views).run([span], group=LayerGroup(layers=layers, entering=entering))
+        model.step(native_library, views).run(
+            [span], group=LayerGroup(layers=layers, entering=entering)
+        )

@@ -23,7 +23,7 @@ from edgellm.store.bundle import Bundle
 from edgellm.store.prepare import prepare
 
 # the interpreter computes in numpy, which warns of the NaN in memory that was never written
-pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
+pytestmark = [pytest.mark.triton, pytest.mark.filterwarnings("ignore::RuntimeWarning")]
 
 TOKENS = [7 * i % 50 + 3 for i in range(300)]
 CPU = "native" if library() is not None else "cpu"
@@ -50,7 +50,7 @@ def close(ours: np.ndarray, theirs: np.ndarray) -> bool:
     return float(np.abs(ours - theirs).mean() / np.abs(theirs).mean()) < 0.05
 
 
-@pytest.mark.parametrize("format", ["int8", "f32"])
+@pytest.mark.parametrize("format", [pytest.param("int8", marks=pytest.mark.smoke), "f32"])
 def test_like_the_cpu(bundle: Bundle, format: str) -> None:
     """A prompt in Triton, one on the CPU that ends before a block does, and tokens across that."""
     found = []
@@ -198,13 +198,12 @@ def test_cancelled_prefill_leaves_the_sequence(on_gpu: LLM) -> None:
     assert len(sequence) == 0
 
 
+@pytest.mark.gpu
 @pytest.mark.slow
 def test_smollm2_takes_the_same_greedy_tokens(smollm2: Bundle) -> None:
     """A prompt and eight tokens that the CPU takes, given to Triton in one step, lead to the same
     ones there."""
     pytest.importorskip("triton")
-    if device.interpreted():
-        pytest.skip("takes minutes in Triton's interpreter, where tiny models are compared")
     cpu, triton = (
         load(str(smollm2.path), ctx_size=256, prefill=CPU, decode=decode)
         for decode in (CPU_DECODE, "triton")
@@ -218,6 +217,7 @@ def test_smollm2_takes_the_same_greedy_tokens(smollm2: Bundle) -> None:
     assert logits.argmax(-1).tolist()[-9:] == list(tokens)
 
 
+@pytest.mark.smoke
 def test_no_device_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     if device.why_not() is None:
@@ -228,12 +228,14 @@ def test_no_device_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     assert select(EngineOptions()).decode != "triton"
 
 
+@pytest.mark.smoke
 def test_panels_have_no_other_precision() -> None:
     pytest.importorskip("triton")
     with pytest.raises(OptionError, match="none, the kernels have their own"):
         EngineOptions(prefill="triton", precision="f32")
 
 
+@pytest.mark.smoke
 def test_too_little_device_memory(bundle: Bundle, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("edgellm.backends.triton_model.free_bytes", lambda _: 1 << 10)
     with pytest.raises(MemoryEstimateError, match="smaller `ctx_size`"):
