@@ -21,6 +21,7 @@ from profiles import load_profile
 from requirements import unavailable
 from tiny_families import save_tokenizer
 
+from edgellm.backends import thread_pool
 from edgellm.backends.int8_support import int8_products_are_exact
 from edgellm.engine.one_sequence import Hooks, compute_prompt
 from edgellm.errors import EdgeLLMError
@@ -72,14 +73,15 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(tryfirst=True)  # before those that are not wanted are left out
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Have tests of Triton kernels count as slow where they are interpreted, except a few."""
-    if _NO_GPU is None:
-        return
+    """Mark what is slow: all precisions of the real model, most of Triton in its interpreter."""
     for item in items:
-        if item.get_closest_marker("gpu"):
-            item.add_marker(pytest.mark.skip(reason=f"needs a GPU: {_NO_GPU}"))
-        elif item.get_closest_marker("triton") and not item.get_closest_marker("smoke"):
+        interpreted = _NO_GPU is not None and item.get_closest_marker("triton")
+        smoke = item.get_closest_marker("smoke")
+        all_precisions = "smollm2_all" in getattr(item, "fixturenames", ())
+        if all_precisions or (interpreted and not smoke):
             item.add_marker(pytest.mark.slow)
+        if _NO_GPU is not None and item.get_closest_marker("gpu"):
+            item.add_marker(pytest.mark.skip(reason=f"needs a GPU: {_NO_GPU}"))
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
@@ -94,6 +96,12 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     )
     if wanted and not int8_products_are_exact():
         pytest.skip("ONNX Runtime's int8 products saturate on this processor")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def pool() -> None:
+    """ONNX Runtime's pool, whose size would else be the choice of whichever test loads first."""
+    thread_pool.start(None)
 
 
 @pytest.fixture(scope="session")

@@ -16,7 +16,7 @@ from edgellm.backends import thread_pool
 from edgellm.backends.int8_support import int8_products_are_exact
 from edgellm.backends.providers import PROVIDERS, require, statuses
 from edgellm.backends.selection import select
-from edgellm.llm import LLM, load
+from edgellm.llm import load
 from edgellm.options import EngineOptions
 
 
@@ -64,8 +64,8 @@ def test_options_for_a_provider_without_any(tiny_model: Path) -> None:
         load(str(tiny_model), prefill="cpu", provider_options={"soc_model": "60"})
 
 
-def test_one_pool_for_the_process(portable_llm: LLM) -> None:
-    threads = portable_llm.engine.threads
+def test_one_pool_for_the_process(tiny_model: Path) -> None:
+    threads = load(str(tiny_model), prefill="cpu", decode="portable").engine.threads
     assert thread_pool.start(None) == threads
     with pytest.raises(OptionError, match="share one pool"):
         thread_pool.start(threads + 1)

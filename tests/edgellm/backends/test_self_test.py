@@ -152,14 +152,14 @@ def test_damage_that_no_checksum_shows(
 
 
 @pytest.mark.parametrize("layer", [0, 14, 29])
-def test_damage_of_a_page_of_real_weights(smollm2: Bundle, tmp_path: Path, layer: int) -> None:
+def test_damage_of_a_page_of_real_weights(smollm2_all: Bundle, tmp_path: Path, layer: int) -> None:
     """4 KB of down_proj's 885 KB: an error of a sixth in its product."""
     precision = "w8a16-qdq"
     weights = f"{precision}/weights.bin"
-    model = onnx_ir.load(smollm2.path / precision / f"{layer + 1:03d}.onnx")
+    model = onnx_ir.load(smollm2_all.path / precision / f"{layer + 1:03d}.onnx")
     tensor = model.graph.initializers[f"layers.{layer}.down"].const_value
     assert isinstance(tensor, onnx_ir.ExternalTensor)
-    path = damaged(smollm2.path, tmp_path / "damaged", weights, tensor.offset + 200_000, 4096)
+    path = damaged(smollm2_all.path, tmp_path / "damaged", weights, tensor.offset + 200_000, 4096)
     bundle = open_bundle(path)
     segments = Segments(bundle, precision, provider=CPU, threads=2)
     wrong = [f"segment {layer + 1} in chunks of {chunk}" for chunk in (32, 128)]

@@ -20,16 +20,15 @@ def prose() -> str:
     return "\n\n".join(topics.topics[name] for name in ("typesseq", "objects", "exceptions"))
 
 
-@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
-def test_two_windows_against_transformers(smollm2: Any, smollm2_gguf: Path) -> None:
+def test_two_windows_against_transformers(smollm2_all: Any, smollm2_gguf: Path) -> None:
     import torch
     from transformers import AutoModelForCausalLM
 
     judge = AutoModelForCausalLM.from_pretrained(
         smollm2_gguf.parent, gguf_file=smollm2_gguf.name, dtype=torch.float32
     ).eval()
-    exact = load(str(smollm2.path), precision="f32", decode="reference", kv_format="f32")
+    exact = load(str(smollm2_all.path), precision="f32", decode="reference", kv_format="f32")
     tokens = exact.engine.tokenizer.encode(prose())
     total, count = 0.0, 0
     for start in (0, 256):
@@ -49,7 +48,7 @@ def test_two_windows_against_transformers(smollm2: Any, smollm2_gguf: Path) -> N
     if int8_products_are_exact():
         bounds.append(({"precision": "w8a8"}, "prefill", 1e-2))
     for options, through, bound in bounds:
-        engine = load(str(smollm2.path), **options).engine
+        engine = load(str(smollm2_all.path), **options).engine
         found = perplexity(engine, prose(), window=256, max_windows=2, through=through)
         assert found.tokens == count
         assert found.perplexity == pytest.approx(expected, rel=bound), (options, through)

@@ -30,8 +30,15 @@ FOUND = Profile(STEPS, {50: [2.0, 1.0, 2.0]}, {50: [2.0, 3.0, 2.0]}, 100, {1: 0.
 
 
 @pytest.fixture(scope="module")
-def chunked_llm(smollm2: Bundle) -> LLM:
-    return load(str(smollm2.path), prefill="cpu", precision="f32")
+def bundle_path(
+    export_static: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory
+) -> Path:
+    return export_static(tmp_path_factory.mktemp("plan") / "bundle", precisions=("f32", "packed"))
+
+
+@pytest.fixture(scope="module")
+def chunked_llm(bundle_path: Path) -> LLM:
+    return load(str(bundle_path), prefill="cpu", precision="f32", decode="reference")
 
 
 @pytest.mark.parametrize("policy", POLICIES)
@@ -102,14 +109,15 @@ def test_a_cpu_has_limits(int4: bool) -> None:
     assert found.kind == ("int4 kernel, CPU" if int4 and library() else "float32, CPU")
 
 
+@pytest.mark.triton
 def test_a_gpu_has_limits(triton_device: str) -> None:
     found = measure_gpu()
     assert min(found.flops, found.read_bytes) > 1e6
     assert ("interpreted" in found.kind) == (triton_device == "cpu")
 
 
-def test_command(smollm2: Bundle, cli: Callable[..., subprocess.CompletedProcess[str]]) -> None:
-    model = ("-m", str(smollm2.path))
+def test_command(bundle_path: Path, cli: Callable[..., subprocess.CompletedProcess[str]]) -> None:
+    model = ("-m", str(bundle_path))
     found = cli("plan", "70", *model, "--prefill", "cpu", "--precision", "f32")
     assert found.returncode == 0, found.stderr
     assert "chunks: " in found.stdout
