@@ -70,7 +70,7 @@ def write_trace(path: Path, records: Sequence[TaskRecord]) -> None:
         OptionError: the file cannot be written.
     """
     try:
-        with replacing_file(path) as partial:
+        with replacing_file(path, lasting=False) as partial:
             partial.write_text(json.dumps(chrome_trace(records)), encoding="utf-8")
     except OSError as error:
         raise OptionError(f"trace {path}: {error.strerror}; name another file") from None

@@ -65,7 +65,8 @@ class DiskCache:
         made again."""
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
-            with replacing_file(self._path(name), private=True) as partial:
+            # a block that a loss of power cuts short is seen to be damaged
+            with replacing_file(self._path(name), private=True, lasting=False) as partial:
                 partial.write_bytes(sealed(name, data))
         except OSError as error:
             _log.warning("kv_cache_dir %s: %s; not all was kept", self._folder, error.strerror)

@@ -141,7 +141,7 @@ def _read(folder: Path) -> dict[str, Any]:
 
 def _write(folder: Path, measured: dict[str, Any]) -> None:
     try:
-        with replacing_file(folder / COSTS) as temporary:
+        with replacing_file(folder / COSTS, lasting=False) as temporary:
             text = json.dumps({"format": _FORMAT, "measured": measured}, indent=1)
             temporary.write_text(text, encoding="utf-8")
     except OSError:

@@ -35,6 +35,7 @@ from edgellm.progress import Progress, ProgressCallback
 from edgellm.store import bundle as bundles
 from edgellm.store.bundle import Bundle
 from edgellm.store.bundle_check import MAX_CHUNK
+from edgellm.store.durable import sync_tree
 from edgellm.store.home import delete_abandoned, locked, partial_folder, replacing_folder
 from edgellm.store.key_basis import KeyBasis, open_key_basis
 from edgellm.store.manifest import PACKED, Manifest, PrecisionEntry
@@ -229,6 +230,7 @@ class _Exporter:
             for precision in precisions:
                 manifest = self._precision(scratch, manifest, precision, base=out)
             for folder in scratch.iterdir():
+                sync_tree(folder)
                 shutil.rmtree(out / folder.name, ignore_errors=True)
                 folder.replace(out / folder.name)
             publish(out, out, manifest)

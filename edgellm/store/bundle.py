@@ -167,7 +167,7 @@ def _read_checked(path: Path) -> dict[str, Any]:
 
 def _write_checked(path: Path, values: Mapping[str, Any]) -> None:
     try:
-        with replacing_file(path / _CHECKED) as partial:
+        with replacing_file(path / _CHECKED, lasting=False) as partial:
             partial.write_text(json.dumps(values), encoding="utf-8")
     except OSError:
         pass  # a read-only bundle is checked in full at each start

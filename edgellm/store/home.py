@@ -10,7 +10,7 @@
 
 Hugging Face downloads stay in Hugging Face's own cache (HF_HOME). What is written, here or where a
 user names a place, is written under another name first (`.partial-...`, see `replacing_file`), so
-that nothing is ever half there.
+that nothing is ever half there, also after a loss of power (`durable.py`).
 """
 
 from __future__ import annotations
@@ -25,6 +25,8 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+
+from edgellm.store.durable import exchange, make_folder, sync_file, sync_folder, sync_tree
 
 _PARTIAL = ".partial-"
 # A file that is written in one go and was not touched for so long is a killed process's.
@@ -74,10 +76,12 @@ def replacing_folder(
         target.parent, of=target.name, private=private, make_parents=make_parents
     ) as partial:
         yield partial
+        sync_tree(partial)
         if target.exists():
             delete_folder(target, replaced_by=partial)
         else:
             partial.replace(target)
+            sync_folder(target.parent)
 
 
 @contextmanager
@@ -91,7 +95,7 @@ def partial_folder(
         private, make_parents: see `replacing_folder`.
     """
     if make_parents:
-        folder.mkdir(parents=True, exist_ok=True)
+        make_folder(folder)
     partial = _partial_path(folder, of)
     partial.mkdir(mode=0o700 if private else 0o777)
     try:
@@ -102,21 +106,26 @@ def partial_folder(
 
 @contextmanager
 def replacing_file(
-    target: Path, *, private: bool = False, make_parents: bool = False
+    target: Path, *, private: bool = False, make_parents: bool = False, lasting: bool = True
 ) -> Iterator[Path]:
     """A temporary file that becomes `target` when the block ends, or vanishes when it fails.
 
     Args:
         private, make_parents: see `replacing_folder`.
+        lasting: wait for the disk; not for what is made again where it is damaged.
     """
     if make_parents:
-        target.parent.mkdir(parents=True, exist_ok=True)
+        make_folder(target.parent)
     partial = _partial_path(target.parent, target.name)
     # made here, and not by who writes it, so that it is never readable for more people
     os.close(os.open(partial, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600 if private else 0o666))
     try:
         yield partial
+        if lasting:
+            sync_file(partial)
         partial.replace(target)
+        if lasting:
+            sync_folder(target.parent)
     finally:
         partial.unlink(missing_ok=True)
 
@@ -124,13 +133,17 @@ def replacing_file(
 def delete_folder(folder: Path, *, replaced_by: Path | None = None) -> None:
     """Delete a folder, which is gone at once, and put another one in its place."""
     aside = _partial_path(folder.parent, folder.name)
-    folder.replace(aside)
-    if replaced_by is not None:
-        try:
-            replaced_by.replace(folder)
-        except BaseException:
-            aside.replace(folder)
-            raise
+    if replaced_by is not None and exchange(folder, replaced_by):
+        aside = replaced_by
+    else:
+        folder.replace(aside)
+        if replaced_by is not None:
+            try:
+                replaced_by.replace(folder)
+            except BaseException:
+                aside.replace(folder)
+                raise
+    sync_folder(folder.parent)  # so that it is never half there under its name
     shutil.rmtree(aside)
 
 

