@@ -18,7 +18,7 @@ def test_placement_counts_every_node(export_static: Callable[..., Path], tmp_pat
     placement = llm.engine.prefill.placement
     assert placement.complete
     assert placement.nodes.keys() == {"CPUExecutionProvider"}
-    assert placement.nodes["CPUExecutionProvider"] > 3 * 10
+    assert placement.nodes["CPUExecutionProvider"] > 3 * 5
 
 
 def test_graph_that_does_not_load(tmp_path: Path) -> None:
