@@ -77,9 +77,14 @@ def sequences(llm: LLM) -> int:
     return len(llm.engine.cache._changes._sequences)
 
 
-def free_blocks(pool: Any) -> tuple[set[int], set[int]]:
+def free_blocks(pool: Any) -> tuple[list[int], list[int]]:
     """Blocks of a pool that hold nothing, and those that only the prefix index knows."""
-    return set(pool._free), set(pool._idle)
+    return list(pool._free), list(pool._idle)
+
+
+def most_siblings(index: Any) -> int:
+    """Most blocks of a prefix index that go on from the same one."""
+    return max(len(entries) for entries in index._children.values())
 
 
 def watch_leaving(

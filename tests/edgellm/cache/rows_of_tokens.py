@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import numpy as np
+from inspection import free_blocks
 
 from edgellm.cache.disk_cache import DiskCache
 from edgellm.cache.kv_cache import KVCache
@@ -65,7 +66,7 @@ def check(cache: KVCache, sequence: Sequence) -> None:
             row = view.blocks.value_rows(block, slot, position % BLOCK)
             assert (row == sequence.tokens[position]).all(), (layer, position)
     for store in cache.groups:
-        free = store.pool._free
+        free, _ = free_blocks(store.pool)
         assert len(set(free)) == len(free)
         assert not any(store.pool.references(block) for block in free)
 

@@ -8,12 +8,12 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from waiting import until
 
 from edgellm.cache.block_store import packed_size
 from edgellm.cache.disk_cache import DiskCache
@@ -182,12 +182,12 @@ def test_killed_while_writing(start: Callable[..., LLM], tiny_model: Path, folde
     """Two processes write into one folder and are killed; every file that there is, is whole."""
     start()
     command = [sys.executable, "-c", _ENDLESS, str(tiny_model), str(folder)]
-    for delay in (0.05, 0.3):
+    for count in (1, 6):
         writers = [subprocess.Popen(command, stdout=subprocess.PIPE) for _ in range(2)]
         for writer in writers:
             assert writer.stdout is not None
             writer.stdout.readline()
-        time.sleep(delay)
+        until(lambda count=count: len(files(folder)) >= count)
         for writer in writers:
             writer.send_signal(signal.SIGKILL)
             writer.wait()
