@@ -49,8 +49,9 @@ def test_one_that_is_not_ours(tmp_path: Path, what: str) -> None:
         path.symlink_to("other.sock")
     else:
         path.mkdir()
-    with pytest.raises(OptionError, match="Address already in use"), _bound(
-        ServeOptions(host=str(path))
+    with (
+        pytest.raises(OptionError, match="Address already in use"),
+        _bound(ServeOptions(host=str(path))),
     ):
         pass
     assert path.exists()
