@@ -53,7 +53,7 @@ def protocol(*, read_timeout_s: float, write_timeout_s: float) -> type[H11Protoc
 
         def on_response_complete(self) -> None:
             super().on_response_complete()
-            if self.conn.their_state is h11.SEND_BODY:
+            if self.conn.our_state is h11.DONE:  # no other request has begun
                 self._wait_for_client()
 
         def connection_lost(self, exc: Exception | None) -> None:
