@@ -325,31 +325,33 @@ def test_the_own_name_in_the_local_network(
         assert server.get("/v1/models", headers={"Host": host}).status_code == status
 
 
-@pytest.mark.parametrize(
-    ("method", "path", "headers", "status"),
-    [
-        ("POST", PATH, "", 401),
-        ("POST", "/none", "X-Api-Key: secret\r\n", 404),
-        ("PUT", PATH, "X-Api-Key: secret\r\n", 405),
-        ("POST", PATH, "X-Api-Key: secret\r\nOrigin: https://evil.example\r\n", 403),
-        ("POST", PATH, "X-Api-Key: secret\r\nContent-Encoding: gzip\r\n", 415),
-        ("OPTIONS", PATH, "Origin: http://localhost:3000\r\n", 204),
-        ("GET", "/health/", "X-Api-Key: secret\r\n", 307),
-    ],
-)
-def test_refused_requests_whose_bodies_never_end(
-    serving: Callable[..., Running], method: str, path: str, headers: str, status: int
-) -> None:
+REFUSED = [
+    ("POST", PATH, "", 401),
+    ("POST", "/none", "X-Api-Key: secret\r\n", 404),
+    ("PUT", PATH, "X-Api-Key: secret\r\n", 405),
+    ("POST", PATH, "X-Api-Key: secret\r\nOrigin: https://evil.example\r\n", 403),
+    ("POST", PATH, "X-Api-Key: secret\r\nContent-Encoding: gzip\r\n", 415),
+    ("OPTIONS", PATH, "Origin: http://localhost:3000\r\n", 204),
+    ("GET", "/health/", "X-Api-Key: secret\r\n", 307),
+]
+
+
+def test_refused_requests_whose_bodies_never_end(serving: Callable[..., Running]) -> None:
     """What comes behind the answer does not hold the connection."""
-    server = serving(api_keys=("secret",), read_timeout_s=0.3)
-    head = f"{method} {path} HTTP/1.1\r\nHost: localhost\r\nContent-Length: 1000\r\n{headers}\r\n"
-    with connected(server) as connection:
-        connection.sendall(head.encode())
-        assert connection.recv(4096).startswith(f"HTTP/1.1 {status} ".encode())
-        connection.sendall(b"x")
-        with contextlib.suppress(ConnectionError):
-            while connection.recv(4096):
-                pass
+    server = serving(api_keys=("secret",), read_timeout_s=3)
+    with contextlib.ExitStack() as stack:
+        connections = []
+        for method, path, headers, status in REFUSED:
+            connection = stack.enter_context(connected(server))
+            head = f"{method} {path} HTTP/1.1\r\nHost: localhost\r\nContent-Length: 1000\r\n"
+            connection.sendall(f"{head}{headers}\r\n".encode())
+            assert connection.recv(4096).startswith(f"HTTP/1.1 {status} ".encode())
+            connection.sendall(b"x")
+            connections.append(connection)
+        for connection in connections:
+            with contextlib.suppress(ConnectionError):
+                while connection.recv(4096):
+                    pass
     until(lambda: server.connections == 0)
 
 
