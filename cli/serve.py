@@ -82,7 +82,9 @@ def serve_options(command: Command) -> Command:
         "--memory-limit-mib", type=int,
         help="Of all loaded models, as estimated.  [default: what is available]",
     )  # fmt: skip
-    @_field("idle_unload_s", "Unload models that nobody asked for so long.")
+    @click.option(
+        "--idle-unload-s", type=float, help="Unload models that nobody asked for so long."
+    )
     @_field("pooling", "What is the embedding of a text: of its tokens' states.")
     @_field("metrics", "GET /metrics.")
     @click.option(
@@ -95,11 +97,9 @@ def serve_options(command: Command) -> Command:
         *,
         api_keys: tuple[str, ...],
         api_key_file: Path | None,
-        memory_limit_mib: int | None,
         **given: Any,
     ) -> Any:
         given["api_keys"] = (*api_keys, *_keys(api_key_file))
-        given["memory_limit_bytes"] = None if memory_limit_mib is None else memory_limit_mib * _MIB
         options = ServeOptions(**{each.name: given.pop(each.name) for each in fields(ServeOptions)})
         return command(options=options, **given)
 
@@ -114,6 +114,8 @@ def serve(
     *,
     models: tuple[str, ...],
     options: ServeOptions,
+    memory_limit_mib: int | None,
+    idle_unload_s: float | None,
     log_requests: bool,
     load_arguments: EngineArguments,
 ) -> None:
@@ -137,8 +139,8 @@ def serve(
         ]
         pool = ModelPool(
             served,
-            memory_limit_bytes=options.memory_limit_bytes,
-            idle_unload_s=options.idle_unload_s,
+            memory_limit_bytes=None if memory_limit_mib is None else memory_limit_mib * _MIB,
+            idle_unload_s=idle_unload_s,
         )
         for model in served:
             model.check()

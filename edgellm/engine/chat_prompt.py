@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -134,13 +134,14 @@ def chat_prompt(
     *,
     logit_filter: LogitFilter | None = None,
     continue_last: bool = False,
+    check_size: Callable[[int], None] | None = None,
 ) -> ChatPrompt:
     """The prompt for a conversation, and how the answer is read.
 
     Args:
         logit_filter: the caller's own, applied besides; a JSON schema holds what is behind the
             reasoning that the prompt has begun, and no answer that may be a call.
-        continue_last: see `encode_conversation`.
+        continue_last, check_size: see `encode_conversation`.
 
     Raises:
         TemplateError: the template does not take these messages or any tools.
@@ -164,6 +165,7 @@ def chat_prompt(
         tools=options.tools if takes_tools else (),
         template_arguments=options.template_arguments,
         continue_last=continue_last,
+        check_size=check_size,
     )
     if not options.callable_tools:
         form = replace(form, calls=None)

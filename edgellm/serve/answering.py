@@ -20,12 +20,7 @@ from edgellm.engine.embedding import embeddings
 from edgellm.engine.samples import SamplePieces, sample_pieces
 from edgellm.progress import Progress
 from edgellm.serve.ask import Ask, EmbeddingAsk
-from edgellm.serve.asked_prompt import (
-    asked_prompt,
-    check_begin,
-    embedding_prompt,
-    too_long,
-)
+from edgellm.serve.asked_prompt import answerable_prompt, embedding_prompt
 from edgellm.serve.events import Begun, Client, Delta, Embeddings, End, Event, PromptProgress
 from edgellm.serve.metrics import Metrics
 from edgellm.serve.queue_limits import Counted, QueueLimits
@@ -86,6 +81,16 @@ class Answering:
         """End all answers that are on their way with an error that says so."""
         self._stop.set()
         self.text_work.close()
+
+    async def check(self, asks: Sequence[Ask]) -> None:
+        """Refuse asks of one request and model if one of them cannot be answered.
+
+        Raises:
+            RequestError, EdgeLLMError: as with `answer`.
+        """
+        model = self.pool.resolve(asks[0].model)
+        async with self.pool.use(model) as llm:
+            await self.text_work.call(lambda: [answerable_prompt(llm, model, ask) for ask in asks])
 
     async def answer(self, ask: Ask, client: Client) -> AsyncGenerator[Event, None]:
         """The events of an ask, `Begun` first.
@@ -164,11 +169,8 @@ class Answering:
     ) -> Pending[_Item]:
         """What takes long about an ask, its prompt first; see `pending.py`."""
         engine = llm.engine
-        prompt = asked_prompt(llm, model, ask)
+        prompt = answerable_prompt(llm, model, ask)
         tokens, options = prompt.tokens, self._limited(prompt.options, arrival)
-        if options.context_policy == "error" and len(tokens) > engine.ctx_size:
-            raise too_long(len(tokens), engine.ctx_size)
-        check_begin(engine, tokens, options)
         yield Begun(model, tuple(tokens), options, engine)
         limited = self._limited(prompt.options, arrival)  # some of the time may be over
         options = replace(limited, owner=client.owner)

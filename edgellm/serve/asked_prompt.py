@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
+from itertools import chain
 from typing import TYPE_CHECKING
 
 from edgellm.engine.chat_prompt import ChatPrompt, ToolOptions, chat_prompt
 from edgellm.engine.infill_sampler import InfillSampler
 from edgellm.infill import infill_options, infill_tokens
-from edgellm.serve.ask import Ask, AskedPrompt, Conversation, Infill
+from edgellm.serve.ask import Ask, Conversation, Infill
 from edgellm.serve.request_error import RequestError
 from edgellm.text.fim_budget import budget
 from edgellm.text.template import Scalar
@@ -51,8 +52,6 @@ def asked_prompt(llm: LLM, model: str, ask: Ask) -> EncodedPrompt:
     """
     engine, prompt = llm.engine, ask.prompt
     options = llm.generation_options(**ask.arguments)
-    if options.context_policy == "error":
-        check_size(engine, _characters(prompt))
     logit_filter = _logit_filter(llm, ask, options)
     if isinstance(prompt, Conversation):
         tools = ToolOptions(
@@ -67,11 +66,13 @@ def asked_prompt(llm: LLM, model: str, ask: Ask) -> EncodedPrompt:
             tools,
             logit_filter=logit_filter,
             continue_last=_continues(prompt),
+            check_size=partial(check_size, engine),
         )
         return EncodedPrompt(
             tokens=chat.tokens, options=options, logit_filter=chat.logit_filter, chat=chat
         )
     if isinstance(prompt, Infill):
+        check_size(engine, _uncut(prompt))
         fitted = budget(engine.ctx_size, max_tokens=options.max_tokens)
         tokens = infill_tokens(
             engine.tokenizer,
@@ -82,6 +83,7 @@ def asked_prompt(llm: LLM, model: str, ask: Ask) -> EncodedPrompt:
         )
         options = infill_options(engine, options)
     else:
+        check_size(engine, len(prompt) if isinstance(prompt, str) else 0)
         tokens = continued(engine, prompt, parse_special=True)
     return EncodedPrompt(tokens=tokens, options=options, logit_filter=logit_filter)
 
@@ -114,15 +116,12 @@ def _continues(prompt: Conversation) -> bool:
     return roles[-1:] == ["assistant"] and not prompt.messages[-1].tool_calls
 
 
-def _characters(prompt: AskedPrompt) -> int:
-    if isinstance(prompt, Conversation):
-        return sum(len(message.content) for message in prompt.messages)
-    if isinstance(prompt, Infill):
-        gap = prompt.gap
-        if prompt.fitted:  # what is too much is cut
-            return 0
-        return len(gap.prefix) + len(gap.suffix) + sum(len(text) for _, text in gap.extra)
-    return len(prompt) if isinstance(prompt, str) else 0
+def _uncut(prompt: Infill) -> int:
+    """Count the characters around a gap that no budget cuts."""
+    gap = prompt.gap
+    if prompt.fitted:
+        return len(gap.tail)
+    return sum(map(len, (gap.prefix, gap.tail, gap.suffix, *chain.from_iterable(gap.extra))))
 
 
 def check_size(engine: Engine, characters: int) -> None:
@@ -144,19 +143,25 @@ def check_size(engine: Engine, characters: int) -> None:
         )
 
 
-def check_begin(engine: Engine, tokens: Sequence[int], options: GenerationOptions) -> None:
-    """Refuse, while there is no reply yet, what no answer can begin with.
+def answerable_prompt(llm: LLM, model: str, ask: Ask) -> EncodedPrompt:
+    """Encode a prompt, and refuse while there is no reply yet what no answer can begin with.
 
     Raises:
-        RequestError: the prompt is empty, or a biased token is not in the vocabulary.
+        RequestError: the prompt is empty or too long, or a biased token is not in the vocabulary.
+        EdgeLLMError: see `asked_prompt`.
     """
-    if not tokens:
+    engine, prompt = llm.engine, asked_prompt(llm, model, ask)
+    count, options = len(prompt.tokens), prompt.options
+    if options.context_policy == "error" and count > engine.ctx_size:
+        raise too_long(count, engine.ctx_size)
+    if not count:
         raise RequestError(
             "invalid_request", "the prompt is empty; give at least one token", param="prompt"
         )
     largest = max(options.logit_bias, default=0)
     if largest >= engine.config.vocab_size:
         raise _not_in_vocabulary(engine, largest, "logit_bias")
+    return prompt
 
 
 def continued(engine: Engine, prompt: str | tuple[int, ...], *, parse_special: bool) -> list[int]:

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from edgellm.backends.selection import select
+from edgellm.checks import check_number
 from edgellm.engine.loaded_model import planned_memory
 from edgellm.errors import MemoryEstimateError, OptionError
 from edgellm.llm import LLM, load
@@ -122,8 +123,12 @@ class ModelPool:
     All but `ids` is for one event loop.
 
     Args:
-        memory_limit_bytes: of all that are loaded; None: what is available.
-        idle_unload_s: None: none is unloaded but for another one.
+        memory_limit_bytes: of all loaded models together, as estimated; None: what is available.
+        idle_unload_s: after which a model without requests is unloaded; None: none is unloaded but
+            for another one.
+
+    Raises:
+        OptionError: a limit is not allowed, or ids are missing or not different.
     """
 
     def __init__(
@@ -133,6 +138,10 @@ class ModelPool:
         memory_limit_bytes: int | None = None,
         idle_unload_s: float | None = None,
     ) -> None:
+        if memory_limit_bytes is not None:
+            check_number("memory_limit_bytes", memory_limit_bytes, 1, 1 << 60, whole=True)
+        if idle_unload_s is not None:
+            check_number("idle_unload_s", idle_unload_s, 0.05, 1 << 30)
         ids = [model.id for model in models]
         if not ids or len(set(ids)) < len(ids):
             raise OptionError(

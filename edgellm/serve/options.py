@@ -24,10 +24,8 @@ _RANGES: dict[str, tuple[float, float, bool]] = {
     "time_limit_ms": (1, 1 << 40, True),
     "heartbeat_s": (0.05, 3600, False),
     "grace_s": (0, 3600, False),
-    "memory_limit_bytes": (1, 1 << 60, True),
-    "idle_unload_s": (0.05, 1 << 30, False),
 }
-_MAY_BE_NONE = ("max_tokens", "time_limit_ms", "memory_limit_bytes", "idle_unload_s")
+_MAY_BE_NONE = ("max_tokens", "time_limit_ms")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,8 +53,6 @@ class ServeOptions:
         time_limit_ms: for one answer, from its arrival; None: none.
         heartbeat_s: after which a stream with nothing to say sends a comment.
         grace_s: in which answers may end when the server is told to stop.
-        memory_limit_bytes: of all loaded models together, as estimated; None: what is available.
-        idle_unload_s: after which a model that nobody asks is unloaded; None: never.
         pooling: what is the embedding of a text: the mean of its tokens' states, or the last one.
         metrics: whether `/metrics` is there.
     """
@@ -77,8 +73,6 @@ class ServeOptions:
     time_limit_ms: int | None = None
     heartbeat_s: float = 15
     grace_s: float = 30
-    memory_limit_bytes: int | None = None
-    idle_unload_s: float | None = None
     pooling: Pooling = "mean"
     metrics: bool = True
 

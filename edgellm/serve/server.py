@@ -6,6 +6,7 @@ import asyncio
 import os
 import signal
 import socket
+import stat
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -150,19 +151,33 @@ def _bound(options: ServeOptions) -> Iterator[socket.socket]:
 
 def _socket(options: ServeOptions) -> socket.socket:
     if options.is_socket:
+        _remove_stale(options.host)
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        before = os.umask(0o177)  # for its owner alone
-        try:
-            listener.bind(options.host)
-        finally:
-            os.umask(before)
-        return listener
-    family = socket.AF_INET6 if ":" in options.host else socket.AF_INET
-    listener = socket.socket(family, socket.SOCK_STREAM)
+    else:
+        family = socket.AF_INET6 if ":" in options.host else socket.AF_INET
+        listener = socket.socket(family, socket.SOCK_STREAM)
     try:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind((options.host, options.port))
+        if options.is_socket:
+            before = os.umask(0o177)  # for its owner alone
+            try:
+                listener.bind(options.host)
+            finally:
+                os.umask(before)
+        else:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listener.bind((options.host, options.port))
     except OSError:
         listener.close()
         raise
     return listener
+
+
+def _remove_stale(path: str) -> None:
+    """Remove the socket of a server that was killed: at it nothing answers."""
+    with suppress(FileNotFoundError), socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as client:
+        if not stat.S_ISSOCK(os.lstat(path).st_mode):
+            return
+        try:
+            client.connect(path)
+        except ConnectionRefusedError:
+            os.unlink(path)

@@ -11,6 +11,7 @@ A family is known by the texts of its tokens; ids differ from model to model.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, TypeVar, get_args
@@ -254,13 +255,14 @@ def assemble(
         order: None is the family's own.
         budget: None takes all of the parts.
     """
-    context, lead = _other_files(family, gap, encode, vocabulary)
+    most = sys.maxsize if budget is None else budget.extra * _LONG
+    context, lead = _other_files(family, gap, encode, vocabulary, most=most)
     if budget is None:
         before, behind = encode(lead + gap.prefix + gap.tail), _suffix(family, gap.suffix, encode)
     else:
         context = _end(context, budget.extra)
         before, behind = _within(budget, family, gap, encode)
-        before = _end(encode(_end(lead, budget.extra * _LONG)), budget.extra) + before
+        before = _end(encode(lead), budget.extra) + before
     prefix = [vocabulary[family.prefix]]
     suffix = [vocabulary[family.suffix], *behind]
     middle = [] if family.middle is None else [vocabulary[family.middle]]
@@ -293,20 +295,37 @@ def _suffix(family: Family, text: str, encode: Encode) -> list[int]:
 
 
 def _other_files(
-    family: Family, gap: Gap, encode: Encode, vocabulary: Mapping[str, int]
+    family: Family, gap: Gap, encode: Encode, vocabulary: Mapping[str, int], *, most: int
 ) -> tuple[list[int], str]:
-    """Other files as tokens before everything else, or as text at the head of the prefix."""
+    """Other files as tokens before everything else, or as text at the head of the prefix.
+
+    Args:
+        most: characters of them that are taken, from their end.
+    """
     if not gap.extra and gap.repository is None:
         return [], ""
     if family.file is None:
         files = [family.header.format(path=path) + _line(text) for path, text in gap.extra]
-        return [], "".join(files) + (family.header.format(path=gap.path) if files else "")
+        lead = "".join(files) + (family.header.format(path=gap.path) if files else "")
+        return [], _end(lead, most)
+    files = [f"{path}\n{_line(text)}" for path, text in gap.extra]
     tokens: list[int] = []
     if family.repository is not None and gap.repository is not None:
         tokens += [vocabulary[family.repository], *encode(f"{gap.repository}\n")]
-    for path, text in gap.extra:
-        tokens += [vocabulary[family.file], *encode(f"{path}\n{_line(text)}")]
+    for text in _last(files, most):
+        tokens += [vocabulary[family.file], *encode(text)]
     return [*tokens, vocabulary[family.file], *encode(f"{gap.path}\n")], ""
+
+
+def _last(texts: Sequence[str], count: int) -> list[str]:
+    """The last characters of texts that stand one behind the other."""
+    kept: list[str] = []
+    for text in reversed(texts):
+        kept.append(_end(text, count))
+        count -= len(kept[-1])
+        if not count:
+            break
+    return kept[::-1]
 
 
 def _line(text: str) -> str:

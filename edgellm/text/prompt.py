@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -93,6 +93,7 @@ def encode_conversation(
     tools: Sequence[Tool] = (),
     template_arguments: Mapping[str, Scalar] | None = None,
     continue_last: bool = False,
+    check_size: Callable[[int], None] | None = None,
 ) -> list[int]:
     """Token ids of a conversation, up to where the answer begins.
 
@@ -100,6 +101,7 @@ def encode_conversation(
         tools: what the model may call.
         template_arguments: variables that the template reads, such as `enable_thinking`.
         continue_last: the last message is an assistant's, and the answer goes on with its content.
+        check_size: called with the characters of the rendered conversation before they are encoded.
 
     Raises:
         TemplateError: the model has no template, or it does not take these messages or any tools.
@@ -130,7 +132,10 @@ def encode_conversation(
                 "this model's chat template does not show the last answer as it is, so it cannot "
                 "be continued; end the conversation with a user's message"
             )
-    return writer.tokens(writer.with_generated(rendered, messages))
+    rendered = writer.with_generated(rendered, messages)
+    if check_size is not None:
+        check_size(len(rendered))
+    return writer.tokens(rendered)
 
 
 class _Writer:

@@ -25,6 +25,7 @@ from edgellm.cli.progress import progress_bar
         (("--api-key", ""), "--api-key is"),
         (("--api-key-file", "nothing"), "--api-key-file nothing"),
         (("--heartbeat-s", "0"), "--heartbeat-s is 0"),
+        (("--idle-unload-s", "0"), "--idle-unload-s is 0"),
         (("a/x", "b/x"), "under an id of its own"),
         (("x=",), "write ID=NAME"),
     ],

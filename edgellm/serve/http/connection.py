@@ -1,4 +1,5 @@
-"""uvicorn's HTTP with time limits that it has not: for headers to come, and for a client to read.
+"""uvicorn's HTTP with time limits that it lacks: for headers to come, for the rest of a body whose
+request was answered without it, and for a client to read.
 
 A transport that is closed stays until the client has read what was written, which may be never.
 """
@@ -6,7 +7,10 @@ A transport that is closed stays until the client has read what was written, whi
 from __future__ import annotations
 
 import asyncio
+import logging
 import socket
+from collections.abc import MutableMapping
+from typing import Any
 
 import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
@@ -20,29 +24,37 @@ def protocol(*, read_timeout_s: float, write_timeout_s: float) -> type[H11Protoc
     """The class of connections.
 
     Args:
-        read_timeout_s: in which the headers of a request have to be there.
+        read_timeout_s: in which the headers of a request have to be there, and the rest of a body
+            behind its answer, such as a refusal.
         write_timeout_s: in which a client has to read some of what was written for it, also behind
             the end of the answer.
     """
 
     class Connection(H11Protocol):
-        _headers_end: asyncio.TimerHandle | None = None
+        _client_end: asyncio.TimerHandle | None = None
         _next_look: asyncio.TimerHandle | None = None
         _unread = 0
         _read_at = 0.0
 
         def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
             super().connection_made(transport)
+            address = self.client[0] if self.client else "-"
+            self.logger = _Addressed(self.logger, {"address": address})  # type: ignore[assignment]
             _keep_little(transport.get_extra_info("socket"))
-            self._wait_for_headers()
+            self._wait_for_client()
             self._look_at_reader()
 
         def data_received(self, data: bytes) -> None:
             super().data_received(data)
-            if self.conn.their_state is not h11.IDLE:
+            if not self._client_is_next:
                 self._stop_waiting()
-            elif self._headers_end is None:
-                self._wait_for_headers()
+            elif self._client_end is None:
+                self._wait_for_client()
+
+        def on_response_complete(self) -> None:
+            super().on_response_complete()
+            if self.conn.our_state is h11.DONE:  # no other request has begun
+                self._wait_for_client()
 
         def connection_lost(self, exc: Exception | None) -> None:
             self._stop_waiting()
@@ -50,13 +62,19 @@ def protocol(*, read_timeout_s: float, write_timeout_s: float) -> type[H11Protoc
                 self._next_look.cancel()
             super().connection_lost(exc)
 
-        def _wait_for_headers(self) -> None:
-            self._headers_end = self.loop.call_later(read_timeout_s, self.transport.close)
+        @property
+        def _client_is_next(self) -> bool:
+            """Whether headers have to come, or the rest of a body that the application left."""
+            theirs, answered = self.conn.their_state, self.conn.our_state is h11.DONE
+            return theirs is h11.IDLE or (theirs is h11.SEND_BODY and answered)
+
+        def _wait_for_client(self) -> None:
+            self._client_end = self.loop.call_later(read_timeout_s, self.transport.close)
 
         def _stop_waiting(self) -> None:
-            if self._headers_end is not None:
-                self._headers_end.cancel()
-                self._headers_end = None
+            if self._client_end is not None:
+                self._client_end.cancel()
+                self._client_end = None
 
         def _look_at_reader(self) -> None:
             """End the connection if what it has to send has not changed for too long."""
@@ -69,6 +87,20 @@ def protocol(*, read_timeout_s: float, write_timeout_s: float) -> type[H11Protoc
             self._next_look = self.loop.call_later(write_timeout_s / 4, self._look_at_reader)
 
     return Connection
+
+
+class _Addressed(logging.LoggerAdapter[logging.Logger]):
+    """uvicorn's log, each message with the client's address."""
+
+    @property
+    def level(self) -> int:
+        return self.logger.level
+
+    def process(
+        self, msg: Any, kwargs: MutableMapping[str, Any]
+    ) -> tuple[Any, MutableMapping[str, Any]]:
+        assert self.extra is not None
+        return f"{self.extra['address']}: {msg}", kwargs
 
 
 def _keep_little(connection: socket.socket) -> None:

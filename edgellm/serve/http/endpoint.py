@@ -36,6 +36,7 @@ from edgellm.tool_use import ToolCall, joined_calls
 
 # Asks of one request that wait at once: the others of its prompts leave the queue to other clients.
 _MOST_WAITING = 4
+_MOST_PARAMETERS = 100  # of a URL
 Scope = MutableMapping[str, Any]
 CLIENT = "edgellm.client"  # where the guard leaves it in an ASGI scope
 ANSWERED = "edgellm.answered"  # where the request log wants an `AnswerNote` of each answer
@@ -116,9 +117,19 @@ class Call:
         return next((value.decode("latin-1") for key, value in pairs if key == wanted), None)
 
     def query(self, name: str) -> str | None:
-        """A parameter of the URL."""
+        """Read a parameter of the URL.
+
+        Raises:
+            RequestError: there are too many.
+        """
         query: bytes = self.scope["query_string"]
-        values = parse_qs(query.decode("latin-1"), max_num_fields=100).get(name)
+        try:
+            values = parse_qs(query.decode("latin-1"), max_num_fields=_MOST_PARAMETERS).get(name)
+        except ValueError:
+            raise RequestError(
+                "invalid_request",
+                f"the URL has more than the {_MOST_PARAMETERS} parameters that are allowed",
+            ) from None
         return values[0] if values else None
 
     async def fields(self) -> Fields:
@@ -154,6 +165,16 @@ class Call:
                 elif isinstance(event, End):
                     answers[number][event.sample].end = event
         return [(begun[number], of_one) for number, of_one in enumerate(answers)]
+
+    async def check_all(self, asks: Sequence[Ask]) -> None:
+        """Refuse what one of several asks has wrong while there is no reply yet; a single one says
+        so before its first frame.
+
+        Raises:
+            RequestError, EdgeLLMError: see `Answering.check`.
+        """
+        if len(asks) > 1:
+            await self.answering.check(asks)
 
     def stream(self, frames: Frames, *, format: Literal["sse", "lines"] = "sse") -> StreamReply:
         """A stream of frames, within the server's limits."""

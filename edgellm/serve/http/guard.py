@@ -25,7 +25,11 @@ from edgellm.serve.request_error import RequestError
 ASGI = Callable[[Scope, Receive, Send], Awaitable[None]]
 # What everybody may read: whether the server is up, and the page, which asks for a key itself.
 PUBLIC = ("/", "/health", "/v1/health")
-_LOCAL_SUFFIXES = (".localhost", ".local", ".internal")
+# Names of this machine in containers. Any network can answer for them, so they are for programs
+# alone, which send no `Origin`.
+_IN_CONTAINERS = ("host.docker.internal", "host.containers.internal")
+# Of the pages of installed programs; no page that comes over a network has them.
+_PROGRAM_SCHEMES = ("app", "tauri", "vscode-file", "vscode-webview")
 _HEADERS = "Authorization, Content-Type, X-Api-Key"
 _PREFLIGHT = {
     "access-control-allow-methods": "GET, POST, DELETE, OPTIONS",
@@ -47,7 +51,9 @@ class Guard:
         self._options = options
         self._error = error
         self._digests = [_digest(key) for key in options.api_keys]
-        self._own_name = socket.gethostname().lower()
+        name = socket.gethostname().lower()
+        mdns = f"{name.partition('.')[0]}.local"
+        self._own_names = ("localhost", name, mdns, *options.allowed_hosts)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -77,13 +83,13 @@ class Guard:
 
     def _check(self, scope: Scope, headers: Mapping[str, str]) -> None:
         options = self._options
-        host = headers.get("host", "")
-        if options.is_local and not options.is_socket and not self._is_own(host):
+        host, origin = headers.get("host", ""), headers.get("origin")
+        is_own = self._is_own(host) or (origin is None and _host_name(host) in _IN_CONTAINERS)
+        if options.is_local and not options.is_socket and not is_own:
             raise RequestError(
                 "permission",
                 f"the Host {host[:100]!r} is not this machine; `--allow-host` allows it",
             )
-        origin = headers.get("origin")
         if origin is not None and not (self._may_read(origin) or self._is_same(origin, host)):
             raise RequestError(
                 "permission",
@@ -105,13 +111,8 @@ class Guard:
 
     def _is_own(self, host: str) -> bool:
         """Whether a `Host` header means this machine."""
-        try:
-            name = (urlsplit(f"//{host}").hostname or "").lower().rstrip(".")
-        except ValueError:
-            return False
-        if name in self._options.allowed_hosts or name in ("localhost", self._own_name):
-            return True
-        if name.endswith(_LOCAL_SUFFIXES):
+        name = _host_name(host)
+        if name in self._own_names or name.endswith(".localhost"):
             return True
         try:
             address = ipaddress.ip_address(name)
@@ -175,12 +176,23 @@ def _digest(key: str) -> bytes:
     return hashlib.sha256(key.encode("utf-8", "surrogateescape")).digest()
 
 
+def _host_name(host: str) -> str:
+    """Take the name out of a `Host` header; empty if it is none."""
+    try:
+        return (urlsplit(f"//{host}").hostname or "").lower().rstrip(".")
+    except ValueError:
+        return ""
+
+
 def _is_local_origin(origin: str) -> bool:
+    """Whether an origin is a page or an installed program of this machine."""
     try:
         parts = urlsplit(origin)
         host = parts.hostname or ""
     except ValueError:
         return False
+    if parts.scheme in _PROGRAM_SCHEMES:
+        return True
     return parts.scheme in ("http", "https") and (
         host in ("localhost", "127.0.0.1", "::1") or host.endswith(".localhost")
     )

@@ -101,6 +101,7 @@ async def _wanted(call: Call, fields: Fields, model: str) -> _Wanted:
 
 async def _answer(call: Call, wanted: _Wanted) -> Reply:
     if wanted.stream:
+        await call.check_all(wanted.asks)
         return call.stream(_all_frames(call, wanted))
     results: list[dict[str, Any]] = []
     for begun, samples in await call.all_answers(wanted.asks):

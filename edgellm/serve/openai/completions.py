@@ -36,6 +36,7 @@ async def completions(call: Call) -> Reply:
     fields = await call.fields()
     asked = read_completion(fields, max_n=call.answering.options.max_n)
     if fields.flag("stream"):
+        await call.check_all(asked.asks)
         return call.stream(completion_frames(call.all_events(asked.asks), asked))
     return json_reply(await _whole(call, asked))
 

@@ -202,6 +202,33 @@ def test_an_empty_prompt_is_no_stream(server: Running, monkeypatch: pytest.Monke
         assert "empty" in reply.json()["error"]["message"]
 
 
+@pytest.mark.parametrize("path", ["/v1/completions", "/completion"])
+@pytest.mark.parametrize(
+    ("prompts", "named"),
+    [
+        (["a", "b", "c", "d", "e", "x" * 2000], "too long"),
+        (["a", "b", "c", "d", "e", [999_999]], "vocabulary"),
+    ],
+)
+def test_a_wrong_prompt_of_several_is_no_stream(
+    server: Running, path: str, prompts: list[Any], named: str
+) -> None:
+    reply = server.post(path, {"prompt": prompts, "stream": True, "max_tokens": 1})
+    assert reply.status_code == 400, reply.text
+    assert named in reply.json()["error"]["message"]
+    reply = server.post(path, {"prompt": prompts[:-1], "stream": True, "max_tokens": 1})
+    assert reply.status_code == 200
+    assert "error" not in reply.text
+
+
+@pytest.mark.parametrize("path", ["/props", "/slots"])
+def test_many_parameters(server: Running, path: str) -> None:
+    query = "&".join(f"a{i}=1" for i in range(150))
+    reply = server.get(f"{path}?{query}")
+    assert reply.status_code == 400
+    assert "100 parameters" in reply.json()["error"]["message"]
+
+
 def test_fields_that_mean_nothing(server: Running) -> None:
     """vLLM's `top_k` of all tokens, and a suffix that is not there."""
     asked = {"prompt": "a", "max_tokens": 3, "seed": 1, "temperature": 1}
@@ -294,7 +321,7 @@ def test_unknown_errors_say_nothing(
     def fail(*_: object, **__: object) -> None:
         raise RuntimeError("/home/user/secret")
 
-    monkeypatch.setattr("edgellm.serve.answering.asked_prompt", fail)
+    monkeypatch.setattr("edgellm.serve.answering.answerable_prompt", fail)
     reply = server.post(PATH, {"messages": MESSAGES})
     assert reply.status_code == 500
     assert reply.json()["error"]["type"] == "server_error"
@@ -327,7 +354,7 @@ def test_errors_of_files_are_in_the_dialect(
     def fail(*_: object, **__: object) -> None:
         raise OSError(5, "Input/output error", "/home/user/secret")
 
-    monkeypatch.setattr("edgellm.serve.answering.asked_prompt", fail)
+    monkeypatch.setattr("edgellm.serve.answering.answerable_prompt", fail)
     body = {"messages": MESSAGES, "prompt": "a", "max_tokens": 3, "model": "tiny"}
     reply = server.post(path, {**body, "stream": stream})
     assert reply.status_code == 500

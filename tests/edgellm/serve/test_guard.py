@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
-from serving import Running, until
+from serving import Running, connected, until
 
 from edgellm import OptionError
 from edgellm.engine.request import Request
@@ -83,8 +83,10 @@ def test_where_none_is_needed_any_key_will_do(server: Running, header: bytes) ->
         ("127.0.0.1:8080", 200),
         ("[::1]:8080", 200),
         ("192.168.1.5", 200),
-        ("box.local", 200),
-        ("a.internal", 200),
+        ("app.localhost", 200),
+        ("host.docker.internal:8080", 200),
+        ("box.local", 403),
+        ("a.internal", 403),
         ("attacker.example", 403),
         ("localhost.attacker.example", 403),
         ("127.0.0.1.nip.io", 403),
@@ -125,6 +127,9 @@ def test_hosts_and_origins_can_be_allowed(serving: Callable[..., Running]) -> No
         ({"Origin": "http://localhost.evil.example"}, 403),
         ({"Origin": "null"}, 403),
         ({"Origin": "file://"}, 403),
+        ({"Origin": "app://obsidian.md"}, 200),
+        ({"Origin": "tauri://localhost"}, 200),
+        ({"Origin": "vscode-webview://0a1b2c"}, 200),
         ({"Origin": "http://[::1"}, 403),
         ({"Sec-Fetch-Site": "cross-site"}, 403),
         ({"Origin": "http://localhost:3000", "Sec-Fetch-Site": "cross-site"}, 200),
@@ -143,7 +148,8 @@ def test_origins(server: Running, headers: dict[str, str], status: int) -> None:
 
 SAME = [
     ("192.168.1.5:8080", "http://192.168.1.5:8080", 200),
-    ("box.local", "https://box.local", 200),
+    ("host.docker.internal", "http://host.docker.internal", 403),
+    ("box.local", "https://box.local", 403),
     ("me.example", "https://ME.example", 200),
     ("192.168.1.5:8080", "http://192.168.1.5:3000", 403),
     ("192.168.1.5:8080", "http://192.168.1.6:8080", 403),
@@ -308,3 +314,62 @@ def test_no_key_pushes_out_another(
     owner = next(each for each in begun if begun.count(each) == 1)
     assert begun.index(owner) <= 1
     assert len(begun) == 13
+
+
+def test_the_own_name_in_the_local_network(
+    serving: Callable[..., Running], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(socket, "gethostname", lambda: "Box.lan")
+    server = serving()
+    for host, status in (("box.lan", 200), ("box.local", 200), ("other.local", 403)):
+        assert server.get("/v1/models", headers={"Host": host}).status_code == status
+
+
+REFUSED = [
+    ("POST", PATH, "", 401),
+    ("POST", "/none", "X-Api-Key: secret\r\n", 404),
+    ("PUT", PATH, "X-Api-Key: secret\r\n", 405),
+    ("POST", PATH, "X-Api-Key: secret\r\nOrigin: https://evil.example\r\n", 403),
+    ("POST", PATH, "X-Api-Key: secret\r\nContent-Encoding: gzip\r\n", 415),
+    ("OPTIONS", PATH, "Origin: http://localhost:3000\r\n", 204),
+    ("GET", "/health/", "X-Api-Key: secret\r\n", 307),
+]
+
+
+def test_refused_requests_whose_bodies_never_end(serving: Callable[..., Running]) -> None:
+    """What comes behind the answer does not hold the connection."""
+    server = serving(api_keys=("secret",), read_timeout_s=3)
+    with contextlib.ExitStack() as stack:
+        connections = []
+        for method, path, headers, status in REFUSED:
+            connection = stack.enter_context(connected(server))
+            head = f"{method} {path} HTTP/1.1\r\nHost: localhost\r\nContent-Length: 1000\r\n"
+            connection.sendall(f"{head}{headers}\r\n".encode())
+            assert connection.recv(4096).startswith(f"HTTP/1.1 {status} ".encode())
+            connection.sendall(b"x")
+            connections.append(connection)
+        for connection in connections:
+            with contextlib.suppress(ConnectionError):
+                while connection.recv(4096):
+                    pass
+    until(lambda: server.connections == 0)
+
+
+def test_a_refused_request_is_followed_by_another(serving: Callable[..., Running]) -> None:
+    """Once its body has come to its end."""
+    server = serving(api_keys=("secret",))
+    head = f"POST {PATH} HTTP/1.1\r\nHost: localhost\r\nContent-Length: 5\r\n\r\n"
+    health = b"GET /health HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n"
+    with connected(server) as connection:
+        connection.sendall(head.encode())
+        assert connection.recv(4096).startswith(b"HTTP/1.1 401 ")
+        connection.sendall(b"12345" + health)
+        parts = b"".join(iter(lambda: connection.recv(4096), b""))
+    assert b"HTTP/1.1 200 " in parts
+
+
+def test_nonsense_is_logged_with_its_address(
+    server: Running, caplog: pytest.LogCaptureFixture
+) -> None:
+    raw(server, b"\x16\x03\x01\x02\x00\x01\x00\r\n\r\n")
+    assert "127.0.0.1: Invalid HTTP request received." in caplog.text

@@ -317,3 +317,19 @@ def test_a_model_that_cannot_be_looked_at(tiny: LLM, caplog: pytest.LogCaptureFi
     assert reply.status_code == 500
     assert "secret" not in reply.text
     assert "secret" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("memory_limit_bytes", 0), ("memory_limit_bytes", 1.5), ("idle_unload_s", 0.01)],
+)
+def test_limits_that_cannot_be(loads: Loads, name: str, value: float) -> None:
+    with pytest.raises(OptionError, match=f"`{name}` is"):
+        ModelPool([loads.model("a")], **{name: value})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("name", ["memory_limit_bytes", "idle_unload_s"])
+def test_limits_of_models_are_no_options_of_the_server(name: str) -> None:
+    """An application, which is given its pool, could not follow them."""
+    with pytest.raises(TypeError, match=name):
+        ServeOptions(**{name: 5})

@@ -47,7 +47,7 @@ def ask(tab: Browser, text: str) -> None:
 
 
 def content(tab: Browser) -> str:
-    tab.until("!running && document.querySelector('.answer .meta')")
+    tab.until("!running.size && document.querySelector('.answer .meta')")
     text: str = tab.evaluate("current.messages.at(-1).content")
     return text
 
@@ -160,8 +160,8 @@ def test_stop(server: Running, tab: Browser) -> None:
     assert tab.evaluate("current.messages.at(-1).stopped")
     assert "stopped" in tab.evaluate("document.querySelector('.meta').textContent")
     ask(tab, "again")
-    assert tab.evaluate("Boolean(running) || current.messages.length === 4")
-    tab.until("!running")
+    assert tab.evaluate("running.size > 0 || current.messages.length === 4")
+    tab.until("!running.size")
 
 
 @pytest.mark.slow
@@ -214,3 +214,231 @@ def test_markdown(tab: Browser) -> None:
         shown = f"make('div', {{}}, ...markdown({json.dumps(text)})).innerHTML"
         assert tab.evaluate(shown) == expected
     assert tab.complaints == []
+
+
+# Has the page ask this instead of the server, whose answers come when a test says so.
+STAND_IN = """
+window.asked = [];
+window.fetch = async (path, { body, signal }) => {
+    if (window.refused) throw new TypeError("Failed to fetch");
+    const stream = new ReadableStream({ start(control) {
+        asked.push({ messages: JSON.parse(body).messages, signal, control });
+        signal.addEventListener("abort", () => control.error(signal.reason));
+    } });
+    return new Response(stream);
+};
+0"""
+
+
+class Answers:
+    """The answers that a page waits for, in the order in which it has asked for them."""
+
+    def __init__(self, tab: Browser) -> None:
+        self._tab = tab
+        tab.evaluate(STAND_IN)
+
+    def asked(self, count: int) -> list[dict[str, str]]:
+        """Wait for so many, and give the messages of the last one."""
+        self._tab.until(f"asked.length === {count}")
+        messages: list[dict[str, str]] = self._tab.evaluate("asked.at(-1).messages")
+        return messages
+
+    def say(self, at: int, text: str, *, reason: str | None = None) -> None:
+        """Let one go on, or end for a reason."""
+        choice = {"delta": {"content": text}, "finish_reason": reason}
+        frame = json.dumps(f"data: {json.dumps({'choices': [choice]})}\n\n")
+        self._tab.evaluate(f"asked[{at}].control.enqueue(new TextEncoder().encode({frame}))")
+        if reason is not None:
+            self._tab.evaluate(f"asked[{at}].control.close()")
+
+
+def shown(tab: Browser) -> str:
+    text: str = tab.evaluate("$('log').innerText")
+    return text
+
+
+def said(tab: Browser) -> list[str]:
+    texts: list[str] = tab.evaluate("current.messages.map(({ content }) => content)")
+    return texts
+
+
+def reopen(tab: Browser, server: Running) -> None:
+    tab.evaluate("window.before = true")
+    tab.command("Page.reload")
+    tab.until("!window.before && document.readyState === 'complete' && $('model').value")
+
+
+@pytest.mark.slow
+@needs_chromium
+def test_a_message_that_is_too_long_comes_back(tab: Browser) -> None:
+    text = "much " * 600
+    ask(tab, text)
+    tab.until("!running.size && current.error")
+    assert "he prompt is too long" in shown(tab)
+    assert tab.evaluate("$('text').value") == text.strip()
+    assert said(tab) == []
+    tab.evaluate("$('text').value = ''")
+    tab.evaluate("change({ max_tokens: 2 })")
+    ask(tab, "hi")
+    content(tab)
+    assert said(tab)[0] == "hi"
+    assert "too long" not in shown(tab)
+    answered = said(tab)
+    tab.type("#text", "typed meanwhile")
+    long = "[...current.messages, { role: 'user', content: 'x'.repeat(3000) }]"
+    tab.evaluate(f"answer(current, {long}, 'sent')")
+    tab.until("!running.size && current.error")
+    assert said(tab) == answered
+    assert tab.evaluate("$('text').value") == "sent\n\ntyped meanwhile"
+
+
+@pytest.mark.slow
+@needs_chromium
+def test_an_answer_is_kept_as_it_comes(server: Running, tab: Browser) -> None:
+    answers = Answers(tab)
+    ask(tab, "a story")
+    answers.asked(1)
+    answers.say(0, "Once upon")
+    tab.until("current.messages.at(-1).content")
+    reopen(tab, server)
+    assert said(tab) == ["a story", "Once upon"]
+    assert "stopped" in shown(tab)
+    answers = Answers(tab)
+    tab.click("#more")
+    assert [each["role"] for each in answers.asked(1)] == ["user", "assistant"]
+    answers.say(0, " a time", reason="stop")
+    tab.until("!running.size")
+    assert said(tab) == ["a story", "Once upon a time"]
+    assert "stopped" not in shown(tab)
+    assert not tab.evaluate("Boolean($('more'))")
+
+
+@pytest.mark.slow
+@needs_chromium
+def test_a_question_without_an_answer(server: Running, tab: Browser) -> None:
+    """It can be asked again, and is no turn of its own."""
+    answers = Answers(tab)
+    ask(tab, "one")
+    answers.asked(1)
+    reopen(tab, server)
+    assert tab.evaluate("[Boolean($('again')), Boolean($('more'))]") == [True, False]
+    answers = Answers(tab)
+    tab.click("#again")
+    assert answers.asked(1) == [{"role": "user", "content": "one"}]
+    reopen(tab, server)
+    answers = Answers(tab)
+    ask(tab, "two")
+    assert answers.asked(1) == [{"role": "user", "content": "one\n\ntwo"}]
+    tab.click("#stop")
+    tab.until("!running.size")
+    assert tab.evaluate("$('text').value") == "two"
+    assert said(tab) == ["one", ""]
+
+
+@pytest.mark.slow
+@needs_chromium
+def test_answers_go_on_in_other_conversations(tab: Browser) -> None:
+    answers = Answers(tab)
+    ask(tab, "first")
+    answers.asked(1)
+    tab.click("#new")
+    ask(tab, "second")
+    answers.asked(2)
+    answers.say(0, "One")
+    answers.say(1, "Two", reason="stop")
+    tab.until("running.size === 1")
+    assert said(tab) == ["second", "Two"]
+    assert tab.evaluate("[$('send').hidden, $('stop').hidden]") == [False, True]
+    assert tab.evaluate("$('list').innerText").split("\n")[::2] == ["second", "first …"]
+    tab.evaluate("go(conversations[1])")
+    assert tab.evaluate("[$('send').hidden, $('stop').hidden]") == [True, False]
+    answers.say(0, " and a half", reason="stop")
+    tab.until("!running.size")
+    assert "One and a half" in shown(tab)
+    assert tab.complaints == []
+
+
+@pytest.mark.slow
+@needs_chromium
+def test_an_answer_that_is_cut_off_says_so_and_goes_on(server: Running, tab: Browser) -> None:
+    tab.evaluate("change({ temperature: 0, max_tokens: 5 })")
+    options = {"temperature": 0, "max_tokens": 10}
+    whole = server.llm.chat(**options).send("hello there")
+    assert whole.finish_reason == "length"
+    ask(tab, "hello there")
+    assert whole.text.startswith(content(tab))
+    assert "cut off" in shown(tab)
+    tab.click("#more")
+    assert content(tab) == whole.text
+
+
+@pytest.mark.slow
+@needs_chromium
+def test_messages_are_edited_and_deleted(tab: Browser) -> None:
+    turns = [
+        {"role": role, "content": f"{role}{i}"} for i in "12" for role in ("user", "assistant")
+    ]
+    texts = [each["content"] for each in turns]
+    tab.evaluate(f"current.messages = {json.dumps(turns)}; keep(current); go(current)")
+    answers = Answers(tab)
+    tab.type("#text", "a draft")
+    tab.click(".user:nth-of-type(3) .tools button")
+    assert tab.evaluate("$('text').value") == "user2"
+    tab.click(".edited .tools button")
+    assert tab.evaluate("$('text').value") == "a draft"
+    tab.click(".user .tools button")
+    tab.evaluate("window.refused = true; $('text').value = 'other'")
+    tab.click("#send")
+    tab.until("!running.size && current.error")
+    assert said(tab) == texts  # nothing is lost where the server does not answer
+    assert "The server does not answer." in shown(tab)
+    tab.evaluate("window.refused = false; $('text').value = ''")
+    tab.click(".user .tools button")
+    tab.evaluate("$('text').value = 'other'")
+    tab.click("#send")
+    assert answers.asked(1) == [{"role": "user", "content": "other"}]
+    answers.say(0, "answer", reason="stop")
+    tab.until("!running.size")
+    assert said(tab) == ["other", "answer"]
+    tab.click(".user .tools button:last-child")
+    assert said(tab) == []
+
+
+@pytest.mark.slow
+@needs_chromium
+def test_copies_without_a_clipboard(tab: Browser) -> None:
+    """Which pages over http have only on the machine itself."""
+    message = {"role": "assistant", "content": "the text", "reasoning": ""}
+    tab.evaluate(f"current.messages = [{json.dumps(message)}]; showLog()")
+    tab.evaluate("Object.defineProperty(navigator, 'clipboard', { value: undefined }); 0")
+    copied = """new Promise((done) => {
+        document.addEventListener("copy", ({ target }) => done(target.value), { once: true });
+        document.querySelector(".answer .meta button").click();
+    })"""
+    allowed = tab.command(
+        "Runtime.evaluate", expression=copied, awaitPromise=True, userGesture=True
+    )
+    assert allowed["result"]["value"] == "the text"
+    tab.until("document.querySelector('.answer .meta button').textContent === 'Copied'")
+    tab.evaluate("document.execCommand = () => false; showLog()")
+    tab.click(".answer .meta button")
+    tab.until("document.querySelector('.answer .meta button').textContent.includes('forbids')")
+
+
+@pytest.mark.slow
+@needs_chromium
+def test_what_another_tab_keeps_is_not_lost(tab: Browser) -> None:
+    answers = Answers(tab)
+    ask(tab, "here")
+    answers.asked(1)
+    other = {"id": "other", "title": "there", "messages": [{"role": "user", "content": "there"}]}
+    tab.evaluate(
+        f"""const kept = [{json.dumps(other)}, ...store.get("conversations")];
+        localStorage.setItem("edgellm.conversations", JSON.stringify(kept));
+        dispatchEvent(new StorageEvent("storage", {{ key: "edgellm.conversations" }}))"""
+    )
+    answers.say(0, "an answer", reason="stop")
+    tab.until("!running.size")
+    kept = tab.evaluate("store.get('conversations').map(({ messages }) => messages.at(-1).content)")
+    assert kept == ["there", "an answer"]
+    assert said(tab) == ["here", "an answer"]
