@@ -114,7 +114,7 @@ def with_key(key: str, value: Any, keys: Keys) -> Keys:
         ("llama", "attention.causal", False, UnsupportedModelError, "causal = False"),
         ("llama", "attention.head_count", [4, 4, 2, 4], UnsupportedModelError, "in all layers"),
         ("llama", "rope.scaling.type", "cubic", UnsupportedModelError, "'cubic'"),
-        ("llama", "rope.freq_base", -1.0, ModelFormatError, "base -1"),
+        ("llama", "rope.freq_base", -1.0, ModelFormatError, "freq_base. is -1"),
         ("gemma2", "attention.sliding_window_pattern", [True], ModelFormatError, "1 entries.*4 la"),
         ("gemma2", "attention.sliding_window_pattern", -1, ModelFormatError, "-1 layers"),
         ("granite", "residual_scale", 0.0, ModelFormatError, "residual_scale"),

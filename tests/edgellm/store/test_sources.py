@@ -142,22 +142,6 @@ def test_offline_hub(tmp_path: Path) -> None:
     assert "hf:org/model@main: not in the local Hugging Face cache" in found.stdout, found.stderr
 
 
-def test_hub_snapshot_is_used_as_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    import huggingface_hub
-
-    seen = {}
-
-    def snapshot_download(repo: str, **options: object) -> str:
-        seen.update(options, repo=repo)
-        return str(tmp_path / "abc123")
-
-    monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
-    found = resolve("hf:org/model@v1.0")
-    assert found.path == tmp_path / "abc123"
-    assert found.revision == "abc123"
-    assert (seen["repo"], seen["revision"]) == ("org/model", "v1.0")
-
-
 @pytest.mark.parametrize("name", ["no-such-model", "missing/model.gguf", "~/nothing"])
 def test_unknown_names_list_what_is_known(name: str) -> None:
     with pytest.raises(SourceError, match=DEFAULT_MODEL):
