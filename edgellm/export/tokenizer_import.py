@@ -110,7 +110,7 @@ def _from_folder(folder: Path, *, rows: int) -> ImportedTokenizer:
             "with transformers' save_pretrained first"
         )
     with tokenizer_errors(str(folder / TOKENIZER)):
-        tokenizer = Tokenizer.from_file(str(folder / TOKENIZER))
+        tokenizer = Tokenizer.from_buffer((folder / TOKENIZER).read_bytes())
         tokenizer.no_truncation()
         tokenizer.no_padding()
         prefix = tokenizer.encode("", add_special_tokens=True).tokens

@@ -72,7 +72,10 @@ def test_matches_transformers(name: str, partial: float | None) -> None:
     )
     config.rope_parameters = dict(parameters)
     judge = Phi3RotaryEmbedding(config)
-    same(rope_scaling.from_hf(fields_of(rope_parameters=parameters), head_dim=DIM, partial=True), judge)
+    same(
+        rope_scaling.from_hf(fields_of(rope_parameters=parameters), head_dim=DIM, partial=True),
+        judge,
+    )
     # as versions before 5 wrote it
     old = fields_of(rope_theta=THETA, rope_scaling=scaling, partial_rotary_factor=partial)
     same(rope_scaling.from_hf(old, head_dim=DIM, partial=True), judge)
@@ -145,7 +148,9 @@ def header(vectors: dict[str, list[float]] | None = None, **values: Any) -> GGUF
 def test_gguf_keys_say_what_config_files_say() -> None:
     def both(gguf: GGUFHeader, **hf: Any) -> None:
         found = rope_scaling.from_gguf(gguf, head_dim=DIM)
-        expected = rope_scaling.from_hf(fields_of(rope_theta=THETA, **hf), head_dim=DIM, partial=True)
+        expected = rope_scaling.from_hf(
+            fields_of(rope_theta=THETA, **hf), head_dim=DIM, partial=True
+        )
         np.testing.assert_allclose(found.inv_freq, expected.inv_freq, rtol=1e-12)
         assert found.magnitude == pytest.approx(expected.magnitude)
 

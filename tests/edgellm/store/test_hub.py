@@ -92,7 +92,6 @@ def files_of(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
-@pytest.mark.filterwarnings("ignore")
 def test_a_folder_is_downloaded_once_and_serves_offline(
     hub: Hub, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from edgellm import BundleError, ExportError, ModelFormatError, OptionError
+from edgellm import BundleError, Completion, ExportError, ModelFormatError, OptionError, load
 from edgellm.export import export
 from edgellm.progress import Progress
 from edgellm.store import sources
@@ -178,6 +178,39 @@ def test_changed_weights_are_another_model(
     after = tiny(model)
     assert after.path != before.path
     assert after.manifest.source_sha256 != before.manifest.source_sha256
+
+
+@pytest.mark.parametrize("change", [{"rope_theta": 500.0}, {"rms_norm_eps": 0.01}])
+def test_another_config_of_the_same_weights_is_another_cache(
+    make_model: Callable[..., Path], edgellm_home: Path, tmp_path: Path, change: dict[str, float]
+) -> None:
+    """What was computed with the config before would be found by the weights, and is wrong."""
+    model, tokens = make_model(), [*range(40, 240)] * 2
+
+    def answered() -> tuple[int, Completion]:
+        bundle = tiny(model)
+        with load(str(bundle.path), kv_cache_dir=tmp_path / "kv") as llm, llm.session() as session:
+            session.append(tokens)
+            cached = llm.engine.cache.cached_prefix(tokens)
+            return cached, session.generate(temperature=0, max_tokens=4, logprobs=1)
+
+    assert answered()[0] == 0
+    assert answered()[0] > 0
+    path = model / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **change, "rope_parameters": None}))
+    assert answered()[0] == 0
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="names of files are Unicode elsewhere")
+def test_a_path_that_is_not_utf8(
+    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    home, model = (tmp_path / os.fsdecode(name) for name in (b"home\xff", b"model\xff"))
+    monkeypatch.setenv("EDGELLM_HOME", str(home))
+    shutil.copytree(tiny_model, model)
+    path = tiny(model).path
+    assert path.parent.parent == home
+    assert tiny(model).path == path
 
 
 def test_chunk_sizes_at_home(tiny_model: Path, edgellm_home: Path) -> None:

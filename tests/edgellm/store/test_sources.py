@@ -172,10 +172,21 @@ def test_a_changed_file_is_another_model(tmp_path: Path) -> None:
     assert first.key.startswith("model.gguf-")
 
 
+def test_a_changed_part_of_a_split_file_is_another_model(tmp_path: Path) -> None:
+    parts = [tmp_path / f"m-0000{number}-of-00002.gguf" for number in (1, 2)]
+    for part in parts:
+        part.write_bytes(b"one")
+    first = resolve(str(parts[0]))
+    assert resolve(str(parts[0])) == first
+    parts[1].write_bytes(b"other")
+    assert resolve(str(parts[0])).key != first.key
+
+
 @pytest.mark.parametrize(
     "changed",
     ["model.safetensors", "config.json", "tokenizer.json", "chat_template.jinja",
-     "generation_config.json", "model-00002-of-00002.safetensors", "model.safetensors.index.json"],
+     "generation_config.json", "model-00002-of-00002.safetensors",
+     "additional_chat_templates/tool_use.jinja", "model.safetensors.index.json"],
 )  # fmt: skip
 def test_a_changed_file_of_a_folder_is_another_model(tmp_path: Path, changed: str) -> None:
     for name in ("config.json", "model.safetensors", "README.md"):
@@ -184,6 +195,7 @@ def test_a_changed_file_of_a_folder_is_another_model(tmp_path: Path, changed: st
     (tmp_path / "README.md").write_text("another text")
     assert resolve(str(tmp_path)) == first
     stat = (tmp_path / "config.json").stat()
+    (tmp_path / changed).parent.mkdir(exist_ok=True)
     (tmp_path / changed).write_text("b")
     os.utime(tmp_path / changed, ns=(stat.st_atime_ns, stat.st_mtime_ns + 1))
     assert resolve(str(tmp_path)).key != first.key
