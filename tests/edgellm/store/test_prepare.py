@@ -8,7 +8,6 @@ import os
 import shutil
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -22,6 +21,10 @@ from edgellm.store import sources
 from edgellm.store.bundle import Bundle, open_bundle
 from edgellm.store.manifest import MANIFEST
 from edgellm.store.prepare import prepare
+
+linux = pytest.mark.skipif(
+    sys.platform != "linux", reason="needs /proc, and names of files that are bytes"
+)
 
 
 def change_manifest(path: Path, **changes: Any) -> None:
@@ -201,7 +204,7 @@ def test_another_config_of_the_same_weights_is_another_cache(
     assert answered()[0] == 0
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="names of files are Unicode elsewhere")
+@linux
 def test_a_path_that_is_not_utf8(
     tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -230,14 +233,14 @@ def test_chunk_sizes_at_home(tiny_model: Path, edgellm_home: Path) -> None:
         prepare(str(tiny_model), precisions=("packed",), chunk_sizes=[64])
 
 
-def test_place_where_nothing_can_be_made_is_an_error_at_once(tiny_model: Path) -> None:
-    started = time.monotonic()
+@linux
+def test_place_where_nothing_can_be_made_is_an_error(tiny_model: Path) -> None:
     with pytest.raises(ExportError, match="/proc/x"):
         tiny(tiny_model, out=Path("/proc/x"))
-    assert time.monotonic() - started < 60
 
 
-def test_read_only_home_is_an_error_at_once(
+@linux
+def test_read_only_home_is_an_error(
     tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("EDGELLM_HOME", "/proc/home")
