@@ -31,8 +31,11 @@ from edgellm.kernels.quantized import row_slices
 _EMBEDDING, _FUSED_QKV = "token_embd.weight", "blk.0.attn_qkv.weight"
 # Keys that sound as if they computed: written beside the one that holds for the model's norms.
 _HARMLESS = ("attention.layer_norm_epsilon", "attention.layer_norm_rms_epsilon")
-# Tensors of RoPE, which are read with the config or, as llama.cpp has it, not at all.
-_ROPE = re.compile(r"(blk\.\d+\.)?(rope_freqs|rope_factors_(long|short)|attn_rot_embd)\.weight")
+# Tensors of RoPE, which are read with the config or, as in llama.cpp, not at all; and what sees in
+# Ollama's files of models that do.
+_UNUSED = re.compile(
+    r"(blk\.\d+\.)?(rope_freqs|rope_factors_(long|short)|attn_rot_embd)\.weight|(v|mm)\..*"
+)
 
 
 class GGUFCheckpoint:
@@ -76,7 +79,7 @@ class GGUFCheckpoint:
         """
         known = self._translation.file_names()
         for name in self._tensors:
-            if name not in known and not _ROPE.fullmatch(name):
+            if name not in known and not _UNUSED.fullmatch(name):
                 raise UnsupportedModelError(
                     f"{self.path}: tensor {name} is not understood, and leaving it out could "
                     "change what the model computes"

@@ -31,6 +31,7 @@ _PREFIXES = {
     "model.text_model.": "",
     "language_model.model.": "language_model.",
 }
+_HEAD, _EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 # Settings that sound as if they computed, and that only training or output depends on.
 _HARMLESS = (
     "activation_dropout",
@@ -90,7 +91,7 @@ class SafetensorsCheckpoint:
             self._folder,
             origin=str(path / "config.json"),
         )
-        tied = read.config.tied_embedding and not self._has_own_head(family)
+        tied = read.config.tied_embedding and not self._has_own_head()
         self.config = replace(read.config, tied_embedding=tied)
         self._translation = Translation(
             config=self.config,
@@ -121,16 +122,13 @@ class SafetensorsCheckpoint:
         tensor = Tensor(entry.shape, entry.dtype, float32, nbytes=nbytes)
         return checked(tensor, f"{entry.file}: tensor {key}")
 
-    def _has_own_head(self, family: Architecture) -> bool:
-        """Whether there is a head that is not the embedding: as in transformers, it counts then,
-        also in models that say that they have none of their own."""
-        head, embedding = family.hf_names["head"], family.hf_names["embedding"]
-        assert isinstance(head, str)
-        assert isinstance(embedding, str)
-        if self._file_name(head) not in self._folder:
+    def _has_own_head(self) -> bool:
+        """Whether there is a head with other numbers than the embedding; as in transformers it
+        counts, whatever `tie_word_embeddings` says."""
+        if self._file_name(_HEAD) not in self._folder:
             return False
-        tables = self._stored(head), self._stored(embedding)
-        return not np.array_equal(*(table.float32() for table in tables))
+        head, embedding = (self._stored(name).float32() for name in (_HEAD, _EMBEDDING))
+        return not np.array_equal(head, embedding)
 
     def _file_name(self, name: str) -> str:
         """The name in this folder of a tensor whose name in a text model's own folder is `name`."""

@@ -156,7 +156,8 @@ def test_tensors_that_the_model_is_not_made_of_are_refused(
 
     def added(writer: gguf.GGUFWriter) -> None:
         keys(writer)
-        for each in (tensor, "rope_factors_long.weight", "blk.0.attn_rot_embd.weight"):
+        unused = ("rope_factors_long.weight", "blk.0.attn_rot_embd.weight", "v.blk.0.attn_q.weight")
+        for each in (*unused, tensor):
             writer.add_tensor(each, np.ones(size, np.float32))
 
     make(name, tmp_path, **changes)

