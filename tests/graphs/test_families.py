@@ -242,20 +242,13 @@ def wrap(folder: Path, outer: str, prefix: str, head: str, **top: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("prefix", "head"),
+    ("name", "outer", "prefix", "head"),
     [
-        ("model.language_model.", ""),
-        ("language_model.model.", "language_model."),
-        ("model.text_model.", ""),
-    ],
-)
-@pytest.mark.parametrize(
-    ("name", "outer"),
-    [
-        ("gemma3_text", "gemma3"),
-        ("ministral3", "mistral3"),
-        ("mistral", "mistral3"),
-        ("llama", "smolvlm"),
+        ("gemma3_text", "gemma3", "model.language_model.", ""),
+        ("gemma3_text", "gemma3", "language_model.model.", "language_model."),
+        ("ministral3", "mistral3", "model.language_model.", ""),
+        ("mistral", "mistral3", "language_model.model.", "language_model."),
+        ("llama", "smolvlm", "model.text_model.", ""),
     ],
 )
 def test_text_models_are_found_in_models_that_see(

@@ -90,7 +90,7 @@ def test_default_model(smollm2_gguf: Path) -> None:
     ("name", "storage", "kind"),
     [
         *((f"layers.{n}", "Q4_1", "int4_affine") for n in ("0.q", "7.k", "29.v", "3.down")),
-        ("embedding", "Q8_0", "int8_symmetric"),
+        pytest.param("embedding", "Q8_0", "int8_symmetric", marks=pytest.mark.slow),
     ],
 )
 def test_default_model_is_imported_bit_by_bit(
