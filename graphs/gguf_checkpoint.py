@@ -31,8 +31,8 @@ from edgellm.kernels.quantized import row_slices
 _EMBEDDING, _FUSED_QKV = "token_embd.weight", "blk.0.attn_qkv.weight"
 # Keys that sound as if they computed: written beside the one that holds for the model's norms.
 _HARMLESS = ("attention.layer_norm_epsilon", "attention.layer_norm_rms_epsilon")
-# Tensors of RoPE, which are read with the config or, as in llama.cpp, not at all; and what sees in
-# Ollama's files of models that do.
+# Tensors of RoPE, which are read with the config or, as in llama.cpp, not at all; and the vision
+# tower in Ollama's files.
 _UNUSED = re.compile(
     r"(blk\.\d+\.)?(rope_freqs|rope_factors_(long|short)|attn_rot_embd)\.weight|(v|mm)\..*"
 )

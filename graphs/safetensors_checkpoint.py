@@ -46,7 +46,7 @@ _USUAL = (("layer_types", FULL),)
 
 @dataclass(frozen=True)
 class FolderConfig:
-    """What a folder's config.json says.
+    """A config.json that has been read.
 
     Attributes:
         values: the whole file.

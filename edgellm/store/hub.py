@@ -20,7 +20,7 @@ from pathlib import Path
 from edgellm.errors import EdgeLLMError, SourceError, first_line
 from edgellm.graphs.gguf_file import parts_of
 
-# What an export reads of a Hugging Face folder: all but the weights, and these.
+# The files of a Hugging Face folder that an export reads.
 SETTINGS = ("*.json", "*.jinja", "additional_chat_templates/*.jinja")
 WEIGHTS = ("*.safetensors",)
 _SPEC = re.compile(
@@ -89,16 +89,15 @@ class HubModel:
             # not list_repo_files, which without a network tries for half a minute
             info = HfApi().model_info(self._id, revision=self.revision)
             return sorted(file.rfilename for file in info.siblings or ())
-        except HfHubHTTPError:
-            raise
-        except Exception:  # of an HTTP library, which differs between versions of huggingface_hub
-            names = self._cached_names()
-            if not names:
-                raise SourceError(
-                    f"{self.spec}: not in the local Hugging Face cache, and the hub cannot be "
-                    "reached (no network, or HF_HUB_OFFLINE is set)"
-                ) from None
-            return names
+        except Exception as error:  # of HTTP libraries, another one in each huggingface_hub
+            if names := self._cached_names():
+                return names
+            if isinstance(error, HfHubHTTPError):
+                raise
+            raise SourceError(
+                f"{self.spec}: not in the local Hugging Face cache, and the hub cannot be "
+                "reached (no network, or HF_HUB_OFFLINE is set)"
+            ) from None
 
     def _cached_names(self) -> list[str]:
         from huggingface_hub import constants, scan_cache_dir

@@ -24,12 +24,15 @@ class Hub(http.server.ThreadingHTTPServer):
 
     files: Mapping[str, bytes]
     fetched: list[str]
+    down = False
 
 
 class Handler(http.server.BaseHTTPRequestHandler):
     server: Hub
 
     def do_GET(self) -> None:
+        if self.server.down:
+            return self.send_error(500)
         path = self.path.partition("?")[0]
         if path.startswith("/api/models/org/repo/tree/"):
             return self._send(
@@ -110,6 +113,8 @@ def test_a_folder_is_downloaded_once_and_serves_offline(
     open_checkpoint(source.path)
     from huggingface_hub import constants
 
+    hub.down = True
+    assert resolve("hf:org/repo") == source
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     assert resolve("hf:org/repo") == source
     assert len(hub.fetched) == len({*wanted, *template})
