@@ -91,6 +91,16 @@ _GGUF_ARCHITECTURES: Mapping[str, str] = {
     "hunyuan-dense": "hunyuan_v1_dense",
     "mistral3": "ministral3",
 }
+# Parts that are not computed here, and words in the names of architectures that have them.
+_MISSING: Mapping[str, tuple[str, ...]] = {
+    "experts": ("moe", "mixtral", "gptoss", "llama4", "dbrx", "deepseek"),
+    "recurrent layers": (
+        "bamba", "falconh1", "hybrid", "jamba", "lfm2", "mamba", "nemotronh", "qwen35",
+        "qwen3next", "recurrentgemma", "rwkv",
+    ),
+    "latent attention (MLA)": ("deepseek2", "deepseekv2", "deepseekv3", "minicpm3", "glm4moelite"),
+    "layers that share keys and values": ("gemma3n", "gemma4"),
+}  # fmt: skip
 # `model_type` of Hugging Face models that wrap a text model or are another one's equal.
 _HF_MODEL_TYPES: Mapping[str, str] = {"gemma3": "gemma3_text"}
 
@@ -168,7 +178,7 @@ def architecture(name: str, *, gguf: bool, origin: str) -> Architecture:
     model_type = model_type_of(name, gguf=gguf)
     if model_type not in supported():
         raise UnsupportedModelError(
-            f"{origin}: architecture {name!r} is not supported; supported are "
+            f"{origin}: architecture {name!r} is not supported{_why_not(name)}; supported are "
             + ", ".join(supported())
         )
     module = importlib.import_module(f"edgellm.graphs.models.{model_type}")
@@ -177,6 +187,13 @@ def architecture(name: str, *, gguf: bool, origin: str) -> Architecture:
         format = "GGUF files" if gguf else "Hugging Face folders"
         raise UnsupportedModelError(f"{origin}: {name} is not supported in {format}")
     return family
+
+
+def _why_not(name: str) -> str:
+    """The parts that an architecture is known to need and that are missing here."""
+    word = name.replace("_", "").replace("-", "").lower()
+    missing = [part for part, names in _MISSING.items() if any(each in word for each in names)]
+    return f": it needs {' and '.join(missing)}" if missing else ""
 
 
 def with_layers(

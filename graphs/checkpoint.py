@@ -11,8 +11,12 @@ from numpy.typing import NDArray
 
 from edgellm.errors import EdgeLLMError, ModelFormatError
 from edgellm.graphs.config import ModelConfig
+from edgellm.graphs.gguf_file import parts_of
 from edgellm.graphs.tensor import Tensor
 from edgellm.graphs.tensors import model_tensors
+
+# What is read of a folder.
+_READ = (".jinja", ".json", ".safetensors")
 
 
 class Checkpoint(Protocol):
@@ -44,13 +48,32 @@ def open_checkpoint(path: Path) -> Checkpoint:
     if not path.exists():
         raise ModelFormatError(f"{path}: no such file or folder")
     try:
-        checkpoint = SafetensorsCheckpoint(path) if path.is_dir() else GGUFCheckpoint(path)
-        check_shapes(checkpoint)
+        _refuse_pipes(path)
+        if path.is_dir():
+            folder = SafetensorsCheckpoint(path)
+            check_shapes(folder)
+            return folder
+        file = GGUFCheckpoint(path)
+        check_shapes(file)
+        file.refuse_unread()
+        return file
     except EdgeLLMError as error:
         if str(path) in str(error):
             raise
         raise type(error)(f"{path}: {error}") from None
-    return checkpoint
+
+
+def _refuse_pipes(path: Path) -> None:
+    """Refuse pipes and devices, whose readers would wait without an end.
+
+    Args:
+        path: a file, or a folder.
+    """
+    folder = path.is_dir()
+    for file in path.iterdir() if folder else parts_of(path):
+        read = not folder or file.suffix in _READ
+        if read and file.exists() and not (file.is_file() or file.is_dir()):
+            raise ModelFormatError(f"{file}: not a regular file")
 
 
 def qkv_bias(checkpoint: Checkpoint, layer: int) -> NDArray[np.float32] | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import reprlib
 from collections.abc import Collection, Mapping
 from typing import Any, TypeVar
 
@@ -70,9 +71,11 @@ class Fields:
             )
         return value
 
-    def positive(self, key: str) -> float:
-        """The value of a required key that must be above 0."""
-        value = self.read(float, key)
+    def positive(self, key: str, *, default: float | None = None) -> float:
+        """The value of a key that must be above 0, and that is required if there is no default."""
+        value = self.optional(float, key)
+        if value is None:
+            value = self.read(float, key) if default is None else default
         if value <= 0:
             raise ModelFormatError(
                 f"{self.origin}: key {self.prefix + key!r} is {value}; a number above 0 is allowed"
@@ -132,13 +135,16 @@ class Fields:
         """Say that keys are known, and that nothing here depends on them."""
         self._read.update(self.prefix + key for key in keys)
 
-    def refuse_unread(self, *, harmless: Collection[str] = ()) -> None:
-        """Refuse settings that nobody has read and that say by their name that they compute.
+    def refuse_unread(
+        self, *, harmless: Collection[str] = (), usual: Collection[tuple[str, object]] = ()
+    ) -> None:
+        """Refuse unread settings that say by their name that they compute.
 
         Nothing that is null, false, 0 or empty is refused.
 
         Args:
             harmless: keys that are known to change nothing, whatever their value.
+            usual: keys of lists, each with an entry that says of a layer what is computed anyway.
 
         Raises:
             UnsupportedModelError: names the first one.
@@ -147,10 +153,12 @@ class Fields:
             name = key.removeprefix(self.prefix)
             if not key.startswith(self.prefix) or key in self._read or name in harmless:
                 continue
+            if isinstance(value, list) and all((name, entry) in usual for entry in value):
+                continue
             if value and any(word in name for word in _COMPUTES):
                 raise UnsupportedModelError(
-                    f"{self.origin}: {key} = {value!r} is not understood, and leaving it out could "
-                    "change what the model computes"
+                    f"{self.origin}: {key} = {reprlib.repr(value)} is not understood, and leaving "
+                    "it out could change what the model computes"
                 )
 
     def _value(self, key: str) -> Any:

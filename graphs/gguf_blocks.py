@@ -139,7 +139,9 @@ def _mxfp4(blocks: Bytes) -> QuantizedWeight:
 
     The smallest half is 2^-24: what is lost below it is less than 1e-6 of any weight that matters.
     """
-    scale = np.ldexp(np.float32(1), blocks[..., 0].astype(np.int32) - 128).astype(np.float16)
+    # a scale that only damage has is infinite; what comes of it is refused
+    with np.errstate(over="ignore"):
+        scale = np.ldexp(np.float32(1), blocks[..., 0].astype(np.int32) - 128).astype(np.float16)
     return QuantizedWeight(KINDS["mxfp4"], _rows(_nibbles(blocks[..., 1:])), scale)
 
 

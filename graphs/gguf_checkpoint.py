@@ -6,6 +6,7 @@ Quantized tensors are taken over code by code where one of our kinds holds their
 from __future__ import annotations
 
 import math
+import re
 from pathlib import Path
 
 import numpy as np
@@ -30,6 +31,11 @@ from edgellm.kernels.quantized import row_slices
 _EMBEDDING, _FUSED_QKV = "token_embd.weight", "blk.0.attn_qkv.weight"
 # Keys that sound as if they computed: written beside the one that holds for the model's norms.
 _HARMLESS = ("attention.layer_norm_epsilon", "attention.layer_norm_rms_epsilon")
+# Tensors of RoPE, which are read with the config or, as in llama.cpp, not at all; and the vision
+# tower in Ollama's files.
+_UNUSED = re.compile(
+    r"(blk\.\d+\.)?(rope_freqs|rope_factors_(long|short)|attn_rot_embd)\.weight|(v|mm)\..*"
+)
 
 
 class GGUFCheckpoint:
@@ -62,6 +68,22 @@ class GGUFCheckpoint:
 
     def tensor(self, name: str) -> Tensor:
         return self._translation.tensor(name)
+
+    def refuse_unread(self) -> None:
+        """Refuse tensors that the model here is not made of.
+
+        llama.cpp adds some of them and multiplies by others, and opens no file with the rest.
+
+        Raises:
+            UnsupportedModelError: names the first one.
+        """
+        known = self._translation.file_names()
+        for name in self._tensors:
+            if name not in known and not _UNUSED.fullmatch(name):
+                raise UnsupportedModelError(
+                    f"{self.path}: tensor {name} is not understood, and leaving it out could "
+                    "change what the model computes"
+                )
 
     def _header(self, name: str) -> GGUFHeader:
         shape = self._stored(_EMBEDDING).shape

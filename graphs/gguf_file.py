@@ -90,8 +90,13 @@ class GGUFFile:
     def __init__(self, path: Path) -> None:
         self.metadata: Mapping[str, Any] = {}
         self.tensors: dict[str, StoredTensor] = {}
-        parts = _parts(path)
+        parts = parts_of(path)
         for number, part in enumerate(parts):
+            if not part.exists():
+                raise ModelFormatError(
+                    f"{path}: part {number + 1} of {len(parts)} is missing: {part.name} must lie "
+                    "beside it"
+                )
             metadata = self._add(part)
             _check_part(part, metadata, number, len(parts))
             if number == 0:
@@ -117,22 +122,16 @@ class GGUFFile:
         return header.metadata
 
 
-def _parts(path: Path) -> list[Path]:
-    """All files of a model, by the name of one."""
+def parts_of(path: Path) -> list[Path]:
+    """All files of a model, by the name of one; they need not be there."""
     named = _PART.match(path.name)
     if named is None or int(named["count"]) < 2:
         return [path]
     count = int(named["count"])
-    parts = [
+    return [
         path.with_name(f"{named['name']}-{number:05d}-of-{count:05d}.gguf")
         for number in range(1, count + 1)
     ]
-    for number, part in enumerate(parts, start=1):
-        if not part.exists():
-            raise ModelFormatError(
-                f"{path}: part {number} of {count} is missing: {part.name} must lie beside it"
-            )
-    return parts
 
 
 def _mapped(path: Path) -> mmap.mmap:

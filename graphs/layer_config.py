@@ -21,6 +21,7 @@ _LARGEST = {
     "head_dim": 1 << 12,
     "window": (1 << 31) - 1,
 }
+_LARGEST_ANGLE = 2 * math.pi
 
 QKNorm = Literal["none", "head", "head_after_rope", "width"]
 Norms = Literal["pre", "post", "sandwich"]
@@ -40,9 +41,10 @@ class Rope:
     magnitude: float = 1.0
 
     def __post_init__(self) -> None:
-        if not all(math.isfinite(angle) and angle >= 0 for angle in self.inv_freq):
+        if not all(0 <= angle <= _LARGEST_ANGLE for angle in self.inv_freq):
             raise ModelFormatError(
-                "model config: inv_freq must be finite numbers and none of them negative"
+                f"model config: inv_freq must be numbers from 0 to {_LARGEST_ANGLE:.2f}, a whole "
+                "turn for each position"
             )
         if not (math.isfinite(self.magnitude) and self.magnitude > 0):
             raise ModelFormatError(

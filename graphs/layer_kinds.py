@@ -27,16 +27,24 @@ def sliding_of_hf(fields: Fields, count: int, *, period: int) -> list[bool]:
     period = _period(fields) or period
     # written by some versions of transformers beside layer_types
     fields.ignore("_sliding_window_pattern")
+    types = layer_types(fields, count)
+    return by_period(count, period) if types is None else types
+
+
+def layer_types(fields: Fields, count: int) -> list[bool] | None:
+    """Whether each layer has a window by `layer_types` of a `config.json`; None where it has none.
+
+    Raises:
+        ModelFormatError, UnsupportedModelError: see `sliding_of_hf`.
+    """
     types = fields.entries(str, "layer_types", count)
-    if types is None:
-        return by_period(count, period)
-    for layer_type in types:
+    for layer_type in types or ():
         if layer_type not in (FULL, SLIDING):
             raise UnsupportedModelError(
                 f"{fields.origin}: layer_types has {layer_type!r}; supported are {FULL} and "
                 f"{SLIDING}"
             )
-    return [layer_type == SLIDING for layer_type in types]
+    return None if types is None else [layer_type == SLIDING for layer_type in types]
 
 
 def sliding_of_gguf(fields: Fields, count: int, *, period: int) -> list[bool]:

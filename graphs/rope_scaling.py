@@ -164,7 +164,7 @@ def hf_settings(
                 "layers"
             )
     values: dict[str, Any] = {
-        "rope_theta": theta or fields.optional(float, "rope_theta") or _THETA,
+        "rope_theta": fields.positive("rope_theta", default=_THETA) if theta is None else theta,
         "partial_rotary_factor": fields.optional(float, "partial_rotary_factor"),
         "original_max_position_embeddings": fields.optional(int, "max_position_embeddings"),
         **{key: value for key, value in nested.items() if value is not None},
@@ -187,16 +187,22 @@ def _alpha(settings: Fields) -> float:
 
 
 def from_hf(
-    fields: Fields, *, head_dim: int, layer_type: str | None = None, theta: float | None = None
+    fields: Fields,
+    *,
+    head_dim: int,
+    layer_type: str | None = None,
+    theta: float | None = None,
+    partial: bool = False,
 ) -> Rope:
     """RoPE of a `config.json`: `rope_parameters`, or `rope_theta` and `rope_scaling`.
 
     Args:
         layer_type, theta: as in `hf_settings`.
+        partial: whether `partial_rotary_factor` counts, which most families leave alone.
     """
     settings = hf_settings(fields, layer_type, theta)
-    partial = settings.optional(float, "partial_rotary_factor")
-    dim = head_dim if partial is None else int(head_dim * partial)
+    share = settings.optional(float, "partial_rotary_factor")
+    dim = int(head_dim * share) if partial and share is not None else head_dim
     theta = settings.read(float, "rope_theta")
     kind = settings.read(str, "rope_type")
     magnitude = 1.0
@@ -249,7 +255,7 @@ def from_gguf(header: GGUFHeader, *, head_dim: int) -> Rope:
     """RoPE of a GGUF file's `rope.*` keys and of its tensors of factors."""
     fields = header.fields
     dim = fields.optional(int, "rope.dimension_count") or head_dim
-    theta = fields.optional(float, "rope.freq_base") or _THETA
+    theta = fields.positive("rope.freq_base", default=_THETA)
     inv_freq = base_frequencies(dim, theta)
     kind = _gguf_kind(fields)
     magnitude = 1.0

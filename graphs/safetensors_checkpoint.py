@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from edgellm.graphs.architecture import Architecture, architecture, model_type_o
 from edgellm.graphs.config import ModelConfig
 from edgellm.graphs.fields import Fields
 from edgellm.graphs.hf_quantization.registry import quantization_of
+from edgellm.graphs.layer_kinds import FULL
 from edgellm.graphs.safetensors_folder import DTYPES, FLOATS, SafetensorsFolder, read_json
 from edgellm.graphs.tensor import Tensor, checked
 from edgellm.graphs.translation import Translation
@@ -26,15 +28,52 @@ _QUANTIZED_PARTS = (".qweight", ".weight_packed", ".scales", ".weight_scale", ".
 _PREFIXES = {
     "model.": "",
     "model.language_model.": "",
+    "model.text_model.": "",
     "language_model.model.": "language_model.",
 }
+_HEAD, _EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 # Settings that sound as if they computed, and that only training or output depends on.
 _HARMLESS = (
     "activation_dropout",
     "initializer_factor",
     "output_router_logits",
+    "pixel_shuffle_factor",
     "residual_dropout",
 )
+# What layers are where nothing is said of them.
+_USUAL = (("layer_types", FULL),)
+
+
+@dataclass(frozen=True)
+class FolderConfig:
+    """A config.json that has been read.
+
+    Attributes:
+        values: the whole file.
+        fields: the settings of the text model, which the config was made of.
+    """
+
+    values: Mapping[str, Any]
+    fields: Fields
+    family: Architecture
+    config: ModelConfig
+
+
+def read_config(path: Path) -> FolderConfig:
+    """Read the config.json of a folder, whose other files need not be there.
+
+    Raises:
+        ModelFormatError: it is missing or damaged.
+        UnsupportedModelError: an architecture or a setting that is not supported.
+    """
+    origin = str(path / "config.json")
+    values = read_json(path / "config.json")
+    fields = _text_fields(values, origin)
+    family = architecture(fields.read(str, "model_type"), gguf=False, origin=origin)
+    assert family.config_from_hf is not None
+    config = family.config_from_hf(fields)
+    fields.refuse_unread(harmless=_HARMLESS, usual=_USUAL)
+    return FolderConfig(values, fields, family, config)
 
 
 class SafetensorsCheckpoint:
@@ -43,29 +82,24 @@ class SafetensorsCheckpoint:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.metadata: Mapping[str, Any] = {}
-        origin = str(path / "config.json")
-        values = read_json(path / "config.json")
-        fields = _text_fields(values, origin)
-        model_type = fields.read(str, "model_type")
-        family = architecture(model_type, gguf=False, origin=origin)
+        read = read_config(path)
+        family, values = read.family, read.values
         self._folder = SafetensorsFolder(path)
         self._prefix = next((p for p in _PREFIXES if f"{p}norm.weight" in self._folder), "model.")
-        if fields.origin != origin:
-            tied = self._file_name("lm_head.weight") not in self._folder
-            fields.assume({"tie_word_embeddings": tied})
-        self.config = _config(family, fields)
         self._quantization = quantization_of(
             values if _quantized(values) else values.get("text_config") or {},
             self._folder,
-            origin=origin,
+            origin=str(path / "config.json"),
         )
+        tied = read.config.tied_embedding and not self._has_own_head()
+        self.config = replace(read.config, tied_embedding=tied)
         self._translation = Translation(
             config=self.config,
             names=family.hf_names,
             interleaved=family.hf_interleaved_rope,
             stored=self._stored,
             fold=lambda name, tensor: (
-                tensor if family.hf_fold is None else family.hf_fold(name, tensor, fields)
+                tensor if family.hf_fold is None else family.hf_fold(name, tensor, read.fields)
             ),
         )
 
@@ -87,6 +121,14 @@ class SafetensorsCheckpoint:
         nbytes = math.prod(entry.shape) * np.dtype(DTYPES[entry.dtype]).itemsize
         tensor = Tensor(entry.shape, entry.dtype, float32, nbytes=nbytes)
         return checked(tensor, f"{entry.file}: tensor {key}")
+
+    def _has_own_head(self) -> bool:
+        """Whether there is a head with other numbers than the embedding; as in transformers it
+        counts, whatever `tie_word_embeddings` says."""
+        if self._file_name(_HEAD) not in self._folder:
+            return False
+        head, embedding = (self._stored(name).float32() for name in (_HEAD, _EMBEDDING))
+        return not np.array_equal(head, embedding)
 
     def _file_name(self, name: str) -> str:
         """The name in this folder of a tensor whose name in a text model's own folder is `name`."""
@@ -119,14 +161,10 @@ def _text_fields(values: Mapping[str, Any], origin: str) -> Fields:
     tied = outer.optional(bool, "tie_word_embeddings")
     if tied is not None:
         nested["tie_word_embeddings"] = tied
+    elif nested.get("tie_word_embeddings") is None:
+        # then the head counts that is there
+        nested["tie_word_embeddings"] = True
     return Fields(nested, origin=f"{origin}: text_config")
-
-
-def _config(family: Architecture, fields: Fields) -> ModelConfig:
-    assert family.config_from_hf is not None
-    config = family.config_from_hf(fields)
-    fields.refuse_unread(harmless=_HARMLESS)
-    return config
 
 
 def _quantized(values: Mapping[str, Any]) -> bool:

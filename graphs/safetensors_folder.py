@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -55,6 +56,11 @@ class SafetensorsFolder:
 
     def __contains__(self, key: str) -> bool:
         return key in self._shards
+
+    @property
+    def files(self) -> list[Path]:
+        """The files that hold the tensors."""
+        return sorted(set(self._shards.values()))
 
     def entry(self, key: str) -> Entry:
         """
@@ -129,6 +135,14 @@ def read_json(path: Path) -> dict[str, Any]:
     return values
 
 
+def _unique(path: Path, pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """An object of a header, which a library may read with either of two equal keys."""
+    values = dict(pairs)
+    if len(values) < len(pairs):
+        raise ModelFormatError(f"{path}: damaged: a key of its header occurs twice")
+    return values
+
+
 def _fits(shape: tuple[int, ...], pattern: tuple[int | None, ...]) -> bool:
     return len(shape) == len(pattern) and all(
         size > 0 if wanted is None else size == wanted
@@ -168,7 +182,7 @@ def _read_header(path: Path) -> dict[str, Entry]:
         raise ModelFormatError(f"{path}: not a safetensors file: {error}") from None
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")
-        header = json.loads(file.read(length))
+        header = json.loads(file.read(length), object_pairs_hook=partial(_unique, path))
     header.pop("__metadata__", None)
     data = 8 + length
     return {

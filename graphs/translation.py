@@ -12,7 +12,7 @@ from edgellm.errors import ModelFormatError
 from edgellm.graphs.architecture import Fused, Names
 from edgellm.graphs.config import ModelConfig
 from edgellm.graphs.tensor import Tensor, half_split_order, rows_of_tensor
-from edgellm.graphs.tensors import layer_tensors
+from edgellm.graphs.tensors import layer_tensors, model_tensors
 
 # What RoPE turns, and norms of it.
 _ROTATED = ("q", "k", "q_bias", "k_bias", "q_norm", "k_norm")
@@ -49,6 +49,11 @@ class Translation:
             order = half_split_order(rows, heads, 2 * self.config.rope_pairs)
             tensor = rows_of_tensor(tensor, order)
         return self.fold(canonical, tensor)
+
+    def file_names(self) -> set[str]:
+        """The tensors of the file that the model is made of."""
+        names = (file_name(canonical, self.names) for canonical in model_tensors(self.config))
+        return {name.name if isinstance(name, Fused) else name for name in names}
 
     def _part(self, canonical: str, fused: Fused) -> Tensor:
         _, layer, part = canonical.split(".")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import threading
 from functools import cached_property
 from pathlib import Path
@@ -31,7 +32,7 @@ from edgellm.options import DEFAULT_CTX_SIZE, EngineOptions
 from edgellm.progress import ProgressCallback
 from edgellm.store import key_basis
 from edgellm.store.bundle import Bundle
-from edgellm.store.manifest import CHAT_TEMPLATE, PACKED
+from edgellm.store.manifest import CHAT_TEMPLATE, FORMAT_VERSION, PACKED
 from edgellm.text.json_schema import Grammars
 from edgellm.text.tokenizer import Tokenizer
 
@@ -98,10 +99,11 @@ class LoadedModel:
 
     @property
     def fingerprint(self) -> str:
-        """Of the weights and of how K and V are stored: whose KV cache fits."""
+        """The model, and how K and V are stored: the same for all whose KV caches fit."""
         manifest = self.bundle.manifest
         values = (
             f"{manifest.source_sha256 or manifest.files}{self.options.kv_format}/{LAYOUT_VERSION}"
+            f"{json.dumps(manifest.config.to_json(), sort_keys=True)}/{FORMAT_VERSION}"
             f"{key_basis.fingerprint(manifest)}"
         )
         return hashlib.sha256(values.encode()).hexdigest()

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import glob
 import hashlib
-import re
 from collections.abc import Sequence
 from pathlib import Path
 
 from edgellm.errors import SourceError
 from edgellm.graphs.checkpoint import Checkpoint, open_checkpoint
+from edgellm.graphs.gguf_file import parts_of
+from edgellm.graphs.safetensors_folder import SafetensorsFolder
 from edgellm.progress import ProgressCallback
 from edgellm.store.bundle import Bundle
 from edgellm.store.sources import resolve
@@ -46,10 +46,7 @@ def open_source(bundle: Bundle, *, progress: ProgressCallback | None = None) -> 
 def weight_files(checkpoint: Checkpoint) -> list[Path]:
     """The files that hold a checkpoint's weights."""
     path = checkpoint.path
-    if path.is_dir():
-        return sorted(path.glob("*.safetensors"))
-    # all parts of a split model have the same name but for their number
-    return sorted(path.parent.glob(re.sub(r"-\d{5}-of-", "-?????-of-", glob.escape(path.name))))
+    return SafetensorsFolder(path).files if path.is_dir() else parts_of(path)
 
 
 def file_type_of(checkpoint: Checkpoint) -> str:

@@ -9,9 +9,10 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
-from edgellm.errors import ModelFormatError, TokenizerError
+from edgellm.errors import ModelFormatError, OptionError, TokenizerError
 from edgellm.export.end_tokens import end_tokens
 from edgellm.export.tokenizer_gguf import adds_bos, build_tokenizer
+from edgellm.generation_options import GenerationOptions
 from edgellm.graphs.checkpoint import Checkpoint
 from edgellm.graphs.fields import Fields
 from edgellm.graphs.safetensors_folder import read_json
@@ -64,8 +65,12 @@ def import_tokenizer(checkpoint: Checkpoint) -> ImportedTokenizer:
     if checkpoint.metadata:
         imported = _from_gguf(checkpoint.metadata, origin=str(checkpoint.path))
     else:
-        imported = _from_folder(checkpoint.path)
+        imported = _from_folder(checkpoint.path, rows=checkpoint.config.vocab_size)
     check_ids(imported.tokenizer, checkpoint.config.vocab_size, origin=str(checkpoint.path))
+    try:
+        GenerationOptions(**imported.generation)
+    except OptionError as error:
+        raise ModelFormatError(f"{checkpoint.path}: generation settings: {error}") from None
     return imported
 
 
@@ -98,21 +103,24 @@ def _from_gguf(metadata: Mapping[str, Any], *, origin: str) -> ImportedTokenizer
     return ImportedTokenizer(tokenizer, entry, template, generation)
 
 
-def _from_folder(folder: Path) -> ImportedTokenizer:
+def _from_folder(folder: Path, *, rows: int) -> ImportedTokenizer:
     if not (folder / TOKENIZER).exists():
         raise TokenizerError(
             f"{folder}: {TOKENIZER} is missing; a tokenizer in another format must be converted "
             "with transformers' save_pretrained first"
         )
     with tokenizer_errors(str(folder / TOKENIZER)):
-        tokenizer = Tokenizer.from_file(str(folder / TOKENIZER))
+        tokenizer = Tokenizer.from_buffer((folder / TOKENIZER).read_bytes())
         tokenizer.no_truncation()
         tokenizer.no_padding()
         prefix = tokenizer.encode("", add_special_tokens=True).tokens
     settings = _optional_json(folder / "tokenizer_config.json")
     generation = _optional_json(folder / "generation_config.json")
     bos = _token_text(settings.get("bos_token"))
-    ends = [_token_text(settings.get("eos_token")), *_end_tokens(folder, generation, tokenizer)]
+    ends = [
+        _token_text(settings.get("eos_token")),
+        *_end_tokens(folder, generation, tokenizer, rows),
+    ]
     entry = TokenizerEntry(
         bos=bos,
         add_bos=bos is not None and prefix[:1] == [bos],
@@ -125,12 +133,12 @@ def _from_folder(folder: Path) -> ImportedTokenizer:
         if (value := fields.optional(kind, _GENERATION_KEYS.get(name, name))) is not None
     }
     if generation.get("do_sample") is False:
-        defaults = {"temperature": 0.0}
+        defaults["temperature"] = 0.0
     return ImportedTokenizer(tokenizer, entry, _folder_template(folder, settings), defaults)
 
 
 def _end_tokens(
-    folder: Path, generation: Mapping[str, Any], tokenizer: Tokenizer
+    folder: Path, generation: Mapping[str, Any], tokenizer: Tokenizer, rows: int
 ) -> list[str | None]:
     """Texts of `eos_token_id`, one token or several; None for one that the tokenizer lacks."""
     ids = generation.get("eos_token_id", read_json(folder / "config.json").get("eos_token_id"))
@@ -138,9 +146,10 @@ def _end_tokens(
         return []
     texts = []
     for token in ids if isinstance(ids, list) else [ids]:
-        if not isinstance(token, int) or isinstance(token, bool) or not 0 <= token < 1 << 32:
+        if not isinstance(token, int) or isinstance(token, bool) or not 0 <= token < rows:
             raise ModelFormatError(
-                f"{folder}: eos_token_id is {ids!r}; a token id, a list of them or null is allowed"
+                f"{folder}: eos_token_id is {ids!r}; a token id from 0 to {rows - 1}, a list of "
+                "them or null is allowed"
             )
         texts.append(tokenizer.id_to_token(token))
     return texts

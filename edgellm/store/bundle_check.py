@@ -13,12 +13,12 @@ from typing import Any
 
 import numpy as np
 
-from edgellm.errors import BundleError, EdgeLLMError
+from edgellm.errors import BundleError, EdgeLLMError, OptionError
+from edgellm.generation_options import GenerationOptions
 from edgellm.graphs import contract
 from edgellm.graphs.config import ModelConfig
 from edgellm.graphs.contract import StoredArray
 from edgellm.graphs.tensors import model_tensors
-from edgellm.graphs.typed_json import typed
 from edgellm.kernels.linear import packed_shape
 from edgellm.kernels.quantized import GROUP, KINDS
 from edgellm.store import key_basis
@@ -43,6 +43,7 @@ def check_manifest(manifest: Manifest, *, origin: str) -> None:
     checker.require_file(TOKENIZER)
     checker.check_generation()
     for name, entry in manifest.precisions.items():
+        checker.check_host_tokens(name, entry)
         if name == PACKED:
             checker.check_packed_weights(entry)
         else:
@@ -116,15 +117,22 @@ class _Checker:
         self.compare(f"{PACKED}: array", entry.arrays, needs)
 
     def check_generation(self) -> None:
-        for name, value in self._manifest.generation.items():
+        for name in self._manifest.generation:
             if name not in GENERATION:
                 raise self._error(
                     f"generation has the unknown key {name!r}; known are {', '.join(GENERATION)}"
                 )
-            try:
-                typed(GENERATION[name], value, where=f"generation.{name}")
-            except EdgeLLMError as error:
-                raise self._error(str(error)) from None
+        try:
+            GenerationOptions(**self._manifest.generation)
+        except OptionError as error:
+            raise self._error(f"generation: {error}") from None
+
+    def check_host_tokens(self, name: str, entry: PrecisionEntry) -> None:
+        if not 0 <= entry.host_tokens <= contract.HOST_TOKENS:
+            raise self._error(
+                f"{name}: host_tokens is {entry.host_tokens}; 0 to {contract.HOST_TOKENS} is "
+                "allowed"
+            )
 
     def check_report(self, name: str, report: Mapping[str, Any]) -> None:
         try:
@@ -138,11 +146,6 @@ class _Checker:
         if not sizes or not all(1 <= size <= MAX_CHUNK for size in sizes):
             raise self._error(
                 f"{name}: chunk sizes are {list(sizes)}; needed are numbers from 1 to {MAX_CHUNK}"
-            )
-        if not 0 <= entry.host_tokens <= contract.HOST_TOKENS:
-            raise self._error(
-                f"{name}: host_tokens is {entry.host_tokens}; 0 to {contract.HOST_TOKENS} is "
-                "allowed"
             )
         if entry.head not in self._manifest.heads:
             raise self._error(f"{name}: its head {entry.head} is not in the bundle")

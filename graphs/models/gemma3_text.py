@@ -29,7 +29,7 @@ _DEFAULTS = {
 def config_from_hf(fields: Fields) -> ModelConfig:
     fields.assume(_DEFAULTS)
     config = gemma.config_from_hf(fields, layer_type=FULL)
-    theta = fields.optional(float, "rope_local_base_freq") or _LOCAL_THETA
+    theta = fields.positive("rope_local_base_freq", default=_LOCAL_THETA)
     local = rope_scaling.local_from_hf(fields, head_dim=config.head_dim, theta=theta)
     sliding = sliding_of_hf(fields, config.layer_count, period=_PERIOD)
     return gemma2.capped(
@@ -43,7 +43,7 @@ def config_from_hf(fields: Fields) -> ModelConfig:
 def config_from_gguf(header: GGUFHeader) -> ModelConfig:
     fields = header.fields
     config = gemma.config_from_gguf(header)
-    theta = fields.optional(float, "rope.freq_base_swa") or _LOCAL_THETA
+    theta = fields.positive("rope.freq_base_swa", default=_LOCAL_THETA)
     local = rope_scaling.plain(config.head_dim, theta)
     window = config.attention.window
     # a file without a window has none in any layer

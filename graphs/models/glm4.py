@@ -21,7 +21,7 @@ from edgellm.graphs.models import llama
 
 def config_from_hf(fields: Fields) -> ModelConfig:
     fields.assume({"attention_bias": True, "head_dim": 128, "partial_rotary_factor": 0.5})
-    config = llama.config_from_hf(fields)
+    config = llama.config_from_hf(fields, partial=True)
     return _sandwich(with_attention(config, lambda _, a: replace(a, output_bias=False)))
 
 

@@ -11,8 +11,8 @@ from edgellm.graphs.models import llama
 
 # Keys in the files of all models that only others of the family use.
 _UNUSED = (
-    "attention_head_dim", "cla_share_factor", "kv_lora_rank", "moe_topk", "norm_topk_prob",
-    "num_shared_expert", "q_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim",
+    "attention_head_dim", "cla_share_factor", "enable_lm_head_fp32", "kv_lora_rank", "moe_topk",
+    "norm_topk_prob", "num_shared_expert", "q_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim",
     "use_rotary_pos_emb", "v_head_dim",
 )  # fmt: skip
 

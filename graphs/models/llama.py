@@ -27,6 +27,7 @@ def config_from_hf(
     intermediate: str = "intermediate_size",
     activation: Activation | None = None,
     layer_type: str | None = None,
+    partial: bool = False,
 ) -> ModelConfig:
     """A `config.json` as a ModelConfig, as far as Llama's fields go; other families change it.
 
@@ -34,9 +35,11 @@ def config_from_hf(
         norm_eps, intermediate: what the family calls these two.
         activation: in place of the one that the file names.
         layer_type: whose RoPE is taken where types of layers have one each.
+        partial: whether RoPE may turn a part of a head (see `rope_scaling.from_hf`).
     """
     hidden_size, heads = fields.read(int, "hidden_size"), fields.read(int, "num_attention_heads")
     head_dim = fields.optional(int, "head_dim") or hidden_size // max(heads, 1)
+    fields.require("is_causal", True)
     bias = fields.optional(bool, "attention_bias") or False
     layer = LayerConfig(
         attention=Attention(
@@ -57,7 +60,9 @@ def config_from_hf(
         vocab_size=fields.read(int, "vocab_size"),
         hidden_size=hidden_size,
         layers=repeated(layer, fields.read(int, "num_hidden_layers")),
-        ropes=(rope_scaling.from_hf(fields, head_dim=head_dim, layer_type=layer_type),),
+        ropes=(
+            rope_scaling.from_hf(fields, head_dim=head_dim, layer_type=layer_type, partial=partial),
+        ),
         norm_eps=fields.read(float, norm_eps),
         context_length=rope_scaling.context_of_hf(fields, layer_type=layer_type),
         tied_embedding=fields.optional(bool, "tie_word_embeddings") or False,
@@ -117,6 +122,9 @@ def _activation(fields: Fields, key: str) -> Activation:
             f"{fields.origin}: {key} = {name!r} is not supported; supported are "
             + ", ".join(_ACTIVATIONS)
         )
+    if _ACTIVATIONS[name] == "silu":
+        # Falcon 3 says it twice
+        fields.require("activation", "swiglu")
     return _ACTIVATIONS[name]
 
 

@@ -9,10 +9,12 @@ from edgellm.graphs.layer_kinds import with_windows
 from edgellm.graphs.models import llama
 
 
-def config_from_hf(fields: Fields, *, norm_eps: str = "rms_norm_eps") -> ModelConfig:
-    """Llama's, and a window in all layers. (`norm_eps`: as in Llama's.)"""
+def config_from_hf(
+    fields: Fields, *, norm_eps: str = "rms_norm_eps", partial: bool = False
+) -> ModelConfig:
+    """Llama's, and a window in all layers. (`norm_eps`, `partial`: as in Llama's.)"""
     window = fields.optional(int, "sliding_window")
-    config = llama.config_from_hf(fields, norm_eps=norm_eps)
+    config = llama.config_from_hf(fields, norm_eps=norm_eps, partial=partial)
     return with_windows(config, [window is not None] * config.layer_count, window)
 
 

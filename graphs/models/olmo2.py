@@ -28,10 +28,14 @@ def config_from_gguf(header: GGUFHeader) -> ModelConfig:
     """The config of OLMo 2, and of OLMo 3, whose files name the same architecture and a window."""
     fields = header.fields
     config = normed(llama.config_from_gguf(header))
+    magnitude = fields.optional(float, "rope.scaling.attn_factor")
+    if magnitude is not None:
+        # the converter writes the whole factor of config.json, which llama.cpp multiplies once more
+        config = replace(config, ropes=(replace(config.ropes[0], magnitude=magnitude),))
     window = config.attention.window
     if window is None:
         return config
-    theta = fields.optional(float, "rope.freq_base_swa") or fields.read(float, "rope.freq_base")
+    theta = fields.positive("rope.freq_base_swa", default=fields.positive("rope.freq_base"))
     sliding = sliding_of_gguf(fields, config.layer_count, period=PERIOD)
     local = rope_scaling.plain(config.head_dim, theta)
     return with_windows(config, sliding, window, local=local)

@@ -20,7 +20,7 @@ def config_from_hf(fields: Fields) -> ModelConfig:
     fields.require("lm_head_bias", False)
     fields.require("full_attn_mod", 1)
     fields.ignore("interpolate_factor")
-    return mistral.config_from_hf(fields)
+    return mistral.config_from_hf(fields, partial=True)
 
 
 ARCHITECTURE = Architecture(

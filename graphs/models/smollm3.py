@@ -8,17 +8,21 @@ from dataclasses import replace
 from edgellm.graphs.architecture import Architecture, GGUFHeader, with_attention
 from edgellm.graphs.config import ModelConfig
 from edgellm.graphs.fields import Fields
-from edgellm.graphs.layer_kinds import by_period
-from edgellm.graphs.models import llama, qwen2
+from edgellm.graphs.layer_kinds import by_period, layer_types, with_windows
+from edgellm.graphs.models import llama
 from edgellm.graphs.rope_scaling import no_rotation
 
 _PERIOD = 4
 
 
 def config_from_hf(fields: Fields) -> ModelConfig:
-    qwen2.without_windows(fields)
+    fields.require("use_sliding_window", False)
     fields.assume({"rope_theta": 2e6, "tie_word_embeddings": True})
     config = llama.config_from_hf(fields)
+    # transformers masks by them, whatever `use_sliding_window` says
+    fields.ignore("max_window_layers")
+    sliding = layer_types(fields, config.layer_count) or [False] * config.layer_count
+    config = with_windows(config, sliding, fields.optional(int, "sliding_window"))
     period = fields.optional(int, "no_rope_layer_interval") or _PERIOD
     rotates = fields.entries(int, "no_rope_layers", config.layer_count)
     return with_nope(config, rotates or by_period(config.layer_count, period))

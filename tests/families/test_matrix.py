@@ -3,13 +3,25 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from matrix import ALLOWED, BACKENDS, errors
+from matrix import ALLOWED, BACKENDS, errors, usable
 from tiny_families import FAMILIES
 
 # Triton's interpreter takes 15 s for each; its tests of the step have the other parts.
 TRITON = ("gemma3_text",)
 
 
+@pytest.mark.parametrize("name", FAMILIES)
+def test_packed_weights_compute_what_transformers_computes(
+    tmp_path: Path, edgellm_home: Path, name: str
+) -> None:
+    """The graphs of ONNX Runtime are judged part by part in tests/graphs/test_segment.py."""
+    backend = "C++" if usable("C++") else "f32"
+    error = errors(name, tmp_path, [backend])[backend]
+    assert isinstance(error, float)
+    assert error < ALLOWED[backend]
+
+
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
 @pytest.mark.parametrize("name", FAMILIES)
 def test_every_back_end_computes_what_transformers_computes(

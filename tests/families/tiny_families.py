@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,8 @@ _YARN = {
     "beta_slow": 1.0,
     **_THETA,
 }
+# As released models of OLMo 3 say it, though it is the usual one.
+_YARN_FACTOR = {"attention_factor": 0.1 * math.log(4.0) + 1}
 _MULTIPLIERS = {
     "embedding_multiplier": 3.0,
     "residual_multiplier": 0.4,
@@ -96,7 +99,10 @@ FAMILIES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
         "Olmo3",
         {
             "sliding_window": 8,
-            "rope_parameters": {"full_attention": _YARN, "sliding_attention": _DEFAULT},
+            "rope_parameters": {
+                "full_attention": {**_YARN, **_YARN_FACTOR},
+                "sliding_attention": _DEFAULT,
+            },
         },
     ),
     "ministral3": (

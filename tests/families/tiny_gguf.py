@@ -60,6 +60,7 @@ def yarn(w: gguf.GGUFWriter) -> None:
 
 def olmo3(w: gguf.GGUFWriter) -> None:
     yarn(w)
+    w.add_rope_scaling_attn_factors(0.1 * np.log(4) + 1)
     windows(w)
 
 

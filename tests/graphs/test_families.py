@@ -14,9 +14,10 @@ from safetensors.numpy import load_file, save_file
 from tiny_families import FAMILIES, logits, make
 
 from edgellm.errors import ModelFormatError, UnsupportedModelError
-from edgellm.graphs.architecture import supported
+from edgellm.graphs.architecture import architecture, supported
 from edgellm.graphs.checkpoint import open_checkpoint
 from edgellm.graphs.config import ModelConfig
+from edgellm.graphs.layer_kinds import FULL, SLIDING
 
 # Longer than any window.
 TOKENS = np.random.default_rng(0).integers(3, 128, 40).tolist()
@@ -42,6 +43,94 @@ def test_a_config_with_all_its_defaults_is_the_same(tmp_path: Path, name: str) -
     values = json.dumps(model.config.to_dict(), default=str)
     (tmp_path / "config.json").write_text(values.replace("Infinity", "1e9"))
     assert open_checkpoint(tmp_path).config == config
+
+
+def change_config(folder: Path, **changes: Any) -> None:
+    path = folder / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_models_that_look_ahead_are_refused(tmp_path: Path, name: str) -> None:
+    """As embedding models are made of those of these families."""
+    make(name, tmp_path)
+    change_config(tmp_path, is_causal=True)
+    open_checkpoint(tmp_path)
+    change_config(tmp_path, is_causal=False)
+    with pytest.raises(UnsupportedModelError, match="is_causal = False is not supported"):
+        open_checkpoint(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("name", "changes"),
+    [
+        ("llama", {"rope_parameters": {"rope_theta": 5000.0, "partial_rotary_factor": 0.5}}),
+        ("qwen3", {"partial_rotary_factor": 0.5}),
+        ("smollm3", {"sliding_window": 8, "layer_types": [SLIDING, FULL, SLIDING, FULL, SLIDING]}),
+    ],
+)
+def test_settings_count_as_in_transformers(
+    tmp_path: Path, name: str, changes: Mapping[str, Any]
+) -> None:
+    model = make(name, tmp_path, **changes)
+    _, computed = exact(open_checkpoint(tmp_path), TOKENS)
+    np.testing.assert_allclose(computed, logits(model, TOKENS), atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("name", "changes"),
+    [
+        *((name, {"layer_types": [FULL] * 4}) for name in ("llama", "mistral", "olmo2", "phi3")),
+        ("llama", {"activation": "swiglu"}),
+        ("hunyuan_v1_dense", {"enable_lm_head_fp32": True}),
+    ],
+)
+def test_settings_that_say_what_is_computed_anyway(
+    tmp_path: Path, name: str, changes: Mapping[str, Any]
+) -> None:
+    make(name, tmp_path)
+    config = open_checkpoint(tmp_path).config
+    change_config(tmp_path, **changes)
+    assert open_checkpoint(tmp_path).config == config
+
+
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_a_head_beside_a_tied_embedding_counts_if_it_is_another(
+    tmp_path: Path, wrapped: bool
+) -> None:
+    import transformers
+
+    make("llama", tmp_path)
+    change_config(tmp_path, tie_word_embeddings=True)
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path).eval()
+    if wrapped:
+        wrap(tmp_path, "mistral3", "model.language_model.", "")
+    checkpoint = open_checkpoint(tmp_path)
+    assert not checkpoint.config.tied_embedding
+    np.testing.assert_allclose(exact(checkpoint, TOKENS)[1], logits(loaded, TOKENS), atol=1e-4)
+    state = load_file(tmp_path / "model.safetensors")
+    (embedding,) = (key for key in state if key.endswith("embed_tokens.weight"))
+    save_file({**state, "lm_head.weight": state[embedding]}, tmp_path / "model.safetensors")
+    assert open_checkpoint(tmp_path).config.tied_embedding
+
+
+@pytest.mark.parametrize(
+    ("name", "gguf", "missing"),
+    [
+        ("qwen3_moe", False, "experts"),
+        ("glm4moe", True, "experts"),
+        ("glm4_moe_lite", False, r"experts and latent attention \(MLA\)"),
+        ("deepseek2", True, r"experts and latent attention \(MLA\)"),
+        ("falcon-h1", True, "recurrent layers"),
+        ("qwen3_5_moe", False, "experts and recurrent layers"),
+        ("gemma3n", True, "layers that share keys and values"),
+    ],
+)
+def test_architectures_that_need_more_say_of_what(name: str, gguf: bool, missing: str) -> None:
+    with pytest.raises(
+        UnsupportedModelError, match=f"'{name}' is not supported: it needs {missing}; s"
+    ):
+        architecture(name, gguf=gguf, origin="file")
 
 
 def halves(rows: np.ndarray, head_dim: int, rotated: int) -> np.ndarray:
@@ -153,12 +242,14 @@ def wrap(folder: Path, outer: str, prefix: str, head: str, **top: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("prefix", "head"),
-    [("model.language_model.", ""), ("language_model.model.", "language_model.")],
-)
-@pytest.mark.parametrize(
-    ("name", "outer"),
-    [("gemma3_text", "gemma3"), ("ministral3", "mistral3"), ("mistral", "mistral3")],
+    ("name", "outer", "prefix", "head"),
+    [
+        ("gemma3_text", "gemma3", "model.language_model.", ""),
+        ("gemma3_text", "gemma3", "language_model.model.", "language_model."),
+        ("ministral3", "mistral3", "model.language_model.", ""),
+        ("mistral", "mistral3", "language_model.model.", "language_model."),
+        ("llama", "smolvlm", "model.text_model.", ""),
+    ],
 )
 def test_text_models_are_found_in_models_that_see(
     tmp_path: Path, name: str, outer: str, prefix: str, head: str
@@ -209,6 +300,10 @@ def test_a_wrapper_has_quantized_weights(tmp_path: Path) -> None:
         ("llama", {"sliding_window": 64}, UnsupportedModelError, "sliding_window"),
         ("llama", {"num_local_experts": 8}, UnsupportedModelError, "num_local_experts"),
         ("llama", {"rope_parameters": {"rope_type": "cubic"}}, UnsupportedModelError, "cubic"),
+        ("llama", {"rope_theta": 0, "rope_parameters": None}, ModelFormatError, "rope_theta. is 0"),
+        ("llama", {"activation": "relu2"}, UnsupportedModelError, "activation = 'relu2'"),
+        ("llama", {"layer_types": [SLIDING] * 64}, UnsupportedModelError, r"\.\.\.\] is not und"),
+        ("smollm3", {"layer_types": [SLIDING] * 5}, ModelFormatError, "sliding_window is missing"),
         ("granite", {"residual_multiplier": 0.0}, ModelFormatError, "residual_multiplier"),
         ("granite", {"logits_scaling": 0}, ModelFormatError, "logits_scaling"),
         ("granite", {"norm_kind": "rms"}, UnsupportedModelError, "norm_kind = 'rms' is not under"),
@@ -253,8 +348,7 @@ def test_configs_that_are_refused(
     tmp_path: Path, name: str, changes: Mapping[str, Any], error: type, words: str
 ) -> None:
     make(name, tmp_path)
-    path = tmp_path / "config.json"
-    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+    change_config(tmp_path, **changes)
     with pytest.raises(error, match=rf"(?s){tmp_path}.*{words}"):
         open_checkpoint(tmp_path)
 

@@ -114,7 +114,9 @@ def with_key(key: str, value: Any, keys: Keys) -> Keys:
         ("llama", "attention.causal", False, UnsupportedModelError, "causal = False"),
         ("llama", "attention.head_count", [4, 4, 2, 4], UnsupportedModelError, "in all layers"),
         ("llama", "rope.scaling.type", "cubic", UnsupportedModelError, "'cubic'"),
-        ("llama", "rope.freq_base", -1.0, ModelFormatError, "base -1"),
+        ("llama", "rope.freq_base", 0.0, ModelFormatError, "freq_base. is 0"),
+        ("gemma3_text", "rope.freq_base_swa", 0.0, ModelFormatError, "freq_base_swa. is 0"),
+        ("llama", "rope.freq_base", -1.0, ModelFormatError, "freq_base. is -1"),
         ("gemma2", "attention.sliding_window_pattern", [True], ModelFormatError, "1 entries.*4 la"),
         ("gemma2", "attention.sliding_window_pattern", -1, ModelFormatError, "-1 layers"),
         ("granite", "residual_scale", 0.0, ModelFormatError, "residual_scale"),
@@ -134,6 +136,33 @@ def test_files_that_are_refused(
     make(name, tmp_path, **changes)
     path = convert(tmp_path, tmp_path / "model.gguf", arch, with_key(key, value, keys))
     with pytest.raises(error, match=rf"model\.gguf.*{words}"):
+        open_checkpoint(path)
+
+
+@pytest.mark.parametrize(
+    ("name", "tensor", "size"),
+    [
+        ("llama", "blk.0.attn_q.scale", 1),
+        ("llama", "output.scale", 1),
+        ("qwen2", "output.bias", 128),
+        ("qwen3", "blk.1.ffn_gate.bias", 96),
+        ("olmo2", "foo.weight", 4),
+    ],
+)
+def test_tensors_that_the_model_is_not_made_of_are_refused(
+    tmp_path: Path, name: str, tensor: str, size: int
+) -> None:
+    arch, keys, changes = FILES[name]
+
+    def added(writer: gguf.GGUFWriter) -> None:
+        keys(writer)
+        unused = ("rope_factors_long.weight", "blk.0.attn_rot_embd.weight", "v.blk.0.attn_q.weight")
+        for each in (*unused, tensor):
+            writer.add_tensor(each, np.ones(size, np.float32))
+
+    make(name, tmp_path, **changes)
+    path = convert(tmp_path, tmp_path / "model.gguf", arch, added)
+    with pytest.raises(UnsupportedModelError, match=f"tensor {tensor} is not understood"):
         open_checkpoint(path)
 
 

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from edgellm.graphs.architecture import architecture
 from edgellm.graphs.layer_kinds import FULL, SLIDING
-from edgellm.graphs.safetensors_checkpoint import _config, _text_fields
+from edgellm.graphs.safetensors_checkpoint import read_config
 from edgellm.graphs.tensors import parameters
 
 RELEASED: Mapping[str, Mapping[str, Any]] = {
@@ -384,9 +385,10 @@ RELEASED: Mapping[str, Mapping[str, Any]] = {
         ("Qwen2.5-0.5B", 0.49, 32768),
     ],
 )
-def test_released_models_have_their_size(name: str, billions: float, context: int) -> None:
-    fields = _text_fields(RELEASED[name], "config.json")
-    family = architecture(fields.read(str, "model_type"), gguf=False, origin="config.json")
-    config = _config(family, fields)
+def test_released_models_have_their_size(
+    tmp_path: Path, name: str, billions: float, context: int
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(RELEASED[name]))
+    config = read_config(tmp_path).config
     assert parameters(config) / 1e9 == pytest.approx(billions, abs=0.006)
     assert config.context_length == context

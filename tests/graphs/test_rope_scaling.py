@@ -72,10 +72,13 @@ def test_matches_transformers(name: str, partial: float | None) -> None:
     )
     config.rope_parameters = dict(parameters)
     judge = Phi3RotaryEmbedding(config)
-    same(rope_scaling.from_hf(fields_of(rope_parameters=parameters), head_dim=DIM), judge)
+    same(
+        rope_scaling.from_hf(fields_of(rope_parameters=parameters), head_dim=DIM, partial=True),
+        judge,
+    )
     # as versions before 5 wrote it
     old = fields_of(rope_theta=THETA, rope_scaling=scaling, partial_rotary_factor=partial)
-    same(rope_scaling.from_hf(old, head_dim=DIM), judge)
+    same(rope_scaling.from_hf(old, head_dim=DIM, partial=True), judge)
 
 
 def test_original_context_is_found_where_files_have_it() -> None:
@@ -84,7 +87,7 @@ def test_original_context_is_found_where_files_have_it() -> None:
     without = {key: value for key, value in inside.items() if key not in ORIGINAL}
 
     def frequencies(**values: Any) -> tuple[float, ...]:
-        return rope_scaling.from_hf(fields_of(**values), head_dim=DIM).inv_freq
+        return rope_scaling.from_hf(fields_of(**values), head_dim=DIM, partial=True).inv_freq
 
     outside = frequencies(rope_parameters=inside, original_max_position_embeddings=64)
     assert outside == frequencies(
@@ -145,7 +148,9 @@ def header(vectors: dict[str, list[float]] | None = None, **values: Any) -> GGUF
 def test_gguf_keys_say_what_config_files_say() -> None:
     def both(gguf: GGUFHeader, **hf: Any) -> None:
         found = rope_scaling.from_gguf(gguf, head_dim=DIM)
-        expected = rope_scaling.from_hf(fields_of(rope_theta=THETA, **hf), head_dim=DIM)
+        expected = rope_scaling.from_hf(
+            fields_of(rope_theta=THETA, **hf), head_dim=DIM, partial=True
+        )
         np.testing.assert_allclose(found.inv_freq, expected.inv_freq, rtol=1e-12)
         assert found.magnitude == pytest.approx(expected.magnitude)
 
@@ -205,7 +210,7 @@ def test_unknown_scaling_is_refused_by_name(scaling: dict[str, Any]) -> None:
 )
 def test_settings_that_make_no_sense(scaling: dict[str, Any], words: str) -> None:
     with pytest.raises(ModelFormatError, match=words):
-        rope_scaling.from_hf(fields_of(rope_scaling=scaling), head_dim=64)
+        rope_scaling.from_hf(fields_of(rope_scaling=scaling), head_dim=64, partial=True)
 
 
 def test_settings_that_are_not_understood_are_refused_by_name() -> None:

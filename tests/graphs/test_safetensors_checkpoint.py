@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -135,3 +136,31 @@ def test_values_that_are_no_weights_name_the_tensor(
     save_file(tensors, folder / "model.safetensors")
     with pytest.raises(ModelFormatError, match=rf"tensor {name} holds a value that is not"):
         export(folder, tmp_path / "out", name="x", source="x", precisions=["packed"])
+
+
+def test_a_key_that_is_there_twice(make_model: MakeModel) -> None:
+    folder = make_model()
+    path = folder / "model.safetensors"
+    data = path.read_bytes()
+    length = int.from_bytes(data[:8], "little")
+    header = data[8 : 8 + length].rstrip()
+    entry = json.dumps({"lm_head.weight": json.loads(header)["lm_head.weight"]}).encode()
+    doubled = header[:-1] + b"," + entry[1:]
+    path.write_bytes(len(doubled).to_bytes(8, "little") + doubled + data[8 + length :])
+    with pytest.raises(ModelFormatError, match=r"model\.safetensors: .*occurs twice"):
+        open_checkpoint(folder)
+
+
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors", "tokenizer.json"])
+def test_pipes_are_refused_and_not_waited_for(make_model: MakeModel, name: str) -> None:
+    folder = make_model()
+    (folder / name).unlink()
+    os.mkfifo(folder / name)
+    with pytest.raises(ModelFormatError, match=f"{name}: not a regular file"):
+        open_checkpoint(folder)
+
+
+def test_a_pipe_is_no_gguf_file(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "model")
+    with pytest.raises(ModelFormatError, match="model: not a regular file"):
+        open_checkpoint(tmp_path / "model")

@@ -45,26 +45,33 @@ def bundle_path(export_static: Export, tmp_path_factory: pytest.TempPathFactory)
     return export_static(tmp_path_factory.mktemp("static") / "bundle")
 
 
+@pytest.fixture(scope="module")
+def float_llm(bundle_path: Path) -> LLM:
+    return load(str(bundle_path), precision="f32", decode="reference")
+
+
+@pytest.fixture(scope="module")
+def static_llm(bundle_path: Path) -> LLM:
+    return load(str(bundle_path), prefill="cpu", precision=STATIC, decode="reference")
+
+
 @pytest.mark.parametrize("count", [1, 2, 31, 32, 33, 34, 64, 65, 128, 129, 130, 257])
 def test_close_to_float_at_every_edge_of_a_chunk(
-    bundle_path: Path, logits_and_places: Prefilled, count: int
+    float_llm: LLM, static_llm: LLM, logits_and_places: Prefilled, count: int
 ) -> None:
     """The first token is left to the host; int8 weights are as far off for every count."""
     tokens = np.random.default_rng(count).integers(0, 256, count).tolist()
-    exact, _ = logits_and_places(
-        load(str(bundle_path), precision="f32", decode="reference"), tokens
-    )
-    static = load(str(bundle_path), prefill="cpu", precision=STATIC, decode="reference")
-    found, places = logits_and_places(static, tokens)
+    exact, _ = logits_and_places(float_llm, tokens)
+    found, places = logits_and_places(static_llm, tokens)
     assert places == {"reference": 1, **({"cpu": count - 1} if count > 1 else {})}
     assert np.abs(found - exact).max() < 0.08 * np.abs(exact).max()
 
 
 @pytest.mark.parametrize("count", [2, 8, 33, 40, 170])
-def test_the_first_token_and_a_short_tail_are_both_the_hosts(bundle_path: Path, count: int) -> None:
+def test_the_first_token_and_a_short_tail_are_both_the_hosts(static_llm: LLM, count: int) -> None:
     """Nothing is left out where two pieces of the host come one after the other."""
     tokens = np.random.default_rng(count).integers(0, 256, count).tolist()
-    engine = load(str(bundle_path), prefill="cpu", precision=STATIC, decode="reference").engine
+    engine = static_llm.engine
     assert isinstance(engine.prefill, ChunkedBackend)
     results = []
     for costs in (Costs({32: 1.0, 128: 3.0}, 0.0, 0.001), engine.prefill.costs):

@@ -44,7 +44,7 @@ def test_rows_without_a_token_are_padding(make_model: MakeModel) -> None:
 
 
 @pytest.mark.parametrize("file", ["generation_config.json", "config.json"])
-@pytest.mark.parametrize("eos", [-1, [257, -1], 1 << 32, 10**30, "</s>", True, 1.0, {"a": 1}])
+@pytest.mark.parametrize("eos", [-1, [257, -1], 320, 10**9, 10**30, "</s>", True, 1.0, {"a": 1}])
 def test_end_tokens_that_are_none(make_model: MakeModel, file: str, eos: object) -> None:
     folder = make_model()
     checkpoint = open_checkpoint(folder)
@@ -88,6 +88,22 @@ def test_generation_settings_keep_their_names(make_model: MakeModel) -> None:
         "top_k": 5,
         "repeat_penalty": 1.5,
     }
+
+
+def test_greedy_models_keep_their_penalty(make_model: MakeModel) -> None:
+    folder = make_model()
+    settings = {"do_sample": False, "temperature": 0.6, "repetition_penalty": 1.05}
+    change(folder / "generation_config.json", **settings)
+    found = import_tokenizer(open_checkpoint(folder)).generation
+    assert found == {"temperature": 0.0, "repeat_penalty": 1.05}
+
+
+def test_generation_settings_that_no_answer_could_have(make_model: MakeModel) -> None:
+    folder = make_model()
+    change(folder / "generation_config.json", temperature=-5)
+    words = rf"{folder}: generation settings: `temperature` is -5\.0; allowed is a number, 0 to 100"
+    with pytest.raises(ModelFormatError, match=words):
+        import_tokenizer(open_checkpoint(folder))
 
 
 def test_gguf_chat_template_that_is_a_number(tmp_path: Path) -> None:

@@ -132,7 +132,8 @@ def _id(place: str, value: Any) -> str:
         ((ROPES, every(inv_freq=[])), "rotates 0 dimensions"),
         ((ROPES, every(inv_freq=[1.0])), "rotates 2 dimensions"),
         ((ROPES, every(inv_freq=[float("inf")] * 8)), "finite number"),
-        ((ROPES, every(inv_freq=[-1.0] * 8)), "negative"),
+        ((ROPES, every(inv_freq=[1e38] * 8)), r"numbers from 0 to 6\.28"),
+        ((ROPES, every(inv_freq=[-1.0] * 8)), r"numbers from 0 to 6\.28"),
         ((ROPES, every(magnitude=0)), "magnitude of RoPE is 0"),
         # arrays
         ((KINDS + "q", "int3"), "q is of the unknown kind 'int3'; known are int4_symmetric, int4"),
@@ -173,6 +174,8 @@ def _id(place: str, value: Any) -> str:
         (("precisions/f32/chunk_sizes", []), "chunk sizes"),
         (("precisions/f32/chunk_sizes", [7]), r"c7\.onnx is needed"),
         (("precisions/f32/host_tokens", 2), "host_tokens is 2"),
+        (("precisions/packed/host_tokens", 10**9), "packed: host_tokens is 1000000000; 0 to 1"),
+        (("precisions/packed/host_tokens", -1), "packed: host_tokens is -1; 0 to 1"),
         (("precisions/f32/errors", {}), "errors of 000"),
         (
             ("precisions/f32/shadows", {"x": {"scale": 1, "bits": 8, "importance": 1}}),
@@ -187,7 +190,8 @@ def _id(place: str, value: Any) -> str:
             "3 bits",
         ),
         (("generation", {"speed": 1}), "unknown key 'speed'"),
-        (("generation", {"top_k": "4"}), "generation.top_k is '4'; expected an integer"),
+        (("generation", {"top_k": "4"}), "generation: `top_k` is '4'; allowed is a whole number"),
+        (("generation", {"temperature": -5}), "generation: `temperature` is -5; allowed is a num"),
     ],
     ids=lambda value: _id(*value) if isinstance(value, tuple) else "",
 )

@@ -151,6 +151,7 @@ def test_locked_by_one_process_at_a_time(edgellm_home: Path, tmp_path: Path) -> 
     assert log.read_text().split() == ["in", "out"] * 3
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="needs /proc")
 @pytest.mark.parametrize("root", ["/proc/edgellm", "/proc", "/dev/null/home"])
 def test_lock_that_cannot_be_made_is_an_error_at_once(
     monkeypatch: pytest.MonkeyPatch, root: str

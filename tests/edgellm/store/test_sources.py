@@ -142,22 +142,6 @@ def test_offline_hub(tmp_path: Path) -> None:
     assert "hf:org/model@main: not in the local Hugging Face cache" in found.stdout, found.stderr
 
 
-def test_hub_snapshot_is_used_as_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    import huggingface_hub
-
-    seen = {}
-
-    def snapshot_download(repo: str, **options: object) -> str:
-        seen.update(options, repo=repo)
-        return str(tmp_path / "abc123")
-
-    monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
-    found = resolve("hf:org/model@v1.0")
-    assert found.path == tmp_path / "abc123"
-    assert found.revision == "abc123"
-    assert (seen["repo"], seen["revision"]) == ("org/model", "v1.0")
-
-
 @pytest.mark.parametrize("name", ["no-such-model", "missing/model.gguf", "~/nothing"])
 def test_unknown_names_list_what_is_known(name: str) -> None:
     with pytest.raises(SourceError, match=DEFAULT_MODEL):
@@ -188,10 +172,21 @@ def test_a_changed_file_is_another_model(tmp_path: Path) -> None:
     assert first.key.startswith("model.gguf-")
 
 
+def test_a_changed_part_of_a_split_file_is_another_model(tmp_path: Path) -> None:
+    parts = [tmp_path / f"m-0000{number}-of-00002.gguf" for number in (1, 2)]
+    for part in parts:
+        part.write_bytes(b"one")
+    first = resolve(str(parts[0]))
+    assert resolve(str(parts[0])) == first
+    parts[1].write_bytes(b"other")
+    assert resolve(str(parts[0])).key != first.key
+
+
 @pytest.mark.parametrize(
     "changed",
     ["model.safetensors", "config.json", "tokenizer.json", "chat_template.jinja",
-     "generation_config.json", "model-00002-of-00002.safetensors", "model.safetensors.index.json"],
+     "generation_config.json", "model-00002-of-00002.safetensors",
+     "additional_chat_templates/tool_use.jinja", "model.safetensors.index.json"],
 )  # fmt: skip
 def test_a_changed_file_of_a_folder_is_another_model(tmp_path: Path, changed: str) -> None:
     for name in ("config.json", "model.safetensors", "README.md"):
@@ -200,6 +195,7 @@ def test_a_changed_file_of_a_folder_is_another_model(tmp_path: Path, changed: st
     (tmp_path / "README.md").write_text("another text")
     assert resolve(str(tmp_path)) == first
     stat = (tmp_path / "config.json").stat()
+    (tmp_path / changed).parent.mkdir(exist_ok=True)
     (tmp_path / changed).write_text("b")
     os.utime(tmp_path / changed, ns=(stat.st_atime_ns, stat.st_mtime_ns + 1))
     assert resolve(str(tmp_path)).key != first.key

