@@ -129,7 +129,7 @@ def sampling_options(command: Command) -> Command:
     names = list(GenerationArguments.__annotations__)
 
     @click.option(
-        "-n", "--predict", "--max-tokens", "max_tokens", type=int,
+        "-n", "--predict", "--max-tokens", "max_tokens", type=click.IntRange(min=-1),
         help="Tokens to generate at most; -1 goes on to the answer's end.  [default: -1]",
     )  # fmt: skip
     @click.option(
@@ -149,7 +149,10 @@ def sampling_options(command: Command) -> Command:
         "-l", "--logit-bias", multiple=True, metavar="TOKEN(+/-)BIAS",
         help="Change a token's logit, e.g. 29905-100; may be repeated.",
     )  # fmt: skip
-    @click.option("-s", "--seed", type=int, help="The same seed gives the same text; -1 draws one.")
+    @click.option(
+        "-s", "--seed", type=click.IntRange(min=-1),
+        help="The same seed gives the same text; -1 draws one.",
+    )  # fmt: skip
     @click.option(
         "-r", "--reverse-prompt", "--stop", "stop", multiple=True,
         help="A text that ends the answer; may be repeated.",
