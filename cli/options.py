@@ -9,6 +9,7 @@ from typing import Any, cast
 
 import click
 
+from edgellm.cli.first_run import say_if_kernels_are_missing
 from edgellm.errors import OptionError
 from edgellm.generation_options import CONTEXT_POLICIES, GenerationArguments
 from edgellm.models import DEFAULT_MODEL
@@ -117,6 +118,7 @@ def load_options(command: Command) -> Command:
     )  # fmt: skip
     @functools.wraps(command)
     def wrapped(*, provider_option: tuple[str, ...], **given: Any) -> Any:
+        say_if_kernels_are_missing()
         given["provider_options"] = dict(map(_parse_option, provider_option))
         values = {n: given.pop(n) for n in EngineArguments.__annotations__ if n in given}
         return command(load_arguments=cast(EngineArguments, values), **given)
