@@ -34,7 +34,7 @@ def library() -> ctypes.CDLL | None:
     """
     name = f"{_NAME}{sysconfig.get_config_var('EXT_SUFFIX')}"
     path = Path(str(files("edgellm.kernels").joinpath(name)))
-    _warn_in_source_tree(path)
+    warn_in_source_tree(path)
     if not path.exists():
         return None
     loaded = ctypes.CDLL(str(path))
@@ -62,7 +62,7 @@ def library() -> ctypes.CDLL | None:
     return loaded
 
 
-def _warn_in_source_tree(path: Path) -> None:
+def warn_in_source_tree(path: Path) -> None:
     """Warn where a clone's kernels are not compiled, or not from the sources that are there."""
     kernels = path.parent.resolve()
     if not (kernels.parent / "pyproject.toml").exists():
