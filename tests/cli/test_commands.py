@@ -169,9 +169,9 @@ def test_why_an_answer_ended(cli: Cli, tiny_bundle: str) -> None:
 @pytest.mark.parametrize(
     ("redirection", "code", "words"),
     [
-        ("<&-", 2, "prompt is empty"),
+        pytest.param("<&-", 2, "prompt is empty", marks=pytest.mark.slow),
         ("-p a --raw -n 2 >&-", 1, "standard output is closed"),
-        ("-p a --raw -n 2 2>&-", 0, ""),
+        pytest.param("-p a --raw -n 2 2>&-", 0, "", marks=pytest.mark.slow),
         ("-p a --raw -n 2 <&- 2>&-", 0, ""),
     ],
 )

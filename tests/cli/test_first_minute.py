@@ -230,6 +230,7 @@ def test_statistics_beside_a_pipe(shell: Shell) -> None:
     assert (terminal.folder / "answer").read_text() == "The capital of France is Paris.\n"
 
 
+@pytest.mark.slow
 def test_reader_that_wants_one_line(shell: Shell) -> None:
     terminal = shell(columns=WIDE)
     (first,) = type_and_wait(terminal, f"{ENDLESS} 2>&1 | head -1")

@@ -99,13 +99,9 @@ def test_windows_of_other_sizes(show: Callable[..., None], first: int, reflows: 
             assert "".join(screen.all_rows) == f"{text}end\n".replace("\n", "")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    ("options", "term"),
-    [
-        (("--no-stats",), "xterm"),
-        pytest.param((), "dumb", marks=pytest.mark.slow),
-        pytest.param(("--json",), "xterm", marks=pytest.mark.slow),
-    ],
+    ("options", "term"), [(("--no-stats",), "xterm"), ((), "dumb"), (("--json",), "xterm")]
 )
 def test_nothing_where_it_is_not_wanted(
     smollm2: Bundle, options: tuple[str, ...], term: str
