@@ -1,4 +1,4 @@
-"""Builds the kernels into the clone as well: in its folder, Python imports from the sources."""
+"""Installation that leaves the kernels in the clone as well, where Python may import from."""
 
 from setuptools import setup
 from setuptools.command.build_ext import build_ext

@@ -47,8 +47,11 @@ class LiveLine:
             text = without_controls(text)
         if self._enabled:
             self._follow_window()
-        sys.stdout.write(click.style(text, dim=True) if dim else text)
-        sys.stdout.flush()
+        if dim:
+            click.echo(click.style(text, dim=True), nl=False)
+        else:
+            sys.stdout.write(text)  # click would take colours out of what goes to a file
+            sys.stdout.flush()
         if self._enabled:
             self._line = f"{self._line}{text}".rpartition("\n")[2]
             self._follow_window()

@@ -7,7 +7,6 @@ import gc
 import importlib
 import sys
 import threading
-from collections.abc import Sequence
 from typing import Any
 
 import click
@@ -85,20 +84,21 @@ def main() -> None:
     """Entry point. Exit codes: 0 done, 1 failed, 2 wrong usage, 130 interrupted."""
     open_closed_streams()
     encode_everything()
-    code = run_command(sys.argv[1:], interrupted=note_interrupts())
+    code = run_command(None, interrupted=note_interrupts())
     # Python looks for garbage twice as it ends: 200 ms after an export, 30 with nothing to look at.
     gc.freeze()
     sys.exit(code)
 
 
-def run_command(arguments: Sequence[str], *, interrupted: threading.Event) -> int:
+def run_command(arguments: list[str] | None, *, interrupted: threading.Event) -> int:
     """Run a command line in this process, and give its exit code.
 
     Args:
+        arguments: None takes those of the process.
         interrupted: see `note_interrupts`.
     """
     try:
-        result = edgellm.main([*arguments], standalone_mode=False, prog_name="edgellm")
+        result = edgellm.main(arguments, standalone_mode=False, prog_name="edgellm")
         sys.stdout.flush()
         return result if isinstance(result, int) else 0
     except click.exceptions.Exit as error:

@@ -46,7 +46,7 @@ def cli(monkeypatch: pytest.MonkeyPatch) -> Callable[..., subprocess.CompletedPr
             files["stdin"].seek(0)
             for variable, value in (env or {}).items():
                 patch.setenv(variable, value)
-            code = run_command(arguments, interrupted=threading.Event())
+            code = run_command([*arguments], interrupted=threading.Event())
             written = []
             for name in ("stdout", "stderr"):
                 files[name].seek(0)

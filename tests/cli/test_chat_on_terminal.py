@@ -226,7 +226,7 @@ def test_two_interrupts_at_once_leave_a_tidy_terminal(shell: Shell) -> None:
 
 
 def test_a_paste_during_an_answer_waits_as_one_message(shell: Shell) -> None:
-    """It is larger than the terminal's queue, behind which no Ctrl-C would be heard."""
+    """The paste is larger than the terminal's queue, behind which no Ctrl-C would be heard."""
     terminal = start(shell, ENDLESS)
     terminal.enter(FRANCE)
     terminal.wait_for(PARIS)

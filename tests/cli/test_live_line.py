@@ -121,7 +121,7 @@ def test_nothing_without_a_terminal(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_an_answer_does_not_command_the_terminal(show: Callable[..., None]) -> None:
-    """Wherever its sequences are cut into pieces."""
+    """Sequences that are cut into pieces do not, either."""
     text = "a\x1b]52;c;aGk=\x07b\x1b[2J\x9b3;1Hc\r\x7f\x08\x00d\te\n"
     for skipped in range(8):
         with Screen() as screen:

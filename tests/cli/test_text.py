@@ -107,7 +107,7 @@ def test_a_call_with_half_an_emoji(capsys: pytest.CaptureFixture[str]) -> None:
 
 @pytest.mark.parametrize("terminal", [True, False])
 def test_standard_output_takes_any_text(monkeypatch: pytest.MonkeyPatch, terminal: bool) -> None:
-    """As on Windows, or with a locale that is not UTF-8."""
+    """Windows and old locales have another encoding."""
     data = io.BytesIO()
     stdout = io.TextIOWrapper(data, encoding="cp1252")
     monkeypatch.setattr(stdout, "isatty", lambda: terminal, raising=False)
