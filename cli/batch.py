@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import json
 import sys
 import time
 from collections.abc import Iterator
@@ -19,6 +18,7 @@ from edgellm.cli.batch_file import BatchLine, check_batch, open_batch, read_batc
 from edgellm.cli.interrupt import INTERRUPTED, cancel_on_interrupt
 from edgellm.cli.options import Command
 from edgellm.cli.progress import progress_bar
+from edgellm.cli.text import json_line, say
 from edgellm.errors import OptionError
 from edgellm.infill import Gap
 from edgellm.options import EngineArguments
@@ -180,7 +180,7 @@ def _answer_all(
                 _write_line(out, batch.line(answer))
                 progress(Progress("answers", batch.done, count))
     if batch.failed:
-        click.echo(f"edgellm: {batch.failed} of {count} lines failed, see their errors", err=True)
+        say(f"{batch.failed} of {count} lines failed, see their errors")
     if show_stats:
         seconds = time.monotonic() - start
         rate = batch.tokens / seconds
@@ -190,7 +190,7 @@ def _answer_all(
             err=True,
         )
     if cancel.is_set():
-        click.echo(f"edgellm: interrupted; {batch.done} of {count} lines were answered", err=True)
+        say(f"interrupted; {batch.done} of {count} lines were answered")
         return INTERRUPTED
     return 1 if batch.failed else 0
 
@@ -226,8 +226,7 @@ def _output(output: Path | None, *, force: bool) -> Iterator[IO[bytes]]:
 
 def _write_line(out: IO[bytes], values: dict[str, Any]) -> None:
     """Write a whole line, or none of it to a file."""
-    text = json.dumps(values, ensure_ascii=False) + "\n"
-    data = text.encode("utf-8", "backslashreplace")  # half of a surrogate pair, as JSON writes it
+    data = f"{json_line(values)}\n".encode()
     start = out.tell() if out.seekable() else None
     try:
         while data:

@@ -9,7 +9,7 @@ import click
 from edgellm import load
 from edgellm.cli.options import load_options, model_argument
 from edgellm.cli.progress import progress_bar
-from edgellm.cli.text import read_text
+from edgellm.cli.text import read_text, spelled_out
 from edgellm.errors import OptionError
 from edgellm.named_prefix import forget_prefix, kept_prefixes
 from edgellm.options import EngineArguments
@@ -57,10 +57,11 @@ def ls() -> None:
         click.echo("nothing is kept yet; `edgellm cache add NAME -f FILE` keeps a text", err=True)
     for prefix, folder in kept:
         size = sum(file.stat().st_size for file in folder.iterdir())
-        click.echo(
-            f"{_printable(prefix.name):20}  {prefix.model:32}  {prefix.kind:6}  "
+        line = (
+            f"{prefix.name:20}  {prefix.model:32}  {prefix.kind:6}  "
             f"{prefix.tokens:6} tokens  {prefix.kv_format:4}  {size / 1e6:8.1f} MB"
         )
+        click.echo(spelled_out(line))
 
 
 @cache.command()
@@ -71,8 +72,3 @@ def rm(*, prefixes: tuple[str, ...]) -> None:
         if not forget_prefix(prefix):
             raise OptionError(f"no prefix {prefix!r} is kept; see `edgellm cache ls`")
         click.echo(f"deleted {prefix}", err=True)
-
-
-def _printable(name: str) -> str:
-    """A name in which control characters, such as a terminal's escapes, are spelled out."""
-    return "".join(c if c.isprintable() else repr(c)[1:-1] for c in name)

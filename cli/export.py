@@ -11,7 +11,7 @@ import click
 
 from edgellm.cli.options import model_argument
 from edgellm.cli.progress import progress_bar
-from edgellm.cli.text import read_text
+from edgellm.cli.text import read_text, spelled_out
 from edgellm.errors import OptionError
 from edgellm.export import (
     DEFAULT_CHUNK_SIZES,
@@ -145,7 +145,7 @@ def export(
 def report(bundle: Bundle) -> None:
     """One line for each precision, and where the bundle is."""
     for name in bundle.manifest.precisions:
-        click.echo(f"{name}: {imported(bundle.manifest, name).details()}", err=True)
+        click.echo(spelled_out(f"{name}: {imported(bundle.manifest, name).details()}"), err=True)
     click.echo(f"{bundle.path} ({bundle.bytes / 1e6:.1f} MB)")
 
 

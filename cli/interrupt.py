@@ -1,7 +1,7 @@
 """Signals while an answer is written.
 
 The first Ctrl-C stops the answer, the second one the program. SIGTERM ends the program as an
-exception does, so that the terminal is put in order.
+exception does, so that the terminal is put in order, which Ctrl-Z waits for, too.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import signal
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
 
@@ -62,3 +62,33 @@ def exit_on_terminate() -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGTERM, previous)
+
+
+@contextmanager
+def around_stop(before: Callable[[], None], after: Callable[[], None]) -> Iterator[None]:
+    """Call `before` when Ctrl-Z is about to stop the program, and `after` when it goes on.
+
+    Blocks may lie in each other: the inner one's `before` comes first and its `after` last.
+    """
+    if not hasattr(signal, "SIGTSTP"):  # Windows
+        yield
+        return
+    stop = signal.SIGTSTP
+    previous = signal.getsignal(stop)
+
+    def handle(number: int, frame: FrameType | None) -> None:
+        before()
+        if callable(previous):
+            previous(number, frame)
+        else:
+            signal.signal(stop, signal.SIG_DFL)
+            signal.raise_signal(stop)  # comes back when the program goes on
+            signal.signal(stop, handle)
+        after()
+
+    if previous is not signal.SIG_IGN:  # as of a shell that stops no programs
+        signal.signal(stop, handle)
+    try:
+        yield
+    finally:
+        signal.signal(stop, previous)

@@ -1,12 +1,17 @@
-"""A last line of the terminal that changes while text is written above it."""
+"""An answer on standard output, and a last line of the terminal that changes meanwhile."""
 
 from __future__ import annotations
 
 import os
 import sys
 import time
+from contextlib import ExitStack
 
+import click
 from prompt_toolkit.utils import get_cwidth
+
+from edgellm.cli.interrupt import around_stop
+from edgellm.cli.text import without_controls
 
 # Often enough to look alive, and seldom enough to cost nothing.
 _INTERVAL_S = 0.1
@@ -19,33 +24,37 @@ class LiveLine:
     """
 
     def __init__(self, *, enabled: bool) -> None:
-        terminal = sys.stdout.isatty() and sys.stderr.isatty() and os.name == "posix"
-        self._enabled = enabled and terminal and os.environ.get("TERM", "dumb") != "dumb"
-        self._rows = 0
+        self._on_terminal = sys.stdout.isatty()
+        shows = self._on_terminal and sys.stderr.isatty() and os.name == "posix"
+        self._enabled = enabled and shows and os.environ.get("TERM", "dumb") != "dumb"
         self._shown_at = 0.0
-        self._column = 0
+        self._window = os.terminal_size((0, 0))  # in which the last row is taken; 0 rows: it is not
+        self._line = ""  # the answer from its last line end on
+        self._stack = ExitStack()
 
     def __enter__(self) -> LiveLine:
+        if self._enabled:
+            self._stack.enter_context(around_stop(self._give_back, self._begin_line))
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self._rows:
-            _write(f"\x1b7\x1b[r\x1b[{self._rows};1H\x1b[2K\x1b8")
-            self._rows = 0
+        self._give_back()
+        self._stack.close()
 
-    def wrote(self, text: str) -> None:
-        """Follow the cursor over an answer's text, which began in column 0."""
-        if not self._enabled:
-            return
-        columns = os.get_terminal_size(sys.stdout.fileno()).columns
-        for character in text:
-            width = get_cwidth(character)
-            if character == "\n":
-                self._column = 0
-            elif character == "\t":
-                self._column = min(columns - 1, self._column // 8 * 8 + 8)
-            else:
-                self._column = width if self._column + width > columns else self._column + width
+    def write(self, text: str, *, dim: bool = False) -> None:
+        """Write a part of the answer, which begins in column 0, without commands to a terminal."""
+        if self._on_terminal:
+            text = without_controls(text)
+        if self._enabled:
+            self._follow_window()
+        if dim:
+            click.echo(click.style(text, dim=True), nl=False)
+        else:
+            sys.stdout.write(text)  # click would take colours out of what goes to a file
+            sys.stdout.flush()
+        if self._enabled:
+            self._line = f"{self._line}{text}".rpartition("\n")[2]
+            self._follow_window()
 
     def show(self, text: str) -> None:
         """Write `text` there, unless it has just been written to.
@@ -57,19 +66,50 @@ class LiveLine:
         if not self._enabled or now - self._shown_at < _INTERVAL_S:
             return
         self._shown_at = now
-        columns, rows = os.get_terminal_size(sys.stdout.fileno())  # as it is, whatever LINES says
-        if rows < 3 or self._column >= columns:
+        window = self._follow_window()
+        if window.lines < 3 or self._column(window) >= window.columns:
             return
-        if rows != self._rows:
-            # In a larger window, what stands where the last row was.
-            old = f"\x1b7\x1b[{self._rows};1H\x1b[2K\x1b8" if 0 < self._rows < rows else ""
+        if window != self._window:
             # Down and up again, in case that the cursor is in the last row. IND goes down in its
             # column; before a line feed the terminal's driver would put a carriage return.
-            _write(f"{old}\x1b7\x1b[r\x1b8\x1bD\x1b[1A\x1b7\x1b[1;{rows - 1}r\x1b8")
-            self._rows = rows
-        _write(f"\x1b7\x1b[{rows};1H\x1b[2K{text[: columns - 1]}\x1b8")
+            self._window = window
+            _write(f"\x1b7\x1b[r\x1b8\x1bD\x1b[1A\x1b7\x1b[1;{window.lines - 1}r\x1b8")
+        _write(f"\x1b7\x1b[{window.lines};1H\x1b[2K{text[: window.columns - 1]}\x1b8")
+
+    def _follow_window(self) -> os.terminal_size:
+        """Erase what stands behind the answer if the window has another size now; gives its size.
+
+        Terminals move and wrap all rows then, each in its own way; but there is nothing behind the
+        cursor except for the last row, or what has become of it.
+        """
+        window = os.get_terminal_size(sys.stdout.fileno())  # as it is, whatever LINES says
+        changed = self._window.lines > 0 and window != self._window
+        if changed and self._column(window) < window.columns:
+            self._window = os.terminal_size((0, 0))
+            _write("\x1b7\x1b[r\x1b8\x1b[J")
+        return window
+
+    def _give_back(self) -> None:
+        """Let all rows scroll again."""
+        if rows := self._window.lines:
+            self._window = os.terminal_size((0, 0))
+            _write(f"\x1b7\x1b[r\x1b[{rows};1H\x1b[2K\x1b8")
+
+    def _begin_line(self) -> None:
+        """Go on behind what a shell has written meanwhile."""
+        self._line = ""
+
+    def _column(self, window: os.terminal_size) -> int:
+        """The cursor's; as many as there are where the next character goes to the next row."""
+        column = 0
+        for character in self._line:
+            width = get_cwidth(character)
+            if character == "\t":
+                column = min(window.columns - 1, column // 8 * 8 + 8)
+            else:
+                column = width if column + width > window.columns else column + width
+        return column
 
 
 def _write(codes: str) -> None:
-    sys.stderr.write(codes)
-    sys.stderr.flush()
+    os.write(sys.stderr.fileno(), codes.encode())  # at once, also from within a signal handler

@@ -6,6 +6,7 @@ import errno
 import gc
 import importlib
 import sys
+import threading
 from typing import Any
 
 import click
@@ -13,7 +14,8 @@ import click
 from edgellm import __version__
 from edgellm.cli.flags import in_flags
 from edgellm.cli.interrupt import INTERRUPTED, note_interrupts
-from edgellm.cli.streams import discard_output, open_closed_streams
+from edgellm.cli.streams import discard_output, encode_everything, open_closed_streams
+from edgellm.cli.text import say
 from edgellm.errors import CancelledError, EdgeLLMError, OptionError
 
 # Command -> module and one line of help; a module is imported when its command runs.
@@ -56,12 +58,12 @@ class _Commands(click.Group):
         try:
             return super().invoke(ctx)
         except CancelledError as error:
-            _say(str(error))
+            say(str(error))
             return INTERRUPTED
         except EdgeLLMError as error:
             command = self.get_command(ctx, ctx.invoked_subcommand or "")
             message = str(error) if command is None else in_flags(str(error), command)
-            _say(message)
+            say(message)
             return 2 if isinstance(error, OptionError) else 1
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
@@ -80,17 +82,23 @@ def edgellm() -> None:
 
 def main() -> None:
     """Entry point. Exit codes: 0 done, 1 failed, 2 wrong usage, 130 interrupted."""
-    code = _run()
+    open_closed_streams()
+    encode_everything()
+    code = run_command(None, interrupted=note_interrupts())
     # Python looks for garbage twice as it ends: 200 ms after an export, 30 with nothing to look at.
     gc.freeze()
     sys.exit(code)
 
 
-def _run() -> int:
-    open_closed_streams()
-    interrupted = note_interrupts()
+def run_command(arguments: list[str] | None, *, interrupted: threading.Event) -> int:
+    """Run a command line in this process, and give its exit code.
+
+    Args:
+        arguments: None takes those of the process.
+        interrupted: see `note_interrupts`.
+    """
     try:
-        result = edgellm.main(standalone_mode=False, prog_name="edgellm")
+        result = edgellm.main(arguments, standalone_mode=False, prog_name="edgellm")
         sys.stdout.flush()
         return result if isinstance(result, int) else 0
     except click.exceptions.Exit as error:
@@ -99,27 +107,23 @@ def _run() -> int:
         error.show()
         return error.exit_code
     except (KeyboardInterrupt, click.Abort):
-        _say("interrupted")
+        say("interrupted")
         return INTERRUPTED
     except BrokenPipeError:
         discard_output()  # the reader has gone (`| head`)
         return 1
     except OSError as error:
         if error.errno == errno.EBADF:
-            _say("standard output is closed; there is nowhere to write to")
+            say("standard output is closed; there is nowhere to write to")
         else:
-            _say(str(error))
+            say(str(error))
         discard_output()
         return 1
     except Exception:
         if not interrupted.is_set():
             raise
-        _say("interrupted")
+        say("interrupted")
         return INTERRUPTED
-
-
-def _say(message: str) -> None:
-    click.echo(f"edgellm: {' '.join(message.split())}", err=True)
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ import click
 from edgellm.cli.export import report
 from edgellm.cli.options import model_argument
 from edgellm.cli.progress import progress_bar
+from edgellm.cli.text import spelled_out
 from edgellm.models import (
     ModelDescription,
     PrecisionDescription,
@@ -36,12 +37,13 @@ def ls() -> None:
         click.echo("no models yet; `edgellm pull` downloads and exports one", err=True)
     for model in models:
         if model.damage:
-            click.echo(f"{model.folder.name}  damaged: {model.damage}", err=True)
+            click.echo(spelled_out(f"{model.folder.name}  damaged: {model.damage}"), err=True)
             continue
-        click.echo(
+        line = (
             f"{model.name:32}  {model.bytes / 1e6:8.1f} MB  {', '.join(model.precisions):16}  "
             f"{model.folder.name}"
         )
+        click.echo(spelled_out(line))
 
 
 @click.command()
@@ -52,7 +54,7 @@ def show(*, name: str, verify: bool) -> None:
     with progress_bar() as progress:
         description = describe(name, verify=verify, progress=progress)
     for label, value in _lines(description):
-        click.echo(f"{label:14} {value}")
+        click.echo(spelled_out(f"{label:14} {value}"))
 
 
 @click.command()

@@ -9,6 +9,7 @@ from typing import Any, cast
 
 import click
 
+from edgellm.cli.first_run import say_if_kernels_are_missing
 from edgellm.errors import OptionError
 from edgellm.generation_options import CONTEXT_POLICIES, GenerationArguments
 from edgellm.models import DEFAULT_MODEL
@@ -117,6 +118,7 @@ def load_options(command: Command) -> Command:
     )  # fmt: skip
     @functools.wraps(command)
     def wrapped(*, provider_option: tuple[str, ...], **given: Any) -> Any:
+        say_if_kernels_are_missing()
         given["provider_options"] = dict(map(_parse_option, provider_option))
         values = {n: given.pop(n) for n in EngineArguments.__annotations__ if n in given}
         return command(load_arguments=cast(EngineArguments, values), **given)
@@ -129,7 +131,7 @@ def sampling_options(command: Command) -> Command:
     names = list(GenerationArguments.__annotations__)
 
     @click.option(
-        "-n", "--predict", "--max-tokens", "max_tokens", type=int,
+        "-n", "--predict", "--max-tokens", "max_tokens", type=click.IntRange(min=-1),
         help="Tokens to generate at most; -1 goes on to the answer's end.  [default: -1]",
     )  # fmt: skip
     @click.option(
@@ -149,7 +151,10 @@ def sampling_options(command: Command) -> Command:
         "-l", "--logit-bias", multiple=True, metavar="TOKEN(+/-)BIAS",
         help="Change a token's logit, e.g. 29905-100; may be repeated.",
     )  # fmt: skip
-    @click.option("-s", "--seed", type=int, help="The same seed gives the same text; -1 draws one.")
+    @click.option(
+        "-s", "--seed", type=click.IntRange(min=-1),
+        help="The same seed gives the same text; -1 draws one.",
+    )  # fmt: skip
     @click.option(
         "-r", "--reverse-prompt", "--stop", "stop", multiple=True,
         help="A text that ends the answer; may be repeated.",

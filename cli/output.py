@@ -12,6 +12,7 @@ import click
 
 from edgellm import Completion, FinishReason, Piece, Stats, ToolCall
 from edgellm.cli.live_line import LiveLine
+from edgellm.cli.text import json_line, spelled_out, without_controls
 from edgellm.results import completion
 
 # Why an answer ended, where that is not its own end.
@@ -44,7 +45,7 @@ def write(
         sys.stdout.write("\n")
     if not quiet:
         for call in answer.tool_calls:
-            click.echo(json.dumps(_call_json(call), ensure_ascii=False))
+            click.echo(json_line(_call_json(call)))
         sys.stdout.flush()
     return answer
 
@@ -58,47 +59,46 @@ def _call_json(call: ToolCall) -> dict[str, Any]:
 def _stream(pieces: Iterable[Piece], shown: list[Piece], *, quiet: bool, live: bool) -> None:
     """Write pieces, and collect them in `shown`."""
     with LiveLine(enabled=live and not quiet) as line:
-        start, thoughts = time.monotonic(), _Thoughts()
+        start, thoughts = time.monotonic(), _Thoughts(line)
         for count, piece in enumerate(pieces):
             shown.append(piece)
             if piece.reasoning and not quiet:
-                line.wrote(thoughts.show(piece.reasoning))
+                thoughts.show(piece.reasoning)
             if piece.text and not quiet:
-                line.wrote(thoughts.end())
-            if piece.text and not quiet:
-                sys.stdout.write(piece.text)
-                sys.stdout.flush()
-                line.wrote(piece.text)
+                thoughts.end()
+                line.write(piece.text)
             seconds = time.monotonic() - start
             if count == 0:
                 start = time.monotonic()  # the first token came with the prompt
             elif seconds > 0:
                 line.show(f"{count + 1} tokens, {count / seconds:.1f} tokens/s")
-        line.wrote(thoughts.end())
+        thoughts.end()
 
 
 class _Thoughts:
     """What a model thinks before it answers: dimmed on a terminal, else on standard error."""
 
-    def __init__(self) -> None:
+    def __init__(self, line: LiveLine) -> None:
+        self._line = line
         self._begun = False
         self._dims = sys.stdout.isatty()
 
-    def show(self, text: str) -> str:
-        """Write a part of it; gives what the cursor of standard output went over."""
+    def show(self, text: str) -> None:
+        """Write a part of it."""
         self._begun = True
-        shown = click.style(text, dim=True) if self._dims else text
-        click.echo(shown, nl=False, err=not self._dims)
-        return text if self._dims else ""
+        if self._dims:
+            self._line.write(text, dim=True)
+        else:
+            shown = without_controls(text) if sys.stderr.isatty() else text
+            click.echo(shown, nl=False, err=True)
 
-    def end(self) -> str:
-        """Leave a line free before the answer; likewise."""
-        if not self._begun:
-            return ""
+    def end(self) -> None:
+        """Leave a line free before the answer."""
+        if self._begun and self._dims:
+            self._line.write("\n\n")
+        elif self._begun:
+            click.echo(err=True)
         self._begun = False
-        space = "\n\n" if self._dims else "\n"
-        click.echo(space, nl=False, err=not self._dims)
-        return space if self._dims else ""
 
 
 def report(
@@ -115,10 +115,10 @@ def report(
             values["reasoning"] = answer.reasoning
         if answer.tool_calls:
             values["tool_calls"] = [_call_json(call) for call in answer.tool_calls]
-        click.echo(json.dumps({**values, **answer.stats.to_json()}, ensure_ascii=False))
+        click.echo(json_line({**values, **answer.stats.to_json()}))
     elif show_stats:
         for note in notes:
-            click.echo(f"[ {note} ]", err=True)
+            click.echo(f"[ {spelled_out(note)} ]", err=True)
         click.echo(stats_line(answer.stats, answer.finish_reason), err=True)
 
 

@@ -10,6 +10,7 @@ import click
 from edgellm import LLM, load
 from edgellm.cli.options import load_options
 from edgellm.cli.progress import progress_bar
+from edgellm.cli.text import spelled_out
 from edgellm.errors import OptionError
 from edgellm.measure.explain import (
     PlannedChunk,
@@ -40,8 +41,8 @@ def plan(*, prompt_length: int, name: str, load_arguments: EngineArguments) -> N
             f"{llm.ctx_size}; raise --ctx-size"
         )
     click.echo(
-        f"{llm.name}, {prompt_length} tokens: prefill {llm.prefill}; decode {llm.decode}; "
-        f"{llm.threads} threads"
+        f"{spelled_out(llm.name)}, {prompt_length} tokens: prefill {llm.prefill}; decode "
+        f"{llm.decode}; {llm.threads} threads"
     )
     _show_chunks(llm, prompt_length)
     _show_measured(llm, prompt_length)

@@ -5,18 +5,19 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Sequence
+from contextlib import ExitStack
 
-import click
 from prompt_toolkit import PromptSession
 from prompt_toolkit.completion import WordCompleter
 from prompt_toolkit.history import FileHistory, History, InMemoryHistory
 from prompt_toolkit.output import Output, create_output
 
+from edgellm.cli.text import say
 from edgellm.store.home import home
 
 
 class PromptInput:
-    """Reads lines from the terminal.
+    """Reads lines from the terminal. What is typed between two reads is kept for the second one.
 
     Attributes:
         typed: whether something had been typed when the last read ended.
@@ -30,6 +31,13 @@ class PromptInput:
             complete_while_typing=False,
             output=_output(),
         )
+        self._between_reads = ExitStack()
+
+    def __enter__(self) -> PromptInput:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._between_reads.close()
 
     def read(self, prompt: str, *, begun: bool = False) -> str:
         """A line.
@@ -41,10 +49,16 @@ class PromptInput:
             EOFError: Ctrl-D in an empty line.
             KeyboardInterrupt: Ctrl-C.
         """
+        self._between_reads.close()
         try:
             return self._session.prompt(prompt)
         finally:
             self.typed = begun or bool(self._session.default_buffer.text)
+            if os.name == "posix":
+                from edgellm.cli.type_ahead import type_ahead
+
+                app = self._session.app
+                self._between_reads.enter_context(type_ahead(app.input, app.output))
 
 
 def _output() -> Output | None:
@@ -65,6 +79,6 @@ def _history() -> History:
         os.close(os.open(path, os.O_CREAT | os.O_APPEND | os.O_WRONLY, 0o600))
         path.chmod(0o600)
     except OSError as error:
-        click.echo(f"edgellm: {path}: {error.strerror}; no history is kept", err=True)
+        say(f"{path}: {error.strerror}; no history is kept")
         return InMemoryHistory()
     return FileHistory(str(path))

@@ -13,6 +13,7 @@ from edgellm.cli.interrupt import INTERRUPTED, cancel_on_interrupt, exit_on_term
 from edgellm.cli.output import end_shown_line, report, write
 from edgellm.cli.progress import progress_bar
 from edgellm.cli.prompt_input import PromptInput
+from edgellm.cli.text import say, spelled_out, without_controls
 from edgellm.errors import CancelledError, ContextOverflowError, EdgeLLMError, OptionError
 from edgellm.generation_options import MAY_BE_NONE
 
@@ -75,9 +76,14 @@ class _Repl:
         self._input = PromptInput([*self._commands, "/exit"])
 
     def run(self) -> int:
-        click.echo(f"{self._llm.name} - /help lists the commands, /exit leaves", err=True)
+        name = spelled_out(self._llm.name)
+        click.echo(f"{name} - /help lists the commands, /exit leaves", err=True)
         for note in self._llm.notes if self._show_stats else ():
-            click.echo(f"[ {note} ]", err=True)
+            click.echo(f"[ {spelled_out(note)} ]", err=True)
+        with self._input:
+            return self._talk()
+
+    def _talk(self) -> int:
         interrupted = False  # by the last key
         while True:
             try:
@@ -105,9 +111,9 @@ class _Repl:
             else:
                 self._answer(line.removeprefix(_QUOTES).removesuffix(_QUOTES).strip("\n"))
         except ContextOverflowError:
-            click.echo(f"edgellm: {_CONTEXT_FULL}", err=True)
+            say(_CONTEXT_FULL)
         except (EdgeLLMError, CancelledError) as error:
-            click.echo(f"edgellm: {error}", err=True)
+            say(str(error))
 
     def _read(self) -> str:
         """A line, or all lines between triple quotes."""
@@ -134,7 +140,7 @@ class _Repl:
             answer = write(pieces, live=self._show_stats)
         report(answer, show_stats=self._show_stats, as_json=False)
         if answer.finish_reason == "length" and len(self._chat.tokens) >= self._llm.ctx_size:
-            click.echo(f"edgellm: {_CONTEXT_FULL}", err=True)
+            say(_CONTEXT_FULL)
 
     def _rewind(self, text: str) -> None:
         questions = [i for i, m in enumerate(self._chat.messages) if m.role == "user"]
@@ -175,7 +181,8 @@ class _Repl:
 
     def _set_system(self, text: str) -> None:
         if not text:
-            click.echo(self._system() or "(the chat template's own)", err=True)
+            shown = without_controls(self._system() or "(the chat template's own)")
+            click.echo(shown, err=True)
             return
         self._chat.messages[:] = [Message("system", text)]
         self._say_length("system prompt set")
@@ -198,7 +205,7 @@ class _Repl:
     def _show(self) -> None:
         llm = self._llm
         click.echo(
-            f"model    {llm.name}\n"
+            f"model    {spelled_out(llm.name)}\n"
             f"prefill  {llm.prefill}\n"
             f"decode   {llm.decode}\n"
             f"context  {len(self._chat.tokens)} of {llm.ctx_size} tokens, KV cache "

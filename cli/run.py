@@ -22,7 +22,7 @@ from edgellm.cli.options import (
 )
 from edgellm.cli.output import end_shown_line, report, write
 from edgellm.cli.progress import progress_bar
-from edgellm.cli.text import read_text
+from edgellm.cli.text import process_escapes, read_text, say
 from edgellm.cli.tool_options import tool_options
 from edgellm.errors import OptionError, SourceError
 from edgellm.infill import Gap, Order
@@ -49,7 +49,9 @@ _PATIENCE_S = 2.0
 @click.option(
     "--cache", metavar="PREFIX", help="Begin with a text that `edgellm cache add` has kept."
 )
-@click.option("-e", "--escape", is_flag=True, help=r"Process \n, \t, \\ in the prompt.")
+@click.option(
+    "-e", "--escape", is_flag=True, help=r"Process \n, \t, \\, \xHH, \uHHHH in the prompt."
+)
 @click.option("--prefix", "--in-prefix", "prefix", help="Fill a gap behind this text; see infill.")
 @click.option("--suffix", "--in-suffix", "suffix", help="Fill a gap before this text.")
 @click.option("--raw", is_flag=True, help="Continue the prompt as text, without chat template.")
@@ -112,7 +114,7 @@ def run(
     _check_model_name(name, asked=(prompt, prompt_option, file) != (None, None, None))
     text = _prompt_text(prompt, prompt_option, file)
     if text is not None and escape:
-        text = _process_escapes(text)
+        text = process_escapes(text)
     if text is not None and not text.strip():
         raise OptionError("the prompt is empty; give a text with -p, -f or a pipe")
     with progress_bar() as progress:
@@ -201,10 +203,9 @@ def _is_piped_in() -> bool:
 def _say_if_nothing_comes() -> None:
     """Say what is waited for, if whoever has the other end of the pipe sends nothing."""
     if os.name == "posix" and not select.select([sys.stdin], [], [], _PATIENCE_S)[0]:
-        click.echo(
-            "edgellm: waiting for the end of standard input, which is put before the prompt; "
-            "`</dev/null` goes without",
-            err=True,
+        say(
+            "waiting for the end of standard input, which is put before the prompt; "
+            "`</dev/null` goes without"
         )
 
 
@@ -226,14 +227,6 @@ def _begin_with(
 def _without_line_end(text: str) -> str:
     """The text without the line end that echo and editors put after it, as llama.cpp does."""
     return text.removesuffix("\n").removesuffix("\r")
-
-
-def _process_escapes(text: str) -> str:
-    r"""Turn \n, \t, \x41, \u00e9 and their like into what they stand for."""
-    try:
-        return text.encode("latin-1", "backslashreplace").decode("unicode_escape")
-    except UnicodeDecodeError as error:
-        raise OptionError(f"escape in the prompt: {error.reason} at {error.start}") from None
 
 
 def _answer(
@@ -266,7 +259,7 @@ def _answer(
     if trace is not None:
         answer.stats.write_trace(trace)
     if logit_filter is not None and answer.finish_reason != "stop":
-        click.echo(f"edgellm: the JSON is cut off ({answer.finish_reason})", err=True)
+        say(f"the JSON is cut off ({answer.finish_reason})")
         return _code(answer) or 1
     return _code(answer)
 

@@ -130,7 +130,7 @@ def serve(
     except ImportError as error:
         raise OptionError(
             f"serving needs starlette and uvicorn, which cannot be imported ({error}); install "
-            'them with: pip install "edgellm[serve]"'
+            "them with: pip install starlette uvicorn llguidance"
         ) from None
     with progress_bar() as progress:
         served = [

@@ -1,8 +1,9 @@
-"""Standard streams that were closed before the program began (`<&-`, `>&-`)."""
+"""Standard streams: closed ones (`<&-`, `>&-`), and the encoding of standard output."""
 
 from __future__ import annotations
 
 import contextlib
+import io
 import os
 import sys
 
@@ -25,6 +26,14 @@ def open_closed_streams() -> None:
         sys.stdout = os.fdopen(1, "w", encoding="utf-8", closefd=False)
     if sys.stderr is None:
         sys.stderr = os.fdopen(2, "w", encoding="utf-8", closefd=False)
+
+
+def encode_everything() -> None:
+    """Let standard output take any text: UTF-8 for files and programs, a terminal's own encoding
+    with escapes for what it lacks."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        encoding = None if sys.stdout.isatty() else "utf-8"
+        sys.stdout.reconfigure(encoding=encoding, errors="backslashreplace")
 
 
 def discard_output() -> None:

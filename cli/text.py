@@ -1,11 +1,22 @@
-"""Text from files and standard input, strictly UTF-8."""
+"""Text that comes in and goes out: strict UTF-8 in, nothing that commands a terminal out."""
 
 from __future__ import annotations
 
+import json
+import re
 import sys
 from pathlib import Path
 
+import click
+
 from edgellm.errors import OptionError
+
+# C0 but tab and line feed, DEL, and C1: among them is every first character of an escape sequence.
+_CONTROLS = dict.fromkeys((*range(9), *range(11, 32), *range(127, 160)))
+# In JSON a terminal obeys these, and UTF-8 has no surrogates.
+_TO_ESCAPE = re.compile("[\x7f-\x9f\ud800-\udfff]")
+_ESCAPE = re.compile(r"\\([nrt'\"\\]|x[0-9a-fA-F]{2}|u[0-9a-fA-F]{4}|U[0-9a-fA-F]{8}|[xuU])")
+_ESCAPED = {"n": "\n", "r": "\r", "t": "\t", "'": "'", '"': '"', "\\": "\\"}
 
 
 def read_text(path: Path) -> str:
@@ -26,3 +37,47 @@ def read_text(path: Path) -> str:
             f"{where}: not valid UTF-8 at byte {error.start} (0x{data[error.start]:02x}); "
             "convert it to UTF-8 first"
         ) from None
+
+
+def process_escapes(text: str) -> str:
+    r"""Replace \n, \r, \t, \', \", \\, \xHH, \uHHHH and \UHHHHHHHH; other backslashes stay.
+
+    Raises:
+        OptionError: \x, \u or \U without its digits, or with those of no character.
+    """
+
+    def character(found: re.Match[str]) -> str:
+        code = found[1]
+        if code in _ESCAPED:
+            return _ESCAPED[code]
+        number = int(code[1:], 16) if len(code) > 1 else -1
+        if not 0 <= number <= sys.maxunicode or 0xD800 <= number < 0xE000:
+            raise OptionError(
+                f"escape in the prompt: {found[0]} at {found.start()} is no character; "
+                r"write \xHH, \uHHHH or \UHHHHHHHH, or \\ for a backslash"
+            )
+        return chr(number)
+
+    return _ESCAPE.sub(character, text)
+
+
+def spelled_out(text: str) -> str:
+    """A line from a file, with what is not printable, such as a terminal's escapes, spelled out."""
+    return "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
+
+
+def say(message: str) -> None:
+    """Write a line of the program's own to stderr."""
+    click.echo(f"edgellm: {spelled_out(' '.join(message.split()))}", err=True)
+
+
+def without_controls(text: str) -> str:
+    """A part of a model's text for a terminal: characters that command it are dropped one by one,
+    so an escape sequence that is split over parts is dropped too."""
+    return text.translate(_CONTROLS)
+
+
+def json_line(value: object) -> str:
+    """JSON that any terminal shows and any UTF-8 stream takes, and that means the same."""
+    text = json.dumps(value, ensure_ascii=False)
+    return _TO_ESCAPE.sub(lambda found: f"\\u{ord(found[0]):04x}", text)

@@ -29,6 +29,11 @@ class Devices:
     exact_int8: bool
 
 
+def native_isa() -> str | None:
+    """The instruction set of the C++ kernels, or None if they were not built."""
+    return isa()
+
+
 def devices() -> Devices:
     """Try all of them: each provider that is installed runs a small graph (a second or two)."""
     providers, reason = tuple(statuses()), device.why_not()

@@ -298,7 +298,7 @@ class LLM(TextGeneration):
     def json_filter(self, schema: str) -> LogitFilter:
         """A logit filter for answers that are JSON of a schema; `{}` allows any JSON.
 
-        Needs `pip install "edgellm[json]"`.
+        Needs `pip install llguidance`.
 
         Raises:
             OptionError: llguidance is not installed, or the schema cannot be used.

@@ -34,8 +34,8 @@ def library() -> ctypes.CDLL | None:
     """
     name = f"{_NAME}{sysconfig.get_config_var('EXT_SUFFIX')}"
     path = Path(str(files("edgellm.kernels").joinpath(name)))
+    warn_in_source_tree(path)
     if not path.exists():
-        _warn_in_source_tree(path.parent.resolve().parent)
         return None
     loaded = ctypes.CDLL(str(path))
     loaded.edgellm_isa.restype = ctypes.c_char_p
@@ -62,16 +62,27 @@ def library() -> ctypes.CDLL | None:
     return loaded
 
 
-def _warn_in_source_tree(root: Path) -> None:
-    """Someone who works in a clone has a compiler as a rule, and wonders why it is slow."""
-    if (root / "pyproject.toml").exists():
-        warnings.warn(
-            f"edgellm is imported from its sources in {root}, where its kernels are not compiled; "
-            "numpy and ONNX Runtime take their place and are several times slower. "
-            "`pip install -e .` in that folder compiles them",
-            RuntimeWarning,
-            stacklevel=2,
+def warn_in_source_tree(path: Path) -> None:
+    """Warn where a clone's kernels are not compiled, or not from the sources that are there."""
+    kernels = path.parent.resolve()
+    if not (kernels.parent / "pyproject.toml").exists():
+        return
+    if not path.exists():
+        problem = (
+            "not compiled; numpy and ONNX Runtime take their place and are several times slower"
         )
+    elif path.stat().st_mtime < max(
+        file.stat().st_mtime for pattern in ("*.cpp", "*.h") for file in kernels.rglob(pattern)
+    ):
+        problem = "older than their sources, and may not fit them"
+    else:
+        return
+    warnings.warn(
+        f"edgellm is imported from its sources in {kernels.parent}, where its kernels are "
+        f"{problem}. `pip install .` in that folder compiles them, with a C++ compiler",
+        RuntimeWarning,
+        stacklevel=2,
+    )
 
 
 def isa() -> str | None:

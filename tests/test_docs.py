@@ -13,7 +13,9 @@ from edgellm.backends.selection import select
 from edgellm.cli.main import COMMANDS
 from edgellm.options import EngineOptions
 
-README = (Path(__file__).parent.parent / "README.md").read_text(encoding="utf-8")
+ROOT = Path(__file__).parent.parent
+FOLDERS = ("edgellm", "graphs", "kernels", "quantize", "cli")
+README = (ROOT / "README.md").read_text(encoding="utf-8")
 
 
 def fenced(mark: str) -> str:
@@ -35,8 +37,16 @@ def test_python_example() -> None:
     assert f"{{'{select(EngineOptions()).prefill}':" in found.stdout
 
 
-def test_test_command() -> None:
-    assert fenced("test command") == 'pip install ".[test]" && pytest\n'
+def test_hints_name_packages() -> None:
+    """Extras can be installed from a clone alone, and a reader of hints may have none."""
+    files = [path for folder in FOLDERS for path in (ROOT / folder).rglob("*.py")]
+    files += [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]
+    named = [
+        f"{path}: {found}"
+        for path in files
+        for found in re.findall(r"edgellm\[\w+\]", path.read_text(encoding="utf-8"))
+    ]
+    assert named == []
 
 
 def test_every_command_is_named() -> None:

@@ -62,10 +62,10 @@ PROVIDERS: Mapping[str, Provider] = {
         "onnxruntime_ep_nv_tensorrt_rtx",
     ),
     QNN: Provider(
-        "QNNExecutionProvider", "edgellm[qnn]", "onnxruntime_qnn", ("w8a16-qdq",), compiled=True
+        "QNNExecutionProvider", "onnxruntime-qnn", "onnxruntime_qnn", ("w8a16-qdq",), compiled=True
     ),
     "openvino": Provider(
-        "OpenVINOExecutionProvider", "edgellm[openvino]", "onnxruntime_ep_openvino"
+        "OpenVINOExecutionProvider", "onnxruntime-ep-openvino", "onnxruntime_ep_openvino"
     ),
     "coreml": Provider("CoreMLExecutionProvider", "onnxruntime on macOS"),
     "dml": Provider("DmlExecutionProvider", "onnxruntime-directml"),

@@ -2,7 +2,7 @@
 
     serve run edgellm.ray:application model=smollm2-135m-instruct threads=4 replicas=2
 
-Nothing else of edgellm imports Ray: `pip install "edgellm[ray]"`.
+Nothing else of edgellm imports Ray: `pip install "ray[data,serve]" starlette uvicorn llguidance`.
 """
 
 from typing import TYPE_CHECKING, Any
@@ -34,6 +34,6 @@ def __getattr__(name: str) -> Any:
             raise
         raise ModuleNotFoundError(
             f"edgellm.ray needs {error.name}, which is not installed; install it with: "
-            'pip install "edgellm[ray]"',
+            'pip install "ray[data,serve]" starlette uvicorn llguidance',
             name=error.name,
         ) from None

@@ -1,6 +1,6 @@
 """`edgellm serve`: the HTTP dialects of the clients that people use, over the models' loops.
 
-All but `ServeOptions` needs starlette and uvicorn (`edgellm[serve]`), which are imported with it.
+All but `ServeOptions` needs starlette and uvicorn, which are imported with it.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Answers that follow a grammar, such as JSON of a schema, by ruling out tokens that break it.
 
-The grammar engine is `llguidance` (the extra `edgellm[json]`); it tells at each step which tokens
-can still lead to a valid document.
+The grammar engine is `llguidance`: it tells at each step which tokens can still lead to a valid
+document.
 """
 
 from __future__ import annotations
@@ -155,6 +155,6 @@ def _import_llguidance() -> Any:
     except ImportError as error:
         raise OptionError(
             f"a JSON schema needs llguidance, as tools do, which cannot be imported ({error}); "
-            'install it with: pip install "edgellm[json]"'
+            "install it with: pip install llguidance"
         ) from None
     return llguidance

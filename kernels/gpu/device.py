@@ -28,7 +28,7 @@ def why_not() -> str | None:
     """Why Triton kernels cannot run here, or None if they can. Does not import torch."""
     missing = [name for name in ("torch", "triton") if importlib.util.find_spec(name) is None]
     if missing:
-        return f"{' and '.join(missing)} not installed; pip install 'edgellm[gpu]'"
+        return f"{' and '.join(missing)} not installed; pip install {' '.join(missing)}"
     if interpreted():
         return None
     try:

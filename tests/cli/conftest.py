@@ -1,8 +1,12 @@
-"""A shell on a terminal for the tests of the command line."""
+"""Fixtures of the command line: commands in this process, and a shell on a terminal."""
 
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
+import tempfile
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -10,11 +14,63 @@ from typing import Any
 
 import pytest
 
+from edgellm.cli.first_run import say_if_kernels_are_missing
+from edgellm.cli.main import run_command
 from edgellm.store.bundle import Bundle
 
 
+@pytest.fixture(autouse=True)
+def _said(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tests are no first run."""
+    monkeypatch.setattr("edgellm.cli.options.say_if_kernels_are_missing", lambda: None)
+
+
 @pytest.fixture
-def shell(smollm2: Bundle, tmp_path: Path) -> Iterator[Callable[..., Any]]:
+def cli(monkeypatch: pytest.MonkeyPatch) -> Callable[..., subprocess.CompletedProcess[str]]:
+    """Runs the command in this process, which saves its start: `cli("run", "-p", "Hi", stdin="")`.
+
+    Standard streams are files. What a process of its own alone shows is tested in one.
+    """
+
+    def run(
+        *arguments: str, stdin: str | bytes = "", env: dict[str, str] | None = None
+    ) -> subprocess.CompletedProcess[str]:
+        with monkeypatch.context() as patch, ExitStack() as opened:
+            files = {}
+            for name in ("stdin", "stdout", "stderr"):
+                files[name] = opened.enter_context(
+                    tempfile.TemporaryFile("w+", encoding="utf-8", newline="")
+                )
+                patch.setattr(sys, name, files[name])
+            files["stdin"].buffer.write(stdin.encode() if isinstance(stdin, str) else stdin)
+            files["stdin"].seek(0)
+            for variable, value in (env or {}).items():
+                patch.setenv(variable, value)
+            code = run_command([*arguments], interrupted=threading.Event())
+            written = []
+            for name in ("stdout", "stderr"):
+                files[name].seek(0)
+                written.append(files[name].read())
+        return subprocess.CompletedProcess(arguments, code, *written)
+
+    return run
+
+
+@pytest.fixture
+def process() -> Callable[..., subprocess.CompletedProcess[str]]:
+    """Runs the command in a process of its own: `process("run", "Hi")`."""
+
+    def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-m", "edgellm.cli.main", *arguments]
+        return subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True)
+
+    return run
+
+
+@pytest.fixture
+def shell(
+    smollm2: Bundle, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Callable[..., Any]]:
     """Opens shells on a terminal: `shell(rows=12)`; $MODEL is the default model's bundle.
 
     The chat's history is in a home of its own.
@@ -25,6 +81,9 @@ def shell(smollm2: Bundle, tmp_path: Path) -> Iterator[Callable[..., Any]]:
 
     home = tmp_path / "home"
     home.mkdir()
+    with monkeypatch.context() as patch:
+        patch.setenv("EDGELLM_HOME", str(home))
+        say_if_kernels_are_missing()
     with ExitStack() as opened:
 
         def run(*, env: dict[str, str] | None = None, **options: Any) -> Terminal:

@@ -1,4 +1,4 @@
-"""A program on a real pseudo-terminal, with somebody who types and reads the screen."""
+"""A real pseudo-terminal, and programs on it with a user who types and reads the screen."""
 
 from __future__ import annotations
 
@@ -14,12 +14,17 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
+from typing import Self
 
 import pyte
 from vt100 import Vt100
+from waiting import until
 
 CTRL_C = "\x03"
 CTRL_D = "\x04"
+CTRL_Z = "\x1a"
+# Below pytest's own ceiling, so that the screen is shown.
+_CEILING_S = 240.0
 # Makes the terminal on stdin the controlling one, so that Ctrl-C becomes a signal, then turns into
 # the program. Popen's preexec_fn could do it, but must not be used in a process with threads.
 _TAKE_TERMINAL = (
@@ -29,14 +34,14 @@ _TAKE_TERMINAL = (
 )
 
 
-class Terminal:
-    """What a user has in front of them: rows of text, a keyboard and a line discipline.
+class Screen:
+    """Rows of text on a pseudo-terminal.
+
+    Attributes:
+        side: the programs' end, a file descriptor; -1 once it is closed.
 
     Args:
-        command: the program and its arguments.
-        env: its whole environment; by default this process's. TERM is xterm unless it says so.
-        folder: where it starts.
-        keeps_wrap: see Vt100.
+        keeps_wrap, reflows: see Vt100.
 
     Raises:
         TimeoutError: what was waited for did not come; the message shows the screen.
@@ -44,35 +49,22 @@ class Terminal:
 
     def __init__(
         self,
-        command: Sequence[str],
         *,
-        env: Mapping[str, str] | None = None,
-        folder: Path | None = None,
         rows: int = 24,
         columns: int = 80,
         keeps_wrap: bool = True,
+        reflows: bool = False,
     ) -> None:
-        self.folder = folder or Path.cwd()
         self.raw = b""
         self._answers = b""
-        self.vt100 = Vt100(columns, rows, self._answer, keeps_wrap=keeps_wrap)
+        self.vt100 = Vt100(columns, rows, self._answer, keeps_wrap=keeps_wrap, reflows=reflows)
         self._stream = pyte.ByteStream(self.vt100)
-        self._typed_in_row = -1
-        self._main, side = os.openpty()
+        self._synced = 0
+        self._main, self.side = os.openpty()
         os.set_blocking(self._main, False)
         self._set_size(rows, columns)
-        self._process = subprocess.Popen(
-            [sys.executable, "-I", "-S", "-c", _TAKE_TERMINAL, *command],
-            stdin=side,
-            stdout=side,
-            stderr=side,
-            start_new_session=True,
-            cwd=folder,
-            env={"TERM": "xterm", **(os.environ if env is None else env)},
-        )
-        os.close(side)
 
-    def __enter__(self) -> Terminal:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -111,41 +103,17 @@ class Terminal:
             and {pyte.modes.DECTCEM, pyte.modes.DECAWM} <= modes
         )
 
-    @property
-    def echoes(self) -> bool:
-        """Lines are put together and echoed by the terminal, as a shell's child expects it."""
-        flags = termios.tcgetattr(self._main)[3]
-        return bool(flags & termios.ECHO and flags & termios.ICANON and flags & termios.ISIG)
-
-    def send(self, keys: str) -> None:
-        """Press keys; Enter is \\r."""
-        self._typed_in_row = self.row
-        self._write(keys.encode())
-
-    def paste(self, text: str) -> None:
-        """Paste, as terminals do it for a program that has asked for bracketed paste."""
-        self.send(f"\x1b[200~{text}\x1b[201~")
-
-    def enter(self, line: str) -> None:
-        """Type a line, see it on the screen, and press Enter."""
-        self.send(line)
-        rest = line[-(self.vt100.columns - 10) :]
-        self.wait_for(lambda: rest in "".join(self.vt100.display), timeout=20)
-        self.send("\r")
-        # behind a full row the cursor is in the next one, where the output will begin
-        self._typed_in_row -= self.vt100.cursor.x == 0
-
-    def send_signal(self, number: signal.Signals) -> None:
-        """Send a signal to all processes in the foreground."""
-        foreground = os.tcgetpgrp(self._main)
-        if foreground > 0:  # 0 when nobody is left; to killpg that is this very process's group
-            os.killpg(foreground, number)
+    def sync(self) -> None:
+        """Read all that was written to `side` so far."""
+        self._synced += 1
+        os.write(self.side, f"\x1b]2;{self._synced}\x07".encode())  # a title
+        self.wait_for(lambda: self.vt100.title == str(self._synced))
 
     def resize(self, *, rows: int, columns: int) -> None:
         self._set_size(rows, columns)
         self.vt100.resize(rows, columns)
 
-    def wait_for(self, what: str | Callable[[], bool], *, timeout: float = 60) -> None:
+    def wait_for(self, what: str | Callable[[], bool], *, timeout: float = _CEILING_S) -> None:
         """Read on until a text stands on the screen, or has, or until a condition holds."""
         arrived = (lambda: what in self.text) if isinstance(what, str) else what
         end = time.monotonic() + timeout
@@ -153,49 +121,12 @@ class Terminal:
             if not self._read(end - time.monotonic()) and not arrived():
                 raise TimeoutError(f"{what!r} did not come; the screen:\n{self}")
 
-    def wait_for_prompt(self, prompt: str, *, timeout: float = 60) -> None:
-        """Read on until a new empty prompt begins a row below what was typed."""
-
-        def is_asked() -> bool:
-            vt100 = self.vt100
-            below = self.row > self._typed_in_row
-            return (
-                below
-                and vt100.cursor.x == len(prompt)
-                and (vt100.display[vt100.cursor.y].rstrip() == prompt.rstrip())
-            )
-
-        self.wait_for(is_asked, timeout=timeout)
-
-    def wait_for_raw_keys(self, *, timeout: float = 20) -> None:
-        """Wait until the program echoes keys itself; before that the terminal does, too."""
-        end = time.monotonic() + timeout
-        while self.echoes:
-            if time.monotonic() > end:
-                raise TimeoutError(f"the terminal still echoes; the screen:\n{self}")
-            time.sleep(0.005)
-
-    def exit_code(self, *, timeout: float = 60) -> int:
-        """Read to the end; the exit code as a shell gives it, 128 and more for a signal."""
-        end = time.monotonic() + timeout
-        while self._read(end - time.monotonic()):
-            pass
-        try:
-            code = self._process.wait(max(0.1, end - time.monotonic()))
-        except subprocess.TimeoutExpired:
-            raise TimeoutError(f"the program did not end; the screen:\n{self}") from None
-        return code if code >= 0 else 128 - code
-
     def close(self) -> None:
-        """Kill what still runs."""
-        if self._main < 0:
-            return
-        with suppress(OSError):
-            self.send_signal(signal.SIGKILL)
-        self._process.kill()
-        self._process.wait()
-        os.close(self._main)
-        self._main = -1
+        """Close both ends."""
+        for end in (self._main, self.side):
+            if end >= 0:
+                os.close(end)
+        self._main = self.side = -1
 
     def __str__(self) -> str:
         edge = "+" + "-" * self.vt100.columns + "+"
@@ -231,6 +162,110 @@ class Terminal:
         self._answers += text.encode()
 
 
+class Terminal(Screen):
+    """A program with a screen, a keyboard and a line discipline.
+
+    Args:
+        command: the program and its arguments.
+        env: its whole environment; by default this process's. TERM is xterm unless it says so.
+        folder: where it starts.
+    """
+
+    def __init__(
+        self,
+        command: Sequence[str],
+        *,
+        env: Mapping[str, str] | None = None,
+        folder: Path | None = None,
+        rows: int = 24,
+        columns: int = 80,
+        keeps_wrap: bool = True,
+    ) -> None:
+        super().__init__(rows=rows, columns=columns, keeps_wrap=keeps_wrap)
+        self.folder = folder or Path.cwd()
+        self._typed_in_row = -1
+        self._process = subprocess.Popen(
+            [sys.executable, "-I", "-S", "-c", _TAKE_TERMINAL, *command],
+            stdin=self.side,
+            stdout=self.side,
+            stderr=self.side,
+            start_new_session=True,
+            cwd=folder,
+            env={"TERM": "xterm", **(os.environ if env is None else env)},
+        )
+        os.close(self.side)
+        self.side = -1
+
+    @property
+    def echoes(self) -> bool:
+        """Lines are put together and echoed by the terminal, as a shell's child expects it."""
+        flags = termios.tcgetattr(self._main)[3]
+        return bool(flags & termios.ECHO and flags & termios.ICANON and flags & termios.ISIG)
+
+    def send(self, keys: str) -> None:
+        """Press keys; Enter is \\r."""
+        self._typed_in_row = self.row
+        self._write(keys.encode())
+
+    def paste(self, text: str) -> None:
+        """Paste, as terminals do it for a program that has asked for bracketed paste."""
+        self.send(f"\x1b[200~{text}\x1b[201~")
+
+    def enter(self, line: str) -> None:
+        """Type a line, see it on the screen, and press Enter."""
+        self.send(line)
+        rest = line[-(self.vt100.columns - 10) :]
+        self.wait_for(lambda: rest in "".join(self.vt100.display))
+        self.send("\r")
+        # behind a full row the cursor is in the next one, where the output will begin
+        self._typed_in_row -= self.vt100.cursor.x == 0
+
+    def send_signal(self, number: signal.Signals) -> None:
+        """Send a signal to all processes in the foreground."""
+        foreground = os.tcgetpgrp(self._main)
+        if foreground > 0:  # 0 when nobody is left; to killpg that is this very process's group
+            os.killpg(foreground, number)
+
+    def wait_for_prompt(self, prompt: str, *, timeout: float = _CEILING_S) -> None:
+        """Read on until a new empty prompt begins a row below what was typed."""
+
+        def is_asked() -> bool:
+            vt100 = self.vt100
+            below = self.row > self._typed_in_row
+            return (
+                below
+                and vt100.cursor.x == len(prompt)
+                and (vt100.display[vt100.cursor.y].rstrip() == prompt.rstrip())
+            )
+
+        self.wait_for(is_asked, timeout=timeout)
+
+    def wait_for_raw_keys(self) -> None:
+        """Wait until the program echoes keys itself; before that the terminal does, too."""
+        until(lambda: not self.echoes)
+
+    def exit_code(self, *, timeout: float = _CEILING_S) -> int:
+        """Read to the end; the exit code as a shell gives it, 128 and more for a signal."""
+        end = time.monotonic() + timeout
+        while self._read(end - time.monotonic()):
+            pass
+        try:
+            code = self._process.wait(max(0.1, end - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            raise TimeoutError(f"the program did not end; the screen:\n{self}") from None
+        return code if code >= 0 else 128 - code
+
+    def close(self) -> None:
+        """Kill what still runs."""
+        if self._main < 0:
+            return
+        with suppress(OSError):
+            self.send_signal(signal.SIGKILL)
+        self._process.kill()
+        self._process.wait()
+        super().close()
+
+
 def bash(
     folder: Path,
     *,
@@ -261,5 +296,5 @@ def bash(
         columns=columns,
         keeps_wrap=keeps_wrap,
     )
-    terminal.wait_for_prompt("$ ", timeout=20)
+    terminal.wait_for_prompt("$ ")
     return terminal

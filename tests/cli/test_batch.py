@@ -6,12 +6,12 @@ import json
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from waiting import until
 
 from edgellm.cli.batch import _write_line
 from edgellm.llm import LLM
@@ -136,6 +136,8 @@ def test_what_has_no_place_beside_it(cli: Cli, tmp_path: Path) -> None:
     file, out = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     file.write_text(lines(FIRST))
     out.write_text("precious")
+    empty = tmp_path / "empty.jsonl"
+    empty.touch()
     for arguments, words in (
         (["--batch", str(file), "-p", "a"], "leave out -p"),
         (["--batch", str(file), "--trace", "x", "-e"], "leave out -e, --trace"),
@@ -144,7 +146,7 @@ def test_what_has_no_place_beside_it(cli: Cli, tmp_path: Path) -> None:
         (["--batch", str(file), "-o", str(file), "--force"], "is the file with the prompts"),
         (["--batch", str(file), "-o", str(tmp_path / "no" / "x")], "there is no folder"),
         (["--batch", str(tmp_path / "none")], "none: No such file"),
-        (["--batch", "/dev/null"], "the batch has no lines"),
+        (["--batch", str(empty)], "the batch has no lines"),
         (["--batch", str(file), "--raw", "-sys", "a"], "no place for a system prompt"),
         (["--batch", str(file), "--temp", "-1"], '"temperature" is -1'),
     ):
@@ -165,12 +167,9 @@ def test_ctrl_c_keeps_what_was_answered(smollm2: Bundle, tmp_path: Path) -> None
          "-o", str(out)],
         stderr=subprocess.PIPE,
     )  # fmt: skip
-    deadline = time.monotonic() + 60
-    while not (out.exists() and out.read_bytes().count(b"\n") == 5):
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
+    until(lambda: out.exists() and out.read_bytes().count(b"\n") == 5)
     process.send_signal(signal.SIGINT)
-    _, err = process.communicate(timeout=30)
+    _, err = process.communicate()
     assert process.returncode == 130
     assert b"5 of 2005 lines were answered" in err
     assert set(answers(out.read_text())) == set(range(5))

@@ -13,7 +13,7 @@ import pytest
 if os.name != "posix":
     pytest.skip("needs a pseudo-terminal", allow_module_level=True)
 
-from terminal import CTRL_C, CTRL_D, Terminal
+from terminal import CTRL_C, CTRL_D, CTRL_Z, Terminal
 
 Shell = Callable[..., Terminal]
 
@@ -21,6 +21,7 @@ PROMPT = ">>> "
 FRANCE = "Name the capital of France."
 PARIS = "The capital of France is Paris."
 WIDE = 220
+ENDLESS = "--ignore-eos --context-policy shift --stats"
 
 
 def start(shell: Shell, options: str = "--no-stats", **terminal_options: object) -> Terminal:
@@ -63,27 +64,29 @@ def test_conversation_as_it_stands_on_the_screen(shell: Shell) -> None:
     ]
 
 
+@pytest.mark.slow
 def test_statistics_after_every_answer(shell: Shell) -> None:
     terminal = start(shell, "")
     answer, stats = said(terminal, FRANCE)
     assert answer == PARIS
     assert re.fullmatch(r"\[ prompt: 36 tokens .* seed: \d+ \]", stats)
-    assert terminal.is_tidy
+    terminal.wait_for(lambda: terminal.is_tidy)
 
 
 def test_interrupted_answer(shell: Shell) -> None:
-    terminal = start(shell, "--ignore-eos --stats")
+    terminal = start(shell, ENDLESS)
     terminal.enter(FRANCE)
-    terminal.wait_for(lambda: len(terminal.text) > 500)
+    terminal.wait_for(PARIS)
     terminal.send(CTRL_C)
     terminal.wait_for_prompt(PROMPT)
     assert terminal.all_rows[3].startswith(PARIS)
     assert re.fullmatch(r"\[ prompt: .* ended: cancelled \]", terminal.all_rows[-2])
-    assert terminal.is_tidy
+    terminal.wait_for(lambda: terminal.is_tidy)
     terminal.send(CTRL_D)
     assert exit_code(terminal) == 0
 
 
+@pytest.mark.slow
 def test_interrupt_at_the_prompt_clears_the_line(shell: Shell) -> None:
     terminal = start(shell)
     terminal.send("never sent")
@@ -114,6 +117,7 @@ def test_interrupt_twice_leaves(shell: Shell) -> None:
     assert exit_code(terminal) == 130
 
 
+@pytest.mark.slow
 def test_commands_say_that_they_worked(shell: Shell) -> None:
     terminal = start(shell)
     assert said(terminal, FRANCE) == [PARIS]
@@ -136,6 +140,7 @@ def test_commands_say_that_they_worked(shell: Shell) -> None:
     assert [m["content"] for m in saved][-2:] == [FRANCE, PARIS]
 
 
+@pytest.mark.slow
 def test_log_holds_the_model_s_text_alone(shell: Shell) -> None:
     terminal = shell(columns=WIDE)
     terminal.enter("edgellm run $MODEL --temp 0 | tee log")
@@ -152,6 +157,7 @@ def test_log_holds_the_model_s_text_alone(shell: Shell) -> None:
     assert terminal.text.count("[ prompt: ") == 1
 
 
+@pytest.mark.slow
 def test_errors_to_a_file(shell: Shell) -> None:
     terminal = start(shell, "2> errors")
     assert said(terminal, FRANCE) == [PARIS]
@@ -174,6 +180,7 @@ def test_pasted_text_is_one_message(shell: Shell, length: int) -> None:
     assert question == {"role": "user", "content": lines}
 
 
+@pytest.mark.slow
 def test_history_that_cannot_be_kept(shell: Shell, tmp_path: Path) -> None:
     (tmp_path / "home" / "history").mkdir()
     terminal = start(shell)
@@ -186,6 +193,7 @@ def test_history_that_cannot_be_kept(shell: Shell, tmp_path: Path) -> None:
     assert "Traceback" not in terminal.text
 
 
+@pytest.mark.slow
 def test_history_comes_back(shell: Shell) -> None:
     for line in (None, FRANCE):
         terminal = start(shell)
@@ -198,6 +206,7 @@ def test_history_comes_back(shell: Shell) -> None:
         terminal.wait_for_prompt(PROMPT if line else "$ ")
 
 
+@pytest.mark.slow
 def test_dumb_terminal(shell: Shell) -> None:
     terminal = start(shell, env={"TERM": "dumb"})
     # prompt_toolkit writes a dumb terminal's prompt before it takes the keys
@@ -208,9 +217,47 @@ def test_dumb_terminal(shell: Shell) -> None:
 
 
 def test_two_interrupts_at_once_leave_a_tidy_terminal(shell: Shell) -> None:
-    terminal = start(shell, "--ignore-eos --stats")
+    terminal = start(shell, ENDLESS)
     terminal.enter(FRANCE)
     terminal.wait_for(PARIS)
     terminal.send(CTRL_C + CTRL_C)
     terminal.wait_for(lambda: bool(re.search(r"\n(>>>|\$)( |\n)*$", terminal.text)))
+    terminal.wait_for(lambda: terminal.is_tidy)
+
+
+def test_a_paste_during_an_answer_waits_as_one_message(shell: Shell) -> None:
+    """The paste is larger than the terminal's queue, behind which no Ctrl-C would be heard."""
+    terminal = start(shell, ENDLESS)
+    terminal.enter(FRANCE)
+    terminal.wait_for(PARIS)
+    lines = [f"line {i} of a text that is pasted" for i in range(200)]
+    terminal.paste("\n".join(lines))
+    terminal.send(CTRL_C)
+    terminal.wait_for("ended: cancelled")
+    terminal.wait_for(lines[-1])
+    terminal.send(CTRL_C)
+    terminal.wait_for_prompt(PROMPT)
+    assert terminal.text.count("[ prompt: ") == 1
+    said(terminal, "/save talk.json")
+    saved = json.loads((terminal.folder / "talk.json").read_text())
+    assert [message["role"] for message in saved] == ["user", "assistant"]
+
+
+def test_stopped_and_gone_on_with(shell: Shell) -> None:
+    terminal = start(shell, ENDLESS)
+    terminal.enter(FRANCE)
+    terminal.wait_for(lambda: terminal.vt100.margins is not None)
+    terminal.send(CTRL_Z)
+    terminal.wait_for_prompt("$ ")
     assert terminal.is_tidy
+    assert "tokens/s" not in terminal.text
+    terminal.enter("fg")
+    terminal.wait_for(lambda: terminal.vt100.margins is not None)
+    terminal.send("typed meanwhile")
+    terminal.send(CTRL_C)
+    terminal.wait_for(f"{PROMPT}typed meanwhile")
+    assert terminal.text.count("typed meanwhile") == 1
+    terminal.send(CTRL_C)
+    terminal.wait_for_prompt(PROMPT)
+    terminal.send(CTRL_D)
+    assert exit_code(terminal) == 0

@@ -23,12 +23,19 @@ Cli = Callable[..., CompletedProcess[str]]
 PARIS = 'edgellm run $MODEL -p "Name the capital of France." --temp 0'
 # Goes on counting, a number a row, until somebody stops it.
 ENDLESS = r'edgellm run $MODEL --raw -e -p "1\n2\n3\n4\n5\n" --temp 0 --ignore-eos'
+ENDLESS += " --context-policy shift"
 LIVE = re.compile(r"\d+ tokens, [\d.]+ tokens/s")
 STATS = (
     "[ prompt: 36 tokens (0 cached, 36 on HERE), N t/s | first token: N ms | "
     "generation: 8 tokens, N t/s | peak memory: N MB | seed: N ]"
 )
 WIDE = 220  # columns for a whole line of statistics
+needs_full_device = pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")
+
+
+def slow(*values: object, marks: pytest.MarkDecorator | None = None) -> object:
+    """Parameters of a test that stays out of the quick run."""
+    return pytest.param(*values, marks=[pytest.mark.slow, *([marks] if marks else [])])
 
 
 def masked(text: str) -> str:
@@ -79,6 +86,7 @@ def test_one_answer(shell: Shell) -> None:
     assert exit_code(terminal) == 0
 
 
+@pytest.mark.slow
 def test_one_answer_in_40_columns_and_in_the_last_row(shell: Shell) -> None:
     terminal = shell(rows=12, columns=40)
     type_and_wait(terminal, "seq 30")
@@ -109,10 +117,11 @@ def test_answer_longer_than_the_screen(
 def test_speed_stands_in_the_last_row_meanwhile(shell: Shell) -> None:
     terminal = shell(rows=10, columns=60)
     type_and_wait(terminal, "seq 20")
-    terminal.enter(f"{ENDLESS} -n 90")
+    terminal.enter(ENDLESS)
     terminal.wait_for(lambda: live_line(terminal) is not None)
     first = live_line(terminal)
     terminal.wait_for(lambda: live_line(terminal) not in (None, first))
+    terminal.send(CTRL_C)
     terminal.wait_for_prompt("$ ")
     assert "tokens/s" not in terminal.text
     assert terminal.is_tidy
@@ -165,6 +174,7 @@ def test_termination_puts_the_terminal_in_order(shell: Shell) -> None:
     assert exit_code(terminal) == 143
 
 
+@pytest.mark.slow
 def test_filled_gap_ends_its_line_on_a_terminal(shell: Shell) -> None:
     terminal = shell(columns=300)
     command = (
@@ -180,6 +190,7 @@ def test_filled_gap_ends_its_line_on_a_terminal(shell: Shell) -> None:
     assert (terminal.folder / "gap").read_text() == answer
 
 
+@pytest.mark.slow
 def test_no_escape_codes_on_a_dumb_terminal(shell: Shell) -> None:
     terminal = shell(columns=WIDE, env={"TERM": "dumb"})
     type_and_wait(terminal, PARIS)
@@ -190,12 +201,17 @@ def test_no_escape_codes_on_a_dumb_terminal(shell: Shell) -> None:
 @pytest.mark.parametrize(
     "redirection",
     [
-        "2>/dev/null",
-        "2>&-",
-        "--no-stats </dev/null",
-        "--no-stats <&-",
-        "--no-stats | cat",
-        "--no-stats | tee log",
+        *map(
+            slow,
+            [
+                "2>/dev/null",
+                "2>&-",
+                "--no-stats </dev/null",
+                "--no-stats <&-",
+                "--no-stats | cat",
+                "--no-stats | tee log",
+            ],
+        ),
         "--no-stats | head -1",
     ],
 )
@@ -206,6 +222,7 @@ def test_answer_through_other_streams(shell: Shell, redirection: str) -> None:
     assert exit_code(terminal) == 0
 
 
+@pytest.mark.slow
 def test_statistics_beside_a_pipe(shell: Shell) -> None:
     terminal = shell(columns=WIDE)
     rows = type_and_wait(terminal, f"{PARIS} > answer")
@@ -213,6 +230,7 @@ def test_statistics_beside_a_pipe(shell: Shell) -> None:
     assert (terminal.folder / "answer").read_text() == "The capital of France is Paris.\n"
 
 
+@pytest.mark.slow
 def test_reader_that_wants_one_line(shell: Shell) -> None:
     terminal = shell(columns=WIDE)
     (first,) = type_and_wait(terminal, f"{ENDLESS} 2>&1 | head -1")
@@ -223,12 +241,12 @@ def test_reader_that_wants_one_line(shell: Shell) -> None:
 @pytest.mark.parametrize(
     ("command", "code", "words"),
     [
-        ("edgellm run $MODEL <&-", 2, "the prompt is empty"),
-        (f"{PARIS} >&-", 1, "standard output"),
-        (f"{PARIS} >/dev/full", 1, "No space left"),
-        ("edgellm --help >/dev/full", 1, "No space left"),
-        ('edgellm run "What is 2+2?"', 1, "edgellm run -p 'What is 2+2?'"),
-        ("edgellm run no-such-model.gguf", 1, "no such file"),
+        slow("edgellm run $MODEL <&-", 2, "the prompt is empty"),
+        slow(f"{PARIS} >&-", 1, "standard output"),
+        pytest.param(f"{PARIS} >/dev/full", 1, "No space left", marks=needs_full_device),
+        slow("edgellm --help >/dev/full", 1, "No space left", marks=needs_full_device),
+        slow('edgellm run "What is 2+2?"', 1, "edgellm run -p 'What is 2+2?'"),
+        slow("edgellm run no-such-model.gguf", 1, "no such file"),
     ],
 )
 def test_one_line_says_what_is_wrong(shell: Shell, command: str, code: int, words: str) -> None:
@@ -239,6 +257,7 @@ def test_one_line_says_what_is_wrong(shell: Shell, command: str, code: int, word
     assert exit_code(terminal) == code
 
 
+@pytest.mark.slow
 def test_all_streams_closed(shell: Shell) -> None:
     terminal = shell()
     assert type_and_wait(terminal, f"{PARIS} <&- >&- 2>&-") == []

@@ -20,7 +20,7 @@ def shown(output: str, *, keeps_wrap: bool = True) -> Terminal:
     program = f"import sys; sys.stdout.write({output!r})"
     terminal = Terminal([sys.executable, "-c", program], rows=5, columns=10, keeps_wrap=keeps_wrap)
     with terminal:
-        assert terminal.exit_code(timeout=20) == 0
+        assert terminal.exit_code() == 0
     return terminal
 
 
@@ -70,7 +70,7 @@ def test_cursor_report() -> None:
         "report = os.read(0, 20); os.write(1, repr(report).encode())"
     )
     with Terminal([sys.executable, "-c", program], columns=40) as terminal:
-        assert terminal.exit_code(timeout=20) == 0
+        assert terminal.exit_code() == 0
         assert terminal.rows == ["abb'\\x1b[1;3R'"]
         assert not terminal.echoes
 
@@ -101,7 +101,7 @@ def test_keys_and_signals_reach_the_foreground(tmp_path: Path) -> None:
             terminal.enter("clear")
             terminal.wait_for(lambda: terminal.rows == ["$"])
         terminal.enter("exit 7")
-        assert terminal.exit_code(timeout=20) == 7
+        assert terminal.exit_code() == 7
 
 
 def test_what_does_not_come_is_shown(tmp_path: Path) -> None:

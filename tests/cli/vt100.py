@@ -22,15 +22,23 @@ class Vt100(pyte.Screen):
 
     Args:
         reply: takes what the terminal answers to a program that asks it, e.g. for its cursor.
+        reflows: a window of another width wraps rows anew, as in tmux and VTE; xterm leaves them.
         keeps_wrap: a restored cursor still waits to go to the next row, as xterm's and VTE's do;
             tmux and the Linux console forget it.
     """
 
     def __init__(
-        self, columns: int, lines: int, reply: Callable[[str], None], *, keeps_wrap: bool = True
+        self,
+        columns: int,
+        lines: int,
+        reply: Callable[[str], None],
+        *,
+        keeps_wrap: bool = True,
+        reflows: bool = False,
     ) -> None:
         self._reply = reply
         self._keeps_wrap = keeps_wrap
+        self._reflows = reflows
         self.scrolled: list[str] = []
         self._saved_cursor = pyte.screens.Cursor(0, 0)
         super().__init__(columns, lines)
@@ -49,6 +57,8 @@ class Vt100(pyte.Screen):
         for character in data:
             if wcwidth(character) == 2 and self.cursor.x == self.columns - 1:
                 self.cursor.x = self.columns  # too wide for what is left of the row
+            if self.cursor.x == self.columns:
+                self.buffer[self.cursor.y].goes_on = True  # in the next row
             super().draw(character)
 
     def index(self) -> None:
@@ -97,7 +107,9 @@ class Vt100(pyte.Screen):
             super().erase_in_display(how, *rest, **private)
 
     def resize(self, lines: int | None = None, columns: int | None = None) -> None:
-        """As xterm does it: empty rows below the cursor go first, then rows at the top."""
+        """As xterm and tmux do it: rows below the cursor go first, then rows at the top."""
+        if self._reflows:
+            self._reflow(columns or self.columns)
         at, too_low = self.cursor, max(0, self.cursor.y + 1 - (lines or self.lines))
         self.margins = None
         for _ in range(too_low):
@@ -110,3 +122,28 @@ class Vt100(pyte.Screen):
         self.cursor = at
         self.cursor.y -= too_low
         self.ensure_hbounds()
+
+    def _reflow(self, columns: int) -> None:
+        """Wrap all rows anew; the cursor stays behind the character that it was behind."""
+        wrapped: list[list[Any]] = [[]]  # lines before they were wrapped
+        line, place = 0, 0
+        for y in range(self.lines):
+            row = self.buffer[y]
+            if y == self.cursor.y:
+                line, place = len(wrapped) - 1, len(wrapped[-1]) + self.cursor.x
+            goes_on = getattr(row, "goes_on", False)
+            full = [x for x in row if goes_on or row[x].data != " "]
+            wrapped[-1] += [row[x] for x in range(max(full, default=-1) + 1)]
+            if not goes_on:
+                wrapped.append([])
+        self.buffer.clear()
+        y = 0
+        for number, characters in enumerate(wrapped[:-1]):
+            if number == line:
+                rows = max(0, place - 1) // columns
+                self.cursor.y, self.cursor.x = y + rows, place - rows * columns
+            for start in range(0, len(characters) or 1, columns):
+                self.buffer[y].update(enumerate(characters[start : start + columns]))
+                self.buffer[y].goes_on = start + columns < len(characters)
+                y += 1
+        self.lines = max(self.lines, y)

@@ -67,4 +67,4 @@ def test_without_ray_it_is_said_what_to_install() -> None:
         "except ModuleNotFoundError as error:\n    print(error)"
     )
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert 'pip install "edgellm[ray]"' in run.stdout
+    assert 'pip install "ray[data,serve]"' in run.stdout

@@ -36,8 +36,8 @@ def ray() -> Iterator[Any]:
     """Ray at the loopback address: CPUs for two actors, and one for what feeds them."""
     # before it is imported: else its processes speak to each other over the machine's own address
     os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
-    ray = pytest.importorskip("ray", reason='needs Ray, half a GB: pip install "edgellm[ray]"')
-    pytest.importorskip("ray.serve", reason='needs Ray Serve: pip install "edgellm[ray]"')
+    ray = pytest.importorskip("ray", reason="needs Ray, half a GB: ray[data,serve]")
+    pytest.importorskip("ray.serve", reason="needs Ray Serve: ray[serve]")
     ray.init(
         address="local",
         num_cpus=3,

@@ -158,4 +158,4 @@ except OptionError as error:
         assert found.stdout == ""
     else:
         assert "import of llguidance halted" in found.stdout
-        assert 'pip install "edgellm[json]"' in found.stdout
+        assert "pip install llguidance" in found.stdout
