@@ -9,7 +9,11 @@ from typing import Any
 import anthropic
 import httpx
 import pytest
-from serving import Running, until
+from calling import Dictated
+from serving import Running
+from waiting import until
+
+from edgellm import LLM
 
 MESSAGES: Any = [{"role": "user", "content": "hello there"}]
 ASKED: Any = {"model": "tiny", "messages": MESSAGES, "max_tokens": 12}
@@ -257,7 +261,7 @@ def test_other_errors(server: Running, client: anthropic.Anthropic) -> None:
 
 def test_a_busy_server_is_overloaded(serving: Callable[..., Running]) -> None:
     server = serving(max_waiting=1)
-    counted = server.answering._limits.take_in("")
+    counted = server.limits.take_in("")
     try:
         reply = server.post("/v1/messages", ASKED)
     finally:
@@ -272,33 +276,25 @@ def test_who_goes_away_is_forgotten(server: Running, client: anthropic.Anthropic
         for event in stream:
             if event.type == "content_block_delta":
                 break
-        until(lambda: server.live == 1)
-    until(lambda: server.live == 0 and server.used_blocks == 0)
+    until(lambda: server.idle)
 
 
 def test_an_error_in_mid_stream(
-    client: anthropic.Anthropic, monkeypatch: pytest.MonkeyPatch
+    server: Running, client: anthropic.Anthropic, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from edgellm.engine.answer import Answer
-
-    draw = Answer.draw
-
-    def failing(self: Answer, logits: Any, tokens: Any) -> int:
-        if len(self.sampled) > 8:
-            raise RuntimeError("/secret/path")
-        return draw(self, logits, tokens)
-
-    monkeypatch.setattr(Answer, "draw", failing)
+    failing = Dictated(server.llm, "well begun", fails=True)
+    monkeypatch.setattr(LLM, "json_filter", lambda *_: failing)
+    asked = {**ASKED, "output_config": {"format": {"type": "json_schema", "schema": SCHEMA}}}
     parts: list[str] = []
 
     def read() -> None:
-        with client.messages.stream(**{**ASKED, **SEED, "max_tokens": 100}) as stream:
+        with client.messages.stream(**asked) as stream:
             parts.extend(stream.text_stream)
 
     with pytest.raises(anthropic.APIStatusError, match="log says why") as raised:
         read()
     assert "secret" not in str(raised.value)
-    assert "".join(parts)
+    assert "".join(parts) == "well begun"
 
 
 def test_models(server: Running, client: anthropic.Anthropic) -> None:

@@ -12,7 +12,8 @@ from typing import Any
 
 import httpx
 import pytest
-from serving import Running, running, served, start, until
+from serving import Running, running, served, start
+from waiting import until
 
 from edgellm.cache.disk_cache import DiskCache
 from edgellm.kernels.kv_blocks import BLOCK

@@ -11,7 +11,8 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
-from serving import Running, until
+from serving import Running
+from waiting import until
 
 from edgellm import OptionError
 from edgellm.engine.request import Request

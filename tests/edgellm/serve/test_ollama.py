@@ -9,7 +9,11 @@ from typing import Any
 import httpx
 import ollama
 import pytest
-from serving import Running, until
+from calling import Dictated
+from serving import Running
+from waiting import Clock, until
+
+from edgellm import LLM
 
 MESSAGES: Any = [{"role": "user", "content": "hello there"}]
 OPTIONS: Any = {"num_predict": 12, "temperature": 0.8, "seed": 7}
@@ -181,14 +185,17 @@ def test_what_clients_look_for(server: Running) -> None:
     assert (head.status_code, head.content) == (200, b"")
 
 
-def test_models_are_loaded_and_unloaded(server: Running, client: ollama.Client) -> None:
+def test_models_are_loaded_and_unloaded(
+    server: Running, client: ollama.Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("edgellm.serve.model_pool.time", Clock())
     pool = server.answering.pool
     assert client.generate(model="tiny", keep_alive=0).done_reason == "unload"
     assert client.ps().models == []
     assert client.generate(model="tiny", prompt="").done_reason == "load"
     assert len(client.ps().models) == 1
     assert client.chat(model="tiny", messages=[], keep_alive="5m").done_reason == "load"
-    assert 290 < pool.unloads_in("tiny") <= 300
+    assert pool.unloads_in("tiny") == 300
     assert client.chat(model="tiny", messages=MESSAGES, options=OPTIONS, keep_alive=0).done
     until(lambda: not pool.loaded())
     reply = server.post("/api/chat", {"messages": MESSAGES, "keep_alive": 0, "options": OPTIONS})
@@ -200,7 +207,7 @@ def test_models_are_loaded_and_unloaded(server: Running, client: ollama.Client) 
     assert loaded.expires_at is not None
     assert loaded.expires_at.year == 9999
     client.generate(model="tiny", prompt="a", keep_alive="5m", options=OPTIONS)
-    assert pool.unloads_in("tiny") <= 300
+    assert pool.unloads_in("tiny") == 300
     client.generate(model="tiny", prompt="a", options=OPTIONS)  # as the server has it again
     assert pool.unloads_in("tiny") == float("inf")
 
@@ -310,28 +317,19 @@ def test_who_goes_away_is_forgotten(server: Running) -> None:
     body = {"model": "tiny", "prompt": "a", "options": {"num_predict": 900, "ignore_eos": True}}
     with server.client() as client, client.stream("POST", "/api/generate", json=body) as reply:
         next(reply.iter_lines())
-        until(lambda: server.live == 1)
-    until(lambda: server.live == 0 and server.used_blocks == 0)
+    until(lambda: server.idle)
 
 
 def test_an_error_in_mid_stream_is_the_last_line(
     server: Running, client: ollama.Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from edgellm.engine.answer import Answer
-
-    draw = Answer.draw
-
-    def failing(self: Answer, logits: Any, tokens: Any) -> int:
-        if len(self.sampled) > 8:
-            raise RuntimeError("/secret/path")
-        return draw(self, logits, tokens)
-
-    monkeypatch.setattr(Answer, "draw", failing)
-    asked: Any = {"model": "tiny", "prompt": "a", "options": {"ignore_eos": True}}
+    failing = Dictated(server.llm, "well begun", fails=True)
+    monkeypatch.setattr(LLM, "json_filter", lambda *_: failing)
+    asked: Any = {"model": "tiny", "prompt": "a", "format": "json"}
     reply = server.post("/api/generate", asked)
     assert reply.status_code == 200
     *parts, last = lines(reply)
-    assert parts[0]["response"]
+    assert "".join(part["response"] for part in parts) == "well begun"
     assert set(last) == {"error"}
     assert "secret" not in last["error"]
     with pytest.raises(ollama.ResponseError, match="log says why"):

@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 from browser import CHROMIUM, Browser, browser
-from serving import Running, until
+from serving import Running
+from waiting import until
 
 needs_chromium = pytest.mark.skipif(
     CHROMIUM is None, reason="no chromium (apt-get install chromium)"

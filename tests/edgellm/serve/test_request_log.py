@@ -13,8 +13,9 @@ from typing import Any
 
 import httpx
 import pytest
-from serving import LONG, PATH, Running, chat, start, until
+from serving import LONG, PATH, Running, chat, start
 from stepping import asking
+from waiting import until
 
 from edgellm.serve import answering
 from edgellm.serve.http import endpoint, request_log

@@ -16,7 +16,8 @@ from typing import Any
 
 import httpx
 import pytest
-from serving import LONG, PATH, Running, chat, running, served, start, until
+from serving import LONG, PATH, Running, chat, running, served, start
+from waiting import until
 
 from edgellm.llm import LLM
 from edgellm.serve import ModelPool, ServeOptions

@@ -11,7 +11,8 @@ from typing import Any
 
 import httpx
 import pytest
-from serving import LONG, PATH, Running, chat, connected, until, wire
+from serving import LONG, PATH, Running, chat, connected, wire
+from waiting import until
 
 CHAT = chat("hi", max_tokens=3)
 # Its reply of 13 MB is there at once.

@@ -10,7 +10,8 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
-from serving import Running, until
+from serving import Running
+from waiting import until
 
 from edgellm.serve import text_work
 from edgellm.text.tokenizer import Tokenizer
