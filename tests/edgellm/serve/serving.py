@@ -20,12 +20,13 @@ from waiting import CEILING_S
 
 from edgellm.generation_options import GenerationArguments, GenerationOptions
 from edgellm.llm import LLM
-from edgellm.serve import ModelPool, ServedModel, ServeOptions, create_app
+from edgellm.serve import ModelPool, ServedModel, ServeOptions, create_app, text_work
 from edgellm.serve.answering import Answering
 from edgellm.serve.queue_limits import QueueLimits
 from edgellm.serve.server import Server, _bound
 
 PATH = "/v1/chat/completions"
+MOST_TEXTS, TEXT_THREADS = text_work._MOST, text_work._THREADS
 LONG: dict[str, Any] = {"max_tokens": 900, "ignore_eos": True}
 
 
@@ -62,6 +63,11 @@ class Running:
     def limits(self) -> QueueLimits:
         """The queue of those that are not answered yet."""
         return self.answering._limits
+
+    @property
+    def free_text_places(self) -> int:
+        """How many more texts may be at work or wait."""
+        return self.answering.text_work._places._value
 
     @property
     def idle(self) -> bool:
@@ -129,6 +135,18 @@ def served(llm: LLM, id: str = "tiny") -> ServedModel:
     """A model that is loaded already, whose answers are the same in every run; unloading it leaves
     it to others."""
     return ServedModel(id, lambda: SeededLLM(llm.engine))
+
+
+@contextmanager
+def no_text_places(server: Running) -> Iterator[None]:
+    """As many texts are at work or wait as may."""
+    places = server.answering.text_work._places
+    for _ in range(MOST_TEXTS):
+        assert places.acquire(blocking=False)
+    try:
+        yield
+    finally:
+        places.release(MOST_TEXTS)
 
 
 def chat(text: str, **options: Any) -> dict[str, Any]:

@@ -52,9 +52,13 @@ def test_a_stream_tells_the_same(client: openai.OpenAI) -> None:
 
 
 def test_a_stream_with_the_clients_helper(client: openai.OpenAI) -> None:
+    expected = client.responses.create(input="hello", **ASKED).output_text
     with client.responses.stream(input="hello", **ASKED) as stream:
-        for _ in stream:
-            pass
+        text = "".join(
+            event.delta for event in stream if event.type == "response.output_text.delta"
+        )
+        final = stream.get_final_response()
+    assert text == final.output_text == expected
 
 
 def test_items_become_a_conversation(server: Running, client: openai.OpenAI) -> None:
