@@ -10,10 +10,12 @@ import anthropic
 import httpx
 import pytest
 from calling import Dictated
+from parsing import refusal
 from serving import Running
 from waiting import until
 
 from edgellm import LLM
+from edgellm.serve.anthropic.chat import read_ask
 
 MESSAGES: Any = [{"role": "user", "content": "hello there"}]
 ASKED: Any = {"model": "tiny", "messages": MESSAGES, "max_tokens": 12}
@@ -230,13 +232,26 @@ PDF = {"type": "document", "source": {"type": "base64", "data": "aGk="}}
         ({"tools": [TOOL], "tool_choice": {"type": "tool", "name": "hear"}}, "hear"),
         ({"tools": [TOOL], "tool_choice": {"type": "some"}}, "`tool_choice.type`"),
         ({"tool_choice": {"type": "any"}}, "tool"),
-        ({"tools": [TOOL]}, "no place for tools"),
         ({"output_config": {"format": {"type": "xml"}}}, "`output_config.format.type`"),
         ({"output_config": {"format": {"type": "json_schema"}}}, "schema` is missing"),
+    ],
+)
+def test_wrong_fields_are_named(wrong: dict[str, Any], why: str) -> None:
+    error = refusal(read_ask, {**ASKED, **wrong})
+    assert error.status == 400
+    assert why in error.message
+
+
+@pytest.mark.parametrize(
+    ("wrong", "why"),
+    [
+        ({"max_tokens": -1}, "`max_tokens`"),
+        (of(IMAGE), "'image'"),
+        ({"tools": [TOOL]}, "no place for tools"),
         ({"stream": "yes"}, "`stream`"),
     ],
 )
-def test_wrong_fields_are_named(server: Running, wrong: dict[str, Any], why: str) -> None:
+def test_wrong_fields_over_http(server: Running, wrong: dict[str, Any], why: str) -> None:
     for stream in (False, True):
         reply = server.post("/v1/messages", {"stream": stream, **ASKED, **wrong})
         assert reply.status_code == 400
