@@ -91,7 +91,7 @@ def nothing_is_left(request: pytest.FixtureRequest) -> Iterator[None]:
 
     def idle() -> bool:
         if inspection.submitted(llm):
-            llm.engine.loop.advance(())  # other samples of a client that has gone
+            llm.engine.loop.advance(())  # of a client that went before any step was wanted
         on_their_way = inspection.live(llm) or inspection.submitted(llm)
         return not on_their_way and inspection.used_blocks(llm) == 0
 

@@ -74,7 +74,7 @@ def until_gone(requests: Sequence[Request]) -> None:
 
 @pytest.mark.parametrize("taken_in", [True, False])
 def test_in_the_queue_without_room(tiny_model: Path, serve: Serve, taken_in: bool) -> None:
-    """Its place in the queue is free at once, and whoever has the room goes on."""
+    """Its place in the queue is free at once, and the one that has the room goes on."""
     server, turnstile = serve(tiny_model, max_waiting=1)
     metrics = server.answering.metrics
     with asking(server, PATH, [chat(FULL, stream=True, **LONG)]):

@@ -107,7 +107,7 @@ def test_files_vanish_between_two_looks(cached: Running, monkeypatch: pytest.Mon
 def test_a_disk_that_fails(
     cached: Running, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Reading as well as writing; nobody is told of it but the log."""
+    """Reading as well as writing; only the log tells of it."""
     first = answers(cached, range(3))
 
     def fail(*_: object, **__: object) -> bytes:

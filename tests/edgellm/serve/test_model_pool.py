@@ -1,4 +1,4 @@
-"""Models that are loaded when somebody asks for them, and unloaded when nobody does."""
+"""Models that are loaded when they are asked for, and unloaded when they are not."""
 
 from __future__ import annotations
 

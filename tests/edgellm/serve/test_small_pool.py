@@ -1,5 +1,5 @@
 """Thirty requests of all kinds in a pool that is too small for them: each answer has the bits of
-its single run, whoever was preempted for whom."""
+its single run, whichever was preempted."""
 
 from __future__ import annotations
 
