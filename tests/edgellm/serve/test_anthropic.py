@@ -12,6 +12,7 @@ import pytest
 from calling import Dictated
 from parsing import refusal
 from serving import Running
+from stepping import asking, held
 from waiting import until
 
 from edgellm import LLM
@@ -285,13 +286,12 @@ def test_a_busy_server_is_overloaded(serving: Callable[..., Running]) -> None:
     assert int(reply.headers["retry-after"]) >= 1
 
 
-def test_who_goes_away_is_forgotten(server: Running, client: anthropic.Anthropic) -> None:
-    asked: Any = {**ASKED, "max_tokens": 900, "extra_body": {"ignore_eos": True}}
-    with client.messages.stream(**asked) as stream:
-        for event in stream:
-            if event.type == "content_block_delta":
-                break
-    until(lambda: server.idle)
+def test_who_goes_away_is_forgotten(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    with held(server.llm, monkeypatch) as turnstile:
+        with asking(server, "/v1/messages", [{**ASKED, "stream": True}]):
+            (asked,) = turnstile.take_in(1)
+        until(lambda: asked.withdrawn)
+        assert turnstile.step() == (0, 0)
 
 
 def test_an_error_in_mid_stream(

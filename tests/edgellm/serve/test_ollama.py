@@ -13,6 +13,7 @@ import pytest
 from calling import Dictated
 from parsing import refusal
 from serving import Running
+from stepping import asking, held
 from waiting import Clock, until
 
 from edgellm import LLM
@@ -342,11 +343,12 @@ def test_unknown_paths_are_told_in_ollamas_way(server: Running) -> None:
     assert (reply.status_code, set(reply.json())) == (404, {"error"})
 
 
-def test_who_goes_away_is_forgotten(server: Running) -> None:
-    body = {"model": "tiny", "prompt": "a", "options": {"num_predict": 900, "ignore_eos": True}}
-    with server.client() as client, client.stream("POST", "/api/generate", json=body) as reply:
-        next(reply.iter_lines())
-    until(lambda: server.idle)
+def test_who_goes_away_is_forgotten(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    with held(server.llm, monkeypatch) as turnstile:
+        with asking(server, "/api/generate", [{"model": "tiny", "prompt": "a"}]):
+            (asked,) = turnstile.take_in(1)
+        until(lambda: asked.withdrawn)
+        assert turnstile.step() == (0, 0)
 
 
 def test_an_error_in_mid_stream_is_the_last_line(

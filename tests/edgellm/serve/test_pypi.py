@@ -103,21 +103,17 @@ def test_litellm(url: str, greeting: str, long_tiny: LLM, tmp_path: Path) -> Non
     assert told["too long"] == {"class": "ContextWindowExceededError", "status": 400}
 
 
-def turns(llm: LLM, *texts: str) -> str:
-    """The last answer of a conversation."""
-    chat = llm.chat(max_tokens=12, temperature=0)
-    return [chat.send(text).text for text in texts][-1]
-
-
 def test_llm(url: str, greeting: str, long_tiny: LLM, tmp_path: Path) -> None:
     told = CLIENTS["llm"].run(tmp_path, url, "m")
     assert told["chat"] == told["stream"] == greeting
     assert told["usage"] == 12
     assert told["schema"]["on"] in (True, False)
     assert told["tools"] == "It is on."
-    assert told["next turn"] == turns(long_tiny, "hello there", "again")
+    chat = long_tiny.chat(max_tokens=12, temperature=0)
+    chat.messages += [Message("user", "hello there"), Message("assistant", greeting)]
+    assert told["next turn"] == chat.send("again").text
     assert told["text"] == long_tiny.generate("once upon", max_tokens=12, temperature=0).text
-    assert told["responses"] == greeting
+    assert told["responses"] == long_tiny.chat(seed=1).send("hello there").text
 
 
 def test_llama_index(url: str, greeting: str, long_tiny: LLM, tmp_path: Path) -> None:
