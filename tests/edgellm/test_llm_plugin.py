@@ -117,8 +117,9 @@ def test_tools_are_called(model: Any, tiny: LLM, dictate: Any) -> None:
     assert "".join(event.chunk for event in events if event.type == "text") == "So."
     results = response.execute_tool_calls()
     assert results[0].output == "it is True"
-    after = conversation.prompt(tool_results=results, tools=[turn], max_tokens=3)
-    assert after.text() is not None
+    after = conversation.prompt(tool_results=results, tools=[turn], max_tokens=3, seed=1)
+    after.text()
+    assert after.usage().output == 3
     prompt = f"turn <|user|>u:go\n<|user|>a:So.{CALL}\n<|user|>t:it is True\n<|user|>a:"
     tokens = tiny.engine.tokenizer.encode(prompt, parse_special=True)
     assert after.usage().input == len(tokens)

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from numpy.typing import NDArray
+from calling import Dictated
 
 from edgellm import (
     LLM,
@@ -81,22 +81,6 @@ def hermes(tiny: LLM) -> Iterator[LLM]:
     before, tiny.engine.template = tiny.engine.template, template("object")
     yield tiny
     tiny.engine.template = before
-
-
-class Dictated:
-    """A logit filter that leaves one text."""
-
-    def __init__(self, llm: LLM, text: str) -> None:
-        tokenizer = llm.engine.tokenizer
-        self._tokens = tokenizer.encode(text, add_bos=False, parse_special=True)
-        self._end = min(tokenizer.eos_ids)
-
-    def __call__(self, logits: NDArray[np.float32], tokens: Sequence[int]) -> None:
-        at = len(tokens)
-        token = self._tokens[at] if at < len(self._tokens) else self._end
-        kept = logits[token]
-        logits[:] = -np.inf
-        logits[token] = kept
 
 
 def check(calls: Sequence[ToolCall]) -> None:
@@ -270,7 +254,7 @@ def test_a_schema_holds_what_is_behind_the_reasoning(hermes: LLM) -> None:
 
 
 def test_a_schema_and_tools(hermes: LLM) -> None:
-    chat = hermes.chat(tools=TOOLS, max_tokens=5)
+    chat = hermes.chat(tools=TOOLS, max_tokens=5, seed=1)
     schema = hermes.json_filter('{"type": "object"}')
     with pytest.raises(OptionError, match=r"`response_format`.*`tools`"):
         chat.send("Go", logit_filter=schema)
@@ -292,7 +276,8 @@ def test_tools_without_the_grammar_engine() -> None:
         "import sys; sys.modules['transformers'] = None\n"
         "import edgellm\n"
         "chat = edgellm.load().chat(tools=[edgellm.Tool('f')], tool_choice='required')\n"
-        "print(chat.send('Hi', max_tokens=60, parallel_tool_calls=False).tool_calls[0].name)\n"
+        "one = {'parallel_tool_calls': False, 'temperature': 0, 'max_tokens': 60}\n"
+        "print(chat.send('Hi', **one).tool_calls[0].name)\n"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "f"

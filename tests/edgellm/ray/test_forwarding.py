@@ -10,11 +10,14 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import pytest
+from serving import served
+from stepping import held
+from waiting import CEILING_S, until
 
 from edgellm.kernels.kv_blocks import BLOCK
 from edgellm.llm import LLM, load
 from edgellm.ray.forwarding import ForwardedRequest, Message, answered, front_app
-from edgellm.serve import ModelPool, ServedModel, ServeOptions, create_app
+from edgellm.serve import ModelPool, ServeOptions, create_app
 
 T = TypeVar("T")
 TEXTS = {"prompt": "once upon a time " * 40, "max_tokens": 6, "seed": 1}
@@ -31,7 +34,7 @@ class Application:
     def __init__(self, llm: LLM, options: ServeOptions) -> None:
         self.llm = llm
         self.handed_on: list[ForwardedRequest] = []
-        pool = ModelPool([ServedModel("tiny", lambda: LLM(llm.engine))])
+        pool = ModelPool([served(llm)])
         self._replica = create_app(pool, options)
         self._front = front_app(self._answer, options)
 
@@ -42,11 +45,17 @@ class Application:
             yield messages
 
     async def ask(
-        self, method: str, path: str, body: bytes, headers: dict[str, str], *, leave_after: int = 99
+        self,
+        method: str,
+        path: str,
+        body: bytes,
+        headers: dict[str, str],
+        *,
+        gone: asyncio.Event | None = None,
     ) -> list[Message]:
-        """The ASGI messages of the answer; the client goes after so many."""
+        """The ASGI messages of the answer; the client goes with the event."""
         sent: list[Message] = []
-        gone = asyncio.Event()
+        gone = gone or asyncio.Event()
         parts = [body[:7], body[7:]]
 
         async def receive() -> Message:
@@ -58,8 +67,6 @@ class Application:
 
         async def send(message: Message) -> None:
             sent.append(message)
-            if len(sent) == leave_after:
-                gone.set()
 
         pairs = {"host": "localhost", **headers}.items()
         scope = {
@@ -103,7 +110,7 @@ def call(
 
 def finished(work: Coroutine[Any, Any, T]) -> T:
     async def limited() -> T:
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(CEILING_S):
             return await work
 
     return asyncio.run(limited())
@@ -156,20 +163,28 @@ def test_the_front_lets_nobody_in_who_may_not(start: Callable[..., Application])
     assert prefixes[0] != prefixes[1]
 
 
-def test_who_goes_is_not_answered(start: Callable[..., Application], tiny: LLM) -> None:
+def test_who_goes_is_not_answered(
+    start: Callable[..., Application], tiny: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its blocks are back after one step."""
     application = start()
     endless = {**TEXTS, "stream": True, "max_tokens": 800, "ignore_eos": True}
 
     async def leave() -> None:
-        body = json.dumps(endless).encode()
-        sent = await application.ask("POST", "/v1/completions", body, {}, leave_after=3)
-        assert len(sent) < 100
-        for _ in range(1000):
-            with tiny.engine.lock, tiny.engine.cache.change():
-                if not tiny.engine.cache.used_blocks:
-                    return
-            await asyncio.sleep(0.01)
-        raise AssertionError("blocks are still held")
+        body, gone = json.dumps(endless).encode(), asyncio.Event()
+        with held(tiny, monkeypatch) as turnstile:
+            asked = asyncio.create_task(
+                application.ask("POST", "/v1/completions", body, {}, gone=gone)
+            )
+            (request,) = await asyncio.to_thread(turnstile.take_in, 1)
+            while turnstile.places() != ["answer"]:
+                await asyncio.to_thread(turnstile.step)
+                await asyncio.to_thread(until, lambda: turnstile.waits)
+            assert tiny.engine.cache.used_blocks > 0
+            gone.set()
+            await asyncio.to_thread(until, lambda: request.withdrawn)
+            assert await asyncio.to_thread(turnstile.step) == (0, 0)
+            assert len(await asked) < 100
 
     finished(leave())
 

@@ -16,6 +16,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from waiting import CEILING_S
+
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
 _FLAGS = (
     "--headless=new", "--no-sandbox", "--disable-gpu", "--remote-debugging-pipe",
@@ -70,7 +72,7 @@ class Browser:
         assert "exceptionDetails" not in result, result["exceptionDetails"]
         return result["result"].get("value")
 
-    def until(self, expression: str, *, seconds: float = 20) -> None:
+    def until(self, expression: str, *, seconds: float = CEILING_S) -> None:
         """Wait until an expression is true."""
         end = time.monotonic() + seconds
         while not self.evaluate(f"Boolean({expression})"):
@@ -107,7 +109,7 @@ class Browser:
 
     def _next(self) -> dict[str, Any]:
         while b"\0" not in self._rest:
-            ready, _, _ = select.select([self._receive], [], [], 60)
+            ready, _, _ = select.select([self._receive], [], [], CEILING_S)
             assert ready, "Chromium says nothing"
             part = os.read(self._receive, 1 << 16)
             assert part, "Chromium has gone"

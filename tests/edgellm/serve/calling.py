@@ -59,15 +59,22 @@ def tool_template(llm: LLM) -> Iterator[None]:
 
 
 class Dictated:
-    """A logit filter that leaves one text."""
+    """A logit filter that leaves one text.
 
-    def __init__(self, llm: LLM, text: str) -> None:
+    Args:
+        fails: behind the text, with an error that no client may see.
+    """
+
+    def __init__(self, llm: LLM, text: str, *, fails: bool = False) -> None:
         tokenizer = llm.engine.tokenizer
         self._tokens = tokenizer.encode(text, add_bos=False, parse_special=True)
         self._end = min(tokenizer.eos_ids)
+        self._fails = fails
 
     def __call__(self, logits: NDArray[np.float32], tokens: Sequence[int]) -> None:
         at = len(tokens)
+        if self._fails and at == len(self._tokens):
+            raise RuntimeError("/secret/path")
         token = self._tokens[at] if at < len(self._tokens) else self._end
         kept = logits[token]
         logits[:] = -np.inf

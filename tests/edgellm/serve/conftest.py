@@ -8,10 +8,13 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+import inspection
 import openai
 import pytest
-from serving import Running, running, served, until
+from requirements import unavailable
+from serving import Running, running, served
 from tokenizers import Tokenizer
+from waiting import until
 
 from edgellm.kernels.kv_blocks import BLOCK
 from edgellm.llm import LLM, load
@@ -21,12 +24,16 @@ MARKERS = ("prefix", "suffix", "middle", "pad")
 FIM_TOKENS = [f"<|fim_{name}|>" for name in MARKERS] + ["<|repo_name|>", "<|file_sep|>"]
 
 
+def loaded(folder: Path) -> LLM:
+    llm = load(str(folder), ctx_size=8 * BLOCK, cache_size=64 * BLOCK)
+    if not llm.engine.decoder.exact_rows:
+        unavailable("native", "needs the native kernels")
+    return llm
+
+
 @pytest.fixture(scope="session")
 def tiny(tiny_model: Path) -> LLM:
-    llm = load(str(tiny_model), ctx_size=8 * BLOCK, cache_size=64 * BLOCK)
-    if not llm.engine.decoder.exact_rows:
-        pytest.skip("needs the native kernels")
-    return llm
+    return loaded(tiny_model)
 
 
 @pytest.fixture(scope="session")
@@ -37,10 +44,7 @@ def tiny_fim(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> LLM:
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
     tokenizer.add_special_tokens(FIM_TOKENS)
     tokenizer.save(str(folder / "tokenizer.json"))
-    llm = load(str(folder), ctx_size=8 * BLOCK, cache_size=64 * BLOCK)
-    if not llm.engine.decoder.exact_rows:
-        pytest.skip("needs the native kernels")
-    return llm
+    return loaded(folder)
 
 
 @pytest.fixture(scope="module")
@@ -71,7 +75,7 @@ def server(tiny: LLM) -> Iterator[Running]:
         yield one
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def client(server: Running) -> Iterator[openai.OpenAI]:
     with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
         yield client
@@ -79,15 +83,16 @@ def client(server: Running) -> Iterator[openai.OpenAI]:
 
 @pytest.fixture(autouse=True)
 def nothing_is_left(request: pytest.FixtureRequest) -> Iterator[None]:
-    """No test leaves an answer that is on its way, or a block that somebody holds."""
+    """No test leaves an answer that is on its way, or a block that is held."""
     yield
     if "tiny" not in request.fixturenames and "server" not in request.fixturenames:
         return
     llm: LLM = request.getfixturevalue("tiny")
-    cache = llm.engine.cache
 
     def idle() -> bool:
-        with llm.engine.lock, cache.change():
-            return not llm.engine.loop._batcher._live and cache.used_blocks == 0
+        if inspection.submitted(llm):
+            llm.engine.loop.advance(())  # of a client that went before any step was wanted
+        on_their_way = inspection.live(llm) or inspection.submitted(llm)
+        return not on_their_way and inspection.used_blocks(llm) == 0
 
     until(idle)

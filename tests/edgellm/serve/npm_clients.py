@@ -9,7 +9,7 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
-import pytest
+from requirements import unavailable
 
 from edgellm.store.home import home, locked, replacing_folder
 
@@ -21,7 +21,7 @@ def packages() -> Path:
     """A folder with the `node_modules` of the lock file, 81 MB."""
     npm = shutil.which("npm")
     if npm is None or shutil.which("node") is None:
-        pytest.skip("needs Node.js with npm")
+        unavailable("node", "needs Node.js with npm")
     lock = FOLDER / "package-lock.json"
     target = home() / "clients" / f"npm-{hashlib.sha256(lock.read_bytes()).hexdigest()[:12]}"
     with locked(target):
@@ -32,7 +32,9 @@ def packages() -> Path:
                 shutil.copy(file, partial)
             done = subprocess.run([npm, *INSTALL], cwd=partial, capture_output=True, text=True)
             if done.returncode:
-                pytest.skip(f"npm cannot install the clients: {done.stderr.strip()[-300:]}")
+                unavailable(
+                    "clients", f"npm cannot install the clients: {done.stderr.strip()[-300:]}"
+                )
     return target
 
 

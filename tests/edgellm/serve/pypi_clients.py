@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import pytest
+from requirements import unavailable
 
 from edgellm.store.home import home, locked
 
@@ -84,7 +84,8 @@ class Client:
         for command in ([sys.executable, "-m", "venv", target], [*pip, *self.requirements]):
             done = subprocess.run(command, capture_output=True, text=True)
             if done.returncode:
-                pytest.skip(f"{self.name} cannot be installed: {done.stderr.strip()[-300:]}")
+                why = done.stderr.strip()[-300:]
+                unavailable("clients", f"{self.name} cannot be installed: {why}")
 
 
 CLIENTS = {

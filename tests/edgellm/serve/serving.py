@@ -8,21 +8,25 @@ import socket
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Unpack
 
 import httpx
+import inspection
+from waiting import CEILING_S
 
+from edgellm.generation_options import GenerationArguments, GenerationOptions
 from edgellm.llm import LLM
-from edgellm.serve import ModelPool, ServedModel, ServeOptions, create_app
+from edgellm.serve import ModelPool, ServedModel, ServeOptions, create_app, text_work
 from edgellm.serve.answering import Answering
+from edgellm.serve.queue_limits import QueueLimits
 from edgellm.serve.server import Server, _bound
 
 PATH = "/v1/chat/completions"
+MOST_TEXTS, TEXT_THREADS = text_work._MOST, text_work._THREADS
 LONG: dict[str, Any] = {"max_tokens": 900, "ignore_eos": True}
 
 
@@ -37,20 +41,48 @@ class Running:
 
     @property
     def used_blocks(self) -> int:
-        with self.llm.engine.lock, self.llm.engine.cache.change():
-            return self.llm.engine.cache.used_blocks
+        """Waits for the end of a step: not for tests that hold one up."""
+        return inspection.used_blocks(self.llm)
 
     @property
     def live(self) -> int:
         """Requests in the hands of the loop."""
-        return len(self.llm.engine.loop._batcher._live)
+        return len(inspection.live(self.llm))
 
     @property
     def connections(self) -> int:
         return len(self.server.server_state.connections)
 
+    @property
+    def arrived(self) -> int:
+        """Requests whose headers have come since the server was started; never too few."""
+        state = self.server.server_state
+        return len(state.tasks) + state.total_requests
+
+    @property
+    def limits(self) -> QueueLimits:
+        """The queue of those that are not answered yet."""
+        return self.answering._limits
+
+    @property
+    def free_text_places(self) -> int:
+        """How many more texts may be at work or wait."""
+        return self.answering.text_work._places._value
+
+    @property
+    def idle(self) -> bool:
+        """Whether nothing is on its way, and nothing of it is left."""
+        return self.answering.on_their_way == self.live == self.used_blocks == 0
+
+    @property
+    def deserted(self) -> bool:
+        """Whether it is idle and has no connection."""
+        return self.connections == 0 and self.idle
+
     def client(self, **options: Any) -> httpx.Client:
-        return httpx.Client(base_url=self.url, timeout=60, trust_env=False, **options)
+        # certificates, which take 20 ms to read, are not for http
+        common: Any = {"timeout": CEILING_S, "trust_env": False, "verify": False}
+        return httpx.Client(base_url=self.url, **common, **options)
 
     def post(self, path: str, body: Any, **options: Any) -> httpx.Response:
         with self.client() as client:
@@ -83,24 +115,38 @@ def running(
         thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
         thread.start()
         try:
-            assert started.wait(60)
+            assert started.wait(CEILING_S)
             yield Running(addresses[0], llm, app.state.answering, server)
         finally:
             server.should_exit = True
-            thread.join(60)
+            thread.join(CEILING_S)
             assert not thread.is_alive()
 
 
+class SeededLLM(LLM):
+    """A model whose answers have a seed where a request has none."""
+
+    def generation_options(self, **arguments: Unpack[GenerationArguments]) -> GenerationOptions:
+        seeded: GenerationArguments = {"seed": 1, **arguments}
+        return super().generation_options(**seeded)
+
+
 def served(llm: LLM, id: str = "tiny") -> ServedModel:
-    """A model that is loaded already; unloading it leaves it to others."""
-    return ServedModel(id, lambda: LLM(llm.engine))
+    """A model that is loaded already, whose answers are the same in every run; unloading it leaves
+    it to others."""
+    return ServedModel(id, lambda: SeededLLM(llm.engine))
 
 
-def until(condition: Callable[[], bool], *, seconds: float = 60) -> None:
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end, "it did not come to be"
-        time.sleep(0.002)
+@contextmanager
+def no_text_places(server: Running) -> Iterator[None]:
+    """As many texts are at work or wait as may."""
+    places = server.answering.text_work._places
+    for _ in range(MOST_TEXTS):
+        assert places.acquire(blocking=False)
+    try:
+        yield
+    finally:
+        places.release(MOST_TEXTS)
 
 
 def chat(text: str, **options: Any) -> dict[str, Any]:
@@ -126,7 +172,7 @@ def connected(server: Running, *, room: int = 4096) -> Iterator[socket.socket]:
     host, port = server.url.removeprefix("http://").split(":")
     with socket.socket() as connection:
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, room)
-        connection.settimeout(60)
+        connection.settimeout(CEILING_S)
         connection.connect((host, int(port)))
         yield connection
 

@@ -9,8 +9,10 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any, Literal
 
+import inspection
 import pytest
-from serving import Running, connected, until, wire
+from serving import Running, connected, wire
+from waiting import until
 
 from edgellm.engine.request import Request
 from edgellm.llm import LLM
@@ -27,27 +29,31 @@ class Turnstile:
 
     def __init__(self, llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
         self.waits = False
-        self._batcher, self._cache = llm.engine.loop._batcher, llm.engine.cache
-        self._step = self._batcher.step
+        self._llm = llm
         self._steps, self._left = 0, (0, 0)
         self._tickets = threading.Semaphore(0)
         self._open = False
-        monkeypatch.setattr(self._batcher, "step", self._held)
+        inspection.watch_steps(llm, monkeypatch, self._held)
 
-    def _held(self) -> None:
+    def _held(self, step: Callable[[], None]) -> None:
         if not self._open:
             self.waits = True
             self._tickets.acquire()
-            self.waits = False
-        self._step()
-        self._left = len(self._batcher._live), self._cache.used_blocks
+        step()
+        self._left = len(self.requests), self._llm.engine.cache.used_blocks
         self._steps += 1
+
+    def let(self) -> None:
+        """Let a step begin; its end is not waited for."""
+        until(lambda: self.waits)
+        self.waits = False
+        self._tickets.release()
 
     def step(self) -> tuple[int, int]:
         """Let a step through: requests that are left after it, and the blocks that they hold."""
         until(lambda: self.waits)
         count = self._steps
-        self._tickets.release()
+        self.let()
         until(lambda: self._steps > count)
         return self._left
 
@@ -60,9 +66,14 @@ class Turnstile:
             self.step()
             until(lambda: self.waits)
 
+    @property
+    def submitted(self) -> list[Request]:
+        """Requests that the next step takes in."""
+        return inspection.submitted(self._llm)
+
     def take_in(self, count: int) -> list[Request]:
         """The newest requests, of so many clients, after the first step that knows of them."""
-        until(lambda: len(self._batcher._submitted) == count)
+        until(lambda: len(self.submitted) == count)
         self.step()
         until(lambda: self.waits)
         return self.requests[-count:]
@@ -75,16 +86,26 @@ class Turnstile:
     @property
     def requests(self) -> list[Request]:
         """Those in the hands of the loop, in the order in which they came."""
-        return list(self._batcher._live.values())
+        return inspection.live(self._llm)
 
     def places(self) -> list[Place]:
         """Where each of them is, between two steps."""
         return [self._place(request) for request in self.requests]
 
     def _place(self, request: Request) -> Place:
-        if request in self._batcher._scheduler.waiting:
+        if request in inspection.waiting(self._llm):
             return "queue"
         return "answer" if request.decoding else "prompt"
+
+
+@contextmanager
+def held(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> Iterator[Turnstile]:
+    """No step of a model begins within the block but those that are let through."""
+    turnstile = Turnstile(llm, monkeypatch)
+    try:
+        yield turnstile
+    finally:
+        turnstile.open()
 
 
 @contextmanager

@@ -9,7 +9,14 @@ from typing import Any
 import anthropic
 import httpx
 import pytest
-from serving import Running, until
+from calling import Dictated
+from parsing import refusal
+from serving import Running
+from stepping import asking, held
+from waiting import until
+
+from edgellm import LLM
+from edgellm.serve.anthropic.chat import read_ask
 
 MESSAGES: Any = [{"role": "user", "content": "hello there"}]
 ASKED: Any = {"model": "tiny", "messages": MESSAGES, "max_tokens": 12}
@@ -226,13 +233,26 @@ PDF = {"type": "document", "source": {"type": "base64", "data": "aGk="}}
         ({"tools": [TOOL], "tool_choice": {"type": "tool", "name": "hear"}}, "hear"),
         ({"tools": [TOOL], "tool_choice": {"type": "some"}}, "`tool_choice.type`"),
         ({"tool_choice": {"type": "any"}}, "tool"),
-        ({"tools": [TOOL]}, "no place for tools"),
         ({"output_config": {"format": {"type": "xml"}}}, "`output_config.format.type`"),
         ({"output_config": {"format": {"type": "json_schema"}}}, "schema` is missing"),
+    ],
+)
+def test_wrong_fields_are_named(wrong: dict[str, Any], why: str) -> None:
+    error = refusal(read_ask, {**ASKED, **wrong})
+    assert error.status == 400
+    assert why in error.message
+
+
+@pytest.mark.parametrize(
+    ("wrong", "why"),
+    [
+        ({"max_tokens": -1}, "`max_tokens`"),
+        (of(IMAGE), "'image'"),
+        ({"tools": [TOOL]}, "no place for tools"),
         ({"stream": "yes"}, "`stream`"),
     ],
 )
-def test_wrong_fields_are_named(server: Running, wrong: dict[str, Any], why: str) -> None:
+def test_wrong_fields_over_http(server: Running, wrong: dict[str, Any], why: str) -> None:
     for stream in (False, True):
         reply = server.post("/v1/messages", {"stream": stream, **ASKED, **wrong})
         assert reply.status_code == 400
@@ -257,7 +277,7 @@ def test_other_errors(server: Running, client: anthropic.Anthropic) -> None:
 
 def test_a_busy_server_is_overloaded(serving: Callable[..., Running]) -> None:
     server = serving(max_waiting=1)
-    counted = server.answering._limits.take_in("")
+    counted = server.limits.take_in("")
     try:
         reply = server.post("/v1/messages", ASKED)
     finally:
@@ -266,39 +286,30 @@ def test_a_busy_server_is_overloaded(serving: Callable[..., Running]) -> None:
     assert int(reply.headers["retry-after"]) >= 1
 
 
-def test_who_goes_away_is_forgotten(server: Running, client: anthropic.Anthropic) -> None:
-    asked: Any = {**ASKED, "max_tokens": 900, "extra_body": {"ignore_eos": True}}
-    with client.messages.stream(**asked) as stream:
-        for event in stream:
-            if event.type == "content_block_delta":
-                break
-        until(lambda: server.live == 1)
-    until(lambda: server.live == 0 and server.used_blocks == 0)
+def test_who_goes_away_is_forgotten(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    with held(server.llm, monkeypatch) as turnstile:
+        with asking(server, "/v1/messages", [{**ASKED, "stream": True}]):
+            (asked,) = turnstile.take_in(1)
+        until(lambda: asked.withdrawn)
+        assert turnstile.step() == (0, 0)
 
 
 def test_an_error_in_mid_stream(
-    client: anthropic.Anthropic, monkeypatch: pytest.MonkeyPatch
+    server: Running, client: anthropic.Anthropic, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from edgellm.engine.answer import Answer
-
-    draw = Answer.draw
-
-    def failing(self: Answer, logits: Any, tokens: Any) -> int:
-        if len(self.sampled) > 8:
-            raise RuntimeError("/secret/path")
-        return draw(self, logits, tokens)
-
-    monkeypatch.setattr(Answer, "draw", failing)
+    failing = Dictated(server.llm, "well begun", fails=True)
+    monkeypatch.setattr(LLM, "json_filter", lambda *_: failing)
+    asked = {**ASKED, "output_config": {"format": {"type": "json_schema", "schema": SCHEMA}}}
     parts: list[str] = []
 
     def read() -> None:
-        with client.messages.stream(**{**ASKED, **SEED, "max_tokens": 100}) as stream:
+        with client.messages.stream(**asked) as stream:
             parts.extend(stream.text_stream)
 
     with pytest.raises(anthropic.APIStatusError, match="log says why") as raised:
         read()
     assert "secret" not in str(raised.value)
-    assert "".join(parts)
+    assert "".join(parts) == "well begun"
 
 
 def test_models(server: Running, client: anthropic.Anthropic) -> None:

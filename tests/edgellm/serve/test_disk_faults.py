@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 import shutil
-import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -12,7 +11,9 @@ from typing import Any
 
 import httpx
 import pytest
-from serving import Running, running, served, start, until
+from requirements import unavailable
+from serving import Running, running, served, start, words
+from waiting import CEILING_S, until
 
 from edgellm.cache.disk_cache import DiskCache
 from edgellm.kernels.kv_blocks import BLOCK
@@ -20,10 +21,6 @@ from edgellm.llm import load
 from edgellm.serve import ModelPool, ServeOptions
 
 PATH = "/v1/completions"
-
-
-def words(seed: int, length: int) -> str:
-    return "".join(random.Random(seed).choices("abcdefgh ", k=length))
 
 
 def asked(seed: int) -> dict[str, Any]:
@@ -40,7 +37,7 @@ def cached(tiny_model: Path, tmp_path: Path) -> Iterator[Running]:
         kv_cache_dir=tmp_path / "cache",
     )
     if not llm.engine.decoder.exact_rows:
-        pytest.skip("needs the native kernels")
+        unavailable("native", "needs the native kernels")
     pool = ModelPool([served(llm)])
     with running(pool, llm, ServeOptions(port=0, grace_s=1)) as server:
         yield server
@@ -91,7 +88,7 @@ def test_something_else_is_in_its_place(
     take_away(tmp_path / "cache")
     (tmp_path / "cache").write_text("not a folder")
     assert answers(cached, range(3)) == first
-    assert "not all was kept" in caplog.text
+    until(lambda: "not all was kept" in caplog.text)
     assert (tmp_path / "cache").read_text() == "not a folder"
 
 
@@ -110,7 +107,7 @@ def test_files_vanish_between_two_looks(cached: Running, monkeypatch: pytest.Mon
 def test_a_disk_that_fails(
     cached: Running, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Reading as well as writing; nobody is told of it but the log."""
+    """Reading as well as writing; only the log tells of it."""
     first = answers(cached, range(3))
 
     def fail(*_: object, **__: object) -> bytes:
@@ -121,7 +118,7 @@ def test_a_disk_that_fails(
     assert answers(cached, range(3)) == first
     new = cached.post(PATH, asked(99))
     assert new.status_code == 200
-    assert "Input/output error" in caplog.text
+    until(lambda: "Input/output error" in caplog.text)
 
 
 @pytest.mark.slow
@@ -134,7 +131,7 @@ def test_killed_while_it_writes_and_started_again(tiny_model: Path, tmp_path: Pa
     for life in range(4):
         with (
             start(tiny_model, *options) as (process, url),
-            httpx.Client(base_url=url, timeout=60, trust_env=False) as client,
+            httpx.Client(base_url=url, timeout=CEILING_S, trust_env=False) as client,
             ThreadPoolExecutor(8) as threads,
         ):
 
@@ -153,8 +150,8 @@ def test_killed_while_it_writes_and_started_again(tiny_model: Path, tmp_path: Pa
             others = [
                 threads.submit(ask, seed) for seed in range(100 * life + 100, 100 * life + 140)
             ]
-            time.sleep(0.1 + 0.15 * life)  # in the middle of them
+            until_kept(folder, len(known) + 2 + 4 * life)  # in the middle of them
             process.kill()
-            assert process.wait(10) != 0
+            assert process.wait(CEILING_S) != 0
             for other in others:
                 assert other.exception() is None or isinstance(other.exception(), httpx.HTTPError)

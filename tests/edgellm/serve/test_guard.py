@@ -10,8 +10,10 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+import inspection
 import pytest
-from serving import Running, connected, until
+from serving import Running, connected
+from waiting import CEILING_S, until
 
 from edgellm import OptionError
 from edgellm.engine.request import Request
@@ -22,10 +24,10 @@ CHAT = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 1}
 PATH = "/v1/chat/completions"
 
 
-def raw(server: Running, data: bytes, *, seconds: float = 5) -> bytes:
+def raw(server: Running, data: bytes) -> bytes:
     """What comes back for bytes, until the server closes."""
     host, port = server.url.removeprefix("http://").split(":")
-    with socket.create_connection((host, int(port)), timeout=seconds) as connection:
+    with socket.create_connection((host, int(port)), timeout=CEILING_S) as connection:
         connection.sendall(data)
         parts = []
         while part := connection.recv(65536):
@@ -248,7 +250,7 @@ def test_requests_that_never_end(serving: Callable[..., Running], data: bytes) -
     server = serving(read_timeout_s=0.3)
     begin = time.monotonic()
     reply = raw(server, data)
-    assert 0.2 < time.monotonic() - begin < 3
+    assert time.monotonic() - begin > 0.2
     assert reply == b"" or reply.startswith(b"HTTP/1.1 408")
     assert server.post(PATH, CHAT).status_code == 200
 
@@ -269,7 +271,7 @@ def test_others_need_a_key() -> None:
 
 def test_keys_share_no_prefixes(serving: Callable[..., Running]) -> None:
     """Else the time of an answer, or its counts, tell what others have asked."""
-    server = serving(api_keys=("one", "two"))
+    server = serving(api_keys=("first", "second"))
     question = "a secret of many words " * 12
     body = {"messages": [{"role": "user", "content": question}], "max_tokens": 1}
 
@@ -278,9 +280,9 @@ def test_keys_share_no_prefixes(serving: Callable[..., Running]) -> None:
         count: int = reply["usage"]["prompt_tokens_details"]["cached_tokens"]
         return count
 
-    assert [cached("one"), cached("two")] == [0, 0]
-    assert cached("one") > 200
-    assert cached("two") > 200
+    assert [cached("first"), cached("second")] == [0, 0]
+    assert cached("first") > 200
+    assert cached("second") > 200
 
 
 def test_no_key_pushes_out_another(
@@ -288,7 +290,6 @@ def test_no_key_pushes_out_another(
 ) -> None:
     """Though one has filled the queue: the other is taken in, and begins as its second."""
     server = serving(api_keys=("many", "one"), max_waiting=12)
-    engine = server.llm.engine
     begun: list[str] = []
     begin = Request.begin
 
@@ -303,12 +304,11 @@ def test_no_key_pushes_out_another(
         return server.post(PATH, body, headers={"X-Api-Key": key}).status_code
 
     with ThreadPoolExecutor(21) as threads:
-        with engine.lock:
+        with inspection.all_submitted(server.llm, 13):
             asked = [threads.submit(ask, i) for i in range(20)]
             until(lambda: sum(each.done() for each in asked) == 8)
-            until(lambda: len(engine.loop._batcher._submitted) == 12)
+            until(lambda: len(inspection.submitted(server.llm)) == 12)
             one = threads.submit(ask, 99, "one")
-            until(lambda: len(engine.loop._batcher._submitted) == 13)
         assert one.result() == 200
         assert sorted(each.result() for each in asked) == [200] * 12 + [503] * 8
     owner = next(each for each in begun if begun.count(each) == 1)

@@ -141,7 +141,7 @@ def samples(text: str) -> dict[str, float]:
 
 
 def test_metrics(server: Running) -> None:
-    asked = {"prompt": "count " * 10, "n_predict": 5, "ignore_eos": True}
+    asked = {"prompt": "@count" * 10, "n_predict": 5, "ignore_eos": True}
     before = samples(server.get("/metrics").text)
     for _ in range(2):
         assert server.post("/completion", asked).status_code == 200

@@ -1,4 +1,4 @@
-"""Models that are loaded when somebody asks for them, and unloaded when nobody does."""
+"""Models that are loaded when they are asked for, and unloaded when they are not."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ import asyncio
 import json
 import math
 import threading
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from serving import Running, running, served
+from waiting import CEILING_S, Clock, until
 
 from edgellm import LLM, MemoryEstimateError, ModelFormatError, OptionError
 from edgellm.serve import ModelPool, ServedModel, ServeOptions, served_model
@@ -20,20 +20,28 @@ from edgellm.serve.request_error import RequestError
 
 
 class Loads:
-    """Models that take a while to load, and what was loaded."""
+    """Models that are loaded when they may be.
 
-    def __init__(self, llm: LLM, *, seconds: float = 0.05) -> None:
+    Attributes:
+        done: what was loaded.
+        begun: set when a load begins.
+        go: cleared: loads wait.
+    """
+
+    def __init__(self, llm: LLM) -> None:
         self.done: list[str] = []
-        self._llm = llm
-        self._seconds = seconds
+        self.begun, self.go = threading.Event(), threading.Event()
+        self.go.set()
+        self._model = served(llm)
 
     def model(self, id: str, *, bytes: int = 100, error: Exception | None = None) -> ServedModel:
         def open() -> LLM:
-            time.sleep(self._seconds)
+            self.begun.set()
+            assert self.go.wait(CEILING_S)
             self.done.append(id)
             if error is not None:
                 raise error
-            return LLM(self._llm.engine)
+            return self._model.open()
 
         return ServedModel(id, open, lambda: bytes)
 
@@ -62,11 +70,13 @@ def test_a_load_goes_on_when_its_client_has_gone(loads: Loads) -> None:
     pool = ModelPool([loads.model("a")])
 
     async def asking() -> None:
+        loads.go.clear()
         first = asyncio.create_task(use(pool, None))
-        await asyncio.sleep(0.01)
+        await asyncio.to_thread(loads.begun.wait)
         second = asyncio.create_task(use(pool, "a"))
         await asyncio.sleep(0)
         first.cancel()
+        loads.go.set()
         await second
         with pytest.raises(asyncio.CancelledError):
             await first
@@ -166,17 +176,25 @@ def test_a_model_that_cannot_be_loaded(loads: Loads, caplog: pytest.LogCaptureFi
     assert "/home/me/model.gguf: damaged" in caplog.text
 
 
-def test_idle_models_are_unloaded(loads: Loads) -> None:
-    pool = ModelPool([loads.model("a"), loads.model("b")], idle_unload_s=0.3)
+def test_idle_models_are_unloaded(loads: Loads, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock()
+    monkeypatch.setattr("edgellm.serve.model_pool.time", clock)
+    pool = ModelPool([loads.model("a"), loads.model("b")], idle_unload_s=0.25)
+
+    async def until_loaded(*ids: str) -> None:
+        await asyncio.to_thread(until, lambda: list(pool.loaded()) == list(ids))
 
     async def asking() -> None:
         await pool.start()
         assert list(pool.loaded()) == ["a"]
         async with pool.use("b"):
-            await asyncio.sleep(0.6)
-            assert list(pool.loaded()) == ["b"]
-        await asyncio.sleep(0.6)
-        assert pool.loaded() == {}
+            clock.advance(0.125)
+            assert pool.unloads_in("a") == 0.125
+            clock.advance(0.125)
+            await until_loaded("b")
+            assert pool.unloads_in("b") == 0.25  # counted from when it is let go
+        clock.advance(0.25)
+        await until_loaded()
         await use(pool, "a")
         await pool.close()
         assert pool.loaded() == {}
@@ -248,7 +266,7 @@ def test_real_models_within_a_limit(tiny_model: Path, make_model: Callable[..., 
         for id in ("a", "b", "a"):
             llm = await use(pool, id)
             assert list(pool.loaded()) == [id]
-            assert llm.generate("hi", max_tokens=3).tokens
+            assert llm.generate("hi", max_tokens=3, seed=1).tokens
         await pool.close()
 
     asyncio.run(asking())
@@ -271,16 +289,21 @@ def known(server: Running, id: str) -> list[Any]:
     ]
 
 
-def test_looking_at_models_loads_none(tiny: LLM, tiny_model: Path) -> None:
+def test_looking_at_models_loads_none(
+    tiny: LLM, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Nor does it keep one: what a model is like is known before it is loaded, and afterwards."""
     arguments: Any = {"ctx_size": tiny.ctx_size, "cache_size": 8 * tiny.ctx_size}
     models = [served_model(f"{id}={tiny_model}", arguments) for id in ("m-one", "m-two")]
     pool = ModelPool(models)
     with running(pool, tiny, ServeOptions(port=0, grace_s=1)) as server:
-        used_at = pool._slots["m-one"].used_at
+        clock = Clock()
+        monkeypatch.setattr("edgellm.serve.model_pool.time", clock)
+        assert server.post("/api/generate", {"model": "m-one", "keep_alive": 64}).status_code == 200
+        clock.advance(16)
         loaded, unloaded = known(server, "m-one"), known(server, "m-two")
         assert list(pool.loaded()) == ["m-one"]
-        assert pool._slots["m-one"].used_at == used_at
+        assert pool.unloads_in("m-one") == 48
         assert loaded[0].pop("is_sleeping") is False
         assert unloaded[0].pop("is_sleeping") is True
         renamed = json.loads(json.dumps(unloaded).replace("m-two", "m-one"))

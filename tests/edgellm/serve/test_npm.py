@@ -16,6 +16,8 @@ from edgellm.llm import LLM
 from edgellm.results import Completion
 from edgellm.serve import ModelPool, ServeOptions
 
+pytestmark = pytest.mark.clients
+
 ANSWER: Any = {"max_tokens": 20, "temperature": 0.8, "seed": 7}
 
 

@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import ollama
 import pytest
 from calling import TOOLS, Dictated, assert_valid, tool_template
-from serving import Running, running, served
-from tokenizers import Tokenizer
+from serving import Running
 
-from edgellm import LLM, load
-from edgellm.serve import ModelPool, ServeOptions
+from edgellm import LLM
 
 MESSAGES: Any = [{"role": "user", "content": "go"}]
 ASKED: Any = {"model": "tiny", "messages": MESSAGES, "tools": TOOLS}
@@ -126,29 +122,14 @@ def test_a_model_without_tools(client: ollama.Client) -> None:
     assert raised.value.status_code == 400
 
 
-@pytest.fixture(scope="module")
-def filler(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> LLM:
-    """A random model with tokens for gaps."""
-    folder = tmp_path_factory.mktemp("models") / "filler"
-    shutil.copytree(tiny_model, folder)
-    path = str(folder / "tokenizer.json")
-    tokenizer = Tokenizer.from_file(path)
-    tokenizer.add_special_tokens(["<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>"])
-    tokenizer.save(path)
-    return load(str(folder))
-
-
-def test_gaps_are_filled(filler: LLM) -> None:
+def test_gaps_are_filled(fim_server: Running) -> None:
     options: Any = {"num_predict": 9}
-    with (
-        running(ModelPool([served(filler)]), filler, ServeOptions(port=0, grace_s=1)) as server,
-        ollama.Client(host=server.url, trust_env=False) as client,
-    ):
-        reply = client.generate(model="tiny", prompt="def f(", suffix="return 1", options=options)
-        expected = filler.infill("def f(", "return 1", max_tokens=9)
+    with ollama.Client(host=fim_server.url, trust_env=False) as client:
+        reply = client.generate(model="fim", prompt="def f(", suffix="return 1", options=options)
+        expected = fim_server.llm.infill("def f(", "return 1", max_tokens=9)
         assert reply.response == expected.text
         assert reply.prompt_eval_count == expected.stats.prompt_tokens
-        shown = client.show("tiny")
+        shown = client.show("fim")
         assert shown.capabilities is not None
         assert "insert" in shown.capabilities
         assert ".Suffix" in (shown.template or "")

@@ -9,7 +9,10 @@ from typing import Any
 
 import openai
 import pytest
+from parsing import refusal
 from serving import Running
+
+from edgellm.serve.openai.completions import read_completion
 
 ASKED: Any = {"model": "tiny", "max_tokens": 11, "temperature": 0.9, "seed": 4}
 
@@ -86,17 +89,29 @@ def test_log_probabilities_in_the_old_shape(server: Running, client: openai.Open
         {"prompt": [1.5]},
         {"prompt": [-1]},
         {"prompt": [2**31]},
-        {"prompt": [319, 400]},
         {"prompt": {"a": 1}},
         {"prompt": "a", "echo": True},
         {"prompt": "a", "best_of": 3},
         {"prompt": "a", "logprobs": 99},
         {"prompt": [1, 2], "suffix": "b"},
-        {"prompt": "a", "suffix": "b"},  # no model for infill
         {"prompt": "a", "suffix": 4},
     ],
 )
-def test_wrong_fields(server: Running, wrong: dict[str, Any]) -> None:
+def test_wrong_fields(wrong: dict[str, Any]) -> None:
+    error = refusal(lambda fields: read_completion(fields, max_n=16), {"max_tokens": 1, **wrong})
+    assert error.status == 400
+    assert error.message
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {},
+        {"prompt": [319, 400]},
+        {"prompt": "a", "suffix": "b"},  # no model for infill
+    ],
+)
+def test_wrong_fields_over_http(server: Running, wrong: dict[str, Any]) -> None:
     reply = server.post("/v1/completions", {"max_tokens": 1, **wrong})
     assert reply.status_code == 400, reply.text
     assert reply.json()["error"]["message"]

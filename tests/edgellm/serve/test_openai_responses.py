@@ -7,7 +7,10 @@ from typing import Any
 
 import openai
 import pytest
+from parsing import refusal
 from serving import Running
+
+from edgellm.serve.openai.responses import read_response
 
 ASKED: Any = {"model": "tiny", "max_output_tokens": 12, "temperature": 0.8}
 
@@ -52,9 +55,12 @@ def test_a_stream_tells_the_same(client: openai.OpenAI) -> None:
 
 
 def test_a_stream_with_the_clients_helper(client: openai.OpenAI) -> None:
+    expected = client.responses.create(input="hello", **ASKED).output_text
     with client.responses.stream(input="hello", **ASKED) as stream:
-        for _ in stream:
-            pass
+        events = list(stream)
+    texts = [event.delta for event in events if event.type == "response.output_text.delta"]
+    assert "".join(texts) == expected
+    assert events[-1].type == "response.incomplete"
 
 
 def test_items_become_a_conversation(server: Running, client: openai.OpenAI) -> None:
@@ -105,10 +111,16 @@ def test_json_of_a_schema(client: openai.OpenAI) -> None:
         {"input": "a", "tools": [{"type": "web_search"}]},
     ],
 )
-def test_wrong_fields(server: Running, wrong: dict[str, Any]) -> None:
-    reply = server.post("/v1/responses", {"max_output_tokens": 1, **wrong})
-    assert reply.status_code == 400, reply.text
+def test_wrong_fields(wrong: dict[str, Any]) -> None:
+    error = refusal(read_response, {"max_output_tokens": 1, **wrong})
+    assert error.status == 400
     if "tools" in wrong:
-        assert "tools[0].type" in reply.json()["error"]["message"]
+        assert "tools[0].type" in error.message
     names = {"previous_response_id", "conversation", "background", "store"} & wrong.keys()
-    assert all(name in reply.json()["error"]["message"] for name in names)
+    assert all(name in error.message for name in names)
+
+
+def test_wrong_fields_over_http(server: Running) -> None:
+    reply = server.post("/v1/responses", {"input": "a", "store": True})
+    assert reply.status_code == 400, reply.text
+    assert "`store`" in reply.json()["error"]["message"]

@@ -165,7 +165,7 @@ def test_responses(client: openai.OpenAI) -> None:
 
 
 def test_langchain(server: Running) -> None:
-    from langchain_core.messages import HumanMessage, ToolMessage
+    from langchain_core.messages import AIMessage, HumanMessage, ToolMessage
     from langchain_openai import ChatOpenAI
     from pydantic import SecretStr
 
@@ -178,4 +178,6 @@ def test_langchain(server: Running) -> None:
     assert_valid(call["name"], json.dumps(call["args"]))
     result = ToolMessage("done", tool_call_id=call["id"])
     after = chat.bind(max_completion_tokens=3).invoke([HumanMessage("go"), answer, result])
-    assert isinstance(after.content, str)
+    assert isinstance(after, AIMessage)
+    assert after.usage_metadata is not None
+    assert after.usage_metadata["output_tokens"] == 3

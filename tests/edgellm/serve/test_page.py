@@ -9,11 +9,18 @@ from pathlib import Path
 
 import pytest
 from browser import CHROMIUM, Browser, browser
-from serving import Running, until
+from requirements import unavailable
+from serving import Running
+from stepping import held
+from waiting import until
 
-needs_chromium = pytest.mark.skipif(
-    CHROMIUM is None, reason="no chromium (apt-get install chromium)"
-)
+needs_chromium = pytest.mark.usefixtures("chromium")
+
+
+@pytest.fixture(scope="session")
+def chromium() -> None:
+    if CHROMIUM is None:
+        unavailable("chromium", "no chromium (apt-get install chromium)")
 
 
 def test_the_policy_lets_nothing_else_in(server: Running) -> None:
@@ -136,26 +143,18 @@ def test_what_it_looks_like(
 
 @pytest.mark.slow
 @needs_chromium
-def test_stop(server: Running, tab: Browser) -> None:
-    seed = next(
-        seed
-        for seed in range(100)
-        if len(server.llm.chat(seed=seed, max_tokens=400).send("go on").tokens) == 400
-    )
-    tab.evaluate(f"change({{ seed: {seed} }})")
-    stopped = """new Promise((done) => new MutationObserver((_, seen) => {
-        if (!current.messages.at(-1)?.content) return;
-        seen.disconnect();
-        $("stop").click();
-        done(true);
-    }).observe($("log"), { childList: true, subtree: true, characterData: true }))"""
-    tab.evaluate(f"window.stopped = {stopped}; 0")
-    ask(tab, "go on")
-    tab.evaluate("window.stopped")
-    until(lambda: server.live == 0)
-    whole = server.llm.chat(seed=seed, max_tokens=400).send("go on").text
+def test_stop(server: Running, tab: Browser, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = server.llm.chat(seed=1, max_tokens=400).send("go on").text
+    with held(server.llm, monkeypatch) as turnstile:
+        ask(tab, "go on")
+        (asked,) = turnstile.take_in(1)
+        while not tab.evaluate("Boolean(current.messages.at(-1)?.content)"):
+            turnstile.step()
+        tab.click("#stop")
+        until(lambda: asked.withdrawn)
     text = content(tab)
     assert text
+    assert whole.startswith(text)
     assert len(text) < len(whole)
     assert tab.evaluate("current.messages.at(-1).stopped")
     assert "stopped" in tab.evaluate("document.querySelector('.meta').textContent")

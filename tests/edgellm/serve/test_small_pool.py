@@ -1,5 +1,5 @@
 """Thirty requests of all kinds in a pool that is too small for them: each answer has the bits of
-its single run, whoever was preempted for whom."""
+its single run, whichever was preempted."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+import inspection
 import pytest
 from serving import Running, running, served, words
 
@@ -135,7 +136,9 @@ def test_thirty_together_are_as_alone(fim_server: Running, small: Running) -> No
     assert preemptions(fim_server) == 0
     assert len({json.dumps(each) for each in expected}) == 30
     with ThreadPoolExecutor(30) as threads:
-        answers = list(threads.map(lambda each: answer(small, each), asked))
+        with inspection.all_submitted(small.llm, 30):
+            replies = [threads.submit(answer, small, each) for each in asked]
+        answers = inspection.results(replies)
     for (path, _), ours, alone in zip(asked, answers, expected, strict=True):
         assert ours == alone, path
     assert preemptions(small) > 0
@@ -155,5 +158,7 @@ def test_streams_together_are_as_answers_alone(fim_server: Running, small: Runni
     ]
     before = preemptions(small)
     with ThreadPoolExecutor(6) as threads:
-        assert list(threads.map(lambda each: streamed(small, each), asked)) == expected
+        with inspection.all_submitted(small.llm, 6):
+            replies = [threads.submit(streamed, small, each) for each in asked]
+        assert inspection.results(replies) == expected
     assert preemptions(small) > before

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import asyncio
-import json
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
-from serving import Running, until
+from serving import MOST_TEXTS, TEXT_THREADS, Running, no_text_places
+from stepping import asking
+from waiting import CEILING_S, until
 
-from edgellm.serve import text_work
 from edgellm.text.tokenizer import Tokenizer
 
 MESSAGES = [{"role": "user", "content": "hi"}]
@@ -26,13 +25,11 @@ ROUTES: list[tuple[str, dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("path", "body", "kind"), ROUTES)
-def test_too_many_at_once(
-    server: Running, monkeypatch: pytest.MonkeyPatch, path: str, body: dict[str, Any], kind: str
-) -> None:
+def test_too_many_at_once(server: Running, path: str, body: dict[str, Any], kind: str) -> None:
     assert server.post(path, body).status_code == 200
-    monkeypatch.setattr(server.answering.text_work, "_places", threading.Semaphore(0))
     rejected = server.answering.metrics.rejected["texts"]
-    reply = server.post(path, body)
+    with no_text_places(server):
+        reply = server.post(path, body)
     assert reply.status_code in (503, 529)
     assert reply.headers["retry-after"] == "1"
     assert reply.json()["error"]["type"] == kind
@@ -44,13 +41,13 @@ class Held:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.free = threading.Event()
-        self.begun = 0
+        self.begun: list[str] = []
         encode = Tokenizer.encode
 
         def held(tokenizer: Tokenizer, text: str, **options: Any) -> list[int]:
             if text == "hold":
-                self.begun += 1
-                assert self.free.wait(60)
+                self.begun.append(text)
+                assert self.free.wait(CEILING_S)
             return encode(tokenizer, text, **options)
 
         monkeypatch.setattr(Tokenizer, "encode", held)
@@ -61,20 +58,19 @@ def test_those_who_wait_do_not_hold_up_others(
 ) -> None:
     """Answers begin, and the event loop goes on, while all that may be is at work on texts."""
     server, held = serving(), Held(monkeypatch)
-    places = server.answering.text_work._places
-    with ThreadPoolExecutor(text_work._MOST) as threads:
+    with ThreadPoolExecutor(MOST_TEXTS) as threads:
         try:
             ask = lambda _: server.post("/tokenize", {"content": "hold"})  # noqa: E731
-            replies = threads.map(ask, range(text_work._MOST))
-            until(lambda: places._value == 0)
-            assert held.begun <= text_work._THREADS
+            replies = threads.map(ask, range(MOST_TEXTS))
+            until(lambda: server.free_text_places == 0)
+            assert len(held.begun) <= TEXT_THREADS
             assert server.post("/tokenize", {"content": "hi"}).status_code == 503
             assert server.get("/health").status_code == 200
             chat = {"messages": MESSAGES, "max_tokens": 2}
             assert server.post("/v1/chat/completions", chat).status_code == 200
         finally:
             held.free.set()
-        assert [reply.status_code for reply in replies] == [200] * text_work._MOST
+        assert [reply.status_code for reply in replies] == [200] * MOST_TEXTS
     assert server.post("/tokenize", {"content": "hi"}).status_code == 200
 
 
@@ -84,28 +80,20 @@ def test_who_goes_away_keeps_the_place_of_what_goes_on(
     """Else a client that asks and goes away, again and again, would have as much done as it likes.
     What had not begun is not done."""
     server, held = serving(), Held(monkeypatch)
-    places = server.answering.text_work._places
-    host, port = server.url.removeprefix("http://").split(":")
-    data = json.dumps({"content": "hold"})
-    request = f"POST /tokenize HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(data)}\r\n\r\n"
 
-    async def go_away() -> None:
-        _, writer = await asyncio.open_connection(host, int(port))
-        writer.write((request + data).encode())
-        await asyncio.sleep(0.1)
-        writer.transport.abort()
-
-    async def all_of_them() -> None:
-        await asyncio.gather(*(go_away() for _ in range(8)))
+    def all_have_places() -> bool:
+        places = MOST_TEXTS - server.free_text_places
+        return (places, len(held.begun)) == (8, TEXT_THREADS)
 
     try:
-        asyncio.run(all_of_them())
-        until(lambda: places._value == text_work._MOST - text_work._THREADS)
-        assert held.begun == text_work._THREADS
+        with asking(server, "/tokenize", [{"content": "hold"}] * 8):
+            until(all_have_places)
+        until(lambda: server.free_text_places == MOST_TEXTS - TEXT_THREADS)
+        assert len(held.begun) == TEXT_THREADS
     finally:
         held.free.set()
-    until(lambda: places._value == text_work._MOST)
-    assert held.begun == text_work._THREADS
+    until(lambda: server.free_text_places == MOST_TEXTS)
+    assert len(held.begun) == TEXT_THREADS
 
 
 @pytest.mark.parametrize(

@@ -11,10 +11,9 @@ from pydantic import BaseModel
 
 url, name = sys.argv[1:]
 COMMON = {"model": name, "api_base": f"{url}/v1", "api_key": "none", "max_retries": 0}
-chat = OpenAILike(
-    **COMMON, is_chat_model=True, is_function_calling_model=True, max_tokens=12, temperature=0
-)
-texts = OpenAILike(**COMMON, is_chat_model=False, max_tokens=5, temperature=0)
+COMMON["temperature"] = 0
+chat = OpenAILike(**COMMON, is_chat_model=True, is_function_calling_model=True, max_tokens=12)
+texts = OpenAILike(**COMMON, is_chat_model=False, max_tokens=5)
 messages = [ChatMessage(role="user", content="hello there")]
 
 

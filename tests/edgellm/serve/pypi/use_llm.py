@@ -39,7 +39,7 @@ told("stream", "".join(streamed))
 told("next turn", conversation.prompt("again", **asked).text())
 told("usage", streamed.usage().output)
 schema = {**llm.schema_dsl("on bool"), "additionalProperties": False}
-told("schema", json.loads(chat.prompt("go", schema=schema).text()))
+told("schema", json.loads(chat.prompt("go", schema=schema, temperature=0).text()))
 told("tools", chat.chain("Turn on the light.", tools=[turn]).text())
 told("text", llm.get_model("text").prompt("once upon", **asked).text())
 told("responses", llm.get_model("items").prompt("hello there").text())

@@ -60,7 +60,8 @@ def turn(on: bool) -> str:
 run = agent.run_sync("Turn it on and measure.")
 told("tools", {"output": run.output.model_dump(), "calls": calls, **counts(run)})
 
-responses = Agent(OpenAIResponsesModel(name, provider=provider), model_settings={"max_tokens": 12})
+greedy = {"max_tokens": 12, "temperature": 0.0}
+responses = Agent(OpenAIResponsesModel(name, provider=provider), model_settings=greedy)
 run = responses.run_sync("hello there")
 told("responses", {"text": run.output, **counts(run)})
 
