@@ -230,7 +230,8 @@ ATTRIBUTES: Sequence[tuple[type, frozenset[str]]] = (
     (
         LoopContext,
         frozenset(
-            "depth depth0 first index index0 last length nextitem previtem revindex revindex0".split()
+            ["depth", "depth0", "first", "index", "index0", "last", "length"]
+            + ["nextitem", "previtem", "revindex", "revindex0"]
         ),
     ),
 )
@@ -245,7 +246,7 @@ def called_method(
             key(args[0])
     elif name == "join":
         texts = [list(each(arg)) for arg in args]
-        joined = [text for text in sum(texts, []) if isinstance(text, str)]
+        joined = [text for arg in texts for text in arg if isinstance(text, str)]
         length = sum(map(len, joined)) + len(owner) * len(joined)
         spend(length * _escaping(owner))
         return tuple(texts)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from typing import Any, Self
 
-from jinja2 import TemplateError as JinjaError
 from jinja2 import TemplateSyntaxError, nodes, pass_context
 from jinja2.ext import Extension, loopcontrols
 from jinja2.runtime import Namespace
@@ -113,6 +112,14 @@ class _Guard(NodeTransformer):
         self.generic_visit(node)
         node.iter = _filter(node.iter, _LOOP)
         return node
+
+    def visit_Call(self, node: nodes.Call | nodes.Filter | nodes.Test) -> nodes.Expr:
+        self.generic_visit(node)
+        if node.dyn_args is not None:
+            node.dyn_args = _filter(node.dyn_args, _LOOP)
+        return node
+
+    visit_Filter = visit_Test = visit_Call
 
     def visit_Concat(self, node: nodes.Concat) -> nodes.Filter:
         self.generic_visit(node)
