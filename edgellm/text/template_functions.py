@@ -230,8 +230,10 @@ ATTRIBUTES: Sequence[tuple[type, frozenset[str]]] = (
     (
         LoopContext,
         frozenset(
-            ["depth", "depth0", "first", "index", "index0", "last", "length"]
-            + ["nextitem", "previtem", "revindex", "revindex0"]
+            [
+                *("depth", "depth0", "first", "index", "index0", "last", "length"),
+                *("nextitem", "previtem", "revindex", "revindex0"),
+            ]
         ),
     ),
 )

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 
+from edgellm.engine.loaded_model import open_template
 from edgellm.errors import TemplateError
 from edgellm.store.bundle import Bundle
 from edgellm.store.manifest import CHAT_TEMPLATE
@@ -117,3 +122,11 @@ def test_no_way_out(source: str) -> None:
 def test_errors_say_what_is_wrong(source: str, words: str) -> None:
     with pytest.raises(TemplateError, match=words):
         ChatTemplate(source).render(CHAT)
+
+
+def test_a_file_that_is_no_text(tmp_path: Path) -> None:
+    bundle: Any = SimpleNamespace(path=tmp_path)
+    tokenizer: Any = SimpleNamespace(bos=None, eos=())
+    (tmp_path / CHAT_TEMPLATE).write_bytes(b"\xff")
+    with pytest.raises(TemplateError, match=rf"{CHAT_TEMPLATE}.*utf-8"):
+        open_template(bundle, tokenizer)

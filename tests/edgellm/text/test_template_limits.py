@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import threading
 import tracemalloc
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import pytest
@@ -54,7 +55,7 @@ def peak_of(call: Callable[[], object]) -> int:
         "{{ range(10**9) | map('string') | first }}" * 99 + "{{ range(10**9) | list }}",
         "{{ range(*range(10**9)) }}",
         "{{ -1 in range(10**9) }}{{ 0.5 in range(10**9) }}",
-        "{% macro f() %}{% for i in range(10**9) %}text{% endfor %}{% endmacro %}{{ f() | length }}",
+        "{% macro f() %}{% for i in range(10**9) %}x{% endfor %}{% endmacro %}{{ f() | length }}",
         # growing texts and lists
         "{{ 'A' * 10**9 }}",
         "{{ ([1] * 1000000) * 1000000 }}",
@@ -157,7 +158,7 @@ def test_nothing_that_takes_for_ever_to_hash_is_a_key(source: str) -> None:
         "{{ 10**10**1000 }}",
         "{% set n = namespace(x=9) %}{% for i in range(99) %}{% set n.x=n.x*n.x %}{% endfor %}",
         f"{{{{ 0x{'f' * 3000} // 3 }}}}",
-        f"{{{{ ('f' * 300000) | int(base=16) - 1 }}}}",
+        "{{ ('f' * 300000) | int(base=16) - 1 }}",
     ],
 )
 def test_numbers_have_a_thousand_bits(source: str) -> None:
@@ -171,7 +172,7 @@ def test_the_time_is_looked_at_in_each_loop(monkeypatch: pytest.MonkeyPatch) -> 
     for loop in (
         "{% for i in range(10**9) %}{% endfor %}",
         "{{ range(10**9) | select('ge', 10**9) | list }}",
-        "{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}{{ f(60) }}",
+        "{% macro f(n) %}{% if n %}{{ f(n-1) }}{{ f(n-1) }}{% endif %}{% endmacro %}{{ f(60) }}",
         SHARED + "{{ ns.a == ns.b }}",
     ):
         began = clock.now
@@ -207,7 +208,7 @@ def test_probes_share_one_budget() -> None:
 def test_a_long_chat_is_far_from_the_limits() -> None:
     """A million tokens, in a template that looks at each content five times."""
     source = (
-        "{% for m in messages %}{% if '</think>' in m.content %}{% endif %}<|im_start|>{{ m.role }}\n"
+        "{% for m in messages %}{% if '</think>' in m.content %}{% endif %}<|im_start|>\n"
         "{{ m.content.split('</think>')[-1].strip('\\n') | trim }}<|im_end|>\n{% endfor %}"
     )
     messages = [{"role": "user", "content": "word " * 800} for _ in range(1000)]
@@ -236,54 +237,73 @@ def test_renderings_that_are_no_format(source: str) -> None:
 
 # ---- random templates
 
+ATOMS = (
+    *("messages", "messages[0].content", "m", "tools", "ns", "ns.a", "ns.b", "i", "loop", "f"),
+    *("loop.length", "missing", "none", "true", "7", "-1", "1e308", "10**9", "range(100000)"),
+    *("''", "'x'", "'🙂<\\n'", "'%9999d'", "'{0:99}{}'", "'a.b'", "('x' | safe)"),
+)
+OPERATORS = (
+    *("+", "-", "*", "/", "//", "%", "**", "~", "==", "!=", "<", ">="),
+    *(" in ", " not in ", " and ", " or "),
+)
+METHODS = (
+    *("split", "rsplit", "strip", "replace", "join", "format", "upper", "title", "zfill"),
+    *("encode", "get", "items", "keys"),
+)
+FUNCTIONS = ("f", "range", "namespace", "dict", "strftime_now", "raise_exception", "lipsum")
+CALLS = (
+    "{% for c in m.tool_calls or [] %}<c>{{ c.function.name }} {{ c.function.arguments | tojson }}"
+    "</c>{% endfor %}"
+)
+
+
+def written(form: str, *parts: st.SearchStrategy[str]) -> st.SearchStrategy[str]:
+    """`form` with parts in the places of `@`."""
+    return st.tuples(*parts).map(lambda drawn: form.replace("@", "{}").format(*drawn))
+
+
+def one_of(words: Iterable[str]) -> st.SearchStrategy[str]:
+    return st.sampled_from([*words])
+
+
 EXPRESSIONS = st.recursive(
-    st.sampled_from(
-        ["messages", "messages[0].content", "'x'", "'🙂\"<\\n'", "''", "ns.a", "ns.b", "ns", "i", "7",
-         "-1", "1e308", "10**9", "none", "true", "missing", "loop", "loop.length", "f", "tools",
-         "range(100000)", "'%9999d'", "'{0:99}{}'", "'a.b'", "('x' | safe)", "m"]
-    ),
+    one_of(ATOMS),
     lambda inner: st.one_of(
-        st.builds("({}{}{})".format, inner, st.sampled_from(
-            "+ - * / // % ** ~ == != < >=".split() + [" in ", " not in ", " and ", " or "]), inner),
-        st.builds("({} | {})".format, inner, st.sampled_from([*FILTERS, "pprint", "wordwrap"])),
-        st.builds("({} | {}({}))".format, inner, st.sampled_from([*FILTERS]), inner),
-        st.builds("({} | {}({}, {}))".format, inner, st.sampled_from([*FILTERS]), inner, inner),
-        st.builds("{}.{}({})".format, inner, st.sampled_from(
-            "split strip replace join format get items keys upper title rsplit encode zfill".split()
-        ), inner),
-        st.builds("[{}, {}]".format, inner, inner),
-        st.builds("({}, {})".format, inner, inner),
-        st.builds("{{{}: {}}}".format, inner, inner),
-        st.builds("{}[{}]".format, inner, inner),
-        st.builds("{}[{}:{}]".format, inner, inner, inner),
-        st.builds("({} is {})".format, inner, st.sampled_from(["string", "odd", "defined", "x"])),
-        st.builds("({} if {} else {})".format, inner, inner, inner),
-        st.builds("{}({})".format, st.sampled_from(
-            ["f", "range", "namespace", "dict", "strftime_now", "raise_exception", "lipsum"]), inner),
+        written("(@@@)", inner, one_of(OPERATORS), inner),
+        written("(@ | @)", inner, one_of([*FILTERS, "pprint", "wordwrap"])),
+        written("(@ | @(@))", inner, one_of(FILTERS), inner),
+        written("(@ | @(@, @))", inner, one_of(FILTERS), inner, inner),
+        written("@.@(@)", inner, one_of(METHODS), inner),
+        written("@(@)", one_of(FUNCTIONS), inner),
+        written("[@, @]", inner, inner),
+        written("(@, @)", inner, inner),
+        written("{{@: @}}", inner, inner),
+        written("@[@]", inner, inner),
+        written("@[@:@]", inner, inner, inner),
+        written("(@ is @)", inner, one_of(["string", "odd", "defined", "x"])),
+        written("(@ if @ else @)", inner, inner, inner),
     ),
     max_leaves=6,
-)  # fmt: skip
+)
 STATEMENTS = st.recursive(
     st.one_of(
-        st.builds("{{{{ {} }}}}".format, EXPRESSIONS),
-        st.builds("{{% set ns.a = {} %}}".format, EXPRESSIONS),
-        st.builds("{{% set ns.b = [ns.a, ns.b, {}] %}}".format, EXPRESSIONS),
-        st.sampled_from(["text <call>", "{{ m.content }}", "{% break %}", "\ue0e0", "{{ m.role }}",
-                         "{% set ns.a = ns.a ~ ns.a %}", "{% set ns.a = ns.a + ns.a %}",
-                         "{% for c in m.tool_calls or [] %}<c>{{ c.function.name }} "
-                         "{{ c.function.arguments | tojson }}</c>{% endfor %}"]),
+        written("{{{{ @ }}}}", EXPRESSIONS),
+        written("{{% set ns.a = @ %}}", EXPRESSIONS),
+        written("{{% set ns.b = [ns.a, ns.b, @] %}}", EXPRESSIONS),
+        one_of(["text <call>", "{{ m.content }}", "{% break %}", "\ue0e0", "{{ m.role }}", CALLS]),
+        one_of(["{% set ns.a = ns.a ~ ns.a %}", "{% set ns.a = ns.a + ns.a %}"]),
     ),
     lambda inner: st.one_of(
-        st.builds("{}{}".format, inner, inner),
-        st.builds("{{% for i in {} %}}{}{{% endfor %}}".format, EXPRESSIONS, inner),
-        st.builds("{{% if {} %}}{}{{% else %}}{}{{% endif %}}".format, EXPRESSIONS, inner, inner),
-        st.builds("{{% macro f(i) %}}{}{{% endmacro %}}{}".format, inner, inner),
-        st.builds("{{% for m in messages %}}{}{{% endfor %}}".format, inner),
-        st.builds("{{% filter upper %}}{}{{% endfilter %}}".format, inner),
-        st.builds("{{% set ns.b %}}{}{{% endset %}}".format, inner),
+        written("@@", inner, inner),
+        written("{{% for i in @ %}}@{{% endfor %}}", EXPRESSIONS, inner),
+        written("{{% if @ %}}@{{% else %}}@{{% endif %}}", EXPRESSIONS, inner, inner),
+        written("{{% macro f(i) %}}@{{% endmacro %}}@", inner, inner),
+        written("{{% for m in messages %}}@{{% endfor %}}", inner),
+        written("{{% filter upper %}}@{{% endfilter %}}", inner),
+        written("{{% set ns.b %}}@{{% endset %}}", inner),
     ),
     max_leaves=6,
-)  # fmt: skip
+)
 
 
 @st.composite
@@ -307,10 +327,8 @@ def test_any_template_renders_or_is_refused(source: str) -> None:
         return
 
     def render() -> None:
-        try:
+        with contextlib.suppress(EdgeLLMError):
             assert isinstance(template.render(CHAT, tools=[{"function": {}}]), str)
-        except EdgeLLMError:
-            pass
 
     assert peak_of(render) < FUZZ_WORK * BYTES_PER_WORK + SPARE_BYTES
     assert template.answer_format is not None
