@@ -102,9 +102,7 @@ def literal(value: Sequence[Any] | Mapping[Any, Any]) -> Any:
 
 def concat(values: Sequence[Any]) -> str:
     """`a ~ b ~ ...`."""
-    texts = list(map(text_of, values))
-    spend(sum(map(len, texts)))
-    return "".join(texts)
+    return "".join(map(text_of, values))
 
 
 def cut(value: Any, start: Any, stop: Any, step: Any) -> Any:
@@ -268,7 +266,7 @@ def _join(environment: Any, value: Iterable[Any], d: Any = "", attribute: Any = 
         spend(ITEM * _weight(attribute))
         value = map(make_attrgetter(environment, attribute), value)
     texts, separator = [text_of(part) for part in each(value)], str(text_of(d))
-    spend(sum(map(len, texts)) + len(separator) * len(texts))
+    spend(len(separator) * len(texts))
     return separator.join(texts)
 
 
