@@ -11,11 +11,12 @@ from typing import Any, Self
 
 from jinja2 import TemplateSyntaxError, nodes, pass_context
 from jinja2.ext import Extension, loopcontrols
-from jinja2.runtime import Namespace
+from jinja2.utils import Namespace
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.visitor import NodeTransformer
 
 from edgellm.text import template_functions as functions
+from edgellm.text import template_operators as operators
 from edgellm.text.template_budget import ITEM, each, spend, text_of
 
 _STATEMENTS = (
@@ -43,11 +44,11 @@ class Sandbox(ImmutableSandboxedEnvironment):
         )
         self.filters = {
             **functions.FILTERS,
-            _COMPARE: functions.compare,
-            _CONCAT: functions.concat,
-            _CUT: functions.cut,
-            _KEY: functions.key,
-            _LITERAL: functions.literal,
+            _COMPARE: operators.compare,
+            _CONCAT: operators.concat,
+            _CUT: operators.cut,
+            _KEY: operators.key,
+            _LITERAL: operators.literal,
             _LOOP: each,
         }
         self.tests = dict(functions.TESTS)
@@ -69,7 +70,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
         return guarded
 
     def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
-        functions.pay_arithmetic(operator, left, right)
+        operators.pay_arithmetic(operator, left, right)
         return super().call_binop(context, operator, left, right)
 
     def call(__self: Self, __context: Any, __obj: Any, *args: Any, **kwargs: Any) -> Any:
@@ -77,17 +78,17 @@ class Sandbox(ImmutableSandboxedEnvironment):
         # the sandbox wraps `format` and `format_map`
         owner = getattr(getattr(__obj, "__wrapped__", __obj), "__self__", None)
         if isinstance(owner, str | dict):
-            args = functions.called_method(owner, __obj.__name__, args, kwargs)
+            args = operators.called_method(owner, __obj.__name__, args, kwargs)
         return super().call(__context, __obj, *args, **kwargs)
 
     def getitem(self, obj: Any, argument: Any) -> Any:
         spend(ITEM)
-        return super().getitem(obj, functions.key(argument))
+        return super().getitem(obj, operators.key(argument))
 
     def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:
         if isinstance(obj, Namespace):
             return not attr.startswith("_")
-        return any(isinstance(obj, kind) and attr in names for kind, names in functions.ATTRIBUTES)
+        return any(isinstance(obj, kind) and attr in names for kind, names in operators.ATTRIBUTES)
 
 
 @pass_context  # so that Jinja does not call it when it compiles
