@@ -21,8 +21,8 @@ WORK_LIMIT = 1 << 26
 TIME_LIMIT_S = 2.0
 # Work after which the time is looked at.
 _LOOK_EVERY = 64 * ITEM
-_LISTS = (list, tuple, KeysView, ValuesView, ItemsView)
-_PRINTED = (Mapping, Undefined, range, type(None), *_LISTS)
+LISTS = (list, tuple, KeysView, ValuesView, ItemsView)
+_PRINTED = (Mapping, Undefined, range, type(None), *LISTS)
 _FLOAT_CHARACTERS = 330
 
 
@@ -101,7 +101,7 @@ def spend_tree(value: Any, *, printed: bool = False, indent: int = 0) -> int:
             if isinstance(item, Mapping):
                 stack.append(chain(item.keys(), item.values()))
                 break
-            if isinstance(item, _LISTS):
+            if isinstance(item, LISTS):
                 stack.append(iter(item))
                 break
         else:

@@ -14,7 +14,15 @@ from jinja2 import Undefined
 from jinja2.runtime import LoopContext
 from markupsafe import Markup
 
-from edgellm.text.template_budget import ITEM, LimitError, each, spend, spend_tree, text_of
+from edgellm.text.template_budget import (
+    ITEM,
+    LISTS,
+    LimitError,
+    each,
+    spend,
+    spend_tree,
+    text_of,
+)
 
 # Characters that escaping makes of one.
 ESCAPED = 5
@@ -54,7 +62,7 @@ def compare(left: Any, *rest: Any) -> Any:
 
 def _pay_comparison(left: Any, name: str, right: Any) -> None:
     texts = isinstance(left, str) and isinstance(right, str)
-    if not texts and not all(isinstance(v, list | tuple | Mapping) for v in (left, right)):
+    if not texts and not all(isinstance(value, (Mapping, *LISTS)) for value in (left, right)):
         return
     if name in ("eq", "ne") and len(left) != len(right):
         return

@@ -11,8 +11,8 @@ from typing import Any, Self
 
 from jinja2 import TemplateSyntaxError, nodes, pass_context
 from jinja2.ext import Extension, loopcontrols
-from jinja2.utils import Namespace
 from jinja2.sandbox import ImmutableSandboxedEnvironment
+from jinja2.utils import Namespace
 from jinja2.visitor import NodeTransformer
 
 from edgellm.text import template_functions as functions

@@ -114,6 +114,7 @@ def peak_of(call: Callable[[], object]) -> int:
         SHARED + "{{ '%s' % (ns.a,) }}",
         SHARED + "{{ '{}'.format(ns.a) }}",
         SHARED + "{{ ns.a == ns.b }}",
+        SHARED + "{{ {'a': ns.a}.items() == {'a': ns.b}.items() }}",
         SHARED + "{{ [ns.a] | select('eq', ns.b) | list }}",
         SHARED + "{{ ns.a in [ns.b] }}",
         SHARED + "{{ [ns.a, ns.b] | sort }}",
@@ -250,15 +251,16 @@ FORMS = {
         ; (T | indent(N, true)) ; (T if A else T) ; f(A) ; strftime_now(T)""",
     "L": """ns.l ; messages ; ns.l ; range(N) ; (range(N) | list) ; [A, A] ; (A, A) ; (L + L)
         ; (L * N) ; L[N:] ; T.split(T) ; (T | list) ; (L | map('string') | list)
-        ; (L | select('ne', A) | list) ; (L | sort) ; (L | unique | list) ; (L | reverse | list) ; {'a': A, 'b': A}
-        ; ({'a': A, T: A} | dictsort) ; ({'a': A} | items | list)""",
+        ; (L | select('ne', A) | list) ; (L | sort) ; (L | unique | list) ; (L | reverse | list)
+        ; {'a': A, 'b': A} ; ({'a': A, T: A} | dictsort) ; ({'a': A} | items | list)""",
     "N": """7 ; 99 ; -1 ; 100000 ; 10**9 ; i ; (T | length) ; (L | length) ; (N + N) ; (N * N)
         ; (N ** N) ; (N - N) ; (N // N) ; (T | int) ; (T | int(base=16)) ; 1e308""",
     "A": """T ; L ; T ; L ; N ; ns ; none ; missing ; (A == A) ; (A in L) ; (T in T) ; (A < A < A)
         ; (A and A) ; (L | first) ; {}.get(A) ; {A: A} ; L[A] ; T.encode() ; (N is odd) ; dict(A)
         ; namespace(a=A) ; raise_exception(A) ; f ; (A | max) ; loop""",
     "S": """text ; {{ ns.t }} ; {{ A }} ; {{ T }} ; {{ L }} ; {% set ns.t = T %}
-        ; {% set ns.l = L %} ; {% set ns.t = T %} ; {% set ns.l = L %} ; {% set ns.l = [ns.l, ns.l] %} ; S S ; S S ; S S
+        ; {% set ns.l = L %} ; {% set ns.t = T %} ; {% set ns.l = L %}
+        ; {% set ns.l = [ns.l, ns.l] %} ; S S ; S S ; S S
         ; {% set ns.t = ns.t ~ ns.t %} ; {% set ns.t = ns.t + T %} ; {% set ns.l = ns.l + L %}
         ; {% set ns.t = ns.t * 2 %} ; {% for i in L %} S {% endfor %} ; LOOP ; LOOP ; LOOP
         ; {% for i in L %} S {% break %} {% endfor %} ; {% for m in messages %} S {% endfor %}
