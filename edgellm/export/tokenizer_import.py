@@ -155,7 +155,7 @@ def _end_tokens(
 
 
 def _folder_template(folder: Path, settings: Mapping[str, Any]) -> str | None:
-    """What the files for templates have, else tokenizer_config.json, else a processor's file."""
+    """Read the files for templates, else tokenizer_config.json, else a processor's file."""
     named = {
         name: _read_text(folder / path)
         for name, path in (("default", CHAT_TEMPLATE), (_TOOL_USE, _TOOL_TEMPLATE))
@@ -170,7 +170,7 @@ def _folder_template(folder: Path, settings: Mapping[str, Any]) -> str | None:
 
 
 def _written_templates(folder: Path, settings: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Templates by their names, of which a file with one has `default` alone."""
+    """Read templates by their names; a file with one has `default` alone."""
     written = settings.get("chat_template")
     if written is None:
         written = _optional_json(folder / _PROCESSOR_TEMPLATE).get("chat_template")
@@ -180,7 +180,7 @@ def _written_templates(folder: Path, settings: Mapping[str, Any]) -> Mapping[str
 
 
 def _one_template(default: str | None, tool_use: str | None) -> str | None:
-    """A template that is one of two, as transformers chooses among them.
+    """Join two templates into one that chooses between them as transformers does.
 
     Each is as it is by itself: Jinja takes the line end behind `%}` and the last of a file away,
     and `{%+` leaves what stands before it.

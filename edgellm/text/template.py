@@ -138,7 +138,7 @@ class ChatTemplate:
 
 @contextmanager
 def _template_errors(what: str) -> Iterator[None]:
-    """Whatever Jinja or a template raises becomes a TemplateError."""
+    """Make a TemplateError of whatever Jinja or a template raises."""
     try:
         yield
     except EdgeLLMError:

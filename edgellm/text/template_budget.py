@@ -74,7 +74,7 @@ def spend(work: int) -> None:
 
 
 def each(values: Iterable[Any]) -> Iterator[Any]:
-    """The values, each paid for as it is taken."""
+    """Yield values, and pay for each as it is taken."""
     for value in values:
         spend(ITEM)
         yield value
@@ -110,7 +110,7 @@ def spend_tree(value: Any, *, printed: bool = False, indent: int = 0) -> int:
 
 
 def text_of(value: Any) -> str:
-    """The text of a value as a template prints it, paid for."""
+    """Write a value as a template prints it, and pay for that."""
     if isinstance(value, str):
         spend(ITEM + len(value))
         return value
@@ -119,7 +119,7 @@ def text_of(value: Any) -> str:
 
 
 def _characters(value: Any, *, printed: bool) -> int:
-    """Characters of a value by itself; an upper bound of those that are written for it."""
+    """Bound the characters that are written for a value by itself."""
     if isinstance(value, str):
         plain = not printed or (value.isascii() and value.isprintable())
         return len(value) * (1 + printed if plain else 12)

@@ -68,7 +68,7 @@ def _tojson(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """Plain JSON; Jinja's own filter escapes HTML."""
+    """Write plain JSON; Jinja's own filter escapes HTML."""
     width = len(indent) if isinstance(indent, str) else int(indent or 0)
     if max([width, *map(len, separators or ())]) > _LONGEST_INDENT:
         raise LimitError(f"JSON with an indent or separator of more than {_LONGEST_INDENT}")
@@ -119,7 +119,7 @@ def _reverse(value: Any) -> Any:
 
 
 def _lazy(function: Callable[..., Any], name_at: int) -> Callable[..., Any]:
-    """A filter that takes one value after the other.
+    """Make a filter that takes one value after the other.
 
     Args:
         name_at: which argument is the name of a filter or test.
@@ -138,7 +138,7 @@ def _lazy(function: Callable[..., Any], name_at: int) -> Callable[..., Any]:
 
 
 def _ordered(function: Callable[..., Any]) -> Callable[..., Any]:
-    """A filter that compares all values with each other."""
+    """Make a filter that compares all values with each other."""
 
     @pass_environment
     def ordered(environment: Any, value: Any, *args: Any, **kwargs: Any) -> Any:

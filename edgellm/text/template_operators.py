@@ -46,7 +46,7 @@ _COMPARISONS: Mapping[str, Callable[[Any, Any], Any]] = {
 
 
 def compare(left: Any, *rest: Any) -> Any:
-    """`left OPERATOR right ...`, with names and right sides in turn."""
+    """Compute `left OPERATOR right ...`; names and right sides come in turn."""
     result: Any = True
     for name, right in zip(rest[::2], rest[1::2], strict=True):
         if name in ("in", "notin"):
@@ -86,25 +86,25 @@ def _contains(values: Any, value: Any) -> bool:
 
 
 def key(value: Any) -> Any:
-    """A key of a mapping, which is a scalar; others may take for ever to hash."""
+    """Return a key of a mapping, which is a scalar: others may take for ever to hash."""
     if not isinstance(value, str | int | float | None | Undefined):
         raise TypeError(f"a {type(value).__name__} is no key")
     return value
 
 
 def literal(value: Sequence[Any] | Mapping[Any, Any]) -> Any:
-    """A list, tuple or mapping that the template writes."""
+    """Pay for a list, tuple or mapping that the template writes."""
     spend(ITEM * (1 + len(value) * (1 + isinstance(value, Mapping))))
     return value
 
 
 def concat(values: Sequence[Any]) -> str:
-    """`a ~ b ~ ...`."""
+    """Compute `a ~ b ~ ...`."""
     return "".join(map(text_of, values))
 
 
 def cut(value: Any, start: Any, stop: Any, step: Any) -> Any:
-    """`value[start:stop:step]`."""
+    """Compute `value[start:stop:step]`."""
     if isinstance(value, str | list | tuple):
         count = len(range(*slice(start, stop, step).indices(len(value))))
         spend(count if isinstance(value, str) else ITEM * count)
@@ -147,7 +147,7 @@ def weight(value: Any) -> int:
 
 
 def escaping(*values: Any) -> int:
-    """Characters that may become of one: of `Markup`, operators and methods escape the others."""
+    """Bound the characters that become of one: operators and methods of `Markup` escape others."""
     return ESCAPED if any(isinstance(value, Markup) for value in values) else 1
 
 
@@ -179,7 +179,7 @@ def _pay_rsplit(text: str, arguments: Sequence[Any]) -> None:
 
 
 def pay_strip(text: str, arguments: Sequence[Any]) -> None:
-    """Each character, or each beginning, is compared with the whole argument."""
+    """Pay for comparing each character, or each end, with the whole argument."""
     spend(len(text) * max([1, *(len(a) for a in arguments if isinstance(a, str))]))
 
 
@@ -238,7 +238,7 @@ ATTRIBUTES: Sequence[tuple[type, frozenset[str]]] = (
 def called_method(
     owner: Any, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> tuple[Any, ...]:
-    """Pay for a method's call; its arguments, iterators among them as lists."""
+    """Pay for a method's call, and return its arguments with lists for iterators."""
     if isinstance(owner, Mapping):
         if args:
             key(args[0])

@@ -145,7 +145,7 @@ class Tokenizer:
 
 
 def read_tokenizer(path: Path, *, template: bool = False) -> HFTokenizer:
-    """The tokenizer in a tokenizer.json.
+    """Read a tokenizer.json.
 
     Args:
         template: see `check_description`; to encode with special tokens.

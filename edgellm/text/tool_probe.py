@@ -34,9 +34,9 @@ _MARKUP = re.compile(r"[^\w\s.,=]")
 
 
 def find_answer_format(render: Render, traits: TemplateTraits, source: str) -> AnswerFormat:
-    """What a template says of the answers that its model was trained on.
+    """Find the format of the answers that a template's model was trained on.
 
-    Whatever goes wrong is a reason why there is no format: a template may render anything.
+    A template may render anything, so any failure is a reason why there is no format.
     """
     try:
         return _found_format(_Probe(render, traits), source)
@@ -164,7 +164,7 @@ def _check_calls(probe: _Probe, form: AnswerFormat, head: str, end: str) -> None
 
 
 def _parsed(parser: AnswerParser, text: str) -> tuple[AnswerDelta, AnswerDelta]:
-    """A whole answer, which takes the square of its length."""
+    """Parse a whole answer at once, which takes the square of its length."""
     _check_length(text, _LONGEST_ANSWER)
     return parser.add(text), parser.finish()
 
