@@ -24,7 +24,7 @@ from edgellm.cache.groups import cache_bytes, pool_blocks
 from edgellm.cache.kv_cache import KVCache
 from edgellm.engine import memory
 from edgellm.engine.costs import load_or_measure
-from edgellm.errors import OptionError
+from edgellm.errors import OptionError, TemplateError
 from edgellm.graphs.contract import WEIGHTS_FILE
 from edgellm.kernels.kv_blocks import LAYOUT_VERSION
 from edgellm.kernels.native import isa
@@ -189,7 +189,7 @@ def open_template(bundle: Bundle, tokenizer: Tokenizer) -> ChatTemplate | None:
     """The chat template of a model, if it has one.
 
     Raises:
-        TemplateError: it is broken.
+        TemplateError: it is broken, or no UTF-8 text.
     """
     from edgellm.text.template import ChatTemplate  # Jinja's 30 ms are for those who chat
 
@@ -197,7 +197,11 @@ def open_template(bundle: Bundle, tokenizer: Tokenizer) -> ChatTemplate | None:
     if not path.exists():
         return None
     end = tokenizer.eos[0] if tokenizer.eos else None
-    return ChatTemplate(path.read_text(encoding="utf-8"), bos=tokenizer.bos, eos=end)
+    try:
+        source = path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise TemplateError(f"{path}: {error}") from None
+    return ChatTemplate(source, bos=tokenizer.bos, eos=end)
 
 
 def _start_threads(options: EngineOptions, selection: Selection, *, graphs: bool) -> int:

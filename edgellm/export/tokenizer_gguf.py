@@ -19,6 +19,8 @@ from edgellm.export.pre_tokenizers import PRE_TOKENIZERS
 _PRE = "tokenizer.ggml.pre"
 # Values of tokenizer.ggml.token_type.
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED = 1, 2, 3, 4
+# The longest of released vocabularies have some hundred characters; reading takes the square of it.
+_LONGEST_TOKEN = 2000
 # Tokens of Phi-3 that a space may follow.
 _NEVER_STRIP = ("<unk>", "<s>", "<|endoftext|>")
 
@@ -35,6 +37,11 @@ def build_tokenizer(metadata: Mapping[str, Any], *, origin: str) -> Tokenizer:
     if len(types) != len(tokens):
         raise ModelFormatError(
             f"{origin}: {len(tokens)} tokens but {len(types)} token types in the vocabulary"
+        )
+    longest = max(map(len, tokens), default=0)
+    if longest > _LONGEST_TOKEN:
+        raise ModelFormatError(
+            f"{origin}: a token has {longest} characters; {_LONGEST_TOKEN} are allowed"
         )
     for key, token in metadata.items():
         if (

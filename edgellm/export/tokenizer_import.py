@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +18,7 @@ from edgellm.graphs.checkpoint import Checkpoint
 from edgellm.graphs.fields import Fields
 from edgellm.graphs.safetensors_folder import read_json
 from edgellm.store.manifest import CHAT_TEMPLATE, GENERATION, TOKENIZER, TokenizerEntry
-from edgellm.text.tokenizer import check_ids, tokenizer_errors
+from edgellm.text.tokenizer import check_ids, read_tokenizer, tokenizer_errors
 
 # GGUF's names of infill tokens, the newer one first -> ours (see `fim.py`).
 _FIM_KEYS = {
@@ -27,6 +28,10 @@ _FIM_KEYS = {
     "repository": ("fim_rep",),
     "file": ("fim_sep",),
 }
+# The chat template for prompts with tools, in models that have one of their own for them.
+_TOOL_USE = "tool_use"
+_TOOL_TEMPLATE = f"additional_chat_templates/{_TOOL_USE}.jinja"
+_PROCESSOR_TEMPLATE = "chat_template.json"
 # Our name -> generation_config.json's, where it is another.
 _GENERATION_KEYS = {"repeat_penalty": "repetition_penalty"}
 # GGUF's general.sampling.* -> our name.
@@ -94,7 +99,10 @@ def _from_gguf(metadata: Mapping[str, Any], *, origin: str) -> ImportedTokenizer
             if (token := next(filter(None, map(text, keys)), None)) is not None
         },
     )
-    template = fields.optional(str, "tokenizer.chat_template")
+    template = _one_template(
+        fields.optional(str, "tokenizer.chat_template"),
+        fields.optional(str, f"tokenizer.chat_template.{_TOOL_USE}"),
+    )
     generation = {
         name: value
         for key, name in _GGUF_SAMPLING.items()
@@ -109,8 +117,8 @@ def _from_folder(folder: Path, *, rows: int) -> ImportedTokenizer:
             f"{folder}: {TOKENIZER} is missing; a tokenizer in another format must be converted "
             "with transformers' save_pretrained first"
         )
+    tokenizer = read_tokenizer(folder / TOKENIZER, template=True)
     with tokenizer_errors(str(folder / TOKENIZER)):
-        tokenizer = Tokenizer.from_buffer((folder / TOKENIZER).read_bytes())
         tokenizer.no_truncation()
         tokenizer.no_padding()
         prefix = tokenizer.encode("", add_special_tokens=True).tokens
@@ -156,17 +164,47 @@ def _end_tokens(
 
 
 def _folder_template(folder: Path, settings: Mapping[str, Any]) -> str | None:
-    """`chat_template.jinja`, else tokenizer_config's string, else its entry named default."""
-    file = folder / CHAT_TEMPLATE
-    if file.exists():
-        return file.read_text(encoding="utf-8")
-    template = settings.get("chat_template")
-    if isinstance(template, list):
-        named = {t.get("name"): t.get("template") for t in template if isinstance(t, dict)}
-        template = named.get("default")
-    if template is not None and not isinstance(template, str):
-        raise ModelFormatError(f"{folder}: chat_template in tokenizer_config.json is not text")
-    return template
+    """Read the files for templates, else tokenizer_config.json, else a processor's file."""
+    named = {
+        name: _read_text(folder / path)
+        for name, path in (("default", CHAT_TEMPLATE), (_TOOL_USE, _TOOL_TEMPLATE))
+        if (folder / path).exists()
+    }
+    if "default" not in named:
+        named = {**_written_templates(folder, settings), **named}
+    for name in ("default", _TOOL_USE):
+        if not isinstance(named.get(name), str | None):
+            raise ModelFormatError(f"{folder}: the chat template {name!r} is not text")
+    return _one_template(named.get("default"), named.get(_TOOL_USE))
+
+
+def _written_templates(folder: Path, settings: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Read templates by their names; a file with one has `default` alone."""
+    written = settings.get("chat_template")
+    if written is None:
+        written = _optional_json(folder / _PROCESSOR_TEMPLATE).get("chat_template")
+    if isinstance(written, list):
+        return {str(t.get("name")): t.get("template") for t in written if isinstance(t, dict)}
+    return written if isinstance(written, dict) else {"default": written}
+
+
+def _one_template(default: str | None, tool_use: str | None) -> str | None:
+    """Join two templates into one that chooses between them as transformers does.
+
+    Each is as it is by itself: Jinja takes the line end behind `%}` and the last of a file away,
+    and `{%+` leaves what stands before it.
+    """
+    if default is None or tool_use is None or tool_use == default:
+        return default
+    first, second = (re.sub(r"(\r\n|\r|\n)\Z", "", text) for text in (tool_use, default))
+    return f"{{% if tools %}}\n{first}{{%+ else %}}\n{second}{{%+ endif %}}"
+
+
+def _read_text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ModelFormatError(f"{path}: {error}") from None
 
 
 def _optional_json(path: Path) -> Mapping[str, Any]:

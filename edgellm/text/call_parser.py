@@ -14,12 +14,14 @@ from typing import Any
 from edgellm.text.argument_values import brace_arguments, python_arguments, tagged_value
 from edgellm.text.json_scanner import JsonScanner
 from edgellm.text.marker_reader import MarkerReader, Reading
-from edgellm.text.tool_format import ID_SLOT, KEY_SLOT, NAME_SLOT, CallFormat
+from edgellm.text.tool_format import ID_SLOT, KEY_SLOT, NAME_SLOT, CallFormat, ObjectKeys
 from edgellm.tool_use import Tool, ToolCallDelta
 
 _NAME = frozenset(string.ascii_letters + string.digits + "_.-")
 _LONGEST_NAME = 128
 _LONGEST_KEY = 1000
+# Names of the arguments among which models choose as they like.
+_ARGUMENTS = ("arguments", "parameters")
 
 
 class CallParser:
@@ -270,7 +272,7 @@ class CallParser:
             call.values += 1
             if keys.name is None:
                 call.name = label
-            if label == keys.arguments or keys.name is None:
+            if keys.name is None or (call.wants_arguments and _is_arguments(label, keys)):
                 complete = yield from call.read_arguments()
                 if not complete:
                     return False
@@ -279,10 +281,10 @@ class CallParser:
             if value is None:
                 return False
             if label == keys.name or label == keys.id:
-                text = json.loads(value)
-                if label == keys.name and not _is_name(text):
+                text = json.loads(value) if value.startswith('"') else value
+                if label == keys.name and not (value.startswith('"') and _is_name(text)):
                     return False
-                call.take(is_name=label == keys.name, text=str(text))
+                call.take(is_name=label == keys.name, text=text)
         return call.end()
 
     def _value(self) -> Generator[None, None, str | None]:
@@ -333,6 +335,10 @@ class _ObjectCall:
         self._wait = wait_for_id
         self._begun = False
 
+    @property
+    def wants_arguments(self) -> bool:
+        return not self._begun
+
     def take(self, *, is_name: bool, text: str) -> None:
         if is_name:
             self.name = text
@@ -354,7 +360,7 @@ class _ObjectCall:
             return False
         if value.startswith('"'):  # JSON text in JSON
             value = str(json.loads(value))
-        self._held = value
+        self._held = value = "{}" if value == "null" else value
         return value.lstrip().startswith("{")
 
     def end(self) -> bool:
@@ -377,6 +383,10 @@ def new_call_id(*, short: bool = False) -> str:
     letters = string.ascii_letters + string.digits
     drawn = "".join(secrets.choice(letters) for _ in range(9 if short else 24))
     return drawn if short else f"call_{drawn}"
+
+
+def _is_arguments(label: str, keys: ObjectKeys) -> bool:
+    return label == keys.arguments or (label in _ARGUMENTS and label not in keys.others)
 
 
 def _is_name(text: object) -> bool:

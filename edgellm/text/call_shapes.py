@@ -78,7 +78,8 @@ class CallShape:
         """
         call, other = probe_call(1), probe_call(2)
         unit = self.unit_of(one, call)
-        assert unit is not None
+        if unit is None:
+            raise NotUnderstood("a call has no end")
         before = self.with_slots(one[: unit.begin], call)
         form = CallFormat(
             kind=self.kind,
@@ -199,7 +200,7 @@ def _object_around(text: str, call: Call) -> tuple[int, int, dict[str, Any]] | N
     while at >= 0:
         try:
             value, end = _DECODER.raw_decode(text, at)
-        except ValueError:
+        except (ValueError, RecursionError):
             value, end = None, 0
         if isinstance(value, dict) and end > name:
             named = call["name"] in value.values() and call["arguments"] in value.values()
@@ -232,7 +233,7 @@ def _json_arguments(text: str, name: int, call: Call) -> tuple[int, int] | None:
     while at >= 0:
         try:
             value, end = _DECODER.raw_decode(text, at)
-        except ValueError:
+        except (ValueError, RecursionError):
             value, end = None, 0
         if value == call["arguments"]:
             return at, end

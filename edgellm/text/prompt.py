@@ -122,7 +122,10 @@ def encode_conversation(
     rendered = template.render(
         values,
         tools=[writer.protect_all(tool.to_json()) for tool in tools],
-        template_arguments=template_arguments,
+        template_arguments={
+            name: writer.protect(value) if isinstance(value, str) else value
+            for name, value in (template_arguments or {}).items()
+        },
         add_generation_prompt=not continue_last,
     )
     if continue_last:
@@ -192,9 +195,17 @@ class _Writer:
                 if text or (i == 0 and self._parts):
                     ids += tokenizer.encode(text, add_bos=not ids and None, parse_special=True)
                 continue
-            part = self._parts[int(text)]
+            part = self._part(text)
             ids += tokenizer.encode(part, add_bos=False) if isinstance(part, str) else part
         return ids
+
+    def _part(self, number: str) -> Part:
+        if not (number.isascii() and number.isdigit() and int(number[:9]) < len(self._parts)):
+            raise TemplateError(
+                "the chat template writes the characters U+E0E0 or U+E0E1, which stand for parts "
+                "of a prompt, or it cuts a text that has such parts"
+            )
+        return self._parts[int(number)]
 
     def _value(self, message: Message, names: Mapping[str, str]) -> dict[str, Any]:
         role = message.role

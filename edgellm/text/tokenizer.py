@@ -16,6 +16,7 @@ from tokenizers import Tokenizer as HFTokenizer
 from edgellm.errors import EdgeLLMError, TokenizerError
 from edgellm.store.manifest import TOKENIZER, TokenizerEntry
 from edgellm.text.token_bytes import TokenBytes
+from edgellm.text.tokenizer_check import check_description
 
 _REPLACEMENT = "\ufffd"
 # From so many characters or tokens on, those of `tokenizers` are called that let go of Python's
@@ -36,8 +37,7 @@ class Tokenizer:
     """
 
     def __init__(self, folder: Path, entry: TokenizerEntry, *, rows: int | None = None) -> None:
-        with tokenizer_errors(str(folder / TOKENIZER)):
-            self._tokenizer = HFTokenizer.from_file(str(folder / TOKENIZER))
+        self._tokenizer = read_tokenizer(folder / TOKENIZER)
         self._rows = rows
         self._lock = threading.Lock()
         self.bos = entry.bos
@@ -142,6 +142,21 @@ class Tokenizer:
     def _check(self, token: int) -> None:
         if self._rows is not None and token >= self._rows:
             raise no_row(self.text_of(token), token, self._rows)
+
+
+def read_tokenizer(path: Path, *, template: bool = False) -> HFTokenizer:
+    """Read a tokenizer.json.
+
+    Args:
+        template: see `check_description`; to encode with special tokens.
+
+    Raises:
+        TokenizerError: a damaged file.
+    """
+    with tokenizer_errors(str(path)):
+        content = path.read_bytes()
+        check_description(content, template=template)
+        return HFTokenizer.from_buffer(content)
 
 
 @contextmanager

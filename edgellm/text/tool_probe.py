@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from edgellm.errors import TemplateError
-from edgellm.text.answer_parser import AnswerParser
+from edgellm.text.answer_parser import AnswerDelta, AnswerParser
 from edgellm.text.call_shapes import NotUnderstood, find_shape, probe_call
 from edgellm.text.rendering_diff import common_end, common_head, segments
 from edgellm.text.template_traits import PROBE_TOOL, PROBE_USER, Render, TemplateTraits
@@ -27,12 +27,25 @@ _CONTENT, _REASONING = "\u03a9content\u03a9", "\u03a9reason\u03a9"
 _TAG = re.compile(r"<[^<>\s][^<>]*>|\[/?[A-Z_]+\]")
 _LAST_TAG = re.compile(rf"({_TAG.pattern})\w{{0,20}}\s*\Z")
 _LONGEST_MARK = 80
+# Of released templates, renderings of probes have 6,500 characters, and the answers in them 650.
+_LONGEST_RENDERING = 1 << 15
+_LONGEST_ANSWER = 1 << 12
 _MARKUP = re.compile(r"[^\w\s.,=]")
 
 
 def find_answer_format(render: Render, traits: TemplateTraits, source: str) -> AnswerFormat:
-    """What a template says of the answers that its model was trained on."""
-    probe = _Probe(render, traits)
+    """Find the format of the answers that a template's model was trained on.
+
+    A template may render anything, so any failure is a reason why there is no format.
+    """
+    try:
+        return _found_format(_Probe(render, traits), source)
+    except Exception as error:
+        return AnswerFormat(calls=None, no_calls=_reason(error))
+
+
+def _found_format(probe: _Probe, source: str) -> AnswerFormat:
+    traits = probe.traits
     answer = probe.answer(_CONTENT)
     if answer is None or _CONTENT not in answer:
         reason = "the chat template does not render an answer's content"
@@ -58,9 +71,15 @@ def find_answer_format(render: Render, traits: TemplateTraits, source: str) -> A
             calls = replace(calls, section_close="")
         form = replace(plain, calls=_without_reasoning(calls, reasoning))
         _check_calls(probe, form, head, end)
-    except NotUnderstood as error:
-        return replace(plain, no_calls=str(error))
+    except Exception as error:
+        return replace(plain, no_calls=_reason(error))
     return form
+
+
+def _reason(error: Exception) -> str:
+    if isinstance(error, NotUnderstood):
+        return str(error)
+    return f"taking the chat template's renderings apart ended in a {type(error).__name__}"
 
 
 @dataclass(frozen=True)
@@ -94,9 +113,11 @@ class _Probe:
     def _rendered(self, messages: Sequence[Mapping[str, Any]], *, prompt: bool) -> str | None:
         for tools in ((PROBE_TOOL,), ()):  # some templates take no others
             try:
-                return self.render(messages, tools=tools, add_generation_prompt=prompt)
+                text = self.render(messages, tools=tools, add_generation_prompt=prompt)
             except TemplateError:
                 continue
+            _check_length(text, _LONGEST_RENDERING)
+            return text
         return None
 
 
@@ -134,13 +155,23 @@ def _check_calls(probe: _Probe, form: AnswerFormat, head: str, end: str) -> None
     for numbers in ([1], [1, 2])[: 1 + (form.calls is not None and form.calls.parallel)]:
         asked = [probe_call(number) for number in numbers]
         text = (probe.answer("", asked) or "").removeprefix(head).removesuffix(end)
-        parser = AnswerParser(form, tools=())
-        deltas = (parser.add(text), parser.finish())
+        deltas = _parsed(AnswerParser(form, tools=()), text)
         calls = joined_calls([call for delta in deltas for call in delta.tool_calls])
         read = [(call.name, _json(call.arguments)) for call in calls]
         expected = [(call["name"], call["arguments"]) for call in asked]
         if read != expected or any(delta.content.strip() for delta in deltas):
             raise NotUnderstood("the calls that the chat template renders do not read back")
+
+
+def _parsed(parser: AnswerParser, text: str) -> tuple[AnswerDelta, AnswerDelta]:
+    """Parse a whole answer at once, which takes the square of its length."""
+    _check_length(text, _LONGEST_ANSWER)
+    return parser.add(text), parser.finish()
+
+
+def _check_length(text: str, limit: int) -> None:
+    if len(text) > limit:
+        raise NotUnderstood(f"the chat template renders {len(text)} characters of a few words")
 
 
 def _json(text: str) -> Any:
@@ -192,7 +223,7 @@ def _reads_back(probe: _Probe, reasoning: Marks, content: Marks, head: str, end:
     begin = text.index(_REASONING)
     form = AnswerFormat(calls=None, reasoning=reasoning, content=content)
     parser = AnswerParser(form, in_reasoning=True)
-    deltas = (parser.add(text[begin:].removesuffix(end)), parser.finish())
+    deltas = _parsed(parser, text[begin:].removesuffix(end))
     shown = "".join(delta.content for delta in deltas).strip()
     return shown == _CONTENT and len(reasoning.open) < _LONGEST_MARK
 

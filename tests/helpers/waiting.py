@@ -42,4 +42,5 @@ class Clock:
         return self.now
 
     monotonic = perf_counter
+    thread_time = perf_counter
     time = perf_counter

@@ -17,6 +17,7 @@ from edgellm.export import export
 from edgellm.export.tokenizer_import import import_tokenizer
 from edgellm.graphs.checkpoint import open_checkpoint
 from edgellm.store.manifest import TokenizerEntry
+from edgellm.text.template import ChatTemplate
 from edgellm.text.tokenizer import Tokenizer
 
 MakeModel = Callable[..., Path]
@@ -159,6 +160,21 @@ PANICS: dict[str, dict[str, Any]] = {
 }
 
 
+def test_known_panics_are_refused_before(
+    make_model: MakeModel, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """A panic writes a trace to stderr first."""
+    folder = make_model()
+    capfd.readouterr()
+    for kind, words in (("template", "special token '<nothing>'"), ("length", "FixedLength")):
+        original = (folder / "tokenizer.json").read_text()
+        change(folder / "tokenizer.json", **PANICS[kind])
+        with pytest.raises(TokenizerError, match=rf"tokenizer\.json: .*{words}"):
+            import_tokenizer(open_checkpoint(folder))
+        (folder / "tokenizer.json").write_text(original)
+    assert capfd.readouterr().err == ""
+
+
 @pytest.mark.parametrize("kind", PANICS)
 def test_panics_of_the_library_are_tokenizer_errors(make_model: MakeModel, kind: str) -> None:
     folder = make_model()
@@ -209,3 +225,89 @@ def test_sampling_defaults_of_a_gguf_file(smollm2_gguf: Path) -> None:
     }
     expected = {"temperature": 0.6, "top_k": 20, "repeat_penalty": 1.05}
     assert import_tokenizer(checkpoint).generation == expected
+
+
+DEFAULT, TOOL_USE = "{{ messages[0].content }}\n", "\n  {% if tools %}t{% endif %}  \n"
+
+
+def template_of(folder: Path) -> str | None:
+    return import_tokenizer(open_checkpoint(folder)).chat_template
+
+
+def named(**templates: Any) -> list[dict[str, Any]]:
+    return [{"name": name, "template": template} for name, template in templates.items()]
+
+
+def settings_file(folder: Path) -> None:
+    change(
+        folder / "tokenizer_config.json",
+        chat_template=named(default=DEFAULT, tool_use=TOOL_USE, rag="{{ x }}"),
+    )
+
+
+def own_files(folder: Path) -> None:
+    (folder / "chat_template.jinja").write_text(DEFAULT)
+    (folder / "additional_chat_templates").mkdir()
+    (folder / "additional_chat_templates" / "tool_use.jinja").write_text(TOOL_USE)
+
+
+def settings_and_file(folder: Path) -> None:
+    own_files(folder)
+    (folder / "chat_template.jinja").unlink()
+    change(folder / "tokenizer_config.json", chat_template=DEFAULT)
+
+
+@pytest.mark.parametrize("write", [settings_file, own_files, settings_and_file])
+def test_a_template_for_tools_is_taken_where_there_are_tools(
+    make_model: MakeModel, write: Callable[[Path], None]
+) -> None:
+    folder = make_model()
+    write(folder)
+    source = template_of(folder)
+    assert source is not None
+    template, chat = ChatTemplate(source), [{"role": "user", "content": "Hi"}]
+    tools = [{"type": "function", "function": {"name": "f"}}]
+    assert template.render(chat) == ChatTemplate(DEFAULT).render(chat) == "Hi"
+    found = template.render(chat, tools=tools)
+    assert found == ChatTemplate(TOOL_USE).render(chat, tools=tools) == "\nt  "
+
+
+def test_a_template_for_tools_of_a_gguf_file(smollm2_gguf: Path) -> None:
+    checkpoint = open_checkpoint(smollm2_gguf)
+    key, taken = "tokenizer.chat_template", "{{ tools[0].function.name }}"
+    checkpoint.metadata = {**checkpoint.metadata, f"{key}.tool_use": taken}
+    imported = import_tokenizer(checkpoint)
+    assert imported.chat_template is not None
+    assert taken in imported.chat_template
+    assert checkpoint.metadata[key] in imported.chat_template
+    assert ChatTemplate(imported.chat_template).traits.takes_tools
+
+
+def test_which_template_is_taken(make_model: MakeModel) -> None:
+    folder = make_model()
+    change(folder / "tokenizer_config.json", chat_template=named(tool_use=TOOL_USE))
+    assert template_of(folder) is None  # it is for nothing but tools
+    change(folder / "tokenizer_config.json", chat_template=None)
+    change(folder / "chat_template.json", chat_template="of the processor")
+    assert template_of(folder) == "of the processor"
+    change(folder / "tokenizer_config.json", chat_template="of the tokenizer")
+    assert template_of(folder) == "of the tokenizer"
+    change(folder / "tokenizer_config.json", chat_template=named(default="a", tool_use="a"))
+    assert template_of(folder) == "a"
+    (folder / "chat_template.jinja").write_text("of the file")
+    assert template_of(folder) == "of the file"
+
+
+@pytest.mark.parametrize("template", [7, named(default=7), named(default="a", tool_use=[1])])
+def test_templates_that_are_no_text(make_model: MakeModel, template: Any) -> None:
+    folder = make_model()
+    change(folder / "tokenizer_config.json", chat_template=template)
+    with pytest.raises(ModelFormatError, match="is not text"):
+        template_of(folder)
+
+
+def test_a_template_file_that_is_no_utf8(make_model: MakeModel) -> None:
+    folder = make_model()
+    (folder / "chat_template.jinja").write_bytes(b"\xff")
+    with pytest.raises(ModelFormatError, match=r"chat_template\.jinja.*utf-8"):
+        template_of(folder)

@@ -1,7 +1,8 @@
 from __future__ import annotations
 
 import json
-import time
+import sys
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -112,6 +113,11 @@ def test_a_call_in_the_reasoning_ends_it() -> None:
         (HERMES, '<call>{"arguments": {"n": 1}, "name": "f"}</call>', [("f", '{"n": 1}')]),
         (HERMES, '<call>{"name": "f", "arguments": "{\\"n\\": 1}"}</call>', [("f", '{"n": 1}')]),
         (HERMES, '<call> {"x": [1], "name": "f", "arguments": {}} </call>', [("f", "{}")]),
+        (HERMES, '<call>{"name": "f", "parameters": {"n": 1}}</call>', [("f", '{"n": 1}')]),
+        (HERMES, '<call>{"parameters": {"n": 1}, "name": "f"}</call>', [("f", '{"n": 1}')]),
+        (HERMES, '<call>{"name": "f", "arguments": null}</call>', [("f", "{}")]),
+        (HERMES, '<call>{"name": "f", "arguments": {}, "parameters": {"n": 1}}</call>',
+         [("f", "{}")]),
         (BARE, ' {"name": "f", "arguments": {}}', [("f", "{}")]),
         (BARE, '{"name": "f", "arguments": {}}; {"name": "g"}', [("f", "{}"), ("g", "{}")]),
         (LIST, '[CALLS] [ {"name": "f"} ,{"name": "g"} ]', [("f", "{}"), ("g", "{}")]),
@@ -140,6 +146,7 @@ def test_ways_to_write_a_call(form: AnswerFormat, text: str, calls: list[tuple[s
         (HERMES, "<call>{}</call>"),
         (HERMES, '<call>{"name": 3, "arguments": {}}</call>'),
         (HERMES, '<call>{"name": "f g", "arguments": {}}</call>'),
+        (HERMES, f'<call>{{"name": {"1" * 5000}, "arguments": {{}}}}</call>'),
         (HERMES, '<call>{"name": "f", "arguments": [1]}</call>'),
         (HERMES, "<call>f()</call>"),
         (HERMES, '<call>{"na'),
@@ -256,11 +263,55 @@ def test_line_ends_in_texts_are_escaped() -> None:
     assert json.loads(text) == {"a": "b\nc\td"}
 
 
-def test_a_long_answer_takes_little_time() -> None:
-    long = json.dumps({"name": "f", "arguments": {"s": "word " * 20_000}})
-    parser = AnswerParser(HERMES, tools=TOOLS)
-    began = time.monotonic()
-    text = "word " * 20_000 + f"<call>{long}</call>"
-    deltas = [parser.add(text[i : i + 5]) for i in range(0, len(text), 5)]
-    assert joined([*deltas, parser.finish()])[2][0][1].count("word") == 20_000
-    assert time.monotonic() - began < 20
+def calls_of(call: Callable[[], object]) -> int:
+    """How many functions a call calls, in Python and in C."""
+    count = 0
+
+    def counted(frame: object, event: str, arg: object) -> None:
+        nonlocal count
+        count += event in ("call", "c_call")
+
+    sys.setprofile(counted)
+    try:
+        call()
+    finally:
+        sys.setprofile(None)
+    return count
+
+
+def test_the_work_of_a_long_answer_is_linear() -> None:
+    def parse(words: int) -> None:
+        arguments = json.dumps({"name": "f", "arguments": {"s": "word " * words}})
+        text = "word " * words + f"<call>{arguments}</call>"
+        deltas = read(HERMES, text, size=5)
+        assert joined(deltas)[2][0][1].count("word") == words
+
+    assert calls_of(lambda: parse(2000)) < 5 * calls_of(lambda: parse(500))
+
+
+WRITTEN = (
+    (HERMES, '<call>{"name": "f", "arguments": {"n": 1, "s": "x"}}</call>'),
+    (BARE, '{"name": "f", "arguments": {"s": "é\\u00e9"}}; {"name": "g"}'),
+    (LIST, '[CALLS] [ {"name": "f", "arguments": {"n": [1]}} ,{"name": "g"} ]'),
+    (TAGGED, "<call>f<key>n</key><value>1</value><key>x</key><value>{'a': True}</value></call>"),
+    (PYTHON, "<calls>[f(s='a)', n=-1, x=[1, {'a': None}]), g()]</calls>"),
+    (BRACES, '<call>call:f{s:<|"|>a}<|"|>,n:1,o:{l:[1,true]}}</call>'),
+)
+INSERTED = (
+    *("1" * 5000, "[" * 5000, '{"a":' * 2000, "-" * 3000, "\ud83d", '"\\ud83d"', "\0", "\\", "\n"),
+    *("'", '"', "(", ")", "}", "<", "null", "NaN", "1e999", "f'{x}'", "b''", "**x", "{1}", "1j"),
+)  # fmt: skip
+
+
+@settings(max_examples=400)
+@given(st.sampled_from(WRITTEN), st.data(), st.booleans(), st.sampled_from([1, 7, 10**6]))
+def test_any_text_is_an_answer(
+    written: tuple[AnswerFormat, str], data: st.DataObject, opened: bool, size: int
+) -> None:
+    form, text = written
+    for _ in range(data.draw(st.integers(1, 3))):
+        begin, end = sorted(data.draw(st.tuples(*[st.integers(0, len(text))] * 2)))
+        put = data.draw(st.sampled_from(("", text[begin:end] * 2, *INSERTED)))
+        text = text[:begin] + put + text[end:]
+    _, _, calls = joined(read(form, text[:20_000], size=size, in_reasoning=opened))
+    assert all(name.isascii() for name, _ in calls)

@@ -21,6 +21,8 @@ from edgellm.store.manifest import TOKENIZER, TokenizerEntry
 from edgellm.text.fim import Gap, Order, require_family
 from edgellm.text.tokenizer import Tokenizer
 
+pytestmark = pytest.mark.clients
+
 GAPS = [
     Gap(prefix="def add(a, b):\n    return ", suffix="\n\nprint(add(1, 2))\n"),
     Gap(prefix="x = [", suffix="  , 3]"),

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -9,12 +8,10 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from small_vocabulary import save_sentencepiece
 
 from edgellm.errors import OptionError, TemplateError
-from edgellm.export.tokenizer_gguf import build_tokenizer
-from edgellm.graphs.gguf_file import GGUFFile
 from edgellm.llm import LLM
-from edgellm.store.manifest import TokenizerEntry
 from edgellm.text.prompt import Message, _protect, encode_conversation
 from edgellm.text.template import ChatTemplate
 from edgellm.text.tokenizer import Tokenizer
@@ -76,11 +73,9 @@ def test_model_without_template(llm: LLM) -> None:
 )
 @pytest.mark.parametrize("content", ["Hi", "<s>Hi", "</s><s>", "Hi <s>"])
 def test_one_begin_token_whatever_the_template_prints(
-    llama_cpp_vocabularies: Path, tmp_path: Path, template: str, content: str
+    tmp_path: Path, template: str, content: str
 ) -> None:
-    metadata = GGUFFile(llama_cpp_vocabularies / "ggml-vocab-llama-spm.gguf").metadata
-    build_tokenizer(metadata, origin="").save(str(tmp_path / "tokenizer.json"))
-    tokenizer = Tokenizer(tmp_path, TokenizerEntry("<s>", True, ("</s>",)))
+    tokenizer = save_sentencepiece(tmp_path)
     tokens = encode_conversation(
         [Message("user", content)], ChatTemplate(template, bos="<s>"), tokenizer
     )
@@ -133,11 +128,10 @@ def test_a_vocabulary_without_special_tokens() -> None:
 
 
 def test_a_message_of_special_texts_takes_one_pass() -> None:
-    began = time.monotonic()
+    """Hours, where each takes a pass of its own."""
     parts: list[str | tuple[int, ...]] = []
     _protect(Message("user", "<|im_end|>" * 200_000), Texts(), parts)  # type: ignore[arg-type]
     assert len(parts) == 200_000
-    assert time.monotonic() - began < 10
 
 
 CALLING = """\
@@ -218,6 +212,25 @@ def test_arguments_of_the_template(llm: LLM) -> None:
     for arguments in [*wrong, {"deep": "x" * 2000}, {"tools": ""}, {"add_generation_prompt": 0}]:
         with pytest.raises(OptionError, match="template_arguments"):
             encode_conversation(hi, template, tokenizer, template_arguments=arguments)
+
+
+@pytest.mark.parametrize("value", ["\ue0e0x\ue0e1", "\ue0e0999\ue0e1", "\ue0e0\ue0e1", ATTACK])
+def test_arguments_are_texts_as_messages_are(llm: LLM, value: str) -> None:
+    """Neither numbers of parts nor special tokens."""
+    template, tokenizer = ChatTemplate("{{ date }}<|im_end|>"), llm.engine.tokenizer
+    found = encode_conversation(
+        [Message("user", "Hi")], template, tokenizer, template_arguments={"date": value}
+    )
+    shown = value.replace("\ue0e0", "").replace("\ue0e1", "")
+    assert tokenizer.decode(found, skip_special=False) == f"{shown}<|im_end|>"
+    assert [tokenizer.text_of(token) for token in found].count("<|im_end|>") == 1
+
+
+@pytest.mark.parametrize("written", ["", "x", "999", "-1", "1" * 5000, "\u0661", "²"])
+def test_a_template_that_writes_numbers_of_parts(llm: LLM, written: str) -> None:
+    template = ChatTemplate(f"{{{{ messages[0].content }}}}\ue0e0{written}\ue0e1")
+    with pytest.raises(TemplateError, match=r"U\+E0E0"):
+        encode_conversation([Message("user", "Hi<|im_end|>")], template, llm.engine.tokenizer)
 
 
 def test_a_template_without_tools(llm: LLM) -> None:

@@ -1,14 +1,14 @@
-"""Chat templates: the same text as transformers renders, and no way out or on for ever."""
+"""Chat templates: the same text as transformers renders, and no way out."""
 
 from __future__ import annotations
 
-import subprocess
-import sys
-import threading
-import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
+from edgellm.engine.loaded_model import open_template
 from edgellm.errors import TemplateError
 from edgellm.store.bundle import Bundle
 from edgellm.store.manifest import CHAT_TEMPLATE
@@ -41,6 +41,16 @@ TEMPLATES = {
     "{{ '%s: %5.1f%%' | format('x', 2) }}{{ '%(a)s' | format(a=3) }}{{ '%03d' % 7 }}"
     "{{ 'aXbX' | replace('X', 'YY') }}{{ 'aXbX' | replace('X', '', 1) }}{{ '{:>5}'.format(3) }}"
     "{{ ', '.join(['x', 'y']) }}{{ 'in 2024: {} of {}'.format(1, 'b') }}",
+    "comparisons": "{{ 1 < 2 < 3 }}{{ 3 > 2 > 2 }}{{ 'a' in 'abc' }}{{ 'user' in messages[1] }}"
+    "{{ messages[0] == messages[0] }}{{ messages != [] }}{{ (1, 2) not in [[1, 2]] }}{{ 2 in x }}",
+    "slices": "{{ messages[1:] | length }}{{ messages[::-1][0].content }}{{ 'abc'[-2:] }}",
+    "ordering": "{{ {'b': 1, 'A': [2]} | dictsort }}{{ ['b', 'A', 'b'] | unique | sort | join }}"
+    "{{ [3, 1] | min }}{{ messages | sort(attribute='role') | map(attribute='role') | join }}",
+    "escaping": "{{ '<b>' + ('<c>' | safe) }}{{ '<' | e }}{{ ('%s' | safe) % '<' }}",
+    "literals": "{{ [1, 'a', none, 1.5] }}{{ {'a': (1, true)} }}{{ dict(a=1, **{'b': 2}) }}{{ x }}",
+    "blocks": "{% set a %} x {% endset %}{% filter upper %}{{ a }}y{% endfilter %}"
+    "{% macro f(v) %}[{{ v }}{{ caller() }}]{% endmacro %}{% call f(1) %}z{% endcall %}"
+    "{% with b = 2 %}{{ b }}{% endwith %}{{ a | trim }}{{ 'a\nb' | indent(2, true) }}",
     "methods": "{{ messages[1].content.strip().split()[0].upper().replace('H', 'J') }}",
 }
 
@@ -76,63 +86,37 @@ def test_default_model(smollm2: Bundle) -> None:
         "{{ messages[0].clear() }}",
         "{% include 'other' %}",
         "{% import 'os' as os %}",
+        "{% extends 'other' %}",
+        "{{ 'é'.encode() }}",
+        "{{ messages | pprint }}",
+        "{{ messages is filter }}",
+        "{{ cycler().next() }}",
+        "{% for m in messages recursive %}{{ loop(m) }}{% endfor %}",
     ],
 )
 def test_no_way_out(source: str) -> None:
-    with pytest.raises(TemplateError, match="failed"):
+    with pytest.raises(TemplateError, match=r"failed|broken"):
         ChatTemplate(source).render(CHAT)
-
-
-@pytest.mark.parametrize(
-    "source",
-    [
-        "{{ 'A' * 10**9 }}",
-        "{{ 10**10**10 }}",
-        "{{ ([1] * 1000000) * 1000000 }}",
-        "{{ 'x' | center(10**9) }}",
-        "{{ 'x' | indent(10**9) }}",
-        "{{ 'x'.ljust(10**9) }}",
-        "{{ '%1000000000d' % 5 }}",
-        "{{ '{:1000000000d}'.format(5) }}",
-        "{{ '%9999999999d' | format(1) }}",
-        "{{ ['%9999999999d'] | format(1) }}",
-        "{{ '%(a)9999999999d' % {'a': 1} }}",
-        "{{ '%(a)9999999999d' | format(a=1) }}",
-        "{{ ('%(a)9999d' * 100000) % {'a': 1} }}",
-        "{{ ('%(a)s' * 100000) % {'a': 'x' * 1000000} }}",
-        "{{ ('%*d' * 1000) | format(1000000, 1) }}",
-        "{{ ('{0:{1}}' * 1000).format(5, 1000000) }}",
-        "{{ range(99999) | list | join('a' * 99999) | length }}",
-        "{{ ('a' * 99999).join(range(99999) | map('string')) | length }}",
-        "{{ ('a' * 1000000).replace('a', 'b' * 1000000) | length }}",
-        "{{ ('a' * 1000000) | replace('a', 'b' * 1000000) | length }}",
-        "{{ ('\t' * 1000000).expandtabs(1000000) | length }}",
-        "{{ ('a' * 1000) | replace('a', 'b' * 100000) }}",
-        "{% for i in range(10**9) %}{% endfor %}",
-        "{% for i in range(10**5) %}{% for j in range(10**5) %}{% endfor %}{% endfor %}",
-        "{% for a in 'x' * 9999 %}{% for b in 'x' * 9999 %}{% set c = 1 %}{% endfor %}{% endfor %}",
-        "{% set n = namespace(x='a') %}{% for i in range(99) %}{% set n.x=n.x~n.x %}{% endfor %}",
-        "{% set n = namespace(x='a') %}{% for i in range(99) %}{% set n.x=n.x+n.x %}{% endfor %}",
-        "{% for i in range(10**5) %}{{ 'x' * 1000 }}{% endfor %}",
-        "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}",
-    ],
-)
-def test_no_way_on_for_ever(source: str) -> None:
-    began = time.monotonic()
-    with pytest.raises(TemplateError, match=r"stopped|failed"):
-        ChatTemplate(source, time_limit_s=0.5).render(CHAT)
-    assert time.monotonic() - began < 10
 
 
 @pytest.mark.parametrize(
     ("source", "words"),
     [
         ("{% if %}", "line 1"),
+        ("a\n{% block b %}{% endblock %}", "broken in line 2: chat templates have no `block`$"),
         ("ok\n{{ x | nothing }}", "nothing"),
         ("{{ undefined.attribute }}", "undefined"),
         ("{{ raise_exception('only user and assistant') }}", "only user and assistant"),
         ("{{ messages[9].content.x }}", "no element 9"),
-        ("x" * ((1 << 20) + 1), "characters"),
+        ("x" * ((1 << 17) + 1), "characters"),
+        ("{% if true %}" * 101 + "{% endif %}" * 101, "broken: IndentationError"),
+        ("{% for a in [1] %}" * 25 + "{% endfor %}" * 25, "broken: SyntaxError"),
+        ("{% break %}", "broken: SyntaxError"),
+        (f"{{{{ {'1' * 5000} }}}}", "broken: ValueError"),
+        (f"{{{{ 0x{'f' * 5000} }}}}", "broken: ValueError"),
+        (f"{{{{ {'(' * 5000} }}}}", "broken: RecursionError"),
+        ("{{ namespace() }}", "failed: TypeError: a Namespace has no text"),
+        ("{{ raise_exception('x' * 10000) }}", "^.{,600}$"),
     ],
 )
 def test_errors_say_what_is_wrong(source: str, words: str) -> None:
@@ -140,37 +124,9 @@ def test_errors_say_what_is_wrong(source: str, words: str) -> None:
         ChatTemplate(source).render(CHAT)
 
 
-def test_huge_results_are_refused_before_they_are_made() -> None:
-    """With memory for what templates may make, and not for what these would."""
-    code = (
-        "import resource; from edgellm import TemplateError\n"
-        "from edgellm.text.template import ChatTemplate\n"
-        "resource.setrlimit(resource.RLIMIT_AS, (2 << 30, 2 << 30))\n"
-        "for source in ('{{ \"%9999999999d\"|format(1) }}',\n"
-        "    '{{ range(99999)|list|join(\"a\"*99999)|length }}',\n"
-        '    \'{{ ("a"*1000000).replace("a", "b"*1000000)|length }}\'):\n'
-        "    try: ChatTemplate(source).render([])\n"
-        "    except TemplateError as error: print(error)"
-    )
-    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
-    assert found.stdout.count("made more than 16777216 characters") == 3, found
-
-
-def test_renderings_in_other_threads_do_not_prolong_a_deadline() -> None:
-    loop = "{% if messages %}{% for i in range(10**5) %}{% for j in range(10**5) %}"
-    template = ChatTemplate(f"{loop}{{% endfor %}}{{% endfor %}}{{% endif %}}", time_limit_s=0.5)
-    ended: list[float] = []
-
-    def render_for_ever() -> None:
-        with pytest.raises(TemplateError, match="too long"):
-            template.render(CHAT)
-        ended.append(time.monotonic())
-
-    began = time.monotonic()
-    thread = threading.Thread(target=render_for_ever, daemon=True)
-    thread.start()
-    while not ended and time.monotonic() - began < 10:
-        template.render([])
-    thread.join(timeout=10)
-    assert ended
-    assert ended[0] - began < 5
+def test_a_file_that_is_no_text(tmp_path: Path) -> None:
+    bundle: Any = SimpleNamespace(path=tmp_path)
+    tokenizer: Any = SimpleNamespace(bos=None, eos=())
+    (tmp_path / CHAT_TEMPLATE).write_bytes(b"\xff")
+    with pytest.raises(TemplateError, match=rf"{CHAT_TEMPLATE}.*utf-8"):
+        open_template(bundle, tokenizer)

@@ -1,16 +1,17 @@
 from __future__ import annotations
 
+import base64
+import json
+import sys
 import threading
-import time
 from pathlib import Path
-from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from small_vocabulary import FIRST_TEXT, save_sentencepiece
 
 from edgellm.errors import TokenizerError
-from edgellm.export.tokenizer_gguf import build_tokenizer
 from edgellm.store.bundle import Bundle
 from edgellm.store.manifest import TokenizerEntry
 from edgellm.text.tokenizer import TextStream, Tokenizer
@@ -33,16 +34,8 @@ def tokenizer(smollm2: Bundle) -> Tokenizer:
 
 
 @pytest.fixture(scope="module")
-def sentencepiece(
-    llama_cpp_vocabularies: Path, tmp_path_factory: pytest.TempPathFactory
-) -> Tokenizer:
-    import gguf
-
-    reader = gguf.GGUFReader(llama_cpp_vocabularies / "ggml-vocab-llama-spm.gguf")
-    metadata: dict[str, Any] = {k: f.contents() for k, f in reader.fields.items()}
-    folder = tmp_path_factory.mktemp("spm")
-    build_tokenizer(metadata, origin="").save(str(folder / "tokenizer.json"))
-    return Tokenizer(folder, TokenizerEntry("<s>", True, ("</s>",)))
+def sentencepiece(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    return save_sentencepiece(tmp_path_factory.mktemp("spm"))
 
 
 @pytest.mark.parametrize("text", TEXTS)
@@ -99,7 +92,7 @@ def test_any_tokens_stream_to_their_text(
 ) -> None:
     tokenizer: Tokenizer = request.getfixturevalue(kind)
     # the decoder of byte tokens looks at whole runs of them, so random ones mean nothing there
-    first = 0 if kind == "tokenizer" else 259
+    first = 0 if kind == "tokenizer" else FIRST_TEXT
     ids = st.integers(first, tokenizer.vocab_size - 1)
     tokens = data.draw(st.lists(ids, min_size=1, max_size=30))
     stream = TextStream(tokenizer)
@@ -153,20 +146,52 @@ def test_long_texts_are_as_short_ones(tokenizer: Tokenizer, parse_special: bool)
 
 
 def test_other_threads_go_on_while_a_long_text_is_encoded(tokenizer: Tokenizer) -> None:
-    turns, done = 0, threading.Event()
+    """Python takes its lock away from no thread here; the other one goes on once it is let go."""
+    text = "The quick brown fox jumps over the dog. " * 2_000
+    begun, gone_on = threading.Event(), threading.Event()
 
-    def others() -> None:
-        nonlocal turns
-        while not done.is_set():
-            turns += 1
-            time.sleep(0.0005)
+    def other() -> None:
+        begun.wait()
+        gone_on.set()
 
-    thread = threading.Thread(target=others)
+    thread = threading.Thread(target=other)
+    interval = sys.getswitchinterval()
     thread.start()
     try:
-        before = turns
-        tokenizer.encode("The quick brown fox jumps over the dog. " * 20_000)
-        assert turns - before > 20  # 1 or 2 where the text holds Python's lock
+        sys.setswitchinterval(10_000)
+        begun.set()
+        turns = next(
+            (i for i in range(200) if gone_on.is_set() or not tokenizer.encode(text)), None
+        )
+        assert turns is not None
     finally:
-        done.set()
+        sys.setswitchinterval(interval)
         thread.join()
+
+
+CHARSMAPS = {
+    "no bytes": b"",
+    "three bytes": bytes(3),
+    "no trie": bytes(8),
+    "more than there is": bytes([255] * 4 + [0] * 4),
+}
+
+
+@pytest.mark.parametrize("escaped", [False, True])
+@pytest.mark.parametrize("kind", CHARSMAPS)
+def test_charsmaps_with_a_wrong_size(tmp_path: Path, kind: str, escaped: bool) -> None:
+    """The library takes 8 GB for one, and panics at others, with a trace on stderr."""
+    charsmap = base64.b64encode(CHARSMAPS[kind]).decode()
+    text = json.dumps({"normalizer": {"type": "Precompiled", "precompiled_charsmap": charsmap}})
+    if escaped:
+        text = text.replace("Precompiled", "\\u0050recompiled")
+    (tmp_path / "tokenizer.json").write_text(text)
+    with pytest.raises(TokenizerError, match=r"tokenizer\.json: precompiled_charsmap has \d bytes"):
+        Tokenizer(tmp_path, TokenizerEntry(None, False, ()))
+
+
+def test_a_pre_tokenizer_of_no_length(tmp_path: Path) -> None:
+    description = {"pre_tokenizer": {"type": "FixedLength", "length": 0}}
+    (tmp_path / "tokenizer.json").write_text(json.dumps(description))
+    with pytest.raises(TokenizerError, match="FixedLength"):
+        Tokenizer(tmp_path, TokenizerEntry(None, False, ()))

@@ -16,6 +16,8 @@ from edgellm.text.template import ChatTemplate
 from edgellm.text.tool_grammar import tool_grammar
 from edgellm.tool_use import Tool, joined_calls
 
+pytestmark = pytest.mark.clients
+
 # Templates that have no tool format, and why.
 NO_FORMAT = {
     "HuggingFaceTB-SmolLM3-3B": "does not render tool calls",
