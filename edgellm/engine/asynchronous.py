@@ -53,7 +53,7 @@ async def _news(pump: Pump, reader: Reader, requests: Sequence[Request]) -> None
     event_loop = asyncio.get_running_loop()
     future: asyncio.Future[None] = event_loop.create_future()
 
-    def wake(error: Exception | None) -> None:
+    def wake(error: BaseException | None) -> None:
         try:
             event_loop.call_soon_threadsafe(_finish, future, error)
         except RuntimeError:  # it was closed
@@ -63,7 +63,7 @@ async def _news(pump: Pump, reader: Reader, requests: Sequence[Request]) -> None
         await future
 
 
-def _finish(future: asyncio.Future[None], error: Exception | None) -> None:
+def _finish(future: asyncio.Future[None], error: BaseException | None) -> None:
     if future.done():  # cancelled
         return
     if error is None:

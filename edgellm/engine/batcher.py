@@ -95,6 +95,8 @@ class Batcher:
         others = [share for share in whole if not (together or share.request.decoding)]
         start = time.perf_counter()
         done = self._compute(self._decoder, decoding, alone=len(shares) == 1)
+        # to make room for a decode, the newest may have lost its place
+        others = [share for share in others if share.request in self._scheduler.running]
         done += self._compute(self._prefill, others, alone=len(shares) == 1)
         if done:
             self._learn(done, time.perf_counter() - start)

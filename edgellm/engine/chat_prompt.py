@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgellm.checks import check_flag, check_names
-from edgellm.engine.answer import FilterOfAnswers, LogitFilter
+from edgellm.engine.answer import FilterOfAnswers, LogitFilter, filtered_scores
 from edgellm.engine.engine import Engine
 from edgellm.errors import OptionError, TemplateError
 from edgellm.generation_options import GenerationArguments, GenerationOptions
@@ -270,9 +270,10 @@ class _Both:
         """Both for one answer."""
         return _Both(*map(_for_answer, self._filters))
 
-    def __call__(self, logits: NDArray[np.float32], tokens: Sequence[int]) -> None:
+    def __call__(self, logits: NDArray[np.float32], tokens: Sequence[int]) -> NDArray[np.float32]:
         for each in self._filters:
-            each(logits, tokens)
+            logits = filtered_scores(each, logits, tokens)
+        return logits
 
 
 def _for_answer(logit_filter: LogitFilter) -> LogitFilter:

@@ -12,7 +12,7 @@ from edgellm.engine.loop import Loop, have_news
 from edgellm.engine.request import Request
 
 # Called in the pump's thread, with an error that was nobody's own.
-Wake = Callable[[Exception | None], None]
+Wake = Callable[[BaseException | None], None]
 
 
 class Reader:
@@ -73,20 +73,26 @@ class Pump:
 
     def _run(self) -> None:
         idle = False
-        while not idle:
-            idle = not self._readers  # a last step gives back what was withdrawn
-            error = None
-            try:
-                self._loop.advance(())
-            except Exception as raised:
-                error = raised
+        try:
+            while not idle:
+                idle = not self._readers  # a last step gives back what was withdrawn
+                error = None
+                try:
+                    self._loop.advance(())
+                # also a SystemExit of a logit filter, or a panic of Rust's: readers wait for it
+                except BaseException as raised:
+                    error = raised
+                with self._lock:
+                    self._wake(error)
+                    idle = idle and not self._readers
+                    if idle:
+                        self._thread = None
+        finally:
             with self._lock:
-                self._wake(error)
-                idle = idle and not self._readers
-                if idle:
-                    self._thread = None
+                if self._thread is threading.current_thread():
+                    self._thread = None  # the next reader has another one started
 
-    def _wake(self, error: Exception | None) -> None:
+    def _wake(self, error: BaseException | None) -> None:
         """Tell readers what is new, and let go of those that need no step."""
         for reader in list(self._readers):
             reader.withdraw_if_dead()

@@ -105,10 +105,13 @@ class Request:
         """Refuse a prompt that no answer can begin with; see `Context.check_prompt`.
 
         Raises:
-            OptionError: or a session that is answering already.
+            OptionError: or a session that is answering already, or tokens among the options that
+                are not in the vocabulary.
         """
         if self.context.answering is not None:
             raise _answering()
+        for name in ("logit_bias", "stop_tokens"):
+            self.context.checked(name, getattr(self._options, name))
         if self._options.context_policy == "error" or not self.tokens:
             self.context.check_prompt()
         self._claims = True
@@ -272,6 +275,7 @@ class Request:
                 return self._stats.rested(rows, seconds)
             self.context.take_over(self._passage.land())
             self._passage = None
+        self.computed_states(rows)
         if decoded:
             self._stats.decoded(seconds)
         else:
@@ -289,6 +293,9 @@ class Request:
             following = self._speculation.after(sampled[-1]) if sampled else None
             self._stats.steps += following is not None
         self.context.forget(self._speculation.settle())
+
+    def computed_states(self, rows: Rows) -> None:
+        """Use the states of rows that have passed the last layer; an answer needs no states."""
 
     def leave(self) -> None:
         """Give back what is not needed when the loop has done with it; what nobody has read of an

@@ -105,7 +105,10 @@ def forked_requests(
     Raises:
         OptionError, ContextOverflowError: see `Request.check`.
     """
-    seeds = [secrets.randbits(32) if options.seed is None else options.seed + i for i in range(n)]
+    first_seed = options.seed
+    seeds = [
+        secrets.randbits(32) if first_seed is None else (first_seed + i) % 2**64 for i in range(n)
+    ]
     filters = logit_filters or [None] * n
     requests = [
         Request(

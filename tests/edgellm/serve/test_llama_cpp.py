@@ -292,6 +292,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"repeat_last_n": -2}, "repeat_last_n"),
     ({"t_max_predict_ms": -2}, "t_max_predict_ms"),
     ({"logit_bias": [[320, 1]]}, "320"),
+    ({"logit_bias": [[token, 1] for token in range(1025)]}, "at most 1024"),
     ({"logit_bias": [[-1, 1]]}, "logit_bias"),
     ({"logit_bias": [[1, True]]}, "logit_bias"),
     ({"logit_bias": [1]}, "logit_bias"),
