@@ -192,7 +192,7 @@ def chat_prompt(
         added=tokenizer.added_tokens,
     )
     held = GrammarFilter(engine.grammars.matcher(grammar, _SCHEMAS), _SCHEMAS)
-    both = held if logit_filter is None else _Both(logit_filter, held)
+    both = held if logit_filter is None else BothFilters(logit_filter, held)
     return replace(prompt, logit_filter=both)
 
 
@@ -260,15 +260,15 @@ class AnswerReader:
         )
 
 
-class _Both:
+class BothFilters:
     """Two logit filters, one after the other."""
 
     def __init__(self, first: LogitFilter, second: LogitFilter) -> None:
         self._filters = (first, second)
 
-    def for_answer(self) -> _Both:
+    def for_answer(self) -> BothFilters:
         """Both for one answer."""
-        return _Both(*map(_for_answer, self._filters))
+        return BothFilters(*map(_for_answer, self._filters))
 
     def __call__(self, logits: NDArray[np.float32], tokens: Sequence[int]) -> NDArray[np.float32]:
         for each in self._filters:
