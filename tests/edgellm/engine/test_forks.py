@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
 from engine_without_model import ask, finish, sampled, start, step, tokens
 from hypothesis import given, settings
 from hypothesis import strategies as st
