@@ -147,14 +147,14 @@ class Admission(Generic[RequestT]):
 
     def __init__(self, *, max_running: int, before: Admission[RequestT] | None = None) -> None:
         """`before`: whose counts go on."""
-        self.counts = SchedulerCounts() if before is None else before.counts
+        self.counts: SchedulerCounts = SchedulerCounts() if before is None else before.counts
         self.running: dict[RequestT, Entry[RequestT]] = {}
         self.waiting: dict[RequestT, Entry[RequestT]] = {}
         self.refused: Entry[RequestT] | None = None
-        self.owners = OwnerCounters() if before is None else before.owners
+        self.owners: OwnerCounters = OwnerCounters() if before is None else before.owners
         self._present: Counter[str] = Counter()  # requests of each owner
         self._max_running = max_running
-        self._arrivals = 0 if before is None else before._arrivals
+        self._arrivals: int = 0 if before is None else before._arrivals
 
     @property
     def full(self) -> bool:
