@@ -81,6 +81,8 @@ def start(
         rope_of=lambda _: SimpleNamespace(inv_freq=(1.0,) * 4),
     )
     cache = KVCache(config, format="int8", ctx_size=ctx_size, blocks=blocks, fingerprint=b"")
+    for array in cache.groups[0].blocks.arrays:
+        array[...] = 0  # nothing writes there, but a context that shifts reads it
     prefill: Any = Backend()
     decoder: Any = Backend() if apart else prefill
     chosen = EngineOptions(**options)

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+import pytest
 from engine_without_model import ask, finish, sampled, start, step, tokens
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from inspection import running, set_costs, waiting
+from inspection import all_submitted, results, running, set_costs, used_blocks, waiting
 
 from edgellm.cache.groups import pool_blocks
+from edgellm.kernels.kv_blocks import BLOCK
+from edgellm.llm import load
 
 CTX = 512
 SCHEDULING = ["serial", "stall_free"]
@@ -78,3 +82,21 @@ def test_one_after_the_other_all_answers_to_a_prompt_come_before_the_next_prompt
 
     finish(llm, requests, each=note)
     assert order == sorted(order)
+
+
+@pytest.mark.parametrize("scheduling", SCHEDULING)
+def test_they_are_the_same_answers_in_a_small_cache(folder: str, scheduling: Any) -> None:
+    """A model's: those that give back their blocks are computed again, to the same bits."""
+    options: dict[str, Any] = {"max_tokens": 120, "ignore_eos": True, "seed": 5}
+    prompts = [tokens(i, 150 + 40 * i) for i in range(3)]
+    large = load(folder, ctx_size=CTX, cache_size=32 * BLOCK)
+    expected = [large.generate(each, n=3, **options) for each in prompts]
+    small = load(folder, ctx_size=CTX, cache_size=CTX, scheduling=scheduling)
+    with ThreadPoolExecutor(3) as pool:
+        with all_submitted(small, 3):
+            futures = [pool.submit(small.generate, each, n=3, **options) for each in prompts]
+        found = results(futures)
+    assert [[a.tokens for a in answers] for answers in found] == [
+        [a.tokens for a in answers] for answers in expected
+    ]
+    assert used_blocks(small) == 0
