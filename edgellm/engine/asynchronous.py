@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, TypeVar
 from edgellm.engine.engine import Engine
 from edgellm.engine.pending import WORKING, Pending, Waiting
 from edgellm.engine.pump import Pump, Reader
+from edgellm.errors import CancelledError
 
 if TYPE_CHECKING:
     import asyncio
@@ -40,6 +41,11 @@ async def driven(engine: Engine, pending: Pending[T]) -> AsyncGenerator[T, None]
             else:
                 yield item  # type: ignore[misc]
             item = next(pending, None)
+    except CancelledError:
+        # what ended the step in its middle has cost the answer a piece, and says more
+        if reader.error is not None:
+            raise reader.error from None
+        raise
     finally:
         if item is not None:
             reader.withdraw()

@@ -21,11 +21,13 @@ class Reader:
     Attributes:
         requests: those that are on their way.
         wake: called once when there are news; None: nobody waits.
+        error: that came while nobody waited.
     """
 
     def __init__(self) -> None:
         self.requests: Sequence[Request] = ()
         self.wake: Wake | None = None
+        self.error: BaseException | None = None
         self._thread = threading.current_thread()
 
     @property
@@ -60,6 +62,10 @@ class Pump:
             False if there are some already; nobody is woken then.
         """
         with self._lock:
+            error, reader.error = reader.error, None
+            if error is not None:
+                wake(error)
+                return True
             reader.requests = requests
             self._readers.add(reader)
             news = have_news(requests)
@@ -96,7 +102,9 @@ class Pump:
         """Tell readers what is new, and let go of those that need no step."""
         for reader in list(self._readers):
             reader.withdraw_if_dead()
-            if reader.wake is not None and (error is not None or have_news(reader.requests)):
+            if reader.wake is None:
+                reader.error = error
+            elif error is not None or have_news(reader.requests):
                 wake, reader.wake = reader.wake, None
                 wake(error)
             if reader.done or error is not None:

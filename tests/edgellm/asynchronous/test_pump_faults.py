@@ -11,9 +11,10 @@ from typing import Any
 import numpy as np
 import pytest
 from asynchronous_checks import prompt
-from waiting import CEILING_S
+from waiting import CEILING_S, until
 
 from edgellm.engine.pump import Reader
+from edgellm.engine.request import Request
 from edgellm.llm import LLM
 
 
@@ -37,6 +38,39 @@ def test_an_exception_of_any_kind_reaches_who_waits(tiny: LLM, kind: type[BaseEx
             assert again.tokens == expected.tokens
 
     asyncio.run(answers())
+
+
+def test_an_exception_that_comes_while_nobody_waits_is_told_who_waits_next(
+    tiny: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The reader has taken a piece, and does something else."""
+    failed = threading.Event()
+
+    def raising(scores: np.ndarray, tokens: Sequence[int]) -> None:
+        if len(tokens) == 3:
+            raise PanicException("no more")
+
+    advance = tiny.engine.loop.advance
+
+    def watched(requests: Sequence[Request]) -> None:
+        try:
+            advance(requests)
+        except PanicException:
+            failed.set()
+            raise
+
+    monkeypatch.setattr(tiny.engine.loop, "advance", watched)
+
+    async def answer() -> None:
+        stream = tiny.astream(prompt(2, 20), max_tokens=9, ignore_eos=True, logit_filter=raising)
+        await anext(stream)
+        assert failed.wait(CEILING_S)
+        until(lambda: not any(t.name == "edgellm-pump" for t in threading.enumerate()))
+        with pytest.raises(PanicException):
+            async for _ in stream:
+                pass
+
+    asyncio.run(answer())
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
