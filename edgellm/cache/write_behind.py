@@ -19,7 +19,7 @@ _log = logging.getLogger(__name__)
 class WriteBehind:
     """A block store that has blocks at once, and hands them to a slower one later.
 
-    For whoever has the cache's lock. Its thread is there while blocks wait, and the end of the
+    Called under the cache's lock. The thread is there while blocks wait, and the end of the
     process waits for it.
 
     Args:

@@ -103,7 +103,7 @@ class SchedulerCounts:
 
     @property
     def rows(self) -> int:
-        """Of all kinds."""
+        """Rows of prompts and of decodes."""
         return self.prefill_rows + self.decode_rows
 
 

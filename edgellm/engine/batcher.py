@@ -161,7 +161,7 @@ class Batcher:
         return True
 
     def _begin(self, request: Request) -> None:
-        """Begin a request; where nobody else runs, with the blocks of others that wait."""
+        """Begin a request; if no other one runs, with the blocks of those that wait."""
         while True:
             try:
                 return request.begin()

@@ -308,7 +308,7 @@ class Context:
 
 
 def forgotten(length: int, *, ctx_size: int, keep: int) -> int:
-    """How many of so many tokens a shift forgets behind the first `keep`.
+    """Count the tokens that a shift forgets behind the first `keep` of a context of `length`.
 
     Raises:
         OptionError: `keep` leaves no room.

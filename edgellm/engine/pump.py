@@ -21,7 +21,7 @@ class Reader:
     Attributes:
         requests: those that are on their way.
         wake: called once when there are news; None: nobody waits.
-        error: that came while nobody waited.
+        error: one that came while the reader did not wait.
     """
 
     def __init__(self) -> None:

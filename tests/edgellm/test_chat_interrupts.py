@@ -24,7 +24,7 @@ pytestmark = pytest.mark.skipif(not hasattr(signal, "SIGALRM"), reason="needs si
 
 
 class AlarmError(BaseException):
-    """What the handler raises; like KeyboardInterrupt it is no Exception."""
+    """An exception of a signal handler; like KeyboardInterrupt it is no Exception."""
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""Exceptions in the pump's thread: they reach whoever waits, and later answers are as usual."""
+"""Exceptions in the pump's thread: they reach the reader, and later answers are as usual."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from edgellm.llm import LLM
 
 
 class PanicException(BaseException):
-    """As Rust's libraries raise it: no Exception."""
+    """An error of Rust's libraries, which is no Exception."""
 
 
 @pytest.mark.parametrize("kind", [PanicException, SystemExit, asyncio.CancelledError, ValueError])
@@ -40,7 +40,7 @@ def test_an_exception_of_any_kind_reaches_who_waits(tiny: LLM, kind: type[BaseEx
     asyncio.run(answers())
 
 
-def test_an_exception_that_comes_while_nobody_waits_is_told_who_waits_next(
+def test_an_exception_that_comes_between_two_waits_is_told_with_the_next(
     tiny: LLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The reader has taken a piece, and does something else."""

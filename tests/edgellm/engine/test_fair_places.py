@@ -35,7 +35,7 @@ def test_another_owner_has_a_place_at_once_and_soon_as_many() -> None:
     finish(llm, everybody)
 
 
-def test_who_has_several_answers_to_each_prompt_keeps_nobody_out() -> None:
+def test_several_answers_to_each_prompt_keep_no_other_prompt_out() -> None:
     """Without keys: all are of one owner. The others would wait for nearly all of 192 answers."""
     llm = start(512, blocks=900)
     many = [answer for i in range(12) for answer in ask(llm, tokens(i, 20), n=16, max_tokens=400)]
@@ -112,7 +112,7 @@ def test_a_place_is_taken_for_a_prompt_that_has_waited_a_quantum() -> None:
     assert scheduler.running == {urgent, late}
 
 
-def test_nobody_makes_way_for_a_lower_priority() -> None:
+def test_no_request_makes_way_for_a_lower_priority() -> None:
     urgent = Request(numbers(20), priority=1)
     scheduler = scheduler_of([urgent], max_running=1, quantum=1)
     scheduler.add(Request(numbers(30, start=2)))

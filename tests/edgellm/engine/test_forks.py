@@ -43,7 +43,7 @@ def test_answers_that_wait_give_their_blocks_to_those_that_run() -> None:
 def test_all_answers_finish_in_any_cache_that_holds_one(
     asks: list[tuple[int, int, int, int]], more: int, scheduling: Any, kind: dict[str, Any]
 ) -> None:
-    """Those that come later, too, and with what their preemption keeps outside the cache."""
+    """Later ones, too, and with what their preemption keeps outside the cache."""
     llm = start(CTX, blocks=pool_blocks(CTX) + more, scheduling=scheduling, **kind)
     requests = []
     for i, (length, n, max_tokens, steps) in enumerate(asks):
@@ -56,7 +56,7 @@ def test_all_answers_finish_in_any_cache_that_holds_one(
 
 
 def test_who_was_just_preempted_is_not_computed() -> None:
-    """Where prompts and decodes are two calls, the first of which needed the blocks."""
+    """Prompts and decodes are two calls here, the first of which needed the blocks."""
     llm = start(CTX, blocks=13, apart=True)
     decoding = [ask(llm, tokens(i, 371 + 4 * i), max_tokens=60)[0] for i in range(3)]
     while not all(sampled(request) for request in decoding):

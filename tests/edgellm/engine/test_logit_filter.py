@@ -26,7 +26,7 @@ def banned(best: int) -> Callable[[Scores, Sequence[int]], Scores]:
 
 
 def test_returned_scores_count_as_those_changed_in_place(tiny: LLM) -> None:
-    """As other libraries have it: their filters all return scores."""
+    """Filters of other libraries all return scores."""
     options = {**GREEDY, "max_tokens": 4}
     (first, *_) = tiny.generate(prompt(1, 20), **options).tokens
     ban = banned(first)

@@ -17,7 +17,7 @@ SHIFT = GenerationOptions(
 
 
 class Lookups:
-    """Those that were made, by how many tokens they were made of."""
+    """Lookups that were made, by how many tokens they were made of."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.sizes: list[int] = []

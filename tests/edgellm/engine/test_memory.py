@@ -1,4 +1,4 @@
-"""How much memory a process has taken, wherever it runs."""
+"""Memory that a process has taken, in any sandbox."""
 
 from __future__ import annotations
 

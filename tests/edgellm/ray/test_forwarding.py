@@ -133,7 +133,7 @@ def test_a_stream_comes_as_it_is(start: Callable[..., Application], tiny: LLM) -
 
 
 def test_messages_that_come_while_others_are_taken_are_not_lost() -> None:
-    """Whoever takes them may wait for something before it asks for the next ones."""
+    """The reader may wait for something before it asks for the next ones."""
     taken, said = asyncio.Event(), asyncio.Event()
 
     async def app(scope: Any, receive: Any, send: Any) -> None:

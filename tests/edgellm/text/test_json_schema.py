@@ -163,7 +163,7 @@ except OptionError as error:
 
 @pytest.mark.parametrize("name", ["PanicException", "KeyboardInterrupt"])
 def test_a_panic_of_the_library_is_an_error_of_its_answer(name: str) -> None:
-    """It is no Exception, and would end the thread that steps for all; an interrupt stays one."""
+    """A panic is no Exception, and would end the thread that steps for all."""
     kind = type(name, (BaseException,), {})
 
     class Matcher:
