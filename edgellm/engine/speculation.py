@@ -67,7 +67,7 @@ class Speculation:
         count = min(self._policy.length(), room)
         if count < 1:
             return []
-        # 277 bytes and 0.9 µs a token: only for an answer that is alone, and not for all of a long one
+        # 277 bytes and 0.9 µs a token: only for one that is alone, and not for all of a long one
         if self._lookup is None or len(self._lookup) > 2 * self._most:
             self._lookup = PromptLookup(tokens[-self._most :])
         return self._lookup.draft(count)
