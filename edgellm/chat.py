@@ -231,12 +231,12 @@ class Chat:
                 raise OptionError("the message is empty")
         with self._taking_turns():
             self._check_results(going_on=text is None)
-            if text is not None:
-                self.messages.append(Message("user", text))
-            try:
+            asked = [] if text is None else [Message("user", text)]
+            try:  # an interrupt may come behind every call
+                self.messages.extend(asked)
                 yield from self._answer(chosen, tool_options, cancel, progress, logit_filter)
             finally:
-                if text is not None and self.messages[-1].role == "user":
+                if asked and self.messages and self.messages[-1] is asked[0]:
                     self.messages.pop()
 
     def _say_again(
@@ -254,8 +254,9 @@ class Chat:
             roles = [message.role for message in self.messages[-2:]]
             if roles not in (["user", "assistant"], ["tool", "assistant"]):
                 raise OptionError("there is no answer to generate again")
-            previous = self.messages.pop()
+            previous = self.messages[-1]
             try:
+                self.messages.pop()
                 yield from self._answer(chosen, tool_options, cancel, progress, logit_filter)
             finally:
                 if self.messages[-1].role != "assistant":
@@ -264,15 +265,17 @@ class Chat:
     @contextmanager
     def _taking_turns(self) -> Iterator[None]:
         """One answer at a time."""
-        if not self._turn.acquire(blocking=False):
-            raise OptionError(
-                "the chat is already answering; take that answer to its end or close its stream, "
-                "or open another chat"
-            )
-        try:
-            yield
-        finally:
-            self._turn.release()
+        # `for` has the answer in a variable before an interrupt can come, see `Loop.advance`
+        for taken in map(self._turn.acquire, (False,)):
+            if not taken:
+                raise OptionError(
+                    "the chat is already answering; take that answer to its end or close its "
+                    "stream, or open another chat"
+                )
+            try:
+                yield
+            finally:
+                self._turn.release()
 
     def _answer(
         self,

@@ -19,6 +19,9 @@ from edgellm.errors import OptionError
 from edgellm.store.home import delete_abandoned, replacing_file
 
 _SUFFIX = ".kv"
+# The folder is looked through again when so large a part of the budget has been written, as other
+# processes may have written as well.
+_UNSEEN = 16
 
 _log = logging.getLogger(__name__)
 
@@ -34,7 +37,7 @@ class DiskCache:
         self._folder = folder
         self._budget = budget
         self._pinned: Counter[bytes] = Counter()
-        self._grown = False
+        self._room = -1  # bytes that may be written before the folder is looked through
         try:
             folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
@@ -65,13 +68,14 @@ class DiskCache:
         made again."""
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
+            block = sealed(name, data)
             # a block that a loss of power cuts short is seen to be damaged
             with replacing_file(self._path(name), private=True, lasting=False) as partial:
-                partial.write_bytes(sealed(name, data))
+                partial.write_bytes(block)
         except OSError as error:
             _log.warning("kv_cache_dir %s: %s; not all was kept", self._folder, error.strerror)
             return False
-        self._grown = True
+        self._room -= len(block)
         if not self._pinned:
             self._make_room()
         return True
@@ -86,26 +90,27 @@ class DiskCache:
             yield
         finally:
             self._pinned -= pinned
-            if self._grown:
-                self._make_room()
+            self._make_room()
 
     def _path(self, name: bytes) -> Path:
         return self._folder / (name.hex() + _SUFFIX)
 
     def _make_room(self) -> None:
         """Delete the files that were not used for longest, until the budget holds."""
-        self._grown = bool(self._pinned)  # else there may be more to delete then
+        if self._room >= 0:
+            return
         files = sorted(self._files(), key=lambda file: file[1])
         total = sum(size for _, _, size in files)
         pinned = {self._path(name) for name in self._pinned}
         for path, _, size in files:
             if total <= self._budget:
-                return
+                break
             if path in pinned:
                 continue
             with contextlib.suppress(OSError):
                 path.unlink()
             total -= size
+        self._room = min(self._budget - total, self._budget // _UNSEEN)
 
     def _files(self) -> Iterator[tuple[Path, float, int]]:
         """Path, time of last use and size."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Generic, NamedTuple, Protocol, TypeVar
 
@@ -15,6 +15,23 @@ class Underway(NamedTuple):
 
     rows: int
     layers: int
+
+
+@dataclass(slots=True)
+class Arrival:
+    """The arrival of a prompt, which several answers to it have together.
+
+    Attributes:
+        number: of all arrivals.
+        clock: rows of prompts computed before.
+        rows: tokens of the prompt that were to be computed.
+        begun: one of the answers has had a place.
+    """
+
+    number: int
+    clock: int
+    rows: int
+    begun: bool = False
 
 
 class Schedulable(Protocol):
@@ -32,7 +49,12 @@ class Schedulable(Protocol):
         owner: whose it is; it does not change.
         priority: among those of its owner, larger is more urgent; it does not change.
         salt: only requests with the same one share what is computed of a prefix.
+        holding: it has blocks in the KV cache. Answers that begin at the end of another one's
+            prompt have some while they wait.
+        asked: set when it is added, unless it has that of another answer to its prompt.
     """
+
+    asked: Arrival | None
 
     @property
     def tokens(self) -> Sequence[int]: ...
@@ -61,6 +83,9 @@ class Schedulable(Protocol):
     @property
     def salt(self) -> str: ...
 
+    @property
+    def holding(self) -> bool: ...
+
 
 RequestT = TypeVar("RequestT", bound=Schedulable)
 
@@ -76,17 +101,32 @@ class SchedulerCounts:
     preempted: int = 0
     waited_for_prefix: int = 0
 
+    @property
+    def rows(self) -> int:
+        """Rows of prompts and of decodes."""
+        return self.prefill_rows + self.decode_rows
+
 
 @dataclass(slots=True, eq=False)
 class Entry(Generic[RequestT]):
-    """A request in the scheduler; `common` has full blocks shared with others, by their arrival."""
+    """A request in the scheduler; `common` has full blocks shared with others, by their number.
+
+    Attributes:
+        number: which of all that were added.
+        asked: the arrival of its prompt.
+        clock: rows of prompts computed before it began to wait for its turn.
+        since: rows of all kinds computed before it began to wait, or to run.
+        promised: it goes first: it lost its place for want of blocks, or a place was taken for it.
+    """
 
     request: RequestT
-    arrival: int
+    number: int
+    asked: Arrival
     clock: int
+    since: int
     owner: str
     priority: int
-    preempted: bool = False
+    promised: bool = False
     waited_for_prefix: bool = False
     last_decode: int = 0
     common: dict[int, int] = field(default_factory=dict)
@@ -105,15 +145,16 @@ class Admission(Generic[RequestT]):
         owners: what was computed for whom.
     """
 
-    def __init__(self, *, max_running: int) -> None:
-        self.counts = SchedulerCounts()
+    def __init__(self, *, max_running: int, before: Admission[RequestT] | None = None) -> None:
+        """`before`: whose counts go on."""
+        self.counts: SchedulerCounts = SchedulerCounts() if before is None else before.counts
         self.running: dict[RequestT, Entry[RequestT]] = {}
         self.waiting: dict[RequestT, Entry[RequestT]] = {}
         self.refused: Entry[RequestT] | None = None
-        self.owners = OwnerCounters()
+        self.owners: OwnerCounters = OwnerCounters() if before is None else before.owners
         self._present: Counter[str] = Counter()  # requests of each owner
         self._max_running = max_running
-        self._arrivals = 0
+        self._arrivals: int = 0 if before is None else before._arrivals
 
     @property
     def full(self) -> bool:
@@ -125,8 +166,19 @@ class Admission(Generic[RequestT]):
         assert request not in self.running, "added twice"
         assert request not in self.waiting, "added twice"
         self._arrivals += 1
-        clock = self.counts.prefill_rows
-        entry = Entry(request, self._arrivals, clock, request.owner, request.priority)
+        clock, number = self.counts.prefill_rows, self._arrivals
+        if request.asked is None:
+            rows = len(request.tokens) - request.computed
+            request.asked = Arrival(number, clock, rows)
+        entry = Entry(
+            request,
+            number,
+            request.asked,
+            clock=request.asked.clock,
+            since=self.counts.rows,
+            owner=request.owner,
+            priority=request.priority,
+        )
         self.owners.came(entry.owner, present=self._present)
         self._present[entry.owner] += 1
         self.waiting[request] = entry
@@ -155,25 +207,72 @@ class Admission(Generic[RequestT]):
             return False
         self.running[entry.request] = self.waiting.pop(entry.request)
         self.counts.admitted += 1
-        entry.preempted = False
+        entry.promised, entry.asked.begun = False, True
+        entry.since = self.counts.rows
         if entry is self.refused:
             self.refused = None
         return True
 
-    def preempt(self) -> RequestT | None:
+    def preempt(self, *, but: RequestT | None = None) -> RequestT | None:
         """See `Scheduler.preempt`."""
-        if len(self.running) < 2:
+        waiting = self.waiting.values()
+        holders = [e for e in waiting if e.request.holding and e.request is not but]
+        if not holders and len(self.running) < 2:
             return None
-        victim = min(
-            self.running.values(),
-            key=lambda entry: (
-                not entry.request.paused,
-                -self.owners.of(entry.owner),
-                entry.priority,
-                -entry.arrival,
-            ),
-        )
-        self.waiting[victim.request] = self.running.pop(victim.request)
-        victim.preempted = True
+        victim = min(holders or self.running.values(), key=self._goes_last)
+        if not holders:
+            self._stop(victim)
+            victim.promised = True
         self.counts.preempted += 1
         return victim.request
+
+    def make_way(self, line: Sequence[Entry[RequestT]], *, quantum: float) -> RequestT | None:
+        """See `Scheduler.make_way`.
+
+        Args:
+            line: those that wait, who goes first at the beginning.
+            quantum: see `SchedulingPolicy`.
+        """
+        first, places = line[0], Counter(entry.owner for entry in self.running.values())
+        running = [entry for entry in self.running.values() if not entry.request.paused]
+        victims = [e for e in running if places[e.owner] > places[first.owner] + 1]
+        if not victims and self.full:
+            before = self.counts.rows - quantum
+            own = (e for e in line if e.owner == first.owner and not e.asked.begun)
+            late = next((e for e in own if e.since < before), None)
+            if late is None:
+                return None
+            first = late
+            victims = [
+                entry
+                for entry in running
+                if entry.since < before and self._may_pass(first, entry, places)
+            ]
+        if not victims:
+            return None
+        most = max(places[entry.owner] for entry in victims)
+        victim = min((e for e in victims if places[e.owner] == most), key=self._goes_last)
+        self._stop(victim)
+        victim.clock = self.counts.prefill_rows
+        first.promised = True
+        self.counts.preempted += 1
+        return victim.request
+
+    @staticmethod
+    def _may_pass(
+        first: Entry[RequestT], other: Entry[RequestT], places: Mapping[str, int]
+    ) -> bool:
+        """Whether one that waits may have the place of one that runs, if it waits long enough."""
+        if first.owner == other.owner:
+            return first.priority >= other.priority
+        return places[first.owner] < places[other.owner]
+
+    def _stop(self, entry: Entry[RequestT]) -> None:
+        """Have one that runs wait."""
+        self.waiting[entry.request] = self.running.pop(entry.request)
+        entry.since = self.counts.rows
+
+    def _goes_last(self, entry: Entry[RequestT]) -> tuple[float, ...]:
+        """The smallest loses its blocks before all others."""
+        served = self.owners.of(entry.owner)
+        return (not entry.request.paused, -served, entry.priority, -entry.number)

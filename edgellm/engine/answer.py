@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from collections.abc import Sequence as SequenceOf
 from typing import Protocol, runtime_checkable
 
@@ -20,8 +20,40 @@ from edgellm.results import FinishReason, Piece
 from edgellm.text.stop_text import StopText
 from edgellm.text.tokenizer import TextStream, Tokenizer
 
-# Sets the scores of tokens that must not come next to -inf; called with the tokens sampled so far.
-LogitFilter = Callable[[NDArray[np.float32], SequenceOf[int]], None]
+
+class LogitFilter(Protocol):
+    """A function that says at each step which tokens may come next.
+
+    It is called with the scores `[V]` of all tokens, float32, and the tokens of the answer so far.
+    It either changes the scores in place, such as to -inf for a token that must not come next, and
+    returns None; or it returns the scores to go on with, an array of the same shape.
+    """
+
+    def __call__(
+        self, scores: NDArray[np.float32], tokens: SequenceOf[int], /
+    ) -> NDArray[np.float32] | None: ...
+
+
+def filtered_scores(
+    logit_filter: LogitFilter, scores: NDArray[np.float32], tokens: SequenceOf[int]
+) -> NDArray[np.float32]:
+    """The scores that a filter leaves, which may change `scores`.
+
+    Raises:
+        OptionError: it returned something else.
+    """
+    left = logit_filter(scores, tokens)
+    if left is None:
+        return scores
+    fits = isinstance(left, np.ndarray) and left.shape == scores.shape
+    if not fits or left.dtype.kind != "f":
+        shape = getattr(left, "shape", None)
+        raise OptionError(
+            f"`logit_filter` returned {type(left).__name__}{'' if shape is None else f' {shape}'}; "
+            f"return a NumPy array of floats of the shape {scores.shape}, or change the scores in "
+            "place and return None"
+        )
+    return scores if left is scores else left.astype(np.float32)  # a copy, it may be kept
 
 
 @runtime_checkable
@@ -107,8 +139,7 @@ class Answer:
     def _filtered(self, logits: Logits) -> NDArray[np.float32]:
         if self._logit_filter is None:
             return logits.scores
-        scores = logits.scores.copy()
-        self._logit_filter(scores, self.sampled)
+        scores = filtered_scores(self._logit_filter, logits.scores.copy(), self.sampled)
         if scores.max() == -math.inf < logits.scores.max():
             raise OptionError("`logit_filter` ruled out every token; at least one must be left")
         return scores

@@ -25,10 +25,11 @@ class AnswerStats:
         preempted: how often it gave its place to others.
     """
 
-    def __init__(self, prompt_tokens: int) -> None:
+    def __init__(self, prompt_tokens: int, *, dropped: int = 0) -> None:
         self.start = time.perf_counter()
         self.cached: int | None = None
-        self.computed = self.steps = self.dropped = self.preempted = 0
+        self.computed = self.steps = self.preempted = 0
+        self.dropped = dropped
         self._prompt_tokens = prompt_tokens
         self._prefill_s = self._decode_s = self._ttft_s = self._queued_s = 0.0
         self._places: dict[str, int] = {}

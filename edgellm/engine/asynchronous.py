@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, TypeVar
 from edgellm.engine.engine import Engine
 from edgellm.engine.pending import WORKING, Pending, Waiting
 from edgellm.engine.pump import Pump, Reader
+from edgellm.errors import CancelledError
 
 if TYPE_CHECKING:
     import asyncio
@@ -40,6 +41,11 @@ async def driven(engine: Engine, pending: Pending[T]) -> AsyncGenerator[T, None]
             else:
                 yield item  # type: ignore[misc]
             item = next(pending, None)
+    except CancelledError:
+        # what ended the step in its middle has cost the answer a piece, and says more
+        if reader.error is not None:
+            raise reader.error from None
+        raise
     finally:
         if item is not None:
             reader.withdraw()
@@ -53,7 +59,7 @@ async def _news(pump: Pump, reader: Reader, requests: Sequence[Request]) -> None
     event_loop = asyncio.get_running_loop()
     future: asyncio.Future[None] = event_loop.create_future()
 
-    def wake(error: Exception | None) -> None:
+    def wake(error: BaseException | None) -> None:
         try:
             event_loop.call_soon_threadsafe(_finish, future, error)
         except RuntimeError:  # it was closed
@@ -63,7 +69,7 @@ async def _news(pump: Pump, reader: Reader, requests: Sequence[Request]) -> None
         await future
 
 
-def _finish(future: asyncio.Future[None], error: Exception | None) -> None:
+def _finish(future: asyncio.Future[None], error: BaseException | None) -> None:
     if future.done():  # cancelled
         return
     if error is None:

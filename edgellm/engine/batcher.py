@@ -95,6 +95,8 @@ class Batcher:
         others = [share for share in whole if not (together or share.request.decoding)]
         start = time.perf_counter()
         done = self._compute(self._decoder, decoding, alone=len(shares) == 1)
+        # to make room for a decode, the newest may have lost its place
+        others = [share for share in others if share.request in self._scheduler.running]
         done += self._compute(self._prefill, others, alone=len(shares) == 1)
         if done:
             self._learn(done, time.perf_counter() - start)
@@ -120,6 +122,9 @@ class Batcher:
 
     def _next(self) -> list[Share[Request]]:
         """What this step computes."""
+        request = self._scheduler.make_way()
+        if request is not None:
+            request.preempt()
         shares = self._scheduler.next(self._admit)
         self._fail_refused()
         if self._scheduler.wants_room:
@@ -148,12 +153,25 @@ class Batcher:
         if running and not self._cache.has_room(growing):
             return False
         try:
-            request.begin()
+            self._begin(request)
         except Exception as error:
             if not (running and isinstance(error, CacheFullError)):
                 self._refused.append((request, error))
             return False
         return True
+
+    def _begin(self, request: Request) -> None:
+        """Begin a request; if no other one runs, with the blocks of those that wait."""
+        while True:
+            try:
+                return request.begin()
+            except CacheFullError:
+                holder = None
+                if not self._scheduler.running:
+                    holder = self._scheduler.preempt(but=request)
+                if holder is None:
+                    raise
+                holder.preempt()
 
     def _fail_refused(self) -> None:
         """End those that could not begin; not while the scheduler was looking at them."""
@@ -276,6 +294,8 @@ class Batcher:
             if id(request) not in self._live and not (request.withdrawn or request.finished):
                 self._live[id(request)] = request
                 self._scheduler.add(request)
+                for fork in request.forks:
+                    fork.asked = request.asked
             self._submitted.popleft()
 
     def _end(self) -> None:

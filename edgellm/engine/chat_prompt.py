@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgellm.checks import check_flag, check_names
-from edgellm.engine.answer import FilterOfAnswers, LogitFilter
+from edgellm.engine.answer import FilterOfAnswers, LogitFilter, filtered_scores
 from edgellm.engine.engine import Engine
 from edgellm.errors import OptionError, TemplateError
 from edgellm.generation_options import GenerationArguments, GenerationOptions
@@ -194,7 +194,7 @@ def chat_prompt(
         added=tokenizer.added_tokens,
     )
     held = GrammarFilter(engine.grammars.matcher(grammar, _SCHEMAS), _SCHEMAS)
-    both = held if logit_filter is None else _Both(logit_filter, held)
+    both = held if logit_filter is None else BothFilters(logit_filter, held)
     return replace(prompt, logit_filter=both)
 
 
@@ -262,19 +262,20 @@ class AnswerReader:
         )
 
 
-class _Both:
+class BothFilters:
     """Two logit filters, one after the other."""
 
     def __init__(self, first: LogitFilter, second: LogitFilter) -> None:
         self._filters = (first, second)
 
-    def for_answer(self) -> _Both:
+    def for_answer(self) -> BothFilters:
         """Both for one answer."""
-        return _Both(*map(_for_answer, self._filters))
+        return BothFilters(*map(_for_answer, self._filters))
 
-    def __call__(self, logits: NDArray[np.float32], tokens: Sequence[int]) -> None:
+    def __call__(self, logits: NDArray[np.float32], tokens: Sequence[int]) -> NDArray[np.float32]:
         for each in self._filters:
-            each(logits, tokens)
+            logits = filtered_scores(each, logits, tokens)
+        return logits
 
 
 def _for_answer(logit_filter: LogitFilter) -> LogitFilter:

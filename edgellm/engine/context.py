@@ -223,24 +223,18 @@ class Context:
             OptionError: `keep` leaves no room.
             CacheFullError: open sessions hold the whole cache.
         """
-        ctx_size = self.engine.ctx_size
-        window = (ctx_size - keep) // 2
-        if window < 1:
-            raise OptionError(
-                f"`keep` is {keep}; in a context of {ctx_size} tokens 0 to {ctx_size - 2} is "
-                "allowed"
-            )
-        end = len(self.tokens) - window
-        if end <= keep:
+        count = forgotten(len(self.tokens), ctx_size=self.engine.ctx_size, keep=keep)
+        end = keep + count
+        if not count:
             return 0
         try:
             if len(self.sequence) > end:
-                self.sequence.shift(keep=keep, discard=end - keep)
+                self.sequence.shift(keep=keep, discard=count)
         except CacheFullError:
             self._set(self.tokens)
             raise
         self._set(self.tokens[:keep] + self.tokens[end:])
-        return end - keep
+        return count
 
     def become(self, other: Context) -> None:
         """Share what another one has computed, and begin with no more."""
@@ -311,3 +305,17 @@ class Context:
     def checked(self, name: str, tokens: object) -> list[int]:
         """Token ids that a caller gave for the parameter `name`, as a list."""
         return check_token_ids(name, tokens, vocab_size=self.engine.config.vocab_size)
+
+
+def forgotten(length: int, *, ctx_size: int, keep: int) -> int:
+    """Count the tokens that a shift forgets behind the first `keep` of a context of `length`.
+
+    Raises:
+        OptionError: `keep` leaves no room.
+    """
+    window = (ctx_size - keep) // 2
+    if window < 1:
+        raise OptionError(
+            f"`keep` is {keep}; in a context of {ctx_size} tokens 0 to {ctx_size - 2} is allowed"
+        )
+    return max(0, length - window - keep)

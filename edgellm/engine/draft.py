@@ -27,6 +27,9 @@ class PromptLookup:
         for token in tokens:
             self.add(token)
 
+    def __len__(self) -> int:
+        return len(self._tokens)
+
     def add(self, token: int) -> None:
         end = len(self._tokens)
         for size in _MATCHES:

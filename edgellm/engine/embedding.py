@@ -51,8 +51,8 @@ class EmbeddingRequest(Request):
         if self._pooling == "mean":
             self.context.sequence.truncate(0)
 
-    def take(self, rows: Rows, *, decoded: bool, alone: bool, seconds: float) -> None:
-        """Go on with the states of a step's rows."""
+    def computed_states(self, rows: Rows) -> None:
+        """Pool them with those of the rows before."""
         hidden = rows.hidden.astype(np.float64)
         if len(hidden) and self._pooling == "last":
             self._sum = hidden[-1]
@@ -63,7 +63,6 @@ class EmbeddingRequest(Request):
         if rows.logits and self._sum is not None:
             length = float(np.linalg.norm(self._sum))
             self.embedding = (self._sum / (length or 1.0)).astype(np.float32)
-        super().take(rows, decoded=decoded, alone=alone, seconds=seconds)
 
 
 def embeddings(

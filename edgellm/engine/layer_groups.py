@@ -71,7 +71,7 @@ class LayerGroups(PromptRows[RequestT]):
         fitting = left if whole <= seconds else max(1, int(_SLACK * seconds / whole * count))
         layers = Layers(passed, passed + math.ceil(left / math.ceil(left / fitting)), count)
         self._shares.append(Share(entry.request, start, rows, decode=False, layers=layers))
-        self._served.add(entry.arrival)
+        self._served.add(entry.number)
         if layers.end < count:
             # what little time is left is not for another prompt: this one goes on all the sooner
             self._budget = _FULL

@@ -22,6 +22,7 @@ from edgellm.backends.token_backend import TokenBackend
 from edgellm.cache.disk_cache import DiskCache
 from edgellm.cache.groups import cache_bytes, pool_blocks
 from edgellm.cache.kv_cache import KVCache
+from edgellm.cache.write_behind import WriteBehind
 from edgellm.engine import memory
 from edgellm.engine.costs import load_or_measure
 from edgellm.errors import OptionError, TemplateError
@@ -136,7 +137,8 @@ class LoadedModel:
             fingerprint=f"{self.fingerprint}|{self.arithmetic}".encode(),
         )
         if options.kv_cache_dir is not None:
-            cache.disk = DiskCache(Path(options.kv_cache_dir), budget=options.kv_cache_bytes)
+            disk = DiskCache(Path(options.kv_cache_dir), budget=options.kv_cache_bytes)
+            cache.disk = WriteBehind(disk)
         return cache
 
     def _open_models(self, progress: ProgressCallback | None) -> OpenModels:

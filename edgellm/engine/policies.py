@@ -22,16 +22,16 @@ class Prompt(NamedTuple):
     """What the order of a prompt follows from.
 
     Attributes:
-        arrival: its number; who came first has the smallest.
+        arrival: its number; who came first has the smallest. Answers to one prompt have the same.
         priority: larger is more urgent.
-        preempted: it had been admitted before, and lost what was computed.
+        promised: it lost its place for want of blocks, or a place was taken for it.
         left: tokens that are not computed, at least 1.
         waited: prompt tokens that the engine computed, of whomever, since this one arrived.
     """
 
     arrival: int
     priority: int
-    preempted: bool
+    promised: bool
     left: int
     waited: int
 
@@ -59,7 +59,12 @@ class SchedulingPolicy(Protocol):
         max_running: requests that are admitted at once.
         max_decodes: requests that decode in one step; with more, they take turns.
         layers: of the model, where rows of prompts may rest between them; else 1.
+        quantum: rows that are computed, of whomever, while a prompt waits and another request runs,
+            before the one may have the place of the other.
     """
+
+    @property
+    def quantum(self) -> float: ...
 
     @property
     def max_running(self) -> int: ...
@@ -71,7 +76,7 @@ class SchedulingPolicy(Protocol):
     def layers(self) -> int: ...
 
     def rank(self, prompt: Prompt) -> tuple[float, ...]:
-        """The smallest goes first; no two prompts have the same."""
+        """The smallest goes first."""
 
     def budget(self, *, decodes: int, requests: int) -> StepBudget:
         """Of a step in which so many of all requests (running or waiting) decode."""
@@ -83,6 +88,7 @@ class Serial:
 
     max_rows: int = 512
     max_running = max_decodes = layers = 1
+    quantum = math.inf
 
     def __post_init__(self) -> None:
         check_number("max_rows", self.max_rows, 1, whole=True)
@@ -111,6 +117,7 @@ class StallFree:
             in native steps of 128 take 0.93 to 1.1 times as long as in one (SmolLM2-135M at 0 and
             3,500 tokens, Qwen2.5-0.5B at 0 and 2,000; two cores), in steps of 64 up to 1.3 times.
         row_multiple: of a step's rows; those of prompts are at least as many as come nearest to it.
+        quantum: of a place. With 64 answers it is 16 tokens of each.
     """
 
     time_target: float = 0.100
@@ -120,6 +127,7 @@ class StallFree:
     max_running: int = 64
     max_decodes: int = 64
     row_multiple: int = 1
+    quantum: int = 1024
     layers = 1
 
     def __post_init__(self) -> None:
@@ -131,6 +139,7 @@ class StallFree:
             "max_running",
             "max_decodes",
             "row_multiple",
+            "quantum",
         ):
             check_number(name, getattr(self, name), 1, whole=True)
         if self.min_rows + self.max_decodes > self.max_rows:
@@ -141,7 +150,7 @@ class StallFree:
 
     def rank(self, prompt: Prompt) -> tuple[float, ...]:
         ratio = (prompt.waited + prompt.left) / prompt.left
-        return (-prompt.priority, not prompt.preempted, -ratio, prompt.left, prompt.arrival)
+        return (-prompt.priority, not prompt.promised, -ratio, prompt.left, prompt.arrival)
 
     def budget(self, *, decodes: int, requests: int) -> StepBudget:
         seconds, rows = self.time_target, self.min_rows

@@ -46,7 +46,8 @@ class Share(Generic[RequestT]):
         return StepLoad().plus(self.rows, self.start)
 
 
-# In the order of a heap: rank, what is left, and whose it is. No two ranks are the same.
+# In the order of a heap: rank, what is left, and whose it is. No two ranks are the same, as they
+# end with the entry's number.
 _Ranked = tuple[tuple[float, ...], int, Entry[RequestT]]
 
 
@@ -83,14 +84,14 @@ class PromptRows(Generic[RequestT]):
         """Serve the first in line, at most so many, until the step is full."""
         line = self._line(prompts)
         while line and len(self._served) < most:
-            _, left, entry = heapq.heappop(line)
+            _, _, entry = heapq.heappop(line)
             position = entry.request.computed
             room = self._room(position)
             # a few rows that are left of a step are no beginning for a long prompt
-            if room < 1 or (self._rows and room < min(left, self._budget.min_rows // 2)):
+            if room < 1 or (self._rows and room < min(entry.left, self._budget.min_rows // 2)):
                 return
             entry = self._computing_prefix_of(entry) or entry
-            if entry.arrival in self._served:
+            if entry.number in self._served:
                 continue
             if not self._admit(entry, first=True):
                 line = [item for item in line if item[2].request in self._admission.running]
@@ -102,6 +103,10 @@ class PromptRows(Generic[RequestT]):
                 room = self._room(entry.request.computed)
             self._serve(entry, room)
 
+    def in_line(self, entries: list[Entry[RequestT]]) -> list[Entry[RequestT]]:
+        """Entries in the order in which they are served."""
+        return [entry for _, _, entry in sorted(self._line(entries))]
+
     def _serve(self, entry: Entry[RequestT], room: int) -> None:
         """Give the first in line the room."""
         self._compute(entry, room)
@@ -112,11 +117,14 @@ class PromptRows(Generic[RequestT]):
         line = []
         for entry in entries:
             left = entry.left
+            if left > 0 and entry.request in self._admission.waiting:
+                # another answer to a prompt that was computed ranks as the prompt did
+                left = max(left, entry.asked.rows)
             if left > 0:
                 prompt = Prompt(
-                    entry.arrival, entry.priority, entry.preempted, left, clock - entry.clock
+                    entry.asked.number, entry.priority, entry.promised, left, clock - entry.clock
                 )
-                line.append((rank(prompt), left, entry))
+                line.append(((*rank(prompt), entry.number), left, entry))
         return self._in_turns(sorted(line))
 
     def _in_turns(self, ranked: list[_Ranked[RequestT]]) -> list[_Ranked[RequestT]]:
@@ -153,7 +161,7 @@ class PromptRows(Generic[RequestT]):
         self._shares.append(Share(entry.request, start, rows, decode=False))
         self._load = self._load.plus(rows, start)
         self._rows += rows
-        self._served.add(entry.arrival)
+        self._served.add(entry.number)
 
     def _let_short_ones_ride(
         self, line: list[_Ranked[RequestT]], room: int, first_left: int
@@ -172,7 +180,7 @@ class PromptRows(Generic[RequestT]):
             is_waiting = entry.request in self._admission.waiting
             if is_waiting and (self._admission.refused or self._computing_prefix_of(entry)):
                 continue
-            if entry.arrival in self._served or entry.request.underway is not None:
+            if entry.number in self._served or entry.request.underway is not None:
                 continue
             if not self._admit(entry, first=False):
                 continue
@@ -217,10 +225,10 @@ class PromptRows(Generic[RequestT]):
 
     def _common(self, entry: Entry[RequestT], other: Entry[RequestT]) -> int:
         """Tokens of the full blocks that both begin with; compared once for each pair."""
-        if other.arrival not in entry.common:
+        if other.number not in entry.common:
             size, a, b = self._block_size, entry.request.tokens, other.request.tokens
             end = 0
             while end + size <= min(len(a), len(b)) and a[end : end + size] == b[end : end + size]:
                 end += size
-            entry.common[other.arrival] = end
-        return entry.common[other.arrival]
+            entry.common[other.number] = end
+        return entry.common[other.number]

@@ -12,7 +12,7 @@ from edgellm.engine.loop import Loop, have_news
 from edgellm.engine.request import Request
 
 # Called in the pump's thread, with an error that was nobody's own.
-Wake = Callable[[Exception | None], None]
+Wake = Callable[[BaseException | None], None]
 
 
 class Reader:
@@ -21,11 +21,13 @@ class Reader:
     Attributes:
         requests: those that are on their way.
         wake: called once when there are news; None: nobody waits.
+        error: one that came while the reader did not wait.
     """
 
     def __init__(self) -> None:
         self.requests: Sequence[Request] = ()
         self.wake: Wake | None = None
+        self.error: BaseException | None = None
         self._thread = threading.current_thread()
 
     @property
@@ -60,6 +62,10 @@ class Pump:
             False if there are some already; nobody is woken then.
         """
         with self._lock:
+            error, reader.error = reader.error, None
+            if error is not None:
+                wake(error)
+                return True
             reader.requests = requests
             self._readers.add(reader)
             news = have_news(requests)
@@ -73,24 +79,32 @@ class Pump:
 
     def _run(self) -> None:
         idle = False
-        while not idle:
-            idle = not self._readers  # a last step gives back what was withdrawn
-            error = None
-            try:
-                self._loop.advance(())
-            except Exception as raised:
-                error = raised
+        try:
+            while not idle:
+                idle = not self._readers  # a last step gives back what was withdrawn
+                error = None
+                try:
+                    self._loop.advance(())
+                # also a SystemExit of a logit filter, or a panic of Rust's: readers wait for it
+                except BaseException as raised:
+                    error = raised
+                with self._lock:
+                    self._wake(error)
+                    idle = idle and not self._readers
+                    if idle:
+                        self._thread = None
+        finally:
             with self._lock:
-                self._wake(error)
-                idle = idle and not self._readers
-                if idle:
-                    self._thread = None
+                if self._thread is threading.current_thread():
+                    self._thread = None  # the next reader has another one started
 
-    def _wake(self, error: Exception | None) -> None:
+    def _wake(self, error: BaseException | None) -> None:
         """Tell readers what is new, and let go of those that need no step."""
         for reader in list(self._readers):
             reader.withdraw_if_dead()
-            if reader.wake is not None and (error is not None or have_news(reader.requests)):
+            if reader.wake is None:
+                reader.error = error
+            elif error is not None or have_news(reader.requests):
                 wake, reader.wake = reader.wake, None
                 wake(error)
             if reader.done or error is not None:

@@ -12,7 +12,7 @@ from dataclasses import replace
 
 from edgellm.backends.batch import Rows, Span
 from edgellm.cache.sequence import Sequence
-from edgellm.engine.admission import Underway
+from edgellm.engine.admission import Arrival, Underway
 from edgellm.engine.answer import Answer, LogitFilter
 from edgellm.engine.answer_stats import AnswerStats
 from edgellm.engine.context import Context
@@ -34,14 +34,14 @@ _MOST_UNREAD = 64
 class Request:
     """One `Session.stream` call, in the hands of the loop.
 
-    `check`, `next_piece`, `withdraw` and `stats` are for its reader; all else is the loop's, which
-    calls it under the engine's lock.
+    `check`, `next_piece`, `withdraw` and `stats` are for its reader, all else for the loop.
 
     Attributes:
         pieces: what the reader has not taken yet.
         error: what is raised when they are taken; there will be no more.
         forks: other answers to the same prompt, which begin where it ends.
         report: how far the prompt is, until its reader takes it, if it wants reports.
+        asked: see `Schedulable`.
         finished: whether the last piece is there, or an error.
         withdrawn: the reader is gone.
     """
@@ -57,10 +57,12 @@ class Request:
         closes: bool = False,
         wants_reports: bool = False,
         shown_special: Collection[int] = (),
+        dropped: int = 0,
     ) -> None:
         """Take over the tokens of `context` as the prompt.
 
         Args:
+            dropped: tokens of the prompt that a shift has forgotten already.
             closes: the context is closed with the end of the answer.
             wants_reports: `report` is news for the reader, as pieces are.
             shown_special: see `TextStream`.
@@ -72,6 +74,7 @@ class Request:
         self.error: Exception | None = None
         self.forks: list[Request] = []
         self.report: Progress | None = None
+        self.asked: Arrival | None = None
         self.finished = self.withdrawn = False
         self.may_rest = True
         self._engine = engine
@@ -84,20 +87,18 @@ class Request:
         self._claims = False
         self._passage: Passage | None = None
         self._taken = 0  # tokens of the answer that its reader has
-        prompt = list(context.tokens)
         self._answer = Answer(
             engine.tokenizer,
             options,
-            prompt,
+            context.tokens,
             logit_filter=logit_filter,
             shown_special=shown_special,
         )
         drafts = options.speculate and engine.decoder.exact_rows
-        self._speculation = Speculation(prompt if drafts else None)
-        self._stats = AnswerStats(len(prompt))
-        self._deadline = math.inf
-        if options.time_limit_ms is not None:
-            self._deadline = self._stats.start + options.time_limit_ms / 1000
+        self._speculation = Speculation(engine.ctx_size if drafts else 0)
+        self._stats = AnswerStats(len(context.tokens) + dropped, dropped=dropped)
+        limit = math.inf if options.time_limit_ms is None else options.time_limit_ms
+        self._deadline = self._stats.start + limit / 1000
 
     # its reader
 
@@ -105,10 +106,12 @@ class Request:
         """Refuse a prompt that no answer can begin with; see `Context.check_prompt`.
 
         Raises:
-            OptionError: or a session that is answering already.
+            OptionError: or a session that answers already, or a token that is none of the model's.
         """
         if self.context.answering is not None:
             raise _answering()
+        self.context.checked("logit_bias", self._options.logit_bias)
+        self.context.checked("stop_tokens", self._options.stop_tokens)
         if self._options.context_policy == "error" or not self.tokens:
             self.context.check_prompt()
         self._claims = True
@@ -177,6 +180,11 @@ class Request:
         return self.context.salt
 
     @property
+    def holding(self) -> bool:
+        """Whether it has blocks in the KV cache."""
+        return len(self.context.sequence) > 0
+
+    @property
     def paused(self) -> bool:
         """Whether it waits for its reader."""
         return len(self.pieces) >= _MOST_UNREAD
@@ -240,24 +248,15 @@ class Request:
         # a step that failed may have computed the last token and lost its logits
         self.context.forget(self.context.cached - computed)
         tokens = self.tokens[computed : computed + rows]
-        last = computed + len(tokens) == end
+        last, candidates = computed + len(tokens) == end, self._candidates()
         if self.underway is None or layers is None:
             self._drop_passage()
         if layers is not None:
             self._passage = self._passage or Passage(self.context.sequence, tokens)
-            candidates = self._candidates()
             return self._passage.span(layers, logit_rows=int(last), candidates=candidates)
-        if not self.decoding:
-            return Span(
-                self.context.sequence, tokens, logit_rows=int(last), candidates=self._candidates()
-            )
-        draft = self._speculation.draft(self._room()) if alone else []
-        return Span(
-            self.context.sequence,
-            [*tokens, *draft],
-            logit_rows=1 + len(draft),
-            candidates=self._candidates(),
-        )
+        drafts = alone and self.decoding
+        draft = self._speculation.draft(self._room(), self.tokens) if drafts else []
+        return Span(self.context.sequence, [*tokens, *draft], int(last) + len(draft), candidates)
 
     def take(self, rows: Rows, *, decoded: bool, alone: bool, seconds: float) -> None:
         """Go on with what a step computed of the request's span.
@@ -272,6 +271,7 @@ class Request:
                 return self._stats.rested(rows, seconds)
             self.context.take_over(self._passage.land())
             self._passage = None
+        self.computed_states(rows)
         if decoded:
             self._stats.decoded(seconds)
         else:
@@ -289,6 +289,9 @@ class Request:
             following = self._speculation.after(sampled[-1]) if sampled else None
             self._stats.steps += following is not None
         self.context.forget(self._speculation.settle())
+
+    def computed_states(self, rows: Rows) -> None:
+        """Use the states of rows that have passed the last layer; an answer needs no states."""
 
     def leave(self) -> None:
         """Give back what is not needed when the loop has done with it; what nobody has read of an

@@ -8,7 +8,7 @@ from collections.abc import Collection
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, replace
 
-from edgellm.engine.context import Context
+from edgellm.engine.context import Context, forgotten
 from edgellm.engine.engine import Engine
 from edgellm.engine.pending import WORKING, Pending, Waiting
 from edgellm.engine.request import LogitFilter, Request
@@ -105,8 +105,16 @@ def forked_requests(
     Raises:
         OptionError, ContextOverflowError: see `Request.check`.
     """
-    seeds = [secrets.randbits(32) if options.seed is None else options.seed + i for i in range(n)]
+    first_seed = options.seed
+    seeds = [
+        secrets.randbits(32) if first_seed is None else (first_seed + i) % 2**64 for i in range(n)
+    ]
     filters = logit_filters or [None] * n
+    dropped = 0
+    if options.context_policy == "shift" and len(tokens) > engine.ctx_size:
+        # before each answer has as many tokens as a client may send
+        dropped = forgotten(len(tokens), ctx_size=engine.ctx_size, keep=options.keep)
+        tokens = [*tokens[: options.keep], *tokens[options.keep + dropped :]]
     requests = [
         Request(
             Context(engine, tokens, salt=salt),
@@ -116,6 +124,7 @@ def forked_requests(
             closes=True,
             wants_reports=wants_reports,
             shown_special=shown_special,
+            dropped=dropped,
         )
         for seed, logit_filter in zip(seeds, filters, strict=True)
     ]

@@ -14,6 +14,8 @@ from edgellm.generation_options import GenerationOptions
 from edgellm.kernels.sampling import MOST_CANDIDATES, top_k
 
 Floats = NDArray[np.float32]
+# Of a logarithm, for roundings on the way to a probability.
+_SLACK = 1e-3
 
 
 class Sampler:
@@ -23,6 +25,8 @@ class Sampler:
         self._options = options
         changed = options.logit_bias or _penalizes(options)
         self._takes_best = options.temperature == 0 and not changed
+        self._biased = np.fromiter(options.logit_bias, np.intp)
+        self._biases = np.fromiter(options.logit_bias.values(), np.float32)
         self._random = np.random.default_rng(options.seed)
 
     def sample(
@@ -43,7 +47,7 @@ class Sampler:
 
         Raises:
             NumericError: the logits are not finite.
-            OptionError: a biased token is not in the vocabulary, or nothing is left to choose.
+            OptionError: nothing is left to choose.
         """
         options = self._options
         place = int(logits.argmax())
@@ -54,12 +58,7 @@ class Sampler:
         if self._takes_best and not banned:
             return place if ids is None else int(ids[place])
         scores = logits.copy()
-        for token, bias in options.logit_bias.items():
-            if not 0 <= token < scores.shape[0]:
-                raise OptionError(
-                    f"`logit_bias`: token {token} is not in the vocabulary of {scores.shape[0]}"
-                )
-            scores[token] += bias
+        scores[self._biased] += self._biases
         if banned:
             scores[_places(banned, ids)] = -np.inf
         recent = _recent(tokens, options.repeat_last_n) if _penalizes(options) else ()
@@ -76,8 +75,12 @@ class Sampler:
     def _draw(self, scores: Floats) -> int:
         """The place of one that is drawn."""
         options = self._options
-        places = top_k(scores, options.top_k)
-        probabilities = softmax(scores[places])
+        if options.top_k:
+            places = top_k(scores, options.top_k)
+            probabilities = softmax(scores[places])
+        else:
+            places = _by_score(scores, min_p=options.min_p)
+            probabilities = softmax(scores)[places]
         kept = keep_top_p(probabilities, options.top_p)
         kept = kept & keep_min_p(probabilities, options.min_p)
         places = places[kept]
@@ -86,6 +89,13 @@ class Sampler:
         sums = probabilities.cumsum()
         drawn = int((sums / sums[-1]).searchsorted(self._random.random(), side="right"))
         return int(places[drawn])
+
+
+def _by_score(scores: Floats, *, min_p: float) -> NDArray[np.intp]:
+    """Places from the highest score on, without most of those that `min_p` would leave out."""
+    least = scores.max() + np.float32(math.log(min_p) - _SLACK if min_p else -math.inf)
+    places = np.flatnonzero(scores >= least)
+    return places[top_k(scores[places], 0)]
 
 
 def best_needed(options: GenerationOptions, *, ends: int) -> int:

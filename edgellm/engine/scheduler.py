@@ -26,7 +26,8 @@ class Scheduler(Generic[RequestT]):
     policy, which orders those of one owner.
 
     A request waits until there is room for its whole prompt, is then running, and leaves when it
-    is removed, or goes back to waiting when it is preempted. No choice changes an answer.
+    is removed, or goes back to waiting when it is preempted or makes way for another one. No choice
+    changes an answer.
 
     Args:
         policy: order and bounds.
@@ -74,9 +75,8 @@ class Scheduler(Generic[RequestT]):
 
     def start_again(self) -> None:
         """Forget all requests, but not what was counted."""
-        admission: Admission[RequestT] = Admission(max_running=self.policy.max_running)
-        admission.counts, admission.owners = self.counts, self._admission.owners
-        self._admission = admission
+        before = self._admission
+        self._admission = Admission(max_running=self.policy.max_running, before=before)
 
     def next(self, admit: Callable[[RequestT], bool]) -> list[Share[RequestT]]:
         """What to compute now; empty if there is nothing, or no room for who is first in line.
@@ -106,14 +106,31 @@ class Scheduler(Generic[RequestT]):
         self._prompt_rows(_NO_BOUNDS, shares, admit).add(self._prompts(), most=1)
         return shares[0] if shares else None
 
-    def preempt(self) -> RequestT | None:
+    def preempt(self, *, but: RequestT | None = None) -> RequestT | None:
         """The newest running request of the lowest priority goes back to the front of the line.
 
         Of several owners it is one of who was served the most. One whose reader is slow goes before
-        all others. The caller frees its blocks. None if there
-        is only one left.
+        all others, and one that waits and has blocks before all that run. The caller frees its
+        blocks. None if there is only one left.
+
+        Args:
+            but: another one than this.
         """
-        return self._admission.preempt()
+        return self._admission.preempt(but=but)
+
+    def make_way(self) -> RequestT | None:
+        """A running request goes back to waiting for one that waits; None if there is no need.
+
+        The place is taken from who has the most places, for an owner that has fewer, and the least
+        served of all. Where all places are taken, it is also taken for a prompt that has waited a
+        quantum, from a request that has run as long. The caller frees its blocks.
+        """
+        admission = self._admission
+        if not admission.full and admission.refused is None:
+            return None
+        waiting = [e for e in admission.waiting.values() if not e.request.paused]
+        line = self._prompt_rows(_NO_BOUNDS, [], lambda _: False).in_line(waiting)
+        return admission.make_way(line, quantum=self.policy.quantum) if line else None
 
     def done(self, shares: Sequence[Share[RequestT]], seconds: float) -> None:
         """Learn from a step that has run; shares that were dropped before it are left out."""

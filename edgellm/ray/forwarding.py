@@ -128,9 +128,10 @@ async def answered(
         while messages or not work.done():
             await news.wait()
             news.clear()
-            if messages:
-                yield messages[:]
-                messages.clear()
+            # before the yield: the application goes on while the taker is at work
+            taken, messages[:] = messages[:], []
+            if taken:
+                yield taken
         work.result()
     finally:
         work.cancel()

@@ -99,11 +99,18 @@ class ObjectStore:
             return {name: self._references[name] for name in names if name in self._references}
 
     def fetch(self, *, timeout_s: float) -> None:
-        """Wait until all are in this machine's memory, so that to read them takes no time."""
+        """Wait until all are in this machine's memory, so that to read them takes no time.
+
+        Blocks that are still on their way then are not there.
+        """
         with self._lock:
-            references = list(self._references.values())
-        if references:
-            ray.wait(references, num_returns=len(references), timeout=timeout_s)
+            names = {reference: name for name, reference in self._references.items()}
+        if not names:
+            return
+        _, late = ray.wait(list(names), num_returns=len(names), timeout=timeout_s)
+        with self._lock:
+            for reference in late:
+                self._drop(names[reference])
 
     def _make_room(self) -> None:
         total = sum(self._sizes.values())

@@ -135,9 +135,15 @@ class _Matched:
     def __call__(self, logits: NDArray[np.float32], tokens: Sequence[int]) -> None:
         """See `GrammarFilter`; `tokens` are those that were read, and what has come since."""
         new = list(tokens[len(self._read) :])
-        self._matcher.consume_tokens(new)
+        try:
+            self._matcher.consume_tokens(new)
+            mask = self._matcher.compute_bitmask()
+        except BaseException as error:  # a panic of Rust's is no Exception to Python
+            if type(error).__name__ != "PanicException":
+                raise
+            raise OptionError(f"{self._what} cannot be followed: {error}") from None
         self._read += new
-        bits = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
+        bits = np.frombuffer(mask, np.uint8)
         allowed = np.unpackbits(bits, bitorder="little")[: logits.shape[0]].astype(np.bool_)
         problem = self._matcher.get_error()  # with an error, the end alone is allowed
         if problem or not allowed.any():

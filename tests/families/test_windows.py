@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from inspection import until_kept
 from matrix import ALLOWED, BACKENDS, CHUNK, usable
 from tiny_families import logits, make, save_tokenizer
 
@@ -153,7 +154,9 @@ def test_sessions_are_saved_without_what_windows_have_passed(start: Start, tmp_p
 
 
 def test_blocks_on_disk_outlive_the_process(start: Start, tmp_path: Path) -> None:
-    expected = answer(start(kv_cache_dir=tmp_path), TOKENS[:LENGTH])
+    before = start(kv_cache_dir=tmp_path)
+    expected = answer(before, TOKENS[:LENGTH])
+    until_kept(before)
     llm = start(kv_cache_dir=tmp_path)
     with llm.session() as session:
         session.append(TOKENS[:LENGTH])

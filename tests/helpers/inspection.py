@@ -72,6 +72,12 @@ def used_blocks(llm: LLM) -> int:
         return llm.engine.cache.used_blocks
 
 
+def until_kept(llm: LLM) -> None:
+    """Wait until all blocks of `kv_cache_dir` that there are to write have been written."""
+    disk: Any = llm.engine.cache.disk
+    until(lambda: not disk.busy)
+
+
 def sequences(llm: LLM) -> int:
     """Sequences that the cache knows."""
     return len(llm.engine.cache._changes._sequences)

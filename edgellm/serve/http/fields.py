@@ -12,6 +12,8 @@ from typing import Any
 from edgellm.serve.request_error import RequestError
 
 MAX_STOPS = 64
+# OpenAI has 300; each is checked in the event loop, and added at each token.
+MAX_BIASES = 1024
 _JSON = json.JSONEncoder(ensure_ascii=False)
 
 

@@ -11,7 +11,7 @@ from typing import Any
 from edgellm.generation_options import GenerationArguments
 from edgellm.serve.ask import Ask, Infill
 from edgellm.serve.http.endpoint import Call, Route
-from edgellm.serve.http.fields import Fields, shown
+from edgellm.serve.http.fields import MAX_BIASES, Fields, shown
 from edgellm.serve.http.streaming import Frames, Reply, json_reply
 from edgellm.serve.llama_cpp.answer import Shown, frames, result_object
 from edgellm.serve.llama_cpp.fields import (
@@ -172,6 +172,10 @@ async def _bias(
         for each in named:
             assert isinstance(each, int)
             values[each] = values.get(each, 0.0) + bias
+    if len(values) > MAX_BIASES:
+        raise field_error(
+            "logit_bias", f"{len(values)} tokens are meant; at most {MAX_BIASES} are allowed"
+        )
     if values:
         async with call.answering.pool.use(model) as llm:
             size = llm.engine.config.vocab_size

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 from edgellm.generation_options import GenerationArguments
-from edgellm.serve.http.fields import MAX_STOPS, Fields
+from edgellm.serve.http.fields import MAX_BIASES, MAX_STOPS, Fields
 from edgellm.serve.request_error import RequestError
 
 _NUMBERS = {
@@ -112,6 +112,12 @@ def max_tokens(fields: Fields, *names: str) -> GenerationArguments:
 def logit_bias(fields: Fields) -> dict[int, float]:
     """OpenAI's: an object of token ids as strings, and numbers."""
     given = fields.object("logit_bias")
+    if given is not None and len(given.values) > MAX_BIASES:
+        raise RequestError(
+            "invalid_request",
+            f"`logit_bias` has {len(given.values)} tokens; at most {MAX_BIASES} are allowed",
+            param="logit_bias",
+        )
     bias: dict[int, float] = {}
     for token in given.values if given is not None else ():
         if not token.isdecimal() or len(token) > 10:

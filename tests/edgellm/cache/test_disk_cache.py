@@ -8,11 +8,12 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from inspection import until_kept
 from waiting import until
 
 from edgellm.cache.block_store import packed_size
@@ -43,7 +44,9 @@ def start(tiny_model: Path, folder: Path) -> Callable[..., LLM]:
 def ask(llm: LLM, tokens: list[int] = PROMPT) -> Completion:
     with llm.session() as session:
         session.append(tokens)
-        return session.generate(max_tokens=8, temperature=0, ignore_eos=True)
+        answer = session.generate(max_tokens=8, temperature=0, ignore_eos=True)
+    until_kept(llm)
+    return answer
 
 
 def files(folder: Path) -> list[Path]:
@@ -142,6 +145,30 @@ def test_the_budget_holds_and_the_last_used_stay(start: Callable[..., LLM], fold
         assert sum(file.stat().st_size for file in files(folder)) <= budget
     assert ask(start(), [prompt % 300 + 3, prompt // 300 + 3, *PROMPT[:130]]).stats.cached_tokens
     assert not ask(start()).stats.cached_tokens
+
+
+def test_the_folder_is_not_looked_through_for_each_block(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """But again when other processes may have filled it meanwhile."""
+    looks: list[str] = []
+    glob = Path.glob
+
+    def counted(path: Path, pattern: str) -> Iterator[Path]:
+        looks.append(pattern)
+        return glob(path, pattern)
+
+    disk, other = (DiskCache(folder, budget=160_000) for _ in range(2))
+    names = [bytes([i]) * 32 for i in range(60)]
+    for name in names[:9]:
+        disk.write(name, bytes(900))
+    monkeypatch.setattr(Path, "glob", counted)
+    for name in names:
+        other.write(name, bytes(900))
+    assert len(looks) == 1 + 60 * 980 // 10_000
+    for name in range(200):
+        disk.write(bytes([name, 1]) * 16, bytes(900))
+        assert sum(file.stat().st_size for file in folder.iterdir()) <= 170_000
 
 
 def test_a_full_disk_is_no_error(

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from inspection import until_kept
 
 from edgellm.cache.session_file import SavedSession, write_session
 from edgellm.errors import OptionError, SessionFileError
@@ -159,6 +160,7 @@ def test_what_people_wrote_is_private(
     tiny.prefix("docs", "some text")
     with_disk = load(str(tiny_model), kv_cache_dir=tmp_path / "kv")
     with_disk.generate(TOKENS, max_tokens=1)
+    until_kept(with_disk)
     files = [path, *(edgellm_home / "prefixes").iterdir(), *(tmp_path / "kv").glob("*.kv")]
     assert len(files) == 3
     assert [file.stat().st_mode & 0o077 for file in files] == [0, 0, 0]

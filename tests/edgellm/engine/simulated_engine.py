@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from hypothesis import strategies as st
 
-from edgellm.engine.admission import Underway
+from edgellm.engine.admission import Arrival, Underway
 from edgellm.engine.policies import SchedulingPolicy
 from edgellm.engine.scheduler import Scheduler, Share
 from edgellm.engine.step_costs import StepCosts, StepLoad
@@ -20,9 +20,23 @@ BLOCK = 128
 TARGET = 0.1
 
 
+@dataclass
+class Shared:
+    """Blocks of a prompt that several answers begin with, the last of which may not be full."""
+
+    blocks: int
+    holders: int
+
+
 @dataclass(eq=False)
 class Request:
-    """A prompt of numbers and so many tokens of answer; `arrival` and `cancelled_at` in seconds."""
+    """A prompt of numbers and so many tokens of answer; `arrival` and `cancelled_at` in seconds.
+
+    Attributes:
+        forks: other answers to the prompt, which begin where it ends, and hold its blocks from then
+            on, also while they wait.
+        blocks: that it has alone.
+    """
 
     tokens: list[int]
     answer: int = 1
@@ -41,6 +55,13 @@ class Request:
     may_rest: bool = True
     began: float | None = None
     times: list[float] = field(default_factory=list)
+    forks: list[Request] = field(default_factory=list)
+    shared: Shared | None = None
+    asked: Arrival | None = None
+
+    @property
+    def holding(self) -> bool:
+        return self.blocks > 0 or self.shared is not None
 
     @property
     def decoding(self) -> bool:
@@ -92,6 +113,7 @@ class Engine:
         self.now = 0.0
         self.chance = random.Random(0)
         self.steps: list[tuple[list[Share[Request]], float]] = []
+        self.ran: set[Request] = set()  # before the step
 
     def run(self, requests: Iterable[Request], *, until: float = float("inf")) -> None:
         arriving = sorted(requests, key=lambda r: r.arrival)[::-1]
@@ -102,6 +124,8 @@ class Engine:
         )
         while self.now < until:
             self.arrive(arriving, cancelled)
+            self.make_way()
+            self.ran = set(self.scheduler.running)
             chosen = self.scheduler.next(self.admit)
             self.check(chosen)
             shares = self.reserve(chosen)
@@ -132,26 +156,50 @@ class Engine:
                 arriving.remove(request)
             self.remove(request)
 
+    def make_way(self) -> None:
+        request = self.scheduler.make_way()
+        if request is not None:
+            assert request not in self.scheduler.running
+            self.release(request)
+
     def admit(self, request: Request) -> bool:
-        needed = -(-len(request.tokens) // BLOCK)
+        needed = self.missing(request, len(request.tokens))
         if needed > self.free - (self.watermark if self.scheduler.running else 0):
-            self.refused = request
-            return False
+            if self.scheduler.running:
+                self.refused = request
+                return False
+            while needed > self.free:  # blocks of others that wait
+                holder = self.scheduler.preempt(but=request)
+                if holder is None:
+                    self.refused = request
+                    return False
+                self.release(holder)
+                needed = self.missing(request, len(request.tokens))
         self.free -= needed
-        request.blocks = needed
-        if self.known is not None:
+        request.blocks += needed
+        if self.known is not None and not request.computed:
             end = BLOCK
             while end < len(request.tokens) and tuple(request.tokens[:end]) in self.known:
                 request.computed = end
                 end += BLOCK
         return True
 
+    def missing(self, request: Request, end: int) -> int:
+        """Blocks that a request lacks for so many tokens; of a prompt that others begin with as
+        well, the last block is copied."""
+        shared = request.shared
+        if shared is not None and shared.holders == 1:
+            request.blocks += shared.blocks
+            request.shared = shared = None
+        full = 0 if shared is None else (len(request.tokens) - request.sampled) // BLOCK
+        return max(0, -(-end // BLOCK) - full - request.blocks)
+
     def reserve(self, shares: list[Share[Request]]) -> list[Share[Request]]:
         """Blocks for what is appended; preempts the newest until there are enough."""
         dropped: set[Request] = set()
         for share in shares:
-            needed = -(-(share.start + share.rows) // BLOCK)
-            while share.request not in dropped and needed > share.request.blocks:
+            end = share.start + share.rows
+            while share.request not in dropped and self.missing(share.request, end):
                 if self.free:
                     self.free -= 1
                     share.request.blocks += 1
@@ -189,16 +237,33 @@ class Engine:
                 for end in range(BLOCK, request.computed + 1, BLOCK):
                     self.known.add(tuple(request.tokens[:end]))
             if request.computed == len(request.tokens):
-                request.tokens.append(-1 - request.sampled)
-                request.sampled += 1
-                request.times.append(self.now)
-                if request.sampled == request.answer:
-                    self.remove(request)
+                self.begin_forks(request)
+                self.sample(request)
         for call, seconds in calls:
             if call[0].layers is None:
                 self.scheduler.done(call, seconds)
             else:
                 self.scheduler.passed(call[0], seconds)
+
+    def begin_forks(self, request: Request) -> None:
+        """Let other answers begin at the end of its prompt; they wait for their places."""
+        if not request.forks:
+            return
+        request.shared = Shared(request.blocks, 1 + len(request.forks))
+        request.blocks = 0
+        for fork in request.forks:
+            fork.asked, fork.shared = request.asked, request.shared
+            fork.computed = len(fork.tokens)
+            self.scheduler.add(fork)
+            self.sample(fork)
+        request.forks = []
+
+    def sample(self, request: Request) -> None:
+        request.tokens.append(-1 - request.sampled)
+        request.sampled += 1
+        request.times.append(self.now)
+        if request.sampled == request.answer:
+            self.remove(request)
 
     def fail(self, request: Request) -> None:
         request.failed = True
@@ -207,9 +272,17 @@ class Engine:
     def remove(self, request: Request) -> None:
         self.scheduler.remove(request)
         self.release(request)
+        for fork in request.forks:  # they begin by themselves
+            fork.asked = request.asked
+            self.scheduler.add(fork)
+        request.forks = []
 
     def release(self, request: Request) -> None:
         self.free += request.blocks
+        if request.shared is not None:
+            request.shared.holders -= 1
+            self.free += 0 if request.shared.holders else request.shared.blocks
+            request.shared = None
         request.blocks = request.computed = 0
         request.underway = None
 
@@ -222,10 +295,11 @@ class Engine:
         for share in shares:
             assert share.request in running
             assert share.start == share.request.computed
-            assert share.decode is share.request.decoding
+            # the first row of another answer to a prompt comes with rows of prompts
+            assert share.decode is (share.request.decoding and share.request in self.ran)
             assert 1 <= share.rows <= len(share.request.tokens) - share.start
             self.check_layers(share)
-        decoding = sum(request.decoding for request in running)
+        decoding = sum(request.decoding for request in self.ran)
         assert sum(share.decode for share in shares) == min(decoding, self.policy.max_decodes)
         most = self.policy.budget(decodes=1, requests=2).max_rows
         assert all(sum(share.rows for share in call) <= most for call in calls_of(shares))
@@ -275,10 +349,30 @@ def finished(request: Request) -> bool:
     return request.sampled == request.answer and len(request.times) == request.answer
 
 
+def forked(request: Request, n: int) -> Request:
+    """With answers to its prompt, `n` in all."""
+    request.forks = [
+        Request(
+            list(request.tokens),
+            1 + (request.answer + i) % 40,
+            request.arrival,
+            request.priority,
+            owner=request.owner,
+        )
+        for i in range(1, n)
+    ]
+    return request
+
+
+def with_forks(requests: Iterable[Request]) -> list[Request]:
+    """All answers."""
+    return [each for request in requests for each in (request, *request.forks)]
+
+
 requests_strategy = st.lists(
     st.builds(
-        lambda prompt, answer, arrival, priority, cancelled, owner: Request(
-            numbers(prompt), answer, arrival, priority, cancelled, owner=owner
+        lambda prompt, answer, arrival, priority, cancelled, owner, n: forked(
+            Request(numbers(prompt), answer, arrival, priority, cancelled, owner=owner), n
         ),
         prompt=st.integers(1, 2000),
         answer=st.integers(1, 40),
@@ -286,6 +380,7 @@ requests_strategy = st.lists(
         priority=st.integers(-1, 1),
         cancelled=st.just(float("inf")) | st.floats(0, 4),
         owner=st.sampled_from(["", "", "a", "b"]),
+        n=st.sampled_from([1, 1, 1, 2, 5]),
     ),
     max_size=12,
 )

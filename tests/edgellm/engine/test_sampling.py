@@ -111,9 +111,32 @@ def test_broken_logits_are_an_error(value: float) -> None:
         Sampler(plain()).sample(np.array([1.0, value], np.float32), [])
 
 
-def test_bias_outside_the_vocabulary() -> None:
-    with pytest.raises(OptionError, match="token 9"):
-        Sampler(plain(logit_bias={9: 1.0})).sample(LOGITS, [])
+@pytest.mark.parametrize("min_p", [0.0, 0.001, 0.05, 0.4])
+@pytest.mark.parametrize("top_p", [0.9, 1.0])
+def test_all_tokens_are_drawn_from_as_if_all_were_sorted(min_p: float, top_p: float) -> None:
+    """The order of equal scores is part of it: they are drawn from one after the other."""
+    options = plain(min_p=min_p, top_p=top_p, seed=9, temperature=1.3)
+    sampler, chance = Sampler(options), np.random.default_rng(9)
+    rng = np.random.default_rng(4)
+    for _ in range(100):
+        logits = np.round(rng.standard_normal(5000) * 3, 1).astype(np.float32)
+        order = np.argsort(-logits, kind="stable")
+        probabilities = softmax(logits[order])
+        kept = keep_top_p(probabilities, top_p) & keep_min_p(probabilities, min_p)
+        left = order[kept]
+        sums = softmax(logits[left] / np.float32(1.3)).cumsum()
+        drawn = int((sums / sums[-1]).searchsorted(chance.random(), side="right"))
+        assert sampler.sample(logits, []) == left[drawn]
+
+
+def test_biases_are_added_all_at_once() -> None:
+    """A token costs no Python for each of them: after the first one they are not looked at."""
+    biases = {token: (token * 37 % 11 - 5) / 3 for token in range(4000)}
+    sampler = Sampler(plain(temperature=0, logit_bias=biases))
+    biases.clear()
+    logits = np.random.default_rng(0).standard_normal(4000).astype(np.float32)
+    expected = logits + np.array([(i * 37 % 11 - 5) / 3 for i in range(4000)], np.float32)
+    assert sampler.sample(logits, []) == int(expected.argmax())
 
 
 @pytest.mark.parametrize(

@@ -140,13 +140,14 @@ def test_drafts_rest_when_they_do_not_pay() -> None:
 )
 def test_rows_belong_to_their_tokens(text: list[int], prompt: int) -> None:
     """A model that goes on with `text` whatever happens: each row says where it was computed."""
-    computed, speculation = list(text[:prompt]), Speculation(text[:prompt])
+    computed, speculation = list(text[:prompt]), Speculation(50)
     ahead: Logits | None = None
     for at in range(prompt, len(text)):
         if ahead is None:
             del computed[len(computed) - speculation.settle() :]
             rows = []
-            for token in (text[at], *speculation.draft(len(text) - at - 1)):
+            draft = speculation.draft(len(text) - at - 1, text[: at + 1])
+            for token in (text[at], *draft):
                 computed.append(token)
                 rows.append(Logits(np.array([len(computed), sum(computed)], np.float32), 0.0))
             speculation.computed(rows[1:], seconds=1.0)

@@ -128,11 +128,37 @@ def test_an_answer_is_the_replica_s(start: Callable[..., Application], tiny: LLM
     assert "not to be sent" not in request.scope
 
 
-def test_a_stream_comes_as_it_is(start: Callable[..., Application]) -> None:
+def test_a_stream_comes_as_it_is(start: Callable[..., Application], tiny: LLM) -> None:
     status, headers, body = call(start(), "/v1/completions", {**TEXTS, "stream": True})
     assert status == 200
     assert headers["content-type"].startswith("text/event-stream")
     assert body.endswith(b"data: [DONE]\n\n")
+    lines = [line for line in body.splitlines() if line.startswith(b"data: {")]
+    events = [json.loads(line.removeprefix(b"data: ")) for line in lines]
+    text = "".join(event["choices"][0]["text"] for event in events)
+    assert text == tiny.generate(str(TEXTS["prompt"]), max_tokens=6, seed=1).text
+
+
+def test_messages_that_come_while_others_are_taken_are_not_lost() -> None:
+    """The reader may wait for something before it asks for the next ones."""
+    taken, said = asyncio.Event(), asyncio.Event()
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        await send({"type": "first"})
+        await taken.wait()
+        for name in ("middle", "last"):
+            await send({"type": name})
+        said.set()
+
+    async def read() -> list[str]:
+        types = []
+        async for messages in answered(app, ForwardedRequest({}, b"", [])):
+            types += [message["type"] for message in messages]
+            taken.set()
+            await said.wait()
+        return types
+
+    assert finished(read()) == ["first", "middle", "last"]
 
 
 def test_what_is_wrong_is_said_in_the_dialect(start: Callable[..., Application]) -> None:
@@ -217,6 +243,7 @@ def test_an_application_that_raises_raises_behind_what_it_said() -> None:
     async def read() -> None:
         async for messages in answered(app, ForwardedRequest({}, b"asked", [])):
             types.extend(message["type"] for message in messages)
+            await asyncio.sleep(0)  # the application goes on while they are taken
 
     with pytest.raises(ValueError, match="broken"):
         finished(read())

@@ -190,6 +190,11 @@ def test_null_is_absent_and_unknown_fields_are_ignored(server: Running) -> None:
         (PATH, {"messages": MESSAGES, "logit_bias": {"99999": 1}}, "`logit_bias`"),
         ("/v1/completions", {"prompt": "a", "logit_bias": {"99999": 1}}, "`logit_bias`"),
         (
+            "/v1/completions",
+            {"prompt": "a", "logit_bias": dict.fromkeys(map(str, range(1025)), 1)},
+            "at most 1024",
+        ),
+        (
             PATH,
             {
                 "messages": MESSAGES,

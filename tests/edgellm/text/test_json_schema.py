@@ -9,7 +9,7 @@ import pytest
 
 from edgellm import OptionError
 from edgellm.llm import LLM
-from edgellm.text.json_schema import Grammars, JsonFilter
+from edgellm.text.json_schema import GrammarFilter, Grammars, JsonFilter
 from edgellm.text.tokenizer import Tokenizer
 
 SCHEMA = {
@@ -159,3 +159,20 @@ except OptionError as error:
     else:
         assert "import of llguidance halted" in found.stdout
         assert "pip install llguidance" in found.stdout
+
+
+@pytest.mark.parametrize("name", ["PanicException", "KeyboardInterrupt"])
+def test_a_panic_of_the_library_is_an_error_of_its_answer(name: str) -> None:
+    """A panic is no Exception, and would end the thread that steps for all."""
+    kind = type(name, (BaseException,), {})
+
+    class Matcher:
+        def deep_copy(self) -> Matcher:
+            return self
+
+        def consume_tokens(self, tokens: list[int]) -> None:
+            raise kind("index out of bounds")
+
+    expected = OptionError if name == "PanicException" else kind
+    with pytest.raises(expected, match="index out of bounds"):
+        GrammarFilter(Matcher(), "the grammar")(np.zeros(9, np.float32), [])

@@ -1,0 +1,104 @@
+"""Blocks that are written in a thread of their own: who has the engine's lock waits for no disk."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import threading
+from collections import deque
+from collections.abc import Iterable, Iterator
+
+from edgellm.cache.block_store import BlockStore
+
+# Of blocks that wait, in memory; beyond it a sequence's other blocks are kept with its next answer.
+_MOST_BYTES = 256 << 20
+_log = logging.getLogger(__name__)
+
+
+class WriteBehind:
+    """A block store that has blocks at once, and hands them to a slower one later.
+
+    Called under the cache's lock. The thread is there while blocks wait, and the end of the
+    process waits for it.
+
+    Args:
+        store: the slower one, which is read from while the thread writes to it.
+    """
+
+    def __init__(self, store: BlockStore) -> None:
+        self._store = store
+        self._begin()
+
+    def _begin(self) -> None:
+        self._process = os.getpid()
+        self._lock = threading.Lock()
+        self._thread: threading.Thread | None = None
+        self._batches: deque[tuple[list[bytes], dict[bytes, bytes]]] = deque()
+        self._batch: dict[bytes, bytes] | None = None  # of what is pinned now
+        self._waiting: dict[bytes, bytes] = {}  # of all batches
+        self._size = 0
+
+    @property
+    def busy(self) -> bool:
+        """Whether blocks wait to be written."""
+        return self._thread is not None
+
+    def has(self, name: bytes) -> bool:
+        """See `BlockStore`."""
+        return name in self._waiting or self._store.has(name)
+
+    def read(self, name: bytes, *, size: int) -> memoryview | None:
+        """See `BlockStore`."""
+        data = self._waiting.get(name)
+        return self._store.read(name, size=size) if data is None else memoryview(data)
+
+    def write(self, name: bytes, data: bytes) -> bool:
+        """See `BlockStore`; there is no room while too much waits."""
+        if self._batch is None:
+            with self.pin([]):
+                return self.write(name, data)
+        with self._lock:
+            if self._size + len(data) > _MOST_BYTES:
+                return False
+            self._size += len(data)
+        self._batch[name] = self._waiting[name] = data
+        return True
+
+    @contextlib.contextmanager
+    def pin(self, names: Iterable[bytes]) -> Iterator[None]:
+        """See `BlockStore`; they are pinned while all that is written within is handed on."""
+        if self._process != os.getpid():  # forked: the thread, and what it had, is the parent's
+            self._begin()
+        pinned, self._batch = list(names), {}
+        try:
+            yield
+        finally:
+            batch, self._batch = self._batch, None
+            if batch:
+                self._hand_on(pinned, batch)
+
+    def _hand_on(self, names: list[bytes], blocks: dict[bytes, bytes]) -> None:
+        with self._lock:
+            self._batches.append((names, blocks))
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name="edgellm-kv-cache")
+                self._thread.start()
+
+    def _run(self) -> None:
+        while True:
+            with self._lock:
+                if not self._batches:
+                    self._thread = None
+                    return
+                names, blocks = self._batches.popleft()
+            try:
+                with self._store.pin(names):
+                    for name, data in blocks.items():
+                        if not self._store.write(name, data):
+                            break
+            except OSError as error:
+                _log.warning("the KV cache's blocks were not kept: %s", error.strerror)
+            with self._lock:
+                for name in blocks:
+                    self._size -= len(self._waiting.pop(name))

@@ -1,0 +1,151 @@
+"""The engine over a KV cache of its own, and a back end that computes nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+from inspection import set_costs, used_blocks
+
+from edgellm.backends.batch import Rows, Span, reserved
+from edgellm.backends.placement import Placement
+from edgellm.cache.kv_cache import KVCache
+from edgellm.engine.loop import Loop
+from edgellm.engine.pump import Pump
+from edgellm.engine.request import Request
+from edgellm.engine.samples import forked_requests
+from edgellm.generation_options import GenerationOptions
+from edgellm.kernels.sampling import Logits
+from edgellm.options import EngineOptions
+
+VOCABULARY = 64
+GREEDY = GenerationOptions(temperature=0, repetition_limit=0)
+
+
+class Tokenizer:
+    eos_ids: frozenset[int] = frozenset()
+
+    def decode(self, tokens: Sequence[int], *, skip_special: bool = True) -> str:
+        return "".join(chr(97 + token % 26) for token in tokens)
+
+
+class Backend:
+    """The token after a token is the next larger one."""
+
+    name, precision = "native", "packed"
+    exact_rows, row_multiple, chunk_rows = True, 1, 1
+    placement = Placement("native", {})
+
+    def rows_at_once(self, sequence: object) -> int:
+        return 512
+
+    def run(self, spans: Sequence[Span], *, should_stop: Callable[[], bool] | None) -> list[Rows]:
+        with reserved(spans):
+            results = [self._rows(span) for span in spans]
+            for span in spans:
+                span.sequence.commit(span.tokens)
+        return results
+
+    def _rows(self, span: Span) -> Rows:
+        count = len(span.tokens)
+        logits = []
+        for token in span.tokens[count - span.logit_rows :]:
+            scores = np.zeros(VOCABULARY, np.float32)
+            scores[(token + 1) % VOCABULARY] = 9
+            logits.append(Logits(scores, float(np.log(np.exp(scores).sum()))))
+        return Rows(np.zeros((count, 4), np.float32), logits, {"native": count}, ())
+
+
+def start(
+    ctx_size: int, *, blocks: int, exact: bool = True, apart: bool = False, **options: Any
+) -> Any:
+    """A model to the eyes of requests, and of `inspection.py`.
+
+    Args:
+        exact: what was preempted is computed again, and not kept outside the cache.
+        apart: prompts and decodes are two calls of two back ends.
+        options: of the engine.
+    """
+    attention = SimpleNamespace(window=None, qk_norm="none", rope=0, head_dim=8)
+    config: Any = SimpleNamespace(
+        layers=[SimpleNamespace(attention=attention)],
+        layer_count=1,
+        head_dim=8,
+        kv_heads=1,
+        attention=attention,
+        vocab_size=VOCABULARY,
+        context_length=ctx_size,
+        rope_of=lambda _: SimpleNamespace(inv_freq=(1.0,) * 4),
+    )
+    cache = KVCache(config, format="int8", ctx_size=ctx_size, blocks=blocks, fingerprint=b"")
+    for array in cache.groups[0].blocks.arrays:
+        array[...] = 0  # nothing writes there, but a context that shifts reads it
+    prefill: Any = Backend()
+    decoder: Any = Backend() if apart else prefill
+    chosen = EngineOptions(**options)
+    loop = Loop(cache, chosen, prefill=prefill, decoder=decoder)
+    engine: Any = SimpleNamespace(
+        cache=cache,
+        lock=cache.lock,
+        config=config,
+        ctx_size=ctx_size,
+        tokenizer=Tokenizer(),
+        prefill=prefill,
+        decoder=decoder,
+        recomputes_exactly=exact and not apart,
+        scheduling=chosen.scheduling,
+        options=chosen,
+        loop=loop,
+        pump=Pump(loop),
+    )
+    llm: Any = SimpleNamespace(engine=engine)
+    set_costs(llm, 1e-3)  # a step has room for 100 rows
+    return llm
+
+
+def tokens(seed: int, length: int) -> list[int]:
+    return np.random.default_rng(seed).integers(0, VOCABULARY, length).tolist()
+
+
+def ask(
+    llm: Any,
+    prompt: Sequence[int],
+    *,
+    max_tokens: int | None = None,
+    n: int = 1,
+    owner: str = "",
+    options: GenerationOptions = GREEDY,
+) -> list[Request]:
+    """Submit a prompt; the answers to it."""
+    options = replace(options, max_tokens=max_tokens or options.max_tokens, owner=owner)
+    requests = forked_requests(llm.engine, prompt, options, n=n)
+    llm.engine.loop.submit(requests[0])
+    return requests
+
+
+def step(llm: Any, requests: Sequence[Request]) -> None:
+    """A step, and all readers take what it brought."""
+    llm.engine.loop.advance(())
+    for request in requests:
+        while request.pieces:
+            request.next_piece()
+
+
+def sampled(request: Request) -> int:
+    """Tokens of its answer."""
+    return request.stats().generation_tokens
+
+
+def finish(llm: Any, requests: Sequence[Request], *, each: Callable[[], object] = bool) -> None:
+    """Step until all have finished, without an error; `each` is called behind each step."""
+    steps = 0
+    while not all(request.finished for request in requests):
+        step(llm, requests)
+        each()
+        steps += 1
+        assert steps < 20_000
+    assert [request.error for request in requests] == [None] * len(requests)
+    assert used_blocks(llm) == 0
