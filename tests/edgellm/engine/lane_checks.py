@@ -4,10 +4,12 @@ native kernels decode."""
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from inspection import lane_is_empty
+import pytest
+from inspection import lane, lane_is_empty, watch_steps
 from loop_checks import assert_idle
 from loops import prompt
 from waiting import until
@@ -30,6 +32,16 @@ def start(path: Path, **options: Any) -> LLM:
     assert isinstance(llm.engine.prefill, ChunkedBackend)
     llm.engine.prefill.costs = Costs({32: 1.0, 128: 3.0})
     return llm
+
+
+def wait_for_lane(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have each step find its prompt computed, however slow the provider's thread is."""
+
+    def around(step: Callable[[], None]) -> None:
+        until(lambda: not lane(llm).busy)
+        step()
+
+    watch_steps(llm, monkeypatch, around)
 
 
 def assert_ended(llm: LLM) -> None:

@@ -8,7 +8,7 @@ import random
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from types import FrameType
@@ -166,9 +166,9 @@ def interrupted(
     return False
 
 
-def answers_interrupted_at(llm: LLM, moments: Iterable[int]) -> int:
+def answers_interrupted_at(llm: LLM, moments: Sequence[int]) -> None:
     """Answers in this thread with an interrupt in each, at these calls of Python functions, while two
-    others are on their way; how many interrupts came through."""
+    others are on their way."""
     options, count = {**GREEDY, "max_tokens": 12}, 0
     expected = [llm.generate(prompt(i, 20 + 60 * i), **options).tokens for i in range(3)]
     session, long = llm.session(), prompt(99, 2 * BLOCK + 40)
@@ -195,7 +195,7 @@ def answers_interrupted_at(llm: LLM, moments: Iterable[int]) -> int:
     del session
     assert_idle(llm)
     assert llm.generate(prompt(1, 80), **options).tokens == expected[1]
-    return count
+    assert count > 0.8 * len(moments)  # Python drops those in callbacks
 
 
 def answers_with_alarms(llm: LLM, *, alarms: int, seed: int) -> None:
