@@ -32,8 +32,8 @@ from edgellm.store.bundle import Bundle
 class FixedCosts(StepCosts):
     """Predicts for ever that a row takes so many seconds, so steps have the same rows anywhere."""
 
-    def __init__(self, row: float) -> None:
-        super().__init__()
+    def __init__(self, row: float, *, row_multiple: int = 1) -> None:
+        super().__init__(row_multiple=row_multiple)
         self._row = row
 
     def seconds(self, load: StepLoad) -> float:
@@ -76,7 +76,8 @@ def policy(llm: LLM) -> SchedulingPolicy:
 
 def set_costs(llm: LLM, row: float) -> None:
     """Have the scheduler believe that a row takes so many seconds, whatever is measured."""
-    batcher(llm)._scheduler.costs = FixedCosts(row)
+    multiple = batcher(llm)._row_multiple
+    batcher(llm)._scheduler.costs = FixedCosts(row, row_multiple=multiple)
 
 
 def used_blocks(llm: LLM) -> int:

@@ -1,4 +1,4 @@
-"""Waiting without a clock in the verdict: conditions with a generous ceiling, and a clock of the test's own."""
+"""Waiting without a clock in the verdict: conditions with a generous ceiling, and a test's clock."""
 
 from __future__ import annotations
 

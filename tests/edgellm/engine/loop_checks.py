@@ -139,9 +139,7 @@ def alarm_after(seconds: float) -> Iterator[None]:
         signal.setitimer(signal.ITIMER_REAL, 0)
 
 
-def interrupted(
-    call: Callable[[], object], *, at: int, events: Sequence[str] = ("call",)
-) -> bool:
+def interrupted(call: Callable[[], object], *, at: int, events: Sequence[str] = ("call",)) -> bool:
     """Whether an interrupt at the n-th of these events of the profiler, in this thread, ended a call.
 
     Python handles signals where a function of its own begins ("call"), and behind those in C
@@ -192,7 +190,6 @@ def answers_interrupted_at(llm: LLM, moments: Sequence[int]) -> None:
                 continue  # its piece was taken when the interrupt came
             assert tuple(tokens) == wanted, f"after the interrupt at call {at}"
     session.close()
-    del session
     assert_idle(llm)
     assert llm.generate(prompt(1, 80), **options).tokens == expected[1]
     assert count > 0.8 * len(moments)  # Python drops those in callbacks

@@ -13,7 +13,7 @@ from typing import Any
 from unittest.mock import Mock
 
 import pytest
-from inspection import live, policy, results, set_costs, submitted, watch_leaving
+from inspection import context, live, policy, results, set_costs, submitted, watch_leaving
 from layered_checks import (
     LAYERS,
     LENGTHS,
@@ -243,9 +243,9 @@ def test_nobody_wants_the_rest(tiny: LLM, groups: Groups, at: int, how: str) -> 
     """Its blocks are back with the next step, and the rows that rested are found by nobody."""
     cancel, session = threading.Event(), tiny.session()
     session.append(PROMPTS[9])
-    context = Context(tiny.engine)
-    context.append("prompt", PROMPTS[9], parse_special=False)
-    request = Request(context, tiny.generation_options(max_tokens=4), closes=True)
+    own = Context(tiny.engine)
+    own.append("prompt", PROMPTS[9], parse_special=False)
+    request = Request(own, tiny.generation_options(max_tokens=4), closes=True)
     stops: dict[str, Callable[[], object]] = {
         "cancelled": cancel.set,
         "closed": session.close,
@@ -273,13 +273,17 @@ def test_nobody_wants_the_rest(tiny: LLM, groups: Groups, at: int, how: str) -> 
 def test_a_session_that_goes_back_between_two_groups(tiny: LLM, groups: Groups) -> None:
     with tiny.session() as session:
         session.append(PROMPTS[9])
-        rewind = threading.Thread(target=session.rewind, args=(300,))
-        groups.before = lambda number: rewind.start() if number == 9 else None
+        request = Request(context(session), tiny.generation_options(**SHORT))
         stream = tiny.stream(PROMPTS[3], **STREAM)
         next(stream)
-        with pytest.raises(OptionError, match="was changed"):
-            session.generate(**SHORT)
-        rewind.join()
+        tiny.engine.loop.submit(request)
+        while len(groups.layers) < 9:
+            next(stream)
+        session.rewind(300)
+        next(stream)
+        assert isinstance(request.error, OptionError)
+        assert "was changed" in str(request.error)
+        assert len(groups.layers) == 9
         stream.close()
         assert session.tokens == tuple(PROMPTS[9][:300])
         fresh = start(str(tiny.engine.bundle.path)).generate(PROMPTS[9][:300], **SHORT)
@@ -306,6 +310,7 @@ def test_an_interrupt_between_two_groups(
     tiny: LLM, groups: Groups, expected: list[Completion], at: int
 ) -> None:
     """It is for whoever steps; all others begin again and have the same tokens."""
+
     def alarm(number: int) -> None:
         if number == at:
             raise AlarmError

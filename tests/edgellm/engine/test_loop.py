@@ -21,7 +21,6 @@ from edgellm.engine.policies import StallFree
 from edgellm.kernels.kv_blocks import BLOCK
 from edgellm.llm import LLM, load
 
-
 REQUESTS: list[Call] = [
     (
         prompt(i % 23, (5, 60, 130, 300, 513, 40)[i % 6] + i),

@@ -39,7 +39,6 @@ from edgellm import Completion
 from edgellm.backends.chunked_backend import ChunkedBackend
 from edgellm.backends.planner import PlannedChunk
 from edgellm.engine.embedding import embeddings
-from edgellm.engine.request import Request
 from edgellm.kernels.kv_blocks import BLOCK
 from edgellm.llm import LLM, load
 
