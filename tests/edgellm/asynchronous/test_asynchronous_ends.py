@@ -110,7 +110,7 @@ def test_a_timeout_ends_a_long_prompt(tiny: LLM, monkeypatch: pytest.MonkeyPatch
         await until(lambda: is_idle(tiny))
 
     asyncio.run(answer())
-    assert 0 < tiny.engine.loop.counts.prefill_rows - rows <= 128
+    assert 0 < tiny.engine.loop.counts.prefill_rows - rows <= 150  # of a step
 
 
 def test_leaving_a_loop_withdraws_the_answer(tiny: LLM) -> None:
@@ -184,7 +184,7 @@ def test_an_event_loop_whose_thread_has_ended(tiny: LLM, monkeypatch: pytest.Mon
     thread.start()
     thread.join()
     asyncio.run(until(lambda: is_idle(tiny)))
-    assert 0 < tiny.engine.loop.counts.prefill_rows - rows <= 128
+    assert 0 < tiny.engine.loop.counts.prefill_rows - rows <= 150  # of a step
     asked[0].cancel()
     event_loop.run_until_complete(asyncio.wait(asked))
     event_loop.run_until_complete(event_loop.shutdown_default_executor())

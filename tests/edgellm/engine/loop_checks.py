@@ -140,7 +140,7 @@ def alarm_after(seconds: float) -> Iterator[None]:
 
 
 def interrupted(call: Callable[[], object], *, at: int, events: Sequence[str] = ("call",)) -> bool:
-    """Whether an interrupt at the n-th of these events of the profiler, in this thread, ended a call.
+    """Whether an interrupt at the n-th of these events of the profiler, in this thread, ended it.
 
     Python handles signals where a function of its own begins ("call"), and behind those in C
     ("c_return").
@@ -165,8 +165,8 @@ def interrupted(call: Callable[[], object], *, at: int, events: Sequence[str] = 
 
 
 def answers_interrupted_at(llm: LLM, moments: Sequence[int]) -> None:
-    """Answers in this thread with an interrupt in each, at these calls of Python functions, while two
-    others are on their way."""
+    """Answers in this thread while two others are on their way, with an interrupt in each, at one of
+    these calls of Python functions."""
     options, count = {**GREEDY, "max_tokens": 12}, 0
     expected = [llm.generate(prompt(i, 20 + 60 * i), **options).tokens for i in range(3)]
     session, long = llm.session(), prompt(99, 2 * BLOCK + 40)

@@ -52,7 +52,9 @@ OPTIONS: dict[str, dict[str, Any]] = {
 )
 def test_the_answer_is_the_same(native: LLM, prompt: str, kind: str) -> None:
     with_drafts, without = (
-        native.generate(prompt, max_tokens=80, ignore_eos=True, speculate=speculate, **OPTIONS[kind])
+        native.generate(
+            prompt, max_tokens=80, ignore_eos=True, speculate=speculate, **OPTIONS[kind]
+        )
         for speculate in (True, False)
     )
     assert with_drafts.tokens == without.tokens
@@ -65,9 +67,7 @@ def test_the_answer_is_the_same(native: LLM, prompt: str, kind: str) -> None:
 def test_copying_is_foreseen(native: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where a step takes a second, drafted or not."""
     computed = Speculation.computed
-    monkeypatch.setattr(
-        Speculation, "computed", lambda *given, seconds: computed(*given, seconds=1.0)
-    )
+    monkeypatch.setattr(Speculation, "computed", lambda *given, **_: computed(*given, seconds=1.0))
     found = native.generate(COPY, temperature=0, max_tokens=60, ignore_eos=True).stats
     assert found.accepted_tokens > found.drafted_tokens / 2 > 0
 
