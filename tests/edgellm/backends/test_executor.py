@@ -195,6 +195,8 @@ class Running:
         assert {INTERRUPTED[task.step].processor for task in self.tasks} <= {"host"}
 
 
+# Python itself drops what is raised while a generator that nobody needs any more is closed.
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.parametrize("policy", ["in-order", "out-of-order"])
 def test_an_interrupt_at_any_call_reaches_the_caller_as_itself(policy: Policy) -> None:
     """Not as an error of a lock, and no task runs any more; also while the thread is started."""

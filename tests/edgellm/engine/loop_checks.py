@@ -165,8 +165,8 @@ def interrupted(call: Callable[[], object], *, at: int, events: Sequence[str] = 
 
 
 def answers_interrupted_at(llm: LLM, moments: Sequence[int]) -> None:
-    """Answers in this thread while two others are on their way, with an interrupt in each, at one of
-    these calls of Python functions."""
+    """Answers of this thread while two others are on their way, each interrupted at one of these
+    calls of Python functions."""
     options, count = {**GREEDY, "max_tokens": 12}, 0
     expected = [llm.generate(prompt(i, 20 + 60 * i), **options).tokens for i in range(3)]
     session, long = llm.session(), prompt(99, 2 * BLOCK + 40)
