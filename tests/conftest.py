@@ -104,7 +104,7 @@ def smollm2(smollm2_gguf: Path) -> Bundle:
 
 @pytest.fixture(scope="session")
 def smollm2_all(smollm2_gguf: Path) -> Bundle:
-    """The default model's bundle in all precisions, some of which take a minute: for slow tests."""
+    """The default model's bundle with all precisions, of which some take a minute: for slow tests."""
     precisions = ("f32", "int4", "packed", "w8a16-qdq", "w8a8")
     return prepare(DEFAULT_MODEL, precisions=precisions, out=home() / "smollm2-all")
 

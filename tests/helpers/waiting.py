@@ -1,4 +1,4 @@
-"""Waiting without a clock in the verdict: a condition with a generous ceiling, a test's clock."""
+"""Waiting without a clock in the verdict: conditions with a generous ceiling, and a clock of the test's own."""
 
 from __future__ import annotations
 
