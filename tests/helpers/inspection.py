@@ -101,9 +101,9 @@ def context(session: Session) -> Context:
     return session._context
 
 
-def free_blocks(pool: Any) -> tuple[set[int], set[int]]:
+def free_blocks(pool: Any) -> tuple[list[int], list[int]]:
     """Blocks of a pool that hold nothing, and those that only the prefix index knows."""
-    return set(pool._free), set(pool._idle)
+    return list(pool._free), list(pool._idle)
 
 
 def watch_leaving(

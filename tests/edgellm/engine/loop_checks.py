@@ -53,7 +53,7 @@ def check_pools(llm: LLM) -> int:
             assert [pool.references(block) for block in range(len(counts))] == counts
             free = {block for block in range(pool.touched) if not counts[block]}
             empty, idle = free_blocks(pool)
-            assert empty | idle == free
+            assert {*empty, *idle} == free
             assert len(empty) + len(idle) == len(free)
             assert all(cache.index.holds(group.number, block) for block in idle)
         return cache.used_blocks
