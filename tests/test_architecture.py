@@ -6,6 +6,7 @@ import ast
 import graphlib
 import importlib
 import os
+import re
 import subprocess
 import sys
 import tomllib
@@ -260,9 +261,21 @@ def test_files_and_functions_stay_small() -> None:
     assert not large, "\n".join(large)
 
 
-def test_walk_names_files_that_exist() -> None:
-    import re
+def test_one_file_of_the_tests_knows_what_the_engine_keeps_private() -> None:
+    private = re.compile(r"\b_(batcher|changes|scheduler|live|submitted)\b")
+    seam = ROOT / "tests" / "helpers" / "inspection.py"
+    assert private.search(seam.read_text(encoding="utf-8"))
+    wrong = []
+    for path in python_files("tests"):
+        name = path.relative_to(ROOT)
+        if path in (seam, Path(__file__)) or name.parts[1] == "bench":
+            continue
+        for line, text in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+            wrong += [f"{name}:{line}: {found}" for found in private.findall(text)]
+    assert not wrong, "\n".join(wrong)
 
+
+def test_walk_names_files_that_exist() -> None:
     text = (ROOT / "docs" / "walk.md").read_text()
     named = re.findall(r"`((?:cli|edgellm|graphs|kernels|quantize)/[\w/]+\.py)`", text)
     assert len(named) >= 8

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from inspection import until_kept
+from inspection import until_kept, used_blocks
 
 from edgellm import CacheFullError, GenerationOptions
 from edgellm.cache.block_store import pack
@@ -28,11 +28,6 @@ def small(tiny_model: Path) -> LLM:
 
 def prompt(first: int, length: int = 300) -> list[int]:
     return [first, *((7 * i + first) % 250 for i in range(length - 1))]
-
-
-def used_blocks(llm: LLM) -> int:
-    with llm.engine.lock, llm.engine.cache.change():  # what was dropped under the lock goes first
-        return llm.engine.cache.used_blocks
 
 
 def test_dropped_sessions_chats_and_streams_give_their_blocks_back(small: LLM) -> None:

@@ -28,7 +28,7 @@ GREEDY = GenerationOptions(temperature=0.0, max_tokens=24)
 TEXT = "In the year 1969 three men flew to the moon. " * 8
 
 
-@pytest.fixture(params=["chosen", "portable"])
+@pytest.fixture(params=["chosen", pytest.param("portable", marks=pytest.mark.slow)])
 def llm(request: pytest.FixtureRequest) -> LLM:
     """The default model as a user gets it, and without the fused step."""
     found: LLM = request.getfixturevalue(f"{request.param}_llm")
@@ -89,7 +89,9 @@ def test_max_tokens_zero_only_fills_the_cache(llm: LLM) -> None:
 
 
 @pytest.mark.parametrize("at", [1, 50, 127, 128, 129])
-@pytest.mark.parametrize("kind", ["reference_llm", "chosen_llm"])
+@pytest.mark.parametrize(
+    "kind", ["chosen_llm", pytest.param("reference_llm", marks=pytest.mark.slow)]
+)
 def test_cached_prefix_changes_nothing(kind: str, at: int, request: pytest.FixtureRequest) -> None:
     llm: LLM = request.getfixturevalue(kind)
     if llm.engine.prefill.precision != llm.engine.decoder.precision:

@@ -10,14 +10,9 @@ from contextlib import aclosing
 from typing import Any
 
 import pytest
-from asynchronous_checks import (
-    LONG,
-    REQUESTS,
-    Gate,
-    live_requests,
-    prompt,
-    same,
-)
+from asynchronous_checks import LONG, REQUESTS, turns, until
+from inspection import fail_next_step, live
+from loops import Gate, alone, assert_same, prompt
 
 from edgellm import Chat, Completion, OptionError, Piece, Session
 from edgellm.llm import LLM
@@ -42,16 +37,16 @@ def test_the_twins_take_the_same(owner: type, name: str) -> None:
 
 
 def test_thirty_answers_together_are_as_alone(tiny: LLM) -> None:
-    expected = [tiny.generate(tokens, **options) for tokens, options in REQUESTS]
+    expected = alone(tiny, REQUESTS)
     steps = tiny.engine.loop.counts.steps
 
     async def together() -> list[Completion]:
         return await asyncio.gather(*(tiny.agenerate(t, **options) for t, options in REQUESTS))
 
-    assert same(asyncio.run(together()), expected)
-    alone = sum(len(answer.tokens) for answer in expected)
-    assert tiny.engine.loop.counts.steps - steps < alone / 2
-    assert same(asyncio.run(together()), expected)  # in an event loop of its own
+    assert_same(asyncio.run(together()), expected)
+    tokens = sum(len(answer.tokens) for answer in expected)
+    assert tiny.engine.loop.counts.steps - steps < tokens / 2
+    assert_same(asyncio.run(together()), expected)  # in an event loop of its own
 
 
 def test_lists_and_several_answers(tiny: LLM) -> None:
@@ -59,11 +54,11 @@ def test_lists_and_several_answers(tiny: LLM) -> None:
     texts = ["One two", "Three", "Four five six"]
 
     async def answers() -> None:
-        assert same(await tiny.agenerate(texts, **options), tiny.generate(texts, **options))
+        assert_same(await tiny.agenerate(texts, **options), tiny.generate(texts, **options))
         three = await tiny.agenerate("One two", n=3, **options)
-        assert same(three, tiny.generate("One two", n=3, **options))
+        assert_same(three, tiny.generate("One two", n=3, **options))
         (only,) = await tiny.agenerate("One two", n=1, **options)
-        assert same([only], [await tiny.agenerate("One two", **options)])
+        assert_same([only], [await tiny.agenerate("One two", **options)])
 
     asyncio.run(answers())
 
@@ -91,7 +86,7 @@ def test_a_chat_has_the_same_turns(tiny_chat: LLM) -> None:
 
     found = asyncio.run(turns())
     chats[1].send("Hello")
-    assert same(found, [chats[1].send("And you?"), chats[1].send("Why?")])
+    assert_same(found, [chats[1].send("And you?"), chats[1].send("Why?")])
     assert chats[0].messages == chats[1].messages
     assert chats[0].stats is not None
     for chat in chats:
@@ -117,9 +112,10 @@ def test_a_chat_keeps_what_was_taken_of_an_answer(tiny_chat: LLM) -> None:
             async for piece in pieces:
                 taken.append(piece)
                 if len(taken) == 5:
-                    await asyncio.sleep(0.05)  # the answer goes on meanwhile
+                    enough = tiny_chat.engine.loop.counts.decode_rows + 9  # computed meanwhile
+                    await until(lambda: tiny_chat.engine.loop.counts.decode_rows > enough)  # noqa: B023
                     break
-        assert live_requests(tiny_chat) <= 1
+        assert len(live(tiny_chat)) <= 1
         assert (await chat.asend("Go on", max_tokens=3)).finish_reason == "length"
         return taken
 
@@ -132,14 +128,13 @@ def test_a_chat_keeps_what_was_taken_of_an_answer(tiny_chat: LLM) -> None:
 def test_two_questions_at_once_are_one_too_many(tiny_chat: LLM) -> None:
     chat = tiny_chat.chat(**LONG)
 
-    async def both() -> list[Completion | BaseException]:
-        sends = (chat.asend(text, max_tokens=20) for text in ("One", "Two"))
-        return await asyncio.gather(*sends, return_exceptions=True)
+    async def both() -> None:
+        async with aclosing(chat.astream("One")) as pieces:
+            await anext(pieces)
+            with pytest.raises(OptionError, match="already answering"):
+                await chat.asend("Two", max_tokens=20)
 
-    answers = asyncio.run(both())
-    (refused,) = [answer for answer in answers if isinstance(answer, BaseException)]
-    assert isinstance(refused, OptionError)
-    assert "already answering" in str(refused)
+    asyncio.run(both())
     assert [message.role for message in chat.messages] == ["user", "assistant"]
     chat.close()
 
@@ -172,11 +167,7 @@ def test_errors_reach_whoever_waits(tiny: LLM, monkeypatch: pytest.MonkeyPatch) 
 
     asyncio.run(wrong())
 
-    def broken(*arguments: object) -> None:
-        monkeypatch.undo()
-        raise RuntimeError("a step that cannot be")
-
-    monkeypatch.setattr(tiny.engine.loop._batcher, "_take_in", broken)
+    fail_next_step(tiny, monkeypatch, RuntimeError("a step that cannot be"))
     with pytest.raises(RuntimeError, match="cannot be"):
         asyncio.run(tiny.agenerate("Hello", **LONG))
     assert tiny.generate("Hello", max_tokens=1).tokens
@@ -200,10 +191,15 @@ def test_nothing_blocks_the_event_loop(
 
     async def answer() -> None:
         gate = Gate(owner, name, monkeypatch)
+
+        async def open_gate() -> None:
+            await until(gate.reached.is_set)
+            gate.opened.set()
+
+        opening = asyncio.create_task(open_gate())
         batch = tiny.abatch((source.next() for _ in range(2)), max_tokens=2, temperature=0)
-        passed = asyncio.create_task(gate.pass_one())
         assert len([answer async for answer in batch]) == 2
-        await passed
+        await opening
 
     asyncio.run(answer())
 
@@ -219,7 +215,7 @@ def test_the_end_of_a_session_s_answer_waits_for_the_lock_elsewhere(tiny: LLM) -
         released = threading.Timer(5, tiny.engine.lock.release)
         released.start()
         end = asyncio.create_task(anext(pieces, None))  # type: ignore[arg-type]
-        await asyncio.sleep(0.05)
+        await turns()
         assert not end.done()
         released.cancel()
         tiny.engine.lock.release()
@@ -230,7 +226,7 @@ def test_the_end_of_a_session_s_answer_waits_for_the_lock_elsewhere(tiny: LLM) -
 
 
 def test_two_event_loops_and_a_thread_share_steps(tiny: LLM) -> None:
-    expected = [tiny.generate(tokens, **options) for tokens, options in REQUESTS]
+    expected = alone(tiny, REQUESTS)
 
     async def together(part: slice) -> list[Completion]:
         return await asyncio.gather(*(tiny.agenerate(t, **o) for t, o in REQUESTS[part]))
@@ -241,5 +237,5 @@ def test_two_event_loops_and_a_thread_share_steps(tiny: LLM) -> None:
             pool.submit(lambda: asyncio.run(together(slice(12, 24)))),
             pool.submit(lambda: [tiny.generate(t, **o) for t, o in REQUESTS[24:]]),
         ]
-        answers = [answer for part in parts for answer in part.result(timeout=60)]
-    assert same(answers, expected)
+        answers = [answer for part in parts for answer in part.result()]
+    assert_same(answers, expected)

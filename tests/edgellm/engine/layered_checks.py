@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
-from loop_checks import GREEDY, FixedCosts, prompt
+from inspection import set_costs
+from loops import GREEDY, SHORT, prompt
 
 from edgellm import Completion
 from edgellm.backends.batch import Rows, Span
@@ -17,14 +17,13 @@ from edgellm.llm import LLM, load
 LAYERS = 6
 LENGTHS = (5, 900, 300, 40, 1, 700, 513, 130, 260, 999)
 PROMPTS = [prompt(i, length) for i, length in enumerate(LENGTHS)]
-SHORT: dict[str, Any] = {**GREEDY, "max_tokens": 12}
 STREAM: dict[str, Any] = {**GREEDY, "max_tokens": 400}
 
 
 def start_layered(folder: str, **options: Any) -> LLM:
     """A step has room for 100 rows of prompts, whatever the machine."""
     llm = load(folder, **{"scheduling": "layered", "cache_size": 64 * BLOCK, **options})
-    llm.engine.loop._batcher._scheduler.costs = FixedCosts(1e-3)
+    set_costs(llm, 1e-3)
     return llm
 
 
@@ -58,18 +57,6 @@ class Groups:
             return results
 
         monkeypatch.setattr(llm.engine.prefill, "run", watched)
-
-
-def together(llm: LLM, prompts: Sequence[list[int]] = PROMPTS, **options: Any) -> list[Completion]:
-    """Each in a thread of its own."""
-    with ThreadPoolExecutor(len(prompts)) as pool:
-        answers = [pool.submit(llm.generate, each, **{**SHORT, **options}) for each in prompts]
-        return [answer.result(timeout=60) for answer in answers]
-
-
-def assert_same(found: Sequence[Completion], expected: Sequence[Completion]) -> None:
-    assert [each.tokens for each in found] == [each.tokens for each in expected]
-    assert [each.logprobs for each in found] == [each.logprobs for each in expected]
 
 
 def in_company(llm: LLM, tokens: list[int], **options: Any) -> Completion:

@@ -6,76 +6,67 @@ import gc
 import os
 import random
 import signal
+import sys
 import threading
-import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from types import FrameType
 from typing import Any
 
 import numpy as np
+import pytest
+from inspection import (
+    free_blocks,
+    known_sequences,
+    live,
+    results,
+    running,
+    used_blocks,
+    waiting,
+    watch_steps,
+)
+from loops import GREEDY, Call, begin_together, prompt
 
-from edgellm.cache.sequence import Sequence as CachedSequence
-from edgellm.engine.step_costs import StepCosts, StepLoad
+from edgellm import Completion
 from edgellm.errors import CancelledError
 from edgellm.kernels.kv_blocks import BLOCK
 from edgellm.llm import LLM
-
-GREEDY: dict[str, Any] = {"temperature": 0, "ignore_eos": True}
 
 
 class AlarmError(BaseException):
     """What a signal handler raises; like KeyboardInterrupt it is no Exception."""
 
 
-class FixedCosts(StepCosts):
-    """Predicts for ever that a row takes so many seconds: what steps have is the same anywhere."""
-
-    def __init__(self, row: float) -> None:
-        super().__init__()
-        self._row = row
-
-    def seconds(self, load: StepLoad) -> float:
-        return self._row * load.rows
-
-    def learn(self, load: StepLoad, seconds: float) -> None:
-        pass
-
-
-def prompt(seed: int, length: int) -> list[int]:
-    return np.random.default_rng(seed).integers(3, 250, length).tolist()
-
-
 def check_pools(llm: LLM) -> int:
     """Blocks that are held, after a look at whether all counts agree."""
     cache = llm.engine.cache
-    gc.collect()
     with llm.engine.lock, cache.change():
         held = [[0] * group.blocks.count for group in cache.groups]
-        for sequence in [
-            s for s in gc.get_objects() if type(s) is CachedSequence and hasattr(s, "tables")
-        ]:
-            if sequence._cache is cache:
-                for table, counts in zip(sequence.tables, held, strict=True):
-                    assert len(table.ids) == -(-len(sequence) // BLOCK)
-                    for block in table.held:
-                        counts[block] += 1
+        for sequence in known_sequences(llm):
+            for table, counts in zip(sequence.tables, held, strict=True):
+                assert len(table.ids) == -(-len(sequence) // BLOCK)
+                for block in table.held:
+                    counts[block] += 1
         for group, counts in zip(cache.groups, held, strict=True):
             pool = group.pool
             assert [pool.references(block) for block in range(len(counts))] == counts
             free = {block for block in range(pool.touched) if not counts[block]}
-            assert set(pool._free) | set(pool._idle) == free
-            assert len(pool._free) + len(pool._idle) == len(free)
-            assert all(cache.index.holds(group.number, block) for block in pool._idle)
+            empty, idle = free_blocks(pool)
+            assert {*empty, *idle} == free
+            assert len(empty) + len(idle) == len(free)
+            assert all(cache.index.holds(group.number, block) for block in idle)
         return cache.used_blocks
 
 
 def assert_idle(llm: LLM) -> None:
     """Nothing is left of any answer."""
-    batcher = llm.engine.loop._batcher
+    if used_blocks(llm):
+        gc.collect()  # a traceback may hold a session
     assert check_pools(llm) == 0
-    assert not batcher._live
-    assert not batcher._scheduler.running
-    assert not batcher._scheduler.waiting
+    assert not live(llm)
+    assert not running(llm)
+    assert not waiting(llm)
 
 
 def poison_given_back(group: Any) -> None:
@@ -99,13 +90,6 @@ def poison_given_back(group: Any) -> None:
     pool.release, pool.allocate = released, allocated
 
 
-def until(true: Callable[[], bool], *, seconds: float = 30) -> None:
-    ends = time.monotonic() + seconds
-    while not true():
-        assert time.monotonic() < ends
-        time.sleep(0.001)
-
-
 def raising_once(error: BaseException, *, at: int) -> Any:
     """A logit filter that raises at its n-th call."""
     calls = iter(range(1, 10**9))
@@ -115,6 +99,34 @@ def raising_once(error: BaseException, *, at: int) -> Any:
             raise error
 
     return raising
+
+
+def cancelled_at_steps(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch, calls: Sequence[Call], *, at: Sequence[int]
+) -> list[Completion]:
+    """Answers beside which others are cancelled, one before each of these steps; 0: before any."""
+    cancels = [threading.Event() for _ in at]
+    steps = iter(range(1, 10**9))
+
+    def cancel(number: int) -> None:
+        for event, when in zip(cancels, at, strict=True):
+            if when == number:
+                event.set()
+
+    def around(step: Callable[[], None]) -> None:
+        cancel(next(steps))
+        step()
+
+    watch_steps(llm, monkeypatch, around)
+    cancel(0)
+    others: list[Call] = [
+        (prompt(1000 + i, (5, 400, 130)[i % 3]), {**GREEDY, "cancel": event})
+        for i, event in enumerate(cancels)
+    ]
+    with ThreadPoolExecutor(len(calls) + len(others)) as pool:
+        found = results(begin_together(pool, llm, [*others, *calls]))
+    assert [each.finish_reason for each in found[: len(others)]] == ["cancelled"] * len(others)
+    return found[len(others) :]
 
 
 @contextmanager
@@ -127,9 +139,65 @@ def alarm_after(seconds: float) -> Iterator[None]:
         signal.setitimer(signal.ITIMER_REAL, 0)
 
 
-def interrupted_answers(llm: LLM, *, seconds: float, seed: int) -> int:
-    """Answers in this thread with an alarm in the middle, while others have streams open."""
-    rng, alarms, stop = random.Random(seed), 0, threading.Event()
+def interrupted(call: Callable[[], object], *, at: int, events: Sequence[str] = ("call",)) -> bool:
+    """Whether an interrupt at the n-th of these events of the profiler, in this thread, ended it.
+
+    Python handles signals where a function of its own begins ("call"), and behind those in C
+    ("c_return").
+    """
+    left = at
+
+    def strike(frame: FrameType, event: str, argument: object) -> None:
+        nonlocal left
+        left -= event in events
+        if left == 0:
+            sys.setprofile(None)
+            raise AlarmError
+
+    sys.setprofile(strike)
+    try:
+        call()
+    except AlarmError:
+        return True
+    finally:
+        sys.setprofile(None)
+    return False
+
+
+def answers_interrupted_at(llm: LLM, moments: Sequence[int]) -> None:
+    """Answers of this thread while two others are on their way, each interrupted at one of these
+    calls of Python functions."""
+    options, count = {**GREEDY, "max_tokens": 12}, 0
+    expected = [llm.generate(prompt(i, 20 + 60 * i), **options).tokens for i in range(3)]
+    session, long = llm.session(), prompt(99, 2 * BLOCK + 40)
+
+    def answer() -> None:
+        assert llm.generate(prompt(0, 20), **options).tokens == expected[0]
+        session.rewind(min(BLOCK, len(session.tokens)))
+        session.append(long[len(session.tokens) :])
+        session.generate(**{**options, "max_tokens": 5})
+
+    for at in moments:
+        others = [llm.stream(prompt(i, 20 + 60 * i), **options) for i in (1, 2)]
+        begun = [[next(stream).token] for stream in others]
+        count += interrupted(answer, at=at)
+        assert llm.engine.lock.acquire(timeout=0), f"taken after the interrupt at call {at}"
+        llm.engine.lock.release()
+        for tokens, stream, wanted in zip(begun, others, expected[1:], strict=True):
+            try:
+                tokens += [piece.token for piece in stream if piece.token is not None]
+            except CancelledError:
+                continue  # its piece was taken when the interrupt came
+            assert tuple(tokens) == wanted, f"after the interrupt at call {at}"
+    session.close()
+    assert_idle(llm)
+    assert llm.generate(prompt(1, 80), **options).tokens == expected[1]
+    assert count > 0.8 * len(moments)  # Python drops those in callbacks
+
+
+def answers_with_alarms(llm: LLM, *, alarms: int, seed: int) -> None:
+    """Answers in this thread with so many alarms at random, while others have streams open."""
+    rng, stop = random.Random(seed), threading.Event()
     options = {**GREEDY, "max_tokens": 40}
     expected = {i: llm.generate(prompt(i, 20 + 30 * i), **options).tokens for i in range(4)}
     wrong: list[object] = []
@@ -150,38 +218,35 @@ def interrupted_answers(llm: LLM, *, seconds: float, seed: int) -> int:
     for thread in threads:
         thread.start()
     session, long = llm.session(), prompt(99, 2 * BLOCK + 40)
-    ends = time.monotonic() + seconds
-    while time.monotonic() < ends and not wrong:
+    while alarms and not wrong:
         try:
             with alarm_after(rng.uniform(1e-4, 0.02)):
-                for _ in range(50):
+                for _ in range(50):  # Python may drop an alarm
                     assert llm.generate(prompt(0, 20), **options).tokens == expected[0]
                     session.rewind(min(rng.randrange(BLOCK, 2 * BLOCK), len(session.tokens)))
                     session.append(long[len(session.tokens) :])
                     session.generate(**{**options, "max_tokens": 5})
         except AlarmError:
-            alarms += 1
+            alarms -= 1
         except CancelledError:
             pass
     stop.set()
     for thread in threads:
-        thread.join(timeout=30)
-        assert not thread.is_alive()
+        thread.join()
     assert not wrong
     session.close()
     del session
     assert_idle(llm)
     assert llm.generate(prompt(3, 110), **options).tokens == expected[3]
-    return alarms
 
 
 def forked(call: Any) -> str:
-    """What a call gives in a child, which has half a minute."""
+    """What a call gives in a child, which has two minutes."""
     reader, writer = os.pipe()
     child = os.fork()
     if child == 0:
         try:
-            signal.alarm(30)
+            signal.alarm(120)
             os.write(writer, call().encode())
         finally:
             os._exit(0)

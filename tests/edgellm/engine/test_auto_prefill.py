@@ -1,12 +1,13 @@
 from __future__ import annotations
 
 import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from inspection import play_provider, set_costs
 from layered_checks import PROMPTS, in_company
-from loop_checks import FixedCosts
 
 from edgellm.backends import int8_support
 from edgellm.backends.providers import CPU
@@ -22,16 +23,23 @@ from edgellm.store.bundle import COSTS, open_bundle
 NATIVE = EngineOptions(decode="native") if library() else EngineOptions()
 
 
-@pytest.fixture
-def measured(tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A bundle in which costs of the CPU provider have been measured, in w8a8 on any processor."""
-    monkeypatch.setattr(int8_support, "int8_products_are_exact", lambda: True)
+@pytest.fixture(scope="module")
+def measured_once(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     if library() is None:
         pytest.skip("installed without a compiler")
-    out = tmp_path / "bundle"
-    export(tiny_model, out, name="tiny", source=str(tiny_model))
-    load(str(out), prefill="cpu", decode="native")
+    out = tmp_path_factory.mktemp("measured") / "bundle"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(int8_support, "int8_products_are_exact", lambda: True)
+        export(tiny_model, out, name="tiny", source=str(tiny_model))
+        load(str(out), prefill="cpu", decode="native")
     return out
+
+
+@pytest.fixture
+def measured(measured_once: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A bundle in which costs of the CPU provider have been measured, in w8a8 on any processor."""
+    monkeypatch.setattr(int8_support, "int8_products_are_exact", lambda: True)
+    return Path(shutil.copytree(measured_once, tmp_path / "bundle"))
 
 
 @pytest.fixture
@@ -145,7 +153,7 @@ def test_layered_prompts_in_chunks_where_those_are_faster(folder: Path) -> None:
     options = {"decode": "native", "cache_size": 4096, "ctx_size": 1024}
     llm = load(str(folder), scheduling="layered", **options)
     assert llm.engine.options.prefill == "cpu"
-    llm.engine.loop._batcher._scheduler.costs = FixedCosts(2e-3)
+    set_costs(llm, 2e-3)
     answer = in_company(llm, PROMPTS[1])
     assert answer.stats.scheduling == "layered"
     assert answer.stats.prefill.keys() <= {"cpu", "native"}
@@ -156,8 +164,8 @@ def test_layered_prompts_in_chunks_where_those_are_faster(folder: Path) -> None:
 
 def test_no_layered_prompts_on_a_gpu(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     rewrite(folder, chunk=0.010, token=0.001)
-    measured = dict(auto_prefill._known(open_bundle(folder), NATIVE))["cpu"]
-    monkeypatch.setattr(auto_prefill, "_known", lambda *_: [("cuda", measured)])
-    choice = auto_choice(open_bundle(folder), replace(NATIVE, scheduling="layered"))
+    bundle = open_bundle(folder)
+    play_provider(monkeypatch, "cuda", like="cpu", bundle=bundle, options=NATIVE)
+    choice = auto_choice(bundle, replace(NATIVE, scheduling="layered"))
     assert choice.prefill == "native"
     assert "no prompt is computed on cuda" in choice.reason

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import threading
-import time
+
+import pytest
+from inspection import mock_waiters, set_patience, threads_at
+from waiting import CEILING_S, until
 
 from edgellm.engine.bell import Bell
 
@@ -15,46 +18,47 @@ class Waiting(threading.Thread):
         super().__init__(daemon=True)
         self._bell = bell
         self.news = self.asked = False
-        self.seconds = 0.0
         self.start()
+        until(lambda: self.asked)
 
     def run(self) -> None:
-        start = time.monotonic()
         self._bell.wait(self._has_news, busy=lambda: True)
-        self.seconds = time.monotonic() - start
 
     def _has_news(self) -> bool:
         self.asked = True
         return self.news
 
 
-def waiting(bell: Bell, count: int) -> list[Waiting]:
-    threads = []
-    for _ in range(count):
-        threads.append(Waiting(bell))
-        while not threads[-1].asked:
-            time.sleep(0.001)
-    time.sleep(0.02)
-    return threads
-
-
-def test_wakes_those_with_news_and_one_to_step() -> None:
+def test_wakes_those_with_news_and_one_to_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    set_patience(monkeypatch, 3600)
     bell = Bell()
-    threads = waiting(bell, 6)
+    threads = [Waiting(bell) for _ in range(6)]
     threads[2].news = threads[5].news = True
-    bell.ring()
-    time.sleep(0.1)
-    assert [thread.is_alive() for thread in threads] == [False, True, False, True, True, False]
-    for thread in threads:
-        thread.join(timeout=5)  # the others look by themselves after a while
-        assert not thread.is_alive()
+    left = list(threads)
+    for woken in ((0, 2, 5), (1,), (3,), (4,)):
+        bell.ring()
+        for i in woken:
+            threads[i].join(CEILING_S)
+            left.remove(threads[i])
+        assert [thread for thread in threads if thread.is_alive()] == left
 
 
-def test_does_not_wait_where_nobody_is_busy_or_there_is_news() -> None:
+def test_looks_by_itself_after_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever was to wake it may have been interrupted."""
+    set_patience(monkeypatch, 0.001)
     bell = Bell()
-    start = time.monotonic()
+    Waiting(bell).join(CEILING_S)
+    assert threads_at(bell) == 0
+
+
+def test_does_not_wait_where_nobody_is_busy_or_there_is_news(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    bell, waiter = Bell(), mock_waiters(monkeypatch)
     bell.wait(lambda: False, busy=lambda: False)
     bell.wait(lambda: True, busy=lambda: True)
-    assert time.monotonic() - start < 0.2
-    bell.ring()  # nobody is left in the line
-    assert not bell._waiting
+    waiter.get.assert_not_called()
+    bell.wait(lambda: False, busy=lambda: True)
+    waiter.get.assert_called_once()
+    bell.ring()
+    waiter.put.assert_not_called()  # none is left in the line

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
+from inspection import set_costs
+from loops import GREEDY, SHORT, alone, prompt, short, tokens_of
 
 from edgellm import Completion
 from edgellm.backends.chunk import Chunk
@@ -18,14 +18,8 @@ from edgellm.backends.planner import Costs
 from edgellm.kernels.kv_blocks import BLOCK
 from edgellm.llm import LLM, load
 
-
-def prompt(seed: int, length: int) -> list[int]:
-    return np.random.default_rng(seed).integers(3, 250, length).tolist()
-
-
 # Short ones decode while long ones are prefilled.
 PROMPTS = [prompt(i, length) for i, length in enumerate((5, 9, 300, 30, 411, 17, 128, 260))]
-GREEDY: dict[str, Any] = {"temperature": 0, "max_tokens": 12, "ignore_eos": True}
 # How many decoded tokens, and how many tokens of prompts, are in each chunk that was run.
 Counts = list[tuple[int, int]]
 
@@ -54,33 +48,30 @@ def chunks_run(monkeypatch: pytest.MonkeyPatch) -> Counts:
 
 
 def start(path: Path, **options: Any) -> LLM:
-    """Chunks cost what they cost on a quiet machine."""
+    """Chunks cost what they cost on a quiet machine, and a step has room for all of them."""
     llm = load(str(path), **{"prefill": "cpu", "decode": "chunked", "ctx_size": 512, **options})
     assert isinstance(llm.engine.prefill, ChunkedBackend)
     llm.engine.prefill.costs = Costs({32: 1.0, 128: 3.0})
+    set_costs(llm, 1e-5)
     return llm
 
 
 def answers(llm: LLM, prompts: Sequence[list[int]], **options: Any) -> list[Completion]:
-    found = sorted(llm.batch(prompts, **{**GREEDY, **options}), key=lambda answer: answer.index)
+    found = sorted(llm.batch(prompts, **{**SHORT, **options}), key=lambda answer: answer.index)
     return [answer.result() for answer in found]
 
 
-def alone(llm: LLM, prompts: Sequence[list[int]], **options: Any) -> list[Completion]:
-    return [llm.generate(tokens, **{**GREEDY, **options}) for tokens in prompts]
-
-
-@pytest.mark.parametrize("schedule", ["serial", "out-of-order"])
-@pytest.mark.parametrize("precision", ["f32", "w8a8", "w8a16-qdq"])
+@pytest.mark.parametrize(
+    ("precision", "schedule"),
+    [("f32", "out-of-order"), ("w8a8", "serial"), ("w8a16-qdq", "out-of-order")],
+)
 def test_together_as_alone(
     bundle_path: Path, chunks_run: Counts, precision: str, schedule: str
 ) -> None:
-    expected = alone(start(bundle_path, precision=precision, schedule=schedule), PROMPTS)
-    chunks_run.clear()
+    expected = alone(start(bundle_path, precision=precision, schedule=schedule), short(PROMPTS))
     llm = start(bundle_path, precision=precision, schedule=schedule)
     chunks_run.clear()  # what loading measures
-    found = answers(llm, PROMPTS)
-    assert [answer.tokens for answer in found] == [answer.tokens for answer in expected]
+    assert tokens_of(answers(llm, PROMPTS)) == tokens_of(expected)
     riding = [(decoded, prefilled) for decoded, prefilled in chunks_run if decoded and prefilled]
     assert max(decoded for decoded, _ in riding) >= 2
     assert max(decoded for decoded, prefilled in chunks_run if not prefilled) >= 5
@@ -93,17 +84,17 @@ def test_prompts_fill_what_decode_leaves_of_a_chunk(
 ) -> None:
     """A machine so slow that a step has room for few rows: never for 3 more than a chunk."""
     llm, rows = start(bundle_path), list[int]()
+    set_costs(llm, 3e-3)
     run = Model.run
 
-    def slowly(model: Model, chunks: Sequence[Chunk], **options: Any) -> Any:
+    def counted(model: Model, chunks: Sequence[Chunk], **options: Any) -> Any:
         rows.append(sum(len(span.tokens) for chunk in chunks for span in chunk.spans))
-        time.sleep(0.1 * rows[-1] / 32)
         return run(model, chunks, **options)
 
     streams = [llm.stream(prompt(i, 6), **{**GREEDY, "max_tokens": 40}) for i in range(3)]
     for stream in streams:
         next(stream)
-    monkeypatch.setattr(Model, "run", slowly)
+    monkeypatch.setattr(Model, "run", counted)
     answers(llm, [prompt(9, 500)], max_tokens=1)
     for stream in streams:
         stream.close()
@@ -114,10 +105,10 @@ def test_prompts_fill_what_decode_leaves_of_a_chunk(
 def test_preempted_as_alone(bundle_path: Path) -> None:
     """More than fits: what was decoded in chunks is kept, and not computed again."""
     prompts, options = [prompt(i, 120) for i in range(5)], {"max_tokens": 30}
-    expected = alone(start(bundle_path), prompts, **options)
+    expected = alone(start(bundle_path), short(prompts, **options))
     small = start(bundle_path, cache_size=4 * BLOCK)
     found = answers(small, prompts, **options)
-    assert [answer.tokens for answer in found] == [answer.tokens for answer in expected]
+    assert tokens_of(found) == tokens_of(expected)
     assert sum(answer.stats.preempted for answer in found) > 0
     assert small.engine.cache.used_blocks == 0
 
@@ -133,5 +124,5 @@ def test_one_token_takes_the_smallest_chunk(bundle_path: Path) -> None:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Model, "run", noting)
-        llm.generate(prompt(1, 20), **GREEDY)
+        llm.generate(prompt(1, 20), **SHORT)
     assert sizes == [32] * 12

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from inspection import context
 
 from edgellm.llm import load
 
@@ -37,7 +38,7 @@ def test_a_token_does_not_cost_all_tokens_before_it(
     read = []
     for count in (8, 40):
         session.rewind(len(LONG))
-        session._context.tokens = watched = WatchedTokens(session.tokens)
+        context(session).tokens = watched = WatchedTokens(session.tokens)
         answer = session.generate(temperature=0, max_tokens=count, ignore_eos=True, **options)
         assert len(answer.tokens) == count
         read.append(watched.read)

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from inspection import context
 
 from edgellm import ContextOverflowError, OptionError
 from edgellm.kernels.kv_blocks import BLOCK
@@ -25,7 +26,7 @@ def llm(smollm2: Bundle) -> LLM:
 
 def first_layer(session: Session) -> tuple[np.ndarray, np.ndarray]:
     """K and V of the first layer, `[Hkv, tokens, D]`: they depend on token and position alone."""
-    sequence = session._context.sequence
+    sequence = context(session).sequence
     view, slot = sequence.view(0)
     k, v = view.blocks.read(view.table, slot, slice(None), len(sequence))
     ids = list(view.table)
@@ -61,7 +62,7 @@ def test_shifted_keys_are_those_of_the_new_positions(llm: LLM) -> None:
         session.append(TEXT[:700])
         session.generate(temperature=0, max_tokens=1)
         session.rewind(session.cached)
-        assert session._context.make_room(4) > 0
+        assert context(session).make_room(4) > 0
         assert session.cached == len(session.tokens)
         fresh.replace(session.tokens)
         fresh.generate(temperature=0, max_tokens=0)
@@ -75,7 +76,7 @@ def test_another_text_takes_nothing_from_behind_a_gap(llm: LLM) -> None:
     with llm.session() as session:
         session.append(TEXT[:700])
         session.generate(temperature=0, max_tokens=1)
-        session._context.make_room(4)
+        context(session).make_room(4)
         session.replace([*session.tokens, 5])
         assert session.cached == 4
 

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -14,24 +15,24 @@ from edgellm.backends.registry import STEPS
 from edgellm.engine import costs
 from edgellm.engine.measured import MeasuredPrompt, from_json
 from edgellm.engine.one_sequence import Hooks, compute_prompt
+from edgellm.export import export
 from edgellm.llm import load
 from edgellm.measure.plan import keep_prompt
 from edgellm.store.bundle import COSTS, Bundle, open_bundle
 
 
-@pytest.fixture
-def folder(tiny_model: Path, tmp_path: Path) -> str:
-    from edgellm.export import export
+@pytest.fixture(scope="module")
+def unmeasured(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("costs") / "bundle"
+    # w8a8 or, where the processor's int8 products saturate, f32
+    precisions = ("packed", "int4", "w8a8", "f32")
+    export(tiny_model, out, name="tiny", source=str(tiny_model), precisions=precisions)
+    return out
 
-    export(
-        tiny_model,
-        tmp_path / "bundle",
-        name="tiny",
-        source=str(tiny_model),
-        # w8a8 or, where the processor's int8 products saturate, f32
-        precisions=("packed", "int4", "w8a8", "f32"),
-    )
-    return str(tmp_path / "bundle")
+
+@pytest.fixture
+def folder(unmeasured: Path, tmp_path: Path) -> str:
+    return str(shutil.copytree(unmeasured, tmp_path / "bundle"))
 
 
 def kept(folder: str) -> dict[str, Any]:
@@ -138,9 +139,10 @@ def test_the_longest_whole_prompt_is_kept(folder: str) -> None:
     assert load(folder, prefill="cpu").engine.prefill.costs == engine.prefill.costs
 
 
-def test_the_plan_is_followed(smollm2: Bundle, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.slow
+def test_the_plan_is_followed(smollm2_all: Bundle, monkeypatch: pytest.MonkeyPatch) -> None:
     """A tail in the native step and one in a padded chunk continue a text alike."""
-    engine = load(str(smollm2.path), prefill="cpu").engine
+    engine = load(str(smollm2_all.path), prefill="cpu").engine
     if engine.decoder.name != "native":
         pytest.skip("installed without a compiler")
     tokens = engine.tokenizer.encode("The quick brown fox jumps over the lazy dog. " * 16)[:140]

@@ -13,29 +13,27 @@ from typing import Any
 from unittest.mock import Mock
 
 import pytest
+from inspection import context, live, policy, results, set_costs, submitted, watch_leaving
 from layered_checks import (
     LAYERS,
     LENGTHS,
     PROMPTS,
-    SHORT,
     STREAM,
     Groups,
-    assert_same,
     in_company,
     start_layered,
-    together,
 )
 from loop_checks import (
-    GREEDY,
     AlarmError,
-    FixedCosts,
+    answers_interrupted_at,
+    answers_with_alarms,
     assert_idle,
+    cancelled_at_steps,
     check_pools,
-    interrupted_answers,
     poison_given_back,
-    prompt,
-    until,
 )
+from loops import GREEDY, SHORT, alone, assert_same, begin_together, prompt, short, together
+from waiting import until
 
 from edgellm import CacheFullError, Completion, OptionError
 from edgellm.backends import selection
@@ -75,7 +73,7 @@ def tiny(folder: str) -> Iterator[LLM]:
 @pytest.fixture(scope="module")
 def expected(folder: str) -> list[Completion]:
     serial = load(folder, scheduling="serial", cache_size=64 * BLOCK, **NATIVE)
-    return [serial.generate(each, logprobs=3, **SHORT) for each in PROMPTS]
+    return alone(serial, short(PROMPTS, logprobs=3))
 
 
 @pytest.fixture
@@ -90,23 +88,23 @@ def test_the_bits_are_those_of_one_after_the_other(
     tiny: LLM, groups: Groups, expected: list[Completion]
 ) -> None:
     """Whoever else is there, and whether rows rest or not."""
-    assert_same(together(tiny, logprobs=3), expected)
+    assert_same(together(tiny, short(PROMPTS, logprobs=3)), expected)
     assert len(groups.layers) > 2 * len(PROMPTS)
     assert sum(layers.stop == LAYERS for layers in groups.layers) > 3
     assert max(len(layers) for layers in groups.layers) < LAYERS
     assert tiny.engine.loop.counts.prefill_rows >= sum(LENGTHS)
-    alone = [start(str(tiny.engine.bundle.path)).generate(p, logprobs=3, **SHORT) for p in PROMPTS]
-    assert_same(alone, expected)
+    fresh = start(str(tiny.engine.bundle.path))
+    assert_same(alone(fresh, short(PROMPTS, logprobs=3)), expected)
 
 
 def test_windows_are_passed_while_rows_rest(windowed_folder: str) -> None:
     """Three layers of six see 100 tokens; their blocks are given back when rows have landed."""
     serial = load(windowed_folder, scheduling="serial", cache_size=64 * BLOCK, **NATIVE)
-    wanted = [serial.generate(each, logprobs=3, **SHORT) for each in PROMPTS]
+    wanted = alone(serial, short(PROMPTS, logprobs=3))
     llm = start(windowed_folder)
     with pytest.MonkeyPatch.context() as patch:
         groups = Groups(llm, patch)
-        assert_same(together(llm, logprobs=3), wanted)
+        assert_same(together(llm, short(PROMPTS, logprobs=3)), wanted)
         assert_same(
             [in_company(llm, PROMPTS[9][::-1])], [serial.generate(PROMPTS[9][::-1], **SHORT)]
         )
@@ -134,43 +132,39 @@ def test_what_is_told_of_a_prompt(tiny: LLM, expected: list[Completion]) -> None
 def test_answers_to_one_prompt(tiny: LLM, groups: Groups) -> None:
     options = {**SHORT, "temperature": 1}
     fresh = start(str(tiny.engine.bundle.path))
-    alone = [fresh.generate(PROMPTS[5], seed=i, **options).tokens for i in range(3)]
+    expected = [fresh.generate(PROMPTS[5], seed=i, **options).tokens for i in range(3)]
     stream = tiny.stream(PROMPTS[3], **STREAM)
     next(stream)
     found = tiny.generate(PROMPTS[5], n=3, seed=0, **options)
     stream.close()
     assert groups.layers
-    assert [answer.tokens for answer in found] == alone
+    assert [answer.tokens for answer in found] == expected
     assert [answer.stats.cached_tokens for answer in found] == [0, 700, 700]
 
 
-def test_a_short_prompt_passes_one_that_rests(tiny: LLM, groups: Groups) -> None:
-    order: list[str] = []
+def test_a_short_prompt_passes_one_that_rests(
+    tiny: LLM, groups: Groups, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ended: list[int] = []
+    watch_leaving(tiny, monkeypatch, lambda each: ended.append(each.stats().prompt_tokens))
     arrived = threading.Event()
 
-    def answer(name: str, tokens: list[int]) -> None:
-        tiny.generate(tokens, max_tokens=1, **GREEDY)
-        order.append(name)
+    def wait(number: int) -> None:
+        if number == 1:
+            arrived.set()
+            until(lambda: len(live(tiny)) + len(submitted(tiny)) == 3)
 
-    with ThreadPoolExecutor(2) as pool:
+    groups.before = wait
+    once = {**GREEDY, "max_tokens": 1}
+    with ThreadPoolExecutor(3) as pool:
         stream = tiny.stream(PROMPTS[3], **STREAM)
         next(stream)
-        later: list[threading.Thread] = []
-
-        def wait(number: int) -> None:
-            arrived.set()
-            until(lambda: bool(later))
-
-        groups.before = wait
-        long = pool.submit(answer, "long", PROMPTS[9])
+        long = pool.submit(tiny.generate, PROMPTS[9], **once)
         reading = pool.submit(lambda: list(stream))
-        assert arrived.wait(30)
-        later.append(threading.Thread(target=answer, args=("short", PROMPTS[0])))
-        later[0].start()
-        long.result(timeout=60)
-        later[0].join(60)
-        reading.result(timeout=60)
-    assert order == ["short", "long"]
+        until(arrived.is_set)
+        short_one = pool.submit(tiny.generate, PROMPTS[0], **once)
+        results([long, short_one, reading])
+    assert list(dict.fromkeys(ended)) == [len(PROMPTS[i]) for i in (0, 9, 3)]
 
 
 # What comes between two groups.
@@ -178,14 +172,14 @@ def test_a_short_prompt_passes_one_that_rests(tiny: LLM, groups: Groups) -> None
 
 def test_a_prompt_that_fills_the_cache(folder: str) -> None:
     """Rows that rest behind a part of a block need a copy of it, for which there is no room."""
-    filling, short = prompt(90, 8 * BLOCK - 13), prompt(91, 300)
+    filling = prompt(90, 8 * BLOCK - 13)
     serial = load(folder, scheduling="serial", cache_size=64 * BLOCK, **NATIVE)
     llm = start(folder, cache_size=8 * BLOCK)  # and a block, which the session holds
     with llm.session() as session:
         session.append(prompt(92, 100))
         session.generate(max_tokens=1)
-        found = together(llm, [filling, short])
-        assert_same(found, [serial.generate(each, **SHORT) for each in (filling, short)])
+        calls = short([filling, prompt(91, 300)])
+        assert_same(together(llm, calls), alone(serial, calls))
     assert_idle(llm)
 
 
@@ -213,17 +207,17 @@ def test_preempted_between_two_groups(
 def test_too_little_room(folder: str) -> None:
     """Blocks that were given back, or not yet written to, hold NaN; others get them meanwhile."""
     options: dict[str, Any] = {"kv_format": "f32", "ctx_size": 5 * BLOCK}
-    prompts = [prompt(i, 100 + 40 * i) for i in range(8)]
+    calls = short((prompt(i, 100 + 40 * i) for i in range(8)), max_tokens=200)
     serial = load(folder, scheduling="serial", cache_size=64 * BLOCK, **{**NATIVE, **options})
-    wanted = [serial.generate(each, **{**SHORT, "max_tokens": 200}).tokens for each in prompts]
+    wanted = alone(serial, calls)
     small, preempted = start(folder, cache_size=8 * BLOCK, **options), 0
     for group in small.engine.cache.groups:
         poison_given_back(group)
     rng = random.Random(1)
-    for _ in range(4):
-        order = rng.sample(range(len(prompts)), len(prompts))
-        found = together(small, [prompts[i] for i in order], max_tokens=200)
-        assert [each.tokens for each in found] == [wanted[i] for i in order]
+    for _ in range(2):
+        order = rng.sample(range(len(calls)), len(calls))
+        found = together(small, [calls[i] for i in order])
+        assert_same(found, [wanted[i] for i in order])
         preempted += sum(each.stats.preempted for each in found)
     assert preempted
     assert_idle(small)
@@ -231,26 +225,27 @@ def test_too_little_room(folder: str) -> None:
 
 def test_a_full_context_goes_on(folder: str) -> None:
     shifting = {"max_tokens": 150, "context_policy": "shift", "keep": 9}
-    prompts = [prompt(i, 90 + 110 * i) for i in range(5)]
+    calls = short((prompt(i, 90 + 110 * i) for i in range(5)), **shifting)
     options: dict[str, Any] = {"ctx_size": 4 * BLOCK}
     serial = load(folder, scheduling="serial", **{**NATIVE, **options})
-    wanted = [serial.generate(each, **{**SHORT, **shifting}).tokens for each in prompts]
+    wanted = alone(serial, calls)
     small = start(folder, cache_size=6 * BLOCK, **options)
-    found = together(small, prompts, **shifting)
-    assert [each.tokens for each in found] == wanted
+    found = together(small, calls)
+    assert_same(found, wanted)
     assert any(each.stats.dropped_tokens for each in found)
     assert_idle(small)
 
 
-@pytest.mark.parametrize("at", [1, 2, 7])
-@pytest.mark.parametrize("how", ["cancelled", "closed", "withdrawn"])
+@pytest.mark.parametrize(
+    ("how", "at"), [("cancelled", 1), ("cancelled", 7), ("closed", 2), ("withdrawn", 7)]
+)
 def test_nobody_wants_the_rest(tiny: LLM, groups: Groups, at: int, how: str) -> None:
     """Its blocks are back with the next step, and the rows that rested are found by nobody."""
     cancel, session = threading.Event(), tiny.session()
     session.append(PROMPTS[9])
-    context = Context(tiny.engine)
-    context.append("prompt", PROMPTS[9], parse_special=False)
-    request = Request(context, tiny.generation_options(max_tokens=4), closes=True)
+    own = Context(tiny.engine)
+    own.append("prompt", PROMPTS[9], parse_special=False)
+    request = Request(own, tiny.generation_options(max_tokens=4), closes=True)
     stops: dict[str, Callable[[], object]] = {
         "cancelled": cancel.set,
         "closed": session.close,
@@ -278,13 +273,17 @@ def test_nobody_wants_the_rest(tiny: LLM, groups: Groups, at: int, how: str) -> 
 def test_a_session_that_goes_back_between_two_groups(tiny: LLM, groups: Groups) -> None:
     with tiny.session() as session:
         session.append(PROMPTS[9])
-        rewind = threading.Thread(target=session.rewind, args=(300,))
-        groups.before = lambda number: rewind.start() if number == 9 else None
+        request = Request(context(session), tiny.generation_options(**SHORT))
         stream = tiny.stream(PROMPTS[3], **STREAM)
         next(stream)
-        with pytest.raises(OptionError, match="was changed"):
-            session.generate(**SHORT)
-        rewind.join(30)
+        tiny.engine.loop.submit(request)
+        while len(groups.layers) < 9:
+            next(stream)
+        session.rewind(300)
+        next(stream)
+        assert isinstance(request.error, OptionError)
+        assert "was changed" in str(request.error)
+        assert len(groups.layers) == 9
         stream.close()
         assert session.tokens == tuple(PROMPTS[9][:300])
         fresh = start(str(tiny.engine.bundle.path)).generate(PROMPTS[9][:300], **SHORT)
@@ -298,8 +297,8 @@ def test_one_that_fails_fails_alone(tiny: LLM, groups: Groups, expected: list[Co
 
     groups.before = broken
     with ThreadPoolExecutor(len(PROMPTS)) as pool:
-        answers = [pool.submit(tiny.generate, each, **SHORT) for each in PROMPTS]
-        errors = [answer.exception(timeout=60) for answer in answers]
+        answers = begin_together(pool, tiny, short(PROMPTS))
+        errors = [answer.exception() for answer in answers]
     assert [str(error) for error in errors if error is not None] == ["a kernel says no"]
     found = [a.result().tokens for a, error in zip(answers, errors, strict=True) if error is None]
     wanted = [e.tokens for e, error in zip(expected, errors, strict=True) if error is None]
@@ -311,29 +310,30 @@ def test_an_interrupt_between_two_groups(
     tiny: LLM, groups: Groups, expected: list[Completion], at: int
 ) -> None:
     """It is for whoever steps; all others begin again and have the same tokens."""
-    interrupted: list[BaseException] = []
 
     def alarm(number: int) -> None:
         if number == at:
             raise AlarmError
 
-    def answer(i: int) -> tuple[int, ...] | None:
-        try:
-            return tiny.generate(PROMPTS[i], **SHORT).tokens
-        except AlarmError as error:
-            interrupted.append(error)
-            return None
-
     groups.before = alarm
     with ThreadPoolExecutor(len(PROMPTS)) as pool:
-        found = list(pool.map(answer, range(len(PROMPTS))))
-    assert len(interrupted) == 1
-    assert found.count(None) == 1
-    for ours, theirs in zip(found, expected, strict=True):
-        assert ours in (None, theirs.tokens)
+        answers = begin_together(pool, tiny, short(PROMPTS))
+        interrupted = [isinstance(answer.exception(), AlarmError) for answer in answers]
+    assert interrupted.count(True) == 1
+    for answer, was, wanted in zip(answers, interrupted, expected, strict=True):
+        assert was or answer.result().tokens == wanted.tokens
     check_pools(tiny)
 
 
+def test_cancelled_at_any_step(
+    tiny: LLM, expected: list[Completion], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While waiting, between two groups, in decode; the others do not notice."""
+    calls, steps = short(PROMPTS, logprobs=3), (0, 1, 2, 3, 5, 8, 13, 21, 34)
+    assert_same(cancelled_at_steps(tiny, monkeypatch, calls, at=steps), expected)
+
+
+@pytest.mark.slow
 def test_cancelled_at_random(tiny: LLM, expected: list[Completion]) -> None:
     rng = random.Random(3)
 
@@ -349,27 +349,35 @@ def test_cancelled_at_random(tiny: LLM, expected: list[Completion]) -> None:
     with ThreadPoolExecutor(12) as pool:
         cancels = [pool.submit(cancelled, i) for i in range(80)]
         found = [tiny.generate(each, logprobs=3, **SHORT) for each in PROMPTS]
-        for each in cancels:
-            each.result(timeout=120)
+        results(cancels)
     assert_same(found, expected)
 
 
 @pytest.mark.usefixtures("alarm")
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_an_interrupt_at_any_call(folder: str) -> None:
+    llm = start(folder, ctx_size=4 * BLOCK, cache_size=16 * BLOCK)
+    set_costs(llm, 4e-3)
+    answers_interrupted_at(llm, range(1, 3000, 61))
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("alarm")
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.parametrize("seed", range(int(os.environ.get("SEEDS", 1))))
 def test_alarms_at_random(folder: str, seed: int) -> None:
     llm = start(folder, ctx_size=4 * BLOCK, cache_size=16 * BLOCK)
-    llm.engine.loop._batcher._scheduler.costs = FixedCosts(4e-3)
-    assert interrupted_answers(llm, seconds=3, seed=seed) > 20
+    set_costs(llm, 4e-3)
+    answers_with_alarms(llm, alarms=60, seed=seed)
 
 
 # What is refused.
 
 
 def test_the_policy_has_the_layers_of_the_model(folder: str) -> None:
-    policy = start(folder, time_target_ms=20).engine.loop._batcher._scheduler.policy
-    assert isinstance(policy, Layered)
-    assert (policy.layers, policy.time_target) == (LAYERS, pytest.approx(0.02))
+    chosen = policy(start(folder, time_target_ms=20))
+    assert isinstance(chosen, Layered)
+    assert (chosen.layers, chosen.time_target) == (LAYERS, pytest.approx(0.02))
 
 
 @pytest.mark.parametrize(

@@ -9,19 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from layered_checks import (
-    LAYERS,
-    LENGTHS,
-    PROMPTS,
-    SHORT,
-    STREAM,
-    Groups,
-    assert_same,
-    in_company,
-    start_layered,
-    together,
-)
-from loop_checks import FixedCosts, assert_idle, prompt
+from inspection import policy, set_costs
+from layered_checks import LAYERS, LENGTHS, PROMPTS, STREAM, Groups, in_company, start_layered
+from loop_checks import assert_idle
+from loops import SHORT, alone, assert_same, prompt, short, together
 
 from edgellm import CacheFullError, Completion
 from edgellm.backends.chunk import Chunk
@@ -77,7 +68,7 @@ def start(folder: str, **options: Any) -> LLM:
 def serially(folder: str, prompts: Sequence[list[int]], **options: Any) -> list[Completion]:
     chosen = {"scheduling": "serial", "cache_size": 64 * BLOCK, **options_of(**options)}
     llm = load(folder, **chosen)
-    return [llm.generate(each, logprobs=3, **SHORT) for each in prompts]
+    return alone(llm, short(prompts, logprobs=3))
 
 
 @pytest.fixture
@@ -90,13 +81,14 @@ def watched(folder: str, monkeypatch: pytest.MonkeyPatch) -> tuple[LLM, Groups]:
 # What is computed.
 
 
-@pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize(
-    "options",
+    ("precision", "options"),
     [
-        {"decode": HOST},
-        {"decode": "chunked"},
-        {"decode": "chunked", "schedule": "out-of-order"},
+        ("f32", {"decode": "chunked", "schedule": "out-of-order"}),
+        ("w8a8", {"decode": "chunked"}),
+        ("w8a16-qdq", {"decode": HOST}),
+        ("w8a16-qdq", {"decode": "chunked", "schedule": "out-of-order"}),
+        ("w8a8-qdq", {"decode": HOST}),
     ],
     ids=str,
 )
@@ -108,13 +100,13 @@ def test_the_bits_are_those_of_one_after_the_other(
     expected = serially(folder, PROMPTS, **options)
     llm = start(folder, **options)
     groups = Groups(llm, monkeypatch)
-    assert_same(together(llm, logprobs=3), expected)
+    assert_same(together(llm, short(PROMPTS, logprobs=3)), expected)
     assert sum(layers.stop == LAYERS for layers in groups.layers) > 3
     assert max(len(layers) for layers in groups.layers) < LAYERS
     assert llm.engine.loop.counts.prefill_rows >= sum(LENGTHS)
     assert_idle(llm)
     stall_free = start(folder, scheduling="stall_free", **options)
-    assert_same(together(stall_free, logprobs=3), expected)
+    assert_same(together(stall_free, short(PROMPTS, logprobs=3)), expected)
 
 
 @pytest.mark.parametrize("decode", [HOST, "chunked"])
@@ -124,7 +116,7 @@ def test_windows_are_passed_while_rows_rest(
     expected = serially(windowed_folder, PROMPTS, precision="f32", decode=decode)
     llm = start(windowed_folder, precision="f32", decode=decode)
     groups = Groups(llm, monkeypatch)
-    assert_same(together(llm, logprobs=3), expected)
+    assert_same(together(llm, short(PROMPTS, logprobs=3)), expected)
     assert sum(layers.stop == LAYERS for layers in groups.layers) > 3
     assert_idle(llm)
 
@@ -171,7 +163,7 @@ def test_a_prompt_takes_no_more_segments_than_by_itself(two_sizes: str) -> None:
     runs = {}
     for scheduling in ("layered", "stall_free"):
         llm = start(two_sizes, scheduling=scheduling, precision="f32", decode=HOST)
-        llm.engine.loop._batcher._scheduler.costs = FixedCosts(2e-3)
+        set_costs(llm, 2e-3)
         assert isinstance(llm.engine.prefill, ChunkedBackend)
         llm.engine.prefill.costs = Costs({32: 3.0, 128: 3.0})
         tasks = in_company(llm, PROMPTS[1]).stats.tasks
@@ -210,11 +202,11 @@ def test_rows_rest_in_whole_chunks_of_the_largest_size(
 def test_how_much_may_rest(two_sizes: str, windowed_folder: str) -> None:
     """Whole chunks; where there are windows, no more than a step may add to them."""
     for folder, rows in ((two_sizes, (512, 128)), (windowed_folder, (256, SIZE))):
-        policy = start(folder, precision="f32").engine.loop._batcher._scheduler.policy
-        assert isinstance(policy, Layered)
-        assert (policy.resting_rows, policy.chunk_rows) == rows
-        assert policy.lone_rows == rows[1]
-        assert policy.layers == LAYERS
+        chosen = policy(start(folder, precision="f32"))
+        assert isinstance(chosen, Layered)
+        assert (chosen.resting_rows, chosen.chunk_rows) == rows
+        assert chosen.lone_rows == rows[1]
+        assert chosen.layers == LAYERS
 
 
 # What comes between two groups.
@@ -260,7 +252,7 @@ def test_too_little_room(folder: str) -> None:
     options: dict[str, Any] = {"precision": "w8a16-qdq", "ctx_size": 5 * BLOCK}
     expected = serially(folder, prompts, **options)
     llm = start(folder, **{**options, "cache_size": 7 * BLOCK})
-    llm.engine.loop._batcher._scheduler.costs = FixedCosts(2e-3)
-    found = together(llm, prompts, logprobs=3)
+    set_costs(llm, 2e-3)
+    found = together(llm, short(prompts, logprobs=3))
     assert_same(found, expected)
     assert_idle(llm)

@@ -11,6 +11,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+from inspection import policy, results, set_costs, used_blocks
+from loop_checks import cancelled_at_steps
+from loops import Call, alone, assert_no_new_thread, assert_same, begin_together, prompt, together
 
 from edgellm import BatchRequest, CacheFullError, Completion, GenerationOptions, OptionError
 from edgellm.backends.batch import Rows, Span
@@ -18,13 +21,7 @@ from edgellm.engine.policies import StallFree
 from edgellm.kernels.kv_blocks import BLOCK
 from edgellm.llm import LLM, load
 
-
-def prompt(seed: int, length: int) -> list[int]:
-    return np.random.default_rng(seed).integers(3, 250, length).tolist()
-
-
-# Of each request: its prompt's tokens, and how it is answered.
-REQUESTS: list[tuple[list[int], dict[str, Any]]] = [
+REQUESTS: list[Call] = [
     (
         prompt(i % 23, (5, 60, 130, 300, 513, 40)[i % 6] + i),
         {
@@ -40,28 +37,9 @@ REQUESTS: list[tuple[list[int], dict[str, Any]]] = [
 ]
 
 
-def alone(llm: LLM, requests: Sequence[tuple[list[int], dict[str, Any]]]) -> list[Completion]:
-    return [llm.generate(tokens, **options) for tokens, options in requests]
-
-
-def together(llm: LLM, requests: Sequence[tuple[list[int], dict[str, Any]]]) -> list[Completion]:
-    """Each in a thread of its own."""
-    with ThreadPoolExecutor(len(requests)) as pool:
-        answers = [pool.submit(llm.generate, tokens, **options) for tokens, options in requests]
-        return [answer.result(timeout=120) for answer in answers]
-
-
-def assert_same(found: Sequence[Completion], expected: Sequence[Completion]) -> None:
-    for ours, theirs in zip(found, expected, strict=True):
-        assert ours.tokens == theirs.tokens
-        assert ours.logprobs == theirs.logprobs
-        assert ours.text == theirs.text
-        assert ours.finish_reason == theirs.finish_reason
-
-
 SHIFT: dict[str, Any] = {"context_policy": "shift", "keep": 9}
 # Short prompts and long answers: what was admitted does not fit any more.
-GROWING: list[tuple[list[int], dict[str, Any]]] = [
+GROWING: list[Call] = [
     (prompt(i, 100), {"seed": i, "max_tokens": 250, "ignore_eos": True}) for i in range(9)
 ]
 
@@ -83,11 +61,6 @@ def native(tiny_model: Path) -> LLM:
     if not llm.engine.decoder.exact_rows:
         pytest.skip("needs the native kernels")
     return llm
-
-
-def used_blocks(llm: LLM) -> int:
-    with llm.engine.lock, llm.engine.cache.change():
-        return llm.engine.cache.used_blocks
 
 
 def test_thirty_answers_together_are_as_alone(native: LLM) -> None:
@@ -141,9 +114,9 @@ def test_scheduling_changes_no_answer(native: LLM, scheduling: Any) -> None:
 
 
 def test_the_time_target_reaches_the_policy(tiny_model: Path) -> None:
-    policy = load(str(tiny_model), time_target_ms=20).engine.loop._batcher._scheduler.policy
-    assert isinstance(policy, StallFree)
-    assert policy.time_target == pytest.approx(0.02)
+    chosen = policy(load(str(tiny_model), time_target_ms=20))
+    assert isinstance(chosen, StallFree)
+    assert chosen.time_target == pytest.approx(0.02)
 
 
 def test_one_after_the_other_a_reader_that_never_comes_back_holds_nobody_up(
@@ -273,16 +246,13 @@ def test_one_that_fails_fails_alone(native: LLM) -> None:
         if len(tokens) == 5:
             raise RuntimeError("no more")
 
-    def answer(i: int) -> Completion:
-        tokens, options = REQUESTS[i]
-        return native.generate(tokens, logit_filter=broken if i == 4 else None, **options)
-
-    expected = alone(native, REQUESTS[:10])
+    expected, calls = alone(native, REQUESTS[:10]), REQUESTS[:10]
+    calls[4] = (calls[4][0], {**calls[4][1], "logit_filter": broken})
     with ThreadPoolExecutor(10) as pool:
-        answers = [pool.submit(answer, i) for i in range(10)]
+        answers = begin_together(pool, native, calls)
         with pytest.raises(RuntimeError, match="no more"):
-            answers[4].result(timeout=60)
-        found = [a.result(timeout=60) for i, a in enumerate(answers) if i != 4]
+            answers.pop(4).result()
+        found = results(answers)
     assert_same(found, expected[:4] + expected[5:])
     assert used_blocks(native) == 0
 
@@ -303,17 +273,28 @@ def test_a_step_that_fails_is_tried_with_each_by_itself(
     run = fresh.engine.decoder.run
     monkeypatch.setattr(fresh.engine.decoder, "run", picky)
     with ThreadPoolExecutor(6) as pool:
-        answers = [pool.submit(fresh.generate, tokens, **o) for tokens, o in REQUESTS[:6]]
+        answers = begin_together(pool, fresh, REQUESTS[:6])
         with pytest.raises(ValueError, match="says no"):
-            answers[4].result(timeout=60)
-        found = [a.result(timeout=60) for i, a in enumerate(answers) if i != 4]
+            answers.pop(4).result()
+        found = results(answers)
     assert_same(found, [*expected[:4], expected[5]])
 
 
+def test_cancelled_at_any_step(native: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """While waiting, in prefill, in decode: blocks are back, and the others do not notice."""
+    expected, threads = alone(native, REQUESTS[:3]), set(threading.enumerate())
+    fresh = load(str(native.engine.bundle.path), ctx_size=8 * BLOCK, cache_size=64 * BLOCK)
+    set_costs(fresh, 1e-3)
+    steps = (0, 1, 2, 3, 4, 5, 6, 8, 10, 11, 12, 13)
+    assert_same(cancelled_at_steps(fresh, monkeypatch, REQUESTS[:3], at=steps), expected)
+    assert used_blocks(fresh) == 0
+    assert_no_new_thread(threads)
+
+
+@pytest.mark.slow
 def test_cancelled_at_random(native: LLM) -> None:
-    """While waiting, in prefill, in decode: blocks are back, and nobody else notices."""
     rng, expected = random.Random(3), alone(native, REQUESTS[:3])
-    threads = threading.active_count()
+    threads = set(threading.enumerate())
 
     def cancelled(i: int) -> None:
         cancel = threading.Event()
@@ -327,11 +308,10 @@ def test_cancelled_at_random(native: LLM) -> None:
     with ThreadPoolExecutor(12) as pool:
         cancels = [pool.submit(cancelled, i) for i in range(200)]
         found = alone(native, REQUESTS[:3])
-        for each in cancels:
-            each.result(timeout=120)
+        results(cancels)
     assert_same(found, expected)
     assert used_blocks(native) == 0
-    assert threading.active_count() == threads
+    assert_no_new_thread(threads)
 
 
 def test_a_session_that_answers_is_not_changed(native: LLM) -> None:

@@ -5,14 +5,17 @@ from __future__ import annotations
 import os
 import random
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
-from loop_checks import GREEDY, assert_idle, forked, prompt
+from inspection import fail_last_text, live, results, set_costs, watch_steps
+from loop_checks import assert_idle, forked
+from loops import GREEDY, prompt
 
-from edgellm import EdgeLLMError, OptionError, TokenizerError
+from edgellm import EdgeLLMError, OptionError, Session, TokenizerError
 from edgellm.kernels.kv_blocks import BLOCK
 from edgellm.llm import LLM, load
 
@@ -20,16 +23,13 @@ from edgellm.llm import LLM, load
 def test_text_that_cannot_be_made_is_an_error_of_its_own_answer(tiny: LLM) -> None:
     """Also where the answer ends by itself in somebody else's step."""
 
-    def broken() -> str:
-        raise TokenizerError("no text")
-
     cancel = threading.Event()
     with tiny.session() as session:
         session.append(prompt(1, 40))
         stream = session.stream(cancel=cancel, **GREEDY)
         next(stream)
-        (request,) = tiny.engine.loop._batcher._live.values()
-        request._answer.rest = broken  # type: ignore[method-assign]
+        (request,) = live(tiny)
+        fail_last_text(request, TokenizerError("no text"))
         cancel.set()
         assert len(tiny.generate(prompt(2, 20), max_tokens=9, **GREEDY).tokens) == 9
         with pytest.raises(TokenizerError, match="no text"):
@@ -80,33 +80,60 @@ def test_two_threads_on_one_session(tiny: LLM) -> None:
         with tiny.session() as session:
             session.append(prompt(turn, 40))
             barrier = threading.Barrier(2)
-            results: list[object] = []
 
-            def answer(
-                session: Any = session, barrier: Any = barrier, results: Any = results
-            ) -> None:
+            def answer(session: Session = session, barrier: Any = barrier) -> object:
                 barrier.wait()
                 try:
-                    results.append(session.generate(max_tokens=6, **GREEDY).tokens)
+                    return session.generate(max_tokens=6, **GREEDY).tokens
                 except OptionError as error:
-                    results.append(str(error))
+                    return str(error)
 
-            threads = [threading.Thread(target=answer) for _ in range(2)]
-            for thread in threads:
-                thread.start()
-            for thread in threads:
-                thread.join(timeout=30)
-            assert len(results) == 2
-            answers = [each for each in results if isinstance(each, tuple)]
+            with ThreadPoolExecutor(2) as pool:
+                found = results([pool.submit(answer) for _ in range(2)])
+            answers = [each for each in found if isinstance(each, tuple)]
             assert all(a in session.tokens for answer in answers for a in answer)
-            told = [each for each in results if isinstance(each, str)]
+            told = [each for each in found if isinstance(each, str)]
             assert all("already answering" in each or "changed" in each for each in told)
             assert session.tokens[:40] == tuple(prompt(turn, 40))
     assert_idle(tiny)
 
 
-def test_closed_while_its_answer_is_on_its_way(tiny: LLM) -> None:
-    """From another thread, at any moment: the session is empty, whatever a step still did."""
+@pytest.mark.parametrize("before", [True, False], ids=["before a step", "after a step"])
+def test_closed_while_its_answer_is_on_its_way(
+    tiny: LLM, monkeypatch: pytest.MonkeyPatch, before: bool
+) -> None:
+    """From another thread, which does not wait for the step: the session is empty all the same."""
+    set_costs(tiny, 1e-3)
+    for at in (1, 2, 3, 5, 8, 13):
+        session, steps = tiny.session(), iter(range(1, 1000))
+
+        def around(
+            step: Callable[[], None], session: Session = session, steps: Any = steps, at: int = at
+        ) -> None:
+            closing = threading.Thread(target=session.close)
+            if not before:
+                step()
+            if next(steps) == at:
+                closing.start()
+                closing.join()
+            if before:
+                step()
+
+        session.append(prompt(at, 150))
+        with monkeypatch.context() as patch:
+            watch_steps(tiny, patch, around)
+            with pytest.raises(OptionError, match="changed"):
+                session.generate(max_tokens=20, **GREEDY)
+        assert session.tokens == ()
+        session.append([5, 6])
+        assert session.tokens == (5, 6)
+        session.close()
+    del session
+    assert_idle(tiny)
+
+
+@pytest.mark.slow
+def test_closed_at_random(tiny: LLM) -> None:
     rng, told = random.Random(1), list[str]()
     for turn in range(40):
         session = tiny.session()
@@ -161,11 +188,11 @@ def test_a_forked_process_answers_or_refuses(tiny: LLM) -> None:
     def hold() -> None:
         with tiny.engine.lock:
             taken.set()
-            done.wait(30)
+            done.wait()
 
     thread = threading.Thread(target=hold)
     thread.start()
-    taken.wait(30)
+    taken.wait()
     try:
         assert "forked while another thread" in forked(in_child)
     finally:

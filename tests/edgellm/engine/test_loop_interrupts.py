@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import os
 import random
-import time
-from typing import Any
 
 import pytest
+from inspection import watch_leaving
 from loop_checks import (
-    GREEDY,
     AlarmError,
     alarm_after,
+    answers_interrupted_at,
+    answers_with_alarms,
     assert_idle,
-    interrupted_answers,
-    prompt,
+    interrupted,
     raising_once,
 )
+from loops import GREEDY, prompt
 
 from edgellm.engine.context import Context
 from edgellm.engine.request import Request
@@ -26,27 +26,38 @@ from edgellm.llm import LLM, load
 
 @pytest.mark.usefixtures("alarm")
 def test_no_interrupt_leaves_the_lock_of_a_deferred_change_taken(tiny: LLM) -> None:
-    cache, rng = tiny.engine.cache, random.Random(1)
-    ends = time.monotonic() + 1.5
-    while time.monotonic() < ends:
-        try:
-            with alarm_after(rng.uniform(2e-6, 5e-5)):
-                for _ in range(1000):
-                    cache.soon(_nothing)
-        except AlarmError:
-            pass
-        assert cache.lock.acquire(timeout=5)
+    """At each moment of it where Python handles signals."""
+    cache, at = tiny.engine.cache, 1
+    while interrupted(lambda: cache.soon(_nothing), at=at, events=("call", "c_return")):
+        assert cache.lock.acquire(timeout=0), f"after the interrupt at event {at}"
         cache.lock.release()
+        at += 1
+    assert at > 5
 
 
 def _nothing() -> None:
     pass
 
 
+@pytest.mark.slow
+@pytest.mark.usefixtures("alarm")
+def test_no_alarm_leaves_the_lock_of_a_deferred_change_taken(tiny: LLM) -> None:
+    cache, rng = tiny.engine.cache, random.Random(1)
+    for _ in range(10_000):
+        try:
+            with alarm_after(rng.uniform(2e-6, 5e-5)):
+                for _ in range(1000):
+                    cache.soon(_nothing)
+        except AlarmError:
+            pass
+        assert cache.lock.acquire(timeout=0)
+        cache.lock.release()
+
+
 @pytest.mark.usefixtures("alarm")
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-def test_alarms_at_random(tiny: LLM) -> None:
-    assert interrupted_answers(tiny, seconds=3, seed=int(os.environ.get("SEED", 5))) > 20
+def test_an_interrupt_at_any_call(tiny: LLM) -> None:
+    answers_interrupted_at(tiny, range(1, 3000, 61))
 
 
 def test_an_interrupt_while_another_answer_takes_its_piece(tiny: LLM) -> None:
@@ -95,18 +106,15 @@ def test_an_interrupt_where_answers_to_one_prompt_part(tiny: LLM, at: int) -> No
 def test_an_interrupt_before_a_finished_answer_leaves(
     tiny: LLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    batcher = tiny.engine.loop._batcher
-    leave = batcher.leave
-
-    def interrupted(request: Any) -> None:
-        monkeypatch.setattr(batcher, "leave", leave)
+    def interrupted(request: Request) -> None:
+        monkeypatch.undo()
         raise AlarmError
 
     with tiny.session() as session:
         session.append(prompt(1, 40))
         stream = session.stream(max_tokens=3, **GREEDY)
         next(stream)
-        monkeypatch.setattr(batcher, "leave", interrupted)
+        watch_leaving(tiny, monkeypatch, interrupted)
         with pytest.raises(AlarmError):
             tiny.generate(prompt(2, 20), max_tokens=30, **GREEDY)
         assert len(list(stream)) == 3  # two tokens, and why it ended
@@ -117,6 +125,6 @@ def test_an_interrupt_before_a_finished_answer_leaves(
 @pytest.mark.slow
 @pytest.mark.usefixtures("alarm")
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-def test_alarms_for_long(tiny: LLM) -> None:
-    for seed in range(3):
-        interrupted_answers(tiny, seconds=8, seed=seed)
+@pytest.mark.parametrize("seed", range(int(os.environ.get("SEEDS", 3))))
+def test_alarms_at_random(tiny: LLM, seed: int) -> None:
+    answers_with_alarms(tiny, alarms=150, seed=seed)

@@ -5,66 +5,41 @@ from __future__ import annotations
 import gc
 import random
 import threading
-import time
+from collections import Counter
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
 
 import pytest
-from loop_checks import GREEDY, assert_idle, prompt, raising_once
+from inspection import results, set_costs, step, submitted, watch_steps
+from loop_checks import assert_idle, raising_once
+from loops import GREEDY, alone, assert_no_new_thread, prompt, short, together, tokens_of
+from waiting import Clock, until
 
 from edgellm.kernels.kv_blocks import BLOCK
 from edgellm.llm import LLM, load
 
 
-class UnfairLock:
-    """Whoever waits for it looks seldom, as threads do whose cores are busy."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self.locked, self.release = self._lock.locked, self._lock.release
-
-    def acquire(self, blocking: bool = True, timeout: float = -1) -> bool:
-        start = time.monotonic()
-        while not self._lock.acquire(blocking=False):
-            if not blocking or 0 <= timeout < time.monotonic() - start:
-                return False
-            time.sleep(0.04 if timeout < 0 else timeout)
-        return True
-
-    def __enter__(self) -> bool:
-        return self.acquire()
-
-    def __exit__(self, *_: object) -> None:
-        self.release()
-
-
-def test_readers_take_their_pieces_while_others_step(
-    tiny: LLM, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_readers_take_their_pieces_though_they_never_get_the_lock(tiny: LLM) -> None:
     """Whoever waits for the lock of a loop that never stops stepping has to get away from it."""
-    batcher, cache = tiny.engine.loop._batcher, tiny.engine.cache
-    step, change = batcher.step, cache.change
-    monkeypatch.setattr(cache, "_lock", UnfairLock())
-    # others look at the loop while one has the lock and does not step yet
-    monkeypatch.setattr(cache, "change", lambda: (time.sleep(0.001), change())[1])
-    monkeypatch.setattr(batcher, "step", lambda: (time.sleep(0.01), step())[1])
-    counts, unread = tiny.engine.loop.counts, list[int]()
+    options = {**GREEDY, "max_tokens": 40, "speculate": False}
+    expected = [tiny.generate(prompt(seed, 40), **options).tokens for seed in range(3)]
+    read: list[list[int]] = [[] for _ in expected]
 
-    def read(seed: int) -> None:
-        requests = tiny.stream(
-            prompt(seed, 40), max_tokens=150, ignore_eos=True, speculate=False, seed=1
-        )
-        first = 0
-        for taken, _ in enumerate(requests):
-            first = first or counts.steps
-            unread.append(counts.steps - first - taken)
+    def reader(seed: int) -> None:
+        for piece in tiny.stream(prompt(seed, 40), **options):
+            if piece.token is not None:
+                read[seed].append(piece.token)
 
-    threads = [threading.Thread(target=read, args=(seed,)) for seed in range(6)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert max(unread) < 12, sorted(unread)[-9:]
+    with ThreadPoolExecutor(3) as pool:
+        with tiny.engine.lock:
+            readers = [pool.submit(reader, seed) for seed in range(3)]
+            until(lambda: len(submitted(tiny)) == 3)
+            set_costs(tiny, 1e-6)  # all prompts in one step
+            for count in range(1, 41):
+                step(tiny)
+                until(lambda count=count: [len(each) for each in read] == [count] * 3)
+        results(readers)
+    assert [tuple(each) for each in read] == expected
 
 
 def test_a_slow_reader_gives_its_place_while_others_decode(folder: str) -> None:
@@ -84,37 +59,28 @@ def test_a_slow_reader_gives_its_place_while_others_decode(folder: str) -> None:
     assert_idle(small)
 
 
-def test_a_time_limit_ends_who_waits_for_a_place(folder: str) -> None:
-    small = load(folder, ctx_size=4 * BLOCK, cache_size=4 * BLOCK)
+def test_a_time_limit_ends_who_waits_for_a_place(
+    folder: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    small, clock = load(folder, ctx_size=4 * BLOCK, cache_size=4 * BLOCK), Clock()
+    for module in ("request", "answer_stats"):
+        monkeypatch.setattr(f"edgellm.engine.{module}.time", clock)
     first = small.stream(prompt(1, 3 * BLOCK), max_tokens=100, **GREEDY)
     next(first)
-    answer: list[Any] = []
-
-    def wait() -> None:
-        tokens = prompt(2, 3 * BLOCK)
-        answer.append(small.generate(tokens, time_limit_ms=20, max_tokens=50, **GREEDY))
-
-    thread = threading.Thread(target=wait)
-    thread.start()
-    deadline = time.monotonic() + 20
-    while thread.is_alive() and time.monotonic() < deadline:
-        next(first, None)
-    assert answer[0].finish_reason == "time"
-    first.close()
+    watch_steps(small, monkeypatch, lambda step: (clock.advance(0.005), step()))
+    limited = {**GREEDY, "time_limit_ms": 20, "max_tokens": 50}
+    answer = small.generate(prompt(2, 3 * BLOCK), **limited)
+    assert (answer.finish_reason, answer.tokens) == ("time", ())
+    assert len(list(first)) == 100
     assert_idle(small)
 
 
 def test_hundreds_of_threads(tiny: LLM) -> None:
-    count, threads = 300, threading.active_count()
-    options = {**GREEDY, "max_tokens": 3}
-    expected = [tiny.generate(prompt(i, 10 + i), **options).tokens for i in range(5)]
-    with ThreadPoolExecutor(count) as pool:
-        answers = [
-            pool.submit(tiny.generate, prompt(i % 5, 10 + i % 5), **options) for i in range(count)
-        ]
-        for i, answer in enumerate(answers):
-            assert answer.result(timeout=60).tokens == expected[i % 5]
-    assert threading.active_count() == threads
+    threads = set(threading.enumerate())
+    calls = short((prompt(i % 5, 10 + i % 5) for i in range(300)), max_tokens=3)
+    expected = tokens_of(alone(tiny, calls[:5]))
+    assert tokens_of(together(tiny, calls)) == expected * 60
+    assert_no_new_thread(threads)
     assert_idle(tiny)
 
 
@@ -148,44 +114,43 @@ def vanish(llm: LLM, rng: random.Random) -> None:
         cycle.append(cycle)
 
 
-def vanishing(llm: LLM, *, count: int) -> None:
-    """Twice as many of them, in threads; afterwards all is as before."""
-    threads = threading.active_count()
+def vanishing(llm: LLM, *, seeds: Sequence[int], workers: int) -> None:
+    """Answers that end in a way of each seed, twice over; afterwards all is as before."""
+    before = set(threading.enumerate())
     expected = llm.generate(prompt(1, 100), max_tokens=20, **GREEDY).tokens
 
-    def some(seed: int) -> None:
-        rng = random.Random(seed)
-        for _ in range(count // 8):
-            vanish(llm, rng)
+    def some(first: int) -> None:
+        for seed in seeds[first::workers]:
+            vanish(llm, random.Random(seed))
 
-    def all_of_them(seed: int) -> None:
-        with ThreadPoolExecutor(9) as pool:
-            running = [pool.submit(some, seed + i) for i in range(8)]
+    def all_of_them() -> Counter[type]:
+        with ThreadPoolExecutor(workers + 1) as pool:
+            running = [pool.submit(some, i) for i in range(workers)]
             answer = pool.submit(llm.generate, prompt(1, 100), max_tokens=20, **GREEDY)
-            assert answer.result(timeout=120).tokens == expected
-            for each in running:
-                each.result(timeout=120)
+            results(running)
+            assert answer.result().tokens == expected
+        gc.collect()
+        assert_idle(llm)
+        return objects()
 
-    all_of_them(0)
-    assert_idle(llm)
-    before = memory(llm)
-    all_of_them(100)
-    assert_idle(llm)
-    assert memory(llm) < before * 1.02 + 500
-    assert threading.active_count() == threads
+    assert all_of_them() == all_of_them()
+    assert_no_new_thread(before)
 
 
-def memory(llm: LLM) -> int:
-    """Objects of Python's that the collector knows, without those of cached prefixes."""
-    llm.engine.cache.index.__init__(b"", llm.engine.cache.index._groups)  # type: ignore[misc]
-    gc.collect()
-    return len(gc.get_objects())
+def objects() -> Counter[type]:
+    """How many there are of each of our types, without cached prefixes."""
+    types = Counter(type(each) for each in gc.get_objects())
+    ours = {
+        kind: count for kind, count in types.items() if str(kind.__module__).startswith("edgellm.")
+    }
+    return Counter({k: n for k, n in ours.items() if k.__module__ != "edgellm.cache.prefix_index"})
 
 
 def test_answers_that_vanish(tiny: LLM) -> None:
-    vanishing(tiny, count=80)
+    """In each of the ways, several times, one after the other."""
+    vanishing(tiny, seeds=range(30), workers=1)
 
 
 @pytest.mark.slow
 def test_a_thousand_answers_that_vanish(tiny: LLM) -> None:
-    vanishing(tiny, count=500)  # twice
+    vanishing(tiny, seeds=range(500), workers=8)

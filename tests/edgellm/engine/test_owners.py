@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from inspection import ignore_owners, remembered
 from simulated_engine import TARGET, Engine, Request, finished, numbers, requests_strategy
 
 from edgellm.engine.owners import OwnerCounters
 from edgellm.engine.policies import SchedulingPolicy, Serial, StallFree
-from edgellm.engine.prompt_rows import PromptRows
 
 
 def test_who_comes_back_is_lifted() -> None:
@@ -35,9 +35,9 @@ def test_only_who_matters_is_remembered() -> None:
     for i in range(1000):
         owners.came(f"one of many {i}", present=["always"])
         owners.serve({"always": 5, f"one of many {i}": 1})
-    assert len(owners._served) < 10
+    assert len(remembered(owners)) < 10
     owners.came("first", present=())
-    assert owners._served == {"first": 0.0}
+    assert remembered(owners) == {"first": 0.0}
 
 
 def test_a_lead_is_forgotten() -> None:
@@ -122,6 +122,5 @@ def test_a_single_owner_changes_nothing(requests: list[Request], blocks: int, ow
 
     with_owners = steps(copies())
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(PromptRows, "_in_turns", lambda _, ranked: ranked)
-        patch.setattr(OwnerCounters, "of", lambda *_: 0.0)
+        ignore_owners(patch)
         assert steps(copies()) == with_owners

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -27,15 +28,36 @@ PROMPTS = [
 GREEDY = GenerationOptions(temperature=0.0, max_tokens=64)
 
 
-@pytest.fixture(scope="module")
-def judge(smollm2_gguf: Path) -> Any:
+@dataclass(frozen=True)
+class Judged:
+    """A model in float32 throughout, and its judge."""
+
+    llm: LLM
+    judge: Any
+    text: str  # a long one
+
+    def tokens(self, count: int) -> list[int]:
+        return self.llm.engine.tokenizer.encode(self.text)[:count]
+
+
+@pytest.fixture(scope="module", params=["tiny", pytest.param("smollm2", marks=pytest.mark.slow)])
+def judged(request: pytest.FixtureRequest) -> Judged:
+    """A random model, and the default one."""
+    from pydoc_data import topics
+
     import torch
     from transformers import AutoModelForCausalLM
 
-    model = AutoModelForCausalLM.from_pretrained(
-        smollm2_gguf.parent, gguf_file=smollm2_gguf.name, dtype=torch.float32
-    )
-    return model.eval()
+    if request.param == "smollm2":
+        llm = request.getfixturevalue("reference_llm")
+        file: Path = request.getfixturevalue("smollm2_gguf")
+        source: dict[str, Any] = {"gguf_file": file.name}
+        folder = file.parent
+    else:
+        folder, source = request.getfixturevalue("tiny_model"), {}
+        llm = load(str(folder), precision="f32", decode="reference", kv_format="f32")
+    judge = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, **source)
+    return Judged(llm, judge.eval(), topics.topics["typesseq"])
 
 
 def judge_logits(judge: Any, tokens: list[int]) -> np.ndarray:
@@ -59,51 +81,48 @@ def prefill_logits(llm: LLM, tokens: list[int]) -> np.ndarray:
     return llm.engine.prefill.logits(np.concatenate(rows))
 
 
-def text_tokens(llm: LLM, count: int) -> list[int]:
-    from pydoc_data import topics
-
-    return llm.engine.tokenizer.encode(topics.topics["typesseq"])[:count]
-
-
 @pytest.mark.parametrize("length", LENGTHS)
-def test_prefill_logits(reference_llm: LLM, judge: Any, length: int) -> None:
-    tokens = text_tokens(reference_llm, length)
-    difference = np.abs(prefill_logits(reference_llm, tokens) - judge_logits(judge, tokens))
+def test_prefill_logits(judged: Judged, length: int) -> None:
+    tokens = judged.tokens(length)
+    assert len(tokens) == length
+    difference = np.abs(prefill_logits(judged.llm, tokens) - judge_logits(judged.judge, tokens))
     assert difference.max() < 2e-3
 
 
-def test_decode_logits(reference_llm: LLM, judge: Any) -> None:
-    tokens = text_tokens(reference_llm, 140)
-    sequence = reference_llm.engine.cache.sequence()
-    found = [compute_tokens(reference_llm.engine.decoder, [token], sequence)[0] for token in tokens]
+def test_decode_logits(judged: Judged) -> None:
+    tokens, engine = judged.tokens(140), judged.llm.engine
+    sequence = engine.cache.sequence()
+    found = [compute_tokens(engine.decoder, [token], sequence)[0] for token in tokens]
     sequence.truncate(0)
-    assert np.abs(np.stack(found) - judge_logits(judge, tokens)).max() < 2e-3
+    assert np.abs(np.stack(found) - judge_logits(judged.judge, tokens)).max() < 2e-3
 
 
-@pytest.mark.parametrize("prompt", PROMPTS)
-def test_greedy_tokens(reference_llm: LLM, judge: Any, prompt: str) -> None:
+@pytest.mark.parametrize(
+    "prompt", [PROMPTS[0], *(pytest.param(each, marks=pytest.mark.slow) for each in PROMPTS[1:])]
+)
+def test_greedy_tokens(judged: Judged, prompt: str) -> None:
     import torch
 
-    tokens = reference_llm.engine.tokenizer.encode(prompt)
-    expected = judge.generate(
+    tokens = judged.llm.engine.tokenizer.encode(prompt)
+    expected = judged.judge.generate(
         torch.tensor([tokens]),
         attention_mask=torch.ones(1, len(tokens), dtype=torch.long),
         max_new_tokens=64,
         do_sample=False,
         pad_token_id=0,
     )[0, len(tokens) :].tolist()
-    with reference_llm.session() as session:
+    with judged.llm.session() as session:
         session.append(tokens)
         found = list(session.generate(options=GREEDY).tokens)
     assert found == expected
 
 
-def test_chunk_size_makes_no_difference(reference_llm: LLM) -> None:
-    tokens = text_tokens(reference_llm, 300)
-    model = reference_llm.engine.prefill.model
+def test_chunk_size_makes_no_difference(judged: Judged) -> None:
+    tokens, engine = judged.tokens(300), judged.llm.engine
+    model = engine.prefill.model
     results = []
     for chunk in (300, 128, 32, 7):
-        sequence = reference_llm.engine.cache.sequence()
+        sequence = engine.cache.sequence()
         for start in range(0, 300, chunk):
             hidden = model.forward(tokens[start : start + chunk], sequence, chunk=chunk)
         results.append(model.head.logits(hidden[-1:]))
@@ -114,10 +133,10 @@ def test_chunk_size_makes_no_difference(reference_llm: LLM) -> None:
 
 @pytest.mark.parametrize("precision", ["f32", "w8a8"])
 def test_poisoned_padding_never_shows(
-    smollm2: Any, precision: str, monkeypatch: pytest.MonkeyPatch
+    tiny_model: Path, precision: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    llm = load(str(smollm2.path), prefill="cpu", precision=precision)
-    tokens = text_tokens(llm, 45)
+    llm = load(str(tiny_model), prefill="cpu", precision=precision)
+    tokens = np.random.default_rng(0).integers(0, 320, 45).tolist()
     model = llm.engine.prefill.model
     buffers = model.segments.buffers(32)
     sequence = llm.engine.cache.sequence()
@@ -191,8 +210,15 @@ def test_quantized_weights_agree_with_float_on_random_weights(
     assert np.abs(exact - int4).mean() < 0.2 * np.abs(exact).mean()
 
 
-@pytest.mark.parametrize("model_type", ["qwen3", "gemma2", "olmo2", "starcoder2"])
-@pytest.mark.parametrize("backends", [{"prefill": "cpu", "decode": "portable"}, {}])
+@pytest.mark.parametrize(
+    ("model_type", "backends"),
+    [
+        ("qwen3", {}),
+        ("gemma2", {"prefill": "cpu", "decode": "portable"}),
+        ("olmo2", {"prefill": "cpu", "decode": "portable"}),
+        ("starcoder2", {}),
+    ],
+)
 def test_every_part_in_every_back_end(
     make_model: Callable[..., Path], edgellm_home: Path, model_type: str, backends: dict[str, str]
 ) -> None:
@@ -214,6 +240,7 @@ def test_every_part_in_every_back_end(
 NEAR_TIE = 0.8
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("prompt", PROMPTS)
 def test_native_and_portable_agree_up_to_near_ties(
     chosen_llm: LLM, portable_llm: LLM, prompt: str

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import itertools
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from inspection import draft_always
 
 from edgellm.engine.draft import DraftPolicy, PromptLookup
 from edgellm.engine.speculation import Speculation
+from edgellm.kernels.native import library
 from edgellm.kernels.sampling import Logits
 from edgellm.llm import LLM, load
 
@@ -29,19 +32,29 @@ def native(chosen_llm: LLM) -> LLM:
     return chosen_llm
 
 
-@pytest.mark.parametrize("prompt", [COPY, PLAIN], ids=["copy", "plain"])
+OPTIONS: dict[str, dict[str, Any]] = {
+    "greedy": {"temperature": 0},
+    "sampled": {"temperature": 0.9, "seed": 5, "repeat_penalty": 1.1},
+    "stop": {"temperature": 0, "stop": ["return 2"], "logprobs": 2},
+}
+
+
 @pytest.mark.parametrize(
-    "options",
+    ("prompt", "kind"),
     [
-        {"temperature": 0},
-        {"temperature": 0.9, "seed": 5, "repeat_penalty": 1.1},
-        {"temperature": 0, "stop": ["return 2"], "logprobs": 2},
+        (COPY, "greedy"),
+        (COPY, "stop"),
+        (PLAIN, "sampled"),
+        pytest.param(COPY, "sampled", marks=pytest.mark.slow),
+        pytest.param(PLAIN, "greedy", marks=pytest.mark.slow),
+        pytest.param(PLAIN, "stop", marks=pytest.mark.slow),
     ],
-    ids=["greedy", "sampled", "stop"],
 )
-def test_the_answer_is_the_same(native: LLM, prompt: str, options: dict[str, Any]) -> None:
+def test_the_answer_is_the_same(native: LLM, prompt: str, kind: str) -> None:
     with_drafts, without = (
-        native.generate(prompt, max_tokens=80, ignore_eos=True, speculate=speculate, **options)
+        native.generate(
+            prompt, max_tokens=80, ignore_eos=True, speculate=speculate, **OPTIONS[kind]
+        )
         for speculate in (True, False)
     )
     assert with_drafts.tokens == without.tokens
@@ -51,23 +64,28 @@ def test_the_answer_is_the_same(native: LLM, prompt: str, options: dict[str, Any
     assert without.stats.drafted_tokens == 0
 
 
-def test_copying_is_foreseen(native: LLM) -> None:
+def test_copying_is_foreseen(native: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where a step takes a second, drafted or not."""
+    computed = Speculation.computed
+    monkeypatch.setattr(Speculation, "computed", lambda *given, **_: computed(*given, seconds=1.0))
     found = native.generate(COPY, temperature=0, max_tokens=60, ignore_eos=True).stats
     assert found.accepted_tokens > found.drafted_tokens / 2 > 0
 
 
-def test_a_session_goes_on_where_it_was_left(native: LLM) -> None:
+@pytest.mark.parametrize(
+    "taken", [3, 9, *(pytest.param(count, marks=pytest.mark.slow) for count in (8, 10, 17))]
+)
+def test_a_session_goes_on_where_it_was_left(native: LLM, taken: int) -> None:
     """An answer that is dropped in the middle of a draft, and then another one."""
     options = native.generation_options(temperature=0, max_tokens=40, ignore_eos=True)
-    for taken in (3, 8, 9, 10, 17):
-        with native.session() as session, native.session() as plain:
-            for s in (session, plain):
-                s.append(COPY)
-            list(itertools.islice(session.stream(options=options), taken))
-            assert session.cached <= len(session.tokens)
-            again = session.generate(options=options).tokens
-            plain.replace(session.tokens[: -len(again)])
-            assert plain.generate(options=options, speculate=False).tokens == again
+    with native.session() as session, native.session() as plain:
+        for s in (session, plain):
+            s.append(COPY)
+        list(itertools.islice(session.stream(options=options), taken))
+        assert session.cached <= len(session.tokens)
+        again = session.generate(options=options).tokens
+        plain.replace(session.tokens[: -len(again)])
+        assert plain.generate(options=options, speculate=False).tokens == again
 
 
 @pytest.mark.parametrize("change", ["close", "rewind"])
@@ -75,7 +93,7 @@ def test_a_session_that_changes_under_an_answer(
     native: LLM, change: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Someone holds the answer, a wrong draft on its way, and goes back behind it."""
-    monkeypatch.setattr(Speculation, "_guess", lambda *_: [7, 8])
+    draft_always(monkeypatch, [7, 8])
     session = native.session()
     session.append(COPY)
     answer = session.stream(temperature=0, max_tokens=40, ignore_eos=True)
@@ -89,7 +107,7 @@ def test_a_session_that_changes_under_an_answer(
 def test_wrong_drafts_leave_no_trace(native: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     options = {"temperature": 0, "max_tokens": 12, "ignore_eos": True}
     expected = native.generate(PLAIN, speculate=False, **options).tokens
-    monkeypatch.setattr(Speculation, "_guess", lambda *_: [7, 8])
+    draft_always(monkeypatch, [7, 8])
     with native.session() as session:
         session.append(PLAIN)
         found = session.generate(**options)
@@ -106,8 +124,14 @@ def test_the_end_of_the_context(native: LLM) -> None:
     assert len(found.tokens) == 140 - len(tokens) + 1
 
 
-def test_portable_back_ends_draft_nothing(portable_llm: LLM) -> None:
-    assert portable_llm.generate(COPY, temperature=0, max_tokens=20).stats.drafted_tokens == 0
+@pytest.mark.skipif(library() is None, reason="native drafts need the native kernels")
+def test_portable_back_ends_draft_nothing(tiny_model: Path) -> None:
+    drafted = []
+    for options in ({"decode": "native"}, {"prefill": "cpu", "decode": "portable"}):
+        llm = load(str(tiny_model), **options)  # type: ignore[arg-type]
+        answer = llm.generate(COPY, temperature=0, max_tokens=60, ignore_eos=True)
+        drafted.append(answer.stats.drafted_tokens)
+    assert drafted[0] > drafted[1] == 0
 
 
 @given(st.lists(st.integers(0, 3), max_size=60), st.integers(0, 8))

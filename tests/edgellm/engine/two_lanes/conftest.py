@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from lane_checks import assert_ended, start
+from loops import assert_no_new_thread
 
 from edgellm.kernels.native import library
 from edgellm.llm import LLM
@@ -26,7 +27,7 @@ def bundle_path(
 @pytest.fixture
 def tiny(bundle_path: Path) -> Iterator[LLM]:
     llm = start(bundle_path)
-    threads = threading.active_count()
+    threads = set(threading.enumerate())
     yield llm
     assert_ended(llm)
-    assert threading.active_count() == threads
+    assert_no_new_thread(threads)

@@ -4,58 +4,67 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import random
-import threading
-import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from lane_checks import (
-    LENGTHS,
-    PLAYED,
-    PROMPTS,
+from inspection import (
+    bell,
+    live,
+    results,
+    set_patience,
+    threads_at,
+    watch_leaving,
+    watch_steps,
+)
+from lane_checks import LENGTHS, PLAYED, PROMPTS, assert_ended, start
+from loop_checks import cancelled_at_steps, poison_given_back
+from loops import (
+    GREEDY,
     SHORT,
     Gate,
     alone,
-    assert_ended,
-    start,
+    assert_same,
+    begin_together,
+    prompt,
+    short,
     together,
     tokens_of,
 )
-from loop_checks import GREEDY, poison_given_back, prompt, until
+from waiting import until
 
 from edgellm import Completion
 from edgellm.backends.chunked_backend import ChunkedBackend
 from edgellm.backends.planner import PlannedChunk
 from edgellm.engine.embedding import embeddings
-from edgellm.engine.request import Request
 from edgellm.kernels.kv_blocks import BLOCK
 from edgellm.llm import LLM, load
 
 # What is computed.
 
 
-@pytest.mark.parametrize("precision", ["f32", "w8a8", "w8a16-qdq"])
-@pytest.mark.parametrize("schedule", ["in-order", "out-of-order"])
+@pytest.mark.parametrize(
+    ("precision", "schedule"),
+    [("f32", "out-of-order"), ("w8a8", "in-order"), ("w8a16-qdq", "out-of-order")],
+)
 def test_the_bits_are_those_of_one_after_the_other(
     bundle_path: Path, precision: str, schedule: str
 ) -> None:
     """Whoever else is there. Of some precisions the first token of a prompt is the host's."""
     options = {"precision": precision, "schedule": schedule}
     before = start(bundle_path, scheduling="serial", **options)
-    expected = [before.generate(each, logprobs=3, **SHORT) for each in PROMPTS]
-    llm = start(bundle_path, **options)
-    for found in (together(llm, logprobs=3), alone(start(bundle_path, **options), logprobs=3)):
-        assert tokens_of(found) == tokens_of(expected)
-        assert [each.logprobs for each in found] == [each.logprobs for each in expected]
+    calls = short(PROMPTS, logprobs=3)
+    expected, llm = alone(before, calls), start(bundle_path, **options)
+    assert_same(together(llm, calls), expected)
+    assert_same(alone(start(bundle_path, **options), calls), expected)
     assert_ended(llm)
 
 
 def test_every_prompt_goes_to_the_provider_whatever_its_length(tiny: LLM) -> None:
-    for found in (alone(tiny), together(tiny, [prompt(50 + i, n) for i, n in enumerate(LENGTHS)])):
+    others = [prompt(50 + i, length) for i, length in enumerate(LENGTHS)]
+    for found in (alone(tiny, short(PROMPTS)), together(tiny, short(others))):
         stats = [answer.stats for answer in found]
         left = [n - each.cached_tokens for n, each in zip(LENGTHS, stats, strict=True)]
         assert [each.prefill for each in stats] == [{"cpu": count} for count in left]
@@ -74,12 +83,12 @@ def test_answers_to_one_prompt_and_cached_prompts(tiny: LLM) -> None:
 
 
 def test_with_asyncio(tiny: LLM) -> None:
-    expected = tokens_of(alone(tiny))
+    expected = alone(tiny, short(PROMPTS))
 
     async def answers() -> list[Completion]:
         return await asyncio.gather(*(tiny.agenerate(each, **SHORT) for each in PROMPTS))
 
-    assert tokens_of(asyncio.run(answers())) == expected
+    assert_same(asyncio.run(answers()), expected)
 
 
 def test_embeddings_come_between(tiny: LLM) -> None:
@@ -87,38 +96,26 @@ def test_embeddings_come_between(tiny: LLM) -> None:
         return list(llm.engine.loop.drive(embeddings(llm.engine, PROMPTS, pooling="mean")))
 
     expected, fresh = embed(tiny), start(tiny.engine.bundle.path)
-    with ThreadPoolExecutor(2) as pool:
-        answers = pool.submit(together, fresh)
+    with ThreadPoolExecutor(len(PROMPTS)) as pool:
+        answers = begin_together(pool, fresh, short(PROMPTS))
         found = embed(fresh)
-        assert tokens_of(answers.result(timeout=60)) == tokens_of(alone(tiny))
+        assert_same(results(answers), alone(tiny, short(PROMPTS)))
     for ours, theirs in zip(found, expected, strict=True):
         np.testing.assert_array_equal(ours, theirs)
     assert_ended(fresh)
 
 
-def test_blocks_are_its_own_until_the_thread_is_done(bundle_path: Path) -> None:
+def test_blocks_are_its_own_until_the_thread_is_done(
+    bundle_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Blocks that were given back, or not yet written to, hold NaN."""
     llm = start(bundle_path, cache_size=8 * BLOCK, kv_format="f32")
-    expected = tokens_of(alone(start(bundle_path, kv_format="f32"), max_tokens=90))
+    calls = short(PROMPTS, max_tokens=90)
+    expected = alone(start(bundle_path, kv_format="f32"), calls)
     for group in llm.engine.cache.groups:
         poison_given_back(group)
-    rng = random.Random(1)
-    for _ in range(4):
-        cancels = [threading.Event() for _ in range(4)]
-        timers = [threading.Timer(rng.uniform(0, 0.05), cancel.set) for cancel in cancels]
-        for timer in timers:
-            timer.start()
-        with ThreadPoolExecutor(12) as pool:
-            others = [
-                pool.submit(llm.generate, prompt(rng.randrange(10**6), 400), cancel=c, **GREEDY)
-                for c in cancels
-            ]
-            answers = [pool.submit(llm.generate, p, **{**SHORT, "max_tokens": 90}) for p in PROMPTS]
-            assert [answer.result(timeout=60).tokens for answer in answers] == expected
-            for cancel in cancels:
-                cancel.set()
-            for other in others:
-                other.result(timeout=60)
+    for at in ((0, 1, 2, 3), (5, 8, 13, 21)):
+        assert_same(cancelled_at_steps(llm, monkeypatch, calls, at=at), expected)
     assert_ended(llm)
 
 
@@ -128,53 +125,47 @@ def test_blocks_are_its_own_until_the_thread_is_done(bundle_path: Path) -> None:
 def test_streams_go_on_while_a_prompt_is_computed(
     tiny: LLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    expected = tiny.generate(PROMPTS[1], temperature=0, ignore_eos=True, max_tokens=100).tokens
-    stream = tiny.stream(PROMPTS[1], temperature=0, ignore_eos=True, max_tokens=100)
+    options = {**GREEDY, "max_tokens": 100}
+    expected = tiny.generate(PROMPTS[1], **options).tokens
+    stream = tiny.stream(PROMPTS[1], **options)
     read = [next(stream).token for _ in range(20)]
-    gate = Gate(tiny, monkeypatch)
+    gate = Gate(tiny.engine.prefill, "run", monkeypatch)
     with ThreadPoolExecutor(1) as pool:
         answer = pool.submit(tiny.generate, PROMPTS[2], **SHORT)
-        until(lambda: gate.reached.is_set() or read.append(next(stream).token) is not None)
-        assert gate.reached.is_set()
+        until(gate.reached.is_set)  # its own thread steps as far as that
         read += [piece.token for piece in stream if piece.token is not None]
         assert not answer.done()
         gate.opened.set()
-        assert len(answer.result(timeout=30).tokens) == 12
+        assert len(answer.result().tokens) == 12
     assert tuple(read) == expected
 
 
 def test_nobody_computes_while_all_wait_for_the_provider(
     tiny: LLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    gate, steps = Gate(tiny, monkeypatch), tiny.engine.loop.counts
+    gate, steps = Gate(tiny.engine.prefill, "run", monkeypatch), list[None]()
+    watch_steps(tiny, monkeypatch, lambda step: steps.append(step()))
+    set_patience(monkeypatch, 3600)  # so those at the bell stay there
     with ThreadPoolExecutor(4) as pool:
-        answers = [pool.submit(tiny.generate, each, **SHORT) for each in PROMPTS[:4]]
-        assert gate.reached.wait(30)
-        time.sleep(0.1)  # for the others to come
-        before = steps.steps
-        time.sleep(0.2)
-        assert steps.steps - before <= 8
+        answers = begin_together(pool, tiny, short(PROMPTS[:4]))
+        until(gate.reached.is_set)
+        until(lambda: threads_at(bell(tiny)) == 4)
+        assert len(steps) <= 4  # of each that waited for the lock
         gate.opened.set()
-        assert all(len(answer.result(timeout=30).tokens) == 12 for answer in answers)
+        assert [len(each.tokens) for each in results(answers)] == [12] * 4
 
 
 def test_a_short_prompt_passes_a_long_one(tiny: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    gate, batcher = Gate(tiny, monkeypatch), tiny.engine.loop._batcher
-    leave, ended = batcher.leave, list[int]()
-
-    def noted(request: Request) -> None:
-        ended.append(request.stats().prompt_tokens)
-        leave(request)
-
-    monkeypatch.setattr(batcher, "leave", noted)
+    gate, ended = Gate(tiny.engine.prefill, "run", monkeypatch), list[int]()
+    watch_leaving(tiny, monkeypatch, lambda each: ended.append(each.stats().prompt_tokens))
+    once = {**GREEDY, "max_tokens": 1}
     with ThreadPoolExecutor(2) as pool:
-        long = pool.submit(tiny.generate, PROMPTS[4], max_tokens=1, **GREEDY)
-        assert gate.reached.wait(30)
-        short = pool.submit(tiny.generate, PROMPTS[0], max_tokens=1, **GREEDY)
-        until(lambda: len(batcher._live) == 2)
+        long = pool.submit(tiny.generate, PROMPTS[4], **once)
+        until(gate.reached.is_set)
+        short_one = pool.submit(tiny.generate, PROMPTS[0], **once)
+        until(lambda: len(live(tiny)) == 2)
         gate.opened.set()
-        for each in (long, short):
-            each.result(timeout=30)
+        results([long, short_one])
     assert list(dict.fromkeys(ended)) == [len(PROMPTS[0]), len(PROMPTS[4])]
 
 

@@ -11,8 +11,28 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from lane_checks import PROMPTS, SHORT, Gate, alone, assert_ended, start, together, tokens_of
-from loop_checks import GREEDY, AlarmError, forked, interrupted_answers, prompt, until
+from inspection import batcher, lane, results
+from lane_checks import PROMPTS, assert_ended, start, wait_for_lane
+from loop_checks import (
+    AlarmError,
+    answers_interrupted_at,
+    answers_with_alarms,
+    cancelled_at_steps,
+    forked,
+)
+from loops import (
+    GREEDY,
+    SHORT,
+    Gate,
+    alone,
+    assert_same,
+    begin_together,
+    prompt,
+    short,
+    together,
+    tokens_of,
+)
+from waiting import Clock, until
 
 from edgellm import OptionError
 from edgellm.backends.batch import Rows, Span
@@ -27,7 +47,7 @@ from edgellm.llm import LLM
 def test_an_error_in_the_thread_is_that_of_its_own_prompt(
     tiny: LLM, monkeypatch: pytest.MonkeyPatch, raised: BaseException
 ) -> None:
-    expected, fresh = tokens_of(alone(tiny)), start(tiny.engine.bundle.path)
+    expected, fresh = tokens_of(alone(tiny, short(PROMPTS))), start(tiny.engine.bundle.path)
     run, end = fresh.engine.prefill.run, PROMPTS[4][-5:]
 
     def picky(spans: Sequence[Span], **options: Any) -> list[Rows]:
@@ -37,10 +57,10 @@ def test_an_error_in_the_thread_is_that_of_its_own_prompt(
 
     monkeypatch.setattr(fresh.engine.prefill, "run", picky)
     with ThreadPoolExecutor(8) as pool:
-        answers = [pool.submit(fresh.generate, each, **SHORT) for each in PROMPTS]
+        answers = begin_together(pool, fresh, short(PROMPTS))
         with pytest.raises(Exception, match=r"says no|was stopped"):
-            answers[4].result(timeout=30)
-        found = [a.result(timeout=30).tokens for i, a in enumerate(answers) if i != 4]
+            answers.pop(4).result()
+        found = tokens_of(results(answers))
     assert found == expected[:4] + expected[5:]
     assert fresh.generate(PROMPTS[3], **SHORT).tokens == expected[3]
     assert_ended(fresh)
@@ -50,30 +70,34 @@ def test_an_error_in_the_thread_is_that_of_its_own_prompt(
 def test_a_prompt_that_is_stopped_ends_between_two_layers(
     tiny: LLM, monkeypatch: pytest.MonkeyPatch, how: str
 ) -> None:
-    gate, cancel = Gate(tiny, monkeypatch), threading.Event()
-    limit = 300 if how == "out of time" else None
+    gate, cancel = Gate(tiny.engine.prefill, "run", monkeypatch), threading.Event()
+    limit, clock = 300 if how == "out of time" else None, Clock()
+    for module in ("request", "answer_stats"):
+        monkeypatch.setattr(f"edgellm.engine.{module}.time", clock)
     with ThreadPoolExecutor(1) as pool:
         options = {**SHORT, "time_limit_ms": limit}
         answer = pool.submit(tiny.generate, PROMPTS[2], cancel=cancel, **options)
-        assert gate.reached.wait(30)
+        until(gate.reached.is_set)
         if how == "cancelled":
             cancel.set()
+        else:
+            clock.advance(0.3)
         until(lambda: gate.stopped)
         gate.opened.set()
         expected = "time" if how == "out of time" else "cancelled"
-        assert answer.result(timeout=30).finish_reason == expected
+        assert answer.result().finish_reason == expected
 
 
 def test_a_prompt_that_is_withdrawn_gives_its_blocks_back(
     tiny: LLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Though nobody steps any more."""
-    gate, context = Gate(tiny, monkeypatch), Context(tiny.engine)
+    gate, context = Gate(tiny.engine.prefill, "run", monkeypatch), Context(tiny.engine)
     context.append("prompt", PROMPTS[2], parse_special=False)
     request = Request(context, tiny.generation_options(max_tokens=4), closes=True)
     tiny.engine.loop.submit(request)
     tiny.engine.loop.advance([request])
-    assert gate.reached.wait(30)
+    until(gate.reached.is_set)
     assert tiny.engine.cache.used_blocks == 1  # of the first chunk
     tiny.engine.loop.withdraw(request)
     until(lambda: gate.stopped)
@@ -82,22 +106,34 @@ def test_a_prompt_that_is_withdrawn_gives_its_blocks_back(
 
 
 def test_a_session_that_is_closed_meanwhile(tiny: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    gate, session = Gate(tiny, monkeypatch), tiny.session()
+    gate, session = Gate(tiny.engine.prefill, "run", monkeypatch), tiny.session()
     session.append(PROMPTS[2])
     with ThreadPoolExecutor(1) as pool:
         answer = pool.submit(session.generate, **SHORT)
-        assert gate.reached.wait(30)
+        until(gate.reached.is_set)
         session.close()
         gate.opened.set()
         with pytest.raises(OptionError, match="was changed"):
-            answer.result(timeout=30)
+            answer.result()
     assert session.tokens == ()
     del answer
 
 
+def test_cancelled_at_any_step(tiny: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """While waiting, on the provider, in decode: blocks are back, and the others do not notice."""
+    calls, steps = short(PROMPTS), (0, 1, 2, 3, 5, 8, 10, 11)
+    expected = alone(tiny, calls)
+    streams = [tiny.stream(prompt(5000 + i, 100 * i), **GREEDY) for i in (1, 2, 3)]
+    for taken, stream in enumerate(streams):
+        for _ in range(taken):
+            next(stream)
+        stream.close()
+    assert_same(cancelled_at_steps(tiny, monkeypatch, calls, at=steps), expected)
+
+
+@pytest.mark.slow
 def test_cancelled_at_random(tiny: LLM) -> None:
-    """While waiting, on the provider, in decode: blocks are back, and nobody else notices."""
-    rng, expected = random.Random(3), tokens_of(alone(tiny))
+    rng, expected = random.Random(3), tokens_of(alone(tiny, short(PROMPTS)))
 
     def cancelled(i: int) -> None:
         cancel = threading.Event()
@@ -116,57 +152,59 @@ def test_cancelled_at_random(tiny: LLM) -> None:
 
     with ThreadPoolExecutor(12) as pool:
         cancels = [pool.submit((cancelled, closed)[i % 2], i) for i in range(160)]
-        found = tokens_of(alone(tiny))
-        for each in cancels:
-            each.result(timeout=120)
+        found = tokens_of(alone(tiny, short(PROMPTS)))
+        results(cancels)
     assert found == expected
 
 
-def test_preempted_as_alone(bundle_path: Path) -> None:
+def test_preempted_as_alone(bundle_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """More than fits: places are given up also while rows are on their way, and nobody notices."""
-    growing = [prompt(i, 100 + 20 * i) for i in range(7)]
-    expected = tokens_of(alone(start(bundle_path), growing, max_tokens=200))
+    growing = short((prompt(i, 100 + 20 * i) for i in range(7)), max_tokens=200)
+    expected = alone(start(bundle_path), growing)
     # prompts do not wait for decode, so that several are there at once
-    small, preempted = start(bundle_path, cache_size=5 * BLOCK, decode_slowdown=100.0), 0
-    for _ in range(5):  # whether two are there at once is a matter of time
-        answers = together(small, growing, max_tokens=200)
-        assert tokens_of(answers) == expected
-        preempted += sum(answer.stats.preempted for answer in answers)
-        if preempted:
-            break
-    assert preempted
+    small = start(bundle_path, cache_size=5 * BLOCK, decode_slowdown=100.0)
+    wait_for_lane(small, monkeypatch)
+    answers = together(small, growing)
+    assert_same(answers, expected)
+    assert sum(answer.stats.preempted for answer in answers)
     assert_ended(small)
 
 
 def test_a_full_context_goes_on(bundle_path: Path) -> None:
     shifting = {"max_tokens": 150, "context_policy": "shift", "keep": 9}
-    prompts = [prompt(i, 90 + 60 * i) for i in range(4)]
+    calls = short((prompt(i, 90 + 60 * i) for i in range(4)), **shifting)
     options = {"ctx_size": 2 * BLOCK}
-    expected = tokens_of(alone(start(bundle_path, **options), prompts, **shifting))
+    expected = alone(start(bundle_path, **options), calls)
     small = start(bundle_path, cache_size=6 * BLOCK, **options)
-    assert tokens_of(together(small, prompts, **shifting)) == expected
+    assert_same(together(small, calls), expected)
     assert_ended(small)
 
 
 @pytest.mark.usefixtures("alarm")
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_an_interrupt_at_any_call(tiny: LLM) -> None:
+    answers_interrupted_at(tiny, range(1, 2000, 61))
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("alarm")
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.parametrize("seed", range(int(os.environ.get("SEEDS", 1))))
 def test_alarms_at_random(tiny: LLM, seed: int) -> None:
-    assert interrupted_answers(tiny, seconds=3, seed=seed) > 20
+    answers_with_alarms(tiny, alarms=60, seed=seed)
 
 
 def test_an_interrupt_before_the_thread_began(tiny: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whoever steps next begins it."""
     expected = tiny.generate(PROMPTS[2], **SHORT).tokens
     fresh = start(tiny.engine.bundle.path)
-    lane = fresh.engine.loop._batcher._lane  # type: ignore[attr-defined]
-    launch = lane.launch
+    launch = lane(fresh).launch
 
     def interrupted() -> None:
-        monkeypatch.setattr(lane, "launch", launch)
+        monkeypatch.setattr(lane(fresh), "launch", launch)
         raise AlarmError
 
-    monkeypatch.setattr(lane, "launch", interrupted)
+    monkeypatch.setattr(lane(fresh), "launch", interrupted)
     with pytest.raises(AlarmError):
         fresh.generate(PROMPTS[4], **SHORT)
     assert fresh.generate(PROMPTS[2], **SHORT).tokens == expected
@@ -184,23 +222,23 @@ def test_a_process_forked_in_the_middle_of_a_prompt_refuses(
         except OptionError as error:
             return str(error)
 
-    gate = Gate(tiny, monkeypatch)
+    gate = Gate(tiny.engine.prefill, "run", monkeypatch)
     with ThreadPoolExecutor(1) as pool:
         answer = pool.submit(tiny.generate, PROMPTS[2], **SHORT)
-        assert gate.reached.wait(30)
-        until(lambda: tiny.engine.loop._batcher.resting)
+        until(gate.reached.is_set)
+        until(lambda: batcher(tiny).resting)
         with tiny.engine.lock:  # whoever began the prompt has done with its step
             pass
         assert "forked while another thread computed a prompt" in forked(in_child)
         gate.opened.set()
-        assert len(answer.result(timeout=30).tokens) == 12
+        assert len(answer.result().tokens) == 12
 
 
 def test_an_interrupt_while_a_thread_starts_is_itself(
     tiny: LLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """`Thread.start` may make an error of a lock of it; the thread runs, and keeps its blocks."""
-    expected, began = alone(tiny, PROMPTS[4:5])[0].tokens, list[str]()
+    expected, began = tiny.generate(PROMPTS[4], **SHORT).tokens, list[str]()
     start_whole = threading.Thread.start
 
     def interrupted(thread: threading.Thread) -> None:
