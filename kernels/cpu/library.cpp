@@ -1,10 +1,6 @@
 // Instruction-set choice and worker threads of the native kernels.
 #include "threads.h"
 
-#include <pthread.h>
-#include <sched.h>
-#include <unistd.h>
-
 #include <algorithm>
 #include <chrono>
 #include <condition_variable>
@@ -17,9 +13,7 @@
 #include <vector>
 
 #include "isa.h"
-#ifdef EDGELLM_ARM
-#include <sys/auxv.h>
-#endif
+#include "platform.h"
 #ifdef EDGELLM_X86
 #include <cpuid.h>
 #endif
@@ -44,7 +38,7 @@ bool has(Isa isa) {
                __builtin_cpu_supports("avx512vnni");
 #endif
 #ifdef EDGELLM_ARM
-    if (isa == Isa::NEON) return (getauxval(AT_HWCAP) & HWCAP_ASIMDDP) != 0;
+    if (isa == Isa::NEON) return platform::has_dot_products();
 #endif
     return isa == Isa::SCALAR;
 }
@@ -94,15 +88,9 @@ private:
     // may be put on the caller's core to wait for it. Without this, two threads were no faster than one
     // (1,762 against 1,773 tokens/s at pp512 on two cores); with it, 2,100.
     void keep_off_this_core() {
-#ifdef __linux__
-        const int core = sched_getcpu();
+        const int core = platform::current_core();
         if (core == kept_off_ || core < 0) return;
-        cpu_set_t others;
-        if (sched_getaffinity(0, sizeof others, &others) != 0 || CPU_COUNT(&others) < 2) return;
-        CPU_CLR(core, &others);
-        for (pthread_t worker : workers_) pthread_setaffinity_np(worker, sizeof others, &others);
-        kept_off_ = core;
-#endif
+        if (platform::keep_off(core, workers_)) kept_off_ = core;
     }
 
     void take(const std::function<void(int)>& task, int count) {
@@ -140,7 +128,7 @@ private:
     std::atomic<int> next_{0};
     std::atomic<long> generation_{0};
     const std::function<void(int)>* task_ = nullptr;
-    std::vector<pthread_t> workers_;
+    std::vector<std::thread::native_handle_type> workers_;
     int count_ = 0, helpers_ = 0, busy_ = 0, kept_off_ = -1;
     bool linger_ = false;
 };
@@ -150,11 +138,11 @@ private:
 Pool& pool() {
     static std::mutex guard;
     static Pool* current = nullptr;
-    static pid_t owner = 0;
+    static long owner = 0;
     std::lock_guard<std::mutex> lock(guard);
-    if (owner != getpid()) {
+    if (owner != platform::process()) {
         current = new Pool;
-        owner = getpid();
+        owner = platform::process();
     }
     return *current;
 }
@@ -165,11 +153,7 @@ std::atomic<int> assumed_cores{0};
 // Threads past the number of cores would only wait for each other.
 int cores() {
     if (const int assumed = assumed_cores.load(std::memory_order_relaxed); assumed > 0) return assumed;
-#ifdef __linux__
-    cpu_set_t usable;
-    if (sched_getaffinity(0, sizeof usable, &usable) == 0) return CPU_COUNT(&usable);
-#endif
-    return std::max(1, static_cast<int>(std::thread::hardware_concurrency()));
+    return platform::cores();
 }
 
 }  // namespace
@@ -194,16 +178,17 @@ void parallel(int count, int threads, const std::function<void(int)>& task) {
 }
 
 void* scratch(size_t bytes) {
+    constexpr std::align_val_t LINE{64};
     struct Buffer {
         void* data = nullptr;
         size_t size = 0;
-        ~Buffer() { std::free(data); }
+        ~Buffer() { ::operator delete(data, LINE); }
     };
     static thread_local Buffer buffer;
     if (buffer.size < bytes) {
-        std::free(buffer.data);
+        ::operator delete(buffer.data, LINE);
         buffer.size = (bytes + 4095) / 4096 * 4096;
-        buffer.data = std::aligned_alloc(64, buffer.size);
+        buffer.data = ::operator new(buffer.size, LINE, std::nothrow);
         if (buffer.data == nullptr) std::abort();
     }
     return buffer.data;
@@ -211,7 +196,7 @@ void* scratch(size_t bytes) {
 
 void relax(int turn) {
     if (turn % 4096 == 4095) {
-        sched_yield();
+        std::this_thread::yield();
         return;
     }
 #if defined(EDGELLM_X86)
