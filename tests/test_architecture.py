@@ -52,7 +52,8 @@ PUBLIC = {
 # Packages of edgellm/, each of which may import those before it; the modules beside them are the
 # public API, which may import all, and these, which anyone may.
 LAYERS = ("store", "text", "cache", "backends", "engine", "measure")
-SHARED = {"checks", "errors", "generation_options", "options", "progress", "results", "tool_use"}
+SHARED = {"checks", "errors", "generation_options", "machine", "options", "progress", "results"}
+SHARED |= {"tool_use"}
 
 # Folders of edgellm/serve -> which of them each may import; the modules beside them import none,
 # but for those that put all of it together.

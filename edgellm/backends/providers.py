@@ -10,13 +10,13 @@ import platform
 import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 from edgellm.backends.registry import AUTO, NATIVE, TRITON
 from edgellm.backends.thread_pool import session_options
 from edgellm.errors import OptionError, ProviderError, first_line
+from edgellm.machine import cpu_name
 
 CPU = "cpu"
 CUDA = "cuda"
@@ -252,12 +252,3 @@ def _stdout_as_stderr() -> Iterator[None]:
             ctypes.CDLL(None).fflush(None)  # what C still holds back
         os.dup2(saved, 1)
         os.close(saved)
-
-
-def cpu_name() -> str:
-    """The processor's name as the operating system gives it."""
-    with contextlib.suppress(OSError):
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    return platform.processor() or platform.machine()

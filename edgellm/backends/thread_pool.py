@@ -8,11 +8,11 @@ sessions in 3.7 ms (without spinning; 64 ms with) where the shared one takes 2.4
 
 from __future__ import annotations
 
-import os
 import threading
 from typing import Any
 
 from edgellm.errors import OptionError
+from edgellm.machine import usable_cores
 
 _pool_threads: int | None = None
 _STARTING = threading.Lock()
@@ -70,10 +70,3 @@ def session_options() -> Any:
     else:
         options.use_per_session_threads = False
     return options
-
-
-def usable_cores() -> int:
-    """Cores that this process may run on."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1

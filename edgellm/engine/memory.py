@@ -1,10 +1,8 @@
-"""How much memory a model will take, and how much the process has taken."""
+"""How much memory a model will take."""
 
 from __future__ import annotations
 
-import sys
 from dataclasses import dataclass
-from pathlib import Path
 
 import psutil
 
@@ -61,19 +59,6 @@ def check_fits(needed: MemoryEstimate) -> None:
             f"cache {_mib(needed.kv_cache)}), but {_mib(available)} MiB are available; choose a "
             "smaller `ctx_size` or a smaller `kv_format`"
         )
-
-
-def peak_memory_bytes() -> int:
-    """Largest resident size of this process so far."""
-    if sys.platform == "win32":
-        return int(psutil.Process().memory_info().peak_wset)
-    if sys.platform == "linux":
-        # getrusage would count the parent, as large as it was when it forked
-        status = Path("/proc/self/status").read_text()
-        return int(status.partition("VmHWM:")[2].split()[0]) * 1024
-    import resource
-
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # macOS counts bytes
 
 
 def _mib(count: int) -> int:

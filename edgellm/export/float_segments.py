@@ -28,6 +28,7 @@ from edgellm.graphs.checkpoint import Checkpoint
 from edgellm.graphs.config import ModelConfig
 from edgellm.graphs.contract import Part, part_file
 from edgellm.graphs.segment import Segment, author_segment
+from edgellm.machine import usable_cores
 
 Floats = NDArray[np.float32]
 # Makes a segment's outputs of its inputs, both by name.
@@ -108,7 +109,7 @@ def session_on_all_cores(path: Path, threads: int | None = None) -> Any:
 
     options = thread_pool.session_options()
     if options.use_per_session_threads:
-        options.intra_op_num_threads = threads or thread_pool.usable_cores()
+        options.intra_op_num_threads = threads or usable_cores()
     return ort.InferenceSession(path, options, providers=["CPUExecutionProvider"])
 
 

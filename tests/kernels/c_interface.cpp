@@ -8,9 +8,9 @@
 #include <string>
 #include <vector>
 
-#include "../../kernels/attention/call.h"
-#include "../../kernels/sampling/call.h"
-#include "../../kernels/step/call.h"
+#include "attention/call.h"
+#include "sampling/call.h"
+#include "step/call.h"
 
 extern "C" {
 const char* edgellm_isa();

@@ -1,6 +1,6 @@
 """Writes calls of the kernels for c_interface.cpp, with the rows that the numpy references give.
 
-The structures are those that the package hands to the library: a stand-in for the library takes down
+The structures are those that the package hands to the library: a stand-in for it takes down
 the memory that they point at in place of running them.
 """
 
@@ -25,7 +25,7 @@ from edgellm.kernels.attention import native as attention
 from edgellm.kernels.attention import portable as portable_attention
 from edgellm.kernels.kv_append import native as kv_append
 from edgellm.kernels.kv_append import portable as portable_kv_append
-from edgellm.kernels.kv_blocks import KV_FORMATS, KVBlocks, allocate
+from edgellm.kernels.kv_blocks import KV_FORMATS, allocate
 from edgellm.kernels.linear import native as linear
 from edgellm.kernels.linear import pack_weight
 from edgellm.kernels.linear import reference as reference_linear
@@ -215,17 +215,18 @@ def _scores(recorder: Recorder) -> None:
     recorder.expect(1e-6, sums=np.array(sums), ids=np.array(ids), kept=np.full(3, 7))
 
 
-def main(path: Path) -> None:
+def record(path: Path) -> None:
+    """Write all calls to a file."""
     recorder = Recorder()
     with ExitStack() as patches:
         for module in (native, attention, kv_append, linear, sampling, step):
             patches.enter_context(patch.object(module, "address", recorder.address))
         # what is written holds zeros before
         patches.enter_context(patch.object(np, "empty", np.zeros))
-        for record in (_linears, _caches, _steps, _scores):
-            record(recorder)
+        for take_down in (_linears, _caches, _steps, _scores):
+            take_down(recorder)
     path.write_bytes(recorder.data)
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    record(Path(sys.argv[1]))
