@@ -21,21 +21,37 @@
 namespace edgellm {
 namespace {
 
+#ifdef EDGELLM_X86
+// The processor itself is asked: to zig's __builtin_cpu_supports it has nothing.
+struct Cpuid {
+    unsigned eax = 0, ebx = 0, ecx = 0, edx = 0;
+    explicit Cpuid(unsigned leaf, unsigned part = 0) { __get_cpuid_count(leaf, part, &eax, &ebx, &ecx, &edx); }
+};
+
+bool all_of(unsigned word, unsigned bits) { return (word & bits) == bits; }
+
+// The sets of registers that the operating system saves for a thread.
+unsigned saved_registers() {
+    if (!(Cpuid(1).ecx & bit_OSXSAVE)) return 0;
+    unsigned low, high;
+    asm volatile("xgetbv" : "=a"(low), "=d"(high) : "c"(0));
+    return low;
+}
+#endif
+
 bool has(Isa isa) {
 #ifdef EDGELLM_X86
-    __builtin_cpu_init();
-    const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") &&
-                      __builtin_cpu_supports("f16c");
+    constexpr unsigned YMM = 0x06, ZMM = 0xe6;
+    const Cpuid extended(7);
+    const bool avx2 = all_of(saved_registers(), YMM) && all_of(Cpuid(1).ecx, bit_FMA | bit_F16C) &&
+                      all_of(extended.ebx, bit_AVX2);
     if (isa == Isa::AVX2) return avx2;
 #ifdef EDGELLM_HAS_AVXVNNI
-    unsigned eax = 0, ebx, ecx, edx;
-    if (isa == Isa::AVXVNNI)
-        return avx2 && __get_cpuid_count(7, 1, &eax, &ebx, &ecx, &edx) && (eax >> 4 & 1);
+    if (isa == Isa::AVXVNNI) return avx2 && (Cpuid(7, 1).eax >> 4 & 1);
 #endif
     if (isa == Isa::AVX512)
-        return avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-               __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq") &&
-               __builtin_cpu_supports("avx512vnni");
+        return avx2 && all_of(saved_registers(), ZMM) && all_of(extended.ecx, bit_AVX512VNNI) &&
+               all_of(extended.ebx, bit_AVX512F | bit_AVX512BW | bit_AVX512VL | bit_AVX512DQ);
 #endif
 #ifdef EDGELLM_ARM
     if (isa == Isa::NEON) return platform::has_dot_products();

@@ -9,7 +9,7 @@ from pathlib import Path
 
 
 def run_python(code: str, *arguments: str, **environment: str) -> str:
-    """Run it with the tests' helpers at hand and give what it printed; a failure shows its errors."""
+    """Run it with the tests' helpers at hand; gives what it printed, and fails with its errors."""
     helpers = str(Path(__file__).parent)
     path = os.pathsep.join(filter(None, [helpers, os.environ.get("PYTHONPATH")]))
     found = subprocess.run(

@@ -1,4 +1,4 @@
-"""A random Llama and its answer, which all machines give: `tiny_answer.py FOLDER` makes and checks it."""
+"""A random Llama and its answer, the same on all machines: `tiny_answer.py FOLDER` checks it."""
 
 from __future__ import annotations
 
