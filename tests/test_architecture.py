@@ -186,6 +186,17 @@ def test_the_runtime_does_without_the_exporter() -> None:
     assert not wrong, "\n".join(wrong)
 
 
+def test_one_module_imports_onnx_runtime() -> None:
+    """So that its telemetry is off before it is loaded."""
+    found = {
+        path.name
+        for folder in FOLDERS
+        for path in python_files(folder)
+        if any(module.split(".")[0] == "onnxruntime" for _, module in imported_modules(path))
+    }
+    assert found == {"onnx_runtime.py"}
+
+
 def test_import_is_light() -> None:
     code = (
         "import sys, edgellm, edgellm.llm;"

@@ -140,3 +140,10 @@ def test_a_server_opens_no_connection(bundle: str) -> None:
             assert process.poll() is None
         finally:
             process.kill()
+
+
+def test_onnx_runtime_reports_nothing(tmp_path: Path) -> None:
+    """What it will report lies in the user's home until it is sent."""
+    code = "from edgellm.backends.thread_pool import session_options; session_options()"
+    run_python(code, HOME=str(tmp_path))
+    assert list(tmp_path.rglob("*")) == []

@@ -11,6 +11,7 @@ from __future__ import annotations
 import threading
 from typing import Any
 
+from edgellm.backends.onnx_runtime import onnx_runtime
 from edgellm.errors import OptionError
 from edgellm.machine import usable_cores
 
@@ -37,7 +38,7 @@ def start(threads: int | None, *, spare: int = 0) -> int:
     wanted = max(1, (threads or usable_cores()) - spare)
     with _STARTING:
         if _pool_threads is None:
-            import onnxruntime as ort
+            ort = onnx_runtime()
 
             ort.set_global_thread_pool_sizes(wanted, 1)
             _pool_threads = wanted
@@ -59,7 +60,7 @@ def size(threads: int | None) -> int:
 
 def session_options() -> Any:
     """Options for a session in this process, with or without the pool."""
-    import onnxruntime as ort
+    ort = onnx_runtime()
 
     options = ort.SessionOptions()
     # Since ONNX Runtime 1.32 int8 weights and 16-bit activations become a MatMulNBits, which would

@@ -18,6 +18,7 @@ import onnx_ir as ir
 from numpy.typing import NDArray
 
 from edgellm.backends import thread_pool
+from edgellm.backends.onnx_runtime import onnx_runtime
 from edgellm.errors import ModelFormatError
 from edgellm.export.layerwise import WindowAttention
 from edgellm.export.precisions import PRECISIONS
@@ -105,7 +106,7 @@ def next_inputs(
 
 def session_on_all_cores(path: Path, threads: int | None = None) -> Any:
     """A graph on the CPU; where the process has a thread pool, its threads and not `threads`."""
-    import onnxruntime as ort
+    ort = onnx_runtime()
 
     options = thread_pool.session_options()
     if options.use_per_session_threads:
