@@ -53,7 +53,8 @@ PUBLIC = {
 # Packages of edgellm/, each of which may import those before it; the modules beside them are the
 # public API, which may import all, and these, which anyone may.
 LAYERS = ("store", "text", "cache", "backends", "engine", "measure")
-SHARED = {"checks", "errors", "generation_options", "options", "progress", "results", "tool_use"}
+SHARED = {"checks", "errors", "generation_options", "machine", "options", "progress", "results"}
+SHARED |= {"tool_use"}
 
 # Folders of edgellm/serve -> which of them each may import; the modules beside them import none,
 # but for those that put all of it together.
@@ -184,6 +185,17 @@ def test_the_runtime_does_without_the_exporter() -> None:
             if module.startswith("edgellm.export") and not exports:
                 wrong.append(f"{path.relative_to(ROOT)}:{line}: {module}")
     assert not wrong, "\n".join(wrong)
+
+
+def test_one_module_imports_onnx_runtime() -> None:
+    """So that its telemetry is off before it is loaded."""
+    found = {
+        path.name
+        for folder in FOLDERS
+        for path in python_files(folder)
+        if any(module.split(".")[0] == "onnxruntime" for _, module in imported_modules(path))
+    }
+    assert found == {"onnx_runtime.py"}
 
 
 def test_import_is_light() -> None:

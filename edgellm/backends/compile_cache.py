@@ -15,6 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from edgellm.backends.onnx_runtime import onnx_runtime
 from edgellm.backends.providers import PROVIDERS, add_provider, version
 from edgellm.backends.thread_pool import session_options
 from edgellm.errors import ProviderError, first_line
@@ -94,7 +95,7 @@ def _key(
     allow_fallback: bool,
 ) -> str:
     """Changes with the graphs and their weights, the versions of all tools, and the device."""
-    import onnxruntime
+    onnxruntime = onnx_runtime()
 
     prefix = f"{precision}/"
     files = {n: f.sha256 for n, f in bundle.manifest.files.items() if n.startswith(prefix)}
@@ -141,8 +142,8 @@ def _print_to_stderr() -> None:
 def _compile(task: _Task) -> str:
     """In the other process: gives what went wrong, or an empty string."""
     import onnx_ir as ir
-    import onnxruntime as ort
 
+    ort = onnx_runtime()
     options = session_options()
     try:
         add_provider(options, task.provider, task.provider_options)

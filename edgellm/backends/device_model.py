@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from edgellm.backends.chunk import RunningChunk, RunningSpan
 from edgellm.backends.forward import Model
 from edgellm.backends.host_attention import HostAttention
+from edgellm.backends.onnx_runtime import onnx_runtime
 from edgellm.backends.providers import CPU, CUDA
 from edgellm.backends.segments import ModelHead, Run, Segments
 from edgellm.cache.kv_cache import KVCache
@@ -89,7 +90,7 @@ class DeviceSegments(Segments):
         return torch.zeros((chunk, width), dtype=torch.float32, device=self._device)
 
     def _bound(self, session: Any, inputs: Mapping[str, Any], outputs: Mapping[str, Any]) -> Run:
-        import onnxruntime as ort
+        ort = onnx_runtime()
 
         binding = session.io_binding()
         place = self._device.type, self._device.index or 0, np.float32

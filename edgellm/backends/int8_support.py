@@ -12,6 +12,7 @@ from functools import cache
 import numpy as np
 import onnx_ir as ir
 
+from edgellm.backends.onnx_runtime import onnx_runtime
 from edgellm.backends.thread_pool import session_options
 from edgellm.graphs.builder import GraphBuilder
 from edgellm.graphs.contract import ROWS_DIM
@@ -22,7 +23,7 @@ _WIDTH = 64
 @cache
 def int8_products_are_exact() -> bool:
     """Multiply the largest values that occur and compare with the exact product."""
-    import onnxruntime as ort
+    ort = onnx_runtime()
 
     graph = GraphBuilder("int8_support")
     x = graph.input("x", (ROWS_DIM, _WIDTH))

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from edgellm.backends.onnx_runtime import onnx_runtime
 from edgellm.backends.providers import CPU, PROVIDERS, add_provider
 from edgellm.backends.thread_pool import session_options
 from edgellm.errors import ProviderError, first_line
@@ -53,7 +54,7 @@ def open_session(
     Raises:
         ProviderError: the graph does not load, or some nodes would run elsewhere.
     """
-    import onnxruntime as ort
+    ort = onnx_runtime()
 
     options = session_options()
     options.add_session_config_entry("session.record_ep_graph_assignment_info", "1")

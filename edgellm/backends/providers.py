@@ -10,13 +10,14 @@ import platform
 import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from edgellm.backends.onnx_runtime import onnx_runtime
 from edgellm.backends.registry import AUTO, NATIVE, TRITON
 from edgellm.backends.thread_pool import session_options
 from edgellm.errors import OptionError, ProviderError, first_line
+from edgellm.machine import cpu_name
 
 CPU = "cpu"
 CUDA = "cuda"
@@ -139,7 +140,7 @@ def add_provider(options: Any, name: str, settings: Mapping[str, str]) -> list[A
 
 def version(name: str) -> str:
     """Of the package that brings a provider, and what it compiles for."""
-    import onnxruntime
+    onnxruntime = onnx_runtime()
 
     provider = PROVIDERS[name]
     if provider.plugin is None:
@@ -150,7 +151,7 @@ def version(name: str) -> str:
 
 def _device(name: str) -> str:
     """What a provider runs on, in words."""
-    import onnxruntime
+    onnxruntime = onnx_runtime()
 
     provider = PROVIDERS[name]
     if provider.plugin is not None:
@@ -176,7 +177,7 @@ def _plugin_device(name: str) -> Any:
 
     ONNX Runtime loads its library once a process.
     """
-    import onnxruntime as ort
+    ort = onnx_runtime()
 
     ort_name = PROVIDERS[name].ort_name
 
@@ -219,9 +220,10 @@ def _settings(name: str) -> dict[str, str]:
 def _probe(name: str) -> None:
     """Start a session with a one-node graph."""
     import onnx_ir as ir
-    import onnxruntime as ort
 
     from edgellm.graphs.builder import GraphBuilder
+
+    ort = onnx_runtime()
 
     graph = GraphBuilder("probe")
     model = graph.build({"y": (graph.op("Abs", graph.input("x", (1,))), (1,))})
@@ -252,12 +254,3 @@ def _stdout_as_stderr() -> Iterator[None]:
             ctypes.CDLL(None).fflush(None)  # what C still holds back
         os.dup2(saved, 1)
         os.close(saved)
-
-
-def cpu_name() -> str:
-    """The processor's name as the operating system gives it."""
-    with contextlib.suppress(OSError):
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    return platform.processor() or platform.machine()

@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgellm.backends.compile_cache import compiled
+from edgellm.backends.onnx_runtime import onnx_runtime
 from edgellm.backends.placement import Placement, open_session
 from edgellm.backends.providers import CPU, PROVIDERS
 from edgellm.errors import BundleError
@@ -198,7 +199,7 @@ class Segments:
 
     def _bound(self, session: Any, inputs: Mapping[str, Any], outputs: Mapping[str, Any]) -> Run:
         """A call that reads and writes these arrays."""
-        from onnxruntime import OrtValue
+        OrtValue = onnx_runtime().OrtValue
 
         binding = session.io_binding()
         values = {name: OrtValue.ortvalue_from_numpy(array) for name, array in inputs.items()}

@@ -8,11 +8,12 @@ sessions in 3.7 ms (without spinning; 64 ms with) where the shared one takes 2.4
 
 from __future__ import annotations
 
-import os
 import threading
 from typing import Any
 
+from edgellm.backends.onnx_runtime import onnx_runtime
 from edgellm.errors import OptionError
+from edgellm.machine import usable_cores
 
 _pool_threads: int | None = None
 _STARTING = threading.Lock()
@@ -37,7 +38,7 @@ def start(threads: int | None, *, spare: int = 0) -> int:
     wanted = max(1, (threads or usable_cores()) - spare)
     with _STARTING:
         if _pool_threads is None:
-            import onnxruntime as ort
+            ort = onnx_runtime()
 
             ort.set_global_thread_pool_sizes(wanted, 1)
             _pool_threads = wanted
@@ -59,7 +60,7 @@ def size(threads: int | None) -> int:
 
 def session_options() -> Any:
     """Options for a session in this process, with or without the pool."""
-    import onnxruntime as ort
+    ort = onnx_runtime()
 
     options = ort.SessionOptions()
     # Since ONNX Runtime 1.32 int8 weights and 16-bit activations become a MatMulNBits, which would
@@ -70,10 +71,3 @@ def session_options() -> Any:
     else:
         options.use_per_session_threads = False
     return options
-
-
-def usable_cores() -> int:
-    """Cores that this process may run on."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1

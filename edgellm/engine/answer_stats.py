@@ -8,8 +8,8 @@ from dataclasses import replace
 from edgellm.backends.batch import Rows
 from edgellm.backends.trace import TaskRecord
 from edgellm.engine.loaded_model import LoadedModel
-from edgellm.engine.memory import peak_memory_bytes
 from edgellm.engine.speculation import Speculation
+from edgellm.machine import peak_memory_bytes
 from edgellm.results import Stats
 
 

@@ -1,11 +1,8 @@
-"""How much memory a model will take, and how much the process has taken."""
+"""How much memory a model will take."""
 
 from __future__ import annotations
 
-import sys
-from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
 
 import psutil
 
@@ -62,21 +59,6 @@ def check_fits(needed: MemoryEstimate) -> None:
             f"cache {_mib(needed.kv_cache)}), but {_mib(available)} MiB are available; choose a "
             "smaller `ctx_size` or a smaller `kv_format`"
         )
-
-
-def peak_memory_bytes() -> int:
-    """Largest resident size of this process so far."""
-    if sys.platform == "win32":
-        return int(psutil.Process().memory_info().peak_wset)
-    if sys.platform == "linux":
-        # getrusage would count the parent, as large as it was when it forked
-        with suppress(OSError, IndexError):  # gVisor has no VmHWM
-            status = Path("/proc/self/status").read_text()
-            return int(status.partition("VmHWM:")[2].split()[0]) * 1024
-    import resource
-
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024  # macOS counts bytes
 
 
 def _mib(count: int) -> int:

@@ -18,6 +18,7 @@ import onnx_ir as ir
 from numpy.typing import NDArray
 
 from edgellm.backends import thread_pool
+from edgellm.backends.onnx_runtime import onnx_runtime
 from edgellm.errors import ModelFormatError
 from edgellm.export.layerwise import WindowAttention
 from edgellm.export.precisions import PRECISIONS
@@ -28,6 +29,7 @@ from edgellm.graphs.checkpoint import Checkpoint
 from edgellm.graphs.config import ModelConfig
 from edgellm.graphs.contract import Part, part_file
 from edgellm.graphs.segment import Segment, author_segment
+from edgellm.machine import usable_cores
 
 Floats = NDArray[np.float32]
 # Makes a segment's outputs of its inputs, both by name.
@@ -104,11 +106,11 @@ def next_inputs(
 
 def session_on_all_cores(path: Path, threads: int | None = None) -> Any:
     """A graph on the CPU; where the process has a thread pool, its threads and not `threads`."""
-    import onnxruntime as ort
+    ort = onnx_runtime()
 
     options = thread_pool.session_options()
     if options.use_per_session_threads:
-        options.intra_op_num_threads = threads or thread_pool.usable_cores()
+        options.intra_op_num_threads = threads or usable_cores()
     return ort.InferenceSession(path, options, providers=["CPUExecutionProvider"])
 
 

@@ -13,12 +13,11 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, urlparse
 
-from edgellm.backends.providers import cpu_name
 from edgellm.engine.engine import Engine
-from edgellm.engine.memory import peak_memory_bytes
 from edgellm.engine.one_sequence import best_next, compute_prompt
 from edgellm.errors import OptionError
 from edgellm.graphs.tensors import parameters
+from edgellm.machine import cpu_name, peak_memory_bytes
 from edgellm.progress import Progress, ProgressCallback
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ipaddress
+import socket
 from dataclasses import dataclass
 from typing import Literal, get_args
 
@@ -92,6 +93,11 @@ class ServeOptions:
         check_choice("pooling", self.pooling, POOLING)
         for name in ("api_keys", "allowed_hosts", "allowed_origins"):
             check_texts(name, getattr(self, name))
+        if self.is_socket and not hasattr(socket, "AF_UNIX"):
+            raise OptionError(
+                f"`host` is {self.host!r}, but Python has no Unix sockets on this system: give a "
+                "name or an address, and a `port`"
+            )
         if not (self.api_keys or self.insecure or self.is_local):
             raise OptionError(
                 f"`host` is {self.host!r}, which others can reach: give them a key with "

@@ -20,9 +20,9 @@ from typing import Any
 
 from edgellm.backends.chunked_backend import ChunkedBackend
 from edgellm.backends.schedule import Policy
-from edgellm.engine.memory import peak_memory_bytes
 from edgellm.export import export
 from edgellm.llm import load
+from edgellm.machine import peak_memory_bytes
 from edgellm.measure.plan import measure
 from edgellm.store.prepare import prepare
 from edgellm.store.sources import DEFAULT_MODEL, resolve

@@ -296,8 +296,8 @@ def main() -> None:
     arguments = parser.parse_args()
     if arguments.work:
         return work(arguments)
-    from edgellm.backends.providers import cpu_name
     from edgellm.llm import load
+    from edgellm.machine import cpu_name
 
     print(f"{Path(arguments.model).name}, {cpu_name()}, {arguments.threads} threads\n")
     if not arguments.gaps:

@@ -235,8 +235,8 @@ def main() -> None:
     if arguments.work:
         return work(arguments)
     arguments.model = arguments.model or default_model(arguments.python)
-    from edgellm.backends.providers import cpu_name
     from edgellm.llm import load
+    from edgellm.machine import cpu_name
 
     tokenizer = load(arguments.model, ctx_size=256).engine.tokenizer
     gate_ids = tokenizer.encode(TEXT)

@@ -166,8 +166,8 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
     parser.add_argument("--python", default=sys.executable, help="interpreter that has the peers")
     options = parser.parse_args()
-    from edgellm.backends.providers import cpu_name
     from edgellm.llm import load
+    from edgellm.machine import cpu_name
 
     with load(options.model, ctx_size=256) as llm:
         text = "\n\n".join(topics.topics[name] for name in sorted(topics.topics))[:400_000]

@@ -11,12 +11,12 @@ from layered_checks import PROMPTS, in_company
 
 from edgellm.backends import int8_support
 from edgellm.backends.providers import CPU
-from edgellm.backends.thread_pool import usable_cores
 from edgellm.engine import auto_prefill
 from edgellm.engine.auto_prefill import auto_choice
 from edgellm.export import export
 from edgellm.kernels.native import library
 from edgellm.llm import LLM, load
+from edgellm.machine import usable_cores
 from edgellm.options import EngineOptions
 from edgellm.store.bundle import COSTS, open_bundle
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from edgellm.engine.memory import peak_memory_bytes
+from edgellm.machine import peak_memory_bytes
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")

@@ -271,7 +271,7 @@ def test_default_model_exports_within_its_budget(smollm2_gguf: Path, tmp_path: P
     """Under 1.5 GB of memory; what can be taken over exactly is."""
     code = (
         "import sys; from pathlib import Path; from edgellm.export import export;"
-        "from edgellm.engine.memory import peak_memory_bytes;"
+        "from edgellm.machine import peak_memory_bytes;"
         "b = export(Path(sys.argv[1]), Path(sys.argv[2]), name='x', source='x');"
         "print(b.manifest.precisions['int4'].import_report['exact_tensors'],"
         " peak_memory_bytes())"

@@ -1,0 +1,71 @@
+// Linux has all of it; elsewhere the operating system places the threads.
+#include "platform.h"
+
+#include <algorithm>
+
+#ifdef _WIN32
+#define WIN32_LEAN_AND_MEAN
+#include <windows.h>
+#else
+#include <unistd.h>
+#endif
+#ifdef __linux__
+#include <pthread.h>
+#include <sched.h>
+#ifdef __aarch64__
+#include <sys/auxv.h>
+#endif
+#endif
+
+namespace edgellm::platform {
+
+bool has_dot_products() {
+#if defined(__aarch64__) && defined(__linux__)
+    return (getauxval(AT_HWCAP) & HWCAP_ASIMDDP) != 0;
+#elif defined(__aarch64__) && defined(__APPLE__)
+    return true;  // from the first Mac with such a processor on
+#elif defined(__aarch64__) && defined(_WIN32)
+    constexpr DWORD ARM_V82_DP = 43;  // older SDKs have no name for it
+    return IsProcessorFeaturePresent(ARM_V82_DP) != 0;
+#else
+    return false;
+#endif
+}
+
+int cores() {
+#ifdef __linux__
+    cpu_set_t usable;
+    if (sched_getaffinity(0, sizeof usable, &usable) == 0) return CPU_COUNT(&usable);
+#endif
+    return std::max(1, static_cast<int>(std::thread::hardware_concurrency()));
+}
+
+int current_core() {
+#ifdef __linux__
+    return sched_getcpu();
+#else
+    return -1;
+#endif
+}
+
+#ifdef __linux__
+bool keep_off(int core, const std::vector<std::thread::native_handle_type>& threads) {
+    cpu_set_t others;
+    if (sched_getaffinity(0, sizeof others, &others) != 0 || CPU_COUNT(&others) < 2) return false;
+    CPU_CLR(core, &others);
+    for (pthread_t thread : threads) pthread_setaffinity_np(thread, sizeof others, &others);
+    return true;
+}
+#else
+bool keep_off(int, const std::vector<std::thread::native_handle_type>&) { return false; }
+#endif
+
+long process() {
+#ifdef _WIN32
+    return 1;  // there is no fork()
+#else
+    return getpid();
+#endif
+}
+
+}  // namespace edgellm::platform

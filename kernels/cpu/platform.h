@@ -1,0 +1,24 @@
+// What the kernels ask of the operating system; platform.cpp alone knows which one it is.
+#pragma once
+
+#include <thread>
+#include <vector>
+
+namespace edgellm::platform {
+
+// Whether an ARM processor has the dot products of 8-bit integers.
+bool has_dot_products();
+
+// The cores that this process may run on.
+int cores();
+
+// The core of the calling thread, or -1 where threads cannot be kept off it.
+int current_core();
+
+// Let threads run on all cores of the process but one; false if it has no other.
+bool keep_off(int core, const std::vector<std::thread::native_handle_type>& threads);
+
+// A number that a child of fork() does not share with its parent.
+long process();
+
+}  // namespace edgellm::platform
