@@ -20,7 +20,7 @@ from waiting import Clock, until
 
 from edgellm import LLM
 from edgellm.kernels.kv_blocks import BLOCK
-from edgellm.serve.asked_prompt import asked_prompt
+from edgellm.serve.asked_prompt import answerable_prompt
 
 
 @pytest.mark.slow
@@ -116,13 +116,13 @@ def test_time_limits_count_from_the_arrival(
 
     def slowly(*arguments: Any) -> Any:
         clock.advance(3 / 16)
-        return asked_prompt(*arguments)
+        return answerable_prompt(*arguments)
 
     def slow(step: Callable[[], None]) -> None:
         clock.advance(1 / 64)
         step()
 
-    monkeypatch.setattr("edgellm.serve.answering.asked_prompt", slowly)
+    monkeypatch.setattr("edgellm.serve.answering.answerable_prompt", slowly)
     inspection.watch_steps(server.llm, monkeypatch, slow)
     reply = server.post(PATH, chat("hi", time_limit_ms=250, **LONG)).json()
     assert reply["choices"][0]["finish_reason"] == "length"
