@@ -9,8 +9,10 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import zipfile
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -291,23 +293,33 @@ def wheel_index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> WheelIndex:
 
 
 @pytest.fixture
-def cli() -> Callable[..., subprocess.CompletedProcess[str]]:
-    """Runs the command in a process of its own: `cli("run", "-p", "Hello", stdin="")`."""
+def cli(monkeypatch: pytest.MonkeyPatch) -> Callable[..., subprocess.CompletedProcess[str]]:
+    """Runs the command in this process, which saves its start: `cli("run", "-p", "Hi", stdin="")`.
+
+    Standard streams are files. What a process of its own alone shows is tested in one.
+    """
+    from edgellm.cli.main import run_command
 
     def run(
         *arguments: str, stdin: str | bytes = "", env: dict[str, str] | None = None
     ) -> subprocess.CompletedProcess[str]:
-        data = stdin.encode() if isinstance(stdin, str) else stdin
-        result = subprocess.run(
-            [sys.executable, "-m", "edgellm.cli.main", *arguments],
-            input=data,
-            capture_output=True,
-            env={**os.environ, **(env or {})},
-            timeout=300,
-        )
-        return subprocess.CompletedProcess(
-            result.args, result.returncode, result.stdout.decode(), result.stderr.decode()
-        )
+        with monkeypatch.context() as patch, ExitStack() as opened:
+            files = {}
+            for name in ("stdin", "stdout", "stderr"):
+                files[name] = opened.enter_context(
+                    tempfile.TemporaryFile("w+", encoding="utf-8", newline="")
+                )
+                patch.setattr(sys, name, files[name])
+            files["stdin"].buffer.write(stdin.encode() if isinstance(stdin, str) else stdin)
+            files["stdin"].seek(0)
+            for variable, value in (env or {}).items():
+                patch.setenv(variable, value)
+            code = run_command([*arguments], interrupted=threading.Event())
+            written = []
+            for name in ("stdout", "stderr"):
+                files[name].seek(0)
+                written.append(files[name].read())
+        return subprocess.CompletedProcess(arguments, code, *written)
 
     return run
 

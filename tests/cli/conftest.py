@@ -1,12 +1,10 @@
-"""Fixtures of the command line: commands in this process, and a shell on a terminal."""
+"""Fixtures of the command line: commands in a process of their own, and a shell on a terminal."""
 
 from __future__ import annotations
 
 import os
 import subprocess
 import sys
-import tempfile
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -15,7 +13,6 @@ from typing import Any
 import pytest
 
 from edgellm.cli.first_run import say_if_kernels_are_missing
-from edgellm.cli.main import run_command
 from edgellm.store.bundle import Bundle
 
 
@@ -23,37 +20,6 @@ from edgellm.store.bundle import Bundle
 def _said(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tests are no first run."""
     monkeypatch.setattr("edgellm.cli.options.say_if_kernels_are_missing", lambda: None)
-
-
-@pytest.fixture
-def cli(monkeypatch: pytest.MonkeyPatch) -> Callable[..., subprocess.CompletedProcess[str]]:
-    """Runs the command in this process, which saves its start: `cli("run", "-p", "Hi", stdin="")`.
-
-    Standard streams are files. What a process of its own alone shows is tested in one.
-    """
-
-    def run(
-        *arguments: str, stdin: str | bytes = "", env: dict[str, str] | None = None
-    ) -> subprocess.CompletedProcess[str]:
-        with monkeypatch.context() as patch, ExitStack() as opened:
-            files = {}
-            for name in ("stdin", "stdout", "stderr"):
-                files[name] = opened.enter_context(
-                    tempfile.TemporaryFile("w+", encoding="utf-8", newline="")
-                )
-                patch.setattr(sys, name, files[name])
-            files["stdin"].buffer.write(stdin.encode() if isinstance(stdin, str) else stdin)
-            files["stdin"].seek(0)
-            for variable, value in (env or {}).items():
-                patch.setenv(variable, value)
-            code = run_command([*arguments], interrupted=threading.Event())
-            written = []
-            for name in ("stdout", "stderr"):
-                files[name].seek(0)
-                written.append(files[name].read())
-        return subprocess.CompletedProcess(arguments, code, *written)
-
-    return run
 
 
 @pytest.fixture

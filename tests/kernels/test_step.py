@@ -28,8 +28,16 @@ from edgellm.kernels.kv_blocks import BLOCK, KV_FORMATS, KVBlocks, allocate
 from edgellm.kernels.step import FusedStep, StepSpan
 
 
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize("mixture", NARROW)
+# Each shape with a mixture, each mixture with several shapes.
+@pytest.mark.parametrize(
+    ("shape", "mixture"),
+    [
+        pytest.param(shape, mixture, marks=[] if (i + j) % len(NARROW) == 0 else pytest.mark.slow)
+        for i, shape in enumerate(SHAPES)
+        for j, mixture in enumerate(NARROW)
+    ],
+    ids=str,
+)
 @pytest.mark.usefixtures("poisoned")
 def test_matches_reference(compiled: ctypes.CDLL, shape: Shape, mixture: str) -> None:
     assert_near_reference(compiled, shape, mixture)

@@ -40,8 +40,15 @@ def in_groups(
     return residuals, logits
 
 
-@pytest.mark.parametrize("shape", DEEP, ids=str)
-@pytest.mark.parametrize("format", ["int8", "f32"])
+@pytest.mark.parametrize(
+    ("shape", "format"),
+    [
+        pytest.param(shape, format, marks=[] if i % 2 == j else pytest.mark.slow)
+        for i, shape in enumerate(DEEP)
+        for j, format in enumerate(("int8", "f32"))
+    ],
+    ids=str,
+)
 @pytest.mark.usefixtures("poisoned")
 def test_groups_of_layers_make_no_difference(
     compiled: ctypes.CDLL, shape: Shape, format: str

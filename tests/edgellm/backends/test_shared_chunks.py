@@ -169,6 +169,7 @@ def test_rows_of_a_model_with_windows(windowed_bundle: Path) -> None:
     assert_rows_as_alone(chunked(windowed_bundle, precision="f32"))
 
 
+@pytest.mark.slow
 @pytest.mark.npu
 @needs_qnn
 @pytest.mark.usefixtures("poisoned")

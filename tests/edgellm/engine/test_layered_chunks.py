@@ -87,8 +87,12 @@ def watched(folder: str, monkeypatch: pytest.MonkeyPatch) -> tuple[LLM, Groups]:
         ("f32", {"decode": "chunked", "schedule": "out-of-order"}),
         ("w8a8", {"decode": "chunked"}),
         ("w8a16-qdq", {"decode": HOST}),
-        ("w8a16-qdq", {"decode": "chunked", "schedule": "out-of-order"}),
-        ("w8a8-qdq", {"decode": HOST}),
+        pytest.param(
+            "w8a16-qdq",
+            {"decode": "chunked", "schedule": "out-of-order"},
+            marks=pytest.mark.slow,
+        ),
+        pytest.param("w8a8-qdq", {"decode": HOST}, marks=pytest.mark.slow),
     ],
     ids=str,
 )

@@ -30,7 +30,11 @@ LARGE = ("/tokenize", {"content": "ab" * (1 << 17), "with_pieces": True})
         LARGE,
         ("/v1/completions", {"prompt": "a", "n": 9, "logprobs": 5, **LONG}),
         ("/v1/completions", {"prompt": "a", "n": 16, "logprobs": 5, "stream": True, **LONG}),
-        ("/api/generate", {"prompt": "a", "logprobs": True, "options": {"num_predict": 900}}),
+        pytest.param(
+            "/api/generate",
+            {"prompt": "a", "logprobs": True, "options": {"num_predict": 900}},
+            marks=pytest.mark.slow,
+        ),
     ],
     ids=["large", "whole", "stream", "lines"],
 )
