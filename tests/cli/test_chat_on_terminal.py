@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-if os.name != "posix":
-    pytest.skip("needs a pseudo-terminal", allow_module_level=True)
+pytest.importorskip("termios", reason="needs a pseudo-terminal")
 
 from terminal import CTRL_C, CTRL_D, CTRL_Z, Terminal
 

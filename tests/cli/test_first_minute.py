@@ -12,8 +12,7 @@ from subprocess import CompletedProcess
 
 import pytest
 
-if os.name != "posix":
-    pytest.skip("needs a pseudo-terminal", allow_module_level=True)
+pytest.importorskip("termios", reason="needs a pseudo-terminal")
 
 from terminal import CTRL_C, Terminal
 

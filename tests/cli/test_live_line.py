@@ -9,8 +9,7 @@ from contextlib import ExitStack
 
 import pytest
 
-if os.name != "posix":
-    pytest.skip("needs a pseudo-terminal", allow_module_level=True)
+pytest.importorskip("termios", reason="needs a pseudo-terminal")
 
 from terminal import Screen, Terminal
 

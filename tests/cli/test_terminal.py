@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import sys
 from pathlib import Path
 
 import pytest
 
-if os.name != "posix":
-    pytest.skip("needs a pseudo-terminal", allow_module_level=True)
+pytest.importorskip("termios", reason="needs a pseudo-terminal")
 
 from terminal import CTRL_C, Terminal, bash
 

@@ -179,6 +179,7 @@ def test_an_export_that_is_wrong_is_no_measure(bundle_path: Path) -> None:
     assert max(check.limit for check in checks) <= 0.5
 
 
+@pytest.mark.slow
 @pytest.mark.npu
 @needs_qnn
 def test_wrong_compilation_is_caught_at_the_start_and_by_doctor(

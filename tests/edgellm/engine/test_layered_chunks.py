@@ -85,7 +85,7 @@ def watched(folder: str, monkeypatch: pytest.MonkeyPatch) -> tuple[LLM, Groups]:
     ("precision", "options"),
     [
         ("f32", {"decode": "chunked", "schedule": "out-of-order"}),
-        ("w8a8", {"decode": "chunked"}),
+        pytest.param("w8a8", {"decode": "chunked"}, marks=pytest.mark.slow),
         ("w8a16-qdq", {"decode": HOST}),
         pytest.param(
             "w8a16-qdq",

@@ -249,14 +249,13 @@ def test_weights_to_the_nearest(export_static: Export, tmp_path: Path) -> None:
     assert errors[0] < errors[1]  # of weights, not of products
 
 
-@pytest.mark.slow
-def test_real_model_loses_nothing(smollm2: Bundle, reference_llm: LLM) -> None:
+def test_real_model_loses_nothing(smollm2_all: Bundle, reference_llm: LLM) -> None:
     """16-bit activations on text that was not calibrated on; -0.12 % over 4,088 tokens of it."""
     import argparse
     import inspect
 
     text = inspect.getsource(argparse)
     exact = perplexity(reference_llm.engine, text, max_windows=3)
-    static = load(str(smollm2.path), prefill="cpu", precision=STATIC).engine
+    static = load(str(smollm2_all.path), prefill="cpu", precision=STATIC).engine
     found = perplexity(static, text, max_windows=3)
     assert found.perplexity == pytest.approx(exact.perplexity, rel=1e-2)

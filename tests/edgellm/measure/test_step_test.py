@@ -148,9 +148,8 @@ def test_damage_is_found_and_named(
 
 
 @needs_native
-@pytest.mark.parametrize(
-    "layer", [14, *(pytest.param(layer, marks=pytest.mark.slow) for layer in (0, 29))]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("layer", [0, 14, 29])
 def test_a_page_of_real_weights(smollm2: Bundle, tmp_path: Path, layer: int) -> None:
     """4 KB of down_proj's 553 KB, in a model whose weights are as in the file."""
     array = smollm2.precision(PACKED).arrays[f"layers.{layer}.down"]
