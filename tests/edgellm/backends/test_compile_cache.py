@@ -49,6 +49,7 @@ def test_devices_say_that_it_is_emulated() -> None:
     assert "emulated" in found.device
 
 
+@pytest.mark.slow
 def test_every_segment_runs_whole_on_the_htp(
     bundle_path: Path,
     edgellm_home: Path,

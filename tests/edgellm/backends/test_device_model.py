@@ -91,7 +91,7 @@ def states(prefill: Backend, llm: LLM, tokens: Sequence[int]) -> np.ndarray:
 @pytest.mark.parametrize(
     ("llm", "precision"),
     [
-        pytest.param("llama", "f32", marks=pytest.mark.smoke),
+        ("llama", "f32"),
         ("llama", "f16"),
         ("llama", "w4a16"),
         ("qwen3", "f32"),

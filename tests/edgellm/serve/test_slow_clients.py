@@ -28,7 +28,11 @@ LARGE = ("/tokenize", {"content": "ab" * (1 << 17), "with_pieces": True})
     ("path", "body"),
     [
         LARGE,
-        ("/v1/completions", {"prompt": "a", "n": 9, "logprobs": 5, **LONG}),
+        pytest.param(
+            "/v1/completions",
+            {"prompt": "a", "n": 9, "logprobs": 5, **LONG},
+            marks=pytest.mark.slow,
+        ),
         ("/v1/completions", {"prompt": "a", "n": 16, "logprobs": 5, "stream": True, **LONG}),
         pytest.param(
             "/api/generate",

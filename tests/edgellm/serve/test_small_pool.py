@@ -130,6 +130,7 @@ def preemptions(server: Running) -> int:
     return int(count)
 
 
+@pytest.mark.slow
 def test_thirty_together_are_as_alone(fim_server: Running, small: Running) -> None:
     asked = requests()
     expected = [answer(fim_server, each) for each in asked]

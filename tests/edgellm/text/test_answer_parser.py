@@ -223,7 +223,7 @@ VALUES = st.recursive(
 )  # fmt: skip
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(st.dictionaries(st.text(max_size=5), VALUES), st.booleans(), st.integers(1, 9))
 def test_any_arguments_come_back(arguments: dict[str, Any], ascii_: bool, size: int) -> None:
     call = json.dumps({"name": "f", "arguments": arguments}, ensure_ascii=ascii_)
