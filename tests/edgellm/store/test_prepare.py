@@ -14,6 +14,7 @@ from typing import Any
 
 import gguf
 import pytest
+from inspection import until_kept
 from tiny_families import make
 from tiny_gguf import convert, theta
 
@@ -215,7 +216,10 @@ def test_another_config_of_the_same_weights_is_another_cache(
         with load(str(bundle.path), kv_cache_dir=tmp_path / "kv") as llm, llm.session() as session:
             session.append(tokens)
             cached = llm.engine.cache.cached_prefix(tokens)
-            return cached, session.generate(temperature=0, max_tokens=4, logprobs=1)
+            answer = session.generate(temperature=0, max_tokens=4, logprobs=1)
+            session.close()
+            until_kept(llm)
+            return cached, answer
 
     assert answered()[0] == 0
     assert answered()[0] > 0
