@@ -94,9 +94,13 @@ class LLM(TextGeneration):
         return self._engine
 
     def close(self) -> None:
-        """Let go of weights and KV cache. Sessions and chats that are still open keep both, and
-        go on working, until they are closed as well."""
-        self._engine = None
+        """Let go of weights and KV cache, and wait until `kv_cache_dir` has its blocks.
+
+        Sessions and chats that are still open keep both, and go on working, until they are closed
+        as well."""
+        engine, self._engine = self._engine, None
+        if engine is not None and engine.written is not None:
+            engine.written.wait()
 
     def __enter__(self) -> LLM:
         return self

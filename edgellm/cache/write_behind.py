@@ -39,10 +39,11 @@ class WriteBehind:
         self._waiting: dict[bytes, bytes] = {}  # of all batches
         self._size = 0
 
-    @property
-    def busy(self) -> bool:
-        """Whether blocks wait to be written."""
-        return self._thread is not None
+    def wait(self) -> None:
+        """Return when all blocks that waited at the call are written."""
+        thread = self._thread
+        if thread is not None and self._process == os.getpid():
+            thread.join()
 
     def has(self, name: bytes) -> bool:
         """See `BlockStore`."""

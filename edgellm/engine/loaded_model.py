@@ -70,6 +70,7 @@ class LoadedModel:
         self.tokenizer = Tokenizer(
             bundle.path, bundle.manifest.tokenizer, rows=self.config.vocab_size
         )
+        self.written: WriteBehind | None = None
         self.cache = self._make_cache()
         self.threads = _start_threads(options, self.selection, graphs=self.precisions != {PACKED})
         models = self._open_models(progress)
@@ -138,7 +139,7 @@ class LoadedModel:
         )
         if options.kv_cache_dir is not None:
             disk = DiskCache(Path(options.kv_cache_dir), budget=options.kv_cache_bytes)
-            cache.disk = WriteBehind(disk)
+            cache.disk = self.written = WriteBehind(disk)
         return cache
 
     def _open_models(self, progress: ProgressCallback | None) -> OpenModels:

@@ -322,7 +322,8 @@ class ModelPool:
     def _unload(self, slot: _Slot) -> None:
         if slot.llm is not None:
             _log.info("unloading %s", slot.model.id)
-            slot.llm.close()
+            # it waits for the disk; the thread's next model is loaded behind it
+            self._threads.submit(slot.llm.close)
             slot.llm = None
         slot.keep_s = None
 

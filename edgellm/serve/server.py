@@ -164,7 +164,8 @@ def _socket(options: ServeOptions) -> socket.socket:
             finally:
                 os.umask(before)
         else:
-            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            if os.name != "nt":  # there two servers would share a port
+                listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             listener.bind((options.host, options.port))
     except OSError:
         listener.close()

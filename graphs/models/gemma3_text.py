@@ -32,10 +32,11 @@ def config_from_hf(fields: Fields) -> ModelConfig:
     theta = fields.positive("rope_local_base_freq", default=_LOCAL_THETA)
     local = rope_scaling.local_from_hf(fields, head_dim=config.head_dim, theta=theta)
     sliding = sliding_of_hf(fields, config.layer_count, period=_PERIOD)
+    fields.optional(float, "attn_logit_softcapping")  # transformers does not apply it either
     return gemma2.capped(
         _normed(with_windows(config, sliding, fields.optional(int, "sliding_window"), local=local)),
         scale=fields.positive("query_pre_attn_scalar") ** -0.5,
-        scores=fields.optional(float, "attn_logit_softcapping"),
+        scores=None,
         logits=fields.optional(float, "final_logit_softcapping"),
     )
 

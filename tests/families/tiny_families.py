@@ -58,6 +58,7 @@ FAMILIES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
             "head_dim": 32,
             "sliding_window": 8,
             "query_pre_attn_scalar": 32,
+            "attn_logit_softcapping": 2.0,  # which has no effect
             "rope_parameters": {
                 "full_attention": {"rope_type": "linear", "factor": 4.0, "rope_theta": 2e4},
                 "sliding_attention": {"rope_type": "default", "rope_theta": 300.0},

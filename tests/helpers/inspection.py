@@ -88,8 +88,8 @@ def used_blocks(llm: LLM) -> int:
 
 def until_kept(llm: LLM) -> None:
     """Wait until all blocks of `kv_cache_dir` that there are to write have been written."""
-    disk: Any = llm.engine.cache.disk
-    until(lambda: not disk.busy)
+    assert llm.engine.written is not None
+    llm.engine.written.wait()
 
 
 def sequences(llm: LLM) -> int:

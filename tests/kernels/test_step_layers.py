@@ -83,18 +83,26 @@ def assert_same_rows(ours: KVView, theirs: KVView) -> None:
 @pytest.mark.usefixtures("poisoned")
 def test_the_residual_between_groups_matches_reference(compiled: ctypes.CDLL, shape: Shape) -> None:
     model = Model(shape)
+    expected = [reference.embed(model.weights, model.floats, model.tokens[:131])]
+    for layer in range(2):
+        expected.append(
+            reference.through(
+                model.weights,
+                model.floats,
+                expected[layer],
+                range(layer, layer + 1),
+                model.turns,
+                format="int8",
+            )
+        )
     for cuts in CUTS:
         views = model.views("int8")
         step, found = model.step(compiled, views), []
         for a, b in zip([0, *cuts], cuts, strict=False):
             span = span_of(views, model.tokens[a:b], a, logit_rows=0)
             found.append(in_groups(step, [span], [1, 2, 3])[0][:2])
-        x = reference.embed(model.weights, model.floats, model.tokens[:131])
         for layer in range(2):
-            x = reference.through(
-                model.weights, model.floats, x, range(layer, layer + 1), model.turns, format="int8"
-            )
-            ours = np.concatenate([each[layer] for each in found])
+            ours, x = np.concatenate([each[layer] for each in found]), expected[layer + 1]
             assert np.abs(ours - x).mean() / np.abs(x).mean() < 0.015 * (layer + 1)
 
 

@@ -135,7 +135,7 @@ def assert_as_through_all(llm: LLM, backend: ChunkedBackend, *, before: int, cou
     assert cache.used_blocks == 0
 
 
-@pytest.mark.parametrize("before", [0, 140])
+@pytest.mark.parametrize("before", [pytest.param(0, marks=pytest.mark.slow), 140])
 @pytest.mark.parametrize("precision", ["f32", "w8a8", *STATIC])
 def test_the_bits_of_all_layers_at_once(bundle: Path, precision: str, before: int) -> None:
     """Also of the tokens that the precision leaves to the host, and of what grids clip."""
@@ -147,7 +147,7 @@ def test_the_bits_of_all_layers_at_once(bundle: Path, precision: str, before: in
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("path", ["bundle", "windowed"])
+@pytest.mark.parametrize("path", [pytest.param("bundle", marks=pytest.mark.slow), "windowed"])
 def test_whatever_the_policy(request: pytest.FixtureRequest, path: str, policy: Policy) -> None:
     """More chunks than there are buffers, and windows that the rows fill and pass."""
     llm, backend = start(request.getfixturevalue(path), precision="f32", schedule=policy)
@@ -156,7 +156,12 @@ def test_whatever_the_policy(request: pytest.FixtureRequest, path: str, policy: 
 
 @pytest.mark.parametrize(
     ("decode", "count"),
-    [("native", 300), ("native", 9), ("portable", 300), ("reference", 300)],
+    [
+        ("native", 300),
+        ("native", 9),
+        ("portable", 300),
+        pytest.param("reference", 300, marks=pytest.mark.slow),
+    ],
 )
 def test_with_a_tail_on_the_host(bundle: Path, decode: str, count: int) -> None:
     """First tokens, chunks, and what is too short for one; or nothing but the host's."""

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from inspection import until_kept
-from waiting import CEILING_S, until
+from waiting import CEILING_S
 
 from edgellm.cache.disk_cache import DiskCache
 from edgellm.cache.write_behind import WriteBehind
@@ -59,7 +59,6 @@ def test_blocks_are_there_while_they_wait() -> None:
     behind = WriteBehind(slow)
     assert write_all(behind, NAMES[:3]) == [True] * 3
     assert behind.write(NAMES[4], bytes(100))
-    assert behind.busy
     assert not slow.blocks
     assert [behind.has(name) for name in NAMES] == [True, True, True, False, True, False]
     block = behind.read(NAMES[1], size=100)
@@ -67,7 +66,7 @@ def test_blocks_are_there_while_they_wait() -> None:
     assert bytes(block) == b"\1" * 100
     assert behind.read(NAMES[3], size=100) is None
     slow.go.set()
-    until(lambda: not behind.busy)
+    behind.wait()
     assert list(slow.blocks) == [*NAMES[:3], NAMES[4]]
     assert behind.read(NAMES[1], size=100) == block
 
@@ -77,7 +76,7 @@ def test_what_finds_no_room_is_gone() -> None:
     behind = WriteBehind(slow)
     slow.go.set()
     write_all(behind, NAMES)
-    until(lambda: not behind.busy)
+    behind.wait()
     assert [behind.has(name) for name in NAMES] == [True] * 2 + [False] * 4
 
 
@@ -87,9 +86,9 @@ def test_no_more_waits_than_memory_has_room_for(monkeypatch: pytest.MonkeyPatch)
     behind = WriteBehind(slow)
     assert write_all(behind, NAMES[:4]) == [True, True, False, False]
     slow.go.set()
-    until(lambda: not behind.busy)
+    behind.wait()
     assert write_all(behind, NAMES[2:4]) == [True, True]
-    until(lambda: not behind.busy)
+    behind.wait()
     assert list(slow.blocks) == NAMES[:4]
 
 
@@ -104,13 +103,13 @@ def test_a_process_that_is_forked_meanwhile_writes_its_own() -> None:
             slow.go = threading.Event()
             slow.go.set()
             write_all(behind, NAMES[2:4])
-            until(lambda: not behind.busy, seconds=60)
+            behind.wait()
             os._exit(0 if list(slow.blocks) == NAMES[2:4] else 1)
         finally:
             os._exit(2)
     assert os.waitpid(child, 0)[1] == 0
     slow.go.set()
-    until(lambda: not behind.busy)
+    behind.wait()
     assert list(slow.blocks) == NAMES[:2]
 
 
@@ -131,3 +130,21 @@ def test_answers_do_not_wait_for_a_disk_that_hangs(
     go.set()
     until_kept(llm)
     assert len(list(tmp_path.glob("*.kv"))) == 2
+
+
+def test_a_closed_model_has_written_its_blocks(
+    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    closing, write = threading.Event(), DiskCache.write
+
+    def late(disk: DiskCache, name: bytes, data: bytes) -> bool:
+        assert closing.wait(CEILING_S)
+        return write(disk, name, data)
+
+    monkeypatch.setattr(DiskCache, "write", late)
+    llm = load(str(tiny_model), kv_cache_dir=tmp_path)
+    llm.generate(range(3, 200), max_tokens=3)
+    assert not list(tmp_path.glob("*.kv"))
+    closing.set()
+    llm.close()
+    assert len(list(tmp_path.glob("*.kv"))) == 1

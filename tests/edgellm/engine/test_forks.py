@@ -29,7 +29,7 @@ def test_answers_that_wait_give_their_blocks_to_those_that_run() -> None:
     assert any(request.stats().preempted for request in requests[2:])
 
 
-@settings(deadline=None, max_examples=12)
+@settings(deadline=None, max_examples=6)
 @given(
     asks=st.lists(
         st.tuples(st.integers(1, 300), st.integers(1, 4), st.integers(1, 210), st.integers(0, 60)),

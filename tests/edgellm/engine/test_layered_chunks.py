@@ -86,7 +86,7 @@ def watched(folder: str, monkeypatch: pytest.MonkeyPatch) -> tuple[LLM, Groups]:
     [
         ("f32", {"decode": "chunked", "schedule": "out-of-order"}),
         pytest.param("w8a8", {"decode": "chunked"}, marks=pytest.mark.slow),
-        ("w8a16-qdq", {"decode": HOST}),
+        pytest.param("w8a16-qdq", {"decode": HOST}, marks=pytest.mark.slow),
         pytest.param(
             "w8a16-qdq",
             {"decode": "chunked", "schedule": "out-of-order"},
@@ -113,7 +113,7 @@ def test_the_bits_are_those_of_one_after_the_other(
     assert_same(together(stall_free, short(PROMPTS, logprobs=3)), expected)
 
 
-@pytest.mark.parametrize("decode", [HOST, "chunked"])
+@pytest.mark.parametrize("decode", [pytest.param(HOST, marks=pytest.mark.slow), "chunked"])
 def test_windows_are_passed_while_rows_rest(
     windowed_folder: str, decode: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -233,7 +233,7 @@ def test_cancelled_between_two_groups(watched: tuple[LLM, Groups], at: int) -> N
     assert_idle(llm)
 
 
-@pytest.mark.parametrize("at", [1, 3, 8])
+@pytest.mark.parametrize("at", [pytest.param(1, marks=pytest.mark.slow), 3, 8])
 def test_preempted_between_two_groups(folder: str, watched: tuple[LLM, Groups], at: int) -> None:
     llm, groups = watched
 
@@ -250,6 +250,7 @@ def test_preempted_between_two_groups(folder: str, watched: tuple[LLM, Groups], 
     assert_idle(llm)
 
 
+@pytest.mark.slow
 def test_too_little_room(folder: str) -> None:
     """More than fits: rows that rest give way, and begin again."""
     prompts = [prompt(i, 100 + 60 * i) for i in range(6)]

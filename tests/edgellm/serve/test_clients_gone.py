@@ -255,11 +255,11 @@ def left(server: Running, turnstile: Turnstile) -> Counter[str]:
 
 @pytest.mark.parametrize("place", GONE)
 @pytest.mark.parametrize(
-    "count", [10, *(pytest.param(count, marks=pytest.mark.slow) for count in (40, 1000))]
+    "count", [4, *(pytest.param(count, marks=pytest.mark.slow) for count in (40, 1000))]
 )
 def test_many_leave_nothing(tiny_model: Path, serve: Serve, place: str, count: int) -> None:
     server, turnstile = serve(tiny_model)
-    GONE[place](server, turnstile, count=max(10, count // 5), seed=0)
+    GONE[place](server, turnstile, count=max(4, count // 5), seed=0)
     before = left(server, turnstile)
     GONE[place](server, turnstile, count=count, seed=10_000)
     left(server, turnstile)
