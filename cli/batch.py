@@ -38,7 +38,7 @@ _OF_ONE = {
 
 
 def batch_options(command: Command) -> Command:
-    """Let a command for one prompt answer many, with the options of one."""
+    """Let a command for one prompt also answer a file of prompts (--batch), with its options."""
 
     @click.option(
         "--batch", type=click.Path(path_type=Path, allow_dash=True, dir_okay=False),
@@ -79,11 +79,13 @@ def batch_options(command: Command) -> Command:
 
 @dataclass
 class _Batch:
-    """What lines are asked with, and what has come of them.
+    """Options for the lines of a batch file, and counts of their answers.
 
     Attributes:
-        ids: of lines that are on their way, by their place among the lines.
-        tokens: sampled for all answers.
+        ids: "id" of each line in progress, by the line's index in the file.
+        done: number of answers and errors written.
+        failed: number of lines that ended with an error.
+        tokens: number of tokens sampled for all answers.
     """
 
     llm: LLM
@@ -97,7 +99,7 @@ class _Batch:
     tokens: int = 0
 
     def request(self, line: BatchLine) -> BatchRequest:
-        """A line with the options of the command line behind its own."""
+        """Return the request for a line; its own options override those of the command line."""
         arguments: GenerationArguments = {**self.sampling, **line.arguments}
         prompt, schema = line.prompt, self.json_schema
         if isinstance(prompt, Gap):
@@ -117,7 +119,7 @@ class _Batch:
         return [Message("system", self.system), *messages]
 
     def line(self, answer: BatchAnswer) -> dict[str, Any]:
-        """What is written of an answer."""
+        """Return the JSON object to write for an answer, and count the answer."""
         identity = self.ids.pop(answer.index)
         values = {"index": answer.index} if identity is None else {"id": identity}
         self.done += 1
@@ -143,10 +145,10 @@ def run_batch(
     json_schema: str | None,
     show_stats: bool,
 ) -> int:
-    """Answer the lines of a file, each in a line of JSON as it finishes.
+    """Answer the lines of a batch file, and write each answer as a line of JSON when it is done.
 
     Returns:
-        The exit code: 1 if a line failed.
+        Exit code: 0, 1 if a line failed, or INTERRUPTED after Ctrl-C.
     """
     if raw and system is not None:
         raise OptionError("--raw has no place for a system prompt; put it into the prompts")
@@ -157,7 +159,7 @@ def run_batch(
             llm = load(name, **load_arguments, progress=progress)
         batch = _Batch(llm, sampling, system, raw, json_schema)
         if json_schema is not None:
-            llm.json_filter(json_schema)  # a wrong one is no line's error
+            llm.json_filter(json_schema)  # a wrong schema fails here, not in every line
         with _output(output, force=force) as out:
             return _answer_all(batch, file, out, count=count, show_stats=show_stats)
 
@@ -196,7 +198,7 @@ def _answer_all(
 
 
 def _check_output(path: Path, output: Path | None, *, force: bool) -> None:
-    """Refuse what could not be written to, or would be lost, before anything is computed."""
+    """Refuse an output file that is not writable or would be lost, before anything is computed."""
     if output is None:
         return
     if not output.parent.is_dir():
@@ -211,7 +213,7 @@ def _check_output(path: Path, output: Path | None, *, force: bool) -> None:
 
 @contextmanager
 def _output(output: Path | None, *, force: bool) -> Iterator[IO[bytes]]:
-    """Where lines go, unbuffered; standard output without a path."""
+    """Open the output file for answers, unbuffered; without a path, use standard output."""
     if output is None:
         sys.stdout.flush()
         yield sys.stdout.buffer
@@ -225,7 +227,7 @@ def _output(output: Path | None, *, force: bool) -> Iterator[IO[bytes]]:
 
 
 def _write_line(out: IO[bytes], values: dict[str, Any]) -> None:
-    """Write a whole line, or none of it to a file."""
+    """Write an answer as a line of JSON; if that fails, a file keeps no part of the line."""
     data = f"{json_line(values)}\n".encode()
     start = out.tell() if out.seekable() else None
     try:

@@ -4,8 +4,8 @@
     {"messages": [{"role": "user", "content": "And a fruit?"}], "temperature": 0}
     {"prefix": "def add(a, b):\n", "suffix": "\n    return c"}
 
-All lines are checked before the first is answered: a typing error is to be known at once, and not
-hours later. No more than a line of them is held in memory.
+All lines are checked before the first one is answered, so that a typing error is known at once and
+not hours later. Only one line at a time is held in memory.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from edgellm.infill import Gap
 # Far above any prompt that fits into a context.
 _MAX_BYTES = 64 << 20
 _ROLES = ("system", "user", "assistant")
-# What an answer of a batch does not show.
+# Options that a line may name: all but `logprobs`, which the answers of a batch do not show.
 _OPTIONS = tuple(n for n in GenerationArguments.__annotations__ if n != "logprobs")
 _FIELDS = ("id", "prompt", "messages", "prefix", "suffix", *_OPTIONS)
 _KINDS = 'one of "prompt", "messages", or "prefix" and "suffix"'
@@ -35,11 +35,12 @@ _KINDS = 'one of "prompt", "messages", or "prefix" and "suffix"'
 
 @dataclass(frozen=True)
 class BatchLine:
-    """What a line asks for.
+    """Prompt and options in one line of a batch file.
 
     Attributes:
-        id: what its answer is to be known by.
-        arguments: the options that it names.
+        id: "id" to write with the answer; None: the answer has the line's index instead.
+        prompt: text, messages, or text around a gap.
+        arguments: generation options that the line names.
     """
 
     id: str | int | None
@@ -49,10 +50,10 @@ class BatchLine:
 
 @contextmanager
 def open_batch(path: Path) -> Iterator[IO[bytes]]:
-    """A file that can be read twice; standard input (`-`) and pipes are copied.
+    """Open a batch file so that it can be read twice; standard input (`-`) and pipes are copied.
 
     Raises:
-        OptionError: not readable.
+        OptionError: the file is not readable.
     """
     try:
         source = sys.stdin.buffer if str(path) == "-" else path.open("rb")
@@ -68,13 +69,13 @@ def open_batch(path: Path) -> Iterator[IO[bytes]]:
 
 
 def check_batch(file: IO[bytes], defaults: GenerationArguments) -> int:
-    """How many lines there are to be answered.
+    """Check all lines of a batch file, and return the number of lines to answer.
 
     Args:
-        defaults: options of lines that name none.
+        defaults: generation options that apply where a line does not name its own.
 
     Raises:
-        OptionError: the first line that is wrong; or there is none.
+        OptionError: a line is wrong (the first one is named), or the file has no lines.
     """
     seen: dict[str | int, int] = {}
     count = 0
@@ -95,7 +96,7 @@ def check_batch(file: IO[bytes], defaults: GenerationArguments) -> int:
 
 
 def read_batch(file: IO[bytes]) -> Iterator[tuple[int, BatchLine]]:
-    """The lines from the first on, with their numbers from 1; empty ones are skipped.
+    """Yield the lines of a batch file with their numbers, from 1; empty lines are skipped.
 
     Raises:
         OptionError: a line is wrong.
@@ -171,5 +172,5 @@ def _by_token(number: int, biases: dict[str, object]) -> dict[int, object]:
 
 
 def _wrong(number: int, why: str) -> OptionError:
-    # in the words of the file, where flags are fields
+    # parameters are fields here, whose names stand in double quotes instead of backquotes
     return OptionError(f"line {number} of the batch: {why.replace('`', chr(34))}")

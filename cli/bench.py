@@ -1,4 +1,4 @@
-"""`edgellm bench`"""
+"""`edgellm bench`: speed of prefill and decode."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from edgellm.options import DEFAULT_CTX_SIZE, EngineArguments
 
 
 def _sizes(_: click.Context, __: click.Parameter, text: str) -> list[int]:
-    """Numbers of tokens with commas between them."""
+    """Parse numbers of tokens that are separated by commas."""
     try:
         sizes = [int(part) for part in text.split(",")]
     except ValueError:

@@ -16,10 +16,10 @@ _MAX_BYTES = 64 << 20
 
 
 def write_conversation(name: str, messages: Sequence[Message]) -> None:
-    """Write a file whole or not at all.
+    """Write a conversation to a file, whole or not at all.
 
     Raises:
-        OptionError: no name, or the file cannot be written.
+        OptionError: the name is empty, or the file cannot be written.
     """
     path = _path(name)
     if not path.parent.is_dir():
@@ -34,10 +34,10 @@ def write_conversation(name: str, messages: Sequence[Message]) -> None:
 
 
 def read_conversation(name: str) -> list[Message]:
-    """What `write_conversation` wrote, or anything of the same form.
+    """Read a conversation that `write_conversation` wrote, or any file of the same form.
 
     Raises:
-        OptionError: no name, or no such file.
+        OptionError: the name is empty, or the file cannot be read or has another form.
     """
     path = _path(name)
     wrong = OptionError(
@@ -84,5 +84,5 @@ def _path(name: str) -> Path:
         raise OptionError("name a file")
     try:
         return Path(name).expanduser()
-    except RuntimeError:  # ~nobody
+    except RuntimeError:  # `~name` of an unknown user
         raise OptionError(f"{name}: there is no such user") from None

@@ -1,4 +1,4 @@
-"""`edgellm devices`"""
+"""`edgellm devices`: execution providers and kernels of this machine."""
 
 from __future__ import annotations
 

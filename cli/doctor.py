@@ -1,4 +1,4 @@
-"""`edgellm doctor`"""
+"""`edgellm doctor`: checks of a model's prefill and decode against float32."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`edgellm export`"""
+"""`edgellm export`: a bundle of a model."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from edgellm.models import Bundle, imported, prepare
 
 
 def calibration_options(command: Callable[..., None]) -> Callable[..., None]:
-    """How static scales are found; passed on as `calibration`."""
+    """Add options for the calibration of static scales; passed on as `calibration`."""
 
     @click.option(
         "--calibration-text", type=click.Path(path_type=Path),
@@ -143,7 +143,7 @@ def export(
 
 
 def report(bundle: Bundle) -> None:
-    """One line for each precision, and where the bundle is."""
+    """Print one line for each precision of a bundle, and the bundle's folder and size."""
     for name in bundle.manifest.precisions:
         click.echo(spelled_out(f"{name}: {imported(bundle.manifest, name).details()}"), err=True)
     click.echo(f"{bundle.path} ({bundle.bytes / 1e6:.1f} MB)")

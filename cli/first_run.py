@@ -1,4 +1,4 @@
-"""Lines on stderr at the first run in an environment, and not again."""
+"""Notes on stderr at the first run in an environment only."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def say_if_kernels_are_missing() -> None:
     except FileExistsError:
         return
     except OSError:
-        pass  # where nothing can be remembered, it is said at every run
+        pass  # the note cannot be marked as said, so it is said at every run
     say(
         "the C++ kernels are not built, so decode is some five times slower; install a C++ "
         "compiler, and then edgellm again"

@@ -1,4 +1,4 @@
-"""`edgellm infill`"""
+"""`edgellm infill`: the missing text between a prefix and a suffix."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Signals while an answer is written.
+"""Signal handlers while an answer is written.
 
-The first Ctrl-C stops the answer, the second one the program. SIGTERM ends the program as an
-exception does, so that the terminal is put in order, which Ctrl-Z waits for, too.
+The first Ctrl-C stops the answer, the second one the program. SIGTERM ends the program by an
+exception, so that the terminal is put in order first. Ctrl-Z waits for that, too.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ INTERRUPTED = 130
 
 
 def note_interrupts() -> threading.Event:
-    """An event that is set when Ctrl-C raises KeyboardInterrupt.
+    """Return an event that is set when Ctrl-C raises KeyboardInterrupt.
 
-    C code that is interrupted, such as a module's initialization, raises something else instead.
+    C code that is interrupted, such as a module's initialization, raises another exception instead.
     """
     interrupted = threading.Event()
 
@@ -34,7 +34,10 @@ def note_interrupts() -> threading.Event:
 
 @contextmanager
 def cancel_on_interrupt() -> Iterator[threading.Event]:
-    """An event that Ctrl-C sets; a second Ctrl-C raises KeyboardInterrupt, SIGTERM SystemExit."""
+    """Yield an event that Ctrl-C sets.
+
+    A second Ctrl-C raises KeyboardInterrupt, and SIGTERM raises SystemExit.
+    """
     cancel = threading.Event()
 
     def handle(number: int, frame: FrameType | None) -> None:
@@ -52,7 +55,7 @@ def cancel_on_interrupt() -> Iterator[threading.Event]:
 
 @contextmanager
 def exit_on_terminate() -> Iterator[None]:
-    """SIGTERM raises SystemExit, with the exit code that a shell gives a process that it ended."""
+    """Raise SystemExit on SIGTERM, with the code that shells give a process ended by a signal."""
 
     def handle(number: int, frame: FrameType | None) -> None:
         sys.exit(128 + number)
@@ -68,7 +71,7 @@ def exit_on_terminate() -> Iterator[None]:
 def around_stop(before: Callable[[], None], after: Callable[[], None]) -> Iterator[None]:
     """Call `before` when Ctrl-Z is about to stop the program, and `after` when it goes on.
 
-    Blocks may lie in each other: the inner one's `before` comes first and its `after` last.
+    Blocks may be nested: the inner block's `before` is called first, and its `after` last.
     """
     if not hasattr(signal, "SIGTSTP"):  # Windows
         yield
@@ -86,7 +89,7 @@ def around_stop(before: Callable[[], None], after: Callable[[], None]) -> Iterat
             signal.signal(stop, handle)
         after()
 
-    if previous is not signal.SIG_IGN:  # as of a shell that stops no programs
+    if previous is not signal.SIG_IGN:  # ignored under a shell that stops no programs
         signal.signal(stop, handle)
     try:
         yield

@@ -1,4 +1,4 @@
-"""An answer on standard output, and a last line of the terminal that changes meanwhile."""
+"""An answer on standard output, with a status line in the terminal's last row meanwhile."""
 
 from __future__ import annotations
 
@@ -13,14 +13,15 @@ from prompt_toolkit.utils import get_cwidth
 from edgellm.cli.interrupt import around_stop
 from edgellm.cli.text import without_controls
 
-# Often enough to look alive, and seldom enough to cost nothing.
+# Time between two status lines: short enough to look alive, long enough to cost nothing.
 _INTERVAL_S = 0.1
 
 
 class LiveLine:
-    """Takes the last row out of the scrolling region (DECSTBM of the VT100), and gives it back.
+    """Status line in a terminal's last row, below the answer that scrolls.
 
-    Nothing is shown where standard output or error is no terminal.
+    The row is taken out of the scrolling region (DECSTBM of the VT100), and given back at the end.
+    Without a terminal on both standard output and standard error, no status line is shown.
     """
 
     def __init__(self, *, enabled: bool) -> None:
@@ -28,7 +29,7 @@ class LiveLine:
         shows = self._on_terminal and sys.stderr.isatty() and os.name == "posix"
         self._enabled = enabled and shows and os.environ.get("TERM", "dumb") != "dumb"
         self._shown_at = 0.0
-        self._window = os.terminal_size((0, 0))  # in which the last row is taken; 0 rows: it is not
+        self._window = os.terminal_size((0, 0))  # when the last row was taken; 0: not taken
         self._line = ""  # the answer from its last line end on
         self._stack = ExitStack()
 
@@ -42,7 +43,10 @@ class LiveLine:
         self._stack.close()
 
     def write(self, text: str, *, dim: bool = False) -> None:
-        """Write a part of the answer, which begins in column 0, without commands to a terminal."""
+        """Write a part of the answer; a terminal gets no control characters.
+
+        The answer has to begin in column 0.
+        """
         if self._on_terminal:
             text = without_controls(text)
         if self._enabled:
@@ -57,10 +61,10 @@ class LiveLine:
             self._follow_window()
 
     def show(self, text: str) -> None:
-        """Write `text` there, unless it has just been written to.
+        """Show `text` in the status line, unless it was written less than _INTERVAL_S ago.
 
-        Nothing is written while the last column is full: some terminals forget, when the cursor is
-        restored, that the next character goes to the next line.
+        The line stays as it is while the answer's last column is full: some terminals forget, when
+        the cursor is restored, that the next character goes to the next line.
         """
         now = time.monotonic()
         if not self._enabled or now - self._shown_at < _INTERVAL_S:
@@ -77,12 +81,12 @@ class LiveLine:
         _write(f"\x1b7\x1b[{window.lines};1H\x1b[2K{text[: window.columns - 1]}\x1b8")
 
     def _follow_window(self) -> os.terminal_size:
-        """Erase what stands behind the answer if the window has another size now; gives its size.
+        """Erase all behind the answer if the window was resized, and return the window's size.
 
-        Terminals move and wrap all rows then, each in its own way; but there is nothing behind the
-        cursor except for the last row, or what has become of it.
+        Terminals move and wrap all rows then, each in its own way. Behind the cursor there is only
+        the status line, or what has become of it.
         """
-        window = os.get_terminal_size(sys.stdout.fileno())  # as it is, whatever LINES says
+        window = os.get_terminal_size(sys.stdout.fileno())  # the real one, whatever LINES says
         changed = self._window.lines > 0 and window != self._window
         if changed and self._column(window) < window.columns:
             self._window = os.terminal_size((0, 0))
@@ -90,17 +94,17 @@ class LiveLine:
         return window
 
     def _give_back(self) -> None:
-        """Let all rows scroll again."""
+        """Clear the status line, and let all rows scroll again."""
         if rows := self._window.lines:
             self._window = os.terminal_size((0, 0))
             _write(f"\x1b7\x1b[r\x1b[{rows};1H\x1b[2K\x1b8")
 
     def _begin_line(self) -> None:
-        """Go on behind what a shell has written meanwhile."""
+        """Count columns from 0 again, behind the text of the shell that Ctrl-Z led to."""
         self._line = ""
 
     def _column(self, window: os.terminal_size) -> int:
-        """The cursor's; as many as there are where the next character goes to the next row."""
+        """Return the cursor's column; `window.columns` if the next character starts a new row."""
         column = 0
         for character in self._line:
             width = get_cwidth(character)

@@ -39,9 +39,9 @@ COMMANDS = {
 
 
 class _Commands(click.Group):
-    """A group whose help needs none of its commands imported.
+    """Group of commands, whose help imports none of them.
 
-    An error of the library becomes one line, and an exit code.
+    An error of the library becomes one line on stderr, and an exit code.
     """
 
     def list_commands(self, ctx: click.Context) -> list[str]:
@@ -81,21 +81,21 @@ def edgellm() -> None:
 
 
 def main() -> None:
-    """Entry point. Exit codes: 0 done, 1 failed, 2 wrong usage, 130 interrupted."""
+    """Run the command line and exit: 0 done, 1 failed, 2 wrong usage, 130 interrupted."""
     open_closed_streams()
     encode_everything()
     code = run_command(None, interrupted=note_interrupts())
-    # Python looks for garbage twice as it ends: 200 ms after an export, 30 with nothing to look at.
+    # Python collects garbage twice when it ends: 200 ms after an export, 30 ms with objects frozen.
     gc.freeze()
     sys.exit(code)
 
 
 def run_command(arguments: list[str] | None, *, interrupted: threading.Event) -> int:
-    """Run a command line in this process, and give its exit code.
+    """Run a command line in this process, and return its exit code.
 
     Args:
-        arguments: None takes those of the process.
-        interrupted: see `note_interrupts`.
+        arguments: words of the command line; None: those of the process.
+        interrupted: event of `note_interrupts`, set by Ctrl-C.
     """
     try:
         result = edgellm.main(arguments, standalone_mode=False, prog_name="edgellm")

@@ -24,12 +24,12 @@ from edgellm.options import (
 )
 
 Command = Callable[..., Any]
-# Stands for standard input in the place of a file, a prompt or, in front of one, a model.
+# Standard input, in the place of a file, a prompt, or a MODEL that stands before a prompt.
 STDIN = "-"
 
 
 def model_argument(command: Command) -> Command:
-    """MODEL as the first positional or as -m; passed on as `name`."""
+    """Add MODEL to a command, as the first positional or as -m; passed on as `name`."""
 
     @click.argument("model", required=False)
     @click.option("-m", "--model", "model_option", metavar="MODEL", help="The same as MODEL.")
@@ -45,7 +45,7 @@ def model_argument(command: Command) -> Command:
 
 
 def load_options(command: Command) -> Command:
-    """How a model is loaded; passed on as `load_arguments`."""
+    """Add options for loading a model to a command; passed on as `load_arguments`."""
 
     @click.option(
         "-c", "--ctx-size", type=int,
@@ -127,7 +127,7 @@ def load_options(command: Command) -> Command:
 
 
 def sampling_options(command: Command) -> Command:
-    """How tokens are chosen; those given are passed on as `sampling`."""
+    """Add options for choosing tokens to a command; given options are passed on as `sampling`."""
     names = list(GenerationArguments.__annotations__)
 
     @click.option(

@@ -1,4 +1,4 @@
-"""What an answer looks like: its text on stdout, its statistics on stderr."""
+"""Printing of an answer: its text on stdout, its statistics on stderr."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from edgellm.cli.live_line import LiveLine
 from edgellm.cli.text import json_line, spelled_out, without_controls
 from edgellm.results import completion
 
-# Why an answer ended, where that is not its own end.
+# Reasons for the end of an answer that did not reach its own end.
 _ENDED: dict[FinishReason, str] = {
     "length": "length (the token limit or the end of the context)",
     "time": "time limit",
@@ -27,15 +27,17 @@ _ENDED: dict[FinishReason, str] = {
 def write(
     pieces: Iterable[Piece], *, quiet: bool = False, end_line: bool = True, live: bool = False
 ) -> Completion:
-    """Stream pieces to stdout, end the line, and give the whole answer.
+    """Stream the pieces of an answer to stdout, end the line, and return the whole answer.
 
     Args:
-        live: show the speed in the last line of a terminal meanwhile.
+        quiet: whether to print nothing.
+        end_line: whether to end the answer's last line.
+        live: whether to show the speed in the last row of a terminal meanwhile.
     """
     shown: list[Piece] = []
     try:
         _stream(pieces, shown, quiet=quiet, live=live)
-    except BaseException:  # also what ends the program: the shell's prompt begins a line
+    except BaseException:  # SystemExit too, so that the shell's prompt begins a line
         if not quiet:
             end_shown_line("".join(piece.text for piece in shown))
         raise
@@ -51,13 +53,13 @@ def write(
 
 
 def _call_json(call: ToolCall) -> dict[str, Any]:
-    """A call with its arguments as an object; as a text where they are cut off."""
+    """Return a tool call with its arguments as an object, or as text if they are cut off."""
     arguments = json.loads(call.arguments) if call.complete else call.arguments
     return {"id": call.id, "name": call.name, "arguments": arguments}
 
 
 def _stream(pieces: Iterable[Piece], shown: list[Piece], *, quiet: bool, live: bool) -> None:
-    """Write pieces, and collect them in `shown`."""
+    """Write the pieces of an answer, and collect them in `shown`."""
     with LiveLine(enabled=live and not quiet) as line:
         start, thoughts = time.monotonic(), _Thoughts(line)
         for count, piece in enumerate(pieces):
@@ -76,7 +78,7 @@ def _stream(pieces: Iterable[Piece], shown: list[Piece], *, quiet: bool, live: b
 
 
 class _Thoughts:
-    """What a model thinks before it answers: dimmed on a terminal, else on standard error."""
+    """Reasoning of a model before its answer: dimmed on a terminal, else on standard error."""
 
     def __init__(self, line: LiveLine) -> None:
         self._line = line
@@ -84,7 +86,7 @@ class _Thoughts:
         self._dims = sys.stdout.isatty()
 
     def show(self, text: str) -> None:
-        """Write a part of it."""
+        """Write a part of the reasoning."""
         self._begun = True
         if self._dims:
             self._line.write(text, dim=True)
@@ -93,7 +95,7 @@ class _Thoughts:
             click.echo(shown, nl=False, err=True)
 
     def end(self) -> None:
-        """Leave a line free before the answer."""
+        """End the reasoning, on a terminal with an empty line before the answer."""
         if self._begun and self._dims:
             self._line.write("\n\n")
         elif self._begun:
@@ -104,10 +106,10 @@ class _Thoughts:
 def report(
     answer: Completion, *, show_stats: bool, as_json: bool, notes: Iterable[str] = ()
 ) -> None:
-    """Answer and statistics as a JSON object on stdout, or statistics alone on stderr.
+    """Print answer and statistics as a JSON object on stdout, or statistics alone on stderr.
 
     Args:
-        notes: lines before the statistics.
+        notes: lines to print before the statistics.
     """
     if as_json:
         values: dict[str, Any] = {"text": answer.text, "finish_reason": answer.finish_reason}
@@ -123,13 +125,13 @@ def report(
 
 
 def end_shown_line(text: str) -> None:
-    """Begin a new line on a terminal whose cursor stands behind a text; stdout gets nothing."""
+    """Begin a new line on a terminal whose cursor stands behind `text`, by way of stderr."""
     if text and not text.endswith("\n") and sys.stdout.isatty():
         click.echo(err=True)
 
 
 def stats_line(stats: Stats, reason: FinishReason) -> str:
-    """One line of timings, and why the answer ended if it was not at its end."""
+    """Return one line of timings, with the reason if the answer ended before its own end."""
     where = ", ".join(f"{n} on {name}" for name, n in stats.prefill.items())
     dropped = f" | forgotten: {stats.dropped_tokens} tokens" if stats.dropped_tokens else ""
     ended = f" | ended: {_ENDED[reason]}" if reason in _ENDED else ""

@@ -1,4 +1,4 @@
-"""`edgellm perplexity`"""
+"""`edgellm perplexity`: the perplexity of a text."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`edgellm plan`"""
+"""`edgellm plan`: chunks, times and limits of a prompt's prefill."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Progress bars on stderr; where it is not a terminal, lines about downloads.
 
-A download may take minutes, and somebody may look at a log meanwhile.
+A download may take minutes, and a user may look at a log meanwhile.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from tqdm import tqdm
 from edgellm import Progress
 from edgellm.progress import ProgressCallback
 
-# A bar appears only where there is something to wait for.
+# Delay of a progress bar: none appears where there is nothing to wait for.
 _DELAY_S = 0.5
 _UNITS = {"bytes": "B", "steps": "it", "tokens": "tok"}
 
 
 @contextmanager
 def progress_bar() -> Iterator[ProgressCallback]:
-    """A callback for everything that takes `progress`."""
+    """Yield a callback for all functions with a `progress` parameter."""
     if not sys.stderr.isatty():
         yield _Lines().show
         return
@@ -35,7 +35,7 @@ def progress_bar() -> Iterator[ProgressCallback]:
 
 
 class _Lines:
-    """A line when a download begins, and one when it is there."""
+    """Lines about downloads: one when a download begins, and one when it is complete."""
 
     def __init__(self) -> None:
         self._label: str | None = None
@@ -45,7 +45,7 @@ class _Lines:
     def show(self, progress: Progress) -> None:
         if progress.unit != "bytes":
             return
-        if progress.label != self._label or progress.done < self._done:  # or it begins again
+        if progress.label != self._label or progress.done < self._done:  # or the same one again
             self._label, self._began_at = progress.label, time.monotonic()
             click.echo(f"{progress.label} ({progress.total / 1e6:.1f} MB)", err=True)
         if progress.done >= progress.total:
@@ -56,7 +56,7 @@ class _Lines:
 
 
 class _Bar:
-    """A bar that is made with the first step and gone with the last one."""
+    """Progress bar that appears with the first step and vanishes with the last one."""
 
     def __init__(self) -> None:
         self._bar: tqdm | None = None

@@ -17,10 +17,10 @@ from edgellm.store.home import home
 
 
 class PromptInput:
-    """Reads lines from the terminal. What is typed between two reads is kept for the second one.
+    """Reader of lines from the terminal. Keys typed between two reads are kept for the second one.
 
     Attributes:
-        typed: whether something had been typed when the last read ended.
+        typed: whether text had been typed when the last read ended.
     """
 
     def __init__(self, commands: Sequence[str]) -> None:
@@ -40,10 +40,10 @@ class PromptInput:
         self._between_reads.close()
 
     def read(self, prompt: str, *, begun: bool = False) -> str:
-        """A line.
+        """Read a line from the terminal.
 
         Args:
-            begun: earlier lines of the same message have been typed.
+            begun: whether earlier lines of the same message have been typed.
 
         Raises:
             EOFError: Ctrl-D in an empty line.
@@ -62,9 +62,9 @@ class PromptInput:
 
 
 def _output() -> Output | None:
-    """Standard error's terminal where standard output goes to a file or another program.
+    """Return standard error's terminal if standard output goes to a file or another program.
 
-    None is the usual one, which prompt_toolkit also suits to a dumb terminal.
+    None stands for prompt_toolkit's own choice, which also suits a dumb terminal.
     """
     if not sys.stdout.isatty() and sys.stderr.isatty():
         return create_output(stdout=sys.stderr)
@@ -72,7 +72,10 @@ def _output() -> Output | None:
 
 
 def _history() -> History:
-    """The lines of earlier chats, which are nobody else's to read."""
+    """Open the lines of earlier chats, in a file that only its owner can read.
+
+    If the file cannot be opened, the history is in memory only.
+    """
     path = home() / "history"
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""`edgellm quality`"""
+"""`edgellm quality`: the cost of rounding, measured against float32."""
 
 from __future__ import annotations
 

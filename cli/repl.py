@@ -17,7 +17,7 @@ from edgellm.cli.text import say, spelled_out, without_controls
 from edgellm.errors import CancelledError, ContextOverflowError, EdgeLLMError, OptionError
 from edgellm.generation_options import MAY_BE_NONE
 
-# Kinds of sampling options that /set can change, and those that may also be none.
+# Types of the sampling options that /set can change, besides the options that may be none.
 _PLAIN = (int, float, str)
 _QUOTES = '"""'
 _GAP = "<gap>"
@@ -45,7 +45,7 @@ _CONTEXT_FULL = (
 
 
 def chat(llm: LLM, *, sampling: GenerationArguments, system: str | None, show_stats: bool) -> int:
-    """Talk until the user leaves; gives the exit code."""
+    """Chat with the user until they leave, and return the exit code."""
     with exit_on_terminate(), llm.chat(system=system, **sampling) as conversation:
         return _Repl(llm, conversation, sampling, show_stats).run()
 
@@ -56,7 +56,7 @@ class _Repl:
     ) -> None:
         self._llm = llm
         self._chat = conversation
-        self._sampling = sampling  # as far as the user has chosen
+        self._sampling = sampling  # options that the user has set
         self._show_stats = show_stats
         self._commands: dict[str, Callable[[str], None]] = {
             "/help": lambda _: click.echo(_HELP, err=True),
@@ -84,7 +84,7 @@ class _Repl:
             return self._talk()
 
     def _talk(self) -> int:
-        interrupted = False  # by the last key
+        interrupted = False  # whether the last input was Ctrl-C in an empty line
         while True:
             try:
                 line = self._read().strip()
@@ -104,7 +104,7 @@ class _Repl:
                 self._act(line)
 
     def _act(self, line: str) -> None:
-        """Answer a line or run its command; an error is said, and the conversation goes on."""
+        """Answer a line or run its command; an error is printed, and the chat goes on."""
         try:
             if line.startswith("/"):
                 self._command(line)
@@ -116,7 +116,7 @@ class _Repl:
             say(str(error))
 
     def _read(self) -> str:
-        """A line, or all lines between triple quotes."""
+        """Read a line, or all lines between triple quotes."""
         text = self._input.read(">>> ")
         if not text.lstrip().startswith(_QUOTES):
             return text
@@ -131,7 +131,7 @@ class _Repl:
         self._commands[name](rest.strip())
 
     def _answer(self, text: str | None) -> None:
-        """Answer a message, or the last one again if it is None."""
+        """Answer a message; None: answer the last message again."""
         with cancel_on_interrupt() as cancel, progress_bar() as progress:
             if text is None:
                 pieces = self._chat.regenerate(cancel=cancel, progress=progress)
@@ -224,7 +224,11 @@ class _Repl:
 
 
 def _parsed(name: str, text: str, current: object) -> int | float | str | None:
-    """What a text means for an option, by the kind of value that it has."""
+    """Parse the new value of an option, by the type of its current value.
+
+    Raises:
+        OptionError: the text is no value of that type.
+    """
     if name in MAY_BE_NONE and text == "none":
         return None
     if isinstance(current, str):

@@ -30,7 +30,7 @@ from edgellm.models import ALIASES, DEFAULT_MODEL, is_here
 from edgellm.named_prefix import open_prefix
 from edgellm.options import EngineArguments
 
-# Until it is said that standard input is waited for.
+# Time before the user is told that the program waits for standard input.
 _PATIENCE_S = 2.0
 
 
@@ -125,7 +125,7 @@ def run(
         raise OptionError("--raw has no place for a system prompt or tools; leave them out")
     if text is None:
         _refuse_in_chat({**of_one, "--json": as_json or None})
-        os.write(sys.stdout.fileno(), b"")  # a closed one is an error before anything is typed
+        os.write(sys.stdout.fileno(), b"")  # closed stdout is an error before the user types
         from edgellm.cli.repl import chat
 
         return chat(llm, sampling=sampling, system=system, show_stats=show_stats)
@@ -145,14 +145,14 @@ def run(
 
 
 def _refuse_in_chat(given: dict[str, object]) -> None:
-    """Refuse options that only one answer has a use for."""
+    """Refuse options that are for one answer, and not for a chat."""
     for flag, value in given.items():
         if value is not None:
             raise OptionError(f"{flag} is for one answer, and not for a chat; give a prompt")
 
 
 def _refuse_beside_gap(given: dict[str, object]) -> None:
-    """Refuse options that filling a gap has no use for."""
+    """Refuse options that have no use in filling a gap."""
     unused = [flag for flag, value in given.items() if value is not None]
     if unused:
         raise OptionError(
@@ -161,10 +161,10 @@ def _refuse_beside_gap(given: dict[str, object]) -> None:
 
 
 def _check_model_name(name: str, *, asked: bool) -> None:
-    """Refuse a question in the place of the model, before a prompt is waited for.
+    """Refuse a name that is no model, such as a question, before waiting for a prompt.
 
     Args:
-        asked: there is a prompt in its own place.
+        asked: whether a prompt is given besides, in its own place.
     """
     if name.startswith(("hf:", "pypi:")) or is_here(name):
         return
@@ -177,7 +177,7 @@ def _check_model_name(name: str, *, asked: bool) -> None:
 
 
 def _prompt_text(prompt: str | None, option: str | None, file: Path | None) -> str | None:
-    """The prompt from all places it can come from; None asks for a chat."""
+    """Return the prompt, joined from all places where it can be given; None asks for a chat."""
     if len([text for text in (prompt, option) if text not in (None, STDIN)]) > 1:
         raise OptionError("the prompt is given twice, as PROMPT and with -p")
     asked = prompt is not None or option is not None or file is not None
@@ -201,7 +201,7 @@ def _is_piped_in() -> bool:
 
 
 def _say_if_nothing_comes() -> None:
-    """Say what is waited for, if whoever has the other end of the pipe sends nothing."""
+    """Tell the user that standard input is waited for, if the pipe stays empty for a while."""
     if os.name == "posix" and not select.select([sys.stdin], [], [], _PATIENCE_S)[0]:
         say(
             "waiting for the end of standard input, which is put before the prompt; "
@@ -212,7 +212,7 @@ def _say_if_nothing_comes() -> None:
 def _begin_with(
     llm: LLM, cache: str, system: str | None, text: str | None, raw: bool
 ) -> tuple[str | None, str | None, bool]:
-    """System prompt, prompt and --raw with a kept prefix, whose KV cache is there afterwards."""
+    """Return system prompt, prompt and --raw for a kept prefix, and load the prefix's KV cache."""
     prefix, session = open_prefix(llm.engine, cache)
     session.close()
     if prefix.kind == "text":
@@ -225,7 +225,7 @@ def _begin_with(
 
 
 def _without_line_end(text: str) -> str:
-    """The text without the line end that echo and editors put after it, as llama.cpp does."""
+    """Remove the line end that echo and editors put after a text, as llama.cpp does."""
     return text.removesuffix("\n").removesuffix("\r")
 
 
@@ -280,7 +280,7 @@ def fill(
     show_stats: bool,
     as_json: bool,
 ) -> int:
-    """Write what belongs into a gap to stdout, exactly as it is."""
+    """Fill a gap, write exactly the missing text to stdout, and return the exit code."""
     if not gap.prefix and not gap.suffix:
         raise OptionError("nothing stands around the gap; give --prefix or --suffix")
     with progress_bar() as progress:

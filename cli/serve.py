@@ -25,7 +25,7 @@ Command = Callable[..., Any]
 
 
 def _field(name: str, help: str) -> Callable[[Command], Command]:
-    """A field of `ServeOptions` as an option of its name, its type and its default."""
+    """Return a click option for a field of `ServeOptions`, with its name, type and default."""
     kind, default = _HINTS[name], getattr(ServeOptions, name)
     flag, one_of = "--" + name.replace("_", "-"), get_args(kind)
     if kind is bool and default:
@@ -42,7 +42,7 @@ def _field(name: str, help: str) -> Callable[[Command], Command]:
 
 
 def serve_options(command: Command) -> Command:
-    """How a server behaves; passed on as `options`."""
+    """Add options for a server's behaviour to a command; passed on as `options`."""
 
     @_field(
         "host",
@@ -162,7 +162,7 @@ def serve(
 
 @contextmanager
 def _requests_on_stderr() -> Iterator[None]:
-    """Write what the server logs of requests to stderr."""
+    """Write the server's log of requests to stderr."""
     log, lines = logging.getLogger("edgellm.requests"), logging.StreamHandler()
     lines.setFormatter(logging.Formatter("%(asctime)s %(message)s"))
     level = log.level

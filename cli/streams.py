@@ -9,16 +9,16 @@ import sys
 
 
 def open_closed_streams() -> None:
-    """Put something in the place of closed streams, so that no other file gets their numbers.
+    """Open closed standard streams again, so that no other file gets their numbers.
 
-    Standard input is at its end, standard error goes nowhere, and to write to standard output is an
-    error.
+    Standard input is at its end then, and standard error is discarded. Writing to standard output
+    is an error.
     """
     for number in range(3):
         try:
             os.fstat(number)
         except OSError:
-            # the lowest free number, which is this one
+            # takes the lowest free number, which is this stream's
             os.open(os.devnull, os.O_WRONLY if number == 2 else os.O_RDONLY)
     if sys.stdin is None:
         sys.stdin = os.fdopen(0, "r", encoding="utf-8", closefd=False)
@@ -29,14 +29,17 @@ def open_closed_streams() -> None:
 
 
 def encode_everything() -> None:
-    """Let standard output take any text: UTF-8 for files and programs, a terminal's own encoding
-    with escapes for what it lacks."""
+    """Let standard output take any text.
+
+    Files and programs get UTF-8. A terminal gets its own encoding, with escapes for characters that
+    it lacks.
+    """
     if isinstance(sys.stdout, io.TextIOWrapper):
         encoding = None if sys.stdout.isatty() else "utf-8"
         sys.stdout.reconfigure(encoding=encoding, errors="backslashreplace")
 
 
 def discard_output() -> None:
-    """Let what is still buffered for standard output vanish; its reader has gone, or never was."""
+    """Discard text still buffered for standard output, whose reader has gone or never was."""
     with contextlib.suppress(OSError):
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

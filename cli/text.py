@@ -1,4 +1,4 @@
-"""Text that comes in and goes out: strict UTF-8 in, nothing that commands a terminal out."""
+"""Text in and out: strict UTF-8 comes in, and no commands to a terminal go out."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from edgellm.errors import OptionError
 
 # C0 but tab and line feed, DEL, and C1: among them is every first character of an escape sequence.
 _CONTROLS = dict.fromkeys((*range(9), *range(11, 32), *range(127, 160)))
-# In JSON a terminal obeys these, and UTF-8 has no surrogates.
+# Characters to escape in JSON: a terminal obeys DEL and C1, and UTF-8 has no surrogates.
 _TO_ESCAPE = re.compile("[\x7f-\x9f\ud800-\udfff]")
 _ESCAPE = re.compile(r"\\([nrt'\"\\]|x[0-9a-fA-F]{2}|u[0-9a-fA-F]{4}|U[0-9a-fA-F]{8}|[xuU])")
 _ESCAPED = {"n": "\n", "r": "\r", "t": "\t", "'": "'", '"': '"', "\\": "\\"}
 
 
 def read_text(path: Path) -> str:
-    """The content of a file; `-` is standard input.
+    """Read a text file; `-` is standard input.
 
     Raises:
-        OptionError: not readable, or not UTF-8, with the offset of the first wrong byte.
+        OptionError: the file is not readable, or not UTF-8 (with the first wrong byte's offset).
     """
     try:
         data = sys.stdin.buffer.read() if str(path) == "-" else path.read_bytes()
@@ -43,7 +43,7 @@ def process_escapes(text: str) -> str:
     r"""Replace \n, \r, \t, \', \", \\, \xHH, \uHHHH and \UHHHHHHHH; other backslashes stay.
 
     Raises:
-        OptionError: \x, \u or \U without its digits, or with those of no character.
+        OptionError: \x, \u or \U without its digits, or with digits of no character.
     """
 
     def character(found: re.Match[str]) -> str:
@@ -62,22 +62,24 @@ def process_escapes(text: str) -> str:
 
 
 def spelled_out(text: str) -> str:
-    """A line from a file, with what is not printable, such as a terminal's escapes, spelled out."""
+    """Spell out the unprintable characters of a line from a file, such as a terminal's escapes."""
     return "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
 
 
 def say(message: str) -> None:
-    """Write a line of the program's own to stderr."""
+    """Write a message of the program to stderr, as one line."""
     click.echo(f"edgellm: {spelled_out(' '.join(message.split()))}", err=True)
 
 
 def without_controls(text: str) -> str:
-    """A part of a model's text for a terminal: characters that command it are dropped one by one,
-    so an escape sequence that is split over parts is dropped too."""
+    """Drop characters that command a terminal from a part of a model's text.
+
+    They are dropped one by one, so an escape sequence that is split over parts is dropped too.
+    """
     return text.translate(_CONTROLS)
 
 
 def json_line(value: object) -> str:
-    """JSON that any terminal shows and any UTF-8 stream takes, and that means the same."""
+    """Return a value as JSON that any terminal shows and any UTF-8 stream takes."""
     text = json.dumps(value, ensure_ascii=False)
     return _TO_ESCAPE.sub(lambda found: f"\\u{ord(found[0]):04x}", text)

@@ -19,7 +19,10 @@ _CHOICES = ("auto", "none", "required")
 
 
 def tool_options(command: Command) -> Command:
-    """What may be called; passed on as `tool_arguments`, empty without --tools."""
+    """Add options for the tools that a model may call to a command.
+
+    They are passed on as `tool_arguments`, empty without --tools.
+    """
 
     @click.option(
         "--tools", "tools_file", type=click.Path(path_type=Path, dir_okay=False), metavar="FILE",

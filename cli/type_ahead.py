@@ -17,15 +17,15 @@ from prompt_toolkit.utils import is_dumb_terminal
 
 from edgellm.cli.interrupt import around_stop
 
-# Of terminals: mark what is pasted, or do not.
+# Commands to a terminal: mark pasted text, or do not.
 _MARK_PASTES, _MARK_NO_PASTES = b"\x1b[?2004h", b"\x1b[?2004l"
 
 
 @contextmanager
 def type_ahead(keys: Input, output: Output) -> Iterator[None]:
-    """Take in what is typed, in a thread, and keep it for the next prompt.
+    """Read keys in a thread, and keep them for the next prompt.
 
-    A terminal whose queue of 4,096 bytes is full hears no Ctrl-C either.
+    Unread keys would fill the terminal's queue of 4,096 bytes, and then Ctrl-C has no effect.
     """
     if not os.isatty(keys.fileno()):
         yield
@@ -53,7 +53,7 @@ def type_ahead(keys: Input, output: Output) -> Iterator[None]:
 
 
 class _Mode:
-    """A terminal that hands on keys at once and unseen, and makes signals of Ctrl-C and Ctrl-Z."""
+    """Terminal mode that hands on keys at once, without echo, and signals Ctrl-C and Ctrl-Z."""
 
     def __init__(self, terminal: int, screen: int) -> None:
         self._terminal = terminal
@@ -76,7 +76,7 @@ class _Mode:
             termios.tcsetattr(self._terminal, termios.TCSANOW, self._before)
 
     def _is_ours(self) -> bool:
-        """Whether the program is in the foreground; elsewhere, to set a mode would stop it."""
+        """Whether the program is in the foreground; a background program that sets a mode stops."""
         try:
             return os.tcgetpgrp(self._terminal) == os.getpgrp()
         except OSError:  # no controlling terminal, so there is no background
