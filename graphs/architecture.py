@@ -1,6 +1,6 @@
-"""What a file of `graphs/models/` says: how configs are read, and what tensors are called.
+"""Model architectures, one per file of `graphs/models/`: reading of configs, names of tensors.
 
-Tensors have their format's usual names where nothing else is said.
+Tensors have the usual names of their format where an architecture does not name its own.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from edgellm.graphs.tensor import Tensor
 
 @dataclass(frozen=True)
 class Fused:
-    """The rows of one tensor among those of others in a tensor of the file.
+    """Tensor of a file that holds the rows of several tensors of a layer.
 
     Attributes:
-        name: of the file's tensor.
-        parts: the tensors of a layer whose rows it holds, in their order.
+        name: name of the file's tensor.
+        parts: names of the layer's tensors whose rows it holds, in the order of the rows.
     """
 
     name: str
@@ -44,8 +44,8 @@ HF_NAMES: Names = {
     **{x: f"model.layers.{{}}.mlp.{x}_proj.weight" for x in ("gate", "up", "down")},
     **{f"{x}_bias": f"model.layers.{{}}.mlp.{x}_proj.bias" for x in ("gate", "up", "down")},
 }
-# With norms on both sides, in files of Gemma 2 and after: what Llama calls the norm after
-# attention is one here, and that before the MLP has its own name.
+# Names for norms on both sides, in files of Gemma 2 and later models: `post_attention_layernorm` is
+# the norm after attention here. In Llama's files it is the norm before the MLP.
 HF_SANDWICH_NAMES: Names = {
     **HF_NAMES,
     "post_attention_norm": "model.layers.{}.post_attention_layernorm.weight",
@@ -78,20 +78,20 @@ GGUF_FUSED_QKV: Names = {
     **{x: Fused("blk.{}.attn_qkv.weight", _QKV) for x in _QKV},
     **{f"{x}_bias": Fused("blk.{}.attn_qkv.bias", _QKV) for x in _QKV},
 }
-# What one tensor called `up` holds in architectures that fuse gate and up.
+# Architectures that fuse gate and up have one tensor called `up` with the rows of both.
 GGUF_FUSED_MLP: Names = {x: Fused("blk.{}.ffn_up.weight", _GATE_UP) for x in _GATE_UP}
 HF_FUSED_QKV: Names = {x: Fused("model.layers.{}.self_attn.qkv_proj.weight", _QKV) for x in _QKV}
 HF_FUSED_MLP: Names = {
     x: Fused("model.layers.{}.mlp.gate_up_proj.weight", _GATE_UP) for x in _GATE_UP
 }
 
-# `general.architecture` of GGUF files whose file here is named otherwise, as the `model_type` is.
+# `general.architecture` of GGUF files -> file of `graphs/models/`, where the names differ.
 _GGUF_ARCHITECTURES: Mapping[str, str] = {
     "gemma3": "gemma3_text",
     "hunyuan-dense": "hunyuan_v1_dense",
     "mistral3": "ministral3",
 }
-# Parts that are not computed here, and words in the names of architectures that have them.
+# Parts of models that are not supported -> words in the names of architectures that need them.
 _MISSING: Mapping[str, tuple[str, ...]] = {
     "experts": ("moe", "mixtral", "gptoss", "llama4", "dbrx", "deepseek"),
     "recurrent layers": (
@@ -101,20 +101,20 @@ _MISSING: Mapping[str, tuple[str, ...]] = {
     "latent attention (MLA)": ("deepseek2", "deepseekv2", "deepseekv3", "minicpm3", "glm4moelite"),
     "layers that share keys and values": ("gemma3n", "gemma4"),
 }  # fmt: skip
-# `model_type` of Hugging Face models that wrap a text model or are another one's equal.
+# `model_type` of Hugging Face models that wrap a text model or equal it -> that model's type.
 _HF_MODEL_TYPES: Mapping[str, str] = {"gemma3": "gemma3_text"}
 
 
 @dataclass(frozen=True)
 class GGUFHeader:
-    """What a GGUF file says of its model.
+    """Description of a model in a GGUF file: keys and tensors that its config is made of.
 
     Attributes:
-        model_type: names the file in `graphs/models/`.
-        fields: its keys behind the architecture's name.
-        vocab_size: rows of the embedding.
-        tensors: the names of its tensors.
-        vector: a small tensor of the file by its name there, or None where it has no such one.
+        model_type: name of the architecture's file in `graphs/models/`.
+        fields: keys of the file behind the architecture's name.
+        vocab_size: number of rows of the embedding.
+        tensors: names of the file's tensors.
+        vector: reads a small tensor by its name in the file; None: the file has no such tensor.
     """
 
     model_type: str
@@ -129,17 +129,18 @@ Fold = Callable[[str, Tensor, Fields], Tensor]
 
 @dataclass(frozen=True, kw_only=True)
 class Architecture:
-    """A family of models.
+    """Rules for reading the files of a family of models.
 
     Attributes:
-        config_from_hf, config_from_gguf: None where the family has no such files.
-        hf_names, gguf_names: of tensors, by the names of `tensors.py` without `layers.I.`; `{}`
-            stands for the layer.
-        hf_interleaved_rope, gguf_interleaved_rope: whether RoPE turns neighbours, so that rows of
-            Q and K are put in another order when they are read.
-        hf_fold: makes of a tensor of a Hugging Face folder, by its canonical name, what ModelConfig
-            means by it. It has the fields that the config was made of.
-        gguf_fold: the same of a tensor of a GGUF file.
+        config_from_hf, config_from_gguf: readers of the model's config; None where the family has
+            no files of that format.
+        hf_names, gguf_names: names of tensors in the files, by their names in `tensors.py` without
+            `layers.I.`; `{}` stands for the layer.
+        hf_interleaved_rope, gguf_interleaved_rope: whether RoPE turns neighbouring channels, so
+            that rows of Q and K are reordered when they are read.
+        hf_fold: changes a tensor of a Hugging Face folder, given by its canonical name, to the
+            values that ModelConfig expects. Its last argument has the fields of the config.
+        gguf_fold: the same for a tensor of a GGUF file.
     """
 
     config_from_hf: Callable[[Fields], ModelConfig] | None = None
@@ -153,27 +154,30 @@ class Architecture:
 
 
 def supported() -> list[str]:
-    """The model types that have a file in `graphs/models/`."""
+    """List the model types that have a file in `graphs/models/`."""
     return sorted(p.stem for p in (Path(__file__).parent / "models").glob("[a-z]*.py"))
 
 
 def model_type_of(name: str, *, gguf: bool) -> str:
-    """The name of the file in `graphs/models/`, if there is one.
+    """Return the name that an architecture's file in `graphs/models/` has, if there is one.
 
     Args:
         name: `model_type` of a config.json, or `general.architecture` of a GGUF file.
+        gguf: whether the name comes from a GGUF file.
     """
     return (_GGUF_ARCHITECTURES if gguf else _HF_MODEL_TYPES).get(name, name)
 
 
 def architecture(name: str, *, gguf: bool, origin: str) -> Architecture:
-    """The one that a file names.
+    """Return the architecture that a model file names.
 
     Args:
-        name: as in `model_type_of`.
+        name: name in the model file, as in `model_type_of`.
+        gguf: whether the model file is a GGUF file.
+        origin: name of the model file in errors.
 
     Raises:
-        UnsupportedModelError: there is none, or none in this format.
+        UnsupportedModelError: the architecture is not supported, or not in this format.
     """
     model_type = model_type_of(name, gguf=gguf)
     if model_type not in supported():
@@ -190,7 +194,7 @@ def architecture(name: str, *, gguf: bool, origin: str) -> Architecture:
 
 
 def _why_not(name: str) -> str:
-    """The parts that an architecture is known to need and that are missing here."""
+    """Name the unsupported parts that an architecture is known to need, for an error message."""
     word = name.replace("_", "").replace("-", "").lower()
     missing = [part for part, names in _MISSING.items() if any(each in word for each in names)]
     return f": it needs {' and '.join(missing)}" if missing else ""
@@ -199,14 +203,14 @@ def _why_not(name: str) -> str:
 def with_layers(
     config: ModelConfig, change: Callable[[int, LayerConfig], LayerConfig]
 ) -> ModelConfig:
-    """The config with layers changed one by one, each given with its index."""
+    """Return the config with each layer replaced by `change(index, layer)`."""
     return replace(config, layers=tuple(change(i, layer) for i, layer in enumerate(config.layers)))
 
 
 def with_attention(
     config: ModelConfig, change: Callable[[int, Attention], Attention]
 ) -> ModelConfig:
-    """The config with the attention of its layers changed, each given with its index."""
+    """Return the config with each layer's attention replaced by `change(index, attention)`."""
     return with_layers(
         config, lambda i, layer: replace(layer, attention=change(i, layer.attention))
     )

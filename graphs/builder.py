@@ -1,4 +1,4 @@
-"""A thin layer over onnx_ir: record operators, take weights from one shared external file."""
+"""Building of ONNX graphs over onnx_ir, with weights in one external file for all graphs."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from edgellm.graphs.contract import WEIGHTS_FILE, Grid, StoredArray
 # Opset 23 brings RMSNormalization; ORT takes it on the CPU since 1.23.
 OPSETS = {"": 23, "com.microsoft": 1}
 IR_VERSION = 11
-# A cache line.
+# Bytes of a cache line.
 _ALIGNMENT = 64
 
 
 class WeightFile:
-    """The external data of all graphs in one folder, written front to back.
+    """External data file of all graphs in one folder, written front to back.
 
     ONNX Runtime refuses external data outside a model's own folder, so a folder has one such file.
     """
@@ -34,7 +34,7 @@ class WeightFile:
         self.arrays: dict[str, StoredArray] = {}
 
     def add(self, name: str, array: NDArray[Any]) -> ir.ExternalTensor:
-        """Append an array and give the tensor that stands for it in a graph."""
+        """Append an array, and return the tensor that stands for it in a graph."""
         offset = self._file.tell() + (-self._file.tell() % _ALIGNMENT)
         self._file.write(b"\0" * (offset - self._file.tell()))
         data = np.ascontiguousarray(array)
@@ -53,11 +53,11 @@ class WeightFile:
         )
 
     def flush(self) -> None:
-        """Write what has been added so far, so that graphs which use it can be opened."""
+        """Write the arrays added so far, so that graphs that use them can be opened."""
         self._file.flush()
 
     def clear(self) -> None:
-        """Begin again with a new file; what has the old one open keeps it."""
+        """Begin again with a new file; graphs that have the old file open keep it."""
         self._file.close()
         self._path.unlink()
         self._file = self._path.open("wb")
@@ -76,11 +76,11 @@ class WeightFile:
 
 
 class GraphBuilder:
-    """Records one graph.
+    """Recorder of the operators of one graph.
 
     Args:
-        grids: what `quantized` rounds tensors to, by their names; None makes them outputs instead,
-            for a calibration run to look at.
+        grids: grids that `quantized` rounds tensors to, by name; None makes these tensors outputs
+            of the graph instead, for a calibration run.
     """
 
     def __init__(self, name: str, *, grids: Mapping[str, Grid] | None = None) -> None:
@@ -92,7 +92,7 @@ class GraphBuilder:
         self._inputs: list[ir.Value] = []
 
     def input(self, name: str, shape: Sequence[int | str]) -> ir.Value:
-        """A float32 graph input."""
+        """Add a float32 input to the graph."""
         value = ir.Value(
             name=name, type=ir.TensorType(ir.DataType.FLOAT), shape=ir.Shape(tuple(shape))
         )
@@ -100,7 +100,7 @@ class GraphBuilder:
         return value
 
     def weight(self, tensor: ir.TensorProtocol) -> ir.Value:
-        """An initializer; the same tensor is added once."""
+        """Add a tensor as an initializer; tensors of the same name are added once."""
         name = tensor.name or ""
         if name not in self._initializers:
             self._initializers[name] = ir.Value(
@@ -112,7 +112,7 @@ class GraphBuilder:
         return self._initializers[name]
 
     def constant(self, value: Any, dtype: Any) -> ir.Value:
-        """A small array kept inside the graph; equal ones are shared."""
+        """Add a small array that is kept inside the graph; equal arrays are shared."""
         array = np.asarray(value, dtype)
         key = "_".join(str(n) for n in array.reshape(-1).tolist())
         return self.weight(ir.tensor(array, name=f"{array.dtype.name}_{array.ndim}d_{key}"))
@@ -120,11 +120,14 @@ class GraphBuilder:
     def op(
         self, kind: str, *inputs: ir.Value | None, domain: str = "", **attributes: Any
     ) -> ir.Value:
-        """One operator with one output."""
+        """Add an operator, and return its only output."""
         return self._tape.op(kind, inputs, attributes, domain=domain)
 
     def quantized(self, name: str, x: ir.Value) -> ir.Value:
-        """`x` on the fixed points of its grid, as a QuantizeLinear and a DequantizeLinear."""
+        """Round `x` to the points of its grid, by a QuantizeLinear and a DequantizeLinear.
+
+        Without grids, `x` is returned as it is, and becomes an output for a calibration run.
+        """
         if self._grids is None:
             self._observed[name] = x
             return x
@@ -136,9 +139,13 @@ class GraphBuilder:
         return self.op("DequantizeLinear", codes, scale, zero_point)
 
     def build(self, outputs: Mapping[str, tuple[ir.Value, Sequence[int | str]]]) -> ir.Model:
-        """The finished model; `outputs` names values and states their shapes.
+        """Return the finished model.
 
-        What is observed comes after them, through an Identity, since it may be an input.
+        Tensors for a calibration run follow the outputs, through an Identity, because such a tensor
+        may be an input of the graph.
+
+        Args:
+            outputs: values and shapes of the outputs, by name.
         """
         observed = [self._observe(name, value) for name, value in self._observed.items()]
         for name, (value, shape) in outputs.items():

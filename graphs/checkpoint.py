@@ -15,16 +15,17 @@ from edgellm.graphs.gguf_file import parts_of
 from edgellm.graphs.tensor import Tensor
 from edgellm.graphs.tensors import model_tensors
 
-# What is read of a folder.
+# Suffixes of the files that are read in a folder.
 _READ = (".jinja", ".json", ".safetensors")
 
 
 class Checkpoint(Protocol):
-    """What the exporter reads.
+    """Model on disk, as the exporter reads it.
 
     Attributes:
-        path: the file or folder.
-        metadata: GGUF's key-value pairs; empty for other formats.
+        path: file or folder of the model.
+        config: configuration of the model.
+        metadata: key-value pairs of a GGUF file; empty for other formats.
     """
 
     path: Path
@@ -32,15 +33,16 @@ class Checkpoint(Protocol):
     metadata: Mapping[str, Any]
 
     def tensor(self, name: str) -> Tensor:
-        """The tensor of a canonical name (see `tensors.py`)."""
+        """Return the tensor of a canonical name (see `tensors.py`)."""
 
 
 def open_checkpoint(path: Path) -> Checkpoint:
     """Open a `.gguf` file or a Hugging Face folder.
 
     Raises:
-        ModelFormatError: nothing there, damaged, or tensors that do not fit the config.
-        UnsupportedModelError: an architecture or a feature that is not known.
+        ModelFormatError: the path does not exist, a file is damaged, or tensors do not fit the
+            config.
+        UnsupportedModelError: the architecture or a feature is not supported.
     """
     from edgellm.graphs.gguf_checkpoint import GGUFCheckpoint
     from edgellm.graphs.safetensors_checkpoint import SafetensorsCheckpoint
@@ -64,10 +66,10 @@ def open_checkpoint(path: Path) -> Checkpoint:
 
 
 def _refuse_pipes(path: Path) -> None:
-    """Refuse pipes and devices, whose readers would wait without an end.
+    """Refuse pipes and devices, which a reader might wait for without an end.
 
     Args:
-        path: a file, or a folder.
+        path: file or folder of a model.
     """
     folder = path.is_dir()
     for file in path.iterdir() if folder else parts_of(path):
@@ -77,7 +79,7 @@ def _refuse_pipes(path: Path) -> None:
 
 
 def qkv_bias(checkpoint: Checkpoint, layer: int) -> NDArray[np.float32] | None:
-    """What a layer adds to Q, K and V, `[H*D + 2 Hkv*D]`, if anything."""
+    """Return a layer's biases of Q, K and V, `[H*D + 2 Hkv*D]`; None if it has none."""
     if not checkpoint.config.layers[layer].attention.qkv_bias:
         return None
     parts = (checkpoint.tensor(f"layers.{layer}.{name}_bias") for name in "qkv")
@@ -85,7 +87,7 @@ def qkv_bias(checkpoint: Checkpoint, layer: int) -> NDArray[np.float32] | None:
 
 
 def check_shapes(checkpoint: Checkpoint) -> None:
-    """Refuse a checkpoint whose tensors do not match its config, before any is read."""
+    """Refuse a checkpoint whose tensors' shapes do not match its config, before values are read."""
     for name, spec in model_tensors(checkpoint.config).items():
         shape = checkpoint.tensor(name).shape
         if shape != spec.shape:

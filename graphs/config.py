@@ -1,4 +1,4 @@
-"""What a model is: the frozen numbers that every part of edgellm reads."""
+"""Configuration of a model: the frozen numbers that every part of edgellm reads."""
 
 from __future__ import annotations
 
@@ -17,25 +17,24 @@ _LARGEST = {
     "layer_count": 1 << 12,
     "context_length": (1 << 31) - 1,
 }
-# At least one channel in this many is rotated; the fewest that models have are a quarter of a head
-# (GPT-NeoX).
+# RoPE turns at least one in this many channels; models turn a quarter of a head or more (GPT-NeoX).
 _ROTATED_SHARE = 4
-# What all layers have in common, as far as every back end has one size for it.
+# Fields of Attention that must be the same in all layers: every back end has one size for them.
 _UNIFORM_ATTENTION = ("heads", "kv_heads", "head_dim", "qk_norm", "qkv_bias", "output_bias")
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
-    """A decoder-only transformer.
+    """Configuration of a decoder-only transformer.
 
     Attributes:
-        model_type: names the file in `graphs/models/` that describes the architecture.
-        layers: from the first to the last.
-        ropes: those that layers name by their index; all of one length.
+        model_type: name of the architecture's file in `graphs/models/`.
+        layers: layers from the first to the last.
+        ropes: RoPEs that layers name by their index; all turn the same number of pairs.
         norm: RMS norms (arXiv:1910.07467), or layer norms with biases.
-        norm_eps: what is added to mean squares, or to the variance, also of heads of Q and K.
-        embedding_scale: what rows of the embedding are multiplied by before the first layer.
-        logit_softcap: logits `x` become `logit_softcap * tanh(x / logit_softcap)`.
+        norm_eps: number added to mean squares, or to the variance, also in norms of Q and K.
+        embedding_scale: factor for rows of the embedding before the first layer.
+        logit_softcap: soft cap: logits `x` become `logit_softcap * tanh(x / logit_softcap)`.
     """
 
     model_type: str
@@ -110,7 +109,7 @@ class ModelConfig:
 
     @property
     def attention(self) -> Attention:
-        """The first layer's; its sizes are those of every layer."""
+        """Attention of the first layer; every layer has the same sizes."""
         return self.layers[0].attention
 
     @property
@@ -145,7 +144,7 @@ class ModelConfig:
 
     @property
     def rope_pairs(self) -> int:
-        """Pairs of channels of a head that RoPE turns."""
+        """Number of pairs of channels in a head that RoPE turns."""
         return len(self.ropes[0].inv_freq)
 
     def rope_of(self, layer: int) -> Rope:
@@ -160,10 +159,10 @@ class ModelConfig:
 
 
 def repeated(layer: LayerConfig, count: int) -> tuple[LayerConfig, ...]:
-    """`count` layers that are the same.
+    """Return `count` equal layers.
 
     Raises:
-        ModelFormatError: there are none, or more than any model has.
+        ModelFormatError: `count` is below 1, or larger than in any model.
     """
     largest = _LARGEST["layer_count"]
     if not 1 <= count <= largest:

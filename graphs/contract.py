@@ -1,6 +1,6 @@
-"""Inputs and outputs of the exported graphs; the exporter and the runtime both read them here.
+"""Inputs and outputs of the exported graphs, for the exporter and the runtime.
 
-A *segment* is everything between two attentions. It knows the chunk size and nothing of position
+A *segment* is everything between two attentions. It depends on the chunk size, and not on position
 or past length, so `layers + 1` static graphs serve every chunk of every prompt (the chunk-sharing
 graph of llm.npu, Xu et al., arXiv:2407.05858, taken to its end). All tensors are float32:
 
@@ -9,10 +9,10 @@ graph of llm.npu, Xu et al., arXiv:2407.05858, taken to its end). All tensors ar
     segment layers  attention, residual                 -> hidden [C, E], after the final norm
     head            hidden [rows, E]                    -> logits [rows, V]
 
-Norms of Q and K, RoPE and all that is done to scores come between segments.
+Norms of Q and K, RoPE, and changes of attention scores are computed between segments.
 
-A segment may be cut in two before down_proj, where the host then adds what the accelerator clips
-off (see `quantize/shadow.py`):
+A segment may be cut in two before down_proj, where the host then adds the outliers that the
+accelerator clips (see `quantize/shadow.py`):
 
     i.up            attention, residual                 -> residual, activated [C, I]
     i.down          activated, residual                 -> residual, qkv, or hidden
@@ -37,10 +37,10 @@ ACTIVATED = "activated"
 HIDDEN = "hidden"
 LOGITS = "logits"
 
-# The first token of a sequence collects attention that has nowhere else to go. Precisions with
-# fixed scales leave it to the host: its activations are the outliers of outliers (SmolLM2-135M:
-# 3,006 before down_proj of layer 11, where no other token exceeds 10), and a grid that reaches them
-# is useless for the rest (PrefixQuant, Chen et al., arXiv:2410.05265).
+# Tokens at the start of a sequence that the host computes for precisions with fixed scales. The
+# first token collects attention that has nowhere else to go, and its activations are the largest
+# outliers (SmolLM2-135M: 3,006 before down_proj of layer 11, where no other token exceeds 10). A
+# grid that reaches them is useless for the rest (PrefixQuant, Chen et al., arXiv:2410.05265).
 HOST_TOKENS = 1
 
 CHUNK_DIM = "chunk"
@@ -49,14 +49,18 @@ ROWS_DIM = "rows"
 
 @dataclass(frozen=True)
 class Part:
-    """One graph: a segment, or a half of one that is cut before down_proj."""
+    """Index of one exported graph: a whole segment, or one half of a segment that is cut in two."""
 
     index: int
     half: Literal["", "up", "down"] = ""
 
 
 def parts(config: ModelConfig, cut: Collection[int] = ()) -> list[Part]:
-    """All graphs in the order in which a chunk goes through them; those in `cut` have halves."""
+    """List all graphs in the order of a chunk's way through them.
+
+    Args:
+        cut: indices of the segments that are cut in two before down_proj.
+    """
     graph_parts = []
     for index in range(config.layer_count + 1):
         graph_parts += [Part(index, "up"), Part(index, "down")] if index in cut else [Part(index)]
@@ -64,7 +68,7 @@ def parts(config: ModelConfig, cut: Collection[int] = ()) -> list[Part]:
 
 
 def part_inputs(config: ModelConfig, part: Part) -> dict[str, int]:
-    """Input names of a graph and their widths."""
+    """Map the names of a graph's inputs to their widths."""
     if part.half == "down":
         return {ACTIVATED: config.intermediate_size, RESIDUAL: config.hidden_size}
     if part.index == 0:
@@ -73,7 +77,7 @@ def part_inputs(config: ModelConfig, part: Part) -> dict[str, int]:
 
 
 def part_outputs(config: ModelConfig, part: Part) -> dict[str, int]:
-    """Output names of a graph and their widths."""
+    """Map the names of a graph's outputs to their widths, in their order."""
     if part.half == "up":
         return {RESIDUAL_OUT: config.hidden_size, ACTIVATED: config.intermediate_size}
     if part.index == config.layer_count:
@@ -82,7 +86,7 @@ def part_outputs(config: ModelConfig, part: Part) -> dict[str, int]:
 
 
 def part_file(part: Part, chunk: int | None) -> str:
-    """File name of a graph of a static chunk size, or of any size if None."""
+    """Return the file name of a graph for a static chunk size; None: for any number of rows."""
     half = f".{part.half}" if part.half else ""
     size = "" if chunk is None else f".c{chunk}"
     return f"{part.index:03d}{half}{size}.onnx"
@@ -93,11 +97,11 @@ WEIGHTS_FILE = "weights.bin"
 
 
 class Grid(NamedTuple):
-    """The fixed points that a tensor of a static precision is rounded to, symmetric around 0.
+    """Grid of fixed points, symmetric around 0, that a tensor of a static precision is rounded to.
 
     Attributes:
-        scale: the step; `value = (code - 2^(bits - 1)) * scale`.
-        bits: 8 or 16.
+        scale: step between two points; `value = (code - 2^(bits - 1)) * scale`.
+        bits: bits of a code, 8 or 16.
     """
 
     scale: float
@@ -106,7 +110,11 @@ class Grid(NamedTuple):
 
 @dataclass(frozen=True)
 class StoredArray:
-    """Where an array lies in a weights file: what the runtime needs to map it."""
+    """Place, dtype and shape of an array in a weights file, for the runtime to map it.
+
+    Attributes:
+        offset: first byte of the array in the file.
+    """
 
     file: str
     offset: int

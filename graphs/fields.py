@@ -1,4 +1,4 @@
-"""Typed reads from a config file, and what nobody read."""
+"""Typed reads from a config file, and refusal of settings that were not read."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from edgellm.errors import ModelFormatError, UnsupportedModelError
 from edgellm.graphs.layer_config import shown
 
 T = TypeVar("T")
-# Words in the names of settings that change what a model computes.
+# Parts of the names of settings that may change the results of a model.
 _COMPUTES = (
     "act", "alibi", "alpha", "beta", "bias", "bidirectional", "cap", "clamp", "clip", "conv",
     "expert", "factor", "gate", "head", "layer_type", "logit", "lora", "mamba", "moe",
@@ -24,33 +24,46 @@ class Fields:
     """Typed reads from a config file: `fields.read(int, "num_attention_heads")`."""
 
     def __init__(self, values: Mapping[str, Any], *, origin: str, prefix: str = "") -> None:
-        """`prefix` stands before every key: `llama.` in GGUF files."""
+        """Take the values of a config file.
+
+        Args:
+            origin: name of the file in errors.
+            prefix: text before every key, such as `llama.` in GGUF files.
+        """
         self.origin = origin
         self.prefix = prefix
         self._values = values
         self._read: set[str] = set()
 
     def __contains__(self, key: str) -> bool:
-        """Whether it is there and not null."""
+        """Whether the file has the key, with a value that is not null."""
         return self._values.get(self.prefix + key) is not None
 
     def holds(self, kind: type, key: str) -> bool:
-        """Whether a key has a value of a type."""
+        """Whether the value of a key has the type `kind`."""
         return isinstance(self._value(key), kind)
 
     def assume(self, values: Mapping[str, Any]) -> None:
-        """What keys are that the file does not have. (Those that it has as null stay null.)"""
+        """Set defaults for keys that the file does not have. (Keys that are null stay null.)"""
         self._values = {**{self.prefix + key: v for key, v in values.items()}, **self._values}
 
     def read(self, kind: type[T], key: str) -> T:
-        """The value of a required key."""
+        """Return the value of a required key.
+
+        Raises:
+            ModelFormatError: the key is missing or null, or its value has another type.
+        """
         value = self.optional(kind, key)
         if value is None:
             raise ModelFormatError(f"{self.origin}: key {self.prefix + key!r} is missing")
         return value
 
     def optional(self, kind: type[T], key: str) -> T | None:
-        """The value of a key, or None where it is absent or null."""
+        """Return the value of a key; None where it is absent or null.
+
+        Raises:
+            ModelFormatError: the value has another type, or is a number out of range.
+        """
         value = self._value(key)
         if value is None:
             return None
@@ -72,7 +85,11 @@ class Fields:
         return value
 
     def positive(self, key: str, *, default: float | None = None) -> float:
-        """The value of a key that must be above 0, and that is required if there is no default."""
+        """Return the value of a key that must be above 0, and is required without a default.
+
+        Raises:
+            ModelFormatError: the key is missing, or its value is not above 0.
+        """
         value = self.optional(float, key)
         if value is None:
             value = self.read(float, key) if default is None else default
@@ -83,10 +100,10 @@ class Fields:
         return value
 
     def uniform(self, key: str, *, default: int | None = None) -> int:
-        """The value of a key that may be a list with an entry for every layer.
+        """Return the value of a key that may be a list with an equal entry for every layer.
 
         Raises:
-            ModelFormatError: it is missing, and there is no default.
+            ModelFormatError: the key is missing, and there is no default.
             UnsupportedModelError: the entries differ.
         """
         value = self._value(key)
@@ -100,10 +117,13 @@ class Fields:
         return Fields({key: value[0]}, origin=self.origin).read(int, key)
 
     def entries(self, kind: type[T], key: str, count: int) -> list[T] | None:
-        """The values of a key that has one for every layer, or None.
+        """Return the list of a key with one entry for every layer; None where it is absent.
+
+        Args:
+            count: number of layers.
 
         Raises:
-            ModelFormatError: there are not as many as layers, or one is of another type.
+            ModelFormatError: the number of entries differs, or an entry has another type.
         """
         values = self.optional(list, key)
         if values is None:
@@ -122,7 +142,11 @@ class Fields:
         return values
 
     def require(self, key: str, *allowed: object) -> None:
-        """Refuse a checkpoint that asks for something this version does not compute."""
+        """Refuse a value of a key that is not computed here; absent keys and null are allowed.
+
+        Raises:
+            UnsupportedModelError: the value is not among `allowed`.
+        """
         value = self._value(key)
         if value is not None and value not in allowed:
             names = " or ".join(repr(a) for a in allowed)
@@ -132,22 +156,23 @@ class Fields:
             )
 
     def ignore(self, *keys: str) -> None:
-        """Say that keys are known, and that nothing here depends on them."""
+        """Mark keys as read, since they are known and nothing here depends on them."""
         self._read.update(self.prefix + key for key in keys)
 
     def refuse_unread(
         self, *, harmless: Collection[str] = (), usual: Collection[tuple[str, object]] = ()
     ) -> None:
-        """Refuse unread settings that say by their name that they compute.
+        """Refuse unread settings whose names suggest that they change the model's results.
 
-        Nothing that is null, false, 0 or empty is refused.
+        Settings that are null, false, 0 or empty are never refused.
 
         Args:
             harmless: keys that are known to change nothing, whatever their value.
-            usual: keys of lists, each with an entry that says of a layer what is computed anyway.
+            usual: pairs of a list's key and an entry that stands for the usual layer; a list of
+                such entries is not refused.
 
         Raises:
-            UnsupportedModelError: names the first one.
+            UnsupportedModelError: there is such a setting; the message names the first one.
         """
         for key, value in self._values.items():
             name = key.removeprefix(self.prefix)

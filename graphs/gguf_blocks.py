@@ -1,7 +1,8 @@
-"""The quantized tensor types of GGUF as codes and scales (layouts: ggml-common.h of llama.cpp).
+"""Conversion of GGUF's quantized tensor types to codes and scales.
 
-A row of a tensor is blocks of 32 or 256 numbers, each with its scales before or behind its codes.
-`FORMATS` has the types whose numbers one of our kinds holds exactly.
+Layouts are those of ggml-common.h in llama.cpp. A row of a tensor is blocks of 32 or 256 numbers,
+each with its scales before or behind its codes. `FORMATS` has the types whose numbers one of our
+kinds holds exactly.
 """
 
 from __future__ import annotations
@@ -18,17 +19,17 @@ Bytes = NDArray[Any]  # uint8
 
 
 def _halves(blocks: Bytes, first: int) -> NDArray[np.float16]:
-    """The half at a place of each block: `[N, blocks, bytes]` to `[N, blocks]`."""
+    """Read the half at byte `first` of each block: `[N, blocks, bytes]` to `[N, blocks]`."""
     return np.ascontiguousarray(blocks[..., first : first + 2]).view(np.float16)[..., 0]
 
 
 def _nibbles(data: Bytes) -> Bytes:
-    """`[..., n]` to `[..., 2 n]`: the low halves of the bytes, then the high ones."""
+    """Unpack 4-bit codes `[..., n]` to `[..., 2 n]`: low halves of the bytes, then high halves."""
     return np.concatenate([data & 15, data >> 4], axis=-1)
 
 
 def _bits(data: Bytes) -> Bytes:
-    """`[..., n]` to `[..., 8 n]`: the bits of each byte, the lowest first."""
+    """Unpack the bits of bytes `[..., n]` to `[..., 8 n]`, the lowest bit first."""
     return np.unpackbits(data, axis=-1, bitorder="little")
 
 
@@ -56,7 +57,7 @@ def _q8_0(blocks: Bytes) -> QuantizedWeight:
 
 
 def _k_scales(packed: Bytes) -> tuple[Bytes, Bytes]:
-    """12 bytes to 8 scales and 8 minima of 6 bits each, `[N, blocks, 8]`."""
+    """Unpack 12 bytes of each block to 8 scales and 8 minima of 6 bits, `[N, blocks, 8]` each."""
     low, high, rest = packed[..., :4], packed[..., 4:8], packed[..., 8:]
     scales = np.concatenate([low & 63, rest & 15 | low >> 6 << 4], axis=-1)
     minima = np.concatenate([high & 63, rest >> 4 | high >> 6 << 4], axis=-1)
@@ -81,7 +82,7 @@ def _q4_q5_k(blocks: Bytes, kind: str) -> QuantizedWeight:
 
 
 def _k_nibbles(data: Bytes) -> Bytes:
-    """128 bytes to 256 codes: 32 bytes have the low halves of a group and those of the next."""
+    """Unpack 128 bytes to 256 codes; 32 bytes have one group in low and the next in high halves."""
     return _nibbles(data.reshape(*data.shape[:-1], 4, 32)).reshape(*data.shape[:-1], 256)
 
 
@@ -95,7 +96,7 @@ def _q6_k(blocks: Bytes) -> QuantizedWeight:
 
 
 def _q3_k(blocks: Bytes) -> QuantizedWeight:
-    """3 bits, `code - 4`, are 6 bits as well."""
+    """Convert Q3_K: codes of 3 bits, `code - 4`, become codes of 6 bits."""
     low = blocks[..., 32:96].reshape(*blocks.shape[:-1], 2, 1, 32)
     low = low >> np.array([0, 2, 4, 6], np.uint8)[:, None] & 3  # [N, blocks, 2, 4, 32]
     high = _bits(blocks[..., :32, None]).swapaxes(-1, -2)  # [N, blocks, 8, 32]
@@ -135,18 +136,19 @@ def _iq4_xs(blocks: Bytes) -> QuantizedWeight:
 
 
 def _mxfp4(blocks: Bytes) -> QuantizedWeight:
-    """Scales are powers of two, `2^(e - 128)` for doubled values; those beyond a half become 0.
+    """Convert MXFP4, whose scales are powers of two, `2^(e - 128)` for doubled values.
 
-    The smallest half is 2^-24: what is lost below it is less than 1e-6 of any weight that matters.
+    Scales below the smallest half, 2^-24, become 0: a loss of less than 1e-6 of any weight that
+    matters.
     """
-    # a scale that only damage has is infinite; what comes of it is refused
+    # a damaged scale may be infinite; `checked` refuses it later
     with np.errstate(over="ignore"):
         scale = np.ldexp(np.float32(1), blocks[..., 0].astype(np.int32) - 128).astype(np.float16)
     return QuantizedWeight(KINDS["mxfp4"], _rows(_nibbles(blocks[..., 1:])), scale)
 
 
 def _ternary(codes: Bytes, scale: NDArray[np.float16]) -> QuantizedWeight:
-    """Codes 0, 1, 2 for -1, 0, 1, a scale for 256 of them."""
+    """Convert ternary codes 0, 1, 2 for -1, 0, 1, with a scale for every 256 of them."""
     return QuantizedWeight(
         KINDS["int4_symmetric"], _rows(codes) + np.uint8(7), np.repeat(scale, 8, axis=1)
     )
@@ -159,7 +161,7 @@ def _tq2_0(blocks: Bytes) -> QuantizedWeight:
 
 
 def _tq1_0(blocks: Bytes) -> QuantizedWeight:
-    """Five digits of base 3 to a byte; the last four bytes have four."""
+    """Convert TQ1_0: a byte has five digits of base 3, and each of the last four bytes has four."""
     powers = np.array([1, 3, 9, 27, 81], np.uint8)[:, None]
 
     def digits(data: Bytes, count: int) -> Bytes:
@@ -171,7 +173,7 @@ def _tq1_0(blocks: Bytes) -> QuantizedWeight:
     return _ternary(np.concatenate(parts, axis=-1), _halves(blocks, 52))
 
 
-# Type -> bytes of a block, and what makes a weight of blocks `[N, blocks, bytes]`.
+# Tensor type -> bytes of a block, and the function from blocks `[N, blocks, bytes]` to a weight.
 FORMATS: Mapping[str, tuple[int, Callable[[Bytes], QuantizedWeight]]] = {
     "Q4_0": (18, lambda blocks: _q4(blocks, "int4_symmetric")),
     "Q4_1": (20, lambda blocks: _q4(blocks, "int4_affine")),
@@ -191,7 +193,7 @@ FORMATS: Mapping[str, tuple[int, Callable[[Bytes], QuantizedWeight]]] = {
 
 
 def weight_of(rows: Bytes, storage: str) -> QuantizedWeight:
-    """A tensor of one of `FORMATS` from its rows of bytes `[N, bytes]`."""
+    """Convert the rows of bytes `[N, bytes]` of a tensor in one of `FORMATS` to a weight."""
     size, convert = FORMATS[storage]
     blocks = rows.reshape(rows.shape[0], -1, size)
     slices = row_slices(len(rows), rows.shape[1])

@@ -1,6 +1,7 @@
-"""A model in a GGUF file; the `gguf` package dequantizes what we do not take over.
+"""A model in a GGUF file.
 
-Quantized tensors are taken over code by code where one of our kinds holds their type exactly.
+Quantized tensors are taken over code by code where one of our kinds holds their type exactly. The
+`gguf` package dequantizes the others.
 """
 
 from __future__ import annotations
@@ -29,17 +30,17 @@ from edgellm.graphs.translation import Translation
 from edgellm.kernels.quantized import row_slices
 
 _EMBEDDING, _FUSED_QKV = "token_embd.weight", "blk.0.attn_qkv.weight"
-# Keys that sound as if they computed: written beside the one that holds for the model's norms.
+# Epsilons of norms, which are never refused: files may have both, and a model uses one of them.
 _HARMLESS = ("attention.layer_norm_epsilon", "attention.layer_norm_rms_epsilon")
-# Tensors of RoPE, which are read with the config or, as in llama.cpp, not at all; and the vision
-# tower in Ollama's files.
+# Tensors that are not part of the text model's list: RoPE factors (read with the config or, as in
+# llama.cpp, not at all), and the vision tower in Ollama's files.
 _UNUSED = re.compile(
     r"(blk\.\d+\.)?(rope_freqs|rope_factors_(long|short)|attn_rot_embd)\.weight|(v|mm)\..*"
 )
 
 
 class GGUFCheckpoint:
-    """A memory-mapped GGUF file, or all parts of one that was split."""
+    """Checkpoint in a memory-mapped GGUF file, or in all parts of a split one."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -70,12 +71,12 @@ class GGUFCheckpoint:
         return self._translation.tensor(name)
 
     def refuse_unread(self) -> None:
-        """Refuse tensors that the model here is not made of.
+        """Refuse tensors that the model as computed here does not use.
 
         llama.cpp adds some of them and multiplies by others, and opens no file with the rest.
 
         Raises:
-            UnsupportedModelError: names the first one.
+            UnsupportedModelError: the file has such a tensor; the message names the first one.
         """
         known = self._translation.file_names()
         for name in self._tensors:
@@ -131,7 +132,7 @@ def _dequantize(entry: StoredTensor, origin: str) -> NDArray[np.float32]:
     columns = entry.shape[-1] if entry.shape else 1
     values = np.empty((len(stored), columns), np.float32)
     try:
-        # a damaged scale is infinite; `checked` refuses what comes of it
+        # a damaged scale may be infinite; `checked` refuses the values
         with np.errstate(invalid="ignore", over="ignore"):
             for part in row_slices(len(stored), columns):
                 values[part] = gguf.dequantize(stored[part], entry.tensor_type)

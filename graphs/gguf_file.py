@@ -1,4 +1,4 @@
-"""A GGUF file in memory: metadata, and the bytes of each tensor where the file has them."""
+"""A memory-mapped GGUF file: metadata, and the bytes of each tensor."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from edgellm.errors import ModelFormatError, UnsupportedModelError
 from edgellm.graphs.gguf_header import MAGIC, Header, TensorEntry, read_header
 
-# Types that are one number per element; whatever else there is comes in blocks of bytes.
+# Tensor types with one number per element; all other types are stored in blocks of bytes.
 _PLAIN = {
     "F32": np.float32,
     "F16": np.float16,
@@ -26,7 +26,7 @@ _PLAIN = {
     "I32": np.int32,
     "I64": np.int64,
 }
-# Types that ggml has or had, and of which the gguf package may not know (ggml.h).
+# Tensor types of present and past ggml (ggml.h) that the gguf package may not know.
 _NAMES = {
     4: "Q4_2",
     5: "Q4_3",
@@ -41,19 +41,19 @@ _NAMES = {
     41: "Q1_0",
     42: "Q2_0",
 }
-# As llama-gguf-split names its files, from part 1 on.
+# File names of llama-gguf-split; parts are counted from 1.
 _PART = re.compile(r"^(?P<name>.*)-(?P<part>\d{5})-of-(?P<count>\d{5})\.gguf$")
 
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """One tensor as the file has it.
+    """Tensor of a GGUF file, in its stored form.
 
     Attributes:
-        shape: in elements, rows first.
-        tensor_type: a `gguf.GGMLQuantizationType`.
-        offset: in bytes from the start of the file.
-        size: in bytes.
+        shape: shape in elements, rows first.
+        tensor_type: storage type, a `gguf.GGMLQuantizationType`.
+        offset: first byte of the tensor, from the start of the file.
+        size: size in bytes.
     """
 
     name: str
@@ -65,26 +65,26 @@ class StoredTensor:
 
     @property
     def data(self) -> NDArray[Any]:
-        """The shape's elements where the type is one number each, else `[..., bytes of a row]`."""
+        """Elements in the tensor's shape; of types stored in blocks, `[..., bytes of a row]`."""
         stored = self._file[self.offset : self.offset + self.size]
         if plain := _PLAIN.get(self.tensor_type.name):
-            # a file may ask for less alignment than numpy does
+            # tensors of a file may be aligned to fewer bytes than numpy needs
             return np.require(stored.view(plain), requirements="A").reshape(self.shape)
         rows = math.prod(self.shape[:-1])
         return stored.reshape(*self.shape[:-1], self.size // rows if rows else 0)
 
 
 class GGUFFile:
-    """A mapped GGUF file whose header is in order and whose tensors lie within it.
+    """Memory-mapped GGUF file whose header is valid and whose tensors lie within the file.
 
-    Of a model that was split into several files, whichever part is named, all are mapped; the
-    metadata is that of the first.
+    A model may be split into several files: then all parts are mapped, whichever is named. The
+    metadata is that of the first part.
 
     Raises:
-        ModelFormatError: another kind of file, a damaged or truncated one, or parts that are
-            missing or belong to another model.
-        UnsupportedModelError: a part of a split model under another name, or a tensor type that
-            is not known.
+        ModelFormatError: the file is of another kind, damaged or truncated, or parts are missing or
+            belong to another model.
+        UnsupportedModelError: a part of a split model has another name than llama.cpp gives it, or
+            a tensor type is not known.
     """
 
     def __init__(self, path: Path) -> None:
@@ -123,7 +123,7 @@ class GGUFFile:
 
 
 def parts_of(path: Path) -> list[Path]:
-    """All files of a model, by the name of one; they need not be there."""
+    """Return the paths of all files of a model by the name of one; the files may be missing."""
     named = _PART.match(path.name)
     if named is None or int(named["count"]) < 2:
         return [path]
@@ -150,7 +150,7 @@ def _mapped(path: Path) -> mmap.mmap:
 def _stored(
     entry: TensorEntry, header: Header, file: NDArray[np.uint8], origin: str
 ) -> StoredTensor:
-    """The tensor, once its type is known and its bytes lie within the file."""
+    """Return a tensor, after checks of its type and that its bytes lie within the file."""
     kind, block, block_bytes = _type_of(entry, origin)
 
     def damaged(what: str) -> ModelFormatError:
@@ -177,7 +177,7 @@ def _stored(
 
 
 def _type_of(entry: TensorEntry, origin: str) -> tuple[Any, int, int]:
-    """The storage type, how many values are a block, and how many bytes a block takes."""
+    """Return a tensor's storage type, and the numbers of values and of bytes in a block."""
     import gguf
 
     try:
@@ -193,11 +193,11 @@ def _type_of(entry: TensorEntry, origin: str) -> tuple[Any, int, int]:
 
 
 def _check_part(path: Path, metadata: Mapping[str, Any], number: int, count: int) -> None:
-    """Refuse a file that says that it is another part than its name does.
+    """Refuse a file whose metadata and name disagree about which part of a model it is.
 
     Args:
-        number: which it is by its name, from 0 on.
-        count: how many there are by its name.
+        number: index of the part by the file's name, from 0.
+        count: number of parts by the file's name.
     """
     said = metadata.get("split.count", count)
     if not isinstance(said, int) or max(said, 1) == count:

@@ -1,8 +1,8 @@
-"""The header of a GGUF file: its metadata, and what it says of each tensor.
+"""Header of a GGUF file: metadata, and name, shape, type and offset of each tensor.
 
-The header is walked once (layout: ggml/docs/gguf.md), and every length is compared with what is
-left of the file before anything of that length is read. The `gguf` package has a reader too; it
-believes every length, and makes array objects of each string, which takes it many seconds.
+The header is read once from start to end (layout: ggml/docs/gguf.md). Every length is compared with
+the rest of the file before anything of that length is read. The `gguf` package has a reader too: it
+trusts every length, and makes array objects of each string, which takes many seconds.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from edgellm.errors import ModelFormatError, UnsupportedModelError
 
 MAGIC = b"GGUF"
 _VERSIONS = (2, 3)
-# Value type -> what it is for numpy.
+# Type of a metadata value -> numpy's dtype.
 _DTYPES = {
     0: "<u1",
     1: "<i1",
@@ -35,7 +35,7 @@ _DTYPES = {
 _UINT32, _BOOL, _STRING, _ARRAY = 4, 7, 8, 9
 # Vocabularies have up to 262,144 tokens and twice as many merges.
 _MAX_ARRAY = 1 << 24
-# What ggml has room for.
+# Limit of ggml.
 _MAX_DIMENSIONS = 4
 # Name, number of dimensions, one dimension, type and offset.
 _SMALLEST_TENSOR = 8 + 4 + 8 + 4 + 8
@@ -46,12 +46,12 @@ _DEFAULT_ALIGNMENT = 32
 
 @dataclass(frozen=True)
 class TensorEntry:
-    """What a header says of one tensor.
+    """Entry of one tensor in a header.
 
     Attributes:
-        shape: rows first; the file has the columns first.
+        shape: shape with rows first; the file has columns first.
         kind: ggml's number of the storage type.
-        offset: in bytes, from where the tensors begin.
+        offset: first byte of the tensor, from the header's `data_offset`.
     """
 
     name: str
@@ -62,11 +62,11 @@ class TensorEntry:
 
 @dataclass(frozen=True)
 class Header:
-    """A header that is whole; whether the tensors are is not known yet.
+    """Complete header of a GGUF file; the tensors may still be cut off.
 
     Attributes:
-        data_offset: where the tensors begin, in bytes from the start of the file.
-        alignment: every tensor begins at a multiple of it.
+        data_offset: first byte of the tensors, from the start of the file.
+        alignment: bytes; every tensor begins at a multiple of it.
     """
 
     metadata: dict[str, Any]
@@ -79,17 +79,18 @@ def read_header(data: mmap.mmap, *, origin: str) -> Header:
     """Read the header that begins after the magic number.
 
     Args:
-        origin: names the file in errors.
+        origin: name of the file in errors.
 
     Raises:
-        ModelFormatError: a damaged or truncated file.
-        UnsupportedModelError: a header that is in order but of no model: huge or nested arrays.
+        ModelFormatError: the file is damaged or truncated.
+        UnsupportedModelError: the version is not supported, or the header has huge or nested
+            arrays, as no model has.
     """
     return _Walk(data, origin).header()
 
 
 class _Walk:
-    """A position in a header."""
+    """Reader of a header, with its position in the file."""
 
     def __init__(self, data: mmap.mmap, origin: str) -> None:
         self._data = data
@@ -151,7 +152,7 @@ class _Walk:
     def _numbers(self, key: str, kind: int, count: int, what: str) -> list[Any]:
         dtype = self._dtype(key, kind)
         start = self._skip(count, dtype.itemsize, what)
-        # a view of the map itself would keep it open
+        # a view would keep the memory map open, so this is a copy
         values = np.frombuffer(self._data[start : self._at], dtype)
         return [value != 0 for value in values.tolist()] if kind == _BOOL else values.tolist()
 
@@ -171,7 +172,7 @@ class _Walk:
         return TensorEntry(name, shape, self._number("<I"), self._number("<Q"))
 
     def _string(self, what: str) -> str:
-        # once per token and merge of a vocabulary: the checks of _need without its calls
+        # called for each token and merge of a vocabulary, so _need's checks are written out
         start = self._at + 8
         if start > self._size:
             self._need(1, 8, what)
@@ -191,7 +192,7 @@ class _Walk:
         return int(number)
 
     def _skip(self, count: int, size: int, what: str) -> int:
-        """Skip `count` values; returns where they begin."""
+        """Skip `count` values, and return the position where they begin."""
         self._need(count, size, what)
         start = self._at
         self._at += count * size

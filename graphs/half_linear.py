@@ -1,7 +1,7 @@
 """Linear layers in half precision, for GPUs: products of halves, float32 around them.
 
-The residual stream, norms and SiLU stay float32: casts cost little beside a product, and what a
-model adds up over its layers keeps its precision.
+The residual stream, norms and SiLU stay float32: casts cost little beside a product, and the sum
+over all layers keeps its precision.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from edgellm.kernels.quantized import GROUP, QuantizedWeight
 
 @dataclass(frozen=True)
 class HalfLinear:
-    """float16 weight `[N, K]`."""
+    """Linear layer with a float16 weight `[N, K]`."""
 
     weight: ir.TensorProtocol
 
@@ -37,7 +37,7 @@ class HalfLinear:
 
 @dataclass(frozen=True)
 class HalfInt4Linear:
-    """int4 group-32 affine weight, multiplied by halves.
+    """Linear layer with an int4 affine weight in groups of 32, multiplied by halves.
 
     `value = (code - zero_point) * scale`; a zero point need not be an integer, so it is a half too.
     """
@@ -50,7 +50,7 @@ class HalfInt4Linear:
     @classmethod
     def store(cls, file: WeightFile, name: str, weight: QuantizedWeight) -> HalfInt4Linear:
         scale, offset = weight.scales(), weight.offsets()
-        flat = scale == 0  # a group of one value: its offset, as (0 - -1) * offset
+        flat = scale == 0  # all values are the offset: stored as (0 - -1) * offset
         scale = np.where(flat, offset, scale)
         with np.errstate(divide="ignore", invalid="ignore"):
             zero_point = np.where(flat, -1, weight.kind.zero - offset / scale)

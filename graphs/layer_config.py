@@ -1,7 +1,7 @@
-"""What one layer is: its parts and their numbers, and nothing of how they are computed.
+"""Configuration of one layer: its parts and their sizes.
 
-Defaults are Llama's. What folds exactly into weights or numbers when a model is read (norm weights
-around one, scaled residuals) is folded there and has no field here.
+Defaults are Llama's. Some features fold exactly into weights or numbers when a model is read (norm
+weights around one, scaled residuals), and have no field here.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from typing import Literal
 
 from edgellm.errors import ModelFormatError, UnsupportedModelError
 
-# Far above every model there is. What is larger is damage, and would take hours and all memory
-# before anything else refuses it.
+# Limits far above every model. A larger number means a damaged file, and would take hours and all
+# memory before anything else refuses it.
 _LARGEST = {
     "intermediate": 1 << 20,
     "heads": 1 << 12,
@@ -33,8 +33,8 @@ class Rope:
     """Rotary position embedding (arXiv:2104.09864), scaling already applied.
 
     Attributes:
-        inv_freq: angle per position of each rotated pair; 0 for one that does not turn.
-        magnitude: what cosines and sines are multiplied by (YaRN, arXiv:2309.00071, section 3.4).
+        inv_freq: angle per position of each rotated pair; 0 for a pair that does not turn.
+        magnitude: factor of cosines and sines (YaRN, arXiv:2309.00071, section 3.4).
     """
 
     inv_freq: tuple[float, ...]
@@ -54,17 +54,17 @@ class Rope:
 
 @dataclass(frozen=True, kw_only=True)
 class Attention:
-    """Softmax attention over the cache, `heads / kv_heads` queries for each key.
+    """Softmax attention over the KV cache, with `heads / kv_heads` queries for each key.
 
     Attributes:
         rope: index into `ModelConfig.ropes`.
-        window: a token attends to this many positions, itself among them, or to all if None.
-        scale: of the scores; None is `head_dim ** -0.5`.
+        window: number of positions that a token attends to, itself included; None: all positions.
+        scale: factor of the scores; None is `head_dim ** -0.5`.
         qk_norm: RMS norms of Q and K: of each head before RoPE or after it, with one weight
             `[head_dim]` for all heads, or of all heads together before RoPE.
-        softcap: scores `s` become `softcap * tanh(s / softcap)`.
-        qkv_bias: whether something is added to Q, K and V before norms and RoPE.
-        output_bias: whether something is added to the output projection.
+        softcap: soft cap: scores `s` become `softcap * tanh(s / softcap)`.
+        qkv_bias: whether Q, K and V have biases, added before norms and RoPE.
+        output_bias: whether the output projection has a bias.
     """
 
     heads: int
@@ -89,7 +89,7 @@ class Attention:
             raise UnsupportedModelError(
                 f"model config: head_dim is {self.head_dim}; it must be a multiple of 4"
             )
-        # what cache blocks and projections of all back ends have in common
+        # cache blocks and projections of all back ends need this
         if self.kv_size % 8:
             raise UnsupportedModelError(
                 f"model config: kv_heads * head_dim is {self.kv_size}; it must be a multiple of 8"
@@ -116,10 +116,11 @@ class Attention:
 
 @dataclass(frozen=True, kw_only=True)
 class Mlp:
-    """`down(activation(gate(x)) * up(x))`, or `down(activation(up(x)))` without a gate.
+    """MLP: `down(activation(gate(x)) * up(x))`, or `down(activation(up(x)))` without a gate.
 
     Attributes:
-        bias: whether each of its linear layers has one.
+        intermediate: outputs of gate and up, inputs of down.
+        bias: whether each of its linear layers has a bias.
     """
 
     intermediate: int
@@ -133,11 +134,11 @@ class Mlp:
 
 @dataclass(frozen=True, kw_only=True)
 class LayerConfig:
-    """One layer.
+    """Configuration of one layer.
 
     Attributes:
-        norms: before attention and MLP, behind them (before their outputs are added to the
-            residual), or both.
+        norms: place of the norms: before attention and MLP (pre), behind them, before their outputs
+            are added to the residual (post), or both (sandwich).
     """
 
     attention: Attention
@@ -146,20 +147,23 @@ class LayerConfig:
 
     @property
     def norms_inputs(self) -> bool:
-        """Whether what attention and MLP read is normalized."""
+        """Whether the inputs of attention and MLP are normalized."""
         return self.norms != "post"
 
     @property
     def norms_outputs(self) -> bool:
-        """Whether what attention and MLP add to the residual is normalized."""
+        """Whether the outputs of attention and MLP are normalized before they are added."""
         return self.norms != "pre"
 
 
 def check_sizes(config: object, largest: dict[str, int]) -> None:
-    """Refuse numbers below 1 or above what is allowed.
+    """Refuse fields of a config that are below 1 or above their limit.
+
+    Args:
+        largest: limit of each field.
 
     Raises:
-        ModelFormatError: names the field.
+        ModelFormatError: a field is out of range; the message names it.
     """
     for name, limit in largest.items():
         value = getattr(config, name, None)
@@ -170,5 +174,5 @@ def check_sizes(config: object, largest: dict[str, int]) -> None:
 
 
 def shown(value: int) -> str:
-    """Digits of a number, unless there are hundreds of them."""
+    """Return the digits of a number, or only its size in bits if it is 2^128 or more."""
     return str(value) if abs(value) < 1 << 128 else f"a number of {value.bit_length()} bits"

@@ -1,4 +1,4 @@
-"""Which layers have a window, as files say it."""
+"""Layers with a sliding window, as model files describe them."""
 
 from __future__ import annotations
 
@@ -15,24 +15,27 @@ FULL, SLIDING = "full_attention", "sliding_attention"
 
 
 def sliding_of_hf(fields: Fields, count: int, *, period: int) -> list[bool]:
-    """For each layer of a `config.json`, whether it has a window.
+    """Return for each layer of a `config.json` whether it has a sliding window.
 
     Args:
-        period: where the file does not say it: the last of this many layers has no window.
+        count: number of layers.
+        period: default if the file has none: the last of every `period` layers has no window.
 
     Raises:
-        ModelFormatError: `layer_types` has not as many entries as there are layers.
-        UnsupportedModelError: layers of another type.
+        ModelFormatError: `layer_types` has not one entry for each layer.
+        UnsupportedModelError: a layer has another type.
     """
     period = _period(fields) or period
-    # written by some versions of transformers beside layer_types
+    # some versions of transformers write this key beside layer_types
     fields.ignore("_sliding_window_pattern")
     types = layer_types(fields, count)
     return by_period(count, period) if types is None else types
 
 
 def layer_types(fields: Fields, count: int) -> list[bool] | None:
-    """Whether each layer has a window by `layer_types` of a `config.json`; None where it has none.
+    """Return for each layer whether it has a window by `layer_types` of a `config.json`.
+
+    None stands for a file without `layer_types`.
 
     Raises:
         ModelFormatError, UnsupportedModelError: see `sliding_of_hf`.
@@ -48,7 +51,7 @@ def layer_types(fields: Fields, count: int) -> list[bool] | None:
 
 
 def sliding_of_gguf(fields: Fields, count: int, *, period: int) -> list[bool]:
-    """The same of a GGUF file, whose key is a period or a list."""
+    """Return for each layer of a GGUF file whether it has a window, by a period or a list."""
     key = "attention.sliding_window_pattern"
     if not fields.holds(list, key):
         return by_period(count, fields.optional(int, key) or period)
@@ -56,7 +59,7 @@ def sliding_of_gguf(fields: Fields, count: int, *, period: int) -> list[bool]:
 
 
 def by_period(count: int, period: int) -> list[bool]:
-    """True, and False for the last of every `period` layers."""
+    """Return False for the last of every `period` layers, and True for the others."""
     if period < 1:
         raise ModelFormatError(f"model config: a period of {period} layers; 1 is the least")
     return [index % period != period - 1 for index in range(count)]
@@ -69,13 +72,15 @@ def with_windows(
     *,
     local: Rope | None = None,
 ) -> ModelConfig:
-    """The config with a window in some of its layers.
+    """Return the config with a sliding window in some of its layers.
 
     Args:
-        local: RoPE of these layers, where it is another than that of the others.
+        sliding: for each layer, whether it has the window.
+        window: length of the window; None: unknown.
+        local: RoPE of the layers with the window; None: the same RoPE in all layers.
 
     Raises:
-        ModelFormatError: layers have one, and nothing says how long it is.
+        ModelFormatError: layers have a window, and its length is unknown.
     """
     if any(sliding) and window is None:
         raise ModelFormatError(
@@ -93,7 +98,7 @@ def with_windows(
 
 
 def _period(fields: Fields) -> int | None:
-    """A key that has a number, or a word such as LLLG: local layers, and a global one."""
+    """Read the period: a number, or a word such as LLLG for three local layers and a global one."""
     key = "sliding_window_pattern"
     if not fields.holds(str, key):
         return fields.optional(int, key)

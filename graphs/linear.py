@@ -1,7 +1,7 @@
 """Linear layers as sub-graphs, one class per precision.
 
-`activation` prepares an input once (quantizes it, sums its groups); `apply` multiplies. Layers that
-share an input, such as gate and up, share the prepared one.
+`activation` prepares an input once (by quantizing it); `apply` multiplies. Layers that share an
+input, such as gate and up, share the prepared input.
 """
 
 from __future__ import annotations
@@ -16,20 +16,20 @@ from numpy.typing import NDArray
 from edgellm.graphs.builder import GraphBuilder, WeightFile
 from edgellm.kernels.quantized import GROUP, QuantizedWeight
 
-# A row of zeros must not divide by zero; any positive scale yields the right zeros.
+# Smallest scale of a row: a row of zeros must not divide by zero, and any scale yields its zeros.
 _SMALLEST_SCALE = 1e-12
 _UINT8_ZERO_POINT = 128
 
 
 class Activation(NamedTuple):
-    """A prepared input: the values that are multiplied, and what goes with them."""
+    """Prepared input of a linear layer: values to multiply, and the scale of each row if any."""
 
     values: ir.Value
     extra: ir.Value | None = None
 
 
 class Linear(Protocol):
-    """y = x W^T with x [C, K] and W [N, K]."""
+    """Linear layer: y = x W^T with x `[C, K]` and W `[N, K]`."""
 
     def activation(self, graph: GraphBuilder, x: ir.Value) -> Activation: ...
 
@@ -38,7 +38,7 @@ class Linear(Protocol):
 
 @dataclass(frozen=True)
 class FloatLinear:
-    """float32 weight `[N, K]`."""
+    """Linear layer with a float32 weight `[N, K]`."""
 
     weight: ir.TensorProtocol
 
@@ -55,11 +55,11 @@ class FloatLinear:
 
 @dataclass(frozen=True)
 class Int8Linear:
-    """int8 weight `[K, N]` with a scale per column; uint8 activations with a scale per row.
+    """Linear layer with an int8 weight `[K, N]`, a scale per column, and uint8 activations.
 
-    Activations are unsigned around 128 because ORT's x86 kernel for signed ones is 13 times
-    slower (67 against 880 GOP/s at 128 x 576 x 3072 with AVX-512 VNNI), and MatMulIntegerToFloat
-    instead of MatMulInteger, Cast, Mul saves a fifth (1,090 GOP/s).
+    Activations have a scale per row. They are unsigned around 128 because ORT's x86 kernel for
+    signed ones is 13 times slower (67 against 880 GOP/s at 128 x 576 x 3072 with AVX-512 VNNI).
+    MatMulIntegerToFloat instead of MatMulInteger, Cast, Mul saves a fifth (1,090 GOP/s).
     """
 
     weight: ir.TensorProtocol
@@ -101,7 +101,7 @@ class Int8Linear:
 
 @dataclass(frozen=True)
 class Int8PairLinear:
-    """An int8 weight and an int8 weight for what the first one rounded off: 16 bits in all."""
+    """Linear layer with an int8 weight, and an int8 weight for its rounding error: 16 bits."""
 
     high: Linear
     low: Linear
@@ -115,7 +115,7 @@ class Int8PairLinear:
 
 @dataclass(frozen=True)
 class ConcatLinear:
-    """Layers of one kind of input side by side: their outputs are joined."""
+    """Linear layers with the same prepared input, whose outputs are concatenated."""
 
     parts: tuple[Linear, ...]
 
@@ -128,7 +128,7 @@ class ConcatLinear:
 
 @dataclass(frozen=True)
 class BiasedLinear:
-    """A layer and what is added to its outputs, `[N]` float32."""
+    """Linear layer with a bias, `[N]` float32."""
 
     linear: Linear
     bias: ir.TensorProtocol
@@ -142,14 +142,16 @@ class BiasedLinear:
 
 @dataclass(frozen=True)
 class BlockRotatedLinear:
-    """A layer whose input is first multiplied by `rotation` `[b, b]`, run of b by run of b.
+    """Linear layer whose input is rotated first, in runs of b channels.
 
     Attributes:
-        across: `[K/b, K/b]` that mixes the runs after that, or None: together they mix all inputs,
-            for `b + K/b` products each instead of K.
-        factor: multiplies the input before that, or None. Qualcomm's compiler runs out of memory
-            on a Reshape of what is a segment's own input (onnxruntime-qnn 2.7), and not behind a
-            product.
+        rotation: `[b, b]`, multiplied with every run of b inputs.
+        width: number of inputs, K.
+        factor: factor of the input before the rotation, or None. Qualcomm's compiler runs out of
+            memory on a Reshape of a segment's own input (onnxruntime-qnn 2.7), and not on one
+            behind a product.
+        across: `[K/b, K/b]`, which mixes the runs after the rotation, or None. Both together mix
+            all inputs, for `b + K/b` products each instead of K.
     """
 
     linear: Linear
@@ -178,9 +180,9 @@ class BlockRotatedLinear:
 
 @dataclass(frozen=True)
 class GroupLinear:
-    """A quantized weight, exact whatever its kind is.
+    """Linear layer with a quantized weight of any kind, represented exactly.
 
-    MatMulNBits knows codes of 4 and 8 bits and is fast only with its implied zero point, so it
+    MatMulNBits knows codes of 4 and 8 bits and is fast only with its implied zero point. So it
     multiplies by `(code - 8) * scale` or `(code - 128) * scale`, and the rest of an affine form is
     a small product with the sums of the input's groups.
     """
@@ -199,11 +201,11 @@ class GroupLinear:
         """Store codes as `name` and scales as `name.scale`.
 
         Args:
-            whole_bytes: for each code, as a table of embeddings is read.
+            whole_bytes: whether each code takes a whole byte, as tables of embeddings need it.
         """
         kind, values = weight.kind, weight.values()
         bits = 8 if whole_bytes or kind.table or kind.bits > 4 else 4
-        # what is stored for 0: the implied zero point, unless the kind's codes need all bits
+        # the code for 0: the implied zero point, unless the kind's codes need all bits
         zero = kind.zero if kind.bits == bits else 1 << bits - 1
         stored = (values + zero).astype(np.uint8)
         scale = weight.scales()
@@ -227,14 +229,14 @@ class GroupLinear:
         product = self._product(graph, x.values)
         if self.excess is None:
             return product
-        # layers of the same input each have these sums here; ORT computes them once
+        # layers with the same input repeat these sums in the graph; ORT computes them once
         runs = graph.constant([-1, self.shape[1] // GROUP, GROUP], np.int64)
         groups = graph.op("Reshape", x.values, runs)
         sums = graph.op("ReduceSum", groups, graph.constant([-1], np.int64), keepdims=0)
         return graph.op("Add", product, graph.op("MatMul", sums, graph.weight(self.excess)))
 
     def _product(self, graph: GraphBuilder, x: ir.Value) -> ir.Value:
-        """ORT's group-quantized product with int8 activations, which accuracy_level 4 asks for.
+        """Add ORT's group-quantized product with int8 activations, which accuracy_level 4 asks for.
 
         Other levels compute in float32: one row by 2048 x 2048 on one core took 0.16 ms against
         0.04 ms with 4 bits, and 4.1 ms against 0.06 ms with 8.
@@ -255,6 +257,6 @@ class GroupLinear:
 
 
 def packed_nibbles(codes: NDArray[np.uint8]) -> NDArray[np.uint8]:
-    """Codes `[N, K]` of 4 bits as MatMulNBits reads them, `[N, K/32, 16]`: two in a byte."""
+    """Pack codes `[N, K]` of 4 bits for MatMulNBits, `[N, K/32, 16]`: two in a byte."""
     pairs = codes.reshape(codes.shape[0], -1, GROUP // 2, 2)
     return pairs[..., 0] | np.left_shift(pairs[..., 1], 4, dtype=np.uint8)

@@ -1,4 +1,4 @@
-"""Norms as sub-graphs."""
+"""RMS and layer norms as sub-graphs."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ Array = ir.TensorProtocol
 
 
 class NormStyle(NamedTuple):
-    """How the norms of a graph are written.
+    """Choices for writing the norms of a graph.
 
     Attributes:
-        epsilon: added to mean squares, or to the variance.
-        basic: in basic operators, for providers that have none for norms.
+        epsilon: number added to mean squares, or to the variance.
+        basic: whether to use basic operators, for providers without operators for norms.
     """
 
     epsilon: float
@@ -27,7 +27,11 @@ class NormStyle(NamedTuple):
 
 @dataclass(frozen=True)
 class Norm:
-    """An RMS norm (arXiv:1910.07467); with a bias, a layer norm (arXiv:1607.06450). Both `[E]`."""
+    """RMS norm (arXiv:1910.07467), or layer norm with a bias (arXiv:1607.06450).
+
+    Attributes:
+        weight, bias: `[E]`.
+    """
 
     weight: Array
     bias: Array | None = None

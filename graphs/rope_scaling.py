@@ -1,4 +1,4 @@
-"""RoPE of a model, with the scaling that its file asks for.
+"""RoPE of a model, with the scaling that the model's file asks for.
 
 The rules are those of transformers (`modeling_rope_utils.py`) and llama.cpp.
 """
@@ -20,10 +20,10 @@ from edgellm.graphs.layer_kinds import SLIDING
 
 Frequencies = NDArray[np.float64]
 
-# Checked before the frequencies are computed, which is before the config as a whole is.
+# Limit of the rotated channels, checked before frequencies are computed and the config is checked.
 _MAX_DIM = 1 << 12
 _THETA = 10000.0
-# Keys of `rope_scaling` that some of its types have, and that the others leave alone.
+# Keys of `rope_scaling` that some types of scaling use, and that the other types ignore.
 _KEYS = (
     "attention_factor", "attn_factor", "beta_fast", "beta_slow", "factor", "high_freq_factor",
     "llama_4_scaling_beta", "long_factor", "low_freq_factor", "max_position_embeddings",
@@ -31,12 +31,12 @@ _KEYS = (
     "rope_theta", "rope_type", "short_factor", "truncate", "type",
 )  # fmt: skip
 _LONGROPE = ("longrope", "su")
-# Far above every model there is, and what a float can still raise to a power.
+# Limit of alpha, far above every model, and small enough to be raised to a power as a float.
 _MAX_ALPHA = 1e12
 
 
 def base_frequencies(dim: int, theta: float) -> Frequencies:
-    """`theta ** (-2i / dim)` for the `dim / 2` rotated pairs (arXiv:2104.09864, eq. 15)."""
+    """Return `theta ** (-2i / dim)` for the `dim / 2` rotated pairs (arXiv:2104.09864, eq. 15)."""
     if not 0 < dim <= _MAX_DIM or dim % 2 or theta <= 0:
         raise ModelFormatError(
             f"RoPE dimension {dim} and base {theta}: an even dimension of at most {_MAX_DIM} and "
@@ -46,14 +46,16 @@ def base_frequencies(dim: int, theta: float) -> Frequencies:
 
 
 def scale_linear(inv_freq: Frequencies, factor: float) -> Frequencies:
-    """Position interpolation (arXiv:2306.15595)."""
+    """Scale frequencies by position interpolation (arXiv:2306.15595)."""
     return inv_freq / _positive(factor, "factor")
 
 
 def scale_llama3(inv_freq: Frequencies, fields: Fields) -> Frequencies:
-    """Llama 3.1's rule: low frequencies are divided by `factor`, high ones kept, between blended.
+    """Scale frequencies by Llama 3.1's rule.
 
-    As in Meta's reference code (llama_models, `apply_scaling`) and transformers' "llama3" type.
+    Low frequencies are divided by `factor`, high ones are kept, and between them both are blended.
+    The rule is that of Meta's reference code (llama_models, `apply_scaling`) and of the type
+    "llama3" in transformers.
     """
     factor = _positive(fields.read(float, "factor"), "factor")
     low = fields.read(float, "low_freq_factor")
@@ -76,13 +78,15 @@ def scale_yarn(
     beta_slow: float = 1.0,
     truncate: bool = True,
 ) -> Frequencies:
-    """YaRN (arXiv:2309.00071, section 3.2): slow pairs are interpolated, fast ones kept.
+    """Scale frequencies by YaRN (arXiv:2309.00071, section 3.2).
+
+    Pairs that turn slowly are interpolated, fast pairs are kept, and between them both are blended.
 
     Args:
-        original: the context that the model was trained with before.
-        beta_fast, beta_slow: turns in that context from which on a pair is kept, and up to which
-            it is interpolated.
-        truncate: whether the pairs between which is blended are rounded outwards.
+        original: context that the model was trained with before its extension, in tokens.
+        beta_fast: turns in that context from which on a pair is kept.
+        beta_slow: turns in that context up to which a pair is interpolated.
+        truncate: whether the limits of the blended pairs are rounded outwards.
     """
     if theta <= 1 or original < 1 or beta_fast <= 0 or beta_slow <= 0:
         raise ModelFormatError(
@@ -110,7 +114,10 @@ def scale_yarn(
 def scale_by_factors(
     inv_freq: Frequencies, factors: Sequence[float], name: str = "rope_freqs.weight"
 ) -> Frequencies:
-    """One divisor per pair: LongRoPE (arXiv:2402.13753), or GGUF's llama3 rule precomputed."""
+    """Divide the frequency of each pair by its own factor.
+
+    LongRoPE has such factors (arXiv:2402.13753), and GGUF files, which precompute the llama3 rule.
+    """
     try:
         divisors = np.asarray(factors, np.float64)
     except (TypeError, ValueError):
@@ -123,26 +130,28 @@ def scale_by_factors(
 
 
 def plain(dim: int, theta: float) -> Rope:
-    """RoPE without scaling."""
+    """Return RoPE without scaling."""
     return _rope(base_frequencies(dim, theta))
 
 
 def no_rotation(like: Rope) -> Rope:
-    """The RoPE of layers without positions (NoPE, arXiv:2305.19466): every angle is 0."""
+    """Return the RoPE of layers without positions (NoPE, arXiv:2305.19466): every angle is 0."""
     return Rope(inv_freq=(0.0,) * len(like.inv_freq))
 
 
 def hf_settings(
     fields: Fields, layer_type: str | None = None, theta: float | None = None
 ) -> Fields:
-    """What a `config.json` says of RoPE, in one place: all that `rope_parameters` may hold.
+    """Collect the RoPE settings of a `config.json` under the keys of `rope_parameters`.
 
     Args:
-        layer_type: takes the part for layers of this type, where it has one for each.
-        theta: what `rope_theta` is in that part if it has none, in place of the one outside.
+        layer_type: type of the layers whose settings to take, if each type has its own.
+        theta: default of `rope_theta` in these settings, in place of the file's outer `rope_theta`.
 
     Raises:
-        UnsupportedModelError: there is a part for each type, and none was asked for.
+        ModelFormatError: the file has two descriptions of RoPE that differ.
+        UnsupportedModelError: each type of layers has its own settings, and `layer_type` is none of
+            them.
     """
     nested = fields.optional(dict, "rope_parameters") or {}
     older = fields.optional(dict, "rope_scaling") or {}
@@ -177,7 +186,7 @@ def hf_settings(
 
 
 def _alpha(settings: Fields) -> float:
-    """Alpha of Hunyuan's rule; released models stay far below the largest that is allowed."""
+    """Read alpha of Hunyuan's rule; released models stay far below its limit."""
     alpha = _positive(settings.read(float, "alpha"), "alpha")
     if alpha > _MAX_ALPHA:
         raise ModelFormatError(
@@ -194,11 +203,11 @@ def from_hf(
     theta: float | None = None,
     partial: bool = False,
 ) -> Rope:
-    """RoPE of a `config.json`: `rope_parameters`, or `rope_theta` and `rope_scaling`.
+    """Read RoPE from a `config.json`: `rope_parameters`, or `rope_theta` and `rope_scaling`.
 
     Args:
         layer_type, theta: as in `hf_settings`.
-        partial: whether `partial_rotary_factor` counts, which most families leave alone.
+        partial: whether `partial_rotary_factor` counts, which most families ignore.
     """
     settings = hf_settings(fields, layer_type, theta)
     share = settings.optional(float, "partial_rotary_factor")
@@ -207,7 +216,7 @@ def from_hf(
     kind = settings.read(str, "rope_type")
     magnitude = 1.0
     if kind == "dynamic" and "alpha" in settings:
-        # Hunyuan's: fixed, whatever the length
+        # Hunyuan's rule: the base does not depend on the length
         theta *= _alpha(settings) ** (dim / max(dim - 2, 1))
     inv_freq = base_frequencies(dim, theta)
     if kind == "linear":
@@ -219,7 +228,7 @@ def from_hf(
     elif kind in _LONGROPE:
         inv_freq = scale_by_factors(inv_freq, settings.read(list, "short_factor"), "short_factor")
         magnitude = _longrope_magnitude(settings, fields)
-    # the dynamic rule changes nothing up to max_position_embeddings, and there we end
+    # the dynamic rule changes nothing up to max_position_embeddings, where our context ends
     elif kind not in ("default", "dynamic"):
         raise UnsupportedModelError(
             f"{fields.origin}: RoPE scaling {kind!r} is not supported; supported are default, "
@@ -230,18 +239,23 @@ def from_hf(
 
 
 def local_from_hf(fields: Fields, *, head_dim: int, theta: float) -> Rope:
-    """RoPE of the layers with a window in families where settings outside are for the others."""
+    """Read RoPE of the layers with a window, in families whose outer settings are for the others.
+
+    Args:
+        theta: base of these layers, unless their own settings have one.
+    """
     if SLIDING in (fields.optional(dict, "rope_parameters") or {}):
         return from_hf(fields, head_dim=head_dim, layer_type=SLIDING, theta=theta)
     return plain(head_dim, theta)
 
 
 def context_of_hf(fields: Fields, *, layer_type: str | None = None) -> int:
-    """Positions that a model of a `config.json` is used for.
+    """Return the context length for a model of a `config.json`, in tokens.
 
-    LongRoPE has other frequencies for sequences beyond the original context. What the cache holds
-    then has been turned with the wrong ones, so that is where we end. And that is up to where the
-    factor `1 + beta * ln(1 + floor(position / original))`, by which Ministral 3 multiplies Q, is 1.
+    LongRoPE has other frequencies for sequences beyond the original context. Keys in the KV cache
+    would have been turned with the wrong ones, so the context ends there. Ministral 3 multiplies Q
+    by `1 + beta * ln(1 + floor(position / original))`, which is 1 up to the original context, so
+    its context ends there too.
     """
     context = fields.read(int, "max_position_embeddings")
     settings = hf_settings(fields, layer_type)
@@ -252,7 +266,7 @@ def context_of_hf(fields: Fields, *, layer_type: str | None = None) -> int:
 
 
 def from_gguf(header: GGUFHeader, *, head_dim: int) -> Rope:
-    """RoPE of a GGUF file's `rope.*` keys and of its tensors of factors."""
+    """Read RoPE from a GGUF file's `rope.*` keys and its tensors of factors."""
     fields = header.fields
     dim = fields.optional(int, "rope.dimension_count") or head_dim
     theta = fields.positive("rope.freq_base", default=_THETA)
@@ -262,7 +276,7 @@ def from_gguf(header: GGUFHeader, *, head_dim: int) -> Rope:
     if kind == "yarn":
         inv_freq, magnitude = _yarn_of_gguf(inv_freq, fields, theta)
     elif kind == "linear":
-        # "none" is written with a factor of 1 or 0, by some without a type and with a factor
+        # files without scaling may have a factor of 1 or 0; some write a factor and no type
         factor = fields.optional(float, "rope.scaling.factor")
         old = fields.optional(float, "rope.scale_linear")
         inv_freq = scale_linear(inv_freq, factor or old or 1.0)
@@ -284,7 +298,7 @@ def from_gguf(header: GGUFHeader, *, head_dim: int) -> Rope:
 
 
 def context_of_gguf(header: GGUFHeader) -> int:
-    """Positions that a model of a GGUF file is used for."""
+    """Return the context length for a model of a GGUF file; see `context_of_hf`."""
     context = header.fields.read(int, "context_length")
     beta = header.fields.optional(float, "attention.temperature_scale")
     if "rope_factors_short.weight" in header.tensors or beta:
@@ -342,7 +356,7 @@ def _yarn_of_gguf(inv_freq: Frequencies, fields: Fields, theta: float) -> tuple[
 
 
 def _yarn_magnitude(factor: float, mscale: float = 1.0) -> float:
-    """Paper, eq. 22; with the multiplier of DeepSeek-V2."""
+    """Return the magnitude of YaRN (eq. 22 of the paper), with DeepSeek-V2's multiplier."""
     return 0.1 * mscale * math.log(factor) + 1.0 if factor > 1 else 1.0
 
 

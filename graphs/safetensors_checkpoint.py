@@ -21,10 +21,10 @@ from edgellm.graphs.safetensors_folder import DTYPES, FLOATS, SafetensorsFolder,
 from edgellm.graphs.tensor import Tensor, checked
 from edgellm.graphs.translation import Translation
 
-# What files of quantized weights have beside or in place of a weight.
+# Suffixes of the tensors that stand beside or in place of a quantized weight.
 _QUANTIZED_PARTS = (".qweight", ".weight_packed", ".scales", ".weight_scale", ".weight_scale_inv")
-# What stands before the names of a text model's tensors, and before that of its LM head: alone,
-# and in models that see or hear as well, as new and old versions of transformers write them.
+# Prefix of a text model's tensors -> prefix of its LM head: in text models, and in multimodal
+# models as new and old versions of transformers write them.
 _PREFIXES = {
     "model.": "",
     "model.language_model.": "",
@@ -32,7 +32,7 @@ _PREFIXES = {
     "language_model.model.": "language_model.",
 }
 _HEAD, _EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
-# Settings that sound as if they computed, and that only training or output depends on.
+# Settings that are never refused, whatever their names suggest: only training or output uses them.
 _HARMLESS = (
     "activation_dropout",
     "initializer_factor",
@@ -40,17 +40,19 @@ _HARMLESS = (
     "pixel_shuffle_factor",
     "residual_dropout",
 )
-# What layers are where nothing is said of them.
+# Entries of lists that stand for the usual layer.
 _USUAL = (("layer_types", FULL),)
 
 
 @dataclass(frozen=True)
 class FolderConfig:
-    """A config.json that has been read.
+    """Contents of a config.json.
 
     Attributes:
-        values: the whole file.
-        fields: the settings of the text model, which the config was made of.
+        values: values of the whole file.
+        fields: settings of the text model, which the config was made of.
+        family: architecture that the file names.
+        config: configuration of the text model.
     """
 
     values: Mapping[str, Any]
@@ -60,11 +62,11 @@ class FolderConfig:
 
 
 def read_config(path: Path) -> FolderConfig:
-    """Read the config.json of a folder, whose other files need not be there.
+    """Read the config.json of a folder; its other files may be missing.
 
     Raises:
-        ModelFormatError: it is missing or damaged.
-        UnsupportedModelError: an architecture or a setting that is not supported.
+        ModelFormatError: the file is missing or damaged.
+        UnsupportedModelError: the architecture or a setting is not supported.
     """
     origin = str(path / "config.json")
     values = read_json(path / "config.json")
@@ -77,7 +79,7 @@ def read_config(path: Path) -> FolderConfig:
 
 
 class SafetensorsCheckpoint:
-    """Tensors are read one at a time, each from its own shard."""
+    """Checkpoint in a Hugging Face folder; each tensor is read from its own shard on demand."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -123,21 +125,27 @@ class SafetensorsCheckpoint:
         return checked(tensor, f"{entry.file}: tensor {key}")
 
     def _has_own_head(self) -> bool:
-        """Whether there is a head with other numbers than the embedding; as in transformers it
-        counts, whatever `tie_word_embeddings` says."""
+        """Whether the folder has an LM head whose values differ from the embedding.
+
+        Such a head is used whatever `tie_word_embeddings` says, as in transformers.
+        """
         if self._file_name(_HEAD) not in self._folder:
             return False
         head, embedding = (self._stored(name).float32() for name in (_HEAD, _EMBEDDING))
         return not np.array_equal(head, embedding)
 
     def _file_name(self, name: str) -> str:
-        """The name in this folder of a tensor whose name in a text model's own folder is `name`."""
+        """Return this folder's name of a tensor, given its name in a text model's own folder."""
         if name.startswith("model."):
             return self._prefix + name.removeprefix("model.")
         return _PREFIXES[self._prefix] + name
 
     def _quantized(self, module: str) -> Tensor | None:
-        """The weight of a module whose weight is quantized."""
+        """Return the weight of a module if it is quantized, else None.
+
+        Raises:
+            ModelFormatError: the tensors are quantized, and config.json has no description of that.
+        """
         if self._quantization is not None:
             return self._quantization.tensor(module)
         for part in _QUANTIZED_PARTS:
@@ -151,7 +159,7 @@ class SafetensorsCheckpoint:
 
 
 def _text_fields(values: Mapping[str, Any], origin: str) -> Fields:
-    """The settings of the text model, which are nested in those of models that see as well."""
+    """Return the settings of the text model, which are nested in those of multimodal models."""
     outer = Fields(values, origin=origin)
     text = outer.optional(dict, "text_config")
     if text is None:
@@ -162,7 +170,7 @@ def _text_fields(values: Mapping[str, Any], origin: str) -> Fields:
     if tied is not None:
         nested["tie_word_embeddings"] = tied
     elif nested.get("tie_word_embeddings") is None:
-        # then the head counts that is there
+        # a head is used if the folder has one, see `_has_own_head`
         nested["tie_word_embeddings"] = True
     return Fields(nested, origin=f"{origin}: text_config")
 

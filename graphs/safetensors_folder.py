@@ -1,6 +1,6 @@
-"""The tensors of a folder of safetensors files, in one file or in shards, by name.
+"""Tensors in a folder of safetensors files, in one file or in shards, by name.
 
-Types that numpy lacks (bfloat16, 8-bit floats) are those of ml_dtypes.
+Dtypes that numpy lacks (bfloat16, 8-bit floats) are those of ml_dtypes.
 """
 
 from __future__ import annotations
@@ -38,7 +38,13 @@ _INDEX = "model.safetensors.index.json"
 
 @dataclass(frozen=True)
 class Entry:
-    """Where a tensor lies: the `first` byte of its data in `file`."""
+    """Place, shape and dtype of a tensor.
+
+    Attributes:
+        file: file that holds the tensor.
+        dtype: name of the dtype in safetensors, a key of `DTYPES`.
+        first: first byte of the tensor's data in the file.
+    """
 
     file: Path
     shape: tuple[int, ...]
@@ -47,7 +53,7 @@ class Entry:
 
 
 class SafetensorsFolder:
-    """Headers are read once each, data when it is asked for."""
+    """Folder of safetensors files; headers are read once, and data on demand."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -59,13 +65,14 @@ class SafetensorsFolder:
 
     @property
     def files(self) -> list[Path]:
-        """The files that hold the tensors."""
+        """Files that hold the tensors, sorted."""
         return sorted(set(self._shards.values()))
 
     def entry(self, key: str) -> Entry:
-        """
+        """Return the entry of a tensor.
+
         Raises:
-            ModelFormatError: the tensor is not there.
+            ModelFormatError: the tensor is missing.
         """
         if key not in self._shards:
             raise ModelFormatError(f"{self.path}: tensor {key} is missing")
@@ -82,14 +89,15 @@ class SafetensorsFolder:
     def expect(
         self, key: str, dtypes: Sequence[str], *, shape: tuple[int | None, ...] | None = None
     ) -> Entry:
-        """The entry of a tensor of one of some types.
+        """Return the entry of a tensor after checks of its dtype and shape.
 
         Args:
-            shape: what it must have; None stands for any number but 0.
+            dtypes: allowed dtypes.
+            shape: expected shape, in which None stands for any size but 0; None: any shape.
 
         Raises:
-            ModelFormatError: it is missing, or has another shape.
-            UnsupportedModelError: it has another type.
+            ModelFormatError: the tensor is missing, or has another shape.
+            UnsupportedModelError: the tensor has another dtype.
         """
         entry = self.entry(key)
         if entry.dtype not in dtypes:
@@ -106,7 +114,11 @@ class SafetensorsFolder:
         return entry
 
     def read(self, key: str) -> NDArray[Any]:
-        """A whole tensor, of the type that it is stored as."""
+        """Read a whole tensor in its stored dtype.
+
+        Raises:
+            ModelFormatError: the tensor is missing or cut off, or the file is not readable.
+        """
         entry = self.entry(key)
         dtype = np.dtype(DTYPES[entry.dtype])
         count = int(np.prod(entry.shape, dtype=np.int64))
@@ -120,7 +132,11 @@ class SafetensorsFolder:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object from a file, or a ModelFormatError that names the file."""
+    """Read a JSON object from a file.
+
+    Raises:
+        ModelFormatError: the file is missing or holds no JSON object; the message names it.
+    """
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -136,7 +152,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def _unique(path: Path, pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """An object of a header, which a library may read with either of two equal keys."""
+    """Make an object of a header; refuse equal keys, of which libraries take different ones."""
     values = dict(pairs)
     if len(values) < len(pairs):
         raise ModelFormatError(f"{path}: damaged: a key of its header occurs twice")
@@ -151,7 +167,7 @@ def _fits(shape: tuple[int, ...], pattern: tuple[int | None, ...]) -> bool:
 
 
 def _find_shards(folder: Path) -> dict[str, Path]:
-    """The file of every tensor."""
+    """Map the name of every tensor to its file."""
     single = folder / "model.safetensors"
     if single.exists():
         return dict.fromkeys(_read_header(single), single)
@@ -174,7 +190,7 @@ def _find_shards(folder: Path) -> dict[str, Path]:
 
 
 def _read_header(path: Path) -> dict[str, Entry]:
-    """The tensors of a file, whose header the library has checked: sizes, ranges, overlaps."""
+    """Read the entries of a file's tensors; the library checks sizes, ranges and overlaps."""
     try:
         with safe_open(path, framework="numpy"):
             pass

@@ -1,4 +1,4 @@
-"""Author one segment (see `contract.py`) from its layers."""
+"""Authoring of a segment's ONNX graph (see `contract.py`) from its linear layers and norms."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ _GELU_CUBIC = 0.044715 * _GELU_LINEAR
 
 @dataclass(frozen=True, kw_only=True)
 class Mlp:
-    """The second half of a layer: `down(activation(gate(x)) * up(x))`.
+    """MLP of a layer: `down(activation(gate(x)) * up(x))`.
 
     Attributes:
-        up, down, gate: `down(activation(up(x)))` without a gate.
-        norm: before it, or None where it reads the residual as it is.
-        post_norm: of what it adds to the residual, if any.
+        up, down, gate: linear layers; without a gate, the MLP is `down(activation(up(x)))`.
+        norm: norm of the MLP's input; None where it reads the residual as it is.
+        post_norm: norm of the MLP's output before it is added to the residual, if any.
     """
 
     up: Linear
@@ -45,14 +45,19 @@ class Mlp:
 
 @dataclass(frozen=True)
 class Segment:
-    """The parts between two attentions; `index` 0 has no first half, the last no second one.
+    """Linear layers and norms between two attentions.
+
+    Segment 0 has no attention before it, and so no `output` and `mlp`. The last segment has no
+    attention behind it, and so no `qkv`.
 
     Attributes:
-        enter: `[E, E]` that takes the embedding to the residual's basis (segment 0), or None.
-        leave: `[E, E]` that takes the normed residual back (last segment), or None.
-        norm: the next layer's attention norm, or the final norm; None where Q, K and V read the
+        norm: attention norm of the next layer, or the final norm; None where Q, K and V read the
             residual as it is.
-        output_norm: of what attention adds to the residual, if any.
+        output: output projection of the attention before the segment.
+        output_norm: norm of its outputs before they are added to the residual, if any.
+        qkv: fused projection of the attention behind the segment.
+        enter: `[E, E]` that rotates the embedding to the residual's basis (segment 0), or None.
+        leave: `[E, E]` that rotates the normed residual back (last segment), or None.
     """
 
     index: int
@@ -74,13 +79,14 @@ def author_segment(
     grids: Mapping[str, Grid] | None = None,
     basic_norms: bool = False,
 ) -> ir.Model:
-    """The ONNX graph of a segment for a static chunk size, or for any size if None.
+    """Author the ONNX graph of a segment.
 
     Args:
-        half: one of the halves of a segment that is cut before down_proj, see `contract.py`.
-        grids: those of its `StaticLinear` layers; None makes a graph for a calibration run.
-        basic_norms: write norms out in basic operators. OpenVINO leaves RMSNormalization to the
-            CPU; Qualcomm's HTP takes it, and would overflow half precision in the squares.
+        chunk: static chunk size; None: a graph for any number of rows.
+        half: half of a segment that is cut before down_proj, see `contract.py`; "": the whole.
+        grids: grids of its `StaticLinear` layers; None makes a graph for a calibration run.
+        basic_norms: whether to write norms in basic operators. OpenVINO leaves RMSNormalization to
+            the CPU; Qualcomm's HTP takes it, and would overflow half precision in the squares.
     """
     part = contract.Part(segment.index, half)
     graph = GraphBuilder(f"segment_{segment.index}{half}", grids=grids)
@@ -108,7 +114,7 @@ def author_segment(
 
 
 def author_head(head: Linear, config: ModelConfig) -> ir.Model:
-    """The LM head for any number of rows."""
+    """Author the ONNX graph of the LM head, for any number of rows."""
     graph = GraphBuilder("head")
     hidden = graph.input(contract.HIDDEN, (contract.ROWS_DIM, config.hidden_size))
     logits = _apply(graph, head, hidden)
@@ -121,7 +127,7 @@ def author_head(head: Linear, config: ModelConfig) -> ir.Model:
 def _behind_layers(
     graph: GraphBuilder, segment: Segment, residual: ir.Value, style: NormStyle
 ) -> Sequence[ir.Value]:
-    """The residual and Q, K and V of the next layer, or the hidden states."""
+    """Add the end of a segment: residual and next layer's Q, K and V, or the hidden states."""
     normed = _normed(graph, segment.norm, residual, style)
     if segment.qkv is not None:
         return residual, _apply(graph, segment.qkv, normed)
@@ -137,7 +143,7 @@ def _residual(
     style: NormStyle,
     config: ModelConfig,
 ) -> ir.Value:
-    """The residual stream after a layer, or where the first one begins."""
+    """Add the residual stream after a layer or, in segment 0, before the first layer."""
     if segment.mlp is None:
         return _enter(graph, inputs[contract.X], segment.enter, config.embedding_scale)
     residual = _after_attention(graph, segment, inputs, style)
@@ -148,7 +154,7 @@ def _residual(
 def _first_half(
     graph: GraphBuilder, segment: Segment, inputs: Mapping[str, ir.Value], style: NormStyle
 ) -> Sequence[ir.Value]:
-    """The residual between attention and MLP, and what down_proj's grid is for."""
+    """Add the residual between attention and MLP, and the rotated input of down_proj."""
     assert segment.mlp is not None
     assert isinstance(segment.mlp.down, BlockRotatedLinear)
     residual = _after_attention(graph, segment, inputs, style)
@@ -159,7 +165,7 @@ def _first_half(
 def _second_half(
     graph: GraphBuilder, segment: Segment, inputs: Mapping[str, ir.Value], style: NormStyle
 ) -> ir.Value:
-    """The residual after a layer whose MLP is there up to down_proj."""
+    """Add down_proj of a segment that is cut before it, and the residual after the layer."""
     assert segment.mlp is not None
     assert isinstance(segment.mlp.down, BlockRotatedLinear)
     activated, residual = inputs[contract.ACTIVATED], inputs[contract.RESIDUAL]
@@ -191,7 +197,7 @@ def _enter(graph: GraphBuilder, x: ir.Value, rotation: Array | None, scale: floa
         x = graph.op("Mul", x, graph.constant(scale, np.float32))
     if rotation is not None:
         return graph.op("MatMul", x, graph.weight(rotation))
-    # an output of its own, even where nothing is done
+    # the graph needs an output besides its input, even if nothing is computed
     return graph.op("Identity", x) if scale == 1 else x
 
 
@@ -205,7 +211,7 @@ def _apply(graph: GraphBuilder, linear: Linear | None, x: ir.Value) -> ir.Value:
 
 
 def _activated(graph: GraphBuilder, mlp: Mlp, residual: ir.Value, style: NormStyle) -> ir.Value:
-    """What down_proj reads."""
+    """Add the MLP up to the input of down_proj."""
     x = mlp.up.activation(graph, _normed(graph, mlp.norm, residual, style))
     activation = _silu if mlp.activation == "silu" else _gelu
     if mlp.gate is None:

@@ -1,4 +1,4 @@
-"""Linear layers for accelerators that want integer products with scales known beforehand."""
+"""Linear layers for accelerators that need integer products with static scales."""
 
 from __future__ import annotations
 
@@ -15,25 +15,25 @@ _INPUT = ".input"
 
 
 def input_name(layer: str) -> str:
-    """The name of the grid of a layer's input; gate and up have the same one."""
+    """Return the name of the grid of a layer's input; gate and up share one grid."""
     return layer.replace(".up", ".gate") + _INPUT
 
 
 def is_input(name: str) -> bool:
-    """Whether a grid is that of an input."""
+    """Whether the name is that of an input's grid."""
     return name.endswith(_INPUT)
 
 
 @dataclass(frozen=True)
 class StaticLinear:
-    """int8 weight `[K, N]` with a scale per column, between rounded inputs and outputs.
+    """Linear layer with an int8 weight `[K, N]`, a scale per column, and rounded input and output.
 
-    The QDQ form that Qualcomm's HTP takes as one integer product: DequantizeLinear on both sides of
-    a MatMul, QuantizeLinear behind it. What lies between two linear layers (norm, SiLU, the
-    residual) stays float, half precision on the HTP.
+    Qualcomm's HTP takes this QDQ form as one integer product: DequantizeLinear on both sides of a
+    MatMul, QuantizeLinear behind it. Operators between two linear layers (norm, SiLU, residual)
+    stay float, half precision on the HTP.
 
     Attributes:
-        name: of the layer; its grids are called after it.
+        name: name of the layer, which the names of its grids begin with.
         zero_point: `[N]`, all zero.
     """
 
@@ -70,7 +70,7 @@ class StaticLinear:
 
 @dataclass(frozen=True)
 class ObservedLinear:
-    """A layer whose grids are not chosen yet; named like the `StaticLinear` that it becomes."""
+    """Linear layer whose grids are not chosen yet; its `StaticLinear` will have the same name."""
 
     name: str
     linear: Linear

@@ -1,4 +1,4 @@
-"""One tensor of a checkpoint, whatever the format it is stored in."""
+"""Tensor of a checkpoint, in any storage format."""
 
 from __future__ import annotations
 
@@ -17,13 +17,15 @@ _LARGEST_HALF = float(np.finfo(np.float16).max)
 
 @dataclass(frozen=True)
 class Tensor:
-    """One tensor of a checkpoint; only scales are read before one of its functions is called.
+    """Tensor of a checkpoint, whose values are read when one of its functions is called.
+
+    Scales alone may have been read before.
 
     Attributes:
-        storage: how the file holds it, e.g. `Q4_1` or `BF16`.
-        float32: the whole tensor as float32.
-        nbytes: what it takes in the file; 0 where several tensors of the file make it.
-        quantized: the same values as codes and scales, or None where no kind holds them exactly.
+        storage: storage type in the file, e.g. `Q4_1` or `BF16`.
+        float32: reads the whole tensor as float32.
+        quantized: reads the tensor as codes and scales; None where no kind holds its values.
+        nbytes: bytes in the file; 0 where several tensors of the file make this one.
     """
 
     shape: tuple[int, ...]
@@ -34,12 +36,12 @@ class Tensor:
 
 
 def checked(tensor: Tensor, origin: str) -> Tensor:
-    """The same tensor, whose values are refused where half precision does not hold them.
+    """Return the same tensor, whose functions refuse values that half precision does not hold.
 
-    Scales are stored in half precision, so larger values would turn into infinity on their way.
+    Scales are stored in half precision, where larger values would become infinity.
 
     Args:
-        origin: names the file and the tensor in errors.
+        origin: name of the file and the tensor in errors.
     """
 
     def refuse_others(values: NDArray[np.float32]) -> None:
@@ -70,7 +72,7 @@ def checked(tensor: Tensor, origin: str) -> Tensor:
 
 
 def rows_of_tensor(tensor: Tensor, rows: slice | NDArray[np.intp]) -> Tensor:
-    """Some rows of a tensor, or all in another order."""
+    """Return a tensor of some rows of another one, or of all its rows in another order."""
 
     def quantized() -> QuantizedWeight:
         assert tensor.quantized is not None
@@ -89,10 +91,11 @@ def rows_of_tensor(tensor: Tensor, rows: slice | NDArray[np.intp]) -> Tensor:
 
 
 def half_split_order(rows: int, heads: int, rotated: int) -> NDArray[np.intp]:
-    """Order of the rows of Q or K that turns pairs of neighbours into pairs of halves.
+    """Return the order of the rows of Q or K that turns pairs of neighbours into pairs of halves.
 
     Args:
-        rotated: channels of a head that RoPE turns; those behind them stay.
+        rows: number of rows of all heads.
+        rotated: number of channels in a head that RoPE turns; channels behind them stay.
 
     Raises:
         ModelFormatError: the rows do not split into heads.

@@ -1,10 +1,10 @@
-"""The tensors of a model under canonical names: the one list that everything else goes through.
+"""Tensors of a model under canonical names: the one list for all other files.
 
     embedding [V, E]    final_norm [E]    head [V, E] (absent where tied to the embedding)
-    layers.I.NAME, those of `layer_tensors`
+    layers.I.NAME, with the names of `layer_tensors`
 
-Rows of q and k, and what is added to them, are in the half-split RoPE order (first halves, then
-second halves of the rotated channels of a head).
+Rows of q and k, and their biases, are in the half-split RoPE order (first halves, then second
+halves of the rotated channels of a head).
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ from typing import Literal
 
 from edgellm.graphs.config import ModelConfig
 
-# A matrix that is multiplied by, one whose rows are looked up as well, or a vector.
+# Matrix of a linear layer, matrix whose rows are looked up as well, or vector (norm, bias).
 Role = Literal["linear", "table", "vector"]
 
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """A tensor that a model of a config has.
+    """Name, shape and role of one tensor of a model.
 
     Attributes:
-        shape: `[outputs, inputs]` of a matrix.
+        shape: `[outputs, inputs]` of a matrix, `[size]` of a vector.
     """
 
     name: str
@@ -32,13 +32,13 @@ class TensorSpec:
 
 
 def layer_tensors(config: ModelConfig, layer: int) -> tuple[TensorSpec, ...]:
-    """The tensors of a layer, in the order in which a token needs them, by their names within it.
+    """Return the tensors of a layer under their names within it, in the order of computation.
 
         attention_norm [E]    q [H*D, E]    k, v [Hkv*D, E]    q_norm, k_norm [D] or [H*D], [Hkv*D]
         o [E, H*D]    post_attention_norm [E]
         mlp_norm [E]    gate, up [F, E]    down [E, F]    post_mlp_norm [E]
 
-    and where there is one, the bias of each: `q_bias`, `mlp_norm_bias` ...
+    Biases, where the config has them, come behind their tensors: `q_bias`, `mlp_norm_bias` ...
     """
     here, e = config.layers[layer], config.hidden_size
     attention, mlp = here.attention, here.mlp
@@ -79,7 +79,7 @@ def layer_tensors(config: ModelConfig, layer: int) -> tuple[TensorSpec, ...]:
 
 
 def model_tensors(config: ModelConfig) -> dict[str, TensorSpec]:
-    """All tensors of a model by their canonical names, the tables last."""
+    """Map the canonical names of a model's tensors to the tensors; embedding and head come last."""
     specs = {
         f"layers.{layer}.{spec.name}": spec
         for layer in range(config.layer_count)
@@ -95,13 +95,13 @@ def model_tensors(config: ModelConfig) -> dict[str, TensorSpec]:
 
 
 def linear_parameters(config: ModelConfig) -> int:
-    """Weights of all linear layers, without embedding and head."""
+    """Count the weights of all linear layers, without embedding and head."""
     matrices = (s.shape for s in model_tensors(config).values() if s.role == "linear")
     return sum(outputs * inputs for outputs, inputs in matrices)
 
 
 def parameters(config: ModelConfig) -> int:
-    """All numbers of a model."""
+    """Count the parameters of a model."""
     total = 0
     for spec in model_tensors(config).values():
         count = 1

@@ -1,4 +1,4 @@
-"""Maps the tensors of a file to those of `tensors.py`: names, fused rows, pairs of channels."""
+"""Translation of a file's tensors to those of `tensors.py`: names, fused rows, RoPE's pairs."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from edgellm.graphs.config import ModelConfig
 from edgellm.graphs.tensor import Tensor, half_split_order, rows_of_tensor
 from edgellm.graphs.tensors import layer_tensors, model_tensors
 
-# What RoPE turns, and norms of it.
+# Tensors with rows in the order of RoPE's pairs: Q and K, their biases and norms.
 _ROTATED = ("q", "k", "q_bias", "k_bias", "q_norm", "k_norm")
 
 
 @dataclass(frozen=True)
 class Translation:
-    """Makes the tensors of a model from those of its file.
+    """Translation of the tensors of a model file to those of `tensors.py`.
 
     Attributes:
-        names: what the file calls them.
-        interleaved: whether the file has RoPE turn neighbours.
-        stored: a tensor of the file by its name there.
-        fold: what is done with each at last.
+        names: names of the tensors in the file.
+        interleaved: whether RoPE turns neighbouring channels in the file.
+        stored: reads a tensor by its name in the file.
+        fold: last change of each tensor, given with its canonical name.
     """
 
     config: ModelConfig
@@ -36,10 +36,10 @@ class Translation:
     fold: Callable[[str, Tensor], Tensor]
 
     def tensor(self, canonical: str) -> Tensor:
-        """The tensor of a canonical name.
+        """Return the tensor of a canonical name.
 
         Raises:
-            ModelFormatError: the file lacks it, or it does not fit the config.
+            ModelFormatError: the file lacks the tensor, or it does not fit the config.
         """
         name = file_name(canonical, self.names)
         tensor = self._part(canonical, name) if isinstance(name, Fused) else self.stored(name)
@@ -51,7 +51,7 @@ class Translation:
         return self.fold(canonical, tensor)
 
     def file_names(self) -> set[str]:
-        """The tensors of the file that the model is made of."""
+        """Return the names of the file's tensors that the model is made of."""
         names = (file_name(canonical, self.names) for canonical in model_tensors(self.config))
         return {name.name if isinstance(name, Fused) else name for name in names}
 
@@ -71,7 +71,7 @@ class Translation:
 
 
 def file_name(canonical: str, names: Names) -> str | Fused:
-    """A file's own name of a tensor: `layers.3.q` -> `blk.3.attn_q.weight`."""
+    """Return the file's name of a tensor: `layers.3.q` -> `blk.3.attn_q.weight`."""
     if not canonical.startswith("layers."):
         return names[canonical]
     _, layer, part = canonical.split(".")
@@ -84,5 +84,5 @@ def file_name(canonical: str, names: Names) -> str | Fused:
 def with_values(
     tensor: Tensor, change: Callable[[NDArray[np.float32]], NDArray[np.float32]]
 ) -> Tensor:
-    """A tensor whose numbers are made of those of another, and which is held in no other way."""
+    """Return the tensor with changed values, which is no longer available as codes."""
     return replace(tensor, float32=lambda: change(tensor.float32()), quantized=None)

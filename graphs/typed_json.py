@@ -1,7 +1,7 @@
-"""JSON values as frozen dataclasses, with every type checked on the way.
+"""JSON values as frozen dataclasses, with the type of every field checked.
 
-Python would otherwise take any value for any field and fail much later, or not at all: JSON's
-`true` is an integer to it, and a list of numbers a shape.
+Python itself takes any value for any field, and fails much later or not at all: it takes JSON's
+`true` for an integer, and any list of numbers for a shape.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ _NAMES = {int: "an integer", float: "a finite number", str: "text", bool: "true 
 
 
 def parse(kind: type[T], value: Any, *, where: str) -> T:
-    """The dataclass `kind` from a JSON object.
+    """Make an instance of the dataclass `kind` from a JSON object.
 
     Args:
-        where: names the value in errors: `manifest.json: config`.
+        where: name of the value in errors, such as `manifest.json: config`.
 
     Raises:
-        ModelFormatError: a field that is missing, unknown or of another type.
+        ModelFormatError: a field is missing, unknown or of another type.
     """
     if not isinstance(value, dict):
         raise _wrong(where, value, "an object")
@@ -45,7 +45,7 @@ def parse(kind: type[T], value: Any, *, where: str) -> T:
 
 
 def typed(kind: Any, value: Any, *, where: str) -> Any:
-    """A JSON value as a type of Python: a scalar, a union, a tuple, a mapping or a dataclass.
+    """Convert a JSON value to a Python type: a scalar, union, tuple, mapping or dataclass.
 
     Raises:
         ModelFormatError: the value has another type, or is a number out of range.
@@ -77,7 +77,7 @@ def typed(kind: Any, value: Any, *, where: str) -> Any:
 
 @cache
 def _fields(kind: Any) -> dict[str, tuple[Any, bool]]:
-    """Type of each field of a dataclass, and whether it has no default."""
+    """Map each field of a dataclass to its type, and to whether it has no default."""
     hints = get_type_hints(kind)
     return {
         field.name: (

@@ -1,4 +1,4 @@
-"""AWQ, the layout `gemm` (github.com/casper-hansen/AutoAWQ).
+"""Weights in AWQ's format, layout `gemm` (github.com/casper-hansen/AutoAWQ).
 
     MODULE.qweight [K, N/8]    MODULE.qzeros [K/g, N/8]    MODULE.scales [K/g, N]
 
@@ -25,7 +25,7 @@ from edgellm.graphs.tensor import Tensor
 
 _BITS = 4
 _PER_WORD = 8
-# Where in a word each of its outputs is.
+# Place of each of 8 outputs in a word.
 _PLACES = [0, 4, 1, 5, 2, 6, 3, 7]
 
 
@@ -65,7 +65,7 @@ class Reader:
         ).tensor()
 
     def _codes(self, key: str) -> Bytes:
-        """`[K, N/8]` words to `[N, K]`."""
+        """Unpack words `[K, N/8]` to codes `[N, K]`."""
         return _transposed(unpack(self._folder.read(key), _BITS))
 
 

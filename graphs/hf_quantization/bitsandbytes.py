@@ -1,8 +1,9 @@
-"""bitsandbytes (github.com/bitsandbytes-foundation/bitsandbytes): 4 bits by a table, and 8 bits.
+"""Weights of bitsandbytes (github.com/bitsandbytes-foundation/bitsandbytes), of 4 or 8 bits.
 
-4 bits: MODULE.weight [N*K/2, 1], the first of two numbers in the high half of a byte, and beside
-it, under names that begin with it: `quant_map` [16], what the codes stand for; `absmax`, a scale
-for each block of numbers, rows on end; `quant_state.bitsandbytes__nf4` (or `fp4`), JSON with sizes.
+4 bits: MODULE.weight [N*K/2, 1], the first of two numbers in the high half of a byte. Other tensors
+have names that begin with MODULE.weight: `quant_map` [16], the values of the codes; `absmax`, a
+scale for each block of numbers, through all rows; `quant_state.bitsandbytes__nf4` (or `fp4`), JSON
+with sizes.
 Scales may be codes themselves: `nested_quant_map[absmax] * nested_absmax[block] + nested_offset`.
 
 8 bits: MODULE.weight [N, K] int8 and MODULE.SCB [N]; a number is `code * SCB / 127`.
@@ -72,7 +73,7 @@ class Reader:
 
 
 class _FourBits:
-    """A weight of 4 bits. Its tables are no kind's, so `quantized` is None."""
+    """Weight of 4-bit codes. No kind has their table of values, so `quantized` is None."""
 
     def __init__(self, folder: SafetensorsFolder, weight: str, name: str) -> None:
         self._folder = folder

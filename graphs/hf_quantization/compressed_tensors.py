@@ -1,4 +1,4 @@
-"""compressed-tensors (github.com/vllm-project/compressed-tensors), as llm-compressor writes it.
+"""Weights as llm-compressor writes them (github.com/vllm-project/compressed-tensors).
 
     pack-quantized     MODULE.weight_packed [N, K*b/32] words, MODULE.weight_shape [2], and
                        MODULE.weight_zero_point [N*b/32, G] words, or int8 [N, G]
@@ -33,7 +33,10 @@ _BITS = (4, 8)
 
 
 class Reader:
-    """What a module's scheme is follows from its tensors; one of the config's must be the same."""
+    """Reader of compressed-tensors' formats.
+
+    The scheme of a module follows from its tensors, and must be among the config's schemes.
+    """
 
     def __init__(
         self, values: Mapping[str, Any], folder: SafetensorsFolder, *, origin: str
@@ -75,7 +78,7 @@ class Reader:
         return self._integers(module, (rows, columns), bits, codes)
 
     def _columns(self, module: str, rows: int) -> int:
-        """Inputs, which `weight_shape` says."""
+        """Read the number of a module's inputs from `weight_shape`."""
         key = f"{module}.weight_shape"
         entry = self._folder.expect(key, ("I64", "I32"), shape=(2,))
         shape: list[int] = self._folder.read(key).tolist()
@@ -114,7 +117,10 @@ class Reader:
         ).tensor()
 
     def _groups(self, key: str, shape: tuple[int, int]) -> int:
-        """Groups of inputs that the scales are for: 1 where they are for outputs or for all."""
+        """Return the number of groups of inputs, by the shape of the scales.
+
+        One group stands for scales of outputs, or for one scale of the whole weight.
+        """
         entry, (rows, columns) = self._folder.expect(key, FLOATS), shape
         if int(np.prod(entry.shape)) == 1 or entry.shape in ((rows,), (rows, 1)):
             return 1
@@ -136,7 +142,7 @@ class Reader:
             self._folder.expect(key, ("I8",), shape=each)
 
     def _zeros(self, module: str, each: tuple[int, int], bits: int) -> Bytes:
-        """`[N, G]`; half the range of the codes where there are none."""
+        """Read the zero points `[N, G]`; without a tensor, they are half the range of the codes."""
         key, half = f"{module}.weight_zero_point", 1 << (bits - 1)
         if key not in self._folder:
             return np.full(each, half, np.uint8)
@@ -147,7 +153,7 @@ class Reader:
         return np.broadcast_to(centred.reshape(-1, each[1]), each)
 
     def _group_of(self, module: str, columns: int, groups: int) -> NDArray[np.intp] | None:
-        """The group of each input; None where groups are runs of inputs."""
+        """Return the group of each input, `[K]`; None where groups are runs of inputs."""
         key = f"{module}.weight_g_idx"
         if key not in self._folder or (self._folder.read(key) == -1).all():
             return None
@@ -162,7 +168,7 @@ class Reader:
         group_size: int | None = None,
         symmetric: bool = True,
     ) -> None:
-        """Refuse a module whose tensors are of no scheme of the config."""
+        """Refuse a module whose tensors fit none of the config's schemes."""
         if any(scheme.allows(bits, floats, group_size, symmetric) for scheme in self._schemes):
             return
         kind = "float" if floats else "int"

@@ -1,4 +1,4 @@
-"""What the formats' descriptions in config.json have in common, and how it is checked."""
+"""Checked reads of fields that the descriptions of several quantization formats have."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from edgellm.graphs.fields import Fields
 
 
 def read_choice(fields: Fields, key: str, allowed: Sequence[int], *, origin: str) -> int:
-    """A number of a description that must be one of some.
+    """Read an integer that must be one of `allowed`.
 
     Raises:
-        UnsupportedModelError: it is another one.
+        UnsupportedModelError: the number is another one.
     """
     value = fields.read(int, key)
     if value not in allowed:
@@ -23,10 +23,10 @@ def read_choice(fields: Fields, key: str, allowed: Sequence[int], *, origin: str
 
 
 def read_group_size(fields: Fields, *, origin: str) -> int:
-    """Inputs that share a scale; -1 where all do.
+    """Read the number of inputs that share a scale; -1 stands for all inputs.
 
     Raises:
-        ModelFormatError: it is neither -1 nor positive.
+        ModelFormatError: the number is neither -1 nor positive.
     """
     size = fields.read(int, "group_size")
     if size != -1 and size < 1:
@@ -37,10 +37,10 @@ def read_group_size(fields: Fields, *, origin: str) -> int:
 
 
 def group_count(columns: int, group_size: int, *, module: str, origin: str) -> int:
-    """Groups of a module's inputs.
+    """Return the number of groups of a module's inputs.
 
     Raises:
-        ModelFormatError: the groups do not divide the inputs.
+        ModelFormatError: the group size does not divide the number of inputs.
     """
     size = columns if group_size == -1 else group_size
     if columns % size:

@@ -1,8 +1,9 @@
-"""8-bit floats (E4M3) with scales for the whole weight, for each output or for blocks.
+"""Weights of 8-bit floats (E4M3) with scales for the whole weight, for each output or for blocks.
 
     MODULE.weight [N, K]    MODULE.weight_scale_inv, or MODULE.weight_scale
 
-Despite the name of the former, both are multiplied with. Blocks at the edges may be cut off.
+Codes are multiplied by either, despite the name `weight_scale_inv`. Blocks at the edges may be cut
+off.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ class Reader:
 
 
 def read_block(values: Mapping[str, Any], key: str, *, origin: str) -> tuple[int, int] | None:
-    """Outputs and inputs of a block, or None where there are no blocks."""
+    """Read the numbers of outputs and inputs in a block; None where there are no blocks."""
     block = Fields(values, origin=origin).optional(list, key)
     if block is None:
         return None
@@ -51,10 +52,11 @@ def read_block(values: Mapping[str, Any], key: str, *, origin: str) -> tuple[int
 def fp8_tensor(
     folder: SafetensorsFolder, weight: str, scale: str, *, block: tuple[int, int] | None
 ) -> Tensor:
-    """A weight of 8-bit floats; no kind holds such codes, so `quantized` is None.
+    """Return a weight of 8-bit floats; no kind holds such codes, so `quantized` is None.
 
     Args:
-        block: outputs and inputs of a block; None where one scale is for all or for an output.
+        weight, scale: names of the tensors.
+        block: outputs and inputs of a block; None: one scale for the weight, or for each output.
 
     Raises:
         ModelFormatError: the scales are missing or have another shape.
@@ -83,7 +85,10 @@ def fp8_tensor(
 def _sizes(
     scale: tuple[int, ...], weight: tuple[int, int], block: tuple[int, int] | None
 ) -> tuple[int, int] | None:
-    """Outputs and inputs that share a scale, by the shape of the scales."""
+    """Return the numbers of outputs and inputs that share a scale, by the shape of the scales.
+
+    None stands for scales that do not fit the weight.
+    """
     rows, columns = weight
     if block is not None and scale == (-(-rows // block[0]), -(-columns // block[1])):
         return min(block[0], rows), min(block[1], columns)

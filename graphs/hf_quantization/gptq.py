@@ -1,4 +1,4 @@
-"""GPTQ of both versions (github.com/ModelCloud/GPTQModel).
+"""Weights in GPTQ's format, versions 1 and 2 (github.com/ModelCloud/GPTQModel).
 
     MODULE.qweight [K*b/32, N]    MODULE.qzeros [K/g, N*b/32]    MODULE.scales [K/g, N]
     MODULE.g_idx [K]: the group of each input
@@ -36,12 +36,12 @@ class Reader:
         for key in ("checkpoint_format", "format"):
             fields.require(key, "gptq", "gptq_v2")
         fields.require("is_marlin_format", False)
-        # rotated weights, whose activations are rotated while the model runs
+        # a model with rotated weights would have to rotate its activations too
         fields.require("rotation", False)
         self._bits = read_choice(fields, "bits", _BITS, origin=origin)
         self._group_size = read_group_size(fields, origin=origin)
         version = fields.optional(str, "checkpoint_format") or fields.optional(str, "format")
-        # 1 in the place of each code
+        # a word of codes 1
         ones = ((1 << 32) - 1) // ((1 << self._bits) - 1)
         self._taken_away = np.uint32(0 if version == "gptq_v2" else ones)
         self._scattered = fields.optional(bool, "desc_act") or False
@@ -69,12 +69,12 @@ class Reader:
         ).tensor()
 
     def _zeros(self, key: str, rows: int) -> Bytes:
-        """`[G, words]` to `[N, G]`."""
+        """Unpack words `[G, N*b/32]` of zeros to `[N, G]`."""
         words = self._folder.read(key).view(np.uint32) + self._taken_away
         return unpack(words, self._bits)[:, :rows].T
 
     def _group_of(self, module: str, columns: int, groups: int) -> NDArray[np.intp] | None:
-        """The group of each input; None where groups are runs of inputs."""
+        """Return the group of each input, `[K]`; None where groups are runs of inputs."""
         key = f"{module}.g_idx"
         if key not in self._folder and not self._scattered:
             return None
@@ -84,10 +84,10 @@ class Reader:
 def read_group_index(
     folder: SafetensorsFolder, key: str, *, columns: int, groups: int
 ) -> NDArray[np.intp] | None:
-    """The group of each input; None where groups are runs of inputs, in order.
+    """Read the group of each input, `[K]`; None where groups are runs of inputs, in order.
 
     Raises:
-        ModelFormatError: a group that does not exist.
+        ModelFormatError: the tensor names a group that does not exist.
     """
     entry = folder.expect(key, ("I32", "I64"), shape=(columns,))
     index: NDArray[np.intp] = folder.read(key).astype(np.intp)

@@ -1,4 +1,4 @@
-"""Integer codes whose inputs share scales in groups: what most formats come down to."""
+"""Weights of integer codes whose inputs share scales in groups, as most formats have them."""
 
 from __future__ import annotations
 
@@ -15,27 +15,30 @@ from edgellm.kernels.quantized import GROUP, KINDS, Kind, QuantizedWeight
 Floats = NDArray[np.float32]
 Halves = NDArray[np.float16]
 
-# What rounding to a half in its normal range costs at most.
+# Largest relative error of rounding to a half in its normal range.
 _HALF_ERROR = 2.0**-11
 _LARGEST_HALF = float(np.finfo(np.float16).max)
-# Bits of a code -> the kinds with a zero and with offsets that hold it.
+# Bits of a code -> the kind that holds it: with one zero for all codes, and with offsets.
 _SYMMETRIC = {2: "int4_symmetric", 3: "int4_symmetric", 4: "int4_symmetric", 5: "int5_symmetric"}
 _AFFINE = {2: "int4_affine", 3: "int4_affine", 4: "int4_affine", 5: "int5_affine"}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Groups:
-    """A weight `[N, K]` whose inputs have `G` groups.
+    """Weight `[N, K]` of integer codes, whose inputs form `G` groups.
 
         w[n, k] = (codes[n, k] - zeros[n, g]) * scales[n, g] + offsets[n, g]    g = group of k
 
     Attributes:
-        storage: as of a Tensor.
-        codes: reads `[N, K]`.
-        scales: reads `[N, G]`.
-        zeros: reads `[N, G]`; None where codes have no zero but 0.
-        offsets: reads `[N, G]`; None where there are none.
-        group_of: the group of each input, `[K]`, or None where they are runs of `K / G`.
+        shape: `(N, K)`.
+        bits: bits of a code.
+        groups: `G`.
+        storage: name of the format, as in Tensor.
+        codes: reads the codes `[N, K]`.
+        scales: reads the scales `[N, G]`.
+        zeros: reads the zeros `[N, G]`; None: all zeros are 0.
+        offsets: reads the offsets `[N, G]`; None: no offsets.
+        group_of: group of each input, `[K]`; None: groups are runs of `K / G` inputs.
     """
 
     shape: tuple[int, int]
@@ -49,11 +52,12 @@ class Groups:
     group_of: NDArray[np.intp] | None = None
 
     def tensor(self) -> Tensor:
-        """The weight as a Tensor; `quantized` where a kind holds the codes and halves the scales.
+        """Return the weight as a Tensor, with `quantized` where halves hold the scales.
 
-        Codes are taken over as they are. Scales and offsets, which are `-zero * scale` where the
-        file has zeros, are rounded to halves: 2^-11 of them at most, or `quantized` is None.
-        Only scales are read to know that.
+        Codes are taken over as they are. Scales and offsets (`-zero * scale` where the file has
+        zeros) are rounded to halves, with a relative error of 2^-11 at most. If the error is
+        larger, or a run of 32 inputs lies in several groups, `quantized` is None. The choice reads
+        scales and offsets; it reads codes only if halves do not hold a scale.
         """
         of_32 = self._groups_of_32()
         if of_32 is None or self._halves() is None:
@@ -66,7 +70,7 @@ class Groups:
         return np.arange(self.shape[1]) // (self.shape[1] // self.groups)
 
     def _groups_of_32(self) -> NDArray[np.intp] | None:
-        """The group of every 32 inputs, unless there are 32 that lie in several groups."""
+        """Return the group of every run of 32 inputs; None if a run lies in several groups."""
         if self.shape[1] % GROUP:
             return None
         runs = self._group_of().reshape(-1, GROUP)
@@ -88,7 +92,7 @@ class Groups:
         return values.reshape(rows, columns)
 
     def _halves(self) -> tuple[Halves, Halves | None] | None:
-        """Scales and offsets as halves, unless they are not held by halves."""
+        """Return scales and offsets as halves; None if halves do not hold one of them."""
         scales = self.scales()
         offsets = None if self.offsets is None else self.offsets()
         half = half_scales(scales, self._unused)
@@ -100,13 +104,13 @@ class Groups:
             return half, None
         rounded = _rounded(offsets)
         largest = np.maximum(np.abs(offsets), np.abs(scales))
-        # An offset far below a step may be lost: it is no more of the weight than of the step.
+        # An offset far below a step may be lost: its error is measured against the step.
         if (np.abs(rounded.astype(np.float32) - offsets) > _HALF_ERROR * largest).any():
             return None
         return half, rounded
 
     def _unused(self) -> NDArray[np.bool_]:
-        """Groups whose codes are all zero, `[N, G]`: whatever their scale is."""
+        """Return a mask `[N, G]` of the groups whose values are all 0, whatever their scale is."""
         zeros = np.zeros((1, 1), np.uint8) if self.zeros is None else self.zeros()
         if self.group_of is None:
             by_group = self.codes().reshape(self.shape[0], self.groups, -1)
@@ -138,11 +142,11 @@ class Groups:
 
 
 def half_scales(scales: Floats, unused: Callable[[], NDArray[np.bool_]]) -> Halves | None:
-    """Scales as halves, or None where halves do not hold one of them.
+    """Round scales to halves; None if halves do not hold one of them.
 
     Args:
-        unused: marks those that scale zeros alone, which may be anything; asked only in need,
-            because it reads the codes.
+        unused: returns a mask of the scales that scale zeros alone, and may have any value. Only
+            called if halves do not hold a scale, because it reads the codes.
     """
     half = _rounded(scales)
     lost = ~(np.abs(half.astype(np.float32) - scales) <= _HALF_ERROR * np.abs(scales))
@@ -159,7 +163,10 @@ def _rounded(values: Floats) -> Halves:
 
 
 def _symmetric(bits: int, zeros: Bytes) -> tuple[Kind, int] | None:
-    """The kind without offsets that holds codes with one zero for all, and what to add to them."""
+    """Return the kind without offsets that holds the codes, and the number to add to each code.
+
+    None stands for codes with different zeros, or for codes that no such kind holds.
+    """
     zero = int(zeros[0, 0])
     kind = KINDS[_SYMMETRIC.get(bits, "int8_symmetric")]
     shift = kind.zero - zero

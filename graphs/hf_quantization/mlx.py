@@ -1,9 +1,9 @@
-"""MLX (github.com/ml-explore/mlx, `mlx.core.quantize`): modes `affine` and `mxfp4`.
+"""Weights in MLX's format (github.com/ml-explore/mlx, `mlx.core.quantize`).
 
     MODULE.weight [N, K*b/32] words    MODULE.scales, MODULE.biases [N, K/g]
 
-Codes lie along the inputs, from the lowest bits on, and may go on in the next word. A number is
-`code * scale + bias`; `mxfp4` has no biases and bytes for scales.
+Modes are `affine` and `mxfp4`. Codes lie along the inputs, from the lowest bits on, and may go on
+in the next word. A number is `code * scale + bias`; `mxfp4` has no biases and bytes for scales.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from edgellm.graphs.hf_quantization.scales import read_powers_of_two, read_scale
 from edgellm.graphs.safetensors_folder import FLOATS, SafetensorsFolder
 from edgellm.graphs.tensor import Tensor
 
-# Mode -> the bits and group sizes that it has.
+# Mode -> allowed bits of a code, and group sizes.
 _MODES = {"affine": ((2, 3, 4, 5, 6, 8), (32, 64, 128)), "mxfp4": ((4,), (32,))}
 
 
@@ -75,7 +75,7 @@ class Reader:
         ).tensor()
 
     def _scheme(self, module: str) -> _Scheme:
-        """The scheme of a module: its own, where the description has one under its name."""
+        """Return the scheme of a module: its own if the description has one, else the default."""
         own = self._values.get(module)
         if own is None or own is True:
             return self._default

@@ -1,7 +1,7 @@
-"""MXFP4: 4-bit floats (E2M1) with a power of two for 32 inputs (OCP Microscaling Formats 1.0).
+"""Weights in MXFP4: 4-bit floats (E2M1) with one scale, a power of two, for every 32 inputs.
 
-gpt-oss has MODULE_blocks [N, K/32, 16], the first of two numbers in the low half of a byte, and
-MODULE_scales [N, K/32].
+The format is OCP Microscaling Formats 1.0. gpt-oss has MODULE_blocks [N, K/32, 16], the first of
+two numbers in the low half of a byte, and MODULE_scales [N, K/32].
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from edgellm.graphs.tensor import Tensor
 from edgellm.kernels.quantized import GROUP, KINDS, QuantizedWeight
 
 KIND = KINDS["mxfp4"]
-# Twice what codes of E2M1 stand for.
+# Code of E2M1 -> twice its value.
 _DOUBLED = np.array(KIND.table, np.float32)
 _HALF = np.float32(0.5)
 
@@ -51,10 +51,14 @@ def mxfp4_tensor(
     codes: Callable[[], Bytes],
     scales: Callable[[], NDArray[np.float32]],
 ) -> Tensor:
-    """A weight of E2M1 codes `[N, K]` and scales `[N, K/32]`, both read when they are asked for.
+    """Return a weight of E2M1 codes `[N, K]` and scales `[N, K/32]`; scales are read at once.
 
-    Scales are taken over exactly; `quantized` is None where one is beyond the powers of two that
-    halves hold, and scales more than zeros.
+    Scales are taken over exactly. `quantized` is None if a scale is beyond the powers of two that
+    halves hold, and its codes are not all zeros.
+
+    Args:
+        shape: `(N, K)`.
+        codes, scales: read the codes and the scales.
     """
 
     def unused() -> NDArray[np.bool_]:
@@ -75,10 +79,10 @@ def mxfp4_tensor(
 
 
 def e2m1(codes: Bytes) -> NDArray[np.float32]:
-    """What codes of 4-bit floats stand for: 0, 0.5, 1, 1.5, 2, 3, 4, 6 and their negatives."""
+    """Return the values of 4-bit floats: 0, 0.5, 1, 1.5, 2, 3, 4, 6 and their negatives."""
     return _DOUBLED[codes] * _HALF
 
 
 def _by_group(codes: Bytes) -> NDArray[np.float32]:
-    """Doubled values, `[N, K/32, 32]`."""
+    """Return twice the values of codes `[N, K]` as `[N, K/32, 32]`."""
     return _DOUBLED[codes].reshape(len(codes), -1, GROUP)

@@ -2,7 +2,7 @@
 
 MODULE.weight_packed [N, K/2], the first of two numbers in the low half of a byte
 MODULE.weight_scale [N, K/32] powers of two (MXFP4), or [N, K/16] E4M3 (NVFP4)
-MODULE.weight_global_scale [1] (NVFP4), which scales are divided by
+MODULE.weight_global_scale [1] (NVFP4), the divisor of all scales
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ _MX_GROUP, _NV_GROUP = 32, 16
 def packed_float_tensor(
     folder: SafetensorsFolder, module: str, *, origin: str
 ) -> tuple[Tensor, int]:
-    """A module's weight and its group size, which the type of its scales tells.
+    """Return a module's weight, and its group size, which follows from the dtype of its scales.
 
     Raises:
-        ModelFormatError: tensors that are missing or do not fit each other.
+        ModelFormatError: tensors are missing or do not fit each other.
     """
     packed, scale = f"{module}.weight_packed", f"{module}.weight_scale"
     rows, size = folder.expect(packed, ("U8",), shape=(None, None)).shape
@@ -50,7 +50,10 @@ def packed_float_tensor(
 
 
 def _nvfp4(folder: SafetensorsFolder, module: str, shape: tuple[int, int]) -> Tensor:
-    """No kind has groups of 16 with scales of their own, so `quantized` is None."""
+    """Return a weight in NVFP4.
+
+    No kind has groups of 16 with E4M3 scales, so `quantized` is None.
+    """
     key = f"{module}.weight_global_scale"
     entry = folder.expect(key, ("F32",))
     if int(np.prod(entry.shape)) != 1:

@@ -1,4 +1,4 @@
-"""Codes of a few bits out of the words that hold them, as numpy arrays of bytes."""
+"""Unpacking of codes of a few bits from words to numpy arrays of bytes."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ Bytes = NDArray[np.uint8]
 
 
 def unpack(words: NDArray[Any], bits: int) -> Bytes:
-    """Rows of words to rows of codes: `[R, W]` of 8 or 32 bits to `[R, W * (8 or 32) / bits]`.
+    """Unpack rows of words `[R, W]` of 8 or 32 bits to codes `[R, W * (8 or 32) / bits]`.
 
-    The first code is in the lowest bits; one that does not fit a word goes on in the next.
+    The first code is in the lowest bits. A code that does not fit a word goes on in the next one.
     """
     data = np.ascontiguousarray(words).view(np.uint8)
     if bits == 8:
@@ -32,5 +32,5 @@ def unpack(words: NDArray[Any], bits: int) -> Bytes:
 
 
 def unsigned(codes: NDArray[np.int8]) -> Bytes:
-    """Codes -128 .. 127 as 0 .. 255, whose zero is 128."""
+    """Convert codes -128 .. 127 to 0 .. 255, whose zero is 128."""
     return codes.view(np.uint8) ^ np.uint8(128)

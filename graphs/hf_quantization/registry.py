@@ -1,4 +1,4 @@
-"""Which format the quantized weights of a folder have, by its config.json."""
+"""Formats of quantized weights in Hugging Face folders, chosen by config.json."""
 
 from __future__ import annotations
 
@@ -22,38 +22,41 @@ _METHODS = {
     "mlx": "mlx",
     "mxfp4": "mxfp4",
 }
-# Lists of modules that stay as they were, by the names that the methods give them.
+# Keys, one per method, of the lists of modules that are not quantized.
 _EXCLUDED = ("modules_to_not_convert", "ignored_layers", "ignore", "llm_int8_skip_modules")
 
 
 class Reader(Protocol):
-    """A format of quantized weights, made of the config's description of it and of the tensors."""
+    """Reader of one format of quantized weights, by the config's description and the tensors."""
 
     def __init__(
         self, values: Mapping[str, Any], folder: SafetensorsFolder, *, origin: str
     ) -> None:
-        """
+        """Check the description of the weights.
+
         Args:
-            origin: names the file and the key of the description in errors.
+            values: description in config.json.
+            folder: tensors of the model.
+            origin: name of the file and the key of the description in errors.
 
         Raises:
             ModelFormatError: the description is incomplete or contradicts itself.
-            UnsupportedModelError: a variant that is not read.
+            UnsupportedModelError: the variant of the format is not supported.
         """
 
     def tensor(self, module: str) -> Tensor | None:
-        """The weight of a module, or None where the folder holds it as plain numbers.
+        """Return the weight of a module; None where the folder holds it as plain numbers.
 
         Raises:
-            ModelFormatError: tensors that are missing or do not fit the description.
+            ModelFormatError: tensors are missing or do not fit the description.
         """
 
 
 class Quantization:
-    """The quantized weights of a folder.
+    """Quantized weights of a Hugging Face folder.
 
-    Which weights are quantized is what the tensors say. Lists of modules that are not quantized
-    are only compared with that: libraries differ in how they match names against them.
+    The tensors decide which weights are quantized. The config's lists of modules that are not
+    quantized are only compared with them, because libraries match names in different ways.
     """
 
     def __init__(self, reader: Reader, excluded: frozenset[str], *, origin: str) -> None:
@@ -62,7 +65,11 @@ class Quantization:
         self._origin = origin
 
     def tensor(self, module: str) -> Tensor | None:
-        """The weight of a module; see `Reader.tensor`."""
+        """Return the weight of a module, see `Reader.tensor`.
+
+        Raises:
+            ModelFormatError: the config lists a quantized module as not quantized.
+        """
         tensor = self._reader.tensor(module)
         if tensor is not None:
             for name in self._excluded:
@@ -77,11 +84,11 @@ class Quantization:
 def quantization_of(
     config: Mapping[str, Any], folder: SafetensorsFolder, *, origin: str
 ) -> Quantization | None:
-    """How the weights of a folder are quantized, or None.
+    """Return the quantized weights that a config.json describes; None if it describes none.
 
     Raises:
-        ModelFormatError: a description that is broken.
-        UnsupportedModelError: a method or variant that is not read.
+        ModelFormatError: the description is broken.
+        UnsupportedModelError: the method or its variant is not supported.
     """
     fields = Fields(config, origin=origin)
     # MLX writes its description under both names.
@@ -104,7 +111,7 @@ def quantization_of(
 
 
 def _excluded_modules(values: Mapping[str, Any], origin: str) -> frozenset[str]:
-    """The names of modules that are not quantized; patterns among them name none."""
+    """Read the names of modules that are not quantized; patterns among them match no module."""
     names: set[str] = set()
     for key in _EXCLUDED:
         listed = Fields(values, origin=origin).optional(list, key) or []

@@ -1,4 +1,4 @@
-"""Scales as folders store them, checked before they are used."""
+"""Checked reads of scales from Hugging Face folders."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ _EXPONENT_OF_NAN = 255
 
 
 def read_scales(folder: SafetensorsFolder, key: str) -> Floats:
-    """A tensor of scales as float32.
+    """Read a tensor of scales as float32.
 
     Raises:
-        ModelFormatError: one of them is infinite or not a number.
+        ModelFormatError: a scale is infinite or not a number.
     """
     values = folder.read(key).astype(np.float32)
     if not np.isfinite(values).all():
@@ -27,10 +27,10 @@ def read_scales(folder: SafetensorsFolder, key: str) -> Floats:
 
 
 def read_powers_of_two(folder: SafetensorsFolder, key: str) -> Floats:
-    """A tensor of E8M0 scales: bytes `e` for `2^(e - 127)`.
+    """Read a tensor of E8M0 scales, bytes `e` for `2^(e - 127)`, as float32.
 
     Raises:
-        ModelFormatError: one of them is the byte for "not a number".
+        ModelFormatError: a scale is the byte for "not a number".
     """
     exponents = folder.read(key).view(np.uint8)
     if (exponents == _EXPONENT_OF_NAN).any():

@@ -1,4 +1,4 @@
-"""The schemes of weights that a config of compressed-tensors describes."""
+"""Quantization schemes of weights in a config of compressed-tensors."""
 
 from __future__ import annotations
 
@@ -23,10 +23,15 @@ _FORMATS = (
 
 @dataclass(frozen=True)
 class Scheme:
-    """How the weights of one config group are quantized.
+    """Quantization of the weights of one config group.
 
     Attributes:
-        group_size: inputs that share a scale; None where outputs have one, blocks, or all.
+        bits: bits of a code.
+        floats: whether codes are floats, not integers.
+        group_size: inputs that share a scale; None where each output, each block or the whole
+            weight has one scale.
+        symmetric: whether there are no zero points.
+        block: outputs and inputs of a block; None where there are no blocks.
     """
 
     bits: int
@@ -36,9 +41,10 @@ class Scheme:
     block: tuple[int, int] | None
 
     def allows(self, bits: int, floats: bool, group_size: int | None, symmetric: bool) -> bool:
-        """Whether tensors of these properties can be of the scheme.
+        """Whether tensors with these properties can belong to the scheme.
 
-        Scales for one group of all inputs look like those of outputs, so None is any group size.
+        Scales for one group of all inputs look like scales of outputs, so a `group_size` of None
+        fits any scheme.
         """
         return (
             (bits, floats) == (self.bits, self.floats)
@@ -54,11 +60,12 @@ class Scheme:
 
 
 def read_schemes(values: Mapping[str, Any], *, origin: str) -> list[Scheme]:
-    """The schemes of all config groups that have weights.
+    """Read the schemes of all config groups that have weights.
 
     Raises:
-        ModelFormatError: a group that is incomplete.
-        UnsupportedModelError: a format that is not read, or weights that are not all there is.
+        ModelFormatError: a group is incomplete.
+        UnsupportedModelError: the format is not supported, or the weights are also rotated or
+            sparse.
     """
     fields = Fields(values, origin=origin)
     _check_format(fields.optional(str, "format"), origin)

@@ -1,4 +1,4 @@
-"""ERNIE 4.5 without experts: Llama whose RoPE turns neighbours, in all its files."""
+"""ERNIE 4.5 without experts: Llama whose RoPE turns neighbouring channels, in all file formats."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from edgellm.graphs.models import llama
 
 def config_from_hf(fields: Fields) -> ModelConfig:
     bias = fields.optional(bool, "use_bias") or False
-    # `head_dim` of this family has a default where others divide
+    # the family has a default `head_dim`, where others divide hidden_size by the heads
     fields.assume(
         {
             "attention_bias": bias,

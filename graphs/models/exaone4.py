@@ -1,6 +1,6 @@
 """EXAONE 4: norms only behind attention and MLP, and of each head of Q and K.
 
-The large one has windows; its layers without a window have no positions.
+The large model has windows; its layers without a window have no positions.
 """
 
 from __future__ import annotations

@@ -15,8 +15,12 @@ _TANH = "gelu_pytorch_tanh"
 
 
 def config_from_hf(fields: Fields, *, layer_type: str | None = None) -> ModelConfig:
-    """The config of Gemma, and what Gemma 2 and 3 share with it. (`layer_type`: as in Llama's.)"""
-    # files of the first Gemma say "gelu" here and mean the approximation
+    """Read a `config.json` of Gemma, or the fields that Gemma 2 and 3 share with it.
+
+    Args:
+        layer_type: as in `llama.config_from_hf`.
+    """
+    # files of the first Gemma have "gelu" here, which means the approximation
     fields.require("hidden_act", "gelu", _TANH)
     fields.require("hidden_activation", _TANH)
     fields.require("use_bidirectional_attention", False)
@@ -29,7 +33,7 @@ def config_from_gguf(header: GGUFHeader) -> ModelConfig:
 
 
 def fold(name: str, tensor: Tensor, fields: Fields) -> Tensor:
-    """Norms multiply by one more than what is stored."""
+    """Add 1 to the weights of norms, which are stored less one."""
     return with_values(tensor, lambda values: values + 1) if name.endswith("norm") else tensor
 
 

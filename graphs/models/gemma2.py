@@ -19,7 +19,7 @@ from edgellm.graphs.models import gemma
 
 _PERIOD = 2
 _WINDOW = 4096
-# Layers of the one size whose scores are not scaled by its head_dim; its GGUF file does not say so.
+# Layers of the 27B model, whose scores are not scaled by head_dim; its GGUF file has no key for it.
 _LAYERS_27B = 46
 
 
@@ -53,7 +53,7 @@ def config_from_gguf(header: GGUFHeader) -> ModelConfig:
     return capped(
         config,
         scale=gguf_scale(config, layers_27b=_LAYERS_27B),
-        # llama.cpp's when the file has none
+        # a file without caps has those of llama.cpp
         scores=50.0 if scores is None else scores,
         logits=30.0 if logits is None else logits,
     )
@@ -62,14 +62,22 @@ def config_from_gguf(header: GGUFHeader) -> ModelConfig:
 def capped(
     config: ModelConfig, *, scale: float, scores: float | None, logits: float | None
 ) -> ModelConfig:
-    """The config with norms on both sides, a scale of scores, and caps (None or 0: without)."""
+    """Return the config with norms on both sides, a scale of scores, and soft caps.
+
+    Args:
+        scale: factor of the attention scores.
+        scores, logits: soft caps of scores and logits; None or 0: no cap.
+    """
     config = with_attention(config, lambda _, a: replace(a, scale=scale, softcap=scores or None))
     config = with_layers(config, lambda _, layer: replace(layer, norms="sandwich"))
     return replace(config, logit_softcap=logits or None)
 
 
 def gguf_scale(config: ModelConfig, *, layers_27b: int) -> float:
-    """The scale of scores; the 27B models, known by their layer count, have another one."""
+    """Return the scale of attention scores for a GGUF file's model.
+
+    The 27B models, known by their number of layers, have another scale than the others.
+    """
     whole = config.layer_count == layers_27b
     return math.sqrt(1 / (config.hidden_size // config.heads if whole else config.head_dim))
 

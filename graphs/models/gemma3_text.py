@@ -1,4 +1,4 @@
-"""Gemma 3: of every six layers five have a window and RoPE of their own; norms of Q and K."""
+"""Gemma 3: five of every six layers have a window and RoPE of their own; norms of Q and K."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from edgellm.graphs.models import gemma, gemma2
 _PERIOD = 6
 _LOCAL_THETA = 10000.0
 _LAYERS_27B = 62
-# What files of the models that see leave out.
+# Defaults of keys that the files of multimodal models leave out.
 _DEFAULTS = {
     "vocab_size": 262208,
     "num_attention_heads": 8,

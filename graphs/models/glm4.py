@@ -26,7 +26,7 @@ def config_from_hf(fields: Fields) -> ModelConfig:
 
 
 def config_from_gguf(header: GGUFHeader) -> ModelConfig:
-    # files for models that see have the rows of Q and K in another order
+    # files of multimodal models have the rows of Q and K in another order
     header.fields.require("rope.dimension_sections")
     header.fields.require("nextn_predict_layers", 0)
     return _sandwich(llama.config_from_gguf(header))

@@ -1,8 +1,8 @@
 """Granite 3 and dense Granite 4: Llama with multipliers of embeddings, residuals, scores, logits.
 
 A layer adds `r f(x)` to the residual x. Everything is computed on x / r instead: layers add f(x),
-the embedding is divided by r, and RMS norms give the same for x / r as for x once what they add to
-the mean square is divided by r^2.
+and the embedding is divided by r. RMS norms give the same for x / r as for x once their epsilon is
+divided by r^2.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from edgellm.graphs.translation import with_values
 
 _HF = ("embedding_multiplier", "residual_multiplier", "attention_multiplier", "logits_scaling")
 _GGUF = ("embedding_scale", "residual_scale", "attention.scale", "logit_scale")
-# Granite 4 has its MLP where others have experts that all tokens share, and speaks of the
-# recurrent layers of larger models.
+# Keys that Granite 4 does not use: its MLP has the name of shared experts, and its files have a key
+# of the recurrent layers of larger models.
 _GGUF_UNUSED = ("expert_shared_feed_forward_length", "ssm.conv_kernel")
 
 
@@ -50,7 +50,7 @@ def _fold_gguf(name: str, tensor: Tensor, fields: Fields) -> Tensor:
 
 
 def _fold(name: str, tensor: Tensor, fields: Fields, key: str) -> Tensor:
-    """Logits are divided where the final norm multiplies."""
+    """Divide the weight of the final norm, which stands for a divisor of the logits."""
     if name != "final_norm":
         return tensor
     divisor = fields.positive(key)
@@ -58,7 +58,7 @@ def _fold(name: str, tensor: Tensor, fields: Fields, key: str) -> Tensor:
 
 
 def _multiplied(config: ModelConfig, fields: Fields, keys: Sequence[str]) -> ModelConfig:
-    # that of the logits is only checked here: `_fold` has it
+    # the divisor of the logits is only checked here; `_fold` applies it
     embedding, residual, scale, _ = (fields.positive(key) for key in keys)
     config = with_attention(config, lambda _, a: replace(a, scale=scale))
     return replace(

@@ -1,4 +1,4 @@
-"""Granite 4, as far as all layers have attention and no experts. (Its GGUF files say `granite`.)"""
+"""Granite 4 with attention in all layers and no experts. (Its GGUF files say `granite`.)"""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from edgellm.graphs.models import granite
 from edgellm.graphs.rope_scaling import no_rotation
 
 _GATE_UP = Fused("model.layers.{}.shared_mlp.input_linear.weight", ("gate", "up"))
-# Keys of layers and experts that are refused.
+# Keys of recurrent layers and experts; models that have these parts are refused.
 _UNUSED = (
     "intermediate_size", "mamba_chunk_size", "mamba_conv_bias", "mamba_d_conv", "mamba_d_head",
     "mamba_d_state", "mamba_expand", "mamba_n_groups", "mamba_n_heads", "mamba_proj_bias",

@@ -9,7 +9,7 @@ from edgellm.graphs.config import ModelConfig
 from edgellm.graphs.fields import Fields
 from edgellm.graphs.models import llama
 
-# Keys in the files of all models that only others of the family use.
+# Keys in the files of all models of the family that only the others use.
 _UNUSED = (
     "attention_head_dim", "cla_share_factor", "enable_lm_head_fp32", "kv_lora_rank", "moe_topk",
     "norm_topk_prob", "num_shared_expert", "q_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim",

@@ -11,7 +11,7 @@ from edgellm.graphs.config import ModelConfig, repeated
 from edgellm.graphs.fields import Fields
 from edgellm.graphs.layer_config import Activation, Attention, LayerConfig, Mlp
 
-# Names that config files have for the activations that we compute.
+# Name of an activation in config files -> our name.
 _ACTIVATIONS: dict[str, Activation] = {
     "silu": "silu",
     "swish": "silu",
@@ -29,12 +29,12 @@ def config_from_hf(
     layer_type: str | None = None,
     partial: bool = False,
 ) -> ModelConfig:
-    """A `config.json` as a ModelConfig, as far as Llama's fields go; other families change it.
+    """Read Llama's fields of a `config.json` as a ModelConfig, which other families change.
 
     Args:
-        norm_eps, intermediate: what the family calls these two.
-        activation: in place of the one that the file names.
-        layer_type: whose RoPE is taken where types of layers have one each.
+        norm_eps, intermediate: keys of these two fields in the family's files.
+        activation: activation in place of the one that the file names; None: the file's.
+        layer_type: type of the layers whose RoPE to take, if each type has its own.
         partial: whether RoPE may turn a part of a head (see `rope_scaling.from_hf`).
     """
     hidden_size, heads = fields.read(int, "hidden_size"), fields.read(int, "num_attention_heads")
@@ -72,7 +72,11 @@ def config_from_hf(
 def config_from_gguf(
     header: GGUFHeader, *, norm_eps: str = "attention.layer_norm_rms_epsilon"
 ) -> ModelConfig:
-    """A GGUF file's keys as a ModelConfig, as far as Llama's go; other families change it."""
+    """Read Llama's keys of a GGUF file as a ModelConfig, which other families change.
+
+    Args:
+        norm_eps: key of the norms' epsilon in the family's files.
+    """
     fields = header.fields
     fields.require("expert_count", 0)
     fields.require("attention.causal", True)
@@ -88,7 +92,7 @@ def config_from_gguf(
             heads=heads,
             kv_heads=fields.uniform("attention.head_count_kv", default=heads),
             head_dim=head_dim,
-            # written as 0 where there is none
+            # files write 0 for no window
             window=fields.optional(int, "attention.sliding_window") or None,
             qkv_bias="q" in biases or "qkv" in biases,
             output_bias="output" in biases,
@@ -111,7 +115,7 @@ def config_from_gguf(
 
 
 def with_activation(config: ModelConfig, activation: Activation) -> ModelConfig:
-    """The config with another activation, which GGUF files do not name."""
+    """Return the config with another activation, which GGUF files do not name."""
     return with_layers(config, lambda _, x: replace(x, mlp=replace(x.mlp, activation=activation)))
 
 
@@ -123,7 +127,7 @@ def _activation(fields: Fields, key: str) -> Activation:
             + ", ".join(_ACTIVATIONS)
         )
     if _ACTIVATIONS[name] == "silu":
-        # Falcon 3 says it twice
+        # Falcon 3 names its activation under this key too
         fields.require("activation", "swiglu")
     return _ACTIVATIONS[name]
 

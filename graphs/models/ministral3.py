@@ -1,4 +1,4 @@
-"""Ministral 3: Llama with YaRN, as far as the context that it had before."""
+"""Ministral 3: Llama with YaRN, limited to the original context before its extension."""
 
 from __future__ import annotations
 

@@ -12,7 +12,11 @@ from edgellm.graphs.models import llama
 def config_from_hf(
     fields: Fields, *, norm_eps: str = "rms_norm_eps", partial: bool = False
 ) -> ModelConfig:
-    """Llama's, and a window in all layers. (`norm_eps`, `partial`: as in Llama's.)"""
+    """Read a `config.json` as Llama's, with a sliding window in all layers if the file has one.
+
+    Args:
+        norm_eps, partial: as in `llama.config_from_hf`.
+    """
     window = fields.optional(int, "sliding_window")
     config = llama.config_from_hf(fields, norm_eps=norm_eps, partial=partial)
     return with_windows(config, [window is not None] * config.layer_count, window)

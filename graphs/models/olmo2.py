@@ -1,4 +1,4 @@
-"""OLMo 2: norms only behind attention and MLP, and of all heads of Q, and of K, together."""
+"""OLMo 2: norms only behind attention and MLP, one norm over all heads of Q and one over K's."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def config_from_hf(fields: Fields) -> ModelConfig:
 
 
 def config_from_gguf(header: GGUFHeader) -> ModelConfig:
-    """The config of OLMo 2, and of OLMo 3, whose files name the same architecture and a window."""
+    """Read a GGUF file of OLMo 2, or of OLMo 3: the same architecture with a sliding window."""
     fields = header.fields
     config = normed(llama.config_from_gguf(header))
     magnitude = fields.optional(float, "rope.scaling.attn_factor")
@@ -42,7 +42,7 @@ def config_from_gguf(header: GGUFHeader) -> ModelConfig:
 
 
 def normed(config: ModelConfig) -> ModelConfig:
-    """The config with the norms of these families."""
+    """Return the config with the norms of OLMo 2 and 3."""
     config = with_attention(config, lambda _, a: replace(a, qk_norm="width"))
     return with_layers(config, lambda _, layer: replace(layer, norms="post"))
 

@@ -17,9 +17,9 @@ def config_from_hf(fields: Fields) -> ModelConfig:
 
 
 def without_windows(fields: Fields) -> None:
-    """Refuse windows, which no model of these families was released with."""
+    """Refuse sliding windows, which no released model of these families has."""
     fields.require("use_sliding_window", False)
-    # what a window would be if there was one, and in which layers
+    # length and layers of the window that is not used
     fields.ignore("sliding_window", "max_window_layers", "layer_types")
 
 

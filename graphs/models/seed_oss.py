@@ -1,4 +1,4 @@
-"""Seed-OSS: Llama with biases of Q, K and V, and perhaps of the output projection."""
+"""Seed-OSS: Llama with biases of Q, K and V, and optionally of the output projection."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ def config_from_hf(fields: Fields) -> ModelConfig:
     fields.require("use_sliding_window", False)
     fields.assume({"rope_theta": 2e6, "tie_word_embeddings": True})
     config = llama.config_from_hf(fields)
-    # transformers masks by them, whatever `use_sliding_window` says
+    # transformers masks by `layer_types`, whatever `use_sliding_window` says
     fields.ignore("max_window_layers")
     sliding = layer_types(fields, config.layer_count) or [False] * config.layer_count
     config = with_windows(config, sliding, fields.optional(int, "sliding_window"))
@@ -34,7 +34,7 @@ def config_from_gguf(header: GGUFHeader) -> ModelConfig:
 
 
 def with_nope(config: ModelConfig, rotates: Sequence[int]) -> ModelConfig:
-    """The config with RoPE only in the layers that a true entry stands for."""
+    """Return the config with RoPE only in the layers whose entry in `rotates` is true."""
     if all(rotates):
         return config
     config = replace(config, ropes=(config.ropes[0], no_rotation(config.ropes[0])))

@@ -9,7 +9,7 @@ from edgellm.graphs.config import ModelConfig
 from edgellm.graphs.fields import Fields
 from edgellm.graphs.models import llama, mistral
 
-# Keys of the first StarCoder that released files still have.
+# Keys of the first StarCoder, which released files still have.
 _UNUSED = (
     "activation_function",
     "layer_norm_epsilon",
