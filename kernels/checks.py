@@ -1,6 +1,6 @@
-"""What goes into compiled kernels, which check nothing: ids, positions, types and shapes.
+"""Checks of the arguments of compiled kernels: ids, positions, dtypes and shapes.
 
-A number that is out of range there reads or writes memory of others.
+The kernels themselves check nothing. A number out of range would read or write foreign memory.
 """
 
 from __future__ import annotations
@@ -16,10 +16,13 @@ from edgellm.kernels.rope import RopeTable
 
 
 def indices(values: Sequence[int], count: int, what: str) -> NDArray[np.int64]:
-    """`values` as an array, each of them from 0 to `count - 1`.
+    """Return `values` as an int64 array, after a check that each is from 0 to `count - 1`.
+
+    Args:
+        what: name of a value in errors.
 
     Raises:
-        ValueError: one is not; `what` names it.
+        ValueError: a value is out of range, or no integer.
     """
     numbers = np.asarray(values)
     if numbers.size and numbers.dtype.kind not in "iu":
@@ -32,10 +35,13 @@ def indices(values: Sequence[int], count: int, what: str) -> NDArray[np.int64]:
 
 
 def block_ids(table: BlockTable, blocks: int, *, start: int, tokens: int) -> NDArray[np.int64]:
-    """A table of block ids that reaches to the last of `tokens` at positions `start ..`.
+    """Return a block table as an array, after a check that it covers `tokens` from `start` on.
+
+    Args:
+        blocks: number of blocks in the pool.
 
     Raises:
-        ValueError: a block that the pool of `blocks` does not have, or a table that is too short.
+        ValueError: the pool has no such block, or the table is too short.
     """
     ids = indices(table, blocks, "block id")
     if start < 0 or start + tokens > len(ids) * BLOCK:
@@ -46,10 +52,13 @@ def block_ids(table: BlockTable, blocks: int, *, start: int, tokens: int) -> NDA
 
 
 def floats(array: NDArray[Any], shape: tuple[int, ...], what: str) -> NDArray[np.float32]:
-    """`array` without gaps, as the kernels read it.
+    """Return a float32 array without gaps, as the kernels read it.
+
+    Args:
+        what: name of the array in errors.
 
     Raises:
-        ValueError: another type or shape; `what` names it.
+        ValueError: the array has another dtype or shape.
     """
     if array.dtype != np.float32 or array.shape != shape:
         raise ValueError(f"{what} is float32 {shape}, not {array.dtype} {array.shape}")
@@ -60,7 +69,7 @@ def check_rope(table: RopeTable, head_dim: int, end: int) -> None:
     """Refuse a RoPE table that is wider than a head or does not reach to position `end`.
 
     Raises:
-        ValueError: it does not fit.
+        ValueError: the table does not fit, or is not float32 without gaps.
     """
     cos, sin = table
     positions, half = cos.shape

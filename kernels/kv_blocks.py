@@ -10,17 +10,17 @@ sent to a device as it is. Four dimensions of a key lie side by side, and four t
 score sums over dimensions and an output over tokens, and the processors' dot products of bytes take
 four at a time. Sixteen keys share a panel, so that attention reads memory from front to back.
 
-K is stored after RoPE and less `key_offset`, if the model has one. The same vector for all keys
-changes each query's scores by one number, and so no softmax; taken from a part that all keys have
-in common, it leaves smaller numbers to round (see `edgellm/store/key_basis.py`). A row is a token's
-`head_dim` numbers of one KV head; int8 and int4 have one scale a row:
+K is stored after RoPE and less `key_offset`, if the model has one. A vector subtracted from all
+keys changes each query's scores by one number, and so no softmax. It is a part that all keys have
+in common, so smaller numbers are left to round (see `edgellm/store/key_basis.py`). A row is a
+token's `head_dim` numbers of one KV head; int8 and int4 have one scale a row:
 
     int8  value = code * scale, scale = max|value| / 127
     int4  value = (2 code - 15) * scale, code 0 .. 15, scale = max|value| / 16; `head_dim / 2`
           bytes, byte `i` with code `i` in its low half and code `i + head_dim / 2` in its high half
 
 where the values of a key, and of int4's V rows, are the row after the Hadamard transform
-(`hadamard/`): the largest of a key is far larger than most of it, those of V are nearly alike.
+(`hadamard/`). The largest number of a key is far larger than most; those of V are nearly alike.
 """
 
 from __future__ import annotations
@@ -45,11 +45,11 @@ _DTYPES: dict[KVFormat, type[np.generic]] = {
     "f32": np.float32,
 }
 
-# Those with a scale for each row; their keys are rounded after the Hadamard transform.
+# Formats with a scale for each row, whose keys are rounded after the Hadamard transform.
 SCALED = ("int8", "int4")
-# Those whose values are as well.
+# Formats whose V rows are rounded after the Hadamard transform too.
 SPREAD_VALUES = ("int4",)
-# Of what the bytes of a block mean: blocks that were kept under another number are not read.
+# Version of the meaning of a block's bytes: blocks kept under another version are not read.
 LAYOUT_VERSION = 3
 
 BlockTable = Sequence[int]
@@ -57,11 +57,10 @@ BlockTable = Sequence[int]
 
 @dataclass(frozen=True)
 class KVBlocks:
-    """The arrays of one pool. `k_scale` and `v_scale` are None for float formats.
+    """Arrays of one pool of KV blocks. `k_scale` and `v_scale` are None for float formats.
 
-    `key_offset` is the model's, and not among `arrays`.
-
-    Rows are given and taken as what a scale multiplies: int8 codes, or floats.
+    `key_offset` belongs to the model, and is not among `arrays`. Methods take and return rows as
+    the numbers that a scale multiplies: int8 codes, or floats.
     """
 
     format: KVFormat
@@ -77,7 +76,7 @@ class KVBlocks:
 
     @property
     def arrays(self) -> tuple[NDArray[Any], ...]:
-        """Those that there are; the first dimension counts blocks."""
+        """Arrays of K, V and their scales if any; the first dimension counts blocks."""
         every = (self.k, self.v, self.k_scale, self.v_scale)
         return tuple(array for array in every if array is not None)
 
@@ -99,25 +98,25 @@ class KVBlocks:
         return int(self.v.shape[4]) * (2 if self.format == "int4" else 1)
 
     def key_rows(self, block: int, layer: int, row: int) -> NDArray[Any]:
-        """K of one token, `[Hkv, D]`."""
+        """Return K of the token in a row of a block, `[Hkv, D]`."""
         quads = self.k[block, layer, :, row // PANEL, :, row % PANEL]
         return self._unpacked(quads.reshape(self.kv_heads, -1))
 
     def value_rows(self, block: int, layer: int, row: int) -> NDArray[Any]:
-        """V of one token, `[Hkv, D]`."""
+        """Return V of the token in a row of a block, `[Hkv, D]`."""
         return self._unpacked(self.v[block, layer, :, row // QUAD, :, row % QUAD])
 
     def clear(self, table: BlockTable) -> None:
-        """Fill blocks with zeros. A new pool has them too, but no memory behind them yet."""
+        """Fill blocks with zeros, which gives them memory; pages of a new pool have none yet."""
         for array in self.arrays:
             array[list(table)] = 0
 
     def block(self, block: int) -> list[NDArray[Any]]:
-        """The part of each array that one block takes."""
+        """Return the part of each array that belongs to one block."""
         return [array[block] for array in self.arrays]
 
     def first_rows(self, block: int, rows: int) -> list[NDArray[Any]]:
-        """A copy of `block`, with zeros in place of all but its first `rows` tokens."""
+        """Copy a block, with zeros in place of all but its first `rows` tokens."""
         whole = [array.copy() for array in self.block(block)]
         panel, quad = rows // PANEL, rows // QUAD
         k, v, *scales = whole
@@ -146,7 +145,7 @@ class KVBlocks:
         k: NDArray[Any],
         v: NDArray[Any],
     ) -> None:
-        """Put rows `[C, Hkv, D]` at positions `start .. start + C`."""
+        """Write rows `[C, Hkv, D]` of K and V at positions `start .. start + C` of a sequence."""
         if self.format == "int4":
             k, v = _packed(k), _packed(v)
         ids, rows = slots(table, start, k.shape[0])
@@ -157,7 +156,7 @@ class KVBlocks:
     def read(
         self, table: BlockTable, layer: int, heads: slice, length: int
     ) -> tuple[NDArray[Any], NDArray[Any]]:
-        """K and V of positions `0 .. length`, each `[h, length, D]`."""
+        """Return K and V of positions `0 .. length` of a sequence, each `[h, length, D]`."""
         ids = np.asarray(table[: -(-length // BLOCK)], np.intp)
         # [h, blocks, BLOCK/16, 16, D/4, 4] and [h, blocks, BLOCK/4, 4, D]
         k = self.k[ids, layer, heads].transpose(1, 0, 2, 4, 3, 5)
@@ -177,9 +176,9 @@ class KVBlocks:
 
 @dataclass(frozen=True)
 class KVView:
-    """One sequence's part of a pool.
+    """Blocks of one sequence in a pool.
 
-    What is never read, as it lies before the window of every layer, may be any block in `table`.
+    Positions before the window of every layer are never read, and may have any block in `table`.
     """
 
     blocks: KVBlocks
@@ -195,9 +194,15 @@ def allocate(
     head_dim: int,
     key_offset: NDArray[np.float32] | None = None,
 ) -> KVBlocks:
-    """A pool of `blocks` blocks. The pages are not touched: memory grows as blocks are written.
+    """Allocate a pool of KV blocks; pages are not touched, so memory grows as blocks are written.
 
-    `head_dim` is a multiple of 4, of 8 for int4; `key_offset` is `[layers, kv_heads, head_dim]`.
+    Args:
+        blocks: number of blocks.
+        head_dim: multiple of 4, of 8 for int4.
+        key_offset: `[layers, kv_heads, head_dim]` float32, or None.
+
+    Raises:
+        ValueError: `key_offset` has another dtype or shape.
     """
     if key_offset is not None:
         shape = layers, kv_heads, head_dim
@@ -219,24 +224,24 @@ def allocate(
 
 
 def row_elements(format: KVFormat, head_dim: int) -> int:
-    """Elements of the arrays that one token and KV head take: int4 has two codes in a byte."""
+    """Return the array elements of one token and KV head: int4 has two codes in a byte."""
     return head_dim // 2 if format == "int4" else head_dim
 
 
 def block_bytes(*, format: KVFormat, layers: int, kv_heads: int, head_dim: int) -> int:
-    """Bytes of one block (BLOCK tokens, K and V, all layers)."""
+    """Return the size of one block in bytes: BLOCK tokens, K and V, all layers."""
     bits = 4 if format == "int4" else 8 * np.dtype(_DTYPES[format]).itemsize
     row = head_dim * bits // 8 + (4 if format in SCALED else 0)
     return 2 * layers * kv_heads * BLOCK * row
 
 
 def _packed(codes: NDArray[np.int8]) -> NDArray[np.uint8]:
-    """int4 rows `[..., D]` of odd numbers -15 .. 15 as bytes `[..., D / 2]`."""
+    """Pack int4 rows `[..., D]` of odd numbers -15 .. 15 into bytes `[..., D / 2]`."""
     low, high = np.split((codes + 15) // 2, 2, axis=-1)
     return (low | high << 4).astype(np.uint8)
 
 
 def slots(table: BlockTable, start: int, count: int) -> tuple[NDArray[np.intp], NDArray[np.intp]]:
-    """Block id and row, each `[count]`, of the tokens at positions `start .. start + count`."""
+    """Return block id and row, each `[count]`, of the tokens at `start .. start + count`."""
     positions = np.arange(start, start + count)
     return np.asarray(table, np.intp)[positions // BLOCK], positions % BLOCK

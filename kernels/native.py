@@ -1,4 +1,4 @@
-"""The compiled kernels, where they were built: one shared library, called through ctypes."""
+"""The compiled C++ kernels, if they were built: one shared library, called through ctypes."""
 
 from __future__ import annotations
 
@@ -27,10 +27,11 @@ _FORMATS: dict[KVFormat, int] = {"int8": 0, "f32": 1, "f16": 2, "int4": 3}
 
 @cache
 def library() -> ctypes.CDLL | None:
-    """The library, or None where the package was installed without a compiler.
+    """Load the compiled kernels; None where the package was installed without a compiler.
 
     Raises:
-        OptionError: EDGELLM_CPU_ISA names an instruction set that is unknown or not there.
+        OptionError: EDGELLM_CPU_ISA names an instruction set that is unknown, or that the processor
+            lacks.
     """
     name = f"{_NAME}{sysconfig.get_config_var('EXT_SUFFIX')}"
     path = Path(str(files("edgellm.kernels").joinpath(name)))
@@ -63,7 +64,11 @@ def library() -> ctypes.CDLL | None:
 
 
 def warn_in_source_tree(path: Path) -> None:
-    """Warn where a clone's kernels are not compiled, or not from the sources that are there."""
+    """Warn if a clone's kernels are not compiled, or are older than their sources.
+
+    Args:
+        path: file of the compiled kernels.
+    """
     kernels = path.parent.resolve()
     if not (kernels.parent / "pyproject.toml").exists():
         return
@@ -86,18 +91,18 @@ def warn_in_source_tree(path: Path) -> None:
 
 
 def isa() -> str | None:
-    """The instruction set in use, or None without compiled kernels."""
+    """Return the instruction set in use; None without compiled kernels."""
     loaded = library()
     return None if loaded is None else str(loaded.edgellm_isa().decode())
 
 
 def library_for(blocks: KVBlocks) -> ctypes.CDLL | None:
-    """The library, if it is there and its kernels take heads as wide as those of the cache."""
+    """Return the compiled kernels, if they are built and take heads as wide as the pool's."""
     return library() if blocks.head_dim <= MAX_HEAD_DIM else None
 
 
 class KV(ctypes.Structure):
-    """A sequence's part of a pool; the same fields, in the same order, as in cpu/kv_blocks.h."""
+    """Blocks of a sequence in a pool; the fields are those of cpu/kv_blocks.h, in their order."""
 
     _fields_ = [
         *((name, ctypes.c_void_p) for name in _KV_POINTERS),
@@ -106,7 +111,7 @@ class KV(ctypes.Structure):
 
     @classmethod
     def of(cls, blocks: KVBlocks, table: NDArray[np.int64]) -> KV:
-        """Points at the pool's arrays and at `table`, which must outlive it."""
+        """Point at the pool's arrays and at `table`, which must outlive the structure."""
         return cls(
             address(blocks.k),
             address(blocks.v),
@@ -122,23 +127,23 @@ class KV(ctypes.Structure):
 
 
 class Rope(ctypes.Structure):
-    """A RoPE table; the same fields, in the same order, as in cpu/kv_blocks.h."""
+    """RoPE table; the fields are those of cpu/kv_blocks.h, in their order."""
 
     _fields_ = [("cos", ctypes.c_void_p), ("sin", ctypes.c_void_p), ("half", ctypes.c_int64)]
 
     @classmethod
     def of(cls, table: RopeTable) -> Rope:
-        """Points at the table's arrays, which must outlive it."""
+        """Point at the table's arrays, which must outlive the structure."""
         return cls(address(table.cos), address(table.sin), table.cos.shape[1])
 
 
 def address(array: NDArray[Any] | None) -> int | None:
-    """Where an array's data lies; None is a null pointer."""
+    """Return the address of an array's data; None is a null pointer."""
     if array is None:
         return None
     try:
         return ctypes.addressof(
             ctypes.c_char.from_buffer(array.data)
         )  # 1 us less than `array.ctypes`
-    except (TypeError, ValueError):  # it cannot be written, has gaps, or is empty
+    except (TypeError, ValueError):  # the array is read-only, has gaps, or is empty
         return int(array.ctypes.data)

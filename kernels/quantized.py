@@ -1,4 +1,4 @@
-"""Quantized weights as files hold them: a code for each number, and what turns codes into numbers.
+"""Quantized weights as files hold them: codes, and the scales and offsets that give their values.
 
     w[n, k] = (code[n, k] - zero) * scale[n, k // group] + offset[n, k // 32]
 
@@ -21,22 +21,22 @@ GROUP = 32
 BLOCK = 256
 
 Half = np.float16
-# The values that the codes of IQ4_NL and IQ4_XS, and twice those of E2M1 floats, stand for.
+# Values of the codes of IQ4_NL and IQ4_XS, and twice the values of E2M1 floats.
 _IQ4 = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
 _E2M1 = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
 
 
 @dataclass(frozen=True)
 class Kind:
-    """A way to write weights.
+    """Kind of quantized weights: the format of codes, scales and offsets.
 
     Attributes:
-        bits: of a code.
-        zero: the code that stands for 0.
-        affine: has offsets.
-        blocked: scales and offsets are integers times a half for each 256 inputs.
-        group: inputs that share a scale, 16 or 32.
-        table: what the codes stand for, 16 integers of 8 bits.
+        bits: bits of a code.
+        zero: code that stands for 0.
+        affine: whether there are offsets.
+        blocked: whether scales and offsets are integers times a half for every 256 inputs.
+        group: number of inputs that share a scale, 16 or 32.
+        table: values of the codes, 16 integers of 8 bits; None: the value is `code - zero`.
     """
 
     name: str
@@ -49,13 +49,13 @@ class Kind:
 
     @property
     def group_bytes(self) -> int:
-        """Of 32 inputs of 16 packed outputs, without what they share with other groups."""
+        """Bytes of 32 inputs of 16 packed outputs, without the part that a block's groups share."""
         each = 16 if self.blocked else 32
         return 64 * self.bits + each * (GROUP // self.group + self.affine)
 
     @property
     def block_bytes(self) -> int:
-        """What 8 groups of a panel share: halves, 16 scales and 16 offsets."""
+        """Bytes that the 8 groups of a panel's block share: halves, 16 scales and 16 offsets."""
         return (64 if self.affine else 32) if self.blocked else 0
 
     @property
@@ -89,16 +89,17 @@ KINDS = {
 
 @dataclass(frozen=True)
 class QuantizedWeight:
-    """A linear layer's weight `[N, K]`.
+    """Quantized weight `[N, K]` of a linear layer.
 
     Attributes:
         codes: `[N, K]` uint8.
-        scale: `[N, K/group]` halves, or int8 where the kind is blocked.
-        offset: `[N, K/32]` halves, or uint8 where the kind is blocked; None unless it is affine.
-        block_scale, block_offset: `[N, K/256]` halves where the kind is blocked and has them.
+        scale: `[N, K/group]` halves, or int8 in blocked kinds.
+        offset: `[N, K/32]` halves, or uint8 in blocked kinds; None unless the kind is affine.
+        block_scale: `[N, K/256]` halves in blocked kinds, else None.
+        block_offset: `[N, K/256]` halves in blocked affine kinds, else None.
 
     Raises:
-        ValueError: the arrays are not those of a weight of the kind.
+        ValueError: an array does not fit the kind.
     """
 
     kind: Kind
@@ -141,14 +142,14 @@ class QuantizedWeight:
         return rows, columns
 
     def scales(self) -> NDArray[np.float32]:
-        """`[N, K/group]` float32."""
+        """Return the scales `[N, K/group]` float32."""
         scale = self.scale.astype(np.float32)
         if self.block_scale is None:
             return scale
         return scale * np.repeat(self.block_scale.astype(np.float32), BLOCK // self.kind.group, 1)
 
     def offsets(self) -> NDArray[np.float32]:
-        """`[N, K/32]` float32; zeros unless the kind is affine."""
+        """Return the offsets `[N, K/32]` float32; zeros unless the kind is affine."""
         if self.offset is None:
             return np.zeros((self.shape[0], self.shape[1] // GROUP), np.float32)
         offset = self.offset.astype(np.float32)
@@ -157,25 +158,25 @@ class QuantizedWeight:
         return -offset * np.repeat(self.block_offset.astype(np.float32), BLOCK // GROUP, 1)
 
     def values(self) -> NDArray[np.int16]:
-        """What the codes stand for before they are scaled, `[N, K]`: -255 .. 255."""
+        """Return the values of the codes `[N, K]` before they are scaled: -255 .. 255."""
         if self.kind.table is not None:
             return np.array(self.kind.table, np.int16)[self.codes]
         return self.codes.astype(np.int16) - np.int16(self.kind.zero)
 
     def rows(self, index: slice | NDArray[np.intp]) -> QuantizedWeight:
-        """The same weight with some of its outputs, or all in another order."""
+        """Return the weight with some of its outputs, or with all of them in another order."""
         arrays: dict[str, Any] = {name: a[index] for name, a in self.arrays().items()}
         return replace(self, **arrays)
 
     def arrays(self) -> dict[str, NDArray[Any]]:
-        """Its arrays by the names of the attributes."""
+        """Return the weight's arrays by the names of their attributes, without absent ones."""
         names = ("codes", "scale", "offset", "block_scale", "block_offset")
         every = {name: getattr(self, name) for name in names}
         return {name: array for name, array in every.items() if array is not None}
 
 
 def dequantize(weight: QuantizedWeight) -> NDArray[np.float32]:
-    """The float32 weight `[N, K]` that the codes stand for."""
+    """Convert a quantized weight to float32, `[N, K]`."""
     values = np.empty(weight.shape, np.float32)
     for rows in row_slices(*weight.shape):
         values[rows] = _dequantized(weight.rows(rows))
@@ -193,10 +194,10 @@ def _dequantized(weight: QuantizedWeight) -> NDArray[np.float32]:
 
 
 def concatenate(weights: Sequence[QuantizedWeight]) -> QuantizedWeight:
-    """Weights of one kind and the same inputs on top of each other.
+    """Join weights of one kind and with the same inputs to a weight with the outputs of all.
 
     Raises:
-        ValueError: their kinds differ.
+        ValueError: the kinds differ.
     """
     first = weights[0]
     if any(weight.kind != first.kind for weight in weights):
@@ -208,9 +209,9 @@ def concatenate(weights: Sequence[QuantizedWeight]) -> QuantizedWeight:
 
 
 def row_slices(rows: int, columns: int) -> Iterable[slice]:
-    """Runs of whole panels of rows, about a million numbers each.
+    """Divide rows into slices of whole panels, with about a million numbers each.
 
-    An interrupt is not seen within a call of numpy's, and a whole embedding takes seconds.
+    Python handles no interrupt within a call of numpy, and a whole embedding takes seconds.
     """
     step = max(16, (1 << 20) // max(columns, 1) // 16 * 16)
     return (slice(first, min(rows, first + step)) for first in range(0, rows, step))

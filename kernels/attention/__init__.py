@@ -24,19 +24,19 @@ def attend(
     softcap: float | None = None,
     threads: int = 1,
 ) -> NDArray[np.float32]:
-    """Softmax(scale q k^T) v over the cached tokens `0 .. start + C`, C of them just appended.
+    """Compute softmax(scale q k^T) v over cached tokens `0 .. start + C`, C of them just appended.
 
-    Runs in C++ where that was built, else in numpy. In C++ a query's result has the same bits
-    however many others come with it, and on int8 blocks queries and weights are rounded as well
-    (see cpu.h).
+    The kernel is C++ where it was built, else numpy. In C++ the result of a query has the same bits
+    with any number of other queries, and on int8 blocks queries and weights are rounded too (see
+    cpu.h).
 
     Args:
-        blocks, table: the pool and the sequence's block ids.
+        blocks, table: pool, and block ids of the sequence.
         q: queries after RoPE, `[C, H, D]` float32, at positions `start ..`.
-        window: a query sees its own and the `window - 1` positions before it, or all if None.
-        scale: of the scores; None is `D ** -0.5`.
-        softcap: scores `s` become `softcap * tanh(s / softcap)`, if any.
-        threads: cores that the C++ version may use.
+        window: number of positions that a query sees, its own included; None: all positions.
+        scale: factor of the scores; None is `D ** -0.5`.
+        softcap: soft cap, if any: scores `s` become `softcap * tanh(s / softcap)`.
+        threads: number of cores for the C++ kernel.
 
     Returns:
         `[C, H, D]` float32.

@@ -1,12 +1,12 @@
 """Attention over KV blocks in Triton: one kernel for a token, some tokens and a chunk of a prompt.
 
 The queries of a KV head and span, `tokens x group` of them, are rows of tiles. Keys are read 32 or
-64 at a time through the block table, straight from the cache's own layout, and shared among splits,
-each of which writes its sum, largest score and weight (flash-decoding, Dao et al., 2023);
-`combine_kernel` adds them up. Which sequence a tile is of, and how long that is, stands in device
-memory (`gpu_tiles.py`), so that a captured CUDA graph serves every step. Products run on tensor
-cores in halves: codes are exact there, queries are divided by their largest element and value
-scales by the largest of their tile, so that nothing overflows.
+64 at a time through the block table, straight from the layout of the KV cache. They are divided
+among splits, and each split writes its sum, largest score and weight (flash-decoding, Dao et al.,
+2023); `combine_kernel` adds these up. Device memory tells each tile its sequence and length
+(`gpu_tiles.py`), so that a captured CUDA graph serves every step. Products run on tensor cores in
+halves. Codes are exact in halves; queries are divided by their largest element and value scales by
+the largest of their tile, so that no product overflows.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ from edgellm.kernels.kv_blocks import BLOCK, SPREAD_VALUES
 
 @dataclass(frozen=True)
 class Partials:
-    """Room for what each split finds: sums `[rows, D]`, largest score and weight `[rows]`.
+    """Buffers for partial results of splits: sums `[rows, D]`, largest scores and weights `[rows]`.
 
-    A row is a token, one of its splits, and a head.
+    A row belongs to a token, one of its splits, and a head.
     """
 
     sums: torch.Tensor
@@ -48,8 +48,8 @@ class Partials:
     def empty(
         cls, *, tokens: int, heads: int, kv_heads: int, head_dim: int, device: str
     ) -> Partials:
-        """For up to `tokens` tokens, of any number of sequences."""
-        # one split of each token, or SPLITS tiles full of them where keys are split
+        """Allocate buffers for up to `tokens` tokens of any number of sequences."""
+        # one split of each token, or SPLITS full tiles where keys are split
         rows = heads * (tokens + -(-SPLITS * ROWS * kv_heads // heads))
         return cls(
             torch.empty((rows, head_dim), dtype=torch.float32, device=device),
@@ -62,7 +62,7 @@ class Partials:
 def key_tile(
     k_ptr: tl.tensor, first: tl.tensor, ROW: tl.constexpr, QUADS: tl.constexpr, KEYS: tl.constexpr
 ) -> tl.tensor:
-    """KEYS keys from row `first` of a head's block on, `[4 * QUADS, KEYS]`, zeros past ROW."""
+    """Load KEYS keys from row `first` of a head's block on, `[4 * QUADS, KEYS]`; 0 past ROW."""
     PANELS: tl.constexpr = KEYS // 16
     panel = first // 16 + tl.arange(0, PANELS)
     e = tl.arange(0, QUADS * 64)
@@ -76,7 +76,7 @@ def key_tile(
 def value_tile(
     v_ptr: tl.tensor, first: tl.tensor, ROW: tl.constexpr, WIDTH: tl.constexpr, KEYS: tl.constexpr
 ) -> tl.tensor:
-    """KEYS values from row `first` of a head's block on, `[KEYS, WIDTH]`, zeros past ROW."""
+    """Load KEYS values from row `first` of a head's block on, `[KEYS, WIDTH]`; 0 past ROW."""
     QUADS: tl.constexpr = KEYS // 4
     quad = first // 4 + tl.arange(0, QUADS)
     e = tl.arange(0, WIDTH * 4)
@@ -88,7 +88,7 @@ def value_tile(
 
 @triton.jit
 def nibble(codes: tl.tensor, SHIFT: tl.constexpr) -> tl.tensor:
-    """Half of the int4 codes of a tile, as the odd numbers that a scale multiplies."""
+    """Unpack the low or high int4 codes of a tile to the odd numbers that a scale multiplies."""
     return (((codes >> SHIFT) & 15).to(tl.int32) * 2 - 15).to(tl.float16)
 
 
@@ -122,7 +122,10 @@ def attention_kernel(
     BLOCK: tl.constexpr,
     FIELDS: tl.constexpr,
 ) -> None:
-    """The grid counts jobs, see `Work`, and KV heads. WIDTH is a padded row of the cache."""
+    """Compute the partial results of one split for a tile of queries and a KV head.
+
+    The grid counts jobs, see `Work`, and KV heads. WIDTH is the padded width of a cached row.
+    """
     FOUR_BIT: tl.constexpr = FORMAT == "int4"
     SCALED: tl.constexpr = FORMAT == "int4" or FORMAT == "int8"
     ROW: tl.constexpr = HEAD_DIM // 2 if FOUR_BIT else HEAD_DIM
@@ -206,7 +209,7 @@ def attention_kernel(
             v_size = tl.max(v_scale, axis=0)
             p *= (v_scale / tl.where(v_size > 0, v_size, 1.0))[None, :]
         else:
-            # what was never written may be NaN, and 0 * NaN is NaN
+            # rows that were never written may be NaN, and 0 * NaN is NaN
             codes = tl.where(written[:, None], codes, 0.0)
             v_size = 1.0
         if FOUR_BIT:
@@ -218,7 +221,7 @@ def attention_kernel(
         else:
             low = low * keep[:, None] + tl.dot(p.to(tl.float16), codes.to(tl.float16)) * v_size
 
-    # read here, so that no register holds it in the loop
+    # loaded behind the loop, so that it takes no register there
     out = (tl.load(job_ptr + 7) + split * tokens) * heads + query
     at = out[:, None].to(tl.int64) * HEAD_DIM + e[None, :]
     tl.store(sums_ptr + at, low, mask=inside)
@@ -241,7 +244,7 @@ def combine_kernel(
     HADAMARD: tl.constexpr,
     FIELDS: tl.constexpr,
 ) -> None:
-    """Add up the splits of one token and head; the grid counts these, see `Work` for rows."""
+    """Add up the splits of one token and head; the grid counts tokens x heads, see `Work.rows`."""
     row = tl.program_id(0).to(tl.int64)
     token, head = row // heads, row % heads
     row_ptr += token * FIELDS
@@ -279,16 +282,17 @@ def attend(
     scale: float | None = None,
     softcap: float | None = None,
 ) -> None:
-    """Softmax(scale * q k^T) v over the cached tokens of each sequence, up to each query's own.
+    """Compute softmax(scale * q k^T) v over each sequence's tokens, up to each query's position.
 
     Args:
         tables: block ids of each sequence `[S, blocks]` int64, read on the device like `work`.
-        q: `[C, H, D]` float32 from `append_rotated`, the rows of all spans; `out` likewise.
-        work: from `Tiling.plan` for these blocks and heads.
-        partials: room for `C` tokens or more.
-        window: a query sees its own and the `window - 1` positions before it, or all if None.
-        scale: None is `D ** -0.5`.
-        softcap: scores `s` become `softcap * tanh(s / softcap)`, if any.
+        q: queries of all spans `[C, H, D]` float32, from `append_rotated`.
+        work: work of the programs, by `Tiling.plan` for these blocks and heads.
+        out: results, `[C, H, D]` float32.
+        partials: buffers for `C` tokens or more.
+        window: number of positions that a query sees, its own included; None: all positions.
+        scale: factor of the scores; None is `D ** -0.5`.
+        softcap: soft cap, if any: scores `s` become `softcap * tanh(s / softcap)`.
     """
     host = blocks.host
     tokens, heads, head_dim = q.shape

@@ -1,7 +1,7 @@
-"""How attention of several sequences is cut into programs: tiles of queries, splits of keys.
+"""Division of attention over several sequences into programs: tiles of queries, splits of keys.
 
 A program has a KV head, a tile of one span's queries and a split of the keys. All programs of a
-call shall take about as long, so a span has splits in proportion to its keys.
+call should take the same time, so a span has splits in proportion to its keys.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from numpy.typing import NDArray
 from edgellm.kernels.gpu.device import aligned, interpreted
 from edgellm.kernels.gpu.kv_blocks import DeviceBlocks
 
-# Of a tile: keys, a divisor of BLOCK, and query rows at most.
+# Keys of a tile, a divisor of BLOCK, and the most query rows of a tile.
 KEYS = 64
 ROWS = 64
-# Programs that share a KV head's keys, where there are few tiles of queries.
+# Programs that share the keys of a KV head, if there are few tiles of queries.
 SPLITS = 32
 _INTERPRETED_SPLITS = 2
-# Numbers of a row and of a job of `Work`, and which of a job's is the start.
+# Sizes of a row and of a job of `Work`, and the index of the start in a job.
 ROW_FIELDS = 6
 JOB_FIELDS = 8
 START = 2
@@ -32,17 +32,17 @@ Ints = NDArray[np.int32]
 
 @dataclass(frozen=True)
 class Work:
-    """What the programs of a call have to do, in device memory.
+    """Work of the programs in one call of attention, in device memory.
 
     Attributes:
-        rows: `[C, ROW_FIELDS]` int32; of each token its position, the number of its sequence's
-            block table, which of the partial results is its first, how many it has, and how far
-            they are apart: tokens of the span. The last one is 0, and keeps pairs of rows aligned.
-        jobs: `[J, JOB_FIELDS]` int32; of each program its span's first row, tokens, start, number
-            of the table; the tile's first query among those of the span and a KV head; the split,
-            of how many, and the span's first partial result less its first row. Nothing is to do
-            for 0 tokens.
-        tile: query rows of a tile.
+        rows: `[C, ROW_FIELDS]` int32, one row per token: its position, index of its sequence's
+            block table, index of its first partial result, number of its partial results, and their
+            distance (tokens of the span). The last field is 0, and keeps pairs of rows aligned.
+        jobs: `[J, JOB_FIELDS]` int32, one job per program: first row, tokens, start and block table
+            of its span; first query of its tile, among the queries of the span and a KV head; index
+            of its split, number of splits; the span's first partial result less its first row. A
+            job with 0 tokens is empty.
+        tile: number of query rows in a tile.
     """
 
     rows: torch.Tensor
@@ -52,10 +52,11 @@ class Work:
 
 @dataclass(frozen=True)
 class Plan:
-    """The numbers of `Work` but for starts: positions count from those.
+    """Numbers of `Work` for spans that start at 0; their starts are added in each step.
 
     Attributes:
-        row_spans, job_spans: which span each row and job is of, `[C]` and `[J]`.
+        rows, jobs: as in `Work`, with positions counted from the span's start.
+        row_spans, job_spans: index of the span of each row and job, `[C]` and `[J]`.
     """
 
     rows: Ints
@@ -66,12 +67,12 @@ class Plan:
 
 @dataclass(frozen=True)
 class Tiling:
-    """Sizes of tiles.
+    """Sizes of the tiles of queries and keys.
 
     Attributes:
-        group: query heads of a KV head.
-        most: query rows of a tile at most.
-        keys: of a tile.
+        group: query heads per KV head.
+        most: largest number of query rows in a tile.
+        keys: number of keys in a tile.
     """
 
     group: int
@@ -80,46 +81,53 @@ class Tiling:
 
     @classmethod
     def of(cls, blocks: DeviceBlocks, heads: int) -> Tiling:
-        """For attention of `heads` query heads over such blocks."""
+        """Choose sizes of tiles for attention of `heads` query heads over blocks like these."""
         group = heads // blocks.host.kv_heads
-        # float32 is for reference: its products are not for tensor cores, and its tiles are large;
-        # tiles of wide heads would not fit into registers
+        # float32 is for reference: no tensor cores multiply it, and its tiles take more registers;
+        # tiles of wide heads are halved to fit into registers
         if blocks.format == "f32":
             return cls(group, 16, 16)
         parts = 1 if blocks.host.head_dim <= 128 else 2
         return cls(group, ROWS // parts, KEYS // parts)
 
     def tile(self, counts: Sequence[int]) -> int:
-        """Query rows of a tile where spans have so many tokens: what the longest one needs."""
+        """Return the query rows of a tile for spans with `counts` tokens, by the longest span."""
         return min(self.most, max(16, aligned(max(counts) * self.group)))
 
     def key_tiles(self, counts: Sequence[int], starts: Sequence[int]) -> list[int]:
-        """That each span's last query sees, without a window."""
+        """Return the number of key tiles that each span's last query sees, without a window."""
         ends = (start + count for start, count in zip(starts, counts, strict=True))
         return [-(-end // self.keys) for end in ends]
 
     def splits(self, counts: Sequence[int], keys: Sequence[int]) -> list[int]:
-        """Of each span's keys, as many tiles: many tiles keep a device busy by themselves."""
+        """Return the number of splits of each span's keys, in proportion to its tiles of keys.
+
+        Many tiles of queries keep a device busy by themselves, and then have one split each.
+
+        Args:
+            keys: number of key tiles of each span.
+        """
         walks = sum(tiles * count for tiles, count in zip(self._tiles(counts), keys, strict=True))
         return [min(count, max(1, _splits() * count // walks)) for count in keys]
 
     def jobs(self, counts: Sequence[int]) -> int:
-        """Programs of a KV head, some of which may have nothing to do.
+        """Return the number of programs per KV head, some of which may be idle.
 
-        However long the sequences are, so that a captured launch serves all of them.
+        The number does not depend on the lengths of the sequences, so that a captured launch serves
+        all of them.
         """
         tiles = sum(self._tiles(counts))
         if len(counts) == 1:
             return tiles * max(1, _splits() // tiles)
-        # spans with more than one split have `_splits()` jobs together, and others one for a tile
+        # spans with several splits have `_splits()` jobs in all, and other spans one job per tile
         return tiles + _splits() - 1
 
     def most_jobs(self, rows: int) -> int:
-        """Of any call of up to `rows` tokens."""
+        """Return the largest number of programs per KV head in a call of up to `rows` tokens."""
         return rows * -(-self.group // 16) + _splits() - 1
 
     def plan(self, counts: Sequence[int], keys: Sequence[int]) -> Plan:
-        """The work for spans of so many tokens and tiles of keys."""
+        """Plan the work for spans with `counts` tokens and `keys` tiles of keys."""
         tokens, parts = np.array(counts), np.array(self.splits(counts, keys))
         programs = np.array(self._tiles(counts)) * parts
         first, base, first_program = (

@@ -1,4 +1,4 @@
-"""Chunk attention in C++ (`cpu.h`), on blocks of every format."""
+"""Attention of a chunk in C++ (`cpu.h`), on KV blocks of every format."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from edgellm.kernels.native import KV, address
 
 
 class _Call(ctypes.Structure):
-    """Arguments of one call; the same fields, in the same order, as in call.h."""
+    """Arguments of one call of attention; the fields are those of call.h, in their order."""
 
     _fields_ = [
         ("kv", KV),
@@ -38,7 +38,14 @@ def attend(
     softcap: float | None = None,
     threads: int = 1,
 ) -> NDArray[np.float32]:
-    """See `attend` in `__init__.py`; `library` holds the compiled kernels."""
+    """Attend over the KV blocks of a sequence; see `attend` in `__init__.py`.
+
+    Args:
+        library: the compiled kernels.
+
+    Raises:
+        ValueError: heads, layer, queries or block table do not fit the pool.
+    """
     tokens, heads, _ = q.shape
     if heads % blocks.kv_heads or not 0 <= layer < blocks.layers:
         raise ValueError(

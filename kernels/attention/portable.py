@@ -1,4 +1,4 @@
-"""Chunk attention in numpy: gather the blocks, two batched matrix products, one softmax."""
+"""Attention of a chunk in numpy: gathered KV blocks, two batched matrix products, one softmax."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from numpy.typing import NDArray
 from edgellm.kernels import hadamard
 from edgellm.kernels.kv_blocks import BLOCK, SCALED, SPREAD_VALUES, BlockTable, KVBlocks
 
-# Scores are made for as many KV heads at a time as fit: past a few tens of MB the softmax passes
-# leave the last-level cache, and the buffer would count against a small machine's memory.
+# Buffer of scores, computed for as many KV heads at a time as fit. Beyond a few tens of MB the
+# softmax passes leave the last-level cache, and the buffer counts in a small machine's memory.
 _SCORE_BYTES = 32 << 20
 
 
@@ -24,8 +24,8 @@ def attend(
     scale: float | None = None,
     softcap: float | None = None,
 ) -> NDArray[np.float32]:
-    """See `attend` in `__init__.py`."""
-    if window is not None:  # what is before it may be any block, and need not be read
+    """Attend over the KV blocks of a sequence; see `attend` in `__init__.py`."""
+    if window is not None:  # ids of blocks before the window are arbitrary, so skip them
         skipped = max(0, start + 1 - window) // BLOCK
         table, start = table[skipped:], start - skipped * BLOCK
     tokens, heads, head_dim = q.shape
@@ -68,7 +68,7 @@ def _scales(
     heads: slice,
     length: int,
 ) -> NDArray[np.float32] | None:
-    """A sequence's scales `[h, length]`, if the format has any."""
+    """Gather a sequence's scales `[h, length]`; None if the format has no scales."""
     if scales is None:
         return None
     ids = np.asarray(table[: -(-length // BLOCK)], np.intp)

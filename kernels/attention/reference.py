@@ -1,4 +1,4 @@
-"""Attention written out: one query and head at a time over dense K and V, in float64."""
+"""Reference attention: one query and head at a time over dense K and V, in float64."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ def attend(
     scale: float | None = None,
     softcap: float | None = None,
 ) -> NDArray[np.float64]:
-    """Softmax(scale q k^T) v, where query `c` sees the keys up to position `start + c`.
+    """Compute softmax(scale q k^T) v, where query `c` sees the keys up to position `start + c`.
 
     Args:
         q: queries `[C, H, D]` at positions `start ..`.
         k, v: keys and values `[start + C, Hkv, D]`; head `h` reads KV head `h // (H / Hkv)`.
-        window: a query sees its own and the `window - 1` positions before it, or all if None.
-        scale: of the scores; None is `D ** -0.5`.
-        softcap: scores `s` become `softcap * tanh(s / softcap)`, if any.
+        window: number of positions that a query sees, its own included; None: all positions.
+        scale: factor of the scores; None is `D ** -0.5`.
+        softcap: soft cap, if any: scores `s` become `softcap * tanh(s / softcap)`.
 
     Returns:
         `[C, H, D]` float64.

@@ -1,1 +1,1 @@
-"""The parts that Triton kernels share: the device, and the KV cache in its memory."""
+"""Common parts of Triton kernels, such as the device, and the KV cache in its memory."""

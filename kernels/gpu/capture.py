@@ -1,4 +1,4 @@
-"""Launches that are the same every time, without the time that it takes to launch them."""
+"""Repeated kernel launches as CUDA graphs, which save the time of launching."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ import torch
 
 
 class Captured:
-    """A function that queues work on a device, kept as a CUDA graph from its first call on.
+    """Function that queues work on a device, captured as a CUDA graph in its first call.
 
-    It must always do the same with the same memory; what differs stands in that memory. Without a
-    device, where kernels are interpreted, it is called every time.
+    The function must always do the same with the same memory, and read all differences from that
+    memory. Without a device, where kernels are interpreted, it is called every time.
     """
 
     def __init__(self, launch: Callable[[], None], device: str) -> None:

@@ -1,9 +1,9 @@
-"""Compile every Triton kernel ahead of time, without a device, and report what it takes.
+"""Report of the registers and memory of every Triton kernel, compiled without a device.
 
     python -m edgellm.kernels.gpu.compile_report [--models NAME,...] [--kinds int5_k] [sm_80 ...]
 
-The launchers themselves run, on small models in the shapes of real ones, and what they would launch
-is compiled; so there is no second list of kernels and settings that could be wrong.
+The launchers themselves run, on small models with the shapes of real ones, and their launches are
+recorded and compiled. So there is no second list of kernels and settings that could be wrong.
 """
 
 from __future__ import annotations
@@ -56,12 +56,14 @@ _WARPS = 4
 
 @dataclass(frozen=True)
 class Shape:
-    """Sizes of a layer, and the parts that it has and Llama's has not; see `LayerWeights`.
+    """Sizes of a layer, and its parts beyond those of Llama; see `LayerWeights`.
 
     Attributes:
-        post_norms: norms of what is added to the residual.
-        layer_norm: layer norms in place of RMS norms.
-        head_norms: of Q and K, in the order of `DeviceNorms`.
+        post_norms: whether outputs of attention and MLP are normed before they are added.
+        layer_norm: whether layer norms take the place of RMS norms.
+        head_norms: order of the norms of Q and K, as in `DeviceNorms`; None: no such norms.
+        gated: whether the MLP has a gate.
+        biases: whether linear layers have biases.
         softcap: whether scores and logits are capped.
     """
 
@@ -79,7 +81,7 @@ class Shape:
     softcap: bool = False
 
     def fits(self, kind: Kind) -> bool:
-        """Whether weights of these shapes can be of the kind."""
+        """Whether weights of these shapes can be quantized in the kind."""
         inputs = self.hidden, self.intermediate, self.heads * self.head_dim
         return not any(size % kind.inputs_multiple for size in inputs)
 
@@ -104,7 +106,7 @@ SHAPES = {
 
 @dataclass(frozen=True)
 class Launch:
-    """A kernel and all that its machine code depends on."""
+    """Kernel, and everything that its machine code depends on."""
 
     kernel: JITFunction[Any]
     signature: tuple[tuple[str, str], ...]
@@ -126,7 +128,13 @@ class Launch:
 
 @dataclass(frozen=True)
 class Usage:
-    """Registers of a thread, bytes that did not fit into them, and shared memory of a program."""
+    """Resources of a compiled kernel.
+
+    Attributes:
+        registers: registers of a thread.
+        spilled: bytes of a thread that did not fit into registers.
+        shared: bytes of shared memory of a program.
+    """
 
     registers: int
     spilled: int
@@ -134,10 +142,10 @@ class Usage:
 
 
 def launches(shape: Shape, format: KVFormat, kinds: Sequence[Kind]) -> list[Launch]:
-    """Everything that a step of one token, some tokens, a prompt and sequences launches, once each.
+    """Record the launches of steps of one token, some tokens, a prompt and sequences, once each.
 
     Args:
-        kinds: of weights, which take turns in the layers.
+        kinds: kinds of weights, which take turns in the layers.
     """
     step = _step(shape, format, kinds)
     with _recorded() as recorded:
@@ -152,7 +160,7 @@ def _span(count: int) -> StepSpan:
 
 
 def compile_for(launch: Launch, target: str) -> Usage:
-    """Machine code for a target such as `sm_90`, and what it uses."""
+    """Compile a launch for a target such as `sm_90`, and return its use of resources."""
     constants = dict(launch.constants)
     signature = {name: dict(launch.signature).get(name, "constexpr") for name in _names(launch)}
     attributes = {(index,): [["tt.divisibility", 16]] for index in launch.aligned}
@@ -195,7 +203,7 @@ def main(*, models: str, formats: str, kinds: str, targets: Sequence[str]) -> No
 
 @cache
 def _all_launches(model: str, formats: str, kinds: str) -> list[Launch]:
-    """Launches of all formats, each once; always in the same order."""
+    """Return the launches of all formats, each once, always in the same order."""
     shape = SHAPES[model]
     fitting = [KINDS[name] for name in kinds.split(",") if shape.fits(KINDS[name])]
     return _once(
@@ -218,7 +226,7 @@ def _compile_task(task: tuple[str, int, str], *, formats: str, kinds: str) -> Us
 
 @contextmanager
 def _recorded() -> Iterator[list[Launch]]:
-    """Launches go into the list instead of to a device."""
+    """Record launches in the yielded list instead of running them."""
     recorded: list[Launch] = []
 
     def record(kernel: JITFunction[Any], *args: Any, **options: Any) -> None:
@@ -258,7 +266,7 @@ def _names(launch: Launch) -> Sequence[str]:
 
 
 def _usage(cubin: bytes, shared: int) -> Usage:
-    """What NVIDIA's own tool, which Triton brings along, says of a kernel."""
+    """Return a kernel's use of resources, by NVIDIA's own tool, which Triton brings along."""
     tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)

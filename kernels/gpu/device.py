@@ -1,4 +1,4 @@
-"""The device that Triton kernels run on, and why there is none. Imports torch and triton late."""
+"""The device for Triton kernels, or the reason why there is none. Imports torch and triton late."""
 
 from __future__ import annotations
 
@@ -15,17 +15,18 @@ from edgellm.errors import ProviderError
 if TYPE_CHECKING:
     import torch
 
-# Tensor cores take halves from Turing on; compiled and checked from Ampere on.
+# Oldest compute capability (Ampere) that kernels are compiled and checked for. Tensor cores take
+# halves from Turing on.
 OLDEST = (8, 0)
 
 
 def interpreted() -> bool:
-    """Triton's own switch: kernels run in numpy, on the CPU, for tests."""
+    """Whether Triton interprets kernels in numpy on the CPU, for tests (its own switch)."""
     return os.environ.get("TRITON_INTERPRET") == "1"
 
 
 def why_not() -> str | None:
-    """Why Triton kernels cannot run here, or None if they can. Does not import torch."""
+    """Return the reason why Triton kernels cannot run here, or None. Does not import torch."""
     missing = [name for name in ("torch", "triton") if importlib.util.find_spec(name) is None]
     if missing:
         return f"{' and '.join(missing)} not installed; pip install {' '.join(missing)}"
@@ -48,10 +49,10 @@ def why_not() -> str | None:
 
 
 def require() -> str:
-    """The torch device for Triton kernels.
+    """Return the torch device for Triton kernels.
 
     Raises:
-        ProviderError: there is none, with the reason.
+        ProviderError: there is no device; the message says why.
     """
     reason = why_not()
     if reason is not None:
@@ -66,7 +67,7 @@ def require() -> str:
 
 
 def device_name() -> str:
-    """The device that kernels run on, in words."""
+    """Return the name of the device that kernels run on."""
     if interpreted():
         return "this CPU, interpreted: for tests, not for speed"
     import torch
@@ -75,7 +76,7 @@ def device_name() -> str:
 
 
 def free_bytes(device: str) -> int | None:
-    """Free memory of the device; None for the interpreter, which uses the host's."""
+    """Return the free memory of the device; None for the interpreter, which uses the host's."""
     if device == "cpu":
         return None
     import torch
@@ -84,14 +85,14 @@ def free_bytes(device: str) -> int | None:
 
 
 def on_device(array: NDArray[Any], device: str) -> torch.Tensor:
-    """A copy of an array in device memory."""
+    """Copy an array to device memory."""
     import torch
 
     return torch.from_numpy(np.array(array)).to(device)
 
 
 def aligned(count: int) -> int:
-    """The next power of two, which is what a tile's sides are."""
+    """Round a number up to a power of two, as the sides of tiles are."""
     return 1 << (count - 1).bit_length()
 
 

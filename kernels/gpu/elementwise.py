@@ -1,6 +1,6 @@
-"""Functions of single numbers inside Triton kernels.
+"""Elementwise functions inside Triton kernels.
 
-All of them come down to one exponential, whose overflow yields the right limit.
+Each function is computed with one exponential, whose overflow yields the right limit.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ Activation = Literal["silu", "gelu_tanh"]
 
 @triton.jit
 def activated(x: tl.tensor, ACTIVATION: tl.constexpr) -> tl.tensor:
-    """An `Activation` of x; x itself for None.
+    """Apply an `Activation` to x; None returns x itself.
 
     GELU (arXiv:1606.08415, section 2) is 0.5 x (1 + tanh u) = x / (1 + exp(-2 u)).
     """
@@ -30,5 +30,5 @@ def activated(x: tl.tensor, ACTIVATION: tl.constexpr) -> tl.tensor:
 
 @triton.jit
 def soft_capped(x: tl.tensor, cap: tl.tensor) -> tl.tensor:
-    """cap * tanh(x / cap), off by at most 1e-7 cap."""
+    """Return cap * tanh(x / cap), with an error of at most 1e-7 cap."""
     return cap - 2.0 * cap / (1.0 + tl.exp(2.0 * x / cap))

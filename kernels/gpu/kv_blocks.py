@@ -21,12 +21,12 @@ _DTYPES: dict[KVFormat, torch.dtype] = {
 
 @dataclass(frozen=True)
 class DeviceBlocks:
-    """The twin of a pool, with arrays of the same shapes.
+    """Copy of a pool's blocks in device memory, with arrays of the same shapes.
 
     Attributes:
-        k_scale, v_scale: `k` for float formats, which have none, so that kernels have something to
-            point at.
-        key_offset: a copy of the host's, if there is one.
+        host: the pool on the host.
+        k_scale, v_scale: scales; float formats have `k` here, because kernels need a pointer.
+        key_offset: copy of the host's key offset, if there is one.
     """
 
     host: KVBlocks
@@ -38,7 +38,7 @@ class DeviceBlocks:
 
     @classmethod
     def like(cls, host: KVBlocks, device: str) -> DeviceBlocks:
-        """As many blocks as the host has, with undefined contents."""
+        """Allocate as many blocks as the host's pool has, with undefined contents."""
         dtype = _DTYPES[host.format]
         k, v = (torch.empty(a.shape, dtype=dtype, device=device) for a in (host.k, host.v))
         offset = None if host.key_offset is None else torch.tensor(host.key_offset, device=device)
@@ -56,7 +56,7 @@ class DeviceBlocks:
 
     @property
     def row(self) -> int:
-        """Elements that a head's row takes."""
+        """Number of elements in a row of a KV head."""
         return row_elements(self.host.format, self.host.head_dim)
 
     def fetch(self, ids: Sequence[int]) -> None:

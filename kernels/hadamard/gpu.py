@@ -8,10 +8,10 @@ import triton.language as tl
 
 @triton.jit
 def spread(x: tl.tensor, SIZE: tl.constexpr) -> tl.tensor:
-    """The transform of each SIZE neighbours of `[WIDTH]` (Sylvester's order), powers of two.
+    """Transform each run of SIZE numbers in `[WIDTH]` (Sylvester's order); both are powers of two.
 
-    Sums and differences at distances 1, 2, 4 ...: about a hundred instructions for 128 numbers,
-    where a product with the matrix has thousands, and takes all registers from 256 on.
+    Sums and differences at distances 1, 2, 4 ... take about a hundred instructions for 128 numbers.
+    A product with the matrix takes thousands, and all registers from 256 numbers on.
     """
     WIDTH: tl.constexpr = x.shape[0]
     for level in tl.static_range(16):

@@ -1,4 +1,4 @@
-"""Rotate, quantize and write the K and V rows of a chunk into a sequence's blocks."""
+"""KV append: norms, RoPE, quantization and writing of a chunk's K and V to a sequence's blocks."""
 
 from __future__ import annotations
 
@@ -26,18 +26,18 @@ def append_rotated(
     norms: HeadNorms | None = None,
     threads: int = 1,
 ) -> NDArray[np.float32]:
-    """Normalize Q and K and apply RoPE, write K and V at positions `start ..`, and give Q back.
+    """Normalize Q and K, apply RoPE, write K and V at positions `start ..`, and return Q.
 
-    Runs in C++ where that was built, else in numpy.
+    The kernel is C++ where it was built, else numpy.
 
     Args:
-        blocks, table: the pool and the sequence's block ids.
+        blocks, table: pool, and block ids of the sequence.
         qkv: `[C, H + 2 Hkv, D]` float32: all query heads, then K, then V.
-        norms: of Q and K, if any.
-        threads: cores that the C++ version may use.
+        norms: norms of Q and K, if any.
+        threads: number of cores for the C++ kernel.
 
     Returns:
-        The rotated queries, `[C, H, D]` float32.
+        Rotated queries, `[C, H, D]` float32.
     """
     compiled = library_for(blocks)
     if compiled is None:

@@ -27,9 +27,9 @@ class DeviceNorms:
     """`HeadNorms` in device memory.
 
     Attributes:
-        weights: of Q, then of K: `[2 D]` of each head, `[(H + Hkv) D]` of all heads together.
-        order: whether each head is normalized before RoPE, all heads together before RoPE, or each
-            head after RoPE.
+        weights: weights for Q, then for K: `[2 D]` for each head, `[(H + Hkv) D]` for all together.
+        order: "each": every head by itself before RoPE; "whole": all heads together before RoPE;
+            "after_rope": every head by itself after RoPE.
     """
 
     weights: torch.Tensor
@@ -46,7 +46,10 @@ class DeviceNorms:
 
 @triton.jit
 def round_half_even(x: tl.tensor) -> tl.tensor:
-    """For |x| < 2^22: adding 1.5 * 2^23 leaves a float no bits behind the point."""
+    """Round |x| < 2^22 to the nearest integer, halves to even.
+
+    Adding 1.5 * 2^23 leaves a float no bits behind the point.
+    """
     return (x + 12582912.0) - 12582912.0
 
 
@@ -54,7 +57,7 @@ def round_half_even(x: tl.tensor) -> tl.tensor:
 def biased(
     row_ptr: tl.tensor, bias_ptr: tl.tensor, at: tl.tensor, there: tl.tensor, BIAS: tl.constexpr
 ) -> tl.tensor:
-    """Elements `at` of a row and its bias, zeros where not `there`."""
+    """Load elements `at` of a row, plus its bias if any; 0 where the mask `there` is false."""
     x = tl.load(row_ptr + at, mask=there, other=0.0)
     if BIAS:
         x += tl.load(bias_ptr + at, mask=there, other=0.0)
@@ -70,7 +73,7 @@ def inverse_rms(
     BIAS: tl.constexpr,
     SPAN: tl.constexpr,
 ) -> tl.tensor:
-    """What an RMS norm multiplies `size` numbers by, read SPAN at a time."""
+    """Return the factor of an RMS norm for `size` numbers, which are read SPAN at a time."""
     squares = tl.zeros([SPAN], tl.float32)
     for first in range(0, size, SPAN):
         k = first + tl.arange(0, SPAN)
@@ -94,11 +97,12 @@ def rotated(
     BIAS: tl.constexpr,
     NORMED: tl.constexpr,
 ) -> tl.tensor:
-    """Elements `d` of a head's row after RoPE; `cos` and `sin` are those of its position.
+    """Return elements `d` of a head's row after RoPE; `cos` and `sin` belong to its position.
 
     Args:
-        factor: what the norm before RoPE multiplies the row by, besides its weights.
-        normed: elements that it has weights for, from the first on; where NORMED.
+        half: number of pairs that RoPE turns; 0 for values.
+        factor: factor of the norm before RoPE, besides its weights.
+        normed: number of elements with norm weights, from the first on; only where NORMED.
     """
     x = biased(row_ptr, bias_ptr, d, inside, BIAS)
     turns = inside & (d < 2 * half)
@@ -147,9 +151,10 @@ def append_kernel(
     OFFSET: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
-    """The grid counts tokens, then heads: those of Q, of K, of V. WIDTH is a power of two.
+    """Normalize and rotate one head of a token; store queries, or write K or V to its block.
 
-    NORM is the order of `DeviceNorms`, or None.
+    The grid counts tokens, then heads of Q, K and V. WIDTH is HEAD_DIM rounded up to a power
+    of two. NORM is the order of `DeviceNorms`, or None.
     """
     token, head = tl.program_id(0), tl.program_id(1)
     place_ptr += token * place_stride
@@ -167,7 +172,7 @@ def append_kernel(
     factor = 1.0
     if NORM == "whole":
         norm_ptr += head * HEAD_DIM
-        # a program for each head adds up all of them: what they share is in the cache
+        # the program of each head reads all heads, which lie in the processor's cache
         first_head = tl.where(is_query, 0, heads)
         size = tl.where(is_query, heads, kv_heads) * HEAD_DIM
         all_ptr = row_ptr + (first_head - head) * HEAD_DIM
@@ -259,12 +264,12 @@ def append_rotated(
 
     Args:
         tables: block ids of each sequence `[S, blocks]` int64, read on the device like `rows`.
-        rows: `[C, 2 or more]` int32; of each token its position and the number of its table.
+        rows: `[C, 2 or more]` int32: position of each token, and index of its block table.
         qkv: `[C, H + 2 Hkv, D]` float32.
-        cos, sin: `[positions, half]` float32.
-        q: `[C, H, D]` float32; for int8 and int4 blocks after the Hadamard transform.
-        bias: added to `qkv` before that, `[H + 2 Hkv, D]` float32, if anything.
-        norms: of Q and K, if any.
+        cos, sin: RoPE table, `[positions, half]` float32.
+        q: output `[C, H, D]` float32; for int8 and int4 blocks after the Hadamard transform.
+        bias: biases of Q, K and V, added before norms, `[H + 2 Hkv, D]` float32, or None.
+        norms: norms of Q and K, if any.
     """
     host, head_dim = blocks.host, blocks.host.head_dim
     tokens, heads = qkv.shape[0], qkv.shape[1] - 2 * host.kv_heads
@@ -303,6 +308,6 @@ def append_rotated(
 
 
 def hadamard_size(blocks: DeviceBlocks, formats: Sequence[str]) -> int:
-    """Of the transform before rounding; 0 for blocks of none of `formats`."""
+    """Return the size of the Hadamard transform before rounding; 0 if no format is the blocks'."""
     head_dim = blocks.host.head_dim
     return power_of_two_factor(head_dim, limit=head_dim) if blocks.format in formats else 0

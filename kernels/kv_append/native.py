@@ -1,4 +1,4 @@
-"""RoPE, quantization and append in C++ (`cpu.h`), on blocks of every format."""
+"""Head norms, RoPE, quantization and KV append in C++ (`cpu.h`), on blocks of every format."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from edgellm.kernels.rope import RopeTable
 
 
 class NormPointers(ctypes.Structure):
-    """HeadNorms; the same fields, in the same order, as in call.h."""
+    """HeadNorms for C++; the fields are those of call.h, in their order."""
 
     _fields_ = [
         ("q", ctypes.c_void_p),
@@ -27,7 +27,7 @@ class NormPointers(ctypes.Structure):
 
     @classmethod
     def of(cls, norms: HeadNorms | None, head_dim: int) -> NormPointers:
-        """Points at the weights, which must outlive it; null pointers for none."""
+        """Point at the weights, which must outlive the structure; null pointers for no norms."""
         if norms is None:
             return cls()
         whole = norms.whole(head_dim)
@@ -35,7 +35,7 @@ class NormPointers(ctypes.Structure):
 
 
 class _Call(ctypes.Structure):
-    """Arguments of one call; the same fields, in the same order, as in call.h."""
+    """Arguments of one call of KV append; the fields are those of call.h, in their order."""
 
     _fields_ = [
         ("kv", KV),
@@ -59,7 +59,14 @@ def append_rotated(
     norms: HeadNorms | None = None,
     threads: int = 1,
 ) -> NDArray[np.float32]:
-    """See `append_rotated` in `__init__.py`; `library` holds the compiled kernels."""
+    """Append a chunk's K and V to the KV cache; see `append_rotated` in `__init__.py`.
+
+    Args:
+        library: the compiled kernels.
+
+    Raises:
+        ValueError: rows, layer, norms, block table or RoPE table do not fit.
+    """
     tokens, rows, head_dim = qkv.shape
     heads = rows - 2 * blocks.kv_heads
     if heads < 0 or not 0 <= layer < blocks.layers:

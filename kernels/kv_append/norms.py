@@ -10,13 +10,13 @@ from numpy.typing import NDArray
 
 @dataclass(frozen=True, kw_only=True)
 class HeadNorms:
-    """Norms of Q and K between their projection and the cache.
+    """RMS norms of Q and K between their projection and the KV cache.
 
     Attributes:
-        q, k: weights float32, `[D]` of each head by itself, or `[H*D]` and `[Hkv*D]` of all heads
+        q, k: weights float32, `[D]` for each head by itself, or `[H*D]` and `[Hkv*D]` for all heads
             together.
-        epsilon: added to the mean square.
-        after_rope: whether they come after RoPE; of each head by itself only.
+        epsilon: number added to the mean square.
+        after_rope: whether the norms come after RoPE; only for each head by itself.
     """
 
     q: NDArray[np.float32]
@@ -32,7 +32,7 @@ class HeadNorms:
         """Refuse weights that do not fit the heads.
 
         Raises:
-            ValueError: names what is needed.
+            ValueError: a shape or dtype differs, or all heads together would be normed after RoPE.
         """
         each, whole = ((head_dim,),) * 2, ((heads * head_dim,), (kv_heads * head_dim,))
         shapes = self.q.shape, self.k.shape

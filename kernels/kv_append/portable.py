@@ -1,4 +1,4 @@
-"""KV append in numpy."""
+"""Head norms, RoPE, quantization and KV append in numpy."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def append_rotated(
     *,
     norms: HeadNorms | None = None,
 ) -> NDArray[np.float32]:
-    """See `append_rotated` in `__init__.py`."""
+    """Append a chunk's K and V to the KV cache; see `append_rotated` in `__init__.py`."""
     kv_heads = blocks.kv_heads
     heads = qkv.shape[1] - 2 * kv_heads
     q, k, v = np.split(qkv, (heads, heads + kv_heads), axis=1)
@@ -62,7 +62,7 @@ def append_rotated(
 def normalized(
     x: NDArray[np.float32], weight: NDArray[np.float32], epsilon: float
 ) -> NDArray[np.float32]:
-    """RMS norm of heads `[C, H, D]`: of each with a weight `[D]`, or of all with one `[H*D]`."""
+    """Apply an RMS norm to heads `[C, H, D]`: to each by a weight `[D]`, or to all by `[H*D]`."""
     tokens, heads, head_dim = x.shape
     rows = x if len(weight) == head_dim else x.reshape(tokens, 1, heads * head_dim)
     squares = np.square(rows).mean(axis=-1, keepdims=True)
@@ -73,7 +73,11 @@ def normalized(
 def stored(
     blocks: KVBlocks, values: NDArray[np.float32], *, key: bool
 ) -> tuple[NDArray[Any], NDArray[np.float32] | None]:
-    """Rows `[C, Hkv, D]` as codes or floats, and their scales `[C, Hkv]`, if any."""
+    """Return rows `[C, Hkv, D]` as stored codes or floats, and their scales `[C, Hkv]`, if any.
+
+    Args:
+        key: whether the rows are keys, not values.
+    """
     if blocks.k_scale is None:
         return values.astype(blocks.k.dtype), None
     if key or blocks.format in SPREAD_VALUES:

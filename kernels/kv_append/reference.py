@@ -1,4 +1,4 @@
-"""What a row looks like after the cache: one token and KV head at a time, in float64."""
+"""Reference of the rounding in the KV cache: one token and KV head at a time, in float64."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from edgellm.kernels.kv_blocks import SCALED, SPREAD_VALUES, KVFormat
 
 
 def quantize_row(row: NDArray[np.floating]) -> tuple[NDArray[np.int8], np.float32]:
-    """`[D]` to int8 codes and their scale; an all-zero row has scale 0."""
+    """Quantize a row `[D]` to int8 codes and their scale; an all-zero row has scale 0."""
     scale = np.float32(np.max(np.abs(row)) / 127)
     if scale == 0:
         return np.zeros(row.shape, np.int8), scale
@@ -18,7 +18,7 @@ def quantize_row(row: NDArray[np.floating]) -> tuple[NDArray[np.int8], np.float3
 
 
 def quantize_row4(row: NDArray[np.floating]) -> tuple[NDArray[np.int8], np.float32]:
-    """`[D]`, already transformed, to odd numbers -15 .. 15 and their scale."""
+    """Quantize a row `[D]`, already transformed, to odd numbers -15 .. 15 and their scale."""
     scale = np.float32(np.max(np.abs(row)) / 16)
     if scale == 0:
         return np.ones(row.shape, np.int8), scale
@@ -33,7 +33,12 @@ def round_trip(
     key: bool,
     offset: NDArray[np.floating] | None = None,
 ) -> NDArray[np.float64]:
-    """`[C, Hkv, D]` as attention will read it back, the offset `[Hkv, D]` put back as well."""
+    """Return rows `[C, Hkv, D]` as attention reads them back from the KV cache.
+
+    Args:
+        key: whether the rows are keys, not values.
+        offset: key offset `[Hkv, D]`, subtracted before rounding and added back.
+    """
     if offset is not None:
         return round_trip(rows.astype(np.float64) - offset, format, key=key) + offset
     if format not in SCALED:

@@ -1,4 +1,4 @@
-"""KV shift in numpy: seldom, and then all layers of half a context."""
+"""KV shift in numpy, since it is rare: it moves all layers of half a context at once."""
 
 from __future__ import annotations
 
@@ -25,9 +25,10 @@ def move(
     """Write `count` tokens from position `start` of a sequence into rows `row ..` of a block.
 
     Args:
-        blocks, table: the pool and the sequence's block ids.
-        target: id of the block, none of those that are read.
-        distance: positions that the tokens move up.
+        blocks, table: pool, and block ids of the sequence.
+        target: id of the block to write, which is not among the blocks to read.
+        row: first row to write in the block.
+        distance: number of positions that the tokens move towards the start.
         inv_freq: RoPE's frequencies in each layer, in radians per position.
     """
     ids = table[start // BLOCK : -(-(start + count) // BLOCK)]
@@ -53,9 +54,9 @@ def move(
 
 
 def _turn(inv_freq: Sequence[float], distance: int, count: int) -> rope.RopeTable:
-    """Back by `distance`, the same for each of `count` tokens.
+    """Return a RoPE table that turns each of `count` tokens back by `distance` positions.
 
-    Without RoPE's magnitude, which keys have in them already.
+    The table has no magnitude, because keys already contain RoPE's.
     """
     angle = -distance * np.asarray(inv_freq, np.float64)
     return rope.RopeTable(

@@ -1,4 +1,4 @@
-"""KV shift written out: one token and one head at a time, in float64."""
+"""Reference of the KV shift: one token and one head at a time, in float64."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from edgellm.kernels.rope import reference as rope
 def move(
     k: NDArray[np.floating], distance: int, inv_freq: Sequence[float]
 ) -> NDArray[np.float64]:  # [C, Hkv, D] -> [C, Hkv, D]
-    """Keys after RoPE as they would be `distance` positions earlier."""
+    """Turn keys after RoPE to the keys of the same tokens `distance` positions earlier."""
     out = np.empty(k.shape, np.float64)
     for token in range(k.shape[0]):
         out[token] = rope.apply(k[token : token + 1], inv_freq, -distance)[0]

@@ -27,8 +27,8 @@ class DevicePackedWeights:
 
     Attributes:
         data: bytes as in `PackedWeights`.
-        table: what codes stand for, `[16]` float32; `data` for kinds without, so that kernels have
-            something to point at.
+        table: values of the codes, `[16]` float32; kinds without a table have `data` here, because
+            kernels need a pointer.
     """
 
     data: torch.Tensor
@@ -43,7 +43,7 @@ class DevicePackedWeights:
 
     @classmethod
     def stacked(cls, parts: Sequence[PackedWeights], device: str) -> DevicePackedWeights:
-        """Weights that `stackable` lets through on top of each other, as one."""
+        """Join weights that are `stackable` to one weight with the outputs of all."""
         first = parts[0]
         array = first.data if len(parts) == 1 else np.concatenate([part.data for part in parts])
         data = on_device(array, device)
@@ -55,14 +55,14 @@ class DevicePackedWeights:
 
 
 def stackable(upper: PackedWeights, lower: PackedWeights) -> bool:
-    """Whether the panels of one weight can follow those of another as if they were one weight's."""
+    """Whether the panels of two weights can lie one behind the other as those of one weight."""
     same = (upper.kind, upper.inputs) == (lower.kind, lower.inputs)
     return same and upper.outputs % PANEL == 0
 
 
 @dataclass(frozen=True)
 class Peaks:
-    """Maxima of each panel's outputs y, and sums of exp(y - largest); `[panels]` both."""
+    """Maximum of each panel's outputs y, and sum of exp(y - largest); both `[panels]`."""
 
     largest: torch.Tensor
     share: torch.Tensor
@@ -70,14 +70,14 @@ class Peaks:
 
 @dataclass(frozen=True)
 class Rows:
-    """Room for rows as halves `[M, K]` and their scales `[M]`."""
+    """Buffers for rows as halves `[M, K]`, and for their scales `[M]`."""
 
     halves: torch.Tensor
     scale: torch.Tensor
 
 
 def panels_per_program(panels: int) -> int:
-    """How many panels a program takes: one on a device, whose memory needs hundreds of programs."""
+    """Return the panels per program: one on a device, whose memory needs hundreds of programs."""
     return min(_INTERPRETED_PANELS, triton.next_power_of_2(panels)) if interpreted() else 1
 
 
@@ -97,21 +97,21 @@ def linear(
     add: bool = False,
     peaks: Peaks | None = None,
 ) -> None:
-    """y = activation(f(x) W^T + bias) for rows `x` `[M, K]` float32 and `y` `[M, N]` float32.
+    """Compute y = activation(f(x) W^T + bias) for float32 rows `x` `[M, K]` and `y` `[M, N]`.
 
-    `y` may be some columns of a wider array.
+    f is the norm, if any. `y` may be some columns of a wider array.
 
     Args:
-        rows: room for `x` as halves, where M is more than 1.
-        norm: weights `[K]` of an RMSNorm of each row before the product.
+        rows: buffers for `x` as halves, used where M is more than 1.
+        norm: weights `[K]` of an RMSNorm f of each row before the product.
         bias, up_bias: `[N]` float32, if any.
-        up: a second weight: what comes from the first is multiplied by f(x) up^T + up_bias.
-        softcap: outputs `y` become `softcap * tanh(y / softcap)`, if any.
-        add: to what is in `y`.
-        peaks: filled for one row.
+        up: second weight of a gated MLP: the activation is multiplied by f(x) up^T + up_bias.
+        softcap: soft cap, if any: outputs `y` become `softcap * tanh(y / softcap)`.
+        add: whether to add the result to `y`.
+        peaks: maxima of the outputs, filled only for M = 1.
 
     Raises:
-        ValueError: rows of another width, or a second weight of another shape.
+        ValueError: the rows have another width, or the second weight has another shape.
     """
     second = weight if up is None else up
     if x.shape[1] != weight.inputs:
@@ -189,14 +189,17 @@ def linear(
 
 
 def _groups(kind: Kind) -> int:
-    """Groups in one go of a vector product: as many as leave registers for four programs a core."""
+    """Return the groups in one step of a vector product.
+
+    The number leaves registers for four programs per core.
+    """
     return 32 if kind.bits == 4 else 16
 
 
 def embed(
     weight: DevicePackedWeights, tokens: torch.Tensor, x: torch.Tensor, *, scale: float = 1.0
 ) -> None:
-    """Rows `tokens` `[M]` of a weight, times `scale`, into `x` `[M, K]` float32."""
+    """Write rows `tokens` `[M]` of a weight, times `scale`, into `x` `[M, K]` float32."""
     block = min(1024, triton.next_power_of_2(weight.inputs))
     embed_kernel[(x.shape[0], triton.cdiv(weight.inputs, block))](
         tokens, weight.data, weight.table, x, weight.inputs, scale, KIND=weight.kind, BLOCK=block

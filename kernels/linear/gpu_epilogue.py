@@ -1,4 +1,4 @@
-"""What becomes of sums before they are stored, in Triton, for one row and for some."""
+"""Epilogue of linear layers in Triton: bias, activation, gate and soft cap before the store."""
 
 from __future__ import annotations
 
@@ -23,10 +23,11 @@ def epilogue(
     UP_BIAS: tl.constexpr,
     CAP: tl.constexpr,
 ) -> tl.tensor:
-    """cap(activation(y + bias) * (up + up_bias)), of all that only what the constants name.
+    """Compute cap(activation(y + bias) * (up + up_bias)), with the parts that the constants name.
 
     Args:
-        output: which of `outputs` they are, of a shape that broadcasts to that of y.
+        output: indices of the outputs y, of a shape that broadcasts to that of y.
+        outputs: number of outputs of the layer.
     """
     if BIAS:
         y += tl.load(bias_ptr + output, mask=output < outputs, other=0.0)

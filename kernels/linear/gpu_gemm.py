@@ -1,4 +1,4 @@
-"""Some rows times packed weights on tensor cores, in Triton; `gpu.py` calls it.
+"""Product of several rows and packed weights on tensor cores, in Triton; `gpu.py` calls it.
 
 Weights and activations become halves, each row of activations divided by its largest value, so that
 no half overflows.
@@ -24,7 +24,7 @@ def rows_kernel(
     NORM: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
-    """A row, normed or not, as halves between -1 and 1 and their scale; the grid counts rows."""
+    """Write a row, normed or not, as halves from -1 to 1 and their scale; the grid counts rows."""
     row = tl.program_id(0).to(tl.int64)
     squares = tl.zeros([BLOCK], tl.float32)
     largest = tl.zeros([BLOCK], tl.float32)
@@ -56,10 +56,12 @@ def high_bits(
     QUADS: tl.constexpr,
     KIND: tl.constexpr,
 ) -> tl.tensor:
-    """Bits 4 and 5 of codes of quads QUADS to QUADS + 3, 0 or 4: `[P, G, 4, 16, 4]`.
+    """Load bits 4 and 5 of the codes of quads QUADS to QUADS + 3: `[P, G, 4, 16, 4]`.
 
     Args:
-        start: of the groups, `[P, G, 1]`.
+        start: first byte of the groups, `[P, G, 1]`.
+        there: mask of the groups to load.
+        QUADS: 0 or 4.
     """
     P: tl.constexpr = start.shape[0]
     G: tl.constexpr = start.shape[1]
@@ -73,7 +75,7 @@ def high_bits(
 
 @triton.jit
 def code_values(code: tl.tensor, table_ptr: tl.tensor, KIND: tl.constexpr) -> tl.tensor:
-    """What codes of less than 8 bits stand for, before `zero` is taken away."""
+    """Return the values of codes of less than 8 bits, before `zero` is subtracted."""
     if KIND.table is None:
         values = code.to(tl.float32)
     else:
@@ -91,7 +93,7 @@ def weight_tile(
     groups: tl.tensor,
     KIND: tl.constexpr,
 ) -> tl.tensor:
-    """The weights of panels `[P]` and groups `[G]` as halves `[32 G, 16 P]`."""
+    """Load the weights of panels `[P]` and groups `[G]` as halves `[32 G, 16 P]`."""
     P: tl.constexpr = panel.shape[0]
     G: tl.constexpr = group.shape[0]
     LINES: tl.constexpr = 8 if KIND.bits == 8 else 4
@@ -166,9 +168,10 @@ def gemm_kernel(
     PANELS: tl.constexpr,
     GROUPS: tl.constexpr,
 ) -> None:
-    """ROWS rows of `rows_kernel` times 16 * PANELS outputs; the grid counts panels, then rows.
+    """Compute 16 * PANELS outputs of ROWS rows, as `rows_kernel` writes them.
 
-    Rows of y begin `y_stride` numbers after each other. See `epilogue`.
+    The grid counts panels, then rows. Rows of y are `y_stride` numbers apart. See
+    `epilogue` for the rest.
     """
     panel = tl.program_id(0) * PANELS + tl.arange(0, PANELS)
     row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)

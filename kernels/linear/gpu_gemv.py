@@ -1,6 +1,6 @@
-"""One row times packed weights, in Triton; `gpu.py` calls it.
+"""Product of a single row and packed weights, in Triton; `gpu.py` calls it.
 
-Each weight is read once, four bytes of a panel at a time. No code is turned into a float with the
+Each weight is read once, four bytes of a panel at a time. Codes become floats without the
 conversion instruction, see `code_float`. RMSNorm before the product costs nothing: the root mean
 square is a factor of the whole result, and is summed up on the way.
 """
@@ -24,7 +24,7 @@ from edgellm.kernels.linear.gpu_packed import (
 def inputs_at(
     x_ptr: tl.tensor, norm_ptr: tl.tensor, k: tl.tensor, inside: tl.tensor, NORM: tl.constexpr
 ) -> tl.tensor:
-    """Elements `k` of the row, times those of the norm."""
+    """Load elements `k` of the row, times the weights of the norm if any."""
     x = tl.load(x_ptr + k, mask=inside, other=0.0)
     if NORM:
         x *= tl.load(norm_ptr + k, mask=inside, other=0.0)
@@ -40,11 +40,13 @@ def with_high_bits(
     QUADS: tl.constexpr,
     KIND: tl.constexpr,
 ) -> tl.tensor:
-    """Words of four bytes, a code of 5 or 6 bits in each.
+    """Return words of four bytes, each byte with a whole code of 5 or 6 bits.
 
     Args:
-        words: nibbles `[P, G, 4, 16]`; those of quads QUADS to QUADS + 3, 0 or 4, are used.
-        start: of the groups in words, `[P, G, 1, 1]`.
+        words: nibbles `[P, G, 4, 16]`, of which those of quads QUADS to QUADS + 3 are used.
+        start: first word of the groups, `[P, G, 1, 1]`.
+        there: mask of the groups to load.
+        QUADS: 0 or 4.
     """
     LINE: tl.constexpr = 64 if KIND.bits == 5 else 64 + 4 * QUADS
     quad = tl.arange(0, 4)[None, None, :, None]
@@ -70,7 +72,7 @@ def table_products(
     inside: tl.tensor,
     NORM: tl.constexpr,
 ) -> tl.tensor:
-    """What the codes of words `[P, G, 4, 16]` stand for in a table times inputs, of each word."""
+    """Look the codes of words `[P, G, 4, 16]` up in a table, and sum their products per word."""
     table = tl.load(table_ptr + tl.arange(0, 16))
     total = tl.zeros(words.shape, tl.float32)
     for nibble in tl.static_range(8):
@@ -94,10 +96,10 @@ def products(
     NORM: tl.constexpr,
     KIND: tl.constexpr,
 ) -> tl.tensor:
-    """What panels `[P]` and groups `[G]` add to each output: `[P, G, L, 16]`, not yet summed.
+    """Return the summands of panels `[P]` and groups `[G]` for each output: `[P, G, L, 16]`.
 
-    The third dimension counts words of four codes: eight of them for 8 bits, else four with two
-    nibbles in a byte.
+    The third dimension counts words of four bytes: eight words for codes of 8 bits, else four
+    words with two nibbles in a byte.
     """
     P: tl.constexpr = panel.shape[0]
     G: tl.constexpr = group.shape[0]
@@ -122,7 +124,7 @@ def products(
         start, loaded = start[:, :, :, None], there[:, :, :, None]
         first = with_high_bits(words, words_ptr, start, loaded, 0, KIND)
         second = with_high_bits(words, words_ptr, start, loaded, 4, KIND)
-    # where the second quads' codes begin, and the bits of one
+    # first bit of the second quads' codes, and the mask of a code
     NIBBLE: tl.constexpr = 4 if KIND.bits == 4 else 0
     MASK: tl.constexpr = 2**KIND.bits - 1
     total = tl.zeros([P, G, L, 16], tl.float32)
@@ -131,7 +133,7 @@ def products(
     for j in tl.static_range(4):
         x = inputs_at(x_ptr, norm_ptr, first_k + j, inside, NORM)
         x_sum += x
-        # byte j, where it lies: in the lower half of a word it fits into a mantissa
+        # byte j, not shifted down: in the lower half of a word it fits into a mantissa
         bits = first >> 16 if j >= 2 else first
         code = code_float(bits & (MASK << 8 * (j % 2)))
         x *= 1.0 / (1 << 8 * (j % 2))
@@ -191,7 +193,7 @@ def gemv_kernel(
     PANELS: tl.constexpr,
     GROUPS: tl.constexpr,
 ) -> None:
-    """16 * PANELS outputs of one row; the grid counts through the panels. See `epilogue`."""
+    """Compute 16 * PANELS outputs of one row; the grid counts panels. See `epilogue`."""
     panel = tl.program_id(0) * PANELS + tl.arange(0, PANELS)
     panels = tl.cdiv(outputs, 16)
     groups = inputs // 32

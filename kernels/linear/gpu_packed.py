@@ -1,6 +1,6 @@
-"""Where the parts of panels lie in device memory, in Triton; see `packed.py`.
+"""Places of the parts of packed weights in device memory, in Triton; see `packed.py`.
 
-A kernel is compiled for a `Kind`, which it gets as a constant, and reads its attributes.
+A kernel gets a `Kind` as a constant, and is compiled for its attributes.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import triton.language as tl
 
 @triton.jit
 def code_float(code: tl.tensor) -> tl.tensor:
-    """Integers from 0 to 2^23 - 1 as floats, in the low bits of the mantissa of 2^23.
+    """Convert integers from 0 to 2^23 - 1 to floats, by way of the mantissa of 2^23.
 
     The conversion instruction runs at an eighth of the rate of an addition.
     """
@@ -20,10 +20,10 @@ def code_float(code: tl.tensor) -> tl.tensor:
 
 @triton.jit
 def looked_up(table: tl.tensor, code: tl.tensor) -> tl.tensor:
-    """Entries of a table `[16]`.
+    """Look codes up in a table `[16]`.
 
-    They come from shared memory; from global memory Triton loads them in another layout than that
-    of the codes, and changes it before and after.
+    The gather works in shared memory. From global memory Triton would load entries in another
+    layout than that of the codes, and convert it before and after.
     """
     return tl.reshape(tl.gather(table, tl.ravel(code), 0), code.shape)
 
@@ -32,7 +32,7 @@ def looked_up(table: tl.tensor, code: tl.tensor) -> tl.tensor:
 def block_start(
     panel: tl.tensor, group: tl.tensor, groups: tl.tensor, KIND: tl.constexpr, UNIT: tl.constexpr
 ) -> tl.tensor:
-    """Where the blocks of groups begin, counted in UNIT bytes; blocked kinds only."""
+    """Return the start of the blocks that groups lie in, in UNIT bytes; blocked kinds only."""
     SIZE: tl.constexpr = (KIND.block_bytes + 8 * KIND.group_bytes) // UNIT
     return (panel.to(tl.int64) * (groups // 8) + group // 8) * SIZE
 
@@ -41,7 +41,7 @@ def block_start(
 def group_start(
     panel: tl.tensor, group: tl.tensor, groups: tl.tensor, KIND: tl.constexpr, UNIT: tl.constexpr
 ) -> tl.tensor:
-    """Where groups begin, counted in UNIT bytes."""
+    """Return the start of groups of panels, in UNIT bytes."""
     SIZE: tl.constexpr = KIND.group_bytes // UNIT
     if KIND.blocked:
         start = block_start(panel, group, groups, KIND, UNIT)
@@ -62,11 +62,11 @@ def scales(
     there: tl.tensor,
     KIND: tl.constexpr,
 ) -> tl.tensor:
-    """Scales of output `lane` of panels as floats.
+    """Load the scales of output `lane` of panels as floats.
 
     Args:
-        part: of a group: 0, or 1 for the second 16 inputs where these have scales of their own.
-        there: which to load.
+        part: half of a group: 0, or 1 for the second 16 inputs of kinds with two scales a group.
+        there: mask of the scales to load.
     """
     halves_ptr = data_ptr.to(tl.pointer_type(tl.float16))
     if KIND.blocked:
@@ -91,7 +91,7 @@ def offsets(
     there: tl.tensor,
     KIND: tl.constexpr,
 ) -> tl.tensor:
-    """Offsets of output `lane` of panels as floats; affine kinds only."""
+    """Load the offsets of output `lane` of panels as floats; affine kinds only."""
     halves_ptr = data_ptr.to(tl.pointer_type(tl.float16))
     if KIND.blocked:
         byte = group_start(panel, group, groups, KIND, 1) + 64 * KIND.bits + 16 + lane
@@ -116,7 +116,7 @@ def embed_kernel(
     KIND: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
-    """Rows of a weight times `scale`; the grid counts tokens, then blocks of inputs."""
+    """Dequantize rows of a weight, times `scale`; the grid counts tokens, then blocks of inputs."""
     token = tl.load(tokens_ptr + tl.program_id(0)).to(tl.int64)
     k = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     there = k < inputs

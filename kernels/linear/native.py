@@ -14,7 +14,7 @@ from edgellm.kernels.quantized import KINDS
 
 
 class LinearLayer(ctypes.Structure):
-    """A weight as the kernels see it; the same fields, in the same order, as in call.h."""
+    """Weight of a linear layer for C++; the fields are those of call.h, in their order."""
 
     _fields_ = [
         ("packed", ctypes.c_void_p),
@@ -26,7 +26,7 @@ class LinearLayer(ctypes.Structure):
 
 
 class _Call(ctypes.Structure):
-    """Arguments of one call; the same fields, in the same order, as in call.h."""
+    """Arguments of one call of a linear layer; the fields are those of call.h, in their order."""
 
     _fields_ = [
         ("linear", LinearLayer),
@@ -38,10 +38,10 @@ class _Call(ctypes.Structure):
 
 
 def layer_of(panels: PackedWeights, *, fine: bool = False) -> LinearLayer:
-    """The structure that points at a weight, which must outlive it.
+    """Return the structure that points at a weight, which must outlive the structure.
 
     Args:
-        fine: takes activations of 16 bits.
+        fine: whether the layer takes activations of 16 bits, not 8.
     """
     kind = list(KINDS).index(panels.kind.name)
     return LinearLayer(address(panels.data), panels.outputs, panels.inputs, kind, fine)
@@ -55,9 +55,9 @@ def linear(
     fine: bool = False,
     threads: int = 1,
 ) -> NDArray[np.float32]:
-    """y = x W^T for rows `[M, K]`: `[M, N]`.
+    """Compute y = x W^T for rows `[M, K]`: `[M, N]`.
 
-    x is rounded to int8 with a scale for each 32, or to 16 bits if `fine`.
+    x is rounded to int8 with a scale for every 32 inputs, or to 16 bits if `fine`.
     """
     rows = floats(x, (len(x), panels.inputs), "x")
     out = np.empty((x.shape[0], -(-panels.outputs // PANEL) * PANEL), np.float32)

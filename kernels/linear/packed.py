@@ -1,4 +1,4 @@
-"""The layout of quantized weights that the native kernels read: panels of 16 outputs.
+"""Layout of quantized weights for the C++ and Triton kernels: panels of 16 outputs.
 
 A weight `[N, K]` is cut into runs of 16 outputs, a run into groups of 32 inputs. One 64-byte
 register holds four inputs (a quad) of all 16 outputs, and a product reads the weight from its first
@@ -43,12 +43,13 @@ Bytes = NDArray[Any]  # uint8
 
 @dataclass(frozen=True)
 class PackedWeights:
-    """A weight `[outputs, inputs]`; `data` is `[panels, inputs/32, bytes]` uint8.
+    """Weight `[outputs, inputs]` in panels.
 
-    In blocked kinds `data` is `[panels, inputs/256, bytes]`.
+    Attributes:
+        data: `[panels, inputs/32, bytes]` uint8; `[panels, inputs/256, bytes]` in blocked kinds.
 
     Raises:
-        ValueError: `data` has another shape than such a weight takes.
+        ValueError: `data` has another shape than such a weight needs.
     """
 
     data: Bytes
@@ -72,7 +73,7 @@ class PackedWeights:
 
 
 def packed_shape(outputs: int, inputs: int, kind: Kind) -> tuple[int, int, int]:
-    """The shape of `PackedWeights.data` of a weight `[outputs, inputs]`."""
+    """Return the shape of `PackedWeights.data` for a weight `[outputs, inputs]`."""
     panels = -(-outputs // PANEL)
     if kind.blocked:
         return panels, inputs // BLOCK, kind.block_bytes + _BLOCK_GROUPS * kind.group_bytes
@@ -80,7 +81,7 @@ def packed_shape(outputs: int, inputs: int, kind: Kind) -> tuple[int, int, int]:
 
 
 def pack_weight(weight: QuantizedWeight) -> PackedWeights:
-    """The same numbers in panels."""
+    """Pack a quantized weight into panels; codes and scales stay the same."""
     outputs, inputs = weight.shape
     data = np.empty(packed_shape(outputs, inputs, weight.kind), np.uint8)
     for rows in row_slices(outputs, inputs):
@@ -89,7 +90,7 @@ def pack_weight(weight: QuantizedWeight) -> PackedWeights:
 
 
 def unpack_weight(panels: PackedWeights) -> QuantizedWeight:
-    """The weight that was packed."""
+    """Return the quantized weight that was packed into panels."""
     kind, groups = panels.kind, panels.inputs // GROUP
     data = panels.data
     block = data[:, :, : kind.block_bytes]
@@ -111,7 +112,7 @@ def unpack_weight(panels: PackedWeights) -> QuantizedWeight:
 
 
 def rows_of(panels: PackedWeights, rows: Sequence[int]) -> NDArray[np.float32]:
-    """Rows of a weight as float32, `[len(rows), inputs]`.
+    """Dequantize rows of a packed weight to float32, `[len(rows), inputs]`.
 
     Raises:
         ValueError: the weight has no such row.
@@ -124,7 +125,7 @@ def rows_of(panels: PackedWeights, rows: Sequence[int]) -> NDArray[np.float32]:
 
 
 def _packed(weight: QuantizedWeight) -> Bytes:
-    """The panels of some rows."""
+    """Pack some rows of a weight into panels."""
     kind, groups = weight.kind, weight.shape[1] // GROUP
     parts = [_packed_codes(weight.codes, kind), _groups_first(weight.scale, groups)]
     if weight.offset is not None:
@@ -140,7 +141,7 @@ def _packed(weight: QuantizedWeight) -> Bytes:
 
 
 def _packed_codes(codes: Bytes, kind: Kind) -> Bytes:
-    """`[N, K]` to `[P, K/32, 64 bits]`."""
+    """Pack codes `[N, K]` into bytes `[P, K/32, 64 * bits]`, bits of a code."""
     quads = _padded(codes).reshape(-1, PANEL, codes.shape[1] // GROUP, GROUP // 4, 4)
     quads = quads.transpose(0, 2, 3, 1, 4).reshape(len(quads), -1, GROUP // 4, 64)  # [P, G, 8, 64]
     if kind.bits == 8:
@@ -157,7 +158,7 @@ def _packed_codes(codes: Bytes, kind: Kind) -> Bytes:
 
 
 def _unpacked_codes(data: Bytes, kind: Kind) -> Bytes:
-    """`[P, K/32, 64 bits]` to `[16 P, K]`."""
+    """Unpack bytes `[P, K/32, 64 * bits]` to codes `[16 P, K]`."""
     lines = data.reshape(*data.shape[:2], kind.bits, 64)
     if kind.bits == 8:
         quads = lines ^ np.uint8(128)
@@ -186,14 +187,14 @@ def _right(codes: Bytes, places: int) -> Bytes:
 
 
 def _groups_first(values: NDArray[Any], groups: int) -> Bytes:
-    """`[N, groups * s]` to the bytes `[P, groups, s * 16 * itemsize]`."""
+    """Reorder values `[N, groups * s]` to bytes `[P, groups, s * 16 * itemsize]`."""
     full = _padded(values)
     parts = full.reshape(-1, PANEL, groups, values.shape[1] // groups).transpose(0, 2, 3, 1)
     return np.ascontiguousarray(parts).view(np.uint8).reshape(len(parts), groups, -1)
 
 
 def _outputs_first(data: Bytes, dtype: Any) -> NDArray[Any]:
-    """`[P, groups, s * 16 * itemsize]` bytes to `[16 P, groups * s]`."""
+    """Reorder bytes `[P, groups, s * 16 * itemsize]` to values `[16 P, groups * s]`."""
     panels, groups = data.shape[:2]
     parts: NDArray[Any] = np.ascontiguousarray(data).view(dtype)
     parts = parts.reshape(panels, groups, -1, PANEL)
@@ -201,7 +202,7 @@ def _outputs_first(data: Bytes, dtype: Any) -> NDArray[Any]:
 
 
 def _padded(values: NDArray[Any]) -> NDArray[Any]:
-    """`[N, ...]` with rows of zeros up to a whole panel."""
+    """Pad `[N, ...]` with rows of zeros up to a whole panel."""
     missing = -len(values) % PANEL
     if not missing:
         return values

@@ -1,4 +1,4 @@
-"""RoPE in numpy float32, from tables made once in float64."""
+"""RoPE in numpy float32, from tables that are computed once in float64."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ class RopeTable(NamedTuple):
 
 
 def table(inv_freq: Sequence[float], positions: int, *, magnitude: float = 1.0) -> RopeTable:
-    """The table for positions `0 ..`, cosines and sines times `magnitude`.
+    """Make the table for the first `positions` positions, cosines and sines times `magnitude`.
 
-    Angles in float64: a float32 product is off by 6e-5 rad at position 1000.
+    Angles are float64: a float32 product has an error of 6e-5 rad at position 1000.
     """
     angles = np.arange(positions, dtype=np.float64)[:, None] * np.asarray(inv_freq)
     cos, sin = magnitude * np.cos(angles), magnitude * np.sin(angles)
@@ -29,7 +29,7 @@ def table(inv_freq: Sequence[float], positions: int, *, magnitude: float = 1.0) 
 def apply(
     x: NDArray[np.float32], table: RopeTable, start: int
 ) -> NDArray[np.float32]:  # [C, H, D] -> [C, H, D]
-    """Rotate the heads of tokens at positions `start ..`; returns a new array."""
+    """Rotate the heads of tokens at positions `start ..` into a new array."""
     tokens, half = x.shape[0], table.cos.shape[1]
     cos = table.cos[start : start + tokens, None, :]
     sin = table.sin[start : start + tokens, None, :]

@@ -1,4 +1,4 @@
-"""RoPE written out: one token, one head, one pair at a time, in float64."""
+"""Reference of RoPE: one token, one head, one pair at a time, in float64."""
 
 from __future__ import annotations
 
@@ -12,8 +12,10 @@ from numpy.typing import NDArray
 def apply(
     x: NDArray[np.floating], inv_freq: Sequence[float], start: int, magnitude: float = 1.0
 ) -> NDArray[np.float64]:  # [C, H, D] -> [C, H, D]
-    """Rotate the heads of tokens at positions `start ..`; rotated channels come out times
-    `magnitude`."""
+    """Rotate the heads of tokens at positions `start ..`.
+
+    Rotated channels are also multiplied by `magnitude`.
+    """
     out = x.astype(np.float64)
     half = len(inv_freq)
     for token in range(x.shape[0]):

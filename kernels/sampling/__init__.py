@@ -1,4 +1,4 @@
-"""What sampling asks of the whole vocabulary: the sum of all probabilities, and the best tokens."""
+"""Sampling's passes over the whole vocabulary: log-sum-exp of all logits, and the best tokens."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from edgellm.kernels.sampling import native, portable
 
 __all__ = ["MOST_CANDIDATES", "Logits", "log_sum_exp", "rows_of_logits", "top_k"]
 
-# Of more than these, a full sort is as fast as anything else.
+# Largest k of a selection: for more tokens, a full sort is as fast.
 _FEW = 1024
-# The most tokens that are selected: the usual 40, after penalties of 64 recent ones.
+# Largest number of selected tokens: the usual 40, after penalties of 64 recent tokens.
 MOST_CANDIDATES = 128
 
 
 @dataclass(frozen=True)
 class Logits:
-    """Scores of the tokens that may come next.
+    """Logits of the tokens that may come next.
 
     Attributes:
         scores: `[n]` float32.
-        log_sum_exp: of all tokens' scores; one of them minus it is a log-probability.
-        ids: `[n]`, ascending: which tokens they belong to, the best ones of all; None: all tokens.
+        log_sum_exp: log-sum-exp over all tokens; a score minus it is a log-probability.
+        ids: token id of each score `[n]`, ascending, for the best of all tokens; None: all tokens.
     """
 
     scores: NDArray[np.float32]
@@ -34,12 +34,12 @@ class Logits:
     ids: NDArray[np.intp] | None = None
 
     def log_probability(self, token: int) -> float:
-        """The log-probability of a token that is among them."""
+        """Return the log-probability of a token that has a score here."""
         place = token if self.ids is None else int(self.ids.searchsorted(token))
         return float(self.scores[place]) - self.log_sum_exp
 
     def best(self, count: int) -> dict[int, float]:
-        """The log-probabilities of the `count` most likely tokens, from the first one on."""
+        """Return the log-probabilities of the `count` most likely tokens, the most likely first."""
         if count == 0:
             return {}
         places = top_k(self.scores, count)
@@ -48,7 +48,7 @@ class Logits:
 
 
 def log_sum_exp(scores: NDArray[np.float32]) -> float:
-    """log(sum(exp(scores))) of `[V]`; a logit minus it is a log-probability."""
+    """Return log(sum(exp(scores))) of `[V]`; a logit minus it is a log-probability."""
     compiled = library()
     if compiled is None:
         return portable.log_sum_exp(scores)
@@ -56,9 +56,9 @@ def log_sum_exp(scores: NDArray[np.float32]) -> float:
 
 
 def top_k(scores: NDArray[np.float32], k: int) -> NDArray[np.intp]:
-    """Ids of the `k` highest of `[V]` scores, highest first; equal scores by id; all if k is 0.
+    """Return the ids of the `k` highest of `[V]` scores, highest first, equal scores by id.
 
-    Scores that are not a number are left out only if there are k others.
+    If k is 0, all ids are returned. NaN scores are left out only if there are k others.
     """
     compiled = library()
     if compiled is None or not 0 < k <= _FEW or k >= scores.shape[0]:
@@ -69,11 +69,11 @@ def top_k(scores: NDArray[np.float32], k: int) -> NDArray[np.intp]:
 def rows_of_logits(
     logits: NDArray[np.float32], wanted: Sequence[int], *, threads: int = 1
 ) -> list[Logits]:
-    """Rows `[n, V]` for sampling, each with all scores or with its best.
+    """Return rows `[n, V]` of logits for sampling, each with all scores or only its best.
 
     Args:
-        wanted: how many of the best of each row will do; 0: all of them. A row with scores that
-            are not a number, or infinite, has all.
+        wanted: number of best scores to keep of each row; 0: all scores. A row with scores of NaN
+            or infinity keeps all.
     """
     if not wanted:
         return []

@@ -1,7 +1,7 @@
 """Top-k of a row of logits on the device, so that few of them come to the host.
 
-The k highest logits lie in the k panels of 16 whose own highest are highest. The vector product
-that makes the logits writes those highest down; what is left is a search among one in sixteen.
+The k highest logits lie in the k panels of 16 with the highest maxima. The vector product that
+computes the logits also writes the maxima, so only one number in sixteen has to be searched.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ class LogitRow:
     """Buffers for one row of logits and for its top k.
 
     Attributes:
-        logits: `[1, V]` float32, the beginning of whole panels whose end is -inf.
-        peaks: of its panels.
-        packed: bits of what goes to the host: log-sum-exp, the panels' numbers, their logits.
+        logits: `[1, V]` float32, padded with -inf to whole panels.
+        peaks: maxima and sums of the panels.
+        packed: bits for the host: log-sum-exp, indices of the best panels, and their logits.
     """
 
     logits: torch.Tensor
@@ -42,10 +42,10 @@ class LogitRow:
         )
 
     def pack(self) -> None:
-        """Queue the search for the best panels; takes no time of the host's."""
+        """Queue the search for the best panels on the device; the host does not wait."""
         peaks, panels = self.peaks, len(self.peaks.largest)
         kept = min(MOST_CANDIDATES, panels)
-        # a panel with NaN has a share of NaN, and NaN counts as the highest: it is not overlooked
+        # a panel with NaN has a share of NaN, which ranks highest, so that NaN is not overlooked
         rank = peaks.largest + 0 * peaks.share
         best = torch.topk(rank, kept, sorted=False).indices
         rows = self.logits.as_strided((panels, PANEL), (PANEL, 1))[best]
@@ -55,7 +55,7 @@ class LogitRow:
         self.packed[1 + kept :] = rows.view(-1).view(torch.int32)
 
     def best(self) -> Logits:
-        """The logits that `pack` has selected, on the host."""
+        """Return the logits that `pack` selected, on the host."""
         packed = self.packed.cpu().numpy()
         kept = (len(packed) - 1) // (1 + PANEL)
         panels = packed[1 : 1 + kept]

@@ -15,7 +15,7 @@ Floats = NDArray[np.float32]
 
 
 class _Call(ctypes.Structure):
-    """The same fields, in the same order, as in call.h."""
+    """Arguments of one call of `candidates`; the fields are those of call.h, in their order."""
 
     _fields_ = [
         *((name, ctypes.c_void_p) for name in ("logits", "kept", "sums", "ids")),
@@ -25,13 +25,13 @@ class _Call(ctypes.Structure):
 
 
 def log_sum_exp(library: ctypes.CDLL, scores: NDArray[np.float32]) -> float:
-    """See `log_sum_exp` in `__init__.py`."""
+    """Return the log-sum-exp of scores; see `log_sum_exp` in `__init__.py`."""
     values = floats(scores, (scores.size,), "scores")
     return float(library.edgellm_log_sum_exp(address(values), values.shape[0]))
 
 
 def top_k(library: ctypes.CDLL, scores: NDArray[np.float32], k: int) -> NDArray[np.intp]:
-    """See `top_k` in `__init__.py`."""
+    """Return the ids of the `k` highest scores; see `top_k` in `__init__.py`."""
     values = floats(scores, (scores.size,), "scores")
     if k < 0:
         raise ValueError(f"k is {k}; it is 0 or more")
@@ -43,7 +43,7 @@ def top_k(library: ctypes.CDLL, scores: NDArray[np.float32], k: int) -> NDArray[
 def candidates(
     library: ctypes.CDLL, logits: Floats, wanted: Sequence[int], *, threads: int = 1
 ) -> list[tuple[float, NDArray[np.intp]]]:
-    """See `candidates` in `portable.py`."""
+    """Return log-sum-exp and best ids of each row; see `candidates` in `portable.py`."""
     if logits.dtype != np.float32 or logits.ndim != 2 or logits.strides[1] != logits.itemsize:
         raise ValueError(f"logits are float32 rows without gaps, not {logits.dtype}")
     rows, count = logits.shape

@@ -1,4 +1,4 @@
-"""Sampling's passes over the vocabulary, written out."""
+"""Reference of sampling's passes over the vocabulary."""
 
 from __future__ import annotations
 
@@ -10,21 +10,23 @@ from numpy.typing import NDArray
 
 
 def log_sum_exp(scores: NDArray[np.floating]) -> float:
-    """log(sum(exp(scores))), in float64."""
+    """Return log(sum(exp(scores))), in float64."""
     largest = max(float(score) for score in scores)
     return largest + math.log(math.fsum(math.exp(float(score) - largest) for score in scores))
 
 
 def top_k(scores: NDArray[np.floating], k: int) -> list[int]:
-    """Ids of the `k` highest scores, highest first, equal ones by id."""
+    """Return the ids of the `k` highest scores, highest first, equal scores by id."""
     return sorted(range(len(scores)), key=lambda i: (-scores[i], i))[:k]
 
 
 def candidates(
     logits: NDArray[np.floating], wanted: Sequence[int]
 ) -> list[tuple[float, list[int]]]:
-    """The log-sum-exp of each row, and ids of its `wanted` best, ascending; of a row with scores
-    that are not finite there are none."""
+    """Return the log-sum-exp of each row, and the ids of its `wanted` best scores, ascending.
+
+    A row with a score of NaN or infinity, or with all scores -infinity, has no ids.
+    """
     results = []
     for row, k in zip(logits, wanted, strict=True):
         if all(score < math.inf for score in row) and max(row) > -math.inf:

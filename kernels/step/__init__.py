@@ -1,4 +1,4 @@
-"""All layers of a few tokens in one call, from the embedding to the logits."""
+"""Fused step: all layers for some tokens in one call, from the embedding to the logits."""
 
 from edgellm.kernels.step.native import FusedStep
 from edgellm.kernels.step.span import LayerGroup, StepSpan

@@ -1,8 +1,8 @@
 """The fused step in Triton: embedding to logits for rows of sequences; `gpu_layer.py` has a layer.
 
-The launches of a token of each of some sequences, and of a whole chunk of one, are captured in CUDA
-graphs: tokens, positions and block tables stand in device memory, so one capture serves every step.
-The best tokens after one can be found there too.
+CUDA graphs capture the launches of a decode step of some sequences, and of a whole chunk of one
+sequence. Tokens, positions and block tables stand in device memory, so one capture serves every
+step. The best next tokens can be selected on the device, too.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ from edgellm.kernels.step.span import StepSpan
 from edgellm.kernels.step.weights import Weights, check_pools, check_weights
 
 Floats = NDArray[np.float32]
-# Tokens in one call at most: what the buffers are made for.
+# Largest number of tokens in one call, which the buffers are made for.
 MAX_ROWS = 512
-# Sequences at most whose next tokens are captured together.
+# Largest number of sequences in a captured decode step.
 DECODE_ROWS = 32
 
 
 class DeviceStep:
-    """A model in device memory, ready for `run` on the blocks of its pools."""
+    """Model in device memory for fused steps on the blocks of its pools."""
 
     def __init__(
         self,
@@ -49,11 +49,11 @@ class DeviceStep:
         """Copy the weights to the device.
 
         Args:
-            rope_tables: those that `LayerWeights.rope` counts.
-            pools: those that `LayerWeights.pool` counts.
+            rope_tables: RoPE tables, which `LayerWeights.rope` indexes.
+            pools: pools, which `LayerWeights.pool` indexes.
 
         Raises:
-            ValueError: a part that does not fit the others.
+            ValueError: a part does not fit the others.
         """
         check_weights(weights, ropes=len(rope_tables))
         check_pools(weights, [pool.host for pool in pools])
@@ -81,32 +81,32 @@ class DeviceStep:
                 device=device,
             )
 
-        # decode has its own, which are small and nearly the same from step to step
+        # decode has inputs of its own, which are small and nearly the same from step to step
         self._inputs, self._decode_inputs = inputs(MAX_ROWS), inputs(DECODE_ROWS)
         self._buffers = Buffers.empty(weights, rows=MAX_ROWS, kv_heads=kv_heads, device=device)
         self._row = LogitRow.empty(weights.head.outputs, device)
         self._logits = torch.empty((DECODE_ROWS, weights.head.outputs), device=device)
         self._chunk = Captured(self._launch_chunk, device)
-        self._decode: dict[int, Captured] = {}  # by rows
+        self._decode: dict[int, Captured] = {}  # by number of rows
         self._pack = Captured(self._row.pack, device)
 
     def run(
         self, spans: Sequence[StepSpan], *, should_stop: Callable[[], bool] | None = None
     ) -> tuple[Floats, Floats] | None:
-        """Write K and V of the tokens of each span and compute what follows them.
+        """Write K and V of the tokens of each span, and compute their hidden states and logits.
 
         Args:
-            spans: of different sequences, or of what does not see each other's new tokens; up to
-                `MAX_ROWS` tokens together.
-            should_stop: asked before each layer; once for `MAX_ROWS` tokens of one sequence, and
-                not for the next tokens of up to `DECODE_ROWS` of them.
+            spans: spans of different sequences, or spans that do not see each other's new tokens;
+                up to `MAX_ROWS` tokens in all.
+            should_stop: called before each layer; once in a chunk of `MAX_ROWS` tokens of one
+                sequence, and never in a decode step of up to `DECODE_ROWS` sequences.
 
         Returns:
             Hidden states after the final norm `[tokens, E]` and logits `[logit_rows, V]`, span
-            after span; None if it was stopped.
+            after span; None: it was stopped.
 
         Raises:
-            ValueError: a token, a block or a position that is not there, or too many tokens.
+            ValueError: a token, block or position does not exist, or there are too many tokens.
         """
         counts = [len(span.tokens) for span in spans]
         next_tokens = all(len(span.tokens) == 1 == span.logit_rows for span in spans)
@@ -129,10 +129,10 @@ class DeviceStep:
         return _host(buffers.states), _host(logits)
 
     def best(self, span: StepSpan) -> Logits:
-        """`run` for one token; of the logits, the best come to the host and not all.
+        """Run one token as `run` does, and copy only its best logits to the host.
 
         Raises:
-            ValueError: as in `run`, or the span has more tokens than one, or no row of logits.
+            ValueError: as in `run`, or the span has several tokens or no row of logits.
         """
         if len(span.tokens) != 1 or span.logit_rows != 1:
             raise ValueError(
@@ -144,7 +144,7 @@ class DeviceStep:
         return self._row.best()
 
     def logits(self, hidden: Floats) -> Floats:
-        """The LM head on states `[rows, E]`: `[rows, V]`."""
+        """Apply the LM head to states `[rows, E]`: `[rows, V]`."""
         parts = []
         for first in range(0, len(hidden), MAX_ROWS):
             states = on_device(hidden[first : first + MAX_ROWS], self._device)
@@ -154,14 +154,14 @@ class DeviceStep:
         return np.concatenate(parts)
 
     def linear(self, x: Floats, weight: PackedWeights) -> Floats:
-        """Some rows `[M, K]` through a weight that is copied for it: `[M, N]`."""
+        """Multiply rows `[M, K]` by a weight, copied to the device for this call: `[M, N]`."""
         rows = on_device(x, self._device)
         out = torch.empty((len(x), weight.outputs), device=self._device)
         linear(rows, DevicePackedWeights.of(weight, self._device), out, self._buffers.halves)
         return _host(out)
 
     def _next(self, spans: Sequence[StepSpan]) -> None:
-        """A token of each span, by a capture for as many; states and logits stay on the device."""
+        """Run one token of each span by a captured graph; states and logits stay on the device."""
         rows = len(spans)
         self._decode_inputs.set(spans)
         if rows not in self._decode:
@@ -186,7 +186,7 @@ class DeviceStep:
         buffers: Buffers,
         should_stop: Callable[[], bool] | None,
     ) -> bool:
-        """Tokens to states, for spans of so many tokens; False if it was stopped on the way."""
+        """Compute the states of spans with `counts` tokens; False: it was stopped on the way."""
         weights, work = self._weights, inputs.work(counts)
         embed(self._embedding, inputs.tokens, buffers.x, scale=weights.embedding_scale)
         for layer in self._layers:
@@ -199,13 +199,13 @@ class DeviceStep:
     def _head_into(
         self, states: torch.Tensor, logits: torch.Tensor, *, peaks: Peaks | None = None
     ) -> None:
-        """The LM head on states `[rows, E]`, into `logits` `[rows, V]`; see `linear`."""
+        """Apply the LM head to states `[rows, E]`, into `logits` `[rows, V]`; see `linear`."""
         cap = self._weights.logit_softcap
         linear(states, self._head, logits, self._buffers.halves, softcap=cap, peaks=peaks)
 
 
 def _last_rows(states: torch.Tensor, spans: Sequence[StepSpan]) -> torch.Tensor:
-    """States `[logit_rows, E]` that go through the LM head, of those of all tokens."""
+    """Select the states `[logit_rows, E]` that go through the LM head."""
     parts, end = [], 0
     for span in spans:
         end += len(span.tokens)
@@ -215,6 +215,6 @@ def _last_rows(states: torch.Tensor, spans: Sequence[StepSpan]) -> torch.Tensor:
 
 
 def _host(tensor: torch.Tensor) -> Floats:
-    """A copy on the host, also where the device is the host."""
+    """Copy a tensor to a new array on the host, even if the device is the host."""
     copy: Floats = tensor.cpu().numpy().copy()
     return copy

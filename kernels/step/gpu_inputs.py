@@ -1,4 +1,4 @@
-"""What changes from step to step, in one piece of device memory and so in one copy."""
+"""Inputs of a step (tokens, positions, block tables) in one piece of device memory and one copy."""
 
 from __future__ import annotations
 
@@ -24,18 +24,18 @@ from edgellm.kernels.step.span import StepSpan, check_spans
 
 @dataclass(frozen=True)
 class Place:
-    """Where K and V of the tokens go: a pool's blocks, and ids of each span's `[S, blocks]`."""
+    """Place of the tokens' K and V in one pool: its blocks, and block tables `[S, blocks]`."""
 
     blocks: DeviceBlocks
     tables: torch.Tensor
 
 
 class SpanInputs:
-    """The spans of a call, where kernels read them; the same addresses for each call.
+    """Spans of a call in device memory, at the same addresses for each call.
 
     Attributes:
-        tokens: of all spans, `[rows]` int64.
-        places: in each pool.
+        tokens: token ids of all spans, `[rows]` int64.
+        places: place of the spans in each pool.
     """
 
     def __init__(
@@ -48,7 +48,13 @@ class SpanInputs:
         vocabulary: int,
         device: str,
     ) -> None:
-        """For up to `rows` tokens in a call, at the first `positions` of their sequences."""
+        """Allocate memory for calls.
+
+        Args:
+            rows: largest number of tokens in a call.
+            positions: number of positions in the RoPE tables.
+            vocabulary: number of token ids.
+        """
         self._pools = [pool.host.count for pool in pools]
         self._room = rows
         self._positions = positions
@@ -70,10 +76,10 @@ class SpanInputs:
         self._planned: tuple[Plan, Sequence[int], Sequence[int]] | None = None
 
     def set(self, spans: Sequence[StepSpan]) -> None:
-        """Copy them to the device.
+        """Copy spans to the device.
 
         Raises:
-            ValueError: a token, a block or a position that is not there, or too many tokens.
+            ValueError: a token, block or position does not exist, or there are too many tokens.
         """
         check_spans(spans, pools=len(self._pools))
         counts = [len(span.tokens) for span in spans]
@@ -89,12 +95,18 @@ class SpanInputs:
         self._device[:end].copy_(self._host[:end])
 
     def work(self, counts: Sequence[int]) -> Work:
-        """What programs have to do for spans of so many tokens, which `set` has copied or will."""
+        """Return the work of programs for spans with `counts` tokens, which `set` fills in."""
         jobs = self._jobs[: self._tiling.jobs(counts)]
         return Work(self._rows[: sum(counts)], jobs, self._tiling.tile(counts))
 
     def _set_tables(self, number: int, span: StepSpan) -> None:
-        """Between two steps of decode, a table most often stays as it is."""
+        """Write the block tables of a span, unless they are the same as in the last call.
+
+        From one decode step to the next, most tables stay the same.
+
+        Args:
+            number: index of the span in the call.
+        """
         count, end = len(span.tokens), span.start + len(span.tokens)
         if end > self._positions:
             raise ValueError(f"position {end} is beyond the {self._positions} of the RoPE table")
@@ -109,7 +121,10 @@ class SpanInputs:
             self._copied[number, pool] = table
 
     def _set_work(self, counts: Sequence[int], starts: Sequence[int]) -> None:
-        """Between two steps of decode, most often only the starts change."""
+        """Write rows and jobs of `Work`; only starts, unless tokens or tiles of keys have changed.
+
+        From one decode step to the next, mostly the starts alone change.
+        """
         keys = self._tiling.key_tiles(counts, starts)
         if self._planned is None or self._planned[1:] != (counts, keys):
             plan = self._tiling.plan(counts, keys)
@@ -122,7 +137,7 @@ class SpanInputs:
 
 
 def _parts(memory: torch.Tensor, sizes: Sequence[int], pools: int) -> list[torch.Tensor]:
-    """Tokens `[R]`, rows and jobs of `Work`, and tables `[R, pools, blocks]`."""
+    """Split memory into tokens `[R]`, rows and jobs of `Work`, and tables `[R, pools, blocks]`."""
     tokens, rows, jobs, tables = memory.split(list(sizes))
     return [
         tokens,

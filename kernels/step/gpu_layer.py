@@ -1,7 +1,7 @@
-"""One layer of the fused step in Triton, from its parts.
+"""Single layer of the fused step in Triton.
 
-What a layer does not have costs nothing: seven launches where nothing but RMS norms and products
-are there, one more for each norm behind a product and each layer norm.
+Absent parts cost nothing: a layer with only RMS norms before products takes seven launches. Each
+norm behind a product, and each layer norm, takes another one.
 """
 
 from __future__ import annotations
@@ -38,12 +38,15 @@ class DeviceRope(NamedTuple):
 
 @dataclass(frozen=True)
 class Buffers:
-    """Room for `rows` tokens on their way through the layers.
+    """Buffers for the tokens of a step on their way through the layers.
 
     Attributes:
-        x: the residual `[rows, E]`.
-        states: `[rows, E]`; hidden states in the end, and until then what a layer norm or a
-            product leaves for the next launch.
+        x: residual `[rows, E]`.
+        qkv: outputs of the Q, K and V projections `[rows, H + 2 Hkv, D]`.
+        q, attended: queries, and outputs of attention, `[rows, H, D]`.
+        activated: inputs of down_proj `[rows, F]`.
+        states: `[rows, E]`: hidden states at the end, and before that the output of a layer norm or
+            a product for the next launch.
     """
 
     x: torch.Tensor
@@ -79,7 +82,7 @@ class Buffers:
         )
 
     def of(self, rows: int) -> Buffers:
-        """The part for the first `rows` tokens."""
+        """Return the part of the buffers for the first `rows` tokens."""
         return Buffers(
             self.x[:rows],
             self.qkv[:rows],
@@ -94,13 +97,13 @@ class Buffers:
 
 @dataclass(frozen=True, kw_only=True)
 class DeviceLayer:
-    """A layer's weights in device memory, ready to `run`; see `LayerWeights`.
+    """Layer with its weights in device memory, ready to `run`; see `LayerWeights`.
 
     Attributes:
-        slot: of the layer, among those of its pool.
-        host: the same weights on the host, for numbers and for what is absent.
-        epsilon: of the norms of the residual.
-        projections: Q, K and V, neighbours stacked where that can be done.
+        slot: index of the layer among the layers of its pool.
+        host: the same weights on the host, for numbers and for absent parts.
+        epsilon: epsilon of the norms of the residual.
+        projections: Q, K and V; neighbours are stacked where that is possible.
     """
 
     slot: int
@@ -159,7 +162,11 @@ class DeviceLayer:
         )
 
     def run(self, buffers: Buffers, places: Sequence[Place], work: Work) -> None:
-        """Add what the layer computes to the residual; `places` are those in each pool."""
+        """Run the layer, which adds its outputs to the residual.
+
+        Args:
+            places: blocks and block tables in each pool.
+        """
         self._attend(buffers, places[self.host.pool], work)
         rows = len(buffers.x)
         attended = buffers.attended.view(rows, -1)
@@ -199,7 +206,7 @@ class DeviceLayer:
         )
 
     def _activate(self, buffers: Buffers) -> None:
-        """The MLP up to where `down` begins."""
+        """Compute the MLP up to the input of `down`."""
         inputs, norm = self._inputs(self.mlp_norm, buffers)
         gated = self.gate is not None
         linear(
@@ -218,7 +225,7 @@ class DeviceLayer:
     def _inputs(
         self, norm: DeviceNorm | None, buffers: Buffers
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Rows for the next product, and the weights of the RMS norm that it computes itself."""
+        """Return rows for the next product, and RMS norm weights if the product norms them."""
         if norm is None or norm.bias is None:
             return buffers.x, None if norm is None else norm.weight
         normalize(buffers.x, norm, buffers.states, epsilon=self.epsilon)
@@ -232,7 +239,7 @@ class DeviceLayer:
         norm: DeviceNorm | None,
         buffers: Buffers,
     ) -> None:
-        """Add a product, normalized if there is a norm, to the residual."""
+        """Add the output of a linear layer, normalized if there is a norm, to the residual."""
         out = buffers.x if norm is None else buffers.states
         linear(inputs, weight, out, buffers.halves, bias=bias, add=norm is None)
         if norm is not None:
@@ -240,7 +247,7 @@ class DeviceLayer:
 
 
 def _qkv_bias(layer: LayerWeights) -> Floats | None:
-    """Of Q, K and V, zeros for one that has none; None if none of them has one."""
+    """Join the biases of Q, K and V, with zeros for absent ones; None if all are absent."""
     parts = ((layer.q, layer.q_bias), (layer.k, layer.k_bias), (layer.v, layer.v_bias))
     if all(bias is None for _, bias in parts):
         return None

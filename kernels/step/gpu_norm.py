@@ -1,4 +1,4 @@
-"""Norms of rows in Triton, where no product computes them on the way."""
+"""Norms of rows in Triton, for norms that no linear layer computes on the way."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from edgellm.kernels.step.weights import Floats
 
 @dataclass(frozen=True)
 class DeviceNorm:
-    """Weights `[E]` of an RMS norm, or of a layer norm, which has a bias `[E]`."""
+    """RMS norm with weights `[E]`, or layer norm with weights and a bias `[E]`, on the device."""
 
     weight: torch.Tensor
     bias: torch.Tensor | None
@@ -36,9 +36,10 @@ def norm_kernel(
     ADD: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
-    """A row's RMS norm, or layer norm (arXiv:1607.06450), put or added to y; the grid counts rows.
+    """Write the RMS norm or layer norm (arXiv:1607.06450) of a row to y, or add it to y.
 
-    The variance is summed after the mean is known: squares of what has a large mean cancel.
+    The grid counts rows. The variance is summed after the mean is known: with a large
+    mean, squares would cancel.
     """
     row = tl.program_id(0).to(tl.int64) * width
     x_ptr += row
@@ -71,7 +72,7 @@ def norm_kernel(
 def normalize(
     x: torch.Tensor, norm: DeviceNorm, y: torch.Tensor, *, epsilon: float, add: bool = False
 ) -> None:
-    """Norms of rows `x` `[M, E]` into `y`, which may be `x`, or added to it."""
+    """Normalize rows `x` `[M, E]` into `y`, which may be `x`, or add the result to `y`."""
     rows, width = x.shape
     norm_kernel[(rows,)](
         x,

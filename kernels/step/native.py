@@ -1,4 +1,4 @@
-"""The fused step in C++ (`cpu.h`): embedding to logits for one token or some, in one call."""
+"""The fused step in C++ (`cpu.h`): embedding to logits for one or more tokens, in one call."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ from edgellm.kernels.step.weights import (
 
 Floats = NDArray[np.float32]
 
-# Called from C++ in the thread that called it.
+# Callback of C++, in the thread that called C++.
 _ShouldStop = ctypes.CFUNCTYPE(ctypes.c_int32)
 
 
 class _Layer(ctypes.Structure):
-    """The same fields, in the same order, as in call.h."""
+    """Weights of a layer; the fields are those of call.h, in their order."""
 
     _fields_ = [
         *((name, LinearLayer) for name in ("q", "k", "v", "o", "gate", "up", "down")),
@@ -45,7 +45,7 @@ class _Layer(ctypes.Structure):
 
 
 class _Transformer(ctypes.Structure):
-    """The same fields, in the same order, as in call.h."""
+    """Weights of a model; the fields are those of call.h, in their order."""
 
     _fields_ = [
         ("layers", ctypes.POINTER(_Layer)),
@@ -59,7 +59,7 @@ class _Transformer(ctypes.Structure):
 
 
 class _Span(ctypes.Structure):
-    """The same fields, in the same order, as in call.h."""
+    """Span of a step; the fields are those of call.h, in their order."""
 
     _fields_ = [
         ("tables", ctypes.c_void_p),
@@ -68,7 +68,7 @@ class _Span(ctypes.Structure):
 
 
 class _Call(ctypes.Structure):
-    """The same fields, in the same order, as in call.h."""
+    """Arguments of one step; the fields are those of call.h, in their order."""
 
     _fields_ = [
         ("model", ctypes.POINTER(_Transformer)),
@@ -84,11 +84,11 @@ class _Call(ctypes.Structure):
 
 
 def _layer(layer: LayerWeights, slot: int, head_dim: int) -> _Layer:
-    """V and the LM head take 16-bit activations.
+    """Return the structure of a layer, in which V takes 16-bit activations.
 
-    Of what rounding all inputs to 8 bits costs (KL divergence to float32 0.0030, SmolLM2-135M,
-    2,048 tokens) V's 192 outputs a layer are 0.0005 and the head 0.0010. Both are
-    3 % of a prompt's work.
+    V and the LM head take 16-bit activations, for 3 % of a prompt's work together. Rounding all
+    inputs to 8 bits costs a KL divergence to float32 of 0.0030 (SmolLM2-135M, 2,048 tokens), of
+    which V's 192 outputs a layer are 0.0005 and the head 0.0010.
     """
     return _Layer(
         layer_of(layer.q),
@@ -111,11 +111,15 @@ def _layer(layer: LayerWeights, slot: int, head_dim: int) -> _Layer:
 
 
 def _answers(should_stop: Callable[[], bool], errors: list[BaseException]) -> Iterator[bool]:
-    """What `should_stop` says, each time that C++ asks; what it raises is kept, and means stop.
+    """Yield the answer of `should_stop` each time that C++ asks; an exception is kept, and stops.
 
-    ctypes would print and drop an exception. A signal handler's, such as KeyboardInterrupt, comes
-    at the first instruction of whatever Python is called, before a function could enter a `try`, or
-    when a loop goes back; a generator goes on within the `try` that it has entered.
+    ctypes would print and drop an exception. The exception of a signal handler, such as
+    KeyboardInterrupt, is raised at the first instruction of any Python function that is called,
+    before the function could enter a `try`, or when a loop goes back. A generator goes on within
+    the `try` that it has entered.
+
+    Args:
+        errors: list that gets the exception.
     """
     stop = False
     while True:
@@ -131,9 +135,9 @@ def _answers(should_stop: Callable[[], bool], errors: list[BaseException]) -> It
 
 
 class FusedStep:
-    """A model ready for `run` on the blocks of its pools; keeps its weights alive.
+    """Model for fused steps on the blocks of its pools; keeps its weights alive.
 
-    Threads may run it at the same time, on blocks of their own.
+    Several threads may run it at the same time, on different blocks.
     """
 
     def __init__(
@@ -146,11 +150,11 @@ class FusedStep:
         """Take the addresses of all parts.
 
         Args:
-            ropes: the tables that `LayerWeights.rope` counts.
-            pools: those that `LayerWeights.pool` counts.
+            ropes: RoPE tables, which `LayerWeights.rope` indexes.
+            pools: pools, which `LayerWeights.pool` indexes.
 
         Raises:
-            ValueError: a part that does not fit the others.
+            ValueError: a part does not fit the others.
         """
         check_weights(weights, ropes=len(ropes))
         check_pools(weights, pools)
@@ -182,7 +186,7 @@ class FusedStep:
             weights.embedding_scale,
             weights.logit_softcap or 0.0,
         )
-        self._workspaces: list[NDArray[np.uint8]] = []  # of calls that have ended
+        self._workspaces: list[NDArray[np.uint8]] = []  # free ones, of ended calls
 
     def run(
         self,
@@ -192,22 +196,22 @@ class FusedStep:
         should_stop: Callable[[], bool] | None = None,
         group: LayerGroup | None = None,
     ) -> tuple[Floats, Floats] | None:
-        """Write K and V of the tokens of each span and compute what follows them.
+        """Write K and V of the tokens of each span, and compute their hidden states and logits.
 
-        A token's results have the same bits however many others come with it, and in however many
-        groups of layers.
+        The results of a token have the same bits with any number of other tokens, and in any number
+        of groups of layers.
 
         Args:
-            spans: of different sequences, or of what does not see each other's new tokens.
-            should_stop: asked before each layer; what it raises stops the step and is raised again.
-            group: the layers that all spans go through; None: all.
+            spans: spans of different sequences, or spans that do not see each other's new tokens.
+            should_stop: called before each layer; an exception stops the step, and is raised again.
+            group: layers that all spans go through; None: all layers.
 
         Returns:
             Hidden states after the final norm `[tokens, E]`, or the residual that enters the layer
-            behind the group, and logits `[logit_rows, V]`, span after span; None if it was stopped.
+            behind the group, and logits `[logit_rows, V]`, span after span; None: it was stopped.
 
         Raises:
-            ValueError: a token, a block, a position or a layer that is not there.
+            ValueError: a token, block, position or layer does not exist.
         """
         weights = self._weights
         check_spans(spans, pools=len(self._pools))
@@ -264,15 +268,19 @@ class FusedStep:
         return states, logits[:, : weights.head.outputs]
 
     def _workspace(self, size: int) -> NDArray[np.uint8]:
-        """So many bytes at least, which no other call has."""
+        """Return a workspace of at least `size` bytes that no other call uses."""
         try:
             workspace = self._workspaces.pop()
-        except IndexError:  # the first call, or another thread has it
+        except IndexError:  # the first call, or other threads use all
             workspace = np.empty(0, np.uint8)
         return workspace if workspace.nbytes >= size else np.empty(size, np.uint8)
 
     def _tables(self, span: StepSpan) -> list[NDArray[np.int64]]:
-        """A span's block ids in each pool, checked."""
+        """Return a span's block ids in each pool, after checks.
+
+        Raises:
+            ValueError: a block or position does not exist.
+        """
         count = len(span.tokens)
         if span.start + count > self._positions:
             raise ValueError(

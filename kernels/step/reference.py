@@ -1,4 +1,4 @@
-"""The fused step written out in float64, rounding where the kernels round."""
+"""Reference of the fused step in float64, which rounds where the kernels round."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from edgellm.kernels.step.weights import Activation, LayerWeights, Weights
 
 Floats = NDArray[np.float64]
 Matrices = Mapping[str, NDArray[np.float32]]
-# Multiplies rows by the matrix of a name.
+# Function that multiplies rows by the matrix of a name.
 _Product = Callable[[Floats, str], Floats]
 
 
@@ -29,13 +29,13 @@ def forward(
     format: KVFormat,
     rounded: bool = True,
 ) -> tuple[Floats, Floats]:
-    """All tokens of a sequence from its start.
+    """Compute hidden states and logits of all tokens of a sequence, from its start.
 
     Args:
-        matrices: the panels of `weights`, dequantized, `[N, K]`, under the names of `Weights` and
-            `LayerWeights`, those of a layer as `layers.0.q`.
+        matrices: dequantized panels of `weights`, `[N, K]`, under the names of `Weights` and
+            `LayerWeights`; names in a layer are written `layers.0.q`.
         ropes: frequencies and magnitude of each RoPE.
-        rounded: whether linear layers round their inputs, as those in C++ do.
+        rounded: whether linear layers round their inputs, as the C++ kernels do.
 
     Returns:
         Hidden states after the final norm `[C, E]` and logits `[C, V]`.
@@ -51,7 +51,7 @@ def forward(
 
 
 def embed(weights: Weights, matrices: Matrices, tokens: Sequence[int]) -> Floats:
-    """The residual before the first layer `[C, E]`."""
+    """Return the residual before the first layer, `[C, E]`."""
     return matrices["embedding"][list(tokens)].astype(np.float64) * weights.embedding_scale
 
 
@@ -65,7 +65,10 @@ def through(
     format: KVFormat,
     rounded: bool = True,
 ) -> Floats:
-    """The residual `[C, E]` of all tokens of a sequence behind some layers, from before them."""
+    """Take the residual `[C, E]` of all tokens of a sequence through a run of layers.
+
+    Other arguments are those of `forward`.
+    """
     for index in layers:
         layer = weights.layers[index]
         product = _products(matrices, f"layers.{index}.", rounded)
@@ -122,7 +125,10 @@ def _mlp(x: Floats, layer: LayerWeights, product: _Product) -> Floats:
 
 
 def _products(matrices: Matrices, prefix: str, rounded: bool) -> _Product:
-    """V takes its input as it is: the kernels round it to 16 bits."""
+    """Return a function for the products of one layer.
+
+    V takes its input unrounded, because the kernels round it to 16 bits.
+    """
 
     def product(x: Floats, name: str) -> Floats:
         weight = matrices[prefix + name]
@@ -134,7 +140,7 @@ def _products(matrices: Matrices, prefix: str, rounded: bool) -> _Product:
 
 
 def activate(x: Floats, activation: Activation) -> Floats:
-    """SiLU, or GELU as tanh has it (Hendrycks and Gimpel, arXiv:1606.08415)."""
+    """Apply SiLU, or GELU in its tanh form (Hendrycks and Gimpel, arXiv:1606.08415)."""
     if activation == "silu":
         return np.asarray(x / (1 + np.exp(-x)))
     return np.asarray(0.5 * x * (1 + np.tanh(np.sqrt(2 / np.pi) * (x + 0.044715 * x**3))))
@@ -146,7 +152,10 @@ def norm(
     bias: NDArray[np.float32] | None,
     epsilon: float,
 ) -> Floats:
-    """RMSNorm (arXiv:1910.07467), with a bias LayerNorm (arXiv:1607.06450), or none."""
+    """Apply RMSNorm (arXiv:1910.07467), or LayerNorm (arXiv:1607.06450) if there is a bias.
+
+    Without a weight, x is returned as it is.
+    """
     if weight is None:
         return x
     if bias is not None:
@@ -155,7 +164,7 @@ def norm(
 
 
 def head_norm(x: Floats, weight: NDArray[np.float32], epsilon: float) -> Floats:
-    """RMSNorm of heads `[C, H, D]`: of each with a weight `[D]`, or of all with one `[H*D]`."""
+    """Apply RMSNorm to heads `[C, H, D]`: to each by a weight `[D]`, or to all by `[H*D]`."""
     rows = x if len(weight) == x.shape[2] else x.reshape(len(x), 1, -1)
     return norm(rows, weight, None, epsilon).reshape(x.shape)
 

@@ -1,4 +1,4 @@
-"""What a step computes: rows of several sequences."""
+"""Spans and groups of layers that a step computes: rows of several sequences."""
 
 from __future__ import annotations
 
@@ -15,12 +15,13 @@ Floats = NDArray[np.float32]
 
 @dataclass(frozen=True, kw_only=True)
 class StepSpan:
-    """Consecutive tokens of one sequence.
+    """Span of a step: consecutive tokens of one sequence.
 
     Attributes:
-        tables: the sequence's block ids in each pool, those of the new positions among them.
-        start: the position of the first token.
-        logit_rows: the last so many tokens go through the LM head.
+        tables: block ids of the sequence in each pool, including blocks of the new positions.
+        tokens: token ids.
+        start: position of the first token.
+        logit_rows: number of last tokens that go through the LM head.
     """
 
     tables: Sequence[BlockTable]
@@ -31,12 +32,12 @@ class StepSpan:
 
 @dataclass(frozen=True, kw_only=True)
 class LayerGroup:
-    """Layers that rows go through in one call, where others come before or after.
+    """Group of layers that rows go through in one call; other calls run the layers around it.
 
     Attributes:
-        layers: their indices, one after the other.
-        entering: the residual of each row before the first of them `[tokens, E]`, in segments with
-            Q, K and V beside it; None before layer 0, which begins with the embedding.
+        layers: consecutive indices of the layers.
+        entering: residual of each row before the first layer `[tokens, E]`, in graphs of segments
+            with Q, K and V beside it; None before layer 0, which begins with the embedding.
     """
 
     layers: range
@@ -44,10 +45,16 @@ class LayerGroup:
 
 
 def check_group(group: LayerGroup, *, layers: int, rows: int, hidden: int, logit_rows: int) -> None:
-    """Refuse layers that are not there, or that do not begin with what they are given.
+    """Refuse a group of layers that does not exist, or whose entering residual does not fit.
+
+    Args:
+        layers: number of layers of the model.
+        rows: number of tokens in the call.
+        hidden: width of the residual.
+        logit_rows: number of tokens that go through the LM head.
 
     Raises:
-        ValueError: it is so, or logits are wanted before the last layer.
+        ValueError: the group is refused, or logits are asked for before the last layer.
     """
     start, stop = group.layers.start, group.layers.stop
     if group.layers.step != 1 or not 0 <= start < stop <= layers:
@@ -66,10 +73,10 @@ def check_group(group: LayerGroup, *, layers: int, rows: int, hidden: int, logit
 
 
 def check_spans(spans: Sequence[StepSpan], *, pools: int) -> None:
-    """Refuse a call without tokens, or for logits of more than there are.
+    """Refuse a call without spans, or a span without tokens or with too many rows of logits.
 
     Raises:
-        ValueError: it is one, or a span has tables in more or fewer pools.
+        ValueError: the call is refused, or a span has not one table in each pool.
     """
     if not spans:
         raise ValueError("0 spans; needed are 1 or more")

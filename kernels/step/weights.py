@@ -1,4 +1,4 @@
-"""What the fused steps in C++ and Triton read, and whether its parts fit each other."""
+"""Weights for the fused steps in C++ and Triton, and checks that their parts fit each other."""
 
 from __future__ import annotations
 
@@ -20,20 +20,21 @@ ACTIVATIONS: tuple[Activation, ...] = ("silu", "gelu_tanh")
 
 @dataclass(frozen=True, kw_only=True)
 class LayerWeights:
-    """One layer: linear layers, and vectors of the residual's width `[E]` or of their outputs'.
+    """Weights of a layer: packed weights, and vectors `[E]` (norms) or `[outputs]` (biases).
 
     Attributes:
-        attention_norm, mlp_norm: before attention and MLP; None where they read the residual as it
-            is.
-        post_attention_norm, post_mlp_norm: of what attention and MLP add to the residual.
-        attention_norm_bias ...: a norm with one is a layer norm, else it is an RMS norm.
-        head_norms: of Q and K, or None.
-        gate: None where the MLP is `down(activation(up(x)))`.
-        rope: which of the RoPE tables turns Q and K.
-        pool: which of the pools has its K and V, as the next of that pool's layers.
-        window: a token sees so many positions, or all if None.
-        scale: of the scores; None is `D ** -0.5`.
-        softcap: of the scores, or None.
+        gate: weight of the gate; None where the MLP is `down(activation(up(x)))`.
+        attention_norm, mlp_norm: norms before attention and MLP; None where these read the residual
+            as it is.
+        post_attention_norm, post_mlp_norm: norms of the outputs of attention and MLP before they
+            are added to the residual.
+        attention_norm_bias ...: biases; a norm with a bias is a layer norm, else it is an RMS norm.
+        head_norms: norms of Q and K, or None.
+        rope: index of the RoPE table that turns Q and K.
+        pool: index of the pool with the layer's K and V, as the next of that pool's layers.
+        window: number of positions that a token sees; None: all positions.
+        scale: factor of the scores; None is `D ** -0.5`.
+        softcap: soft cap of the scores, or None.
     """
 
     q: PackedWeights
@@ -72,7 +73,7 @@ class LayerWeights:
         return self.q, self.k, self.v, self.o, *gate, self.up, self.down
 
 
-# Fields of LayerWeights that are vectors, with what has as many elements.
+# Vector in LayerWeights -> linear layer with as many outputs, or "hidden" for the residual's width.
 VECTORS = {
     "attention_norm": "hidden",
     "attention_norm_bias": "hidden",
@@ -94,14 +95,14 @@ VECTORS = {
 
 @dataclass(frozen=True, kw_only=True)
 class Weights:
-    """All weights of a model; `head` is `embedding` where they are tied.
+    """Weights of a whole model; `head` is `embedding` where they are tied.
 
     Attributes:
         embedding, head: `[V, E]`.
-        heads: query heads.
-        epsilon: of the norms of the residual.
-        embedding_scale: what rows of the embedding are multiplied by.
-        logit_softcap: of the logits, or None.
+        heads: number of query heads.
+        epsilon: epsilon of the norms of the residual.
+        embedding_scale: factor of the rows of the embedding.
+        logit_softcap: soft cap of the logits, or None.
     """
 
     layers: Sequence[LayerWeights]
@@ -116,26 +117,26 @@ class Weights:
 
     @property
     def slots(self) -> list[int]:
-        """For each layer, which of the layers of its pool it is."""
+        """Index of each layer among the layers of its pool."""
         pools = [layer.pool for layer in self.layers]
         return [pools[:index].count(pool) for index, pool in enumerate(pools)]
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all linear layers, which are nearly all of it."""
+        """Bytes of all packed weights, which are nearly all bytes of the model."""
         tables = {id(panels): panels for panels in (self.embedding, self.head)}
         linears = [panels for layer in self.layers for panels in layer.linears]
         return sum(panels.data.nbytes for panels in (*tables.values(), *linears))
 
 
 def check_weights(weights: Weights, *, ropes: int) -> None:
-    """Refuse weights whose shapes are not those of one model.
+    """Refuse weights whose shapes do not fit together in one model.
 
     Args:
-        ropes: how many RoPE tables there are.
+        ropes: number of RoPE tables.
 
     Raises:
-        ValueError: names the part that does not fit.
+        ValueError: a part does not fit; the message names it.
     """
     hidden, vocabulary = weights.embedding.inputs, weights.embedding.outputs
     _require_floats("final_norm", weights.final_norm, hidden)
@@ -155,7 +156,7 @@ def check_weights(weights: Weights, *, ropes: int) -> None:
 
 
 def _parts(layer: LayerWeights) -> list[object]:
-    """Which parts there are, and of what size: what buffers are made for."""
+    """List the parts of a layer and their sizes, which buffers are made for."""
     vectors = [name for name in VECTORS if getattr(layer, name) is not None]
     sizes = [(linear.outputs, linear.inputs) for linear in layer.linears]
     return [*vectors, *sizes, layer.gate is None, layer.head_norms is None]
@@ -192,10 +193,10 @@ def _check_layer(layer: LayerWeights, hidden: int, intermediate: int, heads: int
 
 
 def check_pools(weights: Weights, pools: Sequence[KVBlocks]) -> None:
-    """Refuse pools that were made for another model.
+    """Refuse pools of KV blocks that were made for another model.
 
     Raises:
-        ValueError: there are more or fewer, or their layers, heads or formats are others.
+        ValueError: the number of pools, or their layers, heads or formats differ.
     """
     layer = weights.layers[0]
     head_dim = layer.o.inputs // weights.heads
