@@ -1,7 +1,7 @@
-"""Fixed scales from what was seen in a calibration run.
+"""Static scales from the values of a calibration run.
 
-A symmetric grid of 2^bits points has one number to choose: how far it reaches. Everything beyond is
-clipped, and the further it reaches the coarser it is.
+A symmetric grid of 2^bits points has one number to choose, its reach. Values beyond the reach are
+clipped, and a larger reach makes the grid coarser.
 """
 
 from __future__ import annotations
@@ -15,20 +15,20 @@ from numpy.typing import NDArray
 Method = Literal["minmax", "percentile", "mse"]
 METHODS: tuple[str, ...] = get_args(Method)
 
-# Sizes are counted by the upper 16 bits of a float32: 128 bins for each power of two.
+# Sizes are counted by the upper 16 bits of a float32, in 128 bins for each power of two.
 _SHIFT = 16
 _BINS = 1 << 15
-# Reaches that `mse` tries, as shares of the largest size.
+# Reaches that the method `mse` tries, as shares of the largest size.
 _SHARES = 0.8 ** np.arange(40)
 
 
 @dataclass
 class Observation:
-    """The sizes of a tensor's values, over all rows that were seen.
+    """Sizes of a tensor's values over all rows of a calibration run.
 
     Attributes:
         largest: max|x| of each channel, `[K]`.
-        counts: how many values had a size in each bin, `[2^15]`.
+        counts: number of values with a size in each bin, `[2^15]`.
     """
 
     largest: NDArray[np.float32]
@@ -39,7 +39,7 @@ class Observation:
         return cls(np.zeros(channels, np.float32))
 
     def add(self, rows: NDArray[np.float32]) -> None:
-        """Count rows `[n, K]`.
+        """Count the values of rows `[n, K]`.
 
         Raises:
             FloatingPointError: a value is infinite or not a number.
@@ -55,9 +55,10 @@ class Observation:
 def reach(
     seen: Observation, *, bits: int, method: Method, percentile: float = 99.9, headroom: float = 1.0
 ) -> float:
-    """How far the grid of a tensor should reach.
+    """Choose the reach of a tensor's grid.
 
     Args:
+        bits: bits of a code of the grid.
         method: `minmax` takes the largest size times `headroom`; `percentile` the size that
             `percentile` % of the values do not exceed; `mse` the reach with the least squared
             error of rounding and clipping.
@@ -76,15 +77,15 @@ def reach(
 
 
 def grid_scale(reach: float, *, bits: int) -> float:
-    """The step of a symmetric grid of `bits` bits that reaches so far."""
+    """Return the step of a symmetric grid with codes of `bits` bits and this reach."""
     return reach / ((1 << bits - 1) - 1)
 
 
 def error_share(seen: Observation, reach: float, *, bits: int, clips: bool = True) -> float:
-    """What a grid loses, as a share of the energy of what was seen.
+    """Return the squared error of a grid, as a share of the energy of the tensor's values.
 
     Args:
-        clips: whether it loses what is beyond it; else that is rounded to the same step.
+        clips: whether values beyond the grid are clipped; else they are rounded to its step.
     """
     if not seen.largest.any():
         return 0.0
@@ -94,7 +95,7 @@ def error_share(seen: Observation, reach: float, *, bits: int, clips: bool = Tru
 
 
 def _sizes() -> NDArray[np.float64]:
-    """The middle of each bin."""
+    """Return the middle of each bin."""
     low = (np.arange(_BINS, dtype=np.uint32) << _SHIFT) | (1 << _SHIFT - 1)
     middles = low.view(np.float32)
     return np.where(np.isfinite(middles), middles, 0.0).astype(
@@ -110,7 +111,10 @@ def _squared_error(
     *,
     clips: bool = True,
 ) -> float:
-    """Rounding costs step^2 / 12 a value on average, clipping the whole excess."""
+    """Sum the squared errors of a grid over all counted values.
+
+    Rounding costs step^2 / 12 per value on average, and clipping costs the whole excess squared.
+    """
     step = grid_scale(reach, bits=bits)
     excess = np.maximum(sizes - reach, 0.0) if clips else np.zeros_like(sizes)
     rounding = np.minimum(sizes**2, step**2 / 12)

@@ -1,4 +1,4 @@
-"""How far what was quantized, or computed from it, is from float."""
+"""Errors of quantized weights, or of results computed with them, against float."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ from numpy.typing import NDArray
 
 
 def relative_error(exact: NDArray[np.float32], approximate: NDArray[np.float32]) -> float:
-    """Root-mean-square error over the root-mean-square weight; 0 for an all-zero weight."""
+    """Return the root-mean-square error over the root-mean-square weight; 0 for an all-zero one."""
     norm = float(np.linalg.norm(exact))
     return float(np.linalg.norm(approximate - exact)) / norm if norm else 0.0
 
 
 def worst_row_error(exact: NDArray[np.float32], approximate: NDArray[np.float32]) -> float:
-    """The size of the worst row's error over the size of that row, or of an average row if it is
-    larger; infinite where anything is not a number.
+    """Return the largest error of a row, over the size of that row or of an average row.
 
-    A few wrong rows of many hardly show in the error of the whole.
+    The larger one of both sizes is taken. The result is infinite if a value is not a number. A few
+    wrong rows of many hardly show in the error of the whole array.
     """
     sizes = np.linalg.norm(exact.astype(np.float64), axis=-1)
     errors = np.linalg.norm(approximate.astype(np.float64) - exact, axis=-1)
@@ -26,5 +26,5 @@ def worst_row_error(exact: NDArray[np.float32], approximate: NDArray[np.float32]
 
 
 def worst_line_error(exact: NDArray[np.float32], approximate: NDArray[np.float32]) -> float:
-    """The larger one of the errors of the worst row and the worst column."""
+    """Return the larger one of the errors of the worst row and the worst column."""
     return max(worst_row_error(exact, approximate), worst_row_error(exact.T, approximate.T))

@@ -1,8 +1,8 @@
-"""int8 weights whose rounding errors make up for each other, for inputs like those that were seen.
+"""Rounding of weights to int8 by GPTQ: errors compensate each other for the inputs that were seen.
 
-What counts is not the error of a weight but that of its products, tr(E M E^T) for weight errors
+The error of a weight's products counts, not that of the weight: tr(E M E^T) for weight errors
 E [N, K] and second moments M = mean(x^T x) of the inputs. Columns are rounded one after the other,
-each after the errors of those before it have been moved onto it (GPTQ, Frantar et al.,
+and the errors of all columns before are moved onto the next one (GPTQ, Frantar et al.,
 arXiv:2210.17323, in the form that QuIP calls LDLQ and shows to be the same, Chee et al.,
 arXiv:2307.13304, section 4.1):
 
@@ -16,16 +16,21 @@ from numpy.typing import NDArray
 
 from edgellm.quantize.int8 import channel_scale
 
-# Columns whose errors are moved one by one; onto those behind them they are moved together.
+# Columns of a block: errors move one by one within a block, and together onto columns behind it.
 _BLOCK = 64
-# Share of the mean square input that is added to each: directions hardly seen must not be free.
+# Share of the mean square input that is added to every input's: directions that calibration hardly
+# shows must not be free.
 _DAMPING = 0.01
 
 
 def quantize_channels_for(
     weight: NDArray[np.float32], moments: NDArray[np.float32]
 ) -> tuple[NDArray[np.int8], NDArray[np.float32]]:
-    """`quantize_channels` for inputs with second moments `[K, K]`, to the same scales.
+    """Round a weight as `quantize_channels` does, to the same scales, for inputs of some moments.
+
+    Args:
+        weight: `[N, K]`.
+        moments: second moments of the inputs, `[K, K]`.
 
     Returns:
         Codes `[N, K]` int8 and one scale a row `[N]` float32: `w = code * scale`.
@@ -46,7 +51,7 @@ def quantize_channels_for(
 
 
 def _feedback(moments: NDArray[np.float32]) -> NDArray[np.float32]:
-    """A of the formula above, `[K, K]`."""
+    """Return A of the module's formula, `[K, K]`."""
     damped = moments.astype(np.float64)
     diagonal = np.einsum("kk->k", damped)
     diagonal += _DAMPING * diagonal.mean() or 1.0  # without any input, nothing is moved

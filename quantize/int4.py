@@ -1,4 +1,4 @@
-"""Float weights to int4 group-32 affine, round to nearest."""
+"""Quantization of float weights to affine int4 in groups of 32, rounded to nearest."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _AFFINE = KINDS["int4_affine"]
 
 
 def quantize_int4(weight: NDArray[np.float32]) -> QuantizedWeight:
-    """Cover each group's range with 16 levels: `scale = (max - min) / 15`, `offset = min`.
+    """Quantize a weight; 16 levels cover each group: `scale = (max - min) / 15`, `offset = min`.
 
     Args:
         weight: `[N, K]` float32, K a multiple of 32.

@@ -1,4 +1,4 @@
-"""Float weights to symmetric int8, per output channel or per group of 32."""
+"""Quantization of float weights to symmetric int8, per output channel or per group of 32."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ _SYMMETRIC = KINDS["int8_symmetric"]
 def quantize_channels(
     weight: NDArray[np.float32],
 ) -> tuple[NDArray[np.int8], NDArray[np.float32]]:
-    """Codes `[N, K]` int8 and one scale a row `[N]` float32: `w = code * scale`."""
+    """Quantize to codes `[N, K]` int8 and one scale a row `[N]` float32: `w = code * scale`."""
     scale = channel_scale(weight)
     divisor = np.where(scale > 0, scale, 1)
     return np.rint(weight / divisor[:, None]).astype(np.int8), scale
 
 
 def channel_scale(weight: NDArray[np.float32]) -> NDArray[np.float32]:
-    """The steps `[N]` of rows `[N, K]`: their largest weights become 127 of them."""
+    """Return the steps `[N]` of rows `[N, K]`, whose largest weights are 127 steps."""
     return np.asarray(np.abs(weight).max(axis=1) * np.float32(1 / 127))
 
 
 def quantize_groups(weight: NDArray[np.float32]) -> QuantizedWeight:
-    """Groups of 32 around 0, with scales in half precision as Q8_0 has them.
+    """Quantize a weight in groups of 32 around 0, with half-precision scales as in Q8_0.
 
     Args:
         weight: `[N, K]` float32, K a multiple of 32.

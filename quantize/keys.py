@@ -1,8 +1,8 @@
-"""Keys that lose less when they are rounded, and scores that stay as they are.
+"""Changes of Q and K that leave attention scores the same, and let keys lose less in rounding.
 
 RoPE turns a pair of channels as a whole, so it commutes with a factor for each pair: K divided by
-it and Q multiplied by it give the same scores. And a vector that is taken from all keys changes
-each query's scores by one number, which softmax does not see.
+the factor and Q multiplied by it give the same scores. A vector that is subtracted from all keys
+changes each query's scores by one number, which softmax ignores.
 """
 
 from __future__ import annotations
@@ -12,23 +12,24 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-# Positions whose keys the offset is for; later ones are turned further away from it.
+# Positions that the mean of keys is taken over; later keys are turned further away from it.
 _POSITIONS = 4096
-# Powers of two beyond these are of no use, and would bring weights nearer to the ends of a half.
+# Largest exponent: larger powers of two have no use, and bring weights near the limits of a half.
 _LARGEST_EXPONENT = 8
 
 
 def common_part(
     bias: NDArray[np.floating], inv_freq: Sequence[float], *, magnitude: float = 1.0
 ) -> NDArray[np.float64]:  # [Hkv, D] -> [Hkv, D]
-    """The mean over positions of what a bias adds to keys, after RoPE.
+    """Return the mean over positions of the bias of keys after RoPE.
 
-    Pairs that turn slowly keep theirs, fast ones have none.
+    Pairs that turn slowly keep their bias, and the mean of fast pairs vanishes.
 
     Args:
-        inv_freq: RoPE's frequencies, in radians per position; channel `c` is turned with `c` plus
-            as many.
-        magnitude: what RoPE's cosines and sines are multiplied by.
+        bias: bias of K, `[Hkv, D]`.
+        inv_freq: RoPE's frequencies, in radians per position; channel `c` is turned with channel
+            `c + len(inv_freq)`.
+        magnitude: factor of RoPE's cosines and sines.
     """
     half = len(inv_freq)
     angles = np.arange(_POSITIONS, dtype=np.float64)[:, None] * np.asarray(inv_freq)
@@ -40,15 +41,15 @@ def common_part(
 def pair_exponents(
     key: NDArray[np.floating], query: NDArray[np.floating]
 ) -> NDArray[np.int8]:  # [Hkv, P], [Hkv, P] -> [Hkv, P]
-    """Powers of two by which to divide K and multiply Q.
+    """Return exponents of the powers of two by which to divide K and multiply Q, per pair.
 
-    A row's largest number decides how coarse all of it is, so numbers of one size would be best
-    for K; but the error of a pair costs as much as Q is large there. With the square root of their
-    ratio both are alike.
+    The largest number of a row decides the step for the whole row, so pairs of equal size would be
+    best for K. But the cost of a pair's error grows with Q in that pair. The square root of the
+    ratio of K to Q balances both.
 
     Args:
-        key, query: how large the numbers of a pair are, root mean square; a pair with a zero is
-            left as it is.
+        key, query: root mean square of the numbers in each pair of K and Q, `[Hkv, P]`; a pair with
+            a zero is left as it is.
     """
     known = (key > 0) & (query > 0)
     size = np.log2(np.where(known, key, 1)) - np.log2(np.where(known, query, 1))

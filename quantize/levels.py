@@ -1,4 +1,4 @@
-"""Float weights that are known to be a few integers times a scale, as codebook types have them."""
+"""Exact int8 codes for float weights that are a few integers times a scale (codebook types)."""
 
 from __future__ import annotations
 
@@ -13,14 +13,15 @@ _INT8 = KINDS["int8_symmetric"]
 
 
 def quantize_levels(weight: NDArray[np.float32], levels: Sequence[int]) -> QuantizedWeight:
-    """int8 groups whose codes are the integers themselves.
+    """Quantize a weight to groups of int8 codes that are the integers themselves.
 
-    Which level a group's largest weight is on is not known; the one is taken with which all others
-    come nearest to integers. What remains is the rounding of scales to halves, 2^-11 at most.
+    The level of a group's largest weight is unknown: the level is taken with which all other
+    weights come nearest to integers. The only error is the rounding of scales to halves, 2^-11 at
+    most.
 
     Args:
         weight: `[N, K]` float32, K a multiple of 32; each group of 32 is a scale times integers.
-        levels: the sizes of the integers, up to 127.
+        levels: sizes of the integers, up to 127.
     """
     return concatenate([_quantize_rows(weight[rows], levels) for rows in row_slices(*weight.shape)])
 

@@ -1,6 +1,6 @@
 """Orthogonal matrices that spread outliers over all channels before activations become int8.
 
-A product is unchanged when its input is rotated and its weight counter-rotated,
+A product stays the same when its input is rotated and its weight counter-rotated,
 `(x R) (W R)^T = x W^T`, but the rotated input has no outlier channels and loses little when it is
 rounded (QuaRot, Ashkboos et al., arXiv:2404.00456; SpinQuant, Liu et al., arXiv:2405.16406).
 """
@@ -14,7 +14,7 @@ from edgellm.kernels import hadamard
 
 
 def random_rotation(size: int, *, seed: int) -> NDArray[np.float64]:
-    """A random orthogonal matrix `[size, size]`: signs, a Hadamard factor and a QR factor.
+    """Make a random orthogonal matrix `[size, size]`: signs, a Hadamard factor and a QR factor.
 
     The Kronecker product mixes every channel with every other one and needs the QR decomposition
     of the odd part only (9 x 9 for 576), which keeps the export of large models cheap.
@@ -29,14 +29,14 @@ def random_rotation(size: int, *, seed: int) -> NDArray[np.float64]:
 def rotate_input(
     weight: NDArray[np.float32], rotation: NDArray[np.float64]
 ) -> NDArray[np.float32]:  # [N, K], [K, K] -> [N, K]
-    """The weight that yields for `x @ rotation` what `weight` yields for `x`."""
+    """Return the weight whose output for `x @ rotation` is the output of `weight` for `x`."""
     return np.asarray(weight @ rotation, np.float32)
 
 
 def rotate_output(
     weight: NDArray[np.float32], rotation: NDArray[np.float64]
 ) -> NDArray[np.float32]:  # [N, K], [N, N] -> [N, K]
-    """The weight whose output is that of `weight`, rotated."""
+    """Return the weight whose output is the rotated output of `weight`."""
     return np.asarray(rotation.T @ weight, np.float32)
 
 
@@ -45,7 +45,7 @@ def rotate_input_blocks(
     block: NDArray[np.float64],
     across: NDArray[np.float64] | None = None,
 ) -> NDArray[np.float32]:  # [N, K], [b, b], [K/b, K/b] -> [N, K]
-    """`rotate_input` for inputs in runs of b: each times `block`, and then mixed by `across`."""
+    """Rotate inputs as `rotate_input` does, but each run of b by `block`, mixed by `across`."""
     rows, columns = weight.shape
     blocks = weight.reshape(rows, columns // block.shape[0], block.shape[0]) @ block
     if across is not None:
@@ -54,10 +54,10 @@ def rotate_input_blocks(
 
 
 def spreading(size: int) -> NDArray[np.float64]:
-    """An orthogonal matrix `[size, size]` that mixes everything evenly, for any size.
+    """Make an orthogonal matrix `[size, size]` that mixes all channels evenly, for any size.
 
-    The Kronecker product of a discrete cosine transform (the odd factor of `size`) and a Hadamard
-    matrix: no entry is larger than sqrt(2 / size).
+    The matrix is the Kronecker product of a discrete cosine transform (the odd factor of `size`)
+    and a Hadamard matrix. No entry is larger than sqrt(2 / size).
     """
     power = hadamard.power_of_two_factor(size, limit=size)
     odd = size // power

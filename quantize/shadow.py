@@ -1,12 +1,12 @@
-"""Shadow outliers: what a fixed 8-bit grid clips, computed beside it (llm.npu, arXiv:2407.05858).
+"""Shadow outliers: the host computes the values that a fixed 8-bit grid clips.
 
-With r = round(x / s), a product with clipped activations and the rest of it are together what a
-grid without end would give:
+The method is that of llm.npu (arXiv:2407.05858). With r = round(x / s), the product of clipped
+activations and the product of the clipped rest add up to the result of an unlimited grid:
 
     x W^T  ~  s clip(r) W^T  +  s (r - clip(r)) W^T
 
-The first product is the accelerator's. The second one has few columns that are not zero, and is the
-host's. Nothing is lost to clipping, so such a grid can be narrower than others, and finer.
+The accelerator computes the first product. The second one has few columns that are not zero, and
+the host computes it. Clipping loses nothing, so such a grid can be narrower and finer than others.
 """
 
 from __future__ import annotations
@@ -21,14 +21,19 @@ Floats = NDArray[np.float32]
 
 
 class Excess(NamedTuple):
-    """What is beyond a grid: `values` `[rows, n]` of the inputs `columns` `[n]`."""
+    """Values beyond a grid.
+
+    Attributes:
+        columns: indices of the inputs with such values, `[n]`.
+        values: excess of these inputs, `[rows, n]`; 0 where a row is within the grid.
+    """
 
     columns: NDArray[np.intp]
     values: Floats
 
 
 def excess_of(x: Floats, scale: float, *, bits: int = 8) -> Excess:
-    """What a grid of step `scale` clips off rows `[rows, K]`, rounded to the same step."""
+    """Return the part of rows `[rows, K]` that a grid of step `scale` clips, rounded to steps."""
     half = 1 << bits - 1
     beyond = (x > (half - 1) * scale) | (x < -half * scale)
     columns = np.flatnonzero(beyond.any(axis=0))
@@ -38,13 +43,13 @@ def excess_of(x: Floats, scale: float, *, bits: int = 8) -> Excess:
 
 @dataclass(frozen=True)
 class ShadowLinear:
-    """The host's side of a layer.
+    """Host part of a linear layer with shadow outliers.
 
     Attributes:
-        scale, bits: of the grid of its input.
-        codes: int8 weight `[K, N]`, one input per row; mapped from a file, so that rows are in
-            memory once they have been needed.
-        weight_scale: `[N]`.
+        scale, bits: step, and bits of a code, of the grid of the layer's input.
+        codes: int8 weight `[K, N]`, one input per row; mapped from a file, so that memory holds
+            only rows that were needed before.
+        weight_scale: scale of each output, `[N]`.
     """
 
     scale: float
@@ -53,7 +58,10 @@ class ShadowLinear:
     weight_scale: Floats
 
     def correction(self, x: Floats) -> Floats | None:
-        """What the layer's output `[rows, N]` lacks for input `[rows, K]`; None where nothing."""
+        """Return the product of clipped values, which the layer's output `[rows, N]` lacks.
+
+        None stands for input `[rows, K]` without clipped values.
+        """
         excess = excess_of(x, self.scale, bits=self.bits)
         if not len(excess.columns):
             return None

@@ -1,1 +1,1 @@
-"""Speed, quality and limits of a loaded model; whether it computes what it should."""
+"""Measurements of a loaded model: speed, quality, limits, and checks that it computes correctly."""

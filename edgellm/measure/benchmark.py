@@ -23,10 +23,11 @@ from edgellm.progress import Progress, ProgressCallback
 
 @dataclass(frozen=True)
 class BenchResult:
-    """One test.
+    """Result of one speed test.
 
     Attributes:
-        test: e.g. `pp512`, `tg128 @ d2048`.
+        test: name of the test, e.g. `pp512`, `tg128 @ d2048`.
+        n_prompt, n_gen, n_depth: tokens of the prompt, generated tokens, cached tokens before.
         tokens_per_second, stddev: mean and standard deviation over the samples.
         samples_s: seconds of each repetition.
     """
@@ -54,7 +55,7 @@ def bench(
     Each test runs once to warm up; tokenization and sampling are left out, as llama-bench does.
 
     Raises:
-        OptionError: a size that is negative or does not fit into the context.
+        OptionError: a size is negative or does not fit into the context, or there is no test.
     """
     _check_sizes(prompts=prompts, generations=generations, depths=depths)
     if repetitions < 1:
@@ -95,7 +96,7 @@ def bench(
 
 
 def environment(engine: Engine) -> dict[str, Any]:
-    """What the numbers were measured with."""
+    """Describe the version, machine, model and settings that the numbers were measured with."""
     manifest = engine.bundle.manifest
     return {
         "version": importlib.metadata.version("edgellm"),
@@ -153,7 +154,7 @@ def _name(prompt: int, generation: int, depth: int) -> str:
 
 
 def _run(engine: Engine, prompt: int, generation: int, depth: int) -> float:
-    """Seconds of one repetition on a fresh sequence; filling the depth is not timed."""
+    """Return the seconds of one repetition on a fresh sequence; filling the depth is not timed."""
     vocabulary = engine.config.vocab_size
     tokens = [(31 * i + 7) % vocabulary for i in range(depth + max(prompt, 1))]
     sequence = engine.cache.sequence()
@@ -173,7 +174,7 @@ def _run(engine: Engine, prompt: int, generation: int, depth: int) -> float:
 
 
 def _commit() -> str | None:
-    """The git commit of an installation from a checkout or a repository; None for a release."""
+    """Return the git commit of an installation from a clone or repository; None for a release."""
     text = importlib.metadata.distribution("edgellm").read_text("direct_url.json")
     if text is None:
         return None

@@ -1,4 +1,4 @@
-"""Whether what a model runs on computes what it should: every segment, prompts of every edge."""
+"""Checks that back ends compute what they should: every segment, prompts of every edge."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ __all__ = ["Check", "Examined", "examine"]
 
 @dataclass(frozen=True)
 class Examined:
-    """What is checked next, in words, such as `w8a8 on cpu`."""
+    """Subject of the checks that follow, in words, such as `w8a8 on cpu`."""
 
     subject: str
 
@@ -29,13 +29,16 @@ class Examined:
 def examine(
     engine: Engine, *, progress: ProgressCallback | None = None
 ) -> Iterator[Examined | Check]:
-    """Check prefill and decode of a loaded model (`LLM.engine`); each subject before its checks.
+    """Check prefill and decode of a loaded model (`LLM.engine`).
 
-    The judge is what the model gave in float32 when it was exported or, where there are no graphs
-    to be exported, gives now.
+    Results are compared with those of float32, stored when the model was exported. Where there are
+    no graphs to be exported, float32 is computed now.
+
+    Yields:
+        Each subject, and then its checks.
 
     Raises:
-        SourceError: the model file is needed, and gone or changed.
+        SourceError: the model file is needed, and missing or changed.
     """
     if isinstance(engine.prefill, ChunkedBackend):
         model = engine.prefill.model
@@ -58,7 +61,7 @@ def examine(
 
 
 def _steps(engine: Engine) -> dict[str, StepModel]:
-    """The models of packed weights that anything runs on, by their back ends' names."""
+    """Map back ends' names to the models of packed weights that prefill or decode run on."""
     steps, prefill = {}, engine.prefill
     host = prefill.host if isinstance(prefill, ChunkedBackend) else None
     for backend in (prefill, engine.decoder, host):

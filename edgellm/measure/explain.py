@@ -1,6 +1,6 @@
-"""How a loaded model prefills a prompt, and what limits it: what `edgellm plan` tells.
+"""Explanation of a prompt's prefill in a loaded model, and of its limits, for `edgellm plan`.
 
-Every function takes `LLM.engine`, and takes its lock while it measures.
+Every function takes `LLM.engine`, and holds its lock while it measures.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from edgellm.measure.plan import Prediction, keep_prompt, measure, predict, prof
 from edgellm.measure.roofline import Machine, Work, measure_cpu, measure_gpu, work_of
 from edgellm.store.manifest import PACKED
 
-# How many times as fast an accelerator is imagined.
+# Speeds of imagined accelerators, in multiples of the measured one.
 _SPEEDS = (1, 5, 10)
 
 __all__ = [
@@ -39,7 +39,11 @@ __all__ = [
 
 @dataclass(frozen=True)
 class Forecast:
-    """What a prompt will take under a schedule, with an accelerator so many times as fast."""
+    """Predicted time of a prompt under a schedule.
+
+    Attributes:
+        accelerator_speed: speed of the imagined accelerator, in multiples of the measured one.
+    """
 
     schedule: Policy
     accelerator_speed: int
@@ -48,13 +52,13 @@ class Forecast:
 
 @dataclass(frozen=True)
 class TimedPrompt:
-    """What a prompt took.
+    """Measured times of a prompt's prefill.
 
     Attributes:
-        prefill: the back end.
-        schedule: how its chunks shared accelerator and host; None where there are none.
-        seconds: of each time.
-        bubbles: the accelerator's idle share.
+        prefill: back end of the prefill.
+        schedule: schedule of its chunks on accelerator and host; None without chunks.
+        seconds: seconds of each repetition.
+        bubbles: share of the time in which the accelerator was idle.
     """
 
     prefill: str
@@ -65,7 +69,7 @@ class TimedPrompt:
 
 @dataclass(frozen=True)
 class Limits:
-    """What the processors of prefill and decode can do, and what the model asks of them."""
+    """Limits of the processors of prefill and decode, and the work that the model asks of them."""
 
     prefill: Machine
     decode: Machine
@@ -73,13 +77,13 @@ class Limits:
 
 
 def chunks_of(engine: Engine, count: int) -> list[PlannedChunk]:
-    """How `count` tokens are cut; none where they go through all layers at once."""
+    """Return the chunks of a prompt of `count` tokens; none where back ends do not use chunks."""
     prefill = engine.prefill
     return prefill.plan(count) if isinstance(prefill, ChunkedBackend) else []
 
 
 def forecasts(engine: Engine, chunks: Sequence[PlannedChunk]) -> Iterator[Forecast]:
-    """Measure the parts of a prompt, and simulate it under every schedule."""
+    """Measure the parts of a prompt, and simulate the prompt under every schedule."""
     if not isinstance(engine.prefill, ChunkedBackend):
         return
     with engine.lock:
@@ -91,8 +95,11 @@ def forecasts(engine: Engine, chunks: Sequence[PlannedChunk]) -> Iterator[Foreca
 
 
 def time_prompt(engine: Engine, count: int) -> list[TimedPrompt]:
-    """Run a prompt as it is prefilled and, if that is something else, in turns with the native
-    kernels; then `prefill` auto knows next time which of them was faster."""
+    """Time a prompt of `count` tokens through the prefill back end and the native kernels.
+
+    Both run in turns, and their times are kept, so that `prefill` auto knows next time which one
+    was faster. If prefill is native, or there are no native kernels, prefill runs alone.
+    """
     prefill, native = engine.prefill, engine.native_prefill
     name, schedule = prefill.placement.provider, engine.selection.policy
     with engine.lock:
@@ -108,7 +115,11 @@ def time_prompt(engine: Engine, count: int) -> list[TimedPrompt]:
 
 
 def limits(engine: Engine, count: int) -> Limits:
-    """Measure arithmetic and memory of what prefill and decode run on."""
+    """Measure arithmetic and memory of the processors of prefill and decode.
+
+    Args:
+        count: tokens of the prompt.
+    """
     prefill, decoder = engine.prefill, engine.decoder
 
     def machine(backend: str, precision: str) -> Machine:
@@ -130,5 +141,5 @@ def limits(engine: Engine, count: int) -> Limits:
 
 
 def usual_choice(engine: Engine) -> AutoChoice:
-    """What `prefill` auto takes for this model, and why."""
+    """Return the back end that `prefill` auto takes for this model, and the reason."""
     return auto_choice(engine.bundle, replace(engine.options, prefill=AUTO, precision=None))

@@ -1,4 +1,4 @@
-"""Perplexity of a text: how surprised the model is, through prefill or through decode."""
+"""Perplexity of a text under a loaded model, through prefill or through decode."""
 
 from __future__ import annotations
 
@@ -18,19 +18,21 @@ from edgellm.progress import Progress, ProgressCallback
 
 Floats = NDArray[np.float32]
 PATHS = ("prefill", "decode")
-# Through the LM head at a time: an interrupt waits for no more, and a row takes 400 KB.
+# Rows that go through the LM head at a time: an interrupt waits for them, and a row takes 400 KB.
 _HEAD_ROWS = 64
 
 
 @dataclass(frozen=True)
 class PerplexityResult:
-    """The result and what it was measured with.
+    """Perplexity of a text, and the settings that it was measured with.
 
     Attributes:
         perplexity: exp of the mean negative log-likelihood of the scored tokens.
-        tokens: how many were scored.
-        through: prefill or decode.
-        precision: of that path.
+        tokens: number of scored tokens.
+        windows: number of windows.
+        window: tokens of a window.
+        through: path of the tokens, prefill or decode.
+        precision: precision of the weights on that path.
     """
 
     perplexity: float
@@ -60,8 +62,8 @@ def perplexity(
     model asks for one. A remainder shorter than a window is left out, unless it is all there is.
 
     Raises:
-        OptionError: a window of fewer than 2 tokens or longer than the context, or too short a
-            text.
+        OptionError: the window has fewer than 2 tokens or is longer than the context, or the text
+            is too short.
     """
     windows = text_windows(engine, text, window=window, max_windows=max_windows, through=through)
     total, count = 0.0, 0
@@ -85,7 +87,7 @@ def perplexity(
 def text_windows(
     engine: Engine, text: str, *, window: int, max_windows: int | None, through: str
 ) -> list[list[int]]:
-    """The windows of a text, as `perplexity` has them, begin tokens included.
+    """Cut a text into windows of tokens for `perplexity`, begin tokens included.
 
     Raises:
         OptionError: see `perplexity`.
@@ -107,10 +109,11 @@ def text_windows(
 def window_logits(
     engine: Engine, tokens: Sequence[int], *, through: str
 ) -> Iterator[tuple[int, Floats]]:
-    """Logits after each token of a window but the last, some rows at a time, on an empty cache.
+    """Compute the logits after each token of a window but the last, on an empty KV cache.
 
     Yields:
-        The position of the first row, and `[rows, V]`; the engine is not locked between them.
+        Position of the first row, and logits `[rows, V]`, some rows at a time; the engine is not
+        locked between them.
     """
     if through == "decode":
         yield from _decode_logits(engine, tokens)
@@ -125,14 +128,18 @@ def window_logits(
 def next_logprobs(
     logprobs: NDArray[np.float64], tokens: Sequence[int], begin: int
 ) -> NDArray[np.float64]:
-    """The log-probability of each token that follows, from `logprobs` `[rows, V]` after `begin`."""
+    """Return the log-probability of each actual next token, from `logprobs` `[rows, V]`.
+
+    Args:
+        begin: index of the token that the first row follows.
+    """
     rows = np.arange(len(logprobs))
     chosen: NDArray[np.float64] = logprobs[rows, tokens[begin + 1 : begin + 1 + len(rows)]]
     return chosen
 
 
 def precision_of(engine: Engine, through: str) -> str:
-    """The precision of the weights on one of `PATHS`."""
+    """Return the precision of the weights on one of `PATHS`."""
     return engine.prefill.precision if through == "prefill" else engine.decoder.precision
 
 
@@ -146,7 +153,7 @@ def _parts(tokens: list[int], size: int, limit: int | None) -> list[list[int]]:
 
 
 def _prefill_hidden(engine: Engine, tokens: Sequence[int]) -> Floats:
-    """Hidden states `[n - 1, E]` after all tokens but the last, through the prefill executor."""
+    """Return the hidden states `[n - 1, E]` after all tokens but the last, through prefill."""
     hidden: list[Floats] = []
     sequence = engine.cache.sequence()
     keep = Hooks(on_hidden=lambda rows: hidden.append(rows.copy()))
@@ -159,7 +166,7 @@ def _prefill_hidden(engine: Engine, tokens: Sequence[int]) -> Floats:
 
 
 def _decode_logits(engine: Engine, tokens: Sequence[int]) -> Iterator[tuple[int, Floats]]:
-    """Logits through the decode back end, one token at a time."""
+    """Compute logits through the decode back end, one token at a time; see `window_logits`."""
     sequence = engine.cache.sequence()
     try:
         for begin in range(0, len(tokens) - 1, _HEAD_ROWS):

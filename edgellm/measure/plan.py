@@ -1,4 +1,4 @@
-"""What a prompt will cost before it is run, under each schedule, and what limits it."""
+"""Predicted and measured times of a prompt's prefill under each schedule."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ from edgellm.engine.engine import Engine
 from edgellm.engine.measured import MeasuredPrompt
 from edgellm.engine.one_sequence import Hooks, compute_prompt
 
-# For whole prompts, to be measured more than once.
+# Time for measuring whole prompts more than once.
 _PROMPTS_S = 6.0
 
 
 @dataclass(frozen=True)
 class Profile:
-    """Seconds measured on this machine, before the prompt is run.
+    """Seconds of the parts of a prompt, measured on this machine before the prompt is run.
 
     Attributes:
-        steps: those of every chunk.
-        shallow, deep: of each step, by chunk size, at the start of a sequence and after `depth`
-            tokens; in between they grow evenly, as attention does.
-        host: of plan that the host computes, by their tokens.
-        head: of the LM head for one row.
+        steps: steps of every chunk through the layers.
+        shallow, deep: seconds of each step, by chunk size, at the start of a sequence and after
+            `depth` tokens; in between they grow linearly, as attention does.
+        host: seconds of chunks that the host computes, by their number of tokens.
+        head: seconds of the LM head for one row.
     """
 
     steps: Sequence[Step]
@@ -50,14 +50,19 @@ class Profile:
 
 @dataclass(frozen=True)
 class Prediction:
-    """Predicted seconds to the first token, and the accelerator's idle share."""
+    """Prediction of a prompt's prefill.
+
+    Attributes:
+        seconds: seconds to the first token.
+        bubbles: share of the time in which the accelerator is idle.
+    """
 
     seconds: float
     bubbles: float
 
 
 def profile(engine: Engine, backend: ChunkedBackend, plan: Sequence[PlannedChunk]) -> Profile:
-    """Time the parts of a plan, each once or a few times."""
+    """Time the parts of a planned prompt, each once or a few times."""
     model, sequence = backend.model, engine.cache.sequence()
     sizes = sorted({chunk.size for chunk in plan if chunk.size is not None})
     depth = max(0, sum(chunk.count for chunk in plan) - max(sizes, default=0))
@@ -95,7 +100,11 @@ def predict(
     *,
     accelerator_speed: float = 1.0,
 ) -> Prediction:
-    """Simulate a plan; `accelerator_speed` times as fast an accelerator as the one measured."""
+    """Simulate a planned prompt under a schedule.
+
+    Args:
+        accelerator_speed: speed of the accelerator, in multiples of the measured one.
+    """
     start, now = 0, 0.0
     records: list[TaskRecord] = []
     for on_host, group in itertools.groupby(plan, lambda chunk: chunk.size is None):
@@ -128,8 +137,12 @@ def _task_seconds(
 
 
 def measure(engine: Engine, count: int, *backends: Backend) -> list[tuple[Samples, float]]:
-    """Seconds to the logits after a prompt of `count` tokens, through each back end in turns, and
-    the accelerator's idle share."""
+    """Time a prompt of `count` tokens through each back end, in turns.
+
+    Returns:
+        For each back end the seconds to the logits after the prompt, and the accelerator's idle
+        share.
+    """
     tokens = [(31 * i + 7) % engine.config.vocab_size for i in range(count)]
     bubbles = [0.0] * len(backends)
 
@@ -147,7 +160,7 @@ def measure(engine: Engine, count: int, *backends: Backend) -> list[tuple[Sample
 
 
 def keep_prompt(engine: Engine, prompt: MeasuredPrompt) -> None:
-    """Let `--prefill auto` know what a whole prompt took; see `costs.keep_prompt`."""
+    """Keep the times of a whole prompt for `--prefill auto`; see `costs.keep_prompt`."""
     if isinstance(engine.prefill, ChunkedBackend) and engine.options.precision is None:
         model, threads = engine.prefill.model, engine.threads
         costs.keep_prompt(engine.bundle.path, model, engine.decoder, prompt, threads=threads)

@@ -1,8 +1,8 @@
-"""What rounding costs: how far a loaded model is from float32 on the weights that its file holds.
+"""Cost of rounding: difference of a loaded model from float32 on the weights of its own file.
 
-The judge is the checkpoint in float32, one segment at a time, so that it takes little memory beside
-the model; its attention keeps K and V in float32. Log-probabilities are compared some rows at a
-time.
+The reference is the checkpoint in float32, computed one segment at a time, so that it takes little
+memory beside the model. Its attention keeps K and V in float32. Log-probabilities are compared some
+rows at a time.
 """
 
 from __future__ import annotations
@@ -35,16 +35,16 @@ Floats = NDArray[np.float32]
 
 @dataclass(frozen=True)
 class QualityResult(PerplexityResult):
-    """A perplexity, and how far the model is from float32 on the same tokens.
+    """Perplexity of a model, and its difference from float32 on the same tokens.
 
     Attributes:
-        float_perplexity: float32's.
-        kl_mean: Kullback-Leibler divergence of float32's next-token distribution to that of what
-            runs, in nats: the mean over all tokens that are scored.
-        kl_mean_error: the standard error of that mean.
-        kl_99: what 99 % of them do not exceed.
-        same_top: the share of them for which both find the same token the likeliest.
-        text_sha256: of the text.
+        float_perplexity: perplexity of float32.
+        kl_mean: Kullback-Leibler divergence D(float32 || model) of the next-token distributions,
+            in nats, as the mean over all scored tokens.
+        kl_mean_error: standard error of that mean.
+        kl_99: divergence that 99 % of the scored tokens do not exceed.
+        same_top: share of the scored tokens with the same likeliest token in both.
+        text_sha256: SHA-256 of the text.
     """
 
     float_perplexity: float
@@ -65,12 +65,12 @@ class QualityResult(PerplexityResult):
 
 @dataclass(frozen=True)
 class Comparison:
-    """A model beside its judge, for each token that was scored.
+    """Comparison of a model with float32, for each scored token.
 
     Attributes:
-        logprobs, exact_logprobs: of the token that came, by the model and by the judge.
-        divergences: of the judge's distribution to the model's.
-        same_top: whether the likeliest token is the same.
+        logprobs, exact_logprobs: log-probability of the actual token by the model and by float32.
+        divergences: Kullback-Leibler divergences D(float32 || model), in nats.
+        same_top: whether the likeliest token is the same in both.
     """
 
     logprobs: NDArray[np.float64]
@@ -80,10 +80,13 @@ class Comparison:
 
     @classmethod
     def of(cls, logits: Floats, exact: Floats, tokens: Sequence[int], begin: int) -> Comparison:
-        """Compare `logits` with the judge's, `[rows, V]`, after each of `tokens` from `begin` on.
+        """Compare logits of a model and of float32, after each of `tokens` from `begin` on.
+
+        Args:
+            logits, exact: logits of the model and of float32, `[rows, V]`.
 
         Raises:
-            NumericError: one is not a number.
+            NumericError: a logit is not a number, or infinite.
         """
         logprobs, judge = log_softmax(logits), log_softmax(exact)
         divergences = (np.exp(judge) * (judge - logprobs)).sum(axis=-1)
@@ -95,7 +98,7 @@ class Comparison:
         return cls(
             next_logprobs(logprobs, tokens, begin),
             next_logprobs(judge, tokens, begin),
-            np.maximum(divergences, 0.0),  # rounding may take one that is 0 below it
+            np.maximum(divergences, 0.0),  # rounding may take a 0 below 0
             logits.argmax(axis=-1) == exact.argmax(axis=-1),
         )
 
@@ -120,25 +123,26 @@ def quality(
 ) -> QualityResult:
     """Compare a loaded model with float32 on its checkpoint's own, dequantized weights.
 
-    The text is cut into windows that do not overlap, each on an empty cache, as `perplexity` does:
-    a begin token stands before each window if the model asks for one, every token of a window but
-    the first is scored, and a remainder shorter than a window is left out, unless it is all there
-    is. (llama.cpp's `perplexity --kl-divergence` has the same windows and scores the second half
-    of each, so its figures are a little lower.)
+    The text is cut into windows that do not overlap, each on an empty cache, as in `perplexity`. A
+    begin token stands before each window if the model asks for one, and every token of a window but
+    the first is scored. A remainder shorter than a window is left out, unless it is the whole text.
+    (llama.cpp's `perplexity --kl-divergence` has the same windows and scores the second half of
+    each, so its figures are a little lower.)
 
-    In memory are, beside the model, all windows' hidden states, one segment's weights in float32
-    and then those of the LM head.
+    Beside the model, memory holds the hidden states of all windows, one segment's weights in
+    float32, and then those of the LM head.
 
     Args:
-        text: None takes `sample_text`, which no model is calibrated on.
-        max_windows: None takes the whole text.
-        through: `prefill` or `decode`.
+        text: text to measure; None: `sample_text`, which no model is calibrated on.
+        window: tokens of a window.
+        max_windows: largest number of windows; None: the whole text.
+        through: path of the tokens, `prefill` or `decode`.
         progress: see `Progress`.
 
     Raises:
-        OptionError: a window of fewer than 2 tokens or longer than the context, or too short a
-            text.
-        SourceError: the checkpoint is gone, or changed.
+        OptionError: the window has fewer than 2 tokens or is longer than the context, or the text
+            is too short.
+        SourceError: the checkpoint is missing, or changed.
         NumericError: the model's logits are not numbers.
     """
     from edgellm.export.float_segments import float_hidden  # 0.4 s, and rarely needed

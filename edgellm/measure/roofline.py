@@ -1,4 +1,4 @@
-"""The two limits of a language model: arithmetic in prefill, memory in decode.
+"""Roofline of a language model: arithmetic limits prefill, and memory limits decode.
 
 Williams et al., "Roofline", CACM 2009.
 """
@@ -34,12 +34,12 @@ _INT4_SHAPE = (256, 2048, 2048)  # rows, outputs, inputs
 
 @dataclass(frozen=True)
 class Machine:
-    """What a processor can do at best, measured.
+    """Measured peak performance of a processor.
 
     Attributes:
-        flops: operations a second in a large product.
-        kind: of which numbers, and where.
-        read_bytes: bytes a second from its memory.
+        flops: operations a second in a large matrix product.
+        kind: number format of that product, and processor.
+        read_bytes: bytes a second from the processor's memory.
     """
 
     flops: float
@@ -49,13 +49,13 @@ class Machine:
 
 @dataclass(frozen=True)
 class Work:
-    """The work that a model asks for.
+    """Work that a model asks for.
 
     Attributes:
-        prefill_flops: a token of a prompt, on average, without the LM head.
-        decode_bytes: weights and KV cache that one decode step reads.
-        weight_share: of those weights in the file they were imported from: 1 is as many bytes; None
-            where that is not known.
+        prefill_flops: operations per token of a prompt, on average, without the LM head.
+        decode_bytes: bytes of weights and KV cache that one decode step reads.
+        weight_share: bytes of these weights over their bytes in the file that they were imported
+            from; None where the latter is not known.
     """
 
     prefill_flops: float
@@ -64,9 +64,12 @@ class Work:
 
 
 def measure_cpu(threads: int, *, int4: bool) -> Machine:
-    """Measure the native int4 kernel, where there is one, or float32 in numpy's BLAS.
+    """Measure the C++ int4 kernel, or float32 in numpy's BLAS, and the memory of the CPU.
 
-    Takes about a second.
+    The measurement takes about a second.
+
+    Args:
+        int4: whether to measure the int4 kernel, if it is built.
     """
     flops = _int4_flops(threads) if int4 else None
     if flops is None:
@@ -75,10 +78,10 @@ def measure_cpu(threads: int, *, int4: bool) -> Machine:
 
 
 def measure_gpu() -> Machine:
-    """Measure torch's product of halves, which is what Triton kernels multiply, and its copy.
+    """Measure torch's product of halves, which Triton kernels also multiply, and its copy.
 
     Raises:
-        ProviderError: there is none.
+        ProviderError: there is no GPU for Triton kernels.
     """
     device = require()
     import torch  # seconds
@@ -104,7 +107,7 @@ def measure_gpu() -> Machine:
 
 
 def work_of(bundle: Bundle, tokens: int, *, precision: str, kv_format: KVFormat) -> Work:
-    """The work of a prompt of `tokens`, and of a decode step after it in a precision."""
+    """Return the work of a prompt of `tokens`, and of a decode step behind it in a precision."""
     config = bundle.config
     block = block_bytes(
         format=kv_format, layers=1, kv_heads=config.kv_heads, head_dim=config.head_dim
@@ -120,21 +123,26 @@ def work_of(bundle: Bundle, tokens: int, *, precision: str, kv_format: KVFormat)
 
 
 def _flops(config: ModelConfig, tokens: int) -> float:
-    """A multiplication and an addition for each weight, and for each channel of what a token sees,
-    in scores and in their sums of values."""
+    """Return the operations per token of a prompt, on average.
+
+    A multiplication and an addition are counted for each weight. Attention adds the same for each
+    channel of each position that a token sees, once for scores and once for sums of values.
+    """
     seen = sum(_mean_seen(config, layer, tokens) for layer in range(config.layer_count))
     return 2.0 * (linear_parameters(config) + 2 * config.attention_size * seen)
 
 
 def _seen(config: ModelConfig, layer: int, tokens: int) -> int:
-    """Positions that a token after `tokens` of them sees in a layer."""
+    """Return the number of positions that a token behind `tokens` others sees in a layer."""
     window = config.layers[layer].attention.window
     return tokens if window is None else min(tokens, window)
 
 
 def _mean_seen(config: ModelConfig, layer: int, tokens: int) -> float:
-    """Positions that the tokens of a prompt see in a layer, on average: half of it, or nearly a
-    window where that is shorter."""
+    """Return the average number of positions that the tokens of a prompt see in a layer.
+
+    The number is half of the prompt or, with a short window, nearly the window.
+    """
     seen = _seen(config, layer, tokens)
     return seen * (tokens - seen / 2) / max(tokens, 1)
 

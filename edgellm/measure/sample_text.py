@@ -1,4 +1,4 @@
-"""A text to measure a model on when none is given: prose and code that come with Python."""
+"""Default text for measuring a model: prose and code that come with Python."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from edgellm.errors import OptionError
 # Chapters of the manual; none that models are calibrated on (see `export/calibration_text.py`).
 _TOPICS = ("typesseq", "objects", "exceptions", "formatstrings", "debugger")
 _MODULES = (argparse, dataclasses)
-# Prose and code alternate after this many characters, some four windows of 512 tokens.
+# Characters after which prose and code alternate, some four windows of 512 tokens.
 _PIECE = 8000
 
 
 def sample_text() -> str:
-    """Prose and code in turn, 200,000 characters or so; each Python version has its own.
+    """Return prose and code in turn, some 200,000 characters; the text depends on Python's version.
 
     Raises:
         OptionError: this Python came without its manual or without the sources of its library.

@@ -1,8 +1,8 @@
-"""The self-test of packed weights: does a fused step compute what it should?
+"""Self-test of fused steps on packed weights against float32; `self_test.py` tests graphs.
 
-`self_test.py` asks the same of graphs. A step goes through all layers in one call, so the matrices
-of each layer are tried one by one, through the same kernels, on what float32 had there; then the
-step itself, on prompts of every edge and one token at a time.
+A step goes through all layers in one call. So the matrices of each layer are tested one by one
+first, through the same kernels, on the inputs that float32 had there. Then the step itself is
+tested, on prompts of every edge and one token at a time.
 """
 
 from __future__ import annotations
@@ -27,25 +27,25 @@ from edgellm.store.import_summary import ImportSummary
 from edgellm.store.reference import Reference, segment_error
 
 Floats = NDArray[np.float32]
-# Tokens that come one at a time.
+# Number of tokens that are run one at a time.
 _SINGLE = 20
-# What int8 activations and KV cache leave: measured 0.034 in the worst segment and 0.051 in the
-# worst hidden state of 257 tokens (SmolLM2-135M in Q4_1, all weights as in the file).
+# Allowed errors of int8 activations and KV cache: measured 0.034 in the worst segment and 0.051 in
+# the worst hidden state of 257 tokens (SmolLM2-135M in Q4_1, all weights as in the file).
 _SEGMENT, _PROMPT = 0.05, 0.1
-# What weights add that were rounded again, in their mean error. With 0.082 (Qwen2.5-Coder-0.5B in
-# Q4_K_M as int4) a segment was 0.36 off and a prompt 0.27, with 0.069 (random, two layers, a
-# sliding window) 0.33 and 0.50.
+# Allowed errors for weights that were rounded again, per mean error of the weights. With a mean
+# error of 0.082 (Qwen2.5-Coder-0.5B in Q4_K_M as int4) a segment was 0.36 off and a prompt 0.27;
+# with 0.069 (random, two layers, a sliding window) 0.33 and 0.50.
 _ROUNDED_SEGMENT, _ROUNDED_PROMPT = 5.0, 7.5
-# What an int4 cache adds: 0.20 in the worst of 257 tokens (SmolLM2-135M).
+# Allowed error for an int4 KV cache: measured 0.20 in the worst of 257 tokens (SmolLM2-135M).
 _INT4_CACHE = 0.3
-# So much is wrong in any case; a prompt goes through all layers, and what is garbage has 1.4.
+# Largest limit for a prompt, which goes through all layers; garbage has an error of 1.4.
 _WRONG_PROMPT = 0.75
 
 
 def check_layers(
     reference: Reference, model: StepModel, weights: Weights, imported: ImportSummary
 ) -> Iterator[Check]:
-    """The matrices and norms before, between and behind every two attentions."""
+    """Check the linear layers and norms of every segment, between two attentions."""
     limit = segment_limit(imported)
     for index, rows in enumerate(reference.segments):
 
@@ -58,9 +58,9 @@ def check_layers(
 def check_step(
     reference: Reference, model: StepModel, cache: KVCache, imported: ImportSummary
 ) -> Iterator[Check]:
-    """Prompts around a tile of 16 rows and a block of the cache, tokens by themselves, the head.
+    """Check fused steps: prompts around a tile of 16 rows and a cache block, single tokens, head.
 
-    None is longer than the context or than the reference.
+    No prompt is longer than the context or than the reference.
     """
     longest = min(len(reference.tokens), cache.ctx_size)
     limit = prompt_limit(imported, cache.format)
@@ -77,18 +77,18 @@ def check_step(
 
 
 def segment_limit(imported: ImportSummary) -> float:
-    """The error that the worst row or column of a segment may have."""
+    """Return the error that the worst row or column of a segment may have."""
     return min(WRONG, _SEGMENT + _ROUNDED_SEGMENT * imported.mean_relative_error)
 
 
 def prompt_limit(imported: ImportSummary, kv_format: str) -> float:
-    """The error that the worst hidden state of a prompt may have."""
+    """Return the error that the worst hidden state of a prompt may have."""
     cache = _INT4_CACHE if kv_format == "int4" else 0.0
     return min(_WRONG_PROMPT, _PROMPT + _ROUNDED_PROMPT * imported.mean_relative_error + cache)
 
 
 def _hidden(model: StepModel, cache: KVCache, parts: Sequence[list[int]]) -> Floats:
-    """Hidden states `[n, E]` of tokens that come in parts."""
+    """Return the hidden states `[n, E]` of tokens, run in consecutive parts of one sequence."""
     sequence = cache.sequence()
     try:
         spans = (Span(sequence, part) for part in parts)
@@ -100,7 +100,7 @@ def _hidden(model: StepModel, cache: KVCache, parts: Sequence[list[int]]) -> Flo
 def _segment(
     model: StepModel, weights: Weights, index: int, inputs: Mapping[str, Floats]
 ) -> Sequence[Floats]:
-    """Outputs that a graph of this segment would have; see `graphs/contract.py`."""
+    """Compute the outputs that a graph of this segment would have; see `graphs/contract.py`."""
     if index == 0:
         residual = np.asarray(inputs[contract.X]) * np.float32(weights.embedding_scale)
     else:
@@ -120,7 +120,7 @@ def _segment(
 def _after_layer(
     model: StepModel, weights: Weights, layer: LayerWeights, inputs: Mapping[str, Floats]
 ) -> Floats:
-    """The residual after a layer whose attention is there."""
+    """Return the residual after a layer, from the output of its attention."""
     added = _linear(model, inputs[contract.ATTENTION], layer.o, layer.o_bias)
     added = _norm(added, weights, layer.post_attention_norm, layer.post_attention_norm_bias)
     residual = inputs[contract.RESIDUAL] + added
@@ -130,7 +130,7 @@ def _after_layer(
         activated = _activation(activated, layer.activation)
     else:
         gate = _linear(model, normed, layer.gate, layer.gate_bias)
-        with np.errstate(over="ignore", invalid="ignore"):  # damaged weights give what they like
+        with np.errstate(over="ignore", invalid="ignore"):  # damaged weights may overflow
             activated = _activation(gate, layer.activation) * activated
     added = _linear(model, activated, layer.down, layer.down_bias)
     after: Floats = residual + _norm(added, weights, layer.post_mlp_norm, layer.post_mlp_norm_bias)
@@ -145,7 +145,7 @@ def _linear(
 
 
 def _activation(x: Floats, name: Activation) -> Floats:
-    with np.errstate(over="ignore", invalid="ignore"):  # damaged weights give what they like
+    with np.errstate(over="ignore", invalid="ignore"):  # damaged weights may overflow
         return activate(x.astype(np.float64), name).astype(np.float32)
 
 
