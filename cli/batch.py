@@ -103,7 +103,7 @@ class _Batch:
         arguments: GenerationArguments = {**self.sampling, **line.arguments}
         prompt, schema = line.prompt, self.json_schema
         if isinstance(prompt, Gap):
-            arguments.setdefault("temperature", 0.0)  # as `edgellm infill`
+            arguments.setdefault("temperature", 0.0)  # greedy, as in `edgellm infill`
         elif isinstance(prompt, list) or not self.raw:
             prompt = self._conversation(prompt)
         return BatchRequest(

@@ -29,7 +29,8 @@ class LiveLine:
         shows = self._on_terminal and sys.stderr.isatty() and os.name == "posix"
         self._enabled = enabled and shows and os.environ.get("TERM", "dumb") != "dumb"
         self._shown_at = 0.0
-        self._window = os.terminal_size((0, 0))  # when the last row was taken; 0: not taken
+        # size of the window when the last row was taken; 0 rows: it is not taken
+        self._window = os.terminal_size((0, 0))
         self._line = ""  # the answer from its last line end on
         self._stack = ExitStack()
 

@@ -100,7 +100,7 @@ def _sizes() -> NDArray[np.float64]:
     middles = low.view(np.float32)
     return np.where(np.isfinite(middles), middles, 0.0).astype(
         np.float64
-    )  # others are never counted
+    )  # bins of infinity and NaN stay empty
 
 
 def _squared_error(

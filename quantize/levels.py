@@ -35,7 +35,7 @@ def _quantize_rows(weight: NDArray[np.float32], levels: Sequence[int]) -> Quanti
         step = largest / np.float32(level)
         ratio = groups / np.where(step > 0, step, 1)[..., None]
         error = np.abs(ratio - np.rint(ratio)).max(axis=-1) * step
-        # of two levels that fit, the lower: its error is smaller by more than float32 rounds
+        # of two levels that fit, the first one stays: a later one must more than halve the error
         better = error < least * np.float32(0.5)
         scale[better], least[better] = step[better], error[better]
     divisor = np.where(scale > 0, scale, 1)[..., None]
