@@ -329,8 +329,8 @@ class CallParser:
 class _ObjectCall:
     """A tool call while its JSON object is read.
 
-    The call is announced when its name is known, and its identifier if the model writes one. Earlier
-    arguments are held back until then.
+    The call is announced when its name is known, and its identifier if the model writes one.
+    Earlier arguments are held back until then.
     """
 
     def __init__(self, parser: CallParser, *, wait_for_id: bool) -> None:

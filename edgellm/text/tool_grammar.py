@@ -289,7 +289,7 @@ def _quoted(text: str) -> str:
 
 
 def _schema(schema: Mapping[str, Any]) -> str:
-    """Write JSON of a schema, laid out as templates do, so that the next prompt has the same text."""
+    """Write JSON of a schema, laid out as in templates, so that the next prompt has the same."""
     return f"%json {json.dumps({**schema, 'x-guidance': _LAYOUT})}"
 
 
