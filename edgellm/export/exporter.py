@@ -75,14 +75,12 @@ def export(
         name, source: model name and resolved source, recorded in the manifest.
         precisions: names from `PRECISIONS`, or a function of the config that returns them; None is
             `default_precisions`.
-        chunk_sizes: static chunk sizes to export, in tokens; None keeps those of the bundle at
-            `out`.
+        chunk_sizes: static chunk sizes to export, in tokens; None keeps those of a bundle at `out`.
         calibration: options for the precisions with static scales.
-        weights: rounding of float weights of linear layers, one of `FLOAT_WEIGHTS`; None keeps that
-            of the bundle at `out`, and is `auto` for a new one.
+        weights: rounding of float weights of linear layers, of `FLOAT_WEIGHTS`; None keeps that of
+            the bundle at `out`, and is `auto` for a new one.
         force: replace the bundle at `out`.
-        mend: replace the folder at `out`, which is one of edgellm's own, if it is damaged or of an
-            earlier format.
+        mend: replace edgellm's own folder at `out` if it is damaged or of an earlier format.
         progress: see `Progress`.
 
     Raises:

@@ -30,7 +30,6 @@ class CallParser:
 
     Args:
         format: form of the model's calls.
-        reader: the answer's text.
         emit: function that takes each piece of a call.
         tools: tools whose schemas tell texts from JSON.
         short_ids: whether identifiers have nine letters and digits, as Mistral's templates want.
@@ -329,8 +328,7 @@ class CallParser:
 class _ObjectCall:
     """A tool call while its JSON object is read.
 
-    The call is announced when its name is known, and its identifier if the model writes one.
-    Earlier arguments are held back until then.
+    Arguments are held back until its name, and the identifier if the model writes one, is known.
     """
 
     def __init__(self, parser: CallParser, *, wait_for_id: bool) -> None:
