@@ -1,1 +1,1 @@
-"""The KV cache: blocks, sequences over them, prefixes found again, disk and device."""
+"""The KV cache: blocks, sequences over them, cached prefixes, copies on disk and device."""

@@ -1,4 +1,4 @@
-"""Which blocks of a group are free. Pure Python."""
+"""Allocation of a cache group's KV blocks. Pure Python."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from edgellm.kernels.kv_blocks import BLOCK
 
 
 class BlockPool:
-    """Reference counts of one group's blocks.
+    """Reference counts of one cache group's blocks.
 
-    Of blocks that nobody holds, those that the index knows are reused last, the oldest first.
+    Of blocks that no sequence holds, those in the prefix index are reused last, the oldest first.
 
     Attributes:
-        resident: so many blocks have memory before one that the index knows is reused; more only
-            if sequences hold them all.
+        resident: number of blocks that get memory before a cached block is reused; further blocks
+            get memory only while sequences hold all of these.
     """
 
     def __init__(
@@ -33,28 +33,28 @@ class BlockPool:
 
     @property
     def used(self) -> int:
-        """Blocks that sequences hold; cached prefixes that nobody holds do not count."""
+        """Number of blocks that sequences hold; cached blocks without a sequence do not count."""
         return self._touched - len(self._free) - len(self._idle)
 
     @property
     def touched(self) -> int:
-        """Blocks that have memory."""
+        """Number of blocks that have memory."""
         return self._touched
 
     @property
     def available(self) -> int:
-        """Blocks that `allocate` can give."""
+        """Number of blocks that `allocate` can return."""
         return len(self._references) - self.used
 
     def __contains__(self, block: int) -> bool:
-        """Whether `allocate` could give the block, though the index knows it."""
+        """Whether a block is cached and no sequence holds it, so that `allocate` may reuse it."""
         return block in self._idle
 
     def references(self, block: int) -> int:
         return self._references[block]
 
     def allocate(self) -> int:
-        """A block to write to, held once.
+        """Reserve a block to write to, with one reference.
 
         Raises:
             CacheFullError: sequences hold every block.
@@ -77,7 +77,11 @@ class BlockPool:
             self._free.append(block)
 
     def recount(self, held: Iterable[int]) -> None:
-        """Count again, given the blocks that sequences hold, each as often as it is held."""
+        """Count all references again.
+
+        Args:
+            held: blocks that sequences hold, each as often as it is held.
+        """
         references = [0] * len(self._references)
         for block in held:
             references[block] += 1

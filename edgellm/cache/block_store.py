@@ -1,15 +1,15 @@
-"""KV blocks outside a pool, each under the name of its content: on disk, or with another process.
+"""KV blocks outside a pool, on disk or in another process, named by their content.
 
-A full block never changes, so its name says all: the hash of the model, the KV format, the
-arithmetic and all tokens up to the end of the block (see `prefix_index.py`), and of the group's
-number where it is not the first. Whoever has the same name has the same bits.
+A full block never changes, so its name identifies it: a hash of the model, the KV format, the
+arithmetic and all tokens up to the end of the block (see `prefix_index.py`), and of the cache
+group's number except for the first group. Blocks of the same name have the same bits.
 
-Where blocks pass through hands that may damage or mistake them, they are sealed:
+Blocks that may be damaged or mixed up on their way are sealed:
 
     16 bytes   magic and version
-    32 bytes   SHA-256 of everything behind it
-    32 bytes   the block's name, so that what lies under a wrong name is not taken for another block
-    the rest   the block's K, V and scales as they lie in memory
+    32 bytes   SHA-256 of all bytes after it
+    32 bytes   the block's name, so that a block under a wrong name is refused
+    the rest   the block's K, V and scales as in memory
 """
 
 from __future__ import annotations
@@ -30,36 +30,38 @@ _HEADER = len(MAGIC) + 2 * _DIGEST
 
 
 class BlockStore(Protocol):
-    """Blocks as bytes by name.
+    """A store of KV blocks as bytes by name.
 
-    A block that is not pinned may be gone at any time: what is not there is computed again.
+    A block that is not pinned may vanish at any time; a missing block is computed again.
     """
 
     def has(self, name: bytes) -> bool: ...
 
     def read(self, name: bytes, *, size: int) -> memoryview | None:
-        """A block of so many bytes; None if it is not there, damaged or another one's. Then the
-        store does not have it any more."""
+        """Read a block of `size` bytes; None if it is missing, damaged or another one.
+
+        The store drops a block that is damaged or another one.
+        """
         ...
 
     def write(self, name: bytes, data: bytes) -> bool:
-        """Take a block in; False if there is no room, which is no error."""
+        """Store a block; False if there is no room, which is no error."""
         ...
 
     def pin(self, names: Iterable[bytes]) -> AbstractContextManager[None]:
-        """Within it, none of these blocks is dropped to make room for others."""
+        """Keep these blocks, within the context, from being dropped to make room for others."""
         ...
 
 
 def sealed(name: bytes, data: bytes) -> bytes:
-    """A block with what `opened` checks it by."""
+    """Seal a block: put before it the magic, digest and name that `opened` checks."""
     digest = hashlib.sha256(name)
     digest.update(data)
     return b"".join((MAGIC, digest.digest(), name, data))
 
 
 def opened(name: bytes, data: bytes | memoryview, *, size: int) -> memoryview | None:
-    """The block of this name and size that `sealed` made, or None."""
+    """Return the K, V and scales of a sealed block; None if name, size or digest differ."""
     view = memoryview(data)
     if len(view) != _HEADER + size or view[: len(MAGIC)] != MAGIC:
         return None
@@ -70,11 +72,12 @@ def opened(name: bytes, data: bytes | memoryview, *, size: int) -> memoryview | 
 
 
 def pack(blocks: KVBlocks, ids: Iterable[int], *, tokens: int | None = None) -> bytes:
-    """Blocks as bytes, one after the other.
+    """Pack blocks as bytes, one after the other.
 
     Args:
-        tokens: only the first so many rows of all; the others, which may be of a sequence that had
-            the last block before, are written as zeros.
+        ids: ids of the blocks.
+        tokens: number of rows of all blocks together to pack; later rows, which may be of a
+            sequence that had the last block before, are written as zeros. None: all rows.
     """
     parts, left = [], math.inf if tokens is None else tokens
     for block in ids:
@@ -85,12 +88,12 @@ def pack(blocks: KVBlocks, ids: Iterable[int], *, tokens: int | None = None) -> 
 
 
 def packed_size(blocks: KVBlocks) -> int:
-    """Bytes of one block."""
+    """Return the size in bytes of one packed block."""
     return sum(array[0].nbytes for array in blocks.arrays)
 
 
 def unpack(blocks: KVBlocks, ids: Iterable[int], data: memoryview | bytes) -> bool:
-    """The way back; False if the size does not fit, and then nothing was written."""
+    """Write packed bytes into blocks; False, with nothing written, if the size does not fit."""
     ids, view = list(ids), memoryview(data)
     if len(view) != len(ids) * packed_size(blocks):
         return False

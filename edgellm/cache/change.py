@@ -1,8 +1,8 @@
-"""Changes of the KV cache, one at a time, and what an interrupt leaves of one.
+"""Changes of the KV cache, one at a time, and repair after an interrupt in the middle of one.
 
 An exception of a signal handler, such as Ctrl-C's, may be raised between any two steps of Python.
-Which blocks are held and known is then counted again, from the tables of all sequences: with one
-too many a cache leaks, with one too few two sequences write to the same block.
+References to blocks, and the prefix index, are then counted again from the tables of all sequences:
+with a reference too many the cache leaks, with one too few two sequences write to the same block.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from edgellm.cache.sequence import Sequence
 
 
 class Changes:
-    """A context manager for whoever has the cache's lock, around all that it changes."""
+    """A context manager around each change of the cache, for the holder of the cache's lock."""
 
     def __init__(self, groups: Iterable[GroupBlocks], index: PrefixIndex) -> None:
         self._sequences: WeakValueDictionary[int, Sequence] = WeakValueDictionary()
@@ -34,7 +34,7 @@ class Changes:
             self._recount()
         self._whole = False
         self._make_deferred()
-        self.close_dropped()  # also what was held by the deferred ones alone
+        self.close_dropped()  # also sequences that only deferred changes referred to
 
     def __exit__(
         self,
@@ -45,19 +45,19 @@ class Changes:
         self._whole = kind is None or issubclass(kind, Exception)
 
     def defer(self, change: Callable[[], None]) -> None:
-        """Have a change made by whoever comes next; one that may be made twice."""
+        """Put off a change to the beginning of the next one; it may be made twice."""
         self._deferred.append(change)
 
     def register(self, sequence: Sequence) -> None:
-        """Know of a sequence that may hold blocks."""
+        """Register a sequence that may hold blocks, for a recount."""
         self._sequences[id(sequence)] = sequence
 
     def drop(self, sequence: Sequence) -> None:
-        """Have a sequence closed that nobody can reach any more."""
+        """Put off the closing of a sequence that is no longer reachable."""
         self._dropped.append(sequence)
 
     def close_dropped(self) -> None:
-        """Close sequences that nobody can reach any more; also in the middle of a change."""
+        """Close dropped sequences; may be called in the middle of a change."""
         while self._dropped:
             self._dropped[0].close()
             self._dropped.popleft()
@@ -74,11 +74,11 @@ class Changes:
             self._running = None
 
     def _recount(self) -> None:
-        """Make blocks and sequences agree again; computed prefixes are kept."""
-        if self._running is not None:  # interrupted in the middle, or taken from the line and lost
+        """Make block counts, index and sequences agree again; cached prefixes are kept."""
+        if self._running is not None:  # a deferred change interrupted, or taken and not begun
             self._deferred.appendleft(self._running)
             self._running = None
-        # in one go: the garbage collector may register one meanwhile
+        # copied in one go: the garbage collector may register a sequence meanwhile
         references = list(self._sequences.valuerefs())
         known = [s for s in (reference() for reference in references) if s is not None]
         sequences = [*known, *self._dropped]

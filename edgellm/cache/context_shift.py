@@ -1,6 +1,6 @@
-"""One group's part of a context shift: tokens behind a gap move up, block by block.
+"""Context shift of one cache group: tokens after a gap move up, block by block.
 
-The blocks that have been moved are given back at once, so that a full pool has room for the next.
+Blocks whose tokens have moved are given back at once, so that a full pool has room for the next.
 """
 
 from __future__ import annotations
@@ -16,10 +16,13 @@ Frequencies = Sequence[tuple[float, ...]]
 
 
 class ShiftingTable:
-    """A table while the tokens behind its first `keep` and a gap of `discard` move up.
+    """A block table during a context shift.
 
     Args:
-        length: tokens that are left.
+        table: the table of a sequence in the group.
+        keep: number of first tokens that stay in place.
+        discard: number of tokens after them that are dropped; the tokens after these move up.
+        length: number of tokens left after the shift.
         inv_freq: RoPE's frequencies in each layer of the group, in radians per position.
     """
 
@@ -34,19 +37,19 @@ class ShiftingTable:
         self._oldest = table.first * BLOCK
         self._first = table.store.group.first_block(length)
         kept = self._kept = keep // BLOCK
-        self._done = max(kept, table.first)  # old blocks that are not held any more
+        self._done = max(kept, table.first)  # old blocks before it are kept or given back
         self._release(table.first, min(kept, self._first))
         table.ids = self._old[:kept]
         table.first = min(kept, max(table.first, self._first))
 
     @staticmethod
     def lacks_kept(table: GroupTable, *, keep: int, length: int) -> bool:
-        """Whether kept tokens that the window has passed would be seen again."""
+        """Whether the shift would make a window see kept tokens whose blocks were given back."""
         first = table.store.group.first_block(length)
         return first < -(-keep // BLOCK) and table.first > first
 
     def move(self, begin: int, end: int, allocate: Callable[[BlockPool], int]) -> None:
-        """Fill the block of the new positions `begin .. end`.
+        """Fill the block of the new positions `begin` to `end` (excluded).
 
         Raises:
             CacheFullError: no block is free.
@@ -62,7 +65,7 @@ class ShiftingTable:
         self._done = max(self._done, moved)
 
     def finish(self) -> None:
-        """Give back the old blocks that are left."""
+        """Give back the old blocks that the table still holds."""
         self._release(self._done, len(self._old))
         self._done = len(self._old)
         table = self._table
@@ -72,7 +75,7 @@ class ShiftingTable:
     def _filled(self, begin: int, end: int, block: int) -> int:
         blocks, start = self._table.store.blocks, max(begin, self._keep)
         oldest = min(end, self._oldest - self._discard)
-        if oldest > start:  # nobody sees what is before it
+        if oldest > start:  # the window has passed the rows before it
             blocks.clear([block])
             start = oldest
         elif start > begin:

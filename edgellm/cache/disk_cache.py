@@ -1,7 +1,7 @@
-"""KV blocks on disk: a prefix that was computed once is not computed again after a restart.
+"""KV blocks on disk, so that a cached prefix need not be computed again after a restart.
 
-A file holds one full block of one cache group, sealed (see `block_store.py`), and is called by the
-block's name. Files appear whole, by renaming, and may vanish at any time: processes share a folder
+A file holds one full block of one cache group, sealed (see `block_store.py`), and has the block's
+name. Files appear whole, by renaming, and may vanish at any time: processes share a folder
 without locks.
 """
 
@@ -19,15 +19,19 @@ from edgellm.errors import OptionError
 from edgellm.store.home import delete_abandoned, replacing_file
 
 _SUFFIX = ".kv"
-# The folder is looked through again when so large a part of the budget has been written, as other
-# processes may have written as well.
+# The folder is listed again when the budget divided by this has been written, as other processes
+# may have written as well.
 _UNSEEN = 16
 
 _log = logging.getLogger(__name__)
 
 
 class DiskCache:
-    """A block store in a folder: at most `budget` bytes, the last used are kept.
+    """A block store in a folder, which keeps the last used blocks.
+
+    Args:
+        folder: the folder, made if it is missing.
+        budget: maximum of bytes of all files in it.
 
     Raises:
         OptionError: the folder cannot be made.
@@ -37,7 +41,7 @@ class DiskCache:
         self._folder = folder
         self._budget = budget
         self._pinned: Counter[bytes] = Counter()
-        self._room = -1  # bytes that may be written before the folder is looked through
+        self._room = -1  # bytes that may be written before the folder is listed
         try:
             folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
@@ -45,13 +49,13 @@ class DiskCache:
         delete_abandoned(folder)
 
     def has(self, name: bytes) -> bool:
-        return os.path.exists(self._path(name))  # Path.exists raises where it may not look
+        return os.path.exists(self._path(name))  # Path.exists raises without permission
 
     def read(self, name: bytes, *, size: int) -> memoryview | None:
-        """See `BlockStore`. A damaged file is deleted."""
+        """Read a block, see `BlockStore`; a damaged file is deleted."""
         path = self._path(name)
         try:
-            # not mapped: a map of a file that someone else cuts short would kill the process
+            # not mapped: a map of a file that another process cuts short would kill this one
             data = path.read_bytes()
             os.utime(path)
         except OSError:
@@ -64,12 +68,14 @@ class DiskCache:
         return block
 
     def write(self, name: bytes, data: bytes) -> bool:
-        """See `BlockStore`. A full or read-only disk has no room; a folder that was taken away is
-        made again."""
+        """Write a block, see `BlockStore`; False if the disk is full or read-only.
+
+        A folder that was deleted is made again.
+        """
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
             block = sealed(name, data)
-            # a block that a loss of power cuts short is seen to be damaged
+            # not lasting: a block that a loss of power cuts short is found damaged when read
             with replacing_file(self._path(name), private=True, lasting=False) as partial:
                 partial.write_bytes(block)
         except OSError as error:
@@ -82,8 +88,10 @@ class DiskCache:
 
     @contextlib.contextmanager
     def pin(self, names: Iterable[bytes]) -> Iterator[None]:
-        """See `BlockStore`. Other processes may delete them all the same; what is written meanwhile
-        may exceed the budget until the end."""
+        """Pin blocks, see `BlockStore`; other processes may delete them all the same.
+
+        Blocks written within the context may exceed the budget until its end.
+        """
         pinned = Counter(names)
         self._pinned += pinned
         try:
@@ -96,7 +104,7 @@ class DiskCache:
         return self._folder / (name.hex() + _SUFFIX)
 
     def _make_room(self) -> None:
-        """Delete the files that were not used for longest, until the budget holds."""
+        """Delete the least recently used files until the budget holds; pinned blocks stay."""
         if self._room >= 0:
             return
         files = sorted(self._files(), key=lambda file: file[1])
@@ -113,7 +121,7 @@ class DiskCache:
         self._room = min(self._budget - total, self._budget // _UNSEEN)
 
     def _files(self) -> Iterator[tuple[Path, float, int]]:
-        """Path, time of last use and size."""
+        """Yield path, time of last use and size in bytes of each block's file."""
         for path in self._folder.glob(f"*{_SUFFIX}"):
             with contextlib.suppress(OSError):
                 status = path.stat()

@@ -1,4 +1,4 @@
-"""A cache group's blocks, and a sequence's table of them."""
+"""A cache group's KV blocks, and a sequence's block table in the group."""
 
 from __future__ import annotations
 
@@ -18,12 +18,15 @@ if TYPE_CHECKING:
 
 @dataclass
 class GroupBlocks:
-    """One group's part of the cache.
+    """The KV blocks of one cache group.
 
     Attributes:
-        number: of the group.
-        index: of the whole cache.
-        replica: the same blocks in a device's memory, if some of the work is done there.
+        number: number of the group.
+        group: layers and window of the group.
+        blocks: memory of the blocks on the host.
+        pool: reference counts of the blocks.
+        index: prefix index of the whole cache.
+        replica: copy of the blocks in a device's memory; None if the host does all work.
     """
 
     number: int
@@ -34,7 +37,7 @@ class GroupBlocks:
     replica: Replica | None = None
 
     def copy_rows(self, source: int, target: int, rows: int) -> None:
-        """Copy the first `rows` tokens of a block, where they are up to date."""
+        """Copy the first `rows` tokens of a block, on host or device, wherever they are current."""
         (self.replica or self.blocks).copy_rows(source, target, rows)
 
 
@@ -42,12 +45,14 @@ class GroupTable:
     """The blocks that a sequence holds in one group.
 
     Attributes:
-        ids: block ids, first to last. Those before `first` lie before the window, are not held any
-            more, and may be any block's.
+        store: the group's blocks.
+        ids: block ids, first to last. Ids before `first` are placeholders of blocks that the
+            window has passed and the sequence no longer holds.
+        first: number of the first block that the sequence holds.
     """
 
     def __init__(self, store: GroupBlocks, cached: SequenceOf[int | None] = ()) -> None:
-        """Hold cached blocks; None stands for those before the window."""
+        """Hold cached blocks; None stands for each block before the window."""
         self.store = store
         self.ids = [0 if block is None else block for block in cached]
         self.first = sum(block is None for block in cached)
@@ -59,31 +64,31 @@ class GroupTable:
         return self.ids[self.first :]
 
     def at(self, number: int) -> int | None:
-        """The block of that number, if it is held."""
+        """Return the id of block `number`; None if the sequence does not hold it."""
         return self.ids[number] if self.first <= number < len(self.ids) else None
 
     def lacks(self, length: int) -> bool:
-        """Whether a sequence of `length` tokens needs blocks that were given back."""
+        """Whether a sequence of `length` tokens would need blocks that were given back."""
         return self.first > self.store.group.first_block(length)
 
     def grow(self, end: int, allocate: Callable[[BlockPool], int]) -> None:
-        """Hold blocks for positions up to `end`."""
+        """Allocate blocks for positions up to `end`."""
         while len(self.ids) * BLOCK < end:
             self.ids.append(allocate(self.store.pool))
 
     def pass_window(self, length: int) -> None:
-        """Give back what no token from position `length` on sees."""
+        """Give back the blocks that no token from position `length` on sees."""
         self.skip(min(self.store.group.first_block(length), len(self.ids)))
 
     def skip(self, first: int) -> None:
-        """Do without the blocks before number `first`."""
+        """Give back, or never hold, the blocks before number `first`."""
         for block in self.ids[self.first : first]:
             self.store.pool.release(block)
         self.ids.extend([0] * (first - len(self.ids)))
         self.first = max(self.first, first)
 
     def cut(self, length: int) -> None:
-        """Give back what is only for positions from `length` on."""
+        """Give back the blocks that hold only positions from `length` on."""
         keep = -(-length // BLOCK)
         # the last one first: blocks are reused in the order of release, and a block is found only
         # while all before it are there
@@ -93,9 +98,9 @@ class GroupTable:
         self.first = min(self.first, keep)
 
     def copies_last(self, length: int) -> bool:
-        """Whether a sequence of `length` tokens takes a block more to grow: a copy of its last one.
+        """Whether a sequence of `length` tokens needs a further block to grow: a copy of its last.
 
-        One that has not begun may begin with a part of somebody else's block.
+        True for an empty sequence, which may begin with a part of another sequence's block.
         """
         if length % BLOCK == 0:
             return length == 0
@@ -106,7 +111,10 @@ class GroupTable:
         return store.pool.references(last) == 1 and not store.index.holds(store.number, last)
 
     def own_last(self, rows: int, allocate: Callable[[BlockPool], int]) -> None:
-        """Copy the last block's `rows` tokens if another sequence or the index knows it."""
+        """Replace the last block by a copy of its `rows` tokens, unless the sequence alone uses it.
+
+        Another sequence may hold the block, or the prefix index know it.
+        """
         if self._owns_last():
             return
         last, store = self.ids[-1], self.store
@@ -116,6 +124,6 @@ class GroupTable:
         store.pool.release(last)
 
     def use(self, side: Side, length: int) -> None:
-        """Bring the sequence to `side`, to attend to it and to write behind it there."""
+        """Bring K and V of `length` tokens to `side`, to attend to them and write after them."""
         if self.store.replica is not None:
             self.store.replica.use(side, self.held, max(0, length - self.first * BLOCK))

@@ -1,8 +1,8 @@
-"""Which layers share blocks, and which blocks of a sequence they still need. Pure Python.
+"""Cache groups: layers that share KV blocks, and their need of blocks. Pure Python.
 
 Layers that see the same positions form a group with a pool of its own, and a sequence has one block
-table per group. What lies before the window of a group is given back, as in vLLM's hybrid KV cache
-manager; the record of a block holds that group's layers alone.
+table per group. Blocks before the window of a group are given back, as in vLLM's hybrid KV cache
+manager. A block holds K and V of its group's layers alone.
 """
 
 from __future__ import annotations
@@ -14,35 +14,39 @@ from typing import Literal
 from edgellm.graphs.config import ModelConfig
 from edgellm.kernels.kv_blocks import BLOCK, KVFormat, block_bytes
 
-# Tokens that one step adds to a sequence at most. A prompt of 512 at once was 9 % faster than 128
-# at a time (SmolLM2-135M, two cores, C++).
+# Maximum of tokens that one step adds to a sequence. A prompt of 512 at once was 9 % faster than
+# 128 at a time (SmolLM2-135M, two cores, C++).
 STEP_ROWS = 512
-# The same where there are windows: rows add to the blocks that a window needs. Gemma-3-270m takes
-# a quarter of the memory without windows at a context of 8,192, and did 1,544 tokens/s of a prompt;
-# with 512 rows it did 1,700 (two cores, C++).
+# The same for models with windows: the rows of a step add to the blocks that a window needs.
+# Gemma-3-270m takes a quarter of the memory without windows at a context of 8,192, and did 1,544
+# tokens/s of a prompt; with 512 rows it did 1,700 (two cores, C++).
 WINDOWED_ROWS = 256
-# Whose memory a block is written in.
+# The memory, of host or device, that a block is written in.
 Side = Literal["host", "device"]
 
 
 @dataclass(frozen=True)
 class CacheGroup:
-    """Layers that share blocks.
+    """Layers that share KV blocks, because they see the same positions.
 
     Attributes:
-        layers: their indices in the model; a pool's layers are in this order.
-        window: positions that a token sees, itself among them, or None for all.
+        layers: indices of the layers in the model; blocks hold them in this order.
+        window: number of positions that a token sees, itself among them; None for all.
     """
 
     layers: tuple[int, ...]
     window: int | None
 
     def first_block(self, length: int) -> int:
-        """The first block that the token at position `length`, or any later one, still sees."""
+        """Return the number of the first block that tokens from position `length` on see."""
         return 0 if self.window is None else max(0, length + 1 - self.window) // BLOCK
 
     def blocks_for(self, ctx_size: int, *, rows: int) -> int:
-        """Blocks of one sequence of `ctx_size` tokens that grows by at most `rows` at a time."""
+        """Return the blocks that a sequence of up to `ctx_size` tokens needs in the group.
+
+        Args:
+            rows: maximum of tokens by which the sequence grows at a time.
+        """
         whole = -(-ctx_size // BLOCK)
         if self.window is None:
             return whole
@@ -51,7 +55,7 @@ class CacheGroup:
 
 
 def cache_groups(config: ModelConfig) -> tuple[CacheGroup, ...]:
-    """The groups of a model, in the order of their first layers."""
+    """Return the cache groups of a model, in the order of their first layers."""
     layers: dict[int | None, list[int]] = {}
     for index, layer in enumerate(config.layers):
         layers.setdefault(layer.attention.window, []).append(index)
@@ -59,7 +63,7 @@ def cache_groups(config: ModelConfig) -> tuple[CacheGroup, ...]:
 
 
 def places(groups: tuple[CacheGroup, ...]) -> list[tuple[int, int]]:
-    """For each layer of the model its group, and which of the group's layers it is."""
+    """Return the group number of each layer of a model, and its place among the group's layers."""
     at = {
         layer: (g, slot)
         for g, group in enumerate(groups)
@@ -69,15 +73,16 @@ def places(groups: tuple[CacheGroup, ...]) -> list[tuple[int, int]]:
 
 
 def rows_at_once(groups: Sequence[CacheGroup], ctx_size: int) -> int:
-    """Tokens that one step should add to a sequence at most."""
+    """Return the maximum of tokens that one step should add to a sequence."""
     windows = [group.window for group in groups if group.window is not None]
     return WINDOWED_ROWS if min(windows, default=ctx_size) < ctx_size else STEP_ROWS
 
 
 def resident_blocks(groups: Sequence[CacheGroup], *, ctx_size: int, blocks: int) -> list[int]:
-    """For each group, the blocks that sequences of `ctx_size` tokens fill a pool with.
+    """Return, for each group, the number of blocks that full sequences of `ctx_size` tokens need.
 
-    One sequence at a time grows by many rows, and one copies its last block.
+    As many sequences are counted as a pool of `blocks` blocks holds without windows. One sequence
+    at a time grows by many rows, and one copies its last block.
     """
     resident = []
     for group in groups:
@@ -91,7 +96,7 @@ def resident_blocks(groups: Sequence[CacheGroup], *, ctx_size: int, blocks: int)
 
 
 def cache_bytes(config: ModelConfig, *, format: KVFormat, ctx_size: int, blocks: int) -> int:
-    """Memory of the pools when sequences of `ctx_size` tokens fill them."""
+    """Return the bytes of the pools when sequences of `ctx_size` tokens fill them."""
     groups = cache_groups(config)
     resident = resident_blocks(groups, ctx_size=ctx_size, blocks=blocks)
     return sum(
@@ -107,5 +112,5 @@ def cache_bytes(config: ModelConfig, *, format: KVFormat, ctx_size: int, blocks:
 
 
 def pool_blocks(ctx_size: int) -> int:
-    """Blocks of a pool for one full sequence and the copy that a rewound tail needs."""
+    """Return the blocks of a pool for one full sequence and the copy that a rewound tail needs."""
     return -(-ctx_size // BLOCK) + 1

@@ -1,4 +1,4 @@
-"""A sequence that grows while others use the cache: its blocks are there beforehand."""
+"""A sequence with reserved blocks, which grows while other sequences use the cache."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ from edgellm.errors import CacheFullError
 
 
 class Growth(Sequence):
-    """A fork of a sequence with room for tokens behind it, for a thread without the cache's lock or
-    for tokens that go through the layers in several steps.
+    """A fork of a sequence with room reserved for more tokens.
 
-    It is made under the lock, and `land` or `close` ends it there. What a back end calls in between
-    changes no pool and no index, and the blocks stay its own whatever becomes of the sequence that
-    it was forked from.
+    It serves a thread without the cache's lock, or tokens that go through the layers in several
+    steps. It is made under the lock, and `land` or `close` ends it under the lock. Calls of a back
+    end in between change no pool and no index, and the blocks stay its own whatever happens to the
+    sequence that it was forked from.
 
     Attributes:
-        start: its length when it was made.
+        start: length of the sequence when the fork was made.
     """
 
     def __init__(self, base: Sequence, count: int) -> None:
-        """Make room for `count` tokens.
+        """Fork `base`, and reserve room for `count` tokens.
 
         Raises:
             ContextOverflowError, CacheFullError: see `Sequence.reserve`.
@@ -33,12 +33,12 @@ class Growth(Sequence):
         try:
             self.reserve(count)
         except CacheFullError:
-            self.truncate(0)  # now: the exception keeps it alive
+            self.truncate(0)  # at once: the exception keeps this object alive
             raise
         self._away = True
 
     def land(self) -> Sequence:
-        """What has been computed, as a sequence that others can begin with."""
+        """End the growth, and return its tokens as a sequence that other sequences can share."""
         computed = self.tokens[self.start :]
         self._away = False
         del self.tokens[self.start :]
@@ -49,35 +49,38 @@ class Growth(Sequence):
         return sequence
 
     def close(self) -> None:
-        """See `Sequence.close`."""
+        """End the growth and give its blocks back, see `Sequence.close`."""
         self._away = False
         super().close()
 
     def reserve(self, count: int, *, windowed: bool = True) -> None:
-        """See `Sequence.reserve`; the room is there."""
+        """Reserve positions, see `Sequence.reserve`; no effect on room that is reserved already."""
         if not self._away:
             super().reserve(count, windowed=windowed)
 
     def open(self, end: int) -> None:
-        """See `Sequence.open`; the room is there."""
+        """Make positions writable, see `Sequence.open`; no effect on room reserved already."""
         if not self._away:
             super().open(end)
 
     def commit(self, tokens: SequenceOf[int]) -> None:
-        """See `Sequence.commit`; others find them when it has landed."""
+        """Count tokens, see `Sequence.commit`; other sequences find them after `land`."""
         if self._away:
             self.tokens.extend(tokens)
         else:
             super().commit(tokens)
 
     def truncate(self, length: int) -> None:
-        """See `Sequence.truncate`; the room stays, and what is written there."""
+        """Drop tokens, see `Sequence.truncate`; their room and its content stay."""
         if self._away:
             del self.tokens[length:]
         else:
             super().truncate(length)
 
     def settle(self) -> None:
-        """See `Sequence.settle`; a thread that writes here was not interrupted."""
+        """Make tables and tokens agree, see `Sequence.settle`.
+
+        No effect before the end of the growth: the thread that writes here was not interrupted.
+        """
         if not self._away:
             super().settle()

@@ -1,7 +1,7 @@
 """The KV cache: pools of blocks that all sequences of a model share, one per cache group.
 
-A prefix that any earlier sequence computed is found again, in memory or on disk: at any token where
-all layers see all positions, else as far as the blocks of a window are still there.
+A prefix that any earlier sequence computed is found again, in memory or on disk. The prefix may end
+at any token if all layers see all positions, else only where the blocks of its windows still exist.
 """
 
 from __future__ import annotations
@@ -29,24 +29,25 @@ from edgellm.kernels.kv_blocks import BLOCK, KV_FORMATS, KVFormat, allocate
 
 
 class KVCache:
-    """The pools of one loaded model.
+    """The KV cache of one loaded model: pools of blocks, prefix index and lock.
 
     Args:
-        format: how K and V are stored.
-        ctx_size: tokens that one sequence may hold.
-        blocks: blocks in each pool, at least what one full sequence needs. Of groups with a window
-            only what so many tokens in full sequences need has memory, unless many short sequences
-            are open at once.
-        fingerprint: names the model and format in block hashes.
-        key_offset: of the model's keys, see `kernels/kv_blocks.py`.
+        format: storage format of K and V.
+        ctx_size: maximum of tokens of one sequence.
+        blocks: number of blocks in each pool, at least as many as one full sequence needs. In
+            groups with a window, only the blocks that full sequences of as many tokens need get
+            memory, unless many short sequences are open at once.
+        fingerprint: bytes that identify model and format in the hashes that name blocks.
+        key_offset: common part of the model's keys, see `kernels/kv_blocks.py`.
 
     Attributes:
-        groups: the layers that share blocks, with their blocks.
-        rows_at_once: tokens that one step should add to a sequence at most.
-        places: for each layer its group, and which of the group's layers it is.
-        rope_frequencies: in each layer, in radians per position; None where keys are not as RoPE
-            left them.
-        disk: where full blocks are kept that outlive the process, if they are.
+        groups: cache groups, layers that share blocks, with their blocks.
+        index: prefix index of all cached blocks.
+        rows_at_once: maximum of tokens that one step should add to a sequence.
+        places: group number of each layer, and its place among the group's layers.
+        rope_frequencies: RoPE frequencies of each layer, in radians per position; None if keys are
+            changed after RoPE.
+        disk: store for full blocks that outlive the process, or None.
     """
 
     def __init__(
@@ -97,13 +98,13 @@ class KVCache:
 
     @property
     def lock(self) -> threading.Lock:
-        """For whoever uses the cache.
+        """Lock that every user of the cache must hold.
 
         Raises:
-            OptionError: the process was forked while another thread had it.
+            OptionError: the process was forked while another thread held the lock.
         """
-        # no context manager of Python's own stands around it: an interrupt in one would leave it
-        # taken
+        # returned without a context manager of Python's own around it: an interrupt in one would
+        # leave the lock taken
         if self._process != os.getpid():
             if self._lock.locked():
                 raise OptionError(
@@ -115,50 +116,56 @@ class KVCache:
 
     @property
     def nbytes(self) -> int:
-        """Memory of the pools when every block is in use."""
+        """Bytes of the pools when every block is in use."""
         return sum(group.blocks.nbytes for group in self.groups)
 
     @property
     def touched_bytes(self) -> int:
-        """Memory of the blocks that have been used."""
+        """Bytes of the blocks that have been used so far."""
         each = ((g.blocks.nbytes // g.blocks.count, g.pool.touched) for g in self.groups)
         return sum(size * count for size, count in each)
 
     @property
     def used_blocks(self) -> int:
-        """Blocks that sequences hold; cached prefixes that nobody holds do not count."""
+        """Number of blocks that sequences hold; cached blocks without a sequence do not count."""
         return sum(group.pool.used for group in self.groups)
 
     def change(self) -> Changes:
-        """A context manager around changes, for whoever has the lock; those deferred come first."""
+        """Return the context manager around a change, for the holder of the lock.
+
+        Deferred changes are made on entry.
+        """
         return self._changes
 
     def soon(self, change: Callable[[], None]) -> None:
-        """Change the cache under the lock: now if it is free, else when its next holder begins.
+        """Change the cache under the lock: now if it is free, else at the next holder's change.
 
-        For whatever the garbage collector may call, in a thread that has the lock already. The
-        change may be made twice, if an interrupt comes.
+        For callers such as the garbage collector, which may run in a thread that holds the lock
+        already. The change may be made twice, after an interrupt.
         """
         self._changes.defer(change)
         self._change_now()
 
     def drop(self, sequence: Sequence) -> None:
-        """Close a sequence that nobody can reach any more, likewise; if need be sooner."""
+        """Close a sequence that is no longer reachable, now or later as in `soon`.
+
+        A change that is short of blocks closes it sooner, see `close_dropped`.
+        """
         self._changes.drop(sequence)
         self._change_now()
 
     def close_dropped(self) -> None:
-        """Close those, in the middle of a change."""
+        """Close all dropped sequences, in the middle of a change."""
         self._changes.close_dropped()
 
     def register(self, sequence: Sequence) -> None:
-        """Know of a sequence that may hold blocks."""
+        """Register a sequence that may hold blocks, for a recount after an interrupt."""
         self._changes.register(sequence)
 
     def _change_now(self) -> None:
-        """Make what was deferred, unless somebody has the lock."""
-        # An interrupt comes after a call, and would leave what `acquire` has taken locked. `for`
-        # has it in a variable without one.
+        """Make deferred changes, unless the lock is taken."""
+        # An interrupt comes after a call, and would leave the lock taken after `acquire`. `for`
+        # puts the result into a variable without a call in between.
         for taken in map(self._lock.acquire, (False,)):
             if taken:
                 try:
@@ -168,17 +175,17 @@ class KVCache:
                     self._lock.release()
 
     def use_device(self, device: str) -> None:
-        """Have the same blocks in a device's memory as well, from the first call on."""
+        """Keep a replica of all blocks in a device's memory as well, from the first call on."""
         from edgellm.cache.replica import Replica  # imports torch
 
         for group in self.groups:
             group.replica = group.replica or Replica(group.blocks, device)
 
     def sequence(self, tokens: SequenceOf[int] = (), *, root: bytes | None = None) -> Sequence:
-        """A sequence that starts with the longest cached prefix of `tokens`.
+        """Open a sequence that starts with the longest cached prefix of `tokens`.
 
         Args:
-            root: what is before them; see `PrefixIndex.salted_root`.
+            root: root name of the sequence's blocks; see `PrefixIndex.salted_root`.
         """
         if self.disk is not None:
             longer = self._read_on(tokens, self.disk, root)
@@ -188,14 +195,18 @@ class KVCache:
         return self._holding(match, tokens, match.length, root)
 
     def cached_prefix(self, tokens: SequenceOf[int], *, root: bytes | None = None) -> int:
-        """Tokens that `sequence(tokens)` would find."""
+        """Return the number of tokens that `sequence(tokens)` would find cached."""
         match = self.index.match(tokens, root=root)
         if self.disk is None:
             return match.length
         return max(match.length, BLOCK * self._blocks_in(self.disk, match, tokens, root))
 
     def has_room(self, growing: Iterable[tuple[Sequence, int]]) -> bool:
-        """Whether sequences can all grow to so many tokens, and one more, at the same time."""
+        """Whether sequences can all grow at the same time, each to its length and one token more.
+
+        Args:
+            growing: sequences and the lengths to grow to.
+        """
         needed = [0] * len(self.groups)
         for sequence, length in growing:
             end = length // BLOCK + 1
@@ -208,12 +219,12 @@ class KVCache:
         )
 
     def keep(self, sequence: Sequence) -> None:
-        """Write a sequence's full blocks to disk, if blocks are kept there."""
+        """Write a sequence's full blocks to disk, if the cache has a disk store."""
         if self.disk is not None:
             self.write(sequence, self.disk)
 
     def write(self, sequence: Sequence, store: BlockStore) -> None:
-        """Write those of a sequence's full blocks to a store that it has not, while it has room."""
+        """Write a sequence's full blocks that a store lacks to it, as long as it has room."""
         if len(sequence) < BLOCK:
             return
         sequence.use_host()
@@ -229,10 +240,10 @@ class KVCache:
                     return
 
     def read(self, tokens: SequenceOf[int], store: BlockStore, *, root: bytes | None = None) -> int:
-        """Read what a store has of a prefix and the pools have not, for sequences to come.
+        """Read blocks of a prefix that the pools lack from a store, for later sequences.
 
         Returns:
-            How many of the tokens `sequence` finds in memory now.
+            The number of leading tokens that `sequence` now finds in memory.
         """
         sequence = self._read_on(tokens, store, root)
         if sequence is not None:
@@ -240,10 +251,10 @@ class KVCache:
         return self.index.match(tokens, root=root).length
 
     def pack(self, sequence: Sequence) -> tuple[list[int], bytes]:
-        """The K and V of a sequence as bytes, without most of what windows have passed.
+        """Pack the K and V of a sequence as bytes, without most blocks that windows have passed.
 
         Returns:
-            The number of the first block of each group, and the blocks, group by group.
+            The number of the first block packed of each group, and the blocks, group by group.
         """
         sequence.use_host()
         firsts, parts = [], []
@@ -256,14 +267,19 @@ class KVCache:
         return firsts, b"".join(parts)
 
     def can_begin(self, firsts: SequenceOf[int], length: int) -> bool:
-        """Whether `length` tokens can go on without the blocks before these of each group."""
+        """Whether a sequence of `length` tokens can go on with blocks from `firsts` on.
+
+        Args:
+            firsts: number of the first block in each group.
+            length: number of tokens of the sequence.
+        """
         limits = [group.group.first_block(length) for group in self.groups]
         if len(firsts) != len(limits):
             return False
         return all(first <= limit for first, limit in zip(firsts, limits, strict=True))
 
     def unpack(self, sequence: Sequence, data: memoryview) -> bool:
-        """Fill the blocks that `Sequence.open_seen` reserved; False if the size differs."""
+        """Fill the blocks that `Sequence.open_seen` reserved; False if the data's size differs."""
         sequence.use_host()
         for table in sequence.tables:
             blocks = table.store.blocks
@@ -276,7 +292,7 @@ class KVCache:
     def _holding(
         self, match: Match, tokens: SequenceOf[int], length: int, root: bytes | None
     ) -> Sequence:
-        """A sequence of the first `length` tokens of a match."""
+        """Open a sequence of the first `length` tokens of a match."""
         count = -(-length // BLOCK)
         tables = [
             GroupTable(group, blocks[:count])
@@ -287,7 +303,10 @@ class KVCache:
     def _read_on(
         self, tokens: SequenceOf[int], store: BlockStore, root: bytes | None
     ) -> Sequence | None:
-        """A sequence of the full blocks of a match and those in a store, if it is a longer one."""
+        """Open a sequence of the full blocks of a match and further ones from a store.
+
+        None if the store has no blocks that make the prefix longer.
+        """
         while True:
             match = self.index.match(tokens, root=root)
             end = self._blocks_in(store, match, tokens, root)
@@ -296,13 +315,15 @@ class KVCache:
             sequence = self._holding(match, tokens, match.length // BLOCK * BLOCK, root)
             if self._fill(sequence, tokens[: end * BLOCK], store):
                 return sequence
-            # what was reserved and given back may have taken blocks of the match
+            # blocks reserved and given back may have been cached blocks of the match
             sequence.close()
             tokens = tokens[: (end - 1) * BLOCK]
 
     def _fill(self, sequence: Sequence, tokens: SequenceOf[int], store: BlockStore) -> bool:
-        """Read the blocks of `tokens` that a sequence lacks; False if one is damaged, or the pool
-        full."""
+        """Read the blocks of `tokens` that a sequence lacks from a store.
+
+        False if a block is missing or damaged, or a pool is full.
+        """
         begin, end = len(sequence) // BLOCK, len(tokens) // BLOCK
         names = list(self.index.names(tokens, root=sequence.root))
         try:
@@ -324,10 +345,13 @@ class KVCache:
     def _blocks_in(
         self, store: BlockStore, match: Match, tokens: SequenceOf[int], root: bytes | None
     ) -> int:
-        """How many full blocks of `tokens` are there, in memory and behind those in a store."""
+        """Count the leading full blocks of `tokens` in memory and, after those, in a store.
+
+        Blocks of the store count only as far as the pools have room for them.
+        """
         names = list(self.index.names(tokens, root=root))
         begin = match.length // BLOCK
-        there = []  # for each group, which blocks
+        there = []  # for each group, whether each block is there
         for group, blocks in zip(self.groups, match.tables, strict=True):
             in_memory = [block is not None for block in blocks[:begin]]
             there.append(
@@ -345,12 +369,12 @@ class KVCache:
 
 
 def group_name(name: bytes, group: GroupBlocks) -> bytes:
-    """The name of a group's part of a block."""
+    """Return the name of a group's part of a block."""
     return name if group.number == 0 else hashlib.sha256(name + bytes([group.number])).digest()
 
 
 def _rope_frequencies(config: ModelConfig) -> list[tuple[float, ...]] | None:
-    """See `KVCache.rope_frequencies`."""
+    """Return the value of `KVCache.rope_frequencies`."""
     if config.attention.qk_norm == "head_after_rope":
         return None
     return [config.rope_of(layer).inv_freq for layer in range(config.layer_count)]

@@ -1,4 +1,4 @@
-"""Which blocks hold a prefix that someone may ask for again. Pure Python."""
+"""Index of cached KV blocks by content, to find prefixes of new requests. Pure Python."""
 
 from __future__ import annotations
 
@@ -13,10 +13,12 @@ from edgellm.kernels.kv_blocks import BLOCK
 
 @dataclass
 class _Entry:
-    """Tokens of one block under the hash of everything before them.
+    """A cached block: its tokens under the name of all tokens before them.
 
     Attributes:
-        blocks: the block of each group; None where its memory is in use for something else.
+        parent: name of all tokens before the block.
+        tokens: token ids in the block.
+        blocks: block id in each group; None if the group has reused the memory or never had it.
     """
 
     parent: bytes
@@ -26,12 +28,11 @@ class _Entry:
 
 @dataclass(frozen=True)
 class Match:
-    """A cached prefix.
+    """A cached prefix of a token sequence.
 
     Attributes:
-        length: its tokens.
-        tables: the blocks of each group, first to last, with None for those that a window has
-            passed.
+        length: number of tokens in the prefix.
+        tables: block ids of each group, first to last; None for blocks that a window has passed.
     """
 
     length: int
@@ -39,7 +40,7 @@ class Match:
 
 
 class PrefixIndex:
-    """Blocks by content. A block is named by a hash chain over its tokens and all before it."""
+    """An index of blocks by content: a hash chain over a block's and all earlier tokens."""
 
     def __init__(self, fingerprint: bytes, groups: Sequence[CacheGroup]) -> None:
         self._groups = groups
@@ -49,15 +50,22 @@ class PrefixIndex:
 
     @property
     def root(self) -> bytes:
-        """The name of what is before a sequence."""
+        """Name of the empty prefix, from the model's fingerprint, without a salt."""
         return self._root
 
     def salted_root(self, salt: str) -> bytes:
-        """Likewise, for those alone who have the same salt; "" is none."""
+        """Return a root name for requests that share blocks only under the same salt.
+
+        The salt "" gives `root`.
+        """
         return hashlib.sha256(self._root + salt.encode()).digest() if salt else self._root
 
     def names(self, tokens: Sequence[int], *, root: bytes | None = None) -> Iterator[bytes]:
-        """The names of the full blocks of a sequence, first to last."""
+        """Yield the names of a sequence's full blocks, first to last.
+
+        Args:
+            root: see `salted_root`; None: `root`.
+        """
         name = root or self._root
         for end in range(BLOCK, len(tokens) + 1, BLOCK):
             name = chain(name, tokens[end - BLOCK : end])
@@ -67,10 +75,10 @@ class PrefixIndex:
         return block in self._entries[group]
 
     def match(self, tokens: Sequence[int], *, root: bytes | None = None) -> Match:
-        """The longest prefix of `tokens` that every group still has what it needs of.
+        """Find the longest prefix of `tokens` for which every group has all blocks that it needs.
 
         Args:
-            root: what is before them; see `salted_root`.
+            root: root name of the blocks; see `salted_root`.
         """
         full, parents = self._full_blocks(tokens, root or self._root)
         for count in range(len(full), -1, -1):
@@ -79,7 +87,7 @@ class PrefixIndex:
             tails = [(_common_prefix(e.tokens, wanted), e) for e in self._children.get(parent, ())]
             for rows, tail in sorted(tails, key=lambda tail: -tail[0]):
                 if rows == 0 or (rows == BLOCK and count < len(full)):
-                    continue  # as long as what was tried before
+                    continue  # as long as the prefix tried before
                 match = self._tables([*full[:count], tail], count * BLOCK + rows)
                 if match is not None:
                     return match
@@ -89,22 +97,28 @@ class PrefixIndex:
         return Match(0, [[] for _ in self._groups])
 
     def find(self, parent: bytes, tokens: Sequence[int], group: int) -> int | None:
-        """A group's full block of `tokens` after what `parent` names, if it has it."""
+        """Find a group's full block with `tokens` after the prefix `parent`; None if not cached.
+
+        Args:
+            parent: name of all tokens before the block.
+            group: number of the group.
+        """
         held = tuple(tokens)
         entries = (e for e in self._children.get(parent, ()) if e.tokens == held)
         return next((e.blocks[group] for e in entries), None)
 
     def insert(self, parent: bytes, tokens: Sequence[int], blocks: Sequence[int | None]) -> None:
-        """Remember a block of each group, of those that have it.
+        """Enter a block into the index.
 
         Args:
-            parent: names what is before it.
-            tokens: those in it.
+            parent: name of all tokens before the block.
+            tokens: token ids in the block.
+            blocks: block id in each group; None for a group without the block.
         """
         held = tuple(tokens)
         siblings = self._children.setdefault(parent, [])
         longer = [e for e in siblings if e.tokens[: len(held)] == held]
-        # one that is longer will do, if all groups have it
+        # a longer entry serves as well, if all groups have it
         entry = next((e for e in longer if e.tokens == held or None not in e.blocks), None)
         if entry is None:
             entry = _Entry(parent, held, [None] * len(self._groups))
@@ -121,7 +135,7 @@ class PrefixIndex:
             self._forget(entry)
 
     def remove(self, group: int, block: int) -> None:
-        """Forget a block whose memory is about to be used again."""
+        """Remove a group's block whose memory is about to be reused."""
         entry = self._entries[group].pop(block, None)
         if entry is None:
             return
@@ -130,7 +144,7 @@ class PrefixIndex:
             self._forget(entry)
 
     def recount(self) -> None:
-        """Agree with itself again, after an interrupt in the middle of a change."""
+        """Make the index consistent again, after an interrupt in the middle of a change."""
         blocks: list[dict[int, _Entry]] = [{} for _ in self._groups]
         children: dict[bytes, list[_Entry]] = {}
         for entry in [entry for siblings in self._children.values() for entry in siblings]:
@@ -150,9 +164,9 @@ class PrefixIndex:
     def _full_blocks(
         self, tokens: Sequence[int], root: bytes
     ) -> tuple[list[_Entry | None], list[bytes]]:
-        """The entries of full blocks, and the name of what is before each and behind the last.
+        """Find the entries of leading full blocks, and the names before each and after the last.
 
-        They end where a group that sees all positions has none.
+        They end at the first block that a group without a window lacks.
         """
         full: list[_Entry | None] = []
         parents = [root]
@@ -168,7 +182,7 @@ class PrefixIndex:
         return full, parents
 
     def _tables(self, entries: Sequence[_Entry | None], length: int) -> Match | None:
-        """The tables of a prefix of so many tokens, unless a group lacks something."""
+        """Make the match of a prefix of `length` tokens; None if a group lacks a needed block."""
         tables: list[list[int | None]] = []
         for g, group in enumerate(self._groups):
             first = min(group.first_block(length), len(entries))
@@ -181,7 +195,7 @@ class PrefixIndex:
 
 
 def chain(parent: bytes, tokens: Sequence[int]) -> bytes:
-    """The name of a full block, from that of the one before it."""
+    """Return the name of a full block from the name of the block before it."""
     return hashlib.sha256(parent + array("q", tokens).tobytes()).digest()
 
 

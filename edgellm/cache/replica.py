@@ -1,4 +1,4 @@
-"""The KV cache on host and device: the same blocks twice, each copied when it is needed."""
+"""The KV cache on host and device: the same blocks twice, copied between the two when needed."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from edgellm.kernels.kv_blocks import BLOCK, KVBlocks
 
 
 class Replica:
-    """Knows of each block which side wrote to it last.
+    """A copy of a group's blocks on a device, with the side that wrote to each block last.
 
-    Blocks have the same numbers and the same bytes on both sides, so a sequence's table serves
-    both, and a prefix that one of them computed is found by the other.
+    Blocks have the same numbers and bytes on host and device, so a sequence's table serves both,
+    and each side finds the prefixes that the other has computed.
     """
 
     def __init__(self, host: KVBlocks, device: str) -> None:
@@ -22,7 +22,7 @@ class Replica:
         self._newer: dict[int, Side] = {}
 
     def use(self, side: Side, table: Sequence[int], length: int) -> None:
-        """Bring a sequence's `length` tokens to `side`, which is going to write behind them."""
+        """Bring a sequence's `length` tokens to `side`, which is going to write after them."""
         held = table[: -(-length // BLOCK)]
         stale = [block for block in held if self._newer.get(block, side) != side]
         if stale and side == "device":
@@ -35,7 +35,7 @@ class Replica:
             self._newer[block] = side
 
     def copy_rows(self, source: int, target: int, rows: int) -> None:
-        """Copy the first `rows` tokens of a block, wherever they are up to date."""
+        """Copy the first `rows` tokens of a block on each side where they are current."""
         side = self._newer.get(source)
         if side != "device":
             self.host.copy_rows(source, target, rows)

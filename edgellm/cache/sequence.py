@@ -1,8 +1,9 @@
-"""A sequence of tokens: in each cache group a block table over the pool that all sequences share.
+"""Sequences of tokens in the KV cache, each with a block table per cache group.
 
-Full blocks are immutable and shared; only a sequence's last block is written to, and it is copied
-first if anyone else can see it. So fork and rewind copy at most one block of each group. Blocks
-before a group's window are given back; the index knows them until their memory is needed.
+Full blocks are immutable and shared. Only a sequence's last block is written to, and it is copied
+first if another sequence or the prefix index can see it. So fork and rewind copy at most one block
+of each group. Blocks before a group's window are given back; the prefix index finds them until
+their memory is needed.
 """
 
 from __future__ import annotations
@@ -22,13 +23,15 @@ from edgellm.kernels.kv_blocks import BLOCK, KVView
 
 
 class Store(Protocol):
-    """Where the K and V of sequences are; see `KVCache`.
+    """The cache that holds the K and V of sequences, implemented by `KVCache`.
 
     Attributes:
-        rows_at_once: tokens that one step should add to a sequence at most.
-        places: for each layer its group, and which of the group's layers it is.
-        rope_frequencies: in each layer, in radians per position; None where keys are not as RoPE
-            left them.
+        ctx_size: maximum of tokens of one sequence.
+        rows_at_once: maximum of tokens that one step should add to a sequence.
+        places: group number of each layer, and its place among the group's layers.
+        rope_frequencies: RoPE frequencies of each layer, in radians per position; None if keys are
+            changed after RoPE.
+        index: prefix index of all cached blocks.
     """
 
     ctx_size: int
@@ -45,15 +48,17 @@ class Store(Protocol):
 
 
 class Sequence:
-    """One sequence: its tokens and the blocks that hold their K and V.
+    """A sequence of tokens and the blocks that hold their K and V.
 
-    One that is dropped without `close` is closed then, or by whoever uses the cache next.
+    A sequence that is dropped without `close` is closed at once, or by the next user of the cache
+    if its lock is taken.
 
     Attributes:
-        tables: the blocks, one table per cache group.
-        shareable: number of leading tokens whose K and V are position-exact: other sequences
-            may begin with them. None: all. Tokens that moved up over a gap still remember what
-            stood in it.
+        tables: block tables, one per cache group.
+        tokens: ids of the tokens whose K and V are in the blocks.
+        shareable: number of leading tokens whose K and V are position-exact, so that other
+            sequences may begin with them. None: all. Tokens that moved up in a context shift have
+            attended to the dropped tokens.
     """
 
     def __init__(
@@ -67,14 +72,14 @@ class Sequence:
         self.tables = tables
         self._cache = cache
         self._index = cache.index
-        self._names = [root or cache.index.root]  # of what is before each block
+        self._names = [root or cache.index.root]  # names of all tokens before each block
         self.tokens = tokens
         self.shareable: int | None = None
         cache.register(self)
 
     @property
     def root(self) -> bytes:
-        """The name of what is before it; see `PrefixIndex.salted_root`."""
+        """Root name of the sequence's blocks; see `PrefixIndex.salted_root`."""
         return self._names[0]
 
     def __len__(self) -> int:
@@ -87,38 +92,38 @@ class Sequence:
 
     @property
     def rows_at_once(self) -> int:
-        """Tokens that one step should add at most, so that windows stay small."""
+        """Maximum of tokens that one step should add, so that windows need few blocks."""
         return self._cache.rows_at_once
 
     @property
     def block_tables(self) -> list[list[int]]:
-        """The sequence's block ids in each group."""
+        """Block ids of the sequence in each group."""
         return [table.ids for table in self.tables]
 
     def view(self, layer: int) -> tuple[KVView, int]:
-        """Where a layer's K and V are: blocks and table, and which layer of these blocks."""
+        """Return a view of the blocks with a layer's K and V, and the layer's place in them."""
         group, slot = self._cache.places[layer]
         table = self.tables[group]
         return KVView(table.store.blocks, table.ids), slot
 
     def use_host(self) -> None:
-        """Bring the sequence to the host, to attend to it and to write behind it there."""
+        """Bring the sequence's K and V to the host, to attend to them and write after them."""
         for table in self.tables:
             table.use("host", len(self))
 
     def use_device(self) -> None:
-        """Bring the sequence to the device, to attend to it and to write behind it there."""
+        """Bring the sequence's K and V to the device, to attend to them and write after them."""
         for table in self.tables:
             table.use("device", len(self))
 
     def reserve(self, count: int, *, windowed: bool = True) -> None:
-        """Make the next `count` positions writable, and give back what windows have passed.
+        """Make the next `count` positions writable, and give back blocks that windows have passed.
 
         Args:
-            windowed: in groups with a window, too; else see `open`.
+            windowed: whether to allocate blocks in groups with a window, too; else `open` does it.
 
         Raises:
-            ContextOverflowError: they do not fit into the context.
+            ContextOverflowError: the positions do not fit into the context.
             CacheFullError: no block is free.
         """
         end = len(self) + count
@@ -147,10 +152,13 @@ class Sequence:
             table.grow(end, self._allocate)
 
     def open_seen(self, end: int, firsts: SequenceOf[int] | None = None) -> None:
-        """As `open`, but only blocks that tokens from position `end` on see: nothing is computed.
+        """Make positions up to `end` writable, but only in blocks that later tokens see.
+
+        For K and V that are read instead of computed.
 
         Args:
-            firsts: the first block of each group, instead of those.
+            firsts: number of the first block in each group; None: the first that tokens from
+                position `end` on see.
         """
         for group, table in enumerate(self.tables):
             seen = table.store.group.first_block(end)
@@ -159,7 +167,7 @@ class Sequence:
 
     @contextmanager
     def reserved(self, count: int, *, windowed: bool = True) -> Iterator[None]:
-        """As `reserve`; what has not been committed at the end is given back."""
+        """Reserve positions for a block of code; those not committed by its end are given back."""
         try:
             self.reserve(count, windowed=windowed)
             yield
@@ -167,17 +175,23 @@ class Sequence:
             self.truncate(len(self))
 
     def commit(self, tokens: SequenceOf[int]) -> None:
-        """Count tokens whose K and V have been written in every layer."""
+        """Append tokens whose K and V have been written in every layer.
+
+        Full blocks of shareable tokens enter the prefix index.
+        """
         first = len(self) // BLOCK
         self.tokens.extend(tokens)
         for number in range(first, self._shareable // BLOCK):
             self._insert(number)
 
     def truncate(self, length: int) -> None:
-        """Forget all tokens from position `length` on.
+        """Drop all tokens from position `length` on.
 
-        What a window had passed comes back if its memory was not needed since; else the sequence
-        becomes the longest prefix that every group still has.
+        Blocks that a window had passed come back if their memory was not needed since. Otherwise
+        the sequence becomes the longest prefix that every group still has.
+
+        Raises:
+            OptionError: `length` is negative or greater than the number of tokens.
         """
         if not 0 <= length <= len(self):
             raise OptionError(
@@ -194,21 +208,21 @@ class Sequence:
             self._become(self._index.match(self.tokens, root=self.root))
 
     def fork(self) -> Sequence:
-        """Another sequence with the same tokens, sharing every block."""
+        """Make another sequence with the same tokens, which shares every block."""
         other = Sequence(self._cache, self._shared_tables(), list(self.tokens), root=self.root)
         other.shareable = self.shareable
         return other
 
     def shift(self, *, keep: int, discard: int) -> None:
-        """Forget the `discard` tokens after the first `keep`; those behind them move up.
+        """Drop the `discard` tokens after the first `keep`; the tokens after them move up.
 
-        Their keys are turned back by as many positions (see `kernels/kv_shift`). Where that cannot
-        be, or kept tokens that a window has passed would be seen again, the sequence keeps at most
-        its first `keep` tokens, and what follows is to be computed again.
+        Keys of the moved tokens are rotated back by `discard` positions (see `kernels/kv_shift`).
+        If that is impossible, or a window would see kept tokens that it has passed, the sequence
+        keeps at most its first `keep` tokens, and the rest is to be computed again.
 
         Raises:
-            CacheFullError: no block is free to move to; of what has moved by then, as much stays as
-                every group has.
+            CacheFullError: no block is free to move to; the tokens stay that every group has moved
+                by then.
         """
         inv_freq = self._cache.rope_frequencies
         tokens = self.tokens[:keep] + self.tokens[keep + discard :]
@@ -242,19 +256,19 @@ class Sequence:
             self.truncate(len(self))
 
     def close(self) -> None:
-        """Give the blocks back; what they hold can still be found until it is overwritten."""
+        """Give the blocks back; the prefix index finds them until they are overwritten."""
         last = len(self) // BLOCK
         if len(self) % BLOCK and self.shareable is None:
             self._insert(last)
         self.truncate(0)
 
     def settle(self) -> None:
-        """Have tables and tokens agree again, after an interrupt in the middle of a change."""
+        """Make tables and tokens agree again, after an interrupt in the middle of a change."""
         there = min(len(table.ids) * BLOCK for table in self.tables)
         self.truncate(min(len(self), there))
 
     def _shared_tables(self) -> list[GroupTable]:
-        """Tables of the same blocks, for another sequence."""
+        """Make tables of the same blocks for another sequence."""
         return [
             GroupTable(table.store, [table.at(i) for i in range(len(table.ids))])
             for table in self.tables
@@ -265,10 +279,10 @@ class Sequence:
         return len(self) if self.shareable is None else min(len(self), self.shareable)
 
     def known(self, table: GroupTable) -> list[tuple[int, int]]:
-        """Numbers and ids of the blocks that the next token sees, and of the one before them.
+        """Return numbers and ids of the blocks that the next token sees, and of one block before.
 
-        Who goes back by some tokens needs that one. If the window has passed it, it is there only
-        as long as its memory is not needed.
+        A rewind by some tokens needs the block before. If the window has passed that block, it is
+        included only as long as its memory is not reused.
         """
         oldest = max(0, table.store.group.first_block(len(self)) - 1)
         numbers = range(max(oldest, table.first), len(table.ids))
@@ -281,25 +295,26 @@ class Sequence:
         return held if block is None else [(last, block), *held]
 
     def _name(self, number: int) -> bytes:
-        """Of what is before a block."""
+        """Return the name (hash) of all tokens before block `number`."""
         while len(self._names) <= number:
             begin = (len(self._names) - 1) * BLOCK
             self._names.append(chain(self._names[-1], self.tokens[begin : begin + BLOCK]))
         return self._names[number]
 
     def _insert(self, number: int) -> None:
-        """Let others find a block, in the groups that hold it."""
+        """Enter a block into the prefix index, for the groups in which the sequence holds it."""
         blocks = [table.at(number) for table in self.tables]
         held = self.tokens[number * BLOCK : (number + 1) * BLOCK]
         self._index.insert(self._name(number), held, blocks)
 
     def _become(self, match: Match) -> None:
-        """Hold a cached prefix in place of what is held."""
+        """Hold the blocks of a cached prefix instead of the present ones."""
         tables = [
             GroupTable(table.store, blocks)
             for table, blocks in zip(self.tables, match.tables, strict=True)
         ]
-        # first what says that there are more: an interrupt may come in between
+        # tokens and names are cut first, so that they never claim more than the tables hold: an
+        # interrupt may come in between
         del self.tokens[match.length :]
         del self._names[match.length // BLOCK + 1 :]
         for table in self.tables:
@@ -308,11 +323,15 @@ class Sequence:
         self.shareable = None
 
     def _allocate(self, pool: BlockPool) -> int:
-        """A block to write to, if need be one of a sequence that nobody can reach any more."""
+        """Allocate a block to write to, closing unreachable sequences if the pool is full.
+
+        Raises:
+            CacheFullError: no block is free all the same.
+        """
         try:
             return pool.allocate()
         except CacheFullError:
             gc.collect()
-            # and nothing else that was deferred: it may concern a sequence of the same step
+            # no other deferred change: it may concern a sequence of the same step
             self._cache.close_dropped()
             return pool.allocate()

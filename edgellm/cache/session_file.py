@@ -1,9 +1,9 @@
-"""A session in a file: its tokens and what was computed of them.
+"""File format of a saved session: its tokens and their KV blocks.
 
 20 bytes   magic and version
-32 bytes   SHA-256 of everything behind it
+32 bytes   SHA-256 of all bytes after it
  4 bytes   length of the header, little-endian
-header     JSON: model, KV format, tokens, how many of them are in the blocks
+header     JSON: model, KV format, tokens, number of tokens in the blocks
 the rest   the blocks, see `pack` in `block_store.py`
 """
 
@@ -23,15 +23,16 @@ _DIGEST = 32
 
 @dataclass(frozen=True)
 class SavedSession:
-    """What the header says.
+    """The header of a session file.
 
     Attributes:
-        model: its name, for people.
-        fingerprint: of its weights and the KV format.
-        computed: of the tokens, so many from the beginning are in the blocks.
+        model: name of the model, for people.
+        fingerprint: hash of the model's weights and the KV format.
+        tokens: token ids of the session.
+        computed: number of leading tokens whose K and V are in the blocks.
         shareable: see `Sequence`.
-        firsts: the number of the first block of each cache group.
-        arithmetic: of the back end that computed them (`Engine.arithmetic`).
+        firsts: number of the first saved block of each cache group.
+        arithmetic: arithmetic of the back end that computed the blocks (`Engine.arithmetic`).
     """
 
     model: str
@@ -45,10 +46,10 @@ class SavedSession:
 
 
 def write_session(path: Path, saved: SavedSession, blocks: bytes) -> None:
-    """Write a file whole or not at all.
+    """Write a session file, whole or not at all.
 
     Raises:
-        OptionError: it cannot be written there.
+        OptionError: the file cannot be written at `path`.
     """
     header = json.dumps(asdict(saved)).encode()
     body = len(header).to_bytes(4, "little") + header + blocks
@@ -63,10 +64,10 @@ def write_session(path: Path, saved: SavedSession, blocks: bytes) -> None:
 def read_session(
     path: Path, *, fingerprint: str, kv_format: str
 ) -> tuple[SavedSession, memoryview]:
-    """A saved session that fits a model, and its blocks.
+    """Read a saved session that fits a model, and its packed blocks.
 
     Raises:
-        SessionFileError: not a session, damaged, or of another model or KV format.
+        SessionFileError: the file is no session, is damaged, or is of another model or KV format.
     """
     try:
         data = path.read_bytes()
@@ -90,7 +91,11 @@ def read_session(
 
 
 def _header(path: Path, text: bytes) -> SavedSession:
-    """The header of a file, every value of the kind that it must be."""
+    """Parse the header of a session file, and check the type and range of its values.
+
+    Raises:
+        SessionFileError: the header is damaged.
+    """
     try:
         saved = SavedSession(**json.loads(text))
     except (ValueError, TypeError, RecursionError):

@@ -1,4 +1,4 @@
-"""Blocks that are written in a thread of their own: who has the engine's lock waits for no disk."""
+"""Writing of KV blocks in a separate thread: no holder of the engine's lock waits for a disk."""
 
 from __future__ import annotations
 
@@ -11,19 +11,20 @@ from collections.abc import Iterable, Iterator
 
 from edgellm.cache.block_store import BlockStore
 
-# Of blocks that wait, in memory; beyond it a sequence's other blocks are kept with its next answer.
+# Maximum of bytes of waiting blocks in memory; a sequence's blocks beyond it are written with its
+# next answer.
 _MOST_BYTES = 256 << 20
 _log = logging.getLogger(__name__)
 
 
 class WriteBehind:
-    """A block store that has blocks at once, and hands them to a slower one later.
+    """A block store that takes blocks at once, and writes them to a slower store later.
 
-    Called under the cache's lock. The thread is there while blocks wait, and the end of the
-    process waits for it.
+    Its methods are called under the cache's lock. The thread exists while blocks wait, and the end
+    of the process waits for it.
 
     Args:
-        store: the slower one, which is read from while the thread writes to it.
+        store: the slower store, which is read from while the thread writes to it.
     """
 
     def __init__(self, store: BlockStore) -> None:
@@ -35,27 +36,27 @@ class WriteBehind:
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
         self._batches: deque[tuple[list[bytes], dict[bytes, bytes]]] = deque()
-        self._batch: dict[bytes, bytes] | None = None  # of what is pinned now
-        self._waiting: dict[bytes, bytes] = {}  # of all batches
+        self._batch: dict[bytes, bytes] | None = None  # blocks written in the present `pin`
+        self._waiting: dict[bytes, bytes] = {}  # blocks of all batches
         self._size = 0
 
     def wait(self) -> None:
-        """Return when all blocks that waited at the call are written."""
+        """Wait until all blocks that waited at the call are written."""
         thread = self._thread
         if thread is not None and self._process == os.getpid():
             thread.join()
 
     def has(self, name: bytes) -> bool:
-        """See `BlockStore`."""
+        """Whether a block waits or is in the slower store, see `BlockStore`."""
         return name in self._waiting or self._store.has(name)
 
     def read(self, name: bytes, *, size: int) -> memoryview | None:
-        """See `BlockStore`."""
+        """Read a block that waits or is in the slower store, see `BlockStore`."""
         data = self._waiting.get(name)
         return self._store.read(name, size=size) if data is None else memoryview(data)
 
     def write(self, name: bytes, data: bytes) -> bool:
-        """See `BlockStore`; there is no room while too much waits."""
+        """Take a block to be written later, see `BlockStore`; False while too many bytes wait."""
         if self._batch is None:
             with self.pin([]):
                 return self.write(name, data)
@@ -68,8 +69,8 @@ class WriteBehind:
 
     @contextlib.contextmanager
     def pin(self, names: Iterable[bytes]) -> Iterator[None]:
-        """See `BlockStore`; they are pinned while all that is written within is handed on."""
-        if self._process != os.getpid():  # forked: the thread, and what it had, is the parent's
+        """Pin blocks, see `BlockStore`, until the blocks written within the context are stored."""
+        if self._process != os.getpid():  # forked: the thread and its blocks are the parent's
             self._begin()
         pinned, self._batch = list(names), {}
         try:

@@ -1,4 +1,4 @@
-"""Checkpoint in, bundle out. The runtime needs nothing of it but for a model's first use."""
+"""Export of a checkpoint to a bundle; the runtime needs it only at a model's first use."""
 
 from edgellm.export.calibrate import ROUNDINGS, CalibrationOptions, Rounding
 from edgellm.export.exporter import (

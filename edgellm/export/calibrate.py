@@ -1,4 +1,4 @@
-"""A calibration run: text through the segments in float32, to see how large activations get."""
+"""Calibration run: a text through the segments in float32, to see how large activations get."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from edgellm.text.tokenizer import Tokenizer
 Floats = NDArray[np.float32]
 Rounding = Literal["gptq", "nearest"]
 ROUNDINGS: tuple[str, ...] = get_args(Rounding)
-# 16 bits have room for values a little larger than any that were seen.
+# Factor on the reach of 16-bit grids: room for values a little larger than any that were seen.
 _HEADROOM = 1.25
 # Windows that go through a segment together.
 _BATCH = 16
@@ -45,20 +45,22 @@ _BATCH = 16
 
 @dataclass(frozen=True, kw_only=True)
 class CalibrationOptions:
-    """How static scales are chosen.
+    """Options for the choice of static activation scales.
 
     Attributes:
-        text: None takes Python's manual and library (see `calibration_text.py`).
-        windows: runs of consecutive tokens.
-        window: tokens of each.
-        seed: of the choice of windows, where the text has more.
-        method, percentile: see `quantize/calibration.py`; for 8-bit tensors, 16-bit ones take
-            `minmax`.
-        shadow_share: of the down_proj layers with 8-bit inputs, those for which the host computes
-            what is beyond the grid (see `quantize/shadow.py`): where that saves most.
-        shadow_percentile: how far their grids reach.
-        rounding: of weights: `gptq`, for the inputs that were seen (see `quantize/gptq.py`), or
-            each to the `nearest`, which is faster (43 s for a weight `[4096, 14336]`, two cores).
+        text: calibration text; None takes Python's manual and library (see
+            `calibration_text.py`).
+        windows: number of windows, runs of consecutive tokens.
+        window: tokens in each window.
+        seed: seed of the choice of windows, where the text has more.
+        method, percentile: reach of the grids of 8-bit tensors, see `quantize/calibration.py`;
+            16-bit tensors take `minmax`.
+        shadow_share: share of the down_proj layers with 8-bit inputs that get a shadow: the host
+            computes what is beyond the grid (see `quantize/shadow.py`), where that saves most.
+        shadow_percentile: percentile that the grids of layers with a shadow reach to.
+        rounding: rounding of weights: `gptq`, for the inputs that were seen (see
+            `quantize/gptq.py`; 43 s for a weight `[4096, 14336]`, two cores), or each to the
+            `nearest`, which is faster.
     """
 
     text: str | None = None
@@ -72,10 +74,10 @@ class CalibrationOptions:
     rounding: Rounding = "gptq"
 
     def __post_init__(self) -> None:
-        """Check the values.
+        """Check the values of the options.
 
         Raises:
-            OptionError: a value that is not allowed.
+            OptionError: a value is not allowed.
         """
         if self.method not in METHODS:
             raise OptionError(
@@ -99,7 +101,7 @@ class CalibrationOptions:
             raise OptionError(f"calibration shadow share is {self.shadow_share}; allowed is 0 to 1")
 
     def to_json(self) -> dict[str, Any]:
-        """The options as the manifest has them, with the text's hash in place of the text."""
+        """Return the options as the manifest has them, with a sha256 in place of the text."""
         text = default_text() if self.text is None else self.text
         return {
             "text": "default" if self.text is None else "given",
@@ -116,7 +118,7 @@ class CalibrationOptions:
 
 
 def choose_windows(tokenizer: Tokenizer, options: CalibrationOptions) -> NDArray[np.int64]:
-    """Token ids `[windows, window]`, runs of the text that do not overlap.
+    """Choose token ids `[windows, window]`: runs of the calibration text that do not overlap.
 
     Raises:
         OptionError: the text is too short.
@@ -136,7 +138,12 @@ def choose_windows(tokenizer: Tokenizer, options: CalibrationOptions) -> NDArray
 
 
 class Calibrator:
-    """Takes the segments of a model one after the other, from the first to the last."""
+    """Observer of a model's activations, segment by segment from the first to the last.
+
+    Attributes:
+        file: weights file of the segment that is observed.
+        observations: activations seen so far, by tensor name.
+    """
 
     def __init__(
         self,
@@ -147,8 +154,13 @@ class Calibrator:
         bits: int,
         file: WeightFile,
     ) -> None:
-        """`embedded` holds the windows' embeddings, `[windows, window, E]`; `bits` of inputs; in
-        `file` are the weights of the segment that is looked at."""
+        """Begin with the embeddings of all windows.
+
+        Args:
+            embedded: embeddings `[windows, window, E]` of the windows.
+            bits: bits of the inputs of linear layers, 8 or 16.
+            file: weights file of the segment that is observed.
+        """
         self._config = checkpoint.config
         self._options = options
         self._bits = bits
@@ -161,11 +173,11 @@ class Calibrator:
         self.observations: dict[str, Observation] = {}
 
     def observe(self, segment: Segment) -> dict[str, Floats]:
-        """Run all windows through a segment, whose weights are in `file`, and clear that.
+        """Run all windows through a segment, whose weights are in `file`, and clear that file.
 
         Returns:
-            Second moments `[K, K]` of the inputs of its layers, by `input_name`; none where each
-            weight is rounded to the nearest.
+            Second moments `[K, K]` of the inputs of the segment's linear layers, by `input_name`;
+            empty if each weight is rounded to the nearest.
 
         Raises:
             ExportError: an activation is infinite or not a number.
@@ -181,16 +193,17 @@ class Calibrator:
             self.file.clear()
 
     def grids(self, shadows: Mapping[str, ShadowEntry]) -> dict[str, Grid]:
-        """Grids of all that has been observed; those of layers with a shadow are narrower."""
+        """Return the grids of all observed tensors; layers with a shadow have narrower ones."""
         plain = {name: self._grid(name, self._reach(name)) for name in self.observations}
         return plain | {input_name(n): Grid(s.scale, s.bits) for n, s in shadows.items()}
 
     def shadows(self) -> dict[str, ShadowEntry]:
-        """The down_proj layers with a shadow, by their names: those where it saves most.
+        """Choose the down_proj layers where a shadow saves most; returns them by their names.
 
-        llm.npu ranks layers by max|x| / reach, which asks how far a single value is beyond the
-        grid. What counts is all that a grid loses, by clipping and by being coarse: with the same
-        number of shadows, the KL divergence to float32 falls by a third (SmolLM2-135M).
+        Empty unless inputs have 8 bits. llm.npu ranks layers by max|x| / reach, which asks how far
+        a single value is beyond the grid. The ranking here counts all that a grid loses, by
+        clipping and by being coarse: with the same number of shadows, the KL divergence to float32
+        falls by a third (SmolLM2-135M).
         """
         if self._bits != 8:
             return {}

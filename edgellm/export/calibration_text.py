@@ -1,4 +1,4 @@
-"""What a model is calibrated on when no text is given: Python's own manual and library."""
+"""The default calibration text, from Python's own manual and library."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import inspect
 import pydoc_data.topics
 import textwrap
 
-# Chapters of the manual. Those that published perplexities are of are not among them.
+# Chapters of the manual; none of those whose perplexities are published is among them.
 _TOPICS = (
     "assignment",
     "class",
@@ -27,7 +27,7 @@ _TOPICS = (
 
 
 def default_text() -> str:
-    """Prose and code in turn, about 250,000 characters."""
+    """Return the calibration text: prose and code in turn, about 250,000 characters."""
     prose = [pydoc_data.topics.topics[name] for name in _TOPICS]
     code = inspect.getsource(inspect) + inspect.getsource(textwrap)
     size = -(-len(code) // len(prose))

@@ -1,7 +1,7 @@
-"""Which tokens end an answer.
+"""The tokens that end an answer (end-of-generation tokens) of a checkpoint.
 
-Many files name only one end token, and a chat model then talks on as the user. So tokens are known
-by their texts too, as in llama.cpp (src/llama-vocab.cpp, `special_eog_ids`).
+Many files name only one end token, and a chat model then talks on as the user. So end tokens are
+recognized by their texts too, as in llama.cpp (src/llama-vocab.cpp, `special_eog_ids`).
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ from collections.abc import Collection, Iterable
 
 from tokenizers import Tokenizer
 
-# A plain token of this text is a tag of HTML's in some vocabularies; whatever else is listed below
-# is no text that anyone writes.
+# A plain token of this text is an HTML tag in some vocabularies; people write none of the other
+# texts below.
 _STRIKE = "</s>"
 _TEXTS = (
     "<|im_end|>",
@@ -45,10 +45,11 @@ def is_end_text(text: str) -> bool:
 
 
 def end_tokens(tokenizer: Tokenizer, named: Iterable[str | None]) -> tuple[str, ...]:
-    """Texts of the tokens that end an answer.
+    """Return the texts of the tokens that end an answer.
 
     Args:
-        named: texts that the file names as ends; those that the tokenizer lacks are left out.
+        named: texts that the file names as end tokens; None and texts that the tokenizer lacks are
+            left out.
     """
     special = {t.content for t in tokenizer.get_added_tokens_decoder().values() if t.special}
     texts = [t for t in named if t is not None and tokenizer.token_to_id(t) is not None]
@@ -57,8 +58,8 @@ def end_tokens(tokenizer: Tokenizer, named: Iterable[str | None]) -> tuple[str, 
 
 
 def _goes_on(text: str, ends: Collection[str]) -> bool:
-    """Whether the vocabulary's other ends tell that the answer goes on behind this one."""
-    if text == "<|end|>":  # of a message; gpt-oss and Solar write several in one answer
+    """Whether an answer goes on after the token `text`, by the other end tokens in `ends`."""
+    if text == "<|end|>":  # ends a message; gpt-oss and Solar write several in one answer
         calls = "<|call|>" in ends or "<|calls|>" in ends
         return calls and ("<|return|>" in ends or "<|flush|>" in ends)
-    return text == _STRIKE and "<|tool_response>" in ends  # Gemma 4, of which it is plain text
+    return text == _STRIKE and "<|tool_response>" in ends  # plain text in Gemma 4

@@ -1,4 +1,4 @@
-"""A checkpoint with keys that lose less when they are rounded (see `store/key_basis.py`)."""
+"""Checkpoint in a key basis, whose K loses less when rounded (see `store/key_basis.py`)."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ from edgellm.store.key_basis import (
 )
 
 Exponents = NDArray[np.int8]
-# What the powers of two are in.
+# Tensors that take the powers of two: projections, or norms of Q and K where the model has some.
 _PROJECTIONS = ("q", "k", "q_bias", "k_bias")
 _NORMS = ("q_norm", "k_norm")
-# Norms that have one weight for all heads.
+# Kinds of Q and K norms that have one weight for all heads.
 _SHARED = ("head", "head_after_rope")
 
 
@@ -46,8 +46,11 @@ class EqualizedCheckpoint:
         self._basis = basis
 
     def tensor(self, name: str) -> Tensor:
-        """Rows of K are divided and rows of Q multiplied, weights and biases, or the weights of
-        their norms where they have some; all else is as it was."""
+        """Read a tensor of the checkpoint in the key basis.
+
+        Rows of K are divided and rows of Q multiplied, in weights and biases, or in the weights of
+        their norms if the model has these. All other tensors are unchanged.
+        """
         tensor = self._checkpoint.tensor(name)
         layer, _, part = name.rpartition(".")
         kind = self.config.attention.qk_norm
@@ -63,10 +66,11 @@ class EqualizedCheckpoint:
 
 
 def scaled_rows(tensor: Tensor, exponents: Exponents) -> Tensor:
-    """Each row times a power of two, which only changes the scales of a quantized one.
+    """Multiply each row of a tensor by a power of two; a quantized one only changes its scales.
 
     Args:
-        tensor: `[N, K]` or `[N]`; exponents: `[N]`.
+        tensor: `[N, K]` or `[N]`.
+        exponents: exponents of two, `[N]`.
     """
 
     def scaled(values: NDArray[np.float32]) -> NDArray[np.float32]:
@@ -91,7 +95,7 @@ def scaled_rows(tensor: Tensor, exponents: Exponents) -> Tensor:
 
 
 def choose_basis(checkpoint: Checkpoint) -> KeyBasis:
-    """The basis for a model's keys, from its weights alone."""
+    """Choose the basis for a model's keys, from its weights alone."""
     config = checkpoint.config
     exponents = [_exponents(checkpoint, layer) for layer in range(config.layer_count)]
     basis = KeyBasis(np.stack(exponents), None)
@@ -106,10 +110,13 @@ def choose_basis(checkpoint: Checkpoint) -> KeyBasis:
 
 
 def store_basis(basis: KeyBasis, checkpoint: Checkpoint, root: Path) -> dict[str, StoredArray]:
-    """Write a basis into the bundle at `root`; what `open_key_basis` and `open_head_norms` read.
+    """Write a key basis, and norms of Q and K, into the bundle at `root`.
 
     Args:
-        checkpoint: the one that is already in the basis.
+        checkpoint: the checkpoint that is already in the basis.
+
+    Returns:
+        The arrays that `open_key_basis` and `open_head_norms` read.
     """
     (root / FOLDER).mkdir()
     with WeightFile(root / FOLDER) as file:
@@ -126,7 +133,7 @@ def _exponents(checkpoint: Checkpoint, layer: int) -> Exponents:
     config = checkpoint.config
     key, query = (_energy(checkpoint, layer, part) for part in "kq")
     if has_offset(config):
-        # of what the bias adds, the cache leaves out the common part
+        # the cache leaves out the common part that the bias adds to keys
         key -= _offset(checkpoint, layer) ** 2
     query = query.reshape(config.kv_heads, -1, config.head_dim).mean(axis=1)
     if config.attention.qk_norm in _SHARED:
@@ -140,7 +147,11 @@ def _exponents(checkpoint: Checkpoint, layer: int) -> Exponents:
 
 
 def within_halves(exponents: Exponents, checkpoint: Checkpoint, layer: int) -> Exponents:
-    """The exponents, moved towards 0 where a scale would not be a half any more."""
+    """Move exponents towards 0 where a scale would no longer be exact in half precision.
+
+    Args:
+        exponents: `[Hkv, P]` of one layer.
+    """
     config = checkpoint.config
     halves = {part: _halves(checkpoint.tensor(f"layers.{layer}.{part}")) for part in "qk"}
     heads = {"q": config.heads, "k": config.kv_heads}
@@ -160,7 +171,7 @@ def within_halves(exponents: Exponents, checkpoint: Checkpoint, layer: int) -> E
 
 
 def _halves(tensor: Tensor) -> NDArray[np.float32]:
-    """Numbers `[N, n]` that a weight stores in half precision; none if it is not quantized yet."""
+    """Return the numbers `[N, n]` that a weight stores in half precision; n is 0 for float ones."""
     if tensor.quantized is None:
         return np.zeros((tensor.shape[0], 0), np.float32)
     arrays = tensor.quantized().arrays().values()
@@ -169,7 +180,7 @@ def _halves(tensor: Tensor) -> NDArray[np.float32]:
 
 
 def _energy(checkpoint: Checkpoint, layer: int, part: str) -> NDArray[np.float64]:
-    """Mean squares `[heads, D]` of Q or K before RoPE, for inputs whose channels are alike."""
+    """Compute mean squares `[heads, D]` of Q or K before RoPE, for input channels all alike."""
     config = checkpoint.config
     weight = checkpoint.tensor(f"layers.{layer}.{part}").float32()
     if config.layers[layer].norms_inputs:
@@ -187,7 +198,7 @@ def _energy(checkpoint: Checkpoint, layer: int, part: str) -> NDArray[np.float64
 
 
 def _constant(checkpoint: Checkpoint, layer: int, part: str) -> NDArray[np.float64]:
-    """What is added to Q or K whatever the input is, `[heads, D]`; zeros without biases."""
+    """Compute the constant part `[heads, D]` of Q or K for any input; zeros without biases."""
     config, name = checkpoint.config, f"layers.{layer}.{part}"
     heads = config.heads if part == "q" else config.kv_heads
     added = np.zeros(heads * config.head_dim)
@@ -200,7 +211,10 @@ def _constant(checkpoint: Checkpoint, layer: int, part: str) -> NDArray[np.float
 
 
 def _offset(checkpoint: Checkpoint, layer: int, *, magnitude: float = 1.0) -> NDArray[np.float64]:
-    """The common part of keys, `[Hkv, D]`; zeros where scores are capped: they would change."""
+    """Compute the common part `[Hkv, D]` of a layer's keys.
+
+    Zeros if scores are capped (softcap), because leaving it out would change them.
+    """
     constant = _constant(checkpoint, layer, "k")
     if checkpoint.config.layers[layer].attention.softcap is not None:
         return np.zeros_like(constant)
@@ -209,7 +223,7 @@ def _offset(checkpoint: Checkpoint, layer: int, *, magnitude: float = 1.0) -> ND
 
 
 def _of_channels(exponents: Exponents, config: ModelConfig) -> Exponents:
-    """`[Hkv, P]` to `[Hkv, D]`; channels that do not turn have 0."""
+    """Expand exponents of pairs `[Hkv, P]` to channels `[Hkv, D]`; 0 for channels without RoPE."""
     channels = np.zeros((config.kv_heads, config.head_dim), np.int8)
     half = exponents.shape[1]
     channels[:, :half] = channels[:, half : 2 * half] = exponents
@@ -217,13 +231,13 @@ def _of_channels(exponents: Exponents, config: ModelConfig) -> Exponents:
 
 
 def _of_rows(exponents: Exponents, config: ModelConfig, *, heads: int) -> Exponents:
-    """`[Hkv, P]` to the rows `[heads * D]` of a projection."""
+    """Expand exponents of pairs `[Hkv, P]` to the rows `[heads * D]` of a projection."""
     channels = _of_channels(exponents, config)
     return np.repeat(channels, heads // config.kv_heads, axis=0).reshape(-1)
 
 
 def _of_pairs(channels: NDArray[Any], config: ModelConfig) -> NDArray[np.float64]:
-    """Sums `[Hkv, P]` of the two channels of each pair."""
+    """Sum the two channels of each RoPE pair, `[Hkv, D]` to `[Hkv, P]`."""
     half = config.rope_pairs
     values = channels.astype(np.float64)
     return values[:, :half] + values[:, half : 2 * half]

@@ -1,4 +1,4 @@
-"""The folder of a bundle: what is in it, what is added to it, and that it is whole or not there."""
+"""Export of a checkpoint to a bundle folder, which is complete or absent at every moment."""
 
 from __future__ import annotations
 
@@ -45,7 +45,8 @@ from edgellm.store.reference import open_reference
 from edgellm.text.tokenizer import Tokenizer
 
 DEFAULT_CHUNK_SIZES = (32, 128)
-# For the native kernels, for chunks and for tokens in ONNX Runtime; see `default_precisions`.
+# One for the native kernels, one for prefill chunks and one for decode steps in ONNX Runtime; see
+# `default_precisions`.
 DEFAULT_PRECISIONS = (PACKED, "w8a8", "int4")
 _TOOLS = ("edgellm", "onnxruntime", "onnx-ir", "gguf", "safetensors", "tokenizers", "numpy")
 
@@ -66,29 +67,29 @@ def export(
 ) -> Bundle:
     """Export a checkpoint to the bundle folder `out`, or add precisions to the bundle there.
 
-    Two processes may do this at once: the second one waits and finds the work done. Nothing
-    appears under `out` before it is complete.
+    Two processes may export at once: the second one waits and finds the work done. No part of the
+    bundle appears at `out` before it is complete.
 
     Args:
-        name, source: recorded in the manifest.
+        checkpoint_path: the GGUF file or Hugging Face folder.
+        name, source: model name and resolved source, recorded in the manifest.
         precisions: names from `PRECISIONS`, or a function of the config that returns them; None is
             `default_precisions`.
-        chunk_sizes: static sizes to export; None keeps those of a bundle that is there.
-        calibration: for the precisions with static scales.
-        weights: what linear layers of float tensors become; None keeps what a bundle that is there
-            has, and is `auto` for a new one.
+        chunk_sizes: static chunk sizes to export, in tokens; None keeps those of a bundle at `out`.
+        calibration: options for the precisions with static scales.
+        weights: rounding of float weights of linear layers, of `FLOAT_WEIGHTS`; None keeps that of
+            the bundle at `out`, and is `auto` for a new one.
         force: replace the bundle at `out`.
-        mend: replace what is at `out`, which is a folder of edgellm's own, if it is damaged or of
-            an earlier format.
+        mend: replace edgellm's own folder at `out` if it is damaged or of an earlier format.
         progress: see `Progress`.
 
     Raises:
         ModelFormatError: see `open_checkpoint`.
-        UnsupportedModelError: see there; or a precision cannot compute the model.
-        OptionError: unknown precisions or weights, chunk sizes that cannot be, or others than the
-            bundle has.
-        BundleError: something else is at `out`, or a damaged bundle and neither `force` nor `mend`
-            is set.
+        UnsupportedModelError: see `open_checkpoint`; or a precision cannot compute the model.
+        OptionError: precisions or weights are unknown, chunk sizes are impossible, or weights or
+            chunk sizes are not those of the bundle at `out`.
+        BundleError: `out` is no bundle, or one of another model or of a later format, or it is
+            damaged and neither `force` nor `mend` is set.
         ExportError: the disk is full or not writable.
     """
     wanted: Precisions = default_precisions if precisions is None else precisions
@@ -132,8 +133,10 @@ def export(
 
 
 def default_precisions(config: ModelConfig) -> list[str]:
-    """The precisions of an export that names none; models that cannot be rotated have float32
-    chunks."""
+    """Return the precisions of an export that names none.
+
+    A model whose residual cannot be rotated has float32 chunks.
+    """
     return [f if why_not(f, config) is None else "f32" for f in DEFAULT_PRECISIONS]
 
 
@@ -143,7 +146,7 @@ def _missing(
     present: Collection[str],
     chunk_sizes: Sequence[int] | None,
 ) -> list[str]:
-    """The precisions that are not present yet, after a check of all that were asked for."""
+    """Check all requested precisions, and return those that are not in `present` yet."""
     names = names_of(precisions, config)
     check_request(names, chunk_sizes)
     for name in names:
@@ -152,7 +155,7 @@ def _missing(
 
 
 def _basis(out: Path, present: Manifest | None, checkpoint: Checkpoint) -> KeyBasis:
-    """The key basis of the bundle that is there, or a new one."""
+    """Return the key basis of the bundle at `out`, or a new one if there is none."""
     if present is None:
         return choose_basis(checkpoint)
     check_same_model(out, present, checkpoint.config)
@@ -160,7 +163,7 @@ def _basis(out: Path, present: Manifest | None, checkpoint: Checkpoint) -> KeyBa
 
 
 class _Steps:
-    """Counts segments for the progress callback."""
+    """Counter of exported segments, for the progress callback."""
 
     def __init__(
         self, checkpoint: Checkpoint, precisions: Sequence[str], progress: ProgressCallback | None
@@ -179,7 +182,7 @@ class _Steps:
 
 
 class _Exporter:
-    """Writes the parts of a bundle, one precision after the other."""
+    """Writer of the parts of a bundle, one precision after the other."""
 
     def __init__(
         self,
@@ -199,7 +202,7 @@ class _Exporter:
         self._steps = steps
 
     def new(self, out: Path, name: str, source: str, precisions: Sequence[str]) -> None:
-        """A whole bundle at `out`."""
+        """Write a whole bundle to `out`."""
         with replacing_folder(out) as folder:
             imported = import_tokenizer(self._checkpoint)
             imported.save(folder)
@@ -224,7 +227,7 @@ class _Exporter:
             publish(out, folder, manifest)
 
     def add(self, out: Path, present: Manifest, precisions: Sequence[str]) -> None:
-        """Export into a scratch folder, move the new folders over, and last of all the manifest."""
+        """Export precisions into a scratch folder, move its folders to `out`, the manifest last."""
         with partial_folder(out.parent, of=out.name) as scratch:
             manifest = present
             for precision in precisions:
@@ -236,7 +239,11 @@ class _Exporter:
             publish(out, out, manifest)
 
     def _precision(self, root: Path, manifest: Manifest, name: str, *, base: Path) -> Manifest:
-        """Write a precision's folder into `root`; the tokenizer and other files are in `base`."""
+        """Write a precision's folder into `root`, and return the manifest with that precision.
+
+        Args:
+            base: folder with the tokenizer and the files that the bundle has already.
+        """
         precision = PRECISIONS[name]
         if precision.segments is None:
             return self._packed(root, manifest)
@@ -289,7 +296,7 @@ class _Exporter:
         )
 
     def _reader(self) -> WeightReader:
-        """A reader whose import report is its own."""
+        """Return a weight reader with a new import report."""
         return WeightReader(self._checkpoint, self._weights)
 
     def _packed(self, root: Path, manifest: Manifest) -> Manifest:
@@ -315,10 +322,10 @@ class _Exporter:
 
 
 def check_request(precisions: Iterable[str], chunk_sizes: Sequence[int] | None) -> None:
-    """Refuse unknown precisions, none at all, and chunk sizes that cannot be.
+    """Refuse unknown precisions, an empty list of them, and impossible chunk sizes.
 
     Raises:
-        OptionError: names what is wrong.
+        OptionError: the message names the wrong precisions or sizes.
     """
     names = list(precisions)
     check_precisions(names)
@@ -327,7 +334,11 @@ def check_request(precisions: Iterable[str], chunk_sizes: Sequence[int] | None) 
 
 
 def check_precisions(precisions: Collection[str]) -> None:
-    """Refuse names that no precision has, and none at all."""
+    """Refuse unknown precision names, and an empty list.
+
+    Raises:
+        OptionError: the message names the unknown ones.
+    """
     unknown = sorted(set(precisions) - set(PRECISIONS))
     if unknown or not precisions:
         raise OptionError(
@@ -336,7 +347,11 @@ def check_precisions(precisions: Collection[str]) -> None:
 
 
 def check_chunk_sizes(chunk_sizes: Sequence[int], precisions: Collection[str]) -> None:
-    """Refuse sizes that cannot be, or that no precision has a use for."""
+    """Refuse chunk sizes out of range, or for precisions that have no chunks.
+
+    Raises:
+        OptionError: the message names the sizes.
+    """
     asked = f"`chunk_sizes` {', '.join(map(str, chunk_sizes))}"
     if not chunk_sizes or any(not 1 <= size <= MAX_CHUNK for size in chunk_sizes):
         raise OptionError(f"{asked}: numbers from 1 to {MAX_CHUNK} are allowed")

@@ -1,4 +1,4 @@
-"""The text in float32 that a bundle's back ends are compared with, kept there or computed now."""
+"""The float32 reference text to compare a bundle's back ends with, stored or computed now."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from edgellm.store.key_basis import open_key_basis
 from edgellm.store.reference import Reference, open_reference
 from edgellm.text.tokenizer import Tokenizer
 
-# Tokens of a chunk of the text where no graphs have a chunk size.
+# Chunk size in tokens for the reference text of a bundle whose graphs have no chunk sizes.
 _CHUNK = 128
 
 
@@ -24,13 +24,15 @@ _CHUNK = 128
 def float_reference(
     bundle: Bundle, *, progress: ProgressCallback | None = None
 ) -> Iterator[Reference]:
-    """The reference of a bundle; one without graphs of chunks keeps none, and its checkpoint says.
+    """Yield the float32 reference of a bundle; computed from the checkpoint if it stores none.
+
+    Bundles without graphs of chunks store none.
 
     Args:
         progress: see `Progress`.
 
     Raises:
-        SourceError: it keeps none and the checkpoint is gone, or changed.
+        SourceError: the bundle stores none, and its checkpoint is gone or changed.
     """
     config, manifest = bundle.config, bundle.manifest
     if manifest.reference:

@@ -1,7 +1,7 @@
-"""A checkpoint in float32, one segment at a time: the judge of all that is made of it.
+"""Segments of a checkpoint in float32, one at a time, to judge all precisions by.
 
-Weights are what the file holds, dequantized; those of one segment are in memory, however large the
-model.
+Weights are those of the file, dequantized; only one segment's weights are in memory, however large
+the model.
 """
 
 from __future__ import annotations
@@ -32,19 +32,20 @@ from edgellm.graphs.segment import Segment, author_segment
 from edgellm.machine import usable_cores
 
 Floats = NDArray[np.float32]
-# Makes a segment's outputs of its inputs, both by name.
+# A function from a segment's inputs to its outputs, both by name.
 FloatSegment = Callable[[Mapping[str, Floats]], dict[str, Floats]]
 
 
 def float_segments(
     checkpoint: Checkpoint, *, root: Path | None = None, threads: int | None = None
 ) -> Generator[FloatSegment]:
-    """The segments of a checkpoint from the first to the last; each until the next one is there.
+    """Yield the float32 segments of a checkpoint in order; each is valid until the next one.
 
     Args:
-        root: the folder in which the weights of one segment are for a moment; None: that of the
-            system for such files.
-        threads: None takes all usable cores; a pool that the process has already has its own.
+        root: folder for the temporary weights file of one segment; None: the system's folder for
+            temporary files.
+        threads: number of threads; None takes all usable cores. A thread pool of the process keeps
+            its own number.
     """
     authors = PRECISIONS["f32"].segments
     assert authors is not None
@@ -62,11 +63,13 @@ def float_hidden(
     threads: int | None = None,
     on_segment: Callable[[int], None] | None = None,
 ) -> list[Floats]:
-    """Hidden states after the final norm, `[n, E]` of each window of n tokens.
+    """Compute hidden states after the final norm, `[n, E]` for each window of n tokens.
 
-    Each window is a text of its own. What goes into one segment is in memory for all of them.
+    Each window is a text of its own. The inputs of one segment are in memory for all windows.
 
     Args:
+        windows: token ids of each window.
+        threads: see `float_segments`.
         on_segment: called with the number of each segment that is done.
 
     Raises:
@@ -94,8 +97,10 @@ def float_hidden(
 def next_inputs(
     index: int, outputs: dict[str, Floats], attention: WindowAttention
 ) -> dict[str, Floats]:
-    """Inputs of the next segment, from the outputs of segment `index` for a whole text; the last
-    segment's outputs as they are."""
+    """Compute the next segment's inputs from the outputs of segment `index` for a whole text.
+
+    The last segment's outputs are returned as they are.
+    """
     if contract.QKV not in outputs:
         return outputs
     return {
@@ -105,7 +110,12 @@ def next_inputs(
 
 
 def session_on_all_cores(path: Path, threads: int | None = None) -> Any:
-    """A graph on the CPU; where the process has a thread pool, its threads and not `threads`."""
+    """Open a graph on the CPU.
+
+    Args:
+        threads: number of threads, None for all usable cores; a thread pool of the process is used
+            instead if there is one.
+    """
     ort = onnx_runtime()
 
     options = thread_pool.session_options()

@@ -1,4 +1,4 @@
-"""How the weights of a precision were obtained, noted while it is exported."""
+"""Report on the weights of a precision, exact or rounded again, made while it is exported."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from typing import Any
 
 @dataclass
 class ImportReport:
-    """What became of each matrix of the file; norms and biases, always exact, are left out.
+    """The fate of each matrix of the file; norms and biases, always exact, are left out.
 
     Attributes:
-        exact: matrices taken over with every value as it is.
-        requantized: relative error of every one that was rounded again, by its name.
-        file_bytes, decode_bytes: what the matrices that a decode step reads take in the file and in
-            packed weights; 0 where that is not known.
-        taken: how many the file holds in a type and are written in a kind: `[type, kind]`.
+        exact: number of matrices taken over with every value as it is.
+        requantized: relative error of every matrix that was rounded again, by its name.
+        file_bytes, decode_bytes: size of the matrices that a decode step reads, in the file and in
+            packed weights; 0 if not known.
+        taken: number of matrices by the file's type and the kind written: `[type, kind]`.
     """
 
     exact: int = 0
@@ -29,9 +29,9 @@ class ImportReport:
         """Note a matrix that was written.
 
         Args:
-            storage: how the file holds it, e.g. `Q4_1`.
-            kind: how it is written, e.g. `int4`.
-            error: relative, of rounding; None or 0 where every value is as in the file.
+            storage: type of the matrix in the file, e.g. `Q4_1`.
+            kind: kind in which it is written, e.g. `int4`.
+            error: relative error of rounding; None or 0 if every value is as in the file.
         """
         self.taken[storage, kind] += 1
         if error:
@@ -40,7 +40,7 @@ class ImportReport:
             self.exact += 1
 
     def to_json(self) -> dict[str, Any]:
-        """The values that `ImportSummary` reads."""
+        """Return the report as the JSON values that `ImportSummary` reads."""
         errors = self.requantized
         worst = max(errors, key=errors.__getitem__) if errors else None
         taken: dict[str, dict[str, int]] = {}

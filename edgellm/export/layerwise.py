@@ -1,7 +1,7 @@
-"""A model one segment at a time, for those who must not hold all of it.
+"""Attention for a model that is computed one segment at a time, because it may not fit in memory.
 
-Every text sees a segment before the next one is opened, so the weights of one are in memory,
-however large the model.
+Every text goes through a segment before the next one is opened, so only one segment's weights are
+in memory, however large the model.
 """
 
 from __future__ import annotations
@@ -34,11 +34,15 @@ class WindowAttention:
 
     @classmethod
     def of(cls, checkpoint: Checkpoint, window: int) -> WindowAttention:
-        """The attention of a checkpoint's layers."""
+        """Make the attention of a checkpoint's layers, for texts of up to `window` tokens."""
         config = checkpoint.config
         norms = head_norms(config, lambda name: checkpoint.tensor(name).float32())
         return cls(HostAttention(config, rope_tables(config, window), norms), window)
 
     def __call__(self, layer: int, qkv: Floats) -> Floats:
-        """`[n, (H + 2 Hkv) * D]` of a text's first n tokens to `[n, H * D]`."""
+        """Compute a layer's attention `[n, H * D]` for the first n tokens of a text.
+
+        Args:
+            qkv: Q, K and V of those tokens, `[n, (H + 2 Hkv) * D]`.
+        """
         return self._attention(layer, self._view, 0, 0, qkv)

@@ -1,4 +1,4 @@
-"""The exporter's side of the native kernels' weights (see `packed_weights.py`)."""
+"""Writer of the native kernels' packed weights (see `packed_weights.py` for the reader)."""
 
 from __future__ import annotations
 
@@ -15,9 +15,16 @@ from edgellm.store.key_basis import is_head_norm
 def store_packed_weights(
     reader: WeightReader, file: WeightFile, *, on_layer: Callable[[int], None]
 ) -> dict[str, str]:
-    """Write all weights, in the order in which a token needs them; returns each matrix's kind.
+    """Write all packed weights in the order in which a token needs them.
 
-    Norms of Q and K are beside the keys, for all precisions (see `key_basis.py`).
+    Norms of Q and K are not among them: the key basis holds them for all precisions (see
+    `key_basis.py`).
+
+    Args:
+        on_layer: called with the number of each layer that is written.
+
+    Returns:
+        The quantized kind of each matrix by its name.
     """
     writer = _Writer(reader, file)
     config = reader.checkpoint.config
@@ -43,11 +50,11 @@ def store_packed_weights(
 
 
 class _Writer:
-    """Writes tensors one by one.
+    """Writer of single tensors.
 
     Attributes:
-        kinds: of the matrices that were written.
-        read: size in the file and packed, of each matrix that a token reads.
+        kinds: quantized kind of each matrix written, by its name.
+        read: sizes in bytes, in the file and packed, of each matrix that a decode step reads.
     """
 
     def __init__(self, reader: WeightReader, file: WeightFile) -> None:
@@ -64,5 +71,5 @@ class _Writer:
         packed = pack_weight(weight)
         self._file.add(name, packed.data)
         if name == "embedding" and not self._checkpoint.config.tied_embedding:
-            return  # of which a token needs a row
+            return  # a token reads one row of it
         self.read.append((self._checkpoint.tensor(name).nbytes, packed.data.nbytes))

@@ -1,10 +1,11 @@
-r"""How text is cut before byte-level BPE: what `tokenizer.ggml.pre` of a GGUF file names.
+r"""Pre-tokenizers, which cut text before byte-level BPE: `tokenizer.ggml.pre` of GGUF files.
 
-llama.cpp has some ninety names (src/llama-vocab.cpp) for few ways. Each is a list of expressions;
-every one cuts the pieces that those before it left, into what it matches and what lies between.
+llama.cpp has some ninety names (src/llama-vocab.cpp) for few pre-tokenizers. Each is a list of
+regular expressions; every one cuts the pieces left by those before it, into matches and the text
+between matches.
 
 Where llama.cpp's expressions only come near those of the model's own tokenizer.json (it writes
-`\p{Lu}` as "a letter, but not a-z"), the model's own stand here.
+`\p{Lu}` as "a letter, but not a-z"), the expressions here are the model's own.
 """
 
 from __future__ import annotations
@@ -56,13 +57,14 @@ _BLOOM = r" ?[^(\s|.,!?…。，、।۔،)]+"
 
 @dataclass(frozen=True)
 class PreTokenizer:
-    """One way to cut text.
+    """A pre-tokenizer: the way a vocabulary cuts text into pieces.
 
     Attributes:
-        patterns: what cuts, one after the other.
-        whole_words: a piece that is a token is taken as it is; the merges need not lead there.
-        add_bos: what a file means that does not say whether prompts begin with the begin token.
-        nfc: the model's own tokenizer composes characters first (llama.cpp does not).
+        patterns: regular expressions that cut the text, one after the other.
+        whole_words: whether a piece that is a token is taken as it is, even if merges do not lead
+            there.
+        add_bos: whether prompts begin with the begin token, in files that do not specify it.
+        nfc: whether the model's own tokenizer composes characters first (llama.cpp does not).
     """
 
     patterns: tuple[str, ...]

@@ -1,4 +1,4 @@
-"""The folders of a bundle that hold graphs: a precision's segments, and an LM head."""
+"""Writer of a bundle's folders with graphs: a precision's segments, and an LM head."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ def write_precision(
     calibration: CalibrationOptions,
     on_segment: Callable[[int], None],
 ) -> PrecisionEntry:
-    """A precision's folder in `root`.
+    """Write a precision's folder in `root`, and return its entry for the manifest.
 
     Args:
-        tokenizer: of the calibration text.
+        tokenizer: tokenizer for the calibration text.
         on_segment: called with the number of each segment whose weights are written.
     """
     precision = PRECISIONS[name]
@@ -92,7 +92,7 @@ def _write_graphs(
     calibrator: Calibrator | None,
     folder: Path,
 ) -> None:
-    """Every part for every static size, and for any size where the precision has that."""
+    """Write the graph of every part for every static chunk size, and for any size if asked for."""
     config, grids = checkpoint.config, calibrator.grids(entry.shadows) if calibrator else None
     for part in parts(config, entry.cut_segments):
         for chunk in (*entry.chunk_sizes, *([None] if entry.any_size else [])):
@@ -108,7 +108,7 @@ def _write_graphs(
 
 
 def write_head(reader: WeightReader, root: Path, kind: str) -> HeadEntry:
-    """An LM head's folder in `root`, the embedding with it."""
+    """Write the folder of an LM head and its embedding in `root`; returns the manifest's entry."""
     config = reader.checkpoint.config
     folder = root / f"head-{kind}"
     folder.mkdir()
@@ -123,7 +123,7 @@ def write_head(reader: WeightReader, root: Path, kind: str) -> HeadEntry:
 
 
 def _store_table(reader: WeightReader, file: WeightFile, name: str, kind: str) -> Linear:
-    """Store the embedding or the head as float32 or in bytes around 128."""
+    """Store the embedding or the LM head as float32, or as unsigned bytes around 128."""
     if kind == "f32":
         tensor = reader.checkpoint.tensor(name)
         reader.report.took(name, tensor.storage, kind)

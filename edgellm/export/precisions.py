@@ -1,23 +1,23 @@
-"""The precisions in which segments are exported.
+"""The precisions in which a model's segments are exported.
 
 f32    float32 weights and activations: the reference.
 w8a8   int8 weights (a scale per channel) and int8 activations (a scale per row, computed at run
        time), rotated so that no channel is an outlier (see `rotated.py`).
 f16    float16 weights and inputs of linear layers, float32 between them, for GPUs.
-w4a16  the same with int4 group-32 affine weights.
+w4a16  as f16, with int4 group-32 affine weights.
 int4   quantized weights as the file has them, in 4 or 8 bits, for decoding one token at a time.
 packed quantized weights as the file has them, for the native kernels instead of ONNX Runtime (see
        `packed_weights.py`).
 
 w8a16-qdq
        int8 weights (a scale per channel) and 16-bit activations with scales from a calibration run
-       (see `calibrate.py`), for accelerators that want them known beforehand. Weights are rounded
+       (see `calibrate.py`), for accelerators that want static scales. Weights are rounded
        for the inputs of that run (`quantize/gptq.py`).
 w8a8-qdq
-       the same with 8-bit inputs of linear layers, the runs of inputs of o_proj and down_proj mixed
-       as well. What their grids clip before down_proj is left out, or, in the layers where that
-       saves most, computed by the host (`quantize/shadow.py`), with narrower grids. Not
-       for Qualcomm's HTP, which multiplies 8 by 8 bits only to 8 bits, and those lose too much:
+       as w8a16-qdq, with 8-bit inputs of linear layers, and the runs of inputs of o_proj and
+       down_proj mixed with each other. Values that the grid before down_proj clips are lost, or, in
+       the layers where that saves most, computed by the host (`quantize/shadow.py`), with narrower
+       grids. Not for Qualcomm's HTP, which multiplies 8 by 8 bits only to 8 bits, too few:
        outputs of down_proj alone cost 17 % perplexity (SmolLM2-135M, simulated).
 """
 
@@ -45,7 +45,7 @@ from edgellm.store.manifest import PACKED
 
 
 class Authors(Protocol):
-    """Makes the segments of a checkpoint, first to last, and puts their weights into a file."""
+    """Author of a checkpoint's segments, first to last, that puts their weights into a file."""
 
     def __call__(
         self,
@@ -57,16 +57,16 @@ class Authors(Protocol):
 
 @dataclass(frozen=True)
 class Precision:
-    """A way to export segments.
+    """A precision: a way to export a model's segments.
 
     Attributes:
         description: one line for people.
-        head: which LM head and embedding goes with it; None where they are part of it.
-        token_by_token: exported at chunk size 1 alone, instead of at the bundle's sizes.
-        segments: None where there are no graphs.
-        calibrated_bits: of the inputs of linear layers, whose scales come from a calibration run;
-            None where scales are computed at run time or there are none.
-        basic_norms: of its graphs of static size, see `author_segment`.
+        head: kind of the LM head and embedding that go with it; None: they are part of it.
+        token_by_token: whether it is exported at chunk size 1 alone, instead of the bundle's sizes.
+        segments: author of the segments; None for a precision without graphs.
+        calibrated_bits: bits of the inputs of linear layers, with scales from a calibration run;
+            None if scales are computed at run time or there are none.
+        basic_norms: whether graphs of static chunk size have basic norms, see `author_segment`.
     """
 
     description: str
@@ -121,10 +121,10 @@ def _group_linear(
 
 
 def _plain(store: Callable[..., Linear]) -> Authors:
-    """Segments whose layers are used as they are, each of some tensors on top of each other.
+    """Return an author of segments whose weights are not rotated.
 
     Args:
-        store: one of the functions above, with the kind of layer given.
+        store: function that stores a linear layer of one tensor, or of several stacked by rows.
     """
 
     def segments(
@@ -142,7 +142,10 @@ def _plain(store: Callable[..., Linear]) -> Authors:
 def _plain_segment(
     index: int, checkpoint: Checkpoint, file: WeightFile, linear: Callable[..., Linear]
 ) -> Segment:
-    """The layer before, and Q, K and V of the next one, each part where the model has it."""
+    """Make a segment: the layer before from its o_proj on, and Q, K and V of layer `index`.
+
+    Parts that the model lacks are None.
+    """
     parts = _Parts(checkpoint, file, linear)
     last = index == checkpoint.config.layer_count
     here, before = f"layers.{index}", f"layers.{index - 1}"
@@ -157,7 +160,10 @@ def _plain_segment(
 
 
 class _Parts:
-    """The parts of plain segments, by the names of `graphs/tensors.py`; None for what is absent."""
+    """Maker of parts of unrotated segments, by the names of `graphs/tensors.py`.
+
+    A norm, bias or other vector that the model lacks is None.
+    """
 
     def __init__(
         self, checkpoint: Checkpoint, file: WeightFile, linear: Callable[..., Linear]

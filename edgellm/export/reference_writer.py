@@ -1,6 +1,6 @@
-"""A text through a checkpoint in float32, and how far an exported precision is from it.
+"""Writer of the float32 reference of a text, and the error of an exported precision against it.
 
-Both go segment by segment, so that a model whose weights do not fit into memory can be exported.
+Both work segment by segment, so that a model whose weights do not fit into memory can be exported.
 """
 
 from __future__ import annotations
@@ -45,12 +45,12 @@ from edgellm.text.tokenizer import Tokenizer
 
 Floats = NDArray[np.float32]
 OnSegment = Callable[[int], None]
-# Enough characters for the longest text in any vocabulary.
+# Characters to encode for each token wanted; enough in any vocabulary.
 _CHARACTERS_PER_TOKEN = 20
 
 
 def reference_tokens(tokenizer: Tokenizer, config: ModelConfig, *, chunk: int) -> list[int]:
-    """Tokens that fill two chunks after the host's, or the model's context."""
+    """Return the reference text's tokens: `HOST_TOKENS` and two chunks, or the model's context."""
     count = min(HOST_TOKENS + 2 * chunk, config.context_length)
     return tokenizer.encode(default_text()[: _CHARACTERS_PER_TOKEN * count])[:count]
 
@@ -58,9 +58,12 @@ def reference_tokens(tokenizer: Tokenizer, config: ModelConfig, *, chunk: int) -
 def store_reference(
     checkpoint: Checkpoint, tokens: Sequence[int], root: Path, *, on_segment: OnSegment
 ) -> dict[str, StoredArray]:
-    """Compute a text in float32 and write what `open_reference` reads into the bundle at `root`.
+    """Compute a text in float32, and write its reference into the bundle at `root`.
+
+    `open_reference` reads the arrays that are returned.
 
     Args:
+        tokens: token ids of the text.
         on_segment: called with the number of each segment that is done.
 
     Raises:
@@ -88,13 +91,14 @@ def _store_segments(
     *,
     on_segment: OnSegment,
 ) -> Floats:
-    """Keep the first rows of what goes into each segment and comes out.
+    """Run a text through all segments, and store the first rows of their inputs and outputs.
 
     Args:
-        root: where the weights of one segment at a time are for a moment.
+        embedded: embeddings `[n, E]` of the text.
+        root: folder for the temporary weights file of one segment at a time.
 
     Returns:
-        The hidden states `[n, E]`.
+        The hidden states `[n, E]` after the final norm.
     """
     attention = WindowAttention.of(checkpoint, len(embedded))
     inputs = {contract.X: embedded}
@@ -123,11 +127,12 @@ def measure_errors(
     *,
     on_segment: OnSegment,
 ) -> dict[str, float]:
-    """How far a precision in the bundle at `root` is from float32 on the CPU provider.
+    """Measure the errors of a precision in the bundle at `root` on the CPU provider.
 
     Returns:
-        The error of each segment (see `segment_error`) by its three digits, and that of the worst
-        hidden state of the whole text, to which those of all segments add up.
+        The error of each segment against float32 (see `segment_error`) by its three digits, and
+        the error of the worst hidden state of the whole text, in which those of all segments add
+        up.
 
     Raises:
         ExportError: a value is infinite or not a number.

@@ -1,8 +1,9 @@
 """Segments around a rotated residual stream, for weights and activations in integers.
 
-R comes after what writes the residual and before what reads it, and runs of inputs of o_proj and
-down_proj are multiplied by Hadamard matrices, so that no channel is an outlier (QuaRot,
-arXiv:2404.00456). Norm weights move into the next layer, so that a norm commutes with R.
+The rotation R follows each layer that writes the residual and precedes each that reads it. Runs of
+inputs of o_proj and down_proj are multiplied by Hadamard matrices, so that no channel is an
+outlier (QuaRot, arXiv:2404.00456). Norm weights move into the next layer, so that a norm commutes
+with R.
 """
 
 from __future__ import annotations
@@ -53,21 +54,23 @@ _HADAMARD_LIMIT = 64
 
 
 class Observer(Protocol):
-    """Looks at each segment before its weights are rounded."""
+    """Observer of each segment's activations before its weights are rounded."""
 
     @property
     def file(self) -> WeightFile:
-        """The file that holds the weights before they are rounded."""
+        """File that holds a segment's weights before they are rounded."""
 
     def observe(self, segment: Segment) -> Mapping[str, Floats]:
-        """Second moments `[K, K]` of the inputs of its layers, by `input_name`, as far as their
-        weights are to be rounded for them."""
+        """Run a segment, and return second moments `[K, K]` of inputs of linear layers.
+
+        Keys are `input_name`s; layers whose weights are rounded to the nearest have none.
+        """
 
 
 def dynamic_segments(
     reader: WeightReader, file: WeightFile, observer: Observer | None = None
 ) -> Iterator[Segment]:
-    """int8 weights, and activations whose scales are computed at run time."""
+    """Yield segments with int8 weights, and activations whose scales are computed at run time."""
     layers = _RotatedLayers(reader.checkpoint, static=False)
     store = _Rounded(file, reader.report, Int8Linear, layers.storage)
     for index in range(reader.checkpoint.config.layer_count + 1):
@@ -75,19 +78,24 @@ def dynamic_segments(
 
 
 class StaticSegments:
-    """int8 weights, and activations whose scales come from what an observer has seen."""
+    """Author of segments with int8 weights, and activations with scales from a calibration run."""
 
     def __init__(self, *, mixes_runs: bool) -> None:
-        """`mixes_runs`: see `BlockRotatedLinear.across`. One grid for a whole input is the finer
-        the more alike its channels are: KL divergence to float32 0.0058 against 0.0070 without
-        (w8a8-qdq, SmolLM2-135M, 26,572 tokens, weights to the nearest), at the same speed. It needs
-        shadows where a token is far larger than others (see quantize/README.md)."""
+        """Set whether the runs of inputs of o_proj and down_proj are mixed with each other.
+
+        Args:
+            mixes_runs: see `BlockRotatedLinear.across`. One grid for a whole input is the finer the
+                more alike its channels are: KL divergence to float32 0.0058 against 0.0070 without
+                mixing (w8a8-qdq, SmolLM2-135M, 26,572 tokens, weights to the nearest), at the same
+                speed. Mixing needs shadows if a token is far larger than others (see
+                quantize/README.md).
+        """
         self._mixes_runs = mixes_runs
 
     def __call__(
         self, reader: WeightReader, file: WeightFile, observer: Observer | None = None
     ) -> Iterator[Segment]:
-        """Segments of a checkpoint; without an observer, weights are rounded to the nearest."""
+        """Yield the segments; weights are rounded to the nearest without an observer."""
         layers = _RotatedLayers(reader.checkpoint, static=True, mixes_runs=self._mixes_runs)
         store = _Rounded(file, reader.report, StaticLinear, layers.storage)
         for index in range(reader.checkpoint.config.layer_count + 1):
@@ -99,7 +107,7 @@ class StaticSegments:
 
 
 class _Store(ABC):
-    """Puts what segments need into a file."""
+    """Writer of the arrays and linear layers of segments into a weights file."""
 
     def __init__(self, file: WeightFile) -> None:
         self._file = file
@@ -113,19 +121,19 @@ class _Store(ABC):
 
     @abstractmethod
     def linear(self, name: str, weight: Floats) -> Linear:
-        """A layer by itself."""
+        """Store the weight `[N, K]` of a linear layer."""
 
     @abstractmethod
     def value(self, name: str, weight: Floats) -> Linear:
-        """V in 16 bits: a third of all that rounding weights to 8 bits costs comes from it.
+        """Store the weight of V in 16 bits.
 
-        (KL divergence to float32, SmolLM2-135M, each weight to the nearest: V alone 0.0010, all
-        together 0.0029.)
+        In 8 bits, V causes a third of the cost of rounding weights (KL divergence to float32,
+        SmolLM2-135M, each weight to the nearest: V alone 0.0010, all together 0.0029).
         """
 
 
 class _Unrounded(_Store):
-    """Weights as they are, for an observer."""
+    """Writer of unrounded weights, for an observer."""
 
     def linear(self, name: str, weight: Floats) -> Linear:
         return ObservedLinear(name, FloatLinear.store(self._file, name, weight))
@@ -137,7 +145,12 @@ class _Unrounded(_Store):
 
 
 class _Rounded(_Store):
-    """Weights in 8 bits."""
+    """Writer of weights rounded to 8 bits.
+
+    Attributes:
+        moments: second moments `[K, K]` of inputs by `input_name`; a layer without any has its
+            weights rounded to the nearest.
+    """
 
     def __init__(
         self,
@@ -146,7 +159,11 @@ class _Rounded(_Store):
         kind: type[Int8Linear] | type[StaticLinear],
         storage_of: Callable[[str], str],
     ) -> None:
-        """`storage_of` says how the file holds a weight."""
+        """Begin without moments.
+
+        Args:
+            storage_of: function that returns the checkpoint's type of a weight, for the report.
+        """
         super().__init__(file)
         self._storage_of = storage_of
         self._report = report
@@ -175,7 +192,7 @@ class _Rounded(_Store):
 
 
 class _RotatedLayers:
-    """Makes the weights of segments, and segments of weights."""
+    """Maker of rotated weights of segments, and of segments from such weights."""
 
     def __init__(self, checkpoint: Checkpoint, *, static: bool, mixes_runs: bool = False) -> None:
         self._checkpoint = checkpoint
@@ -186,7 +203,7 @@ class _RotatedLayers:
         self._rotation = random_rotation(self._config.hidden_size, seed=_ROTATION_SEED)
 
     def weights(self, index: int) -> dict[str, Floats]:
-        """What a segment multiplies by, each `[N, K]`, by its name."""
+        """Compute a segment's rotated weights, each `[N, K]`, by name."""
         config, weights = self._config, {}
         if index:
             before = f"layers.{index - 1}"
@@ -203,14 +220,14 @@ class _RotatedLayers:
         return weights
 
     def storage(self, name: str) -> str:
-        """How the file holds a weight; Q and K, which are one, may be of two types."""
+        """Return a weight's type in the checkpoint; Q and K, stored as one, may have two types."""
         layer, _, part = name.rpartition(".")
         parts = ("q", "k") if part == "qk" else (part,)
         types = (self._checkpoint.tensor(f"{layer}.{one}").storage for one in parts)
         return "+".join(dict.fromkeys(types))
 
     def segment(self, index: int, weights: Mapping[str, Floats], store: _Store) -> Segment:
-        """A segment of its `weights`."""
+        """Make a segment from its `weights`."""
         last = index == self._config.layer_count
         ones = Norm(store.array("ones", np.ones(self._config.hidden_size)))
         return Segment(
@@ -240,7 +257,7 @@ class _RotatedLayers:
         )
 
     def _biased(self, name: str, weights: Mapping[str, Floats], store: _Store) -> Linear:
-        """A layer and its bias, if it has one; what is added to the residual is rotated with it."""
+        """Store a linear layer with its bias, if any; a bias added to the residual is rotated."""
         layer, bias = store.linear(name, weights[name]), f"{name}_bias"
         if bias not in self._specs:
             return layer
@@ -265,12 +282,12 @@ class _RotatedLayers:
         return self._rotation.T * self._floats("final_norm")
 
     def _reads(self, norm: str, *parts: str) -> Floats:
-        """Weights that read the residual, the norm before them taken in."""
+        """Rotate stacked weights that read the residual; the norm before them is multiplied in."""
         weight = np.concatenate([self._floats(part) for part in parts])
         return rotate_input(weight * self._floats(norm), self._rotation)
 
     def _writes(self, name: str, width: int) -> Floats:
-        """A weight that writes the residual and whose own input goes through Hadamard blocks."""
+        """Rotate a weight that writes the residual and has Hadamard blocks on its input."""
         block, across = self._blocks(width)
         weight = rotate_input_blocks(self._floats(name), block, across)
         return rotate_output(weight, self._rotation)

@@ -1,4 +1,4 @@
-"""The checkpoint that a bundle was made of, for those who compare the two."""
+"""Access to the checkpoint that a bundle was made of, to compare the two."""
 
 from __future__ import annotations
 
@@ -16,14 +16,13 @@ from edgellm.store.sources import resolve
 
 
 def open_source(bundle: Bundle, *, progress: ProgressCallback | None = None) -> Checkpoint:
-    """Open the checkpoint that the bundle's manifest names; one that has a place to be downloaded
-    from is, if it is not on this machine.
+    """Open the checkpoint that the bundle's manifest names, downloading it if need be and possible.
 
     Args:
-        progress: see `Progress` of a download.
+        progress: called during a download, see `Progress`.
 
     Raises:
-        SourceError: it is not there any more, or has other weights by now.
+        SourceError: the checkpoint is gone, or has other weights now.
         ModelFormatError, UnsupportedModelError: see `open_checkpoint`.
     """
     manifest = bundle.manifest
@@ -44,13 +43,13 @@ def open_source(bundle: Bundle, *, progress: ProgressCallback | None = None) -> 
 
 
 def weight_files(checkpoint: Checkpoint) -> list[Path]:
-    """The files that hold a checkpoint's weights."""
+    """Return the files that hold a checkpoint's weights."""
     path = checkpoint.path
     return SafetensorsFolder(path).files if path.is_dir() else parts_of(path)
 
 
 def file_type_of(checkpoint: Checkpoint) -> str:
-    """How a GGUF file says that it is quantized, as Q4_K_M; "" where nothing says so."""
+    """Return the quantization that a GGUF file names for itself, e.g. Q4_K_M; "" if none."""
     number = checkpoint.metadata.get("general.file_type")
     if number is None:
         return ""
@@ -64,7 +63,7 @@ def file_type_of(checkpoint: Checkpoint) -> str:
 
 
 def digest_of(files: Sequence[Path]) -> str:
-    """SHA-256 over the files' SHA-256s: it names a model, whatever was exported of it."""
+    """Return the SHA-256 over the files' SHA-256s, which identifies a model's checkpoint."""
     digest = hashlib.sha256()
     for path in files:
         with path.open("rb") as file:

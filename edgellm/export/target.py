@@ -1,4 +1,4 @@
-"""The folder that an export writes to: what is there, and that it is whole or not there."""
+"""The folder that an export writes to: checks of a bundle at that path, and its publication."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ _log = logging.getLogger(__name__)
 
 
 def present_at(out: Path, source: str, *, force: bool, mend: bool) -> Manifest | None:
-    """The manifest of the bundle at `out`; None where there is none or it is to be replaced.
+    """Read the manifest of the bundle at `out`; None if there is none or it is to be replaced.
 
     Args:
-        source: what it is exported from.
+        source: resolved model name, for a warning.
         force, mend: see `export`.
 
     Raises:
-        BundleError: something else is there, or a bundle that is damaged or of a later format.
+        BundleError: `out` is no bundle, or one that is damaged or of a later format.
     """
     if not out.exists() or (out.is_dir() and not any(out.iterdir())):
         return None
@@ -49,7 +49,7 @@ def check_same_model(out: Path, present: Manifest, config: ModelConfig) -> None:
 
 
 def check_same_sizes(out: Path, present: Manifest, chunk_sizes: Sequence[int]) -> None:
-    """Refuse other sizes than those of the bundle that is there."""
+    """Refuse other chunk sizes than those of the bundle at `out`."""
     sizes = sizes_of(present)
     if sizes and set(sizes) != set(chunk_sizes):
         raise OptionError(
@@ -59,7 +59,7 @@ def check_same_sizes(out: Path, present: Manifest, chunk_sizes: Sequence[int]) -
 
 
 def check_same_weights(out: Path, present: Manifest, weights: str) -> None:
-    """Refuse other precisions of float tensors than those of the bundle that is there."""
+    """Refuse another rounding of float weights than that of the bundle at `out`."""
     if present.weights != weights:
         raise OptionError(
             f"`weights` {weights}: the bundle at {out} has {present.weights}; `force` replaces it"
@@ -67,13 +67,17 @@ def check_same_weights(out: Path, present: Manifest, weights: str) -> None:
 
 
 def sizes_of(present: Manifest | None) -> Sequence[int]:
-    """The chunk sizes that all precisions of a bundle with chunks have; none without a bundle."""
+    """Return the chunk sizes of a bundle's precisions with chunks; empty if there are none."""
     entries = present.precisions.values() if present is not None else ()
     return next((entry.chunk_sizes for entry in entries if entry.any_size), ())
 
 
 def publish(out: Path, folder: Path, manifest: Manifest) -> None:
-    """Write the manifest in `folder`, if all that it speaks of is there."""
+    """Write the manifest in `folder`, after a check that all its files are there.
+
+    Raises:
+        ExportError: a file is missing.
+    """
     try:
         bundles.write_manifest(folder, bundles.with_files(manifest, folder))
     except BundleError as error:
@@ -82,7 +86,7 @@ def publish(out: Path, folder: Path, manifest: Manifest) -> None:
 
 @contextmanager
 def disk_errors(out: Path) -> Iterator[None]:
-    """Errors of the disk in this block as `ExportError`."""
+    """Turn disk errors in the block into `ExportError`."""
     try:
         yield
     except EdgeLLMError:

@@ -1,7 +1,7 @@
-"""Build a `tokenizers` tokenizer from the vocabulary in a GGUF file.
+"""Builder of a `tokenizers` tokenizer from the vocabulary in a GGUF file.
 
 `tokenizer.ggml.model` names the algorithm (gpt2: byte-level BPE with merges; llama: SentencePiece
-BPE with scores) and `tokenizer.ggml.pre` the way text is cut before it. The tests compare with the
+BPE with scores) and `tokenizer.ggml.pre` the pre-tokenizer. The tests compare with the
 tokens that llama.cpp expects from its own vocabularies.
 """
 
@@ -19,18 +19,23 @@ from edgellm.export.pre_tokenizers import PRE_TOKENIZERS
 _PRE = "tokenizer.ggml.pre"
 # Values of tokenizer.ggml.token_type.
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED = 1, 2, 3, 4
-# The longest of released vocabularies have some hundred characters; reading takes the square of it.
+# Limit on a token's characters: released vocabularies have up to some hundred, and the time of
+# reading grows with their square.
 _LONGEST_TOKEN = 2000
 # Tokens of Phi-3 that a space may follow.
 _NEVER_STRIP = ("<unk>", "<s>", "<|endoftext|>")
 
 
 def build_tokenizer(metadata: Mapping[str, Any], *, origin: str) -> Tokenizer:
-    """The tokenizer of a GGUF file.
+    """Build the tokenizer of a GGUF file.
+
+    Args:
+        metadata: the file's metadata.
+        origin: name of the file, for errors.
 
     Raises:
-        ModelFormatError: lists that are missing, of different lengths or refer to nothing.
-        UnsupportedModelError: an algorithm or pre-tokenizer that is not known.
+        ModelFormatError: a list is missing, has another length or refers to unknown tokens.
+        UnsupportedModelError: the algorithm or the pre-tokenizer is not known.
     """
     tokens = _list(metadata, "tokens", str, origin)
     types = _list(metadata, "token_type", int, origin)
@@ -70,7 +75,7 @@ def build_tokenizer(metadata: Mapping[str, Any], *, origin: str) -> Tokenizer:
 
 
 def adds_bos(metadata: Mapping[str, Any]) -> bool:
-    """Whether prompts begin with the begin token, in a file that does not say so."""
+    """Whether prompts begin with the begin token, for a GGUF file without `add_bos_token`."""
     if metadata["tokenizer.ggml.model"] == "llama":
         return True
     return PRE_TOKENIZERS[metadata.get(_PRE) or "default"].add_bos
@@ -101,7 +106,7 @@ def _byte_level(metadata: Mapping[str, Any], tokens: Sequence[str], origin: str)
 
 
 def _pair(merge: str) -> tuple[str, str]:
-    """The two tokens of a merge; the first may itself begin with a space."""
+    """Split a merge into its two tokens; the first may itself begin with a space."""
     cut = merge.find(" ", 1)
     if cut < 0:
         raise ValueError(f"merge {merge!r} is not two tokens")
@@ -140,7 +145,7 @@ def _sentencepiece(
 def _merges_from_scores(
     vocabulary: Mapping[str, int], scores: Sequence[float], types: Sequence[int]
 ) -> list[tuple[str, str]]:
-    """Every pair of tokens that joins into a token, the best-scored result first.
+    """Return every pair of tokens that joins into a token, the best-scored result first.
 
     SentencePiece merges the pair whose result has the highest score; listing the pairs in that
     order makes a rank-based BPE do the same (transformers' SentencePieceExtractor).
@@ -163,13 +168,14 @@ def _merges_from_scores(
 def _add_tokens(
     tokenizer: Tokenizer, tokens: Sequence[str], types: Sequence[int], *, phi3: bool
 ) -> None:
-    """Control tokens are special; user-defined ones are text that is never split.
+    """Add control tokens as special tokens, and user-defined ones as text that is never split.
 
-    Tokens that end an answer are special whatever their type, which some files have wrong.
-    All of a kind in one call, because each call builds the search for all of them anew.
+    Tokens that end an answer are special whatever their type, which some files have wrong. All
+    tokens of a kind are added in one call, because each call builds the search for all of them
+    anew.
 
     Args:
-        phi3: the space behind a token belongs to it; files have no place to say so.
+        phi3: whether the space after a token belongs to it, which GGUF files cannot specify.
     """
     special, plain = [], []
     for token, kind in zip(tokens, types, strict=True):

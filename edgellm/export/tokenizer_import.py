@@ -1,4 +1,4 @@
-"""Take the tokenizer, chat template and generation defaults of a checkpoint into a bundle."""
+"""Import of a checkpoint's tokenizer, chat template and generation defaults into a bundle."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ _FIM_KEYS = {
     "repository": ("fim_rep",),
     "file": ("fim_sep",),
 }
-# The chat template for prompts with tools, in models that have one of their own for them.
+# Name of the chat template for prompts with tools, in models that have a separate one.
 _TOOL_USE = "tool_use"
 _TOOL_TEMPLATE = f"additional_chat_templates/{_TOOL_USE}.jinja"
 _PROCESSOR_TEMPLATE = "chat_template.json"
-# Our name -> generation_config.json's, where it is another.
+# Our name -> generation_config.json's, where they differ.
 _GENERATION_KEYS = {"repeat_penalty": "repetition_penalty"}
 # GGUF's general.sampling.* -> our name.
 _GGUF_SAMPLING = {
@@ -46,7 +46,7 @@ _GGUF_SAMPLING = {
 
 @dataclass(frozen=True)
 class ImportedTokenizer:
-    """What a bundle keeps of a checkpoint's text side."""
+    """The tokenizer, special tokens, chat template and sampling defaults of a checkpoint."""
 
     tokenizer: Tokenizer
     entry: TokenizerEntry
@@ -54,18 +54,18 @@ class ImportedTokenizer:
     generation: Mapping[str, Any]
 
     def save(self, folder: Path) -> None:
-        # by the library's own `save` a full disk is no OSError
+        # the library's own `save` raises no OSError when the disk is full
         (folder / TOKENIZER).write_text(self.tokenizer.to_str(pretty=True), encoding="utf-8")
         if self.chat_template is not None:
             (folder / CHAT_TEMPLATE).write_text(self.chat_template, encoding="utf-8")
 
 
 def import_tokenizer(checkpoint: Checkpoint) -> ImportedTokenizer:
-    """Read it from GGUF metadata or from the files beside the weights.
+    """Read the tokenizer from GGUF metadata or from the files beside the weights.
 
     Raises:
-        TokenizerError: no tokenizer, a damaged one, or a token without a row in the embedding.
-        ModelFormatError: a setting of another type than it should have.
+        TokenizerError: the tokenizer is missing or damaged, or a token has no row in the embedding.
+        ModelFormatError: a setting has another type than it should have, or a value not allowed.
     """
     if checkpoint.metadata:
         imported = _from_gguf(checkpoint.metadata, origin=str(checkpoint.path))
@@ -148,7 +148,7 @@ def _from_folder(folder: Path, *, rows: int) -> ImportedTokenizer:
 def _end_tokens(
     folder: Path, generation: Mapping[str, Any], tokenizer: Tokenizer, rows: int
 ) -> list[str | None]:
-    """Texts of `eos_token_id`, one token or several; None for one that the tokenizer lacks."""
+    """Return the texts of `eos_token_id`, one id or several; None for ids the tokenizer lacks."""
     ids = generation.get("eos_token_id", read_json(folder / "config.json").get("eos_token_id"))
     if ids is None:
         return []
@@ -164,7 +164,7 @@ def _end_tokens(
 
 
 def _folder_template(folder: Path, settings: Mapping[str, Any]) -> str | None:
-    """Read the files for templates, else tokenizer_config.json, else a processor's file."""
+    """Read the chat template from its own files, else tokenizer_config.json, else a processor's."""
     named = {
         name: _read_text(folder / path)
         for name, path in (("default", CHAT_TEMPLATE), (_TOOL_USE, _TOOL_TEMPLATE))
@@ -179,7 +179,7 @@ def _folder_template(folder: Path, settings: Mapping[str, Any]) -> str | None:
 
 
 def _written_templates(folder: Path, settings: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Read templates by their names; a file with one has `default` alone."""
+    """Read chat templates by name from the settings; a single template is named `default`."""
     written = settings.get("chat_template")
     if written is None:
         written = _optional_json(folder / _PROCESSOR_TEMPLATE).get("chat_template")
@@ -189,10 +189,10 @@ def _written_templates(folder: Path, settings: Mapping[str, Any]) -> Mapping[str
 
 
 def _one_template(default: str | None, tool_use: str | None) -> str | None:
-    """Join two templates into one that chooses between them as transformers does.
+    """Join two chat templates into one that chooses between them as transformers does.
 
-    Each is as it is by itself: Jinja takes the line end behind `%}` and the last of a file away,
-    and `{%+` leaves what stands before it.
+    Each renders as it does by itself: Jinja removes the line end after `%}` and the last of a file,
+    and `{%+` keeps the space before it.
     """
     if default is None or tool_use is None or tool_use == default:
         return default
@@ -212,7 +212,7 @@ def _optional_json(path: Path) -> Mapping[str, Any]:
 
 
 def _token_text(value: Any) -> str | None:
-    """A token in tokenizer_config.json is a string or an object with its content."""
+    """Return a token's text; tokenizer_config.json has a string or an object with `content`."""
     if isinstance(value, dict):
         value = value.get("content")
     return value if isinstance(value, str) else None

@@ -1,4 +1,4 @@
-"""Weights of a checkpoint as a precision needs them: as they are, or rounded and reported."""
+"""Reader of a checkpoint's weights for a precision: as they are, or rounded and reported."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from edgellm.quantize.int4 import quantize_int4
 from edgellm.quantize.int8 import quantize_groups
 from edgellm.quantize.levels import quantize_levels
 
-# What float tensors are rounded to. `auto` is int8, which costs 0.5 % of a weight; int4 costs 8 %.
+# Roundings of float weights. `auto` is int8, which costs 0.5 % of a weight; int4 costs 8 %.
 FLOAT_WEIGHTS = ("auto", "int8", "int4")
 # Codebook types whose groups of 32 are a scale times a few integers (ggml-common.h of llama.cpp).
 _LEVELS = {
@@ -30,11 +30,12 @@ _FLOAT_STORAGE = ("F32", "F16", "BF16")
 
 @dataclass(frozen=True)
 class WeightReader:
-    """Reads tensors as quantized weights and notes in the report what became of each.
+    """Reader of tensors as quantized weights, which notes each in the import report.
 
     Attributes:
-        weights: what linear layers of float tensors become, one of FLOAT_WEIGHTS. Quantized
-            tensors that no kind holds become int8.
+        weights: rounding of float weights of linear layers, one of FLOAT_WEIGHTS. Quantized tensors
+            that no kind holds become int8.
+        report: exact and rounded matrices so far.
     """
 
     checkpoint: Checkpoint
@@ -42,7 +43,7 @@ class WeightReader:
     report: ImportReport = field(default_factory=ImportReport)
 
     def linear(self, name: str) -> QuantizedWeight:
-        """A linear layer's weight, of any kind."""
+        """Read a linear layer's weight, in any quantized kind."""
         tensor = self.checkpoint.tensor(name)
         if tensor.quantized is not None:
             return self._taken(name, tensor, tensor.quantized())
@@ -52,14 +53,14 @@ class WeightReader:
         return self._int8(name, tensor)
 
     def table(self, name: str) -> QuantizedWeight:
-        """The embedding or the head, of any kind; float ones become int8."""
+        """Read the embedding or the LM head, in any kind; float ones become int8."""
         tensor = self.checkpoint.tensor(name)
         if tensor.quantized is not None:
             return self._taken(name, tensor, tensor.quantized())
         return self._int8(name, tensor)
 
     def symmetric_table(self, name: str) -> QuantizedWeight:
-        """The embedding or the head, of a kind without offsets."""
+        """Read the embedding or the LM head, in a kind without offsets."""
         tensor = self.checkpoint.tensor(name)
         weight = None if tensor.quantized is None else tensor.quantized()
         if weight is not None and not weight.kind.affine:
@@ -67,7 +68,7 @@ class WeightReader:
         return self._int8(name, tensor)
 
     def int4(self, name: str) -> QuantizedWeight:
-        """A linear layer's weight in int4 groups of 32, whatever the file has."""
+        """Read a linear layer's weight in int4 groups of 32, whatever the file's type."""
         tensor = self.checkpoint.tensor(name)
         weight = None if tensor.quantized is None else tensor.quantized()
         if weight is not None and weight.kind.name in ("int4_symmetric", "int4_affine"):
@@ -95,9 +96,9 @@ class WeightReader:
 
 
 def as_int4_affine(weight: QuantizedWeight) -> QuantizedWeight:
-    """The codes of a 4-bit weight, with scales and offsets as halves.
+    """Convert a 4-bit weight to int4_affine: the same codes, float16 scales and offsets.
 
-    Those of a blocked one are rounded, by at most 2^-11 of them.
+    Scales and offsets of a blocked weight are rounded, by at most 2^-11 of their value.
     """
     scale = weight.scales()
     offset = weight.offsets() - np.float32(weight.kind.zero) * scale

@@ -1,8 +1,9 @@
-"""edgellm on Ray: served by replicas on many machines, and in Ray Data's pipelines.
+"""edgellm on Ray: replicas that serve a model on many machines, and Ray Data pipelines.
 
     serve run edgellm.ray:application model=smollm2-135m-instruct threads=4 replicas=2
 
-Nothing else of edgellm imports Ray: `pip install "ray[data,serve]" starlette uvicorn llguidance`.
+No other part of edgellm imports Ray. Install:
+`pip install "ray[data,serve]" starlette uvicorn llguidance`.
 """
 
 from typing import TYPE_CHECKING, Any

@@ -1,4 +1,4 @@
-"""What a user chooses of an application on Ray Serve, checked before anything is started."""
+"""Options of an application on Ray Serve, checked before any replica is started."""
 
 from dataclasses import fields
 from typing import Any
@@ -15,24 +15,27 @@ class Arguments(BaseModel):
     """The arguments of `edgellm.ray:application`.
 
     Attributes:
-        model: as in `edgellm serve MODEL`.
-        threads: CPU threads of each replica, which are as many CPUs of Ray's. There is no default:
-            how many replicas share a machine is for whoever starts them to say.
-        replicas: that answer; each of them loads the model.
-        prefill_replicas: beside them, that only compute prompts; 0: each computes its own.
-        prefill_min_tokens: a prompt with fewer tokens that are not cached is computed where it is
-            answered.
-        prefill_timeout_s: after which it is computed where it is answered all the same.
-        hand_over_bytes: of KV blocks that a prefill replica keeps in Ray's object store.
-        most_ahead: requests that a replica may have more than the least busy one, and still be
-            given one whose prefix it has.
+        model: model name, as in `edgellm serve MODEL`.
+        threads: CPU threads of each replica, which reserves as many CPUs in Ray. There is no
+            default: only the user knows how many replicas share a machine.
+        replicas: number of replicas that answer requests; each of them loads the model.
+        prefill_replicas: number of further replicas that only compute prompts; 0: each replica
+            computes its own.
+        prefill_min_tokens: minimum of tokens of a prompt, cached ones aside, for a prefill replica;
+            a shorter one is computed by the replica that answers.
+        prefill_timeout_s: seconds to wait for a prefill replica before the replica that answers
+            computes the prompt itself.
+        hand_over_bytes: bytes of KV blocks that a prefill replica keeps in Ray's object store.
+        most_ahead: number of requests that a replica may have more than the least busy one, and
+            still be given a request whose prefix it has.
         engine: fields of `EngineOptions`, all but `threads`.
-        server: fields of `ServeOptions`, all but `port`; `host` is where Ray Serve's proxy listens,
-            which is told so by itself. A replica has at most `max_waiting` requests, and as many
-            wait for one. `metrics` are one replica's, so they are off unless asked for.
+        server: fields of `ServeOptions`, all but `port`; `host` is the address of Ray Serve's
+            proxy, which has to be configured separately. A replica has at most `max_waiting`
+            requests, and as many wait for one. `metrics` are one replica's, so they are off unless
+            asked for.
 
     Raises:
-        pydantic.ValidationError: a value that is not allowed, or a name that is not there.
+        pydantic.ValidationError: a value is not allowed, or a name is unknown.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -49,7 +52,7 @@ class Arguments(BaseModel):
     server: dict[str, Any] = Field(default_factory=dict)
 
     def model_post_init(self, context: Any) -> None:
-        """Check what is inside `engine` and `server`; pydantic makes its own error of theirs."""
+        """Check the fields in `engine` and `server`; pydantic turns errors into its own."""
         _check_names("engine", self.engine, EngineOptions, "threads")
         _check_names("server", self.server, ServeOptions, "port")
         EngineOptions(**self.engine_arguments)
@@ -68,7 +71,11 @@ class Arguments(BaseModel):
 def _check_names(
     name: str, given: dict[str, Any], options: type[EngineOptions | ServeOptions], *without: str
 ) -> None:
-    """Refuse fields that options do not have, or that are not to be given here."""
+    """Refuse names that are no fields of `options`, or are among `without`.
+
+    Raises:
+        OptionError: the message names them.
+    """
     allowed = sorted({field.name for field in fields(options)} - set(without))
     wrong = sorted(set(given) - set(allowed))
     if wrong:

@@ -39,13 +39,13 @@ class BatchInference:
     fails has an `error`, and the others their answers.
 
     Args:
-        model: as for `edgellm.load`.
+        model: model name, as for `edgellm.load`.
         threads: CPU threads of each actor; give it as many CPUs (`num_cpus`).
-        prompt: the column of prompts: texts, which are continued as they are, or conversations,
-            lists of messages with `role` and `content`.
-        answer: the column of answers that is added, beside `finish_reason`, `prompt_tokens`,
-            `answer_tokens` and `error`.
-        engine: more fields of `EngineOptions`.
+        prompt: name of the column of prompts: texts, which are continued as they are, or
+            conversations, lists of messages with `role` and `content`.
+        answer: name of the column of answers that is added, beside `finish_reason`,
+            `prompt_tokens`, `answer_tokens` and `error`.
+        engine: further fields of `EngineOptions`.
         generation: fields of `GenerationOptions`. With a `seed` every row has the same one, so
             that its answer depends on neither batch nor actor.
 
@@ -70,10 +70,10 @@ class BatchInference:
         self._answer = answer
 
     def __call__(self, batch: Batch) -> Batch:
-        """A batch of rows with its answers.
+        """Answer a batch of rows, and return it with the columns of answers added.
 
         Raises:
-            OptionError: there is no column of prompts.
+            OptionError: the batch has no column of prompts.
         """
         if self._prompt not in batch:
             raise OptionError(
@@ -96,10 +96,10 @@ class BatchInference:
 
 
 def _prompt_of(value: object) -> Prompt:
-    """A cell as a prompt.
+    """Convert a cell of the column of prompts to a prompt.
 
     Raises:
-        OptionError: it is none.
+        OptionError: the cell is neither a text nor a list of messages.
     """
     if isinstance(value, str):
         return value
@@ -123,7 +123,7 @@ def _message(value: object) -> Message:
 def _columns(
     name: str, completions: Sequence[Completion | None], errors: Sequence[str]
 ) -> dict[str, NDArray[Any]]:
-    """One value for each row; where there is no answer, "" and 0."""
+    """Build the columns of answers, with a value for each row; "" and 0 for a failed row."""
     texts = ["" if c is None else c.text for c in completions]
     reasons = ["error" if c is None else c.finish_reason for c in completions]
     prompts = [0 if c is None else c.stats.prompt_tokens for c in completions]

@@ -1,12 +1,11 @@
-"""The server's application on Ray Serve: a front, replicas that answer, and perhaps others that
-compute prompts.
+"""The application on Ray Serve: a front, replicas that answer, and optional prefill replicas.
 
     serve run edgellm.ray:application model=MODEL threads=4 replicas=2 prefill_replicas=1
 
-Clients are connected to Ray Serve's proxy, and this to the front, which has no model: it checks and
-reads a request and chooses its replica by what its prompt begins with.
+Clients connect to Ray Serve's proxy, and the proxy to the front, which has no model. The front
+checks and reads a request, and chooses its replica by the beginning of its prompt.
 """
-# Ray Serve reads the type of the builder's argument, so annotations are not to be texts here.
+# Ray Serve reads the type of the builder's argument, so annotations must not become texts here.
 
 import asyncio
 from collections.abc import AsyncGenerator
@@ -27,15 +26,16 @@ from edgellm.serve.model_pool import ModelPool, served_model
 from edgellm.serve.options import ServeOptions
 from edgellm.serve.request_error import RequestError
 
-# A model that cannot be loaded cannot be loaded the next time, mostly.
+# Maximum of attempts to start a replica: a model that fails to load mostly fails again.
 _STARTS = 3
 
 
 class Front:
-    """Lets requests in, and has replicas answer them.
+    """The front of the application, which lets requests in and has replicas answer them.
 
     Args:
-        replicas: a handle of their deployment.
+        replicas: handle of the deployment of replicas that answer.
+        options: options of the server.
     """
 
     def __init__(self, replicas: Any, options: ServeOptions) -> None:
@@ -43,7 +43,7 @@ class Front:
         self._options = options
 
     def __serve_build_asgi_app__(self) -> Starlette:
-        """Called by Ray Serve."""
+        """Build the front's ASGI application; called by Ray Serve."""
         return front_app(self._answered, self._options)
 
     async def _answered(self, request: ForwardedRequest) -> AsyncGenerator[list[Message], None]:
@@ -65,10 +65,11 @@ class Front:
 
 
 class Replica:
-    """One model, loaded once, behind the server's application.
+    """A replica that answers requests: the server's application with a model, loaded once.
 
     Args:
-        prefill: a handle of the deployment that computes prompts; None: it does so itself.
+        arguments: options of the application.
+        prefill: handle of the deployment of prefill replicas; None: this replica computes prompts.
     """
 
     async def __init__(  # type: ignore[misc]  # Ray Serve awaits it
@@ -86,13 +87,13 @@ class Replica:
         await pool.start()
 
     async def answer(self, request: ForwardedRequest) -> AsyncGenerator[list[Message], None]:
-        """The ASGI messages of an answer, as they come."""
+        """Answer a request, and yield the ASGI messages of the answer as they arrive."""
         async for messages in answered(self._app, request):
             yield messages
 
 
 def application(arguments: Arguments) -> Any:
-    """An application for `serve.run`, `serve run` and Ray Serve's config files."""
+    """Build the application for `serve.run`, `serve run` and Ray Serve's config files."""
     options = arguments.serve_options
     prefill = None
     if arguments.prefill_replicas:
@@ -113,7 +114,10 @@ def application(arguments: Arguments) -> Any:
 
 
 def _deployment(replica: type, arguments: Arguments, count: int) -> Any:
-    """So many replicas with as many CPUs as they have threads, chosen by prefix."""
+    """Build a deployment of `count` replicas, routed by prefix.
+
+    Each replica reserves as many CPUs as it has threads.
+    """
     options = arguments.serve_options
     return serve.deployment(
         replica,

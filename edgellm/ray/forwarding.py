@@ -1,4 +1,4 @@
-"""HTTP requests on their way from the front, which has read them, to a replica's application."""
+"""Forwarding of HTTP requests from the front, which reads them, to a replica's application."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from edgellm.serve.options import ServeOptions
 from edgellm.serve.request_error import RequestError, request_error
 
 Message: TypeAlias = MutableMapping[str, Any]
-# What of an ASGI scope says what is asked, and can be sent.
+# Keys of an ASGI scope that describe the request and can be sent to another process.
 _SCOPE = (
     *("type", "asgi", "http_version", "method", "scheme", "path", "raw_path", "query_string"),
     *("root_path", "headers", "client", "server"),
@@ -32,11 +32,12 @@ _SCOPE = (
 
 @dataclass(frozen=True)
 class ForwardedRequest:
-    """A request that has been read.
+    """An HTTP request that the front has read.
 
     Attributes:
-        scope: of ASGI.
-        prefix: the names of the beginnings of its prompt (`request_prefix.py`).
+        scope: ASGI scope, as far as it can be sent.
+        body: body of the request.
+        prefix: names of the beginnings of the request's prompt (see `request_prefix.py`).
     """
 
     scope: dict[str, Any]
@@ -48,11 +49,14 @@ Replicas = Callable[[ForwardedRequest], AsyncGenerator[list[Message], None]]
 
 
 def front_app(replicas: Replicas, options: ServeOptions) -> Starlette:
-    """The application that clients see: it lets requests in as any server does, reads them, and
-    hands them on.
+    """Build the ASGI application that clients see.
+
+    Requests are checked as in any server, read, and handed to a replica.
 
     Args:
-        replicas: has one of them answer, which gives ASGI messages as they come.
+        replicas: function that has a replica answer a request, and yields the answer's ASGI
+            messages as they arrive.
+        options: options of the server.
     """
     front = _Front(replicas, options)
     return Starlette(
@@ -95,7 +99,10 @@ class _Front:
 
 
 def _prefix(body: bytes, salt: str) -> list[bytes]:
-    """Of a body that a replica will say what is wrong with, if something is, none."""
+    """Return the names of the beginnings of a request's prompt.
+
+    Empty if the body is wrong; the replica will answer with the error.
+    """
     try:
         return request_prefix(parse_fields(body).values, salt=salt)
     except RequestError:
@@ -105,9 +112,10 @@ def _prefix(body: bytes, salt: str) -> list[bytes]:
 async def answered(
     app: Callable[[Scope, Receive, Send], Awaitable[None]], request: ForwardedRequest
 ) -> AsyncGenerator[list[Message], None]:
-    """What an application answers: all messages that are there at once, as they come.
+    """Yield lists of ASGI messages of an application's answer as they arrive.
 
-    Whoever closes this has gone: the application is cancelled.
+    Messages that are there at once are in one list. Closing the generator, because the client has
+    gone, cancels the application.
     """
     unread: list[Message] = [{"type": "http.request", "body": request.body}]
     messages: list[Message] = []
@@ -128,7 +136,7 @@ async def answered(
         while messages or not work.done():
             await news.wait()
             news.clear()
-            # before the yield: the application goes on while the taker is at work
+            # taken before the yield: the application adds messages while the caller works
             taken, messages[:] = messages[:], []
             if taken:
                 yield taken

@@ -1,4 +1,4 @@
-"""KV blocks in Ray's object store, by content name."""
+"""A block store in Ray's object store: KV blocks by the names of their content."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from ray.exceptions import ObjectStoreFullError, OutOfDiskError, RayError
 
 from edgellm.cache.block_store import opened, sealed
 
-# Of a block that is on its way here.
+# Seconds to wait for a block that another node sends.
 _READ_TIMEOUT_S = 10
 _log = logging.getLogger(__name__)
 
 
 class ObjectStore:
-    """A block store of what this process has references to.
+    """A block store of the blocks that this process has references to.
 
-    A block is there as long as some process has a reference to it, and the one that wrote it
-    lives: what `references` gives keeps blocks for whoever is sent it.
+    A block exists as long as some process has a reference to it, and the process that wrote it
+    lives. References that `references` returns keep blocks for the process that they are sent to.
 
     Args:
-        budget: bytes of written blocks, of which the last used are kept.
-        references: to blocks that another process has written.
+        budget: maximum of bytes of written blocks; the last used are kept.
+        references: references by name to blocks that another process has written.
     """
 
     def __init__(
@@ -44,7 +44,7 @@ class ObjectStore:
             return name in self._references
 
     def read(self, name: bytes, *, size: int) -> memoryview | None:
-        """See `BlockStore`. What is given is the object's own memory."""
+        """Read a block, see `BlockStore`; the view is of the object's own memory, not a copy."""
         with self._lock:
             reference = self._references.get(name)
         if reference is None:
@@ -66,8 +66,8 @@ class ObjectStore:
         return block
 
     def write(self, name: bytes, data: bytes) -> bool:
-        """See `BlockStore`."""
-        block = np.frombuffer(sealed(name, data), np.uint8)  # which is read without a copy
+        """Store a block, see `BlockStore`; False if the object store is full."""
+        block = np.frombuffer(sealed(name, data), np.uint8)  # numpy arrays are read without a copy
         try:
             reference = ray.put(block)
         except (ObjectStoreFullError, OutOfDiskError) as error:
@@ -82,7 +82,7 @@ class ObjectStore:
 
     @contextmanager
     def pin(self, names: Iterable[bytes]) -> Iterator[None]:
-        """See `BlockStore`."""
+        """Pin blocks, see `BlockStore`; written blocks may exceed the budget meanwhile."""
         pinned = Counter(names)
         with self._lock:
             self._pinned += pinned
@@ -94,14 +94,14 @@ class ObjectStore:
                 self._make_room()
 
     def references(self, names: Iterable[bytes]) -> dict[bytes, ray.ObjectRef]:
-        """Those of blocks that are there, to be sent to another process."""
+        """Return the references by name of those blocks that exist, to send to another process."""
         with self._lock:
             return {name: self._references[name] for name in names if name in self._references}
 
     def fetch(self, *, timeout_s: float) -> None:
-        """Wait until all are in this machine's memory, so that to read them takes no time.
+        """Wait until all blocks are in this machine's memory, so that reading takes no time.
 
-        Blocks that are still on their way then are not there.
+        Blocks that have not arrived after `timeout_s` are dropped.
         """
         with self._lock:
             names = {reference: name for name, reference in self._references.items()}

@@ -1,9 +1,9 @@
-"""Prompts that are computed by one replica and answered by another one.
+"""Prefill of prompts by one replica for another one that answers.
 
-A prefill replica computes a prompt, writes its KV blocks to Ray's object store and gives references
-to them; whoever answers takes them in and goes on from there. The answer has the bits that it has
-alone, as blocks are named by their content (see `hand_over.py`); what does not arrive is computed
-by whoever answers.
+A prefill replica computes a prompt, writes its KV blocks to Ray's object store and returns
+references to them. The replica that answers reads the blocks and goes on from there. The answer has
+the same bits as without a prefill replica, as blocks are named by their content (see
+`hand_over.py`). The replica that answers computes blocks that do not arrive.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class PrefillRequest:
-    """A prompt to compute.
+    """A prompt for a prefill replica to compute.
 
     Attributes:
-        tokens: whole blocks.
-        salt: of the names of its blocks.
-        cached: of the tokens, those whose blocks nobody wants.
-        prefix: the names of its blocks.
+        tokens: token ids of the prompt's full blocks.
+        salt: salt of the blocks' names.
+        cached: number of leading tokens whose blocks the requesting replica has already.
+        prefix: names of the prompt's blocks, by which the request is routed.
     """
 
     tokens: Sequence[int]
@@ -52,11 +52,12 @@ class PrefillRequest:
 
 
 class PrefillReplica:
-    """Computes prompts, many at once, and keeps their blocks in Ray's object store.
+    """A replica that computes prompts, many at once, and keeps their blocks in Ray's object store.
 
     Args:
-        model: as in `edgellm serve MODEL`.
-        hand_over_bytes: of blocks that are kept for those who ask for them again.
+        model: model name, as in `edgellm serve MODEL`.
+        engine: fields of `EngineOptions`.
+        hand_over_bytes: maximum of bytes of blocks kept for further requests.
     """
 
     def __init__(self, model: str, engine: EngineArguments, hand_over_bytes: int) -> None:
@@ -64,7 +65,10 @@ class PrefillReplica:
         self._store = ObjectStore(budget=hand_over_bytes)
 
     async def compute(self, request: PrefillRequest) -> dict[bytes, ray.ObjectRef]:
-        """References to a prompt's blocks, sealed (see `block_store.py`), by name."""
+        """Compute a prompt, and return references by name to its blocks after the cached tokens.
+
+        The blocks are sealed (see `block_store.py`).
+        """
         engine, tokens, salt = self._llm.engine, request.tokens, request.salt
         names = block_names(engine, tokens, salt=salt)
         wanted = block_names(engine, tokens[: request.cached], salt=salt)
@@ -77,10 +81,10 @@ class PrefillReplica:
 
 
 class RemotePrefill:
-    """Has prompts computed by prefill replicas: `BringPrefix` of an `Answering`.
+    """A `BringPrefix` of an `Answering` that has prompts computed by prefill replicas.
 
     Args:
-        replicas: a handle of their deployment.
+        replicas: handle of the deployment of prefill replicas.
         min_tokens, timeout_s: see `Arguments`.
     """
 

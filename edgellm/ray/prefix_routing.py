@@ -1,9 +1,9 @@
-"""Which replica a request goes to: the one that has computed the beginning of its prompt, unless
-that one has much more to do than others. Pure Python.
+"""Routing of requests to the replica that has computed the beginning of their prompt.
 
-A prompt is known by the names of its beginnings: each names a piece of it and all before it, as
-blocks of the KV cache are named (see `prefix_index.py`). Whoever has the tokens takes those names;
-who has but a request, those of `request_prefix.py`.
+A replica that has many more requests than others is not chosen for that. Prompts are compared by
+the names of their beginnings: each names a piece of the prompt and all pieces before it, as blocks
+of the KV cache are named (see `prefix_index.py`). Callers with the tokens use the names of blocks;
+callers with a request alone use those of `request_prefix.py`. Pure Python.
 """
 
 from __future__ import annotations
@@ -18,13 +18,14 @@ from edgellm.errors import OptionError
 
 @dataclass
 class PrefixRouting:
-    """Who has what, and who has how much to do.
+    """The prefixes that each replica has computed, and the choice of a replica for a request.
 
     Attributes:
-        most_ahead: requests that a replica may have more than the least busy one, and still be
-            given one whose prefix it has.
-        least_share: of a prompt that a replica must have computed to be given it for that.
-        most_names: that are remembered; those used last stay.
+        most_ahead: number of requests that a replica may have more than the least busy one, and
+            still be given a request whose prefix it has.
+        least_share: minimum share of a prompt that a replica must have computed to be preferred
+            for it.
+        most_names: maximum of names remembered; the last used stay.
     """
 
     most_ahead: int = 8
@@ -42,12 +43,14 @@ class PrefixRouting:
     def ranked(
         self, prefix: Sequence[bytes], busy: Mapping[str, int], *, draw: random.Random
     ) -> list[str]:
-        """All replicas, the one that should have a request first, then those that are next if it
-        takes none.
+        """Rank all replicas for a request, the preferred one first.
+
+        Later ones are for the case that the earlier ones take no request.
 
         Args:
-            prefix: the names of the prompt's beginnings, shortest first.
-            busy: the replicas, and how many requests each has.
+            prefix: names of the beginnings of the request's prompt, shortest first.
+            busy: number of requests of each replica.
+            draw: source of random numbers.
         """
         order = _two_choices(busy, draw)
         if not order or not prefix:
@@ -61,7 +64,7 @@ class PrefixRouting:
         return [best, *(replica for replica in order if replica != best)]
 
     def sent(self, prefix: Sequence[bytes], replica: str) -> None:
-        """Remember where a request went, which computes all of its prompt."""
+        """Remember the replica of a request, which computes all of its prompt."""
         for name in prefix:
             self._owners.setdefault(name, {})[replica] = None
             self._owners.move_to_end(name)
@@ -69,7 +72,7 @@ class PrefixRouting:
             self._owners.popitem(last=False)
 
     def keep_only(self, replicas: Sequence[str]) -> None:
-        """Forget what others had: they are gone."""
+        """Forget the prefixes of all other replicas, which are gone."""
         alive = set(replicas)
         for name in list(self._owners):
             left = {owner: None for owner in self._owners[name] if owner in alive}
@@ -79,7 +82,7 @@ class PrefixRouting:
                 del self._owners[name]
 
     def _lengths(self, prefix: Sequence[bytes], replicas: Mapping[str, int]) -> dict[str, int]:
-        """How many of the names each replica has, from the first on."""
+        """Count the leading names that each replica has."""
         lengths = dict.fromkeys(replicas, 0)
         for number, name in enumerate(prefix):
             owners = self._owners.get(name, {})
@@ -92,8 +95,10 @@ class PrefixRouting:
 
 
 def _two_choices(busy: Mapping[str, int], draw: random.Random) -> list[str]:
-    """In any order, but of the first two the less busy one first: near to the best choice, and
-    not the same one for all who choose at once."""
+    """Return the replicas in random order, but the less busy one of the first two first.
+
+    Near to the best choice, and not the same one for all callers at once.
+    """
     order = draw.sample(sorted(busy), len(busy))
     order[:2] = sorted(order[:2], key=lambda replica: busy[replica])
     return order

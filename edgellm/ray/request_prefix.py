@@ -1,9 +1,9 @@
-"""What a prompt begins with, by what is in a request: the front has no tokenizer and no template.
+"""Names of the beginnings of a request's prompt, for a front without tokenizer and template.
 
-Beginnings are named as blocks of the KV cache are (see `prefix_index.py`), but of the texts that a
-model reads, in the order in which most templates have them: what the system says, the tools, then
-the rest. How they stand in the JSON does not count, nor do other fields: all replicas have one
-model, whatever clients call it.
+Beginnings are named as blocks of the KV cache are (see `prefix_index.py`), but from the texts that
+a model reads, in the order in which most templates have them: system messages, tools, the rest.
+The layout of the JSON does not count, nor do other fields: all replicas have one model, whatever
+clients call it.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ from edgellm.serve.anthropic.messages import BILLING
 
 # Bytes of a piece: about as many tokens as a block of the KV cache has.
 _PIECE = 512
-# Of one request; what comes behind them is not looked at.
+# Maximum of bytes of one request that are named; text after them does not count.
 _MOST_BYTES = 256 * _PIECE
 _SYSTEM = ("system", "developer")
 
 
 def request_prefix(fields: Mapping[str, object], *, salt: str = "") -> list[bytes]:
-    """The names of the beginnings of what a model reads of a request, shortest first.
+    """Name the beginnings of the text that a model reads of a request, shortest first.
 
     Args:
-        fields: of its body, in any dialect.
-        salt: only requests with the same one have the same names.
+        fields: fields of the request's body, in any dialect.
+        salt: salt of the names; only requests with the same salt share names.
     """
     data = bytearray()
     for text in _read(fields):
@@ -41,7 +41,7 @@ def request_prefix(fields: Mapping[str, object], *, salt: str = "") -> list[byte
 
 
 def _read(fields: Mapping[str, object]) -> Iterator[str]:
-    """What the model reads, in order; something as well of what is no request."""
+    """Yield the texts that the model reads of a request, in order; wrong requests are accepted."""
     messages = [_message("system", fields.get(name)) for name in ("system", "instructions")]
     for name in ("messages", "input"):
         given = fields.get(name)
@@ -64,7 +64,7 @@ def _is_system(message: object) -> bool:
 
 
 def _told(message: object) -> str:
-    """Who says what; the keys of the rest in one order."""
+    """Return a message as text: role, content, and other fields in alphabetical order."""
     if not message:
         return ""
     if not isinstance(message, dict) or "role" not in message:
@@ -79,7 +79,10 @@ def _told(message: object) -> str:
 
 
 def _text(value: object) -> str:
-    """Texts as they are, in a list or among other fields of a part; all else as JSON."""
+    """Return a value as text.
+
+    Texts are taken as they are, also in a list or as the `text` of a part; other values as JSON.
+    """
     if value is None or isinstance(value, str):
         return value or ""
     if isinstance(value, list):
@@ -91,6 +94,6 @@ def _text(value: object) -> str:
     if isinstance(value, dict):
         if isinstance(value.get("text"), str) and "type" in value:
             return str(value["text"])
-        # which is elsewhere in the next request of a conversation
+        # `cache_control` moves to another part in the next request of a conversation
         value = {name: item for name, item in value.items() if name != "cache_control"}
     return f"{json.dumps(value, ensure_ascii=False, sort_keys=True)} "

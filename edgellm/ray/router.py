@@ -1,4 +1,4 @@
-"""Ray Serve's request router that goes by `edgellm/ray/prefix_routing.py`."""
+"""Request router for Ray Serve that chooses replicas by `edgellm/ray/prefix_routing.py`."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from edgellm.ray.prefix_routing import PrefixRouting
 
 
 class PrefixRouter(RequestRouter):  # type: ignore[misc]
-    """Sends requests whose prompts begin alike to the same replica, within bounds.
+    """A router that sends requests whose prompts begin alike to the same replica, within bounds.
 
     The first argument of a call has the names of the prompt's beginnings as `prefix`.
     """
 
     def initialize_state(self, *, most_ahead: int) -> None:
-        """Called by Ray Serve with `request_router_kwargs`."""
+        """Set up the routing; called by Ray Serve with `request_router_kwargs`."""
         self._routing = PrefixRouting(most_ahead=most_ahead)
         self._draw = random.Random()
         self._ongoing: dict[str, str] = {}  # the replica of each request
@@ -28,9 +28,9 @@ class PrefixRouter(RequestRouter):  # type: ignore[misc]
         candidate_replicas: list[RunningReplica],
         pending_request: PendingRequest | None = None,
     ) -> list[list[RunningReplica]]:
-        """Ranks of replicas, the best one first; Ray Serve takes the first that has room."""
+        """Rank the replicas for a request, the best first; Ray Serve takes the first with room."""
         if pending_request is not None:
-            # when all of them are full, wait before they are asked again
+            # if all replicas are full, Ray Serve waits before it asks them again
             pending_request.routing_context.should_backoff = True
         replicas = {replica.replica_id.unique_id: replica for replica in candidate_replicas}
         counts = Counter(self._ongoing.values())
@@ -41,16 +41,16 @@ class PrefixRouter(RequestRouter):  # type: ignore[misc]
     def on_request_routed(
         self, pending_request: PendingRequest, replica_id: ReplicaID, result: Any
     ) -> None:
-        """Called by Ray Serve when a replica has taken a request."""
+        """Note the replica that has taken a request; called by Ray Serve."""
         self._ongoing[pending_request.metadata.internal_request_id] = replica_id.unique_id
         self._routing.sent(_prefix(pending_request), replica_id.unique_id)
 
     def on_request_completed(self, replica_id: ReplicaID, internal_request_id: str) -> None:
-        """Called by Ray Serve when one has ended, or was not taken."""
+        """Forget a request that has ended or was not taken; called by Ray Serve."""
         self._ongoing.pop(internal_request_id, None)
 
     def update_replicas(self, replicas: list[RunningReplica]) -> None:
-        """Called by Ray Serve when replicas have come or gone."""
+        """Update the set of replicas; called by Ray Serve when some have come or gone."""
         super().update_replicas(replicas)
         self._routing.keep_only([replica.replica_id.unique_id for replica in replicas])
 

@@ -1,1 +1,1 @@
-"""Where models come from and are kept: sources, downloads, bundles, EDGELLM_HOME."""
+"""Model sources, downloads, exported bundles and the folder EDGELLM_HOME that holds them."""

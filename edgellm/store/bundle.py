@@ -1,13 +1,13 @@
-"""An exported model: one folder that holds everything the runtime reads.
+"""The bundle, an exported model: one folder that holds everything the runtime reads.
 
-    manifest.json            what is here, with the size and sha256 of every file
+    manifest.json            the content of the bundle, with the size and sha256 of every file
     tokenizer.json           for the `tokenizers` library
     chat_template.jinja      if the model has one
     <precision>/               NNN.onnx (any chunk size), NNN.cC.onnx (static), weights.bin
     head-<kind>/             head.onnx, weights.bin with the embedding
     packed/                  weights.bin for the native kernels, embedding and head among them
     reference/               weights.bin: a text in float32, to compare graphs with
-    keys/                    weights.bin: what was done to keys, and norms of Q and K (see
+    keys/                    weights.bin: the basis of keys, and norms of Q and K (see
                              key_basis.py)
 
 Graphs of a folder share its weights.bin, which ONNX Runtime and numpy map into memory.
@@ -27,16 +27,16 @@ from edgellm.store.bundle_check import check_manifest
 from edgellm.store.home import replacing_file, sha256_of
 from edgellm.store.manifest import MANIFEST, FileEntry, Manifest, PrecisionEntry
 
-# Remembers which size and time of change each file had when its sha256 was last right, so
+# File that remembers the size and time of change of each file when its sha256 was last right, so
 # that a start reads no weights it does not use; not part of the bundle.
 _CHECKED = ".checked.json"
-# What chunks cost on this machine (see costs.py); not part of the bundle either.
+# File with the cost of chunks on this machine (see costs.py); not part of the bundle either.
 COSTS = ".costs.json"
 
 
 @dataclass(frozen=True)
 class Bundle:
-    """A bundle whose files are complete and unchanged."""
+    """An opened bundle, whose files are complete and unchanged."""
 
     path: Path
     manifest: Manifest
@@ -47,7 +47,7 @@ class Bundle:
 
     @property
     def bytes(self) -> int:
-        """Size on disk, without the manifest."""
+        """Size of the bundle on disk in bytes, without the manifest."""
         return sum(entry.bytes for entry in self.manifest.files.values())
 
     def precision(self, name: str) -> PrecisionEntry:
@@ -64,14 +64,14 @@ def is_bundle(path: Path) -> bool:
 
 
 def open_bundle(path: Path, *, verify: bool = False) -> Bundle:
-    """Open a bundle after checking the manifest against its config, and every file against it.
+    """Open a bundle after checking its manifest against its config, and its files against that.
 
     Args:
         verify: read and hash every file, even those that have not changed since the last check.
 
     Raises:
-        BundleError: no bundle, another format, arrays that do not fit the config, or a file that
-            is missing, cut off or changed.
+        BundleError: `path` is no bundle or has another format, its arrays do not fit the config, or
+            a file is missing, cut off or changed.
     """
     manifest = read_manifest(path)
     checked = {} if verify else _read_checked(path)
@@ -97,7 +97,11 @@ def open_bundle(path: Path, *, verify: bool = False) -> Bundle:
 
 
 def read_manifest(path: Path) -> Manifest:
-    """The manifest alone, without looking at the files."""
+    """Read and check the manifest of the bundle at `path`, without looking at its other files.
+
+    Raises:
+        BundleError: no manifest, a damaged one, or one that does not fit its own config.
+    """
     try:
         values = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
     except OSError as error:
@@ -117,10 +121,15 @@ def write_manifest(path: Path, manifest: Manifest) -> None:
 def with_files(
     manifest: Manifest, path: Path, *, on_file: Callable[[str], None] | None = None
 ) -> Manifest:
-    """The manifest with the size and sha256 of every file that is in the folder now.
+    """Return the manifest with the size and sha256 of every file now in the bundle folder `path`.
+
+    Files that the manifest lists already are not read again.
+
+    Args:
+        on_file: called with the name of each file.
 
     Raises:
-        BundleError: a file that was in it, or any that the model needs, is not there.
+        BundleError: a file that the manifest lists, or one that the model needs, is missing.
     """
     files: dict[str, FileEntry] = {}
     for file in sorted(path.rglob("*")):
@@ -142,7 +151,11 @@ def with_files(
 
 
 def stamp_of(file: Path, entry: FileEntry, *, origin: Path) -> tuple[int, int]:
-    """Size and time of change of a file of the bundle at `origin`, if the size is right."""
+    """Return size and time of change (ns) of a file of the bundle at `origin`.
+
+    Raises:
+        BundleError: the file is missing or its size is not that of `entry`.
+    """
     try:
         stat = file.stat()
     except OSError:

@@ -1,7 +1,7 @@
-"""Compares what a manifest says with what the model's config needs.
+"""Comparison of a bundle's manifest with the files and arrays that the model's config needs.
 
 The kernels read weights at addresses that follow from the config, and a manifest's sha256 sums
-protect it from accidents only. So every array is compared before anything is mapped: its type, its
+protect it from accidents only. So every array is compared before any is mapped: its type, its
 shape, and that it lies inside its file.
 """
 
@@ -26,10 +26,10 @@ from edgellm.store.import_summary import ImportSummary
 from edgellm.store.manifest import GENERATION, PACKED, TOKENIZER, Manifest, PrecisionEntry
 from edgellm.store.reference import PROMPT, ROTATION, ROWS, array_name, error_name
 
-# Offsets that `WeightFile` makes; the kernels load whole cache lines.
+# Array offsets in a `WeightFile` are multiples of this; the kernels load whole cache lines.
 _ALIGNMENT = 64
 MAX_CHUNK = 4096
-# What an array has to be: its type, and the shapes that are allowed.
+# Requirement for one array: its dtype, and the shapes that are allowed.
 _Need = tuple[str, tuple[tuple[int, ...], ...]]
 
 
@@ -37,7 +37,7 @@ def check_manifest(manifest: Manifest, *, origin: str) -> None:
     """Refuse a manifest that does not fit its own config.
 
     Raises:
-        BundleError: names the array, what it is and what is needed.
+        BundleError: a misfit; the message names the array, its type and shape, and those needed.
     """
     checker = _Checker(manifest, origin)
     checker.require_file(TOKENIZER)
@@ -60,7 +60,7 @@ def check_manifest(manifest: Manifest, *, origin: str) -> None:
 
 
 class _Checker:
-    """One manifest under inspection."""
+    """Checks of one manifest against its config; the methods raise `BundleError`."""
 
     def __init__(self, manifest: Manifest, origin: str) -> None:
         self._manifest = manifest
@@ -74,7 +74,7 @@ class _Checker:
     def compare(
         self, what: str, arrays: Mapping[str, StoredArray], needs: Mapping[str, _Need]
     ) -> None:
-        """Each array that is needed is there and fits, and there is no other."""
+        """Refuse `arrays` unless each needed array is listed and fits, and no other is listed."""
         for name, (dtype, allowed) in needs.items():
             if name not in arrays:
                 raise self._error(f"{what} {name} is missing")
@@ -91,7 +91,7 @@ class _Checker:
             raise self._error(f"{what} {unknown[0]} belongs to no part of this config")
 
     def check_packed_weights(self, entry: PrecisionEntry) -> None:
-        """The weights of the native kernels and the kinds that they are said to be of."""
+        """Refuse arrays of the native kernels, or quantized kinds of them, that do not fit."""
         matrices = {
             name: spec.shape
             for name, spec in model_tensors(self._config).items()
@@ -141,7 +141,7 @@ class _Checker:
             raise self._error(f"{name}: {error}") from None
 
     def check_graphs(self, name: str, entry: PrecisionEntry) -> None:
-        """The files and arrays of a precision for ONNX Runtime."""
+        """Refuse a precision for ONNX Runtime whose graph files, head or arrays do not fit."""
         sizes = entry.chunk_sizes
         if not sizes or not all(1 <= size <= MAX_CHUNK for size in sizes):
             raise self._error(
@@ -159,7 +159,7 @@ class _Checker:
                 self.require_file(f"{name}/{contract.part_file(part, size)}")
 
     def check_reference(self) -> None:
-        """The arrays of a text in float32, which graphs of chunks are compared with."""
+        """Refuse arrays of the float32 reference text, with which chunk graphs are compared."""
         arrays = self._manifest.reference
         tokens = arrays.get("tokens")
         if tokens is None or len(tokens.shape) != 1 or tokens.shape[0] < 1:
@@ -178,7 +178,7 @@ class _Checker:
                 )
 
     def _check_place(self, what: str, array: StoredArray) -> None:
-        """An array lies inside its file, where the kernels can load it."""
+        """Refuse an array that is not aligned or does not lie inside its weights file."""
         self.require_file(array.file)
         size = self._manifest.files[array.file].bytes
         end = array.offset + math.prod(array.shape) * np.dtype(array.dtype).itemsize
@@ -243,7 +243,7 @@ def _reference_needs(config: ModelConfig, tokens: int) -> dict[str, _Need]:
 
 
 def _segment_rows(config: ModelConfig) -> Iterator[tuple[str, int]]:
-    """Names and widths of what goes into segments and comes out; a residual is kept once."""
+    """Yield names and widths of segment inputs and outputs; each residual is stored once."""
     for part in contract.parts(config):
         rows = contract.part_inputs(config, part) | contract.part_outputs(config, part)
         for name, width in rows.items():

@@ -1,4 +1,4 @@
-"""What is wrong with a folder that should be a bundle, without reading its weights."""
+"""Quick checks of a bundle folder (format version, source, file sizes); no weights are read."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from edgellm.store.manifest import FORMAT, FORMAT_VERSION, MANIFEST, Manifest
 
 
 def is_outdated(path: Path) -> bool:
-    """Whether there is a bundle that an earlier edgellm made in a format of its own."""
+    """Whether `path` holds a bundle in an earlier format than this edgellm reads."""
     version = _format_version(path)
     return version is not None and version < FORMAT_VERSION
 
 
 def is_newer(path: Path) -> bool:
-    """Whether there is a bundle of a later edgellm, which this one must leave alone."""
+    """Whether `path` holds a bundle in a later format, which this edgellm must leave alone."""
     version = _format_version(path)
     return version is not None and version > FORMAT_VERSION
 
 
 def recorded_source(path: Path) -> str | None:
-    """The model that the bundle says it was made of."""
+    """Return the model source named in the manifest of the bundle at `path`; None without one."""
     source = _values(path).get("source")
     return source if isinstance(source, str) else None
 
@@ -35,7 +35,7 @@ def _format_version(path: Path) -> int | None:
 
 
 def _values(path: Path) -> dict[str, Any]:
-    """The manifest as it stands there, whatever it is; empty if it cannot be read."""
+    """Return the manifest's JSON object unchecked; empty if it cannot be read or is no object."""
     try:
         values = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError):
@@ -44,10 +44,10 @@ def _values(path: Path) -> dict[str, Any]:
 
 
 def check_sizes(path: Path, manifest: Manifest) -> None:
-    """A quick look at the files, without reading them.
+    """Compare the sizes of the bundle's files with the manifest, without reading the files.
 
     Raises:
-        BundleError: one is missing or has another size.
+        BundleError: a file is missing or has another size.
     """
     for name, entry in manifest.files.items():
         stamp_of(path / name, entry, origin=path)

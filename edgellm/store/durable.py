@@ -1,7 +1,7 @@
-"""Files and folders that outlast a loss of power.
+"""Writing files and folders so that they outlast a loss of power.
 
-A rename may reach the disk before what was written into the file, which is then empty or cut short
-behind the next start. So contents are synced first, then the name is changed, then the folder that
+A rename may reach the disk before the content of the file, which is then empty or cut short after
+the next start. So contents are synced first, then the name is changed, then the folder that
 has the name is synced.
 """
 
@@ -19,7 +19,7 @@ _RENAME_SWAP = 2  # macOS
 
 
 def sync_file(path: Path) -> None:
-    """Wait until what is in a file is on the disk."""
+    """Wait until the content of a file is on the disk."""
     # Windows syncs no file that is open for reading alone
     file = os.open(path, os.O_RDWR if os.name == "nt" else os.O_RDONLY)
     try:
@@ -29,7 +29,7 @@ def sync_file(path: Path) -> None:
 
 
 def sync_folder(path: Path) -> None:
-    """Wait until the names in a folder are on the disk, where the system can (Windows cannot)."""
+    """Wait until the file names in a folder are on the disk; Windows cannot, so no wait there."""
     if os.name == "nt":
         return
     folder = os.open(path, os.O_RDONLY)
@@ -42,7 +42,7 @@ def sync_folder(path: Path) -> None:
 
 
 def make_folder(path: Path) -> None:
-    """Make a folder and those above it, whose names outlast a loss of power."""
+    """Make a folder and its missing parents, and wait until their names are on the disk."""
     missing = [folder for folder in (path, *path.parents) if not folder.exists()]
     path.mkdir(parents=True, exist_ok=True)
     for folder in missing:
@@ -50,7 +50,7 @@ def make_folder(path: Path) -> None:
 
 
 def sync_tree(folder: Path) -> None:
-    """Wait until a folder is on the disk with all that is in it."""
+    """Wait until a folder and all files and folders below it are on the disk."""
     for parent, _, files in os.walk(folder, topdown=False):
         for name in files:
             sync_file(Path(parent, name))
@@ -58,7 +58,7 @@ def sync_tree(folder: Path) -> None:
 
 
 def exchange(one: Path, other: Path) -> bool:
-    """Exchange two names in one step; False, with nothing done, where the system cannot."""
+    """Exchange two names in one step; return False, with nothing done, where the system cannot."""
     if os.name != "posix":
         return False
     library = ctypes.CDLL(None)
@@ -75,7 +75,7 @@ def _sync(descriptor: int) -> None:
     if sys.platform == "darwin":
         import fcntl
 
-        # fsync there leaves it in the disk's own cache
+        # fsync on macOS leaves the data in the disk's own cache
         with contextlib.suppress(OSError):
             fcntl.fcntl(descriptor, fcntl.F_FULLFSYNC)
             return

@@ -1,4 +1,4 @@
-"""Sampling options for models whose own files name none."""
+"""Default sampling options for models whose own files name none."""
 
 from __future__ import annotations
 
@@ -16,5 +16,5 @@ _TRIED: Mapping[str, Mapping[str, float]] = {
 
 
 def tried_defaults(source: str) -> Mapping[str, float]:
-    """Defaults that trials on the model of a source have shown to serve; empty for others."""
+    """Return sampling defaults that trials have shown to suit a model source; empty if none."""
     return _TRIED.get(source, {})

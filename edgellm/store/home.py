@@ -1,4 +1,4 @@
-"""Where edgellm keeps its files, and the environment variable that says so.
+"""The folders of edgellm's own files, below EDGELLM_HOME, and safe writing into them.
 
     EDGELLM_HOME            root of everything below (default ~/.cache/edgellm)
     EDGELLM_HOME/models     downloaded checkpoints
@@ -8,9 +8,9 @@
     EDGELLM_HOME/locks      empty files, by which processes wait for each other
     EDGELLM_HOME/history    lines typed into the interactive chat
 
-Hugging Face downloads stay in Hugging Face's own cache (HF_HOME). What is written, here or where a
-user names a place, is written under another name first (`.partial-...`, see `replacing_file`), so
-that nothing is ever half there, also after a loss of power (`durable.py`).
+Hugging Face downloads stay in Hugging Face's own cache (HF_HOME). Files and
+folders, here or at a path that a user names, are written under another name first (`.partial-...`,
+see `replacing_file`), so that none is ever half there, also after a loss of power (`durable.py`).
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ from pathlib import Path
 from edgellm.store.durable import exchange, make_folder, sync_file, sync_folder, sync_tree
 
 _PARTIAL = ".partial-"
-# A file that is written in one go and was not touched for so long is a killed process's.
+# Age in seconds at which a partial file, written in one go, is taken for a killed process's.
 ABANDONED_S = 600
-# An export may compute for hours before it writes the next file.
+# The same age for exports, which may compute for hours before they write the next file.
 _ABANDONED_EXPORT_S = 24 * 3600
 
 
@@ -57,7 +57,7 @@ def prefixes_dir() -> Path:
 
 
 def file_safe(name: str) -> str:
-    """A name with everything replaced that some file system does not take."""
+    """Return `name` as a file name: at most 80 letters, digits, `.`, `_` and `-`; never empty."""
     return re.sub(r"[^A-Za-z0-9._-]+", "-", name).strip("-.")[:80] or "model"
 
 
@@ -65,12 +65,12 @@ def file_safe(name: str) -> str:
 def replacing_folder(
     target: Path, *, private: bool = False, make_parents: bool = False
 ) -> Iterator[Path]:
-    """A temporary folder that becomes `target` when the block ends, or vanishes when it fails.
+    """Yield a temporary folder that becomes `target` at the block's end, or vanishes on an error.
 
     Args:
-        private: for its owner alone, whatever the umask: it holds what people wrote.
-        make_parents: as of a path in EDGELLM_HOME; where a user names a path, a folder that is
-            missing is rather a typing error.
+        private: readable by its owner alone, whatever the umask: for text that people wrote.
+        make_parents: make missing parents, for a path in EDGELLM_HOME; in a path that a user
+            names, a missing folder is rather a typing error.
     """
     with partial_folder(
         target.parent, of=target.name, private=private, make_parents=make_parents
@@ -88,10 +88,10 @@ def replacing_folder(
 def partial_folder(
     folder: Path, *, of: str, private: bool = False, make_parents: bool = False
 ) -> Iterator[Path]:
-    """A temporary folder in `folder` that is gone when the block ends.
+    """Yield a temporary folder in `folder` that is deleted when the block ends.
 
     Args:
-        of: what comes of it, for `delete_abandoned`.
+        of: name of the file or folder to be made of it, for `delete_abandoned`.
         private, make_parents: see `replacing_folder`.
     """
     if make_parents:
@@ -108,16 +108,16 @@ def partial_folder(
 def replacing_file(
     target: Path, *, private: bool = False, make_parents: bool = False, lasting: bool = True
 ) -> Iterator[Path]:
-    """A temporary file that becomes `target` when the block ends, or vanishes when it fails.
+    """Yield a temporary file that becomes `target` at the block's end, or vanishes on an error.
 
     Args:
         private, make_parents: see `replacing_folder`.
-        lasting: wait for the disk; not for what is made again where it is damaged.
+        lasting: wait for the disk; False for a file that is made again if it is damaged.
     """
     if make_parents:
         make_folder(target.parent)
     partial = _partial_path(target.parent, target.name)
-    # made here, and not by who writes it, so that it is never readable for more people
+    # made here, and not by the caller's writer, so that its mode is right from the start
     os.close(os.open(partial, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600 if private else 0o666))
     try:
         yield partial
@@ -131,7 +131,7 @@ def replacing_file(
 
 
 def delete_folder(folder: Path, *, replaced_by: Path | None = None) -> None:
-    """Delete a folder, which is gone at once, and put another one in its place."""
+    """Delete a folder, renamed away first; `replaced_by`, if given, takes its name."""
     aside = _partial_path(folder.parent, folder.name)
     if replaced_by is not None and exchange(folder, replaced_by):
         aside = replaced_by
@@ -143,18 +143,18 @@ def delete_folder(folder: Path, *, replaced_by: Path | None = None) -> None:
             except BaseException:
                 aside.replace(folder)
                 raise
-    sync_folder(folder.parent)  # so that it is never half there under its name
+    sync_folder(folder.parent)  # so that no half-deleted folder has its name
     shutil.rmtree(aside)
 
 
 def delete_abandoned(
     folder: Path, *, of: str | None = None, abandoned_s: float = ABANDONED_S
 ) -> None:
-    """Delete what processes that were killed have left half-written in a folder.
+    """Delete half-written files and folders that killed processes have left in `folder`.
 
     Args:
-        of: only what was to become the file or folder of this name.
-        abandoned_s: age in seconds from which files are abandoned; 0 where a lock excludes writers.
+        of: name of the file or folder that they were to become; None: any name.
+        abandoned_s: age in seconds from which they are deleted; 0 where a lock excludes writers.
     """
     begin = _PARTIAL if of is None else _partial_path(folder, of).name.rpartition("-")[0]
     with contextlib.suppress(OSError):
@@ -164,14 +164,14 @@ def delete_abandoned(
 
 
 def delete_abandoned_at_home() -> None:
-    """The same for all models, bundles, compiled graphs and prefixes in EDGELLM_HOME."""
+    """Delete abandoned models, bundles, compiled graphs and prefixes in EDGELLM_HOME."""
     for folder in (models_dir(), bundles_dir(), compiled_dir(), prefixes_dir()):
         delete_abandoned(folder, abandoned_s=_ABANDONED_EXPORT_S)
 
 
 @contextmanager
 def locked(path: Path) -> Iterator[None]:
-    """Wait until no other process is in a block for the same path.
+    """Hold a lock between processes for `path` during the block, waiting for it if need be.
 
     Raises:
         OSError: EDGELLM_HOME cannot be written.
@@ -183,13 +183,13 @@ def locked(path: Path) -> Iterator[None]:
     # not beside `path`, where it would stay: a lock file cannot be deleted while others wait for it
     digest = hashlib.sha256(str(path.resolve()).encode(errors="surrogateescape")).hexdigest()
     file = locks / f"{digest[:16]}.lock"
-    file.touch()  # where that fails, FileLock would try for ever
+    file.touch()  # raises where the file cannot be made; FileLock would try for ever
     with FileLock(file):
         yield
 
 
 def _partial_path(folder: Path, of: str) -> Path:
-    # by a digest: no name is too long for that, and none is the beginning of another one
+    # a digest of the name: never too long, and never the beginning of another one
     digest = hashlib.sha256(of.encode(errors="surrogateescape")).hexdigest()[:12]
     return folder / f"{_PARTIAL}{digest}-{secrets.token_hex(6)}"
 

@@ -1,10 +1,10 @@
-"""A model on the Hugging Face hub, and which files of its repository are downloaded.
+"""Models on the Hugging Face hub: their names, and the repository files to download.
 
 hf:org/repo[@revision]              config.json, safetensors, tokenizer and templates
 hf:org/repo[@revision]!file.gguf    one GGUF file, all parts of it
 hf:org/repo[@revision]:Q4_K_M       the GGUF file with this quantization in its name
 
-What is there stays in the hub's own cache (HF_HOME) and serves without a network.
+Downloaded files stay in the hub's own cache (HF_HOME) and serve without a network.
 """
 
 from __future__ import annotations
@@ -20,25 +20,26 @@ from pathlib import Path
 from edgellm.errors import EdgeLLMError, SourceError, first_line
 from edgellm.graphs.gguf_file import parts_of
 
-# The files of a Hugging Face folder that an export reads.
+# Patterns of the files of a Hugging Face folder that an export reads.
 SETTINGS = ("*.json", "*.jinja", "additional_chat_templates/*.jinja")
 WEIGHTS = ("*.safetensors",)
 _SPEC = re.compile(
     r"(?P<repo>hf:[\w.-]+/[\w.-]+)(@(?P<revision>[\w./-]+))?(!(?P<file>[^!]+)|:(?P<tag>[\w.-]+))?"
 )
-# One of these names all weights.
+# A repository with all weights has one of these files.
 _WHOLE = ("model.safetensors", "model.safetensors.index.json")
 
 
 @dataclass(frozen=True)
 class HubModel:
-    """A parsed name.
+    """A parsed `hf:` model name.
 
     Attributes:
-        repo: with `hf:` before it.
+        spec: the whole name.
+        repo: the repository, with `hf:` before it.
         revision: a branch, tag or commit; None is the main branch.
         file: a GGUF file of the repository.
-        tag: a quantization, in place of the file.
+        tag: a quantization in the GGUF file's name, in place of `file`.
     """
 
     spec: str
@@ -49,16 +50,20 @@ class HubModel:
 
     @classmethod
     def parse(cls, spec: str) -> HubModel | None:
-        """The model that a name stands for; None for other names."""
+        """Parse a model name; None for a name that is not of the hub."""
         match = _SPEC.fullmatch(spec)
         return None if match is None else cls(spec, **match.groupdict())
 
     def fetch(self) -> tuple[Path, str]:
-        """Download the files that are not in the cache: the folder or GGUF file, and the commit.
+        """Download the model's files unless they are in the cache.
+
+        Returns:
+            The folder or GGUF file, and the commit.
 
         Raises:
             SourceError: no such repository or file, or a failed download.
-            ModelFormatError, UnsupportedModelError: config.json says so, before the weights come.
+            ModelFormatError, UnsupportedModelError: config.json, which is read before any weights
+                are downloaded, is damaged or of a model that is not supported.
         """
         from edgellm.graphs.safetensors_checkpoint import read_config  # 0.1 s, and rarely needed
 
@@ -81,7 +86,7 @@ class HubModel:
         return self.repo.removeprefix("hf:")
 
     def _names(self) -> list[str]:
-        """The files of the repository; where the hub cannot be reached, those in the cache."""
+        """Return the repository's file names; without the hub, those of the files in the cache."""
         from huggingface_hub import HfApi
         from huggingface_hub.errors import HfHubHTTPError
 
@@ -118,7 +123,7 @@ class HubModel:
         )
 
     def _gguf_parts(self, names: Sequence[str]) -> list[str]:
-        """The GGUF file that is asked for, or all parts of it, the first one first."""
+        """Return the GGUF file that `file` or `tag` names, or all parts of it, in order."""
         models = _gguf_models(names)
         if self.file is None:
             tag = re.compile(rf"(?<![a-z0-9]){re.escape(self.tag or '')}(?![a-z0-9_])", re.I)
@@ -140,7 +145,7 @@ class HubModel:
         )
 
     def _listed(self, models: Sequence[str]) -> str:
-        """The GGUF files of the repository, and how one of them is named."""
+        """Return advice for an error: the repository's GGUF files, and names to write for one."""
         if not models:
             return "the repository has none"
         at = "" if self.revision is None else f"@{self.revision}"
@@ -150,7 +155,7 @@ class HubModel:
         )
 
     def _download(self, names: Sequence[str]) -> Path:
-        """Download files by their names; returns the folder that they are in."""
+        """Download files by their names, and return the folder that they are in."""
         from huggingface_hub import snapshot_download
 
         patterns = [glob.escape(name) for name in names]
@@ -167,7 +172,7 @@ class HubModel:
 
 
 def _gguf_models(names: Sequence[str]) -> list[str]:
-    """GGUF files that are models, not the projectors of models that see; of parts the first."""
+    """Return the GGUF files that are models, not vision projectors; of a split one, the first."""
     return [
         name
         for name in names
@@ -178,7 +183,7 @@ def _gguf_models(names: Sequence[str]) -> list[str]:
 
 
 def _is_wanted(name: str, patterns: Sequence[str]) -> bool:
-    """Whether a pattern takes a file and its folder; `consolidated` ones hold the weights again."""
+    """Whether a pattern matches a file; `consolidated` files, weights again, are never wanted."""
     return not name.startswith("consolidated") and any(
         fnmatch(name, pattern) and name.count("/") == pattern.count("/") for pattern in patterns
     )

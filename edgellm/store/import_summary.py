@@ -1,4 +1,4 @@
-"""How a precision's weights came into the bundle, as people are told."""
+"""Summary for people: how many of a precision's weights are exact and how many rounded again."""
 
 from __future__ import annotations
 
@@ -13,13 +13,16 @@ from edgellm.store.manifest import Manifest
 
 @dataclass(frozen=True)
 class ImportSummary:
-    """What an `ImportReport` came to; norms and biases, always exact, are left out.
+    """The totals of an `ImportReport`; norms and biases, always exact, are left out.
 
     Attributes:
-        mean_relative_error, worst_relative_error: of the matrices that were rounded again.
+        exact_tensors: number of matrices with every value as in the file.
+        requantized_tensors: number of matrices that were rounded again.
+        mean_relative_error, worst_relative_error: errors of the matrices rounded again.
+        worst_tensor: name of the matrix with the largest error; None where all are exact.
         file_bytes, decode_bytes: size of the matrices that a decode step reads, in the file and
-            packed; 0 where that is not known.
-        taken: how many matrices the file holds in a type and the bundle in a kind, by both.
+            packed; 0 if not known.
+        taken: number of matrices by the file's type and then by the bundle's kind.
     """
 
     exact_tensors: int = 0
@@ -33,7 +36,7 @@ class ImportSummary:
 
     @classmethod
     def of(cls, values: Mapping[str, Any]) -> ImportSummary:
-        """The summary in a manifest.
+        """Read the summary in a manifest.
 
         Raises:
             ModelFormatError: a value has another type.
@@ -46,19 +49,19 @@ class ImportSummary:
 
     @property
     def storage(self) -> dict[str, int]:
-        """How many matrices the file holds in each of its types."""
+        """Number of matrices by the type that the checkpoint file holds them in."""
         return {storage: sum(kinds.values()) for storage, kinds in self.taken.items()}
 
     @property
     def kinds(self) -> dict[str, int]:
-        """How many the bundle holds in each kind."""
+        """Number of matrices by the kind that the bundle holds them in."""
         counts: Counter[str] = Counter()
         for kinds in self.taken.values():
             counts.update(kinds)
         return dict(counts)
 
     def joined(self, other: ImportSummary) -> ImportSummary:
-        """The summary of both together."""
+        """Return the summary of this one's and `other`'s matrices together."""
         count = self.requantized_tensors + other.requantized_tensors
         sums = (s.mean_relative_error * s.requantized_tensors for s in (self, other))
         worst = max(self, other, key=lambda s: s.worst_relative_error)
@@ -78,7 +81,7 @@ class ImportSummary:
         )
 
     def __str__(self) -> str:
-        """One line."""
+        """Return the summary as one line of text."""
         if not self.requantized_tensors:
             return f"all {self.tensors} tensors as in the file"
         return (
@@ -88,7 +91,7 @@ class ImportSummary:
         )
 
     def details(self) -> str:
-        """One line with every type and kind, and the mean error too."""
+        """Return the summary as one line with the mean error and every type and kind too."""
         pairs = [
             f"{count} {storage} as {kind}"
             for storage, kinds in self.taken.items()
@@ -100,7 +103,7 @@ class ImportSummary:
 
 
 def imported(manifest: Manifest, precision: str) -> ImportSummary:
-    """How a precision's weights came in, those of its LM head and embedding among them."""
+    """Return the import summary of a precision's weights, LM head and embedding included."""
     entry = manifest.precisions[precision]
     summary = ImportSummary.of(entry.import_report)
     if entry.head is None:
@@ -109,7 +112,7 @@ def imported(manifest: Manifest, precision: str) -> ImportSummary:
 
 
 def rounding_notes(manifest: Manifest, precisions: Collection[str]) -> Iterator[str]:
-    """A line for each precision whose weights are not all as in the file."""
+    """Yield a line for each precision whose weights are not all as in the file."""
     for precision in sorted(precisions):
         summary = imported(manifest, precision)
         if summary.requantized_tensors:

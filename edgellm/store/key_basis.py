@@ -1,12 +1,12 @@
-"""What an export did to a model's keys, so that rounding them in the KV cache costs less.
+"""The basis of a bundle's keys, chosen so that rounding K in the KV cache costs less.
 
 Exported K is divided by powers of two, one for each RoPE pair of a KV head, and Q is multiplied by
-them; and a vector that all keys have in common is for the cache to leave out. Neither changes what
-attention computes (see `quantize/keys.py`). It is the same for all precisions of a bundle: they
-write to one cache. With K biases, as in Qwen2, it is what 8 bits are enough for.
+them. The KV cache leaves out a vector that all keys have in common. The result of attention stays
+the same (see `quantize/keys.py`). All precisions of a bundle have one basis, because they write to
+one cache. With K biases, as in Qwen2, 8-bit keys suffice only in this basis.
 
-Norms of Q and K stand between projections and the cache, so they are here as well, once for all
-precisions; in a model that has them the powers of two are in their weights.
+Norms of Q and K stand between projections and the cache, so the bundle stores them with the basis,
+once for all precisions. In a model with such norms the powers of two are in their weights.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ _HEAD_NORMS = ("q_norm", "k_norm")
 
 @dataclass(frozen=True)
 class KeyBasis:
-    """How the keys of a bundle are to be read.
+    """The basis in which a bundle's K and Q are exported.
 
     Attributes:
         exponents: `[layers, Hkv, P]` int8: K has been divided by 2^e and Q multiplied by it, in
             both channels of a pair.
-        offset: `[layers, Hkv, D]` float32, of keys after RoPE and after that; None where keys have
-            nothing in common (see `has_offset`).
+        offset: `[layers, Hkv, D]` float32, the common part of the divided keys after RoPE, which
+            the cache leaves out; None where keys have no common part (see `has_offset`).
     """
 
     exponents: NDArray[np.int8]
@@ -45,18 +45,17 @@ class KeyBasis:
 
 
 def has_offset(config: ModelConfig) -> bool:
-    """Whether keys have a part in common: a bias that no norm comes behind."""
+    """Whether the model's keys have a part in common: a K bias without a norm of K after it."""
     return config.attention.qkv_bias and config.attention.qk_norm == "none"
 
 
 def is_head_norm(name: str) -> bool:
-    """Whether a tensor is a weight of a norm of Q or K, by its name within a layer or its whole
-    one."""
+    """Whether a tensor is the weight of a norm of Q or K, by its full name or that in a layer."""
     return name.rpartition(".")[2] in _HEAD_NORMS
 
 
 def shapes(config: ModelConfig) -> dict[str, tuple[str, tuple[int, ...]]]:
-    """Type and shape of each array that a bundle of this config has."""
+    """Return dtype and shape of each array in the `keys` folder of a bundle of this config."""
     heads = (config.layer_count, config.kv_heads)
     needed: dict[str, tuple[str, tuple[int, ...]]] = {
         EXPONENTS: ("int8", (*heads, config.rope_pairs))
@@ -70,7 +69,7 @@ def shapes(config: ModelConfig) -> dict[str, tuple[str, tuple[int, ...]]]:
 
 
 def open_key_basis(root: Path, arrays: Mapping[str, StoredArray]) -> KeyBasis:
-    """Map the basis that the manifest of the bundle at `root` has under `keys`."""
+    """Map the key basis of the bundle at `root`; `arrays` is `keys` of its manifest."""
     parts = {name: array for name, array in arrays.items() if not is_head_norm(name)}
     values = map_arrays(root, parts)
     return KeyBasis(values[EXPONENTS], values.get(OFFSET))
@@ -79,12 +78,12 @@ def open_key_basis(root: Path, arrays: Mapping[str, StoredArray]) -> KeyBasis:
 def open_head_norms(
     root: Path, arrays: Mapping[str, StoredArray]
 ) -> dict[str, NDArray[np.float32]]:
-    """Map the weights of norms of Q and K there, in the basis, by their canonical names."""
+    """Map the weights of norms of Q and K, already in the key basis, by their canonical names."""
     return map_arrays(root, {n: array for n, array in arrays.items() if is_head_norm(n)})
 
 
 def fingerprint(manifest: Manifest) -> str:
-    """Changes when keys of the same weights are stored otherwise."""
+    """Return a text that changes when keys of the same weights are stored in another basis."""
     return "".join(
         manifest.files[name].sha256 for name in sorted({a.file for a in manifest.keys.values()})
     )

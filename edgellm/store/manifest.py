@@ -1,4 +1,4 @@
-"""What manifest.json says of a bundle, and how the arrays that it names are read."""
+"""The content of a bundle's manifest.json, and mapping of the arrays that it names."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from edgellm.graphs.contract import StoredArray
 from edgellm.graphs.typed_json import parse
 
 FORMAT = "edgellm-bundle"
-# Goes up when the layout or the recipe of a precision changes, so that old bundles are made again.
+# Raised when the layout or the recipe of a precision changes, so that old bundles are made again.
 FORMAT_VERSION = 7
 MANIFEST = "manifest.json"
 TOKENIZER = "tokenizer.json"
 CHAT_TEMPLATE = "chat_template.jinja"
-# The precision that the native kernels read; all others are graphs.
+# Name of the precision that the native kernels read; all other precisions are graphs.
 PACKED = "packed"
-# Defaults of a model that a manifest may hold, by the names of `GenerationOptions`.
+# Sampling defaults of a model that a manifest may hold, by the names of `GenerationOptions`.
 GENERATION: dict[str, type] = {
     "temperature": float,
     "top_p": float,
@@ -36,7 +36,7 @@ GENERATION: dict[str, type] = {
 
 @dataclass(frozen=True)
 class FileEntry:
-    """Size and content of one file."""
+    """Size in bytes and sha256 of one file of a bundle."""
 
     bytes: int
     sha256: str
@@ -44,11 +44,13 @@ class FileEntry:
 
 @dataclass(frozen=True)
 class ShadowEntry:
-    """A layer of which the host computes what its grid clips (see `quantize/shadow.py`).
+    """A linear layer with a shadow: the host computes what its input grid clips.
+
+    See `quantize/shadow.py`.
 
     Attributes:
-        scale, bits: of the grid of its input.
-        importance: the share of its input's energy that the shadow saves.
+        scale, bits: the grid of the layer's input.
+        importance: share of the input's energy that the shadow saves.
     """
 
     scale: float
@@ -58,20 +60,22 @@ class ShadowEntry:
 
 @dataclass(frozen=True)
 class PrecisionEntry:
-    """One exported precision (see `export/precisions.py`).
+    """An exported precision of the model (see `export/precisions.py`).
 
     Attributes:
-        chunk_sizes: the static sizes.
-        any_size: whether graphs for any chunk size are there as well.
-        import_report: how its weights came in (see `ImportSummary`).
-        arrays: weights that are read by name; those of graphs are not.
-        kinds: how packed arrays are written, by the names of `kernels/quantized.py`.
-        host_tokens: how many of a sequence's first tokens are not for these graphs (see
-            `export/calibrate.py`).
-        calibration: how static scales were chosen (see `CalibrationOptions`); empty without them.
-        shadows: layers whose segments are cut for the host, by their names.
-        errors: how far each segment was from float32 when it was exported, and a whole text (see
-            `measure_errors`).
+        description: one line for people.
+        head: kind of the LM head and embedding that go with it; None: they are part of it.
+        chunk_sizes: static chunk sizes, in tokens, that graphs were exported for.
+        any_size: whether the bundle has graphs for any chunk size as well.
+        import_report: exact and rounded weights (see `ImportSummary`).
+        arrays: weights that are read by name; weights of graphs are not among them.
+        kinds: quantized kinds of packed matrices, by the names of `kernels/quantized.py`.
+        host_tokens: number of a sequence's first tokens that the host computes instead of these
+            graphs (see `export/calibrate.py`).
+        calibration: choice of static scales (see `CalibrationOptions`); empty without them.
+        shadows: down_proj layers with a shadow, whose segments are cut in halves, by their names.
+        errors: distance of each segment, and of a whole text, from float32, measured at export
+            (see `measure_errors`).
     """
 
     description: str
@@ -88,8 +92,10 @@ class PrecisionEntry:
 
     @property
     def cut_segments(self) -> dict[int, str]:
-        """The segments with halves, each with the down_proj between them: that of the layer before,
-        whose attention it follows."""
+        """Name of the down_proj between the halves of each segment that is cut in two.
+
+        Segment i + 1 holds the down_proj of layer i, whose attention it follows.
+        """
         return {int(name.split(".")[1]) + 1: name for name in self.shadows}
 
 
@@ -98,8 +104,9 @@ class HeadEntry:
     """An LM head and the embedding table that goes with it.
 
     Attributes:
-        embedding: `codes` and `scale` (int8 groups) or `values` (float32), in the weights file.
-        import_report: as of a precision.
+        embedding: arrays `codes` and `scale` (int8 groups) or `values` (float32) in the weights
+            file.
+        import_report: as in `PrecisionEntry`.
     """
 
     embedding: Mapping[str, StoredArray]
@@ -108,13 +115,13 @@ class HeadEntry:
 
 @dataclass(frozen=True)
 class TokenizerEntry:
-    """What tokenizer.json does not say.
+    """Special tokens of a model that its tokenizer.json does not name.
 
     Attributes:
         bos: text of the begin-of-sequence token, or None.
-        add_bos: whether a prompt starts with it.
+        add_bos: whether a prompt starts with that token.
         eos: texts of all tokens that end an answer, the model's own first.
-        fim: texts of the infill tokens that the model file names, by their roles in `fim.py`.
+        fim: texts of the infill tokens that the checkpoint names, by their roles in `fim.py`.
     """
 
     bos: str | None
@@ -128,10 +135,11 @@ class Manifest:
     """The content of manifest.json.
 
     Attributes:
-        file_type: how a GGUF file says that it is quantized, as Q4_K_M.
-        weights: what linear layers of float tensors have become (see `WeightReader`).
+        file_type: quantization that a GGUF file names for itself, e.g. Q4_K_M.
+        weights: what float weights of linear layers are rounded to, `auto`, `int8` or `int4` (see
+            `WeightReader`).
         reference: arrays of a text in float32 (see `reference.py`), if there are graphs of chunks.
-        keys: arrays of the basis of keys in all precisions, and norms of Q and K (see
+        keys: arrays of the key basis of all precisions, and norms of Q and K (see
             `key_basis.py`).
     """
 
@@ -171,7 +179,7 @@ class Manifest:
 
 
 def map_arrays(root: Path, arrays: Mapping[str, StoredArray]) -> dict[str, NDArray[Any]]:
-    """Map arrays of the bundle at `root`; their pages are read when they are used."""
+    """Map arrays of the bundle at `root` into memory; the disk is read when they are used."""
     files = {
         name: np.memmap(root / name, dtype=np.uint8, mode="r")
         for name in {array.file for array in arrays.values()}

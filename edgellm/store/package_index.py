@@ -1,7 +1,7 @@
-"""Which Python package indexes this machine uses: what pip and uv have been told.
+"""The Python package indexes that pip and uv are configured to use on this machine.
 
-Read are PIP_INDEX_URL, PIP_EXTRA_INDEX_URL and PIP_CERT, pip's configuration files (PIP_CONFIG_FILE
-among them), UV_DEFAULT_INDEX, UV_INDEX_URL, UV_INDEX and UV_EXTRA_INDEX_URL.
+Sources are PIP_INDEX_URL, PIP_EXTRA_INDEX_URL and PIP_CERT, pip's configuration files
+(PIP_CONFIG_FILE among them), UV_DEFAULT_INDEX, UV_INDEX_URL, UV_INDEX and UV_EXTRA_INDEX_URL.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ _SECTIONS = ("global", "install")
 
 
 def index_urls() -> list[str]:
-    """The default index and then the others, each once.
+    """Return the URLs of the default package index and then of the others, each once.
 
     Raises:
-        SourceError: a configuration file of pip that cannot be read.
+        SourceError: a configuration file of pip cannot be read.
     """
     settings, environment = _pip_settings(), os.environ
     default = (
@@ -44,7 +44,7 @@ def index_urls() -> list[str]:
 
 
 def certificates() -> str | None:
-    """A file with the certificates to trust; None leaves the choice to the HTTP library."""
+    """Return the file of trusted TLS certificates; None leaves the choice to the HTTP library."""
     return (
         os.environ.get("PIP_CERT")
         or _pip_settings().get("cert")
@@ -54,13 +54,13 @@ def certificates() -> str | None:
 
 
 def _without_name(url: str) -> str:
-    """uv's indexes may have names: NAME=URL."""
+    """Return the URL of an index that uv's variables may write as NAME=URL."""
     name, equals, rest = url.partition("=")
     return rest if equals and "://" not in name else url
 
 
 def _pip_settings() -> Mapping[str, str]:
-    """pip's settings for all commands; of files that differ, the last one holds."""
+    """Read pip's settings from its configuration files; a later file overrides earlier ones."""
     settings: dict[str, str] = {}
     for file in _pip_files():
         parser = configparser.RawConfigParser()
@@ -75,7 +75,7 @@ def _pip_settings() -> Mapping[str, str]:
 
 
 def _pip_files() -> list[Path]:
-    """Where pip looks: the machine's, the user's, the environment's, and PIP_CONFIG_FILE."""
+    """Return pip's configuration files: machine, user, virtual environment, PIP_CONFIG_FILE."""
     named = os.environ.get("PIP_CONFIG_FILE")
     if named == os.devnull:
         return []

@@ -1,4 +1,4 @@
-"""Taking a precision out of a bundle: its folder, and what no other precision uses."""
+"""Removal of precisions from a bundle: their folders, and files that no other precision uses."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from edgellm.store.reference import FOLDER as REFERENCE
 
 
 def remove_precisions(path: Path, precisions: Collection[str]) -> int:
-    """Remove precisions from the bundle at `path`; returns how many bytes that were.
+    """Remove precisions from the bundle at `path`, and return the number of bytes freed.
 
-    At every moment all files of the manifest are there for other readers.
+    At every moment all files that the manifest lists exist for other readers.
 
     Raises:
-        BundleError: no such precision in it, or no other.
+        BundleError: the bundle lacks such a precision, or has no other.
     """
     with locked(path):
-        delete_abandoned(path)  # what a process killed here has left
+        delete_abandoned(path)  # leftovers of a process that was killed here
         manifest = read_manifest(path)
         unknown = sorted(set(precisions) - set(manifest.precisions))
         there_are = ", ".join(manifest.precisions)
@@ -51,7 +51,7 @@ def _without(manifest: Manifest, precisions: Collection[str]) -> Manifest:
         for kind, head in manifest.heads.items()
         if any(entry.head == kind for entry in left.values())
     }
-    # only precisions with errors were compared with it
+    # only precisions with errors were compared with the reference
     reference = manifest.reference if any(entry.errors for entry in left.values()) else {}
     gone = {f"head-{kind}" for kind in manifest.heads.keys() - heads.keys()} | set(precisions)
     if manifest.reference and not reference:

@@ -1,4 +1,4 @@
-"""Which models a precision can be exported for; the runtime asks as well, which has no exporter."""
+"""Support of models by precisions; the runtime, which has no exporter, asks here as well."""
 
 from __future__ import annotations
 
@@ -7,21 +7,21 @@ from collections.abc import Callable, Iterable, Sequence
 from edgellm.errors import UnsupportedModelError
 from edgellm.graphs.config import ModelConfig
 
-# Those around a rotated residual stream (see `export/rotated.py`).
+# Precisions around a rotated residual stream (see `export/rotated.py`).
 ROTATED = ("w8a8", "w8a16-qdq", "w8a8-qdq")
-# Those with static scales, found without a sequence's first tokens, which are the host's.
+# Precisions with static scales, calibrated without a sequence's first tokens: the host has those.
 STATIC = ("w8a16-qdq", "w8a8-qdq")
-# Names, or a function of a config that returns those that suit it.
+# Precision names, or a function that returns the names suiting a model's config.
 Precisions = Iterable[str] | Callable[[ModelConfig], Iterable[str]]
 
 
 def names_of(precisions: Precisions, config: ModelConfig) -> list[str]:
-    """The precisions for a model, each once, in the order of the alphabet."""
+    """Return the names of the precisions for a model, each once, in alphabetical order."""
     return sorted(set(precisions(config) if callable(precisions) else precisions))
 
 
 def why_not(precision: str, config: ModelConfig) -> str | None:
-    """What of a model a precision cannot compute; None where it can compute all."""
+    """Return why a precision cannot compute a model, as text for an error; None if it can."""
     if precision not in ROTATED:
         return None
     if config.norm == "layer":
@@ -38,20 +38,20 @@ def require(precision: str, config: ModelConfig, *, among: Sequence[str]) -> Non
     """Refuse a precision that cannot compute a model.
 
     Args:
-        among: what else there is; the error names those that can.
+        among: all available precisions; the error names those that can compute the model.
 
     Raises:
-        UnsupportedModelError: it cannot.
+        UnsupportedModelError: the precision cannot compute the model.
     """
     if why_not(precision, config) is not None:
         raise _refusal(precision, config, among)
 
 
 def first_supported(precisions: Sequence[str], config: ModelConfig) -> str:
-    """The first precision that can compute a model.
+    """Return the first precision that can compute a model.
 
     Raises:
-        UnsupportedModelError: none can.
+        UnsupportedModelError: no precision can.
     """
     usable = (precision for precision in precisions if why_not(precision, config) is None)
     precision = next(usable, None)

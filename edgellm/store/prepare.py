@@ -1,4 +1,4 @@
-"""A model name to an opened bundle: resolve, export once, open."""
+"""From a model name to an opened bundle: resolve the name, export once, open."""
 
 from __future__ import annotations
 
@@ -33,16 +33,16 @@ def prepare(
     progress: ProgressCallback | None = None,
     force: bool = False,
 ) -> Bundle:
-    """The bundle of a model, exported on first use.
+    """Open the bundle of a model, after exporting it on first use.
 
-    In EDGELLM_HOME it is exported again by itself after a change of format, and when it is damaged,
-    which a logged warning says. What else is damaged is never overwritten.
+    A bundle in EDGELLM_HOME is exported again after a change of format, and when it is damaged,
+    with a logged warning. A damaged bundle elsewhere is never overwritten.
 
     Args:
-        name: see `sources.py`; the folder of a bundle is opened as it is.
-        precisions: exported if they are not there yet; names, or a function of the config.
+        name: model name, see `sources.py`; the folder of a bundle is opened as it is.
+        precisions: names, or a function of the config; those missing in the bundle are exported.
         out: the folder of the bundle; None is one in EDGELLM_HOME.
-        chunk_sizes, weights, calibration, progress: see `export`; of a download, in bytes.
+        chunk_sizes, weights, calibration, progress: see `export`; download progress is in bytes.
         force: export again.
 
     Raises:
@@ -81,7 +81,7 @@ def prepare(
     try:
         return export_once()
     except ModelFormatError as error:
-        # nothing else says of these whether they are as they were published
+        # a file without a known sha256 cannot be checked against the published one in another way
         unchecked = source.member is not None and source.member.sha256 is None
         if not unchecked or source.downloaded_now:
             raise
@@ -90,7 +90,7 @@ def prepare(
 
 
 def prepared(name: str, *, precisions: Precisions) -> Bundle | None:
-    """The bundle of a model that has been prepared; nothing is downloaded or exported.
+    """Open the bundle of a model without any download or export; None if it is not prepared.
 
     Raises:
         BundleError: see `prepare`.
@@ -104,7 +104,11 @@ def prepared(name: str, *, precisions: Precisions) -> Bundle | None:
 
 
 def _open_if_complete(path: Path, precisions: Precisions) -> Bundle | None:
-    """The bundle at `path`; None if it has to be exported, wholly or in part."""
+    """Open the bundle at `path`; None if it has to be exported, wholly or in part.
+
+    Raises:
+        BundleError: the bundle is of a later edgellm.
+    """
     if not path.exists():
         return None
     try:
@@ -138,6 +142,6 @@ def _open_given(source: Source, precisions: Precisions) -> Bundle:
 
 
 def _export_command(path: Path) -> str:
-    """The command that makes a bundle as the one at `path`, without the closing quote."""
+    """Return the command that exports the bundle at `path` again, without the closing quote."""
     made_of = recorded_source(path) or "MODEL"
     return f"`edgellm export {shlex.quote(made_of)} -o {shlex.quote(str(path))}"

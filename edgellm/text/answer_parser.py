@@ -1,7 +1,7 @@
-"""Reasoning, content and tool calls out of an answer's text, as it comes. Pure Python.
+"""Streaming parser of an answer into reasoning, content and tool calls. Pure Python.
 
-Text is held back only as long as it may belong to a marker; what begins like a call and is none is
-content. White space around the parts is dropped.
+Text is held back only as long as it may belong to a marker. Text that begins like a call and is
+none is content. White space around the parts is dropped.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from edgellm.tool_use import Tool, ToolCallDelta
 
 @dataclass(frozen=True)
 class AnswerDelta:
-    """What a piece of text adds to an answer."""
+    """The content, reasoning and pieces of tool calls that a piece of text adds to an answer."""
 
     content: str = ""
     reasoning: str = ""
@@ -25,11 +25,12 @@ class AnswerDelta:
 
 
 class AnswerParser:
-    """Takes an answer apart.
+    """Parser of one answer's text, piece by piece.
 
     Args:
-        tools: those that may be called; None: calls are content.
-        in_reasoning: the prompt has begun the reasoning.
+        format: markers of the model's answers.
+        tools: tools that may be called; None: calls are content.
+        in_reasoning: whether the prompt has begun the reasoning.
         short_ids: see `CallParser`.
     """
 
@@ -47,7 +48,7 @@ class AnswerParser:
         self._reasoning: list[str] = []
         self._deltas: list[ToolCallDelta] = []
         self._trim = False  # white space before content
-        self._begun = False  # content has
+        self._begun = False  # whether content has begun
         self._calls: CallParser | None = None
         if format.calls is not None and tools is not None:
             self._calls = CallParser(
@@ -58,17 +59,17 @@ class AnswerParser:
 
     @property
     def calls(self) -> int:
-        """How many calls have begun."""
+        """Number of tool calls that have begun."""
         return 0 if self._calls is None else self._calls.count
 
     def add(self, text: str) -> AnswerDelta:
-        """Take a piece of the answer."""
+        """Parse a piece of the answer's text, and return the parts that it completes."""
         self._reader.add(text)
         next(self._reading, None)
         return self._delta()
 
     def finish(self) -> AnswerDelta:
-        """What was held back, at the answer's end."""
+        """End the answer, and return the parts of the text that was held back."""
         self._reader.ended = True
         next(self._reading, None)
         return self._delta()
@@ -97,7 +98,7 @@ class AnswerParser:
         yield from self._contents()
 
     def _thoughts(self, close: str) -> Generator[None, None, None]:
-        """Reasoning up to its end, or to the answer's, or to a call that stands in it."""
+        """Read reasoning up to its end marker, the answer's end, or a call within it."""
         reader = self._reader
         yield from reader.space()
         self._trim = True
@@ -126,7 +127,7 @@ class AnswerParser:
                 return
 
     def _contents(self) -> Generator[None, None, None]:
-        """Content and calls up to the answer's end."""
+        """Read content and calls up to the answer's end."""
         reader = self._reader
         triggers = self._triggers()
         while True:
@@ -148,19 +149,22 @@ class AnswerParser:
                 self._show(at + max(1, len(trigger)))
 
     def _triggers(self) -> list[str]:
-        """The texts by which parts that are no content begin."""
+        """Return the texts with which calls and dropped markers begin."""
         triggers = [chunks(mark)[0] for mark in self._format.dropped]
         return [*triggers, *self._call_triggers()]
 
     def _call_triggers(self) -> list[str]:
-        """The text by which a call is known wherever it stands, if there is one."""
+        """Return the text that starts a call anywhere in an answer, if the format has one."""
         if self._calls is None or self._format.calls is None:
             return []
         trigger = self._format.calls.trigger
         return [] if trigger in ("", "[", "{") else [trigger]
 
     def _next_trigger(self, triggers: Sequence[str]) -> tuple[int, str | None]:
-        """Where the next part may begin, and how; or how much is content in any case."""
+        """Find the place where a call or marker may begin, and its trigger.
+
+        Without one: the end of the text that is content in any case, and None.
+        """
         text = self._reader.text
         calls = self._format.calls if self._calls is not None else None
         if calls is not None and calls.trigger in ("", "[", "{") and not self._begun:
@@ -174,7 +178,7 @@ class AnswerParser:
         return len(text[:safe].rstrip()), None
 
     def _marked(self, trigger: str) -> Reading:
-        """Read calls, or a marker of the content, at the reading place."""
+        """Read calls, or a marker to drop, at the reading place; False if neither is there."""
         calls = self._format.calls
         asked = self._calls is not None and calls is not None and trigger == calls.trigger
         if asked and self._calls is not None and (yield from self._calls.calls()):
@@ -182,7 +186,7 @@ class AnswerParser:
         return (yield from self._reader.first_of(self._format.dropped)) >= 0
 
     def _show(self, end: int, *, last: bool = False) -> None:
-        """Content up to a place; at the end of all, white space is part of it."""
+        """Show text up to `end` as content; white space alone is shown only at the answer's end."""
         text = self._reader.text[self._reader.at : end]
         if text and (not text.isspace() or (last and self._begun)):
             self._put(text)

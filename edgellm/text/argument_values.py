@@ -1,4 +1,4 @@
-"""Arguments that models write otherwise than as JSON, as JSON. Pure Python."""
+"""Conversion of tool call arguments that models write in other forms than JSON. Pure Python."""
 
 from __future__ import annotations
 
@@ -17,11 +17,13 @@ _MAX_DEPTH = 64
 
 
 def tagged_value(text: str, schema: Mapping[str, Any] | None, *, is_json: bool) -> str:
-    """The JSON of an argument that was written between tags.
+    """Return the JSON of an argument that a model wrote between tags.
 
     Args:
-        schema: of this argument; None where there is none. A text stays one if it may be one.
-        is_json: whether the tags say that it is no text.
+        text: the argument as written.
+        schema: JSON schema of the argument, or None; if it allows a string, `text` stays one unless
+            `is_json`.
+        is_json: whether the tags mark the argument as JSON instead of text.
     """
     quoted = _CDATA.fullmatch(text)
     if quoted is not None:
@@ -40,10 +42,13 @@ def tagged_value(text: str, schema: Mapping[str, Any] | None, *, is_json: bool) 
 
 
 def python_arguments(text: str) -> dict[str, Any]:
-    """The arguments of `name(key=literal, ...)`, from behind the name.
+    """Parse the arguments of a call `name(key=literal, ...)`.
+
+    Args:
+        text: the call without its name, from `(` to `)`.
 
     Raises:
-        ValueError: they are something else.
+        ValueError: `text` has another form.
     """
     escaped = _PYTHON_TEXT.sub(lambda m: m[0].replace("\n", "\\n").replace("\r", "\\r"), text)
     try:
@@ -62,7 +67,7 @@ def python_arguments(text: str) -> dict[str, Any]:
 
 
 class _JsonWords(ast.NodeTransformer):
-    """JSON's words, which models write among Python's."""
+    """Replacement of `true`, `false` and `null`, which models write in Python notation, too."""
 
     _WORDS: Mapping[str, bool | None] = {"true": True, "false": False, "null": None}
 
@@ -71,10 +76,10 @@ class _JsonWords(ast.NodeTransformer):
 
 
 def brace_arguments(text: str, quote: str) -> dict[str, Any]:
-    """The arguments of `{key:value,...}` with texts between `quote`.
+    """Parse arguments of the form `{key:value,...}` whose texts stand between `quote`.
 
     Raises:
-        ValueError: they are something else.
+        ValueError: `text` has another form.
     """
     value, end = _brace_value(text, 0, quote, 0)
     if end != len(text) or not isinstance(value, dict):
@@ -140,7 +145,7 @@ def _python_literal(text: str) -> Any:
 
 
 def _types(schema: Mapping[str, Any]) -> set[str]:
-    """What a value may be, as far as the schema says so plainly."""
+    """Return the JSON types that a schema allows by type, anyOf, oneOf, or an enum of strings."""
     kind = schema.get("type")
     types = {kind} if isinstance(kind, str) else set(kind or ())
     if "enum" in schema:

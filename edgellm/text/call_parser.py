@@ -1,6 +1,7 @@
-"""Tool calls out of an answer's text, as they come. Pure Python.
+"""Streaming parser of tool calls in an answer's text. Pure Python.
 
-Each method reads one part of a call and yields where it needs more text; False: it is not there.
+Each generator method reads one part of a call and yields when it needs more text. It returns False
+or None if that part is not there.
 """
 
 from __future__ import annotations
@@ -20,16 +21,18 @@ from edgellm.tool_use import Tool, ToolCallDelta
 _NAME = frozenset(string.ascii_letters + string.digits + "_.-")
 _LONGEST_NAME = 128
 _LONGEST_KEY = 1000
-# Names of the arguments among which models choose as they like.
+# Keys for the arguments, which models interchange.
 _ARGUMENTS = ("arguments", "parameters")
 
 
 class CallParser:
-    """Reads calls at the place where one may begin.
+    """Parser of tool calls at the reading place of an answer.
 
     Args:
-        emit: takes what came of the calls.
-        short_ids: identifiers have nine letters and digits, as Mistral's templates want them.
+        format: form of the model's calls.
+        emit: function that takes each piece of a call.
+        tools: tools whose schemas tell texts from JSON.
+        short_ids: whether identifiers have nine letters and digits, as Mistral's templates want.
     """
 
     def __init__(
@@ -50,11 +53,11 @@ class CallParser:
 
     @property
     def count(self) -> int:
-        """How many calls have begun."""
+        """Number of tool calls that have begun."""
         return self._index + 1
 
     def calls(self) -> Reading:
-        """All calls of a section; False: there is none, and nothing is read."""
+        """Read all calls of a section; False, with nothing read, if there is no call."""
         reader, form, begin = self._reader, self._format, self._reader.at
         before = self._index
         if not (yield from reader.marker(form.section)):
@@ -71,7 +74,7 @@ class CallParser:
         return True
 
     def _call(self) -> Reading:
-        """One call, and whether it is complete."""
+        """Read one call; False if it is missing or not complete."""
         reader, form = self._reader, self._format
         reader.slots = {}
         if form.open and not (yield from reader.marker(f" {form.open}")):
@@ -92,7 +95,7 @@ class CallParser:
         return complete
 
     def _next(self) -> Reading:
-        """Read what stands between two calls, or behind the last one; whether a call follows."""
+        """Read the text between two calls, or after the last one; True if a call follows."""
         reader, form = self._reader, self._format
         begin = reader.at
         if form.section_close.strip() and (
@@ -103,7 +106,7 @@ class CallParser:
             if not (yield from reader.marker(f" {form.between}")):
                 return False
         elif not form.section.strip() and form.begin.strip():
-            return False  # its first marker is looked for everywhere
+            return False  # the answer parser finds the first marker of a call anywhere
         elif not form.begin.strip():
             yield from reader.marker(" ;" if (yield from self._semicolon()) else " ")
         at = reader.at
@@ -139,7 +142,7 @@ class CallParser:
         reader.slots[NAME_SLOT] = name
         return name
 
-    # kinds of calls, from behind their names
+    # arguments of each kind of call, read from after the name on
 
     def _json(self, name: str) -> Reading:
         reader = self._reader
@@ -173,7 +176,7 @@ class CallParser:
         return True
 
     def _parameter(self, properties: Mapping[str, Any]) -> Generator[None, None, str | None]:
-        """One argument as `"key": value`, from behind the marker of its key."""
+        """Read one argument, from after its key's marker on; returns JSON text `"key": value`."""
         reader, tags = self._reader, self._format.tags
         assert tags is not None
         reader.slots.pop(KEY_SLOT, None)
@@ -216,7 +219,7 @@ class CallParser:
     def _whole(
         self, name: str, text: str | None, arguments: Callable[[str], dict[str, Any]]
     ) -> bool:
-        """A call whose arguments are read at once."""
+        """Emit a call with all of its arguments; False, with no call emitted, if they are wrong."""
         try:
             values = None if text is None else arguments(text)
         except (ValueError, TypeError, RecursionError):
@@ -228,7 +231,7 @@ class CallParser:
         return True
 
     def _enclosed(self, opener: str, *, quotes: Sequence[str]) -> Generator[None, None, str | None]:
-        """A text from a bracket to the one that closes it, whatever stands between quotes."""
+        """Read from a bracket to the one that closes it; brackets between quotes do not count."""
         reader = self._reader
         begin = at = reader.at
         longest = max(map(len, quotes))
@@ -256,7 +259,7 @@ class CallParser:
                 return reader.text[begin:at] if reader.text[begin] == opener else None
 
     def _object(self) -> Reading:
-        """A call that is a JSON object."""
+        """Read a call that is a JSON object."""
         reader, keys = self._reader, self._format.keys
         assert keys is not None
         call = _ObjectCall(self, wait_for_id=keys.id is not None and keys.id_last)
@@ -288,7 +291,7 @@ class CallParser:
         return call.end()
 
     def _value(self) -> Generator[None, None, str | None]:
-        """Any JSON value at once."""
+        """Read a whole JSON value; None if it is wrong or not complete."""
         reader, scanner, taken = self._reader, JsonScanner(), ""
         while True:
             text, reader.at = scanner.feed(reader.text, reader.at)
@@ -301,7 +304,7 @@ class CallParser:
                 return None
 
     def _arguments(self) -> Reading:
-        """The arguments of a call that has begun, as they come."""
+        """Read the arguments of a call that has begun, and emit them as they arrive."""
         reader, scanner = self._reader, JsonScanner()
         while True:
             text, reader.at = scanner.feed(reader.text, reader.at)
@@ -323,15 +326,17 @@ class CallParser:
 
 
 class _ObjectCall:
-    """A call as its object is read: it begins with its name, the identifier if that is before the
-    arguments, and no sooner."""
+    """A tool call while its JSON object is read.
+
+    Arguments are held back until its name, and the identifier if the model writes one, is known.
+    """
 
     def __init__(self, parser: CallParser, *, wait_for_id: bool) -> None:
         self.name: str | None = None
         self.values = 0
         self._parser = parser
         self._id: str | None = None
-        self._held: str | None = None  # arguments that came too early
+        self._held: str | None = None  # arguments read before the call could be announced
         self._wait = wait_for_id
         self._begun = False
 
@@ -364,7 +369,7 @@ class _ObjectCall:
         return value.lstrip().startswith("{")
 
     def end(self) -> bool:
-        """Whether it is a call, which has begun at the latest now."""
+        """Announce the call if that is still to be done; False if the object is no call."""
         if self.name is None or not _is_name(self.name):
             return False
         if not self._begun:
@@ -379,7 +384,7 @@ class _ObjectCall:
 
 
 def new_call_id(*, short: bool = False) -> str:
-    """An identifier of a call."""
+    """Draw an identifier of a call: `call_` and 24 letters and digits, or 9 alone if `short`."""
     letters = string.ascii_letters + string.digits
     drawn = "".join(secrets.choice(letters) for _ in range(9 if short else 24))
     return drawn if short else f"call_{drawn}"

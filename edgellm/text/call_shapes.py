@@ -1,4 +1,4 @@
-"""The shape of a rendered call: a JSON object, JSON arguments behind the name, tags, ... Pure."""
+"""The shape of a rendered tool call: JSON object, JSON after the name, tags, ... Pure Python."""
 
 from __future__ import annotations
 
@@ -27,12 +27,17 @@ _INDEX = re.compile(r"(?<![\w.])\d+(?![\w.])")
 
 
 class NotUnderstood(Exception):
-    """Calls are written in a way that is not known here; says how."""
+    """Error: the template writes calls in a way that is not supported; the message tells which."""
 
 
 @dataclass(frozen=True)
 class Unit:
-    """Where a call's name (or object) begins, and its arguments (or object) end."""
+    """Place of a call in a text.
+
+    Attributes:
+        begin: offset of the call's name, or of its object.
+        end: offset of the end of its arguments, or of its object.
+    """
 
     begin: int
     end: int
@@ -40,7 +45,7 @@ class Unit:
 
 @dataclass(frozen=True, kw_only=True)
 class CallShape:
-    """What the calls of a template have in common, but for what stands around them."""
+    """The form of a template's calls, without the markers around them; see `CallFormat`."""
 
     kind: Kind
     middle: str = ""
@@ -49,7 +54,7 @@ class CallShape:
     quote: str = ""
 
     def unit_of(self, text: str, call: Call) -> Unit | None:
-        """Where a call stands in a text."""
+        """Find the place of a call in a rendered text; None if it is not there or has no end."""
         if self.kind == "object":
             around = _object_around(text, call)
             return None if around is None else Unit(around[0], around[1])
@@ -66,15 +71,20 @@ class CallShape:
         return None if end < 0 else Unit(name, end)
 
     def with_slots(self, text: str, call: Call) -> str:
-        """A marker with what differs from call to call in slots."""
+        """Return a marker with slots in place of the call's identifier and name."""
         text = text.replace(call["id"], ID_SLOT)
         return text if self.kind == "object" else text.replace(call["name"], NAME_SLOT)
 
     def form(self, one: str, two: str | None) -> CallFormat:
-        """The format, from a rendering of one call and of two.
+        """Build the call format from renderings.
+
+        Args:
+            one: rendering of one call.
+            two: rendering of two calls, or None if the template refuses two.
 
         Raises:
-            NotUnderstood: the two are not written one after the other.
+            NotUnderstood: a call has no end, its last argument ends unlike the others, or two calls
+                are not written one after the other.
         """
         call, other = probe_call(1), probe_call(2)
         unit = self.unit_of(one, call)
@@ -113,7 +123,7 @@ class CallShape:
         return self._tagged_form(form)
 
     def _tagged_form(self, form: CallFormat) -> CallFormat:
-        """A format whose `close` does not begin with the end of the last argument."""
+        """Return a format whose `close` does not begin with the last argument's end marker."""
         if self.tags is None:
             return form
         close = form.close
@@ -126,20 +136,20 @@ class CallShape:
 
 
 def probe_call(number: int, **arguments: Any) -> Call:
-    """A call whose name, identifier and arguments occur nowhere else."""
+    """Make a call whose name, identifier and arguments occur in no template."""
     values = arguments or {"edgekey1": "edgevalue1", "edgekey2": "edgevalue2"}
     return {"id": f"edgeId{number:03}", "name": f"edgename{number}", "arguments": values}
 
 
 def find_shape(text: str, typed: str, call: Call) -> CallShape:
-    """The shape of a rendered call.
+    """Find the shape of a rendered call.
 
     Args:
-        text: with two arguments that are texts.
-        typed: with a number in the place of the first, 7; "" if that is not known.
+        text: rendering of `call`, whose two arguments are texts.
+        typed: the same with the number 7 as the first argument; "" if not known.
 
     Raises:
-        NotUnderstood: it is none that is known here.
+        NotUnderstood: the shape is not supported.
     """
     if call["name"] not in text:
         raise NotUnderstood("the chat template does not render a call's name as it is")
@@ -185,7 +195,7 @@ def _tagged_shape(text: str, typed: str, name: int, call: Call) -> CallShape:
 
 
 def _any_type(text: str, value: str) -> str:
-    """Two markers that name the type of an argument as one that names any."""
+    """Merge two markers that name the type of an argument into one with a slot for the type."""
     differing = [i for i, (a, b) in enumerate(zip(text, value, strict=False)) if a != b]
     quoted = text.index('"', differing[0]) if differing and '"' in text[differing[0] :] else -1
     if quoted < 0:
@@ -194,7 +204,7 @@ def _any_type(text: str, value: str) -> str:
 
 
 def _object_around(text: str, call: Call) -> tuple[int, int, dict[str, Any]] | None:
-    """The smallest JSON object with a call's name and arguments: its place, and itself."""
+    """Find the smallest JSON object with a call's name and arguments: begin, end and value."""
     name = text.find(f'"{call["name"]}"')
     at = text.rfind("{", 0, max(name, 0))
     while at >= 0:
@@ -228,7 +238,7 @@ def _object_keys(value: Mapping[str, Any], call: Call) -> ObjectKeys:
 
 
 def _json_arguments(text: str, name: int, call: Call) -> tuple[int, int] | None:
-    """Where the JSON of the arguments stands behind a name."""
+    """Find the JSON of the arguments after a call's name: begin and end."""
     at = text.find("{", name)
     while at >= 0:
         try:
@@ -242,13 +252,13 @@ def _json_arguments(text: str, name: int, call: Call) -> tuple[int, int] | None:
 
 
 def _middle(text: str, call: Call) -> str:
-    """What stands between a name and the arguments, with slots."""
+    """Return the text between a call's name and its arguments, with slots."""
     text = text.replace(call["id"], ID_SLOT).replace(call["name"], NAME_SLOT)
     return _INDEX.sub(INDEX_SLOT, text)
 
 
 def _last_value(text: str, name: int, call: Call) -> int:
-    """Where the last argument's value ends."""
+    """Return the offset of the end of the last argument's value; negative without one."""
     value = str(list(call["arguments"].values())[-1])
     at = text.find(value, name)
     return at if at < 0 else at + len(value)

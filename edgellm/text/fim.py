@@ -1,10 +1,10 @@
-"""Fill-in-the-middle: each family's tokens, and how a prompt is put together. Pure Python.
+"""Fill-in-the-middle (infill): tokens of each model family, and infill prompts. Pure Python.
 
-A family is known by the texts of its tokens; ids differ from model to model.
+A family is recognized by the texts of its tokens; ids differ from model to model.
 
-    psm    [prefix] before the gap [suffix] behind it [middle]
-    spm    [suffix] behind the gap [prefix] before it [middle]: what is behind the gap keeps its
-           place in the KV cache while someone types before it
+    psm    [prefix] text before the gap [suffix] text after it [middle]
+    spm    [suffix] text after the gap [prefix] text before it [middle]: the text after the gap
+           keeps its place in the KV cache while the user types before the gap
 
 (Bavarian et al., Efficient Training of Language Models to Fill in the Middle, arXiv:2207.14255.)
 """
@@ -21,31 +21,32 @@ from edgellm.text.fim_budget import Budget
 
 Order = Literal["psm", "spm"]
 ORDERS: tuple[str, ...] = get_args(Order)
-# Text to token ids, special tokens in it as plain text.
+# A function from text to token ids; texts of special tokens are encoded as plain text.
 Encode = Callable[[str], list[int]]
-# Text of so many characters for each token that a budget allows is cut before it is encoded, which
-# takes a second for some megabytes.
+# Maximum of characters to encode for each token that a budget allows; longer text is cut before it
+# is encoded, which takes a second for some megabytes.
 _LONG = 32
 SequenceT = TypeVar("SequenceT", str, list[int])
-# Something that no vocabulary joins with what follows, see `_bare`.
+# A character that no vocabulary joins with the text after it, see `_bare`.
 _GUARD = "\u263a"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Family:
-    """How models of one kind are asked to fill a gap.
+    """The infill tokens and prompt order of a family of models.
 
     Attributes:
-        prefix, suffix, middle: texts of the tokens; a family without `middle` goes on after the
+        prefix, suffix, middle: texts of the infill tokens; without `middle` the answer follows the
             last part.
-        order: the usual one.
-        known_by: further tokens that tell it from others with the same three.
+        order: the order that models of the family are trained on.
+        known_by: further tokens that tell the family from others with the same three.
         repository, file: tokens before a repository's name and before a file's path, if any.
-        header: before a file's content, where there is no token for it.
-        stops: tokens that end the answer besides the model's own.
-        stop_texts: likewise, as text.
-        middle_before_prefix: in spm order CodeLlama has [prefix] [suffix] s [middle] p.
-        bare_suffix: SentencePiece would begin the suffix with a space that is not there.
+        header: text before a file's content, in families without a token for files.
+        stops: tokens that end the answer besides the model's own end tokens.
+        stop_texts: texts that end the answer.
+        middle_before_prefix: whether spm order is [prefix] [suffix] s [middle] p, as in CodeLlama.
+        bare_suffix: whether the suffix is encoded without the space that SentencePiece would put
+            before it.
     """
 
     name: str
@@ -73,7 +74,7 @@ class Family:
         return (*self.markers, *self.stops, *more)
 
 
-# Several families share these three and differ in the rest.
+# Base of several families that share these three tokens and differ in the rest.
 _BARS = Family(
     name="fim",
     prefix="<|fim_prefix|>",
@@ -89,7 +90,7 @@ _TAGS = Family(
     stops=("<fim_pad>", "<filename>"),
 )
 
-# The more particular one of families with the same three tokens stands first.
+# Among families with the same three tokens, the more particular one stands first.
 FAMILIES = (
     replace(
         _BARS,
@@ -173,13 +174,15 @@ FAMILIES = (
 
 @dataclass(frozen=True, kw_only=True)
 class Gap:
-    """What is around a gap.
+    """The text around a gap to be filled.
 
     Attributes:
+        prefix: text of the file before the gap, up to `tail`.
+        suffix: text of the file after the gap.
         extra: other files, as pairs of path and text.
-        path: of the file with the gap; it counts where there are other files.
-        repository: its name.
-        tail: what stands between `prefix` and the gap; a budget does not cut it.
+        path: path of the file with the gap; used only beside other files or a repository.
+        repository: name of the repository, or None.
+        tail: text between `prefix` and the gap, which a budget does not cut.
     """
 
     prefix: str
@@ -191,11 +194,12 @@ class Gap:
 
 
 def find_family(vocabulary: Mapping[str, int], named: Mapping[str, str]) -> Family | None:
-    """The family whose tokens a vocabulary has.
+    """Find the family whose infill tokens a vocabulary has; None if it has none.
 
     Args:
+        vocabulary: ids of all tokens by their texts.
         named: texts of tokens that a model file names itself (GGUF's `fim_pre_token_id` and so on),
-            by their roles in `Family`; they come before what the texts tell.
+            by their roles in `Family`; they take precedence over the known families.
     """
     for family in FAMILIES:
         told = {name: named[name] for name in ("prefix", "suffix", "middle") if name in named}
@@ -218,10 +222,13 @@ def find_family(vocabulary: Mapping[str, int], named: Mapping[str, str]) -> Fami
 def require_family(
     vocabulary: Mapping[str, int], named: Mapping[str, str], *, model: str
 ) -> Family:
-    """The family whose tokens a vocabulary has, with what this model has of them.
+    """Find the family whose infill tokens a vocabulary has, without repository tokens it lacks.
+
+    Args:
+        model: name of the model, for the error.
 
     Raises:
-        UnsupportedModelError: there is none.
+        UnsupportedModelError: the vocabulary has no infill tokens.
     """
     family = find_family(vocabulary, named)
     if family is None:
@@ -247,13 +254,14 @@ def assemble(
     order: Order | None = None,
     budget: Budget | None = None,
 ) -> list[int]:
-    """The prompt for a gap.
+    """Build the infill prompt for a gap, as token ids.
 
     Args:
-        encode: text to ids, without a begin token.
-        bos: the begin token, where the model wants one.
-        order: None is the family's own.
-        budget: None takes all of the parts.
+        encode: function from text to ids, without a begin token.
+        vocabulary: ids of all tokens by their texts.
+        bos: id of the begin token, or None for a model that wants none.
+        order: order of the parts; None is the family's own.
+        budget: maximum of tokens of each part; None takes all parts whole.
     """
     most = sys.maxsize if budget is None else budget.extra * _LONG
     context, lead = _other_files(family, gap, encode, vocabulary, most=most)
@@ -278,7 +286,7 @@ def assemble(
 def _within(
     budget: Budget, family: Family, gap: Gap, encode: Encode
 ) -> tuple[list[int], list[int]]:
-    """The tokens before and behind a gap that a budget allows; the tail counts as suffix."""
+    """Encode the text before and after a gap within a budget; the tail counts as suffix."""
     tail = len(encode(gap.tail))
     prefix = _end(gap.prefix, budget.prefix * _LONG)
     before = _end(encode(prefix + gap.tail), budget.prefix + tail)
@@ -297,10 +305,10 @@ def _suffix(family: Family, text: str, encode: Encode) -> list[int]:
 def _other_files(
     family: Family, gap: Gap, encode: Encode, vocabulary: Mapping[str, int], *, most: int
 ) -> tuple[list[int], str]:
-    """Other files as tokens before everything else, or as text at the head of the prefix.
+    """Encode other files: as tokens at the prompt's start, or as text at the head of the prefix.
 
     Args:
-        most: characters of them that are taken, from their end.
+        most: maximum of characters taken from the files, from their end.
     """
     if not gap.extra and gap.repository is None:
         return [], ""
@@ -318,7 +326,7 @@ def _other_files(
 
 
 def _last(texts: Sequence[str], count: int) -> list[str]:
-    """The last characters of texts that stand one behind the other."""
+    """Keep the last `count` characters of consecutive texts."""
     kept: list[str] = []
     for text in reversed(texts):
         kept.append(_end(text, count))
@@ -333,6 +341,6 @@ def _line(text: str) -> str:
 
 
 def _bare(encode: Encode, text: str) -> list[int]:
-    """Tokens of a text that does not begin a document, so no space is put before it."""
+    """Encode a text without the space that SentencePiece puts before the start of a document."""
     guard = encode(_GUARD)
     return encode(_GUARD + text)[len(guard) :]

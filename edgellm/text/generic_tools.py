@@ -1,7 +1,7 @@
-"""Tools in words, for models whose chat template has no place for them.
+"""Tools described in a system prompt, for models whose chat template has no place for tools.
 
-The form is that of Hermes, which most small models have seen somewhere. Such a model does not
-choose a tool by itself, so this is for answers that are held to a call by a grammar.
+The form is that of Hermes, which most small models have seen in training. Such a model does not
+choose a tool by itself, so this form is for answers that a grammar holds to a call.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ _CALLS = CallFormat(
 
 
 def generic_format(format: AnswerFormat) -> AnswerFormat:
-    """A template's format with calls of the generic form."""
+    """Return an answer format with its tool calls replaced by those of the generic form."""
     return replace(format, calls=_CALLS)
 
 
 def in_words(messages: Sequence[Message], tools: Sequence[Tool]) -> list[Message]:
-    """A conversation whose system prompt tells the tools, with calls and results as text."""
+    """Return a conversation with tools in its system prompt, and calls and results as text."""
     described = "\n".join(json.dumps(tool.to_json(), ensure_ascii=False) for tool in tools)
     prompt = _PROMPT.format(tools=described)
     first = messages[0] if messages and messages[0].role in ("system", "developer") else None

@@ -1,4 +1,4 @@
-"""JSON read as it comes: how far a text is the beginning of one JSON value. Pure Python."""
+"""Scanner of JSON that arrives in pieces, up to the end of one JSON value. Pure Python."""
 
 from __future__ import annotations
 
@@ -13,26 +13,27 @@ _MAX_DEPTH = 128
 
 
 class JsonScanner:
-    """Takes the characters of one JSON value and refuses what cannot belong to it.
+    """Scanner of the characters of one JSON value, which stops at one that cannot belong to it.
 
     Attributes:
-        done: the value is complete. A number that nothing encloses never is.
-        failed: something came that is no JSON.
+        done: whether the value is complete; a number is only with a character after it.
+        failed: whether a character came that makes the text no JSON.
     """
 
     def __init__(self) -> None:
         self.done = self.failed = False
-        self._closers: list[str] = []  # of what is open, the innermost last
+        self._closers: list[str] = []  # closing brackets awaited, the innermost last
         self._expects = "value"
-        self._word = ""  # a number, or one of `_WORDS`, as far as it came
-        self._hex = 0  # digits that \u still wants
+        self._word = ""  # a number, or one of `_WORDS`, as far as it was read
+        self._hex = 0  # digits still missing after \u
         self._is_key = False
 
     def feed(self, text: str, at: int = 0) -> tuple[str, int]:
-        """Take characters from `at` on, up to the end of the value.
+        """Scan characters of `text` from `at` on, up to the end of the value.
 
         Returns:
-            What was taken, line ends in strings escaped, and where it ends.
+            The characters scanned, with control characters in strings escaped, and the offset after
+            them.
         """
         taken: list[str] = []
         while at < len(text) and not (self.done or self.failed):
@@ -51,7 +52,7 @@ class JsonScanner:
         return "".join(taken), at
 
     def _take(self, char: str) -> str | None:
-        """One character; None: it belongs to what follows, so it is to be taken once more."""
+        """Scan one character; None if it ends a number and must be scanned again after that."""
         if self._expects == "string":
             return self._in_string(char)
         if self._expects == "escape":

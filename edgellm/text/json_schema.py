@@ -1,6 +1,6 @@
-"""Answers that follow a grammar, such as JSON of a schema, by ruling out tokens that break it.
+"""Logit filters for answers that follow a grammar, such as JSON of a schema.
 
-The grammar engine is `llguidance`: it tells at each step which tokens can still lead to a valid
+The grammar engine `llguidance` finds at each step which tokens can still lead to a valid
 document.
 """
 
@@ -16,12 +16,12 @@ from numpy.typing import NDArray
 from edgellm.errors import OptionError
 from edgellm.text.tokenizer import Tokenizer
 
-# Without a bound, a model may go on with spaces for ever.
+# Bounded, because a model may otherwise write spaces for ever.
 WHITESPACE = r"[ \n]{0,12}"
 
 
 class Grammars:
-    """Grammars for the vocabulary of one tokenizer, which is prepared once (0.3 s).
+    """Maker of grammars for the vocabulary of one tokenizer, which is prepared once (0.3 s).
 
     Raises:
         OptionError: llguidance cannot be imported.
@@ -34,14 +34,14 @@ class Grammars:
         )
 
     def filter(self, schema: str) -> JsonFilter:
-        """A logit filter; see `JsonFilter`."""
+        """Make a logit filter for JSON of a schema; see `JsonFilter`."""
         return JsonFilter(self, schema)
 
     def schema_matcher(self, schema: str) -> Any:
-        """llguidance's matcher at the beginning of a document.
+        """Make llguidance's matcher for JSON of a schema, at the beginning of a document.
 
         Raises:
-            OptionError: the schema is wrong, or llguidance does not know what it asks for.
+            OptionError: the schema is wrong, or uses a feature that llguidance does not support.
         """
         try:
             json.loads(schema)
@@ -57,10 +57,14 @@ class Grammars:
         return self.matcher(grammar, "the JSON schema")
 
     def matcher(self, grammar: str, what: str) -> Any:
-        """llguidance's matcher at the beginning of a grammar of its own.
+        """Make llguidance's matcher for a grammar, at the beginning of a document.
+
+        Args:
+            grammar: grammar in llguidance's notation.
+            what: name of the grammar in messages.
 
         Raises:
-            OptionError: the grammar is wrong, or not known; it is called `what`.
+            OptionError: the grammar is wrong or not supported.
         """
         matcher = self._llguidance.LLMatcher(self._vocabulary, grammar, log_level=0)
         if problem := matcher.get_error():
@@ -69,11 +73,13 @@ class Grammars:
 
 
 class GrammarFilter:
-    """A logit filter; each answer has the text that is its own, also if several are on their way.
+    """A logit filter that holds answers to a grammar.
+
+    Several answers can be generated at once: `for_answer` makes a filter for each.
 
     Args:
-        matcher: at the beginning of a grammar.
-        what: the grammar's name in messages.
+        matcher: llguidance's matcher at the beginning of a grammar.
+        what: name of the grammar in messages.
     """
 
     def __init__(self, matcher: Any, what: str) -> None:
@@ -82,17 +88,18 @@ class GrammarFilter:
         self._answer = self.for_answer()
 
     def for_answer(self) -> _Matched:
-        """A filter for one answer: it reads on from where it was."""
+        """Make a filter for a single answer, which keeps its place in the grammar."""
         return _Matched(self._beginning.deep_copy(), self._what)
 
     def __call__(self, logits: NDArray[np.float32], tokens: Sequence[int]) -> None:
         """Set the logits `[V]` of impossible tokens to -inf, in place.
 
         Args:
-            tokens: those of the answer so far; others than before begin another one.
+            tokens: tokens of the answer so far; a new answer begins if they do not continue the
+                earlier ones.
 
         Raises:
-            OptionError: the grammar leaves nothing that could come next.
+            OptionError: the grammar allows no next token.
         """
         if not self._answer.goes_on(tokens):
             self._answer = self.for_answer()
@@ -103,14 +110,14 @@ class JsonFilter(GrammarFilter):
     """A logit filter for documents of a JSON schema.
 
     Args:
-        grammars: those of the model, or its tokenizer, for which they are made then.
+        grammars: grammars of the model, or its tokenizer, to make them of.
         schema: a JSON schema as text; `{}` allows any JSON.
 
     Raises:
         OptionError: llguidance cannot be imported, or the schema is wrong.
 
     Attributes:
-        schema: as it was given.
+        schema: the JSON schema as it was given.
     """
 
     def __init__(self, grammars: Grammars | Tokenizer, schema: str) -> None:
@@ -121,7 +128,7 @@ class JsonFilter(GrammarFilter):
 
 
 class _Matched:
-    """A grammar as far as an answer has come."""
+    """The place of one answer in a grammar."""
 
     def __init__(self, matcher: Any, what: str) -> None:
         self._matcher = matcher
@@ -129,11 +136,18 @@ class _Matched:
         self._read: list[int] = []
 
     def goes_on(self, tokens: Sequence[int]) -> bool:
-        """Whether `tokens` begin with what was read."""
+        """Whether `tokens` begin with the tokens read before."""
         return list(tokens[: len(self._read)]) == self._read
 
     def __call__(self, logits: NDArray[np.float32], tokens: Sequence[int]) -> None:
-        """See `GrammarFilter`; `tokens` are those that were read, and what has come since."""
+        """Set the logits `[V]` of impossible tokens to -inf, in place.
+
+        Args:
+            tokens: tokens of the answer so far, beginning with those read before.
+
+        Raises:
+            OptionError: the grammar allows no next token.
+        """
         new = list(tokens[len(self._read) :])
         try:
             self._matcher.consume_tokens(new)

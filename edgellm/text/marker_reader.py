@@ -1,4 +1,4 @@
-"""Text that comes in pieces, read by generators that yield where they need more. Pure Python."""
+"""Reader of markers in text that arrives in pieces; its generators yield to wait. Pure Python."""
 
 from __future__ import annotations
 
@@ -6,19 +6,20 @@ from collections.abc import Generator, Sequence
 
 from edgellm.text.tool_format import INDEX_SLOT, KEY_SLOT, NAME_SLOT, SLOTS, chunks
 
-# A value or False; yields until there is enough text to tell.
+# A generator that yields until there is enough text, and returns whether the part was read.
 Reading = Generator[None, None, bool]
 _LONGEST_SLOT = 256
 _NO, _MORE = -1, -2
 
 
 class MarkerReader:
-    """A text as far as it has come.
+    """Reader of a text that arrives in pieces.
 
     Attributes:
-        text, at: what has come, and how far it is read.
-        ended: nothing more comes.
-        slots: what stood in the places of the markers read last.
+        text: text received and not yet forgotten.
+        at: offset in `text` of the reading place.
+        ended: whether the text is complete.
+        slots: texts found in the slots of the markers read last, by slot.
     """
 
     def __init__(self) -> None:
@@ -36,15 +37,15 @@ class MarkerReader:
         return self.at == len(self.text)
 
     def add(self, text: str) -> None:
-        """Take a piece; what is read is forgotten."""
+        """Append a piece of text."""
         self.text += text
 
     def forget(self) -> None:
-        """Let go of what is read: nobody goes back before here."""
+        """Drop the text before the reading place; no caller may go back before it."""
         self.text, self.at = self.text[self.at :], 0
 
     def more(self) -> Reading:
-        """Wait for one more character; False: the text is at its end."""
+        """Wait for at least one more character; False if the text has ended."""
         size = len(self.text)
         while len(self.text) == size:
             if self.ended:
@@ -53,7 +54,7 @@ class MarkerReader:
         return True
 
     def space(self) -> Reading:
-        """Read white space; whether something follows."""
+        """Read white space; True if another character follows."""
         while True:
             while not self.empty and self.text[self.at].isspace():
                 self.at += 1
@@ -63,10 +64,11 @@ class MarkerReader:
                 return False
 
     def marker(self, marker: str, *, unfinished: bool = False) -> Reading:
-        """Read a marker if it is there.
+        """Read a marker; False, with no text read, if it is not there.
 
         Args:
-            unfinished: at the end of the text, its beginning will do.
+            marker: text with slots; any white space matches any other or none.
+            unfinished: whether the beginning of the marker suffices at the end of the text.
         """
         parts = chunks(marker)
         while True:
@@ -82,14 +84,14 @@ class MarkerReader:
             return True
 
     def first_of(self, markers: Sequence[str]) -> Generator[None, None, int]:
-        """Read the one of some markers that is there; its place among them, or -1."""
+        """Read the first marker that is there, and return its index; -1 if there is none."""
         for i, marker in enumerate(markers):
             if (yield from self.marker(marker)):
                 return i
         return -1
 
     def until(self, text: str, *, limit: int | None = None) -> Generator[None, None, str | None]:
-        """Read up to a text, which is not read; None: it does not come within `limit`."""
+        """Read and return the part before `text`; None if it is not within `limit` characters."""
         while True:
             end = self.text.find(text, self.at)
             if end >= 0:
@@ -101,7 +103,10 @@ class MarkerReader:
                 return None
 
     def _match(self, parts: Sequence[str]) -> int:
-        """Where the marker at the reading place ends, or `_NO`, or `_MORE`."""
+        """Return the offset after the marker at the reading place.
+
+        `_NO` if the marker is not there, `_MORE` if more text is needed to tell.
+        """
         at, text = self.at, self.text
         filled: dict[str, str] = {}
         for i, part in enumerate(parts):
@@ -143,7 +148,7 @@ class MarkerReader:
 
 
 def hold_back(text: str, markers: Sequence[str]) -> int:
-    """Length of the longest end of a text that may begin one of the markers."""
+    """Return the length of the longest end of a text that may begin one of the markers."""
     longest = max(map(len, markers), default=1) - 1
     for length in range(min(longest, len(text)), 0, -1):
         tail = text[-length:]

@@ -1,4 +1,4 @@
-"""Conversations as token ids; message text never passes for special tokens."""
+"""Encoding of conversations as token ids; message text never passes for special tokens."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from edgellm.text.template import ChatTemplate, Scalar
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
-# Private-use characters bracket the number of a part that the template must carry through as is.
+# Private-use characters around the number of a part that the template must carry through as is.
 _OPEN, _CLOSE = "\ue0e0", "\ue0e1"
 
 Part = str | tuple[int, ...]
@@ -24,16 +24,17 @@ Part = str | tuple[int, ...]
 
 @dataclass(frozen=True)
 class Message:
-    """One turn.
+    """A message of a conversation.
 
     Attributes:
         role: system, developer, user, assistant or tool.
-        tokens: the tokens of a generated answer; they are used as they are, because encoding
-            their text again may give others and so miss the cache.
-        reasoning: what an assistant thought before the content; templates may leave it out.
-        tool_calls: an assistant's calls.
-        tool_call_id: of a tool's result, which call it is to.
-        name: of the tool, or of who speaks.
+        content: text of the message.
+        tokens: token ids of a generated answer; they are used as they are, because encoding their
+            text again may give other tokens and so miss the KV cache.
+        reasoning: an assistant's reasoning before the content; templates may leave it out.
+        tool_calls: an assistant's tool calls.
+        tool_call_id: identifier of the call that a tool's result belongs to.
+        name: name of the tool, or of the speaker.
     """
 
     role: str
@@ -46,10 +47,10 @@ class Message:
 
 
 def check_messages(messages: Sequence[object]) -> None:
-    """Refuse what is no conversation.
+    """Refuse a sequence that is no conversation.
 
     Raises:
-        OptionError: which message is wrong, and why.
+        OptionError: a message is wrong; the error tells which, and why.
     """
     for i, message in enumerate(messages):
         if not isinstance(message, Message):
@@ -72,10 +73,10 @@ def check_messages(messages: Sequence[object]) -> None:
 
 
 def required_template(template: ChatTemplate | None) -> ChatTemplate:
-    """The model's chat template.
+    """Return the model's chat template.
 
     Raises:
-        TemplateError: it has none.
+        TemplateError: the model has none.
     """
     if template is None:
         raise TemplateError(
@@ -95,17 +96,19 @@ def encode_conversation(
     continue_last: bool = False,
     check_size: Callable[[int], None] | None = None,
 ) -> list[int]:
-    """Token ids of a conversation, up to where the answer begins.
+    """Encode a conversation as token ids, up to the beginning of the answer.
 
     Args:
-        tools: what the model may call.
+        tools: tools that the model may call.
         template_arguments: variables that the template reads, such as `enable_thinking`.
-        continue_last: the last message is an assistant's, and the answer goes on with its content.
-        check_size: called with the characters of the rendered conversation before they are encoded.
+        continue_last: whether the answer continues the content of the last message, an assistant's.
+        check_size: called with the number of characters of the rendered conversation before they
+            are encoded.
 
     Raises:
-        TemplateError: the model has no template, or it does not take these messages or any tools.
-        OptionError: a message is wrong, or an argument that the template does not read.
+        TemplateError: the model has no template, or the template takes no tools or refuses the
+            messages.
+        OptionError: a message is wrong, or the template does not read one of the arguments.
     """
     check_messages(messages)
     template = required_template(template)
@@ -142,9 +145,9 @@ def encode_conversation(
 
 
 class _Writer:
-    """Messages as a template takes them, and what it makes of them as tokens.
+    """Converter of messages for a chat template, and of the rendered text to token ids.
 
-    Generated tokens and texts of special tokens go through the template as numbers of `parts`.
+    Generated tokens and texts of special tokens go through the template as numbers of parts.
     """
 
     def __init__(self, template: ChatTemplate, tokenizer: Tokenizer) -> None:
@@ -157,14 +160,14 @@ class _Writer:
         return [self._value(message, names) for message in messages]
 
     def mark(self) -> str:
-        """A place in the prompt, which is no token."""
+        """Return a text that marks a place in the prompt and becomes no token."""
         return _number((), self._parts)
 
     def protect(self, text: str) -> str:
         return _protect(Message("user", text), self._tokenizer, self._parts)
 
     def protect_all(self, value: Any) -> Any:
-        """A JSON value with all of its texts protected."""
+        """Return a JSON value with all of its texts protected from passing for special tokens."""
         if isinstance(value, str):
             return self.protect(value)
         if isinstance(value, Mapping):
@@ -174,7 +177,7 @@ class _Writer:
         return value
 
     def with_generated(self, rendered: str, messages: Sequence[Message]) -> str:
-        """Put tokens of answers with reasoning or calls where the template wrote their text."""
+        """Replace rendered answers with reasoning or calls by their generated tokens."""
         at = 0
         for message in messages:
             if message.tokens is None or _is_plain(message):
@@ -191,7 +194,7 @@ class _Writer:
         tokenizer, ids = self._tokenizer, list[int]()
         for i, text in enumerate(rendered.replace(_CLOSE, _OPEN).split(_OPEN)):
             if i % 2 == 0:
-                # the begin token stands before a part that the template begins with, too
+                # the begin token also precedes a protected part at the very start of the prompt
                 if text or (i == 0 and self._parts):
                     ids += tokenizer.encode(text, add_bos=not ids and None, parse_special=True)
                 continue
@@ -247,19 +250,19 @@ class _Writer:
         }
 
     def _id(self, text: str) -> str:
-        """An identifier as the template takes it; the same for a call and its result."""
+        """Return a call's identifier as the template takes it, equal for a call and its result."""
         if not self._template.traits.short_ids or (len(text) == 9 and text.isalnum()):
             return self.protect(text)
         return hashlib.sha256(text.encode(errors="replace")).hexdigest()[:9]
 
 
 def _is_plain(message: Message) -> bool:
-    """Whether its content is all that there is to generate."""
+    """Whether a message has content alone, without reasoning or tool calls."""
     return message.reasoning is None and not message.tool_calls
 
 
 def _protect(message: Message, tokenizer: Tokenizer, parts: list[Part]) -> str:
-    """The content with generated tokens and texts of special tokens replaced by their numbers."""
+    """Return the content with generated tokens and special tokens' texts replaced by numbers."""
     if message.tokens is not None:
         return _number(message.tokens, parts)
     content = message.content.replace(_OPEN, "").replace(_CLOSE, "")

@@ -1,26 +1,26 @@
-"""Where renderings of a template differ, in whole tags. Pure Python."""
+"""Comparison of a template's renderings in whole tags. Pure Python."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Sequence
 
-# What stands whole or not at all: tags, and Mistral's names in brackets.
+# Units of comparison: tags, Mistral's names in brackets, and single characters.
 _SEGMENT = re.compile(r"<[^<>\s][^<>]*>?|\[/?[A-Z_]+\]|.", re.DOTALL)
 
 
 def segments(text: str) -> list[str]:
-    """Tags and single characters."""
+    """Split a text into tags and single characters."""
     return _SEGMENT.findall(text)
 
 
 def common_head(a: str, b: str) -> str:
-    """What two texts begin with, up to where a tag begins that only one of them has."""
+    """Return the common beginning of two texts, in whole tags."""
     return "".join(_common(segments(a), segments(b)))
 
 
 def common_end(a: str, b: str) -> str:
-    """What two texts end with, from where a tag begins."""
+    """Return the common end of two texts, in whole tags."""
     return "".join(_common(segments(a)[::-1], segments(b)[::-1])[::-1])
 
 

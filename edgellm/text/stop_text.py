@@ -1,4 +1,4 @@
-"""Stop texts that may be split over tokens. Pure Python."""
+"""Detection of stop texts, which may be split over tokens, in a stream of text. Pure Python."""
 
 from __future__ import annotations
 
@@ -7,15 +7,16 @@ from collections.abc import Sequence
 
 
 class StopText:
-    """Lets text through until a stop text begins; what might be its beginning is held back.
+    """A filter that lets text through until a stop text; a possible beginning of one is held back.
 
     Args:
-        min_indent: a line that is indented by fewer characters, and is not blank, stops it as well,
-            together with the line end before it.
+        stops: the stop texts.
+        min_indent: minimum indent in characters; a line that is indented less, and is not blank,
+            stops the text as well, at the line end before it. 0: no such stop.
 
     Attributes:
-        stopped: whether something has stopped the text.
-        stop: which stop text it was; None: a line that is indented less.
+        stopped: whether the text has been stopped.
+        stop: the stop text found; None if a line that is indented less stopped the text.
     """
 
     def __init__(self, stops: Sequence[str], *, min_indent: int = 0) -> None:
@@ -28,7 +29,7 @@ class StopText:
         self.stop: str | None = None
 
     def add(self, text: str) -> str:
-        """The text that is safe to show; after a stop text nothing more is."""
+        """Take a piece of text, and return the text that is safe to show; "" after a stop."""
         if self.stopped:
             return ""
         self._held += text
@@ -49,12 +50,12 @@ class StopText:
         return shown
 
     def finish(self) -> str:
-        """The text that was held back and turned out to be ordinary."""
+        """End the text, and return the part that was held back and is no stop text."""
         held, self._held = self._held, ""
         return held
 
     def _unfinished(self) -> int:
-        """Length of the longest end of the held text that may begin what stops it."""
+        """Return the length of the longest end of the held text that may begin a stop."""
         indent = self._indent and self._indent.search(self._held)
         at_line_start = len(self._held) - indent.start() if indent else 0
         longest = max(map(len, self._stops), default=1) - 1

@@ -19,7 +19,7 @@ from edgellm.text.tool_probe import find_answer_format
 
 MAX_TEMPLATE_CHARACTERS = 1 << 17
 MAX_OUTPUT_CHARACTERS = 1 << 24
-# What a caller's arguments must not stand for.
+# Names that `template_arguments` must not have.
 _RESERVED = frozenset(
     ["messages", "tools", "documents", "add_generation_prompt", "bos_token", "eos_token"]
 )
@@ -31,16 +31,17 @@ Scalar = bool | int | float | str | None
 
 
 class ChatTemplate:
-    """A compiled template.
+    """A compiled chat template.
 
     Args:
         source: Jinja text.
-        bos, eos: texts of the special tokens, as templates expect them.
+        bos, eos: texts of the begin and end tokens, which templates read.
         time_limit_s: processor time after which a rendering is stopped.
-        work_limit: characters that a rendering may make on its way; see `template_budget.py`.
+        work_limit: limit on the characters that a rendering makes on its way; see
+            `template_budget.py`.
 
     Raises:
-        TemplateError: a syntax error, with its line.
+        TemplateError: the source is too long or has a syntax error, named with its line.
     """
 
     def __init__(
@@ -74,13 +75,13 @@ class ChatTemplate:
 
     @cached_property
     def traits(self) -> TemplateTraits:
-        """What the template wants of tools and calls; some renderings, 5 ms."""
+        """Traits of the template's tools and calls; found by some renderings, 5 ms."""
         with budget(*self._limits):
             return probe_traits(self.render, self.source)
 
     @cached_property
     def answer_format(self) -> AnswerFormat:
-        """How the model writes reasoning and calls; some renderings, 5 ms."""
+        """Format in which the model writes reasoning and calls; found by renderings, 5 ms."""
         with budget(*self._limits):
             return find_answer_format(self.render, self.traits, self.source)
 
@@ -92,14 +93,15 @@ class ChatTemplate:
         template_arguments: Mapping[str, Scalar] | None = None,
         add_generation_prompt: bool = True,
     ) -> str:
-        """The prompt text for a conversation of `{"role": ..., "content": ...}` messages.
+        """Render the prompt text of a conversation of `{"role": ..., "content": ...}` messages.
 
         Args:
             tools: OpenAI's function objects.
             template_arguments: variables that the template reads.
+            add_generation_prompt: whether to end with the beginning of an answer.
 
         Raises:
-            TemplateError: the template refused the messages, failed, or passed a limit.
+            TemplateError: the template refused the messages, failed, or exceeded a limit.
             OptionError: the template does not read one of the arguments.
         """
         arguments = self._checked_arguments(template_arguments or {})
@@ -138,7 +140,7 @@ class ChatTemplate:
 
 @contextmanager
 def _template_errors(what: str) -> Iterator[None]:
-    """Make a TemplateError of whatever Jinja or a template raises."""
+    """Turn any exception of Jinja or of a template in the block into a TemplateError."""
     try:
         yield
     except EdgeLLMError:

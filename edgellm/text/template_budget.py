@@ -1,7 +1,7 @@
-"""Budgets of chat templates: how much a rendering may make, and how long it may take.
+"""Budgets of chat templates: limits on a rendering's work and time.
 
-Each operation of a template that may make or read much pays for it before it begins. A character
-costs 1, an item of a list or a turn of a loop `ITEM`, which is about what it takes in memory.
+Each operation of a template that may make or read much text pays for it before it begins. A
+character costs 1, an item of a list or a turn of a loop `ITEM`, about its size in memory.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ ITEM = 16
 WORK_LIMIT = 1 << 26
 # Processor time, so that other threads and processes do not stop a template that takes little.
 TIME_LIMIT_S = 2.0
-# Work after which the time is looked at.
+# Work between two looks at the time.
 _LOOK_EVERY = 64 * ITEM
 LISTS = (list, tuple, KeysView, ValuesView, ItemsView)
 _PRINTED = (Mapping, Undefined, range, type(None), *LISTS)
@@ -27,11 +27,16 @@ _FLOAT_CHARACTERS = 330
 
 
 class LimitError(Exception):
-    """A limit was passed; `ChatTemplate` makes a TemplateError of it."""
+    """Error: a rendering exceeded a limit; `ChatTemplate` turns it into a TemplateError."""
 
 
 class Budget:
-    """Work and time that are left to a rendering."""
+    """Work and processor time left to a rendering.
+
+    Args:
+        work: characters that the rendering may make.
+        seconds: processor time of this thread.
+    """
 
     def __init__(self, work: int, seconds: float) -> None:
         self._work = self._left = self._look_at = work
@@ -53,7 +58,7 @@ _BUDGET: ContextVar[Budget] = ContextVar("template budget")
 
 @contextmanager
 def budget(work: int, seconds: float) -> Iterator[None]:
-    """Limit the renderings inside; those of a budget that has begun share it."""
+    """Limit the work and time of renderings in the block; a budget around it applies instead."""
     if _BUDGET.get(None) is not None:
         yield
         return
@@ -68,29 +73,29 @@ def spend(work: int) -> None:
     """Pay for work of the rendering that runs in this thread.
 
     Raises:
-        LimitError: its budget is spent.
+        LimitError: the rendering's budget is spent.
     """
     _BUDGET.get().spend(work)
 
 
 def each(values: Iterable[Any]) -> Iterator[Any]:
-    """Yield values, and pay for each as it is taken."""
+    """Yield values, and pay `ITEM` for each as it is taken."""
     for value in values:
         spend(ITEM)
         yield value
 
 
 def spend_tree(value: Any, *, printed: bool = False, indent: int = 0) -> int:
-    """Pay for a walk over a value and all that is in it, and return the price.
+    """Pay for a walk over a value and all values in it, and return the price.
 
-    Values in several places count in each, as in all that compares, hashes or prints them.
+    A value in several places counts in each, as it does in comparing, hashing or printing.
 
     Args:
-        printed: pay for the characters of the value as JSON or in Python's notation.
+        printed: whether to pay for the characters of the value as JSON or in Python's notation.
         indent: characters before each line for each level of JSON.
 
     Raises:
-        TypeError: something in a value to be printed has no text.
+        TypeError: a value to be printed has no text.
     """
     total, stack = 0, [iter((value,))]
     while stack:
@@ -110,7 +115,7 @@ def spend_tree(value: Any, *, printed: bool = False, indent: int = 0) -> int:
 
 
 def text_of(value: Any) -> str:
-    """Write a value as a template prints it, and pay for that."""
+    """Return a value's text as a template prints it, and pay for that."""
     if isinstance(value, str):
         spend(ITEM + len(value))
         return value
@@ -119,7 +124,7 @@ def text_of(value: Any) -> str:
 
 
 def _characters(value: Any, *, printed: bool) -> int:
-    """Bound the characters that are written for a value by itself."""
+    """Bound the characters written for a value, without the values in it."""
     if isinstance(value, str):
         plain = not printed or (value.isascii() and value.isprintable())
         return len(value) * (1 + printed if plain else 12)

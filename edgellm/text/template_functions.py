@@ -1,6 +1,6 @@
-"""Filters, tests and functions of chat templates: those that released ones use.
+"""Filters, tests and functions for chat templates, as far as released templates use them.
 
-All of them pay for their work before they do it; see `template_budget.py`.
+Each pays for its work before it does it; see `template_budget.py`.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from edgellm.text.template_operators import (
 
 _LINE_ENDS = "\n\r\v\f\x1c\x1d\x1e\x85\u2028\u2029"
 _LONGEST_INDENT = 64
-# `strftime` of C's library makes no more of one.
+# Maximum of characters that `strftime` of C's library makes of one character of a pattern.
 _DATE_CHARACTERS = 256
 
 
@@ -68,7 +68,7 @@ def _tojson(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """Write plain JSON; Jinja's own filter escapes HTML."""
+    """Write a value as plain JSON; Jinja's own filter escapes HTML."""
     width = len(indent) if isinstance(indent, str) else int(indent or 0)
     if max([width, *map(len, separators or ())]) > _LONGEST_INDENT:
         raise LimitError(f"JSON with an indent or separator of more than {_LONGEST_INDENT}")
@@ -119,10 +119,10 @@ def _reverse(value: Any) -> Any:
 
 
 def _lazy(function: Callable[..., Any], name_at: int) -> Callable[..., Any]:
-    """Make a filter that takes one value after the other.
+    """Make a paying filter of a Jinja filter that takes one value after the other.
 
     Args:
-        name_at: which argument is the name of a filter or test.
+        name_at: index of the argument that is the name of a filter or test.
     """
 
     @pass_context
@@ -138,7 +138,7 @@ def _lazy(function: Callable[..., Any], name_at: int) -> Callable[..., Any]:
 
 
 def _ordered(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Make a filter that compares all values with each other."""
+    """Make a paying filter of a Jinja filter that compares all values with each other."""
 
     @pass_environment
     def ordered(environment: Any, value: Any, *args: Any, **kwargs: Any) -> Any:

@@ -1,6 +1,6 @@
-"""Operators of chat templates and methods of their values: those that released templates use.
+"""Operators and methods of values for chat templates, as far as released templates use them.
 
-All of them are paid for before they work; see `template_budget.py`.
+Each is paid for before it works; see `template_budget.py`.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from edgellm.text.template_budget import (
     text_of,
 )
 
-# Characters that escaping makes of one.
+# Maximum of characters that escaping makes of one character.
 ESCAPED = 5
-# Characters that changing the case makes of one.
+# Maximum of characters that a change of case makes of one character.
 _CASED = 3
 _NUMBER = re.compile(r"\d+")
-# A width that comes from the arguments: `%*d`, `{:{width}}`.
+# A width taken from the arguments of a format: `%*d`, `{:{width}}`.
 _NESTED = re.compile(r"%[^a-zA-Z%]*\*|\{[^{}]*\{")
-# Characters of a value in a format, where they are no text of its own.
+# Maximum of characters of a formatted value that is no text, without its width.
 _SHORT = 400
 _MAX_BITS = 1024
 
@@ -46,7 +46,7 @@ _COMPARISONS: Mapping[str, Callable[[Any, Any], Any]] = {
 
 
 def compare(left: Any, *rest: Any) -> Any:
-    """Compute `left OPERATOR right ...`; names and right sides come in turn."""
+    """Compute `left OPERATOR right ...`; `rest` holds operator names and right sides in turn."""
     result: Any = True
     for name, right in zip(rest[::2], rest[1::2], strict=True):
         if name in ("in", "notin"):
@@ -86,20 +86,26 @@ def _contains(values: Any, value: Any) -> bool:
 
 
 def key(value: Any) -> Any:
-    """Return a key of a mapping, which is a scalar: others may take for ever to hash."""
+    """Return a key for a mapping after a check that it is a scalar.
+
+    Other values may take for ever to hash.
+
+    Raises:
+        TypeError: the value is no scalar.
+    """
     if not isinstance(value, str | int | float | None | Undefined):
         raise TypeError(f"a {type(value).__name__} is no key")
     return value
 
 
 def literal(value: Sequence[Any] | Mapping[Any, Any]) -> Any:
-    """Pay for a list, tuple or mapping that the template writes."""
+    """Pay for a list, tuple or mapping written in the template, and return it."""
     spend(ITEM * (1 + len(value) * (1 + isinstance(value, Mapping))))
     return value
 
 
 def concat(values: Sequence[Any]) -> str:
-    """Compute `a ~ b ~ ...`."""
+    """Compute `a ~ b ~ ...`, the values' texts joined."""
     return "".join(map(text_of, values))
 
 
@@ -147,14 +153,14 @@ def weight(value: Any) -> int:
 
 
 def escaping(*values: Any) -> int:
-    """Bound the characters that become of one: operators and methods of `Markup` escape others."""
+    """Bound the characters made of one: `Markup` in operators and methods escapes other text."""
     return ESCAPED if any(isinstance(value, Markup) for value in values) else 1
 
 
 def pay_format(text: str, values: Any) -> None:
-    """Pay for `text % values` or `text.format(values)`: all widths, and all values each time.
+    """Pay for `text % values` or `text.format(values)`: all widths, and all values in each field.
 
-    Every number in the text counts as a width, wherever it stands.
+    Every number in the text counts as a width.
     """
     if _NESTED.search(text):
         raise LimitError("it took a width from the arguments of a format")
@@ -179,7 +185,7 @@ def _pay_rsplit(text: str, arguments: Sequence[Any]) -> None:
 
 
 def pay_strip(text: str, arguments: Sequence[Any]) -> None:
-    """Pay for comparing each character, or each end, with the whole argument."""
+    """Pay for `strip`, `lstrip` and `rstrip`: each character compared with the whole argument."""
     spend(len(text) * max([1, *(len(a) for a in arguments if isinstance(a, str))]))
 
 
@@ -219,7 +225,7 @@ _STRING_METHODS: Mapping[str, Callable[[str, Sequence[Any]], None]] = {
     "title": pay_case,
     "upper": pay_case,
 }
-# Attributes that are not items of a mapping or a namespace.
+# Attributes that templates may read, by type of the value, besides items of a mapping or namespace.
 ATTRIBUTES: Sequence[tuple[type, frozenset[str]]] = (
     (str, frozenset([*_STRING_METHODS, "join"])),
     (Mapping, frozenset(["get", "items", "keys", "values"])),
@@ -238,7 +244,11 @@ ATTRIBUTES: Sequence[tuple[type, frozenset[str]]] = (
 def called_method(
     owner: Any, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> tuple[Any, ...]:
-    """Pay for a method's call, and return its arguments with lists for iterators."""
+    """Pay for a method call, and return its arguments, with those of `join` as lists.
+
+    Raises:
+        TypeError: the method is not for chat templates.
+    """
     if isinstance(owner, Mapping):
         if args:
             key(args[0])

@@ -1,8 +1,8 @@
-"""Jinja with a budget: parsed templates are checked, and rewritten to pay for what they do.
+"""Jinja with a budget: parsed templates are checked, and rewritten to pay for their work.
 
-Jinja's immutable sandbox keeps a template from Python's internals; it does not keep it from running
-or growing for ever. So only the statements, filters, tests, functions and methods are there that
-released chat templates use, and whatever can make or read much is a call that pays for it.
+Jinja's immutable sandbox keeps a template from Python's internals, but not from running or growing
+for ever. So it has only the statements, filters, tests, functions and methods that released chat
+templates use, and each operation that can make or read much text is a call that pays for it.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ _STATEMENTS = (
     nodes.Assign, nodes.AssignBlock, nodes.Break, nodes.CallBlock, nodes.Continue,
     nodes.FilterBlock, nodes.For, nodes.If, nodes.Macro, nodes.Output, nodes.With,
 )  # fmt: skip
-# What the guard puts into templates, under names that none can write.
+# Filters that the guard puts into templates, under names that no template can write.
 _COMPARE, _CONCAT, _CUT, _KEY, _LITERAL, _LOOP = (
     f"<{name}>" for name in ("compare", "concat", "cut", "key", "literal", "loop")
 )
 
 
 class Sandbox(ImmutableSandboxedEnvironment):
-    """The environment that transformers renders chat templates in, with limits."""
+    """A Jinja environment like that of transformers for chat templates, with limits."""
 
     intercepted_binops = frozenset(["+", "-", "*", "/", "//", "**", "%"])
 
@@ -55,10 +55,11 @@ class Sandbox(ImmutableSandboxedEnvironment):
         self.globals = dict(functions.FUNCTIONS)
 
     def guarded(self, source: str) -> nodes.Template:
-        """Parse a template, and put a price on all that it does.
+        """Parse a template, and rewrite it so that each operation pays for its work.
 
         Raises:
-            jinja2.TemplateError: a syntax error, or a statement that is not for chat templates.
+            jinja2.TemplateError: the source has a syntax error, or a statement that is not for chat
+                templates.
         """
         tree = self.parse(source)
         for node in tree.find_all(nodes.Stmt):
@@ -97,7 +98,7 @@ def _printed(context: Any, value: Any) -> str:
 
 
 class _Guard(NodeTransformer):
-    """Makes filters of what Jinja compiles to Python as it is."""
+    """Rewriter of operations that Jinja compiles to plain Python, into calls of paying filters."""
 
     def visit_Output(self, node: nodes.Output) -> nodes.Output:
         self.generic_visit(node)
@@ -154,7 +155,7 @@ class _Guard(NodeTransformer):
 
 
 class _GenerationBlock(Extension):
-    """`{% generation %} ... {% endgeneration %}` marks answers for training; it changes nothing."""
+    """The block `{% generation %} ... {% endgeneration %}`, a mark for training without effect."""
 
     tags = {"generation"}  # noqa: RUF012
 

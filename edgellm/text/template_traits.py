@@ -1,7 +1,7 @@
-"""What a chat template wants of tools, tool calls and reasoning, found by rendering probes.
+"""Traits of a chat template for tools, tool calls and reasoning, found by rendering probes.
 
-Templates differ in how they take the same message: arguments as an object or as JSON text, a
-message that only calls as empty or as null content, identifiers of nine characters. Each probe
+Templates take the same message in different forms: arguments as an object or as JSON text, empty or
+null content beside calls, identifiers of nine characters. Each probe
 renders a call with names that occur nowhere else, and looks for them in the prompt.
 """
 
@@ -17,7 +17,7 @@ from typing import Any, Protocol
 
 from edgellm.errors import TemplateError
 
-# Fields of an assistant's message that templates take the reasoning from, the usual one first.
+# Fields of an assistant's message from which templates take the reasoning, the usual one first.
 _REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")
 # An identifier like those of OpenAI, and one like those of Mistral.
 _IDS = ("call_edgellm00a", "edgeLLM0a")
@@ -39,7 +39,7 @@ _PROBE_NAME, _PROBE_KEY, _PROBE_VALUE = "edge_called", "edge_key", "edge value"
 
 
 class Render(Protocol):
-    """`ChatTemplate.render`."""
+    """The signature of `ChatTemplate.render`."""
 
     def __call__(
         self,
@@ -52,16 +52,16 @@ class Render(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class TemplateTraits:
-    """How a template takes what is not just text.
+    """Forms in which a chat template takes tools, tool calls and reasoning.
 
     Attributes:
-        takes_tools: whether tools are in the prompt.
-        renders_calls: why calls are not, if so; None: they are.
-        arguments_as_text: whether a call's arguments are JSON text, and no object.
-        null_content: whether a message that only calls has the content null, and not "".
+        takes_tools: whether the template writes tools into the prompt.
+        renders_calls: reason why the template does not render calls; None if it does.
+        arguments_as_text: whether a call's arguments are JSON text instead of an object.
+        null_content: whether a message with calls alone has the content null instead of "".
         short_ids: whether a call's identifier must have nine letters and digits.
-        reasoning_field: where the reasoning of an answer is taken from; None: nowhere.
-        takes_developer: whether there is a role `developer`; else it is the system's.
+        reasoning_field: field of a message with an answer's reasoning; None if there is none.
+        takes_developer: whether the template knows the role `developer`; else `system` is used.
     """
 
     takes_tools: bool
@@ -73,7 +73,7 @@ class TemplateTraits:
     takes_developer: bool = False
 
     def call_message(self, content: str, calls: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-        """An assistant's message with calls `{"id", "name", "arguments": object}`."""
+        """Make an assistant's message with calls `{"id", "name", "arguments": object}`."""
         return {
             "role": "assistant",
             "content": None if self.null_content and not content else content,
@@ -89,10 +89,11 @@ class TemplateTraits:
 
 
 def probe_traits(render: Render, source: str) -> TemplateTraits:
-    """What a template wants.
+    """Find the traits of a chat template.
 
     Args:
-        source: its text, in which fields of messages are looked for.
+        render: function that renders the template.
+        source: text of the template, searched for fields of messages.
     """
     fields = (f for f in _REASONING_FIELDS if re.search(rf"(?:\.|\[['\"]|get\(['\"]){f}\b", source))
     plain, listing = (_rendered(render, [PROBE_USER], tools=tools) for tools in ((), (PROBE_TOOL,)))
@@ -102,7 +103,7 @@ def probe_traits(render: Render, source: str) -> TemplateTraits:
         "reasoning_field": next(fields, None),
         "takes_developer": re.search(r"['\"]developer['\"]", source) is not None,
     }
-    # identifiers of nine characters, and arguments as text, are for those that take no others
+    # identifiers of nine characters, and arguments as text, are for templates that take no others
     for short, as_text in itertools.product((False, True), repeat=2):
         rendering: list[tuple[int, TemplateTraits]] = []
         for null in (False, True):
@@ -123,7 +124,7 @@ def probe_traits(render: Render, source: str) -> TemplateTraits:
 
 
 def _rendered_call(render: Render, traits: TemplateTraits) -> str | None:
-    """A conversation with a call, if it is rendered with its name and arguments as they are."""
+    """Render a conversation with a call; None if name or arguments do not appear as they are."""
     call = {
         "id": _IDS[traits.short_ids],
         "name": _PROBE_NAME,

@@ -12,10 +12,10 @@ _BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
 class TokenBytes:
-    """How a vocabulary writes bytes, found from its tokenizer.json.
+    """The notation of bytes in a vocabulary, found from its tokenizer.json.
 
     Args:
-        description: of tokenizer.json.
+        description: content of tokenizer.json.
     """
 
     def __init__(self, description: Mapping[str, Any]) -> None:
@@ -24,7 +24,7 @@ class TokenBytes:
         self._added = {entry["content"] for entry in description.get("added_tokens") or ()}
 
     def bytes_of(self, text: str) -> bytes:
-        """The bytes that an entry of the vocabulary stands for."""
+        """Return the bytes that a token, given as its vocabulary entry, stands for."""
         if text in self._added:
             return text.encode(errors="replace")
         if self._byte_level:
@@ -39,7 +39,10 @@ class TokenBytes:
 
 @cache
 def _letters() -> Mapping[str, int]:
-    """GPT-2's letter of each byte: its own where it can be seen, else one from 256 on."""
+    """Return the byte of each of GPT-2's letters.
+
+    A printable byte is its own character; the others are characters from 256 on.
+    """
     seen = [*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in set(seen)]
     return {chr(b): b for b in seen} | {chr(256 + i): b for i, b in enumerate(others)}

@@ -1,4 +1,4 @@
-"""Text to tokens and back, at run time."""
+"""The tokenizer of a bundle, from text to token ids and back, at run time."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from edgellm.text.token_bytes import TokenBytes
 from edgellm.text.tokenizer_check import check_description
 
 _REPLACEMENT = "\ufffd"
-# From so many characters or tokens on, those of `tokenizers` are called that let go of Python's
-# lock: of a text of 1 MiB, encoding holds it for 0.5 s, and nothing else in the process goes on.
+# From this number of characters or tokens on, functions of `tokenizers` are called that release
+# Python's lock: encoding a text of 1 MiB holds it for 0.5 s, and all other threads wait.
 _LONG = 1 << 12
 
 
@@ -28,12 +28,14 @@ class Tokenizer:
     """A bundle's tokenizer.
 
     Args:
-        rows: of the model's embedding; None where there is no model. The exporter has looked at
-            every token of the vocabulary, which takes a third of the time to load; here those are
-            looked at that are used.
+        folder: the bundle's folder.
+        entry: special tokens from the bundle's manifest.
+        rows: rows of the model's embedding; None without a model. The exporter has checked every
+            token of the vocabulary, which takes a third of the time to load; here only tokens in
+            use are checked.
 
     Raises:
-        TokenizerError: a damaged file, or a begin or end token that the embedding has no row for.
+        TokenizerError: the file is damaged, or a begin or end token has no row in the embedding.
     """
 
     def __init__(self, folder: Path, entry: TokenizerEntry, *, rows: int | None = None) -> None:
@@ -47,7 +49,7 @@ class Tokenizer:
         self.fim = entry.fim
         self.adds_bos = entry.add_bos and self.bos_id is not None
         added = self._tokenizer.get_added_tokens_decoder()
-        # special or not, they are taken out of a text before it is split
+        # added tokens, special or not, are taken out of a text before it is split
         self.added_tokens: Mapping[str, int] = {t.content: i for i, t in added.items()}
         self.special_texts = tuple(
             sorted((t.content for t in added.values() if t.special), key=len, reverse=True)
@@ -55,7 +57,7 @@ class Tokenizer:
 
     @cached_property
     def special_pattern(self) -> re.Pattern[str] | None:
-        """Matches any special token's text, the longest where several begin."""
+        """Pattern of any special token's text, the longest first; None without special tokens."""
         texts = [re.escape(text) for text in self.special_texts if text]
         return re.compile("|".join(texts)) if texts else None
 
@@ -65,22 +67,24 @@ class Tokenizer:
 
     @cached_property
     def vocabulary(self) -> Mapping[str, int]:
-        """Every token's text and id."""
+        """Id of every token by its text."""
         return self._tokenizer.get_vocab()
 
     @cached_property
     def longest(self) -> int:
-        """Characters of the longest token."""
+        """Number of characters of the longest token."""
         return max(map(len, self.vocabulary))
 
     def encode(
         self, text: str, *, add_bos: bool | None = None, parse_special: bool = False
     ) -> list[int]:
-        """Token ids of a text.
+        """Encode a text as token ids.
 
         Args:
-            add_bos: start with the begin token; None does what the model asks for. Never doubled.
-            parse_special: whether a special token's text stands for the token or for itself.
+            add_bos: whether to start with the begin token, which is never doubled; None: as the
+                model asks for.
+            parse_special: whether a special token's text is encoded as that token, instead of as
+                plain text.
 
         Raises:
             TokenizerError: the text is not valid Unicode, or the tokenizer fails on it, or a token
@@ -107,21 +111,21 @@ class Tokenizer:
         return ids
 
     def decode(self, tokens: Sequence[int], *, skip_special: bool = True) -> str:
-        """The text of tokens; bytes that are not UTF-8 become U+FFFD."""
+        """Decode token ids to text; bytes that are not UTF-8 become U+FFFD."""
         ids = list(tokens)
         with tokenizer_errors("the tokenizer failed on these tokens"):
             if len(ids) < _LONG:
                 return self._tokenizer.decode(ids, skip_special_tokens=skip_special)
-            with self._lock:  # `encode` changes what others must not be reading meanwhile
+            with self._lock:  # `encode` changes a setting that this must not read meanwhile
                 (text,) = self._tokenizer.decode_batch([ids], skip_special_tokens=skip_special)
             return str(text)
 
     def text_of(self, token: int) -> str:
-        """A token as its vocabulary entry, for display."""
+        """Return a token's vocabulary entry, for display; "" for an unknown id."""
         return self._tokenizer.id_to_token(token) or ""
 
     def bytes_of(self, token: int) -> bytes:
-        """The bytes of a token by itself, which may be a part of a character."""
+        """Return the bytes of a token by itself, which may be a part of a character."""
         return self._token_bytes.bytes_of(self.text_of(token))
 
     @cached_property
@@ -129,7 +133,7 @@ class Tokenizer:
         return TokenBytes(json.loads(self.to_json()))
 
     def to_json(self) -> str:
-        """The content of tokenizer.json."""
+        """Return the content of tokenizer.json."""
         return self._tokenizer.to_str()
 
     def _id(self, text: str) -> int:
@@ -148,10 +152,11 @@ def read_tokenizer(path: Path, *, template: bool = False) -> HFTokenizer:
     """Read a tokenizer.json.
 
     Args:
-        template: see `check_description`; to encode with special tokens.
+        template: whether to check the template of begin and end tokens, needed to encode with
+            special tokens; see `check_description`.
 
     Raises:
-        TokenizerError: a damaged file.
+        TokenizerError: the file is damaged.
     """
     with tokenizer_errors(str(path)):
         content = path.read_bytes()
@@ -161,10 +166,14 @@ def read_tokenizer(path: Path, *, template: bool = False) -> HFTokenizer:
 
 @contextmanager
 def tokenizer_errors(what: str) -> Iterator[None]:
-    """Whatever the `tokenizers` library raises becomes a TokenizerError that begins with `what`.
+    """Turn errors of the `tokenizers` library in the block into TokenizerErrors.
 
-    A tokenizer.json can hold combinations that it does not expect, and a panic of Rust's is no
-    Exception to Python. That a text is not Unicode is the caller's to tell.
+    A tokenizer.json can hold combinations that the library does not expect, and a panic of Rust's
+    is no Exception to Python. UnicodeEncodeError and TypeError, for a text that is not Unicode, are
+    left to the caller.
+
+    Args:
+        what: beginning of the error's message.
     """
     try:
         yield
@@ -177,10 +186,10 @@ def tokenizer_errors(what: str) -> Iterator[None]:
 
 
 def check_ids(tokenizer: HFTokenizer, rows: int, *, origin: str) -> None:
-    """Refuse a token that the embedding has no row for; rows without a token are padding.
+    """Refuse a vocabulary with a token that has no row in the embedding; more rows are padding.
 
     Raises:
-        TokenizerError: names the token.
+        TokenizerError: the largest id has no row; the message names the token.
     """
     text, largest = max(tokenizer.get_vocab().items(), key=itemgetter(1), default=("", -1))
     if largest >= rows:
@@ -195,12 +204,13 @@ def no_row(text: str, token: int, rows: int, *, origin: str = "") -> TokenizerEr
 
 
 class TextStream:
-    """Turns tokens into text as they come, holding back unfinished characters.
+    """Streaming decoder from tokens to text, which holds back unfinished characters.
 
-    Only the tokens since the last complete text are decoded, behind those of the step before:
-    decoders drop the space at the very beginning, and the earlier tokens take that place.
+    Only the tokens since the last complete text are decoded, after those of the step before:
+    decoders drop a space at the very beginning, where the earlier tokens stand.
 
     Args:
+        context: tokens before the first one of the stream.
         shown_special: ids of special tokens whose texts are shown as well.
     """
 
@@ -217,7 +227,7 @@ class TextStream:
         self._pending: list[int] = []
 
     def add(self, token: int) -> str:
-        """The text that this token completes, possibly none."""
+        """Take a token, and return the text that it completes; "" if it completes none."""
         if token in self._shown_special:
             return self.finish() + self._tokenizer.text_of(token)
         self._pending.append(token)
@@ -228,7 +238,7 @@ class TextStream:
         return text
 
     def finish(self) -> str:
-        """The text that was held back; bytes that never became a character are U+FFFD."""
+        """Return the text that was held back; bytes of an unfinished character become U+FFFD."""
         text = self._new_text()
         self._shown, self._pending = [*self._shown, *self._pending], []
         return text
@@ -238,7 +248,7 @@ class TextStream:
         return self._tokenizer.decode([*self._shown, *self._pending])[len(known) :]
 
     def _complete_end(self, context: Sequence[int]) -> list[int]:
-        """The last few tokens of a context, from where a character begins."""
+        """Return the fewest last tokens of a context, up to 8, that are whole characters."""
         for length in range(1, min(len(context), 8) + 1):
             end = list(context[-length:])
             text = self._tokenizer.decode(end)

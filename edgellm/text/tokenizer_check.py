@@ -1,6 +1,6 @@
-"""Checks of tokenizer.json for what the `tokenizers` library does not expect.
+"""Checks of tokenizer.json for content that the `tokenizers` library does not expect.
 
-It ends the process, or writes a trace of its own to the terminal, where others raise an error.
+The library then ends the process, or writes a trace to the terminal, instead of raising an error.
 """
 
 from __future__ import annotations
@@ -11,19 +11,19 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-# By name, or by a name that is written with escapes. Encoding runs no TemplateProcessing.
+# Names of dangerous parts, or a name written with escapes. Encoding runs no TemplateProcessing.
 _SUSPECT = re.compile(rb"Precompiled|FixedLength|\\u00[4-7]")
 
 
 def check_description(content: bytes, *, template: bool) -> None:
-    """Refuse parts that are known to end in a panic or in gigabytes of memory.
+    """Refuse a tokenizer.json with parts known to end in a panic or in gigabytes of memory.
 
     Args:
-        template: look at the template of begin and end tokens as well, for which all of a
+        template: whether to check the template of begin and end tokens as well, for which the whole
             vocabulary has to be read.
 
     Raises:
-        ValueError: says which part.
+        ValueError: a part is refused; the message names it.
     """
     if template or _SUSPECT.search(content):
         json.loads(content, object_hook=_checked)
@@ -41,7 +41,7 @@ def _checked(part: dict[str, Any]) -> dict[str, Any]:
 
 
 def _check_charsmap(text: object) -> None:
-    """Compare the size of the trie, in the first four bytes, with what follows."""
+    """Compare the trie's size, in the first four bytes, with the bytes that follow."""
     content = base64.b64decode(text) if isinstance(text, str) else b""
     size = int.from_bytes(content[:4], "little")
     if not 4 <= size <= len(content) - 4:

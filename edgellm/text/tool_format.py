@@ -1,4 +1,4 @@
-"""How a model writes reasoning, content and tool calls: what is found in its template.
+"""The format in which a model writes reasoning, content and tool calls, found in its template.
 
     reasoning.open  ...  reasoning.close
     content.open  ...  content.close
@@ -12,7 +12,7 @@ where CALL is one of
     python      NAME(KEY=VALUE, ...)                                    LFM2
     braces      NAME{KEY:VALUE,...}, texts between quotes of their own  Gemma 4
 
-Spaces and line ends in the markers are taken as they come. Pure Python.
+White space in the markers matches any other white space, or none. Pure Python.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from typing import Literal
 
 Kind = Literal["object", "json", "tagged", "python", "braces"]
 
-# Stand in markers for what differs from call to call.
+# Slots: characters that stand in markers for texts that differ from call to call.
 NAME_SLOT, ID_SLOT, INDEX_SLOT = "\ue001", "\ue002", "\ue003"
 KEY_SLOT, TYPE_SLOT = "\ue004", "\ue005"
 SLOTS = NAME_SLOT + ID_SLOT + INDEX_SLOT + KEY_SLOT + TYPE_SLOT
@@ -32,12 +32,13 @@ _CHUNK = re.compile(rf"\s+|[{SLOTS}]|[^\s{SLOTS}]+")
 
 @dataclass(frozen=True, kw_only=True)
 class ObjectKeys:
-    """Keys of a call that is a JSON object.
+    """Keys of a tool call that is a JSON object.
 
     Attributes:
-        name: None where the name is itself the key of the arguments.
-        id: the key of the model's own identifier, if it writes one.
-        id_last: whether it stands behind the arguments.
+        name: key of the tool's name; None if the name is itself the key of the arguments.
+        arguments: key of the arguments; None with `name`.
+        id: key of the model's own identifier, if it writes one.
+        id_last: whether the identifier stands after the arguments.
         others: further keys with a text.
     """
 
@@ -50,11 +51,14 @@ class ObjectKeys:
 
 @dataclass(frozen=True, kw_only=True)
 class ParameterTags:
-    """Markers of one argument.
+    """Markers around an argument of a `tagged` call.
 
     Attributes:
-        texts, values: what may stand between a key and its value, before a text that is written as
-            it is and before JSON; where they are the same, the tool's schema tells.
+        key_open: marker before a key.
+        texts: markers between a key and a text that is written as it is.
+        values: markers between a key and JSON; if equal to `texts`, the tool's schema decides
+            between text and JSON.
+        value_close: marker after a value.
     """
 
     key_open: str
@@ -65,10 +69,12 @@ class ParameterTags:
 
 @dataclass(frozen=True, kw_only=True)
 class CallFormat:
-    """How calls are written; see the head of this file.
+    """The form of tool calls, with the markers named at the head of this file.
 
     Attributes:
-        quote: of `braces`, around texts.
+        keys: keys of calls of the kind `object`.
+        tags: markers of arguments of the kind `tagged`.
+        quote: quote around texts of the kind `braces`.
         parallel: whether the template takes several calls in one answer.
     """
 
@@ -86,18 +92,18 @@ class CallFormat:
 
     @property
     def begin(self) -> str:
-        """All that comes before the first call's name or object."""
+        """Text before the first call's name or object."""
         return (self.section + self.open).lstrip()
 
     @property
     def trigger(self) -> str:
-        """The first text by which a call is known; "" is an object alone."""
+        """First text of a call's marker, which identifies a call; "" for an object alone."""
         return next((chunk for chunk in chunks(self.begin) if chunk not in SLOTS), "")
 
 
 @dataclass(frozen=True)
 class Marks:
-    """What stands around a part of an answer."""
+    """Markers around a part of an answer."""
 
     open: str
     close: str
@@ -105,12 +111,12 @@ class Marks:
 
 @dataclass(frozen=True, kw_only=True)
 class AnswerFormat:
-    """What is found of a template.
+    """The format of a model's answers, as far as found in its chat template.
 
     Attributes:
-        calls: None: there is no tool format.
-        no_calls: why not.
-        reasoning: None: the model does not reason.
+        calls: form of tool calls; None if none was found.
+        no_calls: reason why `calls` is None.
+        reasoning: markers around the reasoning; None if the model does not reason.
         content: markers around the content, most often "".
         ends: further markers that are no content, such as those of a turn's end.
     """
@@ -123,13 +129,13 @@ class AnswerFormat:
 
     @property
     def dropped(self) -> tuple[str, ...]:
-        """Markers that may stand before or behind content."""
+        """Markers that may stand before or after content, and are dropped."""
         marks = (self.content.open, self.content.close, *self.ends)
         return tuple(mark.strip() for mark in marks if mark.strip())
 
     @property
     def markers(self) -> str:
-        """Everything that an answer's text may be cut by; special tokens in it are to be shown."""
+        """Text of all markers of the format; special tokens in it must be shown in an answer."""
         text = [*self.dropped]
         if self.reasoning is not None:
             text += [self.reasoning.open, self.reasoning.close]
@@ -142,9 +148,9 @@ class AnswerFormat:
 
 
 def chunks(marker: str) -> list[str]:
-    """A marker as texts, slots, and runs of white space as single spaces.
+    """Split a marker into texts, slots, and single spaces for runs of white space.
 
-    A list's bracket at either end stands by itself, since models put spaces around it.
+    A list's bracket at either end of a text is split off, since models put spaces around it.
     """
     parts: list[str] = []
     for chunk in _CHUNK.findall(marker):

@@ -1,7 +1,7 @@
 """Grammars in llguidance's Lark for answers with tool calls.
 
-Lazy: any text, until a call begins; from there on the call has the name of a tool and arguments of
-its schema. Where a call is required, it begins at once, or behind the reasoning.
+A grammar is lazy: any text is allowed until a call begins, which then has the name of a tool and
+arguments of its schema. A required call begins at once, or after the reasoning.
 (https://github.com/guidance-ai/llguidance/blob/main/docs/syntax.md)
 """
 
@@ -28,7 +28,7 @@ from edgellm.tool_use import Tool
 _TEXT = r"/(.|\n)*/"
 _SPACE = r"/[ \n]{0,4}/"
 _LAYOUT = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
-# as JSON and Python write them; templates differ
+# Booleans as JSON and Python write them; templates differ.
 _BOOLEAN = '("true" | "false" | "True" | "False")'
 _PATTERNS = {ID_SLOT: "/[A-Za-z0-9]{9}/", INDEX_SLOT: "/[0-9]{1,3}/"}
 
@@ -42,15 +42,16 @@ def tool_grammar(
     in_reasoning: bool,
     added: Mapping[str, int],
 ) -> str:
-    """A grammar for answers.
+    """Write a grammar for answers with tool calls.
 
     Args:
-        tools: those that may be called.
-        required: whether the answer is a call.
+        format: format of the model's answers, with calls.
+        tools: tools that may be called.
+        required: whether the answer must be a call.
         parallel: whether several calls may stand in one answer.
-        in_reasoning: the prompt has begun the reasoning.
-        added: ids of the vocabulary's added tokens by their texts; llguidance does not take them
-            for text.
+        in_reasoning: whether the prompt has begun the reasoning.
+        added: ids of the vocabulary's added tokens by their texts, which llguidance does not match
+            as text.
     """
     assert format.calls is not None
     return _Grammar(format, format.calls, added).text(
@@ -61,11 +62,11 @@ def tool_grammar(
 def schema_grammar(
     format: AnswerFormat, schema: Mapping[str, Any] | bool, *, added: Mapping[str, int]
 ) -> str:
-    """A grammar for answers that are JSON of a schema behind the reasoning, which the prompt has
-    begun.
+    """Write a grammar for reasoning that the prompt has begun, and then JSON of a schema.
 
     Args:
-        format: with marks of reasoning.
+        format: format of the model's answers, with markers of reasoning.
+        schema: JSON schema of the answer after the reasoning.
         added: see `tool_grammar`.
     """
     rules = _Rules(format, added)
@@ -78,7 +79,7 @@ def schema_grammar(
 
 
 class _Rules:
-    """Rules as they are collected."""
+    """Collector of the rules of a grammar."""
 
     def __init__(self, format: AnswerFormat, added: Mapping[str, int]) -> None:
         self._format = format
@@ -93,7 +94,7 @@ class _Rules:
         return f"%llguidance {{}}\nstart: {start}\n{rules}\n"
 
     def literal(self, text: str) -> str:
-        """A marker: its added tokens as such, slots as patterns, all else as it is."""
+        """Write a marker: added tokens by their ids, slots as patterns, other text as it is."""
         parts = []
         for chunk in re.split(f"([{SLOTS}])", text):
             if chunk in _PATTERNS:
@@ -116,7 +117,12 @@ class _Rules:
         return f"(SPACE {self.literal(marks.open.strip())} {thoughts})?"
 
     def _until(self, end: str, name: str) -> str:
-        """Any text and the marker that ends it."""
+        """Write any text and the marker that ends it.
+
+        Args:
+            end: the marker.
+            name: name of the rule to add if `end` has no added token.
+        """
         special = self._pattern.search(end) if self._pattern else None
         if special is not None:
             return f"TEXT {self.literal(end)}"
@@ -129,7 +135,7 @@ class _Rules:
 
 
 class _Grammar(_Rules):
-    """Rules of calls."""
+    """Collector of the rules of answers with tool calls."""
 
     def __init__(self, format: AnswerFormat, calls: CallFormat, added: Mapping[str, int]) -> None:
         super().__init__(format, added)
@@ -154,14 +160,14 @@ class _Grammar(_Rules):
         return self.grammar(f"{reasoning} {start}")
 
     def _listed_calls(self, begin: str, *, parallel: bool) -> str:
-        """Calls one after the other, the first behind `begin`."""
+        """Write one call, or several consecutive ones; the first is after the marker `begin`."""
         form = self._calls
         close = f"call {self.literal(form.close)}"
         more = f"({self.literal(form.between + form.open)} {close})*" if parallel else ""
         return f"{self.literal(begin)} {close} {more} {self.literal(form.section_close)}"
 
     def _triggered(self, begin: str, *, parallel: bool) -> str:
-        """Text up to the first marker of a call, and the rest of the call."""
+        """Write any text up to the first marker of a call, and the rest of the call."""
         trigger = self._calls.trigger
         in_section = parallel and bool(self._calls.section.strip())
         special = self._pattern.match(trigger) if self._pattern else None
@@ -231,7 +237,7 @@ class _Grammar(_Rules):
         return f'{_quoted(tool.name)} "{{" {self._listed(tool, ":", ",", i)} "}}"'
 
     def _listed(self, tool: Tool, equals: str, comma: str, i: int) -> str:
-        """Arguments with commas between them, those that are required first."""
+        """Write the arguments of a tool with commas between them, the required ones first."""
         quote, parameters = self._calls.quote, _parameters(tool)
         required: list[str] = []
         optional: list[str] = []
@@ -246,7 +252,7 @@ class _Grammar(_Rules):
             tail = "".join(f"({between}{item})?" for item in optional)
             return between.join(required) + tail
         listed = ""
-        for item in reversed(optional):  # any of them, in their order
+        for item in reversed(optional):  # any subset of them, in their order
             listed = f"({item} ({between}{listed})? | {listed})" if listed else item
         return f"({listed})?" if listed else ""
 
@@ -283,7 +289,7 @@ def _quoted(text: str) -> str:
 
 
 def _schema(schema: Mapping[str, Any]) -> str:
-    """JSON as templates write it, so that the next prompt has the same text."""
+    """Write JSON of a schema, laid out as in templates, so that the next prompt has the same."""
     return f"%json {json.dumps({**schema, 'x-guidance': _LAYOUT})}"
 
 
@@ -292,7 +298,7 @@ def _arguments(tool: Tool) -> str:
 
 
 def _parameters(tool: Tool) -> list[tuple[str, Mapping[str, Any], bool]]:
-    """Names, schemas, and whether they are required."""
+    """Return the name of each parameter of a tool, its schema, and whether it is required."""
     schema = tool.schema
     required = schema.get("required", ())
     shared: dict[str, Any] = {key: schema[key] for key in ("$defs", "definitions") if key in schema}

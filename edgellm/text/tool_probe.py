@@ -1,9 +1,9 @@
-"""The format of a model's answers, found by rendering probes through its own chat template.
+"""Search for the format of a model's answers, by rendering probes through its own chat template.
 
 Conversations that differ in one thing (content or a call, one call or two, a text or a number as an
-argument, with and without reasoning) are rendered, and what differs is taken apart. Nothing is
-known of particular models; what does not come apart is no format, with a reason. The idea is that
-of llama.cpp's differential parser.
+argument, with and without reasoning) are rendered, and their differences are taken apart. No
+knowledge of particular models is used; renderings that do not come apart give no format, with a
+reason. The idea is that of llama.cpp's differential parser.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from edgellm.text.template_traits import PROBE_TOOL, PROBE_USER, Render, Templat
 from edgellm.text.tool_format import AnswerFormat, CallFormat, Marks
 from edgellm.tool_use import joined_calls
 
-# Texts that no template has, and that begin and end with what nothing else does.
+# Texts that no template has; they begin and end with a letter that no marker has.
 _CONTENT, _REASONING = "\u03a9content\u03a9", "\u03a9reason\u03a9"
 _TAG = re.compile(r"<[^<>\s][^<>]*>|\[/?[A-Z_]+\]")
 _LAST_TAG = re.compile(rf"({_TAG.pattern})\w{{0,20}}\s*\Z")
 _LONGEST_MARK = 80
-# Of released templates, renderings of probes have 6,500 characters, and the answers in them 650.
+# Limits in characters: renderings of probes by released templates have 6,500, their answers 650.
 _LONGEST_RENDERING = 1 << 15
 _LONGEST_ANSWER = 1 << 12
 _MARKUP = re.compile(r"[^\w\s.,=]")
@@ -36,7 +36,7 @@ _MARKUP = re.compile(r"[^\w\s.,=]")
 def find_answer_format(render: Render, traits: TemplateTraits, source: str) -> AnswerFormat:
     """Find the format of the answers that a template's model was trained on.
 
-    A template may render anything, so any failure is a reason why there is no format.
+    A template may render anything, so any failure becomes a reason why there is no format.
     """
     try:
         return _found_format(_Probe(render, traits), source)
@@ -94,7 +94,7 @@ class _Probe:
         *,
         reasoning: str | None = None,
     ) -> str | None:
-        """A conversation with one answer; None: the template refuses it."""
+        """Render a conversation with one answer; None if the template refuses it."""
         message: dict[str, Any] = {"role": "assistant", "content": content}
         if calls:
             if self.traits.renders_calls:
@@ -107,11 +107,11 @@ class _Probe:
         return self._rendered([PROBE_USER, message], prompt=False)
 
     def prompt(self) -> str:
-        """What stands before an answer."""
+        """Render the prompt of an answer; "" if the template refuses it."""
         return self._rendered([PROBE_USER], prompt=True) or ""
 
     def _rendered(self, messages: Sequence[Mapping[str, Any]], *, prompt: bool) -> str | None:
-        for tools in ((PROBE_TOOL,), ()):  # some templates take no others
+        for tools in ((PROBE_TOOL,), ()):  # some templates take only one of these
             try:
                 text = self.render(messages, tools=tools, add_generation_prompt=prompt)
             except TemplateError:
@@ -137,7 +137,7 @@ def _find_calls(probe: _Probe, called: str, head: str, end: str) -> CallFormat:
 
 
 def _without_reasoning(calls: CallFormat, reasoning: Marks | None) -> CallFormat:
-    """Calls before which some templates write an empty reasoning."""
+    """Return a call format without the empty reasoning that some templates write before calls."""
     if reasoning is None:
         return calls
     section = calls.section.lstrip().removeprefix(reasoning.open).lstrip()
@@ -147,10 +147,10 @@ def _without_reasoning(calls: CallFormat, reasoning: Marks | None) -> CallFormat
 
 
 def _check_calls(probe: _Probe, form: AnswerFormat, head: str, end: str) -> None:
-    """Read the probes with a format.
+    """Parse the rendered probes with a format.
 
     Raises:
-        NotUnderstood: that does not give back what was rendered.
+        NotUnderstood: the parser does not return the calls that were rendered.
     """
     for numbers in ([1], [1, 2])[: 1 + (form.calls is not None and form.calls.parallel)]:
         asked = [probe_call(number) for number in numbers]
@@ -164,7 +164,7 @@ def _check_calls(probe: _Probe, form: AnswerFormat, head: str, end: str) -> None
 
 
 def _parsed(parser: AnswerParser, text: str) -> tuple[AnswerDelta, AnswerDelta]:
-    """Parse a whole answer at once, which takes the square of its length."""
+    """Parse a whole answer at once, in time that grows with the square of its length."""
     _check_length(text, _LONGEST_ANSWER)
     return parser.add(text), parser.finish()
 
@@ -182,8 +182,11 @@ def _json(text: str) -> Any:
 
 
 def _find_reasoning(probe: _Probe, source: str, head: str, content: Marks) -> Marks | None:
-    """Markers around the reasoning, from how it is rendered before content or a call, from the
-    prompt's end, or from what the template cuts off old answers."""
+    """Find the markers around the reasoning; None if there are none.
+
+    Sources are its rendering before content or a call, the prompt's end, and the markers by which
+    the template cuts it off old answers.
+    """
     for text, follows in (
         (probe.answer(_CONTENT, reasoning=_REASONING), _CONTENT),
         (probe.answer("", [probe_call(1)], reasoning=_REASONING), ""),
@@ -216,7 +219,10 @@ def _find_reasoning(probe: _Probe, source: str, head: str, content: Marks) -> Ma
 
 
 def _reads_back(probe: _Probe, reasoning: Marks, content: Marks, head: str, end: str) -> bool:
-    """Whether reasoning and content of the rendered probe come apart, if there is one."""
+    """Whether the parser tells reasoning and content of the rendered probe apart.
+
+    Without such a rendering: whether the markers are short enough.
+    """
     text = probe.answer(_CONTENT, reasoning=_REASONING)
     if text is None or _REASONING not in text:
         return max(len(reasoning.open), len(reasoning.close)) < _LONGEST_MARK
@@ -229,5 +235,5 @@ def _reads_back(probe: _Probe, reasoning: Marks, content: Marks, head: str, end:
 
 
 def _twins(tag: re.Match[str] | None, close: str) -> bool:
-    """Whether a tag is closed by one of its name."""
+    """Whether `close` is the closing tag of `tag`."""
     return tag is not None and f"{tag[1][0]}/{tag[1][1:]}" == close
