@@ -386,5 +386,5 @@ def _done(slot: _Slot, task: asyncio.Task[LLM]) -> None:
 
 
 def _mib(count: int) -> int:
-    """Bytes in MiB, rounded up."""
+    """Convert bytes to MiB, rounded up."""
     return -(-count >> 20)

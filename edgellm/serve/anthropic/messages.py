@@ -82,7 +82,7 @@ def _answer(blocks: Sequence[Fields]) -> Message:
             thoughts.append(block.text("thinking") or "")
         elif kind == "tool_use":
             calls.append(_call(block))
-        elif kind != "redacted_thinking":  # encrypted by its author
+        elif kind != "redacted_thinking":  # encrypted: only its author can read it
             texts.append(_text(block))
     reasoning = "\n\n".join(thought for thought in thoughts if thought) or None
     content = "\n\n".join(texts)

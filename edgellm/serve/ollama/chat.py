@@ -163,7 +163,7 @@ def _keep(call: Call, asked: _Asked) -> None:
 async def _answer(call: Call, asked: _Asked, prompt: AskedPrompt) -> Reply:
     arguments = asked.arguments
     if isinstance(prompt, Infill):
-        arguments = {"temperature": 0.0, **arguments}  # as `LLM.infill`
+        arguments = {"temperature": 0.0, **arguments}  # as in `LLM.infill`
     ask = Ask(
         model=asked.model,
         prompt=prompt,
