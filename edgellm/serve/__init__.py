@@ -1,6 +1,6 @@
-"""`edgellm serve`: the HTTP dialects of the clients that people use, over the models' loops.
+"""`edgellm serve`: an HTTP server that speaks several API dialects over the models' loops.
 
-All but `ServeOptions` needs starlette and uvicorn, which are imported with it.
+Every name but `ServeOptions` is imported when it is first used, and with it starlette and uvicorn.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""From an ask to the events of its answers.
+"""Answers to asks: from an `Ask` to the stream of events that a dialect turns into JSON.
 
-A dialect makes its JSON of them. Whoever closes the stream of events, or is cancelled while it
-waits, withdraws the ask: its blocks are given back with the next step.
+A caller that closes the stream, or is cancelled while it waits, withdraws the ask. Its KV blocks
+are given back with the next step.
 """
 
 from __future__ import annotations
@@ -40,20 +40,21 @@ if TYPE_CHECKING:
     from edgellm.serve.options import ServeOptions
 
 _Item: TypeAlias = Begun | Progress | SamplePieces
-# Has what others have computed of a prompt brought into the KV cache, if it is worth that; the
-# third is the salt of the prompt's blocks. Raises nothing: what is not there is computed.
+# Fetches KV blocks of a prompt that other processes have computed, where that is worth it.
+# Arguments: engine, tokens of the prompt, salt of its blocks. Raises nothing: blocks that do not
+# arrive are computed here.
 BringPrefix: TypeAlias = "Callable[[Engine, Sequence[int], str], Awaitable[None]]"
 
 
 class Answering:
-    """Answers asks with the models of a pool, as many as its limits allow.
+    """Service that answers asks with the models of a pool, within the limits of the queue.
 
     Args:
-        bring_prefix: called before a prompt is computed; None: no others compute prompts.
+        bring_prefix: called before a prompt is computed; None: no other process computes prompts.
 
     Attributes:
-        metrics: what it has done so far.
-        text_work: for what is asked about texts, and is no answer.
+        metrics: counters of all asks so far.
+        text_work: threads for requests that need no answer of a model, such as counting tokens.
     """
 
     def __init__(
@@ -69,34 +70,35 @@ class Answering:
 
     @property
     def stopping(self) -> bool:
-        """Whether answers are being ended."""
+        """Whether the server is stopping, and so ends its answers."""
         return self._stop.is_set()
 
     @property
     def on_their_way(self) -> int:
-        """Asks that wait or are being answered."""
+        """Number of asks that wait or are being answered."""
         return self.metrics.waiting + self.metrics.running
 
     def stop(self) -> None:
-        """End all answers that are on their way with an error that says so."""
+        """End all unfinished answers with an error that says that the server stops."""
         self._stop.set()
         self.text_work.close()
 
     async def check(self, asks: Sequence[Ask]) -> None:
-        """Refuse asks of one request and model if one of them cannot be answered.
+        """Refuse the asks of one request, all for one model, if one of them cannot be answered.
 
         Raises:
-            RequestError, EdgeLLMError: as with `answer`.
+            RequestError, EdgeLLMError: see `answerable_prompt`; also if the model cannot be loaded
+                or too many texts wait.
         """
         model = self.pool.resolve(asks[0].model)
         async with self.pool.use(model) as llm:
             await self.text_work.call(lambda: [answerable_prompt(llm, model, ask) for ask in asks])
 
     async def answer(self, ask: Ask, client: Client) -> AsyncGenerator[Event, None]:
-        """The events of an ask, `Begun` first.
+        """Answer an ask, and yield its events, `Begun` first.
 
         Raises:
-            RequestError: it cannot be answered, or not now, or the server is told to stop.
+            RequestError: the ask cannot be answered, or not now, or the server is stopping.
         """
         with self._taken_in(client) as counted:
             async with self.pool.use(ask.model) as llm:
@@ -110,7 +112,7 @@ class Answering:
                             await self._bring_prefix(llm.engine, item.prompt, client.salt)
 
     async def embed(self, ask: EmbeddingAsk, client: Client) -> Embeddings:
-        """The embeddings of texts or token ids.
+        """Return the embeddings of texts or token ids.
 
         Raises:
             RequestError: as with `answer`, or the time limit has passed.
@@ -147,10 +149,12 @@ class Answering:
 
     @contextmanager
     def _taken_in(self, client: Client) -> Iterator[Counted]:
-        """An ask on its way; whatever goes wrong with it is an error for its client.
+        """Count an ask in the queue limits while the context is open.
+
+        Every exception of the ask becomes a `RequestError` for its client.
 
         Raises:
-            RequestError: too many are on their way, or the server is told to stop.
+            RequestError: too many asks wait, or the server is stopping.
         """
         if self._stop.is_set():
             raise _stopping()
@@ -167,14 +171,17 @@ class Answering:
     def _pending(
         self, llm: LLM, model: str, ask: Ask, client: Client, arrival: float
     ) -> Pending[_Item]:
-        """What takes long about an ask, its prompt first; see `pending.py`."""
+        """Encode the prompt of an ask, yield `Begun`, then the progress and pieces of its answers.
+
+        The parts of this work that take long run outside the event loop (see `pending.py`).
+        """
         engine = llm.engine
         prompt = answerable_prompt(llm, model, ask)
         tokens, options = prompt.tokens, self._limited(prompt.options, arrival)
         yield Begun(model, tuple(tokens), options, engine)
-        limited = self._limited(prompt.options, arrival)  # some of the time may be over
+        limited = self._limited(prompt.options, arrival)  # time has passed since `Begun`
         options = replace(limited, owner=client.owner)
-        if ask.infill_sampler:  # which has cut by these already
+        if ask.infill_sampler:  # the sampler has applied these two already
             options = replace(options, top_p=1.0, min_p=0.0)
         pending = sample_pieces(
             engine,
@@ -194,7 +201,7 @@ class Answering:
     def _embedding(
         self, llm: LLM, ask: EmbeddingAsk, client: Client
     ) -> Pending[list[int] | NDArray[np.float32]]:
-        """The tokens of each prompt in a list, then the vectors."""
+        """Yield the token count of each prompt in one list, then the vectors in order."""
         engine, pooling = llm.engine, self.options.pooling
         tokens = [
             embedding_prompt(engine, prompt, pooling=pooling, truncates=ask.truncates)
@@ -211,7 +218,10 @@ class Answering:
         )
 
     def _limited(self, options: GenerationOptions, arrival: float) -> GenerationOptions:
-        """The options within the server's limits; time counts from the arrival."""
+        """Cut the options of an answer to the server's limits.
+
+        The time limit counts from `arrival`, a time of `time.perf_counter`.
+        """
         most, limit = self.options.max_tokens, self._time_limit_ms(options.time_limit_ms)
         if most is not None:
             most = most if options.max_tokens is None else min(most, options.max_tokens)
@@ -222,7 +232,7 @@ class Answering:
         return options
 
     def _time_limit_ms(self, asked: int | None) -> int | None:
-        """The shorter one of what is asked for and the server's."""
+        """Return the shorter of the asked and the server's time limit in ms; None: no limit."""
         limits = [ms for ms in (asked, self.options.time_limit_ms) if ms is not None]
         return min(limits, default=None)
 
@@ -230,7 +240,7 @@ class Answering:
 def _read(
     pending: Pending[Progress | SamplePieces], readers: Sequence[AnswerReader]
 ) -> Pending[Progress | SamplePieces]:
-    """The pieces of each answer taken apart by its reader."""
+    """Split each answer's pieces into text, reasoning and tool calls, with its own reader."""
     with closing(pending):
         for item in pending:
             if isinstance(item, SamplePieces):
@@ -240,7 +250,11 @@ def _read(
 
 
 def _events(item: _Item, counted: Counted) -> list[Event]:
-    """What an item of the loop says."""
+    """Convert an item of the loop to events, and count it.
+
+    Raises:
+        RequestError: too many tokens wait, or the server is stopping.
+    """
     if isinstance(item, Begun):
         counted.take_tokens(len(item.prompt))
         return [item]
@@ -258,8 +272,11 @@ def _events(item: _Item, counted: Counted) -> list[Event]:
 
 
 def deltas(item: SamplePieces) -> list[Delta]:
-    """What pieces say. A delta's reasoning stands before its text, and this before its calls; what
-    comes in another order begins another delta."""
+    """Merge the pieces of one answer into deltas.
+
+    A delta's reasoning comes before its text, and its text before its tool calls. A piece in
+    another order begins a new delta.
+    """
     parts = [Delta(item.sample, "", ())]
     for piece in item.pieces:
         calls, last = piece.tool_calls, parts[-1]
@@ -289,7 +306,7 @@ def _stopping() -> RequestError:
     return RequestError("unavailable", "the server is stopping", retry_after_s=1)
 
 
-# with the types of what is driven
+# `driven` with the item types of the two generators
 
 
 def _driven(engine: Engine, pending: Pending[_Item]) -> AsyncGenerator[_Item, None]:

@@ -1,4 +1,4 @@
-"""The ASGI application: all dialects behind one guard."""
+"""The ASGI application: the routes of all API dialects behind one guard."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from edgellm.serve.options import ServeOptions
 from edgellm.serve.request_error import RequestError
 
 OWN = replace(OPENAI, name="edgellm", routes=[*health.ROUTES, *page.ROUTES])
-# The first that owns a path writes errors of paths that no route has; else it is OpenAI's.
+# For a path without a route, the first dialect that owns it writes the error; else OpenAI's does.
 DIALECTS: Sequence[Dialect] = (OPENAI, RESPONSES, LLAMA_CPP, OLLAMA, ANTHROPIC, OWN)
 
 
@@ -38,9 +38,9 @@ def create_app(
     *,
     bring_prefix: BringPrefix | None = None,
 ) -> Starlette:
-    """An application for an ASGI server; `app.state.answering` is its `Answering`.
+    """Create an application for an ASGI server; `app.state.answering` is its `Answering`.
 
-    Its life span loads the first model and unloads all at its end.
+    The application's life span loads the first model, and unloads all models at its end.
 
     Args:
         bring_prefix: see `Answering`.
@@ -76,7 +76,7 @@ def create_app(
 
 
 def path_error(path: str, error: RequestError) -> Reply:
-    """An error of a path, in the dialect that it belongs to."""
+    """Return the reply for an error at a path, in the dialect that the path belongs to."""
     for dialect in DIALECTS:
         if dialect.owns(path) or any(route.path == path for route in dialect.routes):
             return dialect.error(error)

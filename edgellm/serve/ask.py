@@ -1,4 +1,4 @@
-"""What a client wants, in no dialect."""
+"""Asks: requests for answers or embeddings, independent of any API dialect."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ class Conversation:
     """Messages for the model's chat template.
 
     Attributes:
-        tools: what the model may call.
-        tool_choice: whether it has to; see `edgellm/tool_use.py`.
-        parallel_tool_calls: whether it may make several calls in one answer.
-        template_arguments: what the template is told beside them, such as `enable_thinking`.
-        template_hints: likewise, where the template reads it.
+        tools: tools that the model may call.
+        tool_choice: whether the model has to call a tool, and which; see `edgellm/tool_use.py`.
+        parallel_tool_calls: whether one answer may have several tool calls.
+        template_arguments: further variables of the chat template, such as `enable_thinking`.
+        template_hints: variables that are passed only to a template that reads them.
     """
 
     messages: tuple[Message, ...]
@@ -34,11 +34,11 @@ class Conversation:
 
 @dataclass(frozen=True, kw_only=True)
 class Infill:
-    """A gap to be filled.
+    """A gap to be filled with text.
 
     Attributes:
-        order: see `LLM.infill`.
-        fitted: whether what is around the gap is cut so that it fits (see `fim_budget.py`).
+        order: order of prefix and suffix in the prompt; see `LLM.infill`.
+        fitted: whether the text around the gap is cut to fit the context (see `fim_budget.py`).
     """
 
     gap: Gap
@@ -46,20 +46,20 @@ class Infill:
     fitted: bool = False
 
 
-# A text (special tokens that are written out are those tokens) or token ids are continued.
+# A text or token ids are continued. Special tokens that are written out in a text are those tokens.
 AskedPrompt = Conversation | Infill | str | tuple[int, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Ask:
-    """An answer that is asked for.
+    """A request for one or more answers to one prompt.
 
     Attributes:
-        model: None or "": the first one that is served.
-        arguments: fields of `GenerationOptions`; others are the model's own.
-        n: answers to the same prompt, which is computed once.
-        json_schema: as text; the answer is JSON of this schema. `{}`: any JSON.
-        infill_sampler: choose tokens as llama.cpp's sampler of this name does (see
+        model: id of the model; None or "": the first served model.
+        arguments: fields of `GenerationOptions`; the model's own defaults apply to the others.
+        n: number of answers to the prompt, which is computed once.
+        json_schema: schema of the answer, as JSON text; `{}`: any JSON. None: free text.
+        infill_sampler: whether tokens are chosen as by llama.cpp's sampler `infill` (see
             `infill_sampler.py`).
     """
 
@@ -73,13 +73,13 @@ class Ask:
 
 @dataclass(frozen=True, kw_only=True)
 class EmbeddingAsk:
-    """Embeddings that are asked for.
+    """A request for the embeddings of one or more prompts.
 
     Attributes:
-        model: None or "": the first one that is served.
+        model: id of the model; None or "": the first served model.
         prompts: texts or token ids.
         truncates: whether a text that is too long for the context is cut; else it is an error.
-        time_limit_ms: for all of them, from their arrival; None: the server's.
+        time_limit_ms: time for all embeddings, from their arrival; None: the server's limit.
     """
 
     model: str | None

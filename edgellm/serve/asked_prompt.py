@@ -1,4 +1,4 @@
-"""What an ask becomes for the engine: tokens, and the options of their answers."""
+"""Encoding of asks for the engine: prompt tokens, and the options of the answers."""
 
 from __future__ import annotations
 
@@ -22,17 +22,19 @@ if TYPE_CHECKING:
     from edgellm.generation_options import GenerationOptions
     from edgellm.llm import LLM
 
-# Of a token; up to so many there is nothing to be looked up.
+# Characters per token of the context. A text up to this size is not refused, so the tokenizer's
+# longest token need not be looked up for it.
 _USUAL_CHARACTERS = 8
 
 
 @dataclass(frozen=True, kw_only=True)
 class EncodedPrompt:
-    """A prompt, and how it is answered.
+    """A prompt in tokens, with the options of its answers.
 
     Attributes:
-        logit_filter: of each answer.
-        chat: how answers are taken apart; None: they are text.
+        logit_filter: filter of each answer's logits, such as a JSON schema's.
+        chat: the conversation's form, by which answers are split into text, reasoning and tool
+            calls; None: answers are plain text.
     """
 
     tokens: list[int]
@@ -42,13 +44,14 @@ class EncodedPrompt:
 
 
 def asked_prompt(llm: LLM, model: str, ask: Ask) -> EncodedPrompt:
-    """What an ask means for a model.
+    """Encode an ask for a model: prompt tokens, generation options and logit filter.
 
     Args:
-        model: what clients call it.
+        model: id by which clients name the model.
 
     Raises:
-        EdgeLLMError: the model is not for such asks, or a part of it is wrong.
+        EdgeLLMError: the model cannot take such an ask, or an option, message or tool is wrong.
+        RequestError: a part of the ask is wrong, such as a text that is too long.
     """
     engine, prompt = llm.engine, ask.prompt
     options = llm.generation_options(**ask.arguments)
@@ -89,7 +92,11 @@ def asked_prompt(llm: LLM, model: str, ask: Ask) -> EncodedPrompt:
 
 
 def _logit_filter(llm: LLM, ask: Ask, options: GenerationOptions) -> LogitFilter | None:
-    """What answers may consist of."""
+    """Return the filter that a JSON schema or the sampler `infill` puts on logits, or None.
+
+    Raises:
+        RequestError: the ask has both.
+    """
     if ask.json_schema is not None:
         if ask.infill_sampler:
             raise RequestError(
@@ -105,7 +112,11 @@ def _logit_filter(llm: LLM, ask: Ask, options: GenerationOptions) -> LogitFilter
 
 
 def _continues(prompt: Conversation) -> bool:
-    """Whether the answer goes on with an assistant's text at the end, as llama-server's does."""
+    """Whether the answer continues a last assistant message, as llama-server's does.
+
+    Raises:
+        RequestError: the last two messages are the assistant's.
+    """
     roles = [message.role for message in prompt.messages[-2:]]
     if roles == ["assistant", "assistant"]:
         raise RequestError(
@@ -117,7 +128,7 @@ def _continues(prompt: Conversation) -> bool:
 
 
 def _uncut(prompt: Infill) -> int:
-    """Count the characters around a gap that no budget cuts."""
+    """Count the characters around a gap that are not cut to fit the context."""
     gap = prompt.gap
     if prompt.fitted:
         return len(gap.tail)
@@ -125,11 +136,12 @@ def _uncut(prompt: Infill) -> int:
 
 
 def check_size(engine: Engine, characters: int) -> None:
-    """Refuse a text that is too long for the context whatever its tokens are: a tokenizer takes
-    seconds for megabytes, while others wait for it.
+    """Refuse a text that is too long for the context even if all its tokens are the longest one.
+
+    A tokenizer takes seconds for megabytes of text, and other requests wait for it meanwhile.
 
     Raises:
-        RequestError: it is.
+        RequestError: the text is too long.
     """
     if characters <= _USUAL_CHARACTERS * engine.ctx_size:
         return
@@ -144,7 +156,9 @@ def check_size(engine: Engine, characters: int) -> None:
 
 
 def answerable_prompt(llm: LLM, model: str, ask: Ask) -> EncodedPrompt:
-    """Encode a prompt, and refuse while there is no reply yet what no answer can begin with.
+    """Encode the prompt of an ask, and refuse one that no answer can begin with.
+
+    The check comes before the reply has begun, so that the error has a status of its own.
 
     Raises:
         RequestError: the prompt is empty or too long, or a biased token is not in the vocabulary.
@@ -165,7 +179,11 @@ def answerable_prompt(llm: LLM, model: str, ask: Ask) -> EncodedPrompt:
 
 
 def continued(engine: Engine, prompt: str | tuple[int, ...], *, parse_special: bool) -> list[int]:
-    """The tokens of a text, or token ids that are in the vocabulary."""
+    """Return the tokens of a text, or the token ids that were given.
+
+    Raises:
+        RequestError: a token id is not in the vocabulary.
+    """
     if isinstance(prompt, str):
         return engine.tokenizer.encode(prompt, parse_special=parse_special)
     largest = max(prompt, default=0)
@@ -177,18 +195,20 @@ def continued(engine: Engine, prompt: str | tuple[int, ...], *, parse_special: b
 def embedding_prompt(
     engine: Engine, prompt: str | tuple[int, ...], *, pooling: Pooling, truncates: bool
 ) -> list[int]:
-    """The tokens of a text to be embedded, with an end token where its state is the embedding:
-    models that were trained for it end their texts so.
+    """Return the tokens of a text to be embedded.
+
+    With `pooling` "last" an end token is appended, whose state is the embedding: models that were
+    trained for this pooling end their texts so.
 
     Args:
-        truncates: a text that is too long for the context is cut.
+        truncates: whether a text that is too long for the context is cut.
 
     Raises:
-        RequestError: it is too long.
+        RequestError: the prompt is too long, or a token id is not in the vocabulary.
     """
     end = [min(engine.tokenizer.eos_ids)] if pooling == "last" and engine.tokenizer.eos else []
     if isinstance(prompt, str) and truncates:
-        # twice as much as a context holds if all tokens are the longest one
+        # twice the characters that fit into a context if all tokens are the longest one
         text = prompt[: 2 * engine.ctx_size * engine.tokenizer.longest]
         return continued(engine, text, parse_special=False)[: engine.ctx_size - len(end)] + end
     check_size(engine, len(prompt) if isinstance(prompt, str) else 0)
@@ -208,7 +228,7 @@ def _not_in_vocabulary(engine: Engine, token: int, name: str) -> RequestError:
 
 
 def _hints(engine: Engine, prompt: Conversation) -> dict[str, Scalar]:
-    """Those that the template reads."""
+    """Return the template hints whose names the chat template reads."""
     known = engine.template.arguments if engine.template is not None else frozenset()
     return {name: value for name, value in prompt.template_hints.items() if name in known}
 
@@ -216,7 +236,7 @@ def _hints(engine: Engine, prompt: Conversation) -> dict[str, Scalar]:
 def too_long(tokens: int, ctx_size: int) -> RequestError:
     return RequestError(
         "context_length",
-        # litellm, pydantic-ai and others know the error by these words
+        # litellm, pydantic-ai and other clients recognize the error by these words
         f"the prompt is too long: it has {tokens} tokens, and this model's maximum context length "
         f"is {ctx_size} tokens; shorten it, or serve the model with a larger `ctx_size`",
         code="context_length_exceeded",

@@ -1,6 +1,6 @@
-"""What comes of an ask.
+"""Events of an ask, from which each dialect makes its reply.
 
-Begun, PromptProgress..., then for each sample Delta... and End
+Order: Begun, PromptProgress..., then for each sample Delta... and End.
 """
 
 from __future__ import annotations
@@ -21,11 +21,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Client:
-    """Who asks.
+    """The client of a request, as told by its API key.
 
     Attributes:
-        salt: of the names of its blocks in the KV cache: only asks with the same one find them.
-        owner: see `GenerationOptions`.
+        salt: salt of the hashes of its blocks in the KV cache; only asks with the same salt find
+            those blocks.
+        owner: owner of its answers; see `GenerationOptions`.
     """
 
     salt: str = ""
@@ -34,12 +35,13 @@ class Client:
 
 @dataclass(frozen=True)
 class Begun:
-    """An ask was taken in; what is wrong with it was raised before.
+    """Event of an accepted ask; errors in the ask are raised before this event.
 
     Attributes:
-        model: the id of the model that answers.
-        prompt: the tokens of the prompt.
-        options: of the answers.
+        model: id of the model that answers.
+        prompt: tokens of the prompt.
+        options: generation options of the answers, within the server's limits.
+        engine: engine of the model.
     """
 
     model: str
@@ -50,7 +52,12 @@ class Begun:
 
 @dataclass(frozen=True)
 class PromptProgress:
-    """How far a prompt is: tokens of it that are computed, of those that were not cached."""
+    """Progress of a prompt's prefill.
+
+    Attributes:
+        done: prompt tokens computed so far.
+        total: prompt tokens that were not found in the KV cache.
+    """
 
     done: int
     total: int
@@ -58,14 +65,14 @@ class PromptProgress:
 
 @dataclass(frozen=True)
 class Delta:
-    """What has come of an answer since its last one; several tokens that are there at once.
+    """New part of one answer: all tokens that have come since the answer's last delta.
 
     Attributes:
-        sample: which of the answers, from 0.
-        text: to be shown; may be empty.
-        pieces: its tokens, and what is known of each.
-        reasoning: what the model thinks, which is not in `text`.
-        calls: of tools, which are not either.
+        sample: index of the answer among those to the prompt, from 0.
+        text: text to be shown; may be empty.
+        pieces: tokens of the delta, with their log probabilities.
+        reasoning: text of the model's reasoning, which is not in `text`.
+        calls: parts of tool calls, which are not in `text` either.
     """
 
     sample: int
@@ -77,7 +84,7 @@ class Delta:
 
 @dataclass(frozen=True)
 class End:
-    """The end of an answer, behind its last `Delta`."""
+    """End of one answer, after its last `Delta`."""
 
     sample: int
     finish_reason: FinishReason
@@ -86,7 +93,11 @@ class End:
 
 @dataclass(frozen=True)
 class Embeddings:
-    """Vectors `[E]` of length 1, and how many tokens each is of."""
+    """Embeddings of several prompts: vectors `[E]` float32 of length 1.
+
+    Attributes:
+        tokens: token count of each prompt.
+    """
 
     model: str
     vectors: list[NDArray[np.float32]]

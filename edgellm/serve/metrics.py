@@ -1,4 +1,4 @@
-"""What a server has done so far, as `/metrics` shows it."""
+"""Counters and histograms of a server since its start, as `/metrics` shows them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0,
 
 
 class Histogram:
-    """Counts of values up to each bound."""
+    """Histogram: counts of values by the smallest bound that is not below them, and their sum."""
 
     def __init__(self, bounds: tuple[float, ...] = _SECONDS) -> None:
         self.bounds = bounds
@@ -29,10 +29,11 @@ class Metrics:
     """Counters of one server.
 
     Attributes:
-        running: asks with a first token; `waiting`: those without one.
-        finished: answers by how they ended.
-        rejected: asks that were refused, by why.
-        prompt_seconds, generation_seconds: of computing, summed over answers.
+        running: unfinished asks that have a first token.
+        waiting: unfinished asks without a first token; embeddings never have one.
+        finished: number of answers by finish reason.
+        rejected: number of refused asks and texts by reason.
+        prompt_seconds, generation_seconds: seconds of prefill and of decode, summed over answers.
     """
 
     running: int = 0
@@ -51,11 +52,11 @@ class Metrics:
     queued: Histogram = field(default_factory=Histogram)
 
     def answered(self, stats: Stats, reason: str, *, seconds: float, first: bool) -> None:
-        """Count an answer.
+        """Count a finished answer.
 
         Args:
-            seconds: from its arrival to its end.
-            first: of those to its prompt.
+            seconds: time from the arrival of its ask to its end.
+            first: whether it is the first of the answers to its prompt, which counts once.
         """
         self.finished[reason] += 1
         self.generation_tokens += stats.generation_tokens
@@ -77,6 +78,6 @@ class Metrics:
 
     @property
     def prompt_tokens_per_second(self) -> float:
-        """What prefill has computed on average; 0 where nothing is known."""
+        """Average rate of prefill so far, in tokens per second; 0 before the first prompt."""
         computed = self.prompt_tokens - self.cached_tokens
         return computed / self.prompt_seconds if self.prompt_seconds > 0 else 0.0

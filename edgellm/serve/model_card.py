@@ -1,4 +1,4 @@
-"""What is told of a model, whether it is loaded or not."""
+"""Model cards: facts that clients are told about a model, loaded or not."""
 
 from __future__ import annotations
 
@@ -25,23 +25,23 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class ModelCard:
-    """A model as clients are told of it.
+    """Facts about a model for its clients.
 
     Attributes:
-        name: the model's own.
-        ctx_size: in tokens.
-        slots: answers that all may fill their contexts.
-        options: of answers whose requests say nothing of them.
-        precision: that answers are computed in.
-        file_type: how the model file is quantized, as Q4_K_M; of one that does not say so, what
-            most of its matrices are stored as.
-        memory_bytes: that it takes when its cache is full, as estimated.
-        bos, eos: texts of its begin and end tokens; "" where there is none.
-        template: the source of its chat template; "" where there is none.
-        takes_tools: whether the template tells the model of tools.
-        calls_tools: whether its calls can be told from text, too.
-        reasons: whether its thoughts can.
-        infill: how it is asked to fill a gap; None: it cannot.
+        name: the model's own name.
+        ctx_size: context length in tokens.
+        slots: number of whole contexts that fit into the KV cache.
+        options: default generation options of answers.
+        precision: precision in which answers are decoded.
+        file_type: quantization of the model file, such as Q4_K_M; for a file that does not name
+            one, the storage type of most of its matrices.
+        memory_bytes: estimated memory of weights and a full KV cache.
+        bos, eos: texts of the begin and end tokens; "" where there is none.
+        template: source of the chat template; "" where there is none.
+        takes_tools: whether the template describes tools to the model.
+        calls_tools: whether the model's tool calls can also be told from its text.
+        reasons: whether the model's reasoning can be told from its text.
+        infill: family of the model's fill-in-the-middle tokens; None: it cannot fill gaps.
     """
 
     name: str
@@ -62,20 +62,23 @@ class ModelCard:
 
 
 def card_of(engine: Engine) -> ModelCard:
-    """The card of a model that is loaded."""
+    """Return the card of a loaded model."""
     template = _readable(engine.bundle, lambda: engine.template)
     return _card(engine.bundle, engine.options, engine.tokenizer, template)
 
 
 def card_on_disk(bundle: Bundle, options: EngineOptions) -> ModelCard:
-    """The card of one that is not, and would be with these options."""
+    """Return the card of a model that is not loaded, as if loaded with these options."""
     tokenizer = Tokenizer(bundle.path, bundle.manifest.tokenizer, rows=bundle.config.vocab_size)
     template = _readable(bundle, lambda: open_template(bundle, tokenizer))
     return _card(bundle, options, tokenizer, template)
 
 
 def _readable(bundle: Bundle, opened: Callable[[], ChatTemplate | None]) -> ChatTemplate | None:
-    """A template; one that is broken is as none, for whoever does not chat."""
+    """Open the chat template; None if there is none, or if it is broken, which is logged.
+
+    Requests that need no template still work then.
+    """
     try:
         return opened()
     except TemplateError as error:

@@ -1,4 +1,4 @@
-"""The models that are served: loaded when somebody asks for them, unloaded when nobody does."""
+"""Pool of served models: each is loaded for its first request and unloaded when idle."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ from edgellm.store.sources import check_name
 
 T = TypeVar("T")
 _log = logging.getLogger(__name__)
-_WITH_ID = re.compile(r"([\w.:-]+)=(?!=)")  # not the version in pypi:package==version
-# After which a client may ask again for a model that has no room now.
+_WITH_ID = re.compile(r"([\w.:-]+)=(?!=)")  # not the `==` of pypi:package==version
+# Seconds after which a client may ask again for a model that has no room in memory now.
 _RETRY_S = 5
 
 
@@ -39,12 +39,12 @@ class ServedModel:
     """A model that clients may name.
 
     Attributes:
-        id: what they call it.
-        open: loads it; takes seconds, or minutes where it is exported first.
-        needed_bytes: what it will take, as estimated; may take as long.
-        card: what is known of it before it is loaded, without a download or an export; may take a
-            second.
-        check: refuses what can never be loaded, at once.
+        id: id by which clients name the model.
+        open: function that loads the model; takes seconds, or minutes where it is exported first.
+        needed_bytes: function that estimates the model's memory; may take as long as `open`.
+        card: function that reads the model's card without loading, downloading or exporting it;
+            None where it would have to be downloaded or exported. May take a second.
+        check: function that refuses at once a name that can never be loaded.
     """
 
     id: str
@@ -57,12 +57,15 @@ class ServedModel:
 def served_model(
     name: str, arguments: EngineArguments, *, progress: ProgressCallback | None = None
 ) -> ServedModel:
-    """A model as the command line names it.
+    """Return the model that the command line names.
 
     Args:
-        name: as with `edgellm.load`; `ID=NAME` gives it another id. Else that is the name, or of a
-            path the last part.
-        progress: told how far its download and its export have come, whenever it is loaded.
+        name: name as for `edgellm.load`, or `ID=NAME` to choose the id. Without `ID=` the id is
+            the name without `hf:` and `.gguf`, and of a path the last part.
+        progress: called with the progress of download and export whenever the model is loaded.
+
+    Raises:
+        OptionError: `ID=` without a name.
     """
     with_id = _WITH_ID.match(name)
     given, source = ("", name) if with_id is None else (with_id[1], name[with_id.end() :])
@@ -90,7 +93,7 @@ def served_model(
 
 
 def _public_id(source: str) -> str:
-    """A name without the folders of this machine."""
+    """Return the id of a model's source, without folders of this machine."""
     if source.startswith("hf:"):
         return source.removeprefix("hf:").partition("@")[0]
     last = Path(source.rpartition("!")[2]).name if "/" in source or "!" in source else source
@@ -99,12 +102,15 @@ def _public_id(source: str) -> str:
 
 @dataclass(eq=False)
 class _Slot:
-    """A model and its state.
+    """A served model and its state in the pool.
 
     Attributes:
-        users: requests that have it in use.
-        used_at: when the last one let go, on the clock of `time.monotonic`.
-        keep_s: for how long a client wants it to stay then, instead of what all models do.
+        loading: task that loads the model for all requests that wait for it.
+        bytes: estimated memory of the model.
+        users: number of requests that use the model now.
+        used_at: time of the last use, on the clock of `time.monotonic`.
+        keep_s: seconds that a client wants the model to stay loaded when idle; None: the pool's
+            `idle_unload_s`.
     """
 
     model: ServedModel
@@ -118,17 +124,18 @@ class _Slot:
 
 
 class ModelPool:
-    """Models by their ids.
+    """Served models by id.
 
-    All but `ids` is for one event loop.
+    Everything but `ids` belongs to one event loop.
 
     Args:
-        memory_limit_bytes: of all loaded models together, as estimated; None: what is available.
-        idle_unload_s: after which a model without requests is unloaded; None: none is unloaded but
-            for another one.
+        memory_limit_bytes: limit of the estimated memory of all loaded models together; None: the
+            memory available when a model is loaded.
+        idle_unload_s: seconds after which a model without requests is unloaded; None: a model is
+            unloaded only to make room for another one.
 
     Raises:
-        OptionError: a limit is not allowed, or ids are missing or not different.
+        OptionError: a limit is not allowed, there are no models, or two have the same id.
     """
 
     def __init__(
@@ -158,19 +165,20 @@ class ModelPool:
 
     @property
     def ids(self) -> list[str]:
-        """Those that clients may name, the default first."""
+        """Ids of all served models, the default model first."""
         return list(self._slots)
 
     def loaded(self) -> dict[str, LLM]:
-        """Those that are in memory now."""
+        """Return the models that are in memory now, by id."""
         return {id: slot.llm for id, slot in self._slots.items() if slot.llm is not None}
 
     def resolve(self, name: str | None) -> str:
-        """The id that a client means; nothing is the first one, and `:latest` (Ollama's) is as
-        without.
+        """Return the id of the model that a client names.
+
+        No name means the first model. A suffix `:latest`, which Ollama's clients add, is ignored.
 
         Raises:
-            RequestError: there is no such model.
+            RequestError: no model has this name.
         """
         if not name:
             return self.ids[0]
@@ -185,17 +193,17 @@ class ModelPool:
         )
 
     def known(self, id: str) -> ModelCard | None:
-        """What is known of a model without looking: once it was loaded, or looked at."""
+        """Return the card of a model that was loaded or described before; None otherwise."""
         return self._slots[id].card
 
     async def card(self, name: str | None) -> ModelCard | None:
-        """What is known of a model. It is not loaded for that, nor does it stay for longer.
+        """Return the card of a model, without loading it or keeping it loaded for longer.
 
         Returns:
-            None where it would have to be downloaded or exported first.
+            None where the model would have to be downloaded or exported first.
 
         Raises:
-            RequestError: there is none of that name.
+            RequestError: no model has this name, or its files cannot be read.
         """
         slot = self._slots[self.resolve(name)]
         if slot.llm is not None:
@@ -209,10 +217,10 @@ class ModelPool:
 
     @asynccontextmanager
     async def use(self, name: str | None) -> AsyncIterator[LLM]:
-        """A model that stays loaded meanwhile.
+        """Yield a model, loaded if it was not, and keep it loaded while the context is open.
 
         Raises:
-            RequestError: there is none of that name, no room for it, or it cannot be loaded.
+            RequestError: no model has this name, there is no room for it, or it cannot be loaded.
         """
         slot = self._slots[self.resolve(name)]
         slot.users += 1
@@ -223,10 +231,10 @@ class ModelPool:
             slot.used_at = time.monotonic()
 
     def put(self, id: str, llm: LLM) -> None:
-        """Have a model that was loaded already.
+        """Take over a model that was loaded outside the pool.
 
         Raises:
-            OptionError: it needs more than all may.
+            OptionError: the model alone needs more than `memory_limit_bytes`.
         """
         slot, limit = self._slots[id], self._memory_limit_bytes
         if limit is not None:
@@ -240,16 +248,17 @@ class ModelPool:
         slot.llm, slot.used_at = llm, time.monotonic()
 
     async def start(self) -> None:
-        """Load the first model, and watch for idle ones.
+        """Load the first model, and begin to unload idle models.
 
         Raises:
-            EdgeLLMError: it cannot be loaded.
+            EdgeLLMError: the model cannot be loaded.
+            RequestError: the model needs more than `memory_limit_bytes`.
         """
         await self._load(self._slots[self.ids[0]])
         self._watch = asyncio.create_task(self._unload_idle())
 
     async def close(self) -> None:
-        """Unload all."""
+        """Unload all models, after those being loaded."""
         tasks: list[asyncio.Task[LLM] | asyncio.Task[None]] = [
             slot.loading for slot in self._slots.values() if slot.loading is not None
         ]
@@ -262,7 +271,10 @@ class ModelPool:
         self._threads.shutdown(wait=False)
 
     async def _loaded(self, slot: _Slot) -> LLM:
-        """Load a model once, for all who ask meanwhile, also when they have gone."""
+        """Load a model once for all requests that wait for it, and return it.
+
+        The load goes on when these requests are cancelled.
+        """
         if slot.loading is None:
             slot.loading = asyncio.create_task(self._load(slot))
             slot.loading.add_done_callback(lambda task: _done(slot, task))
@@ -285,7 +297,7 @@ class ModelPool:
             return slot.llm
 
     async def _opened(self, slot: _Slot) -> LLM:
-        """Load, without idle models if there is no memory beside them."""
+        """Load a model; while there is not enough memory, unload the model idle for longest."""
         while True:
             try:
                 return await self._in_thread(slot.model.open)
@@ -312,7 +324,7 @@ class ModelPool:
                 )
 
     def _unload_oldest(self) -> bool:
-        """Unload what nobody has used for longest, if there is something."""
+        """Unload the model that has been idle for longest; False if no model is idle."""
         idle = [s for s in self._slots.values() if s.llm is not None and not s.users]
         if not idle:
             return False
@@ -322,18 +334,21 @@ class ModelPool:
     def _unload(self, slot: _Slot) -> None:
         if slot.llm is not None:
             _log.info("unloading %s", slot.model.id)
-            # it waits for the disk; the thread's next model is loaded behind it
+            # closing waits for the disk, so it runs in the thread that loads models
             self._threads.submit(slot.llm.close)
             slot.llm = None
         slot.keep_s = None
 
     def keep(self, name: str | None, seconds: float | None) -> None:
-        """Unload a model when nobody has used it for so long, instead of after `idle_unload_s`;
-        infinite: never; None: as all models again. It still makes room for others. This holds until
-        it is unloaded.
+        """Set the idle time after which a model is unloaded, instead of `idle_unload_s`.
+
+        The setting holds until the model is unloaded. The model still makes room for others.
+
+        Args:
+            seconds: idle time; infinite: never unload; None: `idle_unload_s` again.
 
         Raises:
-            RequestError: there is none of that name.
+            RequestError: no model has this name.
         """
         slot = self._slots[self.resolve(name)]
         slot.keep_s = seconds
@@ -341,7 +356,7 @@ class ModelPool:
             self._unload(slot)
 
     def unloads_in(self, id: str) -> float:
-        """In how many seconds a model is unloaded if nobody asks for it; infinite: never."""
+        """Return the seconds until an unused model is unloaded; infinite: never."""
         slot = self._slots[id]
         idle_s = 0.0 if slot.users else time.monotonic() - slot.used_at
         return max(0.0, self._stays_s(slot) - idle_s)
@@ -367,9 +382,9 @@ class ModelPool:
 def _done(slot: _Slot, task: asyncio.Task[LLM]) -> None:
     slot.loading = None
     with suppress(asyncio.CancelledError):
-        task.exception()  # whoever asked may have gone
+        task.exception()  # retrieved, because the requests that waited for it may be gone
 
 
 def _mib(count: int) -> int:
-    """Bytes in MiB, rounded up."""
+    """Convert bytes to MiB, rounded up."""
     return -(-count >> 20)

@@ -1,4 +1,4 @@
-"""How a server behaves: what the user chooses, checked."""
+"""Options of a server, checked when they are created."""
 
 from __future__ import annotations
 
@@ -31,31 +31,33 @@ _MAY_BE_NONE = ("max_tokens", "time_limit_ms")
 
 @dataclass(frozen=True, kw_only=True)
 class ServeOptions:
-    """How a server behaves.
+    """Options of a server.
 
     Attributes:
         host: address to listen at, or the path of a Unix socket (`*.sock`).
-        port: 0 takes a free one.
-        api_keys: one of them has to be sent on every route but `/health` and the page. With
-            several, clients with different keys do not find each other's prompts in the KV cache,
-            and get equally many tokens computed while they ask at once.
-        insecure: listen at an address that others can reach without keys.
+        port: TCP port to listen at; 0 takes a free one.
+        api_keys: keys, one of which has to be sent on every route but `/health` and the page.
+            With several, clients with different keys do not find each other's prompts in the KV
+            cache, and get equally many tokens computed while they ask at once.
+        insecure: whether to listen without keys at an address that other machines can reach.
         allowed_hosts: names that a request may give as `Host`, beside those of this machine.
         allowed_origins: web pages (`https://app.example`) that may call the server and read its
             answers (CORS), beside programs and pages of this machine (`http://localhost:3000`).
-        max_body_bytes: of a request.
-        read_timeout_s: in which headers and body of a request have to be there.
-        write_timeout_s: in which a client has to read on; then its answer is ended.
-        max_waiting: answers that have no first token yet; more are refused with 503. With several
-            keys, who has fewer than a key's share of them is never refused for what others have.
-        max_waiting_tokens: tokens of their prompts, likewise.
-        max_n: answers to one prompt.
-        max_tokens: of one answer, at most; None: what the context holds.
-        time_limit_ms: for one answer, from its arrival; None: none.
-        heartbeat_s: after which a stream with nothing to say sends a comment.
-        grace_s: in which answers may end when the server is told to stop.
-        pooling: what is the embedding of a text: the mean of its tokens' states, or the last one.
-        metrics: whether `/metrics` is there.
+        max_body_bytes: largest body of a request.
+        read_timeout_s: seconds in which the headers of a request have to come, and again its body.
+        write_timeout_s: seconds in which a client has to read on; then its answer is ended.
+        max_waiting: largest number of prompts without a first token, and of embedding requests
+            without a result; further ones are refused with 503. With several keys, each key may
+            always have its share of them.
+        max_waiting_tokens: largest number of tokens in all waiting prompts; further prompts are
+            refused with 503. Each key may always have its share, and one prompt of any length.
+        max_n: largest number of answers to one prompt.
+        max_tokens: largest number of tokens in one answer; None: the context's length is the limit.
+        time_limit_ms: time for one answer, from its arrival; None: no limit.
+        heartbeat_s: seconds after which a silent event stream sends a comment.
+        grace_s: seconds in which answers may end after the server is told to stop.
+        pooling: embedding of a text: the mean of its tokens' states, or the last state.
+        metrics: whether `/metrics` is answered.
     """
 
     host: str = "127.0.0.1"
@@ -81,7 +83,8 @@ class ServeOptions:
         """Check the values.
 
         Raises:
-            OptionError: one is not allowed, or others could reach the server without a key.
+            OptionError: a value is not allowed, or other machines could reach the server without a
+                key.
         """
         for name, (low, high, whole) in _RANGES.items():
             value = getattr(self, name)
@@ -111,12 +114,12 @@ class ServeOptions:
 
     @property
     def is_local(self) -> bool:
-        """Whether only this machine can reach it."""
+        """Whether only this machine can reach the server."""
         return self.is_socket or is_loopback(self.host)
 
 
 def is_loopback(host: str) -> bool:
-    """Whether a name or address means this machine."""
+    """Whether a host name or address is a loopback one, which means this machine."""
     if host == "localhost":
         return True
     try:

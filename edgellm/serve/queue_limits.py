@@ -1,4 +1,4 @@
-"""How much may wait, and what is counted of each ask on its way."""
+"""Limits of the queue of asks, and the counters of each unfinished ask."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from edgellm.serve.metrics import Metrics
 from edgellm.serve.options import ServeOptions
 from edgellm.serve.request_error import RequestError
 
-# Tokens in a second, until some were measured.
+# Tokens of prefill per second, assumed until the first prompts are measured.
 _PROMPT_RATE = 200
 _LONGEST_RETRY_S = 60.0
 
 
 class QueueLimits:
-    """Asks that have no first token yet, and the tokens of their prompts.
+    """Limits of the asks without a first token, and of the tokens of their prompts.
 
-    Who has fewer than its share of what may wait, one key of several, is taken in even where others
-    have filled the queue.
+    An owner (one API key of several) with less than its share of the queue is admitted even where
+    other owners have filled the queue.
     """
 
     def __init__(self, options: ServeOptions, metrics: Metrics) -> None:
@@ -31,10 +31,10 @@ class QueueLimits:
         self._tokens: Counter[str] = Counter()
 
     def take_in(self, owner: str) -> Counted:
-        """Count an ask that waits.
+        """Admit an ask to the queue, and return its counters.
 
         Raises:
-            RequestError: too many do.
+            RequestError: too many asks wait.
         """
         limit, waiting = self._options.max_waiting, self.metrics.waiting
         if waiting >= limit and self._waiting[owner] >= max(1, limit // self._owners):
@@ -44,11 +44,12 @@ class QueueLimits:
         return Counted(self, owner)
 
     def add_tokens(self, owner: str, count: int) -> None:
-        """Count the tokens of an ask that waits; the only one of its owner may have as many as it
-        likes.
+        """Count the prompt tokens of a waiting ask.
+
+        An owner without other waiting tokens may have a prompt of any length.
 
         Raises:
-            RequestError: too many wait.
+            RequestError: too many tokens wait.
         """
         limit, own, all_tokens = self._options.max_waiting_tokens, self._tokens[owner], self.tokens
         if own and all_tokens + count > limit and own + count > limit // self._owners:
@@ -56,18 +57,18 @@ class QueueLimits:
         self._tokens[owner] += count
 
     def release_tokens(self, owner: str, count: int) -> None:
-        """So many tokens of an ask that waits have been computed."""
+        """Withdraw `count` computed tokens of an ask that still waits."""
         self._tokens[owner] -= count
 
     def wait_no_more(self, owner: str, tokens: int) -> None:
-        """An ask of so many tokens has begun, or is over."""
+        """Withdraw an ask with `tokens` waiting tokens: its first token is there, or it is over."""
         self.metrics.waiting -= 1
         self._waiting[owner] -= 1
         self._tokens[owner] -= tokens
 
     @property
     def tokens(self) -> int:
-        """Of all prompts that wait."""
+        """Number of tokens in all waiting prompts."""
         return self._tokens.total()
 
     def _refused(self, why: str, what: str) -> RequestError:
@@ -82,10 +83,10 @@ class QueueLimits:
 
 
 class Counted:
-    """What is counted of one ask.
+    """Counters of one ask, from its arrival to its end.
 
     Attributes:
-        arrival: on the clock of `time.perf_counter`.
+        arrival: time of arrival, on the clock of `time.perf_counter`.
     """
 
     def __init__(self, limits: QueueLimits, owner: str) -> None:
@@ -97,21 +98,21 @@ class Counted:
         self._waits, self._runs = True, False
 
     def take_tokens(self, count: int) -> None:
-        """Its prompt has so many tokens.
+        """Count the tokens of the ask's prompt or prompts.
 
         Raises:
-            RequestError: too many wait.
+            RequestError: too many tokens wait.
         """
         self._limits.add_tokens(self._owner, count)
         self._tokens = count
 
     def computed(self, count: int) -> None:
-        """So many tokens of its prompts wait no more."""
+        """Count `count` tokens of the ask's prompts as computed, while it still waits."""
         self._limits.release_tokens(self._owner, count)
         self._tokens -= count
 
     def progressed(self) -> None:
-        """There are new pieces of an answer."""
+        """Count new pieces of an answer; the first ones end the ask's wait."""
         now = time.perf_counter()
         if self._waits:
             self._limits.wait_no_more(self._owner, self._tokens)
@@ -122,12 +123,12 @@ class Counted:
         self._last = now
 
     def answered(self, stats: Stats, reason: str, *, sample: int) -> None:
-        """One of its answers is complete."""
+        """Count a complete answer to the ask."""
         seconds = time.perf_counter() - self.arrival
         self._metrics.answered(stats, reason, seconds=seconds, first=sample == 0)
 
     def leave(self) -> None:
-        """It is over, or its client has gone."""
+        """Withdraw the ask: its answers are complete, or it failed, or its client has gone."""
         if self._waits:
             self._limits.wait_no_more(self._owner, self._tokens)
         if self._runs:

@@ -1,6 +1,7 @@
-"""What is wrong with a request, in no dialect: each renders its own error body.
+"""Errors of requests, independent of any dialect: each dialect renders its own error body.
 
-What an unknown error says stays in the server's log: it may name paths or texts of others.
+The message of an unexpected exception stays in the server's log, because it may contain paths or
+texts of other clients.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ Kind = Literal[
     "overloaded",
     "unavailable",
 ]
-# Clients send a request again on 408, 409, 429 and from 500 on: only where that may help.
+# Clients retry on 408, 409, 429 and from 500 on: only errors where a retry may help have these.
 STATUS: Mapping[Kind, int] = {
     "invalid_request": 400,
     "context_length": 400,
@@ -52,7 +53,7 @@ STATUS: Mapping[Kind, int] = {
     "overloaded": 503,
     "unavailable": 503,
 }
-# What of edgellm's errors a client can cause, and is told.
+# Errors of edgellm that a request can cause; the client is told their messages.
 _KINDS: Mapping[type[EdgeLLMError], Kind] = {
     ContextOverflowError: "context_length",
     UnsupportedModelError: "not_supported",
@@ -68,11 +69,11 @@ class RequestError(Exception):
     """A request that cannot be answered.
 
     Attributes:
-        kind: what sort of error; `STATUS` has its status.
-        message: for the client: what was asked, what is allowed, what to do.
-        param: the field that is wrong, as the client calls it.
-        code: OpenAI's, where clients look for it.
-        retry_after_s: when another try may help.
+        kind: sort of error; `STATUS` maps it to an HTTP status.
+        message: text for the client: what was asked, what is allowed, what to do.
+        param: name of the wrong field, as the client calls it.
+        code: OpenAI's error code, where clients look for it.
+        retry_after_s: seconds after which another try may help.
         details: further fields of the error's body.
     """
 
@@ -100,7 +101,7 @@ class RequestError(Exception):
 
     @property
     def headers(self) -> dict[str, str]:
-        """What goes with it, whatever the dialect."""
+        """HTTP headers of the error, the same in every dialect."""
         if self.retry_after_s is not None:
             return {"Retry-After": str(max(1, math.ceil(self.retry_after_s)))}
         if self.kind == "authentication":
@@ -110,7 +111,10 @@ class RequestError(Exception):
 
 
 def request_error(error: Exception) -> RequestError:
-    """An error as a client may see it; what is nobody's fault but ours is logged."""
+    """Convert an exception to an error that a client may see.
+
+    An exception that no request should cause is logged and becomes `internal`.
+    """
     if isinstance(error, RequestError):
         return error
     for known, kind in _KINDS.items():
@@ -124,7 +128,10 @@ def request_error(error: Exception) -> RequestError:
 
 
 def load_error(model: str, error: Exception) -> RequestError:
-    """A model that could not be loaded; the reason, which may name paths, is logged."""
+    """Return the client's error for a model that could not be loaded.
+
+    The reason is logged, and not told to the client, because it may name paths.
+    """
     if isinstance(error, RequestError):
         return error
     if isinstance(error, EdgeLLMError):

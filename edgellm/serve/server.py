@@ -1,4 +1,4 @@
-"""uvicorn around the application: its socket and its signals."""
+"""The uvicorn server around the application: its socket and its signals."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from edgellm.serve.http.connection import protocol
 from edgellm.serve.model_pool import ModelPool
 from edgellm.serve.options import ServeOptions
 
-# Beyond the grace time, for answers to end when they are told to.
+# Seconds beyond the grace time in which stopped answers may end.
 _MARGIN_S = 10
 
 
@@ -40,11 +40,12 @@ def serve(
     at once.
 
     Args:
-        started: called with the address when clients can connect.
-        stopping: called after the first signal with how many answers are waited for, if any.
+        started: called with the server's address when clients can connect.
+        stopping: called after the first signal with the number of unfinished asks, if there are
+            any.
 
     Raises:
-        OptionError: the address cannot be had.
+        OptionError: the server cannot listen at the address.
     """
     with _bound(options) as listener:
         app = create_app(pool, options)
@@ -53,11 +54,11 @@ def serve(
 
 
 class Server(uvicorn.Server):
-    """uvicorn's, with another idea of signals.
+    """uvicorn's server with the signal handling that `serve` describes.
 
     Args:
-        app: what `create_app` made.
-        listener: a bound socket.
+        app: application from `create_app`.
+        listener: bound socket.
         started, stopping: see `serve`.
     """
 
@@ -99,7 +100,7 @@ class Server(uvicorn.Server):
         grace_s, count = self._answering.options.grace_s, self._answering.on_their_way
         end = asyncio.get_running_loop().call_later(grace_s, self._answering.stop)
         if self._stopping is not None and count:
-            with suppress(OSError):  # whoever read stderr may be gone
+            with suppress(OSError):  # the reader of stderr may be gone
                 self._stopping(count)
         await super().shutdown(sockets=sockets)
         end.cancel()
@@ -125,7 +126,7 @@ class Server(uvicorn.Server):
 
 
 def address(listener: socket.socket, options: ServeOptions) -> str:
-    """Where clients find the server."""
+    """Return the server's URL, or `unix:PATH` for a Unix socket."""
     if options.is_socket:
         return f"unix:{options.host}"
     host, port = listener.getsockname()[:2]
@@ -134,7 +135,11 @@ def address(listener: socket.socket, options: ServeOptions) -> str:
 
 @contextmanager
 def _bound(options: ServeOptions) -> Iterator[socket.socket]:
-    """A socket at the address that was asked for."""
+    """Yield a socket bound to the address in `options`; close and remove it in the end.
+
+    Raises:
+        OptionError: the address cannot be bound.
+    """
     try:
         listener = _socket(options)
     except OSError as error:
@@ -158,13 +163,13 @@ def _socket(options: ServeOptions) -> socket.socket:
         listener = socket.socket(family, socket.SOCK_STREAM)
     try:
         if options.is_socket:
-            before = os.umask(0o177)  # for its owner alone
+            before = os.umask(0o177)  # only its owner may connect
             try:
                 listener.bind(options.host)
             finally:
                 os.umask(before)
         else:
-            if os.name != "nt":  # there two servers would share a port
+            if os.name != "nt":  # on Windows, two servers would share a port
                 listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             listener.bind((options.host, options.port))
     except OSError:
@@ -174,7 +179,7 @@ def _socket(options: ServeOptions) -> socket.socket:
 
 
 def _remove_stale(path: str) -> None:
-    """Remove the socket of a server that was killed: at it nothing answers."""
+    """Remove the Unix socket of a server that was killed; connections to it are refused."""
     with suppress(FileNotFoundError), socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as client:
         if not stat.S_ISSOCK(os.lstat(path).st_mode):
             return

@@ -1,7 +1,7 @@
-"""Work on texts that no answer comes of, such as counting tokens: a little of it at a time.
+"""Work on texts that needs no answer of a model, such as counting tokens.
 
-It is not in the queue of answers, so it has a limit of its own, and threads of its own: those that
-take prompts in stay free.
+This work is not in the queue of answers, so it has a limit of its own. It has threads of its own,
+so that the threads that encode prompts stay free.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ from edgellm.serve.request_error import RequestError
 
 T = TypeVar("T")
 _THREADS = 2
-# At work and waiting: what a user's editor asks for at once.
+# Functions at work and waiting: as many as a user's editor asks for at once.
 _MOST = 16
 _RETRY_S = 1
-# A tokenizer takes a second for as many, and prompts of others wait for it.
+# A tokenizer takes a second for this many, and prompts of other requests wait for it.
 MOST_CHARACTERS = MOST_TOKENS = 1 << 20
 
 
 class TextWork:
-    """Calls functions, at most 16 at once, for the event loop.
+    """Two threads that call functions for the event loop; at most 16 calls run or wait.
 
     Args:
-        metrics: where those that are refused are counted.
+        metrics: counters, among them that of refused calls.
     """
 
     def __init__(self, metrics: Metrics) -> None:
@@ -37,11 +37,12 @@ class TextWork:
         self._threads = ThreadPoolExecutor(_THREADS, "edgellm-text")
 
     async def call(self, function: Callable[[], T]) -> T:
-        """What a function returns. Its place is taken until it has returned, also when whoever
-        waits for it has gone.
+        """Call a function in a thread, and return its result.
+
+        The call keeps its place until the function has returned, even if the caller is cancelled.
 
         Raises:
-            RequestError: too many are at work or wait, or there are no more.
+            RequestError: too many calls run or wait, or the server is stopping.
         """
         if not self._places.acquire(blocking=False):
             self._metrics.rejected["texts"] += 1
@@ -61,5 +62,5 @@ class TextWork:
         return await asyncio.wrap_future(future)
 
     def close(self) -> None:
-        """Take in no more; what was taken in goes on to its end."""
+        """Take no further calls; calls that were taken run to their end."""
         self._threads.shutdown(wait=False)

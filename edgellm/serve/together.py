@@ -1,4 +1,4 @@
-"""Several asks of one request at once."""
+"""Several asks of one request, answered at once."""
 
 from __future__ import annotations
 
@@ -12,13 +12,14 @@ from edgellm.serve.events import Delta, End, Event
 async def together(
     streams: Sequence[AsyncGenerator[Event, None]], *, most_waiting: int
 ) -> AsyncGenerator[tuple[int, Event], None]:
-    """The events of all streams as they come, each with the number of its stream.
+    """Merge event streams: yield each event as it comes, with the number of its stream.
 
-    When one fails, so does this, and the others are withdrawn.
+    When one stream fails, its error is raised, and the asks of the others are withdrawn.
 
     Args:
-        most_waiting: streams that are begun and have nothing of an answer yet; the others are
-            begun when one of these has, so that a request of many prompts finds room in the queue.
+        most_waiting: largest number of streams that have begun and have no delta yet. Further
+            streams begin when one of these has a delta, so that a request of many prompts finds
+            room in the queue.
     """
     may_wait = asyncio.Semaphore(most_waiting)
     queue: asyncio.Queue[tuple[int, Event] | Exception | None] = asyncio.Queue(maxsize=1)

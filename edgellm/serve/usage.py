@@ -1,4 +1,4 @@
-"""Counts, timings and times, as several dialects show them."""
+"""Token counts, timings and times of answers, in forms that several dialects share."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 from edgellm.results import FinishReason, Piece, Stats
 
-# Why an answer ended, as OpenAI says it: by itself, or by a limit.
+# OpenAI's finish reason for each of edgellm's: by itself, or by a limit.
 FINISH = {
     "stop": "stop",
     "tool_calls": "tool_calls",
@@ -24,12 +24,12 @@ def finish_reason(reason: FinishReason) -> str:
 
 
 def reasoning_tokens(pieces: Iterable[Piece]) -> int:
-    """Tokens that were thoughts, without those held back for a moment."""
+    """Count the tokens of reasoning; tokens whose text was held back are not counted."""
     return sum(piece.token is not None and bool(piece.reasoning) for piece in pieces)
 
 
 def usage(answers: Sequence[Stats], *, reasoning_tokens: int = 0) -> dict[str, Any]:
-    """OpenAI's counts of all answers to one prompt, which counts once."""
+    """Return OpenAI's `usage` object for all answers to one prompt, which counts once."""
     prompt = answers[0].prompt_tokens if answers else 0
     generated = sum(stats.generation_tokens for stats in answers)
     return {
@@ -42,9 +42,9 @@ def usage(answers: Sequence[Stats], *, reasoning_tokens: int = 0) -> dict[str, A
 
 
 def timings(stats: Stats) -> dict[str, Any]:
-    """llama.cpp's timings of an answer; times in milliseconds."""
+    """Return llama.cpp's `timings` object of an answer, in milliseconds."""
     computed = stats.prompt_tokens - stats.cached_tokens
-    decoded = max(stats.generation_tokens - 1, 0)  # the first token is the prompt's
+    decoded = max(stats.generation_tokens - 1, 0)  # the first token comes from prefill
     prompt = _timing("prompt", computed, computed, stats.prompt_tokens_per_second)
     rate = stats.generation_tokens_per_second
     predicted = _timing("predicted", stats.generation_tokens, decoded, rate)
@@ -62,7 +62,7 @@ def _timing(name: str, count: int, timed: int, rate: float) -> dict[str, Any]:
 
 
 def placement(stats: Stats) -> dict[str, Any]:
-    """Where an answer was computed, and what it waited for."""
+    """Return the providers and precisions that computed an answer, and its waiting times."""
     return {
         "prefill": dict(stats.prefill),
         "prefill_precision": stats.prefill_precision,
@@ -77,5 +77,5 @@ def placement(stats: Stats) -> dict[str, Any]:
 
 
 def timestamp(moment: datetime) -> str:
-    """A time in UTC, as RFC 3339 has it."""
+    """Format a time in UTC by RFC 3339."""
     return moment.isoformat().replace("+00:00", "Z")

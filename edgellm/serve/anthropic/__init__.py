@@ -1,1 +1,1 @@
-"""Anthropic's API."""
+"""The HTTP API of Anthropic."""

@@ -32,7 +32,7 @@ async def messages(call: Call) -> Reply:
 
 
 async def count_tokens(call: Call) -> Reply:
-    """The tokens of a prompt, as the model of the request counts them."""
+    """Count a conversation's tokens with the template and tokenizer of the request's model."""
     ask = read_ask(await call.fields(), counts=True)
     async with call.answering.pool.use(ask.model) as llm:
         prompt = await call.answering.text_work.call(
@@ -42,10 +42,11 @@ async def count_tokens(call: Call) -> Reply:
 
 
 def read_ask(fields: Fields, *, counts: bool = False) -> Ask:
-    """What is asked for.
+    """Read the ask of a request.
 
     Args:
-        counts: only the prompt is to be counted, and `max_tokens` need not be there.
+        counts: whether only the prompt's tokens are to be counted; then `max_tokens` may be
+            missing.
     """
     arguments: GenerationArguments = sampling_arguments(fields)
     limit = fields.whole("max_tokens", 0, MOST_TOKENS)
@@ -64,7 +65,7 @@ def read_ask(fields: Fields, *, counts: bool = False) -> Ask:
 
 
 def _schema(fields: Fields) -> str | None:
-    """The JSON schema of `output_config.format`, or of `output_format` before it, as text."""
+    """Read the JSON schema of `output_config.format` or of the older `output_format`, as text."""
     config = fields.object("output_config") or Fields({})
     wanted = config.object("format") or fields.object("output_format")
     if wanted is None:
@@ -76,7 +77,7 @@ def _schema(fields: Fields) -> str | None:
 
 
 async def _whole(call: Call, ask: Ask) -> dict[str, Any]:
-    """The message of a stream, put together."""
+    """Answer an ask with one message, put together from the frames of a stream."""
     message: dict[str, Any] = {}
     parts: list[str] = []
     async with aclosing(message_frames(call.events(ask), ask)) as frames:
@@ -101,7 +102,7 @@ async def _whole(call: Call, ask: Ask) -> dict[str, Any]:
 
 
 def _fill(block: dict[str, Any], text: str) -> None:
-    """Put what its deltas said into a block."""
+    """Put the joined text of its deltas into a content block."""
     if block["type"] != "tool_use":
         block[block["type"]] = text
         return
@@ -113,7 +114,7 @@ def _fill(block: dict[str, Any], text: str) -> None:
 
 
 async def message_frames(events: AsyncGenerator[Event, None], ask: Ask) -> Frames:
-    """The events of an ask as those of a message."""
+    """Convert the events of an ask to the frames of a message."""
     frames: _MessageFrames | None = None
     async with aclosing(events):
         async for event in events:
@@ -130,7 +131,7 @@ async def message_frames(events: AsyncGenerator[Event, None], ask: Ask) -> Frame
 
 
 class _MessageFrames:
-    """The frames of a message: blocks one behind the other, each begun and ended."""
+    """Frames of a message: content blocks one after the other, each begun and ended."""
 
     def __init__(self, begun: Begun, ask: Ask) -> None:
         self._begun = begun
@@ -140,7 +141,7 @@ class _MessageFrames:
         self._stop_text: str | None = None
 
     def begin(self) -> list[Frame]:
-        """Before anything was computed; what was cached is known at the end."""
+        """Return the frames before prefill; only the last usage tells cached tokens apart."""
         begun = self._begun
         message: dict[str, Any] = {
             "id": f"msg_{secrets.token_hex(12)}",
@@ -160,7 +161,7 @@ class _MessageFrames:
         return [_frame("message_start", message=message), _frame("ping")]
 
     def of(self, event: Delta | End) -> list[Frame]:
-        """What an event becomes."""
+        """Convert a delta or an end to frames."""
         return self._delta(event) if isinstance(event, Delta) else self._end(event)
 
     def _delta(self, event: Delta) -> list[Frame]:
@@ -184,7 +185,7 @@ class _MessageFrames:
         return [*self._end_block(), *self._begin_block("tool_use", fields)]
 
     def _begin_block(self, kind: str, fields: dict[str, Any]) -> list[Frame]:
-        """Begin a block if none of this type is open."""
+        """Begin a content block, unless one of this type is open."""
         if self._open == kind:
             return []
         frames = self._end_block()
@@ -193,7 +194,7 @@ class _MessageFrames:
         return [*frames, self._block("content_block_start", content_block=block)]
 
     def _end_block(self) -> list[Frame]:
-        """End the block that is open, if there is one."""
+        """End the open content block, if there is one."""
         if self._open is None:
             return []
         frames = [self._block("content_block_stop")]
@@ -235,7 +236,7 @@ class _MessageFrames:
 
 
 def _usage(stats: Stats) -> dict[str, int]:
-    """Anthropic counts what was cached apart from the rest of the prompt."""
+    """Return Anthropic's `usage`, which counts cached prompt tokens apart from the others."""
     return {
         "input_tokens": stats.prompt_tokens - stats.cached_tokens,
         "cache_creation_input_tokens": 0,

@@ -1,4 +1,4 @@
-"""Anthropic's API."""
+"""Dialect of Anthropic: its routes and the form of its errors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Messages, tools and calls as Anthropic writes them: content is a list of blocks."""
+"""Messages, tools and tool calls in Anthropic's form: content is a list of blocks."""
 
 from __future__ import annotations
 
@@ -16,15 +16,16 @@ from edgellm.tool_use import MAX_TOOLS, Tool, ToolCall, ToolChoice, checked_choi
 
 _MAX_BLOCKS = 10_000
 _ROLES = ("user", "assistant", "system")
-# Claude Code's first block, which differs with each request: behind it nothing would be cached.
+# Beginning of Claude Code's first system block, which is left out: it differs with each request, so
+# no prefix behind it would be found in the KV cache.
 BILLING = "x-anthropic-billing-header:"
 
 
 def read_conversation(fields: Fields) -> Conversation:
-    """The fields `system`, `messages`, `tools`, `tool_choice` and `thinking`.
+    """Read `system`, `messages`, `tools`, `tool_choice`, `thinking` and the effort of a request.
 
     Raises:
-        RequestError: one of them is wrong, or asks for what no model here can do.
+        RequestError: a field is wrong, or asks for what no model here can do, such as images.
     """
     fields.required("messages", fields.get("messages"))
     messages = [Message("system", text) for text in [_system(fields)] if text]
@@ -51,8 +52,10 @@ def _system(fields: Fields) -> str:
 
 
 def _messages(fields: Fields) -> list[Message]:
-    """What a message becomes: results of tools are messages of their own, before what the user
-    says beside them."""
+    """Convert a message of the request to one or more messages.
+
+    Tool results become messages of their own, before the user's text beside them.
+    """
     role = fields.required_text("role")
     if role not in _ROLES:
         raise fields.wrong("role", f"one of {', '.join(_ROLES)}")
@@ -79,7 +82,7 @@ def _answer(blocks: Sequence[Fields]) -> Message:
             thoughts.append(block.text("thinking") or "")
         elif kind == "tool_use":
             calls.append(_call(block))
-        elif kind != "redacted_thinking":  # which only who wrote it can read
+        elif kind != "redacted_thinking":  # encrypted: only its author can read it
             texts.append(_text(block))
     reasoning = "\n\n".join(thought for thought in thoughts if thought) or None
     content = "\n\n".join(texts)
@@ -105,7 +108,7 @@ def _result(block: Fields) -> Message:
 
 
 def _text(block: Fields) -> str:
-    """The text of a block; a document may be one too."""
+    """Return the text of a text block, or of a document that is plain text."""
     kind = block.required_text("type")
     if kind == "text":
         return block.required_text("text")
@@ -143,7 +146,7 @@ def _tools(fields: Fields) -> tuple[Tool, ...]:
 
 
 def _choice(fields: Fields, tools: Sequence[Tool]) -> tuple[ToolChoice, bool]:
-    """The choice, and whether several tools may be called at once."""
+    """Read the tool choice, and whether one answer may have several tool calls."""
     given = fields.object("tool_choice")
     if given is None:
         return "auto", True
@@ -154,7 +157,7 @@ def _choice(fields: Fields, tools: Sequence[Tool]) -> tuple[ToolChoice, bool]:
 
 
 def _thinking(fields: Fields) -> dict[str, Scalar]:
-    """What the template is told; a model thinks only where it is asked to."""
+    """Read template hints: the effort, and `enable_thinking`, which is false unless asked for."""
     config = fields.object("output_config")
     effort = None if config is None else config.text("effort")
     hints: dict[str, Scalar] = {} if effort is None else {"reasoning_effort": effort}

@@ -1,1 +1,1 @@
-"""What all dialects need of HTTP: connections, bodies and streams, and who may ask."""
+"""HTTP for all dialects: connections, request bodies, reply streams and access control."""

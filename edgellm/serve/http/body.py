@@ -1,4 +1,4 @@
-"""Bodies of requests, read within limits."""
+"""Request bodies, read within limits of size and time."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ class ClientGoneError(Exception):
 
 
 async def read_body(receive: Receive, *, limit: int, timeout_s: float) -> bytes:
-    """The body of a request.
+    """Read the body of a request.
 
     Raises:
-        RequestError: it is too large, or too slow.
-        ClientGoneError: it did not come to its end.
+        RequestError: the body has more than `limit` bytes, or takes longer than `timeout_s`.
+        ClientGoneError: the client disconnected before the end of the body.
     """
     parts, size = [], 0
     try:

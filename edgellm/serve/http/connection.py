@@ -1,7 +1,8 @@
-"""uvicorn's HTTP with time limits that it lacks: for headers to come, for the rest of a body whose
-request was answered without it, and for a client to read.
+"""uvicorn's HTTP connection with three time limits that it lacks.
 
-A transport that is closed stays until the client has read what was written, which may be never.
+The limits are for the headers of a request to come, for the rest of a body whose request was
+answered without it, and for a client to read the answer. The last one is needed because a closed
+transport stays until the client has read all that was written, which may be never.
 """
 
 from __future__ import annotations
@@ -15,19 +16,19 @@ from typing import Any
 import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-# What the kernel keeps beyond what is on its way; else a client that reads slowly is not seen to
-# read before it has read megabytes.
+# Bytes that the kernel may hold before they are sent. With its default of megabytes, a client that
+# reads slowly would seem not to read at all for a long time.
 _MOST_UNSENT = 1 << 16
 
 
 def protocol(*, read_timeout_s: float, write_timeout_s: float) -> type[H11Protocol]:
-    """The class of connections.
+    """Return a connection class for uvicorn with these time limits.
 
     Args:
-        read_timeout_s: in which the headers of a request have to be there, and the rest of a body
-            behind its answer, such as a refusal.
-        write_timeout_s: in which a client has to read some of what was written for it, also behind
-            the end of the answer.
+        read_timeout_s: seconds for the headers of a request to come, and for the rest of a body
+            after its answer, such as a refusal.
+        write_timeout_s: seconds in which a client has to read some of the bytes written for it,
+            also after the end of the answer.
     """
 
     class Connection(H11Protocol):
@@ -53,7 +54,7 @@ def protocol(*, read_timeout_s: float, write_timeout_s: float) -> type[H11Protoc
 
         def on_response_complete(self) -> None:
             super().on_response_complete()
-            if self.conn.our_state is h11.DONE:  # no other request has begun
+            if self.conn.our_state is h11.DONE:  # no further request has begun
                 self._wait_for_client()
 
         def connection_lost(self, exc: Exception | None) -> None:
@@ -64,7 +65,7 @@ def protocol(*, read_timeout_s: float, write_timeout_s: float) -> type[H11Protoc
 
         @property
         def _client_is_next(self) -> bool:
-            """Whether headers have to come, or the rest of a body that the application left."""
+            """Whether the client has to send headers, or the rest of a body that was not read."""
             theirs, answered = self.conn.their_state, self.conn.our_state is h11.DONE
             return theirs is h11.IDLE or (theirs is h11.SEND_BODY and answered)
 
@@ -77,7 +78,7 @@ def protocol(*, read_timeout_s: float, write_timeout_s: float) -> type[H11Protoc
                 self._client_end = None
 
         def _look_at_reader(self) -> None:
-            """End the connection if what it has to send has not changed for too long."""
+            """Abort the connection if its unsent bytes have not changed for `write_timeout_s`."""
             unread, now = self.transport.get_write_buffer_size(), self.loop.time()
             if not unread or unread != self._unread:
                 self._unread, self._read_at = unread, now
@@ -90,7 +91,7 @@ def protocol(*, read_timeout_s: float, write_timeout_s: float) -> type[H11Protoc
 
 
 class _Addressed(logging.LoggerAdapter[logging.Logger]):
-    """uvicorn's log, each message with the client's address."""
+    """Adapter of uvicorn's log that puts the client's address before each message."""
 
     @property
     def level(self) -> int:

@@ -1,8 +1,8 @@
-"""A route's way from ASGI to a dialect and back.
+"""Endpoints: routes of a dialect as ASGI applications.
 
 A dialect is a table of routes and a way to write an error. A route's handler takes a `Call` and
-gives a `Reply`; it raises `RequestError`, or any error of edgellm's, and waits as long as it likes:
-it is cancelled when its client goes away, and with it all that it has asked for.
+returns a `Reply`; it raises `RequestError`, or any error of edgellm's. It may wait for any time:
+when its client disconnects, the handler is cancelled, and its asks are withdrawn.
 """
 
 from __future__ import annotations
@@ -34,21 +34,21 @@ from edgellm.serve.request_error import RequestError, request_error
 from edgellm.serve.together import together
 from edgellm.tool_use import ToolCall, joined_calls
 
-# Asks of one request that wait at once: the others of its prompts leave the queue to other clients.
+# Asks of one request in the queue at once; its further prompts leave the queue to other clients.
 _MOST_WAITING = 4
-_MOST_PARAMETERS = 100  # of a URL
+_MOST_PARAMETERS = 100  # in the query of a URL
 Scope = MutableMapping[str, Any]
-CLIENT = "edgellm.client"  # where the guard leaves it in an ASGI scope
-ANSWERED = "edgellm.answered"  # where the request log wants an `AnswerNote` of each answer
+CLIENT = "edgellm.client"  # key of the `Client` that the guard puts into an ASGI scope
+ANSWERED = "edgellm.answered"  # key of the request log's list of `AnswerNote`s
 
 
 @dataclass(frozen=True)
 class AnswerNote:
-    """What the request log tells of an answer.
+    """Facts about an answer for the request log.
 
     Attributes:
-        end: why it ended, or went no further.
-        stats: None where it has no end.
+        end: reason why the answer ended, or went no further.
+        stats: counts and timings of the answer; None where it was cut off.
     """
 
     model: str
@@ -59,7 +59,7 @@ class AnswerNote:
 
 @dataclass
 class Answered:
-    """A whole answer."""
+    """A whole answer: its deltas joined, and its end."""
 
     deltas: list[Delta] = field(default_factory=list)
     end: End | None = None
@@ -93,11 +93,11 @@ class Answered:
 
 @dataclass(frozen=True)
 class Call:
-    """A request in the hands of a handler.
+    """A request as a handler sees it.
 
     Attributes:
-        path_values: of the parameters in the route's path.
-        body: all of it.
+        path_values: values of the parameters in the route's path.
+        body: whole body of the request.
     """
 
     answering: Answering
@@ -117,10 +117,10 @@ class Call:
         return next((value.decode("latin-1") for key, value in pairs if key == wanted), None)
 
     def query(self, name: str) -> str | None:
-        """Read a parameter of the URL.
+        """Return a parameter of the URL's query; None if it is missing.
 
         Raises:
-            RequestError: there are too many.
+            RequestError: the URL has more than 100 parameters.
         """
         query: bytes = self.scope["query_string"]
         try:
@@ -133,27 +133,27 @@ class Call:
         return values[0] if values else None
 
     async def fields(self) -> Fields:
-        """The body's fields; see `read_fields`."""
+        """Parse the body as a JSON object, and return its fields; see `read_fields`."""
         return await read_fields(self.body)
 
     def events(self, ask: Ask) -> AsyncGenerator[Event, None]:
-        """What comes of an ask; see `Answering.answer`."""
+        """Answer an ask as a stream of events; see `Answering.answer`."""
         events = self.answering.answer(ask, self.client)
         answered = self.scope.get(ANSWERED)
         return events if answered is None else _noted(events, ask.n, answered)
 
     async def answers(self, ask: Ask) -> tuple[Begun, list[Answered]]:
-        """All of an ask's answers."""
+        """Return `Begun` and all finished answers of an ask."""
         (answers,) = await self.all_answers([ask])
         return answers
 
     def all_events(self, asks: Sequence[Ask]) -> AsyncGenerator[tuple[int, Event], None]:
-        """What comes of several asks, each event with the number of its ask."""
+        """Answer several asks as one stream of events, each with the number of its ask."""
         most_waiting = min(_MOST_WAITING, self.answering.options.max_waiting)
         return together([self.events(ask) for ask in asks], most_waiting=most_waiting)
 
     async def all_answers(self, asks: Sequence[Ask]) -> list[tuple[Begun, list[Answered]]]:
-        """All answers to each of several asks."""
+        """Return `Begun` and all finished answers of each of several asks."""
         answers = [[Answered() for _ in range(ask.n)] for ask in asks]
         begun: dict[int, Begun] = {}
         async with aclosing(self.all_events(asks)) as events:
@@ -167,8 +167,9 @@ class Call:
         return [(begun[number], of_one) for number, of_one in enumerate(answers)]
 
     async def check_all(self, asks: Sequence[Ask]) -> None:
-        """Refuse what one of several asks has wrong while there is no reply yet; a single one says
-        so before its first frame.
+        """Refuse several asks if one of them cannot be answered, before the reply begins.
+
+        A single ask needs no check: its errors come before its first frame.
 
         Raises:
             RequestError, EdgeLLMError: see `Answering.check`.
@@ -177,7 +178,7 @@ class Call:
             await self.answering.check(asks)
 
     def stream(self, frames: Frames, *, format: Literal["sse", "lines"] = "sse") -> StreamReply:
-        """A stream of frames, within the server's limits."""
+        """Return a reply that streams `frames`, with the server's heartbeat and time limit."""
         options = self.answering.options
         return StreamReply(
             frames=frames,
@@ -193,7 +194,7 @@ Handler = Callable[[Call], Awaitable[Reply]]
 
 @dataclass(frozen=True)
 class Route:
-    """A path, as Starlette writes it, and its handlers by method."""
+    """A path pattern in Starlette's syntax, and its handlers by HTTP method."""
 
     path: str
     handlers: Mapping[str, Handler]
@@ -201,13 +202,13 @@ class Route:
 
 @dataclass(frozen=True)
 class Dialect:
-    """One API.
+    """An API dialect: its routes, and the form of its errors.
 
     Attributes:
-        error_body: of an error.
-        error_frames: of an error in mid-stream.
-        status: of an error, where a dialect has its own.
-        owns: whether errors of a path that no route has are written in this dialect.
+        error_body: function that returns the body of an error.
+        error_frames: function that returns the frames of an error in mid-stream.
+        status: function that returns the HTTP status of an error.
+        owns: whether errors at a path without a route are written in this dialect.
     """
 
     name: str
@@ -218,13 +219,13 @@ class Dialect:
     owns: Callable[[str], bool] = lambda _: False
 
     def error(self, error: RequestError) -> Reply:
-        """An error as a reply."""
+        """Return the reply for an error."""
         body = self.error_body(error)
         return json_reply(body, status=self.status(error), headers=error.headers)
 
 
 class Endpoint:
-    """The ASGI application of a route."""
+    """ASGI application of one route: reads the body, runs the handler and sends its reply."""
 
     def __init__(self, route: Route, dialect: Dialect, answering: Answering) -> None:
         self._route = route
@@ -255,7 +256,7 @@ class Endpoint:
             started = True
             try:
                 await send(message)
-            except OSError:  # as ASGI servers say it
+            except OSError:  # the client has gone, in the words of ASGI servers
                 raise ClientGoneError from None
 
         try:
@@ -273,7 +274,7 @@ class Endpoint:
 async def _noted(
     events: AsyncGenerator[Event, None], count: int, answered: list[AnswerNote]
 ) -> AsyncGenerator[Event, None]:
-    """The events of so many answers, with a note of how each ended."""
+    """Yield the events of `count` answers, and append a note of how each ended to `answered`."""
     begun: Begun | None = None
     ended, end = 0, "not read to the end"
     try:
@@ -298,10 +299,10 @@ async def _noted(
 
 
 async def while_connected(work: Coroutine[Any, Any, None], receive: Receive) -> None:
-    """Do some work, which is cancelled when the client has gone.
+    """Run `work`, and cancel it when the client disconnects.
 
     Args:
-        receive: of ASGI, behind the body.
+        receive: ASGI's `receive`, after the whole body was read.
     """
     task = asyncio.create_task(work)
     gone = asyncio.create_task(_gone(receive))

@@ -1,6 +1,6 @@
-"""The fields of a JSON object, by type.
+"""Fields of a JSON object in a request, read with a check of their types.
 
-A field that is null is as one that is not there; fields that nobody asks for are ignored.
+A field that is null counts as missing. Fields that no handler reads are ignored.
 """
 
 from __future__ import annotations
@@ -12,18 +12,19 @@ from typing import Any
 from edgellm.serve.request_error import RequestError
 
 MAX_STOPS = 64
-# OpenAI has 300; each is checked in the event loop, and added at each token.
+# OpenAI allows 300. Each bias is checked in the event loop, and added at each token.
 MAX_BIASES = 1024
 _JSON = json.JSONEncoder(ensure_ascii=False)
 
 
 class Fields:
-    """The fields of a JSON object, by type.
+    """Fields of a JSON object, read by type.
 
-    Each method gives None, or an empty list, for a field that is not there.
+    For a missing field each method returns None, or an empty list. A value of another type than
+    expected raises `RequestError`.
 
     Args:
-        where: what stands before the fields' names in errors, as `messages[0].`.
+        where: path to the object, put before field names in errors, such as `messages[0].`.
     """
 
     def __init__(self, values: Mapping[str, Any], where: str = "") -> None:
@@ -34,7 +35,7 @@ class Fields:
         return self.values.get(name) is not None
 
     def get(self, name: str) -> Any:
-        """Whatever it is."""
+        """Return the value of a field, of any type; None if it is missing."""
         return self.values.get(name)
 
     def text(self, name: str) -> str | None:
@@ -48,7 +49,7 @@ class Fields:
         return text
 
     def required(self, name: str, value: Any) -> Any:
-        """A value that has to be there."""
+        """Return the value of a field, and refuse None as a missing field."""
         if value is None:
             raise RequestError(
                 "invalid_request", f"`{self.where}{name}` is missing", param=self.where + name
@@ -73,7 +74,7 @@ class Fields:
     def whole(self, name: str, low: int, high: int) -> int | None:
         value = self.get(name)
         if isinstance(value, float) and value.is_integer():
-            value = int(value)  # JavaScript's are all the same
+            value = int(value)  # JavaScript has one type of numbers
         if value is None:
             return None
         if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
@@ -87,7 +88,7 @@ class Fields:
         return value if value is None else str(value)
 
     def texts(self, name: str, most: int) -> list[str]:
-        """A string, or a list of strings."""
+        """Read a field that is a string, or a list of at most `most` strings, as a list."""
         value = self.get(name)
         if value is None:
             return []
@@ -107,7 +108,7 @@ class Fields:
         return Fields(value, f"{self.where}{name}.")
 
     def objects(self, name: str, most: int) -> list[Fields]:
-        """A list of objects."""
+        """Read a field that is a list of at most `most` objects."""
         value = self.get(name)
         if value is None:
             return []
@@ -118,7 +119,7 @@ class Fields:
         return [Fields(item, f"{self.where}{name}[{i}].") for i, item in enumerate(value)]
 
     def wrong(self, name: str, allowed: str) -> RequestError:
-        """The error of a field that is something else."""
+        """Return the error of a field whose value is not allowed."""
         return RequestError(
             "invalid_request",
             f"`{self.where}{name}` is {shown(self.get(name))}; allowed is {allowed}",
@@ -127,10 +128,10 @@ class Fields:
 
 
 def shown(value: Any) -> str:
-    """A value of a request as JSON, at most 60 characters; of a large one no more is written."""
+    """Return a value as JSON of at most 60 characters, without serializing all of a large one."""
     text = ""
     if isinstance(value, str):
-        value = value[:60]  # its quotes make it longer than that
+        value = value[:60]  # still more than 60 with its quotes, if it was cut
     for part in _JSON.iterencode(value):
         text += part
         if len(text) > 60:

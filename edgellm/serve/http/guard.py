@@ -1,9 +1,9 @@
-"""Who may ask: checked before any work, also for paths that are not there.
+"""Access control: checks of each request before any work, also at paths without a route.
 
 A loopback address is no trust boundary: web pages that a user looks at can send requests to it. So
 a name in `Host` that is not this machine's (DNS rebinding), a foreign `Origin` and a cross-site
-request of a browser are refused, and a browser's POST has to say that it is JSON, which no page may
-send elsewhere without asking first.
+request of a browser are refused. A browser's POST has to declare JSON, which no page may send to
+another site without a preflight request.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from edgellm.serve.options import ServeOptions
 from edgellm.serve.request_error import RequestError
 
 ASGI = Callable[[Scope, Receive, Send], Awaitable[None]]
-# What everybody may read: whether the server is up, and the page, which asks for a key itself.
+# Paths that need no key: the health check, and the chat page, which asks its user for a key.
 PUBLIC = ("/", "/health", "/v1/health")
-# Names of this machine in containers. Any network can answer for them, so they are for programs
-# alone, which send no `Origin`.
+# Names of this machine in containers. Any network can answer for these names, so they are allowed
+# only for programs, which send no `Origin`.
 _IN_CONTAINERS = ("host.docker.internal", "host.containers.internal")
-# Of the pages of installed programs; no page that comes over a network has them.
+# URL schemes of pages in installed programs; no page that comes over a network has them.
 _PROGRAM_SCHEMES = ("app", "tauri", "vscode-file", "vscode-webview")
 _HEADERS = "Authorization, Content-Type, X-Api-Key"
 _PREFLIGHT = {
@@ -38,10 +38,10 @@ _PREFLIGHT = {
 
 
 class Guard:
-    """ASGI middleware around the whole application.
+    """ASGI middleware around the application: checks hosts, origins and keys, and answers CORS.
 
     Args:
-        error: an error of a path as a reply, in its dialect.
+        error: function that returns the reply for an error at a path, in the path's dialect.
     """
 
     def __init__(
@@ -110,7 +110,7 @@ class Guard:
             raise too_large(options.max_body_bytes)
 
     def _is_own(self, host: str) -> bool:
-        """Whether a `Host` header means this machine."""
+        """Whether a `Host` header has a name of this machine, or a loopback or private address."""
         name = _host_name(host)
         if name in self._own_names or name.endswith(".localhost"):
             return True
@@ -121,28 +121,32 @@ class Guard:
         return address.is_loopback or address.is_private
 
     def _may_read(self, origin: str) -> bool:
-        """Whether pages of an origin may read answers: those of this machine and allowed ones."""
+        """Whether pages of an origin may read answers: local pages and allowed origins."""
         return origin in self._options.allowed_origins or _is_local_origin(origin)
 
     def _is_same(self, origin: str, host: str) -> bool:
-        """Whether an origin is this server itself. A `Host` that is not this machine's proves
-        nothing, also where it is not checked otherwise: a page whose name was made to point here
-        sends its own in both."""
+        """Whether an origin is this server itself.
+
+        A `Host` that is not this machine's proves nothing, even where it is not checked otherwise:
+        a page whose name was made to point here (DNS rebinding) sends that name in both headers.
+        """
         return origin.lower() in (f"http://{host}".lower(), f"https://{host}".lower()) and (
             self._is_own(host)
         )
 
     def _cors(self, origin: str | None) -> dict[str, str]:
-        """What lets a page read the answer, if it may."""
+        """Return the CORS headers that let a page read the answer; none if it may not."""
         if origin is None or not self._may_read(origin):
             return {}
         return {"access-control-allow-origin": origin, "vary": "Origin"}
 
     def _client(self, scope: Scope, headers: Mapping[str, str]) -> Client:
-        """Who asks, by its key.
+        """Return the client of a request, told by its API key.
+
+        With several keys, its salt and owner are the key's SHA-256; else they are empty.
 
         Raises:
-            RequestError: a key is needed, and is not there or wrong.
+            RequestError: a key is needed, and is missing or wrong.
         """
         public = scope["path"] in PUBLIC and scope["method"] in ("GET", "HEAD")
         if not self._digests or public:
@@ -151,7 +155,7 @@ class Guard:
         given = key.strip() if scheme.lower() == "bearer" else ""
         given = given or headers.get("x-api-key", "")
         digest = _digest(given)
-        # all are compared, so that the time does not tell which one was near
+        # compared with all keys, so that the time does not tell how near the key is to one
         matches = [known for known in self._digests if hmac.compare_digest(known, digest)]
         if not given or not matches:
             raise RequestError(
@@ -166,18 +170,18 @@ class Guard:
 
 
 def _preflight(asked: str) -> dict[str, str]:
-    """What a page may send: the headers that it asks for, of which clients have ever new ones."""
+    """Return CORS preflight headers, which allow all asked headers: clients often add new ones."""
     names = asked if asked.isascii() and asked.isprintable() else ""
     return {**_PREFLIGHT, "access-control-allow-headers": names or _HEADERS}
 
 
 def _digest(key: str) -> bytes:
-    """Of one length, whatever the key's."""
+    """Return the SHA-256 of a key, so that all compared values have one length."""
     return hashlib.sha256(key.encode("utf-8", "surrogateescape")).digest()
 
 
 def _host_name(host: str) -> str:
-    """Take the name out of a `Host` header; empty if it is none."""
+    """Take the host name out of a `Host` header; "" if the header is malformed."""
     try:
         return (urlsplit(f"//{host}").hostname or "").lower().rstrip(".")
     except ValueError:
@@ -185,7 +189,7 @@ def _host_name(host: str) -> str:
 
 
 def _is_local_origin(origin: str) -> bool:
-    """Whether an origin is a page or an installed program of this machine."""
+    """Whether an origin is a local page or an installed program of this machine."""
     try:
         parts = urlsplit(origin)
         host = parts.hostname or ""

@@ -1,4 +1,4 @@
-"""`/health`: whether the server is up, for everybody."""
+"""`/health`: whether the server is up, for clients with and without a key."""
 
 from __future__ import annotations
 

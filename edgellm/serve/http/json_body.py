@@ -1,4 +1,4 @@
-"""Bodies that are JSON objects: their fields, and what is refused before anybody reads them."""
+"""Request bodies that are JSON objects: parsing, and limits of size, depth and content."""
 
 from __future__ import annotations
 
@@ -14,21 +14,22 @@ from edgellm.serve.http.fields import Fields
 from edgellm.serve.request_error import RequestError
 
 MAX_DEPTH = 64
-# In all, and of them lists and objects. json.loads keeps all other threads waiting until it is
-# done, streams too: 0.08 s for so many; 15 MB can hold enough for 2 s.
-MAX_VALUES = (1 << 20) + (1 << 16)  # 1 Mi tokens, and what stands around them
+# Limits of all values, and of lists and objects among them. `json.loads` blocks all other threads,
+# and with them the streams: for 0.08 s at these limits; 15 MB can hold enough values for 2 s.
+MAX_VALUES = (1 << 20) + (1 << 16)  # 1 Mi token ids, and the fields around them
 MAX_CONTAINERS = 1 << 17
-# Parsing less than this takes less than 3 ms.
+# Bytes; a smaller body is parsed in less than 3 ms.
 _LARGE = 1 << 18
 _PART = 1 << 20
 _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 
 
 async def read_fields(body: bytes) -> Fields:
-    """The fields of a body, which is a JSON object.
+    """Parse a body that is a JSON object, in a thread if it is large.
 
     Raises:
-        RequestError: it is not, or is too large, or nested too deep, or has a key twice.
+        RequestError: the body is no JSON object, has too many values, is nested too deep, has a
+            key twice, or is not valid Unicode.
     """
     if len(body) > _LARGE:
         return await asyncio.to_thread(parse_fields, body)
@@ -36,10 +37,10 @@ async def read_fields(body: bytes) -> Fields:
 
 
 def parse_fields(body: bytes) -> Fields:
-    """See `read_fields`."""
+    """Parse a body in the calling thread; see `read_fields`."""
     if len(body) > _LARGE:
         _check_count(body)
-    mark = len(BOM_UTF8) if body.startswith(BOM_UTF8) else 0  # some of Windows' tools begin so
+    mark = len(BOM_UTF8) if body.startswith(BOM_UTF8) else 0  # some Windows tools write one
     try:
         text = body[mark:].decode("utf-8")
     except UnicodeDecodeError as error:
@@ -64,8 +65,14 @@ def parse_fields(body: bytes) -> Fields:
 
 
 def _check_count(body: bytes) -> None:
-    """Refuse more values than are read. Few bodies have so many commas and brackets, and those that
-    do have them in texts."""
+    """Refuse a body with too many values, before it is parsed.
+
+    Commas and brackets are counted first in the whole body. Only if they are too many, which is
+    rare, are they counted again without those inside strings.
+
+    Raises:
+        RequestError: the body has too many values.
+    """
     if _fits(*_counted(body)):
         return
     unescaped = body.replace(rb"\\", b"").replace(rb"\"", b"")
@@ -85,7 +92,7 @@ def _check_count(body: bytes) -> None:
 
 
 def _counted(data: bytes) -> tuple[int, int]:
-    """Lists and objects, and commas."""
+    """Count the opening brackets (lists and objects), and the commas, in `data`."""
     return data.count(b"[") + data.count(b"{"), data.count(b",")
 
 
@@ -113,7 +120,7 @@ def _too_deep() -> RequestError:
 
 
 def _check_tree(value: Any, *, texts: bool) -> None:
-    """Refuse deep nesting and, among `texts`, half of a character."""
+    """Refuse nesting beyond `MAX_DEPTH` levels and, with `texts`, lone surrogates in strings."""
     level: list[Any] = [value]
     for _ in range(MAX_DEPTH):
         if texts:

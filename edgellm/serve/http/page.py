@@ -1,4 +1,4 @@
-"""The chat page: one file that asks nobody else for anything."""
+"""The chat page: one HTML file that loads nothing from other servers."""
 
 from __future__ import annotations
 
@@ -14,9 +14,10 @@ _NONCE = "NONCE"
 
 
 async def page(call: Call) -> Reply:
-    """The page for browsers; what it runs is what stands in it, and it speaks to this server alone.
+    """Return the chat page to browsers.
 
-    Others get what Ollama's clients look for there.
+    Its content security policy lets it run only its own scripts, and connect only to this server.
+    Other clients get the text that Ollama's clients look for at this path.
     """
     if "text/html" not in (call.header("accept") or ""):
         return BodyReply(b"Ollama is running", "text/plain; charset=utf-8")

@@ -1,6 +1,6 @@
-"""A line of the log for each request: who asked for what, how it ended, and what its answers took.
+"""Request log: a line for each request, with its client, path, end and its answers' counts.
 
-Nothing of a prompt or an answer is in it.
+No text of a prompt or an answer is logged.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from edgellm.serve.http.guard import ASGI
 from edgellm.serve.http.streaming import Send
 
 log = logging.getLogger("edgellm.requests")
-# What monitors ask for every few seconds; told only when it fails.
+# Paths that monitors ask for every few seconds; these requests are logged only when they fail.
 _QUIET = ("/health", "/v1/health", "/metrics")
 
 
 @dataclass
 class _Outcome:
-    """How a reply ended.
+    """Status and end of a reply.
 
     Attributes:
-        status: 0 before there is one.
-        end: failed: by an exception that nobody expected.
+        status: HTTP status; 0 before the reply has begun.
+        end: way in which the reply ended; "failed": by an unexpected exception.
     """
 
     status: int = 0
@@ -36,7 +36,7 @@ class _Outcome:
 
 
 class RequestLog:
-    """ASGI middleware around the guard; lines have the level INFO."""
+    """ASGI middleware around the guard that logs a line for each request, at level INFO."""
 
     def __init__(self, app: ASGI) -> None:
         self._app = app
@@ -76,7 +76,7 @@ class RequestLog:
 
 def _line(scope: Scope, outcome: _Outcome, seconds: float, answered: Sequence[AnswerNote]) -> str:
     address = (scope.get("client") or ("-",))[0]
-    # quoted: a line break in a path would look like another request
+    # quoted: a line break in the path would look like another request
     path = quote(scope["path"], safe="/:@+=~", errors="replace")[:200]
     end = "" if outcome.end == "whole" else f" {outcome.end}"
     request = f"{address} {scope['method'][:16]} {path} {outcome.status or '-'}{end}"

@@ -1,6 +1,6 @@
-"""Replies: one JSON object, or a stream of them as server-sent events or as lines.
+"""Replies: one JSON object, or a stream of objects as server-sent events or as lines.
 
-Compact JSON: editors look for `"content":` without a space behind it.
+JSON is compact, because editors look for `"content":` without a space behind it.
 """
 
 from __future__ import annotations
@@ -22,8 +22,11 @@ JSON: TypeAlias = Mapping[str, Any] | list[Any]
 
 @dataclass(frozen=True)
 class Frame:
-    """One event of a stream: JSON, or a text as it is (`[DONE]`), with a name where the dialect
-    has names."""
+    """Event of a reply stream: JSON, or a text that is sent unchanged (`[DONE]`).
+
+    Attributes:
+        name: name of the event, in dialects that name events.
+    """
 
     data: JSON | str
     name: str | None = None
@@ -31,7 +34,10 @@ class Frame:
 
 @dataclass(frozen=True)
 class Comment:
-    """What clients ignore; it keeps connections open and tells people how far a prompt is."""
+    """Comment of a reply stream, which clients ignore.
+
+    Comments keep the connection open, and show people the progress of prefill.
+    """
 
     text: str
 
@@ -40,15 +46,15 @@ Frames: TypeAlias = AsyncGenerator[Frame | Comment, None]
 
 
 class Reply(Protocol):
-    """What an endpoint gives back."""
+    """Reply of an endpoint, which can be sent over ASGI."""
 
     async def send(self, send: Send) -> None:
-        """Send all of it."""
+        """Send the whole reply."""
 
 
 @dataclass(frozen=True)
 class BodyReply:
-    """A reply that is there at once."""
+    """A reply whose body is complete."""
 
     body: bytes
     media_type: str
@@ -64,26 +70,26 @@ class BodyReply:
 def json_reply(
     value: JSON, *, status: int = 200, headers: Mapping[str, str] | None = None
 ) -> BodyReply:
-    """An object as a reply."""
+    """Return a reply with a JSON body."""
     return BodyReply(dump(value), "application/json", status, headers or {})
 
 
 def dump(value: JSON) -> bytes:
-    """Compact JSON in UTF-8."""
+    """Serialize a value as compact JSON in UTF-8."""
     return json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode()
 
 
 @dataclass(frozen=True, kw_only=True)
 class StreamReply:
-    """A reply that grows.
+    """A reply that is streamed frame by frame.
 
     Attributes:
-        frames: its first one is waited for before anything is sent, so that an error that comes
-            before it has a status of its own.
-        error: what of an error in mid-stream is sent.
-        format: server-sent events, or lines of JSON, which have no comments.
-        heartbeat_s: after which a comment is sent where nothing else is.
-        write_timeout_s: in which the client has to read on.
+        frames: frames of the reply. Nothing is sent before the first one, so that an error before
+            it has a status of its own.
+        error: function that returns the frames of an error in mid-stream.
+        format: "sse": server-sent events; "lines": lines of JSON, which have no comments.
+        heartbeat_s: seconds of silence after which a comment is sent.
+        write_timeout_s: seconds in which the client has to read on.
     """
 
     frames: Frames
@@ -118,7 +124,7 @@ class StreamReply:
 
 
 class _Writer:
-    """Sends frames, and comments when there are none."""
+    """Writer of a reply stream: sends frames, and heartbeat comments between them."""
 
     def __init__(self, send: Send, reply: StreamReply) -> None:
         self._send = send
@@ -131,7 +137,7 @@ class _Writer:
         headers = {
             "content-type": f"{media_type}; charset=utf-8",
             "cache-control": "no-cache",
-            "x-accel-buffering": "no",  # nginx would wait for more
+            "x-accel-buffering": "no",  # else nginx would hold frames back
         }
         await _start(self._send, 200, headers)
 
@@ -147,7 +153,7 @@ class _Writer:
         self._sent_at = time.monotonic()
 
     async def beat(self) -> None:
-        """Send a comment whenever nothing was sent for long."""
+        """Send a comment whenever an event stream was silent for `heartbeat_s`."""
         seconds = self._reply.heartbeat_s
         while self._sse:
             await asyncio.sleep(max(0.0, self._sent_at + seconds - time.monotonic()))

@@ -1,1 +1,1 @@
-"""llama.cpp's API."""
+"""The HTTP API of llama.cpp's server."""

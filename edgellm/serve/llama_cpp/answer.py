@@ -1,4 +1,4 @@
-"""Answers as llama.cpp's server shows them: one object, or a chunk for what has come at once."""
+"""Answers in the form of llama.cpp's server: one object, or a stream of chunks."""
 
 from __future__ import annotations
 
@@ -19,11 +19,17 @@ from edgellm.serve.usage import placement, timings
 
 @dataclass(frozen=True, kw_only=True)
 class Shown:
-    """What a client wants to see of an answer.
+    """Parts of an answer that a client wants to see.
 
     Attributes:
-        fields: slash paths of the last object; None shows all of it.
-        first: index of the first answer to this prompt.
+        tokens: whether token ids are shown in a whole answer.
+        probabilities: whether the log probabilities of tokens are shown.
+        progress: whether chunks show the progress of prefill.
+        timings: whether each chunk has timings.
+        fields: slash-separated paths of the values to keep in the whole answer or the last chunk;
+            None keeps all.
+        id_slot: slot number that the client sent, which is only shown again.
+        first: index of the first answer to this prompt among all answers of the request.
     """
 
     tokens: bool = False
@@ -37,7 +43,7 @@ class Shown:
 
 @dataclass
 class _Count:
-    """An answer that is being streamed."""
+    """Tokens and texts of an answer that have been streamed so far."""
 
     tokens: list[Piece] = field(default_factory=list)
     text: list[str] = field(default_factory=list)
@@ -45,7 +51,7 @@ class _Count:
 
 
 def result_object(begun: Begun, answer: Answered, shown: Shown, *, index: int) -> dict[str, Any]:
-    """A whole answer."""
+    """Return a whole answer as an object."""
     result = _result(
         begun, answer.pieces, answer.text, answer.finish_reason, answer.stats, shown, index=index
     )
@@ -57,7 +63,7 @@ def result_object(begun: Begun, answer: Answered, shown: Shown, *, index: int) -
 
 
 async def frames(events: AsyncGenerator[Event, None], shown: Shown) -> Frames:
-    """The events of an ask as chunks; there is no `[DONE]`."""
+    """Convert the events of an ask to chunks; no `[DONE]` follows them."""
     counts: dict[int, _Count] = {}
     begun: Begun | None = None
     progress = PromptProgress(0, 0)
@@ -142,7 +148,7 @@ def _last_chunk(begun: Begun, end: End, shown: Shown, count: _Count) -> dict[str
 
 
 def _timings_so_far(begun: Begun, count: _Count, progress: PromptProgress) -> dict[str, Any]:
-    """Of an answer that goes on; what its prompt took is in the last chunk."""
+    """Return the timings of an unfinished answer; only the last chunk has the prompt's times."""
     decoded = max(0, len(count.tokens) - 1)
     seconds = time.perf_counter() - count.started_at
     return {
@@ -165,7 +171,7 @@ def _result(
     *,
     index: int,
 ) -> dict[str, Any]:
-    """All of the last object but text and tokens."""
+    """Return the object that ends an answer, with empty `content` and `tokens`."""
     stop_type, word = _stop(begun, pieces, reason)
     count = stats.generation_tokens
     cut = reason == "length" and count != begun.options.max_tokens
@@ -191,7 +197,7 @@ def _result(
 
 
 def _stop(begun: Begun, pieces: Sequence[Piece], reason: FinishReason) -> tuple[str, str]:
-    """llama.cpp's `stop_type` and `stopping_word`."""
+    """Return llama.cpp's `stop_type` and `stopping_word` of an answer."""
     last = next((piece for piece in reversed(pieces) if piece.token is not None), None)
     if reason != "stop" or last is None:
         return "limit", ""
@@ -202,7 +208,7 @@ def _stop(begun: Begun, pieces: Sequence[Piece], reason: FinishReason) -> tuple[
 
 
 def settings(options: GenerationOptions, *, seed: int | None) -> dict[str, Any]:
-    """The options of an answer under llama.cpp's names."""
+    """Return the generation options of an answer under llama.cpp's names."""
     return {
         "n_predict": -1 if options.max_tokens is None else options.max_tokens,
         "seed": -1 if seed is None else seed,
@@ -228,7 +234,7 @@ def _ids(pieces: Sequence[Piece]) -> list[int]:
 
 
 def _probabilities(pieces: Sequence[Piece], begun: Begun) -> list[dict[str, Any]]:
-    """Each token with the most probable ones in its place."""
+    """Return each token's log probability, with the most probable tokens of its step."""
     tokenizer = begun.engine.tokenizer
     return [
         {
@@ -245,7 +251,7 @@ def _probabilities(pieces: Sequence[Piece], begun: Begun) -> list[dict[str, Any]
 
 
 def _selected(result: dict[str, Any], paths: tuple[str, ...] | None) -> dict[str, Any]:
-    """The values at the paths that there are, each under its whole path."""
+    """Select the values at these paths, each under its whole path; absent ones are left out."""
     if not paths:
         return result
     selected: dict[str, Any] = {}

@@ -26,7 +26,7 @@ from edgellm.serve.llama_cpp.text import encode, model_id
 from edgellm.serve.request_error import RequestError
 from edgellm.text.fim import Gap
 
-# Prompts of one request, other files of a gap, and paths of `response_fields`.
+# Limits of the prompts of a request, the other files of a gap, and the paths of `response_fields`.
 _MOST_PROMPTS = 64
 _MOST_CHUNKS = 1024
 _MOST_PATHS = 256
@@ -34,7 +34,7 @@ _MOST_PATHS = 256
 
 @dataclass(frozen=True)
 class _Wanted:
-    """A request: its asks, one for each prompt, and how their answers are shown."""
+    """A parsed request: its asks, one for each prompt, and the form of their answers."""
 
     asks: list[Ask]
     shown: Shown
@@ -51,7 +51,10 @@ async def completion(call: Call) -> Reply:
 
 
 async def infill(call: Call) -> Reply:
-    """The prompt is cut to fit; `prompt` is the end of the prefix that is not."""
+    """Fill a gap. Prefix, suffix and other files are cut to fit the context.
+
+    The field `prompt` is the end of the prefix, which is not cut.
+    """
     fields = await call.fields()
     extra = [
         (chunk.text("filename") or "tmp", chunk.required_text("text"))
@@ -73,7 +76,7 @@ async def infill(call: Call) -> Reply:
 
 
 async def _wanted(call: Call, fields: Fields, model: str) -> _Wanted:
-    """What is asked for, but the prompt."""
+    """Read all fields of a request but the prompt, which is left empty."""
     arguments = generation_arguments(fields)
     infills = apply_samplers(fields, arguments)
     bias = await _bias(call, model, logit_bias(fields))
@@ -111,7 +114,7 @@ async def _answer(call: Call, wanted: _Wanted) -> Reply:
 
 
 async def _all_frames(call: Call, wanted: _Wanted) -> Frames:
-    """The answers to each prompt, one prompt after the other."""
+    """Yield the chunks of all answers, one prompt after the other."""
     for number, ask in enumerate(wanted.asks):
         first = number * ask.n
         async with aclosing(frames(call.events(ask), replace(wanted.shown, first=first))) as chunks:
@@ -120,7 +123,7 @@ async def _all_frames(call: Call, wanted: _Wanted) -> Frames:
 
 
 async def _prompts(call: Call, model: str, fields: Fields) -> list[str | tuple[int, ...]]:
-    """The prompts: a text, token ids, a list with both, or a list of those."""
+    """Read the prompts: a text, a list of token ids and texts, or a list of such prompts."""
     given = fields.get("prompt")
     if given is None:
         raise RequestError("invalid_request", "Field 'prompt': it is missing", param="prompt")
@@ -138,7 +141,7 @@ async def _prompts(call: Call, model: str, fields: Fields) -> list[str | tuple[i
 
 
 async def _mixed(call: Call, model: str, parts: Any) -> tuple[int, ...]:
-    """The tokens of a list of token ids and texts, whose special tokens are those tokens."""
+    """Return the tokens of a list of token ids and texts; special tokens in texts are parsed."""
     if not isinstance(parts, list) or not parts:
         raise _not_a_prompt(parts)
     tokens: list[int] = []
@@ -163,7 +166,11 @@ def _not_a_prompt(value: Any) -> RequestError:
 async def _bias(
     call: Call, model: str, biases: Sequence[tuple[int | str, float]]
 ) -> GenerationArguments:
-    """Biases of tokens; those of several mentions add up."""
+    """Return the bias of each token; a text means all its tokens, and repeated biases add up.
+
+    Raises:
+        RequestError: there are too many tokens, or one is not in the vocabulary.
+    """
     values: dict[int, float] = {}
     for token, bias in biases:
         named = [token]

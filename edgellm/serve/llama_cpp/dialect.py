@@ -1,4 +1,4 @@
-"""llama.cpp's API, as its server has it."""
+"""Dialect of llama.cpp's server: its routes and the form of its errors."""
 
 from __future__ import annotations
 

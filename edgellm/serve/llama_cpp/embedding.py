@@ -1,4 +1,4 @@
-"""llama.cpp's `/embedding`: a list, with a list of vectors for each text."""
+"""llama.cpp's `/embedding`, whose reply has a list of one vector for each text."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from edgellm.serve.llama_cpp.fields import INT32_MAX, hard, unsupported
 from edgellm.serve.llama_cpp.text import model_id
 from edgellm.serve.openai.embeddings import read_texts
 
-# Of llama.cpp's ways to scale vectors: to length 1.
+# llama.cpp's number for the scaling of vectors to length 1.
 _EUCLIDEAN = 2
 
 

@@ -1,4 +1,4 @@
-"""Errors as llama.cpp's server writes them."""
+"""Errors in the form of llama.cpp's server."""
 
 from __future__ import annotations
 

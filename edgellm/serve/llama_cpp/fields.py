@@ -1,7 +1,7 @@
-"""The fields of `/completion` and `/infill` that say how an answer is made, by llama.cpp's rules.
+"""Generation options in the fields of `/completion` and `/infill`, read by llama.cpp's rules.
 
-A number beyond a soft limit is moved to it, beyond a hard limit it is an error. What edgellm does
-not have is refused where it would change the answer, and else of no account.
+A number beyond a soft limit is moved to the limit; beyond a hard limit it is an error. Options that
+edgellm lacks are refused where they would change the answer, and ignored otherwise.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from edgellm.serve.request_error import RequestError
 
 INT32_MAX = 2**31 - 1
 _MOST_BIAS = 1_000_000
-# Seeds by which clients ask for any: -1, and what becomes of it in 32 and 64 bits without a sign.
+# Seeds that ask for a random one: -1, and -1 as an unsigned number of 32 and of 64 bits.
 _ANY_SEED = (-1, 2**32 - 1, 2**64 - 1)
-# Name here and there, and soft limits.
+# Name of the field, name in `GenerationOptions`, lowest and highest value (soft limits).
 _SOFT: tuple[tuple[str, str, float, float], ...] = (
     ("temperature", "temperature", 0, 100),
     ("top_p", "top_p", 0, 1),
@@ -27,9 +27,9 @@ _SOFT: tuple[tuple[str, str, float, float], ...] = (
     ("presence_penalty", "presence_penalty", -100, 100),
     ("frequency_penalty", "frequency_penalty", -100, 100),
 )
-# Hard limits of whole numbers that change nothing here: contexts are not shifted and slots not
-# chosen, what a prompt has in common with earlier ones is always found, and a cut of candidates
-# always leaves one.
+# Hard limits of whole numbers that have no effect here: contexts are not shifted, slots are not
+# chosen, and the prefix that a prompt shares with earlier ones is always found in the KV cache. The
+# limits of DRY have none because its multiplier is refused.
 _WITHOUT_EFFECT: Mapping[str, tuple[int, int]] = {
     "id_slot": (-1, INT32_MAX),
     "n_keep": (-1, INT32_MAX),
@@ -39,7 +39,7 @@ _WITHOUT_EFFECT: Mapping[str, tuple[int, int]] = {
     "dry_allowed_length": (0, INT32_MAX),
     "dry_penalty_last_n": (-1, INT32_MAX),
 }
-# Fields that change the answer unless they have one of these values; None stands for 0 or less.
+# Fields that are refused unless they have this value, which has no effect; None: 0 or less.
 _NOT_HERE: Mapping[str, float | None] = {
     "mirostat": 0,
     "dry_multiplier": 0,
@@ -52,10 +52,10 @@ _NOT_HERE: Mapping[str, float | None] = {
 
 
 def hard(fields: Fields, names: tuple[str, ...], low: int, high: int) -> int | None:
-    """The first of the names that is given, a whole number.
+    """Read the first given field of `names`, a whole number within hard limits; None: none given.
 
     Raises:
-        RequestError: it is something else or beyond the limits.
+        RequestError: the value is no whole number, or beyond the limits.
     """
     for name in names:
         value = fields.get(name)
@@ -74,25 +74,25 @@ def hard(fields: Fields, names: tuple[str, ...], low: int, high: int) -> int | N
 
 
 def soft(fields: Fields, name: str, low: float, high: float) -> float | None:
-    """A number, moved to the nearest one that is allowed.
+    """Read a number, moved to the nearest allowed one (soft limits); None if it is missing.
 
     Raises:
-        RequestError: it is something else.
+        RequestError: the value is no number.
     """
     value = fields.get(name)
     if value is None:
         return None
     if not isinstance(value, int | float) or isinstance(value, bool):
         raise field_error(name, f"a number is expected, but got {shown(value)}")
-    # a literal of JSON may be too large for a float, or for nothing but a float
+    # a JSON number may be too large for a float, so the value is not converted before it is limited
     return min(high, max(low, value))
 
 
 def generation_arguments(fields: Fields) -> GenerationArguments:
-    """Options of the answers, as far as the fields name them.
+    """Read the generation options that the request gives.
 
     Raises:
-        RequestError: a value is not allowed, or asks for what edgellm does not have.
+        RequestError: a value is not allowed, or asks for an option that edgellm lacks.
     """
     refuse_unsupported(fields)
     arguments: GenerationArguments = {}
@@ -118,7 +118,7 @@ def generation_arguments(fields: Fields) -> GenerationArguments:
 
 
 def _ends(fields: Fields) -> GenerationArguments:
-    """What ends an answer."""
+    """Read the options that end an answer: token limit, indent, time limit and stop texts."""
     arguments: GenerationArguments = {}
     count = hard(fields, ("n_predict", "max_completion_tokens", "max_tokens"), -1, INT32_MAX)
     if count is not None:
@@ -138,7 +138,11 @@ def _ends(fields: Fields) -> GenerationArguments:
 
 
 def refuse_unsupported(fields: Fields) -> None:
-    """Refuse what would change the answer and is not there."""
+    """Refuse options that edgellm lacks and that would change the answer.
+
+    Raises:
+        RequestError: a field has such an option, or a value beyond its hard limits.
+    """
     for name, (low, high) in _WITHOUT_EFFECT.items():
         hard(fields, (name,), low, high)
     for name, neutral in _NOT_HERE.items():
@@ -161,10 +165,10 @@ def refuse_unsupported(fields: Fields) -> None:
 
 
 def logit_bias(fields: Fields) -> list[tuple[int | str, float]]:
-    """Pairs of a token, or a text all of whose tokens are meant, and what is added.
+    """Read pairs of a token id, or a text that means all its tokens, and a logit bias.
 
     Raises:
-        RequestError: it is neither a list of pairs nor an object.
+        RequestError: the field is neither a list of pairs nor an object, or a pair is wrong.
     """
     given = fields.get("logit_bias")
     if given is None:
@@ -199,7 +203,7 @@ def _bias(value: Any) -> float:
 
 
 def unsupported(name: str, advice: str = "") -> RequestError:
-    """The error of a field whose value edgellm has nothing for."""
+    """Return the error of a field whose value asks for an option that edgellm lacks."""
     message = f"Field '{name}': this value is not supported by this server; leave it out"
     return RequestError("not_supported", message + (f"; {advice}" if advice else ""), param=name)
 

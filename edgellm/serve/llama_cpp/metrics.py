@@ -1,5 +1,7 @@
-"""`/metrics` in Prometheus' text format, under llama.cpp's names and vLLM's, which dashboards and
-load generators know."""
+"""`/metrics` in Prometheus' text format, under the metric names of llama.cpp and of vLLM.
+
+Dashboards and load generators know these names.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,7 @@ async def metrics(call: Call) -> Reply:
 
 
 def _usage(models: list[LLM]) -> float:
-    """The share of all models' blocks that answers hold."""
+    """Return the share of all loaded models' KV blocks that sequences hold, from 0 to 1."""
     groups = [group.pool for llm in models for group in llm.engine.cache.groups]
     total = sum(pool.used + pool.available for pool in groups)
     return sum(pool.used for pool in groups) / total if total else 0.0

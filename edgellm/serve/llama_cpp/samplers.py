@@ -1,7 +1,7 @@
-"""The field `samplers`: which samplers an answer is made with, in which order.
+"""The field `samplers`: names of the samplers of an answer, in their order.
 
-Those that are not listed do nothing. edgellm has one order, which is llama.cpp's own; another one
-is refused where it would give other tokens.
+A sampler that is not listed does nothing. edgellm has one order, which is llama.cpp's default;
+another one is refused where it would give other tokens.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ from edgellm.generation_options import GenerationArguments
 from edgellm.serve.http.fields import Fields, shown
 from edgellm.serve.llama_cpp.fields import field_error
 
-# llama.cpp's names, and the one-letter ones.
+# llama.cpp's names of samplers by their one-letter names.
 _LETTERS = {
     "e": "penalties", "d": "dry", "s": "top_n_sigma", "k": "top_k", "y": "typ_p", "p": "top_p",
     "m": "min_p", "x": "xtc", "t": "temperature", "i": "infill", "a": "adaptive_p",
 }  # fmt: skip
 _ALIASES = {"typical_p": "typ_p", "typical": "typ_p", "nucleus": "top_p", "temp": "temperature"}
 _ORDER = ("penalties", "top_k", "top_p", "min_p", "infill", "temperature")
-# What is as if a sampler were not there.
+# Arguments that switch a sampler off.
 _NEUTRAL: dict[str, GenerationArguments] = {
     "penalties": {"repeat_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0},
     "top_k": {"top_k": 0},
@@ -30,10 +30,10 @@ _NEUTRAL: dict[str, GenerationArguments] = {
 
 
 def apply_samplers(fields: Fields, arguments: GenerationArguments) -> bool:
-    """Take what is not listed out of the arguments; whether `infill` is listed.
+    """Switch off unlisted samplers in `arguments`, in place; return whether `infill` is listed.
 
     Raises:
-        RequestError: an unknown name, or an order that edgellm does not have.
+        RequestError: a name is unknown, or the order is another than edgellm's.
     """
     names = _names(fields.get("samplers"))
     if names is None:
@@ -52,7 +52,7 @@ def apply_samplers(fields: Fields, arguments: GenerationArguments) -> bool:
 
 
 def _names(given: Any) -> list[str] | None:
-    """Each name once."""
+    """Read the names of samplers, each once; None if the field is missing."""
     if given is None:
         return None
     if isinstance(given, str):

@@ -1,7 +1,7 @@
-"""llama.cpp's `/props`, `/slots` and `/lora-adapters`: what a server is, and what it is doing.
+"""llama.cpp's `/props`, `/slots` and `/lora-adapters`: properties and state of the server.
 
-There are no slots: any number of answers share the KV cache. As many are shown as whole contexts
-fit into it.
+edgellm has no slots: any number of answers share the KV cache. It shows as many slots as whole
+contexts fit into the cache, or as requests are running if these are more.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from edgellm.serve.request_error import RequestError
 
 
 async def props(call: Call) -> Reply:
-    """Of the model of the parameter `model`, else of the first one."""
+    """Return the properties of the model in the URL's parameter `model`, else of the first one."""
     pool = call.answering.pool
     model = pool.resolve(call.query("model"))
     card = await _card(call, model)
@@ -43,7 +43,7 @@ async def props(call: Call) -> Reply:
 
 
 async def slots(call: Call) -> Reply:
-    """With `fail_on_no_slot`, an error where none is free."""
+    """Return the slots of a model; with `fail_on_no_slot`, an error if none is free."""
     card = await _card(call, call.query("model"))
     running = call.answering.metrics.running
     if call.query("fail_on_no_slot") and running >= card.slots:
@@ -62,7 +62,10 @@ async def slots(call: Call) -> Reply:
 
 
 async def _card(call: Call, model: str | None) -> ModelCard:
-    """What is known of a model. One that was never here is loaded, as llama.cpp's router does."""
+    """Return the card of a model.
+
+    A model that would have to be downloaded or exported is loaded, as llama.cpp's router does.
+    """
     pool = call.answering.pool
     card = await pool.card(model)
     if card is None:

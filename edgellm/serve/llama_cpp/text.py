@@ -20,11 +20,12 @@ from edgellm.text.tokenizer import Tokenizer
 
 
 def model_id(call: Call, fields: Fields) -> str:
-    """The model that a client means. Where there is only one, it is that one: editors send names
-    that their users have made up.
+    """Return the id of the model that a client means.
+
+    A server of one model ignores the name: editors send names that their users have made up.
 
     Raises:
-        RequestError: there are several, and none of that name.
+        RequestError: the server has several models, and none of this name.
     """
     name = fields.text("model")
     pool = call.answering.pool
@@ -34,10 +35,10 @@ def model_id(call: Call, fields: Fields) -> str:
 async def encode(
     call: Call, model: str, text: str, *, add_bos: bool | None, parse_special: bool = True
 ) -> list[int]:
-    """The tokens of a text.
+    """Return the tokens of a text.
 
     Raises:
-        RequestError: it is too long, or too many texts wait.
+        RequestError: the text is too long, or too many texts wait.
     """
     _check_length(text)
     async with call.answering.pool.use(model) as llm:
@@ -67,7 +68,7 @@ async def tokenize(call: Call) -> Reply:
                 _tokenized,
                 llm.engine.tokenizer,
                 text,
-                # where a model wants no begin token there is none to add
+                # None: a begin token only where the model wants one
                 add_bos=None if fields.flag("add_special") else False,
                 parse_special=special is None or special,
                 with_pieces=bool(fields.flag("with_pieces")),
@@ -83,7 +84,7 @@ def _tokenized(
 
 
 def _pieces(tokenizer: Tokenizer, tokens: Sequence[int]) -> list[dict[str, Any]]:
-    """Tokens with their texts, or with their bytes where those are part of a character."""
+    """Return tokens with their texts, or with their bytes where these are part of a character."""
     pieces = []
     for token in tokens:
         data = tokenizer.bytes_of(token)

@@ -1,1 +1,1 @@
-"""Ollama's API."""
+"""The HTTP API of Ollama."""

@@ -54,10 +54,12 @@ async def chat(call: Call) -> Reply:
 
 
 class _Asked:
-    """What is asked for beside the prompt, and how it is to be told.
+    """Fields of a request beside its prompt, and the form of its reply.
 
     Attributes:
-        told_as: the field that a text is told in.
+        started: time of arrival, on the clock of `time.perf_counter`.
+        told_as: field of the reply that has the answer's text.
+        keep_alive_s: seconds that the model is to stay loaded; see `read_keep_alive`.
     """
 
     def __init__(self, fields: Fields, told_as: Literal["response", "message"]) -> None:
@@ -71,10 +73,10 @@ class _Asked:
         self.streams = fields.flag("stream") is not False
 
     def object(self, id: str, part: _Part, **more: Any) -> dict[str, Any]:
-        """A line, or the whole reply.
+        """Return a line of the stream, or the whole reply.
 
         Args:
-            id: of the model, where the client named none.
+            id: id of the model, shown where the client named none.
         """
         value: dict[str, Any] = {"model": self.model or id, "created_at": now()}
         if self.told_as == "response":
@@ -95,7 +97,7 @@ class _Asked:
 
 @dataclass
 class _Part:
-    """Some of an answer, or all of it."""
+    """A part of an answer, or the whole answer."""
 
     text: str = ""
     reasoning: str = ""
@@ -106,7 +108,7 @@ class _Part:
         return bool(self.text or self.reasoning or self.calls or self.logprobs)
 
     def add(self, other: _Part) -> None:
-        """Put what comes behind it to it."""
+        """Append the part that follows this one."""
         self.text += other.text
         self.reasoning += other.reasoning
         self.calls += other.calls
@@ -115,7 +117,11 @@ class _Part:
 
 
 async def _prompt(call: Call, fields: Fields) -> AskedPrompt | None:
-    """What is to be answered; None: nothing is asked."""
+    """Read the prompt of `/api/generate`; None: the model is only to be loaded or unloaded.
+
+    Raises:
+        RequestError: a field is not supported, or the model cannot do what the request asks for.
+    """
     refuse_images(fields)
     refuse(fields, "template", _NO_TEMPLATE)
     refuse(fields, "context", _NO_CONTEXT)
@@ -133,13 +139,13 @@ async def _prompt(call: Call, fields: Fields) -> AskedPrompt | None:
         return prompt
     card = await usable_model(call, model, ["thinking"] if fields.get("think") else [])
     if not card.template and not system:
-        return prompt  # as Ollama has it: the template of such a model is the prompt alone
+        return prompt  # as in Ollama, where a model without a template gets the prompt alone
     messages = [Message("system", system)] if system else []
     return Conversation(messages=(*messages, Message("user", prompt)), template_hints=hints)
 
 
 async def _load(call: Call, asked: _Asked) -> Reply:
-    """Have the model loaded, or unloaded; what a request without a prompt is for."""
+    """Load the model, or unload it if idle: the meaning of a request without a prompt."""
     pool = call.answering.pool
     id = pool.resolve(asked.model)
     if asked.keep_alive_s != 0:
@@ -157,7 +163,7 @@ def _keep(call: Call, asked: _Asked) -> None:
 async def _answer(call: Call, asked: _Asked, prompt: AskedPrompt) -> Reply:
     arguments = asked.arguments
     if isinstance(prompt, Infill):
-        arguments = {"temperature": 0.0, **arguments}  # as `LLM.infill`
+        arguments = {"temperature": 0.0, **arguments}  # as in `LLM.infill`
     ask = Ask(
         model=asked.model,
         prompt=prompt,
@@ -186,14 +192,14 @@ async def _lines(call: Call, asked: _Asked, ask: Ask) -> Frames:
 async def _parts(
     call: Call, asked: _Asked, ask: Ask
 ) -> AsyncGenerator[tuple[str, _Part, dict[str, Any]], None]:
-    """The id of the model, what has come of the answer, and the other fields of a line."""
+    """Answer an ask: yield the model's id, a part of the answer, and further fields of its line."""
     calls = CallCollector()
     try:
         async with aclosing(call.events(ask)) as events:
             async for event in events:
                 if isinstance(event, Begun):
                     begun, loaded = event, time.perf_counter()
-                    yield begun.model, _Part(), {"done": False}  # nothing can be refused any more
+                    yield begun.model, _Part(), {"done": False}  # the reply begins
                 elif isinstance(event, Delta):
                     complete, wrong = calls.add(event.calls)
                     part = _Part(event.text + wrong, event.reasoning, complete)
@@ -215,8 +221,10 @@ def _logprobs(begun: Begun, pieces: tuple[Piece, ...]) -> list[dict[str, Any]]:
 
 
 def _counts(end: End, asked: _Asked, load_s: float) -> dict[str, Any]:
-    """Why an answer ended, its tokens, times in nanoseconds, and where it was computed. The whole
-    prompt is counted, what the KV cache had of it included."""
+    """Return the last line's fields: finish reason, token counts, durations in ns, placement.
+
+    `prompt_eval_count` counts the whole prompt, its tokens from the KV cache included.
+    """
     times = timings(end.stats)
     called = end.finish_reason == "tool_calls"
     return {

@@ -1,4 +1,4 @@
-"""Ollama's API."""
+"""Dialect of Ollama: its routes and the form of its errors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Ollama's `/api/embed`, and `/api/embeddings` before it."""
+"""Ollama's `/api/embed`, and its predecessor `/api/embeddings`."""
 
 from __future__ import annotations
 
@@ -49,10 +49,10 @@ async def embeddings(call: Call) -> Reply:
 async def _embedded(
     call: Call, fields: Fields, texts: Sequence[str], *, truncates: bool
 ) -> Embeddings:
-    """The embeddings of texts; none: the model is only loaded.
+    """Embed texts; without texts, only load the model.
 
     Args:
-        truncates: a text that is too long for the context is cut.
+        truncates: whether a text that is too long for the context is cut.
     """
     pool, model = call.answering.pool, fields.text("model")
     keep_alive_s = read_keep_alive(fields)

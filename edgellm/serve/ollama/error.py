@@ -1,4 +1,4 @@
-"""Errors as Ollama writes them."""
+"""Errors in Ollama's form."""
 
 from __future__ import annotations
 
@@ -13,5 +13,5 @@ def error_body(error: RequestError) -> JSON:
 
 
 def error_frames(error: RequestError) -> list[Frame]:
-    """In mid-stream: a last line, which clients raise."""
+    """Return the last line of a stream that fails; clients raise it as an error."""
     return [Frame(error_body(error))]

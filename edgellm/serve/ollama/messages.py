@@ -1,4 +1,4 @@
-"""Messages and calls as Ollama writes them: arguments are objects, and results name the tool."""
+"""Messages and tool calls in Ollama's form: arguments are objects, and results name the tool."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ _NO_IMAGES = "the models here read texts alone"
 
 
 def read_conversation(fields: Fields) -> Conversation:
-    """The fields `messages`, `tools` and `think`; `tool_choice` is as OpenAI has it.
+    """Read the fields `messages`, `tools`, `think`, and `tool_choice` in OpenAI's form.
 
     Raises:
-        RequestError: one of them cannot be read.
+        RequestError: one of the fields is wrong.
     """
     tools = read_tools(fields.get("tools"), "tools")
     return Conversation(
@@ -33,7 +33,7 @@ def read_conversation(fields: Fields) -> Conversation:
 
 
 def refuse_images(fields: Fields) -> None:
-    """Refuse pictures."""
+    """Refuse a request or message with images."""
     refuse(fields, "images", _NO_IMAGES)
 
 
@@ -67,7 +67,7 @@ def _message(fields: Fields, waiting: list[ToolCall]) -> Message:
 
 
 def _answered(waiting: list[ToolCall], name: str | None) -> str | None:
-    """The id of the first call that a result without an id can be to."""
+    """Remove the first waiting call that a result without an id can belong to; return its id."""
     call = next((call for call in waiting if name in (None, call.name)), None)
     if call is None:
         return None
@@ -84,10 +84,11 @@ def _call(fields: Fields, index: int) -> ToolCall:
 
 
 class CallCollector:
-    """Calls that come in parts, each told when it is complete.
+    """Tool calls put together from deltas, each returned when it is complete.
 
-    Both methods give calls and a text: those that are no calls, because the answer was cut off in
-    one or the model got its arguments wrong, as the model wrote them.
+    `add` and `finish` return call objects in Ollama's form, and a text. The text has the name and
+    arguments of a call whose arguments are no JSON object: the answer was cut off in the call, or
+    the model got its arguments wrong.
     """
 
     def __init__(self) -> None:
@@ -95,7 +96,7 @@ class CallCollector:
         self._index = 0
 
     def add(self, deltas: Sequence[ToolCallDelta]) -> tuple[list[dict[str, Any]], str]:
-        """Those behind which another one has begun."""
+        """Add deltas, and return the calls that are complete because another one has begun."""
         objects, text = list[dict[str, Any]](), ""
         for delta in deltas:
             if delta.name is not None:
@@ -106,7 +107,7 @@ class CallCollector:
         return objects, text
 
     def finish(self) -> tuple[list[dict[str, Any]], str]:
-        """The one that nothing more comes of."""
+        """Return the last call, to which no delta will follow."""
         if not self._deltas:
             return [], ""
         first, *others = self._deltas

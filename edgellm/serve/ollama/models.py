@@ -1,4 +1,7 @@
-"""Ollama's `/api/tags`, `/api/ps`, `/api/show` and `/api/version`; what it is to be found by."""
+"""Ollama's `/api/tags`, `/api/ps`, `/api/show` and `/api/version`.
+
+Clients find the server and its models by these routes.
+"""
 
 from __future__ import annotations
 
@@ -15,10 +18,10 @@ from edgellm.serve.model_pool import ModelPool
 from edgellm.serve.request_error import RequestError
 from edgellm.serve.usage import timestamp
 
-# The Ollama whose API this is: clients refuse older ones.
+# Version of Ollama with this API; clients refuse older versions.
 API_VERSION = "0.12.11"
 _NEVER = "9999-12-31T23:59:59Z"
-# Longer than anybody waits, and within what dates hold.
+# Seconds beyond which a model counts as loaded for ever; dates can still hold so long a time.
 _LONGEST_S = 1e9
 
 
@@ -46,7 +49,10 @@ async def ps(call: Call) -> Reply:
 
 
 async def show(call: Call) -> Reply:
-    """Clients ask for all that is listed, to know what each can do: nothing is loaded for that."""
+    """Describe a model without loading it.
+
+    Clients ask for every listed model, to learn its capabilities.
+    """
     fields = await call.fields()
     pool = call.answering.pool
     id = pool.resolve(fields.text("model") or fields.text("name"))
@@ -62,13 +68,13 @@ async def show(call: Call) -> Reply:
 
 
 async def usable_model(call: Call, name: str | None, wanted: Sequence[str]) -> ModelCard:
-    """A model, loaded, that can do what is wanted.
+    """Load a model that has all wanted capabilities, and return its card.
 
     Args:
-        wanted: names of capabilities.
+        wanted: Ollama's names of capabilities.
 
     Raises:
-        RequestError: it cannot.
+        RequestError: the model cannot be loaded, or lacks a capability.
     """
     pool = call.answering.pool
     async with pool.use(name):
@@ -86,7 +92,7 @@ async def usable_model(call: Call, name: str | None, wanted: Sequence[str]) -> M
 
 
 def now() -> str:
-    """The time, as Ollama writes it."""
+    """Return the current time in Ollama's form."""
     return timestamp(datetime.now(UTC))
 
 
@@ -95,7 +101,7 @@ def _time(seconds: float) -> str:
 
 
 def _after(seconds: float) -> str:
-    """The time in so many seconds."""
+    """Return the time in `seconds` from now; the year 9999 stands for never."""
     if seconds > _LONGEST_S:
         return _NEVER
     return timestamp(datetime.now(UTC) + timedelta(seconds=seconds))
@@ -109,14 +115,14 @@ def _listed(pool: ModelPool, id: str) -> dict[str, Any]:
         "model": name,
         "modified_at": _time(pool.started_at),
         "size": 0 if card is None else card.memory_bytes,
-        # of the name: a file's is not known before it is loaded
+        # hash of the name: a file's is not known before it is loaded
         "digest": hashlib.sha256(id.encode()).hexdigest(),
         "details": _details(card),
     }
 
 
 def _details(card: ModelCard | None) -> dict[str, Any]:
-    """What is known of a model; of one that was not here yet, nothing."""
+    """Return Ollama's `details` of a model, empty for a model without a card."""
     family = "" if card is None else card.config.model_type
     return {
         "parent_model": "",
@@ -148,7 +154,7 @@ def _described(card: ModelCard | None) -> dict[str, Any]:
         "model_info": {
             "general.architecture": family,
             "general.parameter_count": parameters(config),
-            # what this server holds, which clients ask for as `num_ctx`
+            # the context of this server, which clients send back as `num_ctx`
             f"{family}.context_length": card.ctx_size,
             f"{family}.embedding_length": config.hidden_size,
             f"{family}.block_count": config.layer_count,
@@ -161,7 +167,7 @@ def _described(card: ModelCard | None) -> dict[str, Any]:
 
 
 def _capabilities(card: ModelCard) -> list[str]:
-    """What a model can do, as Ollama names it."""
+    """Return a model's capabilities under Ollama's names."""
     can = {
         "tools": card.calls_tools,
         "insert": card.infill is not None,
@@ -171,7 +177,7 @@ def _capabilities(card: ModelCard) -> list[str]:
 
 
 def _gap_template(card: ModelCard) -> str:
-    """How the model is asked to fill a gap, in Ollama's terms: clients look for `.Suffix`."""
+    """Return the template for filling a gap, in Ollama's syntax: clients look for `.Suffix`."""
     family = card.infill
     if family is None:
         return ""

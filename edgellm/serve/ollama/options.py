@@ -1,4 +1,4 @@
-"""The fields of Ollama's requests that say how an answer is made."""
+"""Generation options and other common fields of Ollama's requests."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from edgellm.text.template import Scalar
 
 _LARGEST = 1 << 31
 _EFFORTS = ("low", "medium", "high")
-# Samplers that there are not, each with the values that switch it off.
+# Samplers that edgellm lacks, each with the values that switch it off.
 _ABSENT = {"mirostat": (0,), "typical_p": (0, 1), "tfs_z": (0, 1)}
 _UNITS = {"ns": 1e-9, "us": 1e-6, "µs": 1e-6, "ms": 1e-3, "s": 1, "m": 60, "h": 3600}
 _PART = r"(\d+(?:\.\d+)?)(ns|us|µs|ms|s|m|h)"
@@ -22,9 +22,9 @@ _DURATION = re.compile(rf"(-?)((?:{_PART})+)")
 
 
 def generation_arguments(fields: Fields) -> GenerationArguments:
-    """The fields `options`, `logprobs` and `shift`.
+    """Read the generation options in the fields `options`, `top_logprobs` and `shift`.
 
-    Options of how a model is loaded (`num_ctx`, `num_gpu` ...) are the server's and are not read.
+    Options for loading a model (`num_ctx`, `num_gpu` ...) are the server's, and are not read.
     """
     options = fields.object("options") or Fields({}, "options.")
     for name, off in _ABSENT.items():
@@ -47,7 +47,7 @@ def generation_arguments(fields: Fields) -> GenerationArguments:
 
 
 def read_format(fields: Fields) -> str | None:
-    """The JSON schema of `format`, as text."""
+    """Read the JSON schema of `format`, as text; None if there is none."""
     value = fields.get("format")
     if value is None or value == "":
         return None
@@ -59,7 +59,7 @@ def read_format(fields: Fields) -> str | None:
 
 
 def thinking_hints(fields: Fields) -> dict[str, Scalar]:
-    """What a template is told about `think`."""
+    """Read `think` as variables of the chat template."""
     value = fields.get("think")
     if value is None:
         return {}
@@ -71,9 +71,10 @@ def thinking_hints(fields: Fields) -> dict[str, Scalar]:
 
 
 def read_keep_alive(fields: Fields) -> float | None:
-    """For how many seconds a model is to stay loaded behind a request; infinite, if for ever.
+    """Read the seconds that an idle model stays loaded after a request; infinite: for ever.
 
-    A number of seconds, or a duration as Go writes them, such as `1h30m`.
+    The field has a number of seconds, or a duration in Go's form, such as `1h30m`. A negative one
+    means for ever. None: the field is missing.
     """
     value = fields.get("keep_alive")
     if value is None or value == "":
@@ -99,7 +100,7 @@ def _seconds(value: object) -> float | None:
 
 
 def refuse(fields: Fields, name: str, why: str) -> None:
-    """Refuse a field that is there and not empty."""
+    """Refuse a field that is not missing or empty."""
     if fields.get(name):
         where = fields.where + name
         raise RequestError("not_supported", f"`{where}` is not supported: {why}", param=where)

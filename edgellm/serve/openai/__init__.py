@@ -1,1 +1,1 @@
-"""OpenAI's API, which other dialects take messages, tools and options from."""
+"""The HTTP API of OpenAI; other dialects share its messages, tools and options."""

@@ -41,11 +41,12 @@ async def chat_completions(call: Call) -> Reply:
 
 @dataclass(frozen=True, kw_only=True)
 class AskedChat:
-    """What is asked for, and how it is to be told.
+    """A parsed chat request: its ask, and the form of its reply.
 
     Attributes:
-        with_logprobs: of each token.
-        with_usage: counts at the end of a stream; `usage_always`: with each chunk.
+        with_logprobs: whether the reply has the log probability of each token.
+        with_usage: whether a stream ends with token counts.
+        usage_always: whether each chunk of a stream has token counts.
     """
 
     ask: Ask
@@ -55,7 +56,11 @@ class AskedChat:
 
 
 def read_chat(fields: Fields, *, max_n: int) -> AskedChat:
-    """What is asked for."""
+    """Read a chat request.
+
+    Args:
+        max_n: largest number of answers.
+    """
     refuse_unsupported(fields)
     with_logprobs = bool(fields.flag("logprobs"))
     arguments: GenerationArguments = {
@@ -85,14 +90,14 @@ def read_chat(fields: Fields, *, max_n: int) -> AskedChat:
 
 
 def read_schema(fields: Fields) -> str | None:
-    """The JSON schema of `response_format`, or llama.cpp's `json_schema`, as text."""
+    """Read the JSON schema of `response_format`, or llama.cpp's `json_schema`, as text."""
     wanted = fields.object("response_format")
     if wanted is None:
         schema = fields.object("json_schema")
         return None if schema is None else json.dumps(schema.values)
     kind = wanted.choice("type", ("text", "json_object", "json_schema"))
     if kind == "json_object":
-        schema = wanted.object("schema")  # llama.cpp's
+        schema = wanted.object("schema")  # llama.cpp's extension
         return json.dumps({"type": "object"} if schema is None else schema.values)
     if kind != "json_schema":
         return None
@@ -108,7 +113,7 @@ def read_schema(fields: Fields) -> str | None:
 
 
 def chat_object(begun: Begun, answers: list[Answered], asked: AskedChat) -> dict[str, Any]:
-    """All answers as one object."""
+    """Return all answers to a chat request as one object."""
     stats = [answer.stats for answer in answers]
     return ChatIdentity(begun.model).object(
         "chat.completion",
@@ -140,7 +145,7 @@ def _message(answer: Answered) -> dict[str, Any]:
 
 
 def _reasoning(text: str) -> dict[str, str]:
-    """Under both names that clients read."""
+    """Return reasoning text under both names that clients read."""
     return {"reasoning_content": text, "reasoning": text}
 
 
@@ -152,7 +157,7 @@ def _logprobs(begun: Begun, pieces: Iterable[Piece], asked: AskedChat) -> dict[s
 
 @dataclass
 class ChatIdentity:
-    """What all objects of one reply in the shape of a chat have in common."""
+    """Fields that all objects of one chat reply share."""
 
     model: str
     id: str = field(default_factory=lambda: f"chatcmpl-{secrets.token_hex(12)}")
@@ -171,10 +176,10 @@ class ChatIdentity:
 
 
 class _Chunks:
-    """The chunks of a stream.
+    """Chunks of a streamed chat reply.
 
     Attributes:
-        ended: the counts of answers that are complete.
+        ended: counts and timings of the complete answers.
     """
 
     def __init__(self, begun: Begun, asked: AskedChat) -> None:
@@ -186,7 +191,7 @@ class _Chunks:
         self.ended: list[Stats] = []
 
     def of(self, event: Delta | End) -> list[Frame]:
-        """What an event becomes."""
+        """Convert a delta or an end to chunks."""
         frames = []
         if event.sample not in self._shown:
             self._shown.add(event.sample)
@@ -196,7 +201,7 @@ class _Chunks:
         return [*frames, self._end(event)]
 
     def usage(self) -> Frame:
-        """The counts of all, without a choice."""
+        """Return the chunk with the token counts of all answers, which has no choices."""
         counts = usage(self.ended, reasoning_tokens=self._thoughts)
         values = self._identity.object("chat.completion.chunk", [], usage=counts)
         return Frame(values)
@@ -250,7 +255,7 @@ class _Chunks:
 
 
 def call_delta(call: ToolCallDelta) -> dict[str, Any]:
-    """A part of a call: its name first, then its arguments as they come."""
+    """Return a part of a tool call: its name first, then its arguments as they come."""
     if call.name is None:
         return {"index": call.index, "function": {"arguments": call.arguments}}
     function = {"name": call.name, "arguments": call.arguments}
@@ -258,7 +263,7 @@ def call_delta(call: ToolCallDelta) -> dict[str, Any]:
 
 
 async def chat_frames(events: AsyncGenerator[Event, None], asked: AskedChat) -> Frames:
-    """The events of an ask as chunks."""
+    """Convert the events of an ask to chunks of a chat reply."""
     chunks: _Chunks | None = None
     async with aclosing(events):
         async for event in events:

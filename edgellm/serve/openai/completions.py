@@ -1,4 +1,4 @@
-"""OpenAI's `/v1/completions`: texts that are continued and, with `suffix`, gaps that are filled."""
+"""OpenAI's `/v1/completions`: continues texts and, with `suffix`, fills gaps."""
 
 from __future__ import annotations
 
@@ -43,11 +43,11 @@ async def completions(call: Call) -> Reply:
 
 @dataclass(frozen=True, kw_only=True)
 class AskedCompletion:
-    """What is asked for, one ask for each prompt, and how it is to be told.
+    """A parsed completion request: one ask for each prompt, and the form of the reply.
 
     Attributes:
-        with_logprobs: of each token.
-        with_usage: counts at the end of a stream.
+        with_logprobs: whether the reply has the log probability of each token.
+        with_usage: whether a stream ends with token counts.
     """
 
     asks: Sequence[Ask]
@@ -60,7 +60,11 @@ class AskedCompletion:
 
 
 def read_completion(fields: Fields, *, max_n: int) -> AskedCompletion:
-    """What is asked for."""
+    """Read a completion request.
+
+    Args:
+        max_n: largest number of answers to one prompt.
+    """
     if fields.flag("echo"):
         raise unsupported("echo", "put the prompt before the answer")
     refuse_unsupported(fields)
@@ -76,8 +80,8 @@ def read_completion(fields: Fields, *, max_n: int) -> AskedCompletion:
         arguments["logprobs"] = logprobs
     prompts = read_prompts(fields)
     suffix = fields.text("suffix")
-    if suffix:  # "" is none, as clients send it
-        arguments.setdefault("temperature", 0.0)  # as `LLM.infill`
+    if suffix:  # clients send "" for no suffix
+        arguments.setdefault("temperature", 0.0)  # as in `LLM.infill`
         prompts = [_gap(fields, prompt, suffix) for prompt in prompts]
     schema = read_schema(fields)
     model = fields.text("model")
@@ -93,7 +97,7 @@ def read_completion(fields: Fields, *, max_n: int) -> AskedCompletion:
 
 
 def read_prompts(fields: Fields, name: str = "prompt") -> list[AskedPrompt]:
-    """A text, token ids, or a list of one of them."""
+    """Read prompts: a text, token ids, or a list of texts and lists of token ids."""
     value = fields.required(name, fields.get(name))
     if isinstance(value, str):
         return [value]
@@ -148,7 +152,7 @@ async def _whole(call: Call, asked: AskedCompletion) -> dict[str, Any]:
 
 
 def summed_usage(stats: Sequence[Sequence[Stats]]) -> dict[str, Any]:
-    """The counts of several prompts, each with its answers."""
+    """Return OpenAI's `usage` object summed over several prompts, each with its answers."""
     each = [usage(of_one) for of_one in stats]
     total = {
         key: sum(one[key] for one in each)
@@ -174,7 +178,7 @@ def _choice(
 
 @dataclass
 class _Identity:
-    """What all objects of one reply have in common."""
+    """Fields that all objects of one completion reply share."""
 
     model: str
     id: str = field(default_factory=lambda: f"cmpl-{secrets.token_hex(12)}")
@@ -195,7 +199,7 @@ class _Identity:
 async def completion_frames(
     events: AsyncGenerator[tuple[int, Event], None], asked: AskedCompletion
 ) -> Frames:
-    """The events of all asks as chunks."""
+    """Convert the events of all asks to chunks of a completion reply."""
     identity: _Identity | None = None
     begun: dict[int, Begun] = {}
     stats: list[list[Stats]] = [[] for _ in asked.asks]

@@ -1,4 +1,4 @@
-"""OpenAI's API, with what others have added to it."""
+"""Dialects of OpenAI, with extensions by other servers, and of its responses API."""
 
 from __future__ import annotations
 

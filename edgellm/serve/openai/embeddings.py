@@ -45,12 +45,12 @@ async def embeddings(call: Call) -> Reply:
 
 
 def read_dimensions(fields: Fields) -> int | None:
-    """How many numbers of each embedding are wanted."""
+    """Read the wanted length of each embedding; None: the model's own."""
     return fields.whole("dimensions", 1, _MOST_DIMENSIONS)
 
 
 def read_texts(fields: Fields, name: str) -> tuple[str | tuple[int, ...], ...]:
-    """A text, token ids, or a list of one of them; none of them empty."""
+    """Read a text, token ids, or a list of texts and lists of token ids; none may be empty."""
     prompts = read_prompts(fields, name)
     if not all(prompts):
         raise fields.wrong(name, "texts that are not empty")
@@ -58,10 +58,10 @@ def read_texts(fields: Fields, name: str) -> tuple[str | tuple[int, ...], ...]:
 
 
 def shortened(vector: NDArray[np.float32], dimensions: int | None) -> NDArray[np.float32]:
-    """The first `dimensions` of a vector, of length 1 again.
+    """Return the first `dimensions` values of a vector `[E]`, scaled to length 1 again.
 
     Raises:
-        RequestError: it has not so many.
+        RequestError: the vector has fewer values.
     """
     if dimensions is None or dimensions == len(vector):
         return vector

@@ -1,4 +1,4 @@
-"""Errors as OpenAI writes them."""
+"""Errors in OpenAI's form."""
 
 from __future__ import annotations
 
@@ -31,5 +31,5 @@ def error_body(error: RequestError) -> JSON:
 
 
 def error_frames(error: RequestError) -> list[Frame]:
-    """In mid-stream, where clients raise it."""
+    """Return the event of an error in mid-stream, which clients raise."""
     return [Frame(error_body(error))]

@@ -1,4 +1,4 @@
-"""Log probabilities of tokens, as OpenAI writes them."""
+"""Log probabilities of tokens in OpenAI's forms."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from edgellm.text.tokenizer import Tokenizer
 
 
 def chat_logprobs(tokenizer: Tokenizer, pieces: Iterable[Piece]) -> dict[str, Any]:
-    """Of a chat: a token, its bytes, and the most likely ones."""
+    """Return a chat's log probabilities: each token, its bytes, and the most likely tokens."""
     return {"content": [_entry(tokenizer, piece) for piece in pieces if piece.token is not None]}
 
 
@@ -24,7 +24,7 @@ def _entry(tokenizer: Tokenizer, piece: Piece) -> dict[str, Any]:
 
 
 def token_logprob(tokenizer: Tokenizer, token: int, logprob: float | None) -> dict[str, Any]:
-    """A token by itself: its text, and the bytes that this is of."""
+    """Return a token's text, log probability and bytes."""
     data = tokenizer.bytes_of(token)
     return {
         "token": data.decode(errors="replace"),
@@ -36,10 +36,10 @@ def token_logprob(tokenizer: Tokenizer, token: int, logprob: float | None) -> di
 def completion_logprobs(
     tokenizer: Tokenizer, pieces: Sequence[Piece], *, offset: int = 0
 ) -> dict[str, Any]:
-    """Of a text that is continued, in lists.
+    """Return a completion's log probabilities, as parallel lists over its tokens.
 
     Args:
-        offset: characters of the answer before these pieces.
+        offset: number of characters of the answer before these pieces.
     """
     sampled = [piece for piece in pieces if piece.token is not None]
     texts, tops, offsets = [], [], []

@@ -1,4 +1,4 @@
-"""Messages and tools as OpenAI writes them, and other dialects after it."""
+"""Messages and tools in OpenAI's form, which other dialects share in part."""
 
 from __future__ import annotations
 
@@ -20,10 +20,11 @@ _MAX_ARGUMENTS = 64
 
 
 def read_conversation(fields: Fields) -> Conversation:
-    """The fields `messages`, `tools` and what belongs to them.
+    """Read a chat's `messages`, `tools`, tool options, reasoning effort and template arguments.
 
     Raises:
-        RequestError: there are no messages, or one is of a kind that no model here reads.
+        RequestError: a field is wrong, there are no messages, or a message has a part that no
+            model here reads, such as an image.
     """
     tools = read_tools(fields.get("tools"), "tools")
     choice = read_choice(fields.get("tool_choice"), tools, "tool_choice")
@@ -43,7 +44,7 @@ def read_conversation(fields: Fields) -> Conversation:
 
 
 def read_messages(fields: Fields) -> tuple[Message, ...]:
-    """The field `messages`; see `read_conversation`."""
+    """Read the field `messages`; see `read_conversation`."""
     fields.required("messages", fields.get("messages"))
     messages = tuple(_message(each) for each in fields.objects("messages", MAX_MESSAGES))
     if not messages:
@@ -52,7 +53,7 @@ def read_messages(fields: Fields) -> tuple[Message, ...]:
 
 
 def read_tools(value: Any, param: str) -> tuple[Tool, ...]:
-    """A list of OpenAI's tools; null is none."""
+    """Read a list of OpenAI's tools; null: no tools."""
     if value is None:
         return ()
     if not isinstance(value, list) or len(value) > MAX_TOOLS:
@@ -63,14 +64,14 @@ def read_tools(value: Any, param: str) -> tuple[Tool, ...]:
 
 
 def read_choice(value: Any, tools: tuple[Tool, ...], param: str) -> ToolChoice:
-    """OpenAI's `tool_choice`; null is auto."""
+    """Read OpenAI's `tool_choice`; null: auto."""
     if value is None:
         return "auto"
     return checked(param, lambda: checked_choice(value, tools))
 
 
 def checked(param: str, read: Callable[[], T]) -> T:
-    """What is read of a field; a mistake in it names the field."""
+    """Return the result of `read`; an `OptionError` becomes a `RequestError` about `param`."""
     try:
         return read()
     except OptionError as error:
@@ -78,7 +79,7 @@ def checked(param: str, read: Callable[[], T]) -> T:
 
 
 def _template_arguments(fields: Fields) -> dict[str, Scalar]:
-    """`chat_template_kwargs`: scalars; which names are allowed is the template's."""
+    """Read the scalars of `chat_template_kwargs`; the template decides which names are allowed."""
     given = fields.object("chat_template_kwargs")
     if given is None:
         return {}
@@ -113,7 +114,7 @@ def _call(fields: Fields) -> ToolCall:
 
 
 def content_text(fields: Fields, name: str) -> str:
-    """A string, null, or a list of parts that are texts."""
+    """Read content as one text: a string, null, or a list of text parts."""
     content = fields.get(name)
     if content is None or isinstance(content, str):
         return content or ""

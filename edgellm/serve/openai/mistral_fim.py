@@ -1,4 +1,4 @@
-"""Mistral's `/v1/fim/completions`: gaps that are filled, told in the shape of chats."""
+"""Mistral's `/v1/fim/completions`: fills gaps, and replies in the form of chats."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ async def fim_completions(call: Call) -> Reply:
 
 
 def read_fim(fields: Fields) -> Ask:
-    """What is asked for: greedy, unless `temperature` says otherwise, as `LLM.infill`."""
+    """Read the ask of a request: greedy, as in `LLM.infill`, unless `temperature` is given."""
     arguments: GenerationArguments = {
         "temperature": 0.0,
         **sampling_arguments(fields),
@@ -41,7 +41,7 @@ def read_fim(fields: Fields) -> Ask:
 
 
 async def fim_frames(events: AsyncGenerator[Event, None]) -> Frames:
-    """The events of an ask as chunks, each with a choice and a text: editors ask no further."""
+    """Convert an ask's events to chunks, all with a choice and a text: editors check neither."""
     identity: ChatIdentity | None = None
     async with aclosing(events):
         async for event in events:

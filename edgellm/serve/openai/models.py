@@ -1,5 +1,7 @@
-"""OpenAI's `/v1/models`, with what Mistral's client reads of it, and llama.cpp's; for Anthropic's
-clients theirs."""
+"""OpenAI's `/v1/models`, with the fields that Mistral's and llama.cpp's clients read.
+
+Anthropic's clients, which use the same paths, get Anthropic's form.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,7 @@ def _model(pool: ModelPool, id: str) -> dict[str, Any]:
         "object": "model",
         "created": pool.started_at,
         "owned_by": "edgellm",
-        "type": "base",  # Mistral's client reads no others but fine-tuned ones
+        "type": "base",  # Mistral's client reads only base and fine-tuned models
         "capabilities": {},
     }
     card = pool.known(id)
@@ -56,12 +58,12 @@ def _model(pool: ModelPool, id: str) -> dict[str, Any]:
 
 
 def _is_anthropic(call: Call) -> bool:
-    """Whether Anthropic's client asks, whose models have the same paths."""
+    """Whether an Anthropic client asks, whose paths for models are the same."""
     return call.header("anthropic-version") is not None
 
 
 def _anthropic_page(call: Call) -> dict[str, Any]:
-    """The models between two ids, as many as are asked for."""
+    """Return a page of models: at most `limit` of them, between `after_id` and `before_id`."""
     ids = list(call.answering.pool.ids)
     after, before, limit = (call.query(name) for name in ("after_id", "before_id", "limit"))
     if after in ids:

@@ -1,4 +1,4 @@
-"""OpenAI's `/v1/responses`, of which nothing is kept: the client sends the whole conversation."""
+"""OpenAI's `/v1/responses`. No response is stored: clients send the whole conversation."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from edgellm.serve.usage import placement, timings, usage
 from edgellm.text.template import Scalar
 
 _BY_ITSELF = ("stop", "tool_calls")
-# What would need a memory of earlier responses, and so is refused.
+# Fields that would need stored responses, and so are refused.
 _OF_A_STORE = ("previous_response_id", "conversation", "background", "store", "prompt")
 
 
@@ -43,7 +43,7 @@ async def responses(call: Call) -> Reply:
 
 
 def read_response(fields: Fields) -> Ask:
-    """What is asked for."""
+    """Read the ask of a request."""
     for name in _OF_A_STORE:
         if fields.get(name):
             raise RequestError(
@@ -74,7 +74,7 @@ def read_response(fields: Fields) -> Ask:
 
 
 def _wrapped(listed: Any) -> Any:
-    """Tools of this API, whose fields lie beside their type, as chats have them."""
+    """Convert tools with fields beside their `type` to a chat's form, with fields in `function`."""
     if not isinstance(listed, list):
         return listed
     tools = []
@@ -95,7 +95,7 @@ def _wrapped(listed: Any) -> Any:
 
 
 def _schema(fields: Fields) -> str | None:
-    """The JSON schema of `text.format`, as text."""
+    """Read the JSON schema of `text.format`, as text."""
     text = fields.object("text")
     wanted = None if text is None else text.object("format")
     if wanted is None:
@@ -110,10 +110,10 @@ def _schema(fields: Fields) -> str | None:
 
 @dataclass
 class _Response:
-    """A response as it grows.
+    """A response that grows with the events of its ask.
 
     Attributes:
-        asked: fields of the request, some of which are shown again.
+        asked: fields of the request; the response repeats some of them.
     """
 
     asked: Mapping[str, Any]
@@ -124,7 +124,7 @@ class _Response:
     _end: End | None = None
 
     def add(self, event: Event) -> Iterator[dict[str, Any]]:
-        """What is told of an event."""
+        """Add an event of the ask, and yield the API's events for it."""
         if isinstance(event, Begun):
             self._model = event.model
             yield {"type": "response.created", "response": self.object()}
@@ -189,7 +189,7 @@ def _places(stats: Stats) -> dict[str, Any]:
 
 
 async def response_frames(events: AsyncGenerator[Event, None], response: _Response) -> Frames:
-    """The events of an ask as this API tells them."""
+    """Convert the events of an ask to numbered events of the responses API."""
     number = 0
     async with aclosing(events):
         async for event in events:
@@ -201,7 +201,7 @@ async def response_frames(events: AsyncGenerator[Event, None], response: _Respon
 
 
 def error_frames(error: RequestError) -> list[Frame]:
-    """In mid-stream; clients raise what has the field `error`."""
+    """Return the event of an error in mid-stream; its field `error` makes clients raise it."""
     body = error_body(error)
     assert isinstance(body, Mapping)
     described = {"code": error.code or error.kind, "message": error.message, "param": error.param}

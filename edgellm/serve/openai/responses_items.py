@@ -1,4 +1,4 @@
-"""OpenAI's items, of which a response and its input are made."""
+"""Items of OpenAI's responses API, which make up a response and its input."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _ROLES = ("system", "developer", "user", "assistant")
 
 
 def read_input(fields: Fields) -> tuple[Message, ...]:
-    """The conversation of `instructions` and `input`."""
+    """Read the conversation of the fields `instructions` and `input`."""
     messages: list[Message] = []
     instructions = fields.text("instructions")
     if instructions:
@@ -34,7 +34,7 @@ def read_input(fields: Fields) -> tuple[Message, ...]:
 
 
 def _add(messages: list[Message], item: Fields) -> None:
-    """Add an item; an assistant's reasoning, text and calls are one message."""
+    """Add an item; consecutive reasoning, text and tool calls of the assistant are one message."""
     kind = item.text("type") or "message"
     if kind == "message":
         role = item.choice("role", _ROLES)
@@ -70,7 +70,7 @@ def _add(messages: list[Message], item: Fields) -> None:
 
 
 def _assistant(messages: list[Message]) -> Message:
-    """The assistant's message that goes on, taken off the list, or a new one."""
+    """Take the assistant's last message off the list; a new one if the last is another role's."""
     if messages and messages[-1].role == "assistant":
         return messages.pop()
     return Message("assistant", "")
@@ -78,10 +78,12 @@ def _assistant(messages: list[Message]) -> Message:
 
 @dataclass
 class _Item:
-    """An item that is being written.
+    """An output item that is being written.
 
     Attributes:
-        call: of a function call, its number in the answer.
+        kind: type of the item: message, reasoning or function_call.
+        text: text so far; of a function call, its arguments.
+        call: index of a function call in the answer.
     """
 
     kind: str
@@ -118,17 +120,17 @@ _TEXTS = {"message": "response.output_text", "reasoning": "response.reasoning_te
 
 @dataclass
 class OutputItems:
-    """The items of an answer as they grow, and the events that tell of it.
+    """Output items of an answer that grow with its deltas, and their events.
 
     Attributes:
-        done: objects of the closed ones.
+        done: objects of the closed items.
     """
 
     done: list[dict[str, Any]] = field(default_factory=list)
     _open: _Item | None = None
 
     def add(self, delta: Delta) -> Iterator[dict[str, Any]]:
-        """What a delta adds: each event without its sequence number."""
+        """Add a delta, and yield the events for it, without their sequence numbers."""
         if delta.reasoning:
             yield from self._text("reasoning", delta.reasoning)
         if delta.text:
@@ -137,7 +139,7 @@ class OutputItems:
             yield from self._call(call)
 
     def end(self, status: str = "completed") -> Iterator[dict[str, Any]]:
-        """Close the item that is open; `status` is `incomplete` where the answer was cut off."""
+        """Close the open item and yield its events; `status`: "incomplete" if it was cut off."""
         item, self._open = self._open, None
         if item is None:
             return

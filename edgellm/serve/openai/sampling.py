@@ -1,4 +1,4 @@
-"""The fields of OpenAI's requests that say how tokens are chosen, and llama.cpp's beside them."""
+"""Sampling options in the fields of OpenAI's requests, with llama.cpp's and vLLM's extensions."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ _NUMBERS = {
     "presence_penalty": (-100, 100),
     "frequency_penalty": (-100, 100),
 }
-# Fields of other servers that would change the answer, and what they have instead here. Values
-# that are false, 0 or empty ask for nothing.
+# Fields of other servers that are refused because they would change the answer, and the field to
+# use instead. Values that are false, 0 or empty are ignored.
 _NOT_HERE = {
     "grammar": "use `response_format`",
     "guided_json": "use `response_format`",
@@ -37,7 +37,11 @@ MOST_LOGPROBS = 20
 
 
 def sampling_arguments(fields: Fields) -> GenerationArguments:
-    """What is given of the options of an answer, within hard ranges."""
+    """Read the generation options that the request gives, within hard ranges.
+
+    Raises:
+        RequestError: a value is not allowed.
+    """
     arguments: GenerationArguments = {}
     for name, (low, high) in _NUMBERS.items():
         value = fields.number(name, low, high)
@@ -57,7 +61,7 @@ def sampling_arguments(fields: Fields) -> GenerationArguments:
         penalty = fields.number("repetition_penalty", *_NUMBERS["repeat_penalty"])  # vLLM's name
         if penalty is not None:
             arguments["repeat_penalty"] = penalty
-    if arguments.get("top_k") == -1:  # vLLM's "all of them"
+    if arguments.get("top_k") == -1:  # vLLM's value for all tokens
         arguments["top_k"] = 0
     stop = fields.texts("stop", MAX_STOPS)
     if stop:
@@ -74,10 +78,10 @@ def sampling_arguments(fields: Fields) -> GenerationArguments:
 
 
 def refuse_unsupported(fields: Fields) -> None:
-    """Refuse what would change the answer and is not there.
+    """Refuse options that edgellm lacks and that would change the answer.
 
     Raises:
-        RequestError: a field asks for it.
+        RequestError: a field asks for such an option.
     """
     for name, advice in _NOT_HERE.items():
         if fields.get(name):
@@ -88,20 +92,20 @@ def refuse_unsupported(fields: Fields) -> None:
 
 
 def unsupported(name: str, advice: str = "") -> RequestError:
-    """The error of a field that edgellm has nothing for."""
+    """Return the error of a field that asks for an option that edgellm lacks."""
     message = f"`{name}` is not supported; leave it out"
     return RequestError("not_supported", message + (f", or {advice}" if advice else ""), param=name)
 
 
 def stop_texts(fields: Fields, stop: list[str]) -> list[str]:
-    """Texts that end an answer, none of them empty or very long."""
+    """Check the stop texts of an answer, which have 1 to 1000 characters, and return them."""
     if any(not text or len(text) > 1000 for text in stop):
         raise fields.wrong("stop", "strings of 1 to 1000 characters")
     return stop
 
 
 def max_tokens(fields: Fields, *names: str) -> GenerationArguments:
-    """The first of the names that is given; -1 is no limit."""
+    """Read the token limit from the first given field of `names`; -1: no limit."""
     for name in names:
         value = fields.whole(name, -1, MOST_TOKENS)
         if value is not None:
@@ -110,7 +114,7 @@ def max_tokens(fields: Fields, *names: str) -> GenerationArguments:
 
 
 def logit_bias(fields: Fields) -> dict[int, float]:
-    """OpenAI's: an object of token ids as strings, and numbers."""
+    """Read `logit_bias`, an object of biases by token id; -100 or less excludes a token."""
     given = fields.object("logit_bias")
     if given is not None and len(given.values) > MAX_BIASES:
         raise RequestError(
