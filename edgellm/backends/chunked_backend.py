@@ -179,7 +179,7 @@ class ChunkedBackend:
         return self.model.head.logits(hidden)
 
     def _host_tokens(self, count: int, start: int) -> int:
-        """Count the tokens that the precision leaves to the host, `count` after `start` others."""
+        """Return how many of `count` tokens after `start` others the host computes first."""
         return min(count, max(0, self.model.segments.host_tokens - start))
 
     def _plan(self, count: int, *, tails_only: bool = False) -> list[PlannedChunk]:

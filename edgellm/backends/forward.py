@@ -121,7 +121,7 @@ class Model:
                 seconds=lambda task: self._seconds.get(
                     (chunks[task.chunk].size, steps[task.step].name), 0.0
                 ),
-                # weights stay near: 512 rows of SmolLM2-135M take 2 to 6 % less on the CPU provider
+                # weights stay in caches: 512 rows of SmolLM2-135M take 2 to 6 % less on the CPU
                 together=1 if layers is None else WINDOW,
                 should_stop=should_stop,
             )
