@@ -1,4 +1,4 @@
-"""Many prompts at once: they share steps, and so the reading of the weights."""
+"""Answers to many prompts at once, which share steps and so the reading of the weights."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ from edgellm.text.prompt import Message, encode_conversation
 
 # A text or token ids, to be continued; messages, for the chat template; a gap, to be filled.
 Prompt = str | SequenceOf[int] | SequenceOf[Message] | Gap
-# Prompts in the hands of the loop at once; the rest is not even encoded.
+# Number of answers on their way from which on no further prompt is encoded.
 _AT_ONCE = 64
 
 
 @dataclass(frozen=True, kw_only=True)
 class BatchRequest:
-    """A prompt of a batch that is not answered as the others are.
+    """A prompt of a batch with options of its own.
 
     Attributes:
-        options: in the place of the batch's; None: the batch's.
-        logit_filter: likewise.
-        tool_options: of a prompt that is messages: what may be called.
+        options: options in the place of the batch's; None: the batch's.
+        logit_filter: logit filter in the place of the batch's; None: the batch's.
+        tool_options: tools that may be called, for a prompt that is messages.
     """
 
     prompt: Prompt
@@ -44,13 +44,13 @@ class BatchRequest:
 
 @dataclass(frozen=True)
 class BatchAnswer:
-    """One answer of many.
+    """An answer to a prompt of a batch.
 
     Attributes:
-        index: which of the prompts it is to, from 0.
-        sample: which of the answers to this prompt.
-        completion: None where it failed.
-        error: why it failed.
+        index: number of the prompt, from 0.
+        sample: number of the answer among those to its prompt, from 0.
+        completion: the finished answer; None where it failed.
+        error: error with which the answer failed.
     """
 
     index: int
@@ -59,10 +59,10 @@ class BatchAnswer:
     error: Exception | None = None
 
     def result(self) -> Completion:
-        """The completion.
+        """Return the completion.
 
         Raises:
-            Exception: the answer's error.
+            Exception: the error with which the answer failed.
         """
         if self.completion is None:
             assert self.error is not None
@@ -81,7 +81,7 @@ class _Running:
     pieces: list[Piece] = field(default_factory=list)
 
     def read(self) -> BatchAnswer | None:
-        """Take the pieces that are there; gives the answer with the last one."""
+        """Take the pieces that are there; return the answer with the last piece, None before."""
         request = self.request
         finished = request.finished  # before its last piece is taken
         while request.pieces:
@@ -103,13 +103,13 @@ def answers(
     cancel: threading.Event | None = None,
     logit_filter: LogitFilter | None = None,
 ) -> Pending[BatchAnswer]:
-    """Answer prompts, `n` times each, as they finish.
+    """Answer prompts, `n` times each; yield the answers as they finish.
 
-    A prompt that fails does so in its own answers.
+    The error of a prompt that fails is in its own answers.
 
     Args:
-        options: of all answers; where `n` is more than 1 and there is a seed, answer i has the seed
-            that is larger by i.
+        options: options of all answers; where `n` is more than 1 and there is a seed, answer i has
+            the seed that is larger by i.
     """
     waiting = enumerate(prompts)
     running: list[_Running] = []
@@ -126,7 +126,7 @@ def answers(
                 except (EdgeLLMError, ValueError) as error:
                     yield from (BatchAnswer(index, sample, None, error) for sample in range(n))
                 else:
-                    running += begun  # before it is submitted: an interrupt may come in between
+                    running += begun  # before the request is submitted: an interrupt may come
                     engine.loop.submit(begun[0].request)
             if not running:
                 return
@@ -142,7 +142,7 @@ def answers(
 
 
 def _request(prompt: Prompt | BatchRequest, common: BatchRequest) -> BatchRequest:
-    """A prompt with the options of all, unless it has its own."""
+    """Return a prompt as a request, with the options of the batch where it has none of its own."""
     if not isinstance(prompt, BatchRequest):
         return replace(common, prompt=prompt)
     check_hooks(None, None, prompt.logit_filter)
@@ -160,7 +160,7 @@ def _request(prompt: Prompt | BatchRequest, common: BatchRequest) -> BatchReques
 def _begun(
     engine: Engine, index: int, asked: BatchRequest, n: int, cancel: threading.Event | None
 ) -> list[_Running]:
-    """The answers to a prompt, all but the first of which begin where it has been computed."""
+    """Begin the answers to a prompt; all but the first start once the prompt is computed."""
     options = asked.options
     assert options is not None
     chat, logit_filter = None, asked.logit_filter
@@ -191,11 +191,12 @@ def _begun(
 
 
 def prompt_tokens(engine: Engine, prompt: Prompt) -> list[int]:
-    """The tokens that a prompt is computed as.
+    """Return the tokens of a prompt.
 
     Raises:
-        OptionError: it is no prompt, or a token id is not in the vocabulary.
-        TemplateError, UnsupportedModelError: the model is for neither chat nor infill.
+        OptionError: a value that is no prompt, or a token id that is not in the vocabulary.
+        TemplateError: messages, and the model has no chat template that takes them.
+        UnsupportedModelError: a gap, and the model has no infill tokens.
     """
     if isinstance(prompt, Gap):
         return infill_tokens(engine.tokenizer, prompt, model=engine.bundle.manifest.name)
@@ -207,12 +208,12 @@ def prompt_tokens(engine: Engine, prompt: Prompt) -> list[int]:
 
 
 def is_conversation(prompt: object) -> bool:
-    """Whether it is a list that begins with a message."""
+    """Whether a prompt is a list that begins with a message."""
     return isinstance(prompt, SequenceOf) and bool(prompt) and isinstance(prompt[0], Message)
 
 
 def is_many(prompt: object) -> bool:
-    """Whether it is a list of prompts and not one prompt, which is a text or token ids."""
+    """Whether `prompt` is a list of prompts and not one prompt, which is a text or token ids."""
     if isinstance(prompt, str) or not isinstance(prompt, SequenceOf) or not prompt:
         return False
     return all(isinstance(each, (str, list, tuple, BatchRequest, Gap)) for each in prompt)

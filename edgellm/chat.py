@@ -1,7 +1,7 @@
 """A conversation over one session.
 
 With the context policy `shift` whole turns are forgotten, the oldest first and the system prompt
-never: when less than a quarter of the context is left, until half of it is.
+never. Turns are forgotten when less than a quarter of the context is left, until half is left.
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ from edgellm.tool_use import ToolCall, joined_calls
 
 
 class Chat:
-    """Messages that take turns; earlier turns stay in the KV cache.
+    """A conversation of user and model; earlier turns stay in the KV cache.
 
-    `close` gives their place in the cache back, as do `with` and, later, the garbage collector.
+    `close` gives its place in the cache back, as do `with` and, later, the garbage collector.
 
     Attributes:
         messages: the conversation so far; may be changed between turns.
-        options: how answers are sampled; may be changed between turns.
-        tool_options: what they may call; likewise.
+        options: sampling options of answers; may be changed between turns.
+        tool_options: tools that answers may call; may be changed between turns.
     """
 
     def __init__(
@@ -59,9 +59,9 @@ class Chat:
     ) -> None:
         self._engine = engine
         self._session = Session(engine)
-        self._forgotten: list[Message] = []  # behind the system prompt; the model sees them no more
-        self._dropped = 0  # tokens of them, with the last answer
-        self._turn = threading.Lock()  # of an answer that is on its way
+        self._forgotten: list[Message] = []  # behind the system prompt; not shown to the model
+        self._dropped = 0  # number of their tokens, at the last answer
+        self._turn = threading.Lock()  # held by the answer that is on its way
         self.options = options
         self.tool_options = ToolOptions() if tool_options is None else tool_options
         self.messages: list[Message] = []
@@ -77,7 +77,7 @@ class Chat:
 
     @property
     def tokens(self) -> tuple[int, ...]:
-        """The conversation as the model saw it."""
+        """Tokens of the conversation as the model saw it."""
         return self._session.tokens
 
     def send(
@@ -90,10 +90,10 @@ class Chat:
         logit_filter: LogitFilter | None = None,
         **arguments: Unpack[ChatArguments],
     ) -> Completion:
-        """Say something and get the whole answer; see `stream`.
+        """Say something and return the whole answer; see `stream`.
 
-        An answer that was stopped is one as well, see `Session.generate`; one that ended before its
-        first token is empty, and the conversation is as it was.
+        An answer that was stopped is returned as far as it got, see `Session.generate`. An answer
+        that ended before its first token is empty, and the conversation is as it was.
         """
         pieces = self.stream(
             text,
@@ -115,17 +115,17 @@ class Chat:
         logit_filter: LogitFilter | None = None,
         **arguments: Unpack[ChatArguments],
     ) -> Iterator[Piece]:
-        """Say something and get the answer piece by piece.
+        """Say something and stream the answer piece by piece.
 
-        What the model thinks before it answers comes as `Piece.reasoning`, its calls of tools as
+        The model's reasoning before the answer comes as `Piece.reasoning`, its tool calls as
         `Piece.tool_calls`; `Piece.text` is the answer alone, as llama-server's `content` is.
 
         An answer that is cancelled stays in the conversation as far as it got. If anything fails
         before the answer begins, the conversation is as it was.
 
         Args:
-            text: None goes on behind the results of tools.
-            options: of this answer, in the place of the chat's.
+            text: the user's message; None: go on behind the results of tools.
+            options: options of this answer, in the place of the chat's.
             cancel, progress, logit_filter: see `Session.stream`.
             arguments: fields of `GenerationOptions` for this answer, over those of `options`, and
                 of `ToolArguments`, over the chat's.
@@ -143,7 +143,7 @@ class Chat:
         logit_filter: LogitFilter | None = None,
         **arguments: Unpack[ChatArguments],
     ) -> Completion:
-        """`send` for asyncio; see `astream`."""
+        """Say something and return the whole answer, as `send` does, for asyncio; see `astream`."""
         pending = self._say(text, options, cancel, progress, logit_filter, arguments)
         return completion([piece async for piece in driven(self._engine, pending)])
 
@@ -157,7 +157,7 @@ class Chat:
         logit_filter: LogitFilter | None = None,
         **arguments: Unpack[ChatArguments],
     ) -> AsyncGenerator[Piece, None]:
-        """`stream` for asyncio; see `Session.astream`."""
+        """Stream the answer as `stream` does, for asyncio; see `Session.astream`."""
         pending = self._say(text, options, cancel, progress, logit_filter, arguments)
         return driven(self._engine, pending)
 
@@ -170,7 +170,10 @@ class Chat:
         logit_filter: LogitFilter | None = None,
         **arguments: Unpack[ChatArguments],
     ) -> Iterator[Piece]:
-        """Answer the last message once more, differently if the seed is open; see `stream`."""
+        """Stream another answer in place of the last one, a different one if the seed is open.
+
+        See `stream`.
+        """
         pending = self._say_again(options, cancel, progress, logit_filter, arguments)
         return self._engine.loop.drive(pending)
 
@@ -183,16 +186,17 @@ class Chat:
         logit_filter: LogitFilter | None = None,
         **arguments: Unpack[ChatArguments],
     ) -> AsyncGenerator[Piece, None]:
-        """`regenerate` for asyncio; see `Session.astream`."""
+        """Stream another answer as `regenerate` does, for asyncio; see `Session.astream`."""
         pending = self._say_again(options, cancel, progress, logit_filter, arguments)
         return driven(self._engine, pending)
 
     def add_tool_result(self, call_id: str, text: str) -> None:
-        """Say what a call of the last answer gave; when all have a result, `stream()` or `send()`
-        without a text goes on.
+        """Add the result of a tool call of the last answer.
+
+        Once all calls have a result, `stream()` or `send()` without a text goes on.
 
         Raises:
-            OptionError: no such call waits for its result.
+            OptionError: no tool call of this id waits for its result.
         """
         check_text("call_id", call_id)
         check_text("text", text)
@@ -204,7 +208,7 @@ class Chat:
         self.messages.append(Message("tool", text, tool_call_id=call_id, name=name))
 
     def close(self) -> None:
-        """Give the memory back; the messages stay."""
+        """Give the memory of the KV cache back; the messages stay."""
         self._session.close()
 
     def __enter__(self) -> Chat:
@@ -264,8 +268,12 @@ class Chat:
 
     @contextmanager
     def _taking_turns(self) -> Iterator[None]:
-        """One answer at a time."""
-        # `for` has the answer in a variable before an interrupt can come, see `Loop.advance`
+        """Hold the chat's turn: one answer at a time.
+
+        Raises:
+            OptionError: another answer is on its way.
+        """
+        # `for` has the result in a variable before an interrupt can come, see `Loop.advance`
         for taken in map(self._turn.acquire, (False,)):
             if not taken:
                 raise OptionError(
@@ -315,7 +323,10 @@ class Chat:
         tool_options: ToolOptions,
         logit_filter: LogitFilter | None,
     ) -> ChatPrompt:
-        """What the model sees of the conversation."""
+        """Return the prompt of the conversation, without the turns that are forgotten.
+
+        With the context policy `shift`, turns are forgotten here if need be.
+        """
         engine = self._engine
         first = int(self.messages[0].role == "system")
         turns = [i for i, m in enumerate(self.messages) if m.role == "user" and i > first]
@@ -326,7 +337,7 @@ class Chat:
 
         begin = self.messages[first : first + len(self._forgotten)]
         if context_policy == "error" or begin != self._forgotten:
-            self._forgotten = []  # it may have become another conversation
+            self._forgotten = []  # `messages` may have become another conversation
         prompt = asked()
         whole = len(prompt.tokens)
         if context_policy == "shift" and whole > engine.ctx_size * 3 // 4:
@@ -342,7 +353,7 @@ class Chat:
         """Refuse to answer while calls have no results, or without anything to answer.
 
         Raises:
-            OptionError: says what is missing.
+            OptionError: a result or a text is missing; the message has the details.
         """
         waiting = self._calls_without_result()
         if waiting:
@@ -354,7 +365,7 @@ class Chat:
             )
 
     def _calls_without_result(self) -> list[ToolCall]:
-        """Of the last answer."""
+        """Return the tool calls of the last answer that have no result yet."""
         results = set()
         for message in reversed(self.messages):
             if message.role != "tool":
@@ -366,9 +377,9 @@ class Chat:
         return replace(stats, dropped_tokens=stats.dropped_tokens + self._dropped)
 
     def _keep(self, pieces: list[Piece], reader: AnswerReader) -> None:
-        """Put the answer into the conversation, its end token and anything after it left out.
+        """Put the answer into the conversation, its end token left out.
 
-        A call that is not complete is left out as well: no template takes it.
+        A tool call that is not complete is left out as well: no template takes it.
         """
         sampled = tuple(piece.token for piece in pieces if piece.token is not None)
         if not sampled:
@@ -378,7 +389,7 @@ class Chat:
         made = joined_calls([call for piece in pieces for call in piece.tool_calls])
         calls = tuple(call for call in made if call.complete)
         reasoning = "".join(piece.reasoning for piece in pieces) or None
-        # a stop text is cut off the shown text, so its tokens are not the answer
+        # a stop text is cut off the shown text, so the tokens are not exactly the answer
         exact = reader.is_text_of(kept, self._engine.tokenizer) and calls == made
         if not calls and reasoning is None:
             exact = exact and reader.raw == text

@@ -1,4 +1,4 @@
-"""Checks of what callers pass: each one error that names the parameter, and says what is allowed.
+"""Checks of callers' arguments; each error names the parameter and says what is allowed.
 
 A parameter stands in backquotes in the message; the command line shows its flag instead.
 """
@@ -21,10 +21,13 @@ if TYPE_CHECKING:
 def check_number(
     name: str, value: object, low: float, high: float = math.inf, *, whole: bool = False
 ) -> None:
-    """Refuse what is no number from `low` to `high`; `whole`: or no whole one.
+    """Refuse a value that is no number from `low` to `high`.
+
+    Args:
+        whole: whether only whole numbers are allowed.
 
     Raises:
-        OptionError: it is not allowed.
+        OptionError: the value is not allowed.
     """
     limit = f"{low} to {high}" if high < math.inf else f"{low} or more"
     kind = "whole number" if whole else "number"
@@ -38,25 +41,25 @@ def check_number(
 
 
 def check_flag(name: str, value: object) -> None:
-    """Refuse what is neither true nor false."""
+    """Refuse a value that is neither true nor false."""
     if not isinstance(value, bool):
         raise OptionError(f"`{name}` is {_shown(value)}; allowed are True and False")
 
 
 def check_choice(name: str, value: object, allowed: Collection[str]) -> None:
-    """Refuse what is not one of the allowed texts."""
+    """Refuse a value that is not one of the allowed texts."""
     if not isinstance(value, str) or value not in allowed:
         raise OptionError(f"`{name}` is {_shown(value)}; allowed are {', '.join(allowed)}")
 
 
 def check_text(name: str, value: object) -> None:
-    """Refuse what is no text."""
+    """Refuse a value that is no text."""
     if not isinstance(value, str):
         raise OptionError(f"`{name}` is {_shown(value)}; a text (str) is expected")
 
 
 def check_texts(name: str, values: object) -> None:
-    """Refuse what is no list of texts that are not empty."""
+    """Refuse a value that is no list of texts that are not empty."""
     right = isinstance(values, Sequence) and not isinstance(values, str | bytes)
     if not right or any(not isinstance(text, str) or not text for text in values):  # type: ignore[attr-defined]
         raise OptionError(
@@ -65,17 +68,17 @@ def check_texts(name: str, values: object) -> None:
 
 
 def check_path(name: str, value: object) -> Path:
-    """The path that a text or `Path` means."""
+    """Return the path that a text or `Path` means; refuse other values."""
     if not isinstance(value, str | Path) or not str(value) or "\0" in str(value):
         raise OptionError(f"`{name}` is {_shown(value)}; a path (str or Path) is expected")
     return Path(value)
 
 
 def check_token_ids(name: str, values: object, *, vocab_size: int) -> list[int]:
-    """Token ids as a list.
+    """Return token ids as a list.
 
     Raises:
-        OptionError: no list of whole numbers from 0 to `vocab_size - 1`.
+        OptionError: a value that is no list of whole numbers from 0 to `vocab_size - 1`.
     """
     allowed = f"allowed are whole numbers from 0 to {vocab_size - 1}"
     if not isinstance(values, Iterable) or isinstance(values, str | bytes):
@@ -98,7 +101,11 @@ def _shown(value: object) -> str:
 
 
 def check_hooks(cancel: object, progress: object, logit_filter: object = None) -> None:
-    """Refuse what an answer could not ask or call."""
+    """Refuse a `cancel` that is no event, and a `progress` or `logit_filter` that is not callable.
+
+    Raises:
+        OptionError: one of them is not allowed.
+    """
     if cancel is not None and not callable(getattr(cancel, "is_set", None)):
         raise OptionError(f"`cancel` is {_shown(cancel)}; a threading.Event is expected")
     for name, value in (("progress", progress), ("logit_filter", logit_filter)):
@@ -109,10 +116,10 @@ def check_hooks(cancel: object, progress: object, logit_filter: object = None) -
 def check_names(
     values: Mapping[str, object], options: type[DataclassInstance], *others: str
 ) -> None:
-    """Refuse what is neither a field of a class of options nor one of the other names.
+    """Refuse names that are neither fields of a class of options nor one of the other names.
 
     Raises:
-        TypeError: as of a function that has no such parameter.
+        TypeError: an unknown name, as for a function that has no such parameter.
     """
     names = [*others, *(field.name for field in fields(options))]
     for name in values:

@@ -1,4 +1,4 @@
-"""What of this machine can run models, and why the rest cannot."""
+"""Devices of this machine that can run models, and reasons why the others cannot."""
 
 from __future__ import annotations
 
@@ -12,12 +12,13 @@ from edgellm.kernels.native import isa
 
 @dataclass(frozen=True)
 class Devices:
-    """Everything that a model could run on.
+    """Execution providers and kernels that a model could run on.
 
     Attributes:
         providers: ONNX Runtime's execution providers, usable or not.
-        gpu: the device of the Triton kernels; empty without one, and then `gpu_reason` says why.
-        native: the instruction set of the C++ kernels; None if they were not built.
+        gpu: name of the Triton kernels' device; empty without a device.
+        gpu_reason: reason why the Triton kernels have no device; empty with one.
+        native: instruction set of the C++ kernels; None if they were not built.
         exact_int8: whether the CPU multiplies int8 in graphs without saturating; where it does not,
             `prefill` cpu is float32.
     """
@@ -30,12 +31,12 @@ class Devices:
 
 
 def native_isa() -> str | None:
-    """The instruction set of the C++ kernels, or None if they were not built."""
+    """Return the instruction set of the C++ kernels, or None if they were not built."""
     return isa()
 
 
 def devices() -> Devices:
-    """Try all of them: each provider that is installed runs a small graph (a second or two)."""
+    """Try all devices: each provider that is installed runs a small graph (a second or two)."""
     providers, reason = tuple(statuses()), device.why_not()
     return Devices(
         providers=providers,

@@ -16,7 +16,7 @@
     ├── SessionFileError       a saved session that is damaged or of another model
     └── NumericError           NaN or infinite logits
 
-    CancelledError(Exception)  the caller asked to stop, which is no error of anybody's
+    CancelledError(Exception)  a stop that the caller asked for, which is no error
 
 A message says what was asked, what is allowed and what to do.
 """
@@ -29,11 +29,11 @@ class EdgeLLMError(ValueError):
 
 
 class SourceError(EdgeLLMError):
-    """A model name cannot be resolved or downloaded."""
+    """A model name that cannot be resolved or downloaded."""
 
 
 class ModelFormatError(EdgeLLMError):
-    """A model file is missing, damaged, foreign or does not fit its config."""
+    """A model file that is missing, damaged, foreign or does not fit its config."""
 
 
 class UnsupportedModelError(EdgeLLMError):
@@ -41,23 +41,23 @@ class UnsupportedModelError(EdgeLLMError):
 
 
 class BundleError(EdgeLLMError):
-    """A bundle is damaged, truncated, foreign or incomplete."""
+    """A bundle that is damaged, truncated, foreign or incomplete."""
 
 
 class ExportError(EdgeLLMError):
-    """An export could not be finished; nothing of it was left behind."""
+    """An export that could not be finished; it has left no files behind."""
 
 
 class TokenizerError(EdgeLLMError):
-    """Text or a vocabulary cannot be tokenized."""
+    """Text or a vocabulary that cannot be tokenized."""
 
 
 class TemplateError(EdgeLLMError):
-    """A chat template is broken, unsafe or exceeds its size or time limit."""
+    """A chat template that is broken, unsafe or exceeds its size or time limit."""
 
 
 class OptionError(EdgeLLMError):
-    """An option has a value that is not allowed."""
+    """An option with a value that is not allowed."""
 
 
 class ContextOverflowError(EdgeLLMError):
@@ -65,30 +65,30 @@ class ContextOverflowError(EdgeLLMError):
 
 
 class CacheFullError(EdgeLLMError):
-    """The shared KV block pool has no free block."""
+    """A shared pool of KV blocks without a free block."""
 
 
 class MemoryEstimateError(EdgeLLMError):
-    """The model and its context would not fit into the memory that is available."""
+    """A model and context that would not fit into the memory that is available."""
 
 
 class ProviderError(EdgeLLMError):
-    """An execution provider is missing or does not take a whole segment."""
+    """An execution provider that is missing or does not take a whole segment."""
 
 
 class SessionFileError(EdgeLLMError):
-    """A saved session is damaged, or does not fit this model."""
+    """A saved session that is damaged, or does not fit this model."""
 
 
 class NumericError(EdgeLLMError):
-    """The model produced NaN or infinite logits."""
+    """NaN or infinite logits of the model."""
 
 
 class CancelledError(Exception):
-    """The caller asked to stop; the session stays as it was before the step."""
+    """A stop that the caller asked for; the session stays as it was before the step."""
 
 
 def first_line(error: BaseException) -> str:
-    """What an error of a library says, without the lines below; its type if it says nothing."""
+    """Return the first line of an error's message, or its type if there is no message."""
     lines = str(error).strip().splitlines()
     return lines[0] if lines else type(error).__name__

@@ -1,4 +1,4 @@
-"""How tokens are chosen and when an answer ends: what a caller says, else the model's own."""
+"""Options for the choice of tokens and the end of an answer: the caller's, else the model's."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from edgellm.store.manifest import Manifest
 ContextPolicy = Literal["error", "shift"]
 CONTEXT_POLICIES: tuple[str, ...] = get_args(ContextPolicy)
 
-# Lowest and highest value, and whether it is a whole number.
+# Lowest and highest value of each field, and whether only whole numbers are allowed.
 _RANGES: Mapping[str, tuple[float, float, bool]] = {
     "temperature": (0, 100, False),
     "top_k": (0, math.inf, True),
@@ -44,7 +44,7 @@ _RANGES: Mapping[str, tuple[float, float, bool]] = {
     "repetition_limit": (0, 65536, True),
 }
 MAY_BE_NONE = ("seed", "max_tokens", "time_limit_ms", "line_limit_ms")
-# Beyond it a bias would drown float32 scores.
+# Largest bias: a larger one would drown float32 scores.
 _MOST_BIAS = 1_000_000
 
 
@@ -80,45 +80,46 @@ class GenerationArguments(TypedDict, total=False):
 
 @dataclass(frozen=True, kw_only=True)
 class GenerationOptions:
-    """How tokens are chosen and when to stop. The defaults are llama.cpp's.
+    """Options for the choice of tokens and the end of an answer. The defaults are llama.cpp's.
 
     Attributes:
-        temperature: 0 always takes the most likely token.
-        top_k: keep the k most likely tokens; 0 keeps all.
-        top_p: keep the most likely tokens that make up this probability.
-        min_p: keep tokens at least this probable relative to the most likely one.
-        repeat_penalty: divides positive and multiplies negative logits of recent tokens
+        temperature: divisor of the logits; 0: always the most likely token.
+        top_k: number of most likely tokens that are kept; 0: all.
+        top_p: probability that the most likely tokens make up together, which are kept.
+        min_p: least probability of a token that is kept, relative to the most likely token's.
+        repeat_penalty: factor that divides positive and multiplies negative logits of recent tokens
             (CTRL, Keskar et al., arXiv:1909.05858).
-        presence_penalty: subtracted once from the logit of each recent token.
-        frequency_penalty: subtracted for each time that a recent token occurs.
-        repeat_last_n: how many tokens count as recent; 0 none, -1 all.
-        logit_bias: added to the logits of these tokens.
-        seed: the same seed gives the same text; None draws one.
-        max_tokens: stop after this many; None goes on to the end of the answer or of the context,
-            or until it only repeats itself (`repetition_limit`).
-        min_tokens: take no end token before so many; stop texts and `max_tokens` end the answer all
-            the same.
-        context_policy: what to do when the context is full. error: a prompt that is too long is an
-            error, an answer ends. shift: forget half of what stands behind the first `keep` tokens,
-            the oldest, and go on; `Stats.dropped_tokens` says how many were forgotten.
-        keep: first tokens that `shift` never forgets; the attention of most models needs the first
-            few (StreamingLLM, Xiao et al., arXiv:2309.17453).
+        presence_penalty: number subtracted once from the logit of each recent token.
+        frequency_penalty: number subtracted for each time that a recent token occurs.
+        repeat_last_n: number of last tokens that count as recent; 0: none, -1: all.
+        logit_bias: numbers added to the logits, by token id.
+        seed: seed of the sampler; the same seed gives the same text, None draws one.
+        max_tokens: number of tokens after which the answer ends; None: it goes on to its own end or
+            the end of the context, or until it only repeats itself (`repetition_limit`).
+        min_tokens: number of tokens before which no end token is taken; stop texts and `max_tokens`
+            end the answer all the same.
+        context_policy: behaviour when the context is full. error: a prompt that is too long is an
+            error, an answer ends. shift: the older half of the tokens behind the first `keep` is
+            forgotten, and the answer goes on; `Stats.dropped_tokens` counts the forgotten tokens.
+        keep: number of first tokens that `shift` never forgets; the attention of most models needs
+            the first few (StreamingLLM, Xiao et al., arXiv:2309.17453).
         stop: texts that end the answer and are not part of it.
-        stop_tokens: likewise, beside the model's own end tokens.
-        min_indent: stop before a line that is indented by fewer characters; 0 never does.
-        time_limit_ms: stop after this time, prefill included; None never does.
-        line_limit_ms: stop with the first end of a line later than this after the first token; None
-            never does.
-        priority: among answers of one owner that are on their way at once, a larger one goes first.
-        owner: whose answer it is, such as the user of a program that serves several. Those who have
-            answers on their way at once get equally many tokens computed, however many answers each
-            wants.
-        logprobs: report this many most likely tokens at each step.
-        ignore_eos: never take an end token.
-        repetition_limit: end an answer whose last so many tokens only say the same again and again,
-            if neither `max_tokens` nor `ignore_eos` is set; 0 never does.
-        speculate: check guesses of several tokens in one step where that is faster (see
-            `speculation.py`); the answer is the same.
+        stop_tokens: token ids that end the answer, beside the model's own end tokens.
+        min_indent: least indentation in characters; the answer stops before a line that is indented
+            by fewer; 0: never.
+        time_limit_ms: time after which the answer stops, prefill included; None: never.
+        line_limit_ms: time after the first token from which on the answer stops at the end of a
+            line; None: never.
+        priority: rank among answers of one owner that are on their way at once; larger goes first.
+        owner: name of the answer's owner, such as the user of a program that serves several. Owners
+            with answers on their way at once get equally many tokens computed, however many answers
+            each wants.
+        logprobs: number of most likely tokens that are reported at each step.
+        ignore_eos: whether no end token is ever taken.
+        repetition_limit: number of last tokens that end the answer if they are one sequence over
+            and over, where neither `max_tokens` nor `ignore_eos` is set; 0: never.
+        speculate: whether guesses of several tokens are checked in one step where that is faster
+            (see `speculation.py`); the answer is the same.
     """
 
     temperature: float = 0.8
@@ -151,7 +152,7 @@ class GenerationOptions:
         """Check the values.
 
         Raises:
-            OptionError: one is of another type than it should be, or not allowed.
+            OptionError: a value has the wrong type, or is not allowed.
         """
         for name, (low, high, whole) in _RANGES.items():
             value = getattr(self, name)
@@ -168,7 +169,7 @@ class GenerationOptions:
             )
         for token, bias in self.logit_bias.items():
             check_number("logit_bias", token, 0, whole=True)
-            if bias != -math.inf:  # which rules a token out
+            if bias != -math.inf:  # minus infinity rules a token out
                 check_number("logit_bias", bias, -_MOST_BIAS, _MOST_BIAS)
         if isinstance(self.stop_tokens, str) or not isinstance(self.stop_tokens, Sequence):
             raise OptionError(
@@ -178,18 +179,18 @@ class GenerationOptions:
             check_number("stop_tokens", token, 0, whole=True)
 
     def may_end(self, sampled: int) -> bool:
-        """Whether an end token may come behind so many tokens of the answer."""
+        """Whether an end token may come behind `sampled` tokens of the answer."""
         return not self.ignore_eos and sampled >= self.min_tokens
 
 
 def chosen_options(
     manifest: Manifest, options: GenerationOptions | None, arguments: GenerationArguments
 ) -> GenerationOptions:
-    """The fields given over `options`, or else over what is usual for a model: its own, those tried
-    for it, llama.cpp's.
+    """Return `options` with the given fields in their place; without `options`, the model's.
 
-    Those tried (see `generation_defaults.py`) are for models whose files name none, and do not
-    count with a temperature of 0, which is plain greedy.
+    A model's options are its own, else those tried for it, else llama.cpp's. Options that were
+    tried (see `generation_defaults.py`) are for models whose files name none. They do not count
+    with a temperature of 0, which is plain greedy.
     """
     if options is not None:
         return changed_options(options, arguments)
@@ -201,11 +202,11 @@ def chosen_options(
 def changed_options(
     options: GenerationOptions, arguments: GenerationArguments
 ) -> GenerationOptions:
-    """Options with other values in the fields that are given.
+    """Return options with other values in the fields that are given.
 
     Raises:
-        OptionError: the options are something else, or a value is not allowed.
-        TypeError: an argument is none of their fields.
+        OptionError: `options` is no `GenerationOptions`, or a value is not allowed.
+        TypeError: an argument is no field of the options.
     """
     if not isinstance(options, GenerationOptions):
         raise OptionError(f"`options` is {options!r}; an edgellm.GenerationOptions is expected")

@@ -33,15 +33,16 @@ def infill_tokens(
     order: Order | None = None,
     budget: Budget | None = None,
 ) -> list[int]:
-    """The prompt for a gap, in the tokens of the model's family (see `fim.py`).
+    """Return the prompt for a gap, in the infill tokens of the model's family (see `fim.py`).
 
     Args:
-        model: its name, for the error.
-        budget: of tokens for each part; None takes all of them.
+        model: name of the model, for the error.
+        order: order of the parts; None: the family's own.
+        budget: number of tokens for each part; None: all of them.
 
     Raises:
-        UnsupportedModelError: the model has no tokens for it.
-        OptionError: an order that there is not.
+        UnsupportedModelError: the model has no infill tokens.
+        OptionError: an unknown order.
     """
     if order not in (None, *ORDERS):
         raise OptionError(f"`order` is {order!r}; allowed are {', '.join(ORDERS)}")
@@ -58,7 +59,7 @@ def infill_tokens(
 
 
 def infill_options(engine: Engine, options: GenerationOptions) -> GenerationOptions:
-    """The options with what ends an answer in the model's family."""
+    """Return the options with the stop texts and tokens that end an infill of the family."""
     tokenizer = engine.tokenizer
     family = require_family(tokenizer.vocabulary, tokenizer.fim, model=engine.bundle.manifest.name)
     known = (tokenizer.vocabulary.get(text) for text in family.stop_tokens)
@@ -79,17 +80,18 @@ def stream_infill(
     cancel: threading.Event | None = None,
     progress: ProgressCallback | None = None,
 ) -> Iterator[Piece]:
-    """What belongs into a gap, piece by piece.
+    """Stream the text for a gap, piece by piece.
 
-    What an earlier gap has in common with this one comes from the KV cache.
+    Tokens at the beginning that an earlier prompt had as well come from the KV cache.
 
     Args:
-        order: of the parts; None is the family's own.
-        template: ask in words, through the chat template, instead of with the family's tokens.
+        order: order of the parts; None: the family's own.
+        template: whether to ask in words, through the chat template, instead of with the family's
+            tokens.
         cancel, progress: see `Session.stream`.
 
     Raises:
-        UnsupportedModelError: the model has no tokens for it, and `template` is not set.
+        UnsupportedModelError: the model has no infill tokens, and `template` is not set.
     """
     if template:
         tokens = _in_words(engine, gap)

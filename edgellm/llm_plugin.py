@@ -38,9 +38,10 @@ def register_models(register: Callable[..., None]) -> None:
 
 
 def model_names() -> Mapping[str, str]:
-    """What each name stands for, as `edgellm.load` takes it.
+    """Return the models' names in `llm`, each with the name that `edgellm.load` takes.
 
-    Of several bundles with one label the newest has it, and the others are called by their folders.
+    The newest of several bundles with one label has the label as its name; the other bundles have
+    the names of their folders.
     """
     names = {alias: alias for alias in ALIASES}
     root = bundles_dir()
@@ -53,7 +54,7 @@ def model_names() -> Mapping[str, str]:
 
 
 class EdgeOptions(llm.Options):
-    """Those that are not given are the model's own."""
+    """Options of an answer; options that are not given are the model's own."""
 
     max_tokens: int | None = Field(default=None, description="Tokens to generate at most")
     min_tokens: int | None = Field(default=None, description="No end token before so many")
@@ -68,7 +69,7 @@ class EdgeOptions(llm.Options):
     stop: str | list[str] | None = Field(default=None, description="Text that ends the answer")
 
     def arguments(self) -> Any:
-        """Fields of `GenerationOptions`."""
+        """Return the options that are given as fields of `GenerationOptions`."""
         values = self.model_dump(exclude_none=True)
         if isinstance(self.stop, str):
             values["stop"] = [self.stop]
@@ -76,10 +77,10 @@ class EdgeOptions(llm.Options):
 
 
 class _Loaded:
-    """A model that is loaded when it is needed first, and stays.
+    """A model that is loaded when it is first needed, and stays loaded.
 
     Args:
-        name: for `edgellm.load`.
+        name: name for `edgellm.load`.
     """
 
     def __init__(self, name: str) -> None:
@@ -97,7 +98,7 @@ class _Loaded:
 
 
 class _FirstUse:
-    """Says on stderr why the first answer of a model is late; `llm` itself shows nothing."""
+    """Messages on stderr that say why a model's first answer is late; `llm` itself shows none."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -118,7 +119,7 @@ class _FirstUse:
 
 
 class EdgeModel(llm.Model):
-    """A model of edgellm's."""
+    """A model of edgellm as a model of `llm`."""
 
     can_stream = True
     supports_schema = True
@@ -143,7 +144,7 @@ class EdgeModel(llm.Model):
 
 
 class AsyncEdgeModel(llm.AsyncModel):
-    """The same for asyncio."""
+    """A model of edgellm as a model of `llm` for asyncio."""
 
     can_stream = True
     supports_schema = True
@@ -170,10 +171,11 @@ class AsyncEdgeModel(llm.AsyncModel):
 
 
 class _Asked:
-    """A prompt of `llm`'s as a chat's next turn.
+    """A prompt of `llm` as the next turn of a chat.
 
     Attributes:
-        text: what the user says last; None: tools have answered.
+        chat: chat with the messages before the turn.
+        text: last message, if it is the user's; None: the model goes on behind results of tools.
     """
 
     def __init__(self, prompt: llm.Prompt, loaded: LLM) -> None:
@@ -195,7 +197,7 @@ def _tool(tool: object) -> Tool:
 
 
 def _messages(message: llm.Message) -> Iterator[Message]:
-    """A message as edgellm's; results of several tools are one each."""
+    """Iterate the messages of edgellm for a message of `llm`; each tool result is a message."""
     from edgellm.text.prompt import Message
 
     results = [part for part in message.parts if isinstance(part, ToolResultPart)]
@@ -220,7 +222,7 @@ def _text(parts: list[Part], kind: type[TextPart] | type[ReasoningPart]) -> str:
 
 
 class _Answer:
-    """What the pieces of an answer are for a response of `llm`'s."""
+    """Conversion of an answer's pieces into events of a response of `llm`."""
 
     def __init__(self, response: llm.Response | llm.AsyncResponse) -> None:
         self._response = response
@@ -243,10 +245,10 @@ class _Answer:
             self._finish(piece)
 
     def _finish(self, piece: Piece) -> None:
-        """Tell calls and counts.
+        """Give the tool calls and token counts of an answer to the response.
 
         Raises:
-            llm.ModelError: a call was cut off.
+            llm.ModelError: a tool call was cut off.
         """
         for call in joined_calls(self._calls):
             if not call.complete:

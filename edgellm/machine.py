@@ -12,14 +12,14 @@ import psutil
 
 
 def usable_cores() -> int:
-    """Cores that this process may run on."""
+    """Return the number of cores that this process may run on."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
 
 
 def cpu_name() -> str:
-    """The processor's name as the operating system gives it."""
+    """Return the processor's name as the operating system gives it."""
     with suppress(OSError):
         for line in Path("/proc/cpuinfo").read_text().splitlines():
             if line.startswith("model name"):
@@ -28,11 +28,11 @@ def cpu_name() -> str:
 
 
 def peak_memory_bytes() -> int:
-    """Largest resident size of this process so far."""
+    """Return the largest resident size of this process so far, in bytes."""
     if sys.platform == "win32":
         return int(psutil.Process().memory_info().peak_wset)
     if sys.platform == "linux":
-        # getrusage would count the parent, as large as it was when it forked
+        # getrusage would count the parent process, as large as it was when it forked
         with suppress(OSError, IndexError):  # gVisor has no VmHWM
             status = Path("/proc/self/status").read_text()
             return int(status.partition("VmHWM:")[2].split()[0]) * 1024

@@ -1,6 +1,6 @@
-"""The models in EDGELLM_HOME: which there are, what each is and needs, and how one is deleted.
+"""Models in EDGELLM_HOME: lists, descriptions with memory needs, and deletion.
 
-`prepare` makes the bundle of a model, and downloads it if need be; `edgellm.load` does so as well.
+`prepare` makes the bundle of a model, and downloads the model if need be, as `edgellm.load` does.
 """
 
 from __future__ import annotations
@@ -52,7 +52,9 @@ class StoredModel:
     """A folder of EDGELLM_HOME that ought to be a bundle.
 
     Attributes:
-        damage: what is wrong with it; then the folder is all that is known.
+        bytes: size of all files of the bundle.
+        damage: description of the damage, empty for an intact bundle; of a damaged bundle only the
+            folder is known.
     """
 
     folder: Path
@@ -64,11 +66,12 @@ class StoredModel:
 
 @dataclass(frozen=True)
 class PrecisionDescription:
-    """One precision of a bundle.
+    """A precision of a bundle.
 
     Attributes:
-        uses: what runs in it where nothing else is asked for: prefill, decode.
-        weights: how they came from the model file, in words.
+        bytes: size of the files in the precision's own folder.
+        uses: steps that run in it with the usual options: prefill, decode.
+        weights: import of its weights from the model file, in words.
     """
 
     name: str
@@ -81,10 +84,11 @@ class PrecisionDescription:
 
 @dataclass(frozen=True)
 class ModelDescription:
-    """A bundle, and what it needs with the usual options.
+    """A bundle, and its memory needs with the usual options.
 
     Attributes:
-        memory: with a full KV cache.
+        parameters: number of weights of the model.
+        memory: estimate with a full KV cache.
     """
 
     bundle: Bundle
@@ -108,17 +112,17 @@ def is_here(name: str) -> bool:
 
 
 def list_models() -> list[StoredModel]:
-    """All that is there, by folder."""
+    """Return all models in EDGELLM_HOME, sorted by folder."""
     return [_stored(folder) for folder in _bundle_folders()]
 
 
 def describe(
     name: str = DEFAULT_MODEL, *, verify: bool = False, progress: ProgressCallback | None = None
 ) -> ModelDescription:
-    """What a model is and needs; see `pull`.
+    """Describe a model and its memory needs; `pull` it first.
 
     Args:
-        verify: read every file and check it.
+        verify: whether to read and check every file.
 
     Raises:
         BundleError: a file is damaged.
@@ -134,14 +138,15 @@ def describe(
 
 
 def delete_model(name: str, *, precisions: Sequence[str] = ()) -> list[str]:
-    """Delete a model's bundles and its download; gives what was deleted, in words.
+    """Delete a model's bundles and its download; return what was deleted, in words.
 
     Args:
-        name: as with `edgellm.load`, or the name of a folder in EDGELLM_HOME.
-        precisions: delete only these, and keep the rest.
+        name: name for `edgellm.load`, or name of a folder in EDGELLM_HOME.
+        precisions: precisions to delete, where the rest is kept; empty: all.
 
     Raises:
-        SourceError: there is no such model.
+        SourceError: no model of that name is exported.
+        BundleError: a bundle has not these precisions, or no others.
     """
     folders = [folder for folder in _bundle_folders() if _is_named(folder, name)]
     if not precisions:
@@ -183,7 +188,7 @@ def _precisions(bundle: Bundle, selection: Selection) -> Iterator[PrecisionDescr
 
 
 def _delete(name: str, folders: Sequence[Path]) -> list[Path]:
-    """Delete bundles, the model's download, and what killed processes have left of both."""
+    """Delete bundles, the model's download, and leftovers of killed processes; return the paths."""
     for folder in folders:
         with locked(folder):
             delete_folder(folder)
@@ -209,6 +214,6 @@ def _is_named(folder: Path, name: str) -> bool:
     try:
         manifest = read_manifest(folder)
     except BundleError:
-        # nothing says any more which model it was, only its folder name how it was called
+        # the manifest is not readable: only the folder's name has the label of the model
         return folder.name.rpartition("-")[0] == bundle_label(name)
     return name in (manifest.name, manifest.source) or manifest.source == str(here)

@@ -1,7 +1,7 @@
-"""Texts with a name, such as system prompts and documents, whose KV cache is kept between runs.
+"""Prefixes: named texts, such as system prompts and documents, with a KV cache kept between runs.
 
     EDGELLM_HOME/prefixes/NAME-KEY/
-        prefix.json   what it is, see `NamedPrefix`
+        prefix.json   its description, see `NamedPrefix`
         session       its tokens and KV cache, see `session_file.py`
 
 A folder appears whole, by renaming. Models, KV formats and back ends have folders of their own.
@@ -33,12 +33,12 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class NamedPrefix:
-    """What a folder holds.
+    """Description of a kept prefix, in its folder's `prefix.json`.
 
     Attributes:
-        model: its name, for people.
-        kind: system: a system prompt, as the chat template writes it; text: as it is.
-        tokens: how many.
+        model: name of the model, for people.
+        kind: system: a system prompt, as the chat template writes it; text: a text as it is.
+        tokens: number of tokens.
     """
 
     name: str
@@ -50,12 +50,12 @@ class NamedPrefix:
 
 
 def open_prefix(engine: Engine, name: str) -> tuple[NamedPrefix, Session]:
-    """A text that was kept, and a session that begins with it.
+    """Open a kept prefix; return its description and a session that begins with it.
 
     A damaged KV cache is computed again.
 
     Raises:
-        OptionError: none of that name is kept for this model.
+        OptionError: no prefix of that name is kept for this model.
     """
     prefix = _read(_folder(engine, name))
     if prefix is None:
@@ -68,7 +68,7 @@ def open_prefix(engine: Engine, name: str) -> tuple[NamedPrefix, Session]:
     try:
         context = Context(engine)
         context.restore(_folder(engine, name) / _SESSION)
-        # others find the end of what is computed, which fills no block, when a session is closed
+        # others find the last block, which is not full, only once a session is closed
         with Session(engine, context) as session:
             return prefix, session.fork()
     except SessionFileError as error:
@@ -79,10 +79,10 @@ def open_prefix(engine: Engine, name: str) -> tuple[NamedPrefix, Session]:
 def keep_prefix(
     engine: Engine, name: str, text: str, *, kind: Kind, progress: ProgressCallback | None = None
 ) -> Session:
-    """A session that begins with a text, which is kept under a name; an older one is replaced.
+    """Keep a text under a name, in place of an older one; return a session that begins with it.
 
     Raises:
-        OptionError: an empty name or text, or it cannot be written.
+        OptionError: an empty name or text, or files that cannot be written.
         ContextOverflowError: the text does not fit into the context.
     """
     if not name.strip() or not text:
@@ -95,9 +95,9 @@ def keep_prefix(
 
 
 def kept_prefixes() -> list[tuple[NamedPrefix, Path]]:
-    """All of them, of all models, by name."""
+    """Return all kept prefixes of all models and their folders, sorted by name."""
     root = prefixes_dir()
-    folders = root.glob("[!.]*")  # those with a dot are being written, or were when killed
+    folders = root.glob("[!.]*")  # folders with a dot are being written, or their writer was killed
     read = [(_read(folder), folder) for folder in folders]
     return sorted(
         ((prefix, folder) for prefix, folder in read if prefix is not None),
@@ -106,7 +106,7 @@ def kept_prefixes() -> list[tuple[NamedPrefix, Path]]:
 
 
 def forget_prefix(name: str) -> int:
-    """Delete a prefix for all models; gives how many there were."""
+    """Delete a prefix for all models; return how many there were."""
     folders = [folder for prefix, folder in kept_prefixes() if prefix.name == name]
     for folder in folders:
         delete_folder(folder)
@@ -153,7 +153,7 @@ def _read(folder: Path) -> NamedPrefix | None:
 def _tokens(engine: Engine, text: str, kind: Kind) -> list[int]:
     if kind == "text":
         return engine.tokenizer.encode(text, parse_special=True)
-    # what conversations with this system prompt have in common, whatever is asked
+    # the tokens that all conversations with this system prompt begin with
     some, other = (
         encode_conversation(
             [Message("system", text), Message("user", question)], engine.template, engine.tokenizer

@@ -1,6 +1,6 @@
-"""How a model is loaded: what the user chooses, checked.
+"""Options with which a model is loaded: the user's choices, checked.
 
-What that comes to on a machine is `backends/selection.py`.
+The back ends that follow from them on a machine are selected in `backends/selection.py`.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ __all__ = [
     "Scheduling",
 ]
 
-# Tokens of context where the model allows them and nothing is asked for.
+# Tokens of context where the model allows as many and the user asks for no number.
 DEFAULT_CTX_SIZE = 4096
 Scheduling = Literal["stall_free", "layered", "serial", "two_devices"]
 SCHEDULING: tuple[str, ...] = get_args(Scheduling)
@@ -58,47 +58,50 @@ class EngineArguments(TypedDict, total=False):
 
 @dataclass(frozen=True, kw_only=True)
 class EngineOptions:
-    """How a model is loaded.
+    """Options with which a model is loaded.
 
     Attributes:
-        precision: of the graphs that prefill runs; None is that of the native kernels where they
-            run it, else the first of the provider's that can compute the model (see `providers.py`,
-            `precision_support.py`); on a CPU that does not multiply int8 exactly (see
-            `int8_support.py`), float32.
-        decode: `native` (int4 in C++), `triton` (int4 in Triton kernels on a GPU), `portable`
-            (int4 in ONNX Runtime), `reference` (float32), `chunked` (the execution provider of
-            prefill: tokens that are decoded ride in its chunks, beside rows of prompts), or
+        precision: precision of the graphs that prefill runs. None: that of the native kernels where
+            they run prefill, else the provider's first precision that can compute the model (see
+            `providers.py`, `precision_support.py`); on a CPU that does not multiply int8 exactly
+            (see `int8_support.py`), float32.
+        decode: back end of decode: `native` (int4 in C++), `triton` (int4 in Triton kernels on a
+            GPU), `portable` (int4 in ONNX Runtime), `reference` (float32), `chunked` (the execution
+            provider of prefill: decoded tokens ride in its chunks, beside rows of prompts), or
             `auto`: triton where there is a GPU for it, else native where the kernels were built,
             else portable.
-        prefill: `native`, `triton`, an execution provider, or `auto`: as decode where that is
-            native or triton and no precision was asked for, else the CPU provider. When a model is
-            loaded, an accelerator takes the place of native if it is known to be faster (see
-            `auto_prefill.py`).
-        kv_format: how the KV cache is stored.
-        ctx_size: tokens of one session; None is the model's own, at most 4096; 0 the model's own.
-        cache_size: tokens that the shared pool holds for all sessions; None is twice `ctx_size`.
-        threads: CPU threads of the process, see `thread_pool.py`; None takes all usable cores.
-        schedule: how chunks share the accelerator and the host (see `schedule.py`); None is
-            `out-of-order` on an accelerator and `serial` on CPU and CUDA. With another one there,
-            the CPU provider plays the accelerator on all cores but one, which is the host's.
-        scheduling: of answers that are on their way at once. stall_free: all that have begun go on
-            in each step, with as much of new prompts beside them as `time_target_ms` leaves;
-            layered: likewise, but a long prompt goes through a few of the layers in each step, up
-            to 512 tokens at once, and not through all of them with fewer tokens; not where its KV
-            cache is on a GPU. serial: one after the other, each as fast as it can be. The answers
-            are the same.
-            two_devices: prompts on the execution provider of `prefill`, all of them, while native
-            kernels decode; another arithmetic than theirs, and the same under any load. Where there
-            is one processor for both, stall_free takes its place, and `LLM.notes` says why.
-        time_target_ms: with stall_free and layered, what a step may take, and so the gap between
-            the pieces of a stream while others begin; with two_devices, what a prompt computes
-            before another one may pass it.
-        decode_slowdown: with two_devices, how many times as long decode may take, on average, while
-            prompts are computed beside it; they wait in between where it would be more.
+        prefill: back end of prefill: `native`, `triton`, an execution provider, or `auto`: that of
+            decode where it is native or triton and no precision was asked for, else the CPU
+            provider. When a model is loaded, an accelerator takes the place of native if it is
+            known to be faster (see `auto_prefill.py`).
+        kv_format: format of K and V in the KV cache.
+        ctx_size: tokens of one session; None: the model's own number, at most 4096; 0: the model's
+            own number.
+        cache_size: tokens that the shared pool holds for all sessions; None: twice `ctx_size`.
+        threads: CPU threads of the process, see `thread_pool.py`; None: all usable cores.
+        schedule: policy with which chunks share the accelerator and the host (see `schedule.py`);
+            None: `out-of-order` on an accelerator and `serial` on CPU and CUDA. With another policy
+            than `serial` on CPU, the CPU provider plays the accelerator on all cores but one, which
+            is the host's.
+        scheduling: scheduling of answers that are on their way at once. stall_free: all answers
+            that have begun go on in each step, and new prompts get the time that `time_target_ms`
+            leaves. layered: as stall_free, but a long prompt goes through a few of the layers in
+            each step, with up to 512 tokens at once, and not through all layers with fewer tokens;
+            not where the prompt's KV cache is on a GPU. serial: one answer after the other, each as
+            fast as it can be. The answers are the same with these three.
+            two_devices: all prompts on the execution provider of `prefill`, while native kernels
+            decode; the provider's arithmetic differs from theirs, and is the same under any load.
+            Where one processor is for both, stall_free takes its place, and `LLM.notes` says why.
+        time_target_ms: with stall_free and layered, time that a step may take, and so the gap
+            between the pieces of a stream while other answers begin. With two_devices, time for
+            which a prompt is computed before another prompt may pass it.
+        decode_slowdown: with two_devices, largest time of decode beside prompts, on average, as a
+            multiple of its time alone; prompts wait in between where it would be larger.
         provider_options: the execution provider's own options, by their names.
-        allow_fallback: let the CPU run what the provider does not take, instead of an error.
-        kv_cache_dir: keep computed blocks in this folder, for other processes and later ones.
-        kv_cache_bytes: size of the folder at most; what was not used for longest is deleted.
+        allow_fallback: whether the CPU runs nodes that the provider does not take, instead of an
+            error.
+        kv_cache_dir: folder in which computed blocks are kept, for other and later processes.
+        kv_cache_bytes: largest size of the folder; blocks not used for longest are deleted.
     """
 
     precision: str | None = None

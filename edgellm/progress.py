@@ -1,4 +1,4 @@
-"""How far a download, an export, a prompt or a measurement has come: what callers are told."""
+"""Progress of a download, an export, a prompt or a measurement, as callers are told."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from typing import Literal
 
 @dataclass(frozen=True)
 class Progress:
-    """One piece of news for whoever waits.
+    """A report on the progress of work that the caller waits for.
 
     Attributes:
-        label: what is being done and, behind a colon, with what: `exporting w8a8: segment 3`.
-        done, total: how many units; `done` may stay what it was while the label changes.
+        label: name of the work and, behind a colon, its current part: `exporting w8a8: segment 3`.
+        done, total: number of units; `done` may stay the same while the label changes.
         unit: bytes of a download, tokens of a prompt, and steps of everything else.
     """
 
@@ -23,5 +23,5 @@ class Progress:
     unit: Literal["bytes", "steps", "tokens"] = "steps"
 
 
-# Called in the thread that does the work, between two units of it.
+# Function called in the thread that does the work, between two units of work.
 ProgressCallback = Callable[[Progress], None]

@@ -1,4 +1,4 @@
-"""What generation gives back."""
+"""Results of generation: pieces, finished answers and their statistics."""
 
 from __future__ import annotations
 
@@ -18,22 +18,25 @@ class Stats:
     """Timings and counts of one answer.
 
     Attributes:
-        ttft_s: from the call to the first token, in seconds.
-        queued_s: of it, before the prompt was begun, because others were first.
-        prompt_tokens: tokens before the answer, cached ones included.
-        cached_tokens: those found in the KV cache and not computed again.
-        prompt_tokens_per_second: the computed ones over the time of prefill; 0 if there was none.
-        generation_tokens: sampled tokens, the end token included.
-        generation_tokens_per_second: decode steps over their time; 0 if there was none.
+        ttft_s: time from the call to the first token, in seconds.
+        prompt_tokens: number of tokens before the answer, cached ones included.
+        cached_tokens: number of these that were found in the KV cache and not computed again.
+        prompt_tokens_per_second: computed prompt tokens over the time of prefill; 0 without any.
+        generation_tokens: number of sampled tokens, the end token included.
+        generation_tokens_per_second: decode steps over their time; 0 without any.
         peak_memory_bytes: largest resident size of the process so far.
-        prefill: tokens prefilled on each provider, e.g. `{"cpu": 41}`.
-        prefill_precision, decode: what computed them.
-        seed: of the sampler.
-        scheduling: of answers that are on their way at once, as it was in use.
-        drafted_tokens, accepted_tokens: guessed from what was there before, and right among them.
-        dropped_tokens: forgotten because the context was full.
-        preempted: how often it had to give its place in the KV cache to others for a while.
-        tasks: what ran when during prefill (see `trace.py`).
+        prefill: number of tokens prefilled on each provider, e.g. `{"cpu": 41}`.
+        prefill_precision: precision that computed the prompt.
+        decode: back end and precision that computed the answer.
+        seed: seed of the sampler.
+        scheduling: scheduling in use for answers that are on their way at once.
+        drafted_tokens, accepted_tokens: number of tokens guessed from earlier tokens, and of right
+            guesses among them.
+        dropped_tokens: number of tokens forgotten because the context was full.
+        queued_s: part of `ttft_s` before the prompt was begun, because other answers were first.
+        preempted: number of times that the answer gave its place in the KV cache to others for a
+            while.
+        tasks: records of the tasks that ran during prefill (see `trace.py`).
     """
 
     ttft_s: float
@@ -56,15 +59,15 @@ class Stats:
     tasks: tuple[TaskRecord, ...] = field(default=(), repr=False)
 
     def write_trace(self, path: Path) -> None:
-        """Write what ran when during prefill, for chrome://tracing or ui.perfetto.dev.
+        """Write the tasks of prefill and their times, for chrome://tracing or ui.perfetto.dev.
 
         Raises:
-            OptionError: it cannot be written there.
+            OptionError: the file cannot be written.
         """
         write_trace(path, self.tasks)
 
     def to_json(self) -> dict[str, Any]:
-        """All but the tasks, and the share of time in which the accelerator waited among them."""
+        """Return all fields but `tasks`, and the accelerator's idle share of their time."""
         values = asdict(replace(self, tasks=()))
         del values["tasks"]
         return {**values, "bubble_rate": bubble_rate(self.tasks)}
@@ -75,18 +78,18 @@ class Piece:
     """A step of an answer.
 
     Attributes:
-        text: what can be shown now; empty while a character or a stop text is unfinished.
+        text: text that can be shown now; empty while a character or a stop text is unfinished.
         token: the sampled token; None for text that was only held back.
         logprob: natural logarithm of the token's probability before any filter.
-        top_logprobs: the most likely tokens and theirs, as many as were asked for.
-        finish_reason: None but in the last piece; stop: an end token or stop text; tool_calls:
-            likewise, behind calls; length: `max_tokens` or the end of the context; time:
-            `time_limit_ms` or `line_limit_ms`; repetition: `repetition_limit`; cancelled: the
-            caller stopped it.
-        stats: of the whole answer, in the last piece.
-        stop_text: which of the stop texts ended the answer, in its last piece, if one did.
-        reasoning: what can be shown now of the thoughts before the answer; `text` has none of them.
-        tool_calls: what came of calls.
+        top_logprobs: the most likely tokens and their logprobs, as many as were asked for.
+        finish_reason: None but in the last piece. stop: an end token or stop text; tool_calls: an
+            end token or stop text behind tool calls; length: `max_tokens` or the end of the
+            context; time: `time_limit_ms` or `line_limit_ms`; repetition: `repetition_limit`;
+            cancelled: the caller stopped the answer.
+        stats: statistics of the whole answer, in the last piece.
+        stop_text: stop text that ended the answer, in the last piece, if one did.
+        reasoning: part of the reasoning before the answer that can be shown now; not in `text`.
+        tool_calls: parts of tool calls that can be shown now.
     """
 
     text: str
@@ -105,12 +108,12 @@ class Completion:
     """A finished answer.
 
     Attributes:
-        text: without stop text and end token.
+        text: the answer without stop text and end token.
         tokens: all sampled tokens, the end token included.
-        logprobs: one for each token.
+        logprobs: one logprob for each token.
         finish_reason, stop_text: see `Piece`.
-        reasoning: of a chat's answer: the thoughts before it, if the model had any.
-        tool_calls: of a chat's answer: the calls in it. The arguments of one that was cut off, or
+        reasoning: reasoning before the answer of a chat, if there was any.
+        tool_calls: tool calls in the answer of a chat. The arguments of a call that was cut off, or
             that the model got wrong, are no JSON.
     """
 
@@ -125,7 +128,7 @@ class Completion:
 
 
 def completion(pieces: Sequence[Piece]) -> Completion:
-    """All pieces of an answer as one."""
+    """Join all pieces of an answer."""
     last = pieces[-1]
     assert last.finish_reason is not None
     assert last.stats is not None

@@ -26,9 +26,9 @@ from edgellm.results import Completion, Piece, Stats, completion
 
 
 class Session:
-    """A growing sequence of tokens.
+    """A growing sequence of tokens with its place in the KV cache.
 
-    Sessions of one model share its KV cache: a prefix that any of them computed is not computed
+    Sessions of one model share its KV cache: a prefix that any session computed is not computed
     again. A session is not to be used from two threads at once; different sessions may be.
 
     `close` gives its place in the cache back, as do `with` and, later, the garbage collector.
@@ -37,7 +37,12 @@ class Session:
     def __init__(
         self, engine: Engine, context: Context | None = None, *, closes: bool = False
     ) -> None:
-        """`context`: None is an empty one; `closes`: with the end of its first answer."""
+        """Begin with a context.
+
+        Args:
+            context: tokens and KV cache to begin with; None: an empty context.
+            closes: whether the session closes at the end of its first answer.
+        """
         self._engine = engine
         self._context = Context(engine) if context is None else context
         self._closes = closes
@@ -45,18 +50,18 @@ class Session:
 
     @property
     def tokens(self) -> tuple[int, ...]:
-        """Everything appended and generated, as far as it was read."""
+        """All tokens appended and generated; of a stream, the tokens that were read."""
         self._context.catch_up()
         return tuple(self._context.tokens)
 
     @property
     def cached(self) -> int:
-        """How many of them are in the KV cache."""
+        """Number of the session's tokens that are in the KV cache."""
         self._context.catch_up()
         return self._context.cached
 
     def append(self, text: str | SequenceOf[int], *, parse_special: bool = False) -> None:
-        """Add text or token ids; they are computed when the next answer needs them.
+        """Add text or token ids; the tokens are computed when the next answer needs them.
 
         Raises:
             OptionError: a token id that is not in the vocabulary.
@@ -64,14 +69,15 @@ class Session:
         self._context.append("text", text, parse_special=parse_special)
 
     def replace(self, tokens: SequenceOf[int]) -> None:
-        """Become another sequence of tokens, keeping what it shares with this one.
+        """Become another sequence of tokens, keeping the prefix that both have in common.
 
-        What came behind tokens that a full context has forgotten is not shared: it remembers them.
+        Tokens behind a gap, where a full context has forgotten tokens, are not kept: their K and V
+        still depend on the forgotten tokens.
         """
         self._context.replace(tokens)
 
     def fork(self) -> Session:
-        """Another session with the same tokens; nothing is copied before one of them grows."""
+        """Return another session with the same tokens; no block is copied before one grows."""
         return Session(self._engine, self._context.fork())
 
     def rewind(self, length: int) -> None:
@@ -85,12 +91,12 @@ class Session:
         """Write tokens and KV cache to a file; `LLM.load_session` reads it.
 
         Raises:
-            OptionError: it cannot be written there.
+            OptionError: the file cannot be written.
         """
         self._context.save(check_path("path", path))
 
     def close(self) -> None:
-        """Give the memory back. Other sessions can still find the prefix until it is needed."""
+        """Give the memory back; other sessions find the prefix until its memory is needed."""
         self._context.close()
 
     def __enter__(self) -> Session:
@@ -108,11 +114,11 @@ class Session:
         logit_filter: LogitFilter | None = None,
         **arguments: Unpack[GenerationArguments],
     ) -> Completion:
-        """The whole answer at once; see `stream`.
+        """Return the whole answer at once; see `stream`.
 
-        One that was stopped is an answer as well, as far as it got: `finish_reason` is "cancelled",
-        or "time". One that has no text yet, because it was stopped in prefill or `max_tokens` is 0
-        ("length"), is empty.
+        An answer that was stopped is returned as far as it got: `finish_reason` is "cancelled" or
+        "time". An answer that was stopped in prefill, or with a `max_tokens` of 0 ("length"), is
+        empty.
         """
         pieces = self.stream(
             options=options,
@@ -132,17 +138,16 @@ class Session:
         logit_filter: LogitFilter | None = None,
         **arguments: Unpack[GenerationArguments],
     ) -> Iterator[Piece]:
-        """Answer piece by piece; the last piece has a finish_reason and the stats.
+        """Stream the answer piece by piece; the last piece has a finish_reason and the stats.
 
-        Tokens of a stream that is closed before they were read are no part of the session.
+        Tokens that were not read before a stream is closed are no part of the session.
 
         Args:
-            options: how tokens are chosen and when to stop; None is what `LLM.generation_options`
-                gives.
-            cancel: set it from anywhere to stop, also in the middle of prefill; the session stays
-                valid and keeps what was computed.
-            progress: told during prefill how many tokens are done.
-            logit_filter: rules tokens out at each step.
+            options: options of the answer; None: those of `LLM.generation_options`.
+            cancel: event to set from any thread to stop, also in the middle of prefill; the session
+                stays valid and keeps the computed tokens.
+            progress: callback told during prefill how many tokens are done.
+            logit_filter: function that rules tokens out at each step.
             arguments: fields of `GenerationOptions`, over those of `options`.
 
         Raises:
@@ -162,7 +167,7 @@ class Session:
         logit_filter: LogitFilter | None = None,
         **arguments: Unpack[GenerationArguments],
     ) -> Completion:
-        """`generate` for asyncio; see `astream`."""
+        """Return the answer of `generate`, for asyncio; see `astream`."""
         pending = self._pending(options, cancel, progress, logit_filter, arguments)
         return completion([piece async for piece in driven(self._engine, pending)])
 
@@ -175,7 +180,7 @@ class Session:
         logit_filter: LogitFilter | None = None,
         **arguments: Unpack[GenerationArguments],
     ) -> AsyncGenerator[Piece, None]:
-        """`stream` for asyncio: `async for piece in session.astream()`.
+        """Stream the answer as `stream` does, for asyncio: `async for piece in session.astream()`.
 
         A task that is cancelled, and a loop that is left, withdraw the answer, as `cancel` would.
         `progress` and `logit_filter` are called in other threads.
@@ -209,7 +214,7 @@ class Session:
         dropped = False
         try:
             yield from self._engine.loop.pieces(request)
-        except GeneratorExit:  # perhaps the garbage collector's
+        except GeneratorExit:  # perhaps raised by the garbage collector
             dropped = True
             raise
         finally:

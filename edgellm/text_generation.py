@@ -1,4 +1,4 @@
-"""Texts that are continued: one, several answers to one, or many together."""
+"""Continuation of texts: one text, several answers to one text, or many texts together."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ from edgellm.session import Session
 
 
 class TextGeneration:
-    """What `LLM` does with prompts that have no chat template."""
+    """Methods of `LLM` for prompts without a chat template."""
 
     @property
     def engine(self) -> Engine:
-        """What runs the model."""
+        """Engine that runs the model."""
         raise NotImplementedError
 
     @overload
@@ -84,15 +84,16 @@ class TextGeneration:
         """Continue a text, or token ids, without chat template; see `chat` for questions.
 
         A special token that is written out in the text, such as `<|im_end|>`, is that token.
-        An answer that was stopped is one as well, see `Session.generate`.
+        An answer that was stopped is returned as far as it got, see `Session.generate`.
 
         Args:
-            prompt: or a list of them, which are answered together: what `batch` gives, in order.
-            n: answers to each prompt, which is computed once; with a seed, answer i has the seed
-                that is larger by i. They come as a list, those to the same prompt one after the
-                other.
+            prompt: text or token ids; or a list of prompts, which are answered together as in
+                `batch`, with the answers in order.
+            n: number of answers to each prompt, which is computed once; with a seed, answer i has
+                the seed that is larger by i. With `n`, answers come as a list, those to the same
+                prompt one after the other.
             options, cancel, logit_filter: see `Session.stream`.
-            progress: told how far a single prompt is, or how many answers are there.
+            progress: callback told how far a single prompt is, or how many answers are there.
             arguments: fields of `GenerationOptions`, over those of `options`.
         """
         if n is not None or is_many(prompt):
@@ -127,7 +128,7 @@ class TextGeneration:
         logit_filter: LogitFilter | None = None,
         **arguments: Unpack[GenerationArguments],
     ) -> Iterator[Piece]:
-        """`generate`, piece by piece."""
+        """Stream the answer of `generate`, piece by piece."""
         pending = self._pending(prompt, options, cancel, progress, logit_filter, arguments)
         return self.engine.loop.drive(pending)
 
@@ -144,12 +145,12 @@ class TextGeneration:
     ) -> Iterator[BatchAnswer]:
         """Continue many prompts together, each as `generate` would; answers come as they finish.
 
-        One that fails, for example because it is too long, has an error in its answer.
+        A prompt that fails, for example because it is too long, has an error in its answer.
 
         Args:
-            prompts: may be a generator; some are taken ahead.
+            prompts: prompts, perhaps from a generator; some are taken ahead.
             n, options, cancel, logit_filter: see `generate`.
-            progress: told how many answers are there.
+            progress: callback told how many answers are there.
             arguments: fields of `GenerationOptions`, over those of `options`.
         """
         pending = self._batch(prompts, n, options, cancel, progress, logit_filter, arguments)
@@ -205,7 +206,7 @@ class TextGeneration:
         logit_filter: LogitFilter | None = None,
         **arguments: Unpack[GenerationArguments],
     ) -> Completion | list[Completion]:
-        """`generate` for asyncio; see `Session.astream`."""
+        """Continue prompts as `generate` does, for asyncio; see `Session.astream`."""
         if n is not None or is_many(prompt):
             prompts = prompt if is_many(prompt) else [prompt]
             answers = self.abatch(
@@ -238,7 +239,7 @@ class TextGeneration:
         logit_filter: LogitFilter | None = None,
         **arguments: Unpack[GenerationArguments],
     ) -> AsyncGenerator[Piece, None]:
-        """`stream` for asyncio; see `Session.astream`."""
+        """Stream the answer as `stream` does, for asyncio; see `Session.astream`."""
         pending = self._pending(prompt, options, cancel, progress, logit_filter, arguments)
         return driven(self.engine, pending)
 
@@ -253,7 +254,10 @@ class TextGeneration:
         logit_filter: LogitFilter | None = None,
         **arguments: Unpack[GenerationArguments],
     ) -> AsyncGenerator[BatchAnswer, None]:
-        """`batch` for asyncio, which takes the prompts in another thread; see `Session.astream`."""
+        """Continue prompts as `batch` does, for asyncio; see `Session.astream`.
+
+        The prompts are taken in another thread.
+        """
         pending = self._batch(prompts, n, options, cancel, progress, logit_filter, arguments)
         return driven(self.engine, pending)
 
@@ -297,6 +301,6 @@ class TextGeneration:
 
 
 def _in_order(answers: Iterable[BatchAnswer]) -> list[Completion]:
-    """The completions, in the order of their prompts."""
+    """Return the completions, in the order of their prompts."""
     ordered = sorted(answers, key=lambda answer: (answer.index, answer.sample))
     return [answer.result() for answer in ordered]

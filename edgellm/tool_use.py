@@ -1,7 +1,8 @@
 """Tools that a model may call, and its calls: OpenAI's terms.
 
 A tool is described by a JSON schema of its parameters; a call names it and has arguments as JSON
-text. How a model writes a call is found from its chat template, see `text/tool_format.py`.
+text. The form in which a model writes calls follows from its chat template, see
+`text/tool_format.py`.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from typing import Any, Literal, TypedDict
 from edgellm.checks import check_text
 from edgellm.errors import OptionError
 
-# A tool's name chooses that tool.
+# A mapping {"name": NAME} chooses the tool of that name.
 ToolChoice = Literal["auto", "none", "required"] | Mapping[str, str]
 
 MAX_TOOLS = 128
@@ -32,11 +33,11 @@ class Tool:
 
     Attributes:
         name: letters, digits, `_`, `-` and `.`, at most 128.
-        description: when to call it, for the model.
-        parameters: a JSON schema of type object; empty: there are none.
+        description: text for the model that says when to call the tool.
+        parameters: JSON schema of type object; empty: the tool has no parameters.
 
     Raises:
-        OptionError: one of them is not allowed.
+        OptionError: a value is not allowed.
     """
 
     name: str
@@ -60,11 +61,13 @@ class Tool:
 
     @classmethod
     def from_json(cls, value: object) -> Tool:
-        """A tool from OpenAI's `{"type": "function", "function": {...}}`, or from the function
-        alone.
+        """Return the tool of OpenAI's `{"type": "function", "function": {...}}`.
+
+        Args:
+            value: OpenAI's object, or the object of its `function` alone.
 
         Raises:
-            OptionError: it is none.
+            OptionError: a value that is no tool.
         """
         function = value.get("function", value) if isinstance(value, Mapping) else None
         if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
@@ -83,7 +86,7 @@ class Tool:
         )
 
     def to_json(self) -> dict[str, Any]:
-        """What `from_json` reads, with a schema of an object in any case."""
+        """Return OpenAI's object, as `from_json` reads it, always with the schema of an object."""
         return {
             "type": "function",
             "function": {
@@ -95,17 +98,18 @@ class Tool:
 
     @property
     def schema(self) -> dict[str, Any]:
-        """The JSON schema of the arguments."""
+        """JSON schema of the arguments."""
         return {"type": "object", "properties": {}, **self.parameters}
 
 
 @dataclass(frozen=True)
 class ToolCall:
-    """A call that the model made.
+    """A tool call that the model made.
 
     Attributes:
-        id: what the tool's result names.
-        arguments: JSON text; of an answer that was cut off, as far as it came.
+        id: id of the call, by which the tool's result names it.
+        name: name of the tool.
+        arguments: JSON text; incomplete if the answer was cut off.
     """
 
     id: str
@@ -121,19 +125,20 @@ class ToolCall:
             return False
 
     def to_json(self) -> dict[str, Any]:
-        """OpenAI's form."""
+        """Return the call in OpenAI's form."""
         function = {"name": self.name, "arguments": self.arguments}
         return {"id": self.id, "type": "function", "function": function}
 
 
 @dataclass(frozen=True)
 class ToolCallDelta:
-    """What came of a call.
+    """A part of a tool call, as it is streamed.
 
     Attributes:
-        index: of the call in its answer, from 0.
-        id, name: in the first delta of a call, which has no arguments; else None.
-        arguments: a fragment of JSON text.
+        index: number of the call in its answer, from 0.
+        id, name: id of the call and name of the tool in the call's first delta, which has no
+            arguments; else None.
+        arguments: fragment of JSON text.
     """
 
     index: int
@@ -143,11 +148,11 @@ class ToolCallDelta:
 
 
 class ToolArguments(TypedDict, total=False):
-    """What an answer in a chat may do besides text, and how the template writes the prompt.
+    """Arguments for the tool calls of a chat's answers, and for the chat template.
 
-    tools: what the model may call: `Tool`s, or OpenAI's function objects.
+    tools: tools that the model may call: `Tool`s, or OpenAI's function objects.
     tool_choice: "auto": the model chooses; "none": no call; "required": a call in any case;
-        {"name": NAME}: one call of this tool.
+        {"name": NAME}: one call of the tool of this name.
     parallel_tool_calls: whether one answer may have several calls.
     template_arguments: variables of the chat template, such as {"enable_thinking": False}.
     """
@@ -159,7 +164,7 @@ class ToolArguments(TypedDict, total=False):
 
 
 def joined_calls(deltas: Sequence[ToolCallDelta]) -> tuple[ToolCall, ...]:
-    """The calls that deltas make up."""
+    """Join deltas to the tool calls that they are parts of."""
     calls: list[ToolCall] = []
     for delta in deltas:
         if delta.name is not None:
@@ -171,10 +176,10 @@ def joined_calls(deltas: Sequence[ToolCallDelta]) -> tuple[ToolCall, ...]:
 
 
 def checked_tools(tools: object) -> tuple[Tool, ...]:
-    """The tools of a list of `Tool` and of OpenAI's JSON objects.
+    """Return the tools of a list of `Tool` and of OpenAI's JSON objects.
 
     Raises:
-        OptionError: one of them is none, or two have one name, or there are too many.
+        OptionError: a value that is no tool, two tools of one name, or too many tools.
     """
     if isinstance(tools, str | bytes | Mapping) or not isinstance(tools, Sequence):
         raise OptionError(f"`tools` is {_shown(tools)}; a list of tools is expected")
@@ -189,13 +194,13 @@ def checked_tools(tools: object) -> tuple[Tool, ...]:
 
 
 def checked_choice(choice: object, tools: Sequence[Tool]) -> ToolChoice:
-    """A tool choice as text, or as `{"name": NAME}`.
+    """Return a tool choice as text, or as `{"name": NAME}`.
 
     Args:
-        choice: or OpenAI's `{"type": "function", "function": {"name": NAME}}`.
+        choice: a tool choice, or OpenAI's `{"type": "function", "function": {"name": NAME}}`.
 
     Raises:
-        OptionError: it is none, or there is no such tool.
+        OptionError: a value that is no tool choice, or names no tool of `tools`.
     """
     if isinstance(choice, str) and choice in _CHOICES:
         if choice == "required" and not tools:
@@ -241,7 +246,7 @@ def _check_schema(name: str, schema: object) -> None:
 
 
 def _depth(value: object) -> int:
-    """How many levels of lists and objects there are, counted up to one too many."""
+    """Count the levels of nested lists and objects, up to one level more than is allowed."""
     levels, inner = 0, [value]
     while inner and levels <= _MAX_DEPTH:
         nested = [v for v in inner if isinstance(v, Mapping | list | tuple)]

@@ -1,1 +1,1 @@
-"""What computes a model: C++, Triton, or segments on an execution provider."""
+"""Back ends that compute a model: C++, Triton, or segments on an execution provider."""

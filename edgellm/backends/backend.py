@@ -1,4 +1,4 @@
-"""What computes batches: one verb for prefill and decode."""
+"""Interface of the back ends that compute batches: one method for prefill and decode."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ class Backend(Protocol):
     """A back end that is open.
 
     Attributes:
-        name: as in `prefill` and `decode`.
-        precision: of its weights.
-        exact_rows: whether a token's result has the same bits however many come with it, and some
-            of them take less than each alone: whether drafts can be checked.
-        row_multiple: a batch computes a multiple of so many rows; what they lack is padding.
-        chunk_rows: of its largest chunk; 1 where rows need none.
+        name: name in the options `prefill` and `decode`.
+        precision: precision of its weights.
+        exact_rows: whether drafts can be checked: a token's result has the same bits however many
+            tokens come with it, and several tokens together take less time than each alone.
+        row_multiple: number of rows that a batch is padded to a multiple of.
+        chunk_rows: rows of its largest chunk; 1 where rows need no chunk.
     """
 
     name: str
@@ -36,10 +36,10 @@ class Backend(Protocol):
 
     @property
     def placement(self) -> Placement:
-        """Where it runs."""
+        """Provider or kernels that the back end runs on."""
 
     def rows_at_once(self, sequence: Sequence) -> int:
-        """Rows of a prompt that one step should have at most."""
+        """Return the number of rows of a prompt that one step should have at most."""
 
     def run(
         self, spans: SequenceOf[Span], *, should_stop: Callable[[], bool] | None = None
@@ -47,14 +47,14 @@ class Backend(Protocol):
         """Compute the tokens of each span and count them into its sequence.
 
         Args:
-            spans: of different sequences.
-            should_stop: asked between layers; what it raises is raised again.
+            spans: spans of different sequences.
+            should_stop: function asked between layers; an exception of it is raised again.
 
         Raises:
-            ContextOverflowError: tokens do not fit into the context.
-            CacheFullError: no block is free; sequences have what was computed before.
-            CancelledError: it was stopped, likewise.
+            ContextOverflowError: the tokens do not fit into the context.
+            CacheFullError: no block is free; sequences keep the tokens computed before.
+            CancelledError: `should_stop` returned true; sequences keep the tokens computed before.
         """
 
     def logits(self, hidden: Floats) -> Floats:
-        """The LM head on hidden states `[rows, E]`: `[rows, V]`."""
+        """Return the LM head's logits `[rows, V]` for hidden states `[rows, E]`."""

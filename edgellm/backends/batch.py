@@ -1,4 +1,4 @@
-"""What one step computes: rows of many sequences, for prefill and decode alike."""
+"""Input and results of one step: rows of many sequences, for prefill and decode alike."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ Floats = NDArray[np.float32]
 
 @dataclass(frozen=True)
 class Span:
-    """Rows of one sequence: tokens that go to its end.
+    """Rows of one sequence in a step: tokens that go to its end.
 
     Attributes:
-        logit_rows: the last so many of them go through the LM head.
-        candidates: so many of the best logits of each row will do, at most `MOST_CANDIDATES`; 0:
-            all are needed.
-        group: the layers that they go through, where others come before or after; None: all. Then
-            nothing is counted into the sequence before the last one, which keeps its room
-            meanwhile (`Growth`). Native kernels and chunks take one.
+        logit_rows: number of last tokens that go through the LM head.
+        candidates: number of best logits that suffice in each row, at most `MOST_CANDIDATES`; 0:
+            all logits are needed.
+        group: layers that the rows go through, where others come before or after; None: all layers.
+            With a group, tokens are counted into the sequence only after the last layer, and the
+            sequence keeps its room meanwhile (`Growth`). Native kernels and chunks take a group.
     """
 
     sequence: Sequence
@@ -41,14 +41,14 @@ class Span:
 
 @dataclass(frozen=True)
 class Rows:
-    """What was computed of a span.
+    """Results of one span.
 
     Attributes:
-        hidden: states after the final norm `[tokens, E]`; of a group of layers with others behind
-            it, what enters those, as the back end has it.
-        logits: after each of the last rows.
-        places: how many tokens were computed where, as `prefill` and `decode` name it.
-        tasks: what ran when.
+        hidden: hidden states after the final norm `[tokens, E]`; after a group of layers with
+            others behind it, the rows that enter those, as the back end keeps them.
+        logits: logits after each of the last `logit_rows` tokens.
+        places: number of tokens computed in each place, by its name in `prefill` and `decode`.
+        tasks: records of the tasks that ran.
     """
 
     hidden: Floats
@@ -59,7 +59,7 @@ class Rows:
 
 @contextmanager
 def reserved(spans: SequenceOf[Span], *, windowed: bool = True) -> Iterator[None]:
-    """Make room for the tokens of all spans; what has not been committed at the end is given back.
+    """Reserve room for the tokens of all spans; room not committed at the end is given back.
 
     Args:
         windowed: see `Sequence.reserve`.
@@ -80,7 +80,7 @@ def reserved(spans: SequenceOf[Span], *, windowed: bool = True) -> Iterator[None
 
 
 def step_span(span: Span) -> StepSpan:
-    """A span as the fused steps take it, behind what its sequence has."""
+    """Return a span in the form of the fused steps, behind the tokens that its sequence has."""
     return StepSpan(
         tables=span.sequence.block_tables,
         tokens=span.tokens,
@@ -90,7 +90,7 @@ def step_span(span: Span) -> StepSpan:
 
 
 def cut(spans: SequenceOf[Span], hidden: Floats, logits: Floats, *, threads: int = 1) -> list[Rows]:
-    """Hidden states `[rows, E]` and logits `[logit rows, V]` of a batch as those of each span."""
+    """Cut hidden states `[rows, E]` and logits `[logit rows, V]` of a batch into those of spans."""
     results, row = [], 0
     for span, after in zip(spans, logits_of(spans, logits, threads=threads), strict=True):
         end = row + len(span.tokens)
@@ -102,7 +102,7 @@ def cut(spans: SequenceOf[Span], hidden: Floats, logits: Floats, *, threads: int
 def logits_of(
     spans: SequenceOf[Span], logits: Floats, *, threads: int = 1
 ) -> list[SequenceOf[Logits]]:
-    """Rows of logits `[n, V]` of a batch as those of each span, or the best of them."""
+    """Cut the logits `[n, V]` of a batch into those of spans, all of a row or only the best."""
     wanted = [span.candidates for span in spans for _ in range(span.logit_rows)]
     rows = iter(rows_of_logits(logits, wanted, threads=threads))
     return [list(itertools.islice(rows, span.logit_rows)) for span in spans]

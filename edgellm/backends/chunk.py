@@ -1,6 +1,6 @@
 """A chunk: rows of one or more sequences that go through segments of a static size together.
 
-A segment knows nothing of positions or sequences; where each row belongs is known here.
+A segment knows nothing of positions or sequences; a chunk knows to which of them each row belongs.
 """
 
 from __future__ import annotations
@@ -22,11 +22,12 @@ Floats = NDArray[np.float32]
 
 @dataclass(frozen=True)
 class Chunk:
-    """What is to go through segments of a static size.
+    """Rows that are to go through segments of a static size together.
 
     Attributes:
-        spans: of one sequence or of several, one behind the other; what is left is padding. All of
-            them go through the same layers.
+        spans: spans of one sequence or of several, one behind the other, all through the same
+            layers; rows left over are padding.
+        size: number of rows of the segments.
     """
 
     spans: SequenceOf[Span]
@@ -35,9 +36,11 @@ class Chunk:
 
 @dataclass(frozen=True)
 class RunningSpan:
-    """A span of a chunk on its way: where its tokens are in their sequence and in the buffers.
+    """A span of a running chunk, with the place of its tokens in the sequence and the buffers.
 
     Attributes:
+        start: position of the first token in the sequence.
+        rows: rows of the buffers.
         entering: see `LayerGroup`.
     """
 
@@ -50,22 +53,22 @@ class RunningSpan:
 
 @dataclass(frozen=True)
 class RunningChunk:
-    """A chunk on its way, and its buffers."""
+    """A chunk on its way through the segments, and its buffers."""
 
     spans: SequenceOf[RunningSpan]
     buffers: ChunkBuffers
 
     @cached_property
     def tokens(self) -> list[int]:
-        """Of all spans; what is behind them in the buffers is padding."""
+        """Tokens of all spans; rows behind them in the buffers are padding."""
         return [token for span in self.spans for token in span.tokens]
 
 
 def begun(chunks: SequenceOf[Chunk], buffers: Callable[[int], ChunkBuffers]) -> list[RunningChunk]:
-    """Chunks on their way to the ends of their sequences.
+    """Begin chunks: place their spans at the ends of the sequences and in buffers.
 
     Args:
-        buffers: of a chunk, by its number.
+        buffers: function that gives the buffers of a chunk, by its number.
     """
     ends: dict[Sequence, int] = {}
     running = []

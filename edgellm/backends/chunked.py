@@ -1,6 +1,6 @@
 """Graphs of ONNX Runtime, chunk by chunk, on any execution provider, with attention on the host.
 
-It needs a provider that is there and runs a small graph; on the CPU, nothing.
+The back end needs a provider that is there and runs a small graph; the CPU provider needs nothing.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ def require(name: str) -> None:
 def open_models(
     parts: Parts, precisions: Sequence[str], int8_head: ModelHead | None
 ) -> dict[str, Model]:
-    """Models by their precisions.
+    """Open the models of some precisions; return them by precision.
 
     Args:
-        int8_head: one that is open already, for precisions whose head is in int8.
+        int8_head: LM head that is open already, for precisions whose head is in int8.
     """
     bundle, selection = parts.bundle, parts.selection
     prefill_precision = selection.prefill_precision(bundle.config)
@@ -59,7 +59,7 @@ def _open_model(
     attention: HostAttention,
     runs_prefill: bool,
 ) -> Model:
-    """A precision on the provider of prefill, or on the CPU if only decode runs it."""
+    """Open a precision on the provider of prefill, or on the CPU if only decode runs it."""
     options, selection = parts.options, parts.selection
     segments = Segments(
         parts.bundle,
@@ -80,7 +80,7 @@ def _open_model(
 def _heads(
     parts: Parts, precisions: Sequence[str], int8_head: ModelHead | None
 ) -> Mapping[str, ModelHead]:
-    """LM heads by their kinds."""
+    """Open the LM heads of some precisions; return them by kind."""
     heads: dict[str, ModelHead] = {}
     for kind in {parts.bundle.precision(precision).head for precision in precisions}:
         assert kind is not None

@@ -1,4 +1,4 @@
-"""Segment graphs as a back end: rows of all spans in chunks of static size."""
+"""The back end of segment graphs: rows of all spans in chunks of static size."""
 
 from __future__ import annotations
 
@@ -26,23 +26,25 @@ from edgellm.kernels.step import LayerGroup
 
 Floats = NDArray[np.float32]
 ShouldStop = Callable[[], bool] | None
-# Chunks of a prompt in one step where several are on their way at once: so many that the
-# accelerator hardly notices its end.
+# Chunks of a prompt in one step where several are on their way at once: enough to keep the
+# accelerator from idling long at the end of the step.
 _CHUNKS = 8
 
 
 class ChunkedBackend:
     """Chunks of static size through the segments of an execution provider; see `Backend`.
 
-    Rows of all spans are laid one behind the other, so that a chunk holds those of many sequences.
-    A span that goes through a group of layers comes alone, in chunks of its own.
+    Rows of all spans are laid one behind the other, so that a chunk holds rows of many sequences. A
+    span that goes through a group of layers comes alone, in chunks of its own.
 
     Args:
-        host: takes the first tokens of a sequence where the precision leaves them to the host, and
-            what is too short for a chunk where `costs` say so; None where nothing is left to it.
-        costs: of the chunks and of `host`.
-        policy: how chunks share the accelerator and the host.
-        tails_only: the host takes nothing that fills a chunk, however cheap it would be there.
+        host: back end for the first tokens of a sequence where the precision leaves them to the
+            host, and for tails too short for a chunk where `costs` say so; None where no token is
+            left to the host.
+        costs: seconds of the chunks and of `host`.
+        policy: order in which chunks share the accelerator and the host.
+        tails_only: whether the host takes only rows that fill no chunk, however cheap more would
+            be there.
 
     Raises:
         BundleError: the precision needs a host, and there is none.
@@ -64,7 +66,7 @@ class ChunkedBackend:
         self.host = host
         self._policy = policy
         self._tails_only = tails_only
-        self._turn = threading.Lock()  # one call has the buffers of the chunks
+        self._turn = threading.Lock()  # held by the one call that uses the buffers of the chunks
         self.name = model.segments.placement.provider
         self.precision = model.segments.precision
         self.row_multiple = min(model.segments.chunk_sizes)
@@ -85,8 +87,11 @@ class ChunkedBackend:
         return chunks * max(self.model.segments.chunk_sizes)
 
     def rows_within(self, seconds: float, *, count: int, start: int) -> int:
-        """Rows of as many chunks as take no longer, of one at least, of those that `count` tokens
-        after `start` others are cut into: where such a part ends changes none of them."""
+        """Return the number of rows in the first chunks of a prompt that take at most `seconds`.
+
+        The chunks are those that `count` tokens after `start` others are cut into, one at least and
+        as many as one step takes at most. A part that ends behind a chunk changes no other chunk.
+        """
         chunks = 1 if self._policy == "serial" else _CHUNKS
         most, rows, in_chunks = chunks * max(self.model.segments.chunk_sizes), 0, 0
         for chunk in self.plan(count, start):
@@ -121,10 +126,10 @@ class ChunkedBackend:
         ]
 
     def _run_group(self, span: Span, group: LayerGroup, should_stop: ShouldStop) -> Rows:
-        """One span through some layers, and nothing counted into its sequence but by the last ones.
+        """Run one span through a group of layers; only the last group counts its tokens.
 
-        The host takes its rows through all layers at once: those before the chunks with the first
-        group, so that these can attend to them, and those behind the chunks with the last one.
+        The host takes its rows through all layers at once: rows before the chunks with the first
+        group, so that the chunks can attend to them, and rows behind the chunks with the last one.
         """
         is_first = group.layers.start == 0
         is_last = group.layers.stop == self.model.config.layer_count
@@ -150,7 +155,10 @@ class ChunkedBackend:
     def _wait(
         self, portions: SequenceOf[Portion], span: Span, computed: Computed, *, behind: bool
     ) -> None:
-        """What the host has computed of a span, or is going to compute behind its chunks."""
+        """Add rows of a span that the host computes with another group of layers.
+
+        Before the chunks, `entering` has the host's results; `behind` the chunks, rows are zeros.
+        """
         assert self.host is not None
         for tokens in (part.tokens for portion in portions for part in portion.parts):
             rows = np.zeros((len(tokens), self.model.config.hidden_size), np.float32)
@@ -162,7 +170,7 @@ class ChunkedBackend:
             computed.add(self.host.name, rows)
 
     def plan(self, count: int, start: int = 0) -> list[PlannedChunk]:
-        """How `count` tokens of one sequence are cut that come after `start` others."""
+        """Plan the chunks of `count` tokens of one sequence that come after `start` others."""
         first = self._host_tokens(count, start)
         rest = self._plan(count - first)
         return [PlannedChunk(None, first), *rest] if first else rest
@@ -171,21 +179,21 @@ class ChunkedBackend:
         return self.model.head.logits(hidden)
 
     def _host_tokens(self, count: int, start: int) -> int:
-        """How many of `count` tokens after `start` others the precision leaves to the host."""
+        """Return how many of `count` tokens after `start` others the host computes first."""
         return min(count, max(0, self.model.segments.host_tokens - start))
 
     def _plan(self, count: int, *, tails_only: bool = False) -> list[PlannedChunk]:
         return plan_chunks(count, self.costs, tails_only=tails_only or self._tails_only)
 
     def _portions(self, spans: SequenceOf[Span]) -> Iterator[Portion]:
-        """What is computed together, in this order: each sequence's tokens are in theirs."""
+        """Iterate the portions to compute, in order; tokens of each sequence keep their order."""
         done = [self._host_tokens(len(span.tokens), len(span.sequence)) for span in spans]
         if any(done):
             owners = [number for number, count in enumerate(done) if count]
             parts = [part_of(spans[n], 0, done[n], on_host=True) for n in owners]
             yield Portion(None, owners, parts)
         left = [len(span.tokens) - count for span, count in zip(spans, done, strict=True)]
-        # no step waits for more of a span that goes through some layers than a tail on the host
+        # of a span with a group of layers the host takes only a tail: no step waits for more
         plan = self._plan(sum(left), tails_only=any(span.group is not None for span in spans))
         for chunk, shares in zip(plan, shares_of_chunks(plan, left), strict=True):
             parts = []
@@ -227,7 +235,7 @@ class ChunkedBackend:
 
         records = self.model.run(
             [Chunk(portion.parts, portion.size or 0) for portion in portions],
-            # one has nothing to overlap with; handing it over costs 0.2 ms a layer (of two)
+            # one chunk has nothing to overlap with; handing it over costs 0.2 ms a layer (of two)
             policy=self._policy if len(portions) > 1 else "serial",
             on_done=on_done,
             should_stop=should_stop,
@@ -239,7 +247,7 @@ class ChunkedBackend:
     def _logits_of(
         self, spans: SequenceOf[Span], hidden: SequenceOf[Floats]
     ) -> list[SequenceOf[Logits]]:
-        """After the last rows of each span, through the LM head together."""
+        """Return the logits after the last rows of each span, from one call of the LM head."""
         last = [
             rows[len(rows) - span.logit_rows :] for span, rows in zip(spans, hidden, strict=True)
         ]
@@ -249,6 +257,6 @@ class ChunkedBackend:
 
 
 def _by_place(portions: Iterable[Portion]) -> Iterator[tuple[bool, list[Portion]]]:
-    """Neighbours that are all on the host, or all in chunks, and which of the two."""
+    """Group neighbouring portions that are all on the host (True), or all in chunks (False)."""
     for on_host, neighbours in itertools.groupby(portions, lambda portion: portion.size is None):
         yield on_host, list(neighbours)

@@ -1,8 +1,8 @@
 """Graphs compiled for an accelerator, kept in EDGELLM_HOME/compiled.
 
 A vendor's compiler takes seconds to minutes and may crash, so it runs in a process of its own and
-its results are kept: one folder for each bundle, precision, provider and everything else that they
-depend on. A folder appears when it is complete, and a file that has changed since is noticed.
+its results are kept: one folder for each bundle, precision, provider and all other inputs of the
+compiler. A folder appears when it is complete, and a file that has changed since is noticed.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _CHECKSUMS = "sha256.json"
 
 @dataclass(frozen=True)
 class _Task:
-    """One graph to compile."""
+    """A graph to compile for a provider."""
 
     source: Path
     target: Path
@@ -47,14 +47,17 @@ def compiled(
     allow_fallback: bool = False,
     progress: ProgressCallback | None = None,
 ) -> Path:
-    """The folder with the compiled segments of a precision, under the names of the segments.
+    """Return the folder of a precision's compiled segments, compiled now if they are not there.
+
+    The files have the names of the segments.
 
     Args:
-        allow_fallback: keep what the compiler does not take as it is, for the CPU.
-        progress: called with a label, graphs done and graphs in all, if anything is compiled.
+        allow_fallback: keep nodes that the compiler does not take as they are, for the CPU.
+        progress: told how many of the graphs are compiled, if any is.
 
     Raises:
-        ProviderError: the compiler fails or crashes, or leaves a part of a graph to others.
+        ProviderError: the compiler fails or crashes, or leaves nodes of a graph to the CPU without
+            `allow_fallback`.
     """
     key = _key(bundle, precision, provider, provider_options, allow_fallback)
     folder = compiled_dir() / f"{file_safe(bundle.manifest.name)}-{precision}-{provider}-{key}"
@@ -94,7 +97,7 @@ def _key(
     provider_options: Mapping[str, str],
     allow_fallback: bool,
 ) -> str:
-    """Changes with the graphs and their weights, the versions of all tools, and the device."""
+    """Return a hash of the graphs and their weights, the versions of all tools, and the device."""
     onnxruntime = onnx_runtime()
 
     prefix = f"{precision}/"
@@ -113,8 +116,14 @@ def _intact(folder: Path) -> bool:
 
 
 def _compile_all(tasks: Sequence[_Task], progress: ProgressCallback | None) -> None:
-    """One process after the other would pay for the compiler's start with every graph."""
-    # 12 ms that a load without an accelerator does not spend
+    """Compile all graphs in one other process.
+
+    A process for each graph would pay for the compiler's start every time.
+
+    Raises:
+        ProviderError: the compiler fails or crashes.
+    """
+    # imported here: a load without an accelerator does not spend the 12 ms
     import multiprocessing
     from concurrent.futures import ProcessPoolExecutor
     from concurrent.futures.process import BrokenProcessPool
@@ -135,12 +144,12 @@ def _compile_all(tasks: Sequence[_Task], progress: ProgressCallback | None) -> N
 
 
 def _print_to_stderr() -> None:
-    """Compilers print, and stdout is for the model's text."""
+    """Send stdout to stderr: compilers print, and stdout is for the model's text."""
     os.dup2(2, 1)
 
 
 def _compile(task: _Task) -> str:
-    """In the other process: gives what went wrong, or an empty string."""
+    """Compile a graph, in the other process; return the problem in words, or an empty string."""
     import onnx_ir as ir
 
     ort = onnx_runtime()
@@ -150,7 +159,7 @@ def _compile(task: _Task) -> str:
         compiler = ort.ModelCompiler(
             options,
             str(task.source),
-            embed_compiled_data_into_model=False,  # a file beside it, which is mapped
+            embed_compiled_data_into_model=False,  # in a file beside the graph, which is mapped
             graph_optimization_level=ort.GraphOptimizationLevel.ORT_ENABLE_ALL,
         )
         compiler.compile_to_file(str(task.target))

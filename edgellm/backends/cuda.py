@@ -1,6 +1,6 @@
 """The CUDA back end: chunks through graphs of ONNX Runtime, attention in Triton, on one device.
 
-It needs onnxruntime-gpu beside torch and triton.
+The back end needs onnxruntime-gpu beside torch and triton.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ def require(name: str) -> None:
 def open_model(
     parts: Parts, precision: str, *, head: ModelHead, attention: HostAttention
 ) -> DeviceModel:
-    """A precision on the device.
+    """Open a precision on the device.
 
     Args:
-        attention: its RoPE tables and norms are copied there.
+        attention: attention whose RoPE tables and norms are copied to the device.
     """
     place = device.require()
     from edgellm.backends.device_model import DeviceModel, DeviceSegments, Queue  # imports torch

@@ -1,7 +1,7 @@
 """Chunks through segments of ONNX Runtime and attention in Triton, without leaving the device.
 
-Segments read and write torch tensors, RoPE, append and attention take them from there, and all of
-it is queued on one CUDA stream: the host waits when a chunk's hidden states are asked for.
+Segments read and write torch tensors; RoPE, append and attention take these tensors. All work is
+queued on one CUDA stream: the host waits when a chunk's hidden states are asked for.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ Floats = NDArray[np.float32]
 class Queue:
     """The device, and the stream on which segments and kernels are queued.
 
-    The CPU stands in for it where kernels are interpreted: then there is no stream.
+    The CPU stands in for the device where kernels are interpreted; then there is no stream.
     """
 
     def __init__(self, device: str) -> None:
@@ -45,12 +45,12 @@ class Queue:
 
     @property
     def settings(self) -> dict[str, str]:
-        """The execution provider's options."""
+        """Options of the execution provider that put its work on the stream."""
         stream = self._stream
         return {} if stream is None else {"user_compute_stream": str(stream.cuda_stream)}
 
     def current(self) -> AbstractContextManager[object]:
-        """What is launched inside comes after what was launched before."""
+        """Return a context whose launches go to the stream, behind all launches before them."""
         if self._stream is None:
             return nullcontext()
         self._stream.wait_stream(torch.cuda.current_stream())
@@ -58,7 +58,7 @@ class Queue:
         return inside
 
     def done(self) -> None:
-        """Wait until all of it has been computed."""
+        """Wait until all queued work has been computed."""
         if self._stream is not None:
             self._stream.synchronize()
 
@@ -99,7 +99,7 @@ class DeviceSegments(Segments):
         for name, tensor in outputs.items():
             binding.bind_output(name, *place, tuple(tensor.shape), tensor.data_ptr())
         options = ort.RunOptions()
-        # what follows is queued behind it, so the host need not wait
+        # later work is queued behind a run, so the host need not wait
         options.add_run_config_entry("disable_synchronize_execution_providers", "1")
 
         def run() -> None:
@@ -154,7 +154,7 @@ class DeviceModel(Model):
         )
 
     def queue(self) -> AbstractContextManager[object]:
-        """Tasks are launched one after the other; their times are those of launching them."""
+        """Return the context in which tasks are launched; their times are those of launching."""
         return self._queue.current()
 
     def embed(self, chunk: RunningChunk) -> None:

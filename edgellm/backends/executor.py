@@ -1,4 +1,4 @@
-"""Runs the tasks of a prompt on two processors and notes what ran when."""
+"""Execution of a prompt's tasks on two processors, with a record of what ran when."""
 
 from __future__ import annotations
 
@@ -24,18 +24,18 @@ def execute(
     together: int = 1,
     should_stop: Callable[[], bool] | None = None,
 ) -> list[TaskRecord]:
-    """Run every task; gives them in the order in which they ended.
+    """Run every task; return their records in the order in which the tasks ended.
 
-    The calling thread is the host, and a thread of its own waits for the accelerator; `serial`
-    needs no second one. Results do not depend on the policy.
+    The calling thread is the host, and another thread waits for the accelerator; `serial` needs no
+    second thread. Results do not depend on the policy.
 
     Args:
-        together: of `serial`, see `one_by_one`.
+        together: chunks that `serial` takes through a step together, see `one_by_one`.
 
     Raises:
-        CancelledError: `should_stop` said so; no task is running any more.
-        BaseException: whatever `run` raised, or an interrupt that came while the host waited, once
-            the other processor is idle.
+        CancelledError: `should_stop` returned true; no task is still running.
+        BaseException: an error of `run`, or an interrupt that came while the host waited; raised
+            once the other processor is idle.
     """
     job = _Job(steps, run, should_stop)
     if policy == "serial":
@@ -71,8 +71,9 @@ class _Shared:
         self._job = job
         self._schedule = schedule
         self._lock = threading.Lock()
-        # Free where there may be something new. Bare locks: `Condition` is Python, and an interrupt
-        # between two of its lines would leave its lock taken, or let go of twice.
+        # A processor's lock is free when there may be a new task for it. Bare locks: `Condition` is
+        # Python, and an interrupt between two of its lines would leave its lock taken, or let go of
+        # twice.
         self._news: dict[Processor, threading.Lock] = {
             "accelerator": threading.Lock(),
             "host": threading.Lock(),
@@ -81,10 +82,10 @@ class _Shared:
         self._accelerator_began = self._accelerator_ended = False
 
     def run(self) -> None:
-        """Be the host, beside a thread for the accelerator, until both are idle."""
+        """Work as the host, beside a thread for the accelerator, until both are idle."""
         try:
-            # no `threading.Thread`: it starts and goes in Python, where an interrupt comes out as
-            # an error of a lock, or is lost; and whatever happens here, it would keep the process
+            # no `threading.Thread`: it starts and ends in Python, where an interrupt comes out as
+            # an error of a lock, or is lost; and it would keep the process alive whatever happens
             _thread.start_new_thread(self._accelerate, ())
             self._work("host")
             self._wait_for_accelerator()
@@ -103,7 +104,7 @@ class _Shared:
             self._tell_both()
 
     def _work(self, processor: Processor) -> None:
-        """Be this processor until all is done or something went wrong."""
+        """Perform the tasks of one processor until all are done or one has failed."""
         try:
             while (task := self._wait_for_task(processor)) is not None:
                 self._job.perform(task)
@@ -124,28 +125,33 @@ class _Shared:
             self._news[processor].acquire()
 
     def _tell_both(self) -> None:
-        """Have who waits look again, or who is about to; for whoever has the lock."""
+        """Have both processors look for a task again, now or before they next wait.
+
+        The caller holds `_lock`.
+        """
         for news in self._news.values():
             if news.locked():
                 news.release()
 
     def _stop(self, error: BaseException) -> None:
-        """Let no processor begin another task; the first error is the one that counts."""
+        """Keep both processors from beginning another task; the first error is kept."""
         with self._lock:
             self._error = self._error or error
             self._tell_both()
 
     def _stop_all(self, error: BaseException) -> None:
-        """Stop, and wait for the task that runs, which uses buffers that the caller will use again;
-        another interrupt changes nothing about that."""
+        """Stop both processors and wait for the accelerator's task, despite further interrupts.
+
+        The task uses buffers that the caller will use again.
+        """
         while True:
             try:
                 self._stop(error)
-                # one that begins later finds the error, and takes no task
+                # a thread that begins later finds the error, and takes no task
                 if self._accelerator_began:
                     self._wait_for_accelerator()
                 return
-            except BaseException:  # a signal handler's
+            except BaseException:  # raised by a signal handler
                 continue
 
     def _wait_for_accelerator(self) -> None:

@@ -26,12 +26,12 @@ Action = tuple[Step, Callable[[RunningChunk], None]]
 
 
 class Model:
-    """A precision ready to run: segments, embedding and head, and what is between segments."""
+    """A precision ready to run: segments, embedding, LM head, and attention between segments."""
 
     def __init__(
         self, segments: Segments, head: ModelHead, attention: HostAttention, *, threads: int
     ) -> None:
-        """`attention` has RoPE tables for the whole context."""
+        """Take over the parts; `attention` has RoPE tables for the whole context."""
         self.segments = segments
         self.config = segments.config
         self.head = head
@@ -40,11 +40,11 @@ class Model:
         self._blas = ThreadpoolController()
         self._actions = self._program()
         self.steps = [step for step, _ in self._actions]
-        self._seconds: dict[tuple[int, str], float] = {}  # by chunk size and step, last time
+        self._seconds: dict[tuple[int, str], float] = {}  # latest, by chunk size and step
 
     @property
     def resting_width(self) -> int:
-        """Of rows that rest between two layers, with Q, K and V of the next one beside them."""
+        """Width of rows that rest before a layer's attention: the residual with its Q, K and V."""
         return self.config.hidden_size + self.config.qkv_size
 
     def forward(
@@ -63,7 +63,7 @@ class Model:
 
         Raises:
             ContextOverflowError, CacheFullError: see `Sequence.reserve`.
-            CancelledError: `should_stop` said so; the sequence is as it was.
+            CancelledError: `should_stop` returned true; the sequence is as it was.
         """
         states: list[Floats] = []
         only = Chunk([Span(sequence, tokens)], chunk)
@@ -80,18 +80,19 @@ class Model:
     ) -> list[TaskRecord]:
         """Run chunks at the end of their sequences, several at a time if the policy lets them.
 
-        Spans of one sequence in chunks that follow each other go one behind the other. Through a
-        group of layers (see `Span`) all chunks go that one does, and `serial` takes some of them
-        through a segment before it takes them through the next one.
+        Spans of one sequence in consecutive chunks follow each other in the sequence. All chunks go
+        through the same layers; with a group of layers (see `Span`), `serial` takes several chunks
+        through a segment before it takes them through the next segment.
 
         Args:
-            on_done: called with each chunk's hidden states `[n, E]`, in their order, once it has
-                been counted into its sequences; overwritten when it returns. Behind a group with
-                others behind it, with what rests, `[n, resting_width]`; nothing is counted then.
+            on_done: called with each chunk's hidden states `[n, E]`, in the order of the chunks,
+                once its tokens are counted into their sequences; overwritten after it returns.
+                After a group with more layers behind it, called with the rows that rest,
+                `[n, resting_width]`; their tokens are not counted.
 
         Raises:
             ContextOverflowError, CacheFullError: see `Sequence.reserve`.
-            CancelledError: `should_stop` said so; sequences hold the chunks that were finished.
+            CancelledError: `should_stop` returned true; sequences hold the finished chunks.
         """
         jobs = begun(
             chunks, lambda index: self.segments.buffers(chunks[index].size, slot=index % WINDOW)
@@ -120,7 +121,7 @@ class Model:
                 seconds=lambda task: self._seconds.get(
                     (chunks[task.chunk].size, steps[task.step].name), 0.0
                 ),
-                # weights stay near: 512 rows of SmolLM2-135M take 2 to 6 % less on the CPU provider
+                # weights stay in caches: 512 rows of SmolLM2-135M take 2 to 6 % less on the CPU
                 together=1 if layers is None else WINDOW,
                 should_stop=should_stop,
             )
@@ -132,12 +133,12 @@ class Model:
     def profile(
         self, tokens: SequenceOf[int], sequence: Sequence, *, size: int, start: int
     ) -> list[float]:
-        """Seconds of each step of a chunk that comes after `start` tokens.
+        """Return the seconds of each step of a chunk that comes after `start` tokens.
 
-        They need not be there: attention reads zeros.
+        The tokens before the chunk need not be computed: attention reads zeros in their place.
 
         Args:
-            sequence: an empty one, which it is afterwards as well.
+            sequence: an empty sequence, which is empty afterwards as well.
         """
         span = RunningSpan(sequence, tokens, start, slice(0, len(tokens)))
         chunk = RunningChunk([span], self.segments.buffers(size))
@@ -160,7 +161,7 @@ class Model:
         return [*(record.end_s - record.start_s for record in records), 0.0]
 
     def _program(self) -> list[Action]:
-        """The steps of a chunk, and what is done in each."""
+        """Return the steps of a chunk, each with the function that performs it."""
         actions: list[Action] = []
         actions.append((Step("embedding", "host"), self.embed))
         for position, part in enumerate(self.segments.parts):
@@ -177,7 +178,10 @@ class Model:
         return actions
 
     def _through(self, layers: range) -> list[Action]:
-        """The steps of a chunk through a group of layers: between attentions, where rows rest."""
+        """Return the steps of a chunk through a group of layers.
+
+        Groups are cut just before the attention of a layer, where rows rest.
+        """
         names = [step.name for step, _ in self._actions]
         actions = self._actions
         if layers.stop < self.config.layer_count:
@@ -189,11 +193,11 @@ class Model:
         return actions
 
     def queue(self) -> AbstractContextManager[object]:
-        """Around what is launched on a device; nothing on the host."""
+        """Return a context for launches on a device; it does nothing on the host."""
         return nullcontext()
 
     def embed(self, chunk: RunningChunk) -> None:
-        """The first step of a chunk: room in the cache, and rows of the embedding."""
+        """Perform the first step of a chunk: make room in the cache and read embedding rows."""
         _open(chunk)
         buffers, count = chunk.buffers, len(chunk.tokens)
         buffers.x[:count] = self.head.embed(chunk.tokens)
@@ -201,7 +205,7 @@ class Model:
         buffers.attention[count:] = 0
 
     def _enter(self, layer: int, chunk: RunningChunk) -> None:
-        """The first step of a chunk whose rows rested before the attention of a layer."""
+        """Perform the first step of a chunk whose rows rested before the attention of `layer`."""
         _open(chunk)
         buffers, count = chunk.buffers, len(chunk.tokens)
         residual, width = buffers.residuals[self._residual_at(layer)], self.config.hidden_size
@@ -213,7 +217,7 @@ class Model:
         buffers.attention[count:] = 0
 
     def _leaving(self, chunk: RunningChunk, layers: range | None) -> Floats:
-        """What has been computed of a chunk behind its last layer."""
+        """Return a chunk's hidden states, or its rows that rest before the attention of a layer."""
         if layers is None or layers.stop == self.config.layer_count:
             return self.hidden(chunk)
         count, residual = len(chunk.tokens), self._residual_at(layers.stop)
@@ -221,11 +225,11 @@ class Model:
         return np.concatenate(rows, axis=1)
 
     def _residual_at(self, layer: int) -> int:
-        """Which of the two the segment behind the attention of a layer reads."""
+        """Return the number of the residual buffer that is read behind the attention of a layer."""
         return sum(part.index <= layer for part in self.segments.parts) % 2
 
     def attend(self, layer: int, chunk: RunningChunk) -> None:
-        """RoPE, append to the cache, attend; the padding of the chunk takes no part."""
+        """Apply RoPE, append to the cache and attend; the padding of the chunk takes no part."""
         for span in chunk.spans:
             chunk.buffers.attention[span.rows] = self._attention(
                 layer,
@@ -236,8 +240,8 @@ class Model:
             )
 
     def _shadow(self, segment: int, residual: int, chunk: RunningChunk) -> None:
-        """What the grid of down_proj clips, into the residual that its product is added to."""
-        # span by span: the inputs that a product takes are those that any of its rows needs
+        """Add the product of the inputs that down_proj's grid clips to down_proj's residual."""
+        # span by span: a product takes every input that any of its rows needs
         for span in chunk.spans:
             activated = chunk.buffers.activated[span.rows]
             correction = self.segments.shadows[segment].correction(activated)
@@ -250,7 +254,7 @@ class Model:
 
 
 def _layers_of(chunks: SequenceOf[Chunk]) -> range | None:
-    """Those that all chunks go through; None: all."""
+    """Return the layers that all chunks go through; None: all layers."""
     groups = [span.group for chunk in chunks for span in chunk.spans]
     (layers,) = {None if group is None else group.layers for group in groups} or {None}
     return layers
@@ -267,7 +271,7 @@ def _segment(position: int, chunk: RunningChunk) -> None:
 
 
 def _rest(_: RunningChunk) -> None:
-    """What rests is taken from the buffers when the step is done."""
+    """Do nothing: `Model.run` takes the rows that rest from the buffers behind this step."""
 
 
 def _commit(chunk: RunningChunk) -> None:

@@ -1,7 +1,7 @@
-"""What the host computes between two segments, on KV blocks in its own memory.
+"""Attention on the host between two segments, on KV blocks in host memory.
 
-Segments know nothing of positions, so all that depends on them is here: norms of Q and K, RoPE, the
-append to the cache, and attention.
+Segments know nothing of positions, so the work that depends on positions is here: norms of Q and K,
+RoPE, the append to the cache, and attention.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ class HostAttention:
     """The attention of every layer of a model.
 
     Attributes:
-        ropes: one table for each of `config.ropes`.
-        norms: of Q and K, one for each layer, or None.
+        ropes: one RoPE table for each of `config.ropes`.
+        norms: norms of Q and K for each layer; None for a layer without them.
     """
 
     config: ModelConfig
@@ -48,11 +48,11 @@ class HostAttention:
         """Write K and V of new tokens at positions `start ..` and attend from there.
 
         Args:
-            view, slot: where the layer's K and V are, and which layer of these blocks they are.
-            qkv: `[C, (H + 2 Hkv) * D]`, as a segment gives it.
+            view, slot: blocks with the layer's K and V, and the layer's index in these blocks.
+            qkv: Q, K and V `[C, (H + 2 Hkv) * D]`, as a segment writes them.
 
         Returns:
-            `[C, H * D]`, as the next segment takes it.
+            The attention `[C, H * D]`, as the next segment reads it.
         """
         attention = self.config.layers[layer].attention
         heads = qkv.reshape(len(qkv), -1, attention.head_dim)
@@ -82,15 +82,15 @@ class HostAttention:
 
 
 def rope_tables(config: ModelConfig, positions: int) -> list[RopeTable]:
-    """One for each of `config.ropes`, for positions `0 ..`."""
+    """Return one RoPE table for each of `config.ropes`, for positions from 0 on."""
     return [rope.table(each.inv_freq, positions, magnitude=each.magnitude) for each in config.ropes]
 
 
 def head_norms(config: ModelConfig, weight: Callable[[str], Floats]) -> list[HeadNorms | None]:
-    """Of each layer.
+    """Return the norms of Q and K of each layer; None for a layer without them.
 
     Args:
-        weight: gives a tensor by its canonical name, `layers.0.q_norm`.
+        weight: function that gives a tensor by its canonical name, `layers.0.q_norm`.
     """
 
     def of(layer: int) -> HeadNorms | None:

@@ -22,7 +22,7 @@ _WIDTH = 64
 
 @cache
 def int8_products_are_exact() -> bool:
-    """Multiply the largest values that occur and compare with the exact product."""
+    """Whether a product of the largest uint8 and int8 values comes out exact on this CPU."""
     ort = onnx_runtime()
 
     graph = GraphBuilder("int8_support")

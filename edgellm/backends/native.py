@@ -1,7 +1,7 @@
 """The native back end: packed weights in C++ kernels, through all layers in one call.
 
-It needs the extension that is compiled when edgellm is installed, and a model whose heads fit into
-its registers and panels.
+The back end needs the extension that is compiled when edgellm is installed, and a model whose heads
+fit into the registers and panels of the kernels.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def open_model(parts: Parts) -> tuple[NativeModel, PackedHead]:
     weights = open_packed_weights(parts.bundle)
     pools = [group.blocks for group in parts.cache.groups]
     selection = parts.selection
-    # where the CPU plays the accelerator, one core is the host's
+    # with two devices, where the CPU plays the accelerator, the host has one core
     two = selection.scheduling(parts.options.scheduling) == "two_devices"
     threads = 1 if two and selection.shares_cpu else parts.threads
     model = NativeModel(compiled, weights, parts.ropes, pools, threads=threads)

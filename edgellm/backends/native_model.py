@@ -1,4 +1,4 @@
-"""A model in the native kernels: any few tokens through all layers in one call."""
+"""A model in the native kernels: the tokens of a step go through all layers in one call."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from edgellm.kernels.rope import RopeTable
 from edgellm.kernels.step import FusedStep, Weights
 
 Floats = NDArray[np.float32]
-# Tokens that take so long that a question before each layer, 0.5 µs, is nothing.
+# Number of tokens from which on a call of Python before each layer, 0.5 µs, costs next to nothing.
 _MANY = 64
 
 
@@ -32,18 +32,18 @@ class PackedHead:
         self._threads = threads
 
     def embed(self, tokens: SequenceOf[int]) -> Floats:
-        """Embedding rows `[n, E]`."""
+        """Return embedding rows `[n, E]`."""
         return rows_of(self._weights.embedding, tokens)
 
     def logits(self, hidden: Floats) -> Floats:
-        """`[rows, E]` to `[rows, V]`."""
+        """Return logits `[rows, V]` of hidden states `[rows, E]`."""
         head = self._weights.head
         logits = linear(self._library, hidden, head, fine=True, threads=self._threads)
         return softcapped(logits, self._weights.logit_softcap)
 
 
 class NativeModel:
-    """Runs tokens through the fused step on the shared KV cache."""
+    """A model whose tokens go through the fused step on the shared KV cache."""
 
     best_rows: int | None = None
 
@@ -59,8 +59,8 @@ class NativeModel:
         """Take over the weights.
 
         Args:
-            ropes: the tables that layers name by their index, for the whole context.
-            pools: those that layers name by their index.
+            ropes: RoPE tables that layers name by their index, for the whole context.
+            pools: pools of KV blocks that layers name by their index.
         """
         self.head = PackedHead(library, weights, threads=threads)
         self._library = library
@@ -71,7 +71,7 @@ class NativeModel:
     def run(
         self, spans: SequenceOf[Span], *, should_stop: Callable[[], bool] | None = None
     ) -> list[Rows]:
-        """See `StepModel.run`. Spans of one call have the same group of layers."""
+        """See `StepModel.run`; all spans of one call have the same group of layers."""
         group = spans[0].group
         assert all(span.group is group for span in spans)
         with reserved(spans):
@@ -100,7 +100,10 @@ class NativeModel:
 
 
 def _asked_of(spans: SequenceOf[Span]) -> Callable[[], bool] | None:
-    """What C++ asks between layers of many tokens, to see an interrupt in between."""
+    """Return a `should_stop` for calls of many tokens; None for fewer tokens.
+
+    Python sees an interrupt only when C++ calls it, between two layers.
+    """
     return _never if sum(len(span.tokens) for span in spans) >= _MANY else None
 
 

@@ -7,7 +7,10 @@ from typing import Any
 
 
 def onnx_runtime() -> Any:
-    """Import it; since 1.32 its builds for Linux report its use to Microsoft as well."""
+    """Import ONNX Runtime without its telemetry and return the module.
+
+    Since 1.32 its builds for Linux report its use to Microsoft as well.
+    """
     os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")  # read when the library is loaded
     import onnxruntime
 

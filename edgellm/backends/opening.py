@@ -1,4 +1,4 @@
-"""Opens the models that were selected, each in the file of its back end."""
+"""Opening of the selected models, each in the file of its back end."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ class OpenModels:
     """The models that prefill and decode run on.
 
     Attributes:
-        steps: those of packed weights, by back end.
-        graphs: the others, by precision.
+        steps: models of packed weights, by the name of their back end.
+        graphs: models of ONNX Runtime graphs, by precision.
     """
 
     steps: Mapping[str, StepModel]
@@ -27,19 +27,19 @@ class OpenModels:
 
 
 class StepBackendFile(BackendFile, Protocol):
-    """The file of a back end that takes packed weights."""
+    """Functions in the file of a back end that takes packed weights."""
 
     def open_model(self, parts: Parts) -> tuple[StepModel, ModelHead]:
-        """The model, and its LM head and embedding by themselves.
+        """Open the model; return it, and its LM head and embedding by themselves.
 
         Raises:
-            UnsupportedModelError: its kernels do not take the model's sizes.
-            MemoryEstimateError: it does not fit on the device.
+            UnsupportedModelError: the kernels do not take the model's sizes.
+            MemoryEstimateError: the model does not fit on the device.
         """
 
 
 def open_models(parts: Parts) -> OpenModels:
-    """Open what was selected; a model that serves both prefill and decode is opened once."""
+    """Open the selected models; a model that serves both prefill and decode is opened once."""
     selection, config = parts.selection, parts.bundle.config
     chosen = {selection.prefill, selection.host(config)}
     steps: dict[str, StepModel] = {}

@@ -1,4 +1,4 @@
-"""The weights of the native kernels in a bundle: packed matrices, and vectors."""
+"""Weights of the native and Triton kernels in a bundle: packed matrices, and vectors."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from edgellm.store.manifest import PACKED, map_arrays
 
 
 def open_packed_weights(bundle: Bundle) -> Weights:
-    """Map the weights; pages are read when they are used."""
+    """Map the packed weights of a bundle; pages are read when they are used."""
     config = bundle.config
     mapped = _Mapped(bundle)
     norms = head_norms(config, open_head_norms(bundle.path, bundle.manifest.keys).__getitem__)

@@ -1,4 +1,4 @@
-"""What the back ends of one engine are opened with."""
+"""Parts that all back ends of one engine are opened with."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from edgellm.store.bundle import Bundle
 
 @dataclass(frozen=True, kw_only=True)
 class Parts:
-    """What the back ends of one engine are opened with.
+    """Bundle, options, KV cache and the other parts that the back ends of one engine share.
 
     Attributes:
-        ropes: the tables that layers name by their index, for the whole context.
-        threads: of the process.
-        progress: told while graphs are compiled for an accelerator.
+        ropes: RoPE tables that layers name by their index, for the whole context.
+        threads: CPU threads of the process.
+        progress: callback told while graphs are compiled for an accelerator.
     """
 
     bundle: Bundle

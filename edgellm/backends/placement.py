@@ -1,7 +1,7 @@
-"""Sessions that run whole on one execution provider.
+"""ONNX Runtime sessions that run whole on one execution provider.
 
-Nothing falls back silently: a segment that an accelerator does not take as a whole is an error
-that names the nodes, unless the user allows it, and then results say so.
+No node falls back silently: a segment that an accelerator does not take as a whole is an error that
+names the nodes. If the user allows a fallback, results say that there was one.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from edgellm.errors import ProviderError, first_line
 
 @dataclass(frozen=True)
 class Placement:
-    """Where prefill runs, and node counts of its graphs, if any, by ONNX Runtime provider name."""
+    """Provider of a back end, and node counts of its graphs, if any, by ONNX Runtime's names."""
 
     provider: str
     nodes: Mapping[str, int]
 
     @property
     def place(self) -> str:
-        """The provider; with `+cpu` where it left nodes to the CPU."""
+        """Name of the provider, with `+cpu` where it left nodes to the CPU."""
         return self.provider if self.complete else f"{self.provider}+{CPU}"
 
     @property

@@ -1,4 +1,4 @@
-"""How rows are cut into chunks, from what they cost on this machine. Pure Python."""
+"""Plans that cut rows into chunks, from the costs of chunks on this machine. Pure Python."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Costs:
-    """Seconds, measured once (see `costs.py`).
+    """Costs of chunks and of the host in seconds, measured once (see `costs.py`).
 
     Attributes:
-        chunks: a whole chunk of each static size, however many of its rows are padding.
-        call: the decode step on the host, apart from its tokens; None where it takes none.
-        token: the decode step, each token.
+        chunks: seconds of a whole chunk by static size, however many of its rows are padding.
+        call: seconds of a step on the host, apart from its tokens; None: the host takes no tokens.
+        token: seconds of each token in a step on the host.
     """
 
     chunks: Mapping[int, float]
@@ -21,7 +21,7 @@ class Costs:
     token: float = 0.0
 
     def seconds(self, plan: Iterable[PlannedChunk]) -> float:
-        """What all of a plan takes, one after the other."""
+        """Return the seconds that all chunks of a plan take, one after the other."""
         return sum(
             (self.call or 0.0) + self.token * chunk.count
             if chunk.size is None
@@ -39,14 +39,15 @@ class PlannedChunk:
 
 
 def plan_chunks(tokens: int, costs: Costs, *, tails_only: bool = True) -> list[PlannedChunk]:
-    """The cheapest way through `tokens`; only the last chunk is padded, or on the host.
+    """Plan the cheapest way through `tokens`; only the last chunk is padded, or on the host.
 
-    Whole chunks of the size that is cheapest a token while more than two of the largest are left;
-    the rest is tried in every combination. The largest chunks come first.
+    Whole chunks of the size that is cheapest for each token come first, while more tokens than two
+    of the largest chunks are left. The rest is tried in every combination, and all chunks are
+    sorted, the largest first.
 
     Args:
-        tails_only: the host takes no more than what is shorter than the smallest chunk, else as
-            much as it is cheaper for.
+        tails_only: whether the host takes only a tail shorter than the smallest chunk, else all
+            tokens for which it is cheaper.
     """
     best_size = min(costs.chunks, key=lambda size: (costs.chunks[size] / size, -size))
     whole = max(0, (tokens - 2 * max(costs.chunks)) // best_size)
@@ -61,10 +62,10 @@ def plan_chunks(tokens: int, costs: Costs, *, tails_only: bool = True) -> list[P
 def shares_of_chunks(
     plan: Sequence[PlannedChunk], counts: Sequence[int]
 ) -> list[list[tuple[int, int]]]:
-    """Whose rows each chunk takes, where spans of `counts` tokens lie one behind the other.
+    """Share chunks among spans of `counts` tokens that lie one behind the other.
 
     Returns:
-        For each chunk the spans in it by their number, and how many rows each has there.
+        For each chunk, pairs of a span's number and how many rows the span has there.
     """
     shares: list[list[tuple[int, int]]] = []
     number, used = 0, 0
@@ -82,7 +83,7 @@ def shares_of_chunks(
 
 
 def _cheapest(tokens: int, costs: Costs, *, host_limit: int) -> list[PlannedChunk]:
-    """Dynamic programming over what has been computed so far."""
+    """Find the cheapest chunks for `tokens`, by dynamic programming over the tokens done."""
     seconds = [0.0] + [float("inf")] * tokens
     before: list[PlannedChunk] = [PlannedChunk(None, 0)] * (tokens + 1)
     for done in range(tokens):
@@ -104,13 +105,15 @@ def _cheapest(tokens: int, costs: Costs, *, host_limit: int) -> list[PlannedChun
 
 
 def _largest_first(plan: Sequence[PlannedChunk]) -> list[PlannedChunk]:
-    """The same sizes in one order, so that a part of a plan is the plan of that part: orders cost
-    the same but for rounding. The host's tokens stay the last ones."""
+    """Sort the chunks of a plan by size, the largest first; the host's tokens stay the last.
+
+    So a part of a plan is the plan of that part. All orders cost the same but for rounding.
+    """
     sizes = [chunk.size for chunk in plan if chunk.size is not None]
     left = sum(chunk.count for chunk in plan if chunk.size is not None)
     ordered: list[PlannedChunk] = []
     for size in sorted(sizes, reverse=True):
-        if left > 0:  # else there was room for these in what another one is padded by
+        if left > 0:  # else these tokens already fit into the padding of a larger chunk
             ordered.append(PlannedChunk(size, min(size, left)))
             left -= size
     return ordered + [chunk for chunk in plan if chunk.size is None]

@@ -1,4 +1,4 @@
-"""Portions of spans that are computed together, in a chunk or on the host, and what came of it."""
+"""Portions of spans that are computed together, in a chunk or on the host, and their results."""
 
 from __future__ import annotations
 
@@ -19,8 +19,9 @@ class Portion:
     """Rows of some spans that are computed together.
 
     Attributes:
-        size: of the static chunk; None: on the host.
-        owners: the number of the span that each part is of.
+        size: size of the static chunk; None: the host computes the rows.
+        owners: for each part, the number of the span that it belongs to.
+        parts: the rows, as one span for each owner.
     """
 
     size: int | None
@@ -30,7 +31,7 @@ class Portion:
 
 @dataclass
 class Computed:
-    """What is there of a span so far; see `Rows`."""
+    """Results computed so far for one span; see `Rows`."""
 
     hidden: list[Floats] = field(default_factory=list)
     places: dict[str, int] = field(default_factory=dict)
@@ -45,14 +46,14 @@ class Computed:
         return sum(map(len, self.hidden))
 
     def joined(self) -> Floats:
-        """All rows; those of the host have zeros where others rest with more beside them."""
+        """Return all rows; host rows are zero-padded to the width of rows kept between layers."""
         width = max(rows.shape[1] for rows in self.hidden)
         padded = [np.pad(rows, ((0, 0), (0, width - rows.shape[1]))) for rows in self.hidden]
         return np.concatenate(padded)
 
 
 def part_of(span: Span, begin: int, count: int, *, on_host: bool) -> Span:
-    """Some rows of a span; on the host through all layers."""
+    """Return `count` rows of a span from row `begin` on; host rows go through all layers."""
     end, group = begin + count, None if on_host else span.group
     if group is not None and group.entering is not None:
         group = replace(group, entering=group.entering[begin:end])

@@ -1,4 +1,4 @@
-"""Execution providers: what ONNX Runtime offers here, built in or as a package of its own."""
+"""Execution providers of ONNX Runtime on this machine, built in or as packages of their own."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from edgellm.machine import cpu_name
 CPU = "cpu"
 CUDA = "cuda"
 QNN = "qnn"
-# Of devices, the best first.
+# Kinds of devices, the best first.
 _KINDS = ("NPU", "GPU", "CPU")
-# Plug-ins warn about features of machines that this one is not.
+# Log level for plug-ins, which otherwise warn about features that this machine lacks.
 _ERRORS = 3
 
 
@@ -33,11 +33,11 @@ class Provider:
     """An execution provider.
 
     Attributes:
-        ort_name: as ONNX Runtime calls it.
-        package: what to install for it.
-        plugin: the module that brings it as a library of its own; None where it is part of
+        ort_name: name in ONNX Runtime.
+        package: package to install for it.
+        plugin: module that brings the provider as a library of its own; None where it is part of
             onnxruntime.
-        precisions: those that it takes, the usual one first.
+        precisions: precisions that the provider takes, the usual one first.
         compiled: whether its graphs are compiled once and kept (see `compile_cache.py`).
     """
 
@@ -77,7 +77,7 @@ PROVIDERS: Mapping[str, Provider] = {
 
 @dataclass(frozen=True)
 class ProviderStatus:
-    """A line of `edgellm devices`; `reason` says why a provider is not usable."""
+    """Status of one provider, as `edgellm devices` lists it; `reason`: why it is not usable."""
 
     name: str
     usable: bool
@@ -86,12 +86,12 @@ class ProviderStatus:
 
 
 def statuses() -> list[ProviderStatus]:
-    """Every known provider, usable or not."""
+    """Return the status of every known provider, usable or not."""
     return [status(name) for name in PROVIDERS]
 
 
 def status(name: str) -> ProviderStatus:
-    """Whether one provider is usable: it is there, and runs a small graph."""
+    """Return the status of one provider: usable if it is there and runs a small graph."""
     if name == CPU:
         return ProviderStatus(name, True, cpu_name(), "")
     try:
@@ -107,7 +107,7 @@ def require(name: str) -> None:
 
     Raises:
         OptionError: an unknown name.
-        ProviderError: a known one that cannot be used here, with the reason.
+        ProviderError: a known provider that cannot be used here, with the reason.
     """
     if name not in PROVIDERS:
         raise OptionError(
@@ -120,13 +120,14 @@ def require(name: str) -> None:
 
 
 def add_provider(options: Any, name: str, settings: Mapping[str, str]) -> list[Any] | None:
-    """Put a provider on session options; gives what `InferenceSession(providers=...)` takes.
+    """Put a provider on session options; return the value for `InferenceSession(providers=...)`.
 
     Args:
-        settings: the provider's own options, over those that it has here by itself.
+        settings: the provider's own options, over those that edgellm sets for a plug-in.
 
     Raises:
-        ProviderError: it is not there.
+        OptionError: settings for the CPU provider, which has none.
+        ProviderError: the provider's plug-in or its device is not there.
     """
     provider = PROVIDERS[name]
     if provider.plugin is None:
@@ -139,7 +140,7 @@ def add_provider(options: Any, name: str, settings: Mapping[str, str]) -> list[A
 
 
 def version(name: str) -> str:
-    """Of the package that brings a provider, and what it compiles for."""
+    """Return the version of a provider's package and, for a plug-in, its default settings."""
     onnxruntime = onnx_runtime()
 
     provider = PROVIDERS[name]
@@ -150,7 +151,11 @@ def version(name: str) -> str:
 
 
 def _device(name: str) -> str:
-    """What a provider runs on, in words."""
+    """Return the device that a provider runs on, in words; empty if it is part of onnxruntime.
+
+    Raises:
+        ProviderError: the provider or its device is not there.
+    """
     onnxruntime = onnx_runtime()
 
     provider = PROVIDERS[name]
@@ -173,9 +178,12 @@ def _plugin(name: str) -> ModuleType:
 
 
 def _plugin_device(name: str) -> Any:
-    """A plug-in's device, an NPU before a GPU before a CPU.
+    """Return a plug-in's device, an NPU before a GPU before a CPU.
 
-    ONNX Runtime loads its library once a process.
+    ONNX Runtime loads the library of a plug-in once in a process.
+
+    Raises:
+        ProviderError: the plug-in is not installed, does not load, or finds no device.
     """
     ort = onnx_runtime()
 
@@ -199,26 +207,30 @@ def _plugin_device(name: str) -> Any:
 
 
 def _emulated() -> bool:
-    """Qualcomm's wheel for x86 runs the HTP's instructions in an emulator."""
+    """Whether QNN emulates its device: Qualcomm's wheel for x86 emulates the HTP's instructions."""
     return platform.machine() in ("x86_64", "AMD64")
 
 
 def _settings(name: str) -> dict[str, str]:
-    """A plug-in's options where the user gives none."""
+    """Return the options of a plug-in that apply where the user gives no others."""
     if name != QNN:
         return {}
     settings = {
         "backend_path": _plugin(name).get_qnn_htp_path(),
-        # what lies between integer products; quantization at a segment's ends on the device as well
+        # float16 between integer products; quantization at a segment's ends on the device as well
         "enable_htp_fp16_precision": "1",
         "offload_graph_io_quantization": "0",
     }
-    # a device knows what it is, the emulator has to be told (Snapdragon 8 Gen 2)
+    # a device knows its own model, the emulator has to be told (Snapdragon 8 Gen 2)
     return {**settings, "htp_arch": "73", "soc_model": "60"} if _emulated() else settings
 
 
 def _probe(name: str) -> None:
-    """Start a session with a one-node graph."""
+    """Start a session with a one-node graph.
+
+    Raises:
+        ProviderError: the session does not start.
+    """
     import onnx_ir as ir
 
     from edgellm.graphs.builder import GraphBuilder
@@ -243,7 +255,7 @@ def _probe(name: str) -> None:
 
 @contextlib.contextmanager
 def _stdout_as_stderr() -> Iterator[None]:
-    """For libraries that print when they are first used: stdout is for the model's text."""
+    """Send stdout to stderr for libraries that print on first use: stdout has the model's text."""
     sys.stdout.flush()
     saved = os.dup(1)
     os.dup2(2, 1)
@@ -251,6 +263,6 @@ def _stdout_as_stderr() -> Iterator[None]:
         yield
     finally:
         if os.name == "posix":
-            ctypes.CDLL(None).fflush(None)  # what C still holds back
+            ctypes.CDLL(None).fflush(None)  # text that C has buffered
         os.dup2(saved, 1)
         os.close(saved)

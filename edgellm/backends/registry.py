@@ -1,7 +1,7 @@
-"""Back ends by name: what `prefill` and `decode` can be, and the file that opens each.
+"""Back ends by their names in `prefill` and `decode`, and the file that opens each.
 
-A file is imported when its back end is chosen; native and Triton kernels run a token through all
-layers in one call, the others run graphs of ONNX Runtime with attention between them.
+A file is imported when its back end is chosen. Native and Triton kernels run a token through all
+layers in one call; the other back ends run graphs of ONNX Runtime with attention between them.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ TRITON = "triton"
 PORTABLE = "portable"
 REFERENCE = "reference"
 CHUNKED = "chunked"
-# These take packed weights.
+# Back ends that take packed weights.
 STEPS = (NATIVE, TRITON)
-# All but the last compute tokens apart from prefill, where that is not theirs as well.
+# All but `chunked` decode apart from prefill, unless the same back end runs prefill as well.
 DECODE_BACKENDS = (AUTO, NATIVE, TRITON, PORTABLE, REFERENCE, CHUNKED)
 
 _FILES = {
@@ -25,25 +25,25 @@ _FILES = {
     TRITON: "edgellm.backends.triton",
     "cuda": "edgellm.backends.cuda",
 }
-# Of all other execution providers, and of decode in graphs.
+# The file of all other execution providers, and of decode in graphs.
 _GRAPHS = "edgellm.backends.chunked"
 
 
 class BackendFile(Protocol):
-    """What the file of a back end has."""
+    """Functions in the file of a back end."""
 
     def require(self, name: str) -> None:
-        """Refuse it where it cannot be used.
+        """Refuse a back end where it cannot be used.
 
         Args:
-            name: as in `prefill` and `decode`.
+            name: its name in `prefill` and `decode`.
 
         Raises:
-            OptionError: it is not there, or there is none of that name.
+            OptionError: the back end is not there, or there is no back end of this name.
             ProviderError: an execution provider cannot be used here.
         """
 
 
 def backend_file(name: str) -> BackendFile:
-    """The file of a back end, imported."""
+    """Import the file of a back end and return it."""
     return cast(BackendFile, importlib.import_module(_FILES.get(name, _GRAPHS)))

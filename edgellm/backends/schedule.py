@@ -1,4 +1,4 @@
-"""Which task an accelerator and the host run next. Pure Python: tasks run elsewhere.
+"""Choice of the next task for an accelerator and the host. Pure Python: tasks run elsewhere.
 
 A chunk goes through the same steps as every other chunk, one after the other: segment on the
 accelerator, attention on the host, segment, ... Attention also needs the keys of the chunks before,
@@ -16,16 +16,16 @@ from typing import Literal, NamedTuple, get_args
 Processor = Literal["accelerator", "host"]
 Policy = Literal["serial", "in-order", "out-of-order"]
 POLICIES: tuple[Policy, ...] = get_args(Policy)
-# Chunks on their way at once; each has buffers of its own.
+# Number of chunks on their way at once; each has buffers of its own.
 WINDOW = 4
 
 
 @dataclass(frozen=True)
 class Step:
-    """One step of every chunk.
+    """A step that every chunk goes through.
 
     Attributes:
-        ordered: waits for the same step of the chunk before.
+        ordered: whether the step waits for the same step of the chunk before.
     """
 
     name: str
@@ -34,17 +34,17 @@ class Step:
 
 
 class Task(NamedTuple):
-    """A step of a chunk, both by their index."""
+    """A step of a chunk; both are given by their index."""
 
     chunk: int
     step: int
 
 
 def one_by_one(steps: int, chunks: int, *, together: int = 1) -> Iterator[Task]:
-    """The tasks of one prompt where one runs at a time.
+    """Iterate the tasks of one prompt in the order of a serial run, one task at a time.
 
     Args:
-        together: chunks that go through a step before any of them begins the next one.
+        together: number of chunks that go through a step before any of them begins the next step.
     """
     for first in range(0, chunks, together):
         group = range(first, min(first + together, chunks))
@@ -52,15 +52,15 @@ def one_by_one(steps: int, chunks: int, *, together: int = 1) -> Iterator[Task]:
 
 
 class Schedule:
-    """The tasks of one prompt.
+    """The tasks of one prompt, and the choice of the next one for each processor.
 
     `serial` runs one task at a time. `in-order` keeps both processors to the order of a serial run,
     each for itself. `out-of-order` lets a processor take any ready task, and of several the one
     that brings the accelerator most work soon (`_merit`).
 
     Args:
-        seconds: what a task takes, as far as is known.
-        window: chunks that may be on their way at once.
+        seconds: function that gives the seconds of a task, as far as they are known.
+        window: number of chunks that may be on their way at once.
     """
 
     def __init__(
@@ -76,7 +76,7 @@ class Schedule:
         self._policy = policy
         self._seconds = seconds
         self._window = window
-        self._next = [0] * chunks  # of each chunk, the first step that is not finished
+        self._next = [0] * chunks  # for each chunk, the first step that is not finished
         self._running: set[Task] = set()
 
     @property
@@ -84,7 +84,7 @@ class Schedule:
         return not self._next or self._next[-1] == len(self._steps)
 
     def take(self, processor: Processor) -> Task | None:
-        """The task that a free processor should begin now; None: it has to wait."""
+        """Take the task that a free processor should begin now; None: it has to wait."""
         if self._policy == "serial" and self._running:
             return None
         ready = [task for task in self._ready() if self._processor(task) == processor]
@@ -111,14 +111,14 @@ class Schedule:
                 yield task
 
     def _free(self, task: Task, *, after: Task | None = None) -> bool:
-        """Whether the chunk before lets the task begin, once `after` is finished as well."""
+        """Whether the chunk before lets the task begin, `after` counted as finished."""
         if not self._steps[task.step].ordered or task.chunk == 0:
             return True
         before = Task(task.chunk - 1, task.step)
         return before == after or self._next[before.chunk] > before.step
 
     def _first_left(self, processor: Processor) -> Task | None:
-        """In the order of a serial run, what the processor has not finished."""
+        """Return the processor's first unfinished task in the order of a serial run."""
         for chunk, first in enumerate(self._next):
             for step in range(first, len(self._steps)):
                 if self._steps[step].processor == processor:
@@ -126,10 +126,10 @@ class Schedule:
         return None
 
     def _merit(self, task: Task) -> float:
-        """llm.npu's C(g): the seconds of what becomes ready on the other processor.
+        """Return llm.npu's C(g): the seconds of tasks that become ready on the other processor.
 
-        They count for a task of the host, which feeds the accelerator, and against one of the
-        accelerator, which is the one to be kept busy.
+        They count for a task of the host, which feeds the accelerator. They count against a task of
+        the accelerator, because the accelerator is to be kept busy.
         """
         other = [t for t in self._freed_by(task) if self._processor(t) != self._processor(task)]
         total = sum(self._seconds(t) for t in other)
@@ -153,7 +153,7 @@ def simulate(
     seconds: Callable[[Task], float],
     window: int = WINDOW,
 ) -> list[tuple[Task, float, float]]:
-    """A run on two processors that take exactly `seconds`: tasks with their start and end."""
+    """Simulate a run in which tasks take exactly `seconds`; return them with start and end."""
     schedule = Schedule(steps, chunks, policy=policy, seconds=seconds, window=window)
     now, done = 0.0, []
     running: dict[Processor, tuple[Task, float, float]] = {}

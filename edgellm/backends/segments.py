@@ -1,4 +1,4 @@
-"""The graphs of one precision, opened, and the buffers that they are bound to."""
+"""Open graphs of one precision, and the buffers that they are bound to."""
 
 from __future__ import annotations
 
@@ -25,25 +25,25 @@ from edgellm.store.bundle import Bundle
 from edgellm.store.manifest import PrecisionEntry, map_arrays
 
 Floats = NDArray[np.float32]
-# The code that stands for 0 in a table of bytes.
+# Code that stands for 0 in an embedding table of bytes.
 _TABLE_ZERO = 128
 Run = Callable[[], None]
 
 
 @dataclass(frozen=True)
 class ChunkBuffers:
-    """Where segments of one chunk size read and write; all float32.
+    """Buffers that segments of one chunk size read and write; all float32.
 
     Arrays are numpy's on the host, torch tensors on a device.
 
     Attributes:
-        x: `[C, E]`, embeddings.
-        attention: `[C, H * D]`, written between segments.
-        qkv: `[C, (H + 2 Hkv) * D]`.
-        activated: `[C, I]`, between the halves of a segment that is cut.
-        residuals: two of `[C, E]`; the graph at position i reads number i % 2.
-        hidden: `[C, E]`, after the final norm.
-        segments: runs each graph on these buffers.
+        x: embeddings `[C, E]`.
+        attention: attention `[C, H * D]`, written between segments.
+        qkv: Q, K and V `[C, (H + 2 Hkv) * D]`.
+        activated: inputs of down_proj `[C, I]`, between the halves of a segment that is cut.
+        residuals: two residuals `[C, E]`; the graph at position i reads number i % 2.
+        hidden: hidden states `[C, E]` after the final norm.
+        segments: one function for each graph, which runs it on these buffers.
     """
 
     x: Any
@@ -58,14 +58,14 @@ class ChunkBuffers:
 class Segments:
     """The graphs of a precision on one provider: `layers + 1` segments, some of them in two halves.
 
-    The CPU provider takes one session of symbolic size for all chunk sizes, because each session
-    keeps its own repacked copy of the weights; other providers get a static graph a size, compiled
-    beforehand where the provider asks for that.
+    The CPU provider takes one session of symbolic size for all chunk sizes, if the precision has
+    such graphs, because each session keeps its own repacked copy of the weights. Other providers
+    get a static graph for each size, compiled beforehand where the provider asks for it.
 
     Args:
-        provider_options: the provider's own, over those that edgellm sets.
+        provider_options: the provider's own options, over those that edgellm sets.
         allow_fallback: see `open_session`.
-        progress: of the compilation.
+        progress: callback told about the compilation.
     """
 
     def __init__(
@@ -113,22 +113,25 @@ class Segments:
         return Placement(self._provider, dict(self._nodes))
 
     def buffers(self, chunk: int, *, slot: int = 0) -> ChunkBuffers:
-        """Buffers of a chunk size, made on first use; chunks on their way together need a slot
-        each."""
+        """Return the buffers of a chunk size, made on first use.
+
+        Chunks that are on their way together need a slot each.
+        """
         if (chunk, slot) not in self._buffers:
             self._buffers[chunk, slot] = self._bind(chunk)
         return self._buffers[chunk, slot]
 
     def run(self, index: int, chunk: int, inputs: Mapping[str, Floats]) -> list[Floats]:
-        """One graph by itself, on arrays of its own: for tests of the provider."""
+        """Run one graph by itself, on arrays of its own: for tests of the provider."""
         session = self._sessions[None if self._symbolic else chunk][index]
         outputs: list[Floats] = session.run(None, inputs)
         return outputs
 
     def _open(self, size: int | None) -> None:
-        """On the CPU several at a time: loading is mostly repacking weights, without the GIL.
+        """Open the graphs of a size; None: of symbolic size.
 
-        Other providers' libraries need not bear that: Qualcomm's crashed on two threads at once.
+        On the CPU several load at a time: loading is mostly repacking weights, without the GIL.
+        Other providers' libraries need not bear two threads at once: Qualcomm's crashed.
         """
 
         def load(part: contract.Part) -> tuple[Any, Placement]:
@@ -198,7 +201,7 @@ class Segments:
         return np.zeros((chunk, width), np.float32)
 
     def _bound(self, session: Any, inputs: Mapping[str, Any], outputs: Mapping[str, Any]) -> Run:
-        """A call that reads and writes these arrays."""
+        """Return a function that runs a session on these arrays."""
         OrtValue = onnx_runtime().OrtValue
 
         binding = session.io_binding()
@@ -220,8 +223,11 @@ def _check_widths(
 
 
 def _runner(session: Any, binding: Any, inputs: Mapping[str, Any]) -> Run:
-    """`inputs` are bound anew for each run: a provider with memory of its own (OpenVINO on a CPU
-    even) copies them when they are bound, and would go on computing with what they were then."""
+    """Return a function that runs a session, with `inputs` bound anew for each run.
+
+    A provider with memory of its own (even OpenVINO on a CPU) copies inputs when they are bound,
+    and would go on computing with their old values.
+    """
 
     def run() -> None:
         for name, value in inputs.items():
@@ -232,7 +238,7 @@ def _runner(session: Any, binding: Any, inputs: Mapping[str, Any]) -> Run:
 
 
 def read_shadows(root: Path, entry: PrecisionEntry) -> dict[int, ShadowLinear]:
-    """The host's side of down_proj, by the segment that it cuts.
+    """Map the host's side of each down_proj that cuts a segment, by the segment's index.
 
     Args:
         root: folder of the bundle.
@@ -250,14 +256,14 @@ class ModelHead(Protocol):
     """The LM head and the embedding table that goes with it."""
 
     def embed(self, tokens: Sequence[int]) -> Floats:
-        """Embedding rows `[n, E]`."""
+        """Return embedding rows `[n, E]`."""
 
     def logits(self, hidden: Floats) -> Floats:
-        """`[rows, E]` to `[rows, V]`."""
+        """Return logits `[rows, V]` of hidden states `[rows, E]`."""
 
 
 class Head:
-    """The head as a graph, and the embedding table mapped beside it."""
+    """The LM head as a graph, and the embedding table mapped beside it."""
 
     def __init__(self, bundle: Bundle, kind: str) -> None:
         entry = bundle.manifest.heads[kind]
@@ -273,10 +279,10 @@ class Head:
         self._table = map_arrays(bundle.path, entry.embedding)
 
     def embed(self, tokens: Sequence[int]) -> Floats:
-        """Embedding rows `[n, E]`.
+        """Return embedding rows `[n, E]`.
 
         Raises:
-            ValueError: the table has no such row.
+            ValueError: a token id that the table has no row for.
         """
         ids = indices(tokens, self._rows, "token id")
         if "values" in self._table:
@@ -287,6 +293,6 @@ class Head:
         return rows.reshape(len(rows), -1)
 
     def logits(self, hidden: Floats) -> Floats:
-        """`[rows, E]` to `[rows, V]`."""
+        """Return logits `[rows, V]` of hidden states `[rows, E]`."""
         rows: Floats = self._session.run(None, {contract.HIDDEN: hidden})[0]
         return rows

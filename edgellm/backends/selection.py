@@ -1,6 +1,6 @@
-"""What runs a model on this machine: the back ends and precisions that options come to.
+"""Selection of the back ends and precisions that run a model on this machine, from the options.
 
-The one place that probes for it; options themselves are values.
+Only the selection probes the machine for back ends; options themselves are plain values.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ _HOST_PRECISIONS = {PORTABLE: "int4", REFERENCE: "f32", NATIVE: PACKED, TRITON: 
 
 @dataclass(frozen=True, kw_only=True)
 class Selection:
-    """Names of back ends, none of them `auto`.
+    """Names of the back ends of prefill and decode, neither of them `auto`.
 
     Attributes:
-        policy: how chunks share the accelerator and the host.
-        precision: the precision that was asked for, if any.
+        policy: order in which chunks share the accelerator and the host.
+        precision: precision that was asked for, if any.
     """
 
     prefill: str
@@ -47,12 +47,12 @@ class Selection:
 
     @property
     def shares_cpu(self) -> bool:
-        """Whether the CPU provider runs beside the host, and not before and after it."""
+        """Whether the CPU provider runs at the same time as the host, not in turns with it."""
         return self.prefill == CPU and self.policy != "serial"
 
     @property
     def one_processor(self) -> str | None:
-        """Why prompts are not computed while native kernels decode; None: they can be."""
+        """Reason why prompts cannot be computed while native kernels decode; None: they can be."""
         if self.decode != NATIVE:
             return f"decode is {self.decode}, not native"
         if self.prefill in STEPS:
@@ -64,35 +64,38 @@ class Selection:
         return None
 
     def scheduling(self, asked: Scheduling) -> Scheduling:
-        """What is used of the one that was asked for."""
+        """Return the scheduling in use: `asked`, or stall_free where two_devices cannot be had."""
         if asked == "two_devices" and self.one_processor is not None:
             return "stall_free"
         return asked
 
     def host(self, config: ModelConfig) -> str | None:
-        """What computes tokens beside an execution provider: decode or, where decode rides in the
-        chunks of prefill, only what the precision leaves to the host, if that is anything."""
+        """Return the back end that computes tokens beside an execution provider; None: none does.
+
+        The back end of decode or, where decode rides in the chunks of prefill, one for the tokens
+        that the precision leaves to the host, if there are any.
+        """
         if self.decode != CHUNKED:
             return self.decode
         return _usual_host() if self.prefill_precision(config) in STATIC else None
 
     def host_precision(self, config: ModelConfig) -> str | None:
-        """The one of `host`."""
+        """Return the precision of `host`; None where there is no such back end."""
         host = self.host(config)
         return None if host is None else _HOST_PRECISIONS[host]
 
     def decode_precision(self, config: ModelConfig) -> str:
-        """The one that decode runs a model in; see `prefill_precision`."""
+        """Return the precision in which decode runs a model; see `prefill_precision`."""
         if self.decode == CHUNKED:
             return self.prefill_precision(config)
         return _HOST_PRECISIONS[self.decode]
 
     def prefill_precision(self, config: ModelConfig) -> str:
-        """The one that prefill runs a model in.
+        """Return the precision in which prefill runs a model.
 
         Raises:
-            UnsupportedModelError: the one that was asked for cannot compute the model, or none of
-                the provider's can.
+            UnsupportedModelError: the precision that was asked for cannot compute the model, or no
+                precision of the provider can.
         """
         if self.precision is not None:
             allowed = PREFILL_PRECISIONS
@@ -112,24 +115,23 @@ class Selection:
         return "w8a8" if rounded else "f32"
 
     def precisions(self, config: ModelConfig) -> set[str]:
-        """Those that a model is run in; see `prefill_precision`."""
+        """Return all precisions in which a model is run; see `prefill_precision`."""
         host = self.host_precision(config)
         return {self.prefill_precision(config), *(() if host is None else (host,))}
 
     def graph_precisions(self, config: ModelConfig) -> list[str]:
-        """Those of `precisions` that are graphs of ONNX Runtime."""
+        """Return the names among `precisions` that are graphs of ONNX Runtime, sorted."""
         return sorted(self.precisions(config) - {PACKED})
 
 
 def select(options: EngineOptions) -> Selection:
-    """What options come to here.
+    """Select the back ends of prefill and decode on this machine.
 
     Raises:
-        OptionError: a back end that is not there, or a schedule or scheduling that it does not
-            have.
+        OptionError: a back end that is not there, or that the scheduling layered does not take.
         ProviderError: the execution provider cannot be used here.
     """
-    # whoever decodes in graphs needs nothing: they run on the CPU
+    # decode in graphs needs nothing: they run on the CPU
     for name in dict.fromkeys((options.decode, options.prefill)):
         if name != AUTO and (name in STEPS or name == options.prefill):
             backend_file(name).require(name)
@@ -151,7 +153,7 @@ def select(options: EngineOptions) -> Selection:
 
 
 def stops_between_layers(prefill: str) -> bool:
-    """Whether rows can rest between layers, as `scheduling` layered has it."""
+    """Whether rows of a prompt can rest between layers, as `scheduling` layered has it."""
     return prefill not in (TRITON, CUDA)
 
 

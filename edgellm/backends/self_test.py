@@ -1,8 +1,8 @@
-"""Does an accelerator compute what it should? Asked of the user's machine, not of their chat.
+"""Self-test of an accelerator on the user's machine, before its faults show in a chat.
 
 Silent garbage at the edges of a chunk is the commonest fault of such runtimes, and a driver can be
-broken on one machine only. All is compared with what the model gave in float32 when it was exported
-(`reference.py`), so what happened to files or graphs since then shows as well.
+broken on one machine only. All results are compared with float32 results of the model from its
+export (`reference.py`), so damage to files or graphs since then shows as well.
 """
 
 from __future__ import annotations
@@ -36,27 +36,27 @@ from edgellm.store.reference import (
 )
 
 Floats = NDArray[np.float32]
-# What a provider's own rounding may add to the error that the exporter measured on the CPU: for
-# Qualcomm's HTP it was at most a seventh of it, for half precision alone 0.003 (SmolLM2-135M).
+# Factor and summand for a provider's own rounding, on the error that the exporter measured on the
+# CPU: Qualcomm's HTP added at most a seventh, half precision alone 0.003 (SmolLM2-135M).
 _TIMES = 1.25
 _SLACK = 0.02
-# So much is wrong even if the exporter measured it.
+# An error from which on a result is wrong, even if the exporter measured as much.
 WRONG = 0.5
-# A quantized KV cache and embedding come on top in whole prompts.
+# Summand for whole prompts, where a quantized KV cache and embedding come on top.
 _PROMPT_SLACK = 0.1
 HEAD_LIMIT = 0.05
-# In a folder of compiled graphs: they have been checked.
+# File that marks a folder of compiled graphs as checked.
 _CHECKED = "checked"
 
 
 @dataclass(frozen=True)
 class Check:
-    """One comparison with float32.
+    """A comparison with float32 results.
 
     Attributes:
         name: `segment i in chunks of C`, `prompt of N in chunks of C` or `head`.
-        error: of the worst row or column, over its size.
-        limit: what it may be.
+        error: error of the worst row or column, over its size.
+        limit: largest error that is allowed.
     """
 
     name: str
@@ -69,7 +69,7 @@ class Check:
 
 
 def check_segments(bundle: Bundle, segments: Segments) -> Iterator[Check]:
-    """Every segment of every chunk size, with what the host does in the middle of it."""
+    """Check every segment in every chunk size, with the host's part of a segment that is cut."""
     reference, entry = _reference(bundle), bundle.precision(segments.precision)
     rotation = read_rotation(bundle.path, entry)
     for chunk in segments.chunk_sizes:
@@ -83,11 +83,10 @@ def check_segments(bundle: Bundle, segments: Segments) -> Iterator[Check]:
 def check_prompts(
     bundle: Bundle, model: Model, cache: KVCache, host: Backend | None
 ) -> Iterator[Check]:
-    """Prompts of 1, C-1, C, C+1 and 2C tokens for each chunk size C, and the LM head.
+    """Check prompts of 1, C-1, C, C+1 and 2C tokens for each chunk size C, and the LM head.
 
-    No longer ones than the context holds, or than the reference is.
-
-    `host` computes the first tokens where the precision leaves them to it; else it is not needed.
+    Prompts are no longer than the context or the text of the reference. Where the precision leaves
+    first tokens to the host, `host` computes these besides; otherwise it is not needed.
     """
     reference, entry = _reference(bundle), bundle.precision(model.segments.precision)
     start = entry.host_tokens
@@ -130,7 +129,7 @@ def require(checks: Iterator[Check]) -> None:
     """Raise at the first check that fails.
 
     Raises:
-        ProviderError: it names the check and the error.
+        ProviderError: a check failed; the message has its name and error.
     """
     for check in checks:
         if not check.passed:
@@ -146,12 +145,12 @@ def _reference(bundle: Bundle) -> Reference:
 
 
 def _limit(expected: float, slack: float) -> float:
-    """From the error that the exporter measured with ONNX Runtime on its CPU."""
+    """Return the largest error allowed where the exporter's CPU had the error `expected`."""
     return min(WRONG, _TIMES * expected + slack)
 
 
 def _repeated(rows: Mapping[str, Floats], chunk: int) -> dict[str, Floats]:
-    """As many as a static graph takes: each row is computed by itself."""
+    """Repeat rows to the number that a static graph takes: each row is computed by itself."""
     return {name: np.resize(values, (chunk, values.shape[1])) for name, values in rows.items()}
 
 
@@ -167,7 +166,7 @@ def _run(segments: Segments, index: int, chunk: int) -> Run:
 def _hidden(
     model: Model, cache: KVCache, host: Backend | None, tokens: list[int], chunk: int
 ) -> Floats:
-    """Hidden states of `tokens` but those that are the host's, `[n, E]`."""
+    """Return hidden states `[n, E]` of `tokens`, without those first ones that are the host's."""
     sequence, start = cache.sequence(), model.segments.host_tokens
     try:
         if start:

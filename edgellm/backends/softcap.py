@@ -1,4 +1,4 @@
-"""A bound on logits that is smooth: Gemma 2's (arXiv:2408.00118, section 2)."""
+"""Gemma 2's smooth bound on logits (arXiv:2408.00118, section 2)."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from numpy.typing import NDArray
 
 
 def softcapped(logits: NDArray[np.float32], cap: float | None) -> NDArray[np.float32]:
-    """`cap * tanh(logits / cap)`; the same array where there is no cap."""
+    """Return `cap * tanh(logits / cap)`; the same array where there is no cap."""
     if cap is None:
         return logits
     bounded: NDArray[np.float32] = np.float32(cap) * np.tanh(logits / np.float32(cap))

@@ -22,7 +22,7 @@ Floats = NDArray[np.float32]
 
 
 class StepBackend:
-    """See `Backend`; nothing is padded."""
+    """A model in the fused step as a back end, see `Backend`; no rows are padded."""
 
     precision = PACKED
     row_multiple = chunk_rows = 1

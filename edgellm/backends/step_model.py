@@ -1,4 +1,4 @@
-"""A model as one step through all layers: what C++ and Triton kernels have in common."""
+"""A model as one step through all layers: the interface of models in C++ and Triton kernels."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ Floats = NDArray[np.float32]
 
 
 class StepModel(Protocol):
-    """`NativeModel` or `TritonModel`.
+    """A model in kernels that take packed weights: `NativeModel` or `TritonModel`.
 
     Attributes:
-        best_rows: tokens that one call computes best; None: what suits the cache.
+        best_rows: number of tokens that one call computes best; None: as many as suit the cache.
     """
 
     best_rows: int | None
@@ -30,11 +30,11 @@ class StepModel(Protocol):
         """See `Backend.run`."""
 
     def linear(self, x: Floats, weight: PackedWeights, *, fine: bool = False) -> Floats:
-        """A product `[rows, K]` to `[rows, N]` as the step computes it, for the self-test.
+        """Multiply rows `[rows, K]` to `[rows, N]` as the step does, for the self-test.
 
         Args:
-            fine: with activations of 16 bits, where others are rounded to fewer.
+            fine: whether activations keep 16 bits where others are rounded to fewer.
         """
 
     def logits(self, hidden: Floats) -> Floats:
-        """The LM head on hidden states `[rows, E]`: `[rows, V]`."""
+        """Return the LM head's logits `[rows, V]` for hidden states `[rows, E]`."""

@@ -2,8 +2,8 @@
 
 The pool belongs to the process, not to a model: ONNX Runtime takes its size once, and afterwards
 every session, also one that the embedding program opens itself, must be made with
-`use_per_session_threads = False`. A pool a session instead would run a decode chain of 31 small
-sessions in 3.7 ms (without spinning; 64 ms with) where the shared one takes 2.4 ms.
+`use_per_session_threads = False`. With a pool for each session, a decode chain of 31 small sessions
+would take 3.7 ms (without spinning; 64 ms with); with the shared pool it takes 2.4 ms.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ _STARTING = threading.Lock()
 
 
 def start(threads: int | None, *, spare: int = 0) -> int:
-    """Make the pool, or check that the one that is there has the wanted size.
+    """Make ONNX Runtime's thread pool, or check that the existing pool has the wanted size.
 
     Args:
-        threads: of the pool and others together; None takes the pool that is there, else all
-            usable cores.
-        spare: threads of these that are for others, if that leaves one.
+        threads: threads of the pool and of other work together; None: those of the existing pool,
+            else all usable cores.
+        spare: number of these threads for other work, if that leaves the pool one.
 
     Returns:
-        How many threads the pool and the others are together. A pool that has all usable cores
-        already leaves nothing to spare.
+        Number of threads of the pool and of other work together. An existing pool with all usable
+        cores leaves no thread to spare.
 
     Raises:
         OptionError: the pool has another size already.
@@ -54,17 +54,17 @@ def start(threads: int | None, *, spare: int = 0) -> int:
 
 
 def size(threads: int | None) -> int:
-    """Threads for work that does not go through the pool; None takes all usable cores."""
+    """Return the number of threads for work outside the pool; None: all usable cores."""
     return threads or usable_cores()
 
 
 def session_options() -> Any:
-    """Options for a session in this process, with or without the pool."""
+    """Return options for a session: it uses the pool, or one thread if there is no pool."""
     ort = onnx_runtime()
 
     options = ort.SessionOptions()
     # Since ONNX Runtime 1.32 int8 weights and 16-bit activations become a MatMulNBits, which would
-    # round those to 8 bits (1 % of what a segment gives); 1 stands for float32.
+    # round the activations to 8 bits (1 % of a segment's outputs); level 1 stands for float32.
     options.add_session_config_entry("session.qdq_matmulnbits_accuracy_level", "1")
     if _pool_threads is None:
         options.intra_op_num_threads = 1

@@ -1,4 +1,4 @@
-"""Times of calls that are made to be timed."""
+"""Timing of calls that are made only to be timed."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ from typing import TypeVar
 
 Key = TypeVar("Key")
 Result = TypeVar("Result")
-# Of one call each; the fastest was disturbed least, and their spread is what they are worth.
+# Seconds of single calls; the fastest was disturbed least, and their spread shows the uncertainty.
 Samples = tuple[float, ...]
 
-# What takes longer is timed once: an emulated accelerator needs minutes for a chunk.
+# A call that takes longer is timed once: an emulated accelerator needs minutes for a chunk.
 _LONG_S = 1.0
-# No further round of calls in turns begins after this time.
+# Time after which no further round of calls in turns begins.
 _ROUNDS_S = 3.0
 
 
 def repeated(run: Callable[[], Result], *, times: int = 3) -> list[tuple[float, Result]]:
-    """Seconds and result of each of some calls; of one if it takes long."""
+    """Time some calls, only one if it takes long; return the seconds and result of each."""
     results = []
     for _ in range(times):
         begin = time.perf_counter()
@@ -31,14 +31,14 @@ def repeated(run: Callable[[], Result], *, times: int = 3) -> list[tuple[float, 
 
 
 def best_seconds(run: Callable[[], object], *, times: int = 3) -> float:
-    """Of the fastest of some calls."""
+    """Return the seconds of the fastest of some calls."""
     return min(seconds for seconds, _ in repeated(run, times=times))
 
 
 def in_turns(
     runs: Mapping[Key, Callable[[], object]], *, times: int = 5, limit_s: float = _ROUNDS_S
 ) -> dict[Key, Samples]:
-    """Seconds of calls to compare, in rounds: what else the machine does disturbs all of them.
+    """Time calls to compare in rounds, so that other work on the machine disturbs all of them.
 
     The first round warms up and does not count, unless it takes so long that it is the only one.
     """

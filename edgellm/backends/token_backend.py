@@ -1,4 +1,4 @@
-"""Segments of single tokens as a back end, which need no compiler and no device."""
+"""The back end of segments of single tokens, which needs no compiler and no device."""
 
 from __future__ import annotations
 

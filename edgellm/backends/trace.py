@@ -1,4 +1,4 @@
-"""What ran when: for people, and for trace viewers."""
+"""Records of the tasks that ran and when, for people and for trace viewers."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _THREADS: dict[Processor, int] = {"accelerator": 1, "host": 2}
 
 @dataclass(frozen=True)
 class TaskRecord:
-    """A task that has run; `start_s` and `end_s` are of `time.perf_counter`."""
+    """A task that has run; `start_s` and `end_s` are seconds of `time.perf_counter`."""
 
     name: str
     chunk: int
@@ -27,8 +27,10 @@ class TaskRecord:
 
 
 def bubble_rate(records: Iterable[TaskRecord]) -> float:
-    """The share of time in which the accelerator has nothing to do, between its first task and its
-    last; 0 if it has none."""
+    """Return the share of time in which the accelerator is idle between its first and last task.
+
+    0 if it has no task.
+    """
     busy = [(r.start_s, r.end_s) for r in records if r.processor == "accelerator"]
     if not busy:
         return 0.0
@@ -37,7 +39,7 @@ def bubble_rate(records: Iterable[TaskRecord]) -> float:
 
 
 def chrome_trace(records: Sequence[TaskRecord]) -> dict[str, Any]:
-    """The Trace Event Format, which chrome://tracing and ui.perfetto.dev read."""
+    """Return the tasks in the Trace Event Format of chrome://tracing and ui.perfetto.dev."""
     begin = min((record.start_s for record in records), default=0.0)
     names: list[dict[str, Any]] = [
         {"ph": "M", "name": "thread_name", "pid": 1, "tid": thread, "args": {"name": processor}}
@@ -64,7 +66,7 @@ def chrome_trace(records: Sequence[TaskRecord]) -> dict[str, Any]:
 
 
 def write_trace(path: Path, records: Sequence[TaskRecord]) -> None:
-    """Write `chrome_trace` to a file, whole or not at all.
+    """Write the `chrome_trace` of tasks to a file, whole or not at all.
 
     Raises:
         OptionError: the file cannot be written.

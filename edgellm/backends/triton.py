@@ -1,6 +1,6 @@
-"""The Triton back end: packed weights in kernels on a GPU, the twin of the native one.
+"""The Triton back end: packed weights in kernels on a GPU, the twin of the native back end.
 
-It needs torch, triton and a device that they find, with room for the weights and the KV cache.
+The back end needs torch, triton and a device that they find, with room for weights and KV cache.
 """
 
 from __future__ import annotations

@@ -23,9 +23,9 @@ Floats = NDArray[np.float32]
 
 
 class TritonModel:
-    """Runs tokens through the fused step on the device's side of the KV cache."""
+    """A model whose tokens go through the fused step on the device's side of the KV cache."""
 
-    best_rows: int | None = MAX_ROWS  # for which its launches are captured
+    best_rows: int | None = MAX_ROWS  # launches of so many rows are captured
 
     def __init__(
         self, weights: Weights, ropes: SequenceOf[RopeTable], cache: KVCache, *, device: str
@@ -33,10 +33,10 @@ class TritonModel:
         """Copy the weights to the device.
 
         Args:
-            ropes: the tables that layers name by their index, for the whole context.
+            ropes: RoPE tables that layers name by their index, for the whole context.
 
         Raises:
-            MemoryEstimateError: they and the cache do not fit there.
+            MemoryEstimateError: weights and KV cache do not fit on the device.
         """
         _check_fits(weights, cache, device)
         self._embedding = weights.embedding
@@ -85,7 +85,7 @@ class TritonModel:
 
 
 def _best_of_one_will_do(spans: SequenceOf[Span]) -> bool:
-    """Whether all that is wanted are the best logits after a single token."""
+    """Whether only the best logits after a single token are wanted."""
     first = spans[0]
     return len(spans) == len(first.tokens) == first.logit_rows == 1 and first.candidates > 0
 
@@ -96,7 +96,7 @@ def _pools(cache: KVCache, device: str) -> list[DeviceBlocks]:
 
 
 def _calls(spans: SequenceOf[Span]) -> Iterator[list[StepSpan]]:
-    """The spans in calls of at most `MAX_ROWS` rows, cut where one is full."""
+    """Iterate calls of at most `MAX_ROWS` rows, with spans cut where a call is full."""
     call: list[StepSpan] = []
     room = MAX_ROWS
     for span in spans:
