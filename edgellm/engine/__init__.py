@@ -1,1 +1,1 @@
-"""A loaded model and one answer of it: prefill, sampling, drafts, what chunks cost here."""
+"""The engine: a loaded model, its scheduler, its answers, sampling, drafts and costs of chunks."""

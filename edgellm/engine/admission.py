@@ -1,4 +1,4 @@
-"""Who is running, and who waits for a place. Pure Python; knows no model and no cache."""
+"""Requests that run and requests that wait for a place. Pure Python; knows no model, no cache."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from edgellm.engine.owners import OwnerCounters
 
 
 class Underway(NamedTuple):
-    """So many rows behind what is computed have passed so many layers, and rest there."""
+    """Parked rows of a prompt, behind its computed tokens, that have passed `layers` layers."""
 
     rows: int
     layers: int
@@ -19,13 +19,13 @@ class Underway(NamedTuple):
 
 @dataclass(slots=True)
 class Arrival:
-    """The arrival of a prompt, which several answers to it have together.
+    """Arrival of a prompt, shared by all answers to it.
 
     Attributes:
-        number: of all arrivals.
-        clock: rows of prompts computed before.
-        rows: tokens of the prompt that were to be computed.
-        begun: one of the answers has had a place.
+        number: number among all added requests, ascending.
+        clock: prompt rows that the engine had computed before.
+        rows: tokens of the prompt that were left to compute.
+        begun: whether one of the answers has had a place.
     """
 
     number: int
@@ -35,23 +35,23 @@ class Arrival:
 
 
 class Schedulable(Protocol):
-    """What the scheduler knows of a request, which is hashed by identity.
+    """A request as the scheduler sees it, hashed by identity.
 
     Attributes:
-        tokens: the prompt, and what was sampled.
-        computed: how many of them are in the KV cache.
-        underway: rows of its prompt that rest between two layers, if some do.
-        may_rest: rows of its prompt may rest between two layers; not where that found no room.
-        decoding: its prompt has been computed; all that is left goes into the next step, which is
-            the token sampled last, and a draft behind it. Not so after a preemption, until all
-            that it had is computed again.
-        paused: its reader is slow, and nothing is to be computed for it now.
-        owner: whose it is; it does not change.
-        priority: among those of its owner, larger is more urgent; it does not change.
-        salt: only requests with the same one share what is computed of a prefix.
-        holding: it has blocks in the KV cache. Answers that begin at the end of another one's
-            prompt have some while they wait.
-        asked: set when it is added, unless it has that of another answer to its prompt.
+        tokens: tokens of the prompt, and sampled tokens.
+        computed: number of tokens that are in the KV cache.
+        underway: parked rows of its prompt; None: none.
+        may_rest: whether rows of its prompt may be parked; False after they found no room.
+        decoding: whether its prompt is computed, so that all that is left goes into the next step:
+            the token sampled last, and a draft behind it. False after a preemption, until all that
+            it had is computed again.
+        paused: whether nothing is to be computed for it now, because its reader is slow.
+        owner: name of its owner; it does not change.
+        priority: priority among its owner's requests, larger is more urgent; it does not change.
+        salt: salt of its prefixes; only requests with the same salt share computed prefixes.
+        holding: whether it has blocks in the KV cache. Answers that begin at the end of another
+            one's prompt have some while they wait.
+        asked: arrival of its prompt; set when it is added, unless shared with another answer.
     """
 
     asked: Arrival | None
@@ -92,7 +92,7 @@ RequestT = TypeVar("RequestT", bound=Schedulable)
 
 @dataclass
 class SchedulerCounts:
-    """What has happened so far; `waited_for_prefix`: requests whose prefix another computed."""
+    """Counts so far; `waited_for_prefix`: requests whose prefix another one computed meanwhile."""
 
     steps: int = 0
     prefill_rows: int = 0
@@ -103,20 +103,20 @@ class SchedulerCounts:
 
     @property
     def rows(self) -> int:
-        """Rows of prompts and of decodes."""
+        """Computed rows of prompts and of decodes."""
         return self.prefill_rows + self.decode_rows
 
 
 @dataclass(slots=True, eq=False)
 class Entry(Generic[RequestT]):
-    """A request in the scheduler; `common` has full blocks shared with others, by their number.
+    """A request in the scheduler; `common`: tokens in blocks shared with others, by their number.
 
     Attributes:
-        number: which of all that were added.
-        asked: the arrival of its prompt.
-        clock: rows of prompts computed before it began to wait for its turn.
+        number: number among all added requests, ascending.
+        asked: arrival of its prompt.
+        clock: prompt rows computed before the request began to wait for its turn.
         since: rows of all kinds computed before it began to wait, or to run.
-        promised: it goes first: it lost its place for want of blocks, or a place was taken for it.
+        promised: whether it goes first: it lost its place for blocks, or one was taken for it.
     """
 
     request: RequestT
@@ -137,16 +137,16 @@ class Entry(Generic[RequestT]):
 
 
 class Admission(Generic[RequestT]):
-    """Requests that run, at most `max_running`, and those that wait.
+    """Requests that run, at most `max_running`, and requests that wait.
 
     Attributes:
-        running: the last one admitted last.
-        refused: who is first in line, and found no room.
-        owners: what was computed for whom.
+        running: running requests, in the order of their admission.
+        refused: first request in line, if it found no room.
+        owners: tokens computed for each owner.
     """
 
     def __init__(self, *, max_running: int, before: Admission[RequestT] | None = None) -> None:
-        """`before`: whose counts go on."""
+        """`before`: admission whose counts go on."""
         self.counts: SchedulerCounts = SchedulerCounts() if before is None else before.counts
         self.running: dict[RequestT, Entry[RequestT]] = {}
         self.waiting: dict[RequestT, Entry[RequestT]] = {}
@@ -158,11 +158,11 @@ class Admission(Generic[RequestT]):
 
     @property
     def full(self) -> bool:
-        """Whether as many run as may."""
+        """Whether `max_running` requests run."""
         return len(self.running) >= self._max_running
 
     def add(self, request: RequestT) -> None:
-        """Let a request wait."""
+        """Add a request to the waiting ones."""
         assert request not in self.running, "added twice"
         assert request not in self.waiting, "added twice"
         self._arrivals += 1
@@ -196,10 +196,10 @@ class Admission(Generic[RequestT]):
     def admit(
         self, entry: Entry[RequestT], reserve: Callable[[RequestT], bool], *, first: bool
     ) -> bool:
-        """Whether there was room for one that waits; it is running then.
+        """Admit a waiting request; False if there is no room for it.
 
         Args:
-            first: in line.
+            first: whether it is first in line.
         """
         if not reserve(entry.request):
             if first:
@@ -230,7 +230,7 @@ class Admission(Generic[RequestT]):
         """See `Scheduler.make_way`.
 
         Args:
-            line: those that wait, who goes first at the beginning.
+            line: waiting requests, in the order in which they are served.
             quantum: see `SchedulingPolicy`.
         """
         first, places = line[0], Counter(entry.owner for entry in self.running.values())
@@ -262,17 +262,17 @@ class Admission(Generic[RequestT]):
     def _may_pass(
         first: Entry[RequestT], other: Entry[RequestT], places: Mapping[str, int]
     ) -> bool:
-        """Whether one that waits may have the place of one that runs, if it waits long enough."""
+        """Whether a waiting request may have a running one's place, if it waits long enough."""
         if first.owner == other.owner:
             return first.priority >= other.priority
         return places[first.owner] < places[other.owner]
 
     def _stop(self, entry: Entry[RequestT]) -> None:
-        """Have one that runs wait."""
+        """Move a running request to the waiting ones."""
         self.waiting[entry.request] = self.running.pop(entry.request)
         entry.since = self.counts.rows
 
     def _goes_last(self, entry: Entry[RequestT]) -> tuple[float, ...]:
-        """The smallest loses its blocks before all others."""
+        """Return a sort key: the smallest loses its blocks first."""
         served = self.owners.of(entry.owner)
         return (not entry.request.paused, -served, entry.priority, -entry.number)

@@ -1,4 +1,4 @@
-"""What an answer makes of logits: tokens, and their text piece by piece."""
+"""From logits to an answer: sampled tokens, and their text piece by piece."""
 
 from __future__ import annotations
 
@@ -37,10 +37,10 @@ class LogitFilter(Protocol):
 def filtered_scores(
     logit_filter: LogitFilter, scores: NDArray[np.float32], tokens: SequenceOf[int]
 ) -> NDArray[np.float32]:
-    """The scores that a filter leaves, which may change `scores`.
+    """Apply a filter and return the scores that it leaves; it may change `scores`.
 
     Raises:
-        OptionError: it returned something else.
+        OptionError: it returned neither None nor a float array of the same shape.
     """
     left = logit_filter(scores, tokens)
     if left is None:
@@ -61,18 +61,18 @@ class FilterOfAnswers(Protocol):
     """A logit filter that keeps something of the answer it is called for."""
 
     def for_answer(self) -> LogitFilter:
-        """Such a filter for one answer, which keeps it apart from others that are on their way."""
+        """Return a filter for one answer, apart from those of other answers on their way."""
 
 
 class Answer:
-    """The tokens of an answer so far.
+    """Tokens of one answer, drawn from logits and turned into pieces.
 
     Args:
-        context: the tokens before it.
+        context: tokens before the answer.
         shown_special: see `TextStream`.
 
     Attributes:
-        sampled: its tokens.
+        sampled: tokens of the answer so far.
         best_needed: see `best_needed` in `sampling.py`.
     """
 
@@ -100,10 +100,10 @@ class Answer:
         self.best_needed = 0 if logit_filter else best_needed(options, ends=len(self._ends))
 
     def draw(self, logits: Logits, tokens: SequenceOf[int]) -> int:
-        """The token after `tokens`, which are the context and all that was sampled.
+        """Draw the token after `tokens`, which are the context and the answer so far.
 
         Raises:
-            OptionError: nothing is left to choose.
+            OptionError: no token is left to choose.
             NumericError: the logits are not finite.
         """
         banned = () if self._options.may_end(len(self.sampled)) else sorted(self._ends)
@@ -111,7 +111,7 @@ class Answer:
         return self._sampler.sample(scores, tokens, ids=logits.ids, banned=banned)
 
     def add(self, token: int, logits: Logits) -> Piece:
-        """The piece of a token that was drawn."""
+        """Add a drawn token to the answer, and return its piece."""
         if not self.sampled and self._options.line_limit_ms is not None:
             self._line_deadline = time.perf_counter() + self._options.line_limit_ms / 1000
         self.sampled.append(token)
@@ -127,11 +127,11 @@ class Answer:
         return Piece(text, token, logprob, top, reason, stop_text=self._stop.stop)
 
     def rest(self) -> str:
-        """The text that was held back, at the end."""
+        """Return the text held back, at the end of the answer."""
         return self._stop.add(self._text.finish()) + self._stop.finish()
 
     def limit(self) -> FinishReason | None:
-        """Why no token may follow, if so."""
+        """Return why no token may follow; None if one may."""
         if self.sampled and len(self.sampled) == self._options.max_tokens:
             return "length"
         return "repetition" if self._repetition.loops(self.sampled) else None

@@ -14,15 +14,15 @@ from edgellm.results import Stats
 
 
 class AnswerStats:
-    """Collects what `Stats` says.
+    """Collector of the timings and counts in `Stats`.
 
     Attributes:
-        start: when the answer was asked for, on the clock of `time.perf_counter`.
-        cached: tokens of the prompt that were not computed for it; None until it is begun.
-        computed: tokens of the prompt that were, and those that were lost and computed again.
-        steps: that decoded.
-        dropped: tokens that a full context has forgotten.
-        preempted: how often it gave its place to others.
+        start: time at which the answer was asked for, on the clock of `time.perf_counter`.
+        cached: number of prompt tokens not computed for it; None until it is begun.
+        computed: number of computed prompt tokens, with those that were lost and computed again.
+        steps: number of decode steps and of accepted draft tokens.
+        dropped: number of tokens that a full context has forgotten.
+        preempted: number of times that the answer gave its place to others.
     """
 
     def __init__(self, prompt_tokens: int, *, dropped: int = 0) -> None:
@@ -36,7 +36,7 @@ class AnswerStats:
         self._tasks: list[TaskRecord] = []
 
     def begun(self, cached: int) -> None:
-        """It has a place in the KV cache; later times are after a preemption."""
+        """Note that the answer has a place in the KV cache; no effect after a preemption."""
         if self.cached is None:
             self.cached, self._queued_s = cached, time.perf_counter() - self.start
 
@@ -44,19 +44,19 @@ class AnswerStats:
         self._ttft_s = time.perf_counter() - self.start
 
     def decoded(self, seconds: float) -> None:
-        """A step computed the token sampled last."""
+        """Count a step that computed the token sampled last."""
         self._decode_s += seconds
         self.steps += 1
 
     def prefilled(self, rows: Rows, seconds: float) -> None:
-        """A step computed rows of the prompt."""
+        """Count a step that computed rows of the prompt."""
         self.rested(rows, seconds)
         self.computed += len(rows.hidden)
         for place, count in rows.places.items():
             self._places[place] = self._places.get(place, 0) + count
 
     def rested(self, rows: Rows, seconds: float) -> None:
-        """A step brought them through some of the layers."""
+        """Count a step that brought rows of the prompt through some of the layers."""
         self._prefill_s += seconds
         first = 1 + max((task.chunk for task in self._tasks), default=-1)
         self._tasks.extend(replace(task, chunk=first + task.chunk) for task in rows.tasks)
@@ -64,7 +64,7 @@ class AnswerStats:
     def result(
         self, engine: LoadedModel, speculation: Speculation, *, tokens: int, seed: int
     ) -> Stats:
-        """So far; `tokens` were sampled."""
+        """Return the statistics so far; `tokens`: number of sampled tokens."""
         return Stats(
             ttft_s=self._ttft_s,
             queued_s=self._queued_s,

@@ -1,4 +1,4 @@
-"""What `--prefill auto` comes to on this machine: an accelerator, once it was measured faster."""
+"""Choice of `--prefill auto` on this machine: an accelerator, once it was measured faster."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from edgellm.store.precision_support import why_not
 
 @dataclass(frozen=True)
 class AutoChoice:
-    """What `--prefill auto` takes, and why."""
+    """Back end that `--prefill auto` takes, and the reason."""
 
     prefill: str
     reason: str
 
 
 def faster_provider(bundle: Bundle, options: EngineOptions) -> str | None:
-    """The provider that takes the place of the native kernels, if `auto` may choose."""
+    """Return the provider that `auto` takes in place of the native kernels; None: none."""
     if options.prefill != AUTO or select(options).prefill != NATIVE:
         return None
     choice = auto_choice(bundle, options)
@@ -34,7 +34,7 @@ def faster_provider(bundle: Bundle, options: EngineOptions) -> str | None:
 
 
 def auto_choice(bundle: Bundle, options: EngineOptions) -> AutoChoice:
-    """What computes a long prompt where `options.prefill` is `auto`.
+    """Choose what computes long prompts where `options.prefill` is `auto`.
 
     An accelerator takes the place of the native kernels only where an earlier start measured that
     it is faster by more than `MARGIN`, on this machine, with this bundle and these versions
@@ -68,7 +68,7 @@ def auto_choice(bundle: Bundle, options: EngineOptions) -> AutoChoice:
 
 
 def _known(bundle: Bundle, options: EngineOptions) -> Iterator[tuple[str, Measured]]:
-    """The accelerators that an earlier start measured."""
+    """Iterate over the accelerators that an earlier start measured, with their times."""
     threads = thread_pool.size(options.threads)
     for name, provider in PROVIDERS.items():
         usable = (f for f in provider.precisions if why_not(f, bundle.config) is None)

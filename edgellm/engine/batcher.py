@@ -1,4 +1,4 @@
-"""A step: the scheduler says who is next, a back end computes, each request gets its piece."""
+"""Steps: the scheduler picks rows, a back end computes them, and each request gets its piece."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from edgellm.errors import CacheFullError, CancelledError
 from edgellm.kernels.kv_blocks import BLOCK
 from edgellm.options import EngineOptions
 
-# Of a prompt that has the engine for itself, in native steps; see `StallFree`.
+# Rows of a prompt that has the engine for itself, in native steps; see `StallFree`.
 _LONE_ROWS = 128
-# Rows for which asking between layers whether to stop, 0.5 µs, is nothing.
+# Rows in a step from which on the 0.5 µs to ask between layers whether to stop are negligible.
 _MANY_ROWS = 64
 
 
@@ -29,7 +29,7 @@ class Work:
     """A request's part of a step.
 
     Attributes:
-        decoded: whether it is the token sampled last, and its draft.
+        decoded: whether the rows are the token sampled last, and its draft.
     """
 
     share: Share[Request]
@@ -42,11 +42,11 @@ class Work:
 
 
 class Batcher:
-    """Requests from when they are submitted until they leave.
+    """Requests from their submission until they leave, computed in steps.
 
-    All but `submit` is for whoever has the cache's lock. What a request's own work raises is the
-    request's, whoever steps; other exceptions end a step in the middle, and so does an interrupt
-    anywhere: the next step begins all requests again.
+    All but `submit`, `counts` and `resting` needs the cache's lock. An exception of a request's own
+    work is the request's, in whichever thread the step runs. Other exceptions end a step in the
+    middle, and so does an interrupt anywhere: the next step begins all requests again.
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class Batcher:
         self._options = options
         self._prefill = prefill
         self._decoder = decoder
-        # of decode and prompts together, where both are in the same chunks
+        # of decode and prompt rows together, where both are in the same chunks
         self._row_multiple = prefill.row_multiple if prefill is decoder else 1
         self._costs = StepCosts(row_multiple=self._row_multiple)
         self._scheduler = self._new_scheduler()
@@ -69,16 +69,16 @@ class Batcher:
 
     @property
     def counts(self) -> SchedulerCounts:
-        """What was computed so far."""
+        """Counts of what was computed so far."""
         return self._scheduler.counts
 
     def submit(self, request: Request) -> None:
-        """Have a request taken in with the next step; from any thread."""
+        """Submit a request, from any thread; the next step takes it in."""
         self._submitted.append(request)
 
     @property
     def resting(self) -> bool:
-        """Whether a step would have nothing to do, before somebody rings the bell."""
+        """Whether a step would have nothing to do until the bell rings."""
         return False
 
     def step(self) -> None:
@@ -95,7 +95,7 @@ class Batcher:
         others = [share for share in whole if not (together or share.request.decoding)]
         start = time.perf_counter()
         done = self._compute(self._decoder, decoding, alone=len(shares) == 1)
-        # to make room for a decode, the newest may have lost its place
+        # to make room for a decode, the newest request may have lost its place
         others = [share for share in others if share.request in self._scheduler.running]
         done += self._compute(self._prefill, others, alone=len(shares) == 1)
         if done:
@@ -113,7 +113,7 @@ class Batcher:
                 self._scheduler.passed(share, time.perf_counter() - start)
 
     def leave(self, request: Request) -> None:
-        """Forget a request; answers that wanted to begin at its end begin by themselves."""
+        """Forget a request; its forks, which were to begin at its end, are submitted."""
         self._scheduler.remove(request)
         self._live.pop(id(request), None)
         self._submitted.extend(request.forks)
@@ -121,7 +121,7 @@ class Batcher:
         request.leave()
 
     def _next(self) -> list[Share[Request]]:
-        """What this step computes."""
+        """Choose the shares that this step computes."""
         request = self._scheduler.make_way()
         if request is not None:
             request.preempt()
@@ -139,7 +139,7 @@ class Batcher:
         self.leave(request)
 
     def _park(self) -> None:
-        """Take the place of one whose reader is slow, for others that wait for one."""
+        """Take the place of a request whose reader is slow, for others that wait for a place."""
         request = next((each for each in self._scheduler.running if each.paused), None)
         if request is not None:
             self._scheduler.remove(request)
@@ -147,7 +147,7 @@ class Batcher:
             request.preempt()
 
     def _admit(self, request: Request) -> bool:
-        """Whether there is room for a waiting request's whole prompt; it is begun then."""
+        """Begin a waiting request if its whole prompt has room; False if it has not begun."""
         running = self._scheduler.running
         growing = [(each.sequence, len(each.tokens)) for each in (*running, request)]
         if running and not self._cache.has_room(growing):
@@ -161,7 +161,7 @@ class Batcher:
         return True
 
     def _begin(self, request: Request) -> None:
-        """Begin a request; if no other one runs, with the blocks of those that wait."""
+        """Begin a request; if no other one runs, with the blocks of waiting requests."""
         while True:
             try:
                 return request.begin()
@@ -174,7 +174,7 @@ class Batcher:
                 holder.preempt()
 
     def _fail_refused(self) -> None:
-        """End those that could not begin; not while the scheduler was looking at them."""
+        """Fail the requests that could not begin; not while the scheduler iterates over them."""
         for request, error in self._refused:
             self._fail(request, error)
         self._refused = []
@@ -182,10 +182,10 @@ class Batcher:
     def _compute(
         self, backend: Backend, shares: Sequence[Share[Request]], *, alone: bool
     ) -> list[Share[Request]]:
-        """Run the shares of a step in one batch, without the newest where the cache is full.
+        """Run shares of a step in one batch, without the newest request where the cache is full.
 
-        Where the batch fails, each runs by itself: the bits are the same, and one that is at fault
-        fails alone. Returns the shares that were computed.
+        Where the batch fails, each share runs by itself: the bits are the same, and only the
+        request at fault fails. Returns the shares that were computed.
         """
         while shares:
             work: list[Work] = []
@@ -215,7 +215,7 @@ class Batcher:
         return []
 
     def _work(self, shares: Sequence[Share[Request]], *, alone: bool) -> list[Work]:
-        """What is to be run.
+        """Return the work of shares; a request whose span cannot be made fails.
 
         Raises:
             CacheFullError: see `Request.span`.
@@ -238,15 +238,14 @@ class Batcher:
     def _without_newest(
         self, shares: Sequence[Share[Request]], error: CacheFullError
     ) -> list[Share[Request]]:
-        """The shares to go on with when the cache is full: without the newest request, whose blocks
-        are given back."""
+        """Take the blocks of the newest request, as the cache is full; returns the other shares."""
         newest = self._scheduler.preempt()
         if newest is not None:
             newest.preempt()
         else:
             newest = shares[0].request
             if shares[0].layers is not None and newest.may_rest:
-                newest.may_rest = False  # it takes a block less where its rows do not rest
+                newest.may_rest = False  # it takes a block less without parked rows
             else:
                 self._fail(newest, error)
         return [share for share in shares if share.request is not newest]
@@ -264,7 +263,7 @@ class Batcher:
             self.leave(request)
 
     def _begin_forks(self, request: Request, rows: Rows) -> None:
-        """Let other answers to a prompt begin where it ends."""
+        """Begin the other answers to a prompt where it ends."""
         rows = Rows(rows.hidden[:0], rows.logits)
         while request.forks:
             fork = self._taking = request.forks[-1]
@@ -282,7 +281,7 @@ class Batcher:
             request.forks.pop()
 
     def _take_in(self) -> None:
-        """Let the scheduler know of the requests that came, or came back, since the last step."""
+        """Add requests to the scheduler that came, or came back, since the last step."""
         for request in list(self._parked):
             if id(request) not in self._live:
                 self._parked.remove(request)
@@ -299,7 +298,7 @@ class Batcher:
             self._submitted.popleft()
 
     def _end(self) -> None:
-        """End what was cancelled, or ran out of time, or is of another session by now."""
+        """End requests that were cancelled or ran out of time, or whose session has changed."""
         for request in list(self._live.values()):
             if request.withdrawn or request.finished:
                 self.leave(request)
@@ -328,9 +327,9 @@ class Batcher:
         return Scheduler(policy=policy, costs=self._costs, block_size=BLOCK)
 
     def _repair(self) -> None:
-        """After an interrupt, which may have come anywhere: begin all requests again.
+        """Begin all requests again after an interrupt, which may have come anywhere.
 
-        One that was about to take its piece may have lost it.
+        A request that was about to take its piece may have lost it, and fails.
         """
         broken = self._taking
         if broken is not None and not broken.finished:
@@ -344,14 +343,14 @@ class Batcher:
             if request.finished or request.withdrawn:
                 self.leave(request)
             else:
-                request.preempt()  # who waits holds no blocks
+                request.preempt()  # a waiting request holds no blocks
                 self._scheduler.add(request)
                 self._submitted.extend(request.forks)  # it may have passed the end of its prompt
                 request.forks = []
 
 
 def _should_stop(work: Sequence[Work]) -> Callable[[], bool] | None:
-    """Asked between layers of a long step: whether nobody needs the end of it."""
+    """Return the function that tells, between layers, whether a long step is no longer needed."""
     if sum(len(part.span.tokens) for part in work) < _MANY_ROWS:
         return None
     return lambda: all(part.request.stop_now() for part in work)

@@ -1,4 +1,4 @@
-"""From a conversation to what the engine is asked, and from its pieces to an answer's parts."""
+"""From a conversation to the engine's prompt, and from the answer's pieces to its parts."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class ChatArguments(GenerationArguments, ToolArguments, total=False):
 
 @dataclass(frozen=True, kw_only=True)
 class ToolOptions:
-    """`ToolArguments` that are checked."""
+    """Checked `ToolArguments`."""
 
     tools: tuple[Tool, ...] = ()
     tool_choice: ToolChoice = "auto"
@@ -54,26 +54,26 @@ class ToolOptions:
 
     @property
     def required(self) -> bool:
-        """Whether the answer is a call in any case."""
+        """Whether the answer has to be a tool call."""
         return self.tool_choice not in ("auto", "none")
 
     @property
     def parallel(self) -> bool:
-        """Whether the answer may have several calls; a tool that is named is called once."""
+        """Whether the answer may have several tool calls; a tool that is named is called once."""
         return self.parallel_tool_calls and isinstance(self.tool_choice, str)
 
     @property
     def callable_tools(self) -> tuple[Tool, ...]:
-        """Those that this answer may call."""
+        """Tools that this answer may call."""
         if isinstance(self.tool_choice, str):
             return () if self.tool_choice == "none" else self.tools
         return tuple(tool for tool in self.tools if tool.name == self.tool_choice["name"])
 
     def changed(self, arguments: ToolArguments) -> ToolOptions:
-        """These options with other values in the fields that are given.
+        """Return these options with other values in the fields that are given.
 
         Raises:
-            OptionError: one is not allowed.
+            OptionError: a value is not allowed.
         """
         values = {**self.__dict__, **arguments}
         tools = checked_tools(values["tools"])
@@ -92,10 +92,10 @@ class ToolOptions:
 
 
 def split_arguments(arguments: ChatArguments) -> tuple[GenerationArguments, ToolArguments]:
-    """Those of sampling, and those of tools and template.
+    """Split arguments into those of sampling, and those of tools and template.
 
     Raises:
-        TypeError: there is one that is neither.
+        TypeError: an argument is neither.
     """
     names = ToolArguments.__annotations__
     check_names(arguments, GenerationOptions, *names)
@@ -106,12 +106,12 @@ def split_arguments(arguments: ChatArguments) -> tuple[GenerationArguments, Tool
 
 @dataclass(frozen=True, kw_only=True)
 class ChatPrompt:
-    """What the engine is asked for an answer to a conversation.
+    """Prompt for an answer to a conversation, and the format of the answer.
 
     Attributes:
-        tokens: the prompt.
+        tokens: tokens of the prompt.
         shown_special: ids of special tokens that are part of the answer's text.
-        logit_filter: holds calls to their schemas; None: nothing is to be called.
+        logit_filter: the caller's filter, and that of calls to tools; None: no filter.
     """
 
     tokens: list[int]
@@ -123,7 +123,7 @@ class ChatPrompt:
     short_ids: bool
 
     def reader(self) -> AnswerReader:
-        """What takes one answer's pieces apart."""
+        """Return a reader that takes one answer's pieces apart."""
         return AnswerReader(self)
 
 
@@ -136,11 +136,11 @@ def chat_prompt(
     continue_last: bool = False,
     check_size: Callable[[int], None] | None = None,
 ) -> ChatPrompt:
-    """The prompt for a conversation, and how the answer is read.
+    """Return the prompt for a conversation, and the format of its answer.
 
     Args:
-        logit_filter: the caller's own, applied besides; a JSON schema holds what is behind the
-            reasoning that the prompt has begun, and no answer that may be a call.
+        logit_filter: the caller's filter, applied before that of tools. A JSON schema holds the
+            text after reasoning that the prompt began, and no answer that may be a call.
         continue_last, check_size: see `encode_conversation`.
 
     Raises:
@@ -151,7 +151,7 @@ def chat_prompt(
     template, tokenizer = required_template(engine.template), engine.tokenizer
     form = template.answer_format
     takes_tools = bool(template.traits.takes_tools and form.calls)
-    # tools that this answer may not call are described only for the calls that were made
+    # tools that this answer may not call are described only if earlier messages call tools
     wanted = options.callable_tools or any(m.tool_calls or m.role == "tool" for m in messages)
     generic = bool(options.tools and wanted) and not takes_tools
     if generic:
@@ -199,7 +199,7 @@ def chat_prompt(
 
 
 def _schema_filter(engine: Engine, prompt: ChatPrompt, json_filter: JsonFilter) -> LogitFilter:
-    """A JSON schema's filter for what is behind the reasoning, if the prompt has begun it."""
+    """Return a JSON schema's filter, for the text after reasoning if the prompt has begun it."""
     if prompt.tools:
         raise OptionError(
             "an answer is either held to a JSON schema (`response_format`) or calls `tools`; leave "
@@ -213,10 +213,10 @@ def _schema_filter(engine: Engine, prompt: ChatPrompt, json_filter: JsonFilter) 
 
 
 class AnswerReader:
-    """Takes the pieces of one answer apart into content, reasoning and calls.
+    """Reader that takes the pieces of one answer apart into content, reasoning and tool calls.
 
     Attributes:
-        raw: the text as the model wrote it.
+        raw: text as the model wrote it.
     """
 
     def __init__(self, prompt: ChatPrompt) -> None:
@@ -232,13 +232,13 @@ class AnswerReader:
             )
 
     def is_text_of(self, tokens: Sequence[int], tokenizer: Tokenizer) -> bool:
-        """Whether the text that was read is that of these tokens, and of no others."""
+        """Whether the text that was read is exactly that of these tokens."""
         if not self._shown_special:
             return tokenizer.decode(tokens) == self.raw
         return tokenizer.decode(tokens, skip_special=False) == self.raw
 
     def read(self, piece: Piece) -> Piece:
-        """The piece with its text taken apart; the last one has what was held back."""
+        """Return the piece with its text taken apart; the last one has the text held back."""
         self.raw += piece.text
         if self._parser is None:
             return piece
@@ -263,13 +263,13 @@ class AnswerReader:
 
 
 class BothFilters:
-    """Two logit filters, one after the other."""
+    """Two logit filters, applied one after the other."""
 
     def __init__(self, first: LogitFilter, second: LogitFilter) -> None:
         self._filters = (first, second)
 
     def for_answer(self) -> BothFilters:
-        """Both for one answer."""
+        """Return both filters for one answer."""
         return BothFilters(*map(_for_answer, self._filters))
 
     def __call__(self, logits: NDArray[np.float32], tokens: Sequence[int]) -> NDArray[np.float32]:

@@ -1,4 +1,4 @@
-"""The tokens of a session or an answer, and their place in the KV cache."""
+"""Tokens of a session or an answer, and their sequence in the KV cache."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from edgellm.errors import CacheFullError, ContextOverflowError, OptionError, Se
 
 @dataclass(frozen=True)
 class _Swapped:
-    """What was in the KV cache, out of it.
+    """Tokens and blocks that were taken out of the KV cache.
 
     Attributes:
-        firsts: the number of the first block of each cache group; see `KVCache.pack`.
+        firsts: number of the first block of each cache group; see `KVCache.pack`.
     """
 
     tokens: list[int]
@@ -28,20 +28,20 @@ class _Swapped:
 
 
 class Context:
-    """What a session and its answers work on.
+    """Tokens of a session and its answers, and their sequence in the KV cache.
 
-    What a session calls takes the engine's lock for its change of the KV cache; what an answer on
-    its way calls, from `begin` on, is called under the lock.
+    Methods for a session take the engine's lock to change the KV cache. Methods for an answer on
+    its way, from `begin` to `extend`, are called under the lock.
 
     Attributes:
-        tokens: everything appended and generated, for others to read.
-        changes: how often a session became another one; an answer on its way ends then.
-        answering: who has claimed it, from its check until its reader has the end.
-        unsettled: it was closed, or an answer that nobody reads any more is to leave, and `tokens`
-            are not yet as they will be.
-        salt: only contexts with the same one find each other's tokens in the KV cache.
-        sequence: the tokens that are in the KV cache: the first ones of `tokens`, and behind them
-            for a while those of a draft.
+        tokens: all tokens appended and generated, for others to read.
+        changes: number of changes by the session; each ends an answer on its way.
+        answering: request that has claimed the context, from its check until its reader has the
+            end.
+        unsettled: whether `tokens` are to change: it was closed, or a withdrawn answer is to leave.
+        salt: only contexts with the same salt find each other's tokens in the KV cache.
+        sequence: tokens that are in the KV cache: the first ones of `tokens`, and behind them for a
+            while those of a draft.
     """
 
     def __init__(
@@ -59,27 +59,27 @@ class Context:
 
     @property
     def cached(self) -> int:
-        """How many of the tokens are in the KV cache."""
+        """Number of tokens in the KV cache."""
         return len(self.sequence)
 
     def set(self, tokens: list[int]) -> None:
-        """Become another list of tokens; of the KV cache, what both begin with stays."""
+        """Replace the tokens; the prefix that old and new ones share stays in the KV cache."""
         with self.engine.lock, self.engine.cache.change():
             self.changes += 1
             self._set(tokens)
 
     def catch_up(self) -> None:
-        """Wait until `tokens` are as they should be, at most for a step."""
+        """Wait until `tokens` are settled, at most for a step."""
         if self.unsettled:
             with self.engine.lock, self.engine.cache.change():
-                pass  # what was deferred is done
+                pass  # deferred changes are made on entry
 
     def _set(self, tokens: list[int]) -> None:
         self._truncate_to(tokens)
         self.tokens = tokens
 
     def append(self, name: str, text: str | SequenceOf[int], *, parse_special: bool) -> None:
-        """Add what a caller gave for the parameter `name`; see `Session.append`."""
+        """Append text or tokens of a caller's parameter `name`; see `Session.append`."""
         self.catch_up()
         if isinstance(text, str):
             add_bos = None if not self.tokens else False
@@ -87,15 +87,15 @@ class Context:
         self.set([*self.tokens, *self.checked(name, text)])
 
     def replace(self, tokens: SequenceOf[int]) -> None:
-        """As `set` with what a caller gave; what was behind a gap (`make_room`) does not stay,
-        because it remembers what stood there."""
+        """Replace the tokens by a caller's; those behind a gap (`make_room`) leave the KV cache, as
+        their K and V depend on the tokens that stood there."""
         ids = self.checked("tokens", tokens)
         with self.engine.lock, self.engine.cache.change():
             self.sequence.truncate(len(self.sequence.tokens[: self.sequence.shareable]))
         self.set(ids)
 
     def fork(self) -> Context:
-        """Another one with the same tokens; nothing is copied before one of them grows."""
+        """Return a context with the same tokens; nothing is copied before one of the two grows."""
         other = Context(self.engine, salt=self.salt)
         with self.engine.lock, self.engine.cache.change():
             other.tokens = list(self.tokens)
@@ -122,7 +122,7 @@ class Context:
         write_session(path, saved, blocks)
 
     def restore(self, path: Path) -> None:
-        """Become a saved session; see `LLM.load_session`."""
+        """Read tokens and KV cache of a saved session; see `LLM.load_session`."""
         engine = self.engine
         saved, data = read_session(
             path, fingerprint=engine.fingerprint, kv_format=engine.options.kv_format
@@ -135,7 +135,7 @@ class Context:
             raise SessionFileError(f"{path}: its header is damaged; save the session again")
         with engine.lock, engine.cache.change():
             self.sequence.truncate(0)
-            # another back end's bits are for this session, and not for others to find
+            # K and V of another back end are for this session, and not for others to find
             same = saved.arithmetic == engine.arithmetic
             shareable = saved.shareable if same else 0
             if not self._fill(tokens[: saved.computed], shareable, saved.firsts, data):
@@ -145,7 +145,7 @@ class Context:
     def _fill(
         self, tokens: list[int], shareable: int | None, firsts: list[int], blocks: memoryview
     ) -> bool:
-        """Put what `KVCache.pack` gave back into an empty sequence; False if the size differs."""
+        """Fill an empty sequence with the result of `KVCache.pack`; False if the size differs."""
         sequence = self.sequence
         with sequence.reserved(len(tokens), windowed=False):
             sequence.open_seen(len(tokens), firsts)
@@ -156,7 +156,7 @@ class Context:
         return True
 
     def close(self) -> None:
-        """Give the memory back. Others can still find the prefix until it is needed."""
+        """Release the blocks; other contexts find the prefix until its memory is needed."""
         self.changes += 1
         self.unsettled = True
         self.engine.cache.soon(self._close)
@@ -168,17 +168,17 @@ class Context:
         self.unsettled = False
 
     def close_now(self) -> None:
-        """`close`, for whoever has the lock; what it holds goes to the cache on disk before."""
+        """Close the context, under the lock; its full blocks go to the cache on disk before."""
         self.engine.cache.keep(self.sequence)
         self._swapped = None
         self.sequence.close()
 
     def check_prompt(self) -> None:
-        """Refuse what no answer can begin with.
+        """Refuse tokens that no answer can begin with.
 
         Raises:
             OptionError: there are no tokens.
-            ContextOverflowError: they do not fit into the context.
+            ContextOverflowError: the tokens do not fit into the context.
         """
         engine = self.engine
         if not self.tokens:
@@ -191,7 +191,7 @@ class Context:
             )
 
     def begin(self) -> int:
-        """Take over the longest cached prefix, the last token left out; gives its length."""
+        """Take over the longest cached prefix, without the last token; returns its length."""
         cache, prefix = self.engine.cache, self.tokens[:-1]
         if cache.cached_prefix(prefix, root=self._root) > len(self.sequence):
             self.sequence.close()
@@ -200,7 +200,7 @@ class Context:
         return len(self.sequence)
 
     def take_back(self) -> None:
-        """Put what `give_back` kept into the cache again, if it did, before anything else changes.
+        """Put blocks that `give_back` kept, if any, into the cache again, before any other change.
 
         Raises:
             CacheFullError: there is no room.
@@ -211,13 +211,13 @@ class Context:
             blocks = memoryview(swapped.blocks)
             self._fill(swapped.tokens, swapped.shareable, swapped.firsts, blocks)
             self._swapped = None
-            self._truncate_to(self.tokens)  # the session may have become another one
+            self._truncate_to(self.tokens)  # the session may have changed since
 
     def make_room(self, keep: int) -> int:
-        """Forget the oldest half of what a full context can hold behind its first `keep` tokens.
+        """Forget the oldest tokens behind the first `keep`, until half of the rest is free.
 
-        What is in the KV cache need not be computed again, unless a window had passed what it would
-        see or keys cannot be moved. Returns how many tokens were forgotten.
+        Tokens in the KV cache are not computed again, unless a window had passed what it would see
+        or keys cannot be moved. Returns the number of forgotten tokens.
 
         Raises:
             OptionError: `keep` leaves no room.
@@ -237,21 +237,21 @@ class Context:
         return count
 
     def become(self, other: Context) -> None:
-        """Share what another one has computed, and begin with no more."""
+        """Share the computed tokens of another context, and drop all others."""
         self.sequence.close()
         self.sequence = other.sequence.fork()
         self.tokens = list(self.sequence.tokens)
 
     def take_over(self, sequence: Sequence) -> None:
-        """Go on with more of the tokens, which another thread has computed."""
+        """Attach the sequence of a `Growth`, which has more of the tokens computed."""
         self.sequence, before = sequence, self.sequence
         before.truncate(0)
 
     def give_back(self) -> None:
-        """Let go of the blocks until `begin`.
+        """Release the blocks until `begin`.
 
-        What would be other bits if it were computed again is kept outside the cache: what another
-        kernel would compute, and what remembers tokens that a full context has forgotten.
+        K and V that would get other bits if computed again are kept outside the cache: those of
+        another kernel, and those that depend on tokens that a full context has forgotten.
         """
         cache, sequence = self.engine.cache, self.sequence
         exact = self.engine.recomputes_exactly and sequence.shareable is None
@@ -267,21 +267,20 @@ class Context:
             self.sequence.truncate(len(self.sequence) - count)
 
     def cut(self, count: int) -> None:
-        """Take back the last `count` tokens that were sampled."""
+        """Remove the last `count` sampled tokens."""
         if count:
             self._set(self.tokens[:-count])
 
     def extend(self, token: int) -> None:
-        """Count a token that was sampled."""
+        """Append a sampled token."""
         self.tokens.append(token)
 
     def settle(self, *, dropped: bool) -> None:
-        """End an answer: let go what was computed of a draft and not sampled; the rest goes to the
-        cache on disk.
+        """End an answer: drop draft tokens not sampled, and write the rest to the cache on disk.
 
         Args:
-            dropped: nobody asked for its end: perhaps it is the garbage collector that calls, in
-                the middle of a change to the cache, so it is done with the next one.
+            dropped: whether the answer ends without its reader's request, perhaps in the garbage
+                collector in the middle of a change to the cache; then the next change settles it.
         """
         if dropped:
             self.engine.cache.soon(self._settle)
@@ -294,7 +293,7 @@ class Context:
         self.engine.cache.keep(self.sequence)
 
     def _truncate_to(self, tokens: list[int]) -> None:
-        """Keep what the sequence shares with `tokens`."""
+        """Truncate the sequence to the prefix that it shares with `tokens`."""
         shared = 0
         for a, b in zip(tokens, self.sequence.tokens, strict=False):
             if a != b:
@@ -303,7 +302,7 @@ class Context:
         self.sequence.truncate(shared)
 
     def checked(self, name: str, tokens: object) -> list[int]:
-        """Token ids that a caller gave for the parameter `name`, as a list."""
+        """Check token ids that a caller gave for the parameter `name`; returns them as a list."""
         return check_token_ids(name, tokens, vocab_size=self.engine.config.vocab_size)
 
 

@@ -1,4 +1,4 @@
-"""Measure once what chunks cost on this machine, and keep it beside the bundle."""
+"""Costs of chunks on this machine, measured once and kept beside the bundle."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ from edgellm.machine import cpu_name
 from edgellm.store.bundle import COSTS
 from edgellm.store.home import replacing_file
 
-# Of the kept file; one that was written otherwise is measured again.
+# Format of the kept file; costs in a file of another format are measured again.
 _FORMAT = 2
-# Lengths of the decode step that give its line: a short tail, and at least a large chunk.
+# Tokens of the two decode steps that are timed: a short tail, and at least a large chunk.
 _FEW, _MANY = 8, 128
 
 
 def load_or_measure(
     folder: Path, model: Model, step: Backend | None, cache: KVCache, *, threads: int
 ) -> Costs:
-    """The costs of a model's chunks, from an earlier start if nothing has changed since.
+    """Return the costs of a model's chunks, from an earlier start if nothing has changed since.
 
-    Takes some chunks' time the first time. A folder that cannot be written is measured each time.
+    The first start measures for some chunks' time; so does each if `folder` is read-only.
     """
     key = _key_of(model, step, threads=threads)
     known = _read(folder)
@@ -52,9 +52,9 @@ def keep_prompt(
     *,
     threads: int,
 ) -> None:
-    """Keep what a whole prompt took, beside the costs of its chunks.
+    """Keep the times of a whole prompt, beside the costs of its chunks.
 
-    Of a prompt shorter than a chunk nothing follows for longer ones, and of two the longer counts.
+    A prompt shorter than the largest chunk is left out, and of two the longer is kept.
     """
     known, sizes = _read(folder), model.segments.chunk_sizes
     key = _key_of(model, step, threads=threads)
@@ -69,7 +69,7 @@ def keep_prompt(
 def known_costs(
     folder: Path, provider: str, precision: str, chunk_sizes: Sequence[int], *, threads: int
 ) -> Measured | None:
-    """What an earlier start measured of a provider that runs segments whole, beside a native step.
+    """Return an earlier start's times of a provider that runs whole segments, beside a native step.
 
     Raises:
         ProviderError: the provider was there then and is not now.
@@ -95,7 +95,7 @@ def measure(model: Model, step: Backend | None, cache: KVCache) -> Measured:
         runs |= {(False, count): partial(_run, step) for count in counts}
 
     def timed(count: int, forward: Callable[..., object]) -> None:
-        sequence.shareable = 0  # nobody else's sequence is to begin with these
+        sequence.shareable = 0  # no other sequence is to begin with these tokens
         try:
             forward([0] * min(count, cache.ctx_size), sequence=sequence)  # padding costs as much
         finally:
@@ -120,7 +120,7 @@ def _key_of(model: Model, step: Backend | None, *, threads: int) -> str:
 
 
 def _key(provider: str, place: str, precision: str, host: str | None, threads: int) -> str:
-    """Everything that costs depend on; `host` is what takes short chunks, if any does."""
+    """Return a key of all that costs depend on; `host`: back end of short chunks, or None."""
     import importlib.metadata  # 13 ms that only chunks of graphs need
 
     parts = [place, cpu_name(), threads, version(provider), precision, host]

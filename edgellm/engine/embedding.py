@@ -1,4 +1,4 @@
-"""The embedding of a text: its tokens' states behind the final norm, pooled."""
+"""Embeddings of texts: hidden states of their tokens after the final norm, pooled."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from edgellm.generation_options import GenerationOptions
 
 Pooling = Literal["mean", "last"]
 
-# Prompts that are with the loop at once: other requests come between those behind them.
+# Prompts submitted to the loop at once; other requests may come before the next ones.
 _WINDOW = 32
 
 
 class EmbeddingRequest(Request):
-    """A prompt that is computed for its states alone, in the same steps as answers.
+    """A prompt that is computed for its hidden states alone, in the same steps as answers.
 
     Attributes:
-        embedding: `[E]` float32 of length 1; None before the end.
+        embedding: `[E]` float32 of norm 1; None before the end.
     """
 
     def __init__(
@@ -45,14 +45,14 @@ class EmbeddingRequest(Request):
         self._sum: NDArray[np.float64] | None = None
 
     def begin(self) -> None:
-        """As an answer's, but what is cached has no states, and a mean needs all."""
+        """Begin, see `Request.begin`; a mean uses no cached tokens, as they have no states."""
         super().begin()
         self._sum = None
         if self._pooling == "mean":
             self.context.sequence.truncate(0)
 
     def computed_states(self, rows: Rows) -> None:
-        """Pool them with those of the rows before."""
+        """Pool the hidden states of rows with those of the rows before."""
         hidden = rows.hidden.astype(np.float64)
         if len(hidden) and self._pooling == "last":
             self._sum = hidden[-1]
@@ -74,12 +74,12 @@ def embeddings(
     owner: str = "",
     cancel: threading.Event | None = None,
 ) -> Pending[NDArray[np.float32]]:
-    """Embed prompts of token ids; they come in their order, `[E]` float32 each.
+    """Embed prompts of token ids; yields an embedding `[E]` float32 for each, in their order.
 
     Args:
         salt: see `Context`.
         owner: see `GenerationOptions`.
-        cancel: when it is set, there are no more.
+        cancel: event after which no more embeddings come.
 
     Raises:
         OptionError, ContextOverflowError: see `Request.check`.

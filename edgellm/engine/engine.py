@@ -1,4 +1,4 @@
-"""A loaded model at work: the loop that brings all of its answers forward."""
+"""A loaded model with the loop that computes all of its answers."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from edgellm.store.bundle import Bundle
 
 
 class Engine(LoadedModel):
-    """What sessions work with.
+    """A loaded model with its loop, shared by sessions.
 
-    `loop` steps in the threads of those who wait; `pump` has one for those who must not, such as an
-    event loop of asyncio. It is there while it has something to do.
+    `loop` steps in the threads of readers that wait. `pump` has a thread of its own, while it has
+    something to do, for readers that must not wait, such as an event loop of asyncio.
     """
 
     def __init__(

@@ -1,8 +1,8 @@
-"""A prompt that one process computes and another one goes on from: its KV blocks pass through a
-block store.
+"""Handover of a prompt's KV blocks from one process to another, through a block store.
 
-Blocks are called by their content, the arithmetic included, so the answer has the bits that it has
-where the prompt was computed; what does not arrive, or is not what it is called, is computed again.
+Blocks are named by their content, the arithmetic included, so the answer has the bits that it has
+where the prompt was computed. Blocks that do not arrive, or do not match their name, are computed
+again.
 """
 
 from __future__ import annotations
@@ -16,20 +16,20 @@ from edgellm.kernels.kv_blocks import BLOCK
 
 
 def full_prefix(tokens: Sequence[int]) -> Sequence[int]:
-    """What of a prompt can be handed over: full blocks before the last token, which is always
-    computed where the answer is."""
+    """Return the part of a prompt that can be handed over: full blocks before the last token, which
+    is always computed where the answer is."""
     return tokens[: (len(tokens) - 1) // BLOCK * BLOCK]
 
 
 def block_names(engine: LoadedModel, tokens: Sequence[int], *, salt: str = "") -> list[bytes]:
-    """The names of a prompt's full blocks, first to last, those of each cache group."""
+    """Return a name for each full block of a prompt and each cache group, first block first."""
     index = engine.cache.index
     names = index.names(tokens, root=index.salted_root(salt))
     return [group_name(name, group) for name in names for group in engine.cache.groups]
 
 
 def cached_tokens(engine: LoadedModel, tokens: Sequence[int], *, salt: str = "") -> int:
-    """How many of a prompt's first tokens need not be computed."""
+    """Return the number of leading tokens of a prompt that are cached."""
     root = engine.cache.index.salted_root(salt)
     with engine.lock, engine.cache.change():
         return engine.cache.cached_prefix(tokens, root=root)
@@ -38,10 +38,10 @@ def cached_tokens(engine: LoadedModel, tokens: Sequence[int], *, salt: str = "")
 def write_prefix(
     engine: LoadedModel, tokens: Sequence[int], store: BlockStore, *, salt: str = ""
 ) -> int:
-    """Write what has been computed of a prompt to a store, in full blocks.
+    """Write the computed full blocks of a prompt to a store.
 
     Returns:
-        How many tokens these are, if the store had room.
+        The number of tokens in these blocks; the store may have lacked room for some.
     """
     root = engine.cache.index.salted_root(salt)
     with engine.lock, engine.cache.change():
@@ -56,10 +56,10 @@ def write_prefix(
 def read_prefix(
     engine: LoadedModel, tokens: Sequence[int], store: BlockStore, *, salt: str = ""
 ) -> int:
-    """Have what a store has of a prompt in the KV cache, for the answer to it.
+    """Read the blocks that a store has of a prompt into the KV cache, for the answer to it.
 
     Returns:
-        How many of its first tokens need not be computed.
+        The number of leading tokens that need not be computed.
     """
     root = engine.cache.index.salted_root(salt)
     with engine.lock, engine.cache.change():

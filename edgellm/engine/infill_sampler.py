@@ -1,7 +1,7 @@
 """llama.cpp's `infill` sampler: an answer that fills a gap ends early rather than late.
 
-Of the tokens that `top_k`, `top_p` and `min_p` leave, the end tokens are taken if they are somewhat
-probable, tokens that begin alike count as one, and improbable ones are left out.
+Only tokens that `top_k`, `top_p` and `min_p` leave count. The end tokens are taken if they are
+somewhat probable; else tokens that begin alike count as one, and improbable ones are left out.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ from edgellm.generation_options import GenerationOptions
 from edgellm.kernels.sampling import top_k
 from edgellm.text.tokenizer import Tokenizer
 
-# Candidates at most: they are decoded and compared in pairs, which takes 12 ms for so many.
+# Maximum of candidates: they are decoded and compared in pairs, which takes 12 ms for all.
 _MOST_CANDIDATES = 256
 # Tokens that go on with the text and are less probable than this are left out.
 _LEAST = 0.2
 
 
 class InfillSampler:
-    """A logit filter that leaves what the sampler leaves.
+    """The `infill` sampler as a logit filter.
 
     Args:
-        options: of the answer; what is left is drawn from with its temperature.
+        options: options of the answer; its temperature applies to the tokens left.
     """
 
     def __init__(self, tokenizer: Tokenizer, options: GenerationOptions) -> None:
@@ -36,7 +36,7 @@ class InfillSampler:
         self._ends = sorted(tokenizer.eos_ids | set(options.stop_tokens))
 
     def __call__(self, scores: NDArray[np.float32], sampled: Sequence[int]) -> None:
-        """Set the scores `[V]` of all other tokens to -inf."""
+        """Set scores `[V]` to logarithms of the sampler's weights; -inf where it leaves none."""
         options = self._options
         may_end = options.may_end(len(sampled))
         if not may_end:
@@ -64,8 +64,8 @@ class InfillSampler:
 def _chosen(
     probabilities: NDArray[np.float64], ends: NDArray[np.bool_], texts: Sequence[str]
 ) -> NDArray[np.float64]:
-    """Weights of the candidates, most probable first; all 0 where an end token has to be taken that
-    is none of them."""
+    """Return weights of the candidates, most probable first; all 0 where an end token that is none
+    of them has to be taken."""
     chosen = probabilities.copy()
     if 3 * chosen[ends].sum() * len(chosen) > chosen[~ends].sum():
         chosen[~ends] = 0
@@ -81,7 +81,7 @@ def _chosen(
 
 
 def _join(chosen: NDArray[np.float64], ends: NDArray[np.bool_], texts: Sequence[str]) -> None:
-    """Give the probability of a token to a more probable one, where one begins as the other."""
+    """Add a token's probability to a more probable one's, where one text begins the other."""
     # parts of characters say nothing
     read = [i for i, text in enumerate(texts) if text and "\ufffd" not in text and not ends[i]]
     for at, i in enumerate(read):

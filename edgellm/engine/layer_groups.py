@@ -9,22 +9,22 @@ from edgellm.engine.policies import StepBudget
 from edgellm.engine.prompt_rows import Layers, PromptRows, Share
 from edgellm.engine.step_costs import StepLoad
 
-# Prompts with rows that rest between two layers: each holds blocks, and 4 bytes times the rows
-# times the model's width, with that of Q, K and V where the next layer has begun.
+# Maximum of prompts with parked rows: each holds blocks, and 4 bytes times the rows times the
+# model's width, with that of Q, K and V where the next layer has begun.
 _MOST_RESTING = 4
-# A group may take so much longer than what is left of a step: within what a prediction is wrong by.
+# Factor by which a group may exceed what is left of a step: within the error of a prediction.
 _SLACK = 1.125
 _FULL = StepBudget(0.0, 0, 0)
-# Of a step, where nothing is predicted to take any time.
+# Seconds of a step where no time is predicted.
 _SHORTEST = 1e-9
 
 
 class LayerGroups(PromptRows[RequestT]):
-    """As `PromptRows`; of a prompt that takes more than two steps, up to `resting_rows` rows go
-    through as many layers as the step has time for, and through the next ones with the next steps.
+    """Prompt rows of one step, where long prompts go through the layers in groups.
 
-    What takes less goes through all layers together with the decodes, a few rows in a step, and so
-    do short prompts that pass a long one.
+    Up to `resting_rows` rows of a prompt that takes more than two steps go through as many layers
+    as the step has time for, and are parked until the next step. Shorter prompts go through all
+    layers together with the decodes, a few rows in a step, also when they pass a long one.
     """
 
     def _serve(self, entry: Entry[RequestT], room: int) -> None:
@@ -44,13 +44,13 @@ class LayerGroups(PromptRows[RequestT]):
         return sum(request.underway is not None for request in running)
 
     def _seconds_of(self, entry: Entry[RequestT], room: int) -> float:
-        """What the step has for a prompt: also where decodes alone take as long as it may."""
+        """Return the seconds that `room` rows add to the step, also where decodes alone fill it."""
         seconds, position = self._costs.seconds, entry.request.computed
         return seconds(self._load.plus(room, position)) - seconds(self._load)
 
     def _rows_of(self, entry: Entry[RequestT], room: int) -> int:
-        """So many that whole layers of them fill steps: of 512 in one layer and a half, fewer in
-        two. The rest of a prompt goes together, if a layer of it fits into a step."""
+        """Return the rows of which whole layers fill a step: fewer in two layers, where 512 would
+        pass one and a half. The rest of a prompt is taken whole if one layer of it fits."""
         costs, start, layers = self._costs, entry.request.computed, self._policy.layers
         step = max(self._seconds_of(entry, room), _SHORTEST)
         most, in_each = min(entry.left, self._budget.resting_rows), 1
@@ -62,8 +62,8 @@ class LayerGroups(PromptRows[RequestT]):
         return rows if rows == entry.left else min(max(rows // chunk, 1) * chunk, entry.left)
 
     def _pass_group(self, entry: Entry[RequestT], underway: Underway, seconds: float) -> None:
-        """Give a prompt its next layers: those that are left are shared among as few steps as they
-        take."""
+        """Give a prompt's rows their next layers; those left are spread evenly over as few steps as
+        they take."""
         start, count = entry.request.computed, self._policy.layers
         rows, passed = underway
         whole = self._costs.seconds(StepLoad().plus(rows, start))
@@ -73,7 +73,7 @@ class LayerGroups(PromptRows[RequestT]):
         self._shares.append(Share(entry.request, start, rows, decode=False, layers=layers))
         self._served.add(entry.number)
         if layers.end < count:
-            # what little time is left is not for another prompt: this one goes on all the sooner
+            # the little time left is not for another prompt, so that this one goes on sooner
             self._budget = _FULL
             return
         spent = whole * (layers.end - layers.first) / count

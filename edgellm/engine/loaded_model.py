@@ -42,11 +42,11 @@ if TYPE_CHECKING:
 
 
 class LoadedModel:
-    """Prefill and decode over one KV cache.
+    """A model with back ends for prefill and decode over one KV cache.
 
-    `selection` says which back ends it has, `precisions` in which precisions.
-    `native_prefill` is there beside an accelerator's `prefill` where decode is native; where decode
-    is chunked, `decoder` is `prefill` itself. `scheduling` is the one in use.
+    `selection` names its back ends, `precisions` their precisions; `scheduling` is the one in use.
+    `native_prefill` is the native back end, if it is open and decode is not chunked; where decode
+    is chunked, `decoder` is `prefill` itself.
     """
 
     def __init__(
@@ -82,26 +82,26 @@ class LoadedModel:
 
     @cached_property
     def template(self) -> ChatTemplate | None:
-        """The chat template, if there is one.
+        """Chat template; None if the model has none.
 
         Raises:
-            TemplateError: it is broken.
+            TemplateError: the template is broken.
         """
         return open_template(self.bundle, self.tokenizer)
 
     @property
     def lock(self) -> threading.Lock:
-        """Held for one step at a time, and by whoever else changes the cache."""
+        """Lock that is held for one step at a time, and for any other change of the cache."""
         return self.cache.lock
 
     @property
     def recomputes_exactly(self) -> bool:
-        """Whether tokens that were sampled one by one have the same bits computed as a prompt."""
+        """Whether tokens sampled one by one have the same bits when computed as a prompt."""
         return self.prefill is self.decoder and self.decoder.exact_rows
 
     @property
     def fingerprint(self) -> str:
-        """The model, and how K and V are stored: the same for all whose KV caches fit."""
+        """Digest of the model and the storage of K and V; equal where KV caches fit each other."""
         manifest = self.bundle.manifest
         values = (
             f"{manifest.source_sha256 or manifest.files}{self.options.kv_format}/{LAYOUT_VERSION}"
@@ -112,7 +112,7 @@ class LoadedModel:
 
     @property
     def arithmetic(self) -> str:
-        """What else K and V depend on: another back end's are near, and not the same bits."""
+        """Back ends, kernels and weights of K and V; others give near values, not the same bits."""
         files = (f"{precision}/{WEIGHTS_FILE}" for precision in sorted(self.precisions))
         weights = (self.bundle.manifest.files[file].sha256 for file in files)
         backends = (self.selection.prefill, self.selection.decode)
@@ -120,7 +120,7 @@ class LoadedModel:
 
     @cached_property
     def grammars(self) -> Grammars:
-        """Of the model's vocabulary, for schemas and tools.
+        """Grammars over the model's vocabulary, for schemas and tools.
 
         Raises:
             OptionError: llguidance cannot be imported.
@@ -156,7 +156,7 @@ class LoadedModel:
         )
 
     def _open_host(self, models: OpenModels) -> Backend | None:
-        """What computes tokens beside an execution provider; see `Selection.host`."""
+        """Return the back end that works beside an execution provider; see `Selection.host`."""
         name = self.selection.host(self.config)
         precision = self.selection.host_precision(self.config)
         if name is None or precision is None:
@@ -189,12 +189,12 @@ class LoadedModel:
 
 
 def open_template(bundle: Bundle, tokenizer: Tokenizer) -> ChatTemplate | None:
-    """The chat template of a model, if it has one.
+    """Return the chat template of a model; None if it has none.
 
     Raises:
-        TemplateError: it is broken, or no UTF-8 text.
+        TemplateError: the template is broken, or no UTF-8 text.
     """
-    from edgellm.text.template import ChatTemplate  # Jinja's 30 ms are for those who chat
+    from edgellm.text.template import ChatTemplate  # imports Jinja, 30 ms that only chats need
 
     path = bundle.path / CHAT_TEMPLATE
     if not path.exists():
@@ -208,7 +208,7 @@ def open_template(bundle: Bundle, tokenizer: Tokenizer) -> ChatTemplate | None:
 
 
 def _start_threads(options: EngineOptions, selection: Selection, *, graphs: bool) -> int:
-    """How many CPU threads there are; those of ONNX Runtime are started if it runs `graphs`."""
+    """Return the number of CPU threads; ONNX Runtime's are started if it runs `graphs`."""
     if not graphs:
         return thread_pool.size(options.threads)
     return thread_pool.start(options.threads, spare=int(selection.shares_cpu))
@@ -217,8 +217,7 @@ def _start_threads(options: EngineOptions, selection: Selection, *, graphs: bool
 def planned_memory(
     bundle: Bundle, options: EngineOptions, precisions: set[str]
 ) -> memory.MemoryEstimate:
-    """What a model loaded with these options, in these precisions, will take when its cache is
-    full."""
+    """Estimate the memory of a model with these options and precisions when its cache is full."""
     ctx_size = context_size(options, bundle.config.context_length)
     blocks = _cache_blocks(options, ctx_size)
     return memory.estimate(
@@ -231,10 +230,10 @@ def planned_memory(
 
 
 def context_size(options: EngineOptions, trained: int) -> int:
-    """Tokens of the context of a model that was trained for so many.
+    """Return the tokens of the context of a model that was trained for `trained` tokens.
 
     Raises:
-        OptionError: more are asked for.
+        OptionError: the options ask for more.
     """
     if options.ctx_size is None:
         return min(DEFAULT_CTX_SIZE, trained)

@@ -1,4 +1,4 @@
-"""Times of a provider and of the native kernels, and what follows from them. Pure Python."""
+"""Times of a provider and of the native kernels, and their comparison. Pure Python."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 from edgellm.backends.planner import Costs
 from edgellm.backends.timing import Samples
 
-# How many times faster a provider must be, at the least that its times allow. Chunks were measured
+# Factor by which a provider must be faster, at the least that its times allow. Chunks were measured
 # on an empty sequence and the native step at 128 tokens: 512 at once are 9 % faster.
 MARGIN = 1.2
 
@@ -26,12 +26,12 @@ class MeasuredPrompt:
 
 @dataclass(frozen=True)
 class Measured:
-    """Seconds of calls, each a few times.
+    """Seconds of calls, each measured a few times.
 
     Attributes:
-        chunks: of a whole chunk, by size.
-        step: of the decode step on the host, by its tokens; empty where it takes none.
-        prompt: of a whole prompt, if that was measured.
+        chunks: seconds of a whole chunk, by size.
+        step: seconds of the decode step on the host, by its tokens; empty where it takes none.
+        prompt: seconds of a whole prompt, if that was measured.
     """
 
     chunks: Mapping[int, Samples]
@@ -39,7 +39,7 @@ class Measured:
     prompt: MeasuredPrompt | None = None
 
     def costs(self) -> Costs:
-        """The least disturbed of the calls, for the planner."""
+        """Return costs for the planner, from the least disturbed calls."""
         chunks = {size: min(samples) for size, samples in self.chunks.items()}
         if not self.step:
             return Costs(chunks)
@@ -48,18 +48,18 @@ class Measured:
         return Costs(chunks, max(0.0, min(self.step[few]) - token * few), token)
 
     def native_token(self) -> float:
-        """Seconds of a token in the decode step that it takes at the least, as far as is known."""
+        """Return the least seconds of a token in the decode step, as far as is known."""
         return self._token(max(self.step[min(self.step)]), min(self.step[max(self.step)]))
 
     def chunk_token(self) -> float:
-        """Seconds of a token in the cheapest chunk, at the most."""
+        """Return the most seconds of a token in the cheapest chunk."""
         return min(max(samples) / size for size, samples in self.chunks.items())
 
     def advantage(self) -> float:
-        """How many times faster than the native kernels a long prompt is, at the least.
+        """Return the least factor by which a long prompt is faster than on the native kernels.
 
-        The provider's slowest call counts against the fastest native one. If a whole prompt was
-        measured, it decides, and not what its parts add up to.
+        The provider's slowest call counts against the fastest native one. The times of a whole
+        prompt, if measured, decide instead of those of its parts.
         """
         if self.prompt is not None:
             return min(self.prompt.native) / max(self.prompt.provider)
@@ -73,7 +73,7 @@ class Measured:
 
 
 def to_json(measured: Measured) -> dict[str, Any]:
-    """What `from_json` reads."""
+    """Return times as JSON that `from_json` reads."""
     prompt = measured.prompt
     return {
         "chunks": {str(size): list(samples) for size, samples in measured.chunks.items()},
@@ -83,7 +83,7 @@ def to_json(measured: Measured) -> dict[str, Any]:
 
 
 def from_json(values: Any, chunk_sizes: Sequence[int]) -> Measured | None:
-    """What `to_json` wrote of chunks of these sizes; None for anything else."""
+    """Read the JSON of `to_json`, for chunks of these sizes; None for anything else."""
     try:
         chunks = {size: _samples(values["chunks"][str(size)]) for size in chunk_sizes}
         step = {int(count): _samples(times) for count, times in values["step"].items()}

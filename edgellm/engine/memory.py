@@ -1,4 +1,4 @@
-"""How much memory a model will take."""
+"""Estimate of the memory that a model takes."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ class MemoryEstimate:
 
 
 def estimate(bundle: Bundle, *, precisions: set[str], kv_cache_bytes: int) -> MemoryEstimate:
-    """What loading these precisions takes.
+    """Estimate the memory of a model loaded in these precisions.
 
     ONNX Runtime keeps a repacked copy of each weight beside the mapped file, so its weights count
     twice. That is an upper bound: the default model, with 222 MB of weights, took 323 MB.
     """
     heads = {bundle.precision(precision).head for precision in precisions}
     if PACKED in precisions:
-        heads -= {"int8"}  # packed weights have one
+        heads -= {"int8"}  # packed weights have an int8 head
     folders = [*precisions, *(f"head-{head}" for head in heads if head is not None)]
     files = bundle.manifest.files
     weights = sum(
@@ -47,10 +47,10 @@ def estimate(bundle: Bundle, *, precisions: set[str], kv_cache_bytes: int) -> Me
 
 
 def check_fits(needed: MemoryEstimate) -> None:
-    """Refuse to load what would be killed for memory later.
+    """Refuse to load a model that would be killed for memory later.
 
     Raises:
-        MemoryEstimateError: more than what is available now.
+        MemoryEstimateError: it needs more than is available now.
     """
     available = psutil.virtual_memory().available
     if needed.total > available:

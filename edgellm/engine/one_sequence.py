@@ -1,4 +1,4 @@
-"""One sequence by itself: what measures the engine computes with, beside the loop."""
+"""Computation of one sequence by itself, beside the loop, for measurements of the engine."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ Floats = NDArray[np.float32]
 
 @dataclass(frozen=True, kw_only=True)
 class Hooks:
-    """What a caller has done between steps.
+    """Callbacks between steps, and a signal to stop.
 
     Attributes:
-        cancel: set it to stop; finished steps stay in the sequence.
+        cancel: event that stops the prompt; finished steps stay in the sequence.
         on_hidden: called with each step's hidden states `[n, E]`, padding left out.
-        on_place: called with where tokens ran, as in `prefill` and `decode`, and how many.
-        on_tasks: called with what ran when, some tasks at a time.
+        on_place: called with a place, named as in `prefill` and `decode`, and its number of tokens.
+        on_tasks: called with records of the tasks that ran, some at a time.
     """
 
     cancel: threading.Event | None = None
@@ -43,14 +43,14 @@ NO_HOOKS = Hooks()
 def compute_prompt(
     backend: Backend, tokens: SequenceOf[int], sequence: Sequence, hooks: Hooks = NO_HOOKS
 ) -> Floats:
-    """Compute `tokens` at the end of `sequence`, for whoever has the engine's lock.
+    """Compute `tokens` at the end of `sequence`, for the holder of the engine's lock.
 
     Returns:
         The logits after the last token, `[V]`; no other row goes through the LM head.
 
     Raises:
-        OptionError: there are none.
-        ContextOverflowError, CacheFullError: they do not fit.
+        OptionError: there are no tokens.
+        ContextOverflowError, CacheFullError: the tokens do not fit.
         CancelledError: `hooks.cancel` was set.
     """
     if len(tokens) == 0:
@@ -75,12 +75,12 @@ def compute_prompt(
 
 
 def compute_tokens(backend: Backend, tokens: SequenceOf[int], sequence: Sequence) -> Floats:
-    """Compute tokens in one step; gives the logits after each, `[n, V]`."""
+    """Compute tokens in one step; returns the logits after each, `[n, V]`."""
     (computed,) = backend.run([Span(sequence, tokens, logit_rows=len(tokens))])
     return np.stack([logits.scores for logits in computed.logits])
 
 
 def best_next(backend: Backend, token: int, sequence: Sequence) -> int:
-    """Compute a token; gives the most likely one after it."""
+    """Compute a token; returns the most likely one after it."""
     (computed,) = backend.run([Span(sequence, [token], logit_rows=1, candidates=1)])
     return next(iter(computed.logits[0].best(1)))

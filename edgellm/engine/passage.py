@@ -18,17 +18,17 @@ Floats = NDArray[np.float32]
 
 
 class Passage:
-    """What is kept of rows that rest between two layers, until they have passed the last one.
+    """Parked rows of a prompt, until they have passed the last layer.
 
-    Their K and V are in blocks of their own behind a sequence, which does not know of them: if they
-    are dropped, nothing has happened to it.
+    Their K and V are in blocks of their own behind a sequence, which does not know of them:
+    dropping them leaves it as it was.
 
     Attributes:
         growth: the sequence with the rows behind it.
     """
 
     def __init__(self, base: Sequence, tokens: SequenceOf[int]) -> None:
-        """Make room for `tokens` behind a sequence.
+        """Reserve room for `tokens` behind a sequence.
 
         Raises:
             ContextOverflowError, CacheFullError: see `Sequence.reserve`.
@@ -36,21 +36,21 @@ class Passage:
         self.growth = Growth(base, len(tokens))
         self._base = base
         self._tokens = tokens
-        self._hidden: Floats | None = None  # what enters the next layer
+        self._hidden: Floats | None = None  # states that enter the next layer
         self._passed = 0
-        self._group: Layers | None = None  # on their way
+        self._group: Layers | None = None  # layers of the last span
 
     @property
     def underway(self) -> Underway:
-        """What the scheduler has to know."""
+        """Number of parked rows, and of the layers that they have passed."""
         return Underway(len(self._tokens), self._passed)
 
     def continues(self, sequence: Sequence) -> bool:
-        """Whether the rows are still those that come next there."""
+        """Whether the rows still come next in `sequence`."""
         return sequence is self._base and len(sequence) == self.growth.start
 
     def span(self, layers: Layers, *, logit_rows: int, candidates: int) -> Span:
-        """The rows in their next layers; logits come behind the last one."""
+        """Return the rows as a span in their next layers; logits come after the last layer."""
         assert layers.first == self._passed
         self._group = layers
         return Span(
@@ -62,8 +62,7 @@ class Passage:
         )
 
     def take(self, hidden: Floats) -> bool:
-        """Rest behind the layers of the last span, with what enters the next; whether there are
-        none."""
+        """Park the rows after the layers of the last span; returns whether no layers are left."""
         layers = self._group
         assert layers is not None
         self._hidden, self._passed = hidden, layers.end
@@ -74,5 +73,5 @@ class Passage:
         return self.growth.land()
 
     def drop(self) -> None:
-        """Give the blocks back; again, if an interrupt came."""
+        """Give the blocks back; may be repeated after an interrupt."""
         self.growth.close()

@@ -1,4 +1,4 @@
-"""In which order prompts are computed, and how many rows a step may have. Pure Python."""
+"""Scheduling policies: the order of prompts, and the rows that a step may have. Pure Python."""
 
 from __future__ import annotations
 
@@ -11,22 +11,22 @@ from edgellm.checks import check_number
 from edgellm.engine.step_costs import nearest_multiple
 from edgellm.errors import OptionError
 
-# Seconds of a step of a prompt that has the engine for itself, in time targets: who arrives during
-# it waits for its end, and is to begin within two.
+# Seconds of a step of a prompt that has the engine for itself, in time targets: a request that
+# arrives during the step waits for its end, and is to begin within two.
 _LONE_PROMPT = 1.5
-# Of a step: rows of prompts at least, and sequences that decode at most.
+# Minimum of prompt rows and maximum of decoding sequences in a step.
 _MIN_ROWS, _DECODES = 32, 64
 
 
 class Prompt(NamedTuple):
-    """What the order of a prompt follows from.
+    """Properties of a prompt that decide its rank.
 
     Attributes:
-        arrival: its number; who came first has the smallest. Answers to one prompt have the same.
+        arrival: number of its arrival, smaller is earlier. Answers to one prompt have the same.
         priority: larger is more urgent.
-        promised: it lost its place for want of blocks, or a place was taken for it.
-        left: tokens that are not computed, at least 1.
-        waited: prompt tokens that the engine computed, of whomever, since this one arrived.
+        promised: whether it lost its place for want of blocks, or a place was taken for it.
+        left: number of tokens that are not computed, at least 1.
+        waited: prompt tokens that the engine computed, for all requests, since it began to wait.
     """
 
     arrival: int
@@ -40,9 +40,8 @@ class StepBudget(NamedTuple):
     """Bounds of one step: `seconds` give way to `min_rows` of prompts, never to `max_rows`.
 
     Attributes:
-        resting_rows: so many of a prompt, at most, may go through some of the layers, and through
-            the others later; 0: none.
-        chunk_rows: those are a multiple of it, or all that is left of the prompt.
+        resting_rows: maximum of rows of a prompt that may be parked; 0: none.
+        chunk_rows: parked rows are a multiple of it, or all that is left of the prompt.
     """
 
     seconds: float
@@ -53,13 +52,13 @@ class StepBudget(NamedTuple):
 
 
 class SchedulingPolicy(Protocol):
-    """What the scheduler asks.
+    """Rules that the scheduler follows.
 
     Attributes:
-        max_running: requests that are admitted at once.
-        max_decodes: requests that decode in one step; with more, they take turns.
-        layers: of the model, where rows of prompts may rest between them; else 1.
-        quantum: rows that are computed, of whomever, while a prompt waits and another request runs,
+        max_running: maximum of requests that are admitted at once.
+        max_decodes: maximum of requests that decode in one step; with more, they take turns.
+        layers: number of layers of the model, where rows may be parked between them; else 1.
+        quantum: rows computed, for all requests, while a prompt waits and another request runs,
             before the one may have the place of the other.
     """
 
@@ -76,15 +75,15 @@ class SchedulingPolicy(Protocol):
     def layers(self) -> int: ...
 
     def rank(self, prompt: Prompt) -> tuple[float, ...]:
-        """The smallest goes first."""
+        """Return the sort key of a prompt; the smallest goes first."""
 
     def budget(self, *, decodes: int, requests: int) -> StepBudget:
-        """Of a step in which so many of all requests (running or waiting) decode."""
+        """Return the bounds of a step; `decodes` of all `requests` (running or waiting) decode."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Serial:
-    """One request after another to its end, first come, first served."""
+    """Requests one after another, each to its end, first come, first served."""
 
     max_rows: int = 512
     max_running = max_decodes = layers = 1
@@ -104,20 +103,22 @@ class Serial:
 class StallFree:
     """Decodes in each step, and as much of prompts as the time target leaves (Sarathi-Serve).
 
-    The order is that of the highest response ratio in tokens (HRRN): short prompts go first, and
-    who waits grows more urgent, without a clock. Ageing stays within a priority. See
+    Prompts go in the order of the highest response ratio in tokens (HRRN): short ones go first, and
+    waiting ones grow more urgent, without a clock. Ageing stays within a priority. See
     arXiv:2403.02310.
 
     Attributes:
-        time_target: seconds that a step may take for which somebody waits: the gap in a stream, and
-            half of what a short prompt waits for its first token behind long ones.
-        min_rows: of prompts, even where decodes alone take as long: prompts always progress.
-        max_rows: of a step.
-        lone_rows: of a prompt that has the engine for itself, even where they take longer. 512 rows
-            in native steps of 128 take 0.93 to 1.1 times as long as in one (SmolLM2-135M at 0 and
-            3,500 tokens, Qwen2.5-0.5B at 0 and 2,000; two cores), in steps of 64 up to 1.3 times.
-        row_multiple: of a step's rows; those of prompts are at least as many as come nearest to it.
-        quantum: of a place. With 64 answers it is 16 tokens of each.
+        time_target: seconds of a step that others wait for: the gap in a stream, and half of the
+            time to first token of a short prompt behind long ones.
+        min_rows: minimum of prompt rows in a step, even where decodes alone take as long: prompts
+            always progress.
+        max_rows: maximum of rows in a step.
+        lone_rows: minimum of rows of a prompt without other requests, even where they take longer.
+            512 rows in native steps of 128 take 0.93 to 1.1 times as long as in one (SmolLM2-135M
+            at 0 and 3,500 tokens, Qwen2.5-0.5B at 0 and 2,000; two cores), in steps of 64 up to 1.3
+            times.
+        row_multiple: rows that steps are padded to a multiple of; `min_rows` is rounded to fit.
+        quantum: rows after which a place may be taken. With 64 answers it is 16 tokens of each.
     """
 
     time_target: float = 0.100
@@ -164,16 +165,16 @@ class StallFree:
 
 @dataclass(frozen=True, kw_only=True)
 class Layered(StallFree):
-    """As `StallFree`, but a long prompt yields to others between layers (arXiv:2510.08055).
+    """`StallFree` where a long prompt yields to others between layers (arXiv:2510.08055).
 
-    Of a step in which others decode or wait it has as many layers of up to `resting_rows` rows as
-    the time target leaves. So a weight is read once for all these rows, or for each chunk of them,
-    and not once for the few that go through all layers in as long.
+    In a step in which others decode or wait, up to `resting_rows` of its rows go through as many
+    layers as the time target leaves. So a weight is read once for all these rows, or for each chunk
+    of them, and not once for the few that go through all layers in the same time.
 
     Attributes:
-        layers: of the model.
-        chunk_rows: of the chunks that rows are computed in. Rows that rest are a multiple of it, or
-            the end of a prompt: in the same chunks whatever the load.
+        layers: number of layers of the model.
+        chunk_rows: rows of a chunk. Parked rows are a multiple of it, or the end of a prompt: they
+            are in the same chunks whatever the load.
     """
 
     layers: int
@@ -202,11 +203,10 @@ def chosen_policy(
     chunk_rows: int,
     layers: int,
 ) -> SchedulingPolicy:
-    """What `EngineOptions.scheduling` means for a model of so many layers, and steps of so many
-    rows at most.
+    """Return the policy that `EngineOptions.scheduling` names.
 
     Args:
-        resting_rows: rows of a prompt that may rest between two layers.
+        resting_rows: maximum of rows of a prompt that may be parked.
     """
     if scheduling == "serial":
         return Serial(max_rows=max_rows)

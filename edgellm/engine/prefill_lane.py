@@ -1,7 +1,7 @@
-"""The thread that computes prompts on a device of their own, beside the thread that steps.
+"""Prefill lane: threads that compute prompts on another device, beside the thread that steps.
 
-One job at a time, a few chunks of one prompt, each in a thread that ends with it. It holds no lock:
-its blocks are reserved before (`Growth`), and whoever steps takes over what it has computed.
+One job runs at a time, a few chunks of one prompt, in a thread that ends with it. The thread holds
+no lock: its blocks are reserved before (`Growth`), and a later step takes over the rows.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ from edgellm.errors import CancelledError, OptionError
 
 
 class PrefillJob:
-    """Rows of a prompt on their way.
+    """Rows of a prompt that the prefill lane computes.
 
     Attributes:
-        request: whose rows they are.
+        request: request of the prompt.
         span: the rows, at the end of `growth`.
-        growth: the sequence that they go to, until the request takes it over.
-        rows: what was computed; None where `error` says why it was not.
-        seconds: that it took.
-        ended: nothing writes to `growth` any more.
+        growth: sequence that the rows go to, until it is attached to the request's sequence.
+        rows: results; None where `error` says why there are none.
+        seconds: seconds that the job took.
+        ended: whether the job has ended, so that `growth` is no longer written to.
     """
 
     def __init__(self, request: Request, span: Span) -> None:
-        """See `Growth` for what is raised."""
+        """See `Growth` for the exceptions."""
         self.request = request
         self.growth = Growth(span.sequence, len(span.tokens))
         self.span = replace(span, sequence=self.growth)
@@ -50,18 +50,18 @@ class PrefillJob:
 
     @property
     def obsolete(self) -> bool:
-        """Whether the request is over, or goes on from elsewhere."""
+        """Whether the request is over, or its sequence no longer ends where the job begins."""
         request, base = self.request, self._base
         moved = request.context.sequence is not base or len(base) != self.growth.start
         return request.finished or request.withdrawn or moved
 
     @property
     def lost(self) -> bool:
-        """Whether its thread is another process's, from which this one was forked."""
+        """Whether the job's thread is in another process, from which this one was forked."""
         return not self.ended and self._process != os.getpid()
 
     def run(self, backend: Backend) -> None:
-        """Compute, unless another thread does."""
+        """Compute the rows, unless another thread does."""
         if not self._claim.acquire(blocking=False):
             return
         start = time.perf_counter()
@@ -76,7 +76,7 @@ class PrefillJob:
             self._running.release()
 
     def wait(self) -> None:
-        """Wait for the end; for one thread."""
+        """Wait for the end; only one thread may wait."""
         if not self.ended:
             self._running.acquire()
 
@@ -85,7 +85,7 @@ class PrefillJob:
 
 
 class PrefillLane:
-    """Takes one job after the other; all but `busy` is for whoever has the cache's lock."""
+    """Runner of one job after the other; all but `busy` needs the cache's lock."""
 
     def __init__(self, cache: KVCache, backend: Backend, *, on_end: Callable[[], None]) -> None:
         """`on_end` is called in the thread of a job, when it has ended."""
@@ -96,20 +96,20 @@ class PrefillLane:
 
     @property
     def busy(self) -> bool:
-        """Whether a job is on its way, in this process."""
+        """Whether a job runs in this process."""
         job = self._job
         return job is not None and not job.ended and not job.lost
 
     @property
     def free(self) -> bool:
-        """Whether there is none, also none that has ended and was not taken."""
+        """Whether there is no job, not even one that has ended and was not taken."""
         return self._job is None
 
     def check(self) -> None:
         """Refuse to go on where the end of a job will never come.
 
         Raises:
-            OptionError: the process was forked in the middle of one.
+            OptionError: the process was forked in the middle of a job.
         """
         if self._job is not None and self._job.lost:
             raise OptionError(
@@ -118,10 +118,10 @@ class PrefillLane:
             )
 
     def begin(self, job: PrefillJob) -> None:
-        """Compute a job, when `free`.
+        """Start a job, when `free`.
 
         Raises:
-            RuntimeError: there can be no more threads.
+            RuntimeError: no more threads can be started.
         """
         self._job = job
         try:
@@ -132,15 +132,15 @@ class PrefillLane:
             raise
 
     def launch(self) -> None:
-        """Start a thread for the job, if there is one; again where an interrupt may have come
-        before the first."""
+        """Start a thread for the job, if any; again where an interrupt may have prevented the
+        first."""
         if self._job is not None and not self._job.ended:
-            # no daemon: the end of the program waits for a chunk, and not the other way round
+            # no daemon: the end of the program waits for the end of a chunk
             thread = threading.Thread(target=self._run, args=(self._job,), name="edgellm-prefill")
             _start(thread)
 
     def take(self) -> PrefillJob | None:
-        """The job that has ended, if one has; it is the caller's."""
+        """Return the job if it has ended, and forget it; else None."""
         job = self._job
         if job is None or not job.ended:
             return None
@@ -148,39 +148,39 @@ class PrefillLane:
         return job
 
     def stop_obsolete(self) -> None:
-        """Have the blocks of a job back that nobody wants any more; waits for it, if need be."""
+        """Drop an obsolete job and free its blocks; waits for its end, if need be."""
         if self._job is not None and self._job.obsolete:
             self._job.wait()
             self._drop_obsolete()
 
     def drop_obsolete(self) -> None:
-        """Likewise, if it has ended; else its thread sees to that."""
+        """Drop an obsolete job if it has ended; else its thread does so at its end."""
         if self._job is not None and self._job.ended:
             self._drop_obsolete()
 
     def _drop_obsolete(self) -> None:
         if self._job is not None and self._job.ended and self._job.obsolete:
-            self._job.growth.land().close()  # what was computed can still be found
+            self._job.growth.land().close()  # computed blocks can still be found
             self._job = None
 
     def _run(self, job: PrefillJob) -> None:
         try:
             job.run(self._backend)
-            del job  # who takes it from here has it alone
+            del job  # the thread that takes it has the only reference
             self._cache.soon(self._drop_obsolete)
         finally:
             self._on_end()
 
 
 def _start(thread: threading.Thread) -> None:
-    """Start it.
+    """Start a thread.
 
     `Thread.start` waits in Python for the thread to run, and an interrupt between two lines of that
     may come out as an error of a lock.
 
     Raises:
         BaseException: the interrupt; perhaps the thread runs.
-        RuntimeError: there can be no more threads.
+        RuntimeError: no more threads can be started.
     """
     try:
         thread.start()

@@ -1,4 +1,4 @@
-"""Rows of prompts in one step, and who is admitted for them. Pure Python."""
+"""Rows of prompts in one step, and admission of their requests. Pure Python."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from edgellm.engine.step_costs import StepCosts, StepLoad
 
 @dataclass(frozen=True, slots=True)
 class Layers:
-    """Those of a model from `first` to before `end`, of so many in `all`."""
+    """Layers of a model from `first` to before `end`, of `all` layers."""
 
     first: int
     end: int
     all: int
 
     def part(self, amount: int) -> int:
-        """Their part of an amount; the parts of all groups add up to it."""
+        """Return these layers' part of an amount; the parts of all groups add up to it."""
         return amount * self.end // self.all - amount * self.first // self.all
 
 
@@ -31,7 +31,7 @@ class Share(Generic[RequestT]):
     """Rows of a request in the next step: `tokens[start : start + rows]`, decoded or prefilled.
 
     Attributes:
-        layers: that they go through; None: all. They count as computed behind the last one.
+        layers: layers they go through; None: all. They count as computed behind the last one.
     """
 
     request: RequestT
@@ -42,20 +42,20 @@ class Share(Generic[RequestT]):
 
     @property
     def load(self) -> StepLoad:
-        """What they are by themselves, in all layers."""
+        """Load of the rows by themselves, in all layers."""
         return StepLoad().plus(self.rows, self.start)
 
 
-# In the order of a heap: rank, what is left, and whose it is. No two ranks are the same, as they
-# end with the entry's number.
+# Item of a heap: rank, number of tokens left, entry. No two ranks are the same, as they end with
+# the entry's number.
 _Ranked = tuple[tuple[float, ...], int, Entry[RequestT]]
 
 
 class PromptRows(Generic[RequestT]):
-    """Adds shares of prompts to those of one step, and admits requests on the way.
+    """Rows of prompts that are added to one step; requests are admitted on the way.
 
     Args:
-        shares: of the step so far.
+        shares: shares of the step so far, to which those of prompts are added.
         reserve: see `admit` of `Scheduler.next`.
     """
 
@@ -76,12 +76,12 @@ class PromptRows(Generic[RequestT]):
         self._rows = 0
         self._load = StepLoad()
         self._served: set[int] = set()
-        self._open = True  # until somebody finds no room
+        self._open = True  # until a request finds no room
         for share in shares:
             self._load = self._load.plus(share.rows, share.start)
 
     def add(self, prompts: list[Entry[RequestT]], *, most: int = sys.maxsize) -> None:
-        """Serve the first in line, at most so many, until the step is full."""
+        """Serve prompts in their order, at most `most` of them, until the step is full."""
         line = self._line(prompts)
         while line and len(self._served) < most:
             _, _, entry = heapq.heappop(line)
@@ -104,15 +104,15 @@ class PromptRows(Generic[RequestT]):
             self._serve(entry, room)
 
     def in_line(self, entries: list[Entry[RequestT]]) -> list[Entry[RequestT]]:
-        """Entries in the order in which they are served."""
+        """Return entries in the order in which they are served."""
         return [entry for _, _, entry in sorted(self._line(entries))]
 
     def _serve(self, entry: Entry[RequestT], room: int) -> None:
-        """Give the first in line the room."""
+        """Give the first prompt in line `room` rows."""
         self._compute(entry, room)
 
     def _line(self, entries: list[Entry[RequestT]]) -> list[_Ranked[RequestT]]:
-        """A heap of those with something left to compute: owners in turns, each one's by rank."""
+        """Return a heap of entries with tokens left: owners in turns, each one's by rank."""
         rank, clock = self._policy.rank, self._admission.counts.prefill_rows
         line = []
         for entry in entries:
@@ -128,8 +128,8 @@ class PromptRows(Generic[RequestT]):
         return self._in_turns(sorted(line))
 
     def _in_turns(self, ranked: list[_Ranked[RequestT]]) -> list[_Ranked[RequestT]]:
-        """Entries by how much their owner will have been served before them (start-time fair
-        queueing, Goyal et al. 1996): of a single owner, in the order that they have."""
+        """Return a heap of entries by the tokens served to their owner before them (start-time fair
+        queueing, Goyal et al. 1996); entries of a single owner keep their order."""
         served: dict[str, float] = {}
         line = []
         for rank, left, entry in ranked:
@@ -140,7 +140,7 @@ class PromptRows(Generic[RequestT]):
         return line
 
     def _room(self, position: int) -> int:
-        """Rows from `position` on that the step still has."""
+        """Return the number of rows from `position` on that the step still has room for."""
         limit = self._budget.max_rows - self._load.rows
         rows = self._costs.rows_within(
             self._budget.seconds, position, beside=self._load, limit=limit
@@ -150,8 +150,8 @@ class PromptRows(Generic[RequestT]):
     def _compute(self, entry: Entry[RequestT], room: int) -> None:
         """Give a prompt the room in all layers, or its rest if that is at most an eighth more.
 
-        An extra step for a few rows would cost a call, and the prompt's first token would wait
-        for it. An eighth is within what a prediction is wrong by.
+        An extra step for a few rows would cost a call, and the prompt's first token would wait for
+        it. An eighth is within the error of a prediction.
         """
         limit = self._budget.max_rows - self._load.rows
         start, left = entry.request.computed, entry.left
@@ -166,11 +166,11 @@ class PromptRows(Generic[RequestT]):
     def _let_short_ones_ride(
         self, line: list[_Ranked[RequestT]], room: int, first_left: int
     ) -> bool:
-        """Give half of the room to prompts much shorter than the first; whether there were any.
+        """Give half of the room to prompts much shorter than the first; False if there are none.
 
-        By rank alone they would wait while the rest of a long prompt that has waited long is
-        computed: some steps. So they begin with the next step, and the long one keeps going. Who
-        needs only half as much again is finished.
+        By rank alone they would wait some steps, while the rest of a long prompt that has waited
+        long is computed. So they begin with the next step, and the long one keeps going. A prompt
+        that needs only half as much again is finished.
         """
         short = min(room, first_left * 2 // 3)
         half, rows_before = room // 2, self._rows
@@ -192,9 +192,9 @@ class PromptRows(Generic[RequestT]):
         return self._rows > rows_before
 
     def _admit(self, entry: Entry[RequestT], *, first: bool) -> bool:
-        """Whether it is running now. Who finds no room ends the admission of all behind it.
+        """Admit a request; False if it has to wait. The first without room ends the admission.
 
-        Until the first in line finds room, nobody takes a ride in front of it in later steps.
+        Until the first in line finds room, no other request is admitted before it in later steps.
         """
         admission = self._admission
         if entry.request in admission.running:
@@ -205,9 +205,9 @@ class PromptRows(Generic[RequestT]):
         return self._open
 
     def _computing_prefix_of(self, entry: Entry[RequestT]) -> Entry[RequestT] | None:
-        """The running prompt that a waiting one waits for, as it computes blocks that both have.
+        """Return the running prompt that computes blocks which a waiting one shares and waits for.
 
-        It is given rows in the place of the one that waits, which by that gives it its rank.
+        It is given rows in the place of the waiting one, and by that gets its rank.
         """
         admission = self._admission
         if entry.request in admission.running:
@@ -224,7 +224,7 @@ class PromptRows(Generic[RequestT]):
         return None
 
     def _common(self, entry: Entry[RequestT], other: Entry[RequestT]) -> int:
-        """Tokens of the full blocks that both begin with; compared once for each pair."""
+        """Count the tokens of the full blocks that both begin with, once for each pair."""
         if other.number not in entry.common:
             size, a, b = self._block_size, entry.request.tokens, other.request.tokens
             end = 0

@@ -1,4 +1,4 @@
-"""An answer on its way: what it still wants computed, and how far it is."""
+"""A request: an answer on its way, with its tokens, their state and its unread pieces."""
 
 from __future__ import annotations
 
@@ -27,23 +27,23 @@ from edgellm.results import FinishReason, Piece, Stats
 
 __all__ = ["LogitFilter", "Request"]
 
-# Pieces that nobody has asked for yet, beyond which an answer waits for its reader.
+# Number of unread pieces from which on an answer waits for its reader.
 _MOST_UNREAD = 64
 
 
 class Request:
-    """One `Session.stream` call, in the hands of the loop.
+    """A `Session.stream` call, in the hands of the loop.
 
     `check`, `next_piece`, `withdraw` and `stats` are for its reader, all else for the loop.
 
     Attributes:
-        pieces: what the reader has not taken yet.
-        error: what is raised when they are taken; there will be no more.
+        pieces: pieces that the reader has not taken yet.
+        error: exception to raise after the last piece; None: none.
         forks: other answers to the same prompt, which begin where it ends.
-        report: how far the prompt is, until its reader takes it, if it wants reports.
+        report: progress of the prompt, until its reader takes it, if it wants reports.
         asked: see `Schedulable`.
         finished: whether the last piece is there, or an error.
-        withdrawn: the reader is gone.
+        withdrawn: whether the reader is gone.
     """
 
     def __init__(
@@ -62,9 +62,9 @@ class Request:
         """Take over the tokens of `context` as the prompt.
 
         Args:
-            dropped: tokens of the prompt that a shift has forgotten already.
-            closes: the context is closed with the end of the answer.
-            wants_reports: `report` is news for the reader, as pieces are.
+            dropped: number of prompt tokens that a shift has forgotten already.
+            closes: whether the context is closed with the end of the answer.
+            wants_reports: whether `report` is news for the reader, as pieces are.
             shown_special: see `TextStream`.
         """
         engine = context.engine
@@ -100,13 +100,13 @@ class Request:
         limit = math.inf if options.time_limit_ms is None else options.time_limit_ms
         self._deadline = self._stats.start + limit / 1000
 
-    # its reader
+    # for its reader
 
     def check(self) -> None:
-        """Refuse a prompt that no answer can begin with; see `Context.check_prompt`.
+        """Claim the context, if an answer can begin with it; see `Context.check_prompt`.
 
         Raises:
-            OptionError: or a session that answers already, or a token that is none of the model's.
+            OptionError: also if the session answers already, or a token is none of the model's.
         """
         if self.context.answering is not None:
             raise _answering()
@@ -118,7 +118,7 @@ class Request:
         self.context.answering = self
 
     def next_piece(self) -> Piece:
-        """Take the piece that is there."""
+        """Take the next piece, which must be there."""
         piece = self.pieces.popleft()
         self._taken += piece.token is not None
         if piece.finish_reason is not None:
@@ -126,7 +126,7 @@ class Request:
         return piece
 
     def withdraw(self) -> bool:
-        """The reader is gone; whether something is left for `leave` to do."""
+        """Note that the reader is gone; returns whether something is left for `leave` to do."""
         self._disclaim()
         if self.finished and self._taken == len(self._answer.sampled):
             return False
@@ -134,7 +134,7 @@ class Request:
         return True
 
     def stats(self) -> Stats:
-        """Timings and counts so far."""
+        """Return timings and counts so far."""
         return self._stats.result(
             self._engine,
             self._speculation,
@@ -142,22 +142,22 @@ class Request:
             seed=self._options.seed or 0,
         )
 
-    # what the scheduler looks at
+    # for the scheduler
 
     @property
     def tokens(self) -> SequenceOf[int]:
-        """The prompt, and what was sampled."""
+        """Tokens of the prompt, and sampled tokens."""
         return self.context.tokens
 
     @property
     def computed(self) -> int:
-        """How many of the tokens are in the KV cache; the last one is wanted for its logits."""
+        """Number of tokens in the KV cache; never the last one, whose logits are wanted."""
         context = self.context
         return min(len(context.sequence.tokens), len(context.tokens) - 1)  # asked 8 times a step
 
     @property
     def underway(self) -> Underway | None:
-        """Rows that rest between two layers, unless the context has become another one."""
+        """Parked rows of the prompt; None if there are none, or the context has changed since."""
         passage = self._passage
         if passage is None or not passage.continues(self.context.sequence):
             return None
@@ -165,7 +165,7 @@ class Request:
 
     @property
     def sequence(self) -> Sequence:
-        """What it has in the KV cache, rows that rest between two layers among it."""
+        """Sequence in the KV cache, with parked rows at its end."""
         passage = self._passage
         return self.context.sequence if passage is None else passage.growth
 
@@ -176,7 +176,7 @@ class Request:
 
     @property
     def salt(self) -> str:
-        """Of its prefixes in the KV cache."""
+        """Salt of the prefixes in the KV cache."""
         return self.context.salt
 
     @property
@@ -189,14 +189,14 @@ class Request:
         """Whether it waits for its reader."""
         return len(self.pieces) >= _MOST_UNREAD
 
-    # what the loop does with it
+    # for the loop
 
     def begin(self) -> None:
         """Take over the longest cached prefix, at the beginning and after a preemption.
 
         Raises:
             OptionError, ContextOverflowError: see `Context.check_prompt`.
-            CacheFullError: what was given back does not fit any more.
+            CacheFullError: there is no longer room for what was given back.
         """
         self.context.take_back()
         self._make_room()
@@ -209,16 +209,16 @@ class Request:
         self._stats.begun(self.context.cached)
 
     def preempt(self) -> None:
-        """Give the blocks back until it is begun again."""
+        """Give the blocks back until the request is begun again."""
         self._stats.preempted += 1
         self._drop_passage()
         self.context.give_back()
 
     def end(self) -> bool:
-        """End it if no token may follow; whether that was so.
+        """End the answer if no token may follow; returns whether it has ended.
 
         Raises:
-            OptionError: its session has become another one, or is answering somebody else.
+            OptionError: the session has changed, or is answering another request.
         """
         if self.context.changes != self._changes:
             raise OptionError("the session was changed while it answered")
@@ -230,18 +230,17 @@ class Request:
         return reason is not None
 
     def stop_now(self) -> bool:
-        """Whether nobody needs the end of a step."""
+        """Whether the result of a step is no longer needed."""
         return self.withdrawn or self._end_reason() in ("cancelled", "time")
 
     def span(self, rows: int, *, alone: bool, layers: Layers | None = None) -> Span:
-        """The next `rows` tokens, and with them a draft where no other request is in the step.
+        """Return the next `rows` tokens, with a draft where no other request is in the step.
 
         Args:
-            layers: of a prompt, those that they go through; None: all.
+            layers: layers that rows of a prompt go through; None: all.
 
         Raises:
-            CacheFullError: a full context has no room to move up, or there is none for rows that
-                rest between layers.
+            CacheFullError: there is no room to shift a full context, or for parked rows.
         """
         self._make_room()
         computed, end = self.computed, len(self.tokens)
@@ -259,12 +258,12 @@ class Request:
         return Span(self.context.sequence, [*tokens, *draft], int(last) + len(draft), candidates)
 
     def take(self, rows: Rows, *, decoded: bool, alone: bool, seconds: float) -> None:
-        """Go on with what a step computed of the request's span.
+        """Take the results of a step for the request's span, and sample from its logits.
 
         Args:
             decoded: whether the span was the token sampled last, and its draft.
             alone: whether no other request was in the step.
-            seconds: what the step took.
+            seconds: seconds that the step took.
         """
         if self._passage is not None:
             if not self._passage.take(rows.hidden):
@@ -291,11 +290,11 @@ class Request:
         self.context.forget(self._speculation.settle())
 
     def computed_states(self, rows: Rows) -> None:
-        """Use the states of rows that have passed the last layer; an answer needs no states."""
+        """Use the hidden states of rows that have passed the last layer; an answer needs none."""
 
     def leave(self) -> None:
-        """Give back what is not needed when the loop has done with it; what nobody has read of an
-        answer is no part of its session."""
+        """Give back what is not needed when the loop has done with the request; unread tokens of a
+        withdrawn answer are no part of its session."""
         context = self.context
         self._drop_passage()
         if self.withdrawn:
@@ -308,23 +307,23 @@ class Request:
             context.close_now()
 
     def fail(self, error: Exception) -> None:
-        """End it with an exception for the caller."""
+        """End the answer with an exception for the caller."""
         self.error = error
         self.finished = True
 
     def _drop_passage(self) -> None:
-        """Begin again with rows that rest between two layers, if it goes on at all."""
+        """Drop parked rows, if any; they are computed again if the request goes on."""
         if self._passage is not None:
             self._passage.drop()
             self._passage = None
 
     def _disclaim(self) -> None:
-        """Let the session answer somebody else."""
+        """Let the session answer another request."""
         if self.context.answering is self:
             self.context.answering = None
 
     def _finish(self, reason: FinishReason) -> None:
-        """End it with the text that was held back."""
+        """End the answer with a last piece of the text that was held back."""
         self._put(Piece(self._answer.rest(), finish_reason=reason))
 
     def _report(self, count: int) -> None:
@@ -338,24 +337,24 @@ class Request:
                 self._progress(report)
 
     def _make_room(self) -> None:
-        """Go on in a full context, if that was asked for."""
+        """Shift a full context, if the options ask for it."""
         full = len(self.tokens) > self._engine.ctx_size
         if full and self._options.context_policy == "shift":
             self._stats.dropped += self.context.make_room(self._options.keep)
 
     def _room(self) -> int:
-        """Tokens that may come after the last one."""
+        """Return the number of tokens that may come after the last one."""
         in_context = self._engine.ctx_size - len(self.tokens)
         limit = self._options.max_tokens
         return in_context if limit is None else min(in_context, limit - len(self._answer.sampled))
 
     def _candidates(self) -> int:
-        """How many of the best logits will do, for it and for those that begin where it ends."""
+        """Return the number of best logits that suffice for the request and its forks; 0: all."""
         needed = [each._answer.best_needed for each in (self, *self.forks)]
         return max(needed) if all(needed) else 0
 
     def _end_reason(self) -> FinishReason | None:
-        """Why the answer is over before its next token, if it is."""
+        """Return why the answer is over before its next token; None if it is not."""
         if self._cancel is not None and self._cancel.is_set():
             return "cancelled"
         if time.perf_counter() >= self._deadline:
@@ -370,7 +369,7 @@ class Request:
         return "length" if full or none else self._answer.limit()
 
     def _sample(self, logits: Logits) -> None:
-        """Draw a token, and put its piece there; and another one if it was the last."""
+        """Draw a token and append its piece, and a last piece if no token may follow."""
         reason = self._end_reason()
         if reason is not None:
             return self._finish(reason)

@@ -1,4 +1,4 @@
-"""Several answers to one prompt, which is computed once, piece by piece."""
+"""Several answers to one prompt, which is computed once; their pieces come as they are ready."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from edgellm.results import Piece
 
 @dataclass(frozen=True)
 class SamplePieces:
-    """Pieces of one of the answers that are there at once.
+    """Pieces of one answer that are there at once.
 
     Attributes:
-        sample: which answer, from 0.
-        pieces: at least one.
+        sample: number of the answer, from 0.
+        pieces: the pieces, at least one.
     """
 
     sample: int
@@ -41,17 +41,17 @@ def sample_pieces(
     salt: str = "",
     shown_special: Collection[int] = (),
 ) -> Pending[Progress | SamplePieces]:
-    """Answer a prompt `n` times; reports of its prefill come between.
+    """Answer a prompt `n` times; reports of its prefill come between the pieces.
 
     Args:
-        options: of all answers; with a seed, answer i has the seed that is larger by i.
-        logit_filters: one for each answer.
+        options: options of all answers; with a seed, answer i has the seed that is larger by i.
+        logit_filters: one filter for each answer.
         salt: see `Context`.
         shown_special: see `TextStream`.
 
     Raises:
         OptionError, ContextOverflowError: see `Request.check`.
-        Exception: what the work of one of the answers raised; the others end with it.
+        Exception: the work of one of the answers raised it; the others end with it.
     """
     yield WORKING
     requests = forked_requests(
@@ -99,8 +99,7 @@ def forked_requests(
     salt: str = "",
     shown_special: Collection[int] = (),
 ) -> list[Request]:
-    """Requests for `n` answers to a prompt; the first one is to be submitted, and the others begin
-    where it has been computed.
+    """Return requests for `n` answers; the first is to be submitted, and the others fork from it.
 
     Raises:
         OptionError, ContextOverflowError: see `Request.check`.

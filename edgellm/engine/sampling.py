@@ -14,12 +14,12 @@ from edgellm.generation_options import GenerationOptions
 from edgellm.kernels.sampling import MOST_CANDIDATES, top_k
 
 Floats = NDArray[np.float32]
-# Of a logarithm, for roundings on the way to a probability.
+# Tolerance of a logarithm, for roundings on the way to a probability.
 _SLACK = 1e-3
 
 
 class Sampler:
-    """Draws tokens for one answer."""
+    """Sampler of one answer's tokens."""
 
     def __init__(self, options: GenerationOptions) -> None:
         self._options = options
@@ -37,17 +37,17 @@ class Sampler:
         ids: NDArray[np.intp] | None = None,
         banned: Sequence[int] = (),
     ) -> int:
-        """The next token.
+        """Sample the next token.
 
         Args:
-            logits: `[V]` float32; left as it is.
-            tokens: everything so far, for the penalties.
-            ids: the tokens that `logits` are of, ascending, if not of all; see `best_needed`.
+            logits: `[V]` float32, or those of `ids`; left as they are.
+            tokens: all tokens so far, for the penalties.
+            ids: tokens that `logits` belong to, ascending; None: all; see `best_needed`.
             banned: tokens that are not taken.
 
         Raises:
             NumericError: the logits are not finite.
-            OptionError: nothing is left to choose.
+            OptionError: no token is left to choose.
         """
         options = self._options
         place = int(logits.argmax())
@@ -73,7 +73,7 @@ class Sampler:
         return place if ids is None else int(ids[place])
 
     def _draw(self, scores: Floats) -> int:
-        """The place of one that is drawn."""
+        """Draw a token; returns its place in `scores`."""
         options = self._options
         if options.top_k:
             places = top_k(scores, options.top_k)
@@ -92,19 +92,19 @@ class Sampler:
 
 
 def _by_score(scores: Floats, *, min_p: float) -> NDArray[np.intp]:
-    """Places from the highest score on, without most of those that `min_p` would leave out."""
+    """Return places from the highest score on, without most of those that `min_p` leaves out."""
     least = scores.max() + np.float32(math.log(min_p) - _SLACK if min_p else -math.inf)
     places = np.flatnonzero(scores >= least)
     return places[top_k(scores[places], 0)]
 
 
 def best_needed(options: GenerationOptions, *, ends: int) -> int:
-    """How many of the best logits lead to the same token as all of them; 0: no few do.
+    """Return the number of best logits that lead to the same token as all; 0: all are needed.
 
-    Some do if nothing but lowering some of them is done: then as many as are needed are left.
+    A few suffice if scores are lowered and never raised: then as many as are needed are left.
 
     Args:
-        ends: tokens that may be banned.
+        ends: number of tokens that may be banned.
     """
     raising = min(options.repeat_penalty - 1, options.presence_penalty, options.frequency_penalty)
     needed = 1 if options.temperature == 0 else options.top_k
@@ -119,13 +119,13 @@ def best_needed(options: GenerationOptions, *, ends: int) -> int:
 
 
 def _penalizes(options: GenerationOptions) -> bool:
-    """Whether recent tokens have other scores."""
+    """Whether penalties change the scores of recent tokens."""
     none = (1, 0, 0)
     return none != (options.repeat_penalty, options.presence_penalty, options.frequency_penalty)
 
 
 def apply_penalties(scores: Floats, recent: Sequence[int], options: GenerationOptions) -> None:
-    """Lower the scores `[V]` of recent tokens, in place."""
+    """Apply penalties to the scores `[V]` of recent tokens, in place."""
     if not recent:
         return
     times = Counter(recent)  # 64 tokens: 20 µs less than `np.unique`
@@ -142,7 +142,7 @@ def apply_penalties(scores: Floats, recent: Sequence[int], options: GenerationOp
 
 
 def keep_top_p(probabilities: NDArray[np.float64], p: float) -> NDArray[np.bool_]:
-    """Mask of the shortest head of descending probabilities whose sum reaches `p`."""
+    """Return a mask of the shortest head of descending probabilities whose sum reaches `p`."""
     before = np.cumsum(probabilities) - probabilities
     kept: NDArray[np.bool_] = before < p
     kept[0] = True
@@ -150,7 +150,7 @@ def keep_top_p(probabilities: NDArray[np.float64], p: float) -> NDArray[np.bool_
 
 
 def keep_min_p(probabilities: NDArray[np.float64], p: float) -> NDArray[np.bool_]:
-    """Mask of what is at least `p` times as probable as the first, most probable one."""
+    """Return a mask of tokens at least `p` times as probable as the first, most probable one."""
     kept: NDArray[np.bool_] = probabilities >= p * probabilities[0]
     return kept
 
@@ -162,7 +162,7 @@ def softmax(scores: Floats) -> NDArray[np.float64]:
 
 
 def log_softmax(logits: Floats) -> NDArray[np.float64]:
-    """Log-probabilities in float64, over the last axis."""
+    """Return log-probabilities in float64, over the last axis."""
     shifted = logits.astype(np.float64)
     shifted -= shifted.max(axis=-1, keepdims=True)
     result: NDArray[np.float64] = shifted - np.log(np.exp(shifted).sum(axis=-1, keepdims=True))
@@ -176,7 +176,7 @@ def _recent(tokens: Sequence[int], count: int) -> Sequence[int]:
 
 
 def _places(tokens: Sequence[int], ids: NDArray[np.intp] | None) -> Sequence[int]:
-    """Where tokens are among the ascending `ids`, those that are; None stands for all tokens."""
+    """Return the places of tokens in the ascending `ids`, without missing ones; None: all ids."""
     if ids is None or not tokens:
         return tokens
     wanted = np.asarray(tokens)

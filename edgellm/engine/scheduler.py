@@ -1,4 +1,4 @@
-"""Which rows of which requests the next step computes. Pure Python; knows no model and no cache."""
+"""Choice of the rows that the next step computes. Pure Python; knows no model and no cache."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ _NO_BOUNDS = StepBudget(math.inf, 1, sys.maxsize)
 
 
 class Scheduler(Generic[RequestT]):
-    """Chooses each step's rows: decodes first, then prompts in the order of the policy.
+    """Scheduler of each step's rows: decodes first, then prompts in the order of the policy.
 
-    Where requests have several owners, whoever was served the least goes first, whatever the
-    policy, which orders those of one owner.
+    Of several owners of requests, the one that was served the least goes first, whatever the
+    policy, which orders the requests of one owner.
 
-    A request waits until there is room for its whole prompt, is then running, and leaves when it
-    is removed, or goes back to waiting when it is preempted or makes way for another one. No choice
-    changes an answer.
+    A request waits until there is room for its whole prompt, and then runs until it is removed. It
+    goes back to waiting when it is preempted or makes way for another one. No choice changes an
+    answer.
 
     Args:
-        policy: order and bounds.
-        costs: predicts what a step takes.
-        block_size: tokens of a KV block; prefixes are shared in whole ones.
+        policy: order of prompts, and bounds of a step.
+        costs: predictor of a step's time.
+        block_size: tokens of a KV block; prefixes are shared in whole blocks.
     """
 
     def __init__(
@@ -44,29 +44,29 @@ class Scheduler(Generic[RequestT]):
 
     @property
     def counts(self) -> SchedulerCounts:
-        """What has happened so far."""
+        """Counts of rows, steps and requests so far."""
         return self._admission.counts
 
     @property
     def running(self) -> KeysView[RequestT]:
-        """Admitted requests, the last one admitted last."""
+        """Running requests, in the order of their admission."""
         return self._admission.running.keys()
 
     @property
     def waiting(self) -> KeysView[RequestT]:
-        """Those that are not; who goes first is the policy's choice."""
+        """Waiting requests; the policy chooses which goes first."""
         return self._admission.waiting.keys()
 
     @property
     def wants_room(self) -> bool:
-        """Whether somebody waits for the place of somebody else."""
+        """Whether a request waits for the place or the blocks of another one."""
         admission = self._admission
         if admission.refused is not None:
             return True
         return admission.full and any(not request.paused for request in admission.waiting)
 
     def add(self, request: RequestT) -> None:
-        """Let a request wait for its admission."""
+        """Add a request, which waits for its admission."""
         self._admission.add(request)
 
     def remove(self, request: RequestT) -> None:
@@ -74,12 +74,12 @@ class Scheduler(Generic[RequestT]):
         self._admission.remove(request)
 
     def start_again(self) -> None:
-        """Forget all requests, but not what was counted."""
+        """Forget all requests, but not the counts."""
         before = self._admission
         self._admission = Admission(max_running=self.policy.max_running, before=before)
 
     def next(self, admit: Callable[[RequestT], bool]) -> list[Share[RequestT]]:
-        """What to compute now; empty if there is nothing, or no room for who is first in line.
+        """Return the shares to compute now; empty if there are none, or the first finds no room.
 
         Args:
             admit: reserves blocks for all tokens of a request, after a match of its prefix, which
@@ -97,7 +97,7 @@ class Scheduler(Generic[RequestT]):
         return shares
 
     def next_prompt(self, admit: Callable[[RequestT], bool]) -> Share[RequestT] | None:
-        """All that is left of the prompt that is first in line, for a device of its own.
+        """Return all that is left of the prompt first in line, for a device of its own; None: none.
 
         Args:
             admit: see `next`.
@@ -107,22 +107,22 @@ class Scheduler(Generic[RequestT]):
         return shares[0] if shares else None
 
     def preempt(self, *, but: RequestT | None = None) -> RequestT | None:
-        """The newest running request of the lowest priority goes back to the front of the line.
+        """Send the newest running request of the lowest priority back to the front of the line.
 
-        Of several owners it is one of who was served the most. One whose reader is slow goes before
-        all others, and one that waits and has blocks before all that run. The caller frees its
-        blocks. None if there is only one left.
+        Of several owners, the one that was served the most loses a request. A request whose reader
+        is slow goes before all others, and one that waits and has blocks before all that run. The
+        caller frees its blocks. None if there is only one left.
 
         Args:
-            but: another one than this.
+            but: request that keeps its blocks.
         """
         return self._admission.preempt(but=but)
 
     def make_way(self) -> RequestT | None:
-        """A running request goes back to waiting for one that waits; None if there is no need.
+        """Send a running request back to waiting for one that waits; None if there is no need.
 
-        The place is taken from who has the most places, for an owner that has fewer, and the least
-        served of all. Where all places are taken, it is also taken for a prompt that has waited a
+        The owner with the most places loses one to the least served of all, if that has at least
+        two fewer. Where all places are taken, one is also taken for a prompt that has waited a
         quantum, from a request that has run as long. The caller frees its blocks.
         """
         admission = self._admission
@@ -133,18 +133,18 @@ class Scheduler(Generic[RequestT]):
         return admission.make_way(line, quantum=self.policy.quantum) if line else None
 
     def done(self, shares: Sequence[Share[RequestT]], seconds: float) -> None:
-        """Learn from a step that has run; shares that were dropped before it are left out."""
+        """Learn the seconds of a step that has run `shares`; dropped shares are left out."""
         self.costs.learn(self.count(shares), seconds)
 
     def passed(self, share: Share[RequestT], seconds: float) -> None:
-        """Learn from rows that have passed a group of layers: all layers take as much longer."""
+        """Learn the seconds of rows in a group of layers, in proportion for all layers."""
         layers = share.layers
         assert layers is not None
         self.count([share])
         self.costs.learn(share.load, seconds * layers.all / (layers.end - layers.first))
 
     def count(self, shares: Sequence[Share[RequestT]]) -> StepLoad:
-        """Count what was computed, and give its load; of a group of layers a part of the rows."""
+        """Count computed rows, a part of them for a group of layers; returns the load of all."""
         load, served = StepLoad(), Counter[str]()
         for share in shares:
             load = load.plus(share.rows, share.start)
@@ -158,7 +158,7 @@ class Scheduler(Generic[RequestT]):
         return load
 
     def _prompts(self) -> list[Entry[RequestT]]:
-        """Those that may have rows of prompts now."""
+        """Return the entries that may have rows of prompts now."""
         admission = self._admission
         entries = [e for e in admission.running.values() if not e.request.decoding]
         if not admission.full:
@@ -183,7 +183,7 @@ class Scheduler(Generic[RequestT]):
         )
 
     def _decodes(self) -> list[Share[RequestT]]:
-        """One share for each request that decodes; of too many for those that waited longest."""
+        """Return shares of the requests that decode; of too many, those that waited longest."""
         running = self._admission.running.values()
         ready = [e for e in running if e.request.decoding and not e.request.paused and e.left > 0]
         if len(ready) > self.policy.max_decodes:

@@ -10,16 +10,16 @@ from edgellm.kernels.sampling import Logits
 
 
 class Speculation:
-    """Keeps the logits after each token of a draft until the sampled tokens are known.
+    """Drafts of an answer, with the logits after their tokens until the sampled tokens are known.
 
-    A row has the same bits however many come with it, so whatever is sampled from it is what would
-    have been sampled without drafts: greedy text is the same, and so is sampled text of a seed.
+    A row has the same bits however many come with it, so sampling from it gives the same token as
+    without drafts: greedy text is the same, and so is sampled text of a seed.
 
     Args:
-        most: tokens, the last ones, that drafts are looked up in; 0 drafts nothing.
+        most: number of last tokens that drafts are looked up in; 0: no drafts.
 
     Attributes:
-        drafted, accepted: tokens so far.
+        drafted, accepted: number of draft tokens so far, and of accepted ones.
     """
 
     def __init__(self, most: int) -> None:
@@ -33,26 +33,26 @@ class Speculation:
         self.drafted = self.accepted = 0
 
     def draft(self, room: int, tokens: SequenceOf[int]) -> list[int]:
-        """Tokens to compute together with the one that was sampled last; at most `room`.
+        """Draft at most `room` tokens to compute together with the token sampled last.
 
         Args:
-            tokens: the prompt, and what was sampled.
+            tokens: tokens of the prompt, and sampled tokens.
         """
         self._draft = self._guess(room, tokens)
         return self._draft
 
     def computed(self, logits: SequenceOf[Logits], *, seconds: float | None) -> None:
-        """The logits after each token of the draft, if there was one.
+        """Keep the logits after each token of the draft, if there was one.
 
         Args:
-            seconds: what the step took; None if others were in it.
+            seconds: seconds that the step took; None if other requests were in it.
         """
         self._seconds, self._hits = seconds, 0
         self._ahead.extend(zip(self._draft[: len(logits)], logits, strict=True))
         self.drafted += len(logits)
 
     def after(self, token: int) -> Logits | None:
-        """The logits after a token that was sampled, if the draft had it."""
+        """Return the logits after a sampled token; None if the draft did not have it."""
         if self._lookup is not None:
             self._lookup.add(token)
         if not self._ahead or self._ahead[0][0] != token:
@@ -67,13 +67,13 @@ class Speculation:
         count = min(self._policy.length(), room)
         if count < 1:
             return []
-        # 277 bytes and 0.9 µs a token: only for one that is alone, and not for all of a long one
+        # 277 bytes and 0.9 µs a token: only for a lone request, and only for its last tokens
         if self._lookup is None or len(self._lookup) > 2 * self._most:
             self._lookup = PromptLookup(tokens[-self._most :])
         return self._lookup.draft(count)
 
     def settle(self) -> int:
-        """End with a step: how many tokens at the end of the sequence did not come true."""
+        """End a step's draft; returns the number of rejected tokens at the sequence's end."""
         wrong, self._draft = len(self._ahead), []
         self._ahead.clear()
         if self._seconds is not None:

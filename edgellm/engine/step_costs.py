@@ -1,4 +1,4 @@
-"""What a step of many sequences will take: a law of few parts, learnt while the engine runs."""
+"""Predicted time of a step of many sequences: a law of few parts, learnt while the engine runs."""
 
 from __future__ import annotations
 
@@ -13,26 +13,26 @@ _KNEE = 16
 # a span (its row of logits), 1,000 positions that rows attend to. 100 ms hold 64 rows and a decode.
 _FIRST_GUESS = (4e-3, 1.43e-3, 1.43e-3, 0.5e-3, 0.5e-3)
 _PARTS = range(len(_FIRST_GUESS))
-# A step says this much less with each later step that resembles it: some 30 count.
+# Factor on a step's weight with each later step that resembles it: some 30 count.
 _FORGETTING = 0.97
-# How little the first guess is worth beside a measured step (a variance).
+# Variance of the first guess, beside a measured step.
 _DOUBT = 100.0
-# So many steps in a row, each so many times slower (or faster) than predicted, are no hiccup:
+# `_STEPS_OFF` steps in a row, each `_OFF` times slower (or faster) than predicted, are no hiccup:
 # something has changed, and little of what is known holds.
 _OFF, _STEPS_OFF = 1.5, 4
-# A step that was as many times faster than predicted only halves all that is predicted.
+# A step that was this many times faster than predicted only halves all predictions.
 _TOO_FAST = 4.0
-# Less was not measured: a clock was too coarse.
+# Seconds of the shortest step that counts as measured: for less, the clock was too coarse.
 _SHORTEST = 1e-8
 
 
 class StepLoad(NamedTuple):
-    """What the time of a step follows from.
+    """Load of a step, which its time is predicted from.
 
     Attributes:
-        rows: tokens of all spans.
-        positions: over all rows, the sum of the tokens that lie before.
-        spans: sequences that have rows in the step.
+        rows: number of tokens of all spans.
+        positions: sum, over all rows, of the tokens before each.
+        spans: number of sequences that have rows in the step.
     """
 
     rows: int = 0
@@ -40,40 +40,40 @@ class StepLoad(NamedTuple):
     spans: int = 0
 
     def plus(self, rows: int, position: int) -> StepLoad:
-        """With a span of `rows` from `position` on."""
+        """Return the load with a span of `rows` from `position` on."""
         positions = self.positions + rows * position + rows * (rows - 1) // 2
         return StepLoad(self.rows + rows, positions, self.spans + 1)
 
 
 class StepCosts:
-    """Predicts the seconds of a step, and learns from each that was run.
+    """Predictor of a step's seconds, which learns from each step that was run.
 
     Seconds are a sum of five parts, each a slope that is never negative: the call, rows up to a
     knee, rows beyond it, spans, positions. They are fitted by recursive least squares of relative
     errors. As an error is taken relative to what was measured, a step that took ten times as long
-    weighs no more than one that was 10 % off, and one that was fast is believed. Only what
-    resembles the new step is forgotten (directional forgetting): thousands of decode steps leave
+    weighs no more than one that was 10 % off, and one that was fast is believed. Only knowledge of
+    steps like the new one is forgotten (directional forgetting): thousands of decode steps leave
     untouched what is known of prompts.
     """
 
     def __init__(self, *, row_multiple: int = 1) -> None:
-        """`row_multiple`: a step computes a multiple of so many rows, padding among them."""
+        """`row_multiple`: steps compute a multiple of this many rows, padding included."""
         self._row_multiple = row_multiple
         self._weights = [1.0] * len(_FIRST_GUESS)  # multiples of the first guess
         self._covariance = _no_knowledge()
-        self._steps_off = 0  # in a row; negative: that were faster
+        self._steps_off = 0  # in a row; negative: faster than predicted
 
     def seconds(self, load: StepLoad) -> float:
-        """What a step would take."""
+        """Return the predicted seconds of a step."""
         return _dot(self._weights, _parts(load)) if load.rows else 0.0
 
     def rows_within(self, seconds: float, position: int, *, beside: StepLoad, limit: int) -> int:
-        """Rows, at most `limit`, of one more span from `position` on that keep a step in `seconds`.
+        """Return the rows, at most `limit`, of a span at `position` that keep a step in `seconds`.
 
-        As near to it as rows without padding come.
+        They are rounded to the nearest number that needs no padding.
 
         Args:
-            beside: what the step computes anyway.
+            beside: load of what the step computes anyway.
         """
         fitting = self._fitting(seconds, position, beside=beside, limit=limit)
         whole = nearest_multiple(beside.rows + fitting, self._row_multiple)
@@ -92,7 +92,7 @@ class StepCosts:
         return fitting
 
     def learn(self, load: StepLoad, seconds: float) -> None:
-        """Take in what a step took; a time that no clock can have measured is left out."""
+        """Learn the seconds of a step; a time that no clock can have measured is left out."""
         if load.rows < 1 or not _SHORTEST < seconds < math.inf:
             return
         parts = [part / seconds for part in _parts(load)]
@@ -109,7 +109,7 @@ class StepCosts:
         self._narrow(spread, doubt)
 
     def _move(self, spread: Sequence[float], gain: float, parts: Sequence[float]) -> None:
-        """To weights that fit a step better; what those at 0 cannot give, all others do."""
+        """Move the weights to fit a step better; what weights at 0 cannot give, all others do."""
         moved = [weight + gain * s for weight, s in zip(self._weights, spread, strict=True)]
         if min(moved) >= 0:
             self._weights = moved
@@ -126,12 +126,12 @@ class StepCosts:
         return abs(self._steps_off) >= _STEPS_OFF
 
     def _start_again(self, factor: float) -> None:
-        """The machine is so many times slower, as far as is known now; what follows shows it."""
+        """Scale predictions by `factor`, as the machine has changed; later steps count more."""
         self._weights = [weight * factor for weight in self._weights]
         self._covariance, self._steps_off = _no_knowledge(), 0
 
     def _narrow(self, spread: list[float], doubt: float) -> None:
-        """Less doubt in the direction of a step, and what was known of it before is forgotten."""
+        """Reduce the doubt in the direction of a step, and forget what was known of it before."""
         factor = (_FORGETTING - (1 - _FORGETTING) / doubt) / (_FORGETTING * (1 + doubt))
         for i in _PARTS:
             row, scaled = self._covariance[i], factor * spread[i]
@@ -140,12 +140,12 @@ class StepCosts:
 
 
 def nearest_multiple(rows: int, of: int) -> int:
-    """Of two that are equally near, the larger."""
+    """Return the multiple of `of` nearest to `rows`; of two equally near, the larger."""
     return (rows + of // 2) // of * of
 
 
 def _parts(load: StepLoad) -> tuple[float, float, float, float, float]:
-    """Seconds of each part by the first guess."""
+    """Return the seconds of each part by the first guess."""
     call, few, many, span, positions = _FIRST_GUESS
     rows = load.rows
     return (

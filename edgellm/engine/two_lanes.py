@@ -20,10 +20,10 @@ from edgellm.options import EngineOptions
 
 
 class TwoLaneBatcher(Batcher):
-    """A `Batcher` whose steps decode; rows of prompts go through a lane of their own meanwhile.
+    """A `Batcher` whose steps decode, while rows of prompts go through the prefill lane.
 
-    A step takes over what the lane has ended, gives it the next rows, and decodes. A prompt is cut
-    into the same chunks whatever the load, and its chunks hold no rows of others.
+    A step takes over the rows of a job that has ended, gives the lane the next rows, and decodes. A
+    prompt is cut into the same chunks whatever the load, and its chunks hold no rows of others.
     """
 
     def __init__(
@@ -73,20 +73,20 @@ class TwoLaneBatcher(Batcher):
         shares = super()._next()
         if self._lane.free and self._pace.may_prefill(decodes=bool(shares)):
             self._prefill_next()
-        # what taking over costs is no part of decode alone
+        # the time of taking over is no part of decode alone
         self._beside = job is not None or self._lane.busy
-        # to make room for a prompt, the newest may have lost its place
+        # to make room for a prompt, the newest request may have lost its place
         return [share for share in shares if share.request in self._scheduler.running]
 
     def _take_over(self, job: PrefillJob) -> None:
-        """Go on with what the lane has computed, where that is still wanted."""
+        """Attach the rows that the lane has computed, where they are still wanted."""
         sequence = job.growth.land()
         if job.obsolete:
             return sequence.close()
         request, start = job.request, job.growth.start
         request.context.take_over(sequence)
         if job.error is not None:
-            # one that was stopped a moment ago ends as such with the next step
+            # a request that was stopped a moment ago ends as such with the next step
             return None if request.stop_now() else self._fail(request, job.error)
         assert job.rows is not None
         plan = self._chunks.plan(len(job.span.tokens), start)
@@ -100,7 +100,7 @@ class TwoLaneBatcher(Batcher):
         """Give the lane rows of the prompt that is first in line."""
         share = self._scheduler.next_prompt(self._admit)
         self._fail_refused()
-        # one that was preempted may be back with all that it had
+        # a request that was preempted may be back with all that it had
         while share is not None and share.request.decoding:
             share = self._scheduler.next_prompt(self._admit)
             self._fail_refused()
@@ -125,7 +125,7 @@ class TwoLaneBatcher(Batcher):
         return left
 
     def _learn(self, done: Sequence[Share[Request]], seconds: float) -> None:
-        """From the whole step: what is taken over and begun costs decode time as well."""
+        """Learn the whole step's time: taking over and beginning rows costs decode time as well."""
         load = self._scheduler.count(done)
         seconds = time.perf_counter() - self._start
         if self._beside:
