@@ -15,8 +15,8 @@ import edgellm
 REFERENCE = Path(__file__).parent.parent.parent / "docs" / "python-api.md"
 _HEAD = """# Python API
 
-All that `import edgellm` gives, written by `python tests/helpers/make_api_reference.py`. The page on
-[Python](python.md) shows how it is used.
+All that `import edgellm` gives, written by `python tests/helpers/make_api_reference.py`. How it is
+used is in [Python](python.md).
 """
 # Their fields are those of the dataclass of the same name.
 _SKIPPED = {"EngineArguments", "GenerationArguments", "ToolArguments"}
