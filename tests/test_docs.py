@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import make_api_reference
 import pytest
 
 from edgellm.backends.selection import select
@@ -24,6 +25,13 @@ def fenced(mark: str) -> str:
     return found[1]
 
 
+def fenced_output(mark: str) -> str:
+    """The block behind a marked one."""
+    found = re.search(rf"<!-- {mark} -->\n```\w+\n.*?```\n\n```\n(.*?)```", README, re.DOTALL)
+    assert found, f"README has no output behind {mark}"
+    return found[1]
+
+
 @pytest.mark.usefixtures("smollm2")
 def test_python_example() -> None:
     found = subprocess.run(
@@ -35,6 +43,7 @@ def test_python_example() -> None:
     assert found.returncode == 0, found.stderr
     assert "Paris" in found.stdout
     assert f"{{'{select(EngineOptions()).prefill}':" in found.stdout
+    assert found.stdout.splitlines()[:2] == fenced_output("python example").splitlines()[:2]
 
 
 def test_hints_name_packages() -> None:
@@ -52,3 +61,19 @@ def test_hints_name_packages() -> None:
 def test_every_command_is_named() -> None:
     for name in COMMANDS:
         assert re.search(rf"edgellm (?:[a-z]+ \| )*{name}\b", README), name
+
+
+def test_the_python_reference_is_what_docstrings_say() -> None:
+    """If not: python tests/helpers/make_api_reference.py"""
+    assert make_api_reference.REFERENCE.read_text() == make_api_reference.reference()
+
+
+def test_links_lead_to_files() -> None:
+    pages = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md")]
+    broken = [
+        f"{page.name}: {target}"
+        for page in pages
+        for target in re.findall(r"\]\(([\w./-]+?)(?:#[\w-]*)?\)", page.read_text(encoding="utf-8"))
+        if not (page.parent / target).exists()
+    ]
+    assert broken == []
