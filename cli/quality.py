@@ -53,7 +53,7 @@ def quality(
     through: str,
     as_json: bool,
 ) -> None:
-    """What rounding costs MODEL: how far what runs is from float32 on the file's own weights.
+    """Measure what rounding costs MODEL: its distance from float32 on the file's own weights.
 
     Perplexity of both, the Kullback-Leibler divergence of float32's next token to that of what
     runs, and how often both find the same one likeliest. It needs the model file that MODEL was

@@ -69,23 +69,23 @@ def serve_options(command: Command) -> Command:
         help="A web page that may call the server, as https://app.example; may be repeated.",
     )  # fmt: skip
     @_field("max_waiting", "Requests that may wait for their first token; more get 503.")
-    @_field("max_waiting_tokens", "Tokens of their prompts, likewise.")
-    @_field("max_tokens", "Of an answer, at most.  [default: the context]")
+    @_field("max_waiting_tokens", "Prompt tokens that may wait.")
+    @_field("max_tokens", "Tokens of an answer at most.  [default: the context]")
     @_field("max_n", "Answers to one prompt.")
-    @_field("time_limit_ms", "For an answer, from when it is asked for.")
-    @_field("max_body_bytes", "Of a request.")
-    @_field("read_timeout_s", "In which a request has to be there.")
-    @_field("write_timeout_s", "In which a client has to read on.")
-    @_field("heartbeat_s", "Between comments in streams that have nothing to say.")
-    @_field("grace_s", "For answers to end, after the first Ctrl-C or SIGTERM.")
+    @_field("time_limit_ms", "Time of an answer, from the arrival of its request.")
+    @_field("max_body_bytes", "Size of a request at most.")
+    @_field("read_timeout_s", "Time in which a request has to arrive.")
+    @_field("write_timeout_s", "Time in which a client has to read on.")
+    @_field("heartbeat_s", "Time between comments in streams that have nothing to say.")
+    @_field("grace_s", "Time for answers to end, after the first Ctrl-C or SIGTERM.")
     @click.option(
         "--memory-limit-mib", type=int,
-        help="Of all loaded models, as estimated.  [default: what is available]",
+        help="Memory of all loaded models, as estimated.  [default: what is available]",
     )  # fmt: skip
     @click.option(
-        "--idle-unload-s", type=float, help="Unload models that nobody asked for so long."
+        "--idle-unload-s", type=float, help="Unload models that had no request for so long."
     )
-    @_field("pooling", "What is the embedding of a text: of its tokens' states.")
+    @_field("pooling", "Pooling of a text's token states into its embedding.")
     @_field("metrics", "GET /metrics.")
     @click.option(
         "--log-requests", is_flag=True,

@@ -273,6 +273,24 @@ def test_files_and_functions_stay_small() -> None:
     assert not large, "\n".join(large)
 
 
+def test_docstrings_say_what_they_are_about() -> None:
+    """A verb or a noun comes first: not a question word, and no riddle in place of a subject."""
+    openers = re.compile(
+        r"(What|Who|Whose|Whom|Of|Those|That|This|These|So (?:many|much|long)|As|Likewise|It|How|"
+        r"Ones?|Where|When|Nobody|Somebody|Whoever|Whatever|They|There|Neither|Nothing|Also)\b"
+    )
+    words = re.compile(r"\b(nobody|somebody|whoever|likewise|any more)\b", re.IGNORECASE)
+    wrong = []
+    for path in (path for folder in FOLDERS for path in python_files(folder)):
+        text = path.read_text(encoding="utf-8")
+        wrong += [f"{path}: {found}" for found in words.findall(text)]
+        for node in ast.walk(ast.parse(text)):
+            if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+                docstring = ast.get_docstring(node) or ""
+                wrong += [f"{path}: {docstring[:60]}"] if openers.match(docstring) else []
+    assert not wrong, "\n".join(wrong)
+
+
 def test_one_file_of_the_tests_knows_what_the_engine_keeps_private() -> None:
     private = re.compile(r"\b_(batcher|changes|scheduler|live|submitted)\b")
     seam = ROOT / "tests" / "helpers" / "inspection.py"

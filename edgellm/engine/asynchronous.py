@@ -25,7 +25,7 @@ T = TypeVar("T")
 
 
 async def driven(engine: Engine, pending: Pending[T]) -> AsyncGenerator[T, None]:
-    """What there is to have.
+    """Iterate the items of `pending` in an event loop; the pump's thread makes the steps.
 
     When it is cancelled or closed, its requests are withdrawn before that ends.
     """
@@ -54,7 +54,7 @@ async def driven(engine: Engine, pending: Pending[T]) -> AsyncGenerator[T, None]
 
 async def _news(pump: Pump, reader: Reader, requests: Sequence[Request]) -> None:
     """Wait until one of the requests has something."""
-    import asyncio  # 30 ms, which nobody else needs
+    import asyncio  # 30 ms, for asyncio alone
 
     event_loop = asyncio.get_running_loop()
     future: asyncio.Future[None] = event_loop.create_future()
@@ -95,5 +95,5 @@ async def _in_thread(function: Callable[[], T]) -> T:
             cancelled = error
     if cancelled is None:
         return future.result()
-    future.exception()  # which nobody asks for any more
+    future.exception()  # taken, so that asyncio does not log it
     raise cancelled

@@ -5,7 +5,7 @@ from __future__ import annotations
 import queue
 from collections.abc import Callable
 
-# Seconds after which a thread looks by itself: whoever was to wake it may have been interrupted.
+# Seconds after which a thread looks by itself: the one that was to wake it may be interrupted.
 _PATIENCE = 0.5
 
 _Waiter = queue.SimpleQueue[None]  # waits and wakes in C: an interrupt leaves nothing half done
@@ -21,13 +21,13 @@ class Bell:
         self._waiting: dict[_Waiter, Callable[[], bool]] = {}
 
     def wait(self, has_news: Callable[[], bool], *, busy: Callable[[], bool]) -> None:
-        """Wait for `ring`, unless there is news or nobody is busy any more, so that none will come.
+        """Wait for `ring`, unless there is news or no thread is busy, so that none will come.
 
         Args:
             has_news: whether this thread need not wait longer; others ask as well.
         """
         waiter = _Waiter()
-        # before the question: who rings either finds it there, or was not busy any more
+        # before the question: a thread that rings either finds it there, or is no longer busy
         self._waiting[waiter] = has_news
         woken = False
         try:
@@ -42,7 +42,7 @@ class Bell:
                 self.ring()
 
     def ring(self) -> None:
-        """After a change that others may wait for; by whoever is not busy any more."""
+        """Wake threads after a change that they may wait for; called by a thread that is done."""
         if not self._waiting:
             return
         nobody_steps = True

@@ -1,7 +1,7 @@
 """The loop: all answers that are on their way, and the threads that wait for them.
 
-Whoever waits for a piece steps, and what a step computes is for all. No thread is started but that
-of a policy that has prompts computed elsewhere meanwhile (`prefill_lane.py`).
+A thread that waits for a piece makes a step, which is for all. No thread is started but that of a
+policy that has prompts computed elsewhere meanwhile (`prefill_lane.py`).
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ class Loop:
 
     @property
     def counts(self) -> SchedulerCounts:
-        """What was computed so far."""
+        """Counters of the scheduler since the model was loaded."""
         return self._batcher.counts
 
     def drive(self, pending: Pending[T]) -> Iterator[T]:
-        """What there is to have, with a step wherever it waits for one."""
+        """Iterate the items of `pending`, making a step wherever it waits for one."""
         try:
             for item in pending:
                 if isinstance(item, Waiting):
@@ -82,7 +82,7 @@ class Loop:
         self._batcher.submit(request)
 
     def withdraw(self, request: Request) -> None:
-        """Nobody reads a request any more; from anywhere, also the garbage collector."""
+        """Forget a request that has no reader. Safe from any thread and from `__del__`."""
         if request.withdraw():
             self._cache.soon(partial(self._batcher.leave, request))
 
@@ -124,7 +124,7 @@ class Loop:
         )
 
     def _step(self, has_news: Callable[[], bool]) -> None:
-        """Step, for whoever has the lock."""
+        """Make a step, in the thread that has the lock."""
         try:
             with self._cache.change():
                 if not has_news():

@@ -17,7 +17,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Waiting:
-    """Nothing is there before one of the requests has news, which takes a step."""
+    """An item that waits for news of one of the requests, which takes a step."""
 
     requests: Sequence[Request]
 

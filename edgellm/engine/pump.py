@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from edgellm.engine.loop import Loop, have_news
 from edgellm.engine.request import Request
 
-# Called in the pump's thread, with an error that was nobody's own.
+# Called in the pump's thread, with an error that is no request's own.
 Wake = Callable[[BaseException | None], None]
 
 
@@ -20,7 +20,7 @@ class Reader:
 
     Attributes:
         requests: those that are on their way.
-        wake: called once when there are news; None: nobody waits.
+        wake: called once when there are news; None: the reader does not wait.
         error: one that came while the reader did not wait.
     """
 
@@ -41,13 +41,13 @@ class Reader:
             request.withdraw()
 
     def withdraw_if_dead(self) -> None:
-        """`withdraw` where the thread that would read is no more: nobody will."""
+        """`withdraw` where the thread that would read has ended."""
         if not self._thread.is_alive():
             self.withdraw()
 
 
 class Pump:
-    """The thread of one engine; there is none while nobody waits or reads."""
+    """The thread of one engine; there is none while no reader waits."""
 
     def __init__(self, loop: Loop) -> None:
         self._loop = loop
@@ -59,7 +59,7 @@ class Pump:
         """Step for requests until they are finished, and wake their reader when there are news.
 
         Returns:
-            False if there are some already; nobody is woken then.
+            False if there are some already; the reader is not woken then.
         """
         with self._lock:
             error, reader.error = reader.error, None
