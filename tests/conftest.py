@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 from profiles import load_profile
 from requirements import unavailable
@@ -59,13 +60,19 @@ load_profile()
 
 # What is downloaded once and kept, under the user's EDGELLM_HOME.
 _KEPT = ("models", "clients")
+# A folder's name, behind which the number of the process follows.
+_HOME = "edgellm-tests-"
 
 
 def pytest_configure(config: pytest.Config) -> None:
     """Give the tests a home of their own, whose bundles go with it; workers share it."""
     if hasattr(config, "workerinput"):
         return
-    kept, own = home(), Path(tempfile.mkdtemp(prefix="edgellm-tests-"))
+    for left in Path(tempfile.gettempdir()).glob(f"{_HOME}*-*"):  # by a run that was killed
+        process = left.name.removeprefix(_HOME).partition("-")[0]
+        if process.isdigit() and not psutil.pid_exists(int(process)):
+            shutil.rmtree(left, ignore_errors=True)
+    kept, own = home(), Path(tempfile.mkdtemp(prefix=f"{_HOME}{os.getpid()}-"))
     for name in _KEPT:
         (kept / name).mkdir(parents=True, exist_ok=True)
         (own / name).symlink_to(kept / name, target_is_directory=True)

@@ -17,7 +17,7 @@ from edgellm.text.template_traits import TemplateTraits, probe_traits
 from edgellm.text.tool_format import AnswerFormat
 from edgellm.text.tool_probe import find_answer_format
 
-MAX_TEMPLATE_CHARACTERS = 1 << 17
+MAX_TEMPLATE_CHARACTERS = 1 << 16
 MAX_OUTPUT_CHARACTERS = 1 << 24
 # Names that `template_arguments` must not have.
 _RESERVED = frozenset(
