@@ -69,7 +69,7 @@ def serve_options(command: Command) -> Command:
         help="A web page that may call the server, as https://app.example; may be repeated.",
     )  # fmt: skip
     @_field("max_waiting", "Requests that may wait for their first token; more get 503.")
-    @_field("max_waiting_tokens", "Prompt tokens that may wait.")
+    @_field("max_waiting_tokens", "Prompt tokens that may wait; a request beyond them gets 503.")
     @_field("max_tokens", "Tokens of an answer at most.  [default: the context]")
     @_field("max_n", "Answers to one prompt.")
     @_field("time_limit_ms", "Time of an answer, from the arrival of its request.")
@@ -83,7 +83,9 @@ def serve_options(command: Command) -> Command:
         help="Memory of all loaded models, as estimated.  [default: what is available]",
     )  # fmt: skip
     @click.option(
-        "--idle-unload-s", type=float, help="Unload models that had no request for so long."
+        "--idle-unload-s",
+        type=float,
+        help="Seconds without a request, after which a model is unloaded.",
     )
     @_field("pooling", "Pooling of a text's token states into its embedding.")
     @_field("metrics", "GET /metrics.")

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 import zipfile
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
@@ -61,7 +62,7 @@ load_profile()
 # What is downloaded once and kept, under the user's EDGELLM_HOME.
 _KEPT = ("models", "clients")
 # A folder's name, behind which the number of the process follows.
-_HOME = "edgellm-tests-"
+_HOME, _DAY_S = "edgellm-tests-", 86_400
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -70,7 +71,8 @@ def pytest_configure(config: pytest.Config) -> None:
         return
     for left in Path(tempfile.gettempdir()).glob(f"{_HOME}*-*"):  # by a run that was killed
         process = left.name.removeprefix(_HOME).partition("-")[0]
-        if process.isdigit() and not psutil.pid_exists(int(process)):
+        old = time.time() - left.stat().st_mtime > _DAY_S  # not another container's
+        if old and process.isdigit() and not psutil.pid_exists(int(process)):
             shutil.rmtree(left, ignore_errors=True)
     kept, own = home(), Path(tempfile.mkdtemp(prefix=f"{_HOME}{os.getpid()}-"))
     for name in _KEPT:

@@ -274,7 +274,7 @@ def test_files_and_functions_stay_small() -> None:
 
 
 def test_docstrings_say_what_they_are_about() -> None:
-    """A verb or a noun comes first: not a question word, and no riddle in place of a subject."""
+    """None begins with a question word or a pronoun in the place of its subject."""
     openers = re.compile(
         r"(What|Who|Whose|Whom|Of|Those|That|This|These|So (?:many|much|long)|As|Likewise|It|How|"
         r"Ones?|Where|When|Nobody|Somebody|Whoever|Whatever|They|There|Neither|Nothing|Also)\b"

@@ -10,6 +10,7 @@ from pathlib import Path
 import make_api_reference
 import pytest
 
+from edgellm.backends.registry import NATIVE
 from edgellm.backends.selection import select
 from edgellm.cli.main import COMMANDS
 from edgellm.options import EngineOptions
@@ -43,7 +44,8 @@ def test_python_example() -> None:
     assert found.returncode == 0, found.stderr
     assert "Paris" in found.stdout
     assert f"{{'{select(EngineOptions()).prefill}':" in found.stdout
-    assert found.stdout.splitlines()[:2] == fenced_output("python example").splitlines()[:2]
+    if select(EngineOptions()).prefill == NATIVE:  # other arithmetic may find other words
+        assert found.stdout == fenced_output("python example")
 
 
 def test_hints_name_packages() -> None:
@@ -65,11 +67,13 @@ def test_every_command_is_named() -> None:
 
 def test_the_python_reference_is_what_docstrings_say() -> None:
     """If not: python tests/helpers/make_api_reference.py"""
-    assert make_api_reference.REFERENCE.read_text() == make_api_reference.reference()
+    assert (
+        make_api_reference.REFERENCE.read_text(encoding="utf-8") == make_api_reference.reference()
+    )
 
 
 def test_links_lead_to_files() -> None:
-    pages = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md")]
+    pages = [*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")]
     broken = [
         f"{page.name}: {target}"
         for page in pages

@@ -20,7 +20,7 @@ _log = logging.getLogger(__name__)
 class WriteBehind:
     """A block store that takes blocks at once, and writes them to a slower store later.
 
-    Its methods are called under the cache's lock. The thread exists while blocks wait, and the end
+    Its other methods than `wait` are called under the cache's lock. The thread exists while blocks wait, and the end
     of the process waits for it.
 
     Args:
@@ -41,8 +41,12 @@ class WriteBehind:
         self._size = 0
 
     def wait(self) -> None:
-        """Wait until all blocks that waited at the call are written."""
-        thread = self._thread
+        """Wait until all blocks that waited at the call are written, or given up.
+
+        May be called from any thread.
+        """
+        with self._lock:
+            thread = self._thread
         if thread is not None and self._process == os.getpid():
             thread.join()
 
@@ -84,8 +88,9 @@ class WriteBehind:
         with self._lock:
             self._batches.append((names, blocks))
             if self._thread is None:
-                self._thread = threading.Thread(target=self._run, name="edgellm-kv-cache")
-                self._thread.start()
+                thread = threading.Thread(target=self._run, name="edgellm-kv-cache")
+                thread.start()
+                self._thread = thread
 
     def _run(self) -> None:
         while True:

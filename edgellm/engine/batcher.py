@@ -44,7 +44,7 @@ class Work:
 class Batcher:
     """Requests from their submission until they leave, computed in steps.
 
-    All but `submit`, `counts` and `resting` needs the cache's lock. An exception of a request's own
+    All but `submit`, `counts` and `resting` need the cache's lock. An exception of a request's own
     work is the request's, in whichever thread the step runs. Other exceptions end a step in the
     middle, and so does an interrupt anywhere: the next step begins all requests again.
     """

@@ -16,12 +16,12 @@ Wake = Callable[[BaseException | None], None]
 
 
 class Reader:
-    """Someone who waits for news of requests.
+    """The end of a stream that waits for news of requests.
 
     Attributes:
-        requests: those that are on their way.
-        wake: called once when there are news; None: the reader does not wait.
-        error: one that came while the reader did not wait.
+        requests: requests on their way.
+        wake: called once when there is news; None: the reader does not wait.
+        error: error that came while the reader did not wait.
     """
 
     def __init__(self) -> None:
@@ -32,11 +32,11 @@ class Reader:
 
     @property
     def done(self) -> bool:
-        """Whether no step brings it anything."""
+        """Whether no step brings the reader anything."""
         return all(r.finished or r.withdrawn or r.paused for r in self.requests)
 
     def withdraw(self) -> None:
-        """Want no more; the step that is on its way ends early, and the next one forgets them."""
+        """Withdraw its requests: a running step ends early, and the next one forgets them."""
         for request in self.requests:
             request.withdraw()
 

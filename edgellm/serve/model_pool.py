@@ -334,9 +334,7 @@ class ModelPool:
     def _unload(self, slot: _Slot) -> None:
         if slot.llm is not None:
             _log.info("unloading %s", slot.model.id)
-            # closing waits for the disk, so it runs in the thread that loads models
-            self._threads.submit(slot.llm.close)
-            slot.llm = None
+            slot.llm = None  # not closed: that would wait for the disk
         slot.keep_s = None
 
     def keep(self, name: str | None, seconds: float | None) -> None:

@@ -18,8 +18,8 @@ _HEAD = """# Python API
 All that `import edgellm` gives, written by `python tests/helpers/make_api_reference.py`. How it is
 used is in [Python](python.md).
 """
-# Their fields are those of the dataclass of the same name.
-_SKIPPED = {"EngineArguments", "GenerationArguments", "ToolArguments"}
+# Their fields are those of `EngineOptions` and `GenerationOptions`.
+_SKIPPED = {"EngineArguments", "GenerationArguments"}
 
 
 def text_of(thing: Any) -> str:
@@ -46,18 +46,20 @@ def signature_of(name: str, function: Any) -> str:
     names = [
         str(p).split(":")[0].split("=")[0].strip() if p.kind is not p.KEYWORD_ONLY else f"{p.name}="
         for p in signature.parameters.values()
-        if p.name != "self"
+        if p.name not in ("self", "cls")
     ]
     return f"{name}({', '.join(names)})"
 
 
 def of_class(name: str, kind: type) -> list[str]:
     parts = [f"## {name}", text_of(kind)]
-    if dataclasses.is_dataclass(kind):
-        listed = "*Attributes*" in parts[-1]
-        fields = [f"`{field.name}`" for field in dataclasses.fields(kind)]
-        parts += [] if listed else ["*Fields*: " + ", ".join(fields)]
+    fields = kind.__dict__.get("__annotations__", {})
+    if fields:
+        lines = [f"{name}: {_typed(kind, name, hint)}" for name, hint in fields.items()]
+        parts.append("\n".join(["```python", *lines, "```"]))
     for member, value in inspect.getmembers_static(kind):
+        if isinstance(value, classmethod | staticmethod):
+            value = value.__func__
         if member.startswith("_"):
             continue
         if isinstance(value, property) and value.__doc__:
@@ -65,6 +67,17 @@ def of_class(name: str, kind: type) -> list[str]:
         elif inspect.isfunction(value) and value.__doc__:
             parts += [f"### {signature_of(f'{name}.{member}', value)}", text_of(value)]
     return parts
+
+
+def _typed(kind: type, name: str, hint: object) -> str:
+    """A field's type and default."""
+    default = (
+        {f.name: f.default for f in dataclasses.fields(kind)}
+        if dataclasses.is_dataclass(kind)
+        else {}
+    )
+    value = default.get(name, dataclasses.MISSING)
+    return f"{hint}" if value is dataclasses.MISSING else f"{hint} = {value!r}"
 
 
 def reference() -> str:
@@ -78,6 +91,8 @@ def reference() -> str:
             parts += of_class(name, thing)
         elif inspect.isfunction(thing):
             parts += [f"## {signature_of(name, thing)}", text_of(thing)]
+        else:  # the name of a type
+            parts += [f"## {name}", f"`{thing}`".replace("typing.", "")]
     return "\n\n".join([*parts, errors[0], "\n".join(errors[1:])]) + "\n"
 
 

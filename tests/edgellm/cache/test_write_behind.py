@@ -135,16 +135,20 @@ def test_answers_do_not_wait_for_a_disk_that_hangs(
 def test_a_closed_model_has_written_its_blocks(
     tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    closing, write = threading.Event(), DiskCache.write
+    waiting, write, wait = threading.Event(), DiskCache.write, WriteBehind.wait
 
     def late(disk: DiskCache, name: bytes, data: bytes) -> bool:
-        assert closing.wait(CEILING_S)
+        assert waiting.wait(CEILING_S)
         return write(disk, name, data)
 
+    def watched(behind: WriteBehind) -> None:
+        waiting.set()
+        wait(behind)
+
     monkeypatch.setattr(DiskCache, "write", late)
+    monkeypatch.setattr(WriteBehind, "wait", watched)
     llm = load(str(tiny_model), kv_cache_dir=tmp_path)
     llm.generate(range(3, 200), max_tokens=3)
     assert not list(tmp_path.glob("*.kv"))
-    closing.set()
     llm.close()
     assert len(list(tmp_path.glob("*.kv"))) == 1
