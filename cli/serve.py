@@ -85,7 +85,7 @@ def serve_options(command: Command) -> Command:
     @click.option(
         "--idle-unload-s",
         type=float,
-        help="Seconds without a request, after which a model is unloaded.",
+        help="Time without a request until a model is unloaded.",
     )
     @_field("pooling", "Pooling of a text's token states into its embedding.")
     @_field("metrics", "GET /metrics.")

@@ -26,7 +26,7 @@ _DAMPING = 0.01
 def quantize_channels_for(
     weight: NDArray[np.float32], moments: NDArray[np.float32]
 ) -> tuple[NDArray[np.int8], NDArray[np.float32]]:
-    """Round a weight as `quantize_channels` does, to the same scales, for inputs with second moments `moments`.
+    """Round a weight as `quantize_channels` does, to the same scales, for inputs of known moments.
 
     Args:
         weight: `[N, K]`.

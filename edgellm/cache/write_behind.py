@@ -20,8 +20,8 @@ _log = logging.getLogger(__name__)
 class WriteBehind:
     """A block store that takes blocks at once, and writes them to a slower store later.
 
-    Its other methods than `wait` are called under the cache's lock. The thread exists while blocks wait, and the end
-    of the process waits for it.
+    All methods but `wait` are called under the cache's lock. The thread exists while blocks wait,
+    and the end of the process waits for it.
 
     Args:
         store: the slower store, which is read from while the thread writes to it.

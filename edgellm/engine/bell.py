@@ -12,7 +12,7 @@ _Waiter = queue.SimpleQueue[None]  # waits and wakes in C: an interrupt leaves n
 
 
 class Bell:
-    """Waking of threads: all that have what they waited for, and one of the others, which steps next.
+    """Waking of threads: all that have news, and one of the others, which steps next.
 
     To wake them all would be a crowd of threads at each step, of which one can go on.
     """

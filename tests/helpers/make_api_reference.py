@@ -19,7 +19,7 @@ All that `import edgellm` gives, written by `python tests/helpers/make_api_refer
 used is in [Python](python.md).
 """
 # Their fields are those of `EngineOptions` and `GenerationOptions`.
-_SKIPPED = {"EngineArguments", "GenerationArguments"}
+_SKIPPED = {"EngineArguments", "GenerationArguments", "__version__"}
 
 
 def text_of(thing: Any) -> str:
@@ -53,10 +53,10 @@ def signature_of(name: str, function: Any) -> str:
 
 def of_class(name: str, kind: type) -> list[str]:
     parts = [f"## {name}", text_of(kind)]
-    fields = kind.__dict__.get("__annotations__", {})
+    fields = inspect.get_annotations(kind)
     if fields:
         lines = [f"{name}: {_typed(kind, name, hint)}" for name, hint in fields.items()]
-        parts.append("\n".join(["```python", *lines, "```"]))
+        parts.append("\n".join(["```text", *lines, "```"]))
     for member, value in inspect.getmembers_static(kind):
         if isinstance(value, classmethod | staticmethod):
             value = value.__func__
@@ -71,12 +71,9 @@ def of_class(name: str, kind: type) -> list[str]:
 
 def _typed(kind: type, name: str, hint: object) -> str:
     """A field's type and default."""
-    default = (
-        {f.name: f.default for f in dataclasses.fields(kind)}
-        if dataclasses.is_dataclass(kind)
-        else {}
-    )
-    value = default.get(name, dataclasses.MISSING)
+    listed = dataclasses.fields(kind) if dataclasses.is_dataclass(kind) else ()
+    value = {field.name: field.default for field in listed}.get(name, dataclasses.MISSING)
+    hint = getattr(hint, "__forward_arg__", hint)
     return f"{hint}" if value is dataclasses.MISSING else f"{hint} = {value!r}"
 
 
