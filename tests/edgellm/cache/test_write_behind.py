@@ -93,6 +93,7 @@ def test_no_more_waits_than_memory_has_room_for(monkeypatch: pytest.MonkeyPatch)
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="forks")
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_a_process_that_is_forked_meanwhile_writes_its_own() -> None:
     slow = Slow()
     behind = WriteBehind(slow)
