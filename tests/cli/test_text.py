@@ -18,6 +18,7 @@ from edgellm.cli.output import report, write
 from edgellm.cli.streams import encode_everything
 from edgellm.cli.text import json_line, process_escapes
 from edgellm.errors import OptionError
+from edgellm.kernels.native import library
 
 Cli = Callable[..., subprocess.CompletedProcess[str]]
 STATS = Stats(0.0, 1, 0, 0.0, 1, 0.0, 0, {}, "int8", "native", 0)
@@ -64,7 +65,8 @@ def test_messages_do_not_command_the_terminal(cli: Cli, tmp_path: Path) -> None:
 def test_bundles_do_not_command_the_terminal(cli: Cli, tiny_model: Path, tmp_path: Path) -> None:
     bundle = tmp_path / "home" / "bundles" / "tiny"
     env = {"EDGELLM_HOME": str(tmp_path / "home")}
-    export = ("export", str(tiny_model), "-o", str(bundle), "--precisions", "packed")
+    precisions = "packed" if library() is not None else "packed,int4,w8a8,f32"
+    export = ("export", str(tiny_model), "-o", str(bundle), "--precisions", precisions)
     assert cli(*export, env=env).returncode == 0
     manifest = bundle / "manifest.json"
     values = {**json.loads(manifest.read_text()), "name": TITLE, "source": f"{TITLE}\n{TITLE}"}

@@ -10,9 +10,11 @@ from typing import Any
 import pytest
 
 from edgellm import Completion, OptionError, Progress
+from edgellm.backends.selection import select
 from edgellm.llm import LLM, load
 from edgellm.measure.benchmark import bench
 from edgellm.measure.perplexity import perplexity
+from edgellm.options import EngineOptions
 
 LONG = "a b c d e f g h " * 50
 Caller = Callable[..., Completion]
@@ -29,7 +31,9 @@ def test_everything_that_takes_time_tells_it_the_same_way(
     news: list[Progress] = []
     llm = load(str(tiny_model), progress=news.append)
     exporting = {progress.label.partition(":")[0] for progress in news}
-    assert exporting == {"exporting packed"}
+    precisions = select(EngineOptions()).precisions(llm.engine.bundle.config)
+    rounded = {"computing in float32", "comparing w8a8"} if "w8a8" in precisions else set()
+    assert exporting == {f"exporting {precision}" for precision in precisions} | rounded
     assert {progress.unit for progress in news} == {"steps"}
     for expected, act in {
         "prefill": lambda: llm.generate(LONG, max_tokens=1, progress=news.append),

@@ -33,7 +33,9 @@ FOUND = Profile(STEPS, {50: [2.0, 1.0, 2.0]}, {50: [2.0, 3.0, 2.0]}, 100, {1: 0.
 def bundle_path(
     export_static: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory
 ) -> Path:
-    return export_static(tmp_path_factory.mktemp("plan") / "bundle", precisions=("f32", "packed"))
+    portable = () if library() is not None else ("int4", "w8a8")
+    out = tmp_path_factory.mktemp("plan") / "bundle"
+    return export_static(out, precisions=("f32", "packed", *portable))
 
 
 @pytest.fixture(scope="module")

@@ -13,6 +13,7 @@ import pytest
 
 from edgellm import BundleError, TokenizerError, load
 from edgellm.export import export
+from edgellm.kernels.native import library
 from edgellm.store.bundle import open_bundle
 from edgellm.store.home import sha256_of
 from edgellm.store.manifest import MANIFEST, TOKENIZER
@@ -257,7 +258,10 @@ def test_a_token_without_a_row_is_refused_when_a_text_has_it(
     manifest = json.loads((path / MANIFEST).read_text())
     manifest["files"][TOKENIZER] = {"bytes": file.stat().st_size, "sha256": sha256_of(file)}
     (path / MANIFEST).write_text(json.dumps(manifest))
-    llm = load(str(path))
+    options: dict[str, Any] = (
+        {} if library() is not None else {"prefill": "cpu", "precision": "f32"}
+    )
+    llm = load(str(path), **options)
     assert llm.generate("B", max_tokens=1, ignore_eos=True).stats.generation_tokens == 1
     with pytest.raises(TokenizerError, match=rf"token 'A' has the id {id}.*320 rows"):
         llm.generate("BAB")

@@ -212,8 +212,7 @@ def test_another_config_of_the_same_weights_is_another_cache(
     model, tokens = make_model(), [*range(40, 240)] * 2
 
     def answered() -> tuple[int, Completion]:
-        bundle = tiny(model)
-        with load(str(bundle.path), kv_cache_dir=tmp_path / "kv") as llm, llm.session() as session:
+        with load(str(model), kv_cache_dir=tmp_path / "kv") as llm, llm.session() as session:
             session.append(tokens)
             cached = llm.engine.cache.cached_prefix(tokens)
             answer = session.generate(temperature=0, max_tokens=4, logprobs=1)
