@@ -27,12 +27,14 @@ from tiny_families import save_tokenizer
 
 from edgellm.backends import thread_pool
 from edgellm.backends.int8_support import int8_products_are_exact
+from edgellm.backends.selection import select
 from edgellm.engine.one_sequence import Hooks, compute_prompt
 from edgellm.errors import EdgeLLMError
 from edgellm.export import export
 from edgellm.export.calibrate import CalibrationOptions
 from edgellm.kernels.gpu import device
 from edgellm.llm import LLM, load
+from edgellm.options import EngineOptions
 from edgellm.store.bundle import Bundle
 from edgellm.store.home import home, locked, models_dir, replacing_folder
 from edgellm.store.prepare import prepare
@@ -127,7 +129,8 @@ def smollm2_gguf() -> Path:
 @pytest.fixture(scope="session")
 def smollm2(smollm2_gguf: Path) -> Bundle:
     """The default model's bundle as a user gets it, and its portable decode."""
-    return prepare(DEFAULT_MODEL, precisions=("int4", "packed"))
+    usual = select(EngineOptions()).precisions
+    return prepare(DEFAULT_MODEL, precisions=lambda config: {"int4", "packed", *usual(config)})
 
 
 @pytest.fixture(scope="session")

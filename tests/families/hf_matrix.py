@@ -105,9 +105,7 @@ def judge(name: str, folder: Path, backends: Iterable[str] = ("f32", "C++")) -> 
             packed.append(_error(dequantize(tensor.quantized()), expected))
     logits = errors_of(model, folder, backends)
     if not usable("C++"):  # else it has been exported
-        export(
-            folder, folder / "bundle", name="tiny", source=str(folder), precisions=("packed",)
-        )
+        export(folder, folder / "bundle", name="tiny", source=str(folder), precisions=("packed",))
     summary = ImportSummary.of(open_bundle(folder / "bundle").precision("packed").import_report)
     linear = (taken for storage, taken in summary.taken.items() if storage != "F32")
     kinds = {kind for taken in linear for kind in taken}
