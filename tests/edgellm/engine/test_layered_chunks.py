@@ -79,7 +79,7 @@ def assert_as(found: Sequence[Completion], expected: Sequence[Completion]) -> No
         return
     assert tokens_of(found) == tokens_of(expected)
     for ours, theirs in zip(found, expected, strict=True):
-        np.testing.assert_allclose(ours.logprobs, theirs.logprobs, atol=0.01)
+        np.testing.assert_allclose(ours.logprobs, theirs.logprobs, atol=0.1)  # codes of 8 bits move
 
 
 @pytest.fixture
