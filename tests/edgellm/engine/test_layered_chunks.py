@@ -29,6 +29,7 @@ from edgellm.llm import LLM, load
 SIZE = 32
 PRECISIONS = ("f32", "w8a8", "w8a16-qdq", "w8a8-qdq")
 HOST = "portable" if library() is None else "native"
+needs_native = pytest.mark.skipif(library() is None, reason="needs the native kernels")
 
 
 @pytest.fixture(scope="module")
@@ -97,7 +98,7 @@ def watched(folder: str, monkeypatch: pytest.MonkeyPatch) -> tuple[LLM, Groups]:
     [
         ("f32", {"decode": "chunked", "schedule": "out-of-order"}),
         pytest.param("w8a8", {"decode": "chunked"}, marks=pytest.mark.slow),
-        pytest.param("w8a16-qdq", {"decode": HOST}, marks=pytest.mark.slow),
+        pytest.param("w8a16-qdq", {"decode": HOST}, marks=[pytest.mark.slow, needs_native]),
         pytest.param(
             "w8a16-qdq",
             {"decode": "chunked", "schedule": "out-of-order"},
