@@ -129,10 +129,8 @@ def smollm2_gguf() -> Path:
 @pytest.fixture(scope="session")
 def smollm2(smollm2_gguf: Path) -> Bundle:
     """The default model's bundle as a user gets it, and its portable decode."""
-    chosen = select(EngineOptions())
-    return prepare(
-        DEFAULT_MODEL, precisions=lambda config: {"int4", "packed", *chosen.precisions(config)}
-    )
+    usual = select(EngineOptions()).precisions
+    return prepare(DEFAULT_MODEL, precisions=lambda config: {"int4", "packed", *usual(config)})
 
 
 @pytest.fixture(scope="session")

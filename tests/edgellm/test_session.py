@@ -21,6 +21,7 @@ from edgellm.backends.registry import TRITON
 from edgellm.backends.step_backend import StepBackend
 from edgellm.cache.groups import STEP_ROWS
 from edgellm.engine.one_sequence import Hooks, compute_prompt
+from edgellm.kernels.native import library
 from edgellm.kernels.sampling import Logits
 from edgellm.llm import LLM, load
 
@@ -37,6 +38,13 @@ def llm(request: pytest.FixtureRequest) -> LLM:
 
 def backend(llm: LLM) -> str:
     return llm.engine.prefill.placement.provider
+
+
+def have_cached(llm: LLM, *prompts: str) -> None:
+    """Compute prompts where those that are cached get other bits: without the native kernels."""
+    if library() is None:
+        for text in prompts:
+            llm.generate(text, temperature=0, max_tokens=1)
 
 
 def test_question_is_answered(chosen_llm: LLM) -> None:
@@ -175,7 +183,9 @@ def test_cancel_between_layers_leaves_the_sequence_as_it_was(llm: LLM) -> None:
             return self.asked > 3
 
     sequence = llm.engine.cache.sequence()
-    before = compute_prompt(llm.engine.prefill, [1, 2, 3], sequence)
+    if library() is None:  # numpy adds up one row in another order
+        compute_prompt(llm.engine.prefill, [1, 2], sequence)
+    before = compute_prompt(llm.engine.prefill, [1, 2, 3][len(sequence) :], sequence)
     sequence.truncate(2)
     cancel = Later()
     with pytest.raises(CancelledError, match="between two layers"):
@@ -268,6 +278,7 @@ def test_regenerate_replaces_the_answer(llm: LLM) -> None:
 
 def test_two_sessions_in_two_threads(llm: LLM) -> None:
     prompts = ["The sun is", "My favourite food is"]
+    have_cached(llm, *prompts)
     expected = [llm.generate(p, temperature=0, max_tokens=24).tokens for p in prompts]
     found: list[Any] = [None, None]
 
@@ -346,6 +357,7 @@ def test_answers_that_end_before_they_begin(chosen_llm: LLM) -> None:
 
 def test_log_probabilities_are_those_before_the_filter(chosen_llm: LLM) -> None:
     prompt = "The capital of France is"
+    have_cached(chosen_llm, prompt)
     free = next(chosen_llm.stream(prompt, temperature=0, max_tokens=1, logprobs=3))
     assert free.token is not None
     assert free.top_logprobs is not None

@@ -23,9 +23,10 @@ import numpy as np
 from hf_formats import FORMATS, LIBRARIES
 from hf_golden import CASES, array, write_tensors
 from hf_weights import write_safetensors
-from matrix import errors_of, replace_table
+from matrix import errors_of, replace_table, usable
 from tiny_families import make, save_tokenizer
 
+from edgellm.export import export
 from edgellm.graphs.checkpoint import open_checkpoint
 from edgellm.graphs.hf_quantization.registry import quantization_of
 from edgellm.graphs.safetensors_folder import SafetensorsFolder
@@ -103,6 +104,8 @@ def judge(name: str, folder: Path, backends: Iterable[str] = ("f32", "C++")) -> 
         if tensor.quantized is not None:
             packed.append(_error(dequantize(tensor.quantized()), expected))
     logits = errors_of(model, folder, backends)
+    if not usable("C++"):  # else it has been exported
+        export(folder, folder / "bundle", name="tiny", source=str(folder), precisions=("packed",))
     summary = ImportSummary.of(open_bundle(folder / "bundle").precision("packed").import_report)
     linear = (taken for storage, taken in summary.taken.items() if storage != "F32")
     kinds = {kind for taken in linear for kind in taken}

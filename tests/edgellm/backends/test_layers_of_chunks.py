@@ -21,6 +21,7 @@ from edgellm.errors import CancelledError
 from edgellm.export import export
 from edgellm.export.calibrate import CalibrationOptions
 from edgellm.kernels.kv_blocks import BLOCK
+from edgellm.kernels.native import library
 from edgellm.kernels.step import LayerGroup
 from edgellm.llm import LLM, load
 from edgellm.store.precision_support import STATIC
@@ -28,6 +29,7 @@ from edgellm.store.precision_support import STATIC
 SIZE, LAYERS = 32, 6
 # Where rows rest; each layer by itself among them.
 CUTS = [(3,), (1, 2, 5), (1, 2, 3, 4, 5)]
+needs_native = pytest.mark.skipif(library() is None, reason="needs the native kernels")
 
 
 def prompt(seed: int, length: int) -> list[int]:
@@ -157,8 +159,8 @@ def test_whatever_the_policy(request: pytest.FixtureRequest, path: str, policy: 
 @pytest.mark.parametrize(
     ("decode", "count"),
     [
-        ("native", 300),
-        ("native", 9),
+        pytest.param("native", 300, marks=needs_native),
+        pytest.param("native", 9, marks=needs_native),
         ("portable", 300),
         pytest.param("reference", 300, marks=pytest.mark.slow),
     ],

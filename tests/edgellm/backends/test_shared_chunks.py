@@ -25,6 +25,7 @@ from edgellm.errors import CancelledError
 from edgellm.export import export
 from edgellm.export.calibrate import CalibrationOptions
 from edgellm.export.precisions import PRECISIONS
+from edgellm.kernels.native import library
 from edgellm.llm import LLM, load
 from edgellm.measure.doctor import Check, Examined, examine
 from edgellm.options import EngineOptions
@@ -36,6 +37,9 @@ SIZE = 32
 PROMPTS = [(1, 9), (127, 7), (40, 11)]
 DECODES = [(33, 1), (230, 1)]
 LENGTHS = [*PROMPTS, *DECODES]
+# Of hidden states and of scores where rows are grouped differently: numpy adds up in another order
+# then, which moves codes of the KV cache.
+ROUNDING = (1e-4, 1e-3) if library() is not None else (2e-3, 1e-2)
 needs_qnn = pytest.mark.skipif(
     importlib.util.find_spec("onnxruntime_qnn") is None,
     reason="onnxruntime-qnn is not installed: it has no wheel for this system",
@@ -208,10 +212,10 @@ def test_many_sequences_over_many_chunks_are_as_alone(
     for i, (length, count) in enumerate(lengths):
         sequence = begun(llm, i, length) if length else llm.engine.cache.sequence()
         (expected,) = backend.run([Span(sequence, prompt(100 + i, count), 1)])
-        np.testing.assert_allclose(results[i].hidden, expected.hidden, atol=1e-4)
+        np.testing.assert_allclose(results[i].hidden, expected.hidden, atol=ROUNDING[0])
         assert results[i].places == {"cpu": count}
         (ours,), (theirs,) = results[i].logits, expected.logits
-        np.testing.assert_allclose(ours.scores, theirs.scores, atol=1e-3)
+        np.testing.assert_allclose(ours.scores, theirs.scores, atol=ROUNDING[1])
         sequence.truncate(0)
 
 
@@ -245,7 +249,8 @@ def test_cancelled_in_the_middle_each_sequence_has_whole_chunks(
     for i, rows in enumerate(resumed, 1):
         fresh = begun(llm, i, 20 + 100 * i)
         (expected,) = backend_of(llm).run([Span(fresh, new[i], 1)])
-        np.testing.assert_allclose(rows.logits[0].scores, expected.logits[0].scores, atol=1e-3)
+        ours, theirs = rows.logits[0].scores, expected.logits[0].scores
+        np.testing.assert_allclose(ours, theirs, atol=ROUNDING[1])
         fresh.truncate(0)
     for sequence in sequences:
         sequence.truncate(0)
