@@ -127,12 +127,12 @@ class HubModel:
         models = _gguf_models(names)
         if self.file is None:
             tag = re.compile(rf"(?<![a-z0-9]){re.escape(self.tag or '')}(?![a-z0-9_])", re.I)
-            found = [name for name in models if tag.search(name)]
+            matching = [name for name in models if tag.search(name)]
         else:
-            found = [self.file] if self.file in names and self.file.endswith(".gguf") else []
-        if len(found) == 1:
-            return [part.as_posix() for part in parts_of(Path(found[0]))]
-        problem = f"stands for {', '.join(found)}" if found else "is no GGUF file of it"
+            matching = [self.file] if self.file in names and self.file.endswith(".gguf") else []
+        if len(matching) == 1:
+            return [part.as_posix() for part in parts_of(Path(matching[0]))]
+        problem = f"stands for {', '.join(matching)}" if matching else "is no GGUF file of it"
         raise SourceError(f"{self.spec}: {self.file or self.tag} {problem}; {self._listed(models)}")
 
     def _no_checkpoint(self, names: Sequence[str]) -> SourceError:
