@@ -64,7 +64,9 @@ class _Commands(click.Group):
             command = self.get_command(ctx, ctx.invoked_subcommand or "")
             message = str(error) if command is None else in_flags(str(error), command)
             say(message)
-            return 2 if isinstance(error, OptionError) else 1
+            code = 2 if isinstance(error, OptionError) else 1
+            # a library that is interrupted in C gives another exception, which became this error
+            return INTERRUPTED if ctx.obj.is_set() else code
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         with formatter.section("Commands"):
@@ -98,7 +100,9 @@ def run_command(arguments: list[str] | None, *, interrupted: threading.Event) ->
         interrupted: event of `note_interrupts`, set by Ctrl-C.
     """
     try:
-        result = edgellm.main(arguments, standalone_mode=False, prog_name="edgellm")
+        result = edgellm.main(
+            arguments, standalone_mode=False, prog_name="edgellm", obj=interrupted
+        )
         sys.stdout.flush()
         return result if isinstance(result, int) else 0
     except click.exceptions.Exit as error:
@@ -118,7 +122,7 @@ def run_command(arguments: list[str] | None, *, interrupted: threading.Event) ->
         else:
             say(str(error))
         discard_output()
-        return 1
+        return INTERRUPTED if interrupted.is_set() else 1
     except Exception:
         if not interrupted.is_set():
             raise

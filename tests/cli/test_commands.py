@@ -16,6 +16,7 @@ import pytest
 
 from edgellm.backends.selection import select
 from edgellm.cli.main import run_command
+from edgellm.errors import ProviderError
 from edgellm.options import EngineOptions
 from edgellm.store.bundle import Bundle, open_bundle
 
@@ -361,6 +362,22 @@ def test_an_idle_pipe_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
         arguments = ["run", str(tmp_path), "-p", "a"]  # an empty folder
         assert run_command(arguments, interrupted=threading.Event()) == 1
     assert "waiting for the end of standard input" in said[0]
+
+
+@pytest.mark.parametrize(
+    "error",
+    [ProviderError("qnn does not load: interrupted"), OSError("interrupted"), ValueError("broken")],
+)
+def test_an_error_that_ctrl_c_became(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Libraries that are interrupted in C raise errors of their own."""
+
+    def load(*_: object, **__: object) -> None:
+        raise error
+
+    monkeypatch.setattr("edgellm.cli.plan.load", load)
+    interrupted = threading.Event()
+    interrupted.set()
+    assert run_command(["plan", "10"], interrupted=interrupted) == 130
 
 
 @pytest.mark.parametrize(

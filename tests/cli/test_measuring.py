@@ -83,6 +83,6 @@ def test_an_interrupt_ends_the_command(
     with Terminal(command, folder=tmp_path) as terminal:
         terminal.wait_for(lambda: len(terminal.raw) > 0)  # progress, or a first result
         terminal.send(CTRL_C)
-        assert terminal.exit_code() == 130
+        assert terminal.exit_code() == 130, terminal.text
         assert "Traceback" not in terminal.text
     assert list(bundle.rglob(".partial*")) == []

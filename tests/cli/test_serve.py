@@ -4,16 +4,23 @@ from __future__ import annotations
 
 import re
 import subprocess
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from click.testing import CliRunner
+from click.testing import CliRunner, Result
 
 from edgellm import Progress
 from edgellm.cli.main import edgellm
 from edgellm.cli.progress import progress_bar
+
+
+def _serve(*arguments: str) -> Result:
+    return CliRunner().invoke(
+        edgellm, ["serve", *arguments], standalone_mode=False, obj=threading.Event()
+    )
 
 
 @pytest.mark.parametrize(
@@ -31,7 +38,7 @@ from edgellm.cli.progress import progress_bar
     ],
 )
 def test_wrong_options(arguments: tuple[str, ...], message: str) -> None:
-    result = CliRunner().invoke(edgellm, ["serve", *arguments], standalone_mode=False)
+    result = _serve(*arguments)
     assert message in result.output
     assert result.return_value == 2  # the exit code
 
@@ -39,7 +46,7 @@ def test_wrong_options(arguments: tuple[str, ...], message: str) -> None:
 @pytest.mark.parametrize("second", ["no-such-model", "b=no-such-model", "pypi:a", "hf:a"])
 def test_a_second_model_that_cannot_be(second: str) -> None:
     """Before anything is loaded."""
-    result = CliRunner().invoke(edgellm, ["serve", "hf:a/first", second], standalone_mode=False)
+    result = _serve("hf:a/first", second)
     assert f"{second.removeprefix('b=')}: no" in result.output
     assert result.return_value == 1
 
@@ -47,9 +54,7 @@ def test_a_second_model_that_cannot_be(second: str) -> None:
 def test_a_file_without_keys(tmp_path: Path) -> None:
     keys = tmp_path / "keys"
     keys.write_text("\n  \n")
-    result = CliRunner().invoke(
-        edgellm, ["serve", "--api-key-file", str(keys)], standalone_mode=False
-    )
+    result = _serve("--api-key-file", str(keys))
     assert "there is no key in it" in result.output
 
 
