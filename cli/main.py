@@ -64,9 +64,7 @@ class _Commands(click.Group):
             command = self.get_command(ctx, ctx.invoked_subcommand or "")
             message = str(error) if command is None else in_flags(str(error), command)
             say(message)
-            code = 2 if isinstance(error, OptionError) else 1
-            # a library that is interrupted in C gives another exception, which became this error
-            return INTERRUPTED if ctx.obj.is_set() else code
+            return 2 if isinstance(error, OptionError) else 1
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         with formatter.section("Commands"):
@@ -100,9 +98,20 @@ def run_command(arguments: list[str] | None, *, interrupted: threading.Event) ->
         interrupted: event of `note_interrupts`, set by Ctrl-C.
     """
     try:
-        result = edgellm.main(
-            arguments, standalone_mode=False, prog_name="edgellm", obj=interrupted
-        )
+        code = _run(arguments)
+    except Exception:
+        if not interrupted.is_set():
+            raise
+        say("interrupted")
+        return INTERRUPTED
+    # a library that is interrupted in C raises an error of its own, which may have been told
+    return INTERRUPTED if code and interrupted.is_set() else code
+
+
+def _run(arguments: list[str] | None) -> int:
+    """Run a command line; tell errors of the user, the library and the system on stderr."""
+    try:
+        result = edgellm.main(arguments, standalone_mode=False, prog_name="edgellm")
         sys.stdout.flush()
         return result if isinstance(result, int) else 0
     except click.exceptions.Exit as error:
@@ -122,12 +131,7 @@ def run_command(arguments: list[str] | None, *, interrupted: threading.Event) ->
         else:
             say(str(error))
         discard_output()
-        return INTERRUPTED if interrupted.is_set() else 1
-    except Exception:
-        if not interrupted.is_set():
-            raise
-        say("interrupted")
-        return INTERRUPTED
+        return 1
 
 
 if __name__ == "__main__":

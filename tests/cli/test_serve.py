@@ -4,23 +4,16 @@ from __future__ import annotations
 
 import re
 import subprocess
-import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from click.testing import CliRunner, Result
+from click.testing import CliRunner
 
 from edgellm import Progress
 from edgellm.cli.main import edgellm
 from edgellm.cli.progress import progress_bar
-
-
-def _serve(*arguments: str) -> Result:
-    return CliRunner().invoke(
-        edgellm, ["serve", *arguments], standalone_mode=False, obj=threading.Event()
-    )
 
 
 @pytest.mark.parametrize(
@@ -38,7 +31,7 @@ def _serve(*arguments: str) -> Result:
     ],
 )
 def test_wrong_options(arguments: tuple[str, ...], message: str) -> None:
-    result = _serve(*arguments)
+    result = CliRunner().invoke(edgellm, ["serve", *arguments], standalone_mode=False)
     assert message in result.output
     assert result.return_value == 2  # the exit code
 
@@ -46,7 +39,7 @@ def test_wrong_options(arguments: tuple[str, ...], message: str) -> None:
 @pytest.mark.parametrize("second", ["no-such-model", "b=no-such-model", "pypi:a", "hf:a"])
 def test_a_second_model_that_cannot_be(second: str) -> None:
     """Before anything is loaded."""
-    result = _serve("hf:a/first", second)
+    result = CliRunner().invoke(edgellm, ["serve", "hf:a/first", second], standalone_mode=False)
     assert f"{second.removeprefix('b=')}: no" in result.output
     assert result.return_value == 1
 
@@ -54,7 +47,9 @@ def test_a_second_model_that_cannot_be(second: str) -> None:
 def test_a_file_without_keys(tmp_path: Path) -> None:
     keys = tmp_path / "keys"
     keys.write_text("\n  \n")
-    result = _serve("--api-key-file", str(keys))
+    result = CliRunner().invoke(
+        edgellm, ["serve", "--api-key-file", str(keys)], standalone_mode=False
+    )
     assert "there is no key in it" in result.output
 
 
