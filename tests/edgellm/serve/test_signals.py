@@ -15,11 +15,12 @@ from typing import Any
 
 import httpx
 import pytest
+from inspection import set_costs
 from serving import LONG, PATH, Running, chat, running, served, start
 from stepping import held
 from waiting import CEILING_S, until
 
-from edgellm.llm import LLM
+from edgellm.llm import LLM, load
 from edgellm.serve import ModelPool, ServeOptions
 
 # More than there is room for between the two: it is on its way until its client reads.
@@ -115,10 +116,12 @@ def test_an_address_that_is_taken(tiny_model: Path) -> None:
 def test_how_many_answers_are_waited_for(tiny: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also those that have no token yet; nothing is said where there are none."""
     counts: list[int] = []
+    llm = load(str(tiny.engine.bundle.path))
+    set_costs(llm, 1e-2)  # not all prompts in one step
 
     def served_once() -> AbstractContextManager[Running]:
-        pool, options = ModelPool([served(tiny)]), ServeOptions(port=0, grace_s=0)
-        return running(pool, tiny, options, stopping=counts.append)
+        pool, options = ModelPool([served(llm)]), ServeOptions(port=0, grace_s=0)
+        return running(pool, llm, options, stopping=counts.append)
 
     with served_once() as server:
         assert server.post(PATH, chat("hi", max_tokens=1)).status_code == 200
@@ -126,7 +129,7 @@ def test_how_many_answers_are_waited_for(tiny: LLM, monkeypatch: pytest.MonkeyPa
     with (
         ThreadPoolExecutor(20) as threads,
         served_once() as server,
-        held(tiny, monkeypatch) as turnstile,
+        held(llm, monkeypatch) as turnstile,
     ):
         for i in range(20):
             threads.submit(server.post, PATH, chat(f"{i} hi", stream=i % 2 > 0, **LONG))
