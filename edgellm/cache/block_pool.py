@@ -104,7 +104,19 @@ class BlockPool:
             block, _ = self._idle.popitem(last=False)
             self._index.remove(self._group, block)
             return block
-        raise CacheFullError(
+        raise self._full()
+
+    def require(self, count: int) -> None:
+        """Check that `allocate` can return `count` blocks.
+
+        Raises:
+            CacheFullError: it cannot.
+        """
+        if self.available < count:
+            raise self._full()
+
+    def _full(self) -> CacheFullError:
+        return CacheFullError(
             f"all {len(self._references)} blocks of {BLOCK} tokens are held by open sessions "
             "and running answers; close sessions that are done, run fewer answers at once, or "
             "load the model with a larger `cache_size` (tokens of all sessions together)"

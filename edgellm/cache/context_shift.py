@@ -48,12 +48,31 @@ class ShiftingTable:
         first = table.store.group.first_block(length)
         return first < -(-keep // BLOCK) and table.first > first
 
-    def move(self, begin: int, end: int, allocate: Callable[[BlockPool], int]) -> None:
-        """Fill the block of the new positions `begin` to `end` (excluded).
+    @staticmethod
+    def needs(table: GroupTable, *, keep: int, discard: int, length: int) -> int:
+        """Return the number of blocks that must be free for the shift to reach its end.
 
-        Raises:
-            CacheFullError: no block is free.
+        Old blocks that no other sequence holds are given back on the way, and used again.
         """
+        pool, ids = table.store.pool, table.ids
+        first, kept = table.store.group.first_block(length), keep // BLOCK
+
+        def freed(begin: int, end: int) -> int:
+            return sum(pool.references(block) == 1 for block in ids[begin:end])
+
+        free = freed(table.first, min(kept, first))
+        needed, done = 0, max(kept, table.first)
+        for begin in range(kept * BLOCK, length, BLOCK):
+            if begin // BLOCK >= first:
+                free -= 1
+                needed = max(needed, -free)
+            moved = (min(begin + BLOCK, length) + discard) // BLOCK
+            free += freed(done, moved)
+            done = max(done, moved)
+        return needed
+
+    def move(self, begin: int, end: int, allocate: Callable[[BlockPool], int]) -> None:
+        """Fill the block of the new positions `begin` to `end` (excluded); see `needs`."""
         table = self._table
         if begin // BLOCK < self._first:
             table.ids.append(self._old[0])

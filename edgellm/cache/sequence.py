@@ -9,10 +9,11 @@ their memory is needed.
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from collections.abc import Sequence as SequenceOf
 from contextlib import contextmanager
-from typing import Protocol
+from functools import partial
+from typing import Protocol, TypeVar
 
 from edgellm.cache.block_pool import BlockPool
 from edgellm.cache.context_shift import ShiftingTable
@@ -20,6 +21,8 @@ from edgellm.cache.group_table import GroupTable
 from edgellm.cache.prefix_index import Match, PrefixIndex, chain
 from edgellm.errors import CacheFullError, ContextOverflowError, OptionError
 from edgellm.kernels.kv_blocks import BLOCK, KVView
+
+T = TypeVar("T")
 
 
 class Store(Protocol):
@@ -221,14 +224,16 @@ class Sequence:
         keeps at most its first `keep` tokens, and the rest is to be computed again.
 
         Raises:
-            CacheFullError: no block is free to move to; the tokens stay that every group has moved
-                by then.
+            CacheFullError: there is no room to move them; nothing has changed.
         """
         inv_freq = self._cache.rope_frequencies
         tokens = self.tokens[:keep] + self.tokens[keep + discard :]
         lacking = (ShiftingTable.lacks_kept(t, keep=keep, length=len(tokens)) for t in self.tables)
         if inv_freq is None or any(lacking):
             return self.truncate(keep)
+        for table in self.tables:
+            needed = ShiftingTable.needs(table, keep=keep, discard=discard, length=len(tokens))
+            self._with_room(partial(table.store.pool.require, needed))
         self.use_host()
         shifting = [
             ShiftingTable(
@@ -244,16 +249,14 @@ class Sequence:
         self.shareable = min(keep, self._shareable)
         self.tokens = tokens[: first * BLOCK]
         del self._names[first + 1 :]
-        try:
-            for begin in range(first * BLOCK, len(tokens), BLOCK):
-                end = min(begin + BLOCK, len(tokens))
-                for table in shifting:
-                    table.move(begin, end, self._allocate)
-                self.tokens.extend(tokens[begin:end])
-        finally:
-            for table in shifting:
-                table.finish()
-            self.truncate(len(self))
+        for begin in range(first * BLOCK, len(tokens), BLOCK):
+            end = min(begin + BLOCK, len(tokens))
+            for each in shifting:
+                each.move(begin, end, self._allocate)
+            self.tokens.extend(tokens[begin:end])
+        for each in shifting:
+            each.finish()
+        self.truncate(len(self))
 
     def close(self) -> None:
         """Give the blocks back; the prefix index finds them until they are overwritten."""
@@ -323,15 +326,19 @@ class Sequence:
         self.shareable = None
 
     def _allocate(self, pool: BlockPool) -> int:
-        """Allocate a block to write to, closing unreachable sequences if the pool is full.
+        """Allocate a block to write to.
 
         Raises:
-            CacheFullError: no block is free all the same.
+            CacheFullError: no block is free.
         """
+        return self._with_room(pool.allocate)
+
+    def _with_room(self, reserve: Callable[[], T]) -> T:
+        """Call `reserve` again if a pool is full, after unreachable sequences were closed."""
         try:
-            return pool.allocate()
+            return reserve()
         except CacheFullError:
             gc.collect()
             # no other deferred change: it may concern a sequence of the same step
             self._cache.close_dropped()
-            return pool.allocate()
+            return reserve()

@@ -10,7 +10,7 @@ from edgellm.cache.sequence import Sequence
 from edgellm.cache.session_file import SavedSession, read_session, write_session
 from edgellm.checks import check_token_ids
 from edgellm.engine.loaded_model import LoadedModel
-from edgellm.errors import CacheFullError, ContextOverflowError, OptionError, SessionFileError
+from edgellm.errors import ContextOverflowError, OptionError, SessionFileError
 
 
 @dataclass(frozen=True)
@@ -221,18 +221,14 @@ class Context:
 
         Raises:
             OptionError: `keep` leaves no room.
-            CacheFullError: open sessions hold the whole cache.
+            CacheFullError: there is no room to move them; nothing has changed.
         """
         count = forgotten(len(self.tokens), ctx_size=self.engine.ctx_size, keep=keep)
         end = keep + count
         if not count:
             return 0
-        try:
-            if len(self.sequence) > end:
-                self.sequence.shift(keep=keep, discard=count)
-        except CacheFullError:
-            self._set(self.tokens)
-            raise
+        if len(self.sequence) > end:
+            self.sequence.shift(keep=keep, discard=count)
         self._set(self.tokens[:keep] + self.tokens[end:])
         return count
 

@@ -14,6 +14,7 @@ from edgellm import (
     ContextOverflowError,
     OptionError,
 )
+from edgellm.cache.block_pool import BlockPool
 from edgellm.cache.kv_cache import KVCache
 from edgellm.cache.sequence import Sequence
 from edgellm.graphs.config import ModelConfig
@@ -341,6 +342,7 @@ def test_shift_and_back() -> None:
 
 
 def test_shift_without_a_free_block() -> None:
+    """Nothing has changed: what has moved could not be computed again with the same bits."""
     cache = make(blocks=5)
     sequence = filled(cache, 500)
     other = cache.sequence()
@@ -348,9 +350,35 @@ def test_shift_without_a_free_block() -> None:
     tokens = list(sequence.tokens)
     with pytest.raises(CacheFullError):
         sequence.shift(keep=4, discard=200)
-    assert sequence.tokens == []  # not even the first block could be moved to
-    other.close()
-    extend(sequence, tokens[:300])
+    assert sequence.tokens == tokens
     check(sequence)
+    other.close()
     sequence.shift(keep=4, discard=200)
-    assert len(sequence) == 100
+    assert len(sequence) == 300
+
+
+@pytest.mark.parametrize("forked", [False, True])
+@pytest.mark.parametrize(("keep", "discard"), [(4, 200), (130, 128), (250, 60)])
+def test_a_shift_asks_for_no_block_more_than_it_takes(
+    config: ModelConfig, monkeypatch: pytest.MonkeyPatch, forked: bool, keep: int, discard: int
+) -> None:
+    """In pools with more and more room: it is refused where it would not come to its end."""
+
+    def refused(blocks: int, *, unasked: bool) -> bool:
+        sequence = filled(make(blocks=blocks, config=config), 500)
+        fork = sequence.fork() if forked else None
+        tokens = list(sequence.tokens)
+        with monkeypatch.context() as patch:
+            if unasked:
+                patch.setattr(BlockPool, "require", lambda *_: None)
+            try:
+                sequence.shift(keep=keep, discard=discard)
+            except CacheFullError:
+                assert unasked or sequence.tokens == tokens
+                return True
+        assert fork is None or fork.tokens == tokens
+        return False
+
+    found = [refused(blocks, unasked=False) for blocks in range(5, 9)]
+    assert found == [refused(blocks, unasked=True) for blocks in range(5, 9)]
+    assert not found[-1]

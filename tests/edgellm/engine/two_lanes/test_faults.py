@@ -170,12 +170,17 @@ def test_preempted_as_alone(bundle_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert_ended(small)
 
 
-def test_a_full_context_goes_on(bundle_path: Path) -> None:
+@pytest.mark.parametrize("blocks", [6, 4, 3])
+def test_a_full_context_goes_on(
+    bundle_path: Path, monkeypatch: pytest.MonkeyPatch, blocks: int
+) -> None:
+    """Also where one that shifts its context first has to take the blocks of another one."""
     shifting = {"max_tokens": 150, "context_policy": "shift", "keep": 9}
     calls = short((prompt(i, 90 + 60 * i) for i in range(4)), **shifting)
     options = {"ctx_size": 2 * BLOCK}
     expected = alone(start(bundle_path, **options), calls)
-    small = start(bundle_path, cache_size=6 * BLOCK, **options)
+    small = start(bundle_path, cache_size=blocks * BLOCK, decode_slowdown=100.0, **options)
+    wait_for_lane(small, monkeypatch)
     assert_same(together(small, calls), expected)
     assert_ended(small)
 
