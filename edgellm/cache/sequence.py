@@ -12,7 +12,6 @@ import gc
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as SequenceOf
 from contextlib import contextmanager
-from functools import partial
 from typing import Protocol, TypeVar
 
 from edgellm.cache.block_pool import BlockPool
@@ -231,9 +230,13 @@ class Sequence:
         lacking = (ShiftingTable.lacks_kept(t, keep=keep, length=len(tokens)) for t in self.tables)
         if inv_freq is None or any(lacking):
             return self.truncate(keep)
-        for table in self.tables:
-            needed = ShiftingTable.needs(table, keep=keep, discard=discard, length=len(tokens))
-            self._with_room(partial(table.store.pool.require, needed))
+
+        def check_room() -> None:
+            for table in self.tables:
+                needed = ShiftingTable.needs(table, keep=keep, discard=discard, length=len(tokens))
+                table.store.pool.require(needed)
+
+        self._with_room(check_room)
         self.use_host()
         shifting = [
             ShiftingTable(
@@ -249,14 +252,16 @@ class Sequence:
         self.shareable = min(keep, self._shareable)
         self.tokens = tokens[: first * BLOCK]
         del self._names[first + 1 :]
-        for begin in range(first * BLOCK, len(tokens), BLOCK):
-            end = min(begin + BLOCK, len(tokens))
+        try:
+            for begin in range(first * BLOCK, len(tokens), BLOCK):
+                end = min(begin + BLOCK, len(tokens))
+                for each in shifting:
+                    each.move(begin, end, self._allocate)
+                self.tokens.extend(tokens[begin:end])
+        finally:
             for each in shifting:
-                each.move(begin, end, self._allocate)
-            self.tokens.extend(tokens[begin:end])
-        for each in shifting:
-            each.finish()
-        self.truncate(len(self))
+                each.finish()
+            self.truncate(len(self))
 
     def close(self) -> None:
         """Give the blocks back; the prefix index finds them until they are overwritten."""

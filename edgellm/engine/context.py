@@ -247,10 +247,12 @@ class Context:
         """Release the blocks until `begin`.
 
         K and V that would get other bits if computed again are kept outside the cache: those of
-        another kernel, and those that depend on tokens that a full context has forgotten.
+        another kernel, and those that depend on tokens that a full context has forgotten or is
+        about to forget.
         """
         cache, sequence = self.engine.cache, self.sequence
-        exact = self.engine.recomputes_exactly and sequence.shareable is None
+        full = len(self.tokens) > self.engine.ctx_size
+        exact = self.engine.recomputes_exactly and sequence.shareable is None and not full
         if len(sequence) and not exact:
             firsts, blocks = cache.pack(sequence)
             self._swapped = _Swapped(list(sequence.tokens), sequence.shareable, firsts, blocks)

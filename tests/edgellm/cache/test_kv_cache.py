@@ -382,3 +382,12 @@ def test_a_shift_asks_for_no_block_more_than_it_takes(
     found = [refused(blocks, unasked=False) for blocks in range(5, 9)]
     assert found == [refused(blocks, unasked=True) for blocks in range(5, 9)]
     assert not found[-1]
+
+
+def test_a_shift_takes_what_an_unreachable_fork_held() -> None:
+    sequence = filled(make(blocks=5), 500)
+    cycle: list[object] = [sequence.fork()]
+    cycle.append(cycle)
+    del cycle
+    sequence.shift(keep=4, discard=200)
+    assert len(sequence) == 300

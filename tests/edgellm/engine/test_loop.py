@@ -175,7 +175,8 @@ def test_preempted_where_computing_again_gives_other_bits(
     assert used_blocks(small) == 0
 
 
-def test_answers_in_a_full_context_are_as_alone(native: LLM) -> None:
+@pytest.mark.parametrize("blocks", [4, 3])
+def test_answers_in_a_full_context_are_as_alone(native: LLM, blocks: int) -> None:
     """Contexts that shift, which cannot be computed again, give their places to each other."""
     requests = [
         (prompt(i, 100), {"seed": i, "max_tokens": 300, "ignore_eos": True, **SHIFT})
@@ -184,7 +185,7 @@ def test_answers_in_a_full_context_are_as_alone(native: LLM) -> None:
     options: dict[str, Any] = {"ctx_size": 2 * BLOCK}
     path = str(native.engine.bundle.path)
     expected = alone(load(path, cache_size=64 * BLOCK, **options), requests)
-    small = load(path, cache_size=4 * BLOCK, **options)
+    small = load(path, cache_size=blocks * BLOCK, **options)
     found = together(small, requests)
     assert_same(found, expected)
     assert all(answer.stats.dropped_tokens > 0 for answer in found)
