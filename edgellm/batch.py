@@ -10,9 +10,9 @@ from dataclasses import dataclass, field, replace
 from edgellm.checks import check_hooks, check_token_ids
 from edgellm.engine.chat_prompt import AnswerReader, ToolOptions, chat_prompt
 from edgellm.engine.engine import Engine
-from edgellm.engine.pending import WORKING, Pending, Waiting
 from edgellm.engine.request import LogitFilter, Request
 from edgellm.engine.samples import forked_requests
+from edgellm.engine.stream import WORKING, Pending, Waiting, raise_error
 from edgellm.errors import EdgeLLMError, OptionError
 from edgellm.generation_options import GenerationOptions
 from edgellm.infill import infill_options, infill_tokens
@@ -89,8 +89,10 @@ class _Running:
             self.pieces.append(piece if self.reader is None else self.reader.read(piece))
         if not finished:
             return None
-        if request.error is not None:
-            return BatchAnswer(self.index, self.sample, None, request.error)
+        try:
+            raise_error(request)
+        except Exception as error:
+            return BatchAnswer(self.index, self.sample, None, error)
         return BatchAnswer(self.index, self.sample, completion(self.pieces))
 
 

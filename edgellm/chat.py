@@ -13,7 +13,6 @@ from dataclasses import replace
 from typing import Unpack
 
 from edgellm.checks import check_hooks, check_text
-from edgellm.engine.asynchronous import driven
 from edgellm.engine.chat_prompt import (
     AnswerReader,
     ChatArguments,
@@ -23,8 +22,8 @@ from edgellm.engine.chat_prompt import (
     split_arguments,
 )
 from edgellm.engine.engine import Engine
-from edgellm.engine.pending import Pending
 from edgellm.engine.request import LogitFilter
+from edgellm.engine.stream import Pending, aiterate, iterate
 from edgellm.errors import OptionError
 from edgellm.generation_options import (
     ContextPolicy,
@@ -131,7 +130,7 @@ class Chat:
                 of `ToolArguments`, over the chat's.
         """
         pending = self._say(text, options, cancel, progress, logit_filter, arguments)
-        return self._engine.loop.drive(pending)
+        return iterate(self._engine.loop, pending)
 
     async def asend(
         self,
@@ -145,7 +144,7 @@ class Chat:
     ) -> Completion:
         """Say something and return the whole answer, as `send` does, for asyncio; see `astream`."""
         pending = self._say(text, options, cancel, progress, logit_filter, arguments)
-        return completion([piece async for piece in driven(self._engine, pending)])
+        return completion([piece async for piece in aiterate(self._engine.loop, pending)])
 
     def astream(
         self,
@@ -159,7 +158,7 @@ class Chat:
     ) -> AsyncGenerator[Piece, None]:
         """Stream the answer as `stream` does, for asyncio; see `Session.astream`."""
         pending = self._say(text, options, cancel, progress, logit_filter, arguments)
-        return driven(self._engine, pending)
+        return aiterate(self._engine.loop, pending)
 
     def regenerate(
         self,
@@ -175,7 +174,7 @@ class Chat:
         See `stream`.
         """
         pending = self._say_again(options, cancel, progress, logit_filter, arguments)
-        return self._engine.loop.drive(pending)
+        return iterate(self._engine.loop, pending)
 
     def aregenerate(
         self,
@@ -188,7 +187,7 @@ class Chat:
     ) -> AsyncGenerator[Piece, None]:
         """Stream another answer as `regenerate` does, for asyncio; see `Session.astream`."""
         pending = self._say_again(options, cancel, progress, logit_filter, arguments)
-        return driven(self._engine, pending)
+        return aiterate(self._engine.loop, pending)
 
     def add_tool_result(self, call_id: str, text: str) -> None:
         """Add the result of a tool call of the last answer.
@@ -273,7 +272,7 @@ class Chat:
         Raises:
             OptionError: another answer is on its way.
         """
-        # `for` has the result in a variable before an interrupt can come, see `Loop.advance`
+        # `for` has the result in a variable before an interrupt can come
         for taken in map(self._turn.acquire, (False,)):
             if not taken:
                 raise OptionError(

@@ -100,6 +100,7 @@ class LLM(TextGeneration):
         """
         engine, self._engine = self._engine, None
         if engine is not None and engine.written is not None:
+            engine.thread.catch_up()
             engine.written.wait()
 
     def __enter__(self) -> LLM:

@@ -11,11 +11,10 @@ from pathlib import Path
 from typing import Unpack
 
 from edgellm.checks import check_hooks, check_number, check_path
-from edgellm.engine.asynchronous import driven
 from edgellm.engine.context import Context
 from edgellm.engine.engine import Engine
-from edgellm.engine.pending import Pending
 from edgellm.engine.request import LogitFilter, Request
+from edgellm.engine.stream import Pending, aiterate, iterate, pieces
 from edgellm.generation_options import (
     GenerationArguments,
     GenerationOptions,
@@ -51,14 +50,12 @@ class Session:
     @property
     def tokens(self) -> tuple[int, ...]:
         """All tokens appended and generated; of a stream, the tokens that were read."""
-        self._context.catch_up()
-        return tuple(self._context.tokens)
+        return tuple(self._context.read()[0])
 
     @property
     def cached(self) -> int:
         """Number of the session's tokens that are in the KV cache."""
-        self._context.catch_up()
-        return self._context.cached
+        return self._context.read()[1]
 
     def append(self, text: str | SequenceOf[int], *, parse_special: bool = False) -> None:
         """Add text or token ids; the tokens are computed when the next answer needs them.
@@ -82,8 +79,7 @@ class Session:
 
     def rewind(self, length: int) -> None:
         """Forget all tokens from position `length` on."""
-        self._context.catch_up()
-        tokens = self._context.tokens
+        tokens, _ = self._context.read()
         check_number("length", length, 0, len(tokens), whole=True)
         self._context.set(tokens[:length])
 
@@ -120,14 +116,14 @@ class Session:
         "time". An answer that was stopped in prefill, or with a `max_tokens` of 0 ("length"), is
         empty.
         """
-        pieces = self.stream(
+        stream = self.stream(
             options=options,
             cancel=cancel,
             progress=progress,
             logit_filter=logit_filter,
             **arguments,
         )
-        return completion(list(pieces))
+        return completion(list(stream))
 
     def stream(
         self,
@@ -146,8 +142,9 @@ class Session:
             options: options of the answer; None: those of `LLM.generation_options`.
             cancel: event to set from any thread to stop, also in the middle of prefill; the session
                 stays valid and keeps the computed tokens.
-            progress: callback told during prefill how many tokens are done.
-            logit_filter: function that rules tokens out at each step.
+            progress: callback told during prefill how many tokens are done, in the thread that
+                computes; it uses neither the model nor its sessions.
+            logit_filter: function that rules tokens out at each step, called as `progress` is.
             arguments: fields of `GenerationOptions`, over those of `options`.
 
         Raises:
@@ -156,7 +153,7 @@ class Session:
             CacheFullError: open sessions hold the whole cache.
         """
         pending = self._pending(options, cancel, progress, logit_filter, arguments)
-        return self._engine.loop.drive(pending)
+        return iterate(self._engine.loop, pending)
 
     async def agenerate(
         self,
@@ -169,7 +166,7 @@ class Session:
     ) -> Completion:
         """Return the answer of `generate`, for asyncio; see `astream`."""
         pending = self._pending(options, cancel, progress, logit_filter, arguments)
-        return completion([piece async for piece in driven(self._engine, pending)])
+        return completion([piece async for piece in aiterate(self._engine.loop, pending)])
 
     def astream(
         self,
@@ -183,10 +180,9 @@ class Session:
         """Stream the answer as `stream` does, for asyncio: `async for piece in session.astream()`.
 
         A task that is cancelled, and a loop that is left, withdraw the answer, as `cancel` would.
-        `progress` and `logit_filter` are called in other threads.
         """
         pending = self._pending(options, cancel, progress, logit_filter, arguments)
-        return driven(self._engine, pending)
+        return aiterate(self._engine.loop, pending)
 
     def _pending(
         self,
@@ -211,12 +207,8 @@ class Session:
             closes=self._closes,
             shown_special=shown_special,
         )
-        dropped = False
         try:
-            yield from self._engine.loop.pieces(request)
-        except GeneratorExit:  # perhaps raised by the garbage collector
-            dropped = True
-            raise
+            yield from pieces(self._engine.loop, request)
         finally:
             self.stats = request.stats()
-            self._context.settle(dropped=dropped)
+            self._context.settle()

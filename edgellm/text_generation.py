@@ -8,11 +8,10 @@ from typing import Unpack, overload
 
 from edgellm.batch import BatchAnswer, BatchRequest, Prompt, answers, is_many, prompt_tokens
 from edgellm.checks import check_hooks, check_number
-from edgellm.engine.asynchronous import driven
 from edgellm.engine.context import Context
 from edgellm.engine.engine import Engine
-from edgellm.engine.pending import Pending
 from edgellm.engine.request import LogitFilter
+from edgellm.engine.stream import Pending, aiterate, iterate
 from edgellm.generation_options import (
     GenerationArguments,
     GenerationOptions,
@@ -130,7 +129,7 @@ class TextGeneration:
     ) -> Iterator[Piece]:
         """Stream the answer of `generate`, piece by piece."""
         pending = self._pending(prompt, options, cancel, progress, logit_filter, arguments)
-        return self.engine.loop.drive(pending)
+        return iterate(self.engine.loop, pending)
 
     def batch(
         self,
@@ -154,7 +153,7 @@ class TextGeneration:
             arguments: fields of `GenerationOptions`, over those of `options`.
         """
         pending = self._batch(prompts, n, options, cancel, progress, logit_filter, arguments)
-        return self.engine.loop.drive(pending)
+        return iterate(self.engine.loop, pending)
 
     @overload
     async def agenerate(
@@ -241,7 +240,7 @@ class TextGeneration:
     ) -> AsyncGenerator[Piece, None]:
         """Stream the answer as `stream` does, for asyncio; see `Session.astream`."""
         pending = self._pending(prompt, options, cancel, progress, logit_filter, arguments)
-        return driven(self.engine, pending)
+        return aiterate(self.engine.loop, pending)
 
     def abatch(
         self,
@@ -259,7 +258,7 @@ class TextGeneration:
         The prompts are taken in another thread.
         """
         pending = self._batch(prompts, n, options, cancel, progress, logit_filter, arguments)
-        return driven(self.engine, pending)
+        return aiterate(self.engine.loop, pending)
 
     def _pending(
         self,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import _thread
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -34,8 +33,7 @@ def execute(
 
     Raises:
         CancelledError: `should_stop` returned true; no task is still running.
-        BaseException: an error of `run`, or an interrupt that came while the host waited; raised
-            once the other processor is idle.
+        BaseException: an error of `run`; raised once the other processor is idle.
     """
     job = _Job(steps, run, should_stop)
     if policy == "serial":
@@ -70,90 +68,36 @@ class _Shared:
     def __init__(self, job: _Job, schedule: Schedule) -> None:
         self._job = job
         self._schedule = schedule
-        self._lock = threading.Lock()
-        # A processor's lock is free when there may be a new task for it. Bare locks: `Condition` is
-        # Python, and an interrupt between two of its lines would leave its lock taken, or let go of
-        # twice.
-        self._news: dict[Processor, threading.Lock] = {
-            "accelerator": threading.Lock(),
-            "host": threading.Lock(),
-        }
+        self._changed = threading.Condition()
         self._error: BaseException | None = None
-        self._accelerator_began = self._accelerator_ended = False
 
     def run(self) -> None:
         """Work as the host, beside a thread for the accelerator, until both are idle."""
-        try:
-            # no `threading.Thread`: it starts and ends in Python, where an interrupt comes out as
-            # an error of a lock, or is lost; and it would keep the process alive whatever happens
-            _thread.start_new_thread(self._accelerate, ())
-            self._work("host")
-            self._wait_for_accelerator()
-        except BaseException as interrupt:
-            self._stop_all(interrupt)
-            raise
+        accelerator = threading.Thread(target=self._work, args=("accelerator",))
+        accelerator.start()
+        self._work("host")
+        accelerator.join()  # its task uses buffers that the caller will use again
         if self._error is not None:
             raise self._error
-
-    def _accelerate(self) -> None:
-        with self._lock:
-            self._accelerator_began = True
-        self._work("accelerator")
-        with self._lock:
-            self._accelerator_ended = True
-            self._tell_both()
 
     def _work(self, processor: Processor) -> None:
         """Perform the tasks of one processor until all are done or one has failed."""
         try:
             while (task := self._wait_for_task(processor)) is not None:
                 self._job.perform(task)
-                with self._lock:
+                with self._changed:
                     self._schedule.finish(task)
-                    self._tell_both()
+                    self._changed.notify_all()
         except BaseException as error:
-            self._stop(error)
+            with self._changed:
+                self._error = self._error or error
+                self._changed.notify_all()
 
     def _wait_for_task(self, processor: Processor) -> Task | None:
-        while True:
-            with self._lock:
-                if self._error is not None or self._schedule.finished:
-                    return None
+        with self._changed:
+            while self._error is None and not self._schedule.finished:
                 task = self._schedule.take(processor)
-            if task is not None:
-                return task
-            self._news[processor].acquire()
-
-    def _tell_both(self) -> None:
-        """Have both processors look for a task again, now or before they next wait.
-
-        The caller holds `_lock`.
-        """
-        for news in self._news.values():
-            if news.locked():
-                news.release()
-
-    def _stop(self, error: BaseException) -> None:
-        """Keep both processors from beginning another task; the first error is kept."""
-        with self._lock:
-            self._error = self._error or error
-            self._tell_both()
-
-    def _stop_all(self, error: BaseException) -> None:
-        """Stop both processors and wait for the accelerator's task, despite further interrupts.
-
-        The task uses buffers that the caller will use again.
-        """
-        while True:
-            try:
-                self._stop(error)
-                # a thread that begins later finds the error, and takes no task
-                if self._accelerator_began:
-                    self._wait_for_accelerator()
-                return
-            except BaseException:  # raised by a signal handler
-                continue
-
-    def _wait_for_accelerator(self) -> None:
-        while not self._accelerator_ended:
-            self._news["host"].acquire()
+                if task is not None:
+                    return task
+                self._changed.wait()
+            return None

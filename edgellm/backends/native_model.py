@@ -19,8 +19,6 @@ from edgellm.kernels.rope import RopeTable
 from edgellm.kernels.step import FusedStep, Weights
 
 Floats = NDArray[np.float32]
-# Number of tokens from which on a call of Python before each layer, 0.5 µs, costs next to nothing.
-_MANY = 64
 
 
 class PackedHead:
@@ -80,7 +78,7 @@ class NativeModel:
             result = self._step.run(
                 [step_span(span) for span in spans],
                 threads=self._threads,
-                should_stop=should_stop or _asked_of(spans),
+                should_stop=should_stop,
                 group=group,
             )
             if result is None:
@@ -97,15 +95,3 @@ class NativeModel:
     def logits(self, hidden: Floats) -> Floats:
         """See `StepModel.logits`."""
         return self.head.logits(hidden)
-
-
-def _asked_of(spans: SequenceOf[Span]) -> Callable[[], bool] | None:
-    """Return a `should_stop` for calls of many tokens; None for fewer tokens.
-
-    Python sees an interrupt only when C++ calls it, between two layers.
-    """
-    return _never if sum(len(span.tokens) for span in spans) >= _MANY else None
-
-
-def _never() -> bool:
-    return False

@@ -7,7 +7,7 @@ export (`reference.py`), so damage to files or graphs since then shows as well.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Generator, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 
@@ -82,7 +82,7 @@ def check_segments(bundle: Bundle, segments: Segments) -> Iterator[Check]:
 
 def check_prompts(
     bundle: Bundle, model: Model, cache: KVCache, host: Backend | None
-) -> Iterator[Check]:
+) -> Generator[Check, None, None]:
     """Check prompts of 1, C-1, C, C+1 and 2C tokens for each chunk size C, and the LM head.
 
     Prompts are no longer than the context or the text of the reference. Where the precision leaves

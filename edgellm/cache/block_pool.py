@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable
 
 from edgellm.cache.prefix_index import PrefixIndex
 from edgellm.errors import CacheFullError
@@ -75,23 +74,6 @@ class BlockPool:
             self._idle[block] = None
         else:
             self._free.append(block)
-
-    def recount(self, held: Iterable[int]) -> None:
-        """Count all references again.
-
-        Args:
-            held: blocks that sequences hold, each as often as it is held.
-        """
-        references = [0] * len(self._references)
-        for block in held:
-            references[block] += 1
-        unheld = [b for b in range(self._touched) if not references[b]]
-        known = [b for b in unheld if self._index.holds(self._group, b)]
-        order = {block: place for place, block in enumerate(self._idle)}
-        known.sort(key=lambda block: order.get(block, len(order)))
-        self._references = references
-        self._idle = OrderedDict.fromkeys(known)
-        self._free = [b for b in unheld if b not in self._idle]
 
     def _next(self) -> int:
         if self._free:

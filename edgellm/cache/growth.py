@@ -11,10 +11,10 @@ from edgellm.errors import CacheFullError
 class Growth(Sequence):
     """A fork of a sequence with room reserved for more tokens.
 
-    It serves a thread without the cache's lock, or tokens that go through the layers in several
-    steps. It is made under the lock, and `land` or `close` ends it under the lock. Calls of a back
-    end in between change no pool and no index, and the blocks stay its own whatever happens to the
-    sequence that it was forked from.
+    It serves a thread beside the engine's, or tokens that go through the layers in several steps.
+    The engine's thread makes it, and ends it with `land` or `close`. Calls of a back end in between
+    change no pool and no index, and the blocks stay its own whatever happens to the sequence that
+    it was forked from.
 
     Attributes:
         start: length of the sequence when the fork was made.
@@ -76,11 +76,3 @@ class Growth(Sequence):
             del self.tokens[length:]
         else:
             super().truncate(length)
-
-    def settle(self) -> None:
-        """Make tables and tokens agree, see `Sequence.settle`.
-
-        No effect before the end of the growth: the thread that writes here was not interrupted.
-        """
-        if not self._away:
-            super().settle()

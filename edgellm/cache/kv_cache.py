@@ -7,8 +7,7 @@ at any token if all layers see all positions, else only where the blocks of its 
 from __future__ import annotations
 
 import hashlib
-import os
-import threading
+from collections import deque
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as SequenceOf
 
@@ -17,7 +16,6 @@ from numpy.typing import NDArray
 
 from edgellm.cache.block_pool import BlockPool
 from edgellm.cache.block_store import BlockStore, pack, packed_size, unpack
-from edgellm.cache.change import Changes
 from edgellm.cache.group_table import GroupBlocks, GroupTable
 from edgellm.cache.groups import cache_groups, places, resident_blocks, rows_at_once
 from edgellm.cache.prefix_index import Match, PrefixIndex
@@ -29,7 +27,9 @@ from edgellm.kernels.kv_blocks import BLOCK, KV_FORMATS, KVFormat, allocate
 
 
 class KVCache:
-    """The KV cache of one loaded model: pools of blocks, prefix index and lock.
+    """The KV cache of one loaded model: pools of blocks and prefix index.
+
+    One thread uses it. Any thread may make empty sequences, and drop sequences.
 
     Args:
         format: storage format of K and V.
@@ -39,6 +39,8 @@ class KVCache:
             memory, unless many short sequences are open at once.
         fingerprint: bytes that identify model and format in the hashes that name blocks.
         key_offset: common part of the model's keys, see `kernels/kv_blocks.py`.
+        defer: runs a function between two changes, in the thread that uses the cache; None: runs it
+            at once.
 
     Attributes:
         groups: cache groups, layers that share blocks, with their blocks.
@@ -59,6 +61,7 @@ class KVCache:
         blocks: int,
         fingerprint: bytes,
         key_offset: NDArray[np.float32] | None = None,
+        defer: Callable[[Callable[[], None]], object] | None = None,
     ) -> None:
         check_choice("kv_format", format, KV_FORMATS)
         if format == "int4" and config.head_dim % 8:
@@ -92,27 +95,8 @@ class KVCache:
         ]
         self.rope_frequencies = _rope_frequencies(config)
         self.disk: BlockStore | None = None
-        self._lock = threading.Lock()
-        self._process = os.getpid()
-        self._changes = Changes(self.groups, self.index)
-
-    @property
-    def lock(self) -> threading.Lock:
-        """Lock that every user of the cache must hold.
-
-        Raises:
-            OptionError: the process was forked while another thread held the lock.
-        """
-        # returned without a context manager of Python's own around it: an interrupt in one would
-        # leave the lock taken
-        if self._process != os.getpid():
-            if self._lock.locked():
-                raise OptionError(
-                    "this process was forked while another thread used the model, and has half of "
-                    "a change; load the model in the new process, or fork while nothing is answered"
-                )
-            self._process = os.getpid()
-        return self._lock
+        self._defer = defer
+        self._dropped: deque[Sequence] = deque()
 
     @property
     def nbytes(self) -> int:
@@ -130,49 +114,21 @@ class KVCache:
         """Number of blocks that sequences hold; cached blocks without a sequence do not count."""
         return sum(group.pool.used for group in self.groups)
 
-    def change(self) -> Changes:
-        """Return the context manager around a change, for the holder of the lock.
-
-        Deferred changes are made on entry.
-        """
-        return self._changes
-
-    def soon(self, change: Callable[[], None]) -> None:
-        """Change the cache under the lock: now if it is free, else at the next holder's change.
-
-        For callers such as the garbage collector, which may run in a thread that holds the lock
-        already. The change may be made twice, after an interrupt.
-        """
-        self._changes.defer(change)
-        self._change_now()
-
     def drop(self, sequence: Sequence) -> None:
-        """Close a sequence that is no longer reachable, now or later as in `soon`.
+        """Close a sequence that is no longer reachable, between two changes; safe from `__del__`.
 
         A change that is short of blocks closes it sooner, see `close_dropped`.
         """
-        self._changes.drop(sequence)
-        self._change_now()
+        self._dropped.append(sequence)
+        if self._defer is None:
+            self.close_dropped()
+        else:
+            self._defer(self.close_dropped)
 
     def close_dropped(self) -> None:
-        """Close all dropped sequences, in the middle of a change."""
-        self._changes.close_dropped()
-
-    def register(self, sequence: Sequence) -> None:
-        """Register a sequence that may hold blocks, for a recount after an interrupt."""
-        self._changes.register(sequence)
-
-    def _change_now(self) -> None:
-        """Make deferred changes, unless the lock is taken."""
-        # An interrupt comes after a call, and would leave the lock taken after `acquire`. `for`
-        # puts the result into a variable without a call in between.
-        for taken in map(self._lock.acquire, (False,)):
-            if taken:
-                try:
-                    with self._changes:
-                        pass
-                finally:
-                    self._lock.release()
+        """Close all dropped sequences; may be called in the middle of a change."""
+        while self._dropped:
+            self._dropped.popleft().close()
 
     def use_device(self, device: str) -> None:
         """Keep a replica of all blocks in a device's memory as well, from the first call on."""

@@ -143,18 +143,6 @@ class PrefixIndex:
         if all(block is None for block in entry.blocks):
             self._forget(entry)
 
-    def recount(self) -> None:
-        """Make the index consistent again, after an interrupt in the middle of a change."""
-        blocks: list[dict[int, _Entry]] = [{} for _ in self._groups]
-        children: dict[bytes, list[_Entry]] = {}
-        for entry in [entry for siblings in self._children.values() for entry in siblings]:
-            for group, block in enumerate(entry.blocks):
-                if block is not None and blocks[group].setdefault(block, entry) is not entry:
-                    entry.blocks[group] = None
-            if any(block is not None for block in entry.blocks):
-                children.setdefault(entry.parent, []).append(entry)
-        self._children, self._entries = children, blocks
-
     def _forget(self, entry: _Entry) -> None:
         siblings = self._children[entry.parent]
         siblings.remove(entry)

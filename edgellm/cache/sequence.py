@@ -42,8 +42,6 @@ class Store(Protocol):
     rope_frequencies: list[tuple[float, ...]] | None
     index: PrefixIndex
 
-    def register(self, sequence: Sequence) -> None: ...
-
     def drop(self, sequence: Sequence) -> None: ...
 
     def close_dropped(self) -> None: ...
@@ -52,8 +50,7 @@ class Store(Protocol):
 class Sequence:
     """A sequence of tokens and the blocks that hold their K and V.
 
-    A sequence that is dropped without `close` is closed at once, or by the next user of the cache
-    if its lock is taken.
+    A sequence that is dropped without `close` is closed between two changes of the cache.
 
     Attributes:
         tables: block tables, one per cache group.
@@ -77,7 +74,6 @@ class Sequence:
         self._names = [root or cache.index.root]  # names of all tokens before each block
         self.tokens = tokens
         self.shareable: int | None = None
-        cache.register(self)
 
     @property
     def root(self) -> bytes:
@@ -270,11 +266,6 @@ class Sequence:
             self._insert(last)
         self.truncate(0)
 
-    def settle(self) -> None:
-        """Make tables and tokens agree again, after an interrupt in the middle of a change."""
-        there = min(len(table.ids) * BLOCK for table in self.tables)
-        self.truncate(min(len(self), there))
-
     def _shared_tables(self) -> list[GroupTable]:
         """Make tables of the same blocks for another sequence."""
         return [
@@ -321,8 +312,6 @@ class Sequence:
             GroupTable(table.store, blocks)
             for table, blocks in zip(self.tables, match.tables, strict=True)
         ]
-        # tokens and names are cut first, so that they never claim more than the tables hold: an
-        # interrupt may come in between
         del self.tokens[match.length :]
         del self._names[match.length // BLOCK + 1 :]
         for table in self.tables:
@@ -344,6 +333,5 @@ class Sequence:
             return reserve()
         except CacheFullError:
             gc.collect()
-            # no other deferred change: it may concern a sequence of the same step
             self._cache.close_dropped()
             return reserve()

@@ -1,4 +1,4 @@
-"""Writing of KV blocks in a separate thread: no holder of the engine's lock waits for a disk."""
+"""Writing of KV blocks in a separate thread, so that the engine's does not wait for a disk."""
 
 from __future__ import annotations
 
@@ -20,8 +20,9 @@ _log = logging.getLogger(__name__)
 class WriteBehind:
     """A block store that takes blocks at once, and writes them to a slower store later.
 
-    All methods but `wait` are called under the cache's lock. The thread exists while blocks wait,
-    and the end of the process waits for it.
+    All methods but `wait` are for the thread that uses the cache. The thread that writes exists
+    while blocks wait, and the end of the process waits for it; where none can start, the caller
+    writes.
 
     Args:
         store: the slower store, which is read from while the thread writes to it.
@@ -87,10 +88,21 @@ class WriteBehind:
     def _hand_on(self, names: list[bytes], blocks: dict[bytes, bytes]) -> None:
         with self._lock:
             self._batches.append((names, blocks))
-            if self._thread is None:
-                thread = threading.Thread(target=self._run, name="edgellm-kv-cache")
-                thread.start()
-                self._thread = thread
+            if self._thread is not None or self._started():
+                return
+        self._run()
+
+    def _started(self) -> bool:
+        """Start the thread; returns whether it has started, with the lock held."""
+        if not threading.main_thread().is_alive():  # the end of the program would not wait for it
+            return False
+        thread = threading.Thread(target=self._run, name="edgellm-kv-cache")
+        try:
+            thread.start()
+        except RuntimeError:  # no more threads can be started
+            return False
+        self._thread = thread
+        return True
 
     def _run(self) -> None:
         while True:

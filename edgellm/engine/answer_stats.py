@@ -74,7 +74,7 @@ class AnswerStats:
             generation_tokens=tokens,
             generation_tokens_per_second=_rate(self.steps, self._decode_s),
             peak_memory_bytes=peak_memory_bytes(),
-            prefill=self._places or {engine.prefill.placement.provider: 0},
+            prefill=dict(self._places) or {engine.prefill.placement.provider: 0},
             prefill_precision=engine.prefill.precision,
             decode=f"{engine.decoder.name} {engine.decoder.precision}",
             seed=seed,

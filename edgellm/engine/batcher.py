@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -18,6 +19,7 @@ from edgellm.errors import CacheFullError, CancelledError
 from edgellm.kernels.kv_blocks import BLOCK
 from edgellm.options import EngineOptions
 
+_log = logging.getLogger(__name__)
 # Rows of a prompt that has the engine for itself, in native steps; see `StallFree`.
 _LONE_ROWS = 128
 # Rows in a step from which on the 0.5 µs to ask between layers whether to stop are negligible.
@@ -44,9 +46,8 @@ class Work:
 class Batcher:
     """Requests from their submission until they leave, computed in steps.
 
-    All but `submit`, `counts` and `resting` need the cache's lock. An exception of a request's own
-    work is the request's, in whichever thread the step runs. Other exceptions end a step in the
-    middle, and so does an interrupt anywhere: the next step begins all requests again.
+    All but `submit` and `counts` is for the engine's thread. An exception of a request's own work
+    is the request's. An exception out of `step` has left it half done, and `fail_all` follows.
     """
 
     def __init__(
@@ -64,8 +65,6 @@ class Batcher:
         self._live: dict[int, Request] = {}
         self._refused: list[tuple[Request, Exception]] = []
         self._parked: list[Request] = []
-        self._taking: Request | None = None
-        self._whole = True
 
     @property
     def counts(self) -> SchedulerCounts:
@@ -77,15 +76,17 @@ class Batcher:
         self._submitted.append(request)
 
     @property
-    def resting(self) -> bool:
-        """Whether a step would have nothing to do until the bell rings."""
+    def has_work(self) -> bool:
+        """Whether a step has something to do: a request that does not wait for its reader."""
+        return bool(self._submitted) or any(not each.paused for each in self._live.values())
+
+    @property
+    def away(self) -> bool:
+        """Whether another thread computes for a request."""
         return False
 
     def step(self) -> None:
         """Compute a batch, and give each request its piece."""
-        if not self._whole:
-            self._repair()
-        self._whole = False
         self._take_in()
         self._end()
         shares = self._next()
@@ -103,7 +104,25 @@ class Batcher:
         for share in shares:
             if share.layers is not None:
                 self._pass_group(share)
-        self._whole = True
+
+    def fail_all(self, error: BaseException) -> None:
+        """End all requests with an error that is none of theirs."""
+        self._scheduler.start_again()
+        self._refused, self._parked = [], []
+        requests = list(self._live.values())
+        self._live.clear()
+        while self._submitted:  # readers go on submitting meanwhile
+            requests.append(self._submitted.popleft())
+        while requests:
+            request = requests.pop()
+            requests += request.forks
+            request.forks = []
+            if not request.finished:
+                request.fail(error)
+            try:
+                request.leave()
+            except Exception:
+                _log.exception("an answer could not give its memory back")
 
     def _pass_group(self, share: Share[Request]) -> None:
         """Bring rows of a prompt through a group of layers, if it was not preempted meanwhile."""
@@ -134,7 +153,7 @@ class Batcher:
     def _learn(self, done: Sequence[Share[Request]], seconds: float) -> None:
         self._scheduler.done(done, seconds)
 
-    def _fail(self, request: Request, error: Exception) -> None:
+    def _fail(self, request: Request, error: BaseException) -> None:
         request.fail(error)
         self.leave(request)
 
@@ -251,12 +270,11 @@ class Batcher:
         return [share for share in shares if share.request is not newest]
 
     def _take(self, part: Work, rows: Rows, *, alone: bool, seconds: float) -> None:
-        request = self._taking = part.request
+        request = part.request
         try:
             request.take(rows, decoded=part.decoded, alone=alone, seconds=seconds)
-        except Exception as error:
+        except BaseException as error:  # of a callback, or a panic of Rust's
             self._fail(request, error)
-        self._taking = None
         if rows.logits:
             self._begin_forks(request, rows)
         if request.finished:
@@ -266,19 +284,17 @@ class Batcher:
         """Begin the other answers to a prompt where it ends."""
         rows = Rows(rows.hidden[:0], rows.logits)
         while request.forks:
-            fork = self._taking = request.forks[-1]
+            fork = request.forks.pop()
             try:
                 if not fork.withdrawn:
                     fork.begin_at(request)
                     fork.take(rows, decoded=False, alone=False, seconds=0.0)
-            except Exception as error:
+            except BaseException as error:
                 fork.fail(error)
             if fork.finished:
                 fork.leave()
             else:
                 self.submit(fork)
-            self._taking = None
-            request.forks.pop()
 
     def _take_in(self) -> None:
         """Add requests to the scheduler that came, or came back, since the last step."""
@@ -289,23 +305,22 @@ class Batcher:
                 self._scheduler.add(request)
                 self._parked.remove(request)
         while self._submitted:
-            request = self._submitted[0]
-            if id(request) not in self._live and not (request.withdrawn or request.finished):
+            request = self._submitted.popleft()
+            if not request.withdrawn:
                 self._live[id(request)] = request
                 self._scheduler.add(request)
                 for fork in request.forks:
                     fork.asked = request.asked
-            self._submitted.popleft()
 
     def _end(self) -> None:
         """End requests that were cancelled or ran out of time, or whose session has changed."""
         for request in list(self._live.values()):
-            if request.withdrawn or request.finished:
+            if request.withdrawn:
                 self.leave(request)
                 continue
             try:
                 ended = request.end()
-            except Exception as error:
+            except BaseException as error:
                 self._fail(request, error)
             else:
                 if ended:
@@ -325,28 +340,6 @@ class Batcher:
             layers=len(self._cache.places),
         )
         return Scheduler(policy=policy, costs=self._costs, block_size=BLOCK)
-
-    def _repair(self) -> None:
-        """Begin all requests again after an interrupt, which may have come anywhere.
-
-        A request that was about to take its piece may have lost it, and fails.
-        """
-        broken = self._taking
-        if broken is not None and not broken.finished:
-            broken.fail(CancelledError("interrupted by an exception of a signal handler"))
-        if broken is not None:
-            self.leave(broken)
-        self._taking = None
-        self._scheduler.start_again()
-        self._refused, self._parked = [], []
-        for request in list(self._live.values()):
-            if request.finished or request.withdrawn:
-                self.leave(request)
-            else:
-                request.preempt()  # a waiting request holds no blocks
-                self._scheduler.add(request)
-                self._submitted.extend(request.forks)  # it may have passed the end of its prompt
-                request.forks = []
 
 
 def _should_stop(work: Sequence[Work]) -> Callable[[], bool] | None:

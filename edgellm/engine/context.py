@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 from edgellm.cache.sequence import Sequence
 from edgellm.cache.session_file import SavedSession, read_session, write_session
@@ -27,16 +28,23 @@ class _Swapped:
     blocks: bytes
 
 
+class Answering(Protocol):
+    """An answer on its way, of which the reader has not taken `unread` tokens."""
+
+    @property
+    def unread(self) -> int: ...
+
+
 class Context:
     """Tokens of a session and its answers, and their sequence in the KV cache.
 
-    Methods for a session take the engine's lock to change the KV cache. Methods for an answer on
-    its way, from `begin` to `extend`, are called under the lock.
+    Methods for a session change the KV cache in the engine's thread. Methods for an answer on its
+    way, from `begin` to `extend`, are called there.
 
     Attributes:
         tokens: all tokens appended and generated, for others to read.
         changes: number of changes by the session; each ends an answer on its way.
-        answering: request that has claimed the context, from its check until its reader has the
+        answering: answer that has claimed the context, from its check until its reader has the
             end.
         unsettled: whether `tokens` are to change: it was closed, or a withdrawn answer is to leave.
         salt: only contexts with the same salt find each other's tokens in the KV cache.
@@ -50,7 +58,7 @@ class Context:
         self.engine = engine
         self.tokens = list(tokens)
         self.changes = 0
-        self.answering: object | None = None
+        self.answering: Answering | None = None
         self.unsettled = False
         self.salt = salt
         self._root = engine.cache.index.salted_root(salt)
@@ -64,15 +72,39 @@ class Context:
 
     def set(self, tokens: list[int]) -> None:
         """Replace the tokens; the prefix that old and new ones share stays in the KV cache."""
-        with self.engine.lock, self.engine.cache.change():
-            self.changes += 1
+
+        def change() -> None:
+            self._begin_change()
             self._set(tokens)
+
+        self.engine.thread.call(change)
 
     def catch_up(self) -> None:
         """Wait until `tokens` are settled, at most for a step."""
         if self.unsettled:
-            with self.engine.lock, self.engine.cache.change():
-                pass  # deferred changes are made on entry
+            self.engine.thread.catch_up()
+
+    def read(self) -> tuple[list[int], int]:
+        """Return the tokens that a reader has, and the number of those in the KV cache."""
+
+        def look() -> tuple[list[int], int]:
+            tokens = self._read_tokens()
+            return tokens, min(self.cached, len(tokens))
+
+        if self.answering is None:
+            self.catch_up()
+            return look()
+        return self.engine.thread.call(look)
+
+    def _read_tokens(self) -> list[int]:
+        """Return the tokens but those of an answer on its way that its reader has not taken."""
+        unread = 0 if self.answering is None else self.answering.unread
+        return self.tokens[: len(self.tokens) - unread]
+
+    def _begin_change(self) -> None:
+        """End an answer on its way."""
+        self.changes += 1
+        self.answering = None
 
     def _set(self, tokens: list[int]) -> None:
         self._truncate_to(tokens)
@@ -80,46 +112,54 @@ class Context:
 
     def append(self, name: str, text: str | SequenceOf[int], *, parse_special: bool) -> None:
         """Append text or tokens of a caller's parameter `name`; see `Session.append`."""
-        self.catch_up()
+        tokens, _ = self.read()
         if isinstance(text, str):
-            add_bos = None if not self.tokens else False
+            add_bos = None if not tokens else False
             text = self.engine.tokenizer.encode(text, add_bos=add_bos, parse_special=parse_special)
-        self.set([*self.tokens, *self.checked(name, text)])
+        self.set([*tokens, *self.checked(name, text)])
 
     def replace(self, tokens: SequenceOf[int]) -> None:
         """Replace the tokens by a caller's; those behind a gap (`make_room`) leave the KV cache, as
         their K and V depend on the tokens that stood there."""
         ids = self.checked("tokens", tokens)
-        with self.engine.lock, self.engine.cache.change():
+
+        def change() -> None:
+            self._begin_change()
             self.sequence.truncate(len(self.sequence.tokens[: self.sequence.shareable]))
-        self.set(ids)
+            self._set(ids)
+
+        self.engine.thread.call(change)
 
     def fork(self) -> Context:
-        """Return a context with the same tokens; nothing is copied before one of the two grows."""
+        """Return a context with the tokens that a reader has; no block is copied yet."""
         other = Context(self.engine, salt=self.salt)
-        with self.engine.lock, self.engine.cache.change():
-            other.tokens = list(self.tokens)
+
+        def share() -> None:
+            other.tokens = self._read_tokens()
             other.sequence = self.sequence.fork()
+            other._truncate_to(other.tokens)
+
+        self.engine.thread.call(share)
         return other
 
     def save(self, path: Path) -> None:
         """Write tokens and KV cache to a file; see `Session.save`."""
-        engine = self.engine
-        with engine.lock, engine.cache.change():
-            tokens = list(self.tokens)
-            computed, shareable = len(self.sequence), self.sequence.shareable
-            firsts, blocks = engine.cache.pack(self.sequence)
-        saved = SavedSession(
-            model=engine.bundle.manifest.name,
-            fingerprint=engine.fingerprint,
-            kv_format=engine.options.kv_format,
-            tokens=tokens,
-            computed=computed,
-            shareable=shareable,
-            arithmetic=engine.arithmetic,
-            firsts=firsts,
-        )
-        write_session(path, saved, blocks)
+        engine, kept = self.engine, self.fork()
+        try:
+            firsts, blocks = engine.thread.call(lambda: engine.cache.pack(kept.sequence))
+            saved = SavedSession(
+                model=engine.bundle.manifest.name,
+                fingerprint=engine.fingerprint,
+                kv_format=engine.options.kv_format,
+                tokens=kept.tokens,
+                computed=len(kept.sequence),
+                shareable=kept.sequence.shareable,
+                arithmetic=engine.arithmetic,
+                firsts=firsts,
+            )
+            write_session(path, saved, blocks)
+        finally:
+            kept.close()
 
     def restore(self, path: Path) -> None:
         """Read tokens and KV cache of a saved session; see `LLM.load_session`."""
@@ -133,13 +173,15 @@ class Context:
             raise SessionFileError(f"{path}: {error}") from None
         if not engine.cache.can_begin(saved.firsts, saved.computed):
             raise SessionFileError(f"{path}: its header is damaged; save the session again")
-        with engine.lock, engine.cache.change():
+        # K and V of another back end are for this session, and not for others to find
+        shareable = saved.shareable if saved.arithmetic == engine.arithmetic else 0
+
+        def fill() -> bool:
             self.sequence.truncate(0)
-            # K and V of another back end are for this session, and not for others to find
-            same = saved.arithmetic == engine.arithmetic
-            shareable = saved.shareable if same else 0
-            if not self._fill(tokens[: saved.computed], shareable, saved.firsts, data):
-                raise SessionFileError(f"{path}: damaged or truncated; save the session again")
+            return self._fill(tokens[: saved.computed], shareable, saved.firsts, data)
+
+        if not engine.thread.call(fill):
+            raise SessionFileError(f"{path}: damaged or truncated; save the session again")
         self.tokens = tokens
 
     def _fill(
@@ -159,7 +201,7 @@ class Context:
         """Release the blocks; other contexts find the prefix until its memory is needed."""
         self.changes += 1
         self.unsettled = True
-        self.engine.cache.soon(self._close)
+        self.engine.thread.soon(self._close)
 
     def _close(self) -> None:
         self.tokens = []
@@ -168,7 +210,7 @@ class Context:
         self.unsettled = False
 
     def close_now(self) -> None:
-        """Close the context, under the lock; its full blocks go to the cache on disk before."""
+        """Close the context at the end of its answer; its full blocks go to the cache on disk."""
         self.engine.cache.keep(self.sequence)
         self._swapped = None
         self.sequence.close()
@@ -273,22 +315,15 @@ class Context:
         """Append a sampled token."""
         self.tokens.append(token)
 
-    def settle(self, *, dropped: bool) -> None:
-        """End an answer: drop draft tokens not sampled, and write the rest to the cache on disk.
-
-        Args:
-            dropped: whether the answer ends without its reader's request, perhaps in the garbage
-                collector in the middle of a change to the cache; then the next change settles it.
-        """
-        if dropped:
-            self.engine.cache.soon(self._settle)
-        else:
-            with self.engine.lock, self.engine.cache.change():
-                self._settle()
+    def settle(self) -> None:
+        """Soon drop draft tokens not sampled, and write the rest to the cache on disk."""
+        self.unsettled = True
+        self.engine.thread.soon(self._settle)
 
     def _settle(self) -> None:
         self._truncate_to(self.tokens)
         self.engine.cache.keep(self.sequence)
+        self.unsettled = False
 
     def _truncate_to(self, tokens: list[int]) -> None:
         """Truncate the sequence to the prefix that it shares with `tokens`."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -18,6 +19,7 @@ from edgellm.backends.timing import Samples, in_turns
 from edgellm.cache.kv_cache import KVCache
 from edgellm.cache.sequence import Sequence as CachedSequence
 from edgellm.engine.measured import Measured, MeasuredPrompt, from_json, to_json
+from edgellm.errors import CancelledError
 from edgellm.machine import cpu_name
 from edgellm.store.bundle import COSTS
 from edgellm.store.home import replacing_file
@@ -29,17 +31,26 @@ _FEW, _MANY = 8, 128
 
 
 def load_or_measure(
-    folder: Path, model: Model, step: Backend | None, cache: KVCache, *, threads: int
+    folder: Path,
+    model: Model,
+    step: Backend | None,
+    cache: KVCache,
+    *,
+    threads: int,
+    stop: threading.Event,
 ) -> Costs:
     """Return the costs of a model's chunks, from an earlier start if nothing has changed since.
 
     The first start measures for some chunks' time; so does each if `folder` is read-only.
+
+    Raises:
+        CancelledError: `stop` was set while it measured.
     """
     key = _key_of(model, step, threads=threads)
     known = _read(folder)
     measured = from_json(known.get(key), model.segments.chunk_sizes)
     if measured is None:
-        measured = measure(model, step, cache)
+        measured = measure(model, step, cache, stop=stop)
         _write(folder, {**known, key: to_json(measured)})
     return measured.costs()
 
@@ -83,8 +94,14 @@ def known_costs(
     return measured if measured is not None and measured.step else None
 
 
-def measure(model: Model, step: Backend | None, cache: KVCache) -> Measured:
-    """Time each chunk size and, if there is one, the decode step on an empty sequence."""
+def measure(
+    model: Model, step: Backend | None, cache: KVCache, *, stop: threading.Event
+) -> Measured:
+    """Time each chunk size and, if there is one, the decode step on an empty sequence.
+
+    Raises:
+        CancelledError: `stop` was set.
+    """
     sequence, sizes = cache.sequence(), model.segments.chunk_sizes
     runs: dict[tuple[bool, int], Callable[..., object]] = {
         (True, size): partial(model.forward, chunk=size) for size in sizes
@@ -95,6 +112,8 @@ def measure(model: Model, step: Backend | None, cache: KVCache) -> Measured:
         runs |= {(False, count): partial(_run, step) for count in counts}
 
     def timed(count: int, forward: Callable[..., object]) -> None:
+        if stop.is_set():
+            raise CancelledError("the measurement was stopped")
         sequence.shareable = 0  # no other sequence is to begin with these tokens
         try:
             forward([0] * min(count, cache.ctx_size), sequence=sequence)  # padding costs as much

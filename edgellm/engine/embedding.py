@@ -13,8 +13,8 @@ from numpy.typing import NDArray
 from edgellm.backends.batch import Rows
 from edgellm.engine.context import Context
 from edgellm.engine.engine import Engine
-from edgellm.engine.pending import WORKING, Pending, Waiting
 from edgellm.engine.request import Request
+from edgellm.engine.stream import WORKING, Pending, Waiting, raise_error
 from edgellm.generation_options import GenerationOptions
 
 Pooling = Literal["mean", "last"]
@@ -100,8 +100,7 @@ def embeddings(
                 yield Waiting([request])
             while request.pieces:
                 request.next_piece()
-            if request.error is not None:
-                raise request.error
+            raise_error(request)
             if request.embedding is None:  # cancelled
                 return
             yield request.embedding

@@ -6,18 +6,13 @@ from dataclasses import replace
 
 from edgellm.engine.loaded_model import LoadedModel
 from edgellm.engine.loop import Loop
-from edgellm.engine.pump import Pump
 from edgellm.options import EngineOptions
 from edgellm.progress import ProgressCallback
 from edgellm.store.bundle import Bundle
 
 
 class Engine(LoadedModel):
-    """A loaded model with its loop, shared by sessions.
-
-    `loop` steps in the threads of readers that wait. `pump` has a thread of its own, while it has
-    something to do, for readers that must not wait, such as an event loop of asyncio.
-    """
+    """A loaded model with its loop, shared by sessions."""
 
     def __init__(
         self,
@@ -30,5 +25,4 @@ class Engine(LoadedModel):
         """See `LoadedModel`."""
         super().__init__(bundle, options, tails_only=tails_only, progress=progress)
         used = replace(options, scheduling=self.scheduling)
-        self.loop = Loop(self.cache, used, prefill=self.prefill, decoder=self.decoder)
-        self.pump = Pump(self.loop)
+        self.loop = Loop(self.thread, self.cache, used, prefill=self.prefill, decoder=self.decoder)

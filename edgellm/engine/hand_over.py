@@ -31,8 +31,7 @@ def block_names(engine: LoadedModel, tokens: Sequence[int], *, salt: str = "") -
 def cached_tokens(engine: LoadedModel, tokens: Sequence[int], *, salt: str = "") -> int:
     """Return the number of leading tokens of a prompt that are cached."""
     root = engine.cache.index.salted_root(salt)
-    with engine.lock, engine.cache.change():
-        return engine.cache.cached_prefix(tokens, root=root)
+    return engine.thread.call(lambda: engine.cache.cached_prefix(tokens, root=root))
 
 
 def write_prefix(
@@ -44,13 +43,16 @@ def write_prefix(
         The number of tokens in these blocks; the store may have lacked room for some.
     """
     root = engine.cache.index.salted_root(salt)
-    with engine.lock, engine.cache.change():
+
+    def write() -> int:
         sequence = engine.cache.sequence(tokens, root=root)
         try:
             engine.cache.write(sequence, store)
             return len(sequence) // BLOCK * BLOCK
         finally:
             sequence.close()
+
+    return engine.thread.call(write)
 
 
 def read_prefix(
@@ -62,5 +64,4 @@ def read_prefix(
         The number of leading tokens that need not be computed.
     """
     root = engine.cache.index.salted_root(salt)
-    with engine.lock, engine.cache.change():
-        return engine.cache.read(tokens, store, root=root)
+    return engine.thread.call(lambda: engine.cache.read(tokens, store, root=root))

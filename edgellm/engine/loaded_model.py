@@ -25,6 +25,7 @@ from edgellm.cache.kv_cache import KVCache
 from edgellm.cache.write_behind import WriteBehind
 from edgellm.engine import memory
 from edgellm.engine.costs import load_or_measure
+from edgellm.engine.thread import EngineThread
 from edgellm.errors import OptionError, TemplateError
 from edgellm.graphs.contract import WEIGHTS_FILE
 from edgellm.kernels.kv_blocks import LAYOUT_VERSION
@@ -46,7 +47,8 @@ class LoadedModel:
 
     `selection` names its back ends, `precisions` their precisions; `scheduling` is the one in use.
     `native_prefill` is the native back end, if it is open and decode is not chunked; where decode
-    is chunked, `decoder` is `prefill` itself.
+    is chunked, `decoder` is `prefill` itself. Once the model is loaded, `thread` alone computes
+    steps and changes the cache.
     """
 
     def __init__(
@@ -70,6 +72,7 @@ class LoadedModel:
         self.tokenizer = Tokenizer(
             bundle.path, bundle.manifest.tokenizer, rows=self.config.vocab_size
         )
+        self.thread = EngineThread()
         self.written: WriteBehind | None = None
         self.cache = self._make_cache()
         self.threads = _start_threads(options, self.selection, graphs=self.precisions != {PACKED})
@@ -88,11 +91,6 @@ class LoadedModel:
             TemplateError: the template is broken.
         """
         return open_template(self.bundle, self.tokenizer)
-
-    @property
-    def lock(self) -> threading.Lock:
-        """Lock that is held for one step at a time, and for any other change of the cache."""
-        return self.cache.lock
 
     @property
     def recomputes_exactly(self) -> bool:
@@ -136,6 +134,7 @@ class LoadedModel:
             blocks=_cache_blocks(options, self.ctx_size),
             key_offset=key_basis.open_key_basis(bundle.path, bundle.manifest.keys).offset,
             fingerprint=f"{self.fingerprint}|{self.arithmetic}".encode(),
+            defer=self.thread.soon,
         )
         if options.kv_cache_dir is not None:
             disk = DiskCache(Path(options.kv_cache_dir), budget=options.kv_cache_bytes)
@@ -179,10 +178,17 @@ class LoadedModel:
         mixed = bool(models.steps) and self.options.precision is None
         mixed = mixed and self.scheduling != "two_devices"
         step = host if mixed and selection.decode != CHUNKED else None
+        stop = threading.Event()
+        costs = self.thread.call(
+            lambda: load_or_measure(
+                self.bundle.path, model, step, self.cache, threads=self.threads, stop=stop
+            ),
+            stop=stop,
+        )
         return ChunkedBackend(
             model,
             host,
-            load_or_measure(self.bundle.path, model, step, self.cache, threads=self.threads),
+            costs,
             policy=self.selection.policy,
             tails_only=tails_only,
         )

@@ -1,137 +1,155 @@
-"""The loop: all answers that are on their way, and the threads that wait for them.
-
-A thread that waits for a piece makes a step, which is for all. No thread is started but that of a
-policy that has prompts computed elsewhere meanwhile (`prefill_lane.py`).
-"""
+"""The loop: all answers that are on their way, in the engine's thread, and who waits for them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import queue
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from functools import partial
-from typing import TypeVar
 
 from edgellm.backends.backend import Backend
 from edgellm.backends.chunked_backend import ChunkedBackend
 from edgellm.cache.kv_cache import KVCache
 from edgellm.engine.batcher import Batcher
-from edgellm.engine.bell import Bell
-from edgellm.engine.pending import WORKING, Pending, Waiting
 from edgellm.engine.request import Request
 from edgellm.engine.scheduler import SchedulerCounts
+from edgellm.engine.thread import EngineThread
 from edgellm.engine.two_lanes import TwoLaneBatcher
 from edgellm.options import EngineOptions
-from edgellm.results import Piece
 
-T = TypeVar("T")
-# Before a thread that waits for the lock looks again whether another one steps.
-_MOMENT_S = 0.002
+
+@dataclass(frozen=True)
+class _Reader:
+    """A reader that waits for news of requests, in a thread or in a thread's event loop."""
+
+    requests: Sequence[Request]
+    wake: Callable[[], object]
+    thread: threading.Thread = field(default_factory=threading.current_thread)
 
 
 class Loop:
-    """Brings requests forward, step by step, in the threads of those who read them."""
+    """Steps for all requests, while one of them has room for another piece.
+
+    It runs ahead of a reader, until that has 64 unread pieces.
+    """
 
     def __init__(
-        self, cache: KVCache, options: EngineOptions, *, prefill: Backend, decoder: Backend
+        self,
+        thread: EngineThread,
+        cache: KVCache,
+        options: EngineOptions,
+        *,
+        prefill: Backend,
+        decoder: Backend,
     ) -> None:
-        self._cache = cache
-        self._bell = Bell()
-        self._batcher = self._new_batcher(options, prefill=prefill, decoder=decoder)
-        self._stepping = False
+        self._thread = thread
+        self._readers: dict[object, _Reader] = {}
+        if options.scheduling != "two_devices":
+            self._batcher = Batcher(cache, options, prefill=prefill, decoder=decoder)
+        else:
+            assert isinstance(prefill, ChunkedBackend)  # see `Selection.scheduling`
+            self._batcher = TwoLaneBatcher(thread, cache, options, prefill=prefill, decoder=decoder)
+        thread.attach(self)
+
+    # for readers
 
     @property
     def counts(self) -> SchedulerCounts:
         """Counters of the scheduler since the model was loaded."""
         return self._batcher.counts
 
-    def drive(self, pending: Pending[T]) -> Iterator[T]:
-        """Iterate the items of `pending`, making a step wherever it waits for one."""
-        try:
-            for item in pending:
-                if isinstance(item, Waiting):
-                    self.advance(item.requests)
-                elif item is not WORKING:
-                    yield item
-        finally:
-            pending.close()
-
-    def pieces(self, request: Request) -> Pending[Piece]:
-        """Submit a request, and take its pieces.
+    def submit(self, request: Request) -> None:
+        """Have a request taken in with the next step.
 
         Raises:
-            OptionError, ContextOverflowError: see `Request.check`.
-            Exception: what its own work raised.
+            OptionError, EdgeLLMError: see `EngineThread.check`.
         """
-        try:
-            request.check()
-            self.submit(request)
-            while True:
-                finished = request.finished  # before the last pieces are taken
-                while request.pieces:
-                    yield request.next_piece()
-                if finished:
-                    break
-                yield Waiting([request])
-            yield WORKING
-            if request.error is not None:
-                raise request.error
-        finally:
-            self.withdraw(request)
-
-    def submit(self, request: Request) -> None:
-        """Have a request taken in with the next step."""
+        self._thread.check()
         self._batcher.submit(request)
+        self._thread.poke()
 
     def withdraw(self, request: Request) -> None:
         """Forget a request that has no reader. Safe from any thread and from `__del__`."""
-        if request.withdraw():
-            self._cache.soon(partial(self._batcher.leave, request))
+        try:
+            request.withdraw()
+        finally:  # also when an interrupt comes
+            if request.withdrawn:
+                self._thread.soon(partial(self._batcher.leave, request))
 
-    def advance(self, requests: Sequence[Request]) -> None:
-        """Step, or let another thread that does, unless one of the requests has news already.
+    def wait(self, requests: Sequence[Request]) -> None:
+        """Wait until one of the requests has news.
 
         Raises:
-            OptionError: see `KVCache.lock`.
+            OptionError, EdgeLLMError: see `EngineThread.check`.
         """
-        lock = self._cache.lock
-        has_news = partial(have_news, requests)
-
-        def busy() -> bool:
-            return (self._stepping and lock.locked()) or self._batcher.resting
-
-        while not has_news():
-            if busy():
-                return self._bell.wait(has_news, busy=busy)
-            # Who has the lock and does not step has it for a moment. Who steps takes it again at
-            # once: a thread that waited for it without an end would get it after seconds. `for` has
-            # the answer in a variable before an interrupt can come.
-            for taken in map(lock.acquire, (True,), (_MOMENT_S,)):
-                if taken:
-                    try:  # no call before it: an interrupt could come there
-                        self._step(has_news)
-                    finally:
-                        lock.release()
-                        self._bell.ring()
-                    return
-
-    def _new_batcher(
-        self, options: EngineOptions, *, prefill: Backend, decoder: Backend
-    ) -> Batcher:
-        if options.scheduling != "two_devices":
-            return Batcher(self._cache, options, prefill=prefill, decoder=decoder)
-        assert isinstance(prefill, ChunkedBackend)  # see `Selection.scheduling`
-        return TwoLaneBatcher(
-            self._cache, options, prefill=prefill, decoder=decoder, on_news=self._bell.ring
-        )
-
-    def _step(self, has_news: Callable[[], bool]) -> None:
-        """Make a step, in the thread that has the lock."""
+        news: queue.SimpleQueue[None] = queue.SimpleQueue()
+        unwatch = self.watch(requests, partial(news.put, None))
         try:
-            with self._cache.change():
-                if not has_news():
-                    self._stepping = True
-                    self._batcher.step()
+            self._thread.wait(news)
         finally:
-            self._stepping = False
+            unwatch()
+
+    def watch(
+        self, requests: Sequence[Request], wake: Callable[[], object]
+    ) -> Callable[[], object]:
+        """Have `wake` called once, when one of the requests has news; perhaps at once.
+
+        Args:
+            wake: called in the engine's thread or in this one; raises nothing.
+
+        Returns:
+            A function that ends the watch.
+
+        Raises:
+            OptionError, EdgeLLMError: see `EngineThread.check`.
+        """
+        self._thread.check()
+        key = object()
+        unwatch = partial(self._readers.pop, key, None)
+        self._readers[key] = _Reader(requests, wake)  # before the look: the engine looks as well
+        if not have_news(requests):
+            self._thread.poke()  # the reader has taken all, so paused requests may go on
+        elif unwatch() is not None:
+            wake()
+        return unwatch
+
+    # for the engine's thread
+
+    @property
+    def has_work(self) -> bool:
+        """See `Worker`."""
+        return self._batcher.has_work
+
+    @property
+    def away(self) -> bool:
+        """See `Worker`."""
+        return self._batcher.away
+
+    def step(self) -> None:
+        """Make a step; an exception that is no request's own ends all requests."""
+        try:
+            self._batcher.step()
+        except BaseException as error:
+            self.fail(error)
+        else:
+            self._wake()
+
+    def fail(self, error: BaseException) -> None:
+        """See `Worker`."""
+        self._batcher.fail_all(error)
+        self._wake()
+
+    def _wake(self) -> None:
+        """Wake the readers that have news, and forget requests of those whose thread has ended."""
+        for key, reader in self._readers.copy().items():  # others come and go meanwhile
+            if have_news(reader.requests) and self._readers.pop(key, None) is not None:
+                reader.wake()
+            elif not reader.thread.is_alive() and self._readers.pop(key, None) is not None:
+                for request in reader.requests:
+                    self.withdraw(request)
+            elif all(request.withdrawn for request in reader.requests):
+                self._readers.pop(key, None)  # of a watch that was interrupted
 
 
 def have_news(requests: Sequence[Request]) -> bool:

@@ -14,7 +14,7 @@ from edgellm.backends.backend import Backend
 from edgellm.backends.batch import Span
 from edgellm.backends.trace import TaskRecord
 from edgellm.cache.sequence import Sequence
-from edgellm.errors import OptionError
+from edgellm.errors import CancelledError, OptionError
 from edgellm.kernels.sampling import Logits
 
 Floats = NDArray[np.float32]
@@ -43,7 +43,7 @@ NO_HOOKS = Hooks()
 def compute_prompt(
     backend: Backend, tokens: SequenceOf[int], sequence: Sequence, hooks: Hooks = NO_HOOKS
 ) -> Floats:
-    """Compute `tokens` at the end of `sequence`, for the holder of the engine's lock.
+    """Compute `tokens` at the end of `sequence`, in the engine's thread.
 
     Returns:
         The logits after the last token, `[V]`; no other row goes through the LM head.
@@ -80,7 +80,13 @@ def compute_tokens(backend: Backend, tokens: SequenceOf[int], sequence: Sequence
     return np.stack([logits.scores for logits in computed.logits])
 
 
-def best_next(backend: Backend, token: int, sequence: Sequence) -> int:
-    """Compute a token; returns the most likely one after it."""
+def best_next(backend: Backend, token: int, sequence: Sequence, hooks: Hooks = NO_HOOKS) -> int:
+    """Compute a token; returns the most likely one after it.
+
+    Raises:
+        CancelledError: `hooks.cancel` was set.
+    """
+    if hooks.cancel is not None and hooks.cancel.is_set():
+        raise CancelledError("stopped")
     (computed,) = backend.run([Span(sequence, [token], logit_rows=1, candidates=1)])
     return next(iter(computed.logits[0].best(1)))

@@ -73,5 +73,5 @@ class Passage:
         return self.growth.land()
 
     def drop(self) -> None:
-        """Give the blocks back; may be repeated after an interrupt."""
+        """Give the blocks back."""
         self.growth.close()

@@ -1,23 +1,20 @@
-"""Prefill lane: threads that compute prompts on another device, beside the thread that steps.
+"""Prefill lane: threads that compute prompts on another device, beside the engine's thread.
 
-One job runs at a time, a few chunks of one prompt, in a thread that ends with it. The thread holds
-no lock: its blocks are reserved before (`Growth`), and a later step takes over the rows.
+One job runs at a time, a few chunks of one prompt, in a thread that ends with it. Its blocks are
+reserved before (`Growth`), and a later step takes over the rows.
 """
 
 from __future__ import annotations
 
-import os
 import threading
 import time
-from collections.abc import Callable
 from dataclasses import replace
 
 from edgellm.backends.backend import Backend
 from edgellm.backends.batch import Rows, Span
 from edgellm.cache.growth import Growth
-from edgellm.cache.kv_cache import KVCache
 from edgellm.engine.request import Request
-from edgellm.errors import CancelledError, OptionError
+from edgellm.engine.thread import EngineThread
 
 
 class PrefillJob:
@@ -29,7 +26,6 @@ class PrefillJob:
         growth: sequence that the rows go to, until it is attached to the request's sequence.
         rows: results; None where `error` says why there are none.
         seconds: seconds that the job took.
-        ended: whether the job has ended, so that `growth` is no longer written to.
     """
 
     def __init__(self, request: Request, span: Span) -> None:
@@ -38,15 +34,15 @@ class PrefillJob:
         self.growth = Growth(span.sequence, len(span.tokens))
         self.span = replace(span, sequence=self.growth)
         self.rows: Rows | None = None
-        self.error: Exception | None = CancelledError("the thread of prefill was stopped")
+        self.error: BaseException | None = None
         self.seconds = 0.0
-        self.ended = False
         self._base = span.sequence
-        self._process = os.getpid()
-        self._claim = threading.Lock()
-        # a bare lock: `Event` is Python, which an interrupt may leave half done
-        self._running = threading.Lock()
-        self._running.acquire()
+        self._ended = threading.Event()
+
+    @property
+    def ended(self) -> bool:
+        """Whether the job has ended, so that `growth` is no longer written to."""
+        return self._ended.is_set()
 
     @property
     def obsolete(self) -> bool:
@@ -55,67 +51,42 @@ class PrefillJob:
         moved = request.context.sequence is not base or len(base) != self.growth.start
         return request.finished or request.withdrawn or moved
 
-    @property
-    def lost(self) -> bool:
-        """Whether the job's thread is in another process, from which this one was forked."""
-        return not self.ended and self._process != os.getpid()
-
     def run(self, backend: Backend) -> None:
-        """Compute the rows, unless another thread does."""
-        if not self._claim.acquire(blocking=False):
-            return
+        """Compute the rows."""
         start = time.perf_counter()
         try:
             (self.rows,) = backend.run([self.span], should_stop=self._should_stop)
-            self.error = None
-        except Exception as error:
+        except BaseException as error:
             self.error = error
-        finally:
-            self.seconds = time.perf_counter() - start
-            self.ended = True
-            self._running.release()
+        self.seconds = time.perf_counter() - start
+        self._ended.set()
 
     def wait(self) -> None:
-        """Wait for the end; only one thread may wait."""
-        if not self.ended:
-            self._running.acquire()
+        """Wait for the end."""
+        self._ended.wait()
 
     def _should_stop(self) -> bool:
         return self.obsolete or self.request.stop_now()
 
 
 class PrefillLane:
-    """Runner of one job after the other; all but `busy` needs the cache's lock."""
+    """Runner of one job after the other; all is for the engine's thread."""
 
-    def __init__(self, cache: KVCache, backend: Backend, *, on_end: Callable[[], None]) -> None:
-        """`on_end` is called in the thread of a job, when it has ended."""
-        self._cache = cache
+    def __init__(self, thread: EngineThread, backend: Backend) -> None:
+        """`thread` is told when a job has ended."""
+        self._thread = thread
         self._backend = backend
-        self._on_end = on_end
         self._job: PrefillJob | None = None
 
     @property
     def busy(self) -> bool:
-        """Whether a job runs in this process."""
-        job = self._job
-        return job is not None and not job.ended and not job.lost
+        """Whether a job runs."""
+        return self._job is not None and not self._job.ended
 
     @property
     def free(self) -> bool:
         """Whether there is no job, not even one that has ended and was not taken."""
         return self._job is None
-
-    def check(self) -> None:
-        """Refuse to go on where the end of a job will never come.
-
-        Raises:
-            OptionError: the process was forked in the middle of a job.
-        """
-        if self._job is not None and self._job.lost:
-            raise OptionError(
-                "this process was forked while another thread computed a prompt; load the model in "
-                "the new process, or fork while nothing is answered"
-            )
 
     def begin(self, job: PrefillJob) -> None:
         """Start a job, when `free`.
@@ -123,21 +94,14 @@ class PrefillLane:
         Raises:
             RuntimeError: no more threads can be started.
         """
-        self._job = job
+        # no daemon: the end of the program waits for the end of a chunk
+        thread = threading.Thread(target=self._run, args=(job,), name="edgellm-prefill")
         try:
-            self.launch()
-        except Exception:
-            self._job = None
+            thread.start()
+        except RuntimeError:
             job.growth.close()
             raise
-
-    def launch(self) -> None:
-        """Start a thread for the job, if any; again where an interrupt may have prevented the
-        first."""
-        if self._job is not None and not self._job.ended:
-            # no daemon: the end of the program waits for the end of a chunk
-            thread = threading.Thread(target=self._run, args=(self._job,), name="edgellm-prefill")
-            _start(thread)
+        self._job = job
 
     def take(self) -> PrefillJob | None:
         """Return the job if it has ended, and forget it; else None."""
@@ -151,41 +115,16 @@ class PrefillLane:
         """Drop an obsolete job and free its blocks; waits for its end, if need be."""
         if self._job is not None and self._job.obsolete:
             self._job.wait()
-            self._drop_obsolete()
+            self.drop_obsolete()
 
     def drop_obsolete(self) -> None:
-        """Drop an obsolete job if it has ended; else its thread does so at its end."""
-        if self._job is not None and self._job.ended:
-            self._drop_obsolete()
-
-    def _drop_obsolete(self) -> None:
-        if self._job is not None and self._job.ended and self._job.obsolete:
-            self._job.growth.land().close()  # computed blocks can still be found
+        """Drop an obsolete job if it has ended; else its thread has it dropped at its end."""
+        job = self._job
+        if job is not None and job.ended and job.obsolete:
+            job.growth.land().close()  # computed blocks can still be found
             self._job = None
 
     def _run(self, job: PrefillJob) -> None:
-        try:
-            job.run(self._backend)
-            del job  # the thread that takes it has the only reference
-            self._cache.soon(self._drop_obsolete)
-        finally:
-            self._on_end()
-
-
-def _start(thread: threading.Thread) -> None:
-    """Start a thread.
-
-    `Thread.start` waits in Python for the thread to run, and an interrupt between two lines of that
-    may come out as an error of a lock.
-
-    Raises:
-        BaseException: the interrupt; perhaps the thread runs.
-        RuntimeError: no more threads can be started.
-    """
-    try:
-        thread.start()
-    except RuntimeError as error:
-        interrupt = error.__context__
-        if interrupt is None or isinstance(interrupt, Exception):
-            raise
-        raise interrupt from None
+        job.run(self._backend)
+        del job  # the thread that takes it has the only reference
+        self._thread.soon(self.drop_obsolete)

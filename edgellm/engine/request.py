@@ -34,7 +34,7 @@ _MOST_UNREAD = 64
 class Request:
     """A `Session.stream` call, in the hands of the loop.
 
-    `check`, `next_piece`, `withdraw` and `stats` are for its reader, all else for the loop.
+    `check`, `next_piece`, `withdraw` and `stats` are for its reader, all else for the engine.
 
     Attributes:
         pieces: pieces that the reader has not taken yet.
@@ -71,7 +71,7 @@ class Request:
         self.context = context
         self.owner, self.priority = options.owner, options.priority
         self.pieces: deque[Piece] = deque()
-        self.error: Exception | None = None
+        self.error: BaseException | None = None
         self.forks: list[Request] = []
         self.report: Progress | None = None
         self.asked: Arrival | None = None
@@ -117,6 +117,13 @@ class Request:
         self._claims = True
         self.context.answering = self
 
+    def check_unchanged(self) -> None:
+        """Raise OptionError where the session has changed, or is answering another request."""
+        if self.context.changes != self._changes:
+            raise OptionError("the session was changed while it answered")
+        if self._claims and self.context.answering is not self:
+            raise _answering()
+
     def next_piece(self) -> Piece:
         """Take the next piece, which must be there."""
         piece = self.pieces.popleft()
@@ -125,13 +132,11 @@ class Request:
             self._disclaim()
         return piece
 
-    def withdraw(self) -> bool:
-        """Note that the reader is gone; returns whether something is left for `leave` to do."""
+    def withdraw(self) -> None:
+        """Note that the reader is gone, if something is left for `leave` to do."""
         self._disclaim()
-        if self.finished and self._taken == len(self._answer.sampled):
-            return False
-        self.withdrawn = self.context.unsettled = True
-        return True
+        if self.unread or not self.finished:
+            self.withdrawn = self.context.unsettled = True
 
     def stats(self) -> Stats:
         """Return timings and counts so far."""
@@ -176,13 +181,17 @@ class Request:
 
     @property
     def salt(self) -> str:
-        """Salt of the prefixes in the KV cache."""
         return self.context.salt
 
     @property
     def holding(self) -> bool:
         """Whether it has blocks in the KV cache."""
         return len(self.context.sequence) > 0
+
+    @property
+    def unread(self) -> int:
+        """Number of sampled tokens that the reader has not taken."""
+        return len(self._answer.sampled) - self._taken
 
     @property
     def paused(self) -> bool:
@@ -218,12 +227,9 @@ class Request:
         """End the answer if no token may follow; returns whether it has ended.
 
         Raises:
-            OptionError: the session has changed, or is answering another request.
+            OptionError: see `check_unchanged`.
         """
-        if self.context.changes != self._changes:
-            raise OptionError("the session was changed while it answered")
-        if self._claims and self.context.answering is not self:
-            raise _answering()
+        self.check_unchanged()
         reason = self._end_reason()
         if reason is not None:
             self._finish(reason)
@@ -298,7 +304,7 @@ class Request:
         context = self.context
         self._drop_passage()
         if self.withdrawn:
-            unread = len(self._answer.sampled) - self._taken
+            unread = self.unread
             if context.answering is None and context.changes == self._changes:
                 context.cut(unread)
             self._taken += unread
@@ -306,10 +312,8 @@ class Request:
         if self._closes:
             context.close_now()
 
-    def fail(self, error: Exception) -> None:
-        """End the answer with an exception for the caller."""
-        self.error = error
-        self.finished = True
+    def fail(self, error: BaseException) -> None:
+        self.error, self.finished = error, True
 
     def _drop_passage(self) -> None:
         """Drop parked rows, if any; they are computed again if the request goes on."""

@@ -10,8 +10,8 @@ from dataclasses import dataclass, replace
 
 from edgellm.engine.context import Context, forgotten
 from edgellm.engine.engine import Engine
-from edgellm.engine.pending import WORKING, Pending, Waiting
 from edgellm.engine.request import LogitFilter, Request
+from edgellm.engine.stream import WORKING, Pending, Waiting, raise_error
 from edgellm.generation_options import GenerationOptions
 from edgellm.progress import Progress
 from edgellm.results import Piece
@@ -51,7 +51,7 @@ def sample_pieces(
 
     Raises:
         OptionError, ContextOverflowError: see `Request.check`.
-        Exception: the work of one of the answers raised it; the others end with it.
+        BaseException: the work of one of the answers raised it; the others end with it.
     """
     yield WORKING
     requests = forked_requests(
@@ -80,8 +80,7 @@ def sample_pieces(
                     yield SamplePieces(sample, pieces)
                 if finished:
                     del running[sample]
-                    if request.error is not None:
-                        raise request.error
+                    raise_error(request)
     finally:
         for request in requests:
             engine.loop.withdraw(request)

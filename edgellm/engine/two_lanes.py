@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from edgellm.backends.backend import Backend
 from edgellm.backends.chunked_backend import ChunkedBackend
@@ -13,6 +13,7 @@ from edgellm.engine.prefill_lane import PrefillJob, PrefillLane
 from edgellm.engine.request import Request
 from edgellm.engine.scheduler import Scheduler, Share
 from edgellm.engine.step_costs import StepCosts
+from edgellm.engine.thread import EngineThread
 from edgellm.engine.two_devices import JobTime, Pace, TwoDevices
 from edgellm.errors import CacheFullError
 from edgellm.kernels.kv_blocks import BLOCK
@@ -28,42 +29,47 @@ class TwoLaneBatcher(Batcher):
 
     def __init__(
         self,
+        thread: EngineThread,
         cache: KVCache,
         options: EngineOptions,
         *,
         prefill: ChunkedBackend,
         decoder: Backend,
-        on_news: Callable[[], None],
     ) -> None:
-        """`on_news` is called from another thread when a step has something to take over."""
+        """`thread` is told when a step has something to take over."""
         super().__init__(cache, options, prefill=prefill, decoder=decoder)
         self._chunks = prefill
-        self._lane = PrefillLane(cache, prefill, on_end=on_news)
+        self._lane = PrefillLane(thread, prefill)
         self._pace = Pace(options.decode_slowdown)
         self._job_time = JobTime()
         self._beside = False  # this step runs beside prefill, or takes over from it
         self._start = 0.0
 
     @property
-    def resting(self) -> bool:
-        """See `Batcher.resting`."""
-        if not (self._lane.busy and self._whole) or self._submitted:
-            return False
-        return not any(each.decoding and not each.paused for each in list(self._live.values()))
+    def has_work(self) -> bool:
+        """See `Batcher.has_work`; a lane that computes a prompt needs no steps."""
+        if not self._lane.busy or self._submitted:
+            return super().has_work
+        return any(each.decoding and not each.paused for each in self._live.values())
+
+    @property
+    def away(self) -> bool:
+        """See `Batcher.away`."""
+        return self._lane.busy
 
     def step(self) -> None:
-        """See `Batcher.step`.
-
-        Raises:
-            OptionError: see `PrefillLane.check`.
-        """
-        self._lane.check()
+        """See `Batcher.step`."""
         self._start = time.perf_counter()
         super().step()
 
     def leave(self, request: Request) -> None:
         """See `Batcher.leave`."""
         super().leave(request)
+        self._lane.drop_obsolete()
+
+    def fail_all(self, error: BaseException) -> None:
+        """See `Batcher.fail_all`."""
+        super().fail_all(error)
         self._lane.drop_obsolete()
 
     def _next(self) -> list[Share[Request]]:
@@ -136,7 +142,3 @@ class TwoLaneBatcher(Batcher):
     def _new_scheduler(self) -> Scheduler[Request]:
         policy = TwoDevices(time_target=self._options.time_target_ms / 1000)
         return Scheduler(policy=policy, costs=StepCosts(), block_size=BLOCK)
-
-    def _repair(self) -> None:
-        self._lane.launch()
-        super()._repair()

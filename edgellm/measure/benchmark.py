@@ -6,6 +6,7 @@ import importlib.metadata
 import json
 import statistics
 import subprocess
+import threading
 import time
 from collections.abc import Sequence as SequenceOf
 from dataclasses import asdict, dataclass
@@ -14,7 +15,7 @@ from typing import Any
 from urllib.parse import unquote, urlparse
 
 from edgellm.engine.engine import Engine
-from edgellm.engine.one_sequence import best_next, compute_prompt
+from edgellm.engine.one_sequence import Hooks, best_next, compute_prompt
 from edgellm.errors import OptionError
 from edgellm.graphs.tensors import parameters
 from edgellm.machine import cpu_name, peak_memory_bytes
@@ -157,20 +158,25 @@ def _run(engine: Engine, prompt: int, generation: int, depth: int) -> float:
     """Return the seconds of one repetition on a fresh sequence; filling the depth is not timed."""
     vocabulary = engine.config.vocab_size
     tokens = [(31 * i + 7) % vocabulary for i in range(depth + max(prompt, 1))]
-    sequence = engine.cache.sequence()
-    with engine.lock:
+    stop = threading.Event()
+    hooks = Hooks(cancel=stop)
+
+    def run() -> float:
+        sequence = engine.cache.sequence()
         try:
             if depth:
-                compute_prompt(engine.prefill, tokens[:depth], sequence)
+                compute_prompt(engine.prefill, tokens[:depth], sequence, hooks)
             start = time.perf_counter()
             if prompt:
-                compute_prompt(engine.prefill, tokens[depth:], sequence)
+                compute_prompt(engine.prefill, tokens[depth:], sequence, hooks)
             token = tokens[-1]
             for _ in range(generation):
-                token = best_next(engine.decoder, token, sequence)
+                token = best_next(engine.decoder, token, sequence, hooks)
             return time.perf_counter() - start
         finally:
             sequence.truncate(0)
+
+    return engine.thread.call(run, stop=stop)
 
 
 def _commit() -> str | None:

@@ -44,8 +44,8 @@ def examine(
         model = engine.prefill.model
         yield Examined(f"{model.segments.precision} on {engine.prefill.placement}")
         yield from check_segments(engine.bundle, model.segments)
-        with engine.lock:
-            yield from check_prompts(engine.bundle, model, engine.cache, engine.prefill.host)
+        prompts = check_prompts(engine.bundle, model, engine.cache, engine.prefill.host)
+        yield from engine.thread.each(prompts)
     steps = _steps(engine)
     if not steps:
         return
@@ -56,8 +56,7 @@ def examine(
         for name, step in steps.items():
             yield Examined(f"{PACKED} on {name}")
             yield from check_layers(reference, step, weights, summary)
-            with engine.lock:
-                yield from check_step(reference, step, engine.cache, summary)
+            yield from engine.thread.each(check_step(reference, step, engine.cache, summary))
 
 
 def _steps(engine: Engine) -> dict[str, StepModel]:

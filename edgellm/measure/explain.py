@@ -1,10 +1,11 @@
 """Explanation of a prompt's prefill in a loaded model, and of its limits, for `edgellm plan`.
 
-Every function takes `LLM.engine`, and holds its lock while it measures.
+Every function takes `LLM.engine`, and measures in the engine's thread.
 """
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
@@ -84,10 +85,11 @@ def chunks_of(engine: Engine, count: int) -> list[PlannedChunk]:
 
 def forecasts(engine: Engine, chunks: Sequence[PlannedChunk]) -> Iterator[Forecast]:
     """Measure the parts of a prompt, and simulate the prompt under every schedule."""
-    if not isinstance(engine.prefill, ChunkedBackend):
+    prefill = engine.prefill
+    if not isinstance(prefill, ChunkedBackend):
         return
-    with engine.lock:
-        profiled = profile(engine, engine.prefill, chunks)
+    stop = threading.Event()
+    profiled = engine.thread.call(lambda: profile(engine, prefill, chunks, stop=stop), stop=stop)
     for speed in _SPEEDS:
         for schedule in POLICIES:
             prediction = predict(profiled, chunks, schedule, accelerator_speed=speed)
@@ -102,12 +104,14 @@ def time_prompt(engine: Engine, count: int) -> list[TimedPrompt]:
     """
     prefill, native = engine.prefill, engine.native_prefill
     name, schedule = prefill.placement.provider, engine.selection.policy
-    with engine.lock:
-        if native is None or name == NATIVE:
-            ((seconds, bubbles),) = measure(engine, count, prefill)
-            return [TimedPrompt(name, schedule, seconds, bubbles)]
-        (seconds, bubbles), (alone, _) = measure(engine, count, prefill, native)
-        keep_prompt(engine, MeasuredPrompt(count, seconds, alone))
+    backends = [prefill] if native is None or name == NATIVE else [prefill, native]
+    stop = threading.Event()
+    times = engine.thread.call(lambda: measure(engine, count, *backends, stop=stop), stop=stop)
+    (seconds, bubbles), *others = times
+    if not others:
+        return [TimedPrompt(name, schedule, seconds, bubbles)]
+    ((alone, _),) = others
+    keep_prompt(engine, MeasuredPrompt(count, seconds, alone))
     return [
         TimedPrompt(name, schedule, seconds, bubbles),
         TimedPrompt(NATIVE, None, alone, 0.0),
@@ -127,17 +131,16 @@ def limits(engine: Engine, count: int) -> Limits:
             return measure_gpu()
         return measure_cpu(engine.threads, int4=precision == PACKED)
 
-    with engine.lock:
-        return Limits(
+    work = work_of(
+        engine.bundle, count, precision=decoder.precision, kv_format=engine.options.kv_format
+    )
+    return engine.thread.call(
+        lambda: Limits(
             machine(prefill.placement.provider, prefill.precision),
             machine(decoder.name, decoder.precision),
-            work_of(
-                engine.bundle,
-                count,
-                precision=decoder.precision,
-                kv_format=engine.options.kv_format,
-            ),
+            work,
         )
+    )
 
 
 def usual_choice(engine: Engine) -> AutoChoice:

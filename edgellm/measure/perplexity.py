@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+import threading
+from collections.abc import Generator, Iterator, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -18,7 +20,7 @@ from edgellm.progress import Progress, ProgressCallback
 
 Floats = NDArray[np.float32]
 PATHS = ("prefill", "decode")
-# Rows that go through the LM head at a time: an interrupt waits for them, and a row takes 400 KB.
+# Rows that go through the LM head at a time: other work waits for them, and a row takes 400 KB.
 _HEAD_ROWS = 64
 
 
@@ -112,17 +114,16 @@ def window_logits(
     """Compute the logits after each token of a window but the last, on an empty KV cache.
 
     Yields:
-        Position of the first row, and logits `[rows, V]`, some rows at a time; the engine is not
-        locked between them.
+        Position of the first row, and logits `[rows, V]`, some rows at a time; the engine is free
+        for others between them.
     """
     if through == "decode":
         yield from _decode_logits(engine, tokens)
         return
     states = _prefill_hidden(engine, tokens)
     for begin in range(0, len(states), _HEAD_ROWS):
-        with engine.lock:
-            logits = engine.prefill.logits(states[begin : begin + _HEAD_ROWS])
-        yield begin, logits
+        part = states[begin : begin + _HEAD_ROWS]
+        yield begin, engine.thread.call(partial(engine.prefill.logits, part))
 
 
 def next_logprobs(
@@ -155,26 +156,31 @@ def _parts(tokens: list[int], size: int, limit: int | None) -> list[list[int]]:
 def _prefill_hidden(engine: Engine, tokens: Sequence[int]) -> Floats:
     """Return the hidden states `[n - 1, E]` after all tokens but the last, through prefill."""
     hidden: list[Floats] = []
-    sequence = engine.cache.sequence()
-    keep = Hooks(on_hidden=lambda rows: hidden.append(rows.copy()))
-    with engine.lock:
+    stop = threading.Event()
+    hooks = Hooks(cancel=stop, on_hidden=lambda rows: hidden.append(rows.copy()))
+
+    def compute() -> None:
+        sequence = engine.cache.sequence()
         try:
-            compute_prompt(engine.prefill, tokens, sequence, keep)
+            compute_prompt(engine.prefill, tokens, sequence, hooks)
         finally:
             sequence.truncate(0)
+
+    engine.thread.call(compute, stop=stop)
     return np.concatenate(hidden)[: len(tokens) - 1]
 
 
 def _decode_logits(engine: Engine, tokens: Sequence[int]) -> Iterator[tuple[int, Floats]]:
     """Compute logits through the decode back end, one token at a time; see `window_logits`."""
-    sequence = engine.cache.sequence()
-    try:
-        for begin in range(0, len(tokens) - 1, _HEAD_ROWS):
-            part = tokens[begin : min(begin + _HEAD_ROWS, len(tokens) - 1)]
-            with engine.lock:
-                logits = np.concatenate(
-                    [compute_tokens(engine.decoder, [t], sequence) for t in part]
-                )
-            yield begin, logits
-    finally:
-        engine.cache.soon(lambda: sequence.truncate(0))
+
+    def compute() -> Generator[tuple[int, Floats], None, None]:
+        sequence = engine.cache.sequence()
+        try:
+            for begin in range(0, len(tokens) - 1, _HEAD_ROWS):
+                part = tokens[begin : min(begin + _HEAD_ROWS, len(tokens) - 1)]
+                rows = [compute_tokens(engine.decoder, [token], sequence) for token in part]
+                yield begin, np.concatenate(rows)
+        finally:
+            sequence.truncate(0)
+
+    return engine.thread.each(compute())

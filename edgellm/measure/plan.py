@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -18,6 +19,7 @@ from edgellm.engine import costs
 from edgellm.engine.engine import Engine
 from edgellm.engine.measured import MeasuredPrompt
 from edgellm.engine.one_sequence import Hooks, compute_prompt
+from edgellm.errors import CancelledError
 
 # Time for measuring whole prompts more than once.
 _PROMPTS_S = 6.0
@@ -61,13 +63,25 @@ class Prediction:
     bubbles: float
 
 
-def profile(engine: Engine, backend: ChunkedBackend, plan: Sequence[PlannedChunk]) -> Profile:
-    """Time the parts of a planned prompt, each once or a few times."""
+def profile(
+    engine: Engine,
+    backend: ChunkedBackend,
+    plan: Sequence[PlannedChunk],
+    *,
+    stop: threading.Event,
+) -> Profile:
+    """Time the parts of a planned prompt, each once or a few times.
+
+    Raises:
+        CancelledError: `stop` was set.
+    """
     model, sequence = backend.model, engine.cache.sequence()
     sizes = sorted({chunk.size for chunk in plan if chunk.size is not None})
     depth = max(0, sum(chunk.count for chunk in plan) - max(sizes, default=0))
 
     def step_seconds(size: int, start: int) -> list[float]:
+        if stop.is_set():
+            raise CancelledError("the measurement was stopped")
         tokens = [0] * min(size, engine.ctx_size - start)
         runs = repeated(lambda: model.profile(tokens, sequence, size=size, start=start))
         return [min(times) for times in zip(*(steps for _, steps in runs), strict=True)]
@@ -136,8 +150,10 @@ def _task_seconds(
     return seconds
 
 
-def measure(engine: Engine, count: int, *backends: Backend) -> list[tuple[Samples, float]]:
-    """Time a prompt of `count` tokens through each back end, in turns.
+def measure(
+    engine: Engine, count: int, *backends: Backend, stop: threading.Event
+) -> list[tuple[Samples, float]]:
+    """Time a prompt of `count` tokens through each back end, in turns, until `stop` is set.
 
     Returns:
         For each back end the seconds to the logits after the prompt, and the accelerator's idle
@@ -149,7 +165,8 @@ def measure(engine: Engine, count: int, *backends: Backend) -> list[tuple[Sample
     def run(index: int) -> None:
         sequence, records = engine.cache.sequence(), list[TaskRecord]()
         try:
-            compute_prompt(backends[index], tokens, sequence, Hooks(on_tasks=records.extend))
+            hooks = Hooks(cancel=stop, on_tasks=records.extend)
+            compute_prompt(backends[index], tokens, sequence, hooks)
         finally:
             sequence.truncate(0)
         bubbles[index] = bubble_rate(records)

@@ -7,7 +7,7 @@ tested, on prompts of every edge and one token at a time.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -57,7 +57,7 @@ def check_layers(
 
 def check_step(
     reference: Reference, model: StepModel, cache: KVCache, imported: ImportSummary
-) -> Iterator[Check]:
+) -> Generator[Check, None, None]:
     """Check fused steps: prompts around a tile of 16 rows and a cache block, single tokens, head.
 
     No prompt is longer than the context or than the reference.

@@ -15,9 +15,9 @@ from dataclasses import replace
 from itertools import takewhile
 from typing import TYPE_CHECKING, TypeAlias
 
-from edgellm.engine.asynchronous import driven
 from edgellm.engine.embedding import embeddings
 from edgellm.engine.samples import SamplePieces, sample_pieces
+from edgellm.engine.stream import aiterate
 from edgellm.progress import Progress
 from edgellm.serve.ask import Ask, EmbeddingAsk
 from edgellm.serve.asked_prompt import answerable_prompt, embedding_prompt
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
     from edgellm.engine.chat_prompt import AnswerReader
     from edgellm.engine.engine import Engine
-    from edgellm.engine.pending import Pending
+    from edgellm.engine.stream import Pending
     from edgellm.generation_options import GenerationOptions
     from edgellm.llm import LLM
     from edgellm.serve.model_pool import ModelPool
@@ -104,7 +104,7 @@ class Answering:
             async with self.pool.use(ask.model) as llm:
                 model = self.pool.resolve(ask.model)
                 pending = self._pending(llm, model, ask, client, counted.arrival)
-                async with aclosing(_driven(llm.engine, pending)) as items:
+                async with aclosing(_items(llm.engine, pending)) as items:
                     async for item in items:
                         for event in _events(item, counted):
                             yield event
@@ -135,7 +135,7 @@ class Answering:
         counts: list[int] = []
         async with self.pool.use(ask.model) as llm:
             pending = self._embedding(llm, ask, client)
-            async with aclosing(_embedded(llm.engine, pending)) as items:
+            async with aclosing(_vectors(llm.engine, pending)) as items:
                 async for item in items:
                     if isinstance(item, list):
                         counts = item
@@ -173,7 +173,7 @@ class Answering:
     ) -> Pending[_Item]:
         """Encode the prompt of an ask, yield `Begun`, then the progress and pieces of its answers.
 
-        The parts of this work that take long run outside the event loop (see `pending.py`).
+        The parts of this work that take long run outside the event loop (see `stream.py`).
         """
         engine = llm.engine
         prompt = answerable_prompt(llm, model, ask)
@@ -306,14 +306,14 @@ def _stopping() -> RequestError:
     return RequestError("unavailable", "the server is stopping", retry_after_s=1)
 
 
-# `driven` with the item types of the two generators
+# `aiterate` with the item types of the two generators
 
 
-def _driven(engine: Engine, pending: Pending[_Item]) -> AsyncGenerator[_Item, None]:
-    return driven(engine, pending)
+def _items(engine: Engine, pending: Pending[_Item]) -> AsyncGenerator[_Item, None]:
+    return aiterate(engine.loop, pending)
 
 
-def _embedded(
+def _vectors(
     engine: Engine, pending: Pending[list[int] | NDArray[np.float32]]
 ) -> AsyncGenerator[list[int] | NDArray[np.float32], None]:
-    return driven(engine, pending)
+    return aiterate(engine.loop, pending)

@@ -16,6 +16,7 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from threading import Event
 from typing import Any
 
 from edgellm.backends.chunked_backend import ChunkedBackend
@@ -53,7 +54,7 @@ def work(bar: str, length: int, folder: Path) -> dict[str, Any]:
     engine = load(str(path), prefill="cpu", precision=precision, schedule=schedule).engine
     build_s = time.perf_counter() - begin if rebuilt else 0.0
     assert isinstance(engine.prefill, ChunkedBackend)
-    ((samples, idle),) = measure(engine, length, engine.prefill)
+    ((samples, idle),) = measure(engine, length, engine.prefill, stop=Event())
     seconds = min(samples)
     return {
         "tokens_per_second": length / seconds,

@@ -49,9 +49,10 @@ def loops(engine: Engine) -> dict[str, Loop]:
     assert isinstance(prefill, ChunkedBackend)
     policy = engine.selection.policy
     decoder = ChunkedBackend(prefill.model, prefill.host, prefill.costs, policy=policy)
+    thread, cache, options = engine.thread, engine.cache, engine.options
     return {
-        "riding": Loop(engine.cache, engine.options, prefill=prefill, decoder=prefill),
-        "in turns": Loop(engine.cache, engine.options, prefill=prefill, decoder=decoder),
+        "riding": Loop(thread, cache, options, prefill=prefill, decoder=prefill),
+        "in turns": Loop(thread, cache, options, prefill=prefill, decoder=decoder),
     }
 
 
@@ -104,6 +105,7 @@ def main() -> None:
         for turn in range(args.rounds + 1):
             for way in WAYS:
                 llm.engine.loop = ways[way]
+                llm.engine.thread.attach(ways[way])
                 first = 10_000 * streams + 100 * turn + 50 * WAYS.index(way)
                 found[way].append(rates(llm, streams, args, first=first))
         for way in WAYS:

@@ -34,16 +34,18 @@ class EdgeLLM:
         self.engine = load(model, ctx_size=ctx_size, threads=threads).engine
 
     def run(self, prompt: list[int], count: int) -> Run:
+        return self.engine.thread.call(lambda: self._run(prompt, count))
+
+    def _run(self, prompt: list[int], count: int) -> Run:
         engine, sequence = self.engine, self.engine.cache.sequence()
-        with engine.lock:
-            start = time.perf_counter()
-            logits = self.one_sequence.compute_prompt(engine.prefill, prompt, sequence)
-            tokens = [int(logits.argmax())]
-            middle = time.perf_counter()
-            for _ in range(count):
-                tokens.append(self.one_sequence.best_next(engine.decoder, tokens[-1], sequence))
-            end = time.perf_counter()
-            sequence.truncate(0)
+        start = time.perf_counter()
+        logits = self.one_sequence.compute_prompt(engine.prefill, prompt, sequence)
+        tokens = [int(logits.argmax())]
+        middle = time.perf_counter()
+        for _ in range(count):
+            tokens.append(self.one_sequence.best_next(engine.decoder, tokens[-1], sequence))
+        end = time.perf_counter()
+        sequence.truncate(0)
         return Run(middle - start, end - middle, tokens)
 
 

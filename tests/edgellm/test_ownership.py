@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
+import subprocess
+import sys
 import threading
 import weakref
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from inspection import until_kept, used_blocks
+from inspection import paused, until_kept, used_blocks
+from waiting import until
 
 from edgellm import CacheFullError, GenerationOptions
 from edgellm.cache.block_store import pack
@@ -68,12 +73,12 @@ def test_held_sessions_still_fill_the_cache(small: LLM) -> None:
         small.generate(prompt(99, 700), max_tokens=1)
 
 
-def test_a_stream_that_is_collected_under_the_lock_waits_for_nobody(small: LLM) -> None:
+def test_a_stream_that_is_collected_in_the_middle_of_a_step_does_not_wait(small: LLM) -> None:
     class Cycle:
         stream: Any
         itself: Any
 
-    def drop_under_the_lock() -> None:
+    def drop(collect: Callable[[], object]) -> None:
         cycle = Cycle()
         session = small.session()
         session.append(prompt(1))
@@ -81,14 +86,18 @@ def test_a_stream_that_is_collected_under_the_lock_waits_for_nobody(small: LLM) 
         cycle.itself = cycle
         next(cycle.stream)
         del session, cycle
-        with small.engine.lock:
+        collect()
+
+    def in_the_middle() -> None:
+        with paused(small):
             gc.collect()
 
-    thread = threading.Thread(target=drop_under_the_lock, daemon=True)
-    thread.start()
-    thread.join(timeout=60)
-    assert not thread.is_alive()
-    assert used_blocks(small) == 0
+    def by_the_engine() -> None:
+        small.engine.thread.call(gc.collect)
+
+    for collect in (in_the_middle, by_the_engine):
+        drop(collect)
+        assert used_blocks(small) == 0
 
 
 def test_a_dropped_answer_is_kept_on_disk_though_the_cache_is_busy(
@@ -97,7 +106,7 @@ def test_a_dropped_answer_is_kept_on_disk_though_the_cache_is_busy(
     llm = load(str(tiny_model), kv_cache_dir=tmp_path)
     stream = llm.stream(prompt(1), temperature=0, ignore_eos=True)
     next(stream)
-    with llm.engine.lock:  # as another thread's prompt would
+    with paused(llm):  # as another thread's prompt would
         stream.close()
         assert not list(tmp_path.glob("*.kv"))
     assert used_blocks(llm) == 0
@@ -105,11 +114,24 @@ def test_a_dropped_answer_is_kept_on_disk_though_the_cache_is_busy(
     assert len(list(tmp_path.glob("*.kv"))) == 300 // BLOCK
 
 
+def test_an_answer_that_the_end_of_a_program_cuts_off_is_kept_on_disk(
+    tiny_model: Path, tmp_path: Path
+) -> None:
+    script = f"""
+import edgellm
+llm = edgellm.load({str(tiny_model)!r}, kv_cache_dir={str(tmp_path)!r})
+for piece in llm.stream({prompt(1)}, max_tokens=500, temperature=0, ignore_eos=True):
+    break
+"""
+    subprocess.run([sys.executable, "-c", script], check=True)
+    assert len(list(tmp_path.glob("*.kv"))) >= 300 // BLOCK
+
+
 def test_closing_waits_for_no_prefill(small: LLM) -> None:
     session = small.session()
     session.append(prompt(1))
     session.generate(options=ONE)
-    with small.engine.lock:  # as another thread's prompt would
+    with paused(small):  # as another thread's prompt would
         closed = threading.Thread(target=session.close, daemon=True)
         closed.start()
         closed.join(timeout=60)
@@ -135,10 +157,16 @@ def test_a_model_is_freed_with_its_last_reference(tiny_model: Path) -> None:
         session.append(prompt(2, 100))
         session.generate(options=ONE)
         cache = weakref.ref(llm.engine.cache)
+        with contextlib.suppress(ZeroDivisionError):
+            llm.generate(prompt(1, 100), logit_filter=_broken)
         del session, llm
-        assert cache() is None
+        until(lambda: cache() is None)  # the engine's thread may just let go of it
     finally:
         gc.enable()
+
+
+def _broken(*_: object) -> None:
+    raise ZeroDivisionError
 
 
 @pytest.mark.parametrize("format", KV_FORMATS)

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from inspection import until_kept
+from inspection import cached_prefix, until_kept
 from matrix import ALLOWED, BACKENDS, CHUNK, usable
 from tiny_families import logits, make, save_tokenizer
 
@@ -160,7 +160,7 @@ def test_blocks_on_disk_outlive_the_process(start: Start, tmp_path: Path) -> Non
     llm = start(kv_cache_dir=tmp_path)
     with llm.session() as session:
         session.append(TOKENS[:LENGTH])
-        assert llm.engine.cache.cached_prefix(TOKENS[:LENGTH]) == 640
+        assert cached_prefix(llm, TOKENS[:LENGTH]) == 640
         answered = session.generate(**GREEDY)
     assert answered.tokens == expected
     assert answered.stats.cached_tokens == 640

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import queue
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
@@ -13,7 +15,6 @@ from waiting import until
 
 from edgellm.cache.sequence import Sequence as CachedSequence
 from edgellm.engine import auto_prefill
-from edgellm.engine.bell import Bell
 from edgellm.engine.context import Context
 from edgellm.engine.owners import OwnerCounters
 from edgellm.engine.policies import SchedulingPolicy
@@ -82,24 +83,37 @@ def set_costs(llm: LLM, row: float) -> None:
 
 def used_blocks(llm: LLM) -> int:
     """KV blocks that requests and sessions hold."""
-    with llm.engine.lock, llm.engine.cache.change():
+
+    def count() -> int:
+        llm.engine.cache.close_dropped()  # the command for it may be behind this one
         return llm.engine.cache.used_blocks
+
+    return llm.engine.thread.call(count)
+
+
+def cached_prefix(llm: LLM, tokens: Sequence[int]) -> int:
+    """Tokens of a prompt that the KV cache holds, once all that was closed has been."""
+    return llm.engine.thread.call(lambda: llm.engine.cache.cached_prefix(tokens))
 
 
 def until_kept(llm: LLM) -> None:
     """Wait until all blocks of `kv_cache_dir` that there are to write have been written."""
     assert llm.engine.written is not None
+    llm.engine.thread.catch_up()
     llm.engine.written.wait()
 
 
 def sequences(llm: LLM) -> int:
-    """Sequences that the cache knows."""
-    return len(llm.engine.cache._changes._sequences)
+    """Sequences of the cache."""
+    return len(known_sequences(llm))
 
 
 def known_sequences(llm: LLM) -> list[CachedSequence]:
-    """Sequences that the cache knows, which are all that may hold blocks."""
-    return list(llm.engine.cache._changes._sequences.values())
+    """Sequences of the cache, which are all that may hold blocks."""
+    cache = llm.engine.cache
+    # by type: `isinstance` asks each object, and some of them warn
+    found = (each for each in gc.get_objects() if issubclass(type(each), CachedSequence))
+    return [each for each in found if each._cache is cache]
 
 
 def context(session: Session) -> Context:
@@ -148,7 +162,7 @@ def all_submitted(llm: LLM, count: int) -> Iterator[None]:
             with all_submitted(llm, 4):
                 answers = [pool.submit(llm.generate, text) for text in texts]
     """
-    with llm.engine.lock:
+    with paused(llm):
         yield
         until(lambda: len(submitted(llm)) == count)
 
@@ -161,11 +175,74 @@ def results(answers: Sequence[Future[Any]]) -> list[Any]:
 # What a test has the engine do.
 
 
-def step(llm: LLM) -> None:
-    """Make a step in this thread, which has the engine's lock and keeps it."""
+class Pause:
+    """The engine's thread, in the hands of a test."""
+
+    def __init__(self, llm: LLM) -> None:
+        self._loop = llm.engine.loop
+        self._turns: queue.SimpleQueue[bool] = queue.SimpleQueue()
+        self._done: queue.SimpleQueue[None] = queue.SimpleQueue()
+
+    def run(self) -> None:
+        """Hold the thread up until `end`."""
+        self._done.put(None)
+        while self._turns.get():
+            self._loop.step()
+            self._done.put(None)
+
+    def wait(self) -> None:
+        """Wait until the thread is held up."""
+        self._done.get()
+
+    def step(self) -> None:
+        """Have the thread make a step."""
+        self._turns.put(True)
+        self._done.get()
+
+    def end(self) -> None:
+        self._turns.put(False)
+
+
+@contextmanager
+def paused(llm: LLM) -> Iterator[Pause]:
+    """No step begins within the block but by `Pause.step`, and no command runs."""
+    pause = Pause(llm)
+    llm.engine.thread.soon(pause.run)
+    pause.wait()
+    try:
+        yield pause
+    finally:
+        pause.end()
+
+
+def step_in_readers(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have a step made only while a reader waits, so that none runs ahead of its reader."""
     loop = llm.engine.loop
-    loop._step(lambda: False)
-    loop._bell.ring()
+    has_work = type(loop).has_work.fget  # type: ignore[attr-defined]
+    monkeypatch.setattr(
+        type(loop),
+        "has_work",
+        property(lambda self: has_work(self) and (self is not loop or bool(self._readers))),
+    )
+
+
+def readers(llm: LLM) -> int:
+    """Readers that wait."""
+    return len(llm.engine.loop._readers)
+
+
+def end_thread(llm: LLM) -> None:
+    """Have the engine's thread end, as no exception of a step does."""
+    thread = llm.engine.thread
+    thread._body.stopped = True
+    thread.poke()
+    thread._thread.join()
+
+
+def is_resting(llm: LLM) -> bool:
+    """Whether the engine's thread has nothing to do."""
+    body = llm.engine.thread._body
+    return not (body.busy or body.commands) and body.pokes.empty()
 
 
 def fail_next_step(llm: LLM, monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
@@ -190,11 +267,6 @@ def draft_always(monkeypatch: pytest.MonkeyPatch, tokens: list[int]) -> None:
     monkeypatch.setattr(Speculation, "_guess", lambda *_: list(tokens))
 
 
-def pump_runs(llm: LLM) -> bool:
-    """Whether there is a thread that steps for readers of asyncio."""
-    return llm.engine.pump._thread is not None
-
-
 def lane(llm: LLM) -> PrefillLane:
     """The lane of a model whose prompts are computed beside decode."""
     two_lanes = batcher(llm)
@@ -208,27 +280,6 @@ def lane_is_empty(llm: LLM) -> bool:
 
 
 # Parts of the engine by themselves.
-
-
-def set_patience(monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
-    """Have threads at a bell look by themselves after so many seconds."""
-    monkeypatch.setattr("edgellm.engine.bell._PATIENCE", seconds)
-
-
-def mock_waiters(monkeypatch: pytest.MonkeyPatch) -> Mock:
-    """The queue that threads at a bell wait with, which has no thread wait."""
-    made = Mock()
-    monkeypatch.setattr("edgellm.engine.bell._Waiter", lambda: made)
-    return made
-
-
-def threads_at(bell: Bell) -> int:
-    return len(bell._waiting)
-
-
-def bell(llm: LLM) -> Bell:
-    """The bell at which readers wait for another one's step."""
-    return llm.engine.loop._bell
 
 
 def remembered(owners: OwnerCounters) -> dict[str, float]:

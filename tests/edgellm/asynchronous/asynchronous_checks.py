@@ -24,7 +24,7 @@ REQUESTS: list[Call] = [
 
 def is_idle(llm: LLM) -> bool:
     """Whether no answer is on its way, and none holds anything."""
-    return not live(llm) and used_blocks(llm) == 0
+    return used_blocks(llm) == 0 and not live(llm)  # in this order: it waits for commands
 
 
 async def until(condition: Callable[[], bool]) -> None:

@@ -15,7 +15,7 @@ from collections.abc import Callable
 import pytest
 import waiting
 from asynchronous_checks import LONG, REQUESTS, is_idle, turns, until
-from inspection import live, pump_runs, used_blocks, watch_steps
+from inspection import is_resting, live, readers, used_blocks, watch_steps
 from loops import Gate, alone, assert_same, prompt
 
 from edgellm import BatchRequest, Completion
@@ -110,6 +110,7 @@ def test_a_timeout_ends_a_long_prompt(tiny: LLM, monkeypatch: pytest.MonkeyPatch
         await until(lambda: is_idle(tiny))
 
     asyncio.run(answer())
+    assert readers(tiny) == 0
     assert 0 < tiny.engine.loop.counts.prefill_rows - rows <= 150  # of a step
 
 
@@ -143,8 +144,7 @@ def test_a_stopped_reader_holds_nobody_up_and_no_memory(tiny: LLM) -> None:
         rows = tiny.engine.loop.counts.decode_rows
         stopped = tiny.astream(prompt(1, 40), **LONG)
         await anext(stopped)
-        # unread, but for 64 pieces: then there is nothing to do, and so no thread
-        await until(lambda: not pump_runs(tiny))
+        await until(lambda: is_resting(tiny))  # unread, but for 64 pieces
         assert tiny.engine.loop.counts.decode_rows - rows < 100
         other = await tiny.agenerate(prompt(2, 40), **{**LONG, "max_tokens": 300})
         assert len(other.tokens) == 300
@@ -175,6 +175,7 @@ def test_an_event_loop_whose_thread_has_ended(tiny: LLM, monkeypatch: pytest.Mon
 
     def around(step: Callable[[], None]) -> None:
         if thread.is_alive():
+            waiting.until(lambda: readers(tiny) == 1)
             event_loop.call_soon_threadsafe(event_loop.stop)
             thread.join()
         step()
@@ -184,6 +185,7 @@ def test_an_event_loop_whose_thread_has_ended(tiny: LLM, monkeypatch: pytest.Mon
     thread.start()
     thread.join()
     asyncio.run(until(lambda: is_idle(tiny)))
+    assert readers(tiny) == 0
     assert 0 < tiny.engine.loop.counts.prefill_rows - rows <= 150  # of a step
     asked[0].cancel()
     event_loop.run_until_complete(asyncio.wait(asked))
@@ -207,7 +209,7 @@ def test_ctrl_c_leaves_the_model_usable(tiny: LLM) -> None:
     assert_same([tiny.generate(prompt(2, 40), temperature=0, max_tokens=9)], [expected])
 
 
-def test_no_thread_before_it_is_needed_and_none_that_outlives_the_program(tiny: LLM) -> None:
+def test_no_thread_but_the_engine_s_and_none_that_outlives_the_program(tiny: LLM) -> None:
     """The second stream is never closed, and its event loop neither."""
     code = f"""
 import asyncio, sys, threading
@@ -215,7 +217,7 @@ import edgellm
 assert "asyncio" not in sys.modules
 llm = edgellm.load({str(tiny.engine.bundle.path)!r})
 llm.generate("Hello", max_tokens=2)
-assert threading.active_count() == 1
+assert [t.name for t in threading.enumerate()] == ["MainThread", "edgellm-engine"]
 assert not {{"jinja2", "multiprocessing", "onnxruntime"}} & set(sys.modules)
 asyncio.run(llm.agenerate("Hello", max_tokens=2))
 event_loop = asyncio.new_event_loop()

@@ -1,21 +1,13 @@
 from __future__ import annotations
 
-import _thread
-import gc
 import json
-import random
-import signal
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from types import FrameType
 
 import numpy as np
 import pytest
-from loop_checks import AlarmError, alarm_after, interrupted
 from waiting import until
 
 from edgellm.backends.batch import Span
@@ -140,104 +132,6 @@ def test_an_error_ends_everything(policy: Policy, failing: Task) -> None:
     assert not running
 
 
-def assert_threads_end(before: int) -> None:
-    """All that began since; `threading` does not know them."""
-    until(lambda: _thread._count() <= before)
-
-
-def test_an_interrupt_while_the_host_waits_reaches_the_caller() -> None:
-    """The task that runs on the accelerator is waited for, also when another interrupt comes."""
-    before, ended, interrupts = _thread._count(), threading.Event(), 3
-
-    def run(task: Task) -> None:
-        if task == Task(0, 0):
-            for _ in range(interrupts):
-                time.sleep(0.05)
-                signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
-            time.sleep(0.05)
-            ended.set()
-
-    with pytest.raises(KeyboardInterrupt):
-        execute(STEPS, 2, run, policy="in-order", seconds=lambda _: 0.0)
-    assert ended.is_set()
-    assert_threads_end(before)
-
-
-def test_an_interrupt_while_the_accelerator_waits_reaches_the_caller() -> None:
-    before = _thread._count()
-
-    def run(task: Task) -> None:
-        if task == Task(0, 1):
-            time.sleep(0.05)
-            signal.raise_signal(signal.SIGINT)
-
-    with pytest.raises(KeyboardInterrupt):
-        execute(STEPS, 1, run, policy="in-order", seconds=lambda _: 0.0)
-    assert_threads_end(before)
-
-
-INTERRUPTED = [Step("a", "host"), Step("b", "accelerator"), Step("c", "host", ordered=True)]
-
-
-class Running:
-    """Tasks that have begun and not ended."""
-
-    def __init__(self) -> None:
-        self.tasks = set[Task]()
-
-    def __call__(self, task: Task) -> None:
-        self.tasks.add(task)
-        time.sleep(2e-5)
-        self.tasks.discard(task)
-
-    def assert_only_hosts(self) -> None:
-        """One of the host's may have been interrupted; the accelerator has done with its own."""
-        assert {INTERRUPTED[task.step].processor for task in self.tasks} <= {"host"}
-
-
-# Python itself drops what is raised while a generator that nobody needs any more is closed.
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-@pytest.mark.parametrize("policy", ["in-order", "out-of-order"])
-def test_an_interrupt_at_any_call_reaches_the_caller_as_itself(policy: Policy) -> None:
-    """Not as an error of a lock, and no task runs any more; also while the thread is started."""
-    before, count = _thread._count(), 0
-    for at in range(1, 150):
-        run = Running()
-        count += interrupted(
-            lambda run=run: execute(INTERRUPTED, 3, run, policy=policy, seconds=lambda _: 0.0),
-            at=at,
-            events=("call", "c_return"),
-        )
-        run.assert_only_hosts()
-    assert count > 50
-    assert_threads_end(before)
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(not hasattr(signal, "setitimer"), reason="needs a timer signal")
-@pytest.mark.parametrize("policy", ["in-order", "out-of-order"])
-def test_alarms_at_random_reach_the_caller(policy: Policy) -> None:
-    delays, count = random.Random(4), 0
-
-    def handle(number: int, frame: FrameType | None) -> None:
-        raise AlarmError
-
-    previous = signal.signal(signal.SIGALRM, handle)
-    gc.disable()  # Python drops what is raised in its collector
-    try:
-        while count < 500:
-            run = Running()
-            try:
-                with alarm_after(delays.uniform(1e-5, 1.5e-3)):
-                    execute(INTERRUPTED, 3, run, policy=policy, seconds=lambda _: 0.0)
-            except AlarmError:
-                count += 1
-                run.assert_only_hosts()
-    finally:
-        gc.enable()
-        signal.signal(signal.SIGALRM, previous)
-
-
 def test_a_broken_schedule_ends_both(monkeypatch: pytest.MonkeyPatch) -> None:
     """An error between two tasks, on the accelerator's side."""
     take = Schedule.take
@@ -248,31 +142,8 @@ def test_a_broken_schedule_ends_both(monkeypatch: pytest.MonkeyPatch) -> None:
         return take(self, processor)
 
     monkeypatch.setattr(Schedule, "take", broken)
-    monkeypatch.setattr(threading, "excepthook", lambda _: None)
     with pytest.raises(ZeroDivisionError, match="broken"):
         execute(STEPS, 1, lambda _: None, policy="in-order", seconds=lambda _: 0.0)
-
-
-@pytest.mark.parametrize("interrupts", [1, 2])
-def test_an_interrupted_process_ends(interrupts: int) -> None:
-    script = f"""
-import signal, threading, time
-from edgellm.backends.executor import execute
-from edgellm.backends.schedule import Step, Task
-
-def run(task):
-    if task == Task(0, 0):
-        for _ in range({interrupts}):
-            time.sleep(0.1)
-            signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
-        time.sleep(0.1)
-
-steps = [Step("a", "accelerator"), Step("b", "host", ordered=True), Step("c", "accelerator")]
-execute(steps, 2, run, policy="out-of-order", seconds=lambda _: 0.0)
-"""
-    found = subprocess.run([sys.executable, "-c", script], capture_output=True)
-    assert found.returncode == -signal.SIGINT
-    assert found.stderr.rstrip().endswith(b"KeyboardInterrupt")
 
 
 def test_a_chunk_is_on_the_accelerator_while_another_is_on_the_host() -> None:

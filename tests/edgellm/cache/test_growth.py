@@ -1,8 +1,6 @@
-"""A sequence that grows without the lock of the cache: its blocks stay its own."""
+"""A sequence that grows beside the thread that uses the cache."""
 
 from __future__ import annotations
-
-import contextlib
 
 import pytest
 from rows_of_tokens import check, extend, make, new
@@ -43,23 +41,8 @@ def test_it_lands_as_if_it_had_grown_by_itself(windows: tuple[int | None, ...], 
     assert used(cache) == [0] * len(used(cache))
 
 
-def test_a_count_after_an_interrupt_leaves_its_room() -> None:
-    cache = make((None, None))
-    growth = Growth(new(cache, TOKENS[:100]), 400)
-    held = used(cache)
-    with contextlib.suppress(KeyboardInterrupt), cache.lock, cache.change():
-        raise KeyboardInterrupt
-    with cache.lock, cache.change():
-        pass
-    assert used(cache) == held
-    extend(cache, growth, TOKENS[100:500])
-    landed = growth.land()
-    check(cache, landed)
-    assert len(landed) == 500
-
-
 @pytest.mark.parametrize("how", ["closed", "dropped", "landed and dropped"])
-def test_one_that_nobody_wants_gives_its_room_back(how: str) -> None:
+def test_one_that_is_not_wanted_gives_its_room_back(how: str) -> None:
     cache = make((None, None))
     base = new(cache, TOKENS[:100])
     growth = Growth(base, 400)

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from inspection import until_kept
+from inspection import cached_prefix, until_kept
 
 from edgellm.cache.session_file import SavedSession, write_session
 from edgellm.errors import OptionError, SessionFileError
@@ -60,7 +60,7 @@ def test_goes_on_in_another_back_end(
     restored.close()
     # they are not its own bits, but where it is what a user gets
     own = other.engine.selection == tiny.engine.selection
-    assert other.engine.cache.cached_prefix(session.tokens) == own * len(session.tokens)
+    assert cached_prefix(other, session.tokens) == own * len(session.tokens)
 
 
 def test_the_same_back_end_finds_what_was_restored(
@@ -72,7 +72,7 @@ def test_the_same_back_end_finds_what_was_restored(
     session.save(tmp_path / "session")
     other = load(str(tiny_model))
     other.load_session(tmp_path / "session").close()
-    assert other.engine.cache.cached_prefix(session.tokens) == len(TOKENS) + 5
+    assert cached_prefix(other, session.tokens) == len(TOKENS) + 5
 
 
 def test_an_empty_session(tiny: LLM, tmp_path: Path) -> None:

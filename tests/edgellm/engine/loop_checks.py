@@ -29,7 +29,6 @@ from inspection import (
 from loops import GREEDY, Call, begin_together, prompt
 
 from edgellm import Completion
-from edgellm.errors import CancelledError
 from edgellm.kernels.kv_blocks import BLOCK
 from edgellm.llm import LLM
 
@@ -41,7 +40,9 @@ class AlarmError(BaseException):
 def check_pools(llm: LLM) -> int:
     """Blocks that are held, after a look at whether all counts agree."""
     cache = llm.engine.cache
-    with llm.engine.lock, cache.change():
+
+    def check() -> int:
+        cache.close_dropped()  # the command for it may be behind this one
         held = [[0] * group.blocks.count for group in cache.groups]
         for sequence in known_sequences(llm):
             for table, counts in zip(sequence.tables, held, strict=True):
@@ -57,6 +58,8 @@ def check_pools(llm: LLM) -> int:
             assert len(empty) + len(idle) == len(free)
             assert all(cache.index.holds(group.number, block) for block in idle)
         return cache.used_blocks
+
+    return llm.engine.thread.call(check)
 
 
 def assert_idle(llm: LLM) -> None:
@@ -139,17 +142,13 @@ def alarm_after(seconds: float) -> Iterator[None]:
         signal.setitimer(signal.ITIMER_REAL, 0)
 
 
-def interrupted(call: Callable[[], object], *, at: int, events: Sequence[str] = ("call",)) -> bool:
-    """Whether an interrupt at the n-th of these events of the profiler, in this thread, ended it.
-
-    Python handles signals where a function of its own begins ("call"), and behind those in C
-    ("c_return").
-    """
+def interrupted(call: Callable[[], object], *, at: int) -> bool:
+    """Whether an interrupt at the n-th call of a Python function in this thread ended it."""
     left = at
 
     def strike(frame: FrameType, event: str, argument: object) -> None:
         nonlocal left
-        left -= event in events
+        left -= event == "call"
         if left == 0:
             sys.setprofile(None)
             raise AlarmError
@@ -164,9 +163,25 @@ def interrupted(call: Callable[[], object], *, at: int, events: Sequence[str] = 
     return False
 
 
-def answers_interrupted_at(llm: LLM, moments: Sequence[int]) -> None:
-    """Answers of this thread while two others are on their way, each interrupted at one of these
-    calls of Python functions."""
+def calls_of(call: Callable[[], object]) -> int:
+    """Calls of Python functions in this thread within a call."""
+    count = 0
+
+    def note(frame: FrameType, event: str, argument: object) -> None:
+        nonlocal count
+        count += event == "call"
+
+    sys.setprofile(note)
+    try:
+        call()
+    finally:
+        sys.setprofile(None)
+    return count
+
+
+def answers_interrupted(llm: LLM, *, times: int) -> None:
+    """Answers of this thread while two others are on their way, interrupted at so many calls of
+    Python functions, from the first to the last."""
     options, count = {**GREEDY, "max_tokens": 12}, 0
     expected = [llm.generate(prompt(i, 20 + 60 * i), **options).tokens for i in range(3)]
     session, long = llm.session(), prompt(99, 2 * BLOCK + 40)
@@ -177,17 +192,15 @@ def answers_interrupted_at(llm: LLM, moments: Sequence[int]) -> None:
         session.append(long[len(session.tokens) :])
         session.generate(**{**options, "max_tokens": 5})
 
+    answer()
+    calls = calls_of(answer)
+    moments = range(1, calls, max(1, calls // times))
     for at in moments:
         others = [llm.stream(prompt(i, 20 + 60 * i), **options) for i in (1, 2)]
         begun = [[next(stream).token] for stream in others]
         count += interrupted(answer, at=at)
-        assert llm.engine.lock.acquire(timeout=0), f"taken after the interrupt at call {at}"
-        llm.engine.lock.release()
         for tokens, stream, wanted in zip(begun, others, expected[1:], strict=True):
-            try:
-                tokens += [piece.token for piece in stream if piece.token is not None]
-            except CancelledError:
-                continue  # its piece was taken when the interrupt came
+            tokens += [piece.token for piece in stream if piece.token is not None]
             assert tuple(tokens) == wanted, f"after the interrupt at call {at}"
     session.close()
     assert_idle(llm)
@@ -206,8 +219,6 @@ def answers_with_alarms(llm: LLM, *, alarms: int, seed: int) -> None:
         while not stop.is_set():
             try:
                 tokens = llm.generate(prompt(i, 20 + 30 * i), **options).tokens
-            except CancelledError:
-                continue  # its piece was taken when the alarm came
             except Exception as error:
                 wrong.append(error)
                 return
@@ -228,8 +239,6 @@ def answers_with_alarms(llm: LLM, *, alarms: int, seed: int) -> None:
                     session.generate(**{**options, "max_tokens": 5})
         except AlarmError:
             alarms -= 1
-        except CancelledError:
-            pass
     stop.set()
     for thread in threads:
         thread.join()

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from inspection import set_costs
+from inspection import set_costs, step_in_readers
 from loops import GREEDY, SHORT, alone, prompt, short, tokens_of
 
 from edgellm import Completion
@@ -86,6 +86,7 @@ def test_prompts_fill_what_decode_leaves_of_a_chunk(
     """A machine so slow that a step has room for few rows: never for 3 more than a chunk."""
     llm, rows = start(bundle_path), list[int]()
     set_costs(llm, 3e-3)
+    step_in_readers(llm, monkeypatch)
     run = Model.run
 
     def counted(model: Model, chunks: Sequence[Chunk], **options: Any) -> Any:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from inspection import context
+from inspection import cached_prefix, context
 
 from edgellm import ContextOverflowError, OptionError
 from edgellm.kernels.kv_blocks import BLOCK
@@ -63,7 +63,7 @@ def test_shifted_keys_are_those_of_the_new_positions(llm: LLM) -> None:
         session.append(TEXT[:700])
         session.generate(temperature=0, max_tokens=1)
         session.rewind(session.cached)
-        assert context(session).make_room(4) > 0
+        assert llm.engine.thread.call(lambda: context(session).make_room(4)) > 0
         assert session.cached == len(session.tokens)
         fresh.replace(session.tokens)
         fresh.generate(temperature=0, max_tokens=0)
@@ -77,7 +77,7 @@ def test_another_text_takes_nothing_from_behind_a_gap(llm: LLM) -> None:
     with llm.session() as session:
         session.append(TEXT[:700])
         session.generate(temperature=0, max_tokens=1)
-        context(session).make_room(4)
+        llm.engine.thread.call(lambda: context(session).make_room(4))
         session.replace([*session.tokens, 5])
         assert session.cached == 4
 
@@ -123,7 +123,7 @@ def test_saved_and_restored(llm: LLM, tmp_path: Path) -> None:
         assert restored.tokens == tokens
         assert restored.generate(options=sampling).tokens == expected
     # what was shifted is nobody else's
-    assert llm.engine.cache.cached_prefix(tokens) < BLOCK
+    assert cached_prefix(llm, tokens) < BLOCK
 
 
 @pytest.mark.parametrize("keep", [CTX - 1, CTX, 10_000])

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import signal
+import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 from inspection import set_costs, used_blocks
-from loop_checks import AlarmError, alarm_after, interrupted
+from loop_checks import AlarmError, alarm_after, calls_of, interrupted
 from loops import GREEDY, SHORT, prompt
+from waiting import until
 
 from edgellm.backends.backend import Backend
 from edgellm.backends.batch import Rows, Span
@@ -37,16 +39,19 @@ def tiny(request: pytest.FixtureRequest, tiny_model: Path) -> LLM:
 
 
 def alarm_at_layer(backend: Backend, monkeypatch: pytest.MonkeyPatch, *, at: int) -> None:
-    """A signal at the n-th time that a prompt asks whether to go on, which is before each layer."""
+    """A signal at the n-th time that a prompt asks whether to go on, which is before each layer; it
+    goes on once the main thread has withdrawn it."""
     run, asked = backend.run, iter(range(1, 10**9))
 
     def signalled(
         spans: Sequence[Span], *, should_stop: Callable[[], bool] | None, **options: Any
     ) -> list[Rows]:
         def ask() -> bool:
+            assert should_stop is not None
             if next(asked) == at:
-                signal.raise_signal(signal.SIGALRM)
-            return should_stop is not None and should_stop()
+                signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGALRM)
+                until(should_stop)
+            return should_stop()
 
         return run(spans, should_stop=should_stop and ask, **options)
 
@@ -104,14 +109,19 @@ def test_in_decode_the_exception_reaches_the_caller(
 
 # Python itself drops what is raised while a generator that nobody needs any more is closed.
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-def test_no_moment_of_an_interrupt_leaves_the_lock_taken(tiny: LLM) -> None:
+def test_no_moment_of_an_interrupt_leaves_anything_behind(tiny: LLM) -> None:
     """Raised at the Nth call of a Python function during an answer, where signals are handled."""
     expected = tiny.generate(LONG[:40], **SHORT).tokens
-    moments = (*range(1, 300, 7), *range(300, 1500, 61))
-    for at in moments:
-        interrupted(lambda: tiny.generate("One two three", temperature=0, max_tokens=3), at=at)
-        assert tiny.engine.lock.acquire(timeout=0), f"after the interrupt at event {at}"
-        tiny.engine.lock.release()
+
+    def answer() -> None:
+        tiny.generate("One two three", temperature=0, max_tokens=3)
+
+    answer()
+    calls = calls_of(answer)
+    moments = range(1, calls, max(1, calls // 60))
+    count = sum(interrupted(answer, at=at) for at in moments)
+    assert count > 0.8 * len(moments)  # Python drops those in callbacks
+    assert used_blocks(tiny) == 0
     assert tiny.generate(LONG[:40], **SHORT).tokens == expected
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from inspection import policy, set_costs
+from inspection import cached_prefix, policy, set_costs
 from layered_checks import LAYERS, LENGTHS, PROMPTS, STREAM, Groups, in_company, start_layered
 from loop_checks import assert_idle
 from loops import SHORT, alone, assert_same, prompt, short, together, tokens_of
@@ -240,7 +240,7 @@ def test_cancelled_between_two_groups(watched: tuple[LLM, Groups], at: int) -> N
     assert llm.generate(PROMPTS[9], cancel=cancel, **SHORT).finish_reason == "cancelled"
     assert len(groups.layers) == at
     assert llm.engine.cache.used_blocks - held <= 1  # the stream's own
-    assert llm.engine.cache.cached_prefix(PROMPTS[9]) == groups.passed
+    assert cached_prefix(llm, PROMPTS[9]) == groups.passed
     stream.close()
     assert_idle(llm)
 

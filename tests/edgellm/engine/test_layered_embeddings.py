@@ -11,6 +11,7 @@ from layered_checks import PROMPTS, STREAM, Groups, start_layered
 from loop_checks import assert_idle
 
 from edgellm.engine.embedding import Pooling, embeddings
+from edgellm.engine.stream import iterate
 from edgellm.kernels.native import library
 from edgellm.llm import LLM, load
 
@@ -28,7 +29,7 @@ def layered(deep_model: Path) -> Iterator[LLM]:
 
 
 def embedding(llm: LLM, pooling: Pooling) -> np.ndarray:
-    (vector,) = llm.engine.loop.drive(embeddings(llm.engine, [LONG], pooling=pooling))
+    (vector,) = iterate(llm.engine.loop, embeddings(llm.engine, [LONG], pooling=pooling))
     return vector
 
 

@@ -11,9 +11,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from inspection import policy, results, set_costs, used_blocks
+from inspection import is_resting, policy, results, set_costs, used_blocks
 from loop_checks import cancelled_at_steps
 from loops import Call, alone, assert_no_new_thread, assert_same, begin_together, prompt, together
+from waiting import until
 
 from edgellm import BatchRequest, CacheFullError, Completion, GenerationOptions, OptionError
 from edgellm.backends.batch import Rows, Span
@@ -324,10 +325,32 @@ def test_a_session_that_answers_is_not_changed(native: LLM) -> None:
         next(stream)
         with pytest.raises(OptionError, match="already answering"):
             next(session.stream(max_tokens=1))
+        until(lambda: is_resting(native))  # all pieces are there, and not read
         session.rewind(20)
+        assert session.tokens == tuple(prompt(3, 50)[:20])  # also before the stream's end
         with pytest.raises(OptionError, match="was changed"):
             list(stream)
         assert session.generate(max_tokens=2, ignore_eos=True).finish_reason == "length"
+
+
+def test_tokens_that_were_not_read_are_no_part_of_the_session(native: LLM, tmp_path: Path) -> None:
+    """Though the answer is computed ahead of its reader."""
+    with native.session() as session:
+        session.append(prompt(3, 50))
+        stream = session.stream(temperature=0, max_tokens=500, ignore_eos=True)
+        for _ in range(3):
+            next(stream)
+        until(lambda: is_resting(native))
+        read = session.tokens
+        assert (len(read), session.cached) == (53, 53)
+        session.save(tmp_path / "session")
+        with session.fork() as fork, native.load_session(tmp_path / "session") as saved:
+            assert fork.tokens == saved.tokens == read
+            assert fork.cached == saved.cached == 53
+        session.append([7])
+        assert session.tokens == (*read, 7)
+        with pytest.raises(OptionError, match="was changed"):
+            list(stream)
 
 
 def test_what_never_fits_is_an_error_at_once(native: LLM) -> None:

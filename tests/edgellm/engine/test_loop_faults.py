@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from inspection import fail_last_text, live, results, set_costs, watch_steps
+from inspection import fail_last_text, live, paused, results, set_costs, watch_steps
 from loop_checks import assert_idle, forked
 from loops import GREEDY, prompt
 
@@ -182,20 +182,14 @@ def test_a_forked_process_answers_or_refuses(tiny: LLM) -> None:
         except OptionError as error:
             return str(error)
 
+    def in_threads() -> str:
+        with ThreadPoolExecutor(4) as pool:
+            found = set(results([pool.submit(in_child) for _ in range(4)]))
+        engines = [each for each in threading.enumerate() if each.name == "edgellm-engine"]
+        return f"{found} with {len(engines)} threads"
+
     assert forked(in_child) == "same"
-    taken, done = threading.Event(), threading.Event()
-
-    def hold() -> None:
-        with tiny.engine.lock:
-            taken.set()
-            done.wait()
-
-    thread = threading.Thread(target=hold)
-    thread.start()
-    taken.wait()
-    try:
-        assert "forked while another thread" in forked(in_child)
-    finally:
-        done.set()
-        thread.join()
+    assert forked(in_threads) == "{'same'} with 1 threads"
+    with paused(tiny):
+        assert "forked while the model computed" in forked(in_child)
     assert tiny.generate(prompt(1, 40), max_tokens=5, **GREEDY).tokens == expected

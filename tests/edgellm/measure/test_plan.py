@@ -3,6 +3,7 @@ from __future__ import annotations
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
+from threading import Event
 
 import numpy as np
 import pytest
@@ -70,7 +71,7 @@ def test_profile_leaves_no_trace(chunked_llm: LLM) -> None:
     assert isinstance(engine.prefill, ChunkedBackend)
     chunks = [*engine.prefill.plan(300), PlannedChunk(None, 2)]
     before = engine.cache.used_blocks
-    found = profile(engine, engine.prefill, chunks)
+    found = profile(engine, engine.prefill, chunks, stop=Event())
     assert engine.cache.used_blocks == before
     assert engine.cache.cached_prefix([0] * 200) == 0
     sizes = {piece.size for piece in chunks} - {None}
@@ -149,5 +150,5 @@ def test_an_interrupt_leaves_no_block_behind(
 
     monkeypatch.setattr(engine.prefill, "logits", interrupted)
     with pytest.raises(KeyboardInterrupt):
-        measure(engine, 40, engine.prefill)
+        measure(engine, 40, engine.prefill, stop=Event())
     assert engine.cache.used_blocks == before

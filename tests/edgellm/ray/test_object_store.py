@@ -15,7 +15,7 @@ NAMES = [bytes([number]) * 32 for number in range(3)]
 
 
 def test_blocks_that_are_late_are_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Reading has the engine's lock: a node that hangs must not hold up all answers."""
+    """Blocks are read in the engine's thread: a node that hangs must not hold up all answers."""
     asked: list[str] = []
 
     def wait(references: Sequence[str], **_: object) -> tuple[list[str], list[str]]:

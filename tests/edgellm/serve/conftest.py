@@ -90,8 +90,6 @@ def nothing_is_left(request: pytest.FixtureRequest) -> Iterator[None]:
     llm: LLM = request.getfixturevalue("tiny")
 
     def idle() -> bool:
-        if inspection.submitted(llm):
-            llm.engine.loop.advance(())  # of a client that went before any step was wanted
         on_their_way = inspection.live(llm) or inspection.submitted(llm)
         return not on_their_way and inspection.used_blocks(llm) == 0
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import gguf
 import pytest
-from inspection import until_kept
+from inspection import cached_prefix, until_kept
 from tiny_families import make
 from tiny_gguf import convert, theta
 
@@ -214,7 +214,7 @@ def test_another_config_of_the_same_weights_is_another_cache(
     def answered() -> tuple[int, Completion]:
         with load(str(model), kv_cache_dir=tmp_path / "kv") as llm, llm.session() as session:
             session.append(tokens)
-            cached = llm.engine.cache.cached_prefix(tokens)
+            cached = cached_prefix(llm, tokens)
             answer = session.generate(temperature=0, max_tokens=4, logprobs=1)
             session.close()
             until_kept(llm)

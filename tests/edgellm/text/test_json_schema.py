@@ -166,7 +166,7 @@ except OptionError as error:
 
 @pytest.mark.parametrize("name", ["PanicException", "KeyboardInterrupt"])
 def test_a_panic_of_the_library_is_an_error_of_its_answer(name: str) -> None:
-    """A panic is no Exception, and would end the thread that steps for all."""
+    """A panic is no Exception, so `except Exception` does not see it."""
     kind = type(name, (BaseException,), {})
 
     class Matcher:

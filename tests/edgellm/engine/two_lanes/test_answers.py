@@ -11,11 +11,10 @@ from typing import Any
 import numpy as np
 import pytest
 from inspection import (
-    bell,
+    is_resting,
     live,
+    readers,
     results,
-    set_patience,
-    threads_at,
     watch_leaving,
     watch_steps,
 )
@@ -39,6 +38,7 @@ from edgellm import Completion
 from edgellm.backends.chunked_backend import ChunkedBackend
 from edgellm.backends.planner import PlannedChunk
 from edgellm.engine.embedding import embeddings
+from edgellm.engine.stream import iterate
 from edgellm.kernels.kv_blocks import BLOCK
 from edgellm.llm import LLM, load
 
@@ -93,7 +93,7 @@ def test_with_asyncio(tiny: LLM) -> None:
 
 def test_embeddings_come_between(tiny: LLM) -> None:
     def embed(llm: LLM) -> list[Any]:
-        return list(llm.engine.loop.drive(embeddings(llm.engine, PROMPTS, pooling="mean")))
+        return list(iterate(llm.engine.loop, embeddings(llm.engine, PROMPTS, pooling="mean")))
 
     expected, fresh = embed(tiny), start(tiny.engine.bundle.path)
     with ThreadPoolExecutor(len(PROMPTS)) as pool:
@@ -132,7 +132,7 @@ def test_streams_go_on_while_a_prompt_is_computed(
     gate = Gate(tiny.engine.prefill, "run", monkeypatch)
     with ThreadPoolExecutor(1) as pool:
         answer = pool.submit(tiny.generate, PROMPTS[2], **SHORT)
-        until(gate.reached.is_set)  # its own thread steps as far as that
+        until(gate.reached.is_set)
         read += [piece.token for piece in stream if piece.token is not None]
         assert not answer.done()
         gate.opened.set()
@@ -145,12 +145,11 @@ def test_nobody_computes_while_all_wait_for_the_provider(
 ) -> None:
     gate, steps = Gate(tiny.engine.prefill, "run", monkeypatch), list[None]()
     watch_steps(tiny, monkeypatch, lambda step: steps.append(step()))
-    set_patience(monkeypatch, 3600)  # so those at the bell stay there
     with ThreadPoolExecutor(4) as pool:
         answers = begin_together(pool, tiny, short(PROMPTS[:4]))
         until(gate.reached.is_set)
-        until(lambda: threads_at(bell(tiny)) == 4)
-        assert len(steps) <= 4  # of each that waited for the lock
+        until(lambda: len(steps) == 1 and is_resting(tiny))
+        assert readers(tiny) == 4
         gate.opened.set()
         assert [len(each.tokens) for each in results(answers)] == [12] * 4
 

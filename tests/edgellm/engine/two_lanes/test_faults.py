@@ -11,11 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from inspection import batcher, lane, results
+from inspection import is_resting, results
 from lane_checks import PROMPTS, assert_ended, start, wait_for_lane
 from loop_checks import (
-    AlarmError,
-    answers_interrupted_at,
+    answers_interrupted,
     answers_with_alarms,
     cancelled_at_steps,
     forked,
@@ -43,7 +42,6 @@ from edgellm.llm import LLM
 
 
 @pytest.mark.parametrize("raised", [ValueError("the provider says no"), SystemExit(3)])
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_an_error_in_the_thread_is_that_of_its_own_prompt(
     tiny: LLM, monkeypatch: pytest.MonkeyPatch, raised: BaseException
 ) -> None:
@@ -58,7 +56,7 @@ def test_an_error_in_the_thread_is_that_of_its_own_prompt(
     monkeypatch.setattr(fresh.engine.prefill, "run", picky)
     with ThreadPoolExecutor(8) as pool:
         answers = begin_together(pool, fresh, short(PROMPTS))
-        with pytest.raises(Exception, match=r"says no|was stopped"):
+        with pytest.raises(type(raised)):
             answers.pop(4).result()
         found = tokens_of(results(answers))
     assert found == expected[:4] + expected[5:]
@@ -91,12 +89,10 @@ def test_a_prompt_that_is_stopped_ends_between_two_layers(
 def test_a_prompt_that_is_withdrawn_gives_its_blocks_back(
     tiny: LLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Though nobody steps any more."""
     gate, context = Gate(tiny.engine.prefill, "run", monkeypatch), Context(tiny.engine)
     context.append("prompt", PROMPTS[2], parse_special=False)
     request = Request(context, tiny.generation_options(max_tokens=4), closes=True)
     tiny.engine.loop.submit(request)
-    tiny.engine.loop.advance([request])
     until(gate.reached.is_set)
     assert tiny.engine.cache.used_blocks == 1  # of the first chunk
     tiny.engine.loop.withdraw(request)
@@ -188,7 +184,7 @@ def test_a_full_context_goes_on(
 @pytest.mark.usefixtures("alarm")
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_an_interrupt_at_any_call(tiny: LLM) -> None:
-    answers_interrupted_at(tiny, range(1, 2000, 61))
+    answers_interrupted(tiny, times=33)
 
 
 @pytest.mark.slow
@@ -197,23 +193,6 @@ def test_an_interrupt_at_any_call(tiny: LLM) -> None:
 @pytest.mark.parametrize("seed", range(int(os.environ.get("SEEDS", 1))))
 def test_alarms_at_random(tiny: LLM, seed: int) -> None:
     answers_with_alarms(tiny, alarms=60, seed=seed)
-
-
-def test_an_interrupt_before_the_thread_began(tiny: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whoever steps next begins it."""
-    expected = tiny.generate(PROMPTS[2], **SHORT).tokens
-    fresh = start(tiny.engine.bundle.path)
-    launch = lane(fresh).launch
-
-    def interrupted() -> None:
-        monkeypatch.setattr(lane(fresh), "launch", launch)
-        raise AlarmError
-
-    monkeypatch.setattr(lane(fresh), "launch", interrupted)
-    with pytest.raises(AlarmError):
-        fresh.generate(PROMPTS[4], **SHORT)
-    assert fresh.generate(PROMPTS[2], **SHORT).tokens == expected
-    assert_ended(fresh)
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
@@ -231,31 +210,7 @@ def test_a_process_forked_in_the_middle_of_a_prompt_refuses(
     with ThreadPoolExecutor(1) as pool:
         answer = pool.submit(tiny.generate, PROMPTS[2], **SHORT)
         until(gate.reached.is_set)
-        until(lambda: batcher(tiny).resting)
-        with tiny.engine.lock:  # whoever began the prompt has done with its step
-            pass
-        assert "forked while another thread computed a prompt" in forked(in_child)
+        until(lambda: is_resting(tiny))
+        assert "forked while the model computed" in forked(in_child)
         gate.opened.set()
         assert len(answer.result().tokens) == 12
-
-
-def test_an_interrupt_while_a_thread_starts_is_itself(
-    tiny: LLM, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """`Thread.start` may make an error of a lock of it; the thread runs, and keeps its blocks."""
-    expected, began = tiny.generate(PROMPTS[4], **SHORT).tokens, list[str]()
-    start_whole = threading.Thread.start
-
-    def interrupted(thread: threading.Thread) -> None:
-        start_whole(thread)
-        began.append(thread.name)
-        if began == ["edgellm-prefill"]:
-            try:
-                raise AlarmError
-            except AlarmError:
-                raise RuntimeError("release unlocked lock")  # noqa: B904
-
-    monkeypatch.setattr(threading.Thread, "start", interrupted)
-    with pytest.raises(AlarmError):
-        tiny.generate(prompt(77, 300), **SHORT)
-    assert tiny.generate(PROMPTS[4], **SHORT).tokens == expected
