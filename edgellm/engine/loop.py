@@ -145,11 +145,16 @@ class Loop:
         for key, reader in self._readers.copy().items():  # others come and go meanwhile
             if have_news(reader.requests) and self._readers.pop(key, None) is not None:
                 reader.wake()
-            elif not reader.thread.is_alive() and self._readers.pop(key, None) is not None:
+            elif not _is_alive(reader.thread) and self._readers.pop(key, None) is not None:
                 for request in reader.requests:
                     self.withdraw(request)
             elif all(request.withdrawn for request in reader.requests):
                 self._readers.pop(key, None)  # of a watch that was interrupted
+
+
+def _is_alive(thread: threading.Thread) -> bool:
+    # an interrupt in `Thread.join` has a thread called dead that runs (CPython 3.11)
+    return thread.is_alive() or thread in threading.enumerate()
 
 
 def have_news(requests: Sequence[Request]) -> bool:

@@ -51,6 +51,8 @@ class _Body:
         worker: maker of steps.
         busy: whether the thread is in the middle of a command or a step.
         stopped: whether the thread is to end.
+        ended: whether it has ended. `Thread.is_alive` would say so, but an interrupt in it has a
+            thread called dead that runs (CPython 3.11).
     """
 
     def __init__(self) -> None:
@@ -58,19 +60,22 @@ class _Body:
         self.pokes: queue.SimpleQueue[None] = queue.SimpleQueue()
         self.worker: weakref.ref[Worker] | None = None
         self.busy = False
-        self.stopped = False
+        self.stopped = self.ended = False
 
     def run(self) -> None:
         """Work until `stopped`, and end what has begun."""
-        while not self.stopped:
-            self.pokes.get()
-            self.busy = True
-            self._work()
-            self.busy = False
-        while self.commands:  # answers that were left give their blocks to the cache on disk
-            self._command()
-        while (worker := self._worker()) is not None and worker.away:
-            self.pokes.get()
+        try:
+            while not self.stopped:
+                self.pokes.get()
+                self.busy = True
+                self._work()
+                self.busy = False
+            while self.commands:  # answers that were left give their blocks to the cache on disk
+                self._command()
+            while (worker := self._worker()) is not None and worker.away:
+                self.pokes.get()
+        finally:
+            self.ended = True
 
     def _work(self) -> None:
         """Run commands and, while there are none, steps, until nothing is left to do."""
@@ -198,7 +203,7 @@ class EngineThread:
             )
         if self._process != os.getpid():
             self._start_in_child()
-        if not self._thread.is_alive():
+        if self._body.ended:
             raise EdgeLLMError("the engine's thread has ended; load the model again")
 
     def _start(self, body: _Body) -> None:
