@@ -113,7 +113,8 @@ def known_sequences(llm: LLM) -> list[CachedSequence]:
     cache = llm.engine.cache
     # by type: `isinstance` asks each object, and some of them warn
     found = (each for each in gc.get_objects() if issubclass(type(each), CachedSequence))
-    return [each for each in found if each._cache is cache]
+    # without those whose making was interrupted
+    return [each for each in found if getattr(each, "_cache", None) is cache]
 
 
 def context(session: Session) -> Context:

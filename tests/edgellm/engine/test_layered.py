@@ -84,8 +84,10 @@ def start(folder: str, **options: Any) -> LLM:
 
 
 @pytest.fixture
-def tiny(folder: str) -> Iterator[LLM]:
+def tiny(folder: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[LLM]:
+    """No stream runs ahead, so that it decodes as long as a prompt beside it is computed."""
     llm = start(folder)
+    step_in_readers(llm, monkeypatch)
     yield llm
     assert_idle(llm)
 
@@ -290,10 +292,7 @@ def test_nobody_wants_the_rest(tiny: LLM, groups: Groups, at: int, how: str) -> 
     stream.close()
 
 
-def test_a_session_that_goes_back_between_two_groups(
-    tiny: LLM, groups: Groups, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    step_in_readers(tiny, monkeypatch)
+def test_a_session_that_goes_back_between_two_groups(tiny: LLM, groups: Groups) -> None:
     with tiny.session() as session:
         session.append(PROMPTS[9])
         request = Request(context(session), tiny.generation_options(**SHORT))

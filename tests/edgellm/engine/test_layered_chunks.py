@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from inspection import cached_prefix, policy, set_costs
+from inspection import cached_prefix, policy, set_costs, step_in_readers
 from layered_checks import LAYERS, LENGTHS, PROMPTS, STREAM, Groups, in_company, start_layered
 from loop_checks import assert_idle
 from loops import SHORT, alone, assert_same, prompt, short, together, tokens_of
@@ -85,8 +85,9 @@ def assert_as(found: Sequence[Completion], expected: Sequence[Completion]) -> No
 
 @pytest.fixture
 def watched(folder: str, monkeypatch: pytest.MonkeyPatch) -> tuple[LLM, Groups]:
-    """Chunks of w8a16, whose first tokens are the host's."""
+    """Chunks of w8a16, whose first tokens are the host's; no stream runs ahead."""
     llm = start(folder, precision="w8a16-qdq")
+    step_in_readers(llm, monkeypatch)
     return llm, Groups(llm, monkeypatch)
 
 

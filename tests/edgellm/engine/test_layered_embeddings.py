@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from inspection import step_in_readers
 from layered_checks import PROMPTS, STREAM, Groups, start_layered
 from loop_checks import assert_idle
 
@@ -21,9 +22,11 @@ LONG = PROMPTS[1]
 
 
 @pytest.fixture
-def layered(deep_model: Path) -> Iterator[LLM]:
+def layered(deep_model: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[LLM]:
+    """No stream runs ahead, so that it decodes as long as a prompt beside it is computed."""
     folder = str(load(str(deep_model)).engine.bundle.path)
     llm = start_layered(folder, ctx_size=1024, prefill="native", decode="native")
+    step_in_readers(llm, monkeypatch)
     yield llm
     assert_idle(llm)
 
