@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import gc
 import importlib
+import re
 import sys
 import threading
 from typing import Any
@@ -12,7 +13,6 @@ from typing import Any
 import click
 
 from edgellm import __version__
-from edgellm.cli.flags import in_flags
 from edgellm.cli.interrupt import INTERRUPTED, note_interrupts
 from edgellm.cli.streams import discard_output, encode_everything, open_closed_streams
 from edgellm.cli.text import say
@@ -132,6 +132,26 @@ def _run(arguments: list[str] | None) -> int:
             say(str(error))
         discard_output()
         return 1
+
+
+_PARAMETER = re.compile(r"`([a-z_]+)`")
+
+
+def in_flags(message: str, command: click.Command) -> str:
+    """Replace each parameter in a message, in backquotes, by the command's flag for it."""
+    flags = _flags(command)
+    return _PARAMETER.sub(lambda match: flags.get(match[1], match[0]), message)
+
+
+def _flags(command: click.Command) -> dict[str, str]:
+    """Map each parameter of a command to its flag; of a group, the parameters of its commands."""
+    commands = command.commands.values() if isinstance(command, click.Group) else (command,)
+    return {
+        parameter.name: next((o for o in parameter.opts if o.startswith("--")), parameter.opts[0])
+        for one in commands
+        for parameter in one.params
+        if isinstance(parameter, click.Option) and parameter.name is not None
+    }
 
 
 if __name__ == "__main__":

@@ -16,8 +16,8 @@ from edgellm.checks import (
     check_texts,
 )
 from edgellm.errors import OptionError
-from edgellm.store.generation_defaults import tried_defaults
 from edgellm.store.manifest import Manifest
+from edgellm.store.sources import ALIASES, DEFAULT_MODEL
 
 ContextPolicy = Literal["error", "shift"]
 CONTEXT_POLICIES: tuple[str, ...] = get_args(ContextPolicy)
@@ -183,14 +183,28 @@ class GenerationOptions:
         return not self.ignore_eos and sampled >= self.min_tokens
 
 
+# Temperature and top_p are those of SmolLM2's model card. Of 30 seeds, "Name the capital of
+# France." is answered with Paris by 30, "What is the capital of France?" by 27 (18 with temperature
+# 0.8): there "The" and "L" are nearly as likely in float32 too. With the penalty none of ten
+# long answers ended in a loop (4 without, at 0.8, and 7 at 0.4).
+_TRIED: Mapping[str, Mapping[str, float]] = {
+    ALIASES[DEFAULT_MODEL]: {"temperature": 0.2, "top_p": 0.9, "repeat_penalty": 1.1},
+}
+
+
+def tried_defaults(source: str) -> Mapping[str, float]:
+    """Return sampling defaults that trials have shown to suit a model source; empty if none."""
+    return _TRIED.get(source, {})
+
+
 def chosen_options(
     manifest: Manifest, options: GenerationOptions | None, arguments: GenerationArguments
 ) -> GenerationOptions:
     """Return `options` with the given fields in their place; without `options`, the model's.
 
     A model's options are its own, else those tried for it, else llama.cpp's. Options that were
-    tried (see `generation_defaults.py`) are for models whose files name none. They do not count
-    with a temperature of 0, which is plain greedy.
+    tried are for models whose files name none. They do not count with a temperature of 0, which is
+    plain greedy.
     """
     if options is not None:
         return changed_options(options, arguments)

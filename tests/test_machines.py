@@ -61,7 +61,7 @@ def test_all_modules_can_be_imported_without_what_only_unix_has() -> None:
             except ModuleNotFoundError as error:
                 if error.name in elsewhere.MODULES:
                     missing.add(module.name)
-        print(sorted(missing - {"edgellm.cli.type_ahead"}))
+        print(sorted(missing - {"edgellm.cli.prompt_input"}))
         """
     assert run_python(dedent(WITHOUT_UNIX) + dedent(code)) == "[]\n"
 

@@ -10,7 +10,7 @@ from edgellm.backends.forward import Model
 from edgellm.backends.parts import Parts
 from edgellm.backends.registry import STEPS, BackendFile, backend_file
 from edgellm.backends.segments import ModelHead
-from edgellm.backends.step_model import StepModel
+from edgellm.backends.step_backend import StepModel
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
 from dataclasses import replace
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,12 +14,37 @@ from numpy.typing import NDArray
 from edgellm.backends.batch import Rows, Span
 from edgellm.backends.placement import Placement
 from edgellm.backends.registry import NATIVE
-from edgellm.backends.step_model import StepModel
 from edgellm.backends.trace import TaskRecord
 from edgellm.cache.sequence import Sequence
+from edgellm.kernels.linear import PackedWeights
 from edgellm.store.manifest import PACKED
 
 Floats = NDArray[np.float32]
+
+
+class StepModel(Protocol):
+    """A model in kernels that take packed weights: `NativeModel` or `TritonModel`.
+
+    Attributes:
+        best_rows: number of tokens that one call computes best; None: as many as suit the cache.
+    """
+
+    best_rows: int | None
+
+    def run(
+        self, spans: SequenceOf[Span], *, should_stop: Callable[[], bool] | None = None
+    ) -> list[Rows]:
+        """See `Backend.run`."""
+
+    def linear(self, x: Floats, weight: PackedWeights, *, fine: bool = False) -> Floats:
+        """Multiply rows `[rows, K]` to `[rows, N]` as the step does, for the self-test.
+
+        Args:
+            fine: whether activations keep 16 bits where others are rounded to fewer.
+        """
+
+    def logits(self, hidden: Floats) -> Floats:
+        """Return the LM head's logits `[rows, V]` for hidden states `[rows, E]`."""
 
 
 class StepBackend:

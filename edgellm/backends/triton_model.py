@@ -1,4 +1,4 @@
-"""A model in Triton kernels on a GPU: the twin of `native_model.py`."""
+"""A model in Triton kernels on a GPU: the twin of `NativeModel`."""
 
 from __future__ import annotations
 

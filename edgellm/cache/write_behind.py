@@ -88,9 +88,11 @@ class WriteBehind:
     def _hand_on(self, names: list[bytes], blocks: dict[bytes, bytes]) -> None:
         with self._lock:
             self._batches.append((names, blocks))
-            if self._thread is not None or self._started():
-                return
-        self._run()
+            written = self._thread is not None or self._started()
+        if not written:
+            self._run()
+        elif not threading.main_thread().is_alive():  # the thread may have begun too late for it
+            self.wait()
 
     def _started(self) -> bool:
         """Start the thread; returns whether it has started, with the lock held."""

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Collection
-from collections.abc import Sequence as SequenceOf
+from collections.abc import Collection, Sequence
 from typing import Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
 
-from edgellm.engine.repetition import RepetitionGuard
 from edgellm.engine.sampling import Sampler, best_needed
 from edgellm.errors import OptionError
 from edgellm.generation_options import GenerationOptions
@@ -30,12 +28,12 @@ class LogitFilter(Protocol):
     """
 
     def __call__(
-        self, scores: NDArray[np.float32], tokens: SequenceOf[int], /
+        self, scores: NDArray[np.float32], tokens: Sequence[int], /
     ) -> NDArray[np.float32] | None: ...
 
 
 def filtered_scores(
-    logit_filter: LogitFilter, scores: NDArray[np.float32], tokens: SequenceOf[int]
+    logit_filter: LogitFilter, scores: NDArray[np.float32], tokens: Sequence[int]
 ) -> NDArray[np.float32]:
     """Apply a filter and return the scores that it leaves; it may change `scores`.
 
@@ -80,7 +78,7 @@ class Answer:
         self,
         tokenizer: Tokenizer,
         options: GenerationOptions,
-        context: SequenceOf[int],
+        context: Sequence[int],
         *,
         logit_filter: LogitFilter | None,
         shown_special: Collection[int] = (),
@@ -99,7 +97,7 @@ class Answer:
         self._line_deadline = math.inf
         self.best_needed = 0 if logit_filter else best_needed(options, ends=len(self._ends))
 
-    def draw(self, logits: Logits, tokens: SequenceOf[int]) -> int:
+    def draw(self, logits: Logits, tokens: Sequence[int]) -> int:
         """Draw the token after `tokens`, which are the context and the answer so far.
 
         Raises:
@@ -143,3 +141,37 @@ class Answer:
         if scores.max() == -math.inf < logits.scores.max():
             raise OptionError("`logit_filter` ruled out every token; at least one must be left")
         return scores
+
+
+# Repetitions that make a loop, and number of tokens after which a loop is looked for again.
+_TIMES = 4
+_EVERY = 16
+
+
+class RepetitionGuard:
+    """Detector of a loop at the end of an answer.
+
+    Args:
+        limit: last tokens that must repeat one sequence, at least four times; 0: never looks.
+    """
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+
+    def loops(self, tokens: Sequence[int]) -> bool:
+        """Whether the last `limit` tokens are a loop; looked at after every 16th token."""
+        if not self._limit or len(tokens) < self._limit or len(tokens) % _EVERY:
+            return False
+        return shortest_period(tokens[-self._limit :]) * _TIMES <= self._limit
+
+
+def shortest_period(tokens: Sequence[int]) -> int:
+    """Find the smallest p with `tokens[i] == tokens[i - p]` for all i >= p (Knuth-Morris-Pratt)."""
+    borders = [0] * len(tokens)  # of each prefix: its longest proper suffix that is also a prefix
+    border = 0
+    for i in range(1, len(tokens)):
+        while border and tokens[i] != tokens[border]:
+            border = borders[border - 1]
+        border += tokens[i] == tokens[border]
+        borders[i] = border
+    return len(tokens) - border

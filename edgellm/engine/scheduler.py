@@ -9,9 +9,8 @@ from collections.abc import Callable, KeysView, Sequence
 from typing import Generic
 
 from edgellm.engine.admission import Admission, Entry, RequestT, Schedulable, SchedulerCounts
-from edgellm.engine.layer_groups import LayerGroups
 from edgellm.engine.policies import SchedulingPolicy, StepBudget
-from edgellm.engine.prompt_rows import PromptRows, Share
+from edgellm.engine.prompt_rows import LayerGroups, PromptRows, Share
 from edgellm.engine.step_costs import StepCosts, StepLoad
 
 __all__ = ["Schedulable", "Scheduler", "SchedulerCounts", "Share"]

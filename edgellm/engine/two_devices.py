@@ -1,6 +1,6 @@
 """Scheduling of prompts on one device while another one decodes: order, and share of the time.
 
-Pure Python; the thread is in `prefill_lane.py`. DistServe (arXiv:2401.09670) and Splitwise
+Pure Python; the thread is in `two_lanes.py`. DistServe (arXiv:2401.09670) and Splitwise
 (arXiv:2311.18677) split prefill and decode over machines; here both work on one KV cache, and only
 a block table and a length are handed over. The bound of prefill by decode's time is Nexus' rule
 (arXiv:2507.06608).

@@ -8,8 +8,7 @@ from dataclasses import dataclass
 from edgellm.backends.chunked_backend import ChunkedBackend
 from edgellm.backends.packed_weights import open_packed_weights
 from edgellm.backends.self_test import Check, check_prompts, check_segments
-from edgellm.backends.step_backend import StepBackend
-from edgellm.backends.step_model import StepModel
+from edgellm.backends.step_backend import StepBackend, StepModel
 from edgellm.engine.engine import Engine
 from edgellm.measure.step_test import check_layers, check_step
 from edgellm.progress import ProgressCallback

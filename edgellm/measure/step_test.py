@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from edgellm.backends.batch import Span
 from edgellm.backends.self_test import HEAD_LIMIT, WRONG, Check
-from edgellm.backends.step_model import StepModel
+from edgellm.backends.step_backend import StepModel
 from edgellm.cache.kv_cache import KVCache
 from edgellm.graphs import contract
 from edgellm.kernels.kv_blocks import BLOCK

@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import re
 import threading
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import cached_property
+from functools import cache, cached_property
 from operator import itemgetter
 from pathlib import Path
+from typing import Any
 
 from tokenizers import Tokenizer as HFTokenizer
 
 from edgellm.errors import EdgeLLMError, TokenizerError
 from edgellm.store.manifest import TOKENIZER, TokenizerEntry
-from edgellm.text.token_bytes import TokenBytes
-from edgellm.text.tokenizer_check import check_description
 
 _REPLACEMENT = "\ufffd"
 # From this number of characters or tokens on, functions of `tokenizers` are called that release
@@ -255,3 +255,93 @@ class TextStream:
             if text and _REPLACEMENT not in text:
                 return end
         return []
+
+
+_BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+
+
+class TokenBytes:
+    """The notation of bytes in a vocabulary, found from its tokenizer.json.
+
+    Args:
+        description: content of tokenizer.json.
+    """
+
+    def __init__(self, description: Mapping[str, Any]) -> None:
+        kinds = json.dumps(description.get("decoder"))
+        self._byte_level = '"ByteLevel"' in kinds
+        self._added = {entry["content"] for entry in description.get("added_tokens") or ()}
+
+    def bytes_of(self, text: str) -> bytes:
+        """Return the bytes that a token, given as its vocabulary entry, stands for."""
+        if text in self._added:
+            return text.encode(errors="replace")
+        if self._byte_level:
+            letters = _letters()
+            if all(letter in letters for letter in text):
+                return bytes(letters[letter] for letter in text)
+            return text.encode(errors="replace")
+        if byte := _BYTE.fullmatch(text):
+            return bytes([int(byte[1], 16)])
+        return text.replace("\u2581", " ").encode(errors="replace")
+
+
+@cache
+def _letters() -> Mapping[str, int]:
+    """Return the byte of each of GPT-2's letters.
+
+    A printable byte is its own character; the others are characters from 256 on.
+    """
+    seen = [*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in set(seen)]
+    return {chr(b): b for b in seen} | {chr(256 + i): b for i, b in enumerate(others)}
+
+
+# Names of dangerous parts, or a name written with escapes. Encoding runs no TemplateProcessing.
+_SUSPECT = re.compile(rb"Precompiled|FixedLength|\\u00[4-7]")
+
+
+def check_description(content: bytes, *, template: bool) -> None:
+    """Refuse a tokenizer.json with parts known to end in a panic or in gigabytes of memory.
+
+    Args:
+        template: whether to check the template of begin and end tokens as well, for which the whole
+            vocabulary has to be read.
+
+    Raises:
+        ValueError: a part is refused; the message names it.
+    """
+    if template or _SUSPECT.search(content):
+        json.loads(content, object_hook=_checked)
+
+
+def _checked(part: dict[str, Any]) -> dict[str, Any]:
+    kind = part.get("type")
+    if kind == "Precompiled":
+        _check_charsmap(part.get("precompiled_charsmap"))
+    elif kind == "FixedLength" and part.get("length") == 0:
+        raise ValueError("a FixedLength pre-tokenizer has the length 0")
+    elif kind == "TemplateProcessing":
+        _check_template(part)
+    return part
+
+
+def _check_charsmap(text: object) -> None:
+    """Compare the trie's size, in the first four bytes, with the bytes that follow."""
+    content = base64.b64decode(text) if isinstance(text, str) else b""
+    size = int.from_bytes(content[:4], "little")
+    if not 4 <= size <= len(content) - 4:
+        raise ValueError(
+            f"precompiled_charsmap has {len(content)} bytes, and says that {size} of them are its "
+            "trie"
+        )
+
+
+def _check_template(part: Mapping[str, Any]) -> None:
+    known = part.get("special_tokens")
+    for side in (part.get("single"), part.get("pair")):
+        for piece in side if isinstance(side, list) else ():
+            token = piece.get("SpecialToken") if isinstance(piece, dict) else None
+            name = token.get("id") if isinstance(token, dict) else None
+            if isinstance(name, str) and not (isinstance(known, dict) and name in known):
+                raise ValueError(f"TemplateProcessing has no special token {name!r}")

@@ -4,7 +4,7 @@
                        MODULE.weight_zero_point [N*b/32, G] words, or int8 [N, G]
     int-quantized      MODULE.weight [N, K] int8, MODULE.weight_zero_point int8
     float-quantized    MODULE.weight [N, K] E4M3
-    mxfp4-pack-quantized, nvfp4-pack-quantized: see packed_floats.py
+    mxfp4-pack-quantized, nvfp4-pack-quantized: see `packed_float_tensor`
 
 and MODULE.weight_scale beside all of them. Integers are stored plus half their range in words,
 and as they are in int8.
@@ -13,21 +13,122 @@ and as they are in int8.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from edgellm.errors import ModelFormatError
+from edgellm.errors import ModelFormatError, UnsupportedModelError
+from edgellm.graphs.fields import Fields
 from edgellm.graphs.hf_quantization import fp8
+from edgellm.graphs.hf_quantization.fp8 import read_block
 from edgellm.graphs.hf_quantization.gptq import read_group_index
 from edgellm.graphs.hf_quantization.groups import Groups
-from edgellm.graphs.hf_quantization.packed_floats import packed_float_tensor
+from edgellm.graphs.hf_quantization.mxfp4 import e2m1, mxfp4_tensor
 from edgellm.graphs.hf_quantization.packing import Bytes, unpack, unsigned
-from edgellm.graphs.hf_quantization.scales import read_scales
-from edgellm.graphs.hf_quantization.schemes import read_schemes
+from edgellm.graphs.hf_quantization.scales import read_powers_of_two, read_scales
 from edgellm.graphs.safetensors_folder import FLOATS, SafetensorsFolder
 from edgellm.graphs.tensor import Tensor
+
+_FORMATS = (
+    "pack-quantized",
+    "int-quantized",
+    "float-quantized",
+    "naive-quantized",
+    "mxfp4-pack-quantized",
+    "nvfp4-pack-quantized",
+    "mixed-precision",
+)
+
+
+@dataclass(frozen=True)
+class Scheme:
+    """Quantization of the weights of one config group.
+
+    Attributes:
+        bits: bits of a code.
+        floats: whether codes are floats, not integers.
+        group_size: inputs that share a scale; None where each output, each block or the whole
+            weight has one scale.
+        symmetric: whether there are no zero points.
+        block: outputs and inputs of a block; None where there are no blocks.
+    """
+
+    bits: int
+    floats: bool
+    group_size: int | None
+    symmetric: bool
+    block: tuple[int, int] | None
+
+    def allows(self, bits: int, floats: bool, group_size: int | None, symmetric: bool) -> bool:
+        """Whether tensors with these properties can belong to the scheme.
+
+        Scales for one group of all inputs look like scales of outputs, so a `group_size` of None
+        fits any scheme.
+        """
+        return (
+            (bits, floats) == (self.bits, self.floats)
+            and group_size in (None, self.group_size)
+            # symmetric weights may have zero points, all in the middle
+            and (self.symmetric or not symmetric)
+        )
+
+    def __str__(self) -> str:
+        groups = "" if self.group_size is None else f" in groups of {self.group_size}"
+        zeros = "" if self.symmetric else " with zero points"
+        return f"{'float' if self.floats else 'int'} {self.bits}{groups}{zeros}"
+
+
+def read_schemes(values: Mapping[str, Any], *, origin: str) -> list[Scheme]:
+    """Read the schemes of all config groups that have weights.
+
+    Raises:
+        ModelFormatError: a group is incomplete.
+        UnsupportedModelError: the format is not supported, or the weights are also rotated or
+            sparse.
+    """
+    fields = Fields(values, origin=origin)
+    _check_format(fields.optional(str, "format"), origin)
+    for key in ("transform_config", "sparsity_config"):
+        if any((fields.optional(dict, key) or {}).values()):
+            raise UnsupportedModelError(
+                f"{origin}: {key} is set: rotations and sparse weights are not read; take a file "
+                "of the model without them"
+            )
+    schemes = []
+    for name, group in fields.read(dict, "config_groups").items():
+        where = f"{origin}: config_groups.{name}"
+        if not isinstance(group, dict):
+            raise UnsupportedModelError(f"{where} is {group!r}; supported are objects")
+        group_fields = Fields(group, origin=where)
+        _check_format(group_fields.optional(str, "format"), where)
+        weights = group_fields.optional(dict, "weights")
+        if weights is not None:
+            schemes.append(_scheme(weights, f"{where}.weights"))
+    return schemes
+
+
+def _check_format(name: str | None, origin: str) -> None:
+    if name is not None and name not in _FORMATS:
+        raise UnsupportedModelError(
+            f"{origin}: format {name!r} is not read; read are {', '.join(_FORMATS)}"
+        )
+
+
+def _scheme(weights: Mapping[str, Any], origin: str) -> Scheme:
+    fields = Fields(weights, origin=origin)
+    fields.require("type", "int", "float")
+    fields.require("actorder", False, "group", "weight", "static", "dynamic")
+    symmetric = fields.optional(bool, "symmetric")
+    return Scheme(
+        bits=fields.read(int, "num_bits"),
+        floats=fields.optional(str, "type") == "float",
+        group_size=fields.optional(int, "group_size"),
+        symmetric=True if symmetric is None else symmetric,
+        block=read_block(weights, "block_structure", origin=origin),
+    )
+
 
 _BITS = (4, 8)
 
@@ -179,3 +280,59 @@ class Reader:
             f"{zeros}, as the tensors of {module} are; there is "
             + ", ".join(str(scheme) for scheme in self._schemes)
         )
+
+
+_FLOAT_BITS = 4
+_MX_GROUP, _NV_GROUP = 32, 16
+
+
+def packed_float_tensor(
+    folder: SafetensorsFolder, module: str, *, origin: str
+) -> tuple[Tensor, int]:
+    """Return a module's weight, and its group size, which follows from the dtype of its scales.
+
+    Raises:
+        ModelFormatError: tensors are missing or do not fit each other.
+    """
+    packed, scale = f"{module}.weight_packed", f"{module}.weight_scale"
+    rows, size = folder.expect(packed, ("U8",), shape=(None, None)).shape
+    columns = 2 * size
+    entry = folder.expect(scale, ("U8", "F8_E8M0", "F8_E4M3"))
+    group_size = _NV_GROUP if entry.dtype == "F8_E4M3" else _MX_GROUP
+    if columns % group_size:
+        raise ModelFormatError(
+            f"{origin}: the {columns} inputs of {module} are not groups of {group_size}"
+        )
+    folder.expect(scale, (entry.dtype,), shape=(rows, columns // group_size))
+    if group_size == _NV_GROUP:
+        return _nvfp4(folder, module, (rows, columns)), group_size
+    tensor = mxfp4_tensor(
+        (rows, columns),
+        codes=lambda: unpack(folder.read(packed), _FLOAT_BITS),
+        scales=lambda: read_powers_of_two(folder, scale),
+    )
+    return tensor, group_size
+
+
+def _nvfp4(folder: SafetensorsFolder, module: str, shape: tuple[int, int]) -> Tensor:
+    """Return a weight in NVFP4.
+
+    No kind has groups of 16 with E4M3 scales, so `quantized` is None.
+    """
+    key = f"{module}.weight_global_scale"
+    entry = folder.expect(key, ("F32",))
+    if int(np.prod(entry.shape)) != 1:
+        raise ModelFormatError(
+            f"{entry.file}: tensor {key} has shape {list(entry.shape)}; one number is expected"
+        )
+
+    def float32() -> NDArray[np.float32]:
+        divisor = float(read_scales(folder, key).reshape(()))
+        if divisor <= 0:
+            raise ModelFormatError(f"{entry.file}: tensor {key} is {divisor}; above 0 is expected")
+        scales = read_scales(folder, f"{module}.weight_scale") / np.float32(divisor)
+        codes = unpack(folder.read(f"{module}.weight_packed"), _FLOAT_BITS)
+        groups = e2m1(codes).reshape(shape[0], -1, _NV_GROUP) * scales[..., None]
+        return groups.reshape(shape)
+
+    return Tensor(shape, "NVFP4", float32)

@@ -15,7 +15,6 @@ import torch
 from numpy.typing import NDArray
 
 from edgellm.kernels.checks import check_rope
-from edgellm.kernels.gpu.capture import Captured
 from edgellm.kernels.gpu.device import on_device
 from edgellm.kernels.gpu.kv_blocks import DeviceBlocks
 from edgellm.kernels.linear.gpu import DevicePackedWeights, Peaks, embed, linear
@@ -28,6 +27,33 @@ from edgellm.kernels.step.gpu_layer import Buffers, DeviceLayer, DeviceRope
 from edgellm.kernels.step.gpu_norm import DeviceNorm, normalize
 from edgellm.kernels.step.span import StepSpan
 from edgellm.kernels.step.weights import Weights, check_pools, check_weights
+
+
+class Captured:
+    """Function that queues work on a device, captured as a CUDA graph in its first call.
+
+    The function must always do the same with the same memory, and read all differences from that
+    memory. Without a device, where kernels are interpreted, it is called every time.
+    """
+
+    def __init__(self, launch: Callable[[], None], device: str) -> None:
+        self._launch = launch
+        self._device = device
+        self._graph: torch.cuda.CUDAGraph | None = None
+
+    def __call__(self) -> None:
+        if self._graph is not None:
+            self._graph.replay()
+            return
+        self._launch()  # compiles the kernels, which must not happen in a capture
+        if self._device == "cpu":
+            return
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            self._launch()
+        self._graph = graph
+
 
 Floats = NDArray[np.float32]
 # Largest number of tokens in one call, which the buffers are made for.

@@ -30,7 +30,7 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from edgellm.backends.chunked_backend import ChunkedBackend
-from edgellm.backends.native_model import NativeModel
+from edgellm.backends.native import NativeModel
 from edgellm.backends.segments import ChunkBuffers
 from edgellm.backends.step_backend import StepBackend
 from edgellm.llm import LLM, load

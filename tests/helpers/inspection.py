@@ -18,12 +18,11 @@ from edgellm.engine import auto_prefill
 from edgellm.engine.context import Context
 from edgellm.engine.owners import OwnerCounters
 from edgellm.engine.policies import SchedulingPolicy
-from edgellm.engine.prefill_lane import PrefillLane
 from edgellm.engine.prompt_rows import PromptRows
 from edgellm.engine.request import Request
 from edgellm.engine.speculation import Speculation
 from edgellm.engine.step_costs import StepCosts, StepLoad
-from edgellm.engine.two_lanes import TwoLaneBatcher
+from edgellm.engine.two_lanes import PrefillLane, TwoLaneBatcher
 from edgellm.llm import LLM
 from edgellm.options import EngineOptions
 from edgellm.session import Session

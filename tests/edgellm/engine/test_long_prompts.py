@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 from engine_without_model import ask, finish, start, step, tokens
 
-from edgellm.engine.draft import PromptLookup
+from edgellm.engine.speculation import PromptLookup
 from edgellm.generation_options import GenerationOptions
 
 CTX = 256

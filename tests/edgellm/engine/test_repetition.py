@@ -3,7 +3,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from edgellm.engine.repetition import RepetitionGuard, shortest_period
+from edgellm.engine.answer import RepetitionGuard, shortest_period
 from edgellm.llm import LLM
 
 

@@ -12,8 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from inspection import draft_always
 
-from edgellm.engine.draft import DraftPolicy, PromptLookup
-from edgellm.engine.speculation import Speculation
+from edgellm.engine.speculation import DraftPolicy, PromptLookup, Speculation
 from edgellm.kernels.native import library
 from edgellm.kernels.sampling import Logits
 from edgellm.llm import LLM, load
