@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from inspection import cached_prefix, until_kept
+from inspection import cached_prefix, until_kept, used_blocks
 from matrix import ALLOWED, BACKENDS, CHUNK, usable
 from tiny_families import logits, make, save_tokenizer
 
@@ -106,7 +106,7 @@ def test_prompts_on_another_device_while_others_decode(start: Start) -> None:
         assert llm.engine.scheduling == "two_devices"
         found = {each.index: each.result().tokens for each in llm.batch(prompts, **GREEDY)}
         assert [found[index] for index in range(4)] == expected
-        assert llm.engine.cache.used_blocks == 0
+        assert used_blocks(llm) == 0
 
 
 @pytest.mark.parametrize("length", [690, 640, 300, 90])

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from inspection import used_blocks
 from tiny_families import make, save_tokenizer
 
 from edgellm import BundleError, OptionError
@@ -188,7 +189,7 @@ def test_rows_on_an_npu(tiny_bundle: Path, edgellm_home: Path) -> None:
     found = sorted(fresh.batch(prompts, **options), key=lambda answer: answer.index)
     assert [answer.result().tokens for answer in found] == [each.tokens for each in expected]
     assert found[0].result().stats.decode == "qnn w8a16-qdq"
-    assert fresh.engine.cache.used_blocks == 0
+    assert used_blocks(fresh) == 0
 
 
 @pytest.mark.usefixtures("poisoned")

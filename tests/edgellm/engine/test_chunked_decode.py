@@ -7,10 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from inspection import set_costs, step_in_readers
-from loops import GREEDY, SHORT, alone, prompt, short, tokens_of
+from inspection import set_costs, step_in_readers, used_blocks
+from loops import GREEDY, SHORT, alone, prompt, short, together, tokens_of
 
-from edgellm import Completion
 from edgellm.backends.chunk import Chunk
 from edgellm.backends.chunked_backend import ChunkedBackend
 from edgellm.backends.forward import Model
@@ -57,11 +56,6 @@ def start(path: Path, **options: Any) -> LLM:
     return llm
 
 
-def answers(llm: LLM, prompts: Sequence[list[int]], **options: Any) -> list[Completion]:
-    found = sorted(llm.batch(prompts, **{**SHORT, **options}), key=lambda answer: answer.index)
-    return [answer.result() for answer in found]
-
-
 @pytest.mark.parametrize(
     ("precision", "schedule"),
     [("f32", "out-of-order"), ("w8a8", "serial"), ("w8a16-qdq", "out-of-order")],
@@ -72,12 +66,12 @@ def test_together_as_alone(
     expected = alone(start(bundle_path, precision=precision, schedule=schedule), short(PROMPTS))
     llm = start(bundle_path, precision=precision, schedule=schedule)
     chunks_run.clear()  # what loading measures
-    assert tokens_of(answers(llm, PROMPTS)) == tokens_of(expected)
+    assert tokens_of(together(llm, short(PROMPTS))) == tokens_of(expected)
     riding = [(decoded, prefilled) for decoded, prefilled in chunks_run if decoded and prefilled]
     assert max(decoded for decoded, _ in riding) >= 2
     assert max(decoded for decoded, prefilled in chunks_run if not prefilled) >= 5
     assert len(chunks_run) < 40  # one by one they are 8 * 11 of decode, and 14 of prefill
-    assert llm.engine.cache.used_blocks == 0
+    assert used_blocks(llm) == 0
 
 
 def test_prompts_fill_what_decode_leaves_of_a_chunk(
@@ -97,7 +91,7 @@ def test_prompts_fill_what_decode_leaves_of_a_chunk(
     for stream in streams:
         next(stream)
     monkeypatch.setattr(Model, "run", counted)
-    answers(llm, [prompt(9, 500)], max_tokens=1)
+    llm.generate(prompt(9, 500), **{**SHORT, "max_tokens": 1})
     for stream in streams:
         stream.close()
     assert len(rows) > 4
@@ -109,10 +103,10 @@ def test_preempted_as_alone(bundle_path: Path) -> None:
     prompts, options = [prompt(i, 120) for i in range(5)], {"max_tokens": 30}
     expected = alone(start(bundle_path), short(prompts, **options))
     small = start(bundle_path, cache_size=4 * BLOCK)
-    found = answers(small, prompts, **options)
+    found = together(small, short(prompts, **options))
     assert tokens_of(found) == tokens_of(expected)
     assert sum(answer.stats.preempted for answer in found) > 0
-    assert small.engine.cache.used_blocks == 0
+    assert used_blocks(small) == 0
 
 
 def test_one_token_takes_the_smallest_chunk(bundle_path: Path) -> None:

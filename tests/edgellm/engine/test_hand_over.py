@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from inspection import used_blocks
 
 from edgellm.cache.block_store import BlockStore, opened, sealed
 from edgellm.cache.disk_cache import DiskCache
@@ -86,7 +87,7 @@ def prefill(llm: LLM, store: BlockStore, tokens: list[int] = PROMPT, *, salt: st
 
 def read(llm: LLM, store: BlockStore, tokens: list[int] = PROMPT, *, salt: str = "") -> int:
     count = read_prefix(llm.engine, full_prefix(tokens), store, salt=salt)
-    assert llm.engine.cache.used_blocks == 0
+    assert used_blocks(llm) == 0
     return count
 
 

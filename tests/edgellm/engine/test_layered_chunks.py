@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from inspection import cached_prefix, policy, set_costs, step_in_readers
+from inspection import cached_prefix, policy, set_costs, step_in_readers, used_blocks
 from layered_checks import LAYERS, LENGTHS, PROMPTS, STREAM, Groups, in_company, start_layered
 from loop_checks import assert_idle
 from loops import SHORT, alone, assert_same, prompt, short, together, tokens_of
@@ -237,10 +237,10 @@ def test_cancelled_between_two_groups(watched: tuple[LLM, Groups], at: int) -> N
     groups.before = lambda number: cancel.set() if number == at else None
     stream = llm.stream(PROMPTS[3], **STREAM)
     next(stream)
-    held = llm.engine.cache.used_blocks
+    held = used_blocks(llm)
     assert llm.generate(PROMPTS[9], cancel=cancel, **SHORT).finish_reason == "cancelled"
     assert len(groups.layers) == at
-    assert llm.engine.cache.used_blocks - held <= 1  # the stream's own
+    assert used_blocks(llm) - held <= 1  # the stream's own
     assert cached_prefix(llm, PROMPTS[9]) == groups.passed
     stream.close()
     assert_idle(llm)

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from inspection import is_resting, results
+from inspection import is_resting, results, used_blocks
 from lane_checks import PROMPTS, assert_ended, start, wait_for_lane
 from loop_checks import (
     answers_interrupted,
@@ -94,11 +94,11 @@ def test_a_prompt_that_is_withdrawn_gives_its_blocks_back(
     request = Request(context, tiny.generation_options(max_tokens=4), closes=True)
     tiny.engine.loop.submit(request)
     until(gate.reached.is_set)
-    assert tiny.engine.cache.used_blocks == 1  # of the first chunk
+    assert used_blocks(tiny) == 1  # of the first chunk
     tiny.engine.loop.withdraw(request)
     until(lambda: gate.stopped)
     gate.opened.set()
-    until(lambda: tiny.engine.cache.used_blocks == 0)
+    until(lambda: used_blocks(tiny) == 0)
 
 
 def test_a_session_that_is_closed_meanwhile(tiny: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
