@@ -110,6 +110,9 @@ class Screen:
         self.wait_for(lambda: self.vt100.title == str(self._synced))
 
     def resize(self, *, rows: int, columns: int) -> None:
+        """Change the size, once all that was written for the old one has been read."""
+        while self._read(0):
+            pass
         self._set_size(rows, columns)
         self.vt100.resize(rows, columns)
 
