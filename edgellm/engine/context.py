@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Protocol
 
@@ -46,7 +47,8 @@ class Context:
         changes: number of changes by the session; each ends an answer on its way.
         answering: answer that has claimed the context, from its check until its reader has the
             end.
-        unsettled: whether `tokens` are to change: it was closed, or a withdrawn answer is to leave.
+        unsettled: token of the last command that is to change `tokens`, or the withdrawn answer
+            that is to leave; None: no change is on its way.
         salt: only contexts with the same salt find each other's tokens in the KV cache.
         sequence: tokens that are in the KV cache: the first ones of `tokens`, and behind them for a
             while those of a draft.
@@ -59,7 +61,7 @@ class Context:
         self.tokens = list(tokens)
         self.changes = 0
         self.answering: Answering | None = None
-        self.unsettled = False
+        self.unsettled: object | None = None
         self.salt = salt
         self._root = engine.cache.index.salted_root(salt)
         self.sequence = engine.cache.sequence(root=self._root)
@@ -81,7 +83,7 @@ class Context:
 
     def catch_up(self) -> None:
         """Wait until `tokens` are settled, at most for a step."""
-        if self.unsettled:
+        if self.unsettled is not None:
             self.engine.thread.catch_up()
 
     def read(self) -> tuple[list[int], int]:
@@ -200,14 +202,14 @@ class Context:
     def close(self) -> None:
         """Release the blocks; other contexts find the prefix until its memory is needed."""
         self.changes += 1
-        self.unsettled = True
-        self.engine.thread.soon(self._close)
+        self.unsettled = ticket = object()
+        self.engine.thread.soon(partial(self._close, ticket))
 
-    def _close(self) -> None:
+    def _close(self, ticket: object) -> None:
         self.tokens = []
         self._swapped = None
         self.sequence.close()
-        self.unsettled = False
+        self.settled(ticket)
 
     def close_now(self) -> None:
         """Close the context at the end of its answer; its full blocks go to the cache on disk."""
@@ -317,13 +319,18 @@ class Context:
 
     def settle(self) -> None:
         """Soon drop draft tokens not sampled, and write the rest to the cache on disk."""
-        self.unsettled = True
-        self.engine.thread.soon(self._settle)
+        self.unsettled = ticket = object()
+        self.engine.thread.soon(partial(self._settle, ticket))
 
-    def _settle(self) -> None:
+    def _settle(self, ticket: object) -> None:
         self._truncate_to(self.tokens)
         self.engine.cache.keep(self.sequence)
-        self.unsettled = False
+        self.settled(ticket)
+
+    def settled(self, ticket: object) -> None:
+        """Note that a change has been made; a later one may still be on its way."""
+        if self.unsettled is ticket:
+            self.unsettled = None
 
     def _truncate_to(self, tokens: list[int]) -> None:
         """Truncate the sequence to the prefix that it shares with `tokens`."""

@@ -136,7 +136,7 @@ class Request:
         """Note that the reader is gone, if something is left for `leave` to do."""
         self._disclaim()
         if self.unread or not self.finished:
-            self.withdrawn = self.context.unsettled = True
+            self.withdrawn, self.context.unsettled = True, self
 
     def stats(self) -> Stats:
         """Return timings and counts so far."""
@@ -308,7 +308,7 @@ class Request:
             if context.answering is None and context.changes == self._changes:
                 context.cut(unread)
             self._taken += unread
-            context.unsettled = False
+            context.settled(self)
         if self._closes:
             context.close_now()
 

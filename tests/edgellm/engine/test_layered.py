@@ -182,8 +182,8 @@ def test_a_short_prompt_passes_one_that_rests(
         stream = tiny.stream(PROMPTS[3], **STREAM)
         next(stream)
         long = pool.submit(tiny.generate, PROMPTS[9], **once)
-        reading = pool.submit(lambda: list(stream))
         until(arrived.is_set)
+        reading = pool.submit(lambda: list(stream))
         short_one = pool.submit(tiny.generate, PROMPTS[0], **once)
         results([long, short_one, reading])
     assert list(dict.fromkeys(ended)) == [len(PROMPTS[i]) for i in (0, 9, 3)]

@@ -175,11 +175,14 @@ def test_all_chunks_pass_a_group_before_the_next_one_and_streams_go_on_between(
         assert len(chunks) == -(-len(rows.hidden) // SIZE)
 
 
-def test_a_prompt_takes_no_more_segments_than_by_itself(two_sizes: str) -> None:
+def test_a_prompt_takes_no_more_segments_than_by_itself(
+    two_sizes: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """With `stall_free` a step has time for 50 rows of a chunk of 128, which is as long padded."""
     runs = {}
     for scheduling in ("layered", "stall_free"):
         llm = start(two_sizes, scheduling=scheduling, precision="f32", decode=HOST)
+        step_in_readers(llm, monkeypatch)
         set_costs(llm, 2e-3)
         assert isinstance(llm.engine.prefill, ChunkedBackend)
         llm.engine.prefill.costs = Costs({32: 3.0, 128: 3.0})

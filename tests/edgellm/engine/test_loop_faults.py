@@ -11,9 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from inspection import fail_last_text, live, paused, results, set_costs, watch_steps
+from inspection import fail_last_text, is_resting, live, paused, results, set_costs, watch_steps
 from loop_checks import assert_idle, forked
 from loops import GREEDY, prompt
+from waiting import until
 
 from edgellm import EdgeLLMError, OptionError, Session, TokenizerError
 from edgellm.kernels.kv_blocks import BLOCK
@@ -188,6 +189,7 @@ def test_a_forked_process_answers_or_refuses(tiny: LLM) -> None:
         engines = [each for each in threading.enumerate() if each.name == "edgellm-engine"]
         return f"{found} with {len(engines)} threads"
 
+    until(lambda: is_resting(tiny))  # its last commands have run
     assert forked(in_child) == "same"
     assert forked(in_threads) == "{'same'} with 1 threads"
     with paused(tiny):

@@ -148,8 +148,7 @@ def test_nobody_computes_while_all_wait_for_the_provider(
     with ThreadPoolExecutor(4) as pool:
         answers = begin_together(pool, tiny, short(PROMPTS[:4]))
         until(gate.reached.is_set)
-        until(lambda: len(steps) == 1 and is_resting(tiny))
-        assert readers(tiny) == 4
+        until(lambda: len(steps) == 1 and is_resting(tiny) and readers(tiny) == 4)
         gate.opened.set()
         assert [len(each.tokens) for each in results(answers)] == [12] * 4
 
