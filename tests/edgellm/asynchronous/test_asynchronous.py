@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from asynchronous_checks import LONG, REQUESTS, until
-from inspection import fail_next_step, live, paused
+from inspection import fail_next_step, live, paused, submitted
 from loops import Gate, alone, assert_same, prompt
 
 from edgellm import Chat, Completion, OptionError, Piece, Session
@@ -40,7 +40,10 @@ def test_thirty_answers_together_are_as_alone(tiny: LLM) -> None:
     steps = tiny.engine.loop.counts.steps
 
     async def together() -> list[Completion]:
-        return await asyncio.gather(*(tiny.agenerate(t, **options) for t, options in REQUESTS))
+        with paused(tiny):
+            asked = [asyncio.create_task(tiny.agenerate(t, **o)) for t, o in REQUESTS]
+            await until(lambda: len(submitted(tiny)) == len(REQUESTS))
+        return await asyncio.gather(*asked)
 
     assert_same(asyncio.run(together()), expected)
     tokens = sum(len(answer.tokens) for answer in expected)

@@ -116,6 +116,7 @@ def test_the_bits_are_those_of_one_after_the_other(
     options = {"precision": precision, **options}
     expected = serially(folder, PROMPTS, **options)
     llm = start(folder, **options)
+    step_in_readers(llm, monkeypatch)
     groups = Groups(llm, monkeypatch)
     assert_as(together(llm, short(PROMPTS, logprobs=3)), expected)
     assert sum(layers.stop == LAYERS for layers in groups.layers) > 3
@@ -200,6 +201,7 @@ def test_rows_rest_in_whole_chunks_of_the_largest_size(
     backend = llm.engine.prefill
     assert isinstance(backend, ChunkedBackend)
     backend.costs = Costs({32: 1.0, 128: 3.0})
+    step_in_readers(llm, monkeypatch)
     run, ends = Model.run, list[int]()
 
     def watching(model: Model, chunks: Sequence[Chunk], **options: Any) -> Any:

@@ -1,8 +1,10 @@
 from __future__ import annotations
 
+import gc
 from typing import Any
 
 import pytest
+from inspection import used_blocks
 
 from edgellm import OptionError
 from edgellm.llm import LLM
@@ -30,7 +32,8 @@ def test_sizes_that_are_not_allowed(llm: LLM, options: dict[str, Any], words: st
 
 
 def test_an_interrupt_leaves_no_block_behind(llm: LLM) -> None:
-    before = llm.engine.cache.used_blocks
+    gc.collect()
+    before = used_blocks(llm)
 
     def interrupt(*_: object, **__: object) -> None:
         raise KeyboardInterrupt
@@ -39,5 +42,5 @@ def test_an_interrupt_leaves_no_block_behind(llm: LLM) -> None:
         patch.setattr(llm.engine.decoder, "run", interrupt)
         with pytest.raises(KeyboardInterrupt):
             bench(llm.engine, prompts=[0], generations=[5], depths=[3], repetitions=1)
-    assert llm.engine.cache.used_blocks == before
+    assert used_blocks(llm) == before
     assert len(bench(llm.engine, prompts=[3], generations=[2], repetitions=1)) == 2
