@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
 
 import numpy as np
@@ -157,22 +157,20 @@ class KVCache:
             return match.length
         return max(match.length, BLOCK * self._blocks_in(self.disk, match, tokens, root))
 
-    def has_room(self, growing: Iterable[tuple[Sequence, int]]) -> bool:
-        """Whether sequences can all grow at the same time, each to its length and one token more.
+    @property
+    def free_blocks(self) -> list[int]:
+        """Number of blocks of each group that no sequence holds."""
+        return [group.pool.available for group in self.groups]
 
-        Args:
-            growing: sequences and the lengths to grow to.
-        """
-        needed = [0] * len(self.groups)
-        for sequence, length in growing:
-            end = length // BLOCK + 1
-            for number, table in enumerate(sequence.tables):
-                first = max(table.first, table.store.group.first_block(length))
-                needed[number] += max(0, end - max(first, len(table.ids)))
-                needed[number] += table.copies_last(len(sequence))
-        return all(
-            count <= group.pool.available for count, group in zip(needed, self.groups, strict=True)
-        )
+    def needed(self, sequence: Sequence, length: int) -> list[int]:
+        """Return the blocks of each group that a sequence lacks for `length` tokens and another."""
+        end = length // BLOCK + 1
+        needed = []
+        for table in sequence.tables:
+            first = max(table.first, table.store.group.first_block(length))
+            new = max(0, end - max(first, len(table.ids)))
+            needed.append(new + table.copies_last(len(sequence)))
+        return needed
 
     def keep(self, sequence: Sequence) -> None:
         """Write a sequence's full blocks to disk, if the cache has a disk store."""

@@ -6,14 +6,15 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from edgellm.backends.backend import Backend
 from edgellm.backends.batch import Rows, Span
 from edgellm.cache.kv_cache import KVCache
+from edgellm.engine.plan import Plan, Share
 from edgellm.engine.policies import chosen_policy
 from edgellm.engine.request import Request
-from edgellm.engine.scheduler import Scheduler, SchedulerCounts, Share
+from edgellm.engine.scheduler import Scheduler, SchedulerCounts
 from edgellm.engine.step_costs import StepCosts
 from edgellm.errors import CacheFullError, CancelledError
 from edgellm.kernels.kv_blocks import BLOCK
@@ -63,7 +64,6 @@ class Batcher:
         self._scheduler = self._new_scheduler()
         self._submitted: deque[Request] = deque()
         self._live: dict[int, Request] = {}
-        self._refused: list[tuple[Request, Exception]] = []
         self._parked: list[Request] = []
 
     @property
@@ -108,7 +108,7 @@ class Batcher:
     def fail_all(self, error: BaseException) -> None:
         """End all requests with an error that is none of theirs."""
         self._scheduler.start_again()
-        self._refused, self._parked = [], []
+        self._parked = []
         requests = list(self._live.values())
         self._live.clear()
         while self._submitted:  # readers go on submitting meanwhile
@@ -144,8 +144,7 @@ class Batcher:
         request = self._scheduler.make_way()
         if request is not None:
             request.preempt()
-        shares = self._scheduler.next(self._admit)
-        self._fail_refused()
+        shares = self._begun(self._scheduler.plan(self._cache.free_blocks))
         if self._scheduler.wants_room:
             self._park()
         return shares
@@ -165,38 +164,37 @@ class Batcher:
             self._parked.append(request)
             request.preempt()
 
-    def _admit(self, request: Request) -> bool:
-        """Begin a waiting request if its whole prompt has room; False if it has not begun."""
-        running = self._scheduler.running
-        growing = [(each.sequence, len(each.tokens)) for each in (*running, request)]
-        if running and not self._cache.has_room(growing):
-            return False
-        try:
+    def _begun(self, plan: Plan[Request]) -> list[Share[Request]]:
+        """Begin the requests that a plan admits; returns the shares of those that run."""
+        for request in plan.admitted:
             self._begin(request)
-        except Exception as error:
-            if not (running and isinstance(error, CacheFullError)):
-                self._refused.append((request, error))
-            return False
-        return True
+        shares = []
+        for share in plan.shares:
+            request, start = share.request, share.request.computed
+            if request not in self._scheduler.running:
+                continue
+            if start != share.start:  # it has begun with other tokens than were found
+                share = replace(share, start=start, rows=min(share.rows, request.left))
+            shares.append(share)
+        return shares
 
     def _begin(self, request: Request) -> None:
         """Begin a request; if no other one runs, with the blocks of waiting requests."""
+        scheduler = self._scheduler
         while True:
             try:
-                return request.begin()
-            except CacheFullError:
-                holder = None
-                if not self._scheduler.running:
-                    holder = self._scheduler.preempt(but=request)
+                request.begin()
+            except CacheFullError as error:
+                if scheduler.running:
+                    return scheduler.refuse(request)
+                holder = scheduler.preempt(but=request)
                 if holder is None:
-                    raise
+                    return self._fail(request, error)
                 holder.preempt()
-
-    def _fail_refused(self) -> None:
-        """Fail the requests that could not begin; not while the scheduler iterates over them."""
-        for request, error in self._refused:
-            self._fail(request, error)
-        self._refused = []
+            except Exception as error:
+                return self._fail(request, error)
+            else:
+                return scheduler.admitted(request)
 
     def _compute(
         self, backend: Backend, shares: Sequence[Share[Request]], *, alone: bool

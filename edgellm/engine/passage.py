@@ -10,8 +10,7 @@ from numpy.typing import NDArray
 from edgellm.backends.batch import Span
 from edgellm.cache.growth import Growth
 from edgellm.cache.sequence import Sequence
-from edgellm.engine.admission import Underway
-from edgellm.engine.prompt_rows import Layers
+from edgellm.engine.plan import Layers, Underway
 from edgellm.kernels.step import LayerGroup
 
 Floats = NDArray[np.float32]

@@ -12,12 +12,11 @@ from dataclasses import replace
 
 from edgellm.backends.batch import Rows, Span
 from edgellm.cache.sequence import Sequence
-from edgellm.engine.admission import Arrival, Underway
 from edgellm.engine.answer import Answer, LogitFilter
 from edgellm.engine.answer_stats import AnswerStats
 from edgellm.engine.context import Context
 from edgellm.engine.passage import Passage
-from edgellm.engine.prompt_rows import Layers
+from edgellm.engine.plan import Arrival, Layers, Underway
 from edgellm.engine.speculation import Speculation
 from edgellm.errors import OptionError
 from edgellm.generation_options import GenerationOptions
@@ -159,6 +158,21 @@ class Request:
         """Number of tokens in the KV cache; never the last one, whose logits are wanted."""
         context = self.context
         return min(len(context.sequence.tokens), len(context.tokens) - 1)  # asked 8 times a step
+
+    @property
+    def left(self) -> int:
+        """Number of tokens that are to be computed."""
+        return len(self.tokens) - self.computed
+
+    @property
+    def found(self) -> int:
+        """Number of tokens that would be in the KV cache if it were begun now."""
+        return self.context.found()
+
+    @property
+    def needed(self) -> list[int]:
+        """KV blocks of each cache group that it lacks for all tokens and one more."""
+        return self._engine.cache.needed(self.sequence, len(self.tokens))
 
     @property
     def underway(self) -> Underway | None:

@@ -1,21 +1,44 @@
-"""Choice of the rows that the next step computes. Pure Python; knows no model and no cache."""
+"""Scheduling: which requests run, which wait, and the plan of each step. Pure Python; knows no
+model and no cache."""
 
 from __future__ import annotations
 
-import math
-import sys
 from collections import Counter
-from collections.abc import Callable, KeysView, Sequence
+from collections.abc import KeysView, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Generic
 
-from edgellm.engine.admission import Admission, Entry, RequestT, Schedulable, SchedulerCounts
-from edgellm.engine.policies import SchedulingPolicy, StepBudget
-from edgellm.engine.prompt_rows import LayerGroups, PromptRows, Share
+from edgellm.engine.layer_groups import LayerGroups
+from edgellm.engine.owners import OwnerCounters
+from edgellm.engine.plan import (
+    Arrival,
+    Entry,
+    Plan,
+    Planner,
+    RequestT,
+    Share,
+    Snapshot,
+    in_line,
+)
+from edgellm.engine.policies import SchedulingPolicy
 from edgellm.engine.step_costs import StepCosts, StepLoad
 
-__all__ = ["Schedulable", "Scheduler", "SchedulerCounts", "Share"]
 
-_NO_BOUNDS = StepBudget(math.inf, 1, sys.maxsize)
+@dataclass
+class SchedulerCounts:
+    """Counts so far; `waited_for_prefix`: requests whose prefix another one computed meanwhile."""
+
+    steps: int = 0
+    prefill_rows: int = 0
+    decode_rows: int = 0
+    admitted: int = 0
+    preempted: int = 0
+    waited_for_prefix: int = 0
+
+    @property
+    def rows(self) -> int:
+        """Computed rows of prompts and of decodes."""
+        return self.prefill_rows + self.decode_rows
 
 
 class Scheduler(Generic[RequestT]):
@@ -29,81 +52,120 @@ class Scheduler(Generic[RequestT]):
     answer.
 
     Args:
+        block_size: tokens of a KV block; prefixes are shared in whole blocks.
+
+    Attributes:
         policy: order of prompts, and bounds of a step.
         costs: predictor of a step's time.
-        block_size: tokens of a KV block; prefixes are shared in whole blocks.
+        counts: counts of rows, steps and requests so far.
     """
 
     def __init__(
         self, *, policy: SchedulingPolicy, costs: StepCosts, block_size: int = 128
     ) -> None:
         self.policy, self.costs = policy, costs
+        self.counts = SchedulerCounts()
         self._block_size = block_size
-        self._admission: Admission[RequestT] = Admission(max_running=policy.max_running)
+        self._owners = OwnerCounters()
+        self._arrivals = 0
+        self.start_again()
 
-    @property
-    def counts(self) -> SchedulerCounts:
-        """Counts of rows, steps and requests so far."""
-        return self._admission.counts
+    def start_again(self) -> None:
+        """Forget all requests, but not the counts."""
+        self._running: dict[RequestT, Entry[RequestT]] = {}
+        self._waiting: dict[RequestT, Entry[RequestT]] = {}
+        self._refused: Entry[RequestT] | None = None  # first in line, which found no room
+        self._present: Counter[str] = Counter()  # requests of each owner
 
     @property
     def running(self) -> KeysView[RequestT]:
         """Running requests, in the order of their admission."""
-        return self._admission.running.keys()
+        return self._running.keys()
 
     @property
     def waiting(self) -> KeysView[RequestT]:
         """Waiting requests; the policy chooses which goes first."""
-        return self._admission.waiting.keys()
+        return self._waiting.keys()
+
+    @property
+    def _full(self) -> bool:
+        return len(self._running) >= self.policy.max_running
 
     @property
     def wants_room(self) -> bool:
         """Whether a request waits for the place or the blocks of another one."""
-        admission = self._admission
-        if admission.refused is not None:
+        if self._refused is not None:
             return True
-        return admission.full and any(not request.paused for request in admission.waiting)
+        return self._full and any(not request.paused for request in self._waiting)
 
     def add(self, request: RequestT) -> None:
         """Add a request, which waits for its admission."""
-        self._admission.add(request)
+        assert request not in self._running, "added twice"
+        assert request not in self._waiting, "added twice"
+        self._arrivals += 1
+        clock, number = self.counts.prefill_rows, self._arrivals
+        if request.asked is None:
+            rows = len(request.tokens) - request.computed
+            request.asked = Arrival(number, clock, rows)
+        entry = Entry(
+            request,
+            number,
+            request.asked,
+            clock=request.asked.clock,
+            since=self.counts.rows,
+            owner=request.owner,
+            priority=request.priority,
+        )
+        self._owners.came(entry.owner, present=self._present)
+        self._present[entry.owner] += 1
+        self._waiting[request] = entry
 
     def remove(self, request: RequestT) -> None:
         """Forget a request that is finished or cancelled; one that has gone already is no error."""
-        self._admission.remove(request)
+        if self._refused is not None and self._refused.request is request:
+            self._refused = None
+        entry = self._running.pop(request, None) or self._waiting.pop(request, None)
+        if entry is not None:
+            self._present[entry.owner] -= 1
+            if not self._present[entry.owner]:
+                del self._present[entry.owner]
 
-    def start_again(self) -> None:
-        """Forget all requests, but not the counts."""
-        before = self._admission
-        self._admission = Admission(max_running=self.policy.max_running, before=before)
+    def plan(self, free: Sequence[int]) -> Plan[RequestT]:
+        """Plan a step; without shares if there are no rows, or the first in line finds no room.
 
-    def next(self, admit: Callable[[RequestT], bool]) -> list[Share[RequestT]]:
-        """Return the shares to compute now; empty if there are none, or the first finds no room.
+        The caller begins the requests that the plan admits, and calls `admitted` or `refuse`.
 
         Args:
-            admit: reserves blocks for all tokens of a request, after a match of its prefix, which
-                may move `computed`; returns False, and leaves all as it was, if there are too few.
+            free: free KV blocks of each cache group.
         """
-        admission = self._admission
         self.counts.steps += 1
-        shares = self._decodes()
-        prompts = self._prompts()
-        if prompts:
-            running = sum(not request.paused for request in admission.running)
-            requests = running + len(admission.waiting)
-            budget = self.policy.budget(decodes=len(shares), requests=requests)
-            self._prompt_rows(budget, shares, admit).add(prompts)
-        return shares
+        decodes, prompts = self._decodes(), self._prompts()
+        if not prompts:
+            return Plan(decodes, refused=self._refused)
+        present = sum(not request.paused for request in self._running) + len(self._waiting)
+        budget = self.policy.budget(decodes=len(decodes), requests=present)
+        kind = Planner if self.policy.layers == 1 else LayerGroups
+        planner = kind(self._snapshot(free), self.policy, self.costs, budget=budget, shares=decodes)
+        planner.add(prompts)
+        return self._noted(planner.plan)
 
-    def next_prompt(self, admit: Callable[[RequestT], bool]) -> Share[RequestT] | None:
-        """Return all that is left of the prompt first in line, for a device of its own; None: none.
+    def plan_prompt(self, free: Sequence[int]) -> Plan[RequestT]:
+        """Plan all that is left of the prompt first in line, for its own device; see `plan`."""
+        planner = Planner(self._snapshot(free), self.policy, self.costs)
+        planner.add(self._prompts(), most=1)
+        return self._noted(planner.plan)
 
-        Args:
-            admit: see `next`.
-        """
-        shares: list[Share[RequestT]] = []
-        self._prompt_rows(_NO_BOUNDS, shares, admit).add(self._prompts(), most=1)
-        return shares[0] if shares else None
+    def admitted(self, request: RequestT) -> None:
+        """Move a waiting request to the running ones, as it has begun."""
+        entry = self._waiting.pop(request)
+        self._running[request] = entry
+        self.counts.admitted += 1
+        entry.promised, entry.asked.begun = False, True
+        entry.since = self.counts.rows
+
+    def refuse(self, request: RequestT) -> None:
+        """Leave a request waiting that was planned to begin and found no room, first in line."""
+        self._refused = self._waiting[request]
 
     def preempt(self, *, but: RequestT | None = None) -> RequestT | None:
         """Send the newest running request of the lowest priority back to the front of the line.
@@ -115,7 +177,16 @@ class Scheduler(Generic[RequestT]):
         Args:
             but: request that keeps its blocks.
         """
-        return self._admission.preempt(but=but)
+        waiting = self._waiting.values()
+        holders = [e for e in waiting if e.request.holding and e.request is not but]
+        if not holders and len(self._running) < 2:
+            return None
+        victim = min(holders or self._running.values(), key=self._goes_last)
+        if not holders:
+            self._stop(victim)
+            victim.promised = True
+        self.counts.preempted += 1
+        return victim.request
 
     def make_way(self) -> RequestT | None:
         """Send a running request back to waiting for one that waits; None if there is no need.
@@ -124,12 +195,32 @@ class Scheduler(Generic[RequestT]):
         two fewer. Where all places are taken, one is also taken for a prompt that has waited a
         quantum, from a request that has run as long. The caller frees its blocks.
         """
-        admission = self._admission
-        if not admission.full and admission.refused is None:
+        if not self._full and self._refused is None:
             return None
-        waiting = [e for e in admission.waiting.values() if not e.request.paused]
-        line = self._prompt_rows(_NO_BOUNDS, [], lambda _: False).in_line(waiting)
-        return admission.make_way(line, quantum=self.policy.quantum) if line else None
+        waiting = [entry for entry in self._waiting.values() if not entry.request.paused]
+        line = [entry for *_, entry in sorted(in_line(waiting, self._snapshot(()), self.policy))]
+        if not line:
+            return None
+        first, places = line[0], Counter(entry.owner for entry in self._running.values())
+        running = [entry for entry in self._running.values() if not entry.request.paused]
+        victims = [e for e in running if places[e.owner] > places[first.owner] + 1]
+        if not victims and self._full:
+            before = self.counts.rows - self.policy.quantum
+            own = (e for e in line if e.owner == first.owner and not e.asked.begun)
+            late = next((e for e in own if e.since < before), None)
+            if late is None:
+                return None
+            first = late
+            victims = [e for e in running if e.since < before and _may_pass(first, e, places)]
+        if not victims:
+            return None
+        most = max(places[entry.owner] for entry in victims)
+        victim = min((e for e in victims if places[e.owner] == most), key=self._goes_last)
+        self._stop(victim)
+        victim.clock = self.counts.prefill_rows
+        first.promised = True
+        self.counts.preempted += 1
+        return victim.request
 
     def done(self, shares: Sequence[Share[RequestT]], seconds: float) -> None:
         """Learn the seconds of a step that has run `shares`; dropped shares are left out."""
@@ -153,40 +244,58 @@ class Scheduler(Generic[RequestT]):
                 self.counts.decode_rows += rows
             else:
                 self.counts.prefill_rows += rows
-        self._admission.owners.serve(served)
+        self._owners.serve(served)
         return load
 
-    def _prompts(self) -> list[Entry[RequestT]]:
-        """Return the entries that may have rows of prompts now."""
-        admission = self._admission
-        entries = [e for e in admission.running.values() if not e.request.decoding]
-        if not admission.full:
-            entries.extend(admission.waiting.values())
-        return [entry for entry in entries if not entry.request.paused]
-
-    def _prompt_rows(
-        self,
-        budget: StepBudget,
-        shares: list[Share[RequestT]],
-        admit: Callable[[RequestT], bool],
-    ) -> PromptRows[RequestT]:
-        kind = PromptRows if self.policy.layers == 1 else LayerGroups
-        return kind(
-            self._admission,
-            self.policy,
-            self.costs,
-            budget,
-            shares,
-            reserve=admit,
+    def _snapshot(self, free: Sequence[int]) -> Snapshot[RequestT]:
+        return Snapshot(
+            self._running,
+            self._waiting,
+            self._refused,
+            served=self._owners.of,
+            clock=self.counts.prefill_rows,
+            free=free,
             block_size=self._block_size,
         )
 
+    def _noted(self, plan: Plan[RequestT]) -> Plan[RequestT]:
+        """Note what concerns later plans, and return a plan."""
+        self._refused = plan.refused
+        for entry in plan.delayed:
+            self.counts.waited_for_prefix += not entry.waited_for_prefix
+            entry.waited_for_prefix = True
+        return plan
+
+    def _prompts(self) -> list[Entry[RequestT]]:
+        """Return the entries that may have rows of prompts now."""
+        entries = [e for e in self._running.values() if not e.request.decoding]
+        if not self._full:
+            entries.extend(self._waiting.values())
+        return [entry for entry in entries if not entry.request.paused]
+
     def _decodes(self) -> list[Share[RequestT]]:
         """Return shares of the requests that decode; of too many, those that waited longest."""
-        running = self._admission.running.values()
+        running = self._running.values()
         ready = [e for e in running if e.request.decoding and not e.request.paused and e.left > 0]
         if len(ready) > self.policy.max_decodes:
             ready = sorted(ready, key=lambda e: e.last_decode)[: self.policy.max_decodes]
         for entry in ready:
             entry.last_decode = self.counts.steps
         return [Share(e.request, e.request.computed, e.left, decode=True) for e in ready]
+
+    def _stop(self, entry: Entry[RequestT]) -> None:
+        """Move a running request to the waiting ones."""
+        self._waiting[entry.request] = self._running.pop(entry.request)
+        entry.since = self.counts.rows
+
+    def _goes_last(self, entry: Entry[RequestT]) -> tuple[float, ...]:
+        """Return a sort key: the smallest loses its blocks first."""
+        served = self._owners.of(entry.owner)
+        return (not entry.request.paused, -served, entry.priority, -entry.number)
+
+
+def _may_pass(first: Entry[RequestT], other: Entry[RequestT], places: Mapping[str, int]) -> bool:
+    """Whether a waiting request may have a running one's place, if it waits long enough."""
+    if first.owner == other.owner:
+        return first.priority >= other.priority
+    return places[first.owner] < places[other.owner]

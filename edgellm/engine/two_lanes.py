@@ -13,8 +13,9 @@ from edgellm.backends.chunked_backend import ChunkedBackend
 from edgellm.cache.growth import Growth
 from edgellm.cache.kv_cache import KVCache
 from edgellm.engine.batcher import Batcher, Work
+from edgellm.engine.plan import Share
 from edgellm.engine.request import Request
-from edgellm.engine.scheduler import Scheduler, Share
+from edgellm.engine.scheduler import Scheduler
 from edgellm.engine.step_costs import StepCosts
 from edgellm.engine.thread import EngineThread
 from edgellm.engine.two_devices import JobTime, Pace, TwoDevices
@@ -220,12 +221,10 @@ class TwoLaneBatcher(Batcher):
 
     def _prefill_next(self) -> None:
         """Give the lane rows of the prompt that is first in line."""
-        share = self._scheduler.next_prompt(self._admit)
-        self._fail_refused()
+        share = self._next_prompt()
         # a request that was preempted may be back with all that it had
         while share is not None and share.request.decoding:
-            share = self._scheduler.next_prompt(self._admit)
-            self._fail_refused()
+            share = self._next_prompt()
         if share is None:
             return
         request = share.request
@@ -238,6 +237,11 @@ class TwoLaneBatcher(Batcher):
             self._without_newest([share], error)
         except Exception as error:
             self._fail(request, error)
+
+    def _next_prompt(self) -> Share[Request] | None:
+        """Return all that is left of the prompt first in line, if it has room."""
+        shares = self._begun(self._scheduler.plan_prompt(self._cache.free_blocks))
+        return shares[0] if shares else None
 
     def _without_newest(
         self, shares: Sequence[Share[Request]], error: CacheFullError

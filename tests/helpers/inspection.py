@@ -14,11 +14,10 @@ import pytest
 from waiting import until
 
 from edgellm.cache.sequence import Sequence as CachedSequence
-from edgellm.engine import auto_prefill
+from edgellm.engine import auto_prefill, plan
 from edgellm.engine.context import Context
 from edgellm.engine.owners import OwnerCounters
 from edgellm.engine.policies import SchedulingPolicy
-from edgellm.engine.prompt_rows import PromptRows
 from edgellm.engine.request import Request
 from edgellm.engine.speculation import Speculation
 from edgellm.engine.step_costs import StepCosts, StepLoad
@@ -289,7 +288,7 @@ def remembered(owners: OwnerCounters) -> dict[str, float]:
 
 def ignore_owners(monkeypatch: pytest.MonkeyPatch) -> None:
     """Have all requests ranked by the policy alone."""
-    monkeypatch.setattr(PromptRows, "_in_turns", lambda _, ranked: ranked)
+    monkeypatch.setattr(plan, "_in_turns", lambda ranked, _: ranked)
     monkeypatch.setattr(OwnerCounters, "of", lambda *_: 0.0)
 
 

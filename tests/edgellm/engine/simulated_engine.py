@@ -9,9 +9,9 @@ from dataclasses import dataclass, field
 
 from hypothesis import strategies as st
 
-from edgellm.engine.admission import Arrival, Underway
+from edgellm.engine.plan import Arrival, Plan, Share, Underway
 from edgellm.engine.policies import SchedulingPolicy
-from edgellm.engine.scheduler import Scheduler, Share
+from edgellm.engine.scheduler import Scheduler
 from edgellm.engine.step_costs import StepCosts, StepLoad
 
 BLOCK = 128
@@ -58,10 +58,35 @@ class Request:
     forks: list[Request] = field(default_factory=list)
     shared: Shared | None = None
     asked: Arrival | None = None
+    known: set[tuple[int, ...]] | None = None  # prefixes that the engine has
 
     @property
     def holding(self) -> bool:
         return self.blocks > 0 or self.shared is not None
+
+    @property
+    def found(self) -> int:
+        found = self.computed
+        if self.known is not None and not found:
+            while found + BLOCK < len(self.tokens):
+                if tuple(self.tokens[: found + BLOCK]) not in self.known:
+                    break
+                found += BLOCK
+        return found
+
+    @property
+    def needed(self) -> list[int]:
+        return [self.missing(len(self.tokens))]
+
+    def missing(self, end: int) -> int:
+        """Blocks that it lacks for so many tokens; of a prompt that others begin with as well, the
+        last block is copied."""
+        blocks, shared = self.blocks, self.shared
+        if shared is None or shared.holders == 1:
+            full = 0 if shared is None else shared.blocks
+        else:
+            full = (len(self.tokens) - self.sampled) // BLOCK
+        return max(0, -(-end // BLOCK) - full - blocks)
 
     @property
     def decoding(self) -> bool:
@@ -109,7 +134,6 @@ class Engine:
         self.policy, self.law, self.noise = policy, law, noise
         self.blocks, self.free, self.watermark = blocks, blocks, watermark
         self.known: set[tuple[int, ...]] | None = set() if sharing else None
-        self.refused: Request | None = None  # who found no room last
         self.now = 0.0
         self.chance = random.Random(0)
         self.steps: list[tuple[list[Share[Request]], float]] = []
@@ -126,7 +150,9 @@ class Engine:
             self.arrive(arriving, cancelled)
             self.make_way()
             self.ran = set(self.scheduler.running)
-            chosen = self.scheduler.next(self.admit)
+            watermark = self.watermark if self.scheduler.running else 0
+            plan = self.scheduler.plan([self.free - watermark])
+            chosen = self.begun(plan)
             self.check(chosen)
             shares = self.reserve(chosen)
             if shares:
@@ -137,11 +163,8 @@ class Engine:
                 self.now += sum(seconds for _, seconds in calls)
                 self.arrive(arriving, cancelled)  # while the step is running
                 self.finish(shares, calls)
-            elif chosen:
+            elif chosen or plan.admitted:
                 continue  # who was to be computed has failed
-            elif self.scheduler.waiting:  # the first in line does not fit, and nobody else runs
-                assert self.refused is not None
-                self.fail(self.refused)
             elif arriving:
                 self.now = max(self.now, arriving[-1].arrival)
             else:
@@ -149,7 +172,10 @@ class Engine:
 
     def arrive(self, arriving: list[Request], cancelled: list[Request]) -> None:
         while arriving and arriving[-1].arrival <= self.now:
-            self.scheduler.add(arriving.pop())
+            request = arriving.pop()
+            for each in (request, *request.forks):
+                each.known = self.known
+            self.scheduler.add(request)
         while cancelled and cancelled[-1].cancelled_at <= self.now:
             request = cancelled.pop()
             if request in arriving:
@@ -162,44 +188,33 @@ class Engine:
             assert request not in self.scheduler.running
             self.release(request)
 
-    def admit(self, request: Request) -> bool:
-        needed = self.missing(request, len(request.tokens))
-        if needed > self.free - (self.watermark if self.scheduler.running else 0):
-            if self.scheduler.running:
-                self.refused = request
-                return False
-            while needed > self.free:  # blocks of others that wait
-                holder = self.scheduler.preempt(but=request)
+    def begun(self, plan: Plan[Request]) -> list[Share[Request]]:
+        """Begin who is admitted; who finds no room while others run goes on waiting."""
+        for request, found in plan.admitted.items():
+            assert request.found == found
+            while request.needed[0] > self.free:
+                if self.scheduler.running:
+                    self.scheduler.refuse(request)
+                    break
+                holder = self.scheduler.preempt(but=request)  # that waits
                 if holder is None:
-                    self.refused = request
-                    return False
+                    self.fail(request)
+                    break
                 self.release(holder)
-                needed = self.missing(request, len(request.tokens))
-        self.free -= needed
-        request.blocks += needed
-        if self.known is not None and not request.computed:
-            end = BLOCK
-            while end < len(request.tokens) and tuple(request.tokens[:end]) in self.known:
-                request.computed = end
-                end += BLOCK
-        return True
-
-    def missing(self, request: Request, end: int) -> int:
-        """Blocks that a request lacks for so many tokens; of a prompt that others begin with as
-        well, the last block is copied."""
-        shared = request.shared
-        if shared is not None and shared.holders == 1:
-            request.blocks += shared.blocks
-            request.shared = shared = None
-        full = 0 if shared is None else (len(request.tokens) - request.sampled) // BLOCK
-        return max(0, -(-end // BLOCK) - full - request.blocks)
+            else:
+                needed = request.needed[0]
+                self.free -= needed
+                request.blocks += needed
+                request.computed = found
+                self.scheduler.admitted(request)
+        return [share for share in plan.shares if share.request in self.scheduler.running]
 
     def reserve(self, shares: list[Share[Request]]) -> list[Share[Request]]:
         """Blocks for what is appended; preempts the newest until there are enough."""
         dropped: set[Request] = set()
         for share in shares:
             end = share.start + share.rows
-            while share.request not in dropped and self.missing(share.request, end):
+            while share.request not in dropped and share.request.missing(end):
                 if self.free:
                     self.free -= 1
                     share.request.blocks += 1
@@ -318,6 +333,22 @@ class Engine:
             assert layers.end <= layers.all
         resting = sum(request.underway is not None for request in self.scheduler.running)
         assert resting <= 4
+
+
+def chosen(scheduler: Scheduler[Request], *, free: int = 10**9) -> list[Share[Request]]:
+    """The rows of a step, of which all begin that have room by the plan."""
+    plan = scheduler.plan([free])
+    for request in plan.admitted:
+        scheduler.admitted(request)
+    return plan.shares
+
+
+def refused(scheduler: Scheduler[Request]) -> list[Share[Request]]:
+    """The rows of a step in which none begins that waits."""
+    plan = scheduler.plan([0])
+    for request in plan.admitted:
+        scheduler.refuse(request)
+    return [share for share in plan.shares if share.request in scheduler.running]
 
 
 def load_of(shares: Iterable[Share[Request]]) -> StepLoad:

@@ -5,7 +5,17 @@ from __future__ import annotations
 import pytest
 from engine_without_model import ask, finish, sampled, start, step, tokens
 from inspection import policy, running
-from simulated_engine import TARGET, Engine, Request, finished, forked, numbers, with_forks
+from simulated_engine import (
+    TARGET,
+    Engine,
+    Request,
+    chosen,
+    finished,
+    forked,
+    numbers,
+    refused,
+    with_forks,
+)
 
 from edgellm.engine.policies import Serial, StallFree
 from edgellm.engine.scheduler import Scheduler
@@ -79,7 +89,7 @@ def scheduler_of(requests: list[Request], **limits: int) -> Scheduler[Request]:
     for request in requests:
         scheduler.add(request)
     while not all(request.sampled for request in requests):
-        shares = scheduler.next(lambda _: True)
+        shares = chosen(scheduler)
         scheduler.done(shares, 0.01)
         for share in shares:
             share.request.computed += share.rows
@@ -104,9 +114,9 @@ def test_a_place_is_taken_for_a_prompt_that_has_waited_a_quantum() -> None:
     assert scheduler.make_way() is None
     pass_rows(1)
     assert scheduler.make_way() is new
-    assert [share.request for share in scheduler.next(lambda _: True)][-1] is urgent
+    assert [share.request for share in chosen(scheduler)][-1] is urgent
     assert scheduler.make_way() is old
-    assert [share.request for share in scheduler.next(lambda _: True)][-1] is late
+    assert [share.request for share in chosen(scheduler)][-1] is late
     pass_rows(1000)
     assert scheduler.make_way() is None  # who waits now has had its turn
     assert scheduler.running == {urgent, late}
@@ -129,11 +139,11 @@ def test_blocks_are_taken_for_an_owner_with_fewer_places_as_well() -> None:
     scheduler = scheduler_of(mine, max_running=9)
     own = Request(numbers(30, start=8), owner="a")
     scheduler.add(own)
-    scheduler.next(lambda _: False)
+    refused(scheduler)
     scheduler.counts.decode_rows += 10_000
     assert scheduler.make_way() is None
     scheduler.add(Request(numbers(30, start=9), owner="b"))
-    scheduler.done(scheduler.next(lambda _: False), 0.01)
+    scheduler.done(refused(scheduler), 0.01)
     assert scheduler.make_way() is mine[3]
 
 

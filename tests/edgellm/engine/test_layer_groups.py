@@ -13,6 +13,7 @@ from simulated_engine import (
     Engine,
     Request,
     calls_of,
+    chosen,
     finished,
     load_of,
     numbers,
@@ -22,9 +23,8 @@ from simulated_engine import (
     two_cores,
 )
 
-from edgellm.engine.admission import Underway
+from edgellm.engine.plan import Layers, Underway
 from edgellm.engine.policies import Layered, StallFree
-from edgellm.engine.prompt_rows import Layers
 from edgellm.engine.scheduler import Scheduler
 from edgellm.engine.step_costs import StepCosts, StepLoad
 from edgellm.errors import EdgeLLMError
@@ -179,15 +179,15 @@ def test_no_more_than_four_prompts_rest_at_once() -> None:
     policy = layered(time_target=TARGET)
     scheduler: Scheduler[Request] = Scheduler(policy=policy, costs=taught(heavy))
     scheduler.add(Request(numbers(3000, 99), priority=-1))
-    chosen = []
+    groups = []
     for i in range(6):
         scheduler.add(Request(numbers(900, i), priority=i))
-        (share,) = scheduler.next(lambda _: True)
+        (share,) = chosen(scheduler)
         assert share.request.priority == i
-        chosen.append(share.layers)
+        groups.append(share.layers)
         if share.layers is not None:
             share.request.underway = Underway(share.rows, share.layers.end)
-    assert [layers is not None for layers in chosen] == [True] * 4 + [False] * 2
+    assert [layers is not None for layers in groups] == [True] * 4 + [False] * 2
 
 
 def test_a_lone_prompt_goes_through_all_layers() -> None:
@@ -212,9 +212,9 @@ def test_costs_are_learnt_from_every_group() -> None:
     stream, long = Request(numbers(1), 99, computed=1, sampled=1), Request(numbers(4000, 1))
     stream.tokens.append(-1)
     scheduler.add(stream)
-    scheduler.next(lambda _: True)
+    chosen(scheduler)
     scheduler.add(long)
-    (share,) = (s for s in scheduler.next(lambda _: True) if s.request is long)
+    (share,) = (s for s in chosen(scheduler) if s.request is long)
     assert share.layers is not None
     assert share.layers.end < LAYERS
     part = (share.layers.end - share.layers.first) / LAYERS

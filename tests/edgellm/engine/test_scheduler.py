@@ -16,8 +16,10 @@ from simulated_engine import (
     TARGET,
     Engine,
     Request,
+    chosen,
     finished,
     numbers,
+    refused,
     requests_strategy,
     taught,
     with_forks,
@@ -125,16 +127,16 @@ def test_whose_reader_is_slow_takes_no_part() -> None:
     slow, other, third = (Request(numbers(5, i), 9) for i in range(3))
     for request in (slow, other):
         scheduler.add(request)
-    assert len(scheduler.next(lambda _: True)) == 2
+    assert len(chosen(scheduler)) == 2
     for request in (slow, other):
         request.computed, request.sampled = 5, 1
         request.tokens.append(-1)
     slow.paused = True
     scheduler.add(third)
-    assert [share.request for share in scheduler.next(lambda _: True)] == [other]
+    assert [share.request for share in chosen(scheduler)] == [other]
     assert scheduler.wants_room
     assert scheduler.preempt() is slow
-    assert [share.request for share in scheduler.next(lambda _: True)] == [other, third]
+    assert [share.request for share in chosen(scheduler)] == [other, third]
     assert not scheduler.wants_room  # who waits for its reader does not ask for a place
 
 
@@ -176,7 +178,7 @@ def test_preempted_are_the_newest_of_the_lowest_priority() -> None:
     urgent, idle = Request(numbers(22, start=2), priority=1), Request(numbers(23), priority=-1)
     for request in (idle, old, new, urgent):
         scheduler.add(request)
-    assert len(scheduler.next(lambda _: True)) == 4
+    assert len(chosen(scheduler)) == 4
     assert [scheduler.preempt() for _ in range(4)] == [idle, new, old, None]
     assert list(scheduler.running) == [urgent]
     assert set(scheduler.waiting) == {idle, new, old}
@@ -188,18 +190,13 @@ def test_who_was_preempted_is_first_in_line() -> None:
     first, victim, waiting = (Request(numbers(n, start=n)) for n in (10, 3000, 11))
     scheduler.add(first)
     scheduler.add(victim)
-    shares = scheduler.next(lambda _: True)
+    shares = chosen(scheduler)
     scheduler.add(waiting)  # while the step runs
     scheduler.done(shares, 0.1)
     assert scheduler.preempt() is victim
-    asked: list[Request] = []
-
-    def full(request: Request) -> bool:
-        asked.append(request)
-        return False
-
-    scheduler.next(full)
-    assert asked == [victim]
+    plan = scheduler.plan([0])
+    assert plan.refused is not None
+    assert plan.refused.request is victim
 
 
 def test_nobody_takes_a_ride_in_front_of_who_found_no_room() -> None:
@@ -208,12 +205,12 @@ def test_nobody_takes_a_ride_in_front_of_who_found_no_room() -> None:
     large, small = Request(numbers(3000, start=1)), Request(numbers(20, start=2))
     urgent = Request(numbers(2000, start=3), priority=1)
     scheduler.add(large)
-    assert scheduler.next(lambda _: False) == []
+    assert refused(scheduler) == []
     scheduler.add(urgent)
     scheduler.add(small)
-    assert [share.request for share in scheduler.next(lambda _: True)] == [urgent]
+    assert [share.request for share in chosen(scheduler)] == [urgent]
     scheduler.remove(large)
-    assert [share.request for share in scheduler.next(lambda _: True)] == [small, urgent]
+    assert [share.request for share in chosen(scheduler)] == [small, urgent]
 
 
 def test_a_pool_that_is_too_small_preempts_and_all_finish() -> None:
@@ -230,7 +227,7 @@ def test_a_request_that_has_gone_is_removed_again() -> None:
     scheduler.add(request)
     scheduler.remove(request)
     scheduler.remove(request)
-    assert scheduler.next(lambda _: True) == []
+    assert chosen(scheduler) == []
 
 
 def test_who_has_nothing_to_compute_is_left_out() -> None:
@@ -244,10 +241,10 @@ def test_who_has_nothing_to_compute_is_left_out() -> None:
     scheduler: Scheduler[Request] = Scheduler(policy=StallFree(), costs=StepCosts())
     idle = Request(numbers(5))
     scheduler.add(idle)
-    scheduler.next(lambda _: True)
+    chosen(scheduler)
     idle.__class__ = Idle
     idle.computed = 5
-    assert scheduler.next(lambda _: True) == []
+    assert chosen(scheduler) == []
 
 
 @pytest.mark.parametrize(

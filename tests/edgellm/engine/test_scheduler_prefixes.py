@@ -3,15 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from simulated_engine import (
-    BLOCK,
-    TARGET,
-    Engine,
-    Request,
-    finished,
-    numbers,
-    taught,
-)
+from simulated_engine import BLOCK, TARGET, Engine, Request, chosen, finished, numbers, taught
 
 from edgellm.engine.policies import StallFree
 from edgellm.engine.scheduler import Scheduler
@@ -72,13 +64,13 @@ def test_the_one_waited_for_is_preempted() -> None:
     leader, twin = twins(2)
     for request in (urgent, leader, twin):
         scheduler.add(request)
-    assert [share.request for share in scheduler.next(lambda _: True)] == [urgent, leader]
+    assert [share.request for share in chosen(scheduler)] == [urgent, leader]
     assert scheduler.preempt() is leader
     # no room for the one in front: the other one does not wait for it either
-    shares = scheduler.next(lambda request: request is twin)
+    shares = chosen(scheduler, free=1)
     assert [share.request for share in shares] == [urgent]
     scheduler.remove(leader)
-    assert twin in {share.request for share in scheduler.next(lambda _: True)}
+    assert twin in {share.request for share in chosen(scheduler)}
 
 
 def test_an_urgent_request_hurries_the_prompt_that_it_waits_for() -> None:
@@ -86,10 +78,10 @@ def test_an_urgent_request_hurries_the_prompt_that_it_waits_for() -> None:
     twin = Request(numbers(1900), priority=2)
     scheduler: Scheduler[Request] = Scheduler(policy=StallFree(), costs=taught())
     scheduler.add(leader)
-    scheduler.next(lambda _: True)
+    chosen(scheduler)
     scheduler.add(other)
     scheduler.add(twin)
-    assert scheduler.next(lambda _: True)[0].request is leader
+    assert chosen(scheduler)[0].request is leader
     assert twin in scheduler.waiting
 
 
@@ -106,11 +98,11 @@ def test_tokens_are_compared_once() -> None:
     leader, twin = (Request(Counting(numbers(4000)), priority=i) for i in range(2))
     scheduler: Scheduler[Request] = Scheduler(policy=StallFree(), costs=taught())
     scheduler.add(leader)
-    scheduler.next(lambda _: True)
+    chosen(scheduler)
     scheduler.add(twin)
-    scheduler.next(lambda _: True)
+    chosen(scheduler)
     first = Counting.slices
     assert 0 < first <= 2 * (4000 // BLOCK + 1)
     for _ in range(5):
-        scheduler.next(lambda _: True)
+        chosen(scheduler)
     assert Counting.slices == first

@@ -11,6 +11,7 @@ from simulated_engine import (
     TARGET,
     Engine,
     Request,
+    chosen,
     finished,
     load_of,
     numbers,
@@ -88,7 +89,7 @@ def test_the_rest_of_a_long_prompt_costs_more_rows_than_a_beginning() -> None:
     scheduler: Scheduler[Request] = Scheduler(policy=StallFree(time_target=TARGET), costs=costs)
     for request in (decoding, rest, urgent):
         scheduler.add(request)
-        shares = scheduler.next(lambda _: True)
+        shares = chosen(scheduler)
     assert [share.request for share in shares] == [decoding, rest, urgent]
     assert costs.seconds(load_of(shares)) <= TARGET
 
@@ -160,10 +161,10 @@ def test_rows_fill_static_chunks(decodes: int, fit: int, expected: int) -> None:
     for stream in streams:
         scheduler.add(stream)
     while scheduler.waiting:
-        for share in scheduler.next(lambda _: True):
+        for share in chosen(scheduler):
             share.request.sampled = 1
     scheduler.add(Request(numbers(10_000)))
-    shares = scheduler.next(lambda _: True)
+    shares = chosen(scheduler)
     assert [share.rows for share in shares if not share.decode] == [expected]
     assert sum(share.rows for share in shares) % 32 == 0
 

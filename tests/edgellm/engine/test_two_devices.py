@@ -8,9 +8,10 @@ from collections.abc import Callable
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from simulated_engine import Request, numbers, two_cores
+from simulated_engine import Request, chosen, numbers, two_cores
 
-from edgellm.engine.scheduler import Scheduler, Share
+from edgellm.engine.plan import Share
+from edgellm.engine.scheduler import Scheduler
 from edgellm.engine.step_costs import StepCosts, StepLoad
 from edgellm.engine.two_devices import JobTime, Pace, TwoDevices
 from edgellm.errors import OptionError
@@ -167,8 +168,12 @@ def scheduler() -> Scheduler[Request]:
     return Scheduler(policy=TwoDevices(), costs=StepCosts())
 
 
-def admit(_: Request) -> bool:
-    return True
+def next_prompt(engine: Scheduler[Request]) -> Share[Request] | None:
+    """What the lane is given, where everybody has room."""
+    plan = engine.plan_prompt([10**9])
+    for request in plan.admitted:
+        engine.admitted(request)
+    return plan.shares[0] if plan.shares else None
 
 
 def streaming(computed: int = 40) -> Request:
@@ -179,13 +184,13 @@ def streaming(computed: int = 40) -> Request:
 def test_steps_decode_and_nothing_else() -> None:
     engine, stream = scheduler(), streaming()
     engine.add(stream)
-    assert engine.next(admit) == []  # it was never admitted
-    assert engine.next_prompt(admit) is not None
+    assert chosen(engine) == []  # it was never admitted
+    assert next_prompt(engine) is not None
     prompts = [Request(numbers(n, start=n), 5) for n in (3000, 40)]
     for prompt in prompts:
         engine.add(prompt)
     for _ in range(3):
-        assert engine.next(admit) == [Share(stream, 40, 1, decode=True)]
+        assert chosen(engine) == [Share(stream, 40, 1, decode=True)]
     assert list(engine.waiting) == prompts
 
 
@@ -194,14 +199,14 @@ def test_the_shortest_goes_first_and_with_all_that_is_left() -> None:
     long, short = Request(numbers(3000, start=1), 5), Request(numbers(40, start=2), 5)
     engine.add(long)
     engine.add(short)
-    assert engine.next_prompt(admit) == Share(short, 0, 40, decode=False)
+    assert next_prompt(engine) == Share(short, 0, 40, decode=False)
     assert list(engine.running) == [short]
     short.computed, short.sampled = 40, 1
     short.tokens.append(7)
-    assert engine.next_prompt(admit) == Share(long, 0, 3000, decode=False)
+    assert next_prompt(engine) == Share(long, 0, 3000, decode=False)
     long.computed = 512
-    assert engine.next_prompt(admit) == Share(long, 512, 2488, decode=False)
-    assert engine.next(admit) == [Share(short, 40, 1, decode=True)]
+    assert next_prompt(engine) == Share(long, 512, 2488, decode=False)
+    assert chosen(engine) == [Share(short, 40, 1, decode=True)]
 
 
 def test_who_waits_gets_its_turn_whatever_comes_after() -> None:
@@ -212,7 +217,7 @@ def test_who_waits_gets_its_turn_whatever_comes_after() -> None:
     jobs = 0
     while long.computed < 3000:
         engine.add(Request(numbers(200, start=2 + jobs), 5))
-        share = engine.next_prompt(admit)
+        share = next_prompt(engine)
         assert share is not None
         count = min(share.rows, rows)
         engine.count([Share(share.request, share.start, count, decode=False)])
@@ -227,13 +232,13 @@ def test_a_short_prompt_passes_long_ones_that_have_begun() -> None:
     engine = scheduler()
     for start in (1, 2, 3):
         engine.add(Request(numbers(4096, start=start), 5))
-    first = engine.next_prompt(admit)
+    first = next_prompt(engine)
     assert first is not None
     short = Request(numbers(40, start=9), 5)
     engine.add(short)  # while the first rows of another one are on their way
     first.request.computed = 512
     engine.count([Share(first.request, 0, 512, decode=False)])
-    share = engine.next_prompt(admit)
+    share = next_prompt(engine)
     assert share is not None
     assert share.request is short
 
@@ -243,18 +248,18 @@ def test_who_finds_no_room_waits_and_nobody_is_admitted_beside() -> None:
     prompts = [Request(numbers(n, start=n), 5) for n in (40, 90)]
     for prompt in prompts:
         engine.add(prompt)
-    asked: list[Request] = []
-
-    def refuse(request: Request) -> bool:
-        asked.append(request)
-        return False
-
-    assert engine.next_prompt(refuse) is None
-    assert asked == prompts[:1]
+    running = Request(numbers(3), 5)
+    engine.add(running)
+    assert next_prompt(engine) == Share(running, 0, 3, decode=False)
+    running.computed = 3
+    plan = engine.plan_prompt([0])
+    assert (plan.shares, plan.admitted) == ([], {})
+    assert plan.refused is not None
+    assert plan.refused.request is prompts[0]
     assert engine.wants_room
-    share = engine.next_prompt(admit)
+    share = next_prompt(engine)
     assert share is not None
-    assert list(engine.running) == [share.request]
+    assert list(engine.running) == [running, share.request]
     assert not engine.wants_room
 
 
@@ -262,10 +267,10 @@ def test_one_that_waits_for_a_prefix_hands_its_turn_on() -> None:
     engine = scheduler()
     first, twin = Request(numbers(1000), 5), Request(numbers(1000), 5)
     engine.add(first)
-    assert engine.next_prompt(admit) == Share(first, 0, 1000, decode=False)
+    assert next_prompt(engine) == Share(first, 0, 1000, decode=False)
     first.computed = 128
     engine.add(twin)
-    share = engine.next_prompt(admit)
+    share = next_prompt(engine)
     assert share == Share(first, 128, 872, decode=False)
     assert list(engine.running) == [first]
 
