@@ -15,8 +15,8 @@ from edgellm.cache.sequence import Sequence
 from edgellm.engine.answer import Answer, LogitFilter
 from edgellm.engine.answer_stats import AnswerStats
 from edgellm.engine.context import Context
-from edgellm.engine.passage import Passage
 from edgellm.engine.plan import Arrival, Layers, Underway
+from edgellm.engine.prefill_job import PrefillJob
 from edgellm.engine.speculation import Speculation
 from edgellm.errors import OptionError
 from edgellm.generation_options import GenerationOptions
@@ -40,7 +40,8 @@ class Request:
         error: exception to raise after the last piece; None: none.
         forks: other answers to the same prompt, which begin where it ends.
         report: progress of the prompt, until its reader takes it, if it wants reports.
-        asked: see `Schedulable`.
+        asked, may_rest: see `Schedulable`.
+        job: rows of the prompt on their way; None: none.
         finished: whether the last piece is there, or an error.
         withdrawn: whether the reader is gone.
     """
@@ -84,7 +85,7 @@ class Request:
         self._wants_reports = wants_reports
         self._changes = context.changes
         self._claims = False
-        self._passage: Passage | None = None
+        self.job: PrefillJob | None = None
         self._taken = 0  # tokens of the answer that its reader has
         self._answer = Answer(
             engine.tokenizer,
@@ -176,17 +177,16 @@ class Request:
 
     @property
     def underway(self) -> Underway | None:
-        """Parked rows of the prompt; None if there are none, or the context has changed since."""
-        passage = self._passage
-        if passage is None or not passage.continues(self.context.sequence):
+        """Rows of the prompt on their way; None: none, or the context has changed since."""
+        job = self.job
+        if job is None or not job.continues(self.context.sequence):
             return None
-        return passage.underway
+        return job.underway
 
     @property
     def sequence(self) -> Sequence:
-        """Sequence in the KV cache, with parked rows at its end."""
-        passage = self._passage
-        return self.context.sequence if passage is None else passage.growth
+        """Sequence in the KV cache, with rows on their way at its end."""
+        return self.context.sequence if self.job is None else self.job.growth
 
     @property
     def decoding(self) -> bool:
@@ -234,7 +234,7 @@ class Request:
     def preempt(self) -> None:
         """Give the blocks back until the request is begun again."""
         self._stats.preempted += 1
-        self._drop_passage()
+        self._drop_job()
         self.context.give_back()
 
     def end(self) -> bool:
@@ -250,17 +250,21 @@ class Request:
         return reason is not None
 
     def stop_now(self) -> bool:
-        """Whether the result of a step is no longer needed."""
-        return self.withdrawn or self._end_reason() in ("cancelled", "time")
+        """Whether the result of a step, or of the job, is no longer needed."""
+        obsolete = self.job is not None and self.underway is None
+        return obsolete or self.withdrawn or self._end_reason() in ("cancelled", "time")
 
-    def span(self, rows: int, *, alone: bool, layers: Layers | None = None) -> Span:
+    def span(
+        self, rows: int, *, alone: bool, layers: Layers | None = None, apart: bool = False
+    ) -> Span:
         """Return the next `rows` tokens, with a draft where no other request is in the step.
 
         Args:
             layers: layers that rows of a prompt go through; None: all.
+            apart: whether they are computed beside the engine's thread, as `job`.
 
         Raises:
-            CacheFullError: there is no room to shift a full context, or for parked rows.
+            CacheFullError: there is no room to shift a full context, or for a job.
         """
         self._make_room()
         computed, end = self.computed, len(self.tokens)
@@ -269,10 +273,10 @@ class Request:
         tokens = self.tokens[computed : computed + rows]
         last, candidates = computed + len(tokens) == end, self._candidates()
         if self.underway is None or layers is None:
-            self._drop_passage()
-        if layers is not None:
-            self._passage = self._passage or Passage(self.context.sequence, tokens)
-            return self._passage.span(layers, logit_rows=int(last), candidates=candidates)
+            self._drop_job()
+        if layers is not None or apart:
+            self.job = self.job or PrefillJob(self.context.sequence, tokens)
+            return self.job.span(layers, logit_rows=int(last), candidates=candidates)
         drafts = alone and self.decoding
         draft = self._speculation.draft(self._room(), self.tokens) if drafts else []
         return Span(self.context.sequence, [*tokens, *draft], int(last) + len(draft), candidates)
@@ -285,11 +289,11 @@ class Request:
             alone: whether no other request was in the step.
             seconds: seconds that the step took.
         """
-        if self._passage is not None:
-            if not self._passage.take(rows.hidden):
+        if self.job is not None:
+            if not self.job.take(rows.hidden):
                 return self._stats.rested(rows, seconds)
-            self.context.take_over(self._passage.land())
-            self._passage = None
+            self.context.take_over(self.job.land())
+            self.job = None
         self.computed_states(rows)
         if decoded:
             self._stats.decoded(seconds)
@@ -316,7 +320,7 @@ class Request:
         """Give back what is not needed when the loop has done with the request; unread tokens of a
         withdrawn answer are no part of its session."""
         context = self.context
-        self._drop_passage()
+        self._drop_job()
         if self.withdrawn:
             unread = self.unread
             if context.answering is None and context.changes == self._changes:
@@ -329,11 +333,11 @@ class Request:
     def fail(self, error: BaseException) -> None:
         self.error, self.finished = error, True
 
-    def _drop_passage(self) -> None:
-        """Drop parked rows, if any; they are computed again if the request goes on."""
-        if self._passage is not None:
-            self._passage.drop()
-            self._passage = None
+    def _drop_job(self) -> None:
+        """Drop rows on their way, if any; they are computed again if the request goes on."""
+        if self.job is not None:
+            self.job.drop()
+            self.job = None
 
     def _disclaim(self) -> None:
         """Let the session answer another request."""

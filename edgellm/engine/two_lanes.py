@@ -5,15 +5,16 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Sequence
-from dataclasses import replace
+from concurrent.futures import Future, wait
+from dataclasses import dataclass, field, replace
 
 from edgellm.backends.backend import Backend
-from edgellm.backends.batch import Rows, Span
+from edgellm.backends.batch import Rows
 from edgellm.backends.chunked_backend import ChunkedBackend
-from edgellm.cache.growth import Growth
 from edgellm.cache.kv_cache import KVCache
 from edgellm.engine.batcher import Batcher, Work
 from edgellm.engine.plan import Share
+from edgellm.engine.prefill_job import PrefillJob
 from edgellm.engine.request import Request
 from edgellm.engine.scheduler import Scheduler
 from edgellm.engine.step_costs import StepCosts
@@ -24,117 +25,83 @@ from edgellm.kernels.kv_blocks import BLOCK
 from edgellm.options import EngineOptions
 
 
-class PrefillJob:
-    """Rows of a prompt that the prefill lane computes.
-
-    Attributes:
-        request: request of the prompt.
-        span: the rows, at the end of `growth`.
-        growth: sequence that the rows go to, until it is attached to the request's sequence.
-        rows: results; None where `error` says why there are none.
-        seconds: seconds that the job took.
-    """
-
-    def __init__(self, request: Request, span: Span) -> None:
-        """See `Growth` for the exceptions."""
-        self.request = request
-        self.growth = Growth(span.sequence, len(span.tokens))
-        self.span = replace(span, sequence=self.growth)
-        self.rows: Rows | None = None
-        self.error: BaseException | None = None
-        self.seconds = 0.0
-        self._base = span.sequence
-        self._ended = threading.Event()
-
-    @property
-    def ended(self) -> bool:
-        """Whether the job has ended, so that `growth` is no longer written to."""
-        return self._ended.is_set()
-
-    @property
-    def obsolete(self) -> bool:
-        """Whether the request is over, or its sequence no longer ends where the job begins."""
-        request, base = self.request, self._base
-        moved = request.context.sequence is not base or len(base) != self.growth.start
-        return request.finished or request.withdrawn or moved
-
-    def run(self, backend: Backend) -> None:
-        """Compute the rows."""
-        start = time.perf_counter()
-        try:
-            (self.rows,) = backend.run([self.span], should_stop=self._should_stop)
-        except BaseException as error:
-            self.error = error
-        self.seconds = time.perf_counter() - start
-        self._ended.set()
-
-    def wait(self) -> None:
-        """Wait for the end."""
-        self._ended.wait()
-
-    def _should_stop(self) -> bool:
-        return self.obsolete or self.request.stop_now()
-
-
 class PrefillLane:
-    """Runner of one job after the other; all is for the engine's thread."""
+    """Runner of one prefill job after the other; all is for the engine's thread."""
 
     def __init__(self, thread: EngineThread, backend: Backend) -> None:
         """`thread` is told when a job has ended."""
         self._thread = thread
         self._backend = backend
-        self._job: PrefillJob | None = None
+        self._run: _Run | None = None
 
     @property
     def busy(self) -> bool:
         """Whether a job runs."""
-        return self._job is not None and not self._job.ended
+        return self._run is not None and not self._run.rows.done()
 
     @property
     def free(self) -> bool:
         """Whether there is no job, not even one that has ended and was not taken."""
-        return self._job is None
+        return self._run is None
 
-    def begin(self, job: PrefillJob) -> None:
-        """Start a job, when `free`.
+    def begin(self, work: Work) -> None:
+        """Start the job of a request, when `free`.
 
         Raises:
             RuntimeError: no more threads can be started.
         """
+        job = work.request.job
+        assert job is not None
+        run = _Run(work, job)
         # no daemon: the end of the program waits for the end of a chunk
-        thread = threading.Thread(target=self._run, args=(job,), name="edgellm-prefill")
-        try:
-            thread.start()
-        except RuntimeError:
-            job.growth.close()
-            raise
-        self._job = job
+        thread = threading.Thread(target=self._compute, args=(run,), name="edgellm-prefill")
+        thread.start()
+        job.away, self._run = True, run
 
-    def take(self) -> PrefillJob | None:
-        """Return the job if it has ended, and forget it; else None."""
-        job = self._job
-        if job is None or not job.ended:
+    def take(self) -> _Run | None:
+        """Return the job if it has ended, and forget it; else, or if it was dropped, None."""
+        run = self._run
+        if run is None or not run.rows.done():
             return None
-        self._job = None
-        return job
+        self._run = None
+        run.job.returned()
+        return None if run.job.dropped else run
 
-    def stop_obsolete(self) -> None:
-        """Drop an obsolete job and free its blocks; waits for its end, if need be."""
-        if self._job is not None and self._job.obsolete:
-            self._job.wait()
-            self.drop_obsolete()
+    def settle(self) -> None:
+        """Forget a dropped job that has ended, and free its blocks."""
+        if self._run is not None and self._run.job.dropped:
+            self.take()
 
-    def drop_obsolete(self) -> None:
-        """Drop an obsolete job if it has ended; else its thread has it dropped at its end."""
-        job = self._job
-        if job is not None and job.ended and job.obsolete:
-            job.growth.land().close()  # computed blocks can still be found
-            self._job = None
+    def stop_dropped(self) -> None:
+        """Forget a dropped job, and free its blocks; waits for its end, if need be."""
+        if self._run is not None and self._run.job.dropped:
+            wait([self._run.rows])
+            self.take()
 
-    def _run(self, job: PrefillJob) -> None:
-        job.run(self._backend)
-        del job  # the thread that takes it has the only reference
-        self._thread.soon(self.drop_obsolete)
+    def _compute(self, run: _Run) -> None:
+        start = time.perf_counter()
+        try:
+            (rows,) = self._backend.run([run.work.span], should_stop=run.should_stop)
+        except BaseException as error:
+            run.rows.set_exception(error)
+        else:
+            run.seconds = time.perf_counter() - start
+            run.rows.set_result(rows)
+        del run  # the engine's thread has the only reference
+        self._thread.soon(self.settle)
+
+
+@dataclass
+class _Run:
+    """Prefill job in the lane; `seconds`: seconds that it took."""
+
+    work: Work
+    job: PrefillJob
+    rows: Future[Rows] = field(default_factory=Future)
+    seconds: float = 0.0
+
+    def should_stop(self) -> bool:
+        return self.job.dropped or self.work.request.stop_now()
 
 
 class TwoLaneBatcher(Batcher):
@@ -182,42 +149,36 @@ class TwoLaneBatcher(Batcher):
     def leave(self, request: Request) -> None:
         """See `Batcher.leave`."""
         super().leave(request)
-        self._lane.drop_obsolete()
+        self._lane.settle()
 
     def fail_all(self, error: BaseException) -> None:
         """See `Batcher.fail_all`."""
         super().fail_all(error)
-        self._lane.drop_obsolete()
+        self._lane.settle()
 
     def _next(self) -> list[Share[Request]]:
-        job = self._lane.take()
-        if job is not None:
-            self._take_over(job)
+        run = self._lane.take()
+        if run is not None:
+            self._take_over(run)
         shares = super()._next()
         if self._lane.free and self._pace.may_prefill(decodes=bool(shares)):
             self._prefill_next()
         # the time of taking over is no part of decode alone
-        self._beside = job is not None or self._lane.busy
+        self._beside = run is not None or self._lane.busy
         # to make room for a prompt, the newest request may have lost its place
         return [share for share in shares if share.request in self._scheduler.running]
 
-    def _take_over(self, job: PrefillJob) -> None:
-        """Attach the rows that the lane has computed, where they are still wanted."""
-        sequence = job.growth.land()
-        if job.obsolete:
-            return sequence.close()
-        request, start = job.request, job.growth.start
-        request.context.take_over(sequence)
-        if job.error is not None:
+    def _take_over(self, run: _Run) -> None:
+        """Give a request the rows that the lane has computed, if it still wants them."""
+        share, request = run.work.share, run.work.request
+        error = run.rows.exception()
+        if error is not None:
             # a request that was stopped a moment ago ends as such with the next step
-            return None if request.stop_now() else self._fail(request, job.error)
-        assert job.rows is not None
-        plan = self._chunks.plan(len(job.span.tokens), start)
-        self._job_time.learn(self._chunks.costs.seconds(plan), job.seconds)
-        share = Share(request, start, len(job.span.tokens), decode=False)
+            return None if request.stop_now() else self._fail(request, error)
+        plan = self._chunks.plan(share.rows, share.start)
+        self._job_time.learn(self._chunks.costs.seconds(plan), run.seconds)
         self._scheduler.count([share])
-        work = Work(share, job.span, decoded=False)
-        self._take(work, job.rows, alone=False, seconds=job.seconds)
+        self._take(run.work, run.rows.result(), alone=False, seconds=run.seconds)
 
     def _prefill_next(self) -> None:
         """Give the lane rows of the prompt that is first in line."""
@@ -231,8 +192,9 @@ class TwoLaneBatcher(Batcher):
         try:
             target = self._job_time.expected_within(self._options.time_target_ms / 1000)
             rows = self._chunks.rows_within(target, count=share.rows, start=share.start)
-            span = request.span(rows, alone=False)
-            self._lane.begin(PrefillJob(request, span))
+            span = request.span(rows, alone=False, apart=True)
+            share = replace(share, rows=len(span.tokens))
+            self._lane.begin(Work(share, span, decoded=False))
         except CacheFullError as error:
             self._without_newest([share], error)
         except Exception as error:
@@ -247,7 +209,7 @@ class TwoLaneBatcher(Batcher):
         self, shares: Sequence[Share[Request]], error: CacheFullError
     ) -> list[Share[Request]]:
         left = super()._without_newest(shares, error)
-        self._lane.stop_obsolete()
+        self._lane.stop_dropped()
         return left
 
     def _learn(self, done: Sequence[Share[Request]], seconds: float) -> None:

@@ -275,7 +275,7 @@ def lane(llm: LLM) -> PrefillLane:
 
 def lane_is_empty(llm: LLM) -> bool:
     """Whether no prompt is in the lane."""
-    return lane(llm)._job is None
+    return lane(llm)._run is None
 
 
 # Parts of the engine by themselves.
