@@ -7,12 +7,15 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 from edgellm.backends.backend import Backend
 from edgellm.backends.batch import Rows, Span
 from edgellm.cache.kv_cache import KVCache
+from edgellm.engine.layer_groups import Layered
 from edgellm.engine.plan import Plan, Share
-from edgellm.engine.policies import chosen_policy
+from edgellm.engine.policies import Serial, StallFree
+from edgellm.engine.prompt_rows import SchedulingPolicy
 from edgellm.engine.request import Request
 from edgellm.engine.scheduler import Scheduler, SchedulerCounts
 from edgellm.engine.step_costs import StepCosts
@@ -23,6 +26,8 @@ from edgellm.options import EngineOptions
 _log = logging.getLogger(__name__)
 # Rows of a prompt that has the engine for itself, in native steps; see `StallFree`.
 _LONE_ROWS = 128
+# Minimum of prompt rows and maximum of decoding sequences in a step.
+_MIN_ROWS, _DECODES = 32, 64
 # Rows in a step from which on the 0.5 µs to ask between layers whether to stop are negligible.
 _MANY_ROWS = 64
 
@@ -325,19 +330,31 @@ class Batcher:
                     self.leave(request)
 
     def _new_scheduler(self) -> Scheduler[Request]:
-        rows = self._prefill.rows_at_once(self._cache.sequence())
-        policy = chosen_policy(
-            self._options.scheduling,
+        return Scheduler(policy=self._policy(), costs=self._costs, block_size=BLOCK)
+
+    def _policy(self) -> SchedulingPolicy:
+        """Return the policy that `EngineOptions.scheduling` names."""
+        scheduling, prefill = self._options.scheduling, self._prefill
+        rows = prefill.rows_at_once(self._cache.sequence())
+        if scheduling == "serial":
+            return Serial(max_rows=rows)
+        chunk = prefill.chunk_rows
+        layered = partial(
+            Layered,
+            layers=len(self._cache.places),
+            resting_rows=max(self._cache.rows_at_once // chunk, 1) * chunk,
+            chunk_rows=chunk,
+        )
+        chosen = layered if scheduling == "layered" else StallFree
+        return chosen(
             time_target=self._options.time_target_ms / 1000,
             max_rows=rows,
             # chunks of a static size, or of a GPU, lose more by an earlier end
-            lone_rows=_LONE_ROWS if self._prefill.exact_rows else rows,
+            lone_rows=_LONE_ROWS if prefill.exact_rows else rows,
+            min_rows=min(_MIN_ROWS, rows // 2),
+            max_decodes=min(_DECODES, rows // 2),
             row_multiple=self._row_multiple,
-            resting_rows=self._cache.rows_at_once,
-            chunk_rows=self._prefill.chunk_rows,
-            layers=len(self._cache.places),
         )
-        return Scheduler(policy=policy, costs=self._costs, block_size=BLOCK)
 
 
 def _should_stop(work: Sequence[Work]) -> Callable[[], bool] | None:

@@ -1,11 +1,14 @@
-"""Plans in which long prompts go through the layers in groups (layered prefill). Pure Python."""
+"""Layered prefill: steps in which a long prompt goes through some of the layers. Pure Python."""
 
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 
-from edgellm.engine.plan import Entry, Layers, Planner, RequestT, Share, Underway
-from edgellm.engine.policies import StepBudget
+from edgellm.checks import check_number
+from edgellm.engine.plan import Entry, Layers, RequestT, Share, Underway
+from edgellm.engine.policies import StallFree
+from edgellm.engine.prompt_rows import Parking, PromptRows, StepBudget
 from edgellm.engine.step_costs import StepLoad
 
 # Maximum of prompts with parked rows: each holds blocks, and 4 bytes times the rows times the
@@ -18,8 +21,8 @@ _FULL = StepBudget(0.0, 0, 0)
 _SHORTEST = 1e-9
 
 
-class LayerGroups(Planner[RequestT]):
-    """Planner whose long prompts go through the layers in groups.
+class LayerGroups(PromptRows[RequestT]):
+    """Rows of prompts in one step, where long prompts go through the layers in groups.
 
     Up to `resting_rows` rows of a prompt that takes more than two steps go through as many layers
     as the step has time for, and are parked until the next step. Shorter prompts go through all
@@ -27,12 +30,12 @@ class LayerGroups(Planner[RequestT]):
     """
 
     def _serve(self, entry: Entry[RequestT], room: int) -> None:
-        underway = entry.request.underway
+        underway, parking = entry.request.underway, self._budget.parking
         long = self._left(entry) > room + room // 8
-        if underway is None and long and self._budget.resting_rows and entry.request.may_rest:
-            rows = self._rows_of(entry, room)
+        if underway is None and long and parking is not None and entry.request.may_rest:
+            rows = self._rows_of(entry, room, parking)
             if rows > 2 * room and self._resting() < _MOST_RESTING:
-                underway = Underway(rows, 0)
+                underway = Underway(rows, 0, parking.layers)
         if underway is None:
             self._compute(entry, room)
         elif room > 0:
@@ -46,24 +49,23 @@ class LayerGroups(Planner[RequestT]):
         seconds, position = self._costs.seconds, self._computed(entry)
         return seconds(self._load.plus(room, position)) - seconds(self._load)
 
-    def _rows_of(self, entry: Entry[RequestT], room: int) -> int:
+    def _rows_of(self, entry: Entry[RequestT], room: int, parking: Parking) -> int:
         """Return the rows of which whole layers fill a step: fewer in two layers, where 512 would
         pass one and a half. The rest of a prompt is taken whole if one layer of it fits."""
-        costs, start, layers = self._costs, self._computed(entry), self._policy.layers
+        costs, start, layers = self._costs, self._computed(entry), parking.layers
         step, left = max(self._seconds_of(entry, room), _SHORTEST), self._left(entry)
-        most, in_each = min(left, self._budget.resting_rows), 1
+        most, in_each = min(left, parking.rows), 1
         if most < left:
             steps = int(costs.seconds(StepLoad().plus(most, start)) / step)
             in_each = math.ceil(layers / min(max(steps, 1), layers))
-        seconds, chunk = step * layers / in_each, self._budget.chunk_rows
+        seconds, chunk = step * layers / in_each, parking.chunk_rows
         rows = costs.rows_within(seconds, start, beside=StepLoad(), limit=most)
         return rows if rows == left else min(max(rows // chunk, 1) * chunk, left)
 
     def _pass_group(self, entry: Entry[RequestT], underway: Underway, seconds: float) -> None:
         """Give a prompt's rows their next layers; those left are spread evenly over as few steps as
         they take."""
-        start, count = self._computed(entry), self._policy.layers
-        rows, passed = underway
+        start, (rows, passed, count) = self._computed(entry), underway
         whole = self._costs.seconds(StepLoad().plus(rows, start))
         left = count - passed
         fitting = left if whole <= seconds else max(1, int(_SLACK * seconds / whole * count))
@@ -77,3 +79,34 @@ class LayerGroups(Planner[RequestT]):
         spent = whole * (layers.end - layers.first) / count
         self._budget = self._budget._replace(seconds=self._budget.seconds - spent)
         self._rows += layers.part(rows)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layered(StallFree):
+    """`StallFree` where a long prompt yields to others between layers (arXiv:2510.08055).
+
+    In a step in which others decode or wait, up to `resting_rows` of its rows go through as many
+    layers as the time target leaves. So a weight is read once for all these rows, or for each chunk
+    of them, and not once for the few that go through all layers in the same time.
+
+    Attributes:
+        layers: number of layers of the model.
+        chunk_rows: rows of a chunk. Parked rows are a multiple of it, or the end of a prompt: they
+            are in the same chunks whatever the load.
+    """
+
+    layers: int
+    resting_rows: int = 512
+    chunk_rows: int = 1
+    prompt_rows = LayerGroups
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name in ("layers", "resting_rows", "chunk_rows"):
+            check_number(name, getattr(self, name), 1, whole=True)
+
+    def budget(self, *, decodes: int, requests: int) -> StepBudget:
+        budget = super().budget(decodes=decodes, requests=requests)
+        if requests == 1:
+            return budget
+        return budget._replace(parking=Parking(self.resting_rows, self.chunk_rows, self.layers))

@@ -44,7 +44,8 @@ class PrefillJob:
     @property
     def underway(self) -> Underway:
         """Number of rows, and of the layers that they have passed."""
-        return Underway(len(self._tokens), self._passed)
+        count = 0 if self._layers is None else self._layers.all
+        return Underway(len(self._tokens), self._passed, count)
 
     def continues(self, sequence: Sequence) -> bool:
         """Whether the rows still come next in `sequence`."""

@@ -8,19 +8,9 @@ from collections.abc import KeysView, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Generic
 
-from edgellm.engine.layer_groups import LayerGroups
 from edgellm.engine.owners import OwnerCounters
-from edgellm.engine.plan import (
-    Arrival,
-    Entry,
-    Plan,
-    Planner,
-    RequestT,
-    Share,
-    Snapshot,
-    in_line,
-)
-from edgellm.engine.policies import SchedulingPolicy
+from edgellm.engine.plan import Arrival, Entry, Plan, RequestT, Share, Snapshot
+from edgellm.engine.prompt_rows import PromptRows, SchedulingPolicy, in_line
 from edgellm.engine.step_costs import StepCosts, StepLoad
 
 
@@ -144,16 +134,17 @@ class Scheduler(Generic[RequestT]):
             return Plan(decodes, refused=self._refused)
         present = sum(not request.paused for request in self._running) + len(self._waiting)
         budget = self.policy.budget(decodes=len(decodes), requests=present)
-        kind = Planner if self.policy.layers == 1 else LayerGroups
-        planner = kind(self._snapshot(free), self.policy, self.costs, budget=budget, shares=decodes)
-        planner.add(prompts)
-        return self._noted(planner.plan)
+        rows = self.policy.prompt_rows(
+            self._snapshot(free), self.policy, self.costs, budget=budget, shares=decodes
+        )
+        rows.add(prompts)
+        return self._noted(rows.plan)
 
     def plan_prompt(self, free: Sequence[int]) -> Plan[RequestT]:
         """Plan all that is left of the prompt first in line, for its own device; see `plan`."""
-        planner = Planner(self._snapshot(free), self.policy, self.costs)
-        planner.add(self._prompts(), most=1)
-        return self._noted(planner.plan)
+        rows = PromptRows(self._snapshot(free), self.policy, self.costs)
+        rows.add(self._prompts(), most=1)
+        return self._noted(rows.plan)
 
     def admitted(self, request: RequestT) -> None:
         """Move a waiting request to the running ones, as it has begun."""
@@ -242,6 +233,8 @@ class Scheduler(Generic[RequestT]):
             served[share.request.owner] += rows
             if share.decode:
                 self.counts.decode_rows += rows
+                if share.request in self._running:
+                    self._running[share.request].last_decode = self.counts.steps
             else:
                 self.counts.prefill_rows += rows
         self._owners.serve(served)
@@ -279,8 +272,6 @@ class Scheduler(Generic[RequestT]):
         ready = [e for e in running if e.request.decoding and not e.request.paused and e.left > 0]
         if len(ready) > self.policy.max_decodes:
             ready = sorted(ready, key=lambda e: e.last_decode)[: self.policy.max_decodes]
-        for entry in ready:
-            entry.last_decode = self.counts.steps
         return [Share(e.request, e.request.computed, e.left, decode=True) for e in ready]
 
     def _stop(self, entry: Entry[RequestT]) -> None:

@@ -11,7 +11,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from edgellm.checks import check_number
-from edgellm.engine.policies import StallFree, StepBudget
+from edgellm.engine.policies import StallFree
+from edgellm.engine.prompt_rows import StepBudget
 from edgellm.engine.step_costs import StepCosts, StepLoad
 
 # Weight of what was known of prefill's time when a job has ended.

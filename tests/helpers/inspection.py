@@ -14,10 +14,10 @@ import pytest
 from waiting import until
 
 from edgellm.cache.sequence import Sequence as CachedSequence
-from edgellm.engine import auto_prefill, plan
+from edgellm.engine import auto_prefill, prompt_rows
 from edgellm.engine.context import Context
 from edgellm.engine.owners import OwnerCounters
-from edgellm.engine.policies import SchedulingPolicy
+from edgellm.engine.prompt_rows import SchedulingPolicy
 from edgellm.engine.request import Request
 from edgellm.engine.speculation import Speculation
 from edgellm.engine.step_costs import StepCosts, StepLoad
@@ -288,7 +288,7 @@ def remembered(owners: OwnerCounters) -> dict[str, float]:
 
 def ignore_owners(monkeypatch: pytest.MonkeyPatch) -> None:
     """Have all requests ranked by the policy alone."""
-    monkeypatch.setattr(plan, "_in_turns", lambda ranked, _: ranked)
+    monkeypatch.setattr(prompt_rows, "_in_turns", lambda ranked, _: ranked)
     monkeypatch.setattr(OwnerCounters, "of", lambda *_: 0.0)
 
 

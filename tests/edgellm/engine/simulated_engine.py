@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from hypothesis import strategies as st
 
 from edgellm.engine.plan import Arrival, Plan, Share, Underway
-from edgellm.engine.policies import SchedulingPolicy
+from edgellm.engine.prompt_rows import SchedulingPolicy
 from edgellm.engine.scheduler import Scheduler
 from edgellm.engine.step_costs import StepCosts, StepLoad
 
@@ -151,7 +151,9 @@ class Engine:
             self.make_way()
             self.ran = set(self.scheduler.running)
             watermark = self.watermark if self.scheduler.running else 0
+            before = self.state()
             plan = self.scheduler.plan([self.free - watermark])
+            assert self.state() == before
             chosen = self.begun(plan)
             self.check(chosen)
             shares = self.reserve(chosen)
@@ -187,6 +189,11 @@ class Engine:
         if request is not None:
             assert request not in self.scheduler.running
             self.release(request)
+
+    def state(self) -> object:
+        """What no plan changes."""
+        running, waiting = list(self.scheduler.running), list(self.scheduler.waiting)
+        return running, waiting, [(r.computed, r.blocks, r.underway) for r in running + waiting]
 
     def begun(self, plan: Plan[Request]) -> list[Share[Request]]:
         """Begin who is admitted; who finds no room while others run goes on waiting."""
@@ -244,7 +251,7 @@ class Engine:
                 continue  # cancelled while the step ran
             request.underway = None
             if layers is not None and layers.end < layers.all:
-                request.underway = Underway(share.rows, layers.end)
+                request.underway = Underway(share.rows, layers.end, layers.all)
                 continue
             request.computed += share.rows
             request.prefilled += 0 if share.decode else share.rows
@@ -325,10 +332,9 @@ class Engine:
         underway, layers = share.request.underway, share.layers
         if underway is not None:
             assert layers is not None
-            assert (share.rows, layers.first) == underway
+            assert (share.rows, layers.first, layers.all) == underway
         if layers is not None:
             assert not share.decode
-            assert layers.all == self.policy.layers
             assert (0 if underway is None else underway.layers) == layers.first < layers.end
             assert layers.end <= layers.all
         resting = sum(request.underway is not None for request in self.scheduler.running)

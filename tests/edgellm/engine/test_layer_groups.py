@@ -23,8 +23,9 @@ from simulated_engine import (
     two_cores,
 )
 
+from edgellm.engine.layer_groups import Layered
 from edgellm.engine.plan import Layers, Underway
-from edgellm.engine.policies import Layered, StallFree
+from edgellm.engine.policies import StallFree
 from edgellm.engine.scheduler import Scheduler
 from edgellm.engine.step_costs import StepCosts, StepLoad
 from edgellm.errors import EdgeLLMError
@@ -186,7 +187,7 @@ def test_no_more_than_four_prompts_rest_at_once() -> None:
         assert share.request.priority == i
         groups.append(share.layers)
         if share.layers is not None:
-            share.request.underway = Underway(share.rows, share.layers.end)
+            share.request.underway = Underway(share.rows, share.layers.end, LAYERS)
     assert [layers is not None for layers in groups] == [True] * 4 + [False] * 2
 
 

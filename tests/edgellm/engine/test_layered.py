@@ -58,7 +58,7 @@ from waiting import until
 from edgellm import CacheFullError, Completion, OptionError
 from edgellm.backends import selection
 from edgellm.engine.context import Context
-from edgellm.engine.policies import Layered
+from edgellm.engine.layer_groups import Layered
 from edgellm.engine.request import Request
 from edgellm.kernels.kv_blocks import BLOCK
 from edgellm.kernels.native import library

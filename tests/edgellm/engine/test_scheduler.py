@@ -25,7 +25,9 @@ from simulated_engine import (
     with_forks,
 )
 
-from edgellm.engine.policies import Layered, SchedulingPolicy, Serial, StallFree
+from edgellm.engine.layer_groups import Layered
+from edgellm.engine.policies import Serial, StallFree
+from edgellm.engine.prompt_rows import SchedulingPolicy
 from edgellm.engine.scheduler import Scheduler
 from edgellm.engine.step_costs import StepCosts
 from edgellm.errors import EdgeLLMError

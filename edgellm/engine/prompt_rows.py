@@ -1,0 +1,299 @@
+"""The rows of prompts that a step computes, and the requests that it admits. Pure Python; changes
+nothing but the plan."""
+
+from __future__ import annotations
+
+import heapq
+import math
+import sys
+from collections.abc import Callable, Iterable
+from typing import Any, Generic, NamedTuple, Protocol
+
+from edgellm.engine.plan import Entry, Plan, RequestT, Share, Snapshot
+from edgellm.engine.step_costs import StepCosts, StepLoad
+
+
+class Prompt(NamedTuple):
+    """Properties of a prompt that decide its rank.
+
+    Attributes:
+        arrival: number of its arrival, smaller is earlier. Answers to one prompt have the same.
+        priority: larger is more urgent.
+        promised: whether it lost its place for want of blocks, or a place was taken for it.
+        left: number of tokens that are not computed, at least 1.
+        waited: prompt tokens that the engine computed, for all requests, since it began to wait.
+    """
+
+    arrival: int
+    priority: int
+    promised: bool
+    left: int
+    waited: int
+
+
+class Parking(NamedTuple):
+    """Bounds of the rows of a prompt that are parked between layers.
+
+    Attributes:
+        rows: maximum of rows of a prompt.
+        chunk_rows: they are a multiple of it, or all that is left of the prompt.
+        layers: number of layers of the model.
+    """
+
+    rows: int
+    chunk_rows: int
+    layers: int
+
+
+class StepBudget(NamedTuple):
+    """Bounds of one step: `seconds` give way to `min_rows` of prompts, never to `max_rows`.
+
+    Attributes:
+        parking: bounds of parked rows; None: no rows begin to be parked.
+    """
+
+    seconds: float
+    min_rows: int
+    max_rows: int
+    parking: Parking | None = None
+
+
+class SchedulingPolicy(Protocol):
+    """Rules that the scheduler follows.
+
+    Attributes:
+        max_running: maximum of requests that are admitted at once.
+        max_decodes: maximum of requests that decode in one step; with more, they take turns.
+        prompt_rows: class that plans the rows of prompts.
+        quantum: rows computed, for all requests, while a prompt waits and another request runs,
+            before the one may have the place of the other.
+    """
+
+    @property
+    def quantum(self) -> float: ...
+
+    @property
+    def max_running(self) -> int: ...
+
+    @property
+    def max_decodes(self) -> int: ...
+
+    @property
+    def prompt_rows(self) -> type[PromptRows[Any]]: ...
+
+    def rank(self, prompt: Prompt) -> tuple[float, ...]:
+        """Return the sort key of a prompt; the smallest goes first."""
+
+    def budget(self, *, decodes: int, requests: int) -> StepBudget:
+        """Return the bounds of a step; `decodes` of all `requests` (running or waiting) decode."""
+
+
+NO_BOUNDS = StepBudget(math.inf, 1, sys.maxsize)
+# Item of a heap: rank, number of tokens left, entry. No two ranks are the same, as they end with
+# the entry's number.
+_Ranked = tuple[tuple[float, ...], int, Entry[RequestT]]
+
+
+class PromptRows(Generic[RequestT]):
+    """Rows of prompts in one step, added to the plan of its decodes; requests are admitted on the
+    way.
+
+    Args:
+        shares: shares of the step so far.
+
+    Attributes:
+        plan: the plan so far.
+    """
+
+    def __init__(
+        self,
+        snapshot: Snapshot[RequestT],
+        policy: SchedulingPolicy,
+        costs: StepCosts,
+        *,
+        budget: StepBudget = NO_BOUNDS,
+        shares: Iterable[Share[RequestT]] = (),
+    ) -> None:
+        self.plan = Plan(list(shares), refused=snapshot.refused)
+        self._snapshot, self._policy, self._costs = snapshot, policy, costs
+        self._budget = budget
+        self._places = policy.max_running - len(snapshot.running)
+        self._rows = 0
+        self._load = StepLoad()
+        self._served: set[int] = set()
+        self._needed: list[int] | None = None  # blocks of all that run or are admitted
+        for share in self.plan.shares:
+            self._load = self._load.plus(share.rows, share.start)
+
+    def add(self, prompts: Iterable[Entry[RequestT]], *, most: int = sys.maxsize) -> None:
+        """Serve prompts in their order, at most `most` of them, until the step is full."""
+        line = in_line(prompts, self._snapshot, self._policy)
+        while line and len(self._served) < most:
+            _, _, entry = heapq.heappop(line)
+            position = entry.request.computed
+            room = self._room(position)
+            # a few rows that are left of a step are no beginning for a long prompt
+            if room < 1 or (self._rows and room < min(entry.left, self._budget.min_rows // 2)):
+                return
+            entry = self._computing_prefix_of(entry) or entry
+            if entry.number in self._served:
+                continue
+            if not self._admit(entry, first=True):
+                line = [item for item in line if self._runs(item[2])]
+                heapq.heapify(line)
+                continue
+            if self._computed(entry) != position:
+                room = self._room(self._computed(entry))
+            if self._left(entry) > room // 2 and self._let_short_ones_ride(line, room, entry):
+                room = self._room(self._computed(entry))
+            self._serve(entry, room)
+
+    def _serve(self, entry: Entry[RequestT], room: int) -> None:
+        """Give the first prompt in line `room` rows."""
+        self._compute(entry, room)
+
+    def _room(self, position: int) -> int:
+        """Return the number of rows from `position` on that the step still has room for."""
+        limit = self._budget.max_rows - self._load.rows
+        rows = self._costs.rows_within(
+            self._budget.seconds, position, beside=self._load, limit=limit
+        )
+        return max(rows, min(self._budget.min_rows - self._rows, limit))
+
+    def _compute(self, entry: Entry[RequestT], room: int) -> None:
+        """Give a prompt the room in all layers, or its rest if that is at most an eighth more.
+
+        An extra step for a few rows would cost a call, and the prompt's first token would wait for
+        it. An eighth is within the error of a prediction.
+        """
+        limit = self._budget.max_rows - self._load.rows
+        start, left = self._computed(entry), self._left(entry)
+        rows = left if left <= min(room + room // 8, limit) else min(left, room)
+        if rows < 1:
+            return
+        self.plan.shares.append(Share(entry.request, start, rows, decode=False))
+        self._load = self._load.plus(rows, start)
+        self._rows += rows
+        self._served.add(entry.number)
+
+    def _let_short_ones_ride(
+        self, line: list[_Ranked[RequestT]], room: int, first: Entry[RequestT]
+    ) -> bool:
+        """Give half of the room to prompts much shorter than the first; False if there are none.
+
+        By rank alone they would wait some steps, while the rest of a long prompt that has waited
+        long is computed. So they begin with the next step, and the long one keeps going. A prompt
+        that needs only half as much again is finished.
+        """
+        short = min(room, self._left(first) * 2 // 3)
+        half, rows_before = room // 2, self._rows
+        for _, _, entry in sorted(item for item in line if item[1] <= short):
+            if half < 1:
+                break
+            if not self._runs(entry) and (self.plan.refused or self._computing_prefix_of(entry)):
+                continue
+            if entry.number in self._served or entry.request.underway is not None:
+                continue
+            if not self._admit(entry, first=False):
+                continue
+            left = self._left(entry)
+            rows = left if left <= half + half // 2 else half
+            # the rest of a long prompt takes longer for as many rows
+            rows = min(rows, self._room(self._computed(entry)) * 3 // 4)
+            self._compute(entry, rows)
+            half -= rows
+        return self._rows > rows_before
+
+    def _admit(self, entry: Entry[RequestT], *, first: bool) -> bool:
+        """Admit a request; False if it has to wait. The first without room ends the admission.
+
+        Until the first in line finds room, no other request is admitted before it in later steps.
+        """
+        if self._runs(entry):
+            return True
+        if self._places < 1:
+            return False
+        if not self._has_blocks(entry.request):
+            self._places = 0
+            if first:
+                self.plan.refused = entry
+            return False
+        self._places -= 1
+        self.plan.admitted[entry.request] = entry.request.found
+        if entry is self.plan.refused:
+            self.plan.refused = None
+        return True
+
+    def _has_blocks(self, request: RequestT) -> bool:
+        """Whether all requests find room at the same time; a lone one may take that of others."""
+        others = [*self._snapshot.running, *self.plan.admitted]
+        if not others:
+            return True
+        if self._needed is None:
+            self._needed = [sum(each) for each in zip(*(r.needed for r in others), strict=True)]
+        needed = [a + b for a, b in zip(self._needed, request.needed, strict=True)]
+        if any(a > b for a, b in zip(needed, self._snapshot.free, strict=True)):
+            return False
+        self._needed = needed
+        return True
+
+    def _computing_prefix_of(self, entry: Entry[RequestT]) -> Entry[RequestT] | None:
+        """Return the running prompt that computes blocks which a waiting one shares and waits for.
+
+        It is given rows in the place of the waiting one, and by that gets its rank.
+        """
+        if self._runs(entry):
+            return None
+        snapshot, size = self._snapshot, self._snapshot.block_size
+        admitted = (snapshot.waiting[request] for request in self.plan.admitted)
+        for other in (*snapshot.running.values(), *admitted):
+            if other.request.decoding or other.request.salt != entry.request.salt:
+                continue
+            common = entry.common_with(other, block_size=size)
+            if self._computed(other) < common and common - entry.request.computed >= size:
+                self.plan.delayed.append(entry)
+                return other
+        return None
+
+    def _runs(self, entry: Entry[RequestT]) -> bool:
+        return entry.request in self._snapshot.running or entry.request in self.plan.admitted
+
+    def _computed(self, entry: Entry[RequestT]) -> int:
+        """Return the number of tokens in the KV cache, once the plan's requests have begun."""
+        found = self.plan.admitted.get(entry.request)
+        return entry.request.computed if found is None else found
+
+    def _left(self, entry: Entry[RequestT]) -> int:
+        return len(entry.request.tokens) - self._computed(entry)
+
+
+def in_line(
+    entries: Iterable[Entry[RequestT]], snapshot: Snapshot[RequestT], policy: SchedulingPolicy
+) -> list[_Ranked[RequestT]]:
+    """Return a heap of the entries with tokens left: owners in turns, each one's by rank."""
+    ranked = []
+    for entry in entries:
+        left = entry.left
+        if left > 0 and entry.request in snapshot.waiting:
+            # another answer to a prompt that was computed ranks as the prompt did
+            left = max(left, entry.asked.rows)
+        if left > 0:
+            waited = snapshot.clock - entry.clock
+            prompt = Prompt(entry.asked.number, entry.priority, entry.promised, left, waited)
+            ranked.append(((*policy.rank(prompt), entry.number), left, entry))
+    return _in_turns(sorted(ranked), snapshot.served)
+
+
+def _in_turns(
+    ranked: list[_Ranked[RequestT]], served_to: Callable[[str], float]
+) -> list[_Ranked[RequestT]]:
+    """Return a heap of entries by the tokens served to their owner before them (start-time fair
+    queueing, Goyal et al. 1996); entries of a single owner keep their order."""
+    served: dict[str, float] = {}
+    line = []
+    for rank, left, entry in ranked:
+        before = served.get(entry.owner, served_to(entry.owner))
+        line.append(((before, *rank), left, entry))
+        served[entry.owner] = before + left
+    heapq.heapify(line)
+    return line
