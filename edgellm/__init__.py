@@ -30,7 +30,8 @@ from edgellm.errors import (
 if TYPE_CHECKING:
     from edgellm.batch import BatchAnswer, BatchRequest
     from edgellm.chat import Chat
-    from edgellm.engine.request import LogitFilter
+    from edgellm.engine.answer import LogitFilter
+    from edgellm.engine.call import CallArguments, ChatCallArguments
     from edgellm.generation_options import GenerationArguments, GenerationOptions
     from edgellm.kernels.kv_blocks import KVFormat
     from edgellm.llm import LLM, load
@@ -48,7 +49,9 @@ __version__ = "0.1.0"
 _LAZY = {
     "BatchAnswer": "edgellm.batch",
     "BatchRequest": "edgellm.batch",
+    "CallArguments": "edgellm.engine.call",
     "Chat": "edgellm.chat",
+    "ChatCallArguments": "edgellm.engine.call",
     "Completion": "edgellm.results",
     "EngineArguments": "edgellm.options",
     "EngineOptions": "edgellm.options",
@@ -58,7 +61,7 @@ _LAZY = {
     "JsonFilter": "edgellm.text.json_schema",
     "KVFormat": "edgellm.kernels.kv_blocks",
     "LLM": "edgellm.llm",
-    "LogitFilter": "edgellm.engine.request",
+    "LogitFilter": "edgellm.engine.answer",
     "Message": "edgellm.text.prompt",
     "Piece": "edgellm.results",
     "Progress": "edgellm.progress",
@@ -78,8 +81,10 @@ __all__ = [
     "BatchRequest",
     "BundleError",
     "CacheFullError",
+    "CallArguments",
     "CancelledError",
     "Chat",
+    "ChatCallArguments",
     "Completion",
     "ContextOverflowError",
     "EdgeLLMError",

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterable
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field, replace
 
 from edgellm.checks import check_hooks, check_token_ids
+from edgellm.engine.answer import LogitFilter
+from edgellm.engine.call import Call
 from edgellm.engine.chat_prompt import AnswerReader, ToolOptions, chat_prompt
 from edgellm.engine.engine import Engine
-from edgellm.engine.request import LogitFilter, Request
+from edgellm.engine.request import Request
 from edgellm.engine.samples import forked_requests
 from edgellm.engine.stream import WORKING, Pending, Waiting, raise_error
 from edgellm.errors import EdgeLLMError, OptionError
@@ -99,23 +100,20 @@ class _Running:
 def answers(
     engine: Engine,
     prompts: Iterable[Prompt | BatchRequest],
-    options: GenerationOptions,
+    call: Call,
     *,
     n: int = 1,
-    cancel: threading.Event | None = None,
-    logit_filter: LogitFilter | None = None,
 ) -> Pending[BatchAnswer]:
     """Answer prompts, `n` times each; yield the answers as they finish.
 
     The error of a prompt that fails is in its own answers.
 
     Args:
-        options: options of all answers; where `n` is more than 1 and there is a seed, answer i has
-            the seed that is larger by i.
+        call: call of all answers; where `n` is more than 1 and there is a seed, answer i has the
+            seed that is larger by i.
     """
     waiting = enumerate(prompts)
     running: list[_Running] = []
-    common = BatchRequest(prompt="", options=options, logit_filter=logit_filter)
     try:
         while True:
             while len(running) < _AT_ONCE:
@@ -124,7 +122,7 @@ def answers(
                 if index < 0:
                     break
                 try:
-                    begun = _begun(engine, index, _request(prompt, common), n, cancel)
+                    begun = _begun(engine, index, prompt, call, n=n)
                 except (EdgeLLMError, ValueError) as error:
                     yield from (BatchAnswer(index, sample, None, error) for sample in range(n))
                 else:
@@ -143,47 +141,42 @@ def answers(
             engine.loop.withdraw(each.request)
 
 
-def _request(prompt: Prompt | BatchRequest, common: BatchRequest) -> BatchRequest:
-    """Return a prompt as a request, with the options of the batch where it has none of its own."""
-    if not isinstance(prompt, BatchRequest):
-        return replace(common, prompt=prompt)
-    check_hooks(None, None, prompt.logit_filter)
-    if prompt.options is not None and not isinstance(prompt.options, GenerationOptions):
+def _own_call(request: BatchRequest, common: Call) -> Call:
+    """Return a prompt's call: the batch's, with the options and the filter that the prompt has."""
+    check_hooks(None, None, request.logit_filter)
+    if request.options is not None and not isinstance(request.options, GenerationOptions):
         raise OptionError(
-            f"`options` is {prompt.options!r}; an edgellm.GenerationOptions is expected"
+            f"`options` is {request.options!r}; an edgellm.GenerationOptions is expected"
         )
     return replace(
-        prompt,
-        options=prompt.options or common.options,
-        logit_filter=prompt.logit_filter or common.logit_filter,
+        common,
+        options=request.options or common.options,
+        logit_filter=request.logit_filter or common.logit_filter,
     )
 
 
 def _begun(
-    engine: Engine, index: int, asked: BatchRequest, n: int, cancel: threading.Event | None
+    engine: Engine, index: int, prompt: Prompt | BatchRequest, common: Call, *, n: int
 ) -> list[_Running]:
     """Begin the answers to a prompt; all but the first start once the prompt is computed."""
-    options = asked.options
-    assert options is not None
-    chat, logit_filter = None, asked.logit_filter
+    asked = prompt if isinstance(prompt, BatchRequest) else BatchRequest(prompt=prompt)
+    call, chat = _own_call(asked, common), None
     if is_conversation(asked.prompt):
         chat = chat_prompt(
             engine,
             asked.prompt,  # type: ignore[arg-type]
             asked.tool_options or ToolOptions(),
-            logit_filter=logit_filter,
+            logit_filter=call.logit_filter,
         )
-        logit_filter = chat.logit_filter
+        call = replace(call, logit_filter=chat.logit_filter)
     tokens = prompt_tokens(engine, asked.prompt) if chat is None else chat.tokens
     if isinstance(asked.prompt, Gap):
-        options = infill_options(engine, options)
+        call = replace(call, options=infill_options(engine, call.options))
     requests = forked_requests(
         engine,
         tokens,
-        options,
+        call,
         n=n,
-        cancel=cancel,
-        logit_filters=[logit_filter] * n,
         shown_special=() if chat is None else chat.shown_special,
     )
     return [

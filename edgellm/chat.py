@@ -12,25 +12,23 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Unpack
 
-from edgellm.checks import check_hooks, check_text
+from edgellm.checks import check_text
+from edgellm.engine.call import Call, ChatCallArguments, checked_call
 from edgellm.engine.chat_prompt import (
     AnswerReader,
-    ChatArguments,
     ChatPrompt,
     ToolOptions,
     chat_prompt,
     split_arguments,
 )
 from edgellm.engine.engine import Engine
-from edgellm.engine.request import LogitFilter
 from edgellm.engine.stream import Pending, aiterate, iterate
 from edgellm.errors import OptionError
 from edgellm.generation_options import (
-    ContextPolicy,
+    GenerationArguments,
     GenerationOptions,
     changed_options,
 )
-from edgellm.progress import ProgressCallback
 from edgellm.results import Completion, Piece, Stats, completion
 from edgellm.session import Session
 from edgellm.text.prompt import Message
@@ -79,40 +77,16 @@ class Chat:
         """Tokens of the conversation as the model saw it."""
         return self._session.tokens
 
-    def send(
-        self,
-        text: str | None = None,
-        *,
-        options: GenerationOptions | None = None,
-        cancel: threading.Event | None = None,
-        progress: ProgressCallback | None = None,
-        logit_filter: LogitFilter | None = None,
-        **arguments: Unpack[ChatArguments],
-    ) -> Completion:
+    def send(self, text: str | None = None, **arguments: Unpack[ChatCallArguments]) -> Completion:
         """Say something and return the whole answer; see `stream`.
 
         An answer that was stopped is returned as far as it got, see `Session.generate`. An answer
         that ended before its first token is empty, and the conversation is as it was.
         """
-        pieces = self.stream(
-            text,
-            options=options,
-            cancel=cancel,
-            progress=progress,
-            logit_filter=logit_filter,
-            **arguments,
-        )
-        return completion(list(pieces))
+        return completion(list(self.stream(text, **arguments)))
 
     def stream(
-        self,
-        text: str | None = None,
-        *,
-        options: GenerationOptions | None = None,
-        cancel: threading.Event | None = None,
-        progress: ProgressCallback | None = None,
-        logit_filter: LogitFilter | None = None,
-        **arguments: Unpack[ChatArguments],
+        self, text: str | None = None, **arguments: Unpack[ChatCallArguments]
     ) -> Iterator[Piece]:
         """Say something and stream the answer piece by piece.
 
@@ -124,69 +98,37 @@ class Chat:
 
         Args:
             text: the user's message; None: go on behind the results of tools.
-            options: options of this answer, in the place of the chat's.
-            cancel, progress, logit_filter: see `Session.stream`.
-            arguments: fields of `GenerationOptions` for this answer, over those of `options`, and
-                of `ToolArguments`, over the chat's.
+            arguments: see `CallArguments`, and `ToolArguments`; those that are given are over the
+                chat's, for this answer.
         """
-        pending = self._say(text, options, cancel, progress, logit_filter, arguments)
+        pending = self._say(text, *self._call(arguments))
         return iterate(self._engine.loop, pending)
 
     async def asend(
-        self,
-        text: str | None = None,
-        *,
-        options: GenerationOptions | None = None,
-        cancel: threading.Event | None = None,
-        progress: ProgressCallback | None = None,
-        logit_filter: LogitFilter | None = None,
-        **arguments: Unpack[ChatArguments],
+        self, text: str | None = None, **arguments: Unpack[ChatCallArguments]
     ) -> Completion:
         """Say something and return the whole answer, as `send` does, for asyncio; see `astream`."""
-        pending = self._say(text, options, cancel, progress, logit_filter, arguments)
+        pending = self._say(text, *self._call(arguments))
         return completion([piece async for piece in aiterate(self._engine.loop, pending)])
 
     def astream(
-        self,
-        text: str | None = None,
-        *,
-        options: GenerationOptions | None = None,
-        cancel: threading.Event | None = None,
-        progress: ProgressCallback | None = None,
-        logit_filter: LogitFilter | None = None,
-        **arguments: Unpack[ChatArguments],
+        self, text: str | None = None, **arguments: Unpack[ChatCallArguments]
     ) -> AsyncGenerator[Piece, None]:
         """Stream the answer as `stream` does, for asyncio; see `Session.astream`."""
-        pending = self._say(text, options, cancel, progress, logit_filter, arguments)
+        pending = self._say(text, *self._call(arguments))
         return aiterate(self._engine.loop, pending)
 
-    def regenerate(
-        self,
-        *,
-        options: GenerationOptions | None = None,
-        cancel: threading.Event | None = None,
-        progress: ProgressCallback | None = None,
-        logit_filter: LogitFilter | None = None,
-        **arguments: Unpack[ChatArguments],
-    ) -> Iterator[Piece]:
+    def regenerate(self, **arguments: Unpack[ChatCallArguments]) -> Iterator[Piece]:
         """Stream another answer in place of the last one, a different one if the seed is open.
 
         See `stream`.
         """
-        pending = self._say_again(options, cancel, progress, logit_filter, arguments)
+        pending = self._say_again(*self._call(arguments))
         return iterate(self._engine.loop, pending)
 
-    def aregenerate(
-        self,
-        *,
-        options: GenerationOptions | None = None,
-        cancel: threading.Event | None = None,
-        progress: ProgressCallback | None = None,
-        logit_filter: LogitFilter | None = None,
-        **arguments: Unpack[ChatArguments],
-    ) -> AsyncGenerator[Piece, None]:
+    def aregenerate(self, **arguments: Unpack[ChatCallArguments]) -> AsyncGenerator[Piece, None]:
         """Stream another answer as `regenerate` does, for asyncio; see `Session.astream`."""
-        pending = self._say_again(options, cancel, progress, logit_filter, arguments)
+        pending = self._say_again(*self._call(arguments))
         return aiterate(self._engine.loop, pending)
 
     def add_tool_result(self, call_id: str, text: str) -> None:
@@ -216,18 +158,17 @@ class Chat:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _say(
-        self,
-        text: str | None,
-        options: GenerationOptions | None,
-        cancel: threading.Event | None,
-        progress: ProgressCallback | None,
-        logit_filter: LogitFilter | None,
-        arguments: ChatArguments,
-    ) -> Pending[Piece]:
-        sampling, tools = split_arguments(arguments)
-        chosen = changed_options(self.options if options is None else options, sampling)
-        tool_options = self.tool_options.changed(tools)
+    def _call(self, arguments: ChatCallArguments) -> tuple[Call, ToolOptions]:
+        own, tools = split_arguments(arguments)
+
+        def choose(
+            options: GenerationOptions | None, over: GenerationArguments
+        ) -> GenerationOptions:
+            return changed_options(self.options if options is None else options, over)
+
+        return checked_call(own, choose), self.tool_options.changed(tools)
+
+    def _say(self, text: str | None, call: Call, tool_options: ToolOptions) -> Pending[Piece]:
         if text is not None:
             check_text("text", text)
             if not text.strip():
@@ -237,22 +178,12 @@ class Chat:
             asked = [] if text is None else [Message("user", text)]
             try:  # an interrupt may come behind every call
                 self.messages.extend(asked)
-                yield from self._answer(chosen, tool_options, cancel, progress, logit_filter)
+                yield from self._answer(call, tool_options)
             finally:
                 if asked and self.messages and self.messages[-1] is asked[0]:
                     self.messages.pop()
 
-    def _say_again(
-        self,
-        options: GenerationOptions | None,
-        cancel: threading.Event | None,
-        progress: ProgressCallback | None,
-        logit_filter: LogitFilter | None,
-        arguments: ChatArguments,
-    ) -> Pending[Piece]:
-        sampling, tools = split_arguments(arguments)
-        chosen = changed_options(self.options if options is None else options, sampling)
-        tool_options = self.tool_options.changed(tools)
+    def _say_again(self, call: Call, tool_options: ToolOptions) -> Pending[Piece]:
         with self._taking_turns():
             roles = [message.role for message in self.messages[-2:]]
             if roles not in (["user", "assistant"], ["tool", "assistant"]):
@@ -260,7 +191,7 @@ class Chat:
             previous = self.messages[-1]
             try:
                 self.messages.pop()
-                yield from self._answer(chosen, tool_options, cancel, progress, logit_filter)
+                yield from self._answer(call, tool_options)
             finally:
                 if self.messages[-1].role != "assistant":
                     self.messages.append(previous)
@@ -284,26 +215,13 @@ class Chat:
             finally:
                 self._turn.release()
 
-    def _answer(
-        self,
-        options: GenerationOptions,
-        tool_options: ToolOptions,
-        cancel: threading.Event | None,
-        progress: ProgressCallback | None,
-        logit_filter: LogitFilter | None,
-    ) -> Pending[Piece]:
-        check_hooks(cancel, progress, logit_filter)
-        prompt = self._prompt(options.context_policy, tool_options, logit_filter)
+    def _answer(self, call: Call, tool_options: ToolOptions) -> Pending[Piece]:
+        prompt = self._prompt(call, tool_options)
         self._session.replace(prompt.tokens)
         reader = prompt.reader()
         pieces: list[Piece] = []
         pending = self._session._pending(
-            options,
-            cancel,
-            progress,
-            prompt.logit_filter,
-            {},
-            shown_special=prompt.shown_special,
+            replace(call, logit_filter=prompt.logit_filter), shown_special=prompt.shown_special
         )
         try:
             for item in pending:
@@ -316,23 +234,18 @@ class Chat:
         finally:
             self._keep(pieces, reader)
 
-    def _prompt(
-        self,
-        context_policy: ContextPolicy,
-        tool_options: ToolOptions,
-        logit_filter: LogitFilter | None,
-    ) -> ChatPrompt:
+    def _prompt(self, call: Call, tool_options: ToolOptions) -> ChatPrompt:
         """Return the prompt of the conversation, without the turns that are forgotten.
 
         With the context policy `shift`, turns are forgotten here if need be.
         """
-        engine = self._engine
+        engine, context_policy = self._engine, call.options.context_policy
         first = int(self.messages[0].role == "system")
         turns = [i for i, m in enumerate(self.messages) if m.role == "user" and i > first]
 
         def asked() -> ChatPrompt:
             shown = self.messages[:first] + self.messages[first + len(self._forgotten) :]
-            return chat_prompt(engine, shown, tool_options, logit_filter=logit_filter)
+            return chat_prompt(engine, shown, tool_options, logit_filter=call.logit_filter)
 
         begin = self.messages[first : first + len(self._forgotten)]
         if context_policy == "error" or begin != self._forgotten:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterator
 from dataclasses import replace
 
+from edgellm.engine.call import Call
 from edgellm.engine.engine import Engine
+from edgellm.engine.stream import iterate
 from edgellm.errors import OptionError, UnsupportedModelError
 from edgellm.generation_options import GenerationOptions
-from edgellm.progress import ProgressCallback
 from edgellm.results import Piece
 from edgellm.session import Session
 from edgellm.text.fim import ORDERS, Gap, Order, assemble, require_family
@@ -73,12 +73,10 @@ def infill_options(engine: Engine, options: GenerationOptions) -> GenerationOpti
 def stream_infill(
     engine: Engine,
     gap: Gap,
-    options: GenerationOptions,
+    call: Call,
     *,
     order: Order | None = None,
     template: bool = False,
-    cancel: threading.Event | None = None,
-    progress: ProgressCallback | None = None,
 ) -> Iterator[Piece]:
     """Stream the text for a gap, piece by piece.
 
@@ -88,7 +86,6 @@ def stream_infill(
         order: order of the parts; None: the family's own.
         template: whether to ask in words, through the chat template, instead of with the family's
             tokens.
-        cancel, progress: see `Session.stream`.
 
     Raises:
         UnsupportedModelError: the model has no infill tokens, and `template` is not set.
@@ -101,10 +98,10 @@ def stream_infill(
             tokens = infill_tokens(engine.tokenizer, gap, model=model, order=order)
         except UnsupportedModelError as error:
             raise UnsupportedModelError(f"{error}, or ask it in words with `template`") from error
-        options = infill_options(engine, options)
+        call = replace(call, options=infill_options(engine, call.options))
     with Session(engine, closes=True) as session:
         session.replace(tokens)
-        yield from session.stream(options=options, cancel=cancel, progress=progress)
+        yield from iterate(engine.loop, session._pending(call))
 
 
 def _in_words(engine: Engine, gap: Gap) -> list[int]:

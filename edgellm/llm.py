@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -12,11 +11,12 @@ from typing import Unpack
 from edgellm.backends.selection import select
 from edgellm.chat import Chat
 from edgellm.checks import check_hooks, check_names, check_path, check_text
+from edgellm.engine.answer import LogitFilter
 from edgellm.engine.auto_prefill import faster_provider
-from edgellm.engine.chat_prompt import ChatArguments, ToolOptions, split_arguments
+from edgellm.engine.call import CallArguments, ChatArguments
+from edgellm.engine.chat_prompt import ToolOptions, split_arguments
 from edgellm.engine.context import Context
 from edgellm.engine.engine import Engine
-from edgellm.engine.request import LogitFilter
 from edgellm.errors import OptionError
 from edgellm.generation_options import (
     GenerationArguments,
@@ -169,10 +169,7 @@ class LLM(TextGeneration):
         order: Order | None = None,
         single_line: bool = False,
         template: bool = False,
-        options: GenerationOptions | None = None,
-        cancel: threading.Event | None = None,
-        progress: ProgressCallback | None = None,
-        **arguments: Unpack[GenerationArguments],
+        **arguments: Unpack[CallArguments],
     ) -> Completion:
         """Return the text that belongs between a prefix and a suffix; greedy unless told otherwise.
 
@@ -185,8 +182,7 @@ class LLM(TextGeneration):
             single_line: whether to stop at the end of the line.
             template: whether to ask in words through the chat template, for models without infill
                 tokens.
-            options, cancel, progress: see `Session.stream`.
-            arguments: fields of `GenerationOptions`, `min_indent` and `time_limit_ms` among them.
+            arguments: see `CallArguments`; `min_indent` and `time_limit_ms` are for editors.
 
         Raises:
             UnsupportedModelError: the model has no infill tokens, and `template` is not set.
@@ -200,9 +196,6 @@ class LLM(TextGeneration):
             order=order,
             single_line=single_line,
             template=template,
-            options=options,
-            cancel=cancel,
-            progress=progress,
             **arguments,
         )
         return completion(list(pieces))
@@ -218,29 +211,19 @@ class LLM(TextGeneration):
         order: Order | None = None,
         single_line: bool = False,
         template: bool = False,
-        options: GenerationOptions | None = None,
-        cancel: threading.Event | None = None,
-        progress: ProgressCallback | None = None,
-        **arguments: Unpack[GenerationArguments],
+        **arguments: Unpack[CallArguments],
     ) -> Iterator[Piece]:
         """Stream the text of `infill`, piece by piece."""
         for argument, value in (("prefix", prefix), ("suffix", suffix), ("path", path)):
             check_text(argument, value)
         gap = Gap(prefix=prefix, suffix=suffix, extra=extra, path=path, repository=repository)
-        if options is None:
+        if arguments.get("options") is None:
             arguments.setdefault("temperature", 0.0)
-        chosen = chosen_options(self.engine.bundle.manifest, options, arguments)
+        call = self._call(arguments)
         if single_line:
-            chosen = replace(chosen, stop=[*chosen.stop, "\n"])
-        return stream_infill(
-            self.engine,
-            gap,
-            chosen,
-            order=order,
-            template=template,
-            cancel=cancel,
-            progress=progress,
-        )
+            stop = [*call.options.stop, "\n"]
+            call = replace(call, options=replace(call.options, stop=stop))
+        return stream_infill(self.engine, gap, call, order=order, template=template)
 
     def chat(
         self,
@@ -253,7 +236,7 @@ class LLM(TextGeneration):
 
         Args:
             system: system prompt, which the model is told first.
-            options: options of all answers, see `Session.stream`; each answer can have its own.
+            options: options of all answers; each answer can have its own.
             arguments: fields of `GenerationOptions`, over those of `options`, and of
                 `ToolArguments`, also for all answers.
         """

@@ -3,24 +3,18 @@
 from __future__ import annotations
 
 import secrets
-import threading
 from collections.abc import AsyncGenerator, Collection, Iterator
 from collections.abc import Sequence as SequenceOf
 from dataclasses import replace
 from pathlib import Path
 from typing import Unpack
 
-from edgellm.checks import check_hooks, check_number, check_path
+from edgellm.checks import check_number, check_path
+from edgellm.engine.call import Call, CallArguments, model_call
 from edgellm.engine.context import Context
 from edgellm.engine.engine import Engine
-from edgellm.engine.request import LogitFilter, Request
+from edgellm.engine.request import Request
 from edgellm.engine.stream import Pending, aiterate, iterate, pieces
-from edgellm.generation_options import (
-    GenerationArguments,
-    GenerationOptions,
-    chosen_options,
-)
-from edgellm.progress import ProgressCallback
 from edgellm.results import Completion, Piece, Stats, completion
 
 
@@ -101,112 +95,53 @@ class Session:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def generate(
-        self,
-        *,
-        options: GenerationOptions | None = None,
-        cancel: threading.Event | None = None,
-        progress: ProgressCallback | None = None,
-        logit_filter: LogitFilter | None = None,
-        **arguments: Unpack[GenerationArguments],
-    ) -> Completion:
+    def generate(self, **arguments: Unpack[CallArguments]) -> Completion:
         """Return the whole answer at once; see `stream`.
 
         An answer that was stopped is returned as far as it got: `finish_reason` is "cancelled" or
         "time". An answer that was stopped in prefill, or with a `max_tokens` of 0 ("length"), is
         empty.
         """
-        stream = self.stream(
-            options=options,
-            cancel=cancel,
-            progress=progress,
-            logit_filter=logit_filter,
-            **arguments,
-        )
-        return completion(list(stream))
+        return completion(list(self.stream(**arguments)))
 
-    def stream(
-        self,
-        *,
-        options: GenerationOptions | None = None,
-        cancel: threading.Event | None = None,
-        progress: ProgressCallback | None = None,
-        logit_filter: LogitFilter | None = None,
-        **arguments: Unpack[GenerationArguments],
-    ) -> Iterator[Piece]:
+    def stream(self, **arguments: Unpack[CallArguments]) -> Iterator[Piece]:
         """Stream the answer piece by piece; the last piece has a finish_reason and the stats.
 
         Tokens that were not read before a stream is closed are no part of the session.
 
         Args:
-            options: options of the answer; None: those of `LLM.generation_options`.
-            cancel: event to set from any thread to stop, also in the middle of prefill; the session
-                stays valid and keeps the computed tokens.
-            progress: callback told during prefill how many tokens are done, in the thread that
-                computes; it uses neither the model nor its sessions.
-            logit_filter: function that rules tokens out at each step, called as `progress` is.
-            arguments: fields of `GenerationOptions`, over those of `options`.
+            arguments: see `CallArguments`.
 
         Raises:
             OptionError: the session is empty, or an option is not allowed.
             ContextOverflowError: the tokens do not fit into the context.
             CacheFullError: open sessions hold the whole cache.
         """
-        pending = self._pending(options, cancel, progress, logit_filter, arguments)
+        pending = self._pending(self._call(arguments))
         return iterate(self._engine.loop, pending)
 
-    async def agenerate(
-        self,
-        *,
-        options: GenerationOptions | None = None,
-        cancel: threading.Event | None = None,
-        progress: ProgressCallback | None = None,
-        logit_filter: LogitFilter | None = None,
-        **arguments: Unpack[GenerationArguments],
-    ) -> Completion:
+    async def agenerate(self, **arguments: Unpack[CallArguments]) -> Completion:
         """Return the answer of `generate`, for asyncio; see `astream`."""
-        pending = self._pending(options, cancel, progress, logit_filter, arguments)
+        pending = self._pending(self._call(arguments))
         return completion([piece async for piece in aiterate(self._engine.loop, pending)])
 
-    def astream(
-        self,
-        *,
-        options: GenerationOptions | None = None,
-        cancel: threading.Event | None = None,
-        progress: ProgressCallback | None = None,
-        logit_filter: LogitFilter | None = None,
-        **arguments: Unpack[GenerationArguments],
-    ) -> AsyncGenerator[Piece, None]:
+    def astream(self, **arguments: Unpack[CallArguments]) -> AsyncGenerator[Piece, None]:
         """Stream the answer as `stream` does, for asyncio: `async for piece in session.astream()`.
 
         A task that is cancelled, and a loop that is left, withdraw the answer, as `cancel` would.
         """
-        pending = self._pending(options, cancel, progress, logit_filter, arguments)
+        pending = self._pending(self._call(arguments))
         return aiterate(self._engine.loop, pending)
 
-    def _pending(
-        self,
-        options: GenerationOptions | None,
-        cancel: threading.Event | None,
-        progress: ProgressCallback | None,
-        logit_filter: LogitFilter | None,
-        arguments: GenerationArguments,
-        *,
-        shown_special: Collection[int] = (),
-    ) -> Pending[Piece]:
-        check_hooks(cancel, progress, logit_filter)
-        options = chosen_options(self._engine.bundle.manifest, options, arguments)
-        seed = secrets.randbits(32) if options.seed is None else options.seed
+    def _call(self, arguments: CallArguments) -> Call:
+        return model_call(self._engine.bundle.manifest, arguments)
+
+    def _pending(self, call: Call, *, shown_special: Collection[int] = ()) -> Pending[Piece]:
+        options = call.options
+        if options.seed is None:
+            call = replace(call, options=replace(options, seed=secrets.randbits(32)))
         self._context.catch_up()
-        request = Request(
-            self._context,
-            replace(options, seed=seed),
-            cancel=cancel,
-            progress=progress,
-            logit_filter=logit_filter,
-            closes=self._closes,
-            shown_special=shown_special,
-        )
+        request = Request(self._context, call, closes=self._closes, shown_special=shown_special)
         try:
             yield from pieces(self._engine.loop, request)
         finally:

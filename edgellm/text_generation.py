@@ -2,22 +2,16 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import AsyncGenerator, Iterable, Iterator, Sequence, Sized
 from typing import Unpack, overload
 
 from edgellm.batch import BatchAnswer, BatchRequest, Prompt, answers, is_many, prompt_tokens
-from edgellm.checks import check_hooks, check_number
+from edgellm.checks import check_number
+from edgellm.engine.call import Call, CallArguments, model_call
 from edgellm.engine.context import Context
 from edgellm.engine.engine import Engine
-from edgellm.engine.request import LogitFilter
 from edgellm.engine.stream import Pending, aiterate, iterate
-from edgellm.generation_options import (
-    GenerationArguments,
-    GenerationOptions,
-    chosen_options,
-)
-from edgellm.progress import Progress, ProgressCallback
+from edgellm.progress import Progress
 from edgellm.results import Completion, Piece, completion
 from edgellm.session import Session
 
@@ -32,28 +26,12 @@ class TextGeneration:
 
     @overload
     def generate(
-        self,
-        prompt: str | Sequence[int],
-        *,
-        n: None = None,
-        options: GenerationOptions | None = None,
-        cancel: threading.Event | None = None,
-        progress: ProgressCallback | None = None,
-        logit_filter: LogitFilter | None = None,
-        **arguments: Unpack[GenerationArguments],
+        self, prompt: str | Sequence[int], *, n: None = None, **arguments: Unpack[CallArguments]
     ) -> Completion: ...
 
     @overload
     def generate(
-        self,
-        prompt: str | Sequence[int],
-        *,
-        n: int,
-        options: GenerationOptions | None = None,
-        cancel: threading.Event | None = None,
-        progress: ProgressCallback | None = None,
-        logit_filter: LogitFilter | None = None,
-        **arguments: Unpack[GenerationArguments],
+        self, prompt: str | Sequence[int], *, n: int, **arguments: Unpack[CallArguments]
     ) -> list[Completion]: ...
 
     @overload
@@ -62,11 +40,7 @@ class TextGeneration:
         prompt: list[str] | list[list[int]],
         *,
         n: int | None = None,
-        options: GenerationOptions | None = None,
-        cancel: threading.Event | None = None,
-        progress: ProgressCallback | None = None,
-        logit_filter: LogitFilter | None = None,
-        **arguments: Unpack[GenerationArguments],
+        **arguments: Unpack[CallArguments],
     ) -> list[Completion]: ...
 
     def generate(
@@ -74,11 +48,7 @@ class TextGeneration:
         prompt: str | Sequence[int] | list[str] | list[list[int]],
         *,
         n: int | None = None,
-        options: GenerationOptions | None = None,
-        cancel: threading.Event | None = None,
-        progress: ProgressCallback | None = None,
-        logit_filter: LogitFilter | None = None,
-        **arguments: Unpack[GenerationArguments],
+        **arguments: Unpack[CallArguments],
     ) -> Completion | list[Completion]:
         """Continue a text, or token ids, without chat template; see `chat` for questions.
 
@@ -91,44 +61,20 @@ class TextGeneration:
             n: number of answers to each prompt, which is computed once; with a seed, answer i has
                 the seed that is larger by i. With `n`, answers come as a list, those to the same
                 prompt one after the other.
-            options, cancel, logit_filter: see `Session.stream`.
-            progress: callback told how far a single prompt is, or how many answers are there.
-            arguments: fields of `GenerationOptions`, over those of `options`.
+            arguments: see `CallArguments`; with `n` or a list, `progress` is told how many answers
+                are there.
         """
         if n is not None or is_many(prompt):
             prompts = prompt if is_many(prompt) else [prompt]
-            answers = self.batch(
-                prompts,  # type: ignore[arg-type]
-                n=1 if n is None else n,
-                options=options,
-                cancel=cancel,
-                progress=progress,
-                logit_filter=logit_filter,
-                **arguments,
-            )
+            answers = self.batch(prompts, n=1 if n is None else n, **arguments)  # type: ignore[arg-type]
             return _in_order(answers)
-        pieces = self.stream(
-            prompt,  # type: ignore[arg-type]
-            options=options,
-            cancel=cancel,
-            progress=progress,
-            logit_filter=logit_filter,
-            **arguments,
-        )
-        return completion(list(pieces))
+        return completion(list(self.stream(prompt, **arguments)))  # type: ignore[arg-type]
 
     def stream(
-        self,
-        prompt: str | Sequence[int],
-        *,
-        options: GenerationOptions | None = None,
-        cancel: threading.Event | None = None,
-        progress: ProgressCallback | None = None,
-        logit_filter: LogitFilter | None = None,
-        **arguments: Unpack[GenerationArguments],
+        self, prompt: str | Sequence[int], **arguments: Unpack[CallArguments]
     ) -> Iterator[Piece]:
         """Stream the answer of `generate`, piece by piece."""
-        pending = self._pending(prompt, options, cancel, progress, logit_filter, arguments)
+        pending = self._pending(prompt, self._call(arguments))
         return iterate(self.engine.loop, pending)
 
     def batch(
@@ -136,11 +82,7 @@ class TextGeneration:
         prompts: Iterable[Prompt | BatchRequest],
         *,
         n: int = 1,
-        options: GenerationOptions | None = None,
-        cancel: threading.Event | None = None,
-        progress: ProgressCallback | None = None,
-        logit_filter: LogitFilter | None = None,
-        **arguments: Unpack[GenerationArguments],
+        **arguments: Unpack[CallArguments],
     ) -> Iterator[BatchAnswer]:
         """Continue many prompts together, each as `generate` would; answers come as they finish.
 
@@ -148,37 +90,19 @@ class TextGeneration:
 
         Args:
             prompts: prompts, perhaps from a generator; some are taken ahead.
-            n, options, cancel, logit_filter: see `generate`.
-            progress: callback told how many answers are there.
-            arguments: fields of `GenerationOptions`, over those of `options`.
+            n, arguments: see `generate`.
         """
-        pending = self._batch(prompts, n, options, cancel, progress, logit_filter, arguments)
+        pending = self._batch(prompts, n, self._call(arguments))
         return iterate(self.engine.loop, pending)
 
     @overload
     async def agenerate(
-        self,
-        prompt: str | Sequence[int],
-        *,
-        n: None = None,
-        options: GenerationOptions | None = None,
-        cancel: threading.Event | None = None,
-        progress: ProgressCallback | None = None,
-        logit_filter: LogitFilter | None = None,
-        **arguments: Unpack[GenerationArguments],
+        self, prompt: str | Sequence[int], *, n: None = None, **arguments: Unpack[CallArguments]
     ) -> Completion: ...
 
     @overload
     async def agenerate(
-        self,
-        prompt: str | Sequence[int],
-        *,
-        n: int,
-        options: GenerationOptions | None = None,
-        cancel: threading.Event | None = None,
-        progress: ProgressCallback | None = None,
-        logit_filter: LogitFilter | None = None,
-        **arguments: Unpack[GenerationArguments],
+        self, prompt: str | Sequence[int], *, n: int, **arguments: Unpack[CallArguments]
     ) -> list[Completion]: ...
 
     @overload
@@ -187,11 +111,7 @@ class TextGeneration:
         prompt: list[str] | list[list[int]],
         *,
         n: int | None = None,
-        options: GenerationOptions | None = None,
-        cancel: threading.Event | None = None,
-        progress: ProgressCallback | None = None,
-        logit_filter: LogitFilter | None = None,
-        **arguments: Unpack[GenerationArguments],
+        **arguments: Unpack[CallArguments],
     ) -> list[Completion]: ...
 
     async def agenerate(
@@ -199,47 +119,21 @@ class TextGeneration:
         prompt: str | Sequence[int] | list[str] | list[list[int]],
         *,
         n: int | None = None,
-        options: GenerationOptions | None = None,
-        cancel: threading.Event | None = None,
-        progress: ProgressCallback | None = None,
-        logit_filter: LogitFilter | None = None,
-        **arguments: Unpack[GenerationArguments],
+        **arguments: Unpack[CallArguments],
     ) -> Completion | list[Completion]:
         """Continue prompts as `generate` does, for asyncio; see `Session.astream`."""
         if n is not None or is_many(prompt):
             prompts = prompt if is_many(prompt) else [prompt]
-            answers = self.abatch(
-                prompts,  # type: ignore[arg-type]
-                n=1 if n is None else n,
-                options=options,
-                cancel=cancel,
-                progress=progress,
-                logit_filter=logit_filter,
-                **arguments,
-            )
+            answers = self.abatch(prompts, n=1 if n is None else n, **arguments)  # type: ignore[arg-type]
             return _in_order([answer async for answer in answers])
-        pieces = self.astream(
-            prompt,  # type: ignore[arg-type]
-            options=options,
-            cancel=cancel,
-            progress=progress,
-            logit_filter=logit_filter,
-            **arguments,
-        )
+        pieces = self.astream(prompt, **arguments)  # type: ignore[arg-type]
         return completion([piece async for piece in pieces])
 
     def astream(
-        self,
-        prompt: str | Sequence[int],
-        *,
-        options: GenerationOptions | None = None,
-        cancel: threading.Event | None = None,
-        progress: ProgressCallback | None = None,
-        logit_filter: LogitFilter | None = None,
-        **arguments: Unpack[GenerationArguments],
+        self, prompt: str | Sequence[int], **arguments: Unpack[CallArguments]
     ) -> AsyncGenerator[Piece, None]:
         """Stream the answer as `stream` does, for asyncio; see `Session.astream`."""
-        pending = self._pending(prompt, options, cancel, progress, logit_filter, arguments)
+        pending = self._pending(prompt, self._call(arguments))
         return aiterate(self.engine.loop, pending)
 
     def abatch(
@@ -247,55 +141,34 @@ class TextGeneration:
         prompts: Iterable[Prompt | BatchRequest],
         *,
         n: int = 1,
-        options: GenerationOptions | None = None,
-        cancel: threading.Event | None = None,
-        progress: ProgressCallback | None = None,
-        logit_filter: LogitFilter | None = None,
-        **arguments: Unpack[GenerationArguments],
+        **arguments: Unpack[CallArguments],
     ) -> AsyncGenerator[BatchAnswer, None]:
         """Continue prompts as `batch` does, for asyncio; see `Session.astream`.
 
         The prompts are taken in another thread.
         """
-        pending = self._batch(prompts, n, options, cancel, progress, logit_filter, arguments)
+        pending = self._batch(prompts, n, self._call(arguments))
         return aiterate(self.engine.loop, pending)
 
-    def _pending(
-        self,
-        prompt: str | Sequence[int],
-        options: GenerationOptions | None,
-        cancel: threading.Event | None,
-        progress: ProgressCallback | None,
-        logit_filter: LogitFilter | None,
-        arguments: GenerationArguments,
-    ) -> Pending[Piece]:
+    def _call(self, arguments: CallArguments) -> Call:
+        return model_call(self.engine.bundle.manifest, arguments)
+
+    def _pending(self, prompt: str | Sequence[int], call: Call) -> Pending[Piece]:
         context = Context(self.engine, prompt_tokens(self.engine, prompt))
         with Session(self.engine, context, closes=True) as session:
-            yield from session._pending(options, cancel, progress, logit_filter, arguments)
+            yield from session._pending(call)
 
     def _batch(
-        self,
-        prompts: Iterable[Prompt | BatchRequest],
-        n: int,
-        options: GenerationOptions | None,
-        cancel: threading.Event | None,
-        progress: ProgressCallback | None,
-        logit_filter: LogitFilter | None,
-        arguments: GenerationArguments,
+        self, prompts: Iterable[Prompt | BatchRequest], n: int, call: Call
     ) -> Pending[BatchAnswer]:
-        check_hooks(cancel, progress, logit_filter)
         check_number("n", n, 1, 1024, whole=True)
-        chosen = chosen_options(self.engine.bundle.manifest, options, arguments)
         total = n * len(prompts) if isinstance(prompts, Sized) else None
         done = 0
-        running = answers(
-            self.engine, prompts, chosen, n=n, cancel=cancel, logit_filter=logit_filter
-        )
-        for item in running:
+        for item in answers(self.engine, prompts, call, n=n):
             if isinstance(item, BatchAnswer):
                 done += 1
-                if progress is not None:
-                    progress(Progress("answers", done, total or done))
+                if call.progress is not None:
+                    call.progress(Progress("answers", done, total or done))
             yield item
 
 

@@ -12,9 +12,10 @@ from numpy.typing import NDArray
 
 from edgellm.checks import check_flag, check_names
 from edgellm.engine.answer import FilterOfAnswers, LogitFilter, filtered_scores
+from edgellm.engine.call import CALL_NAMES, CallArguments, ChatArguments, ChatCallArguments
 from edgellm.engine.engine import Engine
 from edgellm.errors import OptionError, TemplateError
-from edgellm.generation_options import GenerationArguments, GenerationOptions
+from edgellm.generation_options import GenerationOptions
 from edgellm.results import Piece
 from edgellm.text.answer_parser import AnswerDelta, AnswerParser
 from edgellm.text.generic_tools import generic_format, in_words
@@ -37,10 +38,6 @@ if TYPE_CHECKING:
 _TAIL = 32
 _SCHEMA = "the JSON schema"
 _SCHEMAS = "the tools' parameters"  # in messages
-
-
-class ChatArguments(GenerationArguments, ToolArguments, total=False):
-    """Keyword arguments of an answer in a chat."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,14 +88,16 @@ class ToolOptions:
         )
 
 
-def split_arguments(arguments: ChatArguments) -> tuple[GenerationArguments, ToolArguments]:
-    """Split arguments into those of sampling, and those of tools and template.
+def split_arguments(
+    arguments: ChatCallArguments | ChatArguments,
+) -> tuple[CallArguments, ToolArguments]:
+    """Split arguments into those of any answer, and those of tools and template.
 
     Raises:
         TypeError: an argument is neither.
     """
     names = ToolArguments.__annotations__
-    check_names(arguments, GenerationOptions, *names)
+    check_names(arguments, GenerationOptions, *names, *CALL_NAMES)
     tools = {name: value for name, value in arguments.items() if name in names}
     rest = {name: value for name, value in arguments.items() if name not in names}
     return rest, tools  # type: ignore[return-value]

@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgellm.backends.batch import Rows
+from edgellm.engine.call import Call
 from edgellm.engine.context import Context
 from edgellm.engine.engine import Engine
 from edgellm.engine.request import Request
@@ -39,7 +40,7 @@ class EmbeddingRequest(Request):
         cancel: threading.Event | None = None,
     ) -> None:
         options = GenerationOptions(max_tokens=0, owner=owner, speculate=False, seed=0)
-        super().__init__(context, options, closes=True, cancel=cancel)
+        super().__init__(context, Call(options=options, cancel=cancel), closes=True)
         self.embedding: NDArray[np.float32] | None = None
         self._pooling = pooling
         self._sum: NDArray[np.float64] | None = None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import threading
 import time
 from collections import deque
 from collections.abc import Collection
@@ -12,19 +11,17 @@ from dataclasses import replace
 
 from edgellm.backends.batch import Rows, Span
 from edgellm.cache.sequence import Sequence
-from edgellm.engine.answer import Answer, LogitFilter
+from edgellm.engine.answer import Answer
 from edgellm.engine.answer_stats import AnswerStats
+from edgellm.engine.call import Call
 from edgellm.engine.context import Context
 from edgellm.engine.plan import Arrival, Layers, Underway
 from edgellm.engine.prefill_job import PrefillJob
 from edgellm.engine.speculation import Speculation
 from edgellm.errors import OptionError
-from edgellm.generation_options import GenerationOptions
 from edgellm.kernels.sampling import Logits
-from edgellm.progress import Progress, ProgressCallback
+from edgellm.progress import Progress
 from edgellm.results import FinishReason, Piece, Stats
-
-__all__ = ["LogitFilter", "Request"]
 
 # Number of unread pieces from which on an answer waits for its reader.
 _MOST_UNREAD = 64
@@ -49,11 +46,8 @@ class Request:
     def __init__(
         self,
         context: Context,
-        options: GenerationOptions,
+        call: Call,
         *,
-        cancel: threading.Event | None = None,
-        progress: ProgressCallback | None = None,
-        logit_filter: LogitFilter | None = None,
         closes: bool = False,
         wants_reports: bool = False,
         shown_special: Collection[int] = (),
@@ -67,7 +61,7 @@ class Request:
             wants_reports: whether `report` is news for the reader, as pieces are.
             shown_special: see `TextStream`.
         """
-        engine = context.engine
+        engine, options = context.engine, call.options
         self.context = context
         self.owner, self.priority = options.owner, options.priority
         self.pieces: deque[Piece] = deque()
@@ -79,8 +73,8 @@ class Request:
         self.may_rest = True
         self._engine = engine
         self._options = options
-        self._cancel = cancel
-        self._progress = progress
+        self._cancel = call.cancel
+        self._progress = call.progress
         self._closes = closes
         self._wants_reports = wants_reports
         self._changes = context.changes
@@ -91,7 +85,7 @@ class Request:
             engine.tokenizer,
             options,
             context.tokens,
-            logit_filter=logit_filter,
+            logit_filter=call.logit_filter,
             shown_special=shown_special,
         )
         drafts = options.speculate and engine.decoder.exact_rows
@@ -168,7 +162,10 @@ class Request:
     @property
     def found(self) -> int:
         """Number of tokens that would be in the KV cache if it were begun now."""
-        return self.context.found()
+        try:
+            return self.context.found()
+        except Exception:  # an error of its own, which `begin` raises again
+            return self.computed
 
     @property
     def needed(self) -> list[int]:

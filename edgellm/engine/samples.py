@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import secrets
-import threading
 from collections.abc import Collection
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, replace
 
+from edgellm.engine.call import Call
 from edgellm.engine.context import Context, forgotten
 from edgellm.engine.engine import Engine
-from edgellm.engine.request import LogitFilter, Request
+from edgellm.engine.request import Request
 from edgellm.engine.stream import WORKING, Pending, Waiting, raise_error
-from edgellm.generation_options import GenerationOptions
 from edgellm.progress import Progress
 from edgellm.results import Piece
 
@@ -33,19 +32,16 @@ class SamplePieces:
 def sample_pieces(
     engine: Engine,
     tokens: SequenceOf[int],
-    options: GenerationOptions,
+    call: Call,
     *,
     n: int = 1,
-    cancel: threading.Event | None = None,
-    logit_filters: SequenceOf[LogitFilter | None] | None = None,
     salt: str = "",
     shown_special: Collection[int] = (),
 ) -> Pending[Progress | SamplePieces]:
     """Answer a prompt `n` times; reports of its prefill come between the pieces.
 
     Args:
-        options: options of all answers; with a seed, answer i has the seed that is larger by i.
-        logit_filters: one filter for each answer.
+        call: call of all answers; with a seed, answer i has the seed that is larger by i.
         salt: see `Context`.
         shown_special: see `TextStream`.
 
@@ -57,10 +53,8 @@ def sample_pieces(
     requests = forked_requests(
         engine,
         tokens,
-        options,
+        call,
         n=n,
-        cancel=cancel,
-        logit_filters=logit_filters,
         wants_reports=True,
         salt=salt,
         shown_special=shown_special,
@@ -89,11 +83,9 @@ def sample_pieces(
 def forked_requests(
     engine: Engine,
     tokens: SequenceOf[int],
-    options: GenerationOptions,
+    call: Call,
     *,
     n: int,
-    cancel: threading.Event | None = None,
-    logit_filters: SequenceOf[LogitFilter | None] | None = None,
     wants_reports: bool = False,
     salt: str = "",
     shown_special: Collection[int] = (),
@@ -103,11 +95,10 @@ def forked_requests(
     Raises:
         OptionError, ContextOverflowError: see `Request.check`.
     """
-    first_seed = options.seed
+    options, first_seed = call.options, call.options.seed
     seeds = [
         secrets.randbits(32) if first_seed is None else (first_seed + i) % 2**64 for i in range(n)
     ]
-    filters = logit_filters or [None] * n
     dropped = 0
     if options.context_policy == "shift" and len(tokens) > engine.ctx_size:
         # before each answer has as many tokens as a client may send
@@ -116,15 +107,13 @@ def forked_requests(
     requests = [
         Request(
             Context(engine, tokens, salt=salt),
-            replace(options, seed=seed),
-            cancel=cancel,
-            logit_filter=logit_filter,
+            replace(call, options=replace(options, seed=seed)),
             closes=True,
             wants_reports=wants_reports,
             shown_special=shown_special,
             dropped=dropped,
         )
-        for seed, logit_filter in zip(seeds, filters, strict=True)
+        for seed in seeds
     ]
     first, *others = requests
     first.check()

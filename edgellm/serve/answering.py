@@ -15,6 +15,7 @@ from dataclasses import replace
 from itertools import takewhile
 from typing import TYPE_CHECKING, TypeAlias
 
+from edgellm.engine.call import Call
 from edgellm.engine.embedding import embeddings
 from edgellm.engine.samples import SamplePieces, sample_pieces
 from edgellm.engine.stream import aiterate
@@ -186,10 +187,8 @@ class Answering:
         pending = sample_pieces(
             engine,
             tokens,
-            options,
+            Call(options=options, cancel=self._stop, logit_filter=prompt.logit_filter),
             n=ask.n,
-            cancel=self._stop,
-            logit_filters=[prompt.logit_filter] * ask.n,
             salt=client.salt,
             shown_special=() if prompt.chat is None else prompt.chat.shown_special,
         )

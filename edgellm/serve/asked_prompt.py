@@ -16,9 +16,9 @@ from edgellm.text.fim_budget import budget
 from edgellm.text.template import Scalar
 
 if TYPE_CHECKING:
+    from edgellm.engine.answer import LogitFilter
     from edgellm.engine.embedding import Pooling
     from edgellm.engine.engine import Engine
-    from edgellm.engine.request import LogitFilter
     from edgellm.generation_options import GenerationOptions
     from edgellm.llm import LLM
 

@@ -222,7 +222,10 @@ def test_calls(tiny: LLM, name: str, call: Callable[[LLM], object]) -> None:
 @pytest.mark.parametrize(
     ("call", "words"),
     [
-        (lambda llm, **no: llm.generate("a", **no), "`max_tokens` may be meant; allowed are temp"),
+        (
+            lambda llm, **no: llm.generate("a", **no),
+            "`max_tokens` may be meant; allowed are options, cancel, ",
+        ),
         (lambda llm, **no: llm.chat(**no), "`max_tokens` may be meant"),
         (lambda llm, **no: llm.chat().send("a", **no), "`max_tokens` may be meant"),
         (lambda llm, **no: llm.session().generate(**no), "`max_tokens` may be meant"),

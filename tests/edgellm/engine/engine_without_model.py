@@ -13,6 +13,7 @@ from inspection import set_costs, used_blocks
 from edgellm.backends.batch import Rows, Span, reserved
 from edgellm.backends.placement import Placement
 from edgellm.cache.kv_cache import KVCache
+from edgellm.engine.call import Call
 from edgellm.engine.loop import Loop
 from edgellm.engine.request import Request
 from edgellm.engine.samples import forked_requests
@@ -134,7 +135,7 @@ def ask(
 ) -> list[Request]:
     """Submit a prompt; the answers to it."""
     options = replace(options, max_tokens=max_tokens or options.max_tokens, owner=owner)
-    requests = forked_requests(llm.engine, prompt, options, n=n)
+    requests = forked_requests(llm.engine, prompt, Call(options=options), n=n)
     llm.engine.loop.submit(requests[0])
     return requests
 

@@ -57,6 +57,7 @@ from waiting import until
 
 from edgellm import CacheFullError, Completion, OptionError
 from edgellm.backends import selection
+from edgellm.engine.call import Call
 from edgellm.engine.context import Context
 from edgellm.engine.layer_groups import Layered
 from edgellm.engine.request import Request
@@ -267,7 +268,7 @@ def test_nobody_wants_the_rest(tiny: LLM, groups: Groups, at: int, how: str) -> 
     session.append(PROMPTS[9])
     own = Context(tiny.engine)
     own.append("prompt", PROMPTS[9], parse_special=False)
-    request = Request(own, tiny.generation_options(max_tokens=4), closes=True)
+    request = Request(own, Call(options=tiny.generation_options(max_tokens=4)), closes=True)
     stops: dict[str, Callable[[], object]] = {
         "cancelled": cancel.set,
         "closed": session.close,
@@ -295,7 +296,7 @@ def test_nobody_wants_the_rest(tiny: LLM, groups: Groups, at: int, how: str) -> 
 def test_a_session_that_goes_back_between_two_groups(tiny: LLM, groups: Groups) -> None:
     with tiny.session() as session:
         session.append(PROMPTS[9])
-        request = Request(context(session), tiny.generation_options(**SHORT))
+        request = Request(context(session), Call(options=tiny.generation_options(**SHORT)))
         stream = tiny.stream(PROMPTS[3], **STREAM)
         next(stream)
         tiny.engine.loop.submit(request)

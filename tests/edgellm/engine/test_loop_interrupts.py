@@ -17,6 +17,7 @@ from loop_checks import (
 from loops import GREEDY, prompt
 from waiting import until
 
+from edgellm.engine.call import Call
 from edgellm.engine.context import Context
 from edgellm.engine.request import Request
 from edgellm.llm import LLM, load
@@ -60,7 +61,7 @@ def test_an_exception_where_answers_to_one_prompt_part(tiny: LLM, at: int) -> No
     for _ in range(3):
         context = Context(tiny.engine)
         context.append("prompt", prompt(1, 300), parse_special=False)
-        requests.append(Request(context, options, logit_filter=filtered, closes=True))
+        requests.append(Request(context, Call(options=options, logit_filter=filtered), closes=True))
     requests[0].forks = requests[1:]
     tiny.engine.loop.submit(requests[0])
     until(lambda: all(request.finished for request in requests))

@@ -35,6 +35,7 @@ from waiting import Clock, until
 
 from edgellm import OptionError
 from edgellm.backends.batch import Rows, Span
+from edgellm.engine.call import Call
 from edgellm.engine.context import Context
 from edgellm.engine.request import Request
 from edgellm.kernels.kv_blocks import BLOCK
@@ -91,7 +92,7 @@ def test_a_prompt_that_is_withdrawn_gives_its_blocks_back(
 ) -> None:
     gate, context = Gate(tiny.engine.prefill, "run", monkeypatch), Context(tiny.engine)
     context.append("prompt", PROMPTS[2], parse_special=False)
-    request = Request(context, tiny.generation_options(max_tokens=4), closes=True)
+    request = Request(context, Call(options=tiny.generation_options(max_tokens=4)), closes=True)
     tiny.engine.loop.submit(request)
     until(gate.reached.is_set)
     assert used_blocks(tiny) == 1  # of the first chunk
