@@ -11,9 +11,9 @@ from edgellm.engine.answer import LogitFilter
 from edgellm.engine.call import Call
 from edgellm.engine.chat_prompt import AnswerReader, ToolOptions, chat_prompt
 from edgellm.engine.engine import Engine
+from edgellm.engine.pending import WORKING, Pending, Waiting
 from edgellm.engine.request import Request
 from edgellm.engine.samples import forked_requests
-from edgellm.engine.stream import WORKING, Pending, Waiting, raise_error
 from edgellm.errors import EdgeLLMError, OptionError
 from edgellm.generation_options import GenerationOptions
 from edgellm.infill import infill_options, infill_tokens
@@ -91,7 +91,7 @@ class _Running:
         if not finished:
             return None
         try:
-            raise_error(request)
+            request.raise_error()
         except Exception as error:
             return BatchAnswer(self.index, self.sample, None, error)
         return BatchAnswer(self.index, self.sample, completion(self.pieces))

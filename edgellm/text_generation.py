@@ -10,7 +10,7 @@ from edgellm.checks import check_number
 from edgellm.engine.call import Call, CallArguments, model_call
 from edgellm.engine.context import Context
 from edgellm.engine.engine import Engine
-from edgellm.engine.stream import Pending, aiterate, iterate
+from edgellm.engine.pending import Pending, aiterate, iterate
 from edgellm.progress import Progress
 from edgellm.results import Completion, Piece, completion
 from edgellm.session import Session

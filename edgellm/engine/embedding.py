@@ -14,8 +14,8 @@ from edgellm.backends.batch import Rows
 from edgellm.engine.call import Call
 from edgellm.engine.context import Context
 from edgellm.engine.engine import Engine
+from edgellm.engine.pending import WORKING, Pending, Waiting
 from edgellm.engine.request import Request
-from edgellm.engine.stream import WORKING, Pending, Waiting, raise_error
 from edgellm.generation_options import GenerationOptions
 
 Pooling = Literal["mean", "last"]
@@ -101,7 +101,7 @@ def embeddings(
                 yield Waiting([request])
             while request.pieces:
                 request.next_piece()
-            raise_error(request)
+            request.raise_error()
             if request.embedding is None:  # cancelled
                 return
             yield request.embedding

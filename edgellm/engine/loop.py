@@ -108,7 +108,7 @@ class Loop:
         key = object()
         unwatch = partial(self._readers.pop, key, None)
         self._readers[key] = _Reader(requests, wake)  # before the look: the engine looks as well
-        if not have_news(requests):
+        if not _have_news(requests):
             self._thread.poke()  # the reader has taken all, so paused requests may go on
         elif unwatch() is not None:
             wake()
@@ -143,7 +143,7 @@ class Loop:
     def _wake(self) -> None:
         """Wake the readers that have news, and forget requests of those whose thread has ended."""
         for key, reader in self._readers.copy().items():  # others come and go meanwhile
-            if have_news(reader.requests) and self._readers.pop(key, None) is not None:
+            if _have_news(reader.requests) and self._readers.pop(key, None) is not None:
                 reader.wake()
             elif not _is_alive(reader.thread) and self._readers.pop(key, None) is not None:
                 for request in reader.requests:
@@ -157,6 +157,5 @@ def _is_alive(thread: threading.Thread) -> bool:
     return thread.is_alive() or thread in threading.enumerate()
 
 
-def have_news(requests: Sequence[Request]) -> bool:
-    """Whether there is something to take of one of them."""
-    return any(r.pieces or r.finished or r.report is not None for r in requests)
+def _have_news(requests: Sequence[Request]) -> bool:
+    return any(request.has_news for request in requests)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import time
-from collections import deque
 from collections.abc import Collection
 from collections.abc import Sequence as SequenceOf
 from dataclasses import replace
@@ -18,29 +17,20 @@ from edgellm.engine.context import Context
 from edgellm.engine.plan import Arrival, Layers, Underway
 from edgellm.engine.prefill_job import PrefillJob
 from edgellm.engine.speculation import Speculation
-from edgellm.errors import OptionError
+from edgellm.engine.stream import Stream
 from edgellm.kernels.sampling import Logits
 from edgellm.progress import Progress
 from edgellm.results import FinishReason, Piece, Stats
 
-# Number of unread pieces from which on an answer waits for its reader.
-_MOST_UNREAD = 64
 
-
-class Request:
-    """A `Session.stream` call, in the hands of the loop.
-
-    `check`, `next_piece`, `withdraw` and `stats` are for its reader, all else for the engine.
+class Request(Stream):
+    """An answer on its way; all but `check`, `stats` and what `Stream` has for readers is for the
+    engine's thread.
 
     Attributes:
-        pieces: pieces that the reader has not taken yet.
-        error: exception to raise after the last piece; None: none.
         forks: other answers to the same prompt, which begin where it ends.
-        report: progress of the prompt, until its reader takes it, if it wants reports.
         asked, may_rest: see `Schedulable`.
         job: rows of the prompt on their way; None: none.
-        finished: whether the last piece is there, or an error.
-        withdrawn: whether the reader is gone.
     """
 
     def __init__(
@@ -61,15 +51,12 @@ class Request:
             wants_reports: whether `report` is news for the reader, as pieces are.
             shown_special: see `TextStream`.
         """
+        super().__init__(context)
         engine, options = context.engine, call.options
-        self.context = context
         self.owner, self.priority = options.owner, options.priority
-        self.pieces: deque[Piece] = deque()
-        self.error: BaseException | None = None
         self.forks: list[Request] = []
-        self.report: Progress | None = None
         self.asked: Arrival | None = None
-        self.finished = self.withdrawn = False
+        self.job: PrefillJob | None = None
         self.may_rest = True
         self._engine = engine
         self._options = options
@@ -77,10 +64,6 @@ class Request:
         self._progress = call.progress
         self._closes = closes
         self._wants_reports = wants_reports
-        self._changes = context.changes
-        self._claims = False
-        self.job: PrefillJob | None = None
-        self._taken = 0  # tokens of the answer that its reader has
         self._answer = Answer(
             engine.tokenizer,
             options,
@@ -94,43 +77,17 @@ class Request:
         limit = math.inf if options.time_limit_ms is None else options.time_limit_ms
         self._deadline = self._stats.start + limit / 1000
 
-    # for its reader
-
     def check(self) -> None:
         """Claim the context, if an answer can begin with it; see `Context.check_prompt`.
 
         Raises:
             OptionError: also if the session answers already, or a token is none of the model's.
         """
-        if self.context.answering is not None:
-            raise _answering()
         self.context.checked("logit_bias", self._options.logit_bias)
         self.context.checked("stop_tokens", self._options.stop_tokens)
         if self._options.context_policy == "error" or not self.tokens:
             self.context.check_prompt()
-        self._claims = True
-        self.context.answering = self
-
-    def check_unchanged(self) -> None:
-        """Raise OptionError where the session has changed, or is answering another request."""
-        if self.context.changes != self._changes:
-            raise OptionError("the session was changed while it answered")
-        if self._claims and self.context.answering is not self:
-            raise _answering()
-
-    def next_piece(self) -> Piece:
-        """Take the next piece, which must be there."""
-        piece = self.pieces.popleft()
-        self._taken += piece.token is not None
-        if piece.finish_reason is not None:
-            self._disclaim()
-        return piece
-
-    def withdraw(self) -> None:
-        """Note that the reader is gone, if something is left for `leave` to do."""
-        self._disclaim()
-        if self.unread or not self.finished:
-            self.withdrawn, self.context.unsettled = True, self
+        self.claim()
 
     def stats(self) -> Stats:
         """Return timings and counts so far."""
@@ -198,16 +155,6 @@ class Request:
     def holding(self) -> bool:
         """Whether it has blocks in the KV cache."""
         return len(self.context.sequence) > 0
-
-    @property
-    def unread(self) -> int:
-        """Number of sampled tokens that the reader has not taken."""
-        return len(self._answer.sampled) - self._taken
-
-    @property
-    def paused(self) -> bool:
-        """Whether it waits for its reader."""
-        return len(self.pieces) >= _MOST_UNREAD
 
     # for the loop
 
@@ -316,19 +263,11 @@ class Request:
     def leave(self) -> None:
         """Give back what is not needed when the loop has done with the request; unread tokens of a
         withdrawn answer are no part of its session."""
-        context = self.context
         self._drop_job()
         if self.withdrawn:
-            unread = self.unread
-            if context.answering is None and context.changes == self._changes:
-                context.cut(unread)
-            self._taken += unread
-            context.settled(self)
+            self.cut()
         if self._closes:
-            context.close_now()
-
-    def fail(self, error: BaseException) -> None:
-        self.error, self.finished = error, True
+            self.context.close_now()
 
     def _drop_job(self) -> None:
         """Drop rows on their way, if any; they are computed again if the request goes on."""
@@ -336,14 +275,13 @@ class Request:
             self.job.drop()
             self.job = None
 
-    def _disclaim(self) -> None:
-        """Let the session answer another request."""
-        if self.context.answering is self:
-            self.context.answering = None
-
     def _finish(self, reason: FinishReason) -> None:
         """End the answer with a last piece of the text that was held back."""
-        self._put(Piece(self._answer.rest(), finish_reason=reason))
+        self.put(Piece(self._answer.rest(), finish_reason=reason))
+
+    def put(self, piece: Piece) -> None:
+        """Add a piece, see `Stream.put`; the last one has the statistics."""
+        super().put(piece if piece.finish_reason is None else replace(piece, stats=self.stats()))
 
     def _report(self, count: int) -> None:
         if count and (self._wants_reports or self._progress is not None):
@@ -395,21 +333,9 @@ class Request:
         token = self._answer.draw(logits, self.tokens)
         if not self._answer.sampled:
             self._stats.first_token()
-        self.context.extend(token)
+        self.extend(token)
         piece = self._answer.add(token, logits)
-        self._put(piece)
+        self.put(piece)
         reason = None if piece.finish_reason else self._limit()
         if reason is not None:
             self._finish(reason)
-
-    def _put(self, piece: Piece) -> None:
-        if piece.finish_reason is not None:
-            piece = replace(piece, stats=self.stats())
-        self.pieces.append(piece)
-        self.finished = piece.finish_reason is not None
-
-
-def _answering() -> OptionError:
-    return OptionError(
-        "the session is already answering; finish or close that stream, or `fork` the session"
-    )

@@ -10,8 +10,8 @@ from dataclasses import dataclass, replace
 from edgellm.engine.call import Call
 from edgellm.engine.context import Context, forgotten
 from edgellm.engine.engine import Engine
+from edgellm.engine.pending import WORKING, Pending, Waiting
 from edgellm.engine.request import Request
-from edgellm.engine.stream import WORKING, Pending, Waiting, raise_error
 from edgellm.progress import Progress
 from edgellm.results import Piece
 
@@ -74,7 +74,7 @@ def sample_pieces(
                     yield SamplePieces(sample, pieces)
                 if finished:
                     del running[sample]
-                    raise_error(request)
+                    request.raise_error()
     finally:
         for request in requests:
             engine.loop.withdraw(request)

@@ -1,150 +1,127 @@
-"""Answers as generators that say where they wait, so that they run with and without asyncio."""
+"""Streams: pieces of an answer, from the engine's thread to their reader."""
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Callable, Generator, Iterator, Sequence
-from contextvars import copy_context
-from dataclasses import dataclass
-from enum import Enum
-from functools import partial
-from typing import Literal, TypeAlias, TypeVar
+from collections import deque
 
-from edgellm.engine.loop import Loop
-from edgellm.engine.request import Request
+from edgellm.engine.context import Context
+from edgellm.errors import OptionError
+from edgellm.progress import Progress
 from edgellm.results import Piece
 
-T = TypeVar("T")
+# Number of unread pieces from which on an answer waits for its reader.
+_MOST_UNREAD = 64
 
 
-@dataclass(frozen=True)
-class Waiting:
-    """An item that waits for news of one of the requests."""
+class Stream:
+    """The reader's end of an answer to the tokens of a context.
 
-    requests: Sequence[Request]
-
-
-class _Marker(Enum):
-    WORKING = "working"
-
-
-# What follows takes long: it encodes a text, waits for a step, writes to disk, or is the caller's.
-# So does what comes before the first item.
-WORKING = _Marker.WORKING
-Pending: TypeAlias = Generator[T | Waiting | Literal[_Marker.WORKING], None, None]
-
-
-def pieces(loop: Loop, request: Request) -> Pending[Piece]:
-    """Submit a request, and take its pieces.
-
-    Raises:
-        OptionError, ContextOverflowError: see `Request.check`.
-        BaseException: an exception of its own work, or of a step.
+    Attributes:
+        pieces: pieces that the reader has not taken yet.
+        error: exception to raise after the last piece; None: none.
+        report: progress of the prompt, until the reader takes it, if it wants reports.
+        finished: whether the last piece is there, or an error.
+        withdrawn: whether the reader is gone.
     """
-    try:
-        request.check()
-        loop.submit(request)
-        while True:
-            finished = request.finished  # before the last pieces are taken
-            while request.pieces:
-                request.check_unchanged()
-                yield request.next_piece()
-            if finished:
-                break
-            yield Waiting([request])
-        raise_error(request)
-    finally:
-        loop.withdraw(request)
 
+    def __init__(self, context: Context) -> None:
+        self.context = context
+        self.pieces: deque[Piece] = deque()
+        self.report: Progress | None = None
+        self.finished = self.withdrawn = False
+        self.error: BaseException | None = None
+        self._given = self._taken = 0  # tokens; one thread changes each
+        self._changes = context.changes
+        self._claims = False
 
-def raise_error(request: Request) -> None:
-    """Raise the exception with which an answer ended, if any; the request does not keep it."""
-    error, request.error = request.error, None  # its traceback refers to the request
-    try:
-        if error is not None:
-            raise error
-    finally:
-        del error
+    @property
+    def unread(self) -> int:
+        """Number of sampled tokens that the reader has not taken."""
+        return self._given - self._taken
 
+    @property
+    def paused(self) -> bool:
+        """Whether the answer waits for its reader."""
+        return len(self.pieces) >= _MOST_UNREAD
 
-def iterate(loop: Loop, pending: Pending[T]) -> Iterator[T]:
-    """Iterate the items of `pending` in this thread."""
-    try:
-        for item in pending:
-            if isinstance(item, Waiting):
-                loop.wait(item.requests)
-            elif item is not WORKING:
-                yield item
-    finally:
-        pending.close()
+    @property
+    def has_news(self) -> bool:
+        """Whether there is something for the reader to take."""
+        return bool(self.pieces) or self.finished or self.report is not None
 
+    # for the reader
 
-async def aiterate(loop: Loop, pending: Pending[T]) -> AsyncGenerator[T, None]:
-    """Iterate the items of `pending` in an event loop, which nothing that takes long blocks.
+    def claim(self) -> None:
+        """Take the context for this answer.
 
-    The first part of an answer, and what it marks as `WORKING`, run in asyncio's pool of threads.
-    When the task is cancelled, or the generator closed, its requests are withdrawn.
-    """
-    item: T | Waiting | object = WORKING
-    requests: Sequence[Request] = ()
-    try:
-        while item is not None:
-            if item is WORKING:
-                item = await _in_thread(partial(next, pending, None))
-                continue
-            if isinstance(item, Waiting):
-                requests = item.requests
-                await _news(loop, requests)
-            else:
-                yield item  # type: ignore[misc]
-            item = next(pending, None)
-    finally:
-        if item is not None:
-            for request in requests:
-                loop.withdraw(request)  # at once: a running step ends early
-            await _in_thread(pending.close)
+        Raises:
+            OptionError: the session answers already.
+        """
+        if self.context.answering is not None:
+            raise _answering()
+        self._claims = True
+        self.context.answering = self
 
+    def next_piece(self) -> Piece:
+        """Take the next piece, which must be there."""
+        piece = self.pieces.popleft()
+        self._taken += piece.token is not None
+        if piece.finish_reason is not None:
+            self._disclaim()
+        return piece
 
-async def _news(loop: Loop, requests: Sequence[Request]) -> None:
-    """Wait until one of the requests has news."""
-    import asyncio  # 30 ms, for asyncio alone
-
-    event_loop = asyncio.get_running_loop()
-    future: asyncio.Future[None] = event_loop.create_future()
-
-    def wake() -> None:
+    def raise_error(self) -> None:
+        """Raise the exception with which the answer ended, if any, and forget it."""
+        error, self.error = self.error, None  # its traceback refers to this object
         try:
-            event_loop.call_soon_threadsafe(finish)
-        except RuntimeError:  # it was closed
-            for request in requests:
-                loop.withdraw(request)
+            if error is not None:
+                raise error
+        finally:
+            del error
 
-    def finish() -> None:
-        if not future.done():  # cancelled
-            future.set_result(None)
+    def withdraw(self) -> None:
+        """Note that the reader is gone, if something is left for the engine to do."""
+        self._disclaim()
+        if self.unread or not self.finished:
+            self.withdrawn, self.context.unsettled = True, self
 
-    unwatch = loop.watch(requests, wake)
-    try:
-        await future
-    finally:
-        unwatch()
+    def check_unchanged(self) -> None:
+        """Raise OptionError where the session has changed, or is answering another request."""
+        if self.context.changes != self._changes:
+            raise OptionError("the session was changed while it answered")
+        if self._claims and self.context.answering is not self:
+            raise _answering()
+
+    # for the engine
+
+    def extend(self, token: int) -> None:
+        """Append a sampled token to the context; its piece follows."""
+        self.context.extend(token)
+        self._given += 1
+
+    def put(self, piece: Piece) -> None:
+        """Add a piece; one with a finish reason is the last."""
+        self.pieces.append(piece)
+        self.finished = piece.finish_reason is not None
+
+    def fail(self, error: BaseException) -> None:
+        """End with an exception, which the reader gets after the last piece."""
+        self.error, self.finished = error, True
+
+    def cut(self) -> None:
+        """Remove tokens that a reader who is gone has not taken from the context."""
+        if self.context.answering is None and self.context.changes == self._changes:
+            self.context.cut(self.unread)
+        self._taken = self._given
+        self.context.settled(self)
+
+    def _disclaim(self) -> None:
+        """Let the session answer another request."""
+        if self.context.answering is self:
+            self.context.answering = None
 
 
-async def _in_thread(function: Callable[[], T]) -> T:
-    """Call a function in asyncio's pool of threads; a cancellation waits for its end."""
-    import asyncio
-
-    context = copy_context()
-    try:
-        future = asyncio.get_running_loop().run_in_executor(None, lambda: context.run(function))
-    except RuntimeError:  # the event loop is at its end, or gone
-        return function()
-    cancelled: asyncio.CancelledError | None = None
-    while not future.done():
-        try:
-            await asyncio.wait([future])
-        except asyncio.CancelledError as error:
-            cancelled = error
-    if cancelled is None:
-        return future.result()
-    future.exception()  # taken, so that asyncio does not log it
-    raise cancelled
+def _answering() -> OptionError:
+    return OptionError(
+        "the session is already answering; finish or close that stream, or `fork` the session"
+    )

@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, TypeAlias
 
 from edgellm.engine.call import Call
 from edgellm.engine.embedding import embeddings
+from edgellm.engine.pending import aiterate
 from edgellm.engine.samples import SamplePieces, sample_pieces
-from edgellm.engine.stream import aiterate
 from edgellm.progress import Progress
 from edgellm.serve.ask import Ask, EmbeddingAsk
 from edgellm.serve.asked_prompt import answerable_prompt, embedding_prompt
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
     from edgellm.engine.chat_prompt import AnswerReader
     from edgellm.engine.engine import Engine
-    from edgellm.engine.stream import Pending
+    from edgellm.engine.pending import Pending
     from edgellm.generation_options import GenerationOptions
     from edgellm.llm import LLM
     from edgellm.serve.model_pool import ModelPool

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from inspection import draft_always
+from inspection import draft_always, step_in_readers
 
 from edgellm.engine.speculation import DraftPolicy, PromptLookup, Speculation
 from edgellm.kernels.native import library
@@ -74,8 +74,13 @@ def test_copying_is_foreseen(native: LLM, monkeypatch: pytest.MonkeyPatch) -> No
 @pytest.mark.parametrize(
     "taken", [3, 9, *(pytest.param(count, marks=pytest.mark.slow) for count in (8, 10, 17))]
 )
-def test_a_session_goes_on_where_it_was_left(native: LLM, taken: int) -> None:
+@pytest.mark.parametrize("ahead", [True, False])
+def test_a_session_goes_on_where_it_was_left(
+    native: LLM, taken: int, ahead: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """An answer that is dropped in the middle of a draft, and then another one."""
+    if not ahead:
+        step_in_readers(native, monkeypatch)
     options = native.generation_options(temperature=0, max_tokens=40, ignore_eos=True)
     with native.session() as session, native.session() as plain:
         for s in (session, plain):
@@ -87,11 +92,14 @@ def test_a_session_goes_on_where_it_was_left(native: LLM, taken: int) -> None:
         assert plain.generate(options=options, speculate=False).tokens == again
 
 
+@pytest.mark.parametrize("ahead", [True, False])
 @pytest.mark.parametrize("change", ["close", "rewind"])
 def test_a_session_that_changes_under_an_answer(
-    native: LLM, change: str, monkeypatch: pytest.MonkeyPatch
+    native: LLM, change: str, ahead: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Someone holds the answer, a wrong draft on its way, and goes back behind it."""
+    if not ahead:
+        step_in_readers(native, monkeypatch)
     draft_always(monkeypatch, [7, 8])
     session = native.session()
     session.append(COPY)
