@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import functools
+import hashlib
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, cast
 
 import click
 
-from edgellm.cli.first_run import say_if_kernels_are_missing
+from edgellm.cli.text import say
 from edgellm.errors import OptionError
 from edgellm.generation_options import CONTEXT_POLICIES, GenerationArguments
 from edgellm.models import DEFAULT_MODEL
@@ -22,6 +24,7 @@ from edgellm.options import (
     EngineArguments,
     EngineOptions,
 )
+from edgellm.store.home import home
 
 Command = Callable[..., Any]
 # Standard input, in the place of a file, a prompt, or a MODEL that stands before a prompt.
@@ -196,3 +199,24 @@ def _parse_bias(text: str) -> tuple[int, float]:
         return int(text[:cut]), float(text[cut:])
     except ValueError:
         raise OptionError(f"logit bias {text!r}: write TOKEN+BIAS or TOKEN-BIAS") from None
+
+
+def say_if_kernels_are_missing() -> None:
+    """Say once per environment and EDGELLM_HOME that there are no compiled kernels."""
+    from edgellm.devices import native_isa  # with numpy, which no --help needs
+
+    if native_isa() is not None:
+        return
+    environment = hashlib.sha256(sys.prefix.encode(errors="surrogateescape")).hexdigest()[:16]
+    said = home() / "said" / f"no-kernels-{environment}"
+    try:
+        said.parent.mkdir(parents=True, exist_ok=True)
+        said.touch(exist_ok=False)
+    except FileExistsError:
+        return
+    except OSError:
+        pass  # the note cannot be marked as said, so it is said at every run
+    say(
+        "the C++ kernels are not built, so decode is some five times slower; install a C++ "
+        "compiler, and then edgellm again"
+    )

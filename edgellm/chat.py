@@ -13,7 +13,7 @@ from dataclasses import replace
 from typing import Unpack
 
 from edgellm.checks import check_text
-from edgellm.engine.call import Call, ChatCallArguments, checked_call
+from edgellm.engine.call import CALL_NAMES, Call, ChatCallArguments, checked_call
 from edgellm.engine.chat_prompt import (
     AnswerReader,
     ChatPrompt,
@@ -159,7 +159,7 @@ class Chat:
         self.close()
 
     def _call(self, arguments: ChatCallArguments) -> tuple[Call, ToolOptions]:
-        own, tools = split_arguments(arguments)
+        own, tools = split_arguments(arguments, *CALL_NAMES)
 
         def choose(
             options: GenerationOptions | None, over: GenerationArguments

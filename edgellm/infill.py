@@ -12,8 +12,7 @@ from edgellm.errors import OptionError, UnsupportedModelError
 from edgellm.generation_options import GenerationOptions
 from edgellm.results import Piece
 from edgellm.session import Session
-from edgellm.text.fim import ORDERS, Gap, Order, assemble, require_family
-from edgellm.text.fim_budget import Budget
+from edgellm.text.fim import ORDERS, Budget, Gap, Order, assemble, require_family
 from edgellm.text.prompt import Message, encode_conversation
 from edgellm.text.tokenizer import Tokenizer
 

@@ -26,7 +26,7 @@ from edgellm.store.home import (
     locked,
 )
 from edgellm.store.import_summary import imported
-from edgellm.store.precision_removal import remove_precisions
+from edgellm.store.precision_support import remove_precisions
 from edgellm.store.prepare import prepare
 from edgellm.store.sources import ALIASES, DEFAULT_MODEL, bundle_label, local_path, resolve_here
 

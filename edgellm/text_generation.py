@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Iterable, Iterator, Sequence, Sized
+from dataclasses import replace
 from typing import Unpack, overload
 
 from edgellm.batch import BatchAnswer, BatchRequest, Prompt, answers, is_many, prompt_tokens
@@ -164,7 +165,7 @@ class TextGeneration:
         check_number("n", n, 1, 1024, whole=True)
         total = n * len(prompts) if isinstance(prompts, Sized) else None
         done = 0
-        for item in answers(self.engine, prompts, call, n=n):
+        for item in answers(self.engine, prompts, replace(call, progress=None), n=n):
             if isinstance(item, BatchAnswer):
                 done += 1
                 if call.progress is not None:

@@ -12,13 +12,12 @@ from numpy.typing import NDArray
 
 from edgellm.checks import check_flag, check_names
 from edgellm.engine.answer import FilterOfAnswers, LogitFilter, filtered_scores
-from edgellm.engine.call import CALL_NAMES, CallArguments, ChatArguments, ChatCallArguments
+from edgellm.engine.call import CallArguments, ChatArguments, ChatCallArguments
 from edgellm.engine.engine import Engine
 from edgellm.errors import OptionError, TemplateError
 from edgellm.generation_options import GenerationOptions
 from edgellm.results import Piece
 from edgellm.text.answer_parser import AnswerDelta, AnswerParser
-from edgellm.text.generic_tools import generic_format, in_words
 from edgellm.text.json_schema import GrammarFilter, JsonFilter
 from edgellm.text.prompt import (
     Message,
@@ -27,12 +26,20 @@ from edgellm.text.prompt import (
     required_template,
 )
 from edgellm.text.tokenizer import Tokenizer
-from edgellm.text.tool_format import AnswerFormat
+from edgellm.text.tool_format import AnswerFormat, CallFormat, ObjectKeys
 from edgellm.text.tool_grammar import schema_grammar, tool_grammar
-from edgellm.tool_use import Tool, ToolArguments, ToolChoice, checked_choice, checked_tools
+from edgellm.tool_use import (
+    Tool,
+    ToolArguments,
+    ToolCall,
+    ToolChoice,
+    checked_choice,
+    checked_tools,
+)
 
 if TYPE_CHECKING:
     from edgellm.text.template import ChatTemplate, Scalar
+
 
 # Tokens at a prompt's end in which the beginning of the reasoning is looked for.
 _TAIL = 32
@@ -89,15 +96,18 @@ class ToolOptions:
 
 
 def split_arguments(
-    arguments: ChatCallArguments | ChatArguments,
+    arguments: ChatCallArguments | ChatArguments, *others: str
 ) -> tuple[CallArguments, ToolArguments]:
     """Split arguments into those of any answer, and those of tools and template.
+
+    Args:
+        others: names beside the fields of `GenerationOptions` that are allowed.
 
     Raises:
         TypeError: an argument is neither.
     """
     names = ToolArguments.__annotations__
-    check_names(arguments, GenerationOptions, *names, *CALL_NAMES)
+    check_names(arguments, GenerationOptions, *names, *others)
     tools = {name: value for name, value in arguments.items() if name in names}
     rest = {name: value for name, value in arguments.items() if name not in names}
     return rest, tools  # type: ignore[return-value]
@@ -289,3 +299,55 @@ def _no_tools(template: ChatTemplate) -> TemplateError:
         f"{reason}, so the model was not trained to choose among them; take one that was, such as "
         'Qwen3, or ask for a call with `tool_choice="required"` or the name of a tool'
     )
+
+
+_PROMPT = """\
+You can call these functions. Their signatures are:
+<tools>
+{tools}
+</tools>
+To call one, answer with a JSON object with its name and arguments:
+<tool_call>
+{{"name": "...", "arguments": {{...}}}}
+</tool_call>"""
+
+_CALLS = CallFormat(
+    kind="object",
+    open="<tool_call>\n",
+    close="\n</tool_call>",
+    between="\n",
+    keys=ObjectKeys(name="name", arguments="arguments"),
+)
+
+
+def generic_format(format: AnswerFormat) -> AnswerFormat:
+    """Return an answer format with its tool calls replaced by those of the generic form.
+
+    The form is that of Hermes, which most small models have seen in training. A model whose chat
+    template has no place for tools does not choose one by itself, so a grammar holds it to a call.
+    """
+    return replace(format, calls=_CALLS)
+
+
+def in_words(messages: Sequence[Message], tools: Sequence[Tool]) -> list[Message]:
+    """Return a conversation with tools in its system prompt, and calls and results as text."""
+    described = "\n".join(json.dumps(tool.to_json(), ensure_ascii=False) for tool in tools)
+    prompt = _PROMPT.format(tools=described)
+    first = messages[0] if messages and messages[0].role in ("system", "developer") else None
+    system = prompt if first is None else f"{first.content}\n\n{prompt}"
+    rest = messages if first is None else messages[1:]
+    return [Message("system", system), *map(_in_words, rest)]
+
+
+def _in_words(message: Message) -> Message:
+    if message.role == "tool":
+        return Message("user", f"<tool_response>\n{message.content}\n</tool_response>")
+    if not message.tool_calls:
+        return message
+    calls = "\n".join(map(_call_in_words, message.tool_calls))
+    content = f"{message.content}\n{calls}" if message.content else calls
+    return Message("assistant", content, message.tokens, reasoning=message.reasoning)
+
+
+def _call_in_words(call: ToolCall) -> str:
+    return f'<tool_call>\n{{"name": "{call.name}", "arguments": {call.arguments}}}\n</tool_call>'

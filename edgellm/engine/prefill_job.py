@@ -8,8 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgellm.backends.batch import Span
-from edgellm.cache.growth import Growth
-from edgellm.cache.sequence import Sequence
+from edgellm.cache.sequence import Growth, Sequence
 from edgellm.engine.plan import Layers, Underway
 from edgellm.kernels.step import LayerGroup
 

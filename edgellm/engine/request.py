@@ -10,8 +10,7 @@ from dataclasses import replace
 
 from edgellm.backends.batch import Rows, Span
 from edgellm.cache.sequence import Sequence
-from edgellm.engine.answer import Answer
-from edgellm.engine.answer_stats import AnswerStats
+from edgellm.engine.answer import Answer, AnswerStats
 from edgellm.engine.call import Call
 from edgellm.engine.context import Context
 from edgellm.engine.plan import Arrival, Layers, Underway

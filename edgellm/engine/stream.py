@@ -82,7 +82,7 @@ class Stream:
     def withdraw(self) -> None:
         """Note that the reader is gone, if something is left for the engine to do."""
         self._disclaim()
-        if self.unread or not self.finished:
+        if not self.finished or self.unread:  # in this order: `finished` is the last to change
             self.withdrawn, self.context.unsettled = True, self
 
     def check_unchanged(self) -> None:

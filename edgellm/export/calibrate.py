@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import hashlib
+import inspect
 import math
+import pydoc_data.topics
+import textwrap
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,9 +17,7 @@ import onnx_ir as ir
 from numpy.typing import NDArray
 
 from edgellm.errors import ExportError, OptionError
-from edgellm.export.calibration_text import default_text
-from edgellm.export.float_segments import session_on_all_cores
-from edgellm.export.layerwise import WindowAttention
+from edgellm.export.float_segments import WindowAttention, session_on_all_cores
 from edgellm.graphs import contract
 from edgellm.graphs.builder import WeightFile
 from edgellm.graphs.checkpoint import Checkpoint
@@ -49,7 +50,7 @@ class CalibrationOptions:
 
     Attributes:
         text: calibration text; None takes Python's manual and library (see
-            `calibration_text.py`).
+            `default_text`).
         windows: number of windows, runs of consecutive tokens.
         window: tokens in each window.
         seed: seed of the choice of windows, where the text has more.
@@ -266,3 +267,32 @@ class Calibrator:
     def _attended(self, layer: int, qkv: Floats) -> Floats:
         windows = qkv.reshape(-1, self._options.window, qkv.shape[-1])
         return np.concatenate([self._attention(layer, window) for window in windows])
+
+
+# Chapters of the manual; none of those whose perplexities are published is among them.
+_TOPICS = (
+    "assignment",
+    "class",
+    "comparisons",
+    "context-managers",
+    "dynamic-features",
+    "function",
+    "import",
+    "operator-summary",
+    "slicings",
+    "specialnames",
+    "strings",
+    "truth",
+    "try",
+    "with",
+    "yield",
+)
+
+
+def default_text() -> str:
+    """Return the calibration text: prose and code in turn, about 250,000 characters."""
+    prose = [pydoc_data.topics.topics[name] for name in _TOPICS]
+    code = inspect.getsource(inspect) + inspect.getsource(textwrap)
+    size = -(-len(code) // len(prose))
+    pieces = [code[i : i + size] for i in range(0, len(code), size)]
+    return "\n\n".join(part for pair in zip(prose, pieces, strict=True) for part in pair)

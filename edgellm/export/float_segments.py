@@ -18,9 +18,9 @@ import onnx_ir as ir
 from numpy.typing import NDArray
 
 from edgellm.backends import thread_pool
+from edgellm.backends.host_attention import HostAttention, head_norms, rope_tables
 from edgellm.backends.onnx_runtime import onnx_runtime
 from edgellm.errors import ModelFormatError
-from edgellm.export.layerwise import WindowAttention
 from edgellm.export.precisions import PRECISIONS
 from edgellm.export.weight_reader import WeightReader
 from edgellm.graphs import contract
@@ -29,9 +29,47 @@ from edgellm.graphs.checkpoint import Checkpoint
 from edgellm.graphs.config import ModelConfig
 from edgellm.graphs.contract import Part, part_file
 from edgellm.graphs.segment import Segment, author_segment
+from edgellm.kernels.kv_blocks import BLOCK, KVView, allocate
 from edgellm.machine import usable_cores
 
 Floats = NDArray[np.float32]
+
+
+class WindowAttention:
+    """Attention within one text of up to `window` tokens; K and V are not rounded.
+
+    Every text goes through a segment before the next one is opened.
+    """
+
+    def __init__(self, attention: HostAttention, window: int) -> None:
+        config = attention.config
+        self._attention = attention
+        count = -(-window // BLOCK)
+        blocks = allocate(
+            format="f32",
+            blocks=count,
+            layers=1,
+            kv_heads=config.kv_heads,
+            head_dim=config.head_dim,
+        )
+        self._view = KVView(blocks, range(count))
+
+    @classmethod
+    def of(cls, checkpoint: Checkpoint, window: int) -> WindowAttention:
+        """Make the attention of a checkpoint's layers, for texts of up to `window` tokens."""
+        config = checkpoint.config
+        norms = head_norms(config, lambda name: checkpoint.tensor(name).float32())
+        return cls(HostAttention(config, rope_tables(config, window), norms), window)
+
+    def __call__(self, layer: int, qkv: Floats) -> Floats:
+        """Compute a layer's attention `[n, H * D]` for the first n tokens of a text.
+
+        Args:
+            qkv: Q, K and V of those tokens, `[n, (H + 2 Hkv) * D]`.
+        """
+        return self._attention(layer, self._view, 0, 0, qkv)
+
+
 # A function from a segment's inputs to its outputs, both by name.
 FloatSegment = Callable[[Mapping[str, Floats]], dict[str, Floats]]
 

@@ -3,17 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
 
 from edgellm.backends.chunked_backend import ChunkedBackend
 from edgellm.backends.packed_weights import open_packed_weights
 from edgellm.backends.self_test import Check, check_prompts, check_segments
 from edgellm.backends.step_backend import StepBackend, StepModel
 from edgellm.engine.engine import Engine
+from edgellm.export.equalized import EqualizedCheckpoint
+from edgellm.export.reference_writer import reference_tokens, store_reference
+from edgellm.export.source_checkpoint import open_source
 from edgellm.measure.step_test import check_layers, check_step
-from edgellm.progress import ProgressCallback
+from edgellm.progress import Progress, ProgressCallback
+from edgellm.store.bundle import Bundle
 from edgellm.store.import_summary import imported
+from edgellm.store.key_basis import open_key_basis
 from edgellm.store.manifest import PACKED
+from edgellm.store.reference import Reference, open_reference
+from edgellm.text.tokenizer import Tokenizer
 
 __all__ = ["Check", "Examined", "examine"]
 
@@ -48,7 +58,6 @@ def examine(
     steps = _steps(engine)
     if not steps:
         return
-    from edgellm.export.float_reference import float_reference  # 0.4 s
 
     weights, summary = open_packed_weights(engine.bundle), imported(engine.bundle.manifest, PACKED)
     with float_reference(engine.bundle, progress=progress) as reference:
@@ -66,3 +75,40 @@ def _steps(engine: Engine) -> dict[str, StepModel]:
         if isinstance(backend, StepBackend):
             steps[backend.name] = backend.model
     return steps
+
+
+# Chunk size in tokens for the reference text of a bundle whose graphs have no chunk sizes.
+_CHUNK = 128
+
+
+@contextmanager
+def float_reference(
+    bundle: Bundle, *, progress: ProgressCallback | None = None
+) -> Iterator[Reference]:
+    """Yield the float32 reference of a bundle; computed from the checkpoint if it stores none.
+
+    Bundles without graphs of chunks store none.
+
+    Args:
+        progress: see `Progress`.
+
+    Raises:
+        SourceError: the bundle stores none, and its checkpoint is gone or changed.
+    """
+    config, manifest = bundle.config, bundle.manifest
+    if manifest.reference:
+        yield open_reference(bundle.path, config, manifest.reference)
+        return
+    basis = open_key_basis(bundle.path, manifest.keys)
+    checkpoint = EqualizedCheckpoint(open_source(bundle, progress=progress), basis)
+    tokenizer = Tokenizer(bundle.path, manifest.tokenizer, rows=config.vocab_size)
+    tokens = reference_tokens(tokenizer, config, chunk=_CHUNK)
+
+    def done(index: int) -> None:
+        if progress is not None:
+            label = f"computing in float32: segment {index}"
+            progress(Progress(label, index + 1, config.layer_count + 1))
+
+    with TemporaryDirectory() as folder:
+        arrays = store_reference(checkpoint, tokens, Path(folder), on_segment=done)
+        yield open_reference(Path(folder), config, arrays)

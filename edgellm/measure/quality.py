@@ -7,7 +7,10 @@ rows at a time.
 
 from __future__ import annotations
 
+import argparse
+import dataclasses
 import hashlib
+import inspect
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -19,7 +22,7 @@ from numpy.typing import NDArray
 from edgellm.backends.softcap import softcapped
 from edgellm.engine.engine import Engine
 from edgellm.engine.sampling import log_softmax
-from edgellm.errors import NumericError
+from edgellm.errors import NumericError, OptionError
 from edgellm.measure.perplexity import (
     PerplexityResult,
     next_logprobs,
@@ -27,8 +30,34 @@ from edgellm.measure.perplexity import (
     text_windows,
     window_logits,
 )
-from edgellm.measure.sample_text import sample_text
 from edgellm.progress import Progress, ProgressCallback
+
+# Chapters of the manual; none that models are calibrated on (see `export/calibrate.py`).
+_TOPICS = ("typesseq", "objects", "exceptions", "formatstrings", "debugger")
+_MODULES = (argparse, dataclasses)
+# Characters after which prose and code alternate, some four windows of 512 tokens.
+_PIECE = 8000
+
+
+def sample_text() -> str:
+    """Return prose and code in turn, some 200,000 characters; the text depends on Python's version.
+
+    Raises:
+        OptionError: this Python came without its manual or without the sources of its library.
+    """
+    try:
+        from pydoc_data import topics  # large, and rarely needed
+
+        prose = "\n\n".join(topics.topics[name] for name in _TOPICS)
+        code = "".join(map(inspect.getsource, _MODULES))
+    except (ImportError, KeyError, OSError):
+        raise OptionError(
+            "this Python came without the manual and sources that stand in for a text; give one"
+        ) from None
+    count = min(len(prose), len(code)) // _PIECE
+    starts = range(0, count * _PIECE, _PIECE)
+    return "\n\n".join(text[i : i + _PIECE] for i in starts for text in (prose, code))
+
 
 Floats = NDArray[np.float32]
 

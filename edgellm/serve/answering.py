@@ -174,7 +174,7 @@ class Answering:
     ) -> Pending[_Item]:
         """Encode the prompt of an ask, yield `Begun`, then the progress and pieces of its answers.
 
-        The parts of this work that take long run outside the event loop (see `stream.py`).
+        The parts of this work that take long run outside the event loop (see `pending.py`).
         """
         engine = llm.engine
         prompt = answerable_prompt(llm, model, ask)

@@ -1,10 +1,14 @@
-"""The ASGI application: the routes of all API dialects behind one guard."""
+"""The ASGI application: the routes of all API dialects, and the chat page, behind one guard."""
 
 from __future__ import annotations
 
+import base64
+import secrets
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
+from functools import cache
+from importlib.resources import files
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -14,20 +18,68 @@ from starlette.responses import Response
 from starlette.routing import Route as StarletteRoute
 
 from edgellm.serve.answering import Answering, BringPrefix
-from edgellm.serve.anthropic.dialect import ANTHROPIC
-from edgellm.serve.http import health, page
-from edgellm.serve.http.endpoint import Dialect, Endpoint
+from edgellm.serve.anthropic.routes import ANTHROPIC
+from edgellm.serve.http.endpoint import Call, Dialect, Endpoint, Route
 from edgellm.serve.http.guard import Guard
 from edgellm.serve.http.request_log import RequestLog
-from edgellm.serve.http.streaming import BodyReply, Reply
-from edgellm.serve.llama_cpp.dialect import LLAMA_CPP
+from edgellm.serve.http.streaming import BodyReply, Reply, json_reply
+from edgellm.serve.llama_cpp.routes import LLAMA_CPP
 from edgellm.serve.model_pool import ModelPool
-from edgellm.serve.ollama.dialect import OLLAMA
-from edgellm.serve.openai.dialect import OPENAI, RESPONSES
+from edgellm.serve.ollama.routes import OLLAMA
+from edgellm.serve.openai.routes import OPENAI, RESPONSES
 from edgellm.serve.options import ServeOptions
 from edgellm.serve.request_error import RequestError
 
-OWN = replace(OPENAI, name="edgellm", routes=[*health.ROUTES, *page.ROUTES])
+_NONCE = "NONCE"
+
+
+async def page(call: Call) -> Reply:
+    """Return the chat page to browsers.
+
+    Its content security policy lets it run only its own scripts, and connect only to this server.
+    Other clients get the text that Ollama's clients look for at this path.
+    """
+    if "text/html" not in (call.header("accept") or ""):
+        return BodyReply(b"Ollama is running", "text/plain; charset=utf-8")
+    nonce = base64.b64encode(secrets.token_bytes(18)).decode()
+    policy = (
+        f"default-src 'none'; script-src 'nonce-{nonce}'; style-src 'nonce-{nonce}'; "
+        "connect-src 'self'; img-src data:; base-uri 'none'; form-action 'none'; "
+        "frame-ancestors 'none'"
+    )
+    return BodyReply(
+        _source().replace(f'nonce="{_NONCE}"', f'nonce="{nonce}"').encode(),
+        "text/html; charset=utf-8",
+        headers={
+            "content-security-policy": policy,
+            "x-frame-options": "DENY",
+            "x-content-type-options": "nosniff",
+            "referrer-policy": "no-referrer",
+            "cache-control": "no-store",
+        },
+    )
+
+
+@cache
+def _source() -> str:
+    return files("edgellm.serve.http").joinpath("page.html").read_text(encoding="utf-8")
+
+
+async def health(call: Call) -> Reply:
+    if call.answering.stopping:
+        raise RequestError("unavailable", "the server is stopping", retry_after_s=1)
+    return json_reply({"status": "ok"})
+
+
+OWN = replace(
+    OPENAI,
+    name="edgellm",
+    routes=[
+        Route("/health", {"GET": health}),
+        Route("/v1/health", {"GET": health}),
+        Route("/", {"GET": page}),
+    ],
+)
 # For a path without a route, the first dialect that owns it writes the error; else OpenAI's does.
 DIALECTS: Sequence[Dialect] = (OPENAI, RESPONSES, LLAMA_CPP, OLLAMA, ANTHROPIC, OWN)
 

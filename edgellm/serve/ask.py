@@ -38,7 +38,7 @@ class Infill:
 
     Attributes:
         order: order of prefix and suffix in the prompt; see `LLM.infill`.
-        fitted: whether the text around the gap is cut to fit the context (see `fim_budget.py`).
+        fitted: whether the text around the gap is cut to fit the context (see `fim.py`).
     """
 
     gap: Gap
@@ -60,7 +60,7 @@ class Ask:
         n: number of answers to the prompt, which is computed once.
         json_schema: schema of the answer, as JSON text; `{}`: any JSON. None: free text.
         infill_sampler: whether tokens are chosen as by llama.cpp's sampler `infill` (see
-            `infill_sampler.py`).
+            `sampling.py`).
     """
 
     model: str | None

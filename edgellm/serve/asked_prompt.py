@@ -8,11 +8,11 @@ from itertools import chain
 from typing import TYPE_CHECKING
 
 from edgellm.engine.chat_prompt import ChatPrompt, ToolOptions, chat_prompt
-from edgellm.engine.infill_sampler import InfillSampler
+from edgellm.engine.sampling import InfillSampler
 from edgellm.infill import infill_options, infill_tokens
 from edgellm.serve.ask import Ask, Conversation, Infill
 from edgellm.serve.request_error import RequestError
-from edgellm.text.fim_budget import budget
+from edgellm.text.fim import budget
 from edgellm.text.template import Scalar
 
 if TYPE_CHECKING:

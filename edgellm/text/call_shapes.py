@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from edgellm.text.rendering_diff import common_end, common_head
 from edgellm.text.tool_format import (
     ID_SLOT,
     INDEX_SLOT,
@@ -268,3 +267,27 @@ def _call_end(text: str, at: int, quote: str) -> int:
     closer = {"(": ")", "{": "}"}.get(text[at : at + 1], "")
     end = text.find(closer, text.find("edgevalue2", at)) if closer else -1
     return end if end < 0 else end + 1
+
+
+# Units of comparison: tags, Mistral's names in brackets, and single characters.
+_SEGMENT = re.compile(r"<[^<>\s][^<>]*>?|\[/?[A-Z_]+\]|.", re.DOTALL)
+
+
+def segments(text: str) -> list[str]:
+    """Split a text into tags and single characters."""
+    return _SEGMENT.findall(text)
+
+
+def common_head(a: str, b: str) -> str:
+    """Return the common beginning of two texts, in whole tags."""
+    return "".join(_common(segments(a), segments(b)))
+
+
+def common_end(a: str, b: str) -> str:
+    """Return the common end of two texts, in whole tags."""
+    return "".join(_common(segments(a)[::-1], segments(b)[::-1])[::-1])
+
+
+def _common(a: Sequence[str], b: Sequence[str]) -> Sequence[str]:
+    pairs = zip(a, b, strict=False)
+    return a[: next((i for i, (x, y) in enumerate(pairs) if x != y), min(len(a), len(b)))]

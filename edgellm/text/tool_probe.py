@@ -16,8 +16,14 @@ from typing import Any
 
 from edgellm.errors import TemplateError
 from edgellm.text.answer_parser import AnswerDelta, AnswerParser
-from edgellm.text.call_shapes import NotUnderstood, find_shape, probe_call
-from edgellm.text.rendering_diff import common_end, common_head, segments
+from edgellm.text.call_shapes import (
+    NotUnderstood,
+    common_end,
+    common_head,
+    find_shape,
+    probe_call,
+    segments,
+)
 from edgellm.text.template_traits import PROBE_TOOL, PROBE_USER, Render, TemplateTraits
 from edgellm.text.tool_format import AnswerFormat, CallFormat, Marks
 from edgellm.tool_use import joined_calls

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from edgellm.cli.first_run import say_if_kernels_are_missing
+from edgellm.cli.options import say_if_kernels_are_missing
 from edgellm.store.bundle import Bundle
 
 

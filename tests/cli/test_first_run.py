@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from edgellm.cli.first_run import say_if_kernels_are_missing
+from edgellm.cli.options import say_if_kernels_are_missing
 
 
 @pytest.mark.parametrize("writable", [True, False])

@@ -18,7 +18,7 @@ from tiny_gguf import ARCH, convert, theta
 from tokenizers.pre_tokenizers import ByteLevel
 
 from edgellm.backends.selection import select
-from edgellm.cli.first_run import say_if_kernels_are_missing
+from edgellm.cli.options import say_if_kernels_are_missing
 from edgellm.options import EngineOptions
 from edgellm.store.bundle import open_bundle
 

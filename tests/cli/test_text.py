@@ -14,8 +14,8 @@ import gguf
 import pytest
 
 from edgellm import Piece, Stats, ToolCallDelta
+from edgellm.cli.main import encode_everything
 from edgellm.cli.output import report, write
-from edgellm.cli.streams import encode_everything
 from edgellm.cli.text import json_line, process_escapes
 from edgellm.errors import OptionError
 from edgellm.kernels.native import library

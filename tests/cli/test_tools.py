@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from edgellm import Piece, Stats, ToolCallDelta
-from edgellm.cli.conversation_file import read_conversation, write_conversation
 from edgellm.cli.output import report, write
+from edgellm.cli.repl import read_conversation, write_conversation
 from edgellm.text.prompt import Message
 
 Cli = Callable[..., subprocess.CompletedProcess[str]]

@@ -107,7 +107,7 @@ def test_single_line_and_indentation(tiny_fim: LLM) -> None:
 def test_time_limit(tiny_fim: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     """On a clock that goes on by a millisecond with each look at it."""
     clock = Clock(per_call=0.001)
-    for module in ("request", "answer_stats"):
+    for module in ("request", "answer"):
         monkeypatch.setattr(f"edgellm.engine.{module}.time", clock)
     found = tiny_fim.infill("a = ", "", time_limit_ms=30, ignore_eos=True)
     assert found.finish_reason == "time"

@@ -50,6 +50,22 @@ def test_everything_that_takes_time_tells_it_the_same_way(
         assert news[-1].unit == ("tokens" if expected == "prefill" else "steps")
 
 
+@pytest.mark.parametrize("n", [1, 2])
+def test_answers_together_are_counted(tiny: LLM, n: int) -> None:
+    """In the thread that asks, whatever is computed of their prompts meanwhile."""
+    news: list[tuple[Progress, threading.Thread]] = []
+    tiny.generate(
+        [LONG[::-1], "One two"],
+        n=n,
+        max_tokens=2,
+        progress=lambda progress: news.append((progress, threading.current_thread())),
+    )
+    assert [progress for progress, _ in news] == [
+        Progress("answers", done, 2 * n) for done in range(1, 2 * n + 1)
+    ]
+    assert {thread for _, thread in news} == {threading.current_thread()}
+
+
 def test_a_kept_prefix_is_computed_with_progress(tiny: LLM, edgellm_home: Path) -> None:
     news: list[Progress] = []
     with tiny.prefix("text", LONG, progress=news.append) as session:

@@ -16,9 +16,9 @@ from waiting import until
 from edgellm.cache.sequence import Sequence as CachedSequence
 from edgellm.engine import auto_prefill, prompt_rows
 from edgellm.engine.context import Context
-from edgellm.engine.owners import OwnerCounters
 from edgellm.engine.prompt_rows import SchedulingPolicy
 from edgellm.engine.request import Request
+from edgellm.engine.scheduler import OwnerCounters
 from edgellm.engine.speculation import Speculation
 from edgellm.engine.step_costs import StepCosts, StepLoad
 from edgellm.engine.two_lanes import PrefillLane, TwoLaneBatcher

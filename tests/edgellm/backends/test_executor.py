@@ -13,7 +13,7 @@ from waiting import until
 from edgellm.backends.batch import Span
 from edgellm.backends.chunk import Chunk
 from edgellm.backends.chunked_backend import ChunkedBackend
-from edgellm.backends.executor import execute
+from edgellm.backends.forward import execute
 from edgellm.backends.schedule import POLICIES, Policy, Processor, Schedule, Step, Task
 from edgellm.backends.trace import TaskRecord, bubble_rate, chrome_trace, write_trace
 from edgellm.cache.sequence import Sequence

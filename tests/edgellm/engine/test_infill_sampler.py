@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from edgellm.engine.infill_sampler import InfillSampler
+from edgellm.engine.sampling import InfillSampler
 from edgellm.generation_options import GenerationOptions
 
 TEXTS = ["</s>", "ret", "return", "x", "y", "z", "u", "v", "w", "\ufffd"]

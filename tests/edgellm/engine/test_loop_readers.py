@@ -70,7 +70,7 @@ def test_a_time_limit_ends_who_waits_for_a_place(
     folder: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     small, clock = load(folder, ctx_size=4 * BLOCK, cache_size=4 * BLOCK), Clock()
-    for module in ("request", "answer_stats"):
+    for module in ("request", "answer"):
         monkeypatch.setattr(f"edgellm.engine.{module}.time", clock)
     step_in_readers(small, monkeypatch)
     first = small.stream(prompt(1, 3 * BLOCK), max_tokens=100, **GREEDY)

@@ -8,9 +8,9 @@ from hypothesis import strategies as st
 from inspection import ignore_owners, remembered
 from simulated_engine import TARGET, Engine, Request, finished, numbers, requests_strategy
 
-from edgellm.engine.owners import OwnerCounters
 from edgellm.engine.policies import Serial, StallFree
 from edgellm.engine.prompt_rows import SchedulingPolicy
+from edgellm.engine.scheduler import OwnerCounters
 
 
 def test_who_comes_back_is_lifted() -> None:

@@ -13,7 +13,7 @@ from simulated_engine import Request, chosen, numbers, two_cores
 from edgellm.engine.plan import Share
 from edgellm.engine.scheduler import Scheduler
 from edgellm.engine.step_costs import StepCosts, StepLoad
-from edgellm.engine.two_devices import JobTime, Pace, TwoDevices
+from edgellm.engine.two_lanes import JobTime, Pace, TwoDevices
 from edgellm.errors import OptionError
 
 # Of decode steps: their rows, by the number of the step.

@@ -20,7 +20,7 @@ from edgellm.backends.planner import Costs
 from edgellm.backends.thread_pool import session_options
 from edgellm.engine.one_sequence import compute_prompt
 from edgellm.export.calibrate import CalibrationOptions, Calibrator, Rounding
-from edgellm.export.layerwise import WindowAttention
+from edgellm.export.float_segments import WindowAttention
 from edgellm.export.precisions import PRECISIONS
 from edgellm.export.weight_reader import WeightReader
 from edgellm.graphs import contract

@@ -17,12 +17,11 @@ import transformers
 
 from edgellm import NumericError, OptionError, SourceError
 from edgellm.engine.one_sequence import compute_tokens
-from edgellm.export.calibration_text import default_text
+from edgellm.export.calibrate import default_text
 from edgellm.export.float_segments import float_hidden
 from edgellm.graphs.checkpoint import open_checkpoint
 from edgellm.llm import load
-from edgellm.measure.quality import Comparison, quality
-from edgellm.measure.sample_text import sample_text
+from edgellm.measure.quality import Comparison, quality, sample_text
 from edgellm.store.bundle import Bundle
 from edgellm.store.manifest import MANIFEST
 

@@ -19,10 +19,10 @@ from edgellm.backends.packed_weights import open_packed_weights
 from edgellm.backends.self_test import Check
 from edgellm.backends.step_backend import StepBackend
 from edgellm.engine.engine import Engine
-from edgellm.export.float_reference import float_reference
 from edgellm.graphs.contract import StoredArray
 from edgellm.kernels.native import library
 from edgellm.llm import load
+from edgellm.measure.doctor import float_reference
 from edgellm.measure.step_test import check_layers, check_step, prompt_limit, segment_limit
 from edgellm.store.bundle import Bundle, open_bundle
 from edgellm.store.import_summary import ImportSummary, imported

@@ -109,7 +109,7 @@ def test_time_limits_count_from_the_arrival(
     for module in (
         "serve.queue_limits",
         "serve.answering",
-        "engine.answer_stats",
+        "engine.answer",
         "engine.request",
     ):
         monkeypatch.setattr(f"edgellm.{module}.time", clock)

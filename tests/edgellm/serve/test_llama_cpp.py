@@ -14,8 +14,8 @@ from waiting import Clock
 from edgellm.llm import LLM
 from edgellm.serve import ModelPool, ServeOptions
 from edgellm.serve.http.fields import Fields
+from edgellm.serve.llama_cpp.completion import apply_samplers
 from edgellm.serve.llama_cpp.fields import generation_arguments, logit_bias
-from edgellm.serve.llama_cpp.samplers import apply_samplers
 
 GREEDY: dict[str, Any] = {"prompt": "hello there", "n_predict": 12, "temperature": 0}
 

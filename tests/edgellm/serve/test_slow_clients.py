@@ -17,7 +17,7 @@ from serving import LONG, PATH, Running, chat, connected, wire
 from uvicorn.server import ServerState
 from waiting import CEILING_S, until
 
-from edgellm.serve.http.connection import protocol
+from edgellm.serve.server import protocol
 
 CHAT = chat("hi", max_tokens=3)
 # Its reply of 13 MB is there at once.

@@ -13,7 +13,7 @@ from edgellm.cache.disk_cache import DiskCache
 from edgellm.cache.session_file import SavedSession, read_session, write_session
 from edgellm.store.bundle import open_bundle
 from edgellm.store.home import delete_folder, replacing_folder
-from edgellm.store.precision_removal import remove_precisions
+from edgellm.store.precision_support import remove_precisions
 from edgellm.store.sources import resolve
 
 Export = Callable[..., Path]

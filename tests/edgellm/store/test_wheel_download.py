@@ -19,8 +19,7 @@ from pypi_simple import PYPI_SIMPLE_ENDPOINT
 
 from edgellm import SourceError
 from edgellm.progress import Progress
-from edgellm.store.package_index import certificates, index_urls
-from edgellm.store.wheel_download import download_wheel
+from edgellm.store.wheel_download import certificates, download_wheel, index_urls
 
 
 def wheel_bytes() -> bytes:

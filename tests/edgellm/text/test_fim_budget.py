@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from edgellm.text.fim import FAMILIES, Gap, assemble
-from edgellm.text.fim_budget import Budget, budget
+from edgellm.text.fim import FAMILIES, Budget, Gap, assemble, budget
 
 
 @pytest.mark.parametrize("ctx_size", [1, 16, 128, 1024, 4096, 32768])

@@ -11,7 +11,7 @@ import llguidance
 import pytest
 
 from edgellm.text.answer_parser import AnswerParser
-from edgellm.text.rendering_diff import common_end, common_head
+from edgellm.text.call_shapes import common_end, common_head
 from edgellm.text.template import ChatTemplate
 from edgellm.text.tool_grammar import tool_grammar
 from edgellm.tool_use import Tool, joined_calls

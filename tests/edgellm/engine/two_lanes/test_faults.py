@@ -71,7 +71,7 @@ def test_a_prompt_that_is_stopped_ends_between_two_layers(
 ) -> None:
     gate, cancel = Gate(tiny.engine.prefill, "run", monkeypatch), threading.Event()
     limit, clock = 300 if how == "out of time" else None, Clock()
-    for module in ("request", "answer_stats"):
+    for module in ("request", "answer"):
         monkeypatch.setattr(f"edgellm.engine.{module}.time", clock)
     with ThreadPoolExecutor(1) as pool:
         options = {**SHORT, "time_limit_ms": limit}

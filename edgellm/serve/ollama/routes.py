@@ -1,4 +1,4 @@
-"""Ollama's `/api/embed`, and its predecessor `/api/embeddings`."""
+"""Routes of Ollama: embeddings, and those of other files; and the form of its errors."""
 
 from __future__ import annotations
 
@@ -7,12 +7,14 @@ from collections.abc import Sequence
 
 from edgellm.serve.ask import EmbeddingAsk
 from edgellm.serve.events import Embeddings
-from edgellm.serve.http.endpoint import Call, Route
+from edgellm.serve.http.endpoint import Call, Dialect, Route
 from edgellm.serve.http.fields import Fields
-from edgellm.serve.http.streaming import Reply, json_reply
+from edgellm.serve.http.streaming import JSON, Frame, Reply, json_reply
+from edgellm.serve.ollama import chat, models
 from edgellm.serve.ollama.options import read_keep_alive
 from edgellm.serve.openai.embeddings import read_dimensions, shortened
 from edgellm.serve.openai.sampling import MOST_MS
+from edgellm.serve.request_error import RequestError
 
 _MOST_TEXTS = 2048
 
@@ -71,7 +73,26 @@ async def _embedded(
         pool.keep(model, keep_alive_s)
 
 
-ROUTES = (
-    Route("/api/embed", {"POST": embed}),
-    Route("/api/embeddings", {"POST": embeddings}),
+def error_body(error: RequestError) -> JSON:
+    if error.code == "model_not_found":
+        return {"error": f"model not found: {error.message}"}
+    return {"error": error.message}
+
+
+def error_frames(error: RequestError) -> list[Frame]:
+    """Return the last line of a stream that fails; clients raise it as an error."""
+    return [Frame(error_body(error))]
+
+
+OLLAMA = Dialect(
+    name="ollama",
+    routes=[
+        *chat.ROUTES,
+        Route("/api/embed", {"POST": embed}),
+        Route("/api/embeddings", {"POST": embeddings}),
+        *models.ROUTES,
+    ],
+    error_body=error_body,
+    error_frames=error_frames,
+    owns=lambda path: path.startswith("/api/"),
 )

@@ -1,4 +1,4 @@
-"""Dialect of Anthropic: its routes and the form of its errors."""
+"""Routes of Anthropic, and the form of its errors."""
 
 from __future__ import annotations
 

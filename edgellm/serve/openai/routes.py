@@ -1,0 +1,188 @@
+"""Routes of OpenAI: models, Mistral's fill-in-the-middle, and those of other files."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from datetime import UTC, datetime
+from typing import Any
+
+from edgellm.generation_options import GenerationArguments
+from edgellm.serve.ask import Ask, Infill
+from edgellm.serve.events import Begun, Delta, Event, PromptProgress
+from edgellm.serve.http.endpoint import Call, Dialect, Route
+from edgellm.serve.http.fields import Fields
+from edgellm.serve.http.streaming import Comment, Frame, Frames, Reply, json_reply
+from edgellm.serve.model_pool import ModelPool
+from edgellm.serve.openai import chat, completions, embeddings, responses
+from edgellm.serve.openai.chat import AskedChat, ChatIdentity, chat_object
+from edgellm.serve.openai.error import error_body, error_frames
+from edgellm.serve.openai.sampling import max_tokens, sampling_arguments
+from edgellm.serve.usage import finish_reason, placement, timestamp, timings, usage
+from edgellm.text.fim import Gap
+
+
+async def fim_completions(call: Call) -> Reply:
+    """Fill a gap, and reply in the form of chats."""
+    fields = await call.fields()
+    ask = read_fim(fields)
+    if fields.flag("stream"):
+        return call.stream(fim_frames(call.events(ask)))
+    begun, answers = await call.answers(ask)
+    return json_reply(chat_object(begun, answers, AskedChat(ask=ask)))
+
+
+def read_fim(fields: Fields) -> Ask:
+    """Read the ask of a request: greedy, as in `LLM.infill`, unless `temperature` is given."""
+    arguments: GenerationArguments = {
+        "temperature": 0.0,
+        **sampling_arguments(fields),
+        **max_tokens(fields, "max_tokens"),
+    }
+    seed = fields.whole("random_seed", 0, 2**64 - 1)
+    if seed is not None:
+        arguments["seed"] = seed
+    gap = Gap(prefix=fields.required_text("prompt"), suffix=fields.text("suffix") or "")
+    return Ask(model=fields.text("model"), prompt=Infill(gap=gap), arguments=arguments)
+
+
+async def fim_frames(events: AsyncGenerator[Event, None]) -> Frames:
+    """Convert an ask's events to chunks, all with a choice and a text: editors check neither."""
+    identity: ChatIdentity | None = None
+    async with aclosing(events):
+        async for event in events:
+            if isinstance(event, Begun):
+                identity = ChatIdentity(event.model)
+                yield Comment("")  # the reply begins
+                continue
+            if isinstance(event, PromptProgress):
+                yield Comment(f"prompt {event.done}/{event.total}")
+                continue
+            assert identity is not None
+            if isinstance(event, Delta):
+                if event.text:
+                    yield _chunk(identity, event.text, None)
+                continue
+            yield _chunk(
+                identity,
+                "",
+                finish_reason(event.finish_reason),
+                usage=usage([event.stats]),
+                timings=timings(event.stats),
+                placement=placement(event.stats),
+            )
+    yield Frame("[DONE]")
+
+
+def _chunk(identity: ChatIdentity, text: str, reason: str | None, **more: object) -> Frame:
+    delta = {"role": "assistant", "content": text}
+    choice = {"index": 0, "delta": delta, "finish_reason": reason}
+    return Frame(identity.object("chat.completion.chunk", [choice], **more))
+
+
+async def list_models(call: Call) -> Reply:
+    """Return the models, with the fields that Mistral's and llama.cpp's clients read.
+
+    Anthropic's clients, which use the same path, get Anthropic's form.
+    """
+    pool = call.answering.pool
+    if _is_anthropic(call):
+        return json_reply(_anthropic_page(call))
+    return json_reply({"object": "list", "data": [_model(pool, id) for id in pool.ids]})
+
+
+async def show_model(call: Call) -> Reply:
+    pool = call.answering.pool
+    id = pool.resolve(call.path_values["model"])
+    if _is_anthropic(call):
+        return json_reply(_anthropic_model(call, id))
+    return json_reply(_model(pool, id))
+
+
+def _model(pool: ModelPool, id: str) -> dict[str, Any]:
+    model: dict[str, Any] = {
+        "id": id,
+        "object": "model",
+        "created": pool.started_at,
+        "owned_by": "edgellm",
+        "type": "base",  # Mistral's client reads only base and fine-tuned models
+        "capabilities": {},
+    }
+    card = pool.known(id)
+    if card is not None:
+        config = card.config
+        model["capabilities"] = {
+            "completion_chat": bool(card.template),
+            "completion_fim": card.infill is not None,
+            "function_calling": card.calls_tools,
+            "reasoning": card.reasons,
+        }
+        model["max_context_length"] = card.ctx_size
+        model["meta"] = {
+            "n_ctx": card.ctx_size,
+            "n_ctx_train": config.context_length,
+            "n_embd": config.hidden_size,
+            "n_vocab": config.vocab_size,
+        }
+    return model
+
+
+def _is_anthropic(call: Call) -> bool:
+    """Whether an Anthropic client asks, whose paths for models are the same."""
+    return call.header("anthropic-version") is not None
+
+
+def _anthropic_page(call: Call) -> dict[str, Any]:
+    """Return a page of models: at most `limit` of them, between `after_id` and `before_id`."""
+    ids = list(call.answering.pool.ids)
+    after, before, limit = (call.query(name) for name in ("after_id", "before_id", "limit"))
+    if after in ids:
+        ids = ids[ids.index(after) + 1 :]
+    if before in ids:
+        ids = ids[: ids.index(before)]
+    most = int(limit) if limit is not None and limit.isdecimal() and len(limit) < 10 else len(ids)
+    page = ids[:most]
+    return {
+        "data": [_anthropic_model(call, id) for id in page],
+        "has_more": len(page) < len(ids),
+        "first_id": page[0] if page else None,
+        "last_id": page[-1] if page else None,
+    }
+
+
+def _anthropic_model(call: Call, id: str) -> dict[str, Any]:
+    pool, most = call.answering.pool, call.answering.options.max_tokens
+    card = pool.known(id)
+    size = None if card is None else card.ctx_size
+    return {
+        "type": "model",
+        "id": id,
+        "display_name": id if card is None else card.name,
+        "created_at": timestamp(datetime.fromtimestamp(pool.started_at, UTC)),
+        "lifecycle": "active",
+        "max_input_tokens": size,
+        "max_tokens": min((each for each in (size, most) if each is not None), default=None),
+    }
+
+
+OPENAI = Dialect(
+    name="openai",
+    routes=[
+        *chat.ROUTES,
+        *completions.ROUTES,
+        Route("/v1/fim/completions", {"POST": fim_completions}),
+        Route("/fim/completions", {"POST": fim_completions}),
+        *embeddings.ROUTES,
+        Route("/v1/models", {"GET": list_models}),
+        Route("/models", {"GET": list_models}),
+        Route("/v1/models/{model:path}", {"GET": show_model}),
+    ],
+    error_body=error_body,
+    error_frames=error_frames,
+)
+RESPONSES = Dialect(
+    name="responses",
+    routes=responses.ROUTES,
+    error_body=error_body,
+    error_frames=responses.error_frames,
+)
