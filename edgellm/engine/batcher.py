@@ -6,7 +6,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 
 from edgellm.backends.backend import Backend
@@ -92,6 +92,7 @@ class Batcher:
 
     def step(self) -> None:
         """Compute a batch, and give each request its piece."""
+        self._scheduler.counts.steps += 1
         self._take_in()
         self._end()
         shares = self._next()
@@ -149,7 +150,7 @@ class Batcher:
         request = self._scheduler.make_way()
         if request is not None:
             request.preempt()
-        shares = self._begun(self._scheduler.plan(self._cache.free_blocks))
+        shares = self._planned(self._scheduler.plan)
         if self._scheduler.wants_room:
             self._park()
         return shares
@@ -169,37 +170,44 @@ class Batcher:
             self._parked.append(request)
             request.preempt()
 
-    def _begun(self, plan: Plan[Request]) -> list[Share[Request]]:
-        """Begin the requests that a plan admits; returns the shares of those that run."""
-        for request in plan.admitted:
-            self._begin(request)
-        shares = []
-        for share in plan.shares:
-            request, start = share.request, share.request.computed
-            if request not in self._scheduler.running:
-                continue
-            if start != share.start:  # it has begun with other tokens than were found
-                share = replace(share, start=start, rows=min(share.rows, request.left))
-            shares.append(share)
-        return shares
+    def _planned(self, plan: Callable[..., Plan[Request]]) -> list[Share[Request]]:
+        """Begin the requests that a plan admits, and plan again, until it admits none."""
+        admits = True
+        while True:
+            made = plan(self._cache.free_blocks, admits=admits)
+            if not made.admitted:
+                return made.shares
+            begun = (self._begin(request, first=first) for request, first in made.admitted.items())
+            admits = all(begun)  # up to the first that finds no room
 
-    def _begin(self, request: Request) -> None:
-        """Begin a request; if no other one runs, with the blocks of waiting requests."""
+    def _begin(self, request: Request, *, first: bool) -> bool:
+        """Begin a request; if no other one runs, with the blocks of waiting requests.
+
+        Args:
+            first: whether it is first in line.
+
+        Returns:
+            False if it goes on waiting, as there is no room.
+        """
         scheduler = self._scheduler
         while True:
             try:
                 request.begin()
             except CacheFullError as error:
                 if scheduler.running:
-                    return scheduler.refuse(request)
+                    scheduler.refuse(request, first=first)
+                    return False
                 holder = scheduler.preempt(but=request)
                 if holder is None:
-                    return self._fail(request, error)
+                    self._fail(request, error)
+                    return True
                 holder.preempt()
             except Exception as error:
-                return self._fail(request, error)
+                self._fail(request, error)
+                return True
             else:
-                return scheduler.admitted(request)
+                scheduler.admitted(request)
+                return True
 
     def _compute(
         self, backend: Backend, shares: Sequence[Share[Request]], *, alone: bool

@@ -234,17 +234,6 @@ class Context:
                 f"{engine.config.context_length}) or take `context_policy` shift"
             )
 
-    def found(self) -> int:
-        """Return the number of tokens that an answer finds in the KV cache, as far as is known.
-
-        It is another one where a full context is to be shifted, or the session was changed while
-        its blocks were taken out of the KV cache.
-        """
-        prefix = self.tokens[:-1]
-        held = self.sequence.tokens if self._swapped is None else self._swapped.tokens
-        cached = self.engine.cache.cached_prefix(prefix, root=self._root)
-        return min(max(len(held), cached), len(prefix))
-
     def begin(self) -> int:
         """Take over the longest cached prefix, without the last token; returns its length."""
         cache, prefix = self.engine.cache, self.tokens[:-1]

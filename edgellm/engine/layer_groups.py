@@ -31,7 +31,7 @@ class LayerGroups(PromptRows[RequestT]):
 
     def _serve(self, entry: Entry[RequestT], room: int) -> None:
         underway, parking = entry.request.underway, self._budget.parking
-        long = self._left(entry) > room + room // 8
+        long = entry.left > room + room // 8
         if underway is None and long and parking is not None and entry.request.may_rest:
             rows = self._rows_of(entry, room, parking)
             if rows > 2 * room and self._resting() < _MOST_RESTING:
@@ -46,14 +46,14 @@ class LayerGroups(PromptRows[RequestT]):
 
     def _seconds_of(self, entry: Entry[RequestT], room: int) -> float:
         """Return the seconds that `room` rows add to the step, also where decodes alone fill it."""
-        seconds, position = self._costs.seconds, self._computed(entry)
+        seconds, position = self._costs.seconds, entry.request.computed
         return seconds(self._load.plus(room, position)) - seconds(self._load)
 
     def _rows_of(self, entry: Entry[RequestT], room: int, parking: Parking) -> int:
         """Return the rows of which whole layers fill a step: fewer in two layers, where 512 would
         pass one and a half. The rest of a prompt is taken whole if one layer of it fits."""
-        costs, start, layers = self._costs, self._computed(entry), parking.layers
-        step, left = max(self._seconds_of(entry, room), _SHORTEST), self._left(entry)
+        costs, start, layers = self._costs, entry.request.computed, parking.layers
+        step, left = max(self._seconds_of(entry, room), _SHORTEST), entry.left
         most, in_each = min(left, parking.rows), 1
         if most < left:
             steps = int(costs.seconds(StepLoad().plus(most, start)) / step)
@@ -65,7 +65,7 @@ class LayerGroups(PromptRows[RequestT]):
     def _pass_group(self, entry: Entry[RequestT], underway: Underway, seconds: float) -> None:
         """Give a prompt's rows their next layers; those left are spread evenly over as few steps as
         they take."""
-        start, (rows, passed, count) = self._computed(entry), underway
+        start, (rows, passed, count) = entry.request.computed, underway
         whole = self._costs.seconds(StepLoad().plus(rows, start))
         left = count - passed
         fitting = left if whole <= seconds else max(1, int(_SLACK * seconds / whole * count))

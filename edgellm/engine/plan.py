@@ -10,7 +10,10 @@ from edgellm.engine.step_costs import StepLoad
 
 
 class Underway(NamedTuple):
-    """Rows of a prompt on their way, which have passed `layers` of `all` layers."""
+    """Rows of a prompt on their way, which have passed `layers` of `all` layers.
+
+    Both are 0 where another device computes them.
+    """
 
     rows: int
     layers: int
@@ -40,7 +43,6 @@ class Schedulable(Protocol):
     Attributes:
         tokens: tokens of the prompt, and sampled tokens.
         computed: number of tokens that are in the KV cache.
-        found: number that would be in the KV cache if the request were begun now.
         needed: KV blocks of each cache group that it lacks for all tokens and one more.
         underway: rows of its prompt on their way; None: none.
         may_rest: whether rows of its prompt may be parked; False after they found no room.
@@ -63,9 +65,6 @@ class Schedulable(Protocol):
 
     @property
     def computed(self) -> int: ...
-
-    @property
-    def found(self) -> int: ...
 
     @property
     def needed(self) -> Sequence[int]: ...
@@ -177,20 +176,21 @@ class Plan(Generic[RequestT]):
 
     Attributes:
         shares: rows to compute, decodes first.
-        admitted: waiting requests to begin, with the number of tokens that they begin with.
+        admitted: waiting requests to begin, and whether each is the first in line. Their shares are
+            a guess: they may begin with tokens that the KV cache has.
         refused: first request in line, if it has found no room.
         delayed: requests that wait for a prefix which another one computes.
     """
 
     shares: list[Share[RequestT]]
-    admitted: dict[RequestT, int] = field(default_factory=dict)
+    admitted: dict[RequestT, bool] = field(default_factory=dict)
     refused: Entry[RequestT] | None = None
     delayed: list[Entry[RequestT]] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)
 class Snapshot(Generic[RequestT]):
-    """State of the engine before a step.
+    """State of the engine before a step, which does not change while a plan is made.
 
     Attributes:
         running: running requests, in the order of their admission.

@@ -100,6 +100,7 @@ class PromptRows(Generic[RequestT]):
 
     Args:
         shares: shares of the step so far.
+        admits: whether waiting requests may be admitted.
 
     Attributes:
         plan: the plan so far.
@@ -113,11 +114,12 @@ class PromptRows(Generic[RequestT]):
         *,
         budget: StepBudget = NO_BOUNDS,
         shares: Iterable[Share[RequestT]] = (),
+        admits: bool = True,
     ) -> None:
         self.plan = Plan(list(shares), refused=snapshot.refused)
         self._snapshot, self._policy, self._costs = snapshot, policy, costs
         self._budget = budget
-        self._places = policy.max_running - len(snapshot.running)
+        self._places = policy.max_running - len(snapshot.running) if admits else 0
         self._rows = 0
         self._load = StepLoad()
         self._served: set[int] = set()
@@ -130,8 +132,7 @@ class PromptRows(Generic[RequestT]):
         line = in_line(prompts, self._snapshot, self._policy)
         while line and len(self._served) < most:
             _, _, entry = heapq.heappop(line)
-            position = entry.request.computed
-            room = self._room(position)
+            room = self._room(entry.request.computed)
             # a few rows that are left of a step are no beginning for a long prompt
             if room < 1 or (self._rows and room < min(entry.left, self._budget.min_rows // 2)):
                 return
@@ -142,10 +143,8 @@ class PromptRows(Generic[RequestT]):
                 line = [item for item in line if self._runs(item[2])]
                 heapq.heapify(line)
                 continue
-            if self._computed(entry) != position:
-                room = self._room(self._computed(entry))
-            if self._left(entry) > room // 2 and self._let_short_ones_ride(line, room, entry):
-                room = self._room(self._computed(entry))
+            if entry.left > room // 2 and self._let_short_ones_ride(line, room, entry.left):
+                room = self._room(entry.request.computed)
             self._serve(entry, room)
 
     def _serve(self, entry: Entry[RequestT], room: int) -> None:
@@ -167,7 +166,7 @@ class PromptRows(Generic[RequestT]):
         it. An eighth is within the error of a prediction.
         """
         limit = self._budget.max_rows - self._load.rows
-        start, left = self._computed(entry), self._left(entry)
+        start, left = entry.request.computed, entry.left
         rows = left if left <= min(room + room // 8, limit) else min(left, room)
         if rows < 1:
             return
@@ -177,7 +176,7 @@ class PromptRows(Generic[RequestT]):
         self._served.add(entry.number)
 
     def _let_short_ones_ride(
-        self, line: list[_Ranked[RequestT]], room: int, first: Entry[RequestT]
+        self, line: list[_Ranked[RequestT]], room: int, first_left: int
     ) -> bool:
         """Give half of the room to prompts much shorter than the first; False if there are none.
 
@@ -185,7 +184,7 @@ class PromptRows(Generic[RequestT]):
         long is computed. So they begin with the next step, and the long one keeps going. A prompt
         that needs only half as much again is finished.
         """
-        short = min(room, self._left(first) * 2 // 3)
+        short = min(room, first_left * 2 // 3)
         half, rows_before = room // 2, self._rows
         for _, _, entry in sorted(item for item in line if item[1] <= short):
             if half < 1:
@@ -196,10 +195,9 @@ class PromptRows(Generic[RequestT]):
                 continue
             if not self._admit(entry, first=False):
                 continue
-            left = self._left(entry)
-            rows = left if left <= half + half // 2 else half
+            rows = entry.left if entry.left <= half + half // 2 else half
             # the rest of a long prompt takes longer for as many rows
-            rows = min(rows, self._room(self._computed(entry)) * 3 // 4)
+            rows = min(rows, self._room(entry.request.computed) * 3 // 4)
             self._compute(entry, rows)
             half -= rows
         return self._rows > rows_before
@@ -219,7 +217,7 @@ class PromptRows(Generic[RequestT]):
                 self.plan.refused = entry
             return False
         self._places -= 1
-        self.plan.admitted[entry.request] = entry.request.found
+        self.plan.admitted[entry.request] = first
         if entry is self.plan.refused:
             self.plan.refused = None
         return True
@@ -250,21 +248,13 @@ class PromptRows(Generic[RequestT]):
             if other.request.decoding or other.request.salt != entry.request.salt:
                 continue
             common = entry.common_with(other, block_size=size)
-            if self._computed(other) < common and common - entry.request.computed >= size:
+            if other.request.computed < common and common - entry.request.computed >= size:
                 self.plan.delayed.append(entry)
                 return other
         return None
 
     def _runs(self, entry: Entry[RequestT]) -> bool:
         return entry.request in self._snapshot.running or entry.request in self.plan.admitted
-
-    def _computed(self, entry: Entry[RequestT]) -> int:
-        """Return the number of tokens in the KV cache, once the plan's requests have begun."""
-        found = self.plan.admitted.get(entry.request)
-        return entry.request.computed if found is None else found
-
-    def _left(self, entry: Entry[RequestT]) -> int:
-        return len(entry.request.tokens) - self._computed(entry)
 
 
 def in_line(

@@ -82,6 +82,7 @@ class Request(Stream):
         Raises:
             OptionError: also if the session answers already, or a token is none of the model's.
         """
+        self.check_free()
         self.context.checked("logit_bias", self._options.logit_bias)
         self.context.checked("stop_tokens", self._options.stop_tokens)
         if self._options.context_policy == "error" or not self.tokens:
@@ -109,19 +110,6 @@ class Request(Stream):
         """Number of tokens in the KV cache; never the last one, whose logits are wanted."""
         context = self.context
         return min(len(context.sequence.tokens), len(context.tokens) - 1)  # asked 8 times a step
-
-    @property
-    def left(self) -> int:
-        """Number of tokens that are to be computed."""
-        return len(self.tokens) - self.computed
-
-    @property
-    def found(self) -> int:
-        """Number of tokens that would be in the KV cache if it were begun now."""
-        try:
-            return self.context.found()
-        except Exception:  # an error of its own, which `begin` raises again
-            return self.computed
 
     @property
     def needed(self) -> list[int]:

@@ -119,29 +119,34 @@ class Scheduler(Generic[RequestT]):
             if not self._present[entry.owner]:
                 del self._present[entry.owner]
 
-    def plan(self, free: Sequence[int]) -> Plan[RequestT]:
+    def plan(self, free: Sequence[int], *, admits: bool = True) -> Plan[RequestT]:
         """Plan a step; without shares if there are no rows, or the first in line finds no room.
 
-        The caller begins the requests that the plan admits, and calls `admitted` or `refuse`.
+        A plan that admits requests is for the caller to begin these, to call `admitted` or `refuse`
+        for each, and to plan again: what they begin with is known then.
 
         Args:
             free: free KV blocks of each cache group.
+            admits: whether waiting requests may be admitted.
         """
-        self.counts.steps += 1
         decodes, prompts = self._decodes(), self._prompts()
         if not prompts:
             return Plan(decodes, refused=self._refused)
         present = sum(not request.paused for request in self._running) + len(self._waiting)
-        budget = self.policy.budget(decodes=len(decodes), requests=present)
         rows = self.policy.prompt_rows(
-            self._snapshot(free), self.policy, self.costs, budget=budget, shares=decodes
+            self._snapshot(free),
+            self.policy,
+            self.costs,
+            budget=self.policy.budget(decodes=len(decodes), requests=present),
+            shares=decodes,
+            admits=admits,
         )
         rows.add(prompts)
         return self._noted(rows.plan)
 
-    def plan_prompt(self, free: Sequence[int]) -> Plan[RequestT]:
+    def plan_prompt(self, free: Sequence[int], *, admits: bool = True) -> Plan[RequestT]:
         """Plan all that is left of the prompt first in line, for its own device; see `plan`."""
-        rows = PromptRows(self._snapshot(free), self.policy, self.costs)
+        rows = PromptRows(self._snapshot(free), self.policy, self.costs, admits=admits)
         rows.add(self._prompts(), most=1)
         return self._noted(rows.plan)
 
@@ -152,10 +157,17 @@ class Scheduler(Generic[RequestT]):
         self.counts.admitted += 1
         entry.promised, entry.asked.begun = False, True
         entry.since = self.counts.rows
+        if entry is self._refused:
+            self._refused = None
 
-    def refuse(self, request: RequestT) -> None:
-        """Leave a request waiting that was planned to begin and found no room, first in line."""
-        self._refused = self._waiting[request]
+    def refuse(self, request: RequestT, *, first: bool) -> None:
+        """Leave a request waiting that was to begin and found no room.
+
+        Args:
+            first: whether it is first in line; no other one is admitted before it then.
+        """
+        if first:
+            self._refused = self._waiting[request]
 
     def preempt(self, *, but: RequestT | None = None) -> RequestT | None:
         """Send the newest running request of the lowest priority back to the front of the line.
@@ -251,7 +263,9 @@ class Scheduler(Generic[RequestT]):
         )
 
     def _noted(self, plan: Plan[RequestT]) -> Plan[RequestT]:
-        """Note what concerns later plans, and return a plan."""
+        """Note what concerns later steps, and return a plan."""
+        if plan.admitted:
+            return plan  # another one follows
         self._refused = plan.refused
         for entry in plan.delayed:
             self.counts.waited_for_prefix += not entry.waited_for_prefix

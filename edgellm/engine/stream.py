@@ -30,7 +30,7 @@ class Stream:
         self.report: Progress | None = None
         self.finished = self.withdrawn = False
         self.error: BaseException | None = None
-        self._given = self._taken = 0  # tokens; one thread changes each
+        self._given = self._taken = 0  # tokens; the reader changes the second, while it is there
         self._changes = context.changes
         self._claims = False
 
@@ -51,14 +51,13 @@ class Stream:
 
     # for the reader
 
-    def claim(self) -> None:
-        """Take the context for this answer.
-
-        Raises:
-            OptionError: the session answers already.
-        """
+    def check_free(self) -> None:
+        """Raise OptionError where the session answers already."""
         if self.context.answering is not None:
             raise _answering()
+
+    def claim(self) -> None:
+        """Take the context for this answer."""
         self._claims = True
         self.context.answering = self
 

@@ -288,12 +288,10 @@ class TwoLaneBatcher(Batcher):
 
     def _prefill_next(self) -> None:
         """Give the lane rows of the prompt that is first in line."""
-        share = self._next_prompt()
-        # a request that was preempted may be back with all that it had
-        while share is not None and share.request.decoding:
-            share = self._next_prompt()
-        if share is None:
+        shares = self._planned(self._scheduler.plan_prompt)
+        if not shares:
             return
+        (share,) = shares
         request = share.request
         try:
             target = self._job_time.expected_within(self._options.time_target_ms / 1000)
@@ -305,11 +303,6 @@ class TwoLaneBatcher(Batcher):
             self._without_newest([share], error)
         except Exception as error:
             self._fail(request, error)
-
-    def _next_prompt(self) -> Share[Request] | None:
-        """Return all that is left of the prompt first in line, if it has room."""
-        shares = self._begun(self._scheduler.plan_prompt(self._cache.free_blocks))
-        return shares[0] if shares else None
 
     def _without_newest(
         self, shares: Sequence[Share[Request]], error: CacheFullError

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from hypothesis import strategies as st
 
-from edgellm.engine.plan import Arrival, Plan, Share, Underway
+from edgellm.engine.plan import Arrival, Share, Underway
 from edgellm.engine.prompt_rows import SchedulingPolicy
 from edgellm.engine.scheduler import Scheduler
 from edgellm.engine.step_costs import StepCosts, StepLoad
@@ -58,21 +58,10 @@ class Request:
     forks: list[Request] = field(default_factory=list)
     shared: Shared | None = None
     asked: Arrival | None = None
-    known: set[tuple[int, ...]] | None = None  # prefixes that the engine has
 
     @property
     def holding(self) -> bool:
         return self.blocks > 0 or self.shared is not None
-
-    @property
-    def found(self) -> int:
-        found = self.computed
-        if self.known is not None and not found:
-            while found + BLOCK < len(self.tokens):
-                if tuple(self.tokens[: found + BLOCK]) not in self.known:
-                    break
-                found += BLOCK
-        return found
 
     @property
     def needed(self) -> list[int]:
@@ -117,6 +106,7 @@ class Engine:
         blocks: of the pool; a request that needs more alone fails.
         watermark: blocks that an admission leaves free.
         sharing: finished blocks of prompts are found by those that are admitted later.
+        surprises: some find no room though there seemed to be, while others run.
     """
 
     def __init__(
@@ -126,6 +116,7 @@ class Engine:
         blocks: int = 10**9,
         watermark: int = 0,
         sharing: bool = False,
+        surprises: bool = False,
         law: Callable[[StepLoad], float] = two_cores,
         noise: float = 0.0,
         costs: StepCosts | None = None,
@@ -134,10 +125,10 @@ class Engine:
         self.policy, self.law, self.noise = policy, law, noise
         self.blocks, self.free, self.watermark = blocks, blocks, watermark
         self.known: set[tuple[int, ...]] | None = set() if sharing else None
+        self.surprises, self.begins = surprises, 0
         self.now = 0.0
         self.chance = random.Random(0)
         self.steps: list[tuple[list[Share[Request]], float]] = []
-        self.ran: set[Request] = set()  # before the step
 
     def run(self, requests: Iterable[Request], *, until: float = float("inf")) -> None:
         arriving = sorted(requests, key=lambda r: r.arrival)[::-1]
@@ -149,12 +140,8 @@ class Engine:
         while self.now < until:
             self.arrive(arriving, cancelled)
             self.make_way()
-            self.ran = set(self.scheduler.running)
-            watermark = self.watermark if self.scheduler.running else 0
-            before = self.state()
-            plan = self.scheduler.plan([self.free - watermark])
-            assert self.state() == before
-            chosen = self.begun(plan)
+            self.scheduler.counts.steps += 1
+            waiting, chosen = len(self.scheduler.waiting), self.planned()
             self.check(chosen)
             shares = self.reserve(chosen)
             if shares:
@@ -165,7 +152,7 @@ class Engine:
                 self.now += sum(seconds for _, seconds in calls)
                 self.arrive(arriving, cancelled)  # while the step is running
                 self.finish(shares, calls)
-            elif chosen or plan.admitted:
+            elif chosen or len(self.scheduler.waiting) < waiting:
                 continue  # who was to be computed has failed
             elif arriving:
                 self.now = max(self.now, arriving[-1].arrival)
@@ -174,10 +161,7 @@ class Engine:
 
     def arrive(self, arriving: list[Request], cancelled: list[Request]) -> None:
         while arriving and arriving[-1].arrival <= self.now:
-            request = arriving.pop()
-            for each in (request, *request.forks):
-                each.known = self.known
-            self.scheduler.add(request)
+            self.scheduler.add(arriving.pop())
         while cancelled and cancelled[-1].cancelled_at <= self.now:
             request = cancelled.pop()
             if request in arriving:
@@ -195,26 +179,48 @@ class Engine:
         running, waiting = list(self.scheduler.running), list(self.scheduler.waiting)
         return running, waiting, [(r.computed, r.blocks, r.underway) for r in running + waiting]
 
-    def begun(self, plan: Plan[Request]) -> list[Share[Request]]:
-        """Begin who is admitted; who finds no room while others run goes on waiting."""
-        for request, found in plan.admitted.items():
-            assert request.found == found
-            while request.needed[0] > self.free:
-                if self.scheduler.running:
-                    self.scheduler.refuse(request)
+    def planned(self) -> list[Share[Request]]:
+        """The rows of a step, after all have begun that it admits."""
+        admits = True
+        while True:
+            watermark, before = self.watermark if self.scheduler.running else 0, self.state()
+            plan = self.scheduler.plan([self.free - watermark], admits=admits)
+            assert self.state() == before
+            if not plan.admitted:
+                return plan.shares
+            assert admits
+            admits = all(self.begin(request, first) for request, first in plan.admitted.items())
+
+    def begin(self, request: Request, first: bool) -> bool:
+        """Whether it has begun or failed; who finds no room while others run goes on waiting."""
+        self.begins += 1
+        while request.needed[0] > self.free or (self.surprises and self.begins % 3 == 0):
+            if self.scheduler.running:
+                self.scheduler.refuse(request, first=first)
+                return False
+            if request.needed[0] <= self.free:
+                break
+            holder = self.scheduler.preempt(but=request)  # that waits
+            if holder is None:
+                self.fail(request)
+                return True
+            self.release(holder)
+        needed = request.needed[0]
+        self.free -= needed
+        request.blocks += needed
+        request.computed = self.found(request)
+        self.scheduler.admitted(request)
+        return True
+
+    def found(self, request: Request) -> int:
+        """Tokens of a prompt that are computed already, for it or for others."""
+        found = request.computed
+        if self.known is not None and not found:
+            while found + BLOCK < len(request.tokens):
+                if tuple(request.tokens[: found + BLOCK]) not in self.known:
                     break
-                holder = self.scheduler.preempt(but=request)  # that waits
-                if holder is None:
-                    self.fail(request)
-                    break
-                self.release(holder)
-            else:
-                needed = request.needed[0]
-                self.free -= needed
-                request.blocks += needed
-                request.computed = found
-                self.scheduler.admitted(request)
-        return [share for share in plan.shares if share.request in self.scheduler.running]
+                found += BLOCK
+        return found
 
     def reserve(self, shares: list[Share[Request]]) -> list[Share[Request]]:
         """Blocks for what is appended; preempts the newest until there are enough."""
@@ -317,11 +323,10 @@ class Engine:
         for share in shares:
             assert share.request in running
             assert share.start == share.request.computed
-            # the first row of another answer to a prompt comes with rows of prompts
-            assert share.decode is (share.request.decoding and share.request in self.ran)
+            assert share.decode is share.request.decoding
             assert 1 <= share.rows <= len(share.request.tokens) - share.start
             self.check_layers(share)
-        decoding = sum(request.decoding for request in self.ran)
+        decoding = sum(request.decoding for request in running)
         assert sum(share.decode for share in shares) == min(decoding, self.policy.max_decodes)
         most = self.policy.budget(decodes=1, requests=2).max_rows
         assert all(sum(share.rows for share in call) <= most for call in calls_of(shares))
@@ -343,18 +348,19 @@ class Engine:
 
 def chosen(scheduler: Scheduler[Request], *, free: int = 10**9) -> list[Share[Request]]:
     """The rows of a step, of which all begin that have room by the plan."""
-    plan = scheduler.plan([free])
-    for request in plan.admitted:
-        scheduler.admitted(request)
+    scheduler.counts.steps += 1
+    while (plan := scheduler.plan([free])).admitted:
+        for request in plan.admitted:
+            scheduler.admitted(request)
     return plan.shares
 
 
 def refused(scheduler: Scheduler[Request]) -> list[Share[Request]]:
     """The rows of a step in which none begins that waits."""
     plan = scheduler.plan([0])
-    for request in plan.admitted:
-        scheduler.refuse(request)
-    return [share for share in plan.shares if share.request in scheduler.running]
+    for request, first in plan.admitted.items():
+        scheduler.refuse(request, first=first)
+    return scheduler.plan([0], admits=False).shares
 
 
 def load_of(shares: Iterable[Share[Request]]) -> StepLoad:

@@ -41,6 +41,7 @@ from edgellm.errors import EdgeLLMError
     max_running=st.integers(1, 8),
     max_decodes=st.integers(1, 4),
     sharing=st.booleans(),
+    surprises=st.booleans(),
     quantum=st.sampled_from([1, 30, 1024]),
     kind=st.sampled_from(["serial", "stall_free", "layered"]),
 )
@@ -51,6 +52,7 @@ def test_everybody_finishes(
     max_running: int,
     max_decodes: int,
     sharing: bool,
+    surprises: bool,
     quantum: int,
     kind: str,
 ) -> None:
@@ -61,7 +63,9 @@ def test_everybody_finishes(
         "stall_free": StallFree(**limits),
         "layered": Layered(layers=30, **limits),
     }
-    engine = Engine(policies[kind], blocks=blocks, watermark=watermark, sharing=sharing)
+    engine = Engine(
+        policies[kind], blocks=blocks, watermark=watermark, sharing=sharing, surprises=surprises
+    )
     everybody = with_forks(requests)
     engine.run(requests)
     assert engine.free == blocks

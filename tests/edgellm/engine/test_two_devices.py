@@ -170,9 +170,9 @@ def scheduler() -> Scheduler[Request]:
 
 def next_prompt(engine: Scheduler[Request]) -> Share[Request] | None:
     """What the lane is given, where everybody has room."""
-    plan = engine.plan_prompt([10**9])
-    for request in plan.admitted:
-        engine.admitted(request)
+    while (plan := engine.plan_prompt([10**9])).admitted:
+        for request in plan.admitted:
+            engine.admitted(request)
     return plan.shares[0] if plan.shares else None
 
 
@@ -185,7 +185,8 @@ def test_steps_decode_and_nothing_else() -> None:
     engine, stream = scheduler(), streaming()
     engine.add(stream)
     assert chosen(engine) == []  # it was never admitted
-    assert next_prompt(engine) is not None
+    assert next_prompt(engine) is None  # it has its place, and nothing to prefill
+    assert list(engine.running) == [stream]
     prompts = [Request(numbers(n, start=n), 5) for n in (3000, 40)]
     for prompt in prompts:
         engine.add(prompt)
