@@ -156,10 +156,6 @@ def _flags(command: click.Command) -> dict[str, str]:
     }
 
 
-if __name__ == "__main__":
-    main()
-
-
 def open_closed_streams() -> None:
     """Open closed standard streams again, so that no other file gets their numbers.
 
@@ -195,3 +191,7 @@ def discard_output() -> None:
     """Discard text still buffered for standard output, whose reader has gone or never was."""
     with contextlib.suppress(OSError):
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+if __name__ == "__main__":
+    main()
