@@ -106,7 +106,9 @@ class Entry(Generic[RequestT]):
         asked: arrival of its prompt.
         clock: prompt rows computed before the request began to wait for its turn.
         since: rows of all kinds computed before it began to wait, or to run.
-        promised: whether it goes first: it lost its place for blocks, or one was taken for it.
+        promised: whether it goes first, until rows of it are computed: it lost its place for
+            blocks, or one was taken for it.
+        last_decode: number of the step that decoded it last.
         waited_for_prefix: whether it has waited for another request to compute its prefix.
     """
 

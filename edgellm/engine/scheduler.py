@@ -155,7 +155,7 @@ class Scheduler(Generic[RequestT]):
         entry = self._waiting.pop(request)
         self._running[request] = entry
         self.counts.admitted += 1
-        entry.promised, entry.asked.begun = False, True
+        entry.asked.begun = True
         entry.since = self.counts.rows
         if entry is self._refused:
             self._refused = None
@@ -244,10 +244,13 @@ class Scheduler(Generic[RequestT]):
             served[share.request.owner] += rows
             if share.decode:
                 self.counts.decode_rows += rows
-                if share.request in self._running:
-                    self._running[share.request].last_decode = self.counts.steps
             else:
                 self.counts.prefill_rows += rows
+            entry = self._running.get(share.request)
+            if entry is not None:
+                entry.promised = False
+                if share.decode:
+                    entry.last_decode = self.counts.steps
         self._owners.serve(served)
         return load
 

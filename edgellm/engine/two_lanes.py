@@ -240,7 +240,7 @@ class TwoLaneBatcher(Batcher):
         """See `Batcher.has_work`; a lane that computes a prompt needs no steps."""
         if not self._lane.busy or self._submitted:
             return super().has_work
-        return any(each.decoding and not each.paused for each in self._live.values())
+        return any(each.decoding and not each.paused for each in self._scheduler.running)
 
     @property
     def away(self) -> bool:

@@ -205,6 +205,20 @@ def test_who_was_preempted_is_first_in_line() -> None:
     assert plan.refused.request is victim
 
 
+def test_who_was_preempted_keeps_its_turn_until_it_has_rows() -> None:
+    """Not only until it has its place again: else all that were would begin in the same step."""
+    scheduler: Scheduler[Request] = Scheduler(policy=StallFree(), costs=taught())
+    prompts = [Request(numbers(3000, start=i)) for i in range(4)]
+    for request in prompts:
+        scheduler.add(request)
+        scheduler.admitted(request)
+    assert [scheduler.preempt() for _ in range(3)] == prompts[:0:-1]
+    shares = chosen(scheduler)
+    (again,) = [request for request in prompts[1:] if request in scheduler.running]
+    assert [share.request for share in shares] == [again]
+    scheduler.done(shares, 0.1)
+
+
 def test_nobody_takes_a_ride_in_front_of_who_found_no_room() -> None:
     """Not even with a prompt of a higher priority, which has room."""
     scheduler: Scheduler[Request] = Scheduler(policy=StallFree(), costs=taught())
