@@ -136,7 +136,9 @@ class PromptRows(Generic[RequestT]):
             # a few rows that are left of a step are no beginning for a long prompt
             if room < 1 or (self._rows and room < min(entry.left, self._budget.min_rows // 2)):
                 return
-            entry = self._computing_prefix_of(entry) or entry
+            leader = self._computing_prefix_of(entry)
+            if leader is not None:
+                entry, room = leader, self._room(leader.request.computed)
             if entry.number in self._served:
                 continue
             if not self._admit(entry, first=True):

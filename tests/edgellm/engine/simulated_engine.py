@@ -346,6 +346,30 @@ class Engine:
         assert resting <= 4
 
 
+class Predicting(Engine):
+    """Notes what each step was predicted to take, and of it a layer of each prompt, or 36 rows."""
+
+    def __init__(self, policy: SchedulingPolicy) -> None:
+        super().__init__(policy)
+        self.predicted: list[tuple[list[Share[Request]], float, float]] = []
+
+    def check(self, shares: Sequence[Share[Request]]) -> None:
+        super().check(shares)
+        costs = self.scheduler.costs
+        whole, groups, few = StepLoad(), 0.0, []
+        for call in calls_of(shares):
+            if call[0].layers is None:
+                whole = load_of(call)
+            else:
+                layers = call[0].layers
+                part = (layers.end - layers.first) / layers.all
+                groups += costs.seconds(call[0].load) * part
+                few.append(costs.seconds(call[0].load) / layers.all)
+        few += [costs.seconds(StepLoad().plus(36, s.start)) for s in shares if not s.decode]
+        seconds = costs.seconds(whole) + groups
+        self.predicted.append((list(shares), seconds, max(few, default=0.0)))
+
+
 def chosen(scheduler: Scheduler[Request], *, free: int = 10**9) -> list[Share[Request]]:
     """The rows of a step, of which all begin that have room by the plan."""
     scheduler.counts.steps += 1

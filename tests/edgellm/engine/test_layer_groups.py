@@ -11,11 +11,10 @@ from hypothesis import strategies as st
 from simulated_engine import (
     TARGET,
     Engine,
+    Predicting,
     Request,
-    calls_of,
     chosen,
     finished,
-    load_of,
     numbers,
     requests_strategy,
     streams,
@@ -59,29 +58,6 @@ def test_steps_keep_to_the_target_by_what_is_predicted(
     for shares, seconds, fewest in engine.predicted:
         if any(share.decode for share in shares):
             assert seconds <= 1.13 * target + fewest
-
-
-class Predicting(Engine):
-    """Notes what each step was predicted to take, and of it a layer of each prompt, or 36 rows."""
-
-    def check(self, shares: list) -> None:  # type: ignore[type-arg, override]
-        super().check(shares)
-        costs = self.scheduler.costs
-        whole, groups = StepLoad(), 0.0
-        for call in calls_of(shares):
-            if call[0].layers is None:
-                whole = load_of(call)
-            else:
-                layers = call[0].layers
-                part = (layers.end - layers.first) / layers.all
-                groups += costs.seconds(call[0].load) * part
-        few = [costs.seconds(load_of([s])) / LAYERS for s in shares if s.layers is not None]
-        few += [costs.seconds(StepLoad().plus(36, s.start)) for s in shares if not s.decode]
-        self.predicted.append((shares, costs.seconds(whole) + groups, max(few, default=0.0)))
-
-    def __init__(self, policy: Layered) -> None:
-        super().__init__(policy)
-        self.predicted: list[tuple[list, float, float]] = []  # type: ignore[type-arg]
 
 
 def test_a_long_prompt_goes_through_the_layers_in_groups() -> None:

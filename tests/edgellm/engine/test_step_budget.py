@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 
 import pytest
 from hypothesis import given, settings
@@ -20,6 +21,7 @@ from simulated_engine import (
     taught,
 )
 
+from edgellm.engine.plan import Share
 from edgellm.engine.policies import Serial, StallFree
 from edgellm.engine.scheduler import Scheduler
 from edgellm.engine.step_costs import StepCosts, StepLoad
@@ -30,13 +32,29 @@ from edgellm.engine.step_costs import StepCosts, StepLoad
 def test_steps_in_which_somebody_decodes_keep_to_the_target(
     requests: list[Request], target: float
 ) -> None:
-    """But for 32 rows of prompts, an eighth of rows taken along, and what the law is wrong by."""
-    engine = Engine(StallFree(time_target=target))
+    """By what is predicted, but for 32 rows of prompts, and an eighth of rows taken along."""
+    engine = Noting(StallFree(time_target=target))
     engine.run(requests)
-    for shares, seconds in engine.steps:
-        if any(share.decode for share in shares):
-            prefill = sum(share.rows for share in shares if not share.decode)
-            assert seconds <= target * 1.3 or prefill <= 36
+    for decodes, prefill, seconds in engine.noted:
+        assert seconds <= target or prefill <= 36 or not decodes
+
+
+class Noting(Engine):
+    """Notes of each step its decodes, its rows of prompts, and what it would take without the
+    eighth of the rows that prompts may have more, as is predicted when it is planned."""
+
+    def __init__(self, policy: StallFree) -> None:
+        super().__init__(policy)
+        self.noted: list[tuple[int, int, float]] = []
+
+    def check(self, shares: Sequence[Share[Request]]) -> None:
+        super().check(shares)
+        load, prefill = StepLoad(), sum(share.rows for share in shares if not share.decode)
+        for share in shares:
+            rows = share.rows if share.decode else share.rows * 8 // 9
+            load = load.plus(rows, share.start)
+        decodes = sum(share.decode for share in shares)
+        self.noted.append((decodes, prefill, self.scheduler.costs.seconds(load)))
 
 
 @pytest.mark.parametrize("decoding", [0, 5])
