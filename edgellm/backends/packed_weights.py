@@ -31,7 +31,6 @@ def open_packed_weights(bundle: Bundle) -> Weights:
         final_norm_bias=mapped.arrays.get("final_norm_bias"),
         embedding=embedding,
         head=embedding if config.tied_embedding else mapped.weights("head"),
-        heads=config.heads,
         epsilon=config.norm_eps,
         embedding_scale=config.embedding_scale,
         logit_softcap=config.logit_softcap,
@@ -62,6 +61,7 @@ class _Mapped:
         }
         return LayerWeights(
             **parts,
+            heads=layer.attention.heads,
             head_norms=norms,
             activation=layer.mlp.activation,
             rope=layer.attention.rope,

@@ -288,7 +288,6 @@ def _step(shape: Shape, format: KVFormat, kinds: Sequence[Kind]) -> DeviceStep:
         final_norm_bias=np.ones(hidden, np.float32) if shape.layer_norm else None,
         embedding=_zeros(256, hidden, kinds[-1]),
         head=_zeros(256, hidden, KINDS["int8_symmetric"]),
-        heads=shape.heads,
         epsilon=1e-5,
         logit_softcap=30.0 if shape.softcap else None,
     )
@@ -330,6 +329,7 @@ def _layer(shape: Shape, turns: Iterator[Kind]) -> LayerWeights:
         up=panels(intermediate, hidden),
         up_bias=vector(intermediate, biases),
         down=panels(hidden, intermediate),
+        heads=shape.heads,
         down_bias=vector(hidden, biases),
         post_mlp_norm=vector(hidden, post),
         head_norms=_head_norms(shape),

@@ -24,7 +24,7 @@ struct Layer {
     Norm post_mlp_norm;
     HeadNorms head_norms;
     float scale, softcap;  // of the scores; softcap 0: none
-    int32_t window, rope, activation;
+    int32_t heads, window, rope, activation;
     int32_t pool, slot;  // which of the call's pools has its K and V, and as which layer
 
     int qkv_outputs() const { return q.outputs + k.outputs + v.outputs; }
@@ -37,7 +37,7 @@ struct Transformer {
     const Layer* layers;  // layer_count
     Norm final_norm;
     Linear embedding, head;  // the same panels where they are tied
-    int32_t layer_count, hidden, intermediate, heads;
+    int32_t layer_count, hidden;
     float epsilon, embedding_scale, logit_softcap;  // the last one 0: none
 };
 
@@ -51,7 +51,7 @@ struct Span {
 // Arguments of one step; the same fields, in the same order, as in native.py.
 struct StepCall {
     const Transformer* model;
-    const KV* pools;        // those that layers name by their index, without a table; heads of all are alike
+    const KV* pools;        // those that layers name by their index, without a table
     const Rope* ropes;      // those that layers name by their index
     const Span* spans;      // span_count; their rows come one after the other
     const int64_t* tokens;  // [count]

@@ -4,14 +4,25 @@
 // do not write to each other's.
 struct Buffers {
     float *residual, *branch, *qkv, *q, *parts;  // branch: what a norm takes before it is added
-    edgellm::Rows x, attended, activated;
+    edgellm::Rows x;
+    char *attended, *activated;  // rows of each layer's width
 
     static size_t aligned(size_t bytes) { return (bytes + 63) / 64 * 64; }
 
-    Buffers(const edgellm::StepCall& call, size_t part_count, char* memory, size_t& bytes) {
+    Buffers(const edgellm::StepCall& call, const edgellm::Places& places, char* memory, size_t& bytes) {
         const edgellm::Transformer& m = *call.model;
-        const edgellm::KV& kv = call.pools[0];
-        const int width = m.heads * kv.head_dim, rows = call.count;
+        const int rows = call.count;
+        int qkv_outputs = 0, width = 0, intermediate = 0;
+        bool behind = false;
+        for (int l = 0; l < m.layer_count; ++l) {
+            const edgellm::Layer& layer = m.layers[l];
+            qkv_outputs = std::max(qkv_outputs, layer.qkv_outputs());
+            width = std::max(width, layer.q.outputs);
+            intermediate = std::max(intermediate, layer.up.outputs);
+            behind = behind || layer.post_attention_norm.weight || layer.post_mlp_norm.weight;
+        }
+        size_t sums = 0;
+        for (const edgellm::Heads& heads : places.kinds) sums = std::max(sums, heads.floats());
         const auto take = [&](size_t size) {
             char* taken = memory + bytes;
             bytes += aligned(size);
@@ -19,18 +30,13 @@ struct Buffers {
         };
         const auto floats = [&](size_t count) { return reinterpret_cast<float*>(take(4 * count)); };
         residual = floats(size_t(rows) * m.hidden);
-        const edgellm::Layer& layer = m.layers[0];
-        const bool behind = layer.post_attention_norm.weight || layer.post_mlp_norm.weight;
         branch = behind ? floats(size_t(rows) * m.hidden) : nullptr;
-        qkv = floats(size_t(rows) * (width + 2 * kv.kv_heads * kv.head_dim));
+        qkv = floats(size_t(rows) * qkv_outputs);
         q = floats(size_t(rows) * width);
-        parts = floats(part_count * (kv.head_dim + 2));
-        const auto quantized = [&](int columns) {
-            return edgellm::Rows::in(take(edgellm::Rows::bytes(rows, columns)), rows, columns);
-        };
-        x = quantized(m.hidden);
-        attended = quantized(width);
-        activated = quantized(m.intermediate);
+        parts = floats(sums);
+        x = edgellm::Rows::in(take(edgellm::Rows::bytes(rows, m.hidden)), rows, m.hidden);
+        attended = take(edgellm::Rows::bytes(rows, width));
+        activated = take(edgellm::Rows::bytes(rows, intermediate));
     }
 };
 
@@ -67,13 +73,11 @@ inline Vec activated(Vec x, int activation) {
 
 class Step {
 public:
-    Step(const edgellm::StepCall& call, const std::vector<edgellm::Place>& places, const Buffers& buffers)
-        : call_(call), model_(*call.model), places_(places), b_(buffers), rows_(call.count),
-          kv_heads_(call.pools[0].kv_heads), head_dim_(call.pools[0].head_dim),
-          width_(model_.heads * head_dim_), group_(model_.heads / kv_heads_), span_of_(rows_),
+    Step(const edgellm::StepCall& call, const edgellm::Places& places, const Buffers& buffers)
+        : call_(call), model_(*call.model), places_(places), b_(buffers), rows_(call.count), span_of_(rows_),
           caller_(std::this_thread::get_id()) {
         for (int s = 0; s < call.span_count; ++s)
-            for (int r = places[s].row; r < places[s + 1].row; ++r) span_of_[r] = s;
+            for (int r = places.spans[s].row; r < places.spans[s + 1].row; ++r) span_of_[r] = s;
     }
 
     static int phases(const edgellm::Transformer& model) { return 9 * model.layer_count + 5; }
@@ -85,6 +89,9 @@ public:
         for (int l = call_.first_layer; l < call_.last_layer; ++l) {
             if (must_stop()) return;
             const edgellm::Layer& layer = model_.layers[l];
+            const edgellm::Heads& heads = places_.kinds[places_.kind_of[l]];
+            const edgellm::Rows attended = edgellm::Rows::in(b_.attended, rows_, heads.width());
+            const edgellm::Rows activated = edgellm::Rows::in(b_.activated, rows_, layer.up.outputs);
             every_row(
                 worker,
                 [&](int r) {
@@ -102,11 +109,13 @@ public:
                 float* qkv = b_.qkv + size_t(r) * outputs;
                 add_biases(layer, qkv);
                 append_token(kv_of(layer, span_of_[r]), call_.ropes[layer.rope], layer.head_norms,
-                             layer.slot, model_.heads, position(r), qkv, b_.q + size_t(r) * width_);
+                             layer.slot, heads.heads, position(r), qkv, b_.q + size_t(r) * heads.width());
             });
-            attention(worker, layer);
-            every_row(worker, [&](int r) { join_splits(call_.pools[layer.pool], r); }, weights(layer.o));
-            add_product(worker, layer.o, b_.attended, layer.post_attention_norm);
+            attention(worker, layer, heads);
+            every_row(
+                worker, [&](int r) { join_splits(call_.pools[layer.pool], heads, attended, r); },
+                weights(layer.o));
+            add_product(worker, layer.o, attended, layer.post_attention_norm);
             every_row(
                 worker,
                 [&](int r) {
@@ -114,8 +123,8 @@ public:
                     normalize(layer.mlp_norm, r, false);
                 },
                 weights(layer.gated() ? layer.gate : layer.up, 2 * groups_at_once(layer)));
-            activate(worker, layer);
-            add_product(worker, layer.down, b_.activated, layer.post_mlp_norm);
+            activate(worker, layer, activated);
+            add_product(worker, layer.down, activated, layer.post_mlp_norm);
         }
         every_row(worker, [&](int r) { finish(r); }, weights(model_.head));
         if (call_.logit_rows == 0) return;
@@ -256,9 +265,9 @@ private:
         }
         scaled_norm(x, model_.final_norm, model_.hidden, model_.epsilon, out);
         // a place that no later row has: nobody reads x any more
-        const edgellm::Place& next = places_[span_of_[r] + 1];
+        const edgellm::Place& next = places_.spans[span_of_[r] + 1];
         const int logit = next.logit - (next.row - r);
-        if (logit >= places_[span_of_[r]].logit)
+        if (logit >= places_.spans[span_of_[r]].logit)
             quantize_groups(out, 0, model_.hidden / edgellm::GROUP, b_.x, logit, true);
     }
 
@@ -271,14 +280,14 @@ private:
 
     int position(int r) const {
         const int span = span_of_[r];
-        return call_.spans[span].start + r - places_[span].row;
+        return call_.spans[span].start + r - places_.spans[span].row;
     }
 
     // What row `row` of a KV head of a span comes to over a split of the keys.
-    float* part(int span, int split, int kv_head, int row) const {
-        const size_t head = size_t(split) * kv_heads_ + kv_head;
-        const size_t at = places_[span].part + head * call_.spans[span].rows * group_ + row;
-        return b_.parts + at * (head_dim_ + 2);
+    float* part(const edgellm::Heads& heads, int span, int split, int kv_head, int row) const {
+        const size_t head = size_t(split) * heads.kv_heads + kv_head;
+        const size_t at = heads.spans[span].part + head * call_.spans[span].rows * heads.group() + row;
+        return b_.parts + at * (heads.head_dim + 2);
     }
 
     // A task of attention: rows of a KV head of a span, over one split of the keys or, where there is one
@@ -287,31 +296,30 @@ private:
         int span, split, run, kv_head;
     };
 
-    Attention attention_of(int item) const {
+    Attention attention_of(const edgellm::Heads& heads, int item) const {
         int span = call_.span_count - 1;
-        while (places_[span].task > item) --span;
-        const edgellm::Place& place = places_[span];
-        item -= place.task;
-        return {span, item % place.splits, item / place.splits % place.runs, item / place.splits / place.runs};
+        while (heads.spans[span].first > item) --span;
+        const edgellm::Tasks& tasks = heads.spans[span];
+        item -= tasks.first;
+        return {span, item % tasks.splits, item / tasks.splits % tasks.runs, item / tasks.splits / tasks.runs};
     }
 
-    void attention(edgellm::Worker& worker, const edgellm::Layer& layer) const {
-        const int items = places_.back().task;
+    void attention(edgellm::Worker& worker, const edgellm::Layer& layer, const edgellm::Heads& heads) const {
+        const int items = heads.tasks(), group = heads.group();
         worker.each(items, [&](int item) {
-            const Attention at = attention_of(item);
+            const Attention at = attention_of(heads, item);
             const edgellm::Span& span = call_.spans[at.span];
-            const int first = at.run * edgellm::ROWS_PER_TASK, all = span.rows * group_;
+            const int first = at.run * edgellm::ROWS_PER_TASK, all = span.rows * group;
             const int rows = std::min(edgellm::ROWS_PER_TASK, all - first);
-            const int from = places_[at.span].splits == 1 ? 0 : at.split;
-            const int to = places_[at.span].splits == 1
-                               ? edgellm::split_count(span.start + (first + rows - 1) / group_ + 1)
-                               : from + 1;
+            const bool whole = heads.spans[at.span].splits == 1;
+            const int from = whole ? 0 : at.split;
+            const int to = whole ? edgellm::split_count(span.start + (first + rows - 1) / group + 1) : from + 1;
             // threads that are equally fast take turns
-            const Attention next = attention_of(std::min(item + call_.threads, items - 1));
+            const Attention next = attention_of(heads, std::min(item + call_.threads, items - 1));
             const size_t next_row = kv_of(layer, next.span)
                                         .first_row(next.split * edgellm::SPLIT, layer.slot, next.kv_head);
-            const edgellm::Queries queries{b_.q + size_t(places_[at.span].row) * width_,
-                                           model_.heads,
+            const edgellm::Queries queries{b_.q + size_t(places_.spans[at.span].row) * heads.width(),
+                                           heads.heads,
                                            span.rows,
                                            span.start,
                                            layer.window,
@@ -319,26 +327,27 @@ private:
                                            layer.softcap};
             attend_rows(kv_of(layer, at.span), queries,
                         {layer.slot, at.kv_head, first, rows, from, to,
-                         part(at.span, at.split, at.kv_head, first), next_row});
+                         part(heads, at.span, at.split, at.kv_head, first), next_row});
         });
     }
 
-    void join_splits(const edgellm::KV& kv, int r) const {
-        float* out = static_cast<float*>(edgellm::scratch(4 * size_t(width_)));
-        const int span = span_of_[r];
-        for (int head = 0; head < model_.heads; ++head) {
-            const int kv_head = head / group_, row = (r - places_[span].row) * group_ + head % group_;
-            float* sum = part(span, 0, kv_head, row);
-            for (int s = 1; s < places_[span].splits; ++s)
-                join(sum, part(span, s, kv_head, row), head_dim_);
-            finish_row(kv, sum, out + head * head_dim_);
+    void join_splits(const edgellm::KV& kv, const edgellm::Heads& heads, const edgellm::Rows& attended,
+                     int r) const {
+        float* out = static_cast<float*>(edgellm::scratch(4 * size_t(heads.width())));
+        const int span = span_of_[r], group = heads.group();
+        for (int head = 0; head < heads.heads; ++head) {
+            const int kv_head = head / group, row = (r - places_.spans[span].row) * group + head % group;
+            float* sum = part(heads, span, 0, kv_head, row);
+            for (int s = 1; s < heads.spans[span].splits; ++s)
+                join(sum, part(heads, span, s, kv_head, row), heads.head_dim);
+            finish_row(kv, sum, out + head * heads.head_dim);
         }
-        quantize_groups(out, 0, width_ / edgellm::GROUP, b_.attended, r, false);
+        quantize_groups(out, 0, heads.width() / edgellm::GROUP, attended, r, false);
     }
 
     // Two panels of gate and up make one group of the next layer's input.
-    void activate(edgellm::Worker& worker, const edgellm::Layer& layer) const {
-        const int groups = model_.intermediate / edgellm::GROUP;
+    void activate(edgellm::Worker& worker, const edgellm::Layer& layer, const edgellm::Rows& out) const {
+        const int groups = layer.up.outputs / edgellm::GROUP;
         const int run = groups_at_once(layer);
         worker.each((groups + run - 1) / run, [&](int item) {
             const int first = item * run, end = std::min(groups, first + run);
@@ -361,16 +370,16 @@ private:
                     store(y + i, gated ? activated(load(y + i), activation) * linear
                                        : activated(linear, activation));
                 }
-                quantize_groups(y, first, end, b_.activated, r, false);
+                quantize_groups(y, first, end, out, r, false);
             }
         });
     }
 
     const edgellm::StepCall& call_;
     const edgellm::Transformer& model_;
-    const std::vector<edgellm::Place>& places_;
+    const edgellm::Places& places_;
     const Buffers& b_;
-    const int rows_, kv_heads_, head_dim_, width_, group_;
+    const int rows_;
     std::vector<int> span_of_;  // of each row
     const std::thread::id caller_;
     std::atomic<bool> stop_{false};
@@ -380,8 +389,8 @@ private:
 inline int32_t step(const edgellm::StepCall& call) {
     size_t bytes = 0;
     const size_t before = reinterpret_cast<uintptr_t>(call.workspace) % 64;
-    const std::vector<edgellm::Place> places = edgellm::places_of(call);
-    const Buffers buffers(call, places.back().part, call.workspace + (64 - before), bytes);
+    const edgellm::Places places = edgellm::places_of(call);
+    const Buffers buffers(call, places, call.workspace + (64 - before), bytes);
     Step job(call, places, buffers);
     edgellm::run_team(call.threads, Step::phases(*call.model), [&](edgellm::Worker& worker) { job.run(worker); });
     return !job.stopped();
@@ -389,6 +398,6 @@ inline int32_t step(const edgellm::StepCall& call) {
 
 inline size_t workspace(const edgellm::StepCall& call) {
     size_t bytes = 0;
-    Buffers(call, edgellm::places_of(call).back().part, nullptr, bytes);
+    Buffers(call, edgellm::places_of(call), nullptr, bytes);
     return bytes + 64;
 }

@@ -83,9 +83,15 @@ class DeviceStep:
         """
         check_weights(weights, ropes=len(rope_tables))
         check_pools(weights, [pool.host for pool in pools])
-        head_dim, kv_heads = pools[0].host.head_dim, pools[0].host.kv_heads
-        for table in rope_tables:
-            check_rope(table, head_dim, 0)
+        first = weights.layers[0]
+        shape = first.heads, first.kv_heads, first.head_dim, first.up.outputs
+        for layer in weights.layers:
+            check_rope(rope_tables[layer.rope], layer.head_dim, 0)
+            if (layer.heads, layer.kv_heads, layer.head_dim, layer.up.outputs) != shape:
+                raise ValueError(
+                    "layers differ in heads, KV heads, head_dim or the MLP; needed are layers "
+                    "of one shape"
+                )
         self._weights = weights
         self._device = device
         ropes = [DeviceRope.of(table, device) for table in rope_tables]
@@ -100,7 +106,7 @@ class DeviceStep:
         def inputs(rows: int) -> SpanInputs:
             return SpanInputs(
                 pools,
-                heads=weights.heads,
+                heads=first.heads,
                 rows=rows,
                 positions=positions,
                 vocabulary=weights.embedding.outputs,
@@ -109,7 +115,7 @@ class DeviceStep:
 
         # decode has inputs of its own, which are small and nearly the same from step to step
         self._inputs, self._decode_inputs = inputs(MAX_ROWS), inputs(DECODE_ROWS)
-        self._buffers = Buffers.empty(weights, rows=MAX_ROWS, kv_heads=kv_heads, device=device)
+        self._buffers = Buffers.empty(first, rows=MAX_ROWS, device=device)
         self._row = LogitRow.empty(weights.head.outputs, device)
         self._logits = torch.empty((DECODE_ROWS, weights.head.outputs), device=device)
         self._chunk = Captured(self._launch_chunk, device)

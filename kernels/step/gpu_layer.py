@@ -59,10 +59,9 @@ class Buffers:
     partials: Partials
 
     @classmethod
-    def empty(cls, weights: Weights, *, rows: int, kv_heads: int, device: str) -> Buffers:
-        layer, heads = weights.layers[0], weights.heads
+    def empty(cls, layer: LayerWeights, *, rows: int, device: str) -> Buffers:
         hidden, intermediate, width = layer.up.inputs, layer.up.outputs, layer.o.inputs
-        head_dim = width // heads
+        heads, kv_heads, head_dim = layer.heads, layer.kv_heads, layer.head_dim
 
         def empty(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
             return torch.empty(shape, dtype=dtype, device=device)
@@ -131,7 +130,7 @@ class DeviceLayer:
         cls, weights: Weights, index: int, ropes: Sequence[DeviceRope], device: str
     ) -> DeviceLayer:
         layer = weights.layers[index]
-        norms, head_dim = layer.head_norms, layer.o.inputs // weights.heads
+        norms, head_dim = layer.head_norms, layer.head_dim
 
         def norm(weight: Floats | None, bias: Floats | None) -> DeviceNorm | None:
             return None if weight is None else DeviceNorm.of(weight, bias, device)

@@ -40,7 +40,8 @@ class _Layer(ctypes.Structure):
         ("head_norms", NormPointers),
         ("scale", ctypes.c_float),
         ("softcap", ctypes.c_float),
-        *((name, ctypes.c_int32) for name in ("window", "rope", "activation", "pool", "slot")),
+        *((name, ctypes.c_int32) for name in ("heads", "window", "rope", "activation")),
+        *((name, ctypes.c_int32) for name in ("pool", "slot")),
     ]
 
 
@@ -53,7 +54,7 @@ class _Transformer(ctypes.Structure):
         ("final_norm_bias", ctypes.c_void_p),
         ("embedding", LinearLayer),
         ("head", LinearLayer),
-        *((name, ctypes.c_int32) for name in ("layer_count", "hidden", "intermediate", "heads")),
+        *((name, ctypes.c_int32) for name in ("layer_count", "hidden")),
         *((name, ctypes.c_float) for name in ("epsilon", "embedding_scale", "logit_softcap")),
     ]
 
@@ -83,7 +84,7 @@ class _Call(ctypes.Structure):
     ]
 
 
-def _layer(layer: LayerWeights, slot: int, head_dim: int) -> _Layer:
+def _layer(layer: LayerWeights, slot: int) -> _Layer:
     """Return the structure of a layer, in which V takes 16-bit activations.
 
     V and the LM head take 16-bit activations, for 3 % of a prompt's work together. Rounding all
@@ -99,9 +100,10 @@ def _layer(layer: LayerWeights, slot: int, head_dim: int) -> _Layer:
         layer_of(layer.up),
         layer_of(layer.down),
         *(address(getattr(layer, name)) for name in VECTORS),
-        NormPointers.of(layer.head_norms, head_dim),
-        head_dim**-0.5 if layer.scale is None else layer.scale,
+        NormPointers.of(layer.head_norms, layer.head_dim),
+        layer.head_dim**-0.5 if layer.scale is None else layer.scale,
         layer.softcap or 0.0,
+        layer.heads,
         layer.window or 0,
         layer.rope,
         ACTIVATIONS.index(layer.activation),
@@ -158,8 +160,8 @@ class FusedStep:
         """
         check_weights(weights, ropes=len(ropes))
         check_pools(weights, pools)
-        for table in ropes:
-            check_rope(table, pools[0].head_dim, 0)
+        for layer in weights.layers:
+            check_rope(ropes[layer.rope], layer.head_dim, 0)
         self._library = library
         self._weights = weights
         self._ropes = list(ropes)
@@ -168,10 +170,8 @@ class FusedStep:
         self._pools = list(pools)
         no_table = np.empty(0, np.int64)
         self._pool_pointers = (KV * len(pools))(*(KV.of(pool, no_table) for pool in pools))
-        head_dim = weights.layers[0].o.inputs // weights.heads
-        slots = weights.slots
-        layers = [_layer(*each, head_dim) for each in zip(weights.layers, slots, strict=True)]
-        self._layers = (_Layer * len(layers))(*layers)
+        layers = map(_layer, weights.layers, weights.slots)
+        self._layers = (_Layer * len(weights.layers))(*layers)
         self._model = _Transformer(
             self._layers,
             address(weights.final_norm),
@@ -180,8 +180,6 @@ class FusedStep:
             layer_of(weights.head, fine=True),
             len(weights.layers),
             weights.embedding.inputs,
-            weights.layers[0].up.outputs,
-            weights.heads,
             weights.epsilon,
             weights.embedding_scale,
             weights.logit_softcap or 0.0,

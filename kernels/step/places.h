@@ -1,35 +1,70 @@
-// Where the rows of each span of a step are among those of all.
+// Where the rows of each span of a step are among those of all, and its tasks of attention.
 #pragma once
 
+#include <algorithm>
 #include <vector>
 
 #include "call.h"
 
 namespace edgellm {
 
-// Where a span's rows, logits, attention tasks and sums begin. Few rows over many keys: every split of the
-// keys is a task of its own. Many rows are tasks enough.
+// Where a span's rows and logits begin.
 struct Place {
-    int row, logit, task, runs, splits;
+    int row, logit;
+};
+
+// Where a span's attention tasks and sums begin, in layers with as many heads. Few rows over many keys: every
+// split of the keys is a task of its own. Many rows are tasks enough.
+struct Tasks {
+    int first, runs, splits;
     size_t part;
 };
 
-// Those of all spans, and behind the last one the totals.
-inline std::vector<Place> places_of(const StepCall& call) {
-    const int kv_heads = call.pools[0].kv_heads, heads = call.model->heads;
-    std::vector<Place> places(1);
+// Heads of attention, and the tasks of all spans in layers that have them; behind the last one the totals.
+struct Heads {
+    int heads, kv_heads, head_dim;
+    std::vector<Tasks> spans;
+
+    int group() const { return heads / kv_heads; }
+    int width() const { return heads * head_dim; }
+    int tasks() const { return spans.back().first; }
+    size_t floats() const { return spans.back().part * (head_dim + 2); }
+};
+
+struct Places {
+    std::vector<Place> spans;  // behind the last one the totals
+    std::vector<Heads> kinds;  // those that layers have
+    std::vector<int> kind_of;  // of each layer
+};
+
+inline Heads heads_of(const StepCall& call, int heads, const KV& kv) {
+    Heads result{heads, kv.kv_heads, kv.head_dim, {{0, 0, 0, 0}}};
     for (int s = 0; s < call.span_count; ++s) {
         const Span& span = call.spans[s];
-        Place& place = places.back();
-        place.runs = (span.rows * (heads / kv_heads) + ROWS_PER_TASK - 1) / ROWS_PER_TASK;
-        place.splits = place.runs > 1 ? 1 : split_count(span.start + span.rows);
-        const Place next{place.row + span.rows,
-                         place.logit + span.logit_rows,
-                         place.task + kv_heads * place.runs * place.splits,
-                         0,
-                         0,
-                         place.part + size_t(place.splits) * span.rows * heads};
-        places.push_back(next);
+        Tasks& tasks = result.spans.back();
+        tasks.runs = (span.rows * result.group() + ROWS_PER_TASK - 1) / ROWS_PER_TASK;
+        tasks.splits = tasks.runs > 1 ? 1 : split_count(span.start + span.rows);
+        const Tasks next{tasks.first + kv.kv_heads * tasks.runs * tasks.splits, 0, 0,
+                         tasks.part + size_t(tasks.splits) * span.rows * heads};
+        result.spans.push_back(next);
+    }
+    return result;
+}
+
+inline Places places_of(const StepCall& call) {
+    Places places{{{0, 0}}, {}, {}};
+    for (int s = 0; s < call.span_count; ++s) {
+        const Place& last = places.spans.back();
+        places.spans.push_back({last.row + call.spans[s].rows, last.logit + call.spans[s].logit_rows});
+    }
+    for (int l = 0; l < call.model->layer_count; ++l) {
+        const Layer& layer = call.model->layers[l];
+        const KV& kv = call.pools[layer.pool];
+        const auto alike = std::find_if(places.kinds.begin(), places.kinds.end(), [&](const Heads& each) {
+            return each.heads == layer.heads && each.kv_heads == kv.kv_heads && each.head_dim == kv.head_dim;
+        });
+        places.kind_of.push_back(static_cast<int>(alike - places.kinds.begin()));
+        if (alike == places.kinds.end()) places.kinds.push_back(heads_of(call, layer.heads, kv));
     }
     return places;
 }

@@ -73,7 +73,7 @@ def through(
         layer = weights.layers[index]
         product = _products(matrices, f"layers.{index}.", rounded)
         normed = norm(x, layer.attention_norm, layer.attention_norm_bias, weights.epsilon)
-        attended = _attention(normed, layer, product, ropes[layer.rope], weights.heads, format)
+        attended = _attention(normed, layer, product, ropes[layer.rope], format)
         o = _biased(product(attended, "o"), layer.o_bias)
         post = layer.post_attention_norm, layer.post_attention_norm_bias
         x = x + norm(o, *post, weights.epsilon)
@@ -89,10 +89,9 @@ def _attention(
     layer: LayerWeights,
     product: _Product,
     turn: tuple[Sequence[float], float],
-    heads: int,
     format: KVFormat,
 ) -> Floats:
-    head_dim = layer.o.inputs // heads
+    head_dim = layer.head_dim
     q, k = (
         _biased(product(x, name), bias).reshape(len(x), -1, head_dim)
         for name, bias in (("q", layer.q_bias), ("k", layer.k_bias))

@@ -23,6 +23,7 @@ class LayerWeights:
     """Weights of a layer: packed weights, and vectors `[E]` (norms) or `[outputs]` (biases).
 
     Attributes:
+        heads: number of query heads.
         gate: weight of the gate; None where the MLP is `down(activation(up(x)))`.
         attention_norm, mlp_norm: norms before attention and MLP; None where these read the residual
             as it is.
@@ -43,6 +44,7 @@ class LayerWeights:
     o: PackedWeights
     up: PackedWeights
     down: PackedWeights
+    heads: int
     gate: PackedWeights | None = None
     attention_norm: Floats | None = None
     attention_norm_bias: Floats | None = None
@@ -66,6 +68,14 @@ class LayerWeights:
     window: int | None = None
     scale: float | None = None
     softcap: float | None = None
+
+    @property
+    def head_dim(self) -> int:
+        return self.o.inputs // self.heads
+
+    @property
+    def kv_heads(self) -> int:
+        return self.v.outputs // self.head_dim
 
     @property
     def linears(self) -> tuple[PackedWeights, ...]:
@@ -99,7 +109,6 @@ class Weights:
 
     Attributes:
         embedding, head: `[V, E]`.
-        heads: number of query heads.
         epsilon: epsilon of the norms of the residual.
         embedding_scale: factor of the rows of the embedding.
         logit_softcap: soft cap of the logits, or None.
@@ -109,7 +118,6 @@ class Weights:
     final_norm: Floats
     embedding: PackedWeights
     head: PackedWeights
-    heads: int
     epsilon: float
     final_norm_bias: Floats | None = None
     embedding_scale: float = 1.0
@@ -146,24 +154,14 @@ def check_weights(weights: Weights, *, ropes: int) -> None:
         _require(name, (table.outputs, table.inputs), (vocabulary, hidden))
     if not weights.layers:
         raise ValueError("weights without a layer")
-    first = weights.layers[0]
     for layer in weights.layers:
-        if _parts(layer) != _parts(first):
-            raise ValueError("layers have other parts than the first one; needed are the same")
-        _check_layer(layer, hidden, weights.layers[0].up.outputs, weights.heads)
+        _check_layer(layer, hidden)
         if not 0 <= layer.rope < ropes:
             raise ValueError(f"RoPE table {layer.rope} of {ropes}")
 
 
-def _parts(layer: LayerWeights) -> list[object]:
-    """List the parts of a layer and their sizes, which buffers are made for."""
-    vectors = [name for name in VECTORS if getattr(layer, name) is not None]
-    sizes = [(linear.outputs, linear.inputs) for linear in layer.linears]
-    return [*vectors, *sizes, layer.gate is None, layer.head_norms is None]
-
-
-def _check_layer(layer: LayerWeights, hidden: int, intermediate: int, heads: int) -> None:
-    width = layer.o.inputs
+def _check_layer(layer: LayerWeights, hidden: int) -> None:
+    width, intermediate, heads = layer.o.inputs, layer.up.outputs, layer.heads
     _require("q", (layer.q.outputs, layer.q.inputs), (width, hidden))
     _require("v", (layer.v.outputs, layer.v.inputs), (layer.k.outputs, hidden))
     _require("k", layer.k.inputs, hidden)
@@ -188,8 +186,7 @@ def _check_layer(layer: LayerWeights, hidden: int, intermediate: int, heads: int
             f"and {heads} heads"
         )
     if layer.head_norms is not None:
-        head_dim = width // heads
-        layer.head_norms.check(heads, layer.k.outputs // head_dim, head_dim)
+        layer.head_norms.check(heads, layer.kv_heads, layer.head_dim)
 
 
 def check_pools(weights: Weights, pools: Sequence[KVBlocks]) -> None:
@@ -198,11 +195,13 @@ def check_pools(weights: Weights, pools: Sequence[KVBlocks]) -> None:
     Raises:
         ValueError: the number of pools, or their layers, heads or formats differ.
     """
-    layer = weights.layers[0]
-    head_dim = layer.o.inputs // weights.heads
-    pool_of = [layer.pool for layer in weights.layers]
-    layers = [pool_of.count(pool) for pool in range(max(pool_of) + 1)]
-    needed = [(count, layer.v.outputs // head_dim, head_dim) for count in layers]
+    needed: list[tuple[int, int, int]] = []
+    for number in range(1 + max(layer.pool for layer in weights.layers)):
+        members = [layer for layer in weights.layers if layer.pool == number]
+        sizes = {(layer.kv_heads, layer.head_dim) for layer in members}
+        if len(sizes) != 1:
+            raise ValueError(f"layers of pool {number} have KV heads and head_dim {sorted(sizes)}")
+        needed.append((len(members), *sizes.pop()))
     there = [(blocks.layers, blocks.kv_heads, blocks.head_dim) for blocks in pools]
     if there != needed:
         raise ValueError(f"pools of layers, KV heads and head_dim {there}; needed are {needed}")

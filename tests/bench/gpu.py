@@ -112,6 +112,7 @@ def random_weights(shape: Shape, kind: Kind) -> Weights:
         gate=random_panels(rng, shape.intermediate, shape.hidden, kind),
         up=random_panels(rng, shape.intermediate, shape.hidden, kind),
         down=random_panels(rng, shape.hidden, shape.intermediate, kind),
+        heads=shape.heads,
     )
     table = random_panels(rng, shape.vocabulary, shape.hidden, KINDS["int8_symmetric"])
     return Weights(
@@ -119,7 +120,6 @@ def random_weights(shape: Shape, kind: Kind) -> Weights:
         final_norm=norm,
         embedding=table,
         head=table,
-        heads=shape.heads,
         epsilon=1e-5,
     )
 

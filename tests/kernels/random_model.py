@@ -41,6 +41,8 @@ class Parts:
 
 @dataclass(frozen=True)
 class Shape:
+    """Sizes of a model; those of every second layer may be others (`odd`)."""
+
     heads: int
     kv_heads: int
     head_dim: int
@@ -50,11 +52,16 @@ class Shape:
     window: int | None = None
     bias: bool = False
     parts: Parts = Parts()
+    odd: Shape | None = None
 
     @property
     def mixed(self) -> bool:
         """Whether some layers have a window and others not."""
         return self.window is not None and self.layers > 1
+
+    def of(self, layer: int) -> Shape:
+        """Sizes of a layer."""
+        return self.odd if self.odd is not None and layer % 2 else self
 
 
 SHAPES = [
@@ -106,6 +113,25 @@ PARTS = {
         parts=replace(GEMMA2, layer_norm=True, biases=True, qk_norm="width", ropes=(0.7, 1.0)),
     ),
 }
+# Layers that have nothing in common but the residual.
+UNEVEN = {
+    "heads": Shape(
+        *(6, 3, 32),
+        layers=2,
+        window=40,
+        parts=Parts(ropes=(1.0, 1.0)),
+        odd=Shape(2, 1, 96, intermediate=96),
+    ),
+    "parts": replace(
+        PARTS["gemma3"],
+        window=30,
+        odd=Shape(
+            *(2, 1, 96),
+            intermediate=96,
+            parts=Parts(layer_norm=True, biases=True, gated=False, softcap=5.0),
+        ),
+    ),
+}
 # Wide enough for kinds with blocks of 256.
 WIDE = Shape(8, 2, 32, hidden=256, intermediate=512, bias=True)
 # One after the other for embedding, head, q, k, v, o, gate, up and down.
@@ -136,29 +162,30 @@ class Model:
         self._rng = np.random.default_rng(shape.heads * shape.head_dim)
         self._kinds = MIXTURES[mixture]
         self.floats: dict[str, np.ndarray] = {}
-        width, kv = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
         layers = []
-        for layer in range(shape.layers):
-            prefix = f"layers.{layer}."
+        for index in range(shape.layers):
+            here, prefix = shape.of(index), f"layers.{index}."
+            width, kv = here.heads * here.head_dim, here.kv_heads * here.head_dim
             layers.append(
                 LayerWeights(
                     q=self._linear(prefix + "q", width, shape.hidden),
                     k=self._linear(prefix + "k", kv, shape.hidden),
                     v=self._linear(prefix + "v", kv, shape.hidden),
                     o=self._linear(prefix + "o", shape.hidden, width),
-                    gate=self._linear(prefix + "gate", shape.intermediate, shape.hidden)
-                    if shape.parts.gated
+                    gate=self._linear(prefix + "gate", here.intermediate, shape.hidden)
+                    if here.parts.gated
                     else None,
-                    up=self._linear(prefix + "up", shape.intermediate, shape.hidden),
-                    down=self._linear(prefix + "down", shape.hidden, shape.intermediate),
-                    head_norms=self._head_norms(width, kv),
-                    activation=shape.parts.activation,
-                    rope=layer % len(shape.parts.ropes),
-                    window=None if layer % 2 else shape.window,
-                    pool=int(shape.mixed and layer % 2 == 0),
-                    scale=shape.parts.scale,
-                    softcap=shape.parts.softcap,
-                    **self._vectors(width, kv),
+                    up=self._linear(prefix + "up", here.intermediate, shape.hidden),
+                    down=self._linear(prefix + "down", shape.hidden, here.intermediate),
+                    heads=here.heads,
+                    head_norms=self._head_norms(here),
+                    activation=here.parts.activation,
+                    rope=index % len(shape.parts.ropes),
+                    window=None if index % 2 else shape.window,
+                    pool=int(shape.mixed and index % 2 == 0),
+                    scale=here.parts.scale,
+                    softcap=here.parts.softcap,
+                    **self._vectors(here),
                 )
             )
         self.weights = Weights(
@@ -167,24 +194,26 @@ class Model:
             final_norm_bias=self._vector(shape.hidden) if shape.parts.layer_norm else None,
             embedding=self._linear("embedding", VOCABULARY, shape.hidden, size=1.0),
             head=self._linear("head", VOCABULARY, shape.hidden, size=1.0),
-            heads=shape.heads,
             epsilon=EPSILON,
             embedding_scale=shape.parts.embedding_scale,
             logit_softcap=shape.parts.logit_softcap,
         )
-        half = shape.head_dim // 2
-        inv_freq = 10000.0 ** (-np.arange(half) / half)
-        # magnitude 0 stands for a RoPE that does not turn
-        self.turns = [(((m > 0) * inv_freq).tolist(), m or 1.0) for m in shape.parts.ropes]
+        self.turns = []
+        for number, magnitude in enumerate(shape.parts.ropes):
+            half = shape.of(number).head_dim // 2
+            inv_freq = 10000.0 ** (-np.arange(half) / half)
+            # magnitude 0 stands for a RoPE that does not turn
+            self.turns.append((((magnitude > 0) * inv_freq).tolist(), magnitude or 1.0))
         self.ropes = [rope.table(freq, 1100, magnitude=m) for freq, m in self.turns]
         self.tokens = self._rng.integers(0, VOCABULARY, 300).tolist()
 
     def _vector(self, size: int, *, around: float = 0.0) -> np.ndarray:
         return (around + 0.2 * self._rng.standard_normal(size)).astype("f4")
 
-    def _vectors(self, width: int, kv: int) -> dict[str, np.ndarray]:
+    def _vectors(self, here: Shape) -> dict[str, np.ndarray]:
         """Norm weights and biases of a layer, as far as it has them."""
-        shape, parts = self.shape, self.shape.parts
+        shape, parts = self.shape, here.parts
+        width, kv = here.heads * here.head_dim, here.kv_heads * here.head_dim
         names = []
         if parts.norms != "post":
             names += ["attention_norm", "mlp_norm"]
@@ -193,21 +222,25 @@ class Model:
         vectors = {name: self._vector(shape.hidden, around=1.0) for name in names}
         if parts.layer_norm:
             vectors |= {f"{name}_bias": self._vector(shape.hidden) for name in names}
-        if shape.bias:
+        if here.bias:
             sizes = {"q_bias": width, "k_bias": kv, "v_bias": kv}
             vectors |= {name: 5 * self._vector(size) for name, size in sizes.items()}
         if parts.biases:
             sizes = {"o_bias": shape.hidden, "down_bias": shape.hidden}
-            sizes |= {"up_bias": shape.intermediate}
-            sizes |= {"gate_bias": shape.intermediate} if parts.gated else {}
+            sizes |= {"up_bias": here.intermediate}
+            sizes |= {"gate_bias": here.intermediate} if parts.gated else {}
             vectors |= {name: self._vector(size) for name, size in sizes.items()}
         return vectors
 
-    def _head_norms(self, width: int, kv: int) -> HeadNorms | None:
-        kind, head_dim = self.shape.parts.qk_norm, self.shape.head_dim
+    def _head_norms(self, here: Shape) -> HeadNorms | None:
+        kind, head_dim = here.parts.qk_norm, here.head_dim
         if kind == "none":
             return None
-        sizes = (width, kv) if kind == "width" else (head_dim, head_dim)
+        sizes = (
+            (here.heads * head_dim, here.kv_heads * head_dim)
+            if kind == "width"
+            else (head_dim, head_dim)
+        )
         q, k = (self._vector(size, around=1.0) for size in sizes)
         return HeadNorms(q=q, k=k, epsilon=EPSILON, after_rope=kind == "head_after_rope")
 
@@ -223,15 +256,16 @@ class Model:
 
     def views(self, format: str) -> list[KVView]:
         """Empty pools of blocks, and a sequence's tables in them."""
-        pools = [layer.pool for layer in self.weights.layers]
+        layers = self.weights.layers
+        pools = [layer.pool for layer in layers]
         return [
             KVView(
                 allocate(
                     format=format,
                     blocks=5,
                     layers=pools.count(pool),
-                    kv_heads=self.shape.kv_heads,
-                    head_dim=self.shape.head_dim,
+                    kv_heads=layers[pools.index(pool)].kv_heads,
+                    head_dim=layers[pools.index(pool)].head_dim,
                 ),
                 table,
             )

@@ -16,6 +16,7 @@ from random_model import (
     PARTS,
     SHAPES,
     TABLE,
+    UNEVEN,
     VOCABULARY,
     WIDE,
     Model,
@@ -71,13 +72,15 @@ def test_wide_model_matches_reference(compiled: ctypes.CDLL, mixture: str) -> No
     assert_near_reference(compiled, WIDE, mixture)
 
 
-@pytest.mark.parametrize("name", PARTS)
+@pytest.mark.parametrize("name", [*PARTS, *UNEVEN])
 @pytest.mark.usefixtures("poisoned")
 def test_other_parts_match_reference(compiled: ctypes.CDLL, name: str) -> None:
-    assert_near_reference(compiled, PARTS[name])
+    assert_near_reference(compiled, (PARTS | UNEVEN)[name])
 
 
-@pytest.mark.parametrize("shape", [SHAPES[0], SHAPES[3], PARTS["everything"]], ids=str)
+@pytest.mark.parametrize(
+    "shape", [SHAPES[0], SHAPES[3], PARTS["everything"], UNEVEN["heads"]], ids=str
+)
 @pytest.mark.parametrize("format", ["int8", "f32"])
 def test_cuts_and_threads_make_no_difference(
     compiled: ctypes.CDLL, shape: Shape, format: str
@@ -119,6 +122,8 @@ BATCHES = {
         ("chunks and tokens", PARTS["everything"], "f32"),
         ("past a split of the keys", SHAPES[1], "int8"),
         ("tokens", PARTS["gemma3"], "int8"),
+        ("chunks and tokens", UNEVEN["parts"], "int8"),
+        ("past a split of the keys", UNEVEN["heads"], "f32"),
     ],
     ids=str,
 )
@@ -330,6 +335,7 @@ def test_weights_that_do_not_fit_each_other_are_refused(native_library: ctypes.C
         replace(layer, q_bias=np.zeros(3, np.float32)),
         replace(layer, down_bias=np.zeros(3, np.float32)),
         replace(layer, rope=1),
+        replace(layer, heads=7),
         replace(layer, rope=-1),
         replace(layer, post_mlp_norm_bias=layer.mlp_norm),
         replace(layer, head_norms=HeadNorms(q=layer.mlp_norm, k=layer.mlp_norm, epsilon=1e-5)),
@@ -337,7 +343,6 @@ def test_weights_that_do_not_fit_each_other_are_refused(native_library: ctypes.C
     for wrong in (
         *(replace(weights, layers=[layer]) for layer in wrong_layers),
         replace(weights, layers=[]),
-        replace(weights, heads=7),
         replace(weights, head=other.head),
         replace(weights, embedding=layer.o),
         replace(weights, final_norm=other.final_norm),

@@ -70,7 +70,6 @@ class Model:
             final_norm=self._norm(),
             embedding=self._linear("embedding", embedding, VOCABULARY, HIDDEN),
             head=self._linear("head", head, VOCABULARY, HIDDEN),
-            heads=HEADS,
             epsilon=EPSILON,
         )
 
@@ -82,6 +81,7 @@ class Model:
         return LayerWeights(
             attention_norm=self._norm(),
             mlp_norm=self._norm(),
+            heads=HEADS,
             **linears,
         )
 

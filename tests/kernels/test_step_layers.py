@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from random_model import PARTS, SHAPES, WIDE, Model, Shape, span_of
+from random_model import PARTS, SHAPES, UNEVEN, WIDE, Model, Shape, span_of
 
 from edgellm.kernels.kv_blocks import KVView
 from edgellm.kernels.step import FusedStep, LayerGroup, StepSpan, reference
@@ -17,6 +17,7 @@ from edgellm.kernels.step import FusedStep, LayerGroup, StepSpan, reference
 # Three layers, so that there is one that is neither the first nor the last.
 DEEP = [replace(SHAPES[0], layers=3), replace(SHAPES[3], layers=3), SHAPES[1]]
 DEEP += [replace(PARTS[name], layers=3) for name in PARTS]
+DEEP += [replace(UNEVEN[name], layers=3) for name in UNEVEN]
 # Where rows are cut, and after which layers they rest there.
 CUTS = ([1, 64, 131], [131])
 GROUPS = ([1, 2, 3], [2, 3], [1, 3])
