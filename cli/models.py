@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import click
 
@@ -79,10 +79,13 @@ def _lines(model: ModelDescription) -> Iterator[tuple[str, str]]:
     yield "architecture", config.model_type
     yield "parameters", f"{model.parameters / 1e6:.1f} M"
     yield "context", f"{config.context_length} tokens"
+    attentions = [layer.attention for layer in config.layers]
     yield (
         "shape",
-        f"{config.layer_count} layers, hidden {config.hidden_size}, heads {config.heads}, "
-        f"kv_heads {config.kv_heads}, head_dim {config.head_dim}, vocab {config.vocab_size}",
+        f"{config.layer_count} layers, hidden {config.hidden_size}, "
+        f"heads {_sizes(a.heads for a in attentions)}, "
+        f"kv_heads {_sizes(a.kv_heads for a in attentions)}, "
+        f"head_dim {_sizes(a.head_dim for a in attentions)}, vocab {config.vocab_size}",
     )
     yield "end tokens", " ".join(manifest.tokenizer.eos) or "none"
     for precision in model.precisions:
@@ -94,6 +97,11 @@ def _lines(model: ModelDescription) -> Iterator[tuple[str, str]]:
         f"{needed.kv_cache / 1e6:.0f} when full)",
     )
     yield "made with", ", ".join(f"{k} {v}" for k, v in manifest.versions.items())
+
+
+def _sizes(values: Iterable[int]) -> str:
+    """Return the sizes that layers have, as they are alike or not."""
+    return " or ".join(map(str, sorted(set(values))))
 
 
 def _precision_line(precision: PrecisionDescription) -> str:

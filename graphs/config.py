@@ -19,8 +19,6 @@ _LARGEST = {
 }
 # RoPE turns at least one in this many channels; models turn a quarter of a head or more (GPT-NeoX).
 _ROTATED_SHARE = 4
-# Fields of Attention that must be the same in all layers: every back end has one size for them.
-_UNIFORM_ATTENTION = ("heads", "kv_heads", "head_dim", "qk_norm", "qkv_bias", "output_bias")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,8 +27,8 @@ class ModelConfig:
 
     Attributes:
         model_type: name of the architecture's file in `graphs/models/`.
-        layers: layers from the first to the last.
-        ropes: RoPEs that layers name by their index; all turn the same number of pairs.
+        layers: layers from the first to the last, each with parts and sizes of its own.
+        ropes: RoPEs that layers name by their index.
         norm: RMS norms (arXiv:1910.07467), or layer norms with biases.
         norm_eps: number added to mean squares, or to the variance, also in norms of Q and K.
         embedding_scale: factor for rows of the embedding before the first layer.
@@ -61,28 +59,12 @@ class ModelConfig:
                 raise ModelFormatError(f"model config: {name} is {value}; it must be positive")
         self._check_layers()
         self._check_ropes()
-        for name in ("hidden_size", "intermediate_size", "attention_size"):
-            if getattr(self, name) % 32:
-                raise UnsupportedModelError(
-                    f"model config: {name} is {getattr(self, name)}; weights are quantized in "
-                    "groups of 32, so it must be a multiple of 32"
-                )
+        _check_groups("hidden_size", self.hidden_size)
 
     def _check_layers(self) -> None:
-        first = self.layers[0]
         for index, layer in enumerate(self.layers):
-            for name in _UNIFORM_ATTENTION:
-                here, there = getattr(layer.attention, name), getattr(first.attention, name)
-                if here != there:
-                    raise UnsupportedModelError(
-                        f"model config: layer {index} has {name} {here} and layer 0 {there}; they "
-                        "must be the same in all layers"
-                    )
-            if layer.mlp != first.mlp or layer.norms != first.norms:
-                raise UnsupportedModelError(
-                    f"model config: layer {index} has another MLP or other norms than layer 0; "
-                    "they must be the same in all layers"
-                )
+            _check_groups("intermediate_size", layer.mlp.intermediate)
+            _check_groups("attention_size", layer.attention.size)
             if not 0 <= layer.attention.rope < len(self.ropes):
                 raise ModelFormatError(
                     f"model config: layer {index} names RoPE {layer.attention.rope} of "
@@ -90,17 +72,13 @@ class ModelConfig:
                 )
 
     def _check_ropes(self) -> None:
-        for rope in self.ropes:
-            rotated = 2 * len(rope.inv_freq)
-            if not self.head_dim // _ROTATED_SHARE <= rotated <= self.head_dim:
+        for layer in self.layers:
+            rotated = 2 * len(self.ropes[layer.attention.rope].inv_freq)
+            head_dim = layer.attention.head_dim
+            if not head_dim // _ROTATED_SHARE <= rotated <= head_dim:
                 raise ModelFormatError(
-                    f"model config: RoPE rotates {rotated} dimensions, but a head has "
-                    f"{self.head_dim}; a quarter of them to all is allowed"
-                )
-            if rotated != 2 * self.rope_pairs:
-                raise UnsupportedModelError(
-                    f"model config: RoPE rotates {rotated} dimensions in some layers and "
-                    f"{2 * self.rope_pairs} in others"
+                    f"model config: RoPE rotates {rotated} dimensions, but a head has {head_dim}; "
+                    "a quarter of them to all is allowed"
                 )
 
     @property
@@ -109,7 +87,7 @@ class ModelConfig:
 
     @property
     def attention(self) -> Attention:
-        """Attention of the first layer; every layer has the same sizes."""
+        """Attention of the first layer; that of others may differ."""
         return self.layers[0].attention
 
     @property
@@ -125,27 +103,14 @@ class ModelConfig:
         return self.attention.head_dim
 
     @property
-    def attention_size(self) -> int:
-        """Width of the attention output, `heads * head_dim`."""
-        return self.attention.size
-
-    @property
-    def kv_size(self) -> int:
-        return self.attention.kv_size
-
-    @property
-    def qkv_size(self) -> int:
-        """Width of the fused projection: all query heads, then K, then V."""
-        return self.attention.qkv_size
-
-    @property
-    def intermediate_size(self) -> int:
-        return self.layers[0].mlp.intermediate
-
-    @property
-    def rope_pairs(self) -> int:
-        """Number of pairs of channels in a head that RoPE turns."""
-        return len(self.ropes[0].inv_freq)
+    def has_layers_of_one_size(self) -> bool:
+        """Whether heads, their width and that of the MLP are the same in all layers."""
+        sizes = {
+            (a.heads, a.kv_heads, a.head_dim, layer.mlp.intermediate)
+            for layer in self.layers
+            for a in (layer.attention,)
+        }
+        return len(sizes) == 1
 
     def rope_of(self, layer: int) -> Rope:
         return self.ropes[self.layers[layer].attention.rope]
@@ -156,6 +121,14 @@ class ModelConfig:
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> ModelConfig:
         return parse(cls, values, where="model config")
+
+
+def _check_groups(name: str, size: int) -> None:
+    if size % 32:
+        raise UnsupportedModelError(
+            f"model config: {name} is {size}; weights are quantized in groups of 32, so it must be "
+            "a multiple of 32"
+        )
 
 
 def repeated(layer: LayerConfig, count: int) -> tuple[LayerConfig, ...]:

@@ -69,20 +69,22 @@ def parts(config: ModelConfig, cut: Collection[int] = ()) -> list[Part]:
 
 def part_inputs(config: ModelConfig, part: Part) -> dict[str, int]:
     """Map the names of a graph's inputs to their widths."""
-    if part.half == "down":
-        return {ACTIVATED: config.intermediate_size, RESIDUAL: config.hidden_size}
     if part.index == 0:
         return {X: config.hidden_size}
-    return {ATTENTION: config.attention_size, RESIDUAL: config.hidden_size}
+    before = config.layers[part.index - 1]
+    if part.half == "down":
+        return {ACTIVATED: before.mlp.intermediate, RESIDUAL: config.hidden_size}
+    return {ATTENTION: before.attention.size, RESIDUAL: config.hidden_size}
 
 
 def part_outputs(config: ModelConfig, part: Part) -> dict[str, int]:
     """Map the names of a graph's outputs to their widths, in their order."""
     if part.half == "up":
-        return {RESIDUAL_OUT: config.hidden_size, ACTIVATED: config.intermediate_size}
+        width = config.layers[part.index - 1].mlp.intermediate
+        return {RESIDUAL_OUT: config.hidden_size, ACTIVATED: width}
     if part.index == config.layer_count:
         return {HIDDEN: config.hidden_size}
-    return {RESIDUAL_OUT: config.hidden_size, QKV: config.qkv_size}
+    return {RESIDUAL_OUT: config.hidden_size, QKV: config.layers[part.index].attention.qkv_size}
 
 
 def part_file(part: Part, chunk: int | None) -> str:

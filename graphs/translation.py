@@ -45,8 +45,9 @@ class Translation:
         tensor = self._part(canonical, name) if isinstance(name, Fused) else self.stored(name)
         if self.interleaved and canonical.split(".")[-1] in _ROTATED:
             rows = tensor.shape[0] if tensor.shape else 0
-            heads = max(rows // self.config.head_dim, 1)
-            order = half_split_order(rows, heads, 2 * self.config.rope_pairs)
+            layer = int(canonical.split(".")[1])
+            heads = max(rows // self.config.layers[layer].attention.head_dim, 1)
+            order = half_split_order(rows, heads, 2 * len(self.config.rope_of(layer).inv_freq))
             tensor = rows_of_tensor(tensor, order)
         return self.fold(canonical, tensor)
 

@@ -15,12 +15,13 @@ import torch
 from numpy.typing import NDArray
 
 from edgellm.backends.chunk import RunningChunk, RunningSpan
-from edgellm.backends.forward import Model
+from edgellm.backends.forward import Model, clear_behind
 from edgellm.backends.host_attention import HostAttention
 from edgellm.backends.onnx_runtime import onnx_runtime
 from edgellm.backends.providers import CPU, CUDA
 from edgellm.backends.segments import ModelHead, Run, Segments
 from edgellm.cache.kv_cache import KVCache
+from edgellm.errors import UnsupportedModelError
 from edgellm.kernels.attention.gpu import Partials, attend
 from edgellm.kernels.gpu.device import on_device
 from edgellm.kernels.kv_append.gpu import DeviceNorms, append_rotated
@@ -120,8 +121,17 @@ class DeviceModel(Model):
         cache: KVCache,
         queue: Queue,
     ) -> None:
-        """Copy RoPE tables and norms of `attention` to the device."""
+        """Copy RoPE tables and norms of `attention` to the device.
+
+        Raises:
+            UnsupportedModelError: the sizes of layers differ.
+        """
         super().__init__(segments, head, attention, threads=1)
+        if not self.config.has_layers_of_one_size:
+            raise UnsupportedModelError(
+                "layers differ in heads or widths; `prefill` cuda takes layers of one size. Take "
+                "`prefill` native or cpu"
+            )
         config, device = self.config, queue.device
         self._queue = queue
         cache.use_device(device)
@@ -165,7 +175,7 @@ class DeviceModel(Model):
         buffers, count = chunk.buffers, len(chunk.tokens)
         buffers.x[:count] = torch.from_numpy(self.head.embed(chunk.tokens)).to(self._q.device)
         buffers.x[count:] = 0
-        buffers.attention[count:] = 0
+        clear_behind(chunk)
 
     def attend(self, layer: int, chunk: RunningChunk) -> None:
         attention, count = self.config.layers[layer].attention, len(chunk.tokens)
@@ -179,7 +189,7 @@ class DeviceModel(Model):
             place.tables,
             slot,
             work.rows,
-            chunk.buffers.qkv[:count].view(count, *heads),
+            chunk.buffers.qkv[layer][:count].view(count, *heads),
             cos,
             sin,
             self._q[:count],
@@ -191,7 +201,7 @@ class DeviceModel(Model):
             slot,
             self._q[:count],
             work,
-            chunk.buffers.attention[:count].view(count, *heads),
+            chunk.buffers.attention[layer][:count].view(count, *heads),
             self._partials,
             window=attention.window,
             scale=attention.scale,

@@ -44,11 +44,6 @@ class Model:
         self.steps = [step for step, _ in self._actions]
         self._seconds: dict[tuple[int, str], float] = {}  # latest, by chunk size and step
 
-    @property
-    def resting_width(self) -> int:
-        """Width of rows that rest before a layer's attention: the residual with its Q, K and V."""
-        return self.config.hidden_size + self.config.qkv_size
-
     def forward(
         self,
         tokens: SequenceOf[int],
@@ -89,8 +84,8 @@ class Model:
         Args:
             on_done: called with each chunk's hidden states `[n, E]`, in the order of the chunks,
                 once its tokens are counted into their sequences; overwritten after it returns.
-                After a group with more layers behind it, called with the rows that rest,
-                `[n, resting_width]`; their tokens are not counted.
+                After a group with more layers behind it, called with the rows that rest: the
+                residual with Q, K and V of the next layer; their tokens are not counted.
 
         Raises:
             ContextOverflowError, CacheFullError: see `Sequence.reserve`.
@@ -204,7 +199,7 @@ class Model:
         buffers, count = chunk.buffers, len(chunk.tokens)
         buffers.x[:count] = self.head.embed(chunk.tokens)
         buffers.x[count:] = 0
-        buffers.attention[count:] = 0
+        clear_behind(chunk)
 
     def _enter(self, layer: int, chunk: RunningChunk) -> None:
         """Perform the first step of a chunk whose rows rested before the attention of `layer`."""
@@ -214,16 +209,17 @@ class Model:
         for span in chunk.spans:
             assert span.entering is not None
             residual[span.rows] = span.entering[:, :width]
-            buffers.qkv[span.rows] = span.entering[:, width:]
+            buffers.qkv[layer][span.rows] = span.entering[:, width:]
         residual[count:] = 0
-        buffers.attention[count:] = 0
+        clear_behind(chunk)
 
     def _leaving(self, chunk: RunningChunk, layers: range | None) -> Floats:
         """Return a chunk's hidden states, or its rows that rest before the attention of a layer."""
         if layers is None or layers.stop == self.config.layer_count:
             return self.hidden(chunk)
         count, residual = len(chunk.tokens), self._residual_at(layers.stop)
-        rows = chunk.buffers.residuals[residual][:count], chunk.buffers.qkv[:count]
+        qkv = chunk.buffers.qkv[layers.stop]
+        rows = chunk.buffers.residuals[residual][:count], qkv[:count]
         return np.concatenate(rows, axis=1)
 
     def _residual_at(self, layer: int) -> int:
@@ -233,11 +229,11 @@ class Model:
     def attend(self, layer: int, chunk: RunningChunk) -> None:
         """Apply RoPE, append to the cache and attend; the padding of the chunk takes no part."""
         for span in chunk.spans:
-            chunk.buffers.attention[span.rows] = self._attention(
+            chunk.buffers.attention[layer][span.rows] = self._attention(
                 layer,
                 *span.sequence.view(layer),
                 span.start,
-                chunk.buffers.qkv[span.rows],
+                chunk.buffers.qkv[layer][span.rows],
                 threads=self._threads,
             )
 
@@ -245,7 +241,7 @@ class Model:
         """Add the product of the inputs that down_proj's grid clips to down_proj's residual."""
         # span by span: a product takes every input that any of its rows needs
         for span in chunk.spans:
-            activated = chunk.buffers.activated[span.rows]
+            activated = chunk.buffers.activated[segment - 1][span.rows]
             correction = self.segments.shadows[segment].correction(activated)
             if correction is not None:
                 chunk.buffers.residuals[residual][span.rows] += correction
@@ -253,6 +249,13 @@ class Model:
     def hidden(self, chunk: RunningChunk) -> Floats:
         hidden: Floats = chunk.buffers.hidden[: len(chunk.tokens)]
         return hidden
+
+
+def clear_behind(chunk: RunningChunk) -> None:
+    """Write zeros where padding reads the attention."""
+    arrays = {id(array): array for array in chunk.buffers.attention}
+    for array in arrays.values():
+        array[len(chunk.tokens) :] = 0
 
 
 def _layers_of(chunks: SequenceOf[Chunk]) -> range | None:

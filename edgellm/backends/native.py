@@ -55,16 +55,18 @@ def open_model(parts: Parts) -> tuple[NativeModel, PackedHead]:
 
 
 def _check_sizes(config: ModelConfig) -> None:
-    if config.head_dim > MAX_HEAD_DIM:
-        raise UnsupportedModelError(
-            f"head_dim is {config.head_dim}; the native kernels take at most {MAX_HEAD_DIM}. Take "
-            "`decode` portable and `prefill` cpu"
-        )
-    if config.kv_size % PANEL:
-        raise UnsupportedModelError(
-            f"kv_heads * head_dim is {config.kv_size}; the native kernels take multiples of "
-            f"{PANEL}. Take `decode` portable and `prefill` cpu"
-        )
+    for layer in config.layers:
+        attention = layer.attention
+        if attention.head_dim > MAX_HEAD_DIM:
+            raise UnsupportedModelError(
+                f"head_dim is {attention.head_dim}; the native kernels take at most "
+                f"{MAX_HEAD_DIM}. Take `decode` portable and `prefill` cpu"
+            )
+        if attention.kv_size % PANEL:
+            raise UnsupportedModelError(
+                f"kv_heads * head_dim is {attention.kv_size}; the native kernels take multiples of "
+                f"{PANEL}. Take `decode` portable and `prefill` cpu"
+            )
 
 
 class PackedHead:

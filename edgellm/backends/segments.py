@@ -38,18 +38,19 @@ class ChunkBuffers:
 
     Attributes:
         x: embeddings `[C, E]`.
-        attention: attention `[C, H * D]`, written between segments.
-        qkv: Q, K and V `[C, (H + 2 Hkv) * D]`.
-        activated: inputs of down_proj `[C, I]`, between the halves of a segment that is cut.
+        attention: attention of each layer `[C, H * D]`, written between segments.
+        qkv: Q, K and V of each layer `[C, (H + 2 Hkv) * D]`.
+        activated: inputs of each down_proj `[C, I]`, between the halves of a segment that is cut.
+            Layers with arrays of the same width share them.
         residuals: two residuals `[C, E]`; the graph at position i reads number i % 2.
         hidden: hidden states `[C, E]` after the final norm.
         segments: one function for each graph, which runs it on these buffers.
     """
 
     x: Any
-    attention: Any
-    qkv: Any
-    activated: Any
+    attention: Sequence[Any]
+    qkv: Sequence[Any]
+    activated: Sequence[Any]
     residuals: tuple[Any, Any]
     hidden: Any
     segments: Sequence[Run]
@@ -160,40 +161,40 @@ class Segments:
 
     def _bind(self, chunk: int) -> ChunkBuffers:
         """Bind every segment once; a call then costs microseconds."""
-        config = self.config
-        widths = {
-            contract.X: config.hidden_size,
-            contract.ATTENTION: config.attention_size,
-            contract.QKV: config.qkv_size,
-            contract.ACTIVATED: config.intermediate_size,
-            contract.HIDDEN: config.hidden_size,
-            "even": config.hidden_size,
-            "odd": config.hidden_size,
-        }
-        arrays = {name: self._zeros(chunk, width) for name, width in widths.items()}
+        config, arrays = self.config, dict[tuple[str, int], Any]()
+
+        def array(name: str, width: int) -> Any:
+            if (name, width) not in arrays:
+                arrays[name, width] = self._zeros(chunk, width)
+            return arrays[name, width]
+
+        even, odd = (array(name, config.hidden_size) for name in ("even", "odd"))
         runs: list[Run] = []
         sessions = self._sessions[None if self._symbolic else chunk]
         for index, (part, session) in enumerate(zip(self.parts, sessions, strict=True)):
             # A graph must not write the residual that it reads, so two take turns.
             residual = {
-                contract.RESIDUAL: arrays[("even", "odd")[index % 2]],
-                contract.RESIDUAL_OUT: arrays[("odd", "even")[index % 2]],
+                contract.RESIDUAL: (even, odd)[index % 2],
+                contract.RESIDUAL_OUT: (odd, even)[index % 2],
             }
             inputs, outputs = (
-                {name: residual[name] if name in residual else arrays[name] for name in names}
-                for names in (
+                {
+                    name: residual[name] if name in residual else array(name, width)
+                    for name, width in widths.items()
+                }
+                for widths in (
                     contract.part_inputs(config, part),
                     contract.part_outputs(config, part),
                 )
             )
             runs.append(self._bound(session, inputs, outputs))
         return ChunkBuffers(
-            arrays[contract.X],
-            arrays[contract.ATTENTION],
-            arrays[contract.QKV],
-            arrays[contract.ACTIVATED],
-            (arrays["even"], arrays["odd"]),
-            arrays[contract.HIDDEN],
+            array(contract.X, config.hidden_size),
+            [array(contract.ATTENTION, layer.attention.size) for layer in config.layers],
+            [array(contract.QKV, layer.attention.qkv_size) for layer in config.layers],
+            [array(contract.ACTIVATED, layer.mlp.intermediate) for layer in config.layers],
+            (even, odd),
+            array(contract.HIDDEN, config.hidden_size),
             runs,
         )
 

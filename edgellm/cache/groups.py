@@ -27,7 +27,7 @@ Side = Literal["host", "device"]
 
 @dataclass(frozen=True)
 class CacheGroup:
-    """Layers that share KV blocks, because they see the same positions.
+    """Layers that share KV blocks: they see the same positions, and have as many heads of a width.
 
     Attributes:
         layers: indices of the layers in the model; blocks hold them in this order.
@@ -36,6 +36,8 @@ class CacheGroup:
 
     layers: tuple[int, ...]
     window: int | None
+    kv_heads: int
+    head_dim: int
 
     def first_block(self, length: int) -> int:
         """Return the number of the first block that tokens from position `length` on see."""
@@ -56,10 +58,12 @@ class CacheGroup:
 
 def cache_groups(config: ModelConfig) -> tuple[CacheGroup, ...]:
     """Return the cache groups of a model, in the order of their first layers."""
-    layers: dict[int | None, list[int]] = {}
+    layers: dict[tuple[int | None, int, int], list[int]] = {}
     for index, layer in enumerate(config.layers):
-        layers.setdefault(layer.attention.window, []).append(index)
-    return tuple(CacheGroup(tuple(members), window) for window, members in layers.items())
+        attention = layer.attention
+        kind = attention.window, attention.kv_heads, attention.head_dim
+        layers.setdefault(kind, []).append(index)
+    return tuple(CacheGroup(tuple(members), *kind) for kind, members in layers.items())
 
 
 def places(groups: tuple[CacheGroup, ...]) -> list[tuple[int, int]]:
@@ -104,8 +108,8 @@ def cache_bytes(config: ModelConfig, *, format: KVFormat, ctx_size: int, blocks:
         * block_bytes(
             format=format,
             layers=len(group.layers),
-            kv_heads=config.kv_heads,
-            head_dim=config.head_dim,
+            kv_heads=group.kv_heads,
+            head_dim=group.head_dim,
         )
         for group, count in zip(groups, resident, strict=True)
     )

@@ -38,7 +38,7 @@ class KVCache:
             groups with a window, only the blocks that full sequences of as many tokens need get
             memory, unless many short sequences are open at once.
         fingerprint: bytes that identify model and format in the hashes that name blocks.
-        key_offset: common part of the model's keys, see `kernels/kv_blocks.py`.
+        key_offsets: common part of each layer's keys, see `kernels/kv_blocks.py`.
         defer: runs a function between two changes, in the thread that uses the cache; None: runs it
             at once.
 
@@ -60,18 +60,19 @@ class KVCache:
         ctx_size: int,
         blocks: int,
         fingerprint: bytes,
-        key_offset: NDArray[np.float32] | None = None,
+        key_offsets: SequenceOf[NDArray[np.float32]] | None = None,
         defer: Callable[[Callable[[], None]], object] | None = None,
     ) -> None:
         check_choice("kv_format", format, KV_FORMATS)
-        if format == "int4" and config.head_dim % 8:
-            raise OptionError(
-                f"`kv_format` is 'int4': this model's head_dim is {config.head_dim}, and int4 "
-                "takes multiples of 8; int8 takes any"
-            )
+        groups = cache_groups(config)
+        for group in groups:
+            if format == "int4" and group.head_dim % 8:
+                raise OptionError(
+                    f"`kv_format` is 'int4': this model's head_dim is {group.head_dim}, and int4 "
+                    "takes multiples of 8; int8 takes any"
+                )
         self.ctx_size = ctx_size
         self.format = format
-        groups = cache_groups(config)
         self.places = places(groups)
         self.index = PrefixIndex(fingerprint, groups)
         self.rows_at_once = rows_at_once(groups, ctx_size)
@@ -84,9 +85,11 @@ class KVCache:
                     format=format,
                     blocks=blocks,
                     layers=len(group.layers),
-                    kv_heads=config.kv_heads,
-                    head_dim=config.head_dim,
-                    key_offset=None if key_offset is None else key_offset[list(group.layers)],
+                    kv_heads=group.kv_heads,
+                    head_dim=group.head_dim,
+                    key_offset=None
+                    if key_offsets is None
+                    else np.stack([key_offsets[layer] for layer in group.layers]),
                 ),
                 pool=BlockPool(blocks, self.index, group=number, resident=resident[number]),
                 index=self.index,
@@ -329,6 +332,6 @@ def group_name(name: bytes, group: GroupBlocks) -> bytes:
 
 def _rope_frequencies(config: ModelConfig) -> list[tuple[float, ...]] | None:
     """Return the value of `KVCache.rope_frequencies`."""
-    if config.attention.qk_norm == "head_after_rope":
+    if any(layer.attention.qk_norm == "head_after_rope" for layer in config.layers):
         return None
     return [config.rope_of(layer).inv_freq for layer in range(config.layer_count)]

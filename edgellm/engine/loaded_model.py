@@ -127,12 +127,13 @@ class LoadedModel:
 
     def _make_cache(self) -> KVCache:
         bundle, options = self.bundle, self.options
+        basis = key_basis.open_key_basis(bundle.path, bundle.manifest.keys, self.config)
         cache = KVCache(
             self.config,
             format=options.kv_format,
             ctx_size=self.ctx_size,
             blocks=_cache_blocks(options, self.ctx_size),
-            key_offset=key_basis.open_key_basis(bundle.path, bundle.manifest.keys).offset,
+            key_offsets=basis.offsets,
             fingerprint=f"{self.fingerprint}|{self.arithmetic}".encode(),
             defer=self.thread.soon,
         )

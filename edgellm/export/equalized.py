@@ -14,17 +14,17 @@ from edgellm.graphs.builder import WeightFile
 from edgellm.graphs.checkpoint import Checkpoint
 from edgellm.graphs.config import ModelConfig
 from edgellm.graphs.contract import StoredArray
+from edgellm.graphs.layer_config import Attention
 from edgellm.graphs.tensor import Tensor
 from edgellm.graphs.tensors import model_tensors
 from edgellm.kernels.quantized import QuantizedWeight
 from edgellm.quantize.keys import common_part, pair_exponents
 from edgellm.store.key_basis import (
-    EXPONENTS,
     FOLDER,
-    OFFSET,
     KeyBasis,
     has_offset,
     is_head_norm,
+    stored_arrays,
 )
 
 Exponents = NDArray[np.int8]
@@ -53,16 +53,20 @@ class EqualizedCheckpoint:
         """
         tensor = self._checkpoint.tensor(name)
         layer, _, part = name.rpartition(".")
-        kind = self.config.attention.qk_norm
+        if part not in (*_PROJECTIONS, *_NORMS):
+            return tensor
+        index = int(layer.split(".")[1])
+        attention = self.config.layers[index].attention
+        kind = attention.qk_norm
         if part not in (_PROJECTIONS if kind == "none" else _NORMS):
             return tensor
-        exponents = self._basis.exponents[int(layer.split(".")[1])]
+        exponents = self._basis.exponents[index]
         if part.startswith("k"):
             exponents = -exponents
         if kind in _SHARED:
-            return scaled_rows(tensor, _of_channels(exponents, self.config)[0])
-        heads = self.config.heads if part.startswith("q") else self.config.kv_heads
-        return scaled_rows(tensor, _of_rows(exponents, self.config, heads=heads))
+            return scaled_rows(tensor, _of_channels(exponents, attention)[0])
+        heads = attention.heads if part.startswith("q") else attention.kv_heads
+        return scaled_rows(tensor, _of_rows(exponents, attention, heads=heads))
 
 
 def scaled_rows(tensor: Tensor, exponents: Exponents) -> Tensor:
@@ -98,15 +102,15 @@ def choose_basis(checkpoint: Checkpoint) -> KeyBasis:
     """Choose the basis for a model's keys, from its weights alone."""
     config = checkpoint.config
     exponents = [_exponents(checkpoint, layer) for layer in range(config.layer_count)]
-    basis = KeyBasis(np.stack(exponents), None)
+    basis = KeyBasis(exponents, None)
     if not has_offset(config):
         return basis
     equalized = EqualizedCheckpoint(checkpoint, basis)
     offsets = [
-        _offset(equalized, layer, magnitude=config.rope_of(layer).magnitude)
+        _offset(equalized, layer, magnitude=config.rope_of(layer).magnitude).astype(np.float32)
         for layer in range(config.layer_count)
     ]
-    return replace(basis, offset=np.stack(offsets).astype(np.float32))
+    return replace(basis, offsets=offsets)
 
 
 def store_basis(basis: KeyBasis, checkpoint: Checkpoint, root: Path) -> dict[str, StoredArray]:
@@ -120,9 +124,8 @@ def store_basis(basis: KeyBasis, checkpoint: Checkpoint, root: Path) -> dict[str
     """
     (root / FOLDER).mkdir()
     with WeightFile(root / FOLDER) as file:
-        file.add(EXPONENTS, basis.exponents)
-        if basis.offset is not None:
-            file.add(OFFSET, basis.offset)
+        for name, array in stored_arrays(basis).items():
+            file.add(name, array)
         for name in model_tensors(checkpoint.config):
             if is_head_norm(name):
                 file.add(name, checkpoint.tensor(name).float32())
@@ -131,17 +134,18 @@ def store_basis(basis: KeyBasis, checkpoint: Checkpoint, root: Path) -> dict[str
 
 def _exponents(checkpoint: Checkpoint, layer: int) -> Exponents:
     config = checkpoint.config
+    attention, half = config.layers[layer].attention, len(config.rope_of(layer).inv_freq)
     key, query = (_energy(checkpoint, layer, part) for part in "kq")
     if has_offset(config):
         # the cache leaves out the common part that the bias adds to keys
         key -= _offset(checkpoint, layer) ** 2
-    query = query.reshape(config.kv_heads, -1, config.head_dim).mean(axis=1)
-    if config.attention.qk_norm in _SHARED:
+    query = query.reshape(attention.kv_heads, -1, attention.head_dim).mean(axis=1)
+    if attention.qk_norm in _SHARED:
         # one weight for all heads
         key, query = (np.broadcast_to(e.mean(axis=0), e.shape) for e in (key, query))
-    pairs = (np.sqrt(np.maximum(_of_pairs(energy, config), 0)) for energy in (key, query))
+    pairs = (np.sqrt(np.maximum(_of_pairs(energy, half), 0)) for energy in (key, query))
     exponents = pair_exponents(*pairs)
-    if config.attention.qk_norm != "none":
+    if attention.qk_norm != "none":
         return exponents  # for float32 weights
     return within_halves(exponents, checkpoint, layer)
 
@@ -152,18 +156,18 @@ def within_halves(exponents: Exponents, checkpoint: Checkpoint, layer: int) -> E
     Args:
         exponents: `[Hkv, P]` of one layer.
     """
-    config = checkpoint.config
+    attention = checkpoint.config.layers[layer].attention
     halves = {part: _halves(checkpoint.tensor(f"layers.{layer}.{part}")) for part in "qk"}
-    heads = {"q": config.heads, "k": config.kv_heads}
+    heads = {"q": attention.heads, "k": attention.kv_heads}
     while True:
         lost = np.zeros(exponents.shape, np.bool_)
         for part, sign in (("q", 1), ("k", -1)):
-            by_row = sign * _of_rows(exponents, config, heads=heads[part]).astype(np.int32)
+            by_row = sign * _of_rows(exponents, attention, heads=heads[part]).astype(np.int32)
             scaled = np.ldexp(halves[part], by_row[:, None])
             with np.errstate(over="ignore"):
                 wrong = (scaled.astype(np.float16) != scaled).any(axis=1)
-            by_head = wrong.reshape(config.kv_heads, -1, config.head_dim).any(axis=1)
-            lost |= _of_pairs(by_head, config) > 0
+            by_head = wrong.reshape(attention.kv_heads, -1, attention.head_dim).any(axis=1)
+            lost |= _of_pairs(by_head, exponents.shape[1]) > 0
         lost &= exponents != 0
         if not lost.any():
             return exponents
@@ -186,58 +190,61 @@ def _energy(checkpoint: Checkpoint, layer: int, part: str) -> NDArray[np.float64
     if config.layers[layer].norms_inputs:
         weight = weight * checkpoint.tensor(f"layers.{layer}.attention_norm").float32()
     energy: NDArray[np.float64] = np.square(weight).sum(axis=1, dtype=np.float64)
-    energy = energy.reshape(-1, config.head_dim) + _constant(checkpoint, layer, part) ** 2
-    kind = config.attention.qk_norm
+    attention = config.layers[layer].attention
+    energy = energy.reshape(-1, attention.head_dim) + _constant(checkpoint, layer, part) ** 2
+    kind = attention.qk_norm
     if kind == "none":
         return energy
     # the output of a norm: its weight, and the channel's share of what it divides by
     norm = checkpoint.tensor(f"layers.{layer}.{part}_norm").float32().astype(np.float64)
     mean = energy.mean() if kind == "width" else energy.mean(axis=1, keepdims=True)
     shares = energy / np.where(mean > 0, mean, 1)
-    return shares * np.square(norm).reshape(-1, config.head_dim)
+    return shares * np.square(norm).reshape(-1, attention.head_dim)
 
 
 def _constant(checkpoint: Checkpoint, layer: int, part: str) -> NDArray[np.float64]:
     """Compute the constant part `[heads, D]` of Q or K for any input; zeros without biases."""
     config, name = checkpoint.config, f"layers.{layer}.{part}"
-    heads = config.heads if part == "q" else config.kv_heads
-    added = np.zeros(heads * config.head_dim)
+    attention = config.layers[layer].attention
+    heads = attention.heads if part == "q" else attention.kv_heads
+    added = np.zeros(heads * attention.head_dim)
     if config.norm == "layer" and config.layers[layer].norms_inputs:
         bias = checkpoint.tensor(f"layers.{layer}.attention_norm_bias").float32()
         added += checkpoint.tensor(name).float32() @ bias
-    if config.attention.qkv_bias:
+    if attention.qkv_bias:
         added += checkpoint.tensor(f"{name}_bias").float32()
-    return added.reshape(heads, config.head_dim)
+    return added.reshape(heads, attention.head_dim)
 
 
 def _offset(checkpoint: Checkpoint, layer: int, *, magnitude: float = 1.0) -> NDArray[np.float64]:
     """Compute the common part `[Hkv, D]` of a layer's keys.
 
-    Zeros if scores are capped (softcap), because leaving it out would change them.
+    Zeros if scores are capped (softcap), because leaving it out would change them, and where a norm
+    comes behind the bias.
     """
     constant = _constant(checkpoint, layer, "k")
-    if checkpoint.config.layers[layer].attention.softcap is not None:
+    attention = checkpoint.config.layers[layer].attention
+    if attention.softcap is not None or attention.qk_norm != "none":
         return np.zeros_like(constant)
     inv_freq = checkpoint.config.rope_of(layer).inv_freq
     return common_part(constant, inv_freq, magnitude=magnitude)
 
 
-def _of_channels(exponents: Exponents, config: ModelConfig) -> Exponents:
+def _of_channels(exponents: Exponents, attention: Attention) -> Exponents:
     """Expand exponents of pairs `[Hkv, P]` to channels `[Hkv, D]`; 0 for channels without RoPE."""
-    channels = np.zeros((config.kv_heads, config.head_dim), np.int8)
+    channels = np.zeros((attention.kv_heads, attention.head_dim), np.int8)
     half = exponents.shape[1]
     channels[:, :half] = channels[:, half : 2 * half] = exponents
     return channels
 
 
-def _of_rows(exponents: Exponents, config: ModelConfig, *, heads: int) -> Exponents:
+def _of_rows(exponents: Exponents, attention: Attention, *, heads: int) -> Exponents:
     """Expand exponents of pairs `[Hkv, P]` to the rows `[heads * D]` of a projection."""
-    channels = _of_channels(exponents, config)
-    return np.repeat(channels, heads // config.kv_heads, axis=0).reshape(-1)
+    channels = _of_channels(exponents, attention)
+    return np.repeat(channels, heads // attention.kv_heads, axis=0).reshape(-1)
 
 
-def _of_pairs(channels: NDArray[Any], config: ModelConfig) -> NDArray[np.float64]:
-    """Sum the two channels of each RoPE pair, `[Hkv, D]` to `[Hkv, P]`."""
-    half = config.rope_pairs
+def _of_pairs(channels: NDArray[Any], half: int) -> NDArray[np.float64]:
+    """Sum the two channels of each of `half` RoPE pairs, `[Hkv, D]` to `[Hkv, P]`."""
     values = channels.astype(np.float64)
     return values[:, :half] + values[:, half : 2 * half]

@@ -159,7 +159,7 @@ def _basis(out: Path, present: Manifest | None, checkpoint: Checkpoint) -> KeyBa
     if present is None:
         return choose_basis(checkpoint)
     check_same_model(out, present, checkpoint.config)
-    return open_key_basis(out, present.keys)
+    return open_key_basis(out, present.keys, checkpoint.config)
 
 
 class _Steps:

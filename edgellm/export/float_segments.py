@@ -42,17 +42,19 @@ class WindowAttention:
     """
 
     def __init__(self, attention: HostAttention, window: int) -> None:
-        config = attention.config
         self._attention = attention
         count = -(-window // BLOCK)
-        blocks = allocate(
-            format="f32",
-            blocks=count,
-            layers=1,
-            kv_heads=config.kv_heads,
-            head_dim=config.head_dim,
-        )
-        self._view = KVView(blocks, range(count))
+        layers = attention.config.layers
+        self._sizes = [(each.attention.kv_heads, each.attention.head_dim) for each in layers]
+        self._views = {
+            (kv_heads, head_dim): KVView(
+                allocate(
+                    format="f32", blocks=count, layers=1, kv_heads=kv_heads, head_dim=head_dim
+                ),
+                range(count),
+            )
+            for kv_heads, head_dim in set(self._sizes)
+        }
 
     @classmethod
     def of(cls, checkpoint: Checkpoint, window: int) -> WindowAttention:
@@ -67,7 +69,7 @@ class WindowAttention:
         Args:
             qkv: Q, K and V of those tokens, `[n, (H + 2 Hkv) * D]`.
         """
-        return self._attention(layer, self._view, 0, 0, qkv)
+        return self._attention(layer, self._views[self._sizes[layer]], 0, 0, qkv)
 
 
 # A function from a segment's inputs to its outputs, both by name.

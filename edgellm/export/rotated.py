@@ -206,12 +206,12 @@ class _RotatedLayers:
         """Compute a segment's rotated weights, each `[N, K]`, by name."""
         config, weights = self._config, {}
         if index:
-            before = f"layers.{index - 1}"
-            weights[f"{before}.o"] = self._writes(f"{before}.o", config.attention_size)
+            before, layer = f"layers.{index - 1}", config.layers[index - 1]
+            weights[f"{before}.o"] = self._writes(f"{before}.o", layer.attention.size)
             for name in (f"{before}.gate", f"{before}.up"):
                 if name in self._specs:
                     weights[name] = self._reads(f"{before}.mlp_norm", name)
-            weights[f"{before}.down"] = self._writes(f"{before}.down", config.intermediate_size)
+            weights[f"{before}.down"] = self._writes(f"{before}.down", layer.mlp.intermediate)
         if index < config.layer_count:
             here = f"layers.{index}"
             norm = f"{here}.attention_norm"

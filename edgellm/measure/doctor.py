@@ -99,7 +99,7 @@ def float_reference(
     if manifest.reference:
         yield open_reference(bundle.path, config, manifest.reference)
         return
-    basis = open_key_basis(bundle.path, manifest.keys)
+    basis = open_key_basis(bundle.path, manifest.keys, bundle.config)
     checkpoint = EqualizedCheckpoint(open_source(bundle, progress=progress), basis)
     tokenizer = Tokenizer(bundle.path, manifest.tokenizer, rows=config.vocab_size)
     tokens = reference_tokens(tokenizer, config, chunk=_CHUNK)

@@ -109,10 +109,13 @@ def measure_gpu() -> Machine:
 def work_of(bundle: Bundle, tokens: int, *, precision: str, kv_format: KVFormat) -> Work:
     """Return the work of a prompt of `tokens`, and of a decode step behind it in a precision."""
     config = bundle.config
-    block = block_bytes(
-        format=kv_format, layers=1, kv_heads=config.kv_heads, head_dim=config.head_dim
-    )
-    cached = sum(block * _seen(config, i, tokens) // BLOCK for i in range(config.layer_count))
+    cached = 0
+    for index, layer in enumerate(config.layers):
+        attention = layer.attention
+        block = block_bytes(
+            format=kv_format, layers=1, kv_heads=attention.kv_heads, head_dim=attention.head_dim
+        )
+        cached += block * _seen(config, index, tokens) // BLOCK
     if precision == PACKED:
         summary = imported(bundle.manifest, precision)
         share = summary.decode_bytes / summary.file_bytes if summary.file_bytes else None
@@ -128,8 +131,11 @@ def _flops(config: ModelConfig, tokens: int) -> float:
     A multiplication and an addition are counted for each weight. Attention adds the same for each
     channel of each position that a token sees, once for scores and once for sums of values.
     """
-    seen = sum(_mean_seen(config, layer, tokens) for layer in range(config.layer_count))
-    return 2.0 * (linear_parameters(config) + 2 * config.attention_size * seen)
+    attended = sum(
+        layer.attention.size * _mean_seen(config, index, tokens)
+        for index, layer in enumerate(config.layers)
+    )
+    return 2.0 * (linear_parameters(config) + 2 * attended)
 
 
 def _seen(config: ModelConfig, layer: int, tokens: int) -> int:

@@ -224,7 +224,8 @@ def _head_needs(config: ModelConfig, kind: str) -> dict[str, _Need]:
 def _graph_needs(config: ModelConfig, entry: PrecisionEntry) -> dict[str, _Need]:
     needs: dict[str, _Need] = {}
     for name in entry.shadows:
-        needs[name] = "int8", ((config.intermediate_size, config.hidden_size),)
+        layer = config.layers[int(name.split(".")[1])]
+        needs[name] = "int8", ((layer.mlp.intermediate, config.hidden_size),)
         needs[f"{name}.scale"] = _floats(config.hidden_size)
     if ROTATION in entry.arrays:
         needs[ROTATION] = _floats(config.hidden_size, config.hidden_size)

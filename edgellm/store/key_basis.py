@@ -11,9 +11,11 @@ once for all precisions. In a model with such norms the powers of two are in the
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -34,19 +36,20 @@ class KeyBasis:
     """The basis in which a bundle's K and Q are exported.
 
     Attributes:
-        exponents: `[layers, Hkv, P]` int8: K has been divided by 2^e and Q multiplied by it, in
-            both channels of a pair.
-        offset: `[layers, Hkv, D]` float32, the common part of the divided keys after RoPE, which
-            the cache leaves out; None where keys have no common part (see `has_offset`).
+        exponents: `[Hkv, P]` int8 for each layer: K has been divided by 2^e and Q multiplied by it,
+            in both channels of a pair.
+        offsets: `[Hkv, D]` float32 for each layer, the common part of the divided keys after RoPE,
+            which the cache leaves out; None where no keys have a common part (see `has_offset`).
     """
 
-    exponents: NDArray[np.int8]
-    offset: NDArray[np.float32] | None
+    exponents: Sequence[NDArray[np.int8]]
+    offsets: Sequence[NDArray[np.float32]] | None
 
 
 def has_offset(config: ModelConfig) -> bool:
-    """Whether the model's keys have a part in common: a K bias without a norm of K after it."""
-    return config.attention.qkv_bias and config.attention.qk_norm == "none"
+    """Whether keys of some layer have a part in common: a K bias without a norm of K after it."""
+    attentions = (layer.attention for layer in config.layers)
+    return any(each.qkv_bias and each.qk_norm == "none" for each in attentions)
 
 
 def is_head_norm(name: str) -> bool:
@@ -56,23 +59,33 @@ def is_head_norm(name: str) -> bool:
 
 def shapes(config: ModelConfig) -> dict[str, tuple[str, tuple[int, ...]]]:
     """Return dtype and shape of each array in the `keys` folder of a bundle of this config."""
-    heads = (config.layer_count, config.kv_heads)
     needed: dict[str, tuple[str, tuple[int, ...]]] = {
-        EXPONENTS: ("int8", (*heads, config.rope_pairs))
+        EXPONENTS: ("int8", _stored_shape(_pair_shapes(config)))
     }
     if has_offset(config):
-        needed[OFFSET] = "float32", (*heads, config.head_dim)
+        needed[OFFSET] = "float32", _stored_shape(_key_shapes(config))
     for name, spec in model_tensors(config).items():
         if is_head_norm(name):
             needed[name] = "float32", spec.shape
     return needed
 
 
-def open_key_basis(root: Path, arrays: Mapping[str, StoredArray]) -> KeyBasis:
+def stored_arrays(basis: KeyBasis) -> dict[str, NDArray[Any]]:
+    """Return the arrays that a bundle has of a basis, by name; see `shapes`."""
+    arrays: dict[str, NDArray[Any]] = {EXPONENTS: _stored(basis.exponents)}
+    if basis.offsets is not None:
+        arrays[OFFSET] = _stored(basis.offsets)
+    return arrays
+
+
+def open_key_basis(root: Path, arrays: Mapping[str, StoredArray], config: ModelConfig) -> KeyBasis:
     """Map the key basis of the bundle at `root`; `arrays` is `keys` of its manifest."""
     parts = {name: array for name, array in arrays.items() if not is_head_norm(name)}
     values = map_arrays(root, parts)
-    return KeyBasis(values[EXPONENTS], values.get(OFFSET))
+    exponents = _by_layer(values[EXPONENTS], _pair_shapes(config))
+    if OFFSET not in values:
+        return KeyBasis(exponents, None)
+    return KeyBasis(exponents, _by_layer(values[OFFSET], _key_shapes(config)))
 
 
 def open_head_norms(
@@ -87,3 +100,32 @@ def fingerprint(manifest: Manifest) -> str:
     return "".join(
         manifest.files[name].sha256 for name in sorted({a.file for a in manifest.keys.values()})
     )
+
+
+def _pair_shapes(config: ModelConfig) -> list[tuple[int, int]]:
+    """Return `[Hkv, P]` of each layer."""
+    pairs = (len(config.rope_of(layer).inv_freq) for layer in range(config.layer_count))
+    return [(layer.attention.kv_heads, p) for layer, p in zip(config.layers, pairs, strict=True)]
+
+
+def _key_shapes(config: ModelConfig) -> list[tuple[int, int]]:
+    """Return `[Hkv, D]` of each layer."""
+    return [(layer.attention.kv_heads, layer.attention.head_dim) for layer in config.layers]
+
+
+def _stored_shape(layers: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
+    """Return the shape of a stored array of layers: flat where their shapes differ."""
+    if len(set(layers)) == 1:
+        return (len(layers), *layers[0])
+    return (sum(math.prod(shape) for shape in layers),)
+
+
+def _stored(layers: Sequence[NDArray[Any]]) -> NDArray[Any]:
+    shape = _stored_shape([layer.shape for layer in layers])
+    return np.concatenate([layer.reshape(-1) for layer in layers]).reshape(shape)
+
+
+def _by_layer(array: NDArray[Any], layers: Sequence[tuple[int, int]]) -> list[NDArray[Any]]:
+    ends = np.cumsum([math.prod(shape) for shape in layers])
+    parts = np.split(array.reshape(-1), ends[:-1])
+    return [part.reshape(shape) for part, shape in zip(parts, layers, strict=True)]

@@ -80,6 +80,16 @@ CONFIGS = {
         tied_embedding=True,
     ),
     "olmo2": config_of(_layer("post", qk_norm="width"), _layer("post", qk_norm="width")),
+    "uneven": config_of(
+        _layer(window=9, qkv_bias=True),
+        LayerConfig(
+            attention=Attention(heads=2, kv_heads=1, head_dim=32, rope=1, qk_norm="head"),
+            mlp=Mlp(intermediate=96, activation="gelu_tanh", gated=False, bias=True),
+            norms="sandwich",
+        ),
+        _layer(mlp=replace(_MLP, intermediate=64), heads=8, kv_heads=4),
+        ropes=(_rope(10000.0), _rope(1e6, pairs=16)),
+    ),
     "starcoder2": config_of(
         *2 * [_layer(mlp=replace(_GELU, gated=False, bias=True), window=20, **_BIASES)],
         norm="layer",
@@ -111,13 +121,16 @@ class RandomCheckpoint:
 
     def _spread(self, name: str) -> list[float]:
         """Factors of the channels of a head: large keys meet small queries."""
-        part, kind = name.rpartition(".")[2], self.config.attention.qk_norm
-        parts = ("k", "k_bias", "q", "q_bias") if kind == "none" else ("k_norm", "q_norm")
-        if part not in parts:
+        part = name.rpartition(".")[2]
+        if part not in ("k", "k_bias", "q", "q_bias", "k_norm", "q_norm"):
             return []
-        pairs, sign = self.config.rope_pairs, 1 if part.startswith("k") else -1
+        layer = int(name.split(".")[1])
+        attention = self.config.layers[layer].attention
+        if part.endswith("_norm") == (attention.qk_norm == "none"):
+            return []
+        pairs, sign = len(self.config.rope_of(layer).inv_freq), 1 if part.startswith("k") else -1
         sizes = [2.0 ** (sign * (pair % 4 - 1)) for pair in range(pairs)]
-        return sizes + sizes + [1.0] * (self.config.head_dim - 2 * pairs)
+        return sizes + sizes + [1.0] * (attention.head_dim - 2 * pairs)
 
 
 def vector(checkpoint: Any, name: str) -> np.ndarray | None:

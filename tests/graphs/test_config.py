@@ -31,8 +31,8 @@ def test_survives_json() -> None:
 
 
 def test_sizes() -> None:
-    assert CONFIG.attention_size == 96
-    assert CONFIG.qkv_size == 96 + 2 * 32
+    assert CONFIG.attention.size == 96
+    assert CONFIG.attention.qkv_size == 96 + 2 * 32
     per_layer = 96 * 160 + 96 * 96 + 3 * 96 * 160
     assert linear_parameters(CONFIG) == 2 * per_layer
     assert parameters(CONFIG) == 2 * per_layer + 320 * 96 + 5 * 96
@@ -93,12 +93,12 @@ def test_impossible_ropes_are_refused(inv_freq: tuple[float, ...], words: str) -
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"head_dim": 32}, "layer 1 has head_dim 32 and layer 0 16"),
-        ({"qk_norm": "head"}, "layer 1 has qk_norm head"),
+        ({"head_dim": 32}, "RoPE rotates 4 dimensions, but a head has 32"),
+        ({"heads": 1, "kv_heads": 1}, "attention_size is 16"),
         ({"rope": 1}, "layer 1 names RoPE 1 of 1"),
     ],
 )
-def test_layers_that_differ_are_refused(changes: dict, words: str) -> None:
+def test_a_layer_that_does_not_fit_is_refused(changes: dict, words: str) -> None:
     other = replace(LAYER, attention=replace(LAYER.attention, **changes))
     with pytest.raises((ModelFormatError, UnsupportedModelError), match=words):
         replace(CONFIG, layers=(LAYER, other))

@@ -52,7 +52,8 @@ class NumpySegments:
         outputs = self.run(0, {contract.X: x.astype(np.float64)})
         shown = [outputs[1]]
         for index in range(1, self.checkpoint.config.layer_count + 1):
-            inputs = {contract.ATTENTION: attention, contract.RESIDUAL: outputs[0]}
+            width = self.checkpoint.config.layers[index - 1].attention.size
+            inputs = {contract.ATTENTION: attention[:, :width], contract.RESIDUAL: outputs[0]}
             outputs = self.run(index, inputs)
             shown.append(outputs[-1])
         return shown
@@ -76,11 +77,14 @@ def sessions(folder: Path, precision: str, checkpoint: Checkpoint, chunk: int | 
 
 
 def walk(found: list[Any], x: np.ndarray, attention: np.ndarray) -> list[np.ndarray]:
-    """Run all segments with the same attention output each time; what each shows outside."""
+    """Run all segments with the same attention output each time, as wide as each reads it; what
+    each shows outside."""
     outputs = found[0].run(None, {contract.X: x})
     shown = [outputs[1]]
     for session in found[1:]:
-        outputs = session.run(None, {contract.ATTENTION: attention, contract.RESIDUAL: outputs[0]})
+        (width,) = (i.shape[1] for i in session.get_inputs() if i.name == contract.ATTENTION)
+        inputs = {contract.ATTENTION: attention[:, :width], contract.RESIDUAL: outputs[0]}
+        outputs = session.run(None, inputs)
         shown.append(outputs[-1])
     return shown
 
@@ -115,6 +119,7 @@ def test_every_part_matches_numpy(precision: str, name: str, tmp_path: Path) -> 
     """Static graphs have their norms written out, others do not."""
     checkpoint = RandomCheckpoint(CONFIGS[name])
     x, attention = np.random.default_rng(1).standard_normal((2, 5, 96)).astype(np.float32)
+    attention = np.concatenate([attention, attention[:, :32]], axis=1)  # for the widest layer
     expected = NumpySegments(checkpoint).walk(x, attention)
     for size in (5, None):
         ours = walk(sessions(tmp_path / str(size), precision, checkpoint, size), x, attention)

@@ -6,7 +6,7 @@ Clients find the server and its models by these routes.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
@@ -145,6 +145,7 @@ def _described(card: ModelCard | None) -> dict[str, Any]:
     if card is None:
         return {"parameters": "", "template": "", "model_info": {}, "capabilities": ["completion"]}
     config, family = card.config, card.config.model_type
+    attentions = [layer.attention for layer in config.layers]
     return {
         "parameters": "".join(
             f"{name} {getattr(card.options, name)}\n"
@@ -158,12 +159,18 @@ def _described(card: ModelCard | None) -> dict[str, Any]:
             f"{family}.context_length": card.ctx_size,
             f"{family}.embedding_length": config.hidden_size,
             f"{family}.block_count": config.layer_count,
-            f"{family}.attention.head_count": config.heads,
-            f"{family}.attention.head_count_kv": config.kv_heads,
+            f"{family}.attention.head_count": _count(a.heads for a in attentions),
+            f"{family}.attention.head_count_kv": _count(a.kv_heads for a in attentions),
             f"{family}.vocab_size": config.vocab_size,
         },
         "capabilities": _capabilities(card),
     }
+
+
+def _count(layers: Iterable[int]) -> int | list[int]:
+    """Return a number of all layers or, as GGUF files have it, one for each."""
+    counts = list(layers)
+    return counts[0] if len(set(counts)) == 1 else counts
 
 
 def _capabilities(card: ModelCard) -> list[str]:

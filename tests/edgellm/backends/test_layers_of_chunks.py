@@ -74,8 +74,8 @@ def start(path: Path, **options: Any) -> tuple[LLM, ChunkedBackend]:
 def poison(backend: ChunkedBackend) -> None:
     """Whoever has the buffers meanwhile."""
     for buffers in backend.model.segments._buffers.values():
-        arrays = (buffers.x, buffers.attention, buffers.qkv, buffers.activated, buffers.hidden)
-        for array in (*arrays, *buffers.residuals):
+        layers = (*buffers.attention, *buffers.qkv, *buffers.activated)
+        for array in (buffers.x, buffers.hidden, *layers, *buffers.residuals):
             array[...] = np.nan
 
 

@@ -109,8 +109,9 @@ def test_garbage_at_the_edge_of_a_chunk_is_caught(
 
     def attend(layer: int, chunk: RunningChunk) -> None:
         Model.attend(model, layer, chunk)
-        if len(chunk.tokens) == chunk.buffers.attention.shape[0]:
-            chunk.buffers.attention[-1] = 0
+        attention = chunk.buffers.attention[layer]
+        if len(chunk.tokens) == len(attention):
+            attention[-1] = 0
 
     monkeypatch.setattr(model, "attend", attend)
     monkeypatch.setattr(model, "_actions", model._program())

@@ -87,11 +87,13 @@ def poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def poison_and_embed(model: Model, chunk: Any) -> None:
         buffers: ChunkBuffers = chunk.buffers
-        for array in (buffers.qkv, buffers.activated, *buffers.residuals, buffers.hidden):
+        layers = (*buffers.qkv, *buffers.activated)
+        for array in (*layers, *buffers.residuals, buffers.hidden):
             array[...] = np.nan
         embed(model, chunk)
         count = len(chunk.tokens)
-        buffers.x[count:], buffers.attention[count:] = np.nan, np.nan
+        for array in (buffers.x, *buffers.attention):
+            array[count:] = np.nan
 
     monkeypatch.setattr(GroupTable, "pass_window", pass_and_poison)
     monkeypatch.setattr(Model, "embed", poison_and_embed)

@@ -11,9 +11,9 @@ from edgellm.kernels.kv_blocks import BLOCK
 TOKENS = list(range(1000, 1000 + 2 * BLOCK + 50))
 
 
-EVERYWHERE = [CacheGroup((0, 1), None)]
+EVERYWHERE = [CacheGroup((0, 1), None, 1, 8)]
 # The second group sees 100 positions.
-WINDOWED = [CacheGroup((0,), None), CacheGroup((1,), 100)]
+WINDOWED = [CacheGroup((0,), None, 1, 8), CacheGroup((1,), 100, 1, 8)]
 
 
 def insert(index: PrefixIndex, tokens: list[int], position: int, *blocks: int | None) -> None:
@@ -108,7 +108,7 @@ def test_a_window_needs_only_what_it_sees(
 
 
 def test_windows_alone_need_no_beginning() -> None:
-    index = PrefixIndex(b"model", [CacheGroup((0,), 100)])
+    index = PrefixIndex(b"model", [CacheGroup((0,), 100, 1, 8)])
     insert(index, TOKENS, 1, 4)
     insert(index, TOKENS, 2, 5)
     assert index.match(TOKENS) == Match(306, [[None, 4, 5]])

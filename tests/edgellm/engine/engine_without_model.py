@@ -76,7 +76,7 @@ def start(
         apart: prompts and decodes are two calls of two back ends.
         options: of the engine.
     """
-    attention = SimpleNamespace(window=None, qk_norm="none", rope=0, head_dim=8)
+    attention = SimpleNamespace(window=None, qk_norm="none", rope=0, kv_heads=1, head_dim=8)
     config: Any = SimpleNamespace(
         layers=[SimpleNamespace(attention=attention)],
         layer_count=1,

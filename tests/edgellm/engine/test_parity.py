@@ -146,7 +146,8 @@ def test_poisoned_padding_never_shows(
 
     def poisoning(run: Callable[[], None]) -> Callable[[], None]:
         def poisoned() -> None:
-            buffers.x[13:], buffers.attention[13:] = np.nan, np.nan
+            for array in (buffers.x, *buffers.attention):
+                array[13:] = np.nan
             run()
 
         return poisoned

@@ -197,7 +197,7 @@ def test_every_part_that_can_be_rotated(precision: str, name: str, tmp_path: Pat
     options = CalibrationOptions(windows=9, window=16, shadow_share=0, rounding="nearest")
     (tmp_path / "unrounded").mkdir()
     residual = embedded[0].astype(np.float64) * config.embedding_scale
-    inputs, attended = {contract.X: embedded[0]}, np.zeros((16, config.attention_size))
+    inputs, attended = {contract.X: embedded[0]}, np.zeros((16, config.attention.size))
     authors = PRECISIONS[precision].segments
     assert authors is not None
     with WeightFile(tmp_path) as file, WeightFile(tmp_path / "unrounded") as unrounded:

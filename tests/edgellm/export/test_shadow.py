@@ -67,7 +67,9 @@ def test_a_cut_segment_with_its_correction_has_no_clipping(
     segments = engine.prefill.model.segments
     position = segments.parts.index(contract.Part(2, "down"))
     shadow, rng = segments.shadows[2], np.random.default_rng(0)
-    activated = rng.standard_normal((32, engine.config.intermediate_size)).astype(np.float32)
+    activated = rng.standard_normal((32, engine.config.layers[0].mlp.intermediate)).astype(
+        np.float32
+    )
     activated *= 3 * 127 * shadow.scale / np.abs(activated).max()
     residual = rng.standard_normal((32, engine.config.hidden_size)).astype(np.float32)
     correction = shadow.correction(activated)
