@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from edgellm.backends import providers
 from edgellm.backends.host_attention import HostAttention
-from edgellm.backends.parts import Parts
+from edgellm.backends.parts import Parts, require_one_size
 from edgellm.backends.segments import ModelHead
 from edgellm.kernels.gpu import device
 
@@ -30,7 +30,11 @@ def open_model(
 
     Args:
         attention: attention whose RoPE tables and norms are copied to the device.
+
+    Raises:
+        UnsupportedModelError: the sizes of layers differ.
     """
+    require_one_size(parts.bundle.config, "`prefill` cuda takes")
     place = device.require()
     from edgellm.backends.device_model import DeviceModel, DeviceSegments, Queue  # imports torch
 

@@ -21,7 +21,6 @@ from edgellm.backends.onnx_runtime import onnx_runtime
 from edgellm.backends.providers import CPU, CUDA
 from edgellm.backends.segments import ModelHead, Run, Segments
 from edgellm.cache.kv_cache import KVCache
-from edgellm.errors import UnsupportedModelError
 from edgellm.kernels.attention.gpu import Partials, attend
 from edgellm.kernels.gpu.device import on_device
 from edgellm.kernels.kv_append.gpu import DeviceNorms, append_rotated
@@ -121,17 +120,8 @@ class DeviceModel(Model):
         cache: KVCache,
         queue: Queue,
     ) -> None:
-        """Copy RoPE tables and norms of `attention` to the device.
-
-        Raises:
-            UnsupportedModelError: the sizes of layers differ.
-        """
+        """Copy RoPE tables and norms of `attention` to the device."""
         super().__init__(segments, head, attention, threads=1)
-        if not self.config.has_layers_of_one_size:
-            raise UnsupportedModelError(
-                "layers differ in heads or widths; `prefill` cuda takes layers of one size. Take "
-                "`prefill` native or cpu"
-            )
         config, device = self.config, queue.device
         self._queue = queue
         cache.use_device(device)

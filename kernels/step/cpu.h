@@ -286,7 +286,7 @@ private:
     // What row `row` of a KV head of a span comes to over a split of the keys.
     float* part(const edgellm::Heads& heads, int span, int split, int kv_head, int row) const {
         const size_t head = size_t(split) * heads.kv_heads + kv_head;
-        const size_t at = heads.spans[span].part + head * call_.spans[span].rows * heads.group() + row;
+        const size_t at = heads.spans[span].part + head * call_.spans[span].rows * heads.group + row;
         return b_.parts + at * (heads.head_dim + 2);
     }
 
@@ -305,7 +305,7 @@ private:
     }
 
     void attention(edgellm::Worker& worker, const edgellm::Layer& layer, const edgellm::Heads& heads) const {
-        const int items = heads.tasks(), group = heads.group();
+        const int items = heads.tasks(), group = heads.group;
         worker.each(items, [&](int item) {
             const Attention at = attention_of(heads, item);
             const edgellm::Span& span = call_.spans[at.span];
@@ -334,7 +334,7 @@ private:
     void join_splits(const edgellm::KV& kv, const edgellm::Heads& heads, const edgellm::Rows& attended,
                      int r) const {
         float* out = static_cast<float*>(edgellm::scratch(4 * size_t(heads.width())));
-        const int span = span_of_[r], group = heads.group();
+        const int span = span_of_[r], group = heads.group;
         for (int head = 0; head < heads.heads; ++head) {
             const int kv_head = head / group, row = (r - places_.spans[span].row) * group + head % group;
             float* sum = part(heads, span, 0, kv_head, row);

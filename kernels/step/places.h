@@ -22,10 +22,9 @@ struct Tasks {
 
 // Heads of attention, and the tasks of all spans in layers that have them; behind the last one the totals.
 struct Heads {
-    int heads, kv_heads, head_dim;
+    int heads, kv_heads, head_dim, group;  // group: query heads of each KV head
     std::vector<Tasks> spans;
 
-    int group() const { return heads / kv_heads; }
     int width() const { return heads * head_dim; }
     int tasks() const { return spans.back().first; }
     size_t floats() const { return spans.back().part * (head_dim + 2); }
@@ -38,11 +37,12 @@ struct Places {
 };
 
 inline Heads heads_of(const StepCall& call, int heads, const KV& kv) {
-    Heads result{heads, kv.kv_heads, kv.head_dim, {{0, 0, 0, 0}}};
+    Heads result{heads, kv.kv_heads, kv.head_dim, heads / kv.kv_heads, {{0, 0, 0, 0}}};
+    result.spans.reserve(call.span_count + 1);
     for (int s = 0; s < call.span_count; ++s) {
         const Span& span = call.spans[s];
         Tasks& tasks = result.spans.back();
-        tasks.runs = (span.rows * result.group() + ROWS_PER_TASK - 1) / ROWS_PER_TASK;
+        tasks.runs = (span.rows * result.group + ROWS_PER_TASK - 1) / ROWS_PER_TASK;
         tasks.splits = tasks.runs > 1 ? 1 : split_count(span.start + span.rows);
         const Tasks next{tasks.first + kv.kv_heads * tasks.runs * tasks.splits, 0, 0,
                          tasks.part + size_t(tasks.splits) * span.rows * heads};
@@ -53,6 +53,8 @@ inline Heads heads_of(const StepCall& call, int heads, const KV& kv) {
 
 inline Places places_of(const StepCall& call) {
     Places places{{{0, 0}}, {}, {}};
+    places.spans.reserve(call.span_count + 1);
+    places.kind_of.reserve(call.model->layer_count);
     for (int s = 0; s < call.span_count; ++s) {
         const Place& last = places.spans.back();
         places.spans.push_back({last.row + call.spans[s].rows, last.logit + call.spans[s].logit_rows});

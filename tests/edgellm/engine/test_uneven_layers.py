@@ -13,6 +13,7 @@ import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 from transformers.models.qwen2.modeling_qwen2 import Qwen2DecoderLayer
 
+from edgellm import UnsupportedModelError
 from edgellm.engine.one_sequence import compute_prompt, compute_tokens
 from edgellm.export import exporter
 from edgellm.graphs.config import ModelConfig
@@ -184,3 +185,8 @@ def test_what_was_computed_is_found_again(uneven: tuple[Path, np.ndarray], tmp_p
         assert session.cached > len(TOKENS)
         session.rewind(len(TOKENS))
         assert session.generate(**options).tokens == expected
+
+
+def test_triton_refuses_it(uneven: tuple[Path, np.ndarray], triton_device: str) -> None:
+    with pytest.raises(UnsupportedModelError, match="Take `decode` native"):
+        load(str(uneven[0]), ctx_size=512, prefill="triton", decode="triton")
