@@ -105,12 +105,9 @@ class ModelConfig:
     @property
     def has_layers_of_one_size(self) -> bool:
         """Whether heads, their width and that of the MLP are the same in all layers."""
-        sizes = {
-            (a.heads, a.kv_heads, a.head_dim, layer.mlp.intermediate)
-            for layer in self.layers
-            for a in (layer.attention,)
-        }
-        return len(sizes) == 1
+        attentions = [layer.attention for layer in self.layers]
+        heads = {(each.heads, each.kv_heads, each.head_dim) for each in attentions}
+        return len(heads) == len({layer.mlp.intermediate for layer in self.layers}) == 1
 
     def rope_of(self, layer: int) -> Rope:
         return self.ropes[self.layers[layer].attention.rope]
