@@ -207,7 +207,8 @@ class Terminal(Screen):
 
     def send(self, keys: str) -> None:
         """Press keys; Enter is \\r."""
-        self._typed_in_row = self.row
+        # a program that redraws moves the cursor over empty rows below; they hold nothing typed
+        self._typed_in_row = min(self.row, len(self.all_rows) - 1)
         self._write(keys.encode())
 
     def paste(self, text: str) -> None:
@@ -220,8 +221,6 @@ class Terminal(Screen):
         rest = line[-(self.vt100.columns - 10) :]
         self.wait_for(lambda: rest in "".join(self.vt100.display))
         self.send("\r")
-        # behind a full row the cursor is in the next one, where the output will begin
-        self._typed_in_row -= self.vt100.cursor.x == 0
 
     def send_signal(self, number: signal.Signals) -> None:
         """Send a signal to all processes in the foreground."""

@@ -102,6 +102,33 @@ def test_keys_and_signals_reach_the_foreground(tmp_path: Path) -> None:
         assert terminal.exit_code() == 7
 
 
+_REDRAWS = r"""
+import sys, termios, tty
+tty.setraw(0)
+sys.stdout.write("> ")
+sys.stdout.flush()
+assert sys.stdin.read(2) == "hi"
+sys.stdout.write("hi\r\n\n\n\x1b[6n")  # three rows down, where the cursor's place is asked for
+sys.stdout.flush()
+while sys.stdin.read(1) != "R":
+    pass
+if sys.stdin.read(1) == "\r":
+    sys.stdout.write("\x1b[2A\r> ")
+    sys.stdout.flush()
+    sys.stdin.read(1)
+"""
+
+
+def test_prompt_comes_above_where_a_redraw_had_moved_the_cursor() -> None:
+    with Terminal([sys.executable, "-c", _REDRAWS]) as terminal:
+        terminal.wait_for_prompt("> ")
+        terminal.enter("hi")
+        terminal.wait_for_prompt("> ")
+        assert terminal.rows == ["> hi", ">"]
+        terminal.send("x")
+        assert terminal.exit_code() == 0
+
+
 def test_what_does_not_come_is_shown(tmp_path: Path) -> None:
     with bash(tmp_path) as terminal, pytest.raises(TimeoutError, match=r"(?s)abc.*\$"):
         terminal.wait_for("abc", timeout=0.1)
