@@ -45,7 +45,7 @@ def open_model(parts: Parts) -> tuple[NativeModel, PackedHead]:
     assert compiled is not None
     _check_sizes(parts.bundle.config)
     weights = open_packed_weights(parts.bundle)
-    pools = [group.blocks for group in parts.cache.groups]
+    pools = [group.kv for group in parts.cache.groups]
     selection = parts.selection
     # with two devices, where the CPU plays the accelerator, the host has one core
     two = selection.scheduling(parts.options.scheduling) == "two_devices"

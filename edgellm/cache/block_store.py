@@ -22,7 +22,8 @@ from typing import Protocol
 
 import numpy as np
 
-from edgellm.kernels.kv_blocks import BLOCK, KVBlocks
+from edgellm.cache.groups import Blocks
+from edgellm.kernels.kv_blocks import BLOCK
 
 MAGIC = b"edgellm kv 1".ljust(16, b"\0")
 _DIGEST = 32
@@ -71,7 +72,7 @@ def opened(name: bytes, data: bytes | memoryview, *, size: int) -> memoryview | 
     return body[_DIGEST:]
 
 
-def pack(blocks: KVBlocks, ids: Iterable[int], *, tokens: int | None = None) -> bytes:
+def pack(blocks: Blocks, ids: Iterable[int], *, tokens: int | None = None) -> bytes:
     """Pack blocks as bytes, one after the other.
 
     Args:
@@ -87,12 +88,12 @@ def pack(blocks: KVBlocks, ids: Iterable[int], *, tokens: int | None = None) -> 
     return b"".join(parts)
 
 
-def packed_size(blocks: KVBlocks) -> int:
+def packed_size(blocks: Blocks) -> int:
     """Return the size in bytes of one packed block."""
     return sum(array[0].nbytes for array in blocks.arrays)
 
 
-def unpack(blocks: KVBlocks, ids: Iterable[int], data: memoryview | bytes) -> bool:
+def unpack(blocks: Blocks, ids: Iterable[int], data: memoryview | bytes) -> bool:
     """Write packed bytes into blocks; False, with nothing written, if the size does not fit."""
     ids, view = list(ids), memoryview(data)
     if len(view) != len(ids) * packed_size(blocks):

@@ -92,7 +92,7 @@ class ShiftingTable:
             table.store.replica.use("host", table.held, max(0, self._kept - table.first) * BLOCK)
 
     def _filled(self, begin: int, end: int, block: int) -> int:
-        blocks, start = self._table.store.blocks, max(begin, self._keep)
+        blocks, start = self._table.store.kv, max(begin, self._keep)
         oldest = min(end, self._oldest - self._discard)
         if oldest > start:  # the window has passed the rows before it
             blocks.clear([block])

@@ -1,4 +1,8 @@
-"""A cache group's KV blocks, and a sequence's block table in the group."""
+"""A cache group's blocks, and a sequence's block table in the group.
+
+The tables are the one interface to whatever a sequence has in a layer: they grow, are cut back,
+shared by a fork, and say when a sequence cannot go on from where it was cut.
+"""
 
 from __future__ import annotations
 
@@ -8,9 +12,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from edgellm.cache.block_pool import BlockPool
-from edgellm.cache.groups import CacheGroup, Side
+from edgellm.cache.groups import Blocks, Group, Side
 from edgellm.cache.prefix_index import PrefixIndex
 from edgellm.kernels.kv_blocks import BLOCK, KVBlocks
+from edgellm.kernels.state_blocks import StateBlocks, StateView
 
 if TYPE_CHECKING:
     from edgellm.cache.replica import Replica  # imports torch
@@ -18,7 +23,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class GroupBlocks:
-    """The KV blocks of one cache group.
+    """The blocks of one cache group.
 
     Attributes:
         number: number of the group.
@@ -30,15 +35,36 @@ class GroupBlocks:
     """
 
     number: int
-    group: CacheGroup
-    blocks: KVBlocks
+    group: Group
+    blocks: Blocks
     pool: BlockPool
     index: PrefixIndex
     replica: Replica | None = None
 
+    @property
+    def kv(self) -> KVBlocks:
+        """Memory of the blocks of layers that attend.
+
+        Raises:
+            TypeError: the layers have states.
+        """
+        if not isinstance(self.blocks, KVBlocks):
+            raise TypeError("layers with states have no K and V")
+        return self.blocks
+
     def copy_rows(self, source: int, target: int, rows: int) -> None:
         """Copy the first `rows` tokens of a block, on host or device, wherever they are current."""
         (self.replica or self.blocks).copy_rows(source, target, rows)
+
+    def table(self, cached: SequenceOf[int | None] = (), *, length: int = 0) -> GroupTable:
+        """Make the table of a sequence of `length` tokens from cached blocks.
+
+        Args:
+            cached: block ids, first to last; None for each block before those that are held.
+        """
+        if isinstance(self.blocks, StateBlocks):
+            return StateTable(self, self.blocks, cached, length=length)
+        return GroupTable(self, cached)
 
 
 class GroupTable:
@@ -51,7 +77,7 @@ class GroupTable:
         first: number of the first block that the sequence holds.
     """
 
-    def __init__(self, store: GroupBlocks, cached: SequenceOf[int | None] = ()) -> None:
+    def __init__(self, store: GroupBlocks, cached: SequenceOf[int | None]) -> None:
         """Hold cached blocks; None stands for each block before the window."""
         self.store = store
         self.ids = [0 if block is None else block for block in cached]
@@ -67,14 +93,21 @@ class GroupTable:
         """Return the id of block `number`; None if the sequence does not hold it."""
         return self.ids[number] if self.first <= number < len(self.ids) else None
 
+    def shared(self, length: int) -> GroupTable:
+        """Make a table of the same blocks for another sequence of `length` tokens."""
+        return self.store.table([self.at(i) for i in range(len(self.ids))], length=length)
+
     def lacks(self, length: int) -> bool:
-        """Whether a sequence of `length` tokens would need blocks that were given back."""
+        """Whether a sequence cut to `length` tokens would need blocks that were given back."""
         return self.first > self.store.group.first_block(length)
 
     def grow(self, end: int, allocate: Callable[[BlockPool], int]) -> None:
         """Allocate blocks for positions up to `end`."""
         while len(self.ids) * BLOCK < end:
             self.ids.append(allocate(self.store.pool))
+
+    def committed(self, length: int) -> None:
+        """Note that all rows up to `length` have been written."""
 
     def pass_window(self, length: int) -> None:
         """Give back the blocks that no token from position `length` on sees."""
@@ -127,3 +160,75 @@ class GroupTable:
         """Bring K and V of `length` tokens to `side`, to attend to them and write after them."""
         if self.store.replica is not None:
             self.store.replica.use(side, self.held, max(0, length - self.first * BLOCK))
+
+
+class StateTable(GroupTable):
+    """The blocks that hold a sequence's states in one group.
+
+    A block has the states after the last token of its place, so a sequence can go on from the ends
+    of full blocks and from its own end, and from nowhere in between. No step writes to a block that
+    it reads: states after rows that did not become tokens vanish with their blocks. The steps of a
+    `Growth` are the exception, as its blocks are its own.
+    """
+
+    def __init__(
+        self,
+        store: GroupBlocks,
+        states: StateBlocks,
+        cached: SequenceOf[int | None],
+        *,
+        length: int,
+    ) -> None:
+        """Hold cached blocks, the last of which has the states after `length` tokens."""
+        super().__init__(store, cached)
+        self._states = states
+        self._end = length  # tokens after which the last block has the states
+        # blocks with the states after so many tokens, in whose places others are written
+        self._replaced: dict[int, int] = {}
+
+    def view(self, start: int, end: int) -> StateView:
+        """Return the blocks that a step with the rows from `start` to `end` reads and writes."""
+        ends = [*range((start // BLOCK + 1) * BLOCK, end, BLOCK), end]
+        targets = tuple((position - start, self._after(position)) for position in ends)
+        return StateView(self._states, self._after(start) if start else None, targets)
+
+    def lacks(self, length: int) -> bool:
+        return self._end != length or super().lacks(length)
+
+    def grow(self, end: int, allocate: Callable[[BlockPool], int]) -> None:
+        """Allocate blocks for the states after each full block up to `end`, and after `end`."""
+        if end <= self._end:
+            return
+        if self._end % BLOCK and len(self.ids) > self.first:
+            fresh = allocate(self.store.pool)
+            self._replaced[self._end] = self.ids[-1]
+            self.ids[-1] = fresh
+        self._end = end
+        super().grow(end, allocate)
+
+    def committed(self, length: int) -> None:
+        for end in [end for end in self._replaced if end < length]:
+            self.store.pool.release(self._replaced.pop(end))
+
+    def cut(self, length: int) -> None:
+        """Give back the blocks with states after more than `length` tokens."""
+        kept = length if length in (self._end, *self._replaced) else length // BLOCK * BLOCK
+        super().cut(-(-kept // BLOCK) * BLOCK)
+        before = self._replaced.pop(kept, None)
+        if before is not None:
+            self.store.pool.release(self.ids[-1])
+            self.ids[-1] = before
+        for end in [end for end in self._replaced if end > kept]:
+            self.store.pool.release(self._replaced.pop(end))
+        self._end = min(self._end, kept)
+
+    def copies_last(self, length: int) -> bool:
+        return length % BLOCK != 0
+
+    def own_last(self, rows: int, allocate: Callable[[BlockPool], int]) -> None:
+        """Do nothing: `grow` takes another block for what is written."""
+
+    def _after(self, position: int) -> int:
+        """Return the block with the states after `position` tokens."""
+        replaced = self._replaced.get(position)
+        return self.ids[(position - 1) // BLOCK] if replaced is None else replaced

@@ -1,8 +1,9 @@
-"""Cache groups: layers that share KV blocks, and their need of blocks. Pure Python.
+"""Cache groups: layers that share blocks, and their need of blocks.
 
 Layers that see the same positions form a group with a pool of its own, and a sequence has one block
 table per group. Blocks before the window of a group are given back, as in vLLM's hybrid KV cache
-manager. A block holds K and V of its group's layers alone.
+manager. A block holds K and V of its group's layers alone. Layers that keep a state of fixed size
+form a group as well, whose blocks are snapshots of the states at the ends of full blocks.
 """
 
 from __future__ import annotations
@@ -12,7 +13,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 from edgellm.graphs.config import ModelConfig
-from edgellm.kernels.kv_blocks import BLOCK, KVFormat, block_bytes
+from edgellm.kernels.kv_blocks import BLOCK, KVBlocks, KVFormat, block_bytes
+from edgellm.kernels.state_blocks import StateBlocks
 
 # Maximum of tokens that one step adds to a sequence. A prompt of 512 at once was 9 % faster than
 # 128 at a time (SmolLM2-135M, two cores, C++).
@@ -39,6 +41,11 @@ class CacheGroup:
     kv_heads: int
     head_dim: int
 
+    @property
+    def keeps_all(self) -> bool:
+        """Whether a sequence keeps all its blocks, as its next token sees all positions."""
+        return self.window is None
+
     def first_block(self, length: int) -> int:
         """Return the number of the first block that tokens from position `length` on see."""
         return 0 if self.window is None else max(0, length + 1 - self.window) // BLOCK
@@ -56,6 +63,32 @@ class CacheGroup:
         return min(whole, -(-(self.window + rows - 2) // BLOCK) + 1)
 
 
+@dataclass(frozen=True)
+class StateGroup:
+    """Layers that keep a state of fixed size in place of K and V.
+
+    Attributes:
+        layers: indices of the layers in the model; blocks hold their states in this order.
+        elements: float32 numbers of one layer's state.
+    """
+
+    layers: tuple[int, ...]
+    elements: int
+    keeps_all = False
+
+    def first_block(self, length: int) -> int:
+        """Return the number of the block with the states after `length` tokens."""
+        return max(0, length - 1) // BLOCK
+
+    def blocks_for(self, ctx_size: int, *, rows: int) -> int:
+        """Return the blocks of a sequence: those that its last step reads and writes."""
+        return -(-(min(rows, ctx_size) - 1) // BLOCK) + 2
+
+
+Group = CacheGroup | StateGroup
+Blocks = KVBlocks | StateBlocks
+
+
 def cache_groups(config: ModelConfig) -> tuple[CacheGroup, ...]:
     """Return the cache groups of a model, in the order of their first layers."""
     layers: dict[tuple[int | None, int, int], list[int]] = {}
@@ -66,7 +99,7 @@ def cache_groups(config: ModelConfig) -> tuple[CacheGroup, ...]:
     return tuple(CacheGroup(tuple(members), *kind) for kind, members in layers.items())
 
 
-def places(groups: tuple[CacheGroup, ...]) -> list[tuple[int, int]]:
+def places(groups: Sequence[Group]) -> list[tuple[int, int]]:
     """Return the group number of each layer of a model, and its place among the group's layers."""
     at = {
         layer: (g, slot)
@@ -76,13 +109,14 @@ def places(groups: tuple[CacheGroup, ...]) -> list[tuple[int, int]]:
     return [at[layer] for layer in range(len(at))]
 
 
-def rows_at_once(groups: Sequence[CacheGroup], ctx_size: int) -> int:
+def rows_at_once(groups: Sequence[Group], ctx_size: int) -> int:
     """Return the maximum of tokens that one step should add to a sequence."""
-    windows = [group.window for group in groups if group.window is not None]
-    return WINDOWED_ROWS if min(windows, default=ctx_size) < ctx_size else STEP_ROWS
+    windows = (group.window for group in groups if isinstance(group, CacheGroup))
+    narrow = any(window is not None and window < ctx_size for window in windows)
+    return WINDOWED_ROWS if narrow else STEP_ROWS
 
 
-def resident_blocks(groups: Sequence[CacheGroup], *, ctx_size: int, blocks: int) -> list[int]:
+def resident_blocks(groups: Sequence[Group], *, ctx_size: int, blocks: int) -> list[int]:
     """Return, for each group, the number of blocks that full sequences of `ctx_size` tokens need.
 
     As many sequences are counted as a pool of `blocks` blocks holds without windows. One sequence
@@ -93,9 +127,7 @@ def resident_blocks(groups: Sequence[CacheGroup], *, ctx_size: int, blocks: int)
         each = group.blocks_for(ctx_size, rows=1)
         sequences = max(1, blocks * BLOCK // max(ctx_size, BLOCK))
         growing = group.blocks_for(ctx_size, rows=rows_at_once(groups, ctx_size)) - each
-        resident.append(
-            blocks if group.window is None else min(blocks, sequences * each + growing + 1)
-        )
+        resident.append(blocks if group.keeps_all else min(blocks, sequences * each + growing + 1))
     return resident
 
 
@@ -118,3 +150,10 @@ def cache_bytes(config: ModelConfig, *, format: KVFormat, ctx_size: int, blocks:
 def pool_blocks(ctx_size: int) -> int:
     """Return the blocks of a pool for one full sequence and the copy that a rewound tail needs."""
     return -(-ctx_size // BLOCK) + 1
+
+
+def rope_frequencies(config: ModelConfig) -> list[tuple[float, ...]] | None:
+    """Return the RoPE frequencies of each layer; None if keys are changed after RoPE."""
+    if any(layer.attention.qk_norm == "head_after_rope" for layer in config.layers):
+        return None
+    return [config.rope_of(layer).inv_freq for layer in range(config.layer_count)]

@@ -16,14 +16,14 @@ from numpy.typing import NDArray
 
 from edgellm.cache.block_pool import BlockPool
 from edgellm.cache.block_store import BlockStore, pack, packed_size, unpack
-from edgellm.cache.group_table import GroupBlocks, GroupTable
-from edgellm.cache.groups import cache_groups, places, resident_blocks, rows_at_once
+from edgellm.cache.group_table import GroupBlocks
+from edgellm.cache.groups import Blocks, Group, StateGroup, places, resident_blocks, rows_at_once
 from edgellm.cache.prefix_index import Match, PrefixIndex
 from edgellm.cache.sequence import Sequence
 from edgellm.checks import check_choice
 from edgellm.errors import CacheFullError, OptionError
-from edgellm.graphs.config import ModelConfig
 from edgellm.kernels.kv_blocks import BLOCK, KV_FORMATS, KVFormat, allocate
+from edgellm.kernels.state_blocks import allocate_states
 
 
 class KVCache:
@@ -32,6 +32,7 @@ class KVCache:
     One thread uses it. Any thread may make empty sequences, and drop sequences.
 
     Args:
+        groups: cache groups of the model, see `cache_groups`.
         format: storage format of K and V.
         ctx_size: maximum of tokens of one sequence.
         blocks: number of blocks in each pool, at least as many as one full sequence needs. In
@@ -39,6 +40,7 @@ class KVCache:
             memory, unless many short sequences are open at once.
         fingerprint: bytes that identify model and format in the hashes that name blocks.
         key_offsets: common part of each layer's keys, see `kernels/kv_blocks.py`.
+        rope_frequencies: see `rope_frequencies`; None if keys cannot be moved to other positions.
         defer: runs a function between two changes, in the thread that uses the cache; None: runs it
             at once.
 
@@ -48,29 +50,25 @@ class KVCache:
         rows_at_once: maximum of tokens that one step should add to a sequence.
         places: group number of each layer, and its place among the group's layers.
         rope_frequencies: RoPE frequencies of each layer, in radians per position; None if keys are
-            changed after RoPE.
+            changed after RoPE, or layers have states, which cannot forget tokens.
+        has_states: whether layers have states, so that a sequence that drops its last tokens goes
+            back to the end of a full block.
         disk: store for full blocks that outlive the process, or None.
     """
 
     def __init__(
         self,
-        config: ModelConfig,
+        groups: SequenceOf[Group],
         *,
         format: KVFormat,
         ctx_size: int,
         blocks: int,
         fingerprint: bytes,
         key_offsets: SequenceOf[NDArray[np.float32]] | None = None,
+        rope_frequencies: list[tuple[float, ...]] | None = None,
         defer: Callable[[Callable[[], None]], object] | None = None,
     ) -> None:
         check_choice("kv_format", format, KV_FORMATS)
-        groups = cache_groups(config)
-        for group in groups:
-            if format == "int4" and group.head_dim % 8:
-                raise OptionError(
-                    f"`kv_format` is 'int4': this model's head_dim is {group.head_dim}, and int4 "
-                    "takes multiples of 8; int8 takes any"
-                )
         self.ctx_size = ctx_size
         self.format = format
         self.places = places(groups)
@@ -81,22 +79,14 @@ class KVCache:
             GroupBlocks(
                 number=number,
                 group=group,
-                blocks=allocate(
-                    format=format,
-                    blocks=blocks,
-                    layers=len(group.layers),
-                    kv_heads=group.kv_heads,
-                    head_dim=group.head_dim,
-                    key_offset=None
-                    if key_offsets is None
-                    else np.stack([key_offsets[layer] for layer in group.layers]),
-                ),
+                blocks=_allocate(group, blocks, format=format, key_offsets=key_offsets),
                 pool=BlockPool(blocks, self.index, group=number, resident=resident[number]),
                 index=self.index,
             )
             for number, group in enumerate(groups)
         ]
-        self.rope_frequencies = _rope_frequencies(config)
+        self.has_states = any(isinstance(group, StateGroup) for group in groups)
+        self.rope_frequencies = None if self.has_states else rope_frequencies
         self.disk: BlockStore | None = None
         self._defer = defer
         self._dropped: deque[Sequence] = deque()
@@ -138,7 +128,7 @@ class KVCache:
         from edgellm.cache.replica import Replica  # imports torch
 
         for group in self.groups:
-            group.replica = group.replica or Replica(group.blocks, device)
+            group.replica = group.replica or Replica(group.kv, device)
 
     def sequence(self, tokens: SequenceOf[int] = (), *, root: bytes | None = None) -> Sequence:
         """Open a sequence that starts with the longest cached prefix of `tokens`.
@@ -252,7 +242,7 @@ class KVCache:
         """Open a sequence of the first `length` tokens of a match."""
         count = -(-length // BLOCK)
         tables = [
-            GroupTable(group, blocks[:count])
+            group.table(blocks[:count], length=length)
             for group, blocks in zip(self.groups, match.tables, strict=True)
         ]
         return Sequence(self, tables, list(tokens[:length]), root=root)
@@ -330,8 +320,32 @@ def group_name(name: bytes, group: GroupBlocks) -> bytes:
     return name if group.number == 0 else hashlib.sha256(name + bytes([group.number])).digest()
 
 
-def _rope_frequencies(config: ModelConfig) -> list[tuple[float, ...]] | None:
-    """Return the value of `KVCache.rope_frequencies`."""
-    if any(layer.attention.qk_norm == "head_after_rope" for layer in config.layers):
-        return None
-    return [config.rope_of(layer).inv_freq for layer in range(config.layer_count)]
+def _allocate(
+    group: Group,
+    blocks: int,
+    *,
+    format: KVFormat,
+    key_offsets: SequenceOf[NDArray[np.float32]] | None,
+) -> Blocks:
+    """Allocate the pool of a group.
+
+    Raises:
+        OptionError: the format cannot hold rows of the group's `head_dim`.
+    """
+    layers = group.layers
+    if isinstance(group, StateGroup):
+        return allocate_states(blocks=blocks, layers=len(layers), elements=group.elements)
+    if format == "int4" and group.head_dim % 8:
+        raise OptionError(
+            f"`kv_format` is 'int4': this model's head_dim is {group.head_dim}, and int4 "
+            "takes multiples of 8; int8 takes any"
+        )
+    offset = None if key_offsets is None else np.stack([key_offsets[layer] for layer in layers])
+    return allocate(
+        format=format,
+        blocks=blocks,
+        layers=len(layers),
+        kv_heads=group.kv_heads,
+        head_dim=group.head_dim,
+        key_offset=offset,
+    )

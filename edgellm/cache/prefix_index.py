@@ -7,7 +7,7 @@ from array import array
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from edgellm.cache.groups import CacheGroup
+from edgellm.cache.groups import Group, StateGroup
 from edgellm.kernels.kv_blocks import BLOCK
 
 
@@ -42,8 +42,10 @@ class Match:
 class PrefixIndex:
     """An index of blocks by content: a hash chain over a block's and all earlier tokens."""
 
-    def __init__(self, fingerprint: bytes, groups: Sequence[CacheGroup]) -> None:
+    def __init__(self, fingerprint: bytes, groups: Sequence[Group]) -> None:
         self._groups = groups
+        # states are of all tokens of a block, so its first tokens alone are no prefix
+        self._whole_only = any(isinstance(group, StateGroup) for group in groups)
         self._root = hashlib.sha256(fingerprint).digest()
         self._children: dict[bytes, list[_Entry]] = {}
         self._entries: list[dict[int, _Entry]] = [{} for _ in groups]
@@ -88,6 +90,8 @@ class PrefixIndex:
             for rows, tail in sorted(tails, key=lambda tail: -tail[0]):
                 if rows == 0 or (rows == BLOCK and count < len(full)):
                     continue  # as long as the prefix tried before
+                if self._whole_only and rows < len(tail.tokens):
+                    continue
                 match = self._tables([*full[:count], tail], count * BLOCK + rows)
                 if match is not None:
                     return match
@@ -118,8 +122,8 @@ class PrefixIndex:
         held = tuple(tokens)
         siblings = self._children.setdefault(parent, [])
         longer = [e for e in siblings if e.tokens[: len(held)] == held]
-        # a longer entry serves as well, if all groups have it
-        entry = next((e for e in longer if e.tokens == held or None not in e.blocks), None)
+        # a longer entry serves as well, if all groups have it and can go on from its middle
+        entry = next((e for e in longer if e.tokens == held or self._serves_parts(e)), None)
         if entry is None:
             entry = _Entry(parent, held, [None] * len(self._groups))
             siblings.append(entry)
@@ -143,6 +147,9 @@ class PrefixIndex:
         if all(block is None for block in entry.blocks):
             self._forget(entry)
 
+    def _serves_parts(self, entry: _Entry) -> bool:
+        return not self._whole_only and None not in entry.blocks
+
     def _forget(self, entry: _Entry) -> None:
         siblings = self._children[entry.parent]
         siblings.remove(entry)
@@ -158,7 +165,7 @@ class PrefixIndex:
         """
         full: list[_Entry | None] = []
         parents = [root]
-        everywhere = [g for g, group in enumerate(self._groups) if group.window is None]
+        everywhere = [g for g, group in enumerate(self._groups) if group.keeps_all]
         for begin in range(0, len(tokens) - BLOCK + 1, BLOCK):
             held = tuple(tokens[begin : begin + BLOCK])
             siblings = self._children.get(parents[-1], ())

@@ -16,10 +16,11 @@ from typing import Protocol, TypeVar
 
 from edgellm.cache.block_pool import BlockPool
 from edgellm.cache.context_shift import ShiftingTable
-from edgellm.cache.group_table import GroupTable
+from edgellm.cache.group_table import GroupTable, StateTable
 from edgellm.cache.prefix_index import Match, PrefixIndex, chain
 from edgellm.errors import CacheFullError, ContextOverflowError, OptionError
 from edgellm.kernels.kv_blocks import BLOCK, KVView
+from edgellm.kernels.state_blocks import StateView
 
 T = TypeVar("T")
 
@@ -102,7 +103,22 @@ class Sequence:
         """Return a view of the blocks with a layer's K and V, and the layer's place in them."""
         group, slot = self._cache.places[layer]
         table = self.tables[group]
-        return KVView(table.store.blocks, table.ids), slot
+        return KVView(table.store.kv, table.ids), slot
+
+    def states(self, layer: int, start: int, end: int) -> tuple[StateView, int]:
+        """Return a view of the blocks with a layer's states, and the layer's place in them.
+
+        Args:
+            start, end: positions of the first row of a reserved step, and after its last.
+
+        Raises:
+            TypeError: the layer attends, and has no state.
+        """
+        group, slot = self._cache.places[layer]
+        table = self.tables[group]
+        if not isinstance(table, StateTable):
+            raise TypeError(f"layer {layer} has K and V, and no state")
+        return table.view(start, end), slot
 
     def use_host(self) -> None:
         """Bring the sequence's K and V to the host, to attend to them and write after them."""
@@ -118,7 +134,8 @@ class Sequence:
         """Make the next `count` positions writable, and give back blocks that windows have passed.
 
         Args:
-            windowed: whether to allocate blocks in groups with a window, too; else `open` does it.
+            windowed: whether to allocate blocks in groups that do not keep all, too; else `open`
+                does it.
 
         Raises:
             ContextOverflowError: the positions do not fit into the context.
@@ -135,7 +152,7 @@ class Sequence:
             table.pass_window(len(self))
             if rows:
                 table.own_last(rows, self._allocate)
-        growing = [t for t in self.tables if windowed or t.store.group.window is None]
+        growing = [t for t in self.tables if windowed or t.store.group.keeps_all]
         for table in growing:
             table.grow(end, self._allocate)
 
@@ -179,14 +196,17 @@ class Sequence:
         """
         first = len(self) // BLOCK
         self.tokens.extend(tokens)
+        for table in self.tables:
+            table.committed(len(self))
         for number in range(first, self._shareable // BLOCK):
             self._insert(number)
 
     def truncate(self, length: int) -> None:
         """Drop all tokens from position `length` on.
 
-        Blocks that a window had passed come back if their memory was not needed since. Otherwise
-        the sequence becomes the longest prefix that every group still has.
+        Blocks that a window had passed, and states at the ends of full blocks, come back if their
+        memory was not needed since. Otherwise the sequence becomes the longest prefix that every
+        group still has.
 
         Raises:
             OptionError: `length` is negative or greater than the number of tokens.
@@ -207,7 +227,8 @@ class Sequence:
 
     def fork(self) -> Sequence:
         """Make another sequence with the same tokens, which shares every block."""
-        other = Sequence(self._cache, self._shared_tables(), list(self.tokens), root=self.root)
+        tables = [table.shared(len(self)) for table in self.tables]
+        other = Sequence(self._cache, tables, list(self.tokens), root=self.root)
         other.shareable = self.shareable
         return other
 
@@ -266,13 +287,6 @@ class Sequence:
             self._insert(last)
         self.truncate(0)
 
-    def _shared_tables(self) -> list[GroupTable]:
-        """Make tables of the same blocks for another sequence."""
-        return [
-            GroupTable(table.store, [table.at(i) for i in range(len(table.ids))])
-            for table in self.tables
-        ]
-
     @property
     def _shareable(self) -> int:
         return len(self) if self.shareable is None else min(len(self), self.shareable)
@@ -309,7 +323,7 @@ class Sequence:
     def _become(self, match: Match) -> None:
         """Hold the blocks of a cached prefix instead of the present ones."""
         tables = [
-            GroupTable(table.store, blocks)
+            table.store.table(blocks, length=match.length)
             for table, blocks in zip(self.tables, match.tables, strict=True)
         ]
         del self.tokens[match.length :]
@@ -356,7 +370,8 @@ class Growth(Sequence):
             ContextOverflowError, CacheFullError: see `Sequence.reserve`.
         """
         self._away = False
-        super().__init__(base._cache, base._shared_tables(), list(base.tokens), root=base.root)
+        tables = [table.shared(len(base)) for table in base.tables]
+        super().__init__(base._cache, tables, list(base.tokens), root=base.root)
         self.shareable = base.shareable
         self.start = len(base)
         try:

@@ -20,7 +20,7 @@ from edgellm.backends.selection import Selection, select
 from edgellm.backends.step_backend import StepBackend
 from edgellm.backends.token_backend import TokenBackend
 from edgellm.cache.disk_cache import DiskCache
-from edgellm.cache.groups import cache_bytes, pool_blocks
+from edgellm.cache.groups import cache_bytes, cache_groups, pool_blocks, rope_frequencies
 from edgellm.cache.kv_cache import KVCache
 from edgellm.cache.write_behind import WriteBehind
 from edgellm.engine import memory
@@ -129,11 +129,12 @@ class LoadedModel:
         bundle, options = self.bundle, self.options
         basis = key_basis.open_key_basis(bundle.path, bundle.manifest.keys, self.config)
         cache = KVCache(
-            self.config,
+            cache_groups(self.config),
             format=options.kv_format,
             ctx_size=self.ctx_size,
             blocks=_cache_blocks(options, self.ctx_size),
             key_offsets=basis.offsets,
+            rope_frequencies=rope_frequencies(self.config),
             fingerprint=f"{self.fingerprint}|{self.arithmetic}".encode(),
             defer=self.thread.soon,
         )

@@ -70,7 +70,8 @@ class Request(Stream):
             logit_filter=call.logit_filter,
             shown_special=shown_special,
         )
-        drafts = options.speculate and engine.decoder.exact_rows
+        # a rejected draft would take a sequence with states back to the end of a full block
+        drafts = options.speculate and engine.decoder.exact_rows and not engine.cache.has_states
         self._speculation = Speculation(engine.ctx_size if drafts else 0)
         self._stats = AnswerStats(len(context.tokens) + dropped, dropped=dropped)
         limit = math.inf if options.time_limit_ms is None else options.time_limit_ms
@@ -198,9 +199,9 @@ class Request(Stream):
             CacheFullError: there is no room to shift a full context, or for a job.
         """
         self._make_room()
-        computed, end = self.computed, len(self.tokens)
         # a step that failed may have computed the last token and lost its logits
-        self.context.forget(self.context.cached - computed)
+        self.context.forget(self.context.cached - self.computed)
+        computed, end = self.computed, len(self.tokens)
         tokens = self.tokens[computed : computed + rows]
         last, candidates = computed + len(tokens) == end, self._candidates()
         if self.underway is None or layers is None:

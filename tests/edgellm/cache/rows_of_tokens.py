@@ -8,6 +8,7 @@ import numpy as np
 from inspection import free_blocks
 
 from edgellm.cache.disk_cache import DiskCache
+from edgellm.cache.groups import cache_groups, rope_frequencies
 from edgellm.cache.kv_cache import KVCache
 from edgellm.cache.sequence import Sequence
 from edgellm.graphs.config import ModelConfig
@@ -35,7 +36,14 @@ def make(windows: tuple[int | None, ...], folder: Path | None = None, blocks: in
         context_length=2048,
         tied_embedding=True,
     )
-    cache = KVCache(config, format="f32", ctx_size=CTX, blocks=blocks, fingerprint=b"x")
+    cache = KVCache(
+        cache_groups(config),
+        format="f32",
+        ctx_size=CTX,
+        blocks=blocks,
+        fingerprint=b"x",
+        rope_frequencies=rope_frequencies(config),
+    )
     if folder is not None:
         cache.disk = DiskCache(folder, budget=1 << 30)
     return cache

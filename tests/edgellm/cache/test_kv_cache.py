@@ -15,6 +15,7 @@ from edgellm import (
     OptionError,
 )
 from edgellm.cache.block_pool import BlockPool
+from edgellm.cache.groups import cache_groups, rope_frequencies
 from edgellm.cache.kv_cache import KVCache
 from edgellm.cache.sequence import Sequence
 from edgellm.graphs.config import ModelConfig
@@ -56,7 +57,14 @@ def config(request: pytest.FixtureRequest) -> ModelConfig:
 
 
 def make(ctx_size: int = 600, blocks: int = 12, config: ModelConfig = CONFIG) -> KVCache:
-    return KVCache(config, format="f32", ctx_size=ctx_size, blocks=blocks, fingerprint=b"x")
+    return KVCache(
+        cache_groups(config),
+        format="f32",
+        ctx_size=ctx_size,
+        blocks=blocks,
+        fingerprint=b"x",
+        rope_frequencies=rope_frequencies(config),
+    )
 
 
 def of(sequence: Sequence) -> KVCache:
@@ -154,7 +162,7 @@ def test_rewind_forward_is_refused() -> None:
 
 def test_unknown_format() -> None:
     with pytest.raises(OptionError, match="int8, int4, f16, f32"):
-        KVCache(CONFIG, format="int2", ctx_size=1, blocks=1, fingerprint=b"")  # type: ignore[arg-type]
+        KVCache(cache_groups(CONFIG), format="int2", ctx_size=1, blocks=1, fingerprint=b"")  # type: ignore[arg-type]
 
 
 def test_int4_takes_heads_of_a_multiple_of_8() -> None:
@@ -165,7 +173,7 @@ def test_int4_takes_heads_of_a_multiple_of_8() -> None:
         ropes=(Rope(inv_freq=(1.0, 0.1, 0.01)),),
     )
     with pytest.raises(OptionError, match="head_dim is 20"):
-        KVCache(odd, format="int4", ctx_size=1, blocks=1, fingerprint=b"")
+        KVCache(cache_groups(odd), format="int4", ctx_size=1, blocks=1, fingerprint=b"")
 
 
 @pytest.mark.parametrize("name", CONFIGS)

@@ -12,6 +12,7 @@ from inspection import set_costs, used_blocks
 
 from edgellm.backends.batch import Rows, Span, reserved
 from edgellm.backends.placement import Placement
+from edgellm.cache.groups import Group, StateGroup, cache_groups, rope_frequencies
 from edgellm.cache.kv_cache import KVCache
 from edgellm.engine.call import Call
 from edgellm.engine.loop import Loop
@@ -60,6 +61,26 @@ class Backend:
         return Rows(np.zeros((count, 4), np.float32), logits, {"native": count}, ())
 
 
+class StateBackend(Backend):
+    """The token after some tokens is the second layer's state, a function of all of them."""
+
+    def _rows(self, span: Span) -> Rows:
+        start, tokens = len(span.sequence), span.tokens
+        view, _ = span.sequence.states(1, start, start + len(tokens))
+        state = 0.0 if view.source is None else float(view.blocks.states[view.source, 0, 0])
+        states = [state := folded([token], state) for token in tokens]
+        for count, block in view.targets:
+            view.blocks.states[block, 0] = states[count - 1]
+        return super()._rows(replace(span, tokens=[int(state) - 1 for state in states]))
+
+
+def folded(tokens: Sequence[int], state: float = 0.0) -> float:
+    """The state after tokens; whole numbers that float32 holds."""
+    for token in tokens:
+        state = (state * 31 + token + 1) % 65521
+    return state
+
+
 class StillLoop(Loop):
     """Steps only where a test asks for one."""
 
@@ -67,13 +88,20 @@ class StillLoop(Loop):
 
 
 def start(
-    ctx_size: int, *, blocks: int, exact: bool = True, apart: bool = False, **options: Any
+    ctx_size: int,
+    *,
+    blocks: int,
+    exact: bool = True,
+    apart: bool = False,
+    states: bool = False,
+    **options: Any,
 ) -> Any:
     """A model to the eyes of requests, and of `inspection.py`.
 
     Args:
         exact: what was preempted is computed again, and not kept outside the cache.
         apart: prompts and decodes are two calls of two back ends.
+        states: a second layer has a state, from which the tokens come.
         options: of the engine.
     """
     attention = SimpleNamespace(window=None, qk_norm="none", rope=0, kv_heads=1, head_dim=8)
@@ -88,18 +116,26 @@ def start(
         rope_of=lambda _: SimpleNamespace(inv_freq=(1.0,) * 4),
     )
     thread = EngineThread()
+    groups: list[Group] = [*cache_groups(config)]
+    if states:
+        groups.append(StateGroup((1,), elements=2))
     cache = KVCache(
-        config,
+        groups,
         format="int8",
         ctx_size=ctx_size,
         blocks=blocks,
         fingerprint=b"",
+        rope_frequencies=rope_frequencies(config),
         defer=thread.soon,
     )
     for array in cache.groups[0].blocks.arrays:
         array[...] = 0  # nothing writes there, but a context that shifts reads it
-    prefill: Any = Backend()
-    decoder: Any = Backend() if apart else prefill
+    for group in cache.groups[1:]:
+        for array in group.blocks.arrays:
+            array[...] = np.nan
+    backend = StateBackend if states else Backend
+    prefill: Any = backend()
+    decoder: Any = backend() if apart else prefill
     chosen = EngineOptions(**options)
     loop = StillLoop(thread, cache, chosen, prefill=prefill, decoder=decoder)
     engine: Any = SimpleNamespace(

@@ -1,0 +1,317 @@
+"""Layers with a state of fixed size: each state is a function of all tokens, so a mix-up shows."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as SequenceOf
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from edgellm import CacheFullError
+from edgellm.cache.disk_cache import DiskCache
+from edgellm.cache.groups import CacheGroup, Group, StateGroup
+from edgellm.cache.kv_cache import KVCache
+from edgellm.cache.sequence import Sequence
+from edgellm.kernels.kv_append import append
+from edgellm.kernels.kv_blocks import BLOCK
+
+VALUE = 8
+GROUPS: dict[str, tuple[Group, ...]] = {
+    "states": (StateGroup((0, 1), elements=3),),
+    "and layers that attend": (CacheGroup((0, 2), None, 1, VALUE), StateGroup((1,), elements=5)),
+    "and windows": (StateGroup((0, 2), elements=1), CacheGroup((1,), 40, 1, VALUE)),
+}
+
+
+def make(groups: tuple[Group, ...], *, ctx_size: int = 700, blocks: int = 24) -> KVCache:
+    cache = KVCache(groups, format="f32", ctx_size=ctx_size, blocks=blocks, fingerprint=b"x")
+    for store in cache.groups:
+        for array in store.blocks.arrays:
+            array[...] = np.nan
+    return cache
+
+
+@pytest.fixture(params=GROUPS)
+def cache(request: pytest.FixtureRequest) -> KVCache:
+    return make(GROUPS[request.param])
+
+
+def folded(layer: int, tokens: SequenceOf[int], state: float = 0.0) -> float:
+    """A layer's state after tokens; whole numbers that float32 holds."""
+    for token in tokens:
+        state = (state * 31 + token + layer + 1) % 65521
+    return state
+
+
+def compute(cache: KVCache, sequence: Sequence, tokens: list[int]) -> None:
+    """A step of a back end, within a reservation."""
+    start, end = len(sequence), len(sequence) + len(tokens)
+    rows = np.repeat(np.array(tokens, np.float32), VALUE).reshape(-1, 1, VALUE)
+    for layer, (group, _) in enumerate(cache.places):
+        if isinstance(cache.groups[group].group, CacheGroup):
+            kv, slot = sequence.view(layer)
+            append(kv.blocks, kv.table, slot, start, rows, rows)
+            continue
+        view, slot = sequence.states(layer, start, end)
+        state, done = 0.0, 0
+        if view.source is not None:
+            (state,) = set(view.blocks.states[view.source, slot].tolist())
+        for count, block in view.targets:
+            state, done = folded(layer, tokens[done:count], state), count
+            assert block != view.source
+            view.blocks.states[block, slot] = state
+
+
+def extend(cache: KVCache, sequence: Sequence, tokens: list[int], *, rows: int = 512) -> None:
+    for begin in range(0, len(tokens), rows):
+        part = tokens[begin : begin + rows]
+        with sequence.reserved(len(part)):
+            compute(cache, sequence, part)
+            sequence.commit(part)
+
+
+def check(cache: KVCache, sequence: Sequence) -> None:
+    """The next token finds the states after all tokens, and the K and V that it sees."""
+    length = len(sequence)
+    with sequence.reserved(1):
+        for layer, (group, _) in enumerate(cache.places):
+            kind = cache.groups[group].group
+            if isinstance(kind, StateGroup):
+                view, slot = sequence.states(layer, length, length + 1)
+                assert (view.source is None) == (length == 0)
+                if view.source is not None:
+                    found = view.blocks.states[view.source, slot]
+                    assert (found == folded(layer, sequence.tokens)).all(), (layer, length)
+                continue
+            kv, slot = sequence.view(layer)
+            first = 0 if kind.window is None else max(0, length + 1 - kind.window)
+            for position in range(first, length):
+                block = sequence.tables[group].at(position // BLOCK)
+                assert block is not None
+                row = kv.blocks.value_rows(block, slot, position % BLOCK)
+                assert (row == sequence.tokens[position]).all(), (layer, position)
+
+
+def tokens_of(seed: int, length: int) -> list[int]:
+    return np.random.default_rng(seed).integers(0, 300, length).tolist()
+
+
+def begun(cache: KVCache, tokens: list[int], *, rows: int = 512) -> Sequence:
+    """A sequence of tokens, of which the cached prefix is not computed."""
+    sequence = cache.sequence(tokens)
+    extend(cache, sequence, tokens[len(sequence) :], rows=rows)
+    check(cache, sequence)
+    return sequence
+
+
+@pytest.mark.parametrize("rows", [512, 100, 1])
+def test_a_prefix_is_found_at_the_ends_of_full_blocks_and_at_its_own(
+    cache: KVCache, rows: int
+) -> None:
+    tokens = tokens_of(0, 300)
+    begun(cache, tokens, rows=rows).close()
+    for length, found in ((127, 0), (128, 128), (255, 128), (299, 256), (300, 300)):
+        sequence = cache.sequence(tokens[:length])
+        assert len(sequence) == found == cache.cached_prefix(tokens[:length])
+        check(cache, sequence)
+        sequence.close()
+
+
+def test_a_shorter_end_is_found_beside_a_longer_one(cache: KVCache) -> None:
+    tokens = tokens_of(0, 300)
+    for length in (300, 200, 250):
+        begun(cache, tokens[:length]).close()
+    for length in (200, 250, 300):
+        assert cache.cached_prefix(tokens[:length]) == length
+
+
+def test_a_rewind_goes_back_to_the_end_of_a_full_block(cache: KVCache) -> None:
+    sequence = begun(cache, tokens_of(0, 300))
+    for wanted, found in ((300, 300), (290, 256), (256, 256), (200, 128), (100, 0)):
+        sequence.truncate(wanted)
+        assert len(sequence) == found
+        check(cache, sequence)
+        extend(cache, sequence, tokens_of(0, 300)[found:wanted])
+        check(cache, sequence)
+
+
+def test_no_rewind_to_states_whose_memory_was_reused() -> None:
+    cache = make(GROUPS["states"], blocks=5)
+    sequence = begun(cache, tokens_of(0, 300), rows=100)
+    others = [begun(cache, tokens_of(seed, 100)) for seed in (1, 2, 3)]
+    sequence.truncate(256)
+    assert len(sequence) == 0
+    for each in (sequence, *others):
+        check(cache, each)
+
+
+def test_forks_go_on_apart(cache: KVCache) -> None:
+    sequence = begun(cache, tokens_of(0, 200))
+    others = [sequence.fork() for _ in range(3)]
+    sequence.close()
+    for seed, other in enumerate(others):
+        extend(cache, other, tokens_of(seed, 70))
+    for seed, other in enumerate(others):
+        assert other.tokens == tokens_of(0, 200) + tokens_of(seed, 70)
+        check(cache, other)
+
+
+@pytest.mark.parametrize("length", [0, 100, 128, 200])
+def test_a_step_whose_rows_become_no_tokens_changes_no_state(cache: KVCache, length: int) -> None:
+    sequence = begun(cache, tokens_of(0, length))
+    with sequence.reserved(250):
+        compute(cache, sequence, tokens_of(1, 250))
+    assert len(sequence) == length
+    check(cache, sequence)
+    used = [group.pool.used for group in cache.groups]
+    extend(cache, sequence, tokens_of(2, 10))
+    check(cache, sequence)
+    sequence.truncate(0)
+    assert [group.pool.used for group in cache.groups] == [0 for _ in used]
+
+
+def test_a_step_without_room_changes_no_state() -> None:
+    cache = make(GROUPS["states"], blocks=4)
+    sequence = begun(cache, tokens_of(0, 200))
+    held = sequence.fork()
+    with pytest.raises(CacheFullError), sequence.reserved(400):
+        pass
+    for each in (sequence, held):
+        check(cache, each)
+
+
+def test_steps_of_one_reservation_each_have_a_block(cache: KVCache) -> None:
+    """Chunks of a prompt run one behind the other, and become tokens in the end."""
+    tokens = tokens_of(0, 330)
+    sequence = begun(cache, tokens[:30])
+    with sequence.reserved(300, windowed=False):
+        for end in (60, 128, 300, 330):
+            sequence.open(end)
+            start = len(sequence)
+            compute(cache, sequence, tokens[start:end])
+            sequence.commit(tokens[start:end])
+    check(cache, sequence)
+    sequence.truncate(256)
+    assert len(sequence) == 256
+    check(cache, sequence)
+
+
+def packed_and_back(cache: KVCache, sequence: Sequence) -> Sequence:
+    firsts, data = cache.pack(sequence)
+    assert cache.can_begin(firsts, len(sequence))
+    other = cache.sequence()
+    with other.reserved(len(sequence), windowed=False):
+        other.open_seen(len(sequence), firsts)
+        assert cache.unpack(other, memoryview(data))
+        other.commit(sequence.tokens)
+    return other
+
+
+@pytest.mark.parametrize("length", [0, 1, 127, 128, 129, 300])
+def test_saved_and_read_again(cache: KVCache, length: int) -> None:
+    sequence = begun(cache, tokens_of(0, length))
+    other = packed_and_back(cache, sequence)
+    assert other.tokens == sequence.tokens
+    check(cache, other)
+    extend(cache, other, tokens_of(1, 10))
+    check(cache, other)
+
+
+@pytest.mark.parametrize("groups", GROUPS.values(), ids=GROUPS)
+def test_full_blocks_outlive_the_process(groups: tuple[Group, ...], tmp_path: Path) -> None:
+    first, second = make(groups), make(groups)
+    first.disk = second.disk = DiskCache(tmp_path, budget=1 << 30)
+    tokens = tokens_of(0, 600)
+    sequence = begun(first, tokens[:300])
+    first.keep(sequence)
+    extend(first, sequence, tokens[300:])
+    first.keep(sequence)
+    found = second.sequence(tokens)
+    assert len(found) == 512
+    check(second, found)
+
+
+def test_a_context_that_shifts_computes_the_rest_again(cache: KVCache) -> None:
+    sequence = begun(cache, tokens_of(0, 400))
+    sequence.shift(keep=140, discard=100)
+    assert sequence.tokens == tokens_of(0, 128)
+    check(cache, sequence)
+
+
+def test_snapshots_take_the_memory_of_few_sequences() -> None:
+    cache = make((StateGroup((0,), elements=3),), ctx_size=12800, blocks=101)
+    sequence = begun(cache, tokens_of(0, 12700))
+    assert cache.groups[0].pool.touched < 10
+    assert cache.groups[0].pool.used == len(sequence.tables[0].held) <= 5
+
+
+@pytest.mark.parametrize("rows", [1, 2, 128, 129, 500])
+def test_blocks_of_a_step(rows: int) -> None:
+    group, most = StateGroup((0,), elements=1), 0
+    for start in range(1, 2 * BLOCK + 1):
+        sequence = make((group,), ctx_size=800).sequence()
+        with sequence.reserved(start):
+            sequence.commit([0] * start)
+        with sequence.reserved(rows):
+            most = max(most, sequence.tables[0].store.pool.used)
+    assert most == group.blocks_for(800, rows=rows)
+
+
+OPERATIONS = ("begin", "extend", "truncate", "fork", "close", "pack", "strike", "keep")
+
+
+@settings(deadline=None)
+@given(
+    groups=st.sampled_from(list(GROUPS)),
+    operations=st.lists(
+        st.tuples(
+            st.sampled_from(OPERATIONS), st.integers(0, 3), st.integers(0, 2), st.integers(0, 300)
+        ),
+        max_size=20,
+    ),
+    disk=st.booleans(),
+)
+def test_any_course_of_events(
+    tmp_path_factory: pytest.TempPathFactory,
+    groups: str,
+    operations: list[tuple[str, int, int, int]],
+    disk: bool,
+) -> None:
+    cache = make(GROUPS[groups], ctx_size=1000, blocks=40)
+    if disk:
+        cache.disk = DiskCache(tmp_path_factory.mktemp("kv"), budget=1 << 30)
+    sequences = [cache.sequence() for _ in range(4)]
+    for operation, which, seed, size in operations:
+        sequence = sequences[which]
+        more = tokens_of(seed, size)[: 1000 - len(sequence) - 1]
+        if operation == "begin":
+            sequence.close()
+            sequences[which] = begun(cache, tokens_of(seed, size))
+        elif operation == "extend":
+            extend(cache, sequence, more, rows=90 + seed)
+        elif operation == "truncate":
+            length = min(size, len(sequence))
+            sequence.truncate(length)
+            assert len(sequence) <= length
+        elif operation == "fork":
+            sequences[(which + 1) % 4].close()
+            sequences[(which + 1) % 4] = sequence.fork()
+        elif operation == "pack":
+            other = packed_and_back(cache, sequence)
+            sequence.close()
+            sequences[which] = other
+        elif operation == "strike":
+            with sequence.reserved(len(more)):
+                compute(cache, sequence, more) if more else None
+        elif operation == "keep":
+            cache.keep(sequence)
+        else:
+            sequence.close()
+        for each in sequences:
+            check(cache, each)
+    for each in sequences:
+        each.close()
+    assert cache.used_blocks == 0
