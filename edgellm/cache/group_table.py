@@ -130,14 +130,16 @@ class GroupTable:
         del self.ids[keep:]
         self.first = min(self.first, keep)
 
-    def copies_last(self, length: int) -> bool:
-        """Whether a sequence of `length` tokens needs a further block to grow: a copy of its last.
+    def lacking(self, start: int, end: int, *, rows: int) -> int:
+        """Return the blocks that a sequence of `start` tokens lacks to grow to `end`.
 
-        True for an empty sequence, which may begin with a part of another sequence's block.
+        Args:
+            rows: maximum of rows that one step computes.
         """
-        if length % BLOCK == 0:
-            return length == 0
-        return not self._owns_last()
+        first = max(self.first, self.store.group.first_block(end - 1))
+        new = max(0, -(-end // BLOCK) - max(first, len(self.ids)))
+        # a copy of the last block; an empty sequence may begin with a part of another one's block
+        return new + (not self._owns_last() if start % BLOCK else start == 0)
 
     def _owns_last(self) -> bool:
         last, store = self.ids[-1], self.store
@@ -168,7 +170,8 @@ class StateTable(GroupTable):
     A block has the states after the last token of its place, so a sequence can go on from the ends
     of full blocks and from its own end, and from nowhere in between. No step writes to a block that
     it reads: states after rows that did not become tokens vanish with their blocks. The steps of a
-    `Growth` are the exception, as its blocks are its own.
+    `Growth` are the exception: it has blocks for its end alone, so that a step which ends within a
+    block is followed by one that reads and writes the same block and cannot be repeated.
     """
 
     def __init__(
@@ -213,7 +216,7 @@ class StateTable(GroupTable):
     def cut(self, length: int) -> None:
         """Give back the blocks with states after more than `length` tokens."""
         kept = length if length in (self._end, *self._replaced) else length // BLOCK * BLOCK
-        super().cut(-(-kept // BLOCK) * BLOCK)
+        super().cut(kept)
         before = self._replaced.pop(kept, None)
         if before is not None:
             self.store.pool.release(self.ids[-1])
@@ -222,8 +225,11 @@ class StateTable(GroupTable):
             self.store.pool.release(self._replaced.pop(end))
         self._end = min(self._end, kept)
 
-    def copies_last(self, length: int) -> bool:
-        return length % BLOCK != 0
+    def lacking(self, start: int, end: int, *, rows: int) -> int:
+        step = min(end, start + rows)
+        first = step // BLOCK - start // BLOCK + (step % BLOCK != 0)
+        later = self.store.group.blocks_for(end, rows=rows) - 1  # beside what it holds now
+        return first if step == end else max(first, later)
 
     def own_last(self, rows: int, allocate: Callable[[BlockPool], int]) -> None:
         """Do nothing: `grow` takes another block for what is written."""

@@ -1,7 +1,8 @@
 """The KV cache: pools of blocks that all sequences of a model share, one per cache group.
 
 A prefix that any earlier sequence computed is found again, in memory or on disk. The prefix may end
-at any token if all layers see all positions, else only where the blocks of its windows still exist.
+at any token if all layers see all positions, else only where the blocks of its windows still exist,
+and with layers that have states only where a full block or the earlier sequence ended.
 """
 
 from __future__ import annotations
@@ -36,8 +37,9 @@ class KVCache:
         format: storage format of K and V.
         ctx_size: maximum of tokens of one sequence.
         blocks: number of blocks in each pool, at least as many as one full sequence needs. In
-            groups with a window, only the blocks that full sequences of as many tokens need get
-            memory, unless many short sequences are open at once.
+            groups that do not keep all, only the blocks that full sequences of as many tokens need
+            get memory, unless many short sequences are open at once; so the oldest snapshots of
+            states go before the K and V of their tokens.
         fingerprint: bytes that identify model and format in the hashes that name blocks.
         key_offsets: common part of each layer's keys, see `kernels/kv_blocks.py`.
         rope_frequencies: see `rope_frequencies`; None if keys cannot be moved to other positions.
@@ -157,13 +159,8 @@ class KVCache:
 
     def needed(self, sequence: Sequence, length: int) -> list[int]:
         """Return the blocks of each group that a sequence lacks for `length` tokens and another."""
-        end = length // BLOCK + 1
-        needed = []
-        for table in sequence.tables:
-            first = max(table.first, table.store.group.first_block(length))
-            new = max(0, end - max(first, len(table.ids)))
-            needed.append(new + table.copies_last(len(sequence)))
-        return needed
+        start, rows = len(sequence), self.rows_at_once
+        return [table.lacking(start, length + 1, rows=rows) for table in sequence.tables]
 
     def keep(self, sequence: Sequence) -> None:
         """Write a sequence's full blocks to disk, if the cache has a disk store."""

@@ -161,7 +161,7 @@ class PrefixIndex:
     ) -> tuple[list[_Entry | None], list[bytes]]:
         """Find the entries of leading full blocks, and the names before each and after the last.
 
-        They end at the first block that a group without a window lacks.
+        They end at the first block that a group which keeps all lacks.
         """
         full: list[_Entry | None] = []
         parents = [root]

@@ -1,9 +1,9 @@
 """Sequences of tokens in the KV cache, each with a block table per cache group.
 
-Full blocks are immutable and shared. Only a sequence's last block is written to, and it is copied
-first if another sequence or the prefix index can see it. So fork and rewind copy at most one block
-of each group. Blocks before a group's window are given back; the prefix index finds them until
-their memory is needed.
+Full blocks are immutable and shared. Only a sequence's last block of K and V is written to, and it
+is copied first if another sequence or the prefix index can see it. So fork and rewind copy at most
+one block of each group. States go to blocks of their own in each step. Blocks before a group's
+window are given back; the prefix index finds them until their memory is needed.
 """
 
 from __future__ import annotations
@@ -223,7 +223,11 @@ class Sequence:
         for table in self.tables:
             table.cut(length)
         if any(table.lacks(length) for table in self.tables):
-            self._become(self._index.match(self.tokens, root=self.root))
+            match, whole = self._index.match(self.tokens, root=self.root), length // BLOCK * BLOCK
+            if match.length < whole < length:
+                self.truncate(whole)  # states that the sequence itself has may be all there are
+            else:
+                self._become(match)
 
     def fork(self) -> Sequence:
         """Make another sequence with the same tokens, which shares every block."""
@@ -382,7 +386,11 @@ class Growth(Sequence):
         self._away = True
 
     def land(self) -> Sequence:
-        """End the growth, and return its tokens as a sequence that other sequences can share."""
+        """End the growth, and return its tokens as a sequence that other sequences can share.
+
+        Layers with states have those at the ends of full blocks and of the whole growth alone, so
+        one that was not computed to its end becomes shorter.
+        """
         computed = self.tokens[self.start :]
         self._away = False
         del self.tokens[self.start :]
@@ -394,8 +402,10 @@ class Growth(Sequence):
 
     def close(self) -> None:
         """End the growth and give its blocks back, see `Sequence.close`."""
-        self._away = False
-        super().close()
+        if self._away:
+            self.land().close()
+        else:
+            super().close()
 
     def reserve(self, count: int, *, windowed: bool = True) -> None:
         """Reserve positions, see `Sequence.reserve`; no effect on room that is reserved already."""

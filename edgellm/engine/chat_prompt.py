@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,7 +28,7 @@ from edgellm.text.prompt import (
 )
 from edgellm.text.tokenizer import Tokenizer
 from edgellm.text.tool_format import AnswerFormat, CallFormat, ObjectKeys
-from edgellm.text.tool_grammar import schema_grammar, tool_grammar
+from edgellm.text.tool_grammar import loosened, schema_grammar, tool_grammar
 from edgellm.tool_use import (
     Tool,
     ToolArguments,
@@ -45,6 +46,7 @@ if TYPE_CHECKING:
 _TAIL = 32
 _SCHEMA = "the JSON schema"
 _SCHEMAS = "the tools' parameters"  # in messages
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -194,17 +196,42 @@ def chat_prompt(
         return replace(prompt, logit_filter=_schema_filter(engine, prompt, logit_filter))
     if not prompt.tools:
         return prompt
-    grammar = tool_grammar(
-        form,
-        prompt.tools,
-        required=options.required,
-        parallel=options.parallel and form.calls is not None and form.calls.parallel,
-        in_reasoning=prompt.in_reasoning,
-        added=tokenizer.added_tokens,
-    )
-    held = GrammarFilter(engine.grammars.matcher(grammar, _SCHEMAS), _SCHEMAS)
+    held = GrammarFilter(_tools_matcher(engine, prompt, options), _SCHEMAS)
     both = held if logit_filter is None else BothFilters(logit_filter, held)
     return replace(prompt, logit_filter=both)
+
+
+def _tools_matcher(engine: Engine, prompt: ChatPrompt, options: ToolOptions) -> Any:
+    """Make the matcher of the grammar for calls; a tool's schema never refuses a request."""
+    calls = prompt.format.calls
+
+    def matcher(tools: Sequence[Tool]) -> Any:
+        grammar = tool_grammar(
+            prompt.format,
+            tools,
+            required=options.required,
+            parallel=options.parallel and calls is not None and calls.parallel,
+            in_reasoning=prompt.in_reasoning,
+            added=engine.tokenizer.added_tokens,
+        )
+        return engine.grammars.matcher(grammar, _SCHEMAS)
+
+    def compiles(tool: Tool) -> bool:
+        try:
+            matcher([tool])
+        except OptionError:
+            return False
+        return True
+
+    try:
+        return matcher(prompt.tools)
+    except OptionError as error:
+        loose = [loosened(tool, compiles) for tool in prompt.tools]
+        changed = [new.name for new, old in zip(loose, prompt.tools, strict=True) if new != old]
+        if not changed:  # the format is the problem, or all of them together
+            raise
+        _log.warning("%s; not all arguments of %s are held to it", error, ", ".join(changed))
+        return matcher(loose)
 
 
 def _schema_filter(engine: Engine, prompt: ChatPrompt, json_filter: JsonFilter) -> LogitFilter:

@@ -7,6 +7,7 @@ document.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -18,6 +19,8 @@ from edgellm.text.tokenizer import Tokenizer
 
 # Bounded, because a model may otherwise write spaces for ever.
 WHITESPACE = r"[ \n]{0,12}"
+# Where a message of llguidance begins to list the grammar, which may have thousands of lines.
+_LISTING = re.compile(r"\n +\d+ \| ")
 
 
 class Grammars:
@@ -68,6 +71,7 @@ class Grammars:
         """
         matcher = self._llguidance.LLMatcher(self._vocabulary, grammar, log_level=0)
         if problem := matcher.get_error():
+            problem = _LISTING.split(problem)[0]
             raise OptionError(f"{what} cannot be used: {problem}")
         return matcher
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from edgellm.text.json_schema import WHITESPACE
@@ -27,7 +28,12 @@ from edgellm.tool_use import Tool
 
 _TEXT = r"/(.|\n)*/"
 _SPACE = r"/[ \n]{0,4}/"
-_LAYOUT = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+_LAYOUT = {
+    "whitespace_flexible": False,
+    "item_separator": ", ",
+    "key_separator": ": ",
+    "lenient": True,  # keywords that llguidance cannot hold an answer to are left out
+}
 # Booleans as JSON and Python write them; templates differ.
 _BOOLEAN = '("true" | "false" | "True" | "False")'
 _PATTERNS = {ID_SLOT: "/[A-Za-z0-9]{9}/", INDEX_SLOT: "/[0-9]{1,3}/"}
@@ -57,6 +63,28 @@ def tool_grammar(
     return _Grammar(format, format.calls, added).text(
         tools, required=required, parallel=parallel, in_reasoning=in_reasoning
     )
+
+
+def loosened(tool: Tool, compiles: Callable[[Tool], bool]) -> Tool:
+    """Return a tool with any JSON allowed in the place of what no grammar can hold.
+
+    Args:
+        compiles: whether a grammar can be made for a tool.
+    """
+    if compiles(tool):
+        return tool
+    values: Mapping[str, Any] = tool.schema["properties"]
+
+    def alone(key: str) -> Tool:
+        only = {"properties": {key: values[key]}, "required": [key]}
+        return replace(tool, parameters={**tool.parameters, **only})
+
+    kept = {key: value for key, value in values.items() if compiles(alone(key))}
+    anything: dict[str, Any] = {key: {} for key in values}
+    some = replace(tool, parameters={**tool.parameters, "properties": {**anything, **kept}})
+    if compiles(some):
+        return some
+    return replace(tool, parameters={"properties": anything, "additionalProperties": True})
 
 
 def schema_grammar(

@@ -24,7 +24,9 @@ from edgellm import (
     ToolCall,
     load,
 )
+from edgellm.engine.answer import LogitFilter
 from edgellm.engine.chat_prompt import ToolOptions, chat_prompt
+from edgellm.text.json_schema import GrammarFilter
 from edgellm.text.template import ChatTemplate
 
 TOOLS = [
@@ -208,10 +210,44 @@ def test_wrong_arguments(tiny: LLM, arguments: dict[str, Any]) -> None:
         tiny.chat(**arguments)
 
 
-def test_a_schema_that_cannot_be_used(hermes: LLM) -> None:
-    tools = [Tool("f", "", {"properties": {"a": {"type": "nothing"}}})]
-    with pytest.raises(OptionError, match="parameters cannot be used"):
-        hermes.chat(tools=tools).send("Go")
+def test_a_schema_that_no_grammar_holds_is_loosened_and_said(
+    hermes: LLM, caplog: pytest.LogCaptureFixture
+) -> None:
+    tools = [
+        Tool("f", "", {"properties": {"a": {"type": "nothing"}, "b": {"enum": ["x"]}}}),
+        Tool("g", "", {"properties": {"a": {"enum": [5]}}, "required": ["a"]}),
+    ]
+    options = ToolOptions().changed({"tools": tools, "tool_choice": "required"})
+    prompt = chat_prompt(hermes.engine, [Message("user", "Go")], options)
+    assert "not all arguments of f are held to it" in caplog.text
+    assert "nothing" in caplog.text
+    assert "%json" not in caplog.text
+    calls = prompt.format.calls
+    assert calls is not None
+    held = {
+        call: follows(prompt.logit_filter, hermes, f'{calls.begin}{{"name": {call}}}{calls.close}')
+        for call in (
+            '"f", "arguments": {"a": [1]}',
+            '"f", "arguments": {"b": "x"}',
+            '"f", "arguments": {"b": "y"}',
+            '"g", "arguments": {"a": 5}',
+            '"g", "arguments": {"a": 6}',
+        )
+    }
+    assert list(held.values()) == [True, True, False, True, False]
+
+
+def follows(logit_filter: LogitFilter | None, llm: LLM, text: str) -> bool:
+    """Whether a filter allows all tokens of a text."""
+    assert isinstance(logit_filter, GrammarFilter)
+    answer, read = logit_filter.for_answer(), list[int]()
+    for token in llm.engine.tokenizer.encode(text):
+        scores = np.zeros(llm.engine.config.vocab_size, np.float32)
+        answer(scores, read)
+        if scores[token] < 0:
+            return False
+        read.append(token)
+    return True
 
 
 def test_a_model_without_tools_calls_where_it_must(llm: LLM) -> None:

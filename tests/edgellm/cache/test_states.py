@@ -14,7 +14,7 @@ from edgellm import CacheFullError
 from edgellm.cache.disk_cache import DiskCache
 from edgellm.cache.groups import CacheGroup, Group, StateGroup
 from edgellm.cache.kv_cache import KVCache
-from edgellm.cache.sequence import Sequence
+from edgellm.cache.sequence import Growth, Sequence
 from edgellm.kernels.kv_append import append
 from edgellm.kernels.kv_blocks import BLOCK
 
@@ -26,7 +26,7 @@ GROUPS: dict[str, tuple[Group, ...]] = {
 }
 
 
-def make(groups: tuple[Group, ...], *, ctx_size: int = 700, blocks: int = 24) -> KVCache:
+def make(groups: tuple[Group, ...], *, ctx_size: int = 1000, blocks: int = 24) -> KVCache:
     cache = KVCache(groups, format="f32", ctx_size=ctx_size, blocks=blocks, fingerprint=b"x")
     for store in cache.groups:
         for array in store.blocks.arrays:
@@ -46,7 +46,9 @@ def folded(layer: int, tokens: SequenceOf[int], state: float = 0.0) -> float:
     return state
 
 
-def compute(cache: KVCache, sequence: Sequence, tokens: list[int]) -> None:
+def compute(
+    cache: KVCache, sequence: Sequence, tokens: list[int], *, in_place: bool = False
+) -> None:
     """A step of a back end, within a reservation."""
     start, end = len(sequence), len(sequence) + len(tokens)
     rows = np.repeat(np.array(tokens, np.float32), VALUE).reshape(-1, 1, VALUE)
@@ -61,7 +63,7 @@ def compute(cache: KVCache, sequence: Sequence, tokens: list[int]) -> None:
             (state,) = set(view.blocks.states[view.source, slot].tolist())
         for count, block in view.targets:
             state, done = folded(layer, tokens[done:count], state), count
-            assert block != view.source
+            assert block != view.source or in_place
             view.blocks.states[block, slot] = state
 
 
@@ -199,6 +201,62 @@ def test_steps_of_one_reservation_each_have_a_block(cache: KVCache) -> None:
     check(cache, sequence)
 
 
+@pytest.mark.parametrize("start", [0, 100, 128, 200])
+@pytest.mark.parametrize("landed", [True, False])
+def test_a_growth_that_ends_early_leaves_no_wrong_states(
+    cache: KVCache, start: int, landed: bool
+) -> None:
+    tokens = tokens_of(0, 500)
+    base = begun(cache, tokens[:start])
+    for ends in ([], [start + 60], [start + 60, start + 170], [start + 300]):
+        growth = Growth(base, 300)
+        for end in ends:
+            compute(cache, growth, tokens[len(growth) : end], in_place=True)
+            growth.commit(tokens[len(growth) : end])
+        if len(growth) < start + 300:  # a step that is not taken
+            compute(cache, growth, tokens[len(growth) : start + 300], in_place=True)
+        if landed:
+            other = growth.land()
+            assert other.tokens == tokens[: len(other)]
+            check(cache, other)
+            other.close()
+        else:
+            growth.close()
+        for length in (*range(1, 501, 33), start, start + 300):
+            found = cache.sequence(tokens[:length])
+            check(cache, found)
+            found.close()
+    base.close()
+    assert cache.used_blocks == 0
+    assert cache.cached_prefix(tokens) == start + 300
+
+
+def test_a_rewind_finds_what_the_sequence_alone_has(cache: KVCache) -> None:
+    """No other sequence may begin with its tokens, so the prefix index has none of them."""
+    sequence = cache.sequence()
+    sequence.shareable = 0
+    extend(cache, sequence, tokens_of(0, 300))
+    sequence.truncate(299)
+    assert len(sequence) == 256
+    check(cache, sequence)
+
+
+@given(start=st.integers(0, 300), end=st.integers(1, 690))
+def test_blocks_that_a_sequence_lacks(start: int, end: int) -> None:
+    """As many are enough, and one fewer is not where one step computes all."""
+    cache = make(GROUPS["states"], blocks=24)
+    sequence = begun(cache, tokens_of(0, start))
+    (needed,) = cache.needed(sequence, start + end)
+    pool = sequence.tables[0].store.pool
+    taken = [pool.allocate() for _ in range(pool.available - needed)]
+    if end + 1 <= cache.rows_at_once:
+        taken.append(pool.allocate())
+        with pytest.raises(CacheFullError), sequence.reserved(end + 1):
+            pass
+        pool.release(taken.pop())
+    extend(cache, sequence, tokens_of(1, end + 1))
+
+
 def packed_and_back(cache: KVCache, sequence: Sequence) -> Sequence:
     firsts, data = cache.pack(sequence)
     assert cache.can_begin(firsts, len(sequence))
@@ -252,12 +310,12 @@ def test_snapshots_take_the_memory_of_few_sequences() -> None:
 def test_blocks_of_a_step(rows: int) -> None:
     group, most = StateGroup((0,), elements=1), 0
     for start in range(1, 2 * BLOCK + 1):
-        sequence = make((group,), ctx_size=800).sequence()
+        sequence = make((group,), ctx_size=1000).sequence()
         with sequence.reserved(start):
             sequence.commit([0] * start)
         with sequence.reserved(rows):
             most = max(most, sequence.tables[0].store.pool.used)
-    assert most == group.blocks_for(800, rows=rows)
+    assert most == group.blocks_for(1000, rows=rows)
 
 
 OPERATIONS = ("begin", "extend", "truncate", "fork", "close", "pack", "strike", "keep")
@@ -280,7 +338,7 @@ def test_any_course_of_events(
     operations: list[tuple[str, int, int, int]],
     disk: bool,
 ) -> None:
-    cache = make(GROUPS[groups], ctx_size=1000, blocks=40)
+    cache = make(GROUPS[groups], blocks=40)
     if disk:
         cache.disk = DiskCache(tmp_path_factory.mktemp("kv"), budget=1 << 30)
     sequences = [cache.sequence() for _ in range(4)]

@@ -1,16 +1,26 @@
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tiny_families import save_tokenizer
 from tokenizers import Tokenizer as HFTokenizer
 
+from edgellm.errors import OptionError
 from edgellm.store.manifest import TokenizerEntry
 from edgellm.text.json_schema import Grammars
 from edgellm.text.tokenizer import Tokenizer
-from edgellm.text.tool_format import AnswerFormat, CallFormat, Marks, ObjectKeys
-from edgellm.text.tool_grammar import schema_grammar, tool_grammar
+from edgellm.text.tool_format import (
+    AnswerFormat,
+    CallFormat,
+    Kind,
+    Marks,
+    ObjectKeys,
+    ParameterTags,
+)
+from edgellm.text.tool_grammar import loosened, schema_grammar, tool_grammar
 from edgellm.tool_use import Tool
 
 FORMAT = AnswerFormat(
@@ -119,3 +129,61 @@ def test_json_behind_the_reasoning(tokenizer: Tokenizer, text: str, ends: bool |
         assert taken < len(ids)
     else:
         assert (taken, matcher.is_accepting()) == (len(ids), ends)
+
+
+HARD: dict[str, dict[str, object]] = {
+    "propertyNames": {"type": "object", "propertyNames": {"type": "string"}},
+    "uniqueItems": {"type": "array", "items": {"type": "string"}, "uniqueItems": True},
+    "not": {"not": {"type": "string"}},
+    "if": {"type": "object", "if": {"required": ["a"]}, "then": {"required": ["b"]}},
+    "contains": {"type": "array", "contains": {"type": "string"}},
+    "format": {"type": "string", "format": "int64"},
+    "look-ahead": {"type": "string", "pattern": "^(?=a).*$"},
+    "type": {"type": "nonsense"},
+    "reference": {"$ref": "#/nowhere"},
+    "remote": {"$ref": "https://example.org/schema.json"},
+    "nothing": {"type": "string", "minLength": 5, "maxLength": 2},
+}
+LEFT_OUT = {"propertyNames", "uniqueItems", "not", "if", "contains", "format"}
+
+
+@pytest.mark.parametrize("kind", ["object", "json", "tagged", "python", "braces"])
+@pytest.mark.parametrize("keyword", HARD)
+def test_no_schema_refuses_a_tool(tmp_path: Path, kind: Kind, keyword: str) -> None:
+    """What llguidance can do without is left out; else the one parameter may be any JSON."""
+    save_tokenizer(tmp_path)
+    tokenizer = Tokenizer(tmp_path, TokenizerEntry("<s>", False, ("</s>",)))
+    grammars = Grammars(tokenizer)
+    assert FORMAT.calls is not None
+    tags = (
+        ParameterTags(key_open="<p=", texts=(), values=("> ",), value_close="</p>")
+        if kind == "tagged"
+        else None
+    )
+    quote = "'" if kind == "braces" else ""
+    format = replace(FORMAT, calls=replace(FORMAT.calls, kind=kind, tags=tags, quote=quote))
+
+    def compiles(tool: Tool) -> bool:
+        grammar = tool_grammar(
+            format,
+            [tool],
+            required=True,
+            parallel=False,
+            in_reasoning=False,
+            added=tokenizer.added_tokens,
+        )
+        try:
+            grammars.matcher(grammar, "tools")
+        except OptionError:
+            return False
+        return True
+
+    whole: dict[str, Any] = {"n": {"type": "integer"}, "hard": HARD[keyword]}
+    tool = Tool("f", "", {"properties": whole, "required": ["n", "hard"]})
+    loose = loosened(tool, compiles)
+    assert compiles(loose)
+    if keyword in LEFT_OUT or loose == tool:
+        assert loose == tool
+    else:
+        expected = {"properties": {"n": {"type": "integer"}, "hard": {}}}
+        assert loose.parameters == {**expected, "required": ["n", "hard"]}
