@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from edgellm.errors import OptionError, TemplateError
@@ -117,6 +117,8 @@ def encode_conversation(
             "this model's chat template has no place for tools; take a model that was trained to "
             "call them, such as Qwen3"
         )
+    if not template.traits.takes_later_system:
+        messages = without_later_system(messages)
     writer = _Writer(template, tokenizer)
     values, end = writer.values(messages), ""
     if continue_last:
@@ -142,6 +144,33 @@ def encode_conversation(
     if check_size is not None:
         check_size(len(rendered))
     return writer.tokens(rendered)
+
+
+_SYSTEM = ("system", "developer")
+
+
+def without_later_system(messages: Sequence[Message]) -> list[Message]:
+    """Return a conversation in which only the first message may be the system's.
+
+    Later ones become a part of the message before them, or of the user's behind them if the one
+    before is an answer.
+    """
+    placed, waiting = list[Message](), list[str]()  # texts for the next message of the user
+    for message in messages:
+        before = placed[-1] if placed else None
+        if message.role in _SYSTEM and before is not None:
+            if before.role != "assistant":
+                placed[-1] = replace(before, content=f"{before.content}\n\n{message.content}")
+            else:
+                waiting.append(message.content)
+            continue
+        if waiting and message.role == "user":
+            message = replace(message, content="\n\n".join([*waiting, message.content]))
+        elif waiting:
+            placed.append(Message("user", "\n\n".join(waiting)))
+        waiting = []
+        placed.append(message)
+    return [*placed, Message("user", "\n\n".join(waiting))] if waiting else placed
 
 
 class _Writer:

@@ -62,6 +62,7 @@ class TemplateTraits:
         short_ids: whether a call's identifier must have nine letters and digits.
         reasoning_field: field of a message with an answer's reasoning; None if there is none.
         takes_developer: whether the template knows the role `developer`; else `system` is used.
+        takes_later_system: whether the template writes a system message behind the user's.
     """
 
     takes_tools: bool
@@ -71,6 +72,7 @@ class TemplateTraits:
     short_ids: bool = False
     reasoning_field: str | None = None
     takes_developer: bool = False
+    takes_later_system: bool = True
 
     def call_message(self, content: str, calls: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         """Make an assistant's message with calls `{"id", "name", "arguments": object}`."""
@@ -102,6 +104,7 @@ def probe_traits(render: Render, source: str) -> TemplateTraits:
         "takes_tools": takes_tools,
         "reasoning_field": next(fields, None),
         "takes_developer": re.search(r"['\"]developer['\"]", source) is not None,
+        "takes_later_system": _takes_later_system(render),
     }
     # identifiers of nine characters, and arguments as text, are for templates that take no others
     for short, as_text in itertools.product((False, True), repeat=2):
@@ -121,6 +124,17 @@ def probe_traits(render: Render, source: str) -> TemplateTraits:
             return min(rendering, key=itemgetter(0))[1]
     reason = "the chat template does not render tool calls"
     return TemplateTraits(**common, renders_calls=reason)  # type: ignore[arg-type]
+
+
+def _takes_later_system(render: Render) -> bool:
+    """Whether a system message is rendered behind a message of the user, and behind an answer."""
+    system = {"role": "system", "content": _PROBE_VALUE}
+    answered = [PROBE_USER, {"role": "assistant", "content": "edge answer"}]
+    texts = (
+        _rendered(render, messages, tools=())
+        for messages in ([PROBE_USER, system], [*answered, system, PROBE_USER])
+    )
+    return all(text is not None and _PROBE_VALUE in text for text in texts)
 
 
 def _rendered_call(render: Render, traits: TemplateTraits) -> str | None:

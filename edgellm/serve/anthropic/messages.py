@@ -31,7 +31,7 @@ def read_conversation(fields: Fields) -> Conversation:
     messages = [Message("system", text) for text in [_system(fields)] if text]
     for each in fields.objects("messages", MAX_MESSAGES):
         messages += _messages(each)
-    if not messages or messages[-1].role == "system":
+    if all(message.role == "system" for message in messages):
         raise fields.wrong("messages", "a list with a message of the user")
     tools = _tools(fields)
     choice, parallel = _choice(fields, tools)

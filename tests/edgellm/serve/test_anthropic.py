@@ -164,6 +164,17 @@ def test_blocks_are_texts_one_behind_the_other(client: anthropic.Anthropic) -> N
     assert one.content == two.content
 
 
+def test_a_system_message_behind_the_last_one(client: anthropic.Anthropic) -> None:
+    """Claude Code sends reminders so."""
+    messages: Any = [*MESSAGES, {"role": "system", "content": "Be brief."}]
+    reply = client.messages.create(**{**ASKED, "messages": messages}, **SEED)
+    without = client.messages.create(**ASKED, **SEED)
+    assert reply.usage.output_tokens > 0
+    used = [each.usage for each in (reply, without)]
+    longer, shorter = (u.input_tokens + (u.cache_read_input_tokens or 0) for u in used)
+    assert longer > shorter
+
+
 def test_an_answer_is_gone_on_with(server: Running, client: anthropic.Anthropic) -> None:
     begun: Any = [*MESSAGES, {"role": "assistant", "content": "Well"}]
     reply = client.messages.create(**{**ASKED, "messages": begun}, **SEED)

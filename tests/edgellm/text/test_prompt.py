@@ -12,7 +12,7 @@ from small_vocabulary import save_sentencepiece
 
 from edgellm.errors import OptionError, TemplateError
 from edgellm.llm import LLM
-from edgellm.text.prompt import Message, _protect, encode_conversation
+from edgellm.text.prompt import Message, _protect, encode_conversation, without_later_system
 from edgellm.text.template import ChatTemplate
 from edgellm.text.tokenizer import Tokenizer
 from edgellm.tool_use import Tool, ToolCall
@@ -291,3 +291,24 @@ def test_how_a_template_takes_arguments(arguments: str, as_text: bool) -> None:
     assert traits.renders_calls is None
     assert traits.arguments_as_text is as_text
     assert (traits.takes_tools, traits.null_content, traits.short_ids) == (False, False, False)
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ("s1 u1 a1 u2", "s:1 u:1 a:1 u:2"),
+        ("s1 d2 u1", "s:1+2 u:1"),
+        ("u1 s2", "u:1+2"),
+        ("u1 s2 d3 a1 s4 u5 s6", "u:1+2+3 a:1 u:4+5+6"),
+        ("u1 a1 t1 s2 u3", "u:1 a:1 t:1+2 u:3"),
+        ("u1 a1 s2 s3 a4 s5", "u:1 a:1 u:2+3 a:4 u:5"),
+    ],
+)
+def test_later_system_messages_as_parts_of_the_user_s(before: str, after: str) -> None:
+    roles = {"s": "system", "d": "developer", "u": "user", "a": "assistant", "t": "tool"}
+    messages = [Message(roles[role], number) for role, number in before.split()]
+    found = without_later_system(messages)
+    expected = [each.split(":") for each in after.split()]
+    assert [(m.role, m.content.replace("\n\n", "+")) for m in found] == [
+        (roles[role], text) for role, text in expected
+    ]

@@ -10,8 +10,10 @@ from typing import Any
 import llguidance
 import pytest
 
+from edgellm import LLM, Message, ToolCall
 from edgellm.text.answer_parser import AnswerParser
 from edgellm.text.call_shapes import common_end, common_head
+from edgellm.text.prompt import encode_conversation
 from edgellm.text.template import ChatTemplate
 from edgellm.text.tool_grammar import tool_grammar
 from edgellm.tool_use import Tool, joined_calls
@@ -242,3 +244,32 @@ def test_grammars_allow_what_templates_render(templates: dict[str, ChatTemplate]
             if count < len(text.rstrip().encode()):
                 refused.append((name, required, text, text.encode()[count:], grammar))
     assert refused == []
+
+
+@pytest.mark.parametrize("last", ["system", "user", "tool"])
+def test_a_later_system_message_is_in_every_prompt(
+    templates: dict[str, ChatTemplate], llm: LLM, last: str
+) -> None:
+    """Of its own, or as a part of a message of the user; agents send it behind the last message."""
+    call = ToolCall("edgeId001", "add", '{"a": 1}')
+    end = {
+        "system": [Message("user", "second question"), Message("system", "late words")],
+        "user": [Message("system", "late words"), Message("user", "second question")],
+        "tool": [
+            Message("user", "second question"),
+            Message("assistant", "", tool_calls=(call,)),
+            Message("tool", "result", tool_call_id="edgeId001", name="add"),
+            Message("system", "late words"),
+        ],
+    }[last]
+    messages = [Message("user", "first question"), Message("assistant", "first answer"), *end]
+    for name, template in templates.items():
+        tools = TOOLS if template.traits.takes_tools else ()
+        if name == "fireworks-ai-llama-3-firefunction-v2" or (
+            last == "tool" and (template.traits.renders_calls or not tools)
+        ):
+            continue  # the first one needs a variable that no client gives
+        ids = encode_conversation(messages, template, llm.engine.tokenizer, tools=tools)
+        text = llm.engine.tokenizer.decode(ids, skip_special=False)
+        assert "late words" in text, name
+        assert "second question" in text, name
