@@ -17,8 +17,8 @@ from edgellm.serve.http.endpoint import Call, Route
 from edgellm.serve.http.fields import Fields
 from edgellm.serve.http.streaming import Comment, Frame, Frames, Reply, json_reply
 from edgellm.serve.openai.error import error_body
-from edgellm.serve.openai.messages import read_choice, read_tools
-from edgellm.serve.openai.responses_items import OutputItems, read_input
+from edgellm.serve.openai.messages import read_choice
+from edgellm.serve.openai.responses_items import OfferedTools, OutputItems, read_input
 from edgellm.serve.openai.sampling import max_tokens, sampling_arguments
 from edgellm.serve.request_error import RequestError
 from edgellm.serve.usage import placement, timings, usage
@@ -32,7 +32,7 @@ _OF_A_STORE = ("previous_response_id", "conversation", "background", "store", "p
 async def responses(call: Call) -> Reply:
     fields = await call.fields()
     ask = read_response(fields)
-    response = _Response(fields.values)
+    response = _Response(fields.values, OutputItems(OfferedTools.read(fields.get("tools"))))
     if fields.flag("stream"):
         return call.stream(response_frames(call.events(ask), response))
     async with aclosing(call.events(ask)) as events:
@@ -52,8 +52,8 @@ def read_response(fields: Fields) -> Ask:
                 "conversation as `input`",
                 param=name,
             )
-    listed = fields.get("tools")
-    tools = read_tools(listed and _wrapped(listed), "tools")
+    offered = OfferedTools.read(fields.get("tools"))
+    tools = offered.tools
     reasoning = fields.object("reasoning")
     effort = None if reasoning is None else reasoning.text("effort")
     hints: dict[str, Scalar] = {}
@@ -62,7 +62,7 @@ def read_response(fields: Fields) -> Ask:
     return Ask(
         model=fields.text("model"),
         prompt=Conversation(
-            messages=read_input(fields),
+            messages=read_input(fields, offered),
             tools=tools,
             tool_choice=read_choice(fields.get("tool_choice"), tools, "tool_choice"),
             parallel_tool_calls=fields.flag("parallel_tool_calls") is not False,
@@ -71,27 +71,6 @@ def read_response(fields: Fields) -> Ask:
         arguments={**sampling_arguments(fields), **max_tokens(fields, "max_output_tokens")},
         json_schema=_schema(fields),
     )
-
-
-def _wrapped(listed: Any) -> Any:
-    """Convert tools with fields beside their `type` to a chat's form, with fields in `function`."""
-    if not isinstance(listed, list):
-        return listed
-    tools = []
-    for index, tool in enumerate(listed):
-        kind = tool.get("type", "function") if isinstance(tool, Mapping) else "function"
-        if kind != "function":
-            raise RequestError(
-                "not_supported",
-                f"`tools[{index}].type` is {str(kind)[:40]!r}; only tools that the client runs, of "
-                "type function, can be called",
-                param=f"tools[{index}].type",
-            )
-        if isinstance(tool, Mapping) and "function" not in tool:
-            function = {key: value for key, value in tool.items() if key != "type"}
-            tool = {"type": tool.get("type", "function"), "function": function}
-        tools.append(tool)
-    return tools
 
 
 def _schema(fields: Fields) -> str | None:
@@ -117,10 +96,10 @@ class _Response:
     """
 
     asked: Mapping[str, Any]
+    _items: OutputItems
     id: str = field(default_factory=lambda: f"resp_{secrets.token_hex(16)}")
     created: int = field(default_factory=lambda: int(time.time()))
     _model: str = ""
-    _items: OutputItems = field(default_factory=OutputItems)
     _end: End | None = None
 
     def add(self, event: Event) -> Iterator[dict[str, Any]]:

@@ -3,21 +3,107 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from edgellm.serve.events import Delta
 from edgellm.serve.http.fields import Fields
-from edgellm.serve.openai.messages import MAX_MESSAGES, content_text
+from edgellm.serve.openai.messages import MAX_MESSAGES, content_text, read_tools
 from edgellm.serve.request_error import RequestError
 from edgellm.text.prompt import Message
-from edgellm.tool_use import ToolCall, ToolCallDelta
+from edgellm.tool_use import Tool, ToolCall, ToolCallDelta
 
 _ROLES = ("system", "developer", "user", "assistant")
 
 
-def read_input(fields: Fields) -> tuple[Message, ...]:
+# Tools that OpenAI's servers run. The model is not told of them; a request that offers them can be
+# answered without.
+_HOSTED = (
+    "web_search",
+    "web_search_preview",
+    "file_search",
+    "code_interpreter",
+    "image_generation",
+    "tool_search",
+)
+
+
+@dataclass(frozen=True)
+class OfferedTools:
+    """Functions that a request offers, also those in namespaces.
+
+    Attributes:
+        namespaces: namespace of each tool that has one, and its name there, by the tool's name.
+    """
+
+    tools: tuple[Tool, ...] = ()
+    namespaces: Mapping[str, tuple[str, str]] = field(default_factory=dict)
+
+    @classmethod
+    def read(cls, listed: Any) -> OfferedTools:
+        """Read the field `tools`; null: no tools.
+
+        Raises:
+            RequestError: a tool is wrong, or neither a function nor run by the server.
+        """
+        if not isinstance(listed, list):
+            return cls(read_tools(listed, "tools"))
+        functions: list[Any] = []
+        namespaces: dict[str, tuple[str, str]] = {}
+        for index, tool in enumerate(listed):
+            kind = tool.get("type", "function") if isinstance(tool, Mapping) else "function"
+            if kind == "namespace":
+                for each in _in_namespace(tool, f"tools[{index}]"):
+                    space, name = str(tool.get("name")), str(each.get("name"))
+                    namespaces[f"{space}.{name}"] = (space, name)
+                    functions.append(_wrapped({**each, "name": f"{space}.{name}"}))
+            elif kind not in _HOSTED:
+                functions.append(_wrapped(tool, f"tools[{index}]"))
+        return cls(read_tools(functions, "tools"), namespaces)
+
+    def name_of(self, namespace: str | None, name: str) -> str:
+        """Return the name that the model knows a called tool by."""
+        full = f"{namespace}.{name}"
+        return full if full in self.namespaces else name
+
+    def called(self, name: str) -> dict[str, str]:
+        """Return the fields that tell a client which tool was called."""
+        if name not in self.namespaces:
+            return {"name": name}
+        namespace, inner = self.namespaces[name]
+        return {"name": inner, "namespace": namespace}
+
+
+def _in_namespace(tool: Mapping[str, Any], where: str) -> list[Mapping[str, Any]]:
+    functions = tool.get("tools")
+    if not isinstance(functions, list) or not all(isinstance(f, Mapping) for f in functions):
+        raise RequestError(
+            "invalid_request", f"`{where}.tools` is a list of functions", param=f"{where}.tools"
+        )
+    for index, function in enumerate(functions):
+        _wrapped(function, f"{where}.tools[{index}]")
+    return functions
+
+
+def _wrapped(tool: Any, where: str = "") -> Any:
+    """Convert a tool with fields beside its `type` to a chat's form, with fields in `function`."""
+    if not isinstance(tool, Mapping):
+        return tool
+    kind = tool.get("type", "function")
+    if kind != "function":
+        raise RequestError(
+            "not_supported",
+            f"`{where}.type` is {str(kind)[:40]!r}; only tools that the client runs, of type "
+            "function, can be called",
+            param=f"{where}.type",
+        )
+    if "function" in tool:
+        return tool
+    return {"type": kind, "function": {key: v for key, v in tool.items() if key != "type"}}
+
+
+def read_input(fields: Fields, offered: OfferedTools) -> tuple[Message, ...]:
     """Read the conversation of the fields `instructions` and `input`."""
     messages: list[Message] = []
     instructions = fields.text("instructions")
@@ -27,13 +113,13 @@ def read_input(fields: Fields) -> tuple[Message, ...]:
     if isinstance(given, str):
         return (*messages, Message("user", given))
     for item in fields.objects("input", MAX_MESSAGES):
-        _add(messages, item)
+        _add(messages, item, offered)
     if not messages:
         raise fields.wrong("input", "a string, or a list of items")
     return tuple(messages)
 
 
-def _add(messages: list[Message], item: Fields) -> None:
+def _add(messages: list[Message], item: Fields, offered: OfferedTools) -> None:
     """Add an item; consecutive reasoning, text and tool calls of the assistant are one message."""
     kind = item.text("type") or "message"
     if kind == "message":
@@ -52,7 +138,7 @@ def _add(messages: list[Message], item: Fields) -> None:
     elif kind == "function_call":
         call = ToolCall(
             item.required_text("call_id"),
-            item.required_text("name"),
+            offered.name_of(item.text("namespace"), item.required_text("name")),
             item.text("arguments") or "{}",
         )
         before = _assistant(messages)
@@ -84,6 +170,7 @@ class _Item:
         kind: type of the item: message, reasoning or function_call.
         text: text so far; of a function call, its arguments.
         call: index of a function call in the answer.
+        called: see `OfferedTools.called`.
     """
 
     kind: str
@@ -92,13 +179,13 @@ class _Item:
     text: str = ""
     call: int | None = None
     call_id: str = ""
-    name: str = ""
+    called: Mapping[str, str] = field(default_factory=dict)
 
     def object(self, status: str) -> dict[str, Any]:
         done = status != "in_progress"
         head = {"id": self.id, "type": self.kind, "status": status}
         if self.kind == "function_call":
-            return {**head, "call_id": self.call_id, "name": self.name, "arguments": self.text}
+            return {**head, "call_id": self.call_id, **self.called, "arguments": self.text}
         content = [self.part()] if done else []
         if self.kind == "reasoning":
             return {**head, "summary": [], "content": content}
@@ -123,9 +210,11 @@ class OutputItems:
     """Output items of an answer that grow with its deltas, and their events.
 
     Attributes:
+        offered: tools of the request.
         done: objects of the closed items.
     """
 
+    offered: OfferedTools
     done: list[dict[str, Any]] = field(default_factory=list)
     _open: _Item | None = None
 
@@ -145,7 +234,7 @@ class OutputItems:
             return
         if item.kind == "function_call":
             name = "response.function_call_arguments.done"
-            yield {"type": name, **item.place, "name": item.name, "arguments": item.text}
+            yield {"type": name, **item.place, **item.called, "arguments": item.text}
         else:
             place = {**item.place, "content_index": 0}
             extra: dict[str, Any] = {"logprobs": []} if item.kind == "message" else {}
@@ -179,7 +268,10 @@ class OutputItems:
     def _call(self, call: ToolCallDelta) -> Iterator[dict[str, Any]]:
         if call.name is not None:
             yield from self._begin(
-                "function_call", call=call.index, call_id=call.id or "", name=call.name
+                "function_call",
+                call=call.index,
+                call_id=call.id or "",
+                called=self.offered.called(call.name),
             )
         if call.arguments:
             item = self._open

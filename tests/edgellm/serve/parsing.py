@@ -13,6 +13,10 @@ from edgellm.serve.http.json_body import parse_fields
 from edgellm.serve.request_error import RequestError
 
 
+def fields_of(body: Mapping[str, Any]) -> Fields:
+    return parse_fields(json.dumps(body).encode())
+
+
 def refusal(read: Callable[[Fields], object], body: Mapping[str, Any]) -> RequestError:
     """The error of a body that cannot be read."""
     data = json.dumps(body).replace("Infinity", "1e999").encode()

@@ -108,7 +108,7 @@ def test_json_of_a_schema(client: openai.OpenAI) -> None:
         {"input": "a", "background": True},
         {"input": "a", "store": True},
         {"input": "a", "text": {"format": {"type": "json_schema"}}},
-        {"input": "a", "tools": [{"type": "web_search"}]},
+        {"input": "a", "tools": [{"type": "local_shell"}]},
     ],
 )
 def test_wrong_fields(wrong: dict[str, Any]) -> None:

@@ -9,9 +9,12 @@ from typing import Any
 import openai
 import pytest
 from calling import TOOLS, Dictated, assert_valid, tool_template
+from parsing import fields_of, refusal
 from serving import Running
 
 from edgellm import LLM
+from edgellm.serve.ask import Conversation
+from edgellm.serve.openai.responses import read_response
 
 MESSAGES: Any = [{"role": "user", "content": "go"}]
 ASKED: Any = {"model": "tiny", "messages": MESSAGES, "tools": TOOLS, "max_tokens": 200}
@@ -162,6 +165,37 @@ def test_responses(client: openai.OpenAI) -> None:
     after = client.responses.create(model="tiny", input=items, max_output_tokens=3, **seeded)
     assert after.usage is not None
     assert after.usage.output_tokens == 3
+
+
+def test_tools_of_a_namespace(client: openai.OpenAI) -> None:
+    """Codex's sub-agents; tools that OpenAI runs are left out."""
+    functions = [{"type": "function", **tool["function"]} for tool in TOOLS]
+    tools: Any = [
+        {"type": "web_search", "external_web_access": False},
+        {"type": "namespace", "name": "agents", "description": "", "tools": functions},
+        {"type": "function", "name": "other", "parameters": {"type": "object"}},
+    ]
+    asked: Any = {"model": "tiny", "tools": tools, "parallel_tool_calls": False}
+    asked |= {"tool_choice": {"type": "function", "name": "agents.move"}}
+    with client.responses.stream(input="go", **asked) as stream:
+        done = [e for e in stream if e.type == "response.output_item.done"][-1].item
+        (call,) = stream.get_final_response().output
+    for each in (done, call):
+        assert each.type == "function_call"
+        assert (each.name, each.model_dump()["namespace"]) == ("move", "agents")
+    assert_valid("move", call.arguments)
+    called = {**call.model_dump(exclude_none=True), "type": "function_call"}
+    fields = {"tools": tools, "max_output_tokens": 1, "input": [called]}
+    prompt = read_response(fields_of(fields)).prompt
+    assert isinstance(prompt, Conversation)
+    assert [tool.name for tool in prompt.tools][-1] == "other"
+    assert prompt.messages[0].tool_calls[0].name == "agents.move"
+    for wrong in ({"name": "a"}, {"tools": [3]}, {"tools": [{"type": "custom", "name": "x"}]}):
+        given = [{"type": "namespace", "name": "n", **wrong}]
+        error = refusal(read_response, {**fields, "tools": given})
+        assert "tools[0].tools" in error.message
+    same = [tools[1], tools[1]]
+    assert "agents" in refusal(read_response, {**fields, "tools": same}).message
 
 
 def test_langchain(server: Running) -> None:
