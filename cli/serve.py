@@ -87,6 +87,12 @@ def serve_options(command: Command) -> Command:
         type=float,
         help="Time without a request until a model is unloaded.",
     )
+    @click.option(
+        "--any-model",
+        is_flag=True,
+        help="Take the first MODEL for any name that is not served, as programs with a fixed name "
+        "need it.",
+    )
     @_field("pooling", "Pooling of a text's token states into its embedding.")
     @_field("metrics", "GET /metrics.")
     @click.option(
@@ -118,6 +124,7 @@ def serve(
     options: ServeOptions,
     memory_limit_mib: int | None,
     idle_unload_s: float | None,
+    any_model: bool,
     log_requests: bool,
     load_arguments: EngineArguments,
 ) -> None:
@@ -143,6 +150,7 @@ def serve(
             served,
             memory_limit_bytes=None if memory_limit_mib is None else memory_limit_mib * _MIB,
             idle_unload_s=idle_unload_s,
+            any_model=any_model,
         )
         for model in served:
             model.check()

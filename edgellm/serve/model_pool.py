@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from edgellm.backends.selection import select
-from edgellm.checks import check_number
+from edgellm.checks import check_flag, check_number
 from edgellm.engine.loaded_model import planned_memory
 from edgellm.errors import MemoryEstimateError, OptionError
 from edgellm.llm import LLM, load
@@ -133,6 +133,7 @@ class ModelPool:
             memory available when a model is loaded.
         idle_unload_s: seconds after which a model without requests is unloaded; None: a model is
             unloaded only to make room for another one.
+        any_model: whether a name that no model has means the first one.
 
     Raises:
         OptionError: a limit is not allowed, there are no models, or two have the same id.
@@ -144,7 +145,9 @@ class ModelPool:
         *,
         memory_limit_bytes: int | None = None,
         idle_unload_s: float | None = None,
+        any_model: bool = False,
     ) -> None:
+        check_flag("any_model", any_model)
         if memory_limit_bytes is not None:
             check_number("memory_limit_bytes", memory_limit_bytes, 1, 1 << 60, whole=True)
         if idle_unload_s is not None:
@@ -159,6 +162,7 @@ class ModelPool:
         self._slots = {model.id: _Slot(model) for model in models}
         self._memory_limit_bytes = memory_limit_bytes
         self._idle_unload_s = idle_unload_s
+        self._any_model = any_model
         self._threads = ThreadPoolExecutor(1, "edgellm-load")
         self._one_load = asyncio.Lock()
         self._watch: asyncio.Task[None] | None = None
@@ -185,9 +189,12 @@ class ModelPool:
         for id in (name, name.removesuffix(":latest")):
             if id in self._slots:
                 return id
+        if self._any_model:
+            return self.ids[0]
         raise RequestError(
             "not_found",
-            f"there is no model {name[:100]!r} here; served are {', '.join(self.ids)}",
+            f"there is no model {name[:100]!r} here; served are {', '.join(self.ids)} (with "
+            "`any_model` other names mean the first one)",
             param="model",
             code="model_not_found",
         )

@@ -221,6 +221,17 @@ def test_names() -> None:
         ModelPool([served_model("a/x", arguments), served_model("b/x", arguments)])
 
 
+def test_any_name_may_mean_the_first_model(loads: Loads) -> None:
+    models = [loads.model("a"), loads.model("b")]
+    names = (None, "", "a", "b:latest", "gpt-4o-mini", "claude-opus-4-8")
+    pool = ModelPool(models, any_model=True)
+    assert [pool.resolve(name) for name in names] == ["a", "a", "a", "b", "a", "a"]
+    with pytest.raises(RequestError, match=r"served are a, b .*any_model"):
+        ModelPool(models).resolve("gpt-4o-mini")
+    with pytest.raises(OptionError, match="any_model"):
+        ModelPool(models, any_model="yes")  # type: ignore[arg-type]
+
+
 @pytest.fixture
 def two(tiny: LLM, loads: Loads) -> Iterator[Running]:
     pool = ModelPool([loads.model("a"), loads.model("b")])
