@@ -1,7 +1,8 @@
 """Streaming parser of an answer into reasoning, content and tool calls. Pure Python.
 
 Text is held back only as long as it may belong to a marker. Text that begins like a call and is
-none is content. White space around the parts is dropped.
+none is content. White space around the parts is dropped. An answer may begin with calls that lack
+their markers or stand in a code fence, as small models write them.
 """
 
 from __future__ import annotations
@@ -13,6 +14,8 @@ from edgellm.text.call_parser import CallParser
 from edgellm.text.marker_reader import MarkerReader, Reading, hold_back
 from edgellm.text.tool_format import AnswerFormat, chunks
 from edgellm.tool_use import Tool, ToolCallDelta
+
+_FENCE, _FENCES = "```", ("```json", "```")
 
 
 @dataclass(frozen=True)
@@ -130,6 +133,8 @@ class AnswerParser:
         """Read content and calls up to the answer's end."""
         reader = self._reader
         triggers = self._triggers()
+        while (yield from self._bare_call()):
+            self._trim = True
         while True:
             reader.forget()
             at, trigger = self._next_trigger(triggers)
@@ -147,6 +152,26 @@ class AnswerParser:
             else:
                 reader.at = shown
                 self._show(at + max(1, len(trigger)))
+
+    def _bare_call(self) -> Reading:
+        """Read an object that is a call but for the markers around it, also in a code fence."""
+        reader, begin, calls = self._reader, self._reader.at, self._calls
+        if calls is None or not self._call_triggers() or not self._writes_names:
+            return False
+        if (yield from reader.space()):
+            fence = yield from reader.first_of(_FENCES)
+            if (yield from calls.bare()):
+                if fence >= 0:
+                    yield from reader.marker(f" {_FENCE}", unfinished=True)
+                return True
+        reader.at = begin
+        return False
+
+    @property
+    def _writes_names(self) -> bool:
+        """Whether a call is a JSON object with the tool's name as a value."""
+        calls = self._format.calls
+        return calls is not None and calls.keys is not None and calls.keys.name is not None
 
     def _triggers(self) -> list[str]:
         """Return the texts with which calls and dropped markers begin."""

@@ -50,6 +50,7 @@ class CallParser:
         self._schemas = {tool.name: tool.schema.get("properties", {}) for tool in tools}
         self._short_ids = short_ids
         self._index = -1
+        self._known_alone = False  # whether other names than those of tools make no call
 
     @property
     def count(self) -> int:
@@ -72,6 +73,13 @@ class CallParser:
                 return self._index > before
             going_on = complete and (yield from self._next())
         return True
+
+    def bare(self) -> Reading:
+        """Read one call of a known tool, an object without markers; False if there is none."""
+        known, self._known_alone = self._index, True
+        yield from self._object()
+        self._known_alone = False
+        return self._index > known
 
     def _call(self) -> Reading:
         """Read one call; False if it is missing or not complete."""
@@ -273,6 +281,8 @@ class CallParser:
                 return False
             label = str(json.loads(key))
             call.values += 1
+            if self._known_alone and call.values == 1 and label != keys.name:
+                return False  # other objects are shown as they arrive
             if keys.name is None:
                 call.name = label
             if keys.name is None or (call.wants_arguments and _is_arguments(label, keys)):
@@ -285,10 +295,13 @@ class CallParser:
                 return False
             if label == keys.name or label == keys.id:
                 text = json.loads(value) if value.startswith('"') else value
-                if label == keys.name and not (value.startswith('"') and _is_name(text)):
+                if label == keys.name and not (value.startswith('"') and self._is_name(text)):
                     return False
                 call.take(is_name=label == keys.name, text=text)
         return call.end()
+
+    def _is_name(self, name: str) -> bool:
+        return _is_name(name) and (name in self._schemas or not self._known_alone)
 
     def _value(self) -> Generator[None, None, str | None]:
         """Read a whole JSON value; None if it is wrong or not complete."""
@@ -355,7 +368,7 @@ class _ObjectCall:
         reader = parser._reader
         if not (yield from reader.space()):
             return False
-        if self.name is not None and not _is_name(self.name):
+        if self.name is not None and not parser._is_name(self.name):
             return False
         if self.name is not None and not self._wait and reader.text[reader.at] == "{":
             self._begin()
@@ -370,7 +383,7 @@ class _ObjectCall:
 
     def end(self) -> bool:
         """Announce the call if that is still to be done; False if the object is no call."""
-        if self.name is None or not _is_name(self.name):
+        if self.name is None or not self._parser._is_name(self.name):
             return False
         if not self._begun:
             self._begin()

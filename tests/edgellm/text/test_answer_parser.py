@@ -187,6 +187,70 @@ def test_a_call_that_is_cut_off_or_goes_wrong(
         assert content in found[0]
 
 
+@pytest.mark.parametrize("size", [1, 3, 1000])
+@pytest.mark.parametrize(
+    ("text", "content", "calls"),
+    [
+        ('{"name": "f", "arguments": {"n": 1}}', "", ['{"n": 1}']),
+        ('```json\n{"name": "f", "arguments": {"n": 1}}\n```', "", ['{"n": 1}']),
+        ('\n```\n{\n  "name": "f",\n  "arguments": {\n"n": 1}\n}\n```\n', "", ['{\n"n": 1}']),
+        ('```json\n{"name": "f", "arguments": {"n": 1}}', "", ['{"n": 1}']),
+        ('```json\n{"name": "f", "arguments": {"n": 1', "", ['{"n": 1']),
+        ('{"name": "f"}', "", ["{}"]),
+        (
+            '{"name": "f", "arguments": {}}\n{"name": "f", "arguments": {"n": 2}}',
+            "",
+            ["{}", '{"n": 2}'],
+        ),
+        (
+            '```json\n{"name": "f", "arguments": {}}\n```\n```json\n{"name": "f"}\n```\nDone.',
+            "Done.",
+            ["{}", "{}"],
+        ),
+        (
+            '{"name": "f", "arguments": {}}\n<call>\n{"name": "f", "arguments": {}}\n</call>',
+            "",
+            ["{}", "{}"],
+        ),
+        ('<think>Hm.</think>\n{"name": "f", "arguments": {}}', "", ["{}"]),
+    ],
+)
+def test_an_answer_that_begins_with_calls_without_markers(
+    text: str, content: str, calls: list[str], size: int
+) -> None:
+    found, _, made = joined(read(HERMES, text, size=size))
+    assert found.strip() == content
+    assert made == [("f", arguments) for arguments in calls]
+
+
+@pytest.mark.parametrize("size", [1, 1000])
+@pytest.mark.parametrize(
+    "text",
+    [
+        '{"name": "g", "arguments": {}}',
+        '```json\n{"name": "g", "arguments": {}}\n```',
+        '```python\n{"name": "f", "arguments": {}}\n```',
+        'See: {"name": "f", "arguments": {}}',
+        'See:\n```json\n{"name": "f", "arguments": {}}\n```',
+        '{"kind": "x", "name": "f", "arguments": {}}',
+        '[{"name": "f", "arguments": {}}]',
+        '{"name": 3}',
+        '{"name": "f", "arguments": 3}',
+        "```json\n{",
+        "``",
+        "{",
+    ],
+)
+def test_other_json_is_content(text: str, size: int) -> None:
+    assert joined(read(HERMES, text, size=size)) == (text, "", [])
+
+
+def test_other_json_is_shown_as_it_arrives() -> None:
+    parser = AnswerParser(HERMES, tools=TOOLS)
+    shown = [parser.add(text).content for text in ("```json\n", '{"a"', ": [1", ", 2]}")]
+    assert shown == ["", "", '```json\n{"a": [1', ", 2]}"]
+
+
 def test_without_tools_calls_are_content() -> None:
     text = '<think>Hm</think><call>{"name": "f"}</call>'
     parser = AnswerParser(HERMES)
