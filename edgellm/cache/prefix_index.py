@@ -40,13 +40,18 @@ class Match:
 
 
 class PrefixIndex:
-    """An index of blocks by content: a hash chain over a block's and all earlier tokens."""
+    """An index of blocks by content: a hash chain over a block's and all earlier tokens.
+
+    Attributes:
+        version: number of changes so far.
+    """
 
     def __init__(self, fingerprint: bytes, groups: Sequence[Group]) -> None:
         self._groups = groups
         # states are of all tokens of a block, so its first tokens alone are no prefix
         self._whole_only = any(isinstance(group, StateGroup) for group in groups)
         self._root = hashlib.sha256(fingerprint).digest()
+        self.version = 0
         self._children: dict[bytes, list[_Entry]] = {}
         self._entries: list[dict[int, _Entry]] = [{} for _ in groups]
 
@@ -119,6 +124,7 @@ class PrefixIndex:
             tokens: token ids in the block.
             blocks: block id in each group; None for a group without the block.
         """
+        self.version += 1
         held = tuple(tokens)
         siblings = self._children.setdefault(parent, [])
         longer = [e for e in siblings if e.tokens[: len(held)] == held]
@@ -143,6 +149,7 @@ class PrefixIndex:
         entry = self._entries[group].pop(block, None)
         if entry is None:
             return
+        self.version += 1
         entry.blocks[group] = None
         if all(block is None for block in entry.blocks):
             self._forget(entry)

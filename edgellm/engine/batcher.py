@@ -313,6 +313,7 @@ class Batcher:
 
     def _take_in(self) -> None:
         """Add requests to the scheduler that came, or came back, since the last step."""
+        version = self._cache.index.version
         for request in list(self._parked):
             if id(request) not in self._live:
                 self._parked.remove(request)
@@ -323,9 +324,10 @@ class Batcher:
             request = self._submitted.popleft()
             if not request.withdrawn:
                 self._live[id(request)] = request
-                self._scheduler.add(request)
+                self._scheduler.add(request, findable=request.findable, version=version)
                 for fork in request.forks:
                     fork.asked = request.asked
+        self._scheduler.look_up(version, lambda request: request.findable)
 
     def _end(self) -> None:
         """End requests that were cancelled or ran out of time, or whose session has changed."""

@@ -72,6 +72,12 @@ class Context:
         """Number of tokens in the KV cache."""
         return len(self.sequence)
 
+    @property
+    def findable(self) -> int:
+        """Number of tokens that `begin` would take over."""
+        found = self.engine.cache.cached_prefix(self.tokens[:-1], root=self._root)
+        return max(found, min(self.cached, len(self.tokens) - 1))
+
     def set(self, tokens: list[int]) -> None:
         """Replace the tokens; the prefix that old and new ones share stays in the KV cache."""
 

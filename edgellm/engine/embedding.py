@@ -45,6 +45,10 @@ class EmbeddingRequest(Request):
         self._pooling = pooling
         self._sum: NDArray[np.float64] | None = None
 
+    @property
+    def findable(self) -> int:
+        return 0 if self._pooling == "mean" else super().findable
+
     def begin(self) -> None:
         """Begin, see `Request.begin`; a mean uses no cached tokens, as they have no states."""
         super().begin()

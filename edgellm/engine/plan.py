@@ -27,7 +27,7 @@ class Arrival:
     Attributes:
         number: number among all added requests, ascending.
         clock: prompt rows that the engine had computed before.
-        rows: tokens of the prompt that were left to compute.
+        rows: tokens of the prompt that were left to compute and not in the KV cache.
         begun: whether one of the answers has had a place.
     """
 
@@ -109,6 +109,8 @@ class Entry(Generic[RequestT]):
         promised: whether it goes first, until rows of it are computed: it lost its place for
             blocks, or one was taken for it.
         last_decode: number of the step that decoded it last.
+        findable: while it waits, tokens that it would begin with, as they are in the KV cache.
+        looked_up: version of the cache in which they were looked up.
         waited_for_prefix: whether it has waited for another request to compute its prefix.
     """
 
@@ -122,6 +124,8 @@ class Entry(Generic[RequestT]):
     promised: bool = False
     waited_for_prefix: bool = False
     last_decode: int = 0
+    findable: int = 0
+    looked_up: int = -1
     common: dict[int, int] = field(default_factory=dict)
 
     @property

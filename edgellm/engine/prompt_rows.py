@@ -267,8 +267,9 @@ def in_line(
     for entry in entries:
         left = entry.left
         if left > 0 and entry.request in snapshot.waiting:
-            # another answer to a prompt that was computed ranks as the prompt did
-            left = max(left, entry.asked.rows)
+            left = max(1, min(left, len(entry.request.tokens) - entry.findable))
+            if entry.asked.begun:  # another answer to a prompt ranks as the prompt did
+                left = max(left, entry.asked.rows)
         if left > 0:
             waited = snapshot.clock - entry.clock
             prompt = Prompt(entry.asked.number, entry.priority, entry.promised, left, waited)

@@ -113,6 +113,11 @@ class Request(Stream):
         return min(len(context.sequence.tokens), len(context.tokens) - 1)  # asked 8 times a step
 
     @property
+    def findable(self) -> int:
+        """Number of tokens that it would begin with, in its session or the KV cache."""
+        return self.context.findable
+
+    @property
     def needed(self) -> list[int]:
         """KV blocks of each cache group that it lacks for all tokens and one more."""
         return self._engine.cache.needed(self.sequence, len(self.tokens))

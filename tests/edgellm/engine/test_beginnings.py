@@ -48,6 +48,50 @@ def test_a_prompt_goes_on_beside_one_that_cannot_begin() -> None:
     finish(llm, [prompt, shifting])
 
 
+def steps_to_first_token(llm: Any, request: Request, others: Sequence[Request]) -> int:
+    steps = 0
+    while not request.stats().generation_tokens:
+        step(llm, [request, *others])
+        steps += 1
+    return steps
+
+
+def test_a_prompt_that_is_cached_does_not_wait_for_a_long_one() -> None:
+    """It waits for what is left to compute of it, not for its length."""
+    llm = start(16384, blocks=400)
+    talk = tokens(1, 6000)
+    finish(llm, ask(llm, talk, max_tokens=4))
+    (long,) = ask(llm, tokens(2, 12000), max_tokens=2)
+    while long.computed < 500:
+        step(llm, [long])
+    (follows,) = ask(llm, [*talk, *tokens(3, 20)], max_tokens=2)
+    assert steps_to_first_token(llm, follows, [long]) <= 4
+    finish(llm, [long, follows])
+
+
+def test_what_becomes_cached_while_a_prompt_waits_counts() -> None:
+    llm = start(16384, blocks=400)
+    (long,) = ask(llm, tokens(2, 12000), max_tokens=2)
+    while long.computed < 500:
+        step(llm, [long])
+    talk = tokens(1, 14000)
+    (follows,) = ask(llm, talk, max_tokens=2)
+    step(llm, [long, follows])
+    (entry,) = llm.engine.loop._batcher._scheduler._waiting.values()
+    assert entry.findable == 0
+    context = Context(llm.engine, talk[:13900])
+
+    def computed_elsewhere() -> None:
+        with context.sequence.reserved(13900):
+            context.sequence.commit(context.tokens)
+        context.sequence.close()
+
+    llm.engine.thread.call(computed_elsewhere)
+    assert steps_to_first_token(llm, follows, [long]) <= 4
+    assert entry.findable == 13900
+    finish(llm, [long, follows])
+
+
 @pytest.mark.parametrize(("pooling", "expected"), [("mean", None), ("last", [(400, 1)])])
 def test_an_embedding_is_cut_into_the_same_steps(
     pooling: Pooling, expected: list[tuple[int, int]] | None
