@@ -13,7 +13,16 @@ from typing import IO, Any
 
 import click
 
-from edgellm import LLM, BatchAnswer, BatchRequest, GenerationArguments, Message, Progress, load
+from edgellm import (
+    LLM,
+    BatchAnswer,
+    BatchRequest,
+    GenerationArguments,
+    Grammar,
+    Message,
+    Progress,
+    load,
+)
 from edgellm.cli.batch_file import BatchLine, check_batch, open_batch, read_batch
 from edgellm.cli.interrupt import INTERRUPTED, cancel_on_interrupt
 from edgellm.cli.options import Command
@@ -70,7 +79,7 @@ def batch_options(command: Command) -> Command:
             sampling=given["sampling"],
             system=given["system"],
             raw=given["raw"],
-            json_schema=given["json_schema"],
+            grammar=given["grammar"],
             show_stats=sys.stderr.isatty() if given["stats"] is None else given["stats"],
         )
 
@@ -92,7 +101,7 @@ class _Batch:
     sampling: GenerationArguments
     system: str | None
     raw: bool
-    json_schema: str | None
+    grammar: Grammar | None
     ids: dict[int, str | int | None] = field(default_factory=dict)
     done: int = 0
     failed: int = 0
@@ -101,7 +110,7 @@ class _Batch:
     def request(self, line: BatchLine) -> BatchRequest:
         """Return the request for a line; its own options override those of the command line."""
         arguments: GenerationArguments = {**self.sampling, **line.arguments}
-        prompt, schema = line.prompt, self.json_schema
+        prompt, grammar = line.prompt, self.grammar
         if isinstance(prompt, Gap):
             arguments.setdefault("temperature", 0.0)  # greedy, as in `edgellm infill`
         elif isinstance(prompt, list) or not self.raw:
@@ -109,7 +118,7 @@ class _Batch:
         return BatchRequest(
             prompt=prompt,
             options=self.llm.generation_options(**arguments),
-            logit_filter=None if schema is None else self.llm.json_filter(schema),
+            logit_filter=None if grammar is None else self.llm.grammar_filter(grammar),
         )
 
     def _conversation(self, prompt: str | list[Message]) -> list[Message]:
@@ -142,7 +151,7 @@ def run_batch(
     sampling: GenerationArguments,
     system: str | None,
     raw: bool,
-    json_schema: str | None,
+    grammar: Grammar | None,
     show_stats: bool,
 ) -> int:
     """Answer the lines of a batch file, and write each answer as a line of JSON when it is done.
@@ -157,9 +166,9 @@ def run_batch(
         count = check_batch(file, sampling)
         with progress_bar() as progress:
             llm = load(name, **load_arguments, progress=progress)
-        batch = _Batch(llm, sampling, system, raw, json_schema)
-        if json_schema is not None:
-            llm.json_filter(json_schema)  # a wrong schema fails here, not in every line
+        batch = _Batch(llm, sampling, system, raw, grammar)
+        if grammar is not None:
+            llm.grammar_filter(grammar)  # a wrong one fails here, not in every line
         with _output(output, force=force) as out:
             return _answer_all(batch, file, out, count=count, show_stats=show_stats)
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import click
 
-from edgellm import LLM, Completion, GenerationArguments, LogitFilter, load
+from edgellm import LLM, Completion, GenerationArguments, Grammar, LogitFilter, load
 from edgellm.cli.batch import batch_options
 from edgellm.cli.interrupt import INTERRUPTED, cancel_on_interrupt
 from edgellm.cli.options import (
@@ -80,6 +80,42 @@ def _read(file: Path, choice: str) -> ToolArguments:
     return {"tools": tools, "tool_choice": chosen}
 
 
+def grammar_options(command: Command) -> Command:
+    """Add options for the form of answers to a command; passed on as `grammar`, or None."""
+
+    @click.option("-j", "--json-schema", help="Answer in JSON that fits this schema ({} for any).")
+    @click.option(
+        "--grammar", "grammar_text", help="Answer in the form of this grammar, GBNF or Lark."
+    )
+    @click.option(
+        "--grammar-file",
+        type=click.Path(path_type=Path, dir_okay=False),
+        help="Read the grammar there.",
+    )
+    @functools.wraps(command)
+    def wrapped(
+        *,
+        json_schema: str | None,
+        grammar_text: str | None,
+        grammar_file: Path | None,
+        **rest: Any,
+    ) -> Any:
+        given = {
+            "--json-schema": json_schema,
+            "--grammar": grammar_text,
+            "--grammar-file": grammar_file,
+        }
+        flags = [flag for flag, value in given.items() if value is not None]
+        if len(flags) > 1:
+            raise OptionError(f"{' and '.join(flags)} each give the form of an answer; take one")
+        if json_schema is not None:
+            return command(grammar=Grammar("json_schema", json_schema), **rest)
+        text = grammar_text if grammar_file is None else read_text(grammar_file)
+        return command(grammar=None if text is None else Grammar.of(text), **rest)
+
+    return wrapped
+
+
 # Time before the user is told that the program waits for standard input.
 _PATIENCE_S = 2.0
 
@@ -89,6 +125,7 @@ _PATIENCE_S = 2.0
 @click.argument("prompt", required=False)
 @load_options
 @sampling_options
+@grammar_options
 @batch_options
 @tool_options
 @click.option("-p", "--prompt", "prompt_option", metavar="TEXT", help="The same as PROMPT.")
@@ -105,7 +142,6 @@ _PATIENCE_S = 2.0
 @click.option("--prefix", "--in-prefix", "prefix", help="Fill a gap behind this text; see infill.")
 @click.option("--suffix", "--in-suffix", "suffix", help="Fill a gap before this text.")
 @click.option("--raw", is_flag=True, help="Continue the prompt as text, without chat template.")
-@click.option("-j", "--json-schema", help="Answer in JSON that fits this schema ({} for any).")
 @click.option(
     "--stats/--no-stats", default=None, help="Timings on stderr.  [default: on a terminal]"
 )
@@ -130,7 +166,7 @@ def run(
     prefix: str | None,
     suffix: str | None,
     raw: bool,
-    json_schema: str | None,
+    grammar: Grammar | None,
     stats: bool | None,
     trace: Path | None,
     as_json: bool,
@@ -145,7 +181,8 @@ def run(
     stdout; what a model thinks before it answers is dimmed on a terminal, and else goes to stderr.
     """
     show_stats = sys.stderr.isatty() if stats is None else stats
-    of_one = {"--json-schema": json_schema, "--trace": trace, "--tools": tool_arguments or None}
+    form = "--json-schema" if grammar and grammar.kind == "json_schema" else "--grammar"
+    of_one = {form: grammar, "--trace": trace, "--tools": tool_arguments or None}
     if prefix is not None or suffix is not None:
         _refuse_beside_gap(
             {
@@ -179,7 +216,7 @@ def run(
         from edgellm.cli.repl import chat
 
         return chat(llm, sampling=sampling, system=system, show_stats=show_stats)
-    logit_filter = None if json_schema is None else llm.json_filter(json_schema)
+    logit_filter = None if grammar is None else llm.grammar_filter(grammar)
     return _answer(
         llm,
         text,

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from edgellm.progress import Progress
     from edgellm.results import Completion, FinishReason, Piece, Stats
     from edgellm.session import Session
-    from edgellm.text.json_schema import JsonFilter
+    from edgellm.text.grammar import Grammar, JsonFilter
     from edgellm.text.prompt import Message
     from edgellm.tool_use import Tool, ToolArguments, ToolCall, ToolCallDelta, ToolChoice
 
@@ -58,7 +58,8 @@ _LAZY = {
     "FinishReason": "edgellm.results",
     "GenerationArguments": "edgellm.generation_options",
     "GenerationOptions": "edgellm.generation_options",
-    "JsonFilter": "edgellm.text.json_schema",
+    "Grammar": "edgellm.text.grammar",
+    "JsonFilter": "edgellm.text.grammar",
     "KVFormat": "edgellm.kernels.kv_blocks",
     "LLM": "edgellm.llm",
     "LogitFilter": "edgellm.engine.answer",
@@ -94,6 +95,7 @@ __all__ = [
     "FinishReason",
     "GenerationArguments",
     "GenerationOptions",
+    "Grammar",
     "JsonFilter",
     "KVFormat",
     "LogitFilter",

@@ -33,6 +33,7 @@ from edgellm.store.import_summary import rounding_notes
 from edgellm.store.prepare import prepare
 from edgellm.store.sources import DEFAULT_MODEL
 from edgellm.text.fim import Gap, Order
+from edgellm.text.grammar import Grammar, JsonFilter
 from edgellm.text_generation import TextGeneration
 
 _log = logging.getLogger(__name__)
@@ -297,7 +298,22 @@ class LLM(TextGeneration):
             OptionError: llguidance is not installed, or the schema cannot be used.
         """
         check_text("schema", schema)
-        return self.engine.grammars.filter(schema)
+        return JsonFilter(self.engine.grammars, schema)
+
+    def grammar_filter(self, grammar: str | Grammar) -> LogitFilter:
+        """Return a logit filter for answers that follow a grammar.
+
+        The filter needs `pip install llguidance`.
+
+        Args:
+            grammar: a grammar in llama.cpp's GBNF or llguidance's Lark, or one with its kind.
+
+        Raises:
+            OptionError: llguidance is not installed, or the grammar cannot be used.
+        """
+        if not isinstance(grammar, Grammar):
+            grammar = Grammar.of(grammar)
+        return self.engine.grammars.filter(grammar)
 
     def generation_options(self, **arguments: Unpack[GenerationArguments]) -> GenerationOptions:
         """Return the options of an answer from the given fields.

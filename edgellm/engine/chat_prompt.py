@@ -19,7 +19,7 @@ from edgellm.errors import OptionError, TemplateError
 from edgellm.generation_options import GenerationOptions
 from edgellm.results import Piece
 from edgellm.text.answer_parser import AnswerDelta, AnswerParser
-from edgellm.text.json_schema import GrammarFilter, JsonFilter
+from edgellm.text.grammar import GrammarFilter, MatcherFilter
 from edgellm.text.prompt import (
     Message,
     check_messages,
@@ -28,7 +28,7 @@ from edgellm.text.prompt import (
 )
 from edgellm.text.tokenizer import Tokenizer
 from edgellm.text.tool_format import AnswerFormat, CallFormat, ObjectKeys
-from edgellm.text.tool_grammar import loosened, schema_grammar, tool_grammar
+from edgellm.text.tool_grammar import after_reasoning, loosened, tool_grammar
 from edgellm.tool_use import (
     Tool,
     ToolArguments,
@@ -44,7 +44,6 @@ if TYPE_CHECKING:
 
 # Tokens at a prompt's end in which the beginning of the reasoning is looked for.
 _TAIL = 32
-_SCHEMA = "the JSON schema"
 _SCHEMAS = "the tools' parameters"  # in messages
 _log = logging.getLogger(__name__)
 
@@ -150,8 +149,8 @@ def chat_prompt(
     """Return the prompt for a conversation, and the format of its answer.
 
     Args:
-        logit_filter: the caller's filter, applied before that of tools. A JSON schema holds the
-            text after reasoning that the prompt began, and no answer that may be a call.
+        logit_filter: the caller's filter, applied before that of tools. A grammar holds the text
+            after reasoning that the prompt began, and no answer that may be a call.
         continue_last, check_size: see `encode_conversation`.
 
     Raises:
@@ -192,11 +191,11 @@ def chat_prompt(
         in_reasoning=marks is not None and tail.endswith(marks.open),
         short_ids=template.traits.short_ids,
     )
-    if isinstance(logit_filter, JsonFilter):
-        return replace(prompt, logit_filter=_schema_filter(engine, prompt, logit_filter))
+    if isinstance(logit_filter, GrammarFilter):
+        return replace(prompt, logit_filter=_behind_reasoning(engine, prompt, logit_filter))
     if not prompt.tools:
         return prompt
-    held = GrammarFilter(_tools_matcher(engine, prompt, options), _SCHEMAS)
+    held = MatcherFilter(_tools_matcher(engine, prompt, options), _SCHEMAS)
     both = held if logit_filter is None else BothFilters(logit_filter, held)
     return replace(prompt, logit_filter=both)
 
@@ -234,18 +233,18 @@ def _tools_matcher(engine: Engine, prompt: ChatPrompt, options: ToolOptions) -> 
         return matcher(loose)
 
 
-def _schema_filter(engine: Engine, prompt: ChatPrompt, json_filter: JsonFilter) -> LogitFilter:
-    """Return a JSON schema's filter, for the text after reasoning if the prompt has begun it."""
+def _behind_reasoning(engine: Engine, prompt: ChatPrompt, held: GrammarFilter) -> LogitFilter:
+    """Return a grammar's filter, for the text after reasoning if the prompt has begun it."""
     if prompt.tools:
         raise OptionError(
-            "an answer is either held to a JSON schema (`response_format`) or calls `tools`; leave "
-            'one of them out, or set `tool_choice` to "none"'
+            f"an answer is either held to {held.grammar.name} (`response_format`) or calls "
+            '`tools`; leave one of them out, or set `tool_choice` to "none"'
         )
     if not prompt.in_reasoning:
-        return json_filter
-    schema, added = json.loads(json_filter.schema), engine.tokenizer.added_tokens
-    grammar = schema_grammar(prompt.format, schema, added=added)
-    return GrammarFilter(engine.grammars.matcher(grammar, _SCHEMA), _SCHEMA)
+        return held
+    added = engine.tokenizer.added_tokens
+    grammar = after_reasoning(prompt.format, held.grammar, added=added)
+    return MatcherFilter(engine.grammars.matcher(grammar, held.grammar.name), held.grammar.name)
 
 
 class AnswerReader:

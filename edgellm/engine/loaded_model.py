@@ -35,7 +35,7 @@ from edgellm.progress import ProgressCallback
 from edgellm.store import key_basis
 from edgellm.store.bundle import Bundle
 from edgellm.store.manifest import CHAT_TEMPLATE, FORMAT_VERSION, PACKED
-from edgellm.text.json_schema import Grammars
+from edgellm.text.grammar import Grammars
 from edgellm.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:

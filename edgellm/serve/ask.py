@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from edgellm.generation_options import GenerationArguments
 from edgellm.text.fim import Gap, Order
+from edgellm.text.grammar import Grammar
 from edgellm.text.prompt import Message
 from edgellm.text.template import Scalar
 from edgellm.tool_use import Tool, ToolChoice
@@ -58,7 +59,7 @@ class Ask:
         model: id of the model; None or "": the first served model.
         arguments: fields of `GenerationOptions`; the model's own defaults apply to the others.
         n: number of answers to the prompt, which is computed once.
-        json_schema: schema of the answer, as JSON text; `{}`: any JSON. None: free text.
+        grammar: form of the answer; None: free text.
         infill_sampler: whether tokens are chosen as by llama.cpp's sampler `infill` (see
             `sampling.py`).
     """
@@ -67,7 +68,7 @@ class Ask:
     prompt: AskedPrompt
     arguments: GenerationArguments = field(default_factory=GenerationArguments)
     n: int = 1
-    json_schema: str | None = None
+    grammar: Grammar | None = None
     infill_sampler: bool = False
 
 

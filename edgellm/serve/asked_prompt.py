@@ -92,20 +92,20 @@ def asked_prompt(llm: LLM, model: str, ask: Ask) -> EncodedPrompt:
 
 
 def _logit_filter(llm: LLM, ask: Ask, options: GenerationOptions) -> LogitFilter | None:
-    """Return the filter that a JSON schema or the sampler `infill` puts on logits, or None.
+    """Return the filter that a grammar or the sampler `infill` puts on logits, or None.
 
     Raises:
         RequestError: the ask has both.
     """
-    if ask.json_schema is not None:
+    if ask.grammar is not None:
         if ask.infill_sampler:
             raise RequestError(
                 "invalid_request",
-                "a JSON schema and the sampler `infill` cannot be used together; leave `infill` "
-                "out of `samplers`",
+                f"{ask.grammar.name} and the sampler `infill` cannot be used together; leave "
+                "`infill` out of `samplers`",
                 param="samplers",
             )
-        return llm.json_filter(ask.json_schema)
+        return llm.grammar_filter(ask.grammar)
     if ask.infill_sampler:
         return InfillSampler(llm.engine.tokenizer, options)
     return None

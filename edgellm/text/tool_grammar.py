@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from edgellm.text.json_schema import WHITESPACE
+from edgellm.text.grammar import WHITESPACE, Grammar
 from edgellm.text.tool_format import (
     ID_SLOT,
     INDEX_SLOT,
@@ -87,23 +87,28 @@ def loosened(tool: Tool, compiles: Callable[[Tool], bool]) -> Tool:
     return replace(tool, parameters={"properties": anything, "additionalProperties": True})
 
 
-def schema_grammar(
-    format: AnswerFormat, schema: Mapping[str, Any] | bool, *, added: Mapping[str, int]
-) -> str:
-    """Write a grammar for reasoning that the prompt has begun, and then JSON of a schema.
+def after_reasoning(format: AnswerFormat, grammar: Grammar, *, added: Mapping[str, int]) -> str:
+    """Write a grammar for reasoning that the prompt has begun, and then a text of a grammar.
 
     Args:
         format: format of the model's answers, with markers of reasoning.
-        schema: JSON schema of the answer after the reasoning.
+        grammar: grammar of the answer after the reasoning.
         added: see `tool_grammar`.
+
+    Raises:
+        OptionError: the grammar cannot be converted.
     """
     rules = _Rules(format, added)
-    if not isinstance(schema, Mapping):
-        value = f"%json {json.dumps(schema)}"
-    else:
+    before = rules.reasoning(in_reasoning=True)
+    if grammar.kind != "json_schema":
+        parts = [{"lark_grammar": rules.grammar(f"{before} @answer")}]
+        parts.append({"name": "answer", "lark_grammar": grammar.lark()})
+        return json.dumps({"grammars": parts})
+    schema = json.loads(grammar.text)
+    if isinstance(schema, Mapping):
         layout = {**schema.get("x-guidance", {}), "whitespace_pattern": WHITESPACE}
-        value = f"%json {json.dumps({**schema, 'x-guidance': layout})}"
-    return rules.grammar(f"{rules.reasoning(in_reasoning=True)} {value}")
+        schema = {**schema, "x-guidance": layout}
+    return rules.grammar(f"{before} %json {json.dumps(schema)}")
 
 
 class _Rules:

@@ -72,6 +72,14 @@ def test_json_schema(cli: Cli) -> None:
     assert isinstance(json.loads(found.stdout), int)
 
 
+def test_grammar(cli: Cli, tiny_bundle: str, tmp_path: Path) -> None:
+    file = tmp_path / "g.gbnf"
+    file.write_text('root ::= "yes" | "no"\n')
+    for options in (["--grammar", file.read_text()], ["--grammar-file", str(file)]):
+        found = cli("run", "-m", tiny_bundle, "-p", "A", "--raw", *options)
+        assert found.stdout.strip() in ("yes", "no")
+
+
 def test_raw_and_escape(cli: Cli, tiny_bundle: str) -> None:
     plain, escaped = (
         cli("run", tiny_bundle, r"a\nb", "--raw", "--json", "-n", "1", *GREEDY, *more)
@@ -110,6 +118,10 @@ def test_raw_and_escape(cli: Cli, tiny_bundle: str) -> None:
         (["run", "-p", "x", "-t", "0"], 2, "--threads is 0"),
         (["run", "--prefix", "a", "-p", "x"], 2, "leave out a prompt"),
         (["run", "--prefix", "a", "-j", "{}", "--raw"], 2, "--json-schema, --raw"),
+        (["run", "--prefix", "a", "--grammar", "a"], 2, "leave out --grammar"),
+        (["run", "-p", "x", "-j", "{}", "--grammar", "a"], 2, "--json-schema and --grammar"),
+        (["run", "-p", "x", "--grammar", "root ::= (("], 2, "the grammar cannot be used"),
+        (["run", "-p", "x", "--grammar-file", "/no/such/file"], 2, "No such file"),
         (["run", "--suffix", "a", "-e", "-sys", "b"], 2, "--system-prompt, --escape"),
         (["run", "-p", "x", "-f", "/no/such/file"], 2, "No such file"),
         (["run", "-p", "long " * 5000], 1, "context holds 1024"),

@@ -26,7 +26,7 @@ from edgellm import (
 )
 from edgellm.engine.answer import LogitFilter
 from edgellm.engine.chat_prompt import ToolOptions, chat_prompt
-from edgellm.text.json_schema import GrammarFilter
+from edgellm.text.grammar import MatcherFilter
 from edgellm.text.template import ChatTemplate
 
 TOOLS = [
@@ -239,7 +239,7 @@ def test_a_schema_that_no_grammar_holds_is_loosened_and_said(
 
 def follows(logit_filter: LogitFilter | None, llm: LLM, text: str) -> bool:
     """Whether a filter allows all tokens of a text."""
-    assert isinstance(logit_filter, GrammarFilter)
+    assert isinstance(logit_filter, MatcherFilter)
     answer, read = logit_filter.for_answer(), list[int]()
     for token in llm.engine.tokenizer.encode(text):
         scores = np.zeros(llm.engine.config.vocab_size, np.float32)

@@ -20,6 +20,7 @@ from edgellm.serve.http.fields import MAX_STOPS, Fields
 from edgellm.serve.http.streaming import Comment, Frame, Frames, Reply, json_reply
 from edgellm.serve.openai.sampling import MOST_TOKENS, sampling_arguments, stop_texts
 from edgellm.serve.usage import placement, timings
+from edgellm.text.grammar import Grammar
 from edgellm.tool_use import ToolCallDelta
 
 
@@ -60,12 +61,12 @@ def read_ask(fields: Fields, *, counts: bool = False) -> Ask:
         model=fields.text("model"),
         prompt=read_conversation(fields),
         arguments=arguments,
-        json_schema=_schema(fields),
+        grammar=_grammar(fields),
     )
 
 
-def _schema(fields: Fields) -> str | None:
-    """Read the JSON schema of `output_config.format` or of the older `output_format`, as text."""
+def _grammar(fields: Fields) -> Grammar | None:
+    """Read the JSON schema of `output_config.format` or of the older `output_format`."""
     config = fields.object("output_config") or Fields({})
     wanted = config.object("format") or fields.object("output_format")
     if wanted is None:
@@ -73,7 +74,7 @@ def _schema(fields: Fields) -> str | None:
     wanted.choice("type", ("json_schema",))
     schema = wanted.required("schema", wanted.object("schema"))
     assert isinstance(schema, Fields)
-    return json.dumps(schema.values)
+    return Grammar("json_schema", json.dumps(schema.values))
 
 
 async def _whole(call: Call, ask: Ask) -> dict[str, Any]:

@@ -22,8 +22,10 @@ from edgellm.serve.llama_cpp.fields import (
     logit_bias,
 )
 from edgellm.serve.llama_cpp.text import encode, model_id
+from edgellm.serve.openai.messages import checked
 from edgellm.serve.request_error import RequestError
 from edgellm.text.fim import Gap
+from edgellm.text.grammar import Grammar
 
 # Limits of the prompts of a request, the other files of a gap, and the paths of `response_fields`.
 _MOST_PROMPTS = 64
@@ -87,7 +89,7 @@ async def _wanted(call: Call, fields: Fields, model: str) -> _Wanted:
         prompt="",
         arguments=arguments,
         n=n,
-        json_schema=_schema(fields),
+        grammar=_grammar(fields),
         infill_sampler=infills,
     )
     show = Shown(
@@ -192,9 +194,13 @@ async def _bias(
     return {"logit_bias": values} if values else {}
 
 
-def _schema(fields: Fields) -> str | None:
-    schema = fields.object("json_schema")
-    return None if schema is None else json.dumps(schema.values)
+def _grammar(fields: Fields) -> Grammar | None:
+    schema, text = fields.object("json_schema"), fields.text("grammar")
+    if schema is not None and text:
+        raise field_error("grammar", "`json_schema` is given as well; leave one of them out")
+    if schema is not None:
+        return Grammar("json_schema", json.dumps(schema.values))
+    return checked("grammar", lambda: Grammar.of(text)) if text else None
 
 
 def _paths(given: Any) -> tuple[str, ...] | None:

@@ -152,8 +152,6 @@ def refuse_unsupported(fields: Fields) -> None:
     target = soft(fields, "adaptive_target", -math.inf, 1)
     if target is not None and target >= 0:
         raise unsupported("adaptive_target")
-    if fields.text("grammar"):
-        raise unsupported("grammar", "`json_schema` is there")
     for name in ("echo", "post_sampling_probs", "grammar_lazy"):
         if fields.flag(name):
             raise unsupported(name)

@@ -67,7 +67,7 @@ class _Asked:
         self.told_as = told_as
         self.model = fields.text("model")
         self.arguments = generation_arguments(fields)
-        self.json_schema = read_format(fields)
+        self.grammar = read_format(fields)
         self.with_logprobs = bool(fields.flag("logprobs"))
         self.keep_alive_s = read_keep_alive(fields)
         self.streams = fields.flag("stream") is not False
@@ -168,7 +168,7 @@ async def _answer(call: Call, asked: _Asked, prompt: AskedPrompt) -> Reply:
         model=asked.model,
         prompt=prompt,
         arguments=arguments,
-        json_schema=asked.json_schema,
+        grammar=asked.grammar,
     )
     if asked.streams:
         return call.stream(_lines(call, asked, ask), format="lines")

@@ -8,8 +8,10 @@ import re
 
 from edgellm.generation_options import GenerationArguments
 from edgellm.serve.http.fields import Fields
+from edgellm.serve.openai.grammar import ANY_OBJECT
 from edgellm.serve.openai.sampling import MOST_LOGPROBS, sampling_arguments
 from edgellm.serve.request_error import RequestError
+from edgellm.text.grammar import Grammar
 from edgellm.text.template import Scalar
 
 _LARGEST = 1 << 31
@@ -46,15 +48,15 @@ def generation_arguments(fields: Fields) -> GenerationArguments:
     return arguments
 
 
-def read_format(fields: Fields) -> str | None:
-    """Read the JSON schema of `format`, as text; None if there is none."""
+def read_format(fields: Fields) -> Grammar | None:
+    """Read the JSON schema of `format`; None if there is none."""
     value = fields.get("format")
     if value is None or value == "":
         return None
     if value == "json":
-        return json.dumps({"type": "object"})
+        return ANY_OBJECT
     if isinstance(value, dict):
-        return json.dumps(value)
+        return Grammar("json_schema", json.dumps(value))
     raise fields.wrong("format", 'a JSON schema, or "json"')
 
 

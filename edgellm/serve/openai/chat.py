@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import secrets
 import time
 from collections.abc import AsyncGenerator, Iterable
@@ -17,6 +16,7 @@ from edgellm.serve.events import Begun, Delta, End, Event, PromptProgress
 from edgellm.serve.http.endpoint import Answered, Call, Route
 from edgellm.serve.http.fields import Fields
 from edgellm.serve.http.streaming import Comment, Frame, Frames, Reply, json_reply
+from edgellm.serve.openai.grammar import read_grammar
 from edgellm.serve.openai.logprobs import chat_logprobs
 from edgellm.serve.openai.messages import read_conversation
 from edgellm.serve.openai.sampling import (
@@ -81,35 +81,12 @@ def read_chat(fields: Fields, *, max_n: int) -> AskedChat:
             prompt=read_conversation(fields),
             arguments=arguments,
             n=fields.whole("n", 1, max_n) or 1,
-            json_schema=read_schema(fields),
+            grammar=read_grammar(fields),
         ),
         with_logprobs=with_logprobs,
         with_usage=bool(stream_options.flag("include_usage")),
         usage_always=bool(stream_options.flag("continuous_usage_stats")),
     )
-
-
-def read_schema(fields: Fields) -> str | None:
-    """Read the JSON schema of `response_format`, or llama.cpp's `json_schema`, as text."""
-    wanted = fields.object("response_format")
-    if wanted is None:
-        schema = fields.object("json_schema")
-        return None if schema is None else json.dumps(schema.values)
-    kind = wanted.choice("type", ("text", "json_object", "json_schema"))
-    if kind == "json_object":
-        schema = wanted.object("schema")  # llama.cpp's extension
-        return json.dumps({"type": "object"} if schema is None else schema.values)
-    if kind != "json_schema":
-        return None
-    given = wanted.object("json_schema")
-    schema = None if given is None else given.object("schema")
-    if schema is None:
-        raise RequestError(
-            "invalid_request",
-            "`response_format.json_schema.schema` is missing",
-            param="response_format",
-        )
-    return json.dumps(schema.values)
 
 
 def chat_object(begun: Begun, answers: list[Answered], asked: AskedChat) -> dict[str, Any]:

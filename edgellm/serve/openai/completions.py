@@ -16,7 +16,7 @@ from edgellm.serve.events import Begun, Delta, Event, PromptProgress
 from edgellm.serve.http.endpoint import Call, Route
 from edgellm.serve.http.fields import Fields
 from edgellm.serve.http.streaming import Comment, Frame, Frames, Reply, json_reply
-from edgellm.serve.openai.chat import read_schema
+from edgellm.serve.openai.grammar import read_grammar
 from edgellm.serve.openai.logprobs import completion_logprobs
 from edgellm.serve.openai.sampling import (
     MOST_LOGPROBS,
@@ -83,12 +83,12 @@ def read_completion(fields: Fields, *, max_n: int) -> AskedCompletion:
     if suffix:  # clients send "" for no suffix
         arguments.setdefault("temperature", 0.0)  # as in `LLM.infill`
         prompts = [_gap(fields, prompt, suffix) for prompt in prompts]
-    schema = read_schema(fields)
+    grammar = read_grammar(fields)
     model = fields.text("model")
     stream_options = fields.object("stream_options") or Fields({})
     return AskedCompletion(
         asks=[
-            Ask(model=model, prompt=prompt, arguments=arguments, n=n, json_schema=schema)
+            Ask(model=model, prompt=prompt, arguments=arguments, n=n, grammar=grammar)
             for prompt in prompts
         ],
         with_logprobs=logprobs is not None,

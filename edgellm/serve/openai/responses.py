@@ -17,11 +17,13 @@ from edgellm.serve.http.endpoint import Call, Route
 from edgellm.serve.http.fields import Fields
 from edgellm.serve.http.streaming import Comment, Frame, Frames, Reply, json_reply
 from edgellm.serve.openai.error import error_body
+from edgellm.serve.openai.grammar import ANY_OBJECT
 from edgellm.serve.openai.messages import read_choice
 from edgellm.serve.openai.responses_items import OfferedTools, OutputItems, read_input
 from edgellm.serve.openai.sampling import max_tokens, sampling_arguments
 from edgellm.serve.request_error import RequestError
 from edgellm.serve.usage import placement, timings, usage
+from edgellm.text.grammar import Grammar
 from edgellm.text.template import Scalar
 
 _BY_ITSELF = ("stop", "tool_calls")
@@ -69,12 +71,12 @@ def read_response(fields: Fields) -> Ask:
             template_hints=hints,
         ),
         arguments={**sampling_arguments(fields), **max_tokens(fields, "max_output_tokens")},
-        json_schema=_schema(fields),
+        grammar=_grammar(fields),
     )
 
 
-def _schema(fields: Fields) -> str | None:
-    """Read the JSON schema of `text.format`, as text."""
+def _grammar(fields: Fields) -> Grammar | None:
+    """Read the JSON schema of `text.format`."""
     text = fields.object("text")
     wanted = None if text is None else text.object("format")
     if wanted is None:
@@ -83,8 +85,8 @@ def _schema(fields: Fields) -> str | None:
     if kind == "json_schema":
         schema = wanted.required("schema", wanted.object("schema"))
         assert isinstance(schema, Fields)
-        return json.dumps(schema.values)
-    return json.dumps({"type": "object"}) if kind == "json_object" else None
+        return Grammar("json_schema", json.dumps(schema.values))
+    return ANY_OBJECT if kind == "json_object" else None
 
 
 @dataclass

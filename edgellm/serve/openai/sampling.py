@@ -19,12 +19,6 @@ _NUMBERS = {
 # Fields of other servers that are refused because they would change the answer, and the field to
 # use instead. Values that are false, 0 or empty are ignored.
 _NOT_HERE = {
-    "grammar": "use `response_format`",
-    "guided_json": "use `response_format`",
-    "guided_regex": "use `response_format` with a JSON schema that has a `pattern`",
-    "guided_choice": "use `response_format` with a JSON schema that has an `enum`",
-    "guided_grammar": "use `response_format`",
-    "structured_outputs": "use `response_format`",
     "functions": "use `tools`",
     "mirostat": "",
     "dry_multiplier": "",

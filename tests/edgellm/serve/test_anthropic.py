@@ -309,7 +309,7 @@ def test_an_error_in_mid_stream(
     server: Running, client: anthropic.Anthropic, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     failing = Dictated(server.llm, "well begun", fails=True)
-    monkeypatch.setattr(LLM, "json_filter", lambda *_: failing)
+    monkeypatch.setattr(LLM, "grammar_filter", lambda *_: failing)
     asked = {**ASKED, "output_config": {"format": {"type": "json_schema", "schema": SCHEMA}}}
     parts: list[str] = []
 

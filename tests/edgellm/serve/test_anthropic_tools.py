@@ -47,7 +47,7 @@ def dictate(tiny: LLM, monkeypatch: pytest.MonkeyPatch) -> Any:
     """What the model says where JSON is asked for."""
 
     def say(text: str) -> dict[str, Any]:
-        monkeypatch.setattr(LLM, "json_filter", lambda *_: Dictated(tiny, text))
+        monkeypatch.setattr(LLM, "grammar_filter", lambda *_: Dictated(tiny, text))
         schema = {"type": "object", "additionalProperties": False, "properties": {}}
         return {**ASKED, "output_config": {"format": {"type": "json_schema", "schema": schema}}}
 

@@ -166,7 +166,7 @@ def test_a_request_larger_than_the_pool(server: Running) -> None:
 
 def test_one_that_fails_ends_no_other(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
     failing = Dictated(server.llm, "well begun", fails=True)
-    monkeypatch.setattr(LLM, "json_filter", lambda *_: failing)
+    monkeypatch.setattr(LLM, "grammar_filter", lambda *_: failing)
     wrong = {"response_format": {"type": "json_object"}}
     asked = [
         chat("hi", max_tokens=40, ignore_eos=True),

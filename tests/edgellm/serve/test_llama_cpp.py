@@ -292,10 +292,13 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"samplers": 5}, "samplers"),
     ({"samplers": ["temperature", "top_p"], "temperature": 0.5}, "order"),
     ({"lora": 5}, "lora"),
-    ({"grammar": 5}, "grammar"),
 ]
 # What is refused behind the parser, where the model is known, and one that is not.
 OVER_HTTP: list[tuple[dict[str, Any], str]] = [
+    ({"grammar": 5}, "grammar"),
+    ({"grammar": "root ::= " + "(" * 60_000}, "the grammar cannot be used"),
+    ({"grammar": "root ::= " + "a" * (1 << 19)}, "the grammar has"),
+    ({"grammar": 'root ::= "a"', "json_schema": {}}, "json_schema"),
     ({"logit_bias": [[token, 1] for token in range(1025)]}, "at most 1024"),
     ({"n_predict": 2**31}, "but got 2147483648"),
     ({"prompt": None}, "prompt"),
@@ -346,6 +349,11 @@ def test_a_prompt_that_is_missing(server: Running) -> None:
     assert "prompt" in error(server.post("/completion", {}), 400)
 
 
+def test_an_answer_follows_a_grammar(server: Running) -> None:
+    asked = {**GREEDY, "grammar": 'root ::= ("yes" | "no") "!"'}
+    assert server.post("/completion", asked).json()["content"] in ("yes!", "no!")
+
+
 @pytest.mark.parametrize(
     "fields",
     [
@@ -357,8 +365,6 @@ def test_a_prompt_that_is_missing(server: Running) -> None:
         {"dynatemp_range": 0.5},
         {"min_keep": 3},
         {"adaptive_target": 0.5},
-        {"grammar": 'root ::= "a"'},
-        {"grammar": "(" * 60_000},
         {"lora": [{"id": 0, "scale": 0.5}]},
         {"echo": True},
         {"n_probs": 1, "post_sampling_probs": True},

@@ -355,7 +355,7 @@ def test_an_error_in_mid_stream_is_the_last_line(
     server: Running, client: ollama.Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     failing = Dictated(server.llm, "well begun", fails=True)
-    monkeypatch.setattr(LLM, "json_filter", lambda *_: failing)
+    monkeypatch.setattr(LLM, "grammar_filter", lambda *_: failing)
     asked: Any = {"model": "tiny", "prompt": "a", "format": "json"}
     reply = server.post("/api/generate", asked)
     assert reply.status_code == 200

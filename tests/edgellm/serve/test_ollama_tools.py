@@ -38,7 +38,7 @@ def dictate(with_tools: None, tiny: LLM, monkeypatch: pytest.MonkeyPatch) -> Any
     """What the model says where JSON is asked for."""
 
     def say(text: str) -> dict[str, Any]:
-        monkeypatch.setattr(LLM, "json_filter", lambda *_: Dictated(tiny, text))
+        monkeypatch.setattr(LLM, "grammar_filter", lambda *_: Dictated(tiny, text))
         return {**ASKED, "format": "json"}
 
     return say

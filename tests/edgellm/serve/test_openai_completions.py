@@ -120,9 +120,6 @@ def test_wrong_fields_over_http(server: Running, wrong: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     "field",
     [
-        {"grammar": 'root ::= "x"'},
-        {"guided_json": {"type": "object"}},
-        {"structured_outputs": {"choice": ["a"]}},
         {"functions": [{"name": "f"}]},
         {"mirostat": 2},
         {"typical_p": 0.5},
@@ -154,6 +151,59 @@ def test_names_of_others_for_what_is_there(server: Running) -> None:
     schema = {"type": "array", "items": {"type": "integer"}, "maxItems": 1}
     wanted = {"type": "json_schema", "json_schema": {"schema": schema}}
     assert text(json_schema=schema) == text(response_format=wanted) != text()
+
+
+_YES = {"type": "string", "enum": ["yes", "no"]}
+
+
+@pytest.mark.parametrize(
+    ("form", "allowed"),
+    [
+        ({"grammar": 'root ::= "yes" | "no"'}, ("yes", "no")),
+        ({"grammar": 'start: "yes" | "no"'}, ("yes", "no")),
+        ({"guided_grammar": 'root ::= "yes" | "no"'}, ("yes", "no")),
+        ({"guided_json": _YES}, ('"yes"', '"no"')),
+        ({"guided_json": json.dumps(_YES)}, ('"yes"', '"no"')),
+        ({"guided_regex": "yes|no"}, ("yes", "no")),
+        ({"guided_choice": ["yes", 'n"o\n']}, ("yes", 'n"o\n')),
+        ({"structured_outputs": {"json": _YES}}, ('"yes"', '"no"')),
+        ({"structured_outputs": {"regex": "yes|no"}}, ("yes", "no")),
+        ({"structured_outputs": {"choice": ["yes", "no"]}}, ("yes", "no")),
+        ({"structured_outputs": {"grammar": 'root ::= "yes" | "no"'}}, ("yes", "no")),
+    ],
+)
+@pytest.mark.parametrize("route", ["/v1/completions", "/v1/chat/completions"])
+def test_forms_of_answers(
+    server: Running, route: str, form: dict[str, Any], allowed: tuple[str, ...]
+) -> None:
+    body = {"prompt": "a", "messages": [{"role": "user", "content": "a"}], "max_tokens": 20}
+    reply = server.post(route, {**body, **form})
+    assert reply.status_code == 200, reply.text
+    (choice,) = reply.json()["choices"]
+    assert (choice["message"]["content"] if "message" in choice else choice["text"]) in allowed
+    assert choice["finish_reason"] == "stop"
+
+
+@pytest.mark.parametrize(
+    ("form", "named"),
+    [
+        ({"grammar": "root ::= (("}, "the grammar cannot be used"),
+        ({"grammar": "root ::= other"}, "other"),
+        ({"grammar": 5}, "`grammar`"),
+        ({"guided_regex": "(?=a)b"}, "look-around"),
+        ({"guided_regex": "("}, "the regular expression"),
+        ({"guided_choice": [5]}, "`guided_choice`"),
+        ({"guided_json": "{"}, "the JSON schema"),
+        ({"structured_outputs": {"structural_tag": "x"}}, "structural_tag"),
+        ({"structured_outputs": {"regex": 5}}, "`structured_outputs.regex`"),
+        ({"grammar": 'root ::= "a"', "guided_regex": "a"}, "`guided_regex`"),
+        ({"response_format": {"type": "json_object"}, "grammar": 'root ::= "a"'}, "`grammar`"),
+    ],
+)
+def test_wrong_forms(server: Running, form: dict[str, Any], named: str) -> None:
+    reply = server.post("/v1/completions", {"prompt": "a", "max_tokens": 1, **form})
+    assert reply.status_code == 400, reply.text
+    assert named in reply.json()["error"]["message"]
 
 
 def test_null_is_absent(server: Running) -> None:

@@ -31,7 +31,7 @@ def dictate(tiny: LLM, monkeypatch: pytest.MonkeyPatch) -> Any:
     """What the model says where JSON is asked for."""
 
     def say(text: str) -> dict[str, Any]:
-        monkeypatch.setattr(LLM, "json_filter", lambda *_: Dictated(tiny, text))
+        monkeypatch.setattr(LLM, "grammar_filter", lambda *_: Dictated(tiny, text))
         return {**ASKED, "response_format": {"type": "json_object"}}
 
     return say

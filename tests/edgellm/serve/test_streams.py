@@ -140,7 +140,7 @@ def dictate(tiny: LLM, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]
     """What the model says where JSON is asked for; each byte that is no letter is a token."""
 
     def say(text: str) -> None:
-        monkeypatch.setattr(LLM, "json_filter", lambda *_: Dictated(tiny, text))
+        monkeypatch.setattr(LLM, "grammar_filter", lambda *_: Dictated(tiny, text))
 
     return say
 
@@ -216,7 +216,7 @@ def test_an_error_in_mid_stream_ends_that_stream_alone(
 ) -> None:
     """As the last thing that is told; what failed stands in the log."""
     failing = Dictated(server.llm, "well begun", fails=True)
-    monkeypatch.setattr(LLM, "json_filter", lambda *_: failing)
+    monkeypatch.setattr(LLM, "grammar_filter", lambda *_: failing)
     *begun, last = api.send(server, stream=True)
     assert "".join(map(api.text, begun)) == "well begun"
     assert "error" in last or last["type"] == "error"

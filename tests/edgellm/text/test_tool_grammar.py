@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ from tokenizers import Tokenizer as HFTokenizer
 
 from edgellm.errors import OptionError
 from edgellm.store.manifest import TokenizerEntry
-from edgellm.text.json_schema import Grammars
+from edgellm.text.grammar import Grammar, Grammars
 from edgellm.text.tokenizer import Tokenizer
 from edgellm.text.tool_format import (
     AnswerFormat,
@@ -20,7 +21,7 @@ from edgellm.text.tool_format import (
     ObjectKeys,
     ParameterTags,
 )
-from edgellm.text.tool_grammar import loosened, schema_grammar, tool_grammar
+from edgellm.text.tool_grammar import after_reasoning, loosened, tool_grammar
 from edgellm.tool_use import Tool
 
 FORMAT = AnswerFormat(
@@ -121,7 +122,8 @@ def test_one_call_or_several(tokenizer: Tokenizer, parallel: bool) -> None:
 )
 def test_json_behind_the_reasoning(tokenizer: Tokenizer, text: str, ends: bool | None) -> None:
     schema = {"type": "object", **TOOL.schema, "additionalProperties": False}
-    grammar = schema_grammar(FORMAT, schema, added=tokenizer.added_tokens)
+    held = Grammar("json_schema", json.dumps(schema))
+    grammar = after_reasoning(FORMAT, held, added=tokenizer.added_tokens)
     matcher = Grammars(tokenizer).matcher(grammar, "the schema")
     ids = tokenizer.encode(text, add_bos=False, parse_special=True)
     taken = matcher.try_consume_tokens(ids)
@@ -129,6 +131,26 @@ def test_json_behind_the_reasoning(tokenizer: Tokenizer, text: str, ends: bool |
         assert taken < len(ids)
     else:
         assert (taken, matcher.is_accepting()) == (len(ids), ends)
+
+
+@pytest.mark.parametrize(
+    "held",
+    [
+        Grammar("gbnf", 'root ::= "a" b # {\nb ::= "}" | "\\x62"'),
+        Grammar("lark", '%llguidance {}\nstart: "a" ("}" | "b")'),
+        Grammar("regex", "a[}b]"),
+        Grammar.one_of(["a}", "ab"]),
+    ],
+)
+def test_a_grammar_behind_the_reasoning(tokenizer: Tokenizer, held: Grammar) -> None:
+    grammar = after_reasoning(FORMAT, held, added=tokenizer.added_tokens)
+    matcher = Grammars(tokenizer).matcher(grammar, held.name)
+    for text, ends in (("Hm.</think>\nab", True), ("</think>a}", True), ("Hm.</think>ac", None)):
+        ids = tokenizer.encode(text, add_bos=False, parse_special=True)
+        taken = matcher.try_consume_tokens(ids)
+        assert (taken == len(ids)) == (ends is not None)
+        assert ends is None or matcher.is_accepting()
+        matcher.reset()
 
 
 HARD: dict[str, dict[str, object]] = {

@@ -10,7 +10,7 @@ import pytest
 from edgellm import OptionError
 from edgellm.kernels.native import library
 from edgellm.llm import LLM
-from edgellm.text.json_schema import GrammarFilter, Grammars, JsonFilter
+from edgellm.text.grammar import Grammar, Grammars, JsonFilter, MatcherFilter
 from edgellm.text.tokenizer import Tokenizer
 
 SCHEMA = {
@@ -65,7 +65,7 @@ def allowed_after(schema_filter: JsonFilter, tokenizer: Tokenizer, text: str) ->
 )
 def test_bad_schemas(grammars: Grammars, schema: str) -> None:
     with pytest.raises(OptionError, match="schema"):
-        grammars.filter(schema)
+        JsonFilter(grammars, schema)
 
 
 @pytest.mark.parametrize("depth", [200, 500, 3000, 100_000])
@@ -73,12 +73,15 @@ def test_bad_schemas(grammars: Grammars, schema: str) -> None:
 def test_deep_schemas(grammars: Grammars, depth: int, opening: str) -> None:
     closing = "".join({"{": "}", "[": "]"}[c] for c in reversed(opening) if c in "{[")
     with pytest.raises(OptionError, match="the JSON schema cannot be used"):
-        grammars.filter(opening * depth + "{}" + closing * depth)
+        JsonFilter(grammars, opening * depth + "{}" + closing * depth)
 
 
 def test_a_vocabulary_serves_many_filters(tokenizer: Tokenizer, grammars: Grammars) -> None:
     """Of one after the other and of two at once, and the same as with one of its own."""
-    truth, number = grammars.filter('{"type": "boolean"}'), grammars.filter('{"type": "integer"}')
+    truth, number = (
+        JsonFilter(grammars, '{"type": "boolean"}'),
+        JsonFilter(grammars, '{"type": "integer"}'),
+    )
     assert "true" in allowed_after(truth, tokenizer, "")
     assert "1" in allowed_after(number, tokenizer, "")
     assert "2" in allowed_after(number, tokenizer, "1")
@@ -87,7 +90,7 @@ def test_a_vocabulary_serves_many_filters(tokenizer: Tokenizer, grammars: Gramma
 
 
 def test_a_second_answer_begins_anew(tokenizer: Tokenizer, grammars: Grammars) -> None:
-    schema_filter = grammars.filter('{"type": "boolean"}')
+    schema_filter = JsonFilter(grammars, '{"type": "boolean"}')
     first = allowed_after(schema_filter, tokenizer, "")
     allowed_after(schema_filter, tokenizer, "true")
     assert allowed_after(schema_filter, tokenizer, "") == first
@@ -99,7 +102,7 @@ def test_answers_that_take_turns_read_each_token_once(
     llm: LLM, grammars: Grammars, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """And have what they have alone."""
-    schema_filter, read = grammars.filter(json.dumps(SCHEMA)), []
+    schema_filter, read = JsonFilter(grammars, json.dumps(SCHEMA)), []
     options = {"temperature": 1.2, "max_tokens": 40, "logit_filter": schema_filter}
     if library() is None:  # a prompt that is cached gets other bits
         llm.generate("A story:", max_tokens=1)
@@ -130,8 +133,8 @@ def test_answers_that_take_turns_read_each_token_once(
 def test_a_dead_end_is_an_error(tokenizer: Tokenizer, grammars: Grammars) -> None:
     """A value that must contain itself, and an answer that is not of the schema."""
     with pytest.raises(OptionError, match=r"allows nothing after the 0 tokens"):
-        allowed_after(grammars.filter('{"$ref": "#"}'), tokenizer, "")
-    schema_filter = grammars.filter('{"type": "boolean"}')
+        allowed_after(JsonFilter(grammars, '{"$ref": "#"}'), tokenizer, "")
+    schema_filter = JsonFilter(grammars, '{"type": "boolean"}')
     with pytest.raises(OptionError, match=r"allows nothing .*maybe"):
         allowed_after(schema_filter, tokenizer, "maybe")
     assert "true" in allowed_after(schema_filter, tokenizer, "")
@@ -148,10 +151,9 @@ def test_what_is_not_installed(missing: str) -> None:
 import sys
 sys.modules["{missing}"] = None
 from edgellm import OptionError
-from edgellm.text.json_schema import Grammars
 from edgellm.llm import load
 try:
-    Grammars(load().engine.tokenizer).filter("{{}}")
+    load().json_filter("{{}}")
 except OptionError as error:
     print(error)
 """
@@ -178,4 +180,84 @@ def test_a_panic_of_the_library_is_an_error_of_its_answer(name: str) -> None:
 
     expected = OptionError if name == "PanicException" else kind
     with pytest.raises(expected, match="index out of bounds"):
-        GrammarFilter(Matcher(), "the grammar")(np.zeros(9, np.float32), [])
+        MatcherFilter(Matcher(), "the grammar")(np.zeros(9, np.float32), [])
+
+
+ARITHMETIC = r"""
+# llama.cpp's example, with its escapes
+root  ::= (expr "=" ws term "\n")+
+expr  ::= term ([-+*/] term)*
+term  ::= ident | num | "(" ws expr ")" ws
+ident ::= [a-z] [\u0061-\x7A0-9_]* ws
+num   ::= [0-9]+ ws
+ws    ::= [ \t\n]*
+"""
+
+
+@pytest.mark.parametrize(
+    ("grammar", "right", "wrong"),
+    [
+        (Grammar.of(ARITHMETIC), ["a+1= 2\n", "(x1 *3)=y\n"], ["a+", "A=1\n", "1=2"]),
+        (
+            Grammar.of(r'root ::= "\U0001F600" | "\x22" | [^\x41-\x5A]'),
+            ["\U0001f600", '"', "a"],
+            ["B"],
+        ),
+        (Grammar.of(r'root ::= "\\x41"'), [r"\x41"], ["A"]),
+        (Grammar.of('root ::= "a" | '), ["", "a"], ["b", "aa"]),
+        (Grammar.of('root ::= root "a" | "b"'), ["b", "baaa"], ["a"]),
+        (Grammar.of('start ::= "b"\nroot ::= "a" start'), ["ab"], ["b"]),
+        (Grammar.of('start: "a" b\nb: "b"'), ["ab"], ["a"]),
+        (Grammar("regex", r"[a-z]{2}/\d+|\"x"), ["ab/12", '"x'], ["a/1", "ab/"]),
+        (Grammar.one_of(["a", 'b"\\\n', "ü"]), ["a", 'b"\\\n', "ü"], ["b", ""]),
+    ],
+)
+def test_texts_of_grammars(
+    grammars: Grammars, tokenizer: Tokenizer, grammar: Grammar, right: list[str], wrong: list[str]
+) -> None:
+    def follows(text: str) -> bool:
+        matcher, ids = grammars.matcher_of(grammar), tokenizer.encode(text, add_bos=False)
+        return bool(matcher.try_consume_tokens(ids) == len(ids) and matcher.is_accepting())
+
+    assert {text: follows(text) for text in [*right, *wrong]} == {
+        **dict.fromkeys(right, True),
+        **dict.fromkeys(wrong, False),
+    }
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ("", "root"),
+        ('x ::= "y"', "root"),
+        ("root ::= y", "y"),
+        ("root ::= ((", "cannot be used"),
+        ("root ::= " + "(" * 3000 + '"a"' + ")" * 3000, "nested too deep"),
+        (r'root ::= "\UFFFFFFFF"', "no character"),
+        (r'root ::= "\uD800"', "no character"),
+        ("start: y", "cannot be used"),
+        ("a" * (1 << 19), "at most 262144"),
+    ],
+)
+def test_grammars_that_cannot_be_used(llm: LLM, text: str, why: str) -> None:
+    with pytest.raises(OptionError, match=why) as raised:
+        llm.grammar_filter(text)
+    assert "grammar" in str(raised.value)
+    assert len(str(raised.value)) < 400
+
+
+def test_an_endless_grammar(llm: LLM) -> None:
+    """It ends with the limit of tokens, or where nothing but one endless text is left."""
+    held = llm.grammar_filter('root ::= ("a" | "b") root')
+    answer = llm.generate("So:", max_tokens=12, logit_filter=held)
+    assert answer.finish_reason == "length"
+    assert set(answer.text) <= {"a", "b"}
+    with pytest.raises(OptionError, match=r"the grammar allows nothing .*loosen it"):
+        llm.generate("So:", logit_filter=llm.grammar_filter('root ::= "a" root'))
+
+
+def test_kinds_of_grammars() -> None:
+    with pytest.raises(OptionError, match="json_schema, gbnf, lark, regex"):
+        Grammar("bnf", "a")  # type: ignore[arg-type]
+    with pytest.raises(OptionError):
+        Grammar("regex", 5)  # type: ignore[arg-type]
