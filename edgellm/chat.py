@@ -148,6 +148,10 @@ class Chat:
         name = waiting[call_id].name
         self.messages.append(Message("tool", text, tool_call_id=call_id, name=name))
 
+    def __repr__(self) -> str:
+        name, count = self._engine.bundle.manifest.name, len(self.messages)
+        return f"<edgellm.Chat with {name}: {count} messages, {len(self._session.tokens)} tokens>"
+
     def close(self) -> None:
         """Give the memory of the KV cache back; the messages stay."""
         self._session.close()
@@ -166,7 +170,7 @@ class Chat:
         ) -> GenerationOptions:
             return changed_options(self.options if options is None else options, over)
 
-        return checked_call(own, choose), self.tool_options.changed(tools)
+        return checked_call(self._engine, own, choose), self.tool_options.changed(tools)
 
     def _say(self, text: str | None, call: Call, tool_options: ToolOptions) -> Pending[Piece]:
         if text is not None:

@@ -65,7 +65,7 @@ class GenerationArguments(TypedDict, total=False):
     min_tokens: int
     context_policy: ContextPolicy
     keep: int
-    stop: list[str]
+    stop: str | list[str]
     stop_tokens: list[int]
     min_indent: int
     time_limit_ms: int | None
@@ -103,7 +103,7 @@ class GenerationOptions:
             forgotten, and the answer goes on; `Stats.dropped_tokens` counts the forgotten tokens.
         keep: number of first tokens that `shift` never forgets; the attention of most models needs
             the first few (StreamingLLM, Xiao et al., arXiv:2309.17453).
-        stop: texts that end the answer and are not part of it.
+        stop: text, or texts, that end the answer and are not part of it.
         stop_tokens: token ids that end the answer, beside the model's own end tokens.
         min_indent: least indentation in characters; the answer stops before a line that is indented
             by fewer; 0: never.
@@ -161,6 +161,8 @@ class GenerationOptions:
         check_flag("ignore_eos", self.ignore_eos)
         check_flag("speculate", self.speculate)
         check_choice("context_policy", self.context_policy, CONTEXT_POLICIES)
+        if isinstance(self.stop, str):
+            object.__setattr__(self, "stop", (self.stop,))
         check_texts("stop", self.stop)
         check_text("owner", self.owner)
         if not isinstance(self.logit_bias, Mapping):

@@ -8,15 +8,28 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Unpack
 
+import numpy as np
+from numpy.typing import NDArray
+
 from edgellm.backends.selection import select
 from edgellm.chat import Chat
-from edgellm.checks import check_hooks, check_names, check_path, check_text
+from edgellm.checks import (
+    check_choice,
+    check_hooks,
+    check_names,
+    check_path,
+    check_text,
+    check_texts,
+    check_token_ids,
+)
 from edgellm.engine.answer import LogitFilter
 from edgellm.engine.auto_prefill import faster_provider
 from edgellm.engine.call import CallArguments, ChatArguments
 from edgellm.engine.chat_prompt import ToolOptions, split_arguments
 from edgellm.engine.context import Context
+from edgellm.engine.embedding import embeddings
 from edgellm.engine.engine import Engine
+from edgellm.engine.pending import iterate
 from edgellm.errors import OptionError
 from edgellm.generation_options import (
     GenerationArguments,
@@ -25,7 +38,7 @@ from edgellm.generation_options import (
 )
 from edgellm.infill import stream_infill
 from edgellm.named_prefix import Kind, keep_prefix, open_prefix
-from edgellm.options import EngineArguments, EngineOptions
+from edgellm.options import POOLING, EngineArguments, EngineOptions, Pooling
 from edgellm.progress import ProgressCallback
 from edgellm.results import Completion, Piece, completion
 from edgellm.session import Session
@@ -314,6 +327,49 @@ class LLM(TextGeneration):
         if not isinstance(grammar, Grammar):
             grammar = Grammar.of(grammar)
         return self.engine.grammars.filter(grammar)
+
+    def tokenize(self, text: str, *, parse_special: bool = False) -> list[int]:
+        """Encode a text as token ids, without a begin token.
+
+        Args:
+            parse_special: whether the text of a special token is that token.
+        """
+        check_text("text", text)
+        return self.engine.tokenizer.encode(text, add_bos=False, parse_special=parse_special)
+
+    def detokenize(self, tokens: Sequence[int], *, skip_special: bool = True) -> str:
+        """Decode token ids to text; bytes that are not UTF-8 become U+FFFD."""
+        checked = check_token_ids("tokens", tokens, vocab_size=self.engine.config.vocab_size)
+        return self.engine.tokenizer.decode(checked, skip_special=skip_special)
+
+    def embed(
+        self, texts: str | Sequence[str], *, pooling: Pooling = "mean"
+    ) -> NDArray[np.float32]:
+        """Embed a text, `[E]`, or several texts, `[len(texts), E]`, each with norm 1.
+
+        Args:
+            pooling: embedding of a text: the mean of its tokens' states, or the last state.
+
+        Raises:
+            OptionError: a text is empty.
+            ContextOverflowError: a text does not fit into the context.
+        """
+        check_choice("pooling", pooling, POOLING)
+        single = isinstance(texts, str)
+        given = [texts] if isinstance(texts, str) else texts
+        check_texts("texts", given)
+        prompts = [self.engine.tokenizer.encode(text) for text in given]
+        pending = embeddings(self.engine, prompts, pooling=pooling)
+        rows = [*iterate(self.engine.loop, pending)]
+        return rows[0] if single else np.stack(rows)
+
+    def __repr__(self) -> str:
+        if self._engine is None:
+            return "<edgellm.LLM, closed>"
+        return (
+            f"<edgellm.LLM {self.name}: prefill {self.prefill}, decode {self.decode}, context of "
+            f"{self.ctx_size} tokens>"
+        )
 
     def generation_options(self, **arguments: Unpack[GenerationArguments]) -> GenerationOptions:
         """Return the options of an answer from the given fields.

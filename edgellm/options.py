@@ -22,10 +22,12 @@ __all__ = [
     "DEFAULT_CTX_SIZE",
     "KV_FORMATS",
     "POLICIES",
+    "POOLING",
     "PREFILL_PRECISIONS",
     "SCHEDULING",
     "EngineArguments",
     "EngineOptions",
+    "Pooling",
     "Scheduling",
 ]
 
@@ -33,6 +35,9 @@ __all__ = [
 DEFAULT_CTX_SIZE = 4096
 Scheduling = Literal["stall_free", "layered", "serial", "two_devices"]
 SCHEDULING: tuple[str, ...] = get_args(Scheduling)
+# Embedding of a text: the mean of its tokens' states, or the last state.
+Pooling = Literal["mean", "last"]
+POOLING: tuple[str, ...] = get_args(Pooling)
 PREFILL_PRECISIONS = tuple(dict.fromkeys(f for p in PROVIDERS.values() for f in p.precisions))
 
 

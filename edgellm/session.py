@@ -51,6 +51,11 @@ class Session:
         """Number of the session's tokens that are in the KV cache."""
         return self._context.read()[1]
 
+    def __repr__(self) -> str:
+        tokens, cached = self._context.read()
+        name = self._engine.bundle.manifest.name
+        return f"<edgellm.Session with {name}: {len(tokens)} tokens, {cached} of them cached>"
+
     def append(self, text: str | SequenceOf[int], *, parse_special: bool = False) -> None:
         """Add text or token ids; the tokens are computed when the next answer needs them.
 
@@ -134,7 +139,7 @@ class Session:
         return aiterate(self._engine.loop, pending)
 
     def _call(self, arguments: CallArguments) -> Call:
-        return model_call(self._engine.bundle.manifest, arguments)
+        return model_call(self._engine, arguments)
 
     def _pending(self, call: Call, *, shown_special: Collection[int] = ()) -> Pending[Piece]:
         options = call.options

@@ -152,7 +152,7 @@ class TextGeneration:
         return aiterate(self.engine.loop, pending)
 
     def _call(self, arguments: CallArguments) -> Call:
-        return model_call(self.engine.bundle.manifest, arguments)
+        return model_call(self.engine, arguments)
 
     def _pending(self, prompt: str | Sequence[int], call: Call) -> Pending[Piece]:
         context = Context(self.engine, prompt_tokens(self.engine, prompt))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Sequence as SequenceOf
 from itertools import islice
-from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,8 +16,7 @@ from edgellm.engine.engine import Engine
 from edgellm.engine.pending import WORKING, Pending, Waiting
 from edgellm.engine.request import Request
 from edgellm.generation_options import GenerationOptions
-
-Pooling = Literal["mean", "last"]
+from edgellm.options import Pooling
 
 # Prompts submitted to the loop at once; other requests may come before the next ones.
 _WINDOW = 32

@@ -17,10 +17,10 @@ from edgellm.text.template import Scalar
 
 if TYPE_CHECKING:
     from edgellm.engine.answer import LogitFilter
-    from edgellm.engine.embedding import Pooling
     from edgellm.engine.engine import Engine
     from edgellm.generation_options import GenerationOptions
     from edgellm.llm import LLM
+    from edgellm.options import Pooling
 
 # Characters per token of the context. A text up to this size is not refused, so the tokenizer's
 # longest token need not be looked up for it.

@@ -5,13 +5,11 @@ from __future__ import annotations
 import ipaddress
 import socket
 from dataclasses import dataclass
-from typing import Literal, get_args
 
 from edgellm.checks import check_choice, check_flag, check_number, check_text, check_texts
 from edgellm.errors import OptionError
+from edgellm.options import POOLING, Pooling
 
-Pooling = Literal["mean", "last"]
-POOLING: tuple[str, ...] = get_args(Pooling)
 # Lowest and highest value, and whether it is a whole number.
 _RANGES: dict[str, tuple[float, float, bool]] = {
     "port": (0, 65535, True),
