@@ -110,8 +110,8 @@ def test_session_files_with_an_odd_header(tiny: LLM, tmp_path: Path, header: byt
 
 
 WRONG_OPTIONS: list[dict[str, Any]] = [
+    {"stop": ""},
     {"stop": None},
-    {"stop": "x"},
     {"stop": [""]},
     {"stop": [3]},
     {"stop": {"a": 1}.keys()},  # as an iterator it would be used up before it is needed

@@ -53,7 +53,7 @@ def dictate(tiny: LLM, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], dict[
     """What the model says where a schema is asked for."""
 
     def say(text: str) -> dict[str, Any]:
-        monkeypatch.setattr(LLM, "grammar_filter", lambda *_: Dictated(tiny, text))
+        monkeypatch.setattr(LLM, "json_filter", lambda *_: Dictated(tiny, text))
         return {"schema": {}, "tools": [turn]}
 
     return say
