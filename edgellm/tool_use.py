@@ -148,19 +148,22 @@ class ToolCallDelta:
 
 
 class ToolArguments(TypedDict, total=False):
-    """Arguments for the tool calls of a chat's answers, and for the chat template.
+    """Arguments for the tool calls and the reasoning of a chat's answers, and for the template.
 
     tools: tools that the model may call: `Tool`s, or OpenAI's function objects.
     tool_choice: "auto": the model chooses; "none": no call; "required": a call in any case;
         {"name": NAME}: one call of the tool of this name.
     parallel_tool_calls: whether one answer may have several calls.
     template_arguments: variables of the chat template, such as {"enable_thinking": False}.
+    reasoning_budget: maximum of tokens of reasoning, after which its end is forced; None: no limit.
+        It has no effect on a model that does not reason.
     """
 
     tools: Sequence[Tool | Mapping[str, object]]
     tool_choice: ToolChoice
     parallel_tool_calls: bool
     template_arguments: Mapping[str, bool | int | float | str | None]
+    reasoning_budget: int | None
 
 
 def joined_calls(deltas: Sequence[ToolCallDelta]) -> tuple[ToolCall, ...]:

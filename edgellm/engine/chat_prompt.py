@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from edgellm.checks import check_flag, check_names
+from edgellm.checks import check_flag, check_names, check_number
 from edgellm.engine.answer import FilterOfAnswers, LogitFilter, filtered_scores
 from edgellm.engine.call import CallArguments, ChatArguments, ChatCallArguments
 from edgellm.engine.engine import Engine
@@ -42,8 +42,9 @@ if TYPE_CHECKING:
     from edgellm.text.template import ChatTemplate, Scalar
 
 
-# Tokens at a prompt's end in which the beginning of the reasoning is looked for.
-_TAIL = 32
+# Tokens at a prompt's end in which the beginning of the reasoning is looked for, and tokens that an
+# answer may have before it.
+_TAIL, _FEW = 32, 4
 _SCHEMAS = "the tools' parameters"  # in messages
 _log = logging.getLogger(__name__)
 
@@ -56,6 +57,7 @@ class ToolOptions:
     tool_choice: ToolChoice = "auto"
     parallel_tool_calls: bool = True
     template_arguments: Mapping[str, Scalar] | None = None
+    reasoning_budget: int | None = None
 
     @property
     def required(self) -> bool:
@@ -83,7 +85,9 @@ class ToolOptions:
         values = {**self.__dict__, **arguments}
         tools = checked_tools(values["tools"])
         check_flag("parallel_tool_calls", values["parallel_tool_calls"])
-        template_arguments = values["template_arguments"]
+        template_arguments, budget = values["template_arguments"], values["reasoning_budget"]
+        if budget is not None:
+            check_number("reasoning_budget", budget, 0, whole=True)
         if template_arguments is not None and not isinstance(template_arguments, Mapping):
             raise OptionError(
                 f"`template_arguments` is {template_arguments!r:.60}; a dict is expected"
@@ -93,6 +97,7 @@ class ToolOptions:
             tool_choice=checked_choice(values["tool_choice"], tools),
             parallel_tool_calls=values["parallel_tool_calls"],
             template_arguments=template_arguments,
+            reasoning_budget=budget,
         )
 
 
@@ -192,12 +197,12 @@ def chat_prompt(
         short_ids=template.traits.short_ids,
     )
     if isinstance(logit_filter, GrammarFilter):
-        return replace(prompt, logit_filter=_behind_reasoning(engine, prompt, logit_filter))
-    if not prompt.tools:
-        return prompt
-    held = MatcherFilter(_tools_matcher(engine, prompt, options), _SCHEMAS)
-    both = held if logit_filter is None else BothFilters(logit_filter, held)
-    return replace(prompt, logit_filter=both)
+        filters: list[LogitFilter | None] = [_behind_reasoning(engine, prompt, logit_filter)]
+    else:
+        tools = _tools_matcher(engine, prompt, options) if prompt.tools else None
+        filters = [logit_filter, tools and MatcherFilter(tools, _SCHEMAS)]
+    filters.append(_reasoning_end(tokenizer, prompt, options))
+    return replace(prompt, logit_filter=_all_of(filters))
 
 
 def _tools_matcher(engine: Engine, prompt: ChatPrompt, options: ToolOptions) -> Any:
@@ -295,6 +300,69 @@ class AnswerReader:
             tool_calls=delta.tool_calls,
             finish_reason=reason,
         )
+
+
+class ReasoningBudget:
+    """A logit filter that ends reasoning of some length, as if the model had written its end.
+
+    Args:
+        limit: maximum of tokens of reasoning.
+        open, close: tokens of the markers around reasoning.
+        begun: whether the prompt has begun the reasoning.
+    """
+
+    def __init__(self, limit: int, *, open: list[int], close: list[int], begun: bool) -> None:
+        self._limit, self._open, self._close, self._begun = limit, open, close, begun
+
+    def for_answer(self) -> ReasoningBudget:
+        return self  # all it needs is in the tokens of the answer
+
+    def __call__(self, scores: NDArray[np.float32], tokens: Sequence[int]) -> None:
+        """Rule out all but the next token of the end marker, in place, where the limit is reached.
+
+        Args:
+            tokens: tokens of the answer so far.
+        """
+        begin, size = self._first(tokens), len(self._close)
+        if begin is None or len(tokens) - begin < self._limit:
+            return
+        thoughts = list(tokens[begin:])
+        if any(thoughts[i : i + size] == self._close for i in range(len(thoughts) - size + 1)):
+            return
+        written = max(k for k in range(size) if thoughts[len(thoughts) - k :] == self._close[:k])
+        scores[:] = -np.inf
+        scores[self._close[written]] = 0
+
+    def _first(self, tokens: Sequence[int]) -> int | None:
+        """Return the number of tokens before the reasoning; None: it has not begun."""
+        if self._begun:
+            return 0
+        for at in range(_FEW):  # the model may write white space before its marker
+            if list(tokens[at : at + len(self._open)]) == self._open:
+                return at + len(self._open)
+        return None
+
+
+def _reasoning_end(
+    tokenizer: Tokenizer, prompt: ChatPrompt, options: ToolOptions
+) -> ReasoningBudget | None:
+    marks, limit = prompt.format.reasoning, options.reasoning_budget
+    if marks is None or limit is None:
+        return None
+    open, close = (
+        tokenizer.encode(mark.strip(), add_bos=False, parse_special=True)
+        for mark in (marks.open, marks.close)
+    )
+    return ReasoningBudget(limit, open=open, close=close, begun=prompt.in_reasoning)
+
+
+def _all_of(filters: Sequence[LogitFilter | None]) -> LogitFilter | None:
+    """Return a filter that applies those that are given, in their order; None if there are none."""
+    found: LogitFilter | None = None
+    for each in filters:
+        if each is not None:
+            found = each if found is None else BothFilters(found, each)
+    return found
 
 
 class BothFilters:

@@ -23,6 +23,7 @@ class Conversation:
         parallel_tool_calls: whether one answer may have several tool calls.
         template_arguments: further variables of the chat template, such as `enable_thinking`.
         template_hints: variables that are passed only to a template that reads them.
+        reasoning_budget: maximum of tokens of reasoning; None: no limit.
     """
 
     messages: tuple[Message, ...]
@@ -31,6 +32,7 @@ class Conversation:
     parallel_tool_calls: bool = True
     template_arguments: Mapping[str, Scalar] = field(default_factory=dict)
     template_hints: Mapping[str, Scalar] = field(default_factory=dict)
+    reasoning_budget: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -62,6 +62,7 @@ def asked_prompt(llm: LLM, model: str, ask: Ask) -> EncodedPrompt:
             tool_choice=prompt.tool_choice,
             parallel_tool_calls=prompt.parallel_tool_calls,
             template_arguments={**_hints(engine, prompt), **prompt.template_arguments},
+            reasoning_budget=prompt.reasoning_budget,
         )
         chat = chat_prompt(
             engine,

@@ -25,7 +25,7 @@ from edgellm import (
     load,
 )
 from edgellm.engine.answer import LogitFilter
-from edgellm.engine.chat_prompt import ToolOptions, chat_prompt
+from edgellm.engine.chat_prompt import ReasoningBudget, ToolOptions, chat_prompt
 from edgellm.text.grammar import MatcherFilter
 from edgellm.text.template import ChatTemplate
 
@@ -332,3 +332,70 @@ def test_conversations_of_a_batch_are_read_likewise(hermes: LLM) -> None:
     assert (first.reasoning, first.text, first.finish_reason) == ("Hm.", "So.", "tool_calls")
     assert [call.name for call in first.tool_calls] == ["name"]
     assert (second.reasoning, second.text) == ("Hm.", text.removeprefix("<think>Hm.</think>"))
+
+
+THINKING: Any = {"template_arguments": {"thinking": True}}
+
+
+@pytest.mark.parametrize("budget", [0, 1, 10])
+def test_reasoning_ends_with_its_budget(hermes: LLM, budget: int) -> None:
+    """What follows is what the model says after such thoughts, to the token."""
+    options = ToolOptions().changed({**THINKING, "reasoning_budget": budget})
+    messages = [Message("user", "Why?")]
+    prompt = chat_prompt(hermes.engine, messages, options).tokens
+    chat = hermes.chat(
+        temperature=0, max_tokens=40, ignore_eos=True, repetition_limit=0, **THINKING
+    )
+    answer = chat.send("Why?", reasoning_budget=budget)
+    close = hermes.tokenize("</think>", parse_special=True)
+    end = budget + len(close)
+    assert list(answer.tokens[budget:end]) == close
+    begun = [*prompt, *answer.tokens[:end]]
+    rest = hermes.generate(
+        begun, temperature=0, max_tokens=40 - end, ignore_eos=True, repetition_limit=0
+    )
+    assert answer.tokens[end:] == rest.tokens
+    assert answer.text == rest.text.lstrip() or answer.text.strip() == rest.text.strip()
+    longer = chat.regenerate(reasoning_budget=None)
+    assert list(longer)[-1].finish_reason == "length"
+
+
+def test_a_form_follows_reasoning_of_a_budget(hermes: LLM) -> None:
+    chat = hermes.chat(temperature=0.9, seed=2, max_tokens=60, **THINKING)
+    answer = chat.send("Why?", reasoning_budget=7, grammar='root ::= "yes" | "no"')
+    assert answer.text in ("yes", "no")
+    assert answer.finish_reason == "stop"
+
+
+@pytest.mark.parametrize(
+    ("begun", "written", "allowed"),
+    [
+        (True, [], None),
+        (True, [5, 5], None),
+        (True, [5, 5, 5], 8),
+        (True, [5, 5, 8], 9),
+        (True, [5, 5, 5, 8], 9),
+        (True, [5, 8, 9, 5, 5], None),
+        (True, [5, 5, 5, 8, 9], None),
+        (False, [5, 5, 5, 5, 5, 5], None),
+        (False, [6, 7, 5, 5], None),
+        (False, [6, 7, 5, 5, 5], 8),
+        (False, [3, 6, 7, 5, 5, 5], 8),
+        (False, [6, 7, 5, 5, 8, 9, 5], None),
+    ],
+)
+def test_where_a_budget_ends_reasoning(
+    begun: bool, written: list[int], allowed: int | None
+) -> None:
+    """6 7 begins it, and 8 9 ends it."""
+    budget = ReasoningBudget(3, open=[6, 7], close=[8, 9], begun=begun)
+    scores = np.zeros(12, np.float32)
+    budget.for_answer()(scores, written)
+    expected = np.arange(12) if allowed is None else [allowed]
+    assert np.flatnonzero(scores > -np.inf).tolist() == list(expected)
+
+
+@pytest.mark.parametrize("budget", [-1, 1.5, "3"])
+def test_wrong_budgets(tiny: LLM, budget: Any) -> None:
+    with pytest.raises(OptionError, match="reasoning_budget"):
+        tiny.chat(reasoning_budget=budget)

@@ -41,6 +41,7 @@ def read_conversation(fields: Fields) -> Conversation:
         tool_choice=choice,
         parallel_tool_calls=parallel,
         template_hints=_thinking(fields),
+        reasoning_budget=_budget(fields),
     )
 
 
@@ -154,6 +155,11 @@ def _choice(fields: Fields, tools: Sequence[Tool]) -> tuple[ToolChoice, bool]:
     choice: object = {"any": "required", "tool": {"name": given.get("name")}}.get(kind, kind)
     parallel = not given.flag("disable_parallel_tool_use")
     return checked("tool_choice", lambda: checked_choice(choice, tools)), parallel
+
+
+def _budget(fields: Fields) -> int | None:
+    given = fields.object("thinking")
+    return None if given is None else given.whole("budget_tokens", 0, 1 << 31)
 
 
 def _thinking(fields: Fields) -> dict[str, Scalar]:

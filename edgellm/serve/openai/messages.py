@@ -40,7 +40,17 @@ def read_conversation(fields: Fields) -> Conversation:
         parallel_tool_calls=parallel is not False,
         template_arguments=_template_arguments(fields),
         template_hints=hints,
+        reasoning_budget=read_budget(fields),
     )
+
+
+def read_budget(fields: Fields) -> int | None:
+    """Read the maximum of tokens of reasoning, under any of its names; -1: no limit."""
+    for name in ("reasoning_budget", "thinking_budget", "thinking_budget_tokens"):
+        value = fields.whole(name, -1, 1 << 31)
+        if value is not None:
+            return None if value == -1 else value
+    return None
 
 
 def read_messages(fields: Fields) -> tuple[Message, ...]:

@@ -13,7 +13,9 @@ from parsing import fields_of, refusal
 from serving import Running
 
 from edgellm import LLM
+from edgellm.serve.anthropic import messages
 from edgellm.serve.ask import Conversation
+from edgellm.serve.openai.messages import read_conversation
 from edgellm.serve.openai.responses import read_response
 
 MESSAGES: Any = [{"role": "user", "content": "go"}]
@@ -215,3 +217,25 @@ def test_langchain(server: Running) -> None:
     assert isinstance(after, AIMessage)
     assert after.usage_metadata is not None
     assert after.usage_metadata["output_tokens"] == 3
+
+
+@pytest.mark.parametrize(
+    ("fields", "budget"),
+    [
+        ({"reasoning_budget": 5}, 5),
+        ({"thinking_budget": 0}, 0),
+        ({"thinking_budget_tokens": 7}, 7),
+        ({"reasoning_budget": -1}, None),
+        ({}, None),
+    ],
+)
+def test_budgets_of_reasoning(fields: dict[str, Any], budget: int | None) -> None:
+    conversation = read_conversation(fields_of({"messages": MESSAGES, **fields}))
+    assert conversation.reasoning_budget == budget
+    thinking = {"type": "enabled", "budget_tokens": budget}
+    body = {"messages": MESSAGES, "thinking": thinking}
+    assert messages.read_conversation(fields_of(body)).reasoning_budget == budget
+    assert (
+        "reasoning_budget"
+        in refusal(read_conversation, {"messages": MESSAGES, "reasoning_budget": -2}).message
+    )
