@@ -136,6 +136,7 @@ class ChatPrompt:
     tools: tuple[Tool, ...]
     in_reasoning: bool
     short_ids: bool
+    parallel: bool
 
     def reader(self) -> AnswerReader:
         """Return a reader that takes one answer's pieces apart."""
@@ -195,6 +196,7 @@ def chat_prompt(
         tools=options.callable_tools,
         in_reasoning=marks is not None and tail.endswith(marks.open),
         short_ids=template.traits.short_ids,
+        parallel=options.parallel,
     )
     if isinstance(logit_filter, GrammarFilter):
         filters: list[LogitFilter | None] = [_behind_reasoning(engine, prompt, logit_filter)]
@@ -269,6 +271,7 @@ class AnswerReader:
                 tools=prompt.tools or None,
                 in_reasoning=prompt.in_reasoning,
                 short_ids=prompt.short_ids,
+                parallel=prompt.parallel,
             )
 
     def is_text_of(self, tokens: Sequence[int], tokenizer: Tokenizer) -> bool:

@@ -35,6 +35,7 @@ class AnswerParser:
         tools: tools that may be called; None: calls are content.
         in_reasoning: whether the prompt has begun the reasoning.
         short_ids: see `CallParser`.
+        parallel: whether several calls without markers may stand in one answer.
     """
 
     def __init__(
@@ -44,8 +45,10 @@ class AnswerParser:
         tools: Sequence[Tool] | None = None,
         in_reasoning: bool = False,
         short_ids: bool = False,
+        parallel: bool = True,
     ) -> None:
         self._format = format
+        self._parallel = parallel
         self._reader = MarkerReader()
         self._content: list[str] = []
         self._reasoning: list[str] = []
@@ -133,7 +136,7 @@ class AnswerParser:
         """Read content and calls up to the answer's end."""
         reader = self._reader
         triggers = self._triggers()
-        while (yield from self._bare_call()):
+        while (self._parallel or not self.calls) and (yield from self._bare_call()):
             self._trim = True
         while True:
             reader.forget()

@@ -147,9 +147,15 @@ def _python_literal(text: str) -> Any:
 def _types(schema: Mapping[str, Any]) -> set[str]:
     """Return the JSON types that a schema allows by type, anyOf, oneOf, or an enum of strings."""
     kind = schema.get("type")
-    types = {kind} if isinstance(kind, str) else set(kind or ())
-    if "enum" in schema:
-        types |= {"string"} if any(isinstance(v, str) for v in schema["enum"]) else set()
-    for part in (*schema.get("anyOf", ()), *schema.get("oneOf", ())):
+    given = [kind] if isinstance(kind, str) else _listed(kind)
+    types = {each for each in given if isinstance(each, str)}
+    if any(isinstance(value, str) for value in _listed(schema.get("enum"))):
+        types.add("string")
+    for part in (*_listed(schema.get("anyOf")), *_listed(schema.get("oneOf"))):
         types |= _types(part) if isinstance(part, Mapping) else set()
     return types
+
+
+def _listed(value: object) -> list[Any]:
+    """Return a keyword's list, or an empty one for a schema that is wrong there."""
+    return value if isinstance(value, list) else []

@@ -50,7 +50,6 @@ class CallParser:
         self._schemas = {tool.name: tool.schema.get("properties", {}) for tool in tools}
         self._short_ids = short_ids
         self._index = -1
-        self._known_alone = False  # whether other names than those of tools make no call
 
     @property
     def count(self) -> int:
@@ -75,11 +74,28 @@ class CallParser:
         return True
 
     def bare(self) -> Reading:
-        """Read one call of a known tool, an object without markers; False if there is none."""
-        known, self._known_alone = self._index, True
-        yield from self._object()
-        self._known_alone = False
-        return self._index > known
+        """Read one call of a known tool, an object without markers; False if there is none.
+
+        No grammar holds such an object, so nothing of it is a call until all of it is right.
+        """
+        reader, keys, begin = self._reader, self._format.keys, self._reader.at
+        assert keys is not None
+        if not (yield from reader.marker(" { ")):
+            return False
+        key = yield from self._value()
+        if key != json.dumps(keys.name) or not (yield from reader.marker(" : ")):
+            return False  # other objects are shown as they arrive
+        name = yield from self._value()
+        if name is None or not name.startswith('"') or json.loads(name) not in self._schemas:
+            return False
+        reader.at = begin
+        text = yield from self._value()
+        arguments = None if text is None else _bare_arguments(text, keys)
+        if arguments is None:
+            return False
+        self._announce(str(json.loads(name)), None)
+        self._fragment(json.dumps(arguments, ensure_ascii=False))
+        return True
 
     def _call(self) -> Reading:
         """Read one call; False if it is missing or not complete."""
@@ -281,8 +297,6 @@ class CallParser:
                 return False
             label = str(json.loads(key))
             call.values += 1
-            if self._known_alone and call.values == 1 and label != keys.name:
-                return False  # other objects are shown as they arrive
             if keys.name is None:
                 call.name = label
             if keys.name is None or (call.wants_arguments and _is_arguments(label, keys)):
@@ -295,13 +309,10 @@ class CallParser:
                 return False
             if label == keys.name or label == keys.id:
                 text = json.loads(value) if value.startswith('"') else value
-                if label == keys.name and not (value.startswith('"') and self._is_name(text)):
+                if label == keys.name and not (value.startswith('"') and _is_name(text)):
                     return False
                 call.take(is_name=label == keys.name, text=text)
         return call.end()
-
-    def _is_name(self, name: str) -> bool:
-        return _is_name(name) and (name in self._schemas or not self._known_alone)
 
     def _value(self) -> Generator[None, None, str | None]:
         """Read a whole JSON value; None if it is wrong or not complete."""
@@ -368,7 +379,7 @@ class _ObjectCall:
         reader = parser._reader
         if not (yield from reader.space()):
             return False
-        if self.name is not None and not parser._is_name(self.name):
+        if self.name is not None and not _is_name(self.name):
             return False
         if self.name is not None and not self._wait and reader.text[reader.at] == "{":
             self._begin()
@@ -383,7 +394,7 @@ class _ObjectCall:
 
     def end(self) -> bool:
         """Announce the call if that is still to be done; False if the object is no call."""
-        if self.name is None or not self._parser._is_name(self.name):
+        if self.name is None or not _is_name(self.name):
             return False
         if not self._begun:
             self._begin()
@@ -394,6 +405,21 @@ class _ObjectCall:
         assert self.name is not None
         self._begun = True
         self._parser._announce(self.name, self._id)
+
+
+def _bare_arguments(text: str, keys: ObjectKeys) -> dict[str, Any] | None:
+    """Return the arguments of an object that is a call and nothing else; None for other text."""
+    try:
+        values = json.loads(text)
+        given = [key for key in values if _is_arguments(key, keys)]
+        rest = values.keys() - {keys.name, keys.id, "id", "type", *given}
+        if len(given) != 1 or rest:
+            return None
+        arguments = values[given[0]]
+        arguments = json.loads(arguments) if isinstance(arguments, str) else arguments
+    except (ValueError, RecursionError):
+        return None
+    return arguments if isinstance(arguments, dict) else None
 
 
 def new_call_id(*, short: bool = False) -> str:

@@ -155,22 +155,37 @@ def without_later_system(messages: Sequence[Message]) -> list[Message]:
     Later ones become a part of the message before them, or of the user's behind them if the one
     before is an answer.
     """
-    placed, waiting = list[Message](), list[str]()  # texts for the next message of the user
+    placed, waiting = list[Message](), list[str]()  # texts that no message has taken in yet
     for message in messages:
         before = placed[-1] if placed else None
         if message.role in _SYSTEM and before is not None:
+            waiting.append(message.content)
             if before.role != "assistant":
-                placed[-1] = replace(before, content=f"{before.content}\n\n{message.content}")
-            else:
-                waiting.append(message.content)
-            continue
-        if waiting and message.role == "user":
-            message = replace(message, content="\n\n".join([*waiting, message.content]))
-        elif waiting:
-            placed.append(Message("user", "\n\n".join(waiting)))
-        waiting = []
-        placed.append(message)
-    return [*placed, Message("user", "\n\n".join(waiting))] if waiting else placed
+                placed[-1] = _with(before, waiting)
+        elif waiting and message.role == "user":
+            placed.append(replace(message, content="\n\n".join([*waiting, message.content])))
+            waiting.clear()
+        elif waiting and message.role == "tool":  # a result follows its call
+            placed.append(_with(message, waiting))
+        else:
+            placed += _of_user(waiting)
+            placed.append(message)
+    return placed + _of_user(waiting)
+
+
+def _with(message: Message, texts: list[str]) -> Message:
+    """Return a message with further texts, which are taken off their list."""
+    content = "\n\n".join([message.content, *texts])
+    texts.clear()
+    return replace(message, content=content)
+
+
+def _of_user(texts: list[str]) -> list[Message]:
+    """Return a message of the user with texts that are taken off their list; none without any."""
+    message = Message("user", "\n\n".join(texts))
+    found = [message] if texts else []
+    texts.clear()
+    return found
 
 
 class _Writer:

@@ -103,7 +103,7 @@ def probe_traits(render: Render, source: str) -> TemplateTraits:
     common = {
         "takes_tools": takes_tools,
         "reasoning_field": next(fields, None),
-        "takes_developer": re.search(r"['\"]developer['\"]", source) is not None,
+        "takes_developer": _takes_developer(render, source),
         "takes_later_system": _takes_later_system(render),
     }
     # identifiers of nine characters, and arguments as text, are for templates that take no others
@@ -126,15 +126,28 @@ def probe_traits(render: Render, source: str) -> TemplateTraits:
     return TemplateTraits(**common, renders_calls=reason)  # type: ignore[arg-type]
 
 
+def _takes_developer(render: Render, source: str) -> bool:
+    if re.search(r"['\"]developer['\"]", source) is None:
+        return False
+    message = {"role": "developer", "content": _PROBE_VALUE}
+    return _PROBE_VALUE in (_rendered(render, [message, PROBE_USER], tools=()) or "")
+
+
 def _takes_later_system(render: Render) -> bool:
-    """Whether a system message is rendered behind a message of the user, and behind an answer."""
-    system = {"role": "system", "content": _PROBE_VALUE}
+    """Whether a system message is rendered behind the user's and behind an answer, and the first
+    one beside it."""
+    first, later = ({"role": "system", "content": text} for text in (_PROBE_KEY, _PROBE_VALUE))
     answered = [PROBE_USER, {"role": "assistant", "content": "edge answer"}]
-    texts = (
-        _rendered(render, messages, tools=())
-        for messages in ([PROBE_USER, system], [*answered, system, PROBE_USER])
-    )
-    return all(text is not None and _PROBE_VALUE in text for text in texts)
+    alone = _rendered(render, [first, PROBE_USER], tools=())
+    kept = _PROBE_KEY if alone is not None and _PROBE_KEY in alone else ""
+    for messages in ([PROBE_USER, later], [*answered, later, PROBE_USER]):
+        behind = _rendered(render, messages, tools=())
+        both = _rendered(render, [first, *messages], tools=()) if kept else behind
+        if not all(text and _PROBE_VALUE in text for text in (behind, both)):
+            return False
+        if both is None or kept not in both:
+            return False
+    return True
 
 
 def _rendered_call(render: Render, traits: TemplateTraits) -> str | None:

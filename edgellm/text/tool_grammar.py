@@ -26,6 +26,7 @@ from edgellm.text.tool_format import (
 )
 from edgellm.tool_use import Tool
 
+_MOST_LOOKED_AT = 100
 _TEXT = r"/(.|\n)*/"
 _SPACE = r"/[ \n]{0,4}/"
 _LAYOUT = {
@@ -74,16 +75,25 @@ def loosened(tool: Tool, compiles: Callable[[Tool], bool]) -> Tool:
     if compiles(tool):
         return tool
     values: Mapping[str, Any] = tool.schema["properties"]
+    shared = ("$defs", "definitions")
+    definitions: dict[str, Any] = {k: tool.schema[k] for k in shared if k in tool.schema}
 
     def alone(key: str) -> Tool:
         only = {"properties": {key: values[key]}, "required": [key]}
-        return replace(tool, parameters={**tool.parameters, **only})
+        return replace(tool, parameters={**definitions, **only})
 
-    kept = {key: value for key, value in values.items() if compiles(alone(key))}
+    few = len(values) <= _MOST_LOOKED_AT  # each takes 1 ms
+    kept = {key: value for key, value in values.items() if few and compiles(alone(key))}
     anything: dict[str, Any] = {key: {} for key in values}
-    some = replace(tool, parameters={**tool.parameters, "properties": {**anything, **kept}})
-    if compiles(some):
-        return some
+    properties, required = {**anything, **kept}, _required(tool.schema)
+    tried: list[dict[str, Any]] = [
+        {**tool.parameters, "properties": properties},
+        {**definitions, "properties": properties, "required": required},
+        {"properties": properties, "required": required},
+    ]
+    for parameters in tried:
+        if compiles(loose := replace(tool, parameters=parameters)):
+            return loose
     return replace(tool, parameters={"properties": anything, "additionalProperties": True})
 
 
@@ -258,7 +268,7 @@ class _Grammar(_Rules):
         return f"{_quoted(tool.name)} {middle} {' '.join(parts)}"
 
     def _text_value(self, schema: Mapping[str, Any], close: str, name: str) -> str:
-        choices = schema.get("enum")
+        choices = _choices(schema)
         if choices and all(isinstance(choice, str) for choice in choices):
             return f"({' | '.join(map(_quoted, choices))}) {self.literal(close)}"
         return self._until(close, name)
@@ -285,8 +295,10 @@ class _Grammar(_Rules):
             tail = "".join(f"({between}{item})?" for item in optional)
             return between.join(required) + tail
         listed = ""
-        for item in reversed(optional):  # any subset of them, in their order
-            listed = f"({item} ({between}{listed})? | {listed})" if listed else item
+        # any subset of them, in their order; in rules, as nested text would double with each
+        for j, item in reversed([*enumerate(optional)]):
+            body = f"{item} ({between}{listed})? | {listed}" if listed else item
+            listed = self._rule(f"from_{i}_{j}", body)
         return f"({listed})?" if listed else ""
 
     def _python_value(self, schema: Mapping[str, Any]) -> str:
@@ -294,7 +306,7 @@ class _Grammar(_Rules):
             return _BOOLEAN
         if not _is_text(schema):
             return _schema(schema)
-        choices = schema.get("enum")
+        choices = _choices(schema)
         if not choices:
             return r"""(/'([^'\\]|\\.)*'/ | /"([^"\\]|\\.)*"/)"""
         quoted = [q for choice in choices for q in (repr(choice), json.dumps(choice))]
@@ -327,13 +339,14 @@ def _schema(schema: Mapping[str, Any]) -> str:
 
 
 def _arguments(tool: Tool) -> str:
-    return _schema({"additionalProperties": False, **tool.schema})
+    schema = tool.schema
+    return _schema({"additionalProperties": False, **schema, "required": _required(schema)})
 
 
 def _parameters(tool: Tool) -> list[tuple[str, Mapping[str, Any], bool]]:
     """Return the name of each parameter of a tool, its schema, and whether it is required."""
     schema = tool.schema
-    required = schema.get("required", ())
+    required = _required(schema)
     shared: dict[str, Any] = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
     values: Mapping[str, Any] = schema["properties"]
     return [
@@ -347,6 +360,19 @@ def _is_boolean(schema: Mapping[str, Any]) -> bool:
 
 
 def _is_text(schema: Mapping[str, Any]) -> bool:
+    choices = _choices(schema)
     return schema.get("type") == "string" or (
-        "type" not in schema and all(isinstance(v, str) for v in schema.get("enum", [None]))
+        "type" not in schema and bool(choices) and all(isinstance(v, str) for v in choices)
     )
+
+
+def _choices(schema: Mapping[str, Any]) -> list[Any]:
+    """Return the values of `enum`; none where it is missing or wrong."""
+    found = schema.get("enum")
+    return found if isinstance(found, list) else []
+
+
+def _required(schema: Mapping[str, Any]) -> list[str]:
+    """Return the names of required parameters; those that the schema does not have are left out."""
+    found, known = schema.get("required"), schema["properties"]
+    return [each for each in found if each in known] if isinstance(found, list) else []

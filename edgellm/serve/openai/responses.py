@@ -66,7 +66,7 @@ def read_response(fields: Fields) -> Ask:
         prompt=Conversation(
             messages=read_input(fields, offered),
             tools=tools,
-            tool_choice=read_choice(fields.get("tool_choice"), tools, "tool_choice"),
+            tool_choice=read_choice(offered.choice(fields), tools, "tool_choice"),
             parallel_tool_calls=fields.flag("parallel_tool_calls") is not False,
             template_hints=hints,
         ),

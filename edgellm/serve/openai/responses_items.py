@@ -21,10 +21,11 @@ _ROLES = ("system", "developer", "user", "assistant")
 # answered without.
 _HOSTED = (
     "web_search",
-    "web_search_preview",
     "file_search",
     "code_interpreter",
     "image_generation",
+    "computer",
+    "mcp",
     "tool_search",
 )
 
@@ -54,13 +55,19 @@ class OfferedTools:
         for index, tool in enumerate(listed):
             kind = tool.get("type", "function") if isinstance(tool, Mapping) else "function"
             if kind == "namespace":
-                for each in _in_namespace(tool, f"tools[{index}]"):
-                    space, name = str(tool.get("name")), str(each.get("name"))
+                for space, name, each in _in_namespace(tool, f"tools[{index}]"):
                     namespaces[f"{space}.{name}"] = (space, name)
-                    functions.append(_wrapped({**each, "name": f"{space}.{name}"}))
-            elif kind not in _HOSTED:
+                    functions.append({**each, "name": f"{space}.{name}"})
+            elif not str(kind).startswith(_HOSTED):
                 functions.append(_wrapped(tool, f"tools[{index}]"))
         return cls(read_tools(functions, "tools"), namespaces)
+
+    def choice(self, fields: Fields) -> Any:
+        """Return the field `tool_choice`, with the name that the model knows a tool by."""
+        given = fields.get("tool_choice")
+        if isinstance(given, Mapping) and isinstance(given.get("namespace"), str):
+            return {**given, "name": self.name_of(given["namespace"], str(given.get("name")))}
+        return given
 
     def name_of(self, namespace: str | None, name: str) -> str:
         """Return the name that the model knows a called tool by."""
@@ -75,15 +82,26 @@ class OfferedTools:
         return {"name": inner, "namespace": namespace}
 
 
-def _in_namespace(tool: Mapping[str, Any], where: str) -> list[Mapping[str, Any]]:
-    functions = tool.get("tools")
-    if not isinstance(functions, list) or not all(isinstance(f, Mapping) for f in functions):
-        raise RequestError(
-            "invalid_request", f"`{where}.tools` is a list of functions", param=f"{where}.tools"
-        )
+def _in_namespace(
+    tool: Mapping[str, Any], where: str
+) -> Iterator[tuple[str, str, Mapping[str, Any]]]:
+    """Yield the namespace, and the name and the fields of each of its functions."""
+    space, functions = tool.get("name"), tool.get("tools")
+    if not isinstance(space, str) or not space:
+        raise _wrong(f"{where}.name", "a string")
+    if not isinstance(functions, list):
+        raise _wrong(f"{where}.tools", "a list of functions")
     for index, function in enumerate(functions):
-        _wrapped(function, f"{where}.tools[{index}]")
-    return functions
+        wrapped = _wrapped(function, f"{where}.tools[{index}]")
+        fields = wrapped.get("function") if isinstance(wrapped, Mapping) else None
+        name = fields.get("name") if isinstance(fields, Mapping) else None
+        if not isinstance(fields, Mapping) or not isinstance(name, str):
+            raise _wrong(f"{where}.tools[{index}]", "a function with a name")
+        yield space, name, fields
+
+
+def _wrong(param: str, allowed: str) -> RequestError:
+    return RequestError("invalid_request", f"`{param}` is wrong; allowed is {allowed}", param=param)
 
 
 def _wrapped(tool: Any, where: str = "") -> Any:
@@ -146,7 +164,7 @@ def _add(messages: list[Message], item: Fields, offered: OfferedTools) -> None:
     elif kind == "function_call_output":
         output = content_text(item, "output")
         messages.append(Message("tool", output, tool_call_id=item.required_text("call_id")))
-    else:
+    elif not kind.startswith(_HOSTED):  # calls of tools that are left out
         raise RequestError(
             "not_supported",
             f"`{item.where}type` is {kind[:40]!r}; allowed are message, reasoning, function_call "

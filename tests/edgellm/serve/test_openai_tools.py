@@ -196,6 +196,16 @@ def test_tools_of_a_namespace(client: openai.OpenAI) -> None:
         given = [{"type": "namespace", "name": "n", **wrong}]
         error = refusal(read_response, {**fields, "tools": given})
         assert "tools[0].tools" in error.message
+    for name in (None, "", 3):
+        given = [{"type": "namespace", "name": name, "tools": functions}]
+        assert "tools[0].name" in refusal(read_response, {**fields, "tools": given}).message
+    nested = {**fields, "tools": [{"type": "namespace", "name": "n", "tools": TOOLS}]}
+    nested |= {"tool_choice": {"type": "function", "namespace": "n", "name": "move"}}
+    nested["input"] = [{"type": "web_search_call", "id": "w"}, {"role": "user", "content": "a"}]
+    prompt = read_response(fields_of(nested)).prompt
+    assert isinstance(prompt, Conversation)
+    assert prompt.tool_choice == {"name": "n.move"}
+    assert all(tool.name.startswith("n.") for tool in prompt.tools)
     same = [tools[1], tools[1]]
     assert "agents" in refusal(read_response, {**fields, "tools": same}).message
 

@@ -193,17 +193,18 @@ def test_a_call_that_is_cut_off_or_goes_wrong(
     [
         ('{"name": "f", "arguments": {"n": 1}}', "", ['{"n": 1}']),
         ('```json\n{"name": "f", "arguments": {"n": 1}}\n```', "", ['{"n": 1}']),
-        ('\n```\n{\n  "name": "f",\n  "arguments": {\n"n": 1}\n}\n```\n', "", ['{\n"n": 1}']),
+        ('\n```\n{\n  "name": "f",\n  "arguments": {\n"n": 1}\n}\n```\n', "", ['{"n": 1}']),
         ('```json\n{"name": "f", "arguments": {"n": 1}}', "", ['{"n": 1}']),
-        ('```json\n{"name": "f", "arguments": {"n": 1', "", ['{"n": 1']),
-        ('{"name": "f"}', "", ["{}"]),
+        ('{"id": 3, "name": "f", "arguments": {}}', '{"id": 3, "name": "f", "arguments": {}}', []),
+        ('{"name": "f", "parameters": "{\\"n\\": 1}", "id": "x"}', "", ['{"n": 1}']),
         (
             '{"name": "f", "arguments": {}}\n{"name": "f", "arguments": {"n": 2}}',
             "",
             ["{}", '{"n": 2}'],
         ),
         (
-            '```json\n{"name": "f", "arguments": {}}\n```\n```json\n{"name": "f"}\n```\nDone.',
+            '```json\n{"name": "f", "arguments": {}}\n```\n'
+            '```json\n{"name": "f", "arguments": {}}\n```\nDone.',
             "Done.",
             ["{}", "{}"],
         ),
@@ -235,6 +236,13 @@ def test_an_answer_that_begins_with_calls_without_markers(
         '{"kind": "x", "name": "f", "arguments": {}}',
         '[{"name": "f", "arguments": {}}]',
         '{"name": 3}',
+        '{"name": "f"}',
+        '{"name": "f", "description": "A tool", "arguments": {}}',
+        '{"name": "f", "parameters": {}, "arguments": {}}',
+        '{"name": "f", "s": "a"}',
+        '{"name": "f", "arguments": {"s": \'a\'}}',
+        '{"name": "f", "arguments": {"n": 1,}}',
+        '{"name": "f", "arguments": {"n": 1',
         '{"name": "f", "arguments": 3}',
         "```json\n{",
         "``",
@@ -245,10 +253,17 @@ def test_other_json_is_content(text: str, size: int) -> None:
     assert joined(read(HERMES, text, size=size)) == (text, "", [])
 
 
+def test_one_call_without_markers_where_more_are_not_wanted() -> None:
+    call = '{"name": "f", "arguments": {}}'
+    parser = AnswerParser(HERMES, tools=TOOLS, parallel=False)
+    deltas = [parser.add(f"{call}\n{call}"), parser.finish()]
+    assert joined(deltas) == (call, "", [("f", "{}")])
+
+
 def test_other_json_is_shown_as_it_arrives() -> None:
     parser = AnswerParser(HERMES, tools=TOOLS)
     shown = [parser.add(text).content for text in ("```json\n", '{"a"', ": [1", ", 2]}")]
-    assert shown == ["", "", '```json\n{"a": [1', ", 2]}"]
+    assert shown == ["", '```json\n{"a"', ": [1", ", 2]}"]
 
 
 def test_without_tools_calls_are_content() -> None:

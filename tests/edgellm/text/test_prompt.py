@@ -301,6 +301,7 @@ def test_how_a_template_takes_arguments(arguments: str, as_text: bool) -> None:
         ("u1 s2", "u:1+2"),
         ("u1 s2 d3 a1 s4 u5 s6", "u:1+2+3 a:1 u:4+5+6"),
         ("u1 a1 t1 s2 u3", "u:1 a:1 t:1+2 u:3"),
+        ("u1 a1 s2 t3 t4", "u:1 a:1 t:3+2 t:4"),
         ("u1 a1 s2 s3 a4 s5", "u:1 a:1 u:2+3 a:4 u:5"),
     ],
 )

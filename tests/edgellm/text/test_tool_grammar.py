@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -166,13 +167,54 @@ HARD: dict[str, dict[str, object]] = {
     "remote": {"$ref": "https://example.org/schema.json"},
     "nothing": {"type": "string", "minLength": 5, "maxLength": 2},
 }
+# Schemas that say something wrong where they are read as a whole.
+ODD: list[dict[str, Any]] = [
+    {"required": None},
+    {"required": True},
+    {"required": ["n", "gone"]},
+    {"additionalProperties": None},
+    {"patternProperties": {"(?=a)": {}}},
+    {"properties": {"n": {"type": "integer"}, "s": {"enum": None}}},
+    {"properties": {"n": {"type": "integer"}, "s": {"type": "string", "enum": 5}}},
+    {"properties": {"n": {"type": "integer"}, "s": {"type": [{}]}}},
+    {"properties": {f"p{i}": {"type": "nonsense"} for i in range(300)}},
+]
 LEFT_OUT = {"propertyNames", "uniqueItems", "not", "if", "contains", "format"}
 
 
-@pytest.mark.parametrize("kind", ["object", "json", "tagged", "python", "braces"])
+KINDS = ["object", "json", "tagged", "python", "braces"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("keyword", HARD)
 def test_no_schema_refuses_a_tool(tmp_path: Path, kind: Kind, keyword: str) -> None:
     """What llguidance can do without is left out; else the one parameter may be any JSON."""
+    whole: dict[str, Any] = {"n": {"type": "integer"}, "hard": HARD[keyword]}
+    tool = Tool("f", "", {"properties": whole, "required": ["n", "hard"]})
+    compiles = compiler(tmp_path, kind)
+    loose = loosened(tool, compiles)
+    assert compiles(loose)
+    if keyword in LEFT_OUT or loose == tool:
+        assert loose == tool
+    else:
+        expected = {"properties": {"n": {"type": "integer"}, "hard": {}}}
+        assert loose.parameters == {**expected, "required": ["n", "hard"]}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("odd", ODD, ids=lambda odd: json.dumps(odd)[:50])
+def test_the_rest_of_an_odd_schema_is_held(tmp_path: Path, kind: Kind, odd: dict[str, Any]) -> None:
+    whole = {"properties": {"n": {"type": "integer"}}, **odd}
+    compiles = compiler(tmp_path, kind)
+    loose = loosened(Tool("f", "", whole), compiles)
+    assert compiles(loose)
+    assert loose.schema["properties"].get("n", {"type": "integer"}) == {"type": "integer"}
+    required = loose.schema.get("required")
+    assert not isinstance(required, list) or "n" in required or not required
+
+
+def compiler(tmp_path: Path, kind: Kind) -> Callable[[Tool], bool]:
+    """Whether a grammar can be made for a tool that is called in some form."""
     save_tokenizer(tmp_path)
     tokenizer = Tokenizer(tmp_path, TokenizerEntry("<s>", False, ("</s>",)))
     grammars = Grammars(tokenizer)
@@ -200,12 +242,4 @@ def test_no_schema_refuses_a_tool(tmp_path: Path, kind: Kind, keyword: str) -> N
             return False
         return True
 
-    whole: dict[str, Any] = {"n": {"type": "integer"}, "hard": HARD[keyword]}
-    tool = Tool("f", "", {"properties": whole, "required": ["n", "hard"]})
-    loose = loosened(tool, compiles)
-    assert compiles(loose)
-    if keyword in LEFT_OUT or loose == tool:
-        assert loose == tool
-    else:
-        expected = {"properties": {"n": {"type": "integer"}, "hard": {}}}
-        assert loose.parameters == {**expected, "required": ["n", "hard"]}
+    return compiles
