@@ -142,8 +142,9 @@ class PromptRows(Generic[RequestT]):
             if entry.number in self._served:
                 continue
             if not self._admit(entry, first=True):
-                line = [item for item in line if self._runs(item[2])]
-                heapq.heapify(line)
+                if self._places < 1:
+                    line = [item for item in line if self._runs(item[2])]
+                    heapq.heapify(line)
                 continue
             if entry.left > room // 2 and self._let_short_ones_ride(line, room, entry.left):
                 room = self._room(entry.request.computed)
@@ -214,6 +215,8 @@ class PromptRows(Generic[RequestT]):
         if self._places < 1:
             return False
         if not self._has_blocks(entry.request):
+            if first and self._is_claimed(entry):
+                return False
             self._places = 0
             if first:
                 self.plan.refused = entry
@@ -223,6 +226,15 @@ class PromptRows(Generic[RequestT]):
         if entry is self.plan.refused:
             self.plan.refused = None
         return True
+
+    def _is_claimed(self, entry: Entry[RequestT]) -> bool:
+        """Whether a prompt is first only by what it finds in the cache, so that others may pass it.
+
+        It needs room for all of its tokens all the same. Once it has waited for as many rows, it is
+        first by its waiting.
+        """
+        waited = self._snapshot.clock - entry.clock
+        return entry.findable > 0 and waited < len(entry.request.tokens)
 
     def _has_blocks(self, request: RequestT) -> bool:
         """Whether all requests find room at the same time; a lone one may take that of others."""

@@ -32,13 +32,26 @@ _NAMES = {
     "lark": "the grammar",
     "regex": "the regular expression",
 }
-_LARK = re.compile(r"^\s*(%llguidance\b|start\s*:(?!:))", re.MULTILINE)
-# llama.cpp's escapes of characters, which llguidance's converter does not read.
-_ESCAPE = re.compile(r"(\\\\)|\\(?:x([0-9a-fA-F]{2})|u([0-9a-fA-F]{4})|U([0-9a-fA-F]{8}))")
-# Parts of GBNF whose text is no name, and the name that the converter gives to `root`.
-_START = re.compile(r'"(?:[^"\\]|\\.)*"|\[(?:[^\]\\]|\\.)*\]|#[^\n]*|(?<![-\w])start(?![-\w])')
+_LARK = re.compile(
+    r"^[ \t]*(%llguidance\b|[?!]?start(\[[^\]\n]*\]|\.\d+)?[ \t]*:(?!:))", re.MULTILINE
+)
+_LARK_RULE = re.compile(r"^[ \t]*[?!]?\w+(\[[^\]\n]*\]|\.\d+)?[ \t]*:", re.MULTILINE)
+_NEW_NAME = re.compile(r"rule\d+")
+# llguidance compiles by recursion: 2,000 rules in a chain pass, 3,000 end the process.
+_MOST_RULES = 1000
+_LONGEST_MESSAGE = 300
+# Parts of GBNF: a comment, a text, a class, a number of times, a name, any character. A part that
+# is not closed ends with the text, so that looking for its end takes linear time.
+_GBNF = re.compile(
+    r'#[^\n]*|"(?:[^"\\]|\\.)*(?:"|\Z)|\[(?:[^\]\\]|\\.)*(?:\]|\Z)|\{[^}\n]*|[-\w]+|\.',
+    re.DOTALL,
+)
+_CHARACTER = re.compile(r"\\x[0-9a-fA-F]{2}|\\u[0-9a-fA-F]{4}|\\U[0-9a-fA-F]{8}|\\.|.", re.DOTALL)
+_ESCAPED = {"n": "\n", "r": "\r", "t": "\t"}
 # Parts of Lark whose text is no name, and names of terminals.
-_TERMINAL = re.compile(r'//[^\n]*|"(?:[^"\\]|\\.)*"|/(?:[^/\\]|\\.)*/|\b[A-Z][A-Z0-9_]*\b')
+_TERMINAL = re.compile(
+    r'//[^\n]*|"(?:[^"\\]|\\.)*(?:"|\Z)|/(?:[^/\\]|\\.)*(?:/|\Z)|\b[A-Z][A-Z0-9_]*\b', re.DOTALL
+)
 
 
 @dataclass(frozen=True)
@@ -60,11 +73,10 @@ class Grammar:
     def __post_init__(self) -> None:
         check_choice("kind", self.kind, GRAMMAR_KINDS)
         check_text("grammar", self.text)
-        if self.kind != "json_schema" and len(self.text) > MAX_GRAMMAR_CHARACTERS:
-            raise OptionError(
-                f"{self.name} has {len(self.text)} characters; at most {MAX_GRAMMAR_CHARACTERS} "
-                "are allowed"
-            )
+        if self.kind != "json_schema":
+            _check_size(self.text, self.name)
+        if not self.text.isascii() and any("\ud800" <= c < "\ue000" for c in self.text):
+            raise OptionError(f"{self.name} has half a surrogate pair, which is no character")
 
     @property
     def name(self) -> str:
@@ -75,12 +87,15 @@ class Grammar:
     def of(cls, text: str) -> Grammar:
         """Return a grammar in GBNF, or in Lark if it has a rule `start:` or begins as such."""
         check_text("grammar", text)
+        _check_size(text, "the grammar")
         return cls("lark" if _LARK.search(text) else "gbnf", text)
 
     @classmethod
     def one_of(cls, texts: Sequence[str]) -> Grammar:
         """Return the grammar of answers that are one of the texts."""
-        quoted = (json.dumps(text, ensure_ascii=False) for text in texts)
+        if isinstance(texts, str) or not texts:
+            raise OptionError("a list of at least one text is expected to choose from")
+        quoted = (f'"{"".join(map(_escaped, text))}"' for text in texts)
         return cls("lark", f"start: TEXT\nTEXT: {' | '.join(quoted)}")
 
     def lark(self) -> str:
@@ -90,24 +105,98 @@ class Grammar:
             OptionError: it is a schema, or cannot be converted.
         """
         if self.kind == "lark":
-            return self.text
+            return self._few_rules(self.text)
         llguidance = _import_llguidance()
         if self.kind == "regex":
             return f"start: /{llguidance.regex_to_lark(self.text)}/"
         from llguidance.gbnf_to_lark import gbnf_to_lark
 
+        names = {"root": "root"}
         try:
-            return _as_rules(gbnf_to_lark(_prepared(self.text)))
+            return self._few_rules(_as_rules(gbnf_to_lark(_prepared(self.text, names))))
+        except OptionError:
+            raise
         except RecursionError:
             raise OptionError(f"{self.name} cannot be used: it is nested too deep") from None
         except Exception as error:  # the converter's own kinds are plain exceptions
-            raise OptionError(f"{self.name} cannot be used: {error}") from None
+            given = {new: old for old, new in names.items()}
+            message = _NEW_NAME.sub(lambda match: given.get(match[0], match[0]), str(error))
+            message = message[:_LONGEST_MESSAGE]
+            raise OptionError(f"{self.name} cannot be used: {message}") from None
+
+    def _few_rules(self, lark: str) -> str:
+        count = sum(1 for _ in _LARK_RULE.finditer(lark))
+        if count > _MOST_RULES:
+            raise OptionError(f"{self.name} has {count} rules; at most {_MOST_RULES} are allowed")
+        return lark
 
 
-def _prepared(gbnf: str) -> str:
-    """Return GBNF without what llguidance's converter does not take."""
-    text = _ESCAPE.sub(_unescaped, gbnf)
-    return _START.sub(lambda match: "start-rule" if match[0] == "start" else match[0], text)
+def _check_size(text: str, name: str) -> None:
+    if len(text) > MAX_GRAMMAR_CHARACTERS:
+        raise OptionError(
+            f"{name} has {len(text)} characters; at most {MAX_GRAMMAR_CHARACTERS} are allowed"
+        )
+
+
+def _prepared(gbnf: str, names: dict[str, str]) -> str:
+    """Return GBNF that llguidance's converter takes as llama.cpp does.
+
+    Rules get names that no other notation gives a meaning, and characters the escapes that Rust's
+    regular expressions know.
+
+    Args:
+        names: new names by those of the grammar; more are added.
+    """
+
+    def part(match: re.Match[str]) -> str:
+        text = match[0]
+        if text[0] in "#{":
+            return "" if text[0] == "#" else text
+        if text[0] == '"':
+            closed = len(text) > 1 and text.endswith('"')
+            return f'"{"".join(map(_escaped, _characters(text[1:-1])))}"' if closed else text
+        if text[0] == "[":
+            return f"[{_class(text[1:-1])}]" if text.endswith("]") else text
+        return r"[^\x00]" if text == "." else names.setdefault(text, f"rule{len(names)}")
+
+    return _GBNF.sub(part, gbnf)
+
+
+def _characters(text: str) -> list[str]:
+    """Return the characters of a text or class with llama.cpp's escapes."""
+    return [_character(match[0]) for match in _CHARACTER.finditer(text)]
+
+
+def _character(text: str) -> str:
+    if len(text) == 1:
+        return text
+    if len(text) == 2:
+        return _ESCAPED.get(text[1], text[1])
+    code = int(text[2:], 16)
+    if code > 0x10FFFF or 0xD800 <= code < 0xE000:
+        raise OptionError(f"the grammar cannot be used: {text} is no character")
+    return chr(code)
+
+
+def _escaped(character: str) -> str:
+    plain = character.isalnum() or character == " " or ord(character) > 127
+    return character if plain else f"\\x{ord(character):02x}"
+
+
+def _class(text: str) -> str:
+    """Return the content of a class in which a hyphen between two characters makes a range."""
+    negated = text.startswith("^")
+    found = _characters(text[negated:])
+    hyphens = [match[0] == "-" for match in _CHARACTER.finditer(text[negated:])]
+    parts, i = ["^" if negated else ""], 0
+    while i < len(found):
+        if i + 2 < len(found) and hyphens[i + 1]:
+            parts.append(f"{_escaped(found[i])}-{_escaped(found[i + 2])}")
+            i += 3
+        else:
+            parts.append(_escaped(found[i]))
+            i += 1
+    return "".join(parts)
 
 
 def _as_rules(lark: str) -> str:
@@ -122,17 +211,6 @@ def _as_rules(lark: str) -> str:
         return match[0] if match[0][0] in '/"' else match[0].lower()
 
     return _TERMINAL.sub(renamed, lark)
-
-
-def _unescaped(match: re.Match[str]) -> str:
-    """Return the character of an escape, or the escape if the character has a meaning."""
-    digits = match[2] or match[3] or match[4]
-    if digits is None:
-        return match[0]
-    code = int(digits, 16)
-    if code > 0x10FFFF or 0xD800 <= code < 0xE000:
-        raise OptionError(f"the grammar cannot be used: {match[0]} is no character")
-    return chr(code) if code > 126 or chr(code).isalnum() else f"\\x{code:02x}"
 
 
 class Grammars:
@@ -188,7 +266,7 @@ class Grammars:
         """
         matcher = self._llguidance.LLMatcher(self._vocabulary, grammar, log_level=0)
         if problem := matcher.get_error():
-            problem = _LISTING.split(problem)[0]
+            problem = _LISTING.split(problem)[0][:_LONGEST_MESSAGE]
             raise OptionError(f"{what} cannot be used: {problem}")
         return matcher
 

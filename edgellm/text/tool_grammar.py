@@ -116,7 +116,8 @@ def after_reasoning(format: AnswerFormat, grammar: Grammar, *, added: Mapping[st
         return json.dumps({"grammars": parts})
     schema = json.loads(grammar.text)
     if isinstance(schema, Mapping):
-        layout = {**schema.get("x-guidance", {}), "whitespace_pattern": WHITESPACE}
+        given = schema.get("x-guidance")
+        layout = {**(given if isinstance(given, Mapping) else {}), "whitespace_pattern": WHITESPACE}
         schema = {**schema, "x-guidance": layout}
     return rules.grammar(f"{before} %json {json.dumps(schema)}")
 

@@ -70,6 +70,19 @@ def test_a_prompt_that_is_cached_does_not_wait_for_a_long_one() -> None:
     finish(llm, [long, follows])
 
 
+def test_a_cached_prompt_without_room_lets_others_pass() -> None:
+    """What it shares with a running request is counted as if it needed room of its own."""
+    llm = start(16384, blocks=100)
+    talk = tokens(1, 60 * 128)
+    (first,) = ask(llm, talk, max_tokens=300)
+    while not first.stats().generation_tokens:
+        step(llm, [first])
+    (follows,) = ask(llm, [*talk, *tokens(3, 20)], max_tokens=2)
+    (short,) = ask(llm, tokens(2, 50), max_tokens=2)
+    assert steps_to_first_token(llm, short, [first, follows]) <= 4
+    finish(llm, [first, follows, short])
+
+
 def test_what_becomes_cached_while_a_prompt_waits_counts() -> None:
     llm = start(16384, blocks=400)
     (long,) = ask(llm, tokens(2, 12000), max_tokens=2)

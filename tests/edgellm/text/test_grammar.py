@@ -208,6 +208,25 @@ ws    ::= [ \t\n]*
         (Grammar.of('root ::= root "a" | "b"'), ["b", "baaa"], ["a"]),
         (Grammar.of('start ::= "b"\nroot ::= "a" start'), ["ab"], ["b"]),
         (Grammar.of('start: "a" b\nb: "b"'), ["ab"], ["a"]),
+        (Grammar.of('?start: "a"'), ["a"], ["b"]),
+        (Grammar.of("root ::= .*"), ["ab\ncd", ""], []),
+        (
+            Grammar.of("root ::= [+--] | [~~] | [a-b&&c]"),
+            ["+", ",", "-", "~", "&", "a"],
+            ["d", "."],
+        ),
+        (Grammar.of('root ::= _d " 1"\n_d ::= [0-9 ]+'), ["5 1", "5 5 1"], ["5"]),
+        (
+            Grammar.of(
+                'root ::= start start-rule Foo foo a-b a_b 1a # \\uD83D "\n'
+                'start ::= "x"\nstart-rule ::= "y"\nFoo ::= "1"\nfoo ::= "2"\n'
+                'a-b ::= "3"\na_b ::= "4"\n1a ::= "5"'
+            ),
+            ["xy12345"],
+            ["yy12345"],
+        ),
+        (Grammar.of(r'root ::= "\[\]\"\\/" [\]\\/\-^\x7f]'), [r"""[]"\/]""", '[]"\\/\x7f'], ["a"]),
+        (Grammar.one_of(["\x7f"]), ["\x7f"], ["a"]),
         (Grammar("regex", r"[a-z]{2}/\d+|\"x"), ["ab/12", '"x'], ["a/1", "ab/"]),
         (Grammar.one_of(["a", 'b"\\\n', "ü"]), ["a", 'b"\\\n', "ü"], ["b", ""]),
     ],
@@ -237,6 +256,18 @@ def test_texts_of_grammars(
         (r'root ::= "\uD800"', "no character"),
         ("start: y", "cannot be used"),
         ("a" * (1 << 19), "at most 262144"),
+        ("\n" * (1 << 18), "root"),
+        ("root ::= " + "[" * 200_000, "cannot be used"),
+        ("root ::= " + '"' * 200_001, "cannot be used"),
+        ("root ::= " + "a" * 200_000, "cannot be used"),
+        (
+            "root ::= r1\n"
+            + "".join(f"r{i} ::= r{i + 1}\n" for i in range(1, 3000))
+            + 'r3000 ::= "a"',
+            "at most 1000",
+        ),
+        ("start: r1\n" + "".join(f"r{i}: r{i + 1}\n" for i in range(1, 3000)), "at most 1000"),
+        ("root ::= \ud800", "surrogate"),
     ],
 )
 def test_grammars_that_cannot_be_used(llm: LLM, text: str, why: str) -> None:
