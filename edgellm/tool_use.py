@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypedDict
 
-from edgellm.checks import check_text
+from edgellm.checks import check_references, check_text
 from edgellm.errors import OptionError
 
 # A mapping {"name": NAME} chooses the tool of that name.
@@ -241,6 +241,7 @@ def _check_schema(name: str, schema: object) -> None:
         size = len(json.dumps(schema, allow_nan=False))
     except (TypeError, ValueError) as error:
         raise OptionError(f"tool {name}: `parameters` is no JSON: {error}") from None
+    check_references(f"tool {name}: `parameters`", schema)
     if size > MAX_SCHEMA_CHARACTERS:
         raise OptionError(
             f"tool {name}: `parameters` has {size} characters of JSON; "

@@ -15,7 +15,7 @@ from typing import Any, Literal, get_args
 import numpy as np
 from numpy.typing import NDArray
 
-from edgellm.checks import check_choice, check_text
+from edgellm.checks import check_choice, check_references, check_text
 from edgellm.errors import OptionError
 from edgellm.text.tokenizer import Tokenizer
 
@@ -242,10 +242,12 @@ class Grammars:
 
     def _schema_matcher(self, schema: str) -> Any:
         try:
-            json.loads(schema)
+            check_references("the JSON schema", json.loads(schema))
             grammar = self._llguidance.LLMatcher.grammar_from_json_schema(
                 schema, overrides={"whitespace_pattern": WHITESPACE}
             )
+        except OptionError:
+            raise
         except json.JSONDecodeError as error:
             raise OptionError(f"the JSON schema is not JSON: {error}") from None
         except RecursionError:

@@ -3,11 +3,12 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from typing import Any
 
 import numpy as np
 import pytest
 
-from edgellm import OptionError
+from edgellm import OptionError, Tool
 from edgellm.kernels.native import library
 from edgellm.llm import LLM
 from edgellm.text.grammar import Grammar, Grammars, JsonFilter, MatcherFilter
@@ -74,6 +75,23 @@ def test_deep_schemas(grammars: Grammars, depth: int, opening: str) -> None:
     closing = "".join({"{": "}", "[": "]"}[c] for c in reversed(opening) if c in "{[")
     with pytest.raises(OptionError, match="the JSON schema cannot be used"):
         JsonFilter(grammars, opening * depth + "{}" + closing * depth)
+
+
+@pytest.mark.parametrize("kind", ["properties", "items", "$ref", "\\u0024ref"])
+def test_chains_of_references(grammars: Grammars, kind: str) -> None:
+    """llguidance would end the process."""
+    names: dict[str, Any] = {f"d{i}": {"$ref": f"#/$defs/d{i + 1}"} for i in range(3000)}
+    if kind == "properties":
+        names = {key: {"properties": {"a": value}} for key, value in names.items()}
+    elif kind == "items":
+        names = {key: {"items": value} for key, value in names.items()}
+    text = json.dumps({"$defs": {**names, "d3000": {}}, "$ref": "#/$defs/d0"})
+    text = text.replace('"$ref"', f'"{kind}"') if "ref" in kind else text
+    with pytest.raises(OptionError, match=r"3001 references in .* levels"):
+        JsonFilter(grammars, text)
+    schema = json.loads(text)
+    with pytest.raises(OptionError, match=r"tool f: .* references"):
+        Tool("f", "", {"$defs": schema["$defs"], "properties": {"a": {"$ref": schema["$ref"]}}})
 
 
 def test_a_vocabulary_serves_many_filters(tokenizer: Tokenizer, grammars: Grammars) -> None:
