@@ -13,6 +13,7 @@ import argparse
 
 import numpy as np
 
+from edgellm.cache.groups import CacheGroup
 from edgellm.cache.kv_cache import KVCache
 from edgellm.kernels.kv_blocks import BLOCK
 from edgellm.llm import load
@@ -38,8 +39,11 @@ def rows(cache: KVCache, tokens: int) -> list[tuple[str, ...]]:
         blocks = np.array([pool.used, pool.touched, whole, pool.resident, count])
         sizes = blocks * (group.blocks.nbytes / count / 1e6)
         sums += sizes
-        window = "all" if group.group.window is None else str(group.group.window)
-        table.append((str(len(group.group.layers)), window, *_cells(sizes)))
+        kind = group.group
+        seen = "all" if kind.keeps_all else "state"
+        if isinstance(kind, CacheGroup) and kind.window is not None:
+            seen = str(kind.window)
+        table.append((str(len(kind.layers)), seen, *_cells(sizes)))
     return [*table, ("together", "", *_cells(sums))]
 
 
