@@ -324,10 +324,10 @@ class Batcher:
             request = self._submitted.popleft()
             if not request.withdrawn:
                 self._live[id(request)] = request
-                self._scheduler.add(request, findable=request.findable, version=version)
+                self._scheduler.add(request, findable=_findable(request), version=version)
                 for fork in request.forks:
                     fork.asked = request.asked
-        self._scheduler.look_up(version, lambda request: request.findable)
+        self._scheduler.look_up(version, _findable)
 
     def _end(self) -> None:
         """End requests that were cancelled or ran out of time, or whose session has changed."""
@@ -369,6 +369,14 @@ class Batcher:
             max_decodes=min(_DECODES, rows // 2),
             row_multiple=self._row_multiple,
         )
+
+
+def _findable(request: Request) -> int:
+    """Return the tokens that a request would begin with; what fails is its beginning's error."""
+    try:
+        return request.findable
+    except Exception:
+        return 0
 
 
 def _should_stop(work: Sequence[Work]) -> Callable[[], bool] | None:

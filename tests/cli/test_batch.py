@@ -104,7 +104,7 @@ FIRST = {"prompt": "Hello"}
         ('{"prompt": "a", "max_tokens": "3"}', "\"max_tokens\" is '3'; allowed is a whole number"),
         ('{"prompt": "a", "logit_bias": {"x": 1}}', '"logit_bias" has token ids as its names'),
         ('{"prompt": "a", "logit_bias": [1]}', '"logit_bias" is [1]; a dict'),
-        ('{"prompt": "a", "stop": "x"}', '"stop" is'),
+        ('{"prompt": "a", "stop": 5}', '"stop" is'),
         ('{"prompt": 3}', '"prompt" is 3; a text'),
         ('{"prompt": " "}', '"prompt" is'),
         ('{"prefix": null}', '"prefix" is null'),

@@ -152,7 +152,7 @@ def test_biases_are_added_all_at_once() -> None:
         {"seed": -5},
         {"seed": 2**64},
         {"max_tokens": -1},
-        {"stop": "text"},
+        {"stop": 5},
         {"stop": [""]},
         {"logprobs": -1},
         {"logit_bias": {1: float("nan")}},
