@@ -361,11 +361,11 @@ def _reasoning_end(
 
 def _all_of(filters: Sequence[LogitFilter | None]) -> LogitFilter | None:
     """Return a filter that applies those that are given, in their order; None if there are none."""
-    found: LogitFilter | None = None
+    combined: LogitFilter | None = None
     for each in filters:
         if each is not None:
-            found = each if found is None else BothFilters(found, each)
-    return found
+            combined = each if combined is None else BothFilters(combined, each)
+    return combined
 
 
 class BothFilters:

@@ -75,8 +75,8 @@ class Context:
     @property
     def findable(self) -> int:
         """Number of tokens that `begin` would take over."""
-        found = self.engine.cache.cached_prefix(self.tokens[:-1], root=self._root)
-        return max(found, min(self.cached, len(self.tokens) - 1))
+        cached = self.engine.cache.cached_prefix(self.tokens[:-1], root=self._root)
+        return max(cached, min(self.cached, len(self.tokens) - 1))
 
     def set(self, tokens: list[int]) -> None:
         """Replace the tokens; the prefix that old and new ones share stays in the KV cache."""

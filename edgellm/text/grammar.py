@@ -186,15 +186,15 @@ def _escaped(character: str) -> str:
 def _class(text: str) -> str:
     """Return the content of a class in which a hyphen between two characters makes a range."""
     negated = text.startswith("^")
-    found = _characters(text[negated:])
+    characters = _characters(text[negated:])
     hyphens = [match[0] == "-" for match in _CHARACTER.finditer(text[negated:])]
     parts, i = ["^" if negated else ""], 0
-    while i < len(found):
-        if i + 2 < len(found) and hyphens[i + 1]:
-            parts.append(f"{_escaped(found[i])}-{_escaped(found[i + 2])}")
+    while i < len(characters):
+        if i + 2 < len(characters) and hyphens[i + 1]:
+            parts.append(f"{_escaped(characters[i])}-{_escaped(characters[i + 2])}")
             i += 3
         else:
-            parts.append(_escaped(found[i]))
+            parts.append(_escaped(characters[i]))
             i += 1
     return "".join(parts)
 

@@ -183,9 +183,9 @@ def _with(message: Message, texts: list[str]) -> Message:
 def _of_user(texts: list[str]) -> list[Message]:
     """Return a message of the user with texts that are taken off their list; none without any."""
     message = Message("user", "\n\n".join(texts))
-    found = [message] if texts else []
+    messages = [message] if texts else []
     texts.clear()
-    return found
+    return messages
 
 
 class _Writer:

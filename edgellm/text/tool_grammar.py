@@ -369,11 +369,11 @@ def _is_text(schema: Mapping[str, Any]) -> bool:
 
 def _choices(schema: Mapping[str, Any]) -> list[Any]:
     """Return the values of `enum`; none where it is missing or wrong."""
-    found = schema.get("enum")
-    return found if isinstance(found, list) else []
+    values = schema.get("enum")
+    return values if isinstance(values, list) else []
 
 
 def _required(schema: Mapping[str, Any]) -> list[str]:
     """Return the names of required parameters; those that the schema does not have are left out."""
-    found, known = schema.get("required"), schema["properties"]
-    return [each for each in found if each in known] if isinstance(found, list) else []
+    names, known = schema.get("required"), schema["properties"]
+    return [each for each in names if each in known] if isinstance(names, list) else []

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from edgellm.serve.http.fields import Fields
 from edgellm.serve.openai.messages import checked
@@ -21,24 +21,11 @@ def read_grammar(fields: Fields) -> Grammar | None:
         RequestError: a field is wrong, or two fields give a form.
     """
     structured = fields.object("structured_outputs") or Fields({})
-    readers: dict[str, tuple[Fields, str, Callable[[Fields, str], Grammar | None]]] = {
-        "response_format": (fields, "response_format", _response_format),
-        "json_schema": (fields, "json_schema", _schema),
-        "grammar": (fields, "grammar", _grammar),
-        "guided_json": (fields, "guided_json", _schema),
-        "guided_regex": (fields, "guided_regex", _regex),
-        "guided_choice": (fields, "guided_choice", _choice),
-        "guided_grammar": (fields, "guided_grammar", _grammar),
-        "structured_outputs.json": (structured, "json", _schema),
-        "structured_outputs.regex": (structured, "regex", _regex),
-        "structured_outputs.choice": (structured, "choice", _choice),
-        "structured_outputs.grammar": (structured, "grammar", _grammar),
-        "structured_outputs.json_object": (structured, "json_object", _any_object),
-    }
-    found = {
-        name: grammar
-        for name, (values, key, read) in readers.items()
-        if (grammar := read(values, key)) is not None
+    given = {
+        values.where + name: grammar
+        for values, readers in ((fields, _READERS), (structured, _STRUCTURED))
+        for name, read in readers.items()
+        if (grammar := read(values, name)) is not None
     }
     if structured.get("structural_tag"):
         raise RequestError(
@@ -46,14 +33,14 @@ def read_grammar(fields: Fields) -> Grammar | None:
             "`structured_outputs.structural_tag` is not supported; leave it out, or use `grammar`",
             param="structured_outputs",
         )
-    if len(found) > 1:
-        first, second = list(found)[:2]
+    if len(given) > 1:
+        first, second = list(given)[:2]
         raise RequestError(
             "invalid_request",
             f"`{first}` and `{second}` both say what the answer is to look like; leave one out",
             param=second,
         )
-    return next(iter(found.values()), None)
+    return next(iter(given.values()), None)
 
 
 def _response_format(fields: Fields, name: str) -> Grammar | None:
@@ -97,3 +84,23 @@ def _choice(fields: Fields, name: str) -> Grammar | None:
 
 def _any_object(fields: Fields, name: str) -> Grammar | None:
     return ANY_OBJECT if fields.flag(name) else None
+
+
+_Reader = Callable[[Fields, str], Grammar | None]
+_READERS: Mapping[str, _Reader] = {
+    "response_format": _response_format,
+    "json_schema": _schema,
+    "grammar": _grammar,
+    "guided_json": _schema,
+    "guided_regex": _regex,
+    "guided_choice": _choice,
+    "guided_grammar": _grammar,
+}
+# Fields of vLLM's `structured_outputs`.
+_STRUCTURED: Mapping[str, _Reader] = {
+    "json": _schema,
+    "regex": _regex,
+    "choice": _choice,
+    "grammar": _grammar,
+    "json_object": _any_object,
+}
