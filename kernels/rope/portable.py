@@ -8,6 +8,9 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+# Positions whose float64 angles are in memory at once.
+_AT_ONCE = 4096
+
 
 class RopeTable(NamedTuple):
     """Cosines and sines of every position, each `[positions, len(inv_freq)]` float32."""
@@ -21,9 +24,14 @@ def table(inv_freq: Sequence[float], positions: int, *, magnitude: float = 1.0) 
 
     Angles are float64: a float32 product has an error of 6e-5 rad at position 1000.
     """
-    angles = np.arange(positions, dtype=np.float64)[:, None] * np.asarray(inv_freq)
-    cos, sin = magnitude * np.cos(angles), magnitude * np.sin(angles)
-    return RopeTable(cos.astype(np.float32), sin.astype(np.float32))
+    shape = positions, len(inv_freq)
+    cos, sin = np.empty(shape, np.float32), np.empty(shape, np.float32)
+    for start in range(0, positions, _AT_ONCE):
+        part = np.arange(start, min(start + _AT_ONCE, positions), dtype=np.float64)
+        angles = part[:, None] * np.asarray(inv_freq)
+        cos[start : start + len(part)] = magnitude * np.cos(angles)
+        sin[start : start + len(part)] = magnitude * np.sin(angles)
+    return RopeTable(cos, sin)
 
 
 def apply(
