@@ -19,6 +19,7 @@ from edgellm import (
     BatchRequest,
     GenerationArguments,
     Grammar,
+    LoadArguments,
     Message,
     Progress,
     load,
@@ -26,11 +27,11 @@ from edgellm import (
 from edgellm.cli.batch_file import BatchLine, check_batch, open_batch, read_batch
 from edgellm.cli.interrupt import INTERRUPTED, cancel_on_interrupt
 from edgellm.cli.options import Command
+from edgellm.cli.output import shown_stats
 from edgellm.cli.progress import progress_bar
 from edgellm.cli.text import json_line, say
 from edgellm.errors import OptionError
 from edgellm.infill import Gap
-from edgellm.options import EngineArguments
 
 # Parameters of `run` that a batch has no use for.
 _OF_ONE = {
@@ -43,6 +44,7 @@ _OF_ONE = {
     "suffix": "--suffix",
     "trace": "--trace",
     "tools_file": "--tools",
+    "reasoning_budget": "--reasoning-budget",
 }
 
 
@@ -80,7 +82,7 @@ def batch_options(command: Command) -> Command:
             system=given["system"],
             raw=given["raw"],
             grammar=given["grammar"],
-            show_stats=sys.stderr.isatty() if given["stats"] is None else given["stats"],
+            show_stats=shown_stats(given["stats"]) != "none",
         )
 
     return wrapped
@@ -147,7 +149,7 @@ def run_batch(
     *,
     output: Path | None,
     force: bool,
-    load_arguments: EngineArguments,
+    load_arguments: LoadArguments,
     sampling: GenerationArguments,
     system: str | None,
     raw: bool,
@@ -166,6 +168,8 @@ def run_batch(
         count = check_batch(file, sampling)
         with progress_bar() as progress:
             llm = load(name, **load_arguments, progress=progress)
+        if system is None and not raw:
+            system = llm.system
         batch = _Batch(llm, sampling, system, raw, grammar)
         if grammar is not None:
             llm.grammar_filter(grammar)  # a wrong one fails here, not in every line

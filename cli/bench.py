@@ -6,12 +6,11 @@ import sys
 
 import click
 
-from edgellm import Progress, load
+from edgellm import LoadArguments, Progress, load
 from edgellm.cli.options import load_options, model_argument
 from edgellm.cli.progress import progress_bar
 from edgellm.measure.benchmark import bench as measure
 from edgellm.measure.benchmark import to_json, to_markdown
-from edgellm.options import DEFAULT_CTX_SIZE, EngineArguments
 
 
 def _sizes(_: click.Context, __: click.Parameter, text: str) -> list[int]:
@@ -47,7 +46,7 @@ def _sizes(_: click.Context, __: click.Parameter, text: str) -> list[int]:
 def bench(
     *,
     name: str,
-    load_arguments: EngineArguments,
+    load_arguments: LoadArguments,
     prompts: list[int],
     generations: list[int],
     depths: list[int],
@@ -55,9 +54,6 @@ def bench(
     output: str,
 ) -> None:
     """Measure prefill (pp) and decode (tg) speed in tokens a second: mean ± standard deviation."""
-    needed = max([*prompts, *generations]) + max(depths)
-    if load_arguments["ctx_size"] is None and needed > DEFAULT_CTX_SIZE:
-        load_arguments["ctx_size"] = needed
     with progress_bar() as progress:
         llm = load(name, **load_arguments, progress=progress)
 

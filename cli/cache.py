@@ -6,13 +6,12 @@ from pathlib import Path
 
 import click
 
-from edgellm import load
+from edgellm import LoadArguments, load
 from edgellm.cli.options import load_options, model_argument
 from edgellm.cli.progress import progress_bar
 from edgellm.cli.text import read_text, spelled_out
 from edgellm.errors import OptionError
 from edgellm.named_prefix import forget_prefix, kept_prefixes
-from edgellm.options import EngineArguments
 
 
 @click.group()
@@ -33,7 +32,7 @@ def add(
     *,
     prefix: str,
     name: str,
-    load_arguments: EngineArguments,
+    load_arguments: LoadArguments,
     text: str | None,
     file: Path | None,
     raw: bool,

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import click
 
-from edgellm import load
+from edgellm import LoadArguments, load
 from edgellm.cli.options import load_options, model_argument
 from edgellm.cli.progress import progress_bar
 from edgellm.measure.doctor import Check, Examined, examine
-from edgellm.options import EngineArguments
 
 
 @click.command()
 @model_argument
 @load_options
-def doctor(*, name: str, load_arguments: EngineArguments) -> int:
+def doctor(*, name: str, load_arguments: LoadArguments) -> int:
     """Check that what runs computes what it should: every segment, and prompts of every edge.
 
     The judge is what the model gave in float32 when it was exported or, where there are no graphs

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 import click
 
-from edgellm import GenerationArguments
+from edgellm import GenerationArguments, LoadArguments
 from edgellm.cli.options import load_options, model_argument, sampling_options
+from edgellm.cli.output import shown_stats
 from edgellm.cli.run import fill
 from edgellm.cli.text import read_text
 from edgellm.errors import OptionError
 from edgellm.infill import ORDERS, Gap, Order
-from edgellm.options import EngineArguments
 
 _FILE = click.Path(path_type=Path, allow_dash=True)
 
@@ -40,12 +39,15 @@ _FILE = click.Path(path_type=Path, allow_dash=True)
 )
 @click.option("--time-limit-ms", type=int, help="Stop after this time, whatever is there by then.")
 @click.option("--template", is_flag=True, help="Ask in words; for models without infill tokens.")
-@click.option("--stats/--no-stats", default=None, help="Timings.  [default: on a terminal]")
+@click.option(
+    "--stats/--no-stats", default=None,
+    help="All timings, or none.  [default: a short line on a terminal]",
+)  # fmt: skip
 @click.option("--json", "as_json", is_flag=True, help="Print answer and timings as a JSON object.")
 def infill(
     *,
     name: str,
-    load_arguments: EngineArguments,
+    load_arguments: LoadArguments,
     sampling: GenerationArguments,
     prefix: str | None,
     suffix: str | None,
@@ -79,7 +81,7 @@ def infill(
         order="spm" if spm else order,
         single_line=single_line,
         template=template,
-        show_stats=sys.stderr.isatty() if stats is None else stats,
+        stats=shown_stats(stats),
         as_json=as_json,
     )
 

@@ -11,6 +11,7 @@ import os
 import re
 import sys
 import threading
+from difflib import get_close_matches
 from typing import Any
 
 import click
@@ -39,6 +40,22 @@ COMMANDS = {
     "devices": ("edgellm.cli.devices", "List execution providers: usable, or why not."),
 }
 
+# What other programs call a command.
+_MEANT = {
+    "list": "ls",
+    "models": "ls",
+    "ps": "ls",
+    "chat": "run",
+    "generate": "run",
+    "complete": "run",
+    "download": "pull",
+    "server": "serve",
+    "remove": "rm",
+    "delete": "rm",
+    "convert": "export",
+    "create": "export",
+}
+
 
 class _Commands(click.Group):
     """Group of commands, whose help imports none of them.
@@ -55,6 +72,17 @@ class _Commands(click.Group):
         command = getattr(importlib.import_module(COMMANDS[cmd_name][0]), cmd_name)
         assert isinstance(command, click.Command)
         return command
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        try:
+            return super().resolve_command(ctx, args)
+        except click.UsageError as error:
+            meant = _MEANT.get(args[0]) or next(iter(get_close_matches(args[0], COMMANDS)), None)
+            if meant is None:
+                raise
+            raise click.UsageError(f"{error.message} Did you mean {meant}?", ctx) from None
 
     def invoke(self, ctx: click.Context) -> Any:
         try:

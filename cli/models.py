@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
 import click
 
@@ -11,6 +11,7 @@ from edgellm.cli.options import model_argument
 from edgellm.cli.progress import progress_bar
 from edgellm.cli.text import spelled_out
 from edgellm.models import (
+    KNOWN,
     ModelDescription,
     PrecisionDescription,
     delete_model,
@@ -18,6 +19,9 @@ from edgellm.models import (
     list_models,
 )
 from edgellm.models import pull as pull_model
+
+# Memory of a process beside the weights: libraries, and the KV cache of a short context.
+_BESIDE_MB = 400
 
 
 @click.command()
@@ -30,20 +34,44 @@ def pull(*, name: str) -> None:
 
 
 @click.command()
-def ls() -> None:
+@click.option("--available", is_flag=True, help="List models that have a short name instead.")
+def ls(*, available: bool) -> None:
     """List exported models."""
+    if available:
+        _list_known()
+        return
     models = list_models()
     if not models:
         click.echo("no models yet; `edgellm pull` downloads and exports one", err=True)
+    rows = [
+        (model.name, f"{model.bytes / 1e6:.1f} MB", ", ".join(model.precisions), model.folder.name)
+        for model in models
+        if not model.damage
+    ]
+    if rows:
+        _print_table(("NAME", "SIZE", "PRECISIONS", "FOLDER"), rows)
     for model in models:
         if model.damage:
             click.echo(spelled_out(f"{model.folder.name}  damaged: {model.damage}"), err=True)
-            continue
-        line = (
-            f"{model.name:32}  {model.bytes / 1e6:8.1f} MB  {', '.join(model.precisions):16}  "
-            f"{model.folder.name}"
-        )
-        click.echo(spelled_out(line))
+
+
+def _list_known() -> None:
+    rows = [
+        (alias, f"{known.megabytes} MB", f"{known.megabytes + _BESIDE_MB} MB", known.use)
+        for alias, known in KNOWN.items()
+    ]
+    _print_table(("NAME", "FILE", "MEMORY", "FOR"), rows)
+
+
+def _print_table(head: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> None:
+    """Print rows under a head; columns of sizes are aligned on the right."""
+    widths = [max(len(row[column]) for row in (head, *rows)) for column in range(len(head))]
+    for row in (head, *rows):
+        cells = [
+            cell.rjust(width) if title in ("SIZE", "FILE", "MEMORY") else cell.ljust(width)
+            for title, cell, width in zip(head, row, widths, strict=True)
+        ]
+        click.echo(spelled_out("  ".join(cells).rstrip()))
 
 
 @click.command()

@@ -5,15 +5,19 @@ from __future__ import annotations
 import functools
 import hashlib
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, cast
 
 import click
+from click.core import ParameterSource
 
+from edgellm import LoadArguments
+from edgellm.cli.config import read_config
+from edgellm.cli.llama_cpp_flags import KV_TYPES, ignored_options
 from edgellm.cli.text import say
 from edgellm.errors import OptionError
-from edgellm.generation_options import CONTEXT_POLICIES, GenerationArguments
+from edgellm.generation_options import CONTEXT_POLICIES, SAMPLERS, GenerationArguments
 from edgellm.models import DEFAULT_MODEL
 from edgellm.options import (
     DECODE_BACKENDS,
@@ -27,160 +31,323 @@ from edgellm.options import (
 from edgellm.store.home import home
 
 Command = Callable[..., Any]
+# Key of a command's context: whether the command line names a MODEL.
+_NAMED = "edgellm.named"
 # Standard input, in the place of a file, a prompt, or a MODEL that stands before a prompt.
 STDIN = "-"
 
 
+def _all_of(options: Iterable[Callable[[Command], Command]]) -> Callable[[Command], Command]:
+    """Return a decorator that adds options to a command, in their order."""
+
+    def add(command: Command) -> Command:
+        for option in reversed(tuple(options)):
+            command = option(command)
+        return command
+
+    return add
+
+
 def model_argument(command: Command) -> Command:
-    """Add MODEL to a command, as the first positional or as -m; passed on as `name`."""
+    """Add MODEL to a command, as the first positional or as -m; passed on as `name`.
+
+    A MODEL of `-` is none: standard input, in the place of a prompt.
+    """
 
     @click.argument("model", required=False)
     @click.option("-m", "--model", "model_option", metavar="MODEL", help="The same as MODEL.")
+    @click.option("-hf", "-hfr", "--hf-repo", "hub", hidden=True)
     @functools.wraps(command)
-    def wrapped(*, model: str | None, model_option: str | None, **rest: Any) -> Any:
-        if model == STDIN and model_option is not None and "prompt" in rest:
+    def wrapped(
+        *, model: str | None, model_option: str | None, hub: str | None, **rest: Any
+    ) -> Any:
+        if model == STDIN and "prompt" in rest:
             model, rest["prompt"] = None, rest["prompt"] or STDIN
-        if model is not None and model_option is not None:
+        if hub is not None:
+            hub = hub if hub.startswith("hf:") else f"hf:{hub}"
+        named = [name for name in (model, model_option, hub) if name is not None]
+        if len(named) > 1:
             raise OptionError("the model is named twice, as MODEL and with -m")
-        return command(name=model or model_option or DEFAULT_MODEL, **rest)
+        context = click.get_current_context()
+        context.meta[_NAMED] = bool(named)
+        return command(name=named[0] if named else DEFAULT_MODEL, **rest)
 
     return wrapped
 
 
-def load_options(command: Command) -> Command:
-    """Add options for loading a model to a command; passed on as `load_arguments`."""
-
-    @click.option(
-        "-c", "--ctx-size", type=int,
-        help="Tokens of context; 0 takes the model's own.  [default: at most 4096]",
-    )  # fmt: skip
-    @click.option(
-        "--cache-size", type=int,
+_LOADING = (
+    click.option(
+        "-c",
+        "--ctx-size",
+        type=int,
+        help="Tokens of context; 0 takes the model's own.  [default: as many of these as a KV "
+        "cache of a quarter of the memory holds]",
+    ),
+    click.option(
+        "--cache-size",
+        type=int,
         help="Tokens that the KV cache holds of all answers.  [default: two contexts]",
-    )  # fmt: skip
-    @click.option("-t", "--threads", type=int, help="CPU threads.  [default: all cores]")
-    @click.option(
+    ),
+    click.option("-t", "--threads", type=int, help="CPU threads.  [default: all cores]"),
+    click.option(
         "--kv-format",
         type=click.Choice(KV_FORMATS),
         default="int8",
         show_default=True,
         help="How the KV cache is stored; int4 halves it and costs quality.",
-    )
-    @click.option(
-        "--prefill", default="auto", show_default=True,
+    ),
+    click.option(
+        "--prefill",
+        default="auto",
+        show_default=True,
         help="native, or an execution provider, see `edgellm devices`.",
-    )  # fmt: skip
-    @click.option(
+    ),
+    click.option(
         "--decode",
         type=click.Choice(DECODE_BACKENDS),
         default="auto",
         show_default=True,
         help="Decode back end: C++ kernels, Triton's, ONNX Runtime, float32, or chunked: in the "
         "chunks of prefill.",
-    )
-    @click.option(
+    ),
+    click.option(
         "--precision",
         type=click.Choice(PREFILL_PRECISIONS),
         help="Precision of prefill in ONNX Runtime.  [default: int8, or what the provider takes]",
-    )
-    @click.option(
+    ),
+    click.option(
         "--schedule",
         type=click.Choice(POLICIES),
         help="How chunks share accelerator and host.  [default: out-of-order; on a CPU serial]",
-    )
-    @click.option(
-        "--scheduling", type=click.Choice(SCHEDULING),
-        default=EngineOptions.scheduling, show_default=True,
+    ),
+    click.option(
+        "--scheduling",
+        type=click.Choice(SCHEDULING),
+        default=EngineOptions.scheduling,
+        show_default=True,
         help="Of answers on their way at once: in the same steps, with a few tokens of prompts or "
         "(layered) a few layers, one after the other, or prompts on an accelerator while others "
         "decode.",
-    )  # fmt: skip
-    @click.option(
-        "--time-target-ms", type=float, default=EngineOptions.time_target_ms, show_default=True,
+    ),
+    click.option(
+        "--time-target-ms",
+        type=float,
+        default=EngineOptions.time_target_ms,
+        show_default=True,
         help="With stall_free and layered: what a step may take while others begin.",
-    )  # fmt: skip
-    @click.option(
-        "--decode-slowdown", type=float, default=EngineOptions.decode_slowdown, show_default=True,
+    ),
+    click.option(
+        "--decode-slowdown",
+        type=float,
+        default=EngineOptions.decode_slowdown,
+        show_default=True,
         help="With two_devices: how many times as long decode may take beside prompts.",
-    )  # fmt: skip
-    @click.option(
-        "--provider-option", "provider_option", multiple=True, metavar="KEY=VALUE",
+    ),
+    click.option(
+        "--provider-option",
+        "provider_option",
+        multiple=True,
+        metavar="KEY=VALUE",
         help="An option of the execution provider itself; may be repeated.",
-    )  # fmt: skip
-    @click.option(
-        "--allow-fallback", is_flag=True,
+    ),
+    click.option(
+        "--allow-fallback",
+        is_flag=True,
         help="Let the CPU run what the execution provider does not take.",
-    )  # fmt: skip
-    @click.option(
-        "--kv-cache-dir", type=click.Path(path_type=Path, file_okay=False),
+    ),
+    click.option(
+        "--kv-cache-dir",
+        type=click.Path(path_type=Path, file_okay=False),
         help="Keep computed prefixes in this folder, for later runs.",
-    )  # fmt: skip
-    @click.option(
-        "--kv-cache-bytes", type=int, default=4 << 30, show_default=True,
+    ),
+    click.option(
+        "--kv-cache-bytes",
+        type=int,
+        default=4 << 30,
+        show_default=True,
         help="Size of that folder at most.",
-    )  # fmt: skip
+    ),
+    click.option(
+        "--config",
+        "config_file",
+        type=click.Path(path_type=Path, dir_okay=False),
+        help="Names and options of models.  [default: edgellm.toml in EDGELLM_HOME, if any]",
+    ),
+    click.option(
+        "-ctk",
+        "-ctv",
+        "--cache-type-k",
+        "--cache-type-v",
+        "kv_types",
+        multiple=True,
+        hidden=True,
+        type=click.Choice(list(KV_TYPES)),
+    ),
+)
+
+
+def load_options(command: Command) -> Command:
+    """Add options for loading a model to a command.
+
+    Those given are passed on as `load_arguments`, over those that the configuration file has for
+    MODEL, whose source is passed on as `name`. A command without MODEL gets the file as `config`.
+    """
+
+    @ignored_options
+    @_all_of(_LOADING)
     @functools.wraps(command)
-    def wrapped(*, provider_option: tuple[str, ...], **given: Any) -> Any:
+    def wrapped(
+        *,
+        provider_option: tuple[str, ...],
+        config_file: Path | None,
+        kv_types: tuple[str, ...],
+        **given: Any,
+    ) -> Any:
         say_if_kernels_are_missing()
-        given["provider_options"] = dict(map(_parse_option, provider_option))
-        values = {n: given.pop(n) for n in EngineArguments.__annotations__ if n in given}
-        return command(load_arguments=cast(EngineArguments, values), **given)
+        source = click.get_current_context().get_parameter_source
+        values = {
+            name: value
+            for name in EngineArguments.__annotations__
+            if name in given
+            for value in (given.pop(name),)
+            if source(name) is not ParameterSource.DEFAULT
+        }
+        if kv_types and "kv_format" not in values:
+            values["kv_format"] = KV_TYPES[kv_types[-1]]
+        if provider_option:
+            values["provider_options"] = dict(map(_parse_option, provider_option))
+        config = read_config(config_file)
+        if "name" not in given:
+            return command(load_arguments=values, config=config, **given)
+        name = given.pop("name")
+        said = source("name") is not ParameterSource.DEFAULT
+        named = click.get_current_context().meta.get(_NAMED, said)
+        model = config.model(name if named else config.default)
+        arguments = cast(LoadArguments, {**model.arguments, **values})
+        return command(load_arguments=arguments, name=model.source, **given)
 
     return wrapped
+
+
+_SAMPLING = (
+    click.option(
+        "-n",
+        "--predict",
+        "--n-predict",
+        "--max-tokens",
+        "max_tokens",
+        type=click.IntRange(min=-1),
+        help="Tokens to generate at most; -1 goes on to the answer's end.  [default: -1]",
+    ),
+    click.option(
+        "--context-policy",
+        type=click.Choice(CONTEXT_POLICIES),
+        help="In a full context: end, or shift: forget the older half and go on.  [default: error]",
+    ),
+    click.option("--keep", type=int, help="First tokens that shift never forgets.  [default: 4]"),
+    click.option("--temp", "--temperature", "temperature", type=float, help="0 is greedy."),
+    click.option("--top-k", type=int, help="Keep the k most likely tokens; 0 keeps all."),
+    click.option("--top-p", type=float, help="Keep the tokens that make up this probability."),
+    click.option("--min-p", type=float, help="Keep tokens this probable relative to the first."),
+    click.option("--repeat-penalty", type=float, help="Penalty of recent tokens; 1 is none."),
+    click.option("--repeat-last-n", type=int, help="How many tokens are recent; -1 all."),
+    click.option("--presence-penalty", type=float, help="Subtracted for each recent token."),
+    click.option("--frequency-penalty", type=float, help="Subtracted for each occurrence."),
+    click.option("--typical", "--typical-p", "typical_p", type=float, help="Keep typical tokens."),
+    click.option(
+        "--top-n-sigma",
+        "--top-nsigma",
+        "top_n_sigma",
+        type=float,
+        help="Keep logits so many standard deviations below the highest.",
+    ),
+    click.option("--xtc-probability", type=float, help="How often the top tokens are left out."),
+    click.option("--xtc-threshold", type=float, help="Least probability of those."),
+    click.option("--dynatemp-range", type=float, help="Let the temperature vary with the entropy."),
+    click.option("--dynatemp-exp", "dynatemp_exponent", type=float, help="Power of the entropy."),
+    click.option("--dry-multiplier", type=float, help="Penalty of repetitions (DRY); 0 is none."),
+    click.option("--dry-base", type=float, help="How the penalty grows with their length."),
+    click.option("--dry-allowed-length", type=int, help="Length that has no penalty yet."),
+    click.option("--dry-penalty-last-n", type=int, help="Where they are looked for; -1 all."),
+    click.option(
+        "--dry-sequence-breaker",
+        "dry_sequence_breakers",
+        multiple=True,
+        metavar="TEXT",
+        help='Text that ends repetitions; may be repeated; "none" for none.',
+    ),
+    click.option("--mirostat", type=int, help="2: keep the mean surprise of tokens at a target."),
+    click.option("--mirostat-ent", "mirostat_tau", type=float, help="That target, in bits."),
+    click.option("--mirostat-lr", "mirostat_eta", type=float, help="Its learning rate."),
+    click.option("--min-keep", type=int, help="Tokens that samplers leave at least."),
+    click.option(
+        "--samplers",
+        metavar="NAMES",
+        help="The samplers to use, in order, with ; between them.  "
+        "[default: " + ";".join(SAMPLERS) + "]",
+    ),
+    click.option(
+        "-l",
+        "--logit-bias",
+        multiple=True,
+        metavar="TOKEN(+/-)BIAS",
+        help="Change a token's logit, e.g. 29905-100; may be repeated.",
+    ),
+    click.option(
+        "-s",
+        "--seed",
+        type=click.IntRange(min=-1),
+        help="The same seed gives the same text; -1 draws one.",
+    ),
+    click.option(
+        "-r",
+        "--reverse-prompt",
+        "--stop",
+        "stop",
+        multiple=True,
+        help="A text that ends the answer; may be repeated.",
+    ),
+    click.option("--ignore-eos", is_flag=True, default=None, help="Never take an end token."),
+    click.option(
+        "--repetition-limit",
+        type=int,
+        help="End an endless answer that repeats itself for so many tokens; 0 never.  "
+        "[default: 256]",
+    ),
+    click.option(
+        "--speculate/--no-speculate",
+        default=None,
+        help="Check guesses from the prompt; the answer is the same.  [default: speculate]",
+    ),
+)
 
 
 def sampling_options(command: Command) -> Command:
     """Add options for choosing tokens to a command; given options are passed on as `sampling`."""
     names = list(GenerationArguments.__annotations__)
 
-    @click.option(
-        "-n", "--predict", "--max-tokens", "max_tokens", type=click.IntRange(min=-1),
-        help="Tokens to generate at most; -1 goes on to the answer's end.  [default: -1]",
-    )  # fmt: skip
-    @click.option(
-        "--context-policy", type=click.Choice(CONTEXT_POLICIES),
-        help="In a full context: end, or shift: forget the older half and go on.  [default: error]",
-    )  # fmt: skip
-    @click.option("--keep", type=int, help="First tokens that shift never forgets.  [default: 4]")
-    @click.option("--temp", "--temperature", "temperature", type=float, help="0 is greedy.")
-    @click.option("--top-k", type=int, help="Keep the k most likely tokens; 0 keeps all.")
-    @click.option("--top-p", type=float, help="Keep the tokens that make up this probability.")
-    @click.option("--min-p", type=float, help="Keep tokens this probable relative to the first.")
-    @click.option("--repeat-penalty", type=float, help="Penalty of recent tokens; 1 is none.")
-    @click.option("--repeat-last-n", type=int, help="How many tokens are recent; -1 all.")
-    @click.option("--presence-penalty", type=float, help="Subtracted for each recent token.")
-    @click.option("--frequency-penalty", type=float, help="Subtracted for each occurrence.")
-    @click.option(
-        "-l", "--logit-bias", multiple=True, metavar="TOKEN(+/-)BIAS",
-        help="Change a token's logit, e.g. 29905-100; may be repeated.",
-    )  # fmt: skip
-    @click.option(
-        "-s", "--seed", type=click.IntRange(min=-1),
-        help="The same seed gives the same text; -1 draws one.",
-    )  # fmt: skip
-    @click.option(
-        "-r", "--reverse-prompt", "--stop", "stop", multiple=True,
-        help="A text that ends the answer; may be repeated.",
-    )  # fmt: skip
-    @click.option("--ignore-eos", is_flag=True, default=None, help="Never take an end token.")
-    @click.option(
-        "--repetition-limit", type=int,
-        help="End an endless answer that repeats itself for so many tokens; 0 never.  "
-        "[default: 256]",
-    )  # fmt: skip
-    @click.option(
-        "--speculate/--no-speculate", default=None,
-        help="Check guesses from the prompt; the answer is the same.  [default: speculate]",
-    )  # fmt: skip
+    @_all_of(_SAMPLING)
     @functools.wraps(command)
     def wrapped(**given: Any) -> Any:
-        values = {name: given.pop(name, None) for name in names}
-        values["logit_bias"] = dict(map(_parse_bias, values["logit_bias"]))
-        values["stop"] = list(values["stop"])
+        source = click.get_current_context().get_parameter_source
+        chosen = {
+            name: value
+            for name in names
+            for value in (given.pop(name, None),)
+            if source(name) not in (None, ParameterSource.DEFAULT)
+        }
+        if "logit_bias" in chosen:
+            chosen["logit_bias"] = dict(map(_parse_bias, chosen["logit_bias"]))
+        for name in ("stop", "dry_sequence_breakers"):
+            if name in chosen:
+                chosen[name] = list(chosen[name])
+        if chosen.get("dry_sequence_breakers") == ["none"]:
+            chosen["dry_sequence_breakers"] = []
+        if "samplers" in chosen:
+            chosen["samplers"] = [name for name in chosen["samplers"].split(";") if name]
         for name in ("max_tokens", "seed"):
-            if values[name] == -1:
-                values[name] = None
-        chosen = {name: value for name, value in values.items() if value not in (None, {}, [])}
+            if chosen.get(name) == -1:
+                chosen[name] = None
         return command(sampling=chosen, **given)
 
     return wrapped

@@ -6,7 +6,7 @@ import json
 import sys
 import time
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, Literal
 
 import click
 
@@ -22,6 +22,16 @@ _ENDED: dict[FinishReason, str] = {
     "repetition": "repetition (the same again and again; --repetition-limit 0 lets it go on)",
     "cancelled": "cancelled",
 }
+
+# What is said of an answer's statistics: nothing, a short line, or all of them.
+ShownStats = Literal["none", "short", "all"]
+
+
+def shown_stats(option: bool | None) -> ShownStats:
+    """Return what `--stats`, `--no-stats` or neither of them (None) asks for."""
+    if option is None:
+        return "short" if sys.stderr.isatty() else "none"
+    return "all" if option else "none"
 
 
 def write(
@@ -104,12 +114,12 @@ class _Thoughts:
 
 
 def report(
-    answer: Completion, *, show_stats: bool, as_json: bool, notes: Iterable[str] = ()
+    answer: Completion, *, stats: ShownStats, as_json: bool, notes: Iterable[str] = ()
 ) -> None:
     """Print answer and statistics as a JSON object on stdout, or statistics alone on stderr.
 
     Args:
-        notes: lines to print before the statistics.
+        notes: lines to print before all statistics.
     """
     if as_json:
         values: dict[str, Any] = {"text": answer.text, "finish_reason": answer.finish_reason}
@@ -118,7 +128,9 @@ def report(
         if answer.tool_calls:
             values["tool_calls"] = [_call_json(call) for call in answer.tool_calls]
         click.echo(json_line({**values, **answer.stats.to_json()}))
-    elif show_stats:
+    elif stats == "short":
+        click.echo(short_line(answer), err=True)
+    elif stats == "all":
         for note in notes:
             click.echo(f"[ {spelled_out(note)} ]", err=True)
         click.echo(stats_line(answer.stats, answer.finish_reason), err=True)
@@ -128,6 +140,15 @@ def end_shown_line(text: str) -> None:
     """Begin a new line on a terminal whose cursor stands behind `text`, by way of stderr."""
     if text and not text.endswith("\n") and sys.stdout.isatty():
         click.echo(err=True)
+
+
+def short_line(answer: Completion) -> str:
+    """Return the count and speed of an answer's tokens, and why it ended before its own end."""
+    stats, reason = answer.stats, answer.finish_reason
+    speed = f", {stats.generation_tokens_per_second:.0f} t/s" if stats.generation_tokens > 1 else ""
+    tokens = "1 token" if stats.generation_tokens == 1 else f"{stats.generation_tokens} tokens"
+    ended = f", ended: {_ENDED[reason]}" if reason in _ENDED else ""
+    return f"[ {tokens}{speed}{ended} ]"
 
 
 def stats_line(stats: Stats, reason: FinishReason) -> str:

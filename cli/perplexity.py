@@ -7,13 +7,12 @@ from pathlib import Path
 
 import click
 
-from edgellm import load
+from edgellm import LoadArguments, load
 from edgellm.cli.options import load_options, model_argument
 from edgellm.cli.progress import progress_bar
 from edgellm.cli.text import read_text
 from edgellm.measure.perplexity import PATHS
 from edgellm.measure.perplexity import perplexity as measure
-from edgellm.options import EngineArguments
 
 
 @click.command()
@@ -34,7 +33,7 @@ def perplexity(
     *,
     name: str,
     file: Path,
-    load_arguments: EngineArguments,
+    load_arguments: LoadArguments,
     window: int,
     max_windows: int | None,
     through: str,

@@ -7,7 +7,7 @@ from itertools import groupby
 
 import click
 
-from edgellm import LLM, load
+from edgellm import LLM, LoadArguments, load
 from edgellm.cli.options import load_options
 from edgellm.cli.progress import progress_bar
 from edgellm.cli.text import spelled_out
@@ -22,23 +22,20 @@ from edgellm.measure.explain import (
     usual_choice,
 )
 from edgellm.models import DEFAULT_MODEL
-from edgellm.options import DEFAULT_CTX_SIZE, EngineArguments
 
 
 @click.command()
 @click.argument("prompt_length", type=click.IntRange(min=1))
 @click.option("-m", "--model", "name", default=DEFAULT_MODEL, help="As with `edgellm run`.")
 @load_options
-def plan(*, prompt_length: int, name: str, load_arguments: EngineArguments) -> None:
+def plan(*, prompt_length: int, name: str, load_arguments: LoadArguments) -> None:
     """Explain how a prompt of PROMPT_LENGTH tokens is prefilled, and what limits it."""
-    if load_arguments["ctx_size"] is None and prompt_length > DEFAULT_CTX_SIZE:
-        load_arguments["ctx_size"] = prompt_length
     with progress_bar() as progress:
         llm = load(name, **load_arguments, progress=progress)
     if prompt_length > llm.ctx_size:
         raise OptionError(
             f"a prompt of {prompt_length} tokens does not fit into a context of "
-            f"{llm.ctx_size}; raise --ctx-size"
+            f"{llm.ctx_size}; raise --ctx-size, up to what the model was trained for"
         )
     click.echo(
         f"{spelled_out(llm.name)}, {prompt_length} tokens: prefill {llm.prefill}; decode "

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import click
 
-from edgellm import load
+from edgellm import LoadArguments, load
 from edgellm.cli.options import STDIN, load_options, model_argument
 from edgellm.cli.progress import progress_bar
 from edgellm.cli.text import read_text
@@ -16,7 +16,6 @@ from edgellm.measure.perplexity import PATHS
 from edgellm.measure.quality import QualityResult
 from edgellm.measure.quality import quality as measure
 from edgellm.models import DEFAULT_MODEL
-from edgellm.options import EngineArguments
 
 
 @click.command()
@@ -47,7 +46,7 @@ def quality(
     name: str,
     text: Path | None,
     file: Path | None,
-    load_arguments: EngineArguments,
+    load_arguments: LoadArguments,
     window: int,
     max_windows: int,
     through: str,

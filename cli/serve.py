@@ -6,18 +6,22 @@ import functools
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
-from typing import Any, Literal, get_args, get_origin, get_type_hints
+from typing import TYPE_CHECKING, Any, Literal, get_args, get_origin, get_type_hints
 
 import click
 
+from edgellm import LoadArguments
+from edgellm.cli.config import Config
 from edgellm.cli.options import load_options
 from edgellm.cli.progress import progress_bar
 from edgellm.errors import OptionError
-from edgellm.models import DEFAULT_MODEL
-from edgellm.options import EngineArguments
+from edgellm.progress import ProgressCallback
 from edgellm.serve import ServeOptions
+
+if TYPE_CHECKING:
+    from edgellm.serve import ServedModel
 
 _MIB = 1 << 20
 _HINTS = get_type_hints(ServeOptions)
@@ -93,6 +97,14 @@ def serve_options(command: Command) -> Command:
         help="Take the first MODEL for any name that is not served, as programs with a fixed name "
         "need it.",
     )
+    @click.option(
+        "--pin", "pinned", multiple=True, metavar="MODEL",
+        help="Never unload this MODEL to make room for others; may be repeated.",
+    )  # fmt: skip
+    @click.option(
+        "--manage-models", is_flag=True,
+        help="Let clients add models (POST /api/pull) and drop them (DELETE /api/delete).",
+    )  # fmt: skip
     @_field("pooling", "Pooling of a text's token states into its embedding.")
     @_field("metrics", "GET /metrics.")
     @click.option(
@@ -121,17 +133,21 @@ def serve_options(command: Command) -> Command:
 def serve(
     *,
     models: tuple[str, ...],
+    config: Config,
     options: ServeOptions,
     memory_limit_mib: int | None,
     idle_unload_s: float | None,
     any_model: bool,
+    pinned: tuple[str, ...],
+    manage_models: bool,
     log_requests: bool,
-    load_arguments: EngineArguments,
+    load_arguments: LoadArguments,
 ) -> None:
     """Serve MODEL... over HTTP: OpenAI's API, and others.
 
     The first MODEL is loaded at once and answers requests that name none, the others when they are
-    asked for. MODEL is as in `edgellm run`; ID=MODEL lets clients call it ID.
+    asked for. MODEL is as in `edgellm run`; ID=MODEL lets clients call it ID. Where memory does not
+    hold all of them, they take turns.
     """
     try:
         from edgellm.serve import ModelPool, served_model
@@ -141,23 +157,34 @@ def serve(
             f"serving needs starlette and uvicorn, which cannot be imported ({error}); install "
             "them with: pip install starlette uvicorn llguidance"
         ) from None
+    limit = None if memory_limit_mib is None else memory_limit_mib * _MIB
+    if limit is not None:
+        load_arguments = {**load_arguments, "memory_limit_bytes": limit}
     with progress_bar() as progress:
-        served = [
-            served_model(name, load_arguments, progress=progress)
-            for name in models or (DEFAULT_MODEL,)
-        ]
+        served = _served(models, pinned, config, load_arguments, progress)
+
+        def pulled(name: str, progress: ProgressCallback) -> ServedModel:
+            return served_model(name, load_arguments, id=name, progress=progress)
+
         pool = ModelPool(
             served,
-            memory_limit_bytes=None if memory_limit_mib is None else memory_limit_mib * _MIB,
+            memory_limit_bytes=limit,
             idle_unload_s=idle_unload_s,
             any_model=any_model,
+            pull=pulled if manage_models else None,
         )
         for model in served:
             model.check()
-        pool.put(served[0].id, served[0].open())
+        first = served[0].open()
+        pool.put(served[0].id, first)
+        ctx_size = first.ctx_size
+        del first  # the pool unloads it
 
         def started(address: str) -> None:
-            click.echo(f"serving {', '.join(pool.ids)} at {address} (Ctrl-C ends)", err=True)
+            click.echo(
+                f"serving {', '.join(pool.ids)} at {address} (context {ctx_size}, Ctrl-C ends)",
+                err=True,
+            )
 
         def stopping(count: int) -> None:
             answers = "1 answer" if count == 1 else f"{count} answers"
@@ -168,6 +195,39 @@ def serve(
 
         with _requests_on_stderr() if log_requests else nullcontext():
             run_server(pool, options, started=started, stopping=stopping)
+
+
+def _served(
+    models: tuple[str, ...],
+    pinned: tuple[str, ...],
+    config: Config,
+    load_arguments: LoadArguments,
+    progress: ProgressCallback,
+) -> list[ServedModel]:
+    """Return the models to serve, those of the configuration file where none is named.
+
+    Raises:
+        OptionError: one is to be pinned that is not served.
+    """
+    from edgellm.serve import served_model, split_id
+
+    served = []
+    for name in models or config.serve or (config.default,):
+        id, source = split_id(name)
+        model = config.model(source)
+        served.append(
+            served_model(
+                model.source,
+                {**model.arguments, **load_arguments},
+                id=id or (source if source in config.models else None),
+                pinned=model.pinned,
+                progress=progress,
+            )
+        )
+    ids = [model.id for model in served]
+    for name in set(pinned) - set(ids):
+        raise OptionError(f"--pin {name}: served are {', '.join(ids)}")
+    return [replace(each, pinned=each.pinned or each.id in pinned) for each in served]
 
 
 @contextmanager

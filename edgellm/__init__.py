@@ -34,10 +34,10 @@ if TYPE_CHECKING:
     from edgellm.engine.call import CallArguments, ChatCallArguments
     from edgellm.generation_options import GenerationArguments, GenerationOptions
     from edgellm.kernels.kv_blocks import KVFormat
-    from edgellm.llm import LLM, load
+    from edgellm.llm import LLM, LoadArguments, load
     from edgellm.options import EngineArguments, EngineOptions
     from edgellm.progress import Progress
-    from edgellm.results import Completion, FinishReason, Piece, Stats
+    from edgellm.results import Completion, FinishReason, Piece, Stats, TokenLogprob
     from edgellm.session import Session
     from edgellm.text.grammar import Grammar, JsonFilter
     from edgellm.text.prompt import Message
@@ -62,12 +62,14 @@ _LAZY = {
     "JsonFilter": "edgellm.text.grammar",
     "KVFormat": "edgellm.kernels.kv_blocks",
     "LLM": "edgellm.llm",
+    "LoadArguments": "edgellm.llm",
     "LogitFilter": "edgellm.engine.answer",
     "Message": "edgellm.text.prompt",
     "Piece": "edgellm.results",
     "Progress": "edgellm.progress",
     "Session": "edgellm.session",
     "Stats": "edgellm.results",
+    "TokenLogprob": "edgellm.results",
     "Tool": "edgellm.tool_use",
     "ToolArguments": "edgellm.tool_use",
     "ToolCall": "edgellm.tool_use",
@@ -98,6 +100,7 @@ __all__ = [
     "Grammar",
     "JsonFilter",
     "KVFormat",
+    "LoadArguments",
     "LogitFilter",
     "MemoryEstimateError",
     "Message",
@@ -112,6 +115,7 @@ __all__ = [
     "SourceError",
     "Stats",
     "TemplateError",
+    "TokenLogprob",
     "TokenizerError",
     "Tool",
     "ToolArguments",

@@ -22,6 +22,21 @@ from edgellm.store.sources import ALIASES, DEFAULT_MODEL
 ContextPolicy = Literal["error", "shift"]
 CONTEXT_POLICIES: tuple[str, ...] = get_args(ContextPolicy)
 
+# Names of llama.cpp's samplers, in its usual order.
+SAMPLERS = (
+    "penalties",
+    "dry",
+    "top_n_sigma",
+    "top_k",
+    "typ_p",
+    "top_p",
+    "min_p",
+    "xtc",
+    "temperature",
+)
+# Longest text that ends a repetition: llama.cpp cuts longer ones.
+_LONGEST_BREAKER = 40
+
 # Lowest and highest value of each field, and whether only whole numbers are allowed.
 _RANGES: Mapping[str, tuple[float, float, bool]] = {
     "temperature": (0, 100, False),
@@ -32,6 +47,19 @@ _RANGES: Mapping[str, tuple[float, float, bool]] = {
     "presence_penalty": (-100, 100, False),
     "frequency_penalty": (-100, 100, False),
     "repeat_last_n": (-1, math.inf, True),
+    "typical_p": (0, 1, False),
+    "top_n_sigma": (0, 100, False),
+    "xtc_probability": (0, 1, False),
+    "xtc_threshold": (0, 1, False),
+    "dynatemp_range": (0, 100, False),
+    "dynatemp_exponent": (0, 100, False),
+    "dry_multiplier": (0, 100, False),
+    "dry_base": (1, 100, False),
+    "dry_allowed_length": (0, 1000, True),
+    "dry_penalty_last_n": (-1, math.inf, True),
+    "mirostat_tau": (0, 100, False),
+    "mirostat_eta": (0, 1, False),
+    "min_keep": (0, math.inf, True),
     "seed": (0, 2**64 - 1, True),
     "max_tokens": (0, math.inf, True),
     "min_tokens": (0, math.inf, True),
@@ -41,9 +69,10 @@ _RANGES: Mapping[str, tuple[float, float, bool]] = {
     "line_limit_ms": (1, math.inf, True),
     "priority": (-1000, 1000, True),
     "logprobs": (0, 100, True),
+    "prompt_logprobs": (0, 100, True),
     "repetition_limit": (0, 65536, True),
 }
-MAY_BE_NONE = ("seed", "max_tokens", "time_limit_ms", "line_limit_ms")
+MAY_BE_NONE = ("seed", "max_tokens", "time_limit_ms", "line_limit_ms", "prompt_logprobs")
 # Largest bias: a larger one would drown float32 scores.
 _MOST_BIAS = 1_000_000
 
@@ -59,6 +88,22 @@ class GenerationArguments(TypedDict, total=False):
     presence_penalty: float
     frequency_penalty: float
     repeat_last_n: int
+    typical_p: float
+    top_n_sigma: float
+    xtc_probability: float
+    xtc_threshold: float
+    dynatemp_range: float
+    dynatemp_exponent: float
+    dry_multiplier: float
+    dry_base: float
+    dry_allowed_length: int
+    dry_penalty_last_n: int
+    dry_sequence_breakers: list[str]
+    mirostat: int
+    mirostat_tau: float
+    mirostat_eta: float
+    min_keep: int
+    samplers: list[str]
     logit_bias: dict[int, float]
     seed: int | None
     max_tokens: int | None
@@ -73,6 +118,7 @@ class GenerationArguments(TypedDict, total=False):
     priority: int
     owner: str
     logprobs: int
+    prompt_logprobs: int | None
     ignore_eos: bool
     repetition_limit: int
     speculate: bool
@@ -92,6 +138,30 @@ class GenerationOptions:
         presence_penalty: number subtracted once from the logit of each recent token.
         frequency_penalty: number subtracted for each time that a recent token occurs.
         repeat_last_n: number of last tokens that count as recent; 0: none, -1: all.
+        typical_p: probability that the tokens make up together whose surprise is nearest to the
+            entropy, which are kept (locally typical sampling); 1: all.
+        top_n_sigma: number of standard deviations below the highest logit down to which tokens are
+            kept; 0: all.
+        xtc_probability: probability with which, at a step, the most likely tokens are left out
+            (XTC, exclude top choices).
+        xtc_threshold: least probability of the tokens left out; the least likely of them stays.
+        dynatemp_range: largest difference of the temperature in use from `temperature`, which is
+            not 0; it grows with the entropy of the tokens that are left.
+        dynatemp_exponent: power of the entropy, as a share of the largest possible one, that the
+            temperature follows.
+        dry_multiplier: penalty of a token that goes on with a repetition of `dry_allowed_length`
+            tokens (DRY, don't repeat yourself); 0: none.
+        dry_base: factor by which each further repeated token raises the penalty.
+        dry_allowed_length: number of repeated tokens from which on there is a penalty.
+        dry_penalty_last_n: number of last tokens in which repetitions are looked for; -1: all.
+        dry_sequence_breakers: texts behind which a repetition begins anew.
+        mirostat: 2 keeps the mean surprise of tokens at a target (Mirostat 2.0), with
+            `temperature` and no other sampler; 0: it is not used.
+        mirostat_tau: target of the mean surprise, in bits.
+        mirostat_eta: share of its error by which each token corrects the limit on the surprise.
+        min_keep: number of tokens that `typical_p`, `top_p`, `min_p` and XTC leave at least.
+        samplers: names of the samplers that are used, in order. A `temperature` of 0 takes the most
+            likely token that they leave, listed or not.
         logit_bias: numbers added to the logits, by token id.
         seed: seed of the sampler; the same seed gives the same text, None draws one.
         max_tokens: number of tokens after which the answer ends; None: it goes on to its own end or
@@ -115,6 +185,9 @@ class GenerationOptions:
             with answers on their way at once get equally many tokens computed, however many answers
             each wants.
         logprobs: number of most likely tokens that are reported at each step.
+        prompt_logprobs: number of most likely tokens that are reported for each token of the
+            prompt, with the token's own log-probability; all of the prompt is computed then. None:
+            nothing is reported. Not with `context_policy` shift.
         ignore_eos: whether no end token is ever taken.
         repetition_limit: number of last tokens that end the answer if they are one sequence over
             and over, where neither `max_tokens` nor `ignore_eos` is set; 0: never.
@@ -130,6 +203,22 @@ class GenerationOptions:
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     repeat_last_n: int = 64
+    typical_p: float = 1.0
+    top_n_sigma: float = 0.0
+    xtc_probability: float = 0.0
+    xtc_threshold: float = 0.1
+    dynatemp_range: float = 0.0
+    dynatemp_exponent: float = 1.0
+    dry_multiplier: float = 0.0
+    dry_base: float = 1.75
+    dry_allowed_length: int = 2
+    dry_penalty_last_n: int = -1
+    dry_sequence_breakers: Sequence[str] = ("\n", ":", '"', "*")
+    mirostat: int = 0
+    mirostat_tau: float = 5.0
+    mirostat_eta: float = 0.1
+    min_keep: int = 0
+    samplers: Sequence[str] = SAMPLERS
     logit_bias: Mapping[int, float] = field(default_factory=dict)
     seed: int | None = None
     max_tokens: int | None = None
@@ -144,6 +233,7 @@ class GenerationOptions:
     priority: int = 0
     owner: str = ""
     logprobs: int = 0
+    prompt_logprobs: int | None = None
     ignore_eos: bool = False
     repetition_limit: int = 256
     speculate: bool = True
@@ -158,6 +248,12 @@ class GenerationOptions:
             value = getattr(self, name)
             if value is not None or name not in MAY_BE_NONE:
                 check_number(name, value, low, high, whole=whole)
+        self._check_samplers()
+        if self.prompt_logprobs is not None and self.context_policy == "shift":
+            raise OptionError(
+                "`prompt_logprobs` needs all of the prompt, and `context_policy` shift may forget "
+                "a part of it; leave out one of them"
+            )
         check_flag("ignore_eos", self.ignore_eos)
         check_flag("speculate", self.speculate)
         check_choice("context_policy", self.context_policy, CONTEXT_POLICIES)
@@ -179,6 +275,20 @@ class GenerationOptions:
             )
         for token in self.stop_tokens:
             check_number("stop_tokens", token, 0, whole=True)
+
+    def _check_samplers(self) -> None:
+        if self.mirostat not in (0, 2) or isinstance(self.mirostat, bool):
+            raise OptionError(f"`mirostat` is {self.mirostat!r}; allowed are 0 and 2")
+        check_texts("dry_sequence_breakers", self.dry_sequence_breakers)
+        if any(len(text) > _LONGEST_BREAKER for text in self.dry_sequence_breakers):
+            raise OptionError(
+                f"`dry_sequence_breakers` has a text of more than {_LONGEST_BREAKER} characters"
+            )
+        check_texts("samplers", self.samplers)
+        for name in self.samplers:
+            check_choice("samplers", name, SAMPLERS)
+        if len(set(self.samplers)) < len(self.samplers):
+            raise OptionError(f"`samplers` is {self.samplers!r}; list each name once")
 
     def may_end(self, sampled: int) -> bool:
         """Whether an end token may come behind `sampled` tokens of the answer."""
@@ -211,8 +321,9 @@ def chosen_options(
     if options is not None:
         return changed_options(options, arguments)
     check_names(arguments, GenerationOptions)
-    tried = {} if arguments.get("temperature") == 0 else tried_defaults(manifest.source)
-    return GenerationOptions(**{**tried, **manifest.generation, **arguments})
+    given = {**manifest.generation, **arguments}
+    tried = {} if given.get("temperature") == 0 else tried_defaults(manifest.source)
+    return GenerationOptions(**{**tried, **given})
 
 
 def changed_options(

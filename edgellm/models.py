@@ -10,8 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from edgellm.backends.selection import Selection, select
-from edgellm.engine.loaded_model import planned_memory
-from edgellm.engine.memory import MemoryEstimate
+from edgellm.engine.memory import MemoryEstimate, estimate
 from edgellm.errors import BundleError, EdgeLLMError, SourceError
 from edgellm.graphs.tensors import parameters
 from edgellm.options import EngineOptions
@@ -28,11 +27,19 @@ from edgellm.store.home import (
 from edgellm.store.import_summary import imported
 from edgellm.store.precision_support import remove_precisions
 from edgellm.store.prepare import prepare
-from edgellm.store.sources import ALIASES, DEFAULT_MODEL, bundle_label, local_path, resolve_here
+from edgellm.store.sources import (
+    ALIASES,
+    DEFAULT_MODEL,
+    KNOWN,
+    bundle_label,
+    local_path,
+    resolve_here,
+)
 
 __all__ = [
     "ALIASES",
     "DEFAULT_MODEL",
+    "KNOWN",
     "Bundle",
     "ModelDescription",
     "PrecisionDescription",
@@ -132,7 +139,7 @@ def describe(
         bundle = open_bundle(bundle.path, verify=True)
     options = EngineOptions()
     selection = select(options)
-    needed = planned_memory(bundle, options, selection.precisions(bundle.config))
+    needed = estimate(bundle, options, selection)
     precisions = tuple(_precisions(bundle, selection))
     return ModelDescription(bundle, parameters(bundle.config), precisions, needed)
 

@@ -19,7 +19,6 @@ from edgellm.kernels.kv_blocks import KV_FORMATS, KVFormat
 
 __all__ = [
     "DECODE_BACKENDS",
-    "DEFAULT_CTX_SIZE",
     "KV_FORMATS",
     "POLICIES",
     "POOLING",
@@ -31,8 +30,6 @@ __all__ = [
     "Scheduling",
 ]
 
-# Tokens of context where the model allows as many and the user asks for no number.
-DEFAULT_CTX_SIZE = 4096
 Scheduling = Literal["stall_free", "layered", "serial", "two_devices"]
 SCHEDULING: tuple[str, ...] = get_args(Scheduling)
 # Embedding of a text: the mean of its tokens' states, or the last state.
@@ -50,6 +47,7 @@ class EngineArguments(TypedDict, total=False):
     kv_format: KVFormat
     ctx_size: int | None
     cache_size: int | None
+    memory_limit_bytes: int | None
     threads: int | None
     schedule: Policy | None
     scheduling: Scheduling
@@ -80,9 +78,12 @@ class EngineOptions:
             provider. When a model is loaded, an accelerator takes the place of native if it is
             known to be faster (see `auto_prefill.py`).
         kv_format: format of K and V in the KV cache.
-        ctx_size: tokens of one session; None: the model's own number, at most 4096; 0: the model's
-            own number.
+        ctx_size: tokens of one session; 0: the model's own number. None: the model's own number as
+            far as a full KV cache takes a quarter of the memory at most, and half of what is free;
+            at most 4096 where the cache is on a GPU.
         cache_size: tokens that the shared pool holds for all sessions; None: twice `ctx_size`.
+        memory_limit_bytes: memory of which the KV cache takes a quarter where `ctx_size` is None;
+            None: the machine's.
         threads: CPU threads of the process, see `thread_pool.py`; None: all usable cores.
         schedule: policy with which chunks share the accelerator and the host (see `schedule.py`);
             None: `out-of-order` on an accelerator and `serial` on CPU and CUDA. With another policy
@@ -115,6 +116,7 @@ class EngineOptions:
     kv_format: KVFormat = "int8"
     ctx_size: int | None = None
     cache_size: int | None = None
+    memory_limit_bytes: int | None = None
     threads: int | None = None
     schedule: Policy | None = None
     scheduling: Scheduling = "stall_free"
@@ -161,6 +163,8 @@ class EngineOptions:
             check_number("ctx_size", self.ctx_size, 0, whole=True)
         if self.cache_size is not None:
             check_number("cache_size", self.cache_size, 1, whole=True)
+        if self.memory_limit_bytes is not None:
+            check_number("memory_limit_bytes", self.memory_limit_bytes, 1, 1 << 60, whole=True)
         if self.threads is not None:
             check_number("threads", self.threads, 1, 1024, whole=True)
         if not isinstance(self.provider_options, Mapping):

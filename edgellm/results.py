@@ -74,6 +74,42 @@ class Stats:
 
 
 @dataclass(frozen=True)
+class TokenLogprob:
+    """Log-probability of a token of a prompt.
+
+    Attributes:
+        logprob: natural logarithm of the token's probability behind the tokens before it; None for
+            the first token.
+        rank: 1 for the most likely token in its place; None for the first token.
+        top: the most likely tokens in its place and their logprobs, as many as were asked for.
+    """
+
+    token: int
+    logprob: float | None = None
+    rank: int | None = None
+    top: Mapping[int, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class RankedDocument:
+    """A document with its relevance to a query.
+
+    Attributes:
+        index: place of the document among those that were given.
+        relevance: from 0 to 1, or a cosine from -1 to 1, where it is that of embeddings.
+    """
+
+    index: int
+    relevance: float
+
+
+def ranked(relevance: Sequence[float], top_n: int | None) -> list[RankedDocument]:
+    """Return the `top_n` most relevant documents, the most relevant first; None: all."""
+    order = sorted(range(len(relevance)), key=lambda index: -relevance[index])
+    return [RankedDocument(index, relevance[index]) for index in order[:top_n]]
+
+
+@dataclass(frozen=True)
 class Piece:
     """A step of an answer.
 
@@ -90,6 +126,8 @@ class Piece:
         stop_text: stop text that ended the answer, in the last piece, if one did.
         reasoning: part of the reasoning before the answer that can be shown now; not in `text`.
         tool_calls: parts of tool calls that can be shown now.
+        prompt_logprobs: one for each token of the prompt, in a piece before the answer's first
+            token, if they were asked for.
     """
 
     text: str
@@ -101,6 +139,7 @@ class Piece:
     stop_text: str | None = None
     reasoning: str = ""
     tool_calls: tuple[ToolCallDelta, ...] = ()
+    prompt_logprobs: tuple[TokenLogprob, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -115,6 +154,7 @@ class Completion:
         reasoning: reasoning before the answer of a chat, if there was any.
         tool_calls: tool calls in the answer of a chat. The arguments of a call that was cut off, or
             that the model got wrong, are no JSON.
+        prompt_logprobs: see `Piece`.
     """
 
     text: str
@@ -125,6 +165,7 @@ class Completion:
     stop_text: str | None = None
     reasoning: str | None = None
     tool_calls: tuple[ToolCall, ...] = ()
+    prompt_logprobs: tuple[TokenLogprob, ...] = ()
 
 
 def completion(pieces: Sequence[Piece]) -> Completion:
@@ -141,4 +182,5 @@ def completion(pieces: Sequence[Piece]) -> Completion:
         stop_text=last.stop_text,
         reasoning="".join(piece.reasoning for piece in pieces) or None,
         tool_calls=joined_calls([call for piece in pieces for call in piece.tool_calls]),
+        prompt_logprobs=tuple(each for piece in pieces for each in piece.prompt_logprobs),
     )

@@ -51,6 +51,11 @@ class Selection:
         return self.prefill == CPU and self.policy != "serial"
 
     @property
+    def cache_on_gpu(self) -> bool:
+        """Whether a GPU keeps a replica of the KV cache."""
+        return TRITON in (self.decode, self.prefill) or self.prefill == CUDA
+
+    @property
     def one_processor(self) -> str | None:
         """Reason why prompts cannot be computed while native kernels decode; None: they can be."""
         if self.decode != NATIVE:

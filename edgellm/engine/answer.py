@@ -95,7 +95,7 @@ class Answer:
         self._options = options
         self._logit_filter = logit_filter
         self._ends = tokenizer.eos_ids | set(options.stop_tokens)
-        self._sampler = Sampler(options)
+        self._sampler = Sampler(options, tokenizer)
         self._stop = StopText(options.stop, min_indent=options.min_indent)
         endless = options.max_tokens is None and not options.ignore_eos
         self._repetition = RepetitionGuard(options.repetition_limit if endless else 0)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence as SequenceOf
-from itertools import islice
+from contextlib import closing
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,13 +13,10 @@ from edgellm.backends.batch import Rows
 from edgellm.engine.call import Call
 from edgellm.engine.context import Context
 from edgellm.engine.engine import Engine
-from edgellm.engine.pending import WORKING, Pending, Waiting
+from edgellm.engine.pending import WORKING, Pending, finished
 from edgellm.engine.request import Request
 from edgellm.generation_options import GenerationOptions
 from edgellm.options import Pooling
-
-# Prompts submitted to the loop at once; other requests may come before the next ones.
-_WINDOW = 32
 
 
 class EmbeddingRequest(Request):
@@ -53,6 +50,9 @@ class EmbeddingRequest(Request):
         self._sum = None
         if self._pooling == "mean":
             self.context.sequence.truncate(0)
+
+    def _candidates(self) -> int:
+        return 0  # where a back end gives the best logits alone, it gives no hidden states
 
     def computed_states(self, rows: Rows) -> None:
         """Pool the hidden states of rows with those of the rows before."""
@@ -89,27 +89,16 @@ def embeddings(
     """
     yield WORKING
     requests: list[EmbeddingRequest] = []
-    try:
-        for prompt in prompts:
-            context = Context(engine, prompt, salt=salt)
-            request = EmbeddingRequest(context, pooling=pooling, owner=owner, cancel=cancel)
-            request.check()
-            requests.append(request)
-        following = iter(requests)
-        for request in islice(following, _WINDOW):
-            engine.loop.submit(request)
-        for request in requests:
-            while not request.finished:
-                yield Waiting([request])
-            while request.pieces:
-                request.next_piece()
-            request.raise_error()
-            if request.embedding is None:  # cancelled
+    for prompt in prompts:
+        context = Context(engine, prompt, salt=salt)
+        request = EmbeddingRequest(context, pooling=pooling, owner=owner, cancel=cancel)
+        request.check()
+        requests.append(request)
+    with closing(finished(engine.loop, requests)) as pending:
+        for item in pending:
+            if not isinstance(item, EmbeddingRequest):
+                yield item
+            elif item.embedding is None:  # cancelled
                 return
-            yield request.embedding
-            yield WORKING
-            for later in islice(following, 1):
-                engine.loop.submit(later)
-    finally:
-        for request in requests:
-            engine.loop.withdraw(request)
+            else:
+                yield item.embedding

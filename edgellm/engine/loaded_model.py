@@ -20,17 +20,17 @@ from edgellm.backends.selection import Selection, select
 from edgellm.backends.step_backend import StepBackend
 from edgellm.backends.token_backend import TokenBackend
 from edgellm.cache.disk_cache import DiskCache
-from edgellm.cache.groups import cache_bytes, cache_groups, pool_blocks, rope_frequencies
+from edgellm.cache.groups import cache_groups, rope_frequencies
 from edgellm.cache.kv_cache import KVCache
 from edgellm.cache.write_behind import WriteBehind
 from edgellm.engine import memory
 from edgellm.engine.costs import load_or_measure
 from edgellm.engine.thread import EngineThread
-from edgellm.errors import OptionError, TemplateError
+from edgellm.errors import TemplateError
 from edgellm.graphs.contract import WEIGHTS_FILE
 from edgellm.kernels.kv_blocks import LAYOUT_VERSION
 from edgellm.kernels.native import isa
-from edgellm.options import DEFAULT_CTX_SIZE, EngineOptions
+from edgellm.options import EngineOptions
 from edgellm.progress import ProgressCallback
 from edgellm.store import key_basis
 from edgellm.store.bundle import Bundle
@@ -64,11 +64,12 @@ class LoadedModel:
         self.bundle = bundle
         self.options = options
         self.config = bundle.config
-        self.ctx_size = context_size(options, self.config.context_length)
         self.selection = select(options)
         self.scheduling = self.selection.scheduling(options.scheduling)
         self.precisions = self.selection.precisions(self.config)
-        memory.check_fits(planned_memory(bundle, options, self.precisions))
+        self.memory = memory.estimate(bundle, options, self.selection)
+        memory.check_fits(self.memory)
+        self.ctx_size = self.memory.ctx_size
         self.tokenizer = Tokenizer(
             bundle.path, bundle.manifest.tokenizer, rows=self.config.vocab_size
         )
@@ -132,7 +133,7 @@ class LoadedModel:
             cache_groups(self.config),
             format=options.kv_format,
             ctx_size=self.ctx_size,
-            blocks=_cache_blocks(options, self.ctx_size),
+            blocks=self.memory.blocks,
             key_offsets=basis.offsets,
             rope_frequencies=rope_frequencies(self.config),
             fingerprint=f"{self.fingerprint}|{self.arithmetic}".encode(),
@@ -220,43 +221,3 @@ def _start_threads(options: EngineOptions, selection: Selection, *, graphs: bool
     if not graphs:
         return thread_pool.size(options.threads)
     return thread_pool.start(options.threads, spare=int(selection.shares_cpu))
-
-
-def planned_memory(
-    bundle: Bundle, options: EngineOptions, precisions: set[str]
-) -> memory.MemoryEstimate:
-    """Estimate the memory of a model with these options and precisions when its cache is full."""
-    ctx_size = context_size(options, bundle.config.context_length)
-    blocks = _cache_blocks(options, ctx_size)
-    return memory.estimate(
-        bundle,
-        precisions=precisions,
-        kv_cache_bytes=cache_bytes(
-            bundle.config, format=options.kv_format, ctx_size=ctx_size, blocks=blocks
-        ),
-    )
-
-
-def context_size(options: EngineOptions, trained: int) -> int:
-    """Return the tokens of the context of a model that was trained for `trained` tokens.
-
-    Raises:
-        OptionError: the options ask for more.
-    """
-    if options.ctx_size is None:
-        return min(DEFAULT_CTX_SIZE, trained)
-    if options.ctx_size > trained:
-        raise OptionError(
-            f"`ctx_size` is {options.ctx_size}; this model was trained for at most {trained}"
-        )
-    return options.ctx_size or trained
-
-
-def _cache_blocks(options: EngineOptions, ctx_size: int) -> int:
-    if options.cache_size is None:
-        return 2 * pool_blocks(ctx_size)
-    if options.cache_size < ctx_size:
-        raise OptionError(
-            f"`cache_size` is {options.cache_size}; it must hold one session of {ctx_size} tokens"
-        )
-    return pool_blocks(options.cache_size)

@@ -1,4 +1,4 @@
-"""Estimate of the memory that a model takes."""
+"""Memory that a model takes, and the context that fits into it."""
 
 from __future__ import annotations
 
@@ -6,21 +6,38 @@ from dataclasses import dataclass
 
 import psutil
 
-from edgellm.errors import MemoryEstimateError
+from edgellm.backends.selection import Selection
+from edgellm.cache.groups import cache_bytes, pool_blocks
+from edgellm.errors import MemoryEstimateError, OptionError
+from edgellm.graphs.config import ModelConfig
 from edgellm.graphs.contract import WEIGHTS_FILE
+from edgellm.options import EngineOptions
 from edgellm.store.bundle import Bundle
 from edgellm.store.manifest import PACKED
 
 # A process with all libraries imported and no model: 110 MB on Linux with Python 3.11.
 _BASE_BYTES = 110 << 20
+# Share of the memory that the KV cache takes at most, where no context was asked for.
+_CACHE_SHARE = 4
+# Smallest context that the share decides on; with less memory the model is not loaded.
+_LEAST_CONTEXT = 4096
+# A context that the share cuts is a multiple of as many tokens.
+_STEP = 1024
 
 
 @dataclass(frozen=True)
 class MemoryEstimate:
-    """Resident bytes of a loaded model with a full context."""
+    """Resident bytes of a loaded model with a full KV cache.
+
+    Attributes:
+        ctx_size: tokens of a context.
+        blocks: number of blocks in each pool of the KV cache.
+    """
 
     weights: int
     kv_cache: int
+    ctx_size: int
+    blocks: int
     base: int = _BASE_BYTES
 
     @property
@@ -28,22 +45,19 @@ class MemoryEstimate:
         return self.weights + self.kv_cache + self.base
 
 
-def estimate(bundle: Bundle, *, precisions: set[str], kv_cache_bytes: int) -> MemoryEstimate:
-    """Estimate the memory of a model loaded in these precisions.
+def estimate(bundle: Bundle, options: EngineOptions, selection: Selection) -> MemoryEstimate:
+    """Estimate the memory of a model with these options and back ends when its cache is full.
 
-    ONNX Runtime keeps a repacked copy of each weight beside the mapped file, so its weights count
-    twice. That is an upper bound: the default model, with 222 MB of weights, took 323 MB.
+    Raises:
+        OptionError: the options ask for more tokens than the model was trained for, or for a cache
+            that does not hold one context.
     """
-    heads = {bundle.precision(precision).head for precision in precisions}
-    if PACKED in precisions:
-        heads -= {"int8"}  # packed weights have an int8 head
-    folders = [*precisions, *(f"head-{head}" for head in heads if head is not None)]
-    files = bundle.manifest.files
-    weights = sum(
-        files[f"{folder}/{WEIGHTS_FILE}"].bytes * (1 if folder == PACKED else 2)
-        for folder in folders
-    )
-    return MemoryEstimate(weights, kv_cache_bytes)
+    config = bundle.config
+    weights = _weight_bytes(bundle, selection.precisions(config))
+    ctx_size = _context_size(config, options, selection, weights=weights)
+    blocks = _blocks(options, ctx_size)
+    cache = _cache_bytes(config, options, ctx_size)
+    return MemoryEstimate(weights, cache, ctx_size=ctx_size, blocks=blocks)
 
 
 def check_fits(needed: MemoryEstimate) -> None:
@@ -59,6 +73,102 @@ def check_fits(needed: MemoryEstimate) -> None:
             f"cache {_mib(needed.kv_cache)}), but {_mib(available)} MiB are available; choose a "
             "smaller `ctx_size` or a smaller `kv_format`"
         )
+
+
+def context_note(config: ModelConfig, options: EngineOptions, ctx_size: int) -> str | None:
+    """Say that a context is smaller than the model's own without being asked for; else None."""
+    asked = options.ctx_size is not None or options.cache_size is not None
+    if asked or ctx_size >= config.context_length:
+        return None
+    return (
+        f"context of {ctx_size} of the model's {config.context_length} tokens, which the KV "
+        f"cache's share of the memory holds (1/{_CACHE_SHARE}); `ctx_size` asks for another one"
+    )
+
+
+def _weight_bytes(bundle: Bundle, precisions: set[str]) -> int:
+    """Estimate the bytes of the weights in these precisions.
+
+    ONNX Runtime keeps a repacked copy of each weight beside the mapped file, so its weights count
+    twice. That is an upper bound: the default model, with 222 MB of weights, took 323 MB.
+    """
+    heads = {bundle.precision(precision).head for precision in precisions}
+    if PACKED in precisions:
+        heads -= {"int8"}  # packed weights have an int8 head
+    folders = [*precisions, *(f"head-{head}" for head in heads if head is not None)]
+    files = bundle.manifest.files
+    return sum(
+        files[f"{folder}/{WEIGHTS_FILE}"].bytes * (1 if folder == PACKED else 2)
+        for folder in folders
+    )
+
+
+def _context_size(
+    config: ModelConfig, options: EngineOptions, selection: Selection, *, weights: int
+) -> int:
+    """Return the tokens of a context.
+
+    Raises:
+        OptionError: the options ask for more than the model was trained for.
+    """
+    trained = config.context_length
+    if options.ctx_size is None:
+        most = trained if options.cache_size is None else min(trained, options.cache_size)
+        if selection.cache_on_gpu:  # where all blocks get memory at once
+            return min(most, _LEAST_CONTEXT)
+        return _fitting_context(config, options, most, weights=weights)
+    if options.ctx_size > trained:
+        raise OptionError(
+            f"`ctx_size` is {options.ctx_size}; this model was trained for at most {trained}"
+        )
+    return options.ctx_size or trained
+
+
+def _fitting_context(
+    config: ModelConfig, options: EngineOptions, most: int, *, weights: int
+) -> int:
+    """Return the largest context of up to `most` tokens whose KV cache fits its share of memory.
+
+    The share is of all memory, so that it is the same whenever the model is loaded; where less is
+    free beside the weights, it is half of that.
+    """
+    memory = psutil.virtual_memory()
+    limit = options.memory_limit_bytes or memory.total
+    share = limit // _CACHE_SHARE
+    free = (options.memory_limit_bytes or memory.available) - weights - _BASE_BYTES
+    share = share if free >= share else free // 2
+    if most <= _LEAST_CONTEXT or _cache_bytes(config, options, most) <= share:
+        return most
+    low, high = _LEAST_CONTEXT // _STEP, most // _STEP
+    while low < high:
+        middle = (low + high + 1) // 2
+        if _cache_bytes(config, options, middle * _STEP) <= share:
+            low = middle
+        else:
+            high = middle - 1
+    return low * _STEP
+
+
+def _cache_bytes(config: ModelConfig, options: EngineOptions, ctx_size: int) -> int:
+    """Return the bytes of a full KV cache, and of the RoPE tables of the whole context."""
+    blocks = _blocks(options, ctx_size)
+    pools = cache_bytes(config, format=options.kv_format, ctx_size=ctx_size, blocks=blocks)
+    return pools + sum(8 * len(rope.inv_freq) * ctx_size for rope in config.ropes)
+
+
+def _blocks(options: EngineOptions, ctx_size: int) -> int:
+    """Return the blocks of each pool.
+
+    Raises:
+        OptionError: they do not hold one context.
+    """
+    if options.cache_size is None:
+        return 2 * pool_blocks(ctx_size)
+    if options.cache_size < ctx_size:
+        raise OptionError(
+            f"`cache_size` is {options.cache_size}; it must hold one session of {ctx_size} tokens"
+        )
+    return pool_blocks(options.cache_size)
 
 
 def _mib(count: int) -> int:

@@ -7,6 +7,7 @@ from contextvars import copy_context
 from dataclasses import dataclass
 from enum import Enum
 from functools import partial
+from itertools import islice
 from typing import Literal, TypeAlias, TypeVar
 
 from edgellm.engine.loop import Loop
@@ -14,6 +15,9 @@ from edgellm.engine.request import Request
 from edgellm.results import Piece
 
 T = TypeVar("T")
+RequestT = TypeVar("RequestT", bound=Request)
+# Prompts submitted to the loop at once by `finished`; other requests may come before the next ones.
+_WINDOW = 32
 
 
 @dataclass(frozen=True)
@@ -54,6 +58,32 @@ def pieces(loop: Loop, request: Request) -> Pending[Piece]:
         request.raise_error()
     finally:
         loop.withdraw(request)
+
+
+def finished(loop: Loop, requests: Sequence[RequestT]) -> Pending[RequestT]:
+    """Submit requests that nothing is read of but their end, some at a time, and yield them in
+    their order as they end.
+
+    Raises:
+        BaseException: an exception of a request's own work, or of a step.
+    """
+    following = iter(requests)
+    try:
+        for request in islice(following, _WINDOW):
+            loop.submit(request)
+        for request in requests:
+            while not request.finished:
+                yield Waiting([request])
+            while request.pieces:
+                request.next_piece()
+            request.raise_error()
+            yield request
+            yield WORKING
+            for later in islice(following, 1):
+                loop.submit(later)
+    finally:
+        for request in requests:
+            loop.withdraw(request)
 
 
 def iterate(loop: Loop, pending: Pending[T]) -> Iterator[T]:

@@ -15,6 +15,7 @@ from edgellm.engine.call import Call
 from edgellm.engine.context import Context
 from edgellm.engine.plan import Arrival, Layers, Underway
 from edgellm.engine.prefill_job import PrefillJob
+from edgellm.engine.prompt_scores import PromptScores
 from edgellm.engine.speculation import Speculation
 from edgellm.engine.stream import Stream
 from edgellm.kernels.sampling import Logits
@@ -73,6 +74,9 @@ class Request(Stream):
         # a rejected draft would take a sequence with states back to the end of a full block
         drafts = options.speculate and engine.decoder.exact_rows and not engine.cache.has_states
         self._speculation = Speculation(engine.ctx_size if drafts else 0)
+        self._scores: PromptScores | None = None
+        if options.prompt_logprobs is not None:
+            self._scores = PromptScores(engine.prefill, context.tokens, top=options.prompt_logprobs)
         self._stats = AnswerStats(len(context.tokens) + dropped, dropped=dropped)
         limit = math.inf if options.time_limit_ms is None else options.time_limit_ms
         self._deadline = self._stats.start + limit / 1000
@@ -115,7 +119,13 @@ class Request(Stream):
     @property
     def findable(self) -> int:
         """Number of tokens that it would begin with, in its session or the KV cache."""
-        return self.context.findable
+        return min(self.context.findable, self._reusable)
+
+    @property
+    def _reusable(self) -> int:
+        """Number of tokens that need not be computed if they are in the KV cache."""
+        scores = self._scores
+        return len(self.tokens) if scores is None or scores.complete else scores.known
 
     @property
     def needed(self) -> list[int]:
@@ -142,6 +152,9 @@ class Request(Stream):
 
     @property
     def salt(self) -> str:
+        """See `Schedulable`; a prompt to be scored waits for no other one to compute its prefix."""
+        if self._scores is not None and not self._scores.complete:
+            return f"{self.context.salt} {id(self)}"
         return self.context.salt
 
     @property
@@ -161,7 +174,9 @@ class Request(Stream):
         self.context.take_back()
         self._make_room()
         self.context.check_prompt()
-        self._stats.begun(self.context.begin())
+        cached = min(self.context.begin(), self._reusable)
+        self.context.sequence.truncate(cached)
+        self._stats.begun(cached)
 
     def begin_at(self, other: Request) -> None:
         """Begin with the prompt of another request, of which nothing else is computed yet."""
@@ -206,6 +221,9 @@ class Request(Stream):
         self._make_room()
         # a step that failed may have computed the last token and lost its logits
         self.context.forget(self.context.cached - self.computed)
+        if self._scores is not None and not self._scores.complete:
+            # so may one that has lost the hidden states of its tokens
+            self.context.forget(max(0, self.context.cached - self._scores.known))
         computed, end = self.computed, len(self.tokens)
         tokens = self.tokens[computed : computed + rows]
         last, candidates = computed + len(tokens) == end, self._candidates()
@@ -251,7 +269,13 @@ class Request(Stream):
         self.context.forget(self._speculation.settle())
 
     def computed_states(self, rows: Rows) -> None:
-        """Use the hidden states of rows that have passed the last layer; an answer needs none."""
+        """Use the hidden states of rows that have passed the last layer: they score a prompt."""
+        scores = self._scores
+        if scores is None or scores.complete:
+            return
+        scores.add(self.context.cached - len(rows.hidden), rows.hidden, should_stop=self.stop_now)
+        if scores.complete:
+            self.put(Piece("", prompt_logprobs=tuple(scores.tokens)))
 
     def leave(self) -> None:
         """Give back what is not needed when the loop has done with the request; unread tokens of a
@@ -300,6 +324,8 @@ class Request(Stream):
 
     def _candidates(self) -> int:
         """Return the number of best logits that suffice for the request and its forks; 0: all."""
+        if self._scores is not None and not self._scores.complete:
+            return 0  # where a back end gives the best alone, it gives no hidden states
         needed = [each._answer.best_needed for each in (self, *self.forks)]
         return max(needed) if all(needed) else 0
 
@@ -316,6 +342,7 @@ class Request(Stream):
         full = full and self._options.context_policy == "error"
         # a prompt is computed also where nothing is to be sampled
         none = self._options.max_tokens == 0 and self.context.cached == len(self.tokens)
+        none = none and (self._scores is None or self._scores.complete)
         return "length" if full or none else self._answer.limit()
 
     def _sample(self, logits: Logits) -> None:

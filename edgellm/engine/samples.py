@@ -6,6 +6,7 @@ import secrets
 from collections.abc import Collection
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, replace
+from itertools import chain, repeat
 
 from edgellm.engine.call import Call
 from edgellm.engine.context import Context, forgotten
@@ -104,16 +105,17 @@ def forked_requests(
         # before each answer has as many tokens as a client may send
         dropped = forgotten(len(tokens), ctx_size=engine.ctx_size, keep=options.keep)
         tokens = [*tokens[: options.keep], *tokens[options.keep + dropped :]]
+    unscored = replace(options, prompt_logprobs=None)  # the first answer has them for all
     requests = [
         Request(
             Context(engine, tokens, salt=salt),
-            replace(call, options=replace(options, seed=seed)),
+            replace(call, options=replace(each, seed=seed)),
             closes=True,
             wants_reports=wants_reports,
             shown_special=shown_special,
             dropped=dropped,
         )
-        for seed in seeds
+        for each, seed in zip(chain([options], repeat(unscored)), seeds, strict=False)
     ]
     first, *others = requests
     first.check()

@@ -1,34 +1,41 @@
-"""From logits to a token: pure functions, applied in llama.cpp's order."""
+"""From logits to a token: llama.cpp's samplers, in the order of the options."""
 
 from __future__ import annotations
 
 import math
-from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
 
+from edgellm.engine import samplers
+from edgellm.engine.dry import Dry
+from edgellm.engine.samplers import Candidates, Floats, softmax
 from edgellm.errors import NumericError, OptionError
-from edgellm.generation_options import GenerationOptions
-from edgellm.kernels.sampling import MOST_CANDIDATES, top_k
+from edgellm.generation_options import SAMPLERS, GenerationOptions
+from edgellm.kernels.sampling import MOST_CANDIDATES
 from edgellm.text.tokenizer import Tokenizer
 
-Floats = NDArray[np.float32]
-# Tolerance of a logarithm, for roundings on the way to a probability.
-_SLACK = 1e-3
+# A function from candidates and all tokens so far to the candidates that are left.
+_Step = Callable[[Candidates, Sequence[int]], Candidates]
 
 
 class Sampler:
-    """Sampler of one answer's tokens."""
+    """Sampler of one answer's tokens.
 
-    def __init__(self, options: GenerationOptions) -> None:
+    Args:
+        tokenizer: tokenizer for `dry_sequence_breakers`.
+    """
+
+    def __init__(self, options: GenerationOptions, tokenizer: Tokenizer | None = None) -> None:
         self._options = options
-        changed = options.logit_bias or _penalizes(options)
-        self._takes_best = options.temperature == 0 and not changed
+        names = active_samplers(options)
+        self._steps = [self._step(name, tokenizer) for name in names]
+        self._takes_best = options.temperature == 0 and not (names or options.logit_bias)
         self._biased = np.fromiter(options.logit_bias, np.intp)
         self._biases = np.fromiter(options.logit_bias.values(), np.float32)
         self._random = np.random.default_rng(options.seed)
+        self._mu = 2 * options.mirostat_tau
 
     def sample(
         self,
@@ -50,7 +57,6 @@ class Sampler:
             NumericError: the logits are not finite.
             OptionError: no token is left to choose.
         """
-        options = self._options
         place = int(logits.argmax())
         if not math.isfinite(logits[place]):
             raise NumericError(
@@ -58,45 +64,122 @@ class Sampler:
             )
         if self._takes_best and not banned:
             return place if ids is None else int(ids[place])
-        scores = logits.copy()
-        scores[self._biased] += self._biases
+        candidates = self.candidates(logits, tokens, ids=ids, banned=banned)
+        if self._options.temperature == 0:
+            return candidates.token(int(candidates.scores.argmax()))
+        return self._mirostat(candidates) if self._options.mirostat else self._draw(candidates)
+
+    def candidates(
+        self,
+        logits: Floats,
+        tokens: Sequence[int],
+        *,
+        ids: NDArray[np.intp] | None = None,
+        banned: Sequence[int] = (),
+    ) -> Candidates:
+        """Return the tokens that the samplers leave, with the scores that they are drawn by.
+
+        Args:
+            logits, tokens, ids, banned: see `sample`.
+
+        Raises:
+            OptionError: no token is left to choose.
+        """
+        candidates = Candidates(logits.copy(), ids)
+        candidates.scores[self._biased] += self._biases
         if banned:
-            scores[_places(banned, ids)] = -np.inf
-        recent = _recent(tokens, options.repeat_last_n) if _penalizes(options) else ()
-        apply_penalties(scores, _places(recent, ids), options)
-        best = int(scores.argmax())
-        if scores[best] == -math.inf:
+            candidates.scores[candidates.places(banned)] = -np.inf
+        if candidates.scores.max() == -math.inf:
             raise OptionError(
                 "no token is left to choose from: `logit_bias`, `ignore_eos`, `min_tokens` and the "
                 "logit filter rule out all of them"
             )
-        place = best if options.temperature == 0 else self._draw(scores)
-        return place if ids is None else int(ids[place])
+        for step in self._steps:
+            candidates = step(candidates, tokens)
+        return candidates
 
-    def _draw(self, scores: Floats) -> int:
-        """Draw a token; returns its place in `scores`."""
-        options = self._options
-        if options.top_k:
-            places = top_k(scores, options.top_k)
-            probabilities = softmax(scores[places])
-        else:
-            places = _by_score(scores, min_p=options.min_p)
-            probabilities = softmax(scores)[places]
-        kept = keep_top_p(probabilities, options.top_p)
-        kept = kept & keep_min_p(probabilities, options.min_p)
-        places = places[kept]
-        probabilities = softmax(scores[places] / np.float32(options.temperature))
+    def _draw(self, candidates: Candidates) -> int:
+        candidates = candidates.in_order()
+        return candidates.token(self._drawn(softmax(candidates.scores)))
+
+    def _mirostat(self, candidates: Candidates) -> int:
+        """Draw a token, and move the limit on its surprise towards the target."""
+        candidates = samplers.mirostat(candidates, self._mu)
+        probabilities = softmax(candidates.scores)
+        place = self._drawn(probabilities)
+        surprise = -math.log2(probabilities[place])
+        self._mu -= self._options.mirostat_eta * (surprise - self._options.mirostat_tau)
+        return candidates.token(place)
+
+    def _drawn(self, probabilities: NDArray[np.float64]) -> int:
         # what `Generator.choice` does, without its checks of 12 µs
         sums = probabilities.cumsum()
-        drawn = int((sums / sums[-1]).searchsorted(self._random.random(), side="right"))
-        return int(places[drawn])
+        return int((sums / sums[-1]).searchsorted(self._random.random(), side="right"))
+
+    def _step(self, name: str, tokenizer: Tokenizer | None) -> _Step:
+        """Return the function of a sampler."""
+        options, least = self._options, self._options.min_keep
+        if name == "dry":
+            dry = Dry(options, tokenizer)
+            return lambda candidates, tokens: _subtracted(candidates, dry.penalties(tokens))
+        steps: dict[str, _Step] = {
+            "penalties": self._penalized,
+            "top_n_sigma": lambda found, _: samplers.top_n_sigma(found, options.top_n_sigma),
+            "top_k": lambda found, _: samplers.top_k(found, options.top_k),
+            "typ_p": lambda found, _: samplers.typical(found, options.typical_p, min_keep=least),
+            "top_p": lambda found, _: samplers.top_p(found, options.top_p, min_keep=least),
+            "min_p": lambda found, _: samplers.min_p(found, options.min_p, min_keep=least),
+            "xtc": self._without_top,
+            "temperature": lambda found, _: samplers.temperature(found, options),
+        }
+        return steps[name]
+
+    def _penalized(self, candidates: Candidates, tokens: Sequence[int]) -> Candidates:
+        last = self._options.repeat_last_n
+        recent = tokens if last < 0 else tokens[-last:] if last else ()
+        samplers.apply_penalties(candidates.scores, candidates.places(recent), self._options)
+        return Candidates(candidates.scores, candidates.ids)
+
+    def _without_top(self, candidates: Candidates, _: Sequence[int]) -> Candidates:
+        options = self._options
+        if self._random.random() > options.xtc_probability:
+            return candidates
+        return samplers.xtc(candidates, options.xtc_threshold, min_keep=options.min_keep)
 
 
-def _by_score(scores: Floats, *, min_p: float) -> NDArray[np.intp]:
-    """Return places from the highest score on, without most of those that `min_p` leaves out."""
-    least = scores.max() + np.float32(math.log(min_p) - _SLACK if min_p else -math.inf)
-    places = np.flatnonzero(scores >= least)
-    return places[top_k(scores[places], 0)]
+def _subtracted(candidates: Candidates, penalties: dict[int, float]) -> Candidates:
+    scores = candidates.scores
+    if candidates.ids is None:
+        scores[list(penalties)] -= np.array(list(penalties.values()), np.float32)
+    elif penalties:
+        values = [penalties.get(token, 0.0) for token in candidates.ids.tolist()]
+        scores -= np.array(values, np.float32)
+    return Candidates(scores, candidates.ids)
+
+
+def active_samplers(options: GenerationOptions) -> list[str]:
+    """Return the samplers that have an effect with these options, in order."""
+    if options.mirostat:
+        return ["temperature"] if options.temperature else []
+    active = {
+        "penalties": _penalizes(options),
+        "dry": options.dry_multiplier > 0 and options.dry_penalty_last_n != 0,
+        "top_n_sigma": options.top_n_sigma > 0,
+        "top_k": options.top_k > 0,
+        "typ_p": options.typical_p < 1,
+        "top_p": options.top_p < 1,
+        "min_p": options.min_p > 0,
+        "xtc": options.xtc_probability > 0 and options.xtc_threshold <= 0.5,
+        "temperature": options.temperature != 1 or options.dynatemp_range > 0,
+    }
+    names = [name for name in options.samplers if active[name]]
+    if options.temperature == 0 and _in_usual_order(names) and not {"typ_p", "xtc"} & set(names):
+        return [name for name in names if name in ("penalties", "dry")]  # others keep the best
+    return names
+
+
+def _in_usual_order(names: Sequence[str]) -> bool:
+    return list(names) == sorted(names, key=SAMPLERS.index)
 
 
 def best_needed(options: GenerationOptions, *, ends: int) -> int:
@@ -107,11 +190,15 @@ def best_needed(options: GenerationOptions, *, ends: int) -> int:
     Args:
         ends: number of tokens that may be banned.
     """
-    raising = min(options.repeat_penalty - 1, options.presence_penalty, options.frequency_penalty)
-    needed = 1 if options.temperature == 0 else options.top_k
-    if options.logit_bias or raising < 0 or needed == 0:
+    names = active_samplers(options)
+    few = {"penalties", "top_k", "top_p", "min_p", "temperature"}.issuperset(names)
+    if options.mirostat or not few or not _in_usual_order(names):
         return 0
-    if _penalizes(options):
+    raising = min(options.repeat_penalty - 1, options.presence_penalty, options.frequency_penalty)
+    needed = 1 if options.temperature == 0 else options.top_k if "top_k" in names else 0
+    if options.logit_bias or ("penalties" in names and raising < 0) or needed == 0:
+        return 0
+    if "penalties" in names:
         if options.repeat_last_n < 0:
             return 0
         needed += options.repeat_last_n
@@ -125,143 +212,9 @@ def _penalizes(options: GenerationOptions) -> bool:
     return none != (options.repeat_penalty, options.presence_penalty, options.frequency_penalty)
 
 
-def apply_penalties(scores: Floats, recent: Sequence[int], options: GenerationOptions) -> None:
-    """Apply penalties to the scores `[V]` of recent tokens, in place."""
-    if not recent:
-        return
-    times = Counter(recent)  # 64 tokens: 20 µs less than `np.unique`
-    ids = np.fromiter(times, np.intp, len(times))
-    values = scores[ids]
-    if options.repeat_penalty != 1:
-        penalty = np.float32(options.repeat_penalty)
-        values = np.where(values > 0, values / penalty, values * penalty)
-    values -= np.float32(options.presence_penalty)
-    if options.frequency_penalty:
-        counts = np.fromiter(times.values(), np.float32, len(times))
-        values -= np.float32(options.frequency_penalty) * counts
-    scores[ids] = values
-
-
-def keep_top_p(probabilities: NDArray[np.float64], p: float) -> NDArray[np.bool_]:
-    """Return a mask of the shortest head of descending probabilities whose sum reaches `p`."""
-    before = np.cumsum(probabilities) - probabilities
-    kept: NDArray[np.bool_] = before < p
-    kept[0] = True
-    return kept
-
-
-def keep_min_p(probabilities: NDArray[np.float64], p: float) -> NDArray[np.bool_]:
-    """Return a mask of tokens at least `p` times as probable as the first, most probable one."""
-    kept: NDArray[np.bool_] = probabilities >= p * probabilities[0]
-    return kept
-
-
-def softmax(scores: Floats) -> NDArray[np.float64]:
-    weights = np.exp(scores.astype(np.float64) - float(scores.max()))
-    total: NDArray[np.float64] = weights / weights.sum()
-    return total
-
-
 def log_softmax(logits: Floats) -> NDArray[np.float64]:
     """Return log-probabilities in float64, over the last axis."""
     shifted = logits.astype(np.float64)
     shifted -= shifted.max(axis=-1, keepdims=True)
     result: NDArray[np.float64] = shifted - np.log(np.exp(shifted).sum(axis=-1, keepdims=True))
     return result
-
-
-def _recent(tokens: Sequence[int], count: int) -> Sequence[int]:
-    if count == 0:
-        return ()
-    return tokens if count < 0 else tokens[-count:]
-
-
-def _places(tokens: Sequence[int], ids: NDArray[np.intp] | None) -> Sequence[int]:
-    """Return the places of tokens in the ascending `ids`, without missing ones; None: all ids."""
-    if ids is None or not tokens:
-        return tokens
-    wanted = np.asarray(tokens)
-    places = np.minimum(ids.searchsorted(wanted), len(ids) - 1)
-    there: list[int] = places[ids[places] == wanted].tolist()
-    return there
-
-
-# Maximum of candidates: they are decoded and compared in pairs, which takes 12 ms for all.
-_MOST_CANDIDATES = 256
-# Tokens that go on with the text and are less probable than this are left out.
-_LEAST = 0.2
-
-
-class InfillSampler:
-    """llama.cpp's `infill` sampler as a logit filter: an answer ends early rather than late.
-
-    Only tokens that `top_k`, `top_p` and `min_p` leave count. The end tokens are taken if they are
-    somewhat probable; else tokens that begin alike count as one, and improbable ones are left out.
-
-    Args:
-        options: options of the answer; its temperature applies to the tokens left.
-    """
-
-    def __init__(self, tokenizer: Tokenizer, options: GenerationOptions) -> None:
-        self._tokenizer = tokenizer
-        self._options = options
-        self._ends = sorted(tokenizer.eos_ids | set(options.stop_tokens))
-
-    def __call__(self, scores: NDArray[np.float32], sampled: Sequence[int]) -> None:
-        """Set scores `[V]` to logarithms of the sampler's weights; -inf where it leaves none."""
-        options = self._options
-        may_end = options.may_end(len(sampled))
-        if not may_end:
-            scores[self._ends] = -math.inf
-        ids = top_k(scores, min(options.top_k or _MOST_CANDIDATES, _MOST_CANDIDATES))
-        probabilities = softmax(scores[ids])
-        kept = keep_top_p(probabilities, options.top_p)
-        kept &= keep_min_p(probabilities, options.min_p)
-        ids, probabilities = ids[kept], softmax(scores[ids[kept]])
-        ends = np.isin(ids, self._ends)
-        chosen = _chosen(probabilities, ends, [self._text(int(token)) for token in ids])
-        if not chosen.any() and not may_end:
-            ids, chosen = ids[:1], np.ones(1)
-        elif not chosen.any():
-            end = max(self._ends, key=lambda token: float(scores[token]))
-            ids, chosen = np.array([end]), np.ones(1)
-        scores.fill(-math.inf)
-        left = chosen > 0
-        scores[ids[left]] = np.log(chosen[left])
-
-    def _text(self, token: int) -> str:
-        return self._tokenizer.decode([token], skip_special=False)
-
-
-def _chosen(
-    probabilities: NDArray[np.float64], ends: NDArray[np.bool_], texts: Sequence[str]
-) -> NDArray[np.float64]:
-    """Return weights of the candidates, most probable first; all 0 where an end token that is none
-    of them has to be taken."""
-    chosen = probabilities.copy()
-    if 3 * chosen[ends].sum() * len(chosen) > chosen[~ends].sum():
-        chosen[~ends] = 0
-        return chosen
-    _join(chosen, ends, texts)
-    chosen[~ends & (chosen < _LEAST)] = 0
-    others = np.count_nonzero(chosen[~ends])
-    if others == 0:
-        return chosen * ends
-    chosen /= chosen.sum()
-    chosen[~ends & (chosen < 1 / (others + 1))] = 0
-    return chosen
-
-
-def _join(chosen: NDArray[np.float64], ends: NDArray[np.bool_], texts: Sequence[str]) -> None:
-    """Add a token's probability to a more probable one's, where one text begins the other."""
-    # parts of characters say nothing
-    read = [i for i, text in enumerate(texts) if text and "\ufffd" not in text and not ends[i]]
-    for at, i in enumerate(read):
-        text = texts[i]
-        for j in read[at + 1 :]:
-            if not (texts[j].startswith(text) or text.startswith(texts[j])):
-                continue
-            if chosen[i] and chosen[j]:
-                more, less = (i, j) if chosen[i] >= chosen[j] else (j, i)
-                chosen[more] += chosen[less]
-                chosen[less] = 0

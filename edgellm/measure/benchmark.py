@@ -67,9 +67,11 @@ def bench(
         raise OptionError("nothing to measure: give `prompts` or `generations` a size above 0")
     for prompt, generation, depth in tests:
         if prompt + generation + depth > engine.ctx_size:
+            whole = engine.ctx_size == engine.config.context_length
             raise OptionError(
                 f"{_name(prompt, generation, depth)} needs {prompt + generation + depth} tokens, "
-                f"which do not fit into a context of {engine.ctx_size}; raise `ctx_size`"
+                f"which do not fit into a context of {engine.ctx_size}; "
+                + ("the model was trained for no more" if whole else "raise `ctx_size`")
             )
     results = []
     for prompt, generation, depth in tests:

@@ -9,7 +9,7 @@ checks and reads a request, and chooses its replica by the beginning of its prom
 
 import asyncio
 from collections.abc import AsyncGenerator
-from typing import Any
+from typing import Any, cast
 
 from ray import serve
 from ray.exceptions import RayActorError
@@ -17,14 +17,16 @@ from ray.serve.config import RequestRouterConfig
 from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError
 from starlette.applications import Starlette
 
+from edgellm.llm import LoadArguments
 from edgellm.ray.arguments import Arguments
 from edgellm.ray.forwarding import ForwardedRequest, Message, answered, front_app
 from edgellm.ray.prefill import PrefillReplica, RemotePrefill
 from edgellm.ray.router import PrefixRouter
 from edgellm.serve.application import create_app
-from edgellm.serve.model_pool import ModelPool, served_model
+from edgellm.serve.model_pool import ModelPool
 from edgellm.serve.options import ServeOptions
 from edgellm.serve.request_error import RequestError
+from edgellm.serve.served import served_model
 
 # Maximum of attempts to start a replica: a model that fails to load mostly fails again.
 _STARTS = 3
@@ -75,7 +77,9 @@ class Replica:
     async def __init__(  # type: ignore[misc]  # Ray Serve awaits it
         self, arguments: Arguments, prefill: Any = None
     ) -> None:
-        pool = ModelPool([served_model(arguments.model, arguments.engine_arguments)])
+        pool = ModelPool(
+            [served_model(arguments.model, cast(LoadArguments, arguments.engine_arguments))]
+        )
         remote = None
         if prefill is not None:
             remote = RemotePrefill(

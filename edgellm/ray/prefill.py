@@ -12,7 +12,7 @@ import asyncio
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import ray
 
@@ -25,10 +25,10 @@ from edgellm.engine.hand_over import (
     read_prefix,
     write_prefix,
 )
-from edgellm.llm import LLM
+from edgellm.llm import LLM, LoadArguments
 from edgellm.options import EngineArguments
 from edgellm.ray.object_store import ObjectStore
-from edgellm.serve.model_pool import served_model
+from edgellm.serve.served import served_model
 from edgellm.session import Session
 
 _log = logging.getLogger(__name__)
@@ -61,7 +61,7 @@ class PrefillReplica:
     """
 
     def __init__(self, model: str, engine: EngineArguments, hand_over_bytes: int) -> None:
-        self._llm: LLM = served_model(model, engine).open()
+        self._llm: LLM = served_model(model, cast(LoadArguments, engine)).open()
         self._store = ObjectStore(budget=hand_over_bytes)
 
     async def compute(self, request: PrefillRequest) -> dict[bytes, ray.ObjectRef]:

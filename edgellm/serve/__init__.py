@@ -11,18 +11,28 @@ from edgellm.serve.options import ServeOptions
 
 if TYPE_CHECKING:
     from edgellm.serve.application import create_app
-    from edgellm.serve.model_pool import ModelPool, ServedModel, served_model
+    from edgellm.serve.model_pool import ModelPool
+    from edgellm.serve.served import ServedModel, served_model, split_id
     from edgellm.serve.server import serve
 
 _LAZY = {
     "ModelPool": "edgellm.serve.model_pool",
-    "ServedModel": "edgellm.serve.model_pool",
+    "ServedModel": "edgellm.serve.served",
     "create_app": "edgellm.serve.application",
     "serve": "edgellm.serve.server",
-    "served_model": "edgellm.serve.model_pool",
+    "served_model": "edgellm.serve.served",
+    "split_id": "edgellm.serve.served",
 }
 
-__all__ = ["ModelPool", "ServeOptions", "ServedModel", "create_app", "serve", "served_model"]
+__all__ = [
+    "ModelPool",
+    "ServeOptions",
+    "ServedModel",
+    "create_app",
+    "serve",
+    "served_model",
+    "split_id",
+]
 
 
 def __getattr__(name: str) -> Any:

@@ -9,20 +9,38 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Sequence
-from contextlib import aclosing, closing, contextmanager
+from collections.abc import (
+    AsyncGenerator,
+    AsyncIterator,
+    Awaitable,
+    Callable,
+    Iterator,
+    Sequence,
+)
+from contextlib import AsyncExitStack, aclosing, asynccontextmanager, closing, contextmanager
 from dataclasses import replace
+from functools import partial
 from itertools import takewhile
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, TypeAlias, TypeVar
 
 from edgellm.engine.call import Call
 from edgellm.engine.embedding import embeddings
 from edgellm.engine.pending import aiterate
+from edgellm.engine.relevance import chosen_method, similarities, yes_no, yes_no_prompts
 from edgellm.engine.samples import SamplePieces, sample_pieces
 from edgellm.progress import Progress
-from edgellm.serve.ask import Ask, EmbeddingAsk
-from edgellm.serve.asked_prompt import answerable_prompt, embedding_prompt
-from edgellm.serve.events import Begun, Client, Delta, Embeddings, End, Event, PromptProgress
+from edgellm.serve.ask import Ask, EmbeddingAsk, RerankAsk
+from edgellm.serve.asked_prompt import answerable_prompt, check_size, embedding_prompt
+from edgellm.serve.events import (
+    Begun,
+    Client,
+    Delta,
+    Embeddings,
+    End,
+    Event,
+    PromptProgress,
+    Relevances,
+)
 from edgellm.serve.metrics import Metrics
 from edgellm.serve.queue_limits import Counted, QueueLimits
 from edgellm.serve.request_error import RequestError, request_error
@@ -40,6 +58,7 @@ if TYPE_CHECKING:
     from edgellm.serve.model_pool import ModelPool
     from edgellm.serve.options import ServeOptions
 
+T = TypeVar("T")
 _Item: TypeAlias = Begun | Progress | SamplePieces
 # Fetches KV blocks of a prompt that other processes have computed, where that is worth it.
 # Arguments: engine, tokens of the prompt, salt of its blocks. Raises nothing: blocks that do not
@@ -101,16 +120,36 @@ class Answering:
         Raises:
             RequestError: the ask cannot be answered, or not now, or the server is stopping.
         """
+        limit_ms = self._time_limit_ms(ask.arguments.get("time_limit_ms"))
         with self._taken_in(client) as counted:
-            async with self.pool.use(ask.model) as llm:
+            async with self._model(ask.model, limit_ms) as llm:
                 model = self.pool.resolve(ask.model)
                 pending = self._pending(llm, model, ask, client, counted.arrival)
-                async with aclosing(_items(llm.engine, pending)) as items:
+                async with aclosing(_items(llm, pending)) as items:
                     async for item in items:
                         for event in _events(item, counted):
                             yield event
                         if isinstance(item, Begun) and self._bring_prefix is not None:
                             await self._bring_prefix(llm.engine, item.prompt, client.salt)
+
+    @asynccontextmanager
+    async def _model(self, name: str | None, limit_ms: int | None) -> AsyncIterator[LLM]:
+        """Yield a model, which has to be loaded within a time limit.
+
+        Raises:
+            RequestError: see `ModelPool.use`; or the time limit has passed.
+        """
+        async with AsyncExitStack() as stack:
+            try:
+                async with asyncio.timeout(None if limit_ms is None else limit_ms / 1000):
+                    llm = await stack.enter_async_context(self.pool.use(name))
+            except TimeoutError:
+                raise RequestError(
+                    "unavailable",
+                    f"the model was not loaded within {limit_ms} ms; try again later",
+                    retry_after_s=1,
+                ) from None
+            yield llm
 
     async def embed(self, ask: EmbeddingAsk, client: Client) -> Embeddings:
         """Return the embeddings of texts or token ids.
@@ -118,35 +157,66 @@ class Answering:
         Raises:
             RequestError: as with `answer`, or the time limit has passed.
         """
+        pending = partial(self._embedding, ask=ask, client=client)
+        counts, vectors = await self._results(ask, client, pending)
+        return Embeddings(self.pool.resolve(ask.model), vectors, counts)
+
+    async def rerank(self, ask: RerankAsk, client: Client) -> Relevances:
+        """Return the relevance of documents to a query.
+
+        Raises:
+            RequestError: as with `answer`, or the time limit has passed.
+        """
+        pending = partial(self._relevance, ask=ask, client=client)
+        counts, values = await self._results(ask, client, pending)
+        return Relevances(self.pool.resolve(ask.model), values, sum(counts))
+
+    async def _results(
+        self,
+        ask: EmbeddingAsk | RerankAsk,
+        client: Client,
+        pending: Callable[[LLM], Pending[list[int] | T]],
+    ) -> tuple[list[int], list[T]]:
+        """Return the token counts of the prompts of an ask, and the result of each.
+
+        Args:
+            pending: yields the token count of each result in one list, then the results in order.
+        """
         limit_ms = self._time_limit_ms(ask.time_limit_ms)
         with self._taken_in(client) as counted:
             try:
                 async with asyncio.timeout(None if limit_ms is None else limit_ms / 1000):
-                    return await self._embeddings(ask, client, counted)
+                    return await self._collected(ask, counted, pending)
             except TimeoutError:
                 raise RequestError(
                     "unavailable",
-                    f"the embeddings were not there within {limit_ms} ms; send fewer texts, or "
+                    f"the results were not there within {limit_ms} ms; send fewer texts, or "
                     "try again when less is asked of the server",
                     retry_after_s=1,
                 ) from None
 
-    async def _embeddings(self, ask: EmbeddingAsk, client: Client, counted: Counted) -> Embeddings:
-        vectors: list[NDArray[np.float32]] = []
+    async def _collected(
+        self,
+        ask: EmbeddingAsk | RerankAsk,
+        counted: Counted,
+        pending: Callable[[LLM], Pending[list[int] | T]],
+    ) -> tuple[list[int], list[T]]:
+        results: list[T] = []
         counts: list[int] = []
-        async with self.pool.use(ask.model) as llm:
-            pending = self._embedding(llm, ask, client)
-            async with aclosing(_vectors(llm.engine, pending)) as items:
-                async for item in items:
-                    if isinstance(item, list):
-                        counts = item
-                        counted.take_tokens(sum(counts))
-                    else:
-                        counted.computed(counts[len(vectors)])
-                        vectors.append(item)
-        if len(vectors) < len(ask.prompts):
+        async with (
+            self.pool.use(ask.model) as llm,
+            aclosing(_counts_and_results(llm, pending(llm))) as items,
+        ):
+            async for item in items:
+                if isinstance(item, list):
+                    counts = item
+                    counted.take_tokens(sum(counts))
+                else:
+                    counted.computed(counts[len(results)])
+                    results.append(item)
+        if len(results) < len(counts):
             raise _stopping()
-        return Embeddings(self.pool.resolve(ask.model), vectors, counts)
+        return counts, results
 
     @contextmanager
     def _taken_in(self, client: Client) -> Iterator[Counted]:
@@ -198,7 +268,7 @@ class Answering:
             yield from _read(pending, [prompt.chat.reader() for _ in range(ask.n)])
 
     def _embedding(
-        self, llm: LLM, ask: EmbeddingAsk, client: Client
+        self, llm: LLM, *, ask: EmbeddingAsk, client: Client
     ) -> Pending[list[int] | NDArray[np.float32]]:
         """Yield the token count of each prompt in one list, then the vectors in order."""
         engine, pooling = llm.engine, self.options.pooling
@@ -215,6 +285,26 @@ class Answering:
             owner=client.owner,
             cancel=self._stop,
         )
+
+    def _relevance(self, llm: LLM, *, ask: RerankAsk, client: Client) -> Pending[list[int] | float]:
+        """Yield the token count of each document in one list, then the relevances in order."""
+        engine, pooling = llm.engine, self.options.pooling
+        whose = {"salt": client.salt, "owner": client.owner}
+        if chosen_method(engine, ask.method) == "yes_no":
+            check_size(engine, max(map(len, ask.documents)) + len(ask.query))
+            prompts = yes_no_prompts(engine, ask.query, ask.documents, instruction=ask.instruction)
+            counts = [len(prompt) for prompt in prompts]
+            pending = yes_no(engine, prompts, cancel=self._stop, **whose)
+        else:
+            prompts = [
+                embedding_prompt(engine, text, pooling=pooling, truncates=False)
+                for text in (ask.query, *ask.documents)
+            ]
+            query, first, *rest = (len(prompt) for prompt in prompts)
+            counts = [query + first, *rest]
+            pending = similarities(engine, prompts, pooling=pooling, cancel=self._stop, **whose)
+        yield counts
+        yield from pending
 
     def _limited(self, options: GenerationOptions, arrival: float) -> GenerationOptions:
         """Cut the options of an answer to the server's limits.
@@ -298,21 +388,23 @@ def deltas(item: SamplePieces) -> list[Delta]:
 
 def _says(delta: Delta) -> bool:
     shown = delta.text or delta.reasoning or delta.calls
-    return bool(shown) or any(piece.token is not None for piece in delta.pieces)
+    return bool(shown) or any(
+        piece.token is not None or piece.prompt_logprobs for piece in delta.pieces
+    )
 
 
 def _stopping() -> RequestError:
     return RequestError("unavailable", "the server is stopping", retry_after_s=1)
 
 
-# `aiterate` with the item types of the two generators
+# `aiterate` with the item types of the two kinds of generators
 
 
-def _items(engine: Engine, pending: Pending[_Item]) -> AsyncGenerator[_Item, None]:
-    return aiterate(engine.loop, pending)
+def _items(llm: LLM, pending: Pending[_Item]) -> AsyncGenerator[_Item, None]:
+    return aiterate(llm.engine.loop, pending)
 
 
-def _vectors(
-    engine: Engine, pending: Pending[list[int] | NDArray[np.float32]]
-) -> AsyncGenerator[list[int] | NDArray[np.float32], None]:
-    return aiterate(engine.loop, pending)
+def _counts_and_results(
+    llm: LLM, pending: Pending[list[int] | T]
+) -> AsyncGenerator[list[int] | T, None]:
+    return aiterate(llm.engine.loop, pending)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from edgellm.engine.relevance import DEFAULT_INSTRUCTION, RerankMethod
 from edgellm.generation_options import GenerationArguments
 from edgellm.text.fim import Gap, Order
 from edgellm.text.grammar import Grammar
@@ -61,6 +62,7 @@ class Ask:
         model: id of the model; None or "": the first served model.
         arguments: fields of `GenerationOptions`; the model's own defaults apply to the others.
         n: number of answers to the prompt, which is computed once.
+        of: number of asks in the same request.
         grammar: form of the answer; None: free text.
         infill_sampler: whether tokens are chosen as by llama.cpp's sampler `infill` (see
             `sampling.py`).
@@ -70,6 +72,7 @@ class Ask:
     prompt: AskedPrompt
     arguments: GenerationArguments = field(default_factory=GenerationArguments)
     n: int = 1
+    of: int = 1
     grammar: Grammar | None = None
     infill_sampler: bool = False
 
@@ -88,4 +91,21 @@ class EmbeddingAsk:
     model: str | None
     prompts: tuple[str | tuple[int, ...], ...]
     truncates: bool = False
+    time_limit_ms: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class RerankAsk:
+    """A request for the relevance of documents to a query; see `LLM.rerank`.
+
+    Attributes:
+        model: id of the model; None or "": the first served model.
+        time_limit_ms: see `EmbeddingAsk`.
+    """
+
+    model: str | None
+    query: str
+    documents: tuple[str, ...]
+    method: RerankMethod = "auto"
+    instruction: str = DEFAULT_INSTRUCTION
     time_limit_ms: int | None = None

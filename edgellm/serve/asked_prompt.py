@@ -8,11 +8,12 @@ from itertools import chain
 from typing import TYPE_CHECKING
 
 from edgellm.engine.chat_prompt import ChatPrompt, ToolOptions, chat_prompt
-from edgellm.engine.sampling import InfillSampler
+from edgellm.engine.infill_sampler import InfillSampler
 from edgellm.infill import infill_options, infill_tokens
 from edgellm.serve.ask import Ask, Conversation, Infill
 from edgellm.serve.request_error import RequestError
 from edgellm.text.fim import budget
+from edgellm.text.prompt import Message
 from edgellm.text.template import Scalar
 
 if TYPE_CHECKING:
@@ -25,6 +26,8 @@ if TYPE_CHECKING:
 # Characters per token of the context. A text up to this size is not refused, so the tokenizer's
 # longest token need not be looked up for it.
 _USUAL_CHARACTERS = 8
+# Log-probabilities of a prompt in one reply: 20 MB of JSON.
+_MOST_SCORES = 1 << 19
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,7 +69,7 @@ def asked_prompt(llm: LLM, model: str, ask: Ask) -> EncodedPrompt:
         )
         chat = chat_prompt(
             engine,
-            prompt.messages,
+            _with_system(llm, prompt.messages),
             tools,
             logit_filter=logit_filter,
             continue_last=_continues(prompt),
@@ -90,6 +93,13 @@ def asked_prompt(llm: LLM, model: str, ask: Ask) -> EncodedPrompt:
         check_size(engine, len(prompt) if isinstance(prompt, str) else 0)
         tokens = continued(engine, prompt, parse_special=True)
     return EncodedPrompt(tokens=tokens, options=options, logit_filter=logit_filter)
+
+
+def _with_system(llm: LLM, messages: tuple[Message, ...]) -> tuple[Message, ...]:
+    """Begin with the system prompt of `load`, where it has one and the conversation has none."""
+    if llm.system is None or any(message.role == "system" for message in messages):
+        return messages
+    return (Message("system", llm.system), *messages)
 
 
 def _logit_filter(llm: LLM, ask: Ask, options: GenerationOptions) -> LogitFilter | None:
@@ -173,6 +183,15 @@ def answerable_prompt(llm: LLM, model: str, ask: Ask) -> EncodedPrompt:
         raise RequestError(
             "invalid_request", "the prompt is empty; give at least one token", param="prompt"
         )
+    if options.prompt_logprobs is not None:
+        scores, most = count * (options.prompt_logprobs + 1) * ask.n, _MOST_SCORES // ask.of
+        if scores > most:
+            raise RequestError(
+                "invalid_request",
+                f"the scores of this prompt are {scores} numbers, its tokens times `logprobs` and "
+                f"one times `n`; at most {most} are told of each prompt in one answer",
+                param="logprobs",
+            )
     largest = max(options.logit_bias, default=0)
     if largest >= engine.config.vocab_size:
         raise _not_in_vocabulary(engine, largest, "logit_bias")

@@ -104,4 +104,17 @@ class Embeddings:
     tokens: list[int]
 
 
+@dataclass(frozen=True)
+class Relevances:
+    """Relevance of each of several documents, in their order; see `RankedDocument`.
+
+    Attributes:
+        tokens: token count of all prompts together.
+    """
+
+    model: str
+    values: list[float]
+    tokens: int
+
+
 Event: TypeAlias = Begun | PromptProgress | Delta | End

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 
 from edgellm.backends.selection import select
 from edgellm.engine.engine import Engine
-from edgellm.engine.loaded_model import context_size, open_template, planned_memory
+from edgellm.engine.loaded_model import open_template
+from edgellm.engine.memory import MemoryEstimate, estimate
 from edgellm.errors import TemplateError, UnsupportedModelError
 from edgellm.generation_options import GenerationOptions, chosen_options
 from edgellm.graphs.config import ModelConfig
@@ -64,14 +65,15 @@ class ModelCard:
 def card_of(engine: Engine) -> ModelCard:
     """Return the card of a loaded model."""
     template = _readable(engine.bundle, lambda: engine.template)
-    return _card(engine.bundle, engine.options, engine.tokenizer, template)
+    return _card(engine.bundle, engine.options, engine.tokenizer, template, engine.memory)
 
 
 def card_on_disk(bundle: Bundle, options: EngineOptions) -> ModelCard:
     """Return the card of a model that is not loaded, as if loaded with these options."""
     tokenizer = Tokenizer(bundle.path, bundle.manifest.tokenizer, rows=bundle.config.vocab_size)
     template = _readable(bundle, lambda: open_template(bundle, tokenizer))
-    return _card(bundle, options, tokenizer, template)
+    needed = estimate(bundle, options, select(options))
+    return _card(bundle, options, tokenizer, template, needed)
 
 
 def _readable(bundle: Bundle, opened: Callable[[], ChatTemplate | None]) -> ChatTemplate | None:
@@ -87,24 +89,26 @@ def _readable(bundle: Bundle, opened: Callable[[], ChatTemplate | None]) -> Chat
 
 
 def _card(
-    bundle: Bundle, options: EngineOptions, tokenizer: Tokenizer, template: ChatTemplate | None
+    bundle: Bundle,
+    options: EngineOptions,
+    tokenizer: Tokenizer,
+    template: ChatTemplate | None,
+    needed: MemoryEstimate,
 ) -> ModelCard:
     config, selection = bundle.config, select(options)
-    estimate = planned_memory(bundle, options, selection.precisions(config))
     precision = selection.decode_precision(config)
-    ctx_size = context_size(options, config.context_length)
     takes_tools = template is not None and template.traits.takes_tools
     form = None if template is None else template.answer_format
     return ModelCard(
         name=bundle.manifest.name,
         config=config,
-        ctx_size=ctx_size,
+        ctx_size=needed.ctx_size,
         # a cache of the usual size holds two contexts, see `EngineOptions`
-        slots=options.cache_size // ctx_size if options.cache_size else 2,
+        slots=options.cache_size // needed.ctx_size if options.cache_size else 2,
         options=chosen_options(bundle.manifest, None, {}),
         precision=precision,
         file_type=_file_type(bundle.manifest, precision),
-        memory_bytes=estimate.weights + estimate.kv_cache,
+        memory_bytes=needed.weights + needed.kv_cache,
         bos=tokenizer.bos or "",
         eos=next(iter(tokenizer.eos), ""),
         template="" if template is None else template.source,

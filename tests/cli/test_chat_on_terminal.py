@@ -69,7 +69,9 @@ def test_statistics_after_every_answer(shell: Shell) -> None:
     terminal = start(shell, "")
     answer, stats = said(terminal, FRANCE)
     assert answer == PARIS
-    assert re.fullmatch(r"\[ prompt: 36 tokens .* seed: \d+ \]", stats)
+    assert re.fullmatch(r"\[ 8 tokens, \d+ t/s \]", stats)
+    (more,) = said(terminal, "/stats")
+    assert re.fullmatch(r"\[ prompt: 36 tokens .* seed: \d+ \]", more)
     terminal.wait_for(lambda: terminal.is_tidy)
 
 
@@ -156,7 +158,7 @@ def test_log_holds_the_model_s_text_alone(shell: Shell) -> None:
     # one more where tee's line ended behind the prompt, which is drawn again with what is typed
     assert terminal.text.count(">>>") in (2, 3)
     assert terminal.text.count(FRANCE) == 1
-    assert terminal.text.count("[ prompt: ") == 1
+    assert terminal.text.count("[ 8 tokens, ") == 1
 
 
 @pytest.mark.slow

@@ -31,7 +31,7 @@ def typed(llm: LLM, edgellm_home: Path, capsys: pytest.CaptureFixture[str]) -> I
         def run(*lines: str) -> tuple[int, str, str]:
             pipe.send_text("".join(f"{line}\r" for line in lines))
             code = chat(
-                llm, sampling={"temperature": 0.0, "max_tokens": 12}, system=None, show_stats=False
+                llm, sampling={"temperature": 0.0, "max_tokens": 12}, system=None, stats="none"
             )
             captured = capsys.readouterr()
             return code, captured.out, captured.err

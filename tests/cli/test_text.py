@@ -103,7 +103,7 @@ def test_a_call_with_half_an_emoji(capsys: pytest.CaptureFixture[str]) -> None:
     answer = write(pieces)
     shown = json.loads(capsys.readouterr().out)
     assert shown["arguments"] == {"x": "\ud83d"}
-    report(answer, show_stats=False, as_json=True)
+    report(answer, stats="none", as_json=True)
     assert json.loads(capsys.readouterr().out)["tool_calls"] == [shown]
 
 

@@ -33,7 +33,7 @@ class Terminal(io.StringIO):
 def test_calls_are_lines_and_thoughts_go_to_stderr(capsys: pytest.CaptureFixture[str]) -> None:
     answer = write(PIECES)
     assert capsys.readouterr() == (f"So.\n{json.dumps(CALL)}\n", "Hm.\n")
-    report(answer, show_stats=False, as_json=True)
+    report(answer, stats="none", as_json=True)
     shown = json.loads(capsys.readouterr().out)
     assert (shown["text"], shown["reasoning"], shown["tool_calls"]) == ("So.", "Hm.", [CALL])
     write([PIECES[0], PIECES[2], PIECES[3]])
@@ -67,7 +67,7 @@ def test_a_call_of_the_real_model(cli: Cli, tmp_path: Path) -> None:
     assert refused.returncode == 1
     assert "no place for tools" in refused.stderr
     assert cli("run", *arguments, "--tool-choice", "rain").returncode == 2
-    assert "no place for a system prompt or tools" in cli("run", *arguments, "--raw").stderr
+    assert "no place for a system prompt, tools" in cli("run", *arguments, "--raw").stderr
 
 
 @pytest.mark.parametrize("text", ["", "{}", "[]", "[1]", '[{"name": "a b"}]', "\xff"])

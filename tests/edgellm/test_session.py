@@ -302,7 +302,7 @@ def test_two_sessions_in_two_threads(llm: LLM) -> None:
         ({"kv_format": "int3"}, "int8, int4, f16, f32"),
         ({"ctx_size": -1}, "`ctx_size` is -1"),
         ({"ctx_size": 10**9}, "trained for at most 8192"),
-        ({"cache_size": 5}, "`cache_size` is 5"),
+        ({"ctx_size": 64, "cache_size": 5}, "`cache_size` is 5"),
         ({"threads": 0}, "1 to 1024"),
         ({"scheduling": "fair"}, "stall_free, layered, serial, two_devices"),
         ({"decode_slowdown": 1}, "`decode_slowdown` is 1; allowed is a number, 1.01 to 100"),
@@ -329,7 +329,7 @@ def test_too_little_memory(smollm2: Any, monkeypatch: pytest.MonkeyPatch) -> Non
     import edgellm
 
     class Little:
-        available = 100 << 20
+        total = available = 100 << 20
 
     monkeypatch.setattr(psutil, "virtual_memory", Little)
     with pytest.raises(edgellm.MemoryEstimateError, match="100 MiB are available"):

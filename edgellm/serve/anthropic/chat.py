@@ -28,7 +28,7 @@ async def messages(call: Call) -> Reply:
     fields = await call.fields()
     ask = read_ask(fields)
     if fields.flag("stream"):
-        return call.stream(message_frames(call.events(ask), ask))
+        return call.stream(message_frames(call.events(ask), ask), beat=_BEAT)
     return json_reply(await _whole(call, ask))
 
 
@@ -249,6 +249,14 @@ def _usage(stats: Stats) -> dict[str, int]:
 def _frame(kind: str, **fields: Any) -> Frame:
     return Frame({"type": kind, **fields}, kind)
 
+
+# Claude Code leaves a stream after 300 s without an event, and its SDK drops comments and pings.
+# This event changes nothing of a message: its values are those that the message begins with.
+_BEAT = _frame(
+    "message_delta",
+    delta={"stop_reason": None, "stop_sequence": None},
+    usage={"output_tokens": 0},
+)
 
 ROUTES = (
     Route("/v1/messages", {"POST": messages}),

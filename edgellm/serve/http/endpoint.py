@@ -29,7 +29,17 @@ from edgellm.serve.events import Begun, Client, Delta, End, Event
 from edgellm.serve.http.body import ClientGoneError, Receive, read_body
 from edgellm.serve.http.fields import Fields
 from edgellm.serve.http.json_body import read_fields
-from edgellm.serve.http.streaming import JSON, Frame, Frames, Reply, Send, StreamReply, json_reply
+from edgellm.serve.http.streaming import (
+    JSON,
+    KEEP_ALIVE,
+    Comment,
+    Frame,
+    Frames,
+    Reply,
+    Send,
+    StreamReply,
+    json_reply,
+)
 from edgellm.serve.request_error import RequestError, request_error
 from edgellm.tool_use import ToolCall, joined_calls
 
@@ -176,13 +186,24 @@ class Call:
         if len(asks) > 1:
             await self.answering.check(asks)
 
-    def stream(self, frames: Frames, *, format: Literal["sse", "lines"] = "sse") -> StreamReply:
-        """Return a reply that streams `frames`, with the server's heartbeat and time limit."""
+    def stream(
+        self,
+        frames: Frames,
+        *,
+        format: Literal["sse", "lines"] = "sse",
+        beat: Frame | Comment = KEEP_ALIVE,
+    ) -> StreamReply:
+        """Return a reply that streams `frames`, with the server's heartbeat and time limit.
+
+        Args:
+            beat: see `StreamReply`.
+        """
         options = self.answering.options
         return StreamReply(
             frames=frames,
             error=self.dialect.error_frames,
             format=format,
+            beat=beat,
             heartbeat_s=options.heartbeat_s,
             write_timeout_s=options.write_timeout_s,
         )

@@ -42,6 +42,7 @@ class Comment:
     text: str
 
 
+KEEP_ALIVE = Comment("keep-alive")
 Frames: TypeAlias = AsyncGenerator[Frame | Comment, None]
 
 
@@ -88,13 +89,15 @@ class StreamReply:
             it has a status of its own.
         error: function that returns the frames of an error in mid-stream.
         format: "sse": server-sent events; "lines": lines of JSON, which have no comments.
-        heartbeat_s: seconds of silence after which a comment is sent.
+        beat: sent in silence: a comment, or an event for clients that count events alone.
+        heartbeat_s: seconds of silence after which `beat` is sent.
         write_timeout_s: seconds in which the client has to read on.
     """
 
     frames: Frames
     error: Callable[[RequestError], list[Frame]]
     format: Literal["sse", "lines"] = "sse"
+    beat: Frame | Comment = KEEP_ALIVE
     heartbeat_s: float
     write_timeout_s: float
 
@@ -131,6 +134,7 @@ class _Writer:
         self._reply = reply
         self._sse = reply.format == "sse"
         self._sent_at = time.monotonic()
+        self._one_write = asyncio.Lock()
 
     async def begin(self) -> None:
         media_type = "text/event-stream" if self._sse else "application/x-ndjson"
@@ -142,6 +146,10 @@ class _Writer:
         await _start(self._send, 200, headers)
 
     async def write(self, frame: Frame | Comment) -> None:
+        async with self._one_write:
+            await self._write(frame)
+
+    async def _write(self, frame: Frame | Comment) -> None:
         data = self._bytes(frame)
         if not data:
             return
@@ -150,15 +158,17 @@ class _Writer:
                 await self._send({"type": "http.response.body", "body": data, "more_body": True})
         except TimeoutError:
             raise ClientGoneError from None
-        self._sent_at = time.monotonic()
+        if isinstance(frame, Frame) or isinstance(self._reply.beat, Comment):
+            self._sent_at = time.monotonic()
 
     async def beat(self) -> None:
-        """Send a comment whenever an event stream was silent for `heartbeat_s`."""
+        """Send a sign of life whenever an event stream was silent for `heartbeat_s`."""
         seconds = self._reply.heartbeat_s
         while self._sse:
             await asyncio.sleep(max(0.0, self._sent_at + seconds - time.monotonic()))
-            if time.monotonic() - self._sent_at >= seconds:
-                await self.write(Comment("keep-alive"))
+            async with self._one_write:  # a frame on its way is a sign of life, if not the last one
+                if time.monotonic() - self._sent_at >= seconds:
+                    await self._write(self._reply.beat)
 
     def _bytes(self, frame: Frame | Comment) -> bytes:
         if isinstance(frame, Comment):

@@ -207,25 +207,28 @@ def _stop(begun: Begun, pieces: Sequence[Piece], reason: FinishReason) -> tuple[
     return ("eos" if last.token in ends else "limit"), ""
 
 
+# Options that have the same names here and in llama.cpp.
+_SAMPLING = (
+    "temperature", "dynatemp_range", "dynatemp_exponent", "top_k", "top_p", "min_p", "top_n_sigma",
+    "xtc_probability", "xtc_threshold", "typical_p", "repeat_last_n", "repeat_penalty",
+    "presence_penalty", "frequency_penalty", "dry_multiplier", "dry_base", "dry_allowed_length",
+    "dry_penalty_last_n", "mirostat", "mirostat_tau", "mirostat_eta", "min_keep",
+)  # fmt: skip
+
+
 def settings(options: GenerationOptions, *, seed: int | None) -> dict[str, Any]:
     """Return the generation options of an answer under llama.cpp's names."""
     return {
         "n_predict": -1 if options.max_tokens is None else options.max_tokens,
         "seed": -1 if seed is None else seed,
-        "temperature": options.temperature,
-        "top_k": options.top_k,
-        "top_p": options.top_p,
-        "min_p": options.min_p,
-        "repeat_last_n": options.repeat_last_n,
-        "repeat_penalty": options.repeat_penalty,
-        "presence_penalty": options.presence_penalty,
-        "frequency_penalty": options.frequency_penalty,
         "n_indent": options.min_indent,
         "n_probs": options.logprobs,
         "t_max_predict_ms": options.line_limit_ms or -1,
         "ignore_eos": options.ignore_eos,
         "stop": list(options.stop),
-        "samplers": ["penalties", "top_k", "top_p", "min_p", "temperature"],
+        **{name: getattr(options, name) for name in _SAMPLING},
+        "dry_sequence_breakers": list(options.dry_sequence_breakers),
+        "samplers": list(options.samplers),
     }
 
 

@@ -23,6 +23,7 @@ from edgellm.serve.llama_cpp.fields import (
 )
 from edgellm.serve.llama_cpp.text import encode, model_id
 from edgellm.serve.openai.messages import checked
+from edgellm.serve.openai.sampling import sampler_names
 from edgellm.serve.request_error import RequestError
 from edgellm.text.fim import Gap
 from edgellm.text.grammar import Grammar
@@ -219,70 +220,35 @@ ROUTES = (
 )
 
 
-# llama.cpp's names of samplers by their one-letter names.
-_LETTERS = {
-    "e": "penalties", "d": "dry", "s": "top_n_sigma", "k": "top_k", "y": "typ_p", "p": "top_p",
-    "m": "min_p", "x": "xtc", "t": "temperature", "i": "infill", "a": "adaptive_p",
-}  # fmt: skip
-_ALIASES = {"typical_p": "typ_p", "typical": "typ_p", "nucleus": "top_p", "temp": "temperature"}
-_ORDER = ("penalties", "top_k", "top_p", "min_p", "infill", "temperature")
-# Arguments that switch a sampler off.
-_NEUTRAL: dict[str, GenerationArguments] = {
-    "penalties": {"repeat_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0},
-    "top_k": {"top_k": 0},
-    "top_p": {"top_p": 1.0},
-    "min_p": {"min_p": 0.0},
-    "temperature": {"temperature": 1.0},
-}
+# Samplers that come before `infill`, which is a filter of the logits, and after it.
+_BEFORE_INFILL, _BEHIND_INFILL = {"penalties", "top_k", "top_p", "min_p"}, {"temperature"}
 
 
 def apply_samplers(fields: Fields, arguments: GenerationArguments) -> bool:
-    """Switch off unlisted samplers in `arguments`, in place; return whether `infill` is listed.
-
-    edgellm has one order of samplers, which is llama.cpp's default; another one is refused where it
-    would give other tokens.
+    """Put the listed samplers into `arguments`, in place; return whether `infill` is listed.
 
     Raises:
-        RequestError: a name is unknown, or the order is another than edgellm's.
+        RequestError: a name is unknown or has no sampler here, or `infill` is not where it can be.
     """
-    names = _names(fields.get("samplers"))
-    if names is None:
+    if fields.get("samplers") is None:
         return False
-    greedy = arguments.get("temperature") == 0
-    for name, neutral in _NEUTRAL.items():
-        # a temperature of 0 takes the most probable token, listed or not
-        if name not in names and not (name == "temperature" and greedy):
-            arguments.update(neutral)
-    active = [name for name in names if name in _ORDER and not _does_nothing(name, arguments)]
-    if not greedy and active != sorted(active, key=_ORDER.index):
-        raise field_error(
-            "samplers", f"the order here is {', '.join(_ORDER)}; list them in it, or leave it out"
-        )
-    return "infill" in names
-
-
-def _names(given: Any) -> list[str] | None:
-    """Read the names of samplers, each once; None if the field is missing."""
-    if given is None:
-        return None
-    if isinstance(given, str):
-        wrong = [letter for letter in given if letter not in _LETTERS]
-        if wrong:
-            raise field_error("samplers", f"there is no sampler {shown(wrong[0])}")
-        return list(dict.fromkeys(_LETTERS[letter] for letter in given))
-    if not isinstance(given, list) or len(given) > 64:
-        raise field_error("samplers", f"a list of names is expected, but got {shown(given)}")
-    names = []
-    for value in given:
-        plain = value.replace("-", "_") if isinstance(value, str) else value
-        name = _ALIASES.get(plain, plain) if isinstance(plain, str) else plain
-        if name not in _LETTERS.values():
-            allowed = ", ".join(_LETTERS.values())
-            raise field_error("samplers", f"there is no {shown(value)}; allowed are {allowed}")
-        names.append(name)
-    return list(dict.fromkeys(names))
-
-
-def _does_nothing(name: str, arguments: GenerationArguments) -> bool:
-    neutral = _NEUTRAL.get(name)
-    return neutral is not None and {**arguments, **neutral} == arguments
+    try:
+        names = sampler_names(fields.get("samplers"))
+    except ValueError as error:
+        raise field_error("samplers", str(error)) from None
+    if "adaptive_p" in names:
+        raise field_error("samplers", "there is no adaptive_p here; leave it out")
+    infills = "infill" in names
+    if infills:
+        at = names.index("infill")
+        if not (
+            _BEFORE_INFILL.issuperset(names[:at]) and _BEHIND_INFILL.issuperset(names[at + 1 :])
+        ):
+            raise field_error(
+                "samplers",
+                "before infill only penalties, top_k, top_p and min_p are allowed, and behind it "
+                "only temperature",
+            )
+        names.remove("infill")
+    arguments["samplers"] = names
+    return infills

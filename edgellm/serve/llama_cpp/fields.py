@@ -26,28 +26,31 @@ _SOFT: tuple[tuple[str, str, float, float], ...] = (
     ("repeat_penalty", "repeat_penalty", 0.01, 100),
     ("presence_penalty", "presence_penalty", -100, 100),
     ("frequency_penalty", "frequency_penalty", -100, 100),
+    ("typical_p", "typical_p", 0, 1),
+    ("top_n_sigma", "top_n_sigma", 0, 100),
+    ("xtc_probability", "xtc_probability", 0, 1),
+    ("xtc_threshold", "xtc_threshold", 0, 1),
+    ("dynatemp_range", "dynatemp_range", 0, 100),
+    ("dynatemp_exponent", "dynatemp_exponent", 0, 100),
+    ("dry_multiplier", "dry_multiplier", 0, 100),
+    ("mirostat_tau", "mirostat_tau", 0, 100),
+    ("mirostat_eta", "mirostat_eta", 0, 1),
+)
+# Name of the field and of the option, lowest and highest value of a whole number (hard limits).
+_WHOLE: tuple[tuple[str, int, int], ...] = (
+    ("repeat_last_n", -1, INT32_MAX),
+    ("dry_allowed_length", 0, 1000),
+    ("dry_penalty_last_n", -1, INT32_MAX),
+    ("min_keep", 0, INT32_MAX),
 )
 # Hard limits of whole numbers that have no effect here: contexts are not shifted, slots are not
-# chosen, and the prefix that a prompt shares with earlier ones is always found in the KV cache. The
-# limits of DRY have none because its multiplier is refused.
+# chosen, and the prefix that a prompt shares with earlier ones is always found in the KV cache.
 _WITHOUT_EFFECT: Mapping[str, tuple[int, int]] = {
     "id_slot": (-1, INT32_MAX),
     "n_keep": (-1, INT32_MAX),
     "n_discard": (0, INT32_MAX),
     "n_cache_reuse": (0, INT32_MAX),
     "sse_ping_interval": (-1, INT32_MAX),
-    "dry_allowed_length": (0, INT32_MAX),
-    "dry_penalty_last_n": (-1, INT32_MAX),
-}
-# Fields that are refused unless they have this value, which has no effect; None: 0 or less.
-_NOT_HERE: Mapping[str, float | None] = {
-    "mirostat": 0,
-    "dry_multiplier": 0,
-    "xtc_probability": 0,
-    "dynatemp_range": 0,
-    "typical_p": 1,
-    "top_n_sigma": None,
-    "min_keep": 0,
 }
 
 
@@ -96,8 +99,8 @@ def generation_arguments(fields: Fields) -> GenerationArguments:
     """
     refuse_unsupported(fields)
     arguments: GenerationArguments = {}
-    for name, argument, low, high in _SOFT:
-        number = soft(fields, name, low, high)
+    for name, argument, lowest, highest in _SOFT:
+        number = soft(fields, name, lowest, highest)
         if number is not None:
             arguments[argument] = float(number)  # type: ignore[literal-required]
     top_k = soft(fields, "top_k", 0, INT32_MAX)
@@ -106,9 +109,21 @@ def generation_arguments(fields: Fields) -> GenerationArguments:
     n_probs = soft(fields, "n_probs" if "n_probs" in fields else "logprobs", 0, 100)
     if n_probs is not None:
         arguments["logprobs"] = int(n_probs)
-    last = hard(fields, ("repeat_last_n",), -1, INT32_MAX)
-    if last is not None:
-        arguments["repeat_last_n"] = last
+    for name, low, high in _WHOLE:
+        whole = hard(fields, (name,), int(low), int(high))
+        if whole is not None:
+            arguments[name] = whole  # type: ignore[literal-required]
+    base = soft(fields, "dry_base", -math.inf, 100)
+    if base is not None and base >= 1:  # below, llama.cpp takes its default
+        arguments["dry_base"] = float(base)
+    breakers = fields.texts("dry_sequence_breakers", MAX_STOPS)
+    if breakers:
+        arguments["dry_sequence_breakers"] = breakers
+    mirostat = hard(fields, ("mirostat",), 0, 2)
+    if mirostat == 1:
+        raise unsupported("mirostat", "2 is the version that is here")
+    if mirostat is not None:
+        arguments["mirostat"] = mirostat
     seed = hard(fields, ("seed",), -(2**63), 2**64 - 1)
     if seed is not None and seed not in _ANY_SEED:
         arguments["seed"] = seed % 2**64
@@ -145,10 +160,6 @@ def refuse_unsupported(fields: Fields) -> None:
     """
     for name, (low, high) in _WITHOUT_EFFECT.items():
         hard(fields, (name,), low, high)
-    for name, neutral in _NOT_HERE.items():
-        value = soft(fields, name, -math.inf, math.inf)
-        if value is not None and value != neutral and (neutral is not None or value > 0):
-            raise unsupported(name)
     target = soft(fields, "adaptive_target", -math.inf, 1)
     if target is not None and target >= 0:
         raise unsupported("adaptive_target")

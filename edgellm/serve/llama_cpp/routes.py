@@ -176,6 +176,20 @@ async def _card(call: Call, model: str | None) -> ModelCard:
     return card
 
 
+async def load_model(call: Call) -> Reply:
+    """Load a model, as llama.cpp's router does; its first request would do the same."""
+    pool, name = call.answering.pool, (await call.fields()).required_text("model")
+    pool.keep(name, None)
+    async with pool.use(name):
+        return json_reply({"success": True})
+
+
+async def unload_model(call: Call) -> Reply:
+    """Unload a model once it is idle, unless it is asked for again before."""
+    call.answering.pool.unload((await call.fields()).required_text("model"))
+    return json_reply({"success": True})
+
+
 async def change_slot(call: Call) -> Reply:
     raise RequestError(
         "not_supported",
@@ -260,6 +274,8 @@ LLAMA_CPP = Dialect(
         *completion.ROUTES,
         Route("/embedding", {"POST": embedding}),
         *text.ROUTES,
+        Route("/models/load", {"POST": load_model}),
+        Route("/models/unload", {"POST": unload_model}),
         Route("/props", {"GET": props, "POST": change_props}),
         Route("/slots", {"GET": slots}),
         Route("/slots/{id}", {"POST": change_slot}),

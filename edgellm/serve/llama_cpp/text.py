@@ -1,4 +1,8 @@
-"""llama.cpp's `/tokenize`, `/detokenize` and `/apply-template`."""
+"""llama.cpp's `/tokenize`, `/detokenize` and `/apply-template`.
+
+The first two are also in vLLM's form, with the text in `prompt`. lm-eval's `remote` tokenizer sends
+that, and reads vLLM's `/tokenizer_info`.
+"""
 
 from __future__ import annotations
 
@@ -59,9 +63,13 @@ def _check_length(text: str) -> None:
 async def tokenize(call: Call) -> Reply:
     fields = await call.fields()
     model = model_id(call, fields)
-    text = fields.required_text("content")
+    of_vllm = "content" not in fields and "prompt" in fields
+    text = fields.required_text("prompt" if of_vllm else "content")
     _check_length(text)
     special = fields.flag("parse_special")
+    begins = (
+        fields.flag("add_special_tokens") is not False if of_vllm else fields.flag("add_special")
+    )
     async with call.answering.pool.use(model) as llm:
         return await call.answering.text_work.call(
             partial(
@@ -69,7 +77,7 @@ async def tokenize(call: Call) -> Reply:
                 llm.engine.tokenizer,
                 text,
                 # None: a begin token only where the model wants one
-                add_bos=None if fields.flag("add_special") else False,
+                add_bos=None if begins else False,
                 parse_special=special is None or special,
                 with_pieces=bool(fields.flag("with_pieces")),
             )
@@ -106,7 +114,25 @@ async def detokenize(call: Call) -> Reply:
         )
     async with call.answering.pool.use(model_id(call, fields)) as llm:
         text = await call.answering.text_work.call(partial(_text, llm, tokens))
-    return json_reply({"content": text})
+    return json_reply({"content": text, "prompt": text})
+
+
+async def tokenizer_info(call: Call) -> Reply:
+    """vLLM's description of a tokenizer, in the words of Hugging Face's."""
+    model = call.answering.pool.resolve(None)
+    async with call.answering.pool.use(model) as llm:
+        engine = llm.engine
+        template = await call.answering.text_work.call(lambda: engine.template)
+    ends = [engine.tokenizer.text_of(token) for token in sorted(engine.tokenizer.eos_ids)]
+    return json_reply(
+        {
+            "tokenizer_class": "PreTrainedTokenizerFast",
+            "bos_token": engine.tokenizer.bos,
+            "eos_token": ends[0] if ends else None,
+            "pad_token": None,
+            "chat_template": None if template is None else template.source,
+        }
+    )
 
 
 def _text(llm: LLM, tokens: Sequence[Any]) -> str:
@@ -140,5 +166,6 @@ def _rendered(llm: LLM, ask: Ask) -> str:
 ROUTES = (
     Route("/tokenize", {"POST": tokenize}),
     Route("/detokenize", {"POST": detokenize}),
+    Route("/tokenizer_info", {"GET": tokenizer_info}),
     Route("/apply-template", {"POST": apply_template}),
 )

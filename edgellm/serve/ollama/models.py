@@ -1,18 +1,21 @@
-"""Ollama's `/api/tags`, `/api/ps`, `/api/show` and `/api/version`.
+"""Ollama's `/api/tags`, `/api/ps`, `/api/show`, `/api/version`, `/api/pull` and `/api/delete`.
 
 Clients find the server and its models by these routes.
 """
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
 from edgellm.graphs.tensors import parameters
+from edgellm.progress import Progress
 from edgellm.serve.http.endpoint import Call, Handler, Route
-from edgellm.serve.http.streaming import Reply, json_reply
+from edgellm.serve.http.streaming import Frame, Frames, Reply, json_reply
 from edgellm.serve.model_card import ModelCard
 from edgellm.serve.model_pool import ModelPool
 from edgellm.serve.request_error import RequestError
@@ -193,12 +196,52 @@ def _gap_template(card: ModelCard) -> str:
     return f"{{{{ if .Suffix }}}}{parts}{family.middle or ''}{{{{ end }}}}"
 
 
+async def pull(call: Call) -> Reply:
+    """Download a model and serve it, with a line for each progress; see `ModelPool.pull`."""
+    fields = await call.fields()
+    name = fields.text("model") or fields.required_text("name")
+    name = name.removesuffix(":latest")
+    call.answering.pool.check_pull(name)
+    if fields.flag("stream") is False:
+        await call.answering.pool.pull(name, lambda _: None)
+        return json_reply({"status": "success"})
+    return call.stream(_pulled(call, name), format="lines")
+
+
+async def _pulled(call: Call, name: str) -> Frames:
+    loop, reports = asyncio.get_running_loop(), asyncio.Queue[Progress | None]()
+
+    def put(report: Progress | None) -> None:
+        with suppress(RuntimeError):  # the server has ended
+            loop.call_soon_threadsafe(reports.put_nowait, report)
+
+    task = asyncio.create_task(call.answering.pool.pull(name, put))
+    task.add_done_callback(lambda _: put(None))
+    try:
+        yield Frame({"status": "pulling manifest"})
+        while (report := await reports.get()) is not None:
+            digest = hashlib.sha256(f"{name} {report.label}".encode()).hexdigest()
+            line = {"status": report.label, "digest": digest, "completed": report.done}
+            yield Frame({**line, "total": report.total or report.done})
+        await task
+        yield Frame({"status": "success"})
+    finally:
+        if not task.cancel() and not task.cancelled():  # the pull itself goes on
+            task.exception()  # retrieved, because the client may be gone
+
+
+async def delete(call: Call) -> Reply:
+    """Serve a model no longer; its files stay, for `edgellm rm`."""
+    fields = await call.fields()
+    call.answering.pool.forget(fields.text("model") or fields.required_text("name"))
+    return json_reply({})
+
+
 def _refused(what: str) -> Handler:
     async def refuse(call: Call) -> Reply:
         raise RequestError(
             "not_supported",
-            f"{what}: models are not changed over HTTP; name those to serve when you start the "
-            "server: `edgellm serve MODEL...`",
+            f"{what}: models are not made over HTTP; `edgellm export` makes them",
         )
 
     return refuse
@@ -209,10 +252,8 @@ ROUTES = (
     Route("/api/tags", {"GET": tags}),
     Route("/api/ps", {"GET": ps}),
     Route("/api/show", {"POST": show}),
-    *(
-        Route(f"/api/{name}", {"POST": _refused(name)})
-        for name in ("pull", "push", "create", "copy")
-    ),
-    Route("/api/delete", {"DELETE": _refused("delete")}),
+    Route("/api/pull", {"POST": pull}),
+    Route("/api/delete", {"DELETE": delete}),
+    *(Route(f"/api/{name}", {"POST": _refused(name)}) for name in ("push", "create", "copy")),
     Route("/api/blobs/{digest}", {"GET": _refused("blobs"), "POST": _refused("blobs")}),
 )

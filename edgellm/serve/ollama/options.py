@@ -17,7 +17,7 @@ from edgellm.text.template import Scalar
 _LARGEST = 1 << 31
 _EFFORTS = ("low", "medium", "high")
 # Samplers that edgellm lacks, each with the values that switch it off.
-_ABSENT = {"mirostat": (0,), "typical_p": (0, 1), "tfs_z": (0, 1)}
+_ABSENT = {"tfs_z": (0, 1)}
 _UNITS = {"ns": 1e-9, "us": 1e-6, "µs": 1e-6, "ms": 1e-3, "s": 1, "m": 60, "h": 3600}
 _PART = r"(\d+(?:\.\d+)?)(ns|us|µs|ms|s|m|h)"
 _DURATION = re.compile(rf"(-?)((?:{_PART})+)")

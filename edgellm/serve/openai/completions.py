@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
+import asyncio
 import secrets
 import time
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 from edgellm.generation_options import GenerationArguments
 from edgellm.results import Piece, Stats
 from edgellm.serve.ask import Ask, AskedPrompt, Infill
 from edgellm.serve.events import Begun, Delta, Event, PromptProgress
-from edgellm.serve.http.endpoint import Call, Route
+from edgellm.serve.http.endpoint import Answered, Call, Route
 from edgellm.serve.http.fields import Fields
 from edgellm.serve.http.streaming import Comment, Frame, Frames, Reply, json_reply
 from edgellm.serve.openai.grammar import read_grammar
-from edgellm.serve.openai.logprobs import completion_logprobs
+from edgellm.serve.openai.logprobs import completion_logprobs, prompt_logprobs
 from edgellm.serve.openai.sampling import (
     MOST_LOGPROBS,
     max_tokens,
@@ -38,7 +40,11 @@ async def completions(call: Call) -> Reply:
     if fields.flag("stream"):
         await call.check_all(asked.asks)
         return call.stream(completion_frames(call.all_events(asked.asks), asked))
-    return json_reply(await _whole(call, asked))
+    answers = await call.all_answers(asked.asks)
+    if any(ask.arguments.get("prompt_logprobs") is not None for ask in asked.asks):
+        # half a million scores take a second
+        return await asyncio.to_thread(lambda: json_reply(_whole(answers, asked)))
+    return json_reply(_whole(answers, asked))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,12 +53,16 @@ class AskedCompletion:
 
     Attributes:
         with_logprobs: whether the reply has the log probability of each token.
+        echo: whether the prompt comes before each answer, with its log probabilities.
+        with_prompt_logprobs: whether the reply has those of the prompt in vLLM's form.
         with_usage: whether a stream ends with token counts.
     """
 
     asks: Sequence[Ask]
     with_logprobs: bool
     with_usage: bool
+    echo: bool
+    with_prompt_logprobs: bool
 
     @property
     def n(self) -> int:
@@ -65,8 +75,6 @@ def read_completion(fields: Fields, *, max_n: int) -> AskedCompletion:
     Args:
         max_n: largest number of answers to one prompt.
     """
-    if fields.flag("echo"):
-        raise unsupported("echo", "put the prompt before the answer")
     refuse_unsupported(fields)
     n = fields.whole("n", 1, max_n) or 1
     if fields.whole("best_of", 1, n) not in (None, 1, n):
@@ -78,8 +86,13 @@ def read_completion(fields: Fields, *, max_n: int) -> AskedCompletion:
     logprobs = fields.whole("logprobs", 0, MOST_LOGPROBS)
     if logprobs:
         arguments["logprobs"] = logprobs
+    echo, of_prompt = bool(fields.flag("echo")), _prompt_logprobs(fields)
+    if (echo and logprobs is not None) or of_prompt is not None:
+        arguments["prompt_logprobs"] = max(logprobs or 0, of_prompt or 0)
     prompts = read_prompts(fields)
     suffix = fields.text("suffix")
+    if suffix and echo:
+        raise unsupported("echo", "leave out `suffix`")
     if suffix:  # clients send "" for no suffix
         arguments.setdefault("temperature", 0.0)  # as in `LLM.infill`
         prompts = [_gap(fields, prompt, suffix) for prompt in prompts]
@@ -88,12 +101,33 @@ def read_completion(fields: Fields, *, max_n: int) -> AskedCompletion:
     stream_options = fields.object("stream_options") or Fields({})
     return AskedCompletion(
         asks=[
-            Ask(model=model, prompt=prompt, arguments=arguments, n=n, grammar=grammar)
+            Ask(
+                model=model,
+                prompt=prompt,
+                arguments=arguments,
+                n=n,
+                of=len(prompts),
+                grammar=grammar,
+            )
             for prompt in prompts
         ],
         with_logprobs=logprobs is not None,
         with_usage=bool(stream_options.flag("include_usage")),
+        echo=echo,
+        with_prompt_logprobs=of_prompt is not None,
     )
+
+
+def _prompt_logprobs(fields: Fields) -> int | None:
+    """Read vLLM's `prompt_logprobs`; None if they are not asked for.
+
+    Raises:
+        RequestError: they are asked for in a stream, which has no place for them.
+    """
+    count = fields.whole("prompt_logprobs", 0, MOST_LOGPROBS)
+    if count is not None and fields.flag("stream"):
+        raise fields.wrong("prompt_logprobs", "null where `stream` is true; `echo` works there")
+    return count
 
 
 def read_prompts(fields: Fields, name: str = "prompt") -> list[AskedPrompt]:
@@ -130,25 +164,39 @@ def _gap(fields: Fields, prompt: AskedPrompt, suffix: str) -> Infill:
     return Infill(gap=Gap(prefix=prompt, suffix=suffix))
 
 
-async def _whole(call: Call, asked: AskedCompletion) -> dict[str, Any]:
-    answers = await call.all_answers(asked.asks)
+def _whole(
+    answers: Sequence[tuple[Begun, list[Answered]]], asked: AskedCompletion
+) -> dict[str, Any]:
     begun, _ = answers[0]
     stats = [[answer.stats for answer in of_one] for _, of_one in answers]
-    flat = [answer for _, of_one in answers for answer in of_one]
-    return _Identity(begun.model).object(
-        [
-            _choice(
-                index,
-                answer.text,
+    choices: list[dict[str, Any]] = []
+    for ask, (of_ask, of_one) in zip(asked.asks, answers, strict=True):
+        scores = [piece for piece in of_one[0].pieces if piece.prompt_logprobs]
+        prompt = _prompt_text(of_ask, ask) if asked.echo else ""
+        for answer in of_one:
+            sampled = [piece for piece in answer.pieces if not piece.prompt_logprobs]
+            choice = _choice(
+                len(choices),
+                prompt + answer.text,
                 finish_reason(answer.finish_reason),
-                _logprobs(begun, answer.pieces, asked),
+                _logprobs(of_ask, [*scores, *sampled], asked),
             )
-            for index, answer in enumerate(flat)
-        ],
+            if asked.with_prompt_logprobs:
+                scored = [each for piece in scores for each in piece.prompt_logprobs]
+                choice["prompt_logprobs"] = prompt_logprobs(of_ask.engine.tokenizer, scored)
+            choices.append(choice)
+    return _Identity(begun.model).object(
+        choices,
         usage=summed_usage(stats),
         timings=timings(stats[0][0]),
         placement=placement(stats[0][0]),
     )
+
+
+def _prompt_text(begun: Begun, ask: Ask) -> str:
+    if isinstance(ask.prompt, str):
+        return ask.prompt
+    return begun.engine.tokenizer.decode(begun.prompt, skip_special=False)
 
 
 def summed_usage(stats: Sequence[Sequence[Stats]]) -> dict[str, Any]:
@@ -167,7 +215,8 @@ def _logprobs(
 ) -> dict[str, Any] | None:
     if not asked.with_logprobs:
         return None
-    return completion_logprobs(begun.engine.tokenizer, pieces, offset=offset)
+    tokenizer = begun.engine.tokenizer
+    return completion_logprobs(tokenizer, pieces, echo=asked.echo, offset=offset)
 
 
 def _choice(
@@ -204,24 +253,43 @@ async def completion_frames(
     begun: dict[int, Begun] = {}
     stats: list[list[Stats]] = [[] for _ in asked.asks]
     shown: dict[int, int] = {}  # characters of each choice's text
-    async with aclosing(events):
-        async for number, event in events:
+    unscored: set[int] = set()  # prompts that are echoed once their scores are known
+    echoed: dict[int, int] = {}  # characters of each prompt, where it is part of the text
+    async with aclosing(_scores_first(events)) as ordered:
+        async for number, event in ordered:
             if isinstance(event, Begun):
                 begun[number] = event
                 if identity is None:
                     identity = _Identity(event.model)
                 yield Comment("")  # the reply begins
+                if asked.echo:
+                    echoed[number] = len(_prompt_text(event, asked.asks[number]))
+                if asked.echo and asked.with_logprobs:
+                    unscored.add(number)
+                elif asked.echo:
+                    for frame in _echoed(identity, number, event, asked, ()):
+                        yield frame
                 continue
             if isinstance(event, PromptProgress):
                 yield Comment(f"prompt {event.done}/{event.total}")
                 continue
             assert identity is not None
             index = number * asked.n + event.sample
+            if number in unscored and event.sample == 0:
+                unscored.remove(number)
+                pieces = event.pieces if isinstance(event, Delta) else ()
+                scores = [piece for piece in pieces if piece.prompt_logprobs]
+                # half a million scores take a second
+                echoes = partial(_echoed, identity, number, begun[number], asked, scores)
+                for frame in await asyncio.to_thread(echoes):
+                    yield frame
             if isinstance(event, Delta):
-                offset = shown.get(index, 0)
+                event = replace(event, pieces=tuple(p for p in event.pieces if p.token is not None))
+            if isinstance(event, Delta):
+                offset = shown.get(index, echoed.get(number, 0))
                 shown[index] = offset + len(event.text)
                 logprobs = _logprobs(begun[number], event.pieces, asked, offset=offset)
-                if event.text or logprobs is not None:
+                if event.text or event.pieces:
                     choice = _choice(index, event.text, None, logprobs)
                     yield Frame(identity.object([choice]))
             else:
@@ -235,6 +303,37 @@ async def completion_frames(
     if asked.with_usage and identity is not None:
         yield Frame(identity.object([], usage=summed_usage(stats)))
     yield Frame("[DONE]")
+
+
+async def _scores_first(
+    events: AsyncGenerator[tuple[int, Event], None],
+) -> AsyncGenerator[tuple[int, Event], None]:
+    """Put events of a prompt's first answer, which begin with its scores, before the others'."""
+    held: dict[int, list[Event]] = {}
+    async with aclosing(events):
+        async for number, event in events:
+            if isinstance(event, Begun):
+                held[number] = []
+            if number not in held or isinstance(event, Begun | PromptProgress):
+                yield number, event
+            elif event.sample == 0:
+                yield number, event
+                for later in held.pop(number):
+                    yield number, later
+            else:
+                held[number].append(event)
+
+
+def _echoed(
+    identity: _Identity, number: int, begun: Begun, asked: AskedCompletion, scores: Sequence[Piece]
+) -> list[Frame]:
+    """Return a chunk with the prompt for each answer of an ask."""
+    text = _prompt_text(begun, asked.asks[number])
+    logprobs = _logprobs(begun, scores, asked)
+    return [
+        Frame(identity.object([_choice(index, text, None, logprobs)]))
+        for index in range(number * asked.n, (number + 1) * asked.n)
+    ]
 
 
 ROUTES = (Route("/v1/completions", {"POST": completions}),)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 from edgellm.generation_options import GenerationArguments
-from edgellm.serve.http.fields import MAX_BIASES, MAX_STOPS, Fields
+from edgellm.serve.http.fields import MAX_BIASES, MAX_STOPS, Fields, shown
 from edgellm.serve.request_error import RequestError
 
 _NUMBERS = {
@@ -15,14 +15,22 @@ _NUMBERS = {
     "repeat_penalty": (0.01, 100),
     "presence_penalty": (-100, 100),
     "frequency_penalty": (-100, 100),
+    # llama.cpp's and vLLM's extensions
+    "typical_p": (0, 1),
+    "top_n_sigma": (-1, 100),
+    "xtc_probability": (0, 1),
+    "xtc_threshold": (0, 1),
+    "dynatemp_range": (0, 100),
+    "dynatemp_exponent": (0, 100),
+    "dry_multiplier": (0, 100),
+    "dry_base": (0, 100),
+    "mirostat_tau": (0, 100),
+    "mirostat_eta": (0, 1),
 }
 # Fields of other servers that are refused because they would change the answer, and the field to
 # use instead. Values that are false, 0 or empty are ignored.
 _NOT_HERE = {
     "functions": "use `tools`",
-    "mirostat": "",
-    "dry_multiplier": "",
-    "xtc_probability": "",
     "lora": "",
 }
 MOST_TOKENS = 1 << 31
@@ -44,6 +52,10 @@ def sampling_arguments(fields: Fields) -> GenerationArguments:
     for name, low, high in (
         ("top_k", -1, MOST_TOKENS),
         ("repeat_last_n", -1, MOST_TOKENS),
+        ("dry_allowed_length", 0, 1000),
+        ("dry_penalty_last_n", -1, MOST_TOKENS),
+        ("mirostat", 0, 2),
+        ("min_keep", 0, MOST_TOKENS),
         ("min_tokens", 0, MOST_TOKENS),
         ("priority", -1000, 1000),
         ("time_limit_ms", 1, MOST_MS),
@@ -55,6 +67,17 @@ def sampling_arguments(fields: Fields) -> GenerationArguments:
         penalty = fields.number("repetition_penalty", *_NUMBERS["repeat_penalty"])  # vLLM's name
         if penalty is not None:
             arguments["repeat_penalty"] = penalty
+    if arguments.get("mirostat") == 1:
+        raise fields.wrong("mirostat", "0 or 2; Mirostat 1 is not here")
+    # values with which llama.cpp's clients say that these are off, or as usual
+    if "top_n_sigma" in arguments:
+        arguments["top_n_sigma"] = max(0.0, arguments["top_n_sigma"])
+    if arguments.get("dry_base", 1) < 1:
+        del arguments["dry_base"]
+    if fields.get("dry_sequence_breakers") is not None:
+        arguments["dry_sequence_breakers"] = fields.texts("dry_sequence_breakers", MAX_STOPS)
+    if fields.get("samplers") is not None:
+        arguments["samplers"] = _samplers(fields)
     if arguments.get("top_k") == -1:  # vLLM's value for all tokens
         arguments["top_k"] = 0
     stop = fields.texts("stop", MAX_STOPS)
@@ -71,6 +94,49 @@ def sampling_arguments(fields: Fields) -> GenerationArguments:
     return arguments
 
 
+# llama.cpp's names of samplers by their one-letter names, and other names of them.
+_LETTERS = {
+    "e": "penalties", "d": "dry", "s": "top_n_sigma", "k": "top_k", "y": "typ_p", "p": "top_p",
+    "m": "min_p", "x": "xtc", "t": "temperature", "i": "infill", "a": "adaptive_p",
+}  # fmt: skip
+_ALIASES = {"typical_p": "typ_p", "typical": "typ_p", "nucleus": "top_p", "temp": "temperature"}
+
+
+def sampler_names(given: object) -> list[str]:
+    """Read llama.cpp's list of samplers, names or a text of letters, each once.
+
+    Raises:
+        ValueError: a name is unknown, or it is no list; the message says what is allowed.
+    """
+    if isinstance(given, str):
+        wrong = [letter for letter in given if letter not in _LETTERS]
+        if wrong:
+            raise ValueError(f"there is no sampler {shown(wrong[0])}")
+        return list(dict.fromkeys(_LETTERS[letter] for letter in given))
+    if not isinstance(given, list) or len(given) > 64:
+        raise ValueError(f"a list of names is expected, but got {shown(given)}")
+    names = []
+    for value in given:
+        plain = value.replace("-", "_") if isinstance(value, str) else ""
+        name = _ALIASES.get(plain, plain)
+        if name not in _LETTERS.values():
+            allowed = ", ".join(_LETTERS.values())
+            raise ValueError(f"there is no {shown(value)}; allowed are {allowed}")
+        names.append(name)
+    return list(dict.fromkeys(names))
+
+
+def _samplers(fields: Fields) -> list[str]:
+    try:
+        names = sampler_names(fields.get("samplers"))
+    except ValueError as error:
+        raise RequestError("invalid_request", f"`samplers`: {error}", param="samplers") from None
+    for name in ("infill", "adaptive_p"):
+        if name in names:
+            raise fields.wrong("samplers", f"a list without {name}, which is not here")
+    return names
+
+
 def refuse_unsupported(fields: Fields) -> None:
     """Refuse options that edgellm lacks and that would change the answer.
 
@@ -80,9 +146,6 @@ def refuse_unsupported(fields: Fields) -> None:
     for name, advice in _NOT_HERE.items():
         if fields.get(name):
             raise unsupported(name, advice)
-    typical_p = fields.number("typical_p", 0, 1)
-    if typical_p not in (None, 1):
-        raise unsupported("typical_p")
 
 
 def unsupported(name: str, advice: str = "") -> RequestError:

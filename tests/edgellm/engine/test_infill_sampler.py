@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from edgellm.engine.sampling import InfillSampler
+from edgellm.engine.infill_sampler import InfillSampler
 from edgellm.generation_options import GenerationOptions
 
 TEXTS = ["</s>", "ret", "return", "x", "y", "z", "u", "v", "w", "\ufffd"]
@@ -89,3 +89,9 @@ def test_a_large_vocabulary_is_cheap() -> None:
         assert len(decoded) == 256
         assert set(decoded) <= {7, *best.tolist()}
         assert np.flatnonzero(np.isfinite(scores)).tolist() == [7]
+
+
+def test_unlisted_samplers_cut_nothing_off() -> None:
+    probabilities = {"x": 0.5, "y": 0.3, "</s>": 0.2}
+    unlisted = {"top_k": 2, "top_p": 0.4, "min_p": 0.9, "samplers": []}
+    assert left(probabilities, **unlisted) == left(probabilities, top_p=1.0)

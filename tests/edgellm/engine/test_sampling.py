@@ -6,15 +6,8 @@ import numpy as np
 import pytest
 
 from edgellm import GenerationOptions, NumericError, OptionError
-from edgellm.engine.sampling import (
-    Sampler,
-    apply_penalties,
-    best_needed,
-    keep_min_p,
-    keep_top_p,
-    log_softmax,
-    softmax,
-)
+from edgellm.engine.samplers import apply_penalties, keep_min_p, keep_top_p, softmax
+from edgellm.engine.sampling import Sampler, best_needed, log_softmax
 from edgellm.kernels.sampling import MOST_CANDIDATES
 from edgellm.llm import load
 
@@ -156,6 +149,19 @@ def test_biases_are_added_all_at_once() -> None:
         {"stop": [""]},
         {"logprobs": -1},
         {"logit_bias": {1: float("nan")}},
+        {"typical_p": 1.1},
+        {"top_n_sigma": -1.0},
+        {"xtc_probability": 2.0},
+        {"dry_base": 0.5},
+        {"dry_allowed_length": 1.5},
+        {"dry_sequence_breakers": ["x" * 41]},
+        {"dry_sequence_breakers": ":"},
+        {"mirostat": 1},
+        {"mirostat": True},
+        {"min_keep": -1},
+        {"samplers": ["top_k", "best"]},
+        {"samplers": ["top_k", "top_k"]},
+        {"samplers": "top_k"},
     ],
     ids=str,
 )
@@ -172,9 +178,19 @@ ENOUGH = [
     {"repeat_penalty": 1.3, "repeat_last_n": 64, "top_k": 60},
     {"presence_penalty": 0.5, "frequency_penalty": 0.1, "repeat_last_n": 0},
     {"temperature": 0.0, "frequency_penalty": 2.0, "repeat_last_n": 100},
+    {"dynatemp_range": 0.5, "dynatemp_exponent": 2.0},
+    {"min_keep": 12, "min_p": 0.9},
+    {"samplers": ["top_k", "min_p"], "repeat_penalty": 2.0, "repeat_last_n": -1},
 ]
 NOT_ENOUGH = [
     {"top_k": 0},
+    {"typical_p": 0.5},
+    {"top_n_sigma": 1.0},
+    {"xtc_probability": 0.5, "temperature": 0.0},
+    {"dry_multiplier": 1.0, "temperature": 0.0},
+    {"mirostat": 2},
+    {"samplers": ["temperature", "top_k"]},
+    {"samplers": ["top_p"]},
     {"top_k": 129},
     {"logit_bias": {3: 1.0}},
     {"repeat_penalty": 0.9},

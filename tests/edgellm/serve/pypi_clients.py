@@ -21,6 +21,7 @@ FOLDER = Path(__file__).parent / "pypi"
 # None of them asks anybody but the server.
 ENVIRONMENT = {
     "ANONYMIZED_TELEMETRY": "False",
+    "HF_HUB_OFFLINE": "1",
     "LITELLM_LOCAL_MODEL_COST_MAP": "True",
     "OTEL_SDK_DISABLED": "true",
     "PYTHONUTF8": "1",
@@ -96,6 +97,7 @@ CLIENTS = {
         Client("litellm", ["litellm==1.106.2", "mcp==2.3.0"]),  # which it imports for tools
         Client("llama_index", ["llama-index-llms-openai-like==0.8.1"]),
         Client("llm", ["llm==0.36"]),
+        Client("lm_eval", ["lm-eval==0.4.13", "aiohttp", "tenacity"]),
         Client("mistralai", ["mistralai==3.7.0"]),
         Client("pydantic_ai", ["pydantic-ai-slim[openai]==2.68.0"]),
     )

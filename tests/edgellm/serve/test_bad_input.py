@@ -181,7 +181,7 @@ def test_fields_over_http(server: Running, name: str, value: object) -> None:
 def test_null_is_absent_and_unknown_fields_are_ignored(server: Running) -> None:
     names = {name for name, _ in WRONG + OVER_HTTP} - {"messages", "max_tokens"}
     body = {"messages": MESSAGES, "max_tokens": 1, **dict.fromkeys(names)}
-    assert server.post(PATH, {**body, "samplers": ["x"], "user": "me"}).status_code == 200
+    assert server.post(PATH, {**body, "slots": ["x"], "user": "me"}).status_code == 200
 
 
 @pytest.mark.parametrize(

@@ -202,3 +202,32 @@ def test_heartbeats_and_progress_are_comments(
         rest = [line for line in lines if not line.startswith(":")]
     assert rest[-1] == "data: [DONE]"
     assert all(line.startswith("data: ") for line in rest)
+
+
+def test_heartbeats_of_anthropics_streams_are_events(
+    serving: Callable[..., Running], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Claude Code leaves a stream that has comments alone; the message is the same with them."""
+    server = serving(heartbeat_s=0.05)
+    ask = {"model": "tiny", "messages": [{"role": "user", "content": words(9, 900)}]}
+    body = {**ask, "max_tokens": 9, "temperature": 0, "stream": True}
+    with (
+        server.client() as client,
+        held(server.llm, monkeypatch) as turnstile,
+        client.stream("POST", "/v1/messages", json=body) as stream,
+    ):
+        lines = (line.removeprefix("data: ") for line in stream.iter_lines() if "data: " in line)
+        events = (json.loads(line) for line in lines)
+        assert [next(events)["type"], next(events)["type"]] == ["message_start", "ping"]
+        for _ in range(2):
+            beat = next(events)
+            assert (beat["type"], beat["delta"]["stop_reason"]) == ("message_delta", None)
+        turnstile.open()
+        rest = [
+            event for event in events if event["type"] != "message_delta" or event.get("timings")
+        ]
+    assert rest[-1]["type"] == "message_stop"
+    assert rest[-2]["delta"]["stop_reason"] == "max_tokens"
+    whole = server.post("/v1/messages", {**body, "stream": False}).json()
+    text = "".join(e["delta"]["text"] for e in rest if e["type"] == "content_block_delta")
+    assert [block["text"] for block in whole["content"]] == [text]

@@ -251,6 +251,8 @@ def test_seeds_that_mean_any(server: Running) -> None:
         (["top_k"], {"top_p": 1, "min_p": 0, "temperature": 1}),
         (["penalties", "dry", "top_k", "typ_p", "top_p", "min_p", "xtc", "temperature"], {}),
         ("kpmt", {}),
+        ("kt", {"top_p": 1, "min_p": 0}),
+        (["xtc", "dry"], {"samplers": "x"}),
     ],
 )
 def test_samplers_that_are_not_listed_do_nothing(
@@ -290,7 +292,12 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"samplers": ["best"]}, "best"),
     ({"samplers": "z"}, "samplers"),
     ({"samplers": 5}, "samplers"),
-    ({"samplers": ["temperature", "top_p"], "temperature": 0.5}, "order"),
+    ({"samplers": ["infill", "top_p"]}, "behind it"),
+    ({"samplers": ["adaptive_p"]}, "adaptive_p"),
+    ({"dry_penalty_last_n": -2}, "dry_penalty_last_n"),
+    ({"dry_allowed_length": 0.5}, "dry_allowed_length"),
+    ({"mirostat": 3}, "mirostat"),
+    ({"min_keep": -1}, "min_keep"),
     ({"lora": 5}, "lora"),
 ]
 # What is refused behind the parser, where the model is known, and one that is not.
@@ -357,13 +364,7 @@ def test_an_answer_follows_a_grammar(server: Running) -> None:
 @pytest.mark.parametrize(
     "fields",
     [
-        {"mirostat": 2},
-        {"dry_multiplier": 0.8},
-        {"xtc_probability": 0.5},
-        {"typical_p": 0.5},
-        {"top_n_sigma": 1},
-        {"dynatemp_range": 0.5},
-        {"min_keep": 3},
+        {"mirostat": 1},
         {"adaptive_target": 0.5},
         {"lora": [{"id": 0, "scale": 0.5}]},
         {"echo": True},

@@ -7,6 +7,8 @@ import json
 import math
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +16,12 @@ import pytest
 from serving import Running, running, served
 from waiting import CEILING_S, Clock, until
 
-from edgellm import LLM, MemoryEstimateError, ModelFormatError, OptionError
+from edgellm import LLM, MemoryEstimateError, ModelFormatError, OptionError, Progress, SourceError
+from edgellm.progress import ProgressCallback
 from edgellm.serve import ModelPool, ServedModel, ServeOptions, served_model
 from edgellm.serve.request_error import RequestError
+
+HUB = "hf:org/hub:Q4_K_M"
 
 
 class Loads:
@@ -97,13 +102,200 @@ def test_room_is_made_by_those_idle_for_longest(loads: Loads) -> None:
         await use(pool, "a")
         await use(pool, "c")
         assert sorted(pool.loaded()) == ["a", "c"]
-        async with pool.use("a"), pool.use("c"):
-            with pytest.raises(RequestError, match="other models are in use") as raised:
-                await use(pool, "b")
-            assert raised.value.status == 503
-            assert raised.value.retry_after_s
+        async with pool.use("a"):
+            await use(pool, "b")
+        assert sorted(pool.loaded()) == ["a", "b"]
+
+    asyncio.run(asking())
+
+
+def test_models_without_room_for_all_take_turns(loads: Loads) -> None:
+    """A request waits until the model in its way is idle; later ones for that wait behind it."""
+    pool = ModelPool([loads.model(id) for id in "ab"], memory_limit_bytes=150)
+    order: list[str] = []
+
+    async def ask(id: str, end: asyncio.Event | None = None) -> None:
+        async with pool.use(id):
+            order.append(id)
+            if end is not None:
+                await end.wait()
+
+    async def asking() -> None:
+        end = asyncio.Event()
+        first = asyncio.create_task(ask("a", end))
+        while order != ["a"]:
+            await asyncio.sleep(0)
+        other = asyncio.create_task(ask("b"))
+        while pool.short_of_room is None:
+            await asyncio.sleep(0)
+        later = asyncio.create_task(ask("a"))
+        for _ in range(20):
+            await asyncio.sleep(0)
+        assert order == ["a"]  # `b` does not push `a` out, and `a` does not go on for ever
+        end.set()
+        await asyncio.gather(first, other, later)
+
+    asyncio.run(asking())
+    assert order == ["a", "b", "a"]
+    assert loads.done == ["a", "b", "a"]
+
+
+def test_a_model_that_is_dropped_while_requests_wait(loads: Loads) -> None:
+    """A request that waited for its turn finds it gone, and loads nothing beside the pool."""
+
+    def pull(name: str, _: ProgressCallback) -> ServedModel:
+        raise AssertionError(name)
+
+    pool = ModelPool([loads.model(id) for id in "abc"], memory_limit_bytes=250, pull=pull)
+
+    async def asking() -> None:
+        async with pool.use("a"):
+            async with pool.use("b"):
+                third = asyncio.create_task(use(pool, "c"))
+                while pool.short_of_room is None:
+                    await asyncio.sleep(0)
+                late = asyncio.create_task(use(pool, "b"))
+                await asyncio.sleep(0)
+            pool.forget("b")
+            await third
+            with pytest.raises(RequestError, match="there is no model 'b'"):
+                await late
+            assert sorted(pool.loaded()) == ["a", "c"]
+
+    asyncio.run(asking())
+
+
+def test_a_request_that_is_gone_pushes_no_model_out(loads: Loads) -> None:
+    pool = ModelPool([loads.model(id) for id in "ab"], memory_limit_bytes=150)
+
+    async def asking() -> None:
+        async with pool.use("a"):
+            waiting = asyncio.create_task(use(pool, "b"))
+            while pool.short_of_room is None:
+                await asyncio.sleep(0)
+            waiting.cancel()
+            with suppress(asyncio.CancelledError):
+                await waiting
+        await use(pool, "a")
+        assert list(pool.loaded()) == ["a"]
+
+    asyncio.run(asking())
+    assert loads.done == ["a"]
+
+
+def test_pinned_models_stay(loads: Loads) -> None:
+    pinned = replace(loads.model("a"), pinned=True)
+    pool = ModelPool([pinned, loads.model("b"), loads.model("c")], memory_limit_bytes=250)
+
+    async def asking() -> None:
+        await use(pool, "a")
         await use(pool, "b")
-        assert "b" in pool.loaded()
+        await use(pool, "c")
+        assert sorted(pool.loaded()) == ["a", "c"]
+        small = ModelPool([pinned, loads.model("b")], memory_limit_bytes=150)
+        await use(small, "a")
+        with pytest.raises(RequestError, match="pinned models leave no room") as raised:
+            await use(small, "b")
+        assert raised.value.status == 503
+        pool.keep("a", 0)  # asked for by name, it goes
+        assert list(pool.loaded()) == ["c"]
+
+    asyncio.run(asking())
+
+
+def test_models_come_and_go(loads: Loads) -> None:
+    told: list[object] = []
+    pulled: list[str] = []
+
+    def pull(name: str, progress: ProgressCallback) -> ServedModel:
+        def needed() -> int:
+            if "missing" in name:
+                raise SourceError("no such repository")
+            pulled.append(name)
+            progress(Progress("export", 1, 2))
+            return 100
+
+        return replace(loads.model(name), needed_bytes=needed)
+
+    pool = ModelPool([loads.model("a")], any_model=True, pull=pull)
+
+    async def asking() -> None:
+        await asyncio.gather(pool.pull(HUB, told.append), pool.pull(HUB, told.append))
+        await pool.pull(HUB, told.append)
+        assert (pool.ids, pulled) == (["a", HUB], [HUB])
+        for name in ("/etc/passwd", "models/x.gguf", "nothing", "hf:x=/etc/passwd"):
+            with pytest.raises(RequestError, match="no name of a download"):
+                await pool.pull(name, told.append)
+        with pytest.raises(RequestError, match="no such repository"):
+            await pool.pull("hf:org/missing", told.append)
+        async with pool.use(HUB):
+            with pytest.raises(RequestError, match="in use"):
+                pool.forget(HUB)
+        with pytest.raises(RequestError, match="there is no model"):
+            pool.forget("typo")
+        pool.forget(f"{HUB}:latest")
+        assert pool.ids == ["a"]
+        with pytest.raises(RequestError, match="the only one"):
+            pool.forget("a")
+        closed = ModelPool([loads.model("a"), loads.model("b")])
+        with pytest.raises(RequestError, match="--manage-models"):
+            await closed.pull("hf:org/hub:Q4_K_M", print)
+        with pytest.raises(RequestError, match="--manage-models"):
+            closed.forget("b")
+
+    asyncio.run(asking())
+    assert told == [Progress("export", 1, 2)]
+
+
+def test_models_come_and_go_over_http(tiny: LLM, loads: Loads) -> None:
+    """Ollama's and llama.cpp's routes."""
+
+    def pull(name: str, progress: ProgressCallback) -> ServedModel:
+        def needed() -> int:
+            progress(Progress("exporting", 1, 2))
+            return 100
+
+        return replace(loads.model(name), needed_bytes=needed)
+
+    pool = ModelPool([served(tiny), loads.model("b")], pull=pull)
+    with running(pool, tiny, ServeOptions(port=0, grace_s=1)) as server:
+        reply = server.post("/api/pull", {"model": HUB})
+        lines = [json.loads(line) for line in reply.text.splitlines()]
+        assert [line["status"] for line in lines] == ["pulling manifest", "exporting", "success"]
+        assert (lines[1]["completed"], lines[1]["total"]) == (1, 2)
+        assert server.post("/api/pull", {"model": HUB, "stream": False}).json() == {
+            "status": "success"
+        }
+        refused = server.post("/api/pull", {"model": "/etc/passwd"})
+        assert refused.status_code == 404
+        assert server.post("/models/load", {"model": HUB}).json() == {"success": True}
+        status = {m["id"]: m["status"]["value"] for m in server.get("/v1/models").json()["data"]}
+        assert status == {"tiny": "loaded", "b": "unloaded", HUB: "loaded"}
+        assert server.post("/models/unload", {"model": HUB}).json() == {"success": True}
+        assert HUB not in pool.loaded()
+        with server.client() as client:
+            gone = client.request("DELETE", "/api/delete", json={"model": HUB})
+        assert gone.status_code == 200
+        assert pool.ids == ["tiny", "b"]
+    closed = ModelPool([served(tiny)])
+    with running(closed, tiny, ServeOptions(port=0, grace_s=1)) as server:
+        reply = server.post("/api/pull", {"model": HUB})
+        assert reply.status_code == 400
+        assert "--manage-models" in reply.text
+
+
+def test_room_that_others_make_counts(loads: Loads) -> None:
+    """A model that waits for room begins when the one in its way is unloaded by its client."""
+    pool = ModelPool([loads.model(id) for id in "ab"], memory_limit_bytes=150)
+
+    async def asking() -> None:
+        async with pool.use("a"):
+            waiting = asyncio.create_task(use(pool, "b"))
+            while pool.short_of_room is None:
+                await asyncio.sleep(0)
+        pool.keep("a", 0)
+        await waiting
+        assert list(pool.loaded()) == ["b"]
 
     asyncio.run(asking())
 
@@ -121,9 +313,6 @@ def test_a_model_that_was_loaded_already_counts(loads: Loads) -> None:
 
     async def asking() -> None:
         pool.put("a", loads.model("a").open())
-        async with pool.use("a"):
-            with pytest.raises(RequestError, match="other models are in use"):
-                await use(pool, "b")
         await use(pool, "b")
         assert list(pool.loaded()) == ["b"]
 
@@ -316,6 +505,8 @@ def test_looking_at_models_loads_none(
         assert list(pool.loaded()) == ["m-one"]
         assert pool.unloads_in("m-one") == 48
         assert loaded[0].pop("is_sleeping") is False
+        assert loaded[3].pop("status") == {"value": "loaded"}
+        assert unloaded[3].pop("status") == {"value": "unloaded"}
         assert unloaded[0].pop("is_sleeping") is True
         renamed = json.loads(json.dumps(unloaded).replace("m-two", "m-one"))
         assert renamed[:3] == loaded[:3]
@@ -324,6 +515,7 @@ def test_looking_at_models_loads_none(
         assert pool.loaded() == {}
         again = known(server, "m-one")
         assert again[0].pop("is_sleeping") is True
+        assert again[3].pop("status") == {"value": "unloaded"}
         assert again == loaded
         assert pool.loaded() == {}
 

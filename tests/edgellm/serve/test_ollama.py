@@ -253,7 +253,7 @@ def test_nothing_is_changed_over_http(client: ollama.Client) -> None:
         lambda: client.copy("tiny", "mine"),
         lambda: client.delete("tiny"),
     ):
-        with pytest.raises(ollama.ResponseError, match="not changed over HTTP") as raised:
+        with pytest.raises(ollama.ResponseError, match="over HTTP") as raised:
             change()
         assert raised.value.status_code == 400
 
@@ -275,7 +275,8 @@ def read(fields: Fields) -> None:
         ({"prompt": "a", "format": "yaml"}, "`format`"),
         ({"prompt": "a", "options": {"temperature": "hot"}}, "`options.temperature`"),
         ({"prompt": "a", "options": {"num_predict": -3}}, "`options.num_predict`"),
-        ({"prompt": "a", "options": {"mirostat": 2}}, "`options.mirostat`"),
+        ({"prompt": "a", "options": {"mirostat": 1}}, "`options.mirostat`"),
+        ({"prompt": "a", "options": {"tfs_z": 0.5}}, "`options.tfs_z`"),
         ({"prompt": "a", "options": []}, "`options`"),
         ({"prompt": "a", "options": {"stop": [""]}}, "`options.stop`"),
         ({"prompt": "a", "keep_alive": "soon"}, "`keep_alive`"),

@@ -90,7 +90,6 @@ def test_log_probabilities_in_the_old_shape(server: Running, client: openai.Open
         {"prompt": [-1]},
         {"prompt": [2**31]},
         {"prompt": {"a": 1}},
-        {"prompt": "a", "echo": True},
         {"prompt": "a", "best_of": 3},
         {"prompt": "a", "logprobs": 99},
         {"prompt": [1, 2], "suffix": "b"},
@@ -121,8 +120,6 @@ def test_wrong_fields_over_http(server: Running, wrong: dict[str, Any]) -> None:
     "field",
     [
         {"functions": [{"name": "f"}]},
-        {"mirostat": 2},
-        {"typical_p": 0.5},
         {"lora": [{"id": 0, "scale": 1.0}]},
     ],
 )
@@ -135,7 +132,7 @@ def test_what_would_change_the_answer_and_is_not_there(
     (name,) = field
     assert reply.status_code == 400, reply.text
     assert reply.json()["error"]["param"] == name
-    off = {name: 1 if name == "typical_p" else type(field[name])()}
+    off = {name: type(field[name])()}
     assert server.post(route, {**body, **off}).status_code == 200
 
 
@@ -244,3 +241,90 @@ def test_without_tokens_only_the_prompt_is_computed(
     assert [choice["finish_reason"] for choice in choices if choice["finish_reason"]] == ["length"]
     counts = server.post(path, {**asked, "max_tokens": 1}).json()["usage"]
     assert counts["prompt_tokens_details"]["cached_tokens"] == counts["prompt_tokens"] - 1
+
+
+def test_echo_has_the_prompt_and_its_scores(server: Running, client: openai.OpenAI) -> None:
+    """As lm-eval asks: scores of all tokens but the last, which is the answer's."""
+    tokens = server.llm.engine.tokenizer.encode("once upon a time")
+    whole = client.completions.create(
+        model="tiny",
+        prompt=[tokens, tokens[:1]],
+        max_tokens=1,
+        temperature=0,
+        logprobs=2,
+        echo=True,
+    )
+    expected = server.llm.generate(tokens, max_tokens=1, temperature=0, prompt_logprobs=2)
+    first, second = whole.choices
+    assert first.text == "once upon a time" + expected.text
+    scores = first.logprobs
+    assert scores is not None
+    assert scores.token_logprobs is not None
+    assert scores.tokens is not None
+    assert len(scores.tokens) == len(tokens) + 1
+    assert scores.token_logprobs[:-1] == [each.logprob for each in expected.prompt_logprobs]
+    assert scores.top_logprobs is not None
+    assert scores.top_logprobs[0] is None
+    for value, top in zip(scores.token_logprobs[1:], scores.top_logprobs[1:], strict=True):
+        assert value <= max(top.values())
+    assert second.logprobs is not None
+    assert second.logprobs.token_logprobs is not None
+    assert second.logprobs.token_logprobs[0] is None
+
+    text, streamed, offsets = "", [], []
+    for chunk in client.completions.create(
+        model="tiny", prompt=tokens, max_tokens=1, temperature=0, logprobs=2, echo=True, stream=True
+    ):
+        for choice in chunk.choices:
+            text += choice.text
+            if choice.logprobs is not None:
+                streamed += choice.logprobs.token_logprobs or []
+                offsets += choice.logprobs.text_offset or []
+    assert (text, streamed) == (first.text, scores.token_logprobs)
+    assert offsets == scores.text_offset
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_echo_without_scores(server: Running, stream: bool) -> None:
+    asked = {"prompt": ["once upon", "a"], "max_tokens": 3, "temperature": 0, "n": 2, "seed": 1}
+    plain = server.post("/v1/completions", asked).json()["choices"]
+    texts = [""] * 4
+    if stream:
+        reply = server.post("/v1/completions", {**asked, "echo": True, "stream": True})
+        for line in reply.text.splitlines():
+            if line.startswith("data: {"):
+                for choice in json.loads(line[6:])["choices"]:
+                    texts[choice["index"]] += choice["text"]
+    else:
+        reply = server.post("/v1/completions", {**asked, "echo": True})
+        texts = [choice["text"] for choice in reply.json()["choices"]]
+    prompts = ["once upon", "once upon", "a", "a"]
+    assert texts == [p + c["text"] for p, c in zip(prompts, plain, strict=True)]
+
+
+def test_scores_of_a_prompt_in_vllms_form(server: Running) -> None:
+    asked = {"prompt": "once upon", "max_tokens": 1, "temperature": 0, "prompt_logprobs": 1}
+    (choice,) = server.post("/v1/completions", asked).json()["choices"]
+    expected = server.llm.generate("once upon", max_tokens=1, temperature=0, prompt_logprobs=1)
+    first, *others = choice["prompt_logprobs"]
+    assert first is None
+    for scored, each in zip(others, expected.prompt_logprobs[1:], strict=True):
+        own = scored[str(each.token)]
+        assert (own["logprob"], own["rank"]) == (each.logprob, each.rank)
+        assert min(entry["rank"] for entry in scored.values()) == 1
+    wrong = server.post("/v1/completions", {**asked, "stream": True})
+    assert (wrong.status_code, wrong.json()["error"]["param"]) == (400, "prompt_logprobs")
+    wrong = server.post("/v1/completions", {"prompt": "a", "suffix": "b", "echo": True})
+    assert wrong.json()["error"]["param"] == "echo"
+
+
+def test_a_tokenizer_over_http(server: Running) -> None:
+    """vLLM's routes, as lm-eval's `remote` tokenizer uses them."""
+    tokenizer = server.llm.engine.tokenizer
+    info = server.get("/tokenizer_info").json()
+    assert info["bos_token"] == tokenizer.bos
+    assert info["eos_token"] in tokenizer.vocabulary
+    asked = {"prompt": "once upon", "add_special_tokens": False}
+    tokens = server.post("/tokenize", asked).json()["tokens"]
+    assert tokens == tokenizer.encode("once upon", add_bos=False)
+    assert server.post("/detokenize", {"tokens": tokens}).json()["prompt"] == "once upon"

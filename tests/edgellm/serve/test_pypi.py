@@ -1,4 +1,4 @@
-"""litellm, llm, llama-index, pydantic-ai, instructor, aider and mistralai, unchanged."""
+"""litellm, llm, lm-eval, llama-index, pydantic-ai, instructor, aider, mistralai, unchanged."""
 
 from __future__ import annotations
 
@@ -114,6 +114,27 @@ def test_llm(url: str, greeting: str, long_tiny: LLM, tmp_path: Path) -> None:
     assert told["next turn"] == chat.send("again").text
     assert told["text"] == long_tiny.generate("once upon", max_tokens=12, temperature=0).text
     assert told["responses"] == long_tiny.chat(seed=1).send("hello there").text
+
+
+def test_lm_eval(url: str, long_tiny: LLM, tmp_path: Path) -> None:
+    """Its scores are sums of the library's own, of the tokens of each choice."""
+    told = CLIENTS["lm_eval"].run(tmp_path, url, "m")
+    items = [
+        ("What barks? Answer:", [" a dog", " a tree", " a stone"], 0),
+        ("What is two plus two? Answer:", [" three", " four"], 1),
+    ]
+    expected, right = [], 0
+    for question, choices, answer in items:
+        sums = []
+        for choice in choices:
+            tokens = long_tiny.tokenize(question + choice)
+            scored = long_tiny.generate(tokens, max_tokens=0, prompt_logprobs=0).prompt_logprobs
+            behind = scored[len(long_tiny.tokenize(question)) :]
+            sums.append(sum(each.logprob for each in behind if each.logprob is not None))
+        expected.append(pytest.approx(sums, abs=1e-4))
+        right += sums.index(max(sums)) == answer
+    assert told["scores"] == expected
+    assert told["accuracy"] == right / len(items)
 
 
 def test_llama_index(url: str, greeting: str, long_tiny: LLM, tmp_path: Path) -> None:
