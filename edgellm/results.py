@@ -5,10 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from edgellm.backends.trace import TaskRecord, bubble_rate, write_trace
 from edgellm.tool_use import ToolCall, ToolCallDelta, joined_calls
+
+if TYPE_CHECKING:
+    from edgellm.cache.prefix_index import CacheEnd
 
 FinishReason = Literal["stop", "tool_calls", "length", "time", "repetition", "cancelled"]
 
@@ -21,6 +24,10 @@ class Stats:
         ttft_s: time from the call to the first token, in seconds.
         prompt_tokens: number of tokens before the answer, cached ones included.
         cached_tokens: number of these that were found in the KV cache and not computed again.
+        cache_end: reason why no more was found there: `whole` (all but the last token was),
+            `new` (no cached prompt goes on from there), `differs` (those that do have other tokens
+            there), `reused` (what followed was there, but its memory was needed for others),
+            `scored` (log-probabilities of the rest were asked for).
         prompt_tokens_per_second: computed prompt tokens over the time of prefill; 0 without any.
         generation_tokens: number of sampled tokens, the end token included.
         generation_tokens_per_second: decode steps over their time; 0 without any.
@@ -50,6 +57,7 @@ class Stats:
     prefill_precision: str
     decode: str
     seed: int
+    cache_end: CacheEnd = "new"
     scheduling: str = "stall_free"
     drafted_tokens: int = 0
     accepted_tokens: int = 0

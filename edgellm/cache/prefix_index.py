@@ -4,11 +4,18 @@ from __future__ import annotations
 
 import hashlib
 from array import array
+from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 from edgellm.cache.groups import Group, StateGroup
 from edgellm.kernels.kv_blocks import BLOCK
+
+# Reason why the cached prefix of a prompt goes no further; see `Stats.cache_end`.
+CacheEnd = Literal["whole", "new", "differs", "reused", "scored"]
+# Names that are kept of blocks whose memory was reused: half a million tokens, 0.5 MB.
+_REMEMBERED = 4096
 
 
 @dataclass
@@ -54,6 +61,7 @@ class PrefixIndex:
         self.version = 0
         self._children: dict[bytes, list[_Entry]] = {}
         self._entries: list[dict[int, _Entry]] = [{} for _ in groups]
+        self._reused: OrderedDict[bytes, None] = OrderedDict()
 
     @property
     def root(self) -> bytes:
@@ -105,6 +113,25 @@ class PrefixIndex:
                 return match
         return Match(0, [[] for _ in self._groups])
 
+    def end_of(self, parent: bytes, tokens: Sequence[int], rows: int) -> CacheEnd:
+        """Return the reason why a cached prefix goes no further.
+
+        Args:
+            parent: name of all tokens before the block in which it ends.
+            tokens: tokens of the prompt from that block on.
+            rows: number of these tokens that are in the prefix.
+        """
+        if rows >= len(tokens):
+            return "whole"
+        held = tuple(tokens[:BLOCK])
+        if len(held) == BLOCK and chain(parent, held) in self._reused:
+            return "reused"
+        known = [e.tokens for e in self._children.get(parent, ())]
+        if any(_common_prefix(other, held) > rows for other in known):
+            return "reused"  # in one group of several
+        beside = [other for other in known if _common_prefix(other, held) == rows < len(other)]
+        return "differs" if beside else "new"
+
     def find(self, parent: bytes, tokens: Sequence[int], group: int) -> int | None:
         """Find a group's full block with `tokens` after the prefix `parent`; None if not cached.
 
@@ -151,6 +178,10 @@ class PrefixIndex:
             return
         self.version += 1
         entry.blocks[group] = None
+        if len(entry.tokens) == BLOCK:
+            self._reused[chain(entry.parent, entry.tokens)] = None
+            if len(self._reused) > _REMEMBERED:
+                self._reused.popitem(last=False)
         if all(block is None for block in entry.blocks):
             self._forget(entry)
 

@@ -17,7 +17,7 @@ from typing import Protocol, TypeVar
 from edgellm.cache.block_pool import BlockPool
 from edgellm.cache.context_shift import ShiftingTable
 from edgellm.cache.group_table import GroupTable, StateTable
-from edgellm.cache.prefix_index import Match, PrefixIndex, chain
+from edgellm.cache.prefix_index import CacheEnd, Match, PrefixIndex, chain
 from edgellm.errors import CacheFullError, ContextOverflowError, OptionError
 from edgellm.kernels.kv_blocks import BLOCK, KVView
 from edgellm.kernels.state_blocks import StateView
@@ -310,6 +310,13 @@ class Sequence:
         passed = self.tokens[last * BLOCK : (last + 1) * BLOCK]
         block = self._index.find(self._name(last), passed, table.store.number)
         return held if block is None else [(last, block), *held]
+
+    def end_in(self, tokens: SequenceOf[int]) -> CacheEnd:
+        """Return the reason why it holds no more of `tokens`, of which it is a prefix."""
+        number, rows = divmod(len(self), BLOCK)
+        end = self._index.end_of(self._name(number), tokens[number * BLOCK :], rows)
+        # the first token tells prompts of other models' uses apart, not parts of one prompt
+        return "new" if end == "differs" and not len(self) else end
 
     def _name(self, number: int) -> bytes:
         """Return the name (hash) of all tokens before block `number`."""

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from edgellm.backends.batch import Rows
 from edgellm.backends.trace import TaskRecord
+from edgellm.cache.prefix_index import CacheEnd
 from edgellm.engine.loaded_model import LoadedModel
 from edgellm.engine.sampling import Sampler, best_needed
 from edgellm.engine.speculation import Speculation
@@ -202,13 +203,15 @@ class AnswerStats:
         self.dropped = dropped
         self._prompt_tokens = prompt_tokens
         self._prefill_s = self._decode_s = self._ttft_s = self._queued_s = 0.0
+        self._cache_end: CacheEnd = "new"
         self._places: dict[str, int] = {}
         self._tasks: list[TaskRecord] = []
 
-    def begun(self, cached: int) -> None:
+    def begun(self, cached: int, end: CacheEnd) -> None:
         """Note that the answer has a place in the KV cache; no effect after a preemption."""
         if self.cached is None:
-            self.cached, self._queued_s = cached, time.perf_counter() - self.start
+            self.cached, self._cache_end = cached, end
+            self._queued_s = time.perf_counter() - self.start
 
     def first_token(self) -> None:
         self._ttft_s = time.perf_counter() - self.start
@@ -240,6 +243,7 @@ class AnswerStats:
             queued_s=self._queued_s,
             prompt_tokens=self._prompt_tokens,
             cached_tokens=self.cached or 0,
+            cache_end=self._cache_end,
             prompt_tokens_per_second=_rate(self.computed, self._prefill_s),
             generation_tokens=tokens,
             generation_tokens_per_second=_rate(self.steps, self._decode_s),

@@ -8,6 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Protocol
 
+from edgellm.cache.prefix_index import CacheEnd
 from edgellm.cache.sequence import Sequence
 from edgellm.cache.session_file import SavedSession, read_session, write_session
 from edgellm.checks import check_token_ids
@@ -71,6 +72,11 @@ class Context:
     def cached(self) -> int:
         """Number of tokens in the KV cache."""
         return len(self.sequence)
+
+    @property
+    def cache_end(self) -> CacheEnd:
+        """Reason why no more of the tokens is in the KV cache."""
+        return self.sequence.end_in(self.tokens[:-1])
 
     @property
     def findable(self) -> int:
@@ -240,14 +246,13 @@ class Context:
                 f"{engine.config.context_length}) or take `context_policy` shift"
             )
 
-    def begin(self) -> int:
-        """Take over the longest cached prefix, without the last token; returns its length."""
+    def begin(self) -> None:
+        """Take over the longest cached prefix, without the last token."""
         cache, prefix = self.engine.cache, self.tokens[:-1]
         if cache.cached_prefix(prefix, root=self._root) > len(self.sequence):
             self.sequence.close()
             self.sequence = cache.sequence(prefix, root=self._root)
         self.sequence.truncate(min(len(self.sequence), len(prefix)))
-        return len(self.sequence)
 
     def take_back(self) -> None:
         """Put blocks that `give_back` kept, if any, into the cache again, before any other change.

@@ -174,14 +174,17 @@ class Request(Stream):
         self.context.take_back()
         self._make_room()
         self.context.check_prompt()
-        cached = min(self.context.begin(), self._reusable)
-        self.context.sequence.truncate(cached)
-        self._stats.begun(cached)
+        self.context.begin()
+        end = self.context.cache_end
+        if self.context.cached > self._reusable:
+            end = "scored"
+            self.context.sequence.truncate(self._reusable)
+        self._stats.begun(self.context.cached, end)
 
     def begin_at(self, other: Request) -> None:
         """Begin with the prompt of another request, of which nothing else is computed yet."""
         self.context.become(other.context)
-        self._stats.begun(self.context.cached)
+        self._stats.begun(self.context.cached, self.context.cache_end)
 
     def preempt(self) -> None:
         """Give the blocks back until the request is begun again."""

@@ -20,6 +20,14 @@ from edgellm.serve.http.streaming import Send
 log = logging.getLogger("edgellm.requests")
 # Paths that monitors ask for every few seconds; these requests are logged only when they fail.
 _QUIET = ("/health", "/v1/health", "/metrics")
+# The reason why no more was cached, by `Stats.cache_end`; "whole" and "new" explain themselves.
+_CACHE_ENDS = {
+    "whole": "",
+    "new": "",
+    "differs": " (cached prompts differ from there on)",
+    "reused": " (the rest was given up for other prompts)",
+    "scored": " (the rest is scored)",
+}
 
 
 @dataclass
@@ -88,7 +96,8 @@ def _told(note: AnswerNote) -> str:
     stats = note.stats
     if stats is not None:
         told += (
-            f"{stats.cached_tokens} of them cached, {stats.generation_tokens} generated, "
-            f"{stats.ttft_s:.3f} s to the first, then {stats.generation_tokens_per_second:.1f}/s, "
+            f"{stats.cached_tokens} of them cached{_CACHE_ENDS[stats.cache_end]}, "
+            f"{stats.generation_tokens} generated, {stats.ttft_s:.3f} s to the first, "
+            f"then {stats.generation_tokens_per_second:.1f}/s, "
         )
     return told + note.end

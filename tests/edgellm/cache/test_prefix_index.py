@@ -133,3 +133,28 @@ def test_pool_reuses_unknown_blocks_first_and_the_oldest_prefix_last() -> None:
     assert index.match([1]) == Match(1, [[blocks[0]]])
     with pytest.raises(CacheFullError, match="all 3 blocks"):
         pool.allocate()
+
+
+def test_why_a_prefix_goes_no_further() -> None:
+    index = filled()
+    inner = chain(index.root, TOKENS[:BLOCK])
+    assert index.end_of(index.root, TOKENS[:90], 90) == "whole"
+    assert index.end_of(index.root, [*TOKENS[:90], 5, 6], 90) == "differs"
+    assert index.end_of(inner, [5, 6], 0) == "differs"
+    assert index.end_of(inner, TOKENS[BLOCK : 2 * BLOCK], 0) == "reused"  # in another group
+    last = chain(inner, TOKENS[BLOCK : 2 * BLOCK])
+    assert index.end_of(last, [*TOKENS[2 * BLOCK :], 5], 50) == "new"
+    assert index.end_of(chain(inner, [5] * BLOCK), [7, 8], 0) == "new"
+    index.remove(0, 3)
+    assert index.end_of(inner, TOKENS[BLOCK:], 0) == "reused"
+    assert index.end_of(inner, [5] * BLOCK, 0) == "new"
+
+
+def test_names_of_reused_blocks_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("edgellm.cache.prefix_index._REMEMBERED", 2)
+    index = filled()
+    prompts = [[first] * BLOCK for first in range(3)]
+    for block, prompt in enumerate(prompts, 20):
+        index.insert(index.root, prompt, [block])
+        index.remove(0, block)
+    assert [index.end_of(index.root, p, 0) for p in prompts] == ["differs", "reused", "reused"]

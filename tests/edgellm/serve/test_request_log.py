@@ -150,3 +150,14 @@ def test_on_stderr(tiny_model: Path) -> None:
         assert httpx.get(url + "/v1/models", trust_env=False).status_code == 200
         assert process.stderr is not None
         assert "127.0.0.1 GET /v1/models 200 " in next(process.stderr)
+
+
+def test_why_no_more_was_cached(server: Running, caplog: pytest.LogCaptureFixture) -> None:
+    for text in ("one, two, three and four", "one, two, three and five"):
+        caplog.clear()
+        caplog.set_level(logging.INFO, request_log.log.name)
+        server.post(PATH, chat(text, max_tokens=1))
+        (line,) = until_told(caplog, 1)
+    assert re.search(
+        r"\d+ of them cached \(cached prompts differ from there on\), 1 generated", line
+    )
