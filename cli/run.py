@@ -30,7 +30,7 @@ from edgellm.cli.progress import progress_bar
 from edgellm.cli.text import process_escapes, read_text, say
 from edgellm.errors import OptionError, SourceError
 from edgellm.infill import Gap, Order
-from edgellm.models import ALIASES, DEFAULT_MODEL, is_here
+from edgellm.models import ALIASES, DEFAULT_MODEL, KNOWN, is_downloaded, is_here
 from edgellm.named_prefix import open_prefix
 from edgellm.tool_use import ToolArguments, ToolChoice, checked_choice, checked_tools
 
@@ -214,8 +214,11 @@ def run(
         text = process_escapes(text)
     if text is not None and not text.strip():
         raise OptionError("the prompt is empty; give a text with -p, -f or a pipe")
+    new = name == DEFAULT_MODEL and not is_downloaded(name)
     with progress_bar() as progress:
         llm = load(name, **load_arguments, progress=progress)
+    if new:
+        say(f"{name} is a model {KNOWN[name].use}; `edgellm ls --available` lists larger ones")
     budget = None if reasoning_budget in (None, -1) else reasoning_budget
     if cache is not None:
         system, text, raw = _begin_with(llm, cache, system, text, raw)

