@@ -159,7 +159,7 @@ class AnswerParser:
     def _bare_call(self) -> Reading:
         """Read an object that is a call but for the markers around it, also in a code fence."""
         reader, begin, calls = self._reader, self._reader.at, self._calls
-        if calls is None or not self._call_triggers() or not self._writes_names:
+        if calls is None or self._format.calls is None or not self._format.calls.may_be_bare:
             return False
         if (yield from reader.space()):
             fence = yield from reader.first_of(_FENCES)
@@ -169,12 +169,6 @@ class AnswerParser:
                 return True
         reader.at = begin
         return False
-
-    @property
-    def _writes_names(self) -> bool:
-        """Whether a call is a JSON object with the tool's name as a value."""
-        calls = self._format.calls
-        return calls is not None and calls.keys is not None and calls.keys.name is not None
 
     def _triggers(self) -> list[str]:
         """Return the texts with which calls and dropped markers begin."""

@@ -100,6 +100,12 @@ class CallFormat:
         """First text of a call's marker, which identifies a call; "" for an object alone."""
         return next((chunk for chunk in chunks(self.begin) if chunk not in SLOTS), "")
 
+    @property
+    def may_be_bare(self) -> bool:
+        """Whether a call is known without its markers, by a tool's name in a JSON object."""
+        named = self.keys is not None and self.keys.name is not None
+        return named and self.trigger not in ("", "[", "{")
+
 
 @dataclass(frozen=True)
 class Marks:

@@ -28,6 +28,8 @@ from edgellm.tool_use import Tool
 
 _MOST_LOOKED_AT = 100
 _TEXT = r"/(.|\n)*/"
+# What may stand before a call without markers: the end of another one's code fence, and a fence.
+_FENCED = r"\s*(```\s*)?(```(json)?\s*)?"
 _SPACE = r"/[ \n]{0,4}/"
 _LAYOUT = {
     "whitespace_flexible": False,
@@ -199,9 +201,33 @@ class _Grammar(_Rules):
             self._rule("OTHER", r"/[^{](.|\n)*/")
             start = f"({self._listed_calls(begin, parallel=parallel)} | OTHER)?"
         else:
-            again = "*" if parallel and not form.section.strip() else "?"
-            start = f"({self._triggered(begin, parallel=parallel)}){again} TEXT"
+            start = self._anywhere(tools, parallel=parallel)
         return self.grammar(f"{reasoning} {start}")
+
+    def _anywhere(self, tools: Sequence[Tool], *, parallel: bool) -> str:
+        """Write any text with calls in it; the first ones may be without their markers."""
+        several = parallel and not self._calls.section.strip()
+        later = self._triggered("TEXT", "trigger", parallel=parallel)
+        if not self._calls.may_be_bare:
+            return f"({later}){'*' if several else '?'} TEXT"
+        bare = self._bare(tools)
+        first = self._triggered("OTHER", "first_trigger", parallel=parallel)
+        behind = f"({later})* TEXT" if several else "TEXT"
+        rest = f"OTHER | {first} {behind}"
+        return f"{bare}* ({rest})" if parallel else f"({bare} TEXT | {rest})"
+
+    def _bare(self, tools: Sequence[Tool]) -> str:
+        """Write an object that is a call but for its markers, and OTHER for any other text."""
+        keys = self._calls.keys
+        assert keys is not None
+        head = rf"{_FENCED}\{{\s*{re.escape(json.dumps(keys.name))}\s*:\s*"
+        names = [re.escape(json.dumps(tool.name)).replace("/", r"\/") for tool in tools]
+        self._rule("OTHER", rf"{_TEXT} & ~/{head}({'|'.join(names)})(.|\n)*/")
+        then = rf"/\s{{0,12}},\s{{0,12}}{json.dumps(keys.arguments)}\s{{0,12}}:\s{{0,12}}/"
+        for i, name in enumerate(names):
+            self._rule(f"BARE_{i}", f"/{head}{name}/")
+        each = (f"BARE_{i} {then} arguments_{i}" for i in range(len(tools)))
+        return self._rule("bare", rf"({' | '.join(each)}) /\s{{0,12}}\}}/")
 
     def _listed_calls(self, begin: str, *, parallel: bool) -> str:
         """Write one call, or several consecutive ones; the first is after the marker `begin`."""
@@ -210,16 +236,21 @@ class _Grammar(_Rules):
         more = f"({self.literal(form.between + form.open)} {close})*" if parallel else ""
         return f"{self.literal(begin)} {close} {more} {self.literal(form.section_close)}"
 
-    def _triggered(self, begin: str, *, parallel: bool) -> str:
-        """Write any text up to the first marker of a call, and the rest of the call."""
-        trigger = self._calls.trigger
+    def _triggered(self, text: str, name: str, *, parallel: bool) -> str:
+        """Write a text up to the first marker of a call, and the rest of the call.
+
+        Args:
+            text: name of the terminal for the text.
+            name: name of the rule to add if the marker has no added token.
+        """
+        begin, trigger = self._calls.begin, self._calls.trigger
         in_section = parallel and bool(self._calls.section.strip())
         special = self._pattern.match(trigger) if self._pattern else None
         if special is not None:
             rest = self._listed_calls(begin[special.end() :], parallel=in_section)
-            return f"TEXT <[{self._added[special[0]]}]> {rest}"
-        self._rule("trigger[lazy]", f"TEXT {_quoted(trigger)}")
-        return f"trigger {self._listed_calls(begin[len(trigger) :], parallel=in_section)}"
+            return f"{text} <[{self._added[special[0]]}]> {rest}"
+        self._rule(f"{name}[lazy]", f"{text} {_quoted(trigger)}")
+        return f"{name} {self._listed_calls(begin[len(trigger) :], parallel=in_section)}"
 
     def _call(self, i: int, tool: Tool) -> str:
         write: Mapping[str, Callable[[int, Tool], str]] = {
@@ -234,7 +265,7 @@ class _Grammar(_Rules):
     def _object(self, i: int, tool: Tool) -> str:
         keys = self._calls.keys
         assert keys is not None
-        schema = _arguments(tool)
+        schema = self._rule(f"arguments_{i}", _arguments(tool))
         if keys.name is None:
             return f'"{{" {_quoted(json.dumps(tool.name) + ": ")} {schema} "}}"'
         items = [(key, '"\\"" /[A-Za-z0-9_]{1,40}/ "\\""') for key in keys.others]

@@ -243,3 +243,61 @@ def compiler(tmp_path: Path, kind: Kind) -> Callable[[Tool], bool]:
         return True
 
     return compiles
+
+
+BARE = '{"name": "f", "arguments": {"n": 1}}'
+
+
+@pytest.mark.parametrize(
+    ("text", "ends"),
+    [
+        (BARE, True),
+        (f"\n```json\n{BARE}\n```", True),
+        (f"```\n{BARE}\n```\nDone.", True),
+        ('{\n  "name" : "f",\n  "arguments": {"n": 1}\n}', True),
+        (f"{BARE} Then {CALL}", True),
+        (f"{BARE}\n{BARE}", True),
+        (f"```json\n{BARE}\n```\n```json\n{BARE}\n```", True),
+        ('{"name": "f"', False),
+        ('{"name": "fg", "x": 1}', True),
+        ('{"name": 3, "x": 1}', True),
+        (f"So: {BARE[:-3]}", True),  # not at the beginning: any text
+        ('{"name": "f", "arguments": {"m"', None),
+        ('{"name": "f", "arguments": {"n": "', None),
+        ('```json\n{"name": "f", "x"', None),
+        ('{"name": "f"}', None),
+        ('{"name": "f", "arguments": {"n": 1}, "x"', None),
+    ],
+)
+def test_calls_without_markers_are_held_as_well(
+    tokenizer: Tokenizer, text: str, ends: bool | None
+) -> None:
+    grammar = tool_grammar(
+        FORMAT,
+        [replace(TOOL, name="g"), TOOL],
+        required=False,
+        parallel=True,
+        in_reasoning=False,
+        added=tokenizer.added_tokens,
+    )
+    matcher = Grammars(tokenizer).matcher(grammar, "the grammar")
+    tokens = tokenizer.encode(text, add_bos=False, parse_special=True)
+    fits = matcher.try_consume_tokens(tokens) == len(tokens)
+    assert (matcher.is_accepting() if fits else None) == ends
+
+
+def test_what_is_held_is_read_as_a_call(tokenizer: Tokenizer) -> None:
+    """One at most where no more are wanted, and text behind it."""
+    grammar = tool_grammar(
+        FORMAT,
+        [TOOL],
+        required=False,
+        parallel=False,
+        in_reasoning=False,
+        added=tokenizer.added_tokens,
+    )
+    for text in (f"{BARE} and {BARE}", f"```\n{BARE}\n```\nDone.", "Done."):
+        matcher = Grammars(tokenizer).matcher(grammar, "the grammar")
+        tokens = tokenizer.encode(text, add_bos=False, parse_special=True)
+        assert matcher.try_consume_tokens(tokens) == len(tokens)
+        assert matcher.is_accepting()
