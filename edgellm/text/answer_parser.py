@@ -163,7 +163,11 @@ class AnswerParser:
             return False
         if (yield from reader.space()):
             fence = yield from reader.first_of(_FENCES)
+            doubled = yield from reader.marker(" { {")  # as Qwen2.5-Coder's template shows it
+            reader.at -= doubled
             if (yield from calls.bare()):
+                if doubled:
+                    yield from reader.marker(" }", unfinished=True)
                 if fence >= 0:
                     yield from reader.marker(f" {_FENCE}", unfinished=True)
                 return True

@@ -28,8 +28,9 @@ from edgellm.tool_use import Tool
 
 _MOST_LOOKED_AT = 100
 _TEXT = r"/(.|\n)*/"
-# What may stand before a call without markers: the end of another one's code fence, and a fence.
-_FENCED = r"\s*(```\s*)?(```(json)?\s*)?"
+# What may stand before a call without markers: the ends of another one's braces and code fence, a
+# fence, and a second brace, which the template of Qwen2.5-Coder shows by mistake.
+_FENCED = r"\s*(\}\s*)?(```\s*)?(```(json)?\s*)?(\{\s*)?"
 _SPACE = r"/[ \n]{0,4}/"
 _LAYOUT = {
     "whitespace_flexible": False,
