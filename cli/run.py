@@ -209,11 +209,7 @@ def run(
         gap = Gap(prefix=prefix or "", suffix=suffix or "")
         return fill(name, gap, load_arguments, sampling, stats=shown, as_json=as_json)
     _check_model_name(name, asked=(prompt, prompt_option, file) != (None, None, None))
-    text = _prompt_text(prompt, prompt_option, file)
-    if text is not None and escape:
-        text = process_escapes(text)
-    if text is not None and not text.strip():
-        raise OptionError("the prompt is empty; give a text with -p, -f or a pipe")
+    text = _prompt_text(prompt, prompt_option, file, escape=escape)
     new = name == DEFAULT_MODEL and not is_downloaded(name)
     with progress_bar() as progress:
         llm = load(name, **load_arguments, progress=progress)
@@ -294,8 +290,14 @@ def _check_model_name(name: str, *, asked: bool) -> None:
     )
 
 
-def _prompt_text(prompt: str | None, option: str | None, file: Path | None) -> str | None:
-    """Return the prompt, joined from all places where it can be given; None asks for a chat."""
+def _prompt_text(
+    prompt: str | None, option: str | None, file: Path | None, *, escape: bool
+) -> str | None:
+    """Return the prompt, joined from all places where it can be given; None asks for a chat.
+
+    Args:
+        escape: whether backslash sequences in the prompt are processed.
+    """
     if len([text for text in (prompt, option) if text not in (None, STDIN)]) > 1:
         raise OptionError("the prompt is given twice, as PROMPT and with -p")
     asked = prompt is not None or option is not None or file is not None
@@ -309,7 +311,12 @@ def _prompt_text(prompt: str | None, option: str | None, file: Path | None) -> s
     if file is not None and str(file) != STDIN:
         parts.append(_without_line_end(read_text(file)))
     parts += [text for text in (prompt, option) if text is not None and text != STDIN]
-    return "\n\n".join(parts) if parts else None
+    if not parts:
+        return None
+    text = process_escapes("\n\n".join(parts)) if escape else "\n\n".join(parts)
+    if not text.strip():
+        raise OptionError("the prompt is empty; give a text with -p, -f or a pipe")
+    return text
 
 
 def _is_piped_in() -> bool:

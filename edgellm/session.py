@@ -120,7 +120,7 @@ class Session:
         Raises:
             OptionError: the session is empty, or an option is not allowed.
             ContextOverflowError: the tokens do not fit into the context.
-            CacheFullError: open sessions hold the whole cache.
+            CacheFullError: answers on their way hold the whole cache.
         """
         pending = self._pending(self._call(arguments))
         return iterate(self._engine.loop, pending)

@@ -11,6 +11,8 @@ import hashlib
 from collections import deque
 from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
+from typing import Protocol
+from weakref import WeakKeyDictionary
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,6 +27,17 @@ from edgellm.checks import check_choice
 from edgellm.errors import CacheFullError, OptionError
 from edgellm.kernels.kv_blocks import BLOCK, KV_FORMATS, KVFormat, allocate
 from edgellm.kernels.state_blocks import allocate_states
+
+
+class Holder(Protocol):
+    """A holder of blocks that can do without them for a while."""
+
+    @property
+    def cached(self) -> int:
+        """Number of tokens in the blocks that it holds."""
+
+    def give_back(self) -> None:
+        """Give the blocks up, to compute or restore them when they are needed again."""
 
 
 class KVCache:
@@ -92,6 +105,7 @@ class KVCache:
         self.disk: BlockStore | None = None
         self._defer = defer
         self._dropped: deque[Sequence] = deque()
+        self._resting: WeakKeyDictionary[Holder, None] = WeakKeyDictionary()
 
     @property
     def nbytes(self) -> int:
@@ -124,6 +138,24 @@ class KVCache:
         """Close all dropped sequences; may be called in the middle of a change."""
         while self._dropped:
             self._dropped.popleft().close()
+
+    def rest(self, holder: Holder) -> None:
+        """Note that nothing is computed for a holder of blocks, until `wake`."""
+        self.wake(holder)
+        self._resting[holder] = None
+
+    def wake(self, holder: Holder) -> None:
+        """Leave a holder its blocks from now on."""
+        self._resting.pop(holder, None)
+
+    def reclaim(self) -> bool:
+        """Take the blocks of the holder that has rested longest; False if none has any."""
+        for holder in list(self._resting):
+            self.wake(holder)
+            if holder.cached:
+                holder.give_back()
+                return True
+        return False
 
     def use_device(self, device: str) -> None:
         """Keep a replica of all blocks in a device's memory as well, from the first call on."""

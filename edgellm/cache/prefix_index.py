@@ -99,7 +99,7 @@ class PrefixIndex:
         for count in range(len(full), -1, -1):
             parent = parents[count]
             wanted = tuple(tokens[count * BLOCK : (count + 1) * BLOCK])
-            tails = [(_common_prefix(e.tokens, wanted), e) for e in self._children.get(parent, ())]
+            tails = [(common_prefix(e.tokens, wanted), e) for e in self._children.get(parent, ())]
             for rows, tail in sorted(tails, key=lambda tail: -tail[0]):
                 if rows == 0 or (rows == BLOCK and count < len(full)):
                     continue  # as long as the prefix tried before
@@ -127,9 +127,9 @@ class PrefixIndex:
         if len(held) == BLOCK and chain(parent, held) in self._reused:
             return "reused"
         known = [e.tokens for e in self._children.get(parent, ())]
-        if any(_common_prefix(other, held) > rows for other in known):
+        if any(common_prefix(other, held) > rows for other in known):
             return "reused"  # in one group of several
-        beside = [other for other in known if _common_prefix(other, held) == rows < len(other)]
+        beside = [other for other in known if common_prefix(other, held) == rows < len(other)]
         return "differs" if beside else "new"
 
     def find(self, parent: bytes, tokens: Sequence[int], group: int) -> int | None:
@@ -232,7 +232,8 @@ def chain(parent: bytes, tokens: Sequence[int]) -> bytes:
     return hashlib.sha256(parent + array("q", tokens).tobytes()).digest()
 
 
-def _common_prefix(a: Sequence[int], b: Sequence[int]) -> int:
+def common_prefix(a: Sequence[int], b: Sequence[int]) -> int:
+    """Count the first tokens that two sequences have in common."""
     for i, (x, y) in enumerate(zip(a, b, strict=False)):
         if x != y:
             return i

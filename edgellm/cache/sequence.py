@@ -47,6 +47,8 @@ class Store(Protocol):
 
     def close_dropped(self) -> None: ...
 
+    def reclaim(self) -> bool: ...
+
 
 class Sequence:
     """A sequence of tokens and the blocks that hold their K and V.
@@ -353,13 +355,17 @@ class Sequence:
         return self._with_room(pool.allocate)
 
     def _with_room(self, reserve: Callable[[], T]) -> T:
-        """Call `reserve` again if a pool is full, after unreachable sequences were closed."""
-        try:
-            return reserve()
-        except CacheFullError:
-            gc.collect()
-            self._cache.close_dropped()
-            return reserve()
+        """Call `reserve` again if a pool is full, after resting holders gave their blocks back and
+        unreachable sequences were closed."""
+        more = True
+        while more:
+            try:
+                return reserve()
+            except CacheFullError:
+                more = self._cache.reclaim()
+        gc.collect()
+        self._cache.close_dropped()
+        return reserve()
 
 
 class Growth(Sequence):

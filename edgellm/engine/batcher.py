@@ -178,7 +178,10 @@ class Batcher:
         admits, plans = True, 0
         while True:
             plans += 1
-            made = plan(self._cache.free_blocks, admits=admits and plans < _MOST_PLANS)
+            admits = admits and plans < _MOST_PLANS
+            made = plan(self._cache.free_blocks, admits=admits)
+            if admits and made.refused is not None and self._cache.reclaim():
+                continue
             if not made.admitted:
                 return made.shares
             begun = (self._begin(request, first=first) for request, first in made.admitted.items())

@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Protocol
 
-from edgellm.cache.prefix_index import CacheEnd
+from edgellm.cache.prefix_index import CacheEnd, common_prefix
 from edgellm.cache.sequence import Sequence
 from edgellm.cache.session_file import SavedSession, read_session, write_session
 from edgellm.checks import check_token_ids
@@ -28,6 +28,12 @@ class _Swapped:
     shareable: int | None
     firsts: list[int]
     blocks: bytes
+
+    @classmethod
+    def of(cls, sequence: Sequence, engine: LoadedModel) -> _Swapped:
+        """Copy the tokens and blocks of a sequence."""
+        firsts, blocks = engine.cache.pack(sequence)
+        return cls(list(sequence.tokens), sequence.shareable, firsts, blocks)
 
 
 class Answering(Protocol):
@@ -140,6 +146,7 @@ class Context:
         def change() -> None:
             self._begin_change()
             self.sequence.truncate(len(self.sequence.tokens[: self.sequence.shareable]))
+            self._swapped = None
             self._set(ids)
 
         self.engine.thread.call(change)
@@ -150,28 +157,38 @@ class Context:
 
         def share() -> None:
             other.tokens = self._read_tokens()
-            other.sequence = self.sequence.fork()
+            other.sequence, other._swapped = self.sequence.fork(), self._swapped
             other._truncate_to(other.tokens)
+            self.engine.cache.rest(other)
 
         self.engine.thread.call(share)
         return other
 
     def save(self, path: Path) -> None:
         """Write tokens and KV cache to a file; see `Session.save`."""
-        engine, kept = self.engine, self.fork()
+        engine = self.engine
+        tokens, packed = engine.thread.call(self._packed)
+        saved = SavedSession(
+            model=engine.bundle.manifest.name,
+            fingerprint=engine.fingerprint,
+            kv_format=engine.options.kv_format,
+            tokens=tokens,
+            computed=len(packed.tokens),
+            shareable=packed.shareable,
+            arithmetic=engine.arithmetic,
+            firsts=packed.firsts,
+        )
+        write_session(path, saved, packed.blocks)
+
+    def _packed(self) -> tuple[list[int], _Swapped]:
+        """Return the tokens that a reader has, and the blocks of the first ones of them."""
+        tokens, swapped = self._read_tokens(), self._swapped
+        if swapped is not None and swapped.tokens == tokens[: len(swapped.tokens)]:
+            return tokens, swapped
+        kept = self.sequence.fork()
         try:
-            firsts, blocks = engine.thread.call(lambda: engine.cache.pack(kept.sequence))
-            saved = SavedSession(
-                model=engine.bundle.manifest.name,
-                fingerprint=engine.fingerprint,
-                kv_format=engine.options.kv_format,
-                tokens=kept.tokens,
-                computed=len(kept.sequence),
-                shareable=kept.sequence.shareable,
-                arithmetic=engine.arithmetic,
-                firsts=firsts,
-            )
-            write_session(path, saved, blocks)
+            kept.truncate(common_prefix(tokens, kept.tokens))
+            return tokens, _Swapped.of(kept, self.engine)
         finally:
             kept.close()
 
@@ -197,6 +214,7 @@ class Context:
         if not engine.thread.call(fill):
             raise SessionFileError(f"{path}: damaged or truncated; save the session again")
         self.tokens = tokens
+        engine.thread.soon(partial(engine.cache.rest, self))
 
     def _fill(
         self, tokens: list[int], shareable: int | None, firsts: list[int], blocks: memoryview
@@ -305,14 +323,13 @@ class Context:
         another kernel, and those that depend on tokens that a full context has forgotten or is
         about to forget.
         """
-        cache, sequence = self.engine.cache, self.sequence
+        sequence = self.sequence
         full = len(self.tokens) > self.engine.ctx_size
         exact = self.engine.recomputes_exactly and sequence.shareable is None and not full
         if len(sequence) and not exact:
-            firsts, blocks = cache.pack(sequence)
-            self._swapped = _Swapped(list(sequence.tokens), sequence.shareable, firsts, blocks)
+            self._swapped = _Swapped.of(sequence, self.engine)
         sequence.close()
-        self.sequence = cache.sequence(root=self._root)
+        self.sequence = self.engine.cache.sequence(root=self._root)
 
     def forget(self, count: int) -> None:
         """Take the last `count` computed tokens out of the KV cache."""
@@ -345,12 +362,7 @@ class Context:
 
     def _truncate_to(self, tokens: list[int]) -> None:
         """Truncate the sequence to the prefix that it shares with `tokens`."""
-        shared = 0
-        for a, b in zip(tokens, self.sequence.tokens, strict=False):
-            if a != b:
-                break
-            shared += 1
-        self.sequence.truncate(shared)
+        self.sequence.truncate(common_prefix(tokens, self.sequence.tokens))
 
     def checked(self, name: str, tokens: object) -> list[int]:
         """Check token ids that a caller gave for the parameter `name`; returns them as a list."""

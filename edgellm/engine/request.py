@@ -171,6 +171,7 @@ class Request(Stream):
             OptionError, ContextOverflowError: see `Context.check_prompt`.
             CacheFullError: there is no longer room for what was given back.
         """
+        self._engine.cache.wake(self.context)
         self.context.take_back()
         self._make_room()
         self.context.check_prompt()
@@ -288,6 +289,8 @@ class Request(Stream):
             self.cut()
         if self._closes:
             self.context.close_now()
+        else:
+            self._engine.cache.rest(self.context)
 
     def _drop_job(self) -> None:
         """Drop rows on their way, if any; they are computed again if the request goes on."""

@@ -241,6 +241,7 @@ def test_a_rewind_finds_what_the_sequence_alone_has(cache: KVCache) -> None:
     check(cache, sequence)
 
 
+@settings(max_examples=30)  # each full cache collects garbage, 0.4 s in a large process
 @given(start=st.integers(0, 300), end=st.integers(1, 690))
 def test_blocks_that_a_sequence_lacks(start: int, end: int) -> None:
     """As many are enough, and one fewer is not where one step computes all."""

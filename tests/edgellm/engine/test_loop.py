@@ -355,9 +355,9 @@ def test_tokens_that_were_not_read_are_no_part_of_the_session(native: LLM, tmp_p
 
 def test_what_never_fits_is_an_error_at_once(native: LLM) -> None:
     small = load(str(native.engine.bundle.path), ctx_size=4 * BLOCK, cache_size=4 * BLOCK)
-    with small.session() as held:
-        held.append(prompt(1, 3 * BLOCK + 5))
-        held.generate(max_tokens=1)
-        with pytest.raises(CacheFullError, match="held by open sessions"):
-            small.generate(prompt(2, 3 * BLOCK), max_tokens=1)
+    held = small.engine.cache.sequence()
+    small.engine.thread.call(lambda: held.reserve(3 * BLOCK + 5))
+    with pytest.raises(CacheFullError, match="held by answers on their way"):
+        small.generate(prompt(2, 3 * BLOCK), max_tokens=1)
+    small.engine.thread.call(lambda: held.truncate(0))
     assert small.generate(prompt(2, 3 * BLOCK), max_tokens=1).tokens

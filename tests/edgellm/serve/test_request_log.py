@@ -21,8 +21,8 @@ from edgellm.serve import answering
 from edgellm.serve.http import endpoint, request_log
 
 ANSWER = (
-    r"tiny: \d+ prompt tokens, \d+ of them cached, {} generated, \d\.\d{{3}} s to the first, "
-    r"then \d+\.\d/s, length"
+    r"tiny: \d+ prompt tokens, \d+ of them cached(?: \([a-z ]+\))?, {} generated, "
+    r"\d\.\d{{3}} s to the first, then \d+\.\d/s, length"
 )
 
 
