@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import re
 import secrets
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
@@ -62,7 +63,13 @@ async def page(call: Call) -> Reply:
 
 @cache
 def _source() -> str:
-    return files("edgellm.serve.http").joinpath("page.html").read_text(encoding="utf-8")
+    """Return the page with its style and its scripts where it names them."""
+    folder = files("edgellm.serve").joinpath("page")
+
+    def read(name: str) -> str:
+        return folder.joinpath(name).read_text(encoding="utf-8")
+
+    return re.sub(r"/\* (\w+\.(?:css|js)) \*/", lambda found: read(found[1]), read("page.html"))
 
 
 async def health(call: Call) -> Reply:

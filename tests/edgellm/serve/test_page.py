@@ -34,7 +34,7 @@ def test_the_policy_lets_nothing_else_in(server: Running) -> None:
     assert first.headers["x-frame-options"] == "DENY"
     assert first.headers["x-content-type-options"] == "nosniff"
     assert "innerHTML" not in first.text
-    assert re.findall(r"https?://(?!www\.w3\.org/2000/svg)", first.text) == []
+    assert re.findall(r"https?://(?!www\.w3\.org/(?:2000/svg|1998/Math))", first.text) == []
     with server.client() as client:
         head = client.head("/")
     assert (head.status_code, head.content) == (200, b"")
@@ -203,6 +203,42 @@ MARKDOWN = {
     'rel="noopener noreferrer">x</a></p>',
     "2 * 3 * 4 and a_b_c": "<p>2 * 3 * 4 and a_b_c</p>",
     "> said": "<blockquote>said</blockquote>",
+    "so $x$.": "<p>so <math><mi>x</mi></math>.</p>",
+    r"\(2\) **$y$**": "<p><math><mn>2</mn></math> <strong><math><mi>y</mi></math></strong></p>",
+    "$5 and $6, $HOME/bin:$PATH, `$x$`": "<p>$5 and $6, $HOME/bin:$PATH, <code>$x$</code></p>",
+    "a\n$$\n- x\n$$\nb": '<p>a</p><div class="formula"><math display="block"><mrow>'
+    '<mo stretchy="false">−</mo><mi>x</mi></mrow></math></div><p>b</p>',
+    "$$\nx": "<p>$$\nx</p>",
+    r"\[ <b> \]": '<div class="formula"><math display="block"><mrow><mo stretchy="false">&lt;</mo>'
+    '<mi>b</mi><mo stretchy="false">&gt;</mo></mrow></math></div>',
+}
+LEFT, RIGHT = ('<mo stretchy="true" fence="true">' + each + "</mo>" for each in "()")
+FORMULAS = {
+    "x_{1}^2": "<msubsup><mi>x</mi><mn>1</mn><mn>2</mn></msubsup>",
+    "f'": '<msup><mi>f</mi><mo stretchy="false">′</mo></msup>',
+    r"\frac{a}12": "<mrow><mfrac><mi>a</mi><mn>1</mn></mfrac><mn>2</mn></mrow>",
+    r"\sqrt[3]\pi": "<mroot><mi>π</mi><mn>3</mn></mroot>",
+    r"\left(a\right)": f"<mrow>{LEFT}<mi>a</mi>{RIGHT}</mrow>",
+    r"\begin{pmatrix}a&b\\[2pt]c\end{pmatrix}": f'<mrow>{LEFT}<mtable class="pmatrix">'
+    "<mtr><mtd><mi>a</mi></mtd><mtd><mi>b</mi></mtd></mtr><mtr><mtd><mi>c</mi></mtd></mtr>"
+    f"</mtable>{RIGHT}</mrow>",
+    r"\text{if }\mathbb{R}": '<mrow><mtext class="text">if&nbsp;</mtext><mi>ℝ</mi></mrow>',
+    r"\hat x \log": '<mrow><mover accent="true"><mi>x</mi><mo>^</mo></mover>'
+    "<mrow><mi>log</mi></mrow></mrow>",
+    r"\what{x}": "<mrow><mtext>\\what</mtext><mi>x</mi></mrow>",
+    # what has no end yet, or no beginning
+    r"\frac{a": "<mfrac><mi>a</mi><mrow></mrow></mfrac>",
+    r"\begin{cases": "<mrow><mtext>\\begin</mtext><mrow>"
+    + "".join(f"<mi>{each}</mi>" for each in "cases")
+    + "</mrow></mrow>",
+    "a}^": '<mrow><mi>a</mi><msup><mo stretchy="false">}</mo><mrow></mrow></msup></mrow>',
+}
+CODE = {
+    "python": ('def f("a # b"):  # c', ("word", "def"), ("string", '"a # b"'), ("remark", "# c")),
+    "rust": ("fn f<'a>() { 0x1f } /* c", ("word", "fn"), ("number", "0x1f"), ("remark", "/* c")),
+    "sql": ("SELECT a -- c", ("word", "SELECT"), ("remark", "-- c")),
+    "js": ("`a\nb` // c", ("string", "`a\nb`"), ("remark", "// c")),
+    "text": ("def f # c",),
 }
 
 
@@ -212,6 +248,15 @@ def test_markdown(tab: Browser) -> None:
     for text, expected in MARKDOWN.items():
         shown = f"make('div', {{}}, ...markdown({json.dumps(text)})).innerHTML"
         assert tab.evaluate(shown) == expected
+    for text, expected in FORMULAS.items():
+        assert tab.evaluate(f"formula({json.dumps(text)}).innerHTML") == expected
+    deep = "{" * 100_000
+    assert tab.evaluate(f"formula({json.dumps(deep)}).outerHTML") == f"<code>{deep}</code>"
+    for language, (text, *parts) in CODE.items():
+        nodes = f"make('div', {{}}, ...coloured({json.dumps(text)}, '{language}'))"
+        assert tab.evaluate(f"{nodes}.textContent") == text
+        spans = f"[...{nodes}.children].map((each) => [each.className, each.textContent])"
+        assert tab.evaluate(spans) == [list(part) for part in parts]
     assert tab.complaints == []
 
 
@@ -219,9 +264,10 @@ def test_markdown(tab: Browser) -> None:
 STAND_IN = """
 window.asked = [];
 window.fetch = async (path, { body, signal }) => {
+    if (!body) return new Response(JSON.stringify({ data: models }));
     if (window.refused) throw new TypeError("Failed to fetch");
     const stream = new ReadableStream({ start(control) {
-        asked.push({ messages: JSON.parse(body).messages, signal, control });
+        asked.push({ path, body: JSON.parse(body), signal, control });
         signal.addEventListener("abort", () => control.error(signal.reason));
     } });
     return new Response(stream);
@@ -239,7 +285,7 @@ class Answers:
     def asked(self, count: int) -> list[dict[str, str]]:
         """Wait for so many, and give the messages of the last one."""
         self._tab.until(f"asked.length === {count}")
-        messages: list[dict[str, str]] = self._tab.evaluate("asked.at(-1).messages")
+        messages: list[dict[str, str]] = self._tab.evaluate("asked.at(-1).body.messages")
         return messages
 
     def say(self, at: int, text: str, *, reason: str | None = None) -> None:
@@ -348,7 +394,7 @@ def test_answers_go_on_in_other_conversations(tab: Browser) -> None:
     tab.until("running.size === 1")
     assert said(tab) == ["second", "Two"]
     assert tab.evaluate("[$('send').hidden, $('stop').hidden]") == [False, True]
-    assert tab.evaluate("$('list').innerText").split("\n")[::2] == ["second", "first …"]
+    assert tab.evaluate("$('list').innerText").split("\n")[::3] == ["second", "first …"]
     tab.evaluate("go(conversations[1])")
     assert tab.evaluate("[$('send').hidden, $('stop').hidden]") == [True, False]
     answers.say(0, " and a half", reason="stop")
@@ -441,3 +487,79 @@ def test_what_another_tab_keeps_is_not_lost(tab: Browser) -> None:
     kept = tab.evaluate("store.get('conversations').map(({ messages }) => messages.at(-1).content)")
     assert kept == ["there", "an answer"]
     assert said(tab) == ["here", "an answer"]
+
+
+TURNS = [{"role": role, "content": f"{role}{i}"} for i in "12" for role in ("user", "assistant")]
+
+
+@pytest.mark.slow
+@needs_chromium
+def test_branches_names_and_files(server: Running, tab: Browser) -> None:
+    tab.evaluate(f"current.messages = {json.dumps(TURNS)}; keep(current); go(current)")
+    tab.evaluate("window.prompt = () => ' a name '; window.alert = (text) => window.alerted = text")
+    tab.click("#list [aria-label=Rename]")
+    tab.click(".answer .meta button:nth-of-type(2)")
+    assert said(tab) == ["user1", "assistant1"]
+    assert tab.evaluate("conversations.map(({ messages }) => messages.length)") == [2, 4]
+    answers = Answers(tab)
+    ask(tab, "other")
+    answers.asked(1)
+    answers.say(0, "way", reason="stop")
+    tab.until("!running.size")
+    assert tab.evaluate("conversations.map(({ title }) => title)") == ["a name", "a name"]
+    assert tab.evaluate("conversations[1].messages.length") == 4
+
+    exported = """new Promise((done) => {
+        const make = URL.createObjectURL;
+        URL.createObjectURL = (blob) => { blob.text().then(done); return make(blob); };
+        $("export").click();
+    })"""
+    reply = tab.command("Runtime.evaluate", expression=exported, awaitPromise=True)
+    text = reply["result"]["value"]
+    kept = tab.evaluate("conversations")
+    assert json.loads(text) == kept
+    tab.evaluate("conversations = conversations.slice(0, 1)")
+    for wrong in ("no json", '{"a": 1}', '[{"id": 1}]', text.replace('"user"', '"system"')):
+        tab.evaluate(f"window.alerted = 0; importFrom(new File([{json.dumps(wrong)}], 'f.json'))")
+        tab.until(
+            "window.alerted === 'f.json holds no exported conversations; nothing was imported.'"
+        )
+    assert tab.evaluate("conversations.length") == 1
+    tab.evaluate(f"importFrom(new File([{json.dumps(text)}], 'f.json'))")
+    tab.until("conversations.length === 2")
+    assert tab.evaluate("conversations") == kept
+
+
+@pytest.mark.slow
+@needs_chromium
+def test_the_context_is_measured(server: Running, tab: Browser) -> None:
+    size = server.llm.engine.ctx_size
+    assert tab.evaluate("$('context').innerText.trim()") == f"0 of {size} tokens"
+    tab.evaluate("change({ max_tokens: 3, temperature: 0 })")
+    ask(tab, "hello")
+    content(tab)
+    answer = server.llm.chat(max_tokens=3, temperature=0).send("hello")
+    used = answer.stats.prompt_tokens + answer.stats.generation_tokens
+    assert tab.evaluate("$('context').innerText.trim()") == f"{used} of {size} tokens"
+    meter = "document.querySelector('meter')"
+    assert tab.evaluate(f"[{meter}.value, {meter}.max]") == [used, size]
+
+
+@pytest.mark.slow
+@needs_chromium
+def test_a_base_model_continues_the_text(tab: Browser) -> None:
+    tab.evaluate("models[0].capabilities.completion_chat = false; showModel()")
+    assert "continues your text" in shown(tab)
+    answers = Answers(tab)
+    for i, text in enumerate(("Once upon", " and then")):
+        ask(tab, text)
+        answers.asked(i + 1)
+        choice = {"choices": [{"text": f" {i}", "finish_reason": "length"}]}
+        frame = json.dumps(f"data: {json.dumps(choice)}\n\n")
+        tab.evaluate(f"asked[{i}].control.enqueue(new TextEncoder().encode({frame}))")
+        tab.evaluate(f"asked[{i}].control.close()")
+        tab.until("!running.size")
+    assert tab.evaluate("asked.map(({ path, body }) => [path, body.prompt])") == [
+        ["v1/completions", "Once upon"],
+        ["v1/completions", "Once upon 0 and then"],
+    ]
