@@ -99,7 +99,7 @@ class BlockPool:
 
     def _full(self) -> CacheFullError:
         return CacheFullError(
-            f"all {len(self._references)} blocks of {BLOCK} tokens are held by answers on "
-            "their way; run fewer at once, or load the model with a larger `cache_size` (tokens of "
-            "all sessions together)"
+            f"all {len(self._references)} blocks of {BLOCK} tokens are held by answers on their "
+            "way and sessions that cannot be computed again; run fewer answers at once, close "
+            "sessions, or load the model with a larger `cache_size` (tokens of all together)"
         )

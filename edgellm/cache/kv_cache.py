@@ -30,14 +30,14 @@ from edgellm.kernels.state_blocks import allocate_states
 
 
 class Holder(Protocol):
-    """A holder of blocks that can do without them for a while."""
+    """A holder of blocks that may do without them for a while."""
 
     @property
-    def cached(self) -> int:
-        """Number of tokens in the blocks that it holds."""
+    def recomputable(self) -> bool:
+        """Whether it holds blocks, and they would come out the same if computed again."""
 
     def give_back(self) -> None:
-        """Give the blocks up, to compute or restore them when they are needed again."""
+        """Release the blocks."""
 
 
 class KVCache:
@@ -140,7 +140,7 @@ class KVCache:
             self._dropped.popleft().close()
 
     def rest(self, holder: Holder) -> None:
-        """Note that nothing is computed for a holder of blocks, until `wake`."""
+        """Let others have a holder's blocks until `wake`, after those that rest already."""
         self.wake(holder)
         self._resting[holder] = None
 
@@ -149,10 +149,16 @@ class KVCache:
         self._resting.pop(holder, None)
 
     def reclaim(self) -> bool:
-        """Take the blocks of the holder that has rested longest; False if none has any."""
+        """Free blocks: of unreachable sequences, or else of the holder that has rested longest.
+
+        Returns:
+            False if there are none to free.
+        """
+        if self._dropped:
+            self.close_dropped()
+            return True
         for holder in list(self._resting):
-            self.wake(holder)
-            if holder.cached:
+            if holder.recomputable:
                 holder.give_back()
                 return True
         return False

@@ -127,10 +127,10 @@ class PrefixIndex:
         if len(held) == BLOCK and chain(parent, held) in self._reused:
             return "reused"
         known = [e.tokens for e in self._children.get(parent, ())]
-        if any(common_prefix(other, held) > rows for other in known):
+        common = [(common_prefix(other, held), len(other)) for other in known]
+        if any(count > rows and (count == size or not self._whole_only) for count, size in common):
             return "reused"  # in one group of several
-        beside = [other for other in known if common_prefix(other, held) == rows < len(other)]
-        return "differs" if beside else "new"
+        return "differs" if any(rows <= count < size for count, size in common) else "new"
 
     def find(self, parent: bytes, tokens: Sequence[int], group: int) -> int | None:
         """Find a group's full block with `tokens` after the prefix `parent`; None if not cached.

@@ -317,7 +317,7 @@ class Sequence:
         """Return the reason why it holds no more of `tokens`, of which it is a prefix."""
         number, rows = divmod(len(self), BLOCK)
         end = self._index.end_of(self._name(number), tokens[number * BLOCK :], rows)
-        # the first token tells prompts of other models' uses apart, not parts of one prompt
+        # prompts that differ in their first token have nothing to do with each other
         return "new" if end == "differs" and not len(self) else end
 
     def _name(self, number: int) -> bytes:

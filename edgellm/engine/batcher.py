@@ -180,7 +180,7 @@ class Batcher:
             plans += 1
             admits = admits and plans < _MOST_PLANS
             made = plan(self._cache.free_blocks, admits=admits)
-            if admits and made.refused is not None and self._cache.reclaim():
+            if admits and made.full and self._cache.reclaim():
                 continue
             if not made.admitted:
                 return made.shares
@@ -327,6 +327,7 @@ class Batcher:
             request = self._submitted.popleft()
             if not request.withdrawn:
                 self._live[id(request)] = request
+                request.context.rest()  # it goes on soon, so its blocks are taken last
                 self._scheduler.add(request, findable=_findable(request), version=version)
                 for fork in request.forks:
                     fork.asked = request.asked

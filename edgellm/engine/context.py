@@ -56,6 +56,7 @@ class Context:
             end.
         unsettled: token of the last command that is to change `tokens`, or the withdrawn answer
             that is to leave; None: no change is on its way.
+        shifts: whether an answer may forget tokens where the context is full.
         salt: only contexts with the same salt find each other's tokens in the KV cache.
         sequence: tokens that are in the KV cache: the first ones of `tokens`, and behind them for a
             while those of a draft.
@@ -69,10 +70,12 @@ class Context:
         self.changes = 0
         self.answering: Answering | None = None
         self.unsettled: object | None = None
+        self.shifts = False
         self.salt = salt
         self._root = engine.cache.index.salted_root(salt)
         self.sequence = engine.cache.sequence(root=self._root)
         self._swapped: _Swapped | None = None
+        self._busy: object | None = None  # the answer that needs the blocks
 
     @property
     def cached(self) -> int:
@@ -158,8 +161,9 @@ class Context:
         def share() -> None:
             other.tokens = self._read_tokens()
             other.sequence, other._swapped = self.sequence.fork(), self._swapped
+            other.shifts = self.shifts
             other._truncate_to(other.tokens)
-            self.engine.cache.rest(other)
+            other.rest()
 
         self.engine.thread.call(share)
         return other
@@ -209,12 +213,13 @@ class Context:
 
         def fill() -> bool:
             self.sequence.truncate(0)
-            return self._fill(tokens[: saved.computed], shareable, saved.firsts, data)
+            filled = self._fill(tokens[: saved.computed], shareable, saved.firsts, data)
+            self.tokens = tokens
+            self.rest()
+            return filled
 
         if not engine.thread.call(fill):
             raise SessionFileError(f"{path}: damaged or truncated; save the session again")
-        self.tokens = tokens
-        engine.thread.soon(partial(engine.cache.rest, self))
 
     def _fill(
         self, tokens: list[int], shareable: int | None, firsts: list[int], blocks: memoryview
@@ -244,7 +249,7 @@ class Context:
     def close_now(self) -> None:
         """Close the context at the end of its answer; its full blocks go to the cache on disk."""
         self.engine.cache.keep(self.sequence)
-        self._swapped = None
+        self._swapped = self._busy = None
         self.sequence.close()
 
     def check_prompt(self) -> None:
@@ -316,20 +321,38 @@ class Context:
         self.sequence, before = sequence, self.sequence
         before.truncate(0)
 
-    def give_back(self) -> None:
-        """Release the blocks until `begin`.
+    def wake(self, answer: object) -> None:
+        """Keep the blocks for an answer that begins, until it calls `rest`."""
+        self._busy = answer
+        self.engine.cache.wake(self)
 
-        K and V that would get other bits if computed again are kept outside the cache: those of
-        another kernel, and those that depend on tokens that a full context has forgotten or is
-        about to forget.
+    def rest(self, answer: object = None) -> None:
+        """Let others have the blocks, if no answer but this one needs them."""
+        if self._busy in (None, answer):
+            self._busy = None
+            self.engine.cache.rest(self)
+
+    @property
+    def recomputable(self) -> bool:
+        """Whether K and V in the KV cache, if any, would get the same bits if computed again.
+
+        Not so are those of another kernel, those that depend on tokens that a full context has
+        forgotten, and those that a shift would move: beyond half of the context, as more than half
+        of it is never forgotten at once.
         """
-        sequence = self.sequence
-        full = len(self.tokens) > self.engine.ctx_size
-        exact = self.engine.recomputes_exactly and sequence.shareable is None and not full
-        if len(sequence) and not exact:
-            self._swapped = _Swapped.of(sequence, self.engine)
+        sequence, ctx_size = self.sequence, self.engine.ctx_size
+        exact = self.engine.recomputes_exactly and sequence.shareable is None
+        moved = len(sequence) > ctx_size // 2 if self.shifts else len(self.tokens) > ctx_size
+        return len(sequence) > 0 and exact and not moved
+
+    def give_back(self) -> None:
+        """Release the blocks until `begin`; what is not `recomputable` is kept elsewhere."""
+        engine, sequence = self.engine, self.sequence
+        engine.cache.keep(sequence)
+        if len(sequence) and not self.recomputable:
+            self._swapped = _Swapped.of(sequence, engine)
         sequence.close()
-        self.sequence = self.engine.cache.sequence(root=self._root)
+        self.sequence = engine.cache.sequence(root=self._root)
 
     def forget(self, count: int) -> None:
         """Take the last `count` computed tokens out of the KV cache."""

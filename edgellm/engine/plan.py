@@ -185,12 +185,14 @@ class Plan(Generic[RequestT]):
         admitted: waiting requests to begin, and whether each is the first in line. Their shares are
             a guess: they may begin with tokens that the KV cache has.
         refused: first request in line, if it has found no room.
+        full: whether a request found too few free blocks in this plan.
         delayed: requests that wait for a prefix which another one computes.
     """
 
     shares: list[Share[RequestT]]
     admitted: dict[RequestT, bool] = field(default_factory=dict)
     refused: Entry[RequestT] | None = None
+    full: bool = False
     delayed: list[Entry[RequestT]] = field(default_factory=list)
 
 

@@ -215,6 +215,7 @@ class PromptRows(Generic[RequestT]):
         if self._places < 1:
             return False
         if not self._has_blocks(entry.request):
+            self.plan.full = True
             if first and self._is_claimed(entry):
                 return False
             self._places = 0

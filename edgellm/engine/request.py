@@ -90,8 +90,10 @@ class Request(Stream):
         self.check_free()
         self.context.checked("logit_bias", self._options.logit_bias)
         self.context.checked("stop_tokens", self._options.stop_tokens)
-        if self._options.context_policy == "error" or not self.tokens:
+        shifts = self._options.context_policy == "shift"
+        if not shifts or not self.tokens:
             self.context.check_prompt()
+        self.context.shifts |= shifts
         self.claim()
 
     def stats(self) -> Stats:
@@ -171,7 +173,7 @@ class Request(Stream):
             OptionError, ContextOverflowError: see `Context.check_prompt`.
             CacheFullError: there is no longer room for what was given back.
         """
-        self._engine.cache.wake(self.context)
+        self.context.wake(self)
         self.context.take_back()
         self._make_room()
         self.context.check_prompt()
@@ -184,6 +186,7 @@ class Request(Stream):
 
     def begin_at(self, other: Request) -> None:
         """Begin with the prompt of another request, of which nothing else is computed yet."""
+        self.context.wake(self)
         self.context.become(other.context)
         self._stats.begun(self.context.cached, self.context.cache_end)
 
@@ -290,7 +293,7 @@ class Request(Stream):
         if self._closes:
             self.context.close_now()
         else:
-            self._engine.cache.rest(self.context)
+            self.context.rest(self)
 
     def _drop_job(self) -> None:
         """Drop rows on their way, if any; they are computed again if the request goes on."""

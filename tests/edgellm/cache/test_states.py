@@ -374,3 +374,12 @@ def test_any_course_of_events(
     for each in sequences:
         each.close()
     assert cache.used_blocks == 0
+
+
+def test_a_prompt_that_leaves_another_in_a_block_differs_from_it(cache: KVCache) -> None:
+    """With states nothing goes on from the middle of a block, and no block was reused."""
+    begun(cache, tokens_of(0, 128)).close()
+    other = [*tokens_of(0, 100), *tokens_of(1, 60)]
+    sequence = cache.sequence(other)
+    assert len(sequence) == 0
+    assert cache.index.end_of(sequence.root, other, 0) == "differs"
