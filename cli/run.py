@@ -30,7 +30,7 @@ from edgellm.cli.progress import progress_bar
 from edgellm.cli.text import process_escapes, read_text, say
 from edgellm.errors import OptionError, SourceError
 from edgellm.infill import Gap, Order
-from edgellm.models import ALIASES, DEFAULT_MODEL, KNOWN, is_downloaded, is_here
+from edgellm.models import ALIASES, DEFAULT_MODEL, KNOWN, is_here, is_new
 from edgellm.named_prefix import open_prefix
 from edgellm.tool_use import ToolArguments, ToolChoice, checked_choice, checked_tools
 
@@ -210,7 +210,7 @@ def run(
         return fill(name, gap, load_arguments, sampling, stats=shown, as_json=as_json)
     _check_model_name(name, asked=(prompt, prompt_option, file) != (None, None, None))
     text = _prompt_text(prompt, prompt_option, file, escape=escape)
-    new = name == DEFAULT_MODEL and not is_downloaded(name)
+    new = name == DEFAULT_MODEL and is_new(name)
     with progress_bar() as progress:
         llm = load(name, **load_arguments, progress=progress)
     if new:

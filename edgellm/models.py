@@ -34,6 +34,7 @@ from edgellm.store.sources import (
     bundle_label,
     local_path,
     resolve_here,
+    wheel_member,
 )
 
 __all__ = [
@@ -47,8 +48,8 @@ __all__ = [
     "delete_model",
     "describe",
     "imported",
-    "is_downloaded",
     "is_here",
+    "is_new",
     "list_models",
     "prepare",
     "pull",
@@ -119,10 +120,10 @@ def is_here(name: str) -> bool:
     return resolve_here(name) is not None
 
 
-def is_downloaded(name: str) -> bool:
-    """Whether the checkpoint of a model is on this machine."""
-    here = resolve_here(name)
-    return here is not None and here.path.exists()
+def is_new(name: str) -> bool:
+    """Whether a model comes from the package index and has not been downloaded yet."""
+    member = wheel_member(name)
+    return member is not None and not member.path.exists()
 
 
 def list_models() -> list[StoredModel]:

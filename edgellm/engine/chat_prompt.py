@@ -196,7 +196,7 @@ def chat_prompt(
         tools=options.callable_tools,
         in_reasoning=marks is not None and tail.endswith(marks.open),
         short_ids=template.traits.short_ids,
-        parallel=options.parallel,
+        parallel=options.parallel and form.calls is not None and form.calls.parallel,
     )
     if isinstance(logit_filter, GrammarFilter):
         filters: list[LogitFilter | None] = [_behind_reasoning(engine, prompt, logit_filter)]
@@ -209,14 +209,13 @@ def chat_prompt(
 
 def _tools_matcher(engine: Engine, prompt: ChatPrompt, options: ToolOptions) -> Any:
     """Make the matcher of the grammar for calls; a tool's schema never refuses a request."""
-    calls = prompt.format.calls
 
     def matcher(tools: Sequence[Tool]) -> Any:
         grammar = tool_grammar(
             prompt.format,
             tools,
             required=options.required,
-            parallel=options.parallel and calls is not None and calls.parallel,
+            parallel=prompt.parallel,
             in_reasoning=prompt.in_reasoning,
             added=engine.tokenizer.added_tokens,
         )

@@ -13,7 +13,7 @@ from edgellm.infill import infill_options, infill_tokens
 from edgellm.serve.ask import Ask, Conversation, Infill
 from edgellm.serve.request_error import RequestError
 from edgellm.text.fim import budget
-from edgellm.text.prompt import Message
+from edgellm.text.prompt import SYSTEM_ROLES, Message
 from edgellm.text.template import Scalar
 
 if TYPE_CHECKING:
@@ -97,7 +97,7 @@ def asked_prompt(llm: LLM, model: str, ask: Ask) -> EncodedPrompt:
 
 def _with_system(llm: LLM, messages: tuple[Message, ...]) -> tuple[Message, ...]:
     """Begin with the system prompt of `load`, where it has one and the conversation has none."""
-    if llm.system is None or any(message.role == "system" for message in messages):
+    if llm.system is None or any(message.role in SYSTEM_ROLES for message in messages):
         return messages
     return (Message("system", llm.system), *messages)
 

@@ -135,12 +135,11 @@ class AnswerParser:
     def _contents(self) -> Generator[None, None, None]:
         """Read content and calls up to the answer's end."""
         reader = self._reader
-        triggers = self._triggers()
         while (self._parallel or not self.calls) and (yield from self._bare_call()):
             self._trim = True
         while True:
             reader.forget()
-            at, trigger = self._next_trigger(triggers)
+            at, trigger = self._next_trigger(self._triggers())
             if trigger is None:
                 self._show(at)
                 if not (yield from reader.more()):
@@ -162,13 +161,17 @@ class AnswerParser:
         if calls is None or self._format.calls is None or not self._format.calls.may_be_bare:
             return False
         if (yield from reader.space()):
-            fence = yield from reader.first_of(_FENCES)
+            yield from reader.marker("} ")  # more of the call before, as its fence may be
+            fences = 0
+            while fences < 2 and (yield from reader.first_of(_FENCES)) >= 0:
+                fences += 1
+                yield from reader.space()
             doubled = yield from reader.marker(" { {")  # as Qwen2.5-Coder's template shows it
             reader.at -= doubled
             if (yield from calls.bare()):
-                if doubled:
-                    yield from reader.marker(" }", unfinished=True)
-                if fence >= 0:
+                # one brace too many is no text, whether it was opened or not
+                yield from reader.marker(" }", unfinished=True)
+                if fences:
                     yield from reader.marker(f" {_FENCE}", unfinished=True)
                 return True
         reader.at = begin
@@ -180,8 +183,11 @@ class AnswerParser:
         return [*triggers, *self._call_triggers()]
 
     def _call_triggers(self) -> list[str]:
-        """Return the text that starts a call anywhere in an answer, if the format has one."""
+        """Return the text that starts a call anywhere in an answer, if the format has one and the
+        answer may have one more call."""
         if self._calls is None or self._format.calls is None:
+            return []
+        if self.calls and not self._parallel:
             return []
         trigger = self._format.calls.trigger
         return [] if trigger in ("", "[", "{") else [trigger]

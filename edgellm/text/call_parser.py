@@ -21,8 +21,6 @@ from edgellm.tool_use import Tool, ToolCallDelta
 _NAME = frozenset(string.ascii_letters + string.digits + "_.-")
 _LONGEST_NAME = 128
 _LONGEST_KEY = 1000
-# Keys for the arguments, which models interchange.
-_ARGUMENTS = ("arguments", "parameters")
 
 
 class CallParser:
@@ -76,7 +74,7 @@ class CallParser:
     def bare(self) -> Reading:
         """Read one call of a known tool, an object without markers; False if there is none.
 
-        No grammar holds such an object, so nothing of it is a call until all of it is right.
+        Nothing of it is a call until all of it is right: other text may begin like one.
         """
         reader, keys, begin = self._reader, self._format.keys, self._reader.at
         assert keys is not None
@@ -94,7 +92,7 @@ class CallParser:
         if arguments is None:
             return False
         self._announce(str(json.loads(name)), None)
-        self._fragment(json.dumps(arguments, ensure_ascii=False))
+        self._fragment(arguments)
         return True
 
     def _call(self) -> Reading:
@@ -299,7 +297,7 @@ class CallParser:
             call.values += 1
             if keys.name is None:
                 call.name = label
-            if keys.name is None or (call.wants_arguments and _is_arguments(label, keys)):
+            if keys.name is None or (call.wants_arguments and label in keys.argument_names):
                 complete = yield from call.read_arguments()
                 if not complete:
                     return False
@@ -407,19 +405,23 @@ class _ObjectCall:
         self._parser._announce(self.name, self._id)
 
 
-def _bare_arguments(text: str, keys: ObjectKeys) -> dict[str, Any] | None:
-    """Return the arguments of an object that is a call and nothing else; None for other text."""
+def _bare_arguments(text: str, keys: ObjectKeys) -> str | None:
+    """Return the arguments (JSON) of an object that is a call and nothing else, or None."""
     try:
         values = json.loads(text)
-        given = [key for key in values if _is_arguments(key, keys)]
+        given = [key for key in values if key in keys.argument_names]
         rest = values.keys() - {keys.name, keys.id, "id", "type", *given}
         if len(given) != 1 or rest:
             return None
         arguments = values[given[0]]
         arguments = json.loads(arguments) if isinstance(arguments, str) else arguments
+        if not isinstance(arguments, dict):
+            return None
+        dumped = json.dumps(arguments, ensure_ascii=False, allow_nan=False)
     except (ValueError, RecursionError):
         return None
-    return arguments if isinstance(arguments, dict) else None
+    halves = any("\ud800" <= char <= "\udfff" for char in dumped)  # of a pair, which no UTF-8 has
+    return json.dumps(arguments) if halves else dumped
 
 
 def new_call_id(*, short: bool = False) -> str:
@@ -427,10 +429,6 @@ def new_call_id(*, short: bool = False) -> str:
     letters = string.ascii_letters + string.digits
     drawn = "".join(secrets.choice(letters) for _ in range(9 if short else 24))
     return drawn if short else f"call_{drawn}"
-
-
-def _is_arguments(label: str, keys: ObjectKeys) -> bool:
-    return label == keys.arguments or (label in _ARGUMENTS and label not in keys.others)
 
 
 def _is_name(text: object) -> bool:

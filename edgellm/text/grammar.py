@@ -39,6 +39,8 @@ _LARK_RULE = re.compile(r"^[ \t]*[?!]?\w+(\[[^\]\n]*\]|\.\d+)?[ \t]*:", re.MULTI
 _NEW_NAME = re.compile(r"rule\d+")
 # llguidance compiles by recursion: 2,000 rules in a chain pass, 3,000 end the process.
 _MOST_RULES = 1000
+# Work of the lexer in one step; 128 tools take up to twice the 200,000 that llguidance allows.
+_LEXER_FUEL = 1_000_000
 _LONGEST_MESSAGE = 300
 # Parts of GBNF: a comment, a text, a class, a number of times, a name, any character. A part that
 # is not closed ends with the text, so that looking for its end takes linear time.
@@ -266,7 +268,8 @@ class Grammars:
         Raises:
             OptionError: the grammar is wrong or not supported.
         """
-        matcher = self._llguidance.LLMatcher(self._vocabulary, grammar, log_level=0)
+        limits = self._llguidance.LLParserLimits(step_lexer_fuel=_LEXER_FUEL)
+        matcher = self._llguidance.LLMatcher(self._vocabulary, grammar, log_level=0, limits=limits)
         if problem := matcher.get_error():
             problem = _LISTING.split(problem)[0][:_LONGEST_MESSAGE]
             raise OptionError(f"{what} cannot be used: {problem}")

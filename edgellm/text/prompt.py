@@ -146,7 +146,7 @@ def encode_conversation(
     return writer.tokens(rendered)
 
 
-_SYSTEM = ("system", "developer")
+SYSTEM_ROLES = ("system", "developer")
 
 
 def without_later_system(messages: Sequence[Message]) -> list[Message]:
@@ -158,7 +158,7 @@ def without_later_system(messages: Sequence[Message]) -> list[Message]:
     placed, waiting = list[Message](), list[str]()  # texts that no message has taken in yet
     for message in messages:
         before = placed[-1] if placed else None
-        if message.role in _SYSTEM and before is not None:
+        if message.role in SYSTEM_ROLES and before is not None:
             waiting.append(message.content)
             if before.role != "assistant":
                 placed[-1] = _with(before, waiting)

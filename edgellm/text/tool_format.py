@@ -48,6 +48,12 @@ class ObjectKeys:
     id_last: bool = False
     others: tuple[str, ...] = ()
 
+    @property
+    def argument_names(self) -> list[str]:
+        """Keys of the arguments; models interchange the two usual ones."""
+        usual = {"arguments", "parameters"} - set(self.others)
+        return sorted(usual | ({self.arguments} if self.arguments else set()))
+
 
 @dataclass(frozen=True, kw_only=True)
 class ParameterTags:

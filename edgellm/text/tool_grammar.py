@@ -29,7 +29,8 @@ from edgellm.tool_use import Tool
 _MOST_LOOKED_AT = 100
 _TEXT = r"/(.|\n)*/"
 # What may stand before a call without markers: the ends of another one's braces and code fence, a
-# fence, and a second brace, which the template of Qwen2.5-Coder shows by mistake.
+# fence, and a second brace, which the template of Qwen2.5-Coder shows by mistake. `AnswerParser`
+# reads the same.
 _FENCED = r"\s*(\}\s*)?(```\s*)?(```(json)?\s*)?(\{\s*)?"
 _SPACE = r"/[ \n]{0,4}/"
 _LAYOUT = {
@@ -202,33 +203,49 @@ class _Grammar(_Rules):
             self._rule("OTHER", r"/[^{](.|\n)*/")
             start = f"({self._listed_calls(begin, parallel=parallel)} | OTHER)?"
         else:
-            start = self._anywhere(tools, parallel=parallel)
+            start = self._anywhere(tools, parallel=parallel, in_reasoning=in_reasoning)
         return self.grammar(f"{reasoning} {start}")
 
-    def _anywhere(self, tools: Sequence[Tool], *, parallel: bool) -> str:
+    def _anywhere(self, tools: Sequence[Tool], *, parallel: bool, in_reasoning: bool) -> str:
         """Write any text with calls in it; the first ones may be without their markers."""
         several = parallel and not self._calls.section.strip()
-        later = self._triggered("TEXT", "trigger", parallel=parallel)
         if not self._calls.may_be_bare:
+            later = self._triggered("TEXT", "trigger", parallel=parallel)
             return f"({later}){'*' if several else '?'} TEXT"
-        bare = self._bare(tools)
+        bare = self._bare(tools, "" if in_reasoning else self._thoughts_in_text())
         first = self._triggered("OTHER", "first_trigger", parallel=parallel)
-        behind = f"({later})* TEXT" if several else "TEXT"
-        rest = f"OTHER | {first} {behind}"
+        later = f"({self._triggered('TEXT', 'trigger', parallel=parallel)})*" if several else ""
+        rest = f"OTHER | {first} {later} TEXT"
         return f"{bare}* ({rest})" if parallel else f"({bare} TEXT | {rest})"
 
-    def _bare(self, tools: Sequence[Tool]) -> str:
-        """Write an object that is a call but for its markers, and OTHER for any other text."""
+    def _bare(self, tools: Sequence[Tool], before: str) -> str:
+        """Write an object that is a call but for its markers, and OTHER for any other text.
+
+        Args:
+            before: terminal for the reasoning before it.
+        """
         keys = self._calls.keys
         assert keys is not None
-        head = rf"{_FENCED}\{{\s*{re.escape(json.dumps(keys.name))}\s*:\s*"
-        names = [re.escape(json.dumps(tool.name)).replace("/", r"\/") for tool in tools]
-        self._rule("OTHER", rf"{_TEXT} & ~/{head}({'|'.join(names)})(.|\n)*/")
-        then = rf"/\s{{0,12}},\s{{0,12}}{json.dumps(keys.arguments)}\s{{0,12}}:\s{{0,12}}/"
-        for i, name in enumerate(names):
-            self._rule(f"BARE_{i}", f"/{head}{name}/")
-        each = (f"BARE_{i} {then} arguments_{i}" for i in range(len(tools)))
+        name, labels = _pattern(keys.name), "|".join(map(_pattern, keys.argument_names))
+        behind = rf"\s{{0,12}},\s{{0,12}}({labels})\s{{0,12}}:\s{{0,12}}"
+        begin = rf"{_FENCED}\{{\s*{name}\s*:\s*"
+        heads = [f"{begin}{_pattern(tool.name)}{behind}" for tool in tools]
+        self._rule("BARE", rf"{before} /({'|'.join(heads)})(.|\n)*/")
+        self._rule("OTHER", f"{_TEXT} & ~BARE")
+        for i, head in enumerate(heads):
+            self._rule(f"BARE_{i}", f"{before} /{head}/")
+        each = (f"BARE_{i} arguments_{i}" for i in range(len(heads)))
         return self._rule("bare", rf"({' | '.join(each)}) /\s{{0,12}}\}}/")
+
+    def _thoughts_in_text(self) -> str:
+        """Write a terminal for reasoning, if its markers are no tokens that tell it from text."""
+        marks = self._format.reasoning
+        if marks is None or (self._pattern and self._pattern.search(marks.close)):
+            return ""
+        begin, end = _quoted(marks.open.strip()), marks.close.strip()
+        ended = re.escape(end).replace("/", r"\/")
+        self._rule("UNENDED", rf"{_TEXT} & ~/(.|\n)*{ended}(.|\n)*/")
+        return self._rule("THOUGHTS", rf"(/\s*/ {begin} UNENDED {_quoted(end)})") + "?"
 
     def _listed_calls(self, begin: str, *, parallel: bool) -> str:
         """Write one call, or several consecutive ones; the first is after the marker `begin`."""
@@ -360,6 +377,10 @@ class _Grammar(_Rules):
             nested = '"[" brace_list? "]" | "{" brace_items? "}"'
             self._rule("brace", f"BRACE_WORD | {text} | {nested}")
         return "brace"
+
+
+def _pattern(text: str | None) -> str:
+    return re.escape(json.dumps(text))
 
 
 def _quoted(text: str) -> str:

@@ -12,6 +12,7 @@ from tokenizers import Tokenizer as HFTokenizer
 
 from edgellm.errors import OptionError
 from edgellm.store.manifest import TokenizerEntry
+from edgellm.text.answer_parser import AnswerParser
 from edgellm.text.grammar import Grammar, Grammars
 from edgellm.text.tokenizer import Tokenizer
 from edgellm.text.tool_format import (
@@ -23,7 +24,7 @@ from edgellm.text.tool_format import (
     ParameterTags,
 )
 from edgellm.text.tool_grammar import after_reasoning, loosened, tool_grammar
-from edgellm.tool_use import Tool
+from edgellm.tool_use import MAX_TOOLS, Tool
 
 FORMAT = AnswerFormat(
     calls=CallFormat(
@@ -261,14 +262,18 @@ BARE = '{"name": "f", "arguments": {"n": 1}}'
         (f"{{{BARE}}}\n{{{BARE}}}", True),
         (f"```json\n{{\n{BARE}\n}}\n```", True),
         ('{{"name": "f", "arguments": {"n": "', None),
-        ('{"name": "f"', False),
+        ('{"name": "f"', True),  # as an object of any text
         ('{"name": "fg", "x": 1}', True),
         ('{"name": 3, "x": 1}', True),
         (f"So: {BARE[:-3]}", True),  # not at the beginning: any text
         ('{"name": "f", "arguments": {"m"', None),
         ('{"name": "f", "arguments": {"n": "', None),
-        ('```json\n{"name": "f", "x"', None),
-        ('{"name": "f"}', None),
+        ('```json\n{"name": "f", "x"', True),
+        ('{"name": "f"}', True),
+        ('{"name": "f", "description": "A tool", "arguments": {}}', True),
+        ('{"name": "f", "parameters": {"n": 1}}', True),
+        ('{"name": "f", "parameters": {"m"', None),
+        ('<think>Hm.</think>\n{"name": "f", "arguments": {"m"', None),
         ('{"name": "f", "arguments": {"n": 1}, "x"', None),
     ],
 )
@@ -289,18 +294,73 @@ def test_calls_without_markers_are_held_as_well(
     assert (matcher.is_accepting() if fits else None) == ends
 
 
-def test_what_is_held_is_read_as_a_call(tokenizer: Tokenizer) -> None:
-    """One at most where no more are wanted, and text behind it."""
+@pytest.mark.parametrize("parallel", [True, False])
+@pytest.mark.parametrize(
+    "text",
+    [
+        BARE,
+        f"{BARE} and {BARE}",
+        f"```\n{BARE}\n```\nDone.",
+        "Done.",
+        BARE + "}",
+        BARE + "}\n" + BARE,
+        f"{BARE}\n```\n{BARE}",
+        f"```json\n{{{BARE}}}\n```\n```json\n{BARE}\n```",
+        f"}} {BARE}",
+        f"```\n```json\n{BARE}\n```",
+        f"{BARE}\n{CALL}",
+        f"{CALL}\n{CALL}",
+        '{"name": "f", "parameters": {"n": 1}}',
+        '{"name": "f", "description": "A tool", "arguments": {}}',
+        f"<think>Hm.</think>{BARE}",
+    ],
+)
+def test_what_is_held_is_read_as_a_call(tokenizer: Tokenizer, text: str, parallel: bool) -> None:
+    """Arguments that are against the schema are no call's, and one call is wanted at most."""
     grammar = tool_grammar(
         FORMAT,
         [TOOL],
         required=False,
-        parallel=False,
+        parallel=parallel,
         in_reasoning=False,
         added=tokenizer.added_tokens,
     )
-    for text in (f"{BARE} and {BARE}", f"```\n{BARE}\n```\nDone.", "Done."):
+    for said in (text, text.replace('"n"', '"m"')):
         matcher = Grammars(tokenizer).matcher(grammar, "the grammar")
-        tokens = tokenizer.encode(text, add_bos=False, parse_special=True)
-        assert matcher.try_consume_tokens(tokens) == len(tokens)
+        tokens = tokenizer.encode(said, add_bos=False, parse_special=True)
+        if matcher.try_consume_tokens(tokens) < len(tokens):
+            assert said != text or not parallel
+            continue
         assert matcher.is_accepting()
+        parser = AnswerParser(FORMAT, tools=[TOOL], parallel=parallel)
+        parts = [*(parser.add(piece) for piece in said), parser.finish()]
+        calls: dict[int, str] = {}
+        for delta in (delta for part in parts for delta in part.tool_calls):
+            calls[delta.index] = calls.get(delta.index, "") + delta.arguments
+        assert set(calls.values()) <= {'{"n": 1}'}
+        assert len(calls) <= (2 if parallel else 1)
+        if said == text and parallel and " and " not in text:
+            assert len(calls) == text.count('"n": 1')
+            assert "".join(part.content for part in parts).strip() in ("", "Done.", text)
+
+
+def test_as_many_tools_as_may_be(tokenizer: Tokenizer) -> None:
+    """What may be a call without markers has to be told from other text for all of them."""
+    tools = [replace(TOOL, name=f"mcp__server_{i}__{'do_it_' * 12}{i}") for i in range(MAX_TOOLS)]
+    grammar = tool_grammar(
+        FORMAT,
+        tools,
+        required=False,
+        parallel=True,
+        in_reasoning=False,
+        added=tokenizer.added_tokens,
+    )
+    for text in (
+        "```python\nprint()\n```",
+        "\n```json\n{{",
+        BARE.replace('"f"', f'"{tools[-1].name}"'),
+    ):
+        matcher = Grammars(tokenizer).matcher(grammar, "the grammar")
+        for token in tokenizer.encode(text, add_bos=False):
+            matcher.compute_bitmask()
+            assert matcher.consume_token(token), matcher.get_error()
