@@ -1,4 +1,5 @@
-"""An answer on standard output, with a status line in the terminal's last row meanwhile."""
+"""An answer on standard output: on a terminal its words are wrapped, and the last row has a status
+line meanwhile."""
 
 from __future__ import annotations
 
@@ -15,27 +16,36 @@ from edgellm.cli.text import without_controls
 
 # Time between two status lines: short enough to look alive, long enough to cost nothing.
 _INTERVAL_S = 0.1
+# Beginnings of lines whose rows belong together: code, tables.
+_WHOLE = ("```", "    ", "\t", "|")
 
 
 class LiveLine:
     """Status line in a terminal's last row, below the answer that scrolls.
 
     The row is taken out of the scrolling region (DECSTBM of the VT100), and given back at the end.
-    Without a terminal on both standard output and standard error, no status line is shown.
+    Without a terminal on both standard output and standard error, no status line is shown. A word
+    that would be cut at the window's edge moves to the next row, but in code and tables.
+
+    Args:
+        enabled: whether to show the status line.
     """
 
     def __init__(self, *, enabled: bool) -> None:
         self._on_terminal = sys.stdout.isatty()
-        shows = self._on_terminal and sys.stderr.isatty() and os.name == "posix"
-        self._enabled = enabled and shows and os.environ.get("TERM", "dumb") != "dumb"
+        smart = os.name == "posix" and os.environ.get("TERM", "dumb") != "dumb"
+        self._wraps = self._on_terminal and smart
+        self._enabled = enabled and self._wraps and sys.stderr.isatty()
         self._shown_at = 0.0
         # size of the window when the last row was taken; 0 rows: it is not taken
         self._window = os.terminal_size((0, 0))
-        self._line = ""  # the answer from its last line end on
+        self._line = ""  # the answer from its last line end, or the last place of a wrap, on
+        self._begin = ""  # the first characters behind its last line end
+        self._fenced = False  # whether it is in a block of code
         self._stack = ExitStack()
 
     def __enter__(self) -> LiveLine:
-        if self._enabled:
+        if self._wraps:
             self._stack.enter_context(around_stop(self._give_back, self._begin_line))
         return self
 
@@ -52,13 +62,14 @@ class LiveLine:
             text = without_controls(text)
         if self._enabled:
             self._follow_window()
+        if self._wraps:
+            text = self._wrapped(text)
         if dim:
             click.echo(click.style(text, dim=True), nl=False)
         else:
             sys.stdout.write(text)  # click would take colours out of what goes to a file
             sys.stdout.flush()
         if self._enabled:
-            self._line = f"{self._line}{text}".rpartition("\n")[2]
             self._follow_window()
 
     def show(self, text: str) -> None:
@@ -103,6 +114,40 @@ class LiveLine:
     def _begin_line(self) -> None:
         """Count columns from 0 again, behind the text of the shell that Ctrl-Z led to."""
         self._line = ""
+
+    def _wrapped(self, text: str) -> str:
+        """Return what to write for a text whose words go to the next row where they do not fit."""
+        window = os.get_terminal_size(sys.stdout.fileno())
+        column, shown = self._column(window), []
+        for character in text:
+            if character == "\n":
+                self._fenced ^= self._begin.lstrip().startswith("```")
+                self._line = self._begin = ""
+                column = 0
+                shown.append(character)
+                continue
+            if len(self._begin) < 8:
+                self._begin += character
+            if 0 < window.columns < column + get_cwidth(character):
+                character = self._break(character, column)
+            shown.append(character)
+            self._line = f"{self._line}{character}".rpartition("\n")[2]
+            column = self._column(window)
+        return "".join(shown)
+
+    def _break(self, character: str, column: int) -> str:
+        """Return what to write for a character that begins a new row."""
+        if self._fenced or self._begin.startswith(_WHOLE) or get_cwidth(character) != 1:
+            return character
+        if character == " ":
+            return "\n"
+        word = self._line[self._line.rfind(" ") + 1 :]
+        if not word:
+            return f"\n{character}"
+        begin = column - sum(map(get_cwidth, word))
+        if begin <= 0:
+            return character
+        return f"\x1b[{begin + 1}G\x1b[K\n{word}{character}"
 
     def _column(self, window: os.terminal_size) -> int:
         """Return the cursor's column; `window.columns` if the next character starts a new row."""

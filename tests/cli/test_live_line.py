@@ -127,3 +127,28 @@ def test_an_answer_does_not_command_the_terminal(show: Callable[..., None]) -> N
             show(screen, "x" * skipped + text, enabled=False)
             expected = f"{'x' * skipped}a]52;c;aGk=b[2J3;1Hcd\te".expandtabs()
             assert screen.rows == [expected, "end"]
+
+
+PROSE = "The quick brown fox, who is unbelievably tired, jumps over a lazy dog: so it goes. "
+CODE = "```py\nif a_long_name and another_long_name: pass\n```\n| a | b c d e f g h i j k l m |\n"
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+@pytest.mark.parametrize("columns", [13, 14, 15, 16, 17, 18, 40])
+@pytest.mark.parametrize("keeps_wrap", [True, False])
+def test_words_are_not_cut(
+    show: Callable[..., None], columns: int, enabled: bool, keeps_wrap: bool
+) -> None:
+    text = PROSE * 3 + "\n" + CODE + PROSE + "日本語" * 20 + " " + "x" * 100 + " end\n"
+    with Screen(rows=60, columns=columns, keeps_wrap=keeps_wrap) as screen:
+        show(screen, text, enabled=enabled)
+        assert screen.is_tidy
+        rows = [row.rstrip() for row in screen.all_rows if row]
+    first = rows.index("```py")
+    assert " ".join(rows[:first]) == (PROSE * 3).strip()
+    last = rows.index("```", first)
+    assert "".join(rows[first + 1 : last]).replace(" ", "") == CODE.split("\n")[1].replace(" ", "")
+    assert len(rows[first + 1]) >= columns - 1  # as it is, up to the edge
+    whole = "".join(rows[last + 1 :]).replace(" ", "")
+    assert whole == "".join(text.split("```")[2].split()) + "end"
+    assert "unbelievably" in " ".join(rows[last:]).split()
