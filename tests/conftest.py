@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import hashlib
 import os
 import shutil
@@ -95,6 +96,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.slow)
         if _NO_GPU is not None and item.get_closest_marker("gpu"):
             item.add_marker(pytest.mark.skip(reason=f"needs a GPU: {_NO_GPU}"))
+
+
+def pytest_collection_finish() -> None:
+    """Leave what is imported out of garbage collection, of which many tests need a whole one."""
+    gc.freeze()
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
