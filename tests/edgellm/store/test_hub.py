@@ -13,6 +13,7 @@ import pytest
 
 from edgellm import EdgeLLMError, SourceError, UnsupportedModelError
 from edgellm.graphs.checkpoint import open_checkpoint
+from edgellm.progress import Progress
 from edgellm.store.sources import resolve
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
@@ -209,3 +210,21 @@ def test_what_a_repository_does_not_have(
         resolve(name)
     assert "\n" not in str(caught.value)
     assert hub.fetched == []
+
+
+def test_bytes_are_reported(hub: Hub, capfd: pytest.CaptureFixture[str]) -> None:
+    size = 40 << 20  # huggingface_hub reads 10 MB at a time
+    hub.files = {"m-Q4_K_M.gguf": bytes(size), "m-Q8_0.gguf": b"other"}
+    reports: list[Progress] = []
+    resolve("hf:org/repo:Q4_K_M", progress=reports.append)
+    assert {(each.label, each.total, each.unit) for each in reports} == {
+        ("downloading hf:org/repo:Q4_K_M", size, "bytes")
+    }
+    done = [each.done for each in reports]
+    assert done == sorted(done)
+    assert done[-1] == size
+    assert len(done) > 2
+    reports.clear()
+    resolve("hf:org/repo:Q4_K_M", progress=reports.append)
+    assert reports == []
+    assert capfd.readouterr().err == ""
