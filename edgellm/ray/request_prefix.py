@@ -12,7 +12,7 @@ import hashlib
 import json
 from collections.abc import Iterator, Mapping
 
-from edgellm.serve.anthropic.messages import BILLING
+from edgellm.serve.anthropic.messages import BILLING, GIT_STATUS
 
 # Bytes of a piece: about as many tokens as a block of the KV cache has.
 _PIECE = 512
@@ -90,7 +90,8 @@ def _text(value: object) -> str:
         if any(isinstance(item, int | float) for item in value[:1]):  # tokens
             return json.dumps(value)
         texts = (_text(item) for item in value)
-        return "".join(text for text in texts if not text.startswith(BILLING))
+        system = "".join(text for text in texts if not text.startswith(BILLING))
+        return system.partition(GIT_STATUS)[0]
     if isinstance(value, dict):
         if isinstance(value.get("text"), str) and "type" in value:
             return str(value["text"])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from edgellm.serve.ask import Conversation
@@ -19,6 +20,9 @@ _ROLES = ("user", "assistant", "system")
 # Beginning of Claude Code's first system block, which is left out: it differs with each request, so
 # no prefix behind it would be found in the KV cache.
 BILLING = "x-anthropic-billing-header:"
+# Beginning of the end of Claude Code's last system block: it differs with each change of the files,
+# and most templates have the tools, 15,000 tokens, behind the system prompt.
+GIT_STATUS = "\n\ngitStatus: "
 
 
 def read_conversation(fields: Fields) -> Conversation:
@@ -28,9 +32,12 @@ def read_conversation(fields: Fields) -> Conversation:
         RequestError: a field is wrong, or asks for what no model here can do, such as images.
     """
     fields.required("messages", fields.get("messages"))
-    messages = [Message("system", text) for text in [_system(fields)] if text]
+    system, _, status = _system(fields).partition(GIT_STATUS)
+    messages = [Message("system", system)] if system else []
     for each in fields.objects("messages", MAX_MESSAGES):
         messages += _messages(each)
+    if status:
+        messages = _before_the_question(f"{GIT_STATUS.strip()} {status}", messages)
     if all(message.role == "system" for message in messages):
         raise fields.wrong("messages", "a list with a message of the user")
     tools = _tools(fields)
@@ -50,6 +57,15 @@ def _system(fields: Fields) -> str:
         return fields.text("system") or ""
     texts = [_text(block) for block in fields.objects("system", _MAX_BLOCKS)]
     return "\n\n".join(text for text in texts if not text.startswith(BILLING))
+
+
+def _before_the_question(text: str, messages: Sequence[Message]) -> list[Message]:
+    """Put a text that differs from one conversation to the next before the first question."""
+    at = next((i for i, each in enumerate(messages) if each.role == "user"), None)
+    if at is None:
+        return [*messages, Message("user", text)]
+    first = replace(messages[at], content=f"{text}\n\n{messages[at].content}")
+    return [*messages[:at], first, *messages[at + 1 :]]
 
 
 def _messages(fields: Fields) -> list[Message]:

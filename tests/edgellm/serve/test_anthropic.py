@@ -164,6 +164,25 @@ def test_blocks_are_texts_one_behind_the_other(client: anthropic.Anthropic) -> N
     assert one.content == two.content
 
 
+def test_what_changes_with_the_files_stands_behind_the_tools(client: anthropic.Anthropic) -> None:
+    plain: Any = {"system": "one", "messages": [{"role": "user", "content": "gitStatus: M f\n\na"}]}
+    moved: Any = {
+        "system": [{"type": "text", "text": "one\n\ngitStatus: M f"}],
+        "messages": [{"role": "user", "content": "a"}],
+    }
+    replies = [client.messages.create(**{**ASKED, **SEED, **each}) for each in (plain, moved)]
+    assert replies[0].content == replies[1].content
+    assert (
+        replies[1].usage.cache_read_input_tokens
+        == sum(
+            count or 0
+            for usage in [replies[0].usage]
+            for count in (usage.input_tokens, usage.cache_read_input_tokens)
+        )
+        - 1
+    )
+
+
 def test_a_system_message_behind_the_last_one(client: anthropic.Anthropic) -> None:
     """Claude Code sends reminders so."""
     messages: Any = [*MESSAGES, {"role": "system", "content": "Be brief."}]
