@@ -40,6 +40,7 @@ class LiveLine:
         # size of the window when the last row was taken; 0 rows: it is not taken
         self._window = os.terminal_size((0, 0))
         self._line = ""  # the answer from its last line end, or the last place of a wrap, on
+        self._columns, self._at = 0, 0  # of a window so wide, the column behind it
         self._begin = ""  # the first characters behind its last line end
         self._fenced = False  # whether it is in a block of code
         self._stack = ExitStack()
@@ -113,52 +114,63 @@ class LiveLine:
 
     def _begin_line(self) -> None:
         """Count columns from 0 again, behind the text of the shell that Ctrl-Z led to."""
-        self._line = ""
+        self._line, self._at = "", 0
 
     def _wrapped(self, text: str) -> str:
         """Return what to write for a text whose words go to the next row where they do not fit."""
         window = os.get_terminal_size(sys.stdout.fileno())
-        column, shown = self._column(window), []
+        column, line, shown = self._column(window), self._line, []
         for character in text:
             if character == "\n":
                 self._fenced ^= self._begin.lstrip().startswith("```")
-                self._line = self._begin = ""
+                self._begin = line = ""
                 column = 0
                 shown.append(character)
                 continue
             if len(self._begin) < 8:
                 self._begin += character
             if 0 < window.columns < column + get_cwidth(character):
-                character = self._break(character, column)
+                back, word = self._moved(line, character, column)
+                if word is not None:
+                    shown.append(f"{back}\n{word}")
+                    line, column = word, sum(map(get_cwidth, word))
+                    continue
             shown.append(character)
-            self._line = f"{self._line}{character}".rpartition("\n")[2]
-            column = self._column(window)
+            line += character
+            column = _next_column(column, character, window.columns)
+        self._line, self._at = line, column
         return "".join(shown)
 
-    def _break(self, character: str, column: int) -> str:
-        """Return what to write for a character that begins a new row."""
+    def _moved(self, line: str, character: str, column: int) -> tuple[str, str | None]:
+        """Return what begins the next row instead of `character`, and codes to write before.
+
+        None: the terminal is to wrap the line as it is.
+        """
         if self._fenced or self._begin.startswith(_WHOLE) or get_cwidth(character) != 1:
-            return character
+            return "", None
         if character == " ":
-            return "\n"
-        word = self._line[self._line.rfind(" ") + 1 :]
-        if not word:
-            return f"\n{character}"
+            return "", ""
+        word = line[line.rfind(" ") + 1 :]
         begin = column - sum(map(get_cwidth, word))
         if begin <= 0:
-            return character
-        return f"\x1b[{begin + 1}G\x1b[K\n{word}{character}"
+            return "", None
+        return (f"\x1b[{begin + 1}G\x1b[K" if word else ""), word + character
 
     def _column(self, window: os.terminal_size) -> int:
         """Return the cursor's column; `window.columns` if the next character starts a new row."""
-        column = 0
-        for character in self._line:
-            width = get_cwidth(character)
-            if character == "\t":
-                column = min(window.columns - 1, column // 8 * 8 + 8)
-            else:
-                column = width if column + width > window.columns else column + width
-        return column
+        if window.columns != self._columns:
+            self._columns, self._at = window.columns, 0
+            for character in self._line:
+                self._at = _next_column(self._at, character, window.columns)
+        return self._at
+
+
+def _next_column(column: int, character: str, columns: int) -> int:
+    """Return the column behind a character; `columns` if the next one starts a new row."""
+    if character == "\t":
+        return min(columns - 1, column // 8 * 8 + 8)
+    width: int = get_cwidth(character)
+    return width if column + width > columns else column + width
 
 
 def _write(codes: str) -> None:
