@@ -4,6 +4,7 @@ line meanwhile."""
 from __future__ import annotations
 
 import os
+import re
 import sys
 import time
 from contextlib import ExitStack
@@ -16,8 +17,10 @@ from edgellm.cli.text import without_controls
 
 # Time between two status lines: short enough to look alive, long enough to cost nothing.
 _INTERVAL_S = 0.1
-# Beginnings of lines whose rows belong together: code, tables.
-_WHOLE = ("```", "    ", "\t", "|")
+# Lines whose rows belong together, by their beginnings: code and tables, but no nested list.
+_WHOLE = re.compile(r"\s*```|\s*\||( {4}|\t)(?!\s*([-*+]|\d))")
+# Characters that join others or make them wide; terminals do not agree on the columns they take.
+_JOINING = re.compile("[\ufe0f\u200d\U0001f1e6-\U0001f1ff\U0001f3fb-\U0001f3ff]")
 
 
 class LiveLine:
@@ -42,7 +45,10 @@ class LiveLine:
         self._line = ""  # the answer from its last line end, or the last place of a wrap, on
         self._columns, self._at = 0, 0  # of a window so wide, the column behind it
         self._begin = ""  # the first characters behind its last line end
+        self._ticks = 0  # backticks behind its last line end
         self._fenced = False  # whether it is in a block of code
+        self._resized = False  # whether rows of the line were wrapped at another width
+        self._dim = False
         self._stack = ExitStack()
 
     def __enter__(self) -> LiveLine:
@@ -64,6 +70,8 @@ class LiveLine:
         if self._enabled:
             self._follow_window()
         if self._wraps:
+            if dim != self._dim:  # thoughts that leave a block of code open are over
+                self._dim, self._fenced = dim, False
             text = self._wrapped(text)
         if dim:
             click.echo(click.style(text, dim=True), nl=False)
@@ -122,12 +130,13 @@ class LiveLine:
         column, line, shown = self._column(window), self._line, []
         for character in text:
             if character == "\n":
-                self._fenced ^= self._begin.lstrip().startswith("```")
-                self._begin = line = ""
-                column = 0
+                self._fenced ^= self._begin.lstrip().startswith("```") and self._ticks < 6
+                self._begin, line, column = "", "", 0
+                self._ticks, self._resized = 0, False
                 shown.append(character)
                 continue
-            if len(self._begin) < 8:
+            self._ticks += character == "`"
+            if len(self._begin) < 12:
                 self._begin += character
             if 0 < window.columns < column + get_cwidth(character):
                 back, word = self._moved(line, character, column)
@@ -146,11 +155,12 @@ class LiveLine:
 
         None: the terminal is to wrap the line as it is.
         """
-        if self._fenced or self._begin.startswith(_WHOLE) or get_cwidth(character) != 1:
+        as_it_is = self._fenced or self._resized or _WHOLE.match(self._begin)
+        if as_it_is or get_cwidth(character) != 1 or _JOINING.search(line):
             return "", None
         if character == " ":
             return "", ""
-        word = line[line.rfind(" ") + 1 :]
+        word = line[max(line.rfind(" "), line.rfind("\t")) + 1 :]
         begin = column - sum(map(get_cwidth, word))
         if begin <= 0:
             return "", None
@@ -159,6 +169,7 @@ class LiveLine:
     def _column(self, window: os.terminal_size) -> int:
         """Return the cursor's column; `window.columns` if the next character starts a new row."""
         if window.columns != self._columns:
+            self._resized = bool(self._line)
             self._columns, self._at = window.columns, 0
             for character in self._line:
                 self._at = _next_column(self._at, character, window.columns)

@@ -152,3 +152,38 @@ def test_words_are_not_cut(
     whole = "".join(rows[last + 1 :]).replace(" ", "")
     assert whole == "".join(text.split("```")[2].split()) + "end"
     assert "unbelievably" in " ".join(rows[last:]).split()
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+@pytest.mark.parametrize(
+    ("text", "rows"),
+    [
+        ("a b c\tlongword-here\n", ["a b c", "longword-here"]),
+        ("alpha\tbeta gamma\n", ["alpha   beta gamma"]),
+        ("    - a nested item of a list\n", ["    - a nested", "item of a list"]),
+        ("```one line``` of code in a text\n", ["```one line``` of", "code in a text"]),
+        ("\u26a0\ufe0f a wide sign in it\n", None),  # no place to move words to is sure
+    ],
+)
+def test_words_behind_other_columns(
+    show: Callable[..., None], text: str, rows: list[str] | None, enabled: bool
+) -> None:
+    with Screen(rows=30, columns=18) as screen:
+        show(screen, text, enabled=enabled)
+        shown = [row.rstrip() for row in screen.all_rows if row]
+        assert shown[-1] == "end"
+        assert rows is None or shown[:-1] == rows
+        assert rows is not None or b"\x1b[K" not in screen.raw.replace(b"\x1b[2K", b"")
+
+
+def test_a_line_of_a_window_that_was_wider_is_left_as_it_is(show: Callable[..., None]) -> None:
+    with Screen(rows=30, columns=60, reflows=True) as screen:
+
+        def narrow(number: int) -> None:
+            if number == 10:
+                screen.resize(rows=30, columns=40)
+
+        show(screen, PROSE * 2 + "\n" + PROSE + "\n", after=narrow)
+        text = "".join("".join(screen.all_rows).split())
+    assert text.count("overalazydog:soitgoes.") == 3
+    assert text.count("unbelievably") == 3

@@ -11,17 +11,17 @@ const SIGNS = named(`times=× cdot=⋅ div=÷ pm=± mp=∓ ast=∗ star=⋆ circ
   leftarrow=← gets=← leftrightarrow=↔ Rightarrow=⇒ implies=⟹ Leftarrow=⇐ Leftrightarrow=⇔ iff=⟺ mapsto=↦ longrightarrow=⟶
   uparrow=↑ downarrow=↓ sum=∑ prod=∏ coprod=∐ int=∫ iint=∬ iiint=∭ oint=∮ bigcup=⋃ bigcap=⋂ mid=∣ nmid=∤ parallel=∥
   perp=⊥ angle=∠ triangle=△ langle=⟨ rangle=⟩ lfloor=⌊ rfloor=⌋ lceil=⌈ rceil=⌉ lvert=| rvert=| lVert=‖ rVert=‖ vert=| Vert=‖
-  colon=: therefore=∴ because=∵ models=⊨ vdash=⊢ prec=≺ succ=≻ doteq=≐ lbrace={ rbrace=} lbrack=[ rbrack=] backslash=\\ |=‖`);
+  colon=: therefore=∴ because=∵ leqslant=≤ geqslant=≥ rightleftharpoons=⇌ models=⊨ vdash=⊢ prec=≺ succ=≻ doteq=≐ lbrace={ rbrace=} lbrack=[ rbrack=] backslash=\\ |=‖`);
 const ACCENTS = named("hat=^ widehat=^ bar=¯ overline=¯ vec=→ overrightarrow=→ tilde=~ widetilde=~ dot=˙ ddot=¨ overbrace=⏞ underline=_ underbrace=⏟");
 const SPACES = named("quad=1em qquad=2em ,=.17em :=.22em ;=.28em !=-.17em");
 const FENCES = named("pmatrix=() bmatrix=[] Bmatrix={} vmatrix=|| Vmatrix=‖‖ cases={");
 const DOUBLE = named("C=ℂ H=ℍ N=ℕ P=ℙ Q=ℚ R=ℝ Z=ℤ");
-const FUNCTIONS = new Set("sin cos tan cot sec csc arcsin arccos arctan sinh cosh tanh log ln lg exp lim limsup liminf max min sup inf det dim ker gcd deg arg argmax argmin Pr mod bmod".split(" "));
+const FUNCTIONS = new Set("sin cos tan cot sec csc arcsin arccos arctan sinh cosh tanh log ln lg exp lim limsup liminf max min sup inf det dim ker gcd deg arg argmax argmin Pr".split(" "));
 const LIMITS = new Set([..."∑∏∐⋃⋂", "lim", "limsup", "liminf", "max", "min", "sup", "inf", "argmax", "argmin", "det", "gcd", "Pr"]);
 const FONTS = new Set("mathbf boldsymbol bm mathbb mathcal mathscr mathfrak mathsf mathit".split(" "));
-const IGNORED = /^\\(limits|nolimits|displaystyle|textstyle|scriptstyle|[bB]igg?[lrm]?|nonumber|notag|hline)$/;
+const IGNORED = /^\\(limits|nolimits|displaystyle|textstyle|scriptstyle|[bB]igg?[lrm]?|nonumber|notag|hline|substack|rm|bf|it)$/;
 const TEXT = "text|textbf|textit|textrm|mathrm|operatorname\\*?|label|tag";
-const TOKEN = new RegExp(String.raw`\\(?:begin|end|${TEXT})\s*\{[^{}]*\}|\\\\\[[\d.]+\w+\]|\\(?:[a-zA-Z]+|[^])|\d+(?:\.\d+)?|\S`, "gu");
+const TOKEN = new RegExp(String.raw`\\(?:begin|end|${TEXT})\s*\{[^{}]*\}|\\\\\[[\d.]+\w+\]|\\(?:[a-zA-Z]+|[^]|$)|\d+(?:\.\d+)?|\S`, "gu");
 
 function math(tag, attributes, ...children) {
   const element = document.createElementNS("http://www.w3.org/1998/Math/MathML", tag);
@@ -36,7 +36,7 @@ const fence = (text) => math("mo", { stretchy: true, fence: true }, text === "."
 class Formula {
   constructor(source, display) {
     this.tokens = (source.match(TOKEN) ?? []).filter((token) => !IGNORED.test(token)).map((token) => token.startsWith("\\\\") ? "\\\\" : token);
-    this.at = 0;
+    this.at = this.depth = 0;
     this.display = display;
   }
 
@@ -76,19 +76,32 @@ class Formula {
         above = above ? math("mrow", {}, above, more) : more;
       }
     }
+    const node = this.withScripts(base, below, above, limits);
+    const next = this.tokens[this.at] ?? ")";
+    return FUNCTIONS.has(base.textContent) && !/^(?:[([{)\]},.;:|]|\\left|\\right|\\[,;:! ]|&|\\\\)$/.test(next) ? math("mrow", {}, node, math("mspace", { width: ".17em" })) : node;
+  }
+
+  withScripts(base, below, above, limits) {
     if (below && above) return math(limits ? "munderover" : "msubsup", {}, base, below, above);
     if (below) return math(limits ? "munder" : "msub", {}, base, below);
     return above ? math(limits ? "mover" : "msup", {}, base, above) : base;
   }
 
   atom() {
+    if (++this.depth > 100) throw new RangeError("nested too deep");
+    const node = this.readAtom();
+    this.depth--;
+    return node;
+  }
+
+  readAtom() {
     const token = this.tokens[this.at++];
     if (token === undefined) return math("mrow", {});
     if (token === "{") return this.until("}");
     if (/^\d/.test(token)) return math("mn", {}, token);
     if (/^\p{L}$/u.test(token)) return math("mi", {}, token);
     if (token[0] !== "\\") return sign({ "-": "−", "*": "∗", "~": "\u00a0" }[token] ?? token);
-    const [, name, text] = token.match(/^\\([a-zA-Z]+\*?|[^])(?:\s*\{([^]*)\})?$/u);
+    const [, name, text] = token.match(/^\\([a-zA-Z]+\*?|[^]|$)(?:\s*\{([^]*)\})?$/u);
     return text === undefined ? this.command(name, token) : this.named(name, text);
   }
 
@@ -98,15 +111,27 @@ class Formula {
     if (name === "sqrt") return this.root();
     if (name === "left") return this.fenced();
     if (name === "middle") return fence(this.delimiter());
-    if (name === "mathbb" && DOUBLE.has(this.tokens[this.at + 1])) return math("mi", {}, DOUBLE.get(this.argument().textContent));
+    if (name === "boxed" || name === "cancel") return math("mrow", { class: name }, this.argument());
+    if (name === "color") return math("mrow", {}, ...(this.argument(), []));
+    if (name === "bmod" || name === "mod") return math("mo", { lspace: ".22em", rspace: ".22em" }, "mod");
+    if (name === "pmod") return math("mrow", {}, sign("("), math("mo", { lspace: "0", rspace: ".22em" }, "mod"), this.argument(), sign(")"));
+    if (name === "overset" || name === "stackrel" || name === "underset") return this.stacked(name === "underset" ? "munder" : "mover");
+    if (name === "xrightarrow") return math("mover", {}, math("mo", { stretchy: true }, "→"), this.argument());
+    if (name === "not") return sign(`${this.delimiter()}\u0338`);
+    if (name === "mathbb" && this.tokens[this.at + 2] === "}" && DOUBLE.has(this.tokens[this.at + 1])) return math("mi", {}, DOUBLE.get(this.argument().textContent));
     if (FONTS.has(name)) return math("mrow", { class: name }, this.argument());
     if (ACCENTS.has(name)) return math(name.startsWith("under") ? "munder" : "mover", { accent: true }, this.argument(), math("mo", {}, ACCENTS.get(name)));
     if (name === "\\" || name === "newline") return math("mspace", { linebreak: "newline" });
     if (SPACES.has(name) || name === " ") return math("mspace", { width: SPACES.get(name) ?? ".33em" });
     if (LETTERS.has(name)) return math("mi", {}, LETTERS.get(name));
     if (SIGNS.has(name)) return sign(SIGNS.get(name));
-    if (FUNCTIONS.has(name)) return math("mrow", {}, math("mi", {}, name));
+    if (FUNCTIONS.has(name)) return math("mi", {}, name);
     return /^[{}%$#&_-]$/.test(name) ? sign(name) : math("mtext", {}, token);
+  }
+
+  stacked(tag) {
+    const above = this.argument();
+    return math(tag, {}, this.argument(), above);
   }
 
   root() {
@@ -129,8 +154,9 @@ class Formula {
   // A command whose argument is text, or the beginning of an environment.
   named(name, text) {
     if (name === "label" || name === "tag" || name === "end") return math("mrow", {});
+    if (name === "mathrm" && /[_^\\]/.test(text)) return math("mrow", { class: name }, new Formula(text, false).row(() => false));
     if (name === "operatorname" || name === "operatorname*" || name === "mathrm") return math("mi", { mathvariant: "normal" }, text);
-    if (name !== "begin") return math("mtext", { class: name }, text.replace(/^\s|\s$/g, "\u00a0"));
+    if (name !== "begin") return math("mtext", { class: name }, text.replace(/^\s|\s$/g, "\u00a0").replace(/\\([_%$#&{}])/g, "$1"));
     if (text === "array" && this.tokens[this.at] === "{") this.argument(); // how its columns stand
     const rows = [], end = `\\end{${text}}`, ends = (token) => ["&", "\\\\", end].includes(token.replace(/\s+/g, ""));
     for (let last = "\\\\"; last !== undefined && last !== end; last = this.tokens[this.at++]?.replace(/\s+/g, "")) {
@@ -147,8 +173,7 @@ class Formula {
 function formula(source, display = false) {
   try {
     return math("math", display ? { display: "block" } : {}, new Formula(source, display).row(() => false));
-  } catch (error) {
-    if (!(error instanceof RangeError)) throw error;
-    return make("code", { text: source }); // nested too deep
+  } catch {
+    return make("code", { text: source });
   }
 }

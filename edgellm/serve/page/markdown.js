@@ -16,8 +16,9 @@ const INLINE = new RegExp([
   /\*\*(?=\S)(?<strong>[^]+?)\*\*/,
   /(?<![\w*])\*(?=\S)(?<em>[^*\n]+?)\*(?!\w)/,
   /\[(?<label>[^\]\n]+)\]\((?<link>https?:\/\/[^\s)]+)\)/,
-  /\$\$(?<display>[^]+?)\$\$|\\\[(?<bracketed>[^]+?)\\\]|\\\((?<round>[^]+?)\\\)/,
-  /(?<![\w$])\$(?=[^\s$])(?<dollars>[^$\n]*[^\s$\\])\$(?![\w$])/, // no prices, no names of variables
+  /(?<![\w$\\])\$\$(?!\$)(?<display>[^$\n]+)\$\$(?!\$)|\\\[(?!\s*\\\])(?<bracketed>[^]+?)\\\]|\\\((?<round>[^]+?)\\\)/,
+  // no prices, no variables of shells
+  /(?<![\w$\\])\$(?=[^\s$])(?!\d[\d.,]*\s+[A-Za-z])(?<dollars>[^$\n]*[^\s$\\])\$(?![\w${(])/,
 ].map(({ source }) => source).join("|"), "g");
 
 function inline(text) {
@@ -79,7 +80,7 @@ function list(lines, at) {
   const [, space, mark] = lines[at].match(ITEM);
   const node = make(/\d/.test(mark) ? "ol" : "ul");
   if (/\d/.test(mark)) node.setAttribute("start", parseInt(mark));
-  while (at < lines.length) {
+  for (let found; at < lines.length;) {
     const item = lines[at].match(ITEM);
     if (item && item[1].length < space.length) break;
     if (item && item[1].length > space.length && node.lastChild) {
@@ -90,6 +91,9 @@ function list(lines, at) {
       if (/\d/.test(item[2]) !== /\d/.test(mark)) break;
       node.append(make("li", {}, ...inline(item[3])));
       at++;
+    } else if (/^\s+\S/.test(lines[at]) && (found = block(lines, at))) {
+      node.lastChild.append(found[0]);
+      at = found[1];
     } else if (/^\s+\S/.test(lines[at])) {
       node.lastChild.append(" ", ...inline(lines[at].trim()));
       at++;
@@ -99,14 +103,36 @@ function list(lines, at) {
   return [node, at];
 }
 
-// The formula that begins in a line of its own, and the line behind it; undefined if it has no end there.
+const FENCE = /^\s*(```+|~~~+)\s*([\w+#.-]*)/;
+const FORMULA = /^(?:\$\$|\\\[|\\begin\{(?:align|equation|gather|multline|eqnarray)\*?\})/;
+
+// The block of code or the formula that begins in a line, and the number of the line behind it.
+const block = (lines, at) => fencedBlock(lines, at) ?? formulaBlock(lines, at);
+
+function fencedBlock(lines, at) {
+  const fence = lines[at].match(FENCE), indent = lines[at].search(/\S/);
+  if (!fence) return undefined;
+  let end = at + 1;
+  while (end < lines.length && !lines[end].trim().startsWith(fence[1])) end++;
+  const inside = lines.slice(at + 1, end).map((line) => line.slice(Math.min(indent, line.search(/\S|$/))));
+  return [codeBlock(inside, fence[2]), end + 1];
+}
+
+// No formula is one that does not end, or that has text behind it; that is one in a paragraph.
 function formulaBlock(lines, at) {
-  const [mark] = lines[at].trim().match(/^(\$\$|\\\[)/) ?? [];
+  const [mark] = lines[at].trim().match(FORMULA) ?? [];
   if (mark === undefined) return undefined;
-  const close = mark === "$$" ? "$$" : "\\]";
-  for (let end = at, text = lines[at].trim().slice(2); end < lines.length; text += `\n${lines[++end]?.trim()}`) {
-    if (text.endsWith(close)) return [make("div", { className: "formula" }, formula(text.slice(0, -2), true)), end + 1];
-    if (end > at && !lines[end].trim()) return undefined;
+  const close = mark === "$$" ? "$$" : mark === "\\[" ? "\\]" : mark.replace("begin", "end"), parts = [];
+  for (let end = at, line = lines[at].trim().slice(mark.length); ; line = lines[end].trim()) {
+    const stop = line.indexOf(close);
+    if (stop >= 0 && stop < line.length - close.length) return undefined;
+    parts.push(stop < 0 ? line : line.slice(0, stop));
+    end++;
+    if (stop >= 0) {
+      const source = close.startsWith("\\end") ? [mark, ...parts, close] : parts;
+      return [make("div", { className: "formula" }, formula(source.join("\n"), true)), end];
+    }
+    if (!lines[end]?.trim() || FENCE.test(lines[end]) || (mark !== "$$" && FORMULA.test(lines[end].trim()))) return undefined;
   }
 }
 
@@ -115,17 +141,11 @@ function markdown(text) {
   let paragraph = [];
   const close = () => { if (paragraph.length) nodes.push(make("p", {}, ...inline(paragraph.join("\n")))); paragraph = []; };
   for (let at = 0; at < lines.length;) {
-    const line = lines[at], block = formulaBlock(lines, at), fence = line.match(/^\s*(```+|~~~+)\s*([\w+#.-]*)/), heading = line.match(/^#{1,6}\s+(.*)$/);
-    if (fence) {
+    const line = lines[at], found = block(lines, at), heading = line.match(/^#{1,6}\s+(.*)$/);
+    if (found) {
       close();
-      let end = at + 1;
-      while (end < lines.length && !lines[end].trim().startsWith(fence[1])) end++;
-      nodes.push(codeBlock(lines.slice(at + 1, end), fence[2]));
-      at = end + 1;
-    } else if (block) {
-      close();
-      nodes.push(block[0]);
-      at = block[1];
+      nodes.push(found[0]);
+      at = found[1];
     } else if (isRow(line) && isRow(lines[at + 1]) && RULE.test(lines[at + 1]) && cells(line).length === cells(lines[at + 1]).length) {
       close();
       const [node, next] = table(lines, at);

@@ -7,10 +7,11 @@ const FIELDS = [["temperature", "Temperature", .05, 0, 2], ["top_p", "Top p", .0
 const store = {
   get(name, otherwise) { try { return JSON.parse(localStorage.getItem("edgellm." + name)) ?? otherwise; } catch { return otherwise; } },
   set(name, value) {
-    try { localStorage.setItem("edgellm." + name, JSON.stringify(value)); }
-    catch (error) { console.warn("not kept:", error.message); }
+    try { localStorage.setItem("edgellm." + name, JSON.stringify(value)); return true; }
+    catch (error) { console.warn("not kept:", error.message); return false; }
   },
 };
+const MOST = 100; // conversations
 let settings = store.get("settings", {});
 let conversations = store.get("conversations", []);
 let current = conversations[0] ?? fresh();
@@ -20,11 +21,11 @@ const running = new Map(); // what ends the answers that are on their way, by th
 
 function fresh() { return { id: crypto.randomUUID?.() ?? String(Math.random()), title: "", messages: [] }; }
 
-function save() { store.set("conversations", conversations); }
+function save() { return store.set("conversations", conversations); }
 
 function keep(conversation) {
   conversation.at = Date.now();
-  conversations = [conversation, ...conversations.filter((each) => each.id !== conversation.id)].slice(0, 100);
+  conversations = [conversation, ...conversations.filter((each) => each.id !== conversation.id)].slice(0, MOST);
   save();
   showList();
 }
@@ -40,11 +41,11 @@ function messageNode(message, i) {
     return make("div", { className: i === edited ? "user edited" : "user" }, make("div", { className: "said", text: message.content }), tools);
   }
   const node = make("div", { className: "answer" });
-  fill(node, message, i === current.messages.length - 1);
+  fill(node, message, i);
   return node;
 }
 
-function fill(node, message, last) {
+function fill(node, message, i) {
   const open = node.querySelector("details.thought")?.open;
   node.replaceChildren();
   if (message.reasoning) {
@@ -53,10 +54,10 @@ function fill(node, message, last) {
     node.append(thought);
   }
   node.append(...markdown(message.content));
-  const busy = last && running.has(current);
+  const busy = i === current.messages.length - 1 && running.has(current);
   if (busy && !message.content && !message.reasoning) node.append(waiting(message.progress));
   if (message.error) node.append(make("p", { className: "bad", text: message.error }));
-  if (!busy) node.append(meta(message, last));
+  if (!busy) node.append(meta(message, i));
 }
 
 function waiting(progress) {
@@ -65,13 +66,14 @@ function waiting(progress) {
   return make("div", { className: "wait" }, bar, progress ? `Reading, ${progress.done} of ${progress.total} tokens` : "Waiting");
 }
 
-function meta(message, last) {
+function meta(message, i) {
+  const last = i === current.messages.length - 1;
   const parts = [...(message.facts ?? [])], node = make("div", { className: "meta" });
   if (message.stopped) parts.unshift("stopped");
   if (message.cut) parts.unshift("cut off by the limit of tokens");
   for (const part of parts) node.append(make("span", { text: part }));
   if (message.content) node.append(copyButton(message.content));
-  node.append(make("button", { className: "bare", text: "Branch", click: () => branch(message) }));
+  node.append(make("button", { className: "bare", text: "Branch", click: () => branch(i) }));
   const unfinished = message.stopped || message.cut || message.error;
   if (last && unfinished && message.content) node.append(make("button", { className: "bare", text: "Continue", id: "more", click: more }));
   if (last) node.append(make("button", { className: "bare", text: "Regenerate", id: "again", click: again }));
@@ -158,9 +160,9 @@ function forget(i) {
 }
 
 // Go on from a message in a conversation of its own.
-function branch(message) {
+function branch(i) {
   const { title, named, messages } = current;
-  const made = { ...fresh(), title, named, messages: structuredClone(messages.slice(0, messages.indexOf(message) + 1)) };
+  const made = { ...fresh(), title, named, messages: structuredClone(messages.slice(0, i + 1)) };
   keep(made);
   go(made);
 }
@@ -179,20 +181,33 @@ function exportAll() {
   setTimeout(() => URL.revokeObjectURL(url), 60_000);
 }
 
-const isMessage = (each) => ["user", "assistant"].includes(each?.role) && typeof each.content === "string" && ["string", "undefined"].includes(typeof each.reasoning);
-const isConversation = (each) => typeof each?.id === "string" && typeof each.title === "string" && Array.isArray(each.messages) && each.messages.every(isMessage);
+const texts = (value) => Array.isArray(value) ? value.filter((each) => typeof each === "string") : undefined;
+
+// A message of a file: what this page writes of one, and nothing else; undefined if it is none.
+function readMessage({ role, content, reasoning, stopped, cut, error, facts, tokens } = {}) {
+  if (!["user", "assistant"].includes(role) || typeof content !== "string") return undefined;
+  if (role === "user") return { role, content };
+  const text = (value) => typeof value === "string" ? value : undefined;
+  return { role, content, reasoning: text(reasoning) ?? "", stopped: stopped === true, cut: cut === true, error: text(error), facts: texts(facts), tokens: Number.isFinite(tokens) ? tokens : undefined };
+}
+
+function readConversation({ id, title, named, messages } = {}) {
+  const read = Array.isArray(messages) ? messages.map((each) => readMessage(each ?? undefined)) : [undefined];
+  return typeof id === "string" && typeof title === "string" && !read.includes(undefined) ? { id, title, named: named === true, messages: read } : undefined;
+}
 
 // Add the conversations of an exported file; those that are here already stay as they are.
 async function importFrom(file) {
   let read;
-  try { read = JSON.parse(await file.text()); } catch { read = undefined; }
-  if (!Array.isArray(read) || !read.every(isConversation)) {
-    alert(`${file.name} holds no exported conversations; nothing was imported.`);
-    return;
+  try { read = JSON.parse(await file.text()).map((each) => readConversation(each ?? undefined)); } catch { read = [undefined]; }
+  if (read.includes(undefined)) return alert(`${file.name} holds no exported conversations; nothing was imported.`);
+  const before = conversations, known = new Set(before.map(({ id }) => id)), added = read.filter(({ id }) => !known.has(id));
+  conversations = [...before, ...added];
+  if (conversations.length > MOST || !save()) {
+    conversations = before;
+    save();
+    return alert(`There is no room for ${added.length} more conversations; nothing was imported. Delete some, or import a smaller file.`);
   }
-  const known = new Set(conversations.map(({ id }) => id)), added = read.filter(({ id }) => !known.has(id));
-  conversations = [...conversations, ...added].slice(0, 100);
-  save();
   showList();
 }
 
@@ -214,12 +229,20 @@ function turns(messages) {
   return sent;
 }
 
-function ask(messages, signal) {
+async function ask(messages, signal) {
   const given = FIELDS.map(([name]) => [name, settings[name]]).filter(([, value]) => Number.isFinite(value));
   const body = { model: $("model").value, stream: true, ...Object.fromEntries(given) };
-  if (isBase()) return call("v1/completions", { ...body, prompt: messages.map(({ content }) => content).join("") }, signal);
+  const completion = () => call("v1/completions", { ...body, prompt: messages.map(({ content }) => content).join("") }, signal);
+  if (isBase()) return completion();
   const system = settings.system ? [{ role: "system", content: settings.system }] : [];
-  return call("v1/chat/completions", { ...body, messages: [...system, ...turns(messages)] }, signal);
+  try {
+    return await call("v1/chat/completions", { ...body, messages: [...system, ...turns(messages)] }, signal);
+  } catch (error) {
+    if (signal.aborted || chosen()?.max_context_length) throw error;
+    await loadModels(); // of a model that was not loaded, nothing was known
+    if (!isBase()) throw error;
+    return completion();
+  }
 }
 
 function take(answer, event) {
@@ -255,7 +278,7 @@ async function answer(conversation, messages, text = "") {
     drawn = 0;
     if (conversation !== current) return;
     const below = log.scrollHeight - log.scrollTop - log.clientHeight < 60;
-    fill(log.children[conversation.messages.length - 1], reply, true);
+    fill(log.children[conversation.messages.length - 1], reply, conversation.messages.length - 1);
     if (below) log.scrollTop = log.scrollHeight;
   };
   try {
@@ -299,7 +322,7 @@ function send(event) {
   const text = isBase() ? $("text").value : $("text").value.trim(); // continued with the space that it ends in
   if (!text.trim() || running.has(current)) return;
   const messages = edited < 0 ? current.messages : current.messages.slice(0, edited);
-  $("text").value = edited < 0 ? "" : current.draft;
+  $("text").value = edited < 0 ? "" : current.draft ?? "";
   edited = -1;
   keepDraft();
   answer(current, [...messages, { role: "user", content: text }], text);
@@ -354,13 +377,16 @@ addEventListener("pagehide", () => { if (running.size) save(); });
 // Another tab has changed what is kept; conversations that are being answered here stay as they are.
 addEventListener("storage", ({ key }) => {
   if (key !== "edgellm.conversations") return;
-  const shown = JSON.stringify(current.messages), own = [...running.keys()];
-  conversations = store.get("conversations", []).map((each) => own.find(({ id }) => id === each.id) ?? each);
-  current = conversations.find(({ id }) => id === current.id) ?? current;
+  const own = [current, ...running.keys()], shown = JSON.stringify(current.messages);
+  conversations = store.get("conversations", []).map((each) => {
+    const here = own.find(({ id }) => id === each.id);
+    const { title, named, messages } = each;
+    return here ? Object.assign(here, { title, named }, running.has(here) || JSON.stringify(messages) === JSON.stringify(here.messages) ? {} : { messages }) : each;
+  });
   showList();
   if (JSON.stringify(current.messages) !== shown) { edited = -1; showLog(false); }
 });
 $("text").value = current.draft ?? "";
-showLog();
 showList();
 loadModels();
+showLog();

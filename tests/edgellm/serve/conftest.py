@@ -11,6 +11,7 @@ from typing import Any
 import inspection
 import openai
 import pytest
+from browser import CHROMIUM, Browser, browser
 from requirements import unavailable
 from serving import Running, running, served
 from tokenizers import Tokenizer
@@ -94,3 +95,17 @@ def nothing_is_left(request: pytest.FixtureRequest) -> Iterator[None]:
         return not on_their_way and inspection.used_blocks(llm) == 0
 
     until(idle)
+
+
+@pytest.fixture(scope="session")
+def chromium() -> None:
+    if CHROMIUM is None:
+        unavailable("chromium", "no chromium (apt-get install chromium)")
+
+
+@pytest.fixture
+def tab(server: Running, chromium: None, tmp_path: Path) -> Iterator[Browser]:
+    with browser(tmp_path / "profile") as tab:
+        tab.open(server.url)
+        tab.until("$('model').value")
+        yield tab

@@ -4,23 +4,16 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from browser import CHROMIUM, Browser, browser
-from requirements import unavailable
+from browser import Browser, browser
 from serving import Running
 from stepping import held
 from waiting import until
 
 needs_chromium = pytest.mark.usefixtures("chromium")
-
-
-@pytest.fixture(scope="session")
-def chromium() -> None:
-    if CHROMIUM is None:
-        unavailable("chromium", "no chromium (apt-get install chromium)")
 
 
 def test_the_policy_lets_nothing_else_in(server: Running) -> None:
@@ -38,14 +31,6 @@ def test_the_policy_lets_nothing_else_in(server: Running) -> None:
     with server.client() as client:
         head = client.head("/")
     assert (head.status_code, head.content) == (200, b"")
-
-
-@pytest.fixture
-def tab(server: Running, tmp_path: Path) -> Iterator[Browser]:
-    with browser(tmp_path / "profile") as tab:
-        tab.open(server.url)
-        tab.until("$('model').value")
-        yield tab
 
 
 def ask(tab: Browser, text: str) -> None:
@@ -177,87 +162,6 @@ def test_a_key_is_asked_for(serving: Callable[..., Running], tmp_path: Path) -> 
         tab.type("#key", "secret")
         tab.click("#key-dialog .main")
         tab.until("$('model').value === 'tiny'")
-
-
-MARKDOWN = {
-    "a **b** *c* `d`": "<p>a <strong>b</strong> <em>c</em> <code>d</code></p>",
-    "# T\ntext\nmore\n\nnext": "<h3>T</h3><p>text\nmore</p><p>next</p>",
-    "- a\n  - b\n- c": "<ul><li>a<ul><li>b</li></ul></li><li>c</li></ul>",
-    "2. x\n3. y": '<ol start="2"><li>x</li><li>y</li></ol>',
-    "```py\na <b>\n  c\n```\nz": '<div class="block"><div class="bar"><span>py</span>'
-    '<button class="bare" type="button">Copy</button></div>'
-    "<pre><code>a &lt;b&gt;\n  c</code></pre></div><p>z</p>",
-    "```\nopen": '<div class="block"><div class="bar"><span></span>'
-    '<button class="bare" type="button">Copy</button></div><pre><code>open</code></pre></div>',
-    "x\n\n---\ny": "<p>x</p><hr><p>y</p>",
-    "* * *": "<hr>",
-    "| a | **b** |\n|---|--:|\n| 1 | `x\\|y` |\n| <i> |\nz": '<div class="table"><table><thead>'
-    '<tr><th>a</th><th class="end"><strong>b</strong></th></tr></thead><tbody>'
-    '<tr><td>1</td><td class="end"><code>x|y</code></td></tr>'
-    '<tr><td>&lt;i&gt;</td><td class="end"></td></tr></tbody></table></div><p>z</p>',
-    "a | b\nc | d": "<p>a | b\nc | d</p>",
-    "a | b\n---": "<p>a | b</p><hr>",
-    "<img src=x onerror=alert(1)>": "<p>&lt;img src=x onerror=alert(1)&gt;</p>",
-    "[x](javascript:alert(1))": "<p>[x](javascript:alert(1))</p>",
-    "[x](https://e.org/a)": '<p><a href="https://e.org/a" target="_blank" '
-    'rel="noopener noreferrer">x</a></p>',
-    "2 * 3 * 4 and a_b_c": "<p>2 * 3 * 4 and a_b_c</p>",
-    "> said": "<blockquote>said</blockquote>",
-    "so $x$.": "<p>so <math><mi>x</mi></math>.</p>",
-    r"\(2\) **$y$**": "<p><math><mn>2</mn></math> <strong><math><mi>y</mi></math></strong></p>",
-    "$5 and $6, $HOME/bin:$PATH, `$x$`": "<p>$5 and $6, $HOME/bin:$PATH, <code>$x$</code></p>",
-    "a\n$$\n- x\n$$\nb": '<p>a</p><div class="formula"><math display="block"><mrow>'
-    '<mo stretchy="false">−</mo><mi>x</mi></mrow></math></div><p>b</p>',
-    "$$\nx": "<p>$$\nx</p>",
-    r"\[ <b> \]": '<div class="formula"><math display="block"><mrow><mo stretchy="false">&lt;</mo>'
-    '<mi>b</mi><mo stretchy="false">&gt;</mo></mrow></math></div>',
-}
-LEFT, RIGHT = ('<mo stretchy="true" fence="true">' + each + "</mo>" for each in "()")
-FORMULAS = {
-    "x_{1}^2": "<msubsup><mi>x</mi><mn>1</mn><mn>2</mn></msubsup>",
-    "f'": '<msup><mi>f</mi><mo stretchy="false">′</mo></msup>',
-    r"\frac{a}12": "<mrow><mfrac><mi>a</mi><mn>1</mn></mfrac><mn>2</mn></mrow>",
-    r"\sqrt[3]\pi": "<mroot><mi>π</mi><mn>3</mn></mroot>",
-    r"\left(a\right)": f"<mrow>{LEFT}<mi>a</mi>{RIGHT}</mrow>",
-    r"\begin{pmatrix}a&b\\[2pt]c\end{pmatrix}": f'<mrow>{LEFT}<mtable class="pmatrix">'
-    "<mtr><mtd><mi>a</mi></mtd><mtd><mi>b</mi></mtd></mtr><mtr><mtd><mi>c</mi></mtd></mtr>"
-    f"</mtable>{RIGHT}</mrow>",
-    r"\text{if }\mathbb{R}": '<mrow><mtext class="text">if&nbsp;</mtext><mi>ℝ</mi></mrow>',
-    r"\hat x \log": '<mrow><mover accent="true"><mi>x</mi><mo>^</mo></mover>'
-    "<mrow><mi>log</mi></mrow></mrow>",
-    r"\what{x}": "<mrow><mtext>\\what</mtext><mi>x</mi></mrow>",
-    # what has no end yet, or no beginning
-    r"\frac{a": "<mfrac><mi>a</mi><mrow></mrow></mfrac>",
-    r"\begin{cases": "<mrow><mtext>\\begin</mtext><mrow>"
-    + "".join(f"<mi>{each}</mi>" for each in "cases")
-    + "</mrow></mrow>",
-    "a}^": '<mrow><mi>a</mi><msup><mo stretchy="false">}</mo><mrow></mrow></msup></mrow>',
-}
-CODE = {
-    "python": ('def f("a # b"):  # c', ("word", "def"), ("string", '"a # b"'), ("remark", "# c")),
-    "rust": ("fn f<'a>() { 0x1f } /* c", ("word", "fn"), ("number", "0x1f"), ("remark", "/* c")),
-    "sql": ("SELECT a -- c", ("word", "SELECT"), ("remark", "-- c")),
-    "js": ("`a\nb` // c", ("string", "`a\nb`"), ("remark", "// c")),
-    "text": ("def f # c",),
-}
-
-
-@pytest.mark.slow
-@needs_chromium
-def test_markdown(tab: Browser) -> None:
-    for text, expected in MARKDOWN.items():
-        shown = f"make('div', {{}}, ...markdown({json.dumps(text)})).innerHTML"
-        assert tab.evaluate(shown) == expected
-    for text, expected in FORMULAS.items():
-        assert tab.evaluate(f"formula({json.dumps(text)}).innerHTML") == expected
-    deep = "{" * 100_000
-    assert tab.evaluate(f"formula({json.dumps(deep)}).outerHTML") == f"<code>{deep}</code>"
-    for language, (text, *parts) in CODE.items():
-        nodes = f"make('div', {{}}, ...coloured({json.dumps(text)}, '{language}'))"
-        assert tab.evaluate(f"{nodes}.textContent") == text
-        spans = f"[...{nodes}.children].map((each) => [each.className, each.textContent])"
-        assert tab.evaluate(spans) == [list(part) for part in parts]
-    assert tab.complaints == []
 
 
 # Has the page ask this instead of the server, whose answers come when a test says so.
@@ -487,9 +391,22 @@ def test_what_another_tab_keeps_is_not_lost(tab: Browser) -> None:
     kept = tab.evaluate("store.get('conversations').map(({ messages }) => messages.at(-1).content)")
     assert kept == ["there", "an answer"]
     assert said(tab) == ["here", "an answer"]
+    tab.evaluate(
+        """const other = store.get("conversations").map((each) => ({ ...each, title: "new" }));
+        localStorage.setItem("edgellm.conversations", JSON.stringify(other));
+        dispatchEvent(new StorageEvent("storage", { key: "edgellm.conversations" }))"""
+    )
+    assert tab.evaluate("current.title") == "new"
+    tab.click(".answer .meta button:nth-of-type(2)")  # a branch from what was drawn before
+    assert said(tab) == ["here", "an answer"]
 
 
-TURNS = [{"role": role, "content": f"{role}{i}"} for i in "12" for role in ("user", "assistant")]
+ANSWER = {"reasoning": "", "stopped": False, "cut": False}
+TURNS = [
+    {"role": role, "content": f"{role}{i}", **(ANSWER if role == "assistant" else {})}
+    for i in "12"
+    for role in ("user", "assistant")
+]
 
 
 @pytest.mark.slow
@@ -527,7 +444,20 @@ def test_branches_names_and_files(server: Running, tab: Browser) -> None:
     assert tab.evaluate("conversations.length") == 1
     tab.evaluate(f"importFrom(new File([{json.dumps(text)}], 'f.json'))")
     tab.until("conversations.length === 2")
-    assert tab.evaluate("conversations") == kept
+    contents = "messages.map(({ content }) => content)"
+    shown = f"conversations.map(({{ id, title, messages }}) => [id, title, {contents}])"
+    assert tab.evaluate(shown) == [
+        [each["id"], each["title"], [said["content"] for said in each["messages"]]] for each in kept
+    ]
+    odd = [{**kept[0], "id": "3", "messages": [{**kept[0]["messages"][1], "facts": 5, "x": 1}]}]
+    tab.evaluate(f"importFrom(new File([{json.dumps(json.dumps(odd))}], 'f.json'))")
+    tab.until("conversations.length === 3")
+    assert "x" not in tab.evaluate("conversations[2].messages[0]")
+    tab.evaluate("go(conversations[2])")
+    many = json.dumps([{"id": f"m{i}", "title": "", "messages": []} for i in range(98)])
+    tab.evaluate(f"window.alerted = 0; importFrom(new File([{json.dumps(many)}], 'f.json'))")
+    tab.until("String(window.alerted).startsWith('There is no room for 98')")
+    assert tab.evaluate("conversations.length") == 3
 
 
 @pytest.mark.slow
@@ -543,6 +473,28 @@ def test_the_context_is_measured(server: Running, tab: Browser) -> None:
     assert tab.evaluate("$('context').innerText.trim()") == f"{used} of {size} tokens"
     meter = "document.querySelector('meter')"
     assert tab.evaluate(f"[{meter}.value, {meter}.max]") == [used, size]
+
+
+@pytest.mark.slow
+@needs_chromium
+def test_a_base_model_that_was_not_loaded(tab: Browser) -> None:
+    """It is known for one only once it has refused to chat."""
+    tab.evaluate("models = [{ id: models[0].id }]; showModel()")
+    tab.evaluate(
+        """window.asked = [];
+        window.fetch = async (path, { body }) => {
+            const base = { id: models[0].id, capabilities: { completion_chat: false } };
+            if (!body) return new Response(JSON.stringify({ data: [base] }));
+            asked.push(path);
+            const error = { error: { message: "no chat template" } };
+            if (path.includes("chat")) return new Response(JSON.stringify(error), { status: 400 });
+            const choice = { choices: [{ text: " a time", finish_reason: "stop" }] };
+            return new Response(`data: ${JSON.stringify(choice)}\\n\\n`);
+        }; 0"""
+    )
+    ask(tab, "Once upon")
+    assert content(tab) == " a time"
+    assert tab.evaluate("asked") == ["v1/chat/completions", "v1/completions"]
 
 
 @pytest.mark.slow
