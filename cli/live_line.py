@@ -8,6 +8,7 @@ import re
 import sys
 import time
 from contextlib import ExitStack
+from typing import TextIO
 
 import click
 from prompt_toolkit.utils import get_cwidth
@@ -37,7 +38,7 @@ class LiveLine:
     def __init__(self, *, enabled: bool) -> None:
         self._on_terminal = sys.stdout.isatty()
         smart = os.name == "posix" and os.environ.get("TERM", "dumb") != "dumb"
-        self._wraps = self._on_terminal and smart
+        self._wraps = self._on_terminal and smart and _has_file(sys.stdout)
         self._enabled = enabled and self._wraps and sys.stderr.isatty()
         self._shown_at = 0.0
         # size of the window when the last row was taken; 0 rows: it is not taken
@@ -182,6 +183,14 @@ def _next_column(column: int, character: str, columns: int) -> int:
         return min(columns - 1, column // 8 * 8 + 8)
     width: int = get_cwidth(character)
     return width if column + width > columns else column + width
+
+
+def _has_file(stream: TextIO) -> bool:
+    """Whether a stream has a file of the system behind it, as consoles of editors have not."""
+    try:
+        return stream.fileno() >= 0
+    except OSError:
+        return False
 
 
 def _write(codes: str) -> None:

@@ -144,6 +144,7 @@ class Batcher:
         """Forget a request; its forks, which were to begin at its end, are submitted."""
         self._scheduler.remove(request)
         self._live.pop(id(request), None)
+        self._parked = [each for each in self._parked if each is not request]
         self._submitted.extend(request.forks)
         request.forks = []
         request.leave()

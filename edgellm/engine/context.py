@@ -149,7 +149,7 @@ class Context:
         def change() -> None:
             self._begin_change()
             self.sequence.truncate(len(self.sequence.tokens[: self.sequence.shareable]))
-            self._swapped = None
+            self._swapped, self.shifts = None, False
             self._set(ids)
 
         self.engine.thread.call(change)
@@ -190,6 +190,8 @@ class Context:
         if swapped is not None and swapped.tokens == tokens[: len(swapped.tokens)]:
             return tokens, swapped
         kept = self.sequence.fork()
+        if not len(kept):  # others may not have needed the blocks that it gave back
+            kept = self.engine.cache.sequence(tokens, root=self._root)
         try:
             kept.truncate(common_prefix(tokens, kept.tokens))
             return tokens, _Swapped.of(kept, self.engine)

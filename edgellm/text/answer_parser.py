@@ -162,16 +162,16 @@ class AnswerParser:
             return False
         if (yield from reader.space()):
             yield from reader.marker("} ")  # more of the call before, as its fence may be
-            fences = 0
-            while fences < 2 and (yield from reader.first_of(_FENCES)) >= 0:
-                fences += 1
+            fence = first = yield from reader.first_of(_FENCES)
+            if first == 1:  # perhaps the end of the one before
                 yield from reader.space()
+                fence = max(first, (yield from reader.first_of(_FENCES)))
             doubled = yield from reader.marker(" { {")  # as Qwen2.5-Coder's template shows it
             reader.at -= doubled
             if (yield from calls.bare()):
                 # one brace too many is no text, whether it was opened or not
                 yield from reader.marker(" }", unfinished=True)
-                if fences:
+                if fence >= 0:
                     yield from reader.marker(f" {_FENCE}", unfinished=True)
                 return True
         reader.at = begin

@@ -7,6 +7,7 @@ or None if that part is not there.
 from __future__ import annotations
 
 import json
+import re
 import secrets
 import string
 from collections.abc import Callable, Generator, Mapping, Sequence
@@ -83,12 +84,14 @@ class CallParser:
         key = yield from self._value()
         if key != json.dumps(keys.name) or not (yield from reader.marker(" : ")):
             return False  # other objects are shown as they arrive
+        if not (yield from reader.space()) or reader.text[reader.at] != '"':
+            return False
         name = yield from self._value()
-        if name is None or not name.startswith('"') or json.loads(name) not in self._schemas:
+        if name is None or json.loads(name) not in self._schemas:
             return False
         reader.at = begin
         text = yield from self._value()
-        arguments = None if text is None else _bare_arguments(text, keys)
+        arguments = None if text is None else _bare_arguments(text, json.loads(name), keys)
         if arguments is None:
             return False
         self._announce(str(json.loads(name)), None)
@@ -405,13 +408,21 @@ class _ObjectCall:
         self._parser._announce(self.name, self._id)
 
 
-def _bare_arguments(text: str, keys: ObjectKeys) -> str | None:
-    """Return the arguments (JSON) of an object that is a call and nothing else, or None."""
+def _bare_arguments(text: str, name: str, keys: ObjectKeys) -> str | None:
+    """Return the arguments (JSON) of an object that is a call and nothing else, or None.
+
+    The grammar of calls (`tool_grammar`) holds no other objects to a tool's schema.
+
+    Args:
+        name: name of the tool.
+    """
+    before, behind = keys.bare(name)
+    if not re.match(rf"{before}(?!\s)", text) or not re.search(rf"(?<!\s){behind}$", text):
+        return None
     try:
         values = json.loads(text)
         given = [key for key in values if key in keys.argument_names]
-        rest = values.keys() - {keys.name, keys.id, "id", "type", *given}
-        if len(given) != 1 or rest:
+        if len(given) != 1 or values.keys() - {keys.name, keys.id, "id", "type", *given}:
             return None
         arguments = values[given[0]]
         arguments = json.loads(arguments) if isinstance(arguments, str) else arguments

@@ -17,6 +17,7 @@ White space in the markers matches any other white space, or none. Pure Python.
 
 from __future__ import annotations
 
+import json
 import re
 from dataclasses import dataclass
 from typing import Literal
@@ -53,6 +54,23 @@ class ObjectKeys:
         """Keys of the arguments; models interchange the two usual ones."""
         usual = {"arguments", "parameters"} - set(self.others)
         return sorted(usual | ({self.arguments} if self.arguments else set()))
+
+    def bare(self, name: str) -> tuple[str, str]:
+        """Return regular expressions for a call without markers, before its arguments and behind.
+
+        Identifiers and types, which some models write as well, may stand on both sides.
+
+        Args:
+            name: name of the tool.
+        """
+        labels = "|".join(re.escape(json.dumps(label)) for label in self.argument_names)
+        others = "|".join(
+            re.escape(json.dumps(key)) for key in sorted({self.id or "id", "id", "type"})
+        )
+        s = r"\s{0,12}"
+        more = rf'({s},{s}({others}){s}:{s}"[^"\\\n]{{0,64}}")*'
+        key, value = (re.escape(json.dumps(text)) for text in (self.name, name))
+        return rf"\{{\s*{key}\s*:\s*{value}{more}{s},{s}({labels}){s}:{s}", rf"{more}{s}\}}"
 
 
 @dataclass(frozen=True, kw_only=True)

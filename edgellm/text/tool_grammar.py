@@ -226,16 +226,13 @@ class _Grammar(_Rules):
         """
         keys = self._calls.keys
         assert keys is not None
-        name, labels = _pattern(keys.name), "|".join(map(_pattern, keys.argument_names))
-        behind = rf"\s{{0,12}},\s{{0,12}}({labels})\s{{0,12}}:\s{{0,12}}"
-        begin = rf"{_FENCED}\{{\s*{name}\s*:\s*"
-        heads = [f"{begin}{_pattern(tool.name)}{behind}" for tool in tools]
+        heads = [f"{_FENCED}{keys.bare(tool.name)[0]}" for tool in tools]
         self._rule("BARE", rf"{before} /({'|'.join(heads)})(.|\n)*/")
         self._rule("OTHER", f"{_TEXT} & ~BARE")
         for i, head in enumerate(heads):
             self._rule(f"BARE_{i}", f"{before} /{head}/")
         each = (f"BARE_{i} arguments_{i}" for i in range(len(heads)))
-        return self._rule("bare", rf"({' | '.join(each)}) /\s{{0,12}}\}}/")
+        return self._rule("bare", rf"({' | '.join(each)}) /{keys.bare('')[1]}/")
 
     def _thoughts_in_text(self) -> str:
         """Write a terminal for reasoning, if its markers are no tokens that tell it from text."""
@@ -245,7 +242,7 @@ class _Grammar(_Rules):
         begin, end = _quoted(marks.open.strip()), marks.close.strip()
         ended = re.escape(end).replace("/", r"\/")
         self._rule("UNENDED", rf"{_TEXT} & ~/(.|\n)*{ended}(.|\n)*/")
-        return self._rule("THOUGHTS", rf"(/\s*/ {begin} UNENDED {_quoted(end)})") + "?"
+        return self._rule("THOUGHTS", rf"(/\s*/ ({begin} UNENDED)? {_quoted(end)})") + "?"
 
     def _listed_calls(self, begin: str, *, parallel: bool) -> str:
         """Write one call, or several consecutive ones; the first is after the marker `begin`."""
@@ -377,10 +374,6 @@ class _Grammar(_Rules):
             nested = '"[" brace_list? "]" | "{" brace_items? "}"'
             self._rule("brace", f"BRACE_WORD | {text} | {nested}")
         return "brace"
-
-
-def _pattern(text: str | None) -> str:
-    return re.escape(json.dumps(text))
 
 
 def _quoted(text: str) -> str:

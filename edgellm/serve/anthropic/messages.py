@@ -32,14 +32,14 @@ def read_conversation(fields: Fields) -> Conversation:
         RequestError: a field is wrong, or asks for what no model here can do, such as images.
     """
     fields.required("messages", fields.get("messages"))
-    system, _, status = _system(fields).partition(GIT_STATUS)
+    system, status = _system(fields)
     messages = [Message("system", system)] if system else []
     for each in fields.objects("messages", MAX_MESSAGES):
         messages += _messages(each)
-    if status:
-        messages = _before_the_question(f"{GIT_STATUS.strip()} {status}", messages)
     if all(message.role == "system" for message in messages):
         raise fields.wrong("messages", "a list with a message of the user")
+    if status:
+        messages = _before_the_question(f"{GIT_STATUS.strip()} {status}", messages)
     tools = _tools(fields)
     choice, parallel = _choice(fields, tools)
     return Conversation(
@@ -52,18 +52,21 @@ def read_conversation(fields: Fields) -> Conversation:
     )
 
 
-def _system(fields: Fields) -> str:
+def _system(fields: Fields) -> tuple[str, str]:
+    """Read the system prompt, and the git status at the end of its last block."""
     if not isinstance(fields.get("system"), list):
-        return fields.text("system") or ""
+        return fields.text("system") or "", ""
     texts = [_text(block) for block in fields.objects("system", _MAX_BLOCKS)]
-    return "\n\n".join(text for text in texts if not text.startswith(BILLING))
+    texts = [text for text in texts if not text.startswith(BILLING)]
+    last, _, status = texts.pop().rpartition(GIT_STATUS) if texts else ("", "", "")
+    return "\n\n".join([*texts, last or status]), status if last else ""
 
 
 def _before_the_question(text: str, messages: Sequence[Message]) -> list[Message]:
     """Put a text that differs from one conversation to the next before the first question."""
     at = next((i for i, each in enumerate(messages) if each.role == "user"), None)
     if at is None:
-        return [*messages, Message("user", text)]
+        return [Message("system", text), *messages]
     first = replace(messages[at], content=f"{text}\n\n{messages[at].content}")
     return [*messages[:at], first, *messages[at + 1 :]]
 

@@ -188,3 +188,15 @@ def test_a_shift_after_a_rest_is_the_same(tiny_model: Path) -> None:
         assert answer.stats.cached_tokens > BLOCK
         texts.append(answer.tokens)
     assert texts[0] == texts[1]
+
+
+def test_what_was_given_back_is_saved(tiny_model: Path, tmp_path: Path) -> None:
+    llm = opened(tiny_model, cache_size=100 * BLOCK)
+    session = llm.session()
+    session.append([5] * 200)
+    session.generate(max_tokens=2, ignore_eos=True)
+    llm.engine.thread.call(llm.engine.cache.reclaim)
+    assert session.cached == 0
+    session.save(tmp_path / "saved")
+    other = opened(tiny_model, cache_size=100 * BLOCK)
+    assert other.load_session(tmp_path / "saved").cached == 201

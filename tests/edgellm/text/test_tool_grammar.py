@@ -274,6 +274,9 @@ BARE = '{"name": "f", "arguments": {"n": 1}}'
         ('{"name": "f", "parameters": {"n": 1}}', True),
         ('{"name": "f", "parameters": {"m"', None),
         ('<think>Hm.</think>\n{"name": "f", "arguments": {"m"', None),
+        ('</think>\n{"name": "f", "arguments": {"m"', None),
+        ('{"name": "f", "id": "x", "arguments": {"m"', None),
+        ('{"name": "f", "arguments": {"n": 1}, "id": "x"', False),
         ('{"name": "f", "arguments": {"n": 1}, "x"', None),
     ],
 )
@@ -311,6 +314,8 @@ def test_calls_without_markers_are_held_as_well(
         f"{BARE}\n{CALL}",
         f"{CALL}\n{CALL}",
         '{"name": "f", "parameters": {"n": 1}}',
+        '{"name": "f", "type": "function", "arguments": {"n": 1}}',
+        '{"name": "f", "arguments": {"n": 1}, "id": "1", "type": "function"}',
         '{"name": "f", "description": "A tool", "arguments": {}}',
         f"<think>Hm.</think>{BARE}",
     ],
@@ -342,6 +347,23 @@ def test_what_is_held_is_read_as_a_call(tokenizer: Tokenizer, text: str, paralle
         if said == text and parallel and " and " not in text:
             assert len(calls) == text.count('"n": 1')
             assert "".join(part.content for part in parts).strip() in ("", "Done.", text)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        f'{{"name": "f",{" " * 13}"arguments": {{"n": 1}}}}',
+        '{"name": "f", "arguments": {"n": 1}, "x": "1"}',
+        '{"name": "f", "id": 1, "arguments": {"n": 1}}',
+        f"```json```\n{BARE}",
+        '{"name": ["f"], "arguments": {}}',
+    ],
+)
+def test_what_no_grammar_holds_is_no_call(text: str) -> None:
+    parser = AnswerParser(FORMAT, tools=[TOOL])
+    parts = [*(parser.add(piece) for piece in text), parser.finish()]
+    assert parser.calls == 0
+    assert "".join(part.content for part in parts) == text
 
 
 def test_as_many_tools_as_may_be(tokenizer: Tokenizer) -> None:
