@@ -6,7 +6,9 @@ import json
 import os
 import re
 import signal
+import textwrap
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from subprocess import CompletedProcess
 
@@ -113,7 +115,8 @@ def test_answer_longer_than_the_screen(
     type_and_wait(terminal, f"{story} > story 2>&1 --no-stats")
     shown = type_and_wait(terminal, story)
     text = (terminal.folder / "story").read_text().removesuffix("\n")
-    answer = wrapped(text, columns)
+    rows_of = partial(textwrap.wrap, width=columns, break_on_hyphens=False)
+    answer = [row for line in text.split("\n") for row in rows_of(line) or [""]]
     assert len(answer) > 10
     assert shown[: len(answer)] == answer
     assert re.fullmatch(
