@@ -25,7 +25,7 @@ from edgellm.models import DEFAULT_MODEL
 
 
 @click.command()
-@click.argument("prompt_length", type=click.IntRange(min=1))
+@click.argument("prompt_length", type=click.IntRange(min=1), default=512)
 @click.option("-m", "--model", "name", default=DEFAULT_MODEL, help="As with `edgellm run`.")
 @load_options
 def plan(*, prompt_length: int, name: str, load_arguments: LoadArguments) -> None:

@@ -59,6 +59,7 @@ from edgellm.store.prepare import prepare
 from edgellm.store.sources import DEFAULT_MODEL, KNOWN
 from edgellm.text.fim import Gap, Order
 from edgellm.text.grammar import Grammar, JsonFilter
+from edgellm.text.prompt import SYSTEM_ROLES, Message
 from edgellm.text_generation import TextGeneration
 
 _log = logging.getLogger(__name__)
@@ -308,6 +309,7 @@ class LLM(TextGeneration):
         self,
         *,
         system: str | None = None,
+        messages: Sequence[Message] = (),
         options: GenerationOptions | None = None,
         **arguments: Unpack[ChatArguments],
     ) -> Chat:
@@ -315,14 +317,19 @@ class LLM(TextGeneration):
 
         Args:
             system: system prompt, which the model is told first; None: that of `load`, if any.
+            messages: messages so far, to go on from; where the first is a system prompt, none of
+                `load` is added.
             options: options of all answers; each answer can have its own.
             arguments: fields of `GenerationOptions`, over those of `options`, and of
                 `ToolArguments`, also for all answers.
         """
         sampling, tools = split_arguments(arguments)
         chosen = chosen_options(self.engine.bundle.manifest, options, sampling)
-        system = self.system if system is None else system
-        return Chat(self.engine, chosen, system=system, tool_options=ToolOptions().changed(tools))
+        if system is None and not (messages and messages[0].role in SYSTEM_ROLES):
+            system = self.system
+        chat = Chat(self.engine, chosen, system=system, tool_options=ToolOptions().changed(tools))
+        chat.messages += messages
+        return chat
 
     def session(self) -> Session:
         """Open an empty session: append, generate, fork, rewind."""
@@ -402,6 +409,10 @@ class LLM(TextGeneration):
         """
         check_text("text", text)
         return self.engine.tokenizer.encode(text, add_bos=False, parse_special=parse_special)
+
+    def count_tokens(self, text: str) -> int:
+        """Count the tokens of a text, without a begin token."""
+        return len(self.tokenize(text))
 
     def detokenize(self, tokens: Sequence[int], *, skip_special: bool = True) -> str:
         """Decode token ids to text; bytes that are not UTF-8 become U+FFFD."""

@@ -33,7 +33,7 @@ TEXT = "The quick brown fox jumps over the lazy dog. " * 20_000
         (["perplexity", "-", "--window", "65", "-c", "64"], "65; allowed is 2 to the context size"),
         (["perplexity", "-", "--max-windows", "0"], "'--max-windows': 0"),
         (["quality", "-f", "-", "-c", "64"], "512; allowed is 2 to the context size"),
-        (["plan", "0"], "'PROMPT_LENGTH': 0"),
+        (["plan", "0"], "PROMPT_LENGTH]': 0 is"),
         (["plan", "65", "-c", "64"], "--ctx-size"),
         (["plan", "5", "-t", "0"], "--threads is 0"),
         (["doctor", "-c", "-5"], "--ctx-size is -5"),

@@ -48,6 +48,7 @@ def test_objects_say_what_they_are(tiny: LLM) -> None:
 def test_tokens(tiny: LLM) -> None:
     text = "hello <|user|> there"
     assert tiny.detokenize(tiny.tokenize(text)) == text
+    assert tiny.count_tokens(text) == len(tiny.tokenize(text))
     special = tiny.tokenize(text, parse_special=True)
     assert len(special) < len(tiny.tokenize(text))
     assert tiny.detokenize(special, skip_special=False) == text
@@ -118,3 +119,18 @@ def test_one_text_that_ends_an_answer() -> None:
     assert GenerationOptions(stop="x").stop == ("x",)
     with pytest.raises(OptionError):
         GenerationOptions(stop=5)  # type: ignore[arg-type]
+
+
+def test_a_conversation_goes_on_from_messages(tiny: LLM) -> None:
+    options: Any = {"temperature": 0, "max_tokens": 5}
+    first = tiny.chat(system="Be brief.", **options)
+    first.send("hello")
+    second = tiny.chat(messages=first.messages, **options)
+    assert second.messages == first.messages
+    assert second.send("and now").text == first.send("and now").text
+    told = LLM(tiny.engine, system="Of load.")
+    assert told.chat(messages=first.messages).messages == first.messages
+    assert [each.content for each in told.chat(messages=first.messages[1:2]).messages] == [
+        "Of load.",
+        "hello",
+    ]
