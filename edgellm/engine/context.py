@@ -215,10 +215,11 @@ class Context:
 
         def fill() -> bool:
             self.sequence.truncate(0)
-            filled = self._fill(tokens[: saved.computed], shareable, saved.firsts, data)
+            if not self._fill(tokens[: saved.computed], shareable, saved.firsts, data):
+                return False
             self.tokens = tokens
             self.rest()
-            return filled
+            return True
 
         if not engine.thread.call(fill):
             raise SessionFileError(f"{path}: damaged or truncated; save the session again")

@@ -69,7 +69,7 @@ def _source() -> str:
     def read(name: str) -> str:
         return folder.joinpath(name).read_text(encoding="utf-8")
 
-    return re.sub(r"/\* (\w+\.(?:css|js)) \*/", lambda found: read(found[1]), read("page.html"))
+    return re.sub(r"/\* (\w+\.(?:css|js)) \*/", lambda name: read(name[1]), read("page.html"))
 
 
 async def health(call: Call) -> Reply:

@@ -200,15 +200,17 @@ class _ByteCount:
         """Make a class of progress bars that draw nothing, of which those of bytes report here."""
         from tqdm import tqdm
 
-        class Bar(tqdm):  # type: ignore[misc]
-            def __init__(bar, *args: Any, **options: Any) -> None:
-                super().__init__(*args, **{**options, "disable": True})
-                bar.counts = options.get("unit") == "B"
+        report = self._report
 
-            def update(bar, n: float | None = 1) -> None:
-                bar.n += n or 0
-                if bar.counts:
-                    self._report(int(bar.n), int(bar.total or 0))
+        class Bar(tqdm):  # type: ignore[misc]
+            def __init__(self, *args: Any, **options: Any) -> None:
+                super().__init__(*args, **{**options, "disable": True})
+                self.counts = options.get("unit") == "B"
+
+            def update(self, n: float | None = 1) -> None:
+                self.n += n or 0
+                if self.counts:
+                    report(int(self.n), int(self.total or 0))
 
         return Bar
 
