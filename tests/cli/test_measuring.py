@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import shutil
 import subprocess
@@ -12,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from edgellm.backends.selection import select
+from edgellm.measure.doctor import Check, Examined
 from edgellm.options import EngineOptions
 from edgellm.store.bundle import Bundle
 
@@ -51,6 +53,49 @@ def test_values_that_are_not_allowed(
     assert words in found.stderr
     assert found.stdout == ""
     assert "Traceback" not in found.stderr
+
+
+def test_doctor_is_brief_where_all_is_well(
+    cli: Callable[..., subprocess.CompletedProcess[str]], tiny_bundle: str
+) -> None:
+    where = ("doctor", tiny_bundle, "--prefill", "cpu", "--decode", "portable", "-c", "64")
+    found = cli(*where)
+    assert found.returncode == 0, found.stdout
+    setting, machine, subject, last = found.stdout.splitlines()
+    assert setting.startswith("tiny: prefill cpu")
+    assert "decode portable" in setting
+    assert "edgellm 0." in machine
+    assert " segments, " in subject
+    assert " prompts, head: passed; nearest to its limit: " in subject
+    every = cli(*where, "--verbose").stdout.splitlines()
+    assert every[-1] == last == f"all {len(every) - 4} checks passed"
+    assert all(line.startswith("ok    ") for line in every[3:-1])
+
+
+def test_doctor_says_what_failed_and_what_to_do(
+    cli: Callable[..., subprocess.CompletedProcess[str]],
+    tiny_bundle: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    results = [
+        Examined("f32 on cpu"),
+        *(
+            Check(f"segment {index}", error, 0.1)
+            for index, error in enumerate((0.7, math.nan, 0.0))
+        ),
+        Examined("packed on native"),
+        Check("head", 0.0, 0.1),
+    ]
+    monkeypatch.setattr("edgellm.cli.doctor.examine", lambda *_, **__: iter(results))
+    found = cli("doctor", tiny_bundle)
+    assert found.returncode == 1
+    assert found.stdout.splitlines()[2:6] == [
+        "WRONG segment 0: error 0.7, allowed 0.1",
+        "WRONG segment 1: error nan, allowed 0.1",
+        "f32 on cpu: 3 segments: 2 of 3 wrong",
+        "packed on native: head: passed; nearest to its limit: head, 0 of 0.1",
+    ]
+    assert "2 of 4 checks failed: segment 0, segment 1\nWhat to do: " in found.stdout
 
 
 @pytest.mark.skipif(os.name != "posix", reason="needs a pseudo-terminal")
