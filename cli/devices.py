@@ -13,9 +13,9 @@ def devices() -> None:
     machine = usable_devices()
     for status in machine.providers:
         if status.usable:
-            click.echo(f"{status.name:10} usable      {status.device}".rstrip())
+            click.echo(f"{status.name:12} usable      {status.device}".rstrip())
         else:
-            click.echo(f"{status.name:10} not usable  {status.reason}")
+            click.echo(f"{status.name:12} not usable  {status.reason}")
     click.echo(f"triton kernels: {machine.gpu_reason or machine.gpu}")
     native = machine.native or "not built (no compiler at installation); numpy serves"
     click.echo(f"native kernels: {native}")

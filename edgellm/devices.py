@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+import os
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 from edgellm.backends.int8_support import int8_products_are_exact
 from edgellm.backends.providers import ProviderStatus, statuses
 from edgellm.kernels.gpu import device
 from edgellm.kernels.native import isa
+
+# Line of Qualcomm's library for x86 whenever it is loaded; it says that nothing was configured.
+_NOISE = b"LIBNATIVE: No alternate configuration present"
 
 
 @dataclass(frozen=True)
@@ -37,7 +45,9 @@ def native_isa() -> str | None:
 
 def devices() -> Devices:
     """Try all devices: each provider that is installed runs a small graph (a second or two)."""
-    providers, reason = tuple(statuses()), device.why_not()
+    with _without_noise():
+        providers = tuple(statuses())
+    reason = device.why_not()
     return Devices(
         providers=providers,
         gpu=device.device_name() if reason is None else "",
@@ -45,3 +55,19 @@ def devices() -> Devices:
         native=isa(),
         exact_int8=int8_products_are_exact(),
     )
+
+
+@contextmanager
+def _without_noise() -> Iterator[None]:
+    """Hold back what libraries print to stderr, and print it at the end without `_NOISE`."""
+    sys.stderr.flush()
+    saved = os.dup(2)
+    with tempfile.TemporaryFile() as held:
+        os.dup2(held.fileno(), 2)
+        try:
+            yield
+        finally:
+            os.dup2(saved, 2)
+            os.close(saved)
+            held.seek(0)
+            os.write(2, b"".join(line for line in held if _NOISE not in line))

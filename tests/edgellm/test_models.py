@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import pytest
 
 from edgellm import BundleError, SourceError, load
+from edgellm.backends.providers import ProviderStatus
 from edgellm.devices import devices
 from edgellm.kernels.gpu import device
 from edgellm.kernels.native import isa
@@ -71,6 +73,18 @@ def test_what_a_loaded_model_says_of_itself(tiny_model: Path, tmp_path: Path) ->
     answer.stats.write_trace(tmp_path / "trace.json")
     events = json.loads((tmp_path / "trace.json").read_text())
     assert len(events["traceEvents"]) > len(answer.stats.tasks) > 0
+
+
+def test_devices_print_errors_of_libraries_alone(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def probe() -> list[ProviderStatus]:
+        os.write(2, b" # LIBNATIVE: No alternate configuration present in x - using y.\nlibX: no\n")
+        return []
+
+    monkeypatch.setattr("edgellm.devices.statuses", probe)
+    assert devices().providers == ()
+    assert capfd.readouterr() == ("", "libX: no\n")
 
 
 def test_devices() -> None:
