@@ -8,7 +8,7 @@ from itertools import groupby
 import click
 
 from edgellm import LLM, LoadArguments, load
-from edgellm.cli.options import load_options
+from edgellm.cli.options import load_options, model_argument
 from edgellm.cli.progress import progress_bar
 from edgellm.cli.text import spelled_out
 from edgellm.errors import OptionError
@@ -21,14 +21,13 @@ from edgellm.measure.explain import (
     time_prompt,
     usual_choice,
 )
-from edgellm.models import DEFAULT_MODEL
 
 
 @click.command()
 @click.argument("prompt_length", type=click.IntRange(min=1), default=512)
-@click.option("-m", "--model", "name", default=DEFAULT_MODEL, help="As with `edgellm run`.")
+@model_argument
 @load_options
-def plan(*, prompt_length: int, name: str, load_arguments: LoadArguments) -> None:
+def plan(*, name: str, prompt_length: int, load_arguments: LoadArguments) -> None:
     """Explain how a prompt of PROMPT_LENGTH tokens is prefilled, and what limits it."""
     with progress_bar() as progress:
         llm = load(name, **load_arguments, progress=progress)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -13,6 +14,7 @@ import pytest
 from edgellm.backends.registry import NATIVE
 from edgellm.backends.selection import select
 from edgellm.cli.main import COMMANDS
+from edgellm.cli.main import edgellm as command_line
 from edgellm.options import EngineOptions
 
 ROOT = Path(__file__).parent.parent
@@ -58,6 +60,22 @@ def test_hints_name_packages() -> None:
         for found in re.findall(r"edgellm\[\w+\]", path.read_text(encoding="utf-8"))
     ]
     assert named == []
+
+
+def test_commands_take_the_arguments_that_readme_gives_them() -> None:
+    lines = re.findall(r"```sh\n(.*?)```", README, re.DOTALL)
+    commands = [
+        shlex.split(part, comments=True)[1:]
+        for line in "".join(lines).replace("\\\n", "").splitlines()
+        for part in line.replace("MODEL...", "MODEL").split(" && ")
+        if part.startswith("edgellm ") and " | " not in part
+    ]
+    assert len(commands) > 8
+    for words in commands:
+        group = command_line.make_context("edgellm", list(words))
+        name, command, rest = command_line.resolve_command(group, words)
+        assert command is not None
+        command.make_context(name, rest, parent=group)
 
 
 def test_every_command_is_named() -> None:
