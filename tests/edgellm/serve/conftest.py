@@ -12,6 +12,7 @@ import inspection
 import openai
 import pytest
 from browser import CHROMIUM, Browser, browser
+from loads import Loads
 from requirements import unavailable
 from serving import Running, running, served
 from tokenizers import Tokenizer
@@ -54,6 +55,11 @@ def fim_server(tiny_fim: LLM) -> Iterator[Running]:
     pool = ModelPool([served(tiny_fim, id) for id in ("fim", "m", "qwen2.5-coder")])
     with running(pool, tiny_fim, ServeOptions(port=0, grace_s=1)) as one:
         yield one
+
+
+@pytest.fixture
+def loads(tiny: LLM) -> Loads:
+    return Loads(tiny)
 
 
 @pytest.fixture

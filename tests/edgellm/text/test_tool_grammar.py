@@ -55,6 +55,31 @@ def tokenizer(request: pytest.FixtureRequest, tmp_path: Path) -> Tokenizer:
     return Tokenizer(tmp_path, TokenizerEntry("<s>", False, ("</s>",)))
 
 
+def matcher_of(
+    tokenizer: Tokenizer,
+    *tools: Tool,
+    required: bool = False,
+    parallel: bool = True,
+    in_reasoning: bool = False,
+) -> Any:
+    grammar = tool_grammar(
+        FORMAT,
+        tools,
+        required=required,
+        parallel=parallel,
+        in_reasoning=in_reasoning,
+        added=tokenizer.added_tokens,
+    )
+    return Grammars(tokenizer).matcher(grammar, "the grammar")
+
+
+def ends_behind(matcher: Any, tokenizer: Tokenizer, text: str) -> bool | None:
+    """Return whether an answer may end behind a text, or None if it may not have it at all."""
+    tokens = tokenizer.encode(text, add_bos=False, parse_special=True)
+    fits = matcher.try_consume_tokens(tokens) == len(tokens)
+    return matcher.is_accepting() if fits else None
+
+
 @pytest.mark.parametrize(
     ("text", "required", "in_reasoning", "ends"),
     [
@@ -77,36 +102,15 @@ def tokenizer(request: pytest.FixtureRequest, tmp_path: Path) -> Tokenizer:
 def test_what_an_answer_may_be(
     tokenizer: Tokenizer, text: str, required: bool, in_reasoning: bool, ends: bool | None
 ) -> None:
-    grammar = tool_grammar(
-        FORMAT,
-        [TOOL],
-        required=required,
-        parallel=True,
-        in_reasoning=in_reasoning,
-        added=tokenizer.added_tokens,
-    )
-    matcher = Grammars(tokenizer).matcher(grammar, "the grammar")
-    tokens = tokenizer.encode(text, add_bos=False, parse_special=True)
-    fits = matcher.try_consume_tokens(tokens) == len(tokens)
-    assert fits == (ends is not None)
-    if fits:
-        assert matcher.is_accepting() == ends
+    matcher = matcher_of(tokenizer, TOOL, required=required, in_reasoning=in_reasoning)
+    assert ends_behind(matcher, tokenizer, text) == ends
 
 
 @pytest.mark.parametrize("parallel", [True, False])
 def test_one_call_or_several(tokenizer: Tokenizer, parallel: bool) -> None:
     for required in (True, False):
-        grammar = tool_grammar(
-            FORMAT,
-            [TOOL],
-            required=required,
-            parallel=parallel,
-            in_reasoning=False,
-            added=tokenizer.added_tokens,
-        )
-        matcher = Grammars(tokenizer).matcher(grammar, "the grammar")
-        tokens = tokenizer.encode(f"{CALL}\n<call>", add_bos=False, parse_special=True)
-        fits = matcher.try_consume_tokens(tokens) == len(tokens)
+        matcher = matcher_of(tokenizer, TOOL, required=required, parallel=parallel)
+        fits = ends_behind(matcher, tokenizer, f"{CALL}\n<call>") is not None
         # what follows the only call may be any text, but no marker that is a token
         assert fits == (parallel or (not required and not tokenizer.added_tokens.get("<call>")))
 
@@ -127,12 +131,7 @@ def test_json_behind_the_reasoning(tokenizer: Tokenizer, text: str, ends: bool |
     held = Grammar("json_schema", json.dumps(schema))
     grammar = after_reasoning(FORMAT, held, added=tokenizer.added_tokens)
     matcher = Grammars(tokenizer).matcher(grammar, "the schema")
-    ids = tokenizer.encode(text, add_bos=False, parse_special=True)
-    taken = matcher.try_consume_tokens(ids)
-    if ends is None:
-        assert taken < len(ids)
-    else:
-        assert (taken, matcher.is_accepting()) == (len(ids), ends)
+    assert ends_behind(matcher, tokenizer, text) == ends
 
 
 @pytest.mark.parametrize(
@@ -148,10 +147,7 @@ def test_a_grammar_behind_the_reasoning(tokenizer: Tokenizer, held: Grammar) -> 
     grammar = after_reasoning(FORMAT, held, added=tokenizer.added_tokens)
     matcher = Grammars(tokenizer).matcher(grammar, held.name)
     for text, ends in (("Hm.</think>\nab", True), ("</think>a}", True), ("Hm.</think>ac", None)):
-        ids = tokenizer.encode(text, add_bos=False, parse_special=True)
-        taken = matcher.try_consume_tokens(ids)
-        assert (taken == len(ids)) == (ends is not None)
-        assert ends is None or matcher.is_accepting()
+        assert ends_behind(matcher, tokenizer, text) == ends
         matcher.reset()
 
 
@@ -283,18 +279,8 @@ BARE = '{"name": "f", "arguments": {"n": 1}}'
 def test_calls_without_markers_are_held_as_well(
     tokenizer: Tokenizer, text: str, ends: bool | None
 ) -> None:
-    grammar = tool_grammar(
-        FORMAT,
-        [replace(TOOL, name="g"), TOOL],
-        required=False,
-        parallel=True,
-        in_reasoning=False,
-        added=tokenizer.added_tokens,
-    )
-    matcher = Grammars(tokenizer).matcher(grammar, "the grammar")
-    tokens = tokenizer.encode(text, add_bos=False, parse_special=True)
-    fits = matcher.try_consume_tokens(tokens) == len(tokens)
-    assert (matcher.is_accepting() if fits else None) == ends
+    matcher = matcher_of(tokenizer, replace(TOOL, name="g"), TOOL)
+    assert ends_behind(matcher, tokenizer, text) == ends
 
 
 @pytest.mark.parametrize("parallel", [True, False])
@@ -322,21 +308,13 @@ def test_calls_without_markers_are_held_as_well(
 )
 def test_what_is_held_is_read_as_a_call(tokenizer: Tokenizer, text: str, parallel: bool) -> None:
     """Arguments that are against the schema are no call's, and one call is wanted at most."""
-    grammar = tool_grammar(
-        FORMAT,
-        [TOOL],
-        required=False,
-        parallel=parallel,
-        in_reasoning=False,
-        added=tokenizer.added_tokens,
-    )
     for said in (text, text.replace('"n"', '"m"')):
-        matcher = Grammars(tokenizer).matcher(grammar, "the grammar")
-        tokens = tokenizer.encode(said, add_bos=False, parse_special=True)
-        if matcher.try_consume_tokens(tokens) < len(tokens):
+        matcher = matcher_of(tokenizer, TOOL, parallel=parallel)
+        ends = ends_behind(matcher, tokenizer, said)
+        if ends is None:
             assert said != text or not parallel
             continue
-        assert matcher.is_accepting()
+        assert ends
         parser = AnswerParser(FORMAT, tools=[TOOL], parallel=parallel)
         parts = [*(parser.add(piece) for piece in said), parser.finish()]
         calls: dict[int, str] = {}
@@ -369,20 +347,12 @@ def test_what_no_grammar_holds_is_no_call(text: str) -> None:
 def test_as_many_tools_as_may_be(tokenizer: Tokenizer) -> None:
     """What may be a call without markers has to be told from other text for all of them."""
     tools = [replace(TOOL, name=f"mcp__server_{i}__{'do_it_' * 12}{i}") for i in range(MAX_TOOLS)]
-    grammar = tool_grammar(
-        FORMAT,
-        tools,
-        required=False,
-        parallel=True,
-        in_reasoning=False,
-        added=tokenizer.added_tokens,
-    )
     for text in (
         "```python\nprint()\n```",
         "\n```json\n{{",
         BARE.replace('"f"', f'"{tools[-1].name}"'),
     ):
-        matcher = Grammars(tokenizer).matcher(grammar, "the grammar")
+        matcher = matcher_of(tokenizer, *tools)
         for token in tokenizer.encode(text, add_bos=False):
             matcher.compute_bitmask()
             assert matcher.consume_token(token), matcher.get_error()
