@@ -18,7 +18,7 @@ from edgellm.errors import OptionError
 from edgellm.kernels.kv_blocks import KVBlocks, KVFormat
 from edgellm.kernels.rope import RopeTable
 
-ISAS = ("avx512", "avxvnni", "avx2", "neon", "scalar")
+ISAS = ("amx", "avx512", "avxvnni", "avx2", "neon", "scalar")
 MAX_HEAD_DIM = 256
 _NAME = "edgellm_cpu"
 _KV_POINTERS = ("k", "v", "k_scale", "v_scale", "key_offset", "table")

@@ -6,6 +6,9 @@ namespace {
 
 #ifdef EDGELLM_X86
 #define EDGELLM_VNNI512
+#ifdef EDGELLM_HAS_AMX
+#define EDGELLM_TILES
+#endif
 #define LANES 16
 EDGELLM_BEGIN_AVX512
 namespace avx512 {
@@ -16,6 +19,7 @@ namespace avx512 {
 }
 EDGELLM_END
 #undef EDGELLM_VNNI512
+#undef EDGELLM_TILES
 #undef LANES
 
 #define EDGELLM_AVX2
@@ -77,6 +81,7 @@ namespace scalar {
 #if defined(EDGELLM_X86)
 #define EDGELLM_CALL(call)                                \
     switch (edgellm::current_isa()) {                     \
+        case edgellm::Isa::AMX:                           \
         case edgellm::Isa::AVX512: return avx512::call;   \
         EDGELLM_CASE_AVXVNNI(call)                        \
         case edgellm::Isa::AVX2: return avx2::call;       \

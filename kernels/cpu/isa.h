@@ -26,13 +26,21 @@
 #define EDGELLM_END EDGELLM_PRAGMA(GCC pop_options)
 #endif
 
-#if defined(__clang__)
-#define EDGELLM_BEGIN_AVX512 \
-    EDGELLM_TARGET("avx512f,avx512bw,avx512vl,avx512dq,avx512vnni,avx2,fma,f16c")
+// AMX came to GCC with version 11 and to clang with 12, and Linux alone grants it. Kernels for AVX-512 may use
+// it where the processor has it.
+#if defined(EDGELLM_X86) && defined(__linux__) && !defined(__SANITIZE_ADDRESS__) && \
+    (defined(__clang__) ? __clang_major__ >= 12 : __GNUC__ >= 11)
+#define EDGELLM_HAS_AMX 1
+#define EDGELLM_AMX_FEATURES ",amx-tile,amx-int8"
 #else
-#define EDGELLM_BEGIN_AVX512                                                    \
-    EDGELLM_TARGET("avx512f,avx512bw,avx512vl,avx512dq,avx512vnni,avx2,fma,f16c," \
-                   "prefer-vector-width=512")
+#define EDGELLM_AMX_FEATURES ""
+#endif
+#define EDGELLM_AVX512_FEATURES \
+    "avx512f,avx512bw,avx512vl,avx512dq,avx512vnni,avx2,fma,f16c" EDGELLM_AMX_FEATURES
+#if defined(__clang__)
+#define EDGELLM_BEGIN_AVX512 EDGELLM_TARGET(EDGELLM_AVX512_FEATURES)
+#else
+#define EDGELLM_BEGIN_AVX512 EDGELLM_TARGET(EDGELLM_AVX512_FEATURES ",prefer-vector-width=512")
 #endif
 #define EDGELLM_BEGIN_AVXVNNI EDGELLM_TARGET("avxvnni,avx2,fma,f16c")
 #define EDGELLM_BEGIN_AVX2 EDGELLM_TARGET("avx2,fma,f16c")
@@ -50,9 +58,9 @@
 
 namespace edgellm {
 
-// In the order of preference. AVX512 means with VNNI, AVX2 with FMA and F16C, NEON with dot products;
-// SCALAR is whatever the compiler targets by default.
-enum class Isa { AVX512, AVXVNNI, AVX2, NEON, SCALAR };
+// In the order of preference. AVX512 means with VNNI, AMX that and tiles of 8-bit integers, AVX2 with FMA and
+// F16C, NEON with dot products; SCALAR is whatever the compiler targets by default.
+enum class Isa { AMX, AVX512, AVXVNNI, AVX2, NEON, SCALAR };
 
 // The one in use: the best that the processor has, or what edgellm_set_isa asked for.
 Isa current_isa();

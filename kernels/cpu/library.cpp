@@ -6,6 +6,7 @@
 #include <condition_variable>
 #include <cstdlib>
 #include <cstring>
+#include <iterator>
 #include <memory>
 #include <mutex>
 #include <new>
@@ -39,6 +40,38 @@ unsigned saved_registers() {
 }
 #endif
 
+#ifdef EDGELLM_HAS_AMX
+// Whether a product of two tiles is what it has to be.
+__attribute__((target("amx-tile,amx-int8"))) bool tiles_multiply() {
+    constexpr int ROWS = 16, QUADS = 8;
+    struct alignas(64) Shapes {
+        uint8_t head[16] = {1};
+        uint16_t row_bytes[16] = {64, 4 * QUADS, 64};
+        uint8_t rows[16] = {ROWS, ROWS, QUADS};
+    } shapes;
+    alignas(64) int8_t x[ROWS][4 * QUADS], w[QUADS][16][4];
+    alignas(64) int32_t sums[ROWS][16] = {};
+    for (int r = 0; r < ROWS; ++r)
+        for (int i = 0; i < 4 * QUADS; ++i) x[r][i] = static_cast<int8_t>(37 * r + 11 * i);
+    for (int i = 0; i < QUADS; ++i)
+        for (int j = 0; j < 64; ++j) w[i][j / 4][j % 4] = static_cast<int8_t>(29 * (64 * i + j) + 5);
+    asm volatile("" : : "r"(&shapes), "r"(x), "r"(w) : "memory");
+    _tile_loadconfig(&shapes);
+    _tile_loadd(0, sums, 64);
+    _tile_loadd(1, x, 4 * QUADS);
+    _tile_loadd(2, w, 64);
+    _tile_dpbssd(0, 1, 2);
+    _tile_stored(0, sums, 64);
+    _tile_release();
+    for (int r = 0; r < ROWS; ++r)
+        for (int lane = 0; lane < 16; ++lane) {
+            for (int i = 0; i < 4 * QUADS; ++i) sums[r][lane] -= x[r][i] * w[i / 4][lane][i % 4];
+            if (sums[r][lane] != 0) return false;
+        }
+    return true;
+}
+#endif
+
 bool has(Isa isa) {
 #ifdef EDGELLM_X86
     constexpr unsigned YMM = 0x06, ZMM = 0xe6;
@@ -52,6 +85,14 @@ bool has(Isa isa) {
     if (isa == Isa::AVX512)
         return avx2 && all_of(saved_registers(), ZMM) && all_of(extended.ecx, bit_AVX512VNNI) &&
                all_of(extended.ebx, bit_AVX512F | bit_AVX512BW | bit_AVX512VL | bit_AVX512DQ);
+#ifdef EDGELLM_HAS_AMX
+    constexpr unsigned TILES = 0x60000, AMX_TILE_AND_INT8 = 3u << 24;
+    if (isa == Isa::AMX) {
+        static const bool tiles = has(Isa::AVX512) && all_of(saved_registers(), TILES) &&
+                                  all_of(extended.edx, AMX_TILE_AND_INT8) && platform::allow_tiles(tiles_multiply);
+        return tiles;
+    }
+#endif
 #endif
 #ifdef EDGELLM_ARM
     if (isa == Isa::NEON) return platform::has_dot_products();
@@ -59,8 +100,8 @@ bool has(Isa isa) {
     return isa == Isa::SCALAR;
 }
 
-constexpr Isa ALL[] = {Isa::AVX512, Isa::AVXVNNI, Isa::AVX2, Isa::NEON, Isa::SCALAR};
-constexpr const char* NAMES[] = {"avx512", "avxvnni", "avx2", "neon", "scalar"};
+constexpr Isa ALL[] = {Isa::AMX, Isa::AVX512, Isa::AVXVNNI, Isa::AVX2, Isa::NEON, Isa::SCALAR};
+constexpr const char* NAMES[] = {"amx", "avx512", "avxvnni", "avx2", "neon", "scalar"};
 
 std::atomic<int> chosen{-1};
 
@@ -251,9 +292,9 @@ void edgellm_assume_cores(int count) {
 
 // Use an instruction set by name; 0 if this processor does not have it.
 int edgellm_set_isa(const char* name) {
-    for (int i = 0; i < 5; ++i) {
+    for (size_t i = 0; i < std::size(edgellm::ALL); ++i) {
         if (std::strcmp(name, edgellm::NAMES[i]) == 0 && edgellm::has(edgellm::ALL[i])) {
-            edgellm::chosen = i;
+            edgellm::chosen = static_cast<int>(i);
             return 1;
         }
     }

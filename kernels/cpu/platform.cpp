@@ -12,6 +12,9 @@
 #ifdef __linux__
 #include <pthread.h>
 #include <sched.h>
+#include <setjmp.h>
+#include <signal.h>
+#include <sys/syscall.h>
 #ifdef __aarch64__
 #include <sys/auxv.h>
 #endif
@@ -31,6 +34,28 @@ bool has_dot_products() {
     return false;
 #endif
 }
+
+#if defined(__x86_64__) && defined(__linux__)
+namespace {
+
+sigjmp_buf before_illegal;
+void leave_illegal(int) { siglongjmp(before_illegal, 1); }
+
+}  // namespace
+
+bool allow_tiles(bool (*test)()) {
+    constexpr long ARCH_REQ_XCOMP_PERM = 0x1023, XFEATURE_XTILEDATA = 18;
+    if (syscall(SYS_arch_prctl, ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA) != 0) return false;
+    struct sigaction leave {}, old {};
+    leave.sa_handler = leave_illegal;
+    sigaction(SIGILL, &leave, &old);
+    const bool passed = sigsetjmp(before_illegal, 1) == 0 && test();
+    sigaction(SIGILL, &old, nullptr);
+    return passed;
+}
+#else
+bool allow_tiles(bool (*)()) { return false; }
+#endif
 
 int cores() {
 #ifdef __linux__

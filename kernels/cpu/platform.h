@@ -9,6 +9,10 @@ namespace edgellm::platform {
 // Whether an ARM processor has the dot products of 8-bit integers.
 bool has_dot_products();
 
+// Ask the system for the registers of AMX, for all threads of this process, and call `test`; false where the system
+// refuses, or where a virtual machine names instructions that are illegal in it.
+bool allow_tiles(bool (*test)());
+
 // The cores that this process may run on.
 int cores();
 

@@ -8,6 +8,7 @@ namespace edgellm {
 
 constexpr int GROUP = 32;   // inputs that share a scale
 constexpr int PANEL = 16;   // outputs that lie side by side
+constexpr int ROW_BLOCK = 16;  // rows that a tile of AMX takes in
 
 // In the order of KINDS in ../quantized.py, which says what they stand for.
 enum Kind : int32_t {
@@ -63,20 +64,30 @@ struct Group {
     int32_t fine_start[3], fine_start_of_half[2];
 };
 
+// The factors of one group of a block of rows once more, side by side: kernels for tiles alone read them.
+struct RowFactors {
+    float scale[ROW_BLOCK], shift[ROW_BLOCK];  // without the fine codes
+};
+
 // Quantized activations.
 struct Rows {
     int8_t *codes, *fine;  // [rows, width]
     Group* groups;         // [rows, width / GROUP]
+    RowFactors* factors;   // [rows / ROW_BLOCK, width / GROUP]
     int32_t width;
 
+    static size_t factor_count(int rows, int width) {
+        return size_t((rows + ROW_BLOCK - 1) / ROW_BLOCK) * (width / GROUP);
+    }
     static size_t bytes(int rows, int width) {
-        const size_t values = size_t(rows) * width;
-        return (2 * values + values / GROUP * sizeof(Group) + 255) / 64 * 64;
+        const size_t values = size_t(rows) * width, factors = factor_count(rows, width) * sizeof(RowFactors);
+        return (2 * values + values / GROUP * sizeof(Group) + factors + 255) / 64 * 64;
     }
     static Rows in(char* memory, int rows, int width) {
         const size_t values = size_t(rows) * width;
         Rows result{};
-        result.groups = reinterpret_cast<Group*>(memory);
+        result.factors = reinterpret_cast<RowFactors*>(memory);
+        result.groups = reinterpret_cast<Group*>(result.factors + factor_count(rows, width));
         result.codes = reinterpret_cast<int8_t*>(result.groups + values / GROUP);
         result.fine = result.codes + values;
         result.width = width;
@@ -87,6 +98,7 @@ struct Rows {
         result.codes += row * width;
         result.fine += row * width;
         result.groups += row * (width / GROUP);
+        result.factors += row / ROW_BLOCK * (width / GROUP);  // where a block begins with the row
         return result;
     }
     Rows from_group(int group) const {
@@ -94,6 +106,7 @@ struct Rows {
         result.codes += size_t(group) * GROUP;
         result.fine += size_t(group) * GROUP;
         result.groups += group;
+        result.factors += group;
         return result;
     }
 };

@@ -34,11 +34,18 @@ inline void quantize_groups(const float* x, int first, int end, const edgellm::R
         group.scale = scaled.scale;
         set_starts(ZERO, scaled.total, first_half(codes), group.start, group.start_of_half);
         group.shift[0] = group.scale * static_cast<float>(scaled.total);
-        if (!fine) continue;
-        const int32_t rest = quantize_rest(x, edgellm::GROUP, group.scale, codes, rows.fine + at);
-        set_starts(0, rest, first_half(rows.fine + at), group.fine_start, group.fine_start_of_half);
-        const int32_t all = scaled.total * FINE_STEPS + rest;
-        group.shift[1] = group.scale * (static_cast<float>(all) / FINE_STEPS);
+        if (fine) {
+            const int32_t rest = quantize_rest(x, edgellm::GROUP, group.scale, codes, rows.fine + at);
+            set_starts(0, rest, first_half(rows.fine + at), group.fine_start, group.fine_start_of_half);
+            const int32_t all = scaled.total * FINE_STEPS + rest;
+            group.shift[1] = group.scale * (static_cast<float>(all) / FINE_STEPS);
+        }
+#ifdef EDGELLM_TILES
+        const size_t block = row / edgellm::ROW_BLOCK * (rows.width / edgellm::GROUP) + g;
+        edgellm::RowFactors& factors = rows.factors[block];
+        factors.scale[row % edgellm::ROW_BLOCK] = group.scale;
+        factors.shift[row % edgellm::ROW_BLOCK] = group.shift[0];
+#endif
     }
 }
 
@@ -138,9 +145,18 @@ inline void few_rows(const Packed<KIND>& panel, const edgellm::Rows& x, int rows
                        step, add || g > 0);
 }
 
+#ifdef EDGELLM_TILES
+#include "tiles.h"
+#else
+constexpr int TILES_FROM = 0;
+constexpr bool goes_by_tiles(int, bool) { return false; }
+template <bool AFFINE>  // not called
+void all_rows_by_tiles(const Unpacked*, int, int, const edgellm::Rows&, int, float*, size_t, bool);
+#endif
+
 // Panels first .. end for many rows: a tile of two panels at a time stays in the first cache while all
 // rows pass by, and the next one comes meanwhile.
-template <int KIND, bool FINE>
+template <int KIND, bool FINE, bool TILES>
 inline void many_rows(const edgellm::Linear& linear, int first, int end, const edgellm::Rows& x, int rows,
                       float* y, size_t step, bool add) {
     using Wide = Shared<arithmetic(KIND)>;
@@ -155,12 +171,17 @@ inline void many_rows(const edgellm::Linear& linear, int first, int end, const e
                 const Packed<KIND> next{linear.panel((last ? first : p + WIDE_PANELS) + i)};
                 for (int h = 0; h < count; ++h) next.fetch((last ? g + tile : g) + h);
                 // without a second one the first again
-                Wide::fill(unpacked + i * K_TILE,
-                           Packed<KIND>{linear.panel(std::min(p + i, end - 1))}, g, count);
+                Wide::template fill<TILES>(unpacked + i * K_TILE,
+                                           Packed<KIND>{linear.panel(std::min(p + i, end - 1))}, g, count);
             }
-            all_rows<FINE>(Wide{unpacked, std::min(WIDE_PANELS, end - p), start_of(KIND)}, count,
-                           x.from_group(g), rows, y + size_t(p - first) * edgellm::PANEL, step,
-                           add || g > 0);
+            const int panels = std::min(WIDE_PANELS, end - p);
+            float* out = y + size_t(p - first) * edgellm::PANEL;
+            if constexpr (TILES)
+                all_rows_by_tiles<is_affine(arithmetic(KIND))>(unpacked, panels, count, x.from_group(g), rows, out,
+                                                               step, add || g > 0);
+            else
+                all_rows<FINE>(Wide{unpacked, panels, start_of(KIND)}, count, x.from_group(g), rows, out, step,
+                               add || g > 0);
         }
     }
 }
@@ -168,11 +189,16 @@ inline void many_rows(const edgellm::Linear& linear, int first, int end, const e
 template <int KIND, bool FINE>
 inline void panels_of(const edgellm::Linear& linear, int first, int end, const edgellm::Rows& x, int rows,
                       float* y, size_t step, bool add) {
+    constexpr bool TILES = goes_by_tiles(KIND, FINE);
     const bool many = rows > few_rows_of(KIND);
+    const bool tiles = TILES && rows >= TILES_FROM && edgellm::current_isa() == edgellm::Isa::AMX;
     const int width = many ? PANELS_AT_ONCE : 1;
     for (int p = first; p < end; p += width, y += size_t(width) * edgellm::PANEL) {
-        if (many)
-            many_rows<KIND, FINE>(linear, p, std::min(end, p + width), x, rows, y, step, add);
+        const int last = std::min(end, p + width);
+        if (tiles)
+            many_rows<KIND, FINE, TILES>(linear, p, last, x, rows, y, step, add);
+        else if (many)
+            many_rows<KIND, FINE, false>(linear, p, last, x, rows, y, step, add);
         else
             few_rows<KIND, FINE>(Packed<KIND>{linear.panel(p)}, x, rows, y, step, add);
     }

@@ -174,6 +174,14 @@ struct alignas(64) Unpacked {
     float scale[2][edgellm::PANEL], offset[edgellm::PANEL];
 };
 
+// Codes that are ready to be multiplied by vectors, as signed bytes.
+template <int KIND>
+inline Bytes signed_codes(Bytes codes) {
+    if (is_signed(arithmetic(KIND))) return operand(codes);  // twice is not at all
+    if (arithmetic(KIND) == UNSIGNED_AFFINE) return codes;
+    return codes - int8_t(arithmetic(KIND) == HALVES ? 32 : start_of(KIND) == 2 ? 16 : 8);
+}
+
 // A tile of two panels that many rows share: unpacking is done once, and a row's codes are loaded
 // once for both.
 template <int ARITHMETIC_>
@@ -185,7 +193,8 @@ struct Shared {
     int panels;        // that are kept
     int start;
 
-    template <int KIND>
+    // `TILES`: for the tiles of AMX, which take signed codes.
+    template <bool TILES, int KIND>
     static void fill(Unpacked* groups, const Packed<KIND>& packed, int first, int count) {
         const auto put = [](int8_t* p, Bytes b) { *reinterpret_cast<Bytes*>(p) = b; };
         for (int g = 0; g < count; ++g) {
@@ -195,8 +204,8 @@ struct Shared {
                 for (int i = 0; i < 4; ++i) {
                     Bytes low, top;
                     codes.pair(i, low, top);
-                    put(to + 64 * i + 4 * lane, low);
-                    put(to + 64 * (i + 4) + 4 * lane, top);
+                    put(to + 64 * i + 4 * lane, TILES ? signed_codes<KIND>(low) : low);
+                    put(to + 64 * (i + 4) + 4 * lane, TILES ? signed_codes<KIND>(top) : top);
                 }
                 for (int part = 0; part < parts_of(ARITHMETIC); ++part)
                     store(groups[g].scale[part] + lane, packed.scale(0, first + g, lane, part));

@@ -156,7 +156,7 @@ private:
     // Many rows are taken some at a time: neighbours share a cache line at their ends.
     template <typename Row>
     void every_row(edgellm::Worker& worker, const Row& row, const edgellm::Ahead& ahead = {}) const {
-        const int run = std::max(1, std::min(8, rows_ / (4 * call_.threads)));
+        const int run = std::max(1, std::min(edgellm::ROW_BLOCK, rows_ / (4 * call_.threads)));
         worker.each(
             (rows_ + run - 1) / run,
             [&](int item) {

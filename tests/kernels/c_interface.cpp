@@ -180,7 +180,7 @@ int main(int count, char** arguments) {
     std::vector<Call> calls;
     while (!in.at_end()) calls.emplace_back(in);
     int wrong = 0;
-    for (const char* isa : {"avx512", "avxvnni", "avx2", "neon", "scalar"}) {
+    for (const char* isa : {"amx", "avx512", "avxvnni", "avx2", "neon", "scalar"}) {
         if (!edgellm_set_isa(isa)) continue;
         for (const Call& call : calls) wrong += !call.run();
         std::printf("%s: %d calls\n", isa, int(calls.size()));

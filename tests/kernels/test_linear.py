@@ -37,6 +37,7 @@ def panels_and_weight(
         *((33, 3, rows) for rows in (1, 2, 3, 4, 7, 16, 21, 51)),
         (100, 18, 30),
         (289, 33, 27),  # more than one tile of inputs, more than one run of panels
+        *((40, 11, rows) for rows in (48, 63)),  # whole blocks of 16 rows, and the most of one
     ],
 )
 @pytest.mark.usefixtures("poisoned")
