@@ -1,11 +1,10 @@
-"""What is not computed twice: prefixes, branches, keystrokes, and drafts that were right.
+"""What is not computed twice: prefixes, branches and keystrokes.
 
     python tests/bench/sessions.py [--infill-model FOLDER]
 
 Times to the first token as ratios to a cold start, memory and disk after many prompts, blocks that
-branches hold, what a full context costs with `shift`, and tokens/s with and without drafts, turn
-and turn about; greedy text must be the same everywhere. The typing trace needs a model with infill
-tokens.
+branches hold, and what a full context costs with `shift`, turn and turn about; greedy text must be
+the same everywhere. The typing trace needs a model with infill tokens.
 """
 
 from __future__ import annotations
@@ -32,15 +31,9 @@ from edgellm.store.sources import DEFAULT_MODEL
 SYSTEM_TOKENS = 2950
 QUESTION = "What is a list?"
 KEYSTROKES = 40
-ROUNDS = 5
 PROMPTS = 200
 DISK_BUDGET = 64 << 20
 SHIFT_CTX, STRIDE = 1024, 60
-COPY = (
-    "Fix the spelling and repeat the text.\n\nText: The quick brown fox jumps ovr the lazy dog. "
-    "Pack my box with five dozen liquor jugs. How vexingly quick daft zebras jump!\n\nFixed text:"
-)
-PLAIN = "The three laws of motion were described by"
 
 
 def system_prompt(llm: LLM) -> str:
@@ -170,28 +163,6 @@ def show_typing(model: Path) -> None:
             )
 
 
-def show_drafts() -> None:
-    llm = load(DEFAULT_MODEL, ctx_size=2048)
-    for name, prompt in (("copy", COPY), ("plain", PLAIN)):
-        rates: dict[bool, list[float]] = {True: [], False: []}
-        texts = set()
-        for _ in range(ROUNDS):
-            for drafts in rates:
-                found = llm.generate(
-                    prompt, temperature=0, max_tokens=96, ignore_eos=True, speculate=drafts
-                )
-                rates[drafts].append(found.stats.generation_tokens_per_second)
-                texts.add(found.text)
-                if drafts:
-                    accepted = found.stats.accepted_tokens, found.stats.drafted_tokens
-        fast, slow = (statistics.median(rates[drafts]) for drafts in (True, False))
-        print(
-            f"  {name}: {fast:.0f} tokens/s with drafts, {slow:.0f} without ({fast / slow:.2f}x); "
-            f"{accepted[0]} of {accepted[1]} were right; "
-            f"text {'the same' if len(texts) == 1 else 'NOT THE SAME'}"
-        )
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--infill-model", type=Path)
@@ -203,8 +174,6 @@ def main() -> None:
     show_branches()
     print(f"a full context of {SHIFT_CTX} tokens")
     show_shift()
-    print("drafts")
-    show_drafts()
     if arguments.infill_model is not None:
         print(f"{KEYSTROKES} keystrokes before a suffix")
         show_typing(arguments.infill_model)

@@ -141,28 +141,74 @@ def test_portable_back_ends_draft_nothing(tiny_model: Path) -> None:
     assert drafted[0] > drafted[1] == 0
 
 
-@given(st.lists(st.integers(0, 3), max_size=60), st.integers(0, 8))
-def test_a_draft_stood_there_before(tokens: list[int], count: int) -> None:
-    draft = PromptLookup(tokens).draft(count)
-    assert len(draft) <= count
-    if draft:
-        tail = tokens[-3:]
-        assert any(
-            tokens[i : i + 3] == tail and tokens[i + 3 : i + 3 + len(draft)] == draft
-            for i in range(len(tokens) - 3)
-        )
+@given(st.lists(st.integers(0, 3), max_size=60))
+def test_a_draft_stood_there_before(tokens: list[int]) -> None:
+    lookup = PromptLookup(tokens)
+    at, length = lookup.match()
+    earlier = [i for i in range(3, len(tokens)) if tokens[i - 3 : i] == tokens[-3:]]
+    assert bool(length) == bool(earlier)
+    if length:
+        assert at < len(tokens)
+        assert tokens[at - length : at] == tokens[-length:]
+        assert length == at or tokens[at - length - 1] != tokens[-length - 1]
+        assert lookup.following(at, 8) == tokens[at : at + 8]
+
+
+def test_the_longer_match_is_taken() -> None:
+    file, other = list(range(20)), [99, 17, 18, 19, 98]
+    at, length = PromptLookup([*file, 50, 51, *other, *file]).match()
+    assert (at, length) == (20, 20)
+
+
+def test_tokens_of_the_same_hash_are_no_match(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(PromptLookup, "_key", lambda *_: 0)
+    assert PromptLookup([1, 2, 3, 4, 5, 6, 7, 8]).match() == (8, 0)
+
+
+def test_long_matches_lead_to_long_drafts() -> None:
+    policy = DraftPolicy()
+    lengths = [policy.length(match) for match in (0, 3, 4, 8, 16, 32, 64)]
+    assert lengths[0] == 0 < lengths[1] <= 3
+    assert lengths == sorted(lengths)
+    assert lengths[-1] >= 31
 
 
 def test_drafts_rest_when_they_do_not_pay() -> None:
+    """Where each draft is wrong, a step in ten is one; where it is right again, more are."""
     policy = DraftPolicy()
-    assert policy.length() == 0
     policy.plain(1.0)
-    assert policy.length() == 2
-    policy.drafted(1.2, drafted=2, accepted=2)
-    assert policy.length() == 4
-    for _ in range(10):
-        policy.drafted(2.0, drafted=4, accepted=0)
-    assert [policy.length() for _ in range(3)] == [0, 0, 0]
+
+    def drafts(steps: int, *, right: bool) -> int:
+        count = 0
+        for _ in range(steps):
+            length = policy.length(3)
+            count += length > 0
+            if length:
+                seconds = 1 + length / 12
+                policy.drafted(seconds, match=3, drafted=length, accepted=length if right else 0)
+        return count
+
+    drafts(100, right=False)
+    assert drafts(100, right=False) <= 10
+    assert drafts(400, right=True) > 200
+
+
+def test_slow_steps_make_drafts_short() -> None:
+    policy = DraftPolicy()
+    policy.plain(1.0)
+    longest = policy.length(64)
+    for _ in range(30):
+        length = policy.length(64)
+        policy.drafted(float(length), match=64, drafted=length, accepted=length)
+    assert 0 < policy.length(64) < longest
+
+
+def test_a_draft_that_was_cut_counts_as_its_size() -> None:
+    policy = DraftPolicy()
+    policy.plain(1.0)
+    for _ in range(30):
+        policy.drafted(40.0, match=64, drafted=20, accepted=20)
+    assert policy.length(64) != 31
 
 
 @given(
