@@ -6,8 +6,8 @@ queued on one CUDA stream: the host waits when a chunk's hidden states are asked
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import numpy as np
@@ -49,13 +49,22 @@ class Queue:
         stream = self._stream
         return {} if stream is None else {"user_compute_stream": str(stream.cuda_stream)}
 
-    def current(self) -> AbstractContextManager[object]:
-        """Return a context whose launches go to the stream, behind all launches before them."""
+    @contextmanager
+    def current(self) -> Iterator[None]:
+        """Yield while launches go to the stream, behind all launches before them.
+
+        At the end, also after an error or a cancellation, all of them have been computed: whoever
+        is given the blocks of their sequences next uses another stream.
+        """
         if self._stream is None:
-            return nullcontext()
+            yield
+            return
         self._stream.wait_stream(torch.cuda.current_stream())
-        inside: AbstractContextManager[object] = torch.cuda.stream(self._stream)
-        return inside
+        try:
+            with torch.cuda.stream(self._stream):
+                yield
+        finally:
+            self.done()
 
     def done(self) -> None:
         """Wait until all queued work has been computed."""

@@ -41,6 +41,7 @@ class TritonModel:
         _check_fits(weights, cache, device)
         self._embedding = weights.embedding
         self._step = DeviceStep(weights, ropes, _pools(cache, device), device)
+        self._step.warm_up()
 
     def run(
         self, spans: SequenceOf[Span], *, should_stop: Callable[[], bool] | None = None
@@ -49,9 +50,8 @@ class TritonModel:
         with reserved(spans):
             for span in spans:
                 span.sequence.use_device()
-            if _best_of_one_will_do(spans):
-                results = self._candidates(spans[0])
-            else:
+            results = self._candidates(spans)
+            if results is None:
                 results = self._rows(spans, should_stop)
             for span in spans:
                 span.sequence.commit(span.tokens)
@@ -67,9 +67,13 @@ class TritonModel:
             logits.append(result[1])
         return cut(spans, np.concatenate(states), np.concatenate(logits))
 
-    def _candidates(self, span: Span) -> list[Rows]:
-        best = self._step.best(step_span(span))
-        return [Rows(np.empty((1, 0), np.float32), [best])]
+    def _candidates(self, spans: SequenceOf[Span]) -> list[Rows] | None:
+        """Return only the best logits of next tokens; None: more is wanted."""
+        calls = [step_span(span) for span in spans]
+        if not (all(span.candidates for span in spans) and self._step.takes_best(calls)):
+            return None
+        nothing = np.empty((1, 0), np.float32)
+        return [Rows(nothing, [best]) for best in self._step.best(calls)]
 
     def embed(self, tokens: SequenceOf[int]) -> Floats:
         """See `ModelHead.embed`."""
@@ -77,17 +81,11 @@ class TritonModel:
 
     def linear(self, x: Floats, weight: PackedWeights, *, fine: bool = False) -> Floats:
         """See `StepModel.linear`; the weight is copied to the device."""
-        return self._step.linear(x, weight)
+        return self._step.linear(x, weight, fine=fine)
 
     def logits(self, hidden: Floats) -> Floats:
         """See `StepModel.logits`."""
         return self._step.logits(hidden)
-
-
-def _best_of_one_will_do(spans: SequenceOf[Span]) -> bool:
-    """Whether only the best logits after a single token are wanted."""
-    first = spans[0]
-    return len(spans) == len(first.tokens) == first.logit_rows == 1 and first.candidates > 0
 
 
 def _pools(cache: KVCache, device: str) -> list[DeviceBlocks]:

@@ -26,11 +26,14 @@ from edgellm.kernels.attention.gpu_tiles import (
     Work,
 )
 from edgellm.kernels.gpu.device import aligned
+from edgellm.kernels.gpu.early import allow_next, early, wait_for_last
 from edgellm.kernels.gpu.elementwise import soft_capped
 from edgellm.kernels.gpu.kv_blocks import DeviceBlocks
 from edgellm.kernels.hadamard.gpu import spread
 from edgellm.kernels.kv_append.gpu import hadamard_size
 from edgellm.kernels.kv_blocks import BLOCK, SPREAD_VALUES
+from edgellm.kernels.linear.gpu_rows import CodedRows, store_rows
+from edgellm.kernels.quantized import GROUP
 
 
 @dataclass(frozen=True)
@@ -121,6 +124,7 @@ def attention_kernel(
     KEYS: tl.constexpr,
     BLOCK: tl.constexpr,
     FIELDS: tl.constexpr,
+    EARLY: tl.constexpr,
 ) -> None:
     """Compute the partial results of one split for a tile of queries and a KV head.
 
@@ -130,6 +134,8 @@ def attention_kernel(
     SCALED: tl.constexpr = FORMAT == "int4" or FORMAT == "int8"
     ROW: tl.constexpr = HEAD_DIM // 2 if FOUR_BIT else HEAD_DIM
     LOG2_E: tl.constexpr = 1.4426950408889634  # exp2 takes the place of exp
+    allow_next(EARLY)
+    wait_for_last(EARLY)
     kv_head = tl.program_id(1)
     job_ptr += tl.program_id(0) * FIELDS
     first_row, tokens = tl.load(job_ptr), tl.load(job_ptr + 1)
@@ -237,14 +243,24 @@ def combine_kernel(
     largest_ptr: tl.tensor,
     weight_ptr: tl.tensor,
     out_ptr: tl.tensor,
+    codes_ptr: tl.tensor,
+    scale_ptr: tl.tensor,
+    shift_ptr: tl.tensor,
     row_ptr: tl.tensor,
     heads: tl.tensor,
     HEAD_DIM: tl.constexpr,
     WIDTH: tl.constexpr,
     HADAMARD: tl.constexpr,
+    CODED: tl.constexpr,
     FIELDS: tl.constexpr,
+    EARLY: tl.constexpr,
 ) -> None:
-    """Add up the splits of one token and head; the grid counts tokens x heads, see `Work.rows`."""
+    """Add up the splits of one token and head; the grid counts tokens x heads, see `Work.rows`.
+
+    Results are floats or, where CODED, codes as `store_rows` writes them.
+    """
+    allow_next(EARLY)
+    wait_for_last(EARLY)
     row = tl.program_id(0).to(tl.int64)
     token, head = row // heads, row % heads
     row_ptr += token * FIELDS
@@ -266,7 +282,23 @@ def combine_kernel(
     total /= weight
     if HADAMARD > 0:
         total = spread(total, HADAMARD)
-    tl.store(out_ptr + row * HEAD_DIM + d, total, mask=d < HEAD_DIM)
+    if CODED:
+        EACH: tl.constexpr = WIDTH // 32
+        number = tl.arange(0, EACH)
+        store_rows(
+            tl.reshape(tl.where(d < HEAD_DIM, total, 0.0), [EACH, 32]),
+            token.to(tl.int32) + 0 * number,
+            head.to(tl.int32) * (HEAD_DIM // 32) + number,
+            number < HEAD_DIM // 32,
+            heads * (HEAD_DIM // 32),
+            codes_ptr,
+            codes_ptr,
+            scale_ptr,
+            shift_ptr,
+            False,
+        )
+    else:
+        tl.store(out_ptr + row * HEAD_DIM + d, total, mask=d < HEAD_DIM)
 
 
 def attend(
@@ -281,6 +313,7 @@ def attend(
     window: int | None = None,
     scale: float | None = None,
     softcap: float | None = None,
+    coded: CodedRows | None = None,
 ) -> None:
     """Compute softmax(scale * q k^T) v over each sequence's tokens, up to each query's position.
 
@@ -293,6 +326,7 @@ def attend(
         window: number of positions that a query sees, its own included; None: all positions.
         scale: factor of the scores; None is `D ** -0.5`.
         softcap: soft cap, if any: scores `s` become `softcap * tanh(s / softcap)`.
+        coded: where results are written as codes instead, if `takes_codes`.
     """
     host = blocks.host
     tokens, heads, head_dim = q.shape
@@ -324,17 +358,28 @@ def attend(
         BLOCK=BLOCK,
         FIELDS=JOB_FIELDS,
         num_warps=8 if work.tile == ROWS or (blocks.format == "f32" and head_dim > 64) else 4,
+        **early(),
     )
     combine_kernel[(tokens * heads,)](
         partials.sums,
         partials.largest,
         partials.weight,
         out,
+        out if coded is None else coded.codes,
+        out if coded is None else coded.scale,
+        out if coded is None else coded.shift,
         work.rows,
         heads,
         HEAD_DIM=head_dim,
         WIDTH=aligned(head_dim),
         HADAMARD=hadamard_size(blocks, SPREAD_VALUES),
+        CODED=coded is not None,
         FIELDS=ROW_FIELDS,
         num_warps=4 if blocks.format in SPREAD_VALUES else 1,
+        **early(),
     )
+
+
+def takes_codes(head_dim: int) -> bool:
+    """Whether heads are whole groups of codes."""
+    return head_dim % GROUP == 0

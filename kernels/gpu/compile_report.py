@@ -31,6 +31,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
+from edgellm.kernels.gpu.early import OLDEST
 from edgellm.kernels.gpu.elementwise import Activation
 from edgellm.kernels.gpu.kv_blocks import DeviceBlocks
 from edgellm.kernels.kv_append import HeadNorms
@@ -43,6 +44,9 @@ from edgellm.kernels.step.span import StepSpan
 from edgellm.kernels.step.weights import LayerWeights, Weights
 
 TARGETS = ("sm_80", "sm_86", "sm_90")
+# Shared memory that a program can have, in KiB (CUDA C++ Programming Guide, "Compute
+# Capabilities").
+_SHARED_KIB = {"sm_80": 163, "sm_86": 99, "sm_89": 99, "sm_90": 227, "sm_120": 99}
 _TYPES = {
     torch.float32: "*fp32",
     torch.float16: "*fp16",
@@ -113,6 +117,7 @@ class Launch:
     constants: tuple[tuple[str, Any], ...]
     aligned: tuple[int, ...]
     warps: int
+    fusion: bool
 
     @property
     def name(self) -> str:
@@ -162,11 +167,14 @@ def _span(count: int) -> StepSpan:
 def compile_for(launch: Launch, target: str) -> Usage:
     """Compile a launch for a target such as `sm_90`, and return its use of resources."""
     constants = dict(launch.constants)
+    number = int(target.removeprefix("sm_"))
+    if "EARLY" in constants:
+        constants["EARLY"] = (number // 10, number % 10) >= OLDEST
     signature = {name: dict(launch.signature).get(name, "constexpr") for name in _names(launch)}
     attributes = {(index,): [["tt.divisibility", 16]] for index in launch.aligned}
     source = ASTSource(launch.kernel, signature, constants, attributes)
-    gpu = GPUTarget("cuda", int(target.removeprefix("sm_")), 32)
-    compiled = triton.compile(source, target=gpu, options={"num_warps": launch.warps})
+    options = {"num_warps": launch.warps, "enable_fp_fusion": launch.fusion}
+    compiled = triton.compile(source, target=GPUTarget("cuda", number, 32), options=options)
     return _usage(compiled.asm["cubin"], int(compiled.metadata.shared))
 
 
@@ -176,8 +184,9 @@ def compile_for(launch: Launch, target: str) -> Usage:
 @click.option("--kinds", default=",".join(KINDS), help="Of weights, taking turns in the layers.")
 @click.argument("targets", nargs=-1)
 def main(*, models: str, formats: str, kinds: str, targets: Sequence[str]) -> None:
-    """Print a line for each kernel and target such as sm_90; fail if a kernel spills registers.
+    """Print a line for each kernel and target such as sm_90.
 
+    Fails if a kernel spills registers, or needs more shared memory than such a device has.
     Kinds of weights whose blocks do not fit a model's shapes are left out.
     """
     every = {model: _all_launches(model, formats, kinds) for model in models.split(",")}
@@ -188,17 +197,18 @@ def main(*, models: str, formats: str, kinds: str, targets: Sequence[str]) -> No
         for target in targets or TARGETS
     ]
     print(f"{'kernel':18} {'model':13} {'target':7} registers spilled shared  settings")
-    spills = 0
+    failures = 0
     with ProcessPoolExecutor(mp_context=get_context("spawn")) as pool:
         usages = pool.map(partial(_compile_task, formats=formats, kinds=kinds), tasks)
         for (model, index, target), usage in zip(tasks, usages, strict=True):
             launch = every[model][index]
-            spills += usage.spilled > 0
+            room = _SHARED_KIB.get(target, 227) << 10
+            failures += usage.spilled > 0 or usage.shared > room
             print(
                 f"{launch.name:18} {model:13} {target:7} {usage.registers:9} "
                 f"{usage.spilled:7} {usage.shared:6}  {launch.settings}"
             )
-    sys.exit(int(spills > 0))
+    sys.exit(int(failures > 0))
 
 
 @cache
@@ -258,7 +268,8 @@ def _launch(kernel: JITFunction[Any], args: tuple[Any, ...], options: dict[str, 
             signature.append((name, "fp32"))
     constants += [(name, value) for name, value in options.items() if name in kernel.arg_names]
     warps = int(options.get("num_warps", _WARPS))
-    return Launch(kernel, tuple(signature), tuple(constants), tuple(aligned), warps)
+    fusion = bool(options.get("enable_fp_fusion", True))
+    return Launch(kernel, tuple(signature), tuple(constants), tuple(aligned), warps, fusion)
 
 
 def _names(launch: Launch) -> Sequence[str]:

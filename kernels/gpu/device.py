@@ -5,6 +5,10 @@ from __future__ import annotations
 import ctypes
 import importlib.util
 import os
+import re
+import shutil
+import sysconfig
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -32,6 +36,10 @@ def why_not() -> str | None:
         return f"{' and '.join(missing)} not installed; pip install {' '.join(missing)}"
     if interpreted():
         return None
+    if not _torch_has_cuda():
+        return "this torch was built without CUDA; install one with it"
+    if (lacking := _no_compiler()) is not None:
+        return lacking
     try:
         driver = ctypes.CDLL("libcuda.so.1")
     except OSError:
@@ -62,7 +70,9 @@ def require() -> str:
     import torch
 
     if not torch.cuda.is_available():
-        raise ProviderError("triton: this torch was built without CUDA; install one with it")
+        raise ProviderError(
+            "triton: torch finds no device; it was built without CUDA or for another driver"
+        )
     return "cuda"
 
 
@@ -94,6 +104,25 @@ def on_device(array: NDArray[Any], device: str) -> torch.Tensor:
 def aligned(count: int) -> int:
     """Round a number up to a power of two, as the sides of tiles are."""
     return 1 << (count - 1).bit_length()
+
+
+def _torch_has_cuda() -> bool:
+    """Whether torch names a CUDA version in its `version.py`; importing it would take seconds."""
+    spec = importlib.util.find_spec("torch")
+    version = Path(spec.origin).parent / "version.py" if spec and spec.origin else None
+    if version is None or not version.exists():
+        return True
+    return not re.search(r"^cuda\b.*= None$", version.read_text(), re.MULTILINE)
+
+
+def _no_compiler() -> str | None:
+    """Return what Triton lacks to build its launchers in C, as it does at the first launch."""
+    compilers = [os.environ.get("CC"), "gcc", "clang", "cc"]
+    if not any(shutil.which(name) for name in compilers if name):
+        return "Triton needs a C compiler at run time; install gcc or clang"
+    if not (Path(sysconfig.get_paths()["include"]) / "Python.h").exists():
+        return "Triton needs Python.h at run time; install the headers of this Python"
+    return None
 
 
 def _capability(driver: ctypes.CDLL) -> tuple[int, int]:

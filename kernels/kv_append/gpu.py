@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 
 from edgellm.kernels.gpu.device import aligned, on_device
+from edgellm.kernels.gpu.early import allow_next, early, wait_for_last
 from edgellm.kernels.gpu.kv_blocks import DeviceBlocks
 from edgellm.kernels.hadamard import power_of_two_factor
 from edgellm.kernels.hadamard.gpu import spread
@@ -150,12 +151,15 @@ def append_kernel(
     NORM: tl.constexpr,
     OFFSET: tl.constexpr,
     BLOCK: tl.constexpr,
+    EARLY: tl.constexpr,
 ) -> None:
     """Normalize and rotate one head of a token; store queries, or write K or V to its block.
 
     The grid counts tokens, then heads of Q, K and V. WIDTH is HEAD_DIM rounded up to a power
     of two. NORM is the order of `DeviceNorms`, or None.
     """
+    allow_next(EARLY)
+    wait_for_last(EARLY)
     token, head = tl.program_id(0), tl.program_id(1)
     place_ptr += token * place_stride
     position = tl.load(place_ptr)
@@ -304,6 +308,7 @@ def append_rotated(
         OFFSET=blocks.key_offset is not None,
         BLOCK=BLOCK,
         num_warps=4 if blocks.format in SCALED else 1,
+        **early(),
     )
 
 

@@ -4,21 +4,26 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
 import triton
 
 from edgellm.kernels.gpu.device import aligned, interpreted, on_device
+from edgellm.kernels.gpu.early import early
 from edgellm.kernels.gpu.elementwise import Activation
 from edgellm.kernels.linear.gpu_gemm import gemm_kernel, rows_kernel
-from edgellm.kernels.linear.gpu_gemv import gemv_kernel
 from edgellm.kernels.linear.gpu_packed import embed_kernel
+from edgellm.kernels.linear.gpu_product import product_kernel
+from edgellm.kernels.linear.gpu_rows import TILE, CodedRows, code_rows
 from edgellm.kernels.linear.packed import PANEL, PackedWeights
 from edgellm.kernels.quantized import GROUP, Kind
 
+# Most rows whose products take int8 codes and read weights once.
+FEW_ROWS = 32
 # The interpreter takes as long for a small tile as for a large one.
-_INTERPRETED_PANELS = 128
+_INTERPRETED_PANELS = 64
 
 
 @dataclass(frozen=True)
@@ -27,7 +32,7 @@ class DevicePackedWeights:
 
     Attributes:
         data: bytes as in `PackedWeights`.
-        table: values of the codes, `[16]` float32; kinds without a table have `data` here, because
+        table: values of the codes, `[16]` int8; kinds without a table have `data` here, because
             kernels need a pointer.
     """
 
@@ -49,7 +54,7 @@ class DevicePackedWeights:
         data = on_device(array, device)
         table = data
         if first.kind.table is not None:
-            table = torch.tensor(first.kind.table, dtype=torch.float32, device=device)
+            table = torch.tensor(first.kind.table, dtype=torch.int8, device=device)
         outputs = sum(part.outputs for part in parts)
         return cls(data, table, outputs, first.inputs, first.kind)
 
@@ -62,7 +67,7 @@ def stackable(upper: PackedWeights, lower: PackedWeights) -> bool:
 
 @dataclass(frozen=True)
 class Peaks:
-    """Maximum of each panel's outputs y, and sum of exp(y - largest); both `[panels]`."""
+    """Maximum of each panel's outputs y, and sum of exp(y - largest); both `[M, panels]`."""
 
     largest: torch.Tensor
     share: torch.Tensor
@@ -70,15 +75,83 @@ class Peaks:
 
 @dataclass(frozen=True)
 class Rows:
-    """Buffers for rows as halves `[M, K]`, and for their scales `[M]`."""
+    """Buffers for rows `[M, K]` as products take them.
 
+    Attributes:
+        coded: up to `FEW_ROWS` rows as codes.
+        halves, scale: more rows as halves `[M, K]`, and their scales `[M]`.
+    """
+
+    coded: CodedRows
     halves: torch.Tensor
     scale: torch.Tensor
 
+    @classmethod
+    def empty(cls, rows: int, inputs: int, device: str) -> Rows:
+        return cls(
+            CodedRows.empty(min(rows, FEW_ROWS), inputs, device),
+            torch.empty((rows, inputs), dtype=torch.float16, device=device),
+            torch.empty(rows, device=device),
+        )
 
-def panels_per_program(panels: int) -> int:
-    """Return the panels per program: one on a device, whose memory needs hundreds of programs."""
-    return min(_INTERPRETED_PANELS, triton.next_power_of_2(panels)) if interpreted() else 1
+
+@dataclass(frozen=True)
+class Next:
+    """Next product that takes the outputs of this one.
+
+    Attributes:
+        rows: where the outputs are written as codes.
+        norm: weights of an RMS norm before it, if any.
+        fine: whether codes have 16 bits.
+    """
+
+    rows: CodedRows
+    norm: torch.Tensor | None = None
+    fine: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Call:
+    """Everything of a product but its rows; see `linear`."""
+
+    weight: DevicePackedWeights
+    y: torch.Tensor
+    norm: torch.Tensor | None
+    epsilon: float
+    bias: torch.Tensor | None
+    activation: Activation | None
+    up: DevicePackedWeights | None
+    up_bias: torch.Tensor | None
+    softcap: float | None
+    add: bool
+
+    @property
+    def second(self) -> DevicePackedWeights:
+        return self.weight if self.up is None else self.up
+
+    @property
+    def panels(self) -> int:
+        return -(-self.weight.outputs // PANEL)
+
+    @property
+    def pointers(self) -> list[torch.Tensor]:
+        """Weights, tables, biases and outputs, in the order of the kernels' parameters."""
+        weight, second, y = self.weight, self.second, self.y
+        biases = (y if bias is None else bias for bias in (self.bias, self.up_bias))
+        return [weight.data, weight.table, second.data, second.table, *biases, y]
+
+    @property
+    def constants(self) -> dict[str, Any]:
+        return {
+            "BIAS": self.bias is not None,
+            "ACTIVATION": self.activation,
+            "GATED": self.up is not None,
+            "UP_BIAS": self.up_bias is not None,
+            "CAP": self.softcap is not None,
+            "ADD": self.add,
+            "KIND": self.weight.kind,
+            "UP_KIND": self.second.kind,
+        }
 
 
 def linear(
@@ -95,105 +168,153 @@ def linear(
     up_bias: torch.Tensor | None = None,
     softcap: float | None = None,
     add: bool = False,
+    fine: bool = False,
     peaks: Peaks | None = None,
+    coded: CodedRows | None = None,
+    then: Next | None = None,
 ) -> None:
     """Compute y = activation(f(x) W^T + bias) for float32 rows `x` `[M, K]` and `y` `[M, N]`.
 
-    f is the norm, if any. `y` may be some columns of a wider array.
+    f is the norm, if any. `y` may be some columns of a wider array. Up to `FEW_ROWS` rows are
+    rounded to int8 with a scale for every 32 inputs; a row's outputs do not depend on the others.
 
     Args:
-        rows: buffers for `x` as halves, used where M is more than 1.
+        rows: buffers for `x`.
         norm: weights `[K]` of an RMSNorm f of each row before the product.
         bias, up_bias: `[N]` float32, if any.
         up: second weight of a gated MLP: the activation is multiplied by f(x) up^T + up_bias.
         softcap: soft cap, if any: outputs `y` become `softcap * tanh(y / softcap)`.
         add: whether to add the result to `y`.
-        peaks: maxima of the outputs, filled only for M = 1.
+        fine: whether few rows are rounded to 16 bits instead.
+        peaks: maxima of the outputs, filled only for few rows.
+        coded: few rows, coded already, with the weights of the norm.
+        then: what comes next, for few rows; unless they are added, outputs are not in `y` then.
 
     Raises:
         ValueError: the rows have another width, or the second weight has another shape.
     """
-    second = weight if up is None else up
     if x.shape[1] != weight.inputs:
         raise ValueError(f"rows have {x.shape[1]} numbers; the weight has {weight.inputs} inputs")
+    call = _Call(
+        weight=weight,
+        y=y,
+        norm=norm,
+        epsilon=epsilon,
+        bias=bias,
+        activation=activation,
+        up=up,
+        up_bias=up_bias,
+        softcap=softcap,
+        add=add,
+    )
+    second = call.second
     if (second.outputs, second.inputs) != (weight.outputs, weight.inputs):
         raise ValueError(f"the second weight is {second.outputs} x {second.inputs}, another shape")
-    panels = -(-weight.outputs // PANEL)
-    kinds = (weight.kind,) if up is None else (weight.kind, up.kind)
-    if x.shape[0] == 1:
-        each = panels_per_program(panels)
-        most = min(_groups(kind) for kind in kinds) // len(kinds)
-        gemv_kernel[(triton.cdiv(panels, each),)](
-            x,
-            x if norm is None else norm,
-            weight.data,
-            weight.table,
-            second.data,
-            second.table,
-            y if bias is None else bias,
-            y if up_bias is None else up_bias,
-            y,
-            y if peaks is None else peaks.largest,
-            y if peaks is None else peaks.share,
-            weight.inputs,
-            weight.outputs,
-            epsilon,
-            0.0 if softcap is None else softcap,
-            NORM=norm is not None,
-            BIAS=bias is not None,
-            ACTIVATION=activation,
-            GATED=up is not None,
-            UP_BIAS=up_bias is not None,
-            CAP=softcap is not None,
-            ADD=add,
-            PEAKS=peaks is not None,
-            KIND=weight.kind,
-            UP_KIND=second.kind,
-            PANELS=each,
-            GROUPS=min(triton.next_power_of_2(weight.inputs // GROUP), most),
-            num_warps=4,
-        )
-        return
-    _prepare(x, norm, epsilon, rows)
-    tile = 16 if x.shape[0] <= 16 else 64
-    wide = 8 if tile > 16 and up is None else 4
-    each = panels_per_program(panels) if interpreted() else min(wide, aligned(panels))
-    gemm_kernel[(triton.cdiv(panels, each), triton.cdiv(x.shape[0], tile))](
+    if len(x) <= FEW_ROWS:
+        if coded is None:
+            code_rows(x, rows.coded, norm=norm, fine=fine)
+        _few(len(x), coded or rows.coded, call, fine=fine, peaks=peaks, then=then)
+    else:
+        _prepare(x, norm, epsilon, rows)
+        _many(len(x), rows, call)
+
+
+def _few(
+    count: int,
+    rows: CodedRows,
+    call: _Call,
+    *,
+    fine: bool,
+    peaks: Peaks | None,
+    then: Next | None,
+) -> None:
+    """Multiply rows that were coded."""
+    y, groups = call.y, call.weight.inputs // GROUP
+    tiles = triton.next_power_of_2(-(-count // TILE))
+    warps, steps = _shape(call, tiles, one=count == 1)
+    # codes of 32 outputs have a scale, which are two panels
+    panels = 1 if then is None else 2
+    if interpreted():
+        panels = max(panels, min(_INTERPRETED_PANELS, triton.next_power_of_2(call.panels)))
+    after = rows if then is None else then.rows
+    norm = None if then is None else then.norm
+    product_kernel[(triton.cdiv(call.panels, panels),)](
+        rows.codes,
+        rows.rest,
+        rows.scale,
+        rows.shift,
+        rows.squares,
+        *call.pointers,
+        y if peaks is None else peaks.largest,
+        y if peaks is None else peaks.share,
+        y if norm is None else norm,
+        after.codes,
+        after.rest,
+        after.scale,
+        after.shift,
+        after.squares,
+        count,
+        call.weight.inputs,
+        call.weight.outputs,
+        y.stride(0),
+        call.epsilon,
+        0.0 if call.softcap is None else call.softcap,
+        **call.constants,
+        NORM=call.norm is not None,
+        PEAKS=peaks is not None,
+        CODED=then is not None,
+        NEXT_NORM=norm is not None,
+        NEXT_FINE=then is not None and then.fine,
+        FINE=fine,
+        ONE=count == 1,
+        TILES=tiles,
+        PANELS=panels,
+        WARPS=warps,
+        STEPS=steps,
+        SPAN=triton.next_power_of_2(groups),
+        ASM=not interpreted(),
+        num_warps=panels * warps,
+        # all variants of a row's sums have the same operations
+        enable_fp_fusion=False,
+        **early(),
+    )
+
+
+def _shape(call: _Call, tiles: int, *, one: bool) -> tuple[int, int]:
+    """Return the warps that share a panel, and the groups that a warp takes at a time.
+
+    A row's bits depend on the warps, which therefore do not depend on the rows.
+    """
+    if interpreted():
+        return min(16, triton.next_power_of_2(call.weight.inputs // GROUP)), 1
+    # an H100 wants 2,000 warps in flight, and loads of 8 groups for each of them; registers of
+    # two weights and several rows leave less room
+    both = 1 if call.up is None or one else 2
+    return 4 if call.panels > 300 else 8, max(1, 4 // (tiles * both))
+
+
+def _many(count: int, rows: Rows, call: _Call) -> None:
+    """Multiply rows that are halves."""
+    wide = 8 if call.up is None else 4
+    panels = call.panels
+    if interpreted():
+        wide = _INTERPRETED_PANELS
+    each = min(wide, aligned(panels))
+    gemm_kernel[(triton.cdiv(panels, each), triton.cdiv(count, 64))](
         rows.halves,
         rows.scale,
-        weight.data,
-        weight.table,
-        second.data,
-        second.table,
-        y if bias is None else bias,
-        y if up_bias is None else up_bias,
-        y,
-        x.shape[0],
-        weight.inputs,
-        weight.outputs,
-        y.stride(0),
-        0.0 if softcap is None else softcap,
-        BIAS=bias is not None,
-        ACTIVATION=activation,
-        GATED=up is not None,
-        UP_BIAS=up_bias is not None,
-        CAP=softcap is not None,
-        ADD=add,
-        KIND=weight.kind,
-        UP_KIND=second.kind,
-        ROWS=tile,
+        *call.pointers,
+        count,
+        call.weight.inputs,
+        call.weight.outputs,
+        call.y.stride(0),
+        0.0 if call.softcap is None else call.softcap,
+        **call.constants,
+        ROWS=64,
         PANELS=each,
         GROUPS=2,
         num_warps=4,
     )
-
-
-def _groups(kind: Kind) -> int:
-    """Return the groups in one step of a vector product.
-
-    The number leaves registers for four programs per core.
-    """
-    return 32 if kind.bits == 4 else 16
 
 
 def embed(
@@ -202,7 +323,15 @@ def embed(
     """Write rows `tokens` `[M]` of a weight, times `scale`, into `x` `[M, K]` float32."""
     block = min(1024, triton.next_power_of_2(weight.inputs))
     embed_kernel[(x.shape[0], triton.cdiv(weight.inputs, block))](
-        tokens, weight.data, weight.table, x, weight.inputs, scale, KIND=weight.kind, BLOCK=block
+        tokens,
+        weight.data,
+        weight.table,
+        x,
+        weight.inputs,
+        scale,
+        KIND=weight.kind,
+        BLOCK=block,
+        **early(),
     )
 
 

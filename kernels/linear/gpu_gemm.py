@@ -79,7 +79,7 @@ def code_values(code: tl.tensor, table_ptr: tl.tensor, KIND: tl.constexpr) -> tl
     if KIND.table is None:
         values = code.to(tl.float32)
     else:
-        values = looked_up(tl.load(table_ptr + tl.arange(0, 16)), code.to(tl.int32))
+        values = looked_up(tl.load(table_ptr + tl.arange(0, 16)).to(tl.float32), code.to(tl.int32))
     return values
 
 
@@ -140,7 +140,8 @@ def weight_tile(
     return tl.reshape(tile, [G * 32, P * 16])
 
 
-@triton.jit
+# one compilation for all numbers of rows
+@triton.jit(do_not_specialize=["rows"])
 def gemm_kernel(
     x_ptr: tl.tensor,
     scale_ptr: tl.tensor,

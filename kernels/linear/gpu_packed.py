@@ -8,6 +8,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from edgellm.kernels.gpu.early import allow_next, wait_for_last
+
 
 @triton.jit
 def code_float(code: tl.tensor) -> tl.tensor:
@@ -29,12 +31,38 @@ def looked_up(table: tl.tensor, code: tl.tensor) -> tl.tensor:
 
 
 @triton.jit
+def run_size(groups: tl.tensor, KIND: tl.constexpr, UNIT: tl.constexpr) -> tl.tensor:
+    """Return the size of whole blocks with so many groups, in UNIT bytes."""
+    if KIND.blocked:
+        size = groups // 8 * ((KIND.block_bytes + 8 * KIND.group_bytes) // UNIT)
+    else:
+        size = groups * (KIND.group_bytes // UNIT)
+    return size
+
+
+@triton.jit
+def group_offset(group: tl.tensor, KIND: tl.constexpr, UNIT: tl.constexpr) -> tl.tensor:
+    """Return the start of groups, in UNIT bytes behind their panel's."""
+    start = run_size(group, KIND, UNIT)
+    if KIND.blocked:
+        start += group % 8 * (KIND.group_bytes // UNIT) + KIND.block_bytes // UNIT
+    return start
+
+
+@triton.jit
+def panel_start(
+    panel: tl.tensor, groups: tl.tensor, KIND: tl.constexpr, UNIT: tl.constexpr
+) -> tl.tensor:
+    """Return the start of panels, in UNIT bytes."""
+    return panel.to(tl.int64) * run_size(groups, KIND, UNIT)
+
+
+@triton.jit
 def block_start(
     panel: tl.tensor, group: tl.tensor, groups: tl.tensor, KIND: tl.constexpr, UNIT: tl.constexpr
 ) -> tl.tensor:
     """Return the start of the blocks that groups lie in, in UNIT bytes; blocked kinds only."""
-    SIZE: tl.constexpr = (KIND.block_bytes + 8 * KIND.group_bytes) // UNIT
-    return (panel.to(tl.int64) * (groups // 8) + group // 8) * SIZE
+    return panel_start(panel, groups, KIND, UNIT) + run_size(group, KIND, UNIT)
 
 
 @triton.jit
@@ -42,13 +70,7 @@ def group_start(
     panel: tl.tensor, group: tl.tensor, groups: tl.tensor, KIND: tl.constexpr, UNIT: tl.constexpr
 ) -> tl.tensor:
     """Return the start of groups of panels, in UNIT bytes."""
-    SIZE: tl.constexpr = KIND.group_bytes // UNIT
-    if KIND.blocked:
-        start = block_start(panel, group, groups, KIND, UNIT)
-        start += group % 8 * SIZE + KIND.block_bytes // UNIT
-    else:
-        start = (panel.to(tl.int64) * groups + group) * SIZE
-    return start
+    return panel_start(panel, groups, KIND, UNIT) + group_offset(group, KIND, UNIT)
 
 
 @triton.jit
@@ -115,8 +137,11 @@ def embed_kernel(
     scale: tl.tensor,
     KIND: tl.constexpr,
     BLOCK: tl.constexpr,
+    EARLY: tl.constexpr,
 ) -> None:
     """Dequantize rows of a weight, times `scale`; the grid counts tokens, then blocks of inputs."""
+    allow_next(EARLY)
+    wait_for_last(EARLY)
     token = tl.load(tokens_ptr + tl.program_id(0)).to(tl.int64)
     k = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     there = k < inputs
@@ -133,7 +158,11 @@ def embed_kernel(
     if KIND.bits == 6:
         high = tl.load(byte_ptr + 256 + quad // 4 * 64, mask=there, other=0).to(tl.int32)
         code |= (high >> quad % 4 * 2 & 3) << 4
-    x = code_float(code) - KIND.zero if KIND.table is None else tl.load(table_ptr + code)
+    x = (
+        code_float(code) - KIND.zero
+        if KIND.table is None
+        else tl.load(table_ptr + code).to(tl.float32)
+    )
     part = quad // 4 if KIND.group == 16 else 0
     x *= scales(data_ptr, panel, group, groups, lane, part, there, KIND)
     if KIND.affine:

@@ -1,7 +1,7 @@
-"""Top-k of a row of logits on the device, so that few of them come to the host.
+"""Top-k of rows of logits on the device, so that few of them come to the host.
 
-The k highest logits lie in the k panels of 16 with the highest maxima. The vector product that
-computes the logits also writes the maxima, so only one number in sixteen has to be searched.
+The k highest logits lie in the k panels of 16 with the highest maxima. The product that computes
+the logits also writes the maxima, so only one number in sixteen has to be searched.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from edgellm.kernels.linear.gpu import Peaks
 from edgellm.kernels.linear.packed import PANEL
@@ -17,13 +18,14 @@ from edgellm.kernels.sampling import MOST_CANDIDATES, Logits
 
 
 @dataclass(frozen=True)
-class LogitRow:
-    """Buffers for one row of logits and for its top k.
+class LogitRows:
+    """Buffers for rows of logits and for their top k.
 
     Attributes:
-        logits: `[1, V]` float32, padded with -inf to whole panels.
+        logits: `[R, V]` float32, each row padded to whole panels.
         peaks: maxima and sums of the panels.
-        packed: bits for the host: log-sum-exp, indices of the best panels, and their logits.
+        packed: bits for the host, of each row: log-sum-exp, indices of the best panels, and their
+            logits.
     """
 
     logits: torch.Tensor
@@ -31,32 +33,41 @@ class LogitRow:
     packed: torch.Tensor
 
     @classmethod
-    def empty(cls, vocabulary: int, device: str) -> LogitRow:
+    def empty(cls, rows: int, vocabulary: int, device: str) -> LogitRows:
         panels = -(-vocabulary // PANEL)
         kept = min(MOST_CANDIDATES, panels)
-        padded = torch.full((1, panels * PANEL), float("-inf"), device=device)
+        padded = torch.full((rows, panels * PANEL), float("-inf"), device=device)
         return cls(
             padded[:, :vocabulary],
-            Peaks(*(torch.empty(panels, device=device) for _ in range(2))),
-            torch.empty(1 + kept + kept * PANEL, dtype=torch.int32, device=device),
+            Peaks(*(torch.empty((rows, panels), device=device) for _ in range(2))),
+            torch.empty((rows, 1 + kept + kept * PANEL), dtype=torch.int32, device=device),
         )
+
+    def of(self, rows: int) -> LogitRows:
+        """Return the part of the buffers for the first `rows` rows."""
+        peaks = Peaks(self.peaks.largest[:rows], self.peaks.share[:rows])
+        return LogitRows(self.logits[:rows], peaks, self.packed[:rows])
 
     def pack(self) -> None:
         """Queue the search for the best panels on the device; the host does not wait."""
-        peaks, panels = self.peaks, len(self.peaks.largest)
+        peaks, (rows, panels) = self.peaks, self.peaks.largest.shape
         kept = min(MOST_CANDIDATES, panels)
         # a panel with NaN has a share of NaN, which ranks highest, so that NaN is not overlooked
         rank = peaks.largest + 0 * peaks.share
         best = torch.topk(rank, kept, sorted=False).indices
-        rows = self.logits.as_strided((panels, PANEL), (PANEL, 1))[best]
-        total = torch.logsumexp(peaks.largest + peaks.share.log(), 0)
-        self.packed[0] = total.view(torch.int32)
-        self.packed[1 : 1 + kept] = best
-        self.packed[1 + kept :] = rows.view(-1).view(torch.int32)
+        stride = self.logits.stride(0)
+        each = self.logits.as_strided((rows, panels, PANEL), (stride, PANEL, 1))
+        scores = each.gather(1, best[:, :, None].expand(-1, -1, PANEL))
+        total = torch.logsumexp(peaks.largest + peaks.share.log(), 1)
+        self.packed[:, 0] = total.view(torch.int32)
+        self.packed[:, 1 : 1 + kept] = best
+        self.packed[:, 1 + kept :] = scores.view(rows, -1).view(torch.int32)
 
-    def best(self) -> Logits:
+    def best(self) -> list[Logits]:
         """Return the logits that `pack` selected, on the host."""
-        packed = self.packed.cpu().numpy()
+        return [self._row(row) for row in self.packed.cpu().numpy()]
+
+    def _row(self, packed: NDArray[np.int32]) -> Logits:
         kept = (len(packed) - 1) // (1 + PANEL)
         panels = packed[1 : 1 + kept]
         order = np.argsort(panels)

@@ -7,7 +7,9 @@ step. The best next tokens can be selected on the device, too.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 
 import numpy as np
@@ -17,16 +19,27 @@ from numpy.typing import NDArray
 from edgellm.kernels.checks import check_rope
 from edgellm.kernels.gpu.device import on_device
 from edgellm.kernels.gpu.kv_blocks import DeviceBlocks
+from edgellm.kernels.kv_blocks import BLOCK
 from edgellm.kernels.linear.gpu import DevicePackedWeights, Peaks, embed, linear
 from edgellm.kernels.linear.packed import PackedWeights
 from edgellm.kernels.rope import RopeTable
 from edgellm.kernels.sampling import Logits
-from edgellm.kernels.sampling.gpu import LogitRow
+from edgellm.kernels.sampling.gpu import LogitRows
 from edgellm.kernels.step.gpu_inputs import SpanInputs
 from edgellm.kernels.step.gpu_layer import Buffers, DeviceLayer, DeviceRope
 from edgellm.kernels.step.gpu_norm import DeviceNorm, normalize
 from edgellm.kernels.step.span import StepSpan
 from edgellm.kernels.step.weights import Weights, check_pools, check_weights
+
+Floats = NDArray[np.float32]
+# Held while a graph is captured, of which torch has one at a time in a process.
+_CAPTURE = threading.Lock()
+# Largest number of tokens in one call, which the buffers are made for.
+MAX_ROWS = 512
+# Largest number of sequences in a captured decode step.
+DECODE_ROWS = 32
+# Numbers of sequences whose steps are captured before the first answer.
+WARM_ROWS = (1, 2, 4, 8, 16, 32)
 
 
 class Captured:
@@ -48,18 +61,13 @@ class Captured:
         self._launch()  # compiles the kernels, which must not happen in a capture
         if self._device == "cpu":
             return
-        torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            self._launch()
+        # torch captures one graph at a time; other threads may go on and allocate memory
+        with _CAPTURE:
+            torch.cuda.synchronize()
+            with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+                self._launch()
         self._graph = graph
-
-
-Floats = NDArray[np.float32]
-# Largest number of tokens in one call, which the buffers are made for.
-MAX_ROWS = 512
-# Largest number of sequences in a captured decode step.
-DECODE_ROWS = 32
 
 
 class DeviceStep:
@@ -101,7 +109,7 @@ class DeviceStep:
         self._embedding = DevicePackedWeights.of(weights.embedding, device)
         tied = weights.head is weights.embedding
         self._head = self._embedding if tied else DevicePackedWeights.of(weights.head, device)
-        positions = min(len(table.cos) for table in rope_tables)
+        positions = self._positions = min(len(table.cos) for table in rope_tables)
 
         def inputs(rows: int) -> SpanInputs:
             return SpanInputs(
@@ -116,11 +124,26 @@ class DeviceStep:
         # decode has inputs of its own, which are small and nearly the same from step to step
         self._inputs, self._decode_inputs = inputs(MAX_ROWS), inputs(DECODE_ROWS)
         self._buffers = Buffers.empty(first, rows=MAX_ROWS, device=device)
-        self._row = LogitRow.empty(weights.head.outputs, device)
-        self._logits = torch.empty((DECODE_ROWS, weights.head.outputs), device=device)
+        self._logits = LogitRows.empty(DECODE_ROWS, weights.head.outputs, device)
         self._chunk = Captured(self._launch_chunk, device)
         self._decode: dict[int, Captured] = {}  # by number of rows
-        self._pack = Captured(self._row.pack, device)
+        self._pack: dict[int, Captured] = {}  # likewise
+
+    def warm_up(self) -> None:
+        """Compile the kernels, and capture a chunk and steps of the usual numbers of sequences.
+
+        An answer would wait for that, for up to 25 seconds. The first blocks of the pools are
+        overwritten.
+        """
+        if self._device == "cpu":
+            return
+        pools = [place.blocks.host.count for place in self._inputs.places]
+        reach = min(MAX_ROWS, self._positions, min(pools) * BLOCK)
+        tables = [list(range(-(-reach // BLOCK)))] * len(pools)
+        first = StepSpan(tables=tables, tokens=[0], start=0, logit_rows=1)
+        for rows in WARM_ROWS:
+            self.best([first] * rows)
+        self.run([replace(first, tokens=[0] * reach)])
 
     def run(
         self, spans: Sequence[StepSpan], *, should_stop: Callable[[], bool] | None = None
@@ -141,10 +164,9 @@ class DeviceStep:
             ValueError: a token, block or position does not exist, or there are too many tokens.
         """
         counts = [len(span.tokens) for span in spans]
-        next_tokens = all(len(span.tokens) == 1 == span.logit_rows for span in spans)
-        if next_tokens and 1 <= len(spans) <= min(DECODE_ROWS, MAX_ROWS):
+        if self.takes_best(spans):
             self._next(spans)
-            logits = self._row.logits if len(spans) == 1 else self._logits[: len(spans)]
+            logits = self._logits.logits[: len(spans)]
             return _host(self._buffers.states[: len(spans)]), _host(logits)
         self._inputs.set(spans)
         buffers = self._buffers.of(sum(counts))
@@ -160,20 +182,31 @@ class DeviceStep:
             self._head_into(states, logits)
         return _host(buffers.states), _host(logits)
 
-    def best(self, span: StepSpan) -> Logits:
-        """Run one token as `run` does, and copy only its best logits to the host.
+    def best(self, spans: Sequence[StepSpan]) -> list[Logits]:
+        """Run one token of each span as `run` does, and copy only the best logits to the host.
 
         Raises:
-            ValueError: as in `run`, or the span has several tokens or no row of logits.
+            ValueError: as in `run`, or a span has several tokens or no row of logits, or there are
+                more than `DECODE_ROWS` spans.
         """
-        if len(span.tokens) != 1 or span.logit_rows != 1:
+        if not self.takes_best(spans):
+            counts = [(len(span.tokens), span.logit_rows) for span in spans]
             raise ValueError(
-                f"{len(span.tokens)} tokens and {span.logit_rows} rows of logits; the best are "
-                "found for one token and row"
+                f"{len(spans)} spans with tokens and rows of logits {counts}; the best are found "
+                f"for one token and row each of 1 to {DECODE_ROWS} spans"
             )
-        self._next([span])
-        self._pack()
-        return self._row.best()
+        self._next(spans)
+        rows = len(spans)
+        logits = self._logits.of(rows)
+        if rows not in self._pack:
+            self._pack[rows] = Captured(logits.pack, self._device)
+        self._pack[rows]()
+        return logits.best()
+
+    def takes_best(self, spans: Sequence[StepSpan]) -> bool:
+        """Whether the spans are next tokens, and no more than a captured step takes."""
+        each = all(len(span.tokens) == 1 == span.logit_rows for span in spans)
+        return each and 1 <= len(spans) <= min(DECODE_ROWS, MAX_ROWS)
 
     def logits(self, hidden: Floats) -> Floats:
         """Apply the LM head to states `[rows, E]`: `[rows, V]`."""
@@ -185,11 +218,16 @@ class DeviceStep:
             parts.append(_host(logits))
         return np.concatenate(parts)
 
-    def linear(self, x: Floats, weight: PackedWeights) -> Floats:
-        """Multiply rows `[M, K]` by a weight, copied to the device for this call: `[M, N]`."""
+    def linear(self, x: Floats, weight: PackedWeights, *, fine: bool = False) -> Floats:
+        """Multiply rows `[M, K]` by a weight, copied to the device for this call: `[M, N]`.
+
+        Args:
+            fine: see `linear` of `linear/gpu.py`.
+        """
         rows = on_device(x, self._device)
         out = torch.empty((len(x), weight.outputs), device=self._device)
-        linear(rows, DevicePackedWeights.of(weight, self._device), out, self._buffers.halves)
+        panels = DevicePackedWeights.of(weight, self._device)
+        linear(rows, panels, out, self._buffers.rows, fine=fine)
         return _host(out)
 
     def _next(self, spans: Sequence[StepSpan]) -> None:
@@ -203,10 +241,8 @@ class DeviceStep:
     def _launch_next(self, rows: int) -> None:
         buffers = self._buffers.of(rows)
         self._through_layers(self._decode_inputs, [1] * rows, buffers, None)
-        if rows == 1:
-            self._head_into(buffers.states, self._row.logits, peaks=self._row.peaks)
-        else:
-            self._head_into(buffers.states, self._logits[:rows])
+        logits = self._logits.of(rows)
+        self._head_into(buffers.states, logits.logits, peaks=logits.peaks)
 
     def _launch_chunk(self) -> None:
         self._through_layers(self._inputs, [MAX_ROWS], self._buffers, None)
@@ -221,10 +257,11 @@ class DeviceStep:
         """Compute the states of spans with `counts` tokens; False: it was stopped on the way."""
         weights, work = self._weights, inputs.work(counts)
         embed(self._embedding, inputs.tokens, buffers.x, scale=weights.embedding_scale)
-        for layer in self._layers:
+        ready = False
+        for layer, after in zip(self._layers, [*self._layers[1:], None], strict=True):
             if should_stop is not None and should_stop():
                 return False
-            layer.run(buffers, inputs.places, work)
+            ready = layer.run(buffers, inputs.places, work, ready=ready, after=after)
         normalize(buffers.x, self._final_norm, buffers.states, epsilon=weights.epsilon)
         return True
 
@@ -233,7 +270,7 @@ class DeviceStep:
     ) -> None:
         """Apply the LM head to states `[rows, E]`, into `logits` `[rows, V]`; see `linear`."""
         cap = self._weights.logit_softcap
-        linear(states, self._head, logits, self._buffers.halves, softcap=cap, peaks=peaks)
+        linear(states, self._head, logits, self._buffers.rows, softcap=cap, fine=True, peaks=peaks)
 
 
 def _last_rows(states: torch.Tensor, spans: Sequence[StepSpan]) -> torch.Tensor:

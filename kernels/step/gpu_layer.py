@@ -13,11 +13,19 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from edgellm.kernels.attention.gpu import Partials, attend
+from edgellm.kernels.attention.gpu import Partials, attend, takes_codes
 from edgellm.kernels.attention.gpu_tiles import Work
 from edgellm.kernels.gpu.device import on_device
 from edgellm.kernels.kv_append.gpu import DeviceNorms, append_rotated
-from edgellm.kernels.linear.gpu import DevicePackedWeights, Rows, linear, stackable
+from edgellm.kernels.linear.gpu import (
+    FEW_ROWS,
+    DevicePackedWeights,
+    Next,
+    Rows,
+    linear,
+    stackable,
+)
+from edgellm.kernels.linear.gpu_rows import CodedRows, code_rows
 from edgellm.kernels.linear.packed import PackedWeights
 from edgellm.kernels.rope import RopeTable
 from edgellm.kernels.step.gpu_inputs import Place
@@ -47,6 +55,8 @@ class Buffers:
         activated: inputs of down_proj `[rows, F]`.
         states: `[rows, E]`: hidden states at the end, and before that the output of a layer norm or
             a product for the next launch.
+        residual, inner: few rows as codes: the residual as inputs of a norm's products, and inputs
+            of o and down.
     """
 
     x: torch.Tensor
@@ -55,7 +65,9 @@ class Buffers:
     attended: torch.Tensor
     activated: torch.Tensor
     states: torch.Tensor
-    halves: Rows
+    rows: Rows
+    residual: CodedRows
+    inner: CodedRows
     partials: Partials
 
     @classmethod
@@ -74,7 +86,9 @@ class Buffers:
             attended=empty(rows, heads, head_dim),
             activated=empty(rows, intermediate),
             states=empty(rows, hidden),
-            halves=Rows(empty(rows, inputs, dtype=torch.float16), empty(rows)),
+            rows=Rows.empty(rows, inputs, device),
+            residual=CodedRows.empty(min(rows, FEW_ROWS), hidden, device),
+            inner=CodedRows.empty(min(rows, FEW_ROWS), inputs, device),
             partials=Partials.empty(
                 tokens=rows, heads=heads, kv_heads=kv_heads, head_dim=head_dim, device=device
             ),
@@ -89,7 +103,9 @@ class Buffers:
             self.attended[:rows],
             self.activated[:rows],
             self.states[:rows],
-            self.halves,
+            self.rows,
+            self.residual,
+            self.inner,
             self.partials,
         )
 
@@ -160,25 +176,73 @@ class DeviceLayer:
             post_mlp_norm=norm(layer.post_mlp_norm, layer.post_mlp_norm_bias),
         )
 
-    def run(self, buffers: Buffers, places: Sequence[Place], work: Work) -> None:
+    def run(
+        self,
+        buffers: Buffers,
+        places: Sequence[Place],
+        work: Work,
+        *,
+        ready: bool = False,
+        after: DeviceLayer | None = None,
+    ) -> bool:
         """Run the layer, which adds its outputs to the residual.
 
         Args:
             places: blocks and block tables in each pool.
-        """
-        self._attend(buffers, places[self.host.pool], work)
-        rows = len(buffers.x)
-        attended = buffers.attended.view(rows, -1)
-        self._add(attended, self.o, self.o_bias, self.post_attention_norm, buffers)
-        self._activate(buffers)
-        self._add(buffers.activated, self.down, self.down_bias, self.post_mlp_norm, buffers)
+            ready: whether `buffers.residual` has the codes of its inputs.
+            after: next layer, if any.
 
-    def _attend(self, buffers: Buffers, place: Place, work: Work) -> None:
+        Returns:
+            Whether `buffers.residual` has the codes of the next layer's inputs.
+        """
+        few = len(buffers.x) <= FEW_ROWS
+        attended = self._attend(buffers, places[self.host.pool], work, ready=ready)
+        then = _next(self.mlp_norm, buffers) if few else None
+        ready = self._add(
+            buffers.attended.view(len(buffers.x), -1),
+            self.o,
+            self.o_bias,
+            self.post_attention_norm,
+            buffers,
+            coded=attended,
+            then=then,
+        )
+        activated = self._activate(buffers, ready=ready)
+        norm = None if after is None else after.attention_norm
+        # codes of 16 bits for V
+        then = _next(norm, buffers, fine=True) if few else None
+        return self._add(
+            buffers.activated,
+            self.down,
+            self.down_bias,
+            self.post_mlp_norm,
+            buffers,
+            coded=activated,
+            then=then,
+        )
+
+    def _attend(
+        self, buffers: Buffers, place: Place, work: Work, *, ready: bool
+    ) -> CodedRows | None:
+        """Compute attention; return the results if they are codes."""
         inputs, norm = self._inputs(self.attention_norm, buffers)
         qkv, first = buffers.qkv.view(len(inputs), -1), 0
+        few = len(inputs) <= FEW_ROWS
+        if few and not ready:
+            code_rows(inputs, buffers.residual, norm=norm, fine=True)
         for weight in self.projections:
             part = qkv[:, first : first + weight.outputs]
-            linear(inputs, weight, part, buffers.halves, norm=norm, epsilon=self.epsilon)
+            linear(
+                inputs,
+                weight,
+                part,
+                buffers.rows,
+                norm=norm,
+                epsilon=self.epsilon,
+                # V takes 16 bits, as in the C++ kernels, and so do its neighbours of one launch
+                fine=weight is self.projections[-1],
+                coded=buffers.residual if few else None,
+            )
             first += weight.outputs
         append_rotated(
             place.blocks,
@@ -191,6 +255,7 @@ class DeviceLayer:
             bias=self.qkv_bias,
             norms=self.head_norms,
         )
+        coded = buffers.inner if few and takes_codes(self.host.head_dim) else None
         attend(
             place.blocks,
             place.tables,
@@ -202,24 +267,29 @@ class DeviceLayer:
             window=self.host.window,
             scale=self.host.scale,
             softcap=self.host.softcap,
+            coded=coded,
         )
+        return coded
 
-    def _activate(self, buffers: Buffers) -> None:
-        """Compute the MLP up to the input of `down`."""
+    def _activate(self, buffers: Buffers, *, ready: bool) -> CodedRows | None:
+        """Compute the MLP up to the input of `down`; return that if it is codes."""
         inputs, norm = self._inputs(self.mlp_norm, buffers)
-        gated = self.gate is not None
+        gated, few = self.gate is not None, len(inputs) <= FEW_ROWS
         linear(
             inputs,
             self.up if self.gate is None else self.gate,
             buffers.activated,
-            buffers.halves,
+            buffers.rows,
             norm=norm,
             epsilon=self.epsilon,
             bias=self.gate_bias if gated else self.up_bias,
             activation=self.host.activation,
             up=self.up if gated else None,
             up_bias=self.up_bias if gated else None,
+            coded=buffers.residual if ready else None,
+            then=Next(buffers.inner) if few else None,
         )
+        return buffers.inner if few else None
 
     def _inputs(
         self, norm: DeviceNorm | None, buffers: Buffers
@@ -237,12 +307,30 @@ class DeviceLayer:
         bias: torch.Tensor | None,
         norm: DeviceNorm | None,
         buffers: Buffers,
-    ) -> None:
-        """Add the output of a linear layer, normalized if there is a norm, to the residual."""
+        *,
+        coded: CodedRows | None,
+        then: Next | None,
+    ) -> bool:
+        """Add the output of a linear layer, normalized if there is a norm, to the residual.
+
+        Returns:
+            Whether the residual was coded for what comes next.
+        """
         out = buffers.x if norm is None else buffers.states
-        linear(inputs, weight, out, buffers.halves, bias=bias, add=norm is None)
+        after = then if norm is None else None
+        linear(
+            inputs, weight, out, buffers.rows, bias=bias, add=norm is None, coded=coded, then=after
+        )
         if norm is not None:
             normalize(out, norm, buffers.x, epsilon=self.epsilon, add=True)
+        return after is not None
+
+
+def _next(norm: DeviceNorm | None, buffers: Buffers, *, fine: bool = False) -> Next | None:
+    """Return what takes the residual next, if it is a product behind an RMS norm."""
+    if norm is None or norm.bias is not None:
+        return None
+    return Next(buffers.residual, norm.weight, fine)
 
 
 def _qkv_bias(layer: LayerWeights) -> Floats | None:

@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 
 from edgellm.kernels.gpu.device import on_device
+from edgellm.kernels.gpu.early import allow_next, early, wait_for_last
 from edgellm.kernels.step.weights import Floats
 
 
@@ -35,12 +36,15 @@ def norm_kernel(
     LAYER: tl.constexpr,
     ADD: tl.constexpr,
     BLOCK: tl.constexpr,
+    EARLY: tl.constexpr,
 ) -> None:
     """Write the RMS norm or layer norm (arXiv:1607.06450) of a row to y, or add it to y.
 
     The grid counts rows. The variance is summed after the mean is known: with a large
     mean, squares would cancel.
     """
+    allow_next(EARLY)
+    wait_for_last(EARLY)
     row = tl.program_id(0).to(tl.int64) * width
     x_ptr += row
     y_ptr += row
@@ -85,4 +89,5 @@ def normalize(
         ADD=add,
         BLOCK=min(4096, triton.next_power_of_2(width)),
         num_warps=8 if width > 1024 else 4,
+        **early(),
     )

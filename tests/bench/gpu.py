@@ -45,6 +45,7 @@ from edgellm.llm import LLM, load
 
 COPY_BYTES = 2 << 30
 PROMPT = 2048
+PEER_CALLS = 40
 
 
 @dataclass(frozen=True)
@@ -74,12 +75,20 @@ SHAPES = {
 
 
 def seconds(run: Callable[[], object]) -> float:
-    """The median time of a call, its launch included."""
+    """The median time of launches on the device, whose caches are cold."""
     if interpreted():
+        return waited(run, calls=1)
+    return float(triton.testing.do_bench(run, return_mode="median")) / 1e3
+
+
+def waited(run: Callable[[], object], *, calls: int = 30) -> float:
+    """The median time of a call that waits for its results, on the host's clock."""
+    times = []
+    for _ in range(calls + (0 if interpreted() else 3)):
         start = time.perf_counter()
         run()
-        return time.perf_counter() - start
-    return float(triton.testing.do_bench(run, return_mode="median")) / 1e3
+        times.append(time.perf_counter() - start)
+    return float(np.median(times[-calls:]))
 
 
 def random_panels(rng: np.random.Generator, outputs: int, inputs: int, kind: Kind) -> PackedWeights:
@@ -155,10 +164,10 @@ def show_linear(shape: Shape, kind: Kind, device: str, bandwidth: float) -> None
     qkv = [layer.q, layer.k, layer.v]
     for name, stacked in {"qkv": qkv, **parts, "head": [weights.head]}.items():
         weight = DevicePackedWeights.stacked(stacked, device)
-        for count in (1, 16):
+        for count in (1, 8, 32, 512):
             x = torch.randn((count, weight.inputs), device=device)
             y = torch.empty((count, weight.outputs), device=device)
-            rows = Rows(x.to(torch.float16), torch.empty(count, device=device))
+            rows = Rows.empty(count, weight.inputs, device)
             run = _bound(linear, x, weight, y, rows)
             show_kernel(f"linear {name} x{count}", seconds(run), weight.data.nbytes, bandwidth)
 
@@ -202,8 +211,7 @@ def show_model(
         step = DeviceStep(weights, [rope_table], [blocks], device)
         table = list(range(len(blocks.k)))
         for depth in depths:
-            run = _bound(step.best, _span(table, 1, depth))
-            taken = seconds(run)
+            taken = waited(_bound(step.best, [_span(table, 1, depth)]))
             size = weights.nbytes + blocks.host.nbytes * depth // (len(blocks.k) * BLOCK)
             print(
                 f"  decode {format} @{depth:<6} {1 / taken:8.0f} tokens/s  "
@@ -216,10 +224,10 @@ def show_model(
             tables = [table[first * each : (first + 1) * each] for first in range(rows)]
             depth = each * BLOCK - 1
             spans = [_span(blocks_of_one, 1, depth) for blocks_of_one in tables]
-            taken = seconds(_bound(step.run, spans))
+            taken = waited(_bound(step.best, spans))
             print(f"  decode {format} {rows} @{depth:<6} {rows / taken:8.0f} tokens/s")
         count = 16 if interpreted() else PROMPT
-        taken = seconds(partial(_prompt, step, table, count))
+        taken = waited(partial(_prompt, step, table, count), calls=1 if interpreted() else 5)
         print(f"  prefill {format} pp{count:<6} {count / taken:8.0f} tokens/s")
         del step, blocks
 
@@ -236,16 +244,22 @@ def show_peer(shape: Shape, depth: int, bandwidth: float) -> None:
         num_attention_heads=shape.heads,
         num_key_value_heads=shape.kv_heads,
         head_dim=shape.head_dim,
-        max_position_embeddings=depth + BLOCK,
+        max_position_embeddings=depth + PEER_CALLS,
         tie_word_embeddings=True,
     )
     with torch.device("cuda"), torch.inference_mode():
         model = LlamaForCausalLM(config).to(torch.bfloat16)
-        cache = StaticCache(config, max_cache_len=depth + BLOCK)
+        # the cache counts its tokens itself: a prompt first, then one token a call
+        cache = StaticCache(config=config, max_cache_len=depth + PEER_CALLS)
+        model(torch.ones((1, depth), dtype=torch.int64), past_key_values=cache)
         model.forward = torch.compile(model.forward, mode="reduce-overhead", fullgraph=True)
         token = torch.ones((1, 1), dtype=torch.int64)
-        at = torch.tensor([depth])
-        taken = seconds(lambda: model(token, past_key_values=cache, cache_position=at))
+
+        def decode() -> None:
+            model(token, past_key_values=cache)
+            torch.cuda.synchronize()
+
+        taken = waited(decode, calls=PEER_CALLS - 8)
         size = 2 * sum(p.numel() for p in model.parameters())
     print(
         f"  transformers bf16 @{depth:<6} {1 / taken:8.0f} tokens/s  "
@@ -256,10 +270,11 @@ def show_peer(shape: Shape, depth: int, bandwidth: float) -> None:
 def show_provider() -> None:
     """The default model's prompt through ONNX Runtime's CUDA provider, beside Triton's."""
     reason = status(CUDA).reason
+    choices = [(TRITON, None), (CUDA, "f16"), (CUDA, "w4a16")]
     if reason:
         print(f"CUDA provider: left out, {reason}")
-        return
-    for prefill, precision in ((TRITON, None), (CUDA, "f16"), (CUDA, "w4a16")):
+        choices = choices[:1]
+    for prefill, precision in choices:
         try:
             llm = load(prefill=prefill, precision=precision, decode=TRITON, ctx_size=2 * PROMPT)
         except EdgeLLMError as error:
@@ -273,7 +288,7 @@ def show_provider() -> None:
 
         print(
             f"  prefill {prefill} {precision or ''} pp{PROMPT} "
-            f"{PROMPT / seconds(run):8.0f} tokens/s"
+            f"{PROMPT / waited(run, calls=5):8.0f} tokens/s"
         )
 
 

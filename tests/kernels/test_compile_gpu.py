@@ -62,12 +62,14 @@ def test_parts_of_models_compile_and_spill_nothing(tmp_path: Path) -> None:
     }
     switches = {f"{name}=True" for name in ("CAP", "BIAS", "UP_BIAS", "GATED", "LAYER", "ADD")}
     assert parts | switches <= settings
-    assert {"attention_kernel", "gemv_kernel"} <= {line[0] for line in lines if "CAP=True" in line}
+    assert {"attention_kernel", "product_kernel"} <= {
+        line[0] for line in lines if "CAP=True" in line
+    }
 
 
 @pytest.mark.slow
 def test_kinds_of_weights_compile_and_spill_nothing(tmp_path: Path) -> None:
     lines = report(tmp_path, "--models=Llama-3-8B", "--formats=int8", f"--kinds={KINDS}", "sm_86")
-    for kernel in ("gemv_kernel", "gemm_kernel"):
+    for kernel in ("product_kernel", "gemm_kernel"):
         settings = " ".join(word for line in lines if line[0] == kernel for word in line[6:])
         assert all(f"KIND={kind}" in settings for kind in KINDS.split(","))

@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from edgellm.backends.batch import Rows, Span
 from edgellm.backends.selection import select
 from edgellm.cache.replica import Replica
 from edgellm.cache.sequence import Sequence as CachedSequence
@@ -178,12 +179,17 @@ def test_the_best_logits_lead_to_the_same_answer_as_all(
     model = on_gpu.engine.decoder.model
     asked: list[int] = []
     best = model._candidates
-    monkeypatch.setattr(
-        model, "_candidates", lambda span: (asked.append(span.tokens[0]), best(span))[1]
-    )
+
+    def watched(spans: Sequence[Span]) -> list[Rows] | None:
+        results: list[Rows] | None = best(spans)
+        if results is not None:
+            asked.append(spans[0].tokens[0])
+        return results
+
+    monkeypatch.setattr(model, "_candidates", watched)
     first = answer()
     assert asked == [TOKENS[8], *first.tokens[:-1]]
-    monkeypatch.setattr(model, "_candidates", lambda span: model._rows([span], None))
+    monkeypatch.setattr(model, "_candidates", lambda _: None)
     again = answer()
     assert again.tokens == first.tokens
     assert again.logprobs == pytest.approx(first.logprobs, abs=1e-4)
