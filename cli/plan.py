@@ -13,6 +13,7 @@ from edgellm.cli.progress import progress_bar
 from edgellm.cli.text import spelled_out
 from edgellm.errors import OptionError
 from edgellm.measure.explain import (
+    Machine,
     PlannedChunk,
     TimedPrompt,
     chunks_of,
@@ -81,7 +82,7 @@ def _show_limits(llm: LLM, count: int) -> None:
     limit = limits(llm.engine, count)
     work, share = limit.work, limit.work.weight_share
     click.echo(
-        f"limits: prefill {limit.prefill.flops / 1e9:.0f} GFLOP/s ({limit.prefill.kind}), "
+        f"limits: prefill {limit.prefill.flops / 1e9:.0f} GFLOP/s ({_kind(limit.prefill)}), "
         f"{work.prefill_flops / 1e9:.3f} GFLOP a token: "
         f"{limit.prefill.flops / work.prefill_flops:.0f} t/s"
     )
@@ -91,6 +92,12 @@ def _show_limits(llm: LLM, count: int) -> None:
         f"{limit.decode.read_bytes / work.decode_bytes:.0f} t/s"
         + (f" (weights: {share:.2f} times their bytes in the file)" if share else "")
     )
+
+
+def _kind(machine: Machine) -> str:
+    if machine.peak is None:
+        return machine.kind
+    return f"{machine.kind}: {machine.flops / machine.peak:.0%} of its 8-bit arithmetic"
 
 
 def _plan_text(chunks: Sequence[PlannedChunk]) -> str:

@@ -45,6 +45,7 @@ def library() -> ctypes.CDLL | None:
         loaded[f"edgellm_{name}"].restype = None
     loaded.edgellm_step.restype = ctypes.c_int32
     loaded.edgellm_step_workspace.restype = ctypes.c_size_t
+    loaded.edgellm_bare_products.restype = ctypes.c_double
     loaded.edgellm_log_sum_exp.restype = ctypes.c_double
     loaded.edgellm_log_sum_exp.argtypes = [ctypes.c_void_p, ctypes.c_int64]
     loaded.edgellm_top_k.restype = ctypes.c_int64

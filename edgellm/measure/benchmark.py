@@ -19,6 +19,7 @@ from edgellm.engine.one_sequence import Hooks, best_next, compute_prompt
 from edgellm.errors import OptionError
 from edgellm.graphs.tensors import parameters
 from edgellm.machine import cpu_name, peak_memory_bytes
+from edgellm.measure.explain import limits
 from edgellm.progress import Progress, ProgressCallback
 
 
@@ -120,6 +121,29 @@ def environment(engine: Engine) -> dict[str, Any]:
     }
 
 
+def shares(results: SequenceOf[BenchResult], engine: Engine) -> list[str]:
+    """Compare results with the processor's arithmetic and memory, a line each; none on a GPU.
+
+    A prompt is bound by the peak of 8-bit products, and decode by how fast memory is read.
+    """
+    lines = []
+    for result in results:
+        limit = limits(engine, result.n_depth + max(result.n_prompt, result.n_gen // 2))
+        if result.n_prompt and limit.prefill.peak is not None and not result.n_depth:
+            flops = result.tokens_per_second * limit.work.prefill_flops
+            lines.append(
+                f"{result.test}: {flops / 1e9:.0f} GOP/s, {flops / limit.prefill.peak:.0%} of the "
+                f"arithmetic peak ({limit.prefill.peak / 1e9:.0f} GOP/s)"
+            )
+        elif result.n_gen and limit.decode.peak is not None:
+            read = result.tokens_per_second * limit.work.decode_bytes
+            lines.append(
+                f"{result.test}: {read / 1e9:.1f} GB/s, {read / limit.decode.read_bytes:.0%} of a "
+                f"plain read ({limit.decode.read_bytes / 1e9:.1f} GB/s)"
+            )
+    return lines
+
+
 def to_json(results: SequenceOf[BenchResult], engine: Engine) -> str:
     return json.dumps([{**environment(engine), **asdict(result)} for result in results], indent=1)
 
@@ -141,6 +165,7 @@ def to_markdown(results: SequenceOf[BenchResult], engine: Engine) -> str:
     lines.append(
         f"\n{setting['cpu']}, edgellm {setting['version']} ({setting['commit'] or 'no commit'})"
     )
+    lines.extend(shares(results, engine))
     return "\n".join(lines)
 
 

@@ -28,6 +28,7 @@ _SPEEDS = (1, 5, 10)
 __all__ = [
     "Forecast",
     "Limits",
+    "Machine",
     "PlannedChunk",
     "TimedPrompt",
     "chunks_of",

@@ -5,6 +5,7 @@ Williams et al., "Roofline", CACM 2009.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -30,6 +31,7 @@ _REPEATS = 5
 _READ_BYTES = 256 << 20  # more than any cache holds
 _FLOAT_SIZE = 1024
 _INT4_SHAPE = (256, 2048, 2048)  # rows, outputs, inputs
+_PEAK_TURNS = 1_000_000  # about 10 ms
 
 
 @dataclass(frozen=True)
@@ -40,11 +42,14 @@ class Machine:
         flops: operations a second in a large matrix product.
         kind: number format of that product, and processor.
         read_bytes: bytes a second from the processor's memory.
+        peak: operations a second of 8-bit products between registers, which no kernel exceeds;
+            None where the C++ kernels do not compute, or for another processor.
     """
 
     flops: float
     kind: str
     read_bytes: float
+    peak: float | None = None
 
 
 @dataclass(frozen=True)
@@ -74,7 +79,7 @@ def measure_cpu(threads: int, *, int4: bool) -> Machine:
     flops = _int4_flops(threads) if int4 else None
     if flops is None:
         return Machine(_float_flops(threads), "float32, CPU", _read_bytes(threads))
-    return Machine(flops, "int4 kernel, CPU", _read_bytes(threads))
+    return Machine(flops, "int4 kernel, CPU", _read_bytes(threads), peak_flops(threads))
 
 
 def measure_gpu() -> Machine:
@@ -172,6 +177,20 @@ def _int4_flops(threads: int) -> float | None:
         lambda: native_linear.linear(compiled, x, weight, threads=threads), times=_REPEATS
     )
     return 2 * rows * outputs * inputs / seconds
+
+
+def peak_flops(threads: int) -> float | None:
+    """Measure 8-bit products between registers in the instruction set in use, without memory."""
+    compiled = library()
+    if compiled is None:
+        return None
+
+    def rate() -> float:
+        start = time.perf_counter()
+        operations: float = compiled.edgellm_bare_products(threads, _PEAK_TURNS)
+        return operations / (time.perf_counter() - start)
+
+    return max(rate() for _ in range(_REPEATS))
 
 
 def _read_bytes(threads: int) -> float:

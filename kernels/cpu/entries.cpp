@@ -1,6 +1,7 @@
 // The entry points of the kernels that a step is made of, and of the step. They are one file because
 // apart from each other they would all be compiled twice, for every instruction set.
 #include <algorithm>
+#include <atomic>
 #include <cmath>
 #include <cstring>
 #include <initializer_list>
@@ -23,6 +24,8 @@ void edgellm_append(const edgellm::AppendCall* call) { EDGELLM_CALL(append(*call
 void edgellm_attend(const edgellm::AttendCall* call) { EDGELLM_CALL(attend(*call)) }
 
 void edgellm_linear(const edgellm::LinearCall* call) { EDGELLM_CALL(linear(*call)) }
+
+double edgellm_bare_products(int32_t threads, int32_t turns) { EDGELLM_CALL(bare_products(threads, turns)) }
 
 int32_t edgellm_step(const edgellm::StepCall* call) { EDGELLM_CALL(step(*call)) }
 

@@ -126,3 +126,8 @@ def test_panels_of_another_size() -> None:
             PackedWeights(data, 32, 64, panels.kind)
     with pytest.raises(ValueError, match="64 inputs are not groups of 256, as int4_k has them"):
         PackedWeights(panels.data, 32, 64, KINDS["int4_k"])
+
+
+def test_the_peak_counts_its_operations(compiled: ctypes.CDLL) -> None:
+    one, six = (compiled.edgellm_bare_products(*given) for given in ((1, 5), (3, 10)))
+    assert six == 6 * one > 0

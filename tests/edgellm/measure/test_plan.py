@@ -110,6 +110,7 @@ def test_a_cpu_has_limits(int4: bool) -> None:
     found = measure_cpu(1, int4=int4)
     assert min(found.flops, found.read_bytes) > 1e8
     assert found.kind == ("int4 kernel, CPU" if int4 and library() else "float32, CPU")
+    assert (found.peak is not None) == (int4 and library() is not None)
 
 
 @pytest.mark.triton
