@@ -148,7 +148,7 @@ inline void few_rows(const Packed<KIND>& panel, const edgellm::Rows& x, int rows
 #ifdef EDGELLM_TILES
 #include "tiles.h"
 #else
-constexpr int TILES_FROM = 0;
+constexpr int TILES_FROM = 0, TILE_GROUPS = 1;
 constexpr bool goes_by_tiles(int, bool) { return false; }
 template <bool AFFINE>  // not called
 void all_rows_by_tiles(const Unpacked*, int, int, const edgellm::Rows&, int, float*, size_t, bool);
@@ -161,7 +161,8 @@ inline void many_rows(const edgellm::Linear& linear, int first, int end, const e
                       float* y, size_t step, bool add) {
     using Wide = Shared<arithmetic(KIND)>;
     Unpacked unpacked[WIDE_PANELS * K_TILE];
-    const int groups = x.width / edgellm::GROUP, parts = (groups + K_TILE - 1) / K_TILE;
+    constexpr int MOST = TILES ? TILE_GROUPS : K_TILE;
+    const int groups = x.width / edgellm::GROUP, parts = (groups + MOST - 1) / MOST;
     const int tile = (groups + parts - 1) / parts;
     for (int g = 0; g < groups; g += tile) {
         const int count = std::min(tile, groups - g);

@@ -142,7 +142,8 @@ class DeviceStep:
         tables = [list(range(-(-reach // BLOCK)))] * len(pools)
         first = StepSpan(tables=tables, tokens=[0], start=0, logit_rows=1)
         for rows in WARM_ROWS:
-            self.best([first] * rows)
+            if rows <= MAX_ROWS:
+                self.best([first] * rows)
         self.run([replace(first, tokens=[0] * reach)])
 
     def run(

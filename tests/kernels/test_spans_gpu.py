@@ -17,7 +17,6 @@ pytestmark = [pytest.mark.triton, pytest.mark.filterwarnings("ignore::RuntimeWar
 import random_model  # noqa: E402
 from gpu_steps import counted, poison, span  # noqa: E402
 
-from edgellm.kernels.gpu.device import interpreted  # noqa: E402
 from edgellm.kernels.gpu.kv_blocks import DeviceBlocks  # noqa: E402
 from edgellm.kernels.kv_append import append  # noqa: E402
 from edgellm.kernels.kv_blocks import (  # noqa: E402
@@ -88,9 +87,8 @@ def test_spans_give_what_each_gives_alone(
 ) -> None:
     """Parts of three sequences, and next tokens of two, one of them in its second block.
 
-    The parts have the same bits, as products and attention have the same tiles and their keys are
-    too few to be split; a token alone goes through vector products. In the
-    interpreter they are only near: numpy's products depend on the rows on some processors.
+    They are near and have not the same bits: products take the rows of a call in tiles of 8, 16 or
+    32, which are compiled apart.
     """
     ranges = [(0, 4), (8, 11), (5, 7), (130, 131), (3, 4)]
     conversations = Conversations(ranges, format=format, device=triton_device)
@@ -104,8 +102,6 @@ def test_spans_give_what_each_gives_alone(
     for each, found, (states, logits) in zip(spans, together, expected, strict=True):
         last = logits[len(logits) - each.logit_rows :]
         for ours, theirs in zip(found, (states, last), strict=True):
-            if len(each.tokens) > 1 and not interpreted():
-                np.testing.assert_array_equal(ours, theirs)
             assert near(ours, theirs, format)
 
 
