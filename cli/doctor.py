@@ -92,7 +92,7 @@ class _Report:
             mark = "ok   " if check.passed else "WRONG"
             self._show_live("")
             click.echo(f"{mark} {check.name}: error {check.error:.2g}, allowed {check.limit:.2g}")
-        self._show_live(f"check {len(self.checks)}: {check.name}")
+        self._show_live(f"{len(self.checks)} done: {check.name}")
 
     def end(self) -> None:
         """Print the subject's summary."""

@@ -60,8 +60,13 @@ def devices() -> Devices:
 @contextmanager
 def _without_noise() -> Iterator[None]:
     """Hold back what libraries print to stderr, and print it at the end without `_NOISE`."""
-    sys.stderr.flush()
-    saved = os.dup(2)
+    try:
+        saved = os.dup(2)
+    except OSError:  # a process without a stderr
+        yield
+        return
+    if sys.stderr is not None:
+        sys.stderr.flush()
     with tempfile.TemporaryFile() as held:
         os.dup2(held.fileno(), 2)
         try:

@@ -56,7 +56,7 @@ class StepBackend:
     def __init__(self, model: StepModel, *, name: str) -> None:
         self.model = model
         self.name = name
-        self.exact_rows = name == NATIVE  # on a GPU one row has a kernel of its own
+        self.exact_rows = name == NATIVE  # on a GPU tiles depend on the number of rows
 
     @property
     def placement(self) -> Placement:

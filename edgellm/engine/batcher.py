@@ -51,6 +51,11 @@ class Work:
     def request(self) -> Request:
         return self.share.request
 
+    @property
+    def drafted(self) -> bool:
+        """Whether a draft is computed with the rows."""
+        return len(self.span.tokens) > self.share.rows
+
 
 class Batcher:
     """Requests from their submission until they leave, computed in steps.
@@ -159,8 +164,16 @@ class Batcher:
             self._park()
         return shares
 
-    def _learn(self, done: Sequence[Share[Request]], seconds: float) -> None:
-        self._scheduler.done(done, seconds)
+    def _learn(self, done: Sequence[Work], seconds: float) -> None:
+        """Count the shares of a step, and learn its seconds unless a draft was in it.
+
+        Each row of a draft has logits: its time says nothing of rows of prompts.
+        """
+        shares = [part.share for part in done]
+        if any(part.drafted for part in done):
+            self._scheduler.count(shares)
+        else:
+            self._scheduler.done(shares, seconds)
 
     def _fail(self, request: Request, error: BaseException) -> None:
         request.fail(error)
@@ -219,11 +232,11 @@ class Batcher:
 
     def _compute(
         self, backend: Backend, shares: Sequence[Share[Request]], *, alone: bool
-    ) -> list[Share[Request]]:
+    ) -> list[Work]:
         """Run shares of a step in one batch, without the newest request where the cache is full.
 
         Where the batch fails, each share runs by itself: the bits are the same, and only the
-        request at fault fails. Returns the shares that were computed.
+        request at fault fails. Returns the work that was done.
         """
         while shares:
             work: list[Work] = []
@@ -236,20 +249,20 @@ class Batcher:
             except CancelledError:
                 break
             except CacheFullError as error:
-                if not any(len(part.span.tokens) > part.share.rows for part in work):
+                if not any(part.drafted for part in work):
                     shares = self._without_newest(shares, error)
                 alone = False  # and without a draft
             except Exception as error:
                 if len(work) > 1:
                     apart = (self._compute(backend, [share], alone=False) for share in shares)
-                    return [share for done in apart for share in done]
+                    return [part for done in apart for part in done]
                 self._fail(work[0].request, error)
                 break
             else:
                 seconds = time.perf_counter() - start
                 for part, rows in zip(work, results, strict=True):
                     self._take(part, rows, alone=alone, seconds=seconds)
-                return [part.share for part in work]
+                return work
         return []
 
     def _work(self, shares: Sequence[Share[Request]], *, alone: bool) -> list[Work]:

@@ -311,10 +311,12 @@ class TwoLaneBatcher(Batcher):
         self._lane.stop_dropped()
         return left
 
-    def _learn(self, done: Sequence[Share[Request]], seconds: float) -> None:
+    def _learn(self, done: Sequence[Work], seconds: float) -> None:
         """Learn the whole step's time: taking over and beginning rows costs decode time as well."""
-        load = self._scheduler.count(done)
+        load = self._scheduler.count([part.share for part in done])
         seconds = time.perf_counter() - self._start
+        if any(part.drafted for part in done):
+            return
         if self._beside:
             self._pace.beside(load, seconds)
         else:

@@ -14,12 +14,14 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, urlparse
 
+from edgellm.backends.registry import NATIVE
 from edgellm.engine.engine import Engine
 from edgellm.engine.one_sequence import Hooks, best_next, compute_prompt
 from edgellm.errors import OptionError
 from edgellm.graphs.tensors import parameters
 from edgellm.machine import cpu_name, peak_memory_bytes
 from edgellm.measure.explain import limits
+from edgellm.measure.roofline import work_of
 from edgellm.progress import Progress, ProgressCallback
 
 
@@ -126,17 +128,25 @@ def shares(results: SequenceOf[BenchResult], engine: Engine) -> list[str]:
 
     A prompt is bound by the peak of 8-bit products, and decode by how fast memory is read.
     """
+    if NATIVE not in (engine.prefill.placement.provider, engine.decoder.name):
+        return []
+    limit = limits(engine, 1)
     lines = []
     for result in results:
-        limit = limits(engine, result.n_depth + max(result.n_prompt, result.n_gen // 2))
+        work = work_of(
+            engine.bundle,
+            result.n_depth + max(result.n_prompt, result.n_gen // 2),
+            precision=engine.decoder.precision,
+            kv_format=engine.options.kv_format,
+        )
         if result.n_prompt and limit.prefill.peak is not None and not result.n_depth:
-            flops = result.tokens_per_second * limit.work.prefill_flops
+            flops = result.tokens_per_second * work.prefill_flops
             lines.append(
                 f"{result.test}: {flops / 1e9:.0f} GOP/s, {flops / limit.prefill.peak:.0%} of the "
                 f"arithmetic peak ({limit.prefill.peak / 1e9:.0f} GOP/s)"
             )
         elif result.n_gen and limit.decode.peak is not None:
-            read = result.tokens_per_second * limit.work.decode_bytes
+            read = result.tokens_per_second * work.decode_bytes
             lines.append(
                 f"{result.test}: {read / 1e9:.1f} GB/s, {read / limit.decode.read_bytes:.0%} of a "
                 f"plain read ({limit.decode.read_bytes / 1e9:.1f} GB/s)"

@@ -39,7 +39,13 @@ bool has_dot_products() {
 namespace {
 
 sigjmp_buf before_illegal;
-void leave_illegal(int) { siglongjmp(before_illegal, 1); }
+thread_local bool tests_tiles = false;
+
+// Another thread's instruction ends the process, as it does at any other time.
+void leave_illegal(int) {
+    if (tests_tiles) siglongjmp(before_illegal, 1);
+    signal(SIGILL, SIG_DFL);
+}
 
 }  // namespace
 
@@ -48,9 +54,16 @@ bool allow_tiles(bool (*test)()) {
     if (syscall(SYS_arch_prctl, ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA) != 0) return false;
     struct sigaction leave {}, old {};
     leave.sa_handler = leave_illegal;
+    sigset_t illegal, blocked;
+    sigemptyset(&illegal);
+    sigaddset(&illegal, SIGILL);
+    pthread_sigmask(SIG_UNBLOCK, &illegal, &blocked);
     sigaction(SIGILL, &leave, &old);
+    tests_tiles = true;
     const bool passed = sigsetjmp(before_illegal, 1) == 0 && test();
+    tests_tiles = false;
     sigaction(SIGILL, &old, nullptr);
+    pthread_sigmask(SIG_SETMASK, &blocked, nullptr);
     return passed;
 }
 #else

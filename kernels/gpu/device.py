@@ -38,8 +38,6 @@ def why_not() -> str | None:
         return None
     if not _torch_has_cuda():
         return "this torch was built without CUDA; install one with it"
-    if (lacking := _no_compiler()) is not None:
-        return lacking
     try:
         driver = ctypes.CDLL("libcuda.so.1")
     except OSError:
@@ -53,7 +51,7 @@ def why_not() -> str | None:
             f"the device has compute capability {capability[0]}.{capability[1]}; "
             f"{OLDEST[0]}.{OLDEST[1]} or newer is needed"
         )
-    return None
+    return _no_compiler()
 
 
 def require() -> str:
@@ -117,10 +115,11 @@ def _torch_has_cuda() -> bool:
 
 def _no_compiler() -> str | None:
     """Return what Triton lacks to build its launchers in C, as it does at the first launch."""
-    compilers = [os.environ.get("CC"), "gcc", "clang", "cc"]
-    if not any(shutil.which(name) for name in compilers if name):
-        return "Triton needs a C compiler at run time; install gcc or clang"
-    if not (Path(sysconfig.get_paths()["include"]) / "Python.h").exists():
+    compiler = os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")
+    if compiler is None or shutil.which(compiler) is None:
+        return "Triton needs a C compiler at run time; install gcc or clang, or set CC to one"
+    scheme = sysconfig.get_default_scheme().replace("posix_local", "posix_prefix")
+    if not (Path(sysconfig.get_paths(scheme)["include"]) / "Python.h").exists():
         return "Triton needs Python.h at run time; install the headers of this Python"
     return None
 

@@ -176,7 +176,8 @@ def linear(
     """Compute y = activation(f(x) W^T + bias) for float32 rows `x` `[M, K]` and `y` `[M, N]`.
 
     f is the norm, if any. `y` may be some columns of a wider array. Up to `FEW_ROWS` rows are
-    rounded to int8 with a scale for every 32 inputs; a row's outputs do not depend on the others.
+    rounded to int8 with a scale for every 32 inputs; a row's outputs do not
+    depend on the others where there are as many tiles of eight rows.
 
     Args:
         rows: buffers for `x`.
@@ -274,7 +275,7 @@ def _few(
         SPAN=triton.next_power_of_2(groups),
         ASM=not interpreted(),
         num_warps=panels * warps,
-        # all variants of a row's sums have the same operations
+        # variants of a row's sums have the same operations, but for the number of tiles
         enable_fp_fusion=False,
         **early(),
     )
@@ -287,10 +288,11 @@ def _shape(call: _Call, tiles: int, *, one: bool) -> tuple[int, int]:
     """
     if interpreted():
         return min(16, triton.next_power_of_2(call.weight.inputs // GROUP)), 1
-    # an H100 wants 2,000 warps in flight, and loads of 8 groups for each of them; registers of
-    # two weights and several rows leave less room
-    both = 1 if call.up is None or one else 2
-    return 4 if call.panels > 300 else 8, max(1, 4 // (tiles * both))
+    # an H100 wants 2,000 warps in flight, and loads of 8 groups for each of them; two weights with
+    # offsets or several rows, and int5_k, leave fewer registers for them
+    kind = call.weight.kind
+    tight = (call.up is not None and (kind.affine or not one)) or (kind.bits == 5 and kind.blocked)
+    return 4 if call.panels > 300 else 8, max(1, (2 if tight else 4) // tiles)
 
 
 def _many(count: int, rows: Rows, call: _Call) -> None:

@@ -2,7 +2,7 @@
 
 A weight is read once for all rows, and a warp multiplies a group of 16 outputs by 8 rows with one
 instruction. A program has some panels; its warps divide the groups among them, and their sums are
-added at the end in the same order however many rows there are.
+added at the end in the same order however many rows a tile has.
 """
 
 from __future__ import annotations

@@ -42,7 +42,8 @@ class CodedRows:
 
     @classmethod
     def empty(cls, rows: int, inputs: int, device: str) -> CodedRows:
-        size = -(-rows // TILE) * TILE * inputs
+        tiles = 1 << (-(-rows // TILE) - 1).bit_length()  # as a product reads them
+        size = tiles * TILE * inputs
         codes, rest = (torch.empty(size, dtype=torch.int8, device=device) for _ in range(2))
         floats = (torch.empty(size // GROUP, device=device) for _ in range(3))
         return cls(codes, rest, *floats)

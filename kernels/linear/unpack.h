@@ -45,6 +45,9 @@ constexpr int parts_of(int a) { return a == HALVES ? 2 : 1; }
 // Which start the sums of UNSIGNED codes have.
 constexpr int start_of(int kind) { return edgellm::TRAITS[kind].bits == 5 ? 2 : 1; }
 
+// The code that stands for 0 where codes are unsigned and not affine.
+constexpr int zero_of(int kind) { return arithmetic(kind) == HALVES ? 32 : start_of(kind) == 2 ? 16 : 8; }
+
 template <int ARITHMETIC>
 inline IVec multiply_add(IVec sum, Bytes weight, Bytes quad) {
     return is_signed(ARITHMETIC) ? dot_signed(sum, weight, quad) : dot(sum, weight, quad);
@@ -97,7 +100,7 @@ template <int KIND>
 inline float value_of(int8_t code) {
     if (is_signed(arithmetic(KIND))) return operand(Bytes{} + code)[0];
     if (arithmetic(KIND) == UNSIGNED_AFFINE) return code;
-    return code - (arithmetic(KIND) == HALVES ? 32 : start_of(KIND) == 2 ? 16 : 8);
+    return code - zero_of(KIND);
 }
 
 // A panel as it lies in memory.
@@ -179,7 +182,7 @@ template <int KIND>
 inline Bytes signed_codes(Bytes codes) {
     if (is_signed(arithmetic(KIND))) return operand(codes);  // twice is not at all
     if (arithmetic(KIND) == UNSIGNED_AFFINE) return codes;
-    return codes - int8_t(arithmetic(KIND) == HALVES ? 32 : start_of(KIND) == 2 ? 16 : 8);
+    return codes - int8_t(zero_of(KIND));
 }
 
 // A tile of two panels that many rows share: unpacking is done once, and a row's codes are loaded

@@ -206,7 +206,8 @@ def test_wrong_compilation_is_caught_at_the_start_and_by_doctor(
         (folder / name).write_bytes(content)
         sums[name] = hashlib.sha256(content).hexdigest()
     (folder / "sha256.json").write_text(json.dumps(sums))
-    found = cli("doctor", str(bundle_path), "--prefill", "qnn", "--decode", "reference")
+    back_ends = ("--prefill", "qnn", "--decode", "reference")
+    found = cli("doctor", str(bundle_path), *back_ends, "--verbose")
     assert found.returncode == 1
     assert "ok    segment 0 in chunks of 32" in found.stdout
     assert "WRONG segment 1 in chunks of 32" in found.stdout

@@ -151,13 +151,17 @@ def test_a_draft_stood_there_before(tokens: list[int]) -> None:
         assert at < len(tokens)
         assert tokens[at - length : at] == tokens[-length:]
         assert length == at or tokens[at - length - 1] != tokens[-length - 1]
-        assert lookup.following(at, 8) == tokens[at : at + 8]
+        following = lookup.following(at, 70)
+        whole = tokens + following  # what repeats goes on
+        assert following == whole[at : at + 70]
 
 
 def test_the_longer_match_is_taken() -> None:
     file, other = list(range(20)), [99, 17, 18, 19, 98]
     at, length = PromptLookup([*file, 50, 51, *other, *file]).match()
     assert (at, length) == (20, 20)
+    at, length = PromptLookup([*file[:12], 50, 51, 9, 10, 11, 77, *file[:12]]).match()
+    assert (at, length) == (12, 12)
 
 
 def test_tokens_of_the_same_hash_are_no_match(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -167,6 +171,8 @@ def test_tokens_of_the_same_hash_are_no_match(monkeypatch: pytest.MonkeyPatch) -
 
 def test_long_matches_lead_to_long_drafts() -> None:
     policy = DraftPolicy()
+    assert policy.length(64) == 0  # until it is known what a plain step takes
+    policy.plain(1.0)
     lengths = [policy.length(match) for match in (0, 3, 4, 8, 16, 32, 64)]
     assert lengths[0] == 0 < lengths[1] <= 3
     assert lengths == sorted(lengths)
@@ -201,6 +207,14 @@ def test_slow_steps_make_drafts_short() -> None:
         length = policy.length(64)
         policy.drafted(float(length), match=64, drafted=length, accepted=length)
     assert 0 < policy.length(64) < longest
+
+
+def test_a_hiccup_is_forgotten() -> None:
+    policy = DraftPolicy()
+    policy.plain(1.0)
+    for length in (1, 3, 7, 15, 31, 63):
+        policy.drafted(500.0, match=64, drafted=length, accepted=length)
+    assert any(policy.length(64) for _ in range(1000))
 
 
 def test_a_draft_that_was_cut_counts_as_its_size() -> None:
