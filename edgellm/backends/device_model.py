@@ -53,8 +53,8 @@ class Queue:
     def current(self) -> Iterator[None]:
         """Yield while launches go to the stream, behind all launches before them.
 
-        At the end, also after an error or a cancellation, all of them have been computed: whoever
-        is given the blocks of their sequences next uses another stream.
+        At the end, also after an error or a cancellation, all of them have been computed: the
+        blocks of their sequences are used next on another stream.
         """
         if self._stream is None:
             yield

@@ -127,7 +127,7 @@ class DeviceStep:
         self._logits = LogitRows.empty(DECODE_ROWS, weights.head.outputs, device)
         self._chunk = Captured(self._launch_chunk, device)
         self._decode: dict[int, Captured] = {}  # by number of rows
-        self._pack: dict[int, Captured] = {}  # likewise
+        self._pack: dict[int, Captured] = {}  # by number of rows
 
     def warm_up(self) -> None:
         """Compile the kernels, and capture a chunk and steps of the usual numbers of sequences.
