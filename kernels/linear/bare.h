@@ -9,15 +9,19 @@
 #define EDGELLM_IN_REGISTER "+m"
 #endif
 
+// Have the compiler take a value for one that was changed, and is read.
+inline void keep(Bytes& value) { asm volatile("" : EDGELLM_IN_REGISTER(value)); }
+inline void keep(IVec& value) { asm volatile("" : EDGELLM_IN_REGISTER(value)); }
+
 inline double bare_vectors(int turns) {
     constexpr int SUMS = 12;  // as many as hide the latency of a product
     IVec sums[SUMS] = {};
     Bytes a = Bytes{} + int8_t(1), b = a;
     for (int turn = 0; turn < turns; ++turn) {
-        asm volatile("" : EDGELLM_IN_REGISTER(a), EDGELLM_IN_REGISTER(b));  // or they are multiplied once for all
+        keep(a), keep(b);  // or they are multiplied once for all
         unrolled<SUMS>([&](auto i) { sums[i] = dot(sums[i], a, b); });
     }
-    unrolled<SUMS>([&](auto i) { asm volatile("" : EDGELLM_IN_REGISTER(sums[i])); });
+    unrolled<SUMS>([&](auto i) { keep(sums[i]); });
     return 2.0 * 4 * LANES * SUMS * turns;
 }
 

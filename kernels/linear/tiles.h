@@ -46,6 +46,12 @@ struct alignas(64) TileStarts {
     }
 };
 
+// `scaled` in the form that overwrites the sum: from the other one GCC makes a copy of the scale for each row.
+inline INLINE Vec scaled_sum(Vec sum, Vec scale, Vec zero) {
+    asm("vfmadd213ps %2, %1, %0" : "+v"(sum) : "v"(scale), "v"(zero));
+    return sum;
+}
+
 // Product of a block of 16 rows and one panel of a tile of weights, see Unpacked.
 template <bool AFFINE>
 class TileProduct {
@@ -96,10 +102,8 @@ private:
         const edgellm::RowFactors& row = x_.factors[g];
         const Vec scale = load(weights_[g].scale[0]), zero = zero_scaled(scale);
         unrolled<TILE_ROWS>([&](auto r) INLINE {
-            Vec sum = load(reinterpret_cast<const float*>(sums[r]));
-            // `scaled` in the form that overwrites the sum: GCC keeps the scale's copy for each row
-            asm("vfmadd213ps %2, %1, %0" : "+v"(sum) : "v"(scale), "v"(zero));
-            total[r] += sum * splat(row.scale[r]);
+            const Vec sum = load(reinterpret_cast<const float*>(sums[r]));
+            total[r] += scaled_sum(sum, scale, zero) * splat(row.scale[r]);
         });
         if (!AFFINE) return;
         const Vec offset = load(weights_[g].offset);
