@@ -1,14 +1,17 @@
 // Quantized linear layers in panels; the layout is described in panels.py.
 #pragma once
 
+#include <algorithm>
 #include <cstddef>
 #include <cstdint>
+#include <initializer_list>
 
 namespace edgellm {
 
 constexpr int GROUP = 32;   // inputs that share a scale
 constexpr int PANEL = 16;   // outputs that lie side by side
-constexpr int ROW_BLOCK = 16;  // rows that a tile of AMX takes in
+constexpr int ROW_BLOCK = 48;  // rows whose numbers lie side by side; 6, 8 and 16 are computed together
+constexpr int STARTS = 5;      // that sums of products may have, see set_starts
 
 // In the order of KINDS in ../quantized.py, which says what they stand for.
 enum Kind : int32_t {
@@ -53,61 +56,38 @@ struct Linear {
     const uint8_t* panel(int index) const { return panels + index * panel_bytes(); }
 };
 
-// One group of a row of activations: value = scale * code, or with the fine code as well, see
-// quantize_rest in ../cpu/quantize.h.
-struct Group {
-    float scale;
-    float shift[2];  // scale * (sum of the codes), without and with the fine codes
-    // What sums of products start from, see ZERO: of signed codes, of codes 0 .. 15 around 8 and of
-    // codes 0 .. 31 around 16; then of each half of a group of codes 0 .. 63 around 32.
-    int32_t start[3], start_of_half[2];
-    int32_t fine_start[3], fine_start_of_half[2];
-};
-
-// The factors of one group of a block of rows once more, side by side: kernels for tiles alone read them.
-struct RowFactors {
-    float scale[ROW_BLOCK], shift[ROW_BLOCK];  // without the fine codes
-};
-
-// Quantized activations.
+// Quantized activations: value = scale * code, or with the fine code as well, see quantize_rest in
+// ../cpu/quantize.h. Rows lie in blocks of ROW_BLOCK, the last one of those that are left: what a group has of
+// all rows of a block lies side by side, so that kernels reach them from one address, and rows whose width is a
+// power of two do not meet in the same lines of the cache.
 struct Rows {
-    int8_t *codes, *fine;  // [rows, width]
-    Group* groups;         // [rows, width / GROUP]
-    RowFactors* factors;   // [rows / ROW_BLOCK, width / GROUP]
-    int32_t width;
+    int8_t *codes, *fine;  // [blocks, width / GROUP, rows of the block, GROUP]
+    // the others [blocks, width / GROUP, rows of the block]
+    float *scale, *shift, *fine_shift;  // shift: scale * (sum of the codes), without and with the fine codes
+    int32_t *start[STARTS], *fine_start[STARTS];
+    int32_t rows, width;
 
-    static size_t factor_count(int rows, int width) {
-        return size_t((rows + ROW_BLOCK - 1) / ROW_BLOCK) * (width / GROUP);
-    }
     static size_t bytes(int rows, int width) {
-        const size_t values = size_t(rows) * width, factors = factor_count(rows, width) * sizeof(RowFactors);
-        return (2 * values + values / GROUP * sizeof(Group) + factors + 255) / 64 * 64;
+        const size_t values = size_t(rows) * width;
+        return (2 * values + values / GROUP * (3 + 2 * STARTS) * 4 + 255) / 64 * 64;
     }
     static Rows in(char* memory, int rows, int width) {
-        const size_t values = size_t(rows) * width;
+        const size_t values = size_t(rows) * width, count = values / GROUP;
         Rows result{};
-        result.factors = reinterpret_cast<RowFactors*>(memory);
-        result.groups = reinterpret_cast<Group*>(result.factors + factor_count(rows, width));
-        result.codes = reinterpret_cast<int8_t*>(result.groups + values / GROUP);
+        result.codes = reinterpret_cast<int8_t*>(memory);
         result.fine = result.codes + values;
+        auto* numbers = reinterpret_cast<int32_t*>(result.fine + values);
+        const auto take = [&] { return (numbers += count) - count; };
+        for (float** each : {&result.scale, &result.shift, &result.fine_shift}) *each = reinterpret_cast<float*>(take());
+        for (int i = 0; i < STARTS; ++i) result.start[i] = take(), result.fine_start[i] = take();
+        result.rows = rows;
         result.width = width;
         return result;
     }
-    Rows from(size_t row) const {
-        Rows result = *this;
-        result.codes += row * width;
-        result.fine += row * width;
-        result.groups += row * (width / GROUP);
-        result.factors += row / ROW_BLOCK * (width / GROUP);  // where a block begins with the row
-        return result;
-    }
-    Rows from_group(int group) const {
-        Rows result = *this;
-        result.codes += size_t(group) * GROUP;
-        result.fine += size_t(group) * GROUP;
-        result.groups += group;
-        result.factors += group;
-        return result;
+    // Rows of the block that a row lies in: the distance of two groups.
+    size_t beside(int row) const { return std::min(ROW_BLOCK, rows - row / ROW_BLOCK * ROW_BLOCK); }
+    size_t at(int row, int group) const {
+        return size_t(row / ROW_BLOCK * ROW_BLOCK) * (width / GROUP) + group * beside(row) + row % ROW_BLOCK;
     }
 };
 

@@ -10,93 +10,78 @@ constexpr size_t RUN_BYTES = 128 << 10;  // of weights that are handed out at a 
 template <int N>
 using Count = std::integral_constant<int, N>;
 
-inline void set_starts(int32_t zero, int32_t total, int32_t first_half, int32_t* start, int32_t* of_half) {
-    start[0] = zero + START * total;
-    start[1] = zero - 8 * total;
-    start[2] = zero - 16 * total;
-    of_half[0] = zero - 32 * first_half;
-    of_half[1] = zero - 32 * (total - first_half);
+// What sums of products of a group start from, see ZERO: of signed codes, of codes 0 .. 15 around 8 and of codes
+// 0 .. 31 around 16; then of each half of a group of codes 0 .. 63 around 32.
+inline void set_starts(int32_t zero, int32_t total, int32_t first_half, int32_t* const* start, size_t at) {
+    start[0][at] = zero + START * total;
+    start[1][at] = zero - 8 * total;
+    start[2][at] = zero - 16 * total;
+    start[3][at] = zero - 32 * first_half;
+    start[4][at] = zero - 32 * (total - first_half);
 }
 
 // Quantize groups first .. end of a row; `x` begins at the first of them.
-inline void quantize_groups(const float* x, int first, int end, const edgellm::Rows& rows, size_t row,
-                            bool fine) {
+inline void quantize_groups(const float* x, int first, int end, const edgellm::Rows& rows, int row, bool fine) {
     const auto first_half = [](const int8_t* codes) {
         int32_t sum = 0;
         for (int i = 0; i < edgellm::GROUP / 2; ++i) sum += codes[i];
         return sum;
     };
     for (int g = first; g < end; ++g, x += edgellm::GROUP) {
-        const size_t at = row * rows.width + size_t(g) * edgellm::GROUP;
-        edgellm::Group& group = rows.groups[at / edgellm::GROUP];
-        int8_t* codes = rows.codes + at;
-        const RowScale scaled = quantize_row(x, edgellm::GROUP, codes);
-        group.scale = scaled.scale;
-        set_starts(ZERO, scaled.total, first_half(codes), group.start, group.start_of_half);
-        group.shift[0] = group.scale * static_cast<float>(scaled.total);
-        if (fine) {
-            const int32_t rest = quantize_rest(x, edgellm::GROUP, group.scale, codes, rows.fine + at);
-            set_starts(0, rest, first_half(rows.fine + at), group.fine_start, group.fine_start_of_half);
-            const int32_t all = scaled.total * FINE_STEPS + rest;
-            group.shift[1] = group.scale * (static_cast<float>(all) / FINE_STEPS);
-        }
-#ifdef EDGELLM_TILES
-        const size_t block = row / edgellm::ROW_BLOCK * (rows.width / edgellm::GROUP) + g;
-        edgellm::RowFactors& factors = rows.factors[block];
-        factors.scale[row % edgellm::ROW_BLOCK] = group.scale;
-        factors.shift[row % edgellm::ROW_BLOCK] = group.shift[0];
-#endif
+        const size_t at = rows.at(row, g);
+        int8_t* codes = rows.codes + at * edgellm::GROUP;
+        const auto [scale, total] = quantize_row(x, edgellm::GROUP, codes);
+        rows.scale[at] = scale;
+        rows.shift[at] = scale * static_cast<float>(total);
+        set_starts(ZERO, total, first_half(codes), rows.start, at);
+        if (!fine) continue;
+        int8_t* finer = rows.fine + at * edgellm::GROUP;
+        const int32_t rest = quantize_rest(x, edgellm::GROUP, scale, codes, finer);
+        set_starts(0, rest, first_half(finer), rows.fine_start, at);
+        rows.fine_shift[at] = scale * (static_cast<float>(total * FINE_STEPS + rest) / FINE_STEPS);
     }
 }
 
 // What the sums of a row and group start from; those of affine codes start from nothing, because their
 // offsets are added for all numbers of a group at once.
 template <int ARITHMETIC>
-inline IVec group_start(const edgellm::Group& group, int start, int part) {
-    if (ARITHMETIC == UNSIGNED_AFFINE) return splat_int(ZERO);
-    if (ARITHMETIC == HALVES) return splat_int(group.start_of_half[part]);
-    return splat_int(group.start[is_signed(ARITHMETIC) ? 0 : start]);
-}
-template <int ARITHMETIC>
-inline IVec fine_start(const edgellm::Group& group, int start, int part) {
-    if (ARITHMETIC == UNSIGNED_AFFINE) return IVec{};
-    if (ARITHMETIC == HALVES) return splat_int(group.fine_start_of_half[part]);
-    return splat_int(group.fine_start[is_signed(ARITHMETIC) ? 0 : start]);
+inline IVec group_start(const int32_t* const* starts, size_t at, int start, int part, int32_t zero) {
+    if (ARITHMETIC == UNSIGNED_AFFINE) return splat_int(zero);
+    return splat_int(starts[ARITHMETIC == HALVES ? 3 + part : is_signed(ARITHMETIC) ? 0 : start][at]);
 }
 
-// y[r, 0 .. 16 PANELS) (+)= x[r] . panels, over `groups` groups from the first of x and of the weights
+// y[r, 0 .. 16 PANELS) (+)= x[row + r] . panels, over `groups` groups from the first of the weights, `from` of x
 template <int ROWS, bool FINE, typename Weights>
-inline void panel_rows(const Weights& weights, int groups, const edgellm::Rows& x, float* y, size_t step,
-                       bool add) {
+inline void panel_rows(const Weights& weights, int groups, const edgellm::Rows& x, int row, int from, float* y,
+                       size_t step, bool add) {
     constexpr int PANELS = Weights::PANELS, ARITHMETIC = Weights::ARITHMETIC;
     constexpr int PARTS = parts_of(ARITHMETIC);
-    const size_t row_groups = x.width / edgellm::GROUP;
+    const size_t beside = x.beside(row);
     for (int lane = 0; lane < edgellm::PANEL; lane += LANES) {
         Vec sum[PANELS][ROWS];
         for (int p = 0; p < PANELS; ++p)
             for (int r = 0; r < ROWS; ++r)
                 sum[p][r] =
                     add && p < weights.panels ? load(y + r * step + p * edgellm::PANEL + lane) : Vec{};
-        for (int g = 0; g < groups; ++g) {
-            const edgellm::Group* group = x.groups + g;
-            const size_t at = size_t(g) * edgellm::GROUP;
+        size_t at = x.at(row, from);
+        for (int g = 0; g < groups; ++g, at += beside) {
             IVec dots[PANELS][PARTS][ROWS];
             const auto each = [&](const auto& body) {
                 for (int p = 0; p < PANELS; ++p)
                     for (int part = 0; part < PARTS; ++part)
-                        for (int r = 0; r < ROWS; ++r)
-                            body(dots[p][part][r], group[r * row_groups], part);
+                        for (int r = 0; r < ROWS; ++r) body(dots[p][part][r], at + r, part);
             };
-            each([&](IVec& dot, const edgellm::Group& row, int part) {
-                dot = group_start<ARITHMETIC>(row, weights.start, part);
+            each([&](IVec& dot, size_t i, int part) {
+                dot = group_start<ARITHMETIC>(x.start, i, weights.start, part, ZERO);
             });
             if (lane == 0) weights.fetch_ahead(g);
-            weights.template dot_group<ROWS>(g, lane, x.codes + at, x.width, dots);
+            weights.template dot_group<ROWS>(g, lane, x.codes + at * edgellm::GROUP, dots);
             if (FINE) {
-                each([&](IVec& dot, const edgellm::Group& row, int part) {
-                    dot = (dot - ZERO) * FINE_STEPS + fine_start<ARITHMETIC>(row, weights.start, part);
+                each([&](IVec& dot, size_t i, int part) {
+                    dot = (dot - ZERO) * FINE_STEPS +
+                          group_start<ARITHMETIC>(x.fine_start, i, weights.start, part, 0);
                 });
-                weights.template dot_group<ROWS>(g, lane, x.fine + at, x.width, dots);
+                weights.template dot_group<ROWS>(g, lane, x.fine + at * edgellm::GROUP, dots);
             }
             for (int p = 0; p < PANELS; ++p) {
                 for (int part = 0; part < PARTS; ++part) {
@@ -105,12 +90,12 @@ inline void panel_rows(const Weights& weights, int groups, const edgellm::Rows& 
                     for (int r = 0; r < ROWS; ++r)
                         sum[p][r] += (FINE ? to_float(dots[p][part][r]) * scale
                                            : scaled(dots[p][part][r], scale, zero)) *
-                                     splat(group[r * row_groups].scale);
+                                     splat(x.scale[at + r]);
                 }
                 if (!is_affine(ARITHMETIC)) continue;
                 const Vec offset = weights.offset(p, g, lane);
                 for (int r = 0; r < ROWS; ++r)
-                    sum[p][r] += offset * splat(group[r * row_groups].shift[FINE]);
+                    sum[p][r] += offset * splat((FINE ? x.fine_shift : x.shift)[at + r]);
             }
         }
         for (int p = 0; p < weights.panels; ++p)
@@ -119,19 +104,22 @@ inline void panel_rows(const Weights& weights, int groups, const edgellm::Rows& 
 }
 
 template <bool FINE, typename Weights>
-inline void all_rows(const Weights& weights, int groups, const edgellm::Rows& x, int rows, float* y,
+inline void all_rows(const Weights& weights, int groups, const edgellm::Rows& x, int rows, int from, float* y,
                      size_t step, bool add) {
-    int done = 0;
-    const auto run = [&](auto count) {
-        constexpr int N = decltype(count)::value;
-        for (; done + N <= rows; done += N)
-            panel_rows<N, FINE>(weights, groups, x.from(done), y + done * step, step, add);
-    };
-    run(Count<Weights::ROWS>{});
-    if constexpr (Weights::ROWS > 4) run(Count<4>{});
-    if constexpr (Weights::ROWS == 4) run(Count<3>{});
-    if constexpr (Weights::ROWS > 1) run(Count<2>{});
-    run(Count<1>{});
+    constexpr int MOST = Weights::ROWS;
+    for (int done = 0; done < rows;) {
+        const int end = std::min(rows, done + edgellm::ROW_BLOCK);
+        const auto run = [&](auto count) {
+            constexpr int N = decltype(count)::value;
+            for (; done + N <= end; done += N)
+                panel_rows<N, FINE>(weights, groups, x, done, from, y + done * step, step, add);
+        };
+        run(Count<MOST>{});
+        if constexpr (MOST > 4) run(Count<4>{});
+        if constexpr (MOST % 4 == 0) run(Count<3>{});
+        if constexpr (MOST > 1) run(Count<2>{});
+        run(Count<1>{});
+    }
 }
 
 // One panel for few rows: a tile of it stays in the first cache while they pass by, MAX_ROWS at a time.
@@ -141,8 +129,8 @@ inline void few_rows(const Packed<KIND>& panel, const edgellm::Rows& x, int rows
     const int groups = x.width / edgellm::GROUP;
     const int tile = rows > Packed<KIND>::ROWS ? FEW_TILE : groups;
     for (int g = 0; g < groups; g += tile)
-        all_rows<FINE>(Packed<KIND>{panel.block(g)}, std::min(tile, groups - g), x.from_group(g), rows, y,
-                       step, add || g > 0);
+        all_rows<FINE>(Packed<KIND>{panel.block(g)}, std::min(tile, groups - g), x, rows, g, y, step,
+                       add || g > 0);
 }
 
 #ifdef EDGELLM_TILES
@@ -151,7 +139,7 @@ inline void few_rows(const Packed<KIND>& panel, const edgellm::Rows& x, int rows
 constexpr int TILES_FROM = 0, TILE_GROUPS = 1;
 constexpr bool goes_by_tiles(int, bool) { return false; }
 template <bool AFFINE>  // not called
-void all_rows_by_tiles(const Unpacked*, int, int, const edgellm::Rows&, int, float*, size_t, bool);
+void all_rows_by_tiles(const Unpacked*, int, int, const edgellm::Rows&, int, int, float*, size_t, bool);
 #endif
 
 // Panels first .. end for many rows: a tile of two panels at a time stays in the first cache while all
@@ -178,10 +166,10 @@ inline void many_rows(const edgellm::Linear& linear, int first, int end, const e
             const int panels = std::min(WIDE_PANELS, end - p);
             float* out = y + size_t(p - first) * edgellm::PANEL;
             if constexpr (TILES)
-                all_rows_by_tiles<is_affine(arithmetic(KIND))>(unpacked, panels, count, x.from_group(g), rows, out,
-                                                               step, add || g > 0);
+                all_rows_by_tiles<is_affine(arithmetic(KIND))>(unpacked, panels, count, x, rows, g, out, step,
+                                                               add || g > 0);
             else
-                all_rows<FINE>(Wide{unpacked, panels, start_of(KIND)}, count, x.from_group(g), rows, out, step,
+                all_rows<FINE>(Wide{unpacked, panels, start_of(KIND)}, count, x, rows, g, out, step,
                                add || g > 0);
         }
     }

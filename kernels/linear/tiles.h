@@ -3,14 +3,14 @@
 //
 // A tile takes in the 32 inputs of a group at once, for 16 rows and the 16 outputs of a panel. Its integer sums are
 // those of the other kernels, and so are the float operations behind them, in the same order. Sums leave the tiles
-// behind each group, which takes as long as the rest: 512 rows have 1.2 (affine) to 1.5 times the speed of AVX-512 VNNI, and 64 rows
+// behind each group, which takes as long as the rest: 512 rows have 1.1 (affine) to 1.35 times the speed of AVX-512 VNNI, and 64 rows
 // 1.0 to 1.2 times, where bare products have 8 times. Once a
 // thread has used a tile, a core of Sapphire Rapids does one operation on 16 floats a cycle for a while, not two, so
 // kinds with two scales a group, and inputs of 16 bits, stay with VNNI: 0.7 to 0.8 of its speed.
 
 #define INLINE __attribute__((always_inline))
 
-constexpr int TILE_ROWS = edgellm::ROW_BLOCK;
+constexpr int TILE_ROWS = 16;
 // Fewer rows go by VNNI: a block that is not full costs as much as one that is.
 constexpr int TILES_FROM = 48;
 
@@ -58,9 +58,14 @@ class TileProduct {
     using Sums = int32_t[TILE_ROWS][edgellm::PANEL];
 
 public:
-    // x begins with the first row and group
-    TileProduct(const Unpacked* weights, int groups, const edgellm::Rows& x)
-        : weights_(weights), groups_(groups), x_(x) {}
+    // of `x` rows from `row` on, groups from `from` on
+    TileProduct(const Unpacked* weights, int groups, const edgellm::Rows& x, int row, int from)
+        : weights_(weights), groups_(groups), beside_(x.beside(row)) {
+        const size_t at = x.at(row, from);
+        codes_ = x.codes + at * edgellm::GROUP;
+        scale_ = x.scale + at;
+        shift_ = x.shift + at;
+    }
 
     // y[0 .. 16, 0 .. 16) (+)= x . panel
     void run(float* y, size_t step, bool add) const {
@@ -70,14 +75,14 @@ public:
         if (add) unrolled<TILE_ROWS>([&](auto r) INLINE { total[r] = load(y + r * step); });
         const auto even = [&](int g) INLINE {
             _tile_loadd(0, starts.sums, 64);
-            _tile_loadd(2, codes(g), x_.width);
+            _tile_loadd(2, codes(g), edgellm::GROUP);
             _tile_loadd(4, weights_[g].codes, 64);
             _tile_dpbssd(0, 2, 4);
             _tile_stored(0, sums[g % 4], 64);
         };
         const auto odd = [&](int g) INLINE {
             _tile_loadd(1, starts.sums, 64);
-            _tile_loadd(3, codes(g), x_.width);
+            _tile_loadd(3, codes(g), edgellm::GROUP);
             _tile_loadd(5, weights_[g].codes, 64);
             _tile_dpbssd(1, 3, 5);
             _tile_stored(1, sums[g % 4], 64);
@@ -96,32 +101,33 @@ public:
     }
 
 private:
-    const int8_t* codes(int g) const { return x_.codes + size_t(g) * edgellm::GROUP; }
+    const int8_t* codes(int g) const { return codes_ + g * beside_ * edgellm::GROUP; }
 
     INLINE void add_scaled(int g, const Sums& sums, Vec* total) const {
-        const edgellm::RowFactors& row = x_.factors[g];
+        const float *row_scale = scale_ + g * beside_, *row_shift = shift_ + g * beside_;
         const Vec scale = load(weights_[g].scale[0]), zero = zero_scaled(scale);
         unrolled<TILE_ROWS>([&](auto r) INLINE {
             const Vec sum = load(reinterpret_cast<const float*>(sums[r]));
-            total[r] += scaled_sum(sum, scale, zero) * splat(row.scale[r]);
+            total[r] += scaled_sum(sum, scale, zero) * splat(row_scale[r]);
         });
         if (!AFFINE) return;
         const Vec offset = load(weights_[g].offset);
-        unrolled<TILE_ROWS>([&](auto r) INLINE { total[r] += offset * splat(row.shift[r]); });
+        unrolled<TILE_ROWS>([&](auto r) INLINE { total[r] += offset * splat(row_shift[r]); });
     }
 
     const Unpacked* weights_;
     int groups_;
-    const edgellm::Rows& x_;
+    size_t beside_;
+    const int8_t* codes_;
+    const float *scale_, *shift_;
 };
 
 // The same as all_rows for a tile of `panels` panels whose codes are signed.
 template <bool AFFINE>
 inline void all_rows_by_tiles(const Unpacked* weights, int panels, int groups, const edgellm::Rows& x, int rows,
-                              float* y, size_t step, bool add) {
+                              int from, float* y, size_t step, bool add) {
     const auto block = [&](int row, int p, float* out, size_t out_step) {
-        const edgellm::Rows from = x.from(row);
-        TileProduct<AFFINE>(weights + p * K_TILE, groups, from).run(out, out_step, add);
+        TileProduct<AFFINE>(weights + p * K_TILE, groups, x, row, from).run(out, out_step, add);
     };
     const int rest = rows % TILE_ROWS, whole = rows - rest;
     set_tiles(TILE_ROWS);

@@ -2,8 +2,13 @@
 // instruction set.
 
 // Rows that are computed together: as many as the sums find registers for, of a panel as it lies in
-// memory and of two unpacked ones.
+// memory and of two unpacked ones. For 8 and 16 rows 8 at a time give 1.3 times the speed of 4 (Intel Xeon,
+// Sapphire Rapids).
+#if LANES == 16
+constexpr int MAX_ROWS = 8;
+#else
 constexpr int MAX_ROWS = 4;
+#endif
 #if LANES == 16 || defined(EDGELLM_NEON)
 constexpr int WIDE_ROWS = 6;
 #else
@@ -135,15 +140,14 @@ struct Packed {
 
     // Add the products of one group with ROWS rows of codes to `dots`.
     template <int ROWS>
-    void dot_group(int g, int lane, const int8_t* x, size_t width,
-                   IVec (*all)[parts_of(ARITHMETIC)][ROWS]) const {
+    void dot_group(int g, int lane, const int8_t* x, IVec (*all)[parts_of(ARITHMETIC)][ROWS]) const {
         IVec(&dots)[parts_of(ARITHMETIC)][ROWS] = *all;
         const Codes<KIND> packed = codes(g, lane);
         for (int i = 0; i < 4; ++i) {
             Bytes low, top;
             packed.pair(i, low, top);
             for (int r = 0; r < ROWS; ++r) {
-                const int8_t* quad = x + r * width + 4 * i;
+                const int8_t* quad = x + r * edgellm::GROUP + 4 * i;
                 IVec &first = dots[0][r], &second = dots[parts_of(ARITHMETIC) - 1][r];
                 first = multiply_add<ARITHMETIC>(first, low, splat_quad(quad));
                 second = multiply_add<ARITHMETIC>(second, top, splat_quad(quad + 16));
@@ -220,22 +224,20 @@ struct Shared {
     void fetch_ahead(int) const {}
 
     template <int ROWS>
-    void dot_group(int g, int lane, const int8_t* codes, size_t width,
-                   IVec (*dots)[parts_of(ARITHMETIC)][ROWS]) const {
-        dot_half<0, ROWS>(g, lane, codes, width, dots);
-        dot_half<1, ROWS>(g, lane, codes, width, dots);
+    void dot_group(int g, int lane, const int8_t* x, IVec (*dots)[parts_of(ARITHMETIC)][ROWS]) const {
+        dot_half<0, ROWS>(g, lane, x, dots);
+        dot_half<1, ROWS>(g, lane, x, dots);
     }
     // A part that is known when it is compiled: else GCC keeps the sums in memory, half as fast.
     template <int HALF, int ROWS>
-    void dot_half(int g, int lane, const int8_t* codes, size_t width,
-                  IVec (*dots)[parts_of(ARITHMETIC)][ROWS]) const {
+    void dot_half(int g, int lane, const int8_t* x, IVec (*dots)[parts_of(ARITHMETIC)][ROWS]) const {
         constexpr int part = HALF * (parts_of(ARITHMETIC) - 1);
         for (int i = 4 * HALF; i < 4 * HALF + 4; ++i) {
             Bytes weights[PANELS];
             for (int p = 0; p < PANELS; ++p)
                 weights[p] = load_bytes(groups[p * K_TILE + g].codes + 64 * i + 4 * lane);
             for (int r = 0; r < ROWS; ++r) {
-                const Bytes quad = splat_quad(codes + r * width + 4 * i);
+                const Bytes quad = splat_quad(x + r * edgellm::GROUP + 4 * i);
                 for (int p = 0; p < PANELS; ++p)
                     dots[p][part][r] = multiply_add<ARITHMETIC>(dots[p][part][r], weights[p], quad);
             }

@@ -153,10 +153,10 @@ private:
         return std::max(1, panels_at_once(layer.up, rows_, call_.threads) / 2);
     }
 
-    // Many rows are taken some at a time: neighbours share a cache line at their ends.
+    // Many rows are taken some at a time: the numbers of 16 that are quantized fill whole cache lines.
     template <typename Row>
     void every_row(edgellm::Worker& worker, const Row& row, const edgellm::Ahead& ahead = {}) const {
-        const int run = std::max(1, std::min(edgellm::ROW_BLOCK, rows_ / (4 * call_.threads)));
+        const int run = std::max(1, std::min(16, rows_ / (4 * call_.threads)));
         worker.each(
             (rows_ + run - 1) / run,
             [&](int item) {
