@@ -22,6 +22,7 @@ from edgellm.backends.selection import select
 from edgellm.engine.one_sequence import Hooks, compute_prompt, compute_tokens
 from edgellm.errors import CancelledError, OptionError, ProviderError
 from edgellm.export import export
+from edgellm.kernels.gpu import device
 from edgellm.llm import LLM, load
 from edgellm.options import EngineOptions
 from edgellm.store.key_basis import open_head_norms
@@ -36,6 +37,8 @@ PRECISIONS = ("f32", "f16", "w4a16")
 @pytest.fixture(params=["llama"])
 def llm(request: pytest.FixtureRequest, make_model: Callable[..., Path], tmp_path: Path) -> LLM:
     pytest.importorskip("triton")
+    if device.why_not() is None and not device.interpreted():
+        pytest.skip("the CPU in the device's place needs Triton's interpreter, not a GPU")
     out = tmp_path / "bundle"
     export(
         make_model(model_type=request.param),
