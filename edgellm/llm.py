@@ -11,7 +11,6 @@ from typing import Unpack
 import numpy as np
 from numpy.typing import NDArray
 
-from edgellm.backends.selection import select
 from edgellm.chat import Chat
 from edgellm.checks import (
     check_choice,
@@ -24,6 +23,7 @@ from edgellm.checks import (
     check_token_ids,
 )
 from edgellm.engine.answer import LogitFilter
+from edgellm.engine.auto_decode import prepare_for
 from edgellm.engine.auto_prefill import faster_provider
 from edgellm.engine.call import CallArguments, ChatArguments
 from edgellm.engine.chat_prompt import ToolOptions, split_arguments
@@ -55,7 +55,6 @@ from edgellm.results import Completion, Piece, RankedDocument, completion, ranke
 from edgellm.session import Session
 from edgellm.store.bundle import Bundle
 from edgellm.store.import_summary import rounding_notes
-from edgellm.store.prepare import prepare
 from edgellm.store.sources import DEFAULT_MODEL, KNOWN
 from edgellm.text.fim import Gap, Order
 from edgellm.text.grammar import Grammar, JsonFilter
@@ -101,8 +100,8 @@ def load(
 ) -> LLM:
     """Load a model; on first use it is downloaded and exported into EDGELLM_HOME.
 
-    Weights that were rounded again and a smaller context are logged (INFO), and a scheduling other
-    than the one that was asked for (WARNING); see `LLM.notes`.
+    Weights that were rounded again and a smaller context are logged (INFO); the CPU in the place of
+    a GPU, and a scheduling other than the one that was asked for (WARNING). See `LLM.notes`.
 
     Args:
         name: an alias, a `.gguf` file, a Hugging Face folder, a bundle, `hf:org/repo[@rev]` or
@@ -124,17 +123,17 @@ def load(
         check_text("system", system)
     check_names(defaults or {}, GenerationOptions)
     GenerationOptions(**(defaults or {}))
-    bundle = prepare(name, precisions=select(chosen).precisions, progress=progress)
+    bundle, chosen, why_cpu = prepare_for(name, chosen, progress=progress)
     bundle = with_defaults(bundle, defaults)
     faster = faster_provider(bundle, chosen)
     if faster is not None:
         chosen = replace(chosen, prefill=faster)
-    engine = Engine(bundle, chosen, tails_only=faster is None, progress=progress)
+    engine = Engine(bundle, chosen, tails_only=faster is None, why_cpu=why_cpu, progress=progress)
     if system is None and name in KNOWN:
         system = KNOWN[name].system
     llm = LLM(engine, system=system)
     for note in llm.notes:
-        level = logging.WARNING if note == llm._fallback else logging.INFO
+        level = logging.WARNING if note in engine.fallbacks else logging.INFO
         _log.log(level, "%s: %s", bundle.manifest.name, note)
     return llm
 
@@ -223,20 +222,13 @@ class LLM(TextGeneration):
         """Notes on differences from the model file and from the options that were asked for.
 
         A line for each precision in use that has weights rounded again, a line if the context is
-        smaller than the model's own, and one if another scheduling is used than was asked for.
+        smaller than the model's own, one if the CPU decodes because the model does not fit
+        on the GPU, and one if another scheduling is used than was asked for.
         """
         engine = self.engine
         context = context_note(engine.config, engine.options, engine.ctx_size)
         notes = (*rounding_notes(engine.bundle.manifest, engine.precisions), context)
-        return [note for note in (*notes, self._fallback) if note is not None]
-
-    @property
-    def _fallback(self) -> str | None:
-        """Note that another scheduling is used than was asked for, and why; else None."""
-        engine, asked = self.engine, self.options.scheduling
-        if engine.scheduling == asked:
-            return None
-        return f"scheduling {engine.scheduling}, not {asked}: {engine.selection.one_processor}"
+        return [note for note in (*notes, *engine.fallbacks) if note is not None]
 
     def infill(
         self,

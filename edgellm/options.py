@@ -71,8 +71,8 @@ class EngineOptions:
         decode: back end of decode: `native` (int4 in C++), `triton` (int4 in Triton kernels on a
             GPU), `portable` (int4 in ONNX Runtime), `reference` (float32), `chunked` (the execution
             provider of prefill: decoded tokens ride in its chunks, beside rows of prompts), or
-            `auto`: triton where there is a GPU for it, else native where the kernels were built,
-            else portable.
+            `auto`: triton where there is a GPU with room for the model, else native where the
+            kernels were built, else portable; `LLM.notes` says where the GPU has no room.
         prefill: back end of prefill: `native`, `triton`, an execution provider, or `auto`: that of
             decode where it is native or triton and no precision was asked for, else the CPU
             provider. When a model is loaded, an accelerator takes the place of native if it is

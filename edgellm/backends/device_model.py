@@ -163,8 +163,14 @@ class DeviceModel(Model):
         )
 
     def queue(self) -> AbstractContextManager[object]:
-        """Return the context in which tasks are launched; their times are those of launching."""
+        """Return the context in which tasks are launched.
+
+        Times of tasks in `run` are those of launching; `profile` waits for each.
+        """
         return self._queue.current()
+
+    def wait(self) -> None:
+        self._queue.done()
 
     def embed(self, chunk: RunningChunk) -> None:
         for span in chunk.spans:
@@ -208,7 +214,7 @@ class DeviceModel(Model):
         )
 
     def hidden(self, chunk: RunningChunk) -> Floats:
-        self._queue.done()
+        self.wait()
         hidden: Floats = chunk.buffers.hidden[: len(chunk.tokens)].cpu().numpy()
         return hidden
 

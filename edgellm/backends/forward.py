@@ -142,6 +142,7 @@ class Model:
 
         def act(task: Task) -> None:
             self._actions[task.step][1](chunk)
+            self.wait()
 
         count = start + len(tokens)
         with (
@@ -192,6 +193,9 @@ class Model:
     def queue(self) -> AbstractContextManager[object]:
         """Return a context for launches on a device; it does nothing on the host."""
         return nullcontext()
+
+    def wait(self) -> None:
+        """Wait until a device has computed what was launched; there is nothing on the host."""
 
     def embed(self, chunk: RunningChunk) -> None:
         """Perform the first step of a chunk: make room in the cache and read embedding rows."""

@@ -82,7 +82,7 @@ class Selection:
         """
         if self.decode != CHUNKED:
             return self.decode
-        return _usual_host() if self.prefill_precision(config) in STATIC else None
+        return usual_host() if self.prefill_precision(config) in STATIC else None
 
     def host_precision(self, config: ModelConfig) -> str | None:
         """Return the precision of `host`; None where there is no such back end."""
@@ -165,8 +165,9 @@ def stops_between_layers(prefill: str) -> bool:
 def _usual_decode() -> str:
     if device.why_not() is None and not device.interpreted():
         return TRITON
-    return _usual_host()
+    return usual_host()
 
 
-def _usual_host() -> str:
+def usual_host() -> str:
+    """Return the back end that decodes on the CPU where none is asked for."""
     return PORTABLE if library() is None else NATIVE

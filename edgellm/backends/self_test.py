@@ -111,9 +111,18 @@ def check_once(bundle: Bundle, segments: Segments, progress: ProgressCallback | 
     """
     if segments.compiled is None or (segments.compiled / _CHECKED).exists():
         return
+    require_segments(bundle, segments, progress)
+    (segments.compiled / _CHECKED).touch()
+
+
+def require_segments(bundle: Bundle, segments: Segments, progress: ProgressCallback | None) -> None:
+    """Raise at the first segment that is wrong.
+
+    Raises:
+        ProviderError: see `require`.
+    """
     checks = check_segments(bundle, segments)
     require(_counted(checks, segments, progress) if progress else checks)
-    (segments.compiled / _CHECKED).touch()
 
 
 def _counted(

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from edgellm.backends.batch import Rows, Span, cut, reserved, step_span
 from edgellm.cache.kv_cache import KVCache
 from edgellm.errors import CancelledError, MemoryEstimateError
-from edgellm.kernels.gpu.device import free_bytes
+from edgellm.kernels.gpu.device import too_large
 from edgellm.kernels.gpu.kv_blocks import DeviceBlocks
 from edgellm.kernels.linear import PackedWeights, rows_of
 from edgellm.kernels.rope import RopeTable
@@ -65,7 +65,7 @@ class TritonModel:
                 raise CancelledError("cancelled between two layers")
             states.append(result[0])
             logits.append(result[1])
-        return cut(spans, np.concatenate(states), np.concatenate(logits))
+        return cut(spans, _joined(states), _joined(logits))
 
     def _candidates(self, spans: SequenceOf[Span]) -> list[Rows] | None:
         """Return only the best logits of next tokens; None: more is wanted."""
@@ -113,12 +113,14 @@ def _calls(spans: SequenceOf[Span]) -> Iterator[list[StepSpan]]:
         yield call
 
 
+def _joined(parts: SequenceOf[Floats]) -> Floats:
+    return parts[0] if len(parts) == 1 else np.concatenate(parts)
+
+
 def _check_fits(weights: Weights, cache: KVCache, device: str) -> None:
-    free = free_bytes(device)
-    needed = weights.nbytes + cache.nbytes
-    if free is not None and needed > free:
+    reason = too_large(device, {"for weights": weights.nbytes, "for the KV cache": cache.nbytes})
+    if reason is not None:
         raise MemoryEstimateError(
-            f"the device has {free >> 20} MiB free; weights take {weights.nbytes >> 20} MiB and "
-            f"the KV cache {cache.nbytes >> 20} MiB. Choose a smaller `ctx_size`, "
-            "`cache_size` or another `kv_format`, or `decode` native"
+            f"triton: {reason}. Choose a smaller `ctx_size`, `cache_size` or another `kv_format`, "
+            "or `decode` and `prefill` native"
         )

@@ -20,9 +20,10 @@ class Engine(LoadedModel):
         options: EngineOptions,
         *,
         tails_only: bool = True,
+        why_cpu: str | None = None,
         progress: ProgressCallback | None = None,
     ) -> None:
         """See `LoadedModel`."""
-        super().__init__(bundle, options, tails_only=tails_only, progress=progress)
+        super().__init__(bundle, options, tails_only=tails_only, why_cpu=why_cpu, progress=progress)
         used = replace(options, scheduling=self.scheduling)
         self.loop = Loop(self.thread, self.cache, used, prefill=self.prefill, decoder=self.decoder)

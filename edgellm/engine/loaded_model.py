@@ -57,11 +57,13 @@ class LoadedModel:
         options: EngineOptions,
         *,
         tails_only: bool = True,
+        why_cpu: str | None = None,
         progress: ProgressCallback | None = None,
     ) -> None:
-        """`tails_only`: see `ChunkedBackend`; `progress` is told while graphs are compiled for an
-        accelerator."""
+        """`tails_only`: see `ChunkedBackend`; `why_cpu`: see `prepare_for`; `progress` is told
+        while graphs are compiled for an accelerator."""
         self.bundle = bundle
+        self._why_cpu = why_cpu
         self.options = options
         self.config = bundle.config
         self.selection = select(options)
@@ -92,6 +94,15 @@ class LoadedModel:
             TemplateError: the template is broken.
         """
         return open_template(self.bundle, self.tokenizer)
+
+    @property
+    def fallbacks(self) -> list[str]:
+        """Notes on a back end and a scheduling that took the place of others, and why."""
+        notes = [] if self._why_cpu is None else [self._why_cpu]
+        used, asked = self.scheduling, self.options.scheduling
+        if used != asked:
+            notes.append(f"scheduling {used}, not {asked}: {self.selection.one_processor}")
+        return notes
 
     @property
     def recomputes_exactly(self) -> bool:

@@ -9,12 +9,13 @@ from functools import partial
 from pathlib import Path
 
 from edgellm.backends.selection import select
+from edgellm.engine.auto_decode import prepare_for
 from edgellm.engine.memory import estimate
 from edgellm.errors import OptionError
 from edgellm.llm import LLM, LoadArguments, engine_options, load, with_defaults
 from edgellm.progress import ProgressCallback
 from edgellm.serve.model_card import ModelCard, card_on_disk
-from edgellm.store.prepare import prepare, prepared
+from edgellm.store.prepare import prepared
 from edgellm.store.sources import check_name
 
 _WITH_ID = re.compile(r"([\w.:-]+)=(?!=)")  # not the `==` of pypi:package==version
@@ -67,8 +68,8 @@ def served_model(
     options = engine_options(arguments)
 
     def needed_bytes() -> int:
-        bundle = prepare(source, precisions=select(options).precisions, progress=progress)
-        needed = estimate(bundle, options, select(options))
+        bundle, used, _ = prepare_for(source, options, progress=progress)
+        needed = estimate(bundle, used, select(used))
         return needed.weights + needed.kv_cache
 
     def card() -> ModelCard | None:

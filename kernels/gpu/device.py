@@ -8,6 +8,7 @@ import os
 import re
 import shutil
 import sysconfig
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -90,6 +91,19 @@ def free_bytes(device: str) -> int | None:
     import torch
 
     return int(torch.cuda.mem_get_info()[0])
+
+
+def too_large(device: str, needed: Mapping[str, int]) -> str | None:
+    """Return why parts do not fit on the device, with the numbers; None: they do.
+
+    Args:
+        needed: bytes of each part, by its name.
+    """
+    free = free_bytes(device)
+    if free is None or sum(needed.values()) <= free:
+        return None
+    parts = " and ".join(f"{name} {count >> 20} MiB" for name, count in needed.items())
+    return f"the device has {free >> 20} MiB free; {parts} are needed"
 
 
 def on_device(array: NDArray[Any], device: str) -> torch.Tensor:

@@ -18,6 +18,9 @@ _DTYPES: dict[KVFormat, torch.dtype] = {
     "f32": torch.float32,
 }
 
+# Bytes of an array that change sides in one copy, which waits; both sides have room for them.
+_AT_ONCE = 64 << 20
+
 
 @dataclass(frozen=True)
 class DeviceBlocks:
@@ -61,20 +64,26 @@ class DeviceBlocks:
 
     def fetch(self, ids: Sequence[int]) -> None:
         """Copy blocks from the host."""
-        for ours, theirs in self._pairs():
-            for block in ids:
-                ours[block].copy_(torch.from_numpy(theirs[block]))
+        for ours, theirs, part in self._parts(ids):
+            blocks = torch.from_numpy(theirs[part]).to(ours.device)
+            ours[torch.tensor(part, device=ours.device)] = blocks
 
     def give(self, ids: Sequence[int]) -> None:
         """Copy blocks to the host."""
-        for ours, theirs in self._pairs():
-            for block in ids:
-                torch.from_numpy(theirs[block]).copy_(ours[block])
+        for ours, theirs, part in self._parts(ids):
+            theirs[part] = ours[torch.tensor(part, device=ours.device)].cpu().numpy()
 
     def copy_block(self, source: int, target: int) -> None:
         """Copy block `source` over block `target`."""
         for ours, _ in self._pairs():
             ours[target].copy_(ours[source])
+
+    def _parts(self, ids: Sequence[int]) -> Iterator[tuple[torch.Tensor, NDArray[Any], list[int]]]:
+        """Iterate pairs of arrays with the blocks to copy at once, as many as `_AT_ONCE` holds."""
+        for ours, theirs in self._pairs():
+            count = max(1, _AT_ONCE // theirs[0].nbytes)
+            for first in range(0, len(ids), count):
+                yield ours, theirs, list(ids[first : first + count])
 
     def _pairs(self) -> Iterator[tuple[torch.Tensor, NDArray[Any]]]:
         host = self.host

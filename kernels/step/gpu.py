@@ -62,7 +62,8 @@ class Captured:
         if self._device == "cpu":
             return
         graph = torch.cuda.CUDAGraph()
-        # torch captures one graph at a time; other threads may go on and allocate memory
+        # torch captures one graph at a time; other threads may go on and allocate memory. Ctrl-C is
+        # raised in the main thread only, which captures nothing once a model is loaded
         with _CAPTURE:
             torch.cuda.synchronize()
             with torch.cuda.graph(graph, capture_error_mode="thread_local"):
@@ -286,5 +287,5 @@ def _last_rows(states: torch.Tensor, spans: Sequence[StepSpan]) -> torch.Tensor:
 
 def _host(tensor: torch.Tensor) -> Floats:
     """Copy a tensor to a new array on the host, even if the device is the host."""
-    copy: Floats = tensor.cpu().numpy().copy()
+    copy: Floats = tensor.to("cpu", copy=True).numpy()
     return copy

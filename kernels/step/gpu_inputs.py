@@ -92,6 +92,8 @@ class SpanInputs:
         self._host_tokens[: len(ids)] = ids
         self._set_work(counts, [span.start for span in spans])
         end = self._before_tables + len(spans) * self._span_size
+        # the host waits: the next call writes here again, and a chunk that was stopped has not
+        # been waited for otherwise
         self._device[:end].copy_(self._host[:end])
 
     def work(self, counts: Sequence[int]) -> Work:

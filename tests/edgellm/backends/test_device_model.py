@@ -3,28 +3,35 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
 from random_checkpoint import CONFIGS
 
+from edgellm.backends import cuda
 from edgellm.backends.backend import Backend
 from edgellm.backends.batch import Span
 from edgellm.backends.chunked_backend import ChunkedBackend
 from edgellm.backends.forward import Model
 from edgellm.backends.host_attention import HostAttention, head_norms, rope_tables
+from edgellm.backends.parts import Parts
 from edgellm.backends.planner import Costs
 from edgellm.backends.providers import CPU, PROVIDERS
 from edgellm.backends.segments import Head, Segments
-from edgellm.backends.selection import select
+from edgellm.backends.selection import Selection, select
 from edgellm.engine.one_sequence import Hooks, compute_prompt, compute_tokens
-from edgellm.errors import CancelledError, OptionError, ProviderError
+from edgellm.errors import CancelledError, MemoryEstimateError, OptionError, ProviderError
 from edgellm.export import export
+from edgellm.kernels.gpu import device
 from edgellm.llm import LLM, load
 from edgellm.options import EngineOptions
 from edgellm.store.key_basis import open_head_norms
+
+if TYPE_CHECKING:
+    from edgellm.backends.device_model import DeviceModel
 
 # the interpreter computes in numpy, which warns of the NaN in memory that was never written
 pytestmark = [pytest.mark.triton, pytest.mark.filterwarnings("ignore::RuntimeWarning")]
@@ -36,6 +43,8 @@ PRECISIONS = ("f32", "f16", "w4a16")
 @pytest.fixture(params=["llama"])
 def llm(request: pytest.FixtureRequest, make_model: Callable[..., Path], tmp_path: Path) -> LLM:
     pytest.importorskip("triton")
+    if device.why_not() is None and not device.interpreted():
+        pytest.skip("the CPU in the device's place needs Triton's interpreter, not a GPU")
     out = tmp_path / "bundle"
     export(
         make_model(model_type=request.param),
@@ -50,13 +59,24 @@ def llm(request: pytest.FixtureRequest, make_model: Callable[..., Path], tmp_pat
 
 def on_device(llm: LLM, precision: str) -> Backend:
     """Prefill of a precision through device memory; the CPU stands in for the device."""
-    from edgellm.backends.device_model import DeviceModel, DeviceSegments, Queue
+    model = opened(llm, precision)
+    costs = Costs(dict.fromkeys(model.segments.chunk_sizes, 1.0))
+    return ChunkedBackend(model, llm.engine.decoder, costs)
 
-    engine, queue = llm.engine, Queue("cpu")
-    segments = DeviceSegments(engine.bundle, precision, queue=queue, threads=1, provider_options={})
+
+def opened(llm: LLM, precision: str) -> DeviceModel:
+    engine = llm.engine
+    parts = Parts(
+        bundle=engine.bundle,
+        options=engine.options,
+        selection=Selection(prefill="cuda", decode="reference", policy="serial"),
+        cache=engine.cache,
+        ropes=rope_tables(engine.config, engine.ctx_size),
+        threads=1,
+        progress=None,
+    )
     head, attention = head_and_attention(llm, precision)
-    model = DeviceModel(segments, head, attention, cache=engine.cache, queue=queue)
-    return ChunkedBackend(model, engine.decoder, Costs(dict.fromkeys(segments.chunk_sizes, 1.0)))
+    return cuda.open_model(parts, precision, head=head, attention=attention)
 
 
 def on_host(llm: LLM, precision: str) -> Backend:
@@ -143,6 +163,37 @@ def test_cancelled_prefill_keeps_whole_chunks(llm: LLM) -> None:
     with pytest.raises(CancelledError):
         compute_prompt(on_device(llm, "f32"), [3, 1] * 40, sequence, hooks)
     assert 0 < len(sequence) < 80
+
+
+def test_profile_waits_for_each_step(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, waited = opened(llm, "f32"), list[None]()
+    monkeypatch.setattr(model, "wait", lambda: waited.append(None))
+    sequence = llm.engine.cache.sequence()
+    seconds = model.profile(TOKENS[:16], sequence, size=16, start=0)
+    assert len(waited) == len(seconds) - 1 > 0  # nothing is launched by `commit`
+
+
+def test_weights_of_each_chunk_size_must_fit(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    files, cache = llm.engine.bundle.manifest.files, llm.engine.cache.nbytes
+    needed = 2 * files["f32/weights.bin"].bytes + cache
+    monkeypatch.setattr("edgellm.kernels.gpu.device.free_bytes", lambda _: needed - 1)
+    with pytest.raises(MemoryEstimateError, match="for weights of f32 in 2 chunk sizes"):
+        opened(llm, "f32")
+    monkeypatch.setattr("edgellm.kernels.gpu.device.free_bytes", lambda _: needed)
+    opened(llm, "f32")
+
+
+def test_wrong_provider_is_noticed_when_it_is_opened(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = Segments.run
+
+    def broken(self: Segments, index: int, chunk: int, inputs: Mapping[str, Any]) -> list[Any]:
+        return [-out if chunk == 32 else out for out in run(self, index, chunk, inputs)]
+
+    monkeypatch.setattr(Segments, "run", broken)
+    with pytest.raises(ProviderError, match="segment 0 in chunks of 32 is wrong"):
+        opened(llm, "f32")
 
 
 @pytest.mark.smoke

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -16,6 +18,7 @@ from edgellm.cache.sequence import Sequence as CachedSequence
 from edgellm.engine.one_sequence import Hooks, compute_prompt, compute_tokens
 from edgellm.errors import CancelledError, MemoryEstimateError, OptionError, ProviderError
 from edgellm.kernels.gpu import device
+from edgellm.kernels.kv_blocks import KVFormat, allocate
 from edgellm.kernels.native import library
 from edgellm.llm import LLM, load
 from edgellm.options import EngineOptions
@@ -244,6 +247,59 @@ def test_panels_have_no_other_precision() -> None:
 
 @pytest.mark.smoke
 def test_too_little_device_memory(bundle: Bundle, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("edgellm.backends.triton_model.free_bytes", lambda _: 1 << 10)
-    with pytest.raises(MemoryEstimateError, match="smaller `ctx_size`"):
+    monkeypatch.setattr(device, "free_bytes", lambda _: 1 << 10)
+    with pytest.raises(MemoryEstimateError, match=r"0 MiB free; for weights .* smaller `ctx_size`"):
         load(str(bundle.path), decode="triton")
+
+
+@pytest.mark.smoke
+def test_auto_takes_the_cpu_where_the_device_has_too_little_memory(
+    bundle: Bundle, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("edgellm.backends.selection._usual_decode", lambda: "triton")
+    monkeypatch.setattr(device, "free_bytes", lambda _: 1 << 10)
+    with caplog.at_level(logging.WARNING):
+        llm = load(str(bundle.path))
+    assert llm.decode.split()[0] == CPU_DECODE
+    (note,) = [note for note in llm.notes if "triton" in note]
+    assert note.startswith(f"decode {CPU_DECODE}, not triton: the device has 0 MiB free; ")
+    assert [record.getMessage() for record in caplog.records] == [f"{llm.name}: {note}"]
+    assert len(llm.generate(TOKENS[:5], max_tokens=2).tokens) == 2
+
+
+@pytest.mark.smoke
+def test_auto_takes_the_cpu_where_torch_finds_no_device(
+    bundle: Bundle, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("edgellm.backends.selection._usual_decode", lambda: "triton")
+    monkeypatch.setattr(device, "why_not", lambda: "torch finds no device")
+    llm = load(str(bundle.path))
+    assert f"decode {CPU_DECODE}, not triton: torch finds no device" in llm.notes
+
+
+@pytest.mark.smoke
+@pytest.mark.parametrize("format", ["int8", "f16"])
+def test_blocks_change_sides(format: KVFormat, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the order of their ids or not, in one copy of an array or several."""
+    pytest.importorskip("triton")
+    from edgellm.kernels.gpu import kv_blocks
+
+    shape = {"blocks": 7, "layers": 2, "kv_heads": 2, "head_dim": 16}
+    host, other = (allocate(format=format, **shape) for _ in range(2))
+    arrays = [(host.k, other.k), (host.v, other.v)]
+    if host.k_scale is not None and other.k_scale is not None:
+        arrays.append((host.k_scale, other.k_scale))
+    for mine, _ in arrays:
+        mine[:] = np.arange(mine.size).reshape(mine.shape) % 113
+    ids = [5, 0, 3, 6]
+    for at_once in (kv_blocks._AT_ONCE, 2 * host.k[0].nbytes, 1):
+        monkeypatch.setattr(kv_blocks, "_AT_ONCE", at_once)
+        blocks = kv_blocks.DeviceBlocks.like(host, device.require())
+        blocks.fetch(ids)
+        for _, theirs in arrays:
+            theirs[:] = 1
+        replace(blocks, host=other).give(ids[1:])
+        for mine, theirs in arrays:
+            for block in range(7):
+                expected = mine[block] if block in ids[1:] else np.ones_like(mine[block])
+                np.testing.assert_array_equal(theirs[block], expected)
