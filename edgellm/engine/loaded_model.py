@@ -25,6 +25,7 @@ from edgellm.cache.kv_cache import KVCache
 from edgellm.cache.write_behind import WriteBehind
 from edgellm.engine import memory
 from edgellm.engine.costs import load_or_measure
+from edgellm.engine.draft_model import DraftModel
 from edgellm.engine.thread import EngineThread
 from edgellm.errors import TemplateError
 from edgellm.graphs.contract import WEIGHTS_FILE
@@ -48,7 +49,7 @@ class LoadedModel:
     `selection` names its back ends, `precisions` their precisions; `scheduling` is the one in use.
     `native_prefill` is the native back end, if it is open and decode is not chunked; where decode
     is chunked, `decoder` is `prefill` itself. Once the model is loaded, `thread` alone computes
-    steps and changes the cache.
+    steps and changes the cache. `draft_model` drafts for its answers, if one was asked for.
     """
 
     def __init__(
@@ -56,24 +57,33 @@ class LoadedModel:
         bundle: Bundle,
         options: EngineOptions,
         *,
+        draft: Bundle | None = None,
+        thread: EngineThread | None = None,
         tails_only: bool = True,
         progress: ProgressCallback | None = None,
     ) -> None:
-        """`tails_only`: see `ChunkedBackend`; `progress` is told while graphs are compiled for an
-        accelerator."""
+        """Open the back ends.
+
+        Args:
+            draft: bundle of the draft model that is to have memory beside it.
+            thread: thread that computes; None: one of its own.
+            tails_only: see `ChunkedBackend`.
+            progress: told while graphs are compiled for an accelerator.
+        """
         self.bundle = bundle
         self.options = options
         self.config = bundle.config
         self.selection = select(options)
         self.scheduling = self.selection.scheduling(options.scheduling)
         self.precisions = self.selection.precisions(self.config)
-        self.memory = memory.estimate(bundle, options, self.selection)
+        self.memory = memory.estimate(bundle, options, self.selection, draft=draft)
         memory.check_fits(self.memory)
         self.ctx_size = self.memory.ctx_size
         self.tokenizer = Tokenizer(
             bundle.path, bundle.manifest.tokenizer, rows=self.config.vocab_size
         )
-        self.thread = EngineThread()
+        self.draft_model: DraftModel | None = None
+        self.thread = thread or EngineThread()
         self.written: WriteBehind | None = None
         self.cache = self._make_cache()
         self.threads = _start_threads(options, self.selection, graphs=self.precisions != {PACKED})

@@ -16,7 +16,7 @@ from edgellm.engine.context import Context
 from edgellm.engine.plan import Arrival, Layers, Underway
 from edgellm.engine.prefill_job import PrefillJob
 from edgellm.engine.prompt_scores import PromptScores
-from edgellm.engine.speculation import Speculation
+from edgellm.engine.speculation import speculation
 from edgellm.engine.stream import Stream
 from edgellm.kernels.sampling import Logits
 from edgellm.progress import Progress
@@ -71,9 +71,7 @@ class Request(Stream):
             logit_filter=call.logit_filter,
             shown_special=shown_special,
         )
-        # a rejected draft would take a sequence with states back to the end of a full block
-        drafts = options.speculate and engine.decoder.exact_rows and not engine.cache.has_states
-        self._speculation = Speculation(engine.ctx_size if drafts else 0)
+        self._speculation = speculation(engine, options, salt=context.salt)
         self._scores: PromptScores | None = None
         if options.prompt_logprobs is not None:
             self._scores = PromptScores(engine.prefill, context.tokens, top=options.prompt_logprobs)
@@ -194,6 +192,7 @@ class Request(Stream):
         """Give the blocks back until the request is begun again."""
         self._stats.preempted += 1
         self._drop_job()
+        self._speculation.close()
         self.context.give_back()
 
     def end(self) -> bool:
@@ -288,6 +287,7 @@ class Request(Stream):
         """Give back what is not needed when the loop has done with the request; unread tokens of a
         withdrawn answer are no part of its session."""
         self._drop_job()
+        self._speculation.close()
         if self.withdrawn:
             self.cut()
         if self._closes:

@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 
 from edgellm.backends.selection import select
+from edgellm.engine.draft_opening import prepare_draft
 from edgellm.engine.memory import estimate
 from edgellm.errors import OptionError
 from edgellm.llm import LLM, LoadArguments, engine_options, load, with_defaults
@@ -68,8 +69,8 @@ def served_model(
 
     def needed_bytes() -> int:
         bundle = prepare(source, precisions=select(options).precisions, progress=progress)
-        needed = estimate(bundle, options, select(options))
-        return needed.weights + needed.kv_cache
+        draft = prepare_draft(bundle, options, progress=progress)
+        return estimate(bundle, options, select(options), draft=draft).models
 
     def card() -> ModelCard | None:
         bundle = prepared(source, precisions=select(options).precisions)

@@ -16,6 +16,8 @@ from waiting import until
 from edgellm.cache.sequence import Sequence as CachedSequence
 from edgellm.engine import auto_prefill, prompt_rows
 from edgellm.engine.context import Context
+from edgellm.engine.draft_policy import Choice
+from edgellm.engine.drafter import Evidence, Kind
 from edgellm.engine.prompt_rows import SchedulingPolicy
 from edgellm.engine.request import Request
 from edgellm.engine.scheduler import OwnerCounters
@@ -263,7 +265,9 @@ def fail_last_text(request: Request, error: Exception) -> None:
 
 def draft_always(monkeypatch: pytest.MonkeyPatch, tokens: list[int]) -> None:
     """Have every answer guess these tokens at every step."""
-    monkeypatch.setattr(Speculation, "_guess", lambda *_: list(tokens))
+    kind = Kind("lookup", 0.5, most=len(tokens))
+    choice = Choice(Evidence(kind), len(tokens))
+    monkeypatch.setattr(Speculation, "_guess", lambda *_: (choice, list(tokens)))
 
 
 def lane(llm: LLM) -> PrefillLane:

@@ -146,6 +146,7 @@ def start(
         tokenizer=Tokenizer(),
         prefill=prefill,
         decoder=decoder,
+        draft_model=None,
         recomputes_exactly=exact and not apart,
         scheduling=chosen.scheduling,
         options=chosen,

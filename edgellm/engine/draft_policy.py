@@ -1,0 +1,189 @@
+"""Policy of drafts: the drafter that guesses for a step, and how many tokens it guesses."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from edgellm.engine.drafter import Evidence, Kind
+
+# Numbers of draft tokens to choose from: with the token sampled last, rows that kernels like.
+_LENGTHS = (1, 3, 7, 15, 31, 63)
+# Plain steps that a step of 2, 4, 8 .. rows takes as long as, until one was timed.
+_STEPS = (1.1, 1.25, 2.2, 3.6, 4.0, 7.5)
+# Tokens that the share of a kind counts as, before any of its drafts is known.
+_WORTH = 4.0
+# Weight of the old value in averages; what is known of kinds without a draft fades more slowly.
+_KEEP, _FADE = 0.8, 0.99
+# How many times as fast as plain steps a draft must promise to be.
+_GAIN = 1.05
+# Plain steps of an answer before drafts that take time to make, and drafts after which another
+# plain one shows whether it still takes as long.
+_PLAIN_FIRST, _PLAIN_EVERY = 4, 32
+# Plain steps that a purse holds, and the part of each step that it earns.
+_PURSE, _EARNED = 64.0, 0.03
+# Tokens computed at once for each that is computed by itself in the same time.
+_AT_ONCE = 5.0
+# Tokens that a drafter lacks after a step, at most, unless it has rested.
+_CAUGHT_UP = 8
+
+
+@dataclass(frozen=True)
+class Choice:
+    """Choice of a drafter by its evidence, and of the number of tokens."""
+
+    evidence: Evidence
+    count: int
+
+    @property
+    def kind(self) -> Kind:
+        return self.evidence.kind
+
+
+@dataclass(frozen=True)
+class Acceptance:
+    """Draft tokens that were right, and those that were tried; both fade."""
+
+    right: float
+    tried: float
+
+    @classmethod
+    def first(cls, kind: Kind) -> Acceptance:
+        return cls(kind.share * _WORTH, _WORTH)
+
+    @property
+    def share(self) -> float:
+        return min(self.right / self.tried, 0.999)
+
+    def learn(self, accepted: int, count: int) -> Acceptance:
+        """Return what is known after a draft of `count` tokens that ended behind `accepted`."""
+        tried = accepted + (accepted < count)
+        return Acceptance(_KEEP * self.right + accepted, _KEEP * self.tried + tried)
+
+    def faded(self, kind: Kind) -> Acceptance:
+        """Return a little less of what is known, for another try later."""
+        first = Acceptance.first(kind)
+        right = _FADE * self.right + (1 - _FADE) * first.right
+        return Acceptance(right, _FADE * self.tried + (1 - _FADE) * first.tried)
+
+
+class Purse:
+    """Plain steps that drafts which take time may lose, for all answers of a model.
+
+    It earns a part of each step, and what drafts gain, and drafts that lose empty it. So drafts
+    that never pay cost its first content and that part of the time, and no more.
+    """
+
+    def __init__(self) -> None:
+        self.steps = _PURSE
+
+    def put(self, steps: float) -> None:
+        """Add plain steps; what is lost is negative."""
+        self.steps = min(_PURSE, self.steps + steps)
+
+
+class DraftPolicy:
+    """Drafts that pay, from the times of steps and the number of accepted tokens.
+
+    A draft of d tokens, each right with probability a, gives (1 - a^(d+1)) / (1 - a) tokens on
+    average (Leviathan et al., arXiv:2211.17192). The time of a step has that of its draft in it.
+    Timings decide nothing but which drafts there are: the answer is the same with any.
+    """
+
+    def __init__(self, purse: Purse | None = None) -> None:
+        self._purse = Purse() if purse is None else purse
+        self._plain_s = 0.0
+        self._plain_steps = 0
+        self._since_plain = 0
+        self._seconds: dict[str, list[float]] = {}
+        self._known: dict[Kind, Acceptance] = {}
+
+    def choose(self, offers: Sequence[Evidence], *, most: int) -> Choice | None:
+        """Choose the drafter that promises the most tokens in a time; None: a plain step.
+
+        Args:
+            most: largest number of tokens of the draft.
+        """
+        if not self._plain_s or most < 1:  # the first steps say what a plain one takes
+            return None
+        best, chosen = _GAIN, None
+        for offer in offers:
+            kind = offer.kind
+            gain, count = max(self._gains(kind), default=(0.0, 0))
+            if gain <= _GAIN:
+                self._fade(kind)
+            elif gain > best and self._may_cost(offer, count):
+                best, chosen = gain, Choice(offer, min(count, most))
+        return chosen
+
+    def plain(self, seconds: float) -> None:
+        """Learn the seconds of a step without a draft."""
+        self._plain_s = _average(self._plain_s, seconds)
+        self._plain_steps += 1
+        self._since_plain = 0
+        self._purse.put(_EARNED)
+
+    def drafted(self, seconds: float, choice: Choice, *, drafted: int, accepted: int) -> None:
+        """Learn the seconds of a step with `drafted` draft tokens, `accepted` of them right."""
+        kind, caught_up = choice.kind, choice.evidence.behind <= _CAUGHT_UP
+        if kind.token_steps:
+            self._since_plain += 1
+            took = seconds / self._plain_s
+            self._purse.put(1 + accepted - took + _EARNED * took)
+        if caught_up:
+            times, index = self._times(kind), _size(choice.count)
+            times[index] = _average(times[index], seconds)
+        if caught_up or drafted:
+            self._known[kind] = self._acceptance(kind).learn(accepted, choice.count)
+
+    def _gains(self, kind: Kind) -> Iterator[tuple[float, int]]:
+        """Iterate over tokens for the time of one in plain steps, and the length of a draft."""
+        share = self._acceptance(kind).share
+        for count in sorted({min(count, kind.most) for count in _LENGTHS}):
+            tokens = (1 - share ** (count + 1)) / (1 - share)
+            yield tokens / self._steps(kind, count), count
+
+    def _steps(self, kind: Kind, count: int) -> float:
+        """Return the plain steps that a step takes as long as; more rows never take less."""
+        index = _size(count)
+        times = self._times(kind)
+        guess = _STEPS[index] + count * kind.token_steps
+        known = [seconds for seconds in times[: index + 1] if seconds]
+        if times[index] or not known:
+            return times[index] / self._plain_s or guess
+        return max(guess, known[-1] / self._plain_s)
+
+    def _may_cost(self, offer: Evidence, count: int) -> bool:
+        """Whether a draft is free to make, or the purse holds what it loses if all is wrong."""
+        each = offer.kind.token_steps
+        if not each:
+            return True
+        if self._plain_steps < _PLAIN_FIRST or self._since_plain >= _PLAIN_EVERY:
+            return False
+        behind = each * offer.behind / _AT_ONCE
+        return behind + self._steps(offer.kind, count) - 1 <= self._purse.steps
+
+    def _fade(self, kind: Kind) -> None:
+        """Forget a little of what speaks against drafts of a kind, for another try later."""
+        self._known[kind] = self._acceptance(kind).faded(kind)
+        times = self._times(kind)
+        for index, (seconds, steps) in enumerate(zip(times, _STEPS, strict=True)):
+            steps += _LENGTHS[index] * kind.token_steps
+            if seconds:
+                times[index] = _FADE * seconds + (1 - _FADE) * steps * self._plain_s
+
+    def _acceptance(self, kind: Kind) -> Acceptance:
+        return self._known.get(kind) or Acceptance.first(kind)
+
+    def _times(self, kind: Kind) -> list[float]:
+        """Return the seconds of steps with a drafter's drafts, by `_LENGTHS`; 0: not known."""
+        return self._seconds.setdefault(kind.drafter, [0.0] * len(_LENGTHS))
+
+
+def _size(count: int) -> int:
+    """Return the index of the length that a draft, which may have been cut, takes as long as."""
+    return next((i for i, length in enumerate(_LENGTHS) if count <= length), len(_LENGTHS) - 1)
+
+
+def _average(old: float, new: float) -> float:
+    return new if not old else _KEEP * old + (1 - _KEEP) * new
