@@ -18,6 +18,8 @@ from edgellm.engine.drafter import Evidence, Kind
 _ROWS = 64
 # Share of its tokens that are right, until some are known: 0.6 to 0.85 for pairs of one family.
 _SHARE = 0.7
+# A model guesses as well some lines later, and computes what it has missed.
+_KEEP = 0.95
 
 
 @dataclass(frozen=True)
@@ -44,7 +46,7 @@ class DraftModel:
 
     @property
     def kind(self) -> Kind:
-        return Kind("model", _SHARE, most=self.tokens, token_steps=self.token_steps)
+        return Kind("model", _SHARE, self.tokens, keep=_KEEP, token_steps=self.token_steps)
 
     def drafter(self, salt: str) -> ModelDrafter:
         """Return a drafter for one answer; see `Context` for `salt`."""

@@ -40,7 +40,8 @@ def prepare_draft(
         draft = prepare(name, precisions=(PACKED,), progress=progress)
     except EdgeLLMError as error:
         raise type(error)(f"`draft` is {name!r}: {error}") from None
-    if draft.path.resolve() == bundle.path.resolve():
+    weights, same = draft.manifest.source_sha256, bundle.manifest.source_sha256
+    if draft.path.resolve() == bundle.path.resolve() or (weights and weights == same):
         raise OptionError(
             f"`draft` is {name!r}, the model itself, which would be as slow as no drafts; name a "
             "smaller model of the same family, or leave it out"

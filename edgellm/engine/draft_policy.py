@@ -20,10 +20,10 @@ _GAIN = 1.05
 # Plain steps of an answer before drafts that take time to make, and drafts after which another
 # plain one shows whether it still takes as long.
 _PLAIN_FIRST, _PLAIN_EVERY = 4, 32
-# Plain steps that a purse holds, and the part of each step that it earns.
-_PURSE, _EARNED = 64.0, 0.03
-# Tokens computed at once for each that is computed by itself in the same time.
-_AT_ONCE = 5.0
+# Plain steps that a purse holds at first and at most, and the part of each step that it earns.
+_FIRST, _MOST, _EARNED = 64.0, 512.0, 0.02
+# Tokens computed at once for each that is computed by itself in the same time, about.
+_AT_ONCE = 8.0
 # Tokens that a drafter lacks after a step, at most, unless it has rested.
 _CAUGHT_UP = 8
 
@@ -55,10 +55,10 @@ class Acceptance:
     def share(self) -> float:
         return min(self.right / self.tried, 0.999)
 
-    def learn(self, accepted: int, count: int) -> Acceptance:
+    def learn(self, accepted: int, count: int, *, keep: float) -> Acceptance:
         """Return what is known after a draft of `count` tokens that ended behind `accepted`."""
         tried = accepted + (accepted < count)
-        return Acceptance(_KEEP * self.right + accepted, _KEEP * self.tried + tried)
+        return Acceptance(keep * self.right + accepted, keep * self.tried + tried)
 
     def faded(self, kind: Kind) -> Acceptance:
         """Return a little less of what is known, for another try later."""
@@ -72,14 +72,18 @@ class Purse:
 
     It earns a part of each step, and what drafts gain, and drafts that lose empty it. So drafts
     that never pay cost its first content and that part of the time, and no more.
+
+    Attributes:
+        known: what the answers so far have shown of such drafts.
     """
 
     def __init__(self) -> None:
-        self.steps = _PURSE
+        self.steps = _FIRST
+        self.known: dict[Kind, Acceptance] = {}
 
     def put(self, steps: float) -> None:
         """Add plain steps; what is lost is negative."""
-        self.steps = min(_PURSE, self.steps + steps)
+        self.steps = min(_MOST, self.steps + steps)
 
 
 class DraftPolicy:
@@ -134,7 +138,8 @@ class DraftPolicy:
             times, index = self._times(kind), _size(choice.count)
             times[index] = _average(times[index], seconds)
         if caught_up or drafted:
-            self._known[kind] = self._acceptance(kind).learn(accepted, choice.count)
+            known = self._acceptance(kind).learn(accepted, choice.count, keep=kind.keep)
+            self._known_of(kind)[kind] = known
 
     def _gains(self, kind: Kind) -> Iterator[tuple[float, int]]:
         """Iterate over tokens for the time of one in plain steps, and the length of a draft."""
@@ -165,7 +170,7 @@ class DraftPolicy:
 
     def _fade(self, kind: Kind) -> None:
         """Forget a little of what speaks against drafts of a kind, for another try later."""
-        self._known[kind] = self._acceptance(kind).faded(kind)
+        self._known_of(kind)[kind] = self._acceptance(kind).faded(kind)
         times = self._times(kind)
         for index, (seconds, steps) in enumerate(zip(times, _STEPS, strict=True)):
             steps += _LENGTHS[index] * kind.token_steps
@@ -173,7 +178,11 @@ class DraftPolicy:
                 times[index] = _FADE * seconds + (1 - _FADE) * steps * self._plain_s
 
     def _acceptance(self, kind: Kind) -> Acceptance:
-        return self._known.get(kind) or Acceptance.first(kind)
+        return self._known_of(kind).get(kind) or Acceptance.first(kind)
+
+    def _known_of(self, kind: Kind) -> dict[Kind, Acceptance]:
+        """Return what is known of drafts; matches are like those of the same answer alone."""
+        return self._purse.known if kind.token_steps else self._known
 
     def _times(self, kind: Kind) -> list[float]:
         """Return the seconds of steps with a drafter's drafts, by `_LENGTHS`; 0: not known."""

@@ -15,6 +15,8 @@ class Kind:
         drafter: name of the drafter.
         share: share of draft tokens that are right, until some are known.
         most: largest number of tokens of a draft.
+        keep: weight of the drafts before when one is learnt: little where a text may change soon,
+            much where rest costs time.
         token_steps: plain steps that a draft token takes as long as to make, until one was timed;
             0: no time that counts.
     """
@@ -22,6 +24,7 @@ class Kind:
     drafter: str
     share: float
     most: int
+    keep: float = 0.8
     token_steps: float = 0.0
 
 

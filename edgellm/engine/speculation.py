@@ -78,21 +78,19 @@ class Speculation:
         """
         self._seconds, self._hits = seconds, 0
         self._ahead.extend(zip(self._draft[: len(logits)], logits, strict=True))
+        self._count(drafted=len(logits))
 
     def after(self, token: int) -> Logits | None:
         """Return the logits after a sampled token; None if the draft did not have it."""
         if not self._ahead or self._ahead[0][0] != token:
             return None
         self._hits += 1
+        self._count(accepted=1)
         return self._ahead.popleft()[1]
 
     def settle(self) -> int:
         """End a step's draft; returns the number of rejected tokens at the sequence's end."""
         wrong, hits, choice = len(self._ahead), self._hits, self._choice
-        if choice is not None and hits + wrong:
-            before = self.counts.get(choice.kind.drafter, DraftCounts())
-            after = DraftCounts(before.drafted + hits + wrong, before.accepted + hits)
-            self.counts[choice.kind.drafter] = after
         if self._seconds is not None:
             if choice is None:
                 self._policy.plain(self._seconds)
@@ -106,6 +104,12 @@ class Speculation:
         """Give back memory that drafters need only while drafts go on."""
         for drafter in self._drafters.values():
             drafter.close()
+
+    def _count(self, *, drafted: int = 0, accepted: int = 0) -> None:
+        if self._choice is not None and drafted + accepted:
+            name = self._choice.kind.drafter
+            before = self.counts.get(name, DraftCounts())
+            self.counts[name] = DraftCounts(before.drafted + drafted, before.accepted + accepted)
 
     def _guess(self, most: int, tokens: Sequence[int]) -> tuple[Choice | None, list[int]]:
         if most < 1:

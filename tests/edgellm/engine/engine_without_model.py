@@ -44,7 +44,9 @@ class Backend:
     def rows_at_once(self, sequence: object) -> int:
         return 512
 
-    def run(self, spans: Sequence[Span], *, should_stop: Callable[[], bool] | None) -> list[Rows]:
+    def run(
+        self, spans: Sequence[Span], *, should_stop: Callable[[], bool] | None = None
+    ) -> list[Rows]:
         with reserved(spans):
             results = [self._rows(span) for span in spans]
             for span in spans:

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from edgellm.engine.draft_policy import Choice, DraftPolicy
+from edgellm.engine.draft_policy import Choice, DraftPolicy, Purse
 from edgellm.engine.drafter import Evidence, Kind
-from edgellm.engine.prompt_lookup import PromptLookup, kind_of_match
+from edgellm.engine.prompt_lookup import LookupDrafter, PromptLookup, kind_of_match
 
-MODEL = Kind("model", 0.7, most=3, token_steps=0.4)
+MODEL = Kind("model", 0.7, most=3, keep=0.95, token_steps=0.4)
 
 
 def chosen(policy: DraftPolicy, match: int) -> int:
@@ -107,3 +109,115 @@ def test_a_draft_that_was_cut_counts_as_its_size() -> None:
     for _ in range(30):
         teach(policy, 40.0, match=64, drafted=20, accepted=20)
     assert chosen(policy, 64) != 31
+
+
+class Simulation:
+    """An answer whose steps take 1 + a tenth for each row, and what is drafted 0.4 a token."""
+
+    def __init__(self, right: float, *, purse: Purse | None = None, prompt: int = 0) -> None:
+        self.policy = DraftPolicy(purse)
+        self.seconds = 0.0
+        self.tokens = self.drafts = 0
+        self._right, self._behind = right, prompt
+        self._random = random.Random(0)
+
+    def run(self, steps: int) -> Simulation:
+        for _ in range(steps):
+            self._step()
+        return self
+
+    @property
+    def speed(self) -> float:
+        """Tokens in the time of a plain step."""
+        return self.tokens / self.seconds
+
+    def _step(self) -> None:
+        choice = self.policy.choose([Evidence(MODEL, self._behind + 1)], most=63)
+        if choice is None:
+            self.policy.plain(1.0)
+            self._behind += 1
+            return self._count(1, 1.0)
+        count, accepted = choice.count, 0
+        while accepted < count and self._random.random() < self._right:
+            accepted += 1
+        seconds = 1 + count / 10 + 0.4 * count + 0.05 * self._behind
+        self.policy.drafted(seconds, choice, drafted=count, accepted=accepted)
+        self._behind = 0
+        self.drafts += 1
+        self._count(1 + accepted, seconds)
+
+    def _count(self, tokens: int, seconds: float) -> None:
+        self.tokens += tokens
+        self.seconds += seconds
+
+
+@pytest.mark.parametrize("right", [0.0, 0.3, 0.5, 0.6])
+@pytest.mark.parametrize("prompt", [0, 300])
+def test_a_model_that_does_not_pay_costs_three_percent_at_most(right: float, prompt: int) -> None:
+    purse = Purse()
+    answers = [Simulation(right, purse=purse, prompt=prompt).run(200) for _ in range(40)]
+    tokens = sum(each.tokens for each in answers)
+    assert sum(each.seconds for each in answers) <= 1.03 * tokens + 64
+    assert sum(each.drafts for each in answers[20:]) < 400  # of 4,000 steps
+    assert answers[0].drafts > 0  # it was tried
+
+
+def test_a_model_that_is_right_drafts_at_nearly_every_step() -> None:
+    answer = Simulation(0.9).run(400)
+    assert answer.drafts > 350
+    assert answer.speed > 1.3
+
+
+def test_a_model_that_gets_better_drafts_again() -> None:
+    purse = Purse()
+    Simulation(0.0, purse=purse).run(400)
+    answers = [Simulation(0.95, purse=purse, prompt=20).run(400) for _ in range(8)]
+    assert answers[-1].drafts > 350
+
+
+def test_a_plain_step_now_and_then_shows_what_one_takes() -> None:
+    policy, counts = DraftPolicy(), [0, 0]
+    for _ in range(330):
+        choice = policy.choose([Evidence(MODEL, 1)], most=63)
+        counts[choice is not None] += 1
+        if choice is None:
+            policy.plain(1.0)
+        else:
+            policy.drafted(1.5, choice, drafted=choice.count, accepted=choice.count)
+    assert 10 <= counts[0] <= 20
+
+
+def test_a_prompt_that_costs_more_than_it_may_lose_is_left_alone() -> None:
+    policy = DraftPolicy()
+    for _ in range(10):
+        policy.plain(1.0)
+    assert policy.choose([Evidence(MODEL, 400)], most=63) is not None
+    assert policy.choose([Evidence(MODEL, 2000)], most=63) is None
+
+
+def test_a_long_match_goes_before_the_model_and_the_model_before_a_short_one() -> None:
+    policy = DraftPolicy()
+    for _ in range(4):
+        policy.plain(1.0)
+    fast = Kind("model", 0.7, most=3, token_steps=0.1)
+    for match, drafter in ((32, "lookup"), (16, "lookup"), (3, "model")):
+        choice = policy.choose([Evidence(kind_of_match(match)), Evidence(fast)], most=63)
+        assert choice is not None
+        assert choice.kind.drafter == drafter
+
+
+def test_no_more_tokens_than_are_wanted() -> None:
+    policy = DraftPolicy()
+    policy.plain(1.0)
+    for most in (0, 2, 5):
+        choice = policy.choose([Evidence(kind_of_match(64))], most=most)
+        assert (0 if choice is None else choice.count) == most
+
+
+def test_an_answer_that_shifts_is_looked_up_anew() -> None:
+    drafter = LookupDrafter(100)
+    tokens = [1, 2, 3, 4, 5, 6, 1, 2, 3]
+    assert drafter.evidence(tokens) == Evidence(kind_of_match(3))
+    assert drafter.propose(tokens, 2) == [4, 5]
+    assert drafter.evidence([1, 2, 3]) is None
+    assert drafter.evidence([1, 2, 3, 9, 1, 2, 3]) is not None
