@@ -30,10 +30,15 @@ _CAUGHT_UP = 8
 
 @dataclass(frozen=True)
 class Choice:
-    """Choice of a drafter by its evidence, and of the number of tokens."""
+    """Choice of a drafter by its evidence, and of the number of tokens.
+
+    Attributes:
+        company: number of sequences in the step, each of which drafts as many.
+    """
 
     evidence: Evidence
     count: int
+    company: int = 1
 
     @property
     def kind(self) -> Kind:
@@ -96,86 +101,86 @@ class DraftPolicy:
 
     def __init__(self, purse: Purse | None = None) -> None:
         self._purse = Purse() if purse is None else purse
-        self._plain_s = 0.0
+        self._plain_s: dict[int, float] = {}  # by company
         self._plain_steps = 0
         self._since_plain = 0
-        self._seconds: dict[str, list[float]] = {}
+        self._seconds: dict[tuple[str, int], list[float]] = {}
         self._known: dict[Kind, Acceptance] = {}
 
-    def choose(self, offers: Sequence[Evidence], *, most: int) -> Choice | None:
+    def choose(self, offers: Sequence[Evidence], *, most: int, company: int = 1) -> Choice | None:
         """Choose the drafter that promises the most tokens in a time; None: a plain step.
 
         Args:
             most: largest number of tokens of the draft.
+            company: number of sequences in the step, if each drafts as many. Drafts that take time
+                to make are for a sequence by itself.
         """
-        if not self._plain_s or most < 1:  # the first steps say what a plain one takes
+        if company not in self._plain_s or most < 1:  # the first steps say what a plain one takes
             return None
         best, chosen = _GAIN, None
         for offer in offers:
             kind = offer.kind
-            gain, count = max(self._gains(kind), default=(0.0, 0))
+            gain, count = max(self._gains(kind, company), default=(0.0, 0))
             if gain <= _GAIN:
-                self._fade(kind)
-            elif gain > best and self._may_cost(offer, count):
-                best, chosen = gain, Choice(offer, min(count, most))
+                self._fade(kind, company)
+            elif gain > best and (not kind.token_steps or self._affords(offer, count, company)):
+                best, chosen = gain, Choice(offer, min(count, most), company)
         return chosen
 
-    def plain(self, seconds: float) -> None:
+    def plain(self, seconds: float, *, company: int = 1) -> None:
         """Learn the seconds of a step without a draft."""
-        self._plain_s = _average(self._plain_s, seconds)
-        self._plain_steps += 1
-        self._since_plain = 0
-        self._purse.put(_EARNED)
+        self._plain_s[company] = _average(self._plain_s.get(company, 0.0), seconds)
+        if company == 1:
+            self._plain_steps += 1
+            self._since_plain = 0
+            self._purse.put(_EARNED)
 
     def drafted(self, seconds: float, choice: Choice, *, drafted: int, accepted: int) -> None:
         """Learn the seconds of a step with `drafted` draft tokens, `accepted` of them right."""
         kind, caught_up = choice.kind, choice.evidence.behind <= _CAUGHT_UP
         if kind.token_steps:
             self._since_plain += 1
-            took = seconds / self._plain_s
+            took = seconds / self._plain_s[choice.company]
             self._purse.put(1 + accepted - took + _EARNED * took)
         if caught_up:
-            times, index = self._times(kind), _size(choice.count)
+            times, index = self._times(kind, choice.company), _size(choice.count)
             times[index] = _average(times[index], seconds)
         if caught_up or drafted:
             known = self._acceptance(kind).learn(accepted, choice.count, keep=kind.keep)
             self._known_of(kind)[kind] = known
 
-    def _gains(self, kind: Kind) -> Iterator[tuple[float, int]]:
+    def _gains(self, kind: Kind, company: int) -> Iterator[tuple[float, int]]:
         """Iterate over tokens for the time of one in plain steps, and the length of a draft."""
         share = self._acceptance(kind).share
         for count in sorted({min(count, kind.most) for count in _LENGTHS}):
             tokens = (1 - share ** (count + 1)) / (1 - share)
-            yield tokens / self._steps(kind, count), count
+            yield tokens / self._steps(kind, count, company), count
 
-    def _steps(self, kind: Kind, count: int) -> float:
+    def _steps(self, kind: Kind, count: int, company: int) -> float:
         """Return the plain steps that a step takes as long as; more rows never take less."""
-        index = _size(count)
-        times = self._times(kind)
-        guess = _STEPS[index] + count * kind.token_steps
+        index, plain_s = _size(count), self._plain_s[company]
+        times = self._times(kind, company)
         known = [seconds for seconds in times[: index + 1] if seconds]
+        guess = _guess(kind, count, company)
         if times[index] or not known:
-            return times[index] / self._plain_s or guess
-        return max(guess, known[-1] / self._plain_s)
+            return times[index] / plain_s or guess
+        return max(guess, known[-1] / plain_s)
 
-    def _may_cost(self, offer: Evidence, count: int) -> bool:
-        """Whether a draft is free to make, or the purse holds what it loses if all is wrong."""
-        each = offer.kind.token_steps
-        if not each:
-            return True
-        if self._plain_steps < _PLAIN_FIRST or self._since_plain >= _PLAIN_EVERY:
+    def _affords(self, offer: Evidence, count: int, company: int) -> bool:
+        """Whether the purse holds what a draft that takes time loses if all of it is wrong."""
+        if company > 1 or self._plain_steps < _PLAIN_FIRST or self._since_plain >= _PLAIN_EVERY:
             return False
-        behind = each * offer.behind / _AT_ONCE
-        return behind + self._steps(offer.kind, count) - 1 <= self._purse.steps
+        behind = offer.kind.token_steps * offer.behind / _AT_ONCE
+        return behind + self._steps(offer.kind, count, company) - 1 <= self._purse.steps
 
-    def _fade(self, kind: Kind) -> None:
+    def _fade(self, kind: Kind, company: int) -> None:
         """Forget a little of what speaks against drafts of a kind, for another try later."""
         self._known_of(kind)[kind] = self._acceptance(kind).faded(kind)
-        times = self._times(kind)
-        for index, (seconds, steps) in enumerate(zip(times, _STEPS, strict=True)):
-            steps += _LENGTHS[index] * kind.token_steps
+        times = self._times(kind, company)
+        for index, seconds in enumerate(times):
             if seconds:
-                times[index] = _FADE * seconds + (1 - _FADE) * steps * self._plain_s
+                guess = _guess(kind, _LENGTHS[index], company) * self._plain_s[company]
+                times[index] = _FADE * seconds + (1 - _FADE) * guess
 
     def _acceptance(self, kind: Kind) -> Acceptance:
         return self._known_of(kind).get(kind) or Acceptance.first(kind)
@@ -184,9 +189,32 @@ class DraftPolicy:
         """Return what is known of drafts; matches are like those of the same answer alone."""
         return self._purse.known if kind.token_steps else self._known
 
-    def _times(self, kind: Kind) -> list[float]:
+    def _times(self, kind: Kind, company: int) -> list[float]:
         """Return the seconds of steps with a drafter's drafts, by `_LENGTHS`; 0: not known."""
-        return self._seconds.setdefault(kind.drafter, [0.0] * len(_LENGTHS))
+        return self._seconds.setdefault((kind.drafter, company), [0.0] * len(_LENGTHS))
+
+
+def common_length(choices: Sequence[Choice | None]) -> int:
+    """Return the tokens that each sequence of a step drafts; 0: none does.
+
+    A step with drafts takes longer, so all its sequences have to gain by it.
+    """
+    return min((0 if choice is None else choice.count for choice in choices), default=0)
+
+
+def _guess(kind: Kind, count: int, company: int) -> float:
+    """Guess the plain steps that a step takes as long as, before one was timed."""
+    return _of_rows(company * (1 + count)) / _of_rows(company) + count * kind.token_steps
+
+
+def _of_rows(rows: int) -> float:
+    """Return the steps of one row that a step of `rows` takes as long as."""
+    size = min((rows - 1).bit_length(), len(_STEPS))
+    more = (1.0, *_STEPS)[size]
+    if not size or rows >= 1 << size:
+        return more * rows / (1 << size)
+    less, whole = (1.0, *_STEPS)[size - 1], 1 << (size - 1)
+    return less + (more - less) * (rows - whole) / whole
 
 
 def _size(count: int) -> int:

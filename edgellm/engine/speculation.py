@@ -5,9 +5,10 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Sequence
+from dataclasses import replace
 
 from edgellm.engine.draft_policy import Choice, DraftPolicy
-from edgellm.engine.drafter import Drafter
+from edgellm.engine.drafter import Drafter, Evidence
 from edgellm.engine.loaded_model import LoadedModel
 from edgellm.engine.prompt_lookup import LookupDrafter
 from edgellm.errors import first_line
@@ -56,27 +57,45 @@ class Speculation:
         self._draft: list[int] = []
         self._ahead: deque[tuple[int, Logits]] = deque()
         self._seconds: float | None = None
+        self._company = 1
         self._hits = 0
         self.counts: dict[str, DraftCounts] = {}
         self.failure = ""
 
-    def draft(self, room: int, tokens: Sequence[int]) -> list[int]:
-        """Draft at most `room` tokens to compute together with the token sampled last.
+    def choose(self, room: int, tokens: Sequence[int], *, company: int) -> Choice | None:
+        """Choose a draft of at most `room` tokens behind the token sampled last; None: none.
 
         Args:
             tokens: tokens of the prompt, and sampled tokens.
+            company: number of sequences in the step.
         """
         most = room if self._most is None else min(room, self._most)
-        self._choice, self._draft = self._guess(most, tokens)
+        offers = self._evidence(tokens) if most > 0 else []
+        self._choice = self._policy.choose(offers, most=most, company=company)
+        return self._choice
+
+    def draft(self, count: int, tokens: Sequence[int]) -> list[int]:
+        """Draft at most `count` tokens to compute together with the token sampled last.
+
+        Args:
+            count: number of tokens of `choose`, or fewer; 0: none.
+            tokens: as for `choose`.
+        """
+        choice = self._choice if count else None
+        self._choice = None if choice is None else replace(choice, count=count)
+        self._draft = self._guess(self._choice, tokens)
         return self._draft
 
-    def computed(self, logits: Sequence[Logits], *, seconds: float | None) -> None:
+    def computed(
+        self, logits: Sequence[Logits], *, seconds: float | None, company: int = 1
+    ) -> None:
         """Keep the logits after each token of the draft, if there was one.
 
         Args:
-            seconds: seconds that the step took; None if other requests were in it.
+            seconds: seconds that the step took; None if they tell nothing of drafts.
+            company: number of sequences in the step.
         """
-        self._seconds, self._hits = seconds, 0
+        self._seconds, self._company, self._hits = seconds, company, 0
         self._ahead.extend(zip(self._draft[: len(logits)], logits, strict=True))
         self._count(drafted=len(logits))
 
@@ -93,7 +112,7 @@ class Speculation:
         wrong, hits, choice = len(self._ahead), self._hits, self._choice
         if self._seconds is not None:
             if choice is None:
-                self._policy.plain(self._seconds)
+                self._policy.plain(self._seconds, company=self._company)
             else:
                 self._policy.drafted(self._seconds, choice, drafted=hits + wrong, accepted=hits)
         self._choice, self._draft, self._seconds, self._hits = None, [], None, 0
@@ -111,19 +130,24 @@ class Speculation:
             before = self.counts.get(name, DraftCounts())
             self.counts[name] = DraftCounts(before.drafted + drafted, before.accepted + accepted)
 
-    def _guess(self, most: int, tokens: Sequence[int]) -> tuple[Choice | None, list[int]]:
-        if most < 1:
-            return None, []
-        found = [each.evidence(tokens) for each in self._drafters.values()]
-        choice = self._policy.choose([each for each in found if each is not None], most=most)
+    def _evidence(self, tokens: Sequence[int]) -> list[Evidence]:
+        found = []
+        for drafter in list(self._drafters.values()):
+            try:
+                found.append(drafter.evidence(tokens))
+            except Exception as error:
+                self._give_up(drafter, error)
+        return [evidence for evidence in found if evidence is not None]
+
+    def _guess(self, choice: Choice | None, tokens: Sequence[int]) -> list[int]:
         if choice is None:
-            return None, []
+            return []
         drafter = self._drafters[choice.kind.drafter]
         try:
-            return choice, drafter.propose(tokens, choice.count)
+            return drafter.propose(tokens, choice.count)
         except Exception as error:
             self._give_up(drafter, error)
-            return choice, []
+            return []
 
     def _give_up(self, drafter: Drafter, error: Exception) -> None:
         """Go on without a drafter that has failed: drafts are no part of the answer."""

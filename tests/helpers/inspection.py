@@ -266,18 +266,20 @@ def fail_last_text(request: Request, error: Exception) -> None:
 
 def draft_always(monkeypatch: pytest.MonkeyPatch, tokens: list[int]) -> None:
     """Have every answer guess these tokens at every step."""
-    kind = Kind("lookup", 0.5, most=len(tokens))
-    choice = Choice(Evidence(kind), len(tokens))
-    monkeypatch.setattr(Speculation, "_guess", lambda *_: (choice, list(tokens)))
+    choice = Choice(Evidence(Kind("lookup", 0.5, most=len(tokens))), len(tokens))
+    monkeypatch.setattr(DraftPolicy, "choose", lambda *_, **__: choice)
+    monkeypatch.setattr(Speculation, "_guess", lambda *_: list(tokens))
 
 
 def draft_with(monkeypatch: pytest.MonkeyPatch, drafter: str) -> None:
     """Have one drafter guess at every step, as many tokens as it may, whatever is measured."""
 
-    def choose(_: DraftPolicy, offers: Sequence[Evidence], *, most: int) -> Choice | None:
+    def choose(
+        _: DraftPolicy, offers: Sequence[Evidence], *, most: int, company: int
+    ) -> Choice | None:
         named = (each for each in offers if each.kind.drafter == drafter)
         offer = next(named, None)
-        return None if offer is None else Choice(offer, min(offer.kind.most, most))
+        return None if offer is None else Choice(offer, min(offer.kind.most, most), company)
 
     monkeypatch.setattr(DraftPolicy, "choose", choose)
     monkeypatch.setattr(DraftPolicy, "drafted", lambda *_, **__: None)

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from edgellm.engine.draft_policy import Choice, DraftPolicy, Purse
+from edgellm.engine.draft_policy import Choice, DraftPolicy, Purse, common_length
 from edgellm.engine.drafter import Evidence, Kind
 from edgellm.engine.prompt_lookup import LookupDrafter, PromptLookup, kind_of_match
 
@@ -221,3 +221,31 @@ def test_an_answer_that_shifts_is_looked_up_anew() -> None:
     assert drafter.propose(tokens, 2) == [4, 5]
     assert drafter.evidence([1, 2, 3]) is None
     assert drafter.evidence([1, 2, 3, 9, 1, 2, 3]) is not None
+
+
+@pytest.mark.parametrize("company", [1, 3, 4])
+def test_the_more_sequences_the_surer_a_draft_has_to_be(company: int) -> None:
+    policy = DraftPolicy()
+    policy.plain(1.0, company=company)
+    matches = (3, 4, 8, 16, 32)
+    drafts = [
+        policy.choose([Evidence(kind_of_match(match))], most=63, company=company)
+        for match in matches
+    ]
+    first = next(i for i, choice in enumerate(drafts) if choice is not None)
+    assert first == {1: 0, 3: 1, 4: 2}[company]
+
+
+def test_models_draft_for_a_sequence_by_itself() -> None:
+    policy = DraftPolicy()
+    for company in (1, 2) * 4:
+        policy.plain(1.0, company=company)
+    free = Kind("model", 0.9, most=3, token_steps=0.01)
+    assert policy.choose([Evidence(free)], most=63) is not None
+    assert policy.choose([Evidence(free)], most=63, company=2) is None
+
+
+def test_all_sequences_of_a_step_gain_or_none_drafts() -> None:
+    some, more = (Choice(Evidence(MODEL), count) for count in (1, 3))
+    assert common_length([some, more]) == 1
+    assert common_length([more, None]) == common_length([]) == 0

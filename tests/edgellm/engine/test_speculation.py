@@ -11,8 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from inspection import draft_always, step_in_readers
+from loops import alone, together, tokens_of
 
-from edgellm.engine.draft_policy import DraftPolicy
+from edgellm.engine.draft_policy import DraftPolicy, common_length
 from edgellm.engine.prompt_lookup import LookupDrafter
 from edgellm.engine.speculation import Speculation
 from edgellm.kernels.native import library
@@ -65,12 +66,45 @@ def test_the_answer_is_the_same(native: LLM, prompt: str, kind: str) -> None:
     assert without.stats.drafted_tokens == 0
 
 
+def steps_of_a_second(monkeypatch: pytest.MonkeyPatch) -> None:
+    computed = Speculation.computed
+
+    def second(self: Speculation, logits: Any, *, seconds: float | None, company: int) -> None:
+        computed(self, logits, seconds=None if seconds is None else 1.0, company=company)
+
+    monkeypatch.setattr(Speculation, "computed", second)
+
+
 def test_copying_is_foreseen(native: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where a step takes a second, drafted or not."""
-    computed = Speculation.computed
-    monkeypatch.setattr(Speculation, "computed", lambda *given, **_: computed(*given, seconds=1.0))
+    steps_of_a_second(monkeypatch)
     found = native.generate(COPY, temperature=0, max_tokens=60, ignore_eos=True).stats
     assert found.accepted_tokens > found.drafted_tokens / 2 > 0
+
+
+@pytest.mark.parametrize("count", [2, 4, 5])
+def test_a_few_answers_at_once_draft_together(
+    native: LLM, count: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options = {"temperature": 0, "max_tokens": 40, "ignore_eos": True}
+    calls = [(native.tokenize(f"{i}\n{COPY}"), options) for i in range(count)]
+    plain = [(tokens, {**options, "speculate": False}) for tokens, _ in calls]
+    expected = tokens_of(alone(native, plain))
+    steps_of_a_second(monkeypatch)
+    found = together(native, calls)
+    assert tokens_of(found) == expected
+    accepted = [answer.stats.accepted_tokens for answer in found]
+    assert all(accepted) if count <= 4 else not any(accepted)
+
+
+def test_none_drafts_where_one_of_them_would_only_wait(
+    native: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    steps_of_a_second(monkeypatch)
+    options = {"temperature": 0, "max_tokens": 20, "ignore_eos": True}
+    copy, plain = native.tokenize(COPY), native.tokenize(PLAIN)
+    found = together(native, [(copy, options), (plain, {**options, "speculate": False})])
+    assert [answer.stats.drafted_tokens for answer in found] == [0, 0]
 
 
 @pytest.mark.parametrize(
@@ -156,7 +190,8 @@ def test_rows_belong_to_their_tokens(text: list[int], prompt: int) -> None:
         if ahead is None:
             del computed[len(computed) - speculation.settle() :]
             rows = []
-            draft = speculation.draft(len(text) - at - 1, text[: at + 1])
+            choice = speculation.choose(len(text) - at - 1, text[: at + 1], company=1)
+            draft = speculation.draft(common_length([choice]), text[: at + 1])
             for token in (text[at], *draft):
                 computed.append(token)
                 rows.append(Logits(np.array([len(computed), sum(computed)], np.float32), 0.0))
