@@ -24,6 +24,8 @@ _PLAIN_FIRST, _PLAIN_EVERY = 4, 32
 _FIRST, _MOST, _EARNED = 64.0, 512.0, 0.02
 # Tokens computed at once for each that is computed by itself in the same time, about.
 _AT_ONCE = 8.0
+# Times as long as expected that a step counts as at most: what stops a process is no draft's fault.
+_HICCUP = 4.0
 # Tokens that a drafter lacks after a step, at most, unless it has rested.
 _CAUGHT_UP = 8
 
@@ -140,7 +142,8 @@ class DraftPolicy:
         kind, caught_up = choice.kind, choice.evidence.behind <= _CAUGHT_UP
         if kind.token_steps:
             self._since_plain += 1
-            took = seconds / self._plain_s[choice.company]
+            expected = self._steps(kind, choice.count, choice.company) + _catch_up(choice.evidence)
+            took = min(seconds / self._plain_s[choice.company], _HICCUP * expected)
             self._purse.put(1 + accepted - took + _EARNED * took)
         if caught_up:
             times, index = self._times(kind, choice.company), _size(choice.count)
@@ -170,8 +173,8 @@ class DraftPolicy:
         """Whether the purse holds what a draft that takes time loses if all of it is wrong."""
         if company > 1 or self._plain_steps < _PLAIN_FIRST or self._since_plain >= _PLAIN_EVERY:
             return False
-        behind = offer.kind.token_steps * offer.behind / _AT_ONCE
-        return behind + self._steps(offer.kind, count, company) - 1 <= self._purse.steps
+        lost = self._steps(offer.kind, count, company) - 1 + _catch_up(offer)
+        return lost <= self._purse.steps
 
     def _fade(self, kind: Kind, company: int) -> None:
         """Forget a little of what speaks against drafts of a kind, for another try later."""
@@ -202,6 +205,11 @@ def common_length(choices: Sequence[Choice | None]) -> int:
     return min((0 if choice is None else choice.count for choice in choices), default=0)
 
 
+def _catch_up(evidence: Evidence) -> float:
+    """Guess the plain steps in which a drafter computes the tokens that it has not yet."""
+    return evidence.kind.token_steps * evidence.behind / _AT_ONCE
+
+
 def _guess(kind: Kind, count: int, company: int) -> float:
     """Guess the plain steps that a step takes as long as, before one was timed."""
     return _of_rows(company * (1 + count)) / _of_rows(company) + count * kind.token_steps
@@ -223,4 +231,4 @@ def _size(count: int) -> int:
 
 
 def _average(old: float, new: float) -> float:
-    return new if not old else _KEEP * old + (1 - _KEEP) * new
+    return new if not old else _KEEP * old + (1 - _KEEP) * min(new, _HICCUP * old)

@@ -187,6 +187,15 @@ def test_a_plain_step_now_and_then_shows_what_one_takes() -> None:
     assert 10 <= counts[0] <= 20
 
 
+def test_a_process_that_was_stopped_for_a_while_empties_no_purse() -> None:
+    purse = Purse()
+    policy = DraftPolicy(purse)
+    for _ in range(4):
+        policy.plain(1.0)
+    policy.drafted(500.0, Choice(Evidence(MODEL, 1), 3), drafted=3, accepted=3)
+    assert purse.steps > 50
+
+
 def test_a_prompt_that_costs_more_than_it_may_lose_is_left_alone() -> None:
     policy = DraftPolicy()
     for _ in range(10):
