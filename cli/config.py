@@ -6,7 +6,7 @@
     [models.coder]
     source = "hf:Qwen/Qwen2.5-Coder-1.5B-Instruct-GGUF:Q4_K_M"
     ctx_size = 16384                  # options of loading, and of answers
-    draft = "hf:Qwen/Qwen2.5-Coder-0.5B-Instruct-GGUF:Q4_K_M"  # guesses tokens ahead
+    draft = "small"                   # guesses tokens ahead; also a name of the file
     temperature = 0.2
     system = "Answer with code alone."  # of conversations that have none of their own
     pinned = true                     # `serve` never unloads it to make room
@@ -91,11 +91,12 @@ def read_config(path: Path | None) -> Config:
     models = _typed(values, "models", dict, where=str(path)) or {}
     default = _typed(values, "default", str, where=str(path))
     serve = _typed(values, "serve", list, where=str(path)) or []
-    config = Config(
-        default=default or DEFAULT_MODEL,
-        serve=tuple(map(str, serve)),
-        models={name: _model(name, value, file=path) for name, value in models.items()},
-    )
+    read = {name: _model(name, value, file=path) for name, value in models.items()}
+    for model in read.values():
+        draft = read.get(model.arguments.get("draft") or "")
+        if draft is not None:
+            model.arguments["draft"] = draft.source
+    config = Config(default=default or DEFAULT_MODEL, serve=tuple(map(str, serve)), models=read)
     for name in serve:
         if not isinstance(name, str) or not name:
             raise OptionError(f"{path}: 'serve' is {serve!r}; a list of names is expected")
