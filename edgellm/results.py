@@ -47,7 +47,8 @@ class Stats:
         scheduling: scheduling in use for answers that are on their way at once.
         drafted_tokens, accepted_tokens: number of tokens guessed ahead, and of right guesses among
             them.
-        drafts: the same of each drafter with a guess: `lookup` (in earlier tokens), `model`.
+        drafts: the same of each drafter with a guess: `lookup` (in the
+            answer's own tokens), `table` (of all answers), `model`.
         draft_failure: name of a drafter that failed, and its error, where the answer went on
             without it; else "".
         dropped_tokens: number of tokens forgotten because the context was full.

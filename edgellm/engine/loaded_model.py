@@ -27,6 +27,7 @@ from edgellm.engine import memory
 from edgellm.engine.costs import load_or_measure
 from edgellm.engine.draft_model import DraftModel
 from edgellm.engine.thread import EngineThread
+from edgellm.engine.token_table import TokenTable
 from edgellm.errors import TemplateError
 from edgellm.graphs.contract import WEIGHTS_FILE
 from edgellm.kernels.kv_blocks import LAYOUT_VERSION
@@ -49,7 +50,8 @@ class LoadedModel:
     `selection` names its back ends, `precisions` their precisions; `scheduling` is the one in use.
     `native_prefill` is the native back end, if it is open and decode is not chunked; where decode
     is chunked, `decoder` is `prefill` itself. Once the model is loaded, `thread` alone computes
-    steps and changes the cache. `draft_model` drafts for its answers, if one was asked for.
+    steps and changes the cache. `draft_model` drafts for its answers, if one was asked for;
+    `token_table` drafts what answers had before (None: it does not).
     """
 
     def __init__(
@@ -83,6 +85,7 @@ class LoadedModel:
             bundle.path, bundle.manifest.tokenizer, rows=self.config.vocab_size
         )
         self.draft_model: DraftModel | None = None
+        self.token_table: TokenTable | None = TokenTable()
         self.thread = thread or EngineThread()
         self.written: WriteBehind | None = None
         self.cache = self._make_cache()

@@ -11,6 +11,7 @@ from edgellm.engine.draft_policy import Choice, DraftPolicy
 from edgellm.engine.drafter import Drafter, Evidence
 from edgellm.engine.loaded_model import LoadedModel
 from edgellm.engine.prompt_lookup import LookupDrafter
+from edgellm.engine.token_table import TableDrafter
 from edgellm.errors import first_line
 from edgellm.generation_options import GenerationOptions
 from edgellm.kernels.sampling import Logits
@@ -26,6 +27,9 @@ def speculation(engine: LoadedModel, options: GenerationOptions, *, salt: str) -
     if not (exact and options.speculate and options.speculate_most != 0):
         return Speculation((), DraftPolicy())
     drafters: list[Drafter] = [LookupDrafter(engine.ctx_size)]
+    if engine.token_table is not None:
+        root = engine.cache.index.salted_root(salt)
+        drafters.append(TableDrafter(engine.token_table, root=root))
     model = engine.draft_model
     if model is not None:
         drafters.append(model.drafter(salt))
@@ -82,8 +86,10 @@ class Speculation:
             tokens: as for `choose`.
         """
         choice = self._choice if count else None
-        self._choice = None if choice is None else replace(choice, count=count)
-        self._draft = self._guess(self._choice, tokens)
+        self._draft = self._guess(choice, min(count, choice.count), tokens) if choice else []
+        if choice is not None and not choice.kind.token_steps:  # no time went into further ones
+            count = len(self._draft)
+        self._choice = replace(choice, count=count) if choice is not None and count else None
         return self._draft
 
     def computed(
@@ -139,12 +145,10 @@ class Speculation:
                 self._give_up(drafter, error)
         return [evidence for evidence in found if evidence is not None]
 
-    def _guess(self, choice: Choice | None, tokens: Sequence[int]) -> list[int]:
-        if choice is None:
-            return []
+    def _guess(self, choice: Choice, count: int, tokens: Sequence[int]) -> list[int]:
         drafter = self._drafters[choice.kind.drafter]
         try:
-            return drafter.propose(tokens, choice.count)
+            return drafter.propose(tokens, count)
         except Exception as error:
             self._give_up(drafter, error)
             return []

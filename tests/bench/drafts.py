@@ -6,8 +6,9 @@
 A line for each workload and drafter: right and drafted tokens, tokens a step, tokens/s, and whether
 all answers were the same tokens. Each question is answered greedily by all drafters in turns, so
 that they share the machine's moods; the prompt is in the cache. Ratios are medians of `--rounds`.
-`again` is a question that was answered in another chat, in other words. `--together` asks each
-question that many times at once. Minutes with a model of 0.5 B on two cores.
+The table knows nothing at first but, for `repeat`, `again` and `code again`, an earlier answer of
+another chat: to the same question, to it in other words, and to one for nearly the same code.
+`--together` asks each question that many times at once. Minutes with a model of 0.5 B on two cores.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
+from edgellm.engine.token_table import TokenTable
 from edgellm.llm import LLM, load
 from edgellm.results import Completion
 from edgellm.store.sources import DEFAULT_MODEL
@@ -50,6 +52,13 @@ RECORDS = "\n".join(
         )
     )
 )
+BICYCLE = "What should I look at when I buy a used bicycle? Answer in ten points."
+QUEUE = (
+    "Write a Python class for a bounded priority queue with push, pop and peek, with docstrings "
+    "and unit tests."
+)
+# Questions that were answered in another chat before, by those that follow them.
+EARLIER = {"repeat": BICYCLE, "again": BICYCLE, "code again": QUEUE}
 
 
 def questions() -> dict[str, str]:
@@ -60,9 +69,11 @@ def questions() -> dict[str, str]:
         "quotes": f"{ARTICLE}\n\nSummarize this text, with each direct quote word for word.",
         "json": f"{RECORDS}\n\nWrite these orders as a JSON list of objects with the fields order, "
         "name, count, thing, price, city and date.",
-        "code": "Write a Python class for a bounded priority queue with push, pop and peek, with "
-        "docstrings and unit tests.",
-        "chat": "What should I look at when I buy a used bicycle? Answer in ten points.",
+        "code": QUEUE,
+        "code again": "I need a bounded priority queue in Python: a class with push, pop, peek and "
+        "len. Add type hints and docstrings.",
+        "chat": BICYCLE,
+        "repeat": BICYCLE,
         "again": "I want to buy a used bicycle. Give me ten points that I should look at.",
         "prose": "Write a short story about a clockmaker who moves to the sea.",
     }
@@ -123,14 +134,18 @@ def ask(llm: LLM, question: str, *, tokens: int, speculate: bool, together: int)
 
 
 def measure(
-    llm: LLM, drafters: Sequence[str], question: str, *, tokens: int, rounds: int, together: int
+    llm: LLM, drafters: Sequence[str], name: str, *, tokens: int, rounds: int, together: int
 ) -> Mapping[str, Rounds]:
+    question, earlier = questions()[name], EARLIER.get(name)
     model = llm.engine.draft_model
     found = {drafter: Rounds() for drafter in drafters}
     ask(llm, question, tokens=1, speculate=False, together=together)  # the prompt
     for _ in range(rounds):
         for drafter, kept in found.items():
-            llm.engine.draft_model = model if drafter == "lookup, model" else None
+            llm.engine.draft_model = model if "model" in drafter else None
+            llm.engine.token_table = TokenTable() if "table" in drafter else None
+            if earlier is not None and "table" in drafter:
+                ask(llm, earlier, tokens=tokens, speculate=True, together=1)
             speculate = drafter != "none"
             kept.rounds.append(
                 ask(llm, question, tokens=tokens, speculate=speculate, together=together)
@@ -150,12 +165,12 @@ def main() -> None:
     parser.add_argument("--only", default=",".join(questions()))
     given = parser.parse_args()
     llm = load(given.model, ctx_size=8192, draft=given.draft, draft_tokens=given.draft_tokens)
-    drafters = ["none", "lookup", *(["lookup, model"] if given.draft else [])]
+    drafters = ["none", "lookup", "lookup, table", *(["lookup, model"] if given.draft else [])]
     for name in given.only.split(","):
         found = measure(
             llm,
             drafters,
-            questions()[name],
+            name,
             tokens=given.tokens,
             rounds=given.rounds,
             together=given.together,

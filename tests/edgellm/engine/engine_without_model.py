@@ -19,6 +19,7 @@ from edgellm.engine.loop import Loop
 from edgellm.engine.request import Request
 from edgellm.engine.samples import forked_requests
 from edgellm.engine.thread import EngineThread
+from edgellm.engine.token_table import TokenTable
 from edgellm.generation_options import GenerationOptions
 from edgellm.kernels.sampling import Logits
 from edgellm.options import EngineOptions
@@ -149,6 +150,7 @@ def start(
         prefill=prefill,
         decoder=decoder,
         draft_model=None,
+        token_table=TokenTable(),
         recomputes_exactly=exact and not apart,
         scheduling=chosen.scheduling,
         options=chosen,
