@@ -11,8 +11,8 @@ import numpy as np
 
 from edgellm.engine.drafter import Evidence, Kind
 
-# Number of last tokens that name an entry. With 6 to 16, repeated code came 1.4 to 1.26 times as
-# fast as without drafts, and with prompt lookup alone 1.08 times.
+# Number of last tokens that name an entry. 16 find less of code that is written again, and of the
+# drafts of 8 fewer are right (117 of 293, of 12 92 of 145).
 _GRAM = 12
 # 16 MiB: the token and the check of an entry have 4 bytes each.
 _SLOTS = 1 << 21
