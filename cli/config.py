@@ -6,6 +6,7 @@
     [models.coder]
     source = "hf:Qwen/Qwen2.5-Coder-1.5B-Instruct-GGUF:Q4_K_M"
     ctx_size = 16384                  # options of loading, and of answers
+    draft = "small"                   # guesses tokens ahead; also a name of the file
     temperature = 0.2
     system = "Answer with code alone."  # of conversations that have none of their own
     pinned = true                     # `serve` never unloads it to make room
@@ -90,11 +91,12 @@ def read_config(path: Path | None) -> Config:
     models = _typed(values, "models", dict, where=str(path)) or {}
     default = _typed(values, "default", str, where=str(path))
     serve = _typed(values, "serve", list, where=str(path)) or []
-    config = Config(
-        default=default or DEFAULT_MODEL,
-        serve=tuple(map(str, serve)),
-        models={name: _model(name, value, file=path) for name, value in models.items()},
-    )
+    read = {name: _model(name, value, file=path) for name, value in models.items()}
+    for model in read.values():
+        draft = read.get(model.arguments.get("draft") or "")
+        if draft is not None:
+            model.arguments["draft"] = draft.source
+    config = Config(default=default or DEFAULT_MODEL, serve=tuple(map(str, serve)), models=read)
     for name in serve:
         if not isinstance(name, str) or not name:
             raise OptionError(f"{path}: 'serve' is {serve!r}; a list of names is expected")
@@ -119,10 +121,10 @@ def _model(name: str, values: Any, *, file: Path) -> ModelConfig:
     except OptionError as error:
         # without the quotes that the command line replaces by its flags
         raise OptionError(f"{where}: {error}".replace("`", "'")) from None
-    source = str(own["source"])
-    if (file.parent / source).exists():  # a path is beside the file, wherever a program starts
-        source = str(file.parent / source)
+    source = _beside(file, str(own["source"]))
     arguments: dict[str, Any] = {**engine}
+    if "draft" in engine:
+        arguments["draft"] = _beside(file, engine["draft"])
     if defaults:
         arguments["defaults"] = defaults
     if own["system"] is not None:
@@ -132,6 +134,12 @@ def _model(name: str, values: Any, *, file: Path) -> ModelConfig:
         arguments=cast(LoadArguments, arguments),
         pinned=bool(own["pinned"]),
     )
+
+
+def _beside(file: Path, source: str) -> str:
+    """Return a model's source; a path is beside the file, wherever a program starts."""
+    path = file.parent / source
+    return str(path) if path.exists() else source
 
 
 def _typed(values: Mapping[str, Any], key: str, kind: type[T], *, where: str) -> T | None:

@@ -7,7 +7,7 @@ from pathlib import Path
 import click
 
 from edgellm import GenerationArguments, LoadArguments
-from edgellm.cli.options import load_options, model_argument, sampling_options
+from edgellm.cli.options import draft_options, load_options, model_argument, sampling_options
 from edgellm.cli.output import shown_stats
 from edgellm.cli.run import fill
 from edgellm.cli.text import read_text
@@ -19,6 +19,7 @@ _FILE = click.Path(path_type=Path, allow_dash=True)
 
 @click.command()
 @model_argument
+@draft_options
 @load_options
 @sampling_options
 @click.option("--prefix", "--in-prefix", "prefix", help="What stands before the gap.")

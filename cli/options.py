@@ -186,11 +186,46 @@ _LOADING = (
 )
 
 
+_DRAFTS = (
+    click.option(
+        "-md",
+        "--draft",
+        "--model-draft",
+        "draft",
+        metavar="MODEL",
+        help="A smaller model of the same vocabulary that guesses tokens ahead, where that is "
+        "faster; the answer is the same.",
+    ),
+    click.option(
+        "--draft-tokens",
+        "--draft-max",
+        "draft_tokens",
+        type=int,
+        default=EngineOptions.draft_tokens,
+        show_default=True,
+        help="Tokens that it guesses for one step at most.",
+    ),
+    click.option(
+        "--draft-p-min",
+        type=float,
+        default=EngineOptions.draft_p_min,
+        show_default=True,
+        help="Probability of its best token below which it guesses no further.",
+    ),
+)
+
+
+def draft_options(command: Command) -> Command:
+    """Add options for a draft model to a command that answers; passed on by `load_options`."""
+    return _all_of(_DRAFTS)(command)
+
+
 def load_options(command: Command) -> Command:
     """Add options for loading a model to a command.
 
     Those given are passed on as `load_arguments`, over those that the configuration file has for
     MODEL, whose source is passed on as `name`. A command without MODEL gets the file as `config`.
+    Commands without `draft_options` draft nothing, and load no draft model.
     """
 
     @ignored_options
@@ -204,7 +239,7 @@ def load_options(command: Command) -> Command:
         **given: Any,
     ) -> Any:
         say_if_kernels_are_missing()
-        source = click.get_current_context().get_parameter_source
+        source, drafts = click.get_current_context().get_parameter_source, "draft" in given
         values = {
             name: value
             for name in EngineArguments.__annotations__
@@ -217,6 +252,8 @@ def load_options(command: Command) -> Command:
         if provider_option:
             values["provider_options"] = dict(map(_parse_option, provider_option))
         config = read_config(config_file)
+        if "draft" in values:
+            values["draft"] = config.model(values["draft"]).source
         if "name" not in given:
             return command(load_arguments=values, config=config, **given)
         name = given.pop("name")
@@ -224,6 +261,8 @@ def load_options(command: Command) -> Command:
         named = click.get_current_context().meta.get(_NAMED, said)
         model = config.model(name if named else config.default)
         arguments = cast(LoadArguments, {**model.arguments, **values})
+        if not drafts:
+            arguments.pop("draft", None)
         return command(load_arguments=arguments, name=model.source, **given)
 
     return wrapped
@@ -317,7 +356,13 @@ _SAMPLING = (
     click.option(
         "--speculate/--no-speculate",
         default=None,
-        help="Check guesses from the prompt; the answer is the same.  [default: speculate]",
+        help="Check guesses of several tokens at once; the answer is the same.  "
+        "[default: speculate]",
+    ),
+    click.option(
+        "--speculate-most",
+        type=int,
+        help="Tokens guessed for one step at most.  [default: as many as pay]",
     ),
 )
 

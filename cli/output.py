@@ -156,11 +156,14 @@ def stats_line(stats: Stats, reason: FinishReason) -> str:
     where = ", ".join(f"{n} on {name}" for name, n in stats.prefill.items())
     dropped = f" | forgotten: {stats.dropped_tokens} tokens" if stats.dropped_tokens else ""
     ended = f" | ended: {_ENDED[reason]}" if reason in _ENDED else ""
+    guessed = [f"{n.accepted} of {n.drafted} by {name}" for name, n in stats.drafts.items()]
+    drafts = f" | drafts: {', '.join(guessed)}" if guessed else ""
+    drafts += f" | no more drafts of the {stats.draft_failure}" if stats.draft_failure else ""
     return (
         f"[ prompt: {stats.prompt_tokens} tokens ({stats.cached_tokens} cached, {where} "
         f"{stats.prefill_precision}), {stats.prompt_tokens_per_second:.1f} t/s | "
         f"first token: {stats.ttft_s * 1000:.0f} ms | "
         f"generation: {stats.generation_tokens} tokens, "
-        f"{stats.generation_tokens_per_second:.1f} t/s{dropped} | "
+        f"{stats.generation_tokens_per_second:.1f} t/s{drafts}{dropped} | "
         f"peak memory: {stats.peak_memory_bytes / 1e6:.0f} MB | seed: {stats.seed}{ended} ]"
     )

@@ -21,6 +21,7 @@ from edgellm.cli.batch import batch_options
 from edgellm.cli.interrupt import INTERRUPTED, cancel_on_interrupt
 from edgellm.cli.options import (
     STDIN,
+    draft_options,
     load_options,
     model_argument,
     sampling_options,
@@ -123,6 +124,7 @@ _PATIENCE_S = 2.0
 @click.command()
 @model_argument
 @click.argument("prompt", required=False)
+@draft_options
 @load_options
 @sampling_options
 @grammar_options

@@ -14,7 +14,7 @@ import click
 
 from edgellm import LoadArguments
 from edgellm.cli.config import Config
-from edgellm.cli.options import load_options
+from edgellm.cli.options import draft_options, load_options
 from edgellm.cli.progress import progress_bar
 from edgellm.errors import OptionError
 from edgellm.progress import ProgressCallback
@@ -129,6 +129,7 @@ def serve_options(command: Command) -> Command:
 @click.command()
 @click.argument("models", metavar="[MODEL]...", nargs=-1)
 @serve_options
+@draft_options
 @load_options
 def serve(
     *,

@@ -37,7 +37,14 @@ if TYPE_CHECKING:
     from edgellm.llm import LLM, LoadArguments, load
     from edgellm.options import EngineArguments, EngineOptions
     from edgellm.progress import Progress
-    from edgellm.results import Completion, FinishReason, Piece, Stats, TokenLogprob
+    from edgellm.results import (
+        Completion,
+        DraftCounts,
+        FinishReason,
+        Piece,
+        Stats,
+        TokenLogprob,
+    )
     from edgellm.session import Session
     from edgellm.text.grammar import Grammar, JsonFilter
     from edgellm.text.prompt import Message
@@ -53,6 +60,7 @@ _LAZY = {
     "Chat": "edgellm.chat",
     "ChatCallArguments": "edgellm.engine.call",
     "Completion": "edgellm.results",
+    "DraftCounts": "edgellm.results",
     "EngineArguments": "edgellm.options",
     "EngineOptions": "edgellm.options",
     "FinishReason": "edgellm.results",
@@ -90,6 +98,7 @@ __all__ = [
     "ChatCallArguments",
     "Completion",
     "ContextOverflowError",
+    "DraftCounts",
     "EdgeLLMError",
     "EngineArguments",
     "EngineOptions",

@@ -71,8 +71,16 @@ _RANGES: Mapping[str, tuple[float, float, bool]] = {
     "logprobs": (0, 100, True),
     "prompt_logprobs": (0, 100, True),
     "repetition_limit": (0, 65536, True),
+    "speculate_most": (0, math.inf, True),
 }
-MAY_BE_NONE = ("seed", "max_tokens", "time_limit_ms", "line_limit_ms", "prompt_logprobs")
+MAY_BE_NONE = (
+    "seed",
+    "max_tokens",
+    "time_limit_ms",
+    "line_limit_ms",
+    "prompt_logprobs",
+    "speculate_most",
+)
 # Largest bias: a larger one would drown float32 scores.
 _MOST_BIAS = 1_000_000
 
@@ -122,6 +130,7 @@ class GenerationArguments(TypedDict, total=False):
     ignore_eos: bool
     repetition_limit: int
     speculate: bool
+    speculate_most: int | None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -193,6 +202,8 @@ class GenerationOptions:
             and over, where neither `max_tokens` nor `ignore_eos` is set; 0: never.
         speculate: whether guesses of several tokens are checked in one step where that is faster
             (see `speculation.py`); the answer is the same.
+        speculate_most: largest number of tokens that are guessed for one step; None: as many as
+            pay.
     """
 
     temperature: float = 0.8
@@ -237,6 +248,7 @@ class GenerationOptions:
     ignore_eos: bool = False
     repetition_limit: int = 256
     speculate: bool = True
+    speculate_most: int | None = None
 
     def __post_init__(self) -> None:
         """Check the values.

@@ -28,6 +28,7 @@ from edgellm.engine.auto_prefill import faster_provider
 from edgellm.engine.call import CallArguments, ChatArguments
 from edgellm.engine.chat_prompt import ToolOptions, split_arguments
 from edgellm.engine.context import Context
+from edgellm.engine.draft_opening import prepare_draft
 from edgellm.engine.embedding import embeddings
 from edgellm.engine.engine import Engine
 from edgellm.engine.memory import context_note
@@ -128,7 +129,15 @@ def load(
     faster = faster_provider(bundle, chosen)
     if faster is not None:
         chosen = replace(chosen, prefill=faster)
-    engine = Engine(bundle, chosen, tails_only=faster is None, why_cpu=why_cpu, progress=progress)
+    draft = prepare_draft(bundle, chosen, progress=progress)
+    engine = Engine(
+        bundle,
+        chosen,
+        draft=draft,
+        tails_only=faster is None,
+        why_cpu=why_cpu,
+        progress=progress,
+    )
     if system is None and name in KNOWN:
         system = KNOWN[name].system
     llm = LLM(engine, system=system)

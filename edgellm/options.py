@@ -57,6 +57,9 @@ class EngineArguments(TypedDict, total=False):
     allow_fallback: bool
     kv_cache_dir: str | Path | None
     kv_cache_bytes: int
+    draft: str | None
+    draft_tokens: int
+    draft_p_min: float
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,6 +111,11 @@ class EngineOptions:
             error.
         kv_cache_dir: folder in which computed blocks are kept, for other and later processes.
         kv_cache_bytes: largest size of the folder; blocks not used for longest are deleted.
+        draft: smaller model of the same vocabulary, named as for `load`, that guesses tokens ahead
+            where that is faster; the answers are the same. It has a KV cache of its own. None: only
+            earlier tokens tell what may follow.
+        draft_tokens: largest number of tokens that the draft model guesses for one step.
+        draft_p_min: probability of its best token below which the draft model guesses no further.
     """
 
     precision: str | None = None
@@ -126,6 +134,9 @@ class EngineOptions:
     allow_fallback: bool = False
     kv_cache_dir: str | Path | None = None
     kv_cache_bytes: int = 4 << 30
+    draft: str | None = None
+    draft_tokens: int = 3
+    draft_p_min: float = 0.5
 
     def __post_init__(self) -> None:
         """Check the values.
@@ -154,6 +165,10 @@ class EngineOptions:
         if self.kv_cache_dir is not None:
             check_path("kv_cache_dir", self.kv_cache_dir)
         check_number("kv_cache_bytes", self.kv_cache_bytes, 1 << 20, whole=True)
+        if self.draft is not None:
+            check_text("draft", self.draft)
+        check_number("draft_tokens", self.draft_tokens, 1, 63, whole=True)
+        check_number("draft_p_min", self.draft_p_min, 0, 1)
         if self.schedule is not None:
             check_choice("schedule", self.schedule, POLICIES)
         check_choice("scheduling", self.scheduling, SCHEDULING)

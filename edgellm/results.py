@@ -17,6 +17,14 @@ FinishReason = Literal["stop", "tool_calls", "length", "time", "repetition", "ca
 
 
 @dataclass(frozen=True)
+class DraftCounts:
+    """Number of tokens that a drafter guessed, and of right guesses among them."""
+
+    drafted: int = 0
+    accepted: int = 0
+
+
+@dataclass(frozen=True)
 class Stats:
     """Timings and counts of one answer.
 
@@ -37,8 +45,12 @@ class Stats:
         decode: back end and precision that computed the answer.
         seed: seed of the sampler.
         scheduling: scheduling in use for answers that are on their way at once.
-        drafted_tokens, accepted_tokens: number of tokens guessed from earlier tokens, and of right
-            guesses among them.
+        drafted_tokens, accepted_tokens: number of tokens guessed ahead, and of right guesses among
+            them.
+        drafts: the same of each drafter with a guess: `lookup` (in the
+            answer's own tokens), `table` (of all answers), `model`.
+        draft_failure: name of a drafter that failed, and its error, where the answer went on
+            without it; else "".
         dropped_tokens: number of tokens forgotten because the context was full.
         queued_s: part of `ttft_s` before the prompt was begun, because other answers were first.
         preempted: number of times that the answer gave its place in the KV cache to others for a
@@ -61,6 +73,8 @@ class Stats:
     scheduling: str = "stall_free"
     drafted_tokens: int = 0
     accepted_tokens: int = 0
+    drafts: Mapping[str, DraftCounts] = field(default_factory=dict)
+    draft_failure: str = ""
     dropped_tokens: int = 0
     queued_s: float = 0.0
     preempted: int = 0

@@ -255,6 +255,12 @@ def logits_and_places() -> Callable[[LLM, list[int]], tuple[np.ndarray, dict[str
     return run
 
 
+@pytest.fixture(scope="session")
+def write_model() -> Callable[..., Path]:
+    """Writes a tiny model into a folder: `write_model(folder, num_hidden_layers=1)`."""
+    return make_tiny_model
+
+
 @pytest.fixture
 def make_model(tmp_path: Path) -> Callable[..., Path]:
     """Makes tiny models with changes to their config."""

@@ -12,6 +12,7 @@ from functools import partial
 from edgellm.backends.backend import Backend
 from edgellm.backends.batch import Rows, Span
 from edgellm.cache.kv_cache import KVCache
+from edgellm.engine.draft_policy import common_length
 from edgellm.engine.layer_groups import Layered
 from edgellm.engine.plan import Plan, Share
 from edgellm.engine.policies import Serial, StallFree
@@ -33,6 +34,8 @@ _MIN_ROWS, _DECODES = 32, 64
 _MOST_PLANS = 8
 # Rows in a step from which on the 0.5 µs to ask between layers whether to stop are negligible.
 _MANY_ROWS = 64
+# Sequences in a step up to which they draft: of more, each draft's rows take as long as steps.
+_DRAFTING = 4
 
 
 @dataclass(frozen=True)
@@ -108,11 +111,12 @@ class Batcher:
         whole = [share for share in shares if share.layers is None]
         decoding = [share for share in whole if together or share.request.decoding]
         others = [share for share in whole if not (together or share.request.decoding)]
+        company = _company(shares)
         start = time.perf_counter()
-        done = self._compute(self._decoder, decoding, alone=len(shares) == 1)
+        done = self._compute(self._decoder, decoding, company=company)
         # to make room for a decode, the newest request may have lost its place
         others = [share for share in others if share.request in self._scheduler.running]
-        done += self._compute(self._prefill, others, alone=len(shares) == 1)
+        done += self._compute(self._prefill, others, company=0)
         if done:
             self._learn(done, time.perf_counter() - start)
         for share in shares:
@@ -142,7 +146,7 @@ class Batcher:
         """Bring rows of a prompt through a group of layers, if it was not preempted meanwhile."""
         if share.request in self._scheduler.running:
             start = time.perf_counter()
-            if self._compute(self._prefill, [share], alone=False):
+            if self._compute(self._prefill, [share], company=0):
                 self._scheduler.passed(share, time.perf_counter() - start)
 
     def leave(self, request: Request) -> None:
@@ -231,7 +235,7 @@ class Batcher:
                 return True
 
     def _compute(
-        self, backend: Backend, shares: Sequence[Share[Request]], *, alone: bool
+        self, backend: Backend, shares: Sequence[Share[Request]], *, company: int
     ) -> list[Work]:
         """Run shares of a step in one batch, without the newest request where the cache is full.
 
@@ -242,7 +246,7 @@ class Batcher:
             work: list[Work] = []
             start = time.perf_counter()
             try:
-                work = self._work(shares, alone=alone)
+                work = self._work(shares, company=company)
                 if not work:
                     break
                 results = backend.run([part.span for part in work], should_stop=_should_stop(work))
@@ -251,33 +255,35 @@ class Batcher:
             except CacheFullError as error:
                 if not any(part.drafted for part in work):
                     shares = self._without_newest(shares, error)
-                alone = False  # and without a draft
+                company = 0  # and without a draft
             except Exception as error:
                 if len(work) > 1:
-                    apart = (self._compute(backend, [share], alone=False) for share in shares)
+                    apart = (self._compute(backend, [share], company=0) for share in shares)
                     return [part for done in apart for part in done]
                 self._fail(work[0].request, error)
                 break
             else:
                 seconds = time.perf_counter() - start
                 for part, rows in zip(work, results, strict=True):
-                    self._take(part, rows, alone=alone, seconds=seconds)
+                    self._take(part, rows, company=company, seconds=seconds)
                 return work
         return []
 
-    def _work(self, shares: Sequence[Share[Request]], *, alone: bool) -> list[Work]:
+    def _work(self, shares: Sequence[Share[Request]], *, company: int) -> list[Work]:
         """Return the work of shares; a request whose span cannot be made fails.
 
         Raises:
             CacheFullError: see `Request.span`.
         """
-        work = []
+        work: list[Work] = []
+        choices = [share.request.draft_choice(company) for share in shares if company]
+        draft = common_length(choices)
         for share in shares:
             request = share.request
             if request.finished:
                 continue
             try:
-                span = request.span(share.rows, alone=alone, layers=share.layers)
+                span = request.span(share.rows, draft=draft, layers=share.layers)
             except CacheFullError:
                 raise
             except Exception as error:
@@ -301,10 +307,10 @@ class Batcher:
                 self._fail(newest, error)
         return [share for share in shares if share.request is not newest]
 
-    def _take(self, part: Work, rows: Rows, *, alone: bool, seconds: float) -> None:
+    def _take(self, part: Work, rows: Rows, *, company: int, seconds: float) -> None:
         request = part.request
         try:
-            request.take(rows, decoded=part.decoded, alone=alone, seconds=seconds)
+            request.take(rows, decoded=part.decoded, company=company, seconds=seconds)
         except BaseException as error:  # of a callback, or a panic of Rust's
             self._fail(request, error)
         if rows.logits:
@@ -320,7 +326,7 @@ class Batcher:
             try:
                 if not fork.withdrawn:
                     fork.begin_at(request)
-                    fork.take(rows, decoded=False, alone=False, seconds=0.0)
+                    fork.take(rows, decoded=False, company=0, seconds=0.0)
             except BaseException as error:
                 fork.fail(error)
             if fork.finished:
@@ -395,6 +401,12 @@ def _findable(request: Request) -> int:
         return request.findable
     except Exception:
         return 0
+
+
+def _company(shares: Sequence[Share[Request]]) -> int:
+    """Return the number of sequences, if they decode and are few enough to draft; else 0."""
+    few = len(shares) <= _DRAFTING
+    return len(shares) if few and all(share.request.decoding for share in shares) else 0
 
 
 def _should_stop(work: Sequence[Work]) -> Callable[[], bool] | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from edgellm.engine.draft_opening import open_draft
 from edgellm.engine.loaded_model import LoadedModel
 from edgellm.engine.loop import Loop
 from edgellm.options import EngineOptions
@@ -19,11 +20,25 @@ class Engine(LoadedModel):
         bundle: Bundle,
         options: EngineOptions,
         *,
+        draft: Bundle | None = None,
         tails_only: bool = True,
         why_cpu: str | None = None,
         progress: ProgressCallback | None = None,
     ) -> None:
-        """See `LoadedModel`."""
-        super().__init__(bundle, options, tails_only=tails_only, why_cpu=why_cpu, progress=progress)
+        """See `LoadedModel`.
+
+        Raises:
+            OptionError: see `open_draft`.
+        """
+        super().__init__(
+            bundle,
+            options,
+            draft=draft,
+            tails_only=tails_only,
+            why_cpu=why_cpu,
+            progress=progress,
+        )
+        if draft is not None:
+            self.draft_model = open_draft(self, draft)
         used = replace(options, scheduling=self.scheduling)
         self.loop = Loop(self.thread, self.cache, used, prefill=self.prefill, decoder=self.decoder)

@@ -25,7 +25,9 @@ from edgellm.cache.kv_cache import KVCache
 from edgellm.cache.write_behind import WriteBehind
 from edgellm.engine import memory
 from edgellm.engine.costs import load_or_measure
+from edgellm.engine.draft_model import DraftModel
 from edgellm.engine.thread import EngineThread
+from edgellm.engine.token_table import TokenTable
 from edgellm.errors import TemplateError
 from edgellm.graphs.contract import WEIGHTS_FILE
 from edgellm.kernels.kv_blocks import LAYOUT_VERSION
@@ -48,7 +50,8 @@ class LoadedModel:
     `selection` names its back ends, `precisions` their precisions; `scheduling` is the one in use.
     `native_prefill` is the native back end, if it is open and decode is not chunked; where decode
     is chunked, `decoder` is `prefill` itself. Once the model is loaded, `thread` alone computes
-    steps and changes the cache.
+    steps and changes the cache. `draft_model` drafts for its answers, if one was asked for;
+    `token_table` drafts what answers had before (None: it does not).
     """
 
     def __init__(
@@ -56,12 +59,21 @@ class LoadedModel:
         bundle: Bundle,
         options: EngineOptions,
         *,
+        draft: Bundle | None = None,
+        thread: EngineThread | None = None,
         tails_only: bool = True,
         why_cpu: str | None = None,
         progress: ProgressCallback | None = None,
     ) -> None:
-        """`tails_only`: see `ChunkedBackend`; `why_cpu`: see `prepare_for`; `progress` is told
-        while graphs are compiled for an accelerator."""
+        """Open the back ends.
+
+        Args:
+            draft: bundle of the draft model that is to have memory beside it.
+            thread: thread that computes; None: one of its own.
+            tails_only: see `ChunkedBackend`.
+            why_cpu: see `prepare_for`.
+            progress: told while graphs are compiled for an accelerator.
+        """
         self.bundle = bundle
         self._why_cpu = why_cpu
         self.options = options
@@ -69,13 +81,15 @@ class LoadedModel:
         self.selection = select(options)
         self.scheduling = self.selection.scheduling(options.scheduling)
         self.precisions = self.selection.precisions(self.config)
-        self.memory = memory.estimate(bundle, options, self.selection)
+        self.memory = memory.estimate(bundle, options, self.selection, draft=draft)
         memory.check_fits(self.memory)
         self.ctx_size = self.memory.ctx_size
         self.tokenizer = Tokenizer(
             bundle.path, bundle.manifest.tokenizer, rows=self.config.vocab_size
         )
-        self.thread = EngineThread()
+        self.draft_model: DraftModel | None = None
+        self.token_table: TokenTable | None = TokenTable()
+        self.thread = thread or EngineThread()
         self.written: WriteBehind | None = None
         self.cache = self._make_cache()
         self.threads = _start_threads(options, self.selection, graphs=self.precisions != {PACKED})

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import psutil
 
+from edgellm.backends.registry import NATIVE
 from edgellm.backends.selection import Selection
 from edgellm.cache.groups import cache_bytes, pool_blocks
 from edgellm.errors import MemoryEstimateError, OptionError
@@ -32,6 +33,7 @@ class MemoryEstimate:
     Attributes:
         ctx_size: tokens of a context.
         blocks: number of blocks in each pool of the KV cache.
+        draft: bytes of the draft model beside it, with a full KV cache of its own.
     """
 
     weights: int
@@ -39,14 +41,25 @@ class MemoryEstimate:
     ctx_size: int
     blocks: int
     base: int = _BASE_BYTES
+    draft: int = 0
+
+    @property
+    def models(self) -> int:
+        """Bytes without those of a process that has no model."""
+        return self.weights + self.kv_cache + self.draft
 
     @property
     def total(self) -> int:
-        return self.weights + self.kv_cache + self.base
+        return self.models + self.base
 
 
-def estimate(bundle: Bundle, options: EngineOptions, selection: Selection) -> MemoryEstimate:
+def estimate(
+    bundle: Bundle, options: EngineOptions, selection: Selection, *, draft: Bundle | None = None
+) -> MemoryEstimate:
     """Estimate the memory of a model with these options and back ends when its cache is full.
+
+    Args:
+        draft: bundle of its draft model; None: it has none.
 
     Raises:
         OptionError: the options ask for more tokens than the model was trained for, or for a cache
@@ -54,10 +67,30 @@ def estimate(bundle: Bundle, options: EngineOptions, selection: Selection) -> Me
     """
     config = bundle.config
     weights = _weight_bytes(bundle, selection.precisions(config))
-    ctx_size = _context_size(config, options, selection, weights=weights)
+    drafts = 0 if draft is None else _weight_bytes(draft, {PACKED})
+    ctx_size = _context_size(config, options, selection, weights=weights + drafts)
     blocks = _blocks(options, ctx_size)
     cache = _cache_bytes(config, options, ctx_size)
-    return MemoryEstimate(weights, cache, ctx_size=ctx_size, blocks=blocks)
+    if draft is not None:
+        used = draft_options(draft, options, ctx_size=ctx_size)
+        drafts += _cache_bytes(draft.config, used, used.ctx_size or ctx_size)
+    return MemoryEstimate(weights, cache, ctx_size=ctx_size, blocks=blocks, draft=drafts)
+
+
+def draft_options(draft: Bundle, options: EngineOptions, *, ctx_size: int) -> EngineOptions:
+    """Return the options of a draft model: native, with room for one context of `ctx_size`.
+
+    Where it was trained for a shorter context, it drafts up to its end.
+    """
+    size = min(ctx_size, draft.config.context_length)
+    return EngineOptions(
+        decode=NATIVE,
+        prefill=NATIVE,
+        kv_format=options.kv_format,
+        ctx_size=size,
+        cache_size=size,
+        threads=options.threads,
+    )
 
 
 def check_fits(needed: MemoryEstimate) -> None:
@@ -68,10 +101,12 @@ def check_fits(needed: MemoryEstimate) -> None:
     """
     available = psutil.virtual_memory().available
     if needed.total > available:
+        draft = f", `draft` {_mib(needed.draft)}" if needed.draft else ""
         raise MemoryEstimateError(
             f"about {_mib(needed.total)} MiB would be needed (weights {_mib(needed.weights)}, KV "
-            f"cache {_mib(needed.kv_cache)}), but {_mib(available)} MiB are available; choose a "
-            "smaller `ctx_size` or a smaller `kv_format`"
+            f"cache {_mib(needed.kv_cache)}{draft}), but {_mib(available)} MiB are available; "
+            "choose a smaller `ctx_size` or a smaller `kv_format`"
+            + (", or leave out `draft`" if draft else "")
         )
 
 

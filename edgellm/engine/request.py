@@ -13,10 +13,11 @@ from edgellm.cache.sequence import Sequence
 from edgellm.engine.answer import Answer, AnswerStats
 from edgellm.engine.call import Call
 from edgellm.engine.context import Context
+from edgellm.engine.draft_policy import Choice
 from edgellm.engine.plan import Arrival, Layers, Underway
 from edgellm.engine.prefill_job import PrefillJob
 from edgellm.engine.prompt_scores import PromptScores
-from edgellm.engine.speculation import Speculation
+from edgellm.engine.speculation import speculation
 from edgellm.engine.stream import Stream
 from edgellm.kernels.sampling import Logits
 from edgellm.progress import Progress
@@ -71,9 +72,7 @@ class Request(Stream):
             logit_filter=call.logit_filter,
             shown_special=shown_special,
         )
-        # a rejected draft would take a sequence with states back to the end of a full block
-        drafts = options.speculate and engine.decoder.exact_rows and not engine.cache.has_states
-        self._speculation = Speculation(engine.ctx_size if drafts else 0)
+        self._speculation = speculation(engine, options, salt=context.salt)
         self._scores: PromptScores | None = None
         if options.prompt_logprobs is not None:
             self._scores = PromptScores(engine.prefill, context.tokens, top=options.prompt_logprobs)
@@ -194,6 +193,7 @@ class Request(Stream):
         """Give the blocks back until the request is begun again."""
         self._stats.preempted += 1
         self._drop_job()
+        self._speculation.close()
         self.context.give_back()
 
     def end(self) -> bool:
@@ -213,12 +213,19 @@ class Request(Stream):
         obsolete = self.job is not None and self.underway is None
         return obsolete or self.withdrawn or self._end_reason() in ("cancelled", "time")
 
+    def draft_choice(self, company: int) -> Choice | None:
+        """Choose a draft for a step that decodes `company` sequences and nothing else."""
+        if not self.decoding:
+            return None
+        return self._speculation.choose(self._room(), self.tokens, company=company)
+
     def span(
-        self, rows: int, *, alone: bool, layers: Layers | None = None, apart: bool = False
+        self, rows: int, *, draft: int = 0, layers: Layers | None = None, apart: bool = False
     ) -> Span:
-        """Return the next `rows` tokens, with a draft where no other request is in the step.
+        """Return the next `rows` tokens, and a draft behind the token that was sampled last.
 
         Args:
+            draft: number of tokens of the draft at most, as `draft_choice` has it or fewer.
             layers: layers that rows of a prompt go through; None: all.
             apart: whether they are computed beside the engine's thread, as `job`.
 
@@ -239,16 +246,15 @@ class Request(Stream):
         if layers is not None or apart:
             self.job = self.job or PrefillJob(self.context.sequence, tokens)
             return self.job.span(layers, logit_rows=int(last), candidates=candidates)
-        drafts = alone and self.decoding
-        draft = self._speculation.draft(self._room(), self.tokens) if drafts else []
-        return Span(self.context.sequence, [*tokens, *draft], int(last) + len(draft), candidates)
+        guess = self._speculation.draft(draft, self.tokens)
+        return Span(self.context.sequence, [*tokens, *guess], int(last) + len(guess), candidates)
 
-    def take(self, rows: Rows, *, decoded: bool, alone: bool, seconds: float) -> None:
+    def take(self, rows: Rows, *, decoded: bool, company: int, seconds: float) -> None:
         """Take the results of a step for the request's span, and sample from its logits.
 
         Args:
             decoded: whether the span was the token sampled last, and its draft.
-            alone: whether no other request was in the step.
+            company: number of sequences in the step, if it decoded and nothing else; else 0.
             seconds: seconds that the step took.
         """
         if self.job is not None:
@@ -266,7 +272,8 @@ class Request(Stream):
         if not logits:
             return
         if decoded:
-            self._speculation.computed(logits[1:], seconds=seconds if alone else None)
+            timed = seconds if company else None
+            self._speculation.computed(logits[1:], seconds=timed, company=company)
         following: Logits | None = logits[0]
         while following is not None and not self.finished:
             self._sample(following)
@@ -288,6 +295,7 @@ class Request(Stream):
         """Give back what is not needed when the loop has done with the request; unread tokens of a
         withdrawn answer are no part of its session."""
         self._drop_job()
+        self._speculation.close()
         if self.withdrawn:
             self.cut()
         if self._closes:

@@ -2,151 +2,39 @@
 
 from __future__ import annotations
 
+import logging
 from collections import deque
 from collections.abc import Sequence
+from dataclasses import replace
 
+from edgellm.engine.draft_policy import Choice, DraftPolicy
+from edgellm.engine.drafter import Drafter, Evidence
+from edgellm.engine.loaded_model import LoadedModel
+from edgellm.engine.prompt_lookup import LookupDrafter
+from edgellm.engine.token_table import TableDrafter
+from edgellm.errors import first_line
+from edgellm.generation_options import GenerationOptions
 from edgellm.kernels.sampling import Logits
+from edgellm.results import DraftCounts
 
-# Numbers of last tokens that must have stood together before, the longest first. Chance finds some
-# places of three tokens in any text; where 16 stood before, a file is being copied.
-_MATCHES = (16, 8, 4, 3)
-_LONGEST_MATCH = 64
-# Numbers of draft tokens to choose from: with the token sampled last, rows that kernels like.
-_LENGTHS = (1, 3, 7, 15, 31, 63)
-# Plain steps that a step of 2, 4, 8 .. rows takes as long as, until one was timed.
-_STEPS = (1.1, 1.25, 2.2, 3.6, 4.0, 7.5)
-# Share of draft tokens that are right after matches of 3, 4, 8, 16, and 32 tokens and more, until
-# some are known, and how many tokens that is worth.
-_RIGHT = (0.4, 0.6, 0.8, 0.9, 0.95)
-_WORTH = 4.0
-# Weight of the old value in averages; what matches without a draft are known for fades more slowly.
-_KEEP, _FADE = 0.8, 0.99
-# How many times as fast as plain steps a draft must promise to be.
-_GAIN = 1.05
+_log = logging.getLogger(__name__)
 
 
-class PromptLookup:
-    """Lookup of the tokens that followed the last tokens at an earlier place.
-
-    Saxena, "Prompt Lookup Decoding", 2023.
-    """
-
-    def __init__(self, tokens: Sequence[int]) -> None:
-        self._tokens: list[int] = []
-        # by hash: a tuple as a key takes 170 bytes more for 16 tokens
-        self._after: list[dict[int, int]] = [{} for _ in _MATCHES]
-        for token in tokens:
-            self.add(token)
-
-    def __len__(self) -> int:
-        return len(self._tokens)
-
-    def add(self, token: int) -> None:
-        end = len(self._tokens)
-        for size, after in zip(_MATCHES, self._after, strict=True):
-            if end >= size:
-                after[self._key(size)] = end
-        self._tokens.append(token)
-
-    def match(self) -> tuple[int, int]:
-        """Return the place behind an earlier match, and the number of tokens that match.
-
-        The number is at most 64; 0: there is no such place.
-        """
-        for size, after in zip(_MATCHES, self._after, strict=True):
-            at = after.get(self._key(size))
-            if at is not None and len(self._tokens) > size:
-                length = self._common(at)
-                if length >= size:  # not other tokens of the same hash
-                    return at, length
-        return len(self._tokens), 0
-
-    def following(self, at: int, count: int) -> list[int]:
-        """Return the `count` tokens that begin at `at`; behind the end what repeats goes on."""
-        period = len(self._tokens) - at
-        return [self._tokens[at + i % period] for i in range(count if period else 0)]
-
-    def _key(self, size: int) -> int:
-        return hash(tuple(self._tokens[-size:]))
-
-    def _common(self, at: int) -> int:
-        """Count the tokens before `at` that the last ones are the same as."""
-        tokens, end, length = self._tokens, len(self._tokens), 0
-        most = min(at, _LONGEST_MATCH)
-        while length < most and tokens[at - 1 - length] == tokens[end - 1 - length]:
-            length += 1
-        return length
-
-
-class DraftPolicy:
-    """Length of drafts that pay, from the times of steps and the number of accepted tokens.
-
-    A draft of d tokens, each right with probability a, gives (1 - a^(d+1)) / (1 - a) tokens on
-    average (Leviathan et al., arXiv:2211.17192). Timings decide nothing but the length of drafts:
-    the answer is the same with any.
-    """
-
-    def __init__(self) -> None:
-        self._plain_s = 0.0
-        self._drafted_s = [0.0] * len(_LENGTHS)
-        self._right = [share * _WORTH for share in _RIGHT]
-        self._tried = [_WORTH] * len(_RIGHT)
-
-    def length(self, match: int) -> int:
-        """Return the number of tokens to draft after a match of `match` tokens; 0: no draft."""
-        if not (match and self._plain_s):  # the first steps say what a plain one takes
-            return 0
-        kind = _kind(match)
-        share = min(self._right[kind] / self._tried[kind], 0.999)
-        best, chosen = _GAIN, 0
-        for index, count in enumerate(_LENGTHS):
-            gain = (1 - share ** (count + 1)) / (1 - share) / self._steps(index)
-            if gain > best:
-                best, chosen = gain, count
-        if not chosen:  # another try later
-            self._drafted_s = [
-                _FADE * seconds + (1 - _FADE) * steps * self._plain_s if seconds else 0.0
-                for seconds, steps in zip(self._drafted_s, _STEPS, strict=True)
-            ]
-            self._right[kind] = _FADE * self._right[kind] + (1 - _FADE) * _RIGHT[kind] * _WORTH
-            self._tried[kind] = _FADE * self._tried[kind] + (1 - _FADE) * _WORTH
-        return chosen
-
-    def plain(self, seconds: float) -> None:
-        """Learn the seconds of a step without a draft."""
-        self._plain_s = _average(self._plain_s, seconds)
-
-    def drafted(self, seconds: float, *, match: int, drafted: int, accepted: int) -> None:
-        """Learn the seconds of a step with `drafted` draft tokens, `accepted` of them right.
-
-        Args:
-            match: tokens that matched where the draft was found.
-        """
-        index = _size(drafted)
-        self._drafted_s[index] = _average(self._drafted_s[index], seconds)
-        kind = _kind(match)
-        self._right[kind] = _KEEP * self._right[kind] + accepted
-        self._tried[kind] = _KEEP * self._tried[kind] + accepted + (accepted < drafted)
-
-    def _steps(self, index: int) -> float:
-        """Return the plain steps that a step takes as long as; more rows never take less."""
-        known = [seconds for seconds in self._drafted_s[: index + 1] if seconds]
-        if self._drafted_s[index] or not known:
-            return self._drafted_s[index] / self._plain_s or _STEPS[index]
-        return max(_STEPS[index], known[-1] / self._plain_s)
-
-
-def _kind(match: int) -> int:
-    return min(max(match.bit_length() - 2, 0), len(_RIGHT) - 1)
-
-
-def _size(drafted: int) -> int:
-    """Return the index of the length that a draft, which may have been cut, takes as long as."""
-    return next((i for i, length in enumerate(_LENGTHS) if drafted <= length), len(_LENGTHS) - 1)
-
-
-def _average(old: float, new: float) -> float:
-    return new if not old else _KEEP * old + (1 - _KEEP) * new
+def speculation(engine: LoadedModel, options: GenerationOptions, *, salt: str) -> Speculation:
+    """Return the drafts of an answer; see `Context` for `salt`."""
+    # a rejected draft would take a sequence with states back to the end of a full block
+    exact = engine.decoder.exact_rows and not engine.cache.has_states
+    if not (exact and options.speculate and options.speculate_most != 0):
+        return Speculation((), DraftPolicy())
+    drafters: list[Drafter] = [LookupDrafter(engine.ctx_size)]
+    if engine.token_table is not None:
+        root = engine.cache.index.salted_root(salt)
+        drafters.append(TableDrafter(engine.token_table, root=root))
+    model = engine.draft_model
+    if model is not None:
+        drafters.append(model.drafter(salt))
+    policy = DraftPolicy(None if model is None else model.purse)
+    return Speculation(drafters, policy, most=options.speculate_most)
 
 
 class Speculation:
@@ -156,72 +44,118 @@ class Speculation:
     without drafts: greedy text is the same, and so is sampled text of a seed.
 
     Args:
-        most: number of last tokens that drafts are looked up in; 0: no drafts.
+        most: largest number of tokens of a draft; None: as many as pay.
 
     Attributes:
-        drafted, accepted: number of draft tokens so far, and of accepted ones.
+        counts: draft tokens so far, and accepted ones, of each drafter.
+        failure: what a drafter failed with that does no more for the answer; "": none has failed.
     """
 
-    def __init__(self, most: int) -> None:
+    def __init__(
+        self, drafters: Sequence[Drafter], policy: DraftPolicy, *, most: int | None = None
+    ) -> None:
+        self._drafters = {each.name: each for each in drafters}
+        self._policy = policy
         self._most = most
-        self._lookup: PromptLookup | None = None
-        self._policy = DraftPolicy()
+        self._choice: Choice | None = None
         self._draft: list[int] = []
-        self._match = 0
         self._ahead: deque[tuple[int, Logits]] = deque()
         self._seconds: float | None = None
+        self._company = 1
         self._hits = 0
-        self.drafted = self.accepted = 0
+        self.counts: dict[str, DraftCounts] = {}
+        self.failure = ""
 
-    def draft(self, room: int, tokens: Sequence[int]) -> list[int]:
-        """Draft at most `room` tokens to compute together with the token sampled last.
+    def choose(self, room: int, tokens: Sequence[int], *, company: int) -> Choice | None:
+        """Choose a draft of at most `room` tokens behind the token sampled last; None: none.
 
         Args:
             tokens: tokens of the prompt, and sampled tokens.
+            company: number of sequences in the step.
         """
-        self._draft = self._guess(room, tokens)
+        most = room if self._most is None else min(room, self._most)
+        offers = self._evidence(tokens) if most > 0 else []
+        self._choice = self._policy.choose(offers, most=most, company=company)
+        return self._choice
+
+    def draft(self, count: int, tokens: Sequence[int]) -> list[int]:
+        """Draft at most `count` tokens to compute together with the token sampled last.
+
+        Args:
+            count: number of tokens of `choose`, or fewer; 0: none.
+            tokens: as for `choose`.
+        """
+        choice = self._choice if count else None
+        self._draft = self._guess(choice, min(count, choice.count), tokens) if choice else []
+        if choice is not None and not choice.kind.token_steps:  # no time went into further ones
+            count = len(self._draft)
+        self._choice = replace(choice, count=count) if choice is not None and count else None
         return self._draft
 
-    def computed(self, logits: Sequence[Logits], *, seconds: float | None) -> None:
+    def computed(
+        self, logits: Sequence[Logits], *, seconds: float | None, company: int = 1
+    ) -> None:
         """Keep the logits after each token of the draft, if there was one.
 
         Args:
-            seconds: seconds that the step took; None if other requests were in it.
+            seconds: seconds that the step took; None if they tell nothing of drafts.
+            company: number of sequences in the step.
         """
-        self._seconds, self._hits = seconds, 0
+        self._seconds, self._company, self._hits = seconds, company, 0
         self._ahead.extend(zip(self._draft[: len(logits)], logits, strict=True))
-        self.drafted += len(logits)
+        self._count(drafted=len(logits))
 
     def after(self, token: int) -> Logits | None:
         """Return the logits after a sampled token; None if the draft did not have it."""
-        if self._lookup is not None:
-            self._lookup.add(token)
         if not self._ahead or self._ahead[0][0] != token:
             return None
         self._hits += 1
-        self.accepted += 1
+        self._count(accepted=1)
         return self._ahead.popleft()[1]
-
-    def _guess(self, room: int, tokens: Sequence[int]) -> list[int]:
-        if not self._most:
-            return []
-        # 296 bytes and 1.9 µs a token: only for a lone request, and only for its last tokens
-        if self._lookup is None or len(self._lookup) > 2 * self._most:
-            self._lookup = PromptLookup(tokens[-self._most :])
-        at, self._match = self._lookup.match()
-        return self._lookup.following(at, max(0, min(self._policy.length(self._match), room)))
 
     def settle(self) -> int:
         """End a step's draft; returns the number of rejected tokens at the sequence's end."""
-        wrong, self._draft = len(self._ahead), []
-        self._ahead.clear()
+        wrong, hits, choice = len(self._ahead), self._hits, self._choice
         if self._seconds is not None:
-            if self._hits + wrong:
-                drafted = self._hits + wrong
-                self._policy.drafted(
-                    self._seconds, match=self._match, drafted=drafted, accepted=self._hits
-                )
+            if choice is None:
+                self._policy.plain(self._seconds, company=self._company)
             else:
-                self._policy.plain(self._seconds)
-        self._seconds = None
+                self._policy.drafted(self._seconds, choice, drafted=hits + wrong, accepted=hits)
+        self._choice, self._draft, self._seconds, self._hits = None, [], None, 0
+        self._ahead.clear()
         return wrong
+
+    def close(self) -> None:
+        """Give back memory that drafters need only while drafts go on."""
+        for drafter in self._drafters.values():
+            drafter.close()
+
+    def _count(self, *, drafted: int = 0, accepted: int = 0) -> None:
+        if self._choice is not None and drafted + accepted:
+            name = self._choice.kind.drafter
+            before = self.counts.get(name, DraftCounts())
+            self.counts[name] = DraftCounts(before.drafted + drafted, before.accepted + accepted)
+
+    def _evidence(self, tokens: Sequence[int]) -> list[Evidence]:
+        found = []
+        for drafter in list(self._drafters.values()):
+            try:
+                found.append(drafter.evidence(tokens))
+            except Exception as error:
+                self._give_up(drafter, error)
+        return [evidence for evidence in found if evidence is not None]
+
+    def _guess(self, choice: Choice, count: int, tokens: Sequence[int]) -> list[int]:
+        drafter = self._drafters[choice.kind.drafter]
+        try:
+            return drafter.propose(tokens, count)
+        except Exception as error:
+            self._give_up(drafter, error)
+            return []
+
+    def _give_up(self, drafter: Drafter, error: Exception) -> None:
+        """Go on without a drafter that has failed: drafts are no part of the answer."""
+        del self._drafters[drafter.name]
+        self.failure = f"{drafter.name}: {first_line(error)}"
+        _log.warning("an answer goes on without drafts of the %s", self.failure, exc_info=error)
+        drafter.close()

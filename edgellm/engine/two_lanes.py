@@ -284,7 +284,7 @@ class TwoLaneBatcher(Batcher):
         plan = self._chunks.plan(share.rows, share.start)
         self._job_time.learn(self._chunks.costs.seconds(plan), run.seconds)
         self._scheduler.count([share])
-        self._take(run.work, run.rows.result(), alone=False, seconds=run.seconds)
+        self._take(run.work, run.rows.result(), company=0, seconds=run.seconds)
 
     def _prefill_next(self) -> None:
         """Give the lane rows of the prompt that is first in line."""
@@ -296,7 +296,7 @@ class TwoLaneBatcher(Batcher):
         try:
             target = self._job_time.expected_within(self._options.time_target_ms / 1000)
             rows = self._chunks.rows_within(target, count=share.rows, start=share.start)
-            span = request.span(rows, alone=False, apart=True)
+            span = request.span(rows, apart=True)
             share = replace(share, rows=len(span.tokens))
             self._lane.begin(Work(share, span, decoded=False))
         except CacheFullError as error:

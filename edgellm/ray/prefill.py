@@ -61,7 +61,8 @@ class PrefillReplica:
     """
 
     def __init__(self, model: str, engine: EngineArguments, hand_over_bytes: int) -> None:
-        self._llm: LLM = served_model(model, cast(LoadArguments, engine)).open()
+        arguments = cast(LoadArguments, {**engine, "draft": None})  # it answers nothing
+        self._llm: LLM = served_model(model, arguments).open()
         self._store = ObjectStore(budget=hand_over_bytes)
 
     async def compute(self, request: PrefillRequest) -> dict[bytes, ray.ObjectRef]:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from edgellm.backends.selection import select
 from edgellm.engine.auto_decode import prepare_for
+from edgellm.engine.draft_opening import prepare_draft
 from edgellm.engine.memory import estimate
 from edgellm.errors import OptionError
 from edgellm.llm import LLM, LoadArguments, engine_options, load, with_defaults
@@ -69,8 +70,8 @@ def served_model(
 
     def needed_bytes() -> int:
         bundle, used, _ = prepare_for(source, options, progress=progress)
-        needed = estimate(bundle, used, select(used))
-        return needed.weights + needed.kv_cache
+        draft = prepare_draft(bundle, used, progress=progress)
+        return estimate(bundle, used, select(used), draft=draft).models
 
     def card() -> ModelCard | None:
         bundle = prepared(source, precisions=select(options).precisions)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import asdict
 from datetime import datetime
 from typing import Any
 
@@ -48,7 +49,10 @@ def timings(stats: Stats) -> dict[str, Any]:
     prompt = _timing("prompt", computed, computed, stats.prompt_tokens_per_second)
     rate = stats.generation_tokens_per_second
     predicted = _timing("predicted", stats.generation_tokens, decoded, rate)
-    return {"cache_n": stats.cached_tokens, **prompt, **predicted}
+    drafts = {}
+    if stats.drafted_tokens:  # as llama.cpp: without a draft there is no field
+        drafts = {"draft_n": stats.drafted_tokens, "draft_n_accepted": stats.accepted_tokens}
+    return {"cache_n": stats.cached_tokens, **prompt, **predicted, **drafts}
 
 
 def _timing(name: str, count: int, timed: int, rate: float) -> dict[str, Any]:
@@ -73,6 +77,8 @@ def placement(stats: Stats) -> dict[str, Any]:
         "ttft_ms": round(1000 * stats.ttft_s, 3),
         "preempted": stats.preempted,
         "dropped_tokens": stats.dropped_tokens,
+        "drafts": {name: asdict(counts) for name, counts in stats.drafts.items()},
+        "draft_failure": stats.draft_failure,
     }
 
 

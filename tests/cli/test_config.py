@@ -60,6 +60,35 @@ def test_paths_are_beside_the_file(tmp_path: Path) -> None:
     assert config.model("chat").source == str(tmp_path / "chat.gguf")
 
 
+def test_a_draft_model_is_a_path_beside_the_file_or_a_name(tmp_path: Path) -> None:
+    (tmp_path / "small.gguf").touch()
+    here = str(tmp_path / "small.gguf")
+    for name, meant in (("small.gguf", here), ("hf:org/s", "hf:org/s"), ("mine", here)):
+        text = f'[models.large]\nsource = "l.gguf"\ndraft = "{name}"\n'
+        file = written(tmp_path, f'{text}[models.mine]\nsource = "small.gguf"\n')
+        assert read_config(file).model("large").arguments["draft"] == meant
+
+
+def test_a_draft_model_for_a_command_that_answers(
+    cli: Cli, tiny_bundle: str, write_model: Callable[..., Path], tmp_path: Path
+) -> None:
+    """It has a name in the file; commands that draft nothing do without."""
+    draft = write_model(tmp_path / "small", num_hidden_layers=1)
+    text = f'[models.large]\nsource = {tiny_bundle!r}\ndraft = "nowhere"\nctx_size = 128\n'
+    file = written(tmp_path, f"{text}[models.small]\nsource = {str(draft)!r}\n")
+    config = ["--config", str(file)]
+    options = ["--raw", "--temp", "0", "-n", "30", "--ignore-eos", "--json"]
+    plain = cli("run", tiny_bundle, "-p", "Hi", *options)
+    found = cli("run", "large", "-p", "Hi", "-md", "small", *config, *options)
+    assert found.returncode == plain.returncode == 0, found.stderr
+    assert json.loads(found.stdout)["text"] == json.loads(plain.stdout)["text"]
+    wrong = cli("run", "large", "-p", "Hi", *config, *options)
+    assert (wrong.returncode, "--draft is 'nowhere'" in wrong.stderr) == (1, True)
+    measured = cli("bench", "large", "-p", "4", "-n", "4", "-r", "1", *config)
+    assert measured.returncode == 0, measured.stderr
+    assert cli("bench", "large", "--draft", "small", *config).returncode == 2
+
+
 def test_errors_of_the_file_name_its_keys(cli: Cli, tmp_path: Path) -> None:
     file = written(tmp_path, "[models.a]\nsource = 'x'\nmax_tokens = -1")
     found = cli("run", "a", "hi", "--config", str(file))

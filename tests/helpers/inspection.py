@@ -7,6 +7,7 @@ import queue
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
 
@@ -16,6 +17,8 @@ from waiting import until
 from edgellm.cache.sequence import Sequence as CachedSequence
 from edgellm.engine import auto_prefill, prompt_rows
 from edgellm.engine.context import Context
+from edgellm.engine.draft_policy import Choice, DraftPolicy
+from edgellm.engine.drafter import Evidence, Kind
 from edgellm.engine.prompt_rows import SchedulingPolicy
 from edgellm.engine.request import Request
 from edgellm.engine.scheduler import OwnerCounters
@@ -263,7 +266,30 @@ def fail_last_text(request: Request, error: Exception) -> None:
 
 def draft_always(monkeypatch: pytest.MonkeyPatch, tokens: list[int]) -> None:
     """Have every answer guess these tokens at every step."""
+    choice = Choice(Evidence(Kind("lookup", 0.5, most=len(tokens))), len(tokens))
+    monkeypatch.setattr(DraftPolicy, "choose", lambda *_, **__: choice)
     monkeypatch.setattr(Speculation, "_guess", lambda *_: list(tokens))
+
+
+def draft_with(monkeypatch: pytest.MonkeyPatch, drafter: str) -> None:
+    """Have one drafter guess at every step, as many tokens as it may, whatever is measured."""
+
+    def choose(
+        _: DraftPolicy, offers: Sequence[Evidence], *, most: int, company: int
+    ) -> Choice | None:
+        named = (each for each in offers if each.kind.drafter == drafter)
+        offer = next(named, None)
+        return None if offer is None else Choice(offer, min(offer.kind.most, most), company)
+
+    monkeypatch.setattr(DraftPolicy, "choose", choose)
+    monkeypatch.setattr(DraftPolicy, "drafted", lambda *_, **__: None)
+
+
+def drafts_of(llm: LLM) -> Any:
+    """A loaded model's draft model, in the place of a model for `used_blocks`."""
+    draft = llm.engine.draft_model
+    assert draft is not None
+    return SimpleNamespace(engine=SimpleNamespace(cache=draft.cache, thread=llm.engine.thread))
 
 
 def lane(llm: LLM) -> PrefillLane:

@@ -129,6 +129,9 @@ def generation_arguments(fields: Fields) -> GenerationArguments:
         arguments["seed"] = seed % 2**64
     if fields.flag("ignore_eos"):
         arguments["ignore_eos"] = True
+    guessed = hard(fields, ("speculative.n_max",), 0, INT32_MAX)
+    if guessed is not None:
+        arguments["speculate_most"] = guessed
     return {**arguments, **_ends(fields)}
 
 

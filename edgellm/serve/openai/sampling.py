@@ -59,6 +59,7 @@ def sampling_arguments(fields: Fields) -> GenerationArguments:
         ("min_tokens", 0, MOST_TOKENS),
         ("priority", -1000, 1000),
         ("time_limit_ms", 1, MOST_MS),
+        ("speculate_most", 0, MOST_TOKENS),
     ):
         whole = fields.whole(name, int(low), int(high))
         if whole is not None:
@@ -88,6 +89,9 @@ def sampling_arguments(fields: Fields) -> GenerationArguments:
         arguments["seed"] = seed % 2**64
     if fields.flag("ignore_eos"):
         arguments["ignore_eos"] = True
+    speculate = fields.flag("speculate")
+    if speculate is not None:
+        arguments["speculate"] = speculate
     bias = logit_bias(fields)
     if bias:
         arguments["logit_bias"] = bias

@@ -19,6 +19,7 @@ from edgellm.engine.loop import Loop
 from edgellm.engine.request import Request
 from edgellm.engine.samples import forked_requests
 from edgellm.engine.thread import EngineThread
+from edgellm.engine.token_table import TokenTable
 from edgellm.generation_options import GenerationOptions
 from edgellm.kernels.sampling import Logits
 from edgellm.options import EngineOptions
@@ -44,7 +45,9 @@ class Backend:
     def rows_at_once(self, sequence: object) -> int:
         return 512
 
-    def run(self, spans: Sequence[Span], *, should_stop: Callable[[], bool] | None) -> list[Rows]:
+    def run(
+        self, spans: Sequence[Span], *, should_stop: Callable[[], bool] | None = None
+    ) -> list[Rows]:
         with reserved(spans):
             results = [self._rows(span) for span in spans]
             for span in spans:
@@ -146,6 +149,8 @@ def start(
         tokenizer=Tokenizer(),
         prefill=prefill,
         decoder=decoder,
+        draft_model=None,
+        token_table=TokenTable(),
         recomputes_exactly=exact and not apart,
         scheduling=chosen.scheduling,
         options=chosen,

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 from engine_without_model import ask, finish, start, step, tokens
 
-from edgellm.engine.speculation import PromptLookup
+from edgellm.engine.prompt_lookup import PromptLookup
 from edgellm.generation_options import GenerationOptions
 
 CTX = 256
@@ -21,7 +21,7 @@ class Lookups:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.sizes: list[int] = []
-        monkeypatch.setattr("edgellm.engine.speculation.PromptLookup", self.make)
+        monkeypatch.setattr("edgellm.engine.prompt_lookup.PromptLookup", self.make)
 
     def make(self, known: list[int]) -> PromptLookup:
         self.sizes.append(len(known))
@@ -33,15 +33,15 @@ def test_what_a_shift_forgets_is_forgotten_for_all_answers_at_once(
 ) -> None:
     lookups = Lookups(monkeypatch)
     llm, prompt = start(CTX, blocks=20), tokens(1, 50_000)
-    answers = ask(llm, prompt, n=3, options=SHIFT)
+    answers = ask(llm, prompt, n=6, options=SHIFT)
     assert lookups.sizes == []
     kept = [*prompt[:5], *prompt[-((CTX - 5) // 2) :]]
-    assert [answer.context.tokens for answer in answers] == [kept] * 3
+    assert [answer.context.tokens for answer in answers] == [kept] * 6
     finish(llm, answers)
     stats = [answer.stats() for answer in answers]
-    assert [each.prompt_tokens for each in stats] == [50_000] * 3
-    assert [each.dropped_tokens for each in stats] == [50_000 - len(kept)] * 3
-    assert lookups.sizes == []  # none was alone
+    assert [each.prompt_tokens for each in stats] == [50_000] * 6
+    assert [each.dropped_tokens for each in stats] == [50_000 - len(kept)] * 6
+    assert lookups.sizes == []  # too many were on their way at once
 
 
 def test_drafts_are_looked_up_in_a_context_s_worth(monkeypatch: pytest.MonkeyPatch) -> None:

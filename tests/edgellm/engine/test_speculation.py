@@ -11,8 +11,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from inspection import draft_always, step_in_readers
+from loops import alone, together, tokens_of
 
-from edgellm.engine.speculation import DraftPolicy, PromptLookup, Speculation
+from edgellm.engine.draft_policy import DraftPolicy, common_length
+from edgellm.engine.prompt_lookup import LookupDrafter
+from edgellm.engine.speculation import Speculation
 from edgellm.kernels.native import library
 from edgellm.kernels.sampling import Logits
 from edgellm.llm import LLM, load
@@ -63,12 +66,45 @@ def test_the_answer_is_the_same(native: LLM, prompt: str, kind: str) -> None:
     assert without.stats.drafted_tokens == 0
 
 
+def steps_of_a_second(monkeypatch: pytest.MonkeyPatch) -> None:
+    computed = Speculation.computed
+
+    def second(self: Speculation, logits: Any, *, seconds: float | None, company: int) -> None:
+        computed(self, logits, seconds=None if seconds is None else 1.0, company=company)
+
+    monkeypatch.setattr(Speculation, "computed", second)
+
+
 def test_copying_is_foreseen(native: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where a step takes a second, drafted or not."""
-    computed = Speculation.computed
-    monkeypatch.setattr(Speculation, "computed", lambda *given, **_: computed(*given, seconds=1.0))
+    steps_of_a_second(monkeypatch)
     found = native.generate(COPY, temperature=0, max_tokens=60, ignore_eos=True).stats
     assert found.accepted_tokens > found.drafted_tokens / 2 > 0
+
+
+@pytest.mark.parametrize("count", [2, 4, 5])
+def test_a_few_answers_at_once_draft_together(
+    native: LLM, count: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options = {"temperature": 0, "max_tokens": 40, "ignore_eos": True}
+    calls = [(native.tokenize(f"{i}\n{COPY}"), options) for i in range(count)]
+    plain = [(tokens, {**options, "speculate": False}) for tokens, _ in calls]
+    expected = tokens_of(alone(native, plain))
+    steps_of_a_second(monkeypatch)
+    found = together(native, calls)
+    assert tokens_of(found) == expected
+    accepted = [answer.stats.accepted_tokens for answer in found]
+    assert all(accepted) if count <= 4 else not any(accepted)
+
+
+def test_none_drafts_where_one_of_them_would_only_wait(
+    native: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    steps_of_a_second(monkeypatch)
+    options = {"temperature": 0, "max_tokens": 20, "ignore_eos": True}
+    copy, plain = native.tokenize(COPY), native.tokenize(PLAIN)
+    found = together(native, [(copy, options), (plain, {**options, "speculate": False})])
+    assert [answer.stats.drafted_tokens for answer in found] == [0, 0]
 
 
 @pytest.mark.parametrize(
@@ -141,103 +177,21 @@ def test_portable_back_ends_draft_nothing(tiny_model: Path) -> None:
     assert drafted[0] > drafted[1] == 0
 
 
-@given(st.lists(st.integers(0, 3), max_size=60))
-def test_a_draft_stood_there_before(tokens: list[int]) -> None:
-    lookup = PromptLookup(tokens)
-    at, length = lookup.match()
-    earlier = [i for i in range(3, len(tokens)) if tokens[i - 3 : i] == tokens[-3:]]
-    assert bool(length) == bool(earlier)
-    if length:
-        assert at < len(tokens)
-        assert tokens[at - length : at] == tokens[-length:]
-        assert length == at or tokens[at - length - 1] != tokens[-length - 1]
-        following = lookup.following(at, 70)
-        whole = tokens + following  # what repeats goes on
-        assert following == whole[at : at + 70]
-
-
-def test_the_longer_match_is_taken() -> None:
-    file, other = list(range(20)), [99, 17, 18, 19, 98]
-    at, length = PromptLookup([*file, 50, 51, *other, *file]).match()
-    assert (at, length) == (20, 20)
-    at, length = PromptLookup([*file[:12], 50, 51, 9, 10, 11, 77, *file[:12]]).match()
-    assert (at, length) == (12, 12)
-
-
-def test_tokens_of_the_same_hash_are_no_match(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(PromptLookup, "_key", lambda *_: 0)
-    assert PromptLookup([1, 2, 3, 4, 5, 6, 7, 8]).match() == (8, 0)
-
-
-def test_long_matches_lead_to_long_drafts() -> None:
-    policy = DraftPolicy()
-    assert policy.length(64) == 0  # until it is known what a plain step takes
-    policy.plain(1.0)
-    lengths = [policy.length(match) for match in (0, 3, 4, 8, 16, 32, 64)]
-    assert lengths[0] == 0 < lengths[1] <= 3
-    assert lengths == sorted(lengths)
-    assert lengths[-1] >= 31
-
-
-def test_drafts_rest_when_they_do_not_pay() -> None:
-    """Where each draft is wrong, a step in ten is one; where it is right again, more are."""
-    policy = DraftPolicy()
-    policy.plain(1.0)
-
-    def drafts(steps: int, *, right: bool) -> int:
-        count = 0
-        for _ in range(steps):
-            length = policy.length(3)
-            count += length > 0
-            if length:
-                seconds = 1 + length / 12
-                policy.drafted(seconds, match=3, drafted=length, accepted=length if right else 0)
-        return count
-
-    drafts(100, right=False)
-    assert drafts(100, right=False) <= 10
-    assert drafts(400, right=True) > 200
-
-
-def test_slow_steps_make_drafts_short() -> None:
-    policy = DraftPolicy()
-    policy.plain(1.0)
-    longest = policy.length(64)
-    for _ in range(30):
-        length = policy.length(64)
-        policy.drafted(float(length), match=64, drafted=length, accepted=length)
-    assert 0 < policy.length(64) < longest
-
-
-def test_a_hiccup_is_forgotten() -> None:
-    policy = DraftPolicy()
-    policy.plain(1.0)
-    for length in (1, 3, 7, 15, 31, 63):
-        policy.drafted(500.0, match=64, drafted=length, accepted=length)
-    assert any(policy.length(64) for _ in range(1000))
-
-
-def test_a_draft_that_was_cut_counts_as_its_size() -> None:
-    policy = DraftPolicy()
-    policy.plain(1.0)
-    for _ in range(30):
-        policy.drafted(40.0, match=64, drafted=20, accepted=20)
-    assert policy.length(64) != 31
-
-
 @given(
     text=st.lists(st.integers(0, 2), min_size=60, max_size=60),
     prompt=st.integers(0, 20),
 )
 def test_rows_belong_to_their_tokens(text: list[int], prompt: int) -> None:
     """A model that goes on with `text` whatever happens: each row says where it was computed."""
-    computed, speculation = list(text[:prompt]), Speculation(50)
+    computed = list(text[:prompt])
+    speculation = Speculation([LookupDrafter(50)], DraftPolicy())
     ahead: Logits | None = None
     for at in range(prompt, len(text)):
         if ahead is None:
             del computed[len(computed) - speculation.settle() :]
             rows = []
-            draft = speculation.draft(len(text) - at - 1, text[: at + 1])
+            choice = speculation.choose(len(text) - at - 1, text[: at + 1], company=1)
+            draft = speculation.draft(common_length([choice]), text[: at + 1])
             for token in (text[at], *draft):
                 computed.append(token)
                 rows.append(Logits(np.array([len(computed), sum(computed)], np.float32), 0.0))

@@ -205,7 +205,7 @@ def test_rows_begin_where_a_sequence_goes_back_to() -> None:
         with request.sequence.reserved(200):
             StateBackend()._rows(Span(request.sequence, request.tokens))
             request.sequence.commit(request.tokens)
-        return request.span(200, alone=True)
+        return request.span(200)
 
     span = llm.engine.thread.call(computed)
     assert span.tokens == tokens(0, 200)[len(span.sequence) :]

@@ -7,7 +7,7 @@ from typing import Any
 
 import httpx
 import pytest
-from parsing import refusal
+from parsing import fields_of, refusal
 from serving import Running, running, served
 from waiting import Clock
 
@@ -16,6 +16,7 @@ from edgellm.serve import ModelPool, ServeOptions
 from edgellm.serve.http.fields import Fields
 from edgellm.serve.llama_cpp.completion import apply_samplers
 from edgellm.serve.llama_cpp.fields import generation_arguments, logit_bias
+from edgellm.serve.openai.sampling import sampling_arguments
 
 GREEDY: dict[str, Any] = {"prompt": "hello there", "n_predict": 12, "temperature": 0}
 
@@ -415,3 +416,26 @@ def test_models_by_name_where_there_are_several(tiny: LLM) -> None:
         assert server.post("/completion", {**GREEDY, "model": "other"}).json()["model"] == "other"
         assert server.post("/completion", {**GREEDY, "model": ""}).json()["model"] == "tiny"
         assert server.get("/props", params={"model": "other"}).json()["model_alias"] == "other"
+
+
+def test_a_request_may_limit_its_drafts() -> None:
+    for most in (0, 5):
+        asked = generation_arguments(Fields({"speculative.n_max": most}))
+        assert asked == {"speculate_most": most}
+    refused = refusal(generation_arguments, {"speculative.n_max": -1})
+    assert refused.param == "speculative.n_max"
+    assert sampling_arguments(fields_of({"speculate": False, "speculate_most": 2})) == {
+        "speculate": False,
+        "speculate_most": 2,
+    }
+
+
+def test_drafts_are_told_in_timings_and_placement(server: Running) -> None:
+    asked = {"prompt": "one two three four " * 12, "n_predict": 60, "temperature": 0}
+    body = server.post("/completion", {**asked, "ignore_eos": True}).json()
+    drafts = body["placement"]["drafts"]
+    assert body["placement"]["draft_failure"] == ""
+    assert sum(each["drafted"] for each in drafts.values()) == body["timings"].get("draft_n", 0)
+    off = server.post("/completion", {**asked, "speculative.n_max": 0}).json()
+    assert off["placement"]["drafts"] == {}
+    assert off["content"] == body["content"][: len(off["content"])]
