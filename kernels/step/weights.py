@@ -9,6 +9,7 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from edgellm.kernels.experts import Routing
 from edgellm.kernels.kv_append.norms import HeadNorms
 from edgellm.kernels.kv_blocks import KVBlocks
 from edgellm.kernels.linear import PANEL, PackedWeights
@@ -30,6 +31,9 @@ class LayerWeights:
         post_attention_norm, post_mlp_norm: norms of the outputs of attention and MLP before they
             are added to the residual.
         attention_norm_bias ...: biases; a norm with a bias is a layer norm, else it is an RMS norm.
+        router: weight of the router `[experts, E]`, or None. With a router gate and up are those of all
+            experts, one behind the other, `[experts * F, E]`, and so is down, `[experts * E, F]`.
+        routing: choice of experts by the router's logits; None without a router.
         head_norms: norms of Q and K, or None.
         rope: index of the RoPE table that turns Q and K.
         pool: index of the pool with the layer's K and V, as the next of that pool's layers.
@@ -61,6 +65,8 @@ class LayerWeights:
     down_bias: Floats | None = None
     post_mlp_norm: Floats | None = None
     post_mlp_norm_bias: Floats | None = None
+    router: Floats | None = None
+    routing: Routing | None = None
     head_norms: HeadNorms | None = None
     activation: Activation = "silu"
     rope: int = 0
