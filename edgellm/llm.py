@@ -11,7 +11,7 @@ from typing import Unpack
 import numpy as np
 from numpy.typing import NDArray
 
-from edgellm.backends.selection import select
+from edgellm.backends.selection import precisions_of
 from edgellm.chat import Chat
 from edgellm.checks import (
     check_choice,
@@ -124,7 +124,7 @@ def load(
         check_text("system", system)
     check_names(defaults or {}, GenerationOptions)
     GenerationOptions(**(defaults or {}))
-    bundle = prepare(name, precisions=select(chosen).precisions, progress=progress)
+    bundle = prepare(name, precisions=precisions_of(chosen), progress=progress)
     bundle = with_defaults(bundle, defaults)
     faster = faster_provider(bundle, chosen)
     if faster is not None:

@@ -31,6 +31,7 @@ from edgellm.graphs.contract import Part, part_file
 from edgellm.graphs.segment import Segment, author_segment
 from edgellm.kernels.kv_blocks import BLOCK, KVView, allocate
 from edgellm.machine import usable_cores
+from edgellm.store.precision_support import require
 
 Floats = NDArray[np.float32]
 
@@ -86,7 +87,11 @@ def float_segments(
             temporary files.
         threads: number of threads; None takes all usable cores. A thread pool of the process keeps
             its own number.
+
+    Raises:
+        UnsupportedModelError: the model has experts, which no graph computes.
     """
+    require("f32", checkpoint.config, among=tuple(PRECISIONS))
     authors = PRECISIONS["f32"].segments
     assert authors is not None
     with TemporaryDirectory(dir=root) as scratch, WeightFile(Path(scratch)) as weights:

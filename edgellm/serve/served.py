@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from edgellm.backends.selection import select
+from edgellm.backends.selection import precisions_of, select
 from edgellm.engine.memory import estimate
 from edgellm.errors import OptionError
 from edgellm.llm import LLM, LoadArguments, engine_options, load, with_defaults
@@ -67,12 +67,12 @@ def served_model(
     options = engine_options(arguments)
 
     def needed_bytes() -> int:
-        bundle = prepare(source, precisions=select(options).precisions, progress=progress)
-        needed = estimate(bundle, options, select(options))
+        bundle = prepare(source, precisions=precisions_of(options), progress=progress)
+        needed = estimate(bundle, options, select(options, bundle.config))
         return needed.weights + needed.kv_cache
 
     def card() -> ModelCard | None:
-        bundle = prepared(source, precisions=select(options).precisions)
+        bundle = prepared(source, precisions=precisions_of(options))
         if bundle is None:
             return None
         return card_on_disk(with_defaults(bundle, arguments.get("defaults")), options)

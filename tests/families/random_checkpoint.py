@@ -161,6 +161,9 @@ def after_attention(
     added = product(checkpoint, f"{name}.o", attended)
     residual = residual + normed(checkpoint, f"{name}.post_attention_norm", added)
     x = normed(checkpoint, f"{name}.mlp_norm", residual)
+    if checkpoint.config.layers[layer].experts is not None:
+        added = experts(checkpoint, layer, x)
+        return residual + normed(checkpoint, f"{name}.post_mlp_norm", added)
     up = product(checkpoint, f"{name}.up", x)
     if mlp.gated:
         inner = activate(product(checkpoint, f"{name}.gate", x), mlp.activation) * up
@@ -168,6 +171,29 @@ def after_attention(
         inner = activate(up, mlp.activation)
     added = product(checkpoint, f"{name}.down", inner)
     return residual + normed(checkpoint, f"{name}.post_mlp_norm", added)
+
+
+def experts(checkpoint: Any, layer: int, x: np.ndarray) -> np.ndarray:
+    """The experts of a layer, row by row."""
+    here, name = checkpoint.config.layers[layer], f"layers.{layer}"
+    routing, size = here.experts, here.mlp.intermediate
+    gate, up, down = (
+        checkpoint.tensor(f"{name}.{part}").float32().astype(np.float64)
+        for part in ("gate", "up", "down")
+    )
+    scores = product(checkpoint, f"{name}.router", x)
+    scores = np.exp(scores - scores.max(axis=1, keepdims=True))
+    scores /= scores.sum(axis=1, keepdims=True)
+    added = np.zeros_like(x)
+    for row, each in enumerate(scores):
+        chosen = np.argsort(-each)[: routing.used]
+        total = each[chosen].sum() if routing.normalized else 1.0
+        for expert in chosen:
+            rows = slice(expert * size, (expert + 1) * size)
+            inner = activate(gate[rows] @ x[row], here.mlp.activation) * (up[rows] @ x[row])
+            wide = slice(expert * x.shape[1], (expert + 1) * x.shape[1])
+            added[row] += routing.scale * each[expert] / total * (down[wide] @ inner)
+    return added
 
 
 def attend(checkpoint: Any, layer: int, residual: np.ndarray) -> np.ndarray:
