@@ -14,6 +14,7 @@ from typing import Any
 import gguf
 import numpy as np
 from safetensors.numpy import load_file
+from small_vocabulary import sentencepiece_metadata
 
 Tensors = dict[str, np.ndarray]
 Keys = Callable[[gguf.GGUFWriter], None]
@@ -101,6 +102,20 @@ def glm4(w: gguf.GGUFWriter) -> None:
     w.add_rope_dimension_count(16)
 
 
+def with_vocabulary(keys: Keys) -> Keys:
+    """With a tokenizer of `VOCABULARY` tokens, so that the file can be exported."""
+
+    def add(w: gguf.GGUFWriter) -> None:
+        keys(w)
+        for key, value in sentencepiece_metadata().items():
+            w.add_key_value(key, value, gguf.GGUFValueType.get_type(value))
+        w.add_bos_token_id(1)
+        w.add_eos_token_id(2)
+
+    return add
+
+
+VOCABULARY = len(sentencepiece_metadata()["tokenizer.ggml.tokens"])
 # Family -> architecture, keys, and what the folder differs in where a file cannot say it.
 FILES: Mapping[str, tuple[gguf.MODEL_ARCH, Keys, Mapping[str, Any]]] = {
     "llama": (ARCH.LLAMA, theta(5000.0), {}),
