@@ -300,7 +300,6 @@ RELEASED: Mapping[str, Mapping[str, Any]] = {
         "projector_hidden_act": "gelu",
         "spatial_merge_size": 2,
         "text_config": {
-            "attention_dropout": 0.0,
             "head_dim": 128,
             "hidden_act": "silu",
             "hidden_size": 3072,
@@ -390,7 +389,6 @@ WITH_EXPERTS: Mapping[str, Mapping[str, Any]] = {
         "num_key_value_heads": 4,
         "rms_norm_eps": 1e-06,
         "rope_theta": 1000000.0,
-        "router_aux_loss_coef": 0.001,
         "sliding_window": None,
         "tie_word_embeddings": False,
         "use_sliding_window": False,
@@ -428,7 +426,6 @@ WITH_EXPERTS: Mapping[str, Mapping[str, Any]] = {
         "num_local_experts": 8,
         "rms_norm_eps": 1e-05,
         "rope_theta": 1000000.0,
-        "router_aux_loss_coef": 0.02,
         "sliding_window": None,
         "tie_word_embeddings": False,
         "vocab_size": 32000,
