@@ -20,7 +20,8 @@ from numpy.typing import NDArray
 from edgellm.backends import thread_pool
 from edgellm.backends.host_attention import HostAttention, head_norms, rope_tables
 from edgellm.backends.onnx_runtime import onnx_runtime
-from edgellm.errors import ModelFormatError, UnsupportedModelError
+from edgellm.errors import ModelFormatError
+from edgellm.export.float_experts import ExpertSegment
 from edgellm.export.precisions import PRECISIONS
 from edgellm.export.weight_reader import WeightReader
 from edgellm.graphs import contract
@@ -86,16 +87,11 @@ def float_segments(
             temporary files.
         threads: number of threads; None takes all usable cores. A thread pool of the process keeps
             its own number.
-
-    Raises:
-        UnsupportedModelError: the model has experts.
     """
     if checkpoint.config.has_experts:
-        raise UnsupportedModelError(
-            f"{checkpoint.path}: a model with experts ({checkpoint.config.model_type}) has no "
-            "float32 reference yet, which `edgellm quality` and `edgellm doctor` compare with; "
-            "`edgellm perplexity` measures without one"
-        )
+        segments = range(checkpoint.config.layer_count + 1)
+        yield from (ExpertSegment(checkpoint, index) for index in segments)
+        return
     authors = PRECISIONS["f32"].segments
     assert authors is not None
     with TemporaryDirectory(dir=root) as scratch, WeightFile(Path(scratch)) as weights:

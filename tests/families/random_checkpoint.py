@@ -15,6 +15,7 @@ from edgellm.graphs.layer_config import Attention, LayerConfig, Mlp, Rope
 from edgellm.graphs.tensor import Tensor
 from edgellm.graphs.tensors import model_tensors
 from edgellm.kernels.attention import reference as attention
+from edgellm.kernels.experts import Routing
 from edgellm.kernels.rope import reference as rope
 from edgellm.kernels.step.reference import activate, head_norm, norm
 
@@ -89,6 +90,15 @@ CONFIGS = {
         ),
         _layer(mlp=replace(_MLP, intermediate=64), heads=8, kv_heads=4),
         ropes=(_rope(10000.0), _rope(1e6, pairs=16)),
+    ),
+    "experts": config_of(
+        replace(_layer(), experts=Routing(experts=5, used=3)),
+        _layer("sandwich"),
+        replace(
+            _layer("sandwich", mlp=replace(_GELU, intermediate=64)),
+            experts=Routing(experts=3, used=2, normalized=False, scale=1.5),
+        ),
+        embedding_scale=2.0,
     ),
     "starcoder2": config_of(
         *2 * [_layer(mlp=replace(_GELU, gated=False, bias=True), window=20, **_BIASES)],

@@ -13,14 +13,20 @@ from typing import Any
 import gguf
 import numpy as np
 import pytest
+from click.testing import CliRunner
 from matrix import usable
 from tiny_families import logits, make, save_tokenizer
 from tiny_gguf import FILES, VOCABULARY, convert, with_vocabulary
 
+from edgellm.cli.main import edgellm
 from edgellm.engine.one_sequence import Hooks, compute_prompt, compute_tokens
+from edgellm.errors import UnsupportedModelError
 from edgellm.export import export
 from edgellm.kernels.quantized import dequantize
 from edgellm.llm import LLM, load
+from edgellm.measure.doctor import float_reference
+from edgellm.measure.quality import quality
+from edgellm.models import describe
 from edgellm.quantize.int8 import quantize_groups
 from edgellm.store.import_summary import imported
 
@@ -140,11 +146,30 @@ def test_prompts_in_pieces_and_found_again(judged: Judged) -> None:
         assert session.generate(**GREEDY).tokens == whole.tokens
 
 
-@pytest.mark.parametrize("kv_format", ["int8"])
-def test_a_cache_of_eight_bits(judged: Judged, kv_format: Any) -> None:
+def test_what_a_token_uses_is_shown(judged: Judged) -> None:
+    path = str(judged.llm.engine.bundle.path)
+    shown = describe(path)
+    assert shown.used_parameters < shown.parameters
+    printed = CliRunner().invoke(edgellm, ["show", path])
+    assert f"M, of which a token uses {shown.used_parameters / 1e6:.1f} M" in printed.output
+
+
+def test_quality_has_a_reference(judged: Judged) -> None:
+    text = "".join(chr(token % 26 + 65) for token in TOKENS)
+    found = quality(judged.llm.engine, text, window=64, max_windows=2)
+    assert found.kl_mean < 0.1
+    assert abs(found.perplexity_change) < 0.2
+    with (
+        pytest.raises(UnsupportedModelError, match=r"no self-test of models with experts"),
+        float_reference(judged.llm.engine.bundle),
+    ):
+        pass
+
+
+def test_a_cache_of_eight_bits(judged: Judged) -> None:
     tokens = TOKENS[:60]
     expected = logits(judged.judge, tokens)[39:]
-    with load(str(judged.llm.engine.bundle.path), kv_format=kv_format) as llm:
+    with load(str(judged.llm.engine.bundle.path)) as llm:
         errors = np.abs(found(llm, tokens, 40) - expected) / np.abs(expected).max()
     assert errors.max() < LARGEST
     assert errors.mean() < MEAN

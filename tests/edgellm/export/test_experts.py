@@ -9,7 +9,7 @@ from typing import Any
 import gguf
 import numpy as np
 import pytest
-from random_checkpoint import CONFIGS, RandomCheckpoint
+from random_checkpoint import CONFIGS
 from tiny_families import make, save_tokenizer
 from tiny_gguf import FILES, VOCABULARY, convert, with_vocabulary
 
@@ -20,7 +20,6 @@ from edgellm.backends.selection import precisions_of, select
 from edgellm.engine.auto_prefill import auto_choice
 from edgellm.errors import BundleError, EdgeLLMError, OptionError, UnsupportedModelError
 from edgellm.export import export
-from edgellm.export.float_segments import float_segments
 from edgellm.export.precisions import PRECISIONS
 from edgellm.graphs.checkpoint import open_checkpoint
 from edgellm.graphs.config import ModelConfig
@@ -37,11 +36,7 @@ from edgellm.store.precision_support import why_not
 ROUTING = Routing(experts=5, used=3)
 
 
-def with_experts(config: ModelConfig) -> ModelConfig:
-    return replace(config, layers=tuple(replace(x, experts=ROUTING) for x in config.layers))
-
-
-CONFIG = with_experts(CONFIGS["llama"])
+CONFIG = CONFIGS["experts"]
 
 
 @dataclass(frozen=True)
@@ -137,11 +132,6 @@ def test_no_graph_computes_experts(exported: Exported, tmp_path: Path, precision
             source=str(exported.folder),
             precisions=(precision,),
         )
-
-
-def test_float32_segments_are_refused() -> None:
-    with pytest.raises(UnsupportedModelError, match=r"experts \(random\) has no float32 reference"):
-        next(float_segments(RandomCheckpoint(CONFIG)))
 
 
 def test_chunk_sizes_are_refused(exported: Exported, tmp_path: Path) -> None:
