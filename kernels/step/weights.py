@@ -168,6 +168,7 @@ def check_weights(weights: Weights, *, ropes: int) -> None:
 
 def _check_layer(layer: LayerWeights, hidden: int) -> None:
     width, intermediate, heads = layer.o.inputs, layer.up.outputs, layer.heads
+    experts = _check_router(layer, hidden)
     _require("q", (layer.q.outputs, layer.q.inputs), (width, hidden))
     _require("v", (layer.v.outputs, layer.v.inputs), (layer.k.outputs, hidden))
     _require("k", layer.k.inputs, hidden)
@@ -175,7 +176,8 @@ def _check_layer(layer: LayerWeights, hidden: int) -> None:
     for name, linear in (("gate", layer.gate), ("up", layer.up)):
         if linear is not None:
             _require(name, (linear.outputs, linear.inputs), (intermediate, hidden))
-    _require("down", (layer.down.outputs, layer.down.inputs), (hidden, intermediate))
+    down = experts * hidden, intermediate // experts
+    _require("down", (layer.down.outputs, layer.down.inputs), down)
     sizes = {"hidden": hidden, "q": width, "k": layer.k.outputs, "v": layer.v.outputs}
     for name, of in VECTORS.items():
         vector = getattr(layer, name)
@@ -193,6 +195,29 @@ def _check_layer(layer: LayerWeights, hidden: int) -> None:
         )
     if layer.head_norms is not None:
         layer.head_norms.check(heads, layer.kv_heads, layer.head_dim)
+
+
+def _check_router(layer: LayerWeights, hidden: int) -> int:
+    """Check the router of a layer; returns its number of experts, 1 without a router."""
+    routing, router = layer.routing, layer.router
+    if routing is None or router is None:
+        _require("router without routing, or routing without router", routing, router)
+        return 1
+    experts, biases = routing.experts, (layer.gate_bias, layer.up_bias, layer.down_bias)
+    if not 1 <= routing.used <= experts:
+        raise ValueError(f"{routing.used} of {experts} experts are used; 1 to {experts} can be")
+    if router.dtype != np.float32 or router.shape != (experts, hidden):
+        raise ValueError(
+            f"router is {router.dtype} {router.shape}; needed is float32 {(experts, hidden)}"
+        )
+    if layer.up.outputs % (2 * PANEL * experts):
+        raise ValueError(
+            f"{experts} experts have {layer.up.outputs} outputs of up; needed are as many for each, "
+            f"in pairs of panels of {PANEL}"
+        )
+    if any(bias is not None for bias in biases):
+        raise ValueError("experts with biases of gate, up or down; these have none")
+    return experts
 
 
 def check_pools(weights: Weights, pools: Sequence[KVBlocks]) -> None:
