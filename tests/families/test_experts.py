@@ -127,10 +127,12 @@ def test_greedy_tokens(judged: Judged, first: int) -> None:
             break
 
 
-def test_answers_together_are_those_alone(judged: Judged) -> None:
+@pytest.mark.parametrize("scheduling", ["stall_free", "layered"])
+def test_answers_together_are_those_alone(judged: Judged, scheduling: Any) -> None:
     prompts = [TOKENS[i : i + length] for i, length in enumerate((3, 200, 41, 17, 90))]
     alone = [judged.llm.generate(each, **GREEDY).tokens for each in prompts]
-    with load(str(judged.llm.engine.bundle.path), kv_format="f32") as llm:
+    path = str(judged.llm.engine.bundle.path)
+    with load(path, kv_format="f32", scheduling=scheduling) as llm:
         together = {each.index: each.result().tokens for each in llm.batch(prompts, **GREEDY)}
     assert [together[index] for index in range(len(prompts))] == alone
 
