@@ -105,7 +105,8 @@ def _lines(model: ModelDescription) -> Iterator[tuple[str, str]]:
     yield "source", manifest.source + file_type
     yield "bundle", f"{bundle.path} ({bundle.bytes / 1e6:.1f} MB)"
     yield "architecture", config.model_type
-    yield "parameters", f"{model.parameters / 1e6:.1f} M"
+    used = f", of which a token uses {model.used_parameters / 1e6:.1f} M"
+    yield "parameters", f"{model.parameters / 1e6:.1f} M{used if config.has_experts else ''}"
     yield "context", f"{config.context_length} tokens"
     attentions = [layer.attention for layer in config.layers]
     yield (

@@ -9,10 +9,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from edgellm.backends.selection import Selection, select
+from edgellm.backends.selection import Selection, precisions_of, select
 from edgellm.engine.memory import MemoryEstimate, estimate
 from edgellm.errors import BundleError, EdgeLLMError, SourceError
-from edgellm.graphs.tensors import parameters
+from edgellm.graphs.tensors import parameters, used_parameters
 from edgellm.options import EngineOptions
 from edgellm.progress import ProgressCallback
 from edgellm.store.bundle import Bundle, open_bundle, read_manifest
@@ -97,11 +97,14 @@ class ModelDescription:
 
     Attributes:
         parameters: number of weights of the model.
+        used_parameters: number of those that a token uses: of the experts, where there are some,
+            its own alone.
         memory: estimate with a full KV cache.
     """
 
     bundle: Bundle
     parameters: int
+    used_parameters: int
     precisions: tuple[PrecisionDescription, ...]
     memory: MemoryEstimate
 
@@ -112,7 +115,7 @@ def pull(name: str = DEFAULT_MODEL, *, progress: ProgressCallback | None = None)
     Raises:
         EdgeLLMError: see `prepare`.
     """
-    return prepare(name, precisions=select(EngineOptions()).precisions, progress=progress)
+    return prepare(name, precisions=precisions_of(EngineOptions()), progress=progress)
 
 
 def is_here(name: str) -> bool:
@@ -146,10 +149,11 @@ def describe(
     if verify:
         bundle = open_bundle(bundle.path, verify=True)
     options = EngineOptions()
-    selection = select(options)
+    selection = select(options, bundle.config)
     needed = estimate(bundle, options, selection)
     precisions = tuple(_precisions(bundle, selection))
-    return ModelDescription(bundle, parameters(bundle.config), precisions, needed)
+    counts = parameters(bundle.config), used_parameters(bundle.config)
+    return ModelDescription(bundle, *counts, precisions, needed)
 
 
 def delete_model(name: str, *, precisions: Sequence[str] = ()) -> list[str]:

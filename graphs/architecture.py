@@ -30,7 +30,20 @@ class Fused:
     parts: tuple[str, ...]
 
 
-Names = Mapping[str, str | Fused]
+@dataclass(frozen=True)
+class PerExpert:
+    """Tensors of a file, one for each expert of a layer, that are stacked in one tensor.
+
+    Attributes:
+        name: name of the file's tensors; the second `{}` stands for the expert.
+    """
+
+    name: str
+
+
+# Matrices of experts have names of their own, as a model's other layers may have one MLP.
+Names = Mapping[str, str | Fused | PerExpert]
+_MLP = ("gate", "up", "down")
 
 HF_NAMES: Names = {
     "embedding": "model.embed_tokens.weight",
@@ -41,8 +54,13 @@ HF_NAMES: Names = {
     **{f"{x}_bias": f"model.layers.{{}}.self_attn.{x}_proj.bias" for x in "qkvo"},
     **{f"{x}_norm": f"model.layers.{{}}.self_attn.{x}_norm.weight" for x in "qk"},
     "mlp_norm": "model.layers.{}.post_attention_layernorm.weight",
-    **{x: f"model.layers.{{}}.mlp.{x}_proj.weight" for x in ("gate", "up", "down")},
-    **{f"{x}_bias": f"model.layers.{{}}.mlp.{x}_proj.bias" for x in ("gate", "up", "down")},
+    **{x: f"model.layers.{{}}.mlp.{x}_proj.weight" for x in _MLP},
+    **{f"{x}_bias": f"model.layers.{{}}.mlp.{x}_proj.bias" for x in _MLP},
+    "router": "model.layers.{}.mlp.gate.weight",
+    **{
+        f"expert_{x}": PerExpert(f"model.layers.{{}}.mlp.experts.{{}}.{x}_proj.weight")
+        for x in _MLP
+    },
 }
 # Names for norms on both sides, in files of Gemma 2 and later models: `post_attention_layernorm` is
 # the norm after attention here. In Llama's files it is the norm before the MLP.
@@ -68,8 +86,10 @@ GGUF_NAMES: Names = {
     "post_attention_norm": "blk.{}.post_attention_norm.weight",
     "mlp_norm": "blk.{}.ffn_norm.weight",
     "mlp_norm_bias": "blk.{}.ffn_norm.bias",
-    **{x: f"blk.{{}}.ffn_{x}.weight" for x in ("gate", "up", "down")},
-    **{f"{x}_bias": f"blk.{{}}.ffn_{x}.bias" for x in ("gate", "up", "down")},
+    **{x: f"blk.{{}}.ffn_{x}.weight" for x in _MLP},
+    **{f"{x}_bias": f"blk.{{}}.ffn_{x}.bias" for x in _MLP},
+    "router": "blk.{}.ffn_gate_inp.weight",
+    **{f"expert_{x}": f"blk.{{}}.ffn_{x}_exps.weight" for x in _MLP},
     "post_mlp_norm": "blk.{}.post_ffw_norm.weight",
 }
 _QKV, _GATE_UP = ("q", "k", "v"), ("gate", "up")
@@ -77,6 +97,10 @@ _QKV, _GATE_UP = ("q", "k", "v"), ("gate", "up")
 GGUF_FUSED_QKV: Names = {
     **{x: Fused("blk.{}.attn_qkv.weight", _QKV) for x in _QKV},
     **{f"{x}_bias": Fused("blk.{}.attn_qkv.bias", _QKV) for x in _QKV},
+}
+# It fuses gate and up of all experts of any architecture if it is asked to.
+GGUF_FUSED_EXPERTS: Names = {
+    f"expert_{x}": Fused("blk.{}.ffn_gate_up_exps.weight", _GATE_UP) for x in _GATE_UP
 }
 # Architectures that fuse gate and up have one tensor called `up` with the rows of both.
 GGUF_FUSED_MLP: Names = {x: Fused("blk.{}.ffn_up.weight", _GATE_UP) for x in _GATE_UP}
@@ -90,10 +114,16 @@ _GGUF_ARCHITECTURES: Mapping[str, str] = {
     "gemma3": "gemma3_text",
     "hunyuan-dense": "hunyuan_v1_dense",
     "mistral3": "ministral3",
+    "qwen3moe": "qwen3_moe",
 }
 # Parts of models that are not supported -> words in the names of architectures that need them.
 _MISSING: Mapping[str, tuple[str, ...]] = {
-    "experts": ("moe", "mixtral", "gptoss", "llama4", "dbrx", "deepseek"),
+    "experts that all tokens share": (
+        "bailingmoe", "deepseek", "dots1", "ernie45moe", "glm4moe", "granitemoeshared",
+        "hunyuanmoe", "llama4", "qwen2moe", "qwen35moe", "qwen3next",
+    ),
+    "experts with biases": ("gptoss",),
+    "a router of another kind": ("lfm2moe", "minimaxm2", "phimoe"),
     "recurrent layers": (
         "bamba", "falconh1", "hybrid", "jamba", "lfm2", "mamba", "nemotronh", "qwen35",
         "qwen3next", "recurrentgemma", "rwkv",
@@ -135,7 +165,8 @@ class Architecture:
         config_from_hf, config_from_gguf: readers of the model's config; None where the family has
             no files of that format.
         hf_names, gguf_names: names of tensors in the files, by their names in `tensors.py` without
-            `layers.I.`; `{}` stands for the layer.
+            `layers.I.`, and with `expert_` before those that a layer's experts have; `{}` stands
+            for the layer.
         hf_interleaved_rope, gguf_interleaved_rope: whether RoPE turns neighbouring channels, so
             that rows of Q and K are reordered when they are read.
         hf_fold: changes a tensor of a Hugging Face folder, given by its canonical name, to the

@@ -109,6 +109,11 @@ class ModelConfig:
         heads = {(each.heads, each.kv_heads, each.head_dim) for each in attentions}
         return len(heads) == len({layer.mlp.intermediate for layer in self.layers}) == 1
 
+    @property
+    def has_experts(self) -> bool:
+        """Whether some layer has experts."""
+        return any(layer.experts is not None for layer in self.layers)
+
     def rope_of(self, layer: int) -> Rope:
         return self.ropes[self.layers[layer].attention.rope]
 

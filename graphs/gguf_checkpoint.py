@@ -9,12 +9,14 @@ from __future__ import annotations
 import math
 import re
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from edgellm.errors import ModelFormatError, UnsupportedModelError
 from edgellm.graphs.architecture import (
+    GGUF_FUSED_EXPERTS,
     GGUF_FUSED_QKV,
     Architecture,
     GGUFHeader,
@@ -30,6 +32,7 @@ from edgellm.graphs.translation import Translation
 from edgellm.kernels.quantized import row_slices
 
 _EMBEDDING, _FUSED_QKV = "token_embd.weight", "blk.0.attn_qkv.weight"
+_FUSED_EXPERTS = "blk.0.ffn_gate_up_exps.weight"
 # Epsilons of norms, which are never refused: files may have both, and a model uses one of them.
 _HARMLESS = ("attention.layer_norm_epsilon", "attention.layer_norm_rms_epsilon")
 # Tensors that are not part of the text model's list: RoPE factors (read with the config or, as in
@@ -54,10 +57,11 @@ class GGUFCheckpoint:
         family = architecture(name, gguf=True, origin=str(path))
         header = self._header(name)
         self.config = _config(family, header)
-        fused = GGUF_FUSED_QKV if _FUSED_QKV in self._tensors else {}
+        qkv = GGUF_FUSED_QKV if _FUSED_QKV in self._tensors else {}
+        experts = GGUF_FUSED_EXPERTS if _FUSED_EXPERTS in self._tensors else {}
         self._translation = Translation(
             config=self.config,
-            names={**family.gguf_names, **fused},
+            names={**family.gguf_names, **qkv, **experts},
             interleaved=family.gguf_interleaved_rope,
             stored=self._stored,
             fold=lambda name, tensor: (
@@ -111,7 +115,7 @@ class GGUFCheckpoint:
             entry.shape,
             storage,
             float32=lambda: _dequantize(entry, str(self.path)),
-            quantized=(lambda: weight_of(entry.data, storage)) if storage in FORMATS else None,
+            quantized=(lambda: weight_of(_rows(entry), storage)) if storage in FORMATS else None,
             nbytes=entry.data.nbytes,
         )
         return checked(tensor, f"{self.path}: tensor {key}")
@@ -124,11 +128,16 @@ def _config(family: Architecture, header: GGUFHeader) -> ModelConfig:
     return config
 
 
+def _rows(entry: StoredTensor) -> NDArray[Any]:
+    """Return the stored rows `[N, ...]` of a tensor of any dimensions."""
+    data = np.atleast_1d(entry.data)
+    return data.reshape(math.prod(data.shape[:-1]), data.shape[-1])
+
+
 def _dequantize(entry: StoredTensor, origin: str) -> NDArray[np.float32]:
     import gguf
 
-    data = np.atleast_1d(entry.data)
-    stored = data.reshape(math.prod(data.shape[:-1]), data.shape[-1])
+    stored = _rows(entry)
     columns = entry.shape[-1] if entry.shape else 1
     values = np.empty((len(stored), columns), np.float32)
     try:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from edgellm.errors import ModelFormatError, UnsupportedModelError
+from edgellm.kernels.experts import Routing
 
 # Limits far above every model. A larger number means a damaged file, and would take hours and all
 # memory before anything else refuses it.
@@ -21,6 +22,7 @@ _LARGEST = {
     "head_dim": 1 << 12,
     "window": (1 << 31) - 1,
 }
+_MOST_EXPERTS = 1 << 12
 _LARGEST_ANGLE = 2 * math.pi
 
 QKNorm = Literal["none", "head", "head_after_rope", "width"]
@@ -139,11 +141,17 @@ class LayerConfig:
     Attributes:
         norms: place of the norms: before attention and MLP (pre), behind them, before their outputs
             are added to the residual (post), or both (sandwich).
+        experts: choice among several MLPs of the size `mlp`; None: there is one, for all tokens.
     """
 
     attention: Attention
     mlp: Mlp
     norms: Norms = "pre"
+    experts: Routing | None = None
+
+    def __post_init__(self) -> None:
+        if self.experts is not None:
+            _check_experts(self.experts, self.mlp)
 
     @property
     def norms_inputs(self) -> bool:
@@ -154,6 +162,23 @@ class LayerConfig:
     def norms_outputs(self) -> bool:
         """Whether the outputs of attention and MLP are normalized before they are added."""
         return self.norms != "pre"
+
+
+def _check_experts(experts: Routing, mlp: Mlp) -> None:
+    check_sizes(experts, {"experts": _MOST_EXPERTS, "used": _MOST_EXPERTS})
+    if experts.used > experts.experts:
+        raise ModelFormatError(
+            f"model config: a token uses {experts.used} experts of {experts.experts}"
+        )
+    if not (math.isfinite(experts.scale) and experts.scale > 0):
+        raise ModelFormatError(
+            f"model config: the scale of the experts is {experts.scale}; it must be positive"
+        )
+    if mlp.bias or not mlp.gated:
+        raise UnsupportedModelError(
+            "model config: experts have biases or no gate; supported are experts with a gate and "
+            "without biases"
+        )
 
 
 def check_sizes(config: object, largest: dict[str, int]) -> None:

@@ -9,13 +9,18 @@ halves of the rotated channels of a head).
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
 from edgellm.graphs.config import ModelConfig
+from edgellm.graphs.layer_config import LayerConfig
+from edgellm.kernels.experts import Routing
 
-# Matrix of a linear layer, matrix whose rows are looked up as well, or vector (norm, bias).
-Role = Literal["linear", "table", "vector"]
+# Matrix of a linear layer, matrix whose rows are looked up as well, router (a matrix that stays in
+# float32: a rounded one would choose other experts), or vector (norm, bias).
+Role = Literal["linear", "table", "router", "vector"]
 
 
 @dataclass(frozen=True)
@@ -24,11 +29,23 @@ class TensorSpec:
 
     Attributes:
         shape: `[outputs, inputs]` of a matrix, `[size]` of a vector.
+        experts: choice among the experts whose matrices are stacked in this one; None: all tokens
+            are multiplied with all of it.
     """
 
     name: str
     shape: tuple[int, ...]
     role: Role
+    experts: Routing | None = None
+
+    @property
+    def quantized(self) -> bool:
+        """Whether the tensor is a matrix in a quantized kind where weights are packed."""
+        return self.role in ("linear", "table")
+
+    def used(self, size: int) -> int:
+        """Return the part of a size of the tensor that one token uses."""
+        return size if self.experts is None else size * self.experts.used // self.experts.experts
 
 
 def layer_tensors(config: ModelConfig, layer: int) -> tuple[TensorSpec, ...]:
@@ -38,10 +55,12 @@ def layer_tensors(config: ModelConfig, layer: int) -> tuple[TensorSpec, ...]:
         o [E, H*D]    post_attention_norm [E]
         mlp_norm [E]    gate, up [F, E]    down [E, F]    post_mlp_norm [E]
 
+    A layer with X experts has a router [X, E] before the gate, and its MLPs one behind the other:
+    gate and up [X*F, E], down [X*E, F].
     Biases, where the config has them, come behind their tensors: `q_bias`, `mlp_norm_bias` ...
     """
     here, e = config.layers[layer], config.hidden_size
-    attention, mlp = here.attention, here.mlp
+    attention = here.attention
     specs: list[TensorSpec] = []
 
     def norm(name: str) -> None:
@@ -69,13 +88,25 @@ def layer_tensors(config: ModelConfig, layer: int) -> tuple[TensorSpec, ...]:
         norm("post_attention_norm")
     if here.norms_inputs:
         norm("mlp_norm")
-    if mlp.gated:
-        linear("gate", mlp.intermediate, e, bias=mlp.bias)
-    linear("up", mlp.intermediate, e, bias=mlp.bias)
-    linear("down", e, mlp.intermediate, bias=mlp.bias)
+    specs += _mlp_tensors(here, e)
     if here.norms_outputs:
         norm("post_mlp_norm")
     return tuple(specs)
+
+
+def _mlp_tensors(layer: LayerConfig, e: int) -> Iterator[TensorSpec]:
+    mlp, experts = layer.mlp, layer.experts
+    count = 1 if experts is None else experts.experts
+    if experts is not None:
+        yield TensorSpec("router", (count, e), "router")
+    shapes = {"gate": (mlp.intermediate, e), "up": (mlp.intermediate, e)}
+    shapes["down"] = (e, mlp.intermediate)
+    for name, (outputs, inputs) in shapes.items():
+        if name == "gate" and not mlp.gated:
+            continue
+        yield TensorSpec(name, (count * outputs, inputs), "linear", experts)
+        if mlp.bias:
+            yield TensorSpec(f"{name}_bias", (outputs,), "vector")
 
 
 def model_tensors(config: ModelConfig) -> dict[str, TensorSpec]:
@@ -94,18 +125,17 @@ def model_tensors(config: ModelConfig) -> dict[str, TensorSpec]:
     return specs
 
 
-def linear_parameters(config: ModelConfig) -> int:
-    """Count the weights of all linear layers, without embedding and head."""
-    matrices = (s.shape for s in model_tensors(config).values() if s.role == "linear")
-    return sum(outputs * inputs for outputs, inputs in matrices)
-
-
 def parameters(config: ModelConfig) -> int:
     """Count the parameters of a model."""
-    total = 0
-    for spec in model_tensors(config).values():
-        count = 1
-        for size in spec.shape:
-            count *= size
-        total += count
-    return total
+    return sum(math.prod(spec.shape) for spec in model_tensors(config).values())
+
+
+def used_parameters(config: ModelConfig) -> int:
+    """Count the parameters that a token uses: of its experts alone, where a layer has some."""
+    return sum(spec.used(math.prod(spec.shape)) for spec in model_tensors(config).values())
+
+
+def multiplied_parameters(config: ModelConfig) -> int:
+    """Count the weights of all layers that a token is multiplied with, as `used_parameters`."""
+    matrices = (s for s in model_tensors(config).values() if s.role in ("linear", "router"))
+    return sum(spec.used(math.prod(spec.shape)) for spec in matrices)

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
 from edgellm.errors import ModelFormatError
-from edgellm.graphs.architecture import Fused, Names
+from edgellm.graphs.architecture import Fused, Names, PerExpert
 from edgellm.graphs.config import ModelConfig
+from edgellm.graphs.stack import flattened, stacked
 from edgellm.graphs.tensor import Tensor, half_split_order, rows_of_tensor
 from edgellm.graphs.tensors import layer_tensors, model_tensors
 
@@ -41,8 +42,7 @@ class Translation:
         Raises:
             ModelFormatError: the file lacks the tensor, or it does not fit the config.
         """
-        name = file_name(canonical, self.names)
-        tensor = self._part(canonical, name) if isinstance(name, Fused) else self.stored(name)
+        tensor = self._translated(canonical)
         if self.interleaved and canonical.split(".")[-1] in _ROTATED:
             rows = tensor.shape[0] if tensor.shape else 0
             layer = int(canonical.split(".")[1])
@@ -53,33 +53,62 @@ class Translation:
 
     def file_names(self) -> set[str]:
         """Return the names of the file's tensors that the model is made of."""
-        names = (file_name(canonical, self.names) for canonical in model_tensors(self.config))
-        return {name.name if isinstance(name, Fused) else name for name in names}
+        return {name for each in model_tensors(self.config) for name in self._names_of(each)}
 
-    def _part(self, canonical: str, fused: Fused) -> Tensor:
+    def _names_of(self, canonical: str) -> Iterator[str]:
+        name, experts = self._file_name(canonical)
+        if isinstance(name, PerExpert):
+            yield from (name.name.format(expert) for expert in range(experts))
+        else:
+            yield name.name if isinstance(name, Fused) else name
+
+    def _translated(self, canonical: str) -> Tensor:
+        """Return a tensor of the config, with rows of Q and K in the file's order."""
+        name, experts = self._file_name(canonical)
+        if isinstance(name, PerExpert):
+            each = [self.stored(of_expert) for of_expert in self._names_of(canonical)]
+            return stacked(each, name=name.name.format("*"))
+        whole = name.name if isinstance(name, Fused) else name
+        tensor = self.stored(whole)
+        if experts:
+            tensor = flattened(tensor, experts, name=whole)
+        if isinstance(name, Fused):
+            tensor = self._part(canonical, name, tensor, stacks=max(experts, 1))
+        return tensor
+
+    def _part(self, canonical: str, fused: Fused, tensor: Tensor, *, stacks: int) -> Tensor:
+        """Return the rows of one of a fused tensor's parts, of each of the stacked matrices."""
         _, layer, part = canonical.split(".")
         rows = {spec.name: spec.shape[0] for spec in layer_tensors(self.config, int(layer))}
-        counts = [rows[name] for name in fused.parts]
-        tensor = self.stored(fused.name)
-        if not tensor.shape or tensor.shape[0] != sum(counts):
+        counts = [rows[name] // stacks for name in fused.parts]
+        if not tensor.shape or tensor.shape[0] != stacks * sum(counts):
             raise ModelFormatError(
                 f"tensor {fused.name} has shape {list(tensor.shape)}, but the config asks for "
-                f"{sum(counts)} rows"
+                f"{stacks * sum(counts)} rows"
             )
         index = fused.parts.index(part.removesuffix("_bias"))
         first = sum(counts[:index])
-        return rows_of_tensor(tensor, slice(first, first + counts[index]))
+        if stacks == 1:
+            return rows_of_tensor(tensor, slice(first, first + counts[index]))
+        order = np.arange(tensor.shape[0]).reshape(stacks, -1)
+        return rows_of_tensor(tensor, order[:, first : first + counts[index]].reshape(-1))
 
+    def _file_name(self, canonical: str) -> tuple[str | Fused | PerExpert, int]:
+        """Return the file's name of a tensor: `layers.3.q` -> `blk.3.attn_q.weight`.
 
-def file_name(canonical: str, names: Names) -> str | Fused:
-    """Return the file's name of a tensor: `layers.3.q` -> `blk.3.attn_q.weight`."""
-    if not canonical.startswith("layers."):
-        return names[canonical]
-    _, layer, part = canonical.split(".")
-    name = names[part]
-    if isinstance(name, Fused):
-        return replace(name, name=name.name.format(layer))
-    return name.format(layer)
+        The number of experts whose matrices are stacked in the tensor comes with it, or 0.
+        """
+        if not canonical.startswith("layers."):
+            return self.names[canonical], 0
+        _, layer, part = canonical.split(".")
+        experts = self.config.layers[int(layer)].experts
+        own = experts is not None and f"expert_{part}" in self.names
+        name = self.names[f"expert_{part}" if own else part]
+        count = experts.experts if experts is not None and own else 0
+        if isinstance(name, str):
+            return name.format(layer), count
+        # of two `{}`, the second one is left
+        return replace(name, name=name.name.format(layer, "{}")), count
 
 
 def with_values(

@@ -62,6 +62,7 @@ class _Mapped:
         return LayerWeights(
             **parts,
             heads=layer.attention.heads,
+            routing=layer.experts,
             head_norms=norms,
             activation=layer.mlp.activation,
             rope=layer.attention.rope,
@@ -72,4 +73,4 @@ class _Mapped:
         )
 
     def _part(self, name: str, spec: TensorSpec) -> PackedWeights | NDArray[Any]:
-        return self.arrays[name] if spec.role == "vector" else self.weights(name)
+        return self.weights(name) if spec.quantized else self.arrays[name]

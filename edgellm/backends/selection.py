@@ -5,7 +5,8 @@ Only the selection probes the machine for back ends; options themselves are plai
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 
 from edgellm.backends.providers import CPU, CUDA, PROVIDERS
 from edgellm.backends.registry import (
@@ -19,7 +20,7 @@ from edgellm.backends.registry import (
     backend_file,
 )
 from edgellm.backends.schedule import Policy
-from edgellm.errors import OptionError
+from edgellm.errors import OptionError, UnsupportedModelError
 from edgellm.graphs.config import ModelConfig
 from edgellm.kernels.gpu import device
 from edgellm.kernels.native import library
@@ -129,13 +130,29 @@ class Selection:
         return sorted(self.precisions(config) - {PACKED})
 
 
-def select(options: EngineOptions) -> Selection:
+def precisions_of(options: EngineOptions) -> Callable[[ModelConfig], set[str]]:
+    """Return a function of a model's config: the precisions in which the model is run.
+
+    Raises:
+        OptionError, ProviderError: see `select`.
+    """
+    select(options)  # before a model is downloaded
+    return lambda config: select(options, config).precisions(config)
+
+
+def select(options: EngineOptions, config: ModelConfig | None = None) -> Selection:
     """Select the back ends of prefill and decode on this machine.
+
+    Args:
+        config: model that is run; None: a model that all back ends compute.
 
     Raises:
         OptionError: a back end that is not there, or that the scheduling layered does not take.
         ProviderError: the execution provider cannot be used here.
+        UnsupportedModelError: a back end that does not compute the model.
     """
+    if config is not None and config.has_experts:
+        options = _for_experts(options, config)
     # decode in graphs needs nothing: they run on the CPU
     for name in dict.fromkeys((options.decode, options.prefill)):
         if name != AUTO and (name in STEPS or name == options.prefill):
@@ -155,6 +172,25 @@ def select(options: EngineOptions) -> Selection:
     if policy is None:
         policy = "serial" if prefill in (CPU, CUDA, *STEPS) else "out-of-order"
     return Selection(prefill=prefill, decode=decode, policy=policy, precision=options.precision)
+
+
+def _for_experts(options: EngineOptions, config: ModelConfig) -> EngineOptions:
+    """Return the options with the back end that computes experts in place of `auto`."""
+    asked = {"decode": options.decode, "prefill": options.prefill, "precision": options.precision}
+    for name, value in asked.items():
+        if value not in (None, AUTO, NATIVE):
+            raise UnsupportedModelError(
+                f"`{name}` is {value!r}, and the model ({config.model_type}) has experts, which "
+                f"the C++ kernels alone compute; take `decode` and `prefill` {NATIVE} or {AUTO}, "
+                "and no `precision`"
+            )
+    if library() is None:
+        raise UnsupportedModelError(
+            f"the model ({config.model_type}) has experts, which the C++ kernels alone compute, "
+            "and these were not built when edgellm was installed; install a C++ compiler and "
+            "reinstall"
+        )
+    return replace(options, decode=NATIVE, prefill=NATIVE)
 
 
 def stops_between_layers(prefill: str) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from edgellm.backends.registry import AUTO, TRITON
-from edgellm.backends.selection import select, usual_host
+from edgellm.backends.selection import precisions_of, select, usual_host
 from edgellm.engine.memory import estimate
 from edgellm.errors import ProviderError
 from edgellm.graphs.contract import WEIGHTS_FILE
@@ -29,19 +29,19 @@ def prepare_for(
     Raises:
         EdgeLLMError: see `prepare`.
     """
-    bundle = prepare(name, precisions=select(options).precisions, progress=progress)
+    bundle = prepare(name, precisions=precisions_of(options), progress=progress)
     reason = _why_not_on_gpu(bundle, options)
     if reason is None:
         return bundle, options, None
     host = usual_host()
     options = replace(options, decode=host)
-    bundle = prepare(name, precisions=select(options).precisions, progress=progress)
+    bundle = prepare(name, precisions=precisions_of(options), progress=progress)
     return bundle, options, f"decode {host}, not {TRITON}: {reason}"
 
 
 def _why_not_on_gpu(bundle: Bundle, options: EngineOptions) -> str | None:
     """Return why the GPU that `auto` would take cannot decode; None: it can, or is not taken."""
-    selection = select(options)
+    selection = select(options, bundle.config)
     if options.decode != AUTO or selection.decode != TRITON or options.prefill == TRITON:
         return None
     if not bundle.config.has_layers_of_one_size:

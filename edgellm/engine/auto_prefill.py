@@ -27,7 +27,7 @@ class AutoChoice:
 
 def faster_provider(bundle: Bundle, options: EngineOptions) -> str | None:
     """Return the provider that `auto` takes in place of the native kernels; None: none."""
-    if options.prefill != AUTO or select(options).prefill != NATIVE:
+    if options.prefill != AUTO or select(options, bundle.config).prefill != NATIVE:
         return None
     choice = auto_choice(bundle, options)
     return None if choice.prefill == NATIVE else choice.prefill
@@ -42,10 +42,12 @@ def auto_choice(bundle: Bundle, options: EngineOptions) -> AutoChoice:
     out. Short prompts stay native all the same (see `planner.py`). The CPU provider is no
     accelerator: it has the same cores, and rounds more.
     """
-    backend = select(options).prefill
+    backend = select(options, bundle.config).prefill
     if backend != NATIVE:
         why = "as decode" if backend in STEPS else "the native kernels have no part in decode"
         return AutoChoice(backend, why)
+    if bundle.config.has_experts:
+        return AutoChoice(NATIVE, "no accelerator computes experts")
     known = dict(_known(bundle, options))
     ranked = sorted(known, key=lambda name: -known[name].advantage())
     if options.scheduling == "layered":

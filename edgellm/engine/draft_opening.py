@@ -30,7 +30,7 @@ def prepare_draft(
     name = options.draft
     if name is None:
         return None
-    decode = select(options).decode
+    decode = select(options, bundle.config).decode
     if decode != NATIVE:
         raise OptionError(
             f"`draft` is {name!r} and `decode` {decode}, whose rows differ with their number; "

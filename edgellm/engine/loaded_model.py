@@ -78,7 +78,7 @@ class LoadedModel:
         self._why_cpu = why_cpu
         self.options = options
         self.config = bundle.config
-        self.selection = select(options)
+        self.selection = select(options, self.config)
         self.scheduling = self.selection.scheduling(options.scheduling)
         self.precisions = self.selection.precisions(self.config)
         self.memory = memory.estimate(bundle, options, self.selection, draft=draft)

@@ -21,6 +21,7 @@ from edgellm.backends import thread_pool
 from edgellm.backends.host_attention import HostAttention, head_norms, rope_tables
 from edgellm.backends.onnx_runtime import onnx_runtime
 from edgellm.errors import ModelFormatError
+from edgellm.export.float_experts import ExpertSegment
 from edgellm.export.precisions import PRECISIONS
 from edgellm.export.weight_reader import WeightReader
 from edgellm.graphs import contract
@@ -87,6 +88,10 @@ def float_segments(
         threads: number of threads; None takes all usable cores. A thread pool of the process keeps
             its own number.
     """
+    if checkpoint.config.has_experts:
+        segments = range(checkpoint.config.layer_count + 1)
+        yield from (ExpertSegment(checkpoint, index) for index in segments)
+        return
     authors = PRECISIONS["f32"].segments
     assert authors is not None
     with TemporaryDirectory(dir=root) as scratch, WeightFile(Path(scratch)) as weights:

@@ -14,8 +14,8 @@ class ImportReport:
     Attributes:
         exact: number of matrices taken over with every value as it is.
         requantized: relative error of every matrix that was rounded again, by its name.
-        file_bytes, decode_bytes: size of the matrices that a decode step reads, in the file and in
-            packed weights; 0 if not known.
+        file_bytes, decode_bytes: bytes of matrices that a decode step of one token reads, in the
+            file and in packed weights; 0 if not known.
         taken: number of matrices by the file's type and the kind written: `[type, kind]`.
     """
 

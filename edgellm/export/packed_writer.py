@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from edgellm.export.weight_reader import WeightReader
 from edgellm.graphs.builder import WeightFile
-from edgellm.graphs.tensors import layer_tensors, model_tensors
+from edgellm.graphs.tensors import TensorSpec, layer_tensors, model_tensors
 from edgellm.kernels.linear import pack_weight
 from edgellm.kernels.quantized import QuantizedWeight
 from edgellm.store.key_basis import is_head_norm
@@ -32,7 +32,9 @@ def store_packed_weights(
         for spec in layer_tensors(config, layer):
             name = f"layers.{layer}.{spec.name}"
             if spec.role == "linear":
-                writer.matrix(name, reader.linear(name))
+                writer.matrix(name, reader.linear(name), spec)
+            elif spec.role == "router":
+                writer.router(name)
             elif not is_head_norm(spec.name):
                 writer.vector(name)
         on_layer(layer)
@@ -42,7 +44,7 @@ def store_packed_weights(
         if spec.role == "vector":
             writer.vector(name)
         else:
-            writer.matrix(name, reader.table(name))
+            writer.matrix(name, reader.table(name), spec)
     reader.report.decode_bytes = sum(nbytes for _, nbytes in writer.read)
     if all(in_file for in_file, _ in writer.read):
         reader.report.file_bytes = sum(in_file for in_file, _ in writer.read)
@@ -54,7 +56,7 @@ class _Writer:
 
     Attributes:
         kinds: quantized kind of each matrix written, by its name.
-        read: sizes in bytes, in the file and packed, of each matrix that a decode step reads.
+        read: bytes, in the file and packed, that a decode step reads of each matrix.
     """
 
     def __init__(self, reader: WeightReader, file: WeightFile) -> None:
@@ -66,10 +68,17 @@ class _Writer:
     def vector(self, name: str) -> None:
         self._file.add(name, self._checkpoint.tensor(name).float32())
 
-    def matrix(self, name: str, weight: QuantizedWeight) -> None:
+    def router(self, name: str) -> None:
+        tensor = self._checkpoint.tensor(name)
+        values = tensor.float32()
+        self._file.add(name, values)
+        self.read.append((tensor.nbytes, values.nbytes))
+
+    def matrix(self, name: str, weight: QuantizedWeight, spec: TensorSpec) -> None:
         self.kinds[name] = weight.kind.name
         packed = pack_weight(weight)
         self._file.add(name, packed.data)
         if name == "embedding" and not self._checkpoint.config.tied_embedding:
             return  # a token reads one row of it
-        self.read.append((self._checkpoint.tensor(name).nbytes, packed.data.nbytes))
+        sizes = self._checkpoint.tensor(name).nbytes, packed.data.nbytes
+        self.read.append((spec.used(sizes[0]), spec.used(sizes[1])))

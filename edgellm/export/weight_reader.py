@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -10,7 +11,7 @@ from numpy.typing import NDArray
 from edgellm.export.import_report import ImportReport
 from edgellm.graphs.checkpoint import Checkpoint
 from edgellm.graphs.tensor import Tensor
-from edgellm.kernels.quantized import KINDS, QuantizedWeight, dequantize
+from edgellm.kernels.quantized import KINDS, QuantizedWeight, dequantize, row_slices
 from edgellm.quantize.error import relative_error
 from edgellm.quantize.int4 import quantize_int4
 from edgellm.quantize.int8 import quantize_groups
@@ -90,9 +91,19 @@ class WeightReader:
     def _rounded(
         self, name: str, tensor: Tensor, exact: NDArray[np.float32], weight: QuantizedWeight
     ) -> QuantizedWeight:
-        error = relative_error(exact, dequantize(weight))
+        error = _relative_error(exact, weight)
         self.report.took(name, tensor.storage, weight.kind.name, error)
         return weight
+
+
+def _relative_error(exact: NDArray[np.float32], weight: QuantizedWeight) -> float:
+    """Return the error of a whole weight; some rows at a time are in memory once more."""
+    squares, total = 0.0, 0.0
+    for rows in row_slices(*weight.shape):
+        norm = float(np.linalg.norm(exact[rows]))
+        squares += (relative_error(exact[rows], dequantize(weight.rows(rows))) * norm) ** 2
+        total += norm**2
+    return math.sqrt(squares / total) if total else 0.0
 
 
 def as_int4_affine(weight: QuantizedWeight) -> QuantizedWeight:

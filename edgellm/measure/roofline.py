@@ -16,7 +16,7 @@ from threadpoolctl import threadpool_limits
 from edgellm.backends.timing import best_seconds
 from edgellm.graphs.config import ModelConfig
 from edgellm.graphs.contract import WEIGHTS_FILE
-from edgellm.graphs.tensors import linear_parameters
+from edgellm.graphs.tensors import multiplied_parameters
 from edgellm.kernels.gpu.device import device_name, require
 from edgellm.kernels.kv_blocks import BLOCK, KVFormat, block_bytes
 from edgellm.kernels.linear import native as native_linear
@@ -140,7 +140,7 @@ def _flops(config: ModelConfig, tokens: int) -> float:
         layer.attention.size * _mean_seen(config, index, tokens)
         for index, layer in enumerate(config.layers)
     )
-    return 2.0 * (linear_parameters(config) + 2 * attended)
+    return 2.0 * (multiplied_parameters(config) + 2 * attended)
 
 
 def _seen(config: ModelConfig, layer: int, tokens: int) -> int:

@@ -72,7 +72,7 @@ def card_on_disk(bundle: Bundle, options: EngineOptions) -> ModelCard:
     """Return the card of a model that is not loaded, as if loaded with these options."""
     tokenizer = Tokenizer(bundle.path, bundle.manifest.tokenizer, rows=bundle.config.vocab_size)
     template = _readable(bundle, lambda: open_template(bundle, tokenizer))
-    needed = estimate(bundle, options, select(options))
+    needed = estimate(bundle, options, select(options, bundle.config))
     return _card(bundle, options, tokenizer, template, needed)
 
 
@@ -95,7 +95,7 @@ def _card(
     template: ChatTemplate | None,
     needed: MemoryEstimate,
 ) -> ModelCard:
-    config, selection = bundle.config, select(options)
+    config, selection = bundle.config, select(options, bundle.config)
     precision = selection.decode_precision(config)
     takes_tools = template is not None and template.traits.takes_tools
     form = None if template is None else template.answer_format

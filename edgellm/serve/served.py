@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from edgellm.backends.selection import select
+from edgellm.backends.selection import precisions_of, select
 from edgellm.engine.auto_decode import prepare_for
 from edgellm.engine.draft_opening import prepare_draft
 from edgellm.engine.memory import estimate
@@ -71,10 +71,10 @@ def served_model(
     def needed_bytes() -> int:
         bundle, used, _ = prepare_for(source, options, progress=progress)
         draft = prepare_draft(bundle, used, progress=progress)
-        return estimate(bundle, used, select(used), draft=draft).models
+        return estimate(bundle, used, select(used, bundle.config), draft=draft).models
 
     def card() -> ModelCard | None:
-        bundle = prepared(source, precisions=select(options).precisions)
+        bundle = prepared(source, precisions=precisions_of(options))
         if bundle is None:
             return None
         return card_on_disk(with_defaults(bundle, arguments.get("defaults")), options)

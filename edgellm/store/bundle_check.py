@@ -93,9 +93,7 @@ class _Checker:
     def check_packed_weights(self, entry: PrecisionEntry) -> None:
         """Refuse arrays of the native kernels, or quantized kinds of them, that do not fit."""
         matrices = {
-            name: spec.shape
-            for name, spec in model_tensors(self._config).items()
-            if spec.role != "vector"
+            name: spec.shape for name, spec in model_tensors(self._config).items() if spec.quantized
         }
         weights = set(matrices)
         if set(entry.kinds) != weights:

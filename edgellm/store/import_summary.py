@@ -20,8 +20,8 @@ class ImportSummary:
         requantized_tensors: number of matrices that were rounded again.
         mean_relative_error, worst_relative_error: errors of the matrices rounded again.
         worst_tensor: name of the matrix with the largest error; None where all are exact.
-        file_bytes, decode_bytes: size of the matrices that a decode step reads, in the file and
-            packed; 0 if not known.
+        file_bytes, decode_bytes: bytes of matrices that a decode step of one token reads, in the
+            file and packed; 0 if not known.
         taken: number of matrices by the file's type and then by the bundle's kind.
     """
 

@@ -11,13 +11,14 @@ from edgellm.errors import BundleError, UnsupportedModelError
 from edgellm.graphs.config import ModelConfig
 from edgellm.store.bundle import read_manifest, write_manifest
 from edgellm.store.home import delete_abandoned, delete_folder, locked
-from edgellm.store.manifest import Manifest
+from edgellm.store.manifest import PACKED, Manifest
 from edgellm.store.reference import FOLDER as REFERENCE
 
 # Precisions around a rotated residual stream (see `export/rotated.py`).
 ROTATED = ("w8a8", "w8a16-qdq", "w8a8-qdq")
 # Precisions with static scales, calibrated without a sequence's first tokens: the host has those.
 STATIC = ("w8a16-qdq", "w8a8-qdq")
+_EXPERTS = "it has experts, which the C++ kernels alone compute"
 # Precision names, or a function that returns the names suiting a model's config.
 Precisions = Iterable[str] | Callable[[ModelConfig], Iterable[str]]
 
@@ -29,6 +30,8 @@ def names_of(precisions: Precisions, config: ModelConfig) -> list[str]:
 
 def why_not(precision: str, config: ModelConfig) -> str | None:
     """Return why a precision cannot compute a model, as text for an error; None if it can."""
+    if config.has_experts:
+        return None if precision == PACKED else _EXPERTS
     if precision not in ROTATED:
         return None
     if config.norm == "layer":
@@ -68,6 +71,11 @@ def first_supported(precisions: Sequence[str], config: ModelConfig) -> str:
 
 
 def _refusal(precision: str, config: ModelConfig, among: Sequence[str]) -> UnsupportedModelError:
+    if config.has_experts:
+        return UnsupportedModelError(
+            f"precision {precision} cannot compute {config.model_type}: {_EXPERTS}; take `prefill` "
+            f"and `decode` native, or export {PACKED} alone"
+        )
     others = [other for other in among if why_not(other, config) is None]
     advice = " or ".join(others) or "another `prefill`: native, cpu, openvino"
     return UnsupportedModelError(

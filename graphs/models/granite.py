@@ -45,7 +45,7 @@ def fold_hf(name: str, tensor: Tensor, fields: Fields) -> Tensor:
     return _fold(name, tensor, fields, _HF[3])
 
 
-def _fold_gguf(name: str, tensor: Tensor, fields: Fields) -> Tensor:
+def fold_gguf(name: str, tensor: Tensor, fields: Fields) -> Tensor:
     return _fold(name, tensor, fields, _GGUF[3])
 
 
@@ -73,5 +73,5 @@ ARCHITECTURE = Architecture(
     config_from_gguf=config_from_gguf,
     gguf_interleaved_rope=True,
     hf_fold=fold_hf,
-    gguf_fold=_fold_gguf,
+    gguf_fold=fold_gguf,
 )

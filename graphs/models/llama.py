@@ -8,6 +8,7 @@ from edgellm.errors import UnsupportedModelError
 from edgellm.graphs import rope_scaling
 from edgellm.graphs.architecture import Architecture, GGUFHeader, with_layers
 from edgellm.graphs.config import ModelConfig, repeated
+from edgellm.graphs.experts import experts_from_gguf
 from edgellm.graphs.fields import Fields
 from edgellm.graphs.layer_config import Activation, Attention, LayerConfig, Mlp
 
@@ -78,7 +79,6 @@ def config_from_gguf(
         norm_eps: key of the norms' epsilon in the family's files.
     """
     fields = header.fields
-    fields.require("expert_count", 0)
     fields.require("attention.causal", True)
     hidden_size, heads = (
         fields.read(int, "embedding_length"),
@@ -114,6 +114,14 @@ def config_from_gguf(
     )
 
 
+def _config_from_gguf(header: GGUFHeader) -> ModelConfig:
+    config = config_from_gguf(header)
+    if not header.fields.optional(int, "expert_count"):
+        return config
+    # Mixtral, whose files have this architecture too
+    return experts_from_gguf(config, header, normalized=True)
+
+
 def with_activation(config: ModelConfig, activation: Activation) -> ModelConfig:
     """Return the config with another activation, which GGUF files do not name."""
     return with_layers(config, lambda _, x: replace(x, mlp=replace(x.mlp, activation=activation)))
@@ -134,6 +142,6 @@ def _activation(fields: Fields, key: str) -> Activation:
 
 ARCHITECTURE = Architecture(
     config_from_hf=config_from_hf,
-    config_from_gguf=config_from_gguf,
+    config_from_gguf=_config_from_gguf,
     gguf_interleaved_rope=True,  # llama.cpp's converter reorders the rows of q and k
 )

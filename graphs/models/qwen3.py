@@ -13,14 +13,15 @@ from edgellm.graphs.models import llama, qwen2
 def config_from_hf(fields: Fields) -> ModelConfig:
     qwen2.without_windows(fields)
     fields.assume({"head_dim": 128})
-    return _normed(llama.config_from_hf(fields))
+    return normed(llama.config_from_hf(fields))
 
 
 def config_from_gguf(header: GGUFHeader) -> ModelConfig:
-    return _normed(llama.config_from_gguf(header))
+    return normed(llama.config_from_gguf(header))
 
 
-def _normed(config: ModelConfig) -> ModelConfig:
+def normed(config: ModelConfig) -> ModelConfig:
+    """Return the config with the norms of Qwen3."""
     return with_attention(config, lambda _, a: replace(a, qk_norm="head"))
 
 

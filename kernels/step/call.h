@@ -2,6 +2,7 @@
 #pragma once
 
 #include "../attention/call.h"
+#include "../experts/call.h"
 #include "../kv_append/call.h"
 #include "../linear/call.h"
 
@@ -16,19 +17,22 @@ struct Norm {
 
 // The same fields, in the same order, as in native.py; vectors that are not there are null.
 struct Layer {
-    Linear q, k, v, o, gate, up, down;  // gate without panels where there is none
+    // gate without panels where there is none; with a router the three of all experts, one behind the other
+    Linear q, k, v, o, gate, up, down;
     Norm attention_norm;
     const float *q_bias, *k_bias, *v_bias, *o_bias;
     Norm post_attention_norm, mlp_norm;
     const float *gate_bias, *up_bias, *down_bias;
     Norm post_mlp_norm;
     HeadNorms head_norms;
+    Router router;
     float scale, softcap;  // of the scores; softcap 0: none
     int32_t heads, window, rope, activation;
     int32_t pool, slot;  // which of the call's pools has its K and V, and as which layer
 
     int qkv_outputs() const { return q.outputs + k.outputs + v.outputs; }
     bool gated() const { return gate.panels != nullptr; }
+    bool has_experts() const { return router.weight != nullptr; }
     bool any_fine() const { return q.fine || k.fine || v.fine; }
 };
 

@@ -6,6 +6,7 @@ struct Buffers {
     float *residual, *branch, *qkv, *q, *parts;  // branch: what a norm takes before it is added
     edgellm::Rows x;
     char *attended, *activated;  // rows of each layer's width
+    Experts experts;
 
     static size_t aligned(size_t bytes) { return (bytes + 63) / 64 * 64; }
 
@@ -18,7 +19,7 @@ struct Buffers {
             const edgellm::Layer& layer = m.layers[l];
             qkv_outputs = std::max(qkv_outputs, layer.qkv_outputs());
             width = std::max(width, layer.q.outputs);
-            intermediate = std::max(intermediate, layer.up.outputs);
+            if (!layer.has_experts()) intermediate = std::max(intermediate, layer.up.outputs);
             behind = behind || layer.post_attention_norm.weight || layer.post_mlp_norm.weight;
         }
         size_t sums = 0;
@@ -37,6 +38,7 @@ struct Buffers {
         x = edgellm::Rows::in(take(edgellm::Rows::bytes(rows, m.hidden)), rows, m.hidden);
         attended = take(edgellm::Rows::bytes(rows, width));
         activated = take(edgellm::Rows::bytes(rows, intermediate));
+        experts = Experts(m, rows, call.threads, take);
     }
 };
 
@@ -56,21 +58,6 @@ inline void scaled_norm(const float* x, const edgellm::Norm& norm, int n, float 
         store(out + i, load(out + i) * scale * load(norm.weight + i) + load(norm.bias + i));
 }
 
-inline void add_to(float* x, const float* y, size_t n) {
-    for (size_t i = 0; i < n; i += LANES) store(x + i, load(x + i) + load(y + i));
-}
-
-// x * sigmoid(t); t is x itself for SiLU, and 2 sqrt(2 / pi) (x + 0.044715 x^3) for GELU as tanh has it
-// (Hendrycks and Gimpel, arXiv:1606.08415).
-inline Vec activated(Vec x, int activation) {
-    Vec t = x;
-    if (activation == edgellm::GELU_TANH)
-        t = x * (splat(1.5957691216f) + splat(0.0713548163f) * x * x);
-    const Vec e = exp_negative(-magnitude(t));
-    const Vec share = (t < Vec{} ? e : splat(1.0f)) / (splat(1.0f) + e);
-    return x * share;
-}
-
 class Step {
 public:
     Step(const edgellm::StepCall& call, const edgellm::Places& places, const Buffers& buffers)
@@ -80,7 +67,7 @@ public:
             for (int r = places.spans[s].row; r < places.spans[s + 1].row; ++r) span_of_[r] = s;
     }
 
-    static int phases(const edgellm::Transformer& model) { return 9 * model.layer_count + 5; }
+    static int phases(const edgellm::Transformer& model) { return 13 * model.layer_count + 5; }
 
     bool stopped() const { return stop_; }
 
@@ -91,7 +78,6 @@ public:
             const edgellm::Layer& layer = model_.layers[l];
             const edgellm::Heads& heads = places_.kinds[places_.kind_of[l]];
             const edgellm::Rows attended = edgellm::Rows::in(b_.attended, rows_, heads.width());
-            const edgellm::Rows activated = edgellm::Rows::in(b_.activated, rows_, layer.up.outputs);
             every_row(
                 worker,
                 [&](int r) {
@@ -116,15 +102,10 @@ public:
                 worker, [&](int r) { join_splits(call_.pools[layer.pool], heads, attended, r); },
                 weights(layer.o));
             add_product(worker, layer.o, attended, layer.post_attention_norm);
-            every_row(
-                worker,
-                [&](int r) {
-                    complete(r, layer.o_bias, layer.post_attention_norm);
-                    normalize(layer.mlp_norm, r, false);
-                },
-                weights(layer.gated() ? layer.gate : layer.up, 2 * groups_at_once(layer)));
-            activate(worker, layer, activated);
-            add_product(worker, layer.down, activated, layer.post_mlp_norm);
+            if (layer.has_experts())
+                run_experts(worker, layer);
+            else
+                run_mlp(worker, layer);
         }
         every_row(worker, [&](int r) { finish(r); }, weights(model_.head));
         if (call_.logit_rows == 0) return;
@@ -345,33 +326,41 @@ private:
         quantize_groups(out, 0, heads.width() / edgellm::GROUP, attended, r, false);
     }
 
-    // Two panels of gate and up make one group of the next layer's input.
     void activate(edgellm::Worker& worker, const edgellm::Layer& layer, const edgellm::Rows& out) const {
-        const int groups = layer.up.outputs / edgellm::GROUP;
-        const int run = groups_at_once(layer);
+        const int groups = layer.up.outputs / edgellm::GROUP, run = groups_at_once(layer);
         worker.each((groups + run - 1) / run, [&](int item) {
             const int first = item * run, end = std::min(groups, first + run);
-            const size_t width = size_t(end - first) * edgellm::GROUP;
-            float* gate = static_cast<float*>(edgellm::scratch(rows_ * width * 8));
-            float* up = gate + rows_ * width;
-            const auto product = [&](const edgellm::Linear& linear, const float* bias, float* y) {
-                multiply_panels(linear, 2 * first, 2 * end, b_.x, rows_, y, width, false);
-                for (int r = 0; bias && r < rows_; ++r)
-                    add_to(y + r * width, bias + size_t(first) * edgellm::GROUP, width);
-            };
-            if (layer.gated()) product(layer.gate, layer.gate_bias, gate);
-            product(layer.up, layer.up_bias, up);
-            const bool gated = layer.gated();  // read once: a store of a vector may change all else
-            const int activation = layer.activation;
-            for (int r = 0; r < rows_; ++r) {
-                float *y = gate + r * width, *factor = up + r * width;
-                for (size_t i = 0; i < width; i += LANES) {
-                    const Vec linear = load(factor + i);
-                    store(y + i, gated ? activated(load(y + i), activation) * linear
-                                       : activated(linear, activation));
-                }
-                quantize_groups(y, first, end, out, r, false);
-            }
+            activate_groups(layer, layer.gate, layer.up, first, end, b_.x, rows_, out);
+        });
+    }
+
+    void run_mlp(edgellm::Worker& worker, const edgellm::Layer& layer) const {
+        const edgellm::Rows activated = edgellm::Rows::in(b_.activated, rows_, layer.up.outputs);
+        every_row(
+            worker,
+            [&](int r) {
+                complete(r, layer.o_bias, layer.post_attention_norm);
+                normalize(layer.mlp_norm, r, false);
+            },
+            weights(layer.gated() ? layer.gate : layer.up, 2 * groups_at_once(layer)));
+        activate(worker, layer, activated);
+        add_product(worker, layer.down, activated, layer.post_mlp_norm);
+    }
+
+    void run_experts(edgellm::Worker& worker, const edgellm::Layer& layer) const {
+        const size_t hidden = model_.hidden;
+        every_row(worker, [&](int r) {
+            complete(r, layer.o_bias, layer.post_attention_norm);
+            const float* x = b_.residual + r * hidden;
+            if (layer.mlp_norm.weight)
+                scaled_norm(x, layer.mlp_norm, model_.hidden, model_.epsilon, b_.experts.normed(r));
+            else
+                std::memcpy(b_.experts.normed(r), x, 4 * hidden);
+        });
+        b_.experts.run(worker, layer);
+        const bool behind = layer.post_mlp_norm.weight != nullptr;
+        every_row(worker, [&](int r) {
+            b_.experts.sum(layer.router, r, (behind ? b_.branch : b_.residual) + r * hidden, !behind);
         });
     }
 

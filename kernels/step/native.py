@@ -31,6 +31,25 @@ Floats = NDArray[np.float32]
 _ShouldStop = ctypes.CFUNCTYPE(ctypes.c_int32)
 
 
+class _Router(ctypes.Structure):
+    """Router of a layer; the fields are those of call.h, in their order."""
+
+    _fields_ = [
+        ("weight", ctypes.c_void_p),
+        *((name, ctypes.c_int32) for name in ("experts", "used", "sigmoid", "normalized")),
+        ("scale", ctypes.c_float),
+    ]
+
+    @classmethod
+    def of(cls, layer: LayerWeights) -> _Router:
+        routing = layer.routing
+        if routing is None:
+            return cls()
+        sigmoid, normalized = routing.scores == "sigmoid", routing.normalized
+        counts = routing.experts, routing.used, sigmoid, normalized
+        return cls(address(layer.router), *counts, routing.scale)
+
+
 class _Layer(ctypes.Structure):
     """Weights of a layer; the fields are those of call.h, in their order."""
 
@@ -38,6 +57,7 @@ class _Layer(ctypes.Structure):
         *((name, LinearLayer) for name in ("q", "k", "v", "o", "gate", "up", "down")),
         *((name, ctypes.c_void_p) for name in VECTORS),
         ("head_norms", NormPointers),
+        ("router", _Router),
         ("scale", ctypes.c_float),
         ("softcap", ctypes.c_float),
         *((name, ctypes.c_int32) for name in ("heads", "window", "rope", "activation")),
@@ -101,6 +121,7 @@ def _layer(layer: LayerWeights, slot: int) -> _Layer:
         layer_of(layer.down),
         *(address(getattr(layer, name)) for name in VECTORS),
         NormPointers.of(layer.head_norms, layer.head_dim),
+        _Router.of(layer),
         layer.head_dim**-0.5 if layer.scale is None else layer.scale,
         layer.softcap or 0.0,
         layer.heads,

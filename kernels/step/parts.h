@@ -4,4 +4,6 @@
 #include "../linear/peak.h"
 #include "../kv_append/cpu.h"
 #include "../attention/cpu.h"
+#include "mlp.h"
+#include "../experts/cpu.h"
 #include "cpu.h"

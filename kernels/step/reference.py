@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
 
 from edgellm.kernels.attention import reference as attention
+from edgellm.kernels.experts import reference as experts
 from edgellm.kernels.kv_append import reference as kv_append
 from edgellm.kernels.kv_blocks import KVFormat
 from edgellm.kernels.linear.reference import linear as int8_linear
@@ -71,14 +73,15 @@ def through(
     """
     for index in layers:
         layer = weights.layers[index]
-        product = _products(matrices, f"layers.{index}.", rounded)
+        product_of = partial(_products, matrices, f"layers.{index}.", rounded)
+        product = product_of(0, 1)
         normed = norm(x, layer.attention_norm, layer.attention_norm_bias, weights.epsilon)
         attended = _attention(normed, layer, product, ropes[layer.rope], format)
         o = _biased(product(attended, "o"), layer.o_bias)
         post = layer.post_attention_norm, layer.post_attention_norm_bias
         x = x + norm(o, *post, weights.epsilon)
         normed = norm(x, layer.mlp_norm, layer.mlp_norm_bias, weights.epsilon)
-        down = _biased(product(_mlp(normed, layer, product), "down"), layer.down_bias)
+        down = _biased(_feed_forward(normed, layer, product_of), layer.down_bias)
         post = layer.post_mlp_norm, layer.post_mlp_norm_bias
         x = x + norm(down, *post, weights.epsilon)
     return x
@@ -116,6 +119,28 @@ def _attention(
     return attended.reshape(len(x), -1)
 
 
+def _feed_forward(
+    x: Floats, layer: LayerWeights, product_of: Callable[[int, int], _Product]
+) -> Floats:
+    """Compute the MLP, or the experts that the router chooses for each row.
+
+    Args:
+        product_of: gives the products of one of so many parts of the layer.
+    """
+    if layer.routing is None or layer.router is None:
+        product = product_of(0, 1)
+        return product(_mlp(x, layer, product), "down")
+    count, out = layer.routing.experts, np.zeros_like(x)
+    shares = experts.shares(x @ layer.router.T.astype(np.float64), layer.routing)
+    for expert in range(count):
+        rows = shares[:, expert] > 0
+        if rows.any():
+            product = product_of(expert, count)
+            y = product(_mlp(x[rows], layer, product), "down")
+            out[rows] += shares[rows, expert, None] * y
+    return out
+
+
 def _mlp(x: Floats, layer: LayerWeights, product: _Product) -> Floats:
     up = _biased(product(x, "up"), layer.up_bias)
     if layer.gate is None:
@@ -123,14 +148,17 @@ def _mlp(x: Floats, layer: LayerWeights, product: _Product) -> Floats:
     return activate(_biased(product(x, "gate"), layer.gate_bias), layer.activation) * up
 
 
-def _products(matrices: Matrices, prefix: str, rounded: bool) -> _Product:
-    """Return a function for the products of one layer.
+def _products(matrices: Matrices, prefix: str, rounded: bool, part: int, parts: int) -> _Product:
+    """Return a function for the products of one layer, or of one of its experts.
 
     V takes its input unrounded, because the kernels round it to 16 bits.
+
+    Args:
+        part, parts: number of an expert, and of all, of the matrices' rows.
     """
 
     def product(x: Floats, name: str) -> Floats:
-        weight = matrices[prefix + name]
+        weight = np.split(matrices[prefix + name], parts)[part]
         if rounded and name != "v":
             return int8_linear(x.astype(np.float32), weight)
         return x @ weight.T.astype(np.float64)

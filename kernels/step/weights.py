@@ -9,6 +9,7 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from edgellm.kernels.experts import Routing
 from edgellm.kernels.kv_append.norms import HeadNorms
 from edgellm.kernels.kv_blocks import KVBlocks
 from edgellm.kernels.linear import PANEL, PackedWeights
@@ -30,6 +31,9 @@ class LayerWeights:
         post_attention_norm, post_mlp_norm: norms of the outputs of attention and MLP before they
             are added to the residual.
         attention_norm_bias ...: biases; a norm with a bias is a layer norm, else it is an RMS norm.
+        router: weight of the router `[experts, E]`, or None. With a router gate and up are those of
+            all experts, one behind the other, `[experts * F, E]`; so is down, `[experts * E, F]`.
+        routing: choice of experts by the router's logits; None without a router.
         head_norms: norms of Q and K, or None.
         rope: index of the RoPE table that turns Q and K.
         pool: index of the pool with the layer's K and V, as the next of that pool's layers.
@@ -61,6 +65,8 @@ class LayerWeights:
     down_bias: Floats | None = None
     post_mlp_norm: Floats | None = None
     post_mlp_norm_bias: Floats | None = None
+    router: Floats | None = None
+    routing: Routing | None = None
     head_norms: HeadNorms | None = None
     activation: Activation = "silu"
     rope: int = 0
@@ -162,6 +168,7 @@ def check_weights(weights: Weights, *, ropes: int) -> None:
 
 def _check_layer(layer: LayerWeights, hidden: int) -> None:
     width, intermediate, heads = layer.o.inputs, layer.up.outputs, layer.heads
+    experts = _check_router(layer, hidden)
     _require("q", (layer.q.outputs, layer.q.inputs), (width, hidden))
     _require("v", (layer.v.outputs, layer.v.inputs), (layer.k.outputs, hidden))
     _require("k", layer.k.inputs, hidden)
@@ -169,7 +176,8 @@ def _check_layer(layer: LayerWeights, hidden: int) -> None:
     for name, linear in (("gate", layer.gate), ("up", layer.up)):
         if linear is not None:
             _require(name, (linear.outputs, linear.inputs), (intermediate, hidden))
-    _require("down", (layer.down.outputs, layer.down.inputs), (hidden, intermediate))
+    down = experts * hidden, intermediate // experts
+    _require("down", (layer.down.outputs, layer.down.inputs), down)
     sizes = {"hidden": hidden, "q": width, "k": layer.k.outputs, "v": layer.v.outputs}
     for name, of in VECTORS.items():
         vector = getattr(layer, name)
@@ -187,6 +195,29 @@ def _check_layer(layer: LayerWeights, hidden: int) -> None:
         )
     if layer.head_norms is not None:
         layer.head_norms.check(heads, layer.kv_heads, layer.head_dim)
+
+
+def _check_router(layer: LayerWeights, hidden: int) -> int:
+    """Check the router of a layer; returns its number of experts, 1 without a router."""
+    routing, router = layer.routing, layer.router
+    if routing is None or router is None:
+        _require("router without routing, or routing without router", routing, router)
+        return 1
+    experts, biases = routing.experts, (layer.gate_bias, layer.up_bias, layer.down_bias)
+    if not 1 <= routing.used <= experts:
+        raise ValueError(f"{routing.used} of {experts} experts are used; 1 to {experts} can be")
+    if router.dtype != np.float32 or router.shape != (experts, hidden):
+        raise ValueError(
+            f"router is {router.dtype} {router.shape}; needed is float32 {(experts, hidden)}"
+        )
+    if layer.up.outputs % (2 * PANEL * experts):
+        raise ValueError(
+            f"{experts} experts have {layer.up.outputs} outputs of up; needed are as many for "
+            f"each, in pairs of panels of {PANEL}"
+        )
+    if any(bias is not None for bias in biases):
+        raise ValueError("experts with biases of gate, up or down; these have none")
+    return experts
 
 
 def check_pools(weights: Weights, pools: Sequence[KVBlocks]) -> None:

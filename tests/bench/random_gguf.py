@@ -1,6 +1,8 @@
 """A GGUF file of random Q4_0 weights in the shape of a known model, for timings.
 
-    python tests/bench/random_gguf.py OUT.gguf [1b|8b|qwen3]     # TinyLlama, Llama 3 8B, Qwen3-0.6B
+    python tests/bench/random_gguf.py OUT.gguf [1b|8b|qwen3|experts]
+
+    TinyLlama, Llama 3 8B, Qwen3-0.6B, a quarter of the layers of Qwen3-30B-A3B
     python tests/bench/peers.py --model OUT.gguf
 
 Its tokens are bytes and numbered words: it is made to be fast or slow, not to be read.
@@ -30,11 +32,14 @@ class Shape:
     kv_heads: int
     head_dim: int
     architecture: str = "llama"
+    experts: int = 0
+    used: int = 0
 
 
 SHAPES = {
     "1b": Shape(32_000, 2048, 5632, 22, 32, 4, 64),
     "qwen3": Shape(151_936, 1024, 3072, 28, 16, 8, 128, "qwen3"),
+    "experts": Shape(151_936, 2048, 768, 12, 32, 4, 128, "qwen3moe", experts=128, used=8),
     "8b": Shape(128_256, 4096, 14336, 32, 32, 8, 128),
 }
 
@@ -80,6 +85,10 @@ def main() -> None:
     writer.add_embedding_length(shape.hidden)
     writer.add_block_count(shape.layers)
     writer.add_feed_forward_length(shape.intermediate)
+    if shape.experts:
+        writer.add_expert_count(shape.experts)
+        writer.add_expert_used_count(shape.used)
+        writer.add_expert_feed_forward_length(shape.intermediate)
     writer.add_head_count(shape.heads)
     writer.add_head_count_kv(shape.kv_heads)
     writer.add_layer_norm_rms_eps(1e-5)
@@ -99,9 +108,12 @@ def main() -> None:
     writer.add_add_bos_token(False)
     rng = np.random.default_rng(0)
 
-    def add(name: str, rows: int, columns: int) -> None:
+    def add(name: str, rows: int, columns: int, *, experts: int = 0) -> None:
         kind = gguf.GGMLQuantizationType.Q4_0
-        writer.add_tensor(f"{name}.weight", q4_0(rng, rows, columns), raw_dtype=kind)
+        data = q4_0(rng, max(experts, 1) * rows, columns)
+        if experts:
+            name, data = f"{name}_exps", data.reshape(experts, rows, -1)
+        writer.add_tensor(f"{name}.weight", data, raw_dtype=kind)
 
     for table in ("token_embd", "output"):
         kind = gguf.GGMLQuantizationType.Q8_0
@@ -113,7 +125,7 @@ def main() -> None:
         size, kv_size = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
         for norm in ("attn_norm", "ffn_norm"):
             writer.add_tensor(f"{block}.{norm}.weight", np.ones(shape.hidden, np.float32))
-        if shape.architecture == "qwen3":
+        if shape.architecture.startswith("qwen3"):
             for norm in ("attn_q_norm", "attn_k_norm"):
                 ones = np.ones(shape.head_dim, np.float32)
                 writer.add_tensor(f"{block}.{norm}.weight", ones)
@@ -121,9 +133,12 @@ def main() -> None:
         add(f"{block}.attn_k", kv_size, shape.hidden)
         add(f"{block}.attn_v", kv_size, shape.hidden)
         add(f"{block}.attn_output", shape.hidden, size)
-        add(f"{block}.ffn_gate", shape.intermediate, shape.hidden)
-        add(f"{block}.ffn_up", shape.intermediate, shape.hidden)
-        add(f"{block}.ffn_down", shape.hidden, shape.intermediate)
+        if shape.experts:
+            router = rng.standard_normal((shape.experts, shape.hidden), np.float32)
+            writer.add_tensor(f"{block}.ffn_gate_inp.weight", router / shape.hidden**0.5)
+        add(f"{block}.ffn_gate", shape.intermediate, shape.hidden, experts=shape.experts)
+        add(f"{block}.ffn_up", shape.intermediate, shape.hidden, experts=shape.experts)
+        add(f"{block}.ffn_down", shape.hidden, shape.intermediate, experts=shape.experts)
     writer.add_tensor("output_norm.weight", np.ones(shape.hidden, np.float32))
     writer.write_header_to_file()
     writer.write_kv_data_to_file()

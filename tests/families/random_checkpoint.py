@@ -15,6 +15,7 @@ from edgellm.graphs.layer_config import Attention, LayerConfig, Mlp, Rope
 from edgellm.graphs.tensor import Tensor
 from edgellm.graphs.tensors import model_tensors
 from edgellm.kernels.attention import reference as attention
+from edgellm.kernels.experts import Routing
 from edgellm.kernels.rope import reference as rope
 from edgellm.kernels.step.reference import activate, head_norm, norm
 
@@ -90,6 +91,15 @@ CONFIGS = {
         _layer(mlp=replace(_MLP, intermediate=64), heads=8, kv_heads=4),
         ropes=(_rope(10000.0), _rope(1e6, pairs=16)),
     ),
+    "experts": config_of(
+        replace(_layer(), experts=Routing(experts=5, used=3)),
+        _layer("sandwich"),
+        replace(
+            _layer("sandwich", mlp=replace(_GELU, intermediate=64)),
+            experts=Routing(experts=3, used=2, normalized=False, scale=1.5),
+        ),
+        embedding_scale=2.0,
+    ),
     "starcoder2": config_of(
         *2 * [_layer(mlp=replace(_GELU, gated=False, bias=True), window=20, **_BIASES)],
         norm="layer",
@@ -161,6 +171,9 @@ def after_attention(
     added = product(checkpoint, f"{name}.o", attended)
     residual = residual + normed(checkpoint, f"{name}.post_attention_norm", added)
     x = normed(checkpoint, f"{name}.mlp_norm", residual)
+    if checkpoint.config.layers[layer].experts is not None:
+        added = experts(checkpoint, layer, x)
+        return residual + normed(checkpoint, f"{name}.post_mlp_norm", added)
     up = product(checkpoint, f"{name}.up", x)
     if mlp.gated:
         inner = activate(product(checkpoint, f"{name}.gate", x), mlp.activation) * up
@@ -168,6 +181,29 @@ def after_attention(
         inner = activate(up, mlp.activation)
     added = product(checkpoint, f"{name}.down", inner)
     return residual + normed(checkpoint, f"{name}.post_mlp_norm", added)
+
+
+def experts(checkpoint: Any, layer: int, x: np.ndarray) -> np.ndarray:
+    """The experts of a layer, row by row."""
+    here, name = checkpoint.config.layers[layer], f"layers.{layer}"
+    routing, size = here.experts, here.mlp.intermediate
+    gate, up, down = (
+        checkpoint.tensor(f"{name}.{part}").float32().astype(np.float64)
+        for part in ("gate", "up", "down")
+    )
+    scores = product(checkpoint, f"{name}.router", x)
+    scores = np.exp(scores - scores.max(axis=1, keepdims=True))
+    scores /= scores.sum(axis=1, keepdims=True)
+    added = np.zeros_like(x)
+    for row, each in enumerate(scores):
+        chosen = np.argsort(-each)[: routing.used]
+        total = each[chosen].sum() if routing.normalized else 1.0
+        for expert in chosen:
+            rows = slice(expert * size, (expert + 1) * size)
+            inner = activate(gate[rows] @ x[row], here.mlp.activation) * (up[rows] @ x[row])
+            wide = slice(expert * x.shape[1], (expert + 1) * x.shape[1])
+            added[row] += routing.scale * each[expert] / total * (down[wide] @ inner)
+    return added
 
 
 def attend(checkpoint: Any, layer: int, residual: np.ndarray) -> np.ndarray:

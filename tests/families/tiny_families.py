@@ -136,6 +136,38 @@ FAMILIES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "glm4": ("Glm4", {"head_dim": 32}),
     "seed_oss": ("SeedOss", {"head_dim": 32, "attention_out_bias": True}),
     "starcoder2": ("Starcoder2", {"sliding_window": 8}),
+    "qwen3_moe": (
+        "Qwen3Moe",
+        {
+            "head_dim": 32,
+            "num_experts": 5,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 32,
+            "norm_topk_prob": True,
+        },
+    ),
+    "qwen3_moe_mixed": (
+        "Qwen3Moe",
+        {
+            "num_experts": 3,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 64,
+            "decoder_sparse_step": 2,
+            "mlp_only_layers": [3],
+        },
+    ),
+    "olmoe": (
+        "Olmoe",
+        {"num_experts": 6, "num_experts_per_tok": 2, "tie_word_embeddings": True},
+    ),
+    "mixtral": (
+        "Mixtral",
+        {"num_local_experts": 3, "num_experts_per_tok": 2, "head_dim": 32, "sliding_window": 8},
+    ),
+    "granitemoe": (
+        "GraniteMoe",
+        {**_MULTIPLIERS, "num_local_experts": 7, "num_experts_per_tok": 3},
+    ),
 }
 
 
@@ -154,7 +186,7 @@ def make(name: str, folder: Path, **changes: Any) -> Any:
             if weight.ndim == 1:
                 weight += 0.3 * torch.randn_like(weight)
             else:
-                spread = 0.5 if "embed" in key else 1.2 / weight.shape[1] ** 0.5
+                spread = 0.5 if "embed" in key else 1.2 / weight.shape[-1] ** 0.5
                 weight.copy_(spread * torch.randn_like(weight))
     model.save_pretrained(folder)
     return model

@@ -5,6 +5,8 @@ Names of tensors and keys are the `gguf` package's.
 
 from __future__ import annotations
 
+import re
+from collections import defaultdict
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -12,6 +14,7 @@ from typing import Any
 import gguf
 import numpy as np
 from safetensors.numpy import load_file
+from small_vocabulary import sentencepiece_metadata
 
 Tensors = dict[str, np.ndarray]
 Keys = Callable[[gguf.GGUFWriter], None]
@@ -43,6 +46,10 @@ def gemma3(w: gguf.GGUFWriter) -> None:
 def granite(w: gguf.GGUFWriter) -> None:
     w.add_expert_shared_feed_forward_length(96)
     w.add_ssm_conv_kernel(4)
+    granite_multipliers(w)
+
+
+def granite_multipliers(w: gguf.GGUFWriter) -> None:
     w.add_attention_scale(0.15)
     w.add_embedding_scale(3.0)
     w.add_residual_scale(0.4)
@@ -95,6 +102,20 @@ def glm4(w: gguf.GGUFWriter) -> None:
     w.add_rope_dimension_count(16)
 
 
+def with_vocabulary(keys: Keys) -> Keys:
+    """With a tokenizer of `VOCABULARY` tokens, so that the file can be exported."""
+
+    def add(w: gguf.GGUFWriter) -> None:
+        keys(w)
+        for key, value in sentencepiece_metadata().items():
+            w.add_key_value(key, value, gguf.GGUFValueType.get_type(value))
+        w.add_bos_token_id(1)
+        w.add_eos_token_id(2)
+
+    return add
+
+
+VOCABULARY = len(sentencepiece_metadata()["tokenizer.ggml.tokens"])
 # Family -> architecture, keys, and what the folder differs in where a file cannot say it.
 FILES: Mapping[str, tuple[gguf.MODEL_ARCH, Keys, Mapping[str, Any]]] = {
     "llama": (ARCH.LLAMA, theta(5000.0), {}),
@@ -116,8 +137,12 @@ FILES: Mapping[str, tuple[gguf.MODEL_ARCH, Keys, Mapping[str, Any]]] = {
     "ernie4_5": (ARCH.ERNIE4_5, theta(5e5), {}),
     "glm4": (ARCH.GLM4, glm4, {}),
     "starcoder2": (ARCH.STARCODER2, nothing, {"sliding_window": None}),
+    "qwen3_moe": (ARCH.QWEN3MOE, nothing, {}),
+    "olmoe": (ARCH.OLMOE, nothing, {}),
+    "mixtral": (ARCH.LLAMA, theta(1e6), {"sliding_window": None}),
+    "granitemoe": (ARCH.GRANITE_MOE, granite_multipliers, {}),
 }
-PERMUTED = (ARCH.LLAMA, ARCH.GRANITE, ARCH.SMOLLM3, ARCH.MISTRAL3)
+PERMUTED = (ARCH.LLAMA, ARCH.GRANITE, ARCH.GRANITE_MOE, ARCH.SMOLLM3, ARCH.MISTRAL3)
 PLUS_ONE = (ARCH.GEMMA, ARCH.GEMMA2, ARCH.GEMMA3)
 
 
@@ -139,7 +164,7 @@ def convert(
     keys(writer)
     names = gguf.get_tensor_name_map(arch, config.num_hidden_layers)
     tensors: Tensors = {}
-    for key, values in load_file(folder / "model.safetensors").items():
+    for key, values in stacked(load_file(folder / "model.safetensors")).items():
         name = names.get_name(key, try_suffixes=(".weight", ".bias"))
         assert name is not None, key
         if arch in PERMUTED and key.split(".")[-2] in ("q_proj", "k_proj"):
@@ -147,7 +172,8 @@ def convert(
             values = permuted(values, heads)
         tensors[name] = values + 1 if arch in PLUS_ONE and key.endswith("norm.weight") else values
     for name, values in (fused(tensors, config.num_hidden_layers) if fuse else tensors).items():
-        stored = gguf.GGMLQuantizationType.F32 if values.ndim == 1 else kind
+        router = name.endswith("ffn_gate_inp.weight")
+        stored = gguf.GGMLQuantizationType.F32 if values.ndim == 1 or router else kind
         writer.add_tensor(
             name, gguf.quantize(np.ascontiguousarray(values), stored), raw_dtype=stored
         )
@@ -169,6 +195,12 @@ def add_sizes(writer: gguf.GGUFWriter, config: Any) -> None:
     writer.add_feed_forward_length(config.intermediate_size)
     writer.add_head_count(config.num_attention_heads)
     writer.add_head_count_kv(config.num_key_value_heads)
+    experts = getattr(config, "num_experts", None) or getattr(config, "num_local_experts", None)
+    if experts:
+        writer.add_expert_count(experts)
+        writer.add_expert_used_count(config.num_experts_per_tok)
+    if hasattr(config, "moe_intermediate_size"):
+        writer.add_expert_feed_forward_length(config.moe_intermediate_size)
     if hasattr(config, "norm_epsilon"):
         writer.add_layer_norm_eps(config.norm_epsilon)
     else:
@@ -184,12 +216,35 @@ def permuted(values: np.ndarray, heads: int) -> np.ndarray:
     return split.swapaxes(1, 2).reshape(values.shape)
 
 
+def stacked(tensors: Tensors) -> Tensors:
+    """With the matrices of a layer's experts in one tensor, and gate and up apart."""
+    left: Tensors = {}
+    experts: dict[str, list[np.ndarray]] = defaultdict(list)
+    for key, values in sorted(tensors.items(), key=lambda item: _expert(item[0])):
+        if _expert(key) >= 0:
+            experts[re.sub(r"experts\.\d+", "experts", key)].append(values)
+        elif "input_linear" in key:
+            for name, part in zip(("w1", "w3"), np.split(values, 2, axis=1), strict=True):
+                left[key.replace("input_linear", f"experts.{name}")] = part
+        else:
+            left[key] = values
+    return {**left, **{key: np.stack(parts) for key, parts in experts.items()}}
+
+
+def _expert(key: str) -> int:
+    found = re.search(r"experts\.(\d+)\.", key)
+    return -1 if found is None else int(found[1])
+
+
 def fused(tensors: Tensors, layers: int) -> Tensors:
-    """With one tensor for Q, K and V, and one for their biases."""
+    """With one tensor for Q, K and V, one for their biases, and one for gate and up of experts."""
     left = dict(tensors)
     for layer in range(layers):
         for kind in ("weight", "bias"):
             parts = [left.pop(f"blk.{layer}.attn_{x}.{kind}", None) for x in "qkv"]
             if parts[0] is not None:
                 left[f"blk.{layer}.attn_qkv.{kind}"] = np.concatenate(parts)
+        parts = [left.pop(f"blk.{layer}.ffn_{x}_exps.weight", None) for x in ("gate", "up")]
+        if parts[0] is not None:
+            left[f"blk.{layer}.ffn_gate_up_exps.weight"] = np.concatenate(parts, axis=1)
     return left

@@ -9,7 +9,7 @@ from edgellm.errors import ModelFormatError, UnsupportedModelError
 from edgellm.graphs.config import ModelConfig, repeated
 from edgellm.graphs.fields import Fields
 from edgellm.graphs.layer_config import Attention, LayerConfig, Mlp, Rope
-from edgellm.graphs.tensors import linear_parameters, parameters
+from edgellm.graphs.tensors import multiplied_parameters, parameters
 
 LAYER = LayerConfig(
     attention=Attention(heads=6, kv_heads=2, head_dim=16), mlp=Mlp(intermediate=160)
@@ -34,7 +34,7 @@ def test_sizes() -> None:
     assert CONFIG.attention.size == 96
     assert CONFIG.attention.qkv_size == 96 + 2 * 32
     per_layer = 96 * 160 + 96 * 96 + 3 * 96 * 160
-    assert linear_parameters(CONFIG) == 2 * per_layer
+    assert multiplied_parameters(CONFIG) == 2 * per_layer
     assert parameters(CONFIG) == 2 * per_layer + 320 * 96 + 5 * 96
 
 

@@ -117,12 +117,13 @@ def test_a_head_beside_a_tied_embedding_counts_if_it_is_another(
 @pytest.mark.parametrize(
     ("name", "gguf", "missing"),
     [
-        ("qwen3_moe", False, "experts"),
-        ("glm4moe", True, "experts"),
-        ("glm4_moe_lite", False, r"experts and latent attention \(MLA\)"),
-        ("deepseek2", True, r"experts and latent attention \(MLA\)"),
+        ("qwen2_moe", False, "experts that all tokens share"),
+        ("glm4moe", True, "experts that all tokens share"),
+        ("gpt_oss", False, "experts with biases"),
+        ("glm4_moe_lite", False, r"experts that all tokens share and latent attention \(MLA\)"),
+        ("deepseek2", True, r"experts that all tokens share and latent attention \(MLA\)"),
         ("falcon-h1", True, "recurrent layers"),
-        ("qwen3_5_moe", False, "experts and recurrent layers"),
+        ("qwen3_5_moe", False, "experts that all tokens share and recurrent layers"),
         ("gemma3n", True, "layers that share keys and values"),
     ],
 )

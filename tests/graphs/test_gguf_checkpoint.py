@@ -161,7 +161,12 @@ def test_wrong_magic(tmp_path: Path) -> None:
         ({"llama.attention.head_count": 0}, ModelFormatError, "heads"),
         ({"llama.attention.head_count_kv": 3}, ModelFormatError, "multiple"),
         ({"llama.attention.layer_norm_rms_epsilon": "x"}, ModelFormatError, "expected float"),
-        ({"llama.expert_count": 8}, UnsupportedModelError, "expert_count"),
+        ({"llama.expert_count": 8}, ModelFormatError, "expert_used_count' is missing"),
+        (
+            {"llama.expert_count": 8, "llama.expert_used_count": 2},
+            ModelFormatError,
+            "ffn_gate_inp.weight is missing",
+        ),
         ({"llama.rope.scaling.type": "yarn"}, ModelFormatError, "rope.scaling.factor"),
         ({"general.type": "adapter"}, UnsupportedModelError, "adapter"),
         ({"llama.block_count": (1 << 32) - 1}, ModelFormatError, "layers is 4294967295; 1 to 4096"),

@@ -57,6 +57,8 @@ def test_files_are_what_their_folders_are(tmp_path: Path, name: str) -> None:
     if name == "olmo3":
         # files of both families have one architecture
         config["model_type"] = "olmo3"
+    if name == "mixtral":
+        config["model_type"] = "mixtral"
     # a scale that a folder says although it is the usual one
     for layer in config["layers"]:
         if layer["attention"]["scale"] is None:
@@ -65,7 +67,7 @@ def test_files_are_what_their_folders_are(tmp_path: Path, name: str) -> None:
     same_tensors(opened, expected)
 
 
-@pytest.mark.parametrize("name", ["llama", "qwen2", "ernie4_5"])
+@pytest.mark.parametrize("name", ["llama", "qwen2", "ernie4_5", "qwen3_moe", "mixtral"])
 def test_fused_projections_are_cut(tmp_path: Path, name: str) -> None:
     arch, keys, changes = FILES[name]
     make(name, tmp_path, **changes)

@@ -11,7 +11,7 @@ import pytest
 
 from edgellm.graphs.layer_kinds import FULL, SLIDING
 from edgellm.graphs.safetensors_checkpoint import read_config
-from edgellm.graphs.tensors import parameters
+from edgellm.graphs.tensors import parameters, used_parameters
 
 RELEASED: Mapping[str, Mapping[str, Any]] = {
     "gemma-3-4b-it": {
@@ -300,7 +300,6 @@ RELEASED: Mapping[str, Mapping[str, Any]] = {
         "projector_hidden_act": "gelu",
         "spatial_merge_size": 2,
         "text_config": {
-            "attention_dropout": 0.0,
             "head_dim": 128,
             "hidden_act": "silu",
             "hidden_size": 3072,
@@ -365,6 +364,112 @@ RELEASED: Mapping[str, Mapping[str, Any]] = {
         "vocab_size": 151936,
     },
 }
+
+
+# Models with experts.
+WITH_EXPERTS: Mapping[str, Mapping[str, Any]] = {
+    "Qwen3-30B-A3B": {
+        "attention_bias": False,
+        "decoder_sparse_step": 1,
+        "head_dim": 128,
+        "hidden_act": "silu",
+        "hidden_size": 2048,
+        "intermediate_size": 6144,
+        "max_position_embeddings": 40960,
+        "max_window_layers": 48,
+        "mlp_only_layers": [],
+        "model_type": "qwen3_moe",
+        "moe_intermediate_size": 768,
+        "norm_topk_prob": True,
+        "output_router_logits": False,
+        "num_attention_heads": 32,
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+        "num_hidden_layers": 48,
+        "num_key_value_heads": 4,
+        "rms_norm_eps": 1e-06,
+        "rope_theta": 1000000.0,
+        "sliding_window": None,
+        "tie_word_embeddings": False,
+        "use_sliding_window": False,
+        "vocab_size": 151936,
+    },
+    "OLMoE-1B-7B-0924": {
+        "attention_bias": False,
+        "clip_qkv": None,
+        "hidden_act": "silu",
+        "hidden_size": 2048,
+        "intermediate_size": 1024,
+        "max_position_embeddings": 4096,
+        "model_type": "olmoe",
+        "norm_topk_prob": False,
+        "num_attention_heads": 16,
+        "num_experts": 64,
+        "num_experts_per_tok": 8,
+        "num_hidden_layers": 16,
+        "num_key_value_heads": 16,
+        "rms_norm_eps": 1e-05,
+        "rope_theta": 10000.0,
+        "tie_word_embeddings": False,
+        "vocab_size": 50304,
+    },
+    "Mixtral-8x7B-v0.1": {
+        "hidden_act": "silu",
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "max_position_embeddings": 32768,
+        "model_type": "mixtral",
+        "num_attention_heads": 32,
+        "num_experts_per_tok": 2,
+        "num_hidden_layers": 32,
+        "num_key_value_heads": 8,
+        "num_local_experts": 8,
+        "rms_norm_eps": 1e-05,
+        "rope_theta": 1000000.0,
+        "sliding_window": None,
+        "tie_word_embeddings": False,
+        "vocab_size": 32000,
+    },
+    "granite-3.1-1b-a400m-base": {
+        "attention_bias": False,
+        "attention_multiplier": 0.015625,
+        "embedding_multiplier": 12.0,
+        "hidden_act": "silu",
+        "hidden_size": 1024,
+        "intermediate_size": 512,
+        "logits_scaling": 6.0,
+        "max_position_embeddings": 131072,
+        "model_type": "granitemoe",
+        "num_attention_heads": 16,
+        "num_experts_per_tok": 8,
+        "num_hidden_layers": 24,
+        "num_key_value_heads": 8,
+        "num_local_experts": 32,
+        "residual_multiplier": 0.22,
+        "rms_norm_eps": 1e-06,
+        "rope_theta": 1500000.0,
+        "tie_word_embeddings": True,
+        "vocab_size": 49155,
+    },
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "billions", "used"),
+    [
+        ("Qwen3-30B-A3B", 30.53, 3.35),
+        ("OLMoE-1B-7B-0924", 6.92, 1.28),
+        ("Mixtral-8x7B-v0.1", 46.70, 12.88),
+        ("granite-3.1-1b-a400m-base", 1.33, 0.43),
+    ],
+)
+def test_a_token_uses_some_of_the_experts(
+    tmp_path: Path, name: str, billions: float, used: float
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(WITH_EXPERTS[name]))
+    config = read_config(tmp_path).config
+    assert parameters(config) / 1e9 == pytest.approx(billions, abs=0.006)
+    assert used_parameters(config) / 1e9 == pytest.approx(used, abs=0.006)
 
 
 @pytest.mark.parametrize(

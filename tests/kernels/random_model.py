@@ -9,6 +9,7 @@ import numpy as np
 from random_weights import random_weight
 
 from edgellm.kernels import rope
+from edgellm.kernels.experts import Routing
 from edgellm.kernels.kv_append import HeadNorms
 from edgellm.kernels.kv_blocks import BLOCK, KVView, allocate
 from edgellm.kernels.linear import PackedWeights, pack_weight
@@ -37,6 +38,7 @@ class Parts:
     embedding_scale: float = 1.0
     logit_softcap: float | None = None
     ropes: tuple[float, ...] = (1.0,)  # magnitudes; layers take turns
+    routing: Routing | None = None
 
 
 @dataclass(frozen=True)
@@ -132,6 +134,31 @@ UNEVEN = {
         ),
     ),
 }
+EXPERTS = {
+    "one of three": Shape(4, 2, 32, parts=Parts(routing=Routing(experts=3, used=1))),
+    "two of seven": Shape(
+        *(3, 1, 64),
+        hidden=64,
+        intermediate=96,
+        layers=2,
+        parts=Parts(routing=Routing(experts=7, used=2, normalized=False), activation="gelu_tanh"),
+    ),
+    "all of five": Shape(
+        *(2, 2, 32),
+        intermediate=32,
+        parts=Parts(
+            norms="sandwich",
+            layer_norm=True,
+            routing=Routing(experts=5, used=5, scores="sigmoid", scale=2.5),
+        ),
+    ),
+    "every second layer": Shape(
+        *(4, 1, 32),
+        layers=3,
+        parts=Parts(qk_norm="head", routing=Routing(experts=20, used=3, scores="sigmoid")),
+        odd=Shape(4, 1, 32, intermediate=96),
+    ),
+}
 # Wide enough for kinds with blocks of 256.
 WIDE = Shape(8, 2, 32, hidden=256, intermediate=512, bias=True)
 # One after the other for embedding, head, q, k, v, o, gate, up and down.
@@ -165,6 +192,8 @@ class Model:
         layers = []
         for index in range(shape.layers):
             here, prefix = shape.of(index), f"layers.{index}."
+            routing = here.parts.routing
+            experts = 1 if routing is None else routing.experts
             width, kv = here.heads * here.head_dim, here.kv_heads * here.head_dim
             layers.append(
                 LayerWeights(
@@ -172,12 +201,14 @@ class Model:
                     k=self._linear(prefix + "k", kv, shape.hidden),
                     v=self._linear(prefix + "v", kv, shape.hidden),
                     o=self._linear(prefix + "o", shape.hidden, width),
-                    gate=self._linear(prefix + "gate", here.intermediate, shape.hidden)
+                    gate=self._linear(prefix + "gate", experts * here.intermediate, shape.hidden)
                     if here.parts.gated
                     else None,
-                    up=self._linear(prefix + "up", here.intermediate, shape.hidden),
-                    down=self._linear(prefix + "down", shape.hidden, here.intermediate),
+                    up=self._linear(prefix + "up", experts * here.intermediate, shape.hidden),
+                    down=self._linear(prefix + "down", experts * shape.hidden, here.intermediate),
                     heads=here.heads,
+                    router=None if routing is None else self._router(experts),
+                    routing=routing,
                     head_norms=self._head_norms(here),
                     activation=here.parts.activation,
                     rope=index % len(shape.parts.ropes),
@@ -206,6 +237,10 @@ class Model:
             self.turns.append((((magnitude > 0) * inv_freq).tolist(), magnitude or 1.0))
         self.ropes = [rope.table(freq, 1100, magnitude=m) for freq, m in self.turns]
         self.tokens = self._rng.integers(0, VOCABULARY, 300).tolist()
+
+    def _router(self, experts: int) -> np.ndarray:
+        hidden = self.shape.hidden
+        return (self._rng.standard_normal((experts, hidden)) / np.sqrt(hidden)).astype("f4")
 
     def _vector(self, size: int, *, around: float = 0.0) -> np.ndarray:
         return (around + 0.2 * self._rng.standard_normal(size)).astype("f4")

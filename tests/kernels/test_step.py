@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 from random_model import (
+    EXPERTS,
     MIXTURES,
     NARROW,
     PARTS,
@@ -54,14 +55,16 @@ def assert_near_reference(library: ctypes.CDLL, shape: Shape, mixture: str = "af
     """As far as rounding allows: a float32 sum may round to another int8 code than a float64 one.
 
     A layer of these models then differs by up to 0.3 % (0.9 % with int8 keys and values, 1.1 % with
-    int4), and by more where the next one rounds again.
+    int4), and by more where the next one rounds again. Where two experts are nearly as good, a row
+    may go through the other one and differ in everything: half of the rows must be near.
     """
     model = Model(shape, mixture)
     for format in KV_FORMATS:
         results = model.run(library, [1, 64, 131], format)
         expected = reference_rows(shape, mixture, format)
         for ours, theirs in zip(results, expected, strict=True):
-            error = np.abs(ours - theirs).mean() / np.abs(theirs).mean()
+            of_rows = np.abs(ours - theirs).mean(axis=1) / np.abs(theirs).mean()
+            error = of_rows.mean() if shape not in EXPERTS.values() else np.median(of_rows)
             allowed = 0.01 if model.shape.layers == 1 else 0.03
             assert error < (2 * allowed if format == "int4" else allowed)
 
@@ -72,14 +75,16 @@ def test_wide_model_matches_reference(compiled: ctypes.CDLL, mixture: str) -> No
     assert_near_reference(compiled, WIDE, mixture)
 
 
-@pytest.mark.parametrize("name", [*PARTS, *UNEVEN])
+@pytest.mark.parametrize("name", [*PARTS, *UNEVEN, *EXPERTS])
 @pytest.mark.usefixtures("poisoned")
 def test_other_parts_match_reference(compiled: ctypes.CDLL, name: str) -> None:
-    assert_near_reference(compiled, (PARTS | UNEVEN)[name])
+    assert_near_reference(compiled, (PARTS | UNEVEN | EXPERTS)[name])
 
 
 @pytest.mark.parametrize(
-    "shape", [SHAPES[0], SHAPES[3], PARTS["everything"], UNEVEN["heads"]], ids=str
+    "shape",
+    [SHAPES[0], SHAPES[3], PARTS["everything"], UNEVEN["heads"], *EXPERTS.values()],
+    ids=str,
 )
 @pytest.mark.parametrize("format", ["int8", "f32"])
 def test_cuts_and_threads_make_no_difference(
@@ -124,6 +129,8 @@ BATCHES = {
         ("tokens", PARTS["gemma3"], "int8"),
         ("chunks and tokens", UNEVEN["parts"], "int8"),
         ("past a split of the keys", UNEVEN["heads"], "f32"),
+        ("tokens", EXPERTS["two of seven"], "int8"),
+        ("chunks and tokens", EXPERTS["every second layer"], "f32"),
     ],
     ids=str,
 )

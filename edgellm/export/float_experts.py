@@ -1,0 +1,91 @@
+"""Float32 segments of a model with experts, in numpy: no graph computes these."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+from numpy.typing import NDArray
+
+from edgellm.graphs import contract
+from edgellm.graphs.checkpoint import Checkpoint
+from edgellm.graphs.tensors import model_tensors
+from edgellm.kernels.experts.reference import shares
+from edgellm.kernels.step.reference import activate, norm
+
+Floats = NDArray[np.float32]
+
+
+class ExpertSegment:
+    """A segment of a model that has experts; its weights are read once.
+
+    Args:
+        index: number of the segment, see `graphs/contract.py`.
+    """
+
+    def __init__(self, checkpoint: Checkpoint, index: int) -> None:
+        self._checkpoint = checkpoint
+        self._config = checkpoint.config
+        self._specs = model_tensors(checkpoint.config)
+        self._index = index
+        self._read: dict[str, Floats] = {}
+
+    def __call__(self, inputs: Mapping[str, Floats]) -> dict[str, Floats]:
+        """Compute the segment's outputs from its inputs, both by name."""
+        if self._index == 0:
+            residual = inputs[contract.X] * np.float32(self._config.embedding_scale)
+        else:
+            residual = self._after_layer(f"layers.{self._index - 1}", inputs)
+        if self._index == self._config.layer_count:
+            return {contract.HIDDEN: self._normed("final_norm", residual)}
+        name = f"layers.{self._index}"
+        x = self._normed(f"{name}.attention_norm", residual)
+        qkv = [self._product(f"{name}.{part}", x) for part in "qkv"]
+        return {contract.RESIDUAL_OUT: residual, contract.QKV: np.concatenate(qkv, axis=-1)}
+
+    def _after_layer(self, name: str, inputs: Mapping[str, Floats]) -> Floats:
+        added = self._product(f"{name}.o", inputs[contract.ATTENTION])
+        residual = inputs[contract.RESIDUAL] + self._normed(f"{name}.post_attention_norm", added)
+        x = self._normed(f"{name}.mlp_norm", residual)
+        after: Floats = residual + self._normed(f"{name}.post_mlp_norm", self._mlps(name, x))
+        return after
+
+    def _mlps(self, name: str, x: Floats) -> Floats:
+        experts = self._config.layers[self._index - 1].experts
+        if experts is None:
+            return self._mlp(name, x)
+        weights = shares(self._product(f"{name}.router", x).astype(np.float64), experts)
+        added = np.zeros_like(x)
+        for expert in range(experts.experts):
+            rows = np.flatnonzero(weights[:, expert])
+            if len(rows):
+                share = weights[rows, expert, None].astype(np.float32)
+                added[rows] += share * self._mlp(name, x[rows], expert, experts.experts)
+        return added
+
+    def _mlp(self, name: str, x: Floats, expert: int = 0, experts: int = 1) -> Floats:
+        """Compute one of the MLPs that are stacked in a layer."""
+        mlp = self._config.layers[self._index - 1].mlp
+        first = self._product(f"{name}.{'gate' if mlp.gated else 'up'}", x, expert, experts)
+        inner = activate(first.astype(np.float64), mlp.activation).astype(np.float32)
+        if mlp.gated:
+            inner *= self._product(f"{name}.up", x, expert, experts)
+        return self._product(f"{name}.down", inner, expert, experts)
+
+    def _product(self, name: str, x: Floats, stacked: int = 0, stacks: int = 1) -> Floats:
+        weight = self._tensor(name)
+        rows = len(weight) // stacks
+        product: Floats = x @ weight[stacked * rows : (stacked + 1) * rows].T
+        bias = f"{name}_bias"
+        return product + self._tensor(bias) if bias in self._specs else product
+
+    def _normed(self, name: str, x: Floats) -> Floats:
+        """Return normalized rows, or the rows where the model has no such norm."""
+        weight = self._tensor(name) if name in self._specs else None
+        bias = self._tensor(f"{name}_bias") if f"{name}_bias" in self._specs else None
+        return norm(x.astype(np.float64), weight, bias, self._config.norm_eps).astype(np.float32)
+
+    def _tensor(self, name: str) -> Floats:
+        if name not in self._read:
+            self._read[name] = self._checkpoint.tensor(name).float32()
+        return self._read[name]

@@ -1,0 +1,41 @@
+"""Qwen3-MoE (30B-A3B, 235B-A22B): Qwen3 with experts, in all layers or in some."""
+
+from __future__ import annotations
+
+from edgellm.errors import ModelFormatError
+from edgellm.graphs.architecture import Architecture, GGUFHeader
+from edgellm.graphs.config import ModelConfig
+from edgellm.graphs.experts import experts_from_gguf, routing_from_hf, with_experts
+from edgellm.graphs.fields import Fields
+from edgellm.graphs.models import llama, qwen2, qwen3
+
+
+def config_from_hf(fields: Fields) -> ModelConfig:
+    qwen2.without_windows(fields)
+    config = qwen3.normed(llama.config_from_hf(fields))
+    normalized = fields.optional(bool, "norm_topk_prob") or False
+    return with_experts(
+        config,
+        routing_from_hf(fields, normalized=normalized),
+        intermediate=fields.read(int, "moe_intermediate_size"),
+        sparse=_sparse_layers(fields, config.layer_count),
+    )
+
+
+def _sparse_layers(fields: Fields, count: int) -> list[bool]:
+    step = fields.optional(int, "decoder_sparse_step")
+    step = 1 if step is None else step
+    if step < 1:
+        raise ModelFormatError(
+            f"{fields.origin}: decoder_sparse_step is {step}; 1 or more is allowed"
+        )
+    dense = fields.optional(list, "mlp_only_layers") or []
+    return [(index + 1) % step == 0 and index not in dense for index in range(count)]
+
+
+def config_from_gguf(header: GGUFHeader) -> ModelConfig:
+    config = qwen3.normed(llama.config_from_gguf(header))
+    return experts_from_gguf(config, header, normalized=True)
+
+
+ARCHITECTURE = Architecture(config_from_hf=config_from_hf, config_from_gguf=config_from_gguf)

@@ -1,0 +1,85 @@
+"""Stacks of the matrices of a layer's experts, `[X*N, K]`: one behind the other."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from edgellm.errors import ModelFormatError
+from edgellm.graphs.tensor import Tensor
+from edgellm.kernels.quantized import KINDS, QuantizedWeight, concatenate
+
+
+def stacked(tensors: Sequence[Tensor], *, name: str) -> Tensor:
+    """Return the stack of one matrix for each expert; they are read one after the other.
+
+    Args:
+        name: name of the matrices in errors.
+
+    Raises:
+        ModelFormatError: the matrices have several shapes.
+    """
+    shapes = sorted({tensor.shape for tensor in tensors})
+    if len(shapes) > 1 or len(shapes[0]) != 2:
+        raise ModelFormatError(
+            f"tensors {name} have the shapes {' and '.join(str(list(s)) for s in shapes)}; needed "
+            "are matrices of one shape"
+        )
+    rows, columns = shapes[0]
+
+    def float32() -> NDArray[np.float32]:
+        values = np.empty((len(tensors), rows, columns), np.float32)
+        for index, tensor in enumerate(tensors):
+            values[index] = tensor.float32()
+        return values.reshape(-1, columns)
+
+    read = [tensor.quantized for tensor in tensors if tensor.quantized is not None]
+    sizes = [tensor.nbytes for tensor in tensors]
+    return Tensor(
+        (len(tensors) * rows, columns),
+        "/".join(sorted({tensor.storage for tensor in tensors})),
+        float32,
+        quantized=(lambda: _concatenated(read)) if len(read) == len(tensors) else None,
+        nbytes=sum(sizes) if all(sizes) else 0,
+    )
+
+
+def flattened(tensor: Tensor, experts: int, *, name: str) -> Tensor:
+    """Return the stack of a tensor `[X, N, K]`.
+
+    Args:
+        experts: number of experts in the config.
+        name: name of the tensor in errors.
+
+    Raises:
+        ModelFormatError: the tensor has other dimensions.
+    """
+    if len(tensor.shape) != 3 or tensor.shape[0] != experts:
+        raise ModelFormatError(
+            f"tensor {name} has shape {list(tensor.shape)}, but the config asks for a matrix for "
+            f"each of {experts} experts"
+        )
+    _, rows, columns = tensor.shape
+    shape = experts * rows, columns
+    return replace(tensor, shape=shape, float32=lambda: tensor.float32().reshape(shape))
+
+
+def _concatenated(read: Sequence[Callable[[], QuantizedWeight]]) -> QuantizedWeight:
+    weights = [each() for each in read]
+    kinds = {weight.kind.name for weight in weights}
+    if len(kinds) > 1:
+        # a file's zeros may be the same in all groups of some experts alone
+        weights = [_affine(weight) for weight in weights]
+    return concatenate(weights)
+
+
+def _affine(weight: QuantizedWeight) -> QuantizedWeight:
+    """Return a weight with offsets in place of its zero, which are rounded to halves."""
+    kind = KINDS[f"int{weight.kind.bits}_affine"]
+    if weight.kind == kind:
+        return weight
+    offset = (-weight.kind.zero * weight.scales()).astype(np.float16)
+    return QuantizedWeight(kind, weight.codes, weight.scale, offset)

@@ -1,0 +1,32 @@
+"""Reference of the router in float64."""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from edgellm.kernels.experts.routing import Routing
+
+Floats = NDArray[np.float64]
+
+
+def shares(logits: Floats, routing: Routing) -> Floats:
+    """Compute the share that each expert has in a row's output, 0 for those that are not chosen.
+
+    Args:
+        logits: the router's logits `[C, X]`.
+
+    Returns:
+        Shares `[C, X]`.
+    """
+    if routing.scores == "sigmoid":
+        scores = 1 / (1 + np.exp(-logits))
+    else:
+        scores = np.exp(logits - logits.max(axis=-1, keepdims=True))
+        scores /= scores.sum(axis=-1, keepdims=True)
+    chosen = np.argsort(-scores, axis=-1, kind="stable")[:, : routing.used]
+    kept = np.zeros_like(scores)
+    np.put_along_axis(kept, chosen, np.take_along_axis(scores, chosen, axis=-1), axis=-1)
+    if routing.normalized:
+        kept /= kept.sum(axis=-1, keepdims=True)
+    return np.asarray(kept * routing.scale)

@@ -1,0 +1,25 @@
+"""Rules by which a router chooses experts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+
+@dataclass(frozen=True, kw_only=True)
+class Routing:
+    """Choice of experts for a row from the router's logits (Shazeer et al., arXiv:1701.06538).
+
+    Attributes:
+        experts: number of experts.
+        used: number of experts that a row goes through: those with the best scores.
+        scores: function that makes scores of all logits of a row.
+        normalized: whether the scores of a row's chosen experts are divided by their sum.
+        scale: factor of the sum of the experts' outputs.
+    """
+
+    experts: int
+    used: int
+    scores: Literal["softmax", "sigmoid"] = "softmax"
+    normalized: bool = True
+    scale: float = 1.0

@@ -1,0 +1,199 @@
+"""Export of models with experts, and what refuses to compute them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import pytest
+from random_checkpoint import CONFIGS
+from tiny_families import make, save_tokenizer
+from tiny_gguf import FILES, VOCABULARY, convert, with_vocabulary
+
+from edgellm import load
+from edgellm.backends import selection
+from edgellm.backends.packed_weights import open_packed_weights
+from edgellm.backends.selection import precisions_of, select
+from edgellm.engine.auto_prefill import auto_choice
+from edgellm.errors import BundleError, EdgeLLMError, OptionError, UnsupportedModelError
+from edgellm.export import export
+from edgellm.export.precisions import PRECISIONS
+from edgellm.graphs.checkpoint import open_checkpoint
+from edgellm.graphs.config import ModelConfig
+from edgellm.kernels.experts import Routing
+from edgellm.kernels.linear import packed_shape, unpack_weight
+from edgellm.kernels.quantized import KINDS, dequantize
+from edgellm.measure.roofline import work_of
+from edgellm.options import EngineOptions
+from edgellm.store.bundle import Bundle, open_bundle
+from edgellm.store.bundle_check import check_manifest
+from edgellm.store.import_summary import imported
+from edgellm.store.precision_support import why_not
+
+ROUTING = Routing(experts=5, used=3)
+
+
+CONFIG = CONFIGS["experts"]
+
+
+@dataclass(frozen=True)
+class Exported:
+    folder: Path
+    bundle: Bundle
+
+
+@pytest.fixture(scope="module", params=["folder", "Q8_0"])
+def exported(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Exported:
+    """A tiny Qwen3-MoE, from its folder or from a file made of it."""
+    folder = tmp_path_factory.mktemp("experts")
+    make("qwen3_moe", folder, vocab_size=VOCABULARY)
+    save_tokenizer(folder)
+    path = folder
+    if request.param != "folder":
+        arch, keys, _ = FILES["qwen3_moe"]
+        kind = gguf.GGMLQuantizationType[request.param]
+        path = convert(folder, folder / "model.gguf", arch, with_vocabulary(keys), kind=kind)
+    bundle = export(path, folder / "bundle", name="tiny", source=str(path))
+    return Exported(path, bundle)
+
+
+def test_the_packed_precision_alone_is_exported(exported: Exported) -> None:
+    assert set(exported.bundle.manifest.precisions) == {"packed"}
+    assert exported.bundle.manifest.reference == {}
+
+
+def test_weights_are_those_of_the_checkpoint(exported: Exported) -> None:
+    checkpoint, weights = open_checkpoint(exported.folder), open_packed_weights(exported.bundle)
+    for index, layer in enumerate(weights.layers):
+        assert layer.routing == Routing(experts=5, used=3, normalized=True)
+        router = checkpoint.tensor(f"layers.{index}.router").float32()
+        assert layer.router is not None
+        np.testing.assert_array_equal(layer.router, router)
+        for name, packed in (("gate", layer.gate), ("up", layer.up), ("down", layer.down)):
+            exact = checkpoint.tensor(f"layers.{index}.{name}").float32()
+            assert packed is not None
+            assert (packed.outputs, packed.inputs) == exact.shape
+            found = dequantize(unpack_weight(packed))
+            assert np.abs(found - exact).max() < 0.01 * np.abs(exact).max()
+
+
+def test_a_step_reads_its_own_experts(exported: Exported) -> None:
+    """And so does the roofline of `edgellm plan` and `edgellm bench`."""
+    kind = KINDS["int8_symmetric"]
+
+    def packed(outputs: int, inputs: int) -> int:
+        return int(np.prod(packed_shape(outputs, inputs, kind)))
+
+    attention = 2 * packed(128, 64) + 2 * packed(64, 64) - packed(128, 64) + packed(64, 128)
+    experts = 3 * (2 * packed(32, 64) + packed(64, 32))
+    expected = 4 * (attention + experts + 5 * 64 * 4) + packed(VOCABULARY, 64)
+    assert imported(exported.bundle.manifest, "packed").decode_bytes == expected
+    work = work_of(exported.bundle, 0, precision="packed", kv_format="int8")
+    assert work.decode_bytes == expected
+    attention_weights = 2 * 128 * 64 + 2 * 64 * 64
+    assert work.prefill_flops == 2 * 4 * (attention_weights + 3 * 3 * 32 * 64 + 5 * 64)
+
+
+def test_a_manifest_of_other_experts_is_refused(exported: Exported) -> None:
+    manifest = exported.bundle.manifest
+    changed = with_layers(manifest.config, replace(ROUTING, experts=6))
+    with pytest.raises(BundleError, match=r"layers\.0\.\w+ is .*the config needs"):
+        check_manifest(replace(manifest, config=changed), origin="manifest.json")
+    dense = with_layers(manifest.config, None)
+    with pytest.raises(BundleError, match=r"packed: .*(router|the config needs)"):
+        check_manifest(replace(manifest, config=dense), origin="manifest.json")
+
+
+def with_layers(config: ModelConfig, experts: Routing | None) -> ModelConfig:
+    return replace(config, layers=tuple(replace(x, experts=experts) for x in config.layers))
+
+
+@pytest.mark.parametrize("precision", sorted({*PRECISIONS} - {"packed"}))
+def test_no_graph_computes_experts(exported: Exported, tmp_path: Path, precision: str) -> None:
+    assert why_not(precision, CONFIG) is not None
+    words = rf"precision {precision} cannot compute qwen3_moe: it has experts.*native.*packed"
+    with pytest.raises(UnsupportedModelError, match=words):
+        export(
+            exported.folder,
+            tmp_path / "out",
+            name="x",
+            source="x",
+            precisions=("packed", precision),
+        )
+    assert not (tmp_path / "out").exists()
+    with pytest.raises(UnsupportedModelError, match=words):
+        export(
+            exported.folder,
+            exported.bundle.path,
+            name="tiny",
+            source=str(exported.folder),
+            precisions=(precision,),
+        )
+
+
+def test_chunk_sizes_are_refused(exported: Exported, tmp_path: Path) -> None:
+    with pytest.raises(OptionError, match="packed is exported without chunks"):
+        export(exported.folder, tmp_path / "out", name="x", source="x", chunk_sizes=(8,))
+
+
+@pytest.fixture
+def compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(selection, "library", lambda: object())
+
+
+@pytest.mark.usefixtures("compiled")
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"decode": "triton"},
+        {"decode": "portable"},
+        {"decode": "reference"},
+        {"prefill": "triton"},
+        {"prefill": "cpu"},
+        {"prefill": "openvino"},
+        {"prefill": "cuda", "decode": "chunked"},
+        {"precision": "w8a8"},
+        {"prefill": "cpu", "precision": "f32", "decode": "native"},
+    ],
+    ids=str,
+)
+def test_other_back_ends_are_refused(exported: Exported, options: dict[str, Any]) -> None:
+    with pytest.raises(UnsupportedModelError, match=r"is '\w+'.*has experts.*take .*native"):
+        select(EngineOptions(**options), CONFIG)
+
+
+@pytest.mark.usefixtures("compiled")
+def test_auto_is_native(monkeypatch: pytest.MonkeyPatch, exported: Exported) -> None:
+    """Whatever decodes other models here."""
+    monkeypatch.setattr(selection, "_usual_decode", lambda: "triton")
+    monkeypatch.setattr("edgellm.backends.native.require", lambda _: None)
+    chosen = select(EngineOptions(), CONFIG)
+    assert (chosen.prefill, chosen.decode) == ("native", "native")
+    assert chosen.precisions(CONFIG) == {"packed"}
+    assert precisions_of(EngineOptions())(CONFIG) == {"packed"}
+    choice = auto_choice(exported.bundle, EngineOptions())
+    assert (choice.prefill, choice.reason) == ("native", "no accelerator computes experts")
+
+
+def test_without_a_compiler_it_says_so(
+    monkeypatch: pytest.MonkeyPatch, exported: Exported, edgellm_home: Path
+) -> None:
+    monkeypatch.setattr(selection, "library", lambda: None)
+    for options in ({}, {"scheduling": "serial"}):
+        with pytest.raises(UnsupportedModelError, match=r"has experts.*not built.*C\+\+ compiler"):
+            load(str(exported.folder), **options)
+    with pytest.raises(EdgeLLMError, match=r"not built"):
+        load(str(exported.bundle.path), decode="native")
+    assert not list(edgellm_home.rglob("weights.bin"))
+
+
+def test_two_devices_have_no_part(exported: Exported) -> None:
+    chosen = selection.Selection(prefill="native", decode="native", policy="serial")
+    assert chosen.scheduling("two_devices") == "stall_free"
+
+
+def test_a_bundle_is_opened_again(exported: Exported) -> None:
+    assert open_bundle(exported.bundle.path, verify=True).config == exported.bundle.config

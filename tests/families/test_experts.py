@@ -1,0 +1,175 @@
+"""Models with experts on the C++ kernels: what they compute and answer is what transformers does.
+
+Their weights are numbers that 8 bits hold, so that what is left is the rounding of activations. It
+sends a token whose experts are hardly better than the next ones to others, and its logits with it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import gguf
+import numpy as np
+import pytest
+from click.testing import CliRunner
+from matrix import MEDIAN, usable
+from tiny_families import logits, make, save_tokenizer
+from tiny_gguf import FILES, VOCABULARY, convert, with_vocabulary
+
+from edgellm.cli.main import edgellm
+from edgellm.engine.one_sequence import Hooks, compute_prompt, compute_tokens
+from edgellm.errors import UnsupportedModelError
+from edgellm.export import export
+from edgellm.kernels.quantized import dequantize
+from edgellm.llm import LLM, load
+from edgellm.measure.doctor import float_reference
+from edgellm.measure.quality import quality
+from edgellm.models import describe
+from edgellm.quantize.int8 import quantize_groups
+from edgellm.store.import_summary import imported
+
+pytestmark = pytest.mark.skipif(not usable("C++"), reason="experts need the C++ kernels")
+
+NAMES = ("qwen3_moe", "qwen3_moe_mixed", "olmoe", "mixtral", "granitemoe")
+CASES = [(name, form) for name in NAMES for form in ("folder", "Q8_0")]
+TOKENS = np.random.default_rng(0).integers(3, VOCABULARY, 300).tolist()
+GREEDY: dict[str, Any] = {"temperature": 0, "max_tokens": 16, "ignore_eos": True}
+
+
+@dataclass(frozen=True)
+class Judged:
+    llm: LLM
+    judge: Any
+
+
+@pytest.fixture(
+    scope="module", params=[case for case in CASES if case != ("qwen3_moe_mixed", "Q8_0")], ids=str
+)
+def judged(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Judged]:
+    name, form = request.param
+    folder = tmp_path_factory.mktemp(name)
+    arch, keys, changes = FILES.get(name, (None, None, {}))
+    sizes = {"vocab_size": VOCABULARY, "max_position_embeddings": 512}
+    model = make(name, folder, **sizes, **(changes if form != "folder" else {}))
+    round_weights(model)
+    model.save_pretrained(folder)
+    save_tokenizer(folder)
+    path = folder
+    if form != "folder":
+        kind = gguf.GGMLQuantizationType[form]
+        path = convert(folder, folder / "m.gguf", arch, with_vocabulary(keys), kind=kind)
+    bundle = export(path, folder / "bundle", name="tiny", source=str(path))
+    assert imported(bundle.manifest, "packed").requantized_tensors == 0
+    with load(str(bundle.path), kv_format="f32") as llm:
+        yield Judged(llm, model)
+
+
+def round_weights(model: Any) -> None:
+    """Round all matrices but the routers to numbers that int8 groups hold."""
+    import torch
+
+    with torch.no_grad():
+        for key, weight in model.named_parameters():
+            if weight.ndim > 1 and not key.endswith((".gate.weight", ".router.weight")):
+                rows = weight.numpy().reshape(-1, weight.shape[-1])
+                exact = dequantize(quantize_groups(rows)).reshape(weight.shape)
+                weight.copy_(torch.tensor(exact))
+
+
+def found(llm: LLM, tokens: list[int], length: int) -> np.ndarray:
+    """The logits after a prompt, and after each token behind it."""
+    engine, sequence = llm.engine, llm.engine.cache.sequence()
+
+    def compute() -> np.ndarray:
+        rows = [compute_prompt(engine.prefill, tokens[:length], sequence, Hooks())]
+        rows += [compute_tokens(engine.decoder, [t], sequence)[0] for t in tokens[length:]]
+        sequence.close()
+        return np.stack(rows)
+
+    return engine.thread.call(compute)
+
+
+@pytest.mark.parametrize("length", [1, 2, 15, 33, 290])
+def test_logits_are_near(judged: Judged, length: int) -> None:
+    tokens = TOKENS[: length + 10]
+    check(judged, judged.llm, tokens, length)
+
+
+def check(judged: Judged, llm: LLM, tokens: list[int], length: int) -> None:
+    expected = logits(judged.judge, tokens)[length - 1 :]
+    errors = np.abs(found(llm, tokens, length) - expected).max(axis=1) / np.abs(expected).max()
+    assert np.median(errors) < MEDIAN
+    assert (errors > 2 * MEDIAN).mean() < 0.3
+
+
+def answer(judge: Any, prompt: list[int], count: int) -> tuple[list[int], list[np.ndarray]]:
+    """The likeliest tokens by transformers, and the logits of each."""
+    tokens, rows = list(prompt), []
+    for _ in range(count):
+        rows.append(logits(judge, tokens)[-1])
+        tokens.append(int(rows[-1].argmax()))
+    return tokens[len(prompt) :], rows
+
+
+@pytest.mark.parametrize("first", [0, 50, 100])
+def test_greedy_tokens(judged: Judged, first: int) -> None:
+    """The same until two tokens are as likely as each other but for the error."""
+    prompt = TOKENS[first : first + 40]
+    expected, rows = answer(judged.judge, prompt, GREEDY["max_tokens"])
+    tokens = judged.llm.generate(prompt, **GREEDY).tokens
+    for ours, theirs, row in zip(tokens, expected, rows, strict=True):
+        if ours != theirs:
+            assert row[theirs] - row[ours] < MEDIAN * np.abs(row).max()
+            break
+
+
+@pytest.mark.parametrize("scheduling", ["stall_free", "layered"])
+def test_answers_together_are_those_alone(judged: Judged, scheduling: Any) -> None:
+    prompts = [TOKENS[i : i + length] for i, length in enumerate((3, 200, 41, 17, 90))]
+    alone = [judged.llm.generate(each, **GREEDY).tokens for each in prompts]
+    path = str(judged.llm.engine.bundle.path)
+    with load(path, kv_format="f32", scheduling=scheduling) as llm:
+        together = {each.index: each.result().tokens for each in llm.batch(prompts, **GREEDY)}
+    assert [together[index] for index in range(len(prompts))] == alone
+
+
+def test_prompts_in_pieces_and_found_again(judged: Judged) -> None:
+    with load(str(judged.llm.engine.bundle.path), kv_format="f32") as llm:
+        whole = llm.generate(TOKENS[:200], **GREEDY)
+        again = llm.generate(TOKENS[:200], **GREEDY)
+    assert whole.stats.cached_tokens == 0
+    assert (again.tokens, again.stats.cached_tokens) == (whole.tokens, 199)
+    with load(str(judged.llm.engine.bundle.path), kv_format="f32") as llm, llm.session() as session:
+        for first in range(0, 200, 37):
+            session.append(TOKENS[first : min(first + 37, 200)])
+            session.generate(temperature=0, max_tokens=0)
+        assert session.generate(**GREEDY).tokens == whole.tokens
+
+
+def test_what_a_token_uses_is_shown(judged: Judged) -> None:
+    path = str(judged.llm.engine.bundle.path)
+    shown = describe(path)
+    assert shown.used_parameters < shown.parameters
+    printed = CliRunner().invoke(edgellm, ["show", path])
+    assert f"M, of which a token uses {shown.used_parameters / 1e6:.1f} M" in printed.output
+
+
+def test_quality_has_a_reference(judged: Judged) -> None:
+    text = "".join(chr(token % 26 + 65) for token in TOKENS)
+    found = quality(judged.llm.engine, text, window=64, max_windows=2)
+    assert found.kl_mean < 0.1
+    assert abs(found.perplexity_change) < 0.2
+    with (
+        pytest.raises(UnsupportedModelError, match=r"no self-test of models with experts"),
+        float_reference(judged.llm.engine.bundle),
+    ):
+        pass
+
+
+def test_a_cache_of_eight_bits(judged: Judged) -> None:
+    with load(str(judged.llm.engine.bundle.path)) as llm:
+        check(judged, llm, TOKENS[:60], 30)
