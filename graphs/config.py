@@ -118,7 +118,11 @@ class ModelConfig:
         return self.ropes[self.layers[layer].attention.rope]
 
     def to_json(self) -> dict[str, Any]:
-        return asdict(self)
+        values = asdict(self)
+        for layer in values["layers"]:  # as before there were experts: sessions name models by it
+            if layer["experts"] is None:
+                del layer["experts"]
+        return values
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> ModelConfig:

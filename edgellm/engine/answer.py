@@ -238,6 +238,7 @@ class AnswerStats:
         self, engine: LoadedModel, speculation: Speculation, *, tokens: int, seed: int
     ) -> Stats:
         """Return the statistics so far; `tokens`: number of sampled tokens."""
+        drafts = dict(speculation.counts)  # which the engine's thread may change meanwhile
         return Stats(
             ttft_s=self._ttft_s,
             queued_s=self._queued_s,
@@ -253,9 +254,9 @@ class AnswerStats:
             decode=f"{engine.decoder.name} {engine.decoder.precision}",
             seed=seed,
             scheduling=engine.scheduling,
-            drafted_tokens=sum(each.drafted for each in speculation.counts.values()),
-            accepted_tokens=sum(each.accepted for each in speculation.counts.values()),
-            drafts=dict(speculation.counts),
+            drafted_tokens=sum(each.drafted for each in drafts.values()),
+            accepted_tokens=sum(each.accepted for each in drafts.values()),
+            drafts=drafts,
             draft_failure=speculation.failure,
             dropped_tokens=self.dropped,
             preempted=self.preempted,

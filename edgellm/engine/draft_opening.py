@@ -14,6 +14,7 @@ from edgellm.graphs.contract import WEIGHTS_FILE
 from edgellm.options import EngineOptions
 from edgellm.progress import ProgressCallback
 from edgellm.store.bundle import Bundle
+from edgellm.store.import_summary import imported
 from edgellm.store.manifest import PACKED
 from edgellm.store.prepare import prepare
 
@@ -82,7 +83,7 @@ def open_draft(target: LoadedModel, bundle: Bundle) -> DraftModel:
         rows=min(target.config.vocab_size, model.config.vocab_size),
         tokens=options.draft_tokens,
         p_min=options.draft_p_min,
-        token_steps=_packed_bytes(bundle) / _packed_bytes(target.bundle),
+        token_steps=_token_bytes(bundle) / _token_bytes(target.bundle),
     )
 
 
@@ -101,5 +102,7 @@ def first_difference(
     return None
 
 
-def _packed_bytes(bundle: Bundle) -> int:
-    return bundle.manifest.files[f"{PACKED}/{WEIGHTS_FILE}"].bytes
+def _token_bytes(bundle: Bundle) -> int:
+    """Return the bytes of weights that a token reads: of experts those that it goes through."""
+    read = imported(bundle.manifest, PACKED).decode_bytes
+    return read or bundle.manifest.files[f"{PACKED}/{WEIGHTS_FILE}"].bytes

@@ -129,6 +129,10 @@ class DraftPolicy:
                 best, chosen = gain, Choice(offer, min(count, most), company)
         return chosen
 
+    def too_far(self, offer: Evidence) -> bool:
+        """Whether the purse does not hold what its drafter takes to catch up."""
+        return _catch_up(offer) > self._purse.steps
+
     def plain(self, seconds: float, *, company: int = 1) -> None:
         """Learn the seconds of a step without a draft."""
         self._plain_s[company] = _average(self._plain_s.get(company, 0.0), seconds)

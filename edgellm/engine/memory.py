@@ -8,7 +8,7 @@ import psutil
 
 from edgellm.backends.registry import NATIVE
 from edgellm.backends.selection import Selection
-from edgellm.cache.groups import cache_bytes, pool_blocks
+from edgellm.cache.groups import STEP_ROWS, cache_bytes, pool_blocks
 from edgellm.errors import MemoryEstimateError, OptionError
 from edgellm.graphs.config import ModelConfig
 from edgellm.graphs.contract import WEIGHTS_FILE
@@ -74,7 +74,8 @@ def estimate(
     if draft is not None:
         used = draft_options(draft, options, ctx_size=ctx_size)
         drafts += _cache_bytes(draft.config, used, used.ctx_size or ctx_size)
-    return MemoryEstimate(weights, cache, ctx_size=ctx_size, blocks=blocks, draft=drafts)
+    base = _BASE_BYTES + _expert_bytes(config)
+    return MemoryEstimate(weights, cache, ctx_size=ctx_size, blocks=blocks, base=base, draft=drafts)
 
 
 def draft_options(draft: Bundle, options: EngineOptions, *, ctx_size: int) -> EngineOptions:
@@ -119,6 +120,16 @@ def context_note(config: ModelConfig, options: EngineOptions, ctx_size: int) -> 
         f"context of {ctx_size} of the model's {config.context_length} tokens, which the KV "
         f"cache's share of the memory holds (1/{_CACHE_SHARE}); `ctx_size` asks for another one"
     )
+
+
+def _expert_bytes(config: ModelConfig) -> int:
+    """Return the bytes of a step's rows in experts: a byte a code and 2.6 of scales and sums."""
+    hidden, most = config.hidden_size, 0.0
+    for layer in config.layers:
+        if layer.experts is not None:
+            width = 4 * hidden + 3.6 * (hidden + layer.mlp.intermediate)
+            most = max(most, STEP_ROWS * layer.experts.used * width)
+    return int(most)
 
 
 def _weight_bytes(bundle: Bundle, precisions: set[str]) -> int:

@@ -12,7 +12,7 @@ from edgellm.engine.drafter import Drafter, Evidence
 from edgellm.engine.loaded_model import LoadedModel
 from edgellm.engine.prompt_lookup import LookupDrafter
 from edgellm.engine.token_table import TableDrafter
-from edgellm.errors import first_line
+from edgellm.errors import CacheFullError, first_line
 from edgellm.generation_options import GenerationOptions
 from edgellm.kernels.sampling import Logits
 from edgellm.results import DraftCounts
@@ -75,6 +75,12 @@ class Speculation:
         """
         most = room if self._most is None else min(room, self._most)
         offers = self._evidence(tokens) if most > 0 else []
+        far = next((offer for offer in offers if self._policy.too_far(offer)), None)
+        if far is not None and not self.failure:
+            self.failure = (
+                f"{far.kind.drafter}: {far.behind} tokens behind, which would take longer to catch "
+                "up with than drafts may lose"
+            )
         self._choice = self._policy.choose(offers, most=most, company=company)
         return self._choice
 
@@ -149,6 +155,10 @@ class Speculation:
         drafter = self._drafters[choice.kind.drafter]
         try:
             return drafter.propose(tokens, count)
+        except CacheFullError:  # other answers have its room: paused ones too
+            drafter.close()
+            self.failure = f"{drafter.name}: no room in its KV cache beside other answers"
+            return []
         except Exception as error:
             self._give_up(drafter, error)
             return []

@@ -108,7 +108,7 @@ def _card(
         options=chosen_options(bundle.manifest, None, {}),
         precision=precision,
         file_type=_file_type(bundle.manifest, precision),
-        memory_bytes=needed.weights + needed.kv_cache,
+        memory_bytes=needed.models,
         bos=tokenizer.bos or "",
         eos=next(iter(tokenizer.eos), ""),
         template="" if template is None else template.source,

@@ -23,7 +23,8 @@ _UNUSED = (
 def config_from_hf(fields: Fields) -> ModelConfig:
     if "num_local_experts" not in fields or fields.read(int, "num_local_experts") != 0:
         raise UnsupportedModelError(
-            f"{fields.origin}: num_local_experts is not 0: experts are not supported"
+            f"{fields.origin}: num_local_experts is not 0: experts of this family are not "
+            "supported (those of granitemoe are)"
         )
     fields.require("normalization_function", "rmsnorm")
     fields.require("position_embedding_type", "rope", "nope")

@@ -8,7 +8,7 @@ namespace edgellm {
 // The same fields, in the same order, as in native.py.
 struct Router {
     const float* weight;  // [experts, hidden]; null where a layer has one MLP
-    int32_t experts, used, sigmoid, normalized;
+    int32_t experts, used, normalized;
     float scale;
 };
 

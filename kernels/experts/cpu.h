@@ -11,7 +11,7 @@ inline void choose(const edgellm::Router& router, float* score, int32_t* expert,
     for (int e = 1; e < router.experts; ++e) top = score[e] > top ? score[e] : top;
     float all = 0;
     for (int e = 0; e < router.experts; ++e) {
-        score[e] = router.sigmoid ? 1 / (1 + std::exp(-score[e])) : std::exp(score[e] - top);
+        score[e] = std::exp(score[e] - top);
         all += score[e];
     }
     constexpr float CHOSEN = -1;
@@ -28,7 +28,7 @@ inline void choose(const edgellm::Router& router, float* score, int32_t* expert,
         expert[at] = best;
         share[at] = value;
     }
-    const float whole = router.normalized ? sum : router.sigmoid ? 1 : all;
+    const float whole = router.normalized ? sum : all;
     for (int k = 0; k < router.used; ++k) share[k] *= router.scale / whole;
 }
 
@@ -88,7 +88,9 @@ public:
                             part(layer.up, layer.router, e), first, end, rows_of(x_, hidden_, e), count(e),
                             rows_of(activated_, width, e));
         });
-        const int panels = hidden_ / edgellm::PANEL, outer = panels_at_once(part(layer.down, layer.router, 0), 1, threads_);
+        // in pairs, or one of each two would be thrown away where an expert has many rows
+        const int pairs = (panels_at_once(part(layer.down, layer.router, 0), 1, threads_) + WIDE_PANELS - 1) / WIDE_PANELS;
+        const int panels = hidden_ / edgellm::PANEL, outer = pairs * WIDE_PANELS;
         each_active(worker, layer.router, (panels + outer - 1) / outer, [&](int e, int run) {
             const int first = run * outer, end = std::min(panels, first + outer);
             multiply_panels(part(layer.down, layer.router, e), first, end, rows_of(activated_, width, e), count(e),

@@ -19,11 +19,8 @@ def shares(logits: Floats, routing: Routing) -> Floats:
     Returns:
         Shares `[C, X]`.
     """
-    if routing.scores == "sigmoid":
-        scores = 1 / (1 + np.exp(-logits))
-    else:
-        scores = np.exp(logits - logits.max(axis=-1, keepdims=True))
-        scores /= scores.sum(axis=-1, keepdims=True)
+    scores = np.exp(logits - logits.max(axis=-1, keepdims=True))
+    scores /= scores.sum(axis=-1, keepdims=True)
     chosen = np.argsort(-scores, axis=-1, kind="stable")[:, : routing.used]
     kept = np.zeros_like(scores)
     np.put_along_axis(kept, chosen, np.take_along_axis(scores, chosen, axis=-1), axis=-1)

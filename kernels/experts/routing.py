@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -12,14 +11,13 @@ class Routing:
 
     Attributes:
         experts: number of experts.
-        used: number of experts that a row goes through: those with the best scores.
-        scores: function that makes scores of all logits of a row.
+        used: number of experts that a row goes through: those with the best scores, which are the
+            softmax of the logits.
         normalized: whether the scores of a row's chosen experts are divided by their sum.
         scale: factor of the sum of the experts' outputs.
     """
 
     experts: int
     used: int
-    scores: Literal["softmax", "sigmoid"] = "softmax"
     normalized: bool = True
     scale: float = 1.0

@@ -36,7 +36,7 @@ class _Router(ctypes.Structure):
 
     _fields_ = [
         ("weight", ctypes.c_void_p),
-        *((name, ctypes.c_int32) for name in ("experts", "used", "sigmoid", "normalized")),
+        *((name, ctypes.c_int32) for name in ("experts", "used", "normalized")),
         ("scale", ctypes.c_float),
     ]
 
@@ -45,8 +45,7 @@ class _Router(ctypes.Structure):
         routing = layer.routing
         if routing is None:
             return cls()
-        sigmoid, normalized = routing.scores == "sigmoid", routing.normalized
-        counts = routing.experts, routing.used, sigmoid, normalized
+        counts = routing.experts, routing.used, routing.normalized
         return cls(address(layer.router), *counts, routing.scale)
 
 

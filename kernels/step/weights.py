@@ -200,9 +200,10 @@ def _check_layer(layer: LayerWeights, hidden: int) -> None:
 def _check_router(layer: LayerWeights, hidden: int) -> int:
     """Check the router of a layer; returns its number of experts, 1 without a router."""
     routing, router = layer.routing, layer.router
-    if routing is None or router is None:
-        _require("router without routing, or routing without router", routing, router)
+    if routing is None and router is None:
         return 1
+    if routing is None or router is None:
+        raise ValueError("router without routing, or routing without router")
     experts, biases = routing.experts, (layer.gate_bias, layer.up_bias, layer.down_bias)
     if not 1 <= routing.used <= experts:
         raise ValueError(f"{routing.used} of {experts} experts are used; 1 to {experts} can be")

@@ -149,13 +149,13 @@ EXPERTS = {
         parts=Parts(
             norms="sandwich",
             layer_norm=True,
-            routing=Routing(experts=5, used=5, scores="sigmoid", scale=2.5),
+            routing=Routing(experts=5, used=5, scale=2.5),
         ),
     ),
     "every second layer": Shape(
         *(4, 1, 32),
         layers=3,
-        parts=Parts(qk_norm="head", routing=Routing(experts=20, used=3, scores="sigmoid")),
+        parts=Parts(qk_norm="head", routing=Routing(experts=20, used=3)),
         odd=Shape(4, 1, 32, intermediate=96),
     ),
 }
