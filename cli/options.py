@@ -194,7 +194,7 @@ _DRAFTS = (
         "draft",
         metavar="MODEL",
         help="A smaller model of the same vocabulary that guesses tokens ahead, where that is "
-        "faster; the answer is the same.",
+        "faster; the answer is the same. It needs `--decode native`.",
     ),
     click.option(
         "--draft-tokens",

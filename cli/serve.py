@@ -208,12 +208,19 @@ def _served(
     """Return the models to serve, those of the configuration file where none is named.
 
     Raises:
-        OptionError: one is to be pinned that is not served.
+        OptionError: one is to be pinned that is not served, or one draft is given to several.
     """
     from edgellm.serve import served_model, split_id
 
+    names = models or config.serve or (config.default,)
+    if "draft" in load_arguments and len(names) > 1:
+        raise OptionError(
+            f"--draft guesses for one model, and {len(names)} are served; give each its `draft` in "
+            "edgellm.toml"
+        )
+
     served = []
-    for name in models or config.serve or (config.default,):
+    for name in names:
         id, source = split_id(name)
         model = config.model(source)
         served.append(

@@ -47,6 +47,12 @@ def prepare_draft(
             f"`draft` is {name!r}, the model itself, which would be as slow as no drafts; name a "
             "smaller model of the same family, or leave it out"
         )
+    if _token_bytes(draft) > _token_bytes(bundle):
+        raise OptionError(
+            f"`draft` is {name!r}, of which a token reads {_token_bytes(draft) >> 20} MiB, and of "
+            f"{bundle.manifest.name} {_token_bytes(bundle) >> 20}: it could never be faster; name "
+            "a smaller model of the same family"
+        )
     return draft
 
 

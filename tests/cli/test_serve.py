@@ -28,6 +28,7 @@ from edgellm.cli.progress import progress_bar
         (("--idle-unload-s", "0"), "--idle-unload-s is 0"),
         (("a/x", "b/x"), "under an id of its own"),
         (("x=",), "write ID=NAME"),
+        (("a", "b", "--draft", "c"), "--draft guesses for one model, and 2 are served"),
     ],
 )
 def test_wrong_options(arguments: tuple[str, ...], message: str) -> None:

@@ -211,6 +211,12 @@ def test_the_model_itself(folder: str, tiny_model: Path) -> None:
             load(folder, draft=name)
 
 
+def test_a_larger_model(folder: str, write_model: Callable[..., Path], tmp_path: Path) -> None:
+    larger = str(write_model(tmp_path, num_hidden_layers=5))
+    with pytest.raises(OptionError, match=r"`draft` is .*could never be faster; name a smaller"):
+        load(folder, draft=larger)
+
+
 def test_a_draft_model_that_does_not_exist(folder: str) -> None:
     with pytest.raises(SourceError, match=r"`draft` is 'nowhere.gguf': nowhere.gguf: no such file"):
         load(folder, draft="nowhere.gguf")
