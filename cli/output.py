@@ -158,7 +158,7 @@ def stats_line(stats: Stats, reason: FinishReason) -> str:
     ended = f" | ended: {_ENDED[reason]}" if reason in _ENDED else ""
     guessed = [f"{n.accepted} of {n.drafted} by {name}" for name, n in stats.drafts.items()]
     drafts = f" | drafts: {', '.join(guessed)}" if guessed else ""
-    drafts += f" | no more drafts of the {stats.draft_failure}" if stats.draft_failure else ""
+    drafts += f" | drafts missing of the {stats.draft_failure}" if stats.draft_failure else ""
     return (
         f"[ prompt: {stats.prompt_tokens} tokens ({stats.cached_tokens} cached, {where} "
         f"{stats.prefill_precision}), {stats.prompt_tokens_per_second:.1f} t/s | "

@@ -49,8 +49,8 @@ class Stats:
             them.
         drafts: the same of each drafter with a guess: `lookup` (in the
             answer's own tokens), `table` (of all answers), `model`.
-        draft_failure: name of a drafter that failed, and its error, where the answer went on
-            without it; else "".
+        draft_failure: name of a drafter that failed or had to stay out, and why, where the answer
+            went on without it; else "".
         dropped_tokens: number of tokens forgotten because the context was full.
         queued_s: part of `ttft_s` before the prompt was begun, because other answers were first.
         preempted: number of times that the answer gave its place in the KV cache to others for a

@@ -48,7 +48,7 @@ class Speculation:
 
     Attributes:
         counts: draft tokens so far, and accepted ones, of each drafter.
-        failure: what a drafter failed with that does no more for the answer; "": none has failed.
+        failure: a drafter that failed or had to stay out, and why; "": none.
     """
 
     def __init__(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 
 import pytest
 from hypothesis import given
@@ -11,6 +12,8 @@ from hypothesis import strategies as st
 from edgellm.engine.draft_policy import Choice, DraftPolicy, Purse, common_length
 from edgellm.engine.drafter import Evidence, Kind
 from edgellm.engine.prompt_lookup import LookupDrafter, PromptLookup, kind_of_match
+from edgellm.engine.speculation import Speculation
+from edgellm.errors import CacheFullError
 
 MODEL = Kind("model", 0.7, most=3, keep=0.95, token_steps=0.4)
 
@@ -258,3 +261,56 @@ def test_all_sequences_of_a_step_gain_or_none_drafts() -> None:
     some, more = (Choice(Evidence(MODEL), count) for count in (1, 3))
     assert common_length([some, more]) == 1
     assert common_length([more, None]) == common_length([]) == 0
+
+
+def test_a_drafter_is_too_far_behind_where_catching_up_takes_more_than_may_be_lost() -> None:
+    purse = Purse()
+    policy = DraftPolicy(purse)
+    most = int(purse.steps * 8 / MODEL.token_steps)
+    assert not policy.too_far(Evidence(MODEL, behind=most))
+    assert policy.too_far(Evidence(MODEL, behind=most + 1))
+    assert not policy.too_far(Evidence(kind_of_match(3), behind=10**6))  # takes no time
+
+
+class Scripted:
+    """A drafter that always has evidence; its guesses raise `error` where there is one."""
+
+    name = "model"
+
+    def __init__(self, behind: int = 0) -> None:
+        self.behind, self.closed = behind, 0
+        self.error: Exception | None = None
+
+    def evidence(self, tokens: Sequence[int]) -> Evidence:
+        return Evidence(MODEL, behind=self.behind)
+
+    def propose(self, tokens: Sequence[int], count: int) -> list[int]:
+        if self.error is not None:
+            raise self.error
+        return [7] * count
+
+    def close(self) -> None:
+        self.closed += 1
+
+
+def test_a_drafter_without_room_drafts_again_when_there_is_some() -> None:
+    drafter = Scripted()
+    drafts = Speculation([drafter], DraftPolicy(Purse()))
+    for _ in range(4):
+        drafts.computed([], seconds=1.0)
+        drafts.settle()
+    drafter.error = CacheFullError("full")
+    choice = drafts.choose(9, [1, 2, 3], company=1)
+    assert choice is not None
+    assert drafts.draft(choice.count, [1, 2, 3]) == []
+    assert drafter.closed == 1
+    assert "no room" in drafts.failure
+    drafter.error = None
+    assert drafts.choose(9, [1, 2, 3], company=1) is not None
+    assert drafts.draft(1, [1, 2, 3]) == [7]
+
+
+def test_a_drafter_that_stays_out_is_told() -> None:
+    drafts = Speculation([Scripted(behind=10_000)], DraftPolicy(Purse()))
+    assert drafts.choose(9, [1, 2, 3], company=1) is None
+    assert drafts.failure.startswith("model: 10000 tokens behind")
