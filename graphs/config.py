@@ -17,6 +17,12 @@ _LARGEST = {
     "layer_count": 1 << 12,
     "context_length": (1 << 31) - 1,
 }
+# Fields that came later, with the values of models before there were any.
+_LATER: Mapping[str, Mapping[str, Any]] = {
+    "layer": {"experts": None, "shared": None},
+    "attention": {"sinks": False},
+    "experts": {"scores": "softmax", "bias": False, "selection_bias": False},
+}
 # RoPE turns at least one in this many channels; models turn a quarter of a head or more (GPT-NeoX).
 _ROTATED_SHARE = 4
 
@@ -64,6 +70,8 @@ class ModelConfig:
     def _check_layers(self) -> None:
         for index, layer in enumerate(self.layers):
             _check_groups("intermediate_size", layer.mlp.intermediate)
+            if layer.shared is not None:
+                _check_groups("the shared expert's intermediate_size", layer.shared.intermediate)
             _check_groups("attention_size", layer.attention.size)
             if not 0 <= layer.attention.rope < len(self.ropes):
                 raise ModelFormatError(
@@ -114,14 +122,21 @@ class ModelConfig:
         """Whether some layer has experts."""
         return any(layer.experts is not None for layer in self.layers)
 
+    @property
+    def native_part(self) -> str | None:
+        """Part of some layer that the C++ kernels alone compute, in words; None: there is none."""
+        return next(filter(None, (layer.native_part for layer in self.layers)), None)
+
     def rope_of(self, layer: int) -> Rope:
         return self.ropes[self.layers[layer].attention.rope]
 
     def to_json(self) -> dict[str, Any]:
         values = asdict(self)
-        for layer in values["layers"]:  # as before there were experts: sessions name models by it
-            if layer["experts"] is None:
-                del layer["experts"]
+        # as before there were these parts: sessions name models by it
+        for layer in values["layers"]:
+            _leave_out(layer, _LATER["layer"])
+            _leave_out(layer["attention"], _LATER["attention"])
+            _leave_out(layer.get("experts", {}), _LATER["experts"])
         return values
 
     @classmethod
@@ -147,3 +162,10 @@ def repeated(layer: LayerConfig, count: int) -> tuple[LayerConfig, ...]:
     if not 1 <= count <= largest:
         raise ModelFormatError(f"model config: layers is {shown(count)}; 1 to {largest} is allowed")
     return (layer,) * count
+
+
+def _leave_out(values: dict[str, Any], defaults: Mapping[str, Any]) -> None:
+    """Remove fields that have their values of before."""
+    for name, default in defaults.items():
+        if values.get(name, default) == default:
+            values.pop(name, None)

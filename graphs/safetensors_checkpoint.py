@@ -111,7 +111,7 @@ class SafetensorsCheckpoint:
     def _stored(self, name: str) -> Tensor:
         key = self._file_name(name)
         module = key.removesuffix(".weight")
-        if module != key:
+        if module != key or key.endswith("_proj"):  # stacks of experts have no suffix
             weight = self._quantized(module)
             if weight is not None:
                 return checked(weight, f"{self.path}: tensor {key}")

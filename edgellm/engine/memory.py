@@ -128,7 +128,8 @@ def _expert_bytes(config: ModelConfig) -> int:
     for layer in config.layers:
         if layer.experts is not None:
             width = 4 * hidden + 3.6 * (hidden + layer.mlp.intermediate)
-            most = max(most, STEP_ROWS * layer.experts.used * width)
+            shared = 0 if layer.shared is None else 4 * hidden + 3.6 * layer.shared.intermediate
+            most = max(most, STEP_ROWS * (layer.experts.used * width + shared))
     return int(most)
 
 

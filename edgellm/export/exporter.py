@@ -137,7 +137,7 @@ def default_precisions(config: ModelConfig) -> list[str]:
 
     A model whose residual cannot be rotated has float32 chunks; one with experts has none.
     """
-    if config.has_experts:
+    if config.native_part is not None:
         return [PACKED]
     return [f if why_not(f, config) is None else "f32" for f in DEFAULT_PRECISIONS]
 

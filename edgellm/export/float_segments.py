@@ -62,7 +62,12 @@ class WindowAttention:
         """Make the attention of a checkpoint's layers, for texts of up to `window` tokens."""
         config = checkpoint.config
         norms = head_norms(config, lambda name: checkpoint.tensor(name).float32())
-        return cls(HostAttention(config, rope_tables(config, window), norms), window)
+        sinks = {
+            index: checkpoint.tensor(f"layers.{index}.sinks").float32()
+            for index, layer in enumerate(config.layers)
+            if layer.attention.sinks
+        }
+        return cls(HostAttention(config, rope_tables(config, window), norms, sinks), window)
 
     def __call__(self, layer: int, qkv: Floats) -> Floats:
         """Compute a layer's attention `[n, H * D]` for the first n tokens of a text.
@@ -88,7 +93,7 @@ def float_segments(
         threads: number of threads; None takes all usable cores. A thread pool of the process keeps
             its own number.
     """
-    if checkpoint.config.has_experts:
+    if checkpoint.config.native_part is not None:
         segments = range(checkpoint.config.layer_count + 1)
         yield from (ExpertSegment(checkpoint, index) for index in segments)
         return

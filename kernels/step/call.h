@@ -8,7 +8,7 @@
 
 namespace edgellm {
 
-enum Activation : int32_t { SILU, GELU_TANH };
+enum Activation : int32_t { SILU, GELU_TANH, CLAMPED_SWIGLU };
 
 // Of a row of the residual: an RMS norm, or with a bias a layer norm; without a weight none.
 struct Norm {
@@ -17,7 +17,8 @@ struct Norm {
 
 // The same fields, in the same order, as in native.py; vectors that are not there are null.
 struct Layer {
-    // gate without panels where there is none; with a router the three of all experts, one behind the other
+    // gate without panels where there is none; with a router the three of all experts, one behind the other, as are
+    // their biases
     Linear q, k, v, o, gate, up, down;
     Norm attention_norm;
     const float *q_bias, *k_bias, *v_bias, *o_bias;
@@ -26,6 +27,8 @@ struct Layer {
     Norm post_mlp_norm;
     HeadNorms head_norms;
     Router router;
+    SharedExpert shared;
+    const float* sinks;    // [heads]
     float scale, softcap;  // of the scores; softcap 0: none
     int32_t heads, window, rope, activation;
     int32_t pool, slot;  // which of the call's pools has its K and V, and as which layer

@@ -35,8 +35,8 @@ class _Router(ctypes.Structure):
     """Router of a layer; the fields are those of call.h, in their order."""
 
     _fields_ = [
-        ("weight", ctypes.c_void_p),
-        *((name, ctypes.c_int32) for name in ("experts", "used", "normalized")),
+        *((name, ctypes.c_void_p) for name in ("weight", "bias", "selection")),
+        *((name, ctypes.c_int32) for name in ("experts", "used", "normalized", "sigmoid")),
         ("scale", ctypes.c_float),
     ]
 
@@ -45,8 +45,29 @@ class _Router(ctypes.Structure):
         routing = layer.routing
         if routing is None:
             return cls()
-        counts = routing.experts, routing.used, routing.normalized
-        return cls(address(layer.router), *counts, routing.scale)
+        return cls(
+            *map(address, (layer.router, layer.router_bias, layer.selection_bias)),
+            routing.experts,
+            routing.used,
+            routing.normalized,
+            routing.scores == "sigmoid",
+            routing.scale,
+        )
+
+
+class _SharedExpert(ctypes.Structure):
+    """Expert that all rows go through; the fields are those of call.h, in their order."""
+
+    _fields_ = [
+        *((name, LinearLayer) for name in ("gate", "up", "down")),
+        ("router", ctypes.c_void_p),
+    ]
+
+    @classmethod
+    def of(cls, layer: LayerWeights) -> _SharedExpert:
+        if layer.shared is None:
+            return cls()
+        return cls(*map(layer_of, layer.shared), address(layer.shared_router))
 
 
 class _Layer(ctypes.Structure):
@@ -57,6 +78,8 @@ class _Layer(ctypes.Structure):
         *((name, ctypes.c_void_p) for name in VECTORS),
         ("head_norms", NormPointers),
         ("router", _Router),
+        ("shared", _SharedExpert),
+        ("sinks", ctypes.c_void_p),
         ("scale", ctypes.c_float),
         ("softcap", ctypes.c_float),
         *((name, ctypes.c_int32) for name in ("heads", "window", "rope", "activation")),
@@ -121,6 +144,8 @@ def _layer(layer: LayerWeights, slot: int) -> _Layer:
         *(address(getattr(layer, name)) for name in VECTORS),
         NormPointers.of(layer.head_norms, layer.head_dim),
         _Router.of(layer),
+        _SharedExpert.of(layer),
+        address(layer.sinks),
         layer.head_dim**-0.5 if layer.scale is None else layer.scale,
         layer.softcap or 0.0,
         layer.heads,

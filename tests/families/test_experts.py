@@ -32,7 +32,10 @@ from edgellm.store.import_summary import imported
 
 pytestmark = pytest.mark.skipif(not usable("C++"), reason="experts need the C++ kernels")
 
-NAMES = ("qwen3_moe", "qwen3_moe_mixed", "olmoe", "mixtral", "granitemoe")
+NAMES = (
+    *("qwen3_moe", "qwen3_moe_mixed", "olmoe", "mixtral", "granitemoe"),
+    *("qwen2_moe", "glm4_moe", "gpt_oss"),
+)
 CASES = [(name, form) for name in NAMES for form in ("folder", "Q8_0")]
 TOKENS = np.random.default_rng(0).integers(3, VOCABULARY, 300).tolist()
 GREEDY: dict[str, Any] = {"temperature": 0, "max_tokens": 16, "ignore_eos": True}
@@ -72,12 +75,15 @@ def round_weights(model: Any) -> None:
     """Round all matrices but the routers to numbers that int8 groups hold."""
     import torch
 
+    columns_first = model.config.model_type == "gpt_oss"
     with torch.no_grad():
         for key, weight in model.named_parameters():
-            if weight.ndim > 1 and not key.endswith((".gate.weight", ".router.weight")):
-                rows = weight.numpy().reshape(-1, weight.shape[-1])
-                exact = dequantize(quantize_groups(rows)).reshape(weight.shape)
-                weight.copy_(torch.tensor(exact))
+            if weight.ndim > 1 and not key.endswith((".gate.weight", ".router.weight", "_bias")):
+                turned = weight
+                if columns_first and ".experts." in key:
+                    turned = weight.swapaxes(1, 2)
+                rows = turned.numpy().reshape(-1, turned.shape[-1])
+                turned.copy_(torch.tensor(dequantize(quantize_groups(rows)).reshape(turned.shape)))
 
 
 def found(llm: LLM, tokens: list[int], length: int) -> np.ndarray:
