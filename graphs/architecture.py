@@ -114,10 +114,27 @@ GGUF_FUSED_QKV: Names = {
 GGUF_FUSED_EXPERTS: Names = {
     f"expert_{x}": Fused("blk.{}.ffn_gate_up_exps.weight", _GATE_UP) for x in _GATE_UP
 }
-# MLX stacks the experts of every layer.
-MLX_EXPERTS: Names = {
-    f"expert_{x}": f"model.layers.{{}}.mlp.switch_mlp.{x}_proj.weight" for x in _MLP
-}
+# Modules of a layer in which MLX stacks its experts.
+_MLX_STACKS = ("mlp.switch_mlp", "block_sparse_moe.switch_mlp", "mlp.experts")
+
+
+def mlx_experts(layers: int, known: Callable[[str], bool]) -> Names:
+    """Return names of stacks of experts as MLX writes them; none where a folder has none.
+
+    Args:
+        layers: number of layers, the first of which may be dense.
+        known: whether the folder has a tensor of a name.
+    """
+    for stack in _MLX_STACKS:
+        if any(known(f"model.layers.{i}.{stack}.gate_proj.weight") for i in range(layers)):
+            module = f"model.layers.{{}}.{stack}."
+            return {
+                **{f"expert_{x}": f"{module}{x}_proj.weight" for x in _MLP},
+                **{f"expert_{x}_bias": f"{module}{x}_proj.bias" for x in _MLP},
+            }
+    return {}
+
+
 # Architectures that fuse gate and up have one tensor called `up` with the rows of both.
 GGUF_FUSED_MLP: Names = {x: Fused("blk.{}.ffn_up.weight", _GATE_UP) for x in _GATE_UP}
 HF_FUSED_QKV: Names = {x: Fused("model.layers.{}.self_attn.qkv_proj.weight", _QKV) for x in _QKV}

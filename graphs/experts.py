@@ -55,10 +55,10 @@ def routing_from_hf(fields: Fields, *, normalized: bool) -> Routing:
     Raises:
         ModelFormatError: the number of experts is missing, or there are two.
     """
-    counts = {fields.optional(int, key) for key in _COUNTS} - {None}
-    if len(counts) > 1:
-        raise ModelFormatError(f"{fields.origin}: {', '.join(_COUNTS)} differ")
-    key = next((key for key in _COUNTS if key in fields), _COUNTS[0])
+    keys = [key for key in _COUNTS if key in fields]
+    if len({fields.read(int, key) for key in keys}) > 1:
+        raise ModelFormatError(f"{fields.origin}: {' and '.join(keys)} differ")
+    key = keys[0] if keys else _COUNTS[0]
     used = fields.read(int, "num_experts_per_tok")
     return Routing(experts=fields.read(int, key), used=used, normalized=normalized)
 

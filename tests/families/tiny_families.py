@@ -221,7 +221,7 @@ def make(name: str, folder: Path, **changes: Any) -> Any:
         for key, weight in (*model.named_parameters(), *choices):
             if weight.ndim == 1 or key.endswith("_bias"):
                 # as far as the clamp of gpt-oss
-                weight += (4 if "gate_up" in key else 0.3) * torch.randn_like(weight)
+                weight += (2 if "gate_up" in key else 0.3) * torch.randn_like(weight)
             else:
                 spread = 0.5 if "embed" in key else 1.2 / weight.shape[-1] ** 0.5
                 weight.copy_(spread * torch.randn_like(weight))
