@@ -115,7 +115,10 @@ GGUF_FUSED_EXPERTS: Names = {
     f"expert_{x}": Fused("blk.{}.ffn_gate_up_exps.weight", _GATE_UP) for x in _GATE_UP
 }
 # Modules of a layer in which MLX stacks its experts.
-_MLX_STACKS = ("mlp.switch_mlp", "block_sparse_moe.switch_mlp", "mlp.experts")
+_MLX_STACKS = (
+    *("mlp.switch_mlp", "block_sparse_moe.switch_mlp", "feed_forward.switch_mlp"),
+    "mlp.experts",  # of gpt-oss
+)
 
 
 def mlx_experts(layers: int, known: Callable[[str], bool]) -> Names:
@@ -148,6 +151,7 @@ _GGUF_ARCHITECTURES: Mapping[str, str] = {
     "glm4moe": "glm4_moe",
     "gpt-oss": "gpt_oss",
     "hunyuan-dense": "hunyuan_v1_dense",
+    "lfm2moe": "lfm2_moe",
     "mistral3": "ministral3",
     "qwen2moe": "qwen2_moe",
     "qwen3moe": "qwen3_moe",
@@ -156,7 +160,7 @@ _GGUF_ARCHITECTURES: Mapping[str, str] = {
 _MISSING: Mapping[str, tuple[str, ...]] = {
     "a router of another kind": ("phimoe",),
     "recurrent layers": (
-        "bamba", "falconh1", "hybrid", "jamba", "lfm2", "mamba", "nemotronh", "qwen35",
+        "bamba", "falconh1", "hybrid", "jamba", "mamba", "nemotronh", "qwen35",
         "qwen3next", "recurrentgemma", "rwkv",
     ),
     "latent attention (MLA)": ("deepseek2", "deepseekv2", "deepseekv3", "minicpm3", "glm4moelite"),
@@ -196,8 +200,9 @@ class Architecture:
         config_from_hf, config_from_gguf: readers of the model's config; None where the family has
             no files of that format.
         hf_names, gguf_names: names of tensors in the files, by their names in `tensors.py` without
-            `layers.I.`, and with `expert_` before those that a layer's experts have; `{}` stands
-            for the layer.
+            `layers.I.`, with `expert_` before those that a layer's experts have, and with the
+            mixer's name before those that differ by mixers (`short_conv_o`); `{}` stands for the
+            layer.
         hf_interleaved_rope, gguf_interleaved_rope: whether RoPE turns neighbouring channels, so
             that rows of Q and K are reordered when they are read.
         hf_fold: changes a tensor of a Hugging Face folder, given by its canonical name, to the
@@ -272,7 +277,13 @@ def with_layers(
 def with_attention(
     config: ModelConfig, change: Callable[[int, Attention], Attention]
 ) -> ModelConfig:
-    """Return the config with each layer's attention replaced by `change(index, attention)`."""
+    """Return the config with each layer's attention replaced by `change(index, attention)`.
+
+    Layers that do not attend stay.
+    """
     return with_layers(
-        config, lambda i, layer: replace(layer, attention=change(i, layer.attention))
+        config,
+        lambda i, layer: (
+            replace(layer, mixer=change(i, layer.attention)) if layer.attends else layer
+        ),
     )

@@ -65,7 +65,7 @@ class WindowAttention:
         sinks = {
             index: checkpoint.tensor(f"layers.{index}.sinks").float32()
             for index, layer in enumerate(config.layers)
-            if layer.attention.sinks
+            if layer.attends and layer.attention.sinks
         }
         return cls(HostAttention(config, rope_tables(config, window), norms, sinks), window)
 
@@ -93,7 +93,7 @@ def float_segments(
         threads: number of threads; None takes all usable cores. A thread pool of the process keeps
             its own number.
     """
-    if checkpoint.config.native_part is not None:
+    if checkpoint.config.has_experts:
         segments = range(checkpoint.config.layer_count + 1)
         yield from (ExpertSegment(checkpoint, index) for index in segments)
         return

@@ -29,8 +29,8 @@ def names_of(precisions: Precisions, config: ModelConfig) -> list[str]:
 
 def why_not(precision: str, config: ModelConfig) -> str | None:
     """Return why a precision cannot compute a model, as text for an error; None if it can."""
-    if config.native_part is not None:
-        return None if precision == PACKED else _native_part(config)
+    if config.native_parts:
+        return None if precision == PACKED else _native(config)
     if precision not in ROTATED:
         return None
     if config.norm == "layer":
@@ -41,6 +41,10 @@ def why_not(precision: str, config: ModelConfig) -> str | None:
             "commute with rotating"
         )
     return None
+
+
+def _native(config: ModelConfig) -> str:
+    return f"it has {config.native_parts}, which the C++ kernels alone compute"
 
 
 def require(precision: str, config: ModelConfig, *, among: Sequence[str]) -> None:
@@ -70,10 +74,10 @@ def first_supported(precisions: Sequence[str], config: ModelConfig) -> str:
 
 
 def _refusal(precision: str, config: ModelConfig, among: Sequence[str]) -> UnsupportedModelError:
-    if config.native_part is not None:
+    if config.native_parts:
         return UnsupportedModelError(
-            f"precision {precision} cannot compute {config.model_type}: {_native_part(config)}; "
-            f"take `prefill` and `decode` native, or export {PACKED} alone"
+            f"precision {precision} cannot compute {config.model_type}: {_native(config)}; take "
+            f"`prefill` and `decode` native, or export {PACKED} alone"
         )
     others = [other for other in among if why_not(other, config) is None]
     advice = " or ".join(others) or "another `prefill`: native, cpu, openvino"
@@ -81,10 +85,6 @@ def _refusal(precision: str, config: ModelConfig, among: Sequence[str]) -> Unsup
         f"precision {precision} rotates the residual, which {config.model_type} does not bear: "
         f"{why_not(precision, config)}; take {advice}"
     )
-
-
-def _native_part(config: ModelConfig) -> str:
-    return f"it has {config.native_part}, which the C++ kernels alone compute"
 
 
 def remove_precisions(path: Path, precisions: Collection[str]) -> int:

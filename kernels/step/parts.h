@@ -6,4 +6,5 @@
 #include "../attention/cpu.h"
 #include "mlp.h"
 #include "../experts/cpu.h"
+#include "../short_conv/cpu.h"
 #include "cpu.h"

@@ -136,6 +136,25 @@ FAMILIES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "glm4": ("Glm4", {"head_dim": 32}),
     "seed_oss": ("SeedOss", {"head_dim": 32, "attention_out_bias": True}),
     "starcoder2": ("Starcoder2", {"sliding_window": 8}),
+    "lfm2": (
+        "Lfm2",
+        {
+            "layer_types": ["conv", "full_attention", "conv", "full_attention"],
+            "intermediate_size": 144,
+            "block_multiple_of": 32,
+            "norm_eps": 1e-3,
+        },
+    ),
+    "lfm2_narrow": (
+        "Lfm2",
+        {
+            "num_hidden_layers": 3,
+            "layer_types": ["full_attention", "conv", "conv"],
+            "block_auto_adjust_ff_dim": False,
+            "conv_L_cache": 5,
+            "tie_embedding": False,
+        },
+    ),
     "qwen3_moe": (
         "Qwen3Moe",
         {
@@ -193,6 +212,18 @@ FAMILIES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
             "rope_parameters": {**_DEFAULT, "partial_rotary_factor": 0.5},
         },
     ),
+    "lfm2_moe": (
+        "Lfm2Moe",
+        {
+            "layer_types": ["conv", "full_attention", "conv", "full_attention"],
+            "norm_eps": 1e-3,
+            "num_experts": 6,
+            "num_experts_per_tok": 2,
+            "num_dense_layers": 1,
+            "moe_intermediate_size": 64,
+            "routed_scaling_factor": 1.3,
+        },
+    ),
     "gpt_oss": (
         "GptOss",
         {
@@ -217,7 +248,11 @@ def make(name: str, folder: Path, **changes: Any) -> Any:
     text = kind.removesuffix("Text")
     model = getattr(transformers, f"{text}ForCausalLM")(config).eval()
     with torch.no_grad():
-        choices = (each for each in model.named_buffers() if each[0].endswith("_correction_bias"))
+        choices = (
+            each
+            for each in model.named_buffers()
+            if each[0].endswith(("_correction_bias", "expert_bias"))
+        )
         for key, weight in (*model.named_parameters(), *choices):
             if weight.ndim == 1 or key.endswith("_bias"):
                 # as far as the clamp of gpt-oss

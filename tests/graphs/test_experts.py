@@ -33,7 +33,7 @@ from edgellm.kernels.quantized import KINDS, QuantizedWeight, dequantize
 
 ROUTING = Routing(experts=5, used=2, normalized=False, scale=1.5)
 LAYER = LayerConfig(
-    attention=Attention(heads=6, kv_heads=2, head_dim=16),
+    mixer=Attention(heads=6, kv_heads=2, head_dim=16),
     mlp=Mlp(intermediate=160),
     experts=ROUTING,
 )
@@ -94,12 +94,12 @@ def test_experts_of_another_shape_are_refused() -> None:
 
 def test_parts_that_only_the_cpp_kernels_compute() -> None:
     plain = replace(LAYER, experts=None)
-    assert plain.native_part is None
-    assert LAYER.native_part == CONFIG.native_part == "experts"
-    sinks = replace(plain, attention=replace(plain.attention, sinks=True))
-    assert replace(CONFIG, layers=(plain, sinks)).native_part == "attention sinks"
-    clamped = replace(plain, mlp=replace(plain.mlp, activation="clamped_swiglu"))
-    assert clamped.native_part == "a clamped SwiGLU"
+    sinks = replace(plain, mixer=replace(plain.attention, sinks=True))
+    clamped = replace(sinks, mlp=replace(plain.mlp, activation="clamped_swiglu"))
+    found = [
+        replace(CONFIG, layers=(each,)).native_parts for each in (plain, LAYER, sinks, clamped)
+    ]
+    assert found == ["", "experts", "attention sinks", "attention sinks and a clamped SwiGLU"]
 
 
 @pytest.mark.parametrize(
@@ -127,7 +127,7 @@ def test_tensors_are_stacked() -> None:
 def test_tensors_beside_the_stacks() -> None:
     layer = replace(
         LAYER,
-        attention=replace(LAYER.attention, sinks=True),
+        mixer=replace(LAYER.attention, sinks=True),
         mlp=replace(LAYER.mlp, bias=True),
         experts=replace(ROUTING, bias=True, selection_bias=True),
         shared=SharedExpert(intermediate=64, routed=True),
