@@ -22,4 +22,20 @@ struct SharedExpert {
     const float* router;    // [hidden]: its output counts by the sigmoid of the product; null: whole
 };
 
+// The experts of a model that are in memory, those used last, up to a limit. The same fields, in the same order, as in
+// memory.py.
+struct ExpertMemory {
+    int64_t limit, resident;  // bytes
+    int64_t clock, hits, reads, bytes_read;  // layers that were computed; what they found, and what they read
+    int64_t* used;            // [layers, stride]: when an expert was used last; 0 of one that is not in memory
+    int32_t stride;
+};
+
+// The matrix of one of the experts.
+inline Linear expert_of(Linear all, int experts, int expert) {
+    all.outputs /= experts;
+    all.panels += size_t(expert) * all.count() * all.panel_bytes();
+    return all;
+}
+
 }  // namespace edgellm

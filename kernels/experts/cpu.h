@@ -78,9 +78,13 @@ public:
 
     // Take the normalized rows through the experts that the router chooses for each, and through the shared one.
     // `x` are the rows quantized, for the shared expert alone.
-    void run(edgellm::Worker& worker, const edgellm::Layer& layer, const edgellm::Rows& x) const {
+    void run(edgellm::Worker& worker, const edgellm::Transformer& model, int number, const edgellm::Rows& x) const {
+        const edgellm::Layer& layer = model.layers[number];
         score(worker, layer);
-        worker.each(1, [&](int) { route(layer.router); });
+        worker.each(1, [&](int) {
+            route(layer.router);
+            if (model.expert_memory) edgellm::use_experts(model, number, active_, *active_count_);
+        });
         const int slots = rows_ * layer.router.used, some = std::max(1, std::min(16, slots / (4 * threads_)));
         worker.each((slots + some - 1) / some, [&](int item) {
             for (int s = item * some; s < std::min(slots, (item + 1) * some); ++s) quantize(layer.router, s);
@@ -135,11 +139,8 @@ public:
     }
 
 private:
-    // The matrix of one of the experts.
-    static edgellm::Linear part(edgellm::Linear all, const edgellm::Router& router, int expert) {
-        all.outputs /= router.experts;
-        all.panels += size_t(expert) * all.count() * all.panel_bytes();
-        return all;
+    static edgellm::Linear part(const edgellm::Linear& all, const edgellm::Router& router, int expert) {
+        return edgellm::expert_of(all, router.experts, expert);
     }
 
     static Mlp mlp_of(const edgellm::Layer& layer, int expert) {

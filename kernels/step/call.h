@@ -52,6 +52,7 @@ struct Transformer {
     const Layer* layers;  // layer_count
     Norm final_norm;
     Linear embedding, head;  // the same panels where they are tied
+    ExpertMemory* expert_memory;  // null: all experts stay in memory
     int32_t layer_count, hidden;
     float epsilon, embedding_scale, logit_softcap;  // the last one 0: none
 };

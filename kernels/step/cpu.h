@@ -82,7 +82,7 @@ public:
                 run_attention(worker, layer, l);
             add_product(worker, layer.o, mixer_out(layer), layer.post_attention_norm);
             if (layer.has_experts())
-                run_experts(worker, layer);
+                run_experts(worker, layer, l);
             else
                 run_mlp(worker, layer);
         }
@@ -383,7 +383,7 @@ private:
         add_product(worker, layer.down, activated, layer.post_mlp_norm);
     }
 
-    void run_experts(edgellm::Worker& worker, const edgellm::Layer& layer) const {
+    void run_experts(edgellm::Worker& worker, const edgellm::Layer& layer, int l) const {
         const size_t hidden = model_.hidden;
         every_row(worker, [&](int r) {
             complete(r, layer.o_bias, layer.post_attention_norm);
@@ -395,7 +395,7 @@ private:
             if (layer.shared.up.panels)
                 quantize_groups(b_.experts.normed(r), 0, model_.hidden / edgellm::GROUP, b_.x, r, false);
         });
-        b_.experts.run(worker, layer, b_.x);
+        b_.experts.run(worker, model_, l, b_.x);
         const bool behind = layer.post_mlp_norm.weight != nullptr;
         every_row(worker, [&](int r) {
             b_.experts.sum(layer, r, (behind ? b_.branch : b_.residual) + r * hidden, !behind);

@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgellm.kernels.checks import block_ids, check_rope, indices
+from edgellm.kernels.experts import ExpertMemory
 from edgellm.kernels.kv_append.native import NormPointers
 from edgellm.kernels.kv_blocks import KVBlocks
 from edgellm.kernels.linear import PANEL
@@ -108,6 +109,7 @@ class _Transformer(ctypes.Structure):
         ("final_norm_bias", ctypes.c_void_p),
         ("embedding", LinearLayer),
         ("head", LinearLayer),
+        ("expert_memory", ctypes.c_void_p),
         *((name, ctypes.c_int32) for name in ("layer_count", "hidden")),
         *((name, ctypes.c_float) for name in ("epsilon", "embedding_scale", "logit_softcap")),
     ]
@@ -235,12 +237,15 @@ class FusedStep:
         weights: Weights,
         ropes: Sequence[RopeTable],
         pools: Sequence[KVBlocks | StateBlocks],
+        *,
+        expert_memory: int | None = None,
     ) -> None:
         """Take the addresses of all parts.
 
         Args:
             ropes: RoPE tables, which `LayerWeights.rope` indexes.
             pools: pools, which `LayerWeights.pool` indexes.
+            expert_memory: bytes of experts that stay in memory, see `ExpertMemory`; None: all do.
 
         Raises:
             ValueError: a part does not fit the others.
@@ -263,12 +268,19 @@ class FusedStep:
         self._has_states = any(isinstance(pool, StateBlocks) for pool in pools)
         layers = map(_layer, weights.layers, weights.slots)
         self._layers = (_Layer * len(weights.layers))(*layers)
+        counts = [0 if each.routing is None else each.routing.experts for each in weights.layers]
+        self.expert_memory: ExpertMemory | None = None
+        if expert_memory is not None and any(counts):
+            self.expert_memory = ExpertMemory(
+                expert_memory, layers=len(counts), experts=max(counts)
+            )
         self._model = _Transformer(
             self._layers,
             address(weights.final_norm),
             address(weights.final_norm_bias),
             layer_of(weights.embedding),
             layer_of(weights.head, fine=True),
+            None if self.expert_memory is None else self.expert_memory.pointer,
             len(weights.layers),
             weights.embedding.inputs,
             weights.epsilon,
