@@ -144,7 +144,7 @@ class ModelConfig:
         parts = {
             "experts": self.has_experts,
             "layers with states": self.has_states,
-            "attention sinks": any(each.sinks for each in self.attentions),
+            "attention sinks": any(each.sinks for each in self.attentions.values()),
             "a clamped SwiGLU": any(x.mlp.activation == "clamped_swiglu" for x in self.layers),
         }
         return " and ".join(part for part, there in parts.items() if there)
